@@ -1,0 +1,193 @@
+"""The typed expression DAG that masks and score functions are traced into.
+
+Nodes are frozen and hash-consed: two structurally equal nodes are one object, so identity is equality and shared
+subexpressions stay shared.  Nothing is rewritten but integer constants; float expressions keep the order written.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from flashgen.errors import SourceLine
+
+
+class DType(enum.Enum):
+    """The type of a node; `itemsize` in bytes."""
+
+    BOOL = "bool"
+    INT32 = "int32"
+    INT64 = "int64"
+    FLOAT32 = "float32"
+
+    @property
+    def is_int(self) -> bool:
+        return self in (DType.INT32, DType.INT64)
+
+    @property
+    def is_float(self) -> bool:
+        return self is DType.FLOAT32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Param:
+    """A runtime scalar, passed by name at the call: a new value compiles nothing.  `min` and `max` are inclusive."""
+
+    name: str
+    dtype: DType
+    default: int | float | None
+    min: int | float | None = None
+    max: int | float | None = None
+    doc: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """A named number folded at compile time; a call may override it and then compiles another kernel."""
+
+    name: str
+    dtype: DType
+    default: int | float
+    min: int | float | None = None
+    max: int | float | None = None
+    doc: str = ""
+
+
+#: The names a captured tensor's dimension may have, beside a plain number.
+DIMS = ("batch", "heads", "kv_heads", "q", "kv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A captured tensor: `dims` are names of DIMS, numbers, or None for any size.
+
+    `min` and `max` bound its values; `sorted` promises that values never decrease along the last dimension, which lets
+    the tile analysis bound a run of them by its two ends.  `example(problem, rng)` makes a NumPy array for `run`,
+    `plan` and `show`.
+    """
+
+    name: str
+    dims: tuple[str | int | None, ...]
+    dtype: str  # of TENSOR_DTYPES
+    min: int | float | None = None
+    max: int | float | None = None
+    sorted: bool = False
+    example: object = field(default=None, compare=False, hash=False)
+    doc: str = ""
+
+
+#: Stored type of a captured tensor -> the type an element has in an expression.
+TENSOR_DTYPES = {
+    "bool": DType.BOOL,
+    "uint8": DType.INT32,
+    "int8": DType.INT32,
+    "int16": DType.INT32,
+    "int32": DType.INT32,
+    "int64": DType.INT64,
+    "float16": DType.FLOAT32,
+    "bfloat16": DType.FLOAT32,
+    "float32": DType.FLOAT32,
+}
+
+#: Leaves.  Every other `op` is a row of `flashgen.lang.ops.OPS`.
+#:   const    attr = the Python value            index    attr = "b" | "h" | "q" | "k"
+#:   score    the incoming score s               problem  attr = "q_len" | "kv_len" | "heads" | "kv_heads" | "batch"
+#:   param    attr = Param                       constant attr = Constant (gone after Variant.bind)
+#:   size     attr = (Tensor, dimension)         load     attr = Tensor, operands = one index a dimension
+LEAVES = ("const", "index", "score", "problem", "param", "constant", "size")
+
+_interned: dict[tuple, Node] = {}
+
+
+class Node:
+    """One operation; made by `node(...)` only.  `where` is the user's line and not part of the identity."""
+
+    __slots__ = ("op", "dtype", "operands", "attr", "where", "__weakref__")
+
+    op: str
+    dtype: DType
+    operands: tuple[Node, ...]
+    attr: object
+    where: SourceLine | None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("expression nodes are frozen")
+
+    def __reduce__(self):
+        return node, (self.op, self.dtype, self.operands, self.attr, self.where)
+
+    def __repr__(self) -> str:
+        inner = ", ".join(filter(None, [repr(self.attr) if self.attr is not None else "", *map(repr, self.operands)]))
+        return f"{self.op}({inner})"
+
+
+def node(
+    op: str,
+    dtype: DType,
+    operands: Iterable[Node] = (),
+    attr: object = None,
+    where: SourceLine | None = None,
+) -> Node:
+    """The one node with this operation, type, operands and attribute."""
+    operands = tuple(operands)
+    # bool, int and float constants of equal value are different constants; so are 0.0 and -0.0.
+    key = (op, dtype, operands, (type(attr), repr(attr)) if isinstance(attr, (bool, int, float)) else attr)
+    found = _interned.get(key)
+    if found is None:
+        found = object.__new__(Node)
+        for name, value in zip(Node.__slots__, (op, dtype, operands, attr, where)):
+            object.__setattr__(found, name, value)
+        found = _interned.setdefault(key, found)  # setdefault: two threads agree on one
+    return found
+
+
+def const(value: bool | int | float, dtype: DType | None = None) -> Node:
+    """A constant; its type follows Python's unless given."""
+    if dtype is None:
+        dtype = DType.BOOL if isinstance(value, bool) else DType.FLOAT32 if isinstance(value, float) else DType.INT32
+    return node("const", dtype, (), value)
+
+
+def walk(roots: Iterable[Node]) -> Iterator[Node]:
+    """Every node under `roots` once, operands before users, in an order that depends on structure alone."""
+    done: set[Node] = set()
+    for root in roots:
+        stack = [(root, False)]
+        while stack:
+            n, expanded = stack.pop()
+            if n in done:
+                continue
+            if expanded:
+                done.add(n)
+                yield n
+            else:
+                stack.append((n, True))
+                stack.extend((operand, False) for operand in reversed(n.operands))
+
+
+def serialize(roots: Iterable[Node]) -> str:
+    """The DAG as text, a node a line: equal text means equal meaning, in every process."""
+    number: dict[Node, int] = {}
+    lines = []
+    roots = tuple(roots)
+    for n in walk(roots):
+        number[n] = len(number)
+        operands = " ".join(str(number[o]) for o in n.operands)
+        lines.append(f"{number[n]} {n.op}:{n.dtype.value} ({operands}) {_attr_text(n.attr)}")
+    lines.append("roots " + " ".join(str(number[r]) for r in roots))
+    return "\n".join(lines)
+
+
+def digest(roots: Iterable[Node]) -> str:
+    """sha256 of `serialize`."""
+    return hashlib.sha256(serialize(roots).encode()).hexdigest()
+
+
+def _attr_text(attr: object) -> str:
+    if isinstance(attr, Tensor):  # `example` makes data and means nothing to a kernel
+        return f"Tensor({attr.name},{attr.dims},{attr.dtype},{attr.min},{attr.max},{attr.sorted})"
+    if isinstance(attr, tuple):
+        return "(" + ",".join(map(_attr_text, attr)) + ")"
+    return repr(attr)

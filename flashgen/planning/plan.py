@@ -1,0 +1,78 @@
+"""What to emit: a KernelPlan holds every number and every yes or no that a template needs, and no length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.lang.variant import Variant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Rows of queries and of keys that one step of a kernel works on."""
+
+    q: int
+    kv: int
+
+    def __str__(self) -> str:
+        return f"{self.q}x{self.kv}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One term of a sum that is shown to a person: shared memory in bytes, registers in 32-bit registers a thread."""
+
+    name: str
+    amount: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """A group of warps that do one job; `registers` is what each thread of it may hold (0: the compiler's choice)."""
+
+    name: str
+    warps: int
+    registers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelPlan:
+    """One kernel, decided.  It alone is emitted and it alone keys kernels: no length, batch, head count or value.
+
+    `head_dim` and `v_head_dim` are the caller's; `padded_head_dim` and `padded_v_head_dim` what the tiles hold (the
+    extra columns are zero).  `variant` has its constants bound.
+    """
+
+    variant: Variant
+    pass_name: str  # "forward"
+    pipeline: str  # "ampere" | "hopper"
+    arch: str  # "sm_80" ...
+    dtype: str  # "float16" | "bfloat16"
+    head_dim: int
+    v_head_dim: int
+    padded_head_dim: int
+    padded_v_head_dim: int
+    tile: Tile
+    stages: int
+    roles: tuple[Role, ...]
+    q_in_registers: bool
+    blocks_per_sm: int  # what __launch_bounds__ asks for
+    smem: tuple[Part, ...]
+    registers: tuple[Part, ...]
+
+    @property
+    def warps(self) -> int:
+        return sum(role.warps for role in self.roles)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def smem_bytes(self) -> int:
+        return sum(part.amount for part in self.smem)
+
+    @property
+    def registers_estimate(self) -> int:
+        return sum(part.amount for part in self.registers)

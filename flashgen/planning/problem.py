@@ -1,0 +1,71 @@
+"""What one call asks for: the shape of an attention problem, and nothing about how it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.errors import PlanError
+
+#: Lengths stay below this, so that index arithmetic in int32 and positions in float32 are exact.
+MAX_LENGTH = 1 << 24
+
+#: Bytes of one element of q, k, v and o.
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Shapes of q [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [..., v_head_dim]."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "kv_heads", "q_len", "kv_len"):
+            value = getattr(self, name)
+            if value < 0:
+                raise PlanError(f"{name} is {value}: it cannot be negative")
+        for name in ("q_len", "kv_len"):
+            if getattr(self, name) >= MAX_LENGTH:
+                raise PlanError(f"{name} is {getattr(self, name)}: lengths stay below 2^24 = {MAX_LENGTH}")
+        for name in ("head_dim", "v_head_dim"):
+            if getattr(self, name) <= 0:
+                raise PlanError(f"{name} is {getattr(self, name)}: it must be positive")
+        if self.dtype not in ITEMSIZE:
+            raise PlanError(f"dtype {self.dtype!r} is not one of {', '.join(ITEMSIZE)}")
+        if self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads):
+            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            raise PlanError(
+                f"{self.heads} heads cannot share {self.kv_heads} kv_heads: heads must be a multiple of kv_heads"
+                f" (kv_heads that work: {', '.join(map(str, divisors))})"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads // self.kv_heads if self.kv_heads else 1
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def empty(self) -> bool:
+        """True where there is no output element at all."""
+        return 0 in (self.batch, self.heads, self.q_len)
+
+    def sizes(self) -> dict[str, int]:
+        """The values of the language's problem symbols."""
+        return {
+            "batch": self.batch,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "q_len": self.q_len,
+            "kv_len": self.kv_len,
+        }
