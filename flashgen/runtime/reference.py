@@ -1,0 +1,288 @@
+"""What results are checked against: attention in float64, the same maths in the caller's precision, and the rule.
+
+Both are plain PyTorch over whole rows (Algorithm 0 of FlashAttention, Dao et al. 2022) in blocks of queries, on the
+tensors' own device.  They share nothing with the kernels or the tile walk but the variant: expressions are evaluated
+here by a table of PyTorch functions, which makes this an independent reading of the language too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashgen.lang import expr
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashgen.analysis.tiles import Case
+    from flashgen.lang.variant import Variant
+
+#: Scores held at once, in elements: what bounds the memory of a reference.
+_BLOCK = {"cpu": 1 << 22, "cuda": 1 << 26}
+
+#: A verdict wants at least this many output elements; tiny shapes are drawn again until they are reached.
+POOL = 4096
+
+#: Bits of a significand after its leading one.
+_FRACTION_BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
+
+
+def reference(
+    variant: Variant, case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o [batch, heads, q_len, v_head_dim] and lse [batch, heads, q_len] in float64."""
+    import torch
+
+    return _attend(variant, case, q, k, v, scale, torch.float64, lambda p: p)
+
+
+def baseline(
+    variant: Variant, case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same maths as PyTorch does it in q's dtype: p and o rounded to it, sums and softmax in float32 (float64)."""
+    import torch
+
+    precision = torch.float64 if q.dtype == torch.float64 else torch.float32
+    o, lse = _attend(variant, case, q, k, v, scale, precision, lambda p: p.to(q.dtype).to(precision))
+    return o.to(q.dtype), lse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Errors of a result and of same-precision PyTorch against float64, and what breaks the rule (empty: nothing)."""
+
+    max_error: float
+    rms_error: float
+    bias: float
+    baseline_max_error: float
+    baseline_rms_error: float
+    max_limit: float
+    rms_limit: float
+    bias_limit: float
+    elements: int
+    reasons: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.reasons
+
+
+def judge(out: torch.Tensor, base: torch.Tensor, ref: torch.Tensor, dtype: str) -> Verdict:
+    """The tolerance rule, for `out` beside `base` against the float64 `ref`, all of one shape.
+
+    Largest error <= 2x and RMS error <= 1.25x the baseline's, each plus one ulp of `dtype` at the RMS of `ref`; signed
+    bias |mean(err * sign(ref))| <= 4 RMS(err) / sqrt(n) + 2^-12 RMS(ref).  Where `dtype` is float64 the reference
+    rounds as much as the result does, so both limits are 64 ulp.
+    """
+    err, base_err = (out.double() - ref).flatten(), (base.double() - ref).flatten()
+    n = err.numel()
+    if n == 0:
+        return Verdict(
+            max_error=0.0, rms_error=0.0, bias=0.0, baseline_max_error=0.0, baseline_rms_error=0.0, max_limit=0.0,
+            rms_limit=0.0, bias_limit=0.0, elements=0, reasons=(),
+        )  # fmt: skip
+    ref_rms = _rms(ref)
+    ulp = 2.0 ** (math.floor(math.log2(ref_rms)) - _FRACTION_BITS[dtype]) if ref_rms > 0 else 0.0
+    base_max, base_rms = float(base_err.abs().max()), _rms(base_err)
+    max_error, rms_error = float(err.abs().max()), _rms(err)
+    bias = abs(float((err * ref.flatten().sign()).mean()))
+    max_limit, rms_limit = (64 * ulp, 64 * ulp) if dtype == "float64" else (2 * base_max + ulp, 1.25 * base_rms + ulp)
+    bias_limit = 4 * rms_error / math.sqrt(n) + 2.0**-12 * ref_rms
+    reasons = []
+    if not math.isfinite(ref_rms):
+        reasons.append("the float64 reference itself is not finite")
+    for name, value, limit in (
+        ("largest error", max_error, max_limit),
+        ("RMS error", rms_error, rms_limit),
+        ("signed bias", bias, bias_limit),
+    ):
+        if not value <= limit:  # a NaN is no pass
+            reasons.append(f"{name} {value:.3g} exceeds {limit:.3g}")
+    return Verdict(
+        max_error=max_error, rms_error=rms_error, bias=bias, baseline_max_error=base_max, baseline_rms_error=base_rms,
+        max_limit=max_limit, rms_limit=rms_limit, bias_limit=bias_limit, elements=n, reasons=tuple(reasons),
+    )  # fmt: skip
+
+
+def judge_lse(lse: torch.Tensor, ref: torch.Tensor) -> tuple[str, ...]:
+    """What is wrong with `lse` (natural log, float32 or wider) against float64: rows that see nothing, and values."""
+    import torch
+
+    lse = lse.double()
+    if not torch.equal(lse == -math.inf, ref == -math.inf):
+        rows = int(((lse == -math.inf) != (ref == -math.inf)).sum())
+        return (f"lse says otherwise than float64 for {rows} rows whether they see any key",)
+    seen = ref != -math.inf
+    if not seen.any():
+        return ()
+    error = ((lse - ref).abs() / ref.abs().clamp(min=1.0))[seen].max()
+    return () if error <= 1e-4 else (f"lse is off by {float(error):.3g} of max(1, |lse|), more than 1e-4",)
+
+
+def _rms(x: torch.Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def _attend(
+    variant: Variant,
+    case: Case,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    precision: torch.dtype,
+    round_p: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, kv_len, dim = k.shape[1], k.shape[2], v.shape[3]
+    o = torch.zeros((batch, heads, q_len, dim), dtype=precision, device=q.device)
+    lse = torch.full((batch, heads, q_len), -math.inf, dtype=precision, device=q.device)
+    if 0 in (batch, heads, q_len, kv_len):
+        return o, lse
+    group = heads // kv_heads
+    evaluator = _Evaluator(case, q.device)
+    columns = {
+        "b": torch.arange(batch, device=q.device)[:, None, None, None, None],
+        "h": torch.arange(heads, device=q.device).reshape(1, kv_heads, group, 1, 1),
+        "k": torch.arange(kv_len, device=q.device),
+    }
+    k, v = k.to(precision), v.to(precision)
+    q, grouped_o = q.reshape(batch, kv_heads, group, q_len, head_dim), o.view(batch, kv_heads, group, q_len, dim)
+    grouped_lse = lse.view(batch, kv_heads, group, q_len)
+    rows = max(1, _BLOCK.get(q.device.type, _BLOCK["cpu"]) // (batch * heads * kv_len))
+    for first in range(0, q_len, rows):
+        at = slice(first, min(first + rows, q_len))
+        n = at.stop - at.start
+        block = q[:, :, :, at].to(precision).reshape(batch, kv_heads, group * n, head_dim)
+        s = scale * (block @ k.mT).view(batch, kv_heads, group, n, kv_len)
+        symbols = {**columns, "q": torch.arange(at.start, at.stop, device=q.device)[:, None]}
+        if variant.score is not None:
+            s = evaluator(variant.score, precision, {**symbols, "s": s}).expand_as(s)
+        if variant.mask is not None:
+            # A mask's floats are float32 in every precision: it says which pairs count, not how well.
+            s = torch.where(evaluator(variant.mask, torch.float32, symbols), s, -math.inf)
+        m = s.amax(-1)
+        base = torch.where(m == -math.inf, 0.0, m)
+        p = torch.exp(s - base[..., None])
+        l = p.sum(-1)
+        grouped_lse[..., at] = m + torch.log(l)
+        p = round_p(p / torch.where(l == 0, 1.0, l)[..., None])
+        grouped_o[..., at, :] = (p.view(batch, kv_heads, group * n, kv_len) @ v).view(batch, kv_heads, group, n, dim)
+    return o, lse
+
+
+class _Evaluator:
+    """A variant's expressions on PyTorch tensors: ints as int64, floats in the precision asked for."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        import torch
+
+        self.case, self.device = case, device
+        self.tensors = {name: torch.as_tensor(array, device=device) for name, array in case.tensors.items()}
+
+    def __call__(
+        self, root: expr.Node, precision: torch.dtype, symbols: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        import torch
+
+        dtypes = {
+            expr.DType.BOOL: torch.bool,
+            expr.DType.INT32: torch.int64,
+            expr.DType.INT64: torch.int64,
+            expr.DType.FLOAT32: precision,
+        }
+        values: dict[expr.Node, torch.Tensor] = {}
+        for n in expr.walk([root]):
+            if n.op in expr.LEAVES:
+                value = self._leaf(n, symbols)
+            elif n.op == "load":
+                value = self._load(n, [values[operand] for operand in n.operands])
+            else:
+                operands = [values[operand] for operand in n.operands]
+                if any(operand.dtype.is_float for operand in n.operands):
+                    operands = [x if x.dtype == torch.bool else x.to(precision) for x in operands]
+                value = functions()[n.op](*operands)
+            values[n] = torch.as_tensor(value, device=self.device).to(dtypes[n.dtype])
+        return values[root]
+
+    def _leaf(self, n: expr.Node, symbols: Mapping[str, torch.Tensor]) -> Any:
+        match n.op:
+            case "const":
+                return n.attr
+            case "index":
+                return symbols[n.attr]
+            case "score":
+                return symbols["s"]
+            case "problem":
+                return self.case.sizes[n.attr]
+            case "param":
+                return self.case.params[n.attr.name]
+            case "size":
+                tensor, dimension = n.attr
+                return self.tensors[tensor.name].shape[dimension]
+        raise ValueError(f"{n.op} is no leaf of a bound variant")
+
+    def _load(self, n: expr.Node, index: list[torch.Tensor]) -> torch.Tensor:
+        array = self.tensors[n.attr.name]
+        # A dimension named after batch or heads may have size 1: every batch or head then reads the same.
+        at = [
+            i.clamp(max=0) if isinstance(name, str) and size == 1 else i
+            for i, name, size in zip(index, n.attr.dims, array.shape, strict=True)
+        ]
+        for i, size, dimension in zip(at, array.shape, range(array.ndim), strict=True):
+            if i.numel() and (int(i.min()) < 0 or int(i.max()) >= size):
+                raise IndexError(f"{n.attr.name} is read outside its dimension {dimension} of size {size}")
+        return array[tuple(at)]
+
+
+@functools.cache
+def functions() -> Mapping[str, Callable[..., torch.Tensor]]:
+    """The PyTorch function of every op of the language."""
+    import torch
+
+    return {
+        "eq": torch.eq,
+        "ne": torch.ne,
+        "lt": torch.lt,
+        "le": torch.le,
+        "gt": torch.gt,
+        "ge": torch.ge,
+        "logical_and": torch.logical_and,
+        "logical_or": torch.logical_or,
+        "logical_xor": torch.logical_xor,
+        "logical_not": torch.logical_not,
+        "bit_and": torch.bitwise_and,
+        "bit_or": torch.bitwise_or,
+        "bit_xor": torch.bitwise_xor,
+        "bit_not": torch.bitwise_not,
+        "shift_left": torch.bitwise_left_shift,
+        "shift_right": torch.bitwise_right_shift,
+        "add": operator.add,
+        "sub": operator.sub,
+        "mul": operator.mul,
+        "neg": operator.neg,
+        "div": operator.truediv,
+        "floor_div": operator.floordiv,
+        "mod": torch.remainder,
+        "where": torch.where,
+        "minimum": torch.minimum,
+        "maximum": torch.maximum,
+        "abs": torch.abs,
+        "exp": torch.exp,
+        "exp2": torch.exp2,
+        "log": torch.log,
+        "log2": torch.log2,
+        "tanh": torch.tanh,
+        "sigmoid": torch.sigmoid,
+        "sqrt": torch.sqrt,
+        "rsqrt": torch.rsqrt,
+        "floor": torch.floor,
+        "cast": lambda x: x,  # the node's dtype says to what
+    }

@@ -1,0 +1,281 @@
+"""A KernelPlan walked tile by tile on the CPU: the kernel's own order, skipping and online softmax, in NumPy.
+
+The walk also counts what it moves.  Every slice it takes of q, k, v, o and lse adds numel x itemsize, so the count is
+made of what was read and written and not of a formula; the planner's formulas live in `planning/traffic.py` and
+neither side calls the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from flashgen.analysis import tiles
+from flashgen.analysis.tiles import FULL
+from flashgen.lang.evaluate import evaluate
+from flashgen.planning.problem import ITEMSIZE
+
+if TYPE_CHECKING:
+    from flashgen.analysis.facts import Facts
+    from flashgen.analysis.tiles import Case
+    from flashgen.planning.plan import KernelPlan
+
+
+@dataclass(slots=True, kw_only=True)
+class Traffic:
+    """What a walk moved and visited, summed over batch and heads.
+
+    `q` to `lse` are bytes, `total` to `full` tiles (`visited` = partial + full), `elements` the (query, key) pairs of
+    visited tiles and `visible` those of them that the mask lets through.
+    """
+
+    q: int = 0
+    k: int = 0
+    v: int = 0
+    captured: int = 0
+    o: int = 0
+    lse: int = 0
+    total: int = 0
+    empty: int = 0
+    partial: int = 0
+    full: int = 0
+    elements: int = 0
+    visible: int = 0
+
+    @property
+    def read_bytes(self) -> int:
+        return self.q + self.k + self.v + self.captured
+
+    @property
+    def write_bytes(self) -> int:
+        return self.o + self.lse
+
+    def as_dict(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+class Walked(NamedTuple):
+    """o [batch, heads, q_len, v_head_dim] and lse [batch, heads, q_len] (natural log), and what making them moved."""
+
+    o: np.ndarray
+    lse: np.ndarray
+    traffic: Traffic
+
+
+def walk(
+    plan: KernelPlan,
+    facts: Facts,
+    case: Case,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    scale: float,
+    dtype: str,
+) -> Walked:
+    """Attention by FlashAttention-2's forward (Dao 2023, Algorithm 1) over the plan's tiles.
+
+    q is [batch, heads, q_len, head_dim], k and v [batch, kv_heads, kv_len, head_dim | v_head_dim], float32, or float64
+    where `dtype` is "float64"; `dtype` is what the caller's tensors hold: it sizes the traffic, and p is rounded to it
+    before P V.  s = scale * (q . k), then the score function, then the mask; a row with nothing to attend gives 0 and
+    lse = -inf.  o has the precision of the sums: rounding it to `dtype` is the caller's.  Raises IndexError where a
+    captured tensor is read outside its dimension.
+    """
+    return _Walk(plan, facts, case, q, k, v, scale=scale, dtype=dtype).run()
+
+
+def count(plan: KernelPlan, facts: Facts, case: Case, *, head_dim: int, v_head_dim: int, dtype: str) -> Traffic:
+    """What `walk` would move and visit, without the arithmetic: the same tiles of operands that hold no memory."""
+    sizes, zero = case.sizes, np.zeros((), np.float32)
+    keys = (sizes["batch"], sizes["kv_heads"], sizes["kv_len"])
+    q = np.broadcast_to(zero, (sizes["batch"], sizes["heads"], sizes["q_len"], head_dim))
+    k, v = np.broadcast_to(zero, (*keys, head_dim)), np.broadcast_to(zero, (*keys, v_head_dim))
+    return _Walk(plan, facts, case, q, k, v, scale=1.0, dtype=dtype).count()
+
+
+class _Rows:
+    """The running softmax of one Q tile: m the row maxima, l the row sums of p, acc the unnormalised output."""
+
+    def __init__(self, q: np.ndarray, v_head_dim: int) -> None:
+        self.m = np.full(q.shape[:-1], -np.inf, q.dtype)
+        self.l = np.zeros(q.shape[:-1], q.dtype)
+        self.acc = np.zeros((*q.shape[:-1], v_head_dim), q.dtype)
+
+    def add(self, s: np.ndarray, v: np.ndarray, dtype: str) -> None:
+        """One KV tile's scores (-inf where masked) and values."""
+        m = np.maximum(self.m, s.max(axis=-1))
+        base = np.where(m == -np.inf, 0, m)  # nothing visible yet: exp(-inf - 0) is 0, where -inf - -inf is not
+        p = np.exp(s - base[..., None])
+        decay = np.exp(self.m - base)
+        self.l = self.l * decay + p.sum(axis=-1)
+        self.acc = self.acc * decay[..., None] + _round(p, dtype) @ v
+        self.m = m
+
+    def finish(self) -> tuple[np.ndarray, np.ndarray]:
+        """o and lse; a row that saw nothing has l = 0 and m = -inf."""
+        o = np.divide(self.acc, self.l[..., None], out=np.zeros_like(self.acc), where=(self.l != 0)[..., None])
+        return o, self.m + np.log(self.l)
+
+
+class _Walk:
+    def __init__(
+        self,
+        plan: KernelPlan,
+        facts: Facts,
+        case: Case,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        *,
+        scale: float,
+        dtype: str,
+    ) -> None:
+        self.plan, self.facts, self.case = plan, facts, case
+        self.variant = facts.variant
+        self.precision = np.float64 if dtype == "float64" else np.float32
+        self.scale, self.dtype, self.itemsize = scale, dtype, ITEMSIZE[dtype]
+        sizes = case.sizes
+        self.batch, self.kv_heads = sizes["batch"], sizes["kv_heads"]
+        self.group = sizes["heads"] // max(self.kv_heads, 1)
+        self.q_len, self.kv_len = sizes["q_len"], sizes["kv_len"]
+        # Query heads beside the key/value head they share: [batch, kv_heads, group, length, dim].
+        self.q = q.reshape(self.batch, self.kv_heads, self.group, self.q_len, q.shape[-1])
+        self.k, self.v = k[:, :, None], v[:, :, None]
+        self.traffic = Traffic()
+
+    def run(self) -> Walked:
+        sizes, dim = self.case.sizes, self.v.shape[-1]
+        o = np.zeros((*self.q.shape[:-1], dim), self.precision)
+        lse = np.full(self.q.shape[:-1], -np.inf, self.precision)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            for at, rows, schedule in self._q_tiles():
+                running = _Rows(self.q[*at, rows].astype(self.precision, copy=False), dim)
+                self._walk_row(at, rows, schedule, running)
+                o[*at, rows], lse[*at, rows] = running.finish()
+                self._wrote(o[*at, rows], lse[*at, rows])
+        self._read_captured()
+        shape = (self.batch, sizes["heads"], self.q_len)
+        return Walked(o.reshape(*shape, dim), lse.reshape(shape), self.traffic)
+
+    def count(self) -> Traffic:
+        o = np.broadcast_to(np.zeros((), self.precision), (*self.q.shape[:-1], self.v.shape[-1]))
+        for at, rows, schedule in self._q_tiles():
+            self._walk_row(at, rows, schedule, None)
+            self._wrote(o[*at, rows], o[*at, rows, 0])
+        self._read_captured()
+        return self.traffic
+
+    def _q_tiles(self) -> Iterator[tuple[tuple[slice, slice, slice], slice, list[tuple[int, int]]]]:
+        """Each Q tile's batches and heads, rows and KV schedule; those that share a schedule are walked together."""
+        tile, everything = self.plan.tile, slice(None)
+        if 0 in (self.batch, self.kv_heads, self.group):
+            return
+        for first in range(0, self.q_len, tile.q):
+            for b in range(self.batch) if self.facts.uses_batch else (None,):
+                for h in range(self.kv_heads * self.group) if self.facts.uses_head else (None,):
+                    on_batch = everything if b is None else slice(b, b + 1)
+                    on_heads = (everything, everything)
+                    if h is not None:
+                        kv_head, member = divmod(h, self.group)
+                        on_heads = slice(kv_head, kv_head + 1), slice(member, member + 1)
+                    schedule = tiles.schedule(self.facts, self.case, tile, first // tile.q, b or 0, h or 0)
+                    yield (on_batch, *on_heads), slice(first, min(first + tile.q, self.q_len)), schedule
+
+    def _walk_row(
+        self, at: tuple[slice, slice, slice], rows: slice, schedule: list[tuple[int, int]], running: _Rows | None
+    ) -> None:
+        """One Q tile over its KV tiles; without `running` only counted."""
+        tile, traffic = self.plan.tile, self.traffic
+        q = self._read("q", self.q[*at, rows])
+        walks = math.prod(q.shape[:3])
+        kv_tiles = -(-self.kv_len // tile.kv)
+        traffic.total += walks * kv_tiles
+        traffic.empty += walks * (kv_tiles - len(schedule))
+        for kv_tile, tile_class in schedule:
+            keys = slice(kv_tile * tile.kv, min((kv_tile + 1) * tile.kv, self.kv_len))
+            # Every query head reads its own copy of the K and V tile that its group shares.
+            copies = q.shape[2]
+            k = self._read("k", self.k[at[0], at[1], :, keys], copies)
+            v = self._read("v", self.v[at[0], at[1], :, keys], copies)
+            pairs = walks * q.shape[3] * k.shape[3]
+            traffic.elements += pairs
+            symbols = self._symbols(at, rows, keys)
+            if tile_class == FULL:
+                traffic.full += walks
+                traffic.visible += pairs
+                keep = None
+            else:
+                traffic.partial += walks
+                # A mask's floats are float32 whatever the precision of the sums, as in a kernel.
+                keep = np.asarray(self._evaluate(self.variant.mask, np.float32, symbols), bool)
+                traffic.visible += int(np.broadcast_to(keep, (*q.shape[:4], k.shape[3])).sum())
+            if running is not None:
+                s = self._scores(q, k, symbols)
+                running.add(s if keep is None else np.where(keep, s, -np.inf), v, self.dtype)
+
+    def _scores(self, q: np.ndarray, k: np.ndarray, symbols: Mapping[str, np.ndarray]) -> np.ndarray:
+        s = self.precision(self.scale) * (q @ k.swapaxes(-1, -2))
+        if self.variant.score is None:
+            return s
+        s = self._evaluate(self.variant.score, self.precision, {**symbols, "s": s})
+        return np.broadcast_to(np.asarray(s, self.precision), (*q.shape[:4], k.shape[3]))
+
+    def _evaluate(self, root: object, precision: type, symbols: Mapping[str, np.ndarray]) -> np.ndarray:
+        case = self.case
+        return evaluate(
+            root, sizes=case.sizes, params=case.params, tensors=case.tensors, float_dtype=precision, **symbols
+        )
+
+    def _symbols(self, at: tuple[slice, slice, slice], rows: slice, keys: slice) -> dict[str, np.ndarray]:
+        """b, h, q and k of a tile, shaped to broadcast to [batch, kv_heads, group, rows, keys]."""
+        heads = np.arange(self.kv_heads * self.group).reshape(self.kv_heads, self.group)
+        return {
+            "b": np.arange(self.batch)[at[0], None, None, None, None],
+            "h": heads[at[1], at[2]][None, :, :, None, None],
+            "q": np.arange(rows.start, rows.stop)[:, None],
+            "k": np.arange(keys.start, keys.stop),
+        }
+
+    def _read(self, name: str, tile: np.ndarray, copies: int = 1) -> np.ndarray:
+        setattr(self.traffic, name, getattr(self.traffic, name) + copies * tile.size * self.itemsize)
+        return tile
+
+    def _read_captured(self) -> None:
+        """Captured tensors count once: a kernel's repeated reads of them are left to the caches."""
+        for tensor in self.variant.tensors:
+            array = self.case.tensors[tensor.name]
+            self.traffic.captured += array.size * _STORED[tensor.dtype]
+
+    def _wrote(self, o: np.ndarray, lse: np.ndarray) -> None:
+        self.traffic.o += o.size * self.itemsize
+        self.traffic.lse += lse.size * np.dtype(np.float32).itemsize
+
+
+#: Bytes of one element of a captured tensor as the caller stores it.
+_STORED = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+}
+
+
+def _round(p: np.ndarray, dtype: str) -> np.ndarray:
+    """p as the 16-bit operand of P V would hold it, to nearest even; wider types keep their sums' precision."""
+    if dtype == "float16":
+        return p.astype(np.float16).astype(p.dtype)
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(p).view(np.uint32)
+        rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        # A NaN's payload would overflow into infinity: keep it as it is.
+        return np.where(np.isnan(p), p, (rounded & np.uint32(0xFFFF0000)).view(np.float32))
+    return p
