@@ -1,0 +1,266 @@
+"""The disk cache of cubins: an index from everything that decides a cubin to the cubin, so that a hit renders nothing.
+
+An entry is two files, `<key>.cubin` and its sidecar `<key>.json` (what it is, and the cubin's checksum).  Both are
+written to a temporary name and renamed, the sidecar last; whatever does not check out is compiled again.  Nothing here
+can stop a kernel from running: a folder that cannot be read or written costs one warning a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import hashlib
+import json
+import os
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashgen.errors import FlashgenError
+from flashgen.lang.expr import Node, serialize
+from flashgen.runtime import nvrtc
+
+if TYPE_CHECKING:
+    from flashgen.planning.plan import KernelPlan
+
+#: Bytes that the folder may hold unless FLASHGEN_CACHE_BYTES says otherwise.
+DEFAULT_LIMIT = 1 << 30
+
+#: A process that waits this long for another one's compilation compiles for itself.
+LOCK_SECONDS = 120.0
+
+#: A temporary file this old was left by a process that died.
+ABANDONED_SECONDS = 3600.0
+
+_warned: set[Path] = set()
+_warning = threading.Lock()
+
+
+class CacheWarning(UserWarning):
+    """The disk cache cannot be used; kernels still run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A cubin with its resource report; `about` is what the sidecar says of it, `hit` whether it came from disk."""
+
+    cubin: bytes
+    resources: nvrtc.Resources
+    about: Mapping[str, object]
+    hit: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """A folder of entries that together stay below `limit` bytes; the least recently used ones go first."""
+
+    folder: Path
+    limit: int
+
+    def fetch(self, key: str, build: Callable[[], tuple[nvrtc.Compiled, Mapping[str, object]]]) -> Entry:
+        """The entry of `key`; where there is none (or a damaged one) `build()` makes the cubin and what to note of it.
+
+        Of several processes and threads that miss together one builds and the others wait for it.  Raises only what
+        `build` raises.
+        """
+        if (found := self._read(key)) is not None:
+            return found
+        with self._locked(key) as locked:
+            if locked and (found := self._read(key)) is not None:
+                return found
+            compiled, about = build()
+            return self._write(key, compiled, about)
+
+    def _read(self, key: str) -> Entry | None:
+        try:
+            sidecar = self.folder / f"{key}.json"
+            about = json.loads(sidecar.read_bytes())
+            cubin = (self.folder / f"{key}.cubin").read_bytes()
+            if about["key"] != key or about["cubin"] != _checksum(cubin):
+                return None
+            resources = nvrtc.Resources(**about["resources"])
+        except (OSError, ValueError, TypeError, KeyError):  # absent, or damaged in any way
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(sidecar)  # recently used
+        return Entry(cubin=cubin, resources=resources, about=about, hit=True)
+
+    def _write(self, key: str, compiled: nvrtc.Compiled, about: Mapping[str, object]) -> Entry:
+        cubin = compiled.cubin
+        about = {
+            "key": key,
+            "cubin": _checksum(cubin),
+            "bytes": len(cubin),
+            "resources": dataclasses.asdict(compiled.resources),
+            **about,
+        }
+        text = json.dumps(about, indent=1).encode()
+        if len(cubin) + len(text) <= self.limit:
+            try:
+                self._make_folder()
+                self._replace(f"{key}.cubin", cubin)
+                self._replace(f"{key}.json", text)
+                self._evict(keep=key)
+            except OSError as error:
+                self._warn(error)
+        return Entry(cubin=cubin, resources=compiled.resources, about=about, hit=False)
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _replace(self, name: str, content: bytes) -> None:
+        """Write a file so that others see all of it or none; mkstemp makes it readable by its owner alone."""
+        handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
+        try:
+            with open(handle, "wb") as file:
+                file.write(content)
+            os.replace(temporary, self.folder / name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _evict(self, keep: str) -> None:
+        """Remove the least recently used entries until the folder is within its limit, and what dead processes left."""
+        now, total = time.time(), 0
+        entries: dict[str, list] = {}  # key -> [last use, bytes]
+        with os.scandir(self.folder) as files:
+            for file in files:
+                key, _, kind = file.name.rpartition(".")
+                with contextlib.suppress(FileNotFoundError):  # another process evicts too
+                    status = file.stat()
+                    if kind == "tmp" and now - status.st_mtime > ABANDONED_SECONDS:
+                        os.unlink(file.path)
+                    elif kind in ("cubin", "json"):
+                        entry = entries.setdefault(key, [0.0, 0])
+                        entry[0] = max(entry[0], status.st_mtime)
+                        entry[1] += status.st_size
+                        total += status.st_size
+        for key, (_, size) in sorted(entries.items(), key=lambda item: item[1]):
+            if total <= self.limit:
+                break
+            if key != keep:
+                for kind in ("json", "cubin"):
+                    (self.folder / f"{key}.{kind}").unlink(missing_ok=True)
+                total -= size
+
+    @contextlib.contextmanager
+    def _locked(self, key: str) -> Iterator[bool]:
+        """Hold the lock of `key` (keys share 256 lock files, which stay); False where the folder cannot hold one."""
+        from filelock import FileLock
+
+        held = None
+        if self.limit > 0:
+            with contextlib.suppress(OSError, NotImplementedError):  # Timeout is an OSError; writing warns if it must
+                self._make_folder()
+                (self.folder / "locks").mkdir(mode=0o700, exist_ok=True)
+                lock = FileLock(self.folder / "locks" / f"{key[:2]}.lock", mode=0o600)
+                lock.acquire(timeout=LOCK_SECONDS)
+                held = lock
+        try:
+            yield held is not None
+        finally:
+            if held is not None:
+                held.release()
+
+    def _warn(self, error: OSError) -> None:
+        with _warning:
+            if self.folder in _warned:
+                return
+            _warned.add(self.folder)
+        reason = error.strerror or str(error)
+        warnings.warn(
+            f"flashgen cannot write its kernel cache {self.folder} ({reason}): kernels run, but each process compiles"
+            " them again\n  set FLASHGEN_CACHE_DIR to a folder that can be written, or FLASHGEN_CACHE_BYTES=0 to do"
+            " without one",
+            CacheWarning,
+            stacklevel=2,
+        )
+
+
+def default() -> Cache:
+    """The cache of this process's environment.
+
+    FLASHGEN_CACHE_DIR, else `flashgen` in XDG_CACHE_HOME, else `~/.cache/flashgen`; FLASHGEN_CACHE_BYTES bounds it (0:
+    no cache).  Raises FlashgenError for a bound that is not a number of bytes.
+    """
+    return Cache(folder=_folder(), limit=_limit())
+
+
+def key(plan: KernelPlan, options: Iterable[str] = ()) -> str:
+    """sha256 of all that decides a cubin: the plan (its variant's DAG in it), flashgen's own text, NVRTC, options."""
+    decides = [as_data(plan), package_digest(), nvrtc.version(), [*nvrtc.OPTIONS, *options]]
+    return hashlib.sha256(json.dumps(decides, separators=(",", ":")).encode()).hexdigest()
+
+
+def as_data(value: object) -> object:
+    """A frozen value as JSON data, every compared field of it, so that equal data means equal values."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Node):
+        return serialize([value])
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, (tuple, list)):
+        return [as_data(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(name): as_data(value[name]) for name in sorted(value)}
+    if dataclasses.is_dataclass(value):
+        own = {field.name: as_data(getattr(value, field.name)) for field in dataclasses.fields(value) if field.compare}
+        return {"type": type(value).__name__, **own}
+    raise TypeError(f"{type(value).__name__} has no place in a cache key")
+
+
+@lru_cache(maxsize=1)
+def package_digest() -> str:
+    """sha256 of every source file of flashgen and every template, by content; once a process."""
+    from flashgen.resources import folder
+
+    digest = hashlib.sha256()
+    for root in (Path(__file__).parents[1], folder("templates")):
+        for path, name in sorted(_sources(root)):
+            content = Path(path).read_bytes()
+            digest.update(f"{name}\0{len(content)}\0".encode())
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _sources(root: Path) -> Iterator[tuple[str, str]]:
+    """(path, path below root with / between) of the Python files and templates under `root`."""
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name != "__pycache__"]
+        for name in files:
+            if name.endswith((".py", ".j2", ".cuh")):
+                path = os.path.join(folder, name)
+                yield path, os.path.relpath(path, root).replace(os.sep, "/")
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _folder() -> Path:
+    if chosen := os.environ.get("FLASHGEN_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative one is to be ignored, says the XDG specification
+    return (shared if shared.is_absolute() else Path("~/.cache").expanduser()) / "flashgen"
+
+
+def _limit() -> int:
+    text = os.environ.get("FLASHGEN_CACHE_BYTES", "")
+    if not text:
+        return DEFAULT_LIMIT
+    try:
+        limit = int(text)
+    except ValueError:
+        limit = -1
+    if limit < 0:
+        raise FlashgenError(f"FLASHGEN_CACHE_BYTES is {text!r}: it must be a whole number of bytes, such as 1073741824")
+    return limit
