@@ -1,0 +1,207 @@
+"""What a candidate of pipeline ampere costs: shared memory, registers and time, each a sum that can be shown.
+
+The kernel is FlashAttention-2's forward (Dao 2023, Algorithm 1): every warp owns 16 or 32 query rows of the tile, Q
+stays in shared memory (or in registers), K and V tiles pass through a ring of stages filled by cp.async, products are
+mma.sync m16n8k16 with float32 accumulators in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashgen.lang.expr import walk
+from flashgen.lang.variant import Variant
+from flashgen.planning.arch import KIB, Arch
+from flashgen.planning.plan import KernelPlan, Part, Tile
+
+NAME = "ampere"
+
+#: Head dims that the pipeline emits, in steps of 8 (rows of 16 bytes).
+HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 16, 256
+
+#: One mma: 16 query rows (m), and 16 columns of the reduction (k), to which head dims and tile_kv are padded.
+MMA_ROWS, MMA_DEPTH = 16, 16
+
+ITEM = 2  # bytes of float16 and bfloat16
+
+MAX_TILE = 256
+STAGES = (2, 3, 4)
+
+#: Tiles the planner tries by itself; a pinned tile may be any multiple of 16 up to MAX_TILE.
+FREE_TILE_Q = (128, 64, 32)
+FREE_TILE_KV = (128, 96, 64, 48, 32, 16)
+FREE_STAGES = (2, 3)
+
+#: A block of more warps would leave each less than 128 registers.
+MAX_WARPS = 16
+
+#: Special-function results that one op of a score function needs.
+SPECIAL = {"exp": 1, "exp2": 1, "log": 1, "log2": 1, "tanh": 2, "sigmoid": 2, "sqrt": 1, "rsqrt": 1, "div": 1}
+
+#: Float operations of the softmax on one score: scale and subtract (one FMA), maximum, sum, half a conversion, and one
+#: of moves and predicates.
+SOFTMAX_OPS = 4.5
+
+#: Clocks of a KV tile that nothing inside its warp hides: two barriers, the shuffles of the row maximum and sum, and
+#: the latency of the first and last mma, ldmatrix and ex2.  A lead: with it the model gives FlashAttention-2's measured
+#: speed on an H200 within 10% (head_dim 64, 128 and 256).
+TILE_LATENCY = 500
+
+#: More warps than this on a multiprocessor hide nothing more, and cost registers.
+USEFUL_WARPS = 16
+
+#: Registers between the estimate and the budget of a thread when a plan says how many blocks share a multiprocessor.
+REGISTER_SLACK = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Tile, stages and warps to be judged."""
+
+    tile: Tile
+    stages: int
+    warps: int
+    q_in_registers: bool = False
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def rows_per_warp(self) -> int:
+        return self.tile.q // self.warps
+
+    def __str__(self) -> str:
+        return f"{self.tile.q} x {self.tile.kv}, {self.stages} stages, {self.warps} warps"
+
+
+def padded(head_dim: int) -> int:
+    """Columns a tile holds: head_dim rounded up to the depth of one mma."""
+    return -(-head_dim // MMA_DEPTH) * MMA_DEPTH
+
+
+def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
+    """Every candidate for a pinned tile or number of stages, or for what the planner may choose freely."""
+    free = [Tile(q=q, kv=kv) for q in FREE_TILE_Q for kv in FREE_TILE_KV]
+    for t in [tile] if tile else free:
+        rows = t.q // MMA_ROWS
+        for w in (rows, rows // 2) if rows % 2 == 0 else (rows,):
+            if w > MAX_WARPS or (tile is None and w == 1):
+                continue
+            for s in [stages] if stages else FREE_STAGES:
+                for q_in_registers in (False, True):
+                    yield Candidate(tile=t, stages=s, warps=w, q_in_registers=q_in_registers)
+
+
+def smem(c: Candidate, d: int, dv: int) -> tuple[Part, ...]:
+    """Bytes of shared memory of a block; `d` and `dv` are padded head dims."""
+    return (
+        Part(
+            name="q",
+            amount=c.tile.q * max(d, dv) * ITEM,
+            why=f"{c.tile.q} rows x {max(d, dv)} columns x {ITEM} bytes; o leaves through the same room",
+        ),
+        Part(
+            name="k",
+            amount=c.stages * c.tile.kv * d * ITEM,
+            why=f"{c.stages} stages x {c.tile.kv} rows x {d} columns x {ITEM} bytes",
+        ),
+        Part(
+            name="v",
+            amount=c.stages * c.tile.kv * dv * ITEM,
+            why=f"{c.stages} stages x {c.tile.kv} rows x {dv} columns x {ITEM} bytes",
+        ),
+    )
+
+
+def registers(c: Candidate, d: int, dv: int, variant: Variant) -> tuple[Part, ...]:
+    """32-bit registers of a thread at the widest point of the loop.
+
+    The widest point is S complete with the first operands of P V on their way: O, S (whose room P then takes over) and
+    fragments.  The overhead was fitted to what ptxas reports for emitted kernels.
+    """
+    m = c.rows_per_warp // MMA_ROWS
+    q = m * d // 4 if c.q_in_registers else 4 * m
+    return (
+        Part(name="o", amount=c.tile.q * dv // c.threads, why=f"{c.tile.q} x {dv} float32 over {c.threads} threads"),
+        Part(name="s", amount=c.tile.q * c.tile.kv // c.threads, why=f"{c.tile.q} x {c.tile.kv} float32, then p"),
+        Part(name="q", amount=q, why="all of the warp's rows" if c.q_in_registers else "fragments of one step"),
+        Part(name="k, v", amount=8, why="fragments of two steps"),
+        Part(name="softmax", amount=4 * m, why=f"running maximum and sum of {2 * m} rows"),
+        Part(name="addresses", amount=40, why="pointers, strides, loop state"),
+    )
+
+
+def refusal(c: Candidate, arch: Arch, smem_parts: tuple[Part, ...], register_parts: tuple[Part, ...]) -> str | None:
+    """Why the candidate cannot run on `arch`, or None."""
+    smem_bytes = sum(part.amount for part in smem_parts)
+    if smem_bytes > arch.smem_per_block:
+        return f"shared memory {_kib(smem_bytes)} > {_kib(arch.smem_per_block)}"
+    estimate = sum(part.amount for part in register_parts)
+    if estimate > arch.registers_per_thread:
+        return f"registers {estimate} > {arch.registers_per_thread}"
+    if estimate * c.threads > arch.registers_per_sm:
+        return f"registers {estimate} x {c.threads} threads > {arch.registers_per_sm}"
+    return None
+
+
+def blocks_per_sm(c: Candidate, arch: Arch, smem_bytes: int, estimate: int) -> int:
+    """Blocks that share a multiprocessor: what shared memory, registers and warps allow."""
+    return min(
+        arch.smem_per_sm // (smem_bytes + arch.smem_reserved),
+        arch.registers_per_sm // (c.threads * (estimate + REGISTER_SLACK)) or 1,
+        min(arch.max_warps, USEFUL_WARPS) // c.warps,
+        arch.max_blocks,
+    )
+
+
+def clocks(plan: KernelPlan, arch: Arch, blocks: int) -> dict[str, float]:
+    """Clocks a multiprocessor spends on one score (one query, one key), by the unit that spends them.
+
+    `blocks` blocks share the multiprocessor.  Tensor cores: two products.  Special functions: one ex2, and those of the
+    score function.  Arithmetic: the softmax, the score function, and rescaling O once a tile.  Shared memory: every
+    warp reads all of K and V for its rows, Q again for each KV tile unless registers hold it, and cp.async writes K and
+    V once a block.  Latency: what a warp waits in each KV tile, over the four schedulers.  L2: K and V once a block.
+    """
+    d, dv = plan.padded_head_dim, plan.padded_v_head_dim
+    rows = plan.tile.q // plan.warps
+    special, arithmetic = score_ops(plan.variant)
+    share = arch.sms * arch.clock_hz
+    q_again = 0 if plan.q_in_registers else d / plan.tile.kv
+    bytes_moved = ITEM * ((d + dv) / rows + q_again + (d + dv) / plan.tile.q)
+    return {
+        "tensor": 2 * (d + dv) * share / arch.tensor_flops[NAME],
+        "special": (1 + special) / arch.special_per_clock,
+        "arithmetic": (SOFTMAX_OPS + arithmetic + dv / plan.tile.kv) / arch.fp32_lanes,
+        "shared memory": bytes_moved / arch.smem_per_clock,
+        "latency": TILE_LATENCY / (4 * rows * plan.tile.kv),
+        "l2": ITEM * (plan.head_dim + plan.v_head_dim) / plan.tile.q * share / arch.l2_bytes_per_s,
+    }
+
+
+def pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:
+    """Seconds a multiprocessor needs for one score while `blocks` blocks share it: the planner's ranking.
+
+    One warp a scheduler runs product, softmax and loads one after another; n warps hide all but the slowest unit
+    n-fold.  Loads from L2 run behind all of it.
+    """
+    by_unit = clocks(plan, arch, blocks)
+    l2 = by_unit.pop("l2")
+    warps_a_scheduler = blocks * plan.warps / 4
+    slowest, total = max(by_unit.values()), sum(by_unit.values())
+    hidden = slowest + (total - slowest) / max(warps_a_scheduler, 1)
+    return max(hidden / min(warps_a_scheduler, 1), l2) / arch.clock_hz
+
+
+def score_ops(variant: Variant) -> tuple[int, int]:
+    """Special-function results and other operations of the score function, for one score."""
+    if variant.score is None:
+        return 0, 0
+    inner = [n for n in walk([variant.score]) if n.operands]
+    special = sum(SPECIAL.get(n.op, 0) for n in inner)
+    return special, len(inner)
+
+
+def _kib(count: int) -> str:
+    return f"{count / KIB:.4g} KiB"
