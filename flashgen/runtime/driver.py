@@ -1,0 +1,208 @@
+"""The CUDA driver: cubins loaded into a device's primary context (the one torch uses) and launched from prebuilt parts.
+
+The only module that imports cuda.bindings.driver.  Nothing here synchronises, and nothing allocates after a load, so a
+launch may be captured into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from flashgen.errors import LaunchError
+from flashgen.runtime import nvrtc
+
+#: Blocks that a grid's x dimension can hold.
+MAX_BLOCKS = (1 << 31) - 1
+
+#: The first driver of each CUDA major version, for the advice to update.
+_FIRST_DRIVER = {12: "525", 13: "580"}
+
+_loading = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU of this machine: its index (as torch counts), compute capability and streaming multiprocessors."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    sms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """A kernel loaded into the primary context of one device, ready for `smem_bytes` of dynamic shared memory."""
+
+    handle: object
+    context: object
+    entry: str
+    smem_bytes: int
+
+
+class Launch:
+    """A launch of one function with its grid, block and arguments in place: call it with a stream.
+
+    `arguments` are ctypes buffers, one a kernel parameter; the caller writes their contents and the driver copies them
+    during the call, so they may change between calls (not during one: hold a lock).
+    """
+
+    __slots__ = ("_api", "_arguments", "_config", "_function", "_pointers", "_start", "_success")
+
+    def __init__(self, function: Function, *, blocks: int, threads: int, arguments: Sequence[ctypes.Array]) -> None:
+        api = _api()
+        if blocks > MAX_BLOCKS:
+            raise LaunchError(
+                f"{function.entry} needs {blocks:,} blocks and a grid holds {MAX_BLOCKS:,}: split the batch"
+            )
+        config = api.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = function.smem_bytes
+        self._api = api
+        self._config = config
+        self._function = function
+        self._arguments = tuple(arguments)  # alive as long as the pointers to them
+        self._pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        self._start = api.cuLaunchKernelEx
+        self._success = api.CUresult.CUDA_SUCCESS
+
+    def __call__(self, stream: int) -> None:
+        """Put the kernel on `stream` (0: the default stream); raises LaunchError with the driver's reason."""
+        self._config.hStream = stream
+        status = self._start(self._config, self._function.handle, ctypes.addressof(self._pointers), 0)[0]
+        if status != self._success:
+            self._again(status)
+
+    def _again(self, status) -> None:
+        """A thread that never touched CUDA has no current context; lend it the function's own for one try."""
+        api = self._api
+        doing = f"launch {self._function.entry}"
+        if status in (api.CUresult.CUDA_ERROR_INVALID_CONTEXT, api.CUresult.CUDA_ERROR_INVALID_HANDLE):
+            with _current(self._function.context):
+                pointers = ctypes.addressof(self._pointers)
+                _ok(api.cuLaunchKernelEx(self._config, self._function.handle, pointers, 0), doing)
+        else:
+            _ok((status,), doing)
+
+
+def load(cubin: bytes, entry: str, *, smem_bytes: int, device: int) -> Function:
+    """Load a cubin into `device`'s primary context and raise its kernel's shared memory limit to `smem_bytes`.
+
+    Raises LaunchError where the driver refuses: a cubin of another architecture, or more shared memory than there is.
+    Safe while another stream of this thread is being captured.
+    """
+    api = _api()
+    what = f"load {entry} on GPU {device}"
+    context = _primary_context(device)
+    with _loading, _current(context), _uncaptured():
+        module = _ok(api.cuModuleLoadData(cubin), what)
+        handle = _ok(api.cuModuleGetFunction(module, entry.encode()), what)
+        limit = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _ok(api.cuFuncSetAttribute(handle, limit, smem_bytes), f"give {entry} {smem_bytes:,} bytes of shared memory")
+    return Function(handle=handle, context=context, entry=entry, smem_bytes=smem_bytes)
+
+
+@cache
+def gpu(index: int) -> Gpu:
+    """What flashgen needs to know of GPU `index`; raises LaunchError where there is no such GPU or no driver."""
+    api = _api()
+    device = _ok(api.cuDeviceGet(index), f"find GPU {index}")
+    attribute = api.CUdevice_attribute
+    wanted = (
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+    )
+    major, minor, sms = (_ok(api.cuDeviceGetAttribute(name, device), f"ask GPU {index}") for name in wanted)
+    name = _ok(api.cuDeviceGetName(128, device), f"ask GPU {index}").split(b"\0")[0].decode()
+    return Gpu(index=index, name=name, capability=(major, minor), sms=sms)
+
+
+def gpus() -> int:
+    """How many GPUs the driver shows; 0 where there is no driver."""
+    try:
+        api = _api()
+    except LaunchError:
+        return 0
+    return _ok(api.cuDeviceGetCount(), "count GPUs")
+
+
+@cache
+def _api():
+    """The bindings, with a driver behind them that is not older than NVRTC's major version."""
+    try:
+        from cuda.bindings import driver as api
+    except ImportError as error:
+        raise LaunchError(f"cuda-bindings is not installed ({error})\n  install it: {nvrtc.WHEELS}") from error
+    cure = "tensors on the CPU need none: q.cpu(), k.cpu(), v.cpu()"
+    try:
+        status = api.cuInit(0)[0]
+    except RuntimeError as error:  # pathfinder's DynamicLibNotFoundError is one
+        raise LaunchError(f"no NVIDIA driver: its library cannot be loaded ({error})\n  {cure}") from error
+    if status != api.CUresult.CUDA_SUCCESS:
+        raise LaunchError(f"no GPU: the NVIDIA driver cannot start ({status.name})\n  {cure}")
+    check_version(_checked(api, api.cuDriverGetVersion(), "ask the driver for its version"), nvrtc.version())
+    return api
+
+
+def check_version(driver: int, compiler: str) -> None:
+    """Raise LaunchError for a driver (as cuDriverGetVersion counts: 12080) older than the NVRTC's ("13.0.88") major."""
+    major = int(compiler.split(".")[0])
+    has, minor = driver // 1000, driver % 1000 // 10
+    if has < major:
+        newest = _FIRST_DRIVER.get(major, f"of CUDA {major}")
+        raise LaunchError(
+            f"the NVIDIA driver knows CUDA {has}.{minor} and NVRTC {compiler} makes cubins for CUDA {major}:"
+            " a driver older than NVRTC's major version cannot load them\n"
+            f"  update the driver to {newest} or newer, or use the older compiler:"
+            f" pip install 'nvidia-cuda-nvrtc-cu{has}' 'cuda-bindings<{has + 1}'"
+        )
+
+
+@cache
+def _primary_context(device: int):
+    api = _api()
+    handle = _ok(api.cuDeviceGet(device), f"find GPU {device}")
+    return _ok(api.cuDevicePrimaryCtxRetain(handle), f"enter GPU {device}")
+
+
+@contextlib.contextmanager
+def _current(context) -> Iterator[None]:
+    api = _api()
+    _ok(api.cuCtxPushCurrent(context), "enter the GPU's context")
+    try:
+        yield
+    finally:
+        _ok(api.cuCtxPopCurrent(), "leave the GPU's context")
+
+
+@contextlib.contextmanager
+def _uncaptured() -> Iterator[None]:
+    """Loading allocates, which a stream capture of this thread forbids unless its mode is relaxed."""
+    api = _api()
+    relaxed = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = _ok(api.cuThreadExchangeStreamCaptureMode(relaxed), "relax the capture mode")
+    try:
+        yield
+    finally:
+        _ok(api.cuThreadExchangeStreamCaptureMode(before), "restore the capture mode")
+
+
+def _ok(returned: tuple, doing: str):
+    return _checked(_api(), returned, doing)
+
+
+def _checked(api, returned: tuple, doing: str):
+    """The value beside a status, or LaunchError with the driver's own words."""
+    status, *values = returned
+    if status != api.CUresult.CUDA_SUCCESS:
+        text = api.cuGetErrorString(status)[1]
+        words = text.decode() if isinstance(text, bytes) else "unknown error"
+        raise LaunchError(f"the NVIDIA driver cannot {doing}: {words} ({status.name})")
+    return values[0] if values else None
