@@ -17,7 +17,7 @@ import numpy as np
 from flashgen.analysis import tiles
 from flashgen.analysis.tiles import FULL
 from flashgen.lang.evaluate import evaluate
-from flashgen.planning.problem import ITEMSIZE
+from flashgen.planning.problem import ITEMSIZE, STORED_BYTES
 
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
@@ -189,12 +189,13 @@ class _Walk:
         self, at: tuple[slice, slice, slice], rows: slice, schedule: list[tuple[int, int]], running: _Rows | None
     ) -> None:
         """One Q tile over its KV tiles; without `running` only counted."""
-        tile, traffic = self.plan.tile, self.traffic
-        q = self._read("q", self.q[*at, rows])
+        tile, traffic, q = self.plan.tile, self.traffic, self.q[*at, rows]
         walks = math.prod(q.shape[:3])
         kv_tiles = -(-self.kv_len // tile.kv)
         traffic.total += walks * kv_tiles
         traffic.empty += walks * (kv_tiles - len(schedule))
+        if schedule:  # a Q tile that sees nothing is not even loaded
+            self._read("q", q)
         for kv_tile, tile_class in schedule:
             keys = slice(kv_tile * tile.kv, min((kv_tile + 1) * tile.kv, self.kv_len))
             # Every query head reads its own copy of the K and V tile that its group shares.
@@ -248,25 +249,11 @@ class _Walk:
         """Captured tensors count once: a kernel's repeated reads of them are left to the caches."""
         for tensor in self.variant.tensors:
             array = self.case.tensors[tensor.name]
-            self.traffic.captured += array.size * _STORED[tensor.dtype]
+            self.traffic.captured += array.size * STORED_BYTES[tensor.dtype]
 
     def _wrote(self, o: np.ndarray, lse: np.ndarray) -> None:
         self.traffic.o += o.size * self.itemsize
         self.traffic.lse += lse.size * np.dtype(np.float32).itemsize
-
-
-#: Bytes of one element of a captured tensor as the caller stores it.
-_STORED = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-}
 
 
 def _round(p: np.ndarray, dtype: str) -> np.ndarray:

@@ -1,0 +1,74 @@
+"""The terminal: one console for results, one for complaints and progress, and numbers as a person reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+#: Results; plain text where the output is a file or a pipe.
+out = Console(highlight=False, soft_wrap=True)
+#: Errors and progress, so that a pipe holds results alone.
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def complain(message: str) -> None:
+    """An error on stderr: the kind of error in red, the rest as it is."""
+    head, _, rest = message.partition("\n")
+    err.print(Text(head, style="bold red") + (Text(f"\n{rest}") if rest else Text()))
+
+
+def progress() -> Progress:
+    """A progress bar on stderr that leaves nothing behind."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=err,
+        transient=True,
+    )
+
+
+def write(path: Path, text: str) -> None:
+    """Write a result file, with its folder, and say so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    err.print(f"wrote {path}")
+
+
+def size(count: float) -> str:
+    """Bytes in binary units: 1536 -> 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
+def many(count: float) -> str:
+    """A count in decimal units: 68719476736 -> 68.7 G."""
+    for unit in ("", " k", " M", " G", " T"):
+        if abs(count) < 1000:
+            return f"{count:.3g}{unit}" if unit else f"{count:g}"
+        count /= 1000
+    return f"{count:.3g} P"
+
+
+def seconds(value: float) -> str:
+    """A duration: 0.0123 -> 12.3 ms."""
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def share(part: float, whole: float) -> str:
+    """A percentage; of nothing it is 0."""
+    return f"{100 * part / whole:.1f}%" if whole else "0%"
+
+
+def joined(names: Iterable[object]) -> str:
+    return ", ".join(map(str, names)) or "none"

@@ -1,0 +1,146 @@
+"""Data flows one way: the import arrows between stages, and what `import flashgen` is allowed to pull in."""
+
+import ast
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashgen
+
+PACKAGE = Path(flashgen.__file__).parent
+
+#: Stages from source to sink; each may import those before it.  `frontends` lowers to `lang` and nothing else.
+ORDER = ("lang", "analysis", "planning", "codegen", "runtime", "ops")
+SINKS = ("integrations", "bench", "cli")
+ALLOWED = {stage: set(ORDER[: i + 1]) for i, stage in enumerate(ORDER)}
+ALLOWED["frontends"] = {"lang", "frontends"}
+ALLOWED["codegen"] |= {"frontends"}
+for sink in SINKS:
+    ALLOWED[sink] = {*ORDER, "frontends", sink}
+ALLOWED["cli"] |= set(SINKS)
+
+#: Modules of the package itself that every stage may use.
+COMMON = {"errors", "resources", "version"}
+
+NO_TORCH = ("lang", "analysis", "planning", "codegen")
+
+
+def modules(folder: Path = PACKAGE) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """(line, dotted name) of every import in a file, `from a import b` as a.b, relative ones resolved."""
+    package = ["flashgen", *path.relative_to(PACKAGE).parts[:-1]]
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base += node.module.split(".") if node.module else []
+            found += [(node.lineno, ".".join([*base, alias.name])) for alias in node.names]
+    return found
+
+
+def stage_of(path: Path) -> str | None:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else None
+
+
+def backward_imports(path: Path) -> list[str]:
+    stage = stage_of(path)
+    wrong = []
+    for line, name in imports(path):
+        parts = name.split(".")
+        if parts[0] != "flashgen" or len(parts) < 2 or stage is None:
+            continue
+        target = parts[1]
+        if (PACKAGE / target).is_dir() and target not in ALLOWED[stage]:
+            wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports flashgen.{target}")
+        if not (PACKAGE / target).is_dir() and stage != "cli" and target not in COMMON:
+            wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name} from the package itself")
+    return wrong
+
+
+def test_every_folder_has_a_place_in_the_order():
+    folders = {p.parent.relative_to(PACKAGE).parts[0] for p in modules() if p.parent != PACKAGE}
+    folders -= {"_resources"}
+    assert folders <= set(ALLOWED), f"no arrow is known for {folders - set(ALLOWED)}"
+
+
+def test_imports_point_one_way():
+    assert [line for path in modules() for line in backward_imports(path)] == []
+
+
+def test_a_backward_import_is_caught(tmp_path, monkeypatch):
+    (tmp_path / "lang").mkdir()
+    (tmp_path / "planning").mkdir()
+    bad = tmp_path / "lang" / "bad.py"
+    bad.write_text("def f():\n    from ..planning import plan\n")
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    assert backward_imports(bad) == ["lang/bad.py:2 imports flashgen.planning"]
+
+
+@pytest.mark.parametrize("stage", NO_TORCH)
+def test_stages_above_the_runtime_never_import_torch_or_cuda(stage):
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line} imports {name}"
+        for path in modules(PACKAGE / stage)
+        for line, name in imports(path)
+        if name.split(".")[0] in ("torch", "cuda")
+    ]
+    assert found == []
+
+
+def test_cuda_python_is_imported_in_the_runtime_only():
+    users = {
+        str(path.relative_to(PACKAGE))
+        for path in modules()
+        for _, name in imports(path)
+        if name.split(".")[0] == "cuda"
+    }
+    assert {Path(user).parts[0] for user in users} <= {"runtime"}
+
+
+def test_import_is_light_and_quick():
+    script = (
+        "import sys, time, json\n"
+        "start = time.perf_counter()\n"
+        "import flashgen\n"
+        "ms = 1e3 * (time.perf_counter() - start)\n"
+        "heavy = [m for m in ('torch', 'sympy', 'cuda', 'matplotlib', 'jinja2', 'numpy', 'typer') if m in sys.modules]\n"
+        "print(json.dumps([ms, heavy]))\n"
+    )
+    times = []
+    for _ in range(5):
+        out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+        ms, heavy = json.loads(out)
+        assert heavy == []
+        times.append(ms)
+    # The least of five: the bound is on the package, not on what else the machine does meanwhile.
+    assert min(times) < 60, f"import flashgen took {times} ms, median {statistics.median(times):.0f}"
+
+
+def test_every_stage_imports_alone():
+    """No stage leans on another having been imported first (no cycles, no side effects at import)."""
+    names = [
+        ".".join(["flashgen", *path.relative_to(PACKAGE).with_suffix("").parts])
+        for path in modules()
+        if path.name not in ("__init__.py", "__main__.py")
+    ]
+    script = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    for loaded in [m for m in sys.modules if m.split('.')[0] == 'flashgen']:\n"
+        "        del sys.modules[loaded]\n"
+        "    importlib.import_module(name)\n"
+        "    print(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == names

@@ -1,0 +1,90 @@
+"""The wheel: what it carries, and that it works from another folder with nothing of the checkout in sight."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    out = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [path] = out.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The wheel alone in an empty folder; its dependencies are the environment's."""
+    site = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return site
+
+
+@pytest.fixture
+def run(installed, tmp_path):
+    """Runs Python from an empty folder with the installed wheel before everything else on the path."""
+
+    def run(*arguments: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(installed), "FLASHGEN_CACHE_DIR": str(tmp_path / "cache")}
+        folder = tmp_path / "elsewhere"
+        folder.mkdir(exist_ok=True)
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def files(folder: str) -> set[str]:
+    return {
+        path.relative_to(ROOT / folder).as_posix()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.mark.parametrize("folder", ["templates", "specs"])
+def test_the_wheel_carries_every_resource(wheel, folder):
+    prefix = f"flashgen/_resources/{folder}/"
+    carried = {name.removeprefix(prefix) for name in zipfile.ZipFile(wheel).namelist() if name.startswith(prefix)}
+    assert carried == files(folder) != set()
+
+
+def test_the_wheel_carries_the_package_and_the_licence_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"flashgen"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [name for name in names if "__pycache__" in name]
+
+
+def test_resources_come_from_the_wheel(run, installed):
+    script = "import flashgen, flashgen.resources as r; print(flashgen.__file__, r.folder('specs'), r.folder('templates'))"
+    package, specs, templates = run("-c", script).split()
+    assert Path(package) == installed / "flashgen" / "__init__.py"
+    assert Path(specs) == installed / "flashgen" / "_resources" / "specs"
+    assert Path(templates) == installed / "flashgen" / "_resources" / "templates"
+
+
+def test_plan_and_emit_work_from_another_folder(run):
+    assert "hbm" in run("-m", "flashgen", "plan", "sliding_window", "--arch", "sm_80", "--json")
+    assert "attention_forward" in run("-m", "flashgen", "emit", "sliding_window", "--arch", "sm_80")
+
+
+def test_a_spec_of_ones_own_works_from_another_folder(run, tmp_path):
+    spec = tmp_path / "mine.py"
+    spec.write_text("import flashgen as fg\n\n\n@fg.variant()\ndef mine(b, h, q, k):\n    return k <= q\n")
+    assert "mine" in run("-m", "flashgen", "plan", str(spec), "--seqlen", "256")
+    assert "attention_forward" in run("-m", "flashgen", "emit", str(spec))
