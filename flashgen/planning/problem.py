@@ -12,6 +12,19 @@ MAX_LENGTH = 1 << 24
 #: Bytes of one element of q, k, v and o.
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
+#: Bytes of one element of a captured tensor, by its declared dtype.
+STORED_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:

@@ -1,0 +1,305 @@
+"""What a plan costs on a problem: bytes to and from HBM, FLOPs, tiles and a roofline time; nothing is walked.
+
+Bytes are counted as the papers count them, as if there were no L2.  Let a Q tile be visited by the KV tiles of its
+schedule.  Then, summed over batch and query heads, at the caller's head dims and in-bounds rows only:
+
+    read   q once a Q tile that visits any key, k and v once a visited (Q tile, KV tile) and query head,
+           every captured tensor once
+    write  o once, lse (float32) once
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashgen.analysis import facts as analysis
+from flashgen.analysis import tiles as analysis_tiles
+from flashgen.errors import PlanError
+from flashgen.planning import ampere
+from flashgen.planning.arch import ARCHS, Arch
+from flashgen.planning.plan import KernelPlan, Part
+from flashgen.planning.planner import Rejected
+from flashgen.planning.problem import STORED_BYTES, Problem
+
+if TYPE_CHECKING:
+    from flashgen.analysis.tiles import Case, TileCounts
+
+LSE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes:
+    """Bytes moved between HBM and the multiprocessors."""
+
+    read_bytes: int
+    write_bytes: int
+
+    @property
+    def total(self) -> int:
+        return self.read_bytes + self.write_bytes
+
+    def text(self) -> tuple[str, str]:
+        """Read and written, for a person."""
+        return _size(self.read_bytes), _size(self.write_bytes)
+
+    def as_json(self) -> dict[str, int]:
+        return {"read_bytes": self.read_bytes, "write_bytes": self.write_bytes}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Milliseconds that each unit of the reference card needs at its peak rate; the slowest is the prediction."""
+
+    tensor: float
+    exponential: float
+    l2: float
+    dram: float
+
+    @property
+    def total(self) -> float:
+        return max(self.tensor, self.exponential, self.l2, self.dram)
+
+    @property
+    def bound(self) -> str:
+        """The unit that decides."""
+        return max(("tensor", "exponential", "l2", "dram"), key=lambda name: getattr(self, name))
+
+    def as_json(self) -> dict[str, float]:
+        return {"tensor": self.tensor, "exponential": self.exponential, "l2": self.l2, "dram": self.dram}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of text under a title, one string for each column."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A Problem through a KernelPlan, summed over batch and query heads.
+
+    `hbm` is what the plan moves; `compulsory` each of q, k, v and the captured tensors read once, o and lse written
+    once; `standard` Algorithm 0 of FlashAttention (Dao et al. 2022), which writes S and P to HBM in the input dtype and
+    reads each back; `lower_bound_bytes` see `lower_bound`.  `flops` are 2 (D + Dv) for each in-bounds element of a
+    visited tile and `flops_useful` for each visible pair.
+    """
+
+    plan: KernelPlan
+    problem: Problem
+    case: Case
+    hbm: Bytes
+    compulsory: Bytes
+    standard: Bytes
+    lower_bound_bytes: int
+    flops: int
+    flops_useful: int
+    tiles: TileCounts
+    times: Times
+    rejected: tuple[Rejected, ...] = ()
+
+    @property
+    def predicted_ms(self) -> float:
+        return self.times.total
+
+    def tables(self) -> tuple[Table, ...]:
+        """The prediction for a person: what was chosen, why it fits, what it moves, how long it takes, what lost."""
+        plan, arch, tiles = self.plan, ARCHS[self.plan.arch], self.tiles
+        visited = tiles.partial + tiles.full
+        return (
+            Table(
+                title="plan",
+                columns=("", ""),
+                rows=(
+                    ("variant", plan.variant.name),
+                    ("arch", f"{plan.arch} ({arch.card})"),
+                    ("pipeline", f"{plan.pipeline} {plan.pass_name}"),
+                    ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {plan.stages} stages"),
+                    ("warps", ", ".join(f"{role.warps} {role.name}" for role in plan.roles)),
+                    ("blocks a multiprocessor", str(plan.blocks_per_sm)),
+                ),
+            ),
+            _sum("shared memory", plan.smem, arch.smem_per_block, "bytes"),
+            _sum("registers a thread (estimate)", plan.registers, arch.registers_per_thread, "registers"),
+            Table(
+                title="tiles",
+                columns=("total", "empty", "partial", "full", "useful"),
+                rows=((*map(str, (tiles.total, tiles.empty, tiles.partial, tiles.full)), _share(self)),),
+            ),
+            Table(
+                title="HBM traffic",
+                columns=("", "read", "written"),
+                rows=(
+                    ("this plan", *self.hbm.text()),
+                    ("compulsory", *self.compulsory.text()),
+                    ("standard attention", *self.standard.text()),
+                    ("lower bound, both", _size(self.lower_bound_bytes), ""),
+                ),
+            ),
+            Table(
+                title=f"time on {arch.card}, {visited} tiles visited",
+                columns=("unit", "ms", ""),
+                rows=tuple(
+                    (name, f"{ms:.4g}", "decides" if name == self.times.bound else "")
+                    for name, ms in self.times.as_json().items()
+                ),
+            ),
+            Table(
+                title="rejected",
+                columns=("tile", "stages", "warps", "reason"),
+                rows=tuple((str(r.tile), str(r.stages), str(r.warps), r.reason) for r in self.rejected),
+            ),
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """The prediction as plain numbers, strings, lists and dicts: bytes, counts and milliseconds."""
+        plan, problem, tiles = self.plan, self.problem, self.tiles
+        return {
+            "variant": plan.variant.name,
+            "pass": plan.pass_name,
+            "arch": plan.arch,
+            "pipeline": plan.pipeline,
+            "dtype": problem.dtype,
+            "shape": problem.sizes() | {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim},
+            "tile": {"q": plan.tile.q, "kv": plan.tile.kv},
+            "stages": plan.stages,
+            "warps": plan.warps,
+            "roles": [{"name": role.name, "warps": role.warps, "registers": role.registers} for role in plan.roles],
+            "blocks_per_sm": plan.blocks_per_sm,
+            "q_in_registers": plan.q_in_registers,
+            "smem_bytes": plan.smem_bytes,
+            "registers_estimate": plan.registers_estimate,
+            "hbm": self.hbm.as_json(),
+            "compulsory": self.compulsory.as_json(),
+            "standard": self.standard.as_json(),
+            "lower_bound_bytes": self.lower_bound_bytes,
+            "flops": self.flops,
+            "flops_useful": self.flops_useful,
+            "tiles": {"total": tiles.total, "empty": tiles.empty, "partial": tiles.partial, "full": tiles.full},
+            "predicted_ms": self.predicted_ms,
+            "times_ms": self.times.as_json(),
+            "bound": self.times.bound,
+            "rejected": [
+                {
+                    "tile": {"q": r.tile.q, "kv": r.tile.kv},
+                    "stages": r.stages,
+                    "warps": r.warps,
+                    "reason": r.reason,
+                }
+                for r in self.rejected
+            ],
+        }
+
+
+def predict(plan: KernelPlan, problem: Problem, case: Case, *, rejected: Iterable[Rejected] = ()) -> Prediction:
+    """What `plan` costs on `problem`; `case` carries the sizes, parameters and captured tensors of the same call.
+
+    Closed form where the mask allows, never a walk.  Raises PlanError where problem and plan disagree on head dims.
+    """
+    asked, planned = (problem.head_dim, problem.v_head_dim), (plan.head_dim, plan.v_head_dim)
+    if asked != planned:
+        raise PlanError(
+            f"the plan is for head_dim {planned[0]} and v_head_dim {planned[1]}, the problem has {asked[0]} and"
+            f" {asked[1]}\n  nearest: a menu for the problem's head dims"
+        )
+    tiles = analysis_tiles.count(analysis.analyse(plan.variant), case, plan.tile)
+    arch = ARCHS[plan.arch]
+    moved = _moved(problem, tiles, _captured(plan, case))
+    compulsory = _compulsory(problem, _captured(plan, case))
+    per_pair = 2 * (problem.head_dim + problem.v_head_dim)
+    return Prediction(
+        plan=plan,
+        problem=problem,
+        case=case,
+        hbm=moved,
+        compulsory=compulsory,
+        standard=_standard(problem, _captured(plan, case)),
+        lower_bound_bytes=lower_bound(problem, arch, tiles.visible, moved, compulsory),
+        flops=per_pair * tiles.visited_elements,
+        flops_useful=per_pair * tiles.visible,
+        tiles=tiles,
+        times=_times(plan, arch, tiles, moved, compulsory),
+        rejected=tuple(rejected),
+    )
+
+
+def lower_bound(problem: Problem, arch: Arch, visible: int, moved: Bytes, compulsory: Bytes) -> int:
+    """Bytes that exact attention needs at least: the larger of touching everything once and the IO bound.
+
+    Touching once is `compulsory`, or what the plan reads where the mask hides so many keys that this is less.  The IO
+    bound is FlashAttention's Theta(N^2 d^2 / M) elements for a fast memory of M elements (Dao et al. 2022, Proposition
+    3; tight for M >= d^2, Saha and Ye 2024), taken as pairs (D + Dv)^2 / M: visible pairs, and K and V streaming past a
+    tile whose rows of Q and O fill the shared memory and registers of one multiprocessor.
+    """
+    once = compulsory.write_bytes + min(compulsory.read_bytes, moved.read_bytes)
+    squares = visible * (problem.head_dim + problem.v_head_dim) ** 2 * problem.itemsize**2
+    return max(once, squares // arch.on_chip_bytes)
+
+
+def _captured(plan: KernelPlan, case: Case) -> int:
+    """Bytes of the captured tensors, each once."""
+    return sum(case.tensors[tensor.name].size * STORED_BYTES[tensor.dtype] for tensor in plan.variant.tensors)
+
+
+def _written(problem: Problem) -> tuple[int, int]:
+    rows = problem.batch * problem.heads * problem.q_len
+    return rows * problem.v_head_dim * problem.itemsize, rows * LSE_BYTES
+
+
+def _moved(problem: Problem, tiles: TileCounts, captured: int) -> Bytes:
+    q = tiles.visited_rows * problem.head_dim
+    kv = tiles.visited_columns * (problem.head_dim + problem.v_head_dim)
+    return Bytes(read_bytes=(q + kv) * problem.itemsize + captured, write_bytes=sum(_written(problem)))
+
+
+def _inputs(problem: Problem) -> int:
+    """Bytes of q, k and v."""
+    q = problem.heads * problem.q_len * problem.head_dim
+    kv = problem.kv_heads * problem.kv_len * (problem.head_dim + problem.v_head_dim)
+    return problem.batch * (q + kv) * problem.itemsize
+
+
+def _compulsory(problem: Problem, captured: int) -> Bytes:
+    return Bytes(read_bytes=_inputs(problem) + captured, write_bytes=sum(_written(problem)))
+
+
+def _standard(problem: Problem, captured: int) -> Bytes:
+    scores = problem.batch * problem.heads * problem.q_len * problem.kv_len * problem.itemsize
+    o, _ = _written(problem)  # Algorithm 0 keeps no lse
+    return Bytes(read_bytes=_inputs(problem) + captured + 2 * scores, write_bytes=2 * scores + o)
+
+
+def _times(plan: KernelPlan, arch: Arch, tiles: TileCounts, moved: Bytes, compulsory: Bytes) -> Times:
+    """Whole tiles at padded head dims for the units that work on them, bytes for the memories."""
+    scores = (tiles.partial + tiles.full) * plan.tile.q * plan.tile.kv
+    flops = 2 * (plan.padded_head_dim + plan.padded_v_head_dim) * scores
+    special, _ = ampere.score_ops(plan.variant)
+    return Times(
+        tensor=1e3 * flops / arch.tensor_flops[plan.pipeline],
+        exponential=1e3 * scores * (1 + special) / arch.special_per_s,
+        l2=1e3 * moved.total / arch.l2_bytes_per_s,
+        dram=1e3 * compulsory.total / arch.hbm_bytes_per_s,
+    )
+
+
+def _sum(title: str, parts: tuple[Part, ...], limit: int, unit: str) -> Table:
+    """The terms of a sum, the sum and its limit."""
+    terms = tuple((part.name, str(part.amount), part.why) for part in parts)
+    total = ("sum", str(sum(part.amount for part in parts)), f"of {limit} {unit}")
+    return Table(title=title, columns=("", unit, ""), rows=(*terms, total))
+
+
+def _share(prediction: Prediction) -> str:
+    """Useful FLOPs of all."""
+    return f"{prediction.flops_useful / prediction.flops:.1%}" if prediction.flops else "nothing to do"
+
+
+def _size(count: int) -> str:
+    """Bytes in the largest decimal unit that leaves a number of at least 1, as bandwidths are given."""
+    power = min(4, int(math.log10(count) // 3)) if count else 0
+    return f"{count / 1000**power:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
