@@ -1,0 +1,78 @@
+"""The device library: templates/device/*.cuh, of which an emitted file gets what it uses and nothing else.
+
+A definition starts at the left margin after a blank line, with the comment above it.  What it declares is found by its
+form, what it uses by its identifiers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from flashgen.resources import folder
+
+#: The files in the order in which they are emitted: a definition uses only what stands above it.
+FILES = ("types", "math", "cp_async", "ldmatrix", "mma", "swizzle", "softmax", "range")
+
+_DECLARED = re.compile(
+    r"^(?:template <[^>]*>\s*)?"
+    r"(?:DEVICE [\w ]+?[ &*]+(\w+)\(|(?:struct|enum)(?: alignas\(\w+\))? (\w+)|constexpr \w+ (\w+) =|#define (\w+)|typedef .*?(\w+);$)",
+    re.MULTILINE,
+)
+_APART = re.compile(r"\n\n(?=\S)")
+_COMMENT = re.compile(r"//.*")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_IDENTIFIER = re.compile(r"\b[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """One definition of the library: its text, the names it declares, every identifier in it, and its file's heading."""
+
+    text: str
+    names: frozenset[str]
+    uses: frozenset[str]
+    heading: str
+
+
+def identifiers(text: str) -> frozenset[str]:
+    """Every identifier of CUDA text outside comments and strings."""
+    return frozenset(_IDENTIFIER.findall(_STRING.sub('""', _COMMENT.sub("", text))))
+
+
+def used_by(text: str) -> str:
+    """The definitions that `text` uses, directly or through others, in the library's order, each file under its heading."""
+    library = definitions()
+    wanted = identifiers(text)
+    chosen: set[int] = set()
+    while True:
+        found = {i for i, d in enumerate(library) if i not in chosen and d.names & wanted}
+        if not found:
+            break
+        chosen |= found
+        wanted = wanted.union(*(library[i].uses for i in found))
+    return "\n\n".join(_under_headings(library[i] for i in sorted(chosen)))
+
+
+@lru_cache(maxsize=1)
+def definitions() -> tuple[Definition, ...]:
+    """The library, in order."""
+    return tuple(d for name in FILES for d in _parse(folder("templates") / "device" / f"{name}.cuh"))
+
+
+def _parse(path: Path) -> Iterable[Definition]:
+    heading, *paragraphs = _APART.split(path.read_text().strip())
+    first, newline, rest = heading.partition("\n")
+    for paragraph in ([rest] if newline else []) + paragraphs:
+        names = frozenset(name for groups in _DECLARED.findall(paragraph) for name in groups if name)
+        yield Definition(text=paragraph, names=names, uses=identifiers(paragraph), heading=first)
+
+
+def _under_headings(chosen: Iterable[Definition]) -> Iterable[str]:
+    heading = None
+    for definition in chosen:
+        yield definition.text if definition.heading == heading else f"{definition.heading}\n{definition.text}"
+        heading = definition.heading

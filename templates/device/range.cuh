@@ -1,0 +1,2 @@
+// ---------------------------------------------------------------- what a tile lets an expression be
+enum TileClass { EMPTY, PARTIAL, FULL };

@@ -1,0 +1,63 @@
+// ---------------------------------------------------------------- online softmax, in base 2
+constexpr float LOG2_E = 1.44269504088896340736f;
+
+constexpr float LN_2 = 0.69314718055994530942f;
+
+constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
+
+#define MINUS_INFINITY __int_as_float(0xff800000)
+
+template <int N> DEVICE void scale_rows(float (&o)[N][4], const float (&factor)[2]) {
+#pragma unroll
+  for (int j = 0; j < N; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) o[j][i] *= factor[i / 2];
+}
+
+// The largest value over the four lanes that share a row.
+DEVICE float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+// The sum over the four lanes that share a row.
+DEVICE float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// The offset follows the maximum only when left behind by this power of two: O is rescaled seldom, and P <= 2^8 loses nothing.
+constexpr float OFFSET_SLACK = 8.f;
+
+// Two rows of a 16-row block of S in one thread: accumulator elements 0 and 1 belong to row 0, elements 2 and 3 to row 1.
+struct OnlineSoftmax {
+  float offset[2] = {MINUS_INFINITY, MINUS_INFINITY};  // close to the row's maximum so far, scaled; -inf: nothing visible yet
+  float sum[2] = {0.f, 0.f};                           // over this thread's columns
+
+  // S becomes P = 2^(scale * S - offset); the sums and O follow the offsets.
+  template <int N, int M> DEVICE void update(float (&s)[N][4], float (&o)[M][4], float scale) {
+    float rescale[2], shift[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float highest = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
+#pragma unroll
+      for (int j = 1; j < N; j++) highest = fmaxf(highest, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
+      highest = quad_max(highest) * scale;
+      const float before = offset[r];
+      if (!(highest - before <= OFFSET_SLACK)) offset[r] = highest;
+      shift[r] = offset[r] == MINUS_INFINITY ? 0.f : offset[r];
+      rescale[r] = ex2(before - shift[r]);
+      sum[r] *= rescale[r];
+    }
+    if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) scale_rows(o, rescale);
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float &a = s[j][2 * r], &b = s[j][2 * r + 1];
+        a = ex2(fmaf(a, scale, -shift[r]));
+        b = ex2(fmaf(b, scale, -shift[r]));
+        sum[r] += a + b;
+      }
+  }
+};

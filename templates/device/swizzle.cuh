@@ -1,0 +1,23 @@
+// ---------------------------------------------------------------- tiles in shared memory
+// Rows of 16-byte chunks; chunk c of row r lies at c ^ r / (8 / GROUP) % GROUP, GROUP = gcd(CHUNKS, 8), so that the same chunk of
+// eight rows falls into eight different groups of four banks, whatever the width.
+template <int ROWS, int COLUMNS> struct alignas(128) SwizzledTile {
+  static constexpr int CHUNKS = COLUMNS / 8, GROUP = (CHUNKS | 8) & -(CHUNKS | 8);
+  static constexpr int BLOCK = 16 * COLUMNS * 2;  // bytes from a row to the one 16 further down
+  u16 element[ROWS][COLUMNS];
+  DEVICE u16* at(int row, int chunk) { return &element[row][8 * (chunk ^ row / (8 / GROUP) % GROUP)]; }
+  // From the address of chunk 0 or 1 of a row to that of the chunk an even number further right.
+  static DEVICE u32 right(u32 address, int chunks) { return (address ^ 16 * (chunks % GROUP)) + 16 * (chunks / GROUP * GROUP); }
+};
+
+// Starts to copy `rows` rows of COLUMNS elements from global memory; the tile's other rows and columns become zero.
+template <int THREADS, int COLUMNS, int ROWS, int TILE_COLUMNS>
+DEVICE void load_tile(SwizzledTile<ROWS, TILE_COLUMNS>& tile, const u16* source, i64 row_stride, int rows) {
+  constexpr int CHUNKS = TILE_COLUMNS / 8, COUNT = ROWS * CHUNKS;
+#pragma unroll
+  for (int first = 0; first < COUNT; first += THREADS) {
+    const int i = first + threadIdx.x, row = i / CHUNKS, chunk = i % CHUNKS;
+    if (first + THREADS <= COUNT || i < COUNT)
+      cp_async_16(shared_address(tile.at(row, chunk)), source + row * row_stride + 8 * chunk, row < rows && 8 * chunk < COLUMNS);
+  }
+}
