@@ -1,0 +1,60 @@
+"""Attention over two key sets from the attention over each."""
+
+from __future__ import annotations
+
+import torch
+
+from flashgen.errors import LaunchError
+
+
+def merge(
+    o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of attention over the union of two disjoint key sets, from the (o, lse) of each.
+
+    o1 and o2 are [batch, heads, q_len, v_head_dim] of one dtype, lse1 and lse2 [batch, heads, q_len] natural logs
+    (float32 or float64; -inf: a row that attends to nothing, whose o is not read).  o keeps the dtype of o1 and is
+    rounded once; where both rows attend to nothing it is 0 and lse is -inf.  Differentiable.  Raises LaunchError for
+    tensors that do not belong together.  Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory",
+    section 2; the rescaling of the two partial sums is the online softmax of Milakov and Gimelshein 2018.
+    """
+    _check(o1, lse1, o2, lse2)
+    nothing = float("-inf")
+    most = torch.maximum(lse1, lse2).detach()
+    most = most.masked_fill(most == nothing, 0.0)  # -inf - -inf would be NaN
+    w1, w2 = torch.exp(lse1 - most), torch.exp(lse2 - most)
+    total = w1 + w2
+    none = total == 0
+    total = total.masked_fill(none, 1.0)
+    lse = (most + torch.log(total)).masked_fill(none, nothing)
+
+    def part(o: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.where((weight == 0).unsqueeze(-1), 0.0, o.to(lse.dtype) * (weight / total).unsqueeze(-1))
+
+    return (part(o1, w1) + part(o2, w2)).to(o1.dtype), lse
+
+
+def _check(o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor) -> None:
+    named = {"o1": o1, "lse1": lse1, "o2": o2, "lse2": lse2}
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise LaunchError(f"merge: {name} is a {type(tensor).__name__}, not a tensor")
+        if tensor.device != o1.device:
+            raise LaunchError(f"merge: o1 is on {o1.device} and {name} on {tensor.device}: move one to the other")
+    if o1.shape != o2.shape or o1.dtype != o2.dtype:
+        raise LaunchError(
+            f"merge: o1 is {_text(o1)} and o2 {_text(o2)}: both are [batch, heads, q_len, v_head_dim] of one dtype"
+        )
+    for name in ("lse1", "lse2"):
+        lse = named[name]
+        if lse.shape != o1.shape[:-1] or lse.dtype not in (torch.float32, torch.float64):
+            raise LaunchError(
+                f"merge: {name} is {_text(lse)} beside o1 {_text(o1)}: it is [batch, heads, q_len] in float32, as"
+                " attention(..., return_lse=True) gives it"
+            )
+    if lse1.dtype != lse2.dtype:
+        raise LaunchError(f"merge: lse1 is {_text(lse1)} and lse2 {_text(lse2)}: both have one dtype")
+
+
+def _text(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
