@@ -96,6 +96,7 @@ TENSOR_DTYPES = {
 #:   score    the incoming score s               problem  attr = "q_len" | "kv_len" | "heads" | "kv_heads" | "batch"
 #:   param    attr = Param                       constant attr = Constant (gone after Variant.bind)
 #:   size     attr = (Tensor, dimension)         load     attr = Tensor, operands = one index a dimension
+#: A `minimum` or `maximum` made by fg.clamp has attr = "clamp", which its derivative at the edge depends on.
 LEAVES = ("const", "index", "score", "problem", "param", "constant", "size")
 
 _interned: dict[tuple, Node] = {}
@@ -104,7 +105,7 @@ _interned: dict[tuple, Node] = {}
 class Node:
     """One operation; made by `node(...)` only.  `where` is the user's line and not part of the identity."""
 
-    __slots__ = ("op", "dtype", "operands", "attr", "where", "__weakref__")
+    __slots__ = ("__weakref__", "attr", "dtype", "op", "operands", "where")
 
     op: str
     dtype: DType
@@ -137,7 +138,8 @@ def node(
     found = _interned.get(key)
     if found is None:
         found = object.__new__(Node)
-        for name, value in zip(Node.__slots__, (op, dtype, operands, attr, where)):
+        fields = {"op": op, "dtype": dtype, "operands": operands, "attr": attr, "where": where}
+        for name, value in fields.items():
             object.__setattr__(found, name, value)
         found = _interned.setdefault(key, found)  # setdefault: two threads agree on one
     return found
@@ -188,6 +190,8 @@ def digest(roots: Iterable[Node]) -> str:
 def _attr_text(attr: object) -> str:
     if isinstance(attr, Tensor):  # `example` makes data and means nothing to a kernel
         return f"Tensor({attr.name},{attr.dims},{attr.dtype},{attr.min},{attr.max},{attr.sorted})"
+    if isinstance(attr, Param):  # nor do a default and a docstring
+        return f"Param({attr.name},{attr.min},{attr.max})"
     if isinstance(attr, tuple):
         return "(" + ",".join(map(_attr_text, attr)) + ")"
     return repr(attr)

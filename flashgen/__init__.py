@@ -1,0 +1,52 @@
+"""flashgen: a compiler for attention.  Describe a variant in a few lines of Python, get readable CUDA.
+
+Everything is imported when first used, so that `import flashgen` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+#: Public name -> the module that holds it, and its name there.
+_EXPORTS = {
+    "FlashgenError": ("flashgen.errors", "FlashgenError"),
+    "SpecError": ("flashgen.errors", "SpecError"),
+    "PlanError": ("flashgen.errors", "PlanError"),
+    "CompileError": ("flashgen.errors", "CompileError"),
+    "LaunchError": ("flashgen.errors", "LaunchError"),
+    "Variant": ("flashgen.lang.variant", "Variant"),
+    "variant": ("flashgen.lang.variant", "variant"),
+    "load_spec": ("flashgen.lang.load", "load_spec"),
+    "abs": ("flashgen.lang.trace", "absolute"),
+    **{
+        name: ("flashgen.lang.trace", name)
+        for name in (
+            *("param", "constant", "tensor"),
+            *("batch", "heads", "kv_heads", "q_len", "kv_len"),
+            *("where", "minimum", "maximum", "clamp"),
+            *("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "floor"),
+            *("int32", "int64", "float32"),
+        )
+    },
+}
+
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _EXPORTS:
+        from difflib import get_close_matches
+
+        close = get_close_matches(name, __all__, n=1)
+        hint = f" (did you mean fg.{close[0]}?)" if close and not name.startswith("_") else ""
+        raise AttributeError(f"flashgen has no {name!r}{hint}")
+    module, attribute = _EXPORTS[name]
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

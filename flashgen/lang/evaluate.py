@@ -1,0 +1,91 @@
+"""Expressions on concrete positions, in NumPy: the meaning that every other back end is checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from flashgen.lang.expr import DIMS, DType, Node, walk
+from flashgen.lang.ops import OPS
+
+
+def evaluate(
+    root: Node,
+    *,
+    b: object = None,
+    h: object = None,
+    q: object = None,
+    k: object = None,
+    s: object = None,
+    sizes: Mapping[str, int],
+    params: Mapping[str, int | float],
+    tensors: Mapping[str, np.ndarray],
+    float_dtype: type = np.float32,
+    live: object = None,
+) -> np.ndarray:
+    """The value of an expression; integers are int64, floats `float_dtype`.
+
+    `b`, `h`, `q`, `k` are integer arrays that broadcast against each other and the score `s`; `sizes` holds the problem
+    sizes by name.  A captured tensor's named dimension of size 1 broadcasts.  Where an index lies outside its dimension
+    IndexError names the tensor, the index and the size; with `live` (bool, broadcastable) only there, and other
+    positions read the nearest element, as kernels do.
+    """
+    positions = {"b": b, "h": h, "q": q, "k": k}
+    values: dict[Node, np.ndarray] = {}
+    with np.errstate(all="ignore"):
+        for n in walk((root,)):
+            values[n] = _value(n, values, positions, s, sizes, params, tensors, np.dtype(float_dtype), live)
+    return values[root]
+
+
+def _value(n, values, positions, s, sizes, params, tensors, float_dtype, live) -> np.ndarray:
+    match n.op:
+        case "const":
+            return _typed(n.attr, n.dtype, float_dtype)
+        case "index":
+            if positions[n.attr] is None:
+                raise TypeError(f"evaluate() needs {n.attr}: the expression reads it")
+            return np.asarray(positions[n.attr], np.int64)
+        case "score":
+            if s is None:
+                raise TypeError("evaluate() needs s: the expression reads it")
+            return np.asarray(s, float_dtype)
+        case "problem":
+            return np.asarray(sizes[n.attr], np.int64)
+        case "param":
+            return _typed(params[n.attr.name], n.dtype, float_dtype)
+        case "constant":
+            return _typed(n.attr.default, n.dtype, float_dtype)
+        case "size":
+            tensor, dim = n.attr
+            return np.asarray(tensors[tensor.name].shape[dim], np.int64)
+        case "load":
+            return _load(n, tensors[n.attr.name], tuple(values[i] for i in n.operands), float_dtype, live)
+        case "cast":
+            return OPS["cast"].python(values[n.operands[0]], n.dtype, float_dtype)
+    return np.asarray(OPS[n.op].python(*(values[o] for o in n.operands)))
+
+
+def _typed(value: object, dtype: DType, float_dtype: np.dtype) -> np.ndarray:
+    return np.asarray(value, float_dtype if dtype.is_float else np.bool_ if dtype is DType.BOOL else np.int64)
+
+
+def _load(n: Node, array: np.ndarray, indices: tuple[np.ndarray, ...], float_dtype: np.dtype, live) -> np.ndarray:
+    tensor = n.attr
+    inside = []
+    for dim, (name, size, index) in enumerate(zip(tensor.dims, array.shape, indices, strict=True)):
+        if size == 1 and name in DIMS:
+            index = np.zeros_like(index)
+        outside = (index < 0) | (index >= size)
+        if live is not None:
+            outside = outside & live
+        if np.any(outside):
+            wrong = np.broadcast_to(index, np.shape(outside))[outside].flat[0]
+            raise IndexError(
+                f"tensor {tensor.name!r}: index {wrong} is outside dimension {dim} of size {size}"
+                f"; keep it inside with fg.clamp(i, 0, {tensor.name}.size({dim}) - 1)"
+            )
+        inside.append(np.clip(index, 0, size - 1))
+    loaded = array[tuple(inside)]
+    return _typed(loaded, n.dtype, float_dtype)

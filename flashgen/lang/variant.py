@@ -1,0 +1,430 @@
+"""A Variant: what one kind of attention computes, as a mask and a score function over positions."""
+
+from __future__ import annotations
+
+import hashlib
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from flashgen.errors import PlanError, SourceLine, SpecError
+from flashgen.lang import ops, source, trace
+from flashgen.lang.expr import Constant, DType, Node, Param, Tensor, const, digest, walk
+
+HEAD_DIMS = (64, 128)
+DTYPES = ("float16", "bfloat16")
+
+Symbol = Param | Constant | Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """What the author fixed: it is checked by the planner and never changed."""
+
+    tile: tuple[int, int] | None = None
+    stages: int | None = None
+    pipeline: str | None = None
+    arch: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A mask and a score function, traced.
+
+    mask        bool expression of b, h, q, k; a pair is visible where it holds; None: everywhere
+    score_node  float32 expression of s, b, h, q, k; None: s itself (`score` is the decorator that sets it)
+    head_dims, dtypes  what is emitted ahead; a call outside them works unless `only`
+    parents     the variants that this one was built from
+    where       the line that made it
+    """
+
+    name: str
+    doc: str = ""
+    mask: Node | None = None
+    score_node: Node | None = None
+    head_dims: tuple[int, ...] = HEAD_DIMS
+    dtypes: tuple[str, ...] = DTYPES
+    only: bool = False
+    pins: Pins = field(default_factory=Pins)
+    parents: tuple[Variant, ...] = field(default=(), compare=False, repr=False)
+    where: SourceLine | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._unify()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Building one from another
+
+    def __call__(self, mask: Callable) -> Variant:
+        """Decorate a mask function: a variant like this one with that mask."""
+        if self.mask is not None:
+            raise self._refused(f"variant {self.name!r} has a mask already; combine masks with & or |")
+        name, doc = _described(mask, self.name, self.doc)
+        return self._made(name=name, doc=doc, mask=trace.trace_mask(mask))
+
+    def score(self, function: Callable) -> Variant:
+        """Decorate a score function (s, b, h, q, k): a variant like this one with that score."""
+        if self.score_node is not None:
+            raise self._refused(
+                f"variant {self.name!r} has a score function already; `.then(f)` applies another one after it"
+            )
+        name, doc = _described(function, self.name, self.doc)
+        return self._made(name=name, doc=doc, score_node=trace.trace_score(function))
+
+    def then(self, after: Callable | Variant) -> Variant:
+        """Apply another score function to this variant's score; a variant brings its mask along, joined by &."""
+        if isinstance(after, Variant):
+            joined = self._joined(after, "then", _both(self.mask, after.mask))
+            return replace(joined, score_node=_compose(self.score_node, after.score_node))
+        return self._made(score_node=trace.trace_score(after, self.score_node))
+
+    def __and__(self, other: Variant) -> Variant:
+        if not isinstance(other, Variant):
+            return NotImplemented
+        if self.score_node is not None and other.score_node is not None:
+            raise self._refused(
+                f"{self.name!r} & {other.name!r}: both have a score function, and their order matters;"
+                f" write {self.name}.then({other.name}) to apply {other.name!r} last"
+            )
+        joined = self._joined(other, "and", _both(self.mask, other.mask))
+        return replace(joined, score_node=self.score_node or other.score_node)
+
+    def __or__(self, other: Variant) -> Variant:
+        if not isinstance(other, Variant):
+            return NotImplemented
+        for variant in (self, other):
+            variant._mask_only("|")
+        everywhere = self.mask is None or other.mask is None
+        return self._joined(other, "or", None if everywhere else ops.apply("logical_or", self.mask, other.mask))
+
+    def __invert__(self) -> Variant:
+        self._mask_only("~")
+        mask = const(False) if self.mask is None else ops.apply("logical_not", self.mask)
+        return self._made(name=f"not_{self.name}", mask=None if mask is const(True) else mask)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What it needs
+
+    @property
+    def roots(self) -> tuple[Node, ...]:
+        """The expressions it has: mask, then score."""
+        return tuple(root for root in (self.mask, self.score_node) if root is not None)
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        return self._symbols(Param)
+
+    @property
+    def constants(self) -> tuple[Constant, ...]:
+        return self._symbols(Constant)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._symbols(Tensor)
+
+    def uses(self, symbol: str) -> bool:
+        """Whether mask or score reads b, h, q, k, s, a problem size, or a declared name."""
+        for n in walk(self.roots):
+            if n.op == "score" and symbol == "s":
+                return True
+            if n.op in ("index", "problem") and n.attr == symbol:
+                return True
+            declared = _declared(n)
+            if declared is not None and declared.name == symbol:
+                return True
+        return False
+
+    def digest(self) -> str:
+        """sha256 of what it computes: equal digests mean equal mask and score, whatever the names."""
+        marks = f"{'mask' if self.mask is not None else ''} {'score' if self.score_node is not None else ''}"
+        return hashlib.sha256(f"{marks} {digest(self.roots)}".encode()).hexdigest()
+
+    def values(self, given: Mapping[str, object]) -> dict[str, int | float]:
+        """Every parameter's value: as given, else its default.
+
+        Raises PlanError for a name that is no parameter, a missing one, a wrong type, or one outside its bounds.
+        """
+        known = {p.name: p for p in self.params}
+        for name in given:
+            if name not in known:
+                raise PlanError(self._unknown(name, "parameter"))
+        values = {}
+        for name, p in known.items():
+            if name in given:
+                values[name] = _checked(self.name, "parameter", p, given[name])
+            elif p.default is not None:
+                values[name] = p.default
+            else:
+                raise PlanError(f"{self.name!r} needs the parameter {name!r}: pass {name}=...{_allowed(p)}")
+        return values
+
+    def bind(self, **constants: int | float) -> Variant:
+        """The variant with every constant folded: as given, else its default.
+
+        Raises PlanError for a name that is no constant, a wrong type, or a value outside its bounds.
+        """
+        known = {c.name: c for c in self.constants}
+        for name in constants:
+            if name not in known:
+                raise PlanError(self._unknown(name, "constant"))
+        if not known:
+            return self
+        folded = {}
+        for c in self.constants:
+            folded[c] = const(_checked(self.name, "constant", c, constants.get(c.name, c.default)), c.dtype)
+        return self._rebuilt(lambda n: folded[n.attr] if n.op == "constant" else None)
+
+    def with_flipped_score(self) -> Variant:
+        """The variant whose score function sees -s: called with the negative scale, it computes the same."""
+        minus = ops.apply("neg", trace.SCORE)
+        return self._made(score_node=_compose(minus, self.score_node))
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _symbols(self, kind: type) -> tuple:
+        found = {declared for n in walk(self.roots) if isinstance(declared := _declared(n), kind)}
+        return tuple(sorted(found, key=lambda symbol: symbol.name))
+
+    def _unify(self) -> None:
+        """One name is one declaration."""
+        seen: dict[str, tuple[Symbol, Node]] = {}
+        for n in walk(self.roots):
+            declared = _declared(n)
+            if declared is None:
+                continue
+            first, at = seen.setdefault(declared.name, (declared, n))
+            if first != declared:
+                raise SpecError(
+                    f"the name {declared.name!r} is declared twice, differently: as {_summary(first)}{_at(at)}"
+                    f" and as {_summary(declared)}{_at(n)}; declare both alike or rename one",
+                    where=self.where,
+                )
+
+    def _made(self, **changes: object) -> Variant:
+        return replace(self, **{"parents": (self,), "where": source.caller(), **changes})
+
+    def _rebuilt(self, change: Callable[[Node], Node | None]) -> Variant:
+        mask = None if self.mask is None else ops.rebuild(self.mask, change)
+        return self._made(
+            mask=None if mask is const(True) else mask,
+            score_node=None if self.score_node is None else ops.rebuild(self.score_node, change),
+        )
+
+    def _joined(self, other: Variant, word: str, mask: Node | None) -> Variant:
+        return Variant(
+            name=f"{self.name}_{word}_{other.name}",
+            doc=" ".join(filter(None, (self.doc, other.doc))),
+            mask=mask,
+            head_dims=self._merged(other, "head_dims", HEAD_DIMS),
+            dtypes=self._merged(other, "dtypes", DTYPES),
+            only=self.only or other.only,
+            pins=Pins(**{name: self._pin(other, name) for name in Pins.__dataclass_fields__}),
+            parents=(self, other),
+            where=source.caller(),
+        )
+
+    def _merged(self, other: Variant, name: str, default: tuple) -> tuple:
+        mine, theirs = getattr(self, name), getattr(other, name)
+        if mine == theirs or theirs == default:
+            return mine
+        if mine == default:
+            return theirs
+        shared = tuple(value for value in mine if value in theirs)
+        if not shared:
+            raise self._refused(f"{self.name!r} has {name} {mine} and {other.name!r} has {theirs}: none is shared")
+        return shared
+
+    def _pin(self, other: Variant, name: str) -> object:
+        mine, theirs = getattr(self.pins, name), getattr(other.pins, name)
+        if mine is not None and theirs is not None and mine != theirs:
+            raise self._refused(f"{self.name!r} pins {name}={mine!r} and {other.name!r} pins {name}={theirs!r}")
+        return theirs if mine is None else mine
+
+    def _mask_only(self, sign: str) -> None:
+        if self.score_node is not None:
+            raise self._refused(
+                f"`{sign}` combines masks and variant {self.name!r} has a score function;"
+                " combine the masks first and add the score with @v.score or .then"
+            )
+
+    def _unknown(self, name: str, kind: str) -> str:
+        symbols = {s.name: s for s in (*self.params, *self.constants, *self.tensors)}
+        if name in symbols:
+            return f"{name!r} of {self.name!r} is {_summary(symbols[name])}, not a {kind}"
+        names = ", ".join(symbols) or "nothing"
+        return f"{self.name!r} has no {kind} {name!r}{source.nearest(name, symbols)}; it takes {names}"
+
+    @staticmethod
+    def _refused(message: str) -> SpecError:
+        return SpecError(message, where=source.caller())
+
+
+def variant(
+    mask: Callable | None = None,
+    score: Callable | None = None,
+    *,
+    name: str | None = None,
+    doc: str | None = None,
+    head_dims: Iterable[int] | None = None,
+    dtypes: Iterable[str] | None = None,
+    only: bool = False,
+    **pins: object,
+) -> Variant:
+    """A variant from a mask function (b, h, q, k) and a score function (s, b, h, q, k); also a decorator of the mask.
+
+    `fg.variant()` alone is full attention.  `head_dims` and `dtypes` say what is emitted ahead and tested; `only=True`
+    refuses a call outside them.  Pins: tile=(q, kv), stages, pipeline, arch.
+    """
+    where = source.caller()
+    for given, word in ((mask, "mask"), (score, "score")):
+        if isinstance(given, Variant):
+            raise SpecError(
+                f"{word} is a function and got the variant {given.name!r}; combine variants with &, | and .then",
+                where=where,
+            )
+    described = mask or score
+    own_name, own_doc = _described(described, "", "") if described else ("", "")
+    return Variant(
+        name=name or own_name or "full",
+        doc=doc if doc is not None else own_doc,
+        mask=None if mask is None else trace.trace_mask(mask),
+        score_node=None if score is None else trace.trace_score(score),
+        head_dims=_head_dims(head_dims, where),
+        dtypes=_dtypes(dtypes, where),
+        only=_only(only, head_dims, dtypes, where),
+        pins=_pins(pins, where),
+        where=where,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading the arguments
+
+
+def _described(function: Callable, name: str, doc: str) -> tuple[str, str]:
+    """A function's name and docstring, unless it has none of its own."""
+    own = getattr(function, "__name__", "")
+    if not own.isidentifier() or own == "_":  # a lambda, or a decorated `def _`
+        own = name
+    return own, (getattr(function, "__doc__", None) or doc).strip()
+
+
+def _head_dims(given: Iterable[int] | None, where: SourceLine | None) -> tuple[int, ...]:
+    if given is None:
+        return HEAD_DIMS
+    dims = (given,) if isinstance(given, int) else tuple(given)
+    if not dims or any(isinstance(d, bool) or not isinstance(d, int) or d <= 0 for d in dims):
+        raise SpecError(f"head_dims is a tuple of positive integers, as in (64, 128), and got {given!r}", where=where)
+    return tuple(sorted(set(dims)))
+
+
+def _dtypes(given: Iterable[str] | None, where: SourceLine | None) -> tuple[str, ...]:
+    if given is None:
+        return DTYPES
+    names = (given,) if isinstance(given, str) else tuple(given)
+    names = tuple(str(n).removeprefix("torch.") for n in names)
+    if not names or any(n not in DTYPES for n in names):
+        raise SpecError(f"dtypes is a tuple of {' and '.join(map(repr, DTYPES))}, and got {given!r}", where=where)
+    return tuple(d for d in DTYPES if d in names)
+
+
+def _only(only: bool, head_dims: object, dtypes: object, where: SourceLine | None) -> bool:
+    if only and head_dims is None and dtypes is None:
+        raise SpecError("only=True refuses calls outside head_dims and dtypes: give one of them", where=where)
+    return bool(only)
+
+
+def _pins(given: Mapping[str, object], where: SourceLine | None) -> Pins:
+    known = tuple(Pins.__dataclass_fields__)
+    for name in given:
+        if name not in known:
+            options = (*known, "name", "doc", "head_dims", "dtypes", "only")
+            raise SpecError(
+                f"fg.variant has no option {name!r}{source.nearest(name, options)}; the pins are {', '.join(known)}",
+                where=where,
+            )
+    pins = {name: value for name, value in given.items() if value is not None}
+    if "tile" in pins:
+        tile = pins["tile"]
+        if not isinstance(tile, (tuple, list)) or len(tile) != 2 or not all(_positive(x) for x in tile):
+            raise SpecError(f"tile is (rows of q, rows of kv), as in (128, 64), and got {tile!r}", where=where)
+        pins["tile"] = tuple(tile)
+    if "stages" in pins and not _positive(pins["stages"]):
+        raise SpecError(f"stages is a positive integer and got {pins['stages']!r}", where=where)
+    for name in ("pipeline", "arch"):
+        if not isinstance(pins.get(name, ""), str):
+            raise SpecError(f"{name} is a name and got {pins[name]!r}", where=where)
+    return Pins(**pins)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Declarations and their values
+
+
+def _declared(n: Node) -> Symbol | None:
+    if n.op in ("param", "constant", "load"):
+        return n.attr
+    return n.attr[0] if n.op == "size" else None
+
+
+def _summary(symbol: Symbol) -> str:
+    if isinstance(symbol, Tensor):
+        return f"a {symbol.dtype} tensor {symbol.dims}"
+    kind = "parameter" if isinstance(symbol, Param) else "constant"
+    return f"the {symbol.dtype.value} {kind} (default {symbol.default}{_allowed(symbol)})"
+
+
+def _allowed(symbol: Param | Constant) -> str:
+    low, high = symbol.min, symbol.max
+    if low is None and high is None:
+        return ""
+    if high is None:
+        return f", at least {low}"
+    return f", at most {high}" if low is None else f", in [{low}, {high}]"
+
+
+def _at(n: Node) -> str:
+    return f" (line {n.where.line} of {n.where.path})" if n.where else ""
+
+
+def _checked(variant_name: str, kind: str, symbol: Param | Constant, value: object) -> int | float:
+    title = f"{kind} {symbol.name!r} of {variant_name!r}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise PlanError(f"{title} is {symbol.dtype.value} and got {value!r}")
+    if symbol.dtype.is_float:
+        number = float(value)
+        if number != number:
+            raise PlanError(f"{title} got NaN")
+    else:
+        if value != int(value):
+            raise PlanError(f"{title} is {symbol.dtype.value} and got {value!r}: give a whole number")
+        number = int(value)
+        bits = 32 if symbol.dtype is DType.INT32 else 64
+        if not -(1 << bits - 1) <= number < 1 << bits - 1:
+            raise PlanError(f"{title} is {symbol.dtype.value}: {number} does not fit")
+    if symbol.min is not None and number < symbol.min:
+        raise PlanError(f"{title} is {number}: the least it may be is {symbol.min}")
+    if symbol.max is not None and number > symbol.max:
+        raise PlanError(f"{title} is {number}: the most it may be is {symbol.max}")
+    return number
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Expressions
+
+
+def _both(a: Node | None, b: Node | None) -> Node | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return ops.apply("logical_and", a, b)
+
+
+def _compose(first: Node | None, after: Node | None) -> Node | None:
+    """`after` applied to what `first` gives."""
+    if first is None or after is None:
+        return first if after is None else after
+    return ops.rebuild(after, lambda n: first if n.op == "score" else None)
