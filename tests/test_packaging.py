@@ -25,8 +25,8 @@ def wheel(tmp_path_factory):
 def installed(wheel, tmp_path_factory):
     """The wheel alone in an empty folder; its dependencies are the environment's."""
     site = tmp_path_factory.mktemp("site")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
-    done = subprocess.run(pip, capture_output=True, text=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
+    done = subprocess.run([*pip, str(wheel)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return site
 
@@ -71,7 +71,11 @@ def test_the_wheel_carries_the_package_and_the_licence_and_nothing_else(wheel):
 
 
 def test_resources_come_from_the_wheel(run, installed):
-    script = "import flashgen, flashgen.resources as r; print(flashgen.__file__, r.folder('specs'), r.folder('templates'))"
+    script = (
+        "import flashgen\n"
+        "from flashgen.resources import folder\n"
+        "print(flashgen.__file__, folder('specs'), folder('templates'))"
+    )
     package, specs, templates = run("-c", script).split()
     assert Path(package) == installed / "flashgen" / "__init__.py"
     assert Path(specs) == installed / "flashgen" / "_resources" / "specs"

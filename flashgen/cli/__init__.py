@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """Entry point of the `flashgen` script; exits 0 on success, 1 where a check fails, 2 on a request that cannot be."""
+    """Entry point of the `flashgen` script: exits 0, 1 where a check fails, 2 on a request that cannot be."""
     import sys
 
     from flashgen.cli.app import app
@@ -14,6 +14,9 @@ def main() -> None:
     try:
         app()
     except FlashgenError as error:
+        complain(f"{type(error).__name__}: {error}")
+        sys.exit(2)
+    except OSError as error:  # a file that cannot be read or written; everything else of flashgen's own is above
         complain(f"{type(error).__name__}: {error}")
         sys.exit(2)
     except KeyboardInterrupt:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_type_hints
@@ -14,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, get_type_hints
 import typer
 
 from flashgen.cli.console import joined
-from flashgen.errors import FlashgenError, PlanError, SpecError
-from flashgen.lang.expr import DType
+from flashgen.errors import PlanError, SpecError
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
     from flashgen.analysis.facts import Facts
     from flashgen.analysis.tiles import Case
@@ -187,3 +188,192 @@ class Resolved:
             tensors=case.tensors,
         )
         return np.broadcast_to(np.asarray(keep, bool), shape)
+
+
+def resolve(spec: str | Variant, request: Request, *, device: str | None = None, seed: int = 0) -> Resolved:
+    """Load a spec, settle what the request leaves open, make its data and plan it.
+
+    `device` is where the problem runs ("cpu", "cuda"; None: not at all, planned for the GPU where there is one); `seed`
+    is that of the captured tensors' examples.  Raises SpecError and PlanError.
+    """
+    from flashgen.analysis.facts import analyse
+    from flashgen.analysis.tiles import Case
+    from flashgen.lang.load import load_spec
+    from flashgen.planning.planner import choose, menu
+    from flashgen.planning.problem import Problem
+
+    variant, params = bound(load_spec(spec) if isinstance(spec, str) else spec, request.param or ())
+    variant = _pinned(variant, request)
+    head_dim = request.head_dim or default_head_dim(variant)
+    q_len = SEQLEN[device or default_device()] if request.seqlen is None else request.seqlen
+    dtype = request.dtype or default_dtype(variant)
+    problem = Problem(
+        batch=request.batch,
+        heads=request.heads,
+        kv_heads=request.heads if request.kv_heads is None else request.kv_heads,
+        q_len=q_len,
+        kv_len=q_len if request.kv_seqlen is None else request.kv_seqlen,
+        head_dim=head_dim,
+        v_head_dim=request.v_head_dim or head_dim,
+        dtype=dtype,
+    )
+    case = Case(sizes=problem.sizes(), params=params, tensors=_tensors(variant, problem, request.tensor or (), seed))
+    arch = request.arch or default_arch(variant)
+    # A CPU walks the plan of a 16-bit kernel in float32 and float64 too.
+    of_kernel = DTYPE if device == "cpu" and dtype in ("float32", "float64") else dtype
+    plans = menu(variant, arch, of_kernel, head_dim, problem.v_head_dim)
+    return Resolved(
+        variant=variant,
+        problem=problem,
+        case=case,
+        facts=analyse(variant),
+        arch=plans.plans[0].arch,
+        menu=plans,
+        plan=choose(plans, problem, _sms(arch)),
+    )
+
+
+def spec_files(specs: list[str]) -> list[Path]:
+    """What `load_spec` takes for SPEC arguments: the Python files of a folder in order, anything else as it is.
+
+    Raises SpecError for a folder without any.
+    """
+    files: list[Path] = []
+    for spec in specs:
+        if Path(spec).is_dir():
+            found = sorted(file for file in Path(spec).glob("*.py") if not file.name.startswith("_"))
+            if not found:
+                raise SpecError(f"the folder {spec} holds no spec (*.py)")
+            files += found
+        else:
+            files.append(Path(spec))
+    return files
+
+
+def bound(variant: Variant, texts: Sequence[str]) -> tuple[Variant, dict[str, int | float]]:
+    """The variant with its constants folded, and its parameters' values: `NAME=VALUE` texts, else the defaults."""
+    given = {name: _number(name, value) for name, value in (_split(text, "--param", "NAME=VALUE") for text in texts)}
+    constants = {symbol.name for symbol in variant.constants}
+    values = variant.values({name: value for name, value in given.items() if name not in constants})
+    return variant.bind(**{name: value for name, value in given.items() if name in constants}), values
+
+
+def default_head_dim(variant: Variant) -> int:
+    return HEAD_DIM if HEAD_DIM in variant.head_dims or not variant.head_dims else max(variant.head_dims)
+
+
+def default_dtype(variant: Variant) -> str:
+    return DTYPE if DTYPE in variant.dtypes or not variant.dtypes else variant.dtypes[0]
+
+
+def default_device() -> str:
+    """Where a problem runs that names no place."""
+    from flashgen.runtime import driver
+
+    return "cuda" if driver.gpus() else "cpu"
+
+
+def default_arch(variant: Variant) -> str:
+    """The variant's own, else the GPU's, else the newest that has a pipeline made for it."""
+    from flashgen.planning.arch import ARCHS, of_device
+    from flashgen.runtime import driver
+
+    if variant.pins.arch is not None:
+        return variant.pins.arch
+    if driver.gpus():
+        return of_device(*driver.gpu(0).capability).name
+    return "sm_90a" if "hopper" in ARCHS["sm_90a"].pipelines else "sm_80"
+
+
+def device(name: str | None) -> str:
+    """The --device of `run`: checked, or the GPU where there is one."""
+    if name is None:
+        return default_device()
+    if name not in SEQLEN:
+        raise PlanError(f"--device {name!r} is neither cpu nor cuda")
+    if name == "cuda" and default_device() == "cpu":
+        raise PlanError("--device cuda: the driver shows no GPU\n  nearest: --device cpu")
+    return name
+
+
+def device_name(name: str) -> str:
+    """A device as a person knows it."""
+    if name == "cpu":
+        return "the CPU"
+    from flashgen.runtime import driver
+
+    return driver.gpu(0).name
+
+
+def captured(resolved: Resolved, device: str) -> dict[str, torch.Tensor]:
+    """The captured tensors of a case as PyTorch tensors of their declared types."""
+    import torch
+
+    return {
+        tensor.name: torch.as_tensor(resolved.case.tensors[tensor.name]).to(device, getattr(torch, tensor.dtype))
+        for tensor in resolved.variant.tensors
+    }
+
+
+def _pinned(variant: Variant, request: Request) -> Variant:
+    """The variant with the request's tile and pipeline in place of its own."""
+    chosen = {"tile": request.tile_shape(), "pipeline": request.pipeline}
+    pins = dataclasses.replace(variant.pins, **{name: value for name, value in chosen.items() if value is not None})
+    return variant if pins == variant.pins else dataclasses.replace(variant, pins=pins)
+
+
+def _sms(arch: str) -> int:
+    """Multiprocessors of the GPU that is present, where the plan is for it, else of the architecture's own card."""
+    from flashgen.planning.arch import find, of_device
+    from flashgen.runtime import driver
+
+    asked = find(arch)
+    if driver.gpus():
+        gpu = driver.gpu(0)
+        if of_device(*gpu.capability) is asked:
+            return gpu.sms
+    return asked.sms
+
+
+def _split(text: str, option: str, form: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise SpecError(f"{option} {text!r} is not of the form {form}")
+    return name, value
+
+
+def _number(name: str, text: str) -> int | float:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    raise PlanError(f"--param {name}={text}: {text!r} is not a number")
+
+
+def _tensors(variant: Variant, problem: Problem, texts: Sequence[str], seed: int) -> Mapping[str, np.ndarray]:
+    """Each captured tensor from its file, else from the spec's example."""
+    import numpy as np
+
+    files = dict(_split(text, "--tensor", "NAME=FILE") for text in texts)
+    names = [tensor.name for tensor in variant.tensors]
+    if unknown := [name for name in files if name not in names]:
+        raise SpecError(f"{variant.name!r} captures no tensor {unknown[0]!r}\n  its captured tensors: {joined(names)}")
+    made = {}
+    for tensor in variant.tensors:
+        if tensor.name in files:
+            made[tensor.name] = _loaded(files[tensor.name])
+        elif tensor.example is not None:
+            made[tensor.name] = np.asarray(tensor.example(problem, np.random.default_rng(seed)))
+        else:
+            raise SpecError(
+                f"captured tensor {tensor.name!r} of {variant.name!r} has no example: --tensor {tensor.name}=FILE.npy"
+            )
+    return made
+
+
+def _loaded(file: str) -> np.ndarray:
+    import numpy as np
+
+    try:
+        return np.load(file, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"--tensor: {file} is no .npy file ({error})") from None

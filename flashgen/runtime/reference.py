@@ -163,17 +163,17 @@ def _attend(
         block = q[:, :, :, at].to(precision).reshape(batch, kv_heads, group * n, head_dim)
         s = scale * (block @ k.mT).view(batch, kv_heads, group, n, kv_len)
         symbols = {**columns, "q": torch.arange(at.start, at.stop, device=q.device)[:, None]}
-        if variant.score is not None:
-            s = evaluator(variant.score, precision, {**symbols, "s": s}).expand_as(s)
+        if variant.score_node is not None:
+            s = evaluator(variant.score_node, precision, {**symbols, "s": s}).expand_as(s)
         if variant.mask is not None:
             # A mask's floats are float32 in every precision: it says which pairs count, not how well.
             s = torch.where(evaluator(variant.mask, torch.float32, symbols), s, -math.inf)
         m = s.amax(-1)
         base = torch.where(m == -math.inf, 0.0, m)
         p = torch.exp(s - base[..., None])
-        l = p.sum(-1)
-        grouped_lse[..., at] = m + torch.log(l)
-        p = round_p(p / torch.where(l == 0, 1.0, l)[..., None])
+        total = p.sum(-1)
+        grouped_lse[..., at] = m + torch.log(total)
+        p = round_p(p / torch.where(total == 0, 1.0, total)[..., None])
         grouped_o[..., at, :] = (p.view(batch, kv_heads, group * n, kv_len) @ v).view(batch, kv_heads, group, n, dim)
     return o, lse
 
@@ -205,10 +205,10 @@ class _Evaluator:
             elif n.op == "load":
                 value = self._load(n, [values[operand] for operand in n.operands])
             else:
-                operands = [values[operand] for operand in n.operands]
-                if any(operand.dtype.is_float for operand in n.operands):
-                    operands = [x if x.dtype == torch.bool else x.to(precision) for x in operands]
-                value = functions()[n.op](*operands)
+                value = functions()[n.op](*(values[operand] for operand in n.operands))
+                if n.dtype.is_int and value.dtype.is_floating_point:  # a cast saturates
+                    limits = torch.iinfo(torch.int32 if n.dtype is expr.DType.INT32 else torch.int64)
+                    value = value.nan_to_num(0.0).clamp(limits.min, limits.max)
             values[n] = torch.as_tensor(value, device=self.device).to(dtypes[n.dtype])
         return values[root]
 
@@ -230,16 +230,12 @@ class _Evaluator:
         raise ValueError(f"{n.op} is no leaf of a bound variant")
 
     def _load(self, n: expr.Node, index: list[torch.Tensor]) -> torch.Tensor:
+        """Elements of a captured tensor; an index outside its dimension is clamped, as in a kernel.
+
+        A named dimension of size 1 broadcasts, which clamping does too.
+        """
         array = self.tensors[n.attr.name]
-        # A dimension named after batch or heads may have size 1: every batch or head then reads the same.
-        at = [
-            i.clamp(max=0) if isinstance(name, str) and size == 1 else i
-            for i, name, size in zip(index, n.attr.dims, array.shape, strict=True)
-        ]
-        for i, size, dimension in zip(at, array.shape, range(array.ndim), strict=True):
-            if i.numel() and (int(i.min()) < 0 or int(i.max()) >= size):
-                raise IndexError(f"{n.attr.name} is read outside its dimension {dimension} of size {size}")
-        return array[tuple(at)]
+        return array[tuple(i.clamp(0, size - 1) for i, size in zip(index, array.shape, strict=True))]
 
 
 @functools.cache
@@ -272,8 +268,8 @@ def functions() -> Mapping[str, Callable[..., torch.Tensor]]:
         "floor_div": operator.floordiv,
         "mod": torch.remainder,
         "where": torch.where,
-        "minimum": torch.minimum,
-        "maximum": torch.maximum,
+        "minimum": torch.fmin,
+        "maximum": torch.fmax,
         "abs": torch.abs,
         "exp": torch.exp,
         "exp2": torch.exp2,

@@ -22,6 +22,7 @@ from flashgen.planning.problem import ITEMSIZE, STORED_BYTES
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
     from flashgen.analysis.tiles import Case
+    from flashgen.lang.expr import Node
     from flashgen.planning.plan import KernelPlan
 
 
@@ -215,20 +216,30 @@ class _Walk:
                 keep = np.asarray(self._evaluate(self.variant.mask, np.float32, symbols), bool)
                 traffic.visible += int(np.broadcast_to(keep, (*q.shape[:4], k.shape[3])).sum())
             if running is not None:
-                s = self._scores(q, k, symbols)
+                s = self._scores(q, k, symbols, keep)
                 running.add(s if keep is None else np.where(keep, s, -np.inf), v, self.dtype)
 
-    def _scores(self, q: np.ndarray, k: np.ndarray, symbols: Mapping[str, np.ndarray]) -> np.ndarray:
+    def _scores(
+        self, q: np.ndarray, k: np.ndarray, symbols: Mapping[str, np.ndarray], keep: np.ndarray | None
+    ) -> np.ndarray:
         s = self.precision(self.scale) * (q @ k.swapaxes(-1, -2))
-        if self.variant.score is None:
+        if self.variant.score_node is None:
             return s
-        s = self._evaluate(self.variant.score, self.precision, {**symbols, "s": s})
+        s = self._evaluate(self.variant.score_node, self.precision, {**symbols, "s": s}, live=keep)
         return np.broadcast_to(np.asarray(s, self.precision), (*q.shape[:4], k.shape[3]))
 
-    def _evaluate(self, root: object, precision: type, symbols: Mapping[str, np.ndarray]) -> np.ndarray:
+    def _evaluate(
+        self, root: Node, precision: type, symbols: Mapping[str, np.ndarray], live: np.ndarray | None = None
+    ) -> np.ndarray:
         case = self.case
         return evaluate(
-            root, sizes=case.sizes, params=case.params, tensors=case.tensors, float_dtype=precision, **symbols
+            root,
+            sizes=case.sizes,
+            params=case.params,
+            tensors=case.tensors,
+            float_dtype=precision,
+            live=live,
+            **symbols,
         )
 
     def _symbols(self, at: tuple[slice, slice, slice], rows: slice, keys: slice) -> dict[str, np.ndarray]:

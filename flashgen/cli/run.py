@@ -1,0 +1,249 @@
+"""`flashgen run`: a variant on random input, checked against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from flashgen.cli import build, options
+from flashgen.cli.console import err, out, progress, seconds, share, size
+from flashgen.cli.options import Request, Resolved, Spec
+from flashgen.errors import FlashgenError, LaunchError, PlanError
+
+if TYPE_CHECKING:
+    from flashgen.lang.variant import Variant
+    from flashgen.runtime.reference import Verdict
+
+#: What a sweep takes every spec through; a CPU takes the lengths that its walk does at once.
+_LENGTHS = {"cpu": (1, 127), "cuda": (1, 127, 1000, 4096)}
+_HEAD_DIMS = (64, 128, 256)
+_DTYPES = ("float16", "bfloat16")
+_HEADS, _KV_HEADS = 8, (8, 1)
+
+#: Calls that are timed on a GPU, after one that is not.
+_TIMED = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A result beside float64: its verdict, what is wrong with its lse, and the seconds of one call."""
+
+    verdict: Verdict
+    lse_reasons: tuple[str, ...]
+    seconds: float
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return self.verdict.reasons + self.lse_reasons
+
+
+@options.shared
+def command(
+    spec: Spec,
+    request: Request,
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", help="Take SPEC, a folder too, through dtypes, head dims 64, 128, 256, GQA 8:1 and "
+                     "lengths 1, 127, 1000, 4096 (on a CPU: 1 and 127)."),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the random input.")] = 0,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu. [dim]default: the GPU where there is one[/]")
+    ] = None,
+) -> None:  # fmt: skip
+    """Run on random input, on the GPU where there is one, and check against float64; exit 1 where the check fails."""
+    device = options.device(device)
+    ok = _sweep(spec, request, seed, device) if sweep else _single(spec, request, seed, device)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _single(spec: str, request: Request, seed: int, device: str) -> bool:
+    with err.status("planning"):
+        resolved = options.resolve(spec, request, device=device, seed=seed)
+        prediction = resolved.predict()
+    with err.status(f"running on the {'GPU' if device == 'cuda' else 'CPU'}, then in float64"):
+        checked = check(resolved, device, seed, timed=True)
+    v, predicted = checked.verdict, prediction.hbm.total
+    table = Table(title=str(resolved), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    plan = resolved.plan
+    where = options.device_name(device)
+    table.add_row("ran on", f"{where}, tiles of {plan.tile.q} x {plan.tile.kv} ({plan.pipeline}, {plan.arch})")
+    table.add_row("time", seconds(checked.seconds) + (" (tile walk in NumPy)" if device == "cpu" else ""))
+    peer = f"PyTorch in {resolved.problem.dtype}"
+    table.add_row("largest error", f"{v.max_error:.3g} ({peer}: {v.baseline_max_error:.3g})")
+    table.add_row("RMS error", f"{v.rms_error:.3g} ({peer}: {v.baseline_rms_error:.3g})")
+    table.add_row("predicted IO", f"{size(predicted)}, {predicted / max(prediction.standard.total, 1):.3g}x standard"
+                                  " attention's")  # fmt: skip
+    if device == "cpu":
+        counted = _counted(resolved)
+        same = "as predicted" if counted == predicted else f"predicted {predicted:,} bytes, counted {counted:,}"
+        table.add_row("counted IO", f"{size(counted)} ({same})")
+    out.print(table)
+    for reason in checked.reasons:
+        err.print(f"[bold red]check failed:[/] {reason}")
+    if not checked.reasons:
+        out.print(f"[green]checked[/] against float64: {v.elements:,} elements, seed {seed}")
+    return not checked.reasons
+
+
+def _counted(resolved: Resolved) -> int:
+    """Bytes that the walk of this problem moves, by its own count."""
+    from flashgen.runtime import tiles
+
+    p = resolved.problem
+    traffic = tiles.count(
+        resolved.plan, resolved.facts, resolved.case, head_dim=p.head_dim, v_head_dim=p.v_head_dim, dtype=p.dtype
+    )
+    return traffic.read_bytes + traffic.write_bytes
+
+
+def check(resolved: Resolved, device: str, seed: int, *, timed: bool = False) -> Checked:
+    """Run a variant on random normal input and judge it; shapes of few elements are drawn several times."""
+    import torch
+
+    from flashgen.ops.attention import attention
+    from flashgen.runtime.reference import POOL, baseline, judge, judge_lse, reference
+
+    p, case, variant = resolved.problem, resolved.case, resolved.variant
+    dtype = getattr(torch, p.dtype)
+    inputs = {**case.params, **options.captured(resolved, device)}
+    elements = p.batch * p.heads * p.q_len * p.v_head_dim
+    scale = 1 / math.sqrt(p.head_dim)
+    outs, bases, refs, lses, ref_lses, taken = [], [], [], [], [], math.inf
+    for draw in range(max(1, -(-POOL // elements)) if elements else 1):
+        generator = torch.Generator().manual_seed(seed + draw)
+        q, k, v = (torch.randn(shape, generator=generator).to(device=device, dtype=dtype) for shape in _shapes(p))
+        start = time.perf_counter()
+        try:
+            o, lse = attention(q, k, v, variant, return_lse=True, **inputs)
+        except IndexError as error:  # the spec reads a captured tensor outside its dimension
+            raise LaunchError(str(error)) from error
+        if device == "cuda":
+            torch.cuda.synchronize()
+        taken = min(taken, time.perf_counter() - start)
+        if timed and device == "cuda":
+            taken = _gpu_seconds(lambda: attention(q, k, v, variant, **inputs))  # noqa: B023
+        ref, ref_lse = reference(variant, case, q, k, v, scale=scale)
+        outs.append(o.flatten())
+        bases.append(baseline(variant, case, q, k, v, scale=scale)[0].flatten())
+        refs.append(ref.flatten())
+        lses.append(lse.flatten())
+        ref_lses.append(ref_lse.flatten())
+    verdict = judge(torch.cat(outs), torch.cat(bases), torch.cat(refs), p.dtype)
+    return Checked(verdict=verdict, lse_reasons=judge_lse(torch.cat(lses), torch.cat(ref_lses)), seconds=taken)
+
+
+def _shapes(p) -> tuple[tuple[int, ...], ...]:
+    keys = (p.batch, p.kv_heads, p.kv_len)
+    return (p.batch, p.heads, p.q_len, p.head_dim), (*keys, p.head_dim), (*keys, p.v_head_dim)
+
+
+def _gpu_seconds(call) -> float:
+    """Median time of a call on the GPU, by its own events."""
+    import torch
+
+    times = []
+    for _ in range(_TIMED):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def _sweep(spec: str, request: Request, seed: int, device: str) -> bool:
+    from flashgen.lang.load import load_spec
+
+    # What a sweep varies is not for the caller to fix.
+    varied = ("batch", "heads", "kv_heads", "seqlen", "kv_seqlen", "head_dim", "v_head_dim", "dtype")
+    default = Request()
+    if fixed := [name for name in varied if getattr(request, name) != getattr(default, name)]:
+        flags = ", ".join("--" + name.replace("_", "-") for name in fixed)
+        raise PlanError(f"--sweep chooses {flags} itself\n  nearest: leave out --sweep or {flags}")
+    start = time.perf_counter()
+    variants = {path: load_spec(path) for path in options.spec_files([spec])}
+    cases = [
+        (path, resolved)
+        for path, variant in variants.items()
+        for asked in _requests(variant, request, device)
+        for resolved in (options.resolve(variant, asked, device=device, seed=seed),)
+    ]
+    if device == "cpu":
+        err.print(f"no GPU: the kernels' tiles are walked on the CPU, at lengths {_LENGTHS['cpu']}")
+    else:
+        build.compiled([resolved.plan for _, resolved in cases])
+    rows: dict[str, list[Checked]] = {str(path): [] for path in variants}
+    failures: list[str] = []
+    with progress() as bar:
+        task = bar.add_task("checking", total=len(cases))
+        for path, resolved in cases:
+            bar.update(task, description=resolved.variant.name)
+            try:
+                checked = check(resolved, device, seed)
+            except FlashgenError as error:
+                failures.append(f"{_repro(path, resolved, seed, device)}\n  {error}")
+            else:
+                rows[str(path)].append(checked)
+                if checked.reasons:
+                    failures.append("\n  ".join([_repro(path, resolved, seed, device), *checked.reasons]))
+            bar.advance(task)
+    out.print(_table(rows))
+    for failure in failures:
+        err.print(failure, markup=False)
+    passed = len(cases) - len(failures)
+    out.print(
+        f"{passed} of {len(cases)} cases pass on {options.device_name(device)}"
+        f" in {seconds(time.perf_counter() - start)}, seed {seed}"
+    )
+    return not failures
+
+
+def _requests(variant: Variant, request: Request, device: str) -> Iterator[Request]:
+    """The cases of a sweep that a spec allows."""
+    for dtype in _allowed(variant, _DTYPES, variant.dtypes):
+        for head_dim in _allowed(variant, _HEAD_DIMS, variant.head_dims):
+            for kv_heads in _KV_HEADS:
+                for seqlen in _LENGTHS[device]:
+                    yield dataclasses.replace(
+                        request, dtype=dtype, head_dim=head_dim, heads=_HEADS, kv_heads=kv_heads, seqlen=seqlen
+                    )
+
+
+def _allowed(variant: Variant, wanted: tuple, declared: tuple) -> tuple:
+    return tuple(value for value in wanted if not variant.only or value in declared)
+
+
+def _repro(path: object, resolved: Resolved, seed: int, device: str) -> str:
+    p = resolved.problem
+    return (
+        f"flashgen run {path} --dtype {p.dtype} --head-dim {p.head_dim} --heads {p.heads} --kv-heads {p.kv_heads}"
+        f" --seqlen {p.q_len} --seed {seed} --device {device}"
+    )
+
+
+def _table(rows: dict[str, list[Checked]]) -> Table:
+    """A line a spec: how the worst of its cases stands beside its limits."""
+    table = Table("spec", "cases", "passed", "largest error", "RMS error", "bias", box=None, padding=(0, 2, 0, 0))
+    table.caption, table.caption_justify = "errors of the worst case, as a share of what the rule allows", "left"
+    for path, checked in rows.items():
+        verdicts = [c.verdict for c in checked if c.verdict.elements]
+        worst = [
+            max((share(getattr(v, value), getattr(v, limit)) for v in verdicts), key=lambda text: float(text[:-1]),
+                default="-")
+            for value, limit in (("max_error", "max_limit"), ("rms_error", "rms_limit"), ("bias", "bias_limit"))
+        ]  # fmt: skip
+        table.add_row(path, str(len(checked)), str(sum(not c.reasons for c in checked)), *worst)
+    return table

@@ -1,0 +1,213 @@
+"""The float64 reference, its PyTorch reading of the language, and the rule that judges results by it."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flashgen as fg
+from flashgen.lang.evaluate import evaluate
+from flashgen.lang.ops import OPS
+from flashgen.runtime import reference as subject
+from flashgen.runtime.reference import baseline, judge, judge_lse, reference
+
+B, HEADS, KV_HEADS, Q_LEN, KV_LEN, DIM, V_DIM = 2, 4, 2, 19, 23, 8, 5
+
+
+def case_of(variant, **given):
+    sizes = {"batch": B, "heads": HEADS, "kv_heads": KV_HEADS, "q_len": Q_LEN, "kv_len": KV_LEN}
+    tensors = given.pop("tensors", {})
+    return SimpleNamespace(sizes=sizes, params=variant.values(given), tensors=tensors)
+
+
+def inputs(dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shapes = (B, HEADS, Q_LEN, DIM), (B, KV_HEADS, KV_LEN, DIM), (B, KV_HEADS, KV_LEN, V_DIM)
+    return tuple(torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes)
+
+
+def by_the_book(q, k, v, scale, keep=None, score=lambda s: s):
+    """Whole-matrix attention, written the shortest way."""
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+    s = score(scale * (q @ k.mT))
+    if keep is not None:
+        s = s.masked_fill(~keep, -math.inf)
+    return torch.softmax(s, -1).nan_to_num(0.0) @ v, torch.logsumexp(s, -1)
+
+
+def test_full_attention():
+    q, k, v = inputs()
+    full = fg.variant()
+    o, lse = reference(full, case_of(full), q, k, v, scale=0.3)
+    want_o, want_lse = by_the_book(q, k, v, 0.3)
+    torch.testing.assert_close(o, want_o)
+    torch.testing.assert_close(lse, want_lse)
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
+def test_mask_score_and_rows_that_see_nothing(scale, monkeypatch):
+    monkeypatch.setattr(subject, "_BLOCK", {"cpu": 7 * KV_LEN * B * HEADS})  # blocks of seven queries
+
+    @fg.variant()
+    def banded(b, h, q, k):
+        return (k <= q - 3) & (k >= h)
+
+    variant = banded.score(lambda s, b, h, q, k: fg.tanh(s) * 2.0 - fg.float32(q - k) * 0.1)
+    q, k, v = inputs()
+    rows, columns = torch.arange(Q_LEN)[:, None], torch.arange(KV_LEN)
+    keep = (columns <= rows - 3) & (columns >= torch.arange(HEADS)[:, None, None])
+    want = by_the_book(q, k, v, scale, keep, lambda s: torch.tanh(s) * 2 - (rows - columns) * 0.1)
+    o, lse = reference(variant, case_of(variant), q, k, v, scale=scale)
+    torch.testing.assert_close(o, want[0], rtol=1e-6, atol=1e-6)  # 0.1 is a float32 constant of the language
+    torch.testing.assert_close(lse, want[1], rtol=1e-6, atol=1e-6)
+    assert (lse[:, :, :3] == -math.inf).all() and (o[:, :, :3] == 0).all()
+
+
+def test_a_score_of_minus_infinity_is_masked_and_a_masked_score_is_never_seen():
+    causal = fg.variant(lambda b, h, q, k: k <= q)
+    hides = fg.variant(score=lambda s, b, h, q, k: fg.where(k <= q, s, -math.inf))
+    poisoned = causal.score(lambda s, b, h, q, k: fg.where(k <= q, s, s * math.inf - s * math.inf))
+    q, k, v = inputs()
+    want = reference(causal, case_of(causal), q, k, v, scale=1.0)
+    for variant in (hides, poisoned):
+        for got, wanted in zip(reference(variant, case_of(variant), q, k, v, scale=1.0), want, strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
+def test_no_keys_at_all():
+    full = fg.variant()
+    q, k, v = inputs()
+    o, lse = reference(full, case_of(full), q, k[:, :, :0], v[:, :, :0], scale=1.0)
+    assert o.shape == (B, HEADS, Q_LEN, V_DIM) and (o == 0).all() and (lse == -math.inf).all()
+
+
+def test_captured_tensors_parameters_and_sizes():
+    bias = fg.tensor("bias", dims=("heads", None), dtype="float32")
+    shift = fg.param("shift", default=2)
+
+    @fg.variant()
+    def biased(b, h, q, k):
+        return k < fg.kv_len - shift
+
+    variant = biased.score(lambda s, b, h, q, k: s + bias[h, fg.clamp(q - k, 0, bias.size(1) - 1)])
+    table = np.random.default_rng(0).standard_normal((1, 6)).astype(np.float32)  # one row for every head
+    q, k, v = inputs()
+    distance = (torch.arange(Q_LEN)[:, None] - torch.arange(KV_LEN)).clamp(0, 5)
+    keep = (torch.arange(KV_LEN) < KV_LEN - 4).expand(Q_LEN, KV_LEN)
+    want = by_the_book(q, k, v, 1.0, keep, lambda s: s + torch.as_tensor(table)[0].double()[distance])
+    got = reference(variant, case_of(variant, shift=4, tensors={"bias": table}), q, k, v, scale=1.0)
+    torch.testing.assert_close(got[0], want[0])
+
+
+def test_every_operation_has_a_pytorch_function():
+    assert set(subject.functions()) == set(OPS)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    x=st.lists(st.integers(-100, 100), min_size=4, max_size=4),
+    y=st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    f=st.lists(st.floats(-4, 4, width=32), min_size=4, max_size=4),
+)
+def test_both_readings_of_the_language_agree(x, y, f):
+    """PyTorch's table and NumPy's, over every operation."""
+    ints = fg.tensor("ints", dims=(4,), dtype="int32")
+    positive = fg.tensor("positive", dims=(4,), dtype="int32", min=1, max=9)
+    floats = fg.tensor("floats", dims=(4,), dtype="float32")
+    tensors = {
+        "ints": np.array(x, np.int32), "positive": np.array(y, np.int32), "floats": np.array(f, np.float32),
+    }  # fmt: skip
+
+    def expressions(i, n, z):
+        yield from (i == n, i != n, i < n, i <= n, i > n, i >= n, (i < n) & (z < 0.5), (i < n) | (z < 0), (i < n) ^ (z < 0))
+        yield from (~(i < n), i & n, i | n, i ^ n, ~i, i << n, i >> n, i + n, i - n, i * n, -i, i / n, i // n, i % n)
+        yield from (fg.where(i < n, z, 1.0), fg.minimum(i, n), fg.maximum(z, 0.25), abs(i), abs(z), fg.exp(z), fg.exp2(z))
+        yield from (fg.log(abs(z) + 1), fg.log2(abs(z) + 1), fg.tanh(z), fg.sigmoid(z), fg.sqrt(abs(z)))
+        yield from (fg.rsqrt(abs(z) + 1), fg.floor(z), fg.int32(z * 3), fg.float32(i < n), fg.int32(z * 1e30))
+        yield from (z + i, z - i, z * i, -z)
+
+    q = np.arange(4)
+    roots = []
+
+    def score(s, b, h, q, k):
+        roots.extend(expressions(ints[q], positive[q], floats[q]))
+        return s
+
+    fg.variant(score=score)
+    used = set()
+    evaluator = subject._Evaluator(SimpleNamespace(sizes={}, params={}, tensors=tensors), torch.device("cpu"))
+    for root in (e.node for e in roots):
+        used.add(root.op)
+        want = evaluate(root, q=q, sizes={}, params={}, tensors=tensors, float_dtype=np.float64)
+        got = evaluator(root, torch.float64, {"q": torch.arange(4)}).numpy()
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12, err_msg=repr(root))
+    assert used == set(OPS)
+
+
+def test_the_baseline_rounds_to_the_callers_type():
+    q, k, v = inputs(torch.bfloat16)
+    full = fg.variant()
+    o, lse = baseline(full, case_of(full), q, k, v, scale=0.3)
+    ref, _ = reference(full, case_of(full), q, k, v, scale=0.3)
+    assert o.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    error = (o.double() - ref).abs().max()
+    assert 2**-12 < error < 2**-6
+
+
+# -- the rule
+
+
+def drawn(n=4096, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    ref = torch.randn(n, generator=g, dtype=torch.float64)
+    noise = torch.randn(n, generator=g, dtype=torch.float64) * 1e-2
+    return ref, noise
+
+
+def test_a_result_as_good_as_the_baseline_passes():
+    ref, noise = drawn()
+    verdict = judge(ref - noise, ref + noise, ref, "bfloat16")
+    assert verdict.ok and verdict.elements == 4096
+    assert verdict.max_error == pytest.approx(verdict.baseline_max_error)
+
+
+@pytest.mark.parametrize(
+    "spoil, reason",
+    [
+        (lambda ref, noise: ref + 3 * noise, "RMS error"),
+        (lambda ref, noise: ref + noise + torch.eye(1, len(ref)).flatten() * 0.5, "largest error"),
+        (lambda ref, noise: ref * (1 - 5e-3), "signed bias"),
+        (lambda ref, noise: ref + noise + torch.eye(1, len(ref)).flatten() * math.nan, "nan"),
+    ],
+)
+def test_what_breaks_the_rule_is_named(spoil, reason):
+    ref, noise = drawn()
+    verdict = judge(spoil(ref, noise), ref + noise, ref, "bfloat16")
+    assert not verdict.ok
+    assert any(reason in text for text in verdict.reasons), verdict.reasons
+
+
+def test_an_exact_baseline_leaves_one_ulp():
+    ref = torch.full((4096,), 1.5, dtype=torch.float64)
+    alternating = torch.ones(4096, dtype=torch.float64)
+    alternating[::2] = -1
+    assert judge(ref + 2**-7 * alternating, ref, ref, "bfloat16").ok
+    assert not judge(ref + 2**-6 * alternating, ref, ref, "bfloat16").ok
+    assert not judge(ref + 2**-7 * alternating, ref, ref, "float16").ok
+
+
+def test_nothing_to_judge_passes():
+    empty = torch.zeros(0, dtype=torch.float64)
+    assert judge(empty, empty, empty, "bfloat16").ok
+
+
+def test_lse_rule():
+    ref = torch.tensor([0.5, 20.0, -math.inf], dtype=torch.float64)
+    assert judge_lse(ref.float(), ref) == ()
+    assert "off by" in judge_lse(ref.float() + 0.01, ref)[0]
+    assert "1 rows" in judge_lse(torch.tensor([0.5, 20.0, 0.0]), ref)[0]
+    assert "off by" in judge_lse(torch.tensor([0.5, math.nan, -math.inf]), ref)[0]
