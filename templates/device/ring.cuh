@@ -1,15 +1,12 @@
 // ---------------------------------------------------------------- rings of shared-memory stages
-// The two barriers of each stage.  The phases of both begin at 0; a producer waits for the phase before, so that its
-// first round passes.
+// The two barriers of each stage.
 template <int STAGES> struct Pipe { u64 full[STAGES], empty[STAGES]; };
 
-// A position in a ring: the parity flips each time it has gone round.
+// A position in a ring: how many stages were passed.  The parity flips each time it has gone round.
 template <int STAGES> struct Ring {
-  int stage = 0;
-  u32 parity = 0;
-  DEVICE void advance() {
-    if (++stage == STAGES) { stage = 0; parity ^= 1; }
-  }
+  u32 passed = 0;
+  DEVICE int stage() const { return passed % STAGES; }
+  DEVICE u32 parity() const { return passed / STAGES % 2; }
 };
 
 template <int STAGES> DEVICE void init(Pipe<STAGES>& pipe, int consumers) {
@@ -20,14 +17,16 @@ template <int STAGES> DEVICE void init(Pipe<STAGES>& pipe, int consumers) {
 }
 
 template <int STAGES> DEVICE void await_full(Pipe<STAGES>& pipe, const Ring<STAGES>& at) {
-  mbarrier_wait(pipe.full[at.stage], at.parity);
+  mbarrier_wait(pipe.full[at.stage()], at.parity());
 }
 
+// The first round passes: the phase before the first counts as ended.
 template <int STAGES> DEVICE void await_empty(Pipe<STAGES>& pipe, const Ring<STAGES>& at) {
-  mbarrier_wait(pipe.empty[at.stage], at.parity ^ 1);
+  mbarrier_wait(pipe.empty[at.stage()], at.parity() ^ 1);
 }
 
 // One arrival a warp.
-template <int STAGES> DEVICE void release(Pipe<STAGES>& pipe, const Ring<STAGES>& at) {
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.empty[at.stage]);
+template <int STAGES> DEVICE void release(Pipe<STAGES>& pipe, Ring<STAGES>& at) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.empty[at.stage()]);
+  at.passed++;
 }
