@@ -196,9 +196,9 @@ def pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:
 
 def score_ops(variant: Variant) -> tuple[int, int]:
     """Special-function results and other operations of the score function, for one score."""
-    if variant.score is None:
+    if variant.score_node is None:
         return 0, 0
-    inner = [n for n in walk([variant.score]) if n.operands]
+    inner = [n for n in walk([variant.score_node]) if n.operands]
     special = sum(SPECIAL.get(n.op, 0) for n in inner)
     return special, len(inner)
 

@@ -116,8 +116,8 @@ def _menu(
     stages_pin = _check_stages(request, stages or pins.stages)
 
     plans, rejected = _fitting(request, tile_pin, stages_pin)
-    if not plans:
-        raise PlanError(_nothing_fits(request, tile_pin, stages_pin, rejected))
+    if tile_pin and not plans:
+        raise PlanError(_does_not_fit(request, tile_pin, stages_pin, rejected))
     chosen, slower = _select(request, plans)
     paces = tuple(tuple(ampere.pace(p, arch, n) for n in range(1, p.blocks_per_sm + 1)) for p in chosen)
     return Menu(plans=tuple(chosen), paces=paces, rejected=(*rejected, *slower))
@@ -288,22 +288,16 @@ def _least(found: list[Candidate]) -> list[Candidate]:
     return list(first.values())
 
 
-def _nothing_fits(request: _Request, tile: Tile | None, stages: int | None, rejected: list[Rejected]) -> str:
-    what = f"tile {tile} of {request} does not fit" if tile else f"no tile of {request} fits"
-    lines = [f"{what} {request.arch.name}"]
+def _does_not_fit(request: _Request, tile: Tile, stages: int | None, rejected: list[Rejected]) -> str:
+    """The message for a fixed tile; the planner's own tiles always have one that fits."""
+    lines = [f"tile {tile} of {request} does not fit {request.arch.name}"]
     if stages:
         lines[0] += f" with {stages} stages"
-    by_need = sorted(rejected, key=lambda r: (r.tile.q * r.tile.kv, r.stages, r.warps))
-    lines += [f"  {r}" for r in by_need[:3]]
-    free, _ = _fitting(request, None, None)
-    if tile is None:
-        lines.append(f"  nearest: {max(p.stages for p in free)} stages on {request.arch.name}")
-        return "\n".join(lines)
+    lines += [f"  {r}" for r in sorted(rejected, key=lambda r: (r.stages, r.warps))[:3]]
 
     def distance(plan: KernelPlan) -> tuple:
         ratios = abs(math.log2(plan.tile.q / tile.q)) + abs(math.log2(plan.tile.kv / tile.kv))
         return (ratios, abs(plan.stages - (stages or plan.stages)), -plan.tile.q * plan.tile.kv)
 
-    near = min(free, key=distance)
-    lines.append(f"  nearest: {near.tile} with {near.stages} stages")
-    return "\n".join(lines)
+    near = min(_fitting(request, None, None)[0], key=distance)
+    return "\n".join((*lines, f"  nearest: {near.tile} with {near.stages} stages"))

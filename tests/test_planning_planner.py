@@ -1,0 +1,271 @@
+"""The menu: everything in it fits, what is left out says why, and a call picks an entry in constant time."""
+
+import dataclasses
+import itertools
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flashgen as fg
+from flashgen.errors import PlanError
+from flashgen.lang.variant import Pins
+from flashgen.planning import ampere, planner
+from flashgen.planning.arch import ARCHS
+from flashgen.planning.plan import KernelPlan
+from flashgen.planning.problem import Problem
+
+FULL = fg.variant()
+SOFTCAP = fg.variant(score=lambda s, b, h, q, k: 30.0 * fg.tanh(s / 30.0), name="softcap")
+
+head_dims = st.integers(2, 32).map(lambda n: 8 * n)
+requests = st.fixed_dictionaries(
+    {
+        "variant": st.sampled_from([FULL, SOFTCAP]),
+        "arch": st.sampled_from(list(ARCHS)),
+        "dtype": st.sampled_from(planner.DTYPES),
+        "head_dim": head_dims,
+        "v_head_dim": head_dims,
+    }
+)
+
+
+def problem(q_len, kv_len=None, *, batch=1, heads=8, head_dim=128):
+    kv_len = q_len if kv_len is None else kv_len
+    return Problem(
+        batch=batch, heads=heads, kv_heads=heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim, v_head_dim=head_dim
+    )
+
+
+def smem_bytes(tile, stages, d, dv):
+    """Bytes of a block, written out: Q and later O in one room, K and V in each stage."""
+    pad = lambda n: (n + 15) // 16 * 16  # noqa: E731
+    d, dv = pad(d), pad(dv)
+    return 2 * (tile.q * max(d, dv) + stages * tile.kv * (d + dv))
+
+
+@settings(deadline=None, max_examples=60)
+@given(requests)
+def test_every_plan_fits(request):
+    arch = ARCHS[request["arch"]]
+    menu = planner.menu(**request)
+    assert 1 <= len(menu.plans) <= planner.MAX_PLANS
+    assert len({plan.tile.q for plan in menu.plans}) == len(menu.plans)
+    for plan, paces in zip(menu.plans, menu.paces, strict=True):
+        assert plan.smem_bytes == smem_bytes(plan.tile, plan.stages, plan.head_dim, plan.v_head_dim)
+        assert plan.smem_bytes <= arch.smem_per_block
+        assert plan.registers_estimate <= 255
+        assert plan.blocks_per_sm >= 1
+        assert plan.blocks_per_sm * (plan.smem_bytes + 1024) <= arch.smem_per_sm
+        assert plan.blocks_per_sm * plan.registers_estimate * plan.threads <= arch.registers_per_sm
+        assert plan.blocks_per_sm * plan.warps <= arch.max_warps
+        assert plan.tile.q in (16 * plan.warps, 32 * plan.warps)
+        assert plan.tile.kv % 16 == 0 and plan.padded_head_dim % 16 == 0 and plan.padded_v_head_dim % 16 == 0
+        assert plan.head_dim <= plan.padded_head_dim < plan.head_dim + 16
+        assert len(paces) == plan.blocks_per_sm
+        # Sharing a multiprocessor hides latency: more blocks never slow a score down.
+        assert all(a >= b > 0 for a, b in itertools.pairwise(paces))
+
+
+@settings(deadline=None, max_examples=40)
+@given(requests)
+def test_reasons_of_rejected_candidates_are_true(request):
+    arch = ARCHS[request["arch"]]
+    menu = planner.menu(**request)
+    d, dv = request["head_dim"], request["v_head_dim"]
+    best = {plan.tile.q: paces[-1] for plan, paces in zip(menu.plans, menu.paces, strict=True)}
+    assert menu.rejected
+    for r in menu.rejected:
+        needed = smem_bytes(r.tile, r.stages, d, dv)
+        if r.reason.startswith("shared memory"):
+            assert needed > arch.smem_per_block
+            assert r.reason == f"shared memory {needed / 1024:.4g} KiB > {arch.smem_per_block // 1024} KiB"
+        elif r.reason.startswith("registers"):
+            assert needed <= arch.smem_per_block
+            assert int(r.reason.split()[1]) > 255 or "threads" in r.reason
+        else:
+            ratio = float(r.reason.split()[1].rstrip("x"))
+            assert ratio >= 1 and r.reason.startswith("predicted")
+            rival = next(p for p in menu.plans if f" {p.tile.q} x {p.tile.kv}, {p.stages} stages" in r.reason)
+            fixed = planner.menu(**request, tile=(r.tile.q, r.tile.kv), stages=r.stages)
+            if fixed.plans[0].warps == r.warps:
+                assert fixed.paces[0][-1] >= best[rival.tile.q] * 0.999
+
+
+def test_every_candidate_is_in_the_menu_or_rejected_once():
+    menu = planner.menu(FULL, "sm_80", "bfloat16", 128)
+    seen = [(p.tile, p.stages, p.warps) for p in (*menu.plans, *menu.rejected)]
+    assert len(seen) == len(set(seen))
+    assert set(seen) == {(c.tile, c.stages, c.warps) for c in ampere.candidates(None, None)}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("head_dim", [16, 24, 64, 72, 96, 128, 192, 256])
+def test_there_is_a_plan_everywhere(arch, head_dim):
+    main = planner.menu(FULL, arch, "float16", head_dim).plans[0]
+    assert (main.arch, main.pipeline, main.head_dim, main.dtype) == (arch, "ampere", head_dim, "float16")
+    assert main.roles[0].name == "compute" and main.stages >= 2
+
+
+def test_sm_90_is_sm_90a():
+    assert planner.menu(FULL, "sm_90", "bfloat16", 64).plans[0].arch == "sm_90a"
+
+
+def test_memoised_and_deterministic():
+    first = planner.menu(FULL, "sm_80", "bfloat16", 64)
+    assert planner.menu(FULL, "sm_80", "bfloat16", 64, 64) is first
+    planner._menu.cache_clear()
+    assert planner.menu(FULL, "sm_80", "bfloat16", 64) == first
+
+
+def test_plan_holds_no_length():
+    names = {field.name for field in dataclasses.fields(KernelPlan)}
+    assert not names & {"batch", "heads", "kv_heads", "q_len", "kv_len", "params", "tensors"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is fixed is checked, never changed
+
+
+@pytest.mark.parametrize("tile", [(64, 64), (128, 32), (16, 16), (48, 80), (96, 112), (256, 16), (240, 32)])
+def test_a_fixed_tile_is_kept(tile):
+    menu = planner.menu(FULL, "sm_80", "bfloat16", 64, tile=tile)
+    assert {(plan.tile.q, plan.tile.kv) for plan in menu.plans} == {tile}
+    assert len(menu.plans) == 1
+
+
+def test_pins_of_the_variant_are_kept_and_the_call_overrides_them():
+    pinned = fg.variant(tile=(64, 32), stages=3)
+    plan = planner.menu(pinned, "sm_80", "bfloat16", 64).plans[0]
+    assert ((plan.tile.q, plan.tile.kv), plan.stages) == ((64, 32), 3)
+    plan = planner.menu(pinned, "sm_80", "bfloat16", 64, tile=(64, 64), stages=2).plans[0]
+    assert ((plan.tile.q, plan.tile.kv), plan.stages) == ((64, 64), 2)
+
+
+def refused(*lines, variant=FULL, arch="sm_80", dtype="bfloat16", head_dim=128, **options):
+    with pytest.raises(PlanError) as error:
+        planner.menu(variant, arch, dtype, head_dim, **options)
+    for line in lines:
+        assert line in str(error.value), str(error.value)
+
+
+def test_a_tile_that_cannot_fit_names_the_nearest():
+    refused(
+        "tile 128x256 of 'full' (head_dim 128, bfloat16) does not fit sm_80",
+        "128 x 256, 2 stages, 4 warps: shared memory 288 KiB > 163 KiB",
+        "nearest: 128x128 with 2 stages",
+        tile=(128, 256),
+    )
+    refused("with 4 stages", "nearest: 128x128 with 2 stages", tile=(128, 128), stages=4)
+    refused("registers", "> 255", "x 512 threads > 65536", "nearest:", tile=(256, 256), head_dim=64, arch="sm_90a")
+
+
+@pytest.mark.parametrize(("tile", "nearest"), [((100, 64), "96x64"), ((64, 8), "64x16"), ((512, 64), "256x64")])
+def test_a_tile_outside_the_grid_of_mma(tile, nearest):
+    refused(f"tile {tile[0]}x{tile[1]} of 'full'", "multiples of 16", f"nearest: {nearest}", tile=tile)
+
+
+@pytest.mark.parametrize(("stages", "nearest"), [(1, "2 stages"), (7, "4 stages")])
+def test_stages_outside_the_range(stages, nearest):
+    refused(f"{stages} stages", "2 to 4 work", f"nearest: {nearest}", stages=stages)
+
+
+@pytest.mark.parametrize("stages", ampere.STAGES)
+def test_every_number_of_stages_fits_somewhere(stages):
+    for arch in ARCHS:
+        assert {plan.stages for plan in planner.menu(FULL, arch, "bfloat16", 256, stages=stages).plans} == {stages}
+
+
+def test_head_dims_that_do_not_work():
+    refused(
+        "no tile of 'full' (head_dim 512, bfloat16) fits sm_80",
+        "128 x 64, 2 stages, 8 warps: shared memory 384 KiB > 163 KiB",
+        "nearest: head_dim <= 256 on sm_80",
+        head_dim=512,
+    )
+    refused("nearest: v_head_dim <= 256 on sm_80", head_dim=64, v_head_dim=264)
+    refused("(head_dim 100, bfloat16)", "steps of 8", "nearest: head_dim 96 or 104", head_dim=100)
+    refused("nearest: head_dim 16", head_dim=8)
+    refused("head_dim 64, v_head_dim 20", "nearest: v_head_dim 16 or 24", head_dim=64, v_head_dim=20)
+
+
+def test_a_head_dim_just_above_the_largest_is_refused_where_it_would_fit():
+    refused("nearest: head_dim <= 256 on sm_90a", arch="sm_90a", head_dim=264)
+
+
+def test_dtypes_that_do_not_work():
+    refused("float32", "16-bit inputs", "run on a CPU", "nearest: bfloat16", dtype="float32")
+    refused("nearest: bfloat16", dtype="float64")
+
+
+def test_architectures_and_pipelines_that_do_not_work():
+    refused("below sm_80", "nearest: sm_80", arch="sm_75")
+    refused("sm_80 has no pipeline 'hopper'", "nearest: pipeline 'ampere'", pipeline="hopper")
+    refused("'full' is pinned to sm_86", "asked: sm_80", variant=dataclasses.replace(FULL, pins=Pins(arch="sm_86")))
+    assert planner.menu(dataclasses.replace(FULL, pins=Pins(arch="sm_90")), "sm_90a", "bfloat16", 64).plans
+
+
+def test_only_refuses_what_the_spec_did_not_declare():
+    only = fg.variant(head_dims=(64, 128), dtypes=("float16",), only=True)
+    assert planner.menu(only, "sm_80", "float16", 128).plans
+    refused("declared for head_dim 64, 128 only", "nearest: head_dim 128", variant=only, dtype="float16", head_dim=120)
+    refused("declared for dtype float16 only", "nearest: dtype float16", variant=only)
+    free = fg.variant(head_dims=(64, 128), dtypes=("float16",))
+    assert planner.menu(free, "sm_80", "bfloat16", 96).plans
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choosing for a call
+
+
+def test_long_problems_take_the_first_plan_and_short_ones_more_blocks():
+    for arch, facts in ARCHS.items():
+        menu = planner.menu(FULL, arch, "bfloat16", 64)
+        assert planner.choose(menu, problem(16384, batch=2, heads=16, head_dim=64), facts.sms) is menu.plans[0]
+        if len(menu.plans) > 1:
+            short = planner.choose(menu, problem(128, heads=4, head_dim=64), facts.sms)
+            assert short.tile.q < menu.plans[0].tile.q
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 4), st.integers(1, 40), st.integers(1, 200))
+def test_choose_is_deterministic_and_picks_from_the_menu(q_len, kv_len, batch, heads, sms):
+    menu = planner.menu(FULL, "sm_80", "bfloat16", 128)
+    asked = problem(q_len, kv_len, batch=batch, heads=heads)
+    chosen = planner.choose(menu, asked, sms)
+    assert chosen in menu.plans
+    assert planner.choose(menu, asked, sms) is chosen
+
+
+def test_choose_takes_no_longer_for_longer_problems():
+    menu = planner.menu(FULL, "sm_80", "bfloat16", 128)
+    times = []
+    for length in (128, 1 << 23):
+        asked = problem(length, heads=64, batch=64)
+        best = min(_seconds(lambda asked=asked: planner.choose(menu, asked, 108)) for _ in range(200))
+        times.append(best)
+    assert max(times) < 100e-6
+    assert times[1] < 5 * times[0] + 5e-6
+
+
+def _seconds(call):
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def test_a_dearer_score_function_is_paced_slower():
+    plain, capped = (planner.menu(v, "sm_90a", "bfloat16", 64, tile=(128, 64)) for v in (FULL, SOFTCAP))
+    assert capped.paces[0][0] > plain.paces[0][0]
+
+
+def test_q_in_registers_saves_shared_memory_reads():
+    plan = planner.menu(FULL, "sm_80", "bfloat16", 64, tile=(64, 64)).plans[0]
+    inside, outside = (
+        ampere.clocks(dataclasses.replace(plan, q_in_registers=where), ARCHS["sm_80"], 1) for where in (True, False)
+    )
+    assert inside["shared memory"] < outside["shared memory"]
+    assert {k: v for k, v in inside.items() if k != "shared memory"} == {
+        k: v for k, v in outside.items() if k != "shared memory"
+    }
