@@ -87,7 +87,7 @@ class Prediction:
     `hbm` is what the plan moves; `compulsory` each of q, k, v and the captured tensors read once, o and lse written
     once; `standard` Algorithm 0 of FlashAttention (Dao et al. 2022), which writes S and P to HBM in the input dtype and
     reads each back; `lower_bound_bytes` see `lower_bound`.  `flops` are 2 (D + Dv) for each in-bounds element of a
-    visited tile and `flops_useful` for each visible pair.
+    visited tile and `flops_useful` for each visible pair (None where only reading a huge mask pair by pair would tell).
     """
 
     plan: KernelPlan
@@ -98,7 +98,7 @@ class Prediction:
     standard: Bytes
     lower_bound_bytes: int
     flops: int
-    flops_useful: int
+    flops_useful: int | None
     tiles: TileCounts
     times: Times
     rejected: tuple[Rejected, ...] = ()
@@ -221,23 +221,24 @@ def predict(plan: KernelPlan, problem: Problem, case: Case, *, rejected: Iterabl
         standard=_standard(problem, _captured(plan, case)),
         lower_bound_bytes=lower_bound(problem, arch, tiles.visible, moved, compulsory),
         flops=per_pair * tiles.visited_elements,
-        flops_useful=per_pair * tiles.visible,
+        flops_useful=None if tiles.visible is None else per_pair * tiles.visible,
         tiles=tiles,
         times=_times(plan, arch, tiles, moved, compulsory),
         rejected=tuple(rejected),
     )
 
 
-def lower_bound(problem: Problem, arch: Arch, visible: int, moved: Bytes, compulsory: Bytes) -> int:
+def lower_bound(problem: Problem, arch: Arch, visible: int | None, moved: Bytes, compulsory: Bytes) -> int:
     """Bytes that exact attention needs at least: the larger of touching everything once and the IO bound.
 
     Touching once is `compulsory`, or what the plan reads where the mask hides so many keys that this is less.  The IO
     bound is FlashAttention's Theta(N^2 d^2 / M) elements for a fast memory of M elements (Dao et al. 2022, Proposition
     3; tight for M >= d^2, Saha and Ye 2024), taken as pairs (D + Dv)^2 / M: visible pairs, and K and V streaming past a
-    tile whose rows of Q and O fill the shared memory and registers of one multiprocessor.
+    tile whose rows of Q and O fill the shared memory and registers of one multiprocessor.  Without a count of visible
+    pairs only the first is known.
     """
     once = compulsory.write_bytes + min(compulsory.read_bytes, moved.read_bytes)
-    squares = visible * (problem.head_dim + problem.v_head_dim) ** 2 * problem.itemsize**2
+    squares = (visible or 0) * (problem.head_dim + problem.v_head_dim) ** 2 * problem.itemsize**2
     return max(once, squares // arch.on_chip_bytes)
 
 
@@ -296,6 +297,8 @@ def _sum(title: str, parts: tuple[Part, ...], limit: int, unit: str) -> Table:
 
 def _share(prediction: Prediction) -> str:
     """Useful FLOPs of all."""
+    if prediction.flops_useful is None:
+        return "not counted"
     return f"{prediction.flops_useful / prediction.flops:.1%}" if prediction.flops else "nothing to do"
 
 
