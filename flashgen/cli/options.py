@@ -167,28 +167,6 @@ class Resolved:
         others = self.menu.rejected
         return predict(self.plan, self.problem, self.case, rejected=others)
 
-    def mask(self, b: int, h: int, rows: np.ndarray) -> np.ndarray:
-        """The mask of batch b, head h and the queries `rows`, by brute force: bool [rows, keys]."""
-        import numpy as np
-
-        from flashgen.lang.evaluate import evaluate
-
-        shape = (len(rows), self.problem.kv_len)
-        if self.variant.mask is None:
-            return np.ones(shape, bool)
-        case = self.case
-        keep = evaluate(
-            self.variant.mask,
-            b=np.int64(b),
-            h=np.int64(h),
-            q=rows[:, None],
-            k=np.arange(self.problem.kv_len),
-            sizes=case.sizes,
-            params=case.params,
-            tensors=case.tensors,
-        )
-        return np.broadcast_to(np.asarray(keep, bool), shape)
-
 
 def resolve(spec: str | Variant, request: Request, *, device: str | None = None, seed: int = 0) -> Resolved:
     """Load a spec, settle what the request leaves open, make its data and plan it.

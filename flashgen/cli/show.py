@@ -20,11 +20,13 @@ from flashgen.errors import PlanError
 if TYPE_CHECKING:
     from flashgen.planning.plan import Tile
 
-#: Elements of the mask that are held at once, and that are evaluated at most.
-_BLOCK, _LARGEST = 1 << 22, 1 << 28
+#: Pairs that are evaluated at most.
+_LARGEST = 1 << 28
 
 #: Columns and lines of a panel; a character is about twice as high as wide.
 _COLUMNS, _LINES = 48, 24
+#: Cells of a picture for each line and column of a panel.
+_FINER = 16
 
 _SHADES = " ░▒▓█"
 _CLASSES = "·▒█"
@@ -36,8 +38,8 @@ _COLOURS = ("#f4f4f4", "#f2a65a", "#2f6690")
 class Picture:
     """A mask of one batch and head by tiles.
 
-    `density` [q_tiles * n, kv_tiles * m] or finer is the visible share of each cell of the picture, `classes` what the
-    analysis says of each tile (EMPTY 0, PARTIAL 1, FULL 2) and `truth` what brute force says.
+    `density` is the visible share of each cell of the picture, `classes` [Q tiles, KV tiles] what the analysis says of
+    each tile (EMPTY 0, PARTIAL 1, FULL 2) and `truth` what brute force says.
     """
 
     density: np.ndarray
@@ -47,7 +49,7 @@ class Picture:
     @property
     def misclassified(self) -> float:
         """The share of tiles whose class is not the one that brute force finds."""
-        return float((self.classes != self.truth).mean()) if self.truth.size else 0.0
+        return float((self.classes != self.truth).mean())
 
 
 @options.shared
@@ -83,34 +85,36 @@ def look(resolved: Resolved, b: int, h: int) -> Picture:
     """Evaluate the mask of batch `b` and head `h`, and classify its tiles; PlanError where it is too large to draw."""
     from flashgen.analysis import tiles
 
-    problem, tile = resolved.problem, resolved.plan.tile
+    problem, facts, case, tile = resolved.problem, resolved.facts, resolved.case, resolved.plan.tile
     if problem.q_len * problem.kv_len > _LARGEST:
         raise PlanError(
             f"show evaluates every pair and {problem.q_len} x {problem.kv_len} are too many"
             "\n  nearest: --seqlen 16384"
         )
-    q_tiles, kv_tiles = -(-problem.q_len // tile.q), -(-problem.kv_len // tile.kv)
-    classes = np.zeros((q_tiles, kv_tiles), np.int8)
-    truth = np.zeros_like(classes)
-    # Cells of the picture, at least one element each.
-    lines, columns = min(4 * _LINES, problem.q_len), min(4 * _COLUMNS, problem.kv_len)
-    of_line = np.arange(problem.q_len) * lines // max(problem.q_len, 1)
-    of_column = np.arange(problem.kv_len) * columns // max(problem.kv_len, 1)
-    visible, pairs = np.zeros((lines, columns)), np.zeros((lines, columns))
-    starts = np.arange(kv_tiles) * tile.kv
-    for i in range(q_tiles):
-        rows = np.arange(i * tile.q, min((i + 1) * tile.q, problem.q_len))
-        for kv_tile, tile_class in tiles.schedule(resolved.facts, resolved.case, tile, i, b, h):
-            classes[i, kv_tile] = tile_class
-        mask = resolved.mask(b, h, rows)
-        if mask.size:
-            some = np.logical_or.reduceat(mask, starts, axis=1).any(axis=0)
-            every = np.logical_and.reduceat(mask, starts, axis=1).all(axis=0)
-            truth[i] = np.where(every, 2, some)
-            by_column = np.add.reduceat(mask, np.searchsorted(of_column, np.arange(columns)), axis=1)
-            np.add.at(visible, of_line[rows], by_column)
-            np.add.at(pairs, of_line[rows], np.bincount(of_column, minlength=columns))
-    return Picture(density=visible / np.maximum(pairs, 1), classes=classes, truth=truth)
+    if 0 in (problem.q_len, problem.kv_len):
+        raise PlanError(f"there is nothing to show: {problem.q_len} queries and {problem.kv_len} keys")
+    return Picture(
+        density=_density(resolved, b, h),
+        classes=tiles.grid(facts, case, tile, b, h),
+        truth=tiles.true_grid(facts, case, tile, b, h),
+    )
+
+
+def _density(resolved: Resolved, b: int, h: int) -> np.ndarray:
+    """The visible share of each cell of a grid that is finer than a panel, at least one pair a cell."""
+    variant, problem = resolved.variant, resolved.problem
+    lines, columns = min(_FINER * _LINES, problem.q_len), min(_FINER * _COLUMNS, problem.kv_len)
+    if variant.mask is None:
+        return np.ones((lines, columns))
+    keys = np.arange(problem.kv_len)
+    starts = np.arange(columns) * problem.kv_len // columns
+    density = np.empty((lines, columns))
+    for line in range(lines):
+        rows = np.arange(line * problem.q_len // lines, (line + 1) * problem.q_len // lines)
+        kept = resolved.case.evaluate(variant.mask, b=b, h=h, q=rows[:, None], k=keys)
+        kept = np.broadcast_to(kept, (len(rows), len(keys)))
+        density[line] = np.add.reduceat(kept.mean(axis=0), starts) / np.diff(np.append(starts, len(keys)))
+    return density
 
 
 def render(picture: Picture, tile: Tile) -> Columns:
@@ -183,6 +187,8 @@ def _shrunk(density: np.ndarray) -> np.ndarray:
 
 def _spread(classes: np.ndarray) -> np.ndarray:
     """The classes at the centres of a panel's cells."""
-    lines, columns = (np.floor((np.arange(n) + 0.5) * size / n).astype(int) if size else np.zeros(0, int)
-                      for n, size in zip((_LINES, _COLUMNS), classes.shape, strict=True))  # fmt: skip
+    lines, columns = (
+        ((np.arange(n) + 0.5) * size / n).astype(int)
+        for n, size in zip((_LINES, _COLUMNS), classes.shape, strict=True)
+    )
     return classes[np.ix_(lines, columns)]

@@ -209,7 +209,7 @@ class _Evaluator:
                 if n.dtype.is_int and value.dtype.is_floating_point:  # a cast saturates
                     limits = torch.iinfo(torch.int32 if n.dtype is expr.DType.INT32 else torch.int64)
                     value = value.nan_to_num(0.0).clamp(limits.min, limits.max)
-            values[n] = torch.as_tensor(value, device=self.device).to(dtypes[n.dtype])
+            values[n] = torch.as_tensor(value, dtype=dtypes[n.dtype], device=self.device)
         return values[root]
 
     def _leaf(self, n: expr.Node, symbols: Mapping[str, torch.Tensor]) -> Any:
