@@ -1,0 +1,54 @@
+"""Expressions evaluated on abstract values: one walk over the DAG by the op table's rules, for any meaning of leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from flashgen.lang import ops, ranges
+from flashgen.lang.expr import DType, Node
+from flashgen.lang.ranges import Range, Truth
+
+
+class Judge:
+    """Abstract values of nodes, each found once; `leaf(node, operands)` gives those of leaves and of captured loads."""
+
+    def __init__(self, leaf: Callable[[Node, tuple[Range | Truth, ...]], Range | Truth]) -> None:
+        self._leaf = leaf
+        self._known: dict[Node, Range | Truth] = {}
+
+    def __call__(self, root: Node) -> Range | Truth:
+        known = self._known
+        stack = [root]
+        while stack:
+            n = stack[-1]
+            if n in known:
+                stack.pop()
+                continue
+            missing = [o for o in n.operands if o not in known]
+            if missing:
+                stack.extend(missing)
+                continue
+            known[n] = self._value(n, tuple(known[o] for o in n.operands))
+            stack.pop()
+        return known[root]
+
+    def _value(self, n: Node, operands: tuple[Range | Truth, ...]) -> Range | Truth:
+        if n.op == "const":
+            return ranges.constant(n.attr, n.dtype)
+        if n.op not in ops.OPS:
+            return self._leaf(n, operands)
+        return ops.abstract(n, *operands)
+
+
+#: Captured 64-bit integers and parameters are taken to lie within +-REACH64: sums of a few stay in int64.
+REACH64 = 1 << 61
+
+
+def anywhere(n: Node, operands: tuple[Range | Truth, ...]) -> Range | Truth:
+    """What a leaf or a captured element may be in any problem that its declarations allow."""
+    found = ops.bounds(n)
+    if n.dtype is not DType.INT64:
+        return found
+    return ranges.ints(np.maximum(found.lo, -REACH64), np.minimum(found.hi, REACH64))

@@ -1,0 +1,501 @@
+"""What a mask says about tiles, as formulas small enough to judge at run time: a disjunction of zones and conditions.
+
+The mask and its negation are brought to disjunctive normal form.  Comparisons of linear integer forms become bounds of
+a `Zone`, conditions free of the position are kept whole, and everything else is left to abstract evaluation, with the
+bounds that it implies added to the zone.  A tile is EMPTY exactly when no term of `visible` is possible in it, FULL
+exactly when no term of `hidden` is, PARTIAL otherwise; `tiles` does that in Python, emitted CUDA in a kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from functools import lru_cache, reduce
+from typing import TYPE_CHECKING
+
+from flashgen.analysis import widths
+from flashgen.analysis.linear import LENGTH, Algebra, K, Linear, Q, comparison, expression, term
+from flashgen.analysis.zones import Zone
+from flashgen.lang.expr import DType, Node, const, walk
+from flashgen.lang.ops import apply
+
+if TYPE_CHECKING:
+    from flashgen.lang.variant import Variant
+
+#: A mask with more terms keeps what does not fit as one abstractly judged condition.
+MAX_TERMS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """A conjunction: the pair lies in `zone`, every `uniform` condition holds (free of q and k, so exact for a tile),
+    and every condition of `others` holds (judged by abstract evaluation over the tile)."""
+
+    zone: Zone = field(default_factory=Zone)
+    uniform: tuple[Node, ...] = ()
+    others: tuple[Node, ...] = ()
+
+    def nodes(self) -> Iterator[Node]:
+        """Every expression of the term: bounds, then uniform conditions, then others."""
+        yield from self.zone.nodes()
+        yield from self.uniform
+        yield from self.others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """The analysis of a variant whose constants are bound.
+
+    `visible` and `hidden` are disjunctions (no term: never; one term that asks nothing: always).  `exact`: zones and
+    uniform conditions only, so that classes are exact and tiles can be counted without a walk.  `uses_batch` and
+    `uses_head` say whether the mask depends on them.  `int64` are the int32 nodes, of the mask, the score and both
+    disjunctions, whose values may leave int32 (see `widths`).
+    """
+
+    variant: Variant
+    visible: tuple[Term, ...]
+    hidden: tuple[Term, ...]
+    uses_batch: bool
+    uses_head: bool
+    exact: bool
+    int64: frozenset[Node]
+
+
+@lru_cache(maxsize=256)
+def analyse(variant: Variant) -> Facts:
+    """The facts of a variant; its constants must be bound."""
+    if variant.mask is None:
+        visible, hidden = (Term(),), ()
+    else:
+        reader = _Reader()
+        visible, hidden = (_disjunction(reader, variant.mask, polarity) for polarity in (True, False))
+    terms = (*visible, *hidden)
+    nodes = [n for t in terms for n in t.nodes()]
+    symbols = {n.attr for n in walk(nodes) if n.op == "index"}
+    return Facts(
+        variant=variant,
+        visible=visible,
+        hidden=hidden,
+        uses_batch="b" in symbols,
+        uses_head="h" in symbols,
+        exact=not any(t.others for t in terms),
+        int64=widths.wide([*variant.roots, *nodes]),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conditions as trees: literals, conjunctions and disjunctions; `whole` is the same condition as one node
+
+
+@dataclass(frozen=True, slots=True)
+class _Literal:
+    """A conjunction of atoms; `bounds` are (kind of the zone, form) pairs."""
+
+    bounds: tuple[tuple[str, Linear], ...] = ()
+    uniform: tuple[Node, ...] = ()
+    others: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _And:
+    parts: tuple[_Tree, ...]
+    whole: Node
+
+
+@dataclass(frozen=True, slots=True)
+class _Or:
+    parts: tuple[_Tree, ...]
+    whole: Node
+
+
+_Tree = _Literal | _And | _Or
+
+_ALWAYS = _Literal()
+_NEVER = _Or((), const(False))
+
+
+def _literals(tree: _Tree) -> Iterator[_Literal]:
+    if isinstance(tree, _Literal):
+        yield tree
+    else:
+        for part in tree.parts:
+            yield from _literals(part)
+
+
+def _has_zone(tree: _Tree) -> bool:
+    """Whether splitting the condition up tells more than judging it whole."""
+    return any(leaf.bounds or leaf.uniform or leaf == _ALWAYS for leaf in _literals(tree))
+
+
+def _is_exact(tree: _Tree) -> bool:
+    return not any(leaf.others for leaf in _literals(tree))
+
+
+def _all(parts: Iterable[_Tree], whole: Node) -> _Tree:
+    parts = tuple(part for part in parts if part != _ALWAYS)
+    if _NEVER in parts:
+        return _NEVER
+    return parts[0] if len(parts) == 1 else _And(parts, whole) if parts else _ALWAYS
+
+
+def _any(parts: Iterable[_Tree], whole: Node) -> _Tree:
+    parts = tuple(part for part in parts if part != _NEVER)
+    if _ALWAYS in parts:
+        return _ALWAYS
+    if len(parts) == 1 or not parts:
+        return parts[0] if parts else _NEVER
+    return _Or(parts, whole) if any(map(_has_zone, parts)) else _Literal(others=(whole,))
+
+
+def negated(condition: Node) -> Node:
+    """The opposite condition; comparisons of ints flip, those of floats keep their meaning for NaN."""
+    if condition.op == "logical_not":
+        return condition.operands[0]
+    flipped = {"eq": "ne", "ne": "eq", "lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}.get(condition.op)
+    if flipped is None or condition.operands[0].dtype.is_float:
+        return apply("logical_not", condition)
+    return apply(flipped, *(condition.operands if flipped in ("eq", "ne") else condition.operands[::-1]))
+
+
+def _chain(op: str, root: Node) -> list[Node]:
+    """The operands of a chain of one operator, left to right."""
+    found, stack = [], [root]
+    while stack:
+        n = stack.pop()
+        if n.op == op:
+            stack.extend(reversed(n.operands))
+        else:
+            found.append(n)
+    return found
+
+
+class _Reader:
+    """Reads a condition into a tree, pushing negation to its atoms."""
+
+    def __init__(self) -> None:
+        self.algebra = Algebra()
+
+    def condition(self, n: Node, polarity: bool) -> _Tree:
+        """The tree of `n`, or of its negation where polarity is False."""
+        whole = n if polarity else negated(n)
+        if n.op == "const":
+            return _ALWAYS if n.attr == polarity else _NEVER
+        if n.op == "logical_not":
+            return self.condition(n.operands[0], not polarity)
+        if not self.algebra.local(n):
+            return _Literal(uniform=(whole,))
+        if n.op in ("logical_and", "logical_or"):
+            parts = [self.condition(part, polarity) for part in _chain(n.op, n)]
+            return (_all if (n.op == "logical_and") == polarity else _any)(parts, whole)
+        tree = None
+        if n.op == "where":
+            tree = self._choice(n.operands[0], *(self.condition(o, polarity) for o in n.operands[1:]), whole)
+        elif n.op == "logical_xor" or (n.op in ("eq", "ne") and n.operands[0].dtype is DType.BOOL):
+            a, b = n.operands
+            differ = (n.op != "eq") == polarity
+            tree = self._choice(a, self.condition(b, not differ), self.condition(b, differ), whole)
+        elif n.op in ("eq", "ne", "lt", "le", "gt", "ge") and all(o.dtype.is_int for o in n.operands):
+            return self._comparison(n.op, *n.operands, polarity, whole)
+        return tree if tree is not None and _has_zone(tree) else _Literal(others=(whole,))
+
+    def _choice(self, choice: Node, chosen: _Tree, otherwise: _Tree, whole: Node) -> _Tree:
+        """`chosen` where the choice holds, else `otherwise`."""
+        parts = []
+        for polarity, tree in ((True, chosen), (False, otherwise)):
+            condition = choice if polarity else negated(choice)
+            picked = apply("logical_and", condition, _node(tree))
+            parts.append(_all((self.condition(choice, polarity), tree), picked))
+        return _any(parts, whole)
+
+    def _comparison(self, op: str, a: Node, b: Node, polarity: bool, whole: Node) -> _Tree:
+        """The tree of `a op b`, or of its negation."""
+        difference = self.algebra.form(a) - self.algebra.form(b)
+        if self.algebra.extent(difference) is None:
+            return _Literal(others=(whole,))
+        if op in ("eq", "ne"):
+            return self._equal(difference) if (op == "eq") == polarity else self._unequal(difference)
+        if op in ("gt", "ge"):
+            op, difference = {"gt": "lt", "ge": "le"}[op], -difference
+        form = difference + (op == "lt")
+        return self._at_most_zero(form if polarity else -form + 1)
+
+    def _condition_of(self, relation: str, form: Linear) -> _Literal:
+        whole = comparison(relation, form)
+        return _Literal(others=(whole,)) if self.algebra.local(whole) else _Literal(uniform=(whole,))
+
+    def _equal(self, form: Linear) -> _Tree:
+        whole = self._condition_of("==", form)
+        if whole.uniform:
+            return whole
+        parts = self._at_most_zero(form), self._at_most_zero(-form)
+        both = _all(parts, comparison("==", form))
+        if both == _NEVER or _is_exact(both):
+            return both
+        return _Literal(bounds=tuple(bound for part in parts for bound in _implied(part)), others=whole.others)
+
+    def _unequal(self, form: Linear) -> _Tree:
+        whole = self._condition_of("!=", form)
+        if whole.uniform:
+            return whole
+        either = _any((self._at_most_zero(form + 1), self._at_most_zero(-form + 1)), comparison("!=", form))
+        return either if _is_exact(either) else whole
+
+    def _at_most_zero(self, form: Linear) -> _Tree:
+        """The tree of `form <= 0`."""
+        algebra = self.algebra
+        if algebra.extent(form) is None:
+            return self._condition_of("<=", form)
+        if algebra.always(form):
+            return _ALWAYS
+        if algebra.never(form):
+            return _NEVER
+        local = [n for n in form.terms if algebra.local(n)]
+        if not local:
+            return self._condition_of("<=", form)
+        if (bound := _bound(form, local)) is not None:
+            return _Literal(bounds=(bound,))
+        for n in local:
+            split = self._split(n, form)
+            if split is not None and _has_zone(split):
+                return split
+        return self._relaxed(form)
+
+    def _split(self, n: Node, form: Linear) -> _Tree | None:
+        """`form <= 0` by the cases of one of its terms: a minimum, maximum, absolute value, choice or truth value."""
+        coefficient, rest = form.terms[n], form.without([n])
+
+        def case(value: Linear) -> _Tree:
+            return self._at_most_zero(rest + value * coefficient)
+
+        whole = comparison("<=", form)
+        if n.op in ("minimum", "maximum", "abs"):
+            forms = [self.algebra.form(o) for o in n.operands]
+            cases = map(case, forms if n.op != "abs" else (forms[0], -forms[0]))
+            return (_any if (n.op == "minimum") == (coefficient > 0) else _all)(cases, whole)
+        if n.op == "where":
+            chosen, otherwise = (case(self.algebra.form(o)) for o in n.operands[1:])
+            return self._choice(n.operands[0], chosen, otherwise, whole)
+        if n.op == "cast" and n.operands[0].dtype is DType.BOOL:
+            return self._choice(n.operands[0], case(Linear({}, 1)), case(Linear({}, 0)), whole)
+        return None
+
+    def _relaxed(self, form: Linear) -> _Tree:
+        """`form <= 0` judged whole, with the bounds it implies: x // n lies in [(x - n + 1) / n, x / n], a remainder in
+        [0, n - 1], and any other term within what is known of it.  One quotient alone is inverted exactly."""
+        algebra = self.algebra
+        exact = True
+        bounded = form
+        while True:
+            local = [n for n in bounded.terms if algebra.local(n)]
+            curved = [n for n in local if n not in LENGTH]
+            if not curved:
+                break
+            exact = (
+                exact and len(local) == 1 and self._quotient(*local) is not None and abs(bounded.terms[local[0]]) == 1
+            )
+            bounded = self._relax(bounded, curved)
+            if bounded is None or algebra.extent(bounded) is None:
+                return self._condition_of("<=", form)
+        if exact and bounded is not form:
+            return self._at_most_zero(bounded)
+        if algebra.never(bounded):
+            return _NEVER
+        bound = None if algebra.always(bounded) else _bound(bounded, local)
+        implied = [bound]
+        if bound is None and len(local) == 2:  # slanted: each of q and k is bounded by the other's range
+            edges = [self._without(bounded, position) for position in local]
+            implied = [_bound(e, [p for p in local if p in e.terms]) for e in edges if not algebra.always(e)]
+        return _Literal(bounds=tuple(filter(None, implied)), others=self._condition_of("<=", form).others)
+
+    def _without(self, form: Linear, position: Node) -> Linear:
+        """The form with q (or k) at the end of its range where the form is least."""
+        coefficient = form.terms[position]
+        rest = form.without([position])
+        return rest if coefficient > 0 else rest + (term(LENGTH[position]) - 1) * coefficient
+
+    def _quotient(self, n: Node) -> tuple[Linear, Node] | None:
+        """(x, n) of x // n or x >> log2(n), for n free of the position and at least 1."""
+        if n.op == "floor_div" and self._positive(n.operands[1]):
+            return self.algebra.form(n.operands[0]), n.operands[1]
+        if n.op == "shift_right" and n.operands[1].op == "const" and 0 <= n.operands[1].attr < 31:
+            return self.algebra.form(n.operands[0]), const(1 << n.operands[1].attr)
+        return None
+
+    def _positive(self, divisor: Node) -> bool:
+        return not self.algebra.local(divisor) and int(self.algebra.value(divisor).lo) >= 1
+
+    def _relax(self, form: Linear, curved: list[Node]) -> Linear | None:
+        """A form that is at most `form` times a positive number, with these terms bounded by what they are made of."""
+        algebra = self.algebra
+        rest = form.without(curved)
+        quotients: list[tuple[int, Linear, Node]] = []
+        for n in curved:
+            c = form.terms[n]
+            if (quotient := self._quotient(n)) is not None:
+                quotients.append((c, *quotient))
+            elif n.op == "mod" and self._positive(n.operands[1]):
+                rest = rest + (algebra.form(n.operands[1]) - 1) * min(c, 0)
+            else:
+                known = algebra.value(n)
+                rest = rest + c * int(known.lo if c > 0 else known.hi)
+        divisors = [algebra.form(divisor) for _, _, divisor in quotients]
+        if all(not divisor.terms for divisor in divisors):
+            scale = math.lcm(*(divisor.constant for divisor in divisors))
+            total = rest * scale
+            factors = [scale // divisor.constant for divisor in divisors]
+        elif all(divisor == divisors[0] for divisor in divisors) and not any(map(algebra.local, rest.terms)):
+            divisor = quotients[0][2]
+            total = Linear({apply("mul", n, divisor): c for n, c in rest.terms.items()}) + divisors[0] * rest.constant
+            factors = [1] * len(divisors)
+        else:
+            return None
+        for (c, x, _), divisor, factor in zip(quotients, divisors, factors, strict=True):
+            total = total + (x - divisor + 1 if c > 0 else x) * (c * factor)
+        return total
+
+
+def _node(tree: _Tree) -> Node:
+    """The condition of a tree as one node."""
+    if not isinstance(tree, _Literal):
+        return tree.whole
+    atoms = [*tree.uniform, *tree.others]
+    if not tree.others:  # beside a condition judged whole, bounds are what it implies
+        atoms += [_bound_condition(kind, form) for kind, form in tree.bounds]
+    return reduce(lambda a, b: apply("logical_and", a, b), atoms) if atoms else const(True)
+
+
+def _bound_condition(kind: str, form: Linear) -> Node:
+    quantity = {"q": term(Q), "k": term(K), "d": term(Q) - term(K)}[kind[0]]
+    return comparison("<=", quantity - form if kind.endswith("hi") else form - quantity)
+
+
+def _implied(tree: _Tree) -> tuple[tuple[str, Linear], ...]:
+    """Bounds that hold wherever the tree does."""
+    if isinstance(tree, _Literal):
+        return tree.bounds
+    return tuple(bound for part in tree.parts for bound in _implied(part)) if isinstance(tree, _And) else ()
+
+
+def _bound(form: Linear, local: list[Node]) -> tuple[str, Linear] | None:
+    """`form <= 0` as a bound on q, on k or on d = q - k; None where it is none."""
+    q, k = form.terms.get(Q, 0), form.terms.get(K, 0)
+    if any(n not in LENGTH for n in local) or not local or (q and k and q != -k):
+        return None
+    quantity, c = ("q", q) if not k else ("d", q) if q else ("k", k)
+    rest = form.without([Q, K])
+    return (f"{quantity}_hi", _floor(-rest, c)) if c > 0 else (f"{quantity}_lo", -_floor(-rest, -c))
+
+
+def _floor(form: Linear, divisor: int) -> Linear:
+    """floor(form / divisor) for a positive divisor."""
+    whole = Linear({n: c // divisor for n, c in form.terms.items() if c % divisor == 0})
+    ragged = Linear({n: c for n, c in form.terms.items() if c % divisor})
+    if not ragged.terms:
+        return whole + form.constant // divisor
+    return whole + term(apply("floor_div", expression(ragged + form.constant), divisor))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Disjunctive normal form
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A term in the making: the tightest known bounds of each kind, as forms."""
+
+    bounds: tuple[tuple[str, Linear], ...] = ()
+    uniform: tuple[Node, ...] = ()
+    others: tuple[Node, ...] = ()
+
+
+def _disjunction(reader: _Reader, mask: Node, polarity: bool) -> tuple[Term, ...]:
+    drafts = _Normaliser(reader.algebra).drafts(reader.condition(mask, polarity))
+    return tuple(_finished(draft) for draft in drafts)
+
+
+class _Normaliser:
+    """Multiplies a tree out, dropping contradictions, weaker bounds and terms inside other terms on the way."""
+
+    def __init__(self, algebra: Algebra) -> None:
+        self.algebra = algebra
+
+    def drafts(self, tree: _Tree) -> list[_Draft]:
+        """At most MAX_TERMS terms whose disjunction is the tree."""
+        if isinstance(tree, _Literal):
+            draft = self._joined(_Draft(), tree)
+            return [] if draft is None else [draft]
+        if isinstance(tree, _Or):
+            found = self._absorbed([draft for part in tree.parts for draft in self.drafts(part)])
+            return found if len(found) <= MAX_TERMS else self._opaque(tree)
+        found = [_Draft()]
+        for part in tree.parts:
+            by_part = self.drafts(part)
+            product = self._product(found, by_part) if len(found) * len(by_part) <= MAX_TERMS**2 else None
+            if product is None or len(product) > MAX_TERMS:
+                product = self._product(found, self._opaque(part))
+            found = product
+        return found
+
+    def _opaque(self, tree: _Tree) -> list[_Draft]:
+        whole = _node(tree)
+        return [_Draft(others=(whole,)) if self.algebra.local(whole) else _Draft(uniform=(whole,))]
+
+    def _product(self, left: list[_Draft], right: list[_Draft]) -> list[_Draft]:
+        joined = (self._joined(a, b) for a in left for b in right)
+        return self._absorbed([draft for draft in joined if draft is not None])
+
+    def _joined(self, a: _Draft, b: _Draft | _Literal) -> _Draft | None:
+        """Both conditions; None where they contradict each other."""
+        bounds = list(a.bounds)
+        for kind, form in b.bounds:
+            if any(self._implies(known, (kind, form)) for known in bounds):
+                continue
+            bounds = [known for known in bounds if not self._implies((kind, form), known)]
+            bounds.append((kind, form))
+        for quantity in "qkd":
+            highs = [form for kind, form in bounds if kind == f"{quantity}_hi"]
+            if any(self._above(form, hi) for kind, form in bounds if kind == f"{quantity}_lo" for hi in highs):
+                return None
+        uniform = tuple(dict.fromkeys(a.uniform + b.uniform))
+        others = tuple(dict.fromkeys(a.others + b.others))
+        if any(negated(n) in (*uniform, *others) for n in (*uniform, *others)):
+            return None
+        return _Draft(tuple(bounds), uniform, others)
+
+    def _above(self, a: Linear, b: Linear) -> bool:
+        """Whether a > b in every problem."""
+        found = self.algebra.extent(a - b)
+        return found is not None and found[0] > 0
+
+    def _implies(self, a: tuple[str, Linear], b: tuple[str, Linear]) -> bool:
+        """Whether bound a is known to be at least as tight as bound b."""
+        if a[0] != b[0]:
+            return False
+        looser = b[1] - a[1] if a[0].endswith("hi") else a[1] - b[1]
+        found = self.algebra.extent(looser)
+        return found is not None and found[0] >= 0
+
+    def _inside(self, a: _Draft, b: _Draft) -> bool:
+        """Whether term a is known to be part of term b."""
+        return (
+            all(any(self._implies(have, want) for have in a.bounds) for want in b.bounds)
+            and set(b.uniform) <= set(a.uniform)
+            and set(b.others) <= set(a.others)
+        )
+
+    def _absorbed(self, drafts: list[_Draft]) -> list[_Draft]:
+        kept: list[_Draft] = []
+        for draft in drafts:
+            if not any(self._inside(draft, other) for other in kept):
+                kept = [other for other in kept if not self._inside(other, draft)]
+                kept.append(draft)
+        return kept
+
+
+def _finished(draft: _Draft) -> Term:
+    bounds: dict[str, list[Node]] = {kind.name: [] for kind in fields(Zone)}
+    for kind, form in draft.bounds:
+        bounds[kind].append(expression(form))
+    zone = Zone(**{kind: tuple(dict.fromkeys(nodes)) for kind, nodes in bounds.items()})
+    return Term(zone=zone, uniform=draft.uniform, others=draft.others)
