@@ -1,4 +1,4 @@
-"""Butterfly block sparsity (FlashAttention, section 3.3): block i sees block j if at most one bit of i and j differs."""
+"""Butterfly block sparsity (FlashAttention, section 3.3): block i sees block j where at most one bit differs."""
 
 import flashgen as fg
 

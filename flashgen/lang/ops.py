@@ -292,7 +292,7 @@ def _rows() -> list[Op]:
     row(
         "shift_left",
         "x << y",
-        "x * 2**y; y must be known to lie in 0..31 (int64: 0..63)",
+        "x times 2 to the power y, which must be known to lie in 0..31 (int64: 0..63)",
         "bits",
         accepts=_shifts,
         result=_first,
@@ -303,7 +303,7 @@ def _rows() -> list[Op]:
     row(
         "shift_right",
         "x >> y",
-        "floor of x / 2**y; y must be known to lie in 0..31 (int64: 0..63)",
+        "x over 2 to the power y, rounded down; y must be known to lie in 0..31 (int64: 0..63)",
         "bits",
         accepts=_shifts,
         result=_first,
@@ -426,7 +426,7 @@ def _rows() -> list[Op]:
     )
     row(
         "abs",
-        "abs(x), fg.abs(x)",
+        "abs(x); fg.abs(x)",
         "the distance from 0",
         "choice",
         arity=1,
@@ -494,7 +494,7 @@ def _rows() -> list[Op]:
     )
     row(
         "cast",
-        "fg.int32(x), fg.int64(x), fg.float32(x)",
+        "fg.int32(x); fg.int64(x); fg.float32(x)",
         "a float becomes an integer by dropping its fraction, saturating; a condition becomes 0 or 1",
         "function",
         arity=1,

@@ -371,7 +371,7 @@ def sqrt(a: Range) -> Range:
 @np.errstate(all="ignore")
 def rsqrt(a: Range) -> Range:
     lo, hi = 1 / np.sqrt(np.maximum(a.hi, 0)), 1 / np.sqrt(np.maximum(a.lo, 0))
-    lo = np.where((a.lo <= 0) & (a.hi <= 0), -np.inf, lo)  # 1 / sqrt(-0.0) is -inf
+    lo = np.where((a.lo <= 0) & (a.hi > -_TINY), -np.inf, lo)  # 1 / sqrt(-0.0) is -inf
     hi = np.where(a.lo < _TINY, np.inf, hi)
     return _approximate(lo, hi, a.nan | (a.lo < 0))
 
