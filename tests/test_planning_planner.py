@@ -219,13 +219,23 @@ def test_only_refuses_what_the_spec_did_not_declare():
 # Choosing for a call
 
 
-def test_long_problems_take_the_first_plan_and_short_ones_more_blocks():
-    for arch, facts in ARCHS.items():
-        menu = planner.menu(FULL, arch, "bfloat16", 64)
-        assert planner.choose(menu, problem(16384, batch=2, heads=16, head_dim=64), facts.sms) is menu.plans[0]
-        if len(menu.plans) > 1:
-            short = planner.choose(menu, problem(128, heads=4, head_dim=64), facts.sms)
-            assert short.tile.q < menu.plans[0].tile.q
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long_problems_take_a_fast_plan_and_short_ones_more_blocks(arch, head_dim):
+    menu, sms = planner.menu(FULL, arch, "bfloat16", head_dim), ARCHS[arch].sms
+    best = menu.paces[0][-1]
+    long = planner.choose(menu, problem(16384, batch=2, heads=16, head_dim=head_dim), sms)
+    assert menu.paces[menu.plans.index(long)][-1] < 1.05 * best
+    short = planner.choose(menu, problem(128, heads=4, head_dim=head_dim), sms)
+    assert short.tile.q == min(plan.tile.q for plan in menu.plans)
+    assert short.tile.q < menu.plans[0].tile.q
+
+
+def test_a_grid_that_one_plan_just_fills_takes_that_plan():
+    menu = planner.menu(FULL, "sm_80", "bfloat16", 128)
+    main = menu.plans[0]
+    filled = problem(main.tile.q * 8, 8192, heads=108 * main.blocks_per_sm)
+    assert planner.choose(menu, filled, 108) is main
 
 
 @settings(deadline=None, max_examples=60)

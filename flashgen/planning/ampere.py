@@ -28,9 +28,10 @@ ITEM = 2  # bytes of float16 and bfloat16
 MAX_TILE = 256
 STAGES = (2, 3, 4)
 
-#: Tiles the planner tries by itself; a pinned tile may be any multiple of 16 up to MAX_TILE.
+#: Tiles the planner tries by itself: powers of two, which divide the blocks of block-sparse masks, so that a tile is
+#: rarely cut by one.  A pinned tile may be any multiple of 16 up to MAX_TILE.
 FREE_TILE_Q = (128, 64, 32)
-FREE_TILE_KV = (128, 96, 64, 48, 32, 16)
+FREE_TILE_KV = (128, 64, 32, 16)
 FREE_STAGES = (2, 3)
 
 #: A block of more warps would leave each less than 128 registers.
@@ -51,8 +52,8 @@ TILE_LATENCY = 500
 #: More warps than this on a multiprocessor hide nothing more, and cost registers.
 USEFUL_WARPS = 16
 
-#: Registers between the estimate and the budget of a thread when a plan says how many blocks share a multiprocessor.
-REGISTER_SLACK = 8
+#: Registers by which ptxas moves loads forward where a warp has twice 16 rows and the budget allows.
+AHEAD = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,44 +117,59 @@ def smem(c: Candidate, d: int, dv: int) -> tuple[Part, ...]:
 
 
 def registers(c: Candidate, d: int, dv: int, variant: Variant) -> tuple[Part, ...]:
-    """32-bit registers of a thread at the widest point of the loop.
+    """32-bit registers that a thread needs at the widest point of the loop, where fewer mean spills.
 
     The widest point is S complete with the first operands of P V on their way: O, S (whose room P then takes over) and
-    fragments.  The overhead was fitted to what ptxas reports for emitted kernels.
+    fragments.  What is no array was fitted to what ptxas reports for emitted kernels.
     """
     m = c.rows_per_warp // MMA_ROWS
     q = m * d // 4 if c.q_in_registers else 4 * m
+    swizzles = sum(min(columns // MMA_DEPTH, 4) for columns in (d, d, dv))
     return (
         Part(name="o", amount=c.tile.q * dv // c.threads, why=f"{c.tile.q} x {dv} float32 over {c.threads} threads"),
         Part(name="s", amount=c.tile.q * c.tile.kv // c.threads, why=f"{c.tile.q} x {c.tile.kv} float32, then p"),
         Part(name="q", amount=q, why="all of the warp's rows" if c.q_in_registers else "fragments of one step"),
         Part(name="k, v", amount=8, why="fragments of two steps"),
         Part(name="softmax", amount=4 * m, why=f"running maximum and sum of {2 * m} rows"),
-        Part(name="addresses", amount=40, why="pointers, strides, loop state"),
+        Part(
+            name="addresses",
+            amount=38 + swizzles,
+            why="copies, strides and loop state; one a swizzled column of q, k, v",
+        ),
+        Part(name="variant", amount=_variant_registers(variant), why="rows, bounds and values of mask and score"),
     )
 
 
-def refusal(c: Candidate, arch: Arch, smem_parts: tuple[Part, ...], register_parts: tuple[Part, ...]) -> str | None:
-    """Why the candidate cannot run on `arch`, or None."""
-    smem_bytes = sum(part.amount for part in smem_parts)
+def ahead(c: Candidate, arch: Arch, needed: int, blocks: int) -> Part:
+    """What ptxas uses beyond, to move loads forward, as far as the budget of `blocks` blocks allows."""
+    room = budget(c, arch, blocks) - needed
+    wanted = AHEAD * (c.rows_per_warp // MMA_ROWS - 1)
+    return Part(
+        name="loads ahead", amount=max(0, min(wanted, room)), why=f"of {budget(c, arch, blocks)} a thread may have"
+    )
+
+
+def budget(c: Candidate, arch: Arch, blocks: int) -> int:
+    """Registers that a thread may have while `blocks` blocks share a multiprocessor; they are given out by eights."""
+    return min(arch.registers_per_thread, arch.registers_per_sm // (c.threads * blocks) // 8 * 8)
+
+
+def refusal(c: Candidate, arch: Arch, smem_bytes: int, needed: int) -> str | None:
+    """Why a candidate with this much shared memory and these registers a thread cannot run on `arch`, or None."""
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {_kib(smem_bytes)} > {_kib(arch.smem_per_block)}"
-    estimate = sum(part.amount for part in register_parts)
-    if estimate > arch.registers_per_thread:
-        return f"registers {estimate} > {arch.registers_per_thread}"
-    if estimate * c.threads > arch.registers_per_sm:
-        return f"registers {estimate} x {c.threads} threads > {arch.registers_per_sm}"
+    if needed > arch.registers_per_thread:
+        return f"registers {needed} > {arch.registers_per_thread}"
+    if needed > budget(c, arch, 1):
+        return f"registers {needed} x {c.threads} threads > {arch.registers_per_sm}"
     return None
 
 
-def blocks_per_sm(c: Candidate, arch: Arch, smem_bytes: int, estimate: int) -> int:
+def blocks_per_sm(c: Candidate, arch: Arch, smem_bytes: int, needed: int) -> int:
     """Blocks that share a multiprocessor: what shared memory, registers and warps allow."""
-    return min(
-        arch.smem_per_sm // (smem_bytes + arch.smem_reserved),
-        arch.registers_per_sm // (c.threads * (estimate + REGISTER_SLACK)) or 1,
-        min(arch.max_warps, USEFUL_WARPS) // c.warps,
-        arch.max_blocks,
-    )
+    by_warps = max(1, min(arch.max_warps, USEFUL_WARPS) // c.warps)
+    most = min(arch.smem_per_sm // (smem_bytes + arch.smem_reserved), by_warps, arch.max_blocks)
+    return max(n for n in range(1, most + 1) if n == 1 or needed <= budget(c, arch, n))
 
 
 def clocks(plan: KernelPlan, arch: Arch, blocks: int) -> dict[str, float]:
@@ -201,6 +217,10 @@ def score_ops(variant: Variant) -> tuple[int, int]:
     inner = [n for n in walk([variant.score_node]) if n.operands]
     special = sum(SPECIAL.get(n.op, 0) for n in inner)
     return special, len(inner)
+
+
+def _variant_registers(variant: Variant) -> int:
+    return 4 * (variant.mask is not None) + 4 * (variant.score_node is not None)
 
 
 def _kib(count: int) -> str:

@@ -144,11 +144,13 @@ def _fitting(request: _Request, tile: Tile | None, stages: int | None) -> tuple[
     d, dv = ampere.padded(request.head_dim), ampere.padded(request.v_head_dim)
     for c in ampere.candidates(tile, stages):
         smem, registers = ampere.smem(c, d, dv), ampere.registers(c, d, dv, request.variant)
-        reason = ampere.refusal(c, arch, smem, registers)
+        smem_bytes, needed = (sum(part.amount for part in parts) for parts in (smem, registers))
+        reason = ampere.refusal(c, arch, smem_bytes, needed)
         if reason is not None:
             # Q in registers needs more of them: the candidate's own reason is the one without.
             rejected.setdefault((c.tile, c.stages, c.warps), reason)
             continue
+        blocks = ampere.blocks_per_sm(c, arch, smem_bytes, needed)
         plans.append(
             KernelPlan(
                 variant=request.variant,
@@ -164,11 +166,9 @@ def _fitting(request: _Request, tile: Tile | None, stages: int | None) -> tuple[
                 stages=c.stages,
                 roles=(Role(name="compute", warps=c.warps),),
                 q_in_registers=c.q_in_registers,
-                blocks_per_sm=ampere.blocks_per_sm(
-                    c, arch, sum(part.amount for part in smem), sum(part.amount for part in registers)
-                ),
+                blocks_per_sm=blocks,
                 smem=smem,
-                registers=registers,
+                registers=(*registers, ampere.ahead(c, arch, needed, blocks)),
             )
         )
     fits = {(plan.tile, plan.stages, plan.warps) for plan in plans}
@@ -269,7 +269,7 @@ def _too_wide(request: _Request, name: str) -> str:
     lines = [f"no tile of {request} fits {request.arch.name}"]
     for c in _least(list(ampere.candidates(None, ampere.STAGES[0]))):
         parts = ampere.smem(c, d, dv), ampere.registers(c, d, dv, request.variant)
-        reason = ampere.refusal(c, request.arch, *parts)
+        reason = ampere.refusal(c, request.arch, *(sum(part.amount for part in terms) for terms in parts))
         if reason is not None:
             lines.append(f"  {c}: {reason}")
     if len(lines) == 1:
