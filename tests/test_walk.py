@@ -155,7 +155,7 @@ def test_rounding_is_that_of_pytorch(dtype):
     special = np.array([0, 1, np.nan, np.inf, 1 + 2**-8, 1 + 3 * 2**-8, 2**-20], np.float32)
     for x in (values, special):
         want = torch.from_numpy(x).to(getattr(torch, dtype)).float().numpy()
-        np.testing.assert_array_equal(tiles._round(x, dtype), want)
+        np.testing.assert_array_equal(tiles.rounded(x, dtype), want)
 
 
 @settings(deadline=None, max_examples=40)

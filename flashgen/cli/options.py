@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from flashgen.analysis.facts import Facts
     from flashgen.analysis.tiles import Case
+    from flashgen.lang.expr import Tensor
     from flashgen.lang.variant import Variant
     from flashgen.planning.plan import KernelPlan
     from flashgen.planning.planner import Menu
@@ -338,14 +339,44 @@ def _tensors(variant: Variant, problem: Problem, texts: Sequence[str], seed: int
     made = {}
     for tensor in variant.tensors:
         if tensor.name in files:
-            made[tensor.name] = _loaded(files[tensor.name])
+            made[tensor.name] = _stored(variant, tensor, _loaded(files[tensor.name]), problem)
         elif tensor.example is not None:
-            made[tensor.name] = np.asarray(tensor.example(problem, np.random.default_rng(seed)))
+            example = np.asarray(tensor.example(problem, np.random.default_rng(seed)))
+            made[tensor.name] = _stored(variant, tensor, example, problem)
         else:
             raise SpecError(
                 f"captured tensor {tensor.name!r} of {variant.name!r} has no example: --tensor {tensor.name}=FILE.npy"
             )
     return made
+
+
+def _stored(variant: Variant, tensor: Tensor, array: np.ndarray, problem: Problem) -> np.ndarray:
+    """An array as the declared type holds it (bfloat16: rounded float32), of a shape that the declaration allows."""
+    import numpy as np
+
+    from flashgen.runtime.tiles import rounded
+
+    what = f"captured tensor {tensor.name!r} of {variant.name!r}"
+    sizes = problem.sizes()
+    lengths = {**sizes, "q": sizes["q_len"], "kv": sizes["kv_len"]}
+    wanted = [lengths.get(dim, dim) for dim in tensor.dims]
+    named = ", ".join("any" if dim is None else f"{dim} = {lengths[dim]}" if dim in lengths else str(dim)
+                      for dim in tensor.dims)  # fmt: skip
+    fits = len(wanted) == array.ndim and all(
+        want is None or size == want or (size == 1 and isinstance(dim, str))
+        for want, size, dim in zip(wanted, array.shape, tensor.dims, strict=True)
+    )
+    if not fits:
+        raise PlanError(f"{what} has shape {array.shape}, and its dimensions are ({named})")
+    kind = "f" if "float" in tensor.dtype else "b" if tensor.dtype == "bool" else "iu"
+    if array.dtype.kind not in kind and not (kind == "f" and array.dtype.kind in "iu"):
+        raise PlanError(f"{what} holds {array.dtype} and is declared {tensor.dtype}")
+    if tensor.dtype == "bfloat16":
+        return rounded(array.astype(np.float32), "bfloat16")
+    stored = array.astype(tensor.dtype)
+    if kind == "iu" and not np.array_equal(stored, array):
+        raise PlanError(f"{what} holds values that {tensor.dtype} cannot")
+    return stored
 
 
 def _loaded(file: str) -> np.ndarray:

@@ -113,7 +113,7 @@ class _Rows:
         p = np.exp(s - base[..., None])
         decay = np.exp(self.m - base)
         self.l = self.l * decay + p.sum(axis=-1)
-        self.acc = self.acc * decay[..., None] + _round(p, dtype) @ v
+        self.acc = self.acc * decay[..., None] + rounded(p, dtype) @ v
         self.m = m
 
     def finish(self) -> tuple[np.ndarray, np.ndarray]:
@@ -267,8 +267,8 @@ class _Walk:
         self.traffic.lse += lse.size * np.dtype(np.float32).itemsize
 
 
-def _round(p: np.ndarray, dtype: str) -> np.ndarray:
-    """p as the 16-bit operand of P V would hold it, to nearest even; wider types keep their sums' precision."""
+def rounded(p: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 values as a 16-bit type would hold them, to nearest even; wider types keep them as they are."""
     if dtype == "float16":
         return p.astype(np.float16).astype(p.dtype)
     if dtype == "bfloat16":

@@ -1,0 +1,34 @@
+"""The `flashgen` command in this process, for tests: its exit code, and what it printed."""
+
+import contextlib
+import io
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+def flashgen(*arguments: object, code: int = 0) -> Ran:
+    """Run `flashgen ARGUMENTS`; it must exit with `code`, and never with a traceback."""
+    from flashgen.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["flashgen", *map(str, arguments)])
+        patch.setenv("COLUMNS", "160")
+        try:
+            main()
+            exited = 0
+        except SystemExit as end:
+            exited = end.code or 0
+    ran = Ran(exited, out.getvalue(), err.getvalue())
+    assert ran.code == code, f"exit {ran.code}, not {code}\n{ran.out}\n{ran.err}"
+    assert "Traceback" not in ran.err
+    return ran

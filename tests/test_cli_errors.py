@@ -1,0 +1,110 @@
+"""What the command says of a request that cannot be: one clean message, exit code 2, no traceback."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from cli import flashgen
+
+
+def refusal(*arguments):
+    return flashgen(*arguments, code=2).err
+
+
+@pytest.mark.parametrize(
+    "arguments, messages",
+    [
+        (["plan", "nope"], ["SpecError: there is no spec file nope", "causal"]),
+        (["plan", "specs"], ["SpecError: specs is a folder; name one of its specs"]),
+        (["plan", "causal", "--heads", "6", "--kv-heads", "4"], ["6 heads cannot share 4 kv_heads", "1, 2, 3, 6"]),
+        (["plan", "causal", "--head-dim", "512"], ["PlanError: no tile of 'causal' (head_dim 512", "nearest: "]),
+        (["plan", "causal", "--arch", "sm_75"], ["below sm_80", "nearest: sm_80"]),
+        (["plan", "causal", "--arch", "sm_80", "--pipeline", "hopper"], ["sm_80 has no pipeline 'hopper'", "ampere"]),
+        (["plan", "causal", "--tile", "64"], ["--tile '64' is not of the form QxKV", "nearest: --tile 128x64"]),
+        (["plan", "causal", "--tile", "100x64"], ["tile 100x64", "multiples of 16", "nearest: 96x64"]),
+        (["plan", "causal", "--dtype", "int8"], ["int8"]),
+        (["plan", "causal", "--seqlen", "-1"], ["q_len is -1: it cannot be negative"]),
+        (["plan", "causal", "--param", "window=1"], ["'causal' has no parameter 'window'"]),
+        (["plan", "sliding_window", "--param", "window"], ["--param 'window' is not of the form NAME=VALUE"]),
+        (["plan", "sliding_window", "--param", "window=big"], ["--param window=big: 'big' is not a number"]),
+        (["plan", "sliding_window", "--param", "window=0"], ["is 0: the least it may be is 1"]),
+        (["plan", "sliding_window", "--param", "window=1.5"], ["give a whole number"]),
+        (["plan", "causal", "--tensor", "doc=x.npy"], ["'causal' captures no tensor 'doc'", "none"]),
+        (["plan", "document", "--tensor", "doc=nowhere.npy"], ["--tensor: nowhere.npy is no .npy file"]),
+        (["plan", "causal", "--wrong"], ["No such option: --wrong"]),
+        (["run", "causal", "--device", "tpu"], ["--device 'tpu' is neither cpu nor cuda"]),
+        (["run", "specs", "--sweep", "--seqlen", "5"], ["--sweep chooses --seqlen itself"]),
+        (["build", "causal", "--head-dims", "64,wide"], ["'wide' is not a number", "nearest: --head-dims 64,128"]),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0] in ("plan", "run", "build") else "",
+)
+def test_one_clean_message(arguments, messages):
+    err = refusal(*arguments)
+    for message in messages:
+        assert message in err
+
+
+def test_a_syntax_error_points_at_the_line(tmp_path):
+    spec = tmp_path / "broken.py"
+    spec.write_text("import flashgen as fg\n\n\n@fg.variant\ndef broken(b, h, q, k)\n    return k <= q\n")
+    err = refusal("plan", spec)
+    assert "SpecError" in err and "broken.py:5" in err
+
+
+def test_a_chained_comparison_points_at_the_line_and_says_the_cure(tmp_path):
+    spec = tmp_path / "chained.py"
+    spec.write_text("import flashgen as fg\n\n\n@fg.variant\ndef chained(b, h, q, k):\n    return 0 <= q - k < 9\n")
+    err = refusal("plan", spec)
+    assert "chained.py:6" in err and "put parentheses round each comparison" in err
+
+
+def test_a_folder_without_specs(tmp_path):
+    assert f"the folder {tmp_path} holds no spec" in refusal("run", tmp_path, "--sweep")
+
+
+def test_a_captured_tensor_without_an_example(tmp_path):
+    spec = tmp_path / "bare.py"
+    spec.write_text(
+        "import flashgen as fg\n\nids = fg.tensor('ids', dims=('kv',), dtype='int32')\n\n\n"
+        "@fg.variant\ndef bare(b, h, q, k):\n    return ids[k] == 0\n"
+    )
+    assert "captured tensor 'ids' of 'bare' has no example: --tensor ids=FILE.npy" in refusal("plan", spec)
+
+
+@pytest.mark.parametrize("shape", [(128,), (3, 256), (1, 5)])
+def test_a_captured_tensor_of_the_wrong_shape(tmp_path, shape):
+    file = tmp_path / "doc.npy"
+    np.save(file, np.zeros(shape, np.int32))
+    err = refusal("plan", "document", "--batch", 2, "--seqlen", 256, "--tensor", f"doc={file}")
+    assert "'doc'" in err and str(shape[-1]) in err
+
+
+@pytest.mark.parametrize(
+    "array, message",
+    [
+        (np.zeros((1, 64)), "holds float64 and is declared int32"),
+        (np.full((1, 64), 1 << 40), "holds values that int32 cannot"),
+    ],
+)
+def test_a_captured_tensor_of_the_wrong_type(tmp_path, array, message):
+    np.save(tmp_path / "doc.npy", array)
+    assert message in refusal("plan", "document", "--seqlen", 64, "--tensor", f"doc={tmp_path / 'doc.npy'}")
+
+
+def test_no_gpu_is_said(monkeypatch):
+    from flashgen.runtime import driver
+
+    monkeypatch.setattr(driver, "gpus", lambda: 0)
+    assert "the driver shows no GPU\n  nearest: --device cpu" in refusal("run", "causal", "--device", "cuda")
+
+
+def test_the_help_says_that_specs_run_with_the_users_rights():
+    assert "runs with your rights" in flashgen("--help").out
+    assert "runs with your rights" in " ".join(flashgen("plan", "--help").out.replace("│", " ").split())
+
+
+def test_a_process_exits_with_2_and_prints_no_traceback():
+    done = subprocess.run([sys.executable, "-m", "flashgen", "plan", "nope"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == "" and done.stderr.startswith("SpecError: there is no spec file nope")

@@ -1,0 +1,91 @@
+"""`flashgen plan`: the table, the JSON object, and the shared options."""
+
+import json
+
+import numpy as np
+import pytest
+from cli import flashgen
+
+from flashgen.lang.load import shipped
+
+FIELDS = {
+    "variant", "arch", "pipeline", "tile", "stages", "warps", "roles", "smem_bytes", "registers_estimate", "hbm",
+    "compulsory", "standard", "lower_bound_bytes", "flops", "flops_useful", "tiles", "predicted_ms", "rejected",
+}  # fmt: skip
+
+
+def plan(*arguments, **options):
+    return json.loads(flashgen("plan", *arguments, "--json", **options).out)
+
+
+def test_the_json_object_of_a_causal_plan():
+    got = plan(
+        "specs/causal.py", "--seqlen", 8192, "--heads", 16, "--head-dim", 128, "--dtype", "bfloat16", "--arch", "sm_80",
+        "--pipeline", "ampere",
+    )  # fmt: skip
+    assert got.keys() >= FIELDS
+    assert got["tile"].keys() == {"q", "kv"}
+    for moved in ("hbm", "compulsory", "standard"):
+        assert got[moved].keys() == {"read_bytes", "write_bytes"}
+    tiles = got["tiles"]
+    assert tiles["empty"] + tiles["partial"] + tiles["full"] == tiles["total"]
+    rows = 16 * 8192
+    assert got["compulsory"] == {"read_bytes": 3 * rows * 128 * 2, "write_bytes": rows * (128 * 2 + 4)}
+    assert got["flops_useful"] == 4 * 128 * 16 * (8192 * 8193 // 2)
+    assert all(entry.keys() >= {"tile", "reason"} for entry in got["rejected"])
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_every_shipped_spec_is_planned_by_its_bare_name(name):
+    assert plan(name, "--seqlen", 512, "--arch", "sm_80")["variant"] == name
+
+
+def test_the_table_says_what_was_chosen_why_it_fits_and_what_it_moves():
+    out = flashgen("plan", "sliding_window", "--seqlen", 4096, "--arch", "sm_80").out
+    assert "sliding_window: batch 1, heads 8, seqlen 4096, head_dim 128, bfloat16, window 1024" in out
+    for part in ("shared memory", "registers a thread", "HBM traffic", "compulsory", "standard", "decides", "rejected"):
+        assert part in out
+    assert "more (--all)" in out
+    everything = flashgen("plan", "sliding_window", "--seqlen", 4096, "--arch", "sm_80", "--all").out
+    assert "more (--all)" not in everything and len(everything) > len(out)
+
+
+def test_shape_options_reach_the_problem():
+    got = plan(
+        "full", "--batch", 3, "--heads", 12, "--kv-heads", 4, "--seqlen", 70, "--kv-seqlen", 90, "--head-dim", 64,
+        "--v-head-dim", 96, "--dtype", "float16", "--arch", "sm_86",
+    )  # fmt: skip
+    assert got["shape"] == {
+        "batch": 3, "heads": 12, "kv_heads": 4, "q_len": 70, "kv_len": 90, "head_dim": 64, "v_head_dim": 96,
+    }  # fmt: skip
+    assert (got["dtype"], got["arch"]) == ("float16", "sm_86")
+
+
+def test_a_tile_is_taken_as_it_is():
+    assert plan("full", "--seqlen", 256, "--tile", "64x32")["tile"] == {"q": 64, "kv": 32}
+
+
+def test_parameters_and_constants():
+    narrow, wide = (plan("sliding_window", "--seqlen", 4096, "--param", f"window={w}") for w in (16, 4096))
+    assert narrow["flops_useful"] < wide["flops_useful"]
+    small, large = (plan("chunked", "--seqlen", 4096, "--param", f"chunk={c}") for c in (64, 4096))
+    assert small["flops_useful"] < large["flops_useful"]
+
+
+def test_a_captured_tensor_from_a_file(tmp_path):
+    file = tmp_path / "doc.npy"
+    np.save(file, np.zeros((1, 256), np.int32))
+    one = plan("document", "--seqlen", 256, "--tensor", f"doc={file}")
+    assert one["flops_useful"] == plan("full", "--seqlen", 256)["flops_useful"]
+    np.save(file, np.arange(256, dtype=np.int32)[None])
+    assert plan("document", "--seqlen", 256, "--tensor", f"doc={file}")["flops_useful"] == 256 * 8 * 4 * 128
+
+
+def test_the_default_head_dim_and_dtype_are_ones_that_the_spec_names(tmp_path):
+    spec = tmp_path / "narrow.py"
+    spec.write_text(
+        "import flashgen as fg\n\n\n@fg.variant(head_dims=(32, 64), dtypes=('float16',))\n"
+        "def narrow(b, h, q, k):\n    return k <= q\n"
+    )
+    got = plan(spec, "--seqlen", 64)
+    assert (got["shape"]["head_dim"], got["dtype"]) == (64, "float16")

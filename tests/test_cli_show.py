@@ -1,0 +1,50 @@
+"""`flashgen show`: the drawing, the classes and the share that the analysis misjudges."""
+
+import pytest
+from cli import flashgen
+
+from flashgen.lang.load import shipped
+
+
+def test_a_causal_mask_in_the_terminal():
+    out = flashgen("show", "causal", "--seqlen", 256, "--tile", "64x64").out
+    assert "16 tiles: · 6 empty, ▒ 4 partial, █ 6 full; 0.0% misclassified" in out
+    mask = [line for line in out.splitlines() if "█" in line or "▒" in line]
+    assert mask[0].count("█") < mask[20].count("█")  # a triangle, widening downwards
+
+
+def test_the_share_that_is_visible():
+    # Four triangles of 64, each 65 / 128 of its square.
+    assert "12.7% of the mask is visible" in flashgen("show", "chunked", "--seqlen", 256, "--param", "chunk=64").out
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_every_shipped_spec_is_drawn(name):
+    out = flashgen("show", name, "--seqlen", 300, "--head-dim", 64, "--arch", "sm_80").out
+    assert f"{name}: batch 1" in out and "misclassified" in out
+
+
+@pytest.mark.parametrize("suffix, start", [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_pictures(tmp_path, suffix, start):
+    file = tmp_path / "deep" / f"mask{suffix}"
+    ran = flashgen("show", "sliding_window", "--seqlen", 200, "--param", "window=50", "--output", file)
+    assert file.read_bytes().startswith(start)
+    assert f"wrote {file}" in ran.err
+
+
+def test_heads_differ():
+    spec_of = {h: flashgen("show", "padding", "--seqlen", 128, "--b", h, "--batch", 2).out for h in (0, 1)}
+    assert spec_of[0] != spec_of[1]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--output", "mask.jpg"], "show cannot draw to mask.jpg: it writes .png and .svg\n  nearest: mask.png"),
+        (["--h", "8"], "--h 8 is not one of the 8 of this problem\n  nearest: --h 0"),
+        (["--seqlen", "100000"], "100000 x 100000 are too many\n  nearest: --seqlen 16384"),
+        (["--seqlen", "0"], "there is nothing to show: 0 queries and 0 keys"),
+    ],
+)
+def test_refusals(arguments, message):
+    assert message in flashgen("show", "causal", *arguments, code=2).err
