@@ -1,4 +1,4 @@
-"""Expressions evaluated on abstract values: one walk over the DAG by the op table's rules, for any meaning of leaves."""
+"""Expressions evaluated on abstract values: one walk over the DAG by the rules of the op table, for any leaves."""
 
 from __future__ import annotations
 

@@ -291,9 +291,8 @@ class _Reader:
             curved = [n for n in local if n not in LENGTH]
             if not curved:
                 break
-            exact = (
-                exact and len(local) == 1 and self._quotient(*local) is not None and abs(bounded.terms[local[0]]) == 1
-            )
+            alone = len(local) == 1 and abs(bounded.terms[local[0]]) == 1
+            exact = exact and alone and self._quotient(local[0]) is not None
             bounded = self._relax(bounded, curved)
             if bounded is None or algebra.extent(bounded) is None:
                 return self._condition_of("<=", form)
