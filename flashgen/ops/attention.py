@@ -1,0 +1,523 @@
+"""attention(): one call on torch tensors, checked before anything runs, on a GPU's kernel or on the CPU walk.
+
+A call that repeats another one's shapes, strides, dtypes and devices finds its record and launches; all that is checked
+again is what can differ: gradients, alignment, numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from flashgen.analysis.facts import analyse
+from flashgen.analysis.tiles import Case
+from flashgen.errors import LaunchError
+from flashgen.lang.expr import Tensor as Declared
+from flashgen.lang.variant import Variant
+from flashgen.ops import library
+from flashgen.planning import arch, planner
+from flashgen.planning.ampere import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
+from flashgen.planning.plan import KernelPlan
+from flashgen.planning.problem import Problem
+from flashgen.runtime import driver, kernel, tiles
+
+#: torch's dtypes by the names that planning uses; the first two run on a GPU, all on a CPU.
+DTYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+GPU_DTYPES = (torch.float16, torch.bfloat16)
+
+#: Rows of q, k and v start at a multiple of this many bytes: kernels move 16 at a time.
+ALIGNMENT = 16
+
+#: Records of one variant; when there are more they are all dropped, and shapes still in use come back.
+MAX_RECORDS = 4096
+
+#: Architecture whose plan the CPU walks where the variant pins none.
+CPU_ARCH = "sm_80"
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    **named: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """o = softmax(mask(score(scale * q k^T))) v of a variant; with `return_lse` (o, lse).
+
+    q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch, kv_heads, kv_len,
+    v_head_dim], of one dtype and on one device; heads is a multiple of kv_heads, and query head h reads key head
+    h // (heads // kv_heads).  On a GPU float16 or bfloat16, head dims 16 to 256 in steps of 8, the last dimension
+    contiguous and rows on multiples of 16 bytes; on a CPU float32 and float64 too, and any head dim.  `scale` is any
+    finite number and 1 / sqrt(head_dim) unless given.  `named` are the variant's parameters, constants and captured
+    tensors.
+
+    o has q's dtype and is [batch, heads, q_len, v_head_dim], laid out as [batch, q_len, heads, v_head_dim] where q is;
+    lse is the natural logarithm of the sum of exponentials, [batch, heads, q_len] in float32 (float64 for float64).  A
+    row that attends to nothing gives 0 and lse -inf.  Runs on torch's current stream, may be captured into a CUDA
+    graph, and repeated calls give the same bits.
+
+    Raises LaunchError and PlanError before anything runs: what was asked, the limit, the nearest thing that works.
+    Source: Dao 2023, "FlashAttention-2", Algorithm 1.
+    """
+    if torch.compiler.is_compiling():
+        o, lse = library.through_op(q, k, v, variant, scale, named)
+    else:
+        o, lse = run(q, k, v, variant, scale, named)
+    return (o, lse) if return_lse else o
+
+
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    scale: float | None,
+    named: Mapping[str, object],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of one eager call; arguments, results and errors as in `attention`."""
+    calls = _calls_of(variant)
+    try:
+        key = _key(q, k, v, scale, named, calls.constants)
+        record = calls.records.get(key)
+    except (AttributeError, TypeError):  # something is no tensor, or a number that cannot be compared: said below
+        record = None
+    if record is None:
+        request = _checked(q, k, v, variant, scale, named)
+        if request.problem.empty or request.problem.kv_len == 0:
+            return _nothing(q, v)
+        if not q.is_cuda:
+            return _walk(q, k, v, request)
+        record = _recorded(q, k, v, request)
+        if len(calls.records) >= MAX_RECORDS:
+            calls.records.clear()
+        calls.records[key] = record
+    return record(q, k, v, scale, named)
+
+
+@dataclass(slots=True)
+class _Calls:
+    """What is remembered of the calls of one variant: the names of its constants, and its records on GPUs."""
+
+    constants: frozenset[str]
+    records: dict[tuple, _Record] = field(default_factory=dict)
+
+
+_calls: dict[Variant, _Calls] = {}
+_calls_lock = threading.Lock()
+
+
+def _calls_of(variant: Variant) -> _Calls:
+    if not isinstance(variant, Variant):
+        cure = f": load it with flashgen.load_spec({variant!r})" if isinstance(variant, str) else ""
+        raise LaunchError(f"attention's fourth argument is a variant and got a {type(variant).__name__}{cure}")
+    calls = _calls.get(variant)
+    if calls is None:
+        with _calls_lock:
+            calls = _calls.setdefault(variant, _Calls(frozenset(c.name for c in variant.constants)))
+    return calls
+
+
+def _key(q, k, v, scale, named: Mapping[str, object], constants: frozenset[str]) -> tuple:
+    """All that a record depends on."""
+    key = [
+        *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
+        scale is not None and scale < 0,
+    ]
+    for name, value in named.items():
+        if isinstance(value, torch.Tensor):
+            key.append((name, value.dtype, value.device, value.shape, value.stride()))
+        elif name in constants:
+            key.append((name, type(value), value))
+        else:
+            key.append(name)
+    return tuple(key)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checking a call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """A call that is in order.  `variant` has its constants bound, and its score flipped where the scale is negative:
+    `scale` is not."""
+
+    problem: Problem
+    variant: Variant
+    scale: float
+    params: dict[str, int | float]
+    tensors: dict[str, torch.Tensor]
+
+
+def _checked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    scale: float | None,
+    named: Mapping[str, object],
+) -> _Request:
+    """The request of a call, or LaunchError or PlanError for what is wrong with it."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, tensor)
+    _check_together(q, k, v)
+    problem = _problem(q, k, v)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_rows(name, tensor)
+    captured = {t.name: named[t.name] for t in variant.tensors if t.name in named}
+    constants = {c.name: named[c.name] for c in variant.constants if c.name in named}
+    params = variant.values({name: x for name, x in named.items() if name not in captured and name not in constants})
+    for declared in variant.tensors:
+        _check_captured(variant, declared, captured.get(declared.name), problem, q.device)
+    check_gradient(q, k, v, captured.values())
+    factor = _factor(scale, problem.head_dim)
+    return _Request(
+        problem=problem,
+        variant=_prepared(variant, tuple(sorted(constants.items())), factor < 0),
+        scale=abs(factor),
+        params=params,
+        tensors={name: captured[name] for name in sorted(captured)},
+    )
+
+
+@lru_cache(maxsize=1024)
+def _prepared(variant: Variant, constants: tuple[tuple[str, int | float], ...], flipped: bool) -> Variant:
+    bound = variant.bind(**dict(constants))
+    return bound.with_flipped_score() if flipped else bound
+
+
+def _check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise LaunchError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise LaunchError(f"{name} is {_layout(tensor)}: attention takes dense tensors ({name}.to_dense() copies it)")
+    if tensor.dim() != 4:
+        cure = f"\n  nearest: {name}.unsqueeze(0), a batch of one" if tensor.dim() == 3 else ""
+        raise LaunchError(
+            f"{name} has {tensor.dim()} dimensions {list(tensor.shape)}:"
+            f" q, k and v are [batch, heads, seqlen, head_dim]{cure}"
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise LaunchError(f"{name} is on {tensor.device}: attention runs on NVIDIA GPUs (cuda) and on the CPU")
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+
+
+def _check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.device != q.device:
+            raise LaunchError(
+                f"q is on {q.device} and {name} on {tensor.device}: they share a device\n"
+                f"  nearest: {name}.to({str(q.device)!r}), a copy"
+            )
+        if tensor.dtype != q.dtype:
+            raise LaunchError(
+                f"q is {_dtype(q)} and {name} {_dtype(tensor)}: they share a dtype\n  nearest: {name}.to({q.dtype})"
+            )
+    if q.dtype not in DTYPES:
+        raise LaunchError(
+            f"q, k and v are {_dtype(q)}: attention takes float16 and bfloat16, on a CPU float32 and float64 too\n"
+            "  nearest: q.to(torch.bfloat16)"
+        )
+    if q.is_cuda and q.dtype not in GPU_DTYPES:
+        raise LaunchError(
+            f"q, k and v are {_dtype(q)} on {q.device}: tensor cores take 16-bit inputs (and accumulate in float32)\n"
+            "  nearest: q.to(torch.bfloat16) or q.to(torch.float16); on a CPU (q.cpu()) float32 and float64 work"
+        )
+
+
+def _problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Problem:
+    batch, heads, q_len, head_dim = q.shape
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape[0] != batch:
+            raise LaunchError(
+                f"q has batch {batch} and {name} batch {tensor.shape[0]}: they have one batch size"
+                + (f"\n  nearest: {name}.expand({batch}, -1, -1, -1), no copy" if tensor.shape[0] == 1 else "")
+            )
+    for axis, word in ((1, "kv_heads"), (2, "kv_len")):
+        if k.shape[axis] != v.shape[axis]:
+            raise LaunchError(f"k has {word} {k.shape[axis]} and v {v.shape[axis]}: k and v share their {word}")
+    if k.shape[3] != head_dim:
+        raise LaunchError(
+            f"q has head_dim {head_dim} and k head_dim {k.shape[3]}: the product q k^T needs one head_dim"
+            " (only v's may differ)"
+        )
+    return Problem(
+        batch=batch,
+        heads=heads,
+        kv_heads=k.shape[1],
+        q_len=q_len,
+        kv_len=k.shape[2],
+        head_dim=head_dim,
+        v_head_dim=v.shape[3],
+        dtype=DTYPES[q.dtype],
+    )
+
+
+def _check_rows(name: str, tensor: torch.Tensor) -> None:
+    """Rows that a kernel can load 16 bytes at a time; a CPU asks for the contiguous last dimension alone."""
+    if tensor.numel() == 0:
+        return
+    copy = f"\n  nearest: {name}.contiguous(), a copy"
+    if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+        raise LaunchError(
+            f"{name}'s last dimension is not contiguous (strides {list(tensor.stride())}): elements of a row lie side"
+            f" by side{copy}"
+        )
+    if not tensor.is_cuda:
+        return
+    for axis, word in enumerate(("batch", "head", "row")):
+        bytes_ = tensor.stride(axis) * tensor.itemsize
+        if tensor.shape[axis] > 1 and bytes_ % ALIGNMENT:
+            raise LaunchError(
+                f"{name}'s {word} stride is {bytes_} bytes (strides {list(tensor.stride())}):"
+                f" rows start at multiples of {ALIGNMENT} bytes{copy}"
+            )
+    if tensor.data_ptr() % ALIGNMENT:
+        _misaligned(name, tensor)
+
+
+def _misaligned(name: str, tensor: torch.Tensor) -> NoReturn:
+    raise LaunchError(
+        f"{name} starts {tensor.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT} (storage offset"
+        f" {tensor.storage_offset()}): rows start at multiples of {ALIGNMENT} bytes\n  nearest: {name}.clone(), a copy"
+    )
+
+
+def _check_captured(
+    variant: Variant, declared: Declared, given: object, problem: Problem, device: torch.device
+) -> None:
+    title = f"captured tensor {declared.name!r} of {variant.name!r}"
+    dims = ", ".join("any" if dim is None else str(dim) for dim in declared.dims)
+    if given is None:
+        raise LaunchError(f"{variant.name!r} needs the captured tensor {declared.name!r}: {declared.dtype} [{dims}]")
+    if not isinstance(given, torch.Tensor):
+        cure = f"\n  nearest: torch.from_numpy({declared.name})" if isinstance(given, np.ndarray) else ""
+        raise LaunchError(f"{title} got a {type(given).__name__}, not a torch.Tensor{cure}")
+    if given.layout != torch.strided or given.is_nested:
+        raise LaunchError(f"{title} is {_layout(given)}: it must be dense\n  nearest: {declared.name}.to_dense()")
+    if _dtype(given) != declared.dtype:
+        raise LaunchError(
+            f"{title} is {_dtype(given)} and declared {declared.dtype}\n"
+            f"  nearest: {declared.name}.to(torch.{declared.dtype})"
+        )
+    if given.device != device:
+        raise LaunchError(
+            f"{title} is on {given.device} and q on {device}\n  nearest: {declared.name}.to({str(device)!r})"
+        )
+    shape = list(given.shape)
+    if given.dim() != len(declared.dims):
+        raise LaunchError(f"{title} has {given.dim()} dimensions {shape} and is declared [{dims}]")
+    sizes = {"q": problem.q_len, "kv": problem.kv_len, **problem.sizes()}
+    for axis, dim in enumerate(declared.dims):
+        wanted = sizes[dim] if isinstance(dim, str) else dim
+        if wanted is not None and shape[axis] != wanted and not (isinstance(dim, str) and shape[axis] == 1):
+            named = f"{dim} = {wanted}" if isinstance(dim, str) else f"{wanted}"
+            alternative = " (or 1: it broadcasts)" if isinstance(dim, str) else ""
+            raise LaunchError(
+                f"{title} is {shape} and declared [{dims}]: dimension {axis} must be {named}{alternative}"
+            )
+        if shape[axis] == 0 and wanted != 0:
+            raise LaunchError(f"{title} is {shape}: dimension {axis} is empty, so there is nothing to read")
+        if shape[axis] >= 1 << 31:
+            raise LaunchError(f"{title} is {shape}: sizes stay below 2^31")
+
+
+def check_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Iterable[torch.Tensor]) -> None:
+    """Refuse a call that autograd would want to differentiate."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *captured)):
+        raise LaunchError(
+            "an input requires grad and flashgen has no backward pass yet\n"
+            "  nearest: call it under torch.no_grad(), or with q.detach(), k.detach(), v.detach()"
+        )
+
+
+def _factor(scale: object, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        cure = " (scale.item() reads a tensor's value)" if isinstance(scale, torch.Tensor) else ""
+        raise LaunchError(f"scale is a {type(scale).__name__} and must be a number{cure}")
+    if not math.isfinite(scale) or abs(scale) > _FLOAT32_MAX:
+        raise LaunchError(
+            f"scale is {scale}: it must be finite in float32, as 1 / sqrt(head_dim) = {head_dim**-0.5:.6g} is"
+        )
+    return float(scale)
+
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Outputs
+
+
+def o_layout(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Shape and strides of o: rows of all heads side by side where q's are ([batch, q_len, heads, head_dim]), else
+    contiguous."""
+    batch, heads, q_len, _ = q.shape
+    dim = v.shape[3]
+    if q.stride(1) < q.stride(2):
+        return (batch, heads, q_len, dim), (q_len * heads * dim, dim, heads * dim, 1)
+    return (batch, heads, q_len, dim), (heads * q_len * dim, q_len * dim, dim, 1)
+
+
+def outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of a call, not written yet."""
+    shape, strides = o_layout(q, v)
+    o = torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device)
+    return o, torch.empty(shape[:3], dtype=_lse_dtype(q), device=q.device)
+
+
+def _lse_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _nothing(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    o, lse = outputs(q, v)
+    return o.zero_(), lse.fill_(-math.inf)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU
+
+
+class _Record:
+    """A launch for one set of shapes, strides and dtypes: call it with the tensors and numbers of a call."""
+
+    __slots__ = (
+        *("_device", "_dtype", "_index", "_last", "_launch", "_lse_shape", "_o_shape", "_o_strides"),
+        *("_head_dim", "_params", "_tensors", "_variant"),
+    )
+
+    def __init__(self, q: torch.Tensor, v: torch.Tensor, request: _Request, launch: kernel.Record) -> None:
+        self._launch = launch
+        self._device, self._index, self._dtype = q.device, q.device.index, q.dtype
+        self._o_shape, self._o_strides = o_layout(q, v)
+        self._lse_shape = self._o_shape[:3]
+        self._head_dim = request.problem.head_dim
+        self._variant = request.variant
+        self._params = tuple(request.params)
+        self._tensors = tuple(request.tensors)
+        self._last: tuple[tuple, tuple[float, ...]] = ((), ())
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, named: Mapping[str, object]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        captured = [named[name] for name in self._tensors]
+        if q.requires_grad or k.requires_grad or v.requires_grad or captured:
+            check_gradient(q, k, v, captured)
+        given, numbers = self._last
+        if given != (now := (scale, *[named.get(name) for name in self._params])):
+            numbers = self._numbers(scale, named)
+            self._last = (now, numbers)
+        inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (inputs[0] | inputs[1] | inputs[2]) % ALIGNMENT:
+            for name, tensor in (("q", q), ("k", k), ("v", v)):
+                _check_rows(name, tensor)
+        o = torch.empty_strided(self._o_shape, self._o_strides, dtype=self._dtype, device=self._device)
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)
+        addresses = (*inputs, o.data_ptr(), lse.data_ptr(), *[tensor.data_ptr() for tensor in captured])
+        index = self._index
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        if torch._C._cuda_getDevice() == index:
+            self._launch(addresses, numbers, stream)
+        else:
+            with torch.cuda.device(index):
+                self._launch(addresses, numbers, stream)
+        return o, lse
+
+    def _numbers(self, scale: float | None, named: Mapping[str, object]) -> tuple[float, ...]:
+        """Scale and parameters as the kernel takes them, checked."""
+        values = self._variant.values({name: named[name] for name in self._params if name in named})
+        return abs(_factor(scale, self._head_dim)), *[values[name] for name in self._params]
+
+
+def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: _Request) -> _Record:
+    """Plan, compile and load what the request needs, as far as that is not done."""
+    problem, index = request.problem, q.device.index
+    gpu = driver.gpu(index)
+    menu = planner.menu(
+        request.variant, arch.of_device(*gpu.capability).name, problem.dtype, problem.head_dim, problem.v_head_dim
+    )
+    loaded = kernel.load(planner.choose(menu, problem, gpu.sms))
+    layout = kernel.Layout(q=q.stride()[:3], k=k.stride()[:3], v=v.stride()[:3], o=o_layout(q, v)[1][:3])
+    captured = {
+        name: kernel.Captured(sizes=tuple(tensor.shape), strides=tensor.stride())
+        for name, tensor in request.tensors.items()
+    }
+    return _Record(q, v, request, loaded.record(problem, layout, captured, index))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a CPU
+
+
+def _walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: _Request) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plan that a GPU would run, tile by tile in NumPy."""
+    problem, variant = request.problem, request.variant
+    captured = {name: _array(tensor) for name, tensor in request.tensors.items()}
+    for declared in variant.tensors:
+        _check_promises(declared, captured[declared.name])
+    walked = tiles.walk(
+        _cpu_plan(variant, problem),
+        analyse(variant),
+        Case(sizes=problem.sizes(), params=request.params, tensors=captured),
+        *(_array(tensor) for tensor in (q, k, v)),
+        scale=request.scale,
+        dtype=problem.dtype,
+    )
+    o, lse = outputs(q, v)
+    return o.copy_(torch.from_numpy(walked.o)), lse.copy_(torch.from_numpy(walked.lse))
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """The values as NumPy holds them: 16-bit floats as float32, which is exact."""
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor).numpy()
+
+
+def _cpu_plan(variant: Variant, problem: Problem) -> KernelPlan:
+    """The plan whose tiles are walked.  Where no kernel takes the dtype or the head dims, that of the nearest that one
+    takes: the walk needs its tiles and their order only."""
+    dtype = problem.dtype if problem.itemsize == 2 else variant.dtypes[-1]
+    dims = problem.head_dim, problem.v_head_dim
+    if not variant.only or problem.head_dim in variant.head_dims:
+        dims = tuple(min(max(-(-dim // HEAD_DIM_STEP) * HEAD_DIM_STEP, MIN_HEAD_DIM), MAX_HEAD_DIM) for dim in dims)
+    menu = planner.menu(variant, variant.pins.arch or CPU_ARCH, dtype, *dims)
+    return planner.choose(menu, problem, arch.find(variant.pins.arch or CPU_ARCH).sms)
+
+
+def _check_promises(declared: Declared, array: np.ndarray) -> None:
+    """What a declaration says of a tensor's values; a GPU relies on it unchecked."""
+    broken = []
+    if declared.min is not None and array.size and array.min() < declared.min:
+        broken.append(f"min={declared.min} and holds {array.min()}")
+    if declared.max is not None and array.size and array.max() > declared.max:
+        broken.append(f"max={declared.max} and holds {array.max()}")
+    if declared.sorted and array.shape[-1] > 1 and (array[..., 1:] < array[..., :-1]).any():
+        broken.append("sorted=True and decreases along its last dimension")
+    if broken:
+        raise LaunchError(f"captured tensor {declared.name!r} is declared with {' and with '.join(broken)}")
