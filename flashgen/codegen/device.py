@@ -19,7 +19,7 @@ FILES = ("types", "math", "cp_async", "ldmatrix", "mma", "swizzle", "softmax", "
 
 _DECLARED = re.compile(
     r"^(?:template <[^>]*>\s*)?"
-    r"(?:DEVICE [\w ]+?[ &*]+(\w+)\(|(?:struct|enum)(?: alignas\(\w+\))? (\w+)|constexpr \w+ (\w+) =|#define (\w+)|typedef .*?(\w+);$)",
+    r"(?:DEVICE [\w <>]+?[ &*]+(\w+)\(|(?:struct|enum)(?: alignas\(\w+\))? (\w+)|constexpr \w+ (\w+) =|#define (\w+)|typedef .*?(\w+);$)",
     re.MULTILINE,
 )
 _APART = re.compile(r"\n\n(?=\S)")

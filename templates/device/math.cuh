@@ -1,18 +1,52 @@
 // ---------------------------------------------------------------- arithmetic
+constexpr float LOG2E = 1.44269504088896340736f;
+
+constexpr float LN2 = 0.69314718055994530942f;
+
+constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
+
+#define PLUS_INFINITY __int_as_float(0x7f800000)
+
+#define MINUS_INFINITY __int_as_float(0xff800000)
+
+// 2^x and the logarithm to base 2.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
-// Two floats rounded to nearest, the first in the low half.
-DEVICE u32 cvt_bf16x2(float low, float high) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
+DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
+DEVICE float sqrt_f32(float x) { float y; asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
+DEVICE float rsqrt_f32(float x) { float y; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
+DEVICE float sigmoid_f32(float x) { return rcp(1.f + ex2(-LOG2E * x)); }
+
+DEVICE float tanh_f32(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
+
+// Division that rounds down, and its remainder, which has the sign of the divisor.
+template <typename T> DEVICE T floor_div(T a, T b) {
+  const T quotient = a / b;
+  return quotient - (a % b != 0 && (a < 0) != (b < 0));
 }
 
-// Two floats rounded to nearest, the first in the low half.
-DEVICE u32 cvt_f16x2(float low, float high) {
-  u32 r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
+template <typename T> DEVICE T floor_mod(T a, T b) {
+  const T remainder = a % b;
+  return remainder != 0 && (remainder < 0) != (b < 0) ? remainder + b : remainder;
 }
+
+// The nearest index of a dimension.
+template <typename T> DEVICE T clamp_index(T i, int size) { return min(max(i, T(0)), T(size - 1)); }
+
+// A bound on positions, clamped so that sums and differences of it with positions fit an int.
+template <typename T> DEVICE int bounded(T x) { return int(min(max(x, T(-(1 << 28))), T(1 << 28))); }
+
+// Two floats rounded to nearest, the first in the low half.
+DEVICE u32 cvt_bf16x2(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+
+DEVICE u32 cvt_f16x2(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+
+// A stored element as a float.
+DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }
+
+DEVICE float from_f16(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }

@@ -1,2 +1,310 @@
 // ---------------------------------------------------------------- what a tile lets an expression be
-enum TileClass { EMPTY, PARTIAL, FULL };
+enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
+
+// Which of the two truth values are possible.
+struct Truth { bool may_true, may_false; };
+
+DEVICE Truth truth(bool value) { return {value, !value}; }
+
+DEVICE Truth range_logical_and(Truth a, Truth b) { return {a.may_true && b.may_true, a.may_false || b.may_false}; }
+
+DEVICE Truth range_logical_or(Truth a, Truth b) { return {a.may_true || b.may_true, a.may_false && b.may_false}; }
+
+DEVICE Truth range_logical_not(Truth a) { return {a.may_false, a.may_true}; }
+
+DEVICE Truth range_logical_xor(Truth a, Truth b) {
+  return {(a.may_true && b.may_false) || (a.may_false && b.may_true), (a.may_true && b.may_true) || (a.may_false && b.may_false)};
+}
+
+DEVICE Truth range_ne_bool(Truth a, Truth b) { return range_logical_xor(a, b); }
+
+DEVICE Truth range_eq_bool(Truth a, Truth b) { return range_logical_not(range_logical_xor(a, b)); }
+
+DEVICE Truth range_where_bool(Truth condition, Truth a, Truth b) {
+  return {(condition.may_true && a.may_true) || (condition.may_false && b.may_true),
+          (condition.may_true && a.may_false) || (condition.may_false && b.may_false)};
+}
+
+// Integers from lo to hi, both included.
+template <typename T> struct Range { T lo, hi; };
+
+template <typename T> DEVICE Range<T> single(T value) { return {value, value}; }
+
+template <typename T, typename U> DEVICE Range<T> range_cast(Range<U> a) { return {T(a.lo), T(a.hi)}; }
+
+template <typename T> DEVICE Truth range_lt(Range<T> a, Range<T> b) { return {a.lo < b.hi, a.hi >= b.lo}; }
+
+template <typename T> DEVICE Truth range_le(Range<T> a, Range<T> b) { return {a.lo <= b.hi, a.hi > b.lo}; }
+
+template <typename T> DEVICE Truth range_gt(Range<T> a, Range<T> b) { return range_lt(b, a); }
+
+template <typename T> DEVICE Truth range_ge(Range<T> a, Range<T> b) { return range_le(b, a); }
+
+template <typename T> DEVICE Truth range_eq(Range<T> a, Range<T> b) {
+  return {a.lo <= b.hi && b.lo <= a.hi, !(a.lo == a.hi && b.lo == b.hi && a.lo == b.lo)};
+}
+
+template <typename T> DEVICE Truth range_ne(Range<T> a, Range<T> b) { return range_logical_not(range_eq(a, b)); }
+
+template <typename T> DEVICE Range<T> range_minimum(Range<T> a, Range<T> b) { return {min(a.lo, b.lo), min(a.hi, b.hi)}; }
+
+template <typename T> DEVICE Range<T> range_maximum(Range<T> a, Range<T> b) { return {max(a.lo, b.lo), max(a.hi, b.hi)}; }
+
+// The smallest range that holds four values.
+template <typename T> DEVICE Range<T> hull(T w, T x, T y, T z) { return {min(min(w, x), min(y, z)), max(max(w, x), max(y, z))}; }
+
+template <typename T> DEVICE Range<T> range_where(Truth condition, Range<T> a, Range<T> b) {
+  if (!condition.may_false) return a;
+  if (!condition.may_true) return b;
+  return {min(a.lo, b.lo), max(a.hi, b.hi)};
+}
+
+template <typename T> DEVICE Range<T> range_add(Range<T> a, Range<T> b) { return {a.lo + b.lo, a.hi + b.hi}; }
+
+template <typename T> DEVICE Range<T> range_neg(Range<T> a) { return {-a.hi, -a.lo}; }
+
+template <typename T> DEVICE Range<T> range_sub(Range<T> a, Range<T> b) { return {a.lo - b.hi, a.hi - b.lo}; }
+
+template <typename T> DEVICE Range<T> range_mul(Range<T> a, Range<T> b) { return hull(a.lo * b.lo, a.lo * b.hi, a.hi * b.lo, a.hi * b.hi); }
+
+template <typename T> DEVICE Range<T> range_abs(Range<T> a) {
+  return {a.lo > 0 ? a.lo : a.hi < 0 ? -a.hi : T(0), max(-a.lo, a.hi)};
+}
+
+template <typename T> DEVICE Range<T> range_shift_left(Range<T> a, Range<T> n) {
+  return hull(a.lo << n.lo, a.lo << n.hi, a.hi << n.lo, a.hi << n.hi);
+}
+
+template <typename T> DEVICE Range<T> range_shift_right(Range<T> a, Range<T> n) {
+  return hull(a.lo >> n.lo, a.lo >> n.hi, a.hi >> n.lo, a.hi >> n.hi);
+}
+
+// The divisor's range holds no 0.
+template <typename T> DEVICE Range<T> range_floor_div(Range<T> a, Range<T> b) {
+  return hull(floor_div(a.lo, b.lo), floor_div(a.lo, b.hi), floor_div(a.hi, b.lo), floor_div(a.hi, b.hi));
+}
+
+template <typename T> DEVICE Range<T> range_mod_positive(Range<T> a, Range<T> b) {
+  if (b.lo == b.hi && floor_div(a.lo, b.lo) == floor_div(a.hi, b.lo)) return {floor_mod(a.lo, b.lo), floor_mod(a.hi, b.lo)};
+  if (a.lo >= 0 && a.hi < b.lo) return a;
+  return {T(0), a.lo >= 0 ? min(a.hi, b.hi - 1) : b.hi - 1};
+}
+
+// The remainder has the sign of the divisor, whose range holds no 0.
+template <typename T> DEVICE Range<T> range_mod(Range<T> a, Range<T> b) {
+  return b.lo > 0 ? range_mod_positive(a, b) : range_neg(range_mod_positive(range_neg(a), range_neg(b)));
+}
+
+// The low bits in which values of the range differ.
+DEVICE int differing_bits(Range<int> a) { return a.lo == a.hi ? 0 : int(0xffffffffu >> __clz(a.lo ^ a.hi)); }
+
+DEVICE i64 differing_bits(Range<i64> a) { return a.lo == a.hi ? 0 : i64(0xffffffffffffffffull >> __clzll(a.lo ^ a.hi)); }
+
+// Values with all bits of `ones` and none outside `allowed`; a sign that varies reaches both ways.
+template <typename T> DEVICE Range<T> range_of_bits(T ones, T allowed) {
+  const T sign = T(1) << (8 * sizeof(T) - 1);
+  return ones >= 0 && allowed < 0 ? Range<T>{ones | sign, allowed & ~sign} : Range<T>{ones, allowed};
+}
+
+template <typename T> DEVICE Range<T> range_bit_not(Range<T> a) { return {~a.hi, ~a.lo}; }
+
+template <typename T> DEVICE Range<T> range_bit_and(Range<T> a, Range<T> b) {
+  const T vary_a = differing_bits(a), vary_b = differing_bits(b);
+  Range<T> found = range_of_bits(a.lo & ~vary_a & b.lo & ~vary_b, (a.lo | vary_a) & (b.lo | vary_b));
+  if (a.lo >= 0) found.hi = min(found.hi, a.hi);
+  if (b.lo >= 0) found.hi = min(found.hi, b.hi);
+  if (a.lo >= 0 || b.lo >= 0) found.lo = max(found.lo, T(0));
+  return found;
+}
+
+template <typename T> DEVICE Range<T> range_bit_or(Range<T> a, Range<T> b) {
+  return range_bit_not(range_bit_and(range_bit_not(a), range_bit_not(b)));
+}
+
+template <typename T> DEVICE Range<T> range_bit_xor(Range<T> a, Range<T> b) {
+  const T vary = differing_bits(a) | differing_bits(b), differ = a.lo ^ b.lo;
+  return range_of_bits(differ & ~vary, differ | vary);
+}
+
+// An index clamped into a dimension.
+template <typename T> DEVICE Range<T> range_clamp_index(Range<T> i, int size) { return {clamp_index(i.lo, size), clamp_index(i.hi, size)}; }
+
+// 64-bit results that may leave 64 bits are unknown; single values wrap as the hardware's do.
+DEVICE Range<i64> checked(Range<i64> a, double lo, double hi, bool single) {
+  const double limit = 4611686018427387904.0;  // 2^62
+  return single || (lo >= -limit && hi <= limit) ? a : Range<i64>{i64(1ull << 63), i64(~(1ull << 63))};
+}
+
+DEVICE bool is_single(Range<i64> a) { return a.lo == a.hi; }
+
+DEVICE Range<i64> range_add_i64(Range<i64> a, Range<i64> b) {
+  return checked(range_add(a, b), double(a.lo) + double(b.lo), double(a.hi) + double(b.hi), is_single(a) && is_single(b));
+}
+
+DEVICE Range<i64> range_neg_i64(Range<i64> a) { return checked(range_neg(a), -double(a.hi), -double(a.lo), is_single(a)); }
+
+DEVICE Range<i64> range_sub_i64(Range<i64> a, Range<i64> b) {
+  return checked(range_sub(a, b), double(a.lo) - double(b.hi), double(a.hi) - double(b.lo), is_single(a) && is_single(b));
+}
+
+DEVICE Range<i64> range_mul_i64(Range<i64> a, Range<i64> b) {
+  const Range<double> estimate = range_mul(Range<double>{double(a.lo), double(a.hi)}, Range<double>{double(b.lo), double(b.hi)});
+  return checked(range_mul(a, b), estimate.lo, estimate.hi, is_single(a) && is_single(b));
+}
+
+DEVICE Range<i64> range_abs_i64(Range<i64> a) {
+  const Range<i64> found = range_abs(a);
+  return checked(found, double(found.lo), fmax(-double(a.lo), double(a.hi)), is_single(a));
+}
+
+DEVICE Range<i64> range_shift_left_i64(Range<i64> a, Range<i64> n) {
+  const Range<double> factor = {exp2(double(n.lo)), exp2(double(n.hi))};
+  const Range<double> estimate = range_mul(Range<double>{double(a.lo), double(a.hi)}, factor);
+  return checked(range_shift_left(a, n), estimate.lo, estimate.hi, is_single(a) && is_single(n));
+}
+
+DEVICE Range<i64> range_cast_i64(Range<i64> a) { return a; }
+
+// A 64-bit value cast to int32: unknown where it may not fit.
+DEVICE Range<int> range_cast_int(Range<i64> a) {
+  const int lowest = 1 << 31;
+  return a.lo >= lowest && a.hi <= ~lowest ? Range<int>{int(a.lo), int(a.hi)} : Range<int>{lowest, ~lowest};
+}
+
+DEVICE Range<int> range_cast_bool(Truth a) { return {!a.may_false, a.may_true}; }
+
+// Floats from lo to hi, both float32 values or infinite; `nan`: also none of them.
+struct FloatRange { double lo, hi; bool nan; };
+
+DEVICE bool holds(FloatRange a, double x) { return a.lo <= x && a.hi >= x; }
+
+DEVICE bool unbounded(FloatRange a) { return a.lo == -PLUS_INFINITY || a.hi == PLUS_INFINITY; }
+
+// Bounds moved outward to float32 values, those too small to be normal to 0; a bound that is NaN is none.
+DEVICE FloatRange outward(double lo, double hi, bool nan) {
+  double low = isnan(lo) ? -PLUS_INFINITY : __double2float_rd(lo), high = isnan(hi) ? PLUS_INFINITY : __double2float_ru(hi);
+  if (low > 0 && low < SMALLEST) low = 0;
+  if (high < 0 && high > -SMALLEST) high = 0;
+  return {low, high, nan};
+}
+
+// The result of an approximate function: bounds widened by its error and kept inside [low, high].
+DEVICE FloatRange approximate(double lo, double hi, bool nan, double relative, double absolute, double low, double high) {
+  const double margin = absolute + 7.52316384526264e-37;  // 2^-120
+  if (isfinite(lo)) lo -= relative * fabs(lo) + margin;
+  if (isfinite(hi)) hi += relative * fabs(hi) + margin;
+  return outward(isnan(lo) ? lo : fmin(fmax(lo, low), high), isnan(hi) ? hi : fmin(fmax(hi, low), high), nan);
+}
+
+DEVICE FloatRange single_f32(float value) { return outward(value, value, isnan(value)); }
+
+// A product or quotient that is no number bounds nothing by itself: its `nan` says so.
+DEVICE double or_zero(double x) { return isnan(x) ? 0. : x; }
+
+DEVICE Truth range_lt_f32(FloatRange a, FloatRange b) { return {a.lo < b.hi, a.hi >= b.lo || a.nan || b.nan}; }
+
+DEVICE Truth range_le_f32(FloatRange a, FloatRange b) { return {a.lo <= b.hi, a.hi > b.lo || a.nan || b.nan}; }
+
+DEVICE Truth range_gt_f32(FloatRange a, FloatRange b) { return range_lt_f32(b, a); }
+
+DEVICE Truth range_ge_f32(FloatRange a, FloatRange b) { return range_le_f32(b, a); }
+
+DEVICE Truth range_eq_f32(FloatRange a, FloatRange b) {
+  return {a.lo <= b.hi && b.lo <= a.hi, !(a.lo == a.hi && b.lo == b.hi && a.lo == b.lo) || a.nan || b.nan};
+}
+
+DEVICE Truth range_ne_f32(FloatRange a, FloatRange b) { return range_logical_not(range_eq_f32(a, b)); }
+
+DEVICE FloatRange range_where_f32(Truth condition, FloatRange a, FloatRange b) {
+  if (!condition.may_false) return a;
+  if (!condition.may_true) return b;
+  return {fmin(a.lo, b.lo), fmax(a.hi, b.hi), a.nan || b.nan};
+}
+
+// As fminf and fmaxf: where one side may be NaN, the other side's value comes through.
+DEVICE FloatRange or_the_other(FloatRange picked, FloatRange a, FloatRange b) {
+  if (a.nan && b.nan) return {fmin(a.lo, b.lo), fmax(a.hi, b.hi), true};
+  if (a.nan) return {fmin(picked.lo, b.lo), fmax(picked.hi, b.hi), false};
+  if (b.nan) return {fmin(picked.lo, a.lo), fmax(picked.hi, a.hi), false};
+  return picked;
+}
+
+DEVICE FloatRange range_minimum_f32(FloatRange a, FloatRange b) {
+  return or_the_other({fmin(a.lo, b.lo), fmin(a.hi, b.hi), false}, a, b);
+}
+
+DEVICE FloatRange range_maximum_f32(FloatRange a, FloatRange b) {
+  return or_the_other({fmax(a.lo, b.lo), fmax(a.hi, b.hi), false}, a, b);
+}
+
+DEVICE FloatRange range_abs_f32(FloatRange a) { return {a.lo > 0 ? a.lo : a.hi < 0 ? -a.hi : 0., fmax(-a.lo, a.hi), a.nan}; }
+
+DEVICE FloatRange range_neg_f32(FloatRange a) { return {-a.hi, -a.lo, a.nan}; }
+
+DEVICE FloatRange range_add_f32(FloatRange a, FloatRange b) {
+  const bool opposite = (a.lo == -PLUS_INFINITY && b.hi == PLUS_INFINITY) || (a.hi == PLUS_INFINITY && b.lo == -PLUS_INFINITY);
+  return outward(a.lo + b.lo, a.hi + b.hi, a.nan || b.nan || opposite);
+}
+
+DEVICE FloatRange range_sub_f32(FloatRange a, FloatRange b) { return range_add_f32(a, range_neg_f32(b)); }
+
+DEVICE FloatRange range_mul_f32(FloatRange a, FloatRange b) {
+  const Range<double> found = hull(or_zero(a.lo * b.lo), or_zero(a.lo * b.hi), or_zero(a.hi * b.lo), or_zero(a.hi * b.hi));
+  const bool zero_times_infinity = (holds(a, 0.) && unbounded(b)) || (holds(b, 0.) && unbounded(a));
+  return outward(found.lo, found.hi, a.nan || b.nan || zero_times_infinity);
+}
+
+DEVICE FloatRange range_div_f32(FloatRange a, FloatRange b) {
+  const bool nan = a.nan || b.nan || (holds(b, 0.) && holds(a, 0.)) || (unbounded(a) && unbounded(b));
+  if (holds(b, 0.)) return {-PLUS_INFINITY, PLUS_INFINITY, nan};
+  const Range<double> found = hull(or_zero(a.lo / b.lo), or_zero(a.lo / b.hi), or_zero(a.hi / b.lo), or_zero(a.hi / b.hi));
+  return outward(found.lo, found.hi, nan);
+}
+
+DEVICE FloatRange range_floor_f32(FloatRange a) { return {floor(a.lo), floor(a.hi), a.nan}; }
+
+DEVICE FloatRange range_exp_f32(FloatRange a) {
+  return approximate(exp(a.lo), exp(a.hi), a.nan, 0x1p-15, 0., 0., PLUS_INFINITY);
+}
+
+DEVICE FloatRange range_exp2_f32(FloatRange a) {
+  return approximate(exp2(a.lo), exp2(a.hi), a.nan, 0x1p-15, 0., 0., PLUS_INFINITY);
+}
+
+DEVICE FloatRange range_log_f32(FloatRange a) {
+  const double lo = a.lo < SMALLEST ? -PLUS_INFINITY : log(a.lo), hi = log(fmax(a.hi, 0.));
+  return approximate(lo, hi, a.nan || a.lo < 0, 0x1p-20, 0x1p-18, -PLUS_INFINITY, PLUS_INFINITY);
+}
+
+DEVICE FloatRange range_log2_f32(FloatRange a) {
+  const double lo = a.lo < SMALLEST ? -PLUS_INFINITY : log2(a.lo), hi = log2(fmax(a.hi, 0.));
+  return approximate(lo, hi, a.nan || a.lo < 0, 0x1p-20, 0x1p-18, -PLUS_INFINITY, PLUS_INFINITY);
+}
+
+DEVICE FloatRange range_tanh_f32(FloatRange a) { return approximate(tanh(a.lo), tanh(a.hi), a.nan, 0x1p-20, 0x1p-18, -1., 1.); }
+
+DEVICE FloatRange range_sigmoid_f32(FloatRange a) {
+  return approximate(1 / (1 + exp(-a.lo)), 1 / (1 + exp(-a.hi)), a.nan, 0x1p-20, 0x1p-18, 0., 1.);
+}
+
+DEVICE FloatRange range_sqrt_f32(FloatRange a) {
+  const double lo = a.lo < SMALLEST ? 0. : sqrt(a.lo);
+  return approximate(lo, sqrt(fmax(a.hi, 0.)), a.nan || a.lo < 0, 0x1p-20, 0., 0., PLUS_INFINITY);
+}
+
+DEVICE FloatRange range_rsqrt_f32(FloatRange a) {
+  const bool near_zero = a.lo < SMALLEST;
+  const double lo = near_zero && a.hi <= 0 ? -PLUS_INFINITY : 1 / sqrt(fmax(a.hi, 0.)), hi = near_zero ? PLUS_INFINITY : 1 / sqrt(a.lo);
+  return approximate(lo, hi, a.nan || a.lo < 0, 0x1p-20, 0., -PLUS_INFINITY, PLUS_INFINITY);
+}
+
+DEVICE FloatRange range_cast_f32(Range<i64> a) { return outward(double(a.lo), double(a.hi), false); }
+
+// Truncated toward zero; beyond T's limits the limit; NaN becomes 0, in 64 bits the least value.
+template <typename T> DEVICE Range<T> range_truncate(FloatRange a) {
+  const T lowest = T(1) << (8 * sizeof(T) - 1), of_nan = sizeof(T) == 4 ? 0 : lowest;
+  const double limit = -double(lowest);
+  const T lo = trunc(a.lo) >= limit ? ~lowest : trunc(a.lo) <= -limit ? lowest : T(a.lo);
+  const T hi = trunc(a.hi) >= limit ? ~lowest : trunc(a.hi) <= -limit ? lowest : T(a.hi);
+  return a.nan ? Range<T>{min(lo, of_nan), max(hi, of_nan)} : Range<T>{lo, hi};
+}

@@ -25,8 +25,8 @@ template <int STAGES> DEVICE void await_empty(Pipe<STAGES>& pipe, const Ring<STA
   mbarrier_wait(pipe.empty[at.stage()], at.parity() ^ 1);
 }
 
-// One arrival a warp.
-template <int STAGES> DEVICE void release(Pipe<STAGES>& pipe, Ring<STAGES>& at) {
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.empty[at.stage()]);
+// One arrival a warp, by the lane given.
+template <int STAGES> DEVICE void release(Pipe<STAGES>& pipe, Ring<STAGES>& at, int lane = 0) {
+  if (threadIdx.x % 32 == lane) mbarrier_arrive(pipe.empty[at.stage()]);
   at.passed++;
 }

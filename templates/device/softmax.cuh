@@ -1,12 +1,4 @@
 // ---------------------------------------------------------------- online softmax, in base 2
-constexpr float LOG2_E = 1.44269504088896340736f;
-
-constexpr float LN_2 = 0.69314718055994530942f;
-
-constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
-
-#define MINUS_INFINITY __int_as_float(0xff800000)
-
 template <int N> DEVICE void scale_rows(float (&o)[N][4], const float (&factor)[2]) {
 #pragma unroll
   for (int j = 0; j < N; j++)

@@ -13,11 +13,13 @@ template <int ROWS, int COLUMNS> struct alignas(128) SwizzledTile {
 // Starts to copy `rows` rows of COLUMNS elements from global memory; the tile's other rows and columns become zero.
 template <int THREADS, int COLUMNS, int ROWS, int TILE_COLUMNS>
 DEVICE void load_tile(SwizzledTile<ROWS, TILE_COLUMNS>& tile, const u16* source, i64 row_stride, int rows) {
-  constexpr int CHUNKS = TILE_COLUMNS / 8, COUNT = ROWS * CHUNKS;
+  constexpr int CHUNKS = TILE_COLUMNS / 8, STEP = THREADS / CHUNKS;  // the threads copy STEP rows at a time
+  const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+  source += first * row_stride + 8 * chunk;
 #pragma unroll
-  for (int first = 0; first < COUNT; first += THREADS) {
-    const int i = first + threadIdx.x, row = i / CHUNKS, chunk = i % CHUNKS;
-    if (first + THREADS <= COUNT || i < COUNT)
-      cp_async_16(shared_address(tile.at(row, chunk)), source + row * row_stride + 8 * chunk, row < rows && 8 * chunk < COLUMNS);
+  for (int row = first; row < first + ROWS; row += STEP) {
+    if ((THREADS % CHUNKS == 0 || first < STEP) && (ROWS % STEP == 0 || row < ROWS))
+      cp_async_16(shared_address(tile.at(row, chunk)), source, row < rows && 8 * chunk < COLUMNS);
+    source += STEP * row_stride;
   }
 }

@@ -1,0 +1,81 @@
+"""A KernelPlan as one self-contained CUDA file."""
+
+from __future__ import annotations
+
+import textwrap
+from functools import lru_cache
+
+from flashgen.analysis.facts import Facts, analyse
+from flashgen.codegen import device, params
+from flashgen.codegen.seam import Seam, seam
+from flashgen.planning.plan import KernelPlan
+from flashgen.resources import folder
+
+#: What the names of mma and cvt wrappers call the element type.
+_PTX_TYPE = {"float16": "f16", "bfloat16": "bf16"}
+
+_WIDTH = 116  # of a comment line, after "// "
+
+
+def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
+    """The CUDA of a plan; `facts` are those of its variant where the caller has them.
+
+    The text depends on the plan alone: never on a length, a batch, a number of heads or a parameter's value.
+    """
+    found = seam(facts or analyse(plan.variant))
+    template = _environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
+    ptx_type = _PTX_TYPE[plan.dtype]
+    context = {
+        "plan": plan,
+        "seam": found,
+        "banner": banner(plan, found),
+        "fields": params.fields(plan),
+        "params_bytes": params.sizeof(plan),
+        "element": params.ELEMENT[plan.dtype],
+        "mma": f"mma_m16n8k16_{ptx_type}",
+        "cvt": f"cvt_{ptx_type}x2",
+    }
+    # The kernel says which device functions it uses; then it is put together with them.
+    return template.render(context, device=device.used_by(template.render(context, device="")))
+
+
+def banner(plan: KernelPlan, found: Seam) -> str:
+    """The comment at the head of a file: variant, plan, shared memory, and the command that reproduces it."""
+    roles = ", ".join(f"{role.warps} {role.name} warps" for role in plan.roles)
+    q_home = "registers" if plan.q_in_registers else "shared memory"
+    dims = f"head_dim {plan.head_dim}"
+
+    options = f"--arch {plan.arch} --pipeline {plan.pipeline} --dtype {plan.dtype} --head-dim {plan.head_dim}"
+    if plan.v_head_dim != plan.head_dim:
+        dims += f", v_head_dim {plan.v_head_dim}"
+        options += f" --v-head-dim {plan.v_head_dim}"
+    entries = [
+        *found.formula,
+        ("plan", f"{plan.pipeline} on {plan.arch}, {plan.dtype}, {dims}"),
+        ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {plan.stages} stages, {roles}, q in {q_home}"),
+        ("shared", " + ".join(f"{part.name} {part.amount}" for part in plan.smem) + f" = {plan.smem_bytes} bytes"),
+        ("made by", f"flashgen emit {plan.variant.name} {options} --tile {plan.tile}"),
+    ]
+    width = max(len(kind) for kind, _ in entries)
+    doc = textwrap.wrap(plan.variant.doc.partition("\n\n")[0], _WIDTH)
+    lines = [f"{plan.variant.name}: attention {plan.pass_name}", *doc, ""]
+    for kind, text in entries:
+        first, *rest = textwrap.wrap(text, _WIDTH - width - 2)
+        lines.append(f"{kind:{width}}  {first}")
+        lines += [f"{'':{width}}  {line}" for line in rest]
+    return "\n".join(f"// {line}".rstrip() for line in lines)
+
+
+@lru_cache(maxsize=1)
+def _environment():
+    """The one Jinja environment: strict, and control lines look like comments so that templates look like CUDA."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    return Environment(
+        loader=FileSystemLoader(folder("templates")),
+        undefined=StrictUndefined,
+        line_statement_prefix="//%",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )

@@ -1,0 +1,88 @@
+"""The kernel's parameters: one ordered list makes the C++ struct, its size and its packing."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flashgen.codegen.printer import CTYPES
+from flashgen.lang.variant import Variant
+from flashgen.planning.plan import KernelPlan
+
+#: C++ name of the 16-bit element type, a bit pattern to the compiler.
+ELEMENT = {"float16": "fp16", "bfloat16": "bf16"}
+
+#: C++ type of a captured tensor's element in memory; the 16-bit floats are read as bits.
+STORED = {
+    "bool": "unsigned char",
+    "uint8": "unsigned char",
+    "int8": "signed char",
+    "int16": "short",
+    "int32": "int",
+    "int64": "i64",
+    "float16": "u16",
+    "bfloat16": "u16",
+    "float32": "float",
+}
+
+_FORMATS = {"i64": "q", "int": "i", "float": "f"}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One member of `Params`: its name and C++ type (a pointer ends in "*")."""
+
+    name: str
+    ctype: str
+
+    @property
+    def format(self) -> str:
+        """Its code in the struct module: pointers are addresses."""
+        return "Q" if self.ctype.endswith("*") else _FORMATS[self.ctype]
+
+
+def fields(plan: KernelPlan) -> tuple[Field, ...]:
+    """The members in order: pointers, then 64-bit, then 32-bit numbers, so that no padding lies between them.
+
+    Strides count elements.  A captured tensor has `tensor_NAME`, and for each dimension i `stride<i>_NAME` and
+    `size<i>_NAME`; a parameter is `param_NAME`.
+    """
+    return _fields(plan.variant, plan.dtype)
+
+
+@lru_cache(maxsize=256)
+def _fields(variant: Variant, dtype: str) -> tuple[Field, ...]:
+    element = ELEMENT[dtype]
+    tensors = variant.tensors
+    pointers = [Field(name, f"const {element}*") for name in ("q", "k", "v")]
+    pointers += [Field("o", f"{element}*"), Field("lse", "float*")]
+    pointers += [Field(f"tensor_{t.name}", f"const {STORED[t.dtype]}*") for t in tensors]
+    words = [Field(f"{t}_{dimension}", "i64") for t in "qkvo" for dimension in ("batch", "head", "row")]
+    words += [Field(f"stride{i}_{t.name}", "i64") for t in tensors for i in range(len(t.dims))]
+    numbers = [Field(name, "int") for name in ("batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles")]
+    numbers += [Field("scale", "float")]
+    for p in variant.params:
+        field = Field(f"param_{p.name}", CTYPES[p.dtype])
+        (words if field.ctype == "i64" else numbers).append(field)
+    numbers += [Field(f"size{i}_{t.name}", "int") for t in tensors for i in range(len(t.dims))]
+    return tuple(pointers + words + numbers)
+
+
+def sizeof(plan: KernelPlan) -> int:
+    """Bytes of the C++ struct: its members, and the padding to its alignment at the end."""
+    return -(-struct.calcsize(_format(fields(plan))) // 8) * 8
+
+
+def pack(plan: KernelPlan, values: Mapping[str, int | float]) -> bytes:
+    """The struct with these values; a pointer is an address, the stride of a dimension of size 1 should be 0.
+
+    Raises KeyError for a field without a value.
+    """
+    members = fields(plan)
+    return struct.pack(_format(members), *(values[field.name] for field in members)).ljust(sizeof(plan), b"\0")
+
+
+def _format(members: tuple[Field, ...]) -> str:
+    return "<" + "".join(field.format for field in members)

@@ -1,0 +1,325 @@
+"""Expressions as CUDA: the only Python that writes C++."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from flashgen.lang.expr import LEAVES, DType, Node, walk
+from flashgen.lang.ops import OPS
+
+#: How tightly C++ binds: an operand that binds less tightly than its place goes into parentheses.
+_CALL, _UNARY, _TERNARY, _ANYTHING = 16, 15, 3, 0
+_BINARY = {
+    "*": 13, "/": 13, "+": 12, "-": 12, "<<": 11, ">>": 11, "<": 10, "<=": 10, ">": 10, ">=": 10, "==": 9, "!=": 9,
+    "&": 8, "^": 7, "|": 6, "&&": 5, "||": 4,
+}  # fmt: skip
+
+#: Operators that few people can rank: what binds differently stands in parentheses beside them.
+_UNFAMILIAR = {8, 7, 6, 11}
+
+_EXACT = {"add": "__fadd_rn", "sub": "__fsub_rn", "mul": "__fmul_rn", "div": "__fdiv_rn"}
+
+CTYPES = {DType.BOOL: "bool", DType.INT32: "int", DType.INT64: "i64", DType.FLOAT32: "float"}
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of C++ and how tightly its outermost operator binds."""
+
+    text: str
+    binds: int = _CALL
+
+    def __str__(self) -> str:
+        return self.text
+
+    def inside(self, place: int) -> str:
+        """The text as an operand of an operator that binds as tightly as `place`."""
+        unfamiliar = place in _UNFAMILIAR and self.binds < _UNARY or place == _BINARY["||"] == self.binds - 1
+        return f"({self.text})" if self.binds < place or unfamiliar else self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Declarations of shared subexpressions and captured elements, the last root's value, and every node's text."""
+
+    lines: tuple[str, ...]
+    value: Text
+    known: Mapping[Node, Text]
+
+
+class Printer:
+    """Prints expressions over the locals b, h, q, k, s and the kernel's parameters p.
+
+    wide    int32 nodes that need 64 bits (`Facts.int64`)
+    exact   float arithmetic is rounded operation by operation and never fused, so that a mask decides as Python does
+    """
+
+    def __init__(self, *, wide: frozenset[Node] = frozenset(), exact: bool = False) -> None:
+        self.wide = wide
+        self.exact = exact
+
+    def is_wide(self, n: Node) -> bool:
+        """Whether the node is computed in 64 bits."""
+        return n.dtype is DType.INT64 or n in self.wide
+
+    def ctype(self, n: Node) -> str:
+        """The C++ type of a node."""
+        return "i64" if self.is_wide(n) else CTYPES[n.dtype]
+
+    def body(self, *roots: Node) -> Body:
+        """The roots as statements; a subexpression that several others use is named."""
+        uses = Counter(operand for n in walk(roots) for operand in n.operands)
+        known: dict[Node, Text] = {}
+        names = Names()
+        lines = []
+        for n in walk(roots):
+            text = self.one(n, known)
+            # A captured element is read before any condition is looked at: a lane that skips it saves nothing.
+            if n.op == "load" or (uses[n] > 1 and n.operands):
+                name = names.new(n)
+                lines.append(f"const {self.ctype(n)} {name} = {text};")
+                text = Text(name)
+            known[n] = text
+        return Body(tuple(lines), known[roots[-1]] if roots else Text(""), known)
+
+    def inline(self, root: Node) -> Text:
+        """The node as one expression, shared subexpressions repeated."""
+        known: dict[Node, Text] = {}
+        for n in walk([root]):
+            known[n] = self.one(n, known)
+        return known[root]
+
+    def one(self, n: Node, known: Mapping[Node, Text]) -> Text:
+        """One node, its operands printed already."""
+        if n.op in LEAVES:
+            return self.leaf(n)
+        operands = [known[o] for o in n.operands]
+        if n.op == "load":
+            return self.read(n, operands)
+        if self.exact and n.dtype.is_float and n.op in _EXACT:
+            return Text(f"{_EXACT[n.op]}({operands[0]}, {operands[1]})")
+        if n.op != "cast":
+            operands = [self._widened(n, o, text) for o, text in zip(n.operands, operands, strict=True)]
+        form = _form(OPS[n.op].cuda(n.dtype))
+        text = Text(form.text.format(*(o.inside(place) for o, place in zip(operands, form.places, strict=True))), form.binds)
+        narrows = n.dtype is DType.INT32 and not self.is_wide(n) and n.op != "cast"
+        return Text(f"int({text})") if narrows and any(map(self.is_wide, n.operands)) else text
+
+    def leaf(self, n: Node) -> Text:
+        """A constant, or what the kernel calls a leaf."""
+        if n.op == "const":
+            return constant(n.attr, n.dtype)
+        if n.op == "index":
+            return Text(n.attr)
+        if n.op == "score":
+            return Text("s")
+        if n.op == "problem":
+            return Text(f"p.{n.attr}")
+        if n.op == "param":
+            return Text(f"p.param_{n.attr.name}")
+        if n.op == "size":
+            tensor, dimension = n.attr
+            return Text(f"p.size{dimension}_{tensor.name}")
+        raise ValueError(f"no CUDA for the leaf {n!r}: bind the variant's constants first")
+
+    def read(self, n: Node, indices: list[Text]) -> Text:
+        """An element of a captured tensor."""
+        return Text(f"read_{n.attr.name}({', '.join(map(str, indices))}, p)")
+
+    def _widened(self, n: Node, operand: Node, text: Text) -> Text:
+        """The operand in 64 bits where the operation needs it and C++ would not do it by itself."""
+        if not operand.dtype.is_int or self.is_wide(operand) or not any(map(self.is_wide, (n, *n.operands))):
+            return text
+        return Text(f"i64({text})")
+
+
+class RangePrinter(Printer):
+    """Prints what expressions may be over a tile: q and k are ranges, and so is what depends on them.
+
+    Everything else stays a number.  The functions are those of device/range.cuh, one for each op of the language.
+    """
+
+    #: Ops whose 64-bit results may overflow, which their functions check.
+    CHECKED = frozenset(("add", "sub", "neg", "mul", "abs", "shift_left"))
+
+    @staticmethod
+    def types(dtype: DType, *, wide: bool = False) -> tuple[str, str]:
+        """The range type of a type, and the function that makes one of a single value."""
+        if dtype is DType.BOOL:
+            return "Truth", "truth"
+        if dtype.is_float:
+            return "FloatRange", "single_f32"
+        return f"Range<{'i64' if wide or dtype is DType.INT64 else 'int'}>", "single"
+
+    def ctype(self, n: Node) -> str:
+        return self.types(n.dtype, wide=self.is_wide(n))[0] if depends_on(n, "q", "k") else Printer.ctype(self, n)
+
+    def one(self, n: Node, known: Mapping[Node, Text]) -> Text:
+        if not n.operands or not depends_on(n, "q", "k"):
+            return Printer.one(self, n, known)
+        if n.op == "load":
+            indices = [self._ranged(o, known[o], self.is_wide(o)) for o in n.operands]
+            return call(f"read_{n.attr.name}_range", *indices, "p")
+        if n.op == "cast":
+            return self._cast(n, known[n.operands[0]])
+        wide = any(o.dtype.is_int and self.is_wide(o) for o in (n, *n.operands))
+        operands = [self._ranged(o, known[o], wide) for o in n.operands]
+        function = f"range_{n.op}{self._suffix(n, wide)}"
+        if n.dtype is DType.INT32 and wide and not self.is_wide(n):
+            function = f"range_cast<int>({function}"
+            return Text(f"{call(function, *operands)})")
+        return call(function, *operands)
+
+    def _suffix(self, n: Node, wide: bool) -> str:
+        kind = n.operands[-1].dtype
+        if kind.is_float:
+            return "_f32"
+        if kind is DType.BOOL:
+            return "" if n.op.startswith("logical") else "_bool"
+        return "_i64" if wide and n.op in self.CHECKED else ""
+
+    def _ranged(self, n: Node, text: Text, wide: bool) -> Text:
+        """An operand as a range, of 64-bit integers where asked."""
+        ranged = depends_on(n, "q", "k")
+        if n.dtype.is_int and wide and not self.is_wide(n):
+            return call("range_cast<i64>", text) if ranged else call("single", call("i64", text))
+        return text if ranged else call(self.types(n.dtype)[1], text)
+
+    def _cast(self, n: Node, text: Text) -> Text:
+        (operand,) = n.operands
+        if operand.dtype.is_float:
+            return call(f"range_truncate<{Printer.ctype(self, n)}>", text)
+        if operand.dtype is DType.BOOL:
+            text = call("range_cast_bool", text)
+        elif n.dtype is DType.INT32:
+            return call("range_cast_int", text)
+        if n.dtype is DType.INT32:
+            return text
+        wide = text if operand.dtype.is_int and self.is_wide(operand) else call("range_cast<i64>", text)
+        return call("range_cast_f32", wide) if n.dtype.is_float else wide
+
+
+class Formula(Printer):
+    """Prints expressions as a person writes them, for comments: no `p.`, captured elements in brackets."""
+
+    def leaf(self, n: Node) -> Text:
+        if n.op == "param":
+            return Text(n.attr.name)
+        if n.op == "problem":
+            return Text(n.attr)
+        if n.op == "size":
+            tensor, dimension = n.attr
+            return Text(f"{tensor.name}.size({dimension})")
+        return Printer.leaf(self, n)
+
+    def read(self, n: Node, indices: list[Text]) -> Text:
+        return Text(f"{n.attr.name}[{', '.join(map(str, indices))}]")
+
+
+def constant(value: bool | int | float, dtype: DType) -> Text:
+    """A literal of the type."""
+    if dtype is DType.BOOL:
+        return Text("true" if value else "false")
+    if dtype.is_int:
+        suffix = "ll" if dtype is DType.INT64 else ""
+        lowest = -(1 << 63) if dtype is DType.INT64 else -(1 << 31)
+        if value == lowest:  # C++ has no negative literals
+            return Text(f"{value + 1}{suffix} - 1", _BINARY["-"])
+        return Text(f"{value}{suffix}", _UNARY if value < 0 else _CALL)
+    number = np.float32(value)
+    if np.isinf(number):
+        return Text("MINUS_INFINITY" if number < 0 else "PLUS_INFINITY")
+    return Text(f"{number!s}f", _UNARY if np.signbit(number) else _CALL)
+
+
+def binary(sign: str, a: Text, b: Text) -> Text:
+    """Two operands of a binary operator."""
+    binds = _BINARY[sign]
+    return Text(f"{a.inside(binds)} {sign} {b.inside(binds + 1)}", binds)
+
+
+def joined(sign: str, parts: Iterable[Text], empty: str) -> Text:
+    """The parts between the signs of one binary operator; `empty` where there is none."""
+    parts = tuple(parts)
+    if len(parts) < 2:
+        return parts[0] if parts else Text(empty)
+    binds = _BINARY[sign]
+    return Text(f" {sign} ".join(part.inside(binds) for part in parts), binds)
+
+
+def call(function: str, *arguments: Text | str) -> Text:
+    """A function's value."""
+    return Text(f"{function}({', '.join(map(str, arguments))})")
+
+
+def depends_on(root: Node, *positions: str) -> bool:
+    """Whether a node reads one of the positions b, h, q, k."""
+    return not positions_of(root).isdisjoint(positions)
+
+
+@lru_cache(maxsize=1 << 14)
+def positions_of(root: Node) -> frozenset[str]:
+    """The positions that a node reads."""
+    return frozenset(n.attr for n in walk([root]) if n.op == "index")
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """An op's CUDA text, how tightly it binds, and how tightly each operand must bind in its place."""
+
+    text: str
+    binds: int
+    places: tuple[int, ...]
+
+
+@lru_cache
+def _form(text: str) -> _Form:
+    places = {}
+    for found in re.finditer(r"\{(\d)\}", text):
+        before, after = text[: found.start()].rstrip(), text[found.end() :].lstrip()
+        left, right = re.search(r"(?:^|\s)([^\s\w(){},]+)$", before), re.match(r"([^\s\w(){},]+)\s", after)
+        if "?" in text:
+            places[int(found[1])] = _TERNARY + 1 if after.startswith("?") else _TERNARY
+        elif left and " " in text:  # a right operand: one that binds the same would be taken apart
+            places[int(found[1])] = _BINARY[left[1]] + 1
+        elif right:
+            places[int(found[1])] = _BINARY[right[1]]
+        else:
+            places[int(found[1])] = _UNARY if before and before[-1] in "-!~" else _ANYTHING
+    outermost = re.sub(r"\([^()]*\)", "", text)
+    operators = re.findall(r"(?<=\s)[^\s\w(){},]+(?=\s)", outermost)
+    if "?" in operators:
+        binds = _TERNARY
+    elif operators:
+        binds = min(_BINARY[o] for o in operators)
+    else:
+        binds = _UNARY if text[0] in "-!~(" else _CALL
+    return _Form(text, binds, tuple(place for _, place in sorted(places.items())))
+
+
+class Names:
+    """Names for locals that hide nothing the text uses."""
+
+    def __init__(self) -> None:
+        self._taken = {"b", "h", "q", "k", "s", "p", "rows", "tile", "kv_tile", "k_first", "k_last", "visible", "hidden"}
+
+    def new(self, n: Node) -> str:
+        """A name that says what the node is, where that is short."""
+        stem = "t"
+        if n.op == "load":
+            indices = [o.attr for o in n.operands if o.op == "index"]
+            stem = "_".join([n.attr.name, indices[-1] if indices else "at"])
+        elif n.op == "sub" and [o.attr for o in n.operands] == ["q", "k"]:
+            stem = "distance"
+        name, number = stem, 1
+        while name in self._taken:
+            number += 1
+            name = f"{stem}{number}"
+        self._taken.add(name)
+        return name

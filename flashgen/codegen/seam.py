@@ -1,0 +1,314 @@
+"""The variant seam: what a kernel template asks of a variant, as CUDA expressions.
+
+`score` and `keep` are the variant's own functions.  `previous_tile` and `classify` say, tile by tile, what a kernel skips
+and what it masks: zones by comparing their ends with the tile's, other conditions by range evaluation.  They are the
+second back end of `analysis.tiles` and follow the rules at the head of that module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flashgen.analysis.abstract import Judge, anywhere
+from flashgen.analysis.facts import Facts, Term
+from flashgen.codegen.device import identifiers
+from flashgen.codegen.params import STORED
+from flashgen.codegen.printer import (
+    CTYPES,
+    Body,
+    Formula,
+    Printer,
+    RangePrinter,
+    Text,
+    binary,
+    call,
+    constant,
+    depends_on,
+    joined,
+)
+from flashgen.lang import ranges
+from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, walk
+
+#: Bounds within this need no clamp: sums and differences of two of them and a position fit an int32.
+REACH = 1 << 28
+
+#: The dimension that each position lies inside of.
+OWN_DIMENSION = {"b": "batch", "h": "heads", "q": "q", "k": "kv"}
+
+#: How a stored element becomes what expressions see.
+WIDENED = {"bool": "{} != 0", "float16": "from_f16({})", "bfloat16": "from_bf16({})"}
+
+#: Longer formulas are left to the code.
+MAX_FORMULA = 160
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """The function that reads an element of a captured tensor, and its twin over ranges of indices.
+
+    `ranged` is the twin's type, None where no tile is judged by this tensor; `declared` is what an element may be.
+    """
+
+    name: str
+    shape: str
+    ctype: str
+    indices: tuple[str, ...]
+    value: str
+    ranged: str | None
+    single: str
+    declared: str
+    sorted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The body of `previous_tile` or `classify`: declarations, the conclusions drawn from them, and the names in both."""
+
+    lines: tuple[str, ...]
+    conclusions: tuple[str, ...]
+
+    @property
+    def uses(self) -> frozenset[str]:
+        return identifiers("\n".join((*self.lines, *self.conclusions)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seam:
+    """A variant as a kernel template sees it; what is None or False is not emitted.
+
+    mask      bodies of `keep`, `previous_tile` (its runs), and `classify` (whether something is hidden; before it, where
+              a tile inside the runs may be EMPTY, whether something is visible)
+    clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
+    formula   (kind, text) lines for the banner
+    """
+
+    readers: tuple[Reader, ...]
+    score: Body | None
+    keep: Body | None
+    runs: Decision | None
+    classes: Decision | None
+    clamp_q: bool
+    clamp_k: bool
+    formula: tuple[tuple[str, str], ...]
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether `classify` may find a tile EMPTY."""
+        return self.classes is not None and len(self.classes.conclusions) == 2
+
+
+def seam(facts: Facts) -> Seam:
+    """The seam of an analysed variant."""
+    variant = facts.variant
+    masked = variant.mask is not None and bool(facts.hidden)
+    mask, score = (variant.mask if masked else None), variant.score_node
+    roots = [root for root in (mask, score) if root is not None]
+    loads = [n for n in walk(roots) if n.op == "load"]
+    judged = [n for n in walk(_judged(facts)) if n.op == "load"] if masked else []
+    tensors = sorted({n.attr for n in loads + judged}, key=lambda tensor: tensor.name)
+    return Seam(
+        readers=tuple(_reader(tensor, loads + judged, judged, facts) for tensor in tensors),
+        score=None if score is None else Printer(wide=facts.int64).body(score),
+        keep=None if mask is None else Printer(wide=facts.int64, exact=True).body(mask),
+        runs=_Decider(facts).runs() if masked else None,
+        classes=_Decider(facts).classes() if masked else None,
+        clamp_q=any(depends_on(n, "q") for n in loads),
+        clamp_k=any(depends_on(n, "k") for n in loads),
+        formula=_formula(mask, score),
+    )
+
+
+def _formula(mask: Node | None, score: Node | None) -> tuple[tuple[str, str], ...]:
+    texts = [(kind, str(Formula().inline(root))) for kind, root in (("visible", mask), ("score", score)) if root is not None]
+    return tuple((kind, text) for kind, text in texts if len(text) <= MAX_FORMULA)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Captured tensors
+
+
+def _judged(facts: Facts) -> list[Node]:
+    """Everything that the choice of tiles evaluates."""
+    return [n for term in (*facts.visible, *facts.hidden) for n in term.nodes()]
+
+
+def _reader(tensor: Tensor, loads: list[Node], judged: list[Node], facts: Facts) -> Reader:
+    printer = Printer(wide=facts.int64)
+    sites = [n for n in loads if n.attr == tensor]
+    indices, offsets = [], []
+    for i, dimension in enumerate(tensor.dims):
+        at = [n.operands[i] for n in sites]
+        indices.append("i64" if any(map(printer.is_wide, at)) else "int")
+        inside = all(_inside(n, dimension) for n in at)
+        offsets.append(f"{f'i{i}' if inside else f'clamp_index(i{i}, p.size{i}_{tensor.name})'} * p.stride{i}_{tensor.name}")
+    element = f"__ldg(&p.tensor_{tensor.name}[{' + '.join(offsets)}])"
+    dtype = TENSOR_DTYPES[tensor.dtype]
+    ranged, single = RangePrinter.types(dtype)
+    over_ranges = any(n.attr == tensor and depends_on(n, "q", "k") for n in judged)
+    return Reader(
+        name=tensor.name,
+        shape=f"{tensor.dtype} [{', '.join('any' if d is None else str(d) for d in tensor.dims)}]",
+        ctype=CTYPES[dtype],
+        indices=tuple(indices),
+        value=WIDENED.get(tensor.dtype, "{}").format(element),
+        ranged=ranged if over_ranges else None,
+        single=single,
+        declared=_declared(tensor),
+        sorted=tensor.sorted and dtype is not DType.BOOL,
+    )
+
+
+def _inside(index: Node, dimension: str | int | None) -> bool:
+    """Whether an index is known to lie in its dimension for every position of a problem."""
+    if index.op == "index":
+        return OWN_DIMENSION[index.attr] == dimension
+    if not isinstance(dimension, int):
+        return False
+    known = Judge(anywhere)(index)
+    return bool(known.lo >= 0 and known.hi < dimension)
+
+
+def _declared(tensor: Tensor) -> str:
+    known = ranges.stored(tensor)
+    if isinstance(known, ranges.Truth):
+        return "{true, true}"
+    dtype = TENSOR_DTYPES[tensor.dtype]
+    if not dtype.is_float:
+        return f"{{{constant(int(known.lo), dtype)}, {constant(int(known.hi), dtype)}}}"
+    ends = ", ".join(str(constant(float(end), dtype)) for end in (known.lo, known.hi))
+    return f"{{{ends}, {'true' if known.nan else 'false'}}}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tiles
+
+
+class _Decider:
+    """Prints what the facts' terms say about one tile."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.printer = RangePrinter(wide=facts.int64, exact=True)
+        self.known: dict[Node, Text] = {}
+        self._extent = Judge(anywhere)
+
+    def runs(self) -> Decision:
+        """The runs of keys that the visible terms give a tile of queries, each as the tile of it to visit next."""
+        terms = self.facts.visible
+        lines = self._declare(n for t in terms for n in (*t.zone.nodes(), *t.uniform))
+        found = list(dict.fromkeys(str(self._run(term)) for term in terms))
+        return _decision(lines, ["tile"] if "tile" in found else found or ["-1"])
+
+    def classes(self) -> Decision:
+        """Whether something is hidden in a tile; before it whether something is visible, where the runs leave that open."""
+        asked = [self.facts.hidden]
+        if any(term.others for term in self.facts.visible):
+            asked.insert(0, self.facts.visible)
+        lines = self._declare(n for terms in asked for term in terms for n in term.nodes())
+        return _decision(lines, [str(joined("||", map(self._possible, terms), "false")) for terms in asked])
+
+    def _declare(self, nodes: Iterable[Node]) -> tuple[str, ...]:
+        body = self.printer.body(*nodes)
+        self.known = body.known
+        return body.lines
+
+    def _run(self, term: Term) -> Text:
+        zone = term.zone
+        q_first, q_last = self._queries(term)
+        first = [self._bound(n) for n in zone.k_lo] + [self._less(q_first, n) for n in zone.d_hi]
+        last = [self._bound(n) for n in zone.k_hi] + [self._less(q_last, n) for n in zone.d_lo]
+        conditions = [self.known[n] for n in term.uniform]
+        if zone.q_lo or zone.q_hi:
+            conditions.append(binary("<=", q_first, q_last))
+        conditions += [
+            binary("<=", self._bound(lo), self._bound(hi))
+            for lo in zone.d_lo
+            for hi in zone.d_hi
+            if not self._extent(lo).hi <= self._extent(hi).lo
+        ]
+        if first or last:
+            ends = _extreme("max", first) if first else Text("0"), _extreme("min", last) if last else Text("p.kv_len - 1")
+            run = call("last_tile_of_run", "tile", *ends, "p")
+        else:
+            run = Text("tile")
+        return Text(f"{joined('&&', conditions, '')} ? {run} : -1", 3) if conditions else run
+
+    def _possible(self, term: Term) -> Text:
+        """Whether the tile may hold a pair of the term: all ends of the zone and the tile are in order."""
+        zone = term.zone
+        q_first, q_last = self._queries(term)
+        k_first = _extreme("max", [Text("k_first"), *map(self._bound, zone.k_lo)])
+        k_last = _extreme("min", [Text("k_last"), *map(self._bound, zone.k_hi)])
+        conditions = [self.known[n] for n in term.uniform]
+        conditions += self._meets("rows.q_first", "rows.q_last", zone.q_lo, zone.q_hi, q_first, q_last)
+        conditions += self._meets("k_first", "k_last", zone.k_lo, zone.k_hi, k_first, k_last)
+        conditions += [self._apart(q_first, k_last, "<=", n) for n in zone.d_hi]
+        conditions += [self._apart(q_last, k_first, ">=", n) for n in zone.d_lo]
+        conditions += [
+            binary("<=", self._bound(lo), self._bound(hi))
+            for lo in zone.d_lo
+            for hi in zone.d_hi
+            if not self._extent(lo).hi <= self._extent(hi).lo
+        ]
+        conditions += [Text(f"{self.known[n].inside(16)}.may_true") for n in term.others]
+        return joined("&&", conditions, "true")
+
+    def _queries(self, term: Term) -> tuple[Text, Text]:
+        """The first and last query of the tile inside the zone."""
+        return (
+            _extreme("max", [Text("rows.q_first"), *map(self._bound, term.zone.q_lo)]),
+            _extreme("min", [Text("rows.q_last"), *map(self._bound, term.zone.q_hi)]),
+        )
+
+    def _meets(self, first: str, last: str, lo: tuple[Node, ...], hi: tuple[Node, ...], most: Text, least: Text) -> list[Text]:
+        """Whether [first, last] meets the bounds."""
+        if lo and hi:
+            return [binary("<=", most, least)]
+        return [self._ordered(Text(last), ">=", n) for n in lo] + [self._ordered(Text(first), "<=", n) for n in hi]
+
+    def _bound(self, n: Node) -> Text:
+        """A bound that arithmetic may be done on."""
+        known = self._extent(n)
+        return self.known[n] if -REACH <= known.lo and known.hi <= REACH else call("bounded", self.known[n])
+
+    def _less(self, position: Text, n: Node) -> Text:
+        """The position minus a bound."""
+        if n is const(0):
+            return position
+        known = self._extent(n)
+        fits = "(" not in str(position) and known.lo >= -4 * REACH and not self.printer.is_wide(n)
+        return binary("-", position, self.known[n] if fits else self._bound(n))
+
+    def _apart(self, q: Text, k: Text, sign: str, n: Node) -> Text:
+        """The distance q - k compared with a bound."""
+        if n is const(0):
+            return binary(sign, q, k)
+        if n is const(-1 if sign == "<=" else 1):
+            return binary(sign[0], q, k)
+        return self._ordered(binary("-", q, k), sign, n)
+
+    def _ordered(self, position: Text, sign: str, n: Node) -> Text:
+        """A position compared with a bound; x <= y - 1 is written x < y."""
+        if n.op == ("sub" if sign == "<=" else "add") and n.operands[1] is const(1) and not self.printer.is_wide(n):
+            return binary(sign[0], position, self.known[n.operands[0]])
+        return binary(sign, position, self.known[n])
+
+
+def _extreme(function: str, parts: list[Text]) -> Text:
+    found = parts[-1]
+    for part in reversed(parts[:-1]):
+        found = call(function, part, found)
+    return found
+
+
+def _decision(lines: tuple[str, ...], conclusions: list[str]) -> Decision:
+    """The decision without declarations that nothing uses any more."""
+    kept: list[str] = []
+    wanted = identifiers("\n".join(conclusions))
+    for line in reversed(lines):
+        name = line.partition(" = ")[0].split()[-1]
+        if name in wanted:
+            kept.append(line)
+            wanted |= identifiers(line)
+    return Decision(lines=tuple(reversed(kept)), conclusions=tuple(conclusions))
