@@ -10,7 +10,6 @@ import math
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NoReturn
 
 import numpy as np
@@ -187,19 +186,14 @@ def _checked(
         _check_captured(variant, declared, captured.get(declared.name), problem, q.device)
     check_gradient(q, k, v, captured.values())
     factor = _factor(scale, problem.head_dim)
+    bound = variant.bind(**constants)
     return _Request(
         problem=problem,
-        variant=_prepared(variant, tuple(sorted(constants.items())), factor < 0),
+        variant=bound.with_flipped_score() if factor < 0 else bound,
         scale=abs(factor),
         params=params,
         tensors={name: captured[name] for name in sorted(captured)},
     )
-
-
-@lru_cache(maxsize=1024)
-def _prepared(variant: Variant, constants: tuple[tuple[str, int | float], ...], flipped: bool) -> Variant:
-    bound = variant.bind(**dict(constants))
-    return bound.with_flipped_score() if flipped else bound
 
 
 def _check_tensor(name: str, tensor: object) -> None:
@@ -358,7 +352,7 @@ def _factor(scale: object, head_dim: int) -> float:
         raise LaunchError(f"scale is a {type(scale).__name__} and must be a number{cure}")
     if not math.isfinite(scale) or abs(scale) > _FLOAT32_MAX:
         raise LaunchError(
-            f"scale is {scale}: it must be finite in float32, as 1 / sqrt(head_dim) = {head_dim**-0.5:.6g} is"
+            f"scale is {scale}: it must be finite in float32\n  nearest: 1 / sqrt(head_dim) = {head_dim**-0.5:.6g}"
         )
     return float(scale)
 
