@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from flashgen.errors import CapturedIndexError
 from flashgen.lang.expr import DIMS, DType, Node, walk
 from flashgen.lang.ops import OPS
 
@@ -28,7 +29,7 @@ def evaluate(
 
     `b`, `h`, `q`, `k` are integer arrays that broadcast against each other and the score `s`; `sizes` holds the problem
     sizes by name.  A captured tensor's named dimension of size 1 broadcasts.  Where an index lies outside its dimension
-    IndexError names the tensor, the index and the size; with `live` (bool, broadcastable) only there, and other
+    CapturedIndexError names the tensor, the index and the size; with `live` (bool, broadcastable) only there, and other
     positions read the nearest element, as kernels do.
     """
     positions = {"b": b, "h": h, "q": q, "k": k}
@@ -82,7 +83,7 @@ def _load(n: Node, array: np.ndarray, indices: tuple[np.ndarray, ...], float_dty
             outside = outside & live
         if np.any(outside):
             wrong = np.broadcast_to(index, np.shape(outside))[outside].flat[0]
-            raise IndexError(
+            raise CapturedIndexError(
                 f"tensor {tensor.name!r}: index {wrong} is outside dimension {dim} of size {size}"
                 f"; keep it inside with fg.clamp(i, 0, {tensor.name}.size({dim}) - 1)"
             )

@@ -8,18 +8,31 @@ import linecache
 import os
 import sys
 from collections.abc import Iterable
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 from flashgen.errors import SourceLine, SpecError
 
 _ASKING = (ast.BoolOp, ast.If, ast.IfExp, ast.While, ast.Assert, ast.Call, ast.Subscript, ast.comprehension)
 _LANG = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(_LANG)) + os.sep
+_SHIPPED = os.path.join(_PACKAGE, "_resources") + os.sep  # specs in an installed wheel
 
 
 def caller() -> SourceLine | None:
     """The line outside flashgen/lang that led here."""
     frame = _calling_frame()
     return None if frame is None else line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def definition(code: CodeType) -> SourceLine:
+    """The line of a function's `def`, below its decorators."""
+    first = line(code.co_filename, code.co_firstlineno)
+    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
+    if first.text.lstrip().startswith("@"):
+        for number, text in enumerate(lines, code.co_firstlineno):
+            if text.lstrip().startswith("def "):
+                return line(code.co_filename, number)
+    return first
 
 
 def construct() -> ast.AST | None:
@@ -83,11 +96,14 @@ def _deepest(traceback: TracebackType | None, folder: str | None) -> SourceLine 
     found = None
     while traceback is not None:
         path = traceback.tb_frame.f_code.co_filename
-        mine = os.path.dirname(os.path.abspath(path)) == folder if folder else not path.startswith(_LANG)
-        if mine:
+        if os.path.dirname(os.path.abspath(path)) == folder if folder else _is_users(path):
             found = line(path, traceback.tb_lineno)
         traceback = traceback.tb_next
     return found
+
+
+def _is_users(path: str) -> bool:
+    return not path.startswith(_PACKAGE) or path.startswith(_SHIPPED)
 
 
 def _asks_for_a_value(n: ast.AST) -> bool:

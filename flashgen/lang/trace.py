@@ -634,12 +634,13 @@ def _title(function: Callable) -> str:
 def _kind(value: object) -> str:
     if value is None:
         return "nothing (a missing `return`?)"
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def _defined(function: Callable) -> SourceLine | None:
     code = getattr(function, "__code__", None)
-    return source.line(code.co_filename, code.co_firstlineno) if code else source.caller()
+    return source.definition(code) if code else source.caller()
 
 
 def _node(value: object) -> Node:
