@@ -292,6 +292,7 @@ def test_a_captured_tensor_is_declared_with_its_dimensions():
         (lambda: fg.param("w", default=float("nan")), "got NaN"),
         (lambda: fg.param("w", default=1, dtype="int8"), "dtype is int, float, 'int32', 'int64' or 'float32'"),
         (lambda: fg.param("w", default=1.5, dtype=int), "default=1.5 is not a whole number"),
+        (lambda: fg.param("w", max=float("inf"), dtype=int), "max=inf is not a whole number"),
         (lambda: fg.param("w", default=1 << 31), "default=2147483648 does not fit"),
         (lambda: fg.param("w", default=0, min=1), "the default 0 is outside [1, None]"),
         (lambda: fg.param("w", min=3, max=2), "min=3 is above max=2"),

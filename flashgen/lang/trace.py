@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import keyword
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -533,7 +532,7 @@ def _bound(name: str, which: str, value, dtype: DType) -> int | float | None:
         raise _refuse(f"{name!r}: {which}={value!r} is not a number")
     if dtype.is_float:
         return float(value)
-    if value != math.floor(value):
+    if not (isinstance(value, (int, np.integer)) or float(value).is_integer()):
         raise _refuse(f"{name!r} is {dtype.value}: {which}={value} is not a whole number")
     bits = 32 if dtype is DType.INT32 else 64
     if not -(1 << bits - 1) <= value < 1 << bits - 1:

@@ -14,6 +14,8 @@ from flashgen.lang.expr import Constant, DType, Node, Param, Tensor, const, dige
 HEAD_DIMS = (64, 128)
 DTYPES = ("float16", "bfloat16")
 
+FLOAT32_MAX = 2.0**128 - 2.0**104
+
 Symbol = Param | Constant | Tensor
 
 
@@ -399,8 +401,10 @@ def _checked(variant_name: str, kind: str, symbol: Param | Constant, value: obje
         number = float(value)
         if number != number:
             raise PlanError(f"{title} got NaN")
+        if FLOAT32_MAX < abs(number) < float("inf"):
+            raise PlanError(f"{title} is float32: {number} does not fit")
     else:
-        if value != int(value):
+        if not (isinstance(value, int) or float(value).is_integer()):
             raise PlanError(f"{title} is {symbol.dtype.value} and got {value!r}: give a whole number")
         number = int(value)
         bits = 32 if symbol.dtype is DType.INT32 else 64
