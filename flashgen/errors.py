@@ -42,5 +42,9 @@ class CompileError(FlashgenError):
         self.source = source
 
 
+class CapturedIndexError(FlashgenError, IndexError):
+    """An expression read a captured tensor outside one of its dimensions; said on the CPU, clamped in a kernel."""
+
+
 class LaunchError(FlashgenError):
     """A call that cannot run: bad tensors, no driver, or the driver's own refusal."""

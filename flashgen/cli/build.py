@@ -42,7 +42,8 @@ def command(
         for plan in _plans(path, dtypes, head_dims, archs, pipeline, param)
     ]
     start = time.perf_counter()
-    table = Table("kernel", "tile", "registers", "spills", "cubin", "", box=None, title_justify="left")
+    table = Table("kernel", "tile", "registers", "spills", "cubin", "", box=None, padding=(0, 2, 0, 0))
+    table.columns[0].no_wrap = True
     for plan, entry in compiled(plans, jobs):
         table.add_row(
             f"{plan.variant.name} {plan.arch} {plan.dtype} {plan.head_dim}",

@@ -52,7 +52,7 @@ def command(
     parts = f"emit {seconds(steps['emit'])}, NVRTC {seconds(steps['nvrtc'])}"
     table.add_row("emit + compile", f"{cold} ({parts})" + (", when it was compiled" if first.hit else ""))
     if again.hit:
-        table.add_row("index hit", seconds(min(found, built) if first.hit else found))
+        table.add_row("index hit", seconds(built if first.hit else found))
     else:
         table.add_row("index hit", "none: the cache folder cannot be written")
     out.print(table)

@@ -182,7 +182,10 @@ def resolve(spec: str | Variant, request: Request, *, device: str | None = None,
     from flashgen.planning.problem import Problem
 
     variant, params = bound(load_spec(spec) if isinstance(spec, str) else spec, request.param or ())
-    variant = _pinned(variant, request)
+    arch, tile, pipeline = request.arch or default_arch(variant), request.tile_shape(), request.pipeline
+    if device is not None:
+        # A call of attention takes these from the variant.  What needs no pin gets none: it is the kernel of any call.
+        variant = _pinned(variant, tile=tile, pipeline=pipeline, arch=arch if device == "cpu" else request.arch)
     head_dim = request.head_dim or default_head_dim(variant)
     q_len = SEQLEN[device or default_device()] if request.seqlen is None else request.seqlen
     dtype = request.dtype or default_dtype(variant)
@@ -197,10 +200,9 @@ def resolve(spec: str | Variant, request: Request, *, device: str | None = None,
         dtype=dtype,
     )
     case = Case(sizes=problem.sizes(), params=params, tensors=_tensors(variant, problem, request.tensor or (), seed))
-    arch = request.arch or default_arch(variant)
     # A CPU walks the plan of a 16-bit kernel in float32 and float64 too.
     of_kernel = DTYPE if device == "cpu" and dtype in ("float32", "float64") else dtype
-    plans = menu(variant, arch, of_kernel, head_dim, problem.v_head_dim)
+    plans = menu(variant, arch, of_kernel, head_dim, problem.v_head_dim, pipeline=pipeline, tile=tile)
     return Resolved(
         variant=variant,
         problem=problem,
@@ -294,9 +296,8 @@ def captured(resolved: Resolved, device: str) -> dict[str, torch.Tensor]:
     }
 
 
-def _pinned(variant: Variant, request: Request) -> Variant:
-    """The variant with the request's tile and pipeline in place of its own."""
-    chosen = {"tile": request.tile_shape(), "pipeline": request.pipeline}
+def _pinned(variant: Variant, **chosen: object) -> Variant:
+    """The variant with what is chosen in place of its own pins."""
     pins = dataclasses.replace(variant.pins, **{name: value for name, value in chosen.items() if value is not None})
     return variant if pins == variant.pins else dataclasses.replace(variant, pins=pins)
 

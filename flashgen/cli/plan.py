@@ -16,7 +16,7 @@ from flashgen.cli.options import Request, Spec
 if TYPE_CHECKING:
     from flashgen.planning import traffic
 
-#: Rows that a table shows unless --all asks for the rest: only the rejected candidates are more.
+#: Rejected candidates that are shown unless --all asks for the rest.
 _SHOWN = 8
 
 
@@ -36,7 +36,7 @@ def command(
     out.print(Text(str(resolved), style="bold"))
     for table in prediction.tables():
         out.print()
-        out.print(rendered(table, None if every else _SHOWN))
+        out.print(rendered(table, _SHOWN if table.title == "rejected" and not every else None))
 
 
 def rendered(table: traffic.Table, most: int | None = None) -> Table:

@@ -1,0 +1,66 @@
+"""The generated parts of the README: `python tests/readme_blocks.py` writes them, tests/test_readme.py compares."""
+
+import re
+import sys
+from pathlib import Path
+
+from cli import flashgen
+
+from flashgen.lang import language
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+
+#: A block of the README, from its marker to the end marker.
+BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+PLAN = ("plan", "specs/sliding_window.py", "--seqlen", "8192", "--arch", "sm_80")
+SHOW = ("show", "specs/sliding_window.py", "--param", "window=300", "--seqlen", "1024", "--tile", "64x64")
+
+
+def spec() -> str:
+    return fenced("python", (ROOT / "specs" / "sliding_window.py").read_text())
+
+
+def plan() -> str:
+    return output(PLAN)
+
+
+def show() -> str:
+    return output(SHOW)
+
+
+def cuda() -> str:
+    """The mask, the schedule it gives a Q tile, its tile classes, and the main loop."""
+    text = flashgen("emit", "specs/sliding_window.py", "--arch", "sm_80").out
+    seam = between(text, "DEVICE bool keep(", "// ----")
+    loop = between(text, "#pragma unroll 1\n", "  store(shared,")
+    return fenced("cuda", f"{seam.rstrip()}\n\n// ...\n\n{loop.rstrip()}\n")
+
+
+BLOCKS = {"spec": spec, "plan": plan, "show": show, "cuda": cuda, "language": language.markdown}
+
+
+def written(readme: str) -> str:
+    """The README with its generated parts made anew."""
+    return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}{match[3]}", readme)
+
+
+def output(arguments: tuple[str, ...]) -> str:
+    lines = [line.rstrip() for line in flashgen(*arguments).out.splitlines()]
+    return fenced("text", "\n".join([f"$ flashgen {' '.join(arguments)}", *lines]) + "\n")
+
+
+def fenced(language: str, text: str) -> str:
+    return f"```{language}\n{text}```\n"
+
+
+def between(text: str, first: str, last: str) -> str:
+    """The part of the text that starts with `first` and ends before `last`."""
+    start = text.index(first)
+    return text[start : text.index(last, start)]
+
+
+if __name__ == "__main__":
+    README.write_text(written(README.read_text()))
+    sys.exit()

@@ -1,0 +1,96 @@
+"""`flashgen emit`, `compile` and `build`: text, cubins and what is said of them; no GPU is needed."""
+
+import re
+
+import pytest
+from cli import flashgen
+
+from flashgen.lang.load import load_spec
+from flashgen.planning.planner import menu
+from flashgen.runtime import kernel
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(folder))
+    return folder
+
+
+def seconds(out, name):
+    number, unit = re.search(rf"^{name} +([\d.]+) (s|ms|us)", out, re.MULTILINE).groups()
+    return float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit]
+
+
+def test_emit_prints_one_cuda_file(tmp_path):
+    ran = flashgen("emit", "causal", "--arch", "sm_80", "--head-dim", 64)
+    assert 'extern "C" __global__' in ran.out and "#include" not in ran.out
+    file = tmp_path / "deep" / "causal.cu"
+    assert f"wrote {file}" in flashgen("emit", "causal", "--arch", "sm_80", "--head-dim", 64, "-o", file).err
+    assert file.read_text() == ran.out
+
+
+def test_emit_depends_on_no_length_and_no_parameter():
+    fixed = ("emit", "sliding_window", "--arch", "sm_80", "--tile", "64x64")
+    texts = {
+        flashgen(*fixed, "--seqlen", n, "--param", f"window={w}").out for n, w in ((1024, 1024), (8192, 7), (1, 1))
+    }
+    assert len(texts) == 1
+
+
+def test_compile_reports_resources_and_times(tmp_path):
+    file = tmp_path / "causal.cubin"
+    out = flashgen("compile", "causal", "--arch", "sm_80", "--head-dim", 128, "--output", file).out
+    assert re.search(r"^registers +\d+ a thread \(the plan estimates \d+\)", out, re.MULTILINE)
+    assert re.search(r"^spills +0 bytes stored, 0 loaded, stack 0", out, re.MULTILINE)
+    for name in ("shared memory", "cubin", "imports", "context creation"):
+        assert re.search(rf"^{name} ", out, re.MULTILINE)
+    assert file.read_bytes().startswith(b"\x7fELF")
+    # The bounds are those of a machine that does nothing else meanwhile, and this one may: three times as much.
+    assert seconds(out, r"emit \+ compile") < 3.0
+    assert seconds(out, "index hit") < 0.09
+
+
+def test_a_second_compile_is_a_hit_and_fresh_is_none():
+    assert "when it was compiled" not in flashgen("compile", "causal", "--head-dim", 64).out
+    assert "when it was compiled" in flashgen("compile", "causal", "--head-dim", 64).out
+    assert "when it was compiled" not in flashgen("compile", "causal", "--head-dim", 64, "--fresh").out
+
+
+def test_build_compiles_every_combination_once(empty_cache):
+    arguments = ("build", "causal", "--dtypes", "float16,bfloat16", "--head-dims", "32,64", "--archs", "sm_80")
+    ran = flashgen(*arguments)
+    rows = [line for line in ran.out.splitlines() if line.lstrip().startswith("causal sm_80")]
+    assert {" ".join(row.split()[:4]) for row in rows} == {
+        f"causal sm_80 {dtype} {dim}" for dtype in ("float16", "bfloat16") for dim in (32, 64)
+    }
+    assert all("compiled" in row for row in rows)
+    assert len(list(empty_cache.glob("*.cubin"))) == len(rows)
+    again = flashgen(*arguments).out
+    assert "cached" in again and "compiled" not in again
+
+
+def test_build_takes_a_folder_and_what_the_spec_names(tmp_path):
+    (tmp_path / "one.py").write_text(
+        "import flashgen as fg\n\n\n@fg.variant(head_dims=(16, 32), dtypes=('float16',), arch='sm_80')\n"
+        "def one(b, h, q, k):\n    return k <= q\n"
+    )
+    out = flashgen("build", tmp_path).out
+    assert {" ".join(line.split()[:4]) for line in out.splitlines() if "one " in line} == {
+        "one sm_80 float16 16",
+        "one sm_80 float16 32",
+    }
+
+
+def test_what_build_made_a_call_finds():
+    flashgen("build", "causal", "--dtypes", "bfloat16", "--head-dims", "64", "--archs", "sm_80")
+    plans = menu(load_spec("causal").bind(), "sm_80", "bfloat16", 64).plans
+    assert [kernel.build(plan).hit for plan in plans] == [True] * len(plans)
+
+
+def test_a_kernel_that_fails_to_compile_is_one_message(monkeypatch):
+    import flashgen.codegen as codegen
+
+    monkeypatch.setattr(codegen, "emit", lambda plan, facts=None: "extern int;\nnonsense here;\n")
+    err = flashgen("compile", "causal", "--head-dim", 64, code=2).err
+    assert "CompileError" in err and "nonsense here" in err

@@ -1,0 +1,115 @@
+"""`flashgen run`: a checked result, the numbers beside it, and what a failed check does."""
+
+import pytest
+import torch
+from cli import flashgen
+
+from flashgen.lang.load import shipped
+from flashgen.ops import attention as ops_attention
+
+
+def run(*arguments, code=0):
+    return flashgen("run", *arguments, "--device", "cpu", code=code)
+
+
+def test_a_run_on_the_cpu():
+    out = run("sliding_window", "--seqlen", 200, "--head-dim", 64, "--param", "window=50").out
+    assert "sliding_window: batch 1, heads 8, seqlen 200, head_dim 64, bfloat16, window 50" in out
+    for line in ("ran on", "the CPU", "time", "largest error", "RMS error", "PyTorch in bfloat16", "predicted IO"):
+        assert line in out
+    assert "(as predicted)" in out
+    assert "checked against float64: 102,400 elements, seed 0" in out
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_every_dtype_of_the_cpu(dtype):
+    assert f"PyTorch in {dtype}" in run("causal", "--seqlen", 70, "--head-dim", 64, "--dtype", dtype).out
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_every_shipped_spec(name):
+    options = ("--batch", 2, "--heads", 4, "--kv-heads", 2, "--seqlen", 67, "--head-dim", 64, "--v-head-dim", 32)
+    assert "checked" in run(name, *options).out
+
+
+def test_few_elements_are_drawn_until_there_are_enough():
+    assert "checked against float64: 4,096 elements" in run("causal", "--seqlen", 1, "--heads", 1, "--head-dim", 64).out
+
+
+def test_no_elements():
+    assert "checked against float64: 0 elements" in run("causal", "--seqlen", 0).out
+
+
+def test_a_tile_is_the_one_that_runs():
+    assert "tiles of 32 x 16 " in run("causal", "--seqlen", 100, "--head-dim", 64, "--tile", "32x16").out
+
+
+def spoil(monkeypatch, change):
+    """Attention with a fault in it."""
+    right = ops_attention.attention
+
+    def wrong(*args, **named):
+        o, lse = right(*args, **named)
+        return change(o, lse)
+
+    monkeypatch.setattr(ops_attention, "attention", wrong)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda o, lse: (o * 1.05, lse), "RMS error"),
+        (lambda o, lse: (o.index_fill(2, torch.tensor([3]), 0.0), lse), "largest error"),
+        (lambda o, lse: (o.index_fill(2, torch.tensor([3]), float("nan")), lse), "nan"),
+        (lambda o, lse: (o, lse + 0.01), "lse is off by"),
+    ],
+)
+def test_a_wrong_result_exits_with_1_and_says_why(monkeypatch, change, reason):
+    spoil(monkeypatch, change)
+    ran = run("causal", "--seqlen", 64, "--head-dim", 64, code=1)
+    assert "check failed:" in ran.err and reason in ran.err
+    assert "checked against" not in ran.out
+
+
+def test_an_index_outside_a_captured_tensor_is_one_message(tmp_path):
+    spec = tmp_path / "outside.py"
+    spec.write_text(
+        "import numpy as np\nimport flashgen as fg\n\n"
+        "ids = fg.tensor('ids', dims=(None,), dtype='int32', example=lambda p, rng: np.zeros(5, np.int32))\n\n\n"
+        "@fg.variant\ndef outside(b, h, q, k):\n    return ids[k] == 0\n"
+    )
+    err = flashgen("run", spec, "--device", "cpu", "--seqlen", 9, code=2).err
+    assert "tensor 'ids': index 5 is outside dimension 0 of size 5" in err
+
+
+def test_a_sweep_on_the_cpu(tmp_path):
+    for name in ("causal", "alibi"):
+        (tmp_path / f"{name}.py").write_text(shipped()[name].read_text())
+    ran = run(tmp_path, "--sweep")
+    assert "no GPU: the kernels' tiles are walked on the CPU, at lengths (1, 127)" in ran.err
+    assert "48 of 48 cases pass on the CPU" in ran.out  # 2 specs x 2 dtypes x 3 head dims x 2 kv_heads x 2 lengths
+
+
+def test_a_sweep_that_fails_says_how_to_repeat_the_case(tmp_path, monkeypatch):
+    spoil(monkeypatch, lambda o, lse: (o * (1.05 if o.dtype == torch.float16 else 1.0), lse))
+    ran = run("causal", "--sweep", code=1)
+    assert "12 of 24 cases pass" in ran.out
+    assert (
+        "flashgen run causal --dtype float16 --head-dim 64 --heads 8 --kv-heads 8 --seqlen 127 --seed 0 --device cpu\n"
+        "  largest error"
+    ) in ran.err
+
+
+def test_a_sweep_keeps_to_what_a_spec_allows(tmp_path):
+    spec = tmp_path / "narrow.py"
+    spec.write_text(
+        "import flashgen as fg\n\n\n@fg.variant(head_dims=(64,), dtypes=('float16',), only=True)\n"
+        "def narrow(b, h, q, k):\n    return k <= q\n"
+    )
+    assert "4 of 4 cases pass" in run(spec, "--sweep").out
+
+
+@pytest.mark.gpu
+def test_a_run_on_the_gpu():
+    out = flashgen("run", "causal", "--seqlen", 500, "--head-dim", 64, "--device", "cuda").out
+    assert "checked against float64" in out and "predicted IO" in out
