@@ -19,6 +19,12 @@ _EXPORTS = {
     "Variant": ("flashgen.lang.variant", "Variant"),
     "variant": ("flashgen.lang.variant", "variant"),
     "load_spec": ("flashgen.lang.load", "load_spec"),
+    "attention": ("flashgen.ops.attention", "attention"),
+    "merge": ("flashgen.ops.merge", "merge"),
+    "supports": ("flashgen.ops.supports", "supports"),
+    "plan": ("flashgen.ops.stages", "plan"),
+    "emit": ("flashgen.ops.stages", "emit"),
+    "compile": ("flashgen.ops.stages", "compile"),
     "abs": ("flashgen.lang.trace", "absolute"),
     **{
         name: ("flashgen.lang.trace", name)

@@ -1,0 +1,103 @@
+"""The stages one by one, for a person at a prompt: plan(), emit(), compile(); attention() runs them all by itself."""
+
+from __future__ import annotations
+
+from flashgen.errors import PlanError
+from flashgen.lang.load import load_spec
+from flashgen.lang.variant import Variant
+from flashgen.planning import planner
+from flashgen.planning.arch import ARCHS, find, of_device
+from flashgen.planning.plan import KernelPlan
+from flashgen.planning.problem import Problem
+from flashgen.runtime import driver, kernel
+from flashgen.runtime.kernel import Kernel
+
+
+def plan(
+    variant: Variant | str,
+    *,
+    batch: int = 1,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    seqlen: int | None = None,
+    kv_seqlen: int | None = None,
+    head_dim: int | None = None,
+    v_head_dim: int | None = None,
+    dtype: str | None = None,
+    arch: str | None = None,
+    pipeline: str | None = None,
+    tile: tuple[int, int] | None = None,
+    stages: int | None = None,
+    **constants: int | float,
+) -> KernelPlan:
+    """The kernel that a variant (or spec file) gets: for a problem where `seqlen` is given, else for long sequences.
+
+    Unless given: head_dim 128 if the variant declares it, else its largest; bfloat16 if it declares it; the arch that
+    it pins, else that of the first GPU, else sm_80.  `tile` (queries, keys), `stages` and `pipeline` fix what the
+    planner would choose.  Raises PlanError with the limit that the request hits and the nearest thing that works, and
+    SpecError for a file that is no spec.
+    """
+    variant = load_spec(variant) if isinstance(variant, str) else variant
+    arch = arch or default_arch(variant)
+    head_dim = head_dim or default_head_dim(variant)
+    dtype = dtype or default_dtype(variant)
+    menu = planner.menu(
+        variant.bind(**constants), arch, dtype, head_dim, v_head_dim, pipeline=pipeline, tile=tile, stages=stages
+    )
+    if seqlen is None:
+        if kv_seqlen is not None:
+            raise PlanError("kv_seqlen alone is no problem\n  nearest: give seqlen too")
+        return menu.plans[0]
+    problem = Problem(
+        batch=batch,
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        q_len=seqlen,
+        kv_len=seqlen if kv_seqlen is None else kv_seqlen,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim or head_dim,
+        dtype=dtype,
+    )
+    return planner.choose(menu, problem, multiprocessors(arch))
+
+
+def emit(plan: KernelPlan) -> str:
+    """The CUDA of a plan: one self-contained file."""
+    from flashgen import codegen
+
+    return codegen.emit(plan)
+
+
+def compile(plan: KernelPlan) -> Kernel:
+    """A plan's kernel, through the disk cache: `cubin`, `resources`, and what attention() launches.
+
+    Raises CompileError with NVRTC's log.
+    """
+    return kernel.load(plan)
+
+
+def default_arch(variant: Variant) -> str:
+    """The arch that the variant pins, else that of the first GPU, else the newest that has a pipeline of its own."""
+    if variant.pins.arch is not None:
+        return variant.pins.arch
+    if driver.gpus():
+        return of_device(*driver.gpu(0).capability).name
+    return "sm_90a" if "hopper" in ARCHS["sm_90a"].pipelines else "sm_80"
+
+
+def default_head_dim(variant: Variant) -> int:
+    """128 where the variant declares it, else the largest that it declares."""
+    return 128 if 128 in variant.head_dims else max(variant.head_dims)
+
+
+def default_dtype(variant: Variant) -> str:
+    """bfloat16 where the variant declares it."""
+    return "bfloat16" if "bfloat16" in variant.dtypes else variant.dtypes[0]
+
+
+def multiprocessors(arch: str) -> int:
+    """Multiprocessors of the first GPU where it has this arch, else of the arch's reference card."""
+    wanted = find(arch)
+    if driver.gpus() and of_device(*driver.gpu(0).capability) == wanted:
+        return driver.gpu(0).sms
+    return wanted.sms

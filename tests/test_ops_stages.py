@@ -1,0 +1,132 @@
+"""plan, emit, compile and supports: reasons are empty exactly when the stages succeed."""
+
+import itertools
+
+import pytest
+
+import flashgen as fg
+from flashgen.errors import PlanError
+from flashgen.ops import stages
+from flashgen.ops.supports import Reason
+from flashgen.planning.arch import ARCHS
+from flashgen.runtime import driver
+
+block = fg.constant("block", default=64, min=1, max=512)
+
+
+@fg.variant
+def blocks(b, h, q, k):
+    return q // block >= k // block
+
+
+softcapped = fg.variant(score=lambda s, b, h, q, k: 30 * fg.tanh(s / 30), name="softcapped", dtypes=("float16",))
+pinned = fg.variant(lambda b, h, q, k: k <= q, name="pinned", head_dims=(64,), only=True, tile=(64, 64), arch="sm_80")
+
+
+@pytest.fixture(autouse=True)
+def a_machine_without_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(driver, "gpus", lambda: 0)
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
+
+
+PRODUCT = list(
+    itertools.product(
+        [blocks, softcapped, pinned],
+        [*ARCHS, "sm_90", "sm_75", "sm_100", "nonsense"],
+        ["float16", "bfloat16", "float32"],
+        [8, 16, 40, 64, 100, 128, 256, 264],
+        [None, 64, 256, 3],
+        [None, "ampere", "hopper", "volta"],
+        [None, (64, 64), (128, 128), (100, 64), (256, 256)],
+        [None, 2, 3, 9],
+    )
+)
+NAMES = ("variant", "arch", "dtype", "head_dim", "v_head_dim", "pipeline", "tile", "stages")
+
+
+def cases(step, offset=0):
+    """Every `step`-th of the product; a step that shares no factor with its sides meets every value of each."""
+    return [dict(zip(NAMES, PRODUCT[i], strict=True)) for i in range(offset, len(PRODUCT), step)]
+
+
+def test_reasons_are_empty_exactly_when_there_is_a_plan():
+    seen = {True: 0, False: 0}
+    for case in cases(47):
+        reasons = fg.supports(**case)
+        try:
+            fg.plan(**case)
+            planned = True
+        except PlanError:
+            planned = False
+        assert (not reasons) == planned, (case, reasons)
+        assert all(isinstance(reason, Reason) and reason.limit for reason in reasons)
+        seen[planned] += 1
+    assert min(seen.values()) > 50
+
+
+def test_what_is_supported_emits_and_compiles():
+    supported = [case for case in cases(41, 7) if not fg.supports(**case)]
+    for case in supported[:: max(1, len(supported) // 12)]:
+        plan = fg.plan(**case)
+        kernel = fg.compile(plan)
+        assert kernel.cubin[:4] == b"\x7fELF" and "attention_forward" in fg.emit(plan)
+
+
+def test_each_option_gives_its_own_reason():
+    reasons = fg.supports(blocks, arch="sm_80", dtype="float32", head_dim=12, tile=(100, 64), stages=9, block=0)
+    assert {reason.option for reason in reasons} == {"block", "dtype", "head_dim", "tile", "stages"}
+    by_option = {reason.option: reason for reason in reasons}
+    assert by_option["dtype"].nearest == "bfloat16" and by_option["head_dim"].asked == 12
+    assert by_option["head_dim"].nearest == "head_dim 16" and "multiples of 16" in by_option["tile"].limit
+
+
+def test_a_combination_that_fails_together():
+    (reason,) = fg.supports(blocks, arch="sm_86", head_dim=256, tile=(128, 128))
+    assert reason.option == "combination" and "shared memory" in reason.limit
+    assert reason.asked == {"arch": "sm_86", "dtype": "bfloat16", "head_dim": 256, "tile": (128, 128)}
+
+
+def test_pins_and_only_are_reasons():
+    assert fg.supports(pinned) == ()
+    (reason,) = fg.supports(pinned, head_dim=128)
+    assert reason.option == "head_dim" and "declared for head_dim 64 only" in reason.limit
+    (reason,) = fg.supports(pinned, arch="sm_90a")
+    assert reason.option == "arch" and reason.nearest == "sm_80"
+    impossible = fg.variant(name="impossible", tile=(256, 256))
+    (reason,) = fg.supports(impossible, head_dim=256)
+    assert reason.option == "combination"
+
+
+def test_unknown_constants_are_reasons():
+    (reason,) = fg.supports(blocks, blok=3)
+    assert reason.option == "blok" and "no constant 'blok'" in reason.limit
+
+
+def test_plan_defaults():
+    plan = fg.plan(softcapped)
+    assert (plan.arch, plan.dtype, plan.head_dim, plan.v_head_dim) == ("sm_80", "float16", 128, 128)
+    assert fg.plan(pinned).head_dim == 64 and fg.plan("causal").variant.name == "causal"
+    assert fg.plan(fg.variant(head_dims=(32, 96))).head_dim == 96
+
+
+def test_plan_follows_the_gpu_present(monkeypatch):
+    monkeypatch.setattr(driver, "gpus", lambda: 1)
+    monkeypatch.setattr(driver, "gpu", lambda index: driver.Gpu(index=0, name="A", capability=(8, 6), sms=10))
+    assert fg.plan(softcapped).arch == "sm_86" and fg.plan(pinned).arch == "sm_80"
+    assert stages.multiprocessors("sm_86") == 10 and stages.multiprocessors("sm_80") == ARCHS["sm_80"].sms
+
+
+def test_plan_of_a_problem_is_the_call_s():
+    long, short = (fg.plan("causal", arch="sm_80", seqlen=n) for n in (8192, 64))
+    assert long == fg.plan("causal", arch="sm_80") and short.tile.q < long.tile.q
+    with pytest.raises(PlanError, match="heads cannot share"):
+        fg.plan("causal", heads=8, kv_heads=3, seqlen=64)
+    with pytest.raises(PlanError, match="kv_seqlen alone is no problem"):
+        fg.plan("causal", kv_seqlen=64)
+
+
+def test_constants_are_folded():
+    small, large = (fg.plan(blocks, block=n) for n in (64, 128))
+    assert small != large and "128" in fg.emit(large) and fg.plan(blocks) == small
+    with pytest.raises(PlanError, match="the least it may be is 1"):
+        fg.plan(blocks, block=0)
