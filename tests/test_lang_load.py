@@ -77,6 +77,17 @@ def test_specs_import_their_neighbours(tmp_path):
     assert fg.load_spec(tmp_path / "deep.py").name == "deep", "what is only imported is not of the file"
 
 
+def test_what_a_neighbours_function_makes_is_of_the_file_that_calls_it(tmp_path):
+    write(
+        tmp_path,
+        windows="import flashgen as fg\ndef near(reach):\n    return fg.variant(lambda b, h, q, k: q - k < reach)\n",
+        spec="from windows import near\nspec = near(8)\n",
+        two="from windows import near\nsome = near(8)\nmore = near(9)\n",
+    )
+    assert fg.load_spec(tmp_path / "spec.py").name == "spec"
+    assert f"'some' ({tmp_path / 'windows.py'}:3) and 'more'" in str(refused(tmp_path / "two.py"))
+
+
 def test_two_folders_may_use_the_same_names(tmp_path):
     first, second = tmp_path / "one", tmp_path / "two"
     for folder, window in ((first, 3), (second, 4)):

@@ -268,7 +268,7 @@ def test_folding_is_exact_beyond_32_bits_and_refuses_beyond_64():
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.integers(-(1 << 40), 1 << 40), st.integers(-(1 << 40), 1 << 40), st.sampled_from(sorted(OPS)))
+@given(st.integers(-(1 << 30), 1 << 30), st.integers(-(1 << 30), 1 << 30), st.sampled_from(sorted(OPS)))
 def test_folding_agrees_with_evaluation(a, b, name):
     op = OPS[name]
     if op.group not in ("bits", "arithmetic", "comparison", "choice") or name in ("div", "where"):
@@ -278,8 +278,8 @@ def test_folding_agrees_with_evaluation(a, b, name):
     if name.startswith("shift"):
         a, b = a % 1000, b % 32
     folded = apply(name, *(a, b)[: op.arity])
-    if folded.op == "const" and abs(folded.attr) < 1 << 62:
-        assert folded.attr == op.python(*(np.asarray(v, np.int64) for v in (a, b)[: op.arity]))
+    assert folded.op == "const"
+    assert folded.attr == op.python(*(np.asarray(v, np.int64) for v in (a, b)[: op.arity]))
 
 
 def test_casts_of_constants_fold_where_they_are_exact():

@@ -61,9 +61,10 @@ def test_the_call_and_the_decorators_make_the_same():
     def double(s, b, h, q, k):
         return s * 2
 
-    called = fg.variant(rule, double, name="both")
-    decorated = fg.variant(name="both")(rule).score(double)
-    assert (called.mask, called.score_node) == (decorated.mask, decorated.score_node)
+    called = fg.variant(rule, double, name="double")
+    assert fg.variant()(rule).score(double) == fg.variant(rule).score(double) == called
+    assert fg.variant(name="chosen")(rule).name == fg.variant(rule, name="chosen").name == "chosen"
+    assert fg.variant(name="chosen").score(double).name == "chosen"
     assert fg.variant(mask=rule).name == "rule" and fg.variant(score=double).name == "double"
     assert fg.variant().name == "full" and fg.variant(lambda b, h, q, k: k <= q).name == "full"
 

@@ -76,7 +76,7 @@ def _choose(module: ModuleType, file: Path) -> Variant:
     for name, value in vars(module).items():
         if not isinstance(value, Variant):
             continue
-        if value.where is None or Path(value.where.path) != file:
+        if value.file != str(file):
             imported.append(name)
         elif id(value) not in mine or name == value.name:
             mine[id(value)] = (name, value)
@@ -88,7 +88,7 @@ def _choose(module: ModuleType, file: Path) -> Variant:
         return replace(value, name=value.name if name.startswith("_") else name, doc=doc)
     at = SourceLine(str(file), 1, linecache.getline(str(file), 1))
     if final:
-        names = " and ".join(f"{name!r} (line {v.where.line})" for name, v in final)
+        names = " and ".join(f"{name!r} ({_line(v, file)})" for name, v in final)
         raise SpecError(
             f"the spec has {len(final)} variants, {names}: a spec file describes one; build one from the others"
             " (with &, | or .then) or move one to a file of its own",
@@ -96,6 +96,12 @@ def _choose(module: ModuleType, file: Path) -> Variant:
         )
     note = f"; it imports {', '.join(imported)}, which other files describe" if imported else ""
     raise SpecError(f"the spec has no variant{note}: decorate a function (b, h, q, k) with @fg.variant", where=at)
+
+
+def _line(variant: Variant, file: Path) -> str:
+    if variant.where.path == str(file):
+        return f"line {variant.where.line}"
+    return f"{variant.where.path}:{variant.where.line}"
 
 
 def _ancestors(variant: Variant) -> Iterator[Variant]:

@@ -24,6 +24,14 @@ def caller() -> SourceLine | None:
     return None if frame is None else line(frame.f_code.co_filename, frame.f_lineno)
 
 
+def running_file() -> str | None:
+    """The file whose top level is running: what a function makes there belongs to that file."""
+    frame = _calling_frame()
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    return None if frame is None else frame.f_code.co_filename
+
+
 def definition(code: CodeType) -> SourceLine:
     """The line of a function's `def`, below its decorators."""
     first = line(code.co_filename, code.co_firstlineno)

@@ -11,6 +11,9 @@ from flashgen.errors import PlanError, SourceLine, SpecError
 from flashgen.lang import ops, source, trace
 from flashgen.lang.expr import Constant, DType, Node, Param, Tensor, const, digest, walk
 
+#: The name of a variant that nobody named: one without a mask is full attention.
+FULL = "full"
+
 HEAD_DIMS = (64, 128)
 DTYPES = ("float16", "bfloat16")
 
@@ -38,6 +41,7 @@ class Variant:
     head_dims, dtypes  what is emitted ahead; a call outside them works unless `only`
     parents     the variants that this one was built from
     where       the line that made it
+    file        the file whose top level was running then
     """
 
     name: str
@@ -50,6 +54,7 @@ class Variant:
     pins: Pins = field(default_factory=Pins)
     parents: tuple[Variant, ...] = field(default=(), compare=False, repr=False)
     where: SourceLine | None = field(default=None, compare=False, repr=False)
+    file: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self._unify()
@@ -61,8 +66,7 @@ class Variant:
         """Decorate a mask function: a variant like this one with that mask."""
         if self.mask is not None:
             raise self._refused(f"variant {self.name!r} has a mask already; combine masks with & or |")
-        name, doc = _described(mask, self.name, self.doc)
-        return self._made(name=name, doc=doc, mask=trace.trace_mask(mask))
+        return self._made(**self._described_by(mask), mask=trace.trace_mask(mask))
 
     def score(self, function: Callable) -> Variant:
         """Decorate a score function (s, b, h, q, k): a variant like this one with that score."""
@@ -70,8 +74,7 @@ class Variant:
             raise self._refused(
                 f"variant {self.name!r} has a score function already; `.then(f)` applies another one after it"
             )
-        name, doc = _described(function, self.name, self.doc)
-        return self._made(name=name, doc=doc, score_node=trace.trace_score(function))
+        return self._made(**self._described_by(function), score_node=trace.trace_score(function))
 
     def then(self, after: Callable | Variant) -> Variant:
         """Apply another score function to this variant's score; a variant brings its mask along, joined by &."""
@@ -203,7 +206,13 @@ class Variant:
                 )
 
     def _made(self, **changes: object) -> Variant:
-        return replace(self, **{"parents": (self,), "where": source.caller(), **changes})
+        return replace(self, parents=(self,), where=source.caller(), file=source.running_file(), **changes)
+
+    def _described_by(self, function: Callable) -> dict[str, str]:
+        """The name and docstring after decorating: the function's, unless fg.variant(name=...) chose one before."""
+        name, doc = _described(function, self.name, self.doc)
+        chosen = self.mask is None and self.score_node is None and self.name != FULL
+        return {"name": self.name if chosen else name, "doc": doc}
 
     def _rebuilt(self, change: Callable[[Node], Node | None]) -> Variant:
         mask = None if self.mask is None else ops.rebuild(self.mask, change)
@@ -223,6 +232,7 @@ class Variant:
             pins=Pins(**{name: self._pin(other, name) for name in Pins.__dataclass_fields__}),
             parents=(self, other),
             where=source.caller(),
+            file=source.running_file(),
         )
 
     def _merged(self, other: Variant, name: str, default: tuple) -> tuple:
@@ -287,7 +297,7 @@ def variant(
     described = mask or score
     own_name, own_doc = _described(described, "", "") if described else ("", "")
     return Variant(
-        name=name or own_name or "full",
+        name=name or own_name or FULL,
         doc=doc if doc is not None else own_doc,
         mask=None if mask is None else trace.trace_mask(mask),
         score_node=None if score is None else trace.trace_score(score),
@@ -296,6 +306,7 @@ def variant(
         only=_only(only, head_dims, dtypes, where),
         pins=_pins(pins, where),
         where=where,
+        file=source.running_file(),
     )
 
 
