@@ -52,11 +52,12 @@ class WgmmaRegisters:
     fragment of A likewise; `touched`: accessed by another instruction since the warp's last wgmma.fence.
     """
 
-    __slots__ = ("reading", "touched", "writing")
+    __slots__ = ("reading", "shapes", "touched", "writing")
 
     def __init__(self, count: int, warps: int) -> None:
         self.writing = [0] * count
         self.reading = [0] * count
+        self.shapes: dict[int, int] = {}  # width of the product that last accumulated into a register
         self.touched = [(1 << warps) - 1] * count
 
 
@@ -88,7 +89,7 @@ def watch_wgmma(run: Closure, instruction: Instruction, footprint: Footprint, tr
     return watched
 
 
-def check_fence(state: WgmmaRegisters, numbers: list[int], bits: int) -> None:
+def check_fence(state: WgmmaRegisters, numbers: tuple[int, ...], bits: int) -> None:
     """A wgmma is about to use registers: none may have been touched since the warps' last wgmma.fence."""
     for n in numbers:
         if state.touched[n] & bits:

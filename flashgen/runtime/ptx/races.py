@@ -136,22 +136,26 @@ class Races:
                 )
         shadow.flat_reads[where * shadow.readers + rows] = own
 
-    def read_async(self, shadow: Shadow, where: np.ndarray, row: int, agent: int, time: int) -> None:
-        """An asynchronous operation of warp `row` reads granules through the async proxy until `agent` reaches `time`."""
+    def read_async(self, shadow: Shadow, where: np.ndarray, rows: np.ndarray, kind: int, times: np.ndarray | int) -> None:
+        """Asynchronous operations of warps `rows` read all granules `where` through the async proxy.
+
+        They go on until the agent `kind + row` reaches the group number of `times`.
+        """
         epoch = shadow.written[where]
-        writer = epoch >> SHIFT
-        ok = self.generic[row, writer] >= epoch & _TIME
-        rows = np.full(where.shape, row)
+        writer, time = epoch >> SHIFT, epoch & _TIME
+        ok = self.generic[rows[:, None], writer] >= time
         if not ok.all() or not epoch.all():
-            self._explain_read(shadow, where, rows, epoch, ok, "reads through the async proxy")
-        ok = (writer >= self.mbarrier) | (self.proxy[row, writer] >= epoch & _TIME)
+            row, _ = (int(x) for x in np.argwhere(~ok | (epoch == 0))[0])
+            every = np.full(where.shape, rows[row])
+            self._explain_read(shadow, where, every, epoch, ok[row], "reads through the async proxy")
+        ok = (writer >= self.mbarrier) | (self.proxy[rows[:, None], writer] >= time)
         if not ok.all():
-            at = int((~ok).argmax())
+            at = int(np.argwhere(~ok)[0][1])
             raise MissingFence(
                 f"the async proxy reads shared memory written by {self.name(int(writer[at]))}"
                 f" (PTX line {shadow.line[where[at]]}) with no fence.proxy.async between"
             )
-        shadow.reads[where, agent] = time
+        shadow.reads[where[:, None], kind + rows] = times
 
     def write(self, shadow: Shadow, where: np.ndarray, rows: np.ndarray, lanes: Any, line: int) -> None:
         """Warps `rows` write granules through the generic proxy."""

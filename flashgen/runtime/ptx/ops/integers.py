@@ -328,17 +328,18 @@ def bit_reverse(b: Build) -> Closure:
 
 
 def find_leading(b: Build) -> Closure:
+    """bfind: the highest bit that differs from the sign; .shiftamt: how far left it could move.  None: all ones."""
     kind = b.type()
+    distance = bool(b.take("shiftamt"))
     b.done(2)
     width = 8 * types.size(kind)
     x = b.read(b.operands[1], kind)
+    unsigned = types.bits_of(types.DTYPES[kind])
 
     def value(V: Slots) -> np.ndarray:
         v = np.asarray(V[x])
-        if kind in types.SIGNED:
-            v = np.where(v < 0, ~v, v)
-        v = v.view(types.bits_of(v.dtype)) if v.ndim else np.asarray(v).astype(types.bits_of(v.dtype))
-        return (width - 1 - _leading_zeros(v, width)).astype(np.int64)
+        zeros = _leading_zeros(np.where(v < 0, ~v, v).astype(unsigned), width)
+        return np.where(zeros == width, -1, zeros if distance else width - 1 - zeros)
 
     return assign(b, "u32", value)
 
