@@ -7,13 +7,15 @@ mma.sync m16n8k16 with float32 accumulators in registers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashgen.lang.expr import walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.plan import KernelPlan, Part, Tile
+from flashgen.planning.plan import KernelPlan, Part, Role, Tile
+from flashgen.planning.problem import Problem
 
 NAME = "ampere"
 
@@ -26,7 +28,12 @@ MMA_ROWS, MMA_DEPTH = 16, 16
 ITEM = 2  # bytes of float16 and bfloat16
 
 MAX_TILE = 256
+TILE_RULE = f"both sides are multiples of {MMA_ROWS} (the rows and the depth of one mma) up to {MAX_TILE}"
 STAGES = (2, 3, 4)
+STAGES_RULE = "cp.async fills one stage while another is used"
+
+#: Enough to see why no tile fits: a large, a middle and the smallest one.
+EXAMPLES = ((128, 64), (64, 64), (32, 16))
 
 #: Tiles the planner tries by itself: powers of two, which divide the blocks of block-sparse masks, so that a tile is
 #: rarely cut by one.  A pinned tile may be any multiple of 16 up to MAX_TILE.
@@ -52,8 +59,8 @@ TILE_LATENCY = 500
 #: More warps than this on a multiprocessor hide nothing more, and cost registers.
 USEFUL_WARPS = 16
 
-#: Registers by which ptxas moves loads forward where a warp has twice 16 rows and the budget allows.
-AHEAD = 24
+#: Registers that ptxas gives up without spilling, for warps of 16 and of 32 rows.
+SPARE = {1: 8, 2: 24}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +89,12 @@ def padded(head_dim: int) -> int:
     return -(-head_dim // MMA_DEPTH) * MMA_DEPTH
 
 
+def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
+    """The tile that TILE_RULE allows and that comes closest."""
+    q, kv = (min(MAX_TILE, max(MMA_ROWS, MMA_ROWS * round(side / MMA_ROWS))) for side in tile)
+    return q, kv
+
+
 def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
     """Every candidate for a pinned tile or number of stages, or for what the planner may choose freely."""
     free = [Tile(q=q, kv=kv) for q in FREE_TILE_Q for kv in FREE_TILE_KV]
@@ -95,8 +108,9 @@ def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
                     yield Candidate(tile=t, stages=s, warps=w, q_in_registers=q_in_registers)
 
 
-def smem(c: Candidate, d: int, dv: int) -> tuple[Part, ...]:
-    """Bytes of shared memory of a block; `d` and `dv` are padded head dims."""
+def smem(c: Candidate, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
+    """Bytes of shared memory of a block."""
+    d, dv = padded(head_dim), padded(v_head_dim)
     return (
         Part(
             name="q",
@@ -116,37 +130,38 @@ def smem(c: Candidate, d: int, dv: int) -> tuple[Part, ...]:
     )
 
 
-def registers(c: Candidate, d: int, dv: int, variant: Variant) -> tuple[Part, ...]:
-    """32-bit registers that a thread needs at the widest point of the loop, where fewer mean spills.
+def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
+    """32-bit registers of a thread at the widest point of the loop, as ptxas likes to use them.
 
     The widest point is S complete with the first operands of P V on their way: O, S (whose room P then takes over) and
-    fragments.  What is no array was fitted to what ptxas reports for emitted kernels.
+    fragments.  What is no array was fitted to what ptxas reports for emitted kernels; the loads that it moves ahead of
+    their use come last, and a tight budget takes from them.
     """
-    m = c.rows_per_warp // MMA_ROWS
+    d, dv, m = padded(head_dim), padded(v_head_dim), c.rows_per_warp // MMA_ROWS
+    o = c.tile.q * dv // c.threads
     q = m * d // 4 if c.q_in_registers else 4 * m
-    swizzles = sum(min(columns // MMA_DEPTH, 4) for columns in (d, d, dv))
+    swizzles = 2 * min(d // MMA_DEPTH, 4) + 2 * min(dv // MMA_DEPTH, 4)
     return (
-        Part(name="o", amount=c.tile.q * dv // c.threads, why=f"{c.tile.q} x {dv} float32 over {c.threads} threads"),
+        Part(name="o", amount=o, why=f"{c.tile.q} x {dv} float32 over {c.threads} threads"),
         Part(name="s", amount=c.tile.q * c.tile.kv // c.threads, why=f"{c.tile.q} x {c.tile.kv} float32, then p"),
         Part(name="q", amount=q, why="all of the warp's rows" if c.q_in_registers else "fragments of one step"),
-        Part(name="k, v", amount=8, why="fragments of two steps"),
         Part(name="softmax", amount=4 * m, why=f"running maximum and sum of {2 * m} rows"),
-        Part(
-            name="addresses",
-            amount=38 + swizzles,
-            why="copies, strides and loop state; one a swizzled column of q, k, v",
-        ),
+        Part(name="addresses", amount=20 + swizzles, why="of the copies, strides, loop state; the swizzle's columns"),
         Part(name="variant", amount=_variant_registers(variant), why="rows, bounds and values of mask and score"),
+        Part(name="loads ahead", amount=round(0.3 * o + 9 * math.log2(c.tile.kv / 16)), why="of k and v fragments"),
     )
 
 
-def ahead(c: Candidate, arch: Arch, needed: int, blocks: int) -> Part:
-    """What ptxas uses beyond, to move loads forward, as far as the budget of `blocks` blocks allows."""
-    room = budget(c, arch, blocks) - needed
-    wanted = AHEAD * (c.rows_per_warp // MMA_ROWS - 1)
-    return Part(
-        name="loads ahead", amount=max(0, min(wanted, room)), why=f"of {budget(c, arch, blocks)} a thread may have"
-    )
+def needed(c: Candidate, parts: tuple[Part, ...]) -> int:
+    """Registers below which ptxas spills: it gives up few of its loads ahead."""
+    return sum(part.amount for part in parts) - SPARE[c.rows_per_warp // MMA_ROWS]
+
+
+def within(parts: tuple[Part, ...], limit: int) -> tuple[Part, ...]:
+    """The registers with as few loads ahead as a budget that is tight leaves."""
+    *others, last = parts
+    spare = limit - sum(part.amount for part in others)
+    return (*others, replace(last, amount=min(last.amount, spare)))
 
 
 def budget(c: Candidate, arch: Arch, blocks: int) -> int:
@@ -154,22 +169,44 @@ def budget(c: Candidate, arch: Arch, blocks: int) -> int:
     return min(arch.registers_per_thread, arch.registers_per_sm // (c.threads * blocks) // 8 * 8)
 
 
-def refusal(c: Candidate, arch: Arch, smem_bytes: int, needed: int) -> str | None:
-    """Why a candidate with this much shared memory and these registers a thread cannot run on `arch`, or None."""
+def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int) -> str | None:
+    """Why the candidate cannot run on `arch`, or None."""
+    smem_bytes = sum(part.amount for part in smem(c, head_dim, v_head_dim))
     if smem_bytes > arch.smem_per_block:
-        return f"shared memory {_kib(smem_bytes)} > {_kib(arch.smem_per_block)}"
-    if needed > arch.registers_per_thread:
-        return f"registers {needed} > {arch.registers_per_thread}"
-    if needed > budget(c, arch, 1):
-        return f"registers {needed} x {c.threads} threads > {arch.registers_per_sm}"
+        return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
+    count = needed(c, registers(c, variant, head_dim, v_head_dim))
+    if count > arch.registers_per_thread:
+        return f"registers {count} > {arch.registers_per_thread}"
+    if count > budget(c, arch, 1):
+        return f"registers {count} x {c.threads} threads > {arch.registers_per_sm}"
     return None
 
 
-def blocks_per_sm(c: Candidate, arch: Arch, smem_bytes: int, needed: int) -> int:
-    """Blocks that share a multiprocessor: what shared memory, registers and warps allow."""
+def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, v_head_dim: int) -> KernelPlan:
+    """The plan of a candidate that fits, with as many blocks a multiprocessor as memory, registers and warps allow."""
+    memory, wanted = smem(c, head_dim, v_head_dim), registers(c, variant, head_dim, v_head_dim)
+    by_memory = arch.smem_per_sm // (sum(part.amount for part in memory) + arch.smem_reserved)
     by_warps = max(1, min(arch.max_warps, USEFUL_WARPS) // c.warps)
-    most = min(arch.smem_per_sm // (smem_bytes + arch.smem_reserved), by_warps, arch.max_blocks)
-    return max(n for n in range(1, most + 1) if n == 1 or needed <= budget(c, arch, n))
+    most = min(by_memory, by_warps, arch.max_blocks)
+    blocks = max(n for n in range(1, most + 1) if n == 1 or needed(c, wanted) <= budget(c, arch, n))
+    return KernelPlan(
+        variant=variant,
+        pass_name="forward",
+        pipeline=NAME,
+        arch=arch.name,
+        dtype=dtype,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        padded_head_dim=padded(head_dim),
+        padded_v_head_dim=padded(v_head_dim),
+        tile=c.tile,
+        stages=c.stages,
+        roles=(Role(name="compute", warps=c.warps),),
+        q_in_registers=c.q_in_registers,
+        blocks_per_sm=blocks,
+        smem=memory,
+        registers=within(wanted, budget(c, arch, blocks)),
+    )
 
 
 def clocks(plan: KernelPlan, arch: Arch, blocks: int) -> dict[str, float]:
@@ -196,8 +233,21 @@ def clocks(plan: KernelPlan, arch: Arch, blocks: int) -> dict[str, float]:
     }
 
 
-def pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:
-    """Seconds a multiprocessor needs for one score while `blocks` blocks share it: the planner's ranking.
+def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
+    """Seconds a multiprocessor needs for one score while 1, 2 ... blocks share it; the last one ranks the plan."""
+    return tuple(_pace(plan, arch, blocks) for blocks in range(1, plan.blocks_per_sm + 1))
+
+
+def busiest(plan: KernelPlan, paces: tuple[float, ...], problem: Problem, sms: int) -> float:
+    """Seconds of the multiprocessor with most blocks, if every block visits every key; O(1)."""
+    blocks = -(-problem.q_len // plan.tile.q) * problem.heads * problem.batch
+    waves, rest = divmod(-(-blocks // sms), len(paces))
+    scores = plan.tile.q * max(1, -(-problem.kv_len // plan.tile.kv)) * plan.tile.kv
+    return scores * (waves * len(paces) * paces[-1] + (rest * paces[rest - 1] if rest else 0.0))
+
+
+def _pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:
+    """Seconds a multiprocessor needs for one score while `blocks` blocks share it.
 
     One warp a scheduler runs product, softmax and loads one after another; n warps hide all but the slowest unit
     n-fold.  Loads from L2 run behind all of it.
@@ -221,7 +271,3 @@ def score_ops(variant: Variant) -> tuple[int, int]:
 
 def _variant_registers(variant: Variant) -> int:
     return 4 * (variant.mask is not None) + 4 * (variant.score_node is not None)
-
-
-def _kib(count: int) -> str:
-    return f"{count / KIB:.4g} KiB"

@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
 
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
 from flashgen.planning import ampere
 from flashgen.planning import arch as archs
-from flashgen.planning.ampere import Candidate
 from flashgen.planning.arch import Arch
-from flashgen.planning.plan import KernelPlan, Role, Tile
+from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.problem import Problem
 
 DTYPES = ("float16", "bfloat16")
 
+#: Pipeline -> the module that knows its candidates, what they cost, and how long they take.
+PIPELINES = {ampere.NAME: ampere}
+
 #: A menu never has more entries.
 MAX_PLANS = 4
+
+#: Predicted times this close are equal; the larger tile_q, which moves fewer bytes, is then preferred.
+NEAR = 1.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +85,9 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     """
     if len(menu.plans) == 1 or problem.empty:
         return menu.plans[0]
-    times = [_busiest(plan, paces, problem, sms) for plan, paces in zip(menu.plans, menu.paces, strict=True)]
+    pipeline = PIPELINES[menu.plans[0].pipeline]
+    times = [pipeline.busiest(plan, paces, problem, sms) for plan, paces in zip(menu.plans, menu.paces, strict=True)]
     return menu.plans[times.index(min(times))]
-
-
-def _busiest(plan: KernelPlan, paces: Sequence[float], problem: Problem, sms: int) -> float:
-    """Seconds of the multiprocessor with most blocks, if every block visits every key."""
-    blocks = -(-problem.q_len // plan.tile.q) * problem.heads * problem.batch
-    waves, rest = divmod(-(-blocks // sms), len(paces))
-    scores = plan.tile.q * max(1, -(-problem.kv_len // plan.tile.kv)) * plan.tile.kv
-    return scores * (waves * len(paces) * paces[-1] + (rest * paces[rest - 1] if rest else 0.0))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -103,12 +102,19 @@ def _menu(
     stages: int | None,
 ) -> Menu:
     arch = archs.find(arch_name)
-    request = _Request(variant=variant, arch=arch, dtype=dtype, head_dim=head_dim, v_head_dim=v_head_dim)
     pins = variant.pins
     if pins.arch is not None and archs.find(pins.arch) is not arch:
         pinned = archs.find(pins.arch).name
         raise PlanError(f"{variant.name!r} is pinned to {pinned}\n  asked: {arch.name}\n  nearest: {pinned}")
-    archs.pipeline(arch, pipeline or pins.pipeline)  # one pipeline so far: ampere
+    name = archs.pipeline(arch, pipeline or pins.pipeline)
+    request = _Request(
+        variant=variant,
+        arch=arch,
+        pipeline=PIPELINES[name],
+        dtype=dtype,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+    )
     _check_dtype(request)
     _check_head_dims(request)
     fixed = tile or pins.tile
@@ -119,14 +125,18 @@ def _menu(
     if tile_pin and not plans:
         raise PlanError(_does_not_fit(request, tile_pin, stages_pin, rejected))
     chosen, slower = _select(request, plans)
-    paces = tuple(tuple(ampere.pace(p, arch, n) for n in range(1, p.blocks_per_sm + 1)) for p in chosen)
-    return Menu(plans=tuple(chosen), paces=paces, rejected=(*rejected, *slower))
+    return Menu(
+        plans=tuple(t.plan for t in chosen),
+        paces=tuple(t.paces for t in chosen),
+        rejected=(*rejected, *slower),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
     variant: Variant
     arch: Arch
+    pipeline: ModuleType
     dtype: str
     head_dim: int
     v_head_dim: int
@@ -140,69 +150,74 @@ class _Request:
 
 def _fitting(request: _Request, tile: Tile | None, stages: int | None) -> tuple[list[KernelPlan], list[Rejected]]:
     """Every candidate as a plan, or rejected with the limit it passes."""
-    arch, plans, rejected = request.arch, [], {}
-    d, dv = ampere.padded(request.head_dim), ampere.padded(request.v_head_dim)
-    for c in ampere.candidates(tile, stages):
-        smem, registers = ampere.smem(c, d, dv), ampere.registers(c, d, dv, request.variant)
-        smem_bytes, needed = (sum(part.amount for part in parts) for parts in (smem, registers))
-        reason = ampere.refusal(c, arch, smem_bytes, needed)
-        if reason is not None:
-            # Q in registers needs more of them: the candidate's own reason is the one without.
+    plans, rejected = [], {}
+    variant, arch, dims = request.variant, request.arch, (request.head_dim, request.v_head_dim)
+    for c in request.pipeline.candidates(tile, stages):
+        reason = request.pipeline.refusal(c, variant, arch, *dims)
+        if reason is None:
+            plans.append(request.pipeline.plan(c, variant, arch, request.dtype, *dims))
+        else:  # of the forms of one candidate the first needs least
             rejected.setdefault((c.tile, c.stages, c.warps), reason)
-            continue
-        blocks = ampere.blocks_per_sm(c, arch, smem_bytes, needed)
-        plans.append(
-            KernelPlan(
-                variant=request.variant,
-                pass_name="forward",
-                pipeline=ampere.NAME,
-                arch=arch.name,
-                dtype=request.dtype,
-                head_dim=request.head_dim,
-                v_head_dim=request.v_head_dim,
-                padded_head_dim=d,
-                padded_v_head_dim=dv,
-                tile=c.tile,
-                stages=c.stages,
-                roles=(Role(name="compute", warps=c.warps),),
-                q_in_registers=c.q_in_registers,
-                blocks_per_sm=blocks,
-                smem=smem,
-                registers=(*registers, ampere.ahead(c, arch, needed, blocks)),
-            )
-        )
-    fits = {(plan.tile, plan.stages, plan.warps) for plan in plans}
+    fits = {_key(plan) for plan in plans}
     return plans, [
-        Rejected(tile=t, stages=s, warps=w, reason=reason)
-        for (t, s, w), reason in rejected.items()
-        if (t, s, w) not in fits
+        Rejected(tile=key[0], stages=key[1], warps=key[2], reason=reason)
+        for key, reason in rejected.items()
+        if key not in fits
     ]
 
 
-def _select(request: _Request, plans: list[KernelPlan]) -> tuple[list[KernelPlan], list[Rejected]]:
-    """The fastest plan for each tile_q up to the overall fastest's, which stands first; the others with their pace."""
-    best: dict[tuple, tuple] = {}  # one form (Q in registers or not) for each tile, stages and warps
-    for plan in plans:
-        pace = ampere.pace(plan, request.arch, plan.blocks_per_sm)
-        key = (plan.tile, plan.stages, plan.warps)
-        # Equal paces: less shared memory, then fewer registers; a total order, so that the menu never varies.
-        rank = (pace, plan.smem_bytes, plan.registers_estimate, -plan.tile.q, -plan.tile.kv, plan.warps)
-        if key not in best or rank < best[key][0]:
-            best[key] = (rank, plan)
-    ranked = [(rank[0], plan) for rank, plan in sorted(best.values(), key=lambda entry: entry[0])]
-    chosen: list[KernelPlan] = []
-    slower: list[Rejected] = []
-    for pace, plan in ranked:
-        if not chosen or (
-            plan.tile.q < chosen[0].tile.q and plan.tile.q not in {p.tile.q for p in chosen} and len(chosen) < MAX_PLANS
-        ):
-            chosen.append(plan)
+def _key(plan: KernelPlan) -> tuple[Tile, int, int]:
+    """What a candidate is called; its forms (Q in registers or not ...) share it."""
+    return plan.tile, plan.stages, plan.warps
+
+
+class _Timed(NamedTuple):
+    """A plan that fits, with its paces."""
+
+    plan: KernelPlan
+    paces: tuple[float, ...]
+
+    def full(self) -> float:
+        """Seconds for a score on a multiprocessor that holds as many blocks as it can."""
+        return self.paces[-1]
+
+    def mixed(self) -> float:
+        """The same, where half of the time one block is alone: of problems too small to fill the GPU."""
+        return (self.paces[0] + self.paces[-1]) / 2
+
+    def rest(self) -> tuple:
+        """Makes an order by time total, so that a menu never varies."""
+        plan = self.plan
+        return plan.smem_bytes, plan.registers_estimate, -plan.tile.q, -plan.tile.kv, plan.warps
+
+
+def _select(request: _Request, plans: list[KernelPlan]) -> tuple[list[_Timed], list[Rejected]]:
+    """The plans of the menu, and the others with the plan that beats them.
+
+    First the fastest plan, or one as fast with a larger tile_q; then the fastest for small problems of each smaller
+    tile_q.
+    """
+    timed = [_Timed(plan, request.pipeline.paces(plan, request.arch)) for plan in plans]
+    by_full = sorted(timed, key=lambda t: (t.full(), t.rest()))
+    by_mixed = sorted(timed, key=lambda t: (t.mixed(), t.rest()))
+    as_fast = [t for t in by_full if t.full() <= NEAR * by_full[0].full()]
+    main = max(as_fast, key=lambda t: t.plan.tile.q)  # of equal ones the first, which is the fastest
+    smaller: dict[int, _Timed] = {}
+    for t in by_mixed:
+        if t.plan.tile.q < main.plan.tile.q:
+            smaller.setdefault(t.plan.tile.q, t)
+    chosen = [main, *smaller.values()][:MAX_PLANS]
+
+    slower = {_key(t.plan): None for t in chosen}
+    for t in by_full:
+        if _key(t.plan) in slower:
             continue
-        ahead = next((p for p in chosen if p.tile.q == plan.tile.q), chosen[0])
-        rival = ampere.pace(ahead, request.arch, ahead.blocks_per_sm)
-        reason = f"predicted {pace / rival:.2f}x the time of {ahead.tile.q} x {ahead.tile.kv}, {ahead.stages} stages"
-        slower.append(Rejected(tile=plan.tile, stages=plan.stages, warps=plan.warps, reason=reason))
-    return chosen, slower
+        ahead = next((c for c in chosen[1:] if c.plan.tile.q == t.plan.tile.q), main)
+        ratio = t.full() / main.full() if ahead is main else t.mixed() / ahead.mixed()
+        tile, where = ahead.plan.tile, "" if ahead is main else ", where blocks are few"
+        reason = f"predicted {ratio:.2f}x the time of {tile.q} x {tile.kv}, {ahead.plan.stages} stages{where}"
+        slower[_key(t.plan)] = Rejected(tile=t.plan.tile, stages=t.plan.stages, warps=t.plan.warps, reason=reason)
+    return chosen, [r for r in slower.values() if r is not None]
 
 
 def _check_dtype(request: _Request) -> None:
@@ -215,8 +230,9 @@ def _check_dtype(request: _Request) -> None:
 
 
 def _check_head_dims(request: _Request) -> None:
+    pipeline = request.pipeline
+    low, high, step = pipeline.MIN_HEAD_DIM, pipeline.MAX_HEAD_DIM, pipeline.HEAD_DIM_STEP
     for name, value in (("head_dim", request.head_dim), ("v_head_dim", request.v_head_dim)):
-        low, high, step = ampere.MIN_HEAD_DIM, ampere.MAX_HEAD_DIM, ampere.HEAD_DIM_STEP
         if value > high:
             raise PlanError(_too_wide(request, name))
         if value < low or value % step:
@@ -242,22 +258,19 @@ def _nearest(value: object, allowed: tuple) -> object:
 
 
 def _check_tile(request: _Request, tile: tuple[int, int]) -> Tile:
-    """The tile as asked, or PlanError where mma's shape rules it out."""
-    step, high = ampere.MMA_ROWS, ampere.MAX_TILE
-    rounded = [min(high, max(step, step * round(n / step))) for n in tile]
-    if rounded != list(tile):
-        raise PlanError(
-            f"tile {tile[0]}x{tile[1]} of {request}: both sides are multiples of {step} (the rows and the depth of one"
-            f" mma) up to {high}\n  nearest: {rounded[0]}x{rounded[1]}"
-        )
-    return Tile(q=tile[0], kv=tile[1])
+    """The tile as asked, or PlanError where the pipeline's instructions rule it out."""
+    q, kv = request.pipeline.nearest_tile(tile)
+    if (q, kv) != tuple(tile):
+        raise PlanError(f"tile {tile[0]}x{tile[1]} of {request}: {request.pipeline.TILE_RULE}\n  nearest: {q}x{kv}")
+    return Tile(q=q, kv=kv)
 
 
 def _check_stages(request: _Request, stages: int | None) -> int | None:
-    if stages is not None and stages not in ampere.STAGES:
-        low, high = ampere.STAGES[0], ampere.STAGES[-1]
+    allowed = request.pipeline.STAGES
+    if stages is not None and stages not in allowed:
+        low, high = allowed[0], allowed[-1]
         raise PlanError(
-            f"{stages} stages for {request}: cp.async fills one stage while another is used, so {low} to {high} work\n"
+            f"{stages} stages for {request}: {request.pipeline.STAGES_RULE}, so {low} to {high} work\n"
             f"  nearest: {min(high, max(low, stages))} stages"
         )
     return stages
@@ -265,27 +278,17 @@ def _check_stages(request: _Request, stages: int | None) -> int | None:
 
 def _too_wide(request: _Request, name: str) -> str:
     """The message for a head dim above the largest: the sums of the tiles that come closest, where those decide."""
-    d, dv = ampere.padded(request.head_dim), ampere.padded(request.v_head_dim)
-    lines = [f"no tile of {request} fits {request.arch.name}"]
-    for c in _least(list(ampere.candidates(None, ampere.STAGES[0]))):
-        parts = ampere.smem(c, d, dv), ampere.registers(c, d, dv, request.variant)
-        reason = ampere.refusal(c, request.arch, *(sum(part.amount for part in terms) for terms in parts))
+    pipeline, arch = request.pipeline, request.arch
+    lines = [f"no tile of {request} fits {arch.name}"]
+    for q, kv in pipeline.EXAMPLES:
+        c = next(iter(pipeline.candidates(Tile(q=q, kv=kv), pipeline.STAGES[0])))
+        reason = pipeline.refusal(c, request.variant, arch, request.head_dim, request.v_head_dim)
         if reason is not None:
             lines.append(f"  {c}: {reason}")
     if len(lines) == 1:
-        lines.append(f"  pipeline {ampere.NAME} emits {name} up to {ampere.MAX_HEAD_DIM}")
-    lines.append(f"  nearest: {name} <= {ampere.MAX_HEAD_DIM} on {request.arch.name}")
+        lines.append(f"  pipeline {pipeline.NAME} emits {name} up to {pipeline.MAX_HEAD_DIM}")
+    lines.append(f"  nearest: {name} <= {pipeline.MAX_HEAD_DIM} on {arch.name}")
     return "\n".join(lines)
-
-
-def _least(found: list[Candidate]) -> list[Candidate]:
-    """A large, a middle and the smallest tile: enough to see why none fits."""
-    wanted = {(128, 64), (64, 64), (32, 16)}
-    first: dict[tuple[int, int], Candidate] = {}
-    for c in found:
-        if (c.tile.q, c.tile.kv) in wanted:
-            first.setdefault((c.tile.q, c.tile.kv), c)
-    return list(first.values())
 
 
 def _does_not_fit(request: _Request, tile: Tile, stages: int | None, rejected: list[Rejected]) -> str:
