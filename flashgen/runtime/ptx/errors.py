@@ -5,11 +5,16 @@ from __future__ import annotations
 from flashgen.errors import FlashgenError
 
 
+def shortened(text: str) -> str:
+    """An instruction in one line (a wgmma names up to 128 registers)."""
+    return text if len(text) <= 120 else f"{text[:100]} ... {text[-16:]}"
+
+
 class PtxError(FlashgenError):
     """Base of the interpreter's errors; `line` is the line of the PTX text, 0 where none is known."""
 
     def __init__(self, message: str, *, line: int = 0, text: str = "") -> None:
-        super().__init__(f"{message}\n  PTX line {line}: {text}" if line else message)
+        super().__init__(f"{message}\n  PTX line {line}: {shortened(text)}" if line else message)
         self.message = message
         self.line = line
         self.text = text
@@ -46,7 +51,7 @@ class Trap(PtxError):
         """Add the place, once: the innermost instruction that was executing."""
         if not self.line:
             self.where, self.line, self.text = where, line, text
-            self.args = (f"{self.message}\n  {where}\n  PTX line {line}: {text}",)
+            self.args = (f"{self.message}\n  {where}\n  PTX line {line}: {shortened(text)}",)
 
 
 class OutOfBounds(Trap):

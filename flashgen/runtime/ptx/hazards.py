@@ -62,7 +62,11 @@ class WgmmaRegisters:
 
 
 def watch_wgmma(run: Closure, instruction: Instruction, footprint: Footprint, translator: Translator) -> Closure:
-    """Trap on accumulators read or written before their wait, and on fragments of A changed before it."""
+    """Trap on accumulators read or written before their wait, and on fragments of A changed before it.
+
+    A plain mov does not count as a use that needs a fence: NVVM puts copies of operands anywhere, between fence and
+    wgmma too, and ptxas moves them where they belong.
+    """
     if instruction.parts[:2] == ("wgmma", "mma_async"):
         return run
     number = translator.wgmma
@@ -70,6 +74,7 @@ def watch_wgmma(run: Closure, instruction: Instruction, footprint: Footprint, tr
     writes = [(number[name], name) for name in sorted(footprint.writes & number.keys())]
     if not reads and not writes:
         return run
+    touches = instruction.parts[0] != "mov"
 
     def watched(V: Slots, m: Mask) -> object:
         group = V[0]
@@ -79,11 +84,13 @@ def watch_wgmma(run: Closure, instruction: Instruction, footprint: Footprint, tr
         for n, name in reads:
             if state.writing[n] & bits:
                 raise NotComplete(f"register {name} is read while a wgmma that writes it is not waited for")
-            state.touched[n] |= bits
+            if touches:
+                state.touched[n] |= bits
         for n, name in writes:
             if (state.writing[n] | state.reading[n]) & bits:
                 raise NotComplete(f"register {name} is written while a wgmma that uses it is not waited for")
-            state.touched[n] |= bits
+            if touches:
+                state.touched[n] |= bits
         return run(V, m)
 
     return watched
