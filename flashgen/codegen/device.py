@@ -15,7 +15,10 @@ from pathlib import Path
 from flashgen.resources import folder
 
 #: The files in the order in which they are emitted: a definition uses only what stands above it.
-FILES = ("types", "math", "cp_async", "ldmatrix", "mma", "swizzle", "softmax", "range")
+FILES = (
+    "types", "math", "cp_async", "ldmatrix", "mma", "swizzle", "softmax",
+    "mbarrier", "ring", "tma", "setmaxnreg", "named_barrier", "wgmma", "hopper_softmax", "range",
+)  # fmt: skip
 
 _DECLARED = re.compile(
     r"^(?:template <[^>]*>\s*)?"

@@ -32,6 +32,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "fields": params.fields(plan),
         "params_bytes": params.sizeof(plan),
         "element": params.ELEMENT[plan.dtype],
+        "ptx_type": ptx_type,
         "mma": f"mma_m16n8k16_{ptx_type}",
         "cvt": f"cvt_{ptx_type}x2",
     }

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from flashgen.codegen.printer import CTYPES
 from flashgen.lang.variant import Variant
-from flashgen.planning.plan import KernelPlan
+from flashgen.planning.plan import KernelPlan, Specialized
 
 #: C++ name of the 16-bit element type, a bit pattern to the compiler.
 ELEMENT = {"float16": "fp16", "bfloat16": "bf16"}
@@ -26,6 +26,9 @@ STORED = {
     "bfloat16": "u16",
     "float32": "float",
 }
+
+#: Tensor maps that a kernel of pipeline hopper takes as parameters of their own, before the struct.
+MAPS = ("q", "k", "v")
 
 _FORMATS = {"i64": "q", "int": "i", "float": "f"}
 
@@ -47,21 +50,27 @@ def fields(plan: KernelPlan) -> tuple[Field, ...]:
     """The members in order: pointers, then 64-bit, then 32-bit numbers, so that no padding lies between them.
 
     Strides count elements.  A captured tensor has `tensor_NAME`, and for each dimension i `stride<i>_NAME` and
-    `size<i>_NAME`; a parameter is `param_NAME`.
+    `size<i>_NAME`; a parameter is `param_NAME`.  Pipeline hopper has tensor maps for q, k and v (`MAPS`) in front of the
+    struct, and two counters of tiles where it hands them out.
     """
-    return _fields(plan.variant, plan.dtype)
+    return _fields(plan.variant, plan.dtype, plan.specialized)
 
 
 @lru_cache(maxsize=256)
-def _fields(variant: Variant, dtype: str) -> tuple[Field, ...]:
+def _fields(variant: Variant, dtype: str, specialized: Specialized | None) -> tuple[Field, ...]:
     element = ELEMENT[dtype]
     tensors = variant.tensors
-    pointers = [Field(name, f"const {element}*") for name in ("q", "k", "v")]
+    mapped = specialized is not None
+    pointers = [] if mapped else [Field(name, f"const {element}*") for name in ("q", "k", "v")]
     pointers += [Field("o", f"{element}*"), Field("lse", "float*")]
+    if mapped and specialized.dynamic:
+        pointers.append(Field("counters", "int*"))
     pointers += [Field(f"tensor_{t.name}", f"const {STORED[t.dtype]}*") for t in tensors]
-    words = [Field(f"{t}_{dimension}", "i64") for t in "qkvo" for dimension in ("batch", "head", "row")]
+    words = [Field(f"{t}_{dimension}", "i64") for t in ("o" if mapped else "qkvo") for dimension in ("batch", "head", "row")]
     words += [Field(f"stride{i}_{t.name}", "i64") for t in tensors for i in range(len(t.dims))]
     numbers = [Field(name, "int") for name in ("batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles")]
+    if mapped and specialized.dynamic:
+        numbers.append(Field("l2_heads", "int"))
     numbers += [Field("scale", "float")]
     for p in variant.params:
         field = Field(f"param_{p.name}", CTYPES[p.dtype])

@@ -10,11 +10,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from flashgen.analysis.abstract import Judge, anywhere
 from flashgen.lang.expr import LEAVES, DType, Node, walk
 from flashgen.lang.ops import OPS
 
 #: How tightly C++ binds: an operand that binds less tightly than its place goes into parentheses.
-_CALL, _UNARY, _TERNARY, _ANYTHING = 16, 15, 3, 0
+CALL, UNARY, _TERNARY, _ANYTHING = 16, 15, 3, 0
 _BINARY = {
     "*": 13, "/": 13, "+": 12, "-": 12, "<<": 11, ">>": 11, "<": 10, "<=": 10, ">": 10, ">=": 10, "==": 9, "!=": 9,
     "&": 8, "^": 7, "|": 6, "&&": 5, "||": 4,
@@ -25,6 +26,9 @@ _UNFAMILIAR = {8, 7, 6, 11}
 
 _EXACT = {"add": "__fadd_rn", "sub": "__fsub_rn", "mul": "__fmul_rn", "div": "__fdiv_rn"}
 
+#: Integer division of what is never negative.
+_PLAIN = {"floor_div": "{0} / {1}", "mod": "{0} % {1}"}
+
 CTYPES = {DType.BOOL: "bool", DType.INT32: "int", DType.INT64: "i64", DType.FLOAT32: "float"}
 
 
@@ -33,15 +37,15 @@ class Text:
     """A piece of C++ and how tightly its outermost operator binds."""
 
     text: str
-    binds: int = _CALL
+    binds: int = CALL
 
     def __str__(self) -> str:
         return self.text
 
-    def inside(self, place: int) -> str:
-        """The text as an operand of an operator that binds as tightly as `place`."""
-        unfamiliar = place in _UNFAMILIAR and self.binds < _UNARY or place == _BINARY["||"] == self.binds - 1
-        return f"({self.text})" if self.binds < place or unfamiliar else self.text
+    def inside(self, place: int, operator: int = _ANYTHING) -> str:
+        """The text where at least `place` must bind, beside an operator that binds as tightly as `operator`."""
+        apart = operator in _UNFAMILIAR and self.binds < UNARY or (operator, self.binds) == (_BINARY["||"], _BINARY["&&"])
+        return f"({self.text})" if self.binds < place or apart else self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class Printer:
     def __init__(self, *, wide: frozenset[Node] = frozenset(), exact: bool = False) -> None:
         self.wide = wide
         self.exact = exact
+        self._extent = Judge(anywhere)
 
     def is_wide(self, n: Node) -> bool:
         """Whether the node is computed in 64 bits."""
@@ -81,7 +86,7 @@ class Printer:
         for n in walk(roots):
             text = self.one(n, known)
             # A captured element is read before any condition is looked at: a lane that skips it saves nothing.
-            if n.op == "load" or (uses[n] > 1 and n.operands):
+            if n.operands and (uses[n] > 1 or (n.op == "load" and n is not roots[-1])):
                 name = names.new(n)
                 lines.append(f"const {self.ctype(n)} {name} = {text};")
                 text = Text(name)
@@ -104,12 +109,30 @@ class Printer:
             return self.read(n, operands)
         if self.exact and n.dtype.is_float and n.op in _EXACT:
             return Text(f"{_EXACT[n.op]}({operands[0]}, {operands[1]})")
+        text = OPS[n.op].cuda(n.dtype)
+        if n.op in _PLAIN and self._counts(n):
+            text = _PLAIN[n.op]
+        form = _form(text)
         if n.op != "cast":
-            operands = [self._widened(n, o, text) for o, text in zip(n.operands, operands, strict=True)]
-        form = _form(OPS[n.op].cuda(n.dtype))
-        text = Text(form.text.format(*(o.inside(place) for o, place in zip(operands, form.places, strict=True))), form.binds)
+            operands = self._widened(n, operands, call="(" in text)
+        places = zip(operands, form.places, strict=True)
+        text = Text(form.text.format(*(o.inside(place, operator) for o, (place, operator) in places)), form.binds)
         narrows = n.dtype is DType.INT32 and not self.is_wide(n) and n.op != "cast"
         return Text(f"int({text})") if narrows and any(map(self.is_wide, n.operands)) else text
+
+    def _counts(self, n: Node) -> bool:
+        """Whether no operand of an integer division can be negative, so that C++ rounds it down too."""
+        return all(self._extent(o).lo >= 0 for o in n.operands)
+
+    def _widened(self, n: Node, texts: list[Text], *, call: bool) -> list[Text]:
+        """The operands in 64 bits where the operation needs it and C++ would not do it by itself."""
+        ints = [i for i, o in enumerate(n.operands) if o.dtype.is_int]
+        narrow = [i for i in ints if not self.is_wide(n.operands[i])]
+        if not ints or not any(map(self.is_wide, (n, *n.operands))):
+            return texts
+        if not call:  # one wide operand widens the other, except that a shift has the type of its first
+            narrow = narrow[:1] if len(narrow) == len(ints) or (n.op.startswith("shift") and 0 in narrow) else []
+        return [Text(f"i64({text})") if i in narrow else text for i, text in enumerate(texts)]
 
     def leaf(self, n: Node) -> Text:
         """A constant, or what the kernel calls a leaf."""
@@ -131,12 +154,6 @@ class Printer:
     def read(self, n: Node, indices: list[Text]) -> Text:
         """An element of a captured tensor."""
         return Text(f"read_{n.attr.name}({', '.join(map(str, indices))}, p)")
-
-    def _widened(self, n: Node, operand: Node, text: Text) -> Text:
-        """The operand in 64 bits where the operation needs it and C++ would not do it by itself."""
-        if not operand.dtype.is_int or self.is_wide(operand) or not any(map(self.is_wide, (n, *n.operands))):
-            return text
-        return Text(f"i64({text})")
 
 
 class RangePrinter(Printer):
@@ -231,17 +248,17 @@ def constant(value: bool | int | float, dtype: DType) -> Text:
         lowest = -(1 << 63) if dtype is DType.INT64 else -(1 << 31)
         if value == lowest:  # C++ has no negative literals
             return Text(f"{value + 1}{suffix} - 1", _BINARY["-"])
-        return Text(f"{value}{suffix}", _UNARY if value < 0 else _CALL)
+        return Text(f"{value}{suffix}", UNARY if value < 0 else CALL)
     number = np.float32(value)
     if np.isinf(number):
         return Text("MINUS_INFINITY" if number < 0 else "PLUS_INFINITY")
-    return Text(f"{number!s}f", _UNARY if np.signbit(number) else _CALL)
+    return Text(f"{number!s}f", UNARY if np.signbit(number) else CALL)
 
 
 def binary(sign: str, a: Text, b: Text) -> Text:
     """Two operands of a binary operator."""
     binds = _BINARY[sign]
-    return Text(f"{a.inside(binds)} {sign} {b.inside(binds + 1)}", binds)
+    return Text(f"{a.inside(binds, binds)} {sign} {b.inside(binds + 1, binds)}", binds)
 
 
 def joined(sign: str, parts: Iterable[Text], empty: str) -> Text:
@@ -250,7 +267,7 @@ def joined(sign: str, parts: Iterable[Text], empty: str) -> Text:
     if len(parts) < 2:
         return parts[0] if parts else Text(empty)
     binds = _BINARY[sign]
-    return Text(f" {sign} ".join(part.inside(binds) for part in parts), binds)
+    return Text(f" {sign} ".join(part.inside(binds, binds) for part in parts), binds)
 
 
 def call(function: str, *arguments: Text | str) -> Text:
@@ -271,11 +288,11 @@ def positions_of(root: Node) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """An op's CUDA text, how tightly it binds, and how tightly each operand must bind in its place."""
+    """An op's CUDA text, how tightly it binds, and for each operand how tightly it must bind and beside which operator."""
 
     text: str
     binds: int
-    places: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
 
 
 @lru_cache
@@ -285,13 +302,14 @@ def _form(text: str) -> _Form:
         before, after = text[: found.start()].rstrip(), text[found.end() :].lstrip()
         left, right = re.search(r"(?:^|\s)([^\s\w(){},]+)$", before), re.match(r"([^\s\w(){},]+)\s", after)
         if "?" in text:
-            places[int(found[1])] = _TERNARY + 1 if after.startswith("?") else _TERNARY
+            place = (_TERNARY + 1 if after.startswith("?") else _TERNARY, _TERNARY)
         elif left and " " in text:  # a right operand: one that binds the same would be taken apart
-            places[int(found[1])] = _BINARY[left[1]] + 1
+            place = (_BINARY[left[1]] + 1, _BINARY[left[1]])
         elif right:
-            places[int(found[1])] = _BINARY[right[1]]
+            place = (_BINARY[right[1]], _BINARY[right[1]])
         else:
-            places[int(found[1])] = _UNARY if before and before[-1] in "-!~" else _ANYTHING
+            place = (UNARY if before and before[-1] in "-!~" else _ANYTHING, _ANYTHING)
+        places[int(found[1])] = place
     outermost = re.sub(r"\([^()]*\)", "", text)
     operators = re.findall(r"(?<=\s)[^\s\w(){},]+(?=\s)", outermost)
     if "?" in operators:
@@ -299,7 +317,7 @@ def _form(text: str) -> _Form:
     elif operators:
         binds = min(_BINARY[o] for o in operators)
     else:
-        binds = _UNARY if text[0] in "-!~(" else _CALL
+        binds = UNARY if text[0] in "-!~(" else CALL
     return _Form(text, binds, tuple(place for _, place in sorted(places.items())))
 
 
@@ -317,6 +335,8 @@ class Names:
             stem = "_".join([n.attr.name, indices[-1] if indices else "at"])
         elif n.op == "sub" and [o.attr for o in n.operands] == ["q", "k"]:
             stem = "distance"
+        elif n.op == "floor_div" and n.operands[0].op == "index":
+            stem = f"{n.operands[0].attr}_block"
         name, number = stem, 1
         while name in self._taken:
             number += 1

@@ -15,7 +15,9 @@ from flashgen.analysis.facts import Facts, Term
 from flashgen.codegen.device import identifiers
 from flashgen.codegen.params import STORED
 from flashgen.codegen.printer import (
+    CALL,
     CTYPES,
+    UNARY,
     Body,
     Formula,
     Printer,
@@ -80,6 +82,7 @@ class Seam:
     mask      bodies of `keep`, `previous_tile` (its runs), and `classify` (whether something is hidden; before it, where
               a tile inside the runs may be EMPTY, whether something is visible)
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
+    long_keep  `keep` is more than a few comparisons: it runs 16 keys at a time, so that registers suffice
     formula   (kind, text) lines for the banner
     """
 
@@ -90,6 +93,7 @@ class Seam:
     classes: Decision | None
     clamp_q: bool
     clamp_k: bool
+    long_keep: bool
     formula: tuple[tuple[str, str], ...]
 
     @property
@@ -115,6 +119,7 @@ def seam(facts: Facts) -> Seam:
         classes=_Decider(facts).classes() if masked else None,
         clamp_q=any(depends_on(n, "q") for n in loads),
         clamp_k=any(depends_on(n, "k") for n in loads),
+        long_keep=masked and not facts.exact,
         formula=_formula(mask, score),
     )
 
@@ -219,8 +224,7 @@ class _Decider:
         first = [self._bound(n) for n in zone.k_lo] + [self._less(q_first, n) for n in zone.d_hi]
         last = [self._bound(n) for n in zone.k_hi] + [self._less(q_last, n) for n in zone.d_lo]
         conditions = [self.known[n] for n in term.uniform]
-        if zone.q_lo or zone.q_hi:
-            conditions.append(binary("<=", q_first, q_last))
+        conditions += self._meets("rows.q_first", "rows.q_last", zone.q_lo, zone.q_hi, q_first, q_last)
         conditions += [
             binary("<=", self._bound(lo), self._bound(hi))
             for lo in zone.d_lo
@@ -251,7 +255,7 @@ class _Decider:
             for hi in zone.d_hi
             if not self._extent(lo).hi <= self._extent(hi).lo
         ]
-        conditions += [Text(f"{self.known[n].inside(16)}.may_true") for n in term.others]
+        conditions += [Text(f"{self.known[n].inside(CALL)}.may_true") for n in term.others]
         return joined("&&", conditions, "true")
 
     def _queries(self, term: Term) -> tuple[Text, Text]:
@@ -276,6 +280,8 @@ class _Decider:
         """The position minus a bound."""
         if n is const(0):
             return position
+        if n.op == "neg":
+            return binary("+", position, self._bound(n.operands[0]))
         known = self._extent(n)
         fits = "(" not in str(position) and known.lo >= -4 * REACH and not self.printer.is_wide(n)
         return binary("-", position, self.known[n] if fits else self._bound(n))
@@ -289,9 +295,12 @@ class _Decider:
         return self._ordered(binary("-", q, k), sign, n)
 
     def _ordered(self, position: Text, sign: str, n: Node) -> Text:
-        """A position compared with a bound; x <= y - 1 is written x < y."""
-        if n.op == ("sub" if sign == "<=" else "add") and n.operands[1] is const(1) and not self.printer.is_wide(n):
-            return binary(sign[0], position, self.known[n.operands[0]])
+        """A position compared with a bound: x <= y - 1 is written x < y, and x <= -1 - y as x < -y."""
+        first, *rest = n.operands or (None,)
+        if n.op == ("sub" if sign == "<=" else "add") and rest == [const(1)]:
+            return binary(sign[0], position, self.known[first])
+        if sign == "<=" and n.op == "sub" and first is const(-1) and self._extent(rest[0]).lo > ranges.INT32_MIN:
+            return binary("<", position, Text(f"-{self.known[rest[0]].inside(UNARY)}", UNARY))
         return binary(sign, position, self.known[n])
 
 

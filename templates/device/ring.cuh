@@ -26,7 +26,6 @@ template <int STAGES> DEVICE void await_empty(Pipe<STAGES>& pipe, const Ring<STA
 }
 
 // One arrival a warp, by the lane given.
-template <int STAGES> DEVICE void release(Pipe<STAGES>& pipe, Ring<STAGES>& at, int lane = 0) {
+template <int STAGES> DEVICE void release(Pipe<STAGES>& pipe, const Ring<STAGES>& at, int lane = 0) {
   if (threadIdx.x % 32 == lane) mbarrier_arrive(pipe.empty[at.stage()]);
-  at.passed++;
 }
