@@ -1,6 +1,12 @@
-"""Tests marked `gpu` skip, with the reason, where there is no GPU."""
+"""Tests marked `gpu` skip, with the reason, where there is no GPU; PyTorch's CPU work stays on one thread."""
+
+import os
 
 import pytest
+
+# The matrices of the tests are small: threads that wait for each other cost more than they bring, ten times more where
+# something else uses the cores.  Read by PyTorch when it is imported, here and in subprocesses.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items):

@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -184,7 +185,7 @@ def _sweep(spec: str, request: Request, seed: int, device: str) -> bool:
         build.compiled([resolved.plan for _, resolved in cases])
     rows: dict[str, list[Checked]] = {str(path): [] for path in variants}
     failures: list[str] = []
-    with progress() as bar:
+    with progress() as bar, _one_thread():
         task = bar.add_task("checking", total=len(cases))
         for path, resolved in cases:
             bar.update(task, description=resolved.variant.name)
@@ -206,6 +207,19 @@ def _sweep(spec: str, request: Request, seed: int, device: str) -> bool:
         f" in {seconds(time.perf_counter() - start)}, seed {seed}"
     )
     return not failures
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """PyTorch's CPU work on one thread: a sweep's problems are small, and threads that wait for each other slow them."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _requests(variant: Variant, request: Request, device: str) -> Iterator[Request]:
