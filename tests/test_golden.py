@@ -5,37 +5,38 @@ from pathlib import Path
 import pytest
 from cli import flashgen
 
-from flashgen.cli.golden import ARCHS, goldens
+from flashgen.codegen.golden import goldens
 from flashgen.lang.load import shipped
 
-FOLDER = Path(__file__).parents[1] / "generated"
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def emitted():
-    return dict(goldens())
+    return {golden.path: golden.text for golden in goldens()}
 
 
 def test_every_shipped_spec_has_its_file_and_nothing_else_has(emitted):
-    wanted = {Path(arch) / f"{name}_forward.cu" for arch in ARCHS for name in shipped()}
-    assert set(emitted) == wanted
-    kept = {path.relative_to(FOLDER) for arch in ARCHS for path in (FOLDER / arch).glob("*.cu")}
-    assert kept == wanted, "refresh them with: flashgen golden"
+    assert {path.stem for path in emitted} == set(shipped())
+    kept = {path.relative_to(ROOT) for path in (ROOT / "generated").rglob("*.cu")}
+    assert kept == set(emitted), "refresh them with: flashgen golden"
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_the_kept_text_is_what_is_emitted(emitted, name):
-    for path, text in emitted.items():
-        if path.stem == f"{name}_forward":
-            assert (FOLDER / path).read_text() == text, "refresh it with: flashgen golden"
+    paths = [path for path in emitted if path.stem == name]
+    assert paths
+    for path in paths:
+        assert (ROOT / path).read_text() == emitted[path], "refresh it with: flashgen golden"
 
 
-def test_check_names_what_differs_and_golden_refreshes_it(tmp_path):
-    ran = flashgen("golden", "--folder", tmp_path, "--check", code=1)
-    assert f"{len(ARCHS) * len(shipped())} of the golden files differ; refresh them with: flashgen golden" in ran.err
+def test_check_names_what_differs_and_golden_refreshes_it(tmp_path, emitted):
+    ran = flashgen("golden", "--root", tmp_path, "--check", code=1)
+    assert f"{len(emitted)} of the golden files differ; refresh them with: flashgen golden" in ran.err
     assert not list(tmp_path.rglob("*.cu"))
-    assert "causal_forward.cu" in flashgen("golden", "--folder", tmp_path).err
-    assert "the golden CUDA is what is emitted now" in flashgen("golden", "--folder", tmp_path, "--check").err
-    (tmp_path / ARCHS[0] / "causal_forward.cu").write_text("changed\n")
-    ran = flashgen("golden", "--folder", tmp_path, "--check", code=1)
+    assert "causal.cu" in flashgen("golden", "--root", tmp_path).err
+    assert "the golden CUDA is what is emitted now" in flashgen("golden", "--root", tmp_path, "--check").err
+    changed = next(path for path in emitted if path.stem == "causal")
+    (tmp_path / changed).write_text("changed\n")
+    ran = flashgen("golden", "--root", tmp_path, "--check", code=1)
     assert "-changed" in ran.out and "1 of the golden files differ" in ran.err

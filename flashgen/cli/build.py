@@ -84,10 +84,11 @@ def _plans(
     param: list[str] | None,
 ) -> Iterator[KernelPlan]:
     from flashgen.lang.load import load_spec
+    from flashgen.ops.stages import default_arch
     from flashgen.planning.planner import menu
 
     variant, _ = options.bound(load_spec(path), param or ())
-    for arch in _list(archs) or (options.default_arch(variant),):
+    for arch in _list(archs) or (default_arch(variant),):
         for dtype in _list(dtypes) or variant.dtypes:
             for head_dim in _numbers(head_dims) or variant.head_dims:
                 yield from menu(variant, arch, dtype, head_dim, head_dim, pipeline=pipeline).plans

@@ -39,9 +39,6 @@ Spec = Annotated[
     ),
 ]
 
-#: Head dim and dtype of a call that names none, where the spec allows them.
-HEAD_DIM, DTYPE = 128, "bfloat16"
-
 #: Query and key length of a call that names none.
 SEQLEN = {"cpu": 1024, "cuda": 8192}
 
@@ -178,6 +175,7 @@ def resolve(spec: str | Variant, request: Request, *, device: str | None = None,
     from flashgen.analysis.facts import analyse
     from flashgen.analysis.tiles import Case
     from flashgen.lang.load import load_spec
+    from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, multiprocessors
     from flashgen.planning.planner import choose, menu
     from flashgen.planning.problem import Problem
 
@@ -201,7 +199,7 @@ def resolve(spec: str | Variant, request: Request, *, device: str | None = None,
     )
     case = Case(sizes=problem.sizes(), params=params, tensors=_tensors(variant, problem, request.tensor or (), seed))
     # A CPU walks the plan of a 16-bit kernel in float32 and float64 too.
-    of_kernel = DTYPE if device == "cpu" and dtype in ("float32", "float64") else dtype
+    of_kernel = default_dtype(variant) if device == "cpu" and dtype in ("float32", "float64") else dtype
     plans = menu(variant, arch, of_kernel, head_dim, problem.v_head_dim, pipeline=pipeline, tile=tile)
     return Resolved(
         variant=variant,
@@ -210,7 +208,7 @@ def resolve(spec: str | Variant, request: Request, *, device: str | None = None,
         facts=analyse(variant),
         arch=plans.plans[0].arch,
         menu=plans,
-        plan=choose(plans, problem, _sms(arch)),
+        plan=choose(plans, problem, multiprocessors(arch)),
     )
 
 
@@ -239,31 +237,11 @@ def bound(variant: Variant, texts: Sequence[str]) -> tuple[Variant, dict[str, in
     return variant.bind(**{name: value for name, value in given.items() if name in constants}), values
 
 
-def default_head_dim(variant: Variant) -> int:
-    return HEAD_DIM if HEAD_DIM in variant.head_dims or not variant.head_dims else max(variant.head_dims)
-
-
-def default_dtype(variant: Variant) -> str:
-    return DTYPE if DTYPE in variant.dtypes or not variant.dtypes else variant.dtypes[0]
-
-
 def default_device() -> str:
     """Where a problem runs that names no place."""
     from flashgen.runtime import driver
 
     return "cuda" if driver.gpus() else "cpu"
-
-
-def default_arch(variant: Variant) -> str:
-    """The variant's own, else the GPU's, else the newest that has a pipeline made for it."""
-    from flashgen.planning.arch import ARCHS, of_device
-    from flashgen.runtime import driver
-
-    if variant.pins.arch is not None:
-        return variant.pins.arch
-    if driver.gpus():
-        return of_device(*driver.gpu(0).capability).name
-    return "sm_90a" if "hopper" in ARCHS["sm_90a"].pipelines else "sm_80"
 
 
 def device(name: str | None) -> str:
@@ -300,19 +278,6 @@ def _pinned(variant: Variant, **chosen: object) -> Variant:
     """The variant with what is chosen in place of its own pins."""
     pins = dataclasses.replace(variant.pins, **{name: value for name, value in chosen.items() if value is not None})
     return variant if pins == variant.pins else dataclasses.replace(variant, pins=pins)
-
-
-def _sms(arch: str) -> int:
-    """Multiprocessors of the GPU that is present, where the plan is for it, else of the architecture's own card."""
-    from flashgen.planning.arch import find, of_device
-    from flashgen.runtime import driver
-
-    asked = find(arch)
-    if driver.gpus():
-        gpu = driver.gpu(0)
-        if of_device(*gpu.capability) is asked:
-            return gpu.sms
-    return asked.sms
 
 
 def _split(text: str, option: str, form: str) -> tuple[str, str]:

@@ -211,7 +211,7 @@ def _sweep(spec: str, request: Request, seed: int, device: str) -> bool:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """PyTorch's CPU work on one thread: a sweep's problems are small, and threads that wait for each other slow them."""
+    """PyTorch's CPU work on one thread: the problems of a sweep are small, and threads that wait slow them down."""
     import torch
 
     before = torch.get_num_threads()
