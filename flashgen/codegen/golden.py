@@ -1,0 +1,56 @@
+"""Golden CUDA: what is emitted for the shipped specs, kept in `generated/` so that every change to it is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashgen.codegen.emit import emit
+from flashgen.lang.load import load_spec, shipped
+from flashgen.planning import planner
+from flashgen.planning.plan import KernelPlan
+
+#: (pipeline, arch) whose kernels are kept.
+KEPT = (("ampere", "sm_80"),)
+
+DTYPE, HEAD_DIM = "bfloat16", 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Golden:
+    """One kept file: where it lies under `generated/`, what it should hold, and the plan it was made from."""
+
+    path: Path
+    text: str
+    plan: KernelPlan
+
+
+def goldens() -> Iterator[Golden]:
+    """Every kept file: the main plan of each shipped spec in bfloat16, at head_dim 128 or the largest it allows."""
+    for pipeline, arch in KEPT:
+        for name, path in sorted(shipped().items()):
+            variant = load_spec(path).bind()
+            head_dim = HEAD_DIM if HEAD_DIM in variant.head_dims else max(variant.head_dims)
+            plan = planner.menu(variant, arch, DTYPE, head_dim, head_dim, pipeline=pipeline).plans[0]
+            yield Golden(path=Path(arch, plan.pass_name, f"{name}.cu"), text=emit(plan), plan=plan)
+
+
+def stale(folder: Path) -> dict[Path, str | None]:
+    """Files under `folder` that are not what is emitted now, with what they should hold; None: no file at all."""
+    wanted = {folder / golden.path: golden.text for golden in goldens()}
+    kept = {path for _, arch in KEPT for path in (folder / arch).rglob("*.cu")}
+    differing = {path: text for path, text in wanted.items() if path not in kept or path.read_text() != text}
+    return differing | dict.fromkeys(sorted(kept - set(wanted)))
+
+
+def refresh(folder: Path) -> list[Path]:
+    """Make the kept files what is emitted now; the paths that changed."""
+    changed = stale(folder)
+    for path, text in changed.items():
+        if text is None:
+            path.unlink()
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    return list(changed)
