@@ -177,8 +177,6 @@ def _checked(
         _check_tensor(name, tensor)
     _check_together(q, k, v)
     problem = _problem(q, k, v)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_rows(name, tensor)
     captured = {t.name: named[t.name] for t in variant.tensors if t.name in named}
     constants = {c.name: named[c.name] for c in variant.constants if c.name in named}
     params = variant.values({name: x for name, x in named.items() if name not in captured and name not in constants})
@@ -187,9 +185,14 @@ def _checked(
     check_gradient(q, k, v, captured.values())
     factor = _factor(scale, problem.head_dim)
     bound = variant.bind(**constants)
+    bound = bound.with_flipped_score() if factor < 0 else bound
+    if q.is_cuda:
+        _menu(bound, problem, q.device.index)  # refuses head dims and pins that no kernel takes
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_rows(name, tensor)
     return _Request(
         problem=problem,
-        variant=bound.with_flipped_score() if factor < 0 else bound,
+        variant=bound,
         scale=abs(factor),
         params=params,
         tensors={name: captured[name] for name in sorted(captured)},
@@ -449,14 +452,17 @@ class _Record:
         return abs(_factor(scale, self._head_dim)), *[values[name] for name in self._params]
 
 
+def _menu(variant: Variant, problem: Problem, index: int) -> planner.Menu:
+    """The plans for a problem on GPU `index`; memoised by the planner."""
+    name = arch.of_device(*driver.gpu(index).capability).name
+    return planner.menu(variant, name, problem.dtype, problem.head_dim, problem.v_head_dim)
+
+
 def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: _Request) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
     problem, index = request.problem, q.device.index
-    gpu = driver.gpu(index)
-    menu = planner.menu(
-        request.variant, arch.of_device(*gpu.capability).name, problem.dtype, problem.head_dim, problem.v_head_dim
-    )
-    loaded = kernel.load(planner.choose(menu, problem, gpu.sms))
+    menu = _menu(request.variant, problem, index)
+    loaded = kernel.load(planner.choose(menu, problem, driver.gpu(index).sms))
     layout = kernel.Layout(q=q.stride()[:3], k=k.stride()[:3], v=v.stride()[:3], o=o_layout(q, v)[1][:3])
     captured = {
         name: kernel.Captured(sizes=tuple(tensor.shape), strides=tensor.stride())
