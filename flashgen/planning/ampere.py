@@ -59,8 +59,10 @@ TILE_LATENCY = 500
 #: More warps than this on a multiprocessor hide nothing more, and cost registers.
 USEFUL_WARPS = 16
 
-#: Registers that ptxas gives up without spilling, for warps of 16 and of 32 rows.
-SPARE = {1: 8, 2: 24}
+#: Registers by which ptxas moves loads of V ahead of their use, as a share of O's, and how many of those it gives up
+#: without spilling, by the 16-row blocks of a warp; for K, registers for each doubling of tile_kv.
+V_AHEAD, SPARED = 0.3, {1: 0.0, 2: 0.75}
+K_AHEAD = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,14 +149,19 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) ->
         Part(name="q", amount=q, why="all of the warp's rows" if c.q_in_registers else "fragments of one step"),
         Part(name="softmax", amount=4 * m, why=f"running maximum and sum of {2 * m} rows"),
         Part(name="addresses", amount=20 + swizzles, why="of the copies, strides, loop state; the swizzle's columns"),
-        Part(name="variant", amount=_variant_registers(variant), why="rows, bounds and values of mask and score"),
-        Part(name="loads ahead", amount=round(0.3 * o + 9 * math.log2(c.tile.kv / 16)), why="of k and v fragments"),
+        Part(name="mask", amount=_mask_registers(variant), why="positions, bounds and values in partial tiles"),
+        Part(
+            name="loads ahead",
+            amount=round(V_AHEAD * o + K_AHEAD * math.log2(c.tile.kv / MMA_DEPTH)),
+            why="of k and v fragments",
+        ),
     )
 
 
 def needed(c: Candidate, parts: tuple[Part, ...]) -> int:
-    """Registers below which ptxas spills: it gives up few of its loads ahead."""
-    return sum(part.amount for part in parts) - SPARE[c.rows_per_warp // MMA_ROWS]
+    """Registers below which ptxas spills: it can do with fewer loads of V ahead."""
+    spared = SPARED[c.rows_per_warp // MMA_ROWS] * V_AHEAD * parts[0].amount
+    return sum(part.amount for part in parts) - round(spared)
 
 
 def within(parts: tuple[Part, ...], limit: int) -> tuple[Part, ...]:
@@ -269,5 +276,7 @@ def score_ops(variant: Variant) -> tuple[int, int]:
     return special, len(inner)
 
 
-def _variant_registers(variant: Variant) -> int:
-    return 4 * (variant.mask is not None) + 4 * (variant.score_node is not None)
+def _mask_registers(variant: Variant) -> int:
+    """Registers that positions, bounds and values of the mask take in a partial tile, by its number of ops."""
+    ops = sum(1 for n in walk([variant.mask]) if n.operands) if variant.mask is not None else 0
+    return 4 + 2 * min(ops, 6) if ops else 0
