@@ -37,6 +37,18 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Specialized:
+    """How the warps of a block divide the work on pipeline hopper: some hand out and load tiles, warpgroups consume them."""
+
+    warpgroups: int  # consumers, 64 query rows each
+    producer_registers: int  # of a thread
+    consumer_registers: int
+    q_stages: int  # tiles of queries in shared memory
+    ping_pong: bool  # warpgroups take turns to issue products
+    dynamic: bool  # a counter in memory hands out tiles of queries, long ones first; else each block has its share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPlan:
     """One kernel, decided.  It alone is emitted and it alone keys kernels: no length, batch, head count or value.
 
@@ -60,6 +72,7 @@ class KernelPlan:
     blocks_per_sm: int  # what __launch_bounds__ asks for
     smem: tuple[Part, ...]
     registers: tuple[Part, ...]
+    specialized: Specialized | None = None  # of pipeline hopper
 
     @property
     def warps(self) -> int:
