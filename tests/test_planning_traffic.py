@@ -271,6 +271,37 @@ def test_a_million_tokens_plan_in_under_50_ms():
     assert p.flops_useful == 4 * 128 * 16 * visible
 
 
+@pytest.mark.parametrize("name", ["full", "causal", "bottom_right", "window"])
+def test_formulas_give_the_same_bytes_and_flops(name):
+    problem = Problem(batch=2, heads=4, kv_heads=2, q_len=50, kv_len=70, head_dim=32, v_head_dim=16)
+    case = make_case(MASKS[name], problem)
+    p = traffic.predict(make_plan(MASKS[name], problem, tile=(32, 16)).plans[0], problem, case)
+    values = {
+        **problem.sizes(),
+        **case.params,
+        "tile_q": 32,
+        "tile_kv": 16,
+        "head_dim": 32,
+        "v_head_dim": 16,
+        "itemsize": problem.itemsize,
+    }
+
+    def number(expression):
+        return expression.subs({symbol: values[symbol.name] for symbol in expression.free_symbols}).doit()
+
+    assert number(p.formula.read_bytes) == p.hbm.read_bytes
+    assert number(p.formula.write_bytes) == p.hbm.write_bytes
+    assert (number(p.formula.flops), number(p.formula.flops_useful)) == (p.flops, p.flops_useful)
+    assert p.as_json(formulas=True)["formula"]["write_bytes"] == str(p.formula.write_bytes)
+    assert "formula" not in p.as_json()
+
+
+def test_there_is_no_formula_for_a_mask_that_is_no_band():
+    problem = Problem(batch=1, heads=1, kv_heads=1, q_len=64, kv_len=64, head_dim=64, v_head_dim=64)
+    p = traffic.predict(make_plan(MASKS["dilated"], problem).plans[0], problem, make_case(MASKS["dilated"], problem))
+    assert p.formula is None and p.as_json(formulas=True)["formula"] is None
+
+
 def test_predict_refuses_a_plan_for_other_head_dims():
     problem = Problem(batch=1, heads=1, kv_heads=1, q_len=8, kv_len=8, head_dim=64, v_head_dim=64)
     plan = planner.menu(MASKS["full"], "sm_80", "bfloat16", 128).plans[0]

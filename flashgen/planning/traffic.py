@@ -25,6 +25,7 @@ from flashgen.planning.planner import Rejected
 from flashgen.planning.problem import STORED_BYTES, Problem
 
 if TYPE_CHECKING:
+    from flashgen.analysis.formula import TileFormulas
     from flashgen.analysis.tiles import Case, TileCounts
 
 LSE_BYTES = 4
@@ -107,6 +108,16 @@ class Prediction:
     def predicted_ms(self) -> float:
         return self.times.total
 
+    @property
+    def formula(self) -> TileFormulas | None:
+        """Tiles, bytes and FLOPs as SymPy expressions of the shape, or None for a mask that is no band.
+
+        Bytes without those of captured tensors.  The first use imports SymPy.
+        """
+        from flashgen.analysis.formula import tile_formulas
+
+        return tile_formulas(analysis.analyse(self.plan.variant))
+
     def tables(self) -> tuple[Table, ...]:
         """The prediction for a person: what was chosen, why it fits, what it moves, how long it takes, what lost."""
         plan, arch, tiles = self.plan, ARCHS[self.plan.arch], self.tiles
@@ -156,10 +167,14 @@ class Prediction:
             ),
         )
 
-    def as_json(self) -> dict[str, object]:
-        """The prediction as plain numbers, strings, lists and dicts: bytes, counts and milliseconds."""
+    def as_json(self, *, formulas: bool = False) -> dict[str, object]:
+        """The prediction as plain numbers, strings, lists and dicts: bytes, counts and milliseconds.
+
+        With `formulas` (which imports SymPy) bytes and FLOPs also as text in the symbols of the shape, None for a mask
+        that is no band.
+        """
         plan, problem, tiles = self.plan, self.problem, self.tiles
-        return {
+        found = {
             "variant": plan.variant.name,
             "pass": plan.pass_name,
             "arch": plan.arch,
@@ -194,6 +209,11 @@ class Prediction:
                 for r in self.rejected
             ],
         }
+        if formulas:
+            names = ("read_bytes", "write_bytes", "flops", "flops_useful")
+            formula = self.formula
+            found["formula"] = None if formula is None else {name: str(getattr(formula, name)) for name in names}
+        return found
 
 
 def predict(plan: KernelPlan, problem: Problem, case: Case, *, rejected: Iterable[Rejected] = ()) -> Prediction:
