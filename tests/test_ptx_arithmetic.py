@@ -122,7 +122,9 @@ def test_ftz_flushes_subnormals_in_and_out():
     np.testing.assert_array_equal(below, np.array([0, 2.0**-126, 8], np.float32))
 
 
-@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"])
+@pytest.mark.parametrize(
+    "name", ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"]
+)
 def test_float_comparisons_know_nan(name):
     values = np.array([np.nan, -np.inf, -1, -0.0, 0, 1, np.inf], np.float32)
     a, b = (x.ravel() for x in np.meshgrid(values, values))
@@ -225,7 +227,10 @@ def test_shifts_and_bit_fields(a, by, count):
 
     got = instruction("mov.u32 %t, 0x5a5aa5a5; bfi.b32 %o, %a, %t, %b, %c;", np.uint32, a, by, count)
     assert [int(x) for x in got] == [insert(x, 0x5A5AA5A5, y, z) for x, y, z in rows]
-    check("shf.l.wrap.b32 %o, %c, %a, %b;", [((x % 2**32) << (y % 32) | z >> 32 - y % 32 if y % 32 else x) for x, y, z in rows])
+    check(
+        "shf.l.wrap.b32 %o, %c, %a, %b;",
+        [((x % 2**32) << (y % 32) | z >> 32 - y % 32 if y % 32 else x) for x, y, z in rows],
+    )
 
 
 @settings(deadline=None, max_examples=10)

@@ -68,9 +68,7 @@ class Cluster:
 class Block:
     """One thread block."""
 
-    def __init__(
-        self, cluster: Cluster, rank: int, inner: tuple[int, int, int], index: tuple[int, int, int]
-    ) -> None:
+    def __init__(self, cluster: Cluster, rank: int, inner: tuple[int, int, int], index: tuple[int, int, int]) -> None:
         launch = cluster.launch
         program = launch.program
         self.launch, self.cluster, self.rank = launch, cluster, rank

@@ -157,9 +157,7 @@ def _components(nodes: list[int], edges: dict[int, list[int]]) -> list[list[int]
 
 
 # ---------------------------------------------------------------- registers that some path reads unwritten
-def maybe_unwritten(
-    lines: list[list[tuple[set[str], set[str], bool]]], graph: Graph, registers: set[str]
-) -> set[str]:
+def maybe_unwritten(lines: list[list[tuple[set[str], set[str], bool]]], graph: Graph, registers: set[str]) -> set[str]:
     """Registers read at a point that some path reaches without a write of them (to be watched at run time).
 
     `lines` holds (reads, writes, guarded) for each instruction of each block.
@@ -200,4 +198,3 @@ def maybe_unwritten(
         if predicate is not None:
             found |= bits({predicate.name}) & ~have
     return {name for name, n in number.items() if found >> n & 1}
-

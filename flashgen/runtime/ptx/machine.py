@@ -179,6 +179,7 @@ class Module:
             leaving=ops.LEAVING,
         )
 
+
 def _run(launch: Launch) -> None:
     """Keep `resident` clusters in flight until the grid is done."""
     count = int(np.prod(launch.clusters))

@@ -146,9 +146,7 @@ class Memory:
             clash = (before != 0) & (before != block + 1)
             if clash.any():
                 at = int(clash.argmax())
-                raise Race(
-                    f"blocks {int(before[at]) - 1} and {block} both write {self.describe(int(offsets[at]))}"
-                )
+                raise Race(f"blocks {int(before[at]) - 1} and {block} both write {self.describe(int(offsets[at]))}")
             self.writer[offsets + shift] = block + 1
 
     def describe(self, offset: int) -> str:

@@ -147,7 +147,15 @@ _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 _PROBE = re.compile(r"//\s*probe:\s*(.*)")
 _SPACES = (".global", ".const", ".shared", ".local", ".param")
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
-_LIMITS = (".maxntid", ".reqntid", ".minnctapersm", ".maxnreg", ".reqnctapercluster", ".maxclusterrank", ".explicitcluster")
+_LIMITS = (
+    ".maxntid",
+    ".reqntid",
+    ".minnctapersm",
+    ".maxnreg",
+    ".reqnctapercluster",
+    ".maxclusterrank",
+    ".explicitcluster",
+)
 
 
 def _strip(match: re.Match[str]) -> str:
@@ -170,7 +178,7 @@ def _tokens(text: str) -> list[_Token]:
         while at < len(line):
             match = _TOKEN.match(line, at)
             if match is None:
-                raise PtxSyntaxError(f"cannot read {line[at:at + 20]!r}", line=number, text=line.strip())
+                raise PtxSyntaxError(f"cannot read {line[at : at + 20]!r}", line=number, text=line.strip())
             at = match.end()
             if match.lastgroup != "space":
                 out.append(_Token(str(match.lastgroup), match[0], number))
@@ -200,10 +208,14 @@ class _Parser:
         line = self.line
         return PtxSyntaxError(message, line=line, text=self.lines[line - 1].strip() if line else "")
 
-    def next(self) -> _Token:
+    @property
+    def token(self) -> _Token:
         if self.at >= len(self.tokens):
             raise self.fail("the text ends within a statement")
-        token = self.tokens[self.at]
+        return self.tokens[self.at]
+
+    def next(self) -> _Token:
+        token = self.token
         self.at += 1
         return token
 
@@ -288,7 +300,7 @@ class _Parser:
                 align = self.integer()
             elif word == ".ptr":
                 while self.accept(".global", ".shared", ".const", ".local", ".align"):
-                    if self.tokens[self.at].kind == "number":
+                    if self.token.kind == "number":
                         self.integer()
             else:
                 kind = word[1:]
@@ -308,7 +320,7 @@ class _Parser:
     def initialiser(self, element: int) -> bytes:
         def one() -> bytes:
             token = self.peek()
-            if token[:2].lower() in ("0f", "0d") and self.tokens[self.at].kind == "number":
+            if token[:2].lower() in ("0f", "0d") and self.token.kind == "number":
                 self.next()
                 return int(token[2:], 16).to_bytes(element, "little")
             value = self.integer()
@@ -446,12 +458,12 @@ class _Parser:
         operands: list[Operand] = []
         branch = token.text.split(".")[0] in ("bra", "call", "brx")
         while not self.accept(";"):
-            if branch and self.tokens[self.at].kind == "word" and not self.peek().startswith("%"):
+            if branch and self.token.kind == "word" and not self.peek().startswith("%"):
                 name = self.next().text
                 operands.append(Sym(self.label(name)))
             else:
                 operands.append(self.operand())
-            if not self.accept(",") and self.peek() != ";":
+            if not self.accept(",") and self.token.text != ";":
                 raise self.fail(f"expected ',' or ';', found {self.peek()!r}")
         text = self.lines[line - 1].strip() if self.tokens[start].line == line else token.text
         return Instruction(line, text, tuple(_split(token.text)), tuple(operands), guard, negated)
@@ -476,7 +488,7 @@ class _Parser:
             return Vec(tuple(items))
         if self.accept("["):
             return self.memory()
-        token = self.tokens[self.at]
+        token = self.token
         if token.kind == "number" or token.text == "-":
             return self.immediate()
         if token.kind != "word":

@@ -4,8 +4,8 @@ The method is FastTrack's (Flanagan and Freund, 2009): a write is remembered as 
 last time of each reader.  A warp counts as one thread, except that lanes of one warp which pass data to each other
 need a `bar.warp.sync` (or any barrier) between.
 
-Agents that write: each warp, the cp.async of each warp (time: its group number), each mbarrier (time: the phase that
-completes when its copies have landed).  Agents that read: each warp, the wgmma of each warp and the bulk stores of
+Agents that write: each warp, the atomics of each warp (which no barrier need order among themselves), the cp.async of
+each warp (time: its group number), each mbarrier (time: the phase that completes when its copies have landed).  Agents that read: each warp, the wgmma of each warp and the bulk stores of
 each warp (time: their group number).  A second set of clocks holds what is visible to the async proxy:
 fence.proxy.async by a warp copies what that warp knows into it, and barriers carry it along.
 """
@@ -68,8 +68,9 @@ class Races:
         self.wgmma = rows
         self.bulk = 2 * rows
         self.cp_async = 3 * rows
-        self.mbarrier = 4 * rows
-        self.agents = 4 * rows + self.MBARRIERS + 1
+        self.atomic = 4 * rows
+        self.mbarrier = 5 * rows
+        self.agents = 5 * rows + self.MBARRIERS + 1
         self.pending = self.agents - 1  # writes in flight: nobody ever knows of them
         self.barriers = 0
         self.generic = np.zeros((rows, self.agents), np.int64)
@@ -136,7 +137,9 @@ class Races:
                 )
         shadow.flat_reads[where * shadow.readers + rows] = own
 
-    def read_async(self, shadow: Shadow, where: np.ndarray, rows: np.ndarray, kind: int, times: np.ndarray | int) -> None:
+    def read_async(
+        self, shadow: Shadow, where: np.ndarray, rows: np.ndarray, kind: int, times: np.ndarray | int
+    ) -> None:
         """Asynchronous operations of warps `rows` read all granules `where` through the async proxy.
 
         They go on until the agent `kind + row` reaches the group number of `times`.
@@ -169,6 +172,19 @@ class Races:
             at = int(clash.argmax())
             raise Race(f"two warps write the same shared memory at once: {self.name(int(rows[at]))} and another")
 
+    def atomic_update(self, shadow: Shadow, where: np.ndarray, rows: np.ndarray, line: int) -> None:
+        """Warps `rows` update granules atomically: ordered after every access that is no atomic."""
+        epoch = shadow.written[where]
+        writer = epoch >> SHIFT
+        ok = (self.generic[rows, writer] >= epoch & _TIME) | ((writer >= self.atomic) & (writer < self.mbarrier))
+        if not ok.all() or not epoch.all():
+            self._explain_read(shadow, where, rows, epoch, ok, "updates")
+        self._check_reads(shadow, where, rows)
+        times = self.generic[rows, rows]
+        self.generic[rows, self.atomic + rows] = times
+        shadow.written[where] = (self.atomic + rows) << SHIFT | times
+        shadow.line[where] = line
+
     def check_write(self, shadow: Shadow, where: np.ndarray, rows: np.ndarray) -> None:
         """A write by `rows` is ordered after every earlier access."""
         epoch = shadow.written[where]
@@ -176,6 +192,9 @@ class Races:
         if not ok.all():
             at = int((~ok).argmax())
             self._raise(int(rows[at]), "writes", int(epoch[at]), int(shadow.line[where[at]]))
+        self._check_reads(shadow, where, rows)
+
+    def _check_reads(self, shadow: Shadow, where: np.ndarray, rows: np.ndarray) -> None:
         late = shadow.reads[where] > self.generic[rows, : shadow.readers]
         if late.any():
             at, reader = (int(x) for x in np.argwhere(late)[0])
@@ -198,7 +217,7 @@ class Races:
         if agent >= self.mbarrier:
             return "a bulk copy"
         kind, row = divmod(agent, self.rows)
-        return ("", "wgmma of ", "a bulk store of ", "cp.async of ")[kind] + f"warp {row}"
+        return ("", "wgmma of ", "a bulk store of ", "cp.async of ", "an atomic of ")[kind] + f"warp {row}"
 
     def _explain_read(
         self, shadow: Shadow, where: np.ndarray, rows: np.ndarray, epoch: np.ndarray, ok: np.ndarray, verb: str
@@ -218,7 +237,7 @@ class Races:
             raise NotComplete(
                 f"{self.name(row)} {verb} shared memory written by a bulk copy{place} without waiting for its mbarrier"
             )
-        if writer >= self.cp_async:
+        if self.cp_async <= writer < self.atomic:
             whose = "it" if writer - self.cp_async == row else "its warp, or no barrier followed"
             raise NotComplete(
                 f"{self.name(row)} {verb} shared memory written by {self.name(writer)}{place}: {whose} has not waited"

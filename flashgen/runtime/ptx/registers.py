@@ -56,10 +56,14 @@ class Banks:
     """Register storage of one block: bank[width] has shape [registers, warps, 32]."""
 
     def __init__(self, counts: dict[int, int], defined: int, warps: int) -> None:
-        self.bank = {width: np.empty((counts.get(width, 0), warps, LANES), dtype) for width, dtype in BANK_DTYPES.items()}
+        self.bank = {
+            width: np.empty((counts.get(width, 0), warps, LANES), dtype) for width, dtype in BANK_DTYPES.items()
+        }
         self.defined = np.zeros((defined, warps, LANES), np.bool_)
         for width, array in self.bank.items():
-            array.view(np.uint8 if width > 1 else np.bool_).fill(0xFF if width > 1 else 0)  # NaNs: unwritten registers show
+            array.view(np.uint8 if width > 1 else np.bool_).fill(
+                0xFF if width > 1 else 0
+            )  # NaNs: unwritten registers show
 
 
 class Group:

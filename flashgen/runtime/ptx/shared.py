@@ -111,6 +111,12 @@ class SharedMemory:
             rows = pattern.rows + (group.a + self.first_row)
             self.races.write(self.shadow, pattern.granules + base // self.granule, rows, pattern.lanes, line)
 
+    def note_atomic(self, group: Group, address: np.ndarray, pattern: Pattern, m: Mask, line: int) -> None:
+        if self.races is not None:
+            base = int(address[0, 0]) if m is True else int(address[m][0])
+            rows = pattern.rows + (group.a + self.first_row)
+            self.races.atomic_update(self.shadow, pattern.granules + base // self.granule, rows, line)
+
     def span(self, start: int, count: int) -> np.ndarray:
         """Granules of bytes start..start+count-1."""
         return np.arange(start // self.granule, -(-(start + count) // self.granule))

@@ -60,7 +60,10 @@ class TensorMap:
             raise BadLaunch("interleaved tensor maps and element strides other than 1 are not modelled")
         problems = [
             (address % 16 != 0, f"address {address:#x} is not a multiple of 16"),
-            (any(s % 16 or not 0 <= s < 1 << 40 for s in strides), f"strides {strides} must be multiples of 16 below 2^40"),
+            (
+                any(s % 16 or not 0 <= s < 1 << 40 for s in strides),
+                f"strides {strides} must be multiples of 16 below 2^40",
+            ),
             (any(not 1 <= d <= 1 << 32 for d in dims), f"dimensions {dims} must lie in 1..2^32"),
             (any(not 1 <= b <= 256 for b in box), f"box {box} must lie in 1..256"),
             (box[0] * size % 16 != 0, f"the box is {box[0] * size} bytes wide: not a multiple of 16"),

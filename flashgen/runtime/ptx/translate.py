@@ -108,8 +108,11 @@ def translate(entry: Entry, symbols: dict[str, tuple[str, int]]) -> Program:
         translator.constants = {}
         lines.append([_line(translator, item) for item in code.items])
     codes = [Code() for _ in graph.blocks]
-    maybe = flow.maybe_unwritten([[(x.footprint.reads, x.footprint.writes, x.guard is not None) for x in code]
-                                  for code in lines], graph, set(entry.registers))
+    maybe = flow.maybe_unwritten(
+        [[(x.footprint.reads, x.footprint.writes, x.guard is not None) for x in code] for code in lines],
+        graph,
+        set(entry.registers),
+    )
     defined = {name: translator.slot(DefinedSlot(n)) for n, name in enumerate(sorted(maybe))}
     for n, (code, block) in enumerate(zip(codes, graph.blocks, strict=True)):
         code.rank = graph.ranks[n]
@@ -120,8 +123,11 @@ def translate(entry: Entry, symbols: dict[str, tuple[str, int]]) -> Program:
             run = hazards.watch_unwritten(run, x.footprint, defined)
             if isinstance(x.run, May):
                 if x.guard is not None:
-                    raise UnknownInstruction(f"{x.instruction.opcode} under a predicate is not modelled",
-                                             line=x.instruction.line, text=x.instruction.text)
+                    raise UnknownInstruction(
+                        f"{x.instruction.opcode} under a predicate is not modelled",
+                        line=x.instruction.line,
+                        text=x.instruction.text,
+                    )
                 code.end = Suspend(run, n + 1)
             elif x.guard is not None:
                 code.ops.append(_guarded(run, x.guard, x.instruction.guard_negated))
@@ -193,4 +199,3 @@ def attach(error: Trap, code: Code, at: int, where: str) -> None:
     """Tell a trap which instruction of a block raised it."""
     i = code.instructions[min(at, len(code.instructions) - 1)]
     error.locate(where, i.line, i.text)
-

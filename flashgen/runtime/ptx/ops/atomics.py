@@ -72,9 +72,10 @@ def _build(b: Build, returns: bool) -> Closure:
         else:
             memory = group.block.shared
             at, pattern = memory.access(group, local_address(group.block, where, m), m, width * count)
-            memory.note_read(group, at, pattern, m)
-            group.block.launch.report.note_shared(instruction, int(lanes.any(1).sum()), pattern.wavefronts, pattern.ideal)
-            memory.note_write(group, at, pattern, m, instruction.line)
+            group.block.launch.report.note_shared(
+                instruction, int(lanes.any(1).sum()), pattern.wavefronts, pattern.ideal
+            )
+            memory.note_atomic(group, at, pattern, m, instruction.line)
             view = memory.data.view(dtype)
         index = at // width
         full = [np.broadcast_to(V[slot], where.shape) for slot in values]

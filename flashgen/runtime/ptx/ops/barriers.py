@@ -145,7 +145,9 @@ def _of_warp(group: Group, value: Any, m: Mask, row: int, what: str) -> int:
     return int(values[0])
 
 
-def _arrive_all(V: Slots, m: Mask, number: int, threads: int | None, votes: Any = None) -> dict[int, tuple[Barrier, int]]:
+def _arrive_all(
+    V: Slots, m: Mask, number: int, threads: int | None, votes: Any = None
+) -> dict[int, tuple[Barrier, int]]:
     group = V[0]
     group.whole_rows(m, "a block barrier")
     places = {}

@@ -12,7 +12,7 @@ import numpy as np
 
 from flashgen.runtime.ptx.block import Block
 from flashgen.runtime.ptx.build import Build, Closure
-from flashgen.runtime.ptx.errors import MissingFence, Misaligned, OutOfBounds, Trap, UnfinishedCopy
+from flashgen.runtime.ptx.errors import Misaligned, MissingFence, OutOfBounds, Trap, UnfinishedCopy
 from flashgen.runtime.ptx.memory import BASE as GLOBAL_BASE
 from flashgen.runtime.ptx.ops import mbarrier
 from flashgen.runtime.ptx.ops.convert import bf16_bits, bf16_value

@@ -11,7 +11,6 @@ import numpy as np
 from flashgen.runtime.ptx.block import Block
 from flashgen.runtime.ptx.build import Build, Closure
 from flashgen.runtime.ptx.errors import UnfinishedCopy
-from flashgen.runtime.ptx.ops import mbarrier
 from flashgen.runtime.ptx.ops.loads import note_granule
 from flashgen.runtime.ptx.ops.remote import local_address
 from flashgen.runtime.ptx.registers import LANES, Mask, Slots
@@ -152,7 +151,9 @@ def _wait(V: Slots, m: Mask, keep: int, also_open: bool) -> None:
             for entry in queue.groups.popleft():
                 todo.setdefault(id(entry), (entry, set()))[1].add(row)
         if races is not None:
-            races.finish(row + block.first_row, races.cp_async + row + block.first_row, queue.committed - len(queue.groups))
+            races.finish(
+                row + block.first_row, races.cp_async + row + block.first_row, queue.committed - len(queue.groups)
+            )
     for entry, warps in todo.values():
         _land(block, {0: entry}, warps)
 

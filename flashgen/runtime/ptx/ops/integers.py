@@ -52,9 +52,7 @@ def _arithmetic(ufunc: np.ufunc, on_floats: Callable[[Build, str], Closure]) -> 
         if kind == "s32" and b.take("sat"):
             b.done(3)
             x, y = b.read(b.operands[1], kind), b.read(b.operands[2], kind)
-            return assign(
-                b, kind, lambda V: np.clip(ufunc(V[x], V[y], dtype=np.int64), -(1 << 31), (1 << 31) - 1)
-            )
+            return assign(b, kind, lambda V: np.clip(ufunc(V[x], V[y], dtype=np.int64), -(1 << 31), (1 << 31) - 1))
         b.done(3)
         return ufunc2(b, ufunc, kind)
 

@@ -14,7 +14,7 @@ from flashgen.runtime.ptx.ops.remote import local_address, remote_shared
 from flashgen.runtime.ptx.parser import Instruction, Sink, Vec
 from flashgen.runtime.ptx.registers import LANES, Group, Mask, Slots
 from flashgen.runtime.ptx.shared import SharedMemory
-from flashgen.runtime.ptx.spaces import split
+from flashgen.runtime.ptx.spaces import WINDOW_BYTES, WINDOWS, split
 
 #: Modifiers that order or place an access, and change nothing in an interpreter that does one thing at a time.
 _ADVICE = (
@@ -104,9 +104,7 @@ def _ld_global(group: Group, where: np.ndarray, m: Mask, width: int, count: int,
     return _gather(memory.views, memory.rows16, offset, width, count)
 
 
-def _st_global(
-    group: Group, where: np.ndarray, m: Mask, width: int, values: list[np.ndarray], i: Instruction
-) -> None:
+def _st_global(group: Group, where: np.ndarray, m: Mask, width: int, values: list[np.ndarray], i: Instruction) -> None:
     memory, count = group.block.launch.memory, len(values)
     offset = memory.access(where, m, width * count, "st", write=True)
     memory.own(offset.reshape(-1) if m is True else offset[m], width * count, group.block.number)
@@ -124,9 +122,7 @@ def _gather(
     return [views[width][first + k] for k in range(count)]
 
 
-def _scatter(
-    views: dict[int, np.ndarray], offset: np.ndarray, m: Mask, width: int, values: list[np.ndarray]
-) -> None:
+def _scatter(views: dict[int, np.ndarray], offset: np.ndarray, m: Mask, width: int, values: list[np.ndarray]) -> None:
     first = offset // width
     if m is not True:
         first = first[m]
@@ -137,9 +133,7 @@ def _scatter(
 
 
 # ---------------------------------------------------------------- shared
-def shared_load(
-    group: Group, where: np.ndarray, m: Mask, width: int, count: int, i: Instruction
-) -> list[np.ndarray]:
+def shared_load(group: Group, where: np.ndarray, m: Mask, width: int, count: int, i: Instruction) -> list[np.ndarray]:
     memory = group.block.shared
     address, pattern = memory.access(group, where, m, width * count)
     memory.note_read(group, address, pattern, m)
@@ -172,9 +166,7 @@ def _ld_cluster(group: Group, where: np.ndarray, m: Mask, width: int, count: int
     return out
 
 
-def _st_cluster(
-    group: Group, where: np.ndarray, m: Mask, width: int, values: list[np.ndarray], i: Instruction
-) -> None:
+def _st_cluster(group: Group, where: np.ndarray, m: Mask, width: int, values: list[np.ndarray], i: Instruction) -> None:
     for row, lane in _lanes(group, m):
         memory, address = remote_shared(group.block, int(where[row, lane]))
         _remote_check(memory, address, width * len(values), group, row, lane, i, write=True)
@@ -211,7 +203,11 @@ def _ld_param(group: Group, where: np.ndarray, m: Mask, width: int, count: int, 
     if (active % width).any():
         raise Misaligned("a kernel parameter is read at an address that is no multiple of its size")
     where = where if m is True else np.where(m, where, active[0])
-    view = params.view(f"u{width}") if params.size % width == 0 else params[: params.size // width * width].view(f"u{width}")
+    view = (
+        params.view(f"u{width}")
+        if params.size % width == 0
+        else params[: params.size // width * width].view(f"u{width}")
+    )
     return [view[where // width + k] for k in range(count)]
 
 
@@ -250,27 +246,37 @@ def _st_local(group: Group, where: np.ndarray, m: Mask, width: int, values: list
 
 
 # ---------------------------------------------------------------- generic
-def _resolve(where: np.ndarray, m: Mask) -> tuple[str, np.ndarray]:
+def _by_space(where: np.ndarray, m: Mask) -> list[tuple[str, np.ndarray, Mask]]:
+    """(state space, addresses within it, lanes) for each space that lanes reach into."""
     active = where.reshape(-1) if m is True else where[m]
-    space, first = split(int(active[0]))
-    base = int(active[0]) - first
-    if any(split(int(a))[0] != space for a in (active.min(), active.max())):
-        raise OutOfBounds("lanes of one generic access reach into several state spaces")
-    return space, where - base
+    low, high = split(int(active.min())), split(int(active.max()))
+    if low[0] == high[0]:
+        return [(low[0], where - WINDOWS[low[0]], m)]
+    space = where // WINDOW_BYTES
+    lanes = np.ones(where.shape, bool) if m is True else m
+    return [
+        (name, where - WINDOWS[name], lanes & (space == WINDOWS[name] // WINDOW_BYTES))
+        for name in ("global", "shared", "local", "param")
+        if (lanes & (space == WINDOWS[name] // WINDOW_BYTES)).any()
+    ]
 
 
 def _ld_generic(group: Group, where: np.ndarray, m: Mask, width: int, count: int, i: Instruction) -> list[np.ndarray]:
-    space, where = _resolve(where, m)
-    return _FETCH[space](group, where, m, width, count, i)
+    spaces = _by_space(where, m)
+    if len(spaces) == 1:
+        return _FETCH[spaces[0][0]](group, spaces[0][1], m, width, count, i)
+    out = [np.zeros(where.shape, f"u{width}") for _ in range(count)]
+    for space, address, lanes in spaces:
+        for whole, part in zip(out, _FETCH[space](group, address, lanes, width, count, i), strict=True):
+            np.copyto(whole, part, where=lanes)
+    return out
 
 
-def _st_generic(
-    group: Group, where: np.ndarray, m: Mask, width: int, values: list[np.ndarray], i: Instruction
-) -> None:
-    space, where = _resolve(where, m)
-    if space == "param":
-        raise OutOfBounds("a store into kernel parameters")
-    _PUT[space](group, where, m, width, values, i)
+def _st_generic(group: Group, where: np.ndarray, m: Mask, width: int, values: list[np.ndarray], i: Instruction) -> None:
+    for space, address, lanes in _by_space(where, m):
+        if space == "param":
+            raise OutOfBounds("a store into kernel parameters")
+        _PUT[space](group, address, lanes, width, values, i)
 
 
 def _ld_any_shared(

@@ -48,9 +48,7 @@ def load_matrix(b: Build) -> Closure:
             lanes = np.broadcast_to(takes_part, (group.n, LANES)) & (True if m is True else m)
         where, pattern = memory.access(group, local_address(group.block, where, lanes), lanes, 16)
         memory.note_read(group, where, pattern, lanes)
-        group.block.launch.report.note_shared(
-            instruction, len(group.warps_of(m)), pattern.wavefronts, pattern.ideal
-        )
+        group.block.launch.report.note_shared(instruction, len(group.warps_of(m)), pattern.wavefronts, pattern.ideal)
         data = memory.rows16[where[rows] >> 4][:, : 8 * count]  # [warps, rows of all matrices, 4 words]
         n = data.shape[0]
         if transposed:
@@ -86,9 +84,7 @@ def store_matrix(b: Build) -> Closure:
             lanes = np.broadcast_to(takes_part, (group.n, LANES)) & (True if m is True else m)
         where, pattern = memory.access(group, local_address(group.block, where, lanes), lanes, 16)
         memory.note_write(group, where, pattern, lanes, instruction.line)
-        group.block.launch.report.note_shared(
-            instruction, len(group.warps_of(m)), pattern.wavefronts, pattern.ideal
-        )
+        group.block.launch.report.note_shared(instruction, len(group.warps_of(m)), pattern.wavefronts, pattern.ideal)
         data = group.bank32[words, group.a : group.b][:, rows].transpose(1, 0, 2)  # [warps, matrices, lanes]
         n = data.shape[0]
         data = np.ascontiguousarray(data).reshape(n, count, 8, 4)
@@ -136,7 +132,12 @@ def mma(b: Build) -> Closure:
         n = af.shape[1]
         af = af.reshape(blocks, 2, n, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5).reshape(n, 16, 8 * blocks)
         # b[i]: rows 8i + 2(l%4) + e, column l/4
-        bf = halves(bank[bb][:, rows], kind).reshape(blocks, n, 8, 4, 2).transpose(1, 0, 3, 4, 2).reshape(n, 8 * blocks, 8)
+        bf = (
+            halves(bank[bb][:, rows], kind)
+            .reshape(blocks, n, 8, 4, 2)
+            .transpose(1, 0, 3, 4, 2)
+            .reshape(n, 8 * blocks, 8)
+        )
         # c[2 r + e]: row 8r + l/4, column 2(l%4) + e
         product = np.matmul(af, bf, dtype=np.float64)
         spread = product.reshape(n, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, n, LANES)

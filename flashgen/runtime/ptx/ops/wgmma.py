@@ -187,9 +187,7 @@ def _note_reads(block: Block, product: Product, warps: list[int]) -> None:
             if races is not None:
                 who = [warp for warp in warps if words[warp] == word]
                 times = np.array([queues[warp].committed + 1 for warp in who])
-                races.read_async(
-                    block.shared.shadow, granules, np.array(who) + block.first_row, races.wgmma, times
-                )
+                races.read_async(block.shared.shadow, granules, np.array(who) + block.first_row, races.wgmma, times)
 
 
 # ---------------------------------------------------------------- groups
@@ -297,7 +295,9 @@ def _chain(block: Block, products: list[Product], warps: list[int]) -> None:
     bank = block.banks.bank[32]
     groups: dict[tuple[int, ...], list[int]] = {}
     for warp in warps:
-        groups.setdefault(tuple(x for p in products for x in (p.b_words[warp], p.a_words.get(warp, 0))), []).append(warp)
+        groups.setdefault(tuple(x for p in products for x in (p.b_words[warp], p.a_words.get(warp, 0))), []).append(
+            warp
+        )
     for members in groups.values():
         rows = np.array(members)
         left, right = [], []
