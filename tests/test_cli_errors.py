@@ -99,6 +99,20 @@ def test_no_gpu_is_said(monkeypatch):
     assert "the driver shows no GPU\n  nearest: --device cpu" in refusal("run", "causal", "--device", "cuda")
 
 
+def test_a_pytorch_without_cuda_is_said(monkeypatch):
+    import torch
+
+    from flashgen.runtime import driver
+
+    monkeypatch.setattr(driver, "gpus", lambda: 1)
+    monkeypatch.setattr(driver, "gpu", lambda i: driver.Gpu(index=i, name="A100", capability=(8, 0), sms=108))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = f"the driver shows a GPU, and PyTorch {torch.__version__} cannot use it"
+    assert f"--device cuda: {said}\n  nearest: --device cpu" in refusal("run", "causal", "--device", "cuda")
+    ran = flashgen("run", "causal", "--arch", "sm_80", "--tile", "64x64", "--seqlen", 64)
+    assert f"{said}: running on the CPU" in ran.err and "checked against float64" in ran.out
+
+
 def test_the_help_says_that_specs_run_with_the_users_rights():
     assert "runs with your rights" in flashgen("--help").out
     assert "runs with your rights" in " ".join(flashgen("plan", "--help").out.replace("│", " ").split())

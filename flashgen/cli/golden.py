@@ -13,28 +13,24 @@ from flashgen.cli.console import err, out
 
 def command(
     check: Annotated[bool, typer.Option("--check", help="Compare and write nothing; exit 1 on a difference.")] = False,
-    root: Annotated[Path, typer.Option(help="The folder that holds `generated`.")] = Path(),
+    folder: Annotated[Path, typer.Option(help="The folder that holds them.")] = Path("generated"),
 ) -> None:
     """Refresh the golden CUDA of the shipped specs."""
-    from flashgen.codegen.golden import goldens, refresh
+    from flashgen.codegen.golden import refresh, stale
 
     if not check:
-        changed = refresh(root)
+        changed = refresh(folder)
         for path in changed:
-            err.print(f"wrote {path}")
-        if not changed:
-            err.print("the golden CUDA is what is emitted now")
-        return
-    differing = 0
-    for golden in goldens():
-        path = root / golden.path
-        old = path.read_text() if path.exists() else ""
-        if old != golden.text:
-            differing += 1
-            names = str(golden.path), "emitted now"
-            lines = difflib.unified_diff(old.splitlines(), golden.text.splitlines(), *names, lineterm="")
+            err.print(f"{'wrote' if path.exists() else 'removed'} {path}")
+    else:
+        changed = stale(folder)
+        for path, text in changed.items():
+            old = path.read_text() if path.exists() else ""
+            sides = (old.splitlines(), (text or "").splitlines())
+            lines = difflib.unified_diff(*sides, str(path), "emitted now", lineterm="")
             out.print("\n".join(lines), markup=False)
-    if differing:
-        err.print(f"{differing} of the golden files differ; refresh them with: flashgen golden")
+    if not changed:
+        err.print("the golden CUDA is what is emitted now")
+    elif check:
+        err.print(f"{len(changed)} of the golden files differ; refresh them with: flashgen golden")
         raise typer.Exit(1)
-    err.print("the golden CUDA is what is emitted now")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 import typer
 
-from flashgen.cli.console import joined
+from flashgen.cli.console import err, joined
 from flashgen.errors import PlanError, SpecError
 
 if TYPE_CHECKING:
@@ -245,14 +245,24 @@ def default_device() -> str:
 
 
 def device(name: str | None) -> str:
-    """The --device of `run`: checked, or the GPU where there is one."""
-    if name is None:
-        return default_device()
-    if name not in SEQLEN:
+    """The --device of `run`: checked, or the GPU where there is one that PyTorch can use."""
+    if name not in (None, *SEQLEN):
         raise PlanError(f"--device {name!r} is neither cpu nor cuda")
-    if name == "cuda" and default_device() == "cpu":
-        raise PlanError("--device cuda: the driver shows no GPU\n  nearest: --device cpu")
-    return name
+    if name == "cpu":
+        return name
+    if default_device() == "cpu":
+        lacks = "the driver shows no GPU"
+    else:
+        import torch
+
+        if torch.cuda.is_available():
+            return "cuda"
+        lacks = f"the driver shows a GPU, and PyTorch {torch.__version__} cannot use it"
+        if name is None:
+            err.print(f"{lacks}: running on the CPU")
+    if name == "cuda":
+        raise PlanError(f"--device cuda: {lacks}\n  nearest: --device cpu")
+    return "cpu"
 
 
 def device_name(name: str) -> str:

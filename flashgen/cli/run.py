@@ -123,8 +123,8 @@ def check(resolved: Resolved, device: str, seed: int, *, timed: bool = False) ->
     scale = 1 / math.sqrt(p.head_dim)
     outs, bases, refs, lses, ref_lses, taken = [], [], [], [], [], math.inf
     for draw in range(max(1, -(-POOL // elements)) if elements else 1):
-        generator = torch.Generator().manual_seed(seed + draw)
-        q, k, v = (torch.randn(shape, generator=generator).to(device=device, dtype=dtype) for shape in _shapes(p))
+        generator = torch.Generator(device).manual_seed(seed + draw)
+        q, k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in _shapes(p))
         start = time.perf_counter()
         o, lse = attention(q, k, v, variant, return_lse=True, **inputs)
         if device == "cuda":

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flashgen.lang.variant import Variant
 
 #: Scores held at once, in elements: what bounds the memory of a reference.
-_BLOCK = {"cpu": 1 << 22, "cuda": 1 << 26}
+_BLOCK = {"cpu": 1 << 22, "cuda": 1 << 25}
 
 #: A verdict wants at least this many output elements; tiny shapes are drawn again until they are reached.
 POOL = 4096
