@@ -274,7 +274,7 @@ def test_a_dearer_score_function_is_paced_slower():
 def test_q_in_registers_saves_shared_memory_reads():
     plan = planner.menu(FULL, "sm_80", "bfloat16", 64, tile=(64, 64)).plans[0]
     inside, outside = (
-        ampere.clocks(dataclasses.replace(plan, q_in_registers=where), ARCHS["sm_80"], 1) for where in (True, False)
+        ampere.clocks(dataclasses.replace(plan, q_in_registers=where), ARCHS["sm_80"]) for where in (True, False)
     )
     assert inside["shared memory"] < outside["shared memory"]
     assert {k: v for k, v in inside.items() if k != "shared memory"} == {

@@ -51,9 +51,9 @@ SPECIAL = {"exp": 1, "exp2": 1, "log": 1, "log2": 1, "tanh": 2, "sigmoid": 2, "s
 #: of moves and predicates.
 SOFTMAX_OPS = 4.5
 
-#: Clocks of a KV tile that nothing inside its warp hides: two barriers, the shuffles of the row maximum and sum, and
-#: the latency of the first and last mma, ldmatrix and ex2.  A lead: with it the model gives FlashAttention-2's measured
-#: speed on an H200 within 10% (head_dim 64, 128 and 256).
+#: Clocks of a KV tile that nothing inside its warp hides: the barrier, the shuffles of the row maximum, and the latency
+#: of the first and last mma, ldmatrix and ex2.  A lead: with it the model gives the speed that FlashAttention-2 was seen
+#: to reach on an H200 (head_dim 64, 128 and 256) to about a tenth.
 TILE_LATENCY = 500
 
 #: More warps than this on a multiprocessor hide nothing more, and cost registers.
@@ -216,13 +216,13 @@ def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, 
     )
 
 
-def clocks(plan: KernelPlan, arch: Arch, blocks: int) -> dict[str, float]:
+def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     """Clocks a multiprocessor spends on one score (one query, one key), by the unit that spends them.
 
-    `blocks` blocks share the multiprocessor.  Tensor cores: two products.  Special functions: one ex2, and those of the
-    score function.  Arithmetic: the softmax, the score function, and rescaling O once a tile.  Shared memory: every
-    warp reads all of K and V for its rows, Q again for each KV tile unless registers hold it, and cp.async writes K and
-    V once a block.  Latency: what a warp waits in each KV tile, over the four schedulers.  L2: K and V once a block.
+    Tensor cores: two products.  Special functions: one ex2, and those of the score function.  Arithmetic: the softmax,
+    the score function, and rescaling O once a tile.  Shared memory: every warp reads all of K and V for its rows, Q
+    again for each KV tile unless registers hold it, and cp.async writes K and V once a block.  Latency: what a warp
+    waits in each KV tile, over the four schedulers.  L2: K and V once a block.
     """
     d, dv = plan.padded_head_dim, plan.padded_v_head_dim
     rows = plan.tile.q // plan.warps
@@ -259,7 +259,7 @@ def _pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:
     One warp a scheduler runs product, softmax and loads one after another; n warps hide all but the slowest unit
     n-fold.  Loads from L2 run behind all of it.
     """
-    by_unit = clocks(plan, arch, blocks)
+    by_unit = clocks(plan, arch)
     l2 = by_unit.pop("l2")
     warps_a_scheduler = blocks * plan.warps / 4
     slowest, total = max(by_unit.values()), sum(by_unit.values())
