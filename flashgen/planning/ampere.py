@@ -52,8 +52,8 @@ SPECIAL = {"exp": 1, "exp2": 1, "log": 1, "log2": 1, "tanh": 2, "sigmoid": 2, "s
 SOFTMAX_OPS = 4.5
 
 #: Clocks of a KV tile that nothing inside its warp hides: the barrier, the shuffles of the row maximum, and the latency
-#: of the first and last mma, ldmatrix and ex2.  A lead: with it the model gives the speed that FlashAttention-2 was seen
-#: to reach on an H200 (head_dim 64, 128 and 256) to about a tenth.
+#: of the first and last mma, ldmatrix and ex2.  A lead: with it the model gives the speed that FlashAttention-2 was
+#: seen to reach on an H200 (head_dim 64, 128 and 256) to about a tenth.
 TILE_LATENCY = 500
 
 #: More warps than this on a multiprocessor hide nothing more, and cost registers.
