@@ -23,7 +23,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     The text depends on the plan alone: never on a length, a batch, a number of heads or a parameter's value.
     """
     found = seam(facts or analyse(plan.variant))
-    template = _environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
+    template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type = _PTX_TYPE[plan.dtype]
     context = {
         "plan": plan,
@@ -68,7 +68,7 @@ def banner(plan: KernelPlan, found: Seam) -> str:
 
 
 @lru_cache(maxsize=1)
-def _environment():
+def environment():
     """The one Jinja environment: strict, and control lines look like comments so that templates look like CUDA."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

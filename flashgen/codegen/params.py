@@ -30,7 +30,7 @@ STORED = {
 #: Tensor maps that a kernel of pipeline hopper takes as parameters of their own, before the struct.
 MAPS = ("q", "k", "v")
 
-_FORMATS = {"i64": "q", "int": "i", "float": "f"}
+_FORMATS = {"i64": "q", "u64": "Q", "int": "i", "u32": "I", "float": "f"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,18 @@ class Field:
 
 
 def fields(plan: KernelPlan) -> tuple[Field, ...]:
+    """The members of a plan's `Params`, in order."""
+    return fields_of(plan.variant, plan.dtype, plan.specialized)
+
+
+@lru_cache(maxsize=256)
+def fields_of(variant: Variant, dtype: str, specialized: Specialized | None = None) -> tuple[Field, ...]:
     """The members in order: pointers, then 64-bit, then 32-bit numbers, so that no padding lies between them.
 
     Strides count elements.  A captured tensor has `tensor_NAME`, and for each dimension i `stride<i>_NAME` and
     `size<i>_NAME`; a parameter is `param_NAME`.  Pipeline hopper has tensor maps for q, k and v (`MAPS`) in front of the
     struct, and two counters of tiles where it hands them out.
     """
-    return _fields(plan.variant, plan.dtype, plan.specialized)
-
-
-@lru_cache(maxsize=256)
-def _fields(variant: Variant, dtype: str, specialized: Specialized | None) -> tuple[Field, ...]:
     element = ELEMENT[dtype]
     tensors = variant.tensors
     mapped = specialized is not None
@@ -80,18 +81,20 @@ def _fields(variant: Variant, dtype: str, specialized: Specialized | None) -> tu
 
 
 def sizeof(plan: KernelPlan) -> int:
-    """Bytes of the C++ struct: its members, and the padding to its alignment at the end."""
-    return -(-struct.calcsize(_format(fields(plan))) // 8) * 8
+    """Bytes of a plan's `Params`."""
+    return len(packed(fields(plan), dict.fromkeys((field.name for field in fields(plan)), 0)))
 
 
 def pack(plan: KernelPlan, values: Mapping[str, int | float]) -> bytes:
-    """The struct with these values; a pointer is an address, the stride of a dimension of size 1 should be 0.
+    """A plan's `Params` with these values; raises KeyError for a field without one.
 
-    Raises KeyError for a field without a value.
+    A pointer is an address; the stride of a dimension of size 1 should be 0, so that any index reads its one element.
     """
-    members = fields(plan)
-    return struct.pack(_format(members), *(values[field.name] for field in members)).ljust(sizeof(plan), b"\0")
+    return packed(fields(plan), values)
 
 
-def _format(members: tuple[Field, ...]) -> str:
-    return "<" + "".join(field.format for field in members)
+def packed(members: tuple[Field, ...], values: Mapping[str, int | float]) -> bytes:
+    """A struct of these members, padded at its end to a multiple of 8 bytes as the C++ one is."""
+    formats = "<" + "".join(field.format for field in members)
+    size = -(-struct.calcsize(formats) // 8) * 8
+    return struct.pack(formats, *(values[field.name] for field in members)).ljust(size, b"\0")

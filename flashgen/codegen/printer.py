@@ -17,7 +17,7 @@ from flashgen.lang.ops import OPS
 #: How tightly C++ binds: an operand that binds less tightly than its place goes into parentheses.
 CALL, UNARY, _TERNARY, _ANYTHING = 16, 15, 3, 0
 _BINARY = {
-    "*": 13, "/": 13, "+": 12, "-": 12, "<<": 11, ">>": 11, "<": 10, "<=": 10, ">": 10, ">=": 10, "==": 9, "!=": 9,
+    "*": 13, "/": 13, "%": 13, "+": 12, "-": 12, "<<": 11, ">>": 11, "<": 10, "<=": 10, ">": 10, ">=": 10, "==": 9, "!=": 9,
     "&": 8, "^": 7, "|": 6, "&&": 5, "||": 4,
 }  # fmt: skip
 

@@ -272,9 +272,11 @@ class _Decider:
         return [self._ordered(Text(last), ">=", n) for n in lo] + [self._ordered(Text(first), "<=", n) for n in hi]
 
     def _bound(self, n: Node) -> Text:
-        """A bound that arithmetic may be done on."""
+        """A bound as an int that arithmetic may be done on."""
         known = self._extent(n)
-        return self.known[n] if -REACH <= known.lo and known.hi <= REACH else call("bounded", self.known[n])
+        if not (-REACH <= known.lo and known.hi <= REACH):
+            return call("bounded", self.known[n])
+        return call("int", self.known[n]) if self.printer.is_wide(n) else self.known[n]
 
     def _less(self, position: Text, n: Node) -> Text:
         """The position minus a bound."""

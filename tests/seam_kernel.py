@@ -1,0 +1,83 @@
+"""Runs the variant seam of emitted CUDA on the PTX interpreter: a kernel of its own around the shared templates."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashgen.analysis.facts import Facts
+from flashgen.analysis.tiles import Case
+from flashgen.codegen import device, params
+from flashgen.codegen.emit import environment
+from flashgen.codegen.seam import seam
+from flashgen.planning.plan import Tile
+from flashgen.runtime import nvrtc, ptx
+from flashgen.runtime.ptx.simulate import stored
+
+TEMPLATE = """{{ device }}
+
+typedef u16 bf16;
+constexpr int TILE_Q = {{ tile.q }}, TILE_KV = {{ tile.kv }};
+struct Params {
+//% for field in fields
+  {{ field.ctype }} {{ field.name }};
+//% endfor
+};
+struct Rows { int b, h, q_first, q_last; };
+{% include "variant.cu.j2" %}
+
+{% include "schedule.cu.j2" %}
+
+// A block of one warp for each (b, h, tile of queries): the tiles it visits, then what `keep` and `score` give.
+extern "C" __global__ void probe(const __grid_constant__ Params p, int* visited, unsigned char* kept, float* scores) {
+  const int lane = threadIdx.x, q_tile = blockIdx.x % p.q_tiles, head = blockIdx.x / p.q_tiles;
+  const int q_first = q_tile * TILE_Q;
+  const Rows rows = {head / p.heads, head % p.heads, q_first, min(q_first + TILE_Q, p.q_len) - 1};
+  const int kv_tiles = (p.kv_len + TILE_KV - 1) / TILE_KV;
+  for (Step step = next_step(kv_tiles{{ ", rows, p" if seam.keep }}); step.tile >= 0; step = next_step(step.tile{{ ", rows, p" if seam.keep }}))
+    if (lane == 0) visited[blockIdx.x * kv_tiles + step.tile] = {{ "step.partial ? 1 : 2" if seam.keep else "2" }};
+  for (int q = rows.q_first; q <= rows.q_last; q++)
+    for (int k = lane; k < p.kv_len; k += 32) {
+      const i64 at = ((i64)head * p.q_len + q) * p.kv_len + k;
+//% if seam.keep
+      kept[at] = keep(rows.b, rows.h, q, k, p);
+//% endif
+//% if seam.score
+      scores[at] = score(scores[at], rows.b, rows.h, q, k, p);
+//% endif
+    }
+}
+"""
+
+
+def emitted(facts: Facts, tile: Tile) -> str:
+    """The seam of a variant with a kernel that records what it decides."""
+    members = params.fields_of(facts.variant, "bfloat16")
+    context = {"seam": seam(facts), "tile": tile, "fields": members}
+    template = environment().from_string(TEMPLATE)
+    return template.render(context, device=device.used_by(template.render(context, device="")))
+
+
+def run(facts: Facts, case: Case, tile: Tile, scores: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
+    """Classes of visited tiles [b, h, q tile, kv tile] (0: not visited), `keep` and `score` [b, h, q, k]."""
+    sizes = case.sizes
+    batch, heads, q_len, kv_len = (sizes[n] for n in ("batch", "heads", "q_len", "kv_len"))
+    q_tiles, kv_tiles = -(-q_len // tile.q), -(-kv_len // tile.kv)
+    members = params.fields_of(facts.variant, "bfloat16")
+    memory = ptx.Memory()
+    values = dict.fromkeys((field.name for field in members), 0) | sizes | {"q_tiles": q_tiles}
+    values |= {f"param_{name}": value for name, value in case.params.items()}
+    for tensor in facts.variant.tensors:
+        array = stored(case.tensors[tensor.name], tensor.dtype)
+        values[f"tensor_{tensor.name}"] = memory.add(tensor.name, array)
+        for axis, (size, step) in enumerate(zip(array.shape, array.strides, strict=True)):
+            values[f"size{axis}_{tensor.name}"] = size
+            values[f"stride{axis}_{tensor.name}"] = step // array.itemsize if size > 1 else 0
+    visited = np.zeros((batch, heads, q_tiles, kv_tiles), np.int32)
+    kept = np.ones((batch, heads, q_len, kv_len), np.uint8)
+    scores = np.zeros(kept.shape, np.float32) if scores is None else scores.astype(np.float32)
+    out = [memory.add(n, a, writable=True) for n, a in (("visited", visited), ("kept", kept), ("scores", scores))]
+    packed = params.packed(members, values)
+    module = ptx.load(nvrtc.ptx(emitted(facts, tile), "sm_80"), target="sm_80")
+    arguments = [packed, *(int(address).to_bytes(8, "little") for address in out)]
+    module.launch("probe", q_tiles * heads * batch, 32, 0, arguments, memory)
+    return visited, kept.astype(bool), scores

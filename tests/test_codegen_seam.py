@@ -1,0 +1,66 @@
+"""The emitted seam decides as Python does: executed on the PTX interpreter for random masks and for each shipped spec."""
+
+import numpy as np
+import pytest
+import seam_kernel
+from random_masks import random_case, random_mask, seeded
+
+from flashgen.analysis.facts import analyse
+from flashgen.analysis.tiles import Case, schedule
+from flashgen.lang.evaluate import evaluate
+from flashgen.lang.load import load_spec, shipped
+from flashgen.planning.plan import Tile
+from flashgen.planning.problem import Problem
+
+MASKS = range(40)
+
+
+def positions(sizes):
+    names = ("batch", "heads", "q_len", "kv_len")
+    return dict(zip("bhqk", np.ogrid[tuple(slice(sizes[name]) for name in names)], strict=True))
+
+
+def scheduled(facts, case, tile):
+    sizes = case.sizes
+    q_tiles, kv_tiles = -(-sizes["q_len"] // tile.q), -(-sizes["kv_len"] // tile.kv)
+    found = np.zeros((sizes["batch"], sizes["heads"], q_tiles, kv_tiles), np.int32)
+    for b, h, i in np.ndindex(found.shape[:3]):
+        for kv_tile, cls in schedule(facts, case, tile, i, b, h):
+            found[b, h, i, kv_tile] = cls
+    return found
+
+
+def check(variant, case, tile):
+    facts = analyse(variant)
+    rng = np.random.default_rng(0)
+    shape = tuple(case.sizes[n] for n in ("batch", "heads", "q_len", "kv_len"))
+    s = rng.normal(0, 3, shape).astype(np.float32)
+    visited, kept, scores = seam_kernel.run(facts, case, tile, s)
+    np.testing.assert_array_equal(visited, scheduled(facts, case, tile))
+    data = {"sizes": case.sizes, "params": case.params, "tensors": case.tensors}
+    if variant.mask is not None:
+        expected = np.broadcast_to(evaluate(variant.mask, **positions(case.sizes), **data), shape)
+        np.testing.assert_array_equal(kept, expected)
+    if variant.score_node is not None:
+        expected = evaluate(variant.score_node, s=s, **positions(case.sizes), **data)
+        np.testing.assert_allclose(scores, np.broadcast_to(expected, shape), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("seed", MASKS)
+def test_random_masks_visit_and_keep_what_python_does(seed):
+    source = seeded(seed)
+    variant = random_mask(source)
+    if variant is None:
+        pytest.skip("the language refuses this mask")
+    case, tile = random_case(source)
+    check(variant, case, tile)
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_shipped_specs_visit_keep_and_score_as_python_does(name):
+    variant = load_spec(shipped()[name]).bind()
+    problem = Problem(batch=2, heads=2, kv_heads=1, q_len=150, kv_len=270, head_dim=64, v_head_dim=64)
+    rng = np.random.default_rng(1)
+    tensors = {t.name: t.example(problem, rng) for t in variant.tensors}
+    params = {p.name: min(p.default, 40) if isinstance(p.default, int) else p.default for p in variant.params}
+    check(variant, Case(sizes=problem.sizes(), params=params, tensors=tensors), Tile(q=32, kv=16))
