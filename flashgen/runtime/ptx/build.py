@@ -37,10 +37,19 @@ class May:
 
 @dataclass(slots=True)
 class Footprint:
-    """Registers that one instruction reads and writes."""
+    """Registers that one instruction reads and writes.
+
+    `exchanged` is the register that lanes read from each other, and the function that says from which lane each does.
+    """
 
     reads: set[str] = field(default_factory=set)
     writes: set[str] = field(default_factory=set)
+    exchanged: tuple[str, Callable[[Slots], np.ndarray]] | None = None
+
+    @property
+    def used(self) -> set[str]:
+        """Registers of which any lane is read."""
+        return self.reads | ({self.exchanged[0]} if self.exchanged else set())
 
 
 class Translator:

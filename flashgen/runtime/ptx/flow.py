@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from flashgen.runtime.ptx.errors import UnknownInstruction
 from flashgen.runtime.ptx.ops import SUSPENDING
-from flashgen.runtime.ptx.parser import Entry, Instruction, Label, Probe, Reg, Sym
+from flashgen.runtime.ptx.parser import Entry, Instruction, Label, Operand, Probe, Reg, Sym
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,34 @@ class Graph:
     ranks: list[int]
 
 
+#: Opcodes that a whole warp executes together, with the operand that names its lanes (None: all that still run).
+_TOGETHER: dict[tuple[str, ...], int | None] = {
+    ("shfl", "sync"): -1,
+    ("vote", "sync"): 2,
+    ("redux", "sync"): 2,
+    ("elect", "sync"): 1,
+    ("bar", "warp"): 0,
+    ("barrier", "warp"): 0,
+    **{(name,): None for name in ("bar", "barrier", "mma", "ldmatrix", "stmatrix", "wgmma", "setmaxnreg")},
+}
+
+
+def together(item: Instruction | Probe) -> tuple[bool, Operand | None]:
+    """Whether a warp executes an instruction together, and the operand that names the lanes."""
+    if isinstance(item, Instruction):
+        for used in (2, 1):
+            if item.parts[:used] in _TOGETHER:
+                place = _TOGETHER[item.parts[:used]]
+                return True, None if place is None else item.operands[place]
+    return False, None
+
+
 def _suspends(item: Instruction | Probe) -> bool:
     return isinstance(item, Instruction) and any(item.parts[: len(s)] == s for s in SUSPENDING)
 
 
 def split(entry: Entry) -> Graph:
-    """Cut a kernel at labels, branches and instructions that may wait."""
+    """Cut a kernel at labels, branches, instructions that may wait, and where a warp must be together."""
     blocks: list[RawBlock] = [RawBlock()]
     at: dict[str, int] = {}
     raw: list[Instruction | None] = [None]
@@ -52,6 +74,9 @@ def split(entry: Entry) -> Graph:
             blocks.append(RawBlock())
             raw.append(None)
         else:
+            if together(item)[0] and blocks[-1].items and not any(together(x)[0] for x in blocks[-1].items):
+                blocks.append(RawBlock())  # diverged lanes wait for each other here
+                raw.append(None)
             blocks[-1].items.append(item)
             if _suspends(item):
                 blocks[-1].end = RawEnd("suspend")

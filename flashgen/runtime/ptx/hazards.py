@@ -18,10 +18,15 @@ def watch_unwritten(run: Closure, footprint: Footprint, defined: dict[str, int])
     """Check lanes of the registers in `defined` (name -> DefinedSlot) before a read, mark them after a write."""
     reads = [(defined[name], name) for name in sorted(footprint.reads & defined.keys())]
     writes = [defined[name] for name in sorted(footprint.writes & defined.keys())]
-    if not reads and not writes:
+    exchanged = defined.get(footprint.exchanged[0]) if footprint.exchanged else None
+    if not reads and not writes and exchanged is None:
         return run
 
     def watched(V: Slots, m: Mask) -> object:
+        if exchanged is not None:
+            read = np.take_along_axis(V[exchanged], footprint.exchanged[1](V), 1)
+            if not (read if m is True else read[m]).all():
+                raise Uninitialised(f"register {footprint.exchanged[0]} is read in a lane where nothing wrote it")
         for slot, name in reads:
             if not (V[slot] if m is True else V[slot][m]).all():
                 raise Uninitialised(f"register {name.split('@')[0]} is read before anything wrote it")
@@ -70,7 +75,7 @@ def watch_wgmma(run: Closure, instruction: Instruction, footprint: Footprint, tr
     if instruction.parts[:2] == ("wgmma", "mma_async"):
         return run
     number = translator.wgmma
-    reads = [(number[name], name) for name in sorted(footprint.reads & number.keys())]
+    reads = [(number[name], name) for name in sorted(footprint.used & number.keys())]
     writes = [(number[name], name) for name in sorted(footprint.writes & number.keys())]
     if not reads and not writes:
         return run

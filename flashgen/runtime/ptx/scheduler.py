@@ -38,7 +38,7 @@ def run_cluster(cluster: Cluster, quantum: int) -> None:
                 break
         else:
             if not cluster.in_flight:
-                raise Deadlock(_who_waits(cluster))
+                _stuck(cluster)
             _land(cluster, 0 if rng is None else int(rng.integers(len(cluster.in_flight))))
 
 
@@ -47,23 +47,63 @@ def _land(cluster: Cluster, n: int) -> None:
     cluster.events += 1
 
 
+def _stuck(cluster: Cluster) -> None:
+    """Nothing can go on: report the lanes that wait for others of their warp, or else the deadlock."""
+    for block in cluster.blocks:
+        for bundle in block.bundles:
+            if bundle.wait is None:
+                _execute(block, bundle)  # raises Diverged: the warp is not together
+    raise Deadlock(_who_waits(cluster))
+
+
 def _choose(block: Block) -> Bundle | None:
     """The bundle to run next, joined with others at its place; None where all wait."""
-    runnable = [bundle for bundle in list(block.bundles) if _ready(block, bundle)]
+    ready = [bundle for bundle in list(block.bundles) if _ready(block, bundle)]
+    if len(ready) > 1:
+        ready = _joined(block, ready)
+    runnable = [bundle for bundle in ready if _met(block, bundle)]
     if not runnable:
         return None
     codes, rng = block.launch.program.blocks, block.launch.rng
     if rng is not None:
         warp = runnable[int(rng.integers(len(runnable)))].a
         runnable = [bundle for bundle in runnable if bundle.a == warp]
-    if len(runnable) == 1:
-        return runnable[0]
-    chosen = min(runnable, key=lambda bundle: (bundle.turns // _FAIR, codes[bundle.pc].rank, bundle.a))
-    for other in runnable:
-        if other is not chosen and other.pc == chosen.pc:
-            _join(chosen, other)
-            block.bundles.remove(other)
-    return chosen
+    return min(runnable, key=lambda bundle: (bundle.turns // _FAIR, codes[bundle.pc].rank, bundle.a))
+
+
+def _joined(block: Block, bundles: list[Bundle]) -> list[Bundle]:
+    """Bundles at one place become one (with a seed: only those of one warp)."""
+    apart = block.launch.rng is not None
+    found: dict[tuple[int, int], Bundle] = {}
+    for bundle in bundles:
+        first = found.setdefault((bundle.pc, bundle.a if apart else 0), bundle)
+        if first is not bundle:
+            _join(first, bundle)
+            block.bundles.remove(bundle)
+    return list(found.values())
+
+
+def _met(block: Block, bundle: Bundle) -> bool:
+    """Whether the lanes that must execute the next instruction together are here; warps that are not are split off."""
+    code = block.launch.program.blocks[bundle.pc]
+    if not code.meets or bundle.mask is True:
+        return True
+    named = block.alive[bundle.a : bundle.b]
+    if code.members is not None:
+        members = np.asarray(block.group(bundle.a, bundle.b).slots[code.members])
+        by_lane = np.broadcast_to(members, named.shape)
+        warp = np.where(bundle.mask, by_lane, np.uint32(0)).max(1, keepdims=True)
+        named = named & (warp >> np.arange(LANES, dtype=np.uint32) & np.uint32(1)).astype(bool)
+    here = bundle.mask.any(1)
+    missing = (named & ~bundle.mask).any(1) & here
+    if not missing.any():
+        return True
+    if (missing == here).all():
+        return False
+    later = _cut(bundle, bundle.mask & missing[:, None])
+    block.bundles.append(later)
+    bundle.a, bundle.b, bundle.mask = _trim(bundle.a, bundle.mask & ~missing[:, None])
+    return True
 
 
 def _ready(block: Block, bundle: Bundle) -> bool:

@@ -14,6 +14,7 @@ from flashgen.runtime.ptx.counters import Report
 from flashgen.runtime.ptx.machine import STEP_LIMIT, Module, load
 from flashgen.runtime.ptx.memory import Memory
 from flashgen.runtime.ptx.ops.convert import bf16_bits, bf16_value
+from flashgen.runtime.ptx.tensormap import BFLOAT16, FLOAT16, TensorMap
 
 if TYPE_CHECKING:
     from flashgen.analysis.tiles import Case
@@ -70,11 +71,13 @@ def simulate(
     check: bool = True,
     track: tuple[str, ...] = (),
     step_limit: int = STEP_LIMIT,
+    multiprocessors: int = 2,
 ) -> Simulated:
     """Run a plan's forward kernel on [batch, heads, length, dim] float arrays, rounded to the plan's dtype.
 
     `source` replaces the emitted text (mutations, probes).  `seed` and `check` are those of Module.launch; buffers named
-    in `track` have the addresses of their accesses recorded.  o and lse start as NaN.  Raises CompileError, LaunchError
+    in `track` have the addresses of their accesses recorded; `multiprocessors` is the number of blocks of a pipeline
+    whose blocks take tile after tile.  o and lse start as NaN.  Raises CompileError, LaunchError
     for a problem without any output, and a Trap for what the kernel does wrong.
     """
     sizes = case.sizes
@@ -101,14 +104,21 @@ def simulate(
         for axis, (size, stride) in enumerate(zip(array.shape, _strides(array), strict=True)):
             values[f"size{axis}_{tensor.name}"] = size
             values[f"stride{axis}_{tensor.name}"] = stride if size > 1 else 0
-    text = source if source is not None else emit(plan)
-    kernel = module(text, plan.arch)
+    blocks = int(values["q_tiles"]) * heads * batch
+    arguments = []
+    if plan.specialized is not None:
+        counters = np.zeros(2, np.int32)
+        values |= {"counters": memory.add("counters", counters, writable=True), "l2_heads": min(2, heads)}
+        rows = {"q": 64, "k": plan.tile.kv, "v": plan.tile.kv}
+        arguments = [_map(tensors[name], int(values[name]), rows[name], plan.dtype) for name in "qkv"]
+        blocks = min(blocks, multiprocessors)
+    kernel = module(source if source is not None else emit(plan), plan.arch)
     report = kernel.launch(
         f"attention_{plan.pass_name}",
-        int(values["q_tiles"]) * heads * batch,
+        blocks,
         plan.threads,
         plan.smem_bytes,
-        params.pack(plan, values),
+        [*arguments, params.pack(plan, values)],
         memory,
         seed=seed,
         check=check,
@@ -124,3 +134,13 @@ def _strides(array: np.ndarray) -> tuple[int, ...]:
         out.append(step)
         step *= size
     return tuple(reversed(out))
+
+
+def _map(array: np.ndarray, address: int, rows: int, dtype: str) -> bytes:
+    """The tensor map of [batch, heads, length, dim]: boxes of 64 columns by `rows` rows, 128-byte swizzle."""
+    batch, heads, length, dim = array.shape
+    _, head, row, _ = (stride * array.itemsize for stride in _strides(array))
+    return TensorMap.encode_tiled(
+        BFLOAT16 if dtype == "bfloat16" else FLOAT16, 4, address, (dim, max(length, 1), heads, batch),
+        (row, head, heads * head), (64, rows, 1, 1), (1, 1, 1, 1), swizzle=3,
+    ).to_bytes()  # fmt: skip

@@ -50,12 +50,17 @@ End = Jump | Fork | Leave | Suspend
 
 @dataclass(slots=True)
 class Code:
-    """One basic block: closures, the instruction of each, and its end."""
+    """One basic block: closures, the instruction of each, and its end.
+
+    `meets` says that its first instruction needs the warp together; `members` is the slot that names the lanes.
+    """
 
     ops: list[Closure] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     end: End = field(default_factory=Leave)
     rank: int = 0
+    meets: bool = False
+    members: int | None = None
 
 
 @dataclass(slots=True)
@@ -109,13 +114,17 @@ def translate(entry: Entry, symbols: dict[str, tuple[str, int]]) -> Program:
         lines.append([_line(translator, item) for item in code.items])
     codes = [Code() for _ in graph.blocks]
     maybe = flow.maybe_unwritten(
-        [[(x.footprint.reads, x.footprint.writes, x.guard is not None) for x in code] for code in lines],
+        [[(x.footprint.used, x.footprint.writes, x.guard is not None) for x in code] for code in lines],
         graph,
         set(entry.registers),
     )
     defined = {name: translator.slot(DefinedSlot(n)) for n, name in enumerate(sorted(maybe))}
     for n, (code, block) in enumerate(zip(codes, graph.blocks, strict=True)):
         code.rank = graph.ranks[n]
+        if block.items:
+            code.meets, members = flow.together(block.items[0])
+            if members is not None:
+                code.members = Build(translator, block.items[0], ()).read(members, "b32")
         code.end = _end(translator, block.end, n)
         for x in lines[n]:
             run = x.run.run if isinstance(x.run, May) else x.run

@@ -9,7 +9,7 @@ import numpy as np
 from flashgen.runtime.ptx import types
 from flashgen.runtime.ptx.build import Build, Closure
 from flashgen.runtime.ptx.errors import Diverged
-from flashgen.runtime.ptx.parser import Imm, Not, Pair, Sink
+from flashgen.runtime.ptx.parser import Imm, Not, Pair, Reg, Sink
 from flashgen.runtime.ptx.registers import LANES, Group, Mask, Slots
 
 _LANE = np.arange(LANES, dtype=np.int64)
@@ -83,6 +83,10 @@ def shuffle(b: Build) -> Closure:
         if fixed:
             plans[group.n] = plan
         return plan
+
+    if isinstance(b.operands[1], Reg):
+        b.footprint.reads.discard(b.operands[1].name)  # a lane whose value nobody reads need not have one
+        b.footprint.exchanged = b.operands[1].name, lambda V: source(V)[0]
 
     def run(V: Slots, m: Mask) -> None:
         group = V[0]
