@@ -61,6 +61,14 @@ def test_shape_options_reach_the_problem():
     assert (got["dtype"], got["arch"]) == ("float16", "sm_86")
 
 
+def test_formulas_of_a_band():
+    full = ("plan", "full", "--seqlen", 256, "--formulas")
+    assert "write_bytes = batch*heads*q_len*(itemsize*v_head_dim + 4)" in flashgen(*full).out
+    assert plan(*full[1:])["formula"].keys() == {"read_bytes", "write_bytes", "flops", "flops_useful"}
+    assert "no formulas: the mask is no single band" in flashgen("plan", "butterfly", "--formulas").out
+    assert "formula" not in plan("full", "--seqlen", 256)
+
+
 def test_a_tile_is_taken_as_it_is():
     assert plan("full", "--seqlen", 256, "--tile", "64x32")["tile"] == {"q": 64, "kv": 32}
 

@@ -13,6 +13,11 @@ def test_a_causal_mask_in_the_terminal():
     assert mask[0].count("█") < mask[20].count("█")  # a triangle, widening downwards
 
 
+def test_the_formula():
+    out = flashgen("show", "alibi", "--seqlen", 64).out
+    assert "mask  = k ≤ q\nscore = s - (q - k)⋅slopes[h]" in out
+
+
 def test_the_share_that_is_visible():
     # Four triangles of 64, each 65 / 128 of its square.
     assert "12.7% of the mask is visible" in flashgen("show", "chunked", "--seqlen", 256, "--param", "chunk=64").out

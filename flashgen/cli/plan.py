@@ -26,17 +26,25 @@ def command(
     request: Request,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object: bytes, counts and milliseconds.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Every rejected candidate.")] = False,
+    formulas: Annotated[
+        bool, typer.Option("--formulas", help="Traffic and FLOPs as formulas too, for full, causal and banded masks.")
+    ] = False,
 ) -> None:
     """Plan a kernel: tile, sums of shared memory and registers, predicted HBM traffic and time."""
     resolved = options.resolve(spec, request)
     prediction = resolved.predict()
     if as_json:
-        typer.echo(json.dumps(prediction.as_json(), indent=2))
+        typer.echo(json.dumps(prediction.as_json(formulas=formulas), indent=2))
         return
     out.print(Text(str(resolved), style="bold"))
     for table in prediction.tables():
         out.print()
         out.print(rendered(table, _SHOWN if table.title == "rejected" and not every else None))
+    if formulas:
+        found = prediction.as_json(formulas=True)["formula"]
+        out.print("\n[italic]formulas[/]" if found else "\nno formulas: the mask is no single band")
+        for name, text in (found or {}).items():
+            out.print(Text(f"{name} = {text}"))
 
 
 def rendered(table: traffic.Table, most: int | None = None) -> Table:

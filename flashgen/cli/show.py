@@ -62,7 +62,9 @@ def command(
     b: Annotated[int, typer.Option("--b", help="Batch whose mask is drawn.")] = 0,
     h: Annotated[int, typer.Option("--h", help="Query head whose mask is drawn.")] = 0,
 ) -> None:
-    """Draw a mask and its tile classes, with the share that the analysis misjudges."""
+    """Draw a mask and its tile classes, with its formula and the share of tiles that the analysis misjudges."""
+    from flashgen.analysis.formula import formula
+
     if output is not None and output.suffix not in (".png", ".svg"):
         raise PlanError(f"show cannot draw to {output}: it writes .png and .svg\n  nearest: {output.stem}.png")
     resolved = options.resolve(spec, request)
@@ -74,6 +76,7 @@ def command(
     out.print(f"[bold]{resolved}[/]")
     if resolved.variant.doc:
         out.print(Text(resolved.variant.doc.strip().splitlines()[0]))
+    out.print(Text(formula(resolved.variant).pretty()))
     out.print(render(picture, resolved.plan.tile))
     out.print(summary(picture))
     if output is not None:
