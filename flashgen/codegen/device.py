@@ -16,8 +16,8 @@ from flashgen.resources import folder
 
 #: The files in the order in which they are emitted: a definition uses only what stands above it.
 FILES = (
-    "types", "math", "cp_async", "ldmatrix", "mma", "swizzle", "softmax",
-    "mbarrier", "ring", "tma", "setmaxnreg", "named_barrier", "wgmma", "hopper_softmax", "range",
+    "types", "math", "cp_async", "ldmatrix", "mma", "swizzle", "softmax", "red",
+    "mbarrier", "ring", "tma", "setmaxnreg", "named_barrier", "wgmma", "hopper_softmax", "hopper_epilogue", "range",
 )  # fmt: skip
 
 _DECLARED = re.compile(

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.codegen import device, params
-from flashgen.codegen.seam import Seam, seam
+from flashgen.codegen.seam import Seam, seam, transposed
 from flashgen.planning.plan import KernelPlan
 from flashgen.resources import folder
 
@@ -22,7 +22,8 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
 
     The text depends on the plan alone: never on a length, a batch, a number of heads or a parameter's value.
     """
-    found = seam(facts or analyse(plan.variant))
+    facts = facts or analyse(plan.variant)
+    found = seam(facts)
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type = _PTX_TYPE[plan.dtype]
     context = {
@@ -33,9 +34,13 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "params_bytes": params.sizeof(plan),
         "element": params.ELEMENT[plan.dtype],
         "ptx_type": ptx_type,
+        "from": f"from_{ptx_type}",
+        "walks_keys": plan.backward is None or plan.deterministic,
         "mma": f"mma_m16n8k16_{ptx_type}",
         "cvt": f"cvt_{ptx_type}x2",
     }
+    if plan.backward is not None:
+        context["transposed"] = transposed(facts)
     # The kernel says which device functions it uses; then it is put together with them.
     return template.render(context, device=device.used_by(template.render(context, device="")))
 

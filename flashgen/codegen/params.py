@@ -48,7 +48,31 @@ class Field:
 
 def fields(plan: KernelPlan) -> tuple[Field, ...]:
     """The members of a plan's `Params`, in order."""
+    if plan.backward is not None:
+        return _backward_fields(plan)
     return fields_of(plan.variant, plan.dtype, plan.specialized)
+
+
+@lru_cache(maxsize=256)
+def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
+    """As in the forward; the output's gradient is `d_o`, and workspaces stand before the results."""
+    element = ELEMENT[plan.dtype]
+    variant = plan.variant
+    pointers = [Field(name, f"const {element}*") for name in ("q", "k", "v", "o", "d_o")]
+    pointers += [Field(name, "const float*") for name in ("lse", "dlse")]
+    pointers += [Field(name, "float*") for name in ("lse_log2", "delta", *(("dq_sum",) if plan.backward.adds_dq else ()))]
+    pointers += [Field(name, f"{element}*") for name in ("dq", "dk", "dv")]
+    pointers += [Field(f"tensor_{t.name}", f"const {STORED[t.dtype]}*") for t in variant.tensors]
+    strided = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
+    words = [Field(f"{t}_{dimension}", "i64") for t in strided for dimension in ("batch", "head", "row")]
+    words += [Field(f"stride{i}_{t.name}", "i64") for t in variant.tensors for i in range(len(t.dims))]
+    numbers = [Field(n, "int") for n in ("batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles")]
+    numbers.append(Field("scale", "float"))
+    for p in variant.params:
+        field = Field(f"param_{p.name}", CTYPES[p.dtype])
+        (words if field.ctype == "i64" else numbers).append(field)
+    numbers += [Field(f"size{i}_{t.name}", "int") for t in variant.tensors for i in range(len(t.dims))]
+    return tuple(pointers + words + numbers)
 
 
 @lru_cache(maxsize=256)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from flashgen.analysis.abstract import Judge, anywhere
 from flashgen.analysis.facts import Facts, Term
+from flashgen.analysis.zones import Zone
 from flashgen.codegen.device import identifiers
 from flashgen.codegen.params import STORED
 from flashgen.codegen.printer import (
@@ -124,6 +125,19 @@ def seam(facts: Facts) -> Seam:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transposed:
+    """What a backward kernel asks beyond: the runs of queries that see a tile of keys, None without a mask."""
+
+    runs: Decision | None
+
+
+def transposed(facts: Facts) -> Transposed:
+    """The backward's part of the seam."""
+    masked = facts.variant.mask is not None and bool(facts.hidden)
+    return Transposed(runs=_Decider(facts).query_runs() if masked else None)
+
+
 def _formula(mask: Node | None, score: Node | None) -> tuple[tuple[str, str], ...]:
     texts = [(kind, str(Formula().inline(root))) for kind, root in (("visible", mask), ("score", score)) if root is not None]
     return tuple((kind, text) for kind, text in texts if len(text) <= MAX_FORMULA)
@@ -205,6 +219,13 @@ class _Decider:
         found = list(dict.fromkeys(str(self._run(term)) for term in terms))
         return _decision(lines, ["tile"] if "tile" in found else found or ["-1"])
 
+    def query_runs(self) -> Decision:
+        """The runs of queries that the visible terms give a tile of keys, each as the tile of it to visit next."""
+        terms = self.facts.visible
+        lines = self._declare(n for t in terms for n in (*t.zone.nodes(), *t.uniform))
+        found = list(dict.fromkeys(str(self._query_run(term)) for term in terms))
+        return _decision(lines, ["tile"] if "tile" in found else found or ["p.q_tiles"])
+
     def classes(self) -> Decision:
         """Whether something is hidden in a tile; before it whether something is visible, where the runs leave that open."""
         asked = [self.facts.hidden]
@@ -225,18 +246,38 @@ class _Decider:
         last = [self._bound(n) for n in zone.k_hi] + [self._less(q_last, n) for n in zone.d_lo]
         conditions = [self.known[n] for n in term.uniform]
         conditions += self._meets("rows.q_first", "rows.q_last", zone.q_lo, zone.q_hi, q_first, q_last)
-        conditions += [
-            binary("<=", self._bound(lo), self._bound(hi))
-            for lo in zone.d_lo
-            for hi in zone.d_hi
-            if not self._extent(lo).hi <= self._extent(hi).lo
-        ]
+        conditions += self._bands(zone)
         if first or last:
             ends = _extreme("max", first) if first else Text("0"), _extreme("min", last) if last else Text("p.kv_len - 1")
             run = call("last_tile_of_run", "tile", *ends, "p")
         else:
             run = Text("tile")
         return Text(f"{joined('&&', conditions, '')} ? {run} : -1", 3) if conditions else run
+
+    def _query_run(self, term: Term) -> Text:
+        zone = term.zone
+        k_first = _extreme("max", [Text("keys.k_first"), *map(self._bound, zone.k_lo)])
+        k_last = _extreme("min", [Text("keys.k_last"), *map(self._bound, zone.k_hi)])
+        first = [self._bound(n) for n in zone.q_lo] + [self._more(k_first, n) for n in zone.d_lo]
+        last = [self._bound(n) for n in zone.q_hi] + [self._more(k_last, n) for n in zone.d_hi]
+        conditions = [self.known[n] for n in term.uniform]
+        conditions += self._meets("keys.k_first", "keys.k_last", zone.k_lo, zone.k_hi, k_first, k_last)
+        conditions += self._bands(zone)
+        if first or last:
+            ends = _extreme("max", first) if first else Text("0"), _extreme("min", last) if last else Text("p.q_len - 1")
+            run = call("first_tile_of_run", "tile", *ends, "p")
+        else:
+            run = Text("tile")
+        return Text(f"{joined('&&', conditions, '')} ? {run} : p.q_tiles", 3) if conditions else run
+
+    def _bands(self, zone: Zone) -> list[Text]:
+        """Whether each band of distances holds any."""
+        return [
+            binary("<=", self._bound(lo), self._bound(hi))
+            for lo in zone.d_lo
+            for hi in zone.d_hi
+            if not self._extent(lo).hi <= self._extent(hi).lo
+        ]
 
     def _possible(self, term: Term) -> Text:
         """Whether the tile may hold a pair of the term: all ends of the zone and the tile are in order."""
@@ -249,12 +290,7 @@ class _Decider:
         conditions += self._meets("k_first", "k_last", zone.k_lo, zone.k_hi, k_first, k_last)
         conditions += [self._apart(q_first, k_last, "<=", n) for n in zone.d_hi]
         conditions += [self._apart(q_last, k_first, ">=", n) for n in zone.d_lo]
-        conditions += [
-            binary("<=", self._bound(lo), self._bound(hi))
-            for lo in zone.d_lo
-            for hi in zone.d_hi
-            if not self._extent(lo).hi <= self._extent(hi).lo
-        ]
+        conditions += self._bands(zone)
         conditions += [Text(f"{self.known[n].inside(CALL)}.may_true") for n in term.others]
         return joined("&&", conditions, "true")
 
@@ -287,6 +323,10 @@ class _Decider:
         known = self._extent(n)
         fits = "(" not in str(position) and known.lo >= -4 * REACH and not self.printer.is_wide(n)
         return binary("-", position, self.known[n] if fits else self._bound(n))
+
+    def _more(self, position: Text, n: Node) -> Text:
+        """The position plus a bound."""
+        return position if n is const(0) else binary("+", position, self._bound(n))
 
     def _apart(self, q: Text, k: Text, sign: str, n: Node) -> Text:
         """The distance q - k compared with a bound."""

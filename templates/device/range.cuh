@@ -158,7 +158,7 @@ DEVICE Range<i64> range_abs_i64(Range<i64> a) {
 }
 
 DEVICE Range<i64> range_shift_left_i64(Range<i64> a, Range<i64> n) {
-  const Range<double> factor = {exp2(double(n.lo)), exp2(double(n.hi))};
+  const Range<double> factor = {double(1ull << n.lo), double(1ull << n.hi)};
   const Range<double> estimate = range_mul(Range<double>{double(a.lo), double(a.hi)}, factor);
   return checked(range_shift_left(a, n), estimate.lo, estimate.hi, is_single(a) && is_single(n));
 }
@@ -188,12 +188,12 @@ DEVICE FloatRange outward(double lo, double hi, bool nan) {
   return {low, high, nan};
 }
 
-// The result of an approximate function: bounds widened by its error and kept inside [low, high].
+// The range of an approximate function, from its values at the ends: widened by more than twice its error, and kept inside
+// [low, high].
 DEVICE FloatRange approximate(double lo, double hi, bool nan, double relative, double absolute, double low, double high) {
-  const double margin = absolute + 7.52316384526264e-37;  // 2^-120
-  if (isfinite(lo)) lo -= relative * fabs(lo) + margin;
-  if (isfinite(hi)) hi += relative * fabs(hi) + margin;
-  return outward(isnan(lo) ? lo : fmin(fmax(lo, low), high), isnan(hi) ? hi : fmin(fmax(hi, low), high), nan);
+  if (fabs(lo) < PLUS_INFINITY) lo -= __dmul_rn(relative, fabs(lo)) + absolute;
+  if (fabs(hi) < PLUS_INFINITY) hi += __dmul_rn(relative, fabs(hi)) + absolute;
+  return outward(fmin(fmax(lo, low), high), fmin(fmax(hi, low), high), nan);
 }
 
 DEVICE FloatRange single_f32(float value) { return outward(value, value, isnan(value)); }
@@ -263,39 +263,39 @@ DEVICE FloatRange range_div_f32(FloatRange a, FloatRange b) {
 
 DEVICE FloatRange range_floor_f32(FloatRange a) { return {floor(a.lo), floor(a.hi), a.nan}; }
 
-DEVICE FloatRange range_exp_f32(FloatRange a) {
-  return approximate(exp(a.lo), exp(a.hi), a.nan, 0x1p-15, 0., 0., PLUS_INFINITY);
+DEVICE FloatRange range_exp2_f32(FloatRange a) {
+  return approximate(ex2(a.lo), ex2(a.hi), a.nan, 0x1p-15, SMALLEST, 0., PLUS_INFINITY);
 }
 
-DEVICE FloatRange range_exp2_f32(FloatRange a) {
-  return approximate(exp2(a.lo), exp2(a.hi), a.nan, 0x1p-15, 0., 0., PLUS_INFINITY);
+DEVICE FloatRange range_exp_f32(FloatRange a) { return range_exp2_f32({a.lo * LOG2E, a.hi * LOG2E, a.nan}); }
+
+DEVICE FloatRange range_log2_f32(FloatRange a) {
+  const double lo = a.lo < SMALLEST ? -PLUS_INFINITY : lg2(a.lo), hi = a.hi < SMALLEST ? -PLUS_INFINITY : lg2(a.hi);
+  return approximate(lo, hi, a.nan || a.lo < 0, 0x1p-20, 0x1p-18, -PLUS_INFINITY, PLUS_INFINITY);
 }
 
 DEVICE FloatRange range_log_f32(FloatRange a) {
-  const double lo = a.lo < SMALLEST ? -PLUS_INFINITY : log(a.lo), hi = log(fmax(a.hi, 0.));
+  const double lo = a.lo < SMALLEST ? -PLUS_INFINITY : lg2(a.lo) * LN2, hi = a.hi < SMALLEST ? -PLUS_INFINITY : lg2(a.hi) * LN2;
   return approximate(lo, hi, a.nan || a.lo < 0, 0x1p-20, 0x1p-18, -PLUS_INFINITY, PLUS_INFINITY);
 }
 
-DEVICE FloatRange range_log2_f32(FloatRange a) {
-  const double lo = a.lo < SMALLEST ? -PLUS_INFINITY : log2(a.lo), hi = log2(fmax(a.hi, 0.));
-  return approximate(lo, hi, a.nan || a.lo < 0, 0x1p-20, 0x1p-18, -PLUS_INFINITY, PLUS_INFINITY);
+DEVICE FloatRange range_tanh_f32(FloatRange a) {
+  return approximate(tanh_f32(a.lo), tanh_f32(a.hi), a.nan, 0x1p-20, 0x1p-18, -1., 1.);
 }
-
-DEVICE FloatRange range_tanh_f32(FloatRange a) { return approximate(tanh(a.lo), tanh(a.hi), a.nan, 0x1p-20, 0x1p-18, -1., 1.); }
 
 DEVICE FloatRange range_sigmoid_f32(FloatRange a) {
-  return approximate(1 / (1 + exp(-a.lo)), 1 / (1 + exp(-a.hi)), a.nan, 0x1p-20, 0x1p-18, 0., 1.);
+  return approximate(sigmoid_f32(a.lo), sigmoid_f32(a.hi), a.nan, 0x1p-20, 0x1p-18, 0., 1.);
 }
 
 DEVICE FloatRange range_sqrt_f32(FloatRange a) {
-  const double lo = a.lo < SMALLEST ? 0. : sqrt(a.lo);
-  return approximate(lo, sqrt(fmax(a.hi, 0.)), a.nan || a.lo < 0, 0x1p-20, 0., 0., PLUS_INFINITY);
+  const double lo = a.lo < SMALLEST ? 0. : sqrt_f32(a.lo), hi = a.hi < SMALLEST ? 0. : sqrt_f32(a.hi);
+  return approximate(lo, hi, a.nan || a.lo < 0, 0x1p-20, SMALLEST, 0., PLUS_INFINITY);
 }
 
+// The inverse root of -0 is -inf.
 DEVICE FloatRange range_rsqrt_f32(FloatRange a) {
-  const bool near_zero = a.lo < SMALLEST;
-  const double lo = near_zero && a.hi <= 0 ? -PLUS_INFINITY : 1 / sqrt(fmax(a.hi, 0.)), hi = near_zero ? PLUS_INFINITY : 1 / sqrt(a.lo);
-  return approximate(lo, hi, a.nan || a.lo < 0, 0x1p-20, 0., -PLUS_INFINITY, PLUS_INFINITY);
+  const double lo = a.lo <= 0 && a.hi > -SMALLEST ? -PLUS_INFINITY : a.hi < SMALLEST ? PLUS_INFINITY : rsqrt_f32(a.hi);
+  return approximate(lo, a.lo < SMALLEST ? PLUS_INFINITY : rsqrt_f32(a.lo), a.nan || a.lo < 0, 0x1p-20, 0., -PLUS_INFINITY, PLUS_INFINITY);
 }
 
 DEVICE FloatRange range_cast_f32(Range<i64> a) { return outward(double(a.lo), double(a.hi), false); }

@@ -13,3 +13,22 @@ DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0
                :: "r"(shared_address(shared)), "l"(&map), "r"(shared_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
+
+// A box of shared memory to these coordinates of a tensor; what lies outside the tensor is not written.
+DEVICE void tma_store_4d(const TensorMap& map, const void* shared, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+               :: "l"(&map), "r"(shared_address(shared)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until at most N of this thread's groups have yet to read shared memory.
+template <int N> DEVICE void bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(N) : "memory");
+}
+
+// Waits until at most N of this thread's groups are on their way.
+template <int N> DEVICE void bulk_wait_group() { asm volatile("cp.async.bulk.wait_group %0;" :: "n"(N) : "memory"); }
+
+// Shows what this thread wrote to shared memory to TMA and wgmma.
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
