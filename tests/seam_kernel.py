@@ -52,7 +52,7 @@ extern "C" __global__ void probe(const __grid_constant__ Params p, int* visited,
 def emitted(facts: Facts, tile: Tile) -> str:
     """The seam of a variant with a kernel that records what it decides."""
     members = params.fields_of(facts.variant, "bfloat16")
-    context = {"seam": seam(facts), "tile": tile, "fields": members}
+    context = {"seam": seam(facts), "tile": tile, "fields": members, "walks_keys": True}
     template = environment().from_string(TEMPLATE)
     return template.render(context, device=device.used_by(template.render(context, device="")))
 

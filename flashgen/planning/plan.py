@@ -57,7 +57,7 @@ class KernelPlan:
     """
 
     variant: Variant
-    pass_name: str  # "forward"
+    pass_name: str  # "forward" | "backward"
     pipeline: str  # "ampere" | "hopper"
     arch: str  # "sm_80" ...
     dtype: str  # "float16" | "bfloat16"
@@ -73,6 +73,10 @@ class KernelPlan:
     smem: tuple[Part, ...]
     registers: tuple[Part, ...]
     specialized: Specialized | None = None  # of pipeline hopper
+    backward: Backward | None = None  # of pass "backward"
+    deterministic: bool = False  # the same bits in every run
+    dropout: bool = False
+    gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
 
     @property
     def warps(self) -> int:
