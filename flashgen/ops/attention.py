@@ -187,7 +187,7 @@ def _checked(
     bound = variant.bind(**constants)
     bound = bound.with_flipped_score() if factor < 0 else bound
     if q.is_cuda:
-        _menu(bound, problem, q.device.index)  # refuses head dims and pins that no kernel takes
+        _menu(q, k, v, bound, problem)  # refuses head dims and pins that no kernel takes
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_rows(name, tensor)
     return _Request(
@@ -437,14 +437,20 @@ class _Record:
         o = torch.empty_strided(self._o_shape, self._o_strides, dtype=self._dtype, device=self._device)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)
         addresses = (*inputs, o.data_ptr(), lse.data_ptr(), *[tensor.data_ptr() for tensor in captured])
-        index = self._index
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        if torch._C._cuda_getDevice() == index:
-            self._launch(addresses, numbers, stream)
+        if torch._C._cuda_getDevice() == self._index:
+            self._start(addresses, numbers)
         else:
-            with torch.cuda.device(index):
-                self._launch(addresses, numbers, stream)
+            with torch.cuda.device(self._index):
+                self._start(addresses, numbers)
         return o, lse
+
+    def _start(self, addresses: tuple[int, ...], numbers: tuple[float, ...]) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if self._launch.counts:
+            counters = _counters(self._device, stream)
+            self._launch(addresses, numbers, stream, counters.data_ptr())
+        else:
+            self._launch(addresses, numbers, stream)
 
     def _numbers(self, scale: float | None, named: Mapping[str, object]) -> tuple[float, ...]:
         """Scale and parameters as the kernel takes them, checked."""
@@ -452,16 +458,45 @@ class _Record:
         return abs(_factor(scale, self._head_dim)), *[values[name] for name in self._params]
 
 
-def _menu(variant: Variant, problem: Problem, index: int) -> planner.Menu:
-    """The plans for a problem on GPU `index`; memoised by the planner."""
-    name = arch.of_device(*driver.gpu(index).capability).name
-    return planner.menu(variant, name, problem.dtype, problem.head_dim, problem.v_head_dim)
+def _menu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, problem: Problem) -> planner.Menu:
+    """The plans for a problem on q's GPU, of its best pipeline that can address the tensors; the planner memoises."""
+    asked = (
+        *(variant, arch.of_device(*driver.gpu(q.device.index).capability).name),
+        *(problem.dtype, problem.head_dim, problem.v_head_dim),
+    )
+    menu = planner.menu(*asked)
+    if menu.plans[0].specialized is None:
+        return menu
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        refusal = kernel.tma_refusal(tensor.shape, tensor.stride(), tensor.itemsize)
+        if refusal is not None and variant.pins.pipeline is not None:
+            raise LaunchError(
+                f"{variant.name!r} is pinned to pipeline {variant.pins.pipeline}, whose TMA cannot address {name}:"
+                f" {refusal}\n  nearest: {name}.contiguous(), a copy, or pipeline ampere"
+            )
+        if refusal is not None:
+            return planner.menu(*asked, pipeline="ampere")
+    return menu
+
+
+def _counters(device: torch.device, stream: int) -> torch.Tensor:
+    """Two zeros that only the launches of one stream share; in a CUDA graph each launch has its own, of the graph's
+    memory, because a replay may run beside anything."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    found = _zeros.get((device, stream))
+    if found is None:
+        found = _zeros[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
+    return found
+
+
+_zeros: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: _Request) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
     problem, index = request.problem, q.device.index
-    menu = _menu(request.variant, problem, index)
+    menu = _menu(q, k, v, request.variant, problem)
     loaded = kernel.load(planner.choose(menu, problem, driver.gpu(index).sms))
     layout = kernel.Layout(q=q.stride()[:3], k=k.stride()[:3], v=v.stride()[:3], o=o_layout(q, v)[1][:3])
     captured = {

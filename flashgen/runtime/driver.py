@@ -22,6 +22,9 @@ MAX_BLOCKS = (1 << 31) - 1
 #: The first driver of each CUDA major version, for the advice to update.
 _FIRST_DRIVER = {12: "525", 13: "580"}
 
+#: Size of a CUtensorMap, and the alignment that it asks for.
+_TENSOR_MAP_BYTES, _TENSOR_MAP_ALIGNMENT = 128, 64
+
 _loading = threading.Lock()
 
 
@@ -45,16 +48,70 @@ class Function:
     smem_bytes: int
 
 
+class TensorMap:
+    """What TMA needs to know of a 4-D tensor, as a kernel parameter; its address may change between launches.
+
+    `sizes` are (columns, rows, heads, batch); `strides` the bytes between rows, heads and batches, multiples of 16 in
+    any order.  `box` is the (columns, rows) of one copy, swizzled by 128 bytes; what lies outside reads as 0.
+    Raises LaunchError for a tensor that TMA cannot address.
+    """
+
+    __slots__ = ("_address", "_buffer", "_map", "_replace", "_success", "pointer")
+
+    def __init__(
+        self,
+        dtype: str,
+        *,
+        address: int,
+        sizes: tuple[int, int, int, int],
+        strides: tuple[int, int, int],
+        box: tuple[int, int],
+    ) -> None:
+        api = _api()
+        made = _ok(
+            api.cuTensorMapEncodeTiled(
+                getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"),
+                4,
+                address,
+                [api.cuuint64_t(size) for size in sizes],
+                [api.cuuint64_t(stride) for stride in strides],
+                [api.cuuint32_t(side) for side in (*box, 1, 1)],
+                [api.cuuint32_t(1)] * 4,
+                api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+                api.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            ),
+            f"address a tensor of {sizes} with strides of {strides} bytes by TMA",
+        )
+        self._buffer = ctypes.create_string_buffer(_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
+        self.pointer = -(-ctypes.addressof(self._buffer) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
+        ctypes.memmove(self.pointer, int(made.getPtr()), _TENSOR_MAP_BYTES)
+        self._map = api.CUtensorMap(_ptr=self.pointer)
+        self._replace, self._success = api.cuTensorMapReplaceAddress, api.CUresult.CUDA_SUCCESS
+        self._address = address
+
+    def move(self, address: int) -> None:
+        """Point at another tensor of the same sizes and strides."""
+        if address != self._address:
+            status = self._replace(self._map, address)[0]
+            if status != self._success:
+                _ok((status,), "move a tensor map")
+            self._address = address
+
+
 class Launch:
     """A launch of one function with its grid, block and arguments in place: call it with a stream.
 
-    `arguments` are ctypes buffers, one a kernel parameter; the caller writes their contents and the driver copies them
-    during the call, so they may change between calls (not during one: hold a lock).
+    `arguments` are ctypes buffers and tensor maps, one a kernel parameter; the caller writes their contents and the
+    driver copies them during the call, so they may change between calls (not during one: hold a lock).
     """
 
     __slots__ = ("_api", "_arguments", "_config", "_function", "_pointers", "_start", "_success")
 
-    def __init__(self, function: Function, *, blocks: int, threads: int, arguments: Sequence[ctypes.Array]) -> None:
+    def __init__(
+        self, function: Function, *, blocks: int, threads: int, arguments: Sequence[ctypes.Array | TensorMap]
+    ) -> None:
         api = _api()
         if blocks > MAX_BLOCKS:
             raise LaunchError(
@@ -68,7 +125,8 @@ class Launch:
         self._config = config
         self._function = function
         self._arguments = tuple(arguments)  # alive as long as the pointers to them
-        self._pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        pointers = [a.pointer if isinstance(a, TensorMap) else ctypes.addressof(a) for a in arguments]
+        self._pointers = (ctypes.c_void_p * len(pointers))(*pointers)
         self._start = api.cuLaunchKernelEx
         self._success = api.CUresult.CUDA_SUCCESS
 

@@ -7,6 +7,7 @@ numbers into the packed parameters and starts the kernel.
 from __future__ import annotations
 
 import ctypes
+import operator
 import re
 import struct
 import threading
@@ -22,6 +23,18 @@ if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
     from flashgen.planning.plan import KernelPlan
     from flashgen.planning.problem import Problem
+
+#: Bytes of keys and values that pipeline hopper wants in L2 at a time.
+L2_BYTES = 32 << 20
+
+#: Bytes between rows, heads or batches that a tensor map can hold.
+TMA_STRIDE_BYTES = 1 << 40
+
+#: What one TMA copy of pipeline hopper moves: columns of 128 bytes, and of q the rows of one warpgroup.
+_BOX_BYTES, _Q_BOX_ROWS = 128, 64
+
+#: Where a tensor map points until its first launch; an address has to be a multiple of 16.
+_ANY_ADDRESS = 1 << 32
 
 _kernels: dict[KernelPlan, _Slot] = {}
 _slots = threading.Lock()
@@ -49,30 +62,50 @@ class Record:
     """One kernel on one GPU for one set of shapes and strides; any thread may call it.
 
     `addresses` are those of q, k, v, o, lse and then of the captured tensors by name; `numbers` the softmax scale and
-    then the parameters by name.
+    then the parameters by name.  A kernel that `counts` takes the address of two int32 that are 0 as well: it leaves
+    them 0, and launches that may overlap need counters of their own.
     """
 
-    __slots__ = ("_addresses", "_buffer", "_launch", "_lock", "_numbers", "_slots")
+    __slots__ = (
+        *("_buffer", "_launch", "_lock", "_maps", "_numbers", "_pack_pointers", "_pick_pointers", "_slots", "counts"),
+    )
 
-    def __init__(self, plan: KernelPlan, function: driver.Function, values: Mapping[str, int | float], blocks: int):
+    def __init__(
+        self,
+        plan: KernelPlan,
+        function: driver.Function,
+        values: Mapping[str, int | float],
+        blocks: int,
+        maps: Mapping[str, driver.TensorMap],
+    ) -> None:
         packed = params.pack(plan, values)
         self._buffer = ctypes.create_string_buffer(packed, len(packed))
-        self._launch = driver.Launch(function, blocks=blocks, threads=plan.threads, arguments=[self._buffer])
+        self._launch = driver.Launch(
+            function, blocks=blocks, threads=plan.threads, arguments=[*maps.values(), self._buffer]
+        )
         self._lock = threading.Lock()
         place, end = {}, 0  # the struct has no padding before its end
         for member in params.fields(plan):
             place[member.name] = member.format, end
             end += struct.calcsize(f"<{member.format}")
-        pointers = sum(letter == "Q" for letter, _ in place.values())  # they stand first
-        self._addresses = struct.Struct(f"<{pointers}Q").pack_into
+        self.counts = "counters" in place
+        pointers = [name for name, (letter, _) in place.items() if letter == "Q"]  # they stand first
+        self._pack_pointers = struct.Struct(f"<{len(pointers)}Q").pack_into
+        given = [*("q", "k", "v", "o", "lse"), *(f"tensor_{t.name}" for t in plan.variant.tensors), "counters"]
+        self._pick_pointers = operator.itemgetter(*map(given.index, pointers))
+        self._maps = [(tensor, given.index(name)) for name, tensor in maps.items()]
         numbers = [place[name] for name in ("scale", *(f"param_{p.name}" for p in plan.variant.params))]
         self._slots = [(struct.Struct(f"<{letter}").pack_into, offset) for letter, offset in numbers]
         self._numbers: tuple[int | float, ...] = ()
 
-    def __call__(self, addresses: Sequence[int], numbers: tuple[int | float, ...], stream: int) -> None:
+    def __call__(
+        self, addresses: tuple[int, ...], numbers: tuple[int | float, ...], stream: int, counters: int = 0
+    ) -> None:
         """Launch on a stream of the GPU that the record is for; raises LaunchError with the driver's reason."""
         with self._lock:
-            self._addresses(self._buffer, 0, *addresses)
+            for tensor, index in self._maps:
+                tensor.move(addresses[index])
+            self._pack_pointers(self._buffer, 0, *self._pick_pointers((*addresses, counters)))
             if numbers != self._numbers:
                 for (pack_into, offset), number in zip(self._slots, numbers, strict=True):
                     pack_into(self._buffer, offset, number)
@@ -110,10 +143,21 @@ class Kernel:
     def record(self, problem: Problem, layout: Layout, captured: Mapping[str, Captured], device: int) -> Record:
         """A launch of this kernel for one problem that is not empty.
 
-        Raises LaunchError where the kernel cannot be loaded or the grid would be too wide.
+        Raises LaunchError where the kernel cannot be loaded, the grid would be too wide, or TMA cannot address q, k or
+        v (`tma_refusal` says so before).
         """
-        q_tiles = -(-problem.q_len // self.plan.tile.q)
-        values: dict[str, int | float] = {**problem.sizes(), "q_tiles": q_tiles}
+        plan, values = self.plan, self._values(problem, layout, captured)
+        blocks = values["q_tiles"] * problem.heads * problem.batch
+        maps: dict[str, driver.TensorMap] = {}
+        if plan.specialized is not None:  # each block takes tile after tile
+            blocks = min(blocks, driver.gpu(device).sms)
+            maps = {name: _tensor_map(name, plan, problem, layout) for name in params.MAPS}
+        return Record(plan, self.function(device), values, blocks, maps)
+
+    def _values(self, problem: Problem, layout: Layout, captured: Mapping[str, Captured]) -> dict[str, int | float]:
+        """Every field of the parameters; addresses and numbers, which each call writes, are 0."""
+        values: dict[str, int | float] = {f.name: 0 for f in params.fields(self.plan)}
+        values |= {**problem.sizes(), "q_tiles": -(-problem.q_len // self.plan.tile.q), "l2_heads": l2_heads(problem)}
         for name in ("q", "k", "v", "o"):
             for axis, stride in zip(("batch", "head", "row"), getattr(layout, name), strict=True):
                 values[f"{name}_{axis}"] = stride
@@ -121,8 +165,45 @@ class Kernel:
             for axis, (size, stride) in enumerate(zip(tensor.sizes, tensor.strides, strict=True)):
                 values[f"size{axis}_{name}"] = size
                 values[f"stride{axis}_{name}"] = stride if size > 1 else 0  # of size 1: it broadcasts
-        blank = {f.name: 0 for f in params.fields(self.plan)}  # addresses and numbers: written by each call
-        return Record(self.plan, self.function(device), blank | values, q_tiles * problem.heads * problem.batch)
+        return values
+
+
+def l2_heads(problem: Problem) -> int:
+    """Query heads that pipeline hopper works on together: those whose keys and values fit L2 side by side."""
+    of_one = max(1, problem.kv_len * (problem.head_dim + problem.v_head_dim) * problem.itemsize)
+    together = 1 << max(0, (L2_BYTES // of_one).bit_length() - 1)
+    return min(together * problem.group, problem.batch * problem.heads)
+
+
+def tma_refusal(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
+    """Why TMA cannot address a tensor [batch, heads, rows, columns] with these strides in elements, or None.
+
+    Rows are known to start at multiples of 16 bytes.
+    """
+    for axis, word in enumerate(("batch", "head", "row")):
+        if sizes[axis] > 1 and strides[axis] == 0:
+            return f"its {word} stride is 0 (expanded)"
+        if sizes[axis] > 1 and strides[axis] * itemsize >= TMA_STRIDE_BYTES:
+            return f"its {word} stride is {strides[axis] * itemsize} bytes, and TMA's stay below 2^40"
+    return None
+
+
+def _tensor_map(name: str, plan: KernelPlan, problem: Problem, layout: Layout) -> driver.TensorMap:
+    """The tensor map of q, k, v or o; its address comes with each call."""
+    columns = problem.head_dim if name in "qk" else problem.v_head_dim
+    if name in "qo":
+        rows, heads, box_rows = problem.q_len, problem.heads, _Q_BOX_ROWS
+    else:
+        rows, heads, box_rows = problem.kv_len, problem.kv_heads, plan.tile.kv
+    sizes, least = (rows, heads, problem.batch), -(-columns * problem.itemsize // 16) * 16
+    strides = reversed(getattr(layout, name))  # of a size of 1 any stride will do
+    return driver.TensorMap(
+        plan.dtype,
+        address=_ANY_ADDRESS,
+        sizes=(columns, *sizes),
+        strides=tuple(s * problem.itemsize if n > 1 else least for n, s in zip(sizes, strides, strict=True)),
+        box=(_BOX_BYTES // problem.itemsize, box_rows),
+    )
 
 
 @dataclass(slots=True)
