@@ -1,0 +1,106 @@
+"""attention() on an emulated GPU: validation, records, packing, tensor maps and emitted kernels, against float64."""
+
+import pytest
+import torch
+from emulated_gpu import install
+from tolerance import judge_lse, reference
+
+import flashgen as fg
+from flashgen.analysis.tiles import Case
+from flashgen.ops import attention as ops
+from flashgen.planning.arch import ARCHS
+
+window = fg.param("window", default=40, min=1)
+slope = fg.param("slope", default=0.5)
+table = fg.tensor("table", dims=("heads", None), dtype="bfloat16")
+lengths = fg.tensor("lengths", dims=("batch",), dtype="int64")
+
+
+@fg.variant
+def causal_window(b, h, q, k):
+    return (k <= q) & (q - k < window)
+
+
+@fg.variant(score=lambda s, b, h, q, k: s - slope * abs(q - k) + table[h, fg.clamp(q - k, 0, 15)])
+def captured(b, h, q, k):
+    return k < lengths[b]
+
+
+full = fg.variant()
+PIPELINES = [((8, 0), "ampere"), ((9, 0), ARCHS["sm_90a"].pipelines[0])]
+
+
+@pytest.fixture(params=PIPELINES, ids=lambda p: f"sm_{p[0][0]}{p[0][1]}-{p[1]}")
+def gpu(request, monkeypatch):
+    gpu = install(monkeypatch, request.param[0])
+    gpu.pipeline = request.param[1]
+    return gpu
+
+
+def inputs(gpu, *, batch=2, heads=2, kv_heads=1, q_len=70, kv_len=90, dim=32, v_dim=32, dtype=torch.bfloat16, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    shapes = (batch, heads, q_len, dim), (batch, kv_heads, kv_len, dim), (batch, kv_heads, kv_len, v_dim)
+    return [gpu.put(torch.randn(shape, generator=random).to(dtype)) for shape in shapes]
+
+
+def check(got, variant, tensors, *, scale=None, params=None, arrays=None):
+    """Far looser than the tolerance rule: what goes wrong between torch and a kernel is not a rounding."""
+    q, k, v = (t.as_subclass(torch.Tensor) for t in tensors)
+    (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q.shape, k.shape
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
+    case = Case(sizes=sizes, params=variant.values(params or {}), tensors=arrays or {})
+    o, lse = reference(variant.bind(), case, q, k, v, scale=q.shape[-1] ** -0.5 if scale is None else scale)
+    mine, mine_lse = (t.as_subclass(torch.Tensor) for t in got)
+    torch.testing.assert_close(mine.double(), o, rtol=0.03, atol=0.03)
+    assert judge_lse(mine_lse, lse) == ()
+
+
+def test_a_call_and_its_repetition(gpu):
+    tensors = inputs(gpu)
+    check(ops.attention(*tensors, causal_window, return_lse=True), causal_window, tensors)
+    again = inputs(gpu, seed=1)
+    got = ops.attention(*again, causal_window, window=7, scale=0.3, return_lse=True)
+    check(got, causal_window, again, scale=0.3, params={"window": 7})
+    assert len(gpu.plans) == 1 and len(gpu.launches) == 2
+    assert {plan.pipeline for plan, *_ in gpu.launches} == {gpu.pipeline}
+
+
+def test_captured_tensors_and_parameters(gpu):
+    tensors = inputs(gpu, dtype=torch.float16)
+    values = torch.randn(1, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
+    ends = torch.tensor([90, 31])
+    got = ops.attention(
+        *tensors, captured, table=gpu.put(values), lengths=gpu.put(ends), slope=0.25, scale=-0.2, return_lse=True
+    )
+    arrays = {"table": values.float().numpy(), "lengths": ends.numpy()}
+    check(got, captured, tensors, scale=-0.2, params={"slope": 0.25}, arrays=arrays)
+
+
+def test_strided_views(gpu):
+    """q as [batch, q_len, heads, dim]; k and v every second row of memory that is NaN elsewhere."""
+    q, k, v = inputs(gpu, heads=4, kv_heads=2, dim=40, v_dim=24)
+    q = gpu.put(q.as_subclass(torch.Tensor).transpose(1, 2).contiguous().transpose(1, 2))
+    spread = []
+    for t in (k, v):
+        batch, heads, length, dim = t.shape
+        room = gpu.empty((batch, heads, 2 * length, dim), (2 * length * heads * dim, dim, heads * dim, 1), t.dtype)
+        view = room[:, :, 1::2]
+        view.as_subclass(torch.Tensor).copy_(t.as_subclass(torch.Tensor))
+        spread.append(view)
+    got = ops.attention(q, *spread, causal_window, return_lse=True)
+    check(got, causal_window, (q, k, v))
+    assert got[0].transpose(1, 2).is_contiguous()
+
+
+def test_expanded_keys(gpu):
+    """Stride 0, which TMA cannot address: pipeline ampere serves it."""
+    q, k, v = inputs(gpu, batch=1, kv_heads=1)
+    k, v = (t.expand(-1, 2, -1, -1) for t in (k, v))
+    check(ops.attention(q, k, v, full, return_lse=True), full, (q, k, v))
+    assert gpu.launches[-1][0].pipeline == "ampere"
+
+
+def test_rows_and_lengths_at_the_edges(gpu):
+    for q_len, kv_len in ((1, 1), (3, 65), (129, 2)):
+        tensors = inputs(gpu, batch=1, q_len=q_len, kv_len=kv_len)
+        check(ops.attention(*tensors, causal_window, return_lse=True), causal_window, tensors)
