@@ -383,7 +383,7 @@ def _bound(form: Linear, local: list[Node]) -> tuple[str, Linear] | None:
         return None
     quantity, c = ("q", q) if not k else ("d", q) if q else ("k", k)
     rest = form.without([Q, K])
-    return (f"{quantity}_hi", _floor(-rest, c)) if c > 0 else (f"{quantity}_lo", -_floor(-rest, -c))
+    return (f"{quantity}_hi", _floor(-rest, c)) if c > 0 else (f"{quantity}_lo", _floor(rest - c - 1, -c))
 
 
 def _floor(form: Linear, divisor: int) -> Linear:
@@ -420,29 +420,40 @@ class _Normaliser:
         self.algebra = algebra
 
     def drafts(self, tree: _Tree) -> list[_Draft]:
-        """At most MAX_TERMS terms whose disjunction is the tree."""
+        """At most MAX_TERMS terms whose disjunction is the tree; what does not fit is judged whole."""
         if isinstance(tree, _Literal):
             draft = self._joined(_Draft(), tree)
             return [] if draft is None else [draft]
+        found: list[_Draft] = []
         if isinstance(tree, _Or):
-            found = self._absorbed([draft for part in tree.parts for draft in self.drafts(part)])
-            return found if len(found) <= MAX_TERMS else self._opaque(tree)
-        found = [_Draft()]
+            for part in tree.parts:
+                found = self._absorbed(found, self.drafts(part))
+                if len(found) > MAX_TERMS:
+                    return [self._opaque([tree])]
+            return found
+        found.append(_Draft())
+        whole: list[_Tree] = []
         for part in tree.parts:
             by_part = self.drafts(part)
-            product = self._product(found, by_part) if len(found) * len(by_part) <= MAX_TERMS**2 else None
-            if product is None or len(product) > MAX_TERMS:
-                product = self._product(found, self._opaque(part))
-            found = product
-        return found
+            if whole and len(by_part) > 1:
+                whole.append(part)
+            elif len(product := self._product(found, by_part)) <= MAX_TERMS:
+                found = product
+            else:
+                whole.append(part)
+        return self._product(found, [self._opaque(whole)]) if whole else found
 
-    def _opaque(self, tree: _Tree) -> list[_Draft]:
-        whole = _node(tree)
-        return [_Draft(others=(whole,)) if self.algebra.local(whole) else _Draft(uniform=(whole,))]
+    def _opaque(self, trees: list[_Tree]) -> _Draft:
+        """All of these conditions, each judged as one."""
+        conditions = [_node(tree) for tree in trees]
+        return _Draft(
+            uniform=tuple(n for n in conditions if not self.algebra.local(n)),
+            others=tuple(n for n in conditions if self.algebra.local(n)),
+        )
 
     def _product(self, left: list[_Draft], right: list[_Draft]) -> list[_Draft]:
         joined = (self._joined(a, b) for a in left for b in right)
-        return self._absorbed([draft for draft in joined if draft is not None])
+        return self._absorbed([], [draft for draft in joined if draft is not None])
 
     def _joined(self, a: _Draft, b: _Draft | _Literal) -> _Draft | None:
         """Both conditions; None where they contradict each other."""
@@ -458,7 +469,8 @@ class _Normaliser:
                 return None
         uniform = tuple(dict.fromkeys(a.uniform + b.uniform))
         others = tuple(dict.fromkeys(a.others + b.others))
-        if any(negated(n) in (*uniform, *others) for n in (*uniform, *others)):
+        conditions = {*uniform, *others}
+        if any(negated(n) in conditions for n in conditions):
             return None
         return _Draft(tuple(bounds), uniform, others)
 
@@ -483,8 +495,8 @@ class _Normaliser:
             and set(b.others) <= set(a.others)
         )
 
-    def _absorbed(self, drafts: list[_Draft]) -> list[_Draft]:
-        kept: list[_Draft] = []
+    def _absorbed(self, kept: list[_Draft], drafts: list[_Draft]) -> list[_Draft]:
+        """The terms of both lists less those inside another."""
         for draft in drafts:
             if not any(self._inside(draft, other) for other in kept):
                 kept = [other for other in kept if not self._inside(other, draft)]

@@ -141,15 +141,9 @@ def _declared(n: Node) -> sympy.Symbol:
     return _symbol(n.attr.name, n.dtype, **sign)
 
 
-def _choice(condition, chosen, otherwise):
-    if isinstance(chosen, sympy.logic.boolalg.Boolean):
-        return sympy.Or(sympy.And(condition, chosen), sympy.And(sympy.Not(condition), otherwise))
-    return sympy.Piecewise((chosen, condition), (otherwise, True))
-
-
 _OPS: dict[str, Callable[..., sympy.Basic]] = {
-    "eq": lambda a, b: sympy.Equivalent(a, b) if _is_condition(a) else sympy.Eq(a, b, evaluate=False),
-    "ne": lambda a, b: sympy.Xor(a, b) if _is_condition(a) else sympy.Ne(a, b, evaluate=False),
+    "eq": lambda a, b: sympy.Eq(a, b, evaluate=False),
+    "ne": lambda a, b: sympy.Ne(a, b, evaluate=False),
     "lt": lambda a, b: sympy.Lt(a, b, evaluate=False),
     "le": lambda a, b: sympy.Le(a, b, evaluate=False),
     "gt": lambda a, b: sympy.Gt(a, b, evaluate=False),
@@ -171,7 +165,7 @@ _OPS: dict[str, Callable[..., sympy.Basic]] = {
     "div": lambda a, b: sympy.Mul(a, sympy.Pow(b, -1, evaluate=False), evaluate=False),
     "floor_div": floor_div,
     "mod": mod,
-    "where": _choice,
+    "where": lambda choice, a, b: sympy.Piecewise((a, choice), (b, True)),
     "minimum": sympy.Min,
     "maximum": sympy.Max,
     "abs": lambda a: sympy.Abs(a, evaluate=False),
@@ -187,8 +181,13 @@ _OPS: dict[str, Callable[..., sympy.Basic]] = {
 }
 
 
-def _is_condition(x: sympy.Basic) -> bool:
-    return isinstance(x, sympy.logic.boolalg.Boolean)
+#: The ops that also work on conditions, there.  (SymPy cannot tell: its symbols are conditions and numbers at once.)
+_OF_CONDITIONS: dict[str, Callable[..., sympy.Basic]] = {
+    "eq": sympy.Equivalent,
+    "ne": sympy.Xor,
+    "where": lambda choice, a, b: sympy.Or(sympy.And(choice, a), sympy.And(sympy.Not(choice), b)),
+    "cast": lambda a: sympy.Piecewise((1, a), (0, True)),
+}
 
 
 def _number(value: bool | int | float) -> sympy.Basic:
@@ -199,7 +198,7 @@ def _number(value: bool | int | float) -> sympy.Basic:
     return sympy.sympify(value)
 
 
-def _leaf(n: Node, operands: list[sympy.Basic]) -> sympy.Basic:
+def _value(n: Node, operands: list[sympy.Basic]) -> sympy.Basic:
     match n.op:
         case "const":
             return _number(n.attr)
@@ -217,11 +216,10 @@ def _leaf(n: Node, operands: list[sympy.Basic]) -> sympy.Basic:
             kind = {"real": True} if n.dtype.is_float else {"integer": True}
             element = sympy.IndexedBase(n.attr.name, **kind)[tuple(operands)]
             return sympy.Ne(element, 0, evaluate=False) if n.dtype is DType.BOOL else element
-        case "cast":
-            (x,) = operands
-            if _is_condition(x):
-                return sympy.Piecewise((1, x), (0, True))
-            return trunc(x) if n.operands[0].dtype.is_float and n.dtype.is_int else x
+    if n.op in _OF_CONDITIONS and n.operands[-1].dtype is DType.BOOL:
+        return _OF_CONDITIONS[n.op](*operands)
+    if n.op == "cast":
+        return trunc(*operands) if n.operands[0].dtype.is_float and n.dtype.is_int else operands[0]
     return _OPS[n.op](*operands)
 
 
@@ -230,7 +228,7 @@ def symbolic(root: Node) -> sympy.Basic:
     operations that SymPy gets wrong (`//`, `%`, shifts, bits) as functions of their own."""
     known: dict[Node, sympy.Basic] = {}
     for n in walk([root]):
-        known[n] = _leaf(n, [known[o] for o in n.operands])
+        known[n] = _value(n, [known[o] for o in n.operands])
     return known[root]
 
 

@@ -1,0 +1,172 @@
+"""Formulas: what people read of a variant, and the traffic of bands as closed-form sums."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import sympy
+from random_masks import random_case, random_mask, seeded
+
+import flashgen as fg
+from flashgen.analysis import tiles
+from flashgen.analysis.facts import analyse
+from flashgen.analysis.formula import formula, symbolic, text, tile_formulas
+from flashgen.analysis.tiles import Case
+from flashgen.lang.load import shipped
+from flashgen.planning.plan import Tile
+
+TEXTS = {
+    "full": "mask  = True\nscore = s",
+    "sliding_window": "mask  = (k <= q) & (q - k < window)\nscore = s",
+    "chunked": "mask  = (k <= q) & (q // chunk == k // chunk)\nscore = s",
+    "document": "mask  = doc[b, q] == doc[b, k]\nscore = s",
+    "softcap": "mask  = True\nscore = cap*tanh(s/cap)",
+    "butterfly": "mask  = bitand(bitxor(q // block, k // block), bitxor(q // block, k // block) - 1) == 0\nscore = s",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text(name):
+    assert formula(fg.load_spec(name)).text() == TEXTS[name]
+
+
+def test_pretty_and_latex():
+    chunked = formula(fg.load_spec("chunked"))
+    assert chunked.pretty().splitlines() == ["mask  = ⌊q/chunk⌋ = ⌊k/chunk⌋ ∧ k ≤ q", "score = s"]
+    quotient = r"\left\lfloor \frac{%s}{\mathrm{chunk}} \right\rfloor"
+    assert chunked.latex().splitlines()[0] == rf"mask  = {quotient % 'q'} = {quotient % 'k'} \wedge k \leq q"
+    softcap = formula(fg.load_spec("softcap")).pretty().splitlines()
+    assert softcap[1:] == ["score =         ⎛ s ⎞", "        cap⋅tanh⎜───⎟", "                ⎝cap⎠"]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_spec_has_a_formula_without_trailing_blanks(name):
+    found = formula(fg.load_spec(name))
+    for shown in (found.text(), found.pretty(), found.latex()):
+        assert shown.startswith("mask  = ") and "score = " in shown
+        assert all(line == line.rstrip() for line in shown.splitlines())
+
+
+def test_integer_operations_are_bracketed_as_they_were_written():
+    def shown(function):
+        return text(symbolic(fg.variant(function).mask))
+
+    assert shown(lambda b, h, q, k: -(q // 2) < k) == "-(q // 2) < k"
+    assert shown(lambda b, h, q, k: (-q) // 2 < k) == "(-q) // 2 < k"
+    assert shown(lambda b, h, q, k: (q * 2) // 3 < k) == "(q*2) // 3 < k"
+    assert shown(lambda b, h, q, k: q * (k // 3) < k) == "q*(k // 3) < k"
+    assert shown(lambda b, h, q, k: (q + k) % 3 < k >> 1) == "(q + k) % 3 < k >> 1"
+    assert shown(lambda b, h, q, k: (q // 2) // 3 < k) == "(q // 2) // 3 < k"
+    assert shown(lambda b, h, q, k: fg.int32(q < k) << 2 == ~k) == "Piecewise((1, q < k), (0, True)) << 2 == bitnot(k)"
+
+
+def concrete(expression, case, place):
+    """The value of a symbolic mask at a position."""
+    values = {**case.sizes, **case.params, **place}
+    names = {x: values[x.name] for x in expression.free_symbols if isinstance(x, sympy.Symbol) and x.name in values}
+    found = expression.subs(names).doit()
+
+    def element(x):
+        array = case.tensors[x.base.name]
+        index = [0 if size == 1 else int(i) for i, size in zip(x.indices, array.shape, strict=True)]
+        value = array[tuple(index)].item()
+        return sympy.sympify(int(value) if isinstance(value, bool) else value)
+
+    return bool(found.replace(lambda x: isinstance(x, sympy.Indexed), element).doit())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_formula_means_what_the_mask_means(seed):
+    source = seeded(seed)
+    variant = random_mask(source, depth=2)
+    if variant is None:
+        pytest.skip("the language refuses this mask")
+    case, _ = random_case(source)
+    expression = symbolic(variant.mask)
+    for _ in range(4):
+        place = {"b": 0, "h": 1}
+        place |= {"q": source.integer(0, case.sizes["q_len"] - 1), "k": source.integer(0, case.sizes["kv_len"] - 1)}
+        assert concrete(expression, case, place) == bool(case.evaluate(variant.mask, **place)), place
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Traffic
+
+BANDS = {
+    "full": {},
+    "causal": {},
+    "causal_bottom_right": {},
+    "sliding_window": {"window": 9},
+    "alibi": {},
+}
+
+
+@pytest.mark.parametrize("name", BANDS)
+@pytest.mark.parametrize("shape", [(37, 50, 8, 4), (50, 37, 8, 16), (3, 20, 8, 8), (20, 3, 8, 8)])
+def test_traffic_formulas_count_as_the_tiles_do(name, shape):
+    q_len, kv_len, tile_q, tile_kv = shape
+    facts = analyse(fg.load_spec(name).bind())
+    formulas = tile_formulas(facts)
+    case = Case(
+        sizes={"batch": 2, "heads": 3, "kv_heads": 1, "q_len": q_len, "kv_len": kv_len}, params=BANDS[name], tensors={}
+    )
+    counted = tiles.count(facts, case, Tile(q=tile_q, kv=tile_kv))
+    known = {**case.sizes, **case.params, "tile_q": tile_q, "tile_kv": tile_kv}
+
+    def number(expression):
+        return expression.subs({x: known[x.name] for x in expression.free_symbols if x.name in known}).doit()
+
+    for field in ("total", "visited", "visited_rows", "visited_columns", "visited_elements", "visible"):
+        assert number(getattr(formulas, field)) == getattr(counted, field), field
+    known |= {"head_dim": 64, "v_head_dim": 32, "itemsize": 2}
+    assert number(formulas.flops) == 2 * 96 * counted.visited_elements
+    assert number(formulas.flops_useful) == 2 * 96 * counted.visible
+    assert number(formulas.read_bytes) == 2 * (64 * counted.visited_rows + 96 * counted.visited_columns)
+    assert number(formulas.write_bytes) == 6 * q_len * (2 * 32 + 4)
+
+
+def test_traffic_of_simple_masks_reads_simply():
+    full = tile_formulas(analyse(fg.load_spec("full")))
+    assert str(full.visible) == "batch*heads*kv_len*q_len"
+    causal = tile_formulas(analyse(fg.load_spec("causal")))
+    assert str(causal.visible) == "batch*heads*Sum(Min(q, kv_len - 1) + 1, (q, 0, q_len - 1))"
+    assert not causal.visited.has(sympy.Piecewise)
+
+
+def test_captured_lengths_appear_in_the_sum_over_the_batch():
+    padding = tile_formulas(analyse(fg.load_spec("padding").bind()))
+    lengths = sympy.IndexedBase("lengths", integer=True)
+    assert any(x.base == lengths for x in padding.visible.atoms(sympy.Indexed))
+
+
+def test_masks_of_several_zones_have_no_traffic_formula():
+    for name in ("prefix_lm", "document", "longformer"):
+        assert tile_formulas(analyse(fg.load_spec(name).bind())) is None
+
+
+def test_nothing_but_this_module_needs_sympy():
+    script = (
+        "import sys, numpy as np, flashgen as fg\n"
+        "from flashgen.analysis import derivative, facts, tiles\n"
+        "v = fg.load_spec('sliding_window').bind()\n"
+        "sizes = dict(batch=1, heads=1, kv_heads=1, q_len=9, kv_len=9)\n"
+        "case = tiles.Case(sizes=sizes, params=v.values({}), tensors={})\n"
+        "from flashgen.planning.plan import Tile\n"
+        "tiles.count(facts.analyse(v), case, Tile(q=4, kv=4))\n"
+        "derivative.derive(fg.load_spec('softcap').score_node)\n"
+        "assert 'sympy' not in sys.modules and 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_arrays_need_no_sympy_numbers():
+    """Counts are plain ints, ready for JSON."""
+    facts = analyse(fg.load_spec("longformer").bind())
+    case = Case(
+        sizes={"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 50, "kv_len": 60},
+        params={"reach": np.int64(5), "global_tokens": 2},
+        tensors={},
+    )
+    found = tiles.count(facts, case, Tile(q=8, kv=8))
+    assert all(type(getattr(found, name)) is int for name in found.__slots__)
