@@ -58,7 +58,7 @@ def test_integer_operations_are_bracketed_as_they_were_written():
     assert shown(lambda b, h, q, k: q * (k // 3) < k) == "q*(k // 3) < k"
     assert shown(lambda b, h, q, k: (q + k) % 3 < k >> 1) == "(q + k) % 3 < k >> 1"
     assert shown(lambda b, h, q, k: (q // 2) // 3 < k) == "(q // 2) // 3 < k"
-    assert shown(lambda b, h, q, k: fg.int32(q < k) << 2 == ~k) == "Piecewise((1, q < k), (0, True)) << 2 == bitnot(k)"
+    assert shown(lambda b, h, q, k: fg.int32(q < k) << 2 == ~k) == "where(k > q, 1, 0) << 2 == bitnot(k)"
 
 
 def concrete(expression, case, place):

@@ -243,6 +243,12 @@ class _Text(StrPrinter):
     def _print_Relational(self, expr):
         return f"{self._print(expr.lhs)} {expr.rel_op} {self._print(expr.rhs)}"
 
+    def _print_Piecewise(self, expr):
+        shown = self._print(expr.args[-1].expr)
+        for value, condition in reversed(expr.args[:-1]):
+            shown = f"where({self._print(condition)}, {self._print(value)}, {shown})"
+        return shown
+
     def _print_Abs(self, expr):
         return f"abs({self._print(expr.args[0])})"
 
