@@ -290,7 +290,7 @@ def _compute(block: Block, products: list[tuple[Product, list[int]]]) -> None:
 
 
 def _chain(block: Block, products: list[Product], warps: list[int]) -> None:
-    """Add (or set) the sum of several products for some warps: exact products, summed in float32."""
+    """Add (or set) the sum of several products for some warps: exact products, summed in float64 and rounded once."""
     form, n = products[0].form, products[0].form.n
     bank = block.banks.bank[32]
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -312,8 +312,8 @@ def _chain(block: Block, products: list[Product], warps: list[int]) -> None:
                 part = halves(words, f.kind).reshape(2, 2, len(rows), 8, 4, 2).transpose(2, 1, 3, 0, 4, 5)
                 part = part.reshape(len(rows), 16, 16)
             left.append(f.a_sign * part)
-        a = np.concatenate(left, axis=2).reshape(len(rows) * 16, -1)
-        b = np.concatenate(right, axis=1)
+        a = np.concatenate(left, axis=2, dtype=np.float64).reshape(len(rows) * 16, -1)
+        b = np.concatenate(right, axis=1, dtype=np.float64)
         # d[4 j + 2 r + e]: row 8r + l/4, column 8j + 2(l%4) + e
         total = (a @ b.T).reshape(len(rows), 2, 8, n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
         total = total.reshape(n // 2, len(rows), LANES)

@@ -1,0 +1,153 @@
+"""The kernels that flashgen emits, executed by the PTX interpreter: results, bytes, bank conflicts, visited tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from ptx_attention import replace, work
+from random_masks import random_case, random_mask, seeded
+
+from flashgen.analysis.tiles import FULL, PARTIAL, schedule
+from flashgen.errors import LaunchError
+from flashgen.lang.load import shipped
+from flashgen.planning.traffic import predict
+from flashgen.runtime import tiles
+from flashgen.runtime.ptx import StepLimit
+
+SPECS = sorted(shipped())
+SOME = ("full", "causal_bottom_right", "sliding_window", "document", "alibi", "softcap", "blocks", "relative_bias")
+PIPELINES = ("ampere", "hopper")
+
+
+def check(w, **options):
+    """Right against float64, no trap, no bank conflict, and the bytes of q, k, v, o and lse that the walk counts."""
+    result = w.run(**options)
+    assert not np.isnan(result.o).any()
+    assert w.wrong(result) == ()
+    assert result.report.conflicts == []
+    p = w.problem
+    counted = tiles.count(w.plan, w.facts, w.case, head_dim=p.head_dim, v_head_dim=p.v_head_dim, dtype=p.dtype)
+    for name in ("q", "k", "v", "o", "lse"):
+        assert result.report.bytes(buffer=name) == getattr(counted, name), name
+    return result
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_every_spec(pipeline, spec):
+    check(work(spec, pipeline))
+
+
+@pytest.mark.parametrize("spec", SOME)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_head_dim_128_in_float16_with_four_heads_over_two(pipeline, spec):
+    check(work(spec, pipeline, head_dim=128, dtype="float16", heads=4, kv_heads=2, q_len=71, kv_len=101))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "shape"),
+    [
+        ("ampere", {"head_dim": 16, "v_head_dim": 72}),
+        ("ampere", {"head_dim": 96, "v_head_dim": 40, "tile": (64, 32)}),
+        ("ampere", {"head_dim": 256, "tile": (64, 32), "q_len": 70, "kv_len": 75}),
+        ("ampere", {"q_len": 1, "kv_len": 1, "batch": 2}),
+        ("ampere", {"q_len": 64, "kv_len": 128, "stages": 3}),
+        ("hopper", {"head_dim": 72, "v_head_dim": 40}),
+        ("hopper", {"head_dim": 256, "tile": (128, 64), "q_len": 70, "kv_len": 75}),
+        ("hopper", {"q_len": 1, "kv_len": 1, "batch": 2}),
+        ("hopper", {"tile": (192, 80), "q_len": 300, "kv_len": 300}),
+    ],
+)
+def test_shapes(pipeline, shape):
+    check(work("causal", pipeline, **shape))
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_no_keys_at_all(pipeline):
+    result = work("full", pipeline, kv_len=0).run()
+    assert (result.o == 0).all()
+    assert (result.lse == -np.inf).all()
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("scale", [0.0, 3.0])
+def test_scale(pipeline, scale):
+    check(dataclasses.replace(work("causal", pipeline, q_len=70, kv_len=70), scale=scale))
+
+
+def test_the_kernel_moves_the_bytes_that_the_planner_predicts():
+    w = work("sliding_window", "ampere")
+    predicted, report = predict(w.plan, w.problem, w.case).hbm, w.run().report
+    assert (report.read_bytes, report.write_bytes) == (predicted.read_bytes, predicted.write_bytes)
+
+
+# ---------------------------------------------------------------- the schedule, in the kernel itself
+PROBE = {
+    "ampere": replace(
+        "    const Step step = coming[0];\n",
+        "    const Step step = coming[0];\n"
+        '    asm volatile("// probe: visit %0 %1 %2 %3 %4" :: "r"(rows.b), "r"(rows.h), "r"(rows.q_first / TILE_Q),'
+        ' "r"(step.tile), "r"((int)step.partial));\n',
+    ),
+}
+
+
+def visits(w, result):
+    """{(b, h, q_tile): [(kv_tile, class), ...]} in the order of the first warp of each block."""
+    found = {}
+    for name, _, warp, (b, h, q_tile, kv_tile, partial) in result.report.probes:
+        if name == "visit" and warp == 0:
+            found.setdefault((b, h, q_tile), []).append((kv_tile, PARTIAL if partial else FULL))
+    return found
+
+
+def expected_visits(w):
+    p, tile = w.problem, w.plan.tile
+    found = {}
+    for b, h, q_tile in np.ndindex(p.batch, p.heads, -(-p.q_len // tile.q)):
+        listed = schedule(w.facts, w.case, tile, q_tile, b, h)
+        if listed:
+            found[b, h, q_tile] = [(int(t), int(c)) for t, c in listed]
+    return found
+
+
+@pytest.mark.parametrize("spec", ["sliding_window", "chunked", "document", "butterfly", "longformer"])
+def test_the_kernel_visits_the_tiles_that_python_lists(spec):
+    w = work(spec, "ampere", tile=(64, 16), kv_len=150)
+    assert visits(w, w.run(PROBE["ampere"])) == expected_visits(w)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_masks_visit_the_tiles_that_python_lists(seed):
+    source = seeded(100 + seed)
+    variant = random_mask(source)
+    if variant is None:
+        pytest.skip("the language refuses this mask")
+    case, _ = random_case(source)
+    w = work(variant, "ampere", tile=(32, 16), head_dim=16, case=case, **case.sizes)
+    result = w.run(PROBE["ampere"])
+    assert visits(w, result) == expected_visits(w)
+    assert w.wrong(result) == ()
+
+
+# ---------------------------------------------------------------- order
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_any_order_of_warps_and_copies_gives_the_same_bits(pipeline, seed):
+    w = work("sliding_window", pipeline, q_len=70, kv_len=140, stages=3 if seed % 2 and pipeline == "ampere" else 2)
+    lockstep, result = w.run(), w.run(seed=seed)
+    np.testing.assert_array_equal(result.o, lockstep.o)
+    np.testing.assert_array_equal(result.lse, lockstep.lse)
+
+
+def test_a_problem_without_output_launches_nothing():
+    w = work("full", "ampere", q_len=0)
+    with pytest.raises(LaunchError, match="launches no kernel"):
+        w.run()
+
+
+def test_step_limit():
+    with pytest.raises(StepLimit, match="more than 1000 warp instructions"):
+        work("full", "ampere").run(step_limit=1000)
