@@ -141,7 +141,7 @@ def test_both_readings_of_the_language_agree(x, y, f):
 
     fg.variant(score=score)
     used = set()
-    evaluator = subject._Evaluator(SimpleNamespace(sizes={}, params={}, tensors=tensors), torch.device("cpu"))
+    evaluator = subject.Evaluator(SimpleNamespace(sizes={}, params={}, tensors=tensors), torch.device("cpu"))
     for root in (e.node for e in roots):
         used.add(root.op)
         want = evaluate(root, q=q, sizes={}, params={}, tensors=tensors, float_dtype=np.float64)

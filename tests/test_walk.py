@@ -19,6 +19,7 @@ from flashgen.planning.planner import menu
 from flashgen.planning.problem import Problem
 from flashgen.planning.traffic import predict
 from flashgen.runtime import tiles
+from flashgen.runtime.philox import Dropout
 
 SPECS = sorted(shipped())
 
@@ -47,21 +48,22 @@ def inputs(problem, seed=0):
     return tuple(torch.randn(s, generator=g, dtype=torch.float64).to(getattr(torch, p.dtype)) for s in shapes)
 
 
-def walk(variant, problem, case, qkv, *, scale=None, tile=(32, 16)):
+def walk(variant, problem, case, qkv, *, scale=None, tile=(32, 16), dropout=None):
     """(o, lse, traffic) with o rounded to the problem's dtype, as a call of attention gives it."""
     precision = torch.float64 if problem.dtype == "float64" else torch.float32
     arrays = (x.to(precision).numpy() for x in qkv)
     scale = problem.head_dim**-0.5 if scale is None else scale
     plan = plan_of(variant, problem, tile)
-    o, lse, traffic = tiles.walk(plan, analyse(variant), case, *arrays, scale=scale, dtype=problem.dtype)
+    facts = analyse(variant)
+    o, lse, traffic = tiles.walk(plan, facts, case, *arrays, scale=scale, dtype=problem.dtype, dropout=dropout)
     return torch.from_numpy(o).to(getattr(torch, problem.dtype)), torch.from_numpy(lse), traffic
 
 
-def check(variant, problem, case, qkv, *, scale=None, tile=(32, 16)):
+def check(variant, problem, case, qkv, *, scale=None, tile=(32, 16), dropout=None):
     scale = problem.head_dim**-0.5 if scale is None else scale
-    o, lse, _ = walk(variant, problem, case, qkv, scale=scale, tile=tile)
-    ref, ref_lse = reference(variant, case, *qkv, scale=scale)
-    base, _ = baseline(variant, case, *qkv, scale=scale)
+    o, lse, _ = walk(variant, problem, case, qkv, scale=scale, tile=tile, dropout=dropout)
+    ref, ref_lse = reference(variant, case, *qkv, scale=scale, dropout=dropout)
+    base, _ = baseline(variant, case, *qkv, scale=scale, dropout=dropout)
     verdict = judge(o, base, ref, problem.dtype)
     assert verdict.ok, verdict
     assert judge_lse(lse, ref_lse) == ()
@@ -98,6 +100,20 @@ def test_any_scale(scale):
     variant = load_spec("sliding_window").bind()
     problem = problem_of(dtype="float32")
     check(variant, problem, case_of(variant, problem, window=9), inputs(problem), scale=scale)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_dropout(dtype):
+    variant = load_spec("causal").bind()
+    problem = problem_of(dtype=dtype)
+    case, qkv, dropout = case_of(variant, problem), inputs(problem), Dropout(p=0.3, seed=5, offset=1 << 33)
+    check(variant, problem, case, qkv, dropout=dropout)
+    first, lse, _ = walk(variant, problem, case, qkv, dropout=dropout)
+    other, same_lse, _ = walk(variant, problem, case, qkv, dropout=dropout, tile=(64, 64))
+    torch.testing.assert_close(other, first)  # the mask knows no tiles
+    torch.testing.assert_close(same_lse, walk(variant, problem, case, qkv)[1])
+    assert torch.equal(walk(variant, problem, case, qkv, dropout=Dropout(p=0.0, seed=5))[0],
+                       walk(variant, problem, case, qkv)[0])  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", [dict(q_len=0), dict(kv_len=0), dict(batch=0), dict(q_len=0, kv_len=0)], ids=str)
@@ -211,9 +227,9 @@ def test_keys_are_visited_from_the_last_to_the_first(monkeypatch):
     seen = []
     add = tiles._Rows.add
 
-    def record(self, s, v, dtype):
+    def record(self, s, v, *rest):
         seen.append(v[0, 0, 0, 0, 0])
-        add(self, s, v, dtype)
+        add(self, s, v, *rest)
 
     monkeypatch.setattr(tiles._Rows, "add", record)
     causal = load_spec("causal").bind()

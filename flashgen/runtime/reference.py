@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.lang import expr
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from flashgen.analysis.tiles import Case
     from flashgen.lang.variant import Variant
+    from flashgen.runtime.philox import Dropout
 
 #: Scores held at once, in elements: what bounds the memory of a reference.
 _BLOCK = {"cpu": 1 << 22, "cuda": 1 << 25}
@@ -33,22 +34,36 @@ _FRACTION_BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
 
 
 def reference(
-    variant: Variant, case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
+    variant: Variant,
+    case: Case,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    dropout: Dropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o [batch, heads, q_len, v_head_dim] and lse [batch, heads, q_len] in float64."""
+    """o [batch, heads, q_len, v_head_dim] and lse [batch, heads, q_len] in float64; lse is that of no dropout."""
     import torch
 
-    return _attend(variant, case, q, k, v, scale, torch.float64, lambda p: p)
+    return _attend(variant, case, q, k, v, scale, dropout, torch.float64, lambda p: p)
 
 
 def baseline(
-    variant: Variant, case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
+    variant: Variant,
+    case: Case,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    dropout: Dropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same maths as PyTorch does it in q's dtype: p and o rounded to it, sums and softmax in float32 (float64)."""
     import torch
 
     precision = torch.float64 if q.dtype == torch.float64 else torch.float32
-    o, lse = _attend(variant, case, q, k, v, scale, precision, lambda p: p.to(q.dtype).to(precision))
+    o, lse = _attend(variant, case, q, k, v, scale, dropout, precision, lambda p: p.to(q.dtype).to(precision))
     return o.to(q.dtype), lse
 
 
@@ -135,50 +150,97 @@ def _attend(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
+    dropout: Dropout | None,
     precision: torch.dtype,
     round_p: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
-    batch, heads, q_len, head_dim = q.shape
-    kv_heads, kv_len, dim = k.shape[1], k.shape[2], v.shape[3]
+    batch, heads, q_len, _ = q.shape
+    kv_heads, dim = k.shape[1], v.shape[3]
     o = torch.zeros((batch, heads, q_len, dim), dtype=precision, device=q.device)
     lse = torch.full((batch, heads, q_len), -math.inf, dtype=precision, device=q.device)
-    if 0 in (batch, heads, q_len, kv_len):
-        return o, lse
-    group = heads // kv_heads
-    evaluator = _Evaluator(case, q.device)
-    columns = {
-        "b": torch.arange(batch, device=q.device)[:, None, None, None, None],
-        "h": torch.arange(heads, device=q.device).reshape(1, kv_heads, group, 1, 1),
-        "k": torch.arange(kv_len, device=q.device),
-    }
+    group = heads // max(kv_heads, 1)
+    evaluator = Evaluator(case, q.device)
     k, v = k.to(precision), v.to(precision)
-    q, grouped_o = q.reshape(batch, kv_heads, group, q_len, head_dim), o.view(batch, kv_heads, group, q_len, dim)
-    grouped_lse = lse.view(batch, kv_heads, group, q_len)
-    rows = max(1, _BLOCK.get(q.device.type, _BLOCK["cpu"]) // (batch * heads * kv_len))
-    for first in range(0, q_len, rows):
-        at = slice(first, min(first + rows, q_len))
-        n = at.stop - at.start
-        block = q[:, :, :, at].to(precision).reshape(batch, kv_heads, group * n, head_dim)
-        s = scale * (block @ k.mT).view(batch, kv_heads, group, n, kv_len)
-        symbols = {**columns, "q": torch.arange(at.start, at.stop, device=q.device)[:, None]}
+    grouped_o, grouped_lse = o.view(batch, kv_heads, group, q_len, dim), lse.view(batch, kv_heads, group, q_len)
+    for block in blocks(q, k):
+        s = scale * products(block.rows_of(q).to(precision), k)
         if variant.score_node is not None:
-            s = evaluator(variant.score_node, precision, {**symbols, "s": s}).expand_as(s)
+            s = evaluator(variant.score_node, precision, {**block.symbols, "s": s}).expand_as(s)
         if variant.mask is not None:
             # A mask's floats are float32 in every precision: it says which pairs count, not how well.
-            s = torch.where(evaluator(variant.mask, torch.float32, symbols), s, -math.inf)
+            s = torch.where(evaluator(variant.mask, torch.float32, block.symbols), s, -math.inf)
         m = s.amax(-1)
         base = torch.where(m == -math.inf, 0.0, m)
         p = torch.exp(s - base[..., None])
         total = p.sum(-1)
-        grouped_lse[..., at] = m + torch.log(total)
-        p = round_p(p / torch.where(total == 0, 1.0, total)[..., None])
-        grouped_o[..., at, :] = (p.view(batch, kv_heads, group * n, kv_len) @ v).view(batch, kv_heads, group, n, dim)
+        grouped_lse[..., block.at] = m + torch.log(total)
+        p = p / torch.where(total == 0, 1.0, total)[..., None]
+        if dropout is not None:
+            p = torch.where(kept(dropout, **block.symbols, heads=heads), p * dropout.scale, 0.0)
+        grouped_o[..., block.at, :] = products(round_p(p), v.mT)
     return o, lse
 
 
-class _Evaluator:
+class Block(NamedTuple):
+    """Some queries of every batch and head; `symbols` broadcast to [batch, kv_heads, group, queries, keys]."""
+
+    at: slice
+    symbols: dict[str, torch.Tensor]
+    kv_heads: int
+
+    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Those rows of [batch, heads, q_len, ...], as [batch, kv_heads, group, queries, ...]."""
+        return x.unflatten(1, (self.kv_heads, -1))[:, :, :, self.at]
+
+
+def blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[Block]:
+    """The queries of a problem in blocks that hold a bounded number of scores; none where nothing is to attend."""
+    import torch
+
+    batch, heads, q_len, _ = q.shape
+    kv_heads, kv_len = k.shape[1], k.shape[2]
+    if 0 in (batch, heads, q_len, kv_len):
+        return
+    columns = {
+        "b": torch.arange(batch, device=q.device)[:, None, None, None, None],
+        "h": torch.arange(heads, device=q.device).reshape(1, kv_heads, -1, 1, 1),
+        "k": torch.arange(kv_len, device=q.device),
+    }
+    rows = max(1, _BLOCK.get(q.device.type, _BLOCK["cpu"]) // (batch * heads * kv_len))
+    for first in range(0, q_len, rows):
+        at = slice(first, min(first + rows, q_len))
+        yield Block(at, {**columns, "q": torch.arange(at.start, at.stop, device=q.device)[:, None]}, kv_heads)
+
+
+def products(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[batch, kv_heads, group, queries, n] times the transpose of [batch, kv_heads, keys, n]."""
+    return (rows.flatten(2, 3) @ keys.mT).unflatten(2, rows.shape[2:4])
+
+
+def kept(dropout: Dropout, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *, heads: int):
+    """Whether each pair is kept, by Philox-4x32-10 as `runtime.philox` lays out its counter; bool, broadcast."""
+    import torch
+
+    low = 0xFFFFFFFF
+    counter = torch.broadcast_tensors(k // 4, q, b * heads + h, torch.as_tensor(dropout.offset & low, device=k.device))
+    key = dropout.seed & low, (dropout.seed ^ dropout.offset) >> 32
+    for i in range(10):
+        # A product of two 32-bit words may pass 2^63: its bits are right all the same.
+        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        x, y = ((word + i * weyl) & low for word, weyl in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
+        counter = (
+            (second >> 32 & low) ^ counter[1] ^ x,
+            second & low,
+            (first >> 32 & low) ^ counter[3] ^ y,
+            first & low,
+        )
+    drawn = torch.stack(counter, -1).gather(-1, (k % 4).expand(counter[0].shape)[..., None])
+    return drawn[..., 0] >= dropout.threshold
+
+
+class Evaluator:
     """A variant's expressions on PyTorch tensors: ints as int64, floats in the precision asked for."""
 
     def __init__(self, case: Case, device: torch.device) -> None:

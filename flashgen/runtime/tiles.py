@@ -18,12 +18,14 @@ from flashgen.analysis import tiles
 from flashgen.analysis.tiles import FULL
 from flashgen.lang.evaluate import evaluate
 from flashgen.planning.problem import ITEMSIZE, STORED_BYTES
+from flashgen.runtime import philox
 
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
     from flashgen.analysis.tiles import Case
     from flashgen.lang.expr import Node
     from flashgen.planning.plan import KernelPlan
+    from flashgen.runtime.philox import Dropout
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,16 +79,18 @@ def walk(
     *,
     scale: float,
     dtype: str,
+    dropout: Dropout | None = None,
 ) -> Walked:
     """Attention by FlashAttention-2's forward (Dao 2023, Algorithm 1) over the plan's tiles.
 
     q is [batch, heads, q_len, head_dim], k and v [batch, kv_heads, kv_len, head_dim | v_head_dim], float32, or float64
     where `dtype` is "float64"; `dtype` is what the caller's tensors hold: it sizes the traffic, and p is rounded to it
     before P V.  s = scale * (q . k), then the score function, then the mask; a row with nothing to attend gives 0 and
-    lse = -inf.  o has the precision of the sums: rounding it to `dtype` is the caller's.  Raises IndexError where a
+    lse = -inf.  With `dropout` o is that of the kept probabilities (FlashAttention, Dao et al. 2022, Algorithm 4) and lse
+    that of all.  o has the precision of the sums: rounding it to `dtype` is the caller's.  Raises IndexError where a
     captured tensor is read outside its dimension.
     """
-    return _Walk(plan, facts, case, q, k, v, scale=scale, dtype=dtype).run()
+    return _Walk(plan, facts, case, q, k, v, scale=scale, dtype=dtype, dropout=dropout).run()
 
 
 def count(plan: KernelPlan, facts: Facts, case: Case, *, head_dim: int, v_head_dim: int, dtype: str) -> Traffic:
@@ -106,20 +110,21 @@ class _Rows:
         self.l = np.zeros(q.shape[:-1], q.dtype)
         self.acc = np.zeros((*q.shape[:-1], v_head_dim), q.dtype)
 
-    def add(self, s: np.ndarray, v: np.ndarray, dtype: str) -> None:
-        """One KV tile's scores (-inf where masked) and values."""
+    def add(self, s: np.ndarray, v: np.ndarray, dtype: str, kept: np.ndarray | None = None) -> None:
+        """One KV tile's scores (-inf where masked) and values, and which pairs dropout keeps."""
         m = np.maximum(self.m, s.max(axis=-1))
         base = np.where(m == -np.inf, 0, m)  # nothing visible yet: exp(-inf - 0) is 0, where -inf - -inf is not
         p = np.exp(s - base[..., None])
         decay = np.exp(self.m - base)
         self.l = self.l * decay + p.sum(axis=-1)
+        p = p if kept is None else np.where(kept, p, 0)
         self.acc = self.acc * decay[..., None] + rounded(p, dtype) @ v
         self.m = m
 
-    def finish(self) -> tuple[np.ndarray, np.ndarray]:
-        """o and lse; a row that saw nothing has l = 0 and m = -inf."""
+    def finish(self, factor: float) -> tuple[np.ndarray, np.ndarray]:
+        """o, times a factor, and lse; a row that saw nothing has l = 0 and m = -inf."""
         o = np.divide(self.acc, self.l[..., None], out=np.zeros_like(self.acc), where=(self.l != 0)[..., None])
-        return o, self.m + np.log(self.l)
+        return o * o.dtype.type(factor), self.m + np.log(self.l)
 
 
 class _Walk:
@@ -134,8 +139,9 @@ class _Walk:
         *,
         scale: float,
         dtype: str,
+        dropout: Dropout | None = None,
     ) -> None:
-        self.plan, self.facts, self.case = plan, facts, case
+        self.plan, self.facts, self.case, self.dropout = plan, facts, case, dropout
         self.variant = facts.variant
         self.precision = np.float64 if dtype == "float64" else np.float32
         self.scale, self.dtype, self.itemsize = scale, dtype, ITEMSIZE[dtype]
@@ -156,7 +162,7 @@ class _Walk:
             for at, rows, schedule in self._q_tiles():
                 running = _Rows(self.q[*at, rows].astype(self.precision, copy=False), dim)
                 self._walk_row(at, rows, schedule, running)
-                o[*at, rows], lse[*at, rows] = running.finish()
+                o[*at, rows], lse[*at, rows] = running.finish(1.0 if self.dropout is None else self.dropout.scale)
                 self._wrote(o[*at, rows], lse[*at, rows])
         self._read_captured()
         shape = (self.batch, sizes["heads"], self.q_len)
@@ -217,7 +223,10 @@ class _Walk:
                 traffic.visible += int(np.broadcast_to(keep, (*q.shape[:4], k.shape[3])).sum())
             if running is not None:
                 s = self._scores(q, k, symbols, keep)
-                running.add(s if keep is None else np.where(keep, s, -np.inf), v, self.dtype)
+                kept = None
+                if self.dropout is not None:
+                    kept = philox.keep(self.dropout, **symbols, heads=self.kv_heads * self.group)
+                running.add(s if keep is None else np.where(keep, s, -np.inf), v, self.dtype, kept)
 
     def _scores(
         self, q: np.ndarray, k: np.ndarray, symbols: Mapping[str, np.ndarray], keep: np.ndarray | None
