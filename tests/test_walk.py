@@ -107,13 +107,11 @@ def test_dropout(dtype):
     variant = load_spec("causal").bind()
     problem = problem_of(dtype=dtype)
     case, qkv, dropout = case_of(variant, problem), inputs(problem), Dropout(p=0.3, seed=5, offset=1 << 33)
-    check(variant, problem, case, qkv, dropout=dropout)
-    first, lse, _ = walk(variant, problem, case, qkv, dropout=dropout)
-    other, same_lse, _ = walk(variant, problem, case, qkv, dropout=dropout, tile=(64, 64))
-    torch.testing.assert_close(other, first)  # the mask knows no tiles
-    torch.testing.assert_close(same_lse, walk(variant, problem, case, qkv)[1])
-    assert torch.equal(walk(variant, problem, case, qkv, dropout=Dropout(p=0.0, seed=5))[0],
-                       walk(variant, problem, case, qkv)[0])  # fmt: skip
+    for tile in ((32, 16), (64, 64)):  # the mask knows no tiles
+        check(variant, problem, case, qkv, dropout=dropout, tile=tile)
+    o, lse, _ = walk(variant, problem, case, qkv)
+    assert torch.equal(walk(variant, problem, case, qkv, dropout=dropout)[1], lse)
+    assert torch.equal(walk(variant, problem, case, qkv, dropout=Dropout(p=0.0, seed=5))[0], o)
 
 
 @pytest.mark.parametrize("shape", [dict(q_len=0), dict(kv_len=0), dict(batch=0), dict(q_len=0, kv_len=0)], ids=str)

@@ -86,7 +86,7 @@ def walk(
     q is [batch, heads, q_len, head_dim], k and v [batch, kv_heads, kv_len, head_dim | v_head_dim], float32, or float64
     where `dtype` is "float64"; `dtype` is what the caller's tensors hold: it sizes the traffic, and p is rounded to it
     before P V.  s = scale * (q . k), then the score function, then the mask; a row with nothing to attend gives 0 and
-    lse = -inf.  With `dropout` o is that of the kept probabilities (FlashAttention, Dao et al. 2022, Algorithm 4) and lse
+    lse = -inf.  With `dropout` o is that of the kept probabilities (FlashAttention, Dao et al. 2022, Algorithm 4), lse
     that of all.  o has the precision of the sums: rounding it to `dtype` is the caller's.  Raises IndexError where a
     captured tensor is read outside its dimension.
     """
