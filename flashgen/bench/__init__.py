@@ -1,0 +1,1 @@
+"""Benchmarks: flashgen beside its peers, interleaved in one run, every cell checked, raw numbers kept."""

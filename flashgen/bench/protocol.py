@@ -1,0 +1,94 @@
+"""How a benchmark measures: rounds that interleave all contenders, and medians of per-round ratios.
+
+A power-limited chip lowers its clock while it works, so a figure of one moment says little about another.  Each round
+therefore times every contender once, in an order that rotates from round to round, and only ratios within a round are
+compared; clocks are left alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+#: Rounds below this say nothing about their own spread.
+MIN_ROUNDS = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """The median over rounds of peer time / own time (above 1: faster than the peer), with its extremes."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Milliseconds of one call, a round an entry, by contender; contender order as given."""
+
+    rounds: Mapping[str, tuple[float, ...]]
+
+    def median_ms(self, name: str) -> float:
+        return statistics.median(self.rounds[name])
+
+    def ratio(self, name: str, peer: str) -> Ratio:
+        """How many times faster `name` is than `peer`, round by round."""
+        ratios = [theirs / ours for ours, theirs in zip(self.rounds[name], self.rounds[peer], strict=True)]
+        return Ratio(median=statistics.median(ratios), low=min(ratios), high=max(ratios))
+
+
+def rotation(names: Sequence[str], round_index: int) -> list[str]:
+    """The order of one round: no contender always runs behind the same other, nor always first."""
+    shift = round_index % len(names)
+    order = [*names[shift:], *names[:shift]]
+    return order if (round_index // len(names)) % 2 == 0 else order[::-1]
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], object]], *, rounds: int = MIN_ROUNDS, slot_ms: float = 12.0
+) -> Timings:
+    """Time every contender in every round on torch's current stream.
+
+    Each slot repeats its call for about `slot_ms` of device time between two CUDA events, after two calls that are not
+    counted; the events give the mean of the slot.  Raises ValueError for fewer rounds than `MIN_ROUNDS`.
+    """
+    import torch
+
+    if rounds < MIN_ROUNDS:
+        raise ValueError(f"{rounds} rounds are too few: at least {MIN_ROUNDS}")
+    names = list(contenders)
+    repeats = {name: _repeats(call, slot_ms) for name, call in contenders.items()}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(rounds):
+        for name in rotation(names, index):
+            call = contenders[name]
+            for _ in range(2):
+                call()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(repeats[name]):
+                call()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / repeats[name])
+    return Timings(rounds={name: tuple(values) for name, values in times.items()})
+
+
+def _repeats(call: Callable[[], object], slot_ms: float) -> int:
+    """How often to repeat a call to fill a slot: at least 3 times, at most 500."""
+    import torch
+
+    for _ in range(2):
+        call()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(3):
+        call()
+    end.record()
+    end.synchronize()
+    return max(3, min(500, round(slot_ms / max(start.elapsed_time(end) / 3, 1e-3))))
