@@ -23,7 +23,8 @@ def command(
     rounds: Annotated[int, typer.Option(min=MIN_ROUNDS, help="Rounds; each times every contender once.")] = MIN_ROUNDS,
     peers: Annotated[str, typer.Option(help="Of fa2, cudnn, flex; commas between.")] = "fa2,cudnn,flex",
     peer_file: Annotated[
-        list[str] | None, typer.Option(help="NAME=FILE.py, a peer that is no package: see flashgen.bench.peers.from_file.")
+        list[str] | None,
+        typer.Option(help="NAME=FILE.py, a peer that is no package: its peer(cell, q, k, v) gives a call."),
     ] = None,
     folder: Annotated[Path, typer.Option(help="Where raw results go.")] = Path("generated/bench"),
     seed: Annotated[int, typer.Option(help="Seed of the random input.")] = 0,
