@@ -65,7 +65,8 @@ def test_random_masks(data):
 
 
 @pytest.mark.parametrize("seed", range(0, 400, 20))
-def test_random_masks_of_a_seed(seed):
+def test_random_masks_of_a_seed(seed, monkeypatch):
+    monkeypatch.setattr(tiles, "_SQUARE", 1 + seed // 20 % 4)  # small problems have squares too
     for n in range(seed, seed + 20):
         source = seeded(n)
         variant = random_mask(source)
@@ -270,6 +271,18 @@ def test_floor_sums_agree_with_the_count_by_q_tile(name):
     case = case_of(70_001, 50_003, w=1000, never=0)
     for tile in (Tile(q=128, kv=64), Tile(q=64, kv=176)):
         assert tiles.count(band, case, tile) == tiles.count(union, case, tile)
+
+
+def test_documents_of_a_million_tokens_are_counted_without_looking_at_every_tile():
+    documents = np.sort(np.random.default_rng(0).integers(0, 50, (1, MILLION), np.int32), axis=1)
+    facts = analyse(fg.load_spec("packed_softcap").bind())
+    case, tile = case_of(MILLION, MILLION, tensors={"doc": documents}), Tile(q=128, kv=64)
+    start = time.perf_counter()
+    found = tiles.count(facts, case, tile)
+    assert time.perf_counter() - start < 3
+    lengths = np.unique(documents, return_counts=True)[1]
+    assert found.visited_elements > (lengths * (lengths + 1) // 2).sum() > 0.9 * found.full * 128 * 64
+    assert found.visible is None  # 40,000 partial tiles of 8,192 pairs
 
 
 def test_visible_pairs_are_unknown_only_past_a_limit(monkeypatch):

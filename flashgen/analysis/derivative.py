@@ -41,6 +41,19 @@ def derive(root: Node, wrt: Node = SCORE) -> Node | None:
     return adjoints.get(wrt)
 
 
+def loads(root: Node, name: str) -> tuple[Node, ...]:
+    """The places where an expression reads a captured tensor."""
+    return tuple(n for n in walk([root]) if n.op == "load" and n.attr.name == name)
+
+
+def differentiable(root: Node | None) -> tuple[str, ...]:
+    """The names of the captured float tensors that an expression has a derivative with respect to, sorted."""
+    if root is None:
+        return ()
+    floats = {n.attr.name for n in walk([root]) if n.op == "load" and n.dtype.is_float}
+    return tuple(sorted(f for f in floats if any(derive(root, wrt=n) is not None for n in loads(root, f))))
+
+
 def _times(flow: Node, partial: Node) -> Node:
     """The chain rule's product; a choice with a 0 stays a choice, so that nothing is multiplied into it."""
     for a, b in ((flow, partial), (partial, flow)):

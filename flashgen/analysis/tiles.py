@@ -45,6 +45,7 @@ MAX_COUNTED = 1 << 26
 #: Unions of more zones than this are counted tile by tile, not by inclusion and exclusion.
 _MAX_UNION = 8
 _CHUNK = 1 << 20  # elements of a NumPy temporary
+_SQUARE = 32  # tiles of a side that are judged as one first
 
 
 class Tiling(Protocol):
@@ -387,7 +388,7 @@ def _pairs_of_union(terms: list[_Known], q_len: int, kv_len: int, places: _Place
 
 
 class _Block(NamedTuple):
-    """Classes of the tiles [places, Q tiles, KV tiles]; KV tiles outside the block are EMPTY."""
+    """Classes of the tiles [places, Q tiles, KV tiles]; tiles in no block are EMPTY."""
 
     b: np.ndarray
     h: np.ndarray
@@ -397,62 +398,74 @@ class _Block(NamedTuple):
 
 
 def _blocks(facts: Facts, case: Case, tile: Tiling, places: _Places) -> Iterator[_Block]:
-    """Every tile that some run touches, classified, in blocks of bounded size."""
-    q_tiles, kv_tiles = _tiles(case.sizes["q_len"], tile.q), _tiles(case.sizes["kv_len"], tile.kv)
-    rows = max(1, min(64, _CHUNK // kv_tiles))
-    group = max(1, _CHUNK // (min(rows, q_tiles) * kv_tiles))
+    """Every tile that may be visited, classified, in blocks of bounded size.
+
+    A square of _SQUARE x _SQUARE tiles is judged as one tile first, and its tiles only where it is PARTIAL: what the
+    rules know of a rectangle they know of its parts.
+    """
+    q_len, kv_len = case.sizes["q_len"], case.sizes["kv_len"]
+    q_tiles, kv_tiles = _tiles(q_len, tile.q), _tiles(kv_len, tile.kv)
+    group = max(1, _CHUNK // (min(_SQUARE, q_tiles) * kv_tiles))
     for place in range(0, len(places.b), group):
         b, h = (x[place : place + group, None, None] for x in (places.b, places.h))
         visible, hidden = _known(facts.visible, case, b, h), _known(facts.hidden, case, b, h)
-        for start in range(0, q_tiles, rows):
-            q_tile = np.arange(start, min(start + rows, q_tiles))
+
+        def classes(q: tuple, k: tuple, known=(visible, hidden), b=b, h=h) -> np.ndarray:
+            found = _classes(*known, judge(case, b, h, q, k), q, k)
+            return np.broadcast_to(found, (len(b), len(q[0]), len(k[0])))
+
+        for start in range(0, q_tiles, _SQUARE):
+            q_tile = np.arange(start, min(start + _SQUARE, q_tiles))
             first, last = _runs(visible, case, tile, q_tile[:, None])
             if not (some := first <= last).any():
                 continue
-            kv_tile = np.arange(first[some].min(), last[some].max() + 1)
-            q = _ends(q_tile[:, None], tile.q, case.sizes["q_len"])
-            k = _ends(kv_tile, tile.kv, case.sizes["kv_len"])
-            classes = _classes(visible, hidden, judge(case, b, h, q, k), q, k)
-            yield _Block(b, h, q_tile, kv_tile, np.broadcast_to(classes, (len(b), len(q_tile), len(kv_tile))))
+            q = _ends(q_tile[:, None], tile.q, q_len)
+            squares = np.arange(first[some].min() // _SQUARE, last[some].max() // _SQUARE + 1)
+            square = classes((q[0][:1], q[1][-1:]), _ends(squares, tile.kv * _SQUARE, kv_len))
+            kept = (square != EMPTY).any(axis=(0, 1))
+            kv_tile = (squares[kept, None] * _SQUARE + np.arange(_SQUARE)).ravel()
+            mixed = np.repeat((square != FULL).any(axis=(0, 1))[kept], _SQUARE)[kv_tile < kv_tiles]
+            kv_tile = kv_tile[kv_tile < kv_tiles]
+            found = np.full((len(b), len(q_tile), len(kv_tile)), FULL, np.int8)
+            found[..., mixed] = classes(q, _ends(kv_tile[mixed], tile.kv, kv_len))
+            yield _Block(b, h, q_tile, kv_tile, found)
 
 
 def _count_classes(facts: Facts, case: Case, tile: Tiling, places: _Places) -> _Sum:
     q_len, kv_len = case.sizes["q_len"], case.sizes["kv_len"]
     found = _Sum()
+    to_read: list[tuple[np.ndarray, ...]] = []
     budget = MAX_COUNTED
     for block in _blocks(facts, case, tile, places):
         rows = np.minimum(tile.q, q_len - block.q_tiles * tile.q)[:, None]
         keys = np.minimum(tile.kv, kv_len - block.kv_tiles * tile.kv)
-        visited = block.classes != EMPTY
-        full = block.classes == FULL
+        visited, full, partial = (block.classes != EMPTY), (block.classes == FULL), (block.classes == PARTIAL)
         found.visited += int(visited.sum())
         found.full += int(full.sum())
         found.rows += int((rows[:, 0] * visited.any(axis=2)).sum())
         found.columns += int((visited * keys).sum())
         found.elements += int((visited * (rows * keys)).sum())
-        if found.visible is None:
-            continue
-        partial = block.classes == PARTIAL
         budget -= int((partial * (rows * keys)).sum())
-        if budget < 0:
-            found.visible = None
-            continue
-        found.visible += int((full * (rows * keys)).sum()) + _visible_pairs(facts, case, tile, block, partial)
+        if budget >= 0:
+            found.visible += int((full * (rows * keys)).sum())
+            place, row, column = np.nonzero(partial)
+            to_read.append((block.b.ravel()[place], block.h.ravel()[place], block.q_tiles[row], block.kv_tiles[column]))
+    if budget < 0:
+        found.visible = None
+    elif to_read:
+        found.visible += _visible_pairs(facts, case, tile, *map(np.concatenate, zip(*to_read, strict=True)))
     return found
 
 
-def _visible_pairs(facts: Facts, case: Case, tile: Tiling, block: _Block, chosen: np.ndarray) -> int:
-    """Pairs that the mask keeps in the chosen tiles of a block, by evaluating it at each."""
-    place, row, column = np.nonzero(chosen)
-    b, h = (np.broadcast_to(x, (*chosen.shape[:1], 1, 1))[place] for x in (block.b, block.h))
+def _visible_pairs(facts: Facts, case: Case, tile: Tiling, b, h, q_tiles: np.ndarray, kv_tiles: np.ndarray) -> int:
+    """Pairs that the mask keeps in these tiles, by evaluating it at each."""
     total = 0
     step = max(1, _CHUNK // (tile.q * tile.kv))
-    for start in range(0, len(place), step):
-        part = slice(start, start + step)
-        q = (block.q_tiles[row[part]] * tile.q)[:, None, None] + np.arange(tile.q)[:, None]
-        k = (block.kv_tiles[column[part]] * tile.kv)[:, None, None] + np.arange(tile.kv)
+    for start in range(0, len(q_tiles), step):
+        place_b, place_h, q, k = (x[start : start + step, None, None] for x in (b, h, q_tiles, kv_tiles))
+        q, k = q * tile.q + np.arange(tile.q)[:, None], k * tile.kv + np.arange(tile.kv)
         inside = (q < case.sizes["q_len"]) & (k < case.sizes["kv_len"])
-        kept = case.evaluate(facts.variant.mask, b=b[part], h=h[part], q=q, k=k, live=inside)
+        kept = case.evaluate(facts.variant.mask, b=place_b, h=place_h, q=q, k=k, live=inside)
         total += int((kept & inside).sum())
     return total
 
