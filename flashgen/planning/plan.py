@@ -49,6 +49,36 @@ class Specialized:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backward:
+    """How the warps of a backward block divide a tile, and what they exchange through shared memory.
+
+    `kv_warps` times `q_warps` warps hold P and dS: keys by queries.  Those that share keys divide the columns of dk and dv
+    among themselves; they exchange P and dS, the others need not.  dQ is `dq_q_warps` warps of queries by the rest of
+    columns.
+    """
+
+    kv_warps: int
+    q_warps: int
+    queries: int  # of a warp at a time
+    dq_q_warps: int
+    buffers: int  # tiles of P and dS in shared memory; with two, no warp waits for the readers of the tile before
+    adds_dq: bool  # dq is added up in memory; else an entry of its own computes it
+    vector_atomics: bool  # four floats an addition in memory
+    one_barrier: bool  # a step, where nothing that a warp may still read is overwritten
+    row_threads: int  # of a block of the entries that work on rows alone
+
+    @property
+    def shares_p(self) -> bool:
+        """Whether warps need P of each other."""
+        return self.q_warps > 1
+
+    @property
+    def score_tiles(self) -> bool:
+        """Whether dS goes through shared memory."""
+        return self.shares_p or self.adds_dq
+
+
 class KernelPlan:
     """One kernel, decided.  It alone is emitted and it alone keys kernels: no length, batch, head count or value.
 
