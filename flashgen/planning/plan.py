@@ -49,7 +49,6 @@ class Specialized:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
     """How the warps of a backward block divide a tile, and what they exchange through shared memory.
 
@@ -79,6 +78,7 @@ class Backward:
         return self.shares_p or self.adds_dq
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPlan:
     """One kernel, decided.  It alone is emitted and it alone keys kernels: no length, batch, head count or value.
 
