@@ -1,0 +1,174 @@
+"""What gradients are checked against: PyTorch's autograd in float64, and the same maths in the caller's precision.
+
+As `runtime.reference`, in blocks of queries on the tensors' own device, and sharing nothing with kernels and walk but
+the variant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashgen.analysis.derivative import differentiable
+from flashgen.runtime.reference import Block, Evaluator, blocks, kept, products
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashgen.analysis.tiles import Case
+    from flashgen.lang.variant import Variant
+    from flashgen.runtime.philox import Dropout
+
+
+class Gradients(NamedTuple):
+    """dq, dk and dv of the shapes of q, k and v, and those of the captured tensors that the score reads, by name."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    captured: dict[str, torch.Tensor]
+
+
+def reference_gradients(
+    variant: Variant,
+    case: Case,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    *,
+    scale: float,
+    dlse: torch.Tensor | None = None,
+    dropout: Dropout | None = None,
+) -> Gradients:
+    """Gradients of sum(o * do) + sum(lse * dlse) in float64, by autograd through `runtime.reference`'s maths.
+
+    A row that attends to nothing has none, through lse neither.
+    """
+    import torch
+
+    evaluator = Evaluator(case, q.device)
+    names = differentiable(variant.score_node)
+    for name in names:
+        evaluator.tensors[name] = evaluator.tensors[name].double().requires_grad_()
+    k, v = (x.detach().double().requires_grad_() for x in (k, v))
+    dq = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    with torch.enable_grad():
+        for block in blocks(q, k):
+            rows = block.rows_of(q.detach()).double().requires_grad_()
+            s, _ = _scores(variant, evaluator, block, scale * products(rows, k))
+            m = s.detach().amax(-1)
+            base = torch.where(m == -math.inf, 0.0, m)
+            p = torch.exp(s - base[..., None])
+            total = p.sum(-1)
+            total = torch.where(total == 0, 1.0, total)  # of a row that sees nothing: log 1 has no gradient in p = 0
+            p = p / total[..., None]
+            if dropout is not None:
+                p = torch.where(kept(dropout, **block.symbols, heads=q.shape[1]), p * dropout.scale, 0.0)
+            loss = (products(p, v.mT) * block.rows_of(do).double()).sum()
+            if dlse is not None:
+                loss = loss + (torch.log(total) * block.rows_of(dlse).double()).sum()
+            loss.backward()
+            block.rows_of(dq).copy_(rows.grad)
+    captured = {name: evaluator.tensors[name] for name in names}
+    return Gradients(dq, *(_grad(x) for x in (k, v)), {name: _grad(x) for name, x in captured.items()})
+
+
+def baseline_gradients(
+    variant: Variant,
+    case: Case,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    *,
+    scale: float,
+    dlse: torch.Tensor | None = None,
+    dropout: Dropout | None = None,
+) -> Gradients:
+    """The same maths in q's dtype: o, p, ds and the results rounded to it, all else in float32 (float64).
+
+    delta = rowsum(do * o) - dlse and ds = p (dp - delta), as FlashAttention writes the backward of softmax (Dao et al.
+    2022, appendix B.2).  Gradients of captured tensors stay in float32 (float64).
+    """
+    import torch
+
+    precision = torch.float64 if q.dtype == torch.float64 else torch.float32
+    factor = 1.0 if dropout is None else dropout.scale
+    evaluator = Evaluator(case, q.device)
+    names = differentiable(variant.score_node)
+    for name in names:
+        evaluator.tensors[name] = evaluator.tensors[name].to(precision).requires_grad_()
+    captured = {name: torch.zeros_like(evaluator.tensors[name]) for name in names}
+    wide_k, wide_v = k.detach().to(precision), v.detach().to(precision)
+    dq = torch.zeros(q.shape, dtype=precision, device=q.device)
+    dk, dv = torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(q.dtype).to(precision)
+
+    for block in blocks(q, k):
+        rows, do_rows = (block.rows_of(x.detach()).to(precision) for x in (q, do))
+        with torch.enable_grad():
+            raw = (scale * products(rows, wide_k)).requires_grad_()
+            s, visible = _scores(variant, evaluator, block, raw)
+        shown = s.detach()
+        m = shown.amax(-1, keepdim=True)
+        lse = m + torch.log(torch.exp(shown - torch.where(m == -math.inf, 0.0, m)).sum(-1, keepdim=True))
+        p = torch.where(lse == -math.inf, 0.0, torch.exp(shown - torch.where(lse == -math.inf, 0.0, lse)))
+        dp, p_kept = products(do_rows, wide_v), p
+        if dropout is not None:
+            keep = kept(dropout, **block.symbols, heads=q.shape[1])
+            dp, p_kept = torch.where(keep, dp * factor, 0.0), torch.where(keep, p, 0.0)
+        o = rounded(factor * products(rounded(p_kept), wide_v.mT))
+        delta = (do_rows * o).sum(-1, keepdim=True)
+        if dlse is not None:
+            delta = delta - block.rows_of(dlse).to(precision)[..., None]
+        ds = p * (dp - delta)
+        if s.requires_grad and s is not raw:
+            wanted = [raw, *(evaluator.tensors[name] for name in names)]
+            ds, *by_name = torch.autograd.grad(s, wanted, ds, allow_unused=True)
+            ds = torch.zeros_like(raw) if ds is None else ds
+            for name, found in zip(names, by_name, strict=True):
+                captured[name] += found
+        ds = rounded(ds if visible is None else torch.where(visible, ds, 0.0))
+        block.rows_of(dq).copy_(scale * products(ds, wide_k.mT))
+        dk += scale * _transposed_products(ds, rows)
+        dv += factor * _transposed_products(rounded(p_kept), do_rows)
+    return Gradients(dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), captured)
+
+
+def _scores(
+    variant: Variant, evaluator: Evaluator, block: Block, s: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The scores of a block, -inf where masked, and which are visible (None: all).
+
+    A score function sees visible pairs only, so that what it does elsewhere reaches no gradient.
+    """
+    import torch
+
+    symbols: Mapping[str, torch.Tensor] = block.symbols
+    visible = None
+    if variant.mask is not None:
+        visible = evaluator(variant.mask, torch.float32, symbols).expand_as(s)
+    if variant.score_node is None:
+        return (s if visible is None else torch.where(visible, s, -math.inf)), visible
+    if visible is None:
+        return evaluator(variant.score_node, s.dtype, {**symbols, "s": s}).expand_as(s), None
+    seen = {name: x.expand_as(s)[visible] for name, x in symbols.items()}
+    score = evaluator(variant.score_node, s.dtype, {**seen, "s": s[visible]})
+    nothing = torch.full_like(s, -math.inf)
+    return nothing.masked_scatter(visible, score.expand(int(visible.sum()))), visible
+
+
+def _transposed_products(scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The transpose of [batch, kv_heads, group, queries, keys] times [batch, kv_heads, group, queries, n], summed over
+    the group."""
+    return scores.flatten(2, 3).mT @ rows.flatten(2, 3)
+
+
+def _grad(x: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.zeros_like(x) if x.grad is None else x.grad
