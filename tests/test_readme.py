@@ -16,6 +16,9 @@ from flashgen.lang.language import language_table
 
 TEXT = README.read_text()
 
+#: The pinned versions where there is no GPU; beside one, what pip finds.
+PINNED = "$(nvidia-smi -L > /dev/null 2>&1 || echo -c constraints.txt)"
+
 
 def after(marker: str) -> list[str]:
     """The fenced blocks that follow a marker."""
@@ -33,7 +36,7 @@ def steps(marker: str) -> list[str]:
 def test_one_command_installs_and_runs_the_main_job():
     venv, install, job = steps("run")
     assert venv == "python3 -m venv .venv"
-    assert install == ".venv/bin/pip install -c constraints.txt ."
+    assert install == f".venv/bin/pip install {PINNED} ."
     assert job == ".venv/bin/flashgen run specs/sliding_window.py"
     assert "checked against float64" in flashgen(*job.split()[1:]).out
 
@@ -41,7 +44,7 @@ def test_one_command_installs_and_runs_the_main_job():
 def test_one_command_installs_and_runs_the_tests():
     venv, install, job = steps("test")
     assert venv == steps("run")[0]
-    assert shlex.split(install) == [".venv/bin/pip", "install", "-c", "constraints.txt", "-e", ".[test]"]
+    assert install == f".venv/bin/pip install {PINNED} -e '.[test]'"
     assert job == ".venv/bin/pytest --durations=15"
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert "test" in extras and any(name.startswith("pytest") for name in extras["test"])
@@ -53,6 +56,19 @@ def test_ci_runs_both_commands_of_the_readme():
     assert os.access(script, os.X_OK)
     out = subprocess.run([script, "--commands"], capture_output=True, text=True, check=True).stdout
     assert out.splitlines() == [block.strip() for block in after("command: run") + after("command: test")]
+
+
+def test_versions_are_pinned_without_a_gpu_alone(tmp_path):
+    def flags(*folders):
+        done = subprocess.run(
+            ["/bin/sh", "-c", f"echo {PINNED}"], env={"PATH": ":".join(map(str, folders))}, capture_output=True, text=True
+        )
+        return done.stdout.split()
+
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert flags(tmp_path) == []
+    assert flags(tmp_path / "nothing") == ["-c", "constraints.txt"]
 
 
 def test_constraints_pin_what_the_package_asks_for():
