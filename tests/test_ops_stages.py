@@ -24,8 +24,9 @@ pinned = fg.variant(lambda b, h, q, k: k <= q, name="pinned", head_dims=(64,), o
 
 
 @pytest.fixture(autouse=True)
-def a_machine_without_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(driver, "gpus", lambda: 0)
+def an_a100(monkeypatch, tmp_path):
+    monkeypatch.setattr(driver, "gpus", lambda: 1)
+    monkeypatch.setattr(driver, "gpu", lambda index: driver.Gpu(index=0, name="A100", capability=(8, 0), sms=108))
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
 
 
@@ -110,10 +111,11 @@ def test_plan_defaults():
 
 
 def test_plan_follows_the_gpu_present(monkeypatch):
-    monkeypatch.setattr(driver, "gpus", lambda: 1)
     monkeypatch.setattr(driver, "gpu", lambda index: driver.Gpu(index=0, name="A", capability=(8, 6), sms=10))
     assert fg.plan(softcapped).arch == "sm_86" and fg.plan(pinned).arch == "sm_80"
     assert stages.multiprocessors("sm_86") == 10 and stages.multiprocessors("sm_80") == ARCHS["sm_80"].sms
+    monkeypatch.setattr(driver, "gpus", lambda: 0)
+    assert fg.plan(pinned).arch == "sm_80" and fg.plan(softcapped).arch in ARCHS
 
 
 def test_plan_of_a_problem_is_the_call_s():

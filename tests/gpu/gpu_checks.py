@@ -1,19 +1,25 @@
 """The check of every GPU test: random input, poisoned outputs, judged against float64 by the tolerance rule."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 import torch
 from tolerance import POOL, Verdict, baseline, judge, judge_lse, reference
 
 import flashgen as fg
 from flashgen.analysis.tiles import Case
+from flashgen.planning.arch import ARCHS, of_device
 from flashgen.planning.problem import Problem
 from flashgen.runtime import kernel
 
 DEVICE = "cuda"
+
+#: Every pipeline that some architecture has.
+PIPELINES = sorted({pipeline for arch in ARCHS.values() for pipeline in arch.pipelines})
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -117,6 +123,14 @@ def check(
 def settle(verdict: Verdict, lse_reasons: tuple[str, ...], about: str) -> None:
     wrong = (*verdict.reasons, *lse_reasons)
     assert not wrong, f"{about}\n  " + "\n  ".join(wrong) + f"\n  {verdict}"
+
+
+def on(variant: fg.Variant, pipeline: str) -> fg.Variant:
+    """The variant on a pipeline of its own choice; skips the test where this GPU's architecture lacks it."""
+    here = of_device(*torch.cuda.get_device_capability()).pipelines if torch.cuda.is_available() else ("ampere",)
+    if pipeline not in here:
+        pytest.skip(f"this GPU has no pipeline {pipeline}")
+    return dataclasses.replace(variant, pins=dataclasses.replace(variant.pins, pipeline=pipeline))
 
 
 def compile_together(plans) -> None:

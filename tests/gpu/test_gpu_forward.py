@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from gpu_checks import DEVICE, call, check, compile_together, menus, random_inputs, settle
+from gpu_checks import DEVICE, PIPELINES, call, check, compile_together, menus, on, random_inputs, settle
 from tolerance import baseline, judge, judge_lse, reference
 
 import flashgen as fg
@@ -39,9 +39,9 @@ def decaying(b, h, q, k):
 capped = fg.variant(score=lambda s, b, h, q, k: 4 * fg.tanh(s / 4) + 0.5, name="capped")
 
 
-@pytest.fixture(scope="module")
-def specs():
-    loaded = {name: fg.load_spec(name) for name in SPECS}
+@pytest.fixture(scope="module", params=PIPELINES)
+def specs(request):
+    loaded = {name: on(fg.load_spec(name), request.param) for name in SPECS}
     compile_together(menus(loaded.values(), BOTH, [(64, 64), (128, 128)]))
     return loaded
 
@@ -63,24 +63,29 @@ HEAD_DIMS = list(range(16, 257, 8))
 V_HEAD_DIMS = {dim: (dim, 64, 256, 24)[i % 4] for i, dim in enumerate(HEAD_DIMS)}
 
 
-@pytest.fixture(scope="module")
-def head_dim_kernels():
-    compile_together(menus([causal], BOTH[1:], V_HEAD_DIMS.items()))
+@pytest.fixture(scope="module", params=PIPELINES)
+def piped_causal(request):
+    piped = on(causal, request.param)
+    compile_together(menus([piped], BOTH[1:], V_HEAD_DIMS.items()))
+    return piped
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_head_dims(head_dim_kernels, head_dim):
-    check(causal, q_len=300, head_dim=head_dim, v_head_dim=V_HEAD_DIMS[head_dim], seed=head_dim)
+def test_head_dims(piped_causal, head_dim):
+    check(piped_causal, q_len=300, head_dim=head_dim, v_head_dim=V_HEAD_DIMS[head_dim], seed=head_dim)
 
 
+@pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("head_dim, v_head_dim", [(256, 256), (192, 128), (40, 104), (16, 16)])
-def test_head_dims_with_a_score(dtype, head_dim, v_head_dim):
-    check(decaying, q_len=211, kv_len=190, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
+def test_head_dims_with_a_score(pipeline, dtype, head_dim, v_head_dim):
+    check(on(decaying, pipeline), q_len=211, kv_len=190, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
 
 
+@pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("variant", [full, bottom_right, decaying], ids=lambda v: v.name)
-def test_lengths(variant):
+def test_lengths(variant, pipeline):
+    variant = on(variant, pipeline)
     plans = list(menus([variant], ["bfloat16"], [(64, 64)]))
     compile_together(plans)
     sides = {side for plan in plans for side in (plan.tile.q, plan.tile.kv)}
@@ -111,16 +116,18 @@ def test_rows_that_see_nothing_are_written():
     check(nothing, q_len=500, kv_len=300)
 
 
+@pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 4), (8, 1), (6, 2), (5, 5), (7, 1)])
-def test_groups(heads, kv_heads):
-    check(causal, q_len=257, heads=heads, kv_heads=kv_heads)
+def test_groups(heads, kv_heads, pipeline):
+    check(on(causal, pipeline), q_len=257, heads=heads, kv_heads=kv_heads)
 
 
+@pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("variant", [full, capped], ids=lambda v: v.name)
 @pytest.mark.parametrize("scale", [0.0, -0.125, 1.0, -2.0, 1e-4, 7])
-def test_scales(variant, scale, dtype):
-    check(variant, q_len=130, kv_len=140, scale=scale, dtype=dtype)
+def test_scales(variant, scale, dtype, pipeline):
+    check(on(variant, pipeline), q_len=130, kv_len=140, scale=scale, dtype=dtype)
 
 
 def test_large_scores_do_not_overflow():
@@ -163,10 +170,11 @@ def packed(t):
     return room[:, :, 1].transpose(1, 2)
 
 
+@pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("view", [rows_first, padded, packed])
 @pytest.mark.parametrize("variant, head_dim", [(causal, 64), (decaying, 64), (full, 72), (causal, 128), (full, 256)])
-def test_views_are_read_as_they_are(view, variant, head_dim):
-    check(variant, q_len=203, kv_len=190, kv_heads=2, head_dim=head_dim, view=view)
+def test_views_are_read_as_they_are(view, variant, head_dim, pipeline):
+    check(on(variant, pipeline), q_len=203, kv_len=190, kv_heads=2, head_dim=head_dim, view=view)
 
 
 def test_output_layout_follows_q():
@@ -181,11 +189,10 @@ def test_output_layout_follows_q():
 def test_expanded_tensors():
     """Stride 0 over batch and heads: one key sequence for all."""
     problem = Problem(batch=1, heads=1, kv_heads=1, q_len=150, kv_len=150, head_dim=64, v_head_dim=64)
-    q, k, v = random_inputs(problem, 0)
-    many = [t.expand(3, 4, -1, -1) for t in (q, k, v)]
+    many = [t.expand(3, 4, -1, -1) for t in random_inputs(problem, 0)]
     o, lse = call(*many, causal)
-    one, one_lse = call(q, k, v, causal)
-    assert torch.equal(o, one.expand_as(o)) and torch.equal(lse, one_lse.expand_as(lse))
+    assert torch.equal(o, o[:1, :1].expand_as(o)) and torch.equal(lse, lse[:1, :1].expand_as(lse))
+    part(causal, many, o, lse, (slice(0, 1), slice(0, 1)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
