@@ -50,9 +50,10 @@ def _land(cluster: Cluster, n: int) -> None:
 def _stuck(cluster: Cluster) -> None:
     """Nothing can go on: report the lanes that wait for others of their warp, or else the deadlock."""
     for block in cluster.blocks:
+        waiting = {row for bundle in block.bundles if bundle.wait for row in range(bundle.a, bundle.b)}
         for bundle in block.bundles:
-            if bundle.wait is None:
-                _execute(block, bundle)  # raises Diverged: the warp is not together
+            if bundle.wait is None and not waiting & set(range(bundle.a, bundle.b)):
+                _execute(block, bundle)  # raises Diverged: the rest of the warp will never come
     raise Deadlock(_who_waits(cluster))
 
 
@@ -243,6 +244,6 @@ def _who_waits(cluster: Cluster) -> str:
             code = block.launch.program.blocks
             before = [c for c in code if type(c.end) is Suspend and c.end.next == bundle.pc]
             line = f", PTX line {before[0].instructions[-1].line}" if before else ""
-            what = bundle.wait.describe() if bundle.wait else "nothing"
+            what = bundle.wait.describe() if bundle.wait else "the other lanes of their warp"
             lines.append(f"  {place(block)} warps {bundle.a}..{bundle.b - 1}{lanes} wait for {what}{line}")
     return "\n".join(lines)
