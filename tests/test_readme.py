@@ -60,9 +60,8 @@ def test_ci_runs_both_commands_of_the_readme():
 
 def test_versions_are_pinned_without_a_gpu_alone(tmp_path):
     def flags(*folders):
-        done = subprocess.run(
-            ["/bin/sh", "-c", f"echo {PINNED}"], env={"PATH": ":".join(map(str, folders))}, capture_output=True, text=True
-        )
+        path = {"PATH": ":".join(map(str, folders))}
+        done = subprocess.run(["/bin/sh", "-c", f"echo {PINNED}"], env=path, capture_output=True, text=True)
         return done.stdout.split()
 
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0\n")
