@@ -240,6 +240,31 @@ def schedule(facts: Facts, case: Case, tile: Tiling, q_tile: int, b: int = 0, h:
     return list(zip(kv_tiles[kept].tolist(), classes[kept].tolist(), strict=True))
 
 
+def schedule_queries(
+    facts: Facts, case: Case, tile: Tiling, kv_tile: int, b: int = 0, h: int = 0
+) -> list[tuple[int, int]]:
+    """The Q tiles of a head that visit a KV tile, in the order in which a backward visits them (ascending), each with
+    PARTIAL or FULL: the same tiles as those of every `schedule`.
+
+    Their runs are those of `zones.query_span`.
+    """
+    if case.sizes["q_len"] == 0:
+        return []
+    keys = _ends(kv_tile, tile.kv, case.sizes["kv_len"])
+    touched = []
+    for term in _known(facts.visible, case, b, h):
+        first, last = zones.query_span(term.bounds.within(0, case.sizes["q_len"] - 1, *keys))
+        if term.holds and first <= last:
+            touched.append(np.arange(first // tile.q, last // tile.q + 1))
+    if not touched:
+        return []
+    q_tiles = np.unique(np.concatenate(touched))
+    q0, q1 = _ends(q_tiles, tile.q, case.sizes["q_len"])
+    classes = np.broadcast_to(classify(facts, case, b=b, h=h, q0=q0, q1=q1, k0=keys[0], k1=keys[1]), q_tiles.shape)
+    kept = classes != EMPTY
+    return list(zip(q_tiles[kept].tolist(), classes[kept].tolist(), strict=True))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Counts
 
@@ -264,6 +289,18 @@ class _Places:
         return cls(b=b.ravel(), h=h.ravel(), weight=weight)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyCounts:
+    """The in-bounds parts of visited tiles as a backward moves them, whose outer loop runs over keys.
+
+    `rows`: queries, over visited tiles, summed over batch and query heads; `keys`: keys of the KV tiles that any query
+    of the heads that share them visits, summed over batch and key/value heads.
+    """
+
+    rows: int = 0
+    keys: int = 0
+
+
 def _tiles(length: int, size: int) -> int:
     return -(-length // size)
 
@@ -285,6 +322,56 @@ def count(facts: Facts, case: Case, tile: Tiling) -> TileCounts:
     else:
         found = _count_unions(facts, case, tile, places)
     return _scaled(found, _tiles(q_len, tile.q) * _tiles(kv_len, tile.kv) * len(places.b), places.weight)
+
+
+def count_keys(facts: Facts, case: Case, tile: Tiling, visited: int) -> KeyCounts:
+    """Counts of a problem of which `count` found that many visited tiles.
+
+    In the time of `count` or less: masks of zones alone are counted by intervals, others tile by tile.
+    """
+    places = _Places.of(facts, case)
+    q_len, kv_len = case.sizes["q_len"], case.sizes["kv_len"]
+    if not places.weight or not len(places.b) or not q_len or not kv_len:
+        return KeyCounts()
+    in_last, keys = (_keys_of_zones if facts.exact else _keys_of_classes)(facts, case, tile, places)
+    q_tiles = _tiles(q_len, tile.q)
+    rows = tile.q * visited - (q_tiles * tile.q - q_len) * in_last * places.weight
+    group = case.sizes["heads"] // case.sizes["kv_heads"]
+    return KeyCounts(rows=rows, keys=keys * (places.weight if facts.uses_head else places.weight // group))
+
+
+def _keys_of_zones(facts: Facts, case: Case, tile: Tiling, places: _Places) -> tuple[int, int]:
+    """KV tiles that the last Q tile visits, over the places; and keys of the KV tiles visited at all."""
+    q_len, kv_len = case.sizes["q_len"], case.sizes["kv_len"]
+    group = case.sizes["heads"] // case.sizes["kv_heads"] if facts.uses_head else 1
+    first, last = runs(facts, case, tile, _tiles(q_len, tile.q) - 1, places.b, places.h)
+    in_last = int(np.broadcast_to(_union(first, last), places.b.shape).sum())
+    starts, ends = [], []
+    for term in _known(facts.visible, case, places.b, places.h):
+        lo, hi = zones.key_span(term.bounds.within(0, q_len - 1, 0, kv_len - 1))
+        start = np.floor_divide(lo, tile.kv) * tile.kv
+        end = np.minimum((np.floor_divide(hi, tile.kv) + 1) * tile.kv, kv_len) - 1
+        end = np.where((lo <= hi) & term.holds, end, start - 1)
+        for found, x in ((starts, start), (ends, end)):  # of each of the heads that share keys
+            found += list(np.broadcast_to(x, places.b.shape).reshape(-1, group).T)
+    return in_last, int(_union(np.stack(starts), np.stack(ends)).sum()) if starts else 0
+
+
+def _keys_of_classes(facts: Facts, case: Case, tile: Tiling, places: _Places) -> tuple[int, int]:
+    """As `_keys_of_zones`, for any mask."""
+    q_len, kv_len = case.sizes["q_len"], case.sizes["kv_len"]
+    q_tiles, kv_tiles = _tiles(q_len, tile.q), _tiles(kv_len, tile.kv)
+    shared_by = case.sizes["heads"] // case.sizes["kv_heads"] if facts.uses_head else 1
+    heads = case.sizes["heads"] if facts.uses_head else 1
+    seen = np.zeros((int(places.b.max()) + 1, heads // shared_by, kv_tiles), np.bool_)
+    in_last = 0
+    for block in _blocks(facts, case, tile, places):
+        visited = block.classes != EMPTY
+        in_last += int(visited[:, block.q_tiles == q_tiles - 1].sum())
+        at = block.b.ravel()[:, None], block.h.ravel()[:, None] // shared_by, block.kv_tiles
+        np.logical_or.at(seen, at, visited.any(axis=1))
+    keys = np.minimum(tile.kv, kv_len - np.arange(kv_tiles) * tile.kv)
+    return in_last, int((seen * keys).sum())
 
 
 @dataclass(slots=True, kw_only=True)
