@@ -33,7 +33,8 @@ extern "C" __global__ void probe(const __grid_constant__ Params p, int* visited,
   const int q_first = q_tile * TILE_Q;
   const Rows rows = {head / p.heads, head % p.heads, q_first, min(q_first + TILE_Q, p.q_len) - 1};
   const int kv_tiles = (p.kv_len + TILE_KV - 1) / TILE_KV;
-  for (Step step = next_step(kv_tiles{{ ", rows, p" if seam.keep }}); step.tile >= 0; step = next_step(step.tile{{ ", rows, p" if seam.keep }}))
+  Step step = {kv_tiles};
+  while ((step = next_step(step.tile{{ ", rows, p" if seam.keep }})).tile >= 0)
     if (lane == 0) visited[blockIdx.x * kv_tiles + step.tile] = {{ "step.partial ? 1 : 2" if seam.keep else "2" }};
   for (int q = rows.q_first; q <= rows.q_last; q++)
     for (int k = lane; k < p.kv_len; k += 32) {

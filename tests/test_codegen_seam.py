@@ -1,4 +1,4 @@
-"""The emitted seam decides as Python does: executed on the PTX interpreter for random masks and for each shipped spec."""
+"""The emitted seam decides as Python does: run on the PTX interpreter for random masks and each shipped spec."""
 
 import numpy as np
 import pytest

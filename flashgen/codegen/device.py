@@ -22,7 +22,8 @@ FILES = (
 
 _DECLARED = re.compile(
     r"^(?:template <[^>]*>\s*)?"
-    r"(?:DEVICE [\w <>]+?[ &*]+(\w+)\(|(?:struct|enum)(?: alignas\(\w+\))? (\w+)|constexpr \w+ (\w+) =|#define (\w+)|typedef .*?(\w+);$)",
+    r"(?:DEVICE [\w <>]+?[ &*]+(\w+)\(|(?:struct|enum)(?: alignas\(\w+\))? (\w+)"
+    r"|constexpr \w+ (\w+) =|#define (\w+)|typedef .*?(\w+);$)",
     re.MULTILINE,
 )
 _APART = re.compile(r"\n\n(?=\S)")
@@ -33,7 +34,7 @@ _IDENTIFIER = re.compile(r"\b[A-Za-z_]\w*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
-    """One definition of the library: its text, the names it declares, every identifier in it, and its file's heading."""
+    """One definition of the library: its text, the names it declares, its identifiers, and its file's heading."""
 
     text: str
     names: frozenset[str]
@@ -47,7 +48,7 @@ def identifiers(text: str) -> frozenset[str]:
 
 
 def used_by(text: str) -> str:
-    """The definitions that `text` uses, directly or through others, in the library's order, each file under its heading."""
+    """The definitions that `text` uses, directly or not, in the library's order, each file's under its heading."""
     library = definitions()
     wanted = identifiers(text)
     chosen: set[int] = set()

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,12 +18,15 @@ from flashgen.lang.ops import OPS
 #: How tightly C++ binds: an operand that binds less tightly than its place goes into parentheses.
 CALL, UNARY, _TERNARY, _ANYTHING = 16, 15, 3, 0
 _BINARY = {
-    "*": 13, "/": 13, "%": 13, "+": 12, "-": 12, "<<": 11, ">>": 11, "<": 10, "<=": 10, ">": 10, ">=": 10, "==": 9, "!=": 9,
-    "&": 8, "^": 7, "|": 6, "&&": 5, "||": 4,
+    "*": 13, "/": 13, "//": 13, "%": 13, "+": 12, "-": 12, "<<": 11, ">>": 11,
+    "<": 10, "<=": 10, ">": 10, ">=": 10, "==": 9, "!=": 9, "&": 8, "^": 7, "|": 6, "&&": 5, "||": 4,
 }  # fmt: skip
 
 #: Operators that few people can rank: what binds differently stands in parentheses beside them.
 _UNFAMILIAR = {8, 7, 6, 11}
+
+#: Within 2 units in the last place, and the reciprocal of what is uniform leaves the loop.
+_QUICK = {"div": "{0} * rcp({1})"}
 
 _EXACT = {"add": "__fadd_rn", "sub": "__fsub_rn", "mul": "__fmul_rn", "div": "__fdiv_rn"}
 
@@ -44,8 +48,9 @@ class Text:
 
     def inside(self, place: int, operator: int = _ANYTHING) -> str:
         """The text where at least `place` must bind, beside an operator that binds as tightly as `operator`."""
-        apart = operator in _UNFAMILIAR and self.binds < UNARY or (operator, self.binds) == (_BINARY["||"], _BINARY["&&"])
-        return f"({self.text})" if self.binds < place or apart else self.text
+        unranked = operator in _UNFAMILIAR and self.binds < UNARY
+        and_in_or = (operator, self.binds) == (_BINARY["||"], _BINARY["&&"])
+        return f"({self.text})" if self.binds < place or unranked or and_in_or else self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +114,7 @@ class Printer:
             return self.read(n, operands)
         if self.exact and n.dtype.is_float and n.op in _EXACT:
             return Text(f"{_EXACT[n.op]}({operands[0]}, {operands[1]})")
-        text = OPS[n.op].cuda(n.dtype)
-        if n.op in _PLAIN and self._counts(n):
-            text = _PLAIN[n.op]
+        text = self.spelling(n)
         form = _form(text)
         if n.op != "cast":
             operands = self._widened(n, operands, call="(" in text)
@@ -119,6 +122,12 @@ class Printer:
         text = Text(form.text.format(*(o.inside(place, operator) for o, (place, operator) in places)), form.binds)
         narrows = n.dtype is DType.INT32 and not self.is_wide(n) and n.op != "cast"
         return Text(f"int({text})") if narrows and any(map(self.is_wide, n.operands)) else text
+
+    def spelling(self, n: Node) -> str:
+        """The op's text, with places for its operands."""
+        if n.op in _PLAIN and self._counts(n):
+            return _PLAIN[n.op]
+        return _QUICK.get(n.op) or OPS[n.op].cuda(n.dtype)
 
     def _counts(self, n: Node) -> bool:
         """Whether no operand of an integer division can be negative, so that C++ rounds it down too."""
@@ -163,7 +172,7 @@ class RangePrinter(Printer):
     """
 
     #: Ops whose 64-bit results may overflow, which their functions check.
-    CHECKED = frozenset(("add", "sub", "neg", "mul", "abs", "shift_left"))
+    CHECKED: ClassVar = frozenset(("add", "sub", "neg", "mul", "abs", "shift_left"))
 
     @staticmethod
     def types(dtype: DType, *, wide: bool = False) -> tuple[str, str]:
@@ -223,9 +232,13 @@ class RangePrinter(Printer):
 
 
 class Formula(Printer):
-    """Prints expressions as a person writes them, for comments: no `p.`, captured elements in brackets."""
+    """Prints expressions as a person writes them, for comments."""
+
+    _SPELLED: ClassVar = {"floor_div": "{0} // {1}", "mod": "{0} % {1}", "div": "{0} / {1}"}
 
     def leaf(self, n: Node) -> Text:
+        if n.op == "const":
+            return Text(f"{n.attr:g}" if n.dtype.is_float else str(n.attr), UNARY if n.attr < 0 else CALL)
         if n.op == "param":
             return Text(n.attr.name)
         if n.op == "problem":
@@ -237,6 +250,14 @@ class Formula(Printer):
 
     def read(self, n: Node, indices: list[Text]) -> Text:
         return Text(f"{n.attr.name}[{', '.join(map(str, indices))}]")
+
+    def spelling(self, n: Node) -> str:
+        op = OPS[n.op]
+        if n.op in self._SPELLED:
+            return self._SPELLED[n.op]
+        if op.group == "function" and n.op != "cast":
+            return f"{n.op}({{0}})"
+        return op.cuda(n.dtype)
 
 
 def constant(value: bool | int | float, dtype: DType) -> Text:
@@ -288,7 +309,7 @@ def positions_of(root: Node) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """An op's CUDA text, how tightly it binds, and for each operand how tightly it must bind and beside which operator."""
+    """An op's CUDA text, how tightly it binds, and of each operand: how tightly it must, and beside which operator."""
 
     text: str
     binds: int
@@ -325,7 +346,7 @@ class Names:
     """Names for locals that hide nothing the text uses."""
 
     def __init__(self) -> None:
-        self._taken = {"b", "h", "q", "k", "s", "p", "rows", "tile", "kv_tile", "k_first", "k_last", "visible", "hidden"}
+        self._taken = {*"bhqksp", "rows", "tile", "kv_tile", "k_first", "k_last", "visible", "hidden", "found"}
 
     def new(self, n: Node) -> str:
         """A name that says what the node is, where that is short."""

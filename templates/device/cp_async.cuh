@@ -1,7 +1,8 @@
 // ---------------------------------------------------------------- cp.async: global to shared memory
 // Sixteen bytes; with `valid` false zeros are written and nothing is read.
 DEVICE void cp_async_16(u32 shared, const void* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
 DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }

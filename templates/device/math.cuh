@@ -42,9 +42,17 @@ template <typename T> DEVICE T clamp_index(T i, int size) { return min(max(i, T(
 template <typename T> DEVICE int bounded(T x) { return int(min(max(x, T(-(1 << 28))), T(1 << 28))); }
 
 // Two floats rounded to nearest, the first in the low half.
-DEVICE u32 cvt_bf16x2(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+DEVICE u32 cvt_bf16x2(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
 
-DEVICE u32 cvt_f16x2(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+DEVICE u32 cvt_f16x2(float low, float high) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
 
 // A stored element as a float.
 DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }

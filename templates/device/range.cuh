@@ -13,7 +13,8 @@ DEVICE Truth range_logical_or(Truth a, Truth b) { return {a.may_true || b.may_tr
 DEVICE Truth range_logical_not(Truth a) { return {a.may_false, a.may_true}; }
 
 DEVICE Truth range_logical_xor(Truth a, Truth b) {
-  return {(a.may_true && b.may_false) || (a.may_false && b.may_true), (a.may_true && b.may_true) || (a.may_false && b.may_false)};
+  return {(a.may_true && b.may_false) || (a.may_false && b.may_true),
+          (a.may_true && b.may_true) || (a.may_false && b.may_false)};
 }
 
 DEVICE Truth range_ne_bool(Truth a, Truth b) { return range_logical_xor(a, b); }
@@ -46,12 +47,18 @@ template <typename T> DEVICE Truth range_eq(Range<T> a, Range<T> b) {
 
 template <typename T> DEVICE Truth range_ne(Range<T> a, Range<T> b) { return range_logical_not(range_eq(a, b)); }
 
-template <typename T> DEVICE Range<T> range_minimum(Range<T> a, Range<T> b) { return {min(a.lo, b.lo), min(a.hi, b.hi)}; }
+template <typename T> DEVICE Range<T> range_minimum(Range<T> a, Range<T> b) {
+  return {min(a.lo, b.lo), min(a.hi, b.hi)};
+}
 
-template <typename T> DEVICE Range<T> range_maximum(Range<T> a, Range<T> b) { return {max(a.lo, b.lo), max(a.hi, b.hi)}; }
+template <typename T> DEVICE Range<T> range_maximum(Range<T> a, Range<T> b) {
+  return {max(a.lo, b.lo), max(a.hi, b.hi)};
+}
 
 // The smallest range that holds four values.
-template <typename T> DEVICE Range<T> hull(T w, T x, T y, T z) { return {min(min(w, x), min(y, z)), max(max(w, x), max(y, z))}; }
+template <typename T> DEVICE Range<T> hull(T w, T x, T y, T z) {
+  return {min(min(w, x), min(y, z)), max(max(w, x), max(y, z))};
+}
 
 template <typename T> DEVICE Range<T> range_where(Truth condition, Range<T> a, Range<T> b) {
   if (!condition.may_false) return a;
@@ -65,7 +72,9 @@ template <typename T> DEVICE Range<T> range_neg(Range<T> a) { return {-a.hi, -a.
 
 template <typename T> DEVICE Range<T> range_sub(Range<T> a, Range<T> b) { return {a.lo - b.hi, a.hi - b.lo}; }
 
-template <typename T> DEVICE Range<T> range_mul(Range<T> a, Range<T> b) { return hull(a.lo * b.lo, a.lo * b.hi, a.hi * b.lo, a.hi * b.hi); }
+template <typename T> DEVICE Range<T> range_mul(Range<T> a, Range<T> b) {
+  return hull(a.lo * b.lo, a.lo * b.hi, a.hi * b.lo, a.hi * b.hi);
+}
 
 template <typename T> DEVICE Range<T> range_abs(Range<T> a) {
   return {a.lo > 0 ? a.lo : a.hi < 0 ? -a.hi : T(0), max(-a.lo, a.hi)};
@@ -85,7 +94,8 @@ template <typename T> DEVICE Range<T> range_floor_div(Range<T> a, Range<T> b) {
 }
 
 template <typename T> DEVICE Range<T> range_mod_positive(Range<T> a, Range<T> b) {
-  if (b.lo == b.hi && floor_div(a.lo, b.lo) == floor_div(a.hi, b.lo)) return {floor_mod(a.lo, b.lo), floor_mod(a.hi, b.lo)};
+  const bool same_quotient = b.lo == b.hi && floor_div(a.lo, b.lo) == floor_div(a.hi, b.lo);
+  if (same_quotient) return {floor_mod(a.lo, b.lo), floor_mod(a.hi, b.lo)};
   if (a.lo >= 0 && a.hi < b.lo) return a;
   return {T(0), a.lo >= 0 ? min(a.hi, b.hi - 1) : b.hi - 1};
 }
@@ -98,7 +108,9 @@ template <typename T> DEVICE Range<T> range_mod(Range<T> a, Range<T> b) {
 // The low bits in which values of the range differ.
 DEVICE int differing_bits(Range<int> a) { return a.lo == a.hi ? 0 : int(0xffffffffu >> __clz(a.lo ^ a.hi)); }
 
-DEVICE i64 differing_bits(Range<i64> a) { return a.lo == a.hi ? 0 : i64(0xffffffffffffffffull >> __clzll(a.lo ^ a.hi)); }
+DEVICE i64 differing_bits(Range<i64> a) {
+  return a.lo == a.hi ? 0 : i64(0xffffffffffffffffull >> __clzll(a.lo ^ a.hi));
+}
 
 // Values with all bits of `ones` and none outside `allowed`; a sign that varies reaches both ways.
 template <typename T> DEVICE Range<T> range_of_bits(T ones, T allowed) {
@@ -127,7 +139,9 @@ template <typename T> DEVICE Range<T> range_bit_xor(Range<T> a, Range<T> b) {
 }
 
 // An index clamped into a dimension.
-template <typename T> DEVICE Range<T> range_clamp_index(Range<T> i, int size) { return {clamp_index(i.lo, size), clamp_index(i.hi, size)}; }
+template <typename T> DEVICE Range<T> range_clamp_index(Range<T> i, int size) {
+  return {clamp_index(i.lo, size), clamp_index(i.hi, size)};
+}
 
 // 64-bit results that may leave 64 bits are unknown; single values wrap as the hardware's do.
 DEVICE Range<i64> checked(Range<i64> a, double lo, double hi, bool single) {
@@ -138,17 +152,21 @@ DEVICE Range<i64> checked(Range<i64> a, double lo, double hi, bool single) {
 DEVICE bool is_single(Range<i64> a) { return a.lo == a.hi; }
 
 DEVICE Range<i64> range_add_i64(Range<i64> a, Range<i64> b) {
-  return checked(range_add(a, b), double(a.lo) + double(b.lo), double(a.hi) + double(b.hi), is_single(a) && is_single(b));
+  const bool single = is_single(a) && is_single(b);
+  return checked(range_add(a, b), double(a.lo) + double(b.lo), double(a.hi) + double(b.hi), single);
 }
 
-DEVICE Range<i64> range_neg_i64(Range<i64> a) { return checked(range_neg(a), -double(a.hi), -double(a.lo), is_single(a)); }
+DEVICE Range<i64> range_neg_i64(Range<i64> a) {
+  return checked(range_neg(a), -double(a.hi), -double(a.lo), is_single(a));
+}
 
 DEVICE Range<i64> range_sub_i64(Range<i64> a, Range<i64> b) {
-  return checked(range_sub(a, b), double(a.lo) - double(b.hi), double(a.hi) - double(b.lo), is_single(a) && is_single(b));
+  const bool single = is_single(a) && is_single(b);
+  return checked(range_sub(a, b), double(a.lo) - double(b.hi), double(a.hi) - double(b.lo), single);
 }
 
 DEVICE Range<i64> range_mul_i64(Range<i64> a, Range<i64> b) {
-  const Range<double> estimate = range_mul(Range<double>{double(a.lo), double(a.hi)}, Range<double>{double(b.lo), double(b.hi)});
+  const Range<double> x = {double(a.lo), double(a.hi)}, y = {double(b.lo), double(b.hi)}, estimate = range_mul(x, y);
   return checked(range_mul(a, b), estimate.lo, estimate.hi, is_single(a) && is_single(b));
 }
 
@@ -158,8 +176,8 @@ DEVICE Range<i64> range_abs_i64(Range<i64> a) {
 }
 
 DEVICE Range<i64> range_shift_left_i64(Range<i64> a, Range<i64> n) {
-  const Range<double> factor = {double(1ull << n.lo), double(1ull << n.hi)};
-  const Range<double> estimate = range_mul(Range<double>{double(a.lo), double(a.hi)}, factor);
+  const Range<double> x = {double(a.lo), double(a.hi)}, factor = {double(1ull << n.lo), double(1ull << n.hi)};
+  const Range<double> estimate = range_mul(x, factor);
   return checked(range_shift_left(a, n), estimate.lo, estimate.hi, is_single(a) && is_single(n));
 }
 
@@ -182,15 +200,17 @@ DEVICE bool unbounded(FloatRange a) { return a.lo == -PLUS_INFINITY || a.hi == P
 
 // Bounds moved outward to float32 values, those too small to be normal to 0; a bound that is NaN is none.
 DEVICE FloatRange outward(double lo, double hi, bool nan) {
-  double low = isnan(lo) ? -PLUS_INFINITY : __double2float_rd(lo), high = isnan(hi) ? PLUS_INFINITY : __double2float_ru(hi);
+  double low = isnan(lo) ? -PLUS_INFINITY : __double2float_rd(lo);
+  double high = isnan(hi) ? PLUS_INFINITY : __double2float_ru(hi);
   if (low > 0 && low < SMALLEST) low = 0;
   if (high < 0 && high > -SMALLEST) high = 0;
   return {low, high, nan};
 }
 
-// The range of an approximate function, from its values at the ends: widened by more than twice its error, and kept inside
-// [low, high].
-DEVICE FloatRange approximate(double lo, double hi, bool nan, double relative, double absolute, double low, double high) {
+// The range of an approximate function, from its values at the ends: widened by more than twice its error, and kept
+// inside [low, high].
+DEVICE FloatRange approximate(double lo, double hi, bool nan, double relative, double absolute, double low,
+                              double high) {
   if (fabs(lo) < PLUS_INFINITY) lo -= __dmul_rn(relative, fabs(lo)) + absolute;
   if (fabs(hi) < PLUS_INFINITY) hi += __dmul_rn(relative, fabs(hi)) + absolute;
   return outward(fmin(fmax(lo, low), high), fmin(fmax(hi, low), high), nan);
@@ -237,19 +257,23 @@ DEVICE FloatRange range_maximum_f32(FloatRange a, FloatRange b) {
   return or_the_other({fmax(a.lo, b.lo), fmax(a.hi, b.hi), false}, a, b);
 }
 
-DEVICE FloatRange range_abs_f32(FloatRange a) { return {a.lo > 0 ? a.lo : a.hi < 0 ? -a.hi : 0., fmax(-a.lo, a.hi), a.nan}; }
+DEVICE FloatRange range_abs_f32(FloatRange a) {
+  return {a.lo > 0 ? a.lo : a.hi < 0 ? -a.hi : 0., fmax(-a.lo, a.hi), a.nan};
+}
 
 DEVICE FloatRange range_neg_f32(FloatRange a) { return {-a.hi, -a.lo, a.nan}; }
 
 DEVICE FloatRange range_add_f32(FloatRange a, FloatRange b) {
-  const bool opposite = (a.lo == -PLUS_INFINITY && b.hi == PLUS_INFINITY) || (a.hi == PLUS_INFINITY && b.lo == -PLUS_INFINITY);
+  const bool opposite = (a.lo == -PLUS_INFINITY && b.hi == PLUS_INFINITY) ||
+                        (a.hi == PLUS_INFINITY && b.lo == -PLUS_INFINITY);
   return outward(a.lo + b.lo, a.hi + b.hi, a.nan || b.nan || opposite);
 }
 
 DEVICE FloatRange range_sub_f32(FloatRange a, FloatRange b) { return range_add_f32(a, range_neg_f32(b)); }
 
 DEVICE FloatRange range_mul_f32(FloatRange a, FloatRange b) {
-  const Range<double> found = hull(or_zero(a.lo * b.lo), or_zero(a.lo * b.hi), or_zero(a.hi * b.lo), or_zero(a.hi * b.hi));
+  const Range<double> found =
+      hull(or_zero(a.lo * b.lo), or_zero(a.lo * b.hi), or_zero(a.hi * b.lo), or_zero(a.hi * b.hi));
   const bool zero_times_infinity = (holds(a, 0.) && unbounded(b)) || (holds(b, 0.) && unbounded(a));
   return outward(found.lo, found.hi, a.nan || b.nan || zero_times_infinity);
 }
@@ -257,7 +281,8 @@ DEVICE FloatRange range_mul_f32(FloatRange a, FloatRange b) {
 DEVICE FloatRange range_div_f32(FloatRange a, FloatRange b) {
   const bool nan = a.nan || b.nan || (holds(b, 0.) && holds(a, 0.)) || (unbounded(a) && unbounded(b));
   if (holds(b, 0.)) return {-PLUS_INFINITY, PLUS_INFINITY, nan};
-  const Range<double> found = hull(or_zero(a.lo / b.lo), or_zero(a.lo / b.hi), or_zero(a.hi / b.lo), or_zero(a.hi / b.hi));
+  const Range<double> found =
+      hull(or_zero(a.lo / b.lo), or_zero(a.lo / b.hi), or_zero(a.hi / b.lo), or_zero(a.hi / b.hi));
   return outward(found.lo, found.hi, nan);
 }
 
@@ -270,12 +295,14 @@ DEVICE FloatRange range_exp2_f32(FloatRange a) {
 DEVICE FloatRange range_exp_f32(FloatRange a) { return range_exp2_f32({a.lo * LOG2E, a.hi * LOG2E, a.nan}); }
 
 DEVICE FloatRange range_log2_f32(FloatRange a) {
-  const double lo = a.lo < SMALLEST ? -PLUS_INFINITY : lg2(a.lo), hi = a.hi < SMALLEST ? -PLUS_INFINITY : lg2(a.hi);
+  const double lo = a.lo < SMALLEST ? -PLUS_INFINITY : lg2(a.lo);
+  const double hi = a.hi < SMALLEST ? -PLUS_INFINITY : lg2(a.hi);
   return approximate(lo, hi, a.nan || a.lo < 0, 0x1p-20, 0x1p-18, -PLUS_INFINITY, PLUS_INFINITY);
 }
 
 DEVICE FloatRange range_log_f32(FloatRange a) {
-  const double lo = a.lo < SMALLEST ? -PLUS_INFINITY : lg2(a.lo) * LN2, hi = a.hi < SMALLEST ? -PLUS_INFINITY : lg2(a.hi) * LN2;
+  const double lo = a.lo < SMALLEST ? -PLUS_INFINITY : lg2(a.lo) * LN2;
+  const double hi = a.hi < SMALLEST ? -PLUS_INFINITY : lg2(a.hi) * LN2;
   return approximate(lo, hi, a.nan || a.lo < 0, 0x1p-20, 0x1p-18, -PLUS_INFINITY, PLUS_INFINITY);
 }
 
@@ -295,7 +322,8 @@ DEVICE FloatRange range_sqrt_f32(FloatRange a) {
 // The inverse root of -0 is -inf.
 DEVICE FloatRange range_rsqrt_f32(FloatRange a) {
   const double lo = a.lo <= 0 && a.hi > -SMALLEST ? -PLUS_INFINITY : a.hi < SMALLEST ? PLUS_INFINITY : rsqrt_f32(a.hi);
-  return approximate(lo, a.lo < SMALLEST ? PLUS_INFINITY : rsqrt_f32(a.lo), a.nan || a.lo < 0, 0x1p-20, 0., -PLUS_INFINITY, PLUS_INFINITY);
+  const double hi = a.lo < SMALLEST ? PLUS_INFINITY : rsqrt_f32(a.lo);
+  return approximate(lo, hi, a.nan || a.lo < 0, 0x1p-20, 0., -PLUS_INFINITY, PLUS_INFINITY);
 }
 
 DEVICE FloatRange range_cast_f32(Range<i64> a) { return outward(double(a.lo), double(a.hi), false); }

@@ -18,12 +18,12 @@ DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The offset follows the maximum only when left behind by this power of two: O is rescaled seldom, and P <= 2^8 loses nothing.
+// The offset follows the maximum only when left behind by this power of two: O is rescaled seldom, P <= 2^8 is exact.
 constexpr float OFFSET_SLACK = 8.f;
 
-// Two rows of a 16-row block of S in one thread: accumulator elements 0 and 1 belong to row 0, elements 2 and 3 to row 1.
+// Two rows of a 16-row block of S in one thread: accumulator elements 0 and 1 are of row 0, elements 2 and 3 of row 1.
 struct OnlineSoftmax {
-  float offset[2] = {MINUS_INFINITY, MINUS_INFINITY};  // close to the row's maximum so far, scaled; -inf: nothing visible yet
+  float offset[2] = {MINUS_INFINITY, MINUS_INFINITY};  // close to the row's maximum so far, scaled; -inf: nothing seen
   float sum[2] = {0.f, 0.f};                           // over this thread's columns
 
   // S becomes P = 2^(scale * S - offset); the sums and O follow the offsets.

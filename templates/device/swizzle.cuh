@@ -1,13 +1,15 @@
 // ---------------------------------------------------------------- tiles in shared memory
-// Rows of 16-byte chunks; chunk c of row r lies at c ^ r / (8 / GROUP) % GROUP, GROUP = gcd(CHUNKS, 8), so that the same chunk of
-// eight rows falls into eight different groups of four banks, whatever the width.
+// Rows of 16-byte chunks; chunk c of row r lies at c ^ r / (8 / GROUP) % GROUP, GROUP = gcd(CHUNKS, 8), so that the
+// same chunk of eight rows falls into eight different groups of four banks, whatever the width.
 template <int ROWS, int COLUMNS> struct alignas(128) SwizzledTile {
   static constexpr int CHUNKS = COLUMNS / 8, GROUP = (CHUNKS | 8) & -(CHUNKS | 8);
   static constexpr int BLOCK = 16 * COLUMNS * 2;  // bytes from a row to the one 16 further down
   u16 element[ROWS][COLUMNS];
   DEVICE u16* at(int row, int chunk) { return &element[row][8 * (chunk ^ row / (8 / GROUP) % GROUP)]; }
   // From the address of chunk 0 or 1 of a row to that of the chunk an even number further right.
-  static DEVICE u32 right(u32 address, int chunks) { return (address ^ 16 * (chunks % GROUP)) + 16 * (chunks / GROUP * GROUP); }
+  static DEVICE u32 right(u32 address, int chunks) {
+    return (address ^ 16 * (chunks % GROUP)) + 16 * (chunks / GROUP * GROUP);
+  }
 };
 
 // Starts to copy `rows` rows of COLUMNS elements from global memory; the tile's other rows and columns become zero.
@@ -15,11 +17,15 @@ template <int THREADS, int COLUMNS, int ROWS, int TILE_COLUMNS>
 DEVICE void load_tile(SwizzledTile<ROWS, TILE_COLUMNS>& tile, const u16* source, i64 row_stride, int rows) {
   constexpr int CHUNKS = TILE_COLUMNS / 8, STEP = THREADS / CHUNKS;  // the threads copy STEP rows at a time
   const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+  const u32 target = shared_address(tile.at(first, chunk));
   source += first * row_stride + 8 * chunk;
 #pragma unroll
-  for (int row = first; row < first + ROWS; row += STEP) {
-    if ((THREADS % CHUNKS == 0 || first < STEP) && (ROWS % STEP == 0 || row < ROWS))
-      cp_async_16(shared_address(tile.at(row, chunk)), source, row < rows && 8 * chunk < COLUMNS);
+  for (int step = 0; step < ROWS; step += STEP) {
+    const int row = first + step;
+    if ((THREADS % CHUNKS == 0 || first < STEP) && (ROWS % STEP == 0 || row < ROWS)) {
+      const u32 place = step % 8 == 0 ? target + step * 2 * TILE_COLUMNS : shared_address(tile.at(row, chunk));
+      cp_async_16(place, source, row < rows && 8 * chunk < COLUMNS);
+    }
     source += STEP * row_stride;
   }
 }

@@ -1,0 +1,182 @@
+"""Emitted CUDA: what stands in it, what does not, and that it compiles within its registers."""
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from jinja2 import UndefinedError
+
+import flashgen as fg
+from flashgen.codegen import device, emit, golden, params
+from flashgen.codegen.emit import environment
+from flashgen.lang.load import load_spec, shipped
+from flashgen.planning import planner
+from flashgen.planning.problem import Problem
+from flashgen.resources import folder
+from flashgen.runtime import nvrtc
+
+GOLDENS = {g.path.stem: g for g in golden.goldens() if g.plan.pipeline == "ampere" and g.plan.pass_name == "forward"}
+every_golden = pytest.mark.parametrize("name", sorted(GOLDENS))
+
+
+def plan_of(variant, *, arch="sm_80", dtype="bfloat16", head_dim=64, v_head_dim=None):
+    menu = planner.menu(variant.bind(), arch, dtype, head_dim, v_head_dim or head_dim, pipeline="ampere")
+    return menu.plans[0]
+
+
+def code(text):
+    """The text without comments and strings."""
+    return re.sub(r'"(?:[^"\\]|\\.)*"', '""', re.sub(r"//.*", "", text))
+
+
+def declared(text):
+    """Every name that stands at the left margin of CUDA text as a function, type, constant or macro."""
+    names = {name for groups in device._DECLARED.findall(text) for name in groups if name}
+    return names | set(re.findall(r"[ ,](\w+) = ", "\n".join(re.findall(r"^constexpr.*", text, re.MULTILINE))))
+
+
+@every_golden
+def test_nothing_is_emitted_that_is_not_used(name):
+    text = code(GOLDENS[name].text)
+    count = Counter(re.findall(r"\w+", text))
+    unused = {n for n in declared(text) if count[n] < 2} - {"attention_forward"}
+    assert not unused
+
+
+@every_golden
+def test_the_struct_sizes_are_proven(name):
+    plan, text = GOLDENS[name].plan, GOLDENS[name].text
+    assert f"static_assert(sizeof(Params) == {params.sizeof(plan)}, " in text
+    assert f"static_assert(sizeof(Shared) == {plan.smem_bytes}, " in text
+
+
+@every_golden
+def test_the_file_needs_no_header_and_has_no_loose_ends(name):
+    text = GOLDENS[name].text
+    assert "#include" not in text and "{{" not in text and "//%" not in text
+    assert not re.search(r"[ \t]+$", text, re.MULTILINE) and "\n\n\n" not in text and text.endswith("}\n")
+    assert max(map(len, text.splitlines())) <= 124
+
+
+@every_golden
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_it_compiles_without_spills(name, arch):
+    compiled = nvrtc.compile(GOLDENS[name].text, arch, name=name)
+    assert compiled.resources.spills == 0 and compiled.resources.stack_bytes == 0
+    assert not compiled.performance_losses
+    assert "warning" not in compiled.log
+
+
+def test_the_banner_says_what_how_and_how_again():
+    lines = GOLDENS["sliding_window"].text.splitlines()
+    assert lines[0] == "// sliding_window: attention forward"
+    head = "\n".join(lines[:10])
+    plan = GOLDENS["sliding_window"].plan
+    assert "visible  k <= q && q - k < window" in head
+    assert f"= {plan.smem_bytes} bytes" in head
+    assert "flashgen emit sliding_window --arch sm_80 --pipeline ampere --dtype bfloat16 --head-dim 128" in head
+    assert f"--tile {plan.tile}" in head
+
+
+def test_every_length_that_picks_a_plan_gets_the_same_text():
+    menu = planner.menu(load_spec(shipped()["causal"]).bind(), "sm_80", "float16", 64, 64, pipeline="ampere")
+    texts = {}
+    for length in (1, 100, 1000, 8192, 65536):
+        problem = Problem(batch=2, heads=4, kv_heads=2, q_len=length, kv_len=length + 3, head_dim=64, v_head_dim=64)
+        plan = planner.choose(menu, problem, sms=108)
+        assert texts.setdefault(plan, emit(plan)) == emit(plan)
+    assert set(texts) <= set(menu.plans)
+
+
+@every_golden
+def test_a_full_tile_runs_no_mask_code(name):
+    text = GOLDENS[name].text
+    uses = re.findall(r".*\bapply_mask\(s.*", text)
+    assert uses in ([], ["    if (step.partial) apply_mask(s, rows, first, p);"])
+    assert len(re.findall(r"\bkeep\(rows", text)) == len(uses)
+
+
+def test_an_unknown_name_in_a_template_is_an_error():
+    with pytest.raises(UndefinedError, match="'plann' is undefined"):
+        environment().from_string("{{ plann.tile }}").render(plan=None)
+
+
+def test_kernel_templates_hold_no_assembly():
+    root = folder("templates")
+    for path in [*root.glob("*.j2"), *root.glob("ampere/*.j2")]:
+        assert "asm" not in code(path.read_text()), path
+
+
+def test_library_definitions_declare_one_name_each_and_use_only_what_stands_above():
+    seen = set()
+    every = {name for d in device.definitions() for name in d.names}
+    for definition in device.definitions():
+        assert len(definition.names) == 1, definition.text
+        later = (definition.uses & every) - seen - definition.names
+        assert not later, (definition.names, later)
+        seen |= definition.names
+
+
+def test_the_library_is_cut_to_what_is_used():
+    text = device.used_by("float y = tanh_f32(x);")
+    assert "DEVICE float ex2(" in text and "LOG2E" in text and "#define DEVICE" in text
+    assert "lg2" not in text and "mma" not in text
+    assert device.used_by("nothing here") == ""
+
+
+def test_parameters_are_packed_as_the_struct_lies():
+    bias = fg.tensor("bias", dims=("heads", None), dtype="float16", example=None)
+    reach = fg.param("reach", default=4, min=0)
+    slope = fg.param("slope", default=0.5)
+    variant = fg.variant(lambda b, h, q, k: q - k < reach, lambda s, b, h, q, k: s * slope + bias[h, q - k])
+    plan = plan_of(variant)
+    fields = params.fields(plan)
+    assert [f.name for f in fields][:6] == ["q", "k", "v", "o", "lse", "tensor_bias"]
+    assert [f.name for f in fields][-4:] == ["param_reach", "param_slope", "size0_bias", "size1_bias"]
+    sizes = [8 if f.format in "Qq" else 4 for f in fields]
+    assert sizes == sorted(sizes, reverse=True)
+    packed = params.pack(plan, {f.name: i for i, f in enumerate(fields)})
+    assert len(packed) == params.sizeof(plan) and params.sizeof(plan) % 8 == 0
+    wide = sizes.count(8)
+    assert list(np.frombuffer(packed, np.int64, wide)) == list(range(wide))
+    tail = np.frombuffer(packed[8 * wide :], np.int32)
+    assert tail[0] == wide and tail[len(sizes) - wide - 1] == len(sizes) - 1
+    with pytest.raises(KeyError, match="size1_bias"):
+        params.pack(plan, {f.name: 0 for f in fields[:-1]})
+
+
+@pytest.mark.parametrize("name", ["int", "float", "double", "min", "load_tile", "score_", "t", "doc_q", "rows", "tile"])
+def test_any_name_a_person_chooses_compiles(name):
+    ids = fg.tensor(name, dims=("batch", "kv"), dtype="int32", sorted=True, example=None)
+    reach = fg.param(f"{name}_q", default=3, min=1)
+    variant = fg.variant(
+        lambda b, h, q, k: (ids[b, q] == ids[b, k]) & (q - k < reach),
+        lambda s, b, h, q, k: s * ids[b, q - k],
+        name="named",
+    )
+    nvrtc.compile(emit(plan_of(variant, head_dim=16)), "sm_80")
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32"]
+)
+def test_captured_tensors_of_every_type_compile_in_masks_and_scores(dtype):
+    data = fg.tensor("data", dims=("batch", "heads", None), dtype=dtype, example=None)
+    chosen = (lambda b, h, i: data[b, h, i]) if dtype == "bool" else (lambda b, h, i: data[b, h, i] >= 1)
+    variant = fg.variant(
+        lambda b, h, q, k: chosen(b, h, q // 64) | chosen(b, h, k // 64),
+        lambda s, b, h, q, k: s + fg.float32(data[b, h, k]),
+        name="typed",
+    )
+    compiled = nvrtc.compile(emit(plan_of(variant, head_dim=32)), "sm_80")
+    assert compiled.resources.spills == 0
+
+
+@pytest.mark.parametrize("head_dims", [(16, 16), (40, 72), (72, 40), (248, 256)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_head_dims_in_steps_of_eight_compile(head_dims, dtype):
+    variant = load_spec(shipped()["causal"])
+    text = emit(plan_of(variant, dtype=dtype, head_dim=head_dims[0], v_head_dim=head_dims[1]))
+    assert f"HEAD_DIM = {head_dims[0]}, V_HEAD_DIM = {head_dims[1]};" in text
+    assert nvrtc.compile(text, "sm_80").resources.spills == 0
