@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flashgen.planning.plan import KernelPlan
     from flashgen.planning.planner import Menu
     from flashgen.planning.problem import Problem
+    from flashgen.planning.traffic import Prediction
 
 #: A spec argument; Python files run with the caller's rights.
 Spec = Annotated[
@@ -147,7 +148,6 @@ class Resolved:
     problem: Problem
     case: Case
     facts: Facts
-    arch: str
     menu: Menu
     plan: KernelPlan
 
@@ -158,12 +158,11 @@ class Resolved:
         values = "".join(f", {name} {value:g}" for name, value in self.case.params.items())
         return f"{self.variant.name}: batch {p.batch}, {heads}, {lengths}, head_dim {p.head_dim}, {p.dtype}{values}"
 
-    def predict(self):
+    def predict(self) -> Prediction:
         """The plan's cost on the problem, with the candidates that were rejected for it."""
         from flashgen.planning.traffic import predict
 
-        others = self.menu.rejected
-        return predict(self.plan, self.problem, self.case, rejected=others)
+        return predict(self.plan, self.problem, self.case, rejected=self.menu.rejected)
 
 
 def resolve(spec: str | Variant, request: Request, *, device: str | None = None, seed: int = 0) -> Resolved:
@@ -184,7 +183,7 @@ def resolve(spec: str | Variant, request: Request, *, device: str | None = None,
     if device is not None:
         # A call of attention takes these from the variant.  What needs no pin gets none: it is the kernel of any call.
         variant = _pinned(variant, tile=tile, pipeline=pipeline, arch=arch if device == "cpu" else request.arch)
-    head_dim = request.head_dim or default_head_dim(variant)
+    head_dim = default_head_dim(variant) if request.head_dim is None else request.head_dim
     q_len = SEQLEN[device or default_device()] if request.seqlen is None else request.seqlen
     dtype = request.dtype or default_dtype(variant)
     problem = Problem(
@@ -194,7 +193,7 @@ def resolve(spec: str | Variant, request: Request, *, device: str | None = None,
         q_len=q_len,
         kv_len=q_len if request.kv_seqlen is None else request.kv_seqlen,
         head_dim=head_dim,
-        v_head_dim=request.v_head_dim or head_dim,
+        v_head_dim=head_dim if request.v_head_dim is None else request.v_head_dim,
         dtype=dtype,
     )
     case = Case(sizes=problem.sizes(), params=params, tensors=_tensors(variant, problem, request.tensor or (), seed))
@@ -206,7 +205,6 @@ def resolve(spec: str | Variant, request: Request, *, device: str | None = None,
         problem=problem,
         case=case,
         facts=analyse(variant),
-        arch=plans.plans[0].arch,
         menu=plans,
         plan=choose(plans, problem, multiprocessors(arch)),
     )
