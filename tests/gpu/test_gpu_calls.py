@@ -16,7 +16,7 @@ from flashgen.planning.problem import Problem
 pytestmark = pytest.mark.gpu
 
 window = fg.param("window", default=64, min=1)
-doc = fg.tensor("doc", dims=("batch", "kv"), dtype="int32", sorted=True, example=lambda problem, rng: None)
+pack = fg.tensor("pack", dims=("batch", "kv"), dtype="int32", sorted=True, example=lambda problem, rng: None)
 
 
 @fg.variant
@@ -26,7 +26,7 @@ def windowed(b, h, q, k):
 
 @fg.variant
 def documents(b, h, q, k):
-    return (doc[b, q] == doc[b, k]) & (q - k < window)
+    return (pack[b, q] == pack[b, k]) & (q - k < window)
 
 
 def problem(q_len=500, **changes):
@@ -54,21 +54,21 @@ def test_reruns_give_the_same_bits():
 
 
 def test_a_record_serves_every_address_and_number(monkeypatch):
-    fresh = fg.variant(lambda b, h, q, k: (doc[b, q] == doc[b, k]) & (q - k < window), name="fresh")
+    fresh = fg.variant(lambda b, h, q, k: (pack[b, q] == pack[b, k]) & (q - k < window), name="fresh")
     planned = []
     recorded = ops._recorded
     monkeypatch.setattr(ops, "_recorded", lambda *a: planned.append(a) or recorded(*a))
     held = []  # so that no address comes back
     for seed, (width, count) in enumerate([(64, 3), (64, 3), (7, 3), (500, 5), (1, 1), (64, 3)]):
         q, k, v = random_inputs(problem(), seed)
-        o, lse = call(q, k, v, fresh, window=width, doc=ids(2, 500, count), scale=0.1 + seed / 100)
+        o, lse = call(q, k, v, fresh, window=width, pack=ids(2, 500, count), scale=0.1 + seed / 100)
         held += [q, k, v, o, lse]
     assert len(planned) == 1
-    check(fresh, q_len=500, heads=4, kv_heads=2, params={"window": 7}, captured={"doc": ids(2, 500, 3)}, scale=0.1)
-    check(fresh, q_len=500, heads=4, kv_heads=2, params={"window": 400}, captured={"doc": ids(2, 500, 2)}, scale=0.2)
+    check(fresh, q_len=500, heads=4, kv_heads=2, params={"window": 7}, captured={"pack": ids(2, 500, 3)}, scale=0.1)
+    check(fresh, q_len=500, heads=4, kv_heads=2, params={"window": 400}, captured={"pack": ids(2, 500, 2)}, scale=0.2)
     assert len(planned) == 1
     q, k, v = random_inputs(problem(), 0)
-    call(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, fresh, doc=ids(2, 500, 3))
+    call(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, fresh, pack=ids(2, 500, 3))
     assert len(planned) == 2, "other strides need another record"
 
 
@@ -215,7 +215,7 @@ def test_any_gpu_of_the_machine():
 def test_compiled_models(backend):
     def model(q, k, v, width, numbers):
         o = fg.attention(q * 2, k, v, windowed, window=width) + 1
-        return o + fg.attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, documents, doc=numbers)
+        return o + fg.attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, documents, pack=numbers)
 
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     for seed, width in ((0, 3), (1, 4), (2, 90)):
@@ -288,8 +288,8 @@ def test_devices_and_dtypes():
     assert "q.to(torch.bfloat16)" in text and "on a CPU" in text
     refused("float64 on cuda:0: tensor cores", q.double(), k.double(), v.double(), windowed)
     numbers = ids(2, 500, 3)
-    text = refused("'doc' of 'documents' is on cpu and q on cuda:0", q, k, v, documents, doc=numbers.cpu())
-    assert "nearest: doc.to('cuda:0')" in text
+    text = refused("'pack' of 'documents' is on cpu and q on cuda:0", q, k, v, documents, pack=numbers.cpu())
+    assert "nearest: pack.to('cuda:0')" in text
 
 
 def test_head_dims():
