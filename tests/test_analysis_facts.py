@@ -108,6 +108,8 @@ EXACT = {
     "cancelled": (lambda b, h, q, k: q - k < w - k, ["q <= w - 1"], ["q >= w"]),
     "without a position": (lambda b, h, q, k: h % 2 == 0, ["<h % 2 == 0>"], ["<h % 2 != 0>"]),
     "always": (lambda b, h, q, k: (k >= 0) & (k < fg.kv_len) & (q - k <= fg.q_len), [""], []),
+    "all but the last key": (lambda b, h, q, k: k < fg.kv_len - 1, ["k <= kv_len - 2"], ["k >= kv_len - 1"]),
+    "the last query": (lambda b, h, q, k: q >= fg.q_len - 1, ["q >= q_len - 1"], ["q <= q_len - 2"]),
     "never": (lambda b, h, q, k: (k > q) & (k < q), [], ["d >= 0", "d <= 0"]),
 }
 
