@@ -311,5 +311,5 @@ def test_what_is_not_modelled_is_refused_with_its_line():
         instruction("dp4a.u32.u32 %o, %a, %a, %a;", np.uint32, np.zeros(1, np.uint32))
     with pytest.raises(UnknownInstruction, match="modifier 'cc'"):
         instruction("add.cc.u32 %o, %a, %a;", np.uint32, np.zeros(1, np.uint32))
-    with pytest.raises(UnknownInstruction, match="add.f16"):
+    with pytest.raises(UnknownInstruction, match=r"add\.f16"):
         instruction("add.f16 %o, %a, %a;", np.uint16, np.zeros(1, np.uint16))

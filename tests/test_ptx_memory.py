@@ -10,7 +10,8 @@ from flashgen.runtime.ptx import BadLaunch, Memory, errors
 
 
 def test_widths_and_vectors():
-    source = """extern "C" __global__ void k(uint4* out, const uint4* in, const unsigned char* bytes, const short* shorts) {
+    source = """extern "C" __global__ void k(uint4* out, const uint4* in, const unsigned char* bytes,
+                                           const short* shorts) {
       int t = threadIdx.x;
       uint4 x = in[t];
       __shared__ uint4 s[32];
@@ -117,7 +118,7 @@ def test_bad_accesses(code, error, match):
 @pytest.mark.parametrize(
     ("code", "error", "match"),
     [
-        ("s[t] = t; out[t] = s[t ^ 32];", errors.Race, "warp . reads shared memory that warp . wrote .*no barrier between"),
+        ("s[t] = t; out[t] = s[t ^ 32];", errors.Race, "reads shared memory that warp . wrote .*no barrier between"),
         ("if (t < 32) s[t] = t; __syncthreads(); if (t >= 32) out[t] = s[t - 32]; if (t < 32) s[t] = 1;", errors.Race,
          "warp 0 writes shared memory that warp 1 read: no barrier orders the write after the read"),
         ("s[t % 32] = t; __syncthreads(); out[t] = s[t % 32];", errors.Race, "write.* shared memory"),
@@ -143,7 +144,8 @@ def test_shared_memory_races(code, error, match):
 
 
 def test_fixed_races_are_none():
-    code = "__shared__ int s[64]; s[t] = t; __syncwarp(); out[t] = s[t ^ 1]; __syncthreads(); s[t ^ 32] = 1; s[t ^ 32] += 1;"
+    code = """__shared__ int s[64];
+      s[t] = t; __syncwarp(); out[t] = s[t ^ 1]; __syncthreads(); s[t ^ 32] = 1; s[t ^ 32] += 1;"""
     for seed in (None, *range(5)):
         launch(KERNEL.format(code), {"out": np.zeros(64, np.int32), "in": np.zeros(8, np.int32)}, block=64, seed=seed)
 

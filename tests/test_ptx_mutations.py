@@ -71,7 +71,9 @@ AMPERE = {
         {errors.Race},
     ),
     "a barrier that one warp skips": (
-        replace("    __syncthreads();  // every warp's", "    if (threadIdx.x >= 32) __syncthreads();  // every warp's"),
+        replace(
+            "    __syncthreads();  // every warp's", "    if (threadIdx.x >= 32) __syncthreads();  // every warp's"
+        ),
         {errors.Deadlock, errors.BarrierMisuse, errors.Race, errors.NotComplete},
     ),
     "a shuffle that part of the warp skips": (
@@ -99,7 +101,7 @@ HOPPER = {
         {RESULT},
     ),
     "wrong mbarrier phase": (
-        replace("mbarrier_wait(pipe.full[at.stage()], at.parity());", "mbarrier_wait(pipe.full[at.stage()], at.parity() ^ 1);"),
+        replace("(pipe.full[at.stage()], at.parity());", "(pipe.full[at.stage()], at.parity() ^ 1);"),
         {errors.NotComplete, errors.Uninitialised},
     ),
     "wrong phase of the empty barriers": (
@@ -111,7 +113,7 @@ HOPPER = {
         {errors.NotComplete},
     ),
     "too few bytes expected": (
-        replace("mbarrier_arrive_expect_tx(full, sizeof(VTile));", "mbarrier_arrive_expect_tx(full, sizeof(VTile) / 2);"),
+        replace("expect_tx(full, sizeof(VTile));", "expect_tx(full, sizeof(VTile) / 2);"),
         {errors.NotComplete, errors.Deadlock},
     ),
     "missing wgmma wait": (replace("    wgmma_wait_group<1>();\n", ""), {errors.NotComplete}),
@@ -144,7 +146,7 @@ HOPPER = {
     ),
     "dropped block barrier": (replace("  __syncthreads();\n", ""), {errors.BarrierMisuse}),
     "unaligned destination": (
-        replace("tma_load_4d(shared.v[v_ring.stage()][d / 64],", "tma_load_4d((char*)shared.v[v_ring.stage()][d / 64] + 16,"),
+        replace("load_4d(shared.v[v_ring.stage()][d / 64],", "load_4d((char*)shared.v[v_ring.stage()][d / 64] + 16,"),
         {errors.Misaligned, errors.OutOfBounds, errors.Race},
     ),
 }  # fmt: skip

@@ -23,7 +23,8 @@ def body(text: str, head: str = HEAD) -> list:
 def test_operands():
     add, load_, tensor = body(
         "@!%p1 add.s32 %r1, %r2, -7; ld.shared.v2.u32 {%r1, %r2}, [%rd1+16];"
-        " cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];"
+        " cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%r1], [%rd1, {%r2, %r3}], [%r4];"
     )[:3]
     assert (add.opcode, add.guard, add.guard_negated) == ("add.s32", Reg("%p1", "pred"), True)
     assert add.operands[2] == Imm(-7)
@@ -91,7 +92,7 @@ def test_launches_that_a_driver_would_refuse():
     module = load(HEAD + ".entry k(.param .u64 p, .param .u32 n) .maxntid 64, 1, 1 { ret; }")
     with pytest.raises(BadLaunch, match="no kernel 'q' in this module \\(it has k\\)"):
         module.launch("q", 1, 32, 0, [], Memory())
-    with pytest.raises(BadLaunch, match="128 threads a block: kernel k takes 1..64"):
+    with pytest.raises(BadLaunch, match=r"128 threads a block: kernel k takes 1\.\.64"):
         module.launch("k", 1, 128, 0, [bytes(8), bytes(4)], Memory())
     with pytest.raises(BadLaunch, match="1 parameters: kernel k takes 2"):
         module.launch("k", 1, 32, 0, [bytes(8)], Memory())

@@ -141,7 +141,8 @@ def test_blocks_that_wait_for_each_other_make_progress(seed):
 
 def test_special_registers():
     source = """extern "C" __global__ void k(int* out) {
-      int warp, lane; asm volatile("mov.u32 %0, %%warpid;" : "=r"(warp)); asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+      int warp, lane; asm volatile("mov.u32 %0, %%warpid;" : "=r"(warp));
+      asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
       int i = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
       int t = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
       out[i * 64 + t] = ((i * 2 + warp) * 32 + lane) * 10 + threadIdx.y; }"""
@@ -171,14 +172,16 @@ def test_shuffles_with_a_missing_lane_trap():
 
 
 def test_a_barrier_in_a_diverged_branch_traps():
-    source = """extern "C" __global__ void k(int* out) { if (threadIdx.x < 16) { __syncthreads(); out[0] = 1; } else out[1] = 2; }"""
+    source = """extern "C" __global__ void k(int* out) {
+      if (threadIdx.x < 16) { __syncthreads(); out[0] = 1; } else out[1] = 2; }"""
     with pytest.raises(errors.Diverged, match="a block barrier was reached by a part of its warp"):
         run(source)
 
 
 def test_barriers_that_never_open_are_a_deadlock():
     source = """extern "C" __global__ void k(int* out) {
-      if (threadIdx.x < 32) asm volatile("bar.sync 3, 96;" ::: "memory"); else asm volatile("bar.sync 4, 64;" ::: "memory");
+      if (threadIdx.x < 32) asm volatile("bar.sync 3, 96;" ::: "memory");
+      else asm volatile("bar.sync 4, 64;" ::: "memory");
       out[0] = 1; }"""
     with pytest.raises(errors.Deadlock) as trap:
         run(source, block=64)
@@ -190,8 +193,9 @@ def test_barriers_that_never_open_are_a_deadlock():
 
 def test_barrier_counts_must_agree():
     source = """extern "C" __global__ void k(int* out) {
-      if (threadIdx.x < 32) asm volatile("bar.sync 3, 96;" ::: "memory"); else asm volatile("bar.sync 3, 64;" ::: "memory"); }"""
-    with pytest.raises(errors.BarrierMisuse, match="used with (64|96) threads while others wait at it with"):
+      if (threadIdx.x < 32) asm volatile("bar.sync 3, 96;" ::: "memory");
+      else asm volatile("bar.sync 3, 64;" ::: "memory"); }"""
+    with pytest.raises(errors.BarrierMisuse, match=r"used with (64|96) threads while others wait at it with"):
         run(source, block=64)
 
 

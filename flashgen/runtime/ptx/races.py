@@ -5,9 +5,11 @@ last time of each reader.  A warp counts as one thread, except that lanes of one
 need a `bar.warp.sync` (or any barrier) between.
 
 Agents that write: each warp, the atomics of each warp (which no barrier need order among themselves), the cp.async of
-each warp (time: its group number), each mbarrier (time: the phase that completes when its copies have landed).  Agents that read: each warp, the wgmma of each warp and the bulk stores of
-each warp (time: their group number).  A second set of clocks holds what is visible to the async proxy:
-fence.proxy.async by a warp copies what that warp knows into it, and barriers carry it along.
+each warp (time: its group number), each mbarrier (time: the phase that completes when its copies have landed).
+Agents that read: each warp, the wgmma of each warp and the bulk stores of each warp (time: their group number).
+
+A second set of clocks holds what is visible to the async proxy: fence.proxy.async by a warp copies what that warp
+knows into it, and barriers carry it along.
 """
 
 from __future__ import annotations

@@ -75,10 +75,10 @@ def simulate(
 ) -> Simulated:
     """Run a plan's forward kernel on [batch, heads, length, dim] float arrays, rounded to the plan's dtype.
 
-    `source` replaces the emitted text (mutations, probes).  `seed` and `check` are those of Module.launch; buffers named
-    in `track` have the addresses of their accesses recorded; `multiprocessors` is the number of blocks of a pipeline
-    whose blocks take tile after tile.  o and lse start as NaN.  Raises CompileError, LaunchError
-    for a problem without any output, and a Trap for what the kernel does wrong.
+    `source` replaces the emitted text (mutations, probes).  `seed` and `check` are those of Module.launch; buffers
+    named in `track` have the addresses of their accesses recorded; `multiprocessors` is the number of blocks of a
+    pipeline whose blocks take tile after tile.  o and lse start as NaN.  Raises CompileError, LaunchError for a problem
+    without any output, and a Trap for what the kernel does wrong.
     """
     sizes = case.sizes
     batch, heads, q_len = sizes["batch"], sizes["heads"], sizes["q_len"]

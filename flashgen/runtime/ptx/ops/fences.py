@@ -1,4 +1,4 @@
-"""Fences.  An interpreter does one thing at a time, so only those between proxies have an effect (on the race clocks)."""
+"""Fences.  An interpreter does one thing at a time: only those between proxies have an effect, on the race clocks."""
 
 from __future__ import annotations
 
