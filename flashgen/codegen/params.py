@@ -62,6 +62,8 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     pointers += [Field(name, "const float*") for name in ("lse", "dlse")]
     pointers += [Field(name, "float*") for name in ("lse_log2", "delta", *(("dq_sum",) if plan.backward.adds_dq else ()))]
     pointers += [Field(name, f"{element}*") for name in ("dq", "dk", "dv")]
+    pointers += [Field(f"grad_{name}", "float*") for name in plan.gradients]
+    pointers += [Field(f"exact_{name}", "i64*") for name in plan.gradients if plan.deterministic]
     pointers += [Field(f"tensor_{t.name}", f"const {STORED[t.dtype]}*") for t in variant.tensors]
     strided = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
     words = [Field(f"{t}_{dimension}", "i64") for t in strided for dimension in ("batch", "head", "row")]
@@ -72,6 +74,9 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
         field = Field(f"param_{p.name}", CTYPES[p.dtype])
         (words if field.ctype == "i64" else numbers).append(field)
     numbers += [Field(f"size{i}_{t.name}", "int") for t in variant.tensors for i in range(len(t.dims))]
+    if plan.dropout:
+        words += [Field(name, "u64") for name in ("dropout_seed", "dropout_offset")]
+        numbers += [Field("dropout_threshold", "u32"), Field("dropout_scale", "float")]
     return tuple(pointers + words + numbers)
 
 

@@ -6,6 +6,8 @@ that see it, and keeps dK and dV in registers.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashgen.lang.variant import Variant
@@ -15,7 +17,11 @@ from flashgen.planning.arch import Arch
 from flashgen.planning.plan import Backward, KernelPlan, Part, Role, Tile
 from flashgen.planning.problem import Problem
 
-ROW_THREADS = 256
+#: Threads of a block of the entries that work on rows or elements alone, and blocks of those over elements.
+ROW_THREADS, ELEMENT_BLOCKS = 256, 256
+
+#: Bytes of an exact sum (see device/exact.cuh).
+EXACT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +136,21 @@ def launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     ]
     if plan.backward.adds_dq:
         entries.append(Launch(entry="attention_backward_finish", blocks=q_blocks, threads=rows, smem_bytes=0))
+    if plan.gradients:
+        over_elements = {"blocks": ELEMENT_BLOCKS, "threads": rows, "smem_bytes": 0}
+        entries.insert(0, Launch(entry="attention_backward_clear", **over_elements))
+        if plan.deterministic:
+            entries.append(Launch(entry="attention_backward_gradients", **over_elements))
     return tuple(entry for entry in entries if entry.blocks)
 
 
-def workspaces(plan: KernelPlan, problem: Problem) -> tuple[Part, ...]:
-    """Device memory that a backward pass needs beside its inputs and results, in bytes by the name of the pointer."""
+def workspaces(
+    plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> tuple[Part, ...]:
+    """Device memory that a backward pass needs beside its inputs and results, in bytes by the name of the pointer.
+
+    `shapes` are those of the captured tensors whose gradients are asked for.
+    """
     rows = -(-problem.q_len // plan.tile.q) * plan.tile.q * problem.heads * problem.batch
     parts = [
         Part(name="lse_log2", amount=4 * rows, why="float32 a row"),
@@ -142,4 +158,9 @@ def workspaces(plan: KernelPlan, problem: Problem) -> tuple[Part, ...]:
     ]
     if plan.backward.adds_dq:
         parts.append(Part(name="dq_sum", amount=4 * rows * plan.padded_head_dim, why="dq in float32, where it is added up"))
+    if plan.deterministic:
+        for name in plan.gradients:
+            elements = math.prod(shapes[name])
+            why = f"{elements} exact sums of {EXACT_BYTES} bytes, which depend on no order"
+            parts.append(Part(name=f"exact_{name}", amount=EXACT_BYTES * elements, why=why))
     return tuple(parts)

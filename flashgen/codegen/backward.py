@@ -1,0 +1,120 @@
+"""What a backward kernel asks of a variant beyond the forward's seam: the transposed schedule and derivatives, as CUDA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.analysis.derivative import derive
+from flashgen.analysis.facts import Facts
+from flashgen.codegen.printer import Body, Printer, constant, depends_on
+from flashgen.codegen.seam import Decider, Decision, inside
+from flashgen.lang.expr import DType, Node, Tensor, const, walk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sink:
+    """A read of a captured tensor in the score, and where its gradient goes.
+
+    `slope` is the derivative of the score with respect to the element read, `place` the body of a function that gives
+    the element's number in the gradient.  `by_query` and `by_key` say which positions select it: what is the same for a
+    whole row, column or tile is summed up before it goes to memory.
+    """
+
+    name: str
+    tensor: str
+    slope: Body
+    place: tuple[str, ...]
+    by_query: bool
+    by_key: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transposed:
+    """The backward's part of the seam; what is None or empty is not emitted.
+
+    runs    the runs of queries that see a tile of keys, None without a mask
+    slope   the derivative of the score, None where it is 1 throughout
+    sinks   gradients of captured tensors
+    """
+
+    runs: Decision | None
+    slope: Body | None
+    sinks: tuple[Sink, ...]
+
+    @property
+    def needs_score(self) -> bool:
+        """Whether the scores before the score function are used once more after P."""
+        return self.slope is not None or bool(self.sinks)
+
+
+def transposed(facts: Facts, gradients: tuple[str, ...]) -> Transposed:
+    """The seam of an analysed variant for a backward that also wants the gradients of these captured tensors."""
+    variant = facts.variant
+    masked = variant.mask is not None and bool(facts.hidden)
+    return Transposed(
+        runs=Decider(facts).query_runs() if masked else None,
+        slope=_slope(facts),
+        sinks=tuple(sink for name in gradients for sink in _sinks(facts, name)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sized:
+    """A captured tensor and the C++ expression of how many elements it has."""
+
+    name: str
+    elements: str
+
+
+def sized(tensor: Tensor) -> Sized:
+    """A captured tensor with its number of elements."""
+    sizes = [f"p.size{i}_{tensor.name}" for i in range(len(tensor.dims))]
+    return Sized(name=tensor.name, elements=" * ".join(("i64(1)", *sizes)) if sizes else "1")
+
+
+def _slope(facts: Facts) -> Body | None:
+    score = facts.variant.score_node
+    if score is None:
+        return None
+    slope = derive(score)
+    if slope is None:
+        return Body((), constant(0.0, DType.FLOAT32), {})
+    if slope is const(1.0):
+        return None
+    return Printer(wide=facts.int64).body(slope)
+
+
+def _sinks(facts: Facts, name: str) -> list[Sink]:
+    """The reads of one tensor that the score depends on."""
+    score, found = facts.variant.score_node, []
+    for n in walk([score] if score is not None else []):
+        if n.op != "load" or n.attr.name != name:
+            continue
+        slope = derive(score, wrt=n)
+        if slope is None:
+            continue
+        found.append(
+            Sink(
+                name=name if not found else f"{name}{len(found) + 1}",
+                tensor=name,
+                slope=Printer(wide=facts.int64).body(slope),
+                place=_place(n, facts),
+                by_query=depends_on(n, "q"),
+                by_key=depends_on(n, "k"),
+            )
+        )
+    return found
+
+
+def _place(load: Node, facts: Facts) -> tuple[str, ...]:
+    """Statements that give the element's number: gradients are contiguous, and a dimension of size 1 has one index."""
+    tensor: Tensor = load.attr
+    printer = Printer(wide=facts.int64)
+    body = printer.body(*load.operands)
+    lines, number = list(body.lines), ""
+    for i, (index, dimension) in enumerate(zip(load.operands, tensor.dims, strict=True)):
+        size = f"p.size{i}_{tensor.name}"
+        within = isinstance(dimension, int) and inside(index, dimension)
+        at = str(body.known[index]) if within else f"clamp_index({body.known[index]}, {size})"
+        number = f"({number}) * {size} + {at}" if i > 1 else f"{number} * {size} + {at}" if i else f"i64({at})"
+    return (*lines, f"return {number};")
