@@ -16,7 +16,7 @@ from flashgen.resources import folder
 
 #: The files in the order in which they are emitted: a definition uses only what stands above it.
 FILES = (
-    "types", "math", "cp_async", "ldmatrix", "mma", "swizzle", "softmax", "red",
+    "types", "math", "cp_async", "ldmatrix", "mma", "swizzle", "softmax", "red", "exact", "philox",
     "mbarrier", "ring", "tma", "setmaxnreg", "named_barrier", "wgmma", "hopper_softmax", "hopper_epilogue", "range",
 )  # fmt: skip
 
@@ -58,7 +58,7 @@ def used_by(text: str) -> str:
             break
         chosen |= found
         wanted = wanted.union(*(library[i].uses for i in found))
-    return "\n\n".join(_under_headings(library[i] for i in sorted(chosen)))
+    return _laid_out(library[i] for i in sorted(chosen))
 
 
 @lru_cache(maxsize=1)
@@ -75,8 +75,14 @@ def _parse(path: Path) -> Iterable[Definition]:
         yield Definition(text=paragraph, names=names, uses=identifiers(paragraph), heading=first)
 
 
-def _under_headings(chosen: Iterable[Definition]) -> Iterable[str]:
-    heading = None
+def _laid_out(chosen: Iterable[Definition]) -> str:
+    """The definitions under their headings, with a blank line round each that takes more than one line."""
+    text, last = "", None
     for definition in chosen:
-        yield definition.text if definition.heading == heading else f"{definition.heading}\n{definition.text}"
-        heading = definition.heading
+        if last is None or definition.heading != last.heading:
+            text += f"\n\n{definition.heading}\n{definition.text}"
+        else:
+            short = "\n" not in definition.text and "\n" not in last.text
+            text += f"{'' if short else chr(10)}\n{definition.text}"
+        last = definition
+    return text.strip()

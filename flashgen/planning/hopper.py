@@ -173,6 +173,7 @@ def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, 
             consumer_registers=consumer,
             q_stages=c.q_stages,
             ping_pong=max(head_dim, v_head_dim) <= PING_PONG_COLUMNS,
+            staged=c.q_stages > 1,
             dynamic=variant.mask is not None,
         ),
     )

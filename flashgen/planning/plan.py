@@ -45,6 +45,7 @@ class Specialized:
     consumer_registers: int
     q_stages: int  # tiles of queries in shared memory
     ping_pong: bool  # warpgroups take turns to issue products
+    staged: bool  # o leaves by TMA from the room of q, else from registers
     dynamic: bool  # a counter in memory hands out tiles of queries, long ones first; else each block has its share
 
 
