@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from functools import lru_cache
 
@@ -14,7 +15,10 @@ from flashgen.resources import folder
 #: What the names of mma and cvt wrappers call the element type.
 _PTX_TYPE = {"float16": "f16", "bfloat16": "bf16"}
 
-_WIDTH = 116  # of a comment line, after "// "
+_WIDTH = 116  # of a line, less a margin
+
+_AFTER_OPERATOR = re.compile(r"(?<=\|\| )|(?<=&& )")
+_LEFT_OF_CONDITION, _CONTINUED = len("  const bool visible = "), " " * 6
 
 
 def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
@@ -77,7 +81,7 @@ def environment():
     """The one Jinja environment: strict, and control lines look like comments so that templates look like CUDA."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    return Environment(
+    made = Environment(
         loader=FileSystemLoader(folder("templates")),
         undefined=StrictUndefined,
         line_statement_prefix="//%",
@@ -85,3 +89,16 @@ def environment():
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    made.filters["wrapped"] = wrapped
+    return made
+
+
+def wrapped(expression: object) -> str:
+    """A condition on as many lines as it needs, each ending with && or ||."""
+    lines, room = [""], _WIDTH - _LEFT_OF_CONDITION
+    for part in _AFTER_OPERATOR.split(str(expression)):
+        if lines[-1] and len(lines[-1]) + len(part) > room:
+            lines.append("")
+            room = _WIDTH - len(_CONTINUED)
+        lines[-1] += part
+    return ("\n" + _CONTINUED).join(line.rstrip() for line in lines)

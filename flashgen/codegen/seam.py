@@ -1,8 +1,8 @@
 """The variant seam: what a kernel template asks of a variant, as CUDA expressions.
 
-`score` and `keep` are the variant's own functions.  `previous_tile` and `classify` say, tile by tile, what a kernel skips
-and what it masks: zones by comparing their ends with the tile's, other conditions by range evaluation.  They are the
-second back end of `analysis.tiles` and follow the rules at the head of that module.
+`score` and `keep` are the variant's own functions.  `previous_tile` and `classify` say, tile by tile, what a kernel
+skips and what it masks: zones by comparing their ends with the tile's, other conditions by range evaluation.  They are
+the second back end of `analysis.tiles` and follow the rules at the head of that module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from flashgen.analysis.abstract import Judge, anywhere
 from flashgen.analysis.facts import Facts, Term
 from flashgen.analysis.zones import Zone
 from flashgen.codegen.device import identifiers
-from flashgen.codegen.params import STORED
 from flashgen.codegen.printer import (
     CALL,
     CTYPES,
@@ -50,13 +49,15 @@ MAX_FORMULA = 160
 class Reader:
     """The function that reads an element of a captured tensor, and its twin over ranges of indices.
 
-    `ranged` is the twin's type, None where no tile is judged by this tensor; `declared` is what an element may be.
+    `lines` clamp the indices, `value` is the element.  `ranged` is the twin's type, None where no tile is judged by the
+    tensor; `declared` is what an element may be.
     """
 
     name: str
     shape: str
     ctype: str
     indices: tuple[str, ...]
+    lines: tuple[str, ...]
     value: str
     ranged: str | None
     single: str
@@ -66,7 +67,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The body of `previous_tile` or `classify`: declarations, the conclusions drawn from them, and the names in both."""
+    """The body of `previous_tile` or `classify`: declarations, what is concluded from them, and the names in both."""
 
     lines: tuple[str, ...]
     conclusions: tuple[str, ...]
@@ -80,8 +81,8 @@ class Decision:
 class Seam:
     """A variant as a kernel template sees it; what is None or False is not emitted.
 
-    mask      bodies of `keep`, `previous_tile` (its runs), and `classify` (whether something is hidden; before it, where
-              a tile inside the runs may be EMPTY, whether something is visible)
+    keep, runs, classes   bodies of `keep`, of `previous_tile`, and of `classify`: whether something is hidden, and
+              before it, where a tile inside the runs may be EMPTY, whether something is visible
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
     long_keep  `keep` is more than a few comparisons: it runs 16 keys at a time, so that registers suffice
     formula   (kind, text) lines for the banner
@@ -116,8 +117,8 @@ def seam(facts: Facts) -> Seam:
         readers=tuple(_reader(tensor, loads + judged, judged, facts) for tensor in tensors),
         score=None if score is None else Printer(wide=facts.int64).body(score),
         keep=None if mask is None else Printer(wide=facts.int64, exact=True).body(mask),
-        runs=_Decider(facts).runs() if masked else None,
-        classes=_Decider(facts).classes() if masked else None,
+        runs=Decider(facts).runs() if masked else None,
+        classes=Decider(facts).classes() if masked else None,
         clamp_q=any(depends_on(n, "q") for n in loads),
         clamp_k=any(depends_on(n, "k") for n in loads),
         long_keep=masked and not facts.exact,
@@ -135,11 +136,12 @@ class Transposed:
 def transposed(facts: Facts) -> Transposed:
     """The backward's part of the seam."""
     masked = facts.variant.mask is not None and bool(facts.hidden)
-    return Transposed(runs=_Decider(facts).query_runs() if masked else None)
+    return Transposed(runs=Decider(facts).query_runs() if masked else None)
 
 
 def _formula(mask: Node | None, score: Node | None) -> tuple[tuple[str, str], ...]:
-    texts = [(kind, str(Formula().inline(root))) for kind, root in (("visible", mask), ("score", score)) if root is not None]
+    roots = [(kind, root) for kind, root in (("visible", mask), ("score", score)) if root is not None]
+    texts = [(kind, str(Formula().inline(root))) for kind, root in roots]
     return tuple((kind, text) for kind, text in texts if len(text) <= MAX_FORMULA)
 
 
@@ -155,12 +157,13 @@ def _judged(facts: Facts) -> list[Node]:
 def _reader(tensor: Tensor, loads: list[Node], judged: list[Node], facts: Facts) -> Reader:
     printer = Printer(wide=facts.int64)
     sites = [n for n in loads if n.attr == tensor]
-    indices, offsets = [], []
+    indices, lines, offsets = [], [], []
     for i, dimension in enumerate(tensor.dims):
         at = [n.operands[i] for n in sites]
         indices.append("i64" if any(map(printer.is_wide, at)) else "int")
-        inside = all(_inside(n, dimension) for n in at)
-        offsets.append(f"{f'i{i}' if inside else f'clamp_index(i{i}, p.size{i}_{tensor.name})'} * p.stride{i}_{tensor.name}")
+        if not all(inside(n, dimension) for n in at):
+            lines.append(f"i{i} = clamp_index(i{i}, p.size{i}_{tensor.name});")
+        offsets.append(f"i{i} * p.stride{i}_{tensor.name}")
     element = f"__ldg(&p.tensor_{tensor.name}[{' + '.join(offsets)}])"
     dtype = TENSOR_DTYPES[tensor.dtype]
     ranged, single = RangePrinter.types(dtype)
@@ -170,6 +173,7 @@ def _reader(tensor: Tensor, loads: list[Node], judged: list[Node], facts: Facts)
         shape=f"{tensor.dtype} [{', '.join('any' if d is None else str(d) for d in tensor.dims)}]",
         ctype=CTYPES[dtype],
         indices=tuple(indices),
+        lines=tuple(lines),
         value=WIDENED.get(tensor.dtype, "{}").format(element),
         ranged=ranged if over_ranges else None,
         single=single,
@@ -178,7 +182,7 @@ def _reader(tensor: Tensor, loads: list[Node], judged: list[Node], facts: Facts)
     )
 
 
-def _inside(index: Node, dimension: str | int | None) -> bool:
+def inside(index: Node, dimension: str | int | None) -> bool:
     """Whether an index is known to lie in its dimension for every position of a problem."""
     if index.op == "index":
         return OWN_DIMENSION[index.attr] == dimension
@@ -203,7 +207,7 @@ def _declared(tensor: Tensor) -> str:
 # Tiles
 
 
-class _Decider:
+class Decider:
     """Prints what the facts' terms say about one tile."""
 
     def __init__(self, facts: Facts) -> None:
@@ -227,7 +231,7 @@ class _Decider:
         return _decision(lines, ["tile"] if "tile" in found else found or ["p.q_tiles"])
 
     def classes(self) -> Decision:
-        """Whether something is hidden in a tile; before it whether something is visible, where the runs leave that open."""
+        """Whether something is hidden in a tile; before it, where runs leave it open, whether something is visible."""
         asked = [self.facts.hidden]
         if any(term.others for term in self.facts.visible):
             asked.insert(0, self.facts.visible)
@@ -248,7 +252,10 @@ class _Decider:
         conditions += self._meets("rows.q_first", "rows.q_last", zone.q_lo, zone.q_hi, q_first, q_last)
         conditions += self._bands(zone)
         if first or last:
-            ends = _extreme("max", first) if first else Text("0"), _extreme("min", last) if last else Text("p.kv_len - 1")
+            ends = (
+                _extreme("max", first) if first else Text("0"),
+                _extreme("min", last) if last else Text("p.kv_len - 1"),
+            )
             run = call("last_tile_of_run", "tile", *ends, "p")
         else:
             run = Text("tile")
@@ -264,7 +271,10 @@ class _Decider:
         conditions += self._meets("keys.k_first", "keys.k_last", zone.k_lo, zone.k_hi, k_first, k_last)
         conditions += self._bands(zone)
         if first or last:
-            ends = _extreme("max", first) if first else Text("0"), _extreme("min", last) if last else Text("p.q_len - 1")
+            ends = (
+                _extreme("max", first) if first else Text("0"),
+                _extreme("min", last) if last else Text("p.q_len - 1"),
+            )
             run = call("first_tile_of_run", "tile", *ends, "p")
         else:
             run = Text("tile")
@@ -301,7 +311,9 @@ class _Decider:
             _extreme("min", [Text("rows.q_last"), *map(self._bound, term.zone.q_hi)]),
         )
 
-    def _meets(self, first: str, last: str, lo: tuple[Node, ...], hi: tuple[Node, ...], most: Text, least: Text) -> list[Text]:
+    def _meets(
+        self, first: str, last: str, lo: tuple[Node, ...], hi: tuple[Node, ...], most: Text, least: Text
+    ) -> list[Text]:
         """Whether [first, last] meets the bounds."""
         if lo and hi:
             return [binary("<=", most, least)]
@@ -310,7 +322,7 @@ class _Decider:
     def _bound(self, n: Node) -> Text:
         """A bound as an int that arithmetic may be done on."""
         known = self._extent(n)
-        if not (-REACH <= known.lo and known.hi <= REACH):
+        if known.lo < -REACH or known.hi > REACH:
             return call("bounded", self.known[n])
         return call("int", self.known[n]) if self.printer.is_wide(n) else self.known[n]
 

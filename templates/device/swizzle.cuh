@@ -12,18 +12,19 @@ template <int ROWS, int COLUMNS> struct alignas(128) SwizzledTile {
   }
 };
 
+DEVICE constexpr int floor_power_of_two(int n) { return n < 2 ? n : 2 * floor_power_of_two(n / 2); }
+
 // Starts to copy `rows` rows of COLUMNS elements from global memory; the tile's other rows and columns become zero.
 template <int THREADS, int COLUMNS, int ROWS, int TILE_COLUMNS>
 DEVICE void load_tile(SwizzledTile<ROWS, TILE_COLUMNS>& tile, const u16* source, i64 row_stride, int rows) {
-  constexpr int CHUNKS = TILE_COLUMNS / 8, STEP = THREADS / CHUNKS;  // the threads copy STEP rows at a time
+  constexpr int CHUNKS = TILE_COLUMNS / 8, STEP = floor_power_of_two(THREADS / CHUNKS);  // rows that are copied at a time
   const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
-  const u32 target = shared_address(tile.at(first, chunk));
   source += first * row_stride + 8 * chunk;
 #pragma unroll
   for (int step = 0; step < ROWS; step += STEP) {
     const int row = first + step;
-    if ((THREADS % CHUNKS == 0 || first < STEP) && (ROWS % STEP == 0 || row < ROWS)) {
-      const u32 place = step % 8 == 0 ? target + step * 2 * TILE_COLUMNS : shared_address(tile.at(row, chunk));
+    if ((THREADS == STEP * CHUNKS || first < STEP) && (ROWS % STEP == 0 || row < ROWS)) {
+      const u32 place = shared_address(tile.at(first + step % 8, chunk)) + (step - step % 8) * 2 * TILE_COLUMNS;
       cp_async_16(place, source, row < rows && 8 * chunk < COLUMNS);
     }
     source += STEP * row_stride;

@@ -3,26 +3,21 @@
 //
 // visible  abs(q - k) <= reach || k < global_tokens || q < global_tokens
 // plan     ampere on sm_80, bfloat16, head_dim 128
-// tile     128 queries x 128 keys, 2 stages, 8 compute warps, q in shared memory
-// shared   q 32768 + k 65536 + v 65536 = 163840 bytes
-// made by  flashgen emit longformer --arch sm_80 --pipeline ampere --dtype bfloat16 --head-dim 128 --tile 128x128
+// tile     128 queries x 32 keys, 2 stages, 4 compute warps, q in shared memory
+// shared   q 32768 + k 16384 + v 16384 = 65536 bytes
+// made by  flashgen emit longformer --arch sm_80 --pipeline ampere --dtype bfloat16 --head-dim 128 --tile 128x32
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__
-
 typedef unsigned short u16;
-
 typedef unsigned int u32;
-
 typedef long long i64;
+struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
 // ---------------------------------------------------------------- arithmetic
 constexpr float LOG2E = 1.44269504088896340736f;
-
 constexpr float LN2 = 0.69314718055994530942f;
-
 constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
-
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 // 2^x and the logarithm to base 2.
@@ -34,12 +29,17 @@ DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) 
 template <typename T> DEVICE int bounded(T x) { return int(min(max(x, T(-(1 << 28))), T(1 << 28))); }
 
 // Two floats rounded to nearest, the first in the low half.
-DEVICE u32 cvt_bf16x2(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+DEVICE u32 cvt_bf16x2(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
 
 // ---------------------------------------------------------------- cp.async: global to shared memory
 // Sixteen bytes; with `valid` false zeros are written and nothing is read.
 DEVICE void cp_async_16(u32 shared, const void* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
 DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -63,33 +63,41 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 row) {
 // ---------------------------------------------------------------- mma: d (16 x 8, float32) += a (16 x 16) b (16 x 8)
 // Lane l holds d[0], d[1] of row l / 4, columns 2 (l % 4) and one further; d[2], d[3] of the row eight below.
 DEVICE void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // ---------------------------------------------------------------- tiles in shared memory
-// Rows of 16-byte chunks; chunk c of row r lies at c ^ r / (8 / GROUP) % GROUP, GROUP = gcd(CHUNKS, 8), so that the same chunk of
-// eight rows falls into eight different groups of four banks, whatever the width.
+// Rows of 16-byte chunks; chunk c of row r lies at c ^ r / (8 / GROUP) % GROUP, GROUP = gcd(CHUNKS, 8), so that the
+// same chunk of eight rows falls into eight different groups of four banks, whatever the width.
 template <int ROWS, int COLUMNS> struct alignas(128) SwizzledTile {
   static constexpr int CHUNKS = COLUMNS / 8, GROUP = (CHUNKS | 8) & -(CHUNKS | 8);
   static constexpr int BLOCK = 16 * COLUMNS * 2;  // bytes from a row to the one 16 further down
   u16 element[ROWS][COLUMNS];
   DEVICE u16* at(int row, int chunk) { return &element[row][8 * (chunk ^ row / (8 / GROUP) % GROUP)]; }
   // From the address of chunk 0 or 1 of a row to that of the chunk an even number further right.
-  static DEVICE u32 right(u32 address, int chunks) { return (address ^ 16 * (chunks % GROUP)) + 16 * (chunks / GROUP * GROUP); }
+  static DEVICE u32 right(u32 address, int chunks) {
+    return (address ^ 16 * (chunks % GROUP)) + 16 * (chunks / GROUP * GROUP);
+  }
 };
+
+DEVICE constexpr int floor_power_of_two(int n) { return n < 2 ? n : 2 * floor_power_of_two(n / 2); }
 
 // Starts to copy `rows` rows of COLUMNS elements from global memory; the tile's other rows and columns become zero.
 template <int THREADS, int COLUMNS, int ROWS, int TILE_COLUMNS>
 DEVICE void load_tile(SwizzledTile<ROWS, TILE_COLUMNS>& tile, const u16* source, i64 row_stride, int rows) {
-  constexpr int CHUNKS = TILE_COLUMNS / 8, STEP = THREADS / CHUNKS;  // the threads copy STEP rows at a time
+  constexpr int CHUNKS = TILE_COLUMNS / 8, STEP = floor_power_of_two(THREADS / CHUNKS);  // rows that are copied at a time
   const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
   source += first * row_stride + 8 * chunk;
 #pragma unroll
-  for (int row = first; row < first + ROWS; row += STEP) {
-    if ((THREADS % CHUNKS == 0 || first < STEP) && (ROWS % STEP == 0 || row < ROWS))
-      cp_async_16(shared_address(tile.at(row, chunk)), source, row < rows && 8 * chunk < COLUMNS);
+  for (int step = 0; step < ROWS; step += STEP) {
+    const int row = first + step;
+    if ((THREADS == STEP * CHUNKS || first < STEP) && (ROWS % STEP == 0 || row < ROWS)) {
+      const u32 place = shared_address(tile.at(first + step % 8, chunk)) + (step - step % 8) * 2 * TILE_COLUMNS;
+      cp_async_16(place, source, row < rows && 8 * chunk < COLUMNS);
+    }
     source += STEP * row_stride;
   }
 }
@@ -114,12 +122,12 @@ DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The offset follows the maximum only when left behind by this power of two: O is rescaled seldom, and P <= 2^8 loses nothing.
+// The offset follows the maximum only when left behind by this power of two: O is rescaled seldom, P stays below 2^8.
 constexpr float OFFSET_SLACK = 8.f;
 
-// Two rows of a 16-row block of S in one thread: accumulator elements 0 and 1 belong to row 0, elements 2 and 3 to row 1.
+// Two rows of a 16-row block of S in one thread: accumulator elements 0 and 1 are of row 0, elements 2 and 3 of row 1.
 struct OnlineSoftmax {
-  float offset[2] = {MINUS_INFINITY, MINUS_INFINITY};  // close to the row's maximum so far, scaled; -inf: nothing visible yet
+  float offset[2] = {MINUS_INFINITY, MINUS_INFINITY};  // close to the row's maximum so far, scaled; -inf: nothing seen
   float sum[2] = {0.f, 0.f};                           // over this thread's columns
 
   // S becomes P = 2^(scale * S - offset); the sums and O follow the offsets.
@@ -154,11 +162,11 @@ struct OnlineSoftmax {
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
 
 // ---------------------------------------------------------------- plan
-constexpr int TILE_Q = 128, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
+constexpr int TILE_Q = 128, TILE_KV = 32;  // rows of q and o, and of k and v, in a tile
 constexpr int HEAD_DIM = 128, V_HEAD_DIM = 128;  // columns of q and k, and of v and o
-constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // the same in a tile: whole steps of 16
-constexpr int STAGES = 2;  // tiles of k and v in shared memory
-constexpr int WARPS = 8, THREADS = 32 * WARPS, BLOCKS_PER_SM = 1;
+constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // in a tile: steps of 16
+constexpr int STAGES = 2;  // tiles of k and of v in shared memory
+constexpr int WARPS = 4, THREADS = 32 * WARPS, BLOCKS_PER_SM = 2;
 constexpr int WARP_ROWS = TILE_Q / WARPS, M = WARP_ROWS / 16;  // rows of a warp, in blocks of 16
 
 typedef u16 bf16;
@@ -206,7 +214,7 @@ struct Shared {
   KTile k[STAGES];
   VTile v[STAGES];
 };
-static_assert(sizeof(Shared) == 163840, "what the plan counted");
+static_assert(sizeof(Shared) == 65536, "what the plan counted");
 
 struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped to the problem
 
@@ -223,7 +231,7 @@ DEVICE int last_tile_of_run(int tile, int k_first, int k_last, const Params& p) 
   return k_first <= k_last && k_first / TILE_KV <= tile ? tile : -1;
 }
 
-// The last tile of keys, not above `tile`, in which a query of these rows sees any; -1: there is none.
+// The last tile of keys, not above `tile`, that one of these queries sees a part of; -1: there is none.
 DEVICE int previous_tile(int tile, const Rows& rows, const Params& p) {
   int found = last_tile_of_run(tile, rows.q_first - p.param_reach, rows.q_last + bounded(p.param_reach), p);
   found = max(found, last_tile_of_run(tile, 0, bounded(p.param_global_tokens - 1), p));
@@ -233,18 +241,22 @@ DEVICE int previous_tile(int tile, const Rows& rows, const Params& p) {
 
 DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
   const int k_first = kv_tile * TILE_KV, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
-  const bool hidden = (rows.q_last >= p.param_global_tokens && k_last >= p.param_global_tokens && rows.q_last - max(k_first, bounded(p.param_global_tokens)) > p.param_reach) || (rows.q_last >= p.param_global_tokens && k_last >= p.param_global_tokens && max(rows.q_first, bounded(p.param_global_tokens)) - k_last < -p.param_reach);
+  const bool hidden = (rows.q_last >= p.param_global_tokens && k_last >= p.param_global_tokens &&
+      rows.q_last - max(k_first, bounded(p.param_global_tokens)) > p.param_reach) ||
+      (rows.q_last >= p.param_global_tokens && k_last >= p.param_global_tokens &&
+      max(rows.q_first, bounded(p.param_global_tokens)) - k_last < -p.param_reach);
   return hidden ? PARTIAL : FULL;
 }
 
 // ---------------------------------------------------------------- schedule
-struct Step { int tile; bool partial; };  // a tile of keys, and whether the mask hides some of it; negative: none is left
+struct Step { int tile; bool partial; };  // a tile of keys (negative: none is left), and whether it is to be masked
 
 // The tile to visit after `tile`: from the last key to the first, without those in which nothing is visible.
 DEVICE Step next_step(int tile, const Rows& rows, const Params& p) {
   tile = previous_tile(tile - 1, rows, p);
   return {tile, classify(rows, tile, p) == PARTIAL};
 }
+
 // Late queries first: under a causal mask they see most.  Heads that share keys and values are neighbours.
 DEVICE Rows rows_of_block(const Params& p) {
   const int block = blockIdx.x, head = block / p.q_tiles, q_first = (p.q_tiles - 1 - block % p.q_tiles) * TILE_Q;
@@ -300,7 +312,10 @@ DEVICE void multiply_pv(O& o, const S& p, VTile& v) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) a[m][i] = cvt_bf16x2(p[m][2 * n + i / 2][i % 2 * 2], p[m][2 * n + i / 2][i % 2 * 2 + 1]);
+      for (int i = 0; i < 4; i++) {
+        const float (&pair)[4] = p[m][2 * n + i / 2];
+        a[m][i] = cvt_bf16x2(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+      }
 #pragma unroll
     for (int j = 0; j < V_COLUMNS / 16; j++) {
       u32 b[4];
@@ -357,7 +372,8 @@ DEVICE void store(Shared& shared, O& o, const OnlineSoftmax (&softmax)[M], const
       const int row = first_row + 16 * m + 8 * r + lane / 4;
       const float sum = quad_sum(softmax[m].sum[r]);
       factor[r] = sum == 0.f ? 0.f : 1.f / sum;
-      if (lane % 4 == 0 && row < tile_rows) lse[row] = sum == 0.f ? MINUS_INFINITY : (softmax[m].offset[r] + lg2(sum)) * LN2;
+      if (lane % 4 == 0 && row < tile_rows)
+        lse[row] = sum == 0.f ? MINUS_INFINITY : (softmax[m].offset[r] + lg2(sum)) * LN2;
     }
     scale_rows(o[m], factor);
 #pragma unroll
@@ -373,12 +389,14 @@ DEVICE void store(Shared& shared, O& o, const OnlineSoftmax (&softmax)[M], const
 #pragma unroll
   for (int first = 0; first < WARP_ROWS * OTile::CHUNKS; first += 32) {
     const int row = first_row + (first + lane) / OTile::CHUNKS, chunk = (first + lane) % OTile::CHUNKS;
-    if (row < tile_rows && 8 * chunk < V_HEAD_DIM) *(uint4*)(out + row * p.o_row + 8 * chunk) = *(uint4*)shared.o.at(row, chunk);
+    if (row < tile_rows && 8 * chunk < V_HEAD_DIM)
+      *(Chunk*)(out + row * p.o_row + 8 * chunk) = *(Chunk*)shared.o.at(row, chunk);
   }
 }
 
 // ---------------------------------------------------------------- kernel: FlashAttention-2 (Dao 2023), Algorithm 1
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_forward(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+attention_forward(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
   const Rows rows = rows_of_block(p);
