@@ -8,7 +8,8 @@ from functools import lru_cache
 
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.codegen import device, params
-from flashgen.codegen.seam import Seam, seam, transposed
+from flashgen.codegen.backward import sized, transposed
+from flashgen.codegen.seam import Seam, seam
 from flashgen.planning.plan import KernelPlan
 from flashgen.resources import folder
 
@@ -44,7 +45,8 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "cvt": f"cvt_{ptx_type}x2",
     }
     if plan.backward is not None:
-        context["transposed"] = transposed(facts)
+        context["transposed"] = transposed(facts, plan.gradients)
+        context["gradients"] = [sized(t) for t in plan.variant.tensors if t.name in plan.gradients]
     # The kernel says which device functions it uses; then it is put together with them.
     return template.render(context, device=device.used_by(template.render(context, device="")))
 

@@ -126,19 +126,6 @@ def seam(facts: Facts) -> Seam:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transposed:
-    """What a backward kernel asks beyond: the runs of queries that see a tile of keys, None without a mask."""
-
-    runs: Decision | None
-
-
-def transposed(facts: Facts) -> Transposed:
-    """The backward's part of the seam."""
-    masked = facts.variant.mask is not None and bool(facts.hidden)
-    return Transposed(runs=Decider(facts).query_runs() if masked else None)
-
-
 def _formula(mask: Node | None, score: Node | None) -> tuple[tuple[str, str], ...]:
     roots = [(kind, root) for kind, root in (("visible", mask), ("score", score)) if root is not None]
     texts = [(kind, str(Formula().inline(root))) for kind, root in roots]
