@@ -196,7 +196,7 @@ def _execute(block: Block, bundle: Bundle) -> None:
 
 
 def _fork(block: Block, bundle: Bundle, end: Fork, V: list) -> None:
-    taken = ~V[end.slot] if end.negated else V[end.slot]
+    taken = ~V[end.slot] if end.negated else V[end.slot].copy()  # it becomes a mask: the register may change
     m = bundle.mask
     if m is True:
         if taken.all():
@@ -216,7 +216,7 @@ def _fork(block: Block, bundle: Bundle, end: Fork, V: list) -> None:
             return
     other = _cut(bundle, stay)
     other.pc = end.other
-    bundle.a, bundle.b, bundle.mask = _trim(bundle.a, np.ascontiguousarray(taken))
+    bundle.a, bundle.b, bundle.mask = _trim(bundle.a, taken)
     bundle.pc = end.target
     block.bundles.append(other)
 

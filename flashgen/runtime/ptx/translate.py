@@ -81,9 +81,9 @@ class Program:
 
 def _guarded(run: Closure, slot: int, negated: bool) -> Closure:
     def guarded(V: Slots, m: Mask) -> None:
-        p = ~V[slot] if negated else V[slot]
+        p = ~V[slot] if negated else V[slot].copy()  # the instruction may write its own guard
         if m is not True:
-            p = p & m
+            p &= m
         if p.any():
             run(V, True if p.all() else p)
 
