@@ -291,3 +291,19 @@ def test_a_flipped_score_computes_the_same_from_minus_s():
     flipped = causal.with_flipped_score()
     assert np.array_equal(value(flipped, -s), s) and flipped.mask is causal.mask
     assert flipped.name == "causal" and flipped.parents == (causal,)
+
+
+def test_equal_declarations_keep_the_example_of_their_own_spec():
+    def declared(example):
+        doc = fg.tensor("doc", dims=("batch", "kv"), dtype="int32", sorted=True, example=example)
+        return fg.variant(lambda b, h, q, k: doc[b, q] == doc[b, k])
+
+    def first(problem, rng): ...
+    def second(problem, rng): ...
+
+    none, one, two = declared(None), declared(first), declared(second)
+    assert none == one == two  # what they compute is the same
+    assert [v.tensors[0].example for v in (none, one, two)] == [None, first, second]
+    shifted = two.score(lambda s, b, h, q, k: s + 1.0)
+    assert (shifted & fg.variant(lambda b, h, q, k: k <= q)).tensors[0].example is second
+    assert shifted.bind().tensors[0].example is second

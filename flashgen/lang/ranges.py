@@ -301,7 +301,7 @@ def bit_and(a: Range, b: Range) -> Range:
     hi = np.where(a.lo >= 0, np.minimum(result.hi, a.hi), result.hi)
     hi = np.where(b.lo >= 0, np.minimum(hi, b.hi), hi)
     lo = np.where((a.lo >= 0) | (b.lo >= 0), np.maximum(result.lo, 0), result.lo)
-    return ints(lo, hi)
+    return _no_wider(lo, hi, a, b)
 
 
 def bit_or(a: Range, b: Range) -> Range:
@@ -311,7 +311,8 @@ def bit_or(a: Range, b: Range) -> Range:
 def bit_xor(a: Range, b: Range) -> Range:
     ones = (_ones(a) & _zeros(b)) | (_zeros(a) & _ones(b))
     zeros = (_ones(a) & _ones(b)) | (_zeros(a) & _zeros(b))
-    return _from_bits(ones, ~zeros)
+    result = _from_bits(ones, ~zeros)
+    return _no_wider(result.lo, result.hi, a, b)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -445,10 +446,26 @@ def _join(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> tuple[np.nd
 
 def _varying(a: Range) -> np.ndarray:
     """Mask of the low bits that are not common to every value of the range."""
-    x = (a.lo ^ a.hi).astype(np.uint64)
+    return _smeared(a.lo ^ a.hi)
+
+
+def _smeared(x: np.ndarray) -> np.ndarray:
+    """Every bit from the highest one of x down."""
+    x = x.astype(np.uint64)
     for shift in (1, 2, 4, 8, 16, 32):
         x = x | (x >> np.uint64(shift))
     return x.astype(np.int64)
+
+
+def _no_wider(lo: np.ndarray, hi: np.ndarray, a: Range, b: Range) -> Range:
+    """lo .. hi cut to what the magnitude bits of a and b can reach: a bit operation needs no more than they have."""
+    used = _smeared(_magnitude(a.lo) | _magnitude(a.hi) | _magnitude(b.lo) | _magnitude(b.hi))
+    return ints(np.maximum(lo, ~used), np.minimum(hi, used))
+
+
+def _magnitude(x: np.ndarray) -> np.ndarray:
+    """The bits of x that differ from its sign."""
+    return x ^ (x >> 63)
 
 
 def _ones(a: Range) -> np.ndarray:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import keyword
 from collections.abc import Callable
+from contextvars import ContextVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -264,8 +266,8 @@ class Captured:
             raise _refuse(f"tensor {name!r} has {rank} dimension{'s' * (rank != 1)} and got {len(indices)} indices")
         if len(indices) < rank:
             return Captured(self.tensor, indices, self.where)
-        where = source.caller()
-        return Expr(node("load", TENSOR_DTYPES[self.tensor.dtype], indices, self.tensor, where))
+        self._is_read()
+        return Expr(node("load", TENSOR_DTYPES[self.tensor.dtype], indices, self.tensor, source.caller()))
 
     def size(self, dim: int) -> Expr:
         """The length of a dimension, at run time."""
@@ -276,7 +278,13 @@ class Captured:
         length = self.tensor.dims[dim]
         if isinstance(length, int):
             return Expr(const(length))
+        self._is_read()
         return Expr(node("size", DType.INT32, (), (self.tensor, dim), source.caller()))
+
+    def _is_read(self) -> None:
+        examples = _examples.get()
+        if examples is not None and self.tensor.example is not None:
+            examples[self.tensor.name] = self.tensor.example
 
     def _index(self, index: object) -> Node:
         name = self.tensor.name
@@ -564,11 +572,24 @@ def _dtype_name(dtype: object) -> str:
 # Tracing
 
 
-def trace_mask(function: Callable) -> Node | None:
+class Traced(NamedTuple):
+    """An expression, and the examples of the captured tensors it reads.
+
+    Equal expressions are one node, however their tensors' examples differ, so the examples travel beside the nodes.
+    """
+
+    node: Node | None
+    examples: dict[str, Callable]
+
+
+_examples: ContextVar[dict[str, Callable] | None] = ContextVar("examples", default=None)
+
+
+def trace_mask(function: Callable) -> Traced:
     """The mask that `function(b, h, q, k)` computes; None where it always holds."""
-    result = _call(function, "mask", "b h q k")
+    result, examples = _call(function, "mask", "b h q k")
     if isinstance(result, (bool, np.bool_)):
-        return None if result else const(False)
+        return Traced(None if result else const(False), examples)
     if not isinstance(result, Expr):
         raise SpecError(f"the mask {_title(function)} returned {_kind(result)}{_MASK_CURE}", where=_defined(function))
     if result.node.dtype is not DType.BOOL:
@@ -576,12 +597,12 @@ def trace_mask(function: Callable) -> Node | None:
             f"the mask {_title(function)} returned {result.node.dtype.value}: compare it, as in x != 0",
             where=_defined(function),
         )
-    return None if result.node is const(True) else result.node
+    return Traced(None if result.node is const(True) else result.node, examples)
 
 
-def trace_score(function: Callable, incoming: Node | None = None) -> Node:
+def trace_score(function: Callable, incoming: Node | None = None) -> Traced:
     """The score that `function(s, b, h, q, k)` computes from `incoming` (None: s itself)."""
-    result = _call(function, "score", "s b h q k", incoming)
+    result, examples = _call(function, "score", "s b h q k", incoming)
     if not isinstance(result, (Expr, int, float, np.integer, np.floating)) or isinstance(result, bool):
         raise SpecError(
             f"the score function {_title(function)} returned {_kind(result)}; return the new score, as in s + 1.0",
@@ -594,7 +615,7 @@ def trace_score(function: Callable, incoming: Node | None = None) -> Node:
             " or write fg.where(condition, s, -math.inf)",
             where=_defined(function),
         )
-    return ops.cast(value, DType.FLOAT32)
+    return Traced(ops.cast(value, DType.FLOAT32), examples)
 
 
 SCORE = node("score", DType.FLOAT32)
@@ -603,7 +624,9 @@ _MASK_CURE = ": return a condition, as in `return k <= q`"
 _INDICES = {name: node("index", DType.INT32, (), name) for name in "bhqk"}
 
 
-def _call(function: Callable, kind: str, arguments: str, incoming: Node | None = None) -> object:
+def _call(
+    function: Callable, kind: str, arguments: str, incoming: Node | None = None
+) -> tuple[object, dict[str, Callable]]:
     import inspect
 
     if not callable(function):
@@ -618,12 +641,15 @@ def _call(function: Callable, kind: str, arguments: str, incoming: Node | None =
             where=_defined(function),
         ) from None
     proxies = [Expr((incoming or SCORE) if name == "s" else _INDICES[name]) for name in names]
+    token = _examples.set({})
     try:
-        return function(*proxies)
+        return function(*proxies), _examples.get()
     except SpecError:
         raise
     except Exception as error:
         raise source.as_spec_error(error) from error
+    finally:
+        _examples.reset(token)
 
 
 def _title(function: Callable) -> str:

@@ -39,6 +39,7 @@ class Variant:
     mask        bool expression of b, h, q, k; a pair is visible where it holds; None: everywhere
     score_node  float32 expression of s, b, h, q, k; None: s itself (`score` is the decorator that sets it)
     head_dims, dtypes  what is emitted ahead; a call outside them works unless `only`
+    examples    what makes data for a captured tensor, by its name
     parents     the variants that this one was built from
     where       the line that made it
     file        the file whose top level was running then
@@ -52,6 +53,7 @@ class Variant:
     dtypes: tuple[str, ...] = DTYPES
     only: bool = False
     pins: Pins = field(default_factory=Pins)
+    examples: Mapping[str, Callable] = field(default_factory=dict, compare=False, repr=False)
     parents: tuple[Variant, ...] = field(default=(), compare=False, repr=False)
     where: SourceLine | None = field(default=None, compare=False, repr=False)
     file: str | None = field(default=None, compare=False, repr=False)
@@ -66,7 +68,8 @@ class Variant:
         """Decorate a mask function: a variant like this one with that mask."""
         if self.mask is not None:
             raise self._refused(f"variant {self.name!r} has a mask already; combine masks with & or |")
-        return self._made(**self._described_by(mask), mask=trace.trace_mask(mask))
+        traced = trace.trace_mask(mask)
+        return self._made(**self._described_by(mask), mask=traced.node, examples=self.examples | traced.examples)
 
     def score(self, function: Callable) -> Variant:
         """Decorate a score function (s, b, h, q, k): a variant like this one with that score."""
@@ -74,14 +77,18 @@ class Variant:
             raise self._refused(
                 f"variant {self.name!r} has a score function already; `.then(f)` applies another one after it"
             )
-        return self._made(**self._described_by(function), score_node=trace.trace_score(function))
+        traced = trace.trace_score(function)
+        return self._made(
+            **self._described_by(function), score_node=traced.node, examples=self.examples | traced.examples
+        )
 
     def then(self, after: Callable | Variant) -> Variant:
         """Apply another score function to this variant's score; a variant brings its mask along, joined by &."""
         if isinstance(after, Variant):
             joined = self._joined(after, "then", _both(self.mask, after.mask))
             return replace(joined, score_node=_compose(self.score_node, after.score_node))
-        return self._made(score_node=trace.trace_score(after, self.score_node))
+        traced = trace.trace_score(after, self.score_node)
+        return self._made(score_node=traced.node, examples=self.examples | traced.examples)
 
     def __and__(self, other: Variant) -> Variant:
         if not isinstance(other, Variant):
@@ -125,7 +132,7 @@ class Variant:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self._symbols(Tensor)
+        return tuple(replace(t, example=self.examples.get(t.name)) for t in self._symbols(Tensor))
 
     def uses(self, symbol: str) -> bool:
         """Whether mask or score reads b, h, q, k, s, a problem size, or a declared name."""
@@ -230,6 +237,7 @@ class Variant:
             dtypes=self._merged(other, "dtypes", DTYPES),
             only=self.only or other.only,
             pins=Pins(**{name: self._pin(other, name) for name in Pins.__dataclass_fields__}),
+            examples=other.examples | self.examples,
             parents=(self, other),
             where=source.caller(),
             file=source.running_file(),
@@ -296,15 +304,19 @@ def variant(
             )
     described = mask or score
     own_name, own_doc = _described(described, "", "") if described else ("", "")
+    nothing = trace.Traced(None, {})
+    traced_mask = nothing if mask is None else trace.trace_mask(mask)
+    traced_score = nothing if score is None else trace.trace_score(score)
     return Variant(
         name=name or own_name or FULL,
         doc=doc if doc is not None else own_doc,
-        mask=None if mask is None else trace.trace_mask(mask),
-        score_node=None if score is None else trace.trace_score(score),
+        mask=traced_mask.node,
+        score_node=traced_score.node,
         head_dims=_head_dims(head_dims, where),
         dtypes=_dtypes(dtypes, where),
         only=_only(only, head_dims, dtypes, where),
         pins=_pins(pins, where),
+        examples=traced_mask.examples | traced_score.examples,
         where=where,
         file=source.running_file(),
     )

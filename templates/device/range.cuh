@@ -105,11 +105,21 @@ template <typename T> DEVICE Range<T> range_mod(Range<T> a, Range<T> b) {
   return b.lo > 0 ? range_mod_positive(a, b) : range_neg(range_mod_positive(range_neg(a), range_neg(b)));
 }
 
-// The low bits in which values of the range differ.
-DEVICE int differing_bits(Range<int> a) { return a.lo == a.hi ? 0 : int(0xffffffffu >> __clz(a.lo ^ a.hi)); }
+// Every bit from the highest one of x down.
+DEVICE int smeared(int x) { return x == 0 ? 0 : int(0xffffffffu >> __clz(x)); }
 
-DEVICE i64 differing_bits(Range<i64> a) {
-  return a.lo == a.hi ? 0 : i64(0xffffffffffffffffull >> __clzll(a.lo ^ a.hi));
+DEVICE i64 smeared(i64 x) { return x == 0 ? 0 : i64(0xffffffffffffffffull >> __clzll(x)); }
+
+// The low bits in which values of the range differ.
+template <typename T> DEVICE T differing_bits(Range<T> a) { return smeared(a.lo ^ a.hi); }
+
+// The bits of x that differ from its sign.
+template <typename T> DEVICE T magnitude_bits(T x) { return x ^ (x >> (8 * sizeof(T) - 1)); }
+
+// `found` cut to what the magnitude bits of a and b can reach: a bit operation needs no more than they have.
+template <typename T> DEVICE Range<T> range_no_wider(Range<T> found, Range<T> a, Range<T> b) {
+  const T used = smeared(magnitude_bits(a.lo) | magnitude_bits(a.hi) | magnitude_bits(b.lo) | magnitude_bits(b.hi));
+  return {max(found.lo, ~used), min(found.hi, used)};
 }
 
 // Values with all bits of `ones` and none outside `allowed`; a sign that varies reaches both ways.
@@ -126,7 +136,7 @@ template <typename T> DEVICE Range<T> range_bit_and(Range<T> a, Range<T> b) {
   if (a.lo >= 0) found.hi = min(found.hi, a.hi);
   if (b.lo >= 0) found.hi = min(found.hi, b.hi);
   if (a.lo >= 0 || b.lo >= 0) found.lo = max(found.lo, T(0));
-  return found;
+  return range_no_wider(found, a, b);
 }
 
 template <typename T> DEVICE Range<T> range_bit_or(Range<T> a, Range<T> b) {
@@ -135,7 +145,7 @@ template <typename T> DEVICE Range<T> range_bit_or(Range<T> a, Range<T> b) {
 
 template <typename T> DEVICE Range<T> range_bit_xor(Range<T> a, Range<T> b) {
   const T vary = differing_bits(a) | differing_bits(b), differ = a.lo ^ b.lo;
-  return range_of_bits(differ & ~vary, differ | vary);
+  return range_no_wider(range_of_bits(differ & ~vary, differ | vary), a, b);
 }
 
 // An index clamped into a dimension.
