@@ -180,3 +180,9 @@ def test_head_dims_in_steps_of_eight_compile(head_dims, dtype):
     text = emit(plan_of(variant, dtype=dtype, head_dim=head_dims[0], v_head_dim=head_dims[1]))
     assert f"HEAD_DIM = {head_dims[0]}, V_HEAD_DIM = {head_dims[1]};" in text
     assert nvrtc.compile(text, "sm_80").resources.spills == 0
+
+
+def test_resources_are_found_or_the_error_says_where_they_were_sought():
+    assert (folder("templates") / "ampere" / "forward.cu.j2").is_file()
+    with pytest.raises(FileNotFoundError, match=r"flashgen's nothing are in none of .*nothing"):
+        folder("nothing")

@@ -24,6 +24,7 @@ constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 // Division that rounds down, and its remainder, which has the sign of the divisor.
 template <typename T> DEVICE T floor_div(T a, T b) {
@@ -409,7 +410,7 @@ DEVICE void store(Shared& shared, O& o, const OnlineSoftmax (&softmax)[M], const
     for (int r = 0; r < 2; r++) {
       const int row = first_row + 16 * m + 8 * r + lane / 4;
       const float sum = quad_sum(softmax[m].sum[r]);
-      factor[r] = sum == 0.f ? 0.f : 1.f / sum;
+      factor[r] = sum == 0.f ? 0.f : rcp(sum);
       if (lane % 4 == 0 && row < tile_rows)
         lse[row] = sum == 0.f ? MINUS_INFINITY : (softmax[m].offset[r] + lg2(sum)) * LN2;
     }

@@ -385,7 +385,7 @@ DEVICE void store(Shared& shared, O& o, const OnlineSoftmax (&softmax)[M], const
     for (int r = 0; r < 2; r++) {
       const int row = first_row + 16 * m + 8 * r + lane / 4;
       const float sum = quad_sum(softmax[m].sum[r]);
-      factor[r] = sum == 0.f ? 0.f : 1.f / sum;
+      factor[r] = sum == 0.f ? 0.f : rcp(sum);
       if (lane % 4 == 0 && row < tile_rows)
         lse[row] = sum == 0.f ? MINUS_INFINITY : (softmax[m].offset[r] + lg2(sum)) * LN2;
     }
