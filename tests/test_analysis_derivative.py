@@ -1,5 +1,7 @@
 """Derivatives of score functions: against finite differences in float64, against SymPy, and at torch's subgradients."""
 
+import math
+
 import numpy as np
 import pytest
 import sympy
@@ -127,6 +129,8 @@ def test_a_branch_that_is_not_taken_adds_nothing():
     place = PLACE | {"k": 10}
     found = evaluate(derive(masked), **place, s=np.zeros(1), sizes={}, params={}, tensors={}, float_dtype=np.float64)
     assert found.tolist() == [0.0]
+    far = score(lambda s, b, h, q, k: fg.where(s > 0.0, s, s * math.inf - s * math.inf - fg.sqrt(s)))
+    assert slope(far, np.array([4.0])).tolist() == [1.0]
 
 
 def test_what_does_not_depend_on_the_score_has_no_derivative():

@@ -36,8 +36,7 @@ def derive(root: Node, wrt: Node = SCORE) -> Node | None:
             if partial is None or operand not in depends:
                 continue
             flow = _times(adjoints[n], partial)
-            known = adjoints.get(operand, _ZERO)
-            adjoints[operand] = flow if known is _ZERO else known if flow is _ZERO else apply("add", known, flow)
+            adjoints[operand] = _plus(adjoints.get(operand, _ZERO), flow)
     return adjoints.get(wrt)
 
 
@@ -56,17 +55,28 @@ def differentiable(root: Node | None) -> tuple[str, ...]:
 
 def _times(flow: Node, partial: Node) -> Node:
     """The chain rule's product; a choice with a 0 stays a choice, so that nothing is multiplied into it."""
-    for a, b in ((flow, partial), (partial, flow)):
-        if a.op == "const":
-            if a.attr == 0:
-                return _ZERO
-            if abs(a.attr) == 1:
-                return b if a.attr == 1 else apply("neg", b)
-    for a, b in ((flow, partial), (partial, flow)):
+    pairs = ((flow, partial), (partial, flow))
+    for a, b in pairs:
+        if a.op == "const" and a.attr in (0, 1):
+            return b if a.attr else _ZERO
+    for a, b in pairs:
         if _chooses_zero(a):
             condition, chosen, otherwise = a.operands
             return _choice(condition, _times(chosen, b), _times(otherwise, b))
+    for a, b in pairs:
+        if a.op == "const" and a.attr == -1:
+            return apply("neg", b)
     return apply("mul", flow, partial)
+
+
+def _plus(known: Node, flow: Node) -> Node:
+    """The sum of two flows; of choices by one condition, with a 0, a choice too."""
+    if _ZERO in (known, flow):
+        return flow if known is _ZERO else known
+    if _chooses_zero(known) and _chooses_zero(flow) and known.operands[0] is flow.operands[0]:
+        condition, *chosen = known.operands
+        return _choice(condition, *(_plus(a, b) for a, b in zip(chosen, flow.operands[1:], strict=True)))
+    return apply("add", known, flow)
 
 
 def _choice(condition: Node, chosen: Node, otherwise: Node) -> Node:
