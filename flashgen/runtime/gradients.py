@@ -70,7 +70,7 @@ def reference_gradients(
             if dlse is not None:
                 loss = loss + (torch.log(total) * block.rows_of(dlse).double()).sum()
             loss.backward()
-            block.rows_of(dq).copy_(rows.grad)
+            block.rows_of(dq).copy_(_grad(rows))
     captured = {name: evaluator.tensors[name] for name in names}
     return Gradients(dq, *(_grad(x) for x in (k, v)), {name: _grad(x) for name, x in captured.items()})
 

@@ -127,7 +127,12 @@ class _Rows:
         return o * o.dtype.type(factor), self.m + np.log(self.l)
 
 
-class _Walk:
+class Tiles:
+    """What both passes do with a tile: query heads beside the key/value head they share, positions, mask and scores.
+
+    q is [batch, kv_heads, group, length, dim], k and v [batch, kv_heads, 1, length, dim].
+    """
+
     def __init__(
         self,
         plan: KernelPlan,
@@ -149,95 +154,56 @@ class _Walk:
         self.batch, self.kv_heads = sizes["batch"], sizes["kv_heads"]
         self.group = sizes["heads"] // max(self.kv_heads, 1)
         self.q_len, self.kv_len = sizes["q_len"], sizes["kv_len"]
-        # Query heads beside the key/value head they share: [batch, kv_heads, group, length, dim].
-        self.q = q.reshape(self.batch, self.kv_heads, self.group, self.q_len, q.shape[-1])
+        self.q = self.grouped(q)
         self.k, self.v = k[:, :, None], v[:, :, None]
-        self.traffic = Traffic()
 
-    def run(self) -> Walked:
-        sizes, dim = self.case.sizes, self.v.shape[-1]
-        o = np.zeros((*self.q.shape[:-1], dim), self.precision)
-        lse = np.full(self.q.shape[:-1], -np.inf, self.precision)
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            for at, rows, schedule in self._q_tiles():
-                running = _Rows(self.q[*at, rows].astype(self.precision, copy=False), dim)
-                self._walk_row(at, rows, schedule, running)
-                o[*at, rows], lse[*at, rows] = running.finish(1.0 if self.dropout is None else self.dropout.scale)
-                self._wrote(o[*at, rows], lse[*at, rows])
-        self._read_captured()
-        shape = (self.batch, sizes["heads"], self.q_len)
-        return Walked(o.reshape(*shape, dim), lse.reshape(shape), self.traffic)
+    def grouped(self, x: np.ndarray) -> np.ndarray:
+        """[batch, heads, ...] with the query heads of a key/value head on an axis of their own."""
+        return x.reshape(self.batch, self.kv_heads, self.group, *x.shape[2:])
 
-    def count(self) -> Traffic:
-        o = np.broadcast_to(np.zeros((), self.precision), (*self.q.shape[:-1], self.v.shape[-1]))
-        for at, rows, schedule in self._q_tiles():
-            self._walk_row(at, rows, schedule, None)
-            self._wrote(o[*at, rows], o[*at, rows, 0])
-        self._read_captured()
-        return self.traffic
-
-    def _q_tiles(self) -> Iterator[tuple[tuple[slice, slice, slice], slice, list[tuple[int, int]]]]:
-        """Each Q tile's batches and heads, rows and KV schedule; those that share a schedule are walked together."""
-        tile, everything = self.plan.tile, slice(None)
+    def places(self) -> Iterator[tuple[int | None, int | None]]:
+        """The batch and the query head of each schedule; None: all share it and are walked together."""
         if 0 in (self.batch, self.kv_heads, self.group):
             return
-        for first in range(0, self.q_len, tile.q):
-            for b in range(self.batch) if self.facts.uses_batch else (None,):
-                for h in range(self.kv_heads * self.group) if self.facts.uses_head else (None,):
-                    on_batch = everything if b is None else slice(b, b + 1)
-                    on_heads = (everything, everything)
-                    if h is not None:
-                        kv_head, member = divmod(h, self.group)
-                        on_heads = slice(kv_head, kv_head + 1), slice(member, member + 1)
-                    schedule = tiles.schedule(self.facts, self.case, tile, first // tile.q, b or 0, h or 0)
-                    yield (on_batch, *on_heads), slice(first, min(first + tile.q, self.q_len)), schedule
+        for b in range(self.batch) if self.facts.uses_batch else (None,):
+            for h in range(self.kv_heads * self.group) if self.facts.uses_head else (None,):
+                yield b, h
 
-    def _walk_row(
-        self, at: tuple[slice, slice, slice], rows: slice, schedule: list[tuple[int, int]], running: _Rows | None
-    ) -> None:
-        """One Q tile over its KV tiles; without `running` only counted."""
-        tile, traffic, q = self.plan.tile, self.traffic, self.q[*at, rows]
-        walks = math.prod(q.shape[:3])
-        kv_tiles = -(-self.kv_len // tile.kv)
-        traffic.total += walks * kv_tiles
-        traffic.empty += walks * (kv_tiles - len(schedule))
-        if schedule:  # a Q tile that sees nothing is not even loaded
-            self._read("q", q)
-        for kv_tile, tile_class in schedule:
-            keys = slice(kv_tile * tile.kv, min((kv_tile + 1) * tile.kv, self.kv_len))
-            # Every query head reads its own copy of the K and V tile that its group shares.
-            copies = q.shape[2]
-            k = self._read("k", self.k[at[0], at[1], :, keys], copies)
-            v = self._read("v", self.v[at[0], at[1], :, keys], copies)
-            pairs = walks * q.shape[3] * k.shape[3]
-            traffic.elements += pairs
-            symbols = self._symbols(at, rows, keys)
-            if tile_class == FULL:
-                traffic.full += walks
-                traffic.visible += pairs
-                keep = None
-            else:
-                traffic.partial += walks
-                # A mask's floats are float32 whatever the precision of the sums, as in a kernel.
-                keep = np.asarray(self._evaluate(self.variant.mask, np.float32, symbols), bool)
-                traffic.visible += int(np.broadcast_to(keep, (*q.shape[:4], k.shape[3])).sum())
-            if running is not None:
-                s = self._scores(q, k, symbols, keep)
-                kept = None
-                if self.dropout is not None:
-                    kept = philox.keep(self.dropout, **symbols, heads=self.kv_heads * self.group)
-                running.add(s if keep is None else np.where(keep, s, -np.inf), v, self.dtype, kept)
+    def at(self, b: int | None, h: int | None) -> tuple[slice, slice, slice]:
+        """Where a place lies in [batch, kv_heads, group]."""
+        on_batch, everything = slice(None) if b is None else slice(b, b + 1), slice(None)
+        if h is None:
+            return on_batch, everything, everything
+        kv_head, member = divmod(h, self.group)
+        return on_batch, slice(kv_head, kv_head + 1), slice(member, member + 1)
 
-    def _scores(
-        self, q: np.ndarray, k: np.ndarray, symbols: Mapping[str, np.ndarray], keep: np.ndarray | None
-    ) -> np.ndarray:
-        s = self.precision(self.scale) * (q @ k.swapaxes(-1, -2))
+    def keys(self, kv_tile: int) -> slice:
+        return slice(kv_tile * self.plan.tile.kv, min((kv_tile + 1) * self.plan.tile.kv, self.kv_len))
+
+    def rows(self, q_tile: int) -> slice:
+        return slice(q_tile * self.plan.tile.q, min((q_tile + 1) * self.plan.tile.q, self.q_len))
+
+    def visible(self, symbols: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The mask in a PARTIAL tile; its floats are float32 whatever the precision of the sums, as in a kernel."""
+        return np.asarray(self.evaluate(self.variant.mask, np.float32, symbols), bool)
+
+    def scores(
+        self, q: np.ndarray, k: np.ndarray, symbols: Mapping[str, np.ndarray], live: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """scale * q k^T, and what the score function makes of it."""
+        raw = self.precision(self.scale) * (q @ k.swapaxes(-1, -2))
         if self.variant.score_node is None:
-            return s
-        s = self._evaluate(self.variant.score_node, self.precision, {**symbols, "s": s}, live=keep)
-        return np.broadcast_to(np.asarray(s, self.precision), (*q.shape[:4], k.shape[3]))
+            return raw, raw
+        s = self.evaluate(self.variant.score_node, self.precision, {**symbols, "s": raw}, live=live)
+        return raw, np.broadcast_to(np.asarray(s, self.precision), raw.shape)
 
-    def _evaluate(
+    def kept(self, symbols: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """The pairs that dropout keeps."""
+        if self.dropout is None:
+            return None
+        return philox.keep(self.dropout, **symbols, heads=self.kv_heads * self.group)
+
+    def evaluate(
         self, root: Node, precision: type, symbols: Mapping[str, np.ndarray], live: np.ndarray | None = None
     ) -> np.ndarray:
         case = self.case
@@ -251,7 +217,7 @@ class _Walk:
             **symbols,
         )
 
-    def _symbols(self, at: tuple[slice, slice, slice], rows: slice, keys: slice) -> dict[str, np.ndarray]:
+    def symbols(self, at: tuple[slice, slice, slice], rows: slice, keys: slice) -> dict[str, np.ndarray]:
         """b, h, q and k of a tile, shaped to broadcast to [batch, kv_heads, group, rows, keys]."""
         heads = np.arange(self.kv_heads * self.group).reshape(self.kv_heads, self.group)
         return {
@@ -261,15 +227,80 @@ class _Walk:
             "k": np.arange(keys.start, keys.stop),
         }
 
+    def captured_bytes(self) -> int:
+        """Captured tensors count once: a kernel's repeated reads of them are left to the caches."""
+        return sum(self.case.tensors[t.name].size * STORED_BYTES[t.dtype] for t in self.variant.tensors)
+
+
+class _Walk(Tiles):
+    def __init__(self, *operands, **options) -> None:
+        super().__init__(*operands, **options)
+        self.traffic = Traffic()
+
+    def run(self) -> Walked:
+        sizes, dim = self.case.sizes, self.v.shape[-1]
+        o = np.zeros((*self.q.shape[:-1], dim), self.precision)
+        lse = np.full(self.q.shape[:-1], -np.inf, self.precision)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            for at, rows, schedule in self._q_tiles():
+                running = _Rows(self.q[*at, rows].astype(self.precision, copy=False), dim)
+                self._walk_row(at, rows, schedule, running)
+                o[*at, rows], lse[*at, rows] = running.finish(1.0 if self.dropout is None else self.dropout.scale)
+                self._wrote(o[*at, rows], lse[*at, rows])
+        self.traffic.captured += self.captured_bytes()
+        shape = (self.batch, sizes["heads"], self.q_len)
+        return Walked(o.reshape(*shape, dim), lse.reshape(shape), self.traffic)
+
+    def count(self) -> Traffic:
+        o = np.broadcast_to(np.zeros((), self.precision), (*self.q.shape[:-1], self.v.shape[-1]))
+        for at, rows, schedule in self._q_tiles():
+            self._walk_row(at, rows, schedule, None)
+            self._wrote(o[*at, rows], o[*at, rows, 0])
+        self.traffic.captured += self.captured_bytes()
+        return self.traffic
+
+    def _q_tiles(self) -> Iterator[tuple[tuple[slice, slice, slice], slice, list[tuple[int, int]]]]:
+        """Each Q tile's batches and heads, rows and KV schedule."""
+        for q_tile in range(-(-self.q_len // self.plan.tile.q)):
+            for b, h in self.places():
+                schedule = tiles.schedule(self.facts, self.case, self.plan.tile, q_tile, b or 0, h or 0)
+                yield self.at(b, h), self.rows(q_tile), schedule
+
+    def _walk_row(
+        self, at: tuple[slice, slice, slice], rows: slice, schedule: list[tuple[int, int]], running: _Rows | None
+    ) -> None:
+        """One Q tile over its KV tiles; without `running` only counted."""
+        tile, traffic, q = self.plan.tile, self.traffic, self.q[*at, rows]
+        walks = math.prod(q.shape[:3])
+        kv_tiles = -(-self.kv_len // tile.kv)
+        traffic.total += walks * kv_tiles
+        traffic.empty += walks * (kv_tiles - len(schedule))
+        if schedule:  # a Q tile that sees nothing is not even loaded
+            self._read("q", q)
+        for kv_tile, tile_class in schedule:
+            keys = self.keys(kv_tile)
+            # Every query head reads its own copy of the K and V tile that its group shares.
+            copies = q.shape[2]
+            k = self._read("k", self.k[at[0], at[1], :, keys], copies)
+            v = self._read("v", self.v[at[0], at[1], :, keys], copies)
+            pairs = walks * q.shape[3] * k.shape[3]
+            traffic.elements += pairs
+            symbols = self.symbols(at, rows, keys)
+            if tile_class == FULL:
+                traffic.full += walks
+                traffic.visible += pairs
+                keep = None
+            else:
+                traffic.partial += walks
+                keep = self.visible(symbols)
+                traffic.visible += int(np.broadcast_to(keep, (*q.shape[:4], k.shape[3])).sum())
+            if running is not None:
+                _, s = self.scores(q, k, symbols, keep)
+                running.add(s if keep is None else np.where(keep, s, -np.inf), v, self.dtype, self.kept(symbols))
+
     def _read(self, name: str, tile: np.ndarray, copies: int = 1) -> np.ndarray:
         setattr(self.traffic, name, getattr(self.traffic, name) + copies * tile.size * self.itemsize)
         return tile
-
-    def _read_captured(self) -> None:
-        """Captured tensors count once: a kernel's repeated reads of them are left to the caches."""
-        for tensor in self.variant.tensors:
-            array = self.case.tensors[tensor.name]
-            self.traffic.captured += array.size * STORED_BYTES[tensor.dtype]
 
     def _wrote(self, o: np.ndarray, lse: np.ndarray) -> None:
         self.traffic.o += o.size * self.itemsize
