@@ -14,7 +14,7 @@ from flashgen.lang.variant import Variant
 from flashgen.planning import arch as archs
 from flashgen.planning.ampere import ITEM, padded
 from flashgen.planning.arch import Arch
-from flashgen.planning.plan import Backward, KernelPlan, Part, Role, Tile
+from flashgen.planning.plan import Backward, ByQuery, KernelPlan, Part, Role, Tile
 from flashgen.planning.problem import Problem
 
 #: Threads of a block of the entries that work on rows or elements alone, and blocks of those over elements.
@@ -79,7 +79,7 @@ def plan(
         queries=c.queries,
         dq_q_warps=c.dq_q_warps,
         buffers=c.buffers,
-        adds_dq=not deterministic,
+        by_query=by_query(c, arch, d, dv) if deterministic else None,
         vector_atomics=arch.name in ("sm_90a", "sm_120"),
         one_barrier=c.buffers == 2 and (c.q_warps == 1 or c.stages == 3),
         row_threads=ROW_THREADS,
@@ -108,6 +108,22 @@ def plan(
     )
 
 
+def by_query(c: Candidate, arch: Arch, d: int, dv: int) -> ByQuery:
+    """The largest tile of queries whose shared memory fits, with the keys of a quarter or half of a tile at a time."""
+    keys = min(c.tile.kv, 64 if max(d, dv) <= 128 else 32)
+    for tile_q in (128, 64, 32):
+        parts = (
+            Part(name="q", amount=tile_q * d * ITEM),
+            Part(name="d_o", amount=tile_q * dv * ITEM),
+            Part(name="k", amount=2 * keys * d * ITEM),
+            Part(name="v", amount=2 * keys * dv * ITEM),
+        )
+        found = ByQuery(tile_q=tile_q, keys=keys, blocks_per_sm=1, smem=parts)
+        if found.smem_bytes <= arch.smem_per_block:
+            return found
+    raise AssertionError("a tile of 32 queries fits every architecture")
+
+
 def smem(c: Candidate, backward: Backward, d: int, dv: int) -> tuple[Part, ...]:
     """Bytes of shared memory of a block; `d` and `dv` are padded head dims."""
     scores = c.buffers * c.tile.q * c.tile.kv * ITEM
@@ -134,8 +150,16 @@ def launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
         Launch(entry="attention_backward_prepare", blocks=q_blocks, threads=rows, smem_bytes=0),
         Launch(entry="attention_backward", blocks=kv_blocks, threads=plan.threads, smem_bytes=plan.smem_bytes),
     ]
-    if plan.backward.adds_dq:
+    by_query = plan.backward.by_query
+    if by_query is None:
         entries.append(Launch(entry="attention_backward_finish", blocks=q_blocks, threads=rows, smem_bytes=0))
+    else:
+        blocks = -(-problem.q_len // by_query.tile_q) * problem.heads * problem.batch
+        entries.append(
+            Launch(
+                entry="attention_backward_dq", blocks=blocks, threads=by_query.threads, smem_bytes=by_query.smem_bytes
+            )
+        )
     if plan.gradients:
         over_elements = {"blocks": ELEMENT_BLOCKS, "threads": rows, "smem_bytes": 0}
         entries.insert(0, Launch(entry="attention_backward_clear", **over_elements))

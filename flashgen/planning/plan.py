@@ -50,6 +50,24 @@ class Specialized:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ByQuery:
+    """The entry of a deterministic backward that computes dq by itself: 16 queries a warp, walking keys as the forward."""
+
+    tile_q: int
+    keys: int  # at a time
+    blocks_per_sm: int
+    smem: tuple[Part, ...]
+
+    @property
+    def threads(self) -> int:
+        return 2 * self.tile_q
+
+    @property
+    def smem_bytes(self) -> int:
+        return sum(part.amount for part in self.smem)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
     """How the warps of a backward block divide a tile, and what they exchange through shared memory.
 
@@ -63,10 +81,15 @@ class Backward:
     queries: int  # of a warp at a time
     dq_q_warps: int
     buffers: int  # tiles of P and dS in shared memory; with two, no warp waits for the readers of the tile before
-    adds_dq: bool  # dq is added up in memory; else an entry of its own computes it
+    by_query: ByQuery | None  # None: dq is added up in memory
     vector_atomics: bool  # four floats an addition in memory
     one_barrier: bool  # a step, where nothing that a warp may still read is overwritten
     row_threads: int  # of a block of the entries that work on rows alone
+
+    @property
+    def adds_dq(self) -> bool:
+        """Whether dq is added up in memory."""
+        return self.by_query is None
 
     @property
     def shares_p(self) -> bool:

@@ -30,6 +30,6 @@ DEVICE float exact_value(const i64* sum) {
     digit[i] = i + 1 < EXACT_DIGITS ? carry & 0xffffffffll : carry;
     carry >>= 32;
   }
-  for (int i = EXACT_DIGITS - 1; i >= 0; i--) value = value * 4294967296. + double(digit[i]);
+  for (int i = EXACT_DIGITS - 1; i >= 0; i--) value = __dadd_rn(__dmul_rn(value, 4294967296.), double(digit[i]));
   return float(value * 0x1p-96);
 }
