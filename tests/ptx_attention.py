@@ -62,15 +62,20 @@ class Work:
 
 
 def plan_of(
-    variant: Variant, problem: Problem, pipeline: str, tile: tuple[int, int] | None = None, stages: int = 2
+    variant: Variant,
+    problem: Problem,
+    pipeline: str,
+    tile: tuple[int, int] | None = None,
+    stages: int = 2,
+    q_stages: int = 1,
 ) -> KernelPlan:
-    """The plan with this tile (by default that of TILES)."""
+    """The plan with this tile (by default that of TILES); `q_stages` of pipeline hopper."""
     p, (q, kv) = problem, tile or TILES[pipeline]
     if pipeline == "ampere":
         return menu(
             variant, "sm_80", p.dtype, p.head_dim, p.v_head_dim, tile=(q, kv), stages=stages, pipeline=pipeline
         ).plans[0]
-    candidate = hopper.Candidate(tile=Tile(q=q, kv=kv), stages=stages, q_stages=1)
+    candidate = hopper.Candidate(tile=Tile(q=q, kv=kv), stages=stages, q_stages=q_stages)
     return hopper.plan(candidate, variant, find("sm_90a"), p.dtype, p.head_dim, p.v_head_dim)
 
 
@@ -80,6 +85,7 @@ def work(
     *,
     tile: tuple[int, int] | None = None,
     stages: int = 2,
+    q_stages: int = 1,
     seed: int = 0,
     case: Case | None = None,
     **shape,
@@ -104,7 +110,7 @@ def work(
     keys = (p.batch, p.kv_heads, p.kv_len)
     shapes = (p.batch, p.heads, p.q_len, p.head_dim), (*keys, p.head_dim), (*keys, p.v_head_dim)
     qkv = tuple(torch.randn(s, generator=g, dtype=torch.float64).to(getattr(torch, p.dtype)) for s in shapes)
-    plan = plan_of(variant, problem, pipeline, tile, stages)
+    plan = plan_of(variant, problem, pipeline, tile, stages, q_stages)
     return Work(plan, variant, analyse(variant), problem, case, qkv, emit(plan), problem.head_dim**-0.5)
 
 

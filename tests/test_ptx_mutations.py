@@ -82,6 +82,9 @@ AMPERE = {
     ),
 }
 
+RELEASE_V = "    release(shared.v_pipe, v_ring);\n"
+AWAIT_O = "    wgmma_wait_group<0>();\n    pin(o);\n"
+
 HOPPER = {
     "wrong swizzle": (
         replace("SWIZZLE_128B = 1ull << 62", "SWIZZLE_128B = 2ull << 62"),
@@ -123,13 +126,11 @@ HOPPER = {
     ),
     "missing fence of the mbarriers": (replace("    fence_mbarrier_init();\n", ""), {errors.MissingFence}),
     "early release of v": (
-        replace("    wgmma_wait_group<0>();\n    pin(o);\n    release(shared.v_pipe, at);",
-                "    release(shared.v_pipe, at);\n    wgmma_wait_group<0>();\n    pin(o);"),
+        replace(AWAIT_O + RELEASE_V, RELEASE_V + AWAIT_O),
         {errors.Race},
     ),
     "a release too many": (
-        replace("    pin(o);\n    release(shared.v_pipe, at);",
-                "    pin(o);\n    release(shared.v_pipe, at);\n    release(shared.v_pipe, at);"),
+        replace(RELEASE_V, RELEASE_V + RELEASE_V),
         {errors.BarrierMisuse, errors.Race, errors.NotComplete, errors.Deadlock},
     ),
     "dropped named barrier": (
@@ -152,8 +153,41 @@ HOPPER = {
 }  # fmt: skip
 
 
-@lru_cache(maxsize=2)
+# With two stages of Q: O leaves from the room of Q by TMA.
+STAGED = {
+    "missing proxy fence": (
+        replace("    fence_proxy_async();\n    __syncwarp();", "    __syncwarp();"),
+        {errors.MissingFence},
+    ),
+    "dropped barrier before o takes the room of q": (
+        replace("    bar_sync(O_BARRIER + warpgroup, 128);\n", ""),
+        {errors.Race},
+    ),
+    "room given back while it is stored": (replace("        bulk_wait_group_read<0>();\n", ""), {errors.Race}),
+    "o announced before it is written": (
+        lambda text: replace("    const Ring<Q_STAGES> at = {q_ring.passed - 1};\n",
+                             "    const Ring<Q_STAGES> at = {q_ring.passed - 1};\n    if (threadIdx.x % 32 == 0)"
+                             " mbarrier_arrive(shared.o_full[at.stage()][warpgroup]);\n")(
+            replace("    if (lane == 0) mbarrier_arrive(shared.o_full[at.stage()][warpgroup]);\n", "")(text)
+        ),
+        {errors.Uninitialised, errors.Race, errors.MissingFence, errors.NotComplete},
+    ),
+    "wrong swizzle of o": (
+        replace("(d % 64 / 8 + lane / 16) ^ r % 8;", "d % 64 / 8 + lane / 16;"),
+        {RESULT, CONFLICTS},
+    ),
+    "o one row further": (
+        replace("d, work.q_tile * TILE_Q + w * 64, work.h, work.b);\n        bulk_commit_group();",
+                "d, work.q_tile * TILE_Q + w * 64 + 1, work.h, work.b);\n        bulk_commit_group();"),
+        {RESULT, errors.Race},
+    ),
+}  # fmt: skip
+
+
+@lru_cache(maxsize=3)
 def subject(pipeline):
+    if pipeline == "staged":
+        return work("causal_bottom_right", "hopper", q_len=150, kv_len=230, heads=4, kv_heads=2, q_stages=2)
     return work("causal_bottom_right", pipeline, q_len=150, kv_len=230)
 
 
@@ -161,7 +195,7 @@ def noticed(pipeline, edit, seed=None):
     """What notices an edit: the class of a trap, or the names of what is off."""
     w = subject(pipeline)
     try:
-        result = w.run(edit, seed=seed, step_limit=2_000_000)
+        result = w.run(edit, seed=seed, step_limit=2_000_000, multiprocessors=1 if pipeline == "staged" else 2)
     except errors.Trap as trap:
         assert trap.line > 0 or isinstance(trap, errors.Deadlock), trap
         return {type(trap)}
@@ -182,7 +216,14 @@ def test_hopper(name):
     assert found and found <= expected, found
 
 
-@pytest.mark.parametrize("pipeline", ["ampere", "hopper"])
+@pytest.mark.parametrize("name", STAGED)
+def test_hopper_with_staged_output(name):
+    edit, expected = STAGED[name]
+    found = noticed("staged", edit)
+    assert found and found <= expected, found
+
+
+@pytest.mark.parametrize("pipeline", ["ampere", "hopper", "staged"])
 def test_unchanged_kernels_are_silent(pipeline):
     assert noticed(pipeline, None) == set()
 

@@ -105,14 +105,15 @@ def simulate(
             values[f"size{axis}_{tensor.name}"] = size
             values[f"stride{axis}_{tensor.name}"] = stride if size > 1 else 0
     blocks = int(values["q_tiles"]) * heads * batch
+    kernel = module(source if source is not None else emit(plan), plan.arch)
     arguments = []
     if plan.specialized is not None:
         counters = np.zeros(2, np.int32)
         values |= {"counters": memory.add("counters", counters, writable=True), "l2_heads": min(2, heads)}
-        rows = {"q": 64, "k": plan.tile.kv, "v": plan.tile.kv}
-        arguments = [_map(tensors[name], int(values[name]), rows[name], plan.dtype) for name in "qkv"]
+        rows = {"q": 64, "k": plan.tile.kv, "v": plan.tile.kv, "o": 64}
+        names = "qkvo" if plan.specialized.staged else "qkv"
+        arguments = [_map(tensors[name], int(values[name]), rows[name], plan.dtype) for name in names]
         blocks = min(blocks, multiprocessors)
-    kernel = module(source if source is not None else emit(plan), plan.arch)
     report = kernel.launch(
         f"attention_{plan.pass_name}",
         blocks,
