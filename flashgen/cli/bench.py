@@ -16,6 +16,9 @@ from flashgen.errors import LaunchError, PlanError
 #: A bar of 1.00 holds at this much of it: what two runs of one kernel differ by.
 BAR = 0.99
 
+#: Columns of the table where there is no terminal to ask.
+WIDTH = 160
+
 
 def command(
     pipeline: Annotated[str, typer.Argument(help="ampere or hopper: which kernels are measured.")],
@@ -57,7 +60,8 @@ def command(
             bar.update(task, description=str(cell))
             measured.append(measure(cell, pipeline, rounds=rounds, names=names, files=files, seed=seed))
             bar.advance(task)
-    out.print(_table(measured, [*names, *files]))
+    # A row stays a line, also in a file: the table is read by tools and by people who compare two of them.
+    out.print(_table(measured, [*names, *files]), width=None if out.is_terminal else WIDTH)
     for one in measured:
         for reason in one.reasons:
             err.print(f"{one.cell}: {reason}", markup=False)
@@ -79,11 +83,11 @@ def _table(measured: list, peers: list[str]) -> Table:
     """TFLOP/s of flashgen, and how many times faster it is than each peer; below the bar in red."""
     table = Table(title="forward: useful TFLOP/s, and times faster than each peer [low, high over rounds]")
     table.add_column("cell", no_wrap=True)
-    table.add_column("tile")
-    table.add_column("TFLOP/s", justify="right")
+    table.add_column("tile", no_wrap=True)
+    table.add_column("TFLOP/s", justify="right", no_wrap=True)
     ratios: dict[str, list[float]] = {}
     for peer in peers:
-        table.add_column(peer, justify="right")
+        table.add_column(peer, justify="right", no_wrap=True)
     for one in measured:
         row = [
             str(one.cell),

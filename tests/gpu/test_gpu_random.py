@@ -64,6 +64,7 @@ def random_spec(seed):
         "layout": torch.rand(source.integer(1, 140), source.integer(1, 140), generator=random) < 0.4,
         "lengths": integers(-2, kv_len + 2, batch),
         "reach": integers(0, 5, kv_len).int(),
+        "tilt": torch.randn(heads, generator=random),
         "slopes": torch.randn(heads, generator=random),
         "bias": torch.randn(source.pick([1, heads]), 17, generator=random),
         "rate": torch.randn(batch, heads, generator=random).bfloat16(),
