@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -50,63 +50,67 @@ def fields(plan: KernelPlan) -> tuple[Field, ...]:
     """The members of a plan's `Params`, in order."""
     if plan.backward is not None:
         return _backward_fields(plan)
-    return fields_of(plan.variant, plan.dtype, plan.specialized)
+    return fields_of(plan.variant, plan.dtype, plan.specialized, plan.dropout)
 
 
 @lru_cache(maxsize=256)
-def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
-    """As in the forward; the output's gradient is `d_o`, and workspaces stand before the results."""
-    element = ELEMENT[plan.dtype]
-    variant = plan.variant
-    pointers = [Field(name, f"const {element}*") for name in ("q", "k", "v", "o", "d_o")]
-    pointers += [Field(name, "const float*") for name in ("lse", "dlse")]
-    pointers += [Field(name, "float*") for name in ("lse_log2", "delta", *(("dq_sum",) if plan.backward.adds_dq else ()))]
-    pointers += [Field(name, f"{element}*") for name in ("dq", "dk", "dv")]
-    pointers += [Field(f"grad_{name}", "float*") for name in plan.gradients]
-    pointers += [Field(f"exact_{name}", "i64*") for name in plan.gradients if plan.deterministic]
-    pointers += [Field(f"tensor_{t.name}", f"const {STORED[t.dtype]}*") for t in variant.tensors]
-    strided = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
-    words = [Field(f"{t}_{dimension}", "i64") for t in strided for dimension in ("batch", "head", "row")]
-    words += [Field(f"stride{i}_{t.name}", "i64") for t in variant.tensors for i in range(len(t.dims))]
-    numbers = [Field(n, "int") for n in ("batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles")]
-    numbers.append(Field("scale", "float"))
-    for p in variant.params:
-        field = Field(f"param_{p.name}", CTYPES[p.dtype])
-        (words if field.ctype == "i64" else numbers).append(field)
-    numbers += [Field(f"size{i}_{t.name}", "int") for t in variant.tensors for i in range(len(t.dims))]
-    if plan.dropout:
-        words += [Field(name, "u64") for name in ("dropout_seed", "dropout_offset")]
-        numbers += [Field("dropout_threshold", "u32"), Field("dropout_scale", "float")]
-    return tuple(pointers + words + numbers)
-
-
-@lru_cache(maxsize=256)
-def fields_of(variant: Variant, dtype: str, specialized: Specialized | None = None) -> tuple[Field, ...]:
-    """The members in order: pointers, then 64-bit, then 32-bit numbers, so that no padding lies between them.
+def fields_of(
+    variant: Variant, dtype: str, specialized: Specialized | None = None, dropout: bool = False
+) -> tuple[Field, ...]:
+    """The members of a forward's `Params`: pointers, then 64-bit, then 32-bit numbers, so that none needs padding.
 
     Strides count elements.  A captured tensor has `tensor_NAME`, and for each dimension i `stride<i>_NAME` and
     `size<i>_NAME`; a parameter is `param_NAME`.  Pipeline hopper has tensor maps for q, k and v (`MAPS`) in front of the
     struct, and two counters of tiles where it hands them out.
     """
     element = ELEMENT[dtype]
-    tensors = variant.tensors
     mapped = specialized is not None
     pointers = [] if mapped else [Field(name, f"const {element}*") for name in ("q", "k", "v")]
     pointers += [Field("o", f"{element}*"), Field("lse", "float*")]
+    numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles"]
     if mapped and specialized.dynamic:
         pointers.append(Field("counters", "int*"))
-    pointers += [Field(f"tensor_{t.name}", f"const {STORED[t.dtype]}*") for t in tensors]
-    words = [Field(f"{t}_{dimension}", "i64") for t in ("o" if mapped else "qkvo") for dimension in ("batch", "head", "row")]
+        numbers.append("l2_heads")
+    return _members(variant, pointers, "o" if mapped else "qkvo", numbers, dropout)
+
+
+@lru_cache(maxsize=256)
+def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
+    """The members of a backward's `Params`: `d_o` is the output's gradient, and workspaces stand before the results.
+
+    Where the gradient of a captured tensor is asked for, it is `grad_NAME`, and `exact_NAME` the exact sums it is
+    rounded from.
+    """
+    element = ELEMENT[plan.dtype]
+    workspaces = ("lse_log2", "delta", *(("dq_sum",) if plan.backward.adds_dq else ()))
+    pointers = [Field(name, f"const {element}*") for name in ("q", "k", "v", "o", "d_o")]
+    pointers += [Field(name, "const float*") for name in ("lse", "dlse")]
+    pointers += [Field(name, "float*") for name in workspaces]
+    pointers += [Field(name, f"{element}*") for name in ("dq", "dk", "dv")]
+    pointers += [Field(f"grad_{name}", "float*") for name in plan.gradients]
+    pointers += [Field(f"exact_{name}", "i64*") for name in plan.gradients if plan.deterministic]
+    strided = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
+    numbers = ("batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles")
+    return _members(plan.variant, pointers, strided, numbers, plan.dropout)
+
+
+def _members(
+    variant: Variant, pointers: Iterable[Field], strided: Iterable[str], counts: Iterable[str], dropout: bool
+) -> tuple[Field, ...]:
+    """Those of one kernel, with what every kernel of the variant takes: scale, parameters, captured tensors, dropout."""
+    tensors = variant.tensors
+    pointers = [*pointers, *(Field(f"tensor_{t.name}", f"const {STORED[t.dtype]}*") for t in tensors)]
+    words = [Field(f"{t}_{dimension}", "i64") for t in strided for dimension in ("batch", "head", "row")]
     words += [Field(f"stride{i}_{t.name}", "i64") for t in tensors for i in range(len(t.dims))]
-    numbers = [Field(name, "int") for name in ("batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles")]
-    if mapped and specialized.dynamic:
-        numbers.append(Field("l2_heads", "int"))
-    numbers += [Field("scale", "float")]
+    numbers = [*(Field(name, "int") for name in counts), Field("scale", "float")]
     for p in variant.params:
         field = Field(f"param_{p.name}", CTYPES[p.dtype])
         (words if field.ctype == "i64" else numbers).append(field)
     numbers += [Field(f"size{i}_{t.name}", "int") for t in tensors for i in range(len(t.dims))]
-    return tuple(pointers + words + numbers)
+    if dropout:
+        words += [Field(name, "u64") for name in ("dropout_seed", "dropout_offset")]
+        numbers += [Field("dropout_threshold", "u32"), Field("dropout_scale", "float")]
+    return (*pointers, *words, *numbers)
 
 
 def sizeof(plan: KernelPlan) -> int:
