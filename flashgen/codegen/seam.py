@@ -31,6 +31,7 @@ from flashgen.codegen.printer import (
 )
 from flashgen.lang import ranges
 from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, walk
+from flashgen.lang.ops import OPS
 
 #: Bounds within this need no clamp: sums and differences of two of them and a position fit an int32.
 REACH = 1 << 28
@@ -84,7 +85,7 @@ class Seam:
     keep, runs, classes   bodies of `keep`, of `previous_tile`, and of `classify`: whether something is hidden, and
               before it, where a tile inside the runs may be EMPTY, whether something is visible
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
-    long_keep  `keep` is more than a few comparisons: it runs 16 keys at a time, so that registers suffice
+    long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
     formula   (kind, text) lines for the banner
     """
 
@@ -96,6 +97,7 @@ class Seam:
     clamp_q: bool
     clamp_k: bool
     long_keep: bool
+    long_score: bool
     formula: tuple[tuple[str, str], ...]
 
     @property
@@ -122,8 +124,16 @@ def seam(facts: Facts) -> Seam:
         clamp_q=any(depends_on(n, "q") for n in loads),
         clamp_k=any(depends_on(n, "k") for n in loads),
         long_keep=masked and not facts.exact,
+        long_score=score is not None and any(map(_takes_long, walk([score]))),
         formula=_formula(mask, score),
     )
+
+
+def _takes_long(n: Node) -> bool:
+    """Whether an op of a score is a function of the special unit, or a captured element for each key."""
+    if n.op == "load":
+        return depends_on(n, "k")
+    return n.op in OPS and OPS[n.op].group == "function" and n.op != "cast"
 
 
 def _formula(mask: Node | None, score: Node | None) -> tuple[tuple[str, str], ...]:

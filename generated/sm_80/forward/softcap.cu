@@ -307,6 +307,7 @@ DEVICE void apply_score(S& s, const Rows& rows, int first, const Params& p) {
   const int q0 = rows.q_first + warp * WARP_ROWS + lane / 4, k0 = first + lane % 4 * 2;
 #pragma unroll
   for (int j = 0; j < TILE_KV / 8; j++) {
+    if (j % 2 == 0 && first + 8 * j >= p.kv_len) break;
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
