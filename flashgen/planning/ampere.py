@@ -25,6 +25,9 @@ HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 16, 256
 #: One mma: 16 query rows (m), and 16 columns of the reduction (k), to which head dims and tile_kv are padded.
 MMA_ROWS, MMA_DEPTH = 16, 16
 
+#: Schedulers of a multiprocessor, among which warps and registers are divided.
+SCHEDULERS = 4
+
 ITEM = 2  # bytes of float16 and bfloat16
 
 MAX_TILE = 256
@@ -172,8 +175,12 @@ def within(parts: tuple[Part, ...], limit: int) -> tuple[Part, ...]:
 
 
 def budget(c: Candidate, arch: Arch, blocks: int) -> int:
-    """Registers that a thread may have while `blocks` blocks share a multiprocessor; they are given out by eights."""
-    return min(arch.registers_per_thread, arch.registers_per_sm // (c.threads * blocks) // 8 * 8)
+    """Registers that a thread may have while `blocks` blocks share a multiprocessor.
+
+    A quarter of the file belongs to each of the four schedulers, and the fullest one decides; they go out by eights.
+    """
+    warps = -(-blocks * c.warps // SCHEDULERS)
+    return min(arch.registers_per_thread, arch.registers_per_sm // SCHEDULERS // (32 * warps) // 8 * 8)
 
 
 def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int) -> str | None:
