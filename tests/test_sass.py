@@ -1,0 +1,133 @@
+"""Gates on the machine code of every kept kernel, and that each of them fails when it should."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from ptx_attention import replace, work
+
+from flashgen.codegen import emit
+from flashgen.codegen.golden import goldens
+from flashgen.errors import CompileError
+from flashgen.lang.load import load_spec
+from flashgen.planning import planner
+from flashgen.planning.plan import Part
+from flashgen.runtime import nvrtc, sass
+
+GOLDENS = {f"{golden.path.parent.parent}-{golden.path.stem}": golden for golden in goldens()}
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_every_kept_kernel_keeps_to_its_plan(name):
+    golden = GOLDENS[name]
+    assert sass.check(golden.plan, nvrtc.compile(golden.text, golden.plan.arch, name=name)) == ()
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_89", "sm_90a", "sm_120"])
+def test_causal_on_each_architecture(arch):
+    plan = planner.menu(load_spec("causal").bind(), arch, "bfloat16", 128, pipeline="ampere").plans[0]
+    assert sass.check(plan, nvrtc.compile(emit(plan), arch)) == ()
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    """(plan, compiled) of each pipeline."""
+    found = {}
+    for pipeline in ("ampere", "hopper"):
+        w = work("causal", pipeline, head_dim=64)
+        found[pipeline] = w.plan, nvrtc.compile(w.source, w.plan.arch)
+    return found
+
+
+def test_emitted_kernels_pass(kernel):
+    for plan, compiled in kernel.values():
+        assert sass.check(plan, compiled) == ()
+
+
+def test_spills_are_found():
+    w = work("causal", "ampere")
+    crowded = replace("__launch_bounds__(THREADS, BLOCKS_PER_SM)", "__launch_bounds__(THREADS, 12)")(w.source)
+    reasons = sass.check(w.plan, nvrtc.compile(crowded, "sm_80"))
+    assert any("bytes of spills" in reason for reason in reasons)
+    assert any("accesses to local memory" in reason for reason in reasons)
+    assert any("registers where the plan estimates" in reason for reason in reasons)
+
+
+def test_registers_beyond_what_the_blocks_leave(kernel):
+    plan, compiled = kernel["ampere"]
+    reasons = sass.check(dataclasses.replace(plan, blocks_per_sm=16), compiled)
+    assert any(f"16 blocks of {plan.threads} threads leave" in reason for reason in reasons)
+
+
+def test_an_estimate_that_is_off(kernel):
+    plan, compiled = kernel["ampere"]
+    wrong = dataclasses.replace(plan, registers=(Part(name="all", amount=50),))
+    assert any("estimates 50" in reason for reason in sass.check(wrong, compiled))
+
+
+def test_a_pipeline_without_its_instructions(kernel):
+    (ampere, _), (hopper, _) = kernel["ampere"], kernel["hopper"]
+    reasons = sass.check(hopper, kernel["ampere"][1])
+    assert "no HGMMA, UTMALDG, USETMAXREG in attention_forward" in reasons
+    assert "setmaxnreg is missing: 0 dec, 0 inc" in reasons
+    assert "no HMMA, LDGSTS, LDSM in attention_forward" in sass.check(ampere, kernel["hopper"][1])
+
+
+def test_consumers_that_use_more_than_they_asked_for(kernel, monkeypatch):
+    plan, compiled = kernel["hopper"]
+    (code,) = sass.disassemble(compiled.cubin).values()
+    (start,) = (at for at, i in enumerate(code.instructions) if "TRY_ALLOC" in i.text)
+    used = code.registers_from(start)
+    assert 60 < used <= plan.specialized.consumer_registers
+    wrong = f"0x{plan.specialized.consumer_registers:x}", "0x20"
+    less = [dataclasses.replace(i, text=i.text.replace(*wrong)) for i in code.instructions]
+    monkeypatch.setattr(sass, "disassemble", lambda cubin: {code.name: dataclasses.replace(code, instructions=less)})
+    reasons = sass.check(plan, compiled)
+    assert f"setmaxnreg 32 where the plan has {plan.specialized.consumer_registers}" in reasons
+    assert any(reason.startswith(f"{used} registers in use after setmaxnreg 32 at 0x") for reason in reasons)
+
+
+LISTING = """
+                              // +----------------------
+                              // |   # 0 1 2 10 200 |  # 0 |
+                              // +----------------------
+k:                            // |                  |      |
+.text.k:                      // |                  |      |
+        /*0000*/    MOV R1, 0x1 ;          // |   1   ^          |      |
+        /*0010*/    USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0x18 ;  // |   1   :          |      |
+.L_x_0:                       // |   1   :          |      |
+        /*0020*/    IADD3 R10, R1, 0x1, RZ ;   // |   2   v   ^      |  1 ^ |
+        /*0030*/    @P0 BRA `(.L_x_0) ;  // |   1   :          |      |
+        /*0040*/    EXIT ;          // |                  |      |
+        /*0050*/    MOV R200, RZ ;  // |   1          ^   |      |
+        /*0060*/    BRA `(.L_x_0) ;  // |                  |      |
+"""
+
+
+def test_listings_are_read_and_followed():
+    code = sass.parse(LISTING)["k"]
+    assert [i.opcode for i in code.instructions] == ["MOV", "USETMAXREG", "IADD3", "BRA", "EXIT", "MOV", "BRA"]
+    assert code.instructions[2].live == {1, 10}
+    assert code.reached(1) == {1, 2, 3, 4}
+    assert code.registers_from(1) == 11
+    assert code.registers_from(5) == 201
+
+
+@pytest.mark.parametrize(
+    ("threads", "blocks", "registers"), [(128, 1, 255), (128, 4, 128), (64, 7, 128), (384, 1, 168)]
+)
+def test_the_budget_of_a_thread(threads, blocks, registers):
+    assert sass.budget(threads, blocks) == registers
+
+
+def test_what_is_no_cubin_is_refused():
+    with pytest.raises(CompileError, match="nvdisasm cannot read the cubin"):
+        sass.disassemble(b"no cubin")
+
+
+def test_without_nvdisasm(monkeypatch):
+    monkeypatch.setattr("cuda.pathfinder.find_nvidia_binary_utility", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(CompileError, match=r"no nvdisasm(.|\n)*nearest: pip install 'nvidia-cuda-nvdisasm"):
+        sass.nvdisasm()
