@@ -35,7 +35,10 @@ def plan_of(variant, problem, tile=(32, 16), **options):
         ampere_backward.candidate(64, arch.find("sm_80")), variant, arch.find("sm_80"), "bfloat16",
         problem.head_dim, problem.v_head_dim, **options,
     )  # fmt: skip
-    return dataclasses.replace(found, tile=Tile(q=tile[0], kv=tile[1]))
+    backward = found.backward
+    if backward.by_query is not None:  # whose tiles of queries are its own
+        backward = dataclasses.replace(backward, by_query=dataclasses.replace(backward.by_query, tile_q=tile[0] + 16))
+    return dataclasses.replace(found, tile=Tile(q=tile[0], kv=tile[1]), backward=backward)
 
 
 def inputs(problem, seed=0):

@@ -13,6 +13,7 @@ from flashgen.analysis import tiles as analysis_tiles
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.lang.load import load_spec, shipped
+from flashgen.planning import ampere_backward
 from flashgen.runtime.gradients import reference_gradients
 from flashgen.runtime.philox import Dropout
 from flashgen.runtime.tiles_backward import count_backward
@@ -206,26 +207,28 @@ def test_full_attention_moves_what_the_algorithm_does():
     problem = problem_of(batch=1, heads=8, kv_heads=2, q_len=256, kv_len=192, head_dim=64)
     shape = dict(head_dim=64, v_head_dim=64, dtype="bfloat16")
     facts, case = analyse(full), case_of(full, problem)
-    found = count_backward(plan_of(full, problem, (64, 32)), facts, case, **shape).kernels
+    plan = plan_of(full, problem, (64, 32))
+    found = count_backward(plan, facts, case, **shape).kernels
     rows, kv_tiles = 8 * 256, 192 // 32
-    assert found["prepare"].read == {"o": rows * 128, "do": rows * 128, "lse": rows * 4}
-    assert found["prepare"].written == {"lse": rows * 4, "delta": rows * 4, "dq": rows * 64 * 4}
-    assert found["keys"].read == {
+    assert found["attention_backward_prepare"].read == {"o": rows * 128, "do": rows * 128, "lse": rows * 4}
+    assert found["attention_backward_prepare"].written == {"lse": rows * 4, "delta": rows * 4, "dq": rows * 64 * 4}
+    assert found["attention_backward"].read == {
         "k": 2 * 192 * 128, "v": 2 * 192 * 128,  # once, whatever the group
         "q": kv_tiles * rows * 128, "do": kv_tiles * rows * 128,
         "lse": kv_tiles * rows * 4, "delta": kv_tiles * rows * 4,
         "dq": kv_tiles * rows * 64 * 4,
     }  # fmt: skip
-    assert found["keys"].written == {"dq": kv_tiles * rows * 64 * 4, "dk": 2 * 192 * 128, "dv": 2 * 192 * 128}
-    assert found["finish"].read == {"dq": rows * 64 * 4} and found["finish"].written == {"dq": rows * 128}
-    assert list(found) == ["prepare", "keys", "finish"]
-    alone = count_backward(plan_of(full, problem, (64, 32), deterministic=True), facts, case, **shape).kernels
-    assert list(alone) == ["prepare", "keys", "queries"]
-    assert alone["queries"].read == {
+    assert found["attention_backward"].written == {"dq": kv_tiles * rows * 64 * 4, "dk": 2 * 192 * 128, "dv": 2 * 192 * 128}
+    assert found["attention_backward_finish"].read == {"dq": rows * 64 * 4} and found["attention_backward_finish"].written == {"dq": rows * 128}
+    assert list(found) == [launch.entry for launch in ampere_backward.launches(plan, problem)]
+    plan = plan_of(full, problem, (64, 32), deterministic=True)
+    alone = count_backward(plan, facts, case, **shape).kernels
+    assert list(alone) == [launch.entry for launch in ampere_backward.launches(plan, problem)]
+    assert alone["attention_backward_dq"].read == {
         "q": rows * 128, "do": rows * 128, "lse": rows * 4, "delta": rows * 4,
-        "k": 8 * 4 * 192 * 128, "v": 8 * 4 * 192 * 128,
+        "k": 8 * 4 * 192 * 128, "v": 8 * 4 * 192 * 128,  # once a tile of 80 queries and query head
     }  # fmt: skip
-    assert "dq" not in alone["keys"].read | alone["keys"].written | alone["prepare"].written
+    assert "dq" not in alone["attention_backward"].read | alone["attention_backward"].written | alone["attention_backward_prepare"].written
 
 
 def test_an_index_outside_a_captured_tensor_is_an_error():

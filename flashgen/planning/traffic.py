@@ -6,21 +6,25 @@ schedule.  Then, summed over batch and query heads, at the caller's head dims an
     read   q once a Q tile that visits any key, k and v once a visited (Q tile, KV tile) and query head,
            every captured tensor once
     write  o once, lse (float32) once
+
+A backward is counted kernel by kernel: see `traffic_backward`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flashgen.analysis import facts as analysis
 from flashgen.analysis import tiles as analysis_tiles
+from flashgen.analysis.derivative import derive
 from flashgen.errors import PlanError
-from flashgen.planning import ampere
+from flashgen.lang.expr import Node, walk
+from flashgen.planning import ampere, ampere_backward, traffic_backward
 from flashgen.planning.arch import ARCHS, Arch
-from flashgen.planning.plan import KernelPlan, Part
+from flashgen.planning.plan import KernelPlan, Part, Tile
 from flashgen.planning.planner import Rejected
 from flashgen.planning.problem import STORED_BYTES, Problem
 
@@ -89,6 +93,10 @@ class Prediction:
     once; `standard` Algorithm 0 of FlashAttention (Dao et al. 2022), which writes S and P to HBM in the input dtype and
     reads each back; `lower_bound_bytes` see `lower_bound`.  `flops` are 2 (D + Dv) for each in-bounds element of a
     visited tile and `flops_useful` for each visible pair (None where only reading a huge mask pair by pair would tell).
+
+    Of a backward plan `hbm` is the sum of its `kernels` (by entry), `compulsory` each of q, k, v, o, do, lse and the
+    captured tensors read once, every gradient written once; `standard` its Algorithm 3; and FLOPs are those of its five
+    products (see `traffic_backward`).  `workspaces` is the memory that it needs beside inputs and results.
     """
 
     plan: KernelPlan
@@ -103,6 +111,8 @@ class Prediction:
     tiles: TileCounts
     times: Times
     rejected: tuple[Rejected, ...] = ()
+    kernels: tuple[tuple[str, Bytes], ...] = ()
+    workspaces: tuple[Part, ...] = ()
 
     @property
     def predicted_ms(self) -> float:
@@ -110,10 +120,12 @@ class Prediction:
 
     @property
     def formula(self) -> TileFormulas | None:
-        """Tiles, bytes and FLOPs as SymPy expressions of the shape, or None for a mask that is no band.
+        """Tiles, bytes and FLOPs of a forward as SymPy expressions of the shape, or None for a mask that is no band.
 
-        Bytes without those of captured tensors.  The first use imports SymPy.
+        Bytes without those of captured tensors.  The first use imports SymPy.  Raises PlanError for a backward.
         """
+        if self.plan.pass_name == "backward":
+            raise PlanError("formulas are those of a forward\n  nearest: leave the backward or the formulas out")
         from flashgen.analysis.formula import tile_formulas
 
         return tile_formulas(analysis.analyse(self.plan.variant))
@@ -146,12 +158,14 @@ class Prediction:
                 title="HBM traffic",
                 columns=("", "read", "written"),
                 rows=(
+                    *((entry, *moved.text()) for entry, moved in self.kernels),
                     ("this plan", *self.hbm.text()),
                     ("compulsory", *self.compulsory.text()),
                     ("standard attention", *self.standard.text()),
                     ("lower bound, both", _size(self.lower_bound_bytes), ""),
                 ),
             ),
+            *([_workspaces(self.workspaces)] if self.workspaces else []),
             Table(
                 title=f"time on {arch.card}, {visited} tiles visited",
                 columns=("unit", "ms", ""),
@@ -187,6 +201,7 @@ class Prediction:
             "roles": [{"name": role.name, "warps": role.warps, "registers": role.registers} for role in plan.roles],
             "blocks_per_sm": plan.blocks_per_sm,
             "q_in_registers": plan.q_in_registers,
+            "dropout": plan.dropout,
             "smem_bytes": plan.smem_bytes,
             "registers_estimate": plan.registers_estimate,
             "hbm": self.hbm.as_json(),
@@ -209,6 +224,13 @@ class Prediction:
                 for r in self.rejected
             ],
         }
+        if plan.pass_name == "backward":
+            found |= {
+                "deterministic": plan.deterministic,
+                "gradients": list(plan.gradients),
+                "kernels": [{"entry": entry, **moved.as_json()} for entry, moved in self.kernels],
+                "workspaces": [{"name": part.name, "bytes": part.amount} for part in self.workspaces],
+            }
         if formulas:
             names = ("read_bytes", "write_bytes", "flops", "flops_useful")
             formula = self.formula
@@ -216,10 +238,13 @@ class Prediction:
         return found
 
 
-def predict(plan: KernelPlan, problem: Problem, case: Case, *, rejected: Iterable[Rejected] = ()) -> Prediction:
+def predict(
+    plan: KernelPlan, problem: Problem, case: Case, *, rejected: Iterable[Rejected] = (), dlse: bool = False
+) -> Prediction:
     """What `plan` costs on `problem`; `case` carries the sizes, parameters and captured tensors of the same call.
 
-    Closed form where the mask allows, never a walk.  Raises PlanError where problem and plan disagree on head dims.
+    Closed form where the mask allows, never a walk.  `dlse` says that a backward is given the gradient of lse too.
+    Raises PlanError where problem and plan disagree on head dims.
     """
     asked, planned = (problem.head_dim, problem.v_head_dim), (plan.head_dim, plan.v_head_dim)
     if asked != planned:
@@ -227,25 +252,90 @@ def predict(plan: KernelPlan, problem: Problem, case: Case, *, rejected: Iterabl
             f"the plan is for head_dim {planned[0]} and v_head_dim {planned[1]}, the problem has {asked[0]} and"
             f" {asked[1]}\n  nearest: a menu for the problem's head dims"
         )
-    tiles = analysis_tiles.count(analysis.analyse(plan.variant), case, plan.tile)
-    arch = ARCHS[plan.arch]
-    moved = _moved(problem, tiles, _captured(plan, case))
-    compulsory = _compulsory(problem, _captured(plan, case))
-    per_pair = 2 * (problem.head_dim + problem.v_head_dim)
+    costs = _backward_costs(plan, problem, case, dlse) if plan.pass_name == "backward" else _costs(plan, problem, case)
+    arch, tiles = ARCHS[plan.arch], costs["tiles"]
     return Prediction(
         plan=plan,
         problem=problem,
         case=case,
-        hbm=moved,
-        compulsory=compulsory,
-        standard=_standard(problem, _captured(plan, case)),
-        lower_bound_bytes=lower_bound(problem, arch, tiles.visible, moved, compulsory),
-        flops=per_pair * tiles.visited_elements,
-        flops_useful=None if tiles.visible is None else per_pair * tiles.visible,
-        tiles=tiles,
-        times=_times(plan, arch, tiles, moved, compulsory),
+        lower_bound_bytes=lower_bound(problem, arch, tiles.visible, costs["hbm"], costs["compulsory"]),
         rejected=tuple(rejected),
+        **costs,
     )
+
+
+def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, object]:
+    """Fields of the prediction of a forward."""
+    tiles = analysis_tiles.count(analysis.analyse(plan.variant), case, plan.tile)
+    captured = _captured(plan, case)
+    moved, compulsory = _moved(problem, tiles, captured), _compulsory(problem, captured)
+    per_pair = 2 * (problem.head_dim + problem.v_head_dim)
+    scores = (tiles.partial + tiles.full) * plan.tile.q * plan.tile.kv
+    special, _ = ampere.score_ops(plan.variant)
+    padded = 2 * (plan.padded_head_dim + plan.padded_v_head_dim) * scores
+    return {
+        "hbm": moved,
+        "compulsory": compulsory,
+        "standard": _standard(problem, captured),
+        "flops": per_pair * tiles.visited_elements,
+        "flops_useful": None if tiles.visible is None else per_pair * tiles.visible,
+        "tiles": tiles,
+        "times": _times(plan, padded, scores * (1 + special), moved, compulsory),
+    }
+
+
+def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) -> dict[str, object]:
+    """Fields of the prediction of a backward."""
+    facts, by_itself = analysis.analyse(plan.variant), plan.backward.by_query
+    tiles = analysis_tiles.count(facts, case, plan.tile)
+    keys = analysis_tiles.count_keys(facts, case, plan.tile, tiles.visited)
+    queries = None
+    scores = tiles.visited * plan.tile.q * plan.tile.kv
+    again = 0  # scores of the tiles of a dq by itself
+    if by_itself is not None:
+        queries = analysis_tiles.count(facts, case, Tile(q=by_itself.tile_q, kv=plan.tile.kv))
+        again = queries.visited * by_itself.tile_q * plan.tile.kv
+    captured = _captured(plan, case)
+    shapes = {name: case.tensors[name].shape for name in plan.gradients}
+    elements = sum(map(math.prod, shapes.values()))
+    by_entry = traffic_backward.moved(plan, problem, keys, queries, captured, elements, dlse=dlse)
+    moved = _bytes(*map(sum, zip((0, 0), *by_entry.values(), strict=True)))
+    # Without queries or keys no kernel runs.
+    ends = traffic_backward.compulsory(problem, captured, elements, dlse=dlse) if by_entry else (0, 0)
+    compulsory = _bytes(*ends)
+    padded = replace(problem, head_dim=plan.padded_head_dim, v_head_dim=plan.padded_v_head_dim)
+    special = 1 + _special(plan.variant.score_node)
+    return {
+        "hbm": moved,
+        "compulsory": compulsory,
+        "standard": _bytes(*traffic_backward.standard(problem, captured, elements)),
+        "flops": traffic_backward.flops(
+            problem, tiles.visited_elements, None if queries is None else queries.visited_elements
+        ),
+        "flops_useful": None if tiles.visible is None else traffic_backward.useful_flops(problem, tiles.visible),
+        "tiles": tiles,
+        "times": _times(
+            plan,
+            traffic_backward.flops(padded, scores, None if queries is None else again),
+            (scores + again) * special,
+            moved,
+            compulsory,
+        ),
+        "kernels": tuple((entry, _bytes(*pair)) for entry, pair in by_entry.items()),
+        "workspaces": ampere_backward.workspaces(plan, problem, shapes) if by_entry else (),
+    }
+
+
+def _bytes(read: int, written: int) -> Bytes:
+    return Bytes(read_bytes=read, write_bytes=written)
+
+
+def _special(score: Node | None) -> int:
+    """Special-function results of a score function and its derivative, for one score."""
+    if score is None:
+        return 0
+    roots = [score, *filter(None, [derive(score)])]
+    return sum(ampere.SPECIAL.get(n.op, 0) for n in walk(roots))
 
 
 def lower_bound(problem: Problem, arch: Arch, visible: int | None, moved: Bytes, compulsory: Bytes) -> int:
@@ -295,16 +385,23 @@ def _standard(problem: Problem, captured: int) -> Bytes:
     return Bytes(read_bytes=_inputs(problem) + captured + 2 * scores, write_bytes=2 * scores + o)
 
 
-def _times(plan: KernelPlan, arch: Arch, tiles: TileCounts, moved: Bytes, compulsory: Bytes) -> Times:
-    """Whole tiles at padded head dims for the units that work on them, bytes for the memories."""
-    scores = (tiles.partial + tiles.full) * plan.tile.q * plan.tile.kv
-    flops = 2 * (plan.padded_head_dim + plan.padded_v_head_dim) * scores
-    special, _ = ampere.score_ops(plan.variant)
+def _times(plan: KernelPlan, flops: int, special: int, moved: Bytes, compulsory: Bytes) -> Times:
+    """FLOPs and special results of whole tiles at padded head dims for the units that work on them, bytes for the
+    memories."""
+    arch = ARCHS[plan.arch]
     return Times(
         tensor=1e3 * flops / arch.tensor_flops[plan.pipeline],
-        exponential=1e3 * scores * (1 + special) / arch.special_per_s,
+        exponential=1e3 * special / arch.special_per_s,
         l2=1e3 * moved.total / arch.l2_bytes_per_s,
         dram=1e3 * compulsory.total / arch.hbm_bytes_per_s,
+    )
+
+
+def _workspaces(parts: tuple[Part, ...]) -> Table:
+    """Memory beside inputs and results."""
+    terms = tuple((part.name, _size(part.amount), part.why) for part in parts)
+    return Table(
+        title="workspaces", columns=("", "bytes", ""), rows=(*terms, ("sum", _size(sum(p.amount for p in parts)), ""))
     )
 
 

@@ -180,8 +180,9 @@ class Tiles:
     def keys(self, kv_tile: int) -> slice:
         return slice(kv_tile * self.plan.tile.kv, min((kv_tile + 1) * self.plan.tile.kv, self.kv_len))
 
-    def rows(self, q_tile: int) -> slice:
-        return slice(q_tile * self.plan.tile.q, min((q_tile + 1) * self.plan.tile.q, self.q_len))
+    def rows(self, q_tile: int, size: int | None = None) -> slice:
+        size = size or self.plan.tile.q
+        return slice(q_tile * size, min((q_tile + 1) * size, self.q_len))
 
     def visible(self, symbols: Mapping[str, np.ndarray]) -> np.ndarray:
         """The mask in a PARTIAL tile; its floats are float32 whatever the precision of the sums, as in a kernel."""

@@ -17,6 +17,7 @@ from flashgen.analysis import tiles
 from flashgen.analysis.derivative import derive, loads
 from flashgen.analysis.tiles import FULL
 from flashgen.lang.expr import DIMS, Node
+from flashgen.planning.plan import Tile
 from flashgen.runtime.tiles import Tiles, rounded
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ class Moved:
 
 @dataclass(slots=True, kw_only=True)
 class BackwardTraffic:
-    """What a backward walk moved, kernel by kernel in the order of their launches, and visited; summed over batch and
-    query heads.
+    """What a backward walk moved, by entry in the order of their launches, and visited; summed over batch and query
+    heads.
 
     `total` to `full` are tiles, `elements` the (query, key) pairs of visited tiles, `visible` those that the mask lets
     through: all of the kernel that works on keys, and a kernel for dq that visits them again is not counted again.
@@ -161,14 +162,14 @@ class _Backward(Tiles):
             return
         gradients = bool(self.plan.gradients)
         if gradients:
-            self._enter("clear")
+            self._enter("attention_backward_clear")
             self._sums(read=False)
         self._prepare()
         self._keys()
         if self.plan.deterministic:
             self._queries()
             if gradients:
-                self._enter("gradients")
+                self._enter("attention_backward_gradients")
                 self._sums(written=False)
                 self.moved.written["gradients"] += _FLOAT * self._captured_elements()
         else:
@@ -178,7 +179,7 @@ class _Backward(Tiles):
 
     def _prepare(self) -> None:
         """delta = rowsum(do * o) - dlse, and lse where P is 0 in rows that see nothing."""
-        self._enter("prepare")
+        self._enter("attention_backward_prepare")
         for q_tile in range(-(-self.q_len // self.plan.tile.q)):
             at = (..., self.rows(q_tile))
             o, do = self._read("o", self.o[*at, :]), self._read("do", self.do[*at, :])
@@ -196,7 +197,7 @@ class _Backward(Tiles):
 
     def _keys(self) -> None:
         """dk and dv a KV tile at a time, over the queries that see it; dq too where it is added up in memory."""
-        self._enter("keys", captured=True)
+        self._enter("attention_backward", captured=True)
         if self.plan.gradients:
             self._sums()
         q_tiles = -(-self.q_len // self.plan.tile.q)
@@ -237,12 +238,13 @@ class _Backward(Tiles):
 
     def _queries(self) -> None:
         """dq a Q tile at a time, over its keys in the forward's order: nothing is added up in memory."""
-        self._enter("queries", captured=True)
-        for q_tile in range(-(-self.q_len // self.plan.tile.q)):
-            rows = self.rows(q_tile)
+        self._enter("attention_backward_dq", captured=True)
+        tile = Tile(q=self.plan.backward.by_query.tile_q, kv=self.plan.tile.kv)
+        for q_tile in range(-(-self.q_len // tile.q)):
+            rows = self.rows(q_tile, tile.q)
             for b, h in self.places():
                 at = self.at(b, h)
-                schedule = tiles.schedule(self.facts, self.case, self.plan.tile, q_tile, b or 0, h or 0)
+                schedule = tiles.schedule(self.facts, self.case, tile, q_tile, b or 0, h or 0)
                 dq = np.zeros((), self.precision)
                 if schedule:
                     q, do = self._read_rows(at, rows)
@@ -254,15 +256,14 @@ class _Backward(Tiles):
                     if self.arithmetic:
                         symbols = self.symbols(at, rows, keys)
                         keep = None if tile_class == FULL else self.visible(symbols)
-                        tile = self._tile(at, rows, q, do, k, v, symbols, keep)
-                        dq = dq + self._round(tile.ds) @ k
+                        dq = dq + self._round(self._tile(at, rows, q, do, k, v, symbols, keep).ds) @ k
                 if self.arithmetic:
                     self.dq[*at, rows] = self.precision(self.scale) * dq
                 self._wrote("dq", self.dq[*at, rows])
 
     def _finish(self) -> None:
         """dq rounded, out of the sum in float32."""
-        self._enter("finish")
+        self._enter("attention_backward_finish")
         for q_tile in range(-(-self.q_len // self.plan.tile.q)):
             rows = self.rows(q_tile)
             self._wrote("dq", self._read("dq", self.dq[..., rows, :], _FLOAT))

@@ -1,0 +1,107 @@
+"""What a backward moves and computes, in closed form over the counts of its tiles; bytes as (read, written).
+
+Counted as `planning.traffic` counts: in-bounds rows at the caller's head dims, as if there were no L2.  By entry, all
+named attention_backward..., summed over batch and heads:
+
+    _clear      writes the sums of captured gradients as 0 (where any is asked for)
+    _prepare    reads o, do, lse and dlse; writes lse and delta as the others want them, and the sum of dq as 0
+    (the main)  reads k and v once a KV tile that any query sees, q, do, lse and delta once a visited (KV tile, Q tile)
+                and query head, and there reads and writes the sum of dq; writes dk and dv once
+    _finish     reads the sum of dq, writes dq
+    _dq         in place of _finish and of the sum of dq, where the plan is deterministic: reads as the forward does,
+                with do, lse and delta beside q; writes dq once
+    _gradients  reads the exact sums of captured gradients, writes them rounded (where deterministic)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flashgen.analysis.tiles import KeyCounts, TileCounts
+    from flashgen.planning.plan import KernelPlan
+    from flashgen.planning.problem import Problem
+
+#: Bytes of float32, which lse, delta and sums are; and of the exact sum of one captured element's gradient.
+_FLOAT, _EXACT = 4, 64
+
+
+def moved(
+    plan: KernelPlan,
+    problem: Problem,
+    by_key: KeyCounts,
+    by_query: TileCounts | None,
+    captured: int,
+    elements: int,
+    *,
+    dlse: bool,
+) -> dict[str, tuple[int, int]]:
+    """Bytes of each entry in the order of launches; none where there are no queries or no keys.
+
+    `by_key` are counts of the plan's own tiles, `by_query` those of the tiles of a dq by itself; `captured` the bytes
+    of all captured tensors, `elements` those whose gradient is asked for.
+    """
+    if problem.empty or problem.kv_len == 0:
+        return {}
+    columns = (problem.head_dim + problem.v_head_dim) * problem.itemsize
+    of_query = columns + 2 * _FLOAT  # q, do, lse, delta
+    rows = problem.batch * problem.heads * problem.q_len
+    dq, dq_sum = problem.head_dim * problem.itemsize, problem.head_dim * _FLOAT
+    sums = elements * (_EXACT if plan.deterministic else _FLOAT)
+    added = 0 if plan.deterministic else dq_sum
+    found = {"attention_backward_clear": (0, sums)} if plan.gradients else {}
+    found["attention_backward_prepare"] = (
+        rows * (2 * problem.v_head_dim * problem.itemsize + _FLOAT * (2 if dlse else 1)),
+        rows * (2 * _FLOAT + added),
+    )
+    found["attention_backward"] = (
+        by_key.keys * columns + by_key.rows * (of_query + added) + captured + sums,
+        by_key.rows * added + problem.batch * problem.kv_heads * problem.kv_len * columns + sums,
+    )
+    if by_query is None:
+        found["attention_backward_finish"] = (rows * dq_sum, rows * dq)
+        return found
+    read = by_query.visited_rows * of_query + by_query.visited_columns * columns + captured
+    found["attention_backward_dq"] = (read, rows * dq)
+    if plan.gradients:
+        found["attention_backward_gradients"] = (sums, elements * _FLOAT)
+    return found
+
+
+def compulsory(problem: Problem, captured: int, elements: int, *, dlse: bool) -> tuple[int, int]:
+    """q, k, v, o, do, lse and the captured tensors read once, every gradient written once."""
+    rows = problem.batch * problem.heads * problem.q_len
+    inputs = problem.batch * (
+        problem.heads * problem.q_len * problem.head_dim
+        + problem.kv_heads * problem.kv_len * (problem.head_dim + problem.v_head_dim)
+    )
+    beside = rows * (2 * problem.v_head_dim * problem.itemsize + _FLOAT * (2 if dlse else 1))
+    return inputs * problem.itemsize + beside + captured, inputs * problem.itemsize + _FLOAT * elements
+
+
+def standard(problem: Problem, captured: int, elements: int) -> tuple[int, int]:
+    """The standard backward (Dao et al. 2022, Algorithm 3), in the input dtype.
+
+    It reads P and do for dv; do and v for dP, which it writes; P and dP for dS, which it writes; dS and k for dq; and
+    dS and q for dk.
+    """
+    rows, keys = problem.batch * problem.heads * problem.q_len, problem.batch * problem.kv_heads * problem.kv_len
+    scores = rows * problem.kv_len
+    q, do = rows * problem.head_dim, rows * problem.v_head_dim
+    k, v = keys * problem.head_dim, keys * problem.v_head_dim
+    read, written = 5 * scores + 2 * do + v + k + q, 2 * scores + q + k + v
+    return read * problem.itemsize + captured, written * problem.itemsize + _FLOAT * elements
+
+
+def flops(problem: Problem, by_key: int, by_query: int | None) -> int:
+    """Of the products that run on so many pairs: S, dP, dV and dS^T Q of those visited by keys, dS K of those too, or
+    again S and dP and then dS K of those visited by queries."""
+    d, dv = problem.head_dim, problem.v_head_dim
+    if by_query is None:
+        return useful_flops(problem, by_key)
+    return 2 * ((2 * d + 2 * dv) * by_key + (2 * d + dv) * by_query)
+
+
+def useful_flops(problem: Problem, pairs: int) -> int:
+    """Of the five products that a backward from lse needs: S, dP, dV, dQ and dK."""
+    return 2 * (3 * problem.head_dim + 2 * problem.v_head_dim) * pairs

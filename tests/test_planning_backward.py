@@ -1,0 +1,175 @@
+"""The prediction of a backward: the walk's own counts, formulas by hand, times, tables and JSON."""
+
+import dataclasses
+import json
+import time
+
+import numpy as np
+import pytest
+from backward_checks import case_of, plan_of, problem_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flashgen as fg
+from flashgen.analysis.facts import analyse
+from flashgen.analysis.tiles import Case
+from flashgen.errors import PlanError
+from flashgen.lang.load import load_spec, shipped
+from flashgen.planning import ampere_backward
+from flashgen.planning.traffic import predict
+from flashgen.runtime.tiles_backward import count_backward
+
+SPECS = sorted(shipped())
+
+
+def differences(variant, problem, case, tile, dlse=True, **options):
+    """The walk's own counts beside the planner's formulas."""
+    plan = plan_of(variant, problem, tile, **options)
+    p = predict(plan, problem, case, dlse=dlse)
+    d, dv = problem.head_dim, problem.v_head_dim
+    shape = {"head_dim": d, "v_head_dim": dv, "dtype": problem.dtype}
+    counted = count_backward(plan, analyse(variant), case, dlse=dlse, **shape)
+    wanted = {
+        **{
+            f"{entry} {way}": (moves.total(), getattr(dict(p.kernels)[entry], f"{way}_bytes"))
+            for entry, moved in counted.kernels.items()
+            for way, moves in (("read", moved.read), ("write", moved.written))
+        },
+        "entries": (list(counted.kernels), [entry for entry, _ in p.kernels]),
+        "read": (counted.read_bytes, p.hbm.read_bytes),
+        "write": (counted.write_bytes, p.hbm.write_bytes),
+        "useful": (2 * (3 * d + 2 * dv) * counted.visible, p.flops_useful),
+    }
+    if counted.kernels:
+        wanted |= {name: (getattr(counted, name), getattr(p.tiles, name)) for name in ("empty", "partial", "full")}
+    if not plan.deterministic:
+        wanted["flops"] = (2 * (3 * d + 2 * dv) * counted.elements, p.flops)
+    assert p.lower_bound_bytes <= p.hbm.total
+    return {name: pair for name, pair in wanted.items() if pair[0] != pair[1]}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_planner_and_the_walk_count_the_same(name, deterministic):
+    """Neither calls the other."""
+    variant = load_spec(name).bind()
+    for shape in (
+        dict(q_len=700, kv_len=700, head_dim=64),
+        dict(q_len=1, kv_len=77, dtype="float16"),
+        dict(q_len=130, kv_len=513, heads=6, kv_heads=2, head_dim=64, v_head_dim=96),
+        dict(q_len=65, kv_len=640, dtype="float32"),
+        dict(q_len=0, kv_len=5),
+        dict(q_len=33, kv_len=0),
+    ):
+        problem = problem_of(**shape)
+        case = case_of(variant, problem)
+        for tile, dlse in (((64, 64), False), ((64, 128), True), ((16, 32), True)):
+            assert differences(variant, problem, case, tile, dlse, deterministic=deterministic) == {}, (shape, tile)
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_heads_that_see_other_tiles_are_counted_the_same(data):
+    draw = data.draw
+    near, far, step = draw(st.integers(-40, 40)), draw(st.integers(0, 90)), draw(st.integers(0, 20))
+    def mask(b, h, q, k):
+        return ((q - k >= near) & (q - k <= near + far) | (k < step * b)) & (k >= step * h)
+
+    variant = fg.variant(mask)
+    group = draw(st.sampled_from([1, 2, 4]))
+    problem = problem_of(
+        batch=draw(st.integers(1, 2)), heads=4, kv_heads=4 // group, q_len=draw(st.integers(0, 90)),
+        kv_len=draw(st.integers(0, 90)), head_dim=16,
+    )  # fmt: skip
+    tile = draw(st.sampled_from([(16, 16), (32, 16), (16, 64)]))
+    assert differences(variant, problem, case_of(variant, problem), tile, deterministic=draw(st.booleans())) == {}
+
+
+def test_flops_of_a_dq_by_itself_count_its_own_tiles():
+    causal = load_spec("causal").bind()
+    problem = problem_of(batch=1, heads=1, kv_heads=1, q_len=64, kv_len=64, head_dim=16, v_head_dim=24)
+    plan = plan_of(causal, problem, (16, 16), deterministic=True)
+    assert plan.backward.by_query.tile_q == 32
+    p = predict(plan, problem, case_of(causal, problem))
+    by_key = (4 + 3 + 2 + 1) * 16 * 16
+    by_query = (2 + 4) * 32 * 16
+    assert p.flops == 2 * (2 * 16 + 2 * 24) * by_key + 2 * (2 * 16 + 24) * by_query
+    assert p.flops_useful == 2 * (3 * 16 + 2 * 24) * 64 * 65 // 2
+
+
+def test_compulsory_and_standard_by_hand():
+    table = load_spec("relative_bias").bind()
+    problem = problem_of(batch=2, heads=4, kv_heads=2, q_len=10, kv_len=12, head_dim=16, v_head_dim=24)
+    case = case_of(table, problem)
+    p = predict(plan_of(table, problem), problem, case, dlse=True)
+    bias = 4 * 257 * 4
+    q, k, v, o, rows = (2 * n for n in (4 * 10 * 16, 2 * 12 * 16, 2 * 12 * 24, 4 * 10 * 24, 4 * 10))
+    s = rows * 12
+    assert p.compulsory.read_bytes == 2 * (q + k + v + 2 * o) + 2 * 4 * rows + bias
+    assert p.compulsory.write_bytes == 2 * (q + k + v) + bias
+    assert p.standard.read_bytes == 2 * (5 * s + 2 * o + v + k + q) + bias
+    assert p.standard.write_bytes == 2 * (2 * s + q + k + v) + bias
+    without = predict(plan_of(table, problem), problem, case)
+    assert p.compulsory.read_bytes - without.compulsory.read_bytes == 4 * rows
+    assert p.hbm.read_bytes - without.hbm.read_bytes == 4 * rows
+
+
+def test_times_are_those_of_the_reference_card():
+    softcap = load_spec("softcap").bind()
+    problem = problem_of(batch=1, heads=16, kv_heads=16, q_len=8192, kv_len=8192, head_dim=128, dtype="bfloat16")
+    plan = plan_of(softcap, problem, (64, 128))
+    times = predict(plan, problem, case_of(softcap, problem)).times
+    pairs = 16 * 8192**2
+    assert times.tensor == pytest.approx(10 * pairs * 128 / 312e12 * 1e3)
+    special = 1 + 2 + 2  # ex2, tanh, and the divisions of s and of 1 by cap
+    assert times.exponential == pytest.approx(pairs * special / (16 * 108 * 1.41e9) * 1e3)
+    assert times.bound == "tensor"
+    alone = predict(plan_of(softcap, problem, (64, 128), deterministic=True), problem, case_of(softcap, problem)).times
+    assert alone.tensor > 1.3 * times.tensor
+
+
+def test_workspaces_are_linear_in_the_length():
+    full = load_spec("full").bind()
+    for q_len in (1000, 64000):
+        problem = problem_of(batch=1, heads=8, kv_heads=8, q_len=q_len, kv_len=q_len, head_dim=64)
+        p = predict(plan_of(full, problem, (64, 128)), problem, case_of(full, problem))
+        assert sum(part.amount for part in p.workspaces) <= 8 * (q_len + 64) * (64 * 4 + 8)
+
+
+def test_json_and_tables():
+    table = load_spec("relative_bias").bind()
+    problem = problem_of(q_len=256, kv_len=256, head_dim=64)
+    plan = plan_of(table, problem, (64, 128), deterministic=True)
+    p = predict(plan, problem, case_of(table, problem))
+    found = json.loads(json.dumps(p.as_json()))
+    assert (found["pass"], found["deterministic"], found["gradients"]) == ("backward", True, ["table"])
+    assert [k["entry"] for k in found["kernels"]] == [x.entry for x in ampere_backward.launches(plan, problem)]
+    assert sum(k["read_bytes"] for k in found["kernels"]) == found["hbm"]["read_bytes"]
+    assert {w["name"] for w in found["workspaces"]} == {"lse_log2", "delta", "exact_table"}
+    tables = {t.title: t for t in p.tables()}
+    assert len(tables["HBM traffic"].rows) == 5 + 4
+    assert tables["workspaces"].rows[-1][0] == "sum"
+    for t in tables.values():
+        assert all(len(row) == len(t.columns) for row in t.rows)
+    with pytest.raises(PlanError, match="formulas are those of a forward"):
+        p.as_json(formulas=True)
+
+
+def test_a_million_tokens_are_predicted_at_once():
+    window = load_spec("sliding_window").bind()
+    problem = problem_of(batch=1, heads=16, kv_heads=4, q_len=1 << 20, kv_len=1 << 20, head_dim=128)
+    case = Case(sizes=problem.sizes(), params={"window": 1024}, tensors={})
+    plan = plan_of(window, problem, (64, 128), deterministic=True)
+    start = time.perf_counter()
+    p = predict(plan, problem, case)
+    assert time.perf_counter() - start < 0.05
+    assert p.flops_useful == 10 * 128 * 16 * (1024 * (1 << 20) - 1024 * 1023 // 2)
+
+
+def test_predict_refuses_a_plan_for_other_head_dims():
+    full = load_spec("full").bind()
+    problem = problem_of(head_dim=64)
+    other = dataclasses.replace(problem, head_dim=32)
+    with pytest.raises(PlanError, match="the plan is for head_dim 64 and v_head_dim 64, the problem has 32 and 64"):
+        predict(plan_of(full, problem), other, case_of(full, other))
+    assert np.isfinite(predict(plan_of(full, problem), problem, case_of(full, problem)).predicted_ms)
