@@ -35,6 +35,9 @@ TILE_RULE = f"both sides are multiples of {MMA_ROWS} (the rows and the depth of 
 STAGES = (2, 3, 4)
 STAGES_RULE = "cp.async fills one stage while another is used"
 
+#: Whether its forward can drop probabilities.
+DROPOUT = True
+
 #: Enough to see why no tile fits: a large, a middle and the smallest one.
 EXAMPLES = ((128, 64), (64, 64), (32, 16))
 
@@ -53,6 +56,12 @@ SPECIAL = {"exp": 1, "exp2": 1, "log": 1, "log2": 1, "tanh": 2, "sigmoid": 2, "s
 #: Float operations of the softmax on one score: scale and subtract (one FMA), maximum, sum, half a conversion, and one
 #: of moves and predicates.
 SOFTMAX_OPS = 4.5
+
+#: Integer operations of dropout on one score: ten rounds of Philox, six each, for four scores, and choosing.
+DROPOUT_OPS = 18
+
+#: Registers that ptxas spends on random words ahead of their use, for each score of a thread beyond a block of sixteen.
+DROPOUT_AHEAD = 1.3
 
 #: Clocks of a KV tile that nothing inside its warp hides: the barrier, the shuffles of the row maximum, and the latency
 #: of the first and last mma, ldmatrix and ex2.  A lead: with it the model gives the speed that FlashAttention-2 was
@@ -135,7 +144,9 @@ def smem(c: Candidate, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
     )
 
 
-def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
+def registers(
+    c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, *, dropout: bool = False
+) -> tuple[Part, ...]:
     """32-bit registers of a thread at the widest point of the loop, as ptxas likes to use them.
 
     The widest point is S complete with the first operands of P V on their way: O, S (whose room P then takes over) and
@@ -146,13 +157,16 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) ->
     o = c.tile.q * dv // c.threads
     q = m * d // 4 if c.q_in_registers else 4 * m
     swizzles = 2 * min(d // MMA_DEPTH, 4) + 2 * min(dv // MMA_DEPTH, 4)
+    s = c.tile.q * c.tile.kv // c.threads
+    words = round(DROPOUT_AHEAD * max(0, s - 16)) if dropout else 0
     return (
         Part(name="o", amount=o, why=f"{c.tile.q} x {dv} float32 over {c.threads} threads"),
-        Part(name="s", amount=c.tile.q * c.tile.kv // c.threads, why=f"{c.tile.q} x {c.tile.kv} float32, then p"),
+        Part(name="s", amount=s, why=f"{c.tile.q} x {c.tile.kv} float32, then p"),
         Part(name="q", amount=q, why="all of the warp's rows" if c.q_in_registers else "fragments of one step"),
         Part(name="softmax", amount=4 * m, why=f"running maximum and sum of {2 * m} rows"),
         Part(name="addresses", amount=20 + swizzles, why="of the copies, strides, loop state; the swizzle's columns"),
         Part(name="mask", amount=_mask_registers(variant), why="positions, bounds and values in partial tiles"),
+        *((Part(name="dropout", amount=words, why="random words ahead of their use"),) if dropout else ()),
         Part(
             name="loads ahead",
             amount=round(V_AHEAD * o + K_AHEAD * math.log2(c.tile.kv / MMA_DEPTH)),
@@ -183,12 +197,14 @@ def budget(c: Candidate, arch: Arch, blocks: int) -> int:
     return min(arch.registers_per_thread, arch.registers_per_sm // SCHEDULERS // (32 * warps) // 8 * 8)
 
 
-def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int) -> str | None:
+def refusal(
+    c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, *, dropout: bool = False
+) -> str | None:
     """Why the candidate cannot run on `arch`, or None."""
     smem_bytes = sum(part.amount for part in smem(c, head_dim, v_head_dim))
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
-    count = needed(c, registers(c, variant, head_dim, v_head_dim))
+    count = needed(c, registers(c, variant, head_dim, v_head_dim, dropout=dropout))
     if count > arch.registers_per_thread:
         return f"registers {count} > {arch.registers_per_thread}"
     if count > budget(c, arch, 1):
@@ -196,9 +212,11 @@ def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_di
     return None
 
 
-def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, v_head_dim: int) -> KernelPlan:
+def plan(
+    c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, v_head_dim: int, *, dropout: bool = False
+) -> KernelPlan:
     """The plan of a candidate that fits, with as many blocks a multiprocessor as memory, registers and warps allow."""
-    memory, wanted = smem(c, head_dim, v_head_dim), registers(c, variant, head_dim, v_head_dim)
+    memory, wanted = smem(c, head_dim, v_head_dim), registers(c, variant, head_dim, v_head_dim, dropout=dropout)
     by_memory = arch.smem_per_sm // (sum(part.amount for part in memory) + arch.smem_reserved)
     by_warps = max(1, min(arch.max_warps, USEFUL_WARPS) // c.warps)
     most = min(by_memory, by_warps, arch.max_blocks)
@@ -220,6 +238,7 @@ def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, 
         blocks_per_sm=blocks,
         smem=memory,
         registers=within(wanted, budget(c, arch, blocks)),
+        dropout=dropout,
     )
 
 
@@ -227,13 +246,14 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     """Clocks a multiprocessor spends on one score (one query, one key), by the unit that spends them.
 
     Tensor cores: two products.  Special functions: one ex2, and those of the score function.  Arithmetic: the softmax,
-    the score function, and rescaling O once a tile.  Shared memory: every warp reads all of K and V for its rows, Q
-    again for each KV tile unless registers hold it, and cp.async writes K and V once a block.  Latency: what a warp
-    waits in each KV tile, over the four schedulers.  L2: K and V once a block.
+    the score function, dropout, and rescaling O once a tile.  Shared memory: every warp reads all of K and V for its
+    rows, Q again for each KV tile unless registers hold it, and cp.async writes K and V once a block.  Latency: what a
+    warp waits in each KV tile, over the four schedulers.  L2: K and V once a block.
     """
     d, dv = plan.padded_head_dim, plan.padded_v_head_dim
     rows = plan.tile.q // plan.warps
     special, arithmetic = score_ops(plan.variant)
+    arithmetic += DROPOUT_OPS if plan.dropout else 0
     share = arch.sms * arch.clock_hz
     q_again = 0 if plan.q_in_registers else d / plan.tile.kv
     bytes_moved = ITEM * ((d + dv) / rows + q_again + (d + dv) / plan.tile.q)

@@ -43,6 +43,9 @@ CONTROL = KIB
 MAX_TILE_KV = 256
 STAGES = (2, 3, 4)
 
+#: Whether its forward can drop probabilities.
+DROPOUT = False
+
 #: Tiles the planner tries by itself.
 FREE_TILE_KV = tuple(range(48, 193, 16))
 

@@ -67,14 +67,16 @@ def menu(
     pipeline: str | None = None,
     tile: tuple[int, int] | None = None,
     stages: int | None = None,
+    dropout: bool = False,
 ) -> Menu:
-    """The kernels that serve `variant` (constants bound) at any length, ranked by predicted time.
+    """The forward kernels that serve `variant` (constants bound) at any length, ranked by predicted time.
 
     `tile` (query rows, key rows) and `stages` fix what the planner would choose; so do the variant's pins where the
-    call says nothing.  What is fixed is checked, never changed.  Raises PlanError with the limit and the nearest thing
-    that works.  The result is memoised.
+    call says nothing.  What is fixed is checked, never changed.  With `dropout` they drop probabilities, and come from
+    the best pipeline that can.  Raises PlanError with the limit and the nearest thing that works.  The result is
+    memoised.
     """
-    return _menu(variant, arch, dtype, head_dim, v_head_dim or head_dim, pipeline, tile, stages)
+    return _menu(variant, arch, dtype, head_dim, v_head_dim or head_dim, pipeline, tile, stages, dropout)
 
 
 def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
@@ -100,20 +102,21 @@ def _menu(
     pipeline: str | None,
     tile: tuple[int, int] | None,
     stages: int | None,
+    dropout: bool,
 ) -> Menu:
     arch = archs.find(arch_name)
     pins = variant.pins
     if pins.arch is not None and archs.find(pins.arch) is not arch:
         pinned = archs.find(pins.arch).name
         raise PlanError(f"{variant.name!r} is pinned to {pinned}\n  asked: {arch.name}\n  nearest: {pinned}")
-    name = archs.pipeline(arch, pipeline or pins.pipeline)
     request = _Request(
         variant=variant,
         arch=arch,
-        pipeline=PIPELINES[name],
+        pipeline=_pipeline(arch, pipeline or pins.pipeline, dropout),
         dtype=dtype,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
+        options={"dropout": True} if dropout else {},
     )
     _check_dtype(request)
     _check_head_dims(request)
@@ -140,6 +143,7 @@ class _Request:
     dtype: str
     head_dim: int
     v_head_dim: int
+    options: dict[str, object]  # of the pipeline's own
 
     def __str__(self) -> str:
         dims = f"head_dim {self.head_dim}"
@@ -148,14 +152,25 @@ class _Request:
         return f"{self.variant.name!r} ({dims}, {self.dtype})"
 
 
+def _pipeline(arch: Arch, name: str | None, dropout: bool) -> ModuleType:
+    """The pipeline asked for, or the best one of `arch`, that can drop probabilities where that is asked for."""
+    chosen = PIPELINES[archs.pipeline(arch, name)]
+    if chosen.DROPOUT or not dropout:
+        return chosen
+    able = next(PIPELINES[other] for other in arch.pipelines if PIPELINES[other].DROPOUT)
+    if name is not None:
+        raise PlanError(f"pipeline {name!r} has no dropout\n  nearest: pipeline {able.NAME!r}")
+    return able
+
+
 def _fitting(request: _Request, tile: Tile | None, stages: int | None) -> tuple[list[KernelPlan], list[Rejected]]:
     """Every candidate as a plan, or rejected with the limit it passes."""
     plans, rejected = [], {}
     variant, arch, dims = request.variant, request.arch, (request.head_dim, request.v_head_dim)
     for c in request.pipeline.candidates(tile, stages):
-        reason = request.pipeline.refusal(c, variant, arch, *dims)
+        reason = request.pipeline.refusal(c, variant, arch, *dims, **request.options)
         if reason is None:
-            plans.append(request.pipeline.plan(c, variant, arch, request.dtype, *dims))
+            plans.append(request.pipeline.plan(c, variant, arch, request.dtype, *dims, **request.options))
         else:  # of the forms of one candidate the first needs least
             rejected.setdefault((c.tile, c.stages, c.warps), reason)
     fits = {_key(plan) for plan in plans}
@@ -282,7 +297,8 @@ def _too_wide(request: _Request, name: str) -> str:
     lines = [f"no tile of {request} fits {arch.name}"]
     for q, kv in pipeline.EXAMPLES:
         c = next(iter(pipeline.candidates(Tile(q=q, kv=kv), pipeline.STAGES[0])))
-        reason = pipeline.refusal(c, request.variant, arch, request.head_dim, request.v_head_dim)
+        dims = request.head_dim, request.v_head_dim
+        reason = pipeline.refusal(c, request.variant, arch, *dims, **request.options)
         if reason is not None:
             lines.append(f"  {c}: {reason}")
     if len(lines) == 1:
