@@ -1,4 +1,4 @@
-"""Run the kernel of a plan in the interpreter: emit, compile to PTX, launch on NumPy tensors."""
+"""Run the kernels of a plan in the interpreter: emit, compile to PTX, launch on NumPy tensors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 
 from flashgen.codegen import emit, params
 from flashgen.errors import LaunchError
+from flashgen.planning import ampere_backward
+from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
 from flashgen.runtime.ptx.counters import Report
 from flashgen.runtime.ptx.machine import STEP_LIMIT, Module, load
@@ -19,6 +21,7 @@ from flashgen.runtime.ptx.tensormap import BFLOAT16, FLOAT16, TensorMap
 if TYPE_CHECKING:
     from flashgen.analysis.tiles import Case
     from flashgen.planning.plan import KernelPlan
+    from flashgen.runtime.philox import Dropout
 
 _STORED = {
     "bool": np.uint8,
@@ -30,6 +33,8 @@ _STORED = {
     "float16": np.float16,
     "float32": np.float32,
 }
+#: Rows of a box of q and of o: those of one warpgroup.
+_BOX_ROWS = 64
 
 
 class Simulated(NamedTuple):
@@ -38,6 +43,19 @@ class Simulated(NamedTuple):
     o: np.ndarray
     lse: np.ndarray
     report: Report
+
+
+class SimulatedBackward(NamedTuple):
+    """dq, dk, dv of the shapes of q, k, v and the gradients of captured tensors by name, as float32.
+
+    `reports` has what each kernel did, by its entry.
+    """
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    captured: dict[str, np.ndarray]
+    reports: dict[str, Report]
 
 
 def stored(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -58,6 +76,74 @@ def module(source: str, arch: str) -> Module:
     return load(nvrtc.ptx(source, arch), target=arch)
 
 
+class _Arguments:
+    """Tensors placed in memory, and the values of the members of `Params`."""
+
+    def __init__(self, plan: KernelPlan, case: Case, scale: float, dropout: Dropout | None) -> None:
+        self.plan = plan
+        self.memory = Memory()
+        self.values: dict[str, int | float] = {**case.sizes, "scale": scale}
+        self.tensors: dict[str, np.ndarray] = {}
+        for name, value in case.params.items():
+            self.values[f"param_{name}"] = value
+        for tensor in plan.variant.tensors:
+            array = stored(case.tensors[tensor.name], tensor.dtype)
+            self.values[f"tensor_{tensor.name}"] = self.memory.add(tensor.name, array)
+            for axis, (size, stride) in enumerate(zip(array.shape, _strides(array), strict=True)):
+                self.values[f"size{axis}_{tensor.name}"] = size
+                self.values[f"stride{axis}_{tensor.name}"] = stride if size > 1 else 0
+        if dropout is not None:
+            self.values |= {
+                "dropout_seed": dropout.seed,
+                "dropout_offset": dropout.offset,
+                "dropout_threshold": dropout.threshold,
+                "dropout_scale": dropout.scale,
+            }
+
+    def add(self, name: str, array: np.ndarray, *, writable: bool = False) -> np.ndarray:
+        """A tensor as it lies in memory; strides over batch, heads and rows go with it where it has them."""
+        self.values[name] = self.memory.add(name, array, writable=writable)
+        self.tensors[name] = array
+        if array.ndim == 4:
+            for axis, stride in zip(("batch", "head", "row"), _strides(array), strict=False):
+                self.values[f"{name}_{axis}"] = stride
+        return array
+
+    def result(self, name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """A tensor to be written, NaN at first."""
+        return self.add(name, stored(np.full(shape, np.nan, np.float32), dtype), writable=True)
+
+    def tensor_map(self, name: str, rows: int) -> bytes:
+        """The map of [batch, heads, length, dim]: boxes of 64 columns by `rows` rows, 128-byte swizzle."""
+        array = self.tensors[name]
+        batch, heads, length, dim = array.shape
+        _, head, row, _ = (stride * array.itemsize for stride in _strides(array))
+        return TensorMap.encode_tiled(
+            BFLOAT16 if self.plan.dtype == "bfloat16" else FLOAT16, 4, int(self.values[name]),
+            (dim, max(length, 1), heads, batch), (row, head, heads * head), (64, rows, 1, 1), (1, 1, 1, 1), swizzle=3,
+        ).to_bytes()  # fmt: skip
+
+    def packed(self) -> bytes:
+        return params.pack(self.plan, self.values)
+
+
+def _strides(array: np.ndarray) -> tuple[int, ...]:
+    """Strides of a contiguous array in elements."""
+    out, step = [], 1
+    for size in reversed(array.shape):
+        out.append(step)
+        step *= size
+    return tuple(reversed(out))
+
+
+def _outputs_of(case: Case) -> tuple[int, int, int]:
+    """(batch, heads, q_len).  Raises LaunchError where there is no output."""
+    rows = case.sizes["batch"], case.sizes["heads"], case.sizes["q_len"]
+    if 0 in rows:
+        raise LaunchError("a problem without any output element launches no kernel")
+    return rows
+
+
 def simulate(
     plan: KernelPlan,
     case: Case,
@@ -67,6 +153,7 @@ def simulate(
     *,
     scale: float,
     source: str | None = None,
+    dropout: Dropout | None = None,
     seed: int | None = None,
     check: bool = True,
     track: tuple[str, ...] = (),
@@ -80,47 +167,30 @@ def simulate(
     pipeline whose blocks take tile after tile.  o and lse start as NaN.  Raises CompileError, LaunchError for a problem
     without any output, and a Trap for what the kernel does wrong.
     """
-    sizes = case.sizes
-    batch, heads, q_len = sizes["batch"], sizes["heads"], sizes["q_len"]
-    if 0 in (batch, heads, q_len):
-        raise LaunchError("a problem without any output element launches no kernel")
-    memory = Memory()
-    memory.track = frozenset(track)
-    values: dict[str, int | float] = {**sizes, "q_tiles": -(-q_len // plan.tile.q), "scale": scale}
-    o = np.full((batch, heads, q_len, plan.v_head_dim), np.nan, np.float32)
-    o = stored(o, plan.dtype)
-    lse = np.full((batch, heads, q_len), np.nan, np.float32)
-    tensors = {"q": stored(q, plan.dtype), "k": stored(k, plan.dtype), "v": stored(v, plan.dtype), "o": o}
-    for name, array in tensors.items():
-        values[name] = memory.add(name, array, writable=name == "o")
-        for axis, stride in zip(("batch", "head", "row"), _strides(array), strict=False):
-            values[f"{name}_{axis}"] = stride
-    values["lse"] = memory.add("lse", lse, writable=True)
-    for name, value in case.params.items():
-        values[f"param_{name}"] = value
-    for tensor in plan.variant.tensors:
-        array = stored(case.tensors[tensor.name], tensor.dtype)
-        values[f"tensor_{tensor.name}"] = memory.add(tensor.name, array)
-        for axis, (size, stride) in enumerate(zip(array.shape, _strides(array), strict=True)):
-            values[f"size{axis}_{tensor.name}"] = size
-            values[f"stride{axis}_{tensor.name}"] = stride if size > 1 else 0
-    blocks = int(values["q_tiles"]) * heads * batch
-    kernel = module(source if source is not None else emit(plan), plan.arch)
-    arguments = []
+    rows = _outputs_of(case)
+    arguments = _Arguments(plan, case, scale, dropout)
+    arguments.memory.track = frozenset(track)
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        arguments.add(name, stored(array, plan.dtype))
+    o = arguments.result("o", (*rows, plan.v_head_dim), plan.dtype)
+    lse = arguments.result("lse", rows, "float32")
+    q_tiles = -(-rows[2] // plan.tile.q)
+    arguments.values["q_tiles"] = q_tiles
+    blocks = q_tiles * rows[0] * rows[1]
+    maps = []
     if plan.specialized is not None:
-        counters = np.zeros(2, np.int32)
-        values |= {"counters": memory.add("counters", counters, writable=True), "l2_heads": min(2, heads)}
-        rows = {"q": 64, "k": plan.tile.kv, "v": plan.tile.kv, "o": 64}
+        arguments.add("counters", np.zeros(2, np.int32), writable=True)
+        arguments.values["l2_heads"] = min(2, rows[1])
         names = "qkvo" if plan.specialized.staged else "qkv"
-        arguments = [_map(tensors[name], int(values[name]), rows[name], plan.dtype) for name in names]
+        maps = [arguments.tensor_map(name, plan.tile.kv if name in "kv" else _BOX_ROWS) for name in names]
         blocks = min(blocks, multiprocessors)
-    report = kernel.launch(
+    report = module(source if source is not None else emit(plan), plan.arch).launch(
         f"attention_{plan.pass_name}",
         blocks,
         plan.threads,
         plan.smem_bytes,
-        [*arguments, params.pack(plan, values)],
-        memory,
+        [*maps, arguments.packed()],
+        arguments.memory,
         seed=seed,
         check=check,
         step_limit=step_limit,
@@ -128,20 +198,60 @@ def simulate(
     return Simulated(loaded(o, plan.dtype), lse, report)
 
 
-def _strides(array: np.ndarray) -> tuple[int, ...]:
-    """Strides of a contiguous array in elements."""
-    out, step = [], 1
-    for size in reversed(array.shape):
-        out.append(step)
-        step *= size
-    return tuple(reversed(out))
+def simulate_backward(
+    plan: KernelPlan,
+    case: Case,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    o: np.ndarray,
+    lse: np.ndarray,
+    d_o: np.ndarray,
+    *,
+    scale: float,
+    dlse: np.ndarray | None = None,
+    source: str | None = None,
+    dropout: Dropout | None = None,
+    seed: int | None = None,
+    check: bool = True,
+    step_limit: int = STEP_LIMIT,
+) -> SimulatedBackward:
+    """Run the kernels of a backward plan, in their order, on the results of a forward.
 
-
-def _map(array: np.ndarray, address: int, rows: int, dtype: str) -> bytes:
-    """The tensor map of [batch, heads, length, dim]: boxes of 64 columns by `rows` rows, 128-byte swizzle."""
-    batch, heads, length, dim = array.shape
-    _, head, row, _ = (stride * array.itemsize for stride in _strides(array))
-    return TensorMap.encode_tiled(
-        BFLOAT16 if dtype == "bfloat16" else FLOAT16, 4, address, (dim, max(length, 1), heads, batch),
-        (row, head, heads * head), (64, rows, 1, 1), (1, 1, 1, 1), swizzle=3,
-    ).to_bytes()  # fmt: skip
+    Arrays are [batch, heads, length, dim] floats, rounded to the plan's dtype, lse and dlse [batch, heads, q_len].
+    Results and workspaces start as NaN.  Options and errors are those of `simulate`.
+    """
+    rows = _outputs_of(case)
+    arguments = _Arguments(plan, case, scale, dropout)
+    for name, array in (("q", q), ("k", k), ("v", v), ("o", o), ("d_o", d_o)):
+        arguments.add(name, stored(array, plan.dtype))
+    arguments.add("lse", np.ascontiguousarray(lse, np.float32))
+    arguments.values["dlse"] = 0
+    if dlse is not None:
+        arguments.add("dlse", np.ascontiguousarray(dlse, np.float32))
+    results = [arguments.result(f"d{name}", array.shape, plan.dtype) for name, array in (("q", q), ("k", k), ("v", v))]
+    captured = {
+        name: arguments.result(f"grad_{name}", np.shape(case.tensors[name]), "float32") for name in plan.gradients
+    }
+    problem = Problem(**case.sizes, head_dim=plan.head_dim, v_head_dim=plan.v_head_dim, dtype=plan.dtype)
+    shapes = {name: array.shape for name, array in captured.items()}
+    for part in ampere_backward.workspaces(plan, problem, shapes):
+        arguments.add(part.name, np.full(part.amount // 4, np.nan, np.float32), writable=True)
+    arguments.values["q_tiles"] = -(-rows[2] // plan.tile.q)
+    arguments.values["kv_tiles"] = -(-case.sizes["kv_len"] // plan.tile.kv)
+    kernel = module(source if source is not None else emit(plan), plan.arch)
+    reports = {
+        launch.entry: kernel.launch(
+            launch.entry,
+            launch.blocks,
+            launch.threads,
+            launch.smem_bytes,
+            [arguments.packed()],
+            arguments.memory,
+            seed=seed,
+            check=check,
+            step_limit=step_limit,
+        )
+        for launch in ampere_backward.launches(plan, problem)
+    }
+    return SimulatedBackward(*(loaded(result, plan.dtype) for result in results), captured, reports)
