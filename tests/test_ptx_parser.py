@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from ptx_kernels import instruction, launch
 
-from flashgen.runtime.ptx import BadLaunch, Memory, PtxSyntaxError, StepLimit, UnknownInstruction, WrongTarget, load
+from flashgen.runtime.ptx import (
+    BadLaunch,
+    Memory,
+    PtxSyntaxError,
+    StepLimit,
+    UnknownInstruction,
+    WrongTarget,
+    errors,
+    load,
+)
 from flashgen.runtime.ptx.parser import Imm, Mem, Reg, Sym, Vec, parse
 
 HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
@@ -113,6 +122,13 @@ def test_a_kernel_that_never_ends_meets_the_step_limit():
 def test_a_register_that_some_path_leaves_unwritten_is_watched():
     text = "setp.lt.u32 %p, %a, 40; @%p mov.u32 %t, 5; add.u32 %o, %t, 1;"
     np.testing.assert_array_equal(instruction(text, np.uint32, np.arange(32, dtype=np.uint32)), np.full(32, 6))
+
+
+def test_a_branch_on_an_unwritten_predicate_traps():
+    text = "setp.lt.u32 %q, %a, 8; mov.u32 %o, 1; @%q setp.lt.u32 %p, %a, 100; @%p bra DONE; mov.u32 %o, 2; DONE:"
+    with pytest.raises(errors.Uninitialised, match="a branch is taken on a predicate that nothing wrote"):
+        instruction(text, np.uint32, np.arange(32, dtype=np.uint32))
+    np.testing.assert_array_equal(instruction(text, np.uint32, np.arange(8, dtype=np.uint32)), np.full(8, 1))
 
 
 def test_probes_record_values_of_warps():

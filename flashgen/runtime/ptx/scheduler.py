@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from flashgen.runtime.ptx.block import Block, Bundle, Cluster
-from flashgen.runtime.ptx.errors import Deadlock, StepLimit, Trap
+from flashgen.runtime.ptx.errors import Deadlock, StepLimit, Trap, Uninitialised
 from flashgen.runtime.ptx.registers import LANES, Mask
-from flashgen.runtime.ptx.translate import Fork, Jump, Leave, Suspend, attach
+from flashgen.runtime.ptx.translate import Fork, Jump, Suspend, attach
 
 #: A bundle that ran this many basic blocks more than another gives way to it (loops that poll).
 _FAIR = 4096
@@ -184,12 +184,13 @@ def _execute(block: Block, bundle: Bundle) -> None:
         raise
     if type(end) is Jump:
         bundle.pc = end.target
-    elif type(end) is Fork:
-        _fork(block, bundle, end, V)
-    elif type(end) is Leave:
-        block.bundles.remove(bundle)
+    else:
         try:
-            _leave(block, bundle)
+            if type(end) is Fork:
+                _fork(block, bundle, end, V)
+            else:
+                block.bundles.remove(bundle)
+                _leave(block, bundle)
         except Trap as trap:
             attach(trap, code, len(code.ops), f"in {place(block)}, warps {bundle.a}..{bundle.b - 1}")
             raise
@@ -198,6 +199,8 @@ def _execute(block: Block, bundle: Bundle) -> None:
 def _fork(block: Block, bundle: Bundle, end: Fork, V: list) -> None:
     taken = ~V[end.slot] if end.negated else V[end.slot].copy()  # it becomes a mask: the register may change
     m = bundle.mask
+    if end.written is not None and not (V[end.written] if m is True else V[end.written][m]).all():
+        raise Uninitialised("a branch is taken on a predicate that nothing wrote")
     if m is True:
         if taken.all():
             bundle.pc = end.target

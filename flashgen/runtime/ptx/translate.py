@@ -24,12 +24,13 @@ class Jump:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Lanes whose predicate holds go to `target`, the others to `other`."""
+    """Lanes whose predicate holds go to `target`, the others to `other`; `written` says which lanes have it."""
 
     slot: int
     negated: bool
     target: int
     other: int
+    written: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def translate(entry: Entry, symbols: dict[str, tuple[str, int]]) -> Program:
             code.meets, members = flow.together(block.items[0])
             if members is not None:
                 code.members = Build(translator, block.items[0], ()).read(members, "b32")
-        code.end = _end(translator, block.end, n)
+        code.end = _end(translator, block.end, n, defined)
         for x in lines[n]:
             run = x.run.run if isinstance(x.run, May) else x.run
             run = hazards.watch_wgmma(run, x.instruction, x.footprint, translator)
@@ -190,7 +191,7 @@ def _probe(translator: Translator, probe: Probe) -> _Line:
     return _Line(item, run, build.footprint, None)
 
 
-def _end(translator: Translator, end: flow.RawEnd, n: int) -> End:
+def _end(translator: Translator, end: flow.RawEnd, n: int, defined: dict[str, int]) -> End:
     if end.kind == "leave":
         return Leave()
     if end.kind == "jump":
@@ -200,7 +201,7 @@ def _end(translator: Translator, end: flow.RawEnd, n: int) -> End:
         if width != 1:
             raise UnknownInstruction(f"a branch on {end.predicate.name}, which is no predicate, is not modelled")
         slot = translator.slot(RegisterSlot(1, index, np.dtype(np.bool_)))
-        return Fork(slot, end.negated, end.target, end.other)
+        return Fork(slot, end.negated, end.target, end.other, defined.get(end.predicate.name))
     return Jump(n + 1)
 
 
