@@ -17,12 +17,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flashgen.codegen import params
+from flashgen.planning import ampere_backward
 from flashgen.runtime import cache, driver, nvrtc
 
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
     from flashgen.planning.plan import KernelPlan
     from flashgen.planning.problem import Problem
+    from flashgen.runtime.philox import Dropout
+
+#: Fields that a kernel takes which drops probabilities.
+DROPOUT_FIELDS = ("dropout_seed", "dropout_offset", "dropout_threshold", "dropout_scale")
 
 #: Bytes of keys and values that pipeline hopper wants in L2 at a time.
 L2_BYTES = 32 << 20
@@ -58,17 +63,48 @@ class Layout:
     o: tuple[int, int, int]
 
 
-class Record:
-    """One kernel on one GPU for one set of shapes and strides; any thread may call it.
+class _Packed:
+    """The packed parameters of a plan in memory that the driver copies at each launch.
 
-    `addresses` are those of q, k, v, o, lse and then of the captured tensors by name; `numbers` the softmax scale and
-    then the parameters by name.  A kernel that `counts` takes the address of two int32 that are 0 as well: it leaves
-    them 0, and launches that may overlap need counters of their own.
+    `given` names the addresses in the order in which calls give them, pointers' names and others; numbers are the
+    softmax scale, the parameters by name, and where the plan drops probabilities seed, offset, threshold and scale of
+    that.
     """
 
-    __slots__ = (
-        *("_buffer", "_launch", "_lock", "_maps", "_numbers", "_pack_pointers", "_pick_pointers", "_slots", "counts"),
-    )
+    __slots__ = ("_numbers", "_pack_pointers", "_pick_pointers", "_slots", "buffer", "pointers")
+
+    def __init__(self, plan: KernelPlan, values: Mapping[str, int | float], given: Sequence[str] | None = None) -> None:
+        packed = params.pack(plan, values)
+        self.buffer = ctypes.create_string_buffer(packed, len(packed))
+        place, end = {}, 0  # the struct has no padding before its end
+        for member in params.fields(plan):
+            place[member.name] = member.format, end
+            end += struct.calcsize(f"<{member.format}")
+        self.pointers = tuple(m.name for m in params.fields(plan) if m.ctype.endswith("*"))  # they stand first
+        self._pack_pointers = struct.Struct(f"<{len(self.pointers)}Q").pack_into
+        self._pick_pointers = operator.itemgetter(*map((given or self.pointers).index, self.pointers))
+        numbers = ["scale", *(f"param_{p.name}" for p in plan.variant.params)]
+        numbers += DROPOUT_FIELDS if plan.dropout else ()
+        self._slots = [(struct.Struct(f"<{place[name][0]}").pack_into, place[name][1]) for name in numbers]
+        self._numbers: tuple[int | float, ...] = ()
+
+    def write(self, addresses: tuple[int, ...], numbers: tuple[int | float, ...]) -> None:
+        self._pack_pointers(self.buffer, 0, *self._pick_pointers(addresses))
+        if numbers != self._numbers:
+            for (pack_into, offset), number in zip(self._slots, numbers, strict=True):
+                pack_into(self.buffer, offset, number)
+            self._numbers = numbers
+
+
+class Record:
+    """One forward kernel on one GPU for one set of shapes and strides; any thread may call it.
+
+    `addresses` are those of q, k, v, o, lse and then of the captured tensors by name; `numbers` the softmax scale, then
+    the parameters by name, then `dropout_numbers` where the plan has dropout.  A kernel that `counts` takes the address
+    of two int32 that are 0 as well: it leaves them 0, and launches that may overlap need counters of their own.
+    """
+
+    __slots__ = ("_launch", "_lock", "_maps", "_packed", "counts")
 
     def __init__(
         self,
@@ -78,25 +114,14 @@ class Record:
         blocks: int,
         maps: Mapping[str, driver.TensorMap],
     ) -> None:
-        packed = params.pack(plan, values)
-        self._buffer = ctypes.create_string_buffer(packed, len(packed))
+        given = [*("q", "k", "v", "o", "lse"), *(f"tensor_{t.name}" for t in plan.variant.tensors), "counters"]
+        self._packed = _Packed(plan, values, given)
         self._launch = driver.Launch(
-            function, blocks=blocks, threads=plan.threads, arguments=[*maps.values(), self._buffer]
+            function, blocks=blocks, threads=plan.threads, arguments=[*maps.values(), self._packed.buffer]
         )
         self._lock = threading.Lock()
-        place, end = {}, 0  # the struct has no padding before its end
-        for member in params.fields(plan):
-            place[member.name] = member.format, end
-            end += struct.calcsize(f"<{member.format}")
-        self.counts = "counters" in place
-        pointers = [name for name, (letter, _) in place.items() if letter == "Q"]  # they stand first
-        self._pack_pointers = struct.Struct(f"<{len(pointers)}Q").pack_into
-        given = [*("q", "k", "v", "o", "lse"), *(f"tensor_{t.name}" for t in plan.variant.tensors), "counters"]
-        self._pick_pointers = operator.itemgetter(*map(given.index, pointers))
         self._maps = [(tensor, given.index(name)) for name, tensor in maps.items()]
-        numbers = [place[name] for name in ("scale", *(f"param_{p.name}" for p in plan.variant.params))]
-        self._slots = [(struct.Struct(f"<{letter}").pack_into, offset) for letter, offset in numbers]
-        self._numbers: tuple[int | float, ...] = ()
+        self.counts = "counters" in self._packed.pointers
 
     def __call__(
         self, addresses: tuple[int, ...], numbers: tuple[int | float, ...], stream: int, counters: int = 0
@@ -105,12 +130,44 @@ class Record:
         with self._lock:
             for tensor, index in self._maps:
                 tensor.move(addresses[index])
-            self._pack_pointers(self._buffer, 0, *self._pick_pointers((*addresses, counters)))
-            if numbers != self._numbers:
-                for (pack_into, offset), number in zip(self._slots, numbers, strict=True):
-                    pack_into(self._buffer, offset, number)
-                self._numbers = numbers
+            self._packed.write((*addresses, counters), numbers)
             self._launch(stream)
+
+
+class BackwardRecord:
+    """The kernels of a backward on one GPU for one set of shapes and strides; any thread may call it.
+
+    `pointers` are the names of the addresses that a call gives, in that order: inputs, gradients, workspaces, captured
+    tensors.  Numbers are those of a Record.
+    """
+
+    __slots__ = ("_launches", "_lock", "_packed", "pointers")
+
+    def __init__(
+        self,
+        plan: KernelPlan,
+        values: Mapping[str, int | float],
+        entries: Sequence[tuple[ampere_backward.Launch, driver.Function]],
+    ) -> None:
+        self._packed = _Packed(plan, values)
+        self._launches = [
+            driver.Launch(function, blocks=entry.blocks, threads=entry.threads, arguments=[self._packed.buffer])
+            for entry, function in entries
+        ]
+        self._lock = threading.Lock()
+        self.pointers = self._packed.pointers
+
+    def __call__(self, addresses: tuple[int, ...], numbers: tuple[int | float, ...], stream: int) -> None:
+        """Launch all of them, one after the other, on a stream; raises LaunchError with the driver's reason."""
+        with self._lock:
+            self._packed.write(addresses, numbers)
+            for launch in self._launches:
+                launch(stream)
+
+
+def dropout_numbers(dropout: Dropout) -> tuple[int | float, ...]:
+    """What kernels that drop probabilities take beside the other numbers, in the order of DROPOUT_FIELDS."""
+    return dropout.seed, dropout.offset, dropout.threshold, dropout.scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +176,7 @@ class Kernel:
 
     plan: KernelPlan
     entry: cache.Entry
-    _functions: dict[int, driver.Function] = field(default_factory=dict, repr=False, compare=False)
+    _functions: dict[tuple[int, str], driver.Function] = field(default_factory=dict, repr=False, compare=False)
     _loading: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
@@ -130,15 +187,17 @@ class Kernel:
     def resources(self) -> nvrtc.Resources:
         return self.entry.resources
 
-    def function(self, device: int) -> driver.Function:
-        """The kernel in the context of GPU `device`; raises LaunchError where it cannot be loaded there."""
+    def function(self, device: int, entry: str | None = None, smem_bytes: int | None = None) -> driver.Function:
+        """An entry (unless given the plan's main one) in the context of GPU `device`.
+
+        Raises LaunchError where it cannot be loaded there.
+        """
+        name = entry or f"attention_{self.plan.pass_name}"
         with self._loading:
-            if device not in self._functions:
-                plan = self.plan
-                self._functions[device] = driver.load(
-                    self.cubin, f"attention_{plan.pass_name}", smem_bytes=plan.smem_bytes, device=device
-                )
-            return self._functions[device]
+            if (device, name) not in self._functions:
+                room = self.plan.smem_bytes if smem_bytes is None else smem_bytes
+                self._functions[device, name] = driver.load(self.cubin, name, smem_bytes=room, device=device)
+            return self._functions[device, name]
 
     def record(self, problem: Problem, layout: Layout, captured: Mapping[str, Captured], device: int) -> Record:
         """A launch of this kernel for one problem that is not empty.
@@ -146,7 +205,8 @@ class Kernel:
         Raises LaunchError where the kernel cannot be loaded, the grid would be too wide, or TMA cannot address q, k or
         v (`tma_refusal` says so before).
         """
-        plan, values = self.plan, self._values(problem, layout, captured)
+        plan = self.plan
+        values = self._values(problem, {name: getattr(layout, name) for name in "qkvo"}, captured)
         blocks = values["q_tiles"] * problem.heads * problem.batch
         maps: dict[str, driver.TensorMap] = {}
         if plan.specialized is not None:  # each block takes tile after tile
@@ -154,12 +214,37 @@ class Kernel:
             maps = {name: _tensor_map(name, plan, problem, layout) for name in params.MAPS}
         return Record(plan, self.function(device), values, blocks, maps)
 
-    def _values(self, problem: Problem, layout: Layout, captured: Mapping[str, Captured]) -> dict[str, int | float]:
+    def backward_record(
+        self,
+        problem: Problem,
+        strides: Mapping[str, tuple[int, int, int]],
+        captured: Mapping[str, Captured],
+        device: int,
+    ) -> BackwardRecord:
+        """The launches of a backward for one problem with queries and keys.
+
+        `strides` are those of q, k, v, o, d_o, dq, dk and dv in elements over (batch, heads, rows).  Raises LaunchError
+        where a kernel cannot be loaded or a grid would be too wide.
+        """
+        entries = ampere_backward.launches(self.plan, problem)
+        functions = [self.function(device, entry.entry, entry.smem_bytes) for entry in entries]
+        values = self._values(problem, strides, captured)
+        return BackwardRecord(self.plan, values, tuple(zip(entries, functions, strict=True)))
+
+    def _values(
+        self, problem: Problem, strides: Mapping[str, tuple[int, int, int]], captured: Mapping[str, Captured]
+    ) -> dict[str, int | float]:
         """Every field of the parameters; addresses and numbers, which each call writes, are 0."""
+        tile = self.plan.tile
         values: dict[str, int | float] = {f.name: 0 for f in params.fields(self.plan)}
-        values |= {**problem.sizes(), "q_tiles": -(-problem.q_len // self.plan.tile.q), "l2_heads": l2_heads(problem)}
-        for name in ("q", "k", "v", "o"):
-            for axis, stride in zip(("batch", "head", "row"), getattr(layout, name), strict=True):
+        values |= {
+            **problem.sizes(),
+            "q_tiles": -(-problem.q_len // tile.q),
+            "kv_tiles": -(-problem.kv_len // tile.kv),
+            "l2_heads": l2_heads(problem),
+        }
+        for name, of_tensor in strides.items():
+            for axis, stride in zip(("batch", "head", "row"), of_tensor, strict=True):
                 values[f"{name}_{axis}"] = stride
         for name, tensor in captured.items():
             for axis, (size, stride) in enumerate(zip(tensor.sizes, tensor.strides, strict=True)):
