@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from flashgen.lang.expr import walk
+from flashgen.lang.expr import DType, node, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.plan import KernelPlan, Part, Role, Tile
@@ -25,8 +25,16 @@ HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 16, 256
 #: One mma: 16 query rows (m), and 16 columns of the reduction (k), to which head dims and tile_kv are padded.
 MMA_ROWS, MMA_DEPTH = 16, 16
 
+K = node("index", DType.INT32, (), "k")
+
 #: Schedulers of a multiprocessor, among which warps and registers are divided.
 SCHEDULERS = 4
+
+#: Registers that a kernel needs beyond its sum where a limit below the architecture's own holds it down.
+TIGHT = 6
+
+#: Registers of elements captured for each key, and of their addresses, on the way.
+CAPTURED = 8
 
 ITEM = 2  # bytes of float16 and bfloat16
 
@@ -192,9 +200,11 @@ def budget(c: Candidate, arch: Arch, blocks: int) -> int:
     """Registers that a thread may have while `blocks` blocks share a multiprocessor.
 
     A quarter of the file belongs to each of the four schedulers, and the fullest one decides; they go out by eights.
+    Below the most that a thread can have, ptxas wants a few more than it needs.
     """
     warps = -(-blocks * c.warps // SCHEDULERS)
-    return min(arch.registers_per_thread, arch.registers_per_sm // SCHEDULERS // (32 * warps) // 8 * 8)
+    share = arch.registers_per_sm // SCHEDULERS // (32 * warps) // 8 * 8
+    return arch.registers_per_thread if share > arch.registers_per_thread else share - TIGHT
 
 
 def refusal(
@@ -304,6 +314,8 @@ def score_ops(variant: Variant) -> tuple[int, int]:
 
 
 def _mask_registers(variant: Variant) -> int:
-    """Registers that positions, bounds and values of the mask take in a partial tile, by its number of ops."""
+    """Registers that positions, bounds and values of the mask take in a partial tile, by its number of ops; and those
+    of captured elements."""
     ops = sum(1 for n in walk([variant.mask]) if n.operands) if variant.mask is not None else 0
-    return 4 + 2 * min(ops, 6) if ops else 0
+    by_key = any(K in walk([n]) for n in walk(variant.roots) if n.op == "load")
+    return (CAPTURED if by_key else 0) + (4 + 2 * min(ops, 6) if ops else 0)
