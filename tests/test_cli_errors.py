@@ -22,7 +22,7 @@ def refusal(*arguments):
         (["plan", "causal", "--arch", "sm_75"], ["below sm_80", "nearest: sm_80"]),
         (["plan", "causal", "--arch", "sm_80", "--pipeline", "hopper"], ["sm_80 has no pipeline 'hopper'", "ampere"]),
         (["plan", "causal", "--tile", "64"], ["--tile '64' is not of the form QxKV", "nearest: --tile 128x64"]),
-        (["plan", "causal", "--tile", "100x64"], ["tile 100x64", "multiples of 16", "nearest: 96x64"]),
+        (["plan", "full", "--arch", "sm_80", "--tile", "100x64"], ["tile 100x64", "multiples of 16", "nearest: 96x64"]),
         (["plan", "causal", "--dtype", "int8"], ["int8"]),
         (["plan", "causal", "--head-dim", "0"], ["head_dim is 0: it must be positive"]),
         (["plan", "causal", "--v-head-dim", "0"], ["v_head_dim is 0: it must be positive"]),

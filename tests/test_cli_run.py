@@ -41,7 +41,8 @@ def test_no_elements():
 
 
 def test_a_tile_is_the_one_that_runs():
-    assert "tiles of 32 x 16 " in run("causal", "--seqlen", 100, "--head-dim", 64, "--tile", "32x16").out
+    ran = run("causal", "--seqlen", 100, "--head-dim", 64, "--arch", "sm_80", "--tile", "32x16")
+    assert "tiles of 32 x 16 (ampere, sm_80)" in ran.out
 
 
 def spoil(monkeypatch, change):

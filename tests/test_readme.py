@@ -13,6 +13,7 @@ from readme_blocks import BLOCK, BLOCKS, README, ROOT, written
 
 from flashgen.cli import app
 from flashgen.lang.language import language_table
+from flashgen.planning.arch import ARCHS
 
 TEXT = README.read_text()
 
@@ -115,7 +116,7 @@ def test_specs_run(code, tmp_path):
     spec = tmp_path / "spec.py"
     spec.write_text(code)
     assert "checked" in flashgen("run", spec, "--seqlen", 300, "--head-dim", 64, "--device", "cpu").out
-    assert "0.0% misclassified" in flashgen("show", spec, "--seqlen", 1024, "--tile", "64x64").out
+    assert "0.0% misclassified" in flashgen("show", spec, "--seqlen", 1024, "--arch", "sm_80", "--tile", "64x64").out
 
 
 def test_paths_exist():
@@ -145,6 +146,11 @@ def test_the_language_is_there_in_full():
     for row in rows:
         for spelling in row.write.split("; "):
             assert f"`{spelling}`" in table, spelling
+
+
+def test_every_pipeline_is_named():
+    for name in {pipeline for arch in ARCHS.values() for pipeline in arch.pipelines}:
+        assert f"`{name}`" in TEXT
 
 
 def test_the_spec_shown_has_ten_lines_or_so():
