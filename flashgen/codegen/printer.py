@@ -30,6 +30,9 @@ _QUICK = {"div": "{0} * rcp({1})"}
 
 _EXACT = {"add": "__fadd_rn", "sub": "__fsub_rn", "mul": "__fmul_rn", "div": "__fdiv_rn"}
 
+#: Conditions of a mask, of which all are cheap: a branch for each element would cost more than to evaluate them all.
+_EAGER = {"logical_and": "{0} & {1}", "logical_or": "{0} | {1}"}
+
 #: Integer division of what is never negative.
 _PLAIN = {"floor_div": "{0} / {1}", "mod": "{0} % {1}"}
 
@@ -127,6 +130,8 @@ class Printer:
         """The op's text, with places for its operands."""
         if n.op in _PLAIN and self._counts(n):
             return _PLAIN[n.op]
+        if self.exact and n.op in _EAGER:
+            return _EAGER[n.op]
         return _QUICK.get(n.op) or OPS[n.op].cuda(n.dtype)
 
     def _counts(self, n: Node) -> bool:
