@@ -306,6 +306,87 @@ def test_pack_and_unpack():
     np.testing.assert_array_equal(wide, [12])
 
 
+def test_signs_classes_and_saturation():
+    x = np.array([-2.5, -0.0, 0.25, 3, np.nan, np.inf, 2.0**-130], np.float32)
+    y = np.array([1, -1, -1, 1, -1, 1, -1], np.float32)
+    np.testing.assert_array_equal(instruction("copysign.f32 %o, %b, %a;", np.float32, x, y), np.copysign(x, y))
+    classes = {
+        "finite": np.isfinite(x),
+        "infinite": np.isinf(x),
+        "number": ~np.isnan(x),
+        "notanumber": np.isnan(x),
+        "normal": np.isfinite(x) & (np.abs(x) >= 2.0**-126),
+        "subnormal": (x != 0) & (np.abs(x) < 2.0**-126),
+    }
+    for name, expected in classes.items():
+        got = instruction(f"testp.{name}.f32 %p, %a; selp.u32 %o, 1, 0, %p;", np.uint32, x)
+        np.testing.assert_array_equal(got.astype(bool), expected, err_msg=name)
+    got = instruction("add.sat.f32 %o, %a, %b;", np.float32, x, np.zeros(7, np.float32))
+    np.testing.assert_array_equal(got, np.where(np.isnan(x), 0, np.clip(x, 0, 1)))
+    np.testing.assert_array_equal(instruction("fma.rn.sat.f32 %o, %a, %b, %b;", np.float32, x[:4], y[:4]), [0, 0, 0, 1])
+    np.testing.assert_array_equal(instruction("neg.f32 %o, %a;", np.float32, x), -x)
+    np.testing.assert_array_equal(instruction("abs.ftz.f32 %o, %a;", np.float32, x[5:]), [np.inf, 0])
+    np.testing.assert_array_equal(
+        instruction("div.full.ftz.f32 %o, %a, %b;", np.float32, x[3:7:3], y[3:7:3]), [3, -0.0]
+    )
+    big = np.array([2**31 - 1, -(2**31), 5], np.int32)
+    np.testing.assert_array_equal(instruction("add.sat.s32 %o, %a, %a;", np.int32, big), [2**31 - 1, -(2**31), 10])
+    np.testing.assert_array_equal(instruction("neg.s32 %o, %a;", np.int32, big), [-(2**31) + 1, -(2**31), -5])
+    tiny = np.array([2.0**-130, -(2.0**-130)], np.float32)
+    flushed = instruction("setp.eq.ftz.f32 %p, %a, 0f00000000; selp.u32 %o, 1, 0, %p;", np.uint32, tiny)
+    np.testing.assert_array_equal(flushed, [1, 1])
+
+
+def test_float64_and_sixteen_bit_floats():
+    x = np.array([1.5, -2.25, 1e300, 1 / 3])
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(instruction("mul.f64 %o, %a, %a;", np.float64, x), x * x)
+        np.testing.assert_array_equal(instruction("cvt.rn.f32.f64 %o, %a;", np.float32, x), x.astype(np.float32))
+    toward_zero = instruction("cvt.rz.f32.f64 %o, %a;", np.float32, x[3:])
+    assert float(toward_zero[0]) <= 1 / 3 < float(np.nextafter(toward_zero[0], np.float32(1)))
+    half = np.array([1.5, -0.1], np.float16)
+    np.testing.assert_array_equal(instruction("cvt.f32.f16 %o, %a;", np.float32, half.view(np.uint16)), half)
+    single = half.astype(np.float32)
+    np.testing.assert_array_equal(instruction("cvt.rn.f16.f32 %o, %a;", np.uint16, single).view(np.float16), half)
+    bits = instruction("cvt.rn.bf16.f32 %o, %a;", np.uint16, np.array([1.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8], np.float32))
+    np.testing.assert_array_equal(bits, [0x3F80, 0x3F80, 0x3F82])
+    relu = instruction("cvt.rn.relu.bf16x2.f32 %o, %a, %b;", np.uint32, np.float32([-1]), np.float32([2]))
+    np.testing.assert_array_equal(relu, [0x00004000])
+    np.testing.assert_array_equal(instruction("cvt.rn.f64.s32 %o, %a;", np.float64, np.int32([-7])), [-7.0])
+
+
+def test_bit_fields_of_64_bits_and_other_bit_operations():
+    x = np.array([0x123456789ABCDEF0, (1 << 64) - 1], np.uint64)
+    got = instruction("bfe.u64 %o, %a, 20, 40;", np.uint64, x)
+    assert [int(v) for v in got] == [int(v) >> 20 & (1 << 40) - 1 for v in x]
+    assert instruction("bfi.b64 %o, %a, 0, 8, 60;", np.uint64, x).tolist() == [
+        (int(v) & (1 << 60) - 1) << 8 & (1 << 64) - 1 for v in x
+    ]
+    assert instruction("clz.b64 %o, %a;", np.uint32, x).tolist() == [3, 0]
+    word = np.array([0, 1, 0x80000000, 12], np.uint32)
+    assert instruction("bfind.u32 %o, %a;", np.uint32, word).tolist() == [2**32 - 1, 0, 31, 3]
+    assert instruction("bfind.shiftamt.u32 %o, %a;", np.uint32, word).tolist() == [2**32 - 1, 31, 0, 28]
+    assert instruction("bfind.s32 %o, %a;", np.uint32, word).tolist() == [2**32 - 1, 0, 30, 3]
+    by = np.array([0, 5, 32, 40], np.uint32)
+    rows = [(int(v), int(n)) for v, n in zip(word, by, strict=True)]
+    expected = [(v << 32 | 7) >> min(n, 32) & 0xFFFFFFFF for v, n in rows]
+    assert instruction("shf.r.clamp.b32 %o, 7, %a, %b;", np.uint32, word, by).tolist() == expected
+    assert instruction("not.b32 %o, %a;", np.uint32, word).tolist() == [int(v) ^ 0xFFFFFFFF for v in word]
+    wide = instruction("mad.wide.s32 %o, %a, %b, %c;", np.int64, np.int32([-3]), np.int32([2**30]), np.int64([5]))
+    assert wide.tolist() == [-3 * 2**30 + 5]
+    high = instruction("mad.hi.s32 %o, %a, %b, %c;", np.int32, np.int32([-3]), np.int32([2**30]), np.int32([5]))
+    assert high.tolist() == [(-3 * 2**30 >> 32) + 5]
+
+
+def test_predicates():
+    a = np.arange(8, dtype=np.uint32)
+    text = """setp.lt.u32 %p|%q, %a, 4; not.pred %q, %q; and.pred %p, %p, %q; mov.pred %q, %p;
+              setp.hs.or.u32 %p, %a, 6, !%q; xor.pred %p, %p, %q; selp.u32 %o, 1, 0, %p;"""
+    low = a < 4
+    expected = ((a >= 6) | ~low) ^ low
+    np.testing.assert_array_equal(instruction(text, np.uint32, a).astype(bool), expected)
+
+
 def test_what_is_not_modelled_is_refused_with_its_line():
     with pytest.raises(UnknownInstruction, match=r"opcode 'dp4a.u32.u32' is not modelled\n  PTX line \d+: dp4a"):
         instruction("dp4a.u32.u32 %o, %a, %a, %a;", np.uint32, np.zeros(1, np.uint32))

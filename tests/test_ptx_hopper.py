@@ -246,6 +246,39 @@ def test_a_ring_of_stages(seed):
     np.testing.assert_array_equal(out, data ^ 1)
 
 
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_phases_by_number_and_barriers_used_anew(seed):
+    source = """extern "C" __global__ void k(int* out, const int* in) {
+      __shared__ __align__(16) int s[32];
+      __shared__ u64 full;
+      int t = threadIdx.x;
+      if (t == 0) { init(full, 32); init_fence(); }
+      __syncthreads();
+      for (int i = 0; i < 3; i++) {
+        if (t == 0) {
+          asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], 128;" :: "r"(at(&full)) : "memory");
+          load_bulk(s, in + 32 * i, 128, full);
+        }
+        u64 state; u32 done = 0;
+        asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(at(&full)) : "memory");
+        while (!done)
+          asm volatile("{.reg .pred p; mbarrier.test_wait.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
+            : "=r"(done) : "r"(at(&full)), "l"(state) : "memory");
+        out[32 * i + t] = s[t];
+        __syncwarp();
+      }
+      if (t == 0) {
+        asm volatile("mbarrier.inval.shared::cta.b64 [%0];" :: "r"(at(&full)) : "memory");
+        init(full, 1);
+        arrive(full);
+        wait(full, 0);
+      } }"""
+    data = np.arange(96, dtype=np.int32)
+    out = np.zeros(96, np.int32)
+    hopper(source, {"out": out, "in": data}, seed=seed)
+    np.testing.assert_array_equal(out, data)
+
+
 BARRIER = """extern "C" __global__ void k(int* out, const int* in) {
   __shared__ __align__(16) int s[64];
   __shared__ u64 full;
@@ -419,6 +452,54 @@ def test_wgmma_reads_every_layout(form, from_registers):
     row, column = np.arange(64)[:, None], np.arange(n)[None, :]
     start = column // 8 * 4 + row % 16 // 8 * 2 + column % 2
     np.testing.assert_array_equal(out, (exact + start).astype(np.float32))
+
+
+HAZARD = """extern "C" __global__ void k(float* out, const u16* in) {
+  extern __shared__ __align__(1024) unsigned char s[];
+  int t = threadIdx.x;
+  for (int i = t; i < 4096; i += 128) ((u16*)s)[i] = 0x3f80;
+  proxy_fence();
+  __syncthreads();
+  u64 word = (u64)(at(s) >> 4) | 1ull << 16 | 16ull << 32;
+  u32 a[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+  float d[4] = {1.f, 2.f, 3.f, 4.f};
+  for (int i = 0; i < 4; i++) asm volatile("" : "+f"(d[i]));
+  auto fence = [] { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); };
+  auto multiply = [&] {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"
+      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p, 1, 1, 0;}" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(word)); };
+  auto commit = [] { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); };
+  auto wait = [] { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); };
+  BODY
+  for (int i = 0; i < 4; i++) out[t * 4 + i] = d[i]; }"""
+TOUCH_D = 'for (int i = 0; i < 4; i++) asm volatile("add.f32 %0, %0, 0f00000000;" : "+f"(d[i]));'
+TOUCH_A = 'for (int i = 0; i < 4; i++) asm volatile("xor.b32 %0, %0, 0;" : "+r"(a[i]));'
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "match"),
+    [
+        ("fence(); multiply(); multiply(); commit(); wait();", None, ""),
+        (TOUCH_D + TOUCH_A + "fence(); multiply(); commit(); wait();" + TOUCH_D, None, ""),
+        (TOUCH_D + "multiply(); commit(); wait();", errors.MissingFence, r"no wgmma\.fence since"),
+        ("fence();" + TOUCH_A + "multiply(); commit(); wait();", errors.MissingFence, r"no wgmma\.fence since"),
+        ("fence(); multiply(); commit();" + TOUCH_D + "wait();", errors.NotComplete, "is read while a wgmma that writes"),
+        ("fence(); multiply(); commit();" + TOUCH_A + "wait();", errors.NotComplete, "is written while a wgmma that"),
+        ("fence(); multiply(); commit(); wait(); fence(); multiply();", errors.NotComplete, "is read while a wgmma"),
+        ("if (t < 16) return; fence(); multiply(); commit(); wait();", errors.Diverged, "was reached by a part"),
+    ],
+)  # fmt: skip
+def test_registers_of_wgmma(body, error, match):
+    out = np.zeros(512, np.float32)
+    for seed in (None, 0):
+        given = {"out": out, "in": np.zeros(8, np.uint16)}
+        if error is None:
+            hopper(HAZARD.replace("BODY", body), given, block=128, smem=8192, seed=seed)
+            assert set(np.unique(out)) <= {16 * n + i for n in (1, 2) for i in (1, 2, 3, 4)}
+        else:
+            with pytest.raises(error, match=match or None):
+                hopper(HAZARD.replace("BODY", body), given, block=128, smem=8192, seed=seed)
 
 
 # ---------------------------------------------------------------- clusters

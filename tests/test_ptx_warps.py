@@ -202,3 +202,50 @@ def test_barrier_counts_must_agree():
 def test_trap_instruction():
     with pytest.raises(errors.KernelTrap, match="executed trap"):
         run("""extern "C" __global__ void k(int* out) { if (threadIdx.x == 3) __trap(); out[0] = 1; }""")
+
+
+def test_elect_and_instructions_that_only_advise():
+    source = """extern "C" __global__ void k(unsigned* out) {
+      unsigned t = threadIdx.x, leader, first; unsigned long long policy, c0, c1;
+      asm volatile("{.reg .pred p; elect.sync %0|p, 0xffffffff; selp.u32 %1, 1, 0, p;}" : "=r"(leader), "=r"(first));
+      asm volatile("mov.u64 %0, %%clock64;" : "=l"(c0));
+      asm volatile("prefetch.global.L2 [%0];" :: "l"(out));
+      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+      asm volatile("nanosleep.u32 20; membar.gl; fence.acq_rel.gpu; griddepcontrol.wait;");
+      asm volatile("mov.u64 %0, %%clock64;" : "=l"(c1));
+      out[t] = 100 * leader + first + 10 * (c1 >= c0); }""".replace("b64 %0, 1.0;", "b64 %0;")
+    got, _ = run(source, block=64, out=np.uint32, arch="sm_90a")
+    assert got.tolist() == [11 if t % 32 == 0 else 10 for t in range(64)]
+
+
+def test_atomics_give_back_what_was_there():
+    source = """extern "C" __global__ void k(int* out, unsigned* n) {
+      int t = threadIdx.x;
+      out[t] = atomicInc(n, 9u);
+      out[32 + t] = atomicExch((int*)n + 1, t);
+      out[64 + t] = atomicMin((int*)n + 2, 20 - t);
+      out[96 + t] = atomicDec(n + 3, 5u);
+      out[128 + t] = atomicXor(n + 4, 1u << t);
+      out[160 + t] = atomicCAS((int*)n + 5, t, t + 1); }"""
+    n = np.array([0, -1, 7, 3, 0, 0], np.int32).view(np.uint32)
+    out = np.zeros(192, np.int32)
+    launch(source, {"out": out, "n": n}, writable="out n")
+    out = out.reshape(6, 32)
+    assert out[0].tolist() == [t % 10 for t in range(32)]
+    assert out[1].tolist() == [-1, *range(31)]
+    assert out[2].tolist() == [7] * 14 + [20 - t + 1 for t in range(14, 32)]
+    assert out[3].tolist() == [(3 - t) % 6 for t in range(32)]
+    assert out[4].view(np.uint32).tolist() == [(1 << t) - 1 for t in range(32)]
+    assert out[5].tolist() == list(range(32))
+    assert n.tolist() == [2, 31, 2**32 - 11, (3 - 32) % 6, 2**32 - 1, 32]
+
+
+def test_an_atomic_and_a_plain_read_race():
+    source = """extern "C" __global__ void k(int* out) {
+      __shared__ int n;
+      if (threadIdx.x == 0) n = 0;
+      __syncthreads();
+      if (threadIdx.x < 32) atomicAdd(&n, 1); else out[threadIdx.x] = n; }"""
+    for seed in SEEDS:
+        with pytest.raises(errors.Race):
+            run(source, block=64, seed=seed)

@@ -23,7 +23,7 @@ def run_cluster(cluster: Cluster, quantum: int) -> None:
     rng = cluster.launch.rng
     for turn in range(quantum):
         if rng is not None and cluster.in_flight and rng.random() < 0.1:
-            _land(cluster, int(rng.integers(len(cluster.in_flight))))
+            cluster.land(int(rng.integers(len(cluster.in_flight))))
         blocks = [block for block in cluster.blocks if block.bundles]
         if not blocks:
             return
@@ -39,12 +39,7 @@ def run_cluster(cluster: Cluster, quantum: int) -> None:
         else:
             if not cluster.in_flight:
                 _stuck(cluster)
-            _land(cluster, 0 if rng is None else int(rng.integers(len(cluster.in_flight))))
-
-
-def _land(cluster: Cluster, n: int) -> None:
-    cluster.in_flight.pop(n)()
-    cluster.events += 1
+            cluster.land(0 if rng is None else int(rng.integers(len(cluster.in_flight))))
 
 
 def _stuck(cluster: Cluster) -> None:

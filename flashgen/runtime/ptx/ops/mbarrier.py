@@ -293,7 +293,8 @@ def _wait(b: Build, blocking: bool) -> Any:
         rng = block.launch.rng
         if blocking and not (rng is not None and rng.random() < 0.2):
             return wait
-        wait.poll(group, m)  # test_wait, or by a seed a try_wait that gives up at once
+        if wait.poll(group, m) is not True:  # test_wait, or by a seed a try_wait that gives up at once
+            block.cluster.polled()
         return None
 
     if not blocking:
