@@ -1,0 +1,108 @@
+"""`flashgen simulate`: the emitted kernel itself, executed instruction by instruction on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from flashgen.cli import options
+from flashgen.cli.console import err, many, out, seconds, share
+from flashgen.cli.options import Request, Resolved, Spec
+
+if TYPE_CHECKING:
+    from flashgen.runtime.ptx.counters import Report
+
+#: What is executed unless a length is given: two tiles of queries of most plans, and no whole number of tiles.
+SEQLEN = 200
+
+#: Rows of the table of instructions.
+_MOST = 12
+
+
+@options.shared
+def command(
+    spec: Spec,
+    request: Request,
+    seed: Annotated[int, typer.Option(help="Seed of the random input and of the order of asynchronous copies.")] = 0,
+    late: Annotated[
+        bool, typer.Option("--late", help="Asynchronous copies end as late as the kernel allows, not in random order.")
+    ] = False,
+    step_limit: Annotated[int, typer.Option(min=1, help="Steps after which a kernel counts as endless.")] = 10**8,
+) -> None:  # fmt: skip
+    """Execute the kernel on the CPU: check it against float64 and show traffic, bank conflicts, instructions.
+
+    Give a small problem: a tile of a kernel takes tenths of a second. Needs NVRTC and no GPU.
+    """
+    resolved = options.resolve(
+        spec, request if request.seqlen is not None else dataclasses.replace(request, seqlen=SEQLEN), seed=seed
+    )
+    start = time.perf_counter()
+    with err.status("executing"):
+        report, reasons = _run(resolved, seed, None if late else seed, step_limit)
+    out.print(_traffic(resolved, report))
+    out.print(_instructions(report))
+    conflicts = report.conflicts
+    accesses = sum(access.count for access in report.shared.values())
+    worst = f"{len(conflicts) or 'no'} instructions with bank conflicts"
+    out.print(f"shared memory: {many(accesses)} accesses by warps, {worst}")
+    for access in conflicts[:_MOST]:
+        out.print(f"  line {access.line}: {access.conflicts} wavefronts too many: {access.text}", markup=False)
+    out.print(f"executed {many(report.steps)} steps of warps in {seconds(time.perf_counter() - start)}")
+    for reason in reasons:
+        err.print(f"[bold red]check failed:[/] {reason}")
+    if reasons:
+        raise typer.Exit(1)
+    out.print(f"[green]checked[/] against float64, no trap, seed {seed}")
+
+
+def _run(resolved: Resolved, seed: int, order: int | None, step_limit: int) -> tuple[Report, tuple[str, ...]]:
+    import torch
+
+    from flashgen.runtime.ptx.simulate import simulate
+    from flashgen.runtime.reference import baseline, judge, judge_lse, reference
+
+    p, case, variant = resolved.problem, resolved.case, resolved.variant
+    dtype, scale = getattr(torch, p.dtype), 1 / math.sqrt(p.head_dim)
+    generator = torch.Generator().manual_seed(seed)
+    keys = (p.batch, p.kv_heads, p.kv_len)
+    shapes = (p.batch, p.heads, p.q_len, p.head_dim), (*keys, p.head_dim), (*keys, p.v_head_dim)
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    done = simulate(
+        resolved.plan, case, *(x.float().numpy() for x in (q, k, v)), scale=scale, seed=order, step_limit=step_limit
+    )
+    ref, ref_lse = reference(variant, case, q, k, v, scale=scale)
+    base, _ = baseline(variant, case, q, k, v, scale=scale)
+    verdict = judge(torch.from_numpy(done.o).to(dtype), base, ref, p.dtype)
+    return done.report, verdict.reasons + judge_lse(torch.from_numpy(done.lse), ref_lse)
+
+
+def _traffic(resolved: Resolved, report: Report) -> Table:
+    """Bytes of global memory by tensor, executed and predicted."""
+    plan, predicted = resolved.plan, resolved.predict()
+    table = Table(title=f"{resolved}\n{plan.pipeline} on {plan.arch}, tiles of {plan.tile.q} x {plan.tile.kv}",
+                  title_justify="left", box=None, padding=(0, 2, 0, 0))  # fmt: skip
+    table.add_column("global memory", style="bold")
+    table.add_column("by")
+    table.add_column("bytes", justify="right")
+    for (buffer, kind), amount in sorted(report.traffic.items()):
+        table.add_row(buffer, kind, f"{amount:,}")
+    table.add_row("all", "", f"{report.read_bytes + report.write_bytes:,}")
+    table.add_row("predicted", "", f"{predicted.hbm.total:,}")
+    return table
+
+
+def _instructions(report: Report) -> Table:
+    total = sum(report.instructions.values())
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("instructions of warps", style="bold")
+    table.add_column("executed", justify="right")
+    table.add_column("share", justify="right")
+    for opcode, count in report.instructions.most_common(_MOST):
+        table.add_row(opcode, f"{count:,}", share(count, total))
+    table.add_row("all", f"{total:,}", "")
+    return table

@@ -1,0 +1,30 @@
+"""`flashgen simulate`: the verb over the interpreter."""
+
+import re
+
+from cli import flashgen
+
+SMALL = ("--seqlen", "70", "--heads", "1", "--head-dim", "32", "--arch", "sm_80", "--tile", "64x32")
+
+
+def test_a_kernel_is_executed_checked_and_counted():
+    ran = flashgen("simulate", "causal", *SMALL)
+    assert "checked against float64, no trap, seed 0" in ran.out
+    executed, predicted = (re.search(rf"^{name} +([\d,]+)", ran.out, re.MULTILINE) for name in ("all", "predicted"))
+    assert executed[1] == predicted[1]
+    assert "no instructions with bank conflicts" in ran.out
+    assert "mma.sync" in ran.out
+
+
+def test_copies_may_end_late():
+    assert "no trap" in flashgen("simulate", "full", *SMALL, "--late").out
+
+
+def test_a_kernel_that_does_not_end_in_time():
+    ran = flashgen("simulate", "full", *SMALL, "--step-limit", "50", code=2)
+    assert "50" in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_nothing_to_execute():
+    assert "launches no kernel" in flashgen("simulate", "full", *SMALL, "--seqlen", "0", code=2).err
