@@ -101,7 +101,7 @@ class EmulatedGpu(FakeDriver):
         memory = ptx.Memory()
         base = memory.add("memory", self.memory, writable=True)
         moved = base - self.memory.ctypes.data
-        maps = 0 if plan.specialized is None else len(params.MAPS)
+        maps = len(params.maps(plan))
         sizes = [128] * maps + [params.sizeof(plan)]
         addresses = (ctypes.c_void_p * len(sizes)).from_address(pointers)
         given = [bytearray(ctypes.string_at(a, n)) for a, n in zip(addresses, sizes, strict=True)]

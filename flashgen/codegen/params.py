@@ -27,9 +27,6 @@ STORED = {
     "float32": "float",
 }
 
-#: Tensor maps that a kernel of pipeline hopper takes as parameters of their own, before the struct.
-MAPS = ("q", "k", "v")
-
 _FORMATS = {"i64": "q", "u64": "Q", "int": "i", "u32": "I", "float": "f"}
 
 
@@ -46,6 +43,13 @@ class Field:
         return "Q" if self.ctype.endswith("*") else _FORMATS[self.ctype]
 
 
+def maps(plan: KernelPlan) -> tuple[str, ...]:
+    """The tensors of which a kernel takes tensor maps, as parameters of their own before the struct."""
+    if plan.specialized is None:
+        return ()
+    return ("q", "k", "v", "o") if plan.specialized.staged else ("q", "k", "v")
+
+
 def fields(plan: KernelPlan) -> tuple[Field, ...]:
     """The members of a plan's `Params`, in order."""
     if plan.backward is not None:
@@ -60,7 +64,7 @@ def fields_of(
     """The members of a forward's `Params`: pointers, then 64-bit, then 32-bit numbers, so that none needs padding.
 
     Strides count elements.  A captured tensor has `tensor_NAME`, and for each dimension i `stride<i>_NAME` and
-    `size<i>_NAME`; a parameter is `param_NAME`.  Pipeline hopper has tensor maps for q, k and v (`MAPS`) in front of the
+    `size<i>_NAME`; a parameter is `param_NAME`.  Pipeline hopper has tensor maps (`maps`) in front of the
     struct, and two counters of tiles where it hands them out.
     """
     element = ELEMENT[dtype]

@@ -1,15 +1,18 @@
 """What a candidate of pipeline hopper costs: shared memory, registers and time, each a sum that can be shown.
 
 The kernel is FlashAttention-3's forward (Shah et al. 2024, Algorithm 2): one block a multiprocessor, in which one
-warpgroup hands out and loads tiles by TMA and two or three others multiply by wgmma, 64 query rows each.  P stays in
+warpgroup hands out, loads and stores tiles and two or three others multiply by wgmma, 64 query rows each, with P in
 registers.  A block takes tile after tile of queries, so that the first product of one runs beside the last of another.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from flashgen.analysis.facts import analyse
+from flashgen.lang.expr import Node, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.ampere import SOFTMAX_OPS, score_ops
 from flashgen.planning.arch import KIB, Arch
@@ -29,38 +32,58 @@ ROWS, DEPTH = 64, 16
 #: Columns of a box that TMA copies: 128 bytes, the widest swizzle.  A narrower row is padded with zeros.
 BOX = 64
 
-#: Registers of a producer's and of a consumer's thread by the number of consumer warpgroups.  A block starts with
-#: 65,536 / threads, rounded down to a multiple of 8; what the producers give back the consumers take, and never more:
-#: 168 x 384 = 40 x 128 + 232 x 256, and 128 x 512 = 32 x 128 + 160 x 384.
-REGISTERS = {2: (40, 232), 3: (32, 160)}
+#: Consumer warpgroups that share a multiprocessor.
+WARPGROUPS = (2, 3)
 
-#: Registers of a consumer's thread beside fragments: softmax state, addresses, barriers, what ptxas needs to move them.
-OVERHEAD = 32
+MAX_TILE_KV = 256
+TILE_RULE = f"tile_q is 128 or 192 (2 or 3 warpgroups of {ROWS} rows), tile_kv a multiple of {DEPTH} up to {MAX_TILE_KV}"
+STAGES = (2, 3, 4)
+STAGES_RULE = "TMA fills one stage while another is used"
+
+#: Whether the pipeline emits dropout.
+DROPOUT = False
+
+#: Tiles whose sums an error message shows.
+EXAMPLES = ((128, 128), (128, 64), (128, 32))
+
+#: Tiles and stages that the planner tries by itself, the best first.  Measured on an H200: more than 128 keys bring
+#: nothing at any head dim, and fewer always cost.
+FREE_TILE_KV = (128, 112, 96, 80, 64, 48, 32)
+FREE_STAGES = (3, 2)
+
+#: Registers of a consumer's thread beside fragments: softmax, addresses, barriers; and one more for every so many columns
+#: of q and k, whose descriptors are kept.
+OVERHEAD, DESCRIPTOR_COLUMNS = 20, 12
+
+#: Registers that a score function needs beside S; those of a captured element and its address, and of finding them.
+SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
+
+#: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone.
+JUDGE_REGISTERS = 56
 
 #: Shared memory for barriers and messages: less than this, which the alignment of tiles rounds it up to.
 CONTROL = KIB
 
-MAX_TILE_KV = 256
-STAGES = (2, 3, 4)
+#: Up to so many columns a product is short: the softmax of a warpgroup must run under the products of others, which then
+#: take turns to issue them; or, without a mask and a score, it does without maxima.  Wider ones find their turns alone.
+SHORT_COLUMNS = 64
 
-#: Whether its forward can drop probabilities.
-DROPOUT = False
+#: Three warpgroups with wider columns hold so few keys that two are faster (FlashAttention-3 divides its rows like that
+#: too): what to multiply their time by.
+THREE_WIDE = 1.15
 
-#: Tiles the planner tries by itself.
-FREE_TILE_KV = tuple(range(48, 193, 16))
+#: Clocks of a step that nothing hides: the latency of the first wgmma, of barriers and shuffles.
+STEP_CLOCKS = 180
 
-#: Warpgroups take turns to issue products where a product is so short that the softmax of one must run under those of
-#: the others; with longer ones they find their turns by themselves.
-PING_PONG_COLUMNS = 64
+#: How much of the second busiest unit's time adds to that of the busiest, with which it shares issue slots.
+INTERFERENCE = 0.3
 
-#: Clocks of a step that no other warpgroup hides: the latency of the first wgmma, of barriers and shuffles.
-STEP_CLOCKS = 400
+#: How long a softmax is for its warpgroup, by the clocks of the units that it uses.
+SOFTMAX_STRETCH = 0.85
 
-#: Clocks from one tile of queries to the next: the epilogue; with one stage for Q the load of the next one too.
-EPILOGUE_CLOCKS, Q_LOAD_CLOCKS = 1600, 2000
-
-#: Keys that a tile of queries sees where nothing is known: weighs what happens once a tile of queries.
-TYPICAL_KEYS = 2048
+#: Clocks lost between two tiles of queries where there is one stage for Q, where there are only two for K and V, and the
+#: keys that a tile of queries sees typically.
+Q_LOAD_CLOCKS, KV_LOAD_CLOCKS, TYPICAL_KEYS = 2000, 1500, 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,22 +116,31 @@ def boxed(head_dim: int) -> int:
     return -(-head_dim // BOX) * BOX
 
 
+def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
+    """The tile that TILE_RULE allows and that comes closest."""
+    q, kv = tile
+    rows = min((ROWS * w for w in WARPGROUPS), key=lambda r: abs(r - q))
+    return rows, min(MAX_TILE_KV, max(DEPTH, DEPTH * round(kv / DEPTH)))
+
+
 def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
     """Every candidate for a pinned tile or number of stages, or for what the planner may choose freely."""
-    for t in [tile] if tile else [Tile(q=ROWS * w, kv=kv) for w in REGISTERS for kv in FREE_TILE_KV]:
-        for s in [stages] if stages else STAGES[:1]:
-            for q_stages in (2, 1):
+    free = [Tile(q=ROWS * w, kv=kv) for w in WARPGROUPS for kv in FREE_TILE_KV]
+    for t in [tile] if tile else free:
+        for s in [stages] if stages else FREE_STAGES:
+            for q_stages in (1, 2):
                 yield Candidate(tile=t, stages=s, q_stages=q_stages)
 
 
 def smem(c: Candidate, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
-    """Bytes of shared memory of a block."""
+    """Bytes of shared memory of a block.  With two stages for Q, a tile of O leaves through the room of its Q."""
     d, dv = boxed(head_dim), boxed(v_head_dim)
+    room = d if c.q_stages == 1 else max(d, dv)
     return (
         Part(
             name="q",
-            amount=c.q_stages * c.tile.q * d * ITEM,
-            why=f"{c.q_stages} stages x {c.tile.q} rows x {d} columns x {ITEM} bytes",
+            amount=c.q_stages * c.tile.q * room * ITEM,
+            why=f"{c.q_stages} stages x {c.tile.q} rows x {room} columns x {ITEM} bytes",
         ),
         Part(
             name="k",
@@ -124,32 +156,62 @@ def smem(c: Candidate, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
     )
 
 
-def registers(c: Candidate, v_head_dim: int) -> tuple[Part, ...]:
+def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
     """32-bit registers of a consumer's thread: S of one tile is on its way while P of the one before is multiplied."""
-    return (
-        Part(name="o", amount=padded(v_head_dim) // 2, why=f"{ROWS} x {padded(v_head_dim)} float32 over 128 threads"),
+    dv = padded(v_head_dim)
+    parts = [
+        Part(name="o", amount=dv // 2, why=f"{ROWS} x {dv} float32 over 128 threads"),
         Part(name="s", amount=c.tile.kv // 2, why=f"{ROWS} x {c.tile.kv} float32 over 128 threads"),
         Part(name="p", amount=c.tile.kv // 4, why=f"{ROWS} x {c.tile.kv} in 16 bits over 128 threads"),
-        Part(name="overhead", amount=OVERHEAD, why="softmax, addresses, loop state"),
-    )
+        Part(
+            name="overhead",
+            amount=OVERHEAD + padded(head_dim) // DESCRIPTOR_COLUMNS,
+            why="softmax, addresses, loop state, descriptors",
+        ),
+    ]
+    if variant.score_node is not None:
+        parts.append(Part(name="score", amount=SCORE_REGISTERS, why="what the score function needs at a time"))
+    if _reads_by_key(variant):
+        keys = c.tile.kv // 4
+        parts.append(
+            Part(
+                name="captured",
+                amount=CAPTURED_REGISTERS + ELEMENT_REGISTERS * keys,
+                why=f"an element and its address for each of {keys} keys, and what leads to them",
+            )
+        )
+    return tuple(parts)
 
 
-def refusal(c: Candidate, arch: Arch, smem_bytes: int, needed: int) -> str | None:
+def division(warpgroups: int, variant: Variant, arch: Arch) -> tuple[int, int]:
+    """Registers of a producer's and of a consumer's thread.
+
+    A block starts with the registers of the multiprocessor divided by its threads, rounded down to a multiple of 8; what
+    the producers give back the consumers take, and never more.
+    """
+    threads = 128 * (1 + warpgroups)
+    pool = arch.registers_per_sm // threads // 8 * 8 * threads
+    producer = JUDGE_REGISTERS if _judges(variant) else 40 if warpgroups == 2 else 32
+    return producer, (pool - 128 * producer) // (128 * warpgroups) // 8 * 8
+
+
+def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int) -> str | None:
     """Why the candidate cannot run on `arch`, or None."""
-    if c.tile.q % ROWS or c.warpgroups not in REGISTERS:
-        rows = " or ".join(str(ROWS * w) for w in REGISTERS)
-        return f"tile_q is not {rows}: {' or '.join(map(str, REGISTERS))} warpgroups of {ROWS} rows"
+    smem_bytes = sum(part.amount for part in smem(c, head_dim, v_head_dim))
     if smem_bytes > arch.smem_per_block:
-        return f"shared memory {smem_bytes:,} bytes > {arch.smem_per_block:,}"
-    limit = REGISTERS[c.warpgroups][1]
-    if needed > limit:
-        return f"registers {needed} > {limit} of a consumer where {c.warpgroups} warpgroups share {arch.registers_per_sm:,}"
+        return f"shared memory {smem_bytes:,} > {arch.smem_per_block:,} bytes"
+    needed = sum(part.amount for part in registers(c, variant, head_dim, v_head_dim))
+    producer, consumer = division(c.warpgroups, variant, arch)
+    if needed > consumer:
+        return f"registers {needed} > {consumer} of a consumer: {c.warpgroups} warpgroups beside {producer} a producer"
     return None
 
 
 def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, v_head_dim: int) -> KernelPlan:
     """The plan of a candidate that fits."""
-    producer, consumer = REGISTERS[c.warpgroups]
+    producer, consumer = division(c.warpgroups, variant, arch)
+    short = max(head_dim, v_head_dim) <= SHORT_COLUMNS
+    guarded = short and variant.mask is None and variant.score_node is None
     return KernelPlan(
         variant=variant,
         pass_name="forward",
@@ -169,13 +231,14 @@ def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, 
         q_in_registers=False,
         blocks_per_sm=1,
         smem=smem(c, head_dim, v_head_dim),
-        registers=registers(c, v_head_dim),
+        registers=registers(c, variant, head_dim, v_head_dim),
         specialized=Specialized(
             warpgroups=c.warpgroups,
             producer_registers=producer,
             consumer_registers=consumer,
             q_stages=c.q_stages,
-            ping_pong=max(head_dim, v_head_dim) <= PING_PONG_COLUMNS,
+            ping_pong=short and c.warpgroups > 2 and not guarded,
+            guarded=guarded,
             staged=c.q_stages > 1,
             dynamic=variant.mask is not None,
         ),
@@ -193,29 +256,48 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     }
 
 
-def pace(plan: KernelPlan, arch: Arch) -> float:
-    """Seconds a multiprocessor needs for one score: the planner's ranking.
-
-    n warpgroups hide all but the slowest unit n-fold; a step has a latency that nothing hides, and so has the way from
-    one tile of queries to the next.
-    """
+def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
+    """Seconds a multiprocessor needs for one score, which rank the plan; one block shares it."""
     by_unit = clocks(plan, arch)
-    slowest, total = max(by_unit.values()), sum(by_unit.values())
-    hidden = slowest + (total - slowest) / plan.specialized.warpgroups
-    step = STEP_CLOCKS / (plan.tile.q * plan.tile.kv)
-    return (hidden + step + between_tiles(plan) / (plan.tile.q * TYPICAL_KEYS)) / arch.clock_hz
+    softmax = by_unit["special"] + by_unit["arithmetic"]
+    busiest, second = sorted(by_unit.values(), reverse=True)[:2]
+    # The softmax of one warpgroup runs under the work of the others, as far as that lasts.
+    warpgroups, tile = plan.specialized.warpgroups, plan.tile
+    exposed = max(0.0, SOFTMAX_STRETCH * softmax - (warpgroups - 1) * busiest)
+    step = STEP_CLOCKS / (tile.q * tile.kv)
+    between = (plan.specialized.q_stages == 1) * Q_LOAD_CLOCKS + (plan.stages == 2) * KV_LOAD_CLOCKS
+    pace = busiest + INTERFERENCE * second + exposed + step + between / (tile.q * TYPICAL_KEYS)
+    wide = warpgroups > 2 and max(plan.head_dim, plan.v_head_dim) > SHORT_COLUMNS
+    tail = -(-TYPICAL_KEYS // tile.kv) * tile.kv / TYPICAL_KEYS
+    return (pace * tail * (THREE_WIDE if wide else 1.0) / arch.clock_hz,)
 
 
-def between_tiles(plan: KernelPlan) -> int:
-    """Clocks from one tile of queries to the next in which a warpgroup multiplies nothing."""
-    return EPILOGUE_CLOCKS + (Q_LOAD_CLOCKS if plan.specialized.q_stages == 1 else 0)
+def busiest(plan: KernelPlan, paces: tuple[float, ...], problem: Problem, sms: int) -> float:
+    """Seconds of the multiprocessor with most to do, where a mask hides what lies above a diagonal; O(1).
+
+    From one tile of queries to the next a step's time passes.
+    """
+    tile, keys = plan.tile, -(-problem.kv_len // plan.tile.kv) * plan.tile.kv
+    q_tiles = -(-problem.q_len // tile.q)
+    tiles = q_tiles * problem.heads * problem.batch
+    if plan.variant.mask is None:
+        return -(-tiles // sms) * tile.q * (keys + tile.kv) * paces[0]
+    # On average half of the keys, and half of what the tiles on the diagonal hold beyond it.
+    jagged = tile.kv - math.gcd(tile.q, tile.kv)
+    seen = min(keys, (q_tiles * tile.q + tile.q + jagged) / 2)
+    return max(1.0, tiles / sms) * tile.q * (seen + tile.kv) * paces[0]
 
 
-def busiest(plan: KernelPlan, pace: float, problem: Problem, sms: int) -> float:
-    """Seconds of the multiprocessor with most to do, if a mask hides half of the keys along a diagonal, in O(1)."""
-    q_tiles = -(-problem.q_len // plan.tile.q) * problem.heads * problem.batch
-    keys = -(-problem.kv_len // plan.tile.kv) * plan.tile.kv
-    if plan.variant.mask is not None:
-        keys = min(keys, (keys + plan.tile.q + plan.tile.kv) / 2)  # half, and half of the tiles on the diagonal in vain
-    share = -(-q_tiles // sms) if plan.variant.mask is None else max(1.0, q_tiles / sms)  # dynamic: no last wave
-    return share * plan.tile.q * keys * pace
+def _judges(variant: Variant) -> bool:
+    """Whether tiles are judged by evaluating conditions over ranges."""
+    return variant.mask is not None and not analyse(variant).exact
+
+
+def _reads_by_key(variant: Variant) -> bool:
+    """Whether an element of a captured tensor is read for each key."""
+
+    def follows_k(n: Node) -> bool:
+        return any(m.op == "index" and m.attr == "k" for m in walk([n]))
+
+    roots = [root for root in (variant.mask, variant.score_node) if root is not None]
+    return any(n.op == "load" and follows_k(n) for n in walk(roots))

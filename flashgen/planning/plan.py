@@ -45,6 +45,7 @@ class Specialized:
     consumer_registers: int
     q_stages: int  # tiles of queries in shared memory
     ping_pong: bool  # warpgroups take turns to issue products
+    guarded: bool  # no maxima in the loop: the sums of P show when an offset must move
     staged: bool  # o leaves by TMA from the room of q, else from registers
     dynamic: bool  # a counter in memory hands out tiles of queries, long ones first; else each block has its share
 

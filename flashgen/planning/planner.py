@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
-from flashgen.planning import ampere
+from flashgen.planning import ampere, hopper
 from flashgen.planning import arch as archs
 from flashgen.planning.arch import Arch
 from flashgen.planning.plan import KernelPlan, Tile
@@ -22,7 +22,7 @@ from flashgen.planning.problem import Problem
 DTYPES = ("float16", "bfloat16")
 
 #: Pipeline -> the module that knows its candidates, what they cost, and how long they take.
-PIPELINES = {ampere.NAME: ampere}
+PIPELINES = {ampere.NAME: ampere, hopper.NAME: hopper}
 
 #: A menu never has more entries.
 MAX_PLANS = 4

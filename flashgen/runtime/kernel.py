@@ -208,10 +208,9 @@ class Kernel:
         plan = self.plan
         values = self._values(problem, {name: getattr(layout, name) for name in "qkvo"}, captured)
         blocks = values["q_tiles"] * problem.heads * problem.batch
-        maps: dict[str, driver.TensorMap] = {}
         if plan.specialized is not None:  # each block takes tile after tile
             blocks = min(blocks, driver.gpu(device).sms)
-            maps = {name: _tensor_map(name, plan, problem, layout) for name in params.MAPS}
+        maps = {name: _tensor_map(name, plan, problem, layout) for name in params.maps(plan)}
         return Record(plan, self.function(device), values, blocks, maps)
 
     def backward_record(

@@ -45,6 +45,9 @@ template <int N> DEVICE void exponentiate(RowState& row, float (&s)[N], float sc
   }
 }
 
+// What the exponentials of one tile may add up to in one lane before the offsets must move: float16 holds each of them.
+constexpr float TILE_SUM_LIMIT = 32768.f;
+
 template <int N> DEVICE void multiply_rows(float (&o)[N], const float (&factor)[2]) {
 #pragma unroll
   for (int i = 0; i < N; i++) o[i] *= factor[i / 2 % 2];
