@@ -484,7 +484,7 @@ TOUCH_A = 'for (int i = 0; i < 4; i++) asm volatile("xor.b32 %0, %0, 0;" : "+r"(
         (TOUCH_D + TOUCH_A + "fence(); multiply(); commit(); wait();" + TOUCH_D, None, ""),
         (TOUCH_D + "multiply(); commit(); wait();", errors.MissingFence, r"no wgmma\.fence since"),
         ("fence();" + TOUCH_A + "multiply(); commit(); wait();", errors.MissingFence, r"no wgmma\.fence since"),
-        ("fence(); multiply(); commit();" + TOUCH_D + "wait();", errors.NotComplete, "is read while a wgmma that writes"),
+        ("fence(); multiply(); commit();" + TOUCH_D + "wait();", errors.NotComplete, "is read while a wgmma"),
         ("fence(); multiply(); commit();" + TOUCH_A + "wait();", errors.NotComplete, "is written while a wgmma that"),
         ("fence(); multiply(); commit(); wait(); fence(); multiply();", errors.NotComplete, "is read while a wgmma"),
         ("if (t < 16) return; fence(); multiply(); commit(); wait();", errors.Diverged, "was reached by a part"),

@@ -129,7 +129,6 @@ class Entry:
 class Source:
     """A parsed module."""
 
-    version: str
     target: str
     variables: list[Variable]
     entries: dict[str, Entry]
@@ -190,7 +189,7 @@ class _Parser:
         self.lines = text.split("\n")
         self.tokens = _tokens(text)
         self.at = 0
-        self.source = Source("", "", [], {})
+        self.source = Source("", [], {})
         self.scopes: list[dict[str, Reg]] = []
         self.scope_count = 0
         self.label_scopes: list[tuple[int, set[str]]] = []
@@ -240,8 +239,7 @@ class _Parser:
         while self.at < len(self.tokens):
             word = self.peek()
             if word == ".version":
-                self.next()
-                self.source.version = self.next().text
+                self.rest_of_line()
             elif word == ".target":
                 self.next()
                 self.source.target = self.next().text
@@ -279,9 +277,8 @@ class _Parser:
             pass
 
     def declaration(self) -> None:
-        external = False
-        while word := self.accept(".visible", ".extern", ".weak"):
-            external |= word == ".extern"
+        while self.accept(".visible", ".extern", ".weak"):
+            pass
         if self.peek() == ".entry":
             self.entry()
         elif self.peek() in _SPACES:

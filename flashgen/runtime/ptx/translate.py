@@ -73,11 +73,9 @@ class Program:
     specs: list[SlotSpec]
     counts: dict[int, int]
     defined: int
-    symbols: dict[str, tuple[str, int]]
     local_bytes: int
     granule: int
     wgmma_registers: int
-    uses: frozenset[str]
 
 
 def _guarded(run: Closure, slot: int, negated: bool) -> Closure:
@@ -152,11 +150,9 @@ def translate(entry: Entry, symbols: dict[str, tuple[str, int]]) -> Program:
         specs=translator.specs,
         counts=translator.counts,
         defined=len(defined),
-        symbols=symbols,
         local_bytes=sum(-(-v.size // 16) * 16 for v in entry.variables if v.space == "local"),
         granule=translator.granule,
         wgmma_registers=len(translator.wgmma),
-        uses=frozenset(i.parts[0] for code in codes for i in code.instructions),
     )
 
 

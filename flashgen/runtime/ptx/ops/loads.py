@@ -27,8 +27,8 @@ _SPACES = ("global", "shared::cta", "shared::cluster", "shared", "local", "param
 _COUNTS = {"": 1, "v2": 2, "v4": 4, "v8": 8}
 
 
-def _form(b: Build) -> tuple[str, str, int, int]:
-    """(type, space, elements, operand index of the cache policy or 0) from the modifiers."""
+def _form(b: Build) -> tuple[str, str, int]:
+    """(type, space, elements) from the modifiers."""
     kind = b.type()
     hint = "L2::cache_hint" in b.mods
     b.drop(*_ADVICE)
@@ -37,7 +37,7 @@ def _form(b: Build) -> tuple[str, str, int, int]:
     b.done(3 if hint else 2)
     if kind == "pred" or count * types.size(kind) > 32:
         raise b.unknown(f"type {kind}")
-    return kind, {"const": "global", "param::entry": "param", "shared::cta": "shared"}.get(space, space), count, 0
+    return kind, {"const": "global", "param::entry": "param", "shared::cta": "shared"}.get(space, space), count
 
 
 def _items(b: Build, operand: Any, count: int) -> tuple[Any, ...]:
@@ -48,7 +48,7 @@ def _items(b: Build, operand: Any, count: int) -> tuple[Any, ...]:
 
 
 def load(b: Build) -> Closure:
-    kind, space, count, _ = _form(b)
+    kind, space, count = _form(b)
     signed = kind in types.SIGNED
     width = types.size(kind)
     targets = [
@@ -72,7 +72,7 @@ def load(b: Build) -> Closure:
 
 
 def store(b: Build) -> Closure:
-    kind, space, count, _ = _form(b)
+    kind, space, count = _form(b)
     bits = f"b{8 * types.size(kind)}"
     width = types.size(kind)
     values = [b.read(item, bits) for item in _items(b, b.operands[1], count)]
