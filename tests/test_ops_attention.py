@@ -217,10 +217,10 @@ def test_the_op_is_well_formed():
 
     q, k, v = tensors()
     token = library._token(windowed)
-    arguments = (q, k, v, token, None, [], [], ["window"], [4], [], [])
+    arguments = (q, k, v, token, None, [], [], ["window"], [4], [], [], 0.0, None, False)
     torch.library.opcheck(torch.ops.flashgen.attention.default, arguments)
     with pytest.raises(LaunchError, match="token 'unknown', which no call in this process registered"):
-        torch.ops.flashgen.attention(q, k, v, "unknown", None, [], [], [], [], [], [])
+        torch.ops.flashgen.attention(q, k, v, "unknown", None, [], [], [], [], [], [], 0.0, None, False)
 
 
 def test_variants_that_differ_have_different_tokens():
@@ -231,13 +231,6 @@ def test_variants_that_differ_have_different_tokens():
         return (k <= q) & (q - k <= window)
 
     assert library._token(windowed) == library._token(windowed) != library._token(windowed_too)
-
-
-def test_gradients_are_refused_under_compile_too():
-    q, k, v = tensors()
-    compiled = torch.compile(lambda *a: attention(*a, full), backend="aot_eager")
-    with pytest.raises(LaunchError, match="requires grad and flashgen has no backward pass yet"):
-        compiled(q.requires_grad_(), k, v)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -365,18 +358,6 @@ def test_an_index_outside_its_dimension():
     ids = torch.arange(11, dtype=torch.int32)[None]
     with pytest.raises(IndexError, match="tensor 'doc': index 11 is outside dimension 1 of size 11"):
         attention(q, k, v, reads, doc=ids)
-
-
-def test_gradients_are_refused_not_dropped():
-    q, k, v = tensors()
-    table = torch.zeros(4, 5)
-    for leaf in (q, k, v, table):
-        leaf.requires_grad_()
-        text = refused("requires grad and flashgen has no backward pass yet", q, k, v, biased, bias=table)
-        assert "torch.no_grad()" in text
-        with torch.no_grad():
-            assert attention(q, k, v, biased, bias=table).shape == (2, 4, 9, 24)
-        leaf.requires_grad_(False)
 
 
 def test_messages_name_no_internals():

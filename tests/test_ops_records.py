@@ -126,7 +126,7 @@ def test_a_repeated_call_only_launches(machine):
 
 
 def test_one_record_a_set_of_shapes(machine):
-    records = ops._calls_of(called).records
+    records = ops.calls_of(called).records
     q, k, v = tensors()
     for length in (90, 90, 90):
         ops.attention(q, k, v, called, doc=ids(length=length))
@@ -146,7 +146,7 @@ def test_records_are_bounded(machine, monkeypatch):
     monkeypatch.setattr(ops, "MAX_RECORDS", 3)
     for length in range(60, 70):
         ops.attention(*tensors(q_len=length), called, doc=ids())
-        assert len(ops._calls_of(called).records) <= 3
+        assert len(ops.calls_of(called).records) <= 3
 
 
 def test_another_gpu_than_the_current_one(machine):
@@ -208,5 +208,4 @@ def test_what_a_record_checks_again(machine):
     start = next(i for i in range(8) if room[i:].data_ptr() % 16 == 2)
     moved = on_gpu(room[start : start + q.numel()].view(q.shape))
     refused(r"q starts 2 bytes past a multiple of 16(?s:.*)nearest: q\.clone\(\)", moved, k, v, called, doc=ids())
-    refused("requires grad", q.detach().as_subclass(OnGpu).requires_grad_(), k, v, called, doc=ids())
     assert len(machine.launched) == 1

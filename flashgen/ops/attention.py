@@ -1,14 +1,14 @@
 """attention(): one call on torch tensors, checked before anything runs, on a GPU's kernel or on the CPU walk.
 
 A call that repeats another one's shapes, strides, dtypes and devices finds its record and launches; all that is checked
-again is what can differ: gradients, alignment, numbers.
+again is what can differ: alignment and numbers.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -21,11 +21,12 @@ from flashgen.errors import LaunchError
 from flashgen.lang.expr import Tensor as Declared
 from flashgen.lang.variant import Variant
 from flashgen.ops import library
+from flashgen.ops.dropout import drawn
 from flashgen.planning import arch, planner
 from flashgen.planning.ampere import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
-from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
 from flashgen.runtime import driver, kernel, tiles
+from flashgen.runtime.philox import Dropout
 
 #: torch's dtypes by the names that planning uses; the first two run on a GPU, all on a CPU.
 DTYPES = {
@@ -54,6 +55,9 @@ def attention(
     *,
     scale: float | None = None,
     return_lse: bool = False,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    deterministic: bool = False,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """o = softmax(mask(score(scale * q k^T))) v of a variant; with `return_lse` (o, lse).
@@ -70,13 +74,30 @@ def attention(
     row that attends to nothing gives 0 and lse -inf.  Runs on torch's current stream, may be captured into a CUDA
     graph, and repeated calls give the same bits.
 
+    With `dropout` each probability is dropped by that chance and the others grow by 1 / (1 - dropout); lse is that of
+    none dropped.  What is dropped follows from torch's generator of the device (torch.manual_seed repeats it), or from
+    `seed`, and from a pair's own batch, head, query and key: not from tiles, pipelines or other heads and lengths.
+
+    Differentiable in q, k, v, lse and the captured float tensors that the score reads, once; the backward recomputes
+    the probabilities from lse.  Its reruns may differ in the last bits, as dq is summed in any order, unless
+    `deterministic` (or torch.use_deterministic_algorithms) asks for a slower sum in one order.  A gradient of o whose
+    rows a kernel cannot load (an expanded one, as that of a sum) is copied.
+
     Raises LaunchError and PlanError before anything runs: what was asked, the limit, the nearest thing that works.
-    Source: Dao 2023, "FlashAttention-2", Algorithm 1.
+    Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
     if torch.compiler.is_compiling():
-        o, lse = library.through_op(q, k, v, variant, scale, named)
+        o, lse = library.through_op(q, k, v, variant, scale, dropout, seed, deterministic, named)
+        return (o, lse) if return_lse else o
+    if not isinstance(deterministic, bool):
+        raise LaunchError(f"deterministic is a {type(deterministic).__name__} and must be True or False")
+    dropped = drawn(dropout, seed, q)
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, *named.values())):
+        from flashgen.ops import autograd
+
+        o, lse = autograd.attention(q, k, v, variant, scale, named, dropped, deterministic=deterministic)
     else:
-        o, lse = run(q, k, v, variant, scale, named)
+        o, lse = run(q, k, v, variant, scale, named, dropped)
     return (o, lse) if return_lse else o
 
 
@@ -87,40 +108,48 @@ def run(
     variant: Variant,
     scale: float | None,
     named: Mapping[str, object],
+    dropout: Dropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of one eager call; arguments, results and errors as in `attention`."""
-    calls = _calls_of(variant)
+    """(o, lse) of one eager call, which autograd does not see; arguments, results and errors as in `attention`."""
+    calls = calls_of(variant)
     try:
-        key = _key(q, k, v, scale, named, calls.constants)
+        key = call_key(q, k, v, scale, named, calls.constants, dropout)
         record = calls.records.get(key)
     except (AttributeError, TypeError):  # something is no tensor, or a number that cannot be compared: said below
         record = None
     if record is None:
-        request = _checked(q, k, v, variant, scale, named)
+        request = checked(q, k, v, variant, scale, named, dropout)
         if request.problem.empty or request.problem.kv_len == 0:
             return _nothing(q, v)
         if not q.is_cuda:
-            return _walk(q, k, v, request)
-        record = _recorded(q, k, v, request)
-        if len(calls.records) >= MAX_RECORDS:
-            calls.records.clear()
-        calls.records[key] = record
-    return record(q, k, v, scale, named)
+            return _walk(q, k, v, request, dropout)
+        record = _recorded(q, k, v, request, dropout)
+        remember(calls.records, key, record)
+    return record(q, k, v, scale, named, dropout)
+
+
+def remember(records: dict[tuple, object], key: tuple, record: object) -> None:
+    """Keep a record; when there are too many they are all dropped."""
+    if len(records) >= MAX_RECORDS:
+        records.clear()
+    records[key] = record
 
 
 @dataclass(slots=True)
 class _Calls:
-    """What is remembered of the calls of one variant: the names of its constants, and its records on GPUs."""
+    """What is remembered of the calls of one variant: the names of its constants, and its records on GPUs, of both
+    passes."""
 
     constants: frozenset[str]
     records: dict[tuple, _Record] = field(default_factory=dict)
+    backward: dict[tuple, object] = field(default_factory=dict)
 
 
 _calls: dict[Variant, _Calls] = {}
 _calls_lock = threading.Lock()
 
 
-def _calls_of(variant: Variant) -> _Calls:
+def calls_of(variant: Variant) -> _Calls:
     if not isinstance(variant, Variant):
         cure = f": load it with flashgen.load_spec({variant!r})" if isinstance(variant, str) else ""
         raise LaunchError(f"attention's fourth argument is a variant and got a {type(variant).__name__}{cure}")
@@ -131,12 +160,15 @@ def _calls_of(variant: Variant) -> _Calls:
     return calls
 
 
-def _key(q, k, v, scale, named: Mapping[str, object], constants: frozenset[str]) -> tuple:
+def call_key(
+    q, k, v, scale, named: Mapping[str, object], constants: frozenset[str], dropout: Dropout | None
+) -> tuple:
     """All that a record depends on."""
     key = [
         *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
         scale is not None and scale < 0,
+        dropout is not None,
     ]
     for name, value in named.items():
         if isinstance(value, torch.Tensor):
@@ -153,7 +185,7 @@ def _key(q, k, v, scale, named: Mapping[str, object], constants: frozenset[str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
+class Request:
     """A call that is in order.  `variant` has its constants bound, and its score flipped where the scale is negative:
     `scale` is not."""
 
@@ -164,14 +196,15 @@ class _Request:
     tensors: dict[str, torch.Tensor]
 
 
-def _checked(
+def checked(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     variant: Variant,
     scale: float | None,
     named: Mapping[str, object],
-) -> _Request:
+    dropout: Dropout | None,
+) -> Request:
     """The request of a call, or LaunchError or PlanError for what is wrong with it."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor)
@@ -182,15 +215,14 @@ def _checked(
     params = variant.values({name: x for name, x in named.items() if name not in captured and name not in constants})
     for declared in variant.tensors:
         _check_captured(variant, declared, captured.get(declared.name), problem, q.device)
-    check_gradient(q, k, v, captured.values())
     factor = _factor(scale, problem.head_dim)
     bound = variant.bind(**constants)
     bound = bound.with_flipped_score() if factor < 0 else bound
     if q.is_cuda:
-        _menu(q, k, v, bound, problem)  # refuses head dims and pins that no kernel takes
+        _menu(q, k, v, bound, problem, dropout)  # refuses head dims and pins that no kernel takes
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_rows(name, tensor)
-    return _Request(
+        check_rows(name, tensor)
+    return Request(
         problem=problem,
         variant=bound,
         scale=abs(factor),
@@ -269,7 +301,7 @@ def _problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Problem:
     )
 
 
-def _check_rows(name: str, tensor: torch.Tensor) -> None:
+def check_rows(name: str, tensor: torch.Tensor) -> None:
     """Rows that a kernel can load 16 bytes at a time; a CPU asks for the contiguous last dimension alone."""
     if tensor.numel() == 0:
         return
@@ -338,15 +370,6 @@ def _check_captured(
             raise LaunchError(f"{title} is {shape}: sizes stay below 2^31")
 
 
-def check_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Iterable[torch.Tensor]) -> None:
-    """Refuse a call that autograd would want to differentiate."""
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *captured)):
-        raise LaunchError(
-            "an input requires grad and flashgen has no backward pass yet\n"
-            "  nearest: call it under torch.no_grad(), or with q.detach(), k.detach(), v.detach()"
-        )
-
-
 def _factor(scale: object, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
@@ -401,39 +424,57 @@ def _nothing(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 # On a GPU
 
 
+class Numbers:
+    """Scale, parameters and dropout of a call as a kernel takes them, checked where they are not those of the last."""
+
+    __slots__ = ("_head_dim", "_last", "_params", "_variant")
+
+    def __init__(self, request: Request) -> None:
+        self._variant, self._head_dim = request.variant, request.problem.head_dim
+        self._params = tuple(request.params)
+        self._last: tuple[tuple, tuple[float, ...]] = ((), ())
+
+    def __call__(
+        self, scale: float | None, named: Mapping[str, object], dropout: Dropout | None
+    ) -> tuple[float, ...]:
+        given, numbers = self._last
+        if given != (now := (scale, *[named.get(name) for name in self._params])):
+            values = self._variant.values({name: named[name] for name in self._params if name in named})
+            numbers = abs(_factor(scale, self._head_dim)), *[values[name] for name in self._params]
+            self._last = (now, numbers)
+        return numbers if dropout is None else (*numbers, *kernel.dropout_numbers(dropout))
+
+
 class _Record:
     """A launch for one set of shapes, strides and dtypes: call it with the tensors and numbers of a call."""
 
     __slots__ = (
-        *("_device", "_dtype", "_index", "_last", "_launch", "_lse_shape", "_o_shape", "_o_strides"),
-        *("_head_dim", "_params", "_tensors", "_variant"),
+        *("_device", "_dtype", "_index", "_launch", "_lse_shape", "_numbers", "_o_shape", "_o_strides", "_tensors"),
     )
 
-    def __init__(self, q: torch.Tensor, v: torch.Tensor, request: _Request, launch: kernel.Record) -> None:
+    def __init__(self, q: torch.Tensor, v: torch.Tensor, request: Request, launch: kernel.Record) -> None:
         self._launch = launch
         self._device, self._index, self._dtype = q.device, q.device.index, q.dtype
         self._o_shape, self._o_strides = o_layout(q, v)
         self._lse_shape = self._o_shape[:3]
-        self._head_dim = request.problem.head_dim
-        self._variant = request.variant
-        self._params = tuple(request.params)
         self._tensors = tuple(request.tensors)
-        self._last: tuple[tuple, tuple[float, ...]] = ((), ())
+        self._numbers = Numbers(request)
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, named: Mapping[str, object]
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        named: Mapping[str, object],
+        dropout: Dropout | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         captured = [named[name] for name in self._tensors]
-        if q.requires_grad or k.requires_grad or v.requires_grad or captured:
-            check_gradient(q, k, v, captured)
-        given, numbers = self._last
-        if given != (now := (scale, *[named.get(name) for name in self._params])):
-            numbers = self._numbers(scale, named)
-            self._last = (now, numbers)
+        numbers = self._numbers(scale, named, dropout)
         inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (inputs[0] | inputs[1] | inputs[2]) % ALIGNMENT:
             for name, tensor in (("q", q), ("k", k), ("v", v)):
-                _check_rows(name, tensor)
+                check_rows(name, tensor)
         o = torch.empty_strided(self._o_shape, self._o_strides, dtype=self._dtype, device=self._device)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)
         addresses = (*inputs, o.data_ptr(), lse.data_ptr(), *[tensor.data_ptr() for tensor in captured])
@@ -452,19 +493,12 @@ class _Record:
         else:
             self._launch(addresses, numbers, stream)
 
-    def _numbers(self, scale: float | None, named: Mapping[str, object]) -> tuple[float, ...]:
-        """Scale and parameters as the kernel takes them, checked."""
-        values = self._variant.values({name: named[name] for name in self._params if name in named})
-        return abs(_factor(scale, self._head_dim)), *[values[name] for name in self._params]
-
-
-def _menu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, problem: Problem) -> planner.Menu:
+def _menu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, problem: Problem, dropout: Dropout | None
+) -> planner.Menu:
     """The plans for a problem on q's GPU, of its best pipeline that can address the tensors; the planner memoises."""
-    asked = (
-        *(variant, arch.of_device(*driver.gpu(q.device.index).capability).name),
-        *(problem.dtype, problem.head_dim, problem.v_head_dim),
-    )
-    menu = planner.menu(*asked)
+    asked = (variant, gpu_arch(q), problem.dtype, problem.head_dim, problem.v_head_dim)
+    menu = planner.menu(*asked, dropout=dropout is not None)
     if menu.plans[0].specialized is None:
         return menu
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -477,6 +511,11 @@ def _menu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, p
         if refusal is not None:
             return planner.menu(*asked, pipeline="ampere")
     return menu
+
+
+def gpu_arch(q: torch.Tensor) -> str:
+    """The architecture whose kernels run on q's GPU."""
+    return arch.of_device(*driver.gpu(q.device.index).capability).name
 
 
 def _counters(device: torch.device, stream: int) -> torch.Tensor:
@@ -493,56 +532,70 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
 _zeros: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
-def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: _Request) -> _Record:
+def _recorded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, dropout: Dropout | None
+) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
     problem, index = request.problem, q.device.index
-    menu = _menu(q, k, v, request.variant, problem)
+    menu = _menu(q, k, v, request.variant, problem, dropout)
     loaded = kernel.load(planner.choose(menu, problem, driver.gpu(index).sms))
     layout = kernel.Layout(q=q.stride()[:3], k=k.stride()[:3], v=v.stride()[:3], o=o_layout(q, v)[1][:3])
-    captured = {
+    return _Record(q, v, request, loaded.record(problem, layout, captured_shapes(request), index))
+
+
+def captured_shapes(request: Request) -> dict[str, kernel.Captured]:
+    """Shapes of the captured tensors as records take them."""
+    return {
         name: kernel.Captured(sizes=tuple(tensor.shape), strides=tensor.stride())
         for name, tensor in request.tensors.items()
     }
-    return _Record(q, v, request, loaded.record(problem, layout, captured, index))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # On a CPU
 
 
-def _walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: _Request) -> tuple[torch.Tensor, torch.Tensor]:
+def _walk(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, dropout: Dropout | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The plan that a GPU would run, tile by tile in NumPy."""
     problem, variant = request.problem, request.variant
-    captured = {name: _array(tensor) for name, tensor in request.tensors.items()}
+    case = cpu_case(request)
     for declared in variant.tensors:
-        _check_promises(declared, captured[declared.name])
+        _check_promises(declared, case.tensors[declared.name])
+    menu = planner.menu(*cpu_request(variant, problem), dropout=dropout is not None)
     walked = tiles.walk(
-        _cpu_plan(variant, problem),
+        planner.choose(menu, problem, arch.find(variant.pins.arch or CPU_ARCH).sms),
         analyse(variant),
-        Case(sizes=problem.sizes(), params=request.params, tensors=captured),
-        *(_array(tensor) for tensor in (q, k, v)),
+        case,
+        *(array(tensor) for tensor in (q, k, v)),
         scale=request.scale,
         dtype=problem.dtype,
+        dropout=dropout,
     )
     o, lse = outputs(q, v)
     return o.copy_(torch.from_numpy(walked.o)), lse.copy_(torch.from_numpy(walked.lse))
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray:
+def cpu_case(request: Request) -> Case:
+    tensors = {name: array(tensor) for name, tensor in request.tensors.items()}
+    return Case(sizes=request.problem.sizes(), params=request.params, tensors=tensors)
+
+
+def array(tensor: torch.Tensor) -> np.ndarray:
     """The values as NumPy holds them: 16-bit floats as float32, which is exact."""
     tensor = tensor.detach()
     return (tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor).numpy()
 
 
-def _cpu_plan(variant: Variant, problem: Problem) -> KernelPlan:
-    """The plan whose tiles are walked.  Where no kernel takes the dtype or the head dims, that of the nearest that one
-    takes: the walk needs its tiles and their order only."""
+def cpu_request(variant: Variant, problem: Problem) -> tuple[Variant, str, str, int, int]:
+    """What a menu is asked for whose tiles are walked.  Where no kernel takes the dtype or the head dims, those of the
+    nearest that one takes: the walk needs its tiles and their order only."""
     dtype = problem.dtype if problem.itemsize == 2 else variant.dtypes[-1]
     dims = problem.head_dim, problem.v_head_dim
     if not variant.only or problem.head_dim in variant.head_dims:
         dims = tuple(min(max(-(-dim // HEAD_DIM_STEP) * HEAD_DIM_STEP, MIN_HEAD_DIM), MAX_HEAD_DIM) for dim in dims)
-    menu = planner.menu(variant, variant.pins.arch or CPU_ARCH, dtype, *dims)
-    return planner.choose(menu, problem, arch.find(variant.pins.arch or CPU_ARCH).sms)
+    return variant, variant.pins.arch or CPU_ARCH, dtype, *dims
 
 
 def _check_promises(declared: Declared, array: np.ndarray) -> None:

@@ -1,0 +1,224 @@
+"""Gradients of attention() on torch tensors, from o and lse of any forward: a GPU's kernels, or the CPU walk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from flashgen.analysis.facts import analyse
+from flashgen.ops import attention as forward
+from flashgen.ops.attention import ALIGNMENT, Numbers, Request
+from flashgen.planning import ampere_backward, arch
+from flashgen.planning.plan import KernelPlan
+from flashgen.runtime import driver, kernel
+from flashgen.runtime.philox import Dropout
+from flashgen.runtime.tiles_backward import walk_backward
+
+#: Workspaces start at multiples of this many bytes of one allocation.
+_ROOM = 256
+
+
+class Gradients(NamedTuple):
+    """dq, dk and dv of the shapes and dtype of q, k and v; and those of captured tensors, in the order asked for."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    captured: tuple[torch.Tensor, ...]
+
+
+def run_backward(
+    do: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    variant,
+    scale: float | None,
+    named: Mapping[str, object],
+    dropout: Dropout | None,
+    *,
+    deterministic: bool,
+    wanted: Sequence[str],
+) -> Gradients:
+    """Gradients of a call, from those of its results (None: 0); `wanted` names the captured tensors that want one.
+
+    Arguments as in `attention`, o and lse as it gave them.  dq, dk and dv are laid out as o is: rows of all heads side
+    by side where those of q, k, v are, else contiguous.  Raises what `attention` raises.
+    """
+    do = torch.zeros((), dtype=q.dtype, device=q.device).expand(o.shape) if do is None else do
+    if q.is_cuda:
+        do, o = _loadable(do), _loadable(o)
+        dlse = None if dlse is None else dlse.contiguous()
+    wanted = tuple(wanted)
+    calls = forward.calls_of(variant)
+    key = (
+        *forward.call_key(q, k, v, scale, named, calls.constants, dropout),
+        *(do.stride(), o.stride(), deterministic, wanted),
+    )
+    record = calls.backward.get(key)
+    if record is None:
+        request = forward.checked(q, k, v, variant, scale, named, dropout)
+        if request.problem.empty or request.problem.kv_len == 0:
+            tensors = [request.tensors[name] for name in wanted]
+            return Gradients(*(x.zero_() for x in results(q, k, v)), tuple(map(torch.zeros_like, tensors)))
+        if not q.is_cuda:
+            return _walk(do, dlse, q, k, v, o, lse, request, dropout, deterministic, wanted)
+        record = _Record(do, q, k, v, o, request, dropout, deterministic, wanted)
+        forward.remember(calls.backward, key, record)
+    return record(do, dlse, q, k, v, o, lse, scale, named, dropout)
+
+
+def plan_of(
+    request: Request, q: torch.Tensor, dropout: bool, deterministic: bool, wanted: tuple[str, ...]
+) -> KernelPlan:
+    """The plan of a backward where q lies; PlanError where there is none."""
+    problem, variant = request.problem, request.variant
+    if q.is_cuda:
+        asked = (variant, forward.gpu_arch(q), problem.dtype, problem.head_dim, problem.v_head_dim)
+        sms = driver.gpu(q.device.index).sms
+    else:
+        asked = forward.cpu_request(variant, problem)
+        sms = arch.find(asked[1]).sms
+    menu = ampere_backward.menu(*asked, deterministic=deterministic, dropout=dropout, gradients=wanted)
+    return ampere_backward.choose(menu, problem, sms)
+
+
+def results(*inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients of these, not written yet."""
+    return [torch.empty_strided(x.shape, _strides(x), dtype=x.dtype, device=x.device) for x in inputs]
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int, int, int]:
+    """Of a gradient of x: rows of all heads side by side where x's are, else contiguous."""
+    _, heads, rows, columns = x.shape
+    if x.stride(1) < x.stride(2):
+        return rows * heads * columns, columns, heads * columns, 1
+    return heads * rows * columns, rows * columns, columns, 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU
+
+
+def _loadable(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy where a kernel could not load its rows 16 bytes at a time."""
+    aligned = x.stride(3) == 1 and x.data_ptr() % ALIGNMENT == 0
+    for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
+        aligned &= size == 1 or stride * x.itemsize % ALIGNMENT == 0
+    return x if aligned else x.contiguous()
+
+
+class _Record:
+    """The launches for one set of shapes, strides and dtypes: call it with the tensors and numbers of a call."""
+
+    def __init__(
+        self,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        request: Request,
+        dropout: Dropout | None,
+        deterministic: bool,
+        wanted: tuple[str, ...],
+    ) -> None:
+        problem = request.problem
+        plan = plan_of(request, q, dropout is not None, deterministic, wanted)
+        self._device, self._wanted = q.device, wanted
+        self._results = [(name, x.shape, _strides(x)) for name, x in (("dq", q), ("dk", k), ("dv", v))]
+        given = {"q": q, "k": k, "v": v, "o": o, "d_o": do}
+        strides = {name: x.stride()[:3] for name, x in given.items()}
+        strides |= {name: result[:3] for name, _, result in self._results}
+        self._launch = kernel.load(plan).backward_record(
+            problem, strides, forward.captured_shapes(request), q.device.index
+        )
+        shapes = {name: tuple(request.tensors[name].shape) for name in wanted}
+        self._places, self._room = {}, 0
+        for part in ampere_backward.workspaces(plan, problem, shapes):
+            self._places[part.name] = self._room
+            self._room += -(-part.amount // _ROOM) * _ROOM
+        self._tensors = tuple(request.tensors)
+        self._numbers = Numbers(request)
+
+    def __call__(
+        self,
+        do: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float | None,
+        named: Mapping[str, object],
+        dropout: Dropout | None,
+    ) -> Gradients:
+        numbers = self._numbers(scale, named, dropout)
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor.data_ptr() % ALIGNMENT:
+                forward.check_rows(name, tensor)
+        index = self._device.index
+        if torch._C._cuda_getDevice() == index:
+            return self._run(do, dlse, q, k, v, o, lse, numbers, named)
+        with torch.cuda.device(index):
+            return self._run(do, dlse, q, k, v, o, lse, numbers, named)
+
+    def _run(self, do, dlse, q, k, v, o, lse, numbers, named) -> Gradients:
+        found = {
+            name: torch.empty_strided(shape, strides, dtype=q.dtype, device=self._device)
+            for name, shape, strides in self._results
+        }
+        sums = {n: torch.empty(named[n].shape, dtype=torch.float32, device=self._device) for n in self._wanted}
+        room = torch.empty(self._room, dtype=torch.uint8, device=self._device)
+        tensors = {"q": q, "k": k, "v": v, "o": o, "d_o": do, "lse": lse, **found}
+        tensors |= {f"tensor_{name}": named[name] for name in self._tensors}
+        tensors |= {f"grad_{name}": x for name, x in sums.items()}
+        start = room.data_ptr()
+        addresses = {name: x.data_ptr() for name, x in tensors.items()}
+        addresses |= {name: start + place for name, place in self._places.items()}
+        addresses["dlse"] = 0 if dlse is None else dlse.data_ptr()
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        self._launch(tuple(addresses[name] for name in self._launch.pointers), numbers, stream)
+        captured = tuple(sums[name].to(named[name].dtype) for name in self._wanted)
+        return Gradients(*found.values(), captured)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a CPU
+
+
+def _walk(
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    request: Request,
+    dropout: Dropout | None,
+    deterministic: bool,
+    wanted: tuple[str, ...],
+) -> Gradients:
+    """The plan that a GPU would run, tile by tile in NumPy."""
+    walked = walk_backward(
+        plan_of(request, q, dropout is not None, deterministic, wanted),
+        analyse(request.variant),
+        forward.cpu_case(request),
+        *(forward.array(x) for x in (q, k, v, o, lse, do)),
+        scale=request.scale,
+        dtype=request.problem.dtype,
+        dlse=None if dlse is None else forward.array(dlse),
+        dropout=dropout,
+    )
+    found = results(q, k, v)
+    for result, gradient in zip(found, walked[:3], strict=True):
+        result.copy_(torch.from_numpy(gradient))
+    captured = (torch.from_numpy(walked.captured[name]).to(request.tensors[name].dtype) for name in wanted)
+    return Gradients(*found, tuple(captured))

@@ -1,0 +1,80 @@
+"""Where a call's dropout draws from: torch's generator of the tensors' device, or a seed that the caller gives."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import torch
+
+from flashgen.errors import LaunchError
+from flashgen.runtime.philox import Dropout
+
+_WORD = (1 << 64) - 1
+
+#: By how much a call moves torch's CUDA generator on, whose offsets are multiples of 4.
+_STEP = 4
+
+_generators = threading.Lock()
+
+
+def drawn(p: object, seed: object, like: torch.Tensor) -> Dropout | None:
+    """The dropout of one call on tensors like this; None where nothing is dropped.
+
+    Without a seed the numbers follow from torch's default generator of the device, which moves on: torch.manual_seed
+    repeats them, and a checkpoint that restores the generator's state draws the same mask again.  Raises LaunchError.
+    """
+    if p == 0.0 and seed is None and type(p) is float:
+        return None
+    check(p, seed)
+    if p == 0:
+        return None
+    return dropout_of(float(p), *state(like, seed))
+
+
+def check(p: object, seed: object) -> None:
+    """Raise LaunchError for a probability outside [0, 1) or a seed that is none."""
+    if isinstance(p, bool) or not isinstance(p, (int, float)):
+        cure = " (dropout.item() reads a tensor's value)" if isinstance(p, torch.Tensor) else ""
+        raise LaunchError(f"dropout is a {type(p).__name__} and must be a number{cure}")
+    if not math.isfinite(p) or not 0 <= p < 1:
+        nearest = 0.0 if not p > 0 else 0.99
+        raise LaunchError(
+            f"dropout is {p}: the probability of dropping lies in [0, 1), as what is kept grows by 1 / (1 - dropout)\n"
+            f"  nearest: dropout={nearest}"
+        )
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise LaunchError(f"seed is a {type(seed).__name__} and must be an integer, or None for torch's generator")
+    if seed is not None and not 0 <= seed <= _WORD:
+        raise LaunchError(f"seed is {seed}: it is an unsigned 64-bit number\n  nearest: seed={seed & _WORD}")
+
+
+def dropout_of(p: float, seed: int, offset: int) -> Dropout:
+    """Of numbers that may be signed."""
+    return Dropout(p=p, seed=seed & _WORD, offset=offset & _WORD)
+
+
+def state(like: torch.Tensor, seed: int | None) -> tuple[int, int]:
+    """Seed and offset for one call: of the caller's seed, else of torch's generator, which moves on.
+
+    An offset drawn from a CUDA generator is one more than its own, a multiple of 4: the last word of the counter is
+    then never 0, which it always is where torch's own kernels draw.
+    """
+    if seed is not None:
+        return seed, 0
+    if not getattr(like, "is_cuda", False):
+        return int(torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64)), 0
+    if torch.cuda.is_current_stream_capturing():
+        raise LaunchError(
+            "dropout is being captured into a CUDA graph: seed and offset are numbers of the launch, so that every"
+            " replay would drop the same pairs\n"
+            "  nearest: give seed=... if that is meant, or capture without dropout"
+        )
+    generator = torch.cuda.default_generators[like.device.index]
+    with _generators:
+        packed = generator.get_state()
+        words = packed.view(torch.int64)
+        drawn_seed, offset = words.tolist()
+        words[1] = offset + _STEP
+        generator.set_state(packed)
+    return drawn_seed, offset + 1
