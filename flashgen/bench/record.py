@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -12,7 +13,10 @@ PACKAGES = ("torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cud
 
 
 def environment() -> dict[str, object]:
-    """GPU, driver, library versions and the commit, as far as each is known."""
+    """GPU, driver, library versions and the commit, as far as each is known.
+
+    A copy of a checkout without its history takes the commit from FLASHGEN_COMMIT.
+    """
     import torch
 
     versions = {}
@@ -33,7 +37,7 @@ def environment() -> dict[str, object]:
     return {
         "gpu": gpu,
         "versions": versions,
-        "commit": _output("git", "rev-parse", "HEAD"),
+        "commit": os.environ.get("FLASHGEN_COMMIT") or _output("git", "rev-parse", "HEAD"),
         "modified": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
     }
 
