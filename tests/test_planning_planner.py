@@ -161,7 +161,8 @@ def test_a_tile_that_cannot_fit_names_the_nearest():
         tile=(128, 256),
     )
     refused("with 4 stages", "nearest: 128x128 with 2 stages", tile=(128, 128), stages=4)
-    refused("registers", "> 255", "x 512 threads > 65536", "nearest:", tile=(256, 256), head_dim=64, arch="sm_90a")
+    wide = {"head_dim": 64, "arch": "sm_90a", "pipeline": "ampere"}
+    refused("registers", "> 255", "x 512 threads > 65536", "nearest:", tile=(256, 256), **wide)
 
 
 @pytest.mark.parametrize(("tile", "nearest"), [((100, 64), "96x64"), ((64, 8), "64x16"), ((512, 64), "256x64")])
@@ -225,7 +226,7 @@ def test_only_refuses_what_the_spec_did_not_declare():
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_long_problems_take_a_fast_plan_and_short_ones_more_blocks(arch, head_dim):
-    menu, sms = planner.menu(FULL, arch, "bfloat16", head_dim), ARCHS[arch].sms
+    menu, sms = planner.menu(FULL, arch, "bfloat16", head_dim, pipeline="ampere"), ARCHS[arch].sms
     best = menu.paces[0][-1]
     long = planner.choose(menu, problem(16384, batch=2, heads=16, head_dim=head_dim), sms)
     assert menu.paces[menu.plans.index(long)][-1] < 1.05 * best

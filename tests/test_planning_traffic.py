@@ -72,8 +72,8 @@ def make_case(variant, problem, seed=0):
     )
 
 
-def make_plan(variant, problem, arch="sm_90a", **options):
-    return planner.menu(variant, arch, "bfloat16", problem.head_dim, problem.v_head_dim, **options)
+def make_plan(variant, problem, arch="sm_90a", pipeline="ampere", **options):
+    return planner.menu(variant, arch, "bfloat16", problem.head_dim, problem.v_head_dim, pipeline=pipeline, **options)
 
 
 def counted(plan, problem, case):

@@ -36,7 +36,7 @@ BOX = 64
 WARPGROUPS = (2, 3)
 
 MAX_TILE_KV = 256
-TILE_RULE = f"tile_q is 128 or 192 (2 or 3 warpgroups of {ROWS} rows), tile_kv a multiple of {DEPTH} up to {MAX_TILE_KV}"
+TILE_RULE = f"tile_q is 128 or 192 (warpgroups of {ROWS} rows), tile_kv a multiple of {DEPTH} up to {MAX_TILE_KV}"
 STAGES = (2, 3, 4)
 STAGES_RULE = "TMA fills one stage while another is used"
 
@@ -51,8 +51,8 @@ EXAMPLES = ((128, 128), (128, 64), (128, 32))
 FREE_TILE_KV = (128, 112, 96, 80, 64, 48, 32)
 FREE_STAGES = (3, 2)
 
-#: Registers of a consumer's thread beside fragments: softmax, addresses, barriers; and one more for every so many columns
-#: of q and k, whose descriptors are kept.
+#: Registers of a consumer's thread beside fragments: softmax, addresses, barriers; and one more for every so many
+#: columns of q and k, whose descriptors are kept.
 OVERHEAD, DESCRIPTOR_COLUMNS = 20, 12
 
 #: Registers that a score function needs beside S; those of a captured element and its address, and of finding them.
@@ -64,8 +64,8 @@ JUDGE_REGISTERS = 56
 #: Shared memory for barriers and messages: less than this, which the alignment of tiles rounds it up to.
 CONTROL = KIB
 
-#: Up to so many columns a product is short: the softmax of a warpgroup must run under the products of others, which then
-#: take turns to issue them; or, without a mask and a score, it does without maxima.  Wider ones find their turns alone.
+#: Up to so many columns a product is short: the softmax of a warpgroup must run under the products of two others, which
+#: take turns to issue them; or, without a mask and a score, it does without maxima.  Wider ones need no turns.
 SHORT_COLUMNS = 64
 
 #: Three warpgroups with wider columns hold so few keys that two are faster (FlashAttention-3 divides its rows like that
@@ -81,8 +81,8 @@ INTERFERENCE = 0.3
 #: How long a softmax is for its warpgroup, by the clocks of the units that it uses.
 SOFTMAX_STRETCH = 0.85
 
-#: Clocks lost between two tiles of queries where there is one stage for Q, where there are only two for K and V, and the
-#: keys that a tile of queries sees typically.
+#: Clocks lost between two tiles of queries with one stage for Q, and with only two for K and V; the keys that a tile of
+#: queries sees typically.
 Q_LOAD_CLOCKS, KV_LOAD_CLOCKS, TYPICAL_KEYS = 2000, 1500, 2048
 
 
@@ -170,8 +170,9 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) ->
         ),
     ]
     if variant.score_node is not None:
-        parts.append(Part(name="score", amount=SCORE_REGISTERS, why="what the score function needs at a time"))
-    if _reads_by_key(variant):
+        reads = _reads_by_key(variant.score_node)
+        parts.append(Part(name="score", amount=SCORE_REGISTERS * (1 + reads), why="what the score function keeps"))
+    if _reads_by_key(variant.mask) or _reads_by_key(variant.score_node):
         keys = c.tile.kv // 4
         parts.append(
             Part(
@@ -186,8 +187,8 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) ->
 def division(warpgroups: int, variant: Variant, arch: Arch) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread.
 
-    A block starts with the registers of the multiprocessor divided by its threads, rounded down to a multiple of 8; what
-    the producers give back the consumers take, and never more.
+    A block starts with the registers of the multiprocessor divided by its threads, rounded down to a multiple of 8;
+    what the producers give back the consumers take, and never more.
     """
     threads = 128 * (1 + warpgroups)
     pool = arch.registers_per_sm // threads // 8 * 8 * threads
@@ -293,11 +294,10 @@ def _judges(variant: Variant) -> bool:
     return variant.mask is not None and not analyse(variant).exact
 
 
-def _reads_by_key(variant: Variant) -> bool:
-    """Whether an element of a captured tensor is read for each key."""
+def _reads_by_key(root: Node | None) -> bool:
+    """Whether an expression reads an element of a captured tensor for each key."""
 
     def follows_k(n: Node) -> bool:
         return any(m.op == "index" and m.attr == "k" for m in walk([n]))
 
-    roots = [root for root in (variant.mask, variant.score_node) if root is not None]
-    return any(n.op == "load" and follows_k(n) for n in walk(roots))
+    return root is not None and any(n.op == "load" and follows_k(n) for n in walk([root]))
