@@ -12,7 +12,7 @@ from flashgen.planning import planner
 from flashgen.planning.plan import KernelPlan
 
 #: (pipeline, arch) whose kernels are kept.
-KEPT = (("ampere", "sm_80"),)
+KEPT = (("ampere", "sm_80"), ("hopper", "sm_90a"))
 
 DTYPE, HEAD_DIM = "bfloat16", 128
 
