@@ -16,7 +16,7 @@ from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
 from flashgen.planning import hopper
 from flashgen.planning.arch import find
-from flashgen.planning.plan import KernelPlan, Tile
+from flashgen.planning.plan import KernelPlan
 from flashgen.planning.planner import menu
 from flashgen.planning.problem import Problem
 from flashgen.runtime.ptx.simulate import Simulated, simulate
@@ -29,6 +29,9 @@ VALUES = {
     "local_softcap": {"window": 70},
     "prefix_lm": {"prefix": 50},
 }
+
+#: An architecture of each pipeline.
+ARCH = {"ampere": "sm_80", "hopper": "sm_90a"}
 
 #: A tile and stages for tests: small, so that 150 queries and 211 keys make two or more by three or more tiles.
 TILES = {"ampere": (64, 64), "hopper": (128, 64)}
@@ -69,14 +72,15 @@ def plan_of(
     stages: int = 2,
     q_stages: int = 1,
 ) -> KernelPlan:
-    """The plan with this tile (by default that of TILES); `q_stages` of pipeline hopper."""
-    p, (q, kv) = problem, tile or TILES[pipeline]
-    if pipeline == "ampere":
-        return menu(
-            variant, "sm_80", p.dtype, p.head_dim, p.v_head_dim, tile=(q, kv), stages=stages, pipeline=pipeline
-        ).plans[0]
-    candidate = hopper.Candidate(tile=Tile(q=q, kv=kv), stages=stages, q_stages=q_stages)
-    return hopper.plan(candidate, variant, find("sm_90a"), p.dtype, p.head_dim, p.v_head_dim)
+    """The planner's plan with this tile (by default that of TILES); `q_stages` of pipeline hopper."""
+    p, arch = problem, ARCH[pipeline]
+    plans = menu(
+        variant, arch, p.dtype, p.head_dim, p.v_head_dim, tile=tile or TILES[pipeline], stages=stages, pipeline=pipeline
+    ).plans
+    if pipeline == "ampere" or plans[0].specialized.q_stages == q_stages:
+        return plans[0]
+    candidate = hopper.Candidate(tile=plans[0].tile, stages=stages, q_stages=q_stages)
+    return hopper.plan(candidate, variant, find(arch), p.dtype, p.head_dim, p.v_head_dim)
 
 
 def work(
