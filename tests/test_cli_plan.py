@@ -97,3 +97,41 @@ def test_the_default_head_dim_and_dtype_are_ones_that_the_spec_names(tmp_path):
     )
     got = plan(spec, "--seqlen", 64)
     assert (got["shape"]["head_dim"], got["dtype"]) == (64, "float16")
+
+
+# -- the backward
+
+
+def test_a_backward_is_planned_beside_its_forward():
+    got = plan("causal", "--seqlen", 1024, "--arch", "sm_90a", "--backward")
+    assert got["pass"] == "forward" and got.keys() >= FIELDS
+    back = got["backward"]
+    assert back.keys() >= FIELDS and (back["pass"], back["pipeline"]) == ("backward", "ampere")
+    assert (back["deterministic"], back["dropout"], back["gradients"]) == (False, False, [])
+    assert back["flops_useful"] == 10 * 128 * 8 * (1024 * 1025 // 2)
+    assert sum(kernel["read_bytes"] for kernel in back["kernels"]) == back["hbm"]["read_bytes"]
+    assert "backward" not in plan("causal", "--seqlen", 1024, "--arch", "sm_90a")
+
+
+def test_the_table_says_which_pass_runs_where():
+    out = flashgen("plan", "causal", "--seqlen", 1024, "--arch", "sm_90a", "--backward").out
+    assert "passes" in out and "attention_backward_prepare" in out and "workspaces" in out
+    rows = [line.split() for line in out.splitlines()]
+    forward = plan("causal", "--seqlen", 1024, "--arch", "sm_90a")["pipeline"]
+    assert any(row[:3] == ["forward", forward, "sm_90a"] for row in rows)
+    assert any(row[:3] == ["backward", "ampere", "sm_90a"] for row in rows)
+
+
+def test_options_of_a_backward():
+    options = ("--arch", "sm_80", "--backward", "--deterministic", "--dropout", "--gradient", "table")
+    got = plan("relative_bias", "--seqlen", 512, *options)
+    assert got["dropout"] and got["backward"]["dropout"] and got["backward"]["deterministic"]
+    assert got["backward"]["gradients"] == ["table"]
+    entries = [kernel["entry"] for kernel in got["backward"]["kernels"]]
+    assert "attention_backward_dq" in entries and "attention_backward_gradients" in entries
+    for wrong, message in (
+        (("--deterministic",), "--deterministic is of the backward"),
+        (("--gradient", "table"), "--gradient is of the backward"),
+        (("--backward", "--gradient", "q"), "'q' has no gradient"),
+    ):
+        assert message in flashgen("plan", "relative_bias", "--arch", "sm_80", *wrong, code=2).err

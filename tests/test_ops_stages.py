@@ -73,6 +73,62 @@ def test_what_is_supported_emits_and_compiles():
         assert kernel.cubin[:4] == b"\x7fELF" and "attention_forward" in fg.emit(plan)
 
 
+learned = fg.tensor("learned", dims=("heads", None), dtype="float32")
+biased = fg.variant(score=lambda s, b, h, q, k: s + learned[h, q], name="biased")
+
+PASSES = list(
+    itertools.product(
+        [blocks, biased],
+        ["sm_80", "sm_90a", "nonsense"],
+        ["bfloat16", "float32"],
+        [64, 100, 256],
+        [None, "ampere", "hopper"],
+        [False, True],
+        [False, True],
+        [False, True],
+        [(), ("learned",), ("block",)],
+    )
+)
+PASS_NAMES = (*NAMES[:4], "pipeline", "dropout", "backward", "deterministic", "gradients")
+
+
+def test_reasons_are_empty_exactly_when_there_is_a_plan_of_either_pass():
+    seen = {True: 0, False: 0}
+    for values in PASSES[::7]:
+        case = dict(zip(PASS_NAMES, values, strict=True))
+        reasons = fg.supports(**case)
+        try:
+            plan = fg.plan(**case)
+            assert plan.pass_name == ("backward" if case["backward"] else "forward")
+            planned = True
+        except PlanError:
+            planned = False
+        assert (not reasons) == planned, (case, reasons)
+        seen[planned] += 1
+    assert min(seen.values()) > 10
+
+
+def test_a_backward_emits_and_compiles():
+    for options in ({}, {"deterministic": True}, {"dropout": True, "gradients": ("learned",)}):
+        options = {"backward": True, "arch": "sm_80", "head_dim": 64, **options}
+        assert fg.supports(biased, **options) == ()
+        plan = fg.plan(biased, **options)
+        assert fg.compile(plan).cubin[:4] == b"\x7fELF" and "attention_backward" in fg.emit(plan)
+
+
+def test_reasons_of_a_backward():
+    (reason,) = fg.supports(biased, deterministic=True)
+    assert reason.option == "deterministic" and "is of a backward" in reason.limit
+    assert reason.nearest == "backward=True"
+    (reason,) = fg.supports(biased, backward=True, gradients=("q",))
+    assert reason.option == "gradients" and "has derivatives by learned" in reason.limit
+    assert reason.nearest == "gradients=('learned',)"
+    (reason,) = fg.supports(blocks, backward=True, gradients=("learned",))
+    assert "has derivatives by no captured tensor" in reason.limit
+    (reason,) = fg.supports(biased, arch="sm_90a", backward=True, pipeline="hopper")
+    assert reason.option == "pipeline" and reason.nearest == "pipeline 'ampere'"
+
+
 def test_each_option_gives_its_own_reason():
     reasons = fg.supports(blocks, arch="sm_80", dtype="float32", head_dim=12, tile=(100, 64), stages=9, block=0)
     assert {reason.option for reason in reasons} == {"block", "dtype", "head_dim", "tile", "stages"}

@@ -165,11 +165,14 @@ class Resolved:
         return predict(self.plan, self.problem, self.case, rejected=self.menu.rejected)
 
 
-def resolve(spec: str | Variant, request: Request, *, device: str | None = None, seed: int = 0) -> Resolved:
+def resolve(
+    spec: str | Variant, request: Request, *, device: str | None = None, seed: int = 0, dropout: bool = False
+) -> Resolved:
     """Load a spec, settle what the request leaves open, make its data and plan it.
 
     `device` is where the problem runs ("cpu", "cuda"; None: not at all, planned for the GPU where there is one); `seed`
-    is that of the captured tensors' examples.  Raises SpecError and PlanError.
+    is that of the captured tensors' examples; with `dropout` the kernels drop probabilities.  Raises SpecError and
+    PlanError.
     """
     from flashgen.analysis.facts import analyse
     from flashgen.analysis.tiles import Case
@@ -199,7 +202,9 @@ def resolve(spec: str | Variant, request: Request, *, device: str | None = None,
     case = Case(sizes=problem.sizes(), params=params, tensors=_tensors(variant, problem, request.tensor or (), seed))
     # A CPU walks the plan of a 16-bit kernel in float32 and float64 too.
     of_kernel = default_dtype(variant) if device == "cpu" and dtype in ("float32", "float64") else dtype
-    plans = menu(variant, arch, of_kernel, head_dim, problem.v_head_dim, pipeline=pipeline, tile=tile)
+    plans = menu(
+        variant, arch, of_kernel, head_dim, problem.v_head_dim, pipeline=pipeline, tile=tile, dropout=dropout
+    )
     return Resolved(
         variant=variant,
         problem=problem,

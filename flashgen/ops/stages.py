@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from flashgen.analysis.derivative import differentiable
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
-from flashgen.planning import planner
+from flashgen.planning import ampere, ampere_backward, planner
 from flashgen.planning.arch import ARCHS, find, of_device
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
@@ -28,21 +31,33 @@ def plan(
     pipeline: str | None = None,
     tile: tuple[int, int] | None = None,
     stages: int | None = None,
+    dropout: bool = False,
+    backward: bool = False,
+    deterministic: bool = False,
+    gradients: Sequence[str] = (),
     **constants: int | float,
 ) -> KernelPlan:
     """The kernel that a variant (or spec file) gets: for a problem where `seqlen` is given, else for long sequences.
 
     Unless given: head_dim 128 if the variant declares it, else its largest; bfloat16 if it declares it; the arch that
     it pins, else that of the first GPU, else sm_80.  `tile` (queries, keys), `stages` and `pipeline` fix what the
-    planner would choose.  Raises PlanError with the limit that the request hits and the nearest thing that works, and
-    SpecError for a file that is no spec.
+    planner would choose.  With `backward` the kernels of its gradients, those of the captured tensors in `gradients`
+    too, and with `deterministic` in one order of sums.  Raises PlanError with the limit that the request hits and the
+    nearest thing that works, and SpecError for a file that is no spec.
     """
     variant = load_spec(variant) if isinstance(variant, str) else variant
     arch = arch or default_arch(variant)
     head_dim = head_dim or default_head_dim(variant)
     dtype = dtype or default_dtype(variant)
-    menu = planner.menu(
-        variant.bind(**constants), arch, dtype, head_dim, v_head_dim, pipeline=pipeline, tile=tile, stages=stages
+    menu = menu_of(
+        *(variant.bind(**constants), arch, dtype, head_dim, v_head_dim),
+        pipeline=pipeline,
+        tile=tile,
+        stages=stages,
+        dropout=dropout,
+        backward=backward,
+        deterministic=deterministic,
+        gradients=gradients,
     )
     if seqlen is None:
         if kv_seqlen is not None:
@@ -58,7 +73,47 @@ def plan(
         v_head_dim=v_head_dim or head_dim,
         dtype=dtype,
     )
-    return planner.choose(menu, problem, multiprocessors(arch))
+    choose = ampere_backward.choose if backward else planner.choose
+    return choose(menu, problem, multiprocessors(arch))
+
+
+def menu_of(
+    variant: Variant,
+    arch: str,
+    dtype: str,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    *,
+    pipeline: str | None = None,
+    tile: tuple[int, int] | None = None,
+    stages: int | None = None,
+    dropout: bool = False,
+    backward: bool = False,
+    deterministic: bool = False,
+    gradients: Sequence[str] = (),
+) -> planner.Menu:
+    """The kernels that serve a variant whose constants are bound, of one pass; PlanError where there are none."""
+    if not backward:
+        for name, value in (("deterministic", deterministic), ("gradients", gradients)):
+            if value:
+                raise PlanError(f"{name} is of a backward, and a forward was asked for\n  nearest: backward=True")
+        asked = {"pipeline": pipeline, "tile": tile, "stages": stages, "dropout": dropout}
+        return planner.menu(variant, arch, dtype, head_dim, v_head_dim, **asked)
+    if pipeline not in (None, ampere.NAME):
+        raise PlanError(f"pipeline {pipeline!r} has no backward\n  nearest: pipeline {ampere.NAME!r}")
+    known = differentiable(variant.score_node)
+    for name in gradients:
+        if name not in known:
+            those = f"the score of {variant.name!r} has derivatives by {', '.join(known) or 'no captured tensor'}"
+            raise PlanError(f"{name!r} has no gradient: {those}\n  nearest: gradients={known}")
+    return ampere_backward.menu(
+        *(variant, arch, dtype, head_dim, v_head_dim),
+        tile=tile,
+        stages=stages,
+        deterministic=deterministic,
+        dropout=dropout,
+        gradients=tuple(sorted(set(gradients))),
+    )
 
 
 def emit(plan: KernelPlan) -> str:

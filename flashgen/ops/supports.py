@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
-from flashgen.ops.stages import default_arch, default_dtype, default_head_dim
-from flashgen.planning import planner
+from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, menu_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,15 @@ def supports(
     pipeline: str | None = None,
     tile: tuple[int, int] | None = None,
     stages: int | None = None,
+    dropout: bool = False,
+    backward: bool = False,
+    deterministic: bool = False,
+    gradients: Sequence[str] = (),
     **constants: int | float,
 ) -> tuple[Reason, ...]:
     """The reasons why plan(), emit() and compile() with these options would fail; none where they succeed.
+
+    With `backward` those of the kernels of gradients; without it those of a forward.
 
     Every option that cannot work even beside the defaults of the others gives its own reason.  Unknown constants and
     values outside their bounds are reasons too.
@@ -59,6 +65,10 @@ def supports(
         "pipeline": pipeline,
         "tile": tile,
         "stages": stages,
+        "dropout": dropout,
+        "backward": backward,
+        "deterministic": deterministic,
+        "gradients": tuple(gradients),
     }
     error = _refusal(bound, asked)
     if error is None:
@@ -68,13 +78,14 @@ def supports(
         "dtype": default_dtype(variant),
         "head_dim": default_head_dim(variant),
         **dict.fromkeys(("v_head_dim", "pipeline", "tile", "stages")),
+        **{"dropout": False, "backward": backward, "deterministic": False, "gradients": ()},
     }
     alone = []
     if _refusal(bound, usual) is None:
         for option, value in asked.items():
             if value != usual[option] and (refused := _refusal(bound, {**usual, option: value})) is not None:
                 alone.append(_reason(option, value, refused))
-    given = {option: value for option, value in asked.items() if value is not None}
+    given = {option: value for option, value in asked.items() if value not in (None, False, ())}
     return (*reasons, *(alone or [_reason("combination", given, error)]))
 
 
@@ -82,7 +93,7 @@ def _refusal(variant: Variant, options: dict[str, object]) -> PlanError | None:
     positional = ("arch", "dtype", "head_dim", "v_head_dim")
     named = {name: value for name, value in options.items() if name not in positional}
     try:
-        planner.menu(variant, *(options[name] for name in positional), **named)
+        menu_of(variant, *(options[name] for name in positional), **named)
     except PlanError as error:
         return error
     return None
