@@ -26,9 +26,8 @@ struct OnlineSoftmax {
   float offset[2] = {MINUS_INFINITY, MINUS_INFINITY};  // close to the row's maximum so far, scaled; -inf: nothing seen
   float sum[2] = {0.f, 0.f};                           // over this thread's columns
 
-  // S becomes P = 2^(scale * S - offset); the sums and O follow the offsets.
-  template <int N, int M> DEVICE void update(float (&s)[N][4], float (&o)[M][4], float scale) {
-    float rescale[2], shift[2];
+  // The offsets follow S, and the sums the offsets; O is to follow by `factor` where the result is true.
+  template <int N> DEVICE bool follow(const float (&s)[N][4], float scale, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float highest = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
@@ -37,19 +36,24 @@ struct OnlineSoftmax {
       highest = quad_max(highest) * scale;
       const float before = offset[r];
       if (!(highest - before <= OFFSET_SLACK)) offset[r] = highest;
-      shift[r] = offset[r] == MINUS_INFINITY ? 0.f : offset[r];
-      rescale[r] = ex2(before - shift[r]);
-      sum[r] *= rescale[r];
+      factor[r] = ex2(before - shift(r));
+      sum[r] *= factor[r];
     }
-    if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) scale_rows(o, rescale);
+    return factor[0] != 1.f || factor[1] != 1.f;
+  }
+
+  // S becomes P = 2^(scale * S - offset), and the sums grow by it.
+  template <int N> DEVICE void weigh(float (&s)[N][4], float scale) {
 #pragma unroll
     for (int j = 0; j < N; j++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float &a = s[j][2 * r], &b = s[j][2 * r + 1];
-        a = ex2(fmaf(a, scale, -shift[r]));
-        b = ex2(fmaf(b, scale, -shift[r]));
+        a = ex2(fmaf(a, scale, -shift(r)));
+        b = ex2(fmaf(b, scale, -shift(r)));
         sum[r] += a + b;
       }
   }
+
+  DEVICE float shift(int r) const { return offset[r] == MINUS_INFINITY ? 0.f : offset[r]; }
 };

@@ -16,9 +16,10 @@ DEVICE constexpr int floor_power_of_two(int n) { return n < 2 ? n : 2 * floor_po
 
 // Starts to copy `rows` rows of COLUMNS elements from global memory; the tile's other rows and columns become zero.
 template <int THREADS, int COLUMNS, int ROWS, int TILE_COLUMNS>
-DEVICE void load_tile(SwizzledTile<ROWS, TILE_COLUMNS>& tile, const u16* source, i64 row_stride, int rows) {
+DEVICE void load_tile(
+    SwizzledTile<ROWS, TILE_COLUMNS>& tile, const u16* source, i64 row_stride, int rows, int thread = threadIdx.x) {
   constexpr int CHUNKS = TILE_COLUMNS / 8, STEP = floor_power_of_two(THREADS / CHUNKS);  // rows that are copied at a time
-  const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+  const int first = thread / CHUNKS, chunk = thread % CHUNKS;
   source += first * row_stride + 8 * chunk;
 #pragma unroll
   for (int step = 0; step < ROWS; step += STEP) {

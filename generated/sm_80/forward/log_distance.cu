@@ -32,6 +32,12 @@ DEVICE u32 cvt_bf16x2(float low, float high) {
   return r;
 }
 
+// ---------------------------------------------------------------- places in the grid, read anew at each use
+// Cheaper than a register kept through a loop.
+DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)); return i; }
+
+DEVICE int block_index() { int i; asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i)); return i; }
+
 // ---------------------------------------------------------------- cp.async: global to shared memory
 // Sixteen bytes; with `valid` false zeros are written and nothing is read.
 DEVICE void cp_async_16(u32 shared, const void* global, bool valid) {
@@ -84,9 +90,10 @@ DEVICE constexpr int floor_power_of_two(int n) { return n < 2 ? n : 2 * floor_po
 
 // Starts to copy `rows` rows of COLUMNS elements from global memory; the tile's other rows and columns become zero.
 template <int THREADS, int COLUMNS, int ROWS, int TILE_COLUMNS>
-DEVICE void load_tile(SwizzledTile<ROWS, TILE_COLUMNS>& tile, const u16* source, i64 row_stride, int rows) {
+DEVICE void load_tile(
+    SwizzledTile<ROWS, TILE_COLUMNS>& tile, const u16* source, i64 row_stride, int rows, int thread = threadIdx.x) {
   constexpr int CHUNKS = TILE_COLUMNS / 8, STEP = floor_power_of_two(THREADS / CHUNKS);  // rows that are copied at a time
-  const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+  const int first = thread / CHUNKS, chunk = thread % CHUNKS;
   source += first * row_stride + 8 * chunk;
 #pragma unroll
   for (int step = 0; step < ROWS; step += STEP) {
@@ -127,9 +134,8 @@ struct OnlineSoftmax {
   float offset[2] = {MINUS_INFINITY, MINUS_INFINITY};  // close to the row's maximum so far, scaled; -inf: nothing seen
   float sum[2] = {0.f, 0.f};                           // over this thread's columns
 
-  // S becomes P = 2^(scale * S - offset); the sums and O follow the offsets.
-  template <int N, int M> DEVICE void update(float (&s)[N][4], float (&o)[M][4], float scale) {
-    float rescale[2], shift[2];
+  // The offsets follow S, and the sums the offsets; O is to follow by `factor` where the result is true.
+  template <int N> DEVICE bool follow(const float (&s)[N][4], float scale, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float highest = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
@@ -138,22 +144,56 @@ struct OnlineSoftmax {
       highest = quad_max(highest) * scale;
       const float before = offset[r];
       if (!(highest - before <= OFFSET_SLACK)) offset[r] = highest;
-      shift[r] = offset[r] == MINUS_INFINITY ? 0.f : offset[r];
-      rescale[r] = ex2(before - shift[r]);
-      sum[r] *= rescale[r];
+      factor[r] = ex2(before - shift(r));
+      sum[r] *= factor[r];
     }
-    if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) scale_rows(o, rescale);
+    return factor[0] != 1.f || factor[1] != 1.f;
+  }
+
+  // S becomes P = 2^(scale * S - offset), and the sums grow by it.
+  template <int N> DEVICE void weigh(float (&s)[N][4], float scale) {
 #pragma unroll
     for (int j = 0; j < N; j++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float &a = s[j][2 * r], &b = s[j][2 * r + 1];
-        a = ex2(fmaf(a, scale, -shift[r]));
-        b = ex2(fmaf(b, scale, -shift[r]));
+        a = ex2(fmaf(a, scale, -shift(r)));
+        b = ex2(fmaf(b, scale, -shift(r)));
         sum[r] += a + b;
       }
   }
+
+  DEVICE float shift(int r) const { return offset[r] == MINUS_INFINITY ? 0.f : offset[r]; }
 };
+
+// ---------------------------------------------------------------- softmax of a tile in the registers of wgmma
+// Warp w, lane l of a warpgroup holds rows 16 w + l / 4 and eight further down of an m64nN accumulator; element
+// 4 j + 2 r + e of its array is row r (0 or 1) of these, column 8 j + 2 (l % 4) + e.
+//
+// Per row: a score to subtract in the exponent (the highest so far, or a little less), and the sum of this lane's
+// exponentials.
+struct RowState { float offset[2], sum[2]; };
+
+// The offsets follow the highest scores; gives what earlier results must be multiplied by, and scale * offset, finite
+// also for a row that has seen nothing.
+template <int N>
+DEVICE void follow(RowState& row, const float (&s)[N], float scale, float (&rescale)[2], float (&shift)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float even = row.offset[r], odd = s[2 * r + 1];
+#pragma unroll
+    for (int i = 2 * r; i < N; i += 4) {
+      even = fmaxf(even, s[i]);
+      odd = fmaxf(odd, s[i + 1]);
+    }
+    const float highest = quad_max(fmaxf(even, odd)), before = row.offset[r];
+    if (!((highest - before) * scale <= OFFSET_SLACK)) row.offset[r] = highest;
+    const float finite = row.offset[r] == MINUS_INFINITY ? 0.f : row.offset[r];
+    shift[r] = finite * scale;
+    rescale[r] = ex2((before - finite) * scale);
+    row.sum[r] *= rescale[r];
+  }
+}
 
 // ---------------------------------------------------------------- plan
 constexpr int TILE_Q = 128, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
@@ -225,7 +265,7 @@ DEVICE Step next_step(int tile) { return {tile - 1}; }
 
 // Late queries first: under a causal mask they see most.  Heads that share keys and values are neighbours.
 DEVICE Rows rows_of_block(const Params& p) {
-  const int block = blockIdx.x, head = block / p.q_tiles, q_first = (p.q_tiles - 1 - block % p.q_tiles) * TILE_Q;
+  const int block = block_index(), head = block / p.q_tiles, q_first = (p.q_tiles - 1 - block % p.q_tiles) * TILE_Q;
   return {head / p.heads, head % p.heads, q_first, min(q_first + TILE_Q, p.q_len) - 1};
 }
 
@@ -303,7 +343,7 @@ DEVICE void multiply_pv(O& o, const S& p, VTile& v) {
 
 // S becomes score(scale * S); `first` is the tile's first key.
 DEVICE void apply_score(S& s, const Rows& rows, int first, const Params& p) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
   const int q0 = rows.q_first + warp * WARP_ROWS + lane / 4, k0 = first + lane % 4 * 2;
 #pragma unroll
   for (int j = 0; j < TILE_KV / 8; j++) {
@@ -321,7 +361,7 @@ DEVICE void apply_score(S& s, const Rows& rows, int first, const Params& p) {
 
 // S becomes -inf beyond the last key; `first` is the tile's first key.
 DEVICE void apply_end(S& s, int first, const Params& p) {
-  const int k0 = first + threadIdx.x % 4 * 2;
+  const int k0 = first + thread_index() % 4 * 2;
 #pragma unroll
   for (int m = 0; m < M; m++)
 #pragma unroll
@@ -331,10 +371,22 @@ DEVICE void apply_end(S& s, int first, const Params& p) {
         if (k0 + 8 * j + i % 2 >= p.kv_len) s[m][j][i] = MINUS_INFINITY;
 }
 
+// O follows the offsets of the softmax, which follow S.  What comes next, up to P V, is a single run of instructions.
+DEVICE void rescale(O& o, OnlineSoftmax (&softmax)[M], const S& s, float scale) {
+  float factor[M][2];
+  bool moved = false;
+#pragma unroll
+  for (int m = 0; m < M; m++) moved |= softmax[m].follow(s[m], scale, factor[m]);
+  if (__any_sync(~0u, moved)) {
+#pragma unroll
+    for (int m = 0; m < M; m++) scale_rows(o[m], factor[m]);
+  }
+}
+
 // ---------------------------------------------------------------- epilogue
 // o = O / sum and lse = log(sum of e^s); a row without any visible key: 0 and -inf.
 DEVICE void store(Shared& shared, O& o, const OnlineSoftmax (&softmax)[M], const Rows& rows, const Params& p) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_row = warp * WARP_ROWS;
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32, first_row = warp * WARP_ROWS;
   const int tile_rows = rows.q_last - rows.q_first + 1;
   float* lse = p.lse + ((i64)rows.b * p.heads + rows.h) * p.q_len + rows.q_first;
 #pragma unroll
@@ -406,9 +458,10 @@ attention_forward(const __grid_constant__ Params p) {
     const int first = step.tile * TILE_KV;
     apply_score(s, rows, first, p);
     if (first + TILE_KV > p.kv_len) apply_end(s, first, p);
+    rescale(o, softmax, s, scale);
 #pragma unroll
-    for (int m = 0; m < M; m++) softmax[m].update(s[m], o[m], scale);
+    for (int m = 0; m < M; m++) softmax[m].weigh(s[m], scale);
     multiply_pv(o, s, shared.v[stage]);
   }
-  store(shared, o, softmax, rows, p);
+  store(shared, o, softmax, rows_of_block(p), p);  // found again: registers are dear in the loop
 }
