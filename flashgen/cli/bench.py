@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from flashgen.bench.protocol import MIN_ROUNDS
@@ -61,7 +62,8 @@ def command(
             measured.append(measure(cell, pipeline, rounds=rounds, names=names, files=files, seed=seed))
             bar.advance(task)
     # A row stays a line, also in a file: the table is read by tools and by people who compare two of them.
-    out.print(_table(measured, [*names, *files]), width=None if out.is_terminal else WIDTH)
+    console = out if out.is_terminal else Console(width=WIDTH, highlight=False)
+    console.print(_table(measured, [*names, *files]))
     for one in measured:
         for reason in one.reasons:
             err.print(f"{one.cell}: {reason}", markup=False)
