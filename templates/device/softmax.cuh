@@ -27,7 +27,7 @@ struct OnlineSoftmax {
   float sum[2] = {0.f, 0.f};                           // over this thread's columns
 
   // The offsets follow S, and the sums the offsets; O is to follow by `factor` where the result is true.
-  template <int N> DEVICE bool follow(const float (&s)[N][4], float scale, float (&factor)[2]) {
+  template <int N> DEVICE bool track(const float (&s)[N][4], float scale, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float highest = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
