@@ -18,7 +18,7 @@ _PTX_TYPE = {"float16": "f16", "bfloat16": "bf16"}
 
 _WIDTH = 116  # of a line, less a margin
 
-_AFTER_OPERATOR = re.compile(r"(?<=\|\| )|(?<=&& )")
+_AFTER_OPERATOR = re.compile(r"(?<=\|\| )|(?<=&& )|(?<= & )|(?<= \| )")
 _LEFT_OF_CONDITION, _CONTINUED = len("  const bool visible = "), " " * 6
 
 
@@ -96,7 +96,7 @@ def environment():
 
 
 def wrapped(expression: object) -> str:
-    """A condition on as many lines as it needs, each ending with && or ||."""
+    """A condition on as many lines as it needs, each ending with an operator between conditions."""
     lines, room = [""], _WIDTH - _LEFT_OF_CONDITION
     for part in _AFTER_OPERATOR.split(str(expression)):
         if lines[-1] and len(lines[-1]) + len(part) > room:

@@ -139,7 +139,7 @@ struct OnlineSoftmax {
   float sum[2] = {0.f, 0.f};                           // over this thread's columns
 
   // The offsets follow S, and the sums the offsets; O is to follow by `factor` where the result is true.
-  template <int N> DEVICE bool follow(const float (&s)[N][4], float scale, float (&factor)[2]) {
+  template <int N> DEVICE bool track(const float (&s)[N][4], float scale, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float highest = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
@@ -169,35 +169,6 @@ struct OnlineSoftmax {
 
   DEVICE float shift(int r) const { return offset[r] == MINUS_INFINITY ? 0.f : offset[r]; }
 };
-
-// ---------------------------------------------------------------- softmax of a tile in the registers of wgmma
-// Warp w, lane l of a warpgroup holds rows 16 w + l / 4 and eight further down of an m64nN accumulator; element
-// 4 j + 2 r + e of its array is row r (0 or 1) of these, column 8 j + 2 (l % 4) + e.
-//
-// Per row: a score to subtract in the exponent (the highest so far, or a little less), and the sum of this lane's
-// exponentials.
-struct RowState { float offset[2], sum[2]; };
-
-// The offsets follow the highest scores; gives what earlier results must be multiplied by, and scale * offset, finite
-// also for a row that has seen nothing.
-template <int N>
-DEVICE void follow(RowState& row, const float (&s)[N], float scale, float (&rescale)[2], float (&shift)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float even = row.offset[r], odd = s[2 * r + 1];
-#pragma unroll
-    for (int i = 2 * r; i < N; i += 4) {
-      even = fmaxf(even, s[i]);
-      odd = fmaxf(odd, s[i + 1]);
-    }
-    const float highest = quad_max(fmaxf(even, odd)), before = row.offset[r];
-    if (!((highest - before) * scale <= OFFSET_SLACK)) row.offset[r] = highest;
-    const float finite = row.offset[r] == MINUS_INFINITY ? 0.f : row.offset[r];
-    shift[r] = finite * scale;
-    rescale[r] = ex2((before - finite) * scale);
-    row.sum[r] *= rescale[r];
-  }
-}
 
 // ---------------------------------------------------------------- what a tile lets an expression be
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
@@ -399,7 +370,7 @@ DEVICE void rescale(O& o, OnlineSoftmax (&softmax)[M], const S& s, float scale) 
   float factor[M][2];
   bool moved = false;
 #pragma unroll
-  for (int m = 0; m < M; m++) moved |= softmax[m].follow(s[m], scale, factor[m]);
+  for (int m = 0; m < M; m++) moved |= softmax[m].track(s[m], scale, factor[m]);
   if (__any_sync(~0u, moved)) {
 #pragma unroll
     for (int m = 0; m < M; m++) scale_rows(o[m], factor[m]);

@@ -120,13 +120,13 @@ template <int STAGES> DEVICE void release(Pipe<STAGES>& pipe, const Ring<STAGES>
 // ---------------------------------------------------------------- TMA: boxes of a tensor to shared memory
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap, passed by value
 
-// The box at these coordinates of a four-dimensional tensor, innermost first; what lies outside the tensor becomes zero.
-// Its bytes count on `barrier`.
+// The box at these coordinates of a four-dimensional tensor, innermost first; what lies outside the tensor becomes
+// zero.  Its bytes count on `barrier`.
 DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
                " [%0], [%1, {%3, %4, %5, %6}], [%2];"
-               :: "r"(shared_address(shared)), "l"(&map), "r"(shared_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-               : "memory");
+               :: "r"(shared_address(shared)), "l"(&map), "r"(shared_address(&barrier)),
+                  "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
 // A box of shared memory to these coordinates of a tensor; what lies outside the tensor is not written.
@@ -148,7 +148,7 @@ template <int N> DEVICE void bulk_wait_group() { asm volatile("cp.async.bulk.wai
 // Shows what this thread wrote to shared memory to TMA and wgmma.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---------------------------------------------------------------- setmaxnreg: registers change hands between warpgroups
+// ---------------------------------------------------------------- setmaxnreg: registers change hands
 template <int REGISTERS> DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
@@ -157,7 +157,7 @@ template <int REGISTERS> DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
 
-// ---------------------------------------------------------------- named barriers: 16 a block; __syncthreads is number 0
+// ---------------------------------------------------------------- named barriers: 16 a block, 0 is __syncthreads
 DEVICE void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
@@ -169,7 +169,9 @@ DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory
 DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Waits until at most N groups of this warpgroup are on their way.
-template <int N> DEVICE void wgmma_wait_group() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
+template <int N> DEVICE void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory");
+}
 
 // Tells the front end that these registers change here: it moves no use of them across a fence or a wait.
 template <int N> DEVICE void pin(float (&r)[N]) {
@@ -262,7 +264,7 @@ constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // of q and k, and of v and o,
 constexpr int STAGES = 2, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
-constexpr int O_BARRIER = 4;  // named barriers of the warpgroups; 1 to 3 are their turns
+constexpr int O_BARRIER = 4;  // named barriers of the warpgroups
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
 typedef u16 bf16;
@@ -298,9 +300,11 @@ typedef bf16 OTile[(V_COLUMNS + 63) / 64][64][64];
 
 union Room { QTile q; OTile o; };  // o after the last product with q
 
-struct alignas(16) Work { int q_tile, h, b, visible; };  // a tile of queries, and whether they see any key; q_tile < 0: there is none left
+// A tile of queries, and whether they see any key; q_tile < 0: there is none left.
+struct alignas(16) Work { int q_tile, h, b, visible; };
 
-struct alignas(16) Step { int tile, masked, last; };  // a tile of keys, whether the mask hides some of it, whether it is the last
+// A tile of keys, whether the mask hides some of it, and whether it is the last.
+struct alignas(16) Step { int tile, masked, last; };
 
 struct alignas(1024) Shared {
   Room room[Q_STAGES][WARPGROUPS];
@@ -356,8 +360,9 @@ DEVICE Work locate(int index, const Params& p) {
 struct Scheduler {
   Shared& shared;
   const Params& p;
-  Ring<WORK_STAGES> work_ring = {};
   Ring<2> next_ring = {};
+  Ring<WORK_STAGES> work_ring = {};
+
   DEVICE void send(const Work& work) {
     if (threadIdx.x == 0) {
       await_empty(shared.work_pipe, work_ring);
@@ -415,7 +420,7 @@ struct Scheduler {
   }
 };
 
-// ---------------------------------------------------------------- loader: one thread that copies tiles for the consumers
+// ---------------------------------------------------------------- loader: one thread that copies tiles to consumers
 struct Loader {
   Shared& shared;
   const TensorMap &map_q, &map_k, &map_v;
@@ -442,6 +447,7 @@ struct Loader {
   }
 
   DEVICE void load_q(const Work& work) {
+    const int first = work.q_tile * TILE_Q;
 #pragma unroll 1
     for (int w = 0; w < WARPGROUPS; w++) {
       u64& full = shared.q_pipe[w].full[q_ring.stage()];
@@ -449,7 +455,7 @@ struct Loader {
       mbarrier_arrive_expect_tx(full, sizeof(QTile));
 #pragma unroll
       for (int d = 0; d < QK_COLUMNS; d += 64)
-        tma_load_4d(shared.room[q_ring.stage()][w].q[d / 64], map_q, full, d, work.q_tile * TILE_Q + w * 64, work.h, work.b);
+        tma_load_4d(shared.room[q_ring.stage()][w].q[d / 64], map_q, full, d, first + w * 64, work.h, work.b);
     }
     q_ring.passed++;
   }
@@ -496,7 +502,7 @@ struct Loader {
   }
 };
 
-// ---------------------------------------------------------------- storer: one thread that copies finished tiles of O to memory
+// ---------------------------------------------------------------- storer: one thread that copies tiles of O to memory
 struct Storer {
   Shared& shared;
   const TensorMap& map_o;
@@ -511,15 +517,16 @@ struct Storer {
       work_ring.passed++;
       if (work.q_tile < 0) break;
       if (!work.visible) continue;
+      const int stage = o_ring.stage();
 #pragma unroll 1
       for (int w = 0; w < WARPGROUPS; w++) {
-        mbarrier_wait(shared.o_full[o_ring.stage()][w], o_ring.parity());
+        mbarrier_wait(shared.o_full[stage][w], o_ring.parity());
 #pragma unroll
         for (int d = 0; d < V_COLUMNS; d += 64)
-          tma_store_4d(map_o, shared.room[o_ring.stage()][w].o[d / 64], d, work.q_tile * TILE_Q + w * 64, work.h, work.b);
+          tma_store_4d(map_o, shared.room[stage][w].o[d / 64], d, work.q_tile * TILE_Q + w * 64, work.h, work.b);
         bulk_commit_group();
         bulk_wait_group_read<0>();
-        mbarrier_arrive(shared.q_pipe[w].empty[o_ring.stage()]);
+        mbarrier_arrive(shared.q_pipe[w].empty[stage]);
       }
       o_ring.passed++;
     }
@@ -549,7 +556,6 @@ DEVICE void wgmma_qk_first(float (&d)[64], u64 a, u64 b) {
       : "l"(a), "l"(b));
 }
 
-
 // s += q k^T over 16 columns.
 DEVICE void wgmma_qk(float (&d)[64], u64 a, u64 b) {
   asm volatile(
@@ -571,7 +577,6 @@ DEVICE void wgmma_qk(float (&d)[64], u64 a, u64 b) {
       : "l"(a), "l"(b));
 }
 
-
 // o += p v over 16 keys.
 DEVICE void wgmma_pv(float (&d)[64], const u32 (&a)[4], u64 b) {
   asm volatile(
@@ -592,7 +597,6 @@ DEVICE void wgmma_pv(float (&d)[64], const u32 (&a)[4], u64 b) {
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-
 
 typedef float S[TILE_KV / 2];
 
@@ -642,7 +646,8 @@ struct Consumer {
     pin(o);
     pin(probabilities);
     const u64 k = advance_bytes(matrix_descriptor(shared.k, 16), k_ring.stage() * sizeof(KTile));
-    const u64 q = advance_bytes(matrix_descriptor(&shared.room[0][warpgroup], 16), q_ring.stage() * sizeof(shared.room[0]));
+    const u64 q =
+        advance_bytes(matrix_descriptor(&shared.room[0][warpgroup], 16), q_ring.stage() * sizeof(shared.room[0]));
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < QK_COLUMNS; d += 16) {
@@ -699,8 +704,8 @@ struct Consumer {
       if (column + i / 4 * 8 + i % 2 >= columns) s[i] = MINUS_INFINITY;
   }
 
-  // S becomes P.  Lane 0 or 1 releases K: which one depends on the maxima, since ptxas moves the wait for O up to here, and
-  // these at least shall be found under the product.
+  // S becomes P.  Lane 0 or 1 releases K: which one depends on the maxima, since ptxas moves the wait for O up to here,
+  // and these at least shall be found under the product.
   DEVICE void softmax(S& s) {
     follow(state, s, scale, rescale, shift);
     grown = __ballot_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f);
@@ -828,7 +833,7 @@ struct Consumer {
   }
 };
 
-// ---------------------------------------------------------------- kernel: FlashAttention-3 (Shah et al. 2024), Algorithm 2
+// ---------------------------------------------------------------- kernel: FlashAttention-3 (Shah et al. 2024)
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                   const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_o,

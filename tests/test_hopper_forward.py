@@ -1,0 +1,122 @@
+"""The Hopper forward on the interpreter where it does without maxima, takes turns, or has nothing to do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from ptx_attention import replace, work
+
+from flashgen.codegen import emit
+from flashgen.lang.load import load_spec
+from flashgen.planning import planner
+from flashgen.resources import folder
+from flashgen.runtime import nvrtc, sass
+from flashgen.runtime.ptx import errors
+
+#: Two tiles of queries by four tiles of keys.
+SHAPE = {"q_len": 150, "kv_len": 250, "heads": 2, "kv_heads": 1, "q_stages": 2}
+
+
+def climbing(w, factor):
+    """The same work with keys that grow towards the first, which is visited last: scores jump from tile to tile."""
+    q, k, v = w.qkv
+    growth = torch.linspace(2 * factor, 0.1 * factor, k.shape[2], dtype=torch.float64)[:, None]
+    return dataclasses.replace(w, qkv=(q, (k.double() * growth).to(k.dtype), v))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("factor", [1, 8, 40])
+def test_scores_that_jump_move_the_offsets(dtype, factor):
+    w = climbing(work("full", "hopper", dtype=dtype, **SHAPE), factor)
+    assert w.plan.specialized.guarded
+    result = w.run()
+    assert w.wrong(result) == ()
+    again = sum(count for opcode, count in result.report.instructions.items() if opcode.startswith("mma."))
+    assert (again > 0) == (factor > 1)  # S is computed once more by the warps that need it
+
+
+def test_without_the_guard_scores_that_jump_overflow():
+    w = climbing(work("full", "hopper", dtype="float16", **SHAPE), 40)
+    result = w.run(replace("TILE_SUM_LIMIT = 32768.f", "TILE_SUM_LIMIT = 1e38f"))
+    assert w.wrong(result)
+
+
+def test_the_guard_needs_the_offsets_to_follow():
+    w = climbing(work("full", "hopper", dtype="float16", **SHAPE), 40)
+    assert w.wrong(w.run(replace("      multiply_rows(o, rescale);\n", "")))
+
+
+def test_masks_and_scores_keep_their_maxima():
+    for spec in ("causal", "alibi", "softcap"):
+        assert not work(spec, "hopper").plan.specialized.guarded
+
+
+TURNS = {
+    "no turn is awaited": replace("take_turn() { bar_sync(1 + warpgroup, 256); }", "take_turn() {}"),
+    "the first turn is nobody's": replace("if (warpgroup == WARPGROUPS - 1) pass_turn();", ""),
+    "a turn passed to itself": replace("warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1", "warpgroup"),
+}
+
+
+def three_warpgroups():
+    return work("causal_bottom_right", "hopper", tile=(192, 64), q_len=200, kv_len=230, q_stages=2)
+
+
+def test_three_warpgroups_take_turns():
+    w = three_warpgroups()
+    assert w.plan.specialized.ping_pong
+    assert w.wrong(w.run()) == ()
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_turns_that_are_not_kept_are_noticed(name):
+    with pytest.raises(errors.Trap):
+        three_warpgroups().run(TURNS[name], step_limit=2_000_000)
+
+
+def test_a_block_that_asks_for_more_registers_than_there_are_waits_forever():
+    w = three_warpgroups()
+    with pytest.raises(errors.Deadlock):
+        w.run(replace("CONSUMER_REGISTERS = 160", "CONSUMER_REGISTERS = 168"))
+
+
+@pytest.mark.parametrize("spec", ["full", "causal", "sliding_window"])
+def test_queries_without_any_key(spec):
+    w = work(spec, "hopper", q_len=140, kv_len=0, q_stages=2)
+    result = w.run()
+    assert not result.o.any() and (result.lse == -np.inf).all()
+    assert result.report.bytes(buffer="q") == 0
+
+
+def test_queries_behind_their_window_see_nothing_and_load_nothing():
+    w = work("sliding_window", "hopper", q_len=400, kv_len=60, q_stages=2)
+    result = w.run()
+    assert w.wrong(result) == ()
+    assert not result.o[:, :, 128:].any() and (result.lse[:, :, 128:] == -np.inf).all()
+    assert result.report.bytes(buffer="q") == 2 * 128 * 64 * 2  # the first tile of two heads
+
+
+def test_the_kernel_template_has_no_assembly():
+    assert "asm" not in (folder("templates") / "hopper" / "forward.cu.j2").read_text()
+
+
+@pytest.mark.parametrize(
+    ("spec", "head_dim", "dtype"),
+    [
+        ("full", 64, "float16"),
+        ("causal", 64, "bfloat16"),
+        ("document", 64, "bfloat16"),
+        ("causal", 40, "bfloat16"),
+        ("full", 96, "bfloat16"),
+        ("causal", 192, "bfloat16"),
+        ("full", 256, "bfloat16"),
+        ("alibi", 256, "float16"),
+        ("relative_bias", 256, "bfloat16"),
+    ],
+)
+def test_every_kernel_of_a_menu_passes_the_gates(spec, head_dim, dtype):
+    for plan in planner.menu(load_spec(spec).bind(), "sm_90a", dtype, head_dim, pipeline="hopper").plans:
+        assert sass.check(plan, nvrtc.compile(emit(plan), "sm_90a")) == ()

@@ -1,0 +1,144 @@
+"""Candidates of pipeline hopper: what fits and why, what is chosen, and what a call takes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flashgen as fg
+from flashgen.errors import PlanError
+from flashgen.lang.load import load_spec
+from flashgen.planning import hopper, planner
+from flashgen.planning.arch import ARCHS
+from flashgen.planning.plan import Tile
+from flashgen.planning.problem import Problem
+
+ARCH = ARCHS["sm_90a"]
+FULL = fg.variant()
+CAUSAL = load_spec("causal").bind()
+
+#: Bytes that a block may have on sm_90a: 227 KiB.
+ROOM = 232_448
+
+
+def candidate(q, kv, stages=2, q_stages=1):
+    return hopper.Candidate(tile=Tile(q=q, kv=kv), stages=stages, q_stages=q_stages)
+
+
+def smem_bytes(c, d, dv=None):
+    return sum(part.amount for part in hopper.smem(c, d, dv or d))
+
+
+def refusal(c, d, variant=FULL):
+    return hopper.refusal(c, variant, ARCH, d, d)
+
+
+def menu(variant, head_dim, **options):
+    return planner.menu(variant, "sm_90a", "bfloat16", head_dim, pipeline="hopper", **options)
+
+
+def test_why_80_keys_and_not_88_at_head_dim_256():
+    q = 128 * 256 * 2
+    assert smem_bytes(candidate(128, 80), 256) == q + 4 * 80 * 256 * 2 + 1024 <= ROOM
+    assert smem_bytes(candidate(128, 88), 256) == 245_760 + 1024 > ROOM
+    assert refusal(candidate(128, 80), 256) is None
+    assert refusal(candidate(128, 88), 256) == "shared memory 246,784 > 232,448 bytes"
+
+
+def test_narrow_rows_take_whole_boxes_of_shared_memory():
+    assert smem_bytes(candidate(192, 128), 16) == smem_bytes(candidate(192, 128), 64)
+    assert smem_bytes(candidate(128, 128), 96) == smem_bytes(candidate(128, 128), 128)
+
+
+def test_o_needs_room_of_its_own_only_where_it_is_wider_than_q():
+    one, two = candidate(128, 64, q_stages=1), candidate(128, 64, q_stages=2)
+    assert smem_bytes(two, 64, 192) - smem_bytes(one, 64, 192) == 2 * 128 * 192 * 2 - 128 * 64 * 2
+    assert smem_bytes(two, 192, 64) - smem_bytes(one, 192, 64) == 128 * 192 * 2
+
+
+@pytest.mark.parametrize(("warpgroups", "expected"), [(2, (40, 232)), (3, (32, 160))])
+def test_registers_are_given_and_taken_within_the_pool(warpgroups, expected):
+    assert hopper.division(warpgroups, CAUSAL, ARCH) == expected
+    producer, consumer = expected
+    threads = 128 * (1 + warpgroups)
+    assert 128 * producer + 128 * warpgroups * consumer <= 65536 // threads // 8 * 8 * threads
+
+
+def test_tiles_judged_over_ranges_leave_consumers_less():
+    judged = load_spec("butterfly").bind()
+    assert hopper.division(2, judged, ARCH) == (56, 224)
+    assert hopper.division(3, judged, ARCH) == (56, 152)
+
+
+def test_what_does_not_fit_in_registers():
+    assert refusal(candidate(192, 144), 64) == "registers 165 > 160 of a consumer: 3 warpgroups beside 32 a producer"
+    assert refusal(candidate(192, 128), 64) is None
+    assert refusal(candidate(128, 192, q_stages=1), 128) is not None
+
+
+# Measured on an H200 (generated/bench): the tiles, stages and turns that won at these head dims.
+@pytest.mark.parametrize(
+    ("variant", "head_dim", "tile", "stages", "q_stages", "ping_pong", "guarded"),
+    [
+        (FULL, 64, "192x128", 3, 2, False, True),
+        (CAUSAL, 64, "192x128", 3, 2, True, False),
+        (FULL, 96, "128x128", 2, 2, False, False),
+        (FULL, 128, "128x128", 2, 2, False, False),
+        (CAUSAL, 128, "128x128", 2, 2, False, False),
+        (FULL, 192, "128x80", 2, 2, False, False),
+        (CAUSAL, 192, "128x80", 2, 2, False, False),
+        (FULL, 256, "128x64", 2, 1, False, False),
+        (CAUSAL, 256, "128x64", 2, 1, False, False),
+    ],
+)
+def test_the_main_plan_is_the_one_that_was_measured_best(variant, head_dim, tile, stages, q_stages, ping_pong, guarded):
+    main = menu(variant, head_dim).plans[0]
+    how = main.specialized
+    assert (str(main.tile), main.stages, how.q_stages) == (tile, stages, q_stages)
+    assert (how.ping_pong, how.guarded, how.staged) == (ping_pong, guarded, q_stages == 2)
+    assert how.dynamic == (variant.mask is not None)
+
+
+@pytest.mark.parametrize(
+    ("variant", "length", "tile_q"),
+    [(CAUSAL, 512, 128), (CAUSAL, 1024, 128), (CAUSAL, 2048, 192), (CAUSAL, 16384, 192), (FULL, 512, 192)],
+)
+def test_short_causal_sequences_take_tiles_that_waste_less_of_the_diagonal(variant, length, tile_q):
+    shape = {"q_len": length, "kv_len": length, "head_dim": 64, "v_head_dim": 64}
+    problem = Problem(batch=16384 // length, heads=32, kv_heads=32, **shape)
+    assert planner.choose(menu(variant, 64), problem, 132).tile.q == tile_q
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(["full", "causal", "document", "alibi", "relative_bias", "blocks", "softcap"]),
+    st.integers(2, 32).map(lambda n: 8 * n),
+    st.integers(2, 32).map(lambda n: 8 * n),
+)
+def test_every_plan_fits(spec, d, dv):
+    found = planner.menu(load_spec(spec).bind(), "sm_90a", "bfloat16", d, dv, pipeline="hopper")
+    assert 1 <= len(found.plans) <= planner.MAX_PLANS and len(found.plans) == len(found.paces)
+    for plan in found.plans:
+        how = plan.specialized
+        assert plan.smem_bytes <= ROOM and plan.threads == 128 * (1 + how.warpgroups)
+        assert plan.tile.q == 64 * how.warpgroups and plan.tile.kv % 16 == 0
+        assert plan.registers_estimate <= how.consumer_registers
+        assert plan.roles[0].registers == how.producer_registers
+        assert plan.roles[1].registers == how.consumer_registers
+        assert d <= plan.padded_head_dim < d + 16 and dv <= plan.padded_v_head_dim < dv + 16
+
+
+def test_a_pinned_tile_is_checked_and_never_changed():
+    assert str(menu(FULL, 128, tile=(128, 176)).plans[0].tile) == "128x176"
+    assert menu(FULL, 128, tile=(128, 176), stages=2).plans[0].specialized.q_stages == 1
+    with pytest.raises(PlanError, match=r"tile 64x64 of .*tile_q is 128 or 192.*\n  nearest: 128x64"):
+        menu(FULL, 128, tile=(64, 64))
+    with pytest.raises(PlanError, match="128 x 128, 4 stages, 12 warps: shared memory"):
+        menu(FULL, 128, tile=(128, 128), stages=4)
+
+
+def test_a_score_function_is_paced_slower():
+    softcap = load_spec("softcap").bind()
+    plain, capped = (menu(v, 128, tile=(128, 128)).paces[0][0] for v in (FULL, softcap))
+    assert capped > plain
