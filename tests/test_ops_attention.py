@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import flashgen as fg
 from flashgen.errors import FlashgenError, LaunchError
+from flashgen.lang.variant import of_token
 from flashgen.ops import attention as ops
 from flashgen.ops.attention import attention
 
@@ -213,24 +214,24 @@ def test_compiled_output_has_the_eager_layout():
 
 
 def test_the_op_is_well_formed():
-    from flashgen.ops import library
-
     q, k, v = tensors()
-    token = library._token(windowed)
-    arguments = (q, k, v, token, None, [], [], ["window"], [4], [], [], 0.0, None, False)
+    arguments = (q, k, v, windowed.token, None, [], [], ["window"], [4], [], [], 0.0, None, False)
     torch.library.opcheck(torch.ops.flashgen.attention.default, arguments)
-    with pytest.raises(LaunchError, match="token 'unknown', which no call in this process registered"):
+    with pytest.raises(LaunchError, match="token 'unknown', which no variant of this process has"):
         torch.ops.flashgen.attention(q, k, v, "unknown", None, [], [], [], [], [], [], 0.0, None, False)
 
 
 def test_variants_that_differ_have_different_tokens():
-    from flashgen.ops import library
-
     @fg.variant
     def windowed_too(b, h, q, k):
         return (k <= q) & (q - k <= window)
 
-    assert library._token(windowed) == library._token(windowed) != library._token(windowed_too)
+    wide = fg.param("window", default=5, min=1)
+    other = fg.variant(lambda b, h, q, k: (k <= q) & (q - k < wide), name="windowed")
+    assert len({windowed.token, windowed_too.token, other.token}) == 3, "a default is part of a variant"
+    same = fg.variant(lambda b, h, q, k: (k <= q) & (q - k < window), name=windowed.name, doc=windowed.doc)
+    assert same == windowed and same.token == windowed.token and of_token(same.token) == windowed
+    assert of_token("nonsense") is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

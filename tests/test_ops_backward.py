@@ -369,9 +369,7 @@ def test_compiled_seed_and_errors():
 def test_the_ops_follow_the_rules_of_torch():
     q, k, v = tensors()
     o, lse = fg.attention(q, k, v, plain, return_lse=True)
-    from flashgen.ops import library
-
-    rest = (library._token(plain), None, [], [], [], [], [], [], 0.0, None, False)
+    rest = (plain.token, None, [], [], [], [], [], [], 0.0, None, False)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, *rest), test_utils=tests)
     saved = [t.detach() for t in (o, lse, q, k, v, o, lse)]

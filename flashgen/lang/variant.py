@@ -21,6 +21,14 @@ FLOAT32_MAX = 2.0**128 - 2.0**104
 
 Symbol = Param | Constant | Tensor
 
+#: The variants of this process by token, as long as it lives: a compiled graph holds a token and no object.
+_by_token: dict[str, Variant] = {}
+
+
+def of_token(token: str) -> Variant | None:
+    """The variant of this process with that token."""
+    return _by_token.get(token)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
@@ -43,6 +51,7 @@ class Variant:
     parents     the variants that this one was built from
     where       the line that made it
     file        the file whose top level was running then
+    token       a text that equal variants share and others do not, in every process (see `of_token`)
     """
 
     name: str
@@ -57,9 +66,14 @@ class Variant:
     parents: tuple[Variant, ...] = field(default=(), compare=False, repr=False)
     where: SourceLine | None = field(default=None, compare=False, repr=False)
     file: str | None = field(default=None, compare=False, repr=False)
+    token: str = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._unify()
+        declared = self._unify()
+        named = (self.name, self.doc, self.head_dims, self.dtypes, self.only, self.pins, declared)
+        token = hashlib.sha256(f"{named} {self.digest()}".encode()).hexdigest()[:32]
+        object.__setattr__(self, "token", token)
+        _by_token.setdefault(token, self)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Building one from another
@@ -197,8 +211,8 @@ class Variant:
         found = {declared for n in walk(self.roots) if isinstance(declared := _declared(n), kind)}
         return tuple(sorted(found, key=lambda symbol: symbol.name))
 
-    def _unify(self) -> None:
-        """One name is one declaration."""
+    def _unify(self) -> list[Symbol]:
+        """One name is one declaration; every declaration, by name."""
         seen: dict[str, tuple[Symbol, Node]] = {}
         for n in walk(self.roots):
             declared = _declared(n)
@@ -211,6 +225,7 @@ class Variant:
                     f" and as {_summary(declared)}{_at(n)}; declare both alike or rename one",
                     where=self.where,
                 )
+        return [seen[name][0] for name in sorted(seen)]
 
     def _made(self, **changes: object) -> Variant:
         return replace(self, parents=(self,), where=source.caller(), file=source.running_file(), **changes)

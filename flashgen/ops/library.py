@@ -1,21 +1,18 @@
 """flashgen::attention and its backward, the torch.library ops that torch.compile sees; eager calls go around them.
 
-A compiled graph holds no Variant: it holds a token, under which tracing registers the variant in this process.
+A compiled graph holds no Variant: it holds its token, by which the process finds it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from flashgen.errors import LaunchError
-from flashgen.lang.variant import Variant
+from flashgen.lang.variant import Variant, of_token
 from flashgen.ops import dropout as drawing
-from flashgen.runtime import cache
 from flashgen.runtime.philox import Dropout
 
 #: What a call has beside q, k and v.  Numbers and tensors of the variant travel as parallel lists of names and values;
@@ -40,7 +37,6 @@ _library = torch.library.Library("flashgen", "DEF")
 _library.define(_DRAW, tags=(torch.Tag.nondeterministic_seeded,))
 _library.define(_FORWARD)
 _library.define(_BACKWARD)
-_variants: dict[str, Variant] = {}
 _sites = itertools.count()
 
 
@@ -56,6 +52,8 @@ def through_op(
     named: Mapping[str, object],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the op, as `attention` traces it; what is wrong with a call is said when it runs."""
+    if not isinstance(variant, Variant):
+        raise LaunchError(f"attention's fourth argument is a variant and got a {type(variant).__name__}")
     tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
     ints = {name: x for name, x in named.items() if isinstance(x, int)}
     floats = {name: x for name, x in named.items() if isinstance(x, float)}
@@ -72,7 +70,7 @@ def through_op(
         q,
         k,
         v,
-        _token(variant),
+        variant.token,
         scale,
         list(tensors),
         list(tensors.values()),
@@ -96,21 +94,13 @@ def _site() -> int:
     return next(_sites)
 
 
-@torch.compiler.assume_constant_result
-def _token(variant: Variant) -> str:
-    """A name for the variant, equal for equal ones; known in this process from now on."""
-    if not isinstance(variant, Variant):
-        raise LaunchError(f"attention's fourth argument is a variant and got a {type(variant).__name__}")
-    token = hashlib.sha256(json.dumps(cache.as_data(variant)).encode()).hexdigest()[:32]
-    return _variants.setdefault(token, variant) and token
-
-
 def _known(token: str) -> Variant:
-    if token not in _variants:
+    variant = of_token(token)
+    if variant is None:
         raise LaunchError(
-            f"flashgen::attention got the token {token!r}, which no call in this process registered: trace again"
+            f"flashgen::attention got the token {token!r}, which no variant of this process has: trace again"
         )
-    return _variants[token]
+    return variant
 
 
 def _dropout(p: float, state: torch.Tensor | None) -> Dropout | None:

@@ -76,10 +76,11 @@ def test_heads_that_share_keys(heads):
     check(window, q_len=300, heads=heads[0], kv_heads=heads[1], params={"window": 77})
 
 
-@pytest.mark.parametrize("scale", [-0.3, 0.0, 0.5])
-def test_any_scale(scale):
-    check(softcap, q_len=150, scale=scale, params={"cap": 5.0})
-    check(full, q_len=150, scale=scale)
+@pytest.mark.parametrize(("scale", "length"), [(-0.3, 150), (0.0, 128), (0.5, 150)])
+def test_any_scale(scale, length):
+    """128 equal weights are powers of two: others are all rounded the same way, a bias that the rule refuses."""
+    check(softcap, q_len=length, scale=scale, params={"cap": 5.0})
+    check(full, q_len=length, scale=scale)
 
 
 def rows_first(t):
@@ -285,8 +286,8 @@ def test_rate_of_dropout():
     q, k, v = random_inputs(problem_of(1024, heads=8), 0)
     o = fg.attention(torch.zeros_like(q), k, torch.ones_like(v), full, dropout=0.25, seed=5).float()[..., 0]
     n = o.numel() * 1024
-    assert abs(o.mean() * 0.75 - 0.75) < 5 * (0.25 * 0.75 / n) ** 0.5 + 1e-3
-    assert o.std() == pytest.approx((0.25 / 0.75 / 1024) ** 0.5, rel=0.1)
+    assert abs(o.mean().item() * 0.75 - 0.75) < 5 * (0.25 * 0.75 / n) ** 0.5 + 1e-3
+    assert o.std().item() == pytest.approx((0.25 / 0.75 / 1024) ** 0.5, rel=0.1)
 
 
 def test_torchs_generator_decides_what_is_dropped():
