@@ -74,7 +74,7 @@ def command(
 def _backward(resolved: Resolved, dropout: bool, deterministic: bool, gradients: Sequence[str]) -> traffic.Prediction:
     """The plan of the gradients of the same problem, and its cost."""
     from flashgen.ops.stages import menu_of, multiprocessors
-    from flashgen.planning import ampere_backward, traffic
+    from flashgen.planning import planner, traffic
 
     problem = resolved.problem
     menu = menu_of(
@@ -84,7 +84,7 @@ def _backward(resolved: Resolved, dropout: bool, deterministic: bool, gradients:
         deterministic=deterministic,
         gradients=gradients,
     )
-    chosen = ampere_backward.choose(menu, problem, multiprocessors(resolved.plan.arch))
+    chosen = planner.choose(menu, problem, multiprocessors(resolved.plan.arch))
     return traffic.predict(chosen, problem, resolved.case, rejected=menu.rejected)
 
 

@@ -10,7 +10,7 @@ import torch
 from flashgen.analysis.facts import analyse
 from flashgen.ops import attention as forward
 from flashgen.ops.attention import ALIGNMENT, Numbers, Request
-from flashgen.planning import ampere_backward, arch
+from flashgen.planning import ampere_backward, arch, planner
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime import driver, kernel
 from flashgen.runtime.philox import Dropout
@@ -84,8 +84,8 @@ def plan_of(
     else:
         asked = forward.cpu_request(variant, problem)
         sms = arch.find(asked[1]).sms
-    menu = ampere_backward.menu(*asked, deterministic=deterministic, dropout=dropout, gradients=wanted)
-    return ampere_backward.choose(menu, problem, sms)
+    menu = planner.backward_menu(*asked, deterministic=deterministic, dropout=dropout, gradients=wanted)
+    return planner.choose(menu, problem, sms)
 
 
 def results(*inputs: torch.Tensor) -> list[torch.Tensor]:

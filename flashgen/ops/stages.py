@@ -8,7 +8,7 @@ from flashgen.analysis.derivative import differentiable
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
-from flashgen.planning import ampere, ampere_backward, planner
+from flashgen.planning import ampere, planner
 from flashgen.planning.arch import ARCHS, find, of_device
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
@@ -73,8 +73,7 @@ def plan(
         v_head_dim=v_head_dim or head_dim,
         dtype=dtype,
     )
-    choose = ampere_backward.choose if backward else planner.choose
-    return choose(menu, problem, multiprocessors(arch))
+    return planner.choose(menu, problem, multiprocessors(arch))
 
 
 def menu_of(
@@ -106,7 +105,7 @@ def menu_of(
         if name not in known:
             those = f"the score of {variant.name!r} has derivatives by {', '.join(known) or 'no captured tensor'}"
             raise PlanError(f"{name!r} has no gradient: {those}\n  nearest: gradients={known}")
-    return ampere_backward.menu(
+    return planner.backward_menu(
         *(variant, arch, dtype, head_dim, v_head_dim),
         tile=tile,
         stages=stages,

@@ -10,7 +10,7 @@ from tolerance import POOL, judge
 import flashgen as fg
 from flashgen.analysis.derivative import differentiable
 from flashgen.ops.stages import default_arch
-from flashgen.planning import ampere_backward
+from flashgen.planning import planner
 from flashgen.planning.problem import Problem
 from flashgen.runtime.gradients import baseline_gradients, reference_gradients
 from flashgen.runtime.philox import Dropout
@@ -98,4 +98,4 @@ def backward_menus(variants, dtypes, dims, **form):
         for dtype in dtypes:
             for head_dim, v_head_dim in dims:
                 asked = (bound, default_arch(bound), dtype, head_dim, v_head_dim)
-                yield from ampere_backward.menu(*asked, gradients=wanted, **form).plans
+                yield from planner.backward_menu(*asked, gradients=wanted, **form).plans
