@@ -10,8 +10,10 @@ from ptx_attention import replace, work
 from random_masks import random_case, random_mask, seeded
 
 from flashgen.analysis.tiles import FULL, PARTIAL, schedule
+from flashgen.codegen import emit
 from flashgen.errors import LaunchError
 from flashgen.lang.load import shipped
+from flashgen.planning.planner import menu
 from flashgen.planning.traffic import predict
 from flashgen.runtime import tiles
 from flashgen.runtime.ptx import StepLimit
@@ -63,6 +65,21 @@ def test_head_dim_128_in_float16_with_four_heads_over_two(pipeline, spec):
 )
 def test_shapes(pipeline, shape):
     check(work("causal", pipeline, **shape))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "spec", "head_dim"),
+    [("ampere", "causal", 64), ("ampere", "full", 128), ("hopper", "full", 64), ("hopper", "causal", 64),
+     ("hopper", "softcap", 128)],
+)  # fmt: skip
+def test_the_planners_first_choice(pipeline, spec, head_dim):
+    """Larger tiles, more stages, and what only they have: turns, a guard against large scores."""
+    w = work(spec, pipeline, head_dim=head_dim, q_len=200, kv_len=300)
+    plan = menu(w.variant, w.plan.arch, "bfloat16", head_dim, pipeline=pipeline).plans[0]
+    w = dataclasses.replace(w, plan=plan, source=emit(plan))
+    check(w)
+    large = dataclasses.replace(w, qkv=tuple(20 * x for x in w.qkv))
+    assert large.wrong(large.run(seed=1)) == ()
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
