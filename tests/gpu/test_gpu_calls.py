@@ -217,7 +217,8 @@ def test_compiled_models(backend):
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     for seed, width in ((0, 3), (1, 4), (2, 90)):
         arguments = (*random_inputs(problem(200), seed), width, ids(2, 200, 3 + seed))
-        torch.testing.assert_close(compiled(*arguments), model(*arguments))
+        # A compiler keeps sums in float32 that PyTorch rounds one by one.
+        torch.testing.assert_close(compiled(*arguments), model(*arguments), rtol=2**-6, atol=2**-6)
 
 
 def test_memory_is_that_of_the_outputs():
