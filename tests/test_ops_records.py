@@ -18,7 +18,10 @@ block = fg.constant("block", default=4, min=1)
 doc = fg.tensor("doc", dims=("batch", "kv"), dtype="int32", example=lambda problem, rng: None)
 
 
-called = fg.variant(lambda b, h, q, k: (q - k < window) & (q // block >= k // block) & (doc[b, k] == 0), name="v")
+# What these tests read is Params of pipeline ampere, on either GPU; tests/test_ops_emulated.py has tensor maps.
+called = fg.variant(
+    lambda b, h, q, k: (q - k < window) & (q // block >= k // block) & (doc[b, k] == 0), name="v", pipeline="ampere"
+)
 
 
 class OnGpu(torch.Tensor):
