@@ -9,7 +9,7 @@ from tolerance import judge
 from flashgen.analysis.derivative import differentiable
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
-from flashgen.planning import ampere_backward, arch
+from flashgen.planning import planner
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import Problem
 from flashgen.runtime import tiles
@@ -31,10 +31,8 @@ def case_of(variant, problem, seed=0, **params):
 def plan_of(variant, problem, tile=(32, 16), **options):
     """A plan of a backward with a small tile; the walk asks for its tile and its yes or no alone."""
     options.setdefault("gradients", differentiable(variant.score_node))
-    found = ampere_backward.plan(
-        ampere_backward.candidate(64, arch.find("sm_80")), variant, arch.find("sm_80"), "bfloat16",
-        problem.head_dim, problem.v_head_dim, **options,
-    )  # fmt: skip
+    dims = problem.head_dim, problem.v_head_dim
+    found = planner.backward_menu(variant, "sm_80", "bfloat16", *dims, **options).plans[0]
     backward = found.backward
     if backward.by_query is not None:  # whose tiles of queries are its own
         backward = dataclasses.replace(backward, by_query=dataclasses.replace(backward.by_query, tile_q=tile[0] + 16))

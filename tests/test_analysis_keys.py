@@ -82,9 +82,7 @@ def test_every_spec(name):
 
 @pytest.mark.parametrize("sizes", [dict(q_len=0), dict(kv_len=0), dict(batch=0)], ids=str)
 def test_nothing_to_visit(sizes):
-    case = Case(
-        sizes={"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 5, "kv_len": 5, **sizes}, params={}, tensors={}
-    )
+    case = Case(sizes={"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 5, "kv_len": 5, **sizes}, params={}, tensors={})
     facts = analyse(SPREAD)
     assert tiles.count_keys(facts, case, Tile(q=16, kv=16), 0) == KeyCounts()
     if sizes.get("q_len") == 0:

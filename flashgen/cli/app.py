@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from flashgen.cli import bench, build, compile, emit, golden, plan, run, show, simulate
+from flashgen.cli import bench, build, compile, emit, golden, plan, run, show, simulate, tune
 
 app = typer.Typer(
     name="flashgen",
@@ -17,5 +17,5 @@ app = typer.Typer(
         "A spec is a Python file and runs with your rights: read a spec that is not yours before you use it."
     ),
 )
-for verb in (plan, show, emit, compile, build, run, simulate, bench, golden):
+for verb in (plan, show, emit, compile, build, run, simulate, bench, tune, golden):
     app.command(name=verb.__name__.rsplit(".", 1)[-1])(verb.command)

@@ -162,7 +162,7 @@ class Resolved:
         """The plan's cost on the problem, with the candidates that were rejected for it."""
         from flashgen.planning.traffic import predict
 
-        return predict(self.plan, self.problem, self.case, rejected=self.menu.rejected)
+        return predict(self.plan, self.problem, self.case, rejected=self.menu.rejected, record=self.menu.record)
 
 
 def resolve(

@@ -85,7 +85,7 @@ def _backward(resolved: Resolved, dropout: bool, deterministic: bool, gradients:
         gradients=gradients,
     )
     chosen = planner.choose(menu, problem, multiprocessors(resolved.plan.arch))
-    return traffic.predict(chosen, problem, resolved.case, rejected=menu.rejected)
+    return traffic.predict(chosen, problem, resolved.case, rejected=menu.rejected, record=menu.record)
 
 
 def _passes(*predictions: traffic.Prediction) -> traffic.Table:

@@ -1,21 +1,45 @@
-"""The backward of pipeline ampere: what a candidate costs, the menu of plans, and what a call launches and allocates.
+"""What a candidate of pipeline ampere's backward costs, what a call of one launches, and what it allocates.
 
-The main kernel is FlashAttention-2's backward (Dao 2023, Algorithm 2): a block owns a tile of keys, visits the queries
-that see it, and keeps dK and dV in registers.
+The main kernel is FlashAttention-2's backward (Dao 2023, Algorithm 2): a block owns a tile of keys and visits the
+queries that see it.  S and dP are computed transposed, so that P and dS, once rounded, are operands of dV += P^T dO and
+dK += dS^T Q as they lie in registers; dV and dK never leave them.  Where warps share the keys of a tile they exchange P
+and dS through shared memory and divide the columns of dV and dK instead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
+from flashgen.analysis.derivative import derive
+from flashgen.analysis.facts import analyse
+from flashgen.lang.expr import Node, const, walk
 from flashgen.lang.variant import Variant
-from flashgen.planning import arch as archs
-from flashgen.planning.ampere import ITEM, padded
-from flashgen.planning.arch import Arch
+from flashgen.planning import ampere
+from flashgen.planning.ampere import ITEM, MMA_DEPTH, MMA_ROWS
+from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.plan import Backward, ByQuery, KernelPlan, Part, Role, Tile
 from flashgen.planning.problem import Problem
+
+NAME = ampere.NAME
+
+HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = ampere.HEAD_DIM_STEP, ampere.MIN_HEAD_DIM, ampere.MAX_HEAD_DIM
+
+#: Sides of the planner's tiles; a pinned one has them too.
+SIDES = (32, 64, 128)
+TILE_RULE = f"both sides of a backward's tile are {', '.join(map(str, SIDES[:-1]))} or {SIDES[-1]}"
+
+STAGES = (1, 2, 3)
+STAGES_RULE = "a backward has one to three tiles of queries in shared memory"
+
+#: Enough to see why no tile fits.
+EXAMPLES = ((64, 128), (64, 64), (32, 32))
+
+MAX_WARPS = 8
+
+#: The most elements of S, and of dP, that a thread holds at a time.
+MAX_SCORES = 32
 
 #: Threads of a block of the entries that work on rows or elements alone, and blocks of those over elements.
 ROW_THREADS, ELEMENT_BLOCKS = 256, 256
@@ -23,28 +47,62 @@ ROW_THREADS, ELEMENT_BLOCKS = 256, 256
 #: Bytes of an exact sum (see device/exact.cuh).
 EXACT_BYTES = 64
 
+#: Architectures that add four floats in memory with one instruction (PTX ISA 8.1: from sm_90 on).
+VECTOR_ATOMICS = frozenset(("sm_90a", "sm_120"))
+
+#: Registers for mask and score: a band or a bias of the head; and what is looked up by position or not 1 in its slope.
+LIGHT, HEAVY = 12, 32
+
+#: Float operations on one score: P, dS, two roundings, and what moves them.
+SCORE_OPS = 9
+
+#: Clocks that a block waits at a barrier, and for the first byte of a copy where none was under way; only another
+#: block hides them.  How much better than n times n warps of a scheduler hide each other.  Leads: with them the model
+#: gives what the first kernels reached on an H200 to about a tenth.
+BARRIER, FIRST_BYTE, OVERLAP = 300, 1000, 1.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What a backward is asked beyond shapes."""
+
+    deterministic: bool = False
+    dropout: bool = False
+    gradients: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Tile, stages and layout of the warps to be judged."""
+    """Tile, stages, layout of the warps and tiles of P and dS to be judged."""
 
     tile: Tile
     stages: int
+    buffers: int
     kv_warps: int
     q_warps: int
-    queries: int
-    dq_q_warps: int
-    buffers: int
-    blocks: int
+    queries: int  # of a warp at a time: all of its own where warps share keys
+    dq_parts: int = 1  # in which a warp computes its columns of dQ
 
     @property
     def warps(self) -> int:
         return self.kv_warps * self.q_warps
 
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def key_blocks(self) -> int:
+        """Blocks of 16 keys of a warp."""
+        return self.tile.kv // (MMA_ROWS * self.kv_warps)
+
+    def __str__(self) -> str:
+        return f"{self.tile.q} x {self.tile.kv}, {self.stages} stages, {self.warps} warps"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One kernel of a backward pass: its entry, its grid and block (one dimension each), and its dynamic shared memory."""
+    """One kernel of a backward pass: its entry, its grid and block (one dimension each), its dynamic shared memory."""
 
     entry: str
     blocks: int
@@ -52,120 +110,290 @@ class Launch:
     smem_bytes: int
 
 
-def candidate(head_dim: int, arch: Arch, *, deterministic: bool = False) -> Candidate:
-    if head_dim <= 64:
-        return Candidate(tile=Tile(q=64, kv=128), stages=2, kv_warps=4, q_warps=1, queries=32, dq_q_warps=2, buffers=2, blocks=2)
-    return Candidate(tile=Tile(q=64, kv=128), stages=3, kv_warps=4, q_warps=2, queries=32, dq_q_warps=2, buffers=2, blocks=1)
+def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
+    """Every candidate for a pinned tile or number of stages, or for what the planner may choose freely."""
+    free = [Tile(q=q, kv=kv) for q in SIDES for kv in SIDES]
+    for t in [tile] if tile else free:
+        for kv_warps, q_warps, queries in _layouts(t):
+            for s in [stages] if stages else STAGES:
+                base = Candidate(tile=t, stages=s, buffers=1, kv_warps=kv_warps, q_warps=q_warps, queries=queries)
+                both = replace(base, buffers=2)
+                for c in (base, both) if one_barrier(both) else (base,):
+                    yield c
+                    yield replace(c, dq_parts=2)
 
 
-def plan(
-    c: Candidate,
-    variant: Variant,
-    arch: Arch,
-    dtype: str,
-    head_dim: int,
-    v_head_dim: int,
-    *,
-    deterministic: bool = False,
-    dropout: bool = False,
-    gradients: tuple[str, ...] = (),
-) -> KernelPlan:
-    """The plan of a candidate."""
-    step = 16 * c.q_warps
-    d, dv = (-(-padded(n) // step) * step for n in (head_dim, v_head_dim))
-    backward = Backward(
+def _layouts(t: Tile) -> Iterator[tuple[int, int, int]]:
+    """Warps along keys, warps that share keys, and queries at a time, for a tile."""
+    for key_blocks in (2, 1):
+        kv_warps, most = t.kv // (MMA_ROWS * key_blocks), 2 * MAX_SCORES // key_blocks
+        for q_warps in (1, 2, 4):
+            if kv_warps == 0 or not 2 <= kv_warps * q_warps <= MAX_WARPS or t.q < MMA_ROWS * q_warps:
+                continue
+            if q_warps == 1:
+                yield from ((kv_warps, 1, n) for n in (64, 32, 16) if n <= min(t.q, most))
+            elif t.q // q_warps <= most:
+                yield kv_warps, q_warps, t.q // q_warps
+
+
+def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
+    """The tile that TILE_RULE allows and that comes closest."""
+    q, kv = (min(SIDES, key=lambda side: (abs(math.log2(side / max(n, 1))), side)) for n in tile)
+    return q, kv
+
+
+def padded(head_dim: int, c: Candidate) -> int:
+    """Columns a tile holds: whole steps of mma for every warp that shares keys."""
+    step = MMA_DEPTH * c.q_warps
+    return -(-head_dim // step) * step
+
+
+def dq_q_warps(c: Candidate, d: int) -> int:
+    """How many warps divide the queries of dQ (the others divide columns) so that they read least: squares do."""
+    fits = [n for n in (1, 2, 4, 8) if c.warps % n == 0 and c.tile.q % (MMA_ROWS * n) == 0]
+    fits = [n for n in fits if d % (MMA_DEPTH * (c.warps // n)) == 0]
+    return min(fits, key=lambda n: (c.tile.q // n + d * n // c.warps, n), default=0)
+
+
+def backward(c: Candidate, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> Backward:
+    """The layout of a candidate's warps."""
+    return Backward(
         kv_warps=c.kv_warps,
         q_warps=c.q_warps,
         queries=c.queries,
-        dq_q_warps=c.dq_q_warps,
+        dq_q_warps=dq_q_warps(c, padded(head_dim, c)),
+        dq_parts=c.dq_parts,
         buffers=c.buffers,
-        by_query=by_query(c, arch, d, dv) if deterministic else None,
-        vector_atomics=arch.name in ("sm_90a", "sm_120"),
-        one_barrier=c.buffers == 2 and (c.q_warps == 1 or c.stages == 3),
+        by_query=by_query(c, arch, head_dim, v_head_dim) if form.deterministic else None,
+        vector_atomics=arch.name in VECTOR_ATOMICS,
+        one_barrier=one_barrier(c),
         row_threads=ROW_THREADS,
+        unrolled=False,
     )
+
+
+def one_barrier(c: Candidate) -> bool:
+    """Whether a step needs one barrier: nothing that a warp may still read is overwritten before the next."""
+    return c.buffers == 2 and c.stages == (2 if c.q_warps == 1 else 3)
+
+
+def by_query(c: Candidate, arch: Arch, head_dim: int, v_head_dim: int) -> ByQuery:
+    """The entry for dq alone: the tile of queries with most warps on a multiprocessor, of equal ones the largest."""
+    d, dv = padded(head_dim, c), padded(v_head_dim, c)
+    keys = min(c.tile.kv, 64 if max(d, dv) <= 128 else 32)
+    found = []
+    for tile_q in (128, 64, 32):
+        warps = tile_q // MMA_ROWS
+        parts = (
+            Part(name="q", amount=tile_q * d * ITEM, why=f"{tile_q} rows x {d} columns; dq leaves through the same room"),
+            Part(name="d_o", amount=tile_q * dv * ITEM, why=f"{tile_q} rows x {dv} columns"),
+            Part(name="k", amount=2 * keys * d * ITEM, why=f"2 stages x {keys} rows x {d} columns"),
+            Part(name="v", amount=2 * keys * dv * ITEM, why=f"2 stages x {keys} rows x {dv} columns"),
+        )
+        by_memory = arch.smem_per_sm // (sum(part.amount for part in parts) + arch.smem_reserved)
+        needed = d // 2 + keys + HEAVY + 50
+        fits = [n for n in range(1, by_memory + 1) if n * warps <= ampere.USEFUL_WARPS]
+        fits = [n for n in fits if n == 1 or needed <= ampere.budget(replace(c, kv_warps=warps, q_warps=1), arch, n)]
+        if fits:
+            blocks = fits[-1]
+            found.append((blocks * warps, tile_q, ByQuery(tile_q=tile_q, keys=keys, blocks_per_sm=blocks, smem=parts)))
+    return max(found, key=lambda entry: entry[:2])[2]
+
+
+def smem(c: Candidate, layout: Backward, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
+    """Bytes of shared memory of a block."""
+    d, dv = padded(head_dim, c), padded(v_head_dim, c)
+    scores = c.buffers * c.tile.q * c.tile.kv * ITEM
+    of_scores = f"{c.buffers} tiles of {c.tile.kv} keys x {c.tile.q} queries x {ITEM} bytes"
+    parts = [
+        Part(name="k", amount=c.tile.kv * d * ITEM, why=f"{c.tile.kv} rows x {d} columns; dk leaves through the same room"),
+        Part(name="v", amount=c.tile.kv * dv * ITEM, why=f"{c.tile.kv} rows x {dv} columns; dv leaves through the same room"),
+        Part(name="q", amount=c.stages * c.tile.q * d * ITEM, why=f"{c.stages} stages x {c.tile.q} rows x {d} columns"),
+        Part(name="d_o", amount=c.stages * c.tile.q * dv * ITEM, why=f"{c.stages} stages x {c.tile.q} rows x {dv} columns"),
+    ]
+    if layout.shares_p:
+        parts.append(Part(name="p", amount=scores, why=of_scores))
+    if layout.score_tiles:
+        parts.append(Part(name="ds", amount=scores, why=of_scores))
+    parts.append(Part(name="lse, delta", amount=c.stages * c.tile.q * 8, why=f"{c.stages} stages x {c.tile.q} x 2 float32"))
+    return tuple(parts)
+
+
+def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
+    """32-bit registers of a thread at the widest point of the loop: P and dP, or a part of dQ, beside dV and dK.
+
+    What is no array was fitted to what ptxas reports for emitted kernels.
+    """
+    d, dv = padded(head_dim, c), padded(v_head_dim, c)
+    threads = 32 * c.warps
+    scores = MMA_ROWS * c.key_blocks * c.queries // 32
+    dq = 0 if form.deterministic else c.tile.q * d // (threads * c.dq_parts)
+    widest = (
+        Part(name="p, dp", amount=2 * scores, why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries a warp, float32")
+        if 2 * scores >= dq
+        else Part(name="dq", amount=dq, why=f"{c.tile.q} x {d} float32 in {c.dq_parts} parts, over {threads} threads")
+    )
+    return (
+        Part(name="dk, dv", amount=c.tile.kv * (d + dv) // threads, why=f"{c.tile.kv} x {d + dv} float32"),
+        widest,
+        Part(name="operands", amount=24, why="fragments of this step and the next"),
+        Part(name="addresses", amount=26 if one_barrier(c) else 30, why="of tiles and copies, strides, loop state"),
+        Part(name="variant", amount=_variant_registers(variant, form), why="mask, score, their derivatives, dropout"),
+    )
+
+
+def _variant_registers(variant: Variant, form: Form) -> int:
+    """What ptxas keeps for mask and score: little for a band or a bias of the head, more for what it must look up."""
+    if variant.mask is None and variant.score_node is None and not form.dropout:
+        return 0
+    roots = [root for root in (variant.mask, variant.score_node) if root is not None]
+    looked_up = any(n.op == "load" and _positions(n) & {"q", "k"} for n in walk(roots))
+    exact = analyse(variant).exact
+    slope = variant.score_node is not None and derive(variant.score_node) is not const(1.0)
+    heavy = looked_up or not exact or slope or form.dropout or bool(form.gradients)
+    return HEAVY if heavy else LIGHT
+
+
+def _positions(n: Node) -> set[str]:
+    """The positions that a node reads."""
+    return {inner.attr for inner in walk([n]) if inner.op == "index"}
+
+
+def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> str | None:
+    """Why the candidate cannot run on `arch`, or None."""
+    if dq_q_warps(c, padded(head_dim, c)) == 0:
+        return f"{c.warps} warps cannot divide {c.tile.q} x {padded(head_dim, c)} elements of dq"
+    layout = backward(c, arch, head_dim, v_head_dim, form)
+    smem_bytes = sum(part.amount for part in smem(c, layout, head_dim, v_head_dim))
+    if smem_bytes > arch.smem_per_block:
+        return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
+    count = sum(part.amount for part in registers(c, variant, head_dim, v_head_dim, form))
+    if count > ampere.budget(c, arch, 1):
+        return f"registers {count} > {ampere.budget(c, arch, 1)}"
+    return None
+
+
+def plan(
+    c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, v_head_dim: int, form: Form
+) -> KernelPlan:
+    """The plan of a candidate that fits, with as many blocks a multiprocessor as memory, registers and warps allow."""
+    layout = backward(c, arch, head_dim, v_head_dim, form)
+    memory = smem(c, layout, head_dim, v_head_dim)
+    parts = registers(c, variant, head_dim, v_head_dim, form)
+    by_memory = arch.smem_per_sm // (sum(part.amount for part in memory) + arch.smem_reserved)
+    most = min(by_memory, arch.max_blocks, max(1, ampere.USEFUL_WARPS // c.warps))
+    needed = sum(part.amount for part in parts)
     return KernelPlan(
         variant=variant,
         pass_name="backward",
-        pipeline="ampere",
+        pipeline=NAME,
         arch=arch.name,
         dtype=dtype,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        padded_head_dim=d,
-        padded_v_head_dim=dv,
+        padded_head_dim=padded(head_dim, c),
+        padded_v_head_dim=padded(v_head_dim, c),
         tile=c.tile,
         stages=c.stages,
         roles=(Role(name="compute", warps=c.warps),),
         q_in_registers=False,
-        blocks_per_sm=c.blocks,
-        smem=smem(c, backward, d, dv),
-        registers=(),
-        backward=backward,
-        deterministic=deterministic,
-        dropout=dropout,
-        gradients=gradients,
+        blocks_per_sm=max(n for n in range(1, most + 1) if n == 1 or needed <= ampere.budget(c, arch, n)),
+        smem=memory,
+        registers=parts,
+        backward=layout,
+        deterministic=form.deterministic,
+        dropout=form.dropout,
+        gradients=form.gradients,
     )
 
 
-def by_query(c: Candidate, arch: Arch, d: int, dv: int) -> ByQuery:
-    """The largest tile of queries whose shared memory fits, with the keys of a quarter or half of a tile at a time."""
-    keys = min(c.tile.kv, 64 if max(d, dv) <= 128 else 32)
-    for tile_q in (128, 64, 32):
-        parts = (
-            Part(name="q", amount=tile_q * d * ITEM),
-            Part(name="d_o", amount=tile_q * dv * ITEM),
-            Part(name="k", amount=2 * keys * d * ITEM),
-            Part(name="v", amount=2 * keys * dv * ITEM),
-        )
-        found = ByQuery(tile_q=tile_q, keys=keys, blocks_per_sm=1, smem=parts)
-        if found.smem_bytes <= arch.smem_per_block:
-            return found
-    raise AssertionError("a tile of 32 queries fits every architecture")
+def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
+    """Clocks a multiprocessor spends on one score (one query, one key) in the main kernel, by the unit that spends them.
+
+    Tensor cores: five products, of which a deterministic plan leaves one to another entry.  Shared memory: the operands
+    of S and dP for each warp's part of a tile, those of dV, dK and dQ, P and dS where they are exchanged, and the copies
+    of cp.async.  L2: q and d_o once a tile, and the sum of dq there and back.
+    """
+    d, dv = plan.padded_head_dim, plan.padded_v_head_dim
+    q, kv, layout, warps = plan.tile.q, plan.tile.kv, plan.backward, plan.warps
+    special, arithmetic = ampere.score_ops(plan.variant)
+    share = arch.sms * arch.clock_hz
+    keys, queries = kv // layout.kv_warps, layout.queries
+    parts = q // (layout.q_warps * queries)  # of S, one after another
+    moved = warps * parts * (keys + queries) * (d + dv)  # S and dP
+    moved += warps * q * (d + dv) // layout.q_warps  # d_o and q again, for dV and dK
+    if layout.shares_p:
+        moved += 2 * (warps * keys * q + q * kv)
+    elif layout.score_tiles:
+        moved += q * kv
+    columns, rows = d * layout.dq_q_warps // warps, q // layout.dq_q_warps
+    if layout.adds_dq:
+        moved += warps * kv * (layout.dq_parts * rows + columns)
+    moved += q * (d + dv)
+    products = 2 * (2 * d + 2 * dv) + (2 * d if layout.adds_dq else 0)
+    sums = 8 * d if layout.adds_dq else 0
+    return {
+        "tensor": products * share / arch.tensor_flops[NAME],
+        "special": (1 + special) / arch.special_per_clock,
+        "arithmetic": (SCORE_OPS + 2 * arithmetic) / arch.fp32_lanes,
+        "shared memory": ITEM * moved / (q * kv * arch.smem_per_clock),
+        "l2": (ITEM * (d + dv) + sums) / kv * share / arch.l2_bytes_per_s,
+    }
 
 
-def smem(c: Candidate, backward: Backward, d: int, dv: int) -> tuple[Part, ...]:
-    """Bytes of shared memory of a block; `d` and `dv` are padded head dims."""
-    scores = c.buffers * c.tile.q * c.tile.kv * ITEM
-    parts = [
-        Part(name="k", amount=c.tile.kv * d * ITEM),
-        Part(name="v", amount=c.tile.kv * dv * ITEM),
-        Part(name="q", amount=c.stages * c.tile.q * d * ITEM),
-        Part(name="d_o", amount=c.stages * c.tile.q * dv * ITEM),
-    ]
-    if backward.shares_p:
-        parts.append(Part(name="p", amount=scores))
-    if backward.score_tiles:
-        parts.append(Part(name="ds", amount=scores))
-    parts.append(Part(name="lse, delta", amount=c.stages * c.tile.q * 8))
-    return tuple(parts)
+def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
+    """Seconds a multiprocessor needs for one score while 1, 2 ... blocks share it; the last one ranks the plan."""
+    return tuple(_pace(plan, arch, blocks) for blocks in range(1, plan.blocks_per_sm + 1))
+
+
+def _pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:
+    """Seconds for one score: the slowest unit, what the warps of a scheduler do not hide of the others, and waiting."""
+    by_unit = clocks(plan, arch)
+    l2 = by_unit.pop("l2")
+    warps = blocks * plan.warps / ampere.SCHEDULERS
+    slowest, total = max(by_unit.values()), sum(by_unit.values())
+    hidden = slowest + (total - slowest) / max(OVERLAP * warps, 1)
+    return max(hidden / min(warps, 1) + _waiting(plan, arch) / blocks, l2) / arch.clock_hz
+
+
+def _waiting(plan: KernelPlan, arch: Arch) -> float:
+    """Clocks for one score in which all warps of a block wait: barriers, and copies that none of its work hides."""
+    q, columns = plan.tile.q, plan.padded_head_dim + plan.padded_v_head_dim
+    clocks = BARRIER * (1 if plan.backward.one_barrier else 2)
+    if plan.stages == 1:
+        clocks += FIRST_BYTE + ITEM * q * columns * arch.sms * arch.clock_hz / arch.l2_bytes_per_s
+    return clocks / (q * plan.tile.kv)
+
+
+def busiest(plan: KernelPlan, paces: tuple[float, ...], problem: Problem, sms: int) -> float:
+    """Seconds of the multiprocessor with most blocks, if every block visits every query; O(1)."""
+    blocks = -(-problem.kv_len // plan.tile.kv) * problem.kv_heads * problem.batch
+    waves, rest = divmod(-(-blocks // sms), len(paces))
+    scores = plan.tile.kv * max(1, -(-problem.q_len // plan.tile.q)) * plan.tile.q * problem.group
+    return scores * (waves * len(paces) * paces[-1] + (rest * paces[rest - 1] if rest else 0.0))
 
 
 def launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     """The kernels of a backward pass, in the order in which they run on one stream; all take the plan's Params."""
-    q_blocks = -(-problem.q_len // plan.tile.q) * problem.heads * problem.batch
+    layout, heads = plan.backward, problem.heads * problem.batch
+    q_blocks = -(-problem.q_len // plan.tile.q) * heads
     kv_blocks = -(-problem.kv_len // plan.tile.kv) * problem.kv_heads * problem.batch
-    rows = plan.backward.row_threads
-    entries = [
-        Launch(entry="attention_backward_prepare", blocks=q_blocks, threads=rows, smem_bytes=0),
+    rows = {"threads": layout.row_threads, "smem_bytes": 0}
+    found = [
+        Launch(entry="attention_backward_prepare", blocks=q_blocks, **rows),
         Launch(entry="attention_backward", blocks=kv_blocks, threads=plan.threads, smem_bytes=plan.smem_bytes),
     ]
-    by_query = plan.backward.by_query
-    if by_query is None:
-        entries.append(Launch(entry="attention_backward_finish", blocks=q_blocks, threads=rows, smem_bytes=0))
+    if layout.by_query is None:
+        found.append(Launch(entry="attention_backward_finish", blocks=q_blocks, **rows))
     else:
-        blocks = -(-problem.q_len // by_query.tile_q) * problem.heads * problem.batch
-        entries.append(
-            Launch(
-                entry="attention_backward_dq", blocks=blocks, threads=by_query.threads, smem_bytes=by_query.smem_bytes
-            )
-        )
+        size = {"threads": layout.by_query.threads, "smem_bytes": layout.by_query.smem_bytes}
+        blocks = -(-problem.q_len // layout.by_query.tile_q) * heads
+        found.append(Launch(entry="attention_backward_dq", blocks=blocks, **size))
     if plan.gradients:
-        over_elements = {"blocks": ELEMENT_BLOCKS, "threads": rows, "smem_bytes": 0}
-        entries.insert(0, Launch(entry="attention_backward_clear", **over_elements))
+        found.insert(0, Launch(entry="attention_backward_clear", blocks=ELEMENT_BLOCKS, **rows))
         if plan.deterministic:
-            entries.append(Launch(entry="attention_backward_gradients", **over_elements))
-    return tuple(entry for entry in entries if entry.blocks)
+            found.append(Launch(entry="attention_backward_gradients", blocks=ELEMENT_BLOCKS, **rows))
+    return tuple(launch for launch in found if launch.blocks)
 
 
 def workspaces(

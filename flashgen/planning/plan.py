@@ -81,10 +81,12 @@ class Backward:
     q_warps: int
     queries: int  # of a warp at a time
     dq_q_warps: int
+    dq_parts: int  # in which a warp computes its columns of dQ, one after another
     buffers: int  # tiles of P and dS in shared memory; with two, no warp waits for the readers of the tile before
     by_query: ByQuery | None  # None: dq is added up in memory
     vector_atomics: bool  # four floats an addition in memory
     one_barrier: bool  # a step, where nothing that a warp may still read is overwritten
+    unrolled: bool  # the loop over a warp's queries of a tile
     row_threads: int  # of a block of the entries that work on rows alone
 
     @property
@@ -132,6 +134,11 @@ class KernelPlan:
     deterministic: bool = False  # the same bits in every run
     dropout: bool = False
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that a block owns: queries in a forward, keys in a backward."""
+        return self.tile.q if self.backward is None else self.tile.kv
 
     @property
     def warps(self) -> int:

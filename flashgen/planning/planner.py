@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 from typing import NamedTuple
 
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
-from flashgen.planning import ampere, hopper
+from flashgen.planning import ampere, ampere_backward, hopper, records
 from flashgen.planning import arch as archs
 from flashgen.planning.arch import Arch
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.problem import Problem
+from flashgen.planning.records import Shape, Timed
 
 DTYPES = ("float16", "bfloat16")
 
@@ -27,7 +29,10 @@ PIPELINES = {ampere.NAME: ampere, hopper.NAME: hopper}
 #: A menu never has more entries.
 MAX_PLANS = 4
 
-#: Predicted times this close are equal; the larger tile_q, which moves fewer bytes, is then preferred.
+#: A measured plan is in the menu where it makes the shapes faster by this much in the mean.
+USEFUL = 0.005
+
+#: Predicted times this close are equal; more rows a block, which move fewer bytes, are then preferred.
 NEAR = 1.03
 
 
@@ -45,6 +50,29 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The record that a menu was taken from: `ms[i][j]` is what plan i of the menu took on shape j."""
+
+    record: str
+    shapes: tuple[Shape, ...]
+    ms: tuple[tuple[float, ...], ...]
+
+    def best(self, problem: Problem) -> int:
+        """The fastest plan on the measured shape that is most like the problem, by lengths and number of heads."""
+
+        def unlike(shape: Shape) -> float:
+            pairs = (
+                (shape.q_len, problem.q_len),
+                (shape.kv_len, problem.kv_len),
+                (shape.batch * shape.heads, problem.batch * problem.heads),
+            )
+            return sum(abs(math.log2(max(1, theirs) / max(1, ours))) for theirs, ours in pairs)
+
+        j = min(range(len(self.shapes)), key=lambda j: unlike(self.shapes[j]))
+        return min(range(len(self.ms)), key=lambda i: self.ms[i][j])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Menu:
     """At most four plans for (variant, arch, dtype, head dims), the one for long sequences first.
 
@@ -55,6 +83,12 @@ class Menu:
     plans: tuple[KernelPlan, ...]
     paces: tuple[tuple[float, ...], ...]
     rejected: tuple[Rejected, ...]
+    measured: Measured | None = None  # None: the order is predicted
+
+    @property
+    def record(self) -> str | None:
+        """The record that decided, or None where the model did."""
+        return self.measured.record if self.measured else None
 
 
 def menu(
@@ -76,18 +110,43 @@ def menu(
     the best pipeline that can.  Raises PlanError with the limit and the nearest thing that works.  The result is
     memoised.
     """
-    return _menu(variant, arch, dtype, head_dim, v_head_dim or head_dim, pipeline, tile, stages, dropout)
+    return _menu(variant, arch, dtype, head_dim, v_head_dim or head_dim, pipeline, tile, stages, dropout, None)
+
+
+def backward_menu(
+    variant: Variant,
+    arch: str,
+    dtype: str,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    *,
+    tile: tuple[int, int] | None = None,
+    stages: int | None = None,
+    deterministic: bool = False,
+    dropout: bool = False,
+    gradients: tuple[str, ...] = (),
+) -> Menu:
+    """The backward kernels that serve `variant` (constants bound) at any length, ranked by predicted time.
+
+    They come from pipeline ampere, which every architecture has, and take the outputs of any pipeline's forward; pins
+    of tile, stages and pipeline are the forward's.  `gradients` names captured tensors whose gradients are asked for.
+    Raises PlanError as `menu` does.
+    """
+    form = ampere_backward.Form(deterministic=deterministic, dropout=dropout, gradients=gradients)
+    return _menu(variant, arch, dtype, head_dim, v_head_dim or head_dim, None, tile, stages, dropout, form)
 
 
 def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     """The entry of the menu with the least predicted time for `problem` on `sms` multiprocessors.
 
-    O(1): blocks are counted, not scheduled, and the mask is not looked at.  A short problem takes a smaller tile_q, so
-    that there are blocks for every multiprocessor.
+    O(1): blocks are counted, not scheduled, and the mask is not looked at.  A short problem takes a smaller tile (of
+    queries; in a backward, of keys), so that there are blocks for every multiprocessor.
     """
     if len(menu.plans) == 1 or problem.empty:
         return menu.plans[0]
-    pipeline = PIPELINES[menu.plans[0].pipeline]
+    if menu.measured:
+        return menu.plans[menu.measured.best(problem)]
+    pipeline = ampere_backward if menu.plans[0].backward is not None else PIPELINES[menu.plans[0].pipeline]
     times = [pipeline.busiest(plan, paces, problem, sms) for plan, paces in zip(menu.plans, menu.paces, strict=True)]
     return menu.plans[times.index(min(times))]
 
@@ -103,6 +162,7 @@ def _menu(
     tile: tuple[int, int] | None,
     stages: int | None,
     dropout: bool,
+    form: ampere_backward.Form | None,
 ) -> Menu:
     arch = archs.find(arch_name)
     pins = variant.pins
@@ -112,18 +172,20 @@ def _menu(
     request = _Request(
         variant=variant,
         arch=arch,
-        pipeline=_pipeline(arch, pipeline or pins.pipeline, dropout),
+        pipeline=_pipeline(arch, pipeline or pins.pipeline, dropout) if form is None else ampere_backward,
         dtype=dtype,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        options={"dropout": True} if dropout else {},
+        options={"form": form} if form is not None else {"dropout": True} if dropout else {},
     )
     _check_dtype(request)
     _check_head_dims(request)
-    fixed = tile or pins.tile
+    fixed, fixed_stages = (tile or pins.tile, stages or pins.stages) if form is None else (tile, stages)
     tile_pin = _check_tile(request, fixed) if fixed else None
-    stages_pin = _check_stages(request, stages or pins.stages)
+    stages_pin = _check_stages(request, fixed_stages)
 
+    if tile_pin is None and stages_pin is None and (found := _measured(request)):
+        return found
     plans, rejected = _fitting(request, tile_pin, stages_pin)
     if tile_pin and not plans:
         raise PlanError(_does_not_fit(request, tile_pin, stages_pin, rejected))
@@ -181,6 +243,58 @@ def _fitting(request: _Request, tile: Tile | None, stages: int | None) -> tuple[
     ]
 
 
+def _measured(request: _Request) -> Menu | None:
+    """The menu that a record gives: the plan that is fastest on the longest shape, then those that help others most.
+
+    None without an entry for the class of the variant, and for kernels with options, which were not measured.
+    """
+    variant, arch, dims = request.variant, request.arch, (request.head_dim, request.v_head_dim)
+    if request.options:
+        return None
+    entry = records.find(arch.name, request.pipeline.NAME, "forward", variant, *dims)
+    plans = {t: plan for t in entry.candidates if (plan := _plan_of(request, t))} if entry else {}
+    if not plans:
+        return None
+    best = [min(t.ms[j] for t in plans) for j in range(len(entry.shapes))]
+    longest = max(range(len(entry.shapes)), key=lambda j: entry.shapes[j].kv_len)
+    chosen = [min(plans, key=lambda t: t.ms[longest])]
+    while len(chosen) < min(MAX_PLANS, len(plans)):
+        chosen.append(min((t for t in plans if t not in chosen), key=lambda t: _loss([*chosen, t], best)))
+        if _loss(chosen, best) > _loss(chosen[:-1], best) - USEFUL:
+            chosen.pop()
+            break
+    ways = [plans[t] for t in chosen]
+    return Menu(
+        plans=tuple(ways),
+        paces=tuple(request.pipeline.paces(plan, arch) for plan in ways),
+        rejected=tuple(_slower(t, plans[t], chosen[0], ways[0]) for t in plans if t not in chosen),
+        measured=Measured(record=entry.name, shapes=entry.shapes, ms=tuple(t.ms for t in chosen)),
+    )
+
+
+def _plan_of(request: _Request, timed: Timed) -> KernelPlan | None:
+    """The plan of a measured candidate; None where the pipeline has no such candidate any more."""
+    fields = dict(timed.form)
+    dims = request.head_dim, request.v_head_dim
+    for c in request.pipeline.candidates(Tile(q=fields["tile"][0], kv=fields["tile"][1]), fields["stages"]):
+        if records.form(asdict(c)) == timed.form:
+            plan = request.pipeline.plan(c, request.variant, request.arch, request.dtype, *dims)
+            return replace(plan, blocks_per_sm=timed.blocks_per_sm)
+    return None
+
+
+def _loss(chosen: Sequence[Timed], best: Sequence[float]) -> float:
+    """The mean over shapes of the fastest chosen candidate's time over the fastest of all, less 1."""
+    return sum(min(t.ms[j] for t in chosen) / best[j] - 1 for j in range(len(best))) / len(best)
+
+
+def _slower(timed: Timed, plan: KernelPlan, ahead: Timed, main: KernelPlan) -> Rejected:
+    """A measured candidate that is not in the menu."""
+    ratio = math.prod(ours / theirs for ours, theirs in zip(timed.ms, ahead.ms, strict=True)) ** (1 / len(timed.ms))
+    reason = f"measured {ratio:.2f}x the time of {main.tile.q} x {main.tile.kv}, {main.stages} stages"
+    return Rejected(tile=plan.tile, stages=plan.stages, warps=plan.warps, reason=reason)
+
+
 def _key(plan: KernelPlan) -> tuple[Tile, int, int]:
     """What a candidate is called; its forms (Q in registers or not ...) share it."""
     return plan.tile, plan.stages, plan.warps
@@ -209,25 +323,25 @@ class _Timed(NamedTuple):
 def _select(request: _Request, plans: list[KernelPlan]) -> tuple[list[_Timed], list[Rejected]]:
     """The plans of the menu, and the others with the plan that beats them.
 
-    First the fastest plan, or one as fast with a larger tile_q; then the fastest for small problems of each smaller
-    tile_q.
+    First the fastest plan, or one as fast whose blocks own more rows; then the fastest for small problems of each
+    smaller number of rows.
     """
     timed = [_Timed(plan, request.pipeline.paces(plan, request.arch)) for plan in plans]
     by_full = sorted(timed, key=lambda t: (t.full(), t.rest()))
     by_mixed = sorted(timed, key=lambda t: (t.mixed(), t.rest()))
     as_fast = [t for t in by_full if t.full() <= NEAR * by_full[0].full()]
-    main = max(as_fast, key=lambda t: t.plan.tile.q)  # of equal ones the first, which is the fastest
+    main = max(as_fast, key=lambda t: t.plan.block_rows)  # of equal ones the first, which is the fastest
     smaller: dict[int, _Timed] = {}
     for t in by_mixed:
-        if t.plan.tile.q < main.plan.tile.q:
-            smaller.setdefault(t.plan.tile.q, t)
+        if t.plan.block_rows < main.plan.block_rows:
+            smaller.setdefault(t.plan.block_rows, t)
     chosen = [main, *smaller.values()][:MAX_PLANS]
 
     slower = {_key(t.plan): None for t in chosen}
     for t in by_full:
         if _key(t.plan) in slower:
             continue
-        ahead = next((c for c in chosen[1:] if c.plan.tile.q == t.plan.tile.q), main)
+        ahead = next((c for c in chosen[1:] if c.plan.block_rows == t.plan.block_rows), main)
         ratio = t.full() / main.full() if ahead is main else t.mixed() / ahead.mixed()
         tile, where = ahead.plan.tile, "" if ahead is main else ", where blocks are few"
         reason = f"predicted {ratio:.2f}x the time of {tile.q} x {tile.kv}, {ahead.plan.stages} stages{where}"

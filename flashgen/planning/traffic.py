@@ -113,6 +113,7 @@ class Prediction:
     rejected: tuple[Rejected, ...] = ()
     kernels: tuple[tuple[str, Bytes], ...] = ()
     workspaces: tuple[Part, ...] = ()
+    record: str | None = None  # measurements that the plan was chosen by; None: by predicted times
 
     @property
     def predicted_ms(self) -> float:
@@ -145,6 +146,7 @@ class Prediction:
                     ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {plan.stages} stages"),
                     ("warps", ", ".join(f"{role.warps} {role.name}" for role in plan.roles)),
                     ("blocks a multiprocessor", str(plan.blocks_per_sm)),
+                    ("chosen by", f"measured times ({self.record})" if self.record else "predicted times"),
                 ),
             ),
             _sum("shared memory", plan.smem, arch.smem_per_block, "bytes"),
@@ -214,6 +216,8 @@ class Prediction:
             "predicted_ms": self.predicted_ms,
             "times_ms": self.times.as_json(),
             "bound": self.times.bound,
+            "chosen_by": "measured" if self.record else "predicted",
+            "record": self.record,
             "rejected": [
                 {
                     "tile": {"q": r.tile.q, "kv": r.tile.kv},
@@ -239,11 +243,18 @@ class Prediction:
 
 
 def predict(
-    plan: KernelPlan, problem: Problem, case: Case, *, rejected: Iterable[Rejected] = (), dlse: bool = False
+    plan: KernelPlan,
+    problem: Problem,
+    case: Case,
+    *,
+    rejected: Iterable[Rejected] = (),
+    dlse: bool = False,
+    record: str | None = None,
 ) -> Prediction:
     """What `plan` costs on `problem`; `case` carries the sizes, parameters and captured tensors of the same call.
 
-    Closed form where the mask allows, never a walk.  `dlse` says that a backward is given the gradient of lse too.
+    Closed form where the mask allows, never a walk.  `dlse` says that a backward is given the gradient of lse too;
+    `record` and `rejected` are those of the menu that the plan comes from.
     Raises PlanError where problem and plan disagree on head dims.
     """
     asked, planned = (problem.head_dim, problem.v_head_dim), (plan.head_dim, plan.v_head_dim)
@@ -260,6 +271,7 @@ def predict(
         case=case,
         lower_bound_bytes=lower_bound(problem, arch, tiles.visible, costs["hbm"], costs["compulsory"]),
         rejected=tuple(rejected),
+        record=record,
         **costs,
     )
 

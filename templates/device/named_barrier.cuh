@@ -1,4 +1,4 @@
-// ---------------------------------------------------------------- named barriers: 16 a block; __syncthreads is number 0
+// ---------------------------------------------------------------- named barriers: 16 a block, 0 is __syncthreads
 DEVICE void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }

@@ -1,4 +1,4 @@
-// ---------------------------------------------------------------- setmaxnreg: registers change hands between warpgroups
+// ---------------------------------------------------------------- setmaxnreg: registers change hands
 template <int REGISTERS> DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }

@@ -6,7 +6,7 @@ template <int ROWS, int COLUMNS> struct alignas(128) SwizzledTile {
   static constexpr int BLOCK = 16 * COLUMNS * 2;  // bytes from a row to the one 16 further down
   u16 element[ROWS][COLUMNS];
   DEVICE u16* at(int row, int chunk) { return &element[row][8 * (chunk ^ row / (8 / GROUP) % GROUP)]; }
-  // From the address of chunk 0 or 1 of a row to that of the chunk an even number further right.
+  // From the address of chunk 0 of a row to that of a later one; from that of chunk 1, of one an even number further.
   static DEVICE u32 right(u32 address, int chunks) {
     return (address ^ 16 * (chunks % GROUP)) + 16 * (chunks / GROUP * GROUP);
   }

@@ -5,7 +5,9 @@ DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory
 DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Waits until at most N groups of this warpgroup are on their way.
-template <int N> DEVICE void wgmma_wait_group() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
+template <int N> DEVICE void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory");
+}
 
 // Tells the front end that these registers change here: it moves no use of them across a fence or a wait.
 template <int N> DEVICE void pin(float (&r)[N]) {

@@ -1,0 +1,162 @@
+"""Emitted backward passes executed by the PTX interpreter: gradients, bytes, bank conflicts, any order, mutations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from backward_checks import judge_captured
+from ptx_attention import replace, work
+from tolerance import judge
+
+from flashgen.analysis.derivative import differentiable
+from flashgen.codegen import emit
+from flashgen.lang.load import shipped
+from flashgen.planning import ampere_backward
+from flashgen.planning.arch import find
+from flashgen.planning.plan import Tile
+from flashgen.runtime import tiles
+from flashgen.runtime.gradients import baseline_gradients, reference_gradients
+from flashgen.runtime.philox import Dropout
+from flashgen.runtime.ptx import errors
+from flashgen.runtime.ptx.simulate import simulate_backward
+from flashgen.runtime.tiles_backward import count_backward
+
+SPECS = sorted(shipped())
+SOME = ("full", "sliding_window", "document", "alibi", "softcap", "relative_bias", "blocks", "causal_bottom_right")
+
+
+class Backward:
+    """A backward plan on random input: the forward's results come from the CPU walk."""
+
+    def __init__(self, spec, *, tile=(64, 64), deterministic=False, dropout=None, seed=0, **shape):
+        self.forward = w = work(spec, "ampere", seed=seed, **shape)
+        p, self.dropout = w.problem, dropout
+        form = ampere_backward.Form(
+            deterministic=deterministic, dropout=dropout is not None, gradients=differentiable(w.variant.score_node)
+        )
+        candidate = next(iter(ampere_backward.candidates(Tile(q=tile[0], kv=tile[1]), None)))
+        arch = find("sm_80")
+        self.plan = ampere_backward.plan(candidate, w.variant, arch, p.dtype, p.head_dim, p.v_head_dim, form)
+        self.source = emit(self.plan)
+        g = torch.Generator().manual_seed(seed + 1)
+        rows = p.batch, p.heads, p.q_len
+        self.d_o = torch.randn((*rows, p.v_head_dim), generator=g).to(w.qkv[0].dtype)
+        self.dlse = torch.randn(rows, generator=g)
+        arrays = [x.float().numpy() for x in w.qkv]
+        o, self.lse, _ = tiles.walk(w.plan, w.facts, w.case, *arrays, scale=w.scale, dtype=p.dtype, dropout=dropout)
+        self.o = torch.from_numpy(o).to(w.qkv[0].dtype).float().numpy()
+
+    def run(self, edit=None, **options):
+        w = self.forward
+        return simulate_backward(
+            self.plan, w.case, *(x.float().numpy() for x in w.qkv), self.o, self.lse, self.d_o.float().numpy(),
+            scale=w.scale, dlse=self.dlse.numpy(), dropout=self.dropout,
+            source=edit(self.source) if edit else self.source, **options,
+        )  # fmt: skip
+
+    def wrong(self, result) -> list[str]:
+        """What breaks the tolerance rule, against autograd in float64."""
+        w = self.forward
+        given = {"scale": w.scale, "dlse": self.dlse, "dropout": self.dropout}
+        ref = reference_gradients(w.variant, w.case, *w.qkv, self.d_o, **given)
+        base = baseline_gradients(w.variant, w.case, *w.qkv, self.d_o, **given)
+        found = []
+        for name in ("dq", "dk", "dv"):
+            got = torch.from_numpy(getattr(result, name)).to(w.qkv[0].dtype)
+            verdict = judge(got, getattr(base, name), getattr(ref, name), w.problem.dtype)
+            found += [f"{name}: {reason}" for reason in verdict.reasons]
+        for name, gradient in result.captured.items():
+            reason = judge_captured(torch.from_numpy(gradient), base.captured[name], ref.captured[name])
+            found += [f"{name}: {reason}"] if reason else []
+        return found
+
+
+def check(b, **options):
+    """Right, no trap, no bank conflict, and the tiles of q, k, v and do that the walk counts."""
+    result = b.run(**options)
+    assert b.wrong(result) == []
+    assert all(report.conflicts == [] for report in result.reports.values())
+    w, p = b.forward, b.forward.problem
+    counted = count_backward(
+        b.plan, w.facts, w.case, head_dim=p.head_dim, v_head_dim=p.v_head_dim, dtype=p.dtype, dlse=True
+    )
+    assert list(counted.kernels) == [e for e in result.reports if e in counted.kernels]
+    moved = counted.kernels["attention_backward"]
+    report = result.reports["attention_backward"]
+    for name, operand in {"q": "q", "k": "k", "v": "v", "d_o": "do"}.items():
+        assert report.bytes(buffer=name) == moved.read[operand], name
+    for name in ("dk", "dv"):
+        assert report.bytes(buffer=name) == moved.written[name], name
+    return result
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_spec(spec):
+    check(Backward(spec))
+
+
+@pytest.mark.parametrize("spec", SOME)
+def test_head_dim_128_in_float16_with_four_heads_over_two(spec):
+    check(Backward(spec, head_dim=128, dtype="float16", heads=4, kv_heads=2, q_len=71, kv_len=101))
+
+
+@pytest.mark.parametrize("spec", ["full", "sliding_window", "alibi", "relative_bias"])
+def test_deterministic(spec):
+    b = Backward(spec, deterministic=True)
+    result = check(b)
+    again = b.run(seed=5)
+    for name in ("dq", "dk", "dv"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(result, name))
+    for name, gradient in result.captured.items():
+        np.testing.assert_array_equal(again.captured[name], gradient)
+
+
+def test_dropout():
+    check(Backward("causal", dropout=Dropout(p=0.3, seed=1234567890123, offset=5), q_len=100))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"head_dim": 96, "v_head_dim": 40},
+        {"q_len": 1, "kv_len": 1, "batch": 2},
+        {"q_len": 64, "kv_len": 64, "tile": (32, 128)},
+        {"q_len": 70, "kv_len": 200, "tile": (128, 32)},
+    ],
+)
+def test_shapes(shape):
+    check(Backward("causal_bottom_right", **shape))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_warps_and_copies_is_right(seed):
+    b = Backward("sliding_window", q_len=70, kv_len=140)
+    lockstep, result = b.run(), b.run(seed=seed)
+    np.testing.assert_array_equal(result.dk, lockstep.dk)
+    np.testing.assert_array_equal(result.dv, lockstep.dv)
+    np.testing.assert_allclose(result.dq, lockstep.dq, rtol=2.0**-7, atol=1e-6)  # the order of additions is free
+
+
+MUTATIONS = {
+    "dropped cp.async wait": (
+        lambda text: text.replace("cp_async_wait_group<", "cp_async_wait_group<8 + "),
+        {errors.NotComplete, errors.UnfinishedCopy},
+    ),
+    "dropped block barriers": (lambda text: text.replace("__syncthreads();", ""), {errors.Race, errors.NotComplete}),
+    "wrong swizzle": (replace("(chunk ^ row / (8 / GROUP) % GROUP)", "chunk"), {errors.Trap, "result"}),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_are_noticed(name):
+    edit, expected = MUTATIONS[name]
+    b = Backward("causal", q_len=150, kv_len=150)
+    assert edit(b.source) != b.source
+    try:
+        result = b.run(edit)
+    except errors.Trap as trap:
+        found = type(trap)
+    else:
+        found = "result" if b.wrong(result) or any(r.conflicts for r in result.reports.values()) else None
+    assert found in expected or (errors.Trap in expected and isinstance(found, type)), found
