@@ -67,6 +67,7 @@ def flex(cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: 
     mask, score = known[cell.specs]
     p = cell.problem
     block_mask = mask and create_block_mask(mask, None, None, p.q_len, p.kv_len, device=q.device)
+    torch._dynamo.reset()  # after a few shapes it would no longer compile, and run unfused
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def call() -> torch.Tensor:

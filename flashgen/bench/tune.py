@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.bench.protocol import interleave
 from flashgen.bench.record import environment
-from flashgen.errors import CompileError, LaunchError, PlanError
+from flashgen.errors import CompileError, LaunchError
 from flashgen.planning import arch as archs
 from flashgen.planning import records
 from flashgen.planning.plan import KernelPlan, Tile
@@ -32,7 +32,7 @@ SHAPES = ((65_536, 512), (16_384, 2048), (4096, 8192), (2048, 16_384), (1024, 51
 TILE_KV = range(32, 129, 16)
 
 #: Candidates that are compiled, best predicted first; those that are timed in full after one quick round; those kept.
-COMPILED, TIMED, KEPT = 120, 16, 10
+COMPILED, TIMED, KEPT = 64, 12, 10
 
 #: Warps that share a multiprocessor: fewer hide too little, more have too few registers.
 WARPS = (8, 16)
@@ -160,7 +160,7 @@ def tune(
     for i, problem in enumerate(shapes):
         advance("a first look", i, steps)
         calls = _calls(variant, problem, built)
-        timings = interleave(calls, slot_ms=1.0)
+        timings = interleave(calls, slot_ms=0.5)
         for name in built:
             quick[name].append(timings.median_ms(name))
     fastest = [min(times[j] for times in quick.values()) for j in range(len(shapes))]
@@ -178,7 +178,14 @@ def tune(
     return _entry(variant, (head_dim, v_head_dim), dtype, shapes, {name: built[name] for name in kept}, results)
 
 
-def _entry(variant, dims, dtype, shapes, kept, results) -> dict[str, object]:
+def _entry(
+    variant: Variant,
+    dims: tuple[int, int],
+    dtype: str,
+    shapes: list[Problem],
+    kept: Mapping[str, tuple],
+    results: Mapping[str, list[tuple[float, ...]]],
+) -> dict[str, object]:
     """The measured candidates as JSON, the fastest in the mean first."""
     median = {name: [sorted(rounds)[len(rounds) // 2] for rounds in times] for name, times in results.items()}
     best = [min(times[j] for times in median.values()) for j in range(len(shapes))]
@@ -207,8 +214,8 @@ def _entry(variant, dims, dtype, shapes, kept, results) -> dict[str, object]:
     }
 
 
-def write(folder: Path, arch: str, pipeline: str, entries: Sequence[dict[str, object]]) -> Path:
-    """Put entries into the record of (arch, pipeline), in place of those of the same classes; the path of the file.
+def write(folder: Path, arch: str, pipeline: str, entry: Mapping[str, object]) -> Path:
+    """Put an entry into the record of (arch, pipeline), in place of that of its class; the path of the file.
 
     Raises PlanError where the file that is there is no record.
     """
@@ -216,21 +223,17 @@ def write(folder: Path, arch: str, pipeline: str, entries: Sequence[dict[str, ob
     records.load.cache_clear()
     records.load(path)  # a damaged one is not overwritten
     old = json.loads(path.read_text())["entries"] if path.exists() else []
-    new = [entry["class"] for entry in entries]
-    together = [entry for entry in old if entry["class"] not in new] + list(entries)
-    together.sort(key=lambda entry: json.dumps(entry["class"]))
+    together = [other for other in old if other["class"] != entry["class"]] + [entry]
+    together.sort(key=lambda other: json.dumps(other["class"]))
     lines = []
-    for entry in together:
-        candidates = ",\n        ".join(json.dumps(c) for c in entry["candidates"])
-        head = ",\n      ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in entry.items() if k != "candidates")
+    for one in together:
+        candidates = ",\n        ".join(json.dumps(c) for c in one["candidates"])
+        head = ",\n      ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in one.items() if k != "candidates")
         lines.append(f'{{\n      {head},\n      "candidates": [\n        {candidates}\n      ]\n    }}')
     text = f'{{\n  "format": {records.FORMAT},\n  "entries": [\n    ' + ",\n    ".join(lines) + "\n  ]\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".partial")
     temporary.write_text(text)
-    records.load.cache_clear()
-    if not records.load(temporary):
-        raise PlanError(f"nothing was measured for {path}")
     temporary.replace(path)
     records.load.cache_clear()
     return path

@@ -55,10 +55,11 @@ def command(
                 def advance(step: str, done: int, total: int, what: str = what) -> None:
                     bar.update(task, description=f"{what}: {step}", completed=done, total=total)
 
-                entries.append(
-                    tune.tune(variant, present.name, name, dtype, d, v_head_dim or d, rounds=rounds, advance=advance)
+                entry = tune.tune(
+                    variant, present.name, name, dtype, d, v_head_dim or d, rounds=rounds, advance=advance
                 )
-    path = tune.write(folder, present.name, name, entries)
+                entries.append(entry)
+                path = tune.write(folder, present.name, name, entry)  # what is measured stays, whatever comes next
     for entry in entries:
         out.print(f"{entry['spec']}, {records.Key(**entry['class'])}", markup=False)
         for c in entry["candidates"]:
