@@ -15,7 +15,7 @@ from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec, shipped
-from flashgen.planning import ampere_backward
+from flashgen.planning import ampere_backward, planner
 from flashgen.planning.traffic import predict
 from flashgen.runtime.tiles_backward import count_backward
 
@@ -134,6 +134,17 @@ def test_workspaces_are_linear_in_the_length():
         problem = problem_of(batch=1, heads=8, kv_heads=8, q_len=q_len, kv_len=q_len, head_dim=64)
         p = predict(plan_of(full, problem, (64, 128)), problem, case_of(full, problem))
         assert sum(part.amount for part in p.workspaces) <= 8 * (q_len + 64) * (64 * 4 + 8)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
+def test_columns_of_dq_are_whole_products_for_every_warp(arch):
+    """An mma gives 16 columns: a warp's share of them, and each part of it, is a multiple of that."""
+    causal = load_spec("causal").bind()
+    for head_dim in (16, 40, 72, 96, 104, 128, 160, 176, 192, 208, 224, 240, 256):
+        for plan in planner.backward_menu(causal, arch, "bfloat16", head_dim).plans:
+            b = plan.backward
+            columns = plan.padded_head_dim // (plan.warps // b.dq_q_warps)
+            assert columns % (16 * b.dq_parts) == 0, (head_dim, plan.tile, b)
 
 
 def test_json_and_tables():

@@ -263,6 +263,9 @@ def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_di
     """Why the candidate cannot run on `arch`, or None."""
     if dq_q_warps(c, padded(head_dim, c)) == 0:
         return f"{c.warps} warps cannot divide {c.tile.q} x {padded(head_dim, c)} elements of dq"
+    blocks = padded(head_dim, c) // (MMA_DEPTH * (c.warps // dq_q_warps(c, padded(head_dim, c))))
+    if blocks % c.dq_parts:
+        return f"{blocks} blocks of {MMA_DEPTH} columns of dq a warp are not {c.dq_parts} equal parts"
     layout = backward(c, arch, head_dim, v_head_dim, form)
     smem_bytes = sum(part.amount for part in smem(c, layout, head_dim, v_head_dim))
     if smem_bytes > arch.smem_per_block:
