@@ -1,5 +1,8 @@
-// ---------------------------------------------------------------- places in the grid, read anew at each use
-// Cheaper than a register kept through a loop.
+// ---------------------------------------------------------------- fewer registers kept through a loop
+// Places in the grid, read anew at each use.
 DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)); return i; }
 
 DEVICE int block_index() { int i; asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i)); return i; }
+
+// Tells the compiler that the values are new: what follows from them is computed where it is used.
+DEVICE void renew(int& a, int& b, int& c, int& d) { asm volatile("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d)); }

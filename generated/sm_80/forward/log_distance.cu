@@ -32,8 +32,8 @@ DEVICE u32 cvt_bf16x2(float low, float high) {
   return r;
 }
 
-// ---------------------------------------------------------------- places in the grid, read anew at each use
-// Cheaper than a register kept through a loop.
+// ---------------------------------------------------------------- fewer registers kept through a loop
+// Places in the grid, read anew at each use.
 DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)); return i; }
 
 DEVICE int block_index() { int i; asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i)); return i; }
@@ -80,7 +80,7 @@ template <int ROWS, int COLUMNS> struct alignas(128) SwizzledTile {
   static constexpr int BLOCK = 16 * COLUMNS * 2;  // bytes from a row to the one 16 further down
   u16 element[ROWS][COLUMNS];
   DEVICE u16* at(int row, int chunk) { return &element[row][8 * (chunk ^ row / (8 / GROUP) % GROUP)]; }
-  // From the address of chunk 0 or 1 of a row to that of the chunk an even number further right.
+  // From the address of chunk 0 of a row to that of a later one; from that of chunk 1, of one an even number further.
   static DEVICE u32 right(u32 address, int chunks) {
     return (address ^ 16 * (chunks % GROUP)) + 16 * (chunks / GROUP * GROUP);
   }
