@@ -72,7 +72,7 @@ def test_tiles_judged_over_ranges_leave_consumers_less():
 
 
 def test_what_does_not_fit_in_registers():
-    assert refusal(candidate(192, 144), 64) == "registers 165 > 160 of a consumer: 3 warpgroups beside 32 a producer"
+    assert refusal(candidate(192, 144), 64) == "registers 166 > 160 of a consumer: 3 warpgroups beside 32 a producer"
     assert refusal(candidate(192, 128), 64) is None
     assert refusal(candidate(128, 192, q_stages=1), 128) is not None
 

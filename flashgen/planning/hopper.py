@@ -48,15 +48,18 @@ EXAMPLES = ((128, 128), (128, 64), (128, 32))
 
 #: Tiles and stages that the planner tries by itself, the best first.  Measured on an H200: more than 128 keys bring
 #: nothing at any head dim, and fewer always cost.
-FREE_TILE_KV = (128, 112, 96, 80, 64, 48, 32)
+FREE_TILE_KV = (128, 112, 96, 80, 64, 48, 32, 16)
 FREE_STAGES = (3, 2)
 
 #: Registers of a consumer's thread beside fragments: softmax, addresses, barriers; and one more for every so many
 #: columns of q and k, whose descriptors are kept.
-OVERHEAD, DESCRIPTOR_COLUMNS = 20, 12
+OVERHEAD, DESCRIPTOR_COLUMNS = 21, 12
 
 #: Registers that a score function needs beside S; those of a captured element and its address, and of finding them.
 SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
+
+#: A score function that reads an element for each key, in every tile, takes one more register for so many keys.
+READING_KEYS = 6
 
 #: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone.
 JUDGE_REGISTERS = 56
@@ -170,8 +173,8 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) ->
         ),
     ]
     if variant.score_node is not None:
-        reads = _reads_by_key(variant.score_node)
-        parts.append(Part(name="score", amount=SCORE_REGISTERS * (1 + reads), why="what the score function keeps"))
+        reads = c.tile.kv // READING_KEYS if _reads_by_key(variant.score_node) else 0
+        parts.append(Part(name="score", amount=SCORE_REGISTERS + reads, why="what the score function keeps"))
     if _reads_by_key(variant.mask) or _reads_by_key(variant.score_node):
         keys = c.tile.kv // 4
         parts.append(
