@@ -51,7 +51,10 @@ EXACT_BYTES = 64
 VECTOR_ATOMICS = frozenset(("sm_90a", "sm_120"))
 
 #: Registers for mask and score: a band or a bias of the head; and what is looked up by position or not 1 in its slope.
-LIGHT, HEAVY = 12, 32
+LIGHT, HEAVY = 14, 32
+
+#: Registers that go unused because operands of mma are aligned to fours.
+UNALIGNED = 3
 
 #: Float operations on one score: P, dS, two roundings, and what moves them.
 SCORE_OPS = 9
@@ -82,6 +85,7 @@ class Candidate:
     q_warps: int
     queries: int  # of a warp at a time: all of its own where warps share keys
     dq_parts: int = 1  # in which a warp computes its columns of dQ
+    rounded_p: bool = False  # dS from P as rounded for dV, so that P in float32 need not be kept
 
     @property
     def warps(self) -> int:
@@ -119,8 +123,9 @@ def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
                 base = Candidate(tile=t, stages=s, buffers=1, kv_warps=kv_warps, q_warps=q_warps, queries=queries)
                 both = replace(base, buffers=2)
                 for c in (base, both) if one_barrier(both) else (base,):
-                    yield c
-                    yield replace(c, dq_parts=2)
+                    for dq_parts in (1, 2):
+                        for rounded_p in (False, True):
+                            yield replace(c, dq_parts=dq_parts, rounded_p=rounded_p)
 
 
 def _layouts(t: Tile) -> Iterator[tuple[int, int, int]]:
@@ -167,8 +172,8 @@ def backward(c: Candidate, arch: Arch, head_dim: int, v_head_dim: int, form: For
         by_query=by_query(c, arch, head_dim, v_head_dim) if form.deterministic else None,
         vector_atomics=arch.name in VECTOR_ATOMICS,
         one_barrier=one_barrier(c),
+        rounded_p=c.rounded_p,
         row_threads=ROW_THREADS,
-        unrolled=False,
     )
 
 
@@ -225,21 +230,25 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, fo
     What is no array was fitted to what ptxas reports for emitted kernels.
     """
     d, dv = padded(head_dim, c), padded(v_head_dim, c)
-    threads = 32 * c.warps
-    scores = MMA_ROWS * c.key_blocks * c.queries // 32
-    dq = 0 if form.deterministic else c.tile.q * d // (threads * c.dq_parts)
-    widest = (
-        Part(name="p, dp", amount=2 * scores, why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries a warp, float32")
-        if 2 * scores >= dq
-        else Part(name="dq", amount=dq, why=f"{c.tile.q} x {d} float32 in {c.dq_parts} parts, over {threads} threads")
-    )
+    scores, slope = MMA_ROWS * c.key_blocks * c.queries // 32, _slope(variant)
+    dq = 0 if form.deterministic else c.tile.q * d // (c.threads * c.dq_parts)
+    if c.rounded_p and not slope and not form.gradients:  # else the scores themselves are kept
+        p = Part(name="p, dp", amount=scores + scores // 2, why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries a warp")
+    else:
+        p = Part(name="p, dp", amount=2 * scores, why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries a warp, float32")
+    addresses = 30 + (0 if one_barrier(c) else 4) - (12 if c.q_warps > 1 else 0)
     return (
-        Part(name="dk, dv", amount=c.tile.kv * (d + dv) // threads, why=f"{c.tile.kv} x {d + dv} float32"),
-        widest,
+        Part(name="dk, dv", amount=c.tile.kv * (d + dv) // c.threads, why=f"{c.tile.kv} x {d + dv} float32"),
+        p if p.amount >= dq else Part(name="dq", amount=dq, why=f"{c.tile.q} x {d} float32 in {c.dq_parts} parts"),
         Part(name="operands", amount=24, why="fragments of this step and the next"),
-        Part(name="addresses", amount=26 if one_barrier(c) else 30, why="of tiles and copies, strides, loop state"),
+        Part(name="addresses", amount=addresses, why="of tiles and copies, strides, loop state"),
         Part(name="variant", amount=_variant_registers(variant, form), why="mask, score, their derivatives, dropout"),
     )
+
+
+def _slope(variant: Variant) -> bool:
+    """Whether the derivative of the score is anything but 1."""
+    return variant.score_node is not None and derive(variant.score_node) is not const(1.0)
 
 
 def _variant_registers(variant: Variant, form: Form) -> int:
@@ -249,14 +258,18 @@ def _variant_registers(variant: Variant, form: Form) -> int:
     roots = [root for root in (variant.mask, variant.score_node) if root is not None]
     looked_up = any(n.op == "load" and _positions(n) & {"q", "k"} for n in walk(roots))
     exact = analyse(variant).exact
-    slope = variant.score_node is not None and derive(variant.score_node) is not const(1.0)
-    heavy = looked_up or not exact or slope or form.dropout or bool(form.gradients)
+    heavy = looked_up or not exact or _slope(variant) or form.dropout or bool(form.gradients)
     return HEAVY if heavy else LIGHT
 
 
 def _positions(n: Node) -> set[str]:
     """The positions that a node reads."""
     return {inner.attr for inner in walk([n]) if inner.op == "index"}
+
+
+def budget(c: Candidate, arch: Arch, blocks: int) -> int:
+    """Registers that a thread may have while `blocks` blocks share a multiprocessor, less those lost to alignment."""
+    return ampere.budget(c, arch, blocks) - UNALIGNED
 
 
 def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> str | None:
@@ -271,8 +284,8 @@ def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_di
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
     count = sum(part.amount for part in registers(c, variant, head_dim, v_head_dim, form))
-    if count > ampere.budget(c, arch, 1):
-        return f"registers {count} > {ampere.budget(c, arch, 1)}"
+    if count > budget(c, arch, 1):
+        return f"registers {count} > {budget(c, arch, 1)}"
     return None
 
 
@@ -300,7 +313,7 @@ def plan(
         stages=c.stages,
         roles=(Role(name="compute", warps=c.warps),),
         q_in_registers=False,
-        blocks_per_sm=max(n for n in range(1, most + 1) if n == 1 or needed <= ampere.budget(c, arch, n)),
+        blocks_per_sm=max(n for n in range(1, most + 1) if n == 1 or needed <= budget(c, arch, n)),
         smem=memory,
         registers=parts,
         backward=layout,
@@ -338,7 +351,7 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     return {
         "tensor": products * share / arch.tensor_flops[NAME],
         "special": (1 + special) / arch.special_per_clock,
-        "arithmetic": (SCORE_OPS + 2 * arithmetic) / arch.fp32_lanes,
+        "arithmetic": (SCORE_OPS + layout.rounded_p + 2 * arithmetic) / arch.fp32_lanes,
         "shared memory": ITEM * moved / (q * kv * arch.smem_per_clock),
         "l2": (ITEM * (d + dv) + sums) / kv * share / arch.l2_bytes_per_s,
     }

@@ -86,7 +86,7 @@ class Backward:
     by_query: ByQuery | None  # None: dq is added up in memory
     vector_atomics: bool  # four floats an addition in memory
     one_barrier: bool  # a step, where nothing that a warp may still read is overwritten
-    unrolled: bool  # the loop over a warp's queries of a tile
+    rounded_p: bool  # dS from P as rounded for dV; else from P in float32
     row_threads: int  # of a block of the entries that work on rows alone
 
     @property
