@@ -56,6 +56,11 @@ def files(folder: str) -> set[str]:
     }
 
 
+def test_the_wheel_carries_the_measured_records(wheel):
+    shipped = {f"flashgen/planning/records/{name}" for name in files("flashgen/planning/records")}
+    assert shipped and shipped <= set(zipfile.ZipFile(wheel).namelist())
+
+
 @pytest.mark.parametrize("folder", ["templates", "specs"])
 def test_the_wheel_carries_every_resource(wheel, folder):
     prefix = f"flashgen/_resources/{folder}/"
