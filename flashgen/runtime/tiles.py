@@ -19,6 +19,7 @@ from flashgen.analysis.tiles import FULL
 from flashgen.lang.evaluate import evaluate
 from flashgen.planning.problem import ITEMSIZE, STORED_BYTES
 from flashgen.runtime import philox
+from flashgen.runtime.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
@@ -69,6 +70,7 @@ class Walked(NamedTuple):
     traffic: Traffic
 
 
+@one_blas_thread
 def walk(
     plan: KernelPlan,
     facts: Facts,

@@ -18,6 +18,7 @@ from flashgen.analysis.derivative import derive, loads
 from flashgen.analysis.tiles import FULL
 from flashgen.lang.expr import DIMS, Node
 from flashgen.planning.plan import Tile
+from flashgen.runtime.threads import one_blas_thread
 from flashgen.runtime.tiles import Tiles, rounded
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class WalkedBackward(NamedTuple):
     traffic: BackwardTraffic
 
 
+@one_blas_thread
 def walk_backward(
     plan: KernelPlan,
     facts: Facts,
