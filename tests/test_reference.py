@@ -107,6 +107,31 @@ def test_every_operation_has_a_pytorch_function():
     assert set(subject.functions()) == set(OPS)
 
 
+def test_both_readings_of_casts_agree():
+    """An int64 wraps to int32, a float saturates, and NaN is what the conversion of its width makes of it."""
+    wide = fg.tensor("wide", dims=(8,), dtype="int64")
+    real = fg.tensor("real", dims=(8,), dtype="float32")
+    tensors = {
+        "wide": np.array([0, 2**31 - 1, 2**31, -(2**31) - 1, 2**32 + 5, 2**63 - 1, -(2**63), -1]),
+        "real": np.array([np.nan, np.inf, -np.inf, 2.0**31, 2.0**63, -(2.0**63), 1e30, -2.9], np.float32),
+    }
+    roots = []
+
+    def score(s, b, h, q, k):
+        roots.extend([fg.int32(wide[q]), fg.int64(wide[q]), fg.int32(real[q]), fg.int64(real[q]), fg.int32(q < 3)])
+        return s
+
+    fg.variant(score=score)
+    evaluator = subject.Evaluator(SimpleNamespace(sizes={}, params={}, tensors=tensors), torch.device("cpu"))
+    for precision, float_dtype in ((torch.float32, np.float32), (torch.float64, np.float64)):
+        for root in (e.node for e in roots):
+            want = evaluate(root, q=np.arange(8), sizes={}, params={}, tensors=tensors, float_dtype=float_dtype)
+            got = evaluator(root, precision, {"q": torch.arange(8)}).numpy()
+            np.testing.assert_array_equal(got, want, err_msg=repr(root))
+    narrowed = evaluator(roots[0].node, torch.float64, {"q": torch.arange(8)})
+    assert narrowed.tolist() == [0, 2**31 - 1, -(2**31), 2**31 - 1, 5, -1, 0, -1]
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     x=st.lists(st.integers(-100, 100), min_size=4, max_size=4),

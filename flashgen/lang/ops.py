@@ -11,7 +11,8 @@ fabsf, floorf) and these helpers, which emitted code gets from templates/device/
     sqrt_f32(x)  rsqrt_f32(x)           relative error below 2^-20
     LOG2E  LN2                          log2(e) and its inverse, float
 
-`/` is IEEE division.  `{0}`, `{1}`, `{2}` stand for operands that are in parentheses where they need them.
+`/` here is IEEE division, as masks print it; in a score the printer writes x * rcp(y), within 2 ulp.
+`{0}`, `{1}`, `{2}` stand for operands that are in parentheses where they need them.
 """
 
 from __future__ import annotations
@@ -346,7 +347,7 @@ def _rows() -> list[Op]:
     row(
         "div",
         "x / y",
-        "the quotient, always float32",
+        "the quotient, always float32; to 2 ulp in a score, exactly rounded in a mask",
         "arithmetic",
         accepts=_floats,
         result=_first,
@@ -495,7 +496,8 @@ def _rows() -> list[Op]:
     row(
         "cast",
         "fg.int32(x); fg.int64(x); fg.float32(x)",
-        "a float becomes an integer by dropping its fraction, saturating; a condition becomes 0 or 1",
+        "a float becomes an integer by dropping its fraction, saturating; an int64 wraps to int32;"
+        " a condition becomes 0 or 1",
         "function",
         arity=1,
         accepts=_any,

@@ -268,9 +268,8 @@ class Evaluator:
                 value = self._load(n, [values[operand] for operand in n.operands])
             else:
                 value = functions()[n.op](*(values[operand] for operand in n.operands))
-                if n.dtype.is_int and value.dtype.is_floating_point:  # a cast saturates
-                    limits = torch.iinfo(torch.int32 if n.dtype is expr.DType.INT32 else torch.int64)
-                    value = value.nan_to_num(0.0).clamp(limits.min, limits.max)
+                if n.op == "cast" and n.dtype.is_int:
+                    value = whole(value, torch.int32 if n.dtype is expr.DType.INT32 else torch.int64)
             values[n] = torch.as_tensor(value, dtype=dtypes[n.dtype], device=self.device)
         return values[root]
 
@@ -298,6 +297,19 @@ class Evaluator:
         """
         array = self.tensors[n.attr.name]
         return array[tuple(i.clamp(0, size - 1) for i, size in zip(index, array.shape, strict=True))]
+
+
+def whole(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a cast to int32 or int64 gives, as int64: a float saturates, an int64 wraps; NaN is 0, in 64 bits -2^63."""
+    import torch
+
+    if not x.dtype.is_floating_point:
+        return x.to(dtype).to(torch.int64)
+    limits = torch.iinfo(dtype)
+    inside = (x > limits.min) & (x < limits.max)  # elsewhere a conversion says anything
+    edge = torch.where(x < 0, limits.min, limits.max)
+    edge = torch.where(x.isnan(), 0 if dtype == torch.int32 else limits.min, edge)
+    return torch.where(inside, torch.where(inside, x, 0).to(torch.int64), edge)
 
 
 @functools.cache
