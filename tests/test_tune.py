@@ -113,7 +113,7 @@ def test_a_damaged_record_is_refused(folder, damage, says):
 
 
 def test_entries_of_other_classes_stay(folder, entry):
-    other = {**entry, "class": {**entry["class"], "mask": "exact"}}
+    other = {**entry, "class": {**entry["class"], "mask": "band"}}
     path = tune.write(folder, ARCH, PIPELINE, other)
     assert len(json.loads(path.read_text())["entries"]) == len(records.load(path)) == 2
     tune.write(folder, ARCH, PIPELINE, other)
@@ -131,7 +131,7 @@ def test_contenders_fit_and_differ():
 def test_shipped_records_plan(path):
     arch, pipeline, pass_name = path.stem.rsplit("_", 2)
     assert pass_name == "forward"
-    specs = {"none": fg.variant(), "exact": load_spec("causal").bind(), "general": load_spec("document").bind()}
+    specs = {"none": fg.variant(), "band": load_spec("causal").bind(), "general": load_spec("document").bind()}
     for key in records.load(path):
         if not key.score:
             found = planner.menu(specs[key.mask], arch, "bfloat16", key.head_dim, key.v_head_dim, pipeline=pipeline)

@@ -33,7 +33,7 @@ _COLUMNS = 16
 class Key(NamedTuple):
     """The class of variants that share an entry; head dims are padded."""
 
-    mask: str  # "none" | "exact" | "general"
+    mask: str  # "none" | "band": one run of keys, nothing read | "general"
     score: bool
     head_dim: int
     v_head_dim: int
@@ -74,8 +74,17 @@ class Entry:
 
 def key(variant: Variant, head_dim: int, v_head_dim: int) -> Key:
     """The class of a variant whose constants are bound."""
-    mask = "none" if variant.mask is None else "exact" if analyse(variant).exact else "general"
-    return Key(mask, variant.score_node is not None, *(-(-d // _COLUMNS) * _COLUMNS for d in (head_dim, v_head_dim)))
+    return Key(
+        _mask(variant), variant.score_node is not None, *(-(-d // _COLUMNS) * _COLUMNS for d in (head_dim, v_head_dim))
+    )
+
+
+def _mask(variant: Variant) -> str:
+    """The kind of mask: what it asks of registers and of the schedule differs."""
+    if variant.mask is None:
+        return "none"
+    facts = analyse(variant)
+    return "band" if facts.exact and len(facts.visible) == 1 and not variant.tensors else "general"
 
 
 def file_name(arch: str, pipeline: str, pass_name: str) -> str:
