@@ -1,4 +1,4 @@
-"""What a backward kernel asks of a variant beyond the forward's seam: the transposed schedule and derivatives, as CUDA."""
+"""What a backward kernel asks of a variant beyond the forward's seam, as CUDA: transposed schedule, derivatives."""
 
 from __future__ import annotations
 

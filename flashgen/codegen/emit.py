@@ -54,19 +54,22 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
 def banner(plan: KernelPlan, found: Seam) -> str:
     """The comment at the head of a file: variant, plan, shared memory, and the command that reproduces it."""
     roles = ", ".join(f"{role.warps} {role.name} warps" for role in plan.roles)
-    q_home = "registers" if plan.q_in_registers else "shared memory"
+    q_home = "" if plan.backward else f", q in {'registers' if plan.q_in_registers else 'shared memory'}"
     dims = f"head_dim {plan.head_dim}"
 
     options = f"--arch {plan.arch} --pipeline {plan.pipeline} --dtype {plan.dtype} --head-dim {plan.head_dim}"
     if plan.v_head_dim != plan.head_dim:
         dims += f", v_head_dim {plan.v_head_dim}"
         options += f" --v-head-dim {plan.v_head_dim}"
+    made_by = f"flashgen emit {plan.variant.name} {options} --tile {plan.tile}"
+    if plan.backward is not None:
+        made_by = _backward_call(plan)
     entries = [
         *found.formula,
         ("plan", f"{plan.pipeline} on {plan.arch}, {plan.dtype}, {dims}"),
-        ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {plan.stages} stages, {roles}, q in {q_home}"),
+        ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {plan.stages} stages, {roles}{q_home}"),
         ("shared", " + ".join(f"{part.name} {part.amount}" for part in plan.smem) + f" = {plan.smem_bytes} bytes"),
-        ("made by", f"flashgen emit {plan.variant.name} {options} --tile {plan.tile}"),
+        ("made by", made_by),
     ]
     width = max(len(kind) for kind, _ in entries)
     doc = textwrap.wrap(plan.variant.doc.partition("\n\n")[0], _WIDTH)
@@ -76,6 +79,19 @@ def banner(plan: KernelPlan, found: Seam) -> str:
         lines.append(f"{kind:{width}}  {first}")
         lines += [f"{'':{width}}  {line}" for line in rest]
     return "\n".join(f"// {line}".rstrip() for line in lines)
+
+
+def _backward_call(plan: KernelPlan) -> str:
+    """What gives a backward's text in Python."""
+    given = {"arch": plan.arch, "dtype": plan.dtype, "head_dim": plan.head_dim}
+    if plan.v_head_dim != plan.head_dim:
+        given["v_head_dim"] = plan.v_head_dim
+    given |= {"tile": (plan.tile.q, plan.tile.kv), "backward": True}
+    given |= {name: True for name in ("deterministic", "dropout") if getattr(plan, name)}
+    if plan.gradients:
+        given["gradients"] = plan.gradients
+    options = "".join(f", {name}={value!r}" for name, value in given.items())
+    return f"flashgen.emit(flashgen.plan({plan.variant.name!r}{options}))"
 
 
 @lru_cache(maxsize=1)

@@ -101,7 +101,7 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
 def _members(
     variant: Variant, pointers: Iterable[Field], strided: Iterable[str], counts: Iterable[str], dropout: bool
 ) -> tuple[Field, ...]:
-    """Those of one kernel, with what every kernel of the variant takes: scale, parameters, captured tensors, dropout."""
+    """Those of one kernel, with what all of a variant take: scale, parameters, captured tensors, dropout."""
     tensors = variant.tensors
     pointers = [*pointers, *(Field(f"tensor_{t.name}", f"const {STORED[t.dtype]}*") for t in tensors)]
     words = [Field(f"{t}_{dimension}", "i64") for t in strided for dimension in ("batch", "head", "row")]

@@ -190,7 +190,9 @@ def by_query(c: Candidate, arch: Arch, head_dim: int, v_head_dim: int) -> ByQuer
     for tile_q in (128, 64, 32):
         warps = tile_q // MMA_ROWS
         parts = (
-            Part(name="q", amount=tile_q * d * ITEM, why=f"{tile_q} rows x {d} columns; dq leaves through the same room"),
+            Part(
+                name="q", amount=tile_q * d * ITEM, why=f"{tile_q} rows x {d} columns; dq leaves through the same room"
+            ),
             Part(name="d_o", amount=tile_q * dv * ITEM, why=f"{tile_q} rows x {dv} columns"),
             Part(name="k", amount=2 * keys * d * ITEM, why=f"2 stages x {keys} rows x {d} columns"),
             Part(name="v", amount=2 * keys * dv * ITEM, why=f"2 stages x {keys} rows x {dv} columns"),
@@ -211,16 +213,30 @@ def smem(c: Candidate, layout: Backward, head_dim: int, v_head_dim: int) -> tupl
     scores = c.buffers * c.tile.q * c.tile.kv * ITEM
     of_scores = f"{c.buffers} tiles of {c.tile.kv} keys x {c.tile.q} queries x {ITEM} bytes"
     parts = [
-        Part(name="k", amount=c.tile.kv * d * ITEM, why=f"{c.tile.kv} rows x {d} columns; dk leaves through the same room"),
-        Part(name="v", amount=c.tile.kv * dv * ITEM, why=f"{c.tile.kv} rows x {dv} columns; dv leaves through the same room"),
+        Part(
+            name="k",
+            amount=c.tile.kv * d * ITEM,
+            why=f"{c.tile.kv} rows x {d} columns; dk leaves through the same room",
+        ),
+        Part(
+            name="v",
+            amount=c.tile.kv * dv * ITEM,
+            why=f"{c.tile.kv} rows x {dv} columns; dv leaves through the same room",
+        ),
         Part(name="q", amount=c.stages * c.tile.q * d * ITEM, why=f"{c.stages} stages x {c.tile.q} rows x {d} columns"),
-        Part(name="d_o", amount=c.stages * c.tile.q * dv * ITEM, why=f"{c.stages} stages x {c.tile.q} rows x {dv} columns"),
+        Part(
+            name="d_o",
+            amount=c.stages * c.tile.q * dv * ITEM,
+            why=f"{c.stages} stages x {c.tile.q} rows x {dv} columns",
+        ),
     ]
     if layout.shares_p:
         parts.append(Part(name="p", amount=scores, why=of_scores))
     if layout.score_tiles:
         parts.append(Part(name="ds", amount=scores, why=of_scores))
-    parts.append(Part(name="lse, delta", amount=c.stages * c.tile.q * 8, why=f"{c.stages} stages x {c.tile.q} x 2 float32"))
+    parts.append(
+        Part(name="lse, delta", amount=c.stages * c.tile.q * 8, why=f"{c.stages} stages x {c.tile.q} x 2 float32")
+    )
     return tuple(parts)
 
 
@@ -233,9 +249,15 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, fo
     scores, slope = MMA_ROWS * c.key_blocks * c.queries // 32, _slope(variant)
     dq = 0 if form.deterministic else c.tile.q * d // (c.threads * c.dq_parts)
     if c.rounded_p and not slope and not form.gradients:  # else the scores themselves are kept
-        p = Part(name="p, dp", amount=scores + scores // 2, why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries a warp")
+        p = Part(
+            name="p, dp",
+            amount=scores + scores // 2,
+            why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries a warp",
+        )
     else:
-        p = Part(name="p, dp", amount=2 * scores, why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries a warp, float32")
+        p = Part(
+            name="p, dp", amount=2 * scores, why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries a warp, float32"
+        )
     addresses = 30 + (0 if one_barrier(c) else 4) - (12 if c.q_warps > 1 else 0)
     return (
         Part(name="dk, dv", amount=c.tile.kv * (d + dv) // c.threads, why=f"{c.tile.kv} x {d + dv} float32"),
@@ -324,10 +346,10 @@ def plan(
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
-    """Clocks a multiprocessor spends on one score (one query, one key) in the main kernel, by the unit that spends them.
+    """Clocks a multiprocessor spends on one score (one query, one key) in the main kernel, by unit.
 
-    Tensor cores: five products, of which a deterministic plan leaves one to another entry.  Shared memory: the operands
-    of S and dP for each warp's part of a tile, those of dV, dK and dQ, P and dS where they are exchanged, and the copies
+    Tensor cores: five products, of which a deterministic plan leaves one to another entry.  Shared memory: operands of
+    S and dP for each warp's part of a tile, those of dV, dK and dQ, P and dS where they are exchanged, and the copies
     of cp.async.  L2: q and d_o once a tile, and the sum of dq there and back.
     """
     d, dv = plan.padded_head_dim, plan.padded_v_head_dim
@@ -425,7 +447,9 @@ def workspaces(
         Part(name="delta", amount=4 * rows, why="float32 a row"),
     ]
     if plan.backward.adds_dq:
-        parts.append(Part(name="dq_sum", amount=4 * rows * plan.padded_head_dim, why="dq in float32, where it is added up"))
+        parts.append(
+            Part(name="dq_sum", amount=4 * rows * plan.padded_head_dim, why="dq in float32, where it is added up")
+        )
     if plan.deterministic:
         for name in plan.gradients:
             elements = math.prod(shapes[name])

@@ -38,7 +38,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specialized:
-    """How the warps of a block divide the work on pipeline hopper: some hand out and load tiles, warpgroups consume them."""
+    """How the warps of a block divide work on pipeline hopper: some hand out and load tiles, warpgroups consume."""
 
     warpgroups: int  # consumers, 64 query rows each
     producer_registers: int  # of a thread
@@ -52,7 +52,7 @@ class Specialized:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByQuery:
-    """The entry of a deterministic backward that computes dq by itself: 16 queries a warp, walking keys as the forward."""
+    """The entry of a deterministic backward for dq alone: 16 queries a warp, walking over keys as the forward."""
 
     tile_q: int
     keys: int  # at a time
@@ -72,9 +72,9 @@ class ByQuery:
 class Backward:
     """How the warps of a backward block divide a tile, and what they exchange through shared memory.
 
-    `kv_warps` times `q_warps` warps hold P and dS: keys by queries.  Those that share keys divide the columns of dk and dv
-    among themselves; they exchange P and dS, the others need not.  dQ is `dq_q_warps` warps of queries by the rest of
-    columns.
+    `kv_warps` times `q_warps` warps hold P and dS: keys by queries.  Those that share keys divide the columns of dk and
+    dv among themselves; they exchange P and dS, the others need not.  dQ is `dq_q_warps` warps of queries by the rest
+    of columns.
     """
 
     kv_warps: int

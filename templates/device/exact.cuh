@@ -4,7 +4,9 @@
 // 2^-96 is cut off; infinities and NaN go to `special`.
 constexpr int EXACT_DIGITS = 8;
 
-DEVICE void red_add_i64(i64* sum, i64 x) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" :: "l"(sum), "l"(x) : "memory"); }
+DEVICE void red_add_i64(i64* sum, i64 x) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" :: "l"(sum), "l"(x) : "memory");
+}
 
 DEVICE void exact_add(i64* sum, float x, float* special) {
   const int bits = __float_as_int(x), exponent = max(bits >> 23 & 255, 1);
