@@ -6,14 +6,17 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 
 import pytest
 from cli import flashgen
 from readme_blocks import BLOCK, BLOCKS, README, ROOT, written
 
+import flashgen as fg
 from flashgen.cli import app
 from flashgen.lang.language import language_table
 from flashgen.planning.arch import ARCHS
+from flashgen.planning.problem import Problem
 
 TEXT = README.read_text()
 
@@ -146,6 +149,16 @@ def test_the_language_is_there_in_full():
     for row in rows:
         for spelling in row.write.split("; "):
             assert f"`{spelling}`" in table, spelling
+
+
+@pytest.mark.parametrize("name", fg.__all__)
+def test_every_public_name_is_there(name):
+    assert re.search(rf"\b(fg|flashgen)\.{name}\b", TEXT)
+
+
+@pytest.mark.parametrize("name", ["FLASHGEN_CACHE_DIR", "FLASHGEN_CACHE_BYTES", *(f.name for f in fields(Problem))])
+def test_variables_and_fields_of_a_problem_are_there(name):
+    assert f"`{name}`" in TEXT
 
 
 def test_every_pipeline_is_named():
