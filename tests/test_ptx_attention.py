@@ -9,7 +9,8 @@ import pytest
 from ptx_attention import replace, work
 from random_masks import random_case, random_mask, seeded
 
-from flashgen.analysis.tiles import FULL, PARTIAL, schedule
+import flashgen as fg
+from flashgen.analysis.tiles import FULL, PARTIAL, Case, schedule
 from flashgen.codegen import emit
 from flashgen.errors import LaunchError
 from flashgen.lang.load import shipped
@@ -165,6 +166,32 @@ def test_a_problem_without_output_launches_nothing():
     w = work("full", "ampere", q_len=0)
     with pytest.raises(LaunchError, match="launches no kernel"):
         w.run()
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("wrong", [100_000, -100_000])
+def test_an_index_past_its_promise_reads_the_nearest_element(pipeline, wrong):
+    """A kernel checks no promise about a captured tensor, and reads no memory that is not the tensor's."""
+    row = fg.tensor("row", dims=("kv",), dtype="int32", min=0, max=63)
+    table = fg.tensor("table", dims=(64,), dtype="float32")
+
+    def score(s, b, h, q, k):
+        return s + table[row[k]] + table[row[k] % 64] * table[63 - abs(row[k])]
+
+    variant = fg.variant(score=score)
+    tensors = {"row": np.arange(211, dtype=np.int32) % 64, "table": np.arange(64, dtype=np.float32) / 64}
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 150, "kv_len": 211}
+    w = work(variant, pipeline, case=Case(sizes=sizes, params={}, tensors=tensors))
+    assert w.source.count("clamp_index(i0, p.size0_table)") == 1
+    check(w)
+    direct = fg.variant(score=lambda s, b, h, q, k: s + table[row[k]])
+    broken, nearest = (
+        work(direct, pipeline, case=Case(sizes=sizes, params={}, tensors={**tensors, "row": rows})).run()
+        for rows in (np.full(211, wrong, np.int32), np.full(211, 63 if wrong > 0 else 0, np.int32))
+    )
+    assert np.array_equal(broken.o, nearest.o) and np.array_equal(broken.lse, nearest.lse)
+    tensors["row"][:] = wrong
+    work(variant, pipeline, case=Case(sizes=sizes, params={}, tensors=tensors)).run()  # outside the buffers it would trap
 
 
 def test_step_limit():

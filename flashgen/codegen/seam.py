@@ -180,13 +180,22 @@ def _reader(tensor: Tensor, loads: list[Node], judged: list[Node], facts: Facts)
 
 
 def inside(index: Node, dimension: str | int | None) -> bool:
-    """Whether an index is known to lie in its dimension for every position of a problem."""
+    """Whether an index is known to lie in its dimension for every position of a problem and whatever tensors hold.
+
+    Bounds of parameters are checked at each call and count.  Those of a captured tensor are promises that no kernel
+    checks: an index that reads one is computed in widths and by operators that trust them, and proves nothing.
+    """
     if index.op == "index":
         return OWN_DIMENSION[index.attr] == dimension
-    if not isinstance(dimension, int):
+    if not isinstance(dimension, int) or any(n.op == "load" and _promised(n.attr) for n in walk((index,))):
         return False
     known = Judge(anywhere)(index)
     return bool(known.lo >= 0 and known.hi < dimension)
+
+
+def _promised(tensor: Tensor) -> bool:
+    """Whether less is taken to be in a tensor than its stored type holds; of int64, abstract.REACH64 is."""
+    return tensor.min is not None or tensor.max is not None or tensor.dtype == "int64"
 
 
 def _declared(tensor: Tensor) -> str:

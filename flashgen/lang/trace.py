@@ -462,8 +462,9 @@ def tensor(
 
     `dims` are "batch", "heads", "kv_heads", "q", "kv" (such a dimension may also have size 1 at the call, which
     broadcasts), a number, or None for any size.  `min` and `max` bound its values and `sorted=True` promises that they
-    never decrease along the last dimension; both let whole tiles be skipped.  `example(problem, rng)` makes a NumPy
-    array of that shape for `run`, `plan` and `show`.
+    never decrease along the last dimension; both let whole tiles be skipped.  They are promises: no kernel checks them,
+    and where one is broken a tile may be skipped or kept wrongly.  `example(problem, rng)` makes a NumPy array of that
+    shape for `run`, `plan` and `show`.
     """
     _check_name(name)
     if isinstance(dims, str) or not isinstance(dims, (tuple, list)):
