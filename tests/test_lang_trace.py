@@ -282,6 +282,8 @@ def test_a_captured_tensor_is_declared_with_its_dimensions():
         (lambda: fg.param("not a name", default=1), "is not a Python name"),
         (lambda: fg.param("lambda", default=1), "is not a Python name"),
         (lambda: fg.param(3, default=1), "is not a Python name"),
+        (lambda: fg.param("größe", default=1), "the name 'größe' is not ASCII"),
+        (lambda: fg.tensor("größe", dims=("kv",), dtype="int32"), "the name 'größe' is not ASCII"),
         (lambda: fg.param("_w", default=1), "starts with an underscore"),
         (lambda: fg.param("scale", default=1), "'scale' belongs to the call or to the language"),
         (lambda: fg.param("q_len", default=1), "'q_len' belongs to the call"),

@@ -557,6 +557,8 @@ def _check_order(name: str, low, high) -> None:
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise _refuse(f"{name!r} is not a Python name: it is passed as a keyword at the call")
+    if not name.isascii():
+        raise _refuse(f"the name {name!r} is not ASCII, and CUDA takes no other: write it in a-z, 0-9 and _")
     if name.startswith("_"):
         raise _refuse(f"the name {name!r} starts with an underscore: choose {name.lstrip('_') or 'another'!r}")
     if name in RESERVED:
