@@ -191,7 +191,7 @@ def test_an_index_past_its_promise_reads_the_nearest_element(pipeline, wrong):
     )
     assert np.array_equal(broken.o, nearest.o) and np.array_equal(broken.lse, nearest.lse)
     tensors["row"][:] = wrong
-    work(variant, pipeline, case=Case(sizes=sizes, params={}, tensors=tensors)).run()  # outside the buffers it would trap
+    work(variant, pipeline, case=Case(sizes=sizes, params={}, tensors=tensors)).run()  # past the buffers it would trap
 
 
 def test_step_limit():
