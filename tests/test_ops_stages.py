@@ -181,6 +181,19 @@ def test_plan_of_a_problem_is_the_call_s():
         fg.plan("causal", heads=8, kv_heads=3, seqlen=64)
     with pytest.raises(PlanError, match="kv_seqlen alone is no problem"):
         fg.plan("causal", kv_seqlen=64)
+    for name in ("batch", "heads", "kv_heads"):
+        with pytest.raises(PlanError, match=f"^{name} alone is no problem\n  nearest: give seqlen too"):
+            fg.plan("causal", **{name: 0})
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", ["head_dim", "v_head_dim"])
+def test_a_head_dim_of_0_is_not_one_that_was_not_given(name, backward):
+    (reason,) = fg.supports("causal", backward=backward, **{name: 0})
+    assert (reason.option, reason.asked) == (name, 0) and reason.nearest == f"{name} 16"
+    for seqlen in (None, 64):
+        with pytest.raises(PlanError, match=f"^no kernel .*{name} runs from 16"):
+            fg.plan("causal", backward=backward, seqlen=seqlen, **{name: 0})
 
 
 def test_constants_are_folded():

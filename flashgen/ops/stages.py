@@ -19,8 +19,8 @@ from flashgen.runtime.kernel import Kernel
 def plan(
     variant: Variant | str,
     *,
-    batch: int = 1,
-    heads: int = 8,
+    batch: int | None = None,
+    heads: int | None = None,
     kv_heads: int | None = None,
     seqlen: int | None = None,
     kv_seqlen: int | None = None,
@@ -39,15 +39,15 @@ def plan(
 ) -> KernelPlan:
     """The kernel that a variant (or spec file) gets: for a problem where `seqlen` is given, else for long sequences.
 
-    Unless given: head_dim 128 if the variant declares it, else its largest; bfloat16 if it declares it; the arch that
-    it pins, else that of the first GPU, else sm_80.  `tile` (queries, keys), `stages` and `pipeline` fix what the
-    planner would choose.  With `backward` the kernels of its gradients, those of the captured tensors in `gradients`
-    too, and with `deterministic` in one order of sums.  Raises PlanError with the limit that the request hits and the
-    nearest thing that works, and SpecError for a file that is no spec.
+    Unless given: batch 1 and 8 heads for a problem, head_dim 128 if the variant declares it, else its largest; bfloat16
+    if it declares it; the arch that it pins, else that of the first GPU, else sm_80.  `tile` (queries, keys), `stages`
+    and `pipeline` fix what the planner would choose.  With `backward` the kernels of its gradients, those of the
+    captured tensors in `gradients` too, and with `deterministic` in one order of sums.  Raises PlanError with the limit
+    that the request hits and the nearest thing that works, and SpecError for a file that is no spec.
     """
     variant = load_spec(variant) if isinstance(variant, str) else variant
     arch = arch or default_arch(variant)
-    head_dim = head_dim or default_head_dim(variant)
+    head_dim = default_head_dim(variant) if head_dim is None else head_dim
     dtype = dtype or default_dtype(variant)
     menu = menu_of(
         *(variant.bind(**constants), arch, dtype, head_dim, v_head_dim),
@@ -60,17 +60,20 @@ def plan(
         gradients=gradients,
     )
     if seqlen is None:
-        if kv_seqlen is not None:
-            raise PlanError("kv_seqlen alone is no problem\n  nearest: give seqlen too")
+        given = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "kv_seqlen": kv_seqlen}
+        for name, value in given.items():
+            if value is not None:
+                raise PlanError(f"{name} alone is no problem\n  nearest: give seqlen too")
         return menu.plans[0]
+    heads = 8 if heads is None else heads
     problem = Problem(
-        batch=batch,
+        batch=1 if batch is None else batch,
         heads=heads,
         kv_heads=heads if kv_heads is None else kv_heads,
         q_len=seqlen,
         kv_len=seqlen if kv_seqlen is None else kv_seqlen,
         head_dim=head_dim,
-        v_head_dim=v_head_dim or head_dim,
+        v_head_dim=head_dim if v_head_dim is None else v_head_dim,
         dtype=dtype,
     )
     return planner.choose(menu, problem, multiprocessors(arch))

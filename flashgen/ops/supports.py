@@ -60,7 +60,7 @@ def supports(
     asked = {
         "arch": arch or default_arch(variant),
         "dtype": dtype or default_dtype(variant),
-        "head_dim": head_dim or default_head_dim(variant),
+        "head_dim": default_head_dim(variant) if head_dim is None else head_dim,
         "v_head_dim": v_head_dim,
         "pipeline": pipeline,
         "tile": tile,

@@ -110,7 +110,8 @@ def menu(
     the best pipeline that can.  Raises PlanError with the limit and the nearest thing that works.  The result is
     memoised.
     """
-    return _menu(variant, arch, dtype, head_dim, v_head_dim or head_dim, pipeline, tile, stages, dropout, None)
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    return _menu(variant, arch, dtype, head_dim, v_head_dim, pipeline, tile, stages, dropout, None)
 
 
 def backward_menu(
@@ -133,7 +134,8 @@ def backward_menu(
     Raises PlanError as `menu` does.
     """
     form = ampere_backward.Form(deterministic=deterministic, dropout=dropout, gradients=gradients)
-    return _menu(variant, arch, dtype, head_dim, v_head_dim or head_dim, None, tile, stages, dropout, form)
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    return _menu(variant, arch, dtype, head_dim, v_head_dim, None, tile, stages, dropout, form)
 
 
 def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
