@@ -15,7 +15,7 @@ from flashgen.planning import planner
 from flashgen.planning.plan import Part
 from flashgen.runtime import nvrtc, sass
 
-GOLDENS = {f"{golden.path.parent.parent}-{golden.path.stem}": golden for golden in goldens()}
+GOLDENS = {f"{golden.path.parent}-{golden.path.stem}": golden for golden in goldens()}
 
 
 @pytest.mark.parametrize("name", GOLDENS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flashgen.codegen.emit import emit
 from flashgen.lang.load import load_spec, shipped
-from flashgen.planning import planner
+from flashgen.planning import ampere, planner
 from flashgen.planning.plan import KernelPlan
 
 #: (pipeline, arch) whose kernels are kept.
@@ -27,13 +27,17 @@ class Golden:
 
 
 def goldens() -> Iterator[Golden]:
-    """Every kept file: the main plan of each shipped spec in bfloat16, at head_dim 128 or the largest it allows."""
+    """Every kept file: the main plans of each shipped spec, forward and backward, in bfloat16, at head_dim 128 or the
+    largest it allows."""
     for pipeline, arch in KEPT:
         for name, path in sorted(shipped().items()):
             variant = load_spec(path).bind()
             head_dim = HEAD_DIM if HEAD_DIM in variant.head_dims else max(variant.head_dims)
-            plan = planner.menu(variant, arch, DTYPE, head_dim, head_dim, pipeline=pipeline).plans[0]
-            yield Golden(path=Path(arch, plan.pass_name, f"{name}.cu"), text=emit(plan), plan=plan)
+            plans = [planner.menu(variant, arch, DTYPE, head_dim, head_dim, pipeline=pipeline).plans[0]]
+            if pipeline == ampere.NAME:
+                plans.append(planner.backward_menu(variant, arch, DTYPE, head_dim).plans[0])
+            for plan in plans:
+                yield Golden(path=Path(arch, plan.pass_name, f"{name}.cu"), text=emit(plan), plan=plan)
 
 
 def stale(folder: Path) -> dict[Path, str | None]:

@@ -157,7 +157,7 @@ def dq_q_warps(c: Candidate, d: int) -> int:
     """How many warps divide the queries of dQ (the others divide columns) so that they read least: squares do."""
     fits = [n for n in (1, 2, 4, 8) if c.warps % n == 0 and c.tile.q % (MMA_ROWS * n) == 0]
     fits = [n for n in fits if d % (MMA_DEPTH * (c.warps // n)) == 0]
-    return min(fits, key=lambda n: (c.tile.q // n + d * n // c.warps, n), default=0)
+    return min(fits, key=lambda n: (c.dq_parts * c.tile.q // n + d * n // c.warps, n), default=0)
 
 
 def backward(c: Candidate, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> Backward:
@@ -258,7 +258,7 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, fo
         p = Part(
             name="p, dp", amount=2 * scores, why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries a warp, float32"
         )
-    addresses = 30 + (0 if one_barrier(c) else 4) - (12 if c.q_warps > 1 else 0)
+    addresses = 30 + (0 if one_barrier(c) else 4) - (10 if c.q_warps > 1 else 0)
     return (
         Part(name="dk, dv", amount=c.tile.kv * (d + dv) // c.threads, why=f"{c.tile.kv} x {d + dv} float32"),
         p if p.amount >= dq else Part(name="dq", amount=dq, why=f"{c.tile.q} x {d} float32 in {c.dq_parts} parts"),
