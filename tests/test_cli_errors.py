@@ -36,6 +36,12 @@ def refusal(*arguments):
         (["plan", "sliding_window", "--param", "window=1.5"], ["give a whole number"]),
         (["plan", "causal", "--tensor", "doc=x.npy"], ["'causal' captures no tensor 'doc'", "none"]),
         (["plan", "document", "--tensor", "doc=nowhere.npy"], ["--tensor: nowhere.npy is no .npy file"]),
+        (
+            ["plan", "sliding_window", "--param", "window=3", "--param", "window=4"],
+            ["--param window is given twice", "nearest: --param window=4 alone"],
+        ),
+        (["build", "sliding_window", "--param", "window=5"], ["'window' is a parameter", "one kernel serves every"]),
+        (["build", "causal", "--jobs", "0"], ["--jobs", "greater than or equal to 1"]),
         (["plan", "causal", "--wrong"], ["No such option: --wrong"]),
         (["run", "causal", "--device", "tpu"], ["--device 'tpu' is neither cpu nor cuda"]),
         (["run", "specs", "--sweep", "--seqlen", "5"], ["--sweep chooses --seqlen itself"]),
@@ -74,6 +80,25 @@ def test_a_captured_tensor_without_an_example(tmp_path):
         "@fg.variant\ndef bare(b, h, q, k):\n    return ids[k] == 0\n"
     )
     assert "captured tensor 'ids' of 'bare' has no example: --tensor ids=FILE.npy" in refusal("plan", spec)
+
+
+@pytest.mark.parametrize(
+    "example, messages",
+    [
+        ("rng.integers(0, 3, (p.batch, p.seqlen))", ["no attribute 'seqlen'", "a problem has batch, heads, kv_heads,"]),
+        ("1 // 0", ["ZeroDivisionError"]),
+    ],
+)
+def test_an_example_that_fails_points_at_its_line(tmp_path, example, messages):
+    spec = tmp_path / "failing.py"
+    spec.write_text(
+        "import flashgen as fg\n\nids = fg.tensor('ids', dims=('batch', 'kv'), dtype='int32',\n"
+        f"    example=lambda p, rng: {example})\n\n\n@fg.variant\ndef failing(b, h, q, k):\n    return ids[b, k] == 0\n"
+    )
+    err = refusal("plan", spec)
+    assert "failing.py:4" in err and "the example of captured tensor 'ids' of 'failing' failed" in err
+    for message in messages:
+        assert message in err
 
 
 @pytest.mark.parametrize("shape", [(128,), (3, 256), (1, 5)])

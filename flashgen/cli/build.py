@@ -33,7 +33,9 @@ def command(
     ] = None,
     pipeline: Annotated[str | None, typer.Option(help="Kernel family. [dim]default: the best of each arch[/]")] = None,
     param: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A constant of the spec.")] = None,
-    jobs: Annotated[int | None, typer.Option(help="Compilations at once. [dim]default: one a CPU core[/]")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Compilations at once. [dim]default: one a CPU core[/]")
+    ] = None,
 ) -> None:  # fmt: skip
     """Compile ahead into the disk cache: dtypes x head dims x architectures, in a thread pool."""
     plans = [
@@ -87,7 +89,7 @@ def _plans(
     from flashgen.ops.stages import default_arch
     from flashgen.planning.planner import menu
 
-    variant, _ = options.bound(load_spec(path), param or ())
+    variant = options.folded(load_spec(path), param or ())
     for arch in _list(archs) or (default_arch(variant),):
         for dtype in _list(dtypes) or variant.dtypes:
             for head_dim in _numbers(head_dims) or variant.head_dims:

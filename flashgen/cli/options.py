@@ -234,10 +234,31 @@ def spec_files(specs: list[str]) -> list[Path]:
 
 def bound(variant: Variant, texts: Sequence[str]) -> tuple[Variant, dict[str, int | float]]:
     """The variant with its constants folded, and its parameters' values: `NAME=VALUE` texts, else the defaults."""
-    given = {name: _number(name, value) for name, value in (_split(text, "--param", "NAME=VALUE") for text in texts)}
+    given = _given(texts)
     constants = {symbol.name for symbol in variant.constants}
     values = variant.values({name: value for name, value in given.items() if name not in constants})
     return variant.bind(**{name: value for name, value in given.items() if name in constants}), values
+
+
+def folded(variant: Variant, texts: Sequence[str]) -> Variant:
+    """The variant with its constants folded; a kernel alone takes no value of a parameter, and PlanError says so."""
+    given = _given(texts)
+    if passed := [symbol.name for symbol in variant.params if symbol.name in given]:
+        raise PlanError(
+            f"--param {passed[0]}: {passed[0]!r} is a parameter of {variant.name!r}: it is passed at the call, and one"
+            f" kernel serves every value\n  nearest: leave out --param {passed[0]}"
+        )
+    return variant.bind(**given)
+
+
+def _given(texts: Sequence[str]) -> dict[str, int | float]:
+    """The numbers of `NAME=VALUE` texts."""
+    given: dict[str, int | float] = {}
+    for name, value in (_split(text, "--param", "NAME=VALUE") for text in texts):
+        if name in given:
+            raise PlanError(f"--param {name} is given twice\n  nearest: --param {name}={value} alone")
+        given[name] = _number(name, value)
+    return given
 
 
 def default_device() -> str:
@@ -309,8 +330,6 @@ def _number(name: str, text: str) -> int | float:
 
 def _tensors(variant: Variant, problem: Problem, texts: Sequence[str], seed: int) -> Mapping[str, np.ndarray]:
     """Each captured tensor from its file, else from the spec's example."""
-    import numpy as np
-
     files = dict(_split(text, "--tensor", "NAME=FILE") for text in texts)
     names = [tensor.name for tensor in variant.tensors]
     if unknown := [name for name in files if name not in names]:
@@ -320,13 +339,30 @@ def _tensors(variant: Variant, problem: Problem, texts: Sequence[str], seed: int
         if tensor.name in files:
             made[tensor.name] = _stored(variant, tensor, _loaded(files[tensor.name]), problem)
         elif tensor.example is not None:
-            example = np.asarray(tensor.example(problem, np.random.default_rng(seed)))
-            made[tensor.name] = _stored(variant, tensor, example, problem)
+            made[tensor.name] = _stored(variant, tensor, _example(variant, tensor, problem, seed), problem)
         else:
             raise SpecError(
                 f"captured tensor {tensor.name!r} of {variant.name!r} has no example: --tensor {tensor.name}=FILE.npy"
             )
     return made
+
+
+def _example(variant: Variant, tensor: Tensor, problem: Problem, seed: int) -> np.ndarray:
+    """What a spec's `example` makes; SpecError at the spec's own line where that raises."""
+    import numpy as np
+
+    from flashgen.lang import source
+
+    try:
+        return np.asarray(tensor.example(problem, np.random.default_rng(seed)))
+    except Exception as error:
+        of = f"the example of captured tensor {tensor.name!r} of {variant.name!r}"
+        fields = ""
+        if isinstance(error, AttributeError) and error.obj is problem:
+            fields = f"\n  a problem has {', '.join(field.name for field in dataclasses.fields(problem))}"
+        told = source.as_spec_error(error)
+        message = str(told).partition("\n  at ")[0]
+        raise SpecError(f"{of} failed: {message}{fields}", where=told.where) from None
 
 
 def _stored(variant: Variant, tensor: Tensor, array: np.ndarray, problem: Problem) -> np.ndarray:
