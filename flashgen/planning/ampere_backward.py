@@ -50,8 +50,9 @@ EXACT_BYTES = 64
 #: Architectures that add four floats in memory with one instruction (PTX ISA 8.1: from sm_90 on).
 VECTOR_ATOMICS = frozenset(("sm_90a", "sm_120"))
 
-#: Registers for mask and score: a band or a bias of the head; and what is looked up by position or not 1 in its slope.
-LIGHT, HEAVY = 14, 32
+#: Registers for mask and score: a band or a bias of the head; a mask of more than so many ops; and what is looked up
+#: by position, or has another slope than 1.
+LIGHT, LONG, LONG_OPS, HEAVY = 14, 24, 4, 32
 
 #: Registers that go unused because operands of mma are aligned to fours.
 UNALIGNED = 3
@@ -169,7 +170,7 @@ def backward(c: Candidate, arch: Arch, head_dim: int, v_head_dim: int, form: For
         dq_q_warps=dq_q_warps(c, padded(head_dim, c)),
         dq_parts=c.dq_parts,
         buffers=c.buffers,
-        by_query=by_query(c, arch, head_dim, v_head_dim) if form.deterministic else None,
+        by_query=by_query(c, arch, head_dim, v_head_dim, form) if form.deterministic else None,
         vector_atomics=arch.name in VECTOR_ATOMICS,
         one_barrier=one_barrier(c),
         rounded_p=c.rounded_p,
@@ -182,10 +183,10 @@ def one_barrier(c: Candidate) -> bool:
     return c.buffers == 2 and c.stages == (2 if c.q_warps == 1 else 3)
 
 
-def by_query(c: Candidate, arch: Arch, head_dim: int, v_head_dim: int) -> ByQuery:
+def by_query(c: Candidate, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> ByQuery:
     """The entry for dq alone: the tile of queries with most warps on a multiprocessor, of equal ones the largest."""
     d, dv = padded(head_dim, c), padded(v_head_dim, c)
-    keys = min(c.tile.kv, 64 if max(d, dv) <= 128 else 32)
+    keys = min(c.tile.kv, (64 if max(d, dv) <= 128 else 32) // (2 if form.dropout else 1))
     found = []
     for tile_q in (128, 64, 32):
         warps = tile_q // MMA_ROWS
@@ -258,11 +259,13 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, fo
         p = Part(
             name="p, dp", amount=2 * scores, why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries a warp, float32"
         )
+    # Of 64 queries at a time ptxas loads everything ahead, except where rows of 128 bytes give it few addresses.
+    operands = 24 if c.queries < 64 or d % 64 == dv % 64 == 0 else 112
     addresses = 30 + (0 if one_barrier(c) else 4) - (10 if c.q_warps > 1 else 0)
     return (
         Part(name="dk, dv", amount=c.tile.kv * (d + dv) // c.threads, why=f"{c.tile.kv} x {d + dv} float32"),
         p if p.amount >= dq else Part(name="dq", amount=dq, why=f"{c.tile.q} x {d} float32 in {c.dq_parts} parts"),
-        Part(name="operands", amount=24, why="fragments of this step and the next"),
+        Part(name="operands", amount=operands, why="fragments of this step and the next"),
         Part(name="addresses", amount=addresses, why="of tiles and copies, strides, loop state"),
         Part(name="variant", amount=_variant_registers(variant, form), why="mask, score, their derivatives, dropout"),
     )
@@ -281,7 +284,8 @@ def _variant_registers(variant: Variant, form: Form) -> int:
     looked_up = any(n.op == "load" and _positions(n) & {"q", "k"} for n in walk(roots))
     exact = analyse(variant).exact
     heavy = looked_up or not exact or _slope(variant) or form.dropout or bool(form.gradients)
-    return HEAVY if heavy else LIGHT
+    ops = sum(1 for n in walk([variant.mask]) if n.operands) if variant.mask is not None else 0
+    return HEAVY if heavy else LONG if ops > LONG_OPS else LIGHT
 
 
 def _positions(n: Node) -> set[str]:
