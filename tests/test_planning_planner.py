@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import time
 
 import pytest
@@ -162,7 +163,7 @@ def test_a_tile_that_cannot_fit_names_the_nearest():
     refused(
         "tile 128x256 of 'full' (head_dim 128, bfloat16) does not fit sm_80",
         "128 x 256, 2 stages, 4 warps: shared memory 288 KiB > 163 KiB",
-        "nearest: 128x128 with 2 stages",
+        "nearest: 128x128",
         tile=(128, 256),
     )
     refused("with 4 stages", "nearest: 128x128 with 2 stages", tile=(128, 128), stages=4)
@@ -170,9 +171,46 @@ def test_a_tile_that_cannot_fit_names_the_nearest():
     refused("registers", "> 255", "x 512 threads > 65536", "nearest:", tile=(256, 256), **wide)
 
 
-@pytest.mark.parametrize(("tile", "nearest"), [((100, 64), "96x64"), ((64, 8), "64x16"), ((512, 64), "256x64")])
+@pytest.mark.parametrize(("tile", "nearest"), [((100, 64), "96x64"), ((64, 8), "64x16"), ((512, 64), "128x64")])
 def test_a_tile_outside_the_grid_of_mma(tile, nearest):
     refused(f"tile {tile[0]}x{tile[1]} of 'full'", "multiples of 16", f"nearest: {nearest}", tile=tile)
+
+
+TILES = list(itertools.product((0, 64, 100, 192, 256, 512), (8, 64, 100, 200, 256)))
+
+
+@pytest.mark.parametrize("arch, pipeline", [("sm_80", "ampere"), ("sm_86", "ampere"), ("sm_90a", None)])
+@pytest.mark.parametrize("stages", [None, 4])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_nearest_tile_works(arch, pipeline, stages, head_dim):
+    asked = (FULL, arch, "bfloat16", head_dim)
+    refusals = 0
+    for tile in TILES:
+        try:
+            planner.menu(*asked, pipeline=pipeline, tile=tile, stages=stages)
+        except PlanError as error:
+            refusals += 1
+            found = re.search(r"nearest: (\d+)x(\d+)(?: with (\d) stages)?(?:, or pipeline '(\w+)')?", str(error))
+            q, kv, other_stages, other = found.groups()
+            near = {"tile": (int(q), int(kv)), "stages": int(other_stages) if stages else None}
+            assert planner.menu(*asked, pipeline=pipeline, **near).plans
+            if other:
+                assert planner.menu(*asked, pipeline=other, tile=tile, stages=stages).plans
+    assert refusals > 10
+
+
+def test_the_nearest_tile_of_a_backward_works():
+    for tile in TILES:
+        with pytest.raises(PlanError) as error:
+            planner.backward_menu(FULL, "sm_86", "bfloat16", 256, tile=tile)
+        q, kv = re.search(r"nearest: (\d+)x(\d+)$", str(error.value)).groups()
+        assert planner.backward_menu(FULL, "sm_86", "bfloat16", 256, tile=(int(q), int(kv))).plans
+
+
+def test_another_pipeline_that_takes_a_tile_is_named():
+    asked = {"arch": "sm_90a", "head_dim": 64}
+    refused("nearest: 128x64, or pipeline 'ampere', which takes 64x64", tile=(64, 64), **asked)
+    refused("nearest: 128x96, or pipeline 'ampere', which takes 96x96", tile=(96, 96), **asked)
 
 
 @pytest.mark.parametrize(("stages", "nearest"), [(1, "2 stages"), (7, "4 stages")])

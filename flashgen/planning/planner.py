@@ -183,8 +183,8 @@ def _menu(
     _check_dtype(request)
     _check_head_dims(request)
     fixed, fixed_stages = (tile or pins.tile, stages or pins.stages) if form is None else (tile, stages)
-    tile_pin = _check_tile(request, fixed) if fixed else None
     stages_pin = _check_stages(request, fixed_stages)
+    tile_pin = _check_tile(request, fixed, stages_pin) if fixed else None
 
     if tile_pin is None and stages_pin is None and (found := _measured(request)):
         return found
@@ -208,6 +208,14 @@ class _Request:
     head_dim: int
     v_head_dim: int
     options: dict[str, object]  # of the pipeline's own
+
+    @property
+    def others(self) -> list[ModuleType]:
+        """The architecture's other pipelines that emit such a forward."""
+        if "form" in self.options:
+            return []
+        known = [PIPELINES[name] for name in self.arch.pipelines]
+        return [p for p in known if p is not self.pipeline and (p.DROPOUT or "dropout" not in self.options)]
 
     def __str__(self) -> str:
         dims = f"head_dim {self.head_dim}"
@@ -388,12 +396,13 @@ def _nearest(value: object, allowed: tuple) -> object:
     return min(allowed, key=lambda a: abs(a - value)) if isinstance(value, int) else allowed[0]
 
 
-def _check_tile(request: _Request, tile: tuple[int, int]) -> Tile:
+def _check_tile(request: _Request, tile: tuple[int, int], stages: int | None) -> Tile:
     """The tile as asked, or PlanError where the pipeline's instructions rule it out."""
-    q, kv = request.pipeline.nearest_tile(tile)
-    if (q, kv) != tuple(tile):
-        raise PlanError(f"tile {tile[0]}x{tile[1]} of {request}: {request.pipeline.TILE_RULE}\n  nearest: {q}x{kv}")
-    return Tile(q=q, kv=kv)
+    asked = Tile(q=tile[0], kv=tile[1])
+    if request.pipeline.nearest_tile(tile) != (asked.q, asked.kv):
+        limit = f"tile {asked} of {request}: {request.pipeline.TILE_RULE}"
+        raise PlanError(f"{limit}\n  nearest: {_nearest_tile(request, asked, stages)}")
+    return asked
 
 
 def _check_stages(request: _Request, stages: int | None) -> int | None:
@@ -429,10 +438,22 @@ def _does_not_fit(request: _Request, tile: Tile, stages: int | None, rejected: l
     if stages:
         lines[0] += f" with {stages} stages"
     lines += [f"  {r}" for r in sorted(rejected, key=lambda r: (r.stages, r.warps))[:3]]
+    return "\n".join((*lines, f"  nearest: {_nearest_tile(request, tile, stages)}"))
+
+
+def _nearest_tile(request: _Request, tile: Tile, stages: int | None) -> str:
+    """The tile that fits and is most like one that does not: on the pipeline's grid, or one the planner tries itself;
+    and a pipeline of the architecture that takes the tile as it is."""
 
     def distance(plan: KernelPlan) -> tuple:
-        ratios = abs(math.log2(plan.tile.q / tile.q)) + abs(math.log2(plan.tile.kv / tile.kv))
+        sides = (plan.tile.q, tile.q), (plan.tile.kv, tile.kv)
+        ratios = sum(abs(math.log2(ours / max(1, asked))) for ours, asked in sides)
         return (ratios, abs(plan.stages - (stages or plan.stages)), -plan.tile.q * plan.tile.kv)
 
-    near = min(_fitting(request, None, None)[0], key=distance)
-    return "\n".join((*lines, f"  nearest: {near.tile} with {near.stages} stages"))
+    q, kv = request.pipeline.nearest_tile((tile.q, tile.kv))
+    plans = _fitting(request, Tile(q=q, kv=kv), stages)[0] or _fitting(request, None, None)[0]
+    near = min(plans, key=distance)
+    text = f"{near.tile} with {near.stages} stages" if stages else f"{near.tile}"
+    others = [other for other in request.others if other.nearest_tile((tile.q, tile.kv)) == (tile.q, tile.kv)]
+    able = [other for other in others if _fitting(replace(request, pipeline=other), tile, stages)[0]]
+    return text + "".join(f", or pipeline {other.NAME!r}, which takes {tile}" for other in able)
