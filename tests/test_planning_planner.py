@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import flashgen as fg
 from flashgen.errors import PlanError
+from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Pins
 from flashgen.planning import ampere, planner
 from flashgen.planning.arch import ARCHS
@@ -150,6 +151,22 @@ def test_pins_of_the_variant_are_kept_and_the_call_overrides_them():
     assert ((plan.tile.q, plan.tile.kv), plan.stages) == ((64, 32), 3)
     plan = planner.menu(pinned, "sm_80", "bfloat16", 64, tile=(64, 64), stages=2).plans[0]
     assert ((plan.tile.q, plan.tile.kv), plan.stages) == ((64, 64), 2)
+
+
+@pytest.mark.parametrize("name", ["causal", "blocks"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_tile_and_stages_that_the_planner_takes_by_itself_give_the_same_kernel(name, arch, head_dim):
+    asked = (load_spec(name).bind(), arch, "bfloat16", head_dim)
+    for pipeline in ARCHS[arch].pipelines:
+        menu = planner.menu(*asked, pipeline=pipeline)
+        for plan in menu.plans:
+            fixed = {"pipeline": pipeline, "tile": (plan.tile.q, plan.tile.kv)}
+            assert planner.menu(*asked, **fixed, stages=plan.stages).plans == (plan,)
+            assert plan in planner.menu(*asked, **fixed).plans
+    for plan in planner.backward_menu(*asked).plans:
+        fixed = {"tile": (plan.tile.q, plan.tile.kv), "stages": plan.stages}
+        assert planner.backward_menu(*asked, **fixed).plans == (plan,)
 
 
 def refused(*lines, variant=FULL, arch="sm_80", dtype="bfloat16", head_dim=128, **options):

@@ -186,17 +186,14 @@ def _menu(
     stages_pin = _check_stages(request, fixed_stages)
     tile_pin = _check_tile(request, fixed, stages_pin) if fixed else None
 
-    if tile_pin is None and stages_pin is None and (found := _measured(request)):
-        return found
+    if tile_pin is None and stages_pin is None:
+        return _free(request)
+    if tile_pin and (kept := _kept(_free(request), tile_pin, stages_pin)):
+        return kept
     plans, rejected = _fitting(request, tile_pin, stages_pin)
     if tile_pin and not plans:
         raise PlanError(_does_not_fit(request, tile_pin, stages_pin, rejected))
-    chosen, slower = _select(request, plans)
-    return Menu(
-        plans=tuple(t.plan for t in chosen),
-        paces=tuple(t.paces for t in chosen),
-        rejected=(*rejected, *slower),
-    )
+    return _ranked(request, plans, rejected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +248,40 @@ def _fitting(request: _Request, tile: Tile | None, stages: int | None) -> tuple[
         for key, reason in rejected.items()
         if key not in fits
     ]
+
+
+def _free(request: _Request) -> Menu:
+    """The menu where nothing is fixed: from a record where there is one, else by predicted times."""
+    return _measured(request) or _ranked(request, *_fitting(request, None, None))
+
+
+def _kept(menu: Menu, tile: Tile, stages: int | None) -> Menu | None:
+    """The part of a menu with that tile (and stages): a tile that the planner takes by itself is the same kernel when
+    it is asked for.  None where there is none."""
+
+    def asked(one: KernelPlan | Rejected) -> bool:
+        return one.tile == tile and stages in (None, one.stages)
+
+    rows = [i for i, plan in enumerate(menu.plans) if asked(plan)]
+    if not rows:
+        return None
+    measured = menu.measured
+    return Menu(
+        plans=tuple(menu.plans[i] for i in rows),
+        paces=tuple(menu.paces[i] for i in rows),
+        rejected=tuple(filter(asked, menu.rejected)),
+        measured=measured and replace(measured, ms=tuple(measured.ms[i] for i in rows)),
+    )
+
+
+def _ranked(request: _Request, plans: list[KernelPlan], rejected: list[Rejected]) -> Menu:
+    """The menu of candidates that fit, by predicted time."""
+    chosen, slower = _select(request, plans)
+    return Menu(
+        plans=tuple(t.plan for t in chosen),
+        paces=tuple(t.paces for t in chosen),
+        rejected=(*rejected, *slower),
+    )
 
 
 def _measured(request: _Request) -> Menu | None:
