@@ -16,8 +16,8 @@ from flashgen.runtime import nvrtc, ptx
 from flashgen.runtime.philox import philox
 
 
-def plan_of(spec, head_dim=64, arch="sm_80", **options):
-    return planner.backward_menu(load_spec(spec).bind(), arch, "bfloat16", head_dim, **options).plans[0]
+def plan_of(spec, head_dim=64, arch="sm_80", *, v_head_dim=None, **options):
+    return planner.backward_menu(load_spec(spec).bind(), arch, "bfloat16", head_dim, v_head_dim, **options).plans[0]
 
 
 def problem_of(**given):
@@ -105,6 +105,11 @@ def test_launches_and_workspaces():
         ("packed_softcap", 64, "sm_90a", {"dropout": True}),
         ("alibi", 128, "sm_86", {"deterministic": True, "gradients": ("slopes",)}),
         ("document", 80, "sm_120", {}),
+        ("full", 160, "sm_120", {}),
+        ("causal", 192, "sm_90a", {"v_head_dim": 128}),
+        ("full", 160, "sm_90a", {"v_head_dim": 128}),
+        ("causal", 128, "sm_86", {"v_head_dim": 96}),
+        ("full", 96, "sm_120", {"v_head_dim": 192}),
     ],
 )
 def test_nothing_spills(spec, head_dim, arch, options):

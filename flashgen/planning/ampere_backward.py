@@ -54,6 +54,9 @@ VECTOR_ATOMICS = frozenset(("sm_90a", "sm_120"))
 #: by position, or has another slope than 1.
 LIGHT, LONG, LONG_OPS, HEAVY = 14, 24, 4, 32
 
+#: Registers of dK and dV above which ptxas finds less room for operands.
+CROWDED = 144
+
 #: Registers that go unused because operands of mma are aligned to fours.
 UNALIGNED = 3
 
@@ -261,14 +264,30 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, fo
         )
     # Of 64 queries at a time ptxas loads everything ahead, except where rows of 128 bytes give it few addresses.
     operands = 24 if c.queries < 64 or d % 64 == dv % 64 == 0 else 112
+    kept = c.tile.kv * (d + dv) // c.threads
+    if kept > CROWDED:
+        operands += 8
+    if d != dv:
+        operands += _uneven(c)
     addresses = 30 + (0 if one_barrier(c) else 4) - (10 if c.q_warps > 1 else 0)
     return (
-        Part(name="dk, dv", amount=c.tile.kv * (d + dv) // c.threads, why=f"{c.tile.kv} x {d + dv} float32"),
+        Part(name="dk, dv", amount=kept, why=f"{c.tile.kv} x {d + dv} float32"),
         p if p.amount >= dq else Part(name="dq", amount=dq, why=f"{c.tile.q} x {d} float32 in {c.dq_parts} parts"),
         Part(name="operands", amount=operands, why="fragments of this step and the next"),
         Part(name="addresses", amount=addresses, why="of tiles and copies, strides, loop state"),
         Part(name="variant", amount=_variant_registers(variant, form), why="mask, score, their derivatives, dropout"),
     )
+
+
+def _uneven(c: Candidate) -> int:
+    """Registers for operands where rows of K and of V differ in length: what kept 370 plans of a sweep from spilling."""
+    if c.queries == 64:
+        return 0
+    if c.queries == c.tile.q:  # ptxas sees no loop over the tile, and loads all of it ahead
+        return 56
+    if c.threads <= 128:
+        return 29
+    return 18 if c.queries == 32 else 4
 
 
 def _slope(variant: Variant) -> bool:
