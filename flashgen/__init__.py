@@ -25,11 +25,11 @@ _EXPORTS = {
     "plan": ("flashgen.ops.stages", "plan"),
     "emit": ("flashgen.ops.stages", "emit"),
     "compile": ("flashgen.ops.stages", "compile"),
-    "abs": ("flashgen.lang.trace", "absolute"),
+    **{name: ("flashgen.lang.declare", name) for name in ("param", "constant", "tensor")},
+    "abs": ("flashgen.lang.functions", "absolute"),
     **{
-        name: ("flashgen.lang.trace", name)
+        name: ("flashgen.lang.functions", name)
         for name in (
-            *("param", "constant", "tensor"),
             *("batch", "heads", "kv_heads", "q_len", "kv_len"),
             *("where", "minimum", "maximum", "clamp"),
             *("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "floor"),

@@ -9,7 +9,7 @@ import sympy
 from random_masks import random_case, random_mask, seeded
 
 import flashgen as fg
-from flashgen.analysis import tiles
+from flashgen.analysis import counts
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.formula import formula, symbolic, text, tile_formulas
 from flashgen.analysis.tiles import Case
@@ -111,7 +111,7 @@ def test_traffic_formulas_count_as_the_tiles_do(name, shape):
     case = Case(
         sizes={"batch": 2, "heads": 3, "kv_heads": 1, "q_len": q_len, "kv_len": kv_len}, params=BANDS[name], tensors={}
     )
-    counted = tiles.count(facts, case, Tile(q=tile_q, kv=tile_kv))
+    counted = counts.count(facts, case, Tile(q=tile_q, kv=tile_kv))
     known = {**case.sizes, **case.params, "tile_q": tile_q, "tile_kv": tile_kv}
 
     def number(expression):
@@ -148,12 +148,12 @@ def test_masks_of_several_zones_have_no_traffic_formula():
 def test_nothing_but_this_module_needs_sympy():
     script = (
         "import sys, numpy as np, flashgen as fg\n"
-        "from flashgen.analysis import derivative, facts, tiles\n"
+        "from flashgen.analysis import counts, derivative, facts, tiles\n"
         "v = fg.load_spec('sliding_window').bind()\n"
         "sizes = dict(batch=1, heads=1, kv_heads=1, q_len=9, kv_len=9)\n"
         "case = tiles.Case(sizes=sizes, params=v.values({}), tensors={})\n"
         "from flashgen.planning.plan import Tile\n"
-        "tiles.count(facts.analyse(v), case, Tile(q=4, kv=4))\n"
+        "counts.count(facts.analyse(v), case, Tile(q=4, kv=4))\n"
         "derivative.derive(fg.load_spec('softcap').score_node)\n"
         "assert 'sympy' not in sys.modules and 'torch' not in sys.modules\n"
     )
@@ -168,5 +168,5 @@ def test_arrays_need_no_sympy_numbers():
         params={"reach": np.int64(5), "global_tokens": 2},
         tensors={},
     )
-    found = tiles.count(facts, case, Tile(q=8, kv=8))
+    found = counts.count(facts, case, Tile(q=8, kv=8))
     assert all(type(getattr(found, name)) is int for name in found.__slots__)

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from random_masks import drawn, random_case, random_mask, seeded
 
 import flashgen as fg
-from flashgen.analysis import tiles
+from flashgen.analysis import counts, tiles
+from flashgen.analysis.counts import KeyCounts
 from flashgen.analysis.facts import analyse
-from flashgen.analysis.tiles import EMPTY, Case, KeyCounts
+from flashgen.analysis.tiles import EMPTY, Case
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import Problem
@@ -33,8 +34,8 @@ def check(variant, case, tile):
                     rows += sum(min(tile.q, sizes["q_len"] - i * tile.q) for i, _ in schedule)
                     seen |= bool(schedule)
                 keys += seen * min(tile.kv, sizes["kv_len"] - j * tile.kv)
-    visited = tiles.count(facts, case, tile).visited
-    assert tiles.count_keys(facts, case, tile, visited) == KeyCounts(rows=rows, keys=keys)
+    visited = counts.count(facts, case, tile).visited
+    assert counts.count_keys(facts, case, tile, visited) == KeyCounts(rows=rows, keys=keys)
 
 
 @settings(deadline=None, max_examples=60)
@@ -84,7 +85,7 @@ def test_every_spec(name):
 def test_nothing_to_visit(sizes):
     case = Case(sizes={"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 5, "kv_len": 5, **sizes}, params={}, tensors={})
     facts = analyse(SPREAD)
-    assert tiles.count_keys(facts, case, Tile(q=16, kv=16), 0) == KeyCounts()
+    assert counts.count_keys(facts, case, Tile(q=16, kv=16), 0) == KeyCounts()
     if sizes.get("q_len") == 0:
         assert tiles.schedule_queries(facts, case, Tile(q=16, kv=16), 0) == []
 
@@ -94,6 +95,6 @@ def test_a_million_tokens_are_counted_at_once():
     sizes = {"batch": 1, "heads": 16, "kv_heads": 4, "q_len": 1 << 20, "kv_len": 1 << 20}
     case, tile = Case(sizes=sizes, params={}, tensors={}), Tile(q=64, kv=128)
     start = time.perf_counter()
-    found = tiles.count_keys(facts, case, tile, tiles.count(facts, case, tile).visited)
+    found = counts.count_keys(facts, case, tile, counts.count(facts, case, tile).visited)
     assert time.perf_counter() - start < 0.05
     assert found.keys == 4 << 20

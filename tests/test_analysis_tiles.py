@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from random_masks import drawn, random_case, random_mask, seeded
 
 import flashgen as fg
-from flashgen.analysis import tiles
+from flashgen.analysis import counts, tiles
+from flashgen.analysis.counts import TileCounts
 from flashgen.analysis.facts import analyse
-from flashgen.analysis.tiles import EMPTY, FULL, PARTIAL, Case, TileCounts
+from flashgen.analysis.tiles import EMPTY, FULL, PARTIAL, Case
 from flashgen.lang.load import shipped
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import Problem
@@ -51,7 +52,7 @@ def check(variant, case, tile):
             for cls, name in ((EMPTY, "empty"), (PARTIAL, "partial"), (FULL, "full")):
                 counted[name] += int((row == cls).sum())
             counted["total"] += len(row)
-    assert tiles.count(facts, case, tile) == TileCounts(**counted)
+    assert counts.count(facts, case, tile) == TileCounts(**counted)
     assert exact or not facts.exact
     return exact
 
@@ -66,7 +67,7 @@ def test_random_masks(data):
 
 @pytest.mark.parametrize("seed", range(0, 400, 20))
 def test_random_masks_of_a_seed(seed, monkeypatch):
-    monkeypatch.setattr(tiles, "_SQUARE", 1 + seed // 20 % 4)  # small problems have squares too
+    monkeypatch.setattr(counts, "_SQUARE", 1 + seed // 20 % 4)  # small problems have squares too
     for n in range(seed, seed + 20):
         source = seeded(n)
         variant = random_mask(source)
@@ -210,7 +211,7 @@ def test_the_misclassified_share_of_a_shipped_spec(name):
         tensors={tensor.name: tensor.example(problem, rng) for tensor in variant.tensors},
     )
     facts = analyse(variant)
-    shares = tuple(round(tiles.misclassified(facts, case, tile), 4) for tile in TILES)
+    shares = tuple(round(counts.misclassified(facts, case, tile), 4) for tile in TILES)
     assert shares == MISCLASSIFIED.get(name, (0.0, 0.0, 0.0))
     assert not facts.exact or shares == (0.0, 0.0, 0.0)
 
@@ -222,15 +223,15 @@ def test_the_misclassified_share_of_a_shipped_spec(name):
 def test_no_tiles_no_counts():
     facts = analyse(fg.variant(lambda b, h, q, k: k <= q))
     for sizes in ((0, 8), (8, 0)):
-        assert tiles.count(facts, case_of(*sizes), Tile(q=4, kv=4)) == TileCounts()
-    assert tiles.count(facts, case_of(8, 8, batch=0), Tile(q=4, kv=4)) == TileCounts()
+        assert counts.count(facts, case_of(*sizes), Tile(q=4, kv=4)) == TileCounts()
+    assert counts.count(facts, case_of(8, 8, batch=0), Tile(q=4, kv=4)) == TileCounts()
     assert tiles.schedule(facts, case_of(8, 0), Tile(q=4, kv=4), 0) == []
 
 
 def test_counts_are_multiplied_where_a_mask_does_not_depend_on_batch_or_head():
     facts = analyse(fg.variant(lambda b, h, q, k: (q - k) % 3 == 0))
-    one = tiles.count(facts, case_of(20, 30), Tile(q=4, kv=4))
-    many = tiles.count(facts, case_of(20, 30, batch=5, heads=7), Tile(q=4, kv=4))
+    one = counts.count(facts, case_of(20, 30), Tile(q=4, kv=4))
+    many = counts.count(facts, case_of(20, 30, batch=5, heads=7), Tile(q=4, kv=4))
     assert many == TileCounts(**{name: 35 * getattr(one, name) for name in TileCounts.__slots__})
 
 
@@ -248,7 +249,7 @@ def test_a_million_tokens_are_counted_at_once(name):
     case, tile = case_of(MILLION, MILLION, w=4096), Tile(q=128, kv=64)
     start = time.perf_counter()
     facts = analyse(fg.variant(LARGE[name], name=f"{name}_of_a_million"))
-    found = tiles.count(facts, case, tile)
+    found = counts.count(facts, case, tile)
     assert time.perf_counter() - start < 0.05
     pairs = {
         "full": MILLION**2,
@@ -270,7 +271,7 @@ def test_floor_sums_agree_with_the_count_by_q_tile(name):
     assert (len(band.visible), len(union.visible)) == (1, 1 if name == "full" else 2)
     case = case_of(70_001, 50_003, w=1000, never=0)
     for tile in (Tile(q=128, kv=64), Tile(q=64, kv=176)):
-        assert tiles.count(band, case, tile) == tiles.count(union, case, tile)
+        assert counts.count(band, case, tile) == counts.count(union, case, tile)
 
 
 def test_documents_of_a_million_tokens_are_counted_without_looking_at_every_tile():
@@ -278,7 +279,7 @@ def test_documents_of_a_million_tokens_are_counted_without_looking_at_every_tile
     facts = analyse(fg.load_spec("packed_softcap").bind())
     case, tile = case_of(MILLION, MILLION, tensors={"doc": documents}), Tile(q=128, kv=64)
     start = time.perf_counter()
-    found = tiles.count(facts, case, tile)
+    found = counts.count(facts, case, tile)
     assert time.perf_counter() - start < 3
     lengths = np.unique(documents, return_counts=True)[1]
     assert found.visited_elements > (lengths * (lengths + 1) // 2).sum() > 0.9 * found.full * 128 * 64
@@ -288,9 +289,9 @@ def test_documents_of_a_million_tokens_are_counted_without_looking_at_every_tile
 def test_visible_pairs_are_unknown_only_past_a_limit(monkeypatch):
     facts = analyse(fg.variant(lambda b, h, q, k: (q - k) % 3 == 0))
     case, tile = case_of(100, 100), Tile(q=16, kv=16)
-    assert tiles.count(facts, case, tile).visible == 3334
-    monkeypatch.setattr(tiles, "MAX_COUNTED", 99 * 100)
-    assert tiles.count(facts, case, tile).visible is None
+    assert counts.count(facts, case, tile).visible == 3334
+    monkeypatch.setattr(counts, "MAX_COUNTED", 99 * 100)
+    assert counts.count(facts, case, tile).visible is None
 
 
 def test_a_schedule_visits_a_short_run_only():

@@ -7,8 +7,9 @@ from flashgen.analysis.abstract import Judge
 from flashgen.codegen import device
 from flashgen.codegen.printer import Formula, Printer, RangePrinter
 from flashgen.lang import ops, ranges
+from flashgen.lang.build import apply, cast
 from flashgen.lang.expr import DType, Param, const, node, walk
-from flashgen.lang.ops import OPS, apply, cast
+from flashgen.lang.ops import OPS
 from flashgen.runtime import nvrtc, ptx
 
 INT, WIDE, FLOAT, BOOL = DType.INT32, DType.INT64, DType.FLOAT32, DType.BOOL

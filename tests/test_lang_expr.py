@@ -11,14 +11,15 @@ import threading
 import pytest
 
 import flashgen as fg
-from flashgen.lang import ops
+from flashgen.lang import build
+from flashgen.lang.bounds import bounds
 from flashgen.lang.expr import DType, Tensor, const, digest, node, serialize, walk
 
 
 def expression():
     q, k = node("index", DType.INT32, (), "q"), node("index", DType.INT32, (), "k")
-    distance = ops.apply("sub", q, k)
-    return ops.apply("logical_and", ops.apply("ge", distance, 0), ops.apply("lt", distance, 8))
+    distance = build.apply("sub", q, k)
+    return build.apply("logical_and", build.apply("ge", distance, 0), build.apply("lt", distance, 8))
 
 
 def test_equal_structure_is_one_object_on_any_thread():
@@ -59,9 +60,9 @@ def test_walk_visits_shared_nodes_once_and_operands_first():
 def test_a_deep_expression_does_not_recurse():
     root = node("index", DType.INT32, (), "q")
     for i in range(5000):
-        root = ops.apply("add", root, i)
-    assert len(list(walk((root,)))) == 1 + 2 * 5000 and digest((root,)) and ops.bounds(root).lo > 0
-    assert ops.rebuild(root, lambda n: const(0) if n.op == "index" else None).op == "const"
+        root = build.apply("add", root, i)
+    assert len(list(walk((root,)))) == 1 + 2 * 5000 and digest((root,)) and bounds(root).lo > 0
+    assert build.rebuild(root, lambda n: const(0) if n.op == "index" else None).op == "const"
 
 
 def test_serialized_text_is_the_same_in_every_process():

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen.errors import SpecError
-from flashgen.lang import ops, ranges
+from flashgen.lang import build, ops, ranges
+from flashgen.lang.bounds import bounds
+from flashgen.lang.build import apply, cast
 from flashgen.lang.evaluate import evaluate
-from flashgen.lang.expr import LEAVES, DType, Param, const, node
-from flashgen.lang.ops import OPS, apply, cast
+from flashgen.lang.expr import CLAMP, LEAVES, DType, Param, const, node
+from flashgen.lang.ops import OPS
 from flashgen.lang.ranges import INT32_MAX, INT64_MAX
 
 BOOL, INT32, INT64, FLOAT32 = DType.BOOL, DType.INT32, DType.INT64, DType.FLOAT32
@@ -195,8 +197,8 @@ def test_subgradients_are_those_of_torch():
     for a, b in itertools.product((-1.0, 0.0, 2.0), repeat=2):
         assert ours("maximum", a, b) == torch_gradients(torch.maximum, a, b)
         assert ours("minimum", a, b) == torch_gradients(torch.minimum, a, b)
-        assert ours("maximum", a, b, ops.CLAMP) == torch_gradients(lambda x, low: torch.clamp(x, min=low), a, b)
-        assert ours("minimum", a, b, ops.CLAMP) == torch_gradients(lambda x, high: torch.clamp(x, max=high), a, b)
+        assert ours("maximum", a, b, CLAMP) == torch_gradients(lambda x, low: torch.clamp(x, min=low), a, b)
+        assert ours("minimum", a, b, CLAMP) == torch_gradients(lambda x, high: torch.clamp(x, max=high), a, b)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -322,7 +324,7 @@ def test_problem_sizes_are_known_not_to_be_zero():
     for divisor in size.values():
         apply("mod", M, divisor)
     group = apply("floor_div", size["heads"], size["kv_heads"])
-    assert ops.bounds(group).lo == 1
+    assert bounds(group).lo == 1
     apply("floor_div", node("index", INT32, (), "h"), group)
     with pytest.raises(SpecError, match="may be 0"):
         apply("floor_div", M, apply("floor_div", size["kv_heads"], size["heads"]))
@@ -344,17 +346,17 @@ def test_a_shift_count_must_be_known_to_fit():
 def test_rebuild_replaces_folds_and_keeps_the_rest():
     q, k = node("index", INT32, (), "q"), node("index", INT32, (), "k")
     mask = apply("eq", apply("floor_div", q, NONZERO), apply("floor_div", k, NONZERO))
-    four = ops.rebuild(mask, lambda n: const(4) if n is NONZERO else None)
+    four = build.rebuild(mask, lambda n: const(4) if n is NONZERO else None)
     assert four is apply("eq", apply("floor_div", q, 4), apply("floor_div", k, 4))
-    assert ops.rebuild(mask, lambda n: None) is mask
-    edge = apply("maximum", X, 0.0, attr=ops.CLAMP)
-    assert ops.rebuild(edge, lambda n: Y if n is X else None) is apply("maximum", Y, 0.0, attr=ops.CLAMP)
+    assert build.rebuild(mask, lambda n: None) is mask
+    edge = apply("maximum", X, 0.0, attr=CLAMP)
+    assert build.rebuild(edge, lambda n: Y if n is X else None) is apply("maximum", Y, 0.0, attr=CLAMP)
 
 
 def test_bounds_hold_what_evaluation_gives():
     q = node("index", INT32, (), "q")
     root = apply("mod", apply("mul", q, NONZERO), apply("add", COUNT, 3))
-    found = ops.bounds(root)
+    found = bounds(root)
     assert (found.lo, found.hi) == (0, 33)
-    assert isinstance(ops.bounds(apply("lt", q, -1)), ranges.Truth)
-    assert not ops.bounds(apply("lt", q, 0)).may_true
+    assert isinstance(bounds(apply("lt", q, -1)), ranges.Truth)
+    assert not bounds(apply("lt", q, 0)).may_true

@@ -10,9 +10,9 @@ import pytest
 
 import flashgen as fg
 from flashgen.errors import PlanError, SpecError
-from flashgen.lang import ops, trace
+from flashgen.lang import build, trace
 from flashgen.lang.evaluate import evaluate
-from flashgen.lang.expr import const, node
+from flashgen.lang.expr import DType, const, node
 from flashgen.lang.variant import DTYPES, HEAD_DIMS, Pins
 
 window = fg.param("window", default=8, min=1, max=99)
@@ -91,9 +91,9 @@ def test_decorators_return_new_variants_and_remember_where_they_came_from():
 
 
 def test_masks_combine():
-    assert (causal & local).mask is ops.apply("logical_and", causal.mask, local.mask)
-    assert (causal | local).mask is ops.apply("logical_or", causal.mask, local.mask)
-    assert (~causal).mask is ops.apply("logical_not", causal.mask)
+    assert (causal & local).mask is build.apply("logical_and", causal.mask, local.mask)
+    assert (causal | local).mask is build.apply("logical_or", causal.mask, local.mask)
+    assert (~causal).mask is build.apply("logical_not", causal.mask)
     assert (causal & local).name == "causal_and_local" and (~causal).name == "not_causal"
 
 
@@ -118,12 +118,12 @@ def test_or_and_not_refuse_a_score(combine):
 
 def test_then_composes_in_order():
     first_softcap = softcap.then(biased)
-    s, h = trace.SCORE, node("index", ops.INT32, (), "h")
+    s, h = trace.SCORE, node("index", DType.INT32, (), "h")
     capped = softcap.score_node
-    load = node("load", ops.FLOAT32, (h,), bias.tensor)
-    assert first_softcap.score_node is ops.apply("add", capped, load)
-    assert biased.then(softcap).score_node is ops.rebuild(
-        capped, lambda n: ops.apply("add", s, load) if n is s else None
+    load = node("load", DType.FLOAT32, (h,), bias.tensor)
+    assert first_softcap.score_node is build.apply("add", capped, load)
+    assert biased.then(softcap).score_node is build.rebuild(
+        capped, lambda n: build.apply("add", s, load) if n is s else None
     )
     assert softcap.then(lambda s, b, h, q, k: s + bias[h]).score_node is first_softcap.score_node
     assert causal.then(softcap).score_node is softcap.score_node
@@ -253,13 +253,13 @@ def test_bad_parameters(variant, given, message):
 
 
 def test_bind_folds_constants():
-    q, k = node("index", ops.INT32, (), "q"), node("index", ops.INT32, (), "k")
+    q, k = node("index", DType.INT32, (), "q"), node("index", DType.INT32, (), "k")
     for size, bound in ((4, blocked.bind()), (7, blocked.bind(block=7))):
         assert bound.constants == () and bound.name == "blocked"
-        assert bound.mask is ops.apply("eq", ops.apply("floor_div", q, size), ops.apply("floor_div", k, size))
+        assert bound.mask is build.apply("eq", build.apply("floor_div", q, size), build.apply("floor_div", k, size))
     assert causal.bind() is causal
     area = fg.variant(lambda b, h, q, k: q < block * block - 1)
-    assert area.bind(block=3).mask is ops.apply("lt", q, 8)
+    assert area.bind(block=3).mask is build.apply("lt", q, 8)
     assert fg.variant(lambda b, h, q, k: block > 2).bind().mask is None
     scaled = fg.constant("scaled", default=2.0)
     assert fg.variant(score=lambda s, b, h, q, k: s * scaled).bind().score_node.operands[1] is const(2.0)

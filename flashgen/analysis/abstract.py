@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flashgen.lang import ops, ranges
+from flashgen.lang import ranges
+from flashgen.lang.bounds import abstract, bounds
 from flashgen.lang.expr import DType, Node
+from flashgen.lang.ops import OPS
 from flashgen.lang.ranges import Range, Truth
 
 
@@ -37,9 +39,9 @@ class Judge:
     def _value(self, n: Node, operands: tuple[Range | Truth, ...]) -> Range | Truth:
         if n.op == "const":
             return ranges.constant(n.attr, n.dtype)
-        if n.op not in ops.OPS:
+        if n.op not in OPS:
             return self._leaf(n, operands)
-        return ops.abstract(n, *operands)
+        return abstract(n, *operands)
 
 
 #: Captured 64-bit integers and parameters are taken to lie within +-REACH64: sums of a few stay in int64.
@@ -48,7 +50,7 @@ REACH64 = 1 << 61
 
 def anywhere(n: Node, operands: tuple[Range | Truth, ...]) -> Range | Truth:
     """What a leaf or a captured element may be in any problem that its declarations allow."""
-    found = ops.bounds(n)
+    found = bounds(n)
     if n.dtype is not DType.INT64:
         return found
     return ranges.ints(np.maximum(found.lo, -REACH64), np.minimum(found.hi, REACH64))

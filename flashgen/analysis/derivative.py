@@ -6,8 +6,9 @@ torch, a branch that a `where` does not take contributes exactly 0, though its o
 
 from __future__ import annotations
 
+from flashgen.lang.build import apply
 from flashgen.lang.expr import DType, Node, const, node, walk
-from flashgen.lang.ops import OPS, apply
+from flashgen.lang.ops import OPS
 
 #: The incoming score.
 SCORE = node("score", DType.FLOAT32)

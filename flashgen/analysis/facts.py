@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from flashgen.analysis import widths
 from flashgen.analysis.linear import LENGTH, Algebra, K, Linear, Q, comparison, expression, term
 from flashgen.analysis.zones import Zone
+from flashgen.lang.build import apply
 from flashgen.lang.expr import DType, Node, const, walk
-from flashgen.lang.ops import apply
 
 if TYPE_CHECKING:
     from flashgen.lang.variant import Variant

@@ -328,7 +328,7 @@ _LSE_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileFormulas:
-    """What `tiles.count` counts, as formulas summed over batch and query heads: floor sums over the Q tiles.
+    """What `counts.count` counts, as formulas summed over batch and query heads: floor sums over the Q tiles.
 
     Symbols: batch, heads, q_len, kv_len, tile_q, tile_kv, head_dim, v_head_dim, itemsize (bytes), and the parameters of
     the mask.  Bytes are counted as if there were no cache, and leave captured tensors out.

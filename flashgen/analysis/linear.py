@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import reduce
 
 from flashgen.analysis.abstract import Judge, anywhere
+from flashgen.lang.build import apply, literal
 from flashgen.lang.expr import DType, Node, node, walk
-from flashgen.lang.ops import apply, literal
 from flashgen.lang.ranges import INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN
 
 Q = node("index", DType.INT32, (), "q")

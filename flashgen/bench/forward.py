@@ -69,8 +69,9 @@ def measure(
     import numpy as np
     import torch
 
-    from flashgen.analysis import tiles
+    from flashgen.analysis.counts import count
     from flashgen.analysis.facts import analyse
+    from flashgen.analysis.tiles import Case
     from flashgen.ops.attention import attention
     from flashgen.ops.stages import plan as plan_of
     from flashgen.runtime.reference import baseline, judge, judge_lse, reference
@@ -80,7 +81,7 @@ def measure(
     variant = dataclasses.replace(variant, pins=dataclasses.replace(variant.pins, pipeline=pipeline))
     values = variant.values(dict(cell.params))
     examples = {t.name: np.asarray(t.example(p, np.random.default_rng(seed))) for t in variant.tensors}
-    case = tiles.Case(sizes=p.sizes(), params=values, tensors=examples)
+    case = Case(sizes=p.sizes(), params=values, tensors=examples)
     captured = {t.name: torch.as_tensor(examples[t.name]).to("cuda", getattr(torch, t.dtype)) for t in variant.tensors}
     inputs = {**values, **captured}
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -131,7 +132,7 @@ def measure(
     return Measured(
         cell=cell,
         timings=interleave(contenders, rounds=rounds),
-        flops=2 * (p.head_dim + p.v_head_dim) * tiles.count(analyse(variant.bind()), case, plan.tile).visible,
+        flops=2 * (p.head_dim + p.v_head_dim) * count(analyse(variant.bind()), case, plan.tile).visible,
         tile=str(plan.tile),
         reasons=tuple(reasons),
         absent=absent,

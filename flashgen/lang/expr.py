@@ -96,8 +96,10 @@ TENSOR_DTYPES = {
 #:   score    the incoming score s               problem  attr = "q_len" | "kv_len" | "heads" | "kv_heads" | "batch"
 #:   param    attr = Param                       constant attr = Constant (gone after Variant.bind)
 #:   size     attr = (Tensor, dimension)         load     attr = Tensor, operands = one index a dimension
-#: A `minimum` or `maximum` made by fg.clamp has attr = "clamp", which its derivative at the edge depends on.
 LEAVES = ("const", "index", "score", "problem", "param", "constant", "size")
+
+#: The attribute of a minimum or maximum that fg.clamp made: at the edge its derivative is that of torch.clamp.
+CLAMP = "clamp"
 
 _interned: dict[tuple, Node] = {}
 

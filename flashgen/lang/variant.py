@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from flashgen.errors import PlanError, SourceLine, SpecError
-from flashgen.lang import ops, source, trace
+from flashgen.lang import build, source, trace
 from flashgen.lang.expr import Constant, DType, Node, Param, Tensor, const, digest, walk
 
 #: The name of a variant that nobody named: one without a mask is full attention.
@@ -121,11 +121,11 @@ class Variant:
         for variant in (self, other):
             variant._mask_only("|")
         everywhere = self.mask is None or other.mask is None
-        return self._joined(other, "or", None if everywhere else ops.apply("logical_or", self.mask, other.mask))
+        return self._joined(other, "or", None if everywhere else build.apply("logical_or", self.mask, other.mask))
 
     def __invert__(self) -> Variant:
         self._mask_only("~")
-        mask = const(False) if self.mask is None else ops.apply("logical_not", self.mask)
+        mask = const(False) if self.mask is None else build.apply("logical_not", self.mask)
         return self._made(name=f"not_{self.name}", mask=None if mask is const(True) else mask)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Variant:
 
     def with_flipped_score(self) -> Variant:
         """The variant whose score function sees -s: called with the negative scale, it computes the same."""
-        minus = ops.apply("neg", trace.SCORE)
+        minus = build.apply("neg", trace.SCORE)
         return self._made(score_node=_compose(minus, self.score_node))
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -237,10 +237,10 @@ class Variant:
         return {"name": self.name if chosen else name, "doc": doc}
 
     def _rebuilt(self, change: Callable[[Node], Node | None]) -> Variant:
-        mask = None if self.mask is None else ops.rebuild(self.mask, change)
+        mask = None if self.mask is None else build.rebuild(self.mask, change)
         return self._made(
             mask=None if mask is const(True) else mask,
-            score_node=None if self.score_node is None else ops.rebuild(self.score_node, change),
+            score_node=None if self.score_node is None else build.rebuild(self.score_node, change),
         )
 
     def _joined(self, other: Variant, word: str, mask: Node | None) -> Variant:
@@ -462,11 +462,11 @@ def _checked(variant_name: str, kind: str, symbol: Param | Constant, value: obje
 def _both(a: Node | None, b: Node | None) -> Node | None:
     if a is None or b is None:
         return b if a is None else a
-    return ops.apply("logical_and", a, b)
+    return build.apply("logical_and", a, b)
 
 
 def _compose(first: Node | None, after: Node | None) -> Node | None:
     """`after` applied to what `first` gives."""
     if first is None or after is None:
         return first if after is None else after
-    return ops.rebuild(after, lambda n: first if n.op == "score" else None)
+    return build.rebuild(after, lambda n: first if n.op == "score" else None)

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from flashgen.analysis import counts
 from flashgen.analysis import facts as analysis
-from flashgen.analysis import tiles as analysis_tiles
 from flashgen.analysis.derivative import derive
 from flashgen.errors import PlanError
 from flashgen.lang.expr import Node, walk
@@ -29,8 +29,9 @@ from flashgen.planning.planner import Rejected
 from flashgen.planning.problem import STORED_BYTES, Problem
 
 if TYPE_CHECKING:
+    from flashgen.analysis.counts import TileCounts
     from flashgen.analysis.formula import TileFormulas
-    from flashgen.analysis.tiles import Case, TileCounts
+    from flashgen.analysis.tiles import Case
 
 LSE_BYTES = 4
 
@@ -278,7 +279,7 @@ def predict(
 
 def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, object]:
     """Fields of the prediction of a forward."""
-    tiles = analysis_tiles.count(analysis.analyse(plan.variant), case, plan.tile)
+    tiles = counts.count(analysis.analyse(plan.variant), case, plan.tile)
     captured = _captured(plan, case)
     moved, compulsory = _moved(problem, tiles, captured), _compulsory(problem, captured)
     per_pair = 2 * (problem.head_dim + problem.v_head_dim)
@@ -299,13 +300,13 @@ def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, object]:
 def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) -> dict[str, object]:
     """Fields of the prediction of a backward."""
     facts, by_itself = analysis.analyse(plan.variant), plan.backward.by_query
-    tiles = analysis_tiles.count(facts, case, plan.tile)
-    keys = analysis_tiles.count_keys(facts, case, plan.tile, tiles.visited)
+    tiles = counts.count(facts, case, plan.tile)
+    keys = counts.count_keys(facts, case, plan.tile, tiles.visited)
     queries = None
     scores = tiles.visited * plan.tile.q * plan.tile.kv
     again = 0  # scores of the tiles of a dq by itself
     if by_itself is not None:
-        queries = analysis_tiles.count(facts, case, Tile(q=by_itself.tile_q, kv=plan.tile.kv))
+        queries = counts.count(facts, case, Tile(q=by_itself.tile_q, kv=plan.tile.kv))
         again = queries.visited * by_itself.tile_q * plan.tile.kv
     captured = _captured(plan, case)
     shapes = {name: case.tensors[name].shape for name in plan.gradients}

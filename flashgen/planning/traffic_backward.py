@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flashgen.analysis.tiles import KeyCounts, TileCounts
+    from flashgen.analysis.counts import KeyCounts, TileCounts
     from flashgen.planning.plan import KernelPlan
     from flashgen.planning.problem import Problem
 

@@ -1,0 +1,138 @@
+"""Making nodes of operations: types checked, numbers promoted, integer constants folded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from flashgen.errors import SourceLine, SpecError
+from flashgen.lang import ranges
+from flashgen.lang.bounds import bounds
+from flashgen.lang.expr import DType, Node, const, node, walk
+from flashgen.lang.ops import OPS, Op
+
+Operand = Node | bool | int | float
+
+
+def apply(name: str, *operands: Operand, attr: object = None, where: SourceLine | None = None) -> Node:
+    """The node of an op on nodes and Python numbers: types checked, numbers promoted, integer constants folded.
+
+    Raises SpecError where the types have no meaning, a divisor may be 0, or a shift count may leave its type.
+    """
+    op = OPS[name]
+    try:
+        nodes = tuple(map(literal, operands))
+        dtypes = op.accepts(op.spelling, tuple(n.dtype for n in nodes))
+        nodes = tuple(_as(n, dtype, where) for n, dtype in zip(nodes, dtypes, strict=True))
+        if name in ("floor_div", "mod"):
+            _check_divisor(op, nodes[1])
+        elif name in ("shift_left", "shift_right"):
+            _check_shift(op, *nodes)
+        if all(n.op == "const" and not n.dtype.is_float for n in nodes):
+            return _fold(op, nodes)
+    except SpecError as error:
+        if where is None or error.where is not None:
+            raise
+        raise SpecError(str(error), where=where) from None
+    return node(name, op.result(dtypes), nodes, attr, where)
+
+
+def cast(x: Operand, dtype: DType, *, where: SourceLine | None = None) -> Node:
+    """`x` as another type; nothing where it has that type already."""
+    return _as(literal(x), dtype, where)
+
+
+def literal(value: Operand) -> Node:
+    """A Python number as a constant node; a node as it is."""
+    if isinstance(value, Node):
+        return value
+    if isinstance(value, bool):
+        return const(value)
+    if isinstance(value, int):
+        return _int_const(value, DType.INT32)
+    if math.isnan(value):
+        raise SpecError("a NaN constant: nothing can be compared with it; use -math.inf for a score that hides")
+    return const(float(value))
+
+
+def rebuild(root: Node, replace: Callable[[Node], Node | None]) -> Node:
+    """The DAG with nodes replaced where `replace` gives one; what lies above them is typed and folded again."""
+    done: dict[Node, Node] = {}
+    for n in walk((root,)):
+        new = replace(n)
+        if new is None:
+            operands = tuple(done[o] for o in n.operands)
+            if operands == n.operands:
+                new = n
+            elif n.op == "cast":
+                new = cast(operands[0], n.dtype, where=n.where)
+            elif n.op in OPS:
+                new = apply(n.op, *operands, attr=n.attr, where=n.where)
+            else:
+                new = node(n.op, n.dtype, operands, n.attr, n.where)
+        done[n] = new
+    return done[root]
+
+
+def _as(n: Node, dtype: DType, where: SourceLine | None) -> Node:
+    if n.dtype is dtype:
+        return n
+    if n.op == "const" and not n.dtype.is_float:
+        if dtype.is_float:
+            if abs(n.attr) < 1 << 53:  # beyond, float64 would round once and float32 again
+                return const(float(n.attr))
+        elif dtype is DType.INT32:
+            return const((n.attr - ranges.INT32_MIN) % (1 << 32) + ranges.INT32_MIN)
+        else:
+            return const(int(n.attr), dtype)
+    return node("cast", dtype, (n,), None, where)
+
+
+def _int_const(value: int, dtype: DType) -> Node:
+    if not ranges.INT64_MIN <= value <= ranges.INT64_MAX:
+        raise SpecError(f"the integer {value} does not fit in 64 bits")
+    fits = ranges.INT32_MIN <= value <= ranges.INT32_MAX
+    return const(value, dtype if fits else DType.INT64)
+
+
+def _fold(op: Op, nodes: tuple[Node, ...]) -> Node:
+    """The op on known integers and conditions, by its own NumPy function on exact Python integers."""
+    values = [np.asarray(n.attr, np.bool_ if n.dtype is DType.BOOL else object) for n in nodes]
+    value = np.asarray(op.python(*values)).item()
+    dtype = op.result(tuple(n.dtype for n in nodes))
+    return const(bool(value)) if dtype is DType.BOOL else _int_const(int(value), dtype)
+
+
+def _check_divisor(op: Op, divisor: Node) -> None:
+    known = bounds(divisor)
+    if not known.contains(0):
+        return
+    sign = "//" if op.name == "floor_div" else "%"
+    if divisor.op == "const":
+        raise SpecError(f"`{sign}` by 0")
+    if divisor.op in ("param", "constant", "load"):
+        kind = {"load": "tensor"}.get(divisor.op, divisor.op)
+        cure = f"declare fg.{kind}({divisor.attr.name!r}, ..., min=1)"
+    else:
+        cure = f"declare min= for what it is made of, or write x {sign} fg.maximum(y, 1)"
+    raise SpecError(f"the divisor of `{sign}` may be 0 (it lies in {_interval(known)}); {cure}")
+
+
+def _check_shift(op: Op, value: Node, count: Node) -> None:
+    most = 31 if value.dtype is DType.INT32 else 63
+    known = bounds(count)
+    if known.lo >= 0 and known.hi <= most:
+        return
+    sign = "<<" if op.name == "shift_left" else ">>"
+    if count.op in ("param", "constant", "load"):
+        kind = {"load": "tensor"}.get(count.op, count.op)
+        cure = f"declare fg.{kind}({count.attr.name!r}, ..., min=0, max={most})"
+    else:
+        cure = f"write x {sign} fg.clamp(y, 0, {most})"
+    raise SpecError(f"the count of `{sign}` may leave 0..{most} (it lies in {_interval(known)}); {cure}")
+
+
+def _interval(x: ranges.Range) -> str:
+    return f"[{x.lo}, {x.hi}]"

@@ -1,0 +1,159 @@
+"""What a spec declares: parameters, constants and captured tensors."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable
+
+import numpy as np
+
+from flashgen.lang import source
+from flashgen.lang.expr import DIMS, TENSOR_DTYPES, Constant, DType, Param, Tensor, node
+from flashgen.lang.proxies import Captured, Expr, refused
+
+#: Names that a call of attention, or the language, already uses.
+RESERVED = frozenset(
+    {"q", "k", "v", "variant", "scale", "return_lse", "s", "b", "h", "o", "lse", "dlse", "out", "dropout", "dropout_p"}
+    | {"seed", "deterministic", "causal", "is_causal", "enable_gqa"}
+    | {"batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim"}
+)
+
+
+def param(name: str, default=None, *, min=None, max=None, dtype=None, doc: str = "") -> Expr:
+    """A runtime scalar, passed by name at the call; a new value compiles nothing.
+
+    It is an int or a float by `dtype` (int, float, "int32", "int64", "float32"), else by its default and bounds.  A
+    parameter without a default must be passed.  `min` and `max` are inclusive.
+    """
+    return _scalar("param", Param, name, default, min, max, dtype, doc)
+
+
+def constant(name: str, default, *, min=None, max=None, dtype=None, doc: str = "") -> Expr:
+    """A named number folded at compile time; a call that overrides it compiles another kernel."""
+    if default is None:
+        raise refused(f"constant {name!r} needs a default; a value given at the call is an fg.param")
+    return _scalar("constant", Constant, name, default, min, max, dtype, doc)
+
+
+def tensor(
+    name: str,
+    dims,
+    dtype: str,
+    *,
+    example: Callable | None = None,
+    min=None,
+    max=None,
+    sorted: bool = False,
+    doc: str = "",
+) -> Captured:
+    """A captured tensor, read as `t[b, k]`.
+
+    `dims` are "batch", "heads", "kv_heads", "q", "kv" (such a dimension may also have size 1 at the call, which
+    broadcasts), a number, or None for any size.  `min` and `max` bound its values and `sorted=True` promises that they
+    never decrease along the last dimension; both let whole tiles be skipped.  They are promises: no kernel checks them,
+    and where one is broken a tile may be skipped or kept wrongly.  `example(problem, rng)` makes a NumPy array of that
+    shape for `run`, `plan` and `show`.
+    """
+    _check_name(name)
+    if isinstance(dims, str) or not isinstance(dims, (tuple, list)):
+        raise refused(f'tensor {name!r}: dims is a tuple, as in dims=("batch", "kv"), and got {dims!r}')
+    if not dims:
+        raise refused(f"tensor {name!r} has no dimension: a single number is an fg.param")
+    for dim in dims:
+        fixed = isinstance(dim, int) and not isinstance(dim, bool) and dim >= 1
+        if not (dim is None or fixed or (isinstance(dim, str) and dim in DIMS)):
+            hint = source.nearest(dim, DIMS) if isinstance(dim, str) else ""
+            raise refused(
+                f"tensor {name!r}: dims are {', '.join(DIMS)}, positive numbers or None, and got {dim!r}{hint}"
+            )
+    dtype = _dtype_name(dtype)
+    if dtype not in TENSOR_DTYPES:
+        raise refused(f"tensor {name!r}: dtype {dtype!r} is not one of {', '.join(TENSOR_DTYPES)}")
+    element = TENSOR_DTYPES[dtype]
+    if element is DType.BOOL and (min is not None or max is not None or sorted):
+        raise refused(f"tensor {name!r} holds conditions: it has no min, max or order")
+    if example is not None and not callable(example):
+        raise refused(f"tensor {name!r}: example is a function (problem, rng) that makes an array, not {example!r}")
+    low, high = (_bound(name, which, value, element) for which, value in (("min", min), ("max", max)))
+    if element.is_int:
+        info = np.iinfo(dtype)
+        for which, value in (("min", low), ("max", high)):
+            if value is not None and not info.min <= value <= info.max:
+                raise refused(f"tensor {name!r}: {which}={value} is outside {dtype}")
+    _check_order(name, low, high)
+    declared = Tensor(
+        name=name,
+        dims=tuple(dims),
+        dtype=dtype,
+        min=low,
+        max=high,
+        sorted=bool(sorted),
+        example=example,
+        doc=doc,
+    )
+    return Captured(declared, (), source.caller())
+
+
+def _scalar(op: str, kind: type, name: str, default, low, high, dtype, doc: str) -> Expr:
+    _check_name(name)
+    given = [value for value in (default, low, high) if value is not None]
+    for value in given:
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+            raise refused(f"{op} {name!r} is an int or a float and got {value!r}")
+        if value != value:
+            raise refused(f"{op} {name!r} got NaN")
+    if dtype is not None:
+        chosen = {"int": DType.INT32, "float": DType.FLOAT32}.get(_dtype_name(dtype))
+        if chosen is None and _dtype_name(dtype) in ("int32", "int64", "float32"):
+            chosen = DType(_dtype_name(dtype))
+        if chosen is None:
+            raise refused(f"{op} {name!r}: dtype is int, float, 'int32', 'int64' or 'float32', not {dtype!r}")
+    elif not given:
+        raise refused(f"{op} {name!r} needs a default, a bound or dtype=int or float to know its type")
+    else:
+        chosen = DType.FLOAT32 if any(isinstance(v, (float, np.floating)) for v in given) else DType.INT32
+    default, low, high = (
+        _bound(name, which, value, chosen) for which, value in (("default", default), ("min", low), ("max", high))
+    )
+    _check_order(name, low, high)
+    if default is not None and ((low is not None and default < low) or (high is not None and default > high)):
+        raise refused(f"{op} {name!r}: the default {default} is outside [{low}, {high}]")
+    declared = kind(name=name, dtype=chosen, default=default, min=low, max=high, doc=doc)
+    return Expr(node(op, chosen, (), declared, source.caller()))
+
+
+def _bound(name: str, which: str, value, dtype: DType) -> int | float | None:
+    if value is None:
+        return None
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise refused(f"{name!r}: {which}={value!r} is not a number")
+    if dtype.is_float:
+        return float(value)
+    if not (isinstance(value, (int, np.integer)) or float(value).is_integer()):
+        raise refused(f"{name!r} is {dtype.value}: {which}={value} is not a whole number")
+    bits = 32 if dtype is DType.INT32 else 64
+    if not -(1 << bits - 1) <= value < 1 << bits - 1:
+        raise refused(f"{name!r} is {dtype.value}: {which}={value} does not fit")
+    return int(value)
+
+
+def _check_order(name: str, low, high) -> None:
+    if low is not None and high is not None and low > high:
+        raise refused(f"{name!r}: min={low} is above max={high}")
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        raise refused(f"{name!r} is not a Python name: it is passed as a keyword at the call")
+    if not name.isascii():
+        raise refused(f"the name {name!r} is not ASCII, and CUDA takes no other: write it in a-z, 0-9 and _")
+    if name.startswith("_"):
+        raise refused(f"the name {name!r} starts with an underscore: choose {name.lstrip('_') or 'another'!r}")
+    if name in RESERVED:
+        raise refused(f"the name {name!r} belongs to the call or to the language: choose another")
+
+
+def _dtype_name(dtype: object) -> str:
+    if isinstance(dtype, type) and not issubclass(dtype, np.generic):
+        return dtype.__name__
+    return str(np.dtype(dtype)) if isinstance(dtype, (type, np.dtype)) else str(dtype).removeprefix("torch.")

@@ -1,0 +1,97 @@
+"""Derivative rules of operations: from the operands and the op's own node, the partial by each operand.
+
+A partial is a node, or None where there is none.  At edges and ties the rules are those of torch's subgradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from flashgen.lang.expr import CLAMP, Node, const
+
+Partials = tuple[Node | None, ...]
+Rule = Callable[[tuple[Node, ...], Node], Partials]
+
+_ONE, _MINUS_ONE, _LN2 = const(1.0), const(-1.0), math.log(2.0)
+
+
+def _apply(name: str, *operands: Node | float) -> Node:
+    from flashgen.lang.build import apply  # which needs the table of operations, and the table these rules
+
+    return apply(name, *operands)
+
+
+def flat(operands: tuple[Node, ...], out: Node) -> Partials:
+    """Of what has none, or is constant almost everywhere."""
+    return (None,) * len(operands)
+
+
+def _of_floats(rule: Rule) -> Rule:
+    """Of the float form of an op that also works on integers."""
+    return lambda operands, out: rule(operands, out) if out.dtype.is_float else flat(operands, out)
+
+
+def _unary(rule: Callable[[Node, Node], Node]) -> Rule:
+    return lambda operands, out: (rule(operands[0], out),)
+
+
+def _extremum(wins: str) -> Rule:
+    """torch.minimum and maximum share a tie half and half; torch.clamp (attr CLAMP) gives it to its first operand."""
+
+    def rule(operands: tuple[Node, ...], out: Node) -> Partials:
+        a, b = operands
+        first, tie = _apply(wins, a, b), _apply("eq", a, b)
+        shares = (1.0, 0.0) if out.attr == CLAMP else (0.5, 0.5)
+        return (
+            _apply("where", first, 1.0, _apply("where", tie, shares[0], 0.0)),
+            _apply("where", first, 0.0, _apply("where", tie, shares[1], 1.0)),
+        )
+
+    return _of_floats(rule)
+
+
+def _quotient(operands: tuple[Node, ...], out: Node) -> Partials:
+    return _apply("div", 1.0, operands[1]), _apply("div", _apply("neg", out), operands[1])
+
+
+def _choice(operands: tuple[Node, ...], out: Node) -> Partials:
+    return None, _apply("where", operands[0], 1.0, 0.0), _apply("where", operands[0], 0.0, 1.0)
+
+
+def _sign(x: Node, out: Node) -> Node:
+    return _apply("where", _apply("gt", x, 0.0), 1.0, _apply("where", _apply("lt", x, 0.0), -1.0, 0.0))
+
+
+def _of_tanh(x: Node, out: Node) -> Node:
+    return _apply("sub", 1.0, _apply("mul", out, out))
+
+
+def _of_sigmoid(x: Node, out: Node) -> Node:
+    return _apply("mul", out, _apply("sub", 1.0, out))
+
+
+def _of_rsqrt(x: Node, out: Node) -> Node:
+    return _apply("mul", -0.5, _apply("mul", out, _apply("mul", out, out)))
+
+
+#: The ops that have one; every other op is `flat`.
+RULES: dict[str, Rule] = {
+    "add": _of_floats(lambda operands, out: (_ONE, _ONE)),
+    "sub": _of_floats(lambda operands, out: (_ONE, _MINUS_ONE)),
+    "mul": _of_floats(lambda operands, out: (operands[1], operands[0])),
+    "neg": _of_floats(lambda operands, out: (_MINUS_ONE,)),
+    "div": _quotient,
+    "where": _of_floats(_choice),
+    "minimum": _extremum("lt"),
+    "maximum": _extremum("gt"),
+    "abs": _of_floats(_unary(_sign)),
+    "exp": _unary(lambda x, out: out),
+    "exp2": _unary(lambda x, out: _apply("mul", out, _LN2)),
+    "log": _unary(lambda x, out: _apply("div", 1.0, x)),
+    "log2": _unary(lambda x, out: _apply("div", 1 / _LN2, x)),
+    "tanh": _unary(_of_tanh),
+    "sigmoid": _unary(_of_sigmoid),
+    "sqrt": _unary(lambda x, out: _apply("div", 0.5, out)),
+    "rsqrt": _unary(_of_rsqrt),
+}

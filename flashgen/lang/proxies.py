@@ -1,0 +1,412 @@
+"""What a spec's functions see: proxies that build the expression DAG.
+
+A proxy overloads Python's operators.  Whatever needs a value while the spec is traced (`if`, `and`, `in`, a chained
+comparison, `int()`, a loop) raises SpecError at the user's line and says what to write instead.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from contextvars import ContextVar
+
+import numpy as np
+
+from flashgen.errors import SourceLine, SpecError
+from flashgen.lang import build, source
+from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, node
+
+_PARENTHESES = "put parentheses round each comparison and join them with &: (k <= q) & (q - k < w)"
+
+
+class Expr:
+    """A traced value: arithmetic and comparisons on it make expressions."""
+
+    __slots__ = ("node",)
+    __hash__ = None
+
+    def __init__(self, n: Node) -> None:
+        self.node = n
+
+    def __repr__(self) -> str:
+        return f"<traced {self.node.dtype.value}>"
+
+    # Comparisons
+    def __eq__(self, other):
+        return apply("eq", self, other)
+
+    def __ne__(self, other):
+        return apply("ne", self, other)
+
+    def __lt__(self, other):
+        return apply("lt", self, other)
+
+    def __le__(self, other):
+        return apply("le", self, other)
+
+    def __gt__(self, other):
+        return apply("gt", self, other)
+
+    def __ge__(self, other):
+        return apply("ge", self, other)
+
+    # Conditions and bits
+    def __and__(self, other):
+        return apply_logical("and", self, other)
+
+    def __rand__(self, other):
+        return apply_logical("and", other, self)
+
+    def __or__(self, other):
+        return apply_logical("or", self, other)
+
+    def __ror__(self, other):
+        return apply_logical("or", other, self)
+
+    def __xor__(self, other):
+        return apply_logical("xor", self, other)
+
+    def __rxor__(self, other):
+        return apply_logical("xor", other, self)
+
+    def __invert__(self):
+        return apply("logical_not" if self.node.dtype is DType.BOOL else "bit_not", self)
+
+    def __lshift__(self, other):
+        return apply("shift_left", self, other)
+
+    def __rlshift__(self, other):
+        return apply("shift_left", other, self)
+
+    def __rshift__(self, other):
+        return apply("shift_right", self, other)
+
+    def __rrshift__(self, other):
+        return apply("shift_right", other, self)
+
+    # Arithmetic
+    def __add__(self, other):
+        return apply("add", self, other)
+
+    def __radd__(self, other):
+        return apply("add", other, self)
+
+    def __sub__(self, other):
+        return apply("sub", self, other)
+
+    def __rsub__(self, other):
+        return apply("sub", other, self)
+
+    def __mul__(self, other):
+        return apply("mul", self, other)
+
+    def __rmul__(self, other):
+        return apply("mul", other, self)
+
+    def __truediv__(self, other):
+        return apply("div", self, other)
+
+    def __rtruediv__(self, other):
+        return apply("div", other, self)
+
+    def __floordiv__(self, other):
+        return apply("floor_div", self, other)
+
+    def __rfloordiv__(self, other):
+        return apply("floor_div", other, self)
+
+    def __mod__(self, other):
+        return apply("mod", self, other)
+
+    def __rmod__(self, other):
+        return apply("mod", other, self)
+
+    def __neg__(self):
+        return apply("neg", self)
+
+    def __pos__(self):
+        return self
+
+    def __abs__(self):
+        return apply("abs", self)
+
+    def __divmod__(self, other):
+        return self // other, self % other
+
+    def __rdivmod__(self, other):
+        return other // self, other % self
+
+    # What has no meaning on a traced value
+    def __pow__(self, other):
+        raise refused("`**` is not in the language; write x * x for a square, or fg.exp2(y * fg.log2(x))")
+
+    def __rpow__(self, other):
+        raise refused("`**` is not in the language; write fg.exp2(x) for 2 ** x, or 1 << x for integers")
+
+    def __matmul__(self, other):
+        raise refused("`@` is not in the language: a mask or score works on single elements")
+
+    __rmatmul__ = __matmul__
+
+    def __bool__(self):
+        raise refused(_cure_for_bool())
+
+    def __int__(self):
+        raise refused("int() needs a value and this is a traced one; write fg.int32(x)")
+
+    def __float__(self):
+        raise refused("this needs a Python float and got a traced value; write fg.exp(x) for math.exp(x)")
+
+    def __complex__(self):
+        raise refused("complex numbers are not in the language")
+
+    def __index__(self):
+        raise refused(
+            "this needs a Python integer (a list index, range()) and got a traced value;"
+            " capture a table with fg.tensor, or loop over a plain Python number"
+        )
+
+    def __round__(self, digits=None):
+        raise refused("round() is not in the language; write fg.floor(x + 0.5)")
+
+    def __floor__(self):
+        raise refused("math.floor needs a value; write fg.floor(x)")
+
+    def __ceil__(self):
+        raise refused("math.ceil needs a value; write -fg.floor(-x)")
+
+    def __trunc__(self):
+        raise refused("math.trunc needs a value; write fg.int32(x)")
+
+    def __iter__(self):
+        raise refused("a traced value is one number: it cannot be looped over or unpacked")
+
+    def __len__(self):
+        raise refused("a traced value is one number: it has no length")
+
+    def __contains__(self, item):
+        raise refused("a traced value is one number: `in` cannot search it; write x == y")
+
+    def __getitem__(self, index):
+        raise refused("a traced value is one number: only what fg.tensor captures can be indexed")
+
+    def __call__(self, *args, **kwargs):
+        raise refused("a traced value is one number: it cannot be called")
+
+    def __array__(self, *args, **kwargs):
+        raise refused("NumPy needs a value and this is a traced one; capture the array with fg.tensor and index it")
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        name = _UFUNCS.get(ufunc.__name__)
+        if method == "__call__" and name is not None and not kwargs:
+            if name in ("and", "or", "xor"):
+                return apply_logical(name, *inputs)
+            if name == "invert":
+                return ~inputs[0]
+            return apply(name, *inputs)
+        raise refused(f"np.{ufunc.__name__} cannot be traced{_instead(ufunc.__name__)}")
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", str(function))
+        raise refused(f"torch's {name!r} cannot be traced{_instead(name)}; capture a torch tensor with fg.tensor")
+
+
+#: NumPy's names of what Python's operators on a NumPy scalar call.
+_UFUNCS = {
+    "equal": "eq",
+    "not_equal": "ne",
+    "less": "lt",
+    "less_equal": "le",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "bitwise_and": "and",
+    "bitwise_or": "or",
+    "bitwise_xor": "xor",
+    "invert": "invert",
+    "left_shift": "shift_left",
+    "right_shift": "shift_right",
+    "add": "add",
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "div",
+    "floor_divide": "floor_div",
+    "remainder": "mod",
+    "negative": "neg",
+    "absolute": "abs",
+}
+
+
+class Captured:
+    """A captured tensor, indexed at once (`t[b, k]`) or step by step (`t[b][k]`)."""
+
+    __slots__ = ("indices", "tensor", "where")
+    __hash__ = None
+
+    def __init__(self, tensor: Tensor, indices: tuple[Node, ...] = (), where: SourceLine | None = None) -> None:
+        self.tensor, self.indices, self.where = tensor, indices, where
+
+    def __repr__(self) -> str:
+        return f"<captured {self.tensor.name}, {len(self.indices)} of {len(self.tensor.dims)} indices>"
+
+    def __getitem__(self, index):
+        name, rank = self.tensor.name, len(self.tensor.dims)
+        given = index if isinstance(index, tuple) else (index,)
+        indices = self.indices + tuple(self._index(i) for i in given)
+        if len(indices) > rank:
+            raise refused(f"tensor {name!r} has {rank} dimension{'s' * (rank != 1)} and got {len(indices)} indices")
+        if len(indices) < rank:
+            return Captured(self.tensor, indices, self.where)
+        self._is_read()
+        return Expr(node("load", TENSOR_DTYPES[self.tensor.dtype], indices, self.tensor, source.caller()))
+
+    def size(self, dim: int) -> Expr:
+        """The length of a dimension, at run time."""
+        name, rank = self.tensor.name, len(self.tensor.dims)
+        if isinstance(dim, Expr) or not isinstance(dim, (int, np.integer)) or not -rank <= dim < rank:
+            raise refused(f"tensor {name!r} has dimensions 0..{rank - 1}; .size() got {dim!r}")
+        dim = int(dim) % rank
+        length = self.tensor.dims[dim]
+        if isinstance(length, int):
+            return Expr(const(length))
+        self._is_read()
+        return Expr(node("size", DType.INT32, (), (self.tensor, dim), source.caller()))
+
+    def _is_read(self) -> None:
+        read = examples_read.get()
+        if read is not None and self.tensor.example is not None:
+            read[self.tensor.name] = self.tensor.example
+
+    def _index(self, index: object) -> Node:
+        name = self.tensor.name
+        if index is None or index is Ellipsis or isinstance(index, slice):
+            raise refused(f"tensor {name!r} is read one element at a time: every index is a number")
+        i = node_of(index)
+        if not i.dtype.is_int:
+            raise refused(f"an index of tensor {name!r} is {i.dtype.value}; write fg.int32(x)")
+        if i.op == "const" and i.attr < 0:
+            raise refused(f"tensor {name!r} got the index {i.attr}: write {name}.size(i) - {-i.attr}")
+        return i
+
+    def __len__(self):
+        raise refused(f"len() of a captured tensor is not known yet; write {self.tensor.name}.size(0)")
+
+    def __iter__(self):
+        raise refused(f"tensor {self.tensor.name!r} cannot be looped over: its size is not known yet")
+
+    def __bool__(self):
+        raise refused(self.unindexed())
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        raise refused(self.unindexed())
+
+    def unindexed(self) -> str:
+        rank, got = len(self.tensor.dims), len(self.indices)
+        example = ", ".join({"batch": "b", "heads": "h", "q": "q", "kv": "k"}.get(d, "i") for d in self.tensor.dims)
+        return (
+            f"tensor {self.tensor.name!r} has {rank} dimension{'s' * (rank != 1)} and got {got} ind"
+            f"{'ex' if got == 1 else 'ices'}; write {self.tensor.name}[{example}]"
+        )
+
+
+def _unindexed_operator(self, *others):
+    raise refused(self.unindexed())
+
+
+for _name in vars(Expr):
+    if _name.startswith("__") and _name not in vars(Captured) and callable(getattr(Expr, _name)):
+        setattr(Captured, _name, _unindexed_operator)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Making nodes of what operators and functions are given
+
+#: The examples of the captured tensors that the function being traced has read.
+examples_read: ContextVar[dict[str, Callable] | None] = ContextVar("examples_read", default=None)
+
+def node_of(value: object) -> Node:
+    if isinstance(value, Expr):
+        return value.node
+    if isinstance(value, Captured):
+        raise refused(value.unindexed())
+    if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0 and value.dtype.kind in "biuf":
+        value = value.item()
+    if isinstance(value, (bool, int, float)):
+        try:
+            return build.literal(value)
+        except SpecError as error:
+            raise refused(str(error)) from None
+    raise refused(
+        f"{kind_of(value)} cannot be part of a mask or score: numbers and traced values can;"
+        " declare arrays with fg.tensor and values that change from call to call with fg.param"
+    )
+
+
+def kind_of(value: object) -> str:
+    if value is None:
+        return "nothing (a missing `return`?)"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def apply(name: str, *operands: object, attr: object = None) -> Expr:
+    return Expr(build.apply(name, *map(node_of, operands), attr=attr, where=source.caller()))
+
+
+def apply_logical(name: str, a: object, b: object) -> Expr:
+    """`&`, `|` and `^` mean conditions on conditions and bits on integers."""
+    x, y = node_of(a), node_of(b)
+    if (x.dtype is DType.BOOL) is not (y.dtype is DType.BOOL):
+        sign = {"and": "&", "or": "|", "xor": "^"}[name]
+        raise refused(
+            f"`{sign}` got {x.dtype.value} and {y.dtype.value}: Python applies it before comparisons; {_PARENTHESES}"
+        )
+    return apply(f"logical_{name}" if x.dtype is DType.BOOL else f"bit_{name}", a, b)
+
+
+def refused(message: str) -> SpecError:
+    return SpecError(message, where=source.caller())
+
+
+def _instead(name: str) -> str:
+    import flashgen
+
+    return f"; write fg.{name}" if name in dir(flashgen) else ""
+
+
+_BUILTINS = {
+    "min": "write fg.minimum(x, y)",
+    "max": "write fg.maximum(x, y)",
+    "any": "join conditions with |",
+    "all": "join conditions with &",
+    "sorted": "sorting is not in the language",
+    "bool": "compare it, as in x != 0",
+}
+
+
+def _cure_for_bool() -> str:
+    """What to write instead of the construct that asked for a truth value."""
+    problem = "a traced value is neither true nor false while a spec is read"
+    match source.construct():
+        case ast.Compare(ops=[ast.In() | ast.NotIn()]):
+            return f"{problem}: `in` cannot be traced; write (x == a) | (x == b)"
+        case ast.Compare():
+            return f"{problem}: a chained comparison (a < b < c) asks for one; {_PARENTHESES}"
+        case ast.BoolOp(op=ast.And()):
+            return f"{problem}: `and` asks for one; write (k <= q) & (q - k < w)"
+        case ast.BoolOp():
+            return f"{problem}: `or` asks for one; write (k <= q) | (k < w)"
+        case ast.UnaryOp():
+            return f"{problem}: `not` asks for one; write ~(k <= q)"
+        case ast.If() | ast.IfExp():
+            return f"{problem}: `if` asks for one; write fg.where(condition, x, y), or join conditions with & and |"
+        case ast.While():
+            return f"{problem}: `while` asks for one; loop over plain Python numbers"
+        case ast.Assert():
+            return f"{problem}: `assert` asks for one; declare min= and max= instead"
+        case ast.Call(func=ast.Name(id=name)) if name in _BUILTINS:
+            return f"{problem}: {name}() asks for one; {_BUILTINS[name]}"
+        case _:
+            return (
+                f"{problem}: `if`, `and`, `or`, `not`, `in` and chained comparisons cannot be traced;"
+                " write fg.where, & | ~, and parentheses round each comparison"
+            )
