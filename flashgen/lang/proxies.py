@@ -323,6 +323,7 @@ for _name in vars(Expr):
 #: The examples of the captured tensors that the function being traced has read.
 examples_read: ContextVar[dict[str, Callable] | None] = ContextVar("examples_read", default=None)
 
+
 def node_of(value: object) -> Node:
     if isinstance(value, Expr):
         return value.node
