@@ -15,7 +15,7 @@ README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PLAN = ("plan", "specs/sliding_window.py", "--seqlen", "8192", "--arch", "sm_80")
-SHOW = ("show", "specs/sliding_window.py", "--param", "window=300", "--seqlen", "1024", "--arch", "sm_80", "--tile", "64x64")
+SHOW = ("show", *PLAN[1:2], "--param", "window=300", "--seqlen", "1024", "--arch", "sm_80", "--tile", "64x64")
 
 
 def spec() -> str:

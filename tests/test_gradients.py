@@ -26,9 +26,12 @@ def case_of(variant, **given):
 def inputs(dtype=torch.float64, seed=0):
     g = torch.Generator().manual_seed(seed)
     shapes = (
-        (B, HEADS, Q_LEN, DIM), (B, KV_HEADS, KV_LEN, DIM), (B, KV_HEADS, KV_LEN, V_DIM),
-        (B, HEADS, Q_LEN, V_DIM), (B, HEADS, Q_LEN),
-    )  # fmt: skip
+        (B, HEADS, Q_LEN, DIM),
+        (B, KV_HEADS, KV_LEN, DIM),
+        (B, KV_HEADS, KV_LEN, V_DIM),
+        (B, HEADS, Q_LEN, V_DIM),
+        (B, HEADS, Q_LEN),
+    )
     q, k, v, do, dlse = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
     return *(x.to(dtype) for x in (q, k, v, do)), dlse.to(dtype if dtype == torch.float64 else torch.float32)
 
@@ -75,9 +78,17 @@ def test_mask_score_captured_tensor_dropout_and_lse(scale, p, monkeypatch):
         kept = torch.from_numpy(keep(dropout, b=b, h=h, q=ROWS.numpy(), k=COLUMNS.numpy(), heads=HEADS))
         dropped = kept.double() / (1 - p)
     want = by_the_book(
-        q, k, v, do, dlse, scale, mask,
-        lambda s: torch.tanh(s) * 2 + bias[:, :, None] * (ROWS - COLUMNS).clamp(min=0).double().sqrt(), dropped, [bias],
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        do,
+        dlse,
+        scale,
+        mask,
+        lambda s: torch.tanh(s) * 2 + bias[:, :, None] * (ROWS - COLUMNS).clamp(min=0).double().sqrt(),
+        dropped,
+        [bias],
+    )
     case = case_of(variant, tensors={"table": array})
     for gradients in (reference_gradients, baseline_gradients):
         got = gradients(variant, case, q, k, v, do, scale=scale, dlse=dlse, dropout=dropout)

@@ -23,9 +23,16 @@ def traced(function, **kwargs):
     variant = fg.variant(function)
     params, tensors = kwargs.get("params", {}), kwargs.get("tensors", {})
     value = evaluate(
-        variant.mask, b=0, h=3, q=Q, k=K, sizes=SIZES, params=variant.values(params), tensors=tensors,
+        variant.mask,
+        b=0,
+        h=3,
+        q=Q,
+        k=K,
+        sizes=SIZES,
+        params=variant.values(params),
+        tensors=tensors,
         live=kwargs.get("live"),
-    )  # fmt: skip
+    )
     return np.broadcast_to(value, (5, 7))
 
 
@@ -45,15 +52,25 @@ def grow(children):
 
     return st.one_of(
         binary(["+", "-", "*", "&", "|", "^"]),
-        st.builds(lambda a, sign, b: f"({a} {sign} {b})", children, st.sampled_from(["//", "%"]),
-                  st.integers(-9, 9).filter(bool)),
+        st.builds(
+            lambda a, sign, b: f"({a} {sign} {b})",
+            children,
+            st.sampled_from(["//", "%"]),
+            st.integers(-9, 9).filter(bool),
+        ),
         st.builds(lambda a, sign, n: f"({a} {sign} {n})", children, st.sampled_from(["<<", ">>"]), st.integers(0, 3)),
         st.builds(lambda a, b: f"({a} // (abs({b}) + 1))", children, children),
         st.builds(lambda sign, a: f"({sign}{a})", st.sampled_from(["-", "+", "~"]), children),
         st.builds(lambda f, a, b: f"{f}({a}, {b})", st.sampled_from(["minimum", "maximum"]), children, children),
-        st.builds(lambda a, sign, b, x, y: f"where({a} {sign} {b}, {x}, {y})", children,
-                  st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), children, children, children),
-    )  # fmt: skip
+        st.builds(
+            lambda a, sign, b, x, y: f"where({a} {sign} {b}, {x}, {y})",
+            children,
+            st.sampled_from(["<", "<=", ">", ">=", "==", "!="]),
+            children,
+            children,
+            children,
+        ),
+    )
 
 
 integers = st.recursive(numbers, grow, max_leaves=12)
@@ -100,9 +117,17 @@ def test_a_random_mask_means_what_python_computes_and_stays_in_its_declared_boun
 def score(function, s, float_dtype, **params):
     variant = fg.variant(score=function)
     return evaluate(
-        variant.score_node, b=0, h=0, q=Q, k=K, s=s, sizes=SIZES, params=variant.values(params), tensors={},
+        variant.score_node,
+        b=0,
+        h=0,
+        q=Q,
+        k=K,
+        s=s,
+        sizes=SIZES,
+        params=variant.values(params),
+        tensors={},
         float_dtype=float_dtype,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

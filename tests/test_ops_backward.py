@@ -71,8 +71,12 @@ def test_gradcheck_of_views():
     packed = torch.randn(2, 5, 3, 2, 4, dtype=torch.float64, requires_grad=True)
     assert gradcheck(lambda t: fg.attention(*t.permute(2, 0, 3, 1, 4), plain), (packed,))
     q, k, v = tensors()
-    assert gradcheck(lambda q, k, v: fg.attention(q.expand(2, -1, -1, -1), k.expand(2, -1, -1, -1),
-                                                  v.expand(2, -1, -1, -1), plain).sum(0), (q, k, v))  # fmt: skip
+    assert gradcheck(
+        lambda q, k, v: fg.attention(
+            q.expand(2, -1, -1, -1), k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1), plain
+        ).sum(0),
+        (q, k, v),
+    )
 
 
 # -- against float64
@@ -333,8 +337,9 @@ def test_compiled_dropout():
     q, k, v = tensors()
     model = torch.compile(
         lambda q, k, v: fg.attention(q, k, v, plain, dropout=0.5) - fg.attention(q, k, v, plain, dropout=0.5),
-        fullgraph=True, backend="aot_eager",
-    )  # fmt: skip
+        fullgraph=True,
+        backend="aot_eager",
+    )
     torch.manual_seed(1)
     first = model(q, k, v)
     assert first.any(), "two calls drop other pairs"
@@ -343,9 +348,7 @@ def test_compiled_dropout():
     again = model(q, k, v)
     assert torch.equal(again, first)
     again.square().sum().backward()
-    want = torch.autograd.grad(
-        (lambda o: o.square().sum())(_differing(q, k, v, seed=1)), (q, k, v)
-    )  # fmt: skip
+    want = torch.autograd.grad((lambda o: o.square().sum())(_differing(q, k, v, seed=1)), (q, k, v))
     for x, y in zip((q, k, v), want, strict=True):
         torch.testing.assert_close(x.grad, y)
 

@@ -39,9 +39,7 @@ def run(installed, tmp_path):
         environment = {**os.environ, "PYTHONPATH": str(installed), "FLASHGEN_CACHE_DIR": str(tmp_path / "cache")}
         folder = tmp_path / "elsewhere"
         folder.mkdir(exist_ok=True)
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True
-        )
+        done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

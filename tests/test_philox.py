@@ -26,9 +26,13 @@ def words(text):
 def mask(dropout, batch=2, heads=3, q=range(40), k=range(50)):
     """[batch, heads, queries, keys]"""
     return keep(
-        dropout, b=np.arange(batch)[:, None, None, None], h=np.arange(heads)[:, None, None],
-        q=np.array(q)[:, None], k=np.array(k), heads=heads,
-    )  # fmt: skip
+        dropout,
+        b=np.arange(batch)[:, None, None, None],
+        h=np.arange(heads)[:, None, None],
+        q=np.array(q)[:, None],
+        k=np.array(k),
+        heads=heads,
+    )
 
 
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
@@ -47,9 +51,13 @@ def test_the_counter_layout():
 
 @settings(deadline=None, max_examples=50)
 @given(
-    seed=st.integers(0, 2**64 - 1), offset=st.integers(0, 2**64 - 1),
-    q0=st.integers(0, 30), q1=st.integers(0, 10), k0=st.integers(0, 40), k1=st.integers(0, 10),
-)  # fmt: skip
+    seed=st.integers(0, 2**64 - 1),
+    offset=st.integers(0, 2**64 - 1),
+    q0=st.integers(0, 30),
+    q1=st.integers(0, 10),
+    k0=st.integers(0, 40),
+    k1=st.integers(0, 10),
+)
 def test_a_tile_is_the_whole_mask_cut_out(seed, offset, q0, q1, k0, k1):
     dropout = Dropout(p=0.4, seed=seed, offset=offset)
     whole = mask(dropout)

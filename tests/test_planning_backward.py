@@ -72,15 +72,20 @@ def test_the_planner_and_the_walk_count_the_same(name, deterministic):
 def test_heads_that_see_other_tiles_are_counted_the_same(data):
     draw = data.draw
     near, far, step = draw(st.integers(-40, 40)), draw(st.integers(0, 90)), draw(st.integers(0, 20))
+
     def mask(b, h, q, k):
         return ((q - k >= near) & (q - k <= near + far) | (k < step * b)) & (k >= step * h)
 
     variant = fg.variant(mask)
     group = draw(st.sampled_from([1, 2, 4]))
     problem = problem_of(
-        batch=draw(st.integers(1, 2)), heads=4, kv_heads=4 // group, q_len=draw(st.integers(0, 90)),
-        kv_len=draw(st.integers(0, 90)), head_dim=16,
-    )  # fmt: skip
+        batch=draw(st.integers(1, 2)),
+        heads=4,
+        kv_heads=4 // group,
+        q_len=draw(st.integers(0, 90)),
+        kv_len=draw(st.integers(0, 90)),
+        head_dim=16,
+    )
     tile = draw(st.sampled_from([(16, 16), (32, 16), (16, 64)]))
     assert differences(variant, problem, case_of(variant, problem), tile, deterministic=draw(st.booleans())) == {}
 

@@ -104,9 +104,15 @@ def test_float_arithmetic_is_ieee(text, reference):
 
 @pytest.mark.parametrize(
     ("name", "reference"),
-    [("ex2", np.exp2), ("lg2", np.log2), ("rcp", lambda x: 1 / x), ("sqrt", np.sqrt), ("rsqrt", lambda x: x**-0.5),
-     ("tanh", np.tanh)],
-)  # fmt: skip
+    [
+        ("ex2", np.exp2),
+        ("lg2", np.log2),
+        ("rcp", lambda x: 1 / x),
+        ("sqrt", np.sqrt),
+        ("rsqrt", lambda x: x**-0.5),
+        ("tanh", np.tanh),
+    ],
+)
 def test_functions_are_rounded_to_nearest(name, reference):
     x = np.abs(np.random.default_rng(4).standard_normal(512)).astype(np.float32) * 4
     expected = reference(x.astype(np.float64)).astype(np.float32)

@@ -70,9 +70,14 @@ def test_shapes(pipeline, shape):
 
 @pytest.mark.parametrize(
     ("pipeline", "spec", "head_dim"),
-    [("ampere", "causal", 64), ("ampere", "full", 128), ("hopper", "full", 64), ("hopper", "causal", 64),
-     ("hopper", "softcap", 128)],
-)  # fmt: skip
+    [
+        ("ampere", "causal", 64),
+        ("ampere", "full", 128),
+        ("hopper", "full", 64),
+        ("hopper", "causal", 64),
+        ("hopper", "softcap", 128),
+    ],
+)
 def test_the_planners_first_choice(pipeline, spec, head_dim):
     """Larger tiles, more stages, and what only they have: turns, a guard against large scores."""
     w = work(spec, pipeline, head_dim=head_dim, q_len=200, kv_len=300)

@@ -50,10 +50,18 @@ class Backward:
     def run(self, edit=None, **options):
         w = self.forward
         return simulate_backward(
-            self.plan, w.case, *(x.float().numpy() for x in w.qkv), self.o, self.lse, self.d_o.float().numpy(),
-            scale=w.scale, dlse=self.dlse.numpy(), dropout=self.dropout,
-            source=edit(self.source) if edit else self.source, **options,
-        )  # fmt: skip
+            self.plan,
+            w.case,
+            *(x.float().numpy() for x in w.qkv),
+            self.o,
+            self.lse,
+            self.d_o.float().numpy(),
+            scale=w.scale,
+            dlse=self.dlse.numpy(),
+            dropout=self.dropout,
+            source=edit(self.source) if edit else self.source,
+            **options,
+        )
 
     def wrong(self, result) -> list[str]:
         """What breaks the tolerance rule, against autograd in float64."""

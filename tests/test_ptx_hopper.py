@@ -206,8 +206,15 @@ def test_plain_bulk_copies_and_reductions():
     ],
 )
 def test_tensor_maps_that_the_driver_refuses(arguments, match):
-    good = {"dtype": BFLOAT16, "rank": 2, "address": FIRST, "dims": (64, 8), "strides": (128,), "box": (64, 8),
-            "element_strides": (1, 1)}  # fmt: skip
+    good = {
+        "dtype": BFLOAT16,
+        "rank": 2,
+        "address": FIRST,
+        "dims": (64, 8),
+        "strides": (128,),
+        "box": (64, 8),
+        "element_strides": (1, 1),
+    }
     TensorMap.encode_tiled(**good)
     with pytest.raises(BadLaunch, match=match):
         TensorMap.encode_tiled(**good | arguments)
@@ -291,27 +298,52 @@ START = "if (t == 0) { init(full, 1); init_fence(); } __syncthreads(); "
 @pytest.mark.parametrize(
     ("body", "error", "match"),
     [
-        (START + "wait(full, 0);", errors.Deadlock,
-         r"wait for parity 0 of mbarrier at byte \d+ \(in phase 0: 1 of 1 arrivals"),
-        (START + "if (t == 0) { expect(full, 512); load_bulk(s, in, 256, full); } wait(full, 0);", errors.Deadlock,
-         "256 bytes outstanding"),
-        (START + "if (t == 0) { arrive(full); load_bulk(s, in, 256, full); } wait(full, 0); out[t] = s[lane];",
-         errors.NotComplete, "a bulk copy .*has still to write|without waiting for its mbarrier"),
-        (START + "if (t == 0) load_now(s, in, 256, full); __syncthreads(); out[t] = s[lane];",
-         errors.NotComplete, "has still to write|without waiting"),
-        (START + "s[t] = t; __syncthreads(); out[t] = s[t ^ 32]; if (t == 0) load_now(s, in, 256, full);"
-         " wait(full, 0);", errors.Race, "no barrier orders the write after the read|no barrier between"),
-        (START + "if (t == 0) arrive(full, 2);", errors.BarrierMisuse,
-         "2 arrivals at mbarrier .* expects 1 more in this phase"),
-        ("if (t == 0) init(full, 1); if (t == 32) arrive(full);", errors.BarrierMisuse,
-         "no mbarrier was initialised|does not happen before"),
-        ("if (t == 0) init(full, 1); __syncthreads(); if (t == 32) load_now(s, in, 256, full); wait(full, 0);",
-         errors.MissingFence, "no fence of its init"),
+        (
+            START + "wait(full, 0);",
+            errors.Deadlock,
+            r"wait for parity 0 of mbarrier at byte \d+ \(in phase 0: 1 of 1 arrivals",
+        ),
+        (
+            START + "if (t == 0) { expect(full, 512); load_bulk(s, in, 256, full); } wait(full, 0);",
+            errors.Deadlock,
+            "256 bytes outstanding",
+        ),
+        (
+            START + "if (t == 0) { arrive(full); load_bulk(s, in, 256, full); } wait(full, 0); out[t] = s[lane];",
+            errors.NotComplete,
+            "a bulk copy .*has still to write|without waiting for its mbarrier",
+        ),
+        (
+            START + "if (t == 0) load_now(s, in, 256, full); __syncthreads(); out[t] = s[lane];",
+            errors.NotComplete,
+            "has still to write|without waiting",
+        ),
+        (
+            START + "s[t] = t; __syncthreads(); out[t] = s[t ^ 32]; if (t == 0) load_now(s, in, 256, full);"
+            " wait(full, 0);",
+            errors.Race,
+            "no barrier orders the write after the read|no barrier between",
+        ),
+        (
+            START + "if (t == 0) arrive(full, 2);",
+            errors.BarrierMisuse,
+            "2 arrivals at mbarrier .* expects 1 more in this phase",
+        ),
+        (
+            "if (t == 0) init(full, 1); if (t == 32) arrive(full);",
+            errors.BarrierMisuse,
+            "no mbarrier was initialised|does not happen before",
+        ),
+        (
+            "if (t == 0) init(full, 1); __syncthreads(); if (t == 32) load_now(s, in, 256, full); wait(full, 0);",
+            errors.MissingFence,
+            "no fence of its init",
+        ),
         (START + "if (t == 0) init(full, 1);", errors.BarrierMisuse, "initialised twice"),
         (START + "if (t == 0) load_now(s, in, 250, full); wait(full, 0);", errors.Misaligned, "multiples of 16"),
         (START + "if (t == 0) load_now(s, in, 512, full); wait(full, 0);", errors.OutOfBounds, "shared memory|past"),
     ],
-)  # fmt: skip
+)
 def test_misuse_of_mbarriers(body, error, match, seed):
     with pytest.raises(errors.Trap) as found:
         hopper(
@@ -419,11 +451,15 @@ def wgmma_kernel(n, kind, a_trans, b_trans, from_registers):
 
 # (leading, stride) in bytes for [64 or 128 rows, 16]: as little as each mode needs, and wider apart.
 STRIDES = {
-    ("k", 0): [(128, 256), (4096, 128)], ("k", 1): [(16, 1024)], ("k", 2): [(16, 512), (16, 1024)],
+    ("k", 0): [(128, 256), (4096, 128)],
+    ("k", 1): [(16, 1024)],
+    ("k", 2): [(16, 512), (16, 1024)],
     ("k", 3): [(16, 256)],
-    ("mn", 0): [(128, 256), (2048, 128)], ("mn", 1): [(2048, 1024), (4096, 1024)], ("mn", 2): [(1024, 512)],
+    ("mn", 0): [(128, 256), (2048, 128)],
+    ("mn", 1): [(2048, 1024), (4096, 1024)],
+    ("mn", 2): [(1024, 512)],
     ("mn", 3): [(512, 256)],
-}  # fmt: skip
+}
 FORMS = [(major, mode, strides) for (major, mode), each in STRIDES.items() for strides in each]
 
 
@@ -446,8 +482,9 @@ def test_wgmma_reads_every_layout(form, from_registers):
     hopper(
         wgmma_kernel(n, kind, trans, trans, from_registers),
         {"out": out, "a": store(a), "b": store(b), "a_at": a_at, "b_at": b_at, "words": words},
-        block=128, smem=65536,
-    )  # fmt: skip
+        block=128,
+        smem=65536,
+    )
     exact = load(store(a)).astype(np.float64) @ load(store(b)).astype(np.float64).T
     row, column = np.arange(64)[:, None], np.arange(n)[None, :]
     start = column // 8 * 4 + row % 16 // 8 * 2 + column % 2
@@ -489,7 +526,7 @@ TOUCH_A = 'for (int i = 0; i < 4; i++) asm volatile("xor.b32 %0, %0, 0;" : "+r"(
         ("fence(); multiply(); commit(); wait(); fence(); multiply();", errors.NotComplete, "is read while a wgmma"),
         ("if (t < 16) return; fence(); multiply(); commit(); wait();", errors.Diverged, "was reached by a part"),
     ],
-)  # fmt: skip
+)
 def test_registers_of_wgmma(body, error, match):
     out = np.zeros(512, np.float32)
     for seed in (None, 0):

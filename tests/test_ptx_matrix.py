@@ -172,18 +172,24 @@ def test_groups_land_when_waited_for(seed):
     ("body", "error", "match"),
     [
         ("load(0); out[t] = s[t];", errors.NotComplete, "cp.async of warp"),
-        ("load(0); load(64); wait<1>(); out[t] = s[64 + t]; wait<0>();",
-         errors.NotComplete, "has not waited for group 2"),
+        (
+            "load(0); load(64); wait<1>(); out[t] = s[64 + t]; wait<0>();",
+            errors.NotComplete,
+            "has not waited for group 2",
+        ),
         ("load(0); wait<0>(); out[t] = s[t ^ 32];", errors.NotComplete, "no barrier followed"),
         ("copy(s + t, in + t, 16); wait<0>(); out[t] = s[t];", errors.NotComplete, "cp.async of warp"),
-        ("s[t] = in[t]; __syncthreads(); out[t] = s[t ^ 32]; load(0); wait<0>();", errors.Race,
-         "no barrier orders the write after the read"),
+        (
+            "s[t] = in[t]; __syncthreads(); out[t] = s[t ^ 32]; load(0); wait<0>();",
+            errors.Race,
+            "no barrier orders the write after the read",
+        ),
         ("load(0);", errors.UnfinishedCopy, "leaves while its cp.async copies"),
         ("copy(s + t, (char*)in + 8 + 16 * t, 16);", errors.Misaligned, "global cp.async of 16 bytes"),
         ("copy(s + t, in + 200 + t, 16);", errors.OutOfBounds, "global cp.async of 16 bytes at byte 4096"),
         ("copy(s + 250 + t, in, 16);", errors.OutOfBounds, "shared memory access"),
     ],
-)  # fmt: skip
+)
 def test_misuse(body, error, match, seed):
     if "^ 32" in body and seed is not None:
         error, match = errors.Trap, None  # in another order the other warp has not even begun, or is done

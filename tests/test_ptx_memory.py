@@ -99,17 +99,29 @@ KERNEL = 'extern "C" __global__ void k(int* out, const int* in) {{ int t = threa
         ("out[t] = *(int*)(unsigned)(unsigned long long)in;", errors.OutOfBounds, "no buffer is there"),
         ("out[t] = *(int*)((char*)in + 2);", errors.Misaligned, "global ld of 4 bytes at .* is not aligned"),
         ("out[t] = 1; ((int*)in)[0] = 2;", errors.ReadOnly, "global st into in, which the kernel may only read"),
-        ("__shared__ int s[32]; s[t] = 1; __syncwarp(); out[t] = s[t + 1];", errors.OutOfBounds,
-         "shared memory access of bytes 128..131: the block has 128 bytes"),
-        ("__shared__ int s[64]; s[t] = 1; out[t] = *(int*)((char*)s + 2);", errors.Misaligned,
-         "shared memory access at byte 2 is not a multiple of 4"),
-        ("__shared__ int s[64]; s[t] = 1; __syncwarp(); out[t] = s[t + 32];", errors.Uninitialised,
-         "warp 0 reads shared memory that nothing wrote"),
+        (
+            "__shared__ int s[32]; s[t] = 1; __syncwarp(); out[t] = s[t + 1];",
+            errors.OutOfBounds,
+            "shared memory access of bytes 128..131: the block has 128 bytes",
+        ),
+        (
+            "__shared__ int s[64]; s[t] = 1; out[t] = *(int*)((char*)s + 2);",
+            errors.Misaligned,
+            "shared memory access at byte 2 is not a multiple of 4",
+        ),
+        (
+            "__shared__ int s[64]; s[t] = 1; __syncwarp(); out[t] = s[t + 32];",
+            errors.Uninitialised,
+            "warp 0 reads shared memory that nothing wrote",
+        ),
         ("int x[4]; x[t % 2] = 1; out[t] = x[t % 4];", errors.Uninitialised, "local memory is read before"),
-        ("int x; asm volatile(\"{.reg .b32 y; mov.b32 %0, y;}\" : \"=r\"(x)); out[t] = x;", errors.Uninitialised,
-         "register y is read before anything wrote it"),
+        (
+            'int x; asm volatile("{.reg .b32 y; mov.b32 %0, y;}" : "=r"(x)); out[t] = x;',
+            errors.Uninitialised,
+            "register y is read before anything wrote it",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_accesses(code, error, match):
     for seed in (None, 3):
         trap(KERNEL.format(code), error, match, seed=seed)
@@ -119,13 +131,20 @@ def test_bad_accesses(code, error, match):
     ("code", "error", "match"),
     [
         ("s[t] = t; out[t] = s[t ^ 32];", errors.Race, "reads shared memory that warp . wrote .*no barrier between"),
-        ("if (t < 32) s[t] = t; __syncthreads(); if (t >= 32) out[t] = s[t - 32]; if (t < 32) s[t] = 1;", errors.Race,
-         "warp 0 writes shared memory that warp 1 read: no barrier orders the write after the read"),
+        (
+            "if (t < 32) s[t] = t; __syncthreads(); if (t >= 32) out[t] = s[t - 32]; if (t < 32) s[t] = 1;",
+            errors.Race,
+            "warp 0 writes shared memory that warp 1 read: no barrier orders the write after the read",
+        ),
         ("s[t % 32] = t; __syncthreads(); out[t] = s[t % 32];", errors.Race, "write.* shared memory"),
-        ("s[t] = t; out[t] = s[t ^ 1];", errors.Race, "lane 1 reads shared memory that lane 0 of its warp wrote|"
-         "lane 0 reads shared memory that lane 1 of its warp wrote"),
+        (
+            "s[t] = t; out[t] = s[t ^ 1];",
+            errors.Race,
+            "lane 1 reads shared memory that lane 0 of its warp wrote|"
+            "lane 0 reads shared memory that lane 1 of its warp wrote",
+        ),
     ],
-)  # fmt: skip
+)
 def test_shared_memory_races(code, error, match):
     for seed in (None, 0, 1):
         try:

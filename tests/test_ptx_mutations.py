@@ -152,7 +152,7 @@ HOPPER = {
         replace("load_4d(shared.v[v_ring.stage()][d / 64],", "load_4d((char*)shared.v[v_ring.stage()][d / 64] + 16,"),
         {errors.Misaligned, errors.OutOfBounds, errors.Race},
     ),
-}  # fmt: skip
+}
 
 
 # With two stages of Q: O leaves from the room of Q by TMA.
@@ -167,11 +167,11 @@ STAGED = {
     ),
     "room given back while it is stored": (replace("        bulk_wait_group_read<0>();\n", ""), {errors.Race}),
     "o announced before it is written": (
-        lambda text: replace("    const Ring<Q_STAGES> at = {q_ring.passed - 1};\n",
-                             "    const Ring<Q_STAGES> at = {q_ring.passed - 1};\n    if (threadIdx.x % 32 == 0)"
-                             " mbarrier_arrive(shared.o_full[at.stage()][warpgroup]);\n")(
-            replace("    if (lane == 0) mbarrier_arrive(shared.o_full[at.stage()][warpgroup]);\n", "")(text)
-        ),
+        lambda text: replace(
+            "    const Ring<Q_STAGES> at = {q_ring.passed - 1};\n",
+            "    const Ring<Q_STAGES> at = {q_ring.passed - 1};\n    if (threadIdx.x % 32 == 0)"
+            " mbarrier_arrive(shared.o_full[at.stage()][warpgroup]);\n",
+        )(replace("    if (lane == 0) mbarrier_arrive(shared.o_full[at.stage()][warpgroup]);\n", "")(text)),
         {errors.Uninitialised, errors.Race, errors.MissingFence, errors.NotComplete},
     ),
     "wrong swizzle of o": (
@@ -179,11 +179,13 @@ STAGED = {
         {RESULT, CONFLICTS},
     ),
     "o one row further": (
-        replace("d, work.q_tile * TILE_Q + w * 64, work.h, work.b);\n        bulk_commit_group();",
-                "d, work.q_tile * TILE_Q + w * 64 + 1, work.h, work.b);\n        bulk_commit_group();"),
+        replace(
+            "d, work.q_tile * TILE_Q + w * 64, work.h, work.b);\n        bulk_commit_group();",
+            "d, work.q_tile * TILE_Q + w * 64 + 1, work.h, work.b);\n        bulk_commit_group();",
+        ),
         {RESULT, errors.Race},
     ),
-}  # fmt: skip
+}
 
 
 @lru_cache(maxsize=3)
@@ -235,10 +237,16 @@ def test_unchanged_kernels_are_silent(pipeline):
     assert noticed(pipeline, None) == set()
 
 
-@pytest.mark.parametrize(("pipeline", "name"), [
-    *[("ampere", n) for n in ("dropped cp.async wait", "dropped block barrier", "one key row too many")],
-    *[("hopper", n) for n in ("wrong mbarrier phase", "missing expect_tx", "early release of v", "missing wgmma wait")],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pipeline", "name"),
+    [
+        *[("ampere", n) for n in ("dropped cp.async wait", "dropped block barrier", "one key row too many")],
+        *[
+            ("hopper", n)
+            for n in ("wrong mbarrier phase", "missing expect_tx", "early release of v", "missing wgmma wait")
+        ],
+    ],
+)
 def test_random_order_notices_too(pipeline, name):
     edit, _ = {"ampere": AMPERE, "hopper": HOPPER}[pipeline][name]
     assert noticed(pipeline, edit, seed=1)

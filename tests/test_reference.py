@@ -144,8 +144,10 @@ def test_both_readings_of_the_language_agree(x, y, f):
     positive = fg.tensor("positive", dims=(4,), dtype="int32", min=1, max=9)
     floats = fg.tensor("floats", dims=(4,), dtype="float32")
     tensors = {
-        "ints": np.array(x, np.int32), "positive": np.array(y, np.int32), "floats": np.array(f, np.float32),
-    }  # fmt: skip
+        "ints": np.array(x, np.int32),
+        "positive": np.array(y, np.int32),
+        "floats": np.array(f, np.float32),
+    }
 
     def expressions(i, n, z):
         yield from (i == n, i != n, i < n, i <= n, i > n, i >= n)

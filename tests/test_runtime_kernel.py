@@ -56,8 +56,9 @@ def ready():
 def unpacked(plan, content):
     """The fields of a launch's parameters by name."""
     members = params.fields(plan)
-    numbers = struct.unpack("<" + "".join(m.format for m in members), content[: struct.calcsize(
-        "<" + "".join(m.format for m in members))])  # fmt: skip
+    numbers = struct.unpack(
+        "<" + "".join(m.format for m in members), content[: struct.calcsize("<" + "".join(m.format for m in members))]
+    )
     return dict(zip((m.name for m in members), numbers, strict=True))
 
 

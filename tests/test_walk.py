@@ -186,9 +186,14 @@ def test_tiles_do_not_change_results(data):
 
     group = draw(st.sampled_from([1, 2, 4]))
     problem = problem_of(
-        batch=draw(st.integers(1, 2)), heads=4, kv_heads=4 // group, q_len=draw(st.integers(1, 70)),
-        kv_len=draw(st.integers(1, 70)), head_dim=16, dtype="float64",
-    )  # fmt: skip
+        batch=draw(st.integers(1, 2)),
+        heads=4,
+        kv_heads=4 // group,
+        q_len=draw(st.integers(1, 70)),
+        kv_len=draw(st.integers(1, 70)),
+        head_dim=16,
+        dtype="float64",
+    )
     case = case_of(variant, problem)
     qkv = inputs(problem)
     tile = draw(st.sampled_from([(16, 16), (16, 32), (32, 16), (64, 64), (128, 32)]))
@@ -197,9 +202,12 @@ def test_tiles_do_not_change_results(data):
     torch.testing.assert_close(o, want_o, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-12)
     visible = case.evaluate(
-        variant.mask, b=np.arange(problem.batch)[:, None, None, None], h=np.arange(4)[:, None, None],
-        q=np.arange(problem.q_len)[:, None], k=np.arange(problem.kv_len),
-    )  # fmt: skip
+        variant.mask,
+        b=np.arange(problem.batch)[:, None, None, None],
+        h=np.arange(4)[:, None, None],
+        q=np.arange(problem.q_len)[:, None],
+        k=np.arange(problem.kv_len),
+    )
     shape = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
     assert traffic.visible == np.broadcast_to(visible, shape).sum()
 
@@ -297,9 +305,13 @@ def test_full_attention_moves_what_the_papers_count():
     full = load_spec("full").bind()
     problem = problem_of(batch=1, heads=8, kv_heads=2, q_len=256, kv_len=192, head_dim=64)
     counted = tiles.count(
-        plan_of(full, problem, (64, 32)), analyse(full), case_of(full, problem), head_dim=64, v_head_dim=64,
+        plan_of(full, problem, (64, 32)),
+        analyse(full),
+        case_of(full, problem),
+        head_dim=64,
+        v_head_dim=64,
         dtype="bfloat16",
-    )  # fmt: skip
+    )
     assert counted.q == counted.o == 8 * 256 * 64 * 2
     assert counted.k == counted.v == 8 * (256 // 64) * 192 * 64 * 2  # once a Q tile and query head
     assert counted.lse == 8 * 256 * 4
@@ -312,9 +324,13 @@ def test_the_schedule_is_the_analysis_own(monkeypatch):
     problem = problem_of(batch=1, heads=1, kv_heads=1, q_len=64, kv_len=64)
     monkeypatch.setattr(analysis_tiles, "schedule", lambda *args: [(1, analysis_tiles.FULL)])
     counted = tiles.count(
-        plan_of(causal, problem, (32, 16)), analyse(causal), case_of(causal, problem), head_dim=32, v_head_dim=32,
+        plan_of(causal, problem, (32, 16)),
+        analyse(causal),
+        case_of(causal, problem),
+        head_dim=32,
+        v_head_dim=32,
         dtype="bfloat16",
-    )  # fmt: skip
+    )
     assert (counted.full, counted.partial, counted.k) == (2, 0, 2 * 16 * 32 * 2)
 
 

@@ -147,9 +147,14 @@ def test_tiles_do_not_change_results(data):
 
     group = draw(st.sampled_from([1, 2, 4]))
     problem = problem_of(
-        batch=draw(st.integers(1, 2)), heads=4, kv_heads=4 // group, q_len=draw(st.integers(1, 70)),
-        kv_len=draw(st.integers(1, 70)), head_dim=16, dtype="float64",
-    )  # fmt: skip
+        batch=draw(st.integers(1, 2)),
+        heads=4,
+        kv_heads=4 // group,
+        q_len=draw(st.integers(1, 70)),
+        kv_len=draw(st.integers(1, 70)),
+        head_dim=16,
+        dtype="float64",
+    )
     case = case_of(variant, problem)
     q, k, v, do, dlse = inputs(problem)
     tile = draw(st.sampled_from([(16, 16), (16, 32), (32, 16), (64, 64), (128, 32)]))
@@ -179,9 +184,7 @@ def test_empty_tiles_are_never_read():
 def test_queries_are_visited_head_by_head_from_the_first_on(monkeypatch):
     asked = []
     schedule = analysis_tiles.schedule_queries
-    monkeypatch.setattr(
-        analysis_tiles, "schedule_queries", lambda *a: asked.append(a[3]) or schedule(*a)
-    )
+    monkeypatch.setattr(analysis_tiles, "schedule_queries", lambda *a: asked.append(a[3]) or schedule(*a))
     causal = load_spec("causal").bind()
     problem = problem_of(batch=1, heads=2, kv_heads=1, q_len=64, kv_len=64, dtype="float32")
     q, k, v, do, _ = inputs(problem)
@@ -213,22 +216,32 @@ def test_full_attention_moves_what_the_algorithm_does():
     assert found["attention_backward_prepare"].read == {"o": rows * 128, "do": rows * 128, "lse": rows * 4}
     assert found["attention_backward_prepare"].written == {"lse": rows * 4, "delta": rows * 4, "dq": rows * 64 * 4}
     assert found["attention_backward"].read == {
-        "k": 2 * 192 * 128, "v": 2 * 192 * 128,  # once, whatever the group
-        "q": kv_tiles * rows * 128, "do": kv_tiles * rows * 128,
-        "lse": kv_tiles * rows * 4, "delta": kv_tiles * rows * 4,
+        "k": 2 * 192 * 128,
+        "v": 2 * 192 * 128,  # once, whatever the group
+        "q": kv_tiles * rows * 128,
+        "do": kv_tiles * rows * 128,
+        "lse": kv_tiles * rows * 4,
+        "delta": kv_tiles * rows * 4,
         "dq": kv_tiles * rows * 64 * 4,
-    }  # fmt: skip
-    assert found["attention_backward"].written == {"dq": kv_tiles * rows * 64 * 4, "dk": 2 * 192 * 128, "dv": 2 * 192 * 128}
-    assert found["attention_backward_finish"].read == {"dq": rows * 64 * 4} and found["attention_backward_finish"].written == {"dq": rows * 128}
+    }
+    keys = 2 * 192 * 128
+    assert found["attention_backward"].written == {"dq": kv_tiles * rows * 64 * 4, "dk": keys, "dv": keys}
+    assert found["attention_backward_finish"].read == {"dq": rows * 64 * 4}
+    assert found["attention_backward_finish"].written == {"dq": rows * 128}
     assert list(found) == [launch.entry for launch in ampere_backward.launches(plan, problem)]
     plan = plan_of(full, problem, (64, 32), deterministic=True)
     alone = count_backward(plan, facts, case, **shape).kernels
     assert list(alone) == [launch.entry for launch in ampere_backward.launches(plan, problem)]
     assert alone["attention_backward_dq"].read == {
-        "q": rows * 128, "do": rows * 128, "lse": rows * 4, "delta": rows * 4,
-        "k": 8 * 4 * 192 * 128, "v": 8 * 4 * 192 * 128,  # once a tile of 80 queries and query head
-    }  # fmt: skip
-    assert "dq" not in alone["attention_backward"].read | alone["attention_backward"].written | alone["attention_backward_prepare"].written
+        "q": rows * 128,
+        "do": rows * 128,
+        "lse": rows * 4,
+        "delta": rows * 4,
+        "k": 8 * 4 * 192 * 128,
+        "v": 8 * 4 * 192 * 128,  # once a tile of 80 queries and query head
+    }
+    moved = alone["attention_backward"], alone["attention_backward_prepare"]
+    assert not any("dq" in entry for kernel in moved for entry in (kernel.read, kernel.written))
 
 
 def test_an_index_outside_a_captured_tensor_is_an_error():

@@ -18,9 +18,13 @@ from flashgen.lang.ops import OPS
 #: How tightly C++ binds: an operand that binds less tightly than its place goes into parentheses.
 CALL, UNARY, _TERNARY, _ANYTHING = 16, 15, 3, 0
 _BINARY = {
-    "*": 13, "/": 13, "//": 13, "%": 13, "+": 12, "-": 12, "<<": 11, ">>": 11,
-    "<": 10, "<=": 10, ">": 10, ">=": 10, "==": 9, "!=": 9, "&": 8, "^": 7, "|": 6, "&&": 5, "||": 4,
-}  # fmt: skip
+    **dict.fromkeys(("*", "/", "//", "%"), 13),
+    **dict.fromkeys(("+", "-"), 12),
+    **dict.fromkeys(("<<", ">>"), 11),
+    **dict.fromkeys(("<", "<=", ">", ">="), 10),
+    **dict.fromkeys(("==", "!="), 9),
+    **{"&": 8, "^": 7, "|": 6, "&&": 5, "||": 4},
+}
 
 #: Operators that few people can rank: what binds differently stands in parentheses beside them.
 _UNFAMILIAR = {8, 7, 6, 11}

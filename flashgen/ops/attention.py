@@ -160,9 +160,7 @@ def calls_of(variant: Variant) -> _Calls:
     return calls
 
 
-def call_key(
-    q, k, v, scale, named: Mapping[str, object], constants: frozenset[str], dropout: Dropout | None
-) -> tuple:
+def call_key(q, k, v, scale, named: Mapping[str, object], constants: frozenset[str], dropout: Dropout | None) -> tuple:
     """All that a record depends on."""
     key = [
         *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
@@ -434,9 +432,7 @@ class Numbers:
         self._params = tuple(request.params)
         self._last: tuple[tuple, tuple[float, ...]] = ((), ())
 
-    def __call__(
-        self, scale: float | None, named: Mapping[str, object], dropout: Dropout | None
-    ) -> tuple[float, ...]:
+    def __call__(self, scale: float | None, named: Mapping[str, object], dropout: Dropout | None) -> tuple[float, ...]:
         given, numbers = self._last
         if given != (now := (scale, *[named.get(name) for name in self._params])):
             values = self._variant.values({name: named[name] for name in self._params if name in named})
@@ -493,6 +489,7 @@ class _Record:
         else:
             self._launch(addresses, numbers, stream)
 
+
 def _menu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, problem: Problem, dropout: Dropout | None
 ) -> planner.Menu:
@@ -532,9 +529,7 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
 _zeros: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
-def _recorded(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, dropout: Dropout | None
-) -> _Record:
+def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, dropout: Dropout | None) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
     problem, index = request.problem, q.device.index
     menu = _menu(q, k, v, request.variant, problem, dropout)

@@ -98,9 +98,17 @@ def judge(out: torch.Tensor, base: torch.Tensor, ref: torch.Tensor, dtype: str) 
     n = err.numel()
     if n == 0:
         return Verdict(
-            max_error=0.0, rms_error=0.0, bias=0.0, baseline_max_error=0.0, baseline_rms_error=0.0, max_limit=0.0,
-            rms_limit=0.0, bias_limit=0.0, elements=0, reasons=(),
-        )  # fmt: skip
+            max_error=0.0,
+            rms_error=0.0,
+            bias=0.0,
+            baseline_max_error=0.0,
+            baseline_rms_error=0.0,
+            max_limit=0.0,
+            rms_limit=0.0,
+            bias_limit=0.0,
+            elements=0,
+            reasons=(),
+        )
     ref_rms = _rms(ref)
     ulp = 2.0 ** (math.floor(math.log2(ref_rms)) - _FRACTION_BITS[dtype]) if ref_rms > 0 else 0.0
     base_max, base_rms = float(base_err.abs().max()), _rms(base_err)
@@ -119,9 +127,17 @@ def judge(out: torch.Tensor, base: torch.Tensor, ref: torch.Tensor, dtype: str) 
         if not value <= limit:  # a NaN is no pass
             reasons.append(f"{name} {value:.3g} exceeds {limit:.3g}")
     return Verdict(
-        max_error=max_error, rms_error=rms_error, bias=bias, baseline_max_error=base_max, baseline_rms_error=base_rms,
-        max_limit=max_limit, rms_limit=rms_limit, bias_limit=bias_limit, elements=n, reasons=tuple(reasons),
-    )  # fmt: skip
+        max_error=max_error,
+        rms_error=rms_error,
+        bias=bias,
+        baseline_max_error=base_max,
+        baseline_rms_error=base_rms,
+        max_limit=max_limit,
+        rms_limit=rms_limit,
+        bias_limit=bias_limit,
+        elements=n,
+        reasons=tuple(reasons),
+    )
 
 
 def judge_lse(lse: torch.Tensor, ref: torch.Tensor) -> tuple[str, ...]:
@@ -249,9 +265,7 @@ class Evaluator:
         self.case, self.device = case, device
         self.tensors = {name: torch.as_tensor(array, device=device) for name, array in case.tensors.items()}
 
-    def __call__(
-        self, root: expr.Node, precision: torch.dtype, symbols: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def __call__(self, root: expr.Node, precision: torch.dtype, symbols: Mapping[str, torch.Tensor]) -> torch.Tensor:
         import torch
 
         dtypes = {

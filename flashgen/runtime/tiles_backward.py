@@ -209,9 +209,7 @@ class _Backward(Tiles):
                 k = v = None
                 dk, dv = (np.zeros((), self.precision),) * 2
                 for b, h, at in heads:
-                    schedule = tiles.schedule_queries(
-                        self.facts, self.case, self.plan.tile, kv_tile, b or 0, h or 0
-                    )
+                    schedule = tiles.schedule_queries(self.facts, self.case, self.plan.tile, kv_tile, b or 0, h or 0)
                     if schedule and k is None:  # keys that no query sees are not even loaded
                         k, v = self._read("k", self.k[at_keys]), self._read("v", self.v[at_keys])
                     walks = self.lse[at].shape[0] * self.lse[at].shape[1]

@@ -383,9 +383,7 @@ def test_a_tiny_transformer_learns():
     out = torch.nn.Linear(64, 64, device=DEVICE)
     table = torch.nn.Parameter(torch.zeros(2, 17, device=DEVICE))
     near = fg.tensor("near", dims=("heads", None), dtype="float32")
-    learned = fg.variant(lambda b, h, q, k: k <= q).score(
-        lambda s, b, h, q, k: s + near[h, fg.clamp(q - k, 0, 16)]
-    )
+    learned = fg.variant(lambda b, h, q, k: k <= q).score(lambda s, b, h, q, k: s + near[h, fg.clamp(q - k, 0, 16)])
     optimiser = torch.optim.Adam([*layer.parameters(), *out.parameters(), table], lr=0.02)
     losses = []
     for _ in range(60):

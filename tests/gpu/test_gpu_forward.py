@@ -134,7 +134,7 @@ def test_scales(variant, scale, dtype, pipeline):
 @pytest.mark.parametrize("dtype", BOTH)
 def test_weights_that_are_nearly_equal(dtype, pipeline):
     # All of P lies within half an ulp below 1 and is rounded the same way, up, while its sum is not rounded: a relative
-    # bias of up to that half ulp, which every kernel with a 16-bit P has and which the rule for the bias does not allow.
+    # bias of up to that half ulp, which every kernel with a 16-bit P has and the rule for the bias does not allow.
     problem_of = Problem(batch=2, heads=4, kv_heads=4, q_len=130, kv_len=140, head_dim=64, v_head_dim=64, dtype=dtype)
     q, k, v = random_inputs(problem_of, 0)
     case = Case(sizes=problem_of.sizes(), params={}, tensors={})

@@ -39,9 +39,16 @@ def test_the_interpreter_agrees_with_the_gpu(pipeline, name, head_dim, dtype):
     )
     bound = variant.bind()
     plan = fg.plan(
-        variant, batch=1, heads=4, kv_heads=2, seqlen=150, kv_seqlen=211, head_dim=head_dim, dtype=dtype,
+        variant,
+        batch=1,
+        heads=4,
+        kv_heads=2,
+        seqlen=150,
+        kv_seqlen=211,
+        head_dim=head_dim,
+        dtype=dtype,
         pipeline=pipeline,
-    )  # fmt: skip
+    )
     captured = example_tensors(bound, problem, 0)
     case = case_of(bound, problem, {}, captured)
     q, k, v = random_inputs(problem, 0)

@@ -119,9 +119,15 @@ class _Arguments:
         batch, heads, length, dim = array.shape
         _, head, row, _ = (stride * array.itemsize for stride in _strides(array))
         return TensorMap.encode_tiled(
-            BFLOAT16 if self.plan.dtype == "bfloat16" else FLOAT16, 4, int(self.values[name]),
-            (dim, max(length, 1), heads, batch), (row, head, heads * head), (64, rows, 1, 1), (1, 1, 1, 1), swizzle=3,
-        ).to_bytes()  # fmt: skip
+            BFLOAT16 if self.plan.dtype == "bfloat16" else FLOAT16,
+            4,
+            int(self.values[name]),
+            (dim, max(length, 1), heads, batch),
+            (row, head, heads * head),
+            (64, rows, 1, 1),
+            (1, 1, 1, 1),
+            swizzle=3,
+        ).to_bytes()
 
     def packed(self) -> bytes:
         return params.pack(self.plan, self.values)

@@ -76,9 +76,14 @@ class TensorMap:
             if bad:
                 raise BadLaunch(f"tensor map refused: {text}")
         return cls(
-            dtype=int(dtype), address=address, dims=dims, strides=strides, box=box, swizzle=swizzle,
+            dtype=int(dtype),
+            address=address,
+            dims=dims,
+            strides=strides,
+            box=box,
+            swizzle=swizzle,
             fill_nan=bool(oob_fill),
-        )  # fmt: skip
+        )
 
     @property
     def itemsize(self) -> int:
@@ -95,9 +100,18 @@ class TensorMap:
         """128 bytes for a kernel parameter of type CUtensorMap."""
         pad = lambda values, count: (*values, *[0] * (count - len(values)))  # noqa: E731
         packed = _FORMAT.pack(
-            _MAGIC, self.address, self.dtype, len(self.dims), self.swizzle, self.fill_nan, 0,
-            *pad(self.dims, 5), *pad(self.strides, 4), *pad(self.box, 5), *[1] * 5,
-        )  # fmt: skip
+            _MAGIC,
+            self.address,
+            self.dtype,
+            len(self.dims),
+            self.swizzle,
+            self.fill_nan,
+            0,
+            *pad(self.dims, 5),
+            *pad(self.strides, 4),
+            *pad(self.box, 5),
+            *[1] * 5,
+        )
         return packed.ljust(128, b"\0")
 
     @classmethod
@@ -107,9 +121,14 @@ class TensorMap:
         if magic != _MAGIC:
             raise Trap("a bulk tensor copy names bytes that are no tensor map")
         return cls(
-            dtype=dtype, address=address, dims=tuple(rest[:rank]), strides=tuple(rest[5 : 5 + rank - 1]),
-            box=tuple(rest[9 : 9 + rank]), swizzle=swizzle, fill_nan=bool(nan),
-        )  # fmt: skip
+            dtype=dtype,
+            address=address,
+            dims=tuple(rest[:rank]),
+            strides=tuple(rest[5 : 5 + rank - 1]),
+            box=tuple(rest[9 : 9 + rank]),
+            swizzle=swizzle,
+            fill_nan=bool(nan),
+        )
 
 
 def swizzled(address, bits: int):

@@ -283,9 +283,14 @@ def _store(b: Build, reduce: bool, rank: int) -> Closure:
                 )
 
             def land(
-                start: int = start, size: int = size, bits: int = bits, unit: int = unit, places: np.ndarray = places,
-                offsets: np.ndarray = offsets, numbers: str = numbers,
-            ) -> None:  # fmt: skip
+                start: int = start,
+                size: int = size,
+                bits: int = bits,
+                unit: int = unit,
+                places: np.ndarray = places,
+                offsets: np.ndarray = offsets,
+                numbers: str = numbers,
+            ) -> None:
                 data = np.ascontiguousarray(shared.rows16[_chunks(start, size, bits) >> 4]).reshape(-1)
                 if unit == 16:
                     memory.rows16[offsets >> 4] = data.reshape(-1, 4)[places]

@@ -94,12 +94,18 @@ def multiply(b: Build) -> Closure:
         b.words(b.operands[0])  # it reads what it adds to
     number = b.translator.wgmma
     form = Form(
-        n, a_kind, d, a,
+        n,
+        a_kind,
+        d,
+        a,
         tuple(number[reg.name] for reg in b.operands[0].items),
         tuple(number[reg.name] for reg in b.operands[1].items) if from_registers else (),
-        float(scale_a), float(scale_b), not from_registers and bool(transposed[0]), bool(transposed[-1]),
+        float(scale_a),
+        float(scale_b),
+        not from_registers and bool(transposed[0]),
+        bool(transposed[-1]),
         b.instruction.line,
-    )  # fmt: skip
+    )
     a_slot = None if from_registers else b.read(b.operands[1], "b64")
     b_slot = b.read(b.operands[2], "b64")
     note_granule(b, "shared", 16)
