@@ -15,14 +15,14 @@ class Ran:
     err: str
 
 
-def flashgen(*arguments: object, code: int = 0) -> Ran:
-    """Run `flashgen ARGUMENTS`; it must exit with `code`, and never with a traceback."""
+def flashgen(*arguments: object, code: int = 0, columns: int = 160) -> Ran:
+    """Run `flashgen ARGUMENTS`; it must exit with `code`, and never with a traceback.  `columns` are the terminal's."""
     from flashgen.cli import main
 
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", ["flashgen", *map(str, arguments)])
-        patch.setenv("COLUMNS", "160")
+        patch.setenv("COLUMNS", str(columns))
         try:
             main()
             exited = 0

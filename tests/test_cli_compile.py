@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 from cli import flashgen
 
@@ -36,6 +37,68 @@ def test_emit_depends_on_no_length_and_no_parameter():
         flashgen(*fixed, "--seqlen", n, "--param", f"window={w}").out for n, w in ((1024, 1024), (8192, 7), (1, 1))
     }
     assert len(texts) == 1
+
+
+NEEDY = """import flashgen as fg
+
+window = fg.param("window", dtype=int, min=1)
+ids = fg.tensor("ids", dims=("kv",), dtype="int32")
+
+
+@fg.variant
+def needy(b, h, q, k):
+    return (q - k < window) & (ids[k] == 0)
+"""
+
+
+def test_no_kernel_asks_for_a_parameter_or_a_tensor(tmp_path):
+    spec = tmp_path / "needy.py"
+    spec.write_text(NEEDY)
+    small = (spec, "--arch", "sm_80", "--head-dim", 32)
+    text = flashgen("emit", *small).out
+    assert "p.param_window" in text
+    assert "0 bytes stored" in flashgen("compile", *small).out
+    assert "compiled" in flashgen("build", spec, "--archs", "sm_80", "--head-dims", 32).out
+    np.save(tmp_path / "ids.npy", np.zeros(1024, np.int32))
+    given = ("--param", "window=7", "--tensor", f"ids={tmp_path / 'ids.npy'}", "--seqlen", 1024)
+    assert flashgen("emit", *small, "--seqlen", 1024).out == flashgen("emit", *small, *given).out
+    # What is given is checked all the same, and what runs a problem needs both.
+    assert "the least it may be is 1" in flashgen("emit", *small, "--param", "window=0", code=2).err
+    assert "ids" in flashgen("emit", *small, "--seqlen", 9, *given[:-2], code=2).err
+    assert "needs the parameter 'window'" in flashgen("plan", *small, code=2).err
+    assert "'ids' of 'needy' has no example" in flashgen("plan", *small, "--param", "window=7", code=2).err
+
+
+BACKWARD = ("--arch", "sm_80", "--head-dim", 64, "--backward")
+
+
+def test_the_kernels_of_gradients():
+    forward, backward = (flashgen("emit", "relative_bias", *BACKWARD[:n]).out for n in (4, 5))
+    assert "attention_forward" in forward and "attention_backward(" in backward
+    options = ("--deterministic", "--dropout", "--gradient", "table", "--tile", "64x64")
+    text = flashgen("emit", "relative_bias", *BACKWARD, *options).out
+    assert "attention_backward_dq" in text and "attention_backward_gradients" in text and "TILE_KV = 64" in text
+    out = flashgen("compile", "causal", *BACKWARD).out
+    assert re.search(r"^kernel +ampere backward, sm_80, tile", out, re.MULTILINE)
+
+
+def test_build_makes_both_passes():
+    out = flashgen("build", "causal", "--archs", "sm_80", "--head-dims", 64, "--dtypes", "float16", "--backward").out
+    assert {" ".join(line.split()[:5]) for line in out.splitlines() if "causal" in line} == {
+        f"causal sm_80 float16 64 {name}" for name in ("forward", "backward")
+    }
+
+
+def test_build_of_one_tile_and_unequal_head_dims():
+    arguments = ("build", "sliding_window", "--archs", "sm_80", "--head-dims", "64", "--v-head-dims", "64,128")
+    out = flashgen(
+        *arguments, "--dtypes", "bfloat16", "--tile", "64x32", "--stages", 3, columns=40
+    ).out  # nothing is cut
+    rows = [line.rstrip() for line in out.splitlines()[1:]]
+    assert [row.split()[:5] for row in rows] == [
+        ["sliding_window", "sm_80", "bfloat16", dims, "forward"] for dims in ("64", "64,128")
+    ]
+    assert all(" 64 x 32 " in row and row.endswith("compiled") for row in rows)
 
 
 def test_compile_reports_resources_and_times(tmp_path):

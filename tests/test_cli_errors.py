@@ -35,7 +35,13 @@ def refusal(*arguments):
         (["plan", "sliding_window", "--param", "window=0"], ["is 0: the least it may be is 1"]),
         (["plan", "sliding_window", "--param", "window=1.5"], ["give a whole number"]),
         (["plan", "causal", "--tensor", "doc=x.npy"], ["'causal' captures no tensor 'doc'", "none"]),
-        (["plan", "document", "--tensor", "doc=nowhere.npy"], ["--tensor: nowhere.npy is no .npy file"]),
+        (["plan", "document", "--tensor", "doc=nowhere.npy"], ["--tensor: there is no file nowhere.npy"]),
+        (["plan", "document", "--tensor", "doc=specs"], ["--tensor: specs is a folder, not a .npy file"]),
+        (
+            ["plan", "document", "--tensor", "doc=README.md"],
+            ["--tensor: README.md is no .npy file", "numpy.save('README"],
+        ),
+        (["plan", "document", "--tensor", "doc=a.npy", "--tensor", "doc=b.npy"], ["--tensor doc is given twice"]),
         (
             ["plan", "sliding_window", "--param", "window=3", "--param", "window=4"],
             ["--param window is given twice", "nearest: --param window=4 alone"],
@@ -45,9 +51,16 @@ def refusal(*arguments):
         (["plan", "causal", "--wrong"], ["No such option: --wrong"]),
         (["run", "causal", "--device", "tpu"], ["--device 'tpu' is neither cpu nor cuda"]),
         (["run", "specs", "--sweep", "--seqlen", "5"], ["--sweep chooses --seqlen itself"]),
-        (["build", "causal", "--head-dims", "64,wide"], ["'wide' is not a number", "nearest: --head-dims 64,128"]),
+        (["build", "causal", "--v-head-dims", "-64"], ["--v-head-dims '-64'", "is not a positive number"]),
+        (["build", "causal", "--tile", "64"], ["--tile '64' is not of the form QxKV"]),
+        (["build", "causal", "--deterministic"], ["nearest: --deterministic with --backward"]),
+        (["emit", "causal", "--gradient", "x"], ["nearest: --gradient with --backward"]),
+        (
+            ["build", "causal", "--head-dims", "64,wide"],
+            ["'wide' is not a positive number", "nearest: --head-dims 64,128"],
+        ),
     ],
-    ids=lambda value: " ".join(value) if value and value[0] in ("plan", "run", "build") else "",
+    ids=lambda value: " ".join(value) if value and value[0] in ("plan", "run", "build", "emit") else "",
 )
 def test_one_clean_message(arguments, messages):
     err = refusal(*arguments)
@@ -99,6 +112,28 @@ def test_an_example_that_fails_points_at_its_line(tmp_path, example, messages):
     assert "failing.py:4" in err and "the example of captured tensor 'ids' of 'failing' failed" in err
     for message in messages:
         assert message in err
+
+
+def test_a_npy_file_that_is_cut_short(tmp_path):
+    file = tmp_path / "doc.npy"
+    np.save(file, np.zeros((1, 256), np.int32))
+    file.write_bytes(file.read_bytes()[:-100])
+    assert f"--tensor: the .npy file {file} cannot be read" in refusal("plan", "document", "--tensor", f"doc={file}")
+    np.save(file, np.array([None, 1]))
+    assert f"--tensor: the .npy file {file} cannot be read" in refusal("plan", "document", "--tensor", f"doc={file}")
+
+
+def test_a_missing_npy_file_names_those_beside_it(tmp_path):
+    np.save(tmp_path / "docs.npy", np.zeros(1))
+    assert "beside it: docs.npy" in refusal("plan", "document", "--tensor", f"doc={tmp_path / 'doc.npy'}")
+
+
+@pytest.mark.parametrize("verb", ["plan", "show", "run"])
+def test_a_promise_that_is_broken(tmp_path, verb):
+    file = tmp_path / "doc.npy"
+    np.save(file, np.arange(64, 0, -1, dtype=np.int32)[None])
+    err = refusal(verb, "document", "--seqlen", 64, "--tensor", f"doc={file}")
+    assert f"captured tensor 'doc' of 'document' ({file}) is declared with sorted=True and decreases" in err
 
 
 @pytest.mark.parametrize("shape", [(128,), (3, 256), (1, 5)])

@@ -32,6 +32,12 @@ def test_every_shipped_spec(name):
     assert "checked" in run(name, *options).out
 
 
+@pytest.mark.parametrize("dims", [(20, 20), (512, 64), (64, 264), (3, 1)])
+def test_head_dims_that_no_kernel_takes_run_on_the_cpu_as_a_call_does(dims):
+    out = run("causal", "--seqlen", 70, "--heads", 2, "--head-dim", dims[0], "--v-head-dim", dims[1]).out
+    assert "(as predicted)" in out and "checked" in out
+
+
 def test_few_elements_are_drawn_until_there_are_enough():
     assert "checked against float64: 4,096 elements" in run("causal", "--seqlen", 1, "--heads", 1, "--head-dim", 64).out
 

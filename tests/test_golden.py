@@ -1,12 +1,14 @@
 """The CUDA kept in `generated/` is what is emitted now, for every shipped spec."""
 
+import shlex
 from pathlib import Path
 
 import pytest
 from cli import flashgen
 
+import flashgen as fg
 from flashgen.codegen.golden import goldens
-from flashgen.lang.load import shipped
+from flashgen.lang.load import load_spec, shipped
 
 FOLDER = Path(__file__).parents[1] / "generated"
 
@@ -28,6 +30,43 @@ def test_the_kept_text_is_what_is_emitted(emitted, name):
     assert paths
     for path in paths:
         assert (FOLDER / path).read_text() == emitted[path], "refresh it with: flashgen golden"
+
+
+def command(text):
+    """The arguments of the command that a banner says makes the text."""
+    banner = "".join(line.removeprefix("//") + " " for line in text.partition("\n\n")[0].splitlines())
+    program, *arguments = shlex.split(banner.partition("made by")[2])
+    assert program == "flashgen"
+    return arguments
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_the_command_of_the_banner_makes_the_text(emitted, name):
+    for path, text in emitted.items():
+        if path.stem == name:
+            assert flashgen(*command(text)).out == text, path
+
+
+def test_the_command_names_a_file_and_its_constants(tmp_path, monkeypatch):
+    (tmp_path / "my block.py").write_text(
+        "import flashgen as fg\n\nblock = fg.constant('block', default=256, min=1)\n\n\n"
+        "@fg.variant\ndef overlap(b, h, q, k):\n    return q // block == k // block\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    options = ("--head-dim", 64, "--v-head-dim", 128, "--arch", "sm_80", "--param", "block=32")
+    for which in ((), ("--backward", "--deterministic", "--dropout")):
+        text = flashgen("emit", "my block.py", *options, *which).out
+        arguments = command(text)
+        assert arguments[:2] == ["emit", "my block.py"] and "block=32" in arguments
+        assert flashgen(*arguments).out == text
+        assert max(map(len, text.partition("\n\n")[0].splitlines())) <= 120
+    assert "block" not in command(flashgen("emit", "my block.py", *options[:-1], "block=256").out)[2:]
+
+
+def test_a_variant_made_in_python_has_no_command():
+    made = [load_spec("causal").then(lambda s, b, h, q, k: 2 * s), load_spec("causal").with_flipped_score()]
+    for variant in (*made, fg.variant(lambda b, h, q, k: k < q, name="own")):
+        assert "made by" not in fg.emit(fg.plan(variant, arch="sm_80"))
 
 
 def test_check_names_what_differs_and_golden_refreshes_it(tmp_path, emitted):

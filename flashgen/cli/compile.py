@@ -14,8 +14,9 @@ import typer
 from rich.table import Table
 
 from flashgen.cli import options
-from flashgen.cli.console import err, out, seconds, size
-from flashgen.cli.options import Request, Spec
+from flashgen.cli.console import err, seconds, size, tabulate
+from flashgen.cli.options import Pass, Request, Spec
+from flashgen.cli.resolve import resolve
 
 if TYPE_CHECKING:
     from flashgen.planning.plan import KernelPlan
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
 def command(
     spec: Spec,
     request: Request,
+    which: Pass,
     fresh: Annotated[bool, typer.Option("--fresh", help="Compile even where the disk cache has the kernel.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the cubin to this file.")] = None,
 ) -> None:
     """Compile a kernel to a cubin: registers, spills, shared memory, size, and the time of each step."""
     imports, context = _prepare()
-    resolved = options.resolve(spec, request)
-    with _cache(fresh), err.status("compiling"):
+    with err.status("compiling"), _cache(fresh):
+        resolved = resolve(spec, request, which, data=False)
         first, built = _build(resolved.plan)
         again, found = _build(resolved.plan)
     plan, r = resolved.plan, first.resources
@@ -55,7 +57,7 @@ def command(
         table.add_row("index hit", seconds(built if first.hit else found))
     else:
         table.add_row("index hit", "none: the cache folder cannot be written")
-    out.print(table)
+    tabulate(table)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_bytes(first.cubin)

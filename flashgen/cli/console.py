@@ -6,13 +6,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 #: Results; plain text where the output is a file or a pipe.
 out = Console(highlight=False, soft_wrap=True)
 #: Errors and progress, so that a pipe holds results alone.
 err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+#: Columns of a table at most.
+_WIDEST = 400
 
 
 def complain(message: str) -> None:
@@ -38,6 +43,12 @@ def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     err.print(f"wrote {path}")
+
+
+def tabulate(table: Table) -> None:
+    """A table on stdout, as wide as its text: nothing is cut where the output is narrow, or a pipe of 80 columns."""
+    table.width = Measurement.get(out, out.options.update(width=_WIDEST), table).maximum
+    out.print(table, crop=False)
 
 
 def size(count: float) -> str:

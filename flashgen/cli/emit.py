@@ -8,21 +8,24 @@ from typing import Annotated
 import typer
 
 from flashgen.cli import options
-from flashgen.cli.console import out, write
-from flashgen.cli.options import Request, Spec
+from flashgen.cli.console import err, out, write
+from flashgen.cli.options import Pass, Request, Spec
+from flashgen.cli.resolve import resolve
 
 
 @options.shared
 def command(
     spec: Spec,
     request: Request,
+    which: Pass,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
 ) -> None:
     """Emit a kernel: one self-contained CUDA file on stdout."""
     from flashgen.codegen import emit
 
-    resolved = options.resolve(spec, request)
-    text = emit(resolved.plan, resolved.facts)
+    with err.status("emitting"):
+        resolved = resolve(spec, request, which, data=False)
+        text = emit(resolved.plan, resolved.facts)
     if output is not None:
         write(output, text)
     elif out.is_terminal:

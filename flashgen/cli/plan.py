@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flashgen.cli import options
-from flashgen.cli.console import out
-from flashgen.cli.options import Request, Resolved, Spec
-from flashgen.errors import PlanError
+from flashgen.cli.console import err, out, tabulate
+from flashgen.cli.options import Pass, Request, Spec
+from flashgen.cli.resolve import Resolved, resolve
 
 if TYPE_CHECKING:
     from flashgen.planning import traffic
@@ -26,30 +26,19 @@ _SHOWN = 8
 def command(
     spec: Spec,
     request: Request,
+    which: Pass,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object: bytes, counts and milliseconds.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Every rejected candidate.")] = False,
     formulas: Annotated[
         bool, typer.Option("--formulas", help="Traffic and FLOPs as formulas too, for full, causal and banded masks.")
     ] = False,
-    backward: Annotated[
-        bool, typer.Option("--backward", help="The kernels of the gradients too, and which pass runs where.")
-    ] = False,
-    dropout: Annotated[bool, typer.Option("--dropout", help="Kernels that drop probabilities.")] = False,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="With --backward: gradients whose reruns give the same bits.")
-    ] = False,
-    gradient: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="With --backward: the gradient of a captured tensor too (repeatable)."),
-    ] = None,
 ) -> None:
     """Plan a kernel: tile, sums of shared memory and registers, predicted HBM traffic and time."""
-    for option, given in (("--deterministic", deterministic), ("--gradient", gradient)):
-        if given and not backward:
-            raise PlanError(f"{option} is of the backward\n  nearest: {option} with --backward")
-    resolved = options.resolve(spec, request, dropout=dropout)
-    prediction = resolved.predict()
-    back = _backward(resolved, dropout, deterministic, gradient or ()) if backward else None
+    with err.status("planning"):
+        asked = resolve(spec, request, which)
+        resolved = _forward(asked, request, which) if which.backward else asked
+        prediction = resolved.predict()
+        back = asked.predict() if which.backward else None
     if as_json:
         found = prediction.as_json(formulas=formulas)
         typer.echo(json.dumps(found | ({"backward": back.as_json()} if back else {}), indent=2))
@@ -57,13 +46,13 @@ def command(
     out.print(Text(str(resolved), style="bold"))
     if back is not None:
         out.print()
-        out.print(rendered(_passes(prediction, back)))
+        tabulate(rendered(_passes(prediction, back)))
     for shown in filter(None, (prediction, back)):
         if back is not None:
             out.print(f"\n[bold]{shown.plan.pass_name}[/]")
         for table in shown.tables():
             out.print()
-            out.print(rendered(table, _SHOWN if table.title == "rejected" and not every else None))
+            tabulate(rendered(table, _SHOWN if table.title == "rejected" and not every else None))
     if formulas:
         found = prediction.as_json(formulas=True)["formula"]
         out.print("\n[italic]formulas of the forward[/]" if found else "\nno formulas: the mask is no single band")
@@ -71,21 +60,11 @@ def command(
             out.print(Text(f"{name} = {text}"))
 
 
-def _backward(resolved: Resolved, dropout: bool, deterministic: bool, gradients: Sequence[str]) -> traffic.Prediction:
-    """The plan of the gradients of the same problem, and its cost."""
-    from flashgen.ops.stages import menu_of, multiprocessors
-    from flashgen.planning import planner, traffic
-
-    problem = resolved.problem
-    menu = menu_of(
-        *(resolved.variant, resolved.plan.arch, problem.dtype, problem.head_dim, problem.v_head_dim),
-        backward=True,
-        dropout=dropout,
-        deterministic=deterministic,
-        gradients=gradients,
-    )
-    chosen = planner.choose(menu, problem, multiprocessors(resolved.plan.arch))
-    return traffic.predict(chosen, problem, resolved.case, rejected=menu.rejected, record=menu.record)
+def _forward(backward: Resolved, request: Request, which: Pass) -> Resolved:
+    """The forward of the problem of a backward: that of a call, whose tile and stages nobody fixed."""
+    free = dataclasses.replace(request, tile=None, stages=None, param=None)
+    forward = resolve(backward.variant, free, Pass(dropout=which.dropout), data=False)
+    return dataclasses.replace(forward, case=backward.case)
 
 
 def _passes(*predictions: traffic.Prediction) -> traffic.Table:

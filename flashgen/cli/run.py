@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from flashgen.cli import build, options
-from flashgen.cli.console import err, out, progress, seconds, share, size
-from flashgen.cli.options import Request, Resolved, Spec
+from flashgen.cli import build, captured, options
+from flashgen.cli.console import err, out, progress, seconds, share, size, tabulate
+from flashgen.cli.options import Request, Spec
+from flashgen.cli.resolve import Resolved, resolve
 from flashgen.errors import FlashgenError, PlanError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def command(
 
 def _single(spec: str, request: Request, seed: int, device: str) -> bool:
     with err.status("planning"):
-        resolved = options.resolve(spec, request, device=device, seed=seed)
+        resolved = resolve(spec, request, device=device, seed=seed)
         prediction = resolved.predict()
     with err.status(f"running on the {'GPU' if device == 'cuda' else 'CPU'}, then in float64"):
         checked = check(resolved, device, seed, timed=True)
@@ -90,7 +91,7 @@ def _single(spec: str, request: Request, seed: int, device: str) -> bool:
         counted = _counted(resolved)
         same = "as predicted" if counted == predicted else f"predicted {predicted:,} bytes, counted {counted:,}"
         table.add_row("counted IO", f"{size(counted)} ({same})")
-    out.print(table)
+    tabulate(table)
     for reason in checked.reasons:
         err.print(f"[bold red]check failed:[/] {reason}")
     if not checked.reasons:
@@ -118,7 +119,7 @@ def check(resolved: Resolved, device: str, seed: int, *, timed: bool = False) ->
 
     p, case, variant = resolved.problem, resolved.case, resolved.variant
     dtype = getattr(torch, p.dtype)
-    inputs = {**case.params, **options.captured(resolved, device)}
+    inputs = {**case.params, **captured.on_device(variant, case, device)}
     elements = p.batch * p.heads * p.q_len * p.v_head_dim
     scale = 1 / math.sqrt(p.head_dim)
     outs, bases, refs, lses, ref_lses, taken = [], [], [], [], [], math.inf
@@ -177,7 +178,7 @@ def _sweep(spec: str, request: Request, seed: int, device: str) -> bool:
         (path, resolved)
         for path, variant in variants.items()
         for asked in _requests(variant, request, device)
-        for resolved in (options.resolve(variant, asked, device=device, seed=seed),)
+        for resolved in (resolve(variant, asked, device=device, seed=seed),)
     ]
     if device == "cpu":
         err.print(f"no GPU: the kernels' tiles are walked on the CPU, at lengths {_LENGTHS['cpu']}")
@@ -198,7 +199,7 @@ def _sweep(spec: str, request: Request, seed: int, device: str) -> bool:
                 if checked.reasons:
                     failures.append("\n  ".join([_repro(path, resolved, seed, device), *checked.reasons]))
             bar.advance(task)
-    out.print(_table(rows))
+    tabulate(_table(rows))
     for failure in failures:
         err.print(failure, markup=False)
     passed = len(cases) - len(failures)

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from flashgen.cli import options
 from flashgen.cli.console import err, out, share
-from flashgen.cli.options import Request, Resolved, Spec
+from flashgen.cli.options import Request, Spec
+from flashgen.cli.resolve import Resolved, resolve
 from flashgen.errors import PlanError
 
 if TYPE_CHECKING:
@@ -56,9 +57,7 @@ class Picture:
 def command(
     spec: Spec,
     request: Request,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also draw to this .png or .svg file.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw to this .png or .svg file.")] = None,
     b: Annotated[int, typer.Option("--b", help="Batch whose mask is drawn.")] = 0,
     h: Annotated[int, typer.Option("--h", help="Query head whose mask is drawn.")] = 0,
 ) -> None:
@@ -67,7 +66,7 @@ def command(
 
     if output is not None and output.suffix not in (".png", ".svg"):
         raise PlanError(f"show cannot draw to {output}: it writes .png and .svg\n  nearest: {output.stem}.png")
-    resolved = options.resolve(spec, request)
+    resolved = resolve(spec, request)
     problem = resolved.problem
     for name, value, count in (("--b", b, problem.batch), ("--h", h, problem.heads)):
         if not 0 <= value < count:
@@ -91,8 +90,7 @@ def look(resolved: Resolved, b: int, h: int) -> Picture:
     problem, facts, case, tile = resolved.problem, resolved.facts, resolved.case, resolved.plan.tile
     if problem.q_len * problem.kv_len > _LARGEST:
         raise PlanError(
-            f"show evaluates every pair and {problem.q_len} x {problem.kv_len} are too many"
-            "\n  nearest: --seqlen 16384"
+            f"show evaluates every pair and {problem.q_len} x {problem.kv_len} are too many\n  nearest: --seqlen 16384"
         )
     if 0 in (problem.q_len, problem.kv_len):
         raise PlanError(f"there is nothing to show: {problem.q_len} queries and {problem.kv_len} keys")
@@ -191,7 +189,6 @@ def _shrunk(density: np.ndarray) -> np.ndarray:
 def _spread(classes: np.ndarray) -> np.ndarray:
     """The classes at the centres of a panel's cells."""
     lines, columns = (
-        ((np.arange(n) + 0.5) * size / n).astype(int)
-        for n, size in zip((_LINES, _COLUMNS), classes.shape, strict=True)
+        ((np.arange(n) + 0.5) * size / n).astype(int) for n, size in zip((_LINES, _COLUMNS), classes.shape, strict=True)
     )
     return classes[np.ix_(lines, columns)]

@@ -11,8 +11,9 @@ import typer
 from rich.table import Table
 
 from flashgen.cli import options
-from flashgen.cli.console import err, many, out, seconds, share
-from flashgen.cli.options import Request, Resolved, Spec
+from flashgen.cli.console import err, many, out, seconds, share, tabulate
+from flashgen.cli.options import Request, Spec
+from flashgen.cli.resolve import Resolved, resolve
 
 if TYPE_CHECKING:
     from flashgen.runtime.ptx.counters import Report
@@ -38,14 +39,14 @@ def command(
 
     Give a small problem: a tile of a kernel takes tenths of a second. Needs NVRTC and no GPU.
     """
-    resolved = options.resolve(
+    resolved = resolve(
         spec, request if request.seqlen is not None else dataclasses.replace(request, seqlen=SEQLEN), seed=seed
     )
     start = time.perf_counter()
     with err.status("executing"):
         report, reasons = _run(resolved, seed, None if late else seed, step_limit)
-    out.print(_traffic(resolved, report))
-    out.print(_instructions(report))
+    tabulate(_traffic(resolved, report))
+    tabulate(_instructions(report))
     conflicts = report.conflicts
     accesses = sum(access.count for access in report.shared.values())
     worst = f"{len(conflicts) or 'no'} instructions with bank conflicts"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import textwrap
 from functools import lru_cache
 
@@ -17,6 +18,9 @@ from flashgen.resources import folder
 _PTX_TYPE = {"float16": "f16", "bfloat16": "bf16"}
 
 _WIDTH = 116  # of a line, less a margin
+
+#: What stands before the command that gives a file again.
+_MADE_BY = "made by"
 
 _AFTER_OPERATOR = re.compile(r"(?<=\|\| )|(?<=&& )|(?<= & )|(?<= \| )")
 _LEFT_OF_CONDITION, _CONTINUED = len("  const bool visible = "), " " * 6
@@ -56,42 +60,48 @@ def banner(plan: KernelPlan, found: Seam) -> str:
     roles = ", ".join(f"{role.warps} {role.name} warps" for role in plan.roles)
     q_home = "" if plan.backward else f", q in {'registers' if plan.q_in_registers else 'shared memory'}"
     dims = f"head_dim {plan.head_dim}"
-
-    options = f"--arch {plan.arch} --pipeline {plan.pipeline} --dtype {plan.dtype} --head-dim {plan.head_dim}"
     if plan.v_head_dim != plan.head_dim:
         dims += f", v_head_dim {plan.v_head_dim}"
-        options += f" --v-head-dim {plan.v_head_dim}"
-    made_by = f"flashgen emit {plan.variant.name} {options} --tile {plan.tile}"
-    if plan.backward is not None:
-        made_by = _backward_call(plan)
     entries = [
         *found.formula,
         ("plan", f"{plan.pipeline} on {plan.arch}, {plan.dtype}, {dims}"),
         ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {plan.stages} stages, {roles}{q_home}"),
         ("shared", " + ".join(f"{part.name} {part.amount}" for part in plan.smem) + f" = {plan.smem_bytes} bytes"),
-        ("made by", made_by),
     ]
-    width = max(len(kind) for kind, _ in entries)
+    width = max(len(kind) for kind in (*dict(entries), _MADE_BY))
+    paragraphs = [(kind, textwrap.wrap(text, _WIDTH - width - 2)) for kind, text in entries]
+    if plan.variant.spec is not None:
+        paragraphs.append((_MADE_BY, _command(plan, _WIDTH - width - 2)))
     doc = textwrap.wrap(plan.variant.doc.partition("\n\n")[0], _WIDTH)
     lines = [f"{plan.variant.name}: attention {plan.pass_name}", *doc, ""]
-    for kind, text in entries:
-        first, *rest = textwrap.wrap(text, _WIDTH - width - 2)
+    for kind, (first, *rest) in paragraphs:
         lines.append(f"{kind:{width}}  {first}")
         lines += [f"{'':{width}}  {line}" for line in rest]
     return "\n".join(f"// {line}".rstrip() for line in lines)
 
 
-def _backward_call(plan: KernelPlan) -> str:
-    """What gives a backward's text in Python."""
-    given = {"arch": plan.arch, "dtype": plan.dtype, "head_dim": plan.head_dim}
+def _command(plan: KernelPlan, width: int) -> list[str]:
+    """The command that gives this text, on as many lines as it needs; no option is parted from its value.
+
+    It names a shipped spec, or the file's own name, so that it holds in any folder that the file lies in.
+    """
+    variant = plan.variant
+    options = [("arch", plan.arch), ("pipeline", plan.pipeline), ("dtype", plan.dtype), ("head-dim", plan.head_dim)]
     if plan.v_head_dim != plan.head_dim:
-        given["v_head_dim"] = plan.v_head_dim
-    given |= {"tile": (plan.tile.q, plan.tile.kv), "backward": True}
-    given |= {name: True for name in ("deterministic", "dropout") if getattr(plan, name)}
-    if plan.gradients:
-        given["gradients"] = plan.gradients
-    options = "".join(f", {name}={value!r}" for name, value in given.items())
-    return f"flashgen.emit(flashgen.plan({plan.variant.name!r}{options}))"
+        options.append(("v-head-dim", plan.v_head_dim))
+    options += [("tile", plan.tile), ("stages", plan.stages)]
+    options += [("param", f"{name}={value}") for name, value in variant.bound]
+    flags = {"backward": plan.backward is not None, "deterministic": plan.deterministic, "dropout": plan.dropout}
+    words = [f"--{name} {shlex.quote(str(value))}" for name, value in options]
+    words += [f"--{name}" for name, given in flags.items() if given]
+    words += [f"--gradient {name}" for name in plan.gradients]
+    lines = [f"flashgen emit {shlex.quote(variant.spec)}"]
+    for word in words:
+        if len(lines[-1]) + 1 + len(word) > width:
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}"
+    return lines
 
 
 @lru_cache(maxsize=1)

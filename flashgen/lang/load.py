@@ -22,7 +22,7 @@ _one_at_a_time = threading.RLock()
 
 
 def load_spec(path: str | os.PathLike) -> Variant:
-    """The variant of a spec file: the one that no other Variant of the file was built from.
+    """The variant of a spec file: the one that no other Variant of the file was built from; it knows its `spec`.
 
     The file may import specs that lie beside it.  The bare name of a shipped spec works too.  Raises SpecError, at the
     user's line where there is one, for a file that is missing, is not Python, raises, or has no variant or several.
@@ -30,7 +30,8 @@ def load_spec(path: str | os.PathLike) -> Variant:
     file = _find(Path(path))
     with _one_at_a_time, _siblings(file.parent):
         module = _run(file)
-    return _choose(module, file)
+    known = shipped().get(file.stem)
+    return replace(_choose(module, file), spec=file.stem if known and known.resolve() == file else file.name)
 
 
 def shipped() -> dict[str, Path]:

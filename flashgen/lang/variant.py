@@ -51,6 +51,8 @@ class Variant:
     parents     the variants that this one was built from
     where       the line that made it
     file        the file whose top level was running then
+    spec        what the command line calls it: a shipped spec's name, a file's; None for one made elsewhere
+    bound       the constants that were folded to other values than their defaults
     token       a text that equal variants share and others do not, in every process (see `of_token`)
     """
 
@@ -66,12 +68,15 @@ class Variant:
     parents: tuple[Variant, ...] = field(default=(), compare=False, repr=False)
     where: SourceLine | None = field(default=None, compare=False, repr=False)
     file: str | None = field(default=None, compare=False, repr=False)
+    spec: str | None = field(default=None, repr=False)
+    bound: tuple[tuple[str, int | float], ...] = field(default=(), repr=False)
     token: str = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         declared = self._unify()
         named = (self.name, self.doc, self.head_dims, self.dtypes, self.only, self.pins, declared)
-        token = hashlib.sha256(f"{named} {self.digest()}".encode()).hexdigest()[:32]
+        made = (*named, self.spec, self.bound, self.digest())
+        token = hashlib.sha256(f"{made}".encode()).hexdigest()[:32]
         object.__setattr__(self, "token", token)
         _by_token.setdefault(token, self)
 
@@ -165,8 +170,8 @@ class Variant:
         marks = f"{'mask' if self.mask is not None else ''} {'score' if self.score_node is not None else ''}"
         return hashlib.sha256(f"{marks} {digest(self.roots)}".encode()).hexdigest()
 
-    def values(self, given: Mapping[str, object]) -> dict[str, int | float]:
-        """Every parameter's value: as given, else its default.
+    def values(self, given: Mapping[str, object], *, complete: bool = True) -> dict[str, int | float]:
+        """Every parameter's value: as given, else its default; one without either is left out unless `complete`.
 
         Raises PlanError for a name that is no parameter, a missing one, a wrong type, or one outside its bounds.
         """
@@ -180,7 +185,7 @@ class Variant:
                 values[name] = _checked(self.name, "parameter", p, given[name])
             elif p.default is not None:
                 values[name] = p.default
-            else:
+            elif complete:
                 raise PlanError(f"{self.name!r} needs the parameter {name!r}: pass {name}=...{_allowed(p)}")
         return values
 
@@ -195,10 +200,11 @@ class Variant:
                 raise PlanError(self._unknown(name, "constant"))
         if not known:
             return self
-        folded = {}
-        for c in self.constants:
-            folded[c] = const(_checked(self.name, "constant", c, constants.get(c.name, c.default)), c.dtype)
-        return self._rebuilt(lambda n: folded[n.attr] if n.op == "constant" else None)
+        values = {c: _checked(self.name, "constant", c, constants.get(c.name, c.default)) for c in self.constants}
+        folded = {c: const(value, c.dtype) for c, value in values.items()}
+        rebuilt = self._rebuilt(lambda n: folded[n.attr] if n.op == "constant" else None)
+        chosen = ((c.name, value) for c, value in values.items() if value != c.default)
+        return replace(rebuilt, spec=self.spec, bound=(*self.bound, *chosen))
 
     def with_flipped_score(self) -> Variant:
         """The variant whose score function sees -s: called with the negative scale, it computes the same."""
@@ -228,7 +234,8 @@ class Variant:
         return [seen[name][0] for name in sorted(seen)]
 
     def _made(self, **changes: object) -> Variant:
-        return replace(self, parents=(self,), where=source.caller(), file=source.running_file(), **changes)
+        made = {"parents": (self,), "where": source.caller(), "file": source.running_file(), "spec": None}
+        return replace(self, **made, **changes)
 
     def _described_by(self, function: Callable) -> dict[str, str]:
         """The name and docstring after decorating: the function's, unless fg.variant(name=...) chose one before."""

@@ -557,7 +557,8 @@ def _walk(
     problem, variant = request.problem, request.variant
     case = cpu_case(request)
     for declared in variant.tensors:
-        _check_promises(declared, case.tensors[declared.name])
+        if broken := tiles.broken_promise(declared, case.tensors[declared.name]):
+            raise LaunchError(f"captured tensor {declared.name!r} of {variant.name!r} {broken}")
     menu = planner.menu(*cpu_request(variant, problem), dropout=dropout is not None)
     walked = tiles.walk(
         planner.choose(menu, problem, arch.find(variant.pins.arch or CPU_ARCH).sms),
@@ -591,16 +592,3 @@ def cpu_request(variant: Variant, problem: Problem) -> tuple[Variant, str, str, 
     if not variant.only or problem.head_dim in variant.head_dims:
         dims = tuple(min(max(-(-dim // HEAD_DIM_STEP) * HEAD_DIM_STEP, MIN_HEAD_DIM), MAX_HEAD_DIM) for dim in dims)
     return variant, variant.pins.arch or CPU_ARCH, dtype, *dims
-
-
-def _check_promises(declared: Declared, array: np.ndarray) -> None:
-    """What a declaration says of a tensor's values; a GPU relies on it unchecked."""
-    broken = []
-    if declared.min is not None and array.size and array.min() < declared.min:
-        broken.append(f"min={declared.min} and holds {array.min()}")
-    if declared.max is not None and array.size and array.max() > declared.max:
-        broken.append(f"max={declared.max} and holds {array.max()}")
-    if declared.sorted and array.shape[-1] > 1 and (array[..., 1:] < array[..., :-1]).any():
-        broken.append("sorted=True and decreases along its last dimension")
-    if broken:
-        raise LaunchError(f"captured tensor {declared.name!r} is declared with {' and with '.join(broken)}")

@@ -24,7 +24,7 @@ from flashgen.runtime.threads import one_blas_thread
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
     from flashgen.analysis.tiles import Case
-    from flashgen.lang.expr import Node
+    from flashgen.lang.expr import Node, Tensor
     from flashgen.planning.plan import KernelPlan
     from flashgen.runtime.philox import Dropout
 
@@ -320,3 +320,18 @@ def rounded(p: np.ndarray, dtype: str) -> np.ndarray:
         # A NaN's payload would overflow into infinity: keep it as it is.
         return np.where(np.isnan(p), p, (rounded & np.uint32(0xFFFF0000)).view(np.float32))
     return p
+
+
+def broken_promise(declared: Tensor, array: np.ndarray) -> str | None:
+    """What a declaration promises of a captured tensor's values and they do not hold; None: they hold everything.
+
+    Tiles are judged by these promises, and a kernel relies on them unchecked.
+    """
+    broken = []
+    if declared.min is not None and array.size and array.min() < declared.min:
+        broken.append(f"min={declared.min} and holds {array.min()}")
+    if declared.max is not None and array.size and array.max() > declared.max:
+        broken.append(f"max={declared.max} and holds {array.max()}")
+    if declared.sorted and array.shape[-1] > 1 and (array[..., 1:] < array[..., :-1]).any():
+        broken.append("sorted=True and decreases along its last dimension")
+    return f"is declared with {' and with '.join(broken)}" if broken else None

@@ -5,8 +5,8 @@
 // plan     ampere on sm_80, bfloat16, head_dim 128
 // tile     64 queries x 128 keys, 2 stages, 8 compute warps
 // shared   k 32768 + v 32768 + q 32768 + d_o 32768 + ds 32768 + lse, delta 1024 = 164864 bytes
-// made by  flashgen.emit(flashgen.plan('butterfly', arch='sm_80', dtype='bfloat16', head_dim=128, tile=(64, 128),
-//          backward=True))
+// made by  flashgen emit butterfly --arch sm_80 --pipeline ampere --dtype bfloat16 --head-dim 128 --tile 64x128
+//          --stages 2 --backward
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__

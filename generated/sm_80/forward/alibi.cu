@@ -7,6 +7,7 @@
 // tile     128 queries x 128 keys, 2 stages, 8 compute warps, q in registers
 // shared   q 32768 + k 65536 + v 65536 = 163840 bytes
 // made by  flashgen emit alibi --arch sm_80 --pipeline ampere --dtype bfloat16 --head-dim 128 --tile 128x128
+//          --stages 2
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__

@@ -6,6 +6,7 @@
 // tile     128 queries x 32 keys, 2 stages, 4 compute warps, q in shared memory
 // shared   q 32768 + k 16384 + v 16384 = 65536 bytes
 // made by  flashgen emit longformer --arch sm_80 --pipeline ampere --dtype bfloat16 --head-dim 128 --tile 128x32
+//          --stages 2
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__

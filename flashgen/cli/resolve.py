@@ -1,0 +1,157 @@
+"""What the shared options come to for one spec: a problem, its data, and the kernel that serves it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashgen.cli import captured, options
+from flashgen.cli.options import Pass, Request
+from flashgen.errors import PlanError
+
+if TYPE_CHECKING:
+    from flashgen.analysis.facts import Facts
+    from flashgen.analysis.tiles import Case
+    from flashgen.lang.variant import Variant
+    from flashgen.planning.plan import KernelPlan
+    from flashgen.planning.planner import Menu
+    from flashgen.planning.problem import Problem
+    from flashgen.planning.traffic import Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A spec and a request as values: what is planned, on which data, and by which kernel.
+
+    `variant` has its constants bound; `menu` holds every plan for it and `plan` the one that serves `problem`; `case`
+    has the data that were asked for.
+    """
+
+    variant: Variant
+    problem: Problem
+    case: Case
+    facts: Facts
+    menu: Menu
+    plan: KernelPlan
+
+    def __str__(self) -> str:
+        p = self.problem
+        lengths = f"seqlen {p.q_len}" + (f", kv_seqlen {p.kv_len}" if p.kv_len != p.q_len else "")
+        heads = f"heads {p.heads}" + (f", kv_heads {p.kv_heads}" if p.kv_heads != p.heads else "")
+        values = "".join(f", {name} {value:g}" for name, value in self.case.params.items())
+        return f"{self.variant.name}: batch {p.batch}, {heads}, {lengths}, head_dim {p.head_dim}, {p.dtype}{values}"
+
+    def predict(self) -> Prediction:
+        """The plan's cost on the problem, with the candidates that were rejected for it."""
+        from flashgen.planning.traffic import predict
+
+        # On a CPU a plan lends its tiles to head dims that no kernel takes.
+        plan = dataclasses.replace(self.plan, head_dim=self.problem.head_dim, v_head_dim=self.problem.v_head_dim)
+        return predict(plan, self.problem, self.case, rejected=self.menu.rejected, record=self.menu.record)
+
+
+def resolve(
+    spec: str | Variant,
+    request: Request,
+    which: Pass | None = None,
+    *,
+    device: str | None = None,
+    seed: int = 0,
+    data: bool = True,
+) -> Resolved:
+    """Load a spec, settle what the request leaves open, make its data and plan one pass of it.
+
+    `device` is where the problem runs ("cpu", "cuda"; None: not at all, planned for the GPU where there is one); `seed`
+    is that of the captured tensors' examples.  Without `data` nothing is made that no kernel depends on: parameters and
+    captured tensors that the request gives are checked, and others not asked for.  Raises SpecError and PlanError.
+    """
+    from flashgen.analysis.facts import analyse
+    from flashgen.analysis.tiles import Case
+    from flashgen.lang.load import load_spec
+    from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, menu_of, multiprocessors
+    from flashgen.planning import arch as archs
+    from flashgen.planning import planner
+    from flashgen.planning.problem import Problem
+
+    which = which or Pass()
+    variant, params = _bound(load_spec(spec) if isinstance(spec, str) else spec, request.param or (), data)
+    arch = request.arch or default_arch(variant)
+    fixed = {"pipeline": request.pipeline, "tile": options.tile_shape(request.tile), "stages": request.stages}
+    if device is not None:
+        # A call of attention takes these from the variant.  What needs no pin gets none: it is the kernel of any call.
+        variant = _pinned(variant, **fixed, arch=arch if device == "cpu" else request.arch)
+    head_dim = default_head_dim(variant) if request.head_dim is None else request.head_dim
+    q_len = options.SEQLEN[device or options.default_device()] if request.seqlen is None else request.seqlen
+    problem = Problem(
+        batch=request.batch,
+        heads=request.heads,
+        kv_heads=request.heads if request.kv_heads is None else request.kv_heads,
+        q_len=q_len,
+        kv_len=q_len if request.kv_seqlen is None else request.kv_seqlen,
+        head_dim=head_dim,
+        v_head_dim=head_dim if request.v_head_dim is None else request.v_head_dim,
+        dtype=request.dtype or default_dtype(variant),
+    )
+    tensors = captured.arrays(variant, problem, request.tensor or (), seed=seed, examples=data)
+    if device == "cpu":
+        from flashgen.ops.attention import cpu_request
+
+        menu, sms = planner.menu(*cpu_request(variant, problem), dropout=which.dropout), archs.find(arch).sms
+    else:
+        asked = variant, arch, problem.dtype, problem.head_dim, problem.v_head_dim
+        menu, sms = menu_of(*asked, **fixed, **which.asked()), multiprocessors(arch)
+    return Resolved(
+        variant=variant,
+        problem=problem,
+        case=Case(sizes=problem.sizes(), params=params, tensors=tensors),
+        facts=analyse(variant),
+        menu=menu,
+        plan=planner.choose(menu, problem, sms),
+    )
+
+
+def folded(variant: Variant, texts: Sequence[str]) -> Variant:
+    """The variant with its constants folded; a kernel alone takes no value of a parameter, and PlanError says so."""
+    given = _given(texts)
+    if passed := [symbol.name for symbol in variant.params if symbol.name in given]:
+        raise PlanError(
+            f"--param {passed[0]}: {passed[0]!r} is a parameter of {variant.name!r}: it is passed at the call, and one"
+            f" kernel serves every value\n  nearest: leave out --param {passed[0]}"
+        )
+    return variant.bind(**given)
+
+
+def _bound(variant: Variant, texts: Sequence[str], complete: bool) -> tuple[Variant, Mapping[str, int | float]]:
+    """The variant with its constants folded, and its parameters' values: `NAME=VALUE` texts, else the defaults; where
+    that need not be complete, those without a default may be missing."""
+    given = _given(texts)
+    constants = {symbol.name for symbol in variant.constants}
+    values = {name: value for name, value in given.items() if name not in constants}
+    values = variant.values(values, complete=complete)
+    return variant.bind(**{name: value for name, value in given.items() if name in constants}), values
+
+
+def _given(texts: Sequence[str]) -> dict[str, int | float]:
+    """The numbers of `NAME=VALUE` texts."""
+    given: dict[str, int | float] = {}
+    for name, value in (options.pair(text, "--param", "NAME=VALUE") for text in texts):
+        if name in given:
+            raise PlanError(f"--param {name} is given twice\n  nearest: --param {name}={value} alone")
+        given[name] = _number(name, value)
+    return given
+
+
+def _number(name: str, text: str) -> int | float:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    raise PlanError(f"--param {name}={text}: {text!r} is not a number")
+
+
+def _pinned(variant: Variant, **chosen: object) -> Variant:
+    """The variant with what is chosen in place of its own pins."""
+    pins = dataclasses.replace(variant.pins, **{name: value for name, value in chosen.items() if value is not None})
+    return variant if pins == variant.pins else dataclasses.replace(variant, pins=pins)
