@@ -8,10 +8,14 @@ from cli import flashgen
 
 from flashgen.lang.load import shipped
 
-FIELDS = {
-    "variant", "arch", "pipeline", "tile", "stages", "warps", "roles", "smem_bytes", "registers_estimate", "hbm",
-    "compulsory", "standard", "lower_bound_bytes", "flops", "flops_useful", "tiles", "predicted_ms", "rejected",
-}  # fmt: skip
+WHAT = {"variant", "arch", "pipeline", "tile", "stages", "warps", "roles", "smem_bytes", "registers_estimate"}
+COST = {"hbm", "compulsory", "standard", "lower_bound_bytes", "flops", "flops_useful", "tiles", "predicted_ms"}
+FIELDS = WHAT | COST | {"rejected"}
+
+
+def flags(**values):
+    """Options of the command."""
+    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
 def plan(*arguments, **options):
@@ -19,10 +23,8 @@ def plan(*arguments, **options):
 
 
 def test_the_json_object_of_a_causal_plan():
-    got = plan(
-        "specs/causal.py", "--seqlen", 8192, "--heads", 16, "--head-dim", 128, "--dtype", "bfloat16", "--arch", "sm_80",
-        "--pipeline", "ampere",
-    )  # fmt: skip
+    asked = flags(seqlen=8192, heads=16, head_dim=128, dtype="bfloat16", arch="sm_80", pipeline="ampere")
+    got = plan("specs/causal.py", *asked)
     assert got.keys() >= FIELDS
     assert got["tile"].keys() == {"q", "kv"}
     for moved in ("hbm", "compulsory", "standard"):
@@ -51,13 +53,9 @@ def test_the_table_says_what_was_chosen_why_it_fits_and_what_it_moves():
 
 
 def test_shape_options_reach_the_problem():
-    got = plan(
-        "full", "--batch", 3, "--heads", 12, "--kv-heads", 4, "--seqlen", 70, "--kv-seqlen", 90, "--head-dim", 64,
-        "--v-head-dim", 96, "--dtype", "float16", "--arch", "sm_86",
-    )  # fmt: skip
-    assert got["shape"] == {
-        "batch": 3, "heads": 12, "kv_heads": 4, "q_len": 70, "kv_len": 90, "head_dim": 64, "v_head_dim": 96,
-    }  # fmt: skip
+    shape = {"batch": 3, "heads": 12, "kv_heads": 4, "head_dim": 64, "v_head_dim": 96}
+    got = plan("full", *flags(**shape, seqlen=70, kv_seqlen=90, dtype="float16", arch="sm_86"))
+    assert got["shape"] == {**shape, "q_len": 70, "kv_len": 90}
     assert (got["dtype"], got["arch"]) == ("float16", "sm_86")
 
 

@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 @options.shared
 def command(
     specs: Annotated[
-        list[str], typer.Argument(metavar="SPEC...", help="Spec files (Python: they run with your rights), folders of "
-                                  "them, or names of shipped ones.", show_default=False)
+        list[str],
+        typer.Argument(
+            metavar="SPEC...",
+            help="Spec files (Python: they run with your rights), folders of them, or names of shipped ones.",
+            show_default=False,
+        ),
     ],
     which: Pass,
     dtypes: Annotated[str | None, typer.Option(help="Comma-separated. [dim]default: the spec's[/]")] = None,
@@ -50,7 +54,7 @@ def command(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Compilations at once. [dim]default: one a CPU core[/]")
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Compile ahead into the disk cache: dtypes x head dims x architectures, in a thread pool."""
     from flashgen.lang.load import load_spec
     from flashgen.ops.stages import default_arch, menu_of

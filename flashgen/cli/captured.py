@@ -83,8 +83,9 @@ def _stored(title: str, tensor: Tensor, array: np.ndarray, problem: Problem) -> 
     sizes = problem.sizes()
     lengths = {**sizes, "q": sizes["q_len"], "kv": sizes["kv_len"]}
     wanted = [lengths.get(dim, dim) for dim in tensor.dims]
-    named = ", ".join("any" if dim is None else f"{dim} = {lengths[dim]}" if dim in lengths else str(dim)
-                      for dim in tensor.dims)  # fmt: skip
+    named = ", ".join(
+        "any" if dim is None else f"{dim} = {lengths[dim]}" if dim in lengths else str(dim) for dim in tensor.dims
+    )
     fits = len(wanted) == array.ndim and all(
         want is None or size == want or (size == 1 and isinstance(dim, str))
         for want, size, dim in zip(wanted, array.shape, tensor.dims, strict=True)

@@ -41,8 +41,11 @@ def command(
     table = Table(title=str(resolved), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    table.add_row("kernel", f"{plan.pipeline} {plan.pass_name}, {plan.arch}, tile {plan.tile.q} x {plan.tile.kv},"
-                            f" {plan.stages} stages, {plan.threads} threads")  # fmt: skip
+    table.add_row(
+        "kernel",
+        f"{plan.pipeline} {plan.pass_name}, {plan.arch}, tile {plan.tile.q} x {plan.tile.kv},"
+        f" {plan.stages} stages, {plan.threads} threads",
+    )
     table.add_row("registers", f"{r.registers} a thread (the plan estimates {plan.registers_estimate})")
     table.add_row("spills", f"{r.spill_stores} bytes stored, {r.spill_loads} loaded, stack {r.stack_bytes}")
     table.add_row("shared memory", f"{size(plan.smem_bytes)} dynamic, {size(r.smem_static)} static")

@@ -29,69 +29,65 @@ Spec = Annotated[
 #: Query and key length of a call that names none.
 SEQLEN = {"cpu": 1024, "cuda": 8192}
 
-_PROBLEM, _KERNEL, _INPUTS, _PASS = "Problem", "Kernel", "Inputs of the variant", "Pass"
+_problem, _kernel, _inputs, _pass = (
+    functools.partial(typer.Option, rich_help_panel=panel)
+    for panel in ("Problem", "Kernel", "Inputs of the variant", "Pass")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The shared options as typed; None and empty mean that the caller left the choice to flashgen."""
 
-    batch: Annotated[int, typer.Option(help="Batch size.", rich_help_panel=_PROBLEM)] = 1
-    heads: Annotated[int, typer.Option(help="Query heads.", rich_help_panel=_PROBLEM)] = 8
+    batch: Annotated[int, _problem(help="Batch size.")] = 1
+    heads: Annotated[int, _problem(help="Query heads.")] = 8
     kv_heads: Annotated[
         int | None,
-        typer.Option(help="Key and value heads; they divide the query heads. [dim]default: --heads[/]",
-                     rich_help_panel=_PROBLEM),
-    ] = None  # fmt: skip
+        _problem(help="Key and value heads; they divide the query heads. [dim]default: --heads[/]"),
+    ] = None
     seqlen: Annotated[
         int | None,
-        typer.Option(help="Queries. [dim]default: 1024 on a CPU, 8192 on a GPU[/]", rich_help_panel=_PROBLEM),
+        _problem(help="Queries. [dim]default: 1024 on a CPU, 8192 on a GPU[/]"),
     ] = None
-    kv_seqlen: Annotated[int | None, typer.Option(help="Keys. [dim]default: --seqlen[/]", rich_help_panel=_PROBLEM)] = (
-        None
-    )
+    kv_seqlen: Annotated[int | None, _problem(help="Keys. [dim]default: --seqlen[/]")] = None
     head_dim: Annotated[
         int | None,
-        typer.Option(help="Columns of q and k. [dim]default: 128 if the spec names it, else its largest[/]",
-                     rich_help_panel=_PROBLEM),
-    ] = None  # fmt: skip
-    v_head_dim: Annotated[
-        int | None, typer.Option(help="Columns of v. [dim]default: --head-dim[/]", rich_help_panel=_PROBLEM)
+        _problem(help="Columns of q and k. [dim]default: 128 if the spec names it, else its largest[/]"),
     ] = None
+    v_head_dim: Annotated[int | None, _problem(help="Columns of v. [dim]default: --head-dim[/]")] = None
     dtype: Annotated[
         str | None,
-        typer.Option(help="float16, bfloat16; on a CPU float32 and float64 too. [dim]default: bfloat16 if the spec "
-                     "names it[/]", rich_help_panel=_PROBLEM),
-    ] = None  # fmt: skip
+        _problem(
+            help="float16, bfloat16; on a CPU float32 and float64 too. [dim]default: bfloat16 if the spec names it[/]"
+        ),
+    ] = None
     arch: Annotated[
         str | None,
-        typer.Option(help="sm_80, sm_86, sm_89, sm_90a or sm_120. [dim]default: the GPU's, or the spec's[/]",
-                     rich_help_panel=_KERNEL),
-    ] = None  # fmt: skip
+        _kernel(help="sm_80, sm_86, sm_89, sm_90a or sm_120. [dim]default: the GPU's, or the spec's[/]"),
+    ] = None
     pipeline: Annotated[
-        str | None, typer.Option(help="Kernel family. [dim]default: the best that --arch has[/]",
-                                 rich_help_panel=_KERNEL)
-    ] = None  # fmt: skip
+        str | None,
+        _kernel(help="Kernel family. [dim]default: the best that --arch has[/]"),
+    ] = None
     tile: Annotated[
         str | None,
-        typer.Option(metavar="QxKV", help="Rows of queries and of keys a tile, such as 128x64: checked, never changed.",
-                     rich_help_panel=_KERNEL),
-    ] = None  # fmt: skip
+        _kernel(metavar="QxKV", help="Rows of queries and of keys a tile, such as 128x64: checked, never changed."),
+    ] = None
     stages: Annotated[
         int | None,
-        typer.Option(help="Tiles of keys in shared memory (of queries in a backward): checked, never changed.",
-                     rich_help_panel=_KERNEL),
-    ] = None  # fmt: skip
+        _kernel(help="Tiles of keys in shared memory (of queries in a backward): checked, never changed."),
+    ] = None
     param: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="A parameter or constant of the spec (repeatable).",
-                     rich_help_panel=_INPUTS),
-    ] = None  # fmt: skip
+        _inputs(metavar="NAME=VALUE", help="A parameter or constant of the spec (repeatable)."),
+    ] = None
     tensor: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=FILE", help="A captured tensor from a .npy file (repeatable). [dim]default: the "
-                     "spec's example[/]", rich_help_panel=_INPUTS),
-    ] = None  # fmt: skip
+        _inputs(
+            metavar="NAME=FILE",
+            help="A captured tensor from a .npy file (repeatable). [dim]default: the spec's example[/]",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,21 +96,18 @@ class Pass:
     and --pipeline then speak of.  Raises PlanError for an option of the backward without it."""
 
     backward: Annotated[
-        bool, typer.Option("--backward", help="The kernels of the gradients; plan and build: beside the forward's.",
-                           rich_help_panel=_PASS)
-    ] = False  # fmt: skip
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="With --backward: gradients whose reruns give the same bits.",
-                           rich_help_panel=_PASS)
-    ] = False  # fmt: skip
-    dropout: Annotated[
-        bool, typer.Option("--dropout", help="Kernels that drop probabilities.", rich_help_panel=_PASS)
+        bool,
+        _pass("--backward", help="The kernels of the gradients; plan and build: beside the forward's."),
     ] = False
+    deterministic: Annotated[
+        bool,
+        _pass("--deterministic", help="With --backward: gradients whose reruns give the same bits."),
+    ] = False
+    dropout: Annotated[bool, _pass("--dropout", help="Kernels that drop probabilities.")] = False
     gradient: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="With --backward: the gradient of a captured tensor too (repeatable).",
-                     rich_help_panel=_PASS),
-    ] = None  # fmt: skip
+        _pass(metavar="NAME", help="With --backward: the gradient of a captured tensor too (repeatable)."),
+    ] = None
 
     def __post_init__(self) -> None:
         for option, given in (("--deterministic", self.deterministic), ("--gradient", self.gradient)):

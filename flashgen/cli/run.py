@@ -53,14 +53,15 @@ def command(
     request: Request,
     sweep: Annotated[
         bool,
-        typer.Option("--sweep", help="Take SPEC, a folder too, through dtypes, head dims 64, 128, 256, GQA 8:1 and "
-                     "lengths 1, 127, 1000, 4096 (on a CPU: 1 and 127)."),
+        typer.Option(
+            "--sweep",
+            help="Take SPEC, a folder too, through dtypes, head dims 64, 128, 256, GQA 8:1 and "
+            "lengths 1, 127, 1000, 4096 (on a CPU: 1 and 127).",
+        ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the random input.")] = 0,
-    device: Annotated[
-        str | None, typer.Option(help="cuda or cpu. [dim]default: the GPU where there is one[/]")
-    ] = None,
-) -> None:  # fmt: skip
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. [dim]default: the GPU where there is one[/]")] = None,
+) -> None:
     """Run on random input, on the GPU where there is one, and check against float64; exit 1 where the check fails."""
     device = options.device(device)
     ok = _sweep(spec, request, seed, device) if sweep else _single(spec, request, seed, device)
@@ -85,8 +86,9 @@ def _single(spec: str, request: Request, seed: int, device: str) -> bool:
     peer = f"PyTorch in {resolved.problem.dtype}"
     table.add_row("largest error", f"{v.max_error:.3g} ({peer}: {v.baseline_max_error:.3g})")
     table.add_row("RMS error", f"{v.rms_error:.3g} ({peer}: {v.baseline_rms_error:.3g})")
-    table.add_row("predicted IO", f"{size(predicted)}, {predicted / max(prediction.standard.total, 1):.3g}x standard"
-                                  " attention's")  # fmt: skip
+    table.add_row(
+        "predicted IO", f"{size(predicted)}, {predicted / max(prediction.standard.total, 1):.3g}x standard attention's"
+    )
     if device == "cpu":
         counted = _counted(resolved)
         same = "as predicted" if counted == predicted else f"predicted {predicted:,} bytes, counted {counted:,}"
@@ -253,9 +255,12 @@ def _table(rows: dict[str, list[Checked]]) -> Table:
     for path, checked in rows.items():
         verdicts = [c.verdict for c in checked if c.verdict.elements]
         worst = [
-            max((share(getattr(v, value), getattr(v, limit)) for v in verdicts), key=lambda text: float(text[:-1]),
-                default="-")
+            max(
+                (share(getattr(v, value), getattr(v, limit)) for v in verdicts),
+                key=lambda text: float(text[:-1]),
+                default="-",
+            )
             for value, limit in (("max_error", "max_limit"), ("rms_error", "rms_limit"), ("bias", "bias_limit"))
-        ]  # fmt: skip
+        ]
         table.add_row(path, str(len(checked)), str(sum(not c.reasons for c in checked)), *worst)
     return table

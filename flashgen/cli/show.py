@@ -159,9 +159,14 @@ def draw(picture: Picture, resolved: Resolved, path: Path) -> None:
     left.set(title="visible pairs", xlabel="key", ylabel="query")
     whole = (0, picture.classes.shape[1] * tile.kv, picture.classes.shape[0] * tile.q, 0)
     right.imshow(
-        picture.classes, cmap=ListedColormap(_COLOURS), vmin=0, vmax=2, extent=whole, aspect="auto",
+        picture.classes,
+        cmap=ListedColormap(_COLOURS),
+        vmin=0,
+        vmax=2,
+        extent=whole,
+        aspect="auto",
         interpolation="nearest",
-    )  # fmt: skip
+    )
     right.set(title=f"tiles of {tile.q} x {tile.kv}", xlabel="key", xlim=extent[:2], ylim=extent[2:])
     counts = np.bincount(picture.classes.ravel(), minlength=3)
     handles = [

@@ -34,7 +34,7 @@ def command(
         bool, typer.Option("--late", help="Asynchronous copies end as late as the kernel allows, not in random order.")
     ] = False,
     step_limit: Annotated[int, typer.Option(min=1, help="Steps after which a kernel counts as endless.")] = 10**8,
-) -> None:  # fmt: skip
+) -> None:
     """Execute the kernel on the CPU: check it against float64 and show traffic, bank conflicts, instructions.
 
     Give a small problem: a tile of a kernel takes tenths of a second. Needs NVRTC and no GPU.
@@ -85,8 +85,12 @@ def _run(resolved: Resolved, seed: int, order: int | None, step_limit: int) -> t
 def _traffic(resolved: Resolved, report: Report) -> Table:
     """Bytes of global memory by tensor, executed and predicted."""
     plan, predicted = resolved.plan, resolved.predict()
-    table = Table(title=f"{resolved}\n{plan.pipeline} on {plan.arch}, tiles of {plan.tile.q} x {plan.tile.kv}",
-                  title_justify="left", box=None, padding=(0, 2, 0, 0))  # fmt: skip
+    table = Table(
+        title=f"{resolved}\n{plan.pipeline} on {plan.arch}, tiles of {plan.tile.q} x {plan.tile.kv}",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
     table.add_column("global memory", style="bold")
     table.add_column("by")
     table.add_column("bytes", justify="right")

@@ -26,7 +26,7 @@ def command(
     folder: Annotated[
         Path | None, typer.Option(help="Where the record goes, else $FLASHGEN_RECORDS, else ./records.")
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Measure the candidates that fit on this GPU and write the record that the planner then orders them by."""
     import torch
 
