@@ -5,12 +5,18 @@ import json
 import pytest
 import torch
 from cli import flashgen
+from rich.console import Console
 
-from flashgen.bench import record
-from flashgen.bench.cells import FORWARD, TOKENS, WIDTH, cell
-from flashgen.bench.peers import flex, from_file, sdpa
+from flashgen.bench import backward, forward, record
+from flashgen.bench.backward import sample
+from flashgen.bench.cells import BACKWARD, FORWARD, TOKENS, WIDTH, cell
+from flashgen.bench.contest import Measured, difference, join
+from flashgen.bench.peers import flex, from_file, has_kernel, same_maths, sdpa
 from flashgen.bench.protocol import MIN_ROUNDS, Timings, interleave, rotation
+from flashgen.cli.bench import _table
 from flashgen.errors import LaunchError
+from flashgen.planning import planner
+from flashgen.planning.problem import Problem
 
 
 def test_a_ratio_compares_within_rounds_only():
@@ -38,13 +44,15 @@ def test_few_rounds_are_refused():
 
 
 def test_the_main_table_keeps_tokens_and_width():
-    table = [c for c in FORWARD["ampere"] if c.specs in (("full",), ("causal",))]
-    assert len(table) == 36
-    for c in table:
+    plain = (("full",), ("causal",))
+    forward, backward = ([c for c in table["ampere"] if c.specs in plain] for table in (FORWARD, BACKWARD))
+    assert (len(forward), len(backward)) == (36, 26)
+    for c in (*forward, *backward):
         assert c.problem.batch * c.problem.q_len == TOKENS
         assert c.problem.heads * c.problem.head_dim == WIDTH
-    names = [str(c) for c in FORWARD["hopper"]]
-    assert len(set(names)) == len(names)
+    for table in (FORWARD, BACKWARD):
+        names = [str(c) for c in table["hopper"]]
+        assert len(set(names)) == len(names)
 
 
 def test_a_cell_names_its_variant():
@@ -70,20 +78,91 @@ def test_a_record_is_read_back_with_its_machine(tmp_path):
 
 def test_sdpa_only_stands_beside_masks_it_has():
     q = torch.randn(1, 2, 8, 64)
-    assert sdpa("fa2", cell("sliding_window", 64, 512, window=64), q, q, q) is None
-    assert callable(sdpa("cudnn", cell("causal", 64, 512), q, q, q))
+    assert sdpa("fa2", cell("sliding_window", 64, 512, window=64), q, q, q, {}) is None
+    assert sdpa("fa2", cell("causal+document", 64, 512), q, q, q, {}) is None
+    assert callable(sdpa("cudnn", cell("causal", 64, 512), q, q, q, {}))
     assert flex(cell("butterfly", 64, 512), q, q, q, {}) is None
 
 
-def test_a_peer_file(tmp_path):
+def test_a_yardstick_is_not_compared():
+    capped = cell("causal+softcap", 64, 512, cap=30.0)
+    assert callable(sdpa("cudnn", capped, *3 * [torch.randn(1, 2, 8, 64)], {}))
+    assert not same_maths("cudnn", capped) and same_maths("flex", capped) and same_maths("of a file", capped)
+    assert has_kernel(cell("causal", 64, 512)) and same_maths("cudnn", cell("causal", 64, 512))
+
+
+def test_peers_join_refuse_or_differ():
+    x = torch.ones(4)
+    contenders = {"flashgen": lambda: x}
+
+    def failing():
+        raise RuntimeError("no kernel\nfor this")
+
+    builders = {
+        "same": lambda: lambda: x + 1e-3,
+        "other": lambda: lambda: 2 * x,
+        "none": lambda: None,
+        "late": lambda: failing,
+        "early": failing,
+    }
+    absent, reasons = join(contenders, builders, lambda name, theirs: difference(name, theirs, x))
+    assert list(contenders) == ["flashgen", "same", "other"]
+    assert absent == {name: "RuntimeError: no kernel" for name in ("late", "early")}
+    assert reasons == ["other differs by 1"]
+    with pytest.raises(LaunchError):
+        join({}, {"broken": lambda: flashgen_error()}, lambda *_: [])
+
+
+def flashgen_error():
+    raise LaunchError("ours")
+
+
+@pytest.mark.parametrize(
+    ("shape", "scores", "batches", "kv_heads"),
+    [
+        (dict(batch=2, heads=4, kv_heads=4, q_len=10, kv_len=10), 1000, (0, 1), (0, 1, 2, 3)),
+        (dict(batch=3, heads=8, kv_heads=4, q_len=10, kv_len=10), 1200, (0, 1, 2), (0, 3)),
+        (dict(batch=1, heads=9, kv_heads=9, q_len=10, kv_len=10), 300, (0,), (0, 4, 8)),
+        (dict(batch=5, heads=2, kv_heads=2, q_len=10, kv_len=10), 1, (0,), (0,)),
+    ],
+)
+def test_what_is_compared_with_float64(shape, scores, batches, kv_heads):
+    pairs = sample(Problem(head_dim=16, v_head_dim=16, **shape), scores)
+    assert (pairs.batches, pairs.kv_heads) == (batches, kv_heads)
+
+
+def test_other_forms_are_given_as_a_part_of_the_speed():
+    rounds = {"flashgen": (1.0, 2.0, 4.0), "peer": (1.5, 3.0, 6.0), "deterministic": (1.25, 2.5, 5.0)}
+    c = cell("causal", 64, 512)
+    plan = planner.menu(c.variant(), "sm_80", "bfloat16", 64).plans[0]
+    one = Measured(
+        cell=c, timings=Timings(rounds=rounds), flops=4 * 10**9, plan=plan, reasons=(), absent={},
+        own=("deterministic",), extra={"flashgen": 4096}, checked="all of it",
+    )  # fmt: skip
+    assert (one.ratio("peer").median, one.ratio("deterministic").median) == (1.5, 0.8)
+    assert one.tflops("flashgen") == 2.0
+    row = one.as_json()
+    assert row["pipeline"] == "ampere" and row["extra_bytes"] == {"flashgen": 4096}
+    assert set(row["ratio"]) == {"peer", "deterministic"}
+    console = Console(width=200, highlight=False)
+    with console.capture() as captured:
+        console.print(_table("backward", [one], ["peer", "absent"]))
+    line = next(line for line in captured.get().splitlines() if "d64 causal" in line)
+    assert [part.strip() for part in line.strip("│").split("│")][3:] == [
+        "4 KiB", "1.500 [1.50, 1.50]", "-", "0.800 [0.80, 0.80]",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", [forward.ENTRY, backward.ENTRY])
+def test_a_peer_file(tmp_path, entry):
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
-    good.write_text("def peer(cell, q, k, v):\n    return lambda: q\n")
+    good.write_text(f"def {entry}(cell, *tensors):\n    return lambda: tensors[0]\n")
     bad.write_text("")
-    assert from_file(good)(None, 1, 2, 3)() == 1
-    with pytest.raises(LaunchError, match=r"defines no peer\(cell, q, k, v\)"):
-        from_file(bad)
+    assert from_file(good, entry)(None, 1, 2, 3)() == 1
+    with pytest.raises(LaunchError, match=f"defines no function {entry}"):
+        from_file(bad, entry)
     with pytest.raises(LaunchError, match="cannot be read"):
-        from_file(tmp_path / "absent.py")
+        from_file(tmp_path / "absent.py", entry)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +171,7 @@ def test_a_peer_file(tmp_path):
         (["volta"], "no benchmark of pipeline 'volta'"),
         (["ampere", "--peers", "fa9"], "no peer 'fa9'"),
         (["ampere", "--cells", "d7"], "no cell's name contains 'd7'"),
+        (["ampere", "--backward", "--cells", "d256 causal s512"], "no cell's name contains 'd256 causal s512'"),
     ],
 )
 def test_refusals(args, message):
@@ -102,4 +182,5 @@ def test_refusals(args, message):
 
 def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "needs a GPU" in flashgen("bench", "ampere", code=2).err
+    for options in ([], ["--backward"]):
+        assert "needs a GPU" in flashgen("bench", "ampere", *options, code=2).err

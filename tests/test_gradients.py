@@ -152,3 +152,27 @@ def test_which_captured_tensors_have_a_gradient():
     found = {name: differentiable(load_spec(name).bind().score_node) for name in shipped()}
     found = {name: names for name, names in found.items() if names}
     assert found == {"alibi": ("slopes",), "relative_bias": ("table",)}
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_some_pairs_are_their_part_of_the_whole(p):
+    """Batch and head count as in the whole problem: in the mask, in the score, in captured tensors, in dropout."""
+    table = fg.tensor("table", dims=("heads", None), dtype="float32")
+    variant = fg.variant(
+        lambda b, h, q, k: (k + h) % (b + 2) != 0,
+        score=lambda s, b, h, q, k: s * table[h, k % 5] + b,
+        name="by_pair",
+    )
+    g = torch.Generator().manual_seed(1)
+    case = case_of(variant, tensors={"table": torch.randn(HEADS, 5, generator=g).numpy()})
+    q, k, v, do, dlse = inputs()
+    pairs = reference.Pairs(batches=(1,), kv_heads=(1,))
+    dropout = Dropout(p=p, seed=3) if p else None
+    for gradients in (reference_gradients, baseline_gradients):
+        whole = gradients(variant, case, q, k, v, do, scale=0.3, dlse=dlse, dropout=dropout)
+        parts = [pairs.of(x, KV_HEADS) for x in (q, k, v, do)]
+        assert parts[0].shape[:2] == (1, HEADS // KV_HEADS)
+        some = gradients(variant, case, *parts, scale=0.3, dlse=pairs.of(dlse, KV_HEADS), dropout=dropout, pairs=pairs)
+        for found, right in zip(some[:3], whole[:3], strict=True):
+            torch.testing.assert_close(found, pairs.of(right, KV_HEADS), rtol=0, atol=1e-12)
+        assert not some.captured["table"][:2].any()

@@ -70,7 +70,7 @@ def table(head_dims: tuple[int, ...], *, lengths: tuple[int, ...] = LENGTHS, dty
     return [cell(spec, d, n, dtype=dtype) for d in head_dims for spec in ("full", "causal") for n in lengths]
 
 
-#: What `flashgen bench` measures on each pipeline.
+#: What `flashgen bench` measures of the forward of each pipeline.
 FORWARD: dict[str, list[Cell]] = {
     "ampere": [
         *table((64, 128, 256)),
@@ -85,5 +85,18 @@ FORWARD: dict[str, list[Cell]] = {
         cell("causal", 128, 512, batch=32, heads=32, kv_heads=8),
         *table((64, 128, 256), lengths=(8192,), dtype="float16"),
         *table((96, 192), lengths=(8192,)),
+    ],
+}
+
+#: What `flashgen bench --backward` measures.
+BACKWARD: dict[str, list[Cell]] = {
+    "ampere": [*table((64, 128)), *table((256,), lengths=(4096,))],
+    "hopper": [
+        *table((64, 128), lengths=(2048, 8192, 16_384)),
+        *table((256,), lengths=(4096,)),
+        cell("sliding_window", 128, 8192, batch=2, heads=16, window=1024),
+        cell("alibi", 128, 8192, batch=2, heads=16),
+        cell("causal+softcap", 128, 8192, batch=2, heads=16, cap=30.0),
+        cell("causal+document", 128, 8192, batch=2, heads=16),
     ],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,15 +20,37 @@ Call = Callable[[], "torch.Tensor"]
 #: SDPA's backends by the name they have in a table: FLASH is FlashAttention-2, CUDNN is cuDNN's fused kernel.
 SDPA = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 
+#: Cells that SDPA's kernels compute, and whether they are causal there.
+KERNELS = {("full",): False, ("causal",): True}
 
-def sdpa(name: str, cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call | None:
-    """Scaled-dot-product attention on one backend; None where SDPA has no such mask or score."""
+#: Cells whose score function SDPA lacks: it costs a kernel time, and SDPA's causal kernel is the yardstick.
+YARDSTICK = {("alibi",): True, ("causal", "softcap"): True}
+
+
+def has_kernel(cell: Cell) -> bool:
+    """Whether SDPA has a kernel for exactly this attention."""
+    return cell.specs in KERNELS
+
+
+def same_maths(name: str, cell: Cell) -> bool:
+    """Whether a peer that takes part in a cell computes what flashgen does there."""
+    return name not in SDPA or has_kernel(cell)
+
+
+def of(name: str) -> Callable[..., Call | None]:
+    """The peer of a name in a table: called with (cell, q, k, v, inputs) it gives its forward, or None."""
+    return flex if name == "flex" else functools.partial(sdpa, name)
+
+
+def sdpa(
+    name: str, cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Mapping[str, object]
+) -> Call | None:
+    """Scaled-dot-product attention on one backend; None where SDPA has no such mask."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    # A score function costs a kernel time and SDPA has none: its causal kernel is the yardstick there.
-    causal = cell.specs[0] in ("causal", "alibi")
-    if not causal and cell.specs != ("full",):
+    causal = {**KERNELS, **YARDSTICK}.get(cell.specs)
+    if causal is None:
         return None
     backend, gqa = getattr(SDPBackend, SDPA[name]), cell.problem.group > 1
 
@@ -41,6 +64,7 @@ def sdpa(name: str, cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 def flex(cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Mapping[str, object]) -> Call | None:
     """Compiled FlexAttention, its block mask built beforehand; None where the variant is not written here for it."""
     import torch
+    import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def causal(b, h, i, j):
@@ -52,6 +76,9 @@ def flex(cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: 
     def alibi(s, b, h, i, j):
         return s - inputs["slopes"][h] * (i - j)
 
+    def packed(b, h, i, j):
+        return (i >= j) & (inputs["doc"][b, i] == inputs["doc"][b, j])
+
     def softcap(s, b, h, i, j):
         return inputs["cap"] * torch.tanh(s / inputs["cap"])
 
@@ -61,13 +88,16 @@ def flex(cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: 
         ("sliding_window",): (window, None),
         ("alibi",): (causal, alibi),
         ("causal", "softcap"): (causal, softcap),
+        ("causal", "document"): (packed, None),
     }
     if cell.specs not in known:
         return None
     mask, score = known[cell.specs]
     p = cell.problem
-    block_mask = mask and create_block_mask(mask, None, None, p.q_len, p.kv_len, device=q.device)
+    batch = p.batch if cell.variant().uses("b") else None
+    block_mask = mask and create_block_mask(mask, batch, None, p.q_len, p.kv_len, device=q.device)
     torch._dynamo.reset()  # after a few shapes it would no longer compile, and run unfused
+    torch._functorch.config.donated_buffer = False  # else a backward frees what another one of the same o reads
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def call() -> torch.Tensor:
@@ -76,15 +106,15 @@ def flex(cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: 
     return call
 
 
-def from_file(path: Path) -> Callable[[Cell, torch.Tensor, torch.Tensor, torch.Tensor], Call | None]:
-    """A peer that is no package: `peer(cell, q, k, v)` of a Python file gives a call, or None for a cell it lacks.
+def from_file(path: Path, entry: str) -> Callable[..., Callable[[], object] | None]:
+    """A peer that is no package: a function of a Python file that gives a call, or None for a cell it lacks.
 
-    Raises LaunchError where the file cannot be run or has no `peer`.
+    Raises LaunchError where the file cannot be read or has no function of the name `entry`.
     """
     try:
         made = runpy.run_path(str(path))
     except OSError as error:
         raise LaunchError(f"the peer {path} cannot be read: {error.strerror}") from error
-    if "peer" not in made:
-        raise LaunchError(f"{path} defines no peer(cell, q, k, v)")
-    return made["peer"]
+    if entry not in made:
+        raise LaunchError(f"{path} defines no function {entry}")
+    return made[entry]

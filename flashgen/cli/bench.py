@@ -1,18 +1,21 @@
-"""`flashgen bench`: the forward beside its peers on this GPU, checked, interleaved and recorded."""
+"""`flashgen bench`: forward or backward beside its peers on this GPU, checked, interleaved and recorded."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from flashgen.bench.protocol import MIN_ROUNDS
-from flashgen.cli.console import err, out, progress
+from flashgen.cli.console import err, out, progress, size
 from flashgen.errors import LaunchError, PlanError
+
+if TYPE_CHECKING:
+    from flashgen.bench.contest import Measured
 
 #: A bar of 1.00 holds at this much of it: what two runs of one kernel differ by.
 BAR = 0.99
@@ -23,35 +26,47 @@ WIDTH = 160
 
 def command(
     pipeline: Annotated[str, typer.Argument(help="ampere or hopper: which kernels are measured.")],
+    backward: Annotated[bool, typer.Option("--backward", help="The gradients, instead of the forward.")] = False,
     cells: Annotated[str, typer.Option(help="Only cells whose name contains this, e.g. 'd128 causal'.")] = "",
     rounds: Annotated[int, typer.Option(min=MIN_ROUNDS, help="Rounds; each times every contender once.")] = MIN_ROUNDS,
     peers: Annotated[str, typer.Option(help="Of fa2, cudnn, flex; commas between.")] = "fa2,cudnn,flex",
     peer_file: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=FILE.py, a peer that is no package: its peer(cell, q, k, v) gives a call."),
+        typer.Option(
+            help="NAME=FILE.py, a peer that is no package: its peer(cell, q, k, v), of gradients"
+            " backward(cell, q, k, v, do), gives a call."
+        ),
     ] = None,
     folder: Annotated[Path, typer.Option(help="Where raw results go.")] = Path("generated/bench"),
     seed: Annotated[int, typer.Option(help="Seed of the random input.")] = 0,
 ) -> None:  # fmt: skip
-    """Time the forward beside its peers on this GPU; exit 1 where a result is wrong."""
+    """Time the forward, or the backward, beside its peers on this GPU; exit 1 where a result is wrong."""
     import torch
 
+    from flashgen.bench import cells as tables
     from flashgen.bench import record
-    from flashgen.bench.cells import FORWARD
-    from flashgen.bench.forward import Measured, measure
     from flashgen.bench.peers import SDPA, from_file
 
-    if pipeline not in FORWARD:
-        raise PlanError(f"there is no benchmark of pipeline {pipeline!r}\n  nearest: {', '.join(FORWARD)}")
+    if backward:
+        from flashgen.bench import backward as bench
+
+        name, table = "backward", tables.BACKWARD
+    else:
+        from flashgen.bench import forward as bench
+
+        name, table = "forward", tables.FORWARD
+    if pipeline not in table:
+        raise PlanError(f"there is no benchmark of pipeline {pipeline!r}\n  nearest: {', '.join(table)}")
     names = tuple(name for name in peers.split(",") if name)
     if unknown := [name for name in names if name not in (*SDPA, "flex")]:
         raise PlanError(
             f"there is no peer {unknown[0]!r}\n  nearest: {', '.join(SDPA)}, flex, or --peer-file NAME=FILE"
         )
-    files = {name: from_file(Path(file)) for name, _, file in (text.partition("=") for text in peer_file or ())}
-    chosen = [cell for cell in FORWARD[pipeline] if cells in str(cell)]
+    given = (text.partition("=") for text in peer_file or ())
+    files = {name: from_file(Path(file), bench.ENTRY) for name, _, file in given}
+    chosen = [cell for cell in table[pipeline] if cells in str(cell)]
     if not chosen:
-        raise PlanError(f"no cell's name contains {cells!r}\n  cells: {', '.join(map(str, FORWARD[pipeline]))}")
+        raise PlanError(f"no cell's name contains {cells!r}\n  cells: {', '.join(map(str, table[pipeline]))}")
     if not torch.cuda.is_available():
         raise LaunchError("a benchmark needs a GPU that PyTorch can use, and there is none")
     measured: list[Measured] = []
@@ -59,21 +74,30 @@ def command(
         task = bar.add_task("measuring", total=len(chosen))
         for cell in chosen:
             bar.update(task, description=str(cell))
-            measured.append(measure(cell, pipeline, rounds=rounds, names=names, files=files, seed=seed))
+            measured.append(bench.measure(cell, pipeline, rounds=rounds, names=names, files=files, seed=seed))
             bar.advance(task)
     # A row stays a line, also in a file: the table is read by tools and by people who compare two of them.
     console = out if out.is_terminal else Console(width=WIDTH, highlight=False)
-    console.print(_table(measured, [*names, *files]))
+    console.print(_table(name, measured, [*names, *files]))
     for one in measured:
         for reason in one.reasons:
             err.print(f"{one.cell}: {reason}", markup=False)
-    path = folder / f"forward_{pipeline}.json"
-    asked = [f"flashgen bench {pipeline}", f"--rounds {rounds} --peers {peers} --seed {seed}"]
-    asked += [f"--cells '{cells}'"] if cells else []
+    for other in sorted({one.plan.pipeline for one in measured} - {pipeline}):
+        err.print(f"pipeline {pipeline} has no {name} for some of these cells: they ran on pipeline {other}")
+    path = folder / f"{name}_{pipeline}.json"
+    asked = [f"flashgen bench {pipeline}", *(["--backward"] if backward else [])]
+    asked += [f"--rounds {rounds} --peers {peers} --seed {seed}", *([f"--cells '{cells}'"] if cells else [])]
     record.write(
         path,
         command=" ".join([*asked, *(f"--peer-file {name}=..." for name in files)]),
-        protocol={"rounds": rounds, "ratio": "median of per-round (peer time / flashgen time), low, high", "bar": BAR},
+        protocol={
+            "rounds": rounds,
+            "timed": bench.TIMED,
+            "ratio": "median of per-round (peer time / flashgen time), low, high; of another form of flashgen's own"
+            " flashgen time / its time",
+            "extra_bytes": "peak of torch's allocator during one call, less its results",
+            "bar": BAR,
+        },
         cells=[one.as_json() for one in measured],
     )
     err.print(f"wrote {path}")
@@ -81,30 +105,36 @@ def command(
         raise typer.Exit(1)
 
 
-def _table(measured: list, peers: list[str]) -> Table:
-    """TFLOP/s of flashgen, and how many times faster it is than each peer; below the bar in red."""
-    table = Table(title="forward: useful TFLOP/s, and times faster than each peer [low, high over rounds]")
+def _table(name: str, measured: list[Measured], peers: list[str]) -> Table:
+    """TFLOP/s and memory of flashgen, how many times faster it is than each peer (below the bar in red), and the speed
+    of its other forms."""
+    own = list(dict.fromkeys(form for one in measured for form in one.own))
+    title = f"{name}: useful TFLOP/s, memory beyond the results, times faster than each peer [low, high over rounds]"
+    table = Table(title=title + (f"; speed of {', '.join(own)} beside it" if own else ""))
     table.add_column("cell", no_wrap=True)
     table.add_column("tile", no_wrap=True)
     table.add_column("TFLOP/s", justify="right", no_wrap=True)
+    table.add_column("memory", justify="right", no_wrap=True)
     ratios: dict[str, list[float]] = {}
-    for peer in peers:
+    for peer in (*peers, *own):
         table.add_column(peer, justify="right", no_wrap=True)
     for one in measured:
         row = [
             str(one.cell),
-            one.tile,
+            str(one.plan.tile),
             f"{one.tflops('flashgen'):.0f}" + (" [bold red]wrong[/]" if one.reasons else ""),
+            size(one.extra["flashgen"]),
         ]
-        for peer in peers:
+        for peer in (*peers, *own):
             if peer not in one.timings.rounds:
                 row.append("-")
                 continue
             ratio = one.ratio(peer)
             ratios.setdefault(peer, []).append(ratio.median)
             text = f"{ratio.median:.3f} \\[{ratio.low:.2f}, {ratio.high:.2f}]"
-            row.append(text if ratio.median >= BAR else f"[red]{text}[/]")
+            row.append(text if peer in own or ratio.median >= BAR else f"[red]{text}[/]")
         table.add_row(*row)
-    means = (f"{math.exp(sum(map(math.log, r)) / len(r)):.3f}" if (r := ratios.get(peer)) else "-" for peer in peers)
-    table.add_row("geometric mean", "", "", *means, style="bold")
+    columns = (ratios.get(peer) for peer in (*peers, *own))
+    means = (f"{math.exp(sum(map(math.log, r)) / len(r)):.3f}" if r else "-" for r in columns)
+    table.add_row("geometric mean", "", "", "", *means, style="bold")
     return table

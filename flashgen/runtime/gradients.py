@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.analysis.derivative import differentiable
-from flashgen.runtime.reference import Block, Evaluator, blocks, kept, products
+from flashgen.runtime.reference import Block, Evaluator, Pairs, blocks, kept, products
 
 if TYPE_CHECKING:
     import torch
@@ -41,10 +41,12 @@ def reference_gradients(
     scale: float,
     dlse: torch.Tensor | None = None,
     dropout: Dropout | None = None,
+    pairs: Pairs | None = None,
 ) -> Gradients:
     """Gradients of sum(o * do) + sum(lse * dlse) in float64, by autograd through `runtime.reference`'s maths.
 
-    A row that attends to nothing has none, through lse neither.
+    A row that attends to nothing has none, through lse neither.  With `pairs` the tensors are of these batches and
+    heads of the case's problem, and gradients of captured tensors are what these add to them.
     """
     import torch
 
@@ -55,7 +57,7 @@ def reference_gradients(
     k, v = (x.detach().double().requires_grad_() for x in (k, v))
     dq = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     with torch.enable_grad():
-        for block in blocks(q, k):
+        for block in blocks(q, k, pairs):
             rows = block.rows_of(q.detach()).double().requires_grad_()
             s, _ = _scores(variant, evaluator, block, scale * products(rows, k))
             m = s.detach().amax(-1)
@@ -65,7 +67,7 @@ def reference_gradients(
             total = torch.where(total == 0, 1.0, total)  # of a row that sees nothing: log 1 has no gradient in p = 0
             p = p / total[..., None]
             if dropout is not None:
-                p = torch.where(kept(dropout, **block.symbols, heads=q.shape[1]), p * dropout.scale, 0.0)
+                p = torch.where(kept(dropout, **block.symbols, heads=case.sizes["heads"]), p * dropout.scale, 0.0)
             loss = (products(p, v.mT) * block.rows_of(do).double()).sum()
             if dlse is not None:
                 loss = loss + (torch.log(total) * block.rows_of(dlse).double()).sum()
@@ -86,11 +88,12 @@ def baseline_gradients(
     scale: float,
     dlse: torch.Tensor | None = None,
     dropout: Dropout | None = None,
+    pairs: Pairs | None = None,
 ) -> Gradients:
     """The same maths in q's dtype: o, p, ds and the results rounded to it, all else in float32 (float64).
 
     delta = rowsum(do * o) - dlse and ds = p (dp - delta), as FlashAttention writes the backward of softmax (Dao et al.
-    2022, appendix B.2).  Gradients of captured tensors stay in float32 (float64).
+    2022, appendix B.2).  Gradients of captured tensors stay in float32 (float64).  `pairs` as for the reference.
     """
     import torch
 
@@ -108,7 +111,7 @@ def baseline_gradients(
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return x.to(q.dtype).to(precision)
 
-    for block in blocks(q, k):
+    for block in blocks(q, k, pairs):
         rows, do_rows = (block.rows_of(x.detach()).to(precision) for x in (q, do))
         with torch.enable_grad():
             raw = (scale * products(rows, wide_k)).requires_grad_()
@@ -119,7 +122,7 @@ def baseline_gradients(
         p = torch.where(lse == -math.inf, 0.0, torch.exp(shown - torch.where(lse == -math.inf, 0.0, lse)))
         dp, p_kept = products(do_rows, wide_v), p
         if dropout is not None:
-            keep = kept(dropout, **block.symbols, heads=q.shape[1])
+            keep = kept(dropout, **block.symbols, heads=case.sizes["heads"])
             dp, p_kept = torch.where(keep, dp * factor, 0.0), torch.where(keep, p, 0.0)
         o = rounded(factor * products(rounded(p_kept), wide_v.mT))
         delta = (do_rows * o).sum(-1, keepdim=True)

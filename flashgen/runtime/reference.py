@@ -211,17 +211,34 @@ class Block(NamedTuple):
         return x.unflatten(1, (self.kv_heads, -1))[:, :, :, self.at]
 
 
-def blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[Block]:
-    """The queries of a problem in blocks that hold a bounded number of scores; none where nothing is to attend."""
+class Pairs(NamedTuple):
+    """Some batches and heads of a problem: each of these batches with each of these kv_heads and its query heads."""
+
+    batches: tuple[int, ...]
+    kv_heads: tuple[int, ...]
+
+    def of(self, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """Their part of [batch, heads or kv_heads, ...] of the whole problem, which has so many kv_heads."""
+        return x.unflatten(1, (kv_heads, -1))[list(self.batches)][:, list(self.kv_heads)].flatten(1, 2)
+
+
+def blocks(q: torch.Tensor, k: torch.Tensor, pairs: Pairs | None = None) -> Iterator[Block]:
+    """The queries of a problem in blocks that hold a bounded number of scores; none where nothing is to attend.
+
+    With `pairs`, q and k are of these batches and heads of a larger problem, and `symbols` count as that does.
+    """
     import torch
 
     batch, heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     if 0 in (batch, heads, q_len, kv_len):
         return
+    group = heads // kv_heads
+    pairs = Pairs(tuple(range(batch)), tuple(range(kv_heads))) if pairs is None else pairs
+    first_heads = group * torch.tensor(pairs.kv_heads, device=q.device)[:, None]
     columns = {
-        "b": torch.arange(batch, device=q.device)[:, None, None, None, None],
-        "h": torch.arange(heads, device=q.device).reshape(1, kv_heads, -1, 1, 1),
+        "b": torch.tensor(pairs.batches, device=q.device)[:, None, None, None, None],
+        "h": (first_heads + torch.arange(group, device=q.device))[None, :, :, None, None],
         "k": torch.arange(kv_len, device=q.device),
     }
     rows = max(1, _BLOCK.get(q.device.type, _BLOCK["cpu"]) // (batch * heads * kv_len))

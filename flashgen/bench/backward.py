@@ -1,0 +1,130 @@
+"""The backward beside its peers: every cell's dq, dk and dv checked against float64 and timed in the same run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from flashgen.bench import contest, peers
+from flashgen.bench.contest import Measured, Setting
+from flashgen.bench.protocol import interleave
+from flashgen.runtime.reference import Pairs
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashgen.bench.cells import Cell
+    from flashgen.planning.problem import Problem
+
+#: What a call of a contender is.
+TIMED = (
+    "torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for flashgen and for packages alike, with the host's part"
+    " of it where the GPU waits for that; for a peer of a file its call"
+)
+
+#: What a peer's file defines: `backward(cell, q, k, v, do)` gives a call that gives (dq, dk, dv), or None.
+ENTRY = "backward"
+
+#: Scores of the (batch, head) pairs that are compared with float64; of a larger cell some pairs are.
+CHECKED_SCORES = 1 << 29
+
+NAMES = ("dq", "dk", "dv")
+
+#: flashgen's backward with one order of sums, as a contender.
+DETERMINISTIC = "deterministic"
+
+
+def measure(
+    cell: Cell,
+    pipeline: str,
+    *,
+    rounds: int,
+    names: tuple[str, ...],
+    files: Mapping[str, Callable[..., Callable[[], object] | None]],
+    seed: int = 0,
+) -> Measured:
+    """Check and time one cell on the current GPU, with fresh random input."""
+    import torch
+
+    from flashgen.ops.attention import attention
+
+    at = contest.prepare(cell, pipeline, seed)
+    p = cell.problem
+    leaves = [x.detach().requires_grad_() for x in (at.q, at.k, at.v)]
+
+    def gradient(o: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
+        return functools.partial(torch.autograd.grad, o, leaves, at.do, retain_graph=True)
+
+    def package(name: str) -> Callable[[], object] | None:
+        if name == "flex" and peers.has_kernel(cell):
+            return None  # compiling it takes ten seconds a cell, and SDPA's kernels are the yardstick there
+        call = peers.of(name)(cell, *leaves, at.inputs)
+        return call and gradient(call())
+
+    contenders: dict[str, Callable[[], object]] = {
+        name: gradient(attention(*leaves, at.variant, deterministic=name == DETERMINISTIC, **at.inputs))
+        for name in ("flashgen", DETERMINISTIC)
+    }
+    ours = contenders["flashgen"]()
+    pairs = sample(p, CHECKED_SCORES)
+    reasons = check(at, {"": ours, "deterministic ": contenders[DETERMINISTIC]()}, pairs)
+
+    def compare(name: str, theirs: tuple[torch.Tensor, ...]) -> list[str]:
+        if not peers.same_maths(name, cell):
+            return []
+        return [
+            reason
+            for what, one, other in zip(NAMES, theirs, ours, strict=True)
+            for reason in contest.difference(name, one, other, f"{what}: ")
+        ]
+
+    builders = {name: functools.partial(package, name) for name in names}
+    builders |= {name: functools.partial(build, cell, at.q, at.k, at.v, at.do) for name, build in files.items()}
+    absent, wrong = contest.join(contenders, builders, compare)
+    plan = at.plan(backward=True)
+    return Measured(
+        cell=cell,
+        timings=interleave(contenders, rounds=rounds),
+        flops=2 * (3 * p.head_dim + 2 * p.v_head_dim) * at.visible(plan),
+        plan=plan,
+        reasons=(*reasons, *wrong),
+        absent=absent,
+        extra={name: contest.extra_bytes(call) for name, call in contenders.items() if name not in files},
+        checked=f"{len(pairs.batches)} of {p.batch} batches, {len(pairs.kv_heads)} of {p.kv_heads} kv_heads",
+        own=(DETERMINISTIC,),
+    )
+
+
+def sample(problem: Problem, scores: int) -> Pairs:
+    """Batches and heads, evenly spread, with at most so many scores together; never none."""
+    count = max(1, scores // (problem.q_len * problem.kv_len * problem.group))
+    batches = _spread(problem.batch, count)
+    return Pairs(batches, _spread(problem.kv_heads, count // len(batches)))
+
+
+def _spread(total: int, count: int) -> tuple[int, ...]:
+    """`count` of range(total), or all: the first and the last among them, where there is room for two."""
+    count = min(total, count)
+    return tuple(i * (total - 1) // max(count - 1, 1) for i in range(count))
+
+
+def check(at: Setting, found: Mapping[str, tuple[torch.Tensor, ...]], pairs: Pairs) -> list[str]:
+    """What is wrong with gradients, by the tolerance rule, on some batches and heads; `found` by what to call them."""
+    from flashgen.runtime.gradients import baseline_gradients, reference_gradients
+    from flashgen.runtime.reference import judge
+
+    p = at.cell.problem
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return pairs.of(x, p.kv_heads)
+
+    asked = at.variant.bind(), at.case, *map(part, (at.q, at.k, at.v, at.do))
+    ref = reference_gradients(*asked, scale=at.scale, pairs=pairs)
+    base = baseline_gradients(*asked, scale=at.scale, pairs=pairs)
+    return [
+        f"{about}{what}: {reason}"
+        for about, gradients in found.items()
+        for what, got, same, right in zip(NAMES, gradients, base[:3], ref[:3], strict=True)
+        for reason in judge(part(got), same, right, p.dtype).reasons
+    ]

@@ -1,0 +1,180 @@
+"""One cell on the GPU: the tensors that its contenders share, who takes part, what each needs, and what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashgen.analysis.counts import count
+from flashgen.analysis.facts import analyse
+from flashgen.analysis.tiles import Case
+from flashgen.bench.protocol import Ratio, Timings
+from flashgen.errors import FlashgenError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from flashgen.bench.cells import Cell
+    from flashgen.lang.variant import Variant
+    from flashgen.planning.plan import KernelPlan
+
+#: Relative error of a peer against flashgen above which they do not compute the same attention.
+SAME = 2e-2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Setting:
+    """A cell's variant with its pipeline pinned, and random tensors as a model has them."""
+
+    cell: Cell
+    variant: Variant
+    inputs: Mapping[str, object]
+    case: Case
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    do: torch.Tensor
+
+    @property
+    def scale(self) -> float:
+        return self.cell.problem.head_dim**-0.5
+
+    def plan(self, **options: object) -> KernelPlan:
+        """What flashgen runs for the cell: `ops.stages.plan` of its shapes."""
+        from flashgen.ops.stages import plan
+
+        p = self.cell.problem
+        shape = {"batch": p.batch, "heads": p.heads, "kv_heads": p.kv_heads, "seqlen": p.q_len, "kv_seqlen": p.kv_len}
+        dims = {"head_dim": p.head_dim, "v_head_dim": p.v_head_dim, "dtype": p.dtype}
+        return plan(self.variant, **shape, **dims, **options)
+
+    def visible(self, plan: KernelPlan) -> int:
+        """Pairs that the mask keeps, over batch and query heads."""
+        return count(analyse(self.variant.bind()), self.case, plan.tile).visible
+
+
+def prepare(cell: Cell, pipeline: str, seed: int) -> Setting:
+    """Fresh random input on the current GPU."""
+    import numpy as np
+    import torch
+
+    p = cell.problem
+    variant = cell.variant()
+    variant = dataclasses.replace(variant, pins=dataclasses.replace(variant.pins, pipeline=pipeline))
+    values = variant.values(dict(cell.params))
+    examples: dict[str, np.ndarray] = {
+        t.name: np.asarray(t.example(p, np.random.default_rng(seed))) for t in variant.tensors
+    }
+    captured = {t.name: torch.as_tensor(examples[t.name]).to("cuda", getattr(torch, t.dtype)) for t in variant.tensors}
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(heads: int, length: int, dim: int) -> torch.Tensor:
+        """[batch, heads, length, dim] with heads and dim next to each other in memory."""
+        x = torch.randn(p.batch, length, heads, dim, device="cuda", generator=generator)
+        return x.to(getattr(torch, p.dtype)).transpose(1, 2)
+
+    return Setting(
+        cell=cell,
+        variant=variant,
+        inputs={**values, **captured},
+        case=Case(sizes=p.sizes(), params=values, tensors=examples),
+        q=draw(p.heads, p.q_len, p.head_dim),
+        k=draw(p.kv_heads, p.kv_len, p.head_dim),
+        v=draw(p.kv_heads, p.kv_len, p.v_head_dim),
+        do=draw(p.heads, p.q_len, p.v_head_dim),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One cell: its timings, the ratios to each peer, useful TFLOP/s, and what the check found (empty: right).
+
+    plan     tile and pipeline that served it
+    own      contenders that are flashgen in another form: their speed is given as a part of flashgen's
+    extra    bytes of GPU memory that a call takes beyond its results, at its peak, by contender
+    checked  how much of the result was compared with float64
+    """
+
+    cell: Cell
+    timings: Timings
+    flops: int
+    plan: KernelPlan
+    reasons: tuple[str, ...]
+    absent: Mapping[str, str]
+    extra: Mapping[str, int]
+    checked: str
+    own: tuple[str, ...] = ()
+
+    def tflops(self, name: str) -> float:
+        """Useful TFLOP/s of a contender: masked pairs do not count."""
+        return self.flops / self.timings.median_ms(name) * 1e-9
+
+    def ratio(self, name: str) -> Ratio:
+        """How many times faster flashgen is than a peer; of its own other forms, their speed beside it."""
+        return self.timings.ratio(name, "flashgen") if name in self.own else self.timings.ratio("flashgen", name)
+
+    def as_json(self) -> dict[str, object]:
+        names = list(self.timings.rounds)
+        return {
+            "cell": str(self.cell),
+            "pipeline": self.plan.pipeline,
+            "tile": str(self.plan.tile),
+            "checked": self.checked,
+            "reasons": list(self.reasons),
+            "tflops": {name: round(self.tflops(name), 1) for name in names},
+            "ratio": {
+                name: [round(x, 4) for x in dataclasses.astuple(self.ratio(name))]
+                for name in names
+                if name != "flashgen"
+            },
+            "extra_bytes": dict(self.extra),
+            "ms": {name: [round(x, 5) for x in rounds] for name, rounds in self.timings.rounds.items()},
+            "absent": dict(self.absent),
+        }
+
+
+def join(
+    contenders: dict[str, Callable[[], object]],
+    builders: Mapping[str, Callable[[], Callable[[], object] | None]],
+    compare: Callable[[str, object], Iterable[str]],
+) -> tuple[dict[str, str], list[str]]:
+    """Build each peer, run it once and add it to the contenders: why some are absent, and what `compare` says of
+    results that are not flashgen's.  A builder gives None for a cell that the peer does not know."""
+    absent: dict[str, str] = {}
+    reasons: list[str] = []
+    for name, build in builders.items():
+        try:
+            call = build()
+            if call is None:
+                continue
+            theirs = call()
+        except FlashgenError:
+            raise
+        except Exception as error:  # a peer that refuses a cell is a fact about the peer, and is recorded
+            absent[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+            continue
+        reasons += compare(name, theirs)
+        contenders[name] = call
+    return absent, reasons
+
+
+def difference(name: str, theirs: torch.Tensor, ours: torch.Tensor, about: str = "") -> list[str]:
+    """What is wrong with a peer's result beside flashgen's (nothing: an empty list)."""
+    error = float((theirs.float() - ours.float()).norm() / ours.float().norm())
+    return [] if error <= SAME else [f"{about}{name} differs by {error:.3g}"]
+
+
+def extra_bytes(call: Callable[[], object]) -> int:
+    """Bytes of GPU memory that a call takes at its peak beyond what it returns, by torch's allocator."""
+    import torch
+
+    call()  # what a first call keeps is no cost of a call
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = call()
+    peak = torch.cuda.max_memory_allocated() - before
+    return peak - sum(x.nbytes for x in (found if isinstance(found, tuple | list) else (found,)))
