@@ -127,6 +127,18 @@ def test_import_is_light_and_quick():
     assert min(times) < 60, f"import flashgen took {times} ms, median {statistics.median(times):.0f}"
 
 
+def test_an_eager_call_leaves_the_compiler_of_torch_alone():
+    """They take seconds to import, which a first call would wait for."""
+    script = (
+        "import sys, torch, flashgen\n"
+        "q = torch.randn(1, 1, 20, 16, requires_grad=True)\n"
+        "flashgen.attention(q, q, q, flashgen.load_spec('causal')).sum().backward()\n"
+        "print([name for name in ('torch._dynamo', 'torch._inductor', 'sympy', 'jinja2') if name in sys.modules])\n"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
 def test_every_stage_imports_alone():
     """No stage leans on another having been imported first (no cycles, no side effects at import)."""
     names = [

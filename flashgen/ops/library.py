@@ -5,7 +5,6 @@ A compiled graph holds no Variant: it holds its token, by which the process find
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -37,7 +36,6 @@ _library = torch.library.Library("flashgen", "DEF")
 _library.define(_DRAW, tags=(torch.Tag.nondeterministic_seeded,))
 _library.define(_FORWARD)
 _library.define(_BACKWARD)
-_sites = itertools.count()
 
 
 def through_op(
@@ -65,7 +63,9 @@ def through_op(
         raise LaunchError(f"deterministic is a {type(deterministic).__name__} and must be True or False")
     state = None
     if dropout != 0 or seed is not None:
-        state = torch.ops.flashgen.draw(q, float(dropout), _signed(seed), _site())
+        from flashgen.ops.sites import site
+
+        state = torch.ops.flashgen.draw(q, float(dropout), _signed(seed), site())
     return torch.ops.flashgen.attention(
         q,
         k,
@@ -87,11 +87,6 @@ def through_op(
 def _signed(seed: int | None) -> int | None:
     """A seed as the schema's 64-bit integer."""
     return seed - (1 << 64) if seed is not None and 1 << 63 <= seed < 1 << 64 else seed
-
-
-@torch.compiler.assume_constant_result
-def _site() -> int:
-    return next(_sites)
 
 
 def _known(token: str) -> Variant:

@@ -1,7 +1,7 @@
 """Numbers for the places where a traced model draws a dropout.
 
-Imported while torch.compile traces, and then only: `torch.compiler.assume_constant_result` brings torch._dynamo, two
-seconds of an eager process's cold start.
+Imported while torch.compile traces, and then only: `torch.compiler.assume_constant_result` brings torch._dynamo, for
+which an eager process would wait seconds.
 """
 
 from __future__ import annotations
