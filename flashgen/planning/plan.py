@@ -136,6 +136,17 @@ class KernelPlan:
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
 
     @property
+    def offset_slack(self) -> float:
+        """Power of two by which a row's maximum may pass what its exponents subtract before that follows.
+
+        The more, the seldomer O is rescaled; but P of a key that outweighs all others is exact only where the offset is
+        the maximum.  Of inputs with outliers (N(0, 1), one in a thousand N(0, 10) more; head_dim 128, 4,096 keys) in
+        float16 a slack of 8 makes the RMS error 11% larger than none, 2 makes it 2.3%, 1 makes it 0.8%.  In bfloat16
+        the rounding of the result hides it.
+        """
+        return 1.0 if self.dtype == "float16" else 8.0
+
+    @property
     def block_rows(self) -> int:
         """Rows that a block owns: queries in a forward, keys in a backward."""
         return self.tile.q if self.backward is None else self.tile.kv

@@ -26,8 +26,9 @@ struct OnlineSoftmax {
   float offset[2] = {MINUS_INFINITY, MINUS_INFINITY};  // close to the row's maximum so far, scaled; -inf: nothing seen
   float sum[2] = {0.f, 0.f};                           // over this thread's columns
 
-  // The offsets follow S, and the sums the offsets; O is to follow by `factor` where the result is true.
-  template <int N> DEVICE bool track(const float (&s)[N][4], float scale, float (&factor)[2]) {
+  // The offsets follow S where it is more than `slack` above, and the sums the offsets; O is to follow by `factor` where
+  // the result is true.
+  template <int N> DEVICE bool track(const float (&s)[N][4], float scale, float slack, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float highest = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
@@ -35,7 +36,7 @@ struct OnlineSoftmax {
       for (int j = 1; j < N; j++) highest = fmaxf(highest, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
       highest = quad_max(highest) * scale;
       const float before = offset[r];
-      if (!(highest - before <= OFFSET_SLACK)) offset[r] = highest;
+      if (!(highest - before <= slack)) offset[r] = highest;
       factor[r] = ex2(before - shift(r));
       sum[r] *= factor[r];
     }

@@ -23,7 +23,7 @@ SPECS = ("full", "causal", "sliding_window", "document", "softcap", "relative_bi
 SHAPES = [
     dict(q_len=777, kv_len=1000, heads=8, kv_heads=2, head_dim=64),
     dict(q_len=777, kv_len=1000, heads=8, kv_heads=2, head_dim=128, dtype="float16"),
-    dict(q_len=2000, heads=16, head_dim=128),
+    dict(q_len=1100, heads=16, head_dim=128),
 ]
 
 BITS = {2: torch.int16, 4: torch.int32}

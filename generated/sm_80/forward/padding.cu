@@ -131,16 +131,14 @@ DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The offset follows the maximum only when left behind by this power of two: O is rescaled seldom, P stays below 2^8.
-constexpr float OFFSET_SLACK = 8.f;
-
 // Two rows of a 16-row block of S in one thread: accumulator elements 0 and 1 are of row 0, elements 2 and 3 of row 1.
 struct OnlineSoftmax {
   float offset[2] = {MINUS_INFINITY, MINUS_INFINITY};  // close to the row's maximum so far, scaled; -inf: nothing seen
   float sum[2] = {0.f, 0.f};                           // over this thread's columns
 
-  // The offsets follow S, and the sums the offsets; O is to follow by `factor` where the result is true.
-  template <int N> DEVICE bool track(const float (&s)[N][4], float scale, float (&factor)[2]) {
+  // The offsets follow S where it is more than `slack` above, and the sums the offsets; O is to follow by `factor` where
+  // the result is true.
+  template <int N> DEVICE bool track(const float (&s)[N][4], float scale, float slack, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float highest = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
@@ -148,7 +146,7 @@ struct OnlineSoftmax {
       for (int j = 1; j < N; j++) highest = fmaxf(highest, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
       highest = quad_max(highest) * scale;
       const float before = offset[r];
-      if (!(highest - before <= OFFSET_SLACK)) offset[r] = highest;
+      if (!(highest - before <= slack)) offset[r] = highest;
       factor[r] = ex2(before - shift(r));
       sum[r] *= factor[r];
     }
@@ -181,6 +179,7 @@ constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // in a tile: steps of 16
 constexpr int STAGES = 2;  // tiles of k and of v in shared memory
 constexpr int WARPS = 8, THREADS = 32 * WARPS, BLOCKS_PER_SM = 1;
 constexpr int WARP_ROWS = TILE_Q / WARPS, M = WARP_ROWS / 16;  // rows of a warp, in blocks of 16
+constexpr float SLACK = 8.0f;  // power of two by which S may pass an offset: O is rescaled seldom
 
 typedef u16 bf16;
 
@@ -386,7 +385,7 @@ DEVICE void rescale(O& o, OnlineSoftmax (&softmax)[M], const S& s, float scale) 
   float factor[M][2];
   bool moved = false;
 #pragma unroll
-  for (int m = 0; m < M; m++) moved |= softmax[m].track(s[m], scale, factor[m]);
+  for (int m = 0; m < M; m++) moved |= softmax[m].track(s[m], scale, SLACK, factor[m]);
   if (__any_sync(~0u, moved)) {
 #pragma unroll
     for (int m = 0; m < M; m++) scale_rows(o[m], factor[m]);
