@@ -136,9 +136,16 @@ def test_other_forms_are_given_as_a_part_of_the_speed():
     c = cell("causal", 64, 512)
     plan = planner.menu(c.variant(), "sm_80", "bfloat16", 64).plans[0]
     one = Measured(
-        cell=c, timings=Timings(rounds=rounds), flops=4 * 10**9, plan=plan, reasons=(), absent={},
-        own=("deterministic",), extra={"flashgen": 4096}, checked="all of it",
-    )  # fmt: skip
+        cell=c,
+        timings=Timings(rounds=rounds),
+        flops=4 * 10**9,
+        plan=plan,
+        reasons=(),
+        absent={},
+        own=("deterministic",),
+        extra={"flashgen": 4096},
+        checked="all of it",
+    )
     assert (one.ratio("peer").median, one.ratio("deterministic").median) == (1.5, 0.8)
     assert one.tflops("flashgen") == 2.0
     row = one.as_json()
@@ -149,8 +156,11 @@ def test_other_forms_are_given_as_a_part_of_the_speed():
         console.print(_table("backward", [one], ["peer", "absent"]))
     line = next(line for line in captured.get().splitlines() if "d64 causal" in line)
     assert [part.strip() for part in line.strip("│").split("│")][3:] == [
-        "4 KiB", "1.500 [1.50, 1.50]", "-", "0.800 [0.80, 0.80]",
-    ]  # fmt: skip
+        "4 KiB",
+        "1.500 [1.50, 1.50]",
+        "-",
+        "0.800 [0.80, 0.80]",
+    ]
 
 
 @pytest.mark.parametrize("entry", [forward.ENTRY, backward.ENTRY])

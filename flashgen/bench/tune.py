@@ -110,10 +110,16 @@ def problems(head_dim: int, v_head_dim: int, dtype: str) -> list[Problem]:
         heads //= batch
         made.append(
             Problem(
-                batch=batch, heads=heads, kv_heads=heads, q_len=length, kv_len=length,
-                head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype,
+                batch=batch,
+                heads=heads,
+                kv_heads=heads,
+                q_len=length,
+                kv_len=length,
+                head_dim=head_dim,
+                v_head_dim=v_head_dim,
+                dtype=dtype,
             )
-        )  # fmt: skip
+        )
     return made
 
 

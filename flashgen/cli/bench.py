@@ -39,7 +39,7 @@ def command(
     ] = None,
     folder: Annotated[Path, typer.Option(help="Where raw results go.")] = Path("generated/bench"),
     seed: Annotated[int, typer.Option(help="Seed of the random input.")] = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Time the forward, or the backward, beside its peers on this GPU; exit 1 where a result is wrong."""
     import torch
 

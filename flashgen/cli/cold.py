@@ -24,7 +24,7 @@ def command(
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "bfloat16",
     rounds: Annotated[int, typer.Option(min=MIN_ROUNDS, help="Processes with each cache.")] = 5,
     folder: Annotated[Path, typer.Option(help="Where raw results go.")] = Path("generated/bench"),
-) -> None:  # fmt: skip
+) -> None:
     """Time from a spec file to its first result on this GPU, in fresh processes, with an empty cache and a warm one."""
     import torch
 
@@ -38,9 +38,15 @@ def command(
     if not torch.cuda.is_available():
         raise LaunchError("a cold start is measured on a GPU that PyTorch can use, and there is none")
     problem = Problem(
-        batch=1, heads=heads, kv_heads=heads, q_len=seqlen, kv_len=seqlen, head_dim=head_dim, v_head_dim=head_dim,
+        batch=1,
+        heads=heads,
+        kv_heads=heads,
+        q_len=seqlen,
+        kv_len=seqlen,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
         dtype=dtype,
-    )  # fmt: skip
+    )
     found = []
     with progress() as bar:
         task = bar.add_task("starting", total=rounds * len(specs) * len(CACHES))
