@@ -78,6 +78,33 @@ def test_a_wrong_result_exits_with_1_and_says_why(monkeypatch, change, reason):
     assert "checked against" not in ran.out
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 64.0 GiB for an array"),
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_memory_that_runs_out_is_one_message(monkeypatch, error):
+    def full(*args, **named):
+        raise error
+
+    monkeypatch.setattr(ops_attention, "attention", full)
+    err = flashgen("run", "causal", "--seqlen", 64, "--kv-seqlen", 32, "--head-dim", 64, code=2).err
+    assert "LaunchError: the CPU has no room for this problem: q, k, v and o take 192 KiB" in err
+    assert str(error) in err and "nearest: a smaller --seqlen, --heads or --batch" in err
+
+
+def test_another_error_of_pytorch_stays_what_it_is(monkeypatch):
+    def broken(*args, **named):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(ops_attention, "attention", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        flashgen("run", "causal", "--seqlen", 64, "--head-dim", 64)
+
+
 def test_an_index_outside_a_captured_tensor_is_one_message(tmp_path):
     spec = tmp_path / "outside.py"
     spec.write_text(

@@ -43,7 +43,7 @@ def test_why_80_keys_and_not_88_at_head_dim_256():
     assert smem_bytes(candidate(128, 80), 256) == q + 4 * 80 * 256 * 2 + 1024 <= ROOM
     assert smem_bytes(candidate(128, 88), 256) == 245_760 + 1024 > ROOM
     assert refusal(candidate(128, 80), 256) is None
-    assert refusal(candidate(128, 88), 256) == "shared memory 246,784 > 232,448 bytes"
+    assert refusal(candidate(128, 88), 256) == "shared memory 241 KiB > 227 KiB"
 
 
 def test_narrow_rows_take_whole_boxes_of_shared_memory():

@@ -1,5 +1,6 @@
 """Bytes, FLOPs and tiles against a loop that counts them one tile at a time; the JSON that `flashgen plan` prints."""
 
+import dataclasses
 import json
 import time
 
@@ -9,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashgen as fg
+from flashgen.analysis import counts, tiles
 from flashgen.analysis import facts as analysis
-from flashgen.analysis import tiles
 from flashgen.analysis.tiles import Case
 from flashgen.errors import PlanError
 from flashgen.planning import planner, traffic
@@ -208,6 +209,8 @@ def test_json_has_the_documented_fields():
         "flops_useful": int,
         "tiles": dict,
         "predicted_ms": float,
+        "pace_ms": float,
+        "pace_clocks": dict,
         "rejected": list,
         "shape": dict,
         "dtype": str,
@@ -218,7 +221,7 @@ def test_json_has_the_documented_fields():
     assert set(found["tiles"]) == {"total", "empty", "partial", "full"}
     for name in ("hbm", "compulsory", "standard"):
         assert {key: type(value) for key, value in found[name].items()} == {"read_bytes": int, "write_bytes": int}
-    assert found["roles"] == [{"name": "compute", "warps": found["warps"], "registers": 0}]
+    assert found["roles"] == [{"name": "compute", "warps": found["warps"], "registers": None}]
     assert found["rejected"] and all({"tile", "reason"} <= set(r) for r in found["rejected"])
     assert (found["variant"], found["arch"], found["pipeline"]) == ("causal", "sm_80", "ampere")
     assert found["shape"] == {
@@ -250,6 +253,40 @@ def test_tables_show_the_sums():
     assert int(registers[-1][1]) == sum(int(row[1]) for row in registers[:-1]) == p.plan.registers_estimate
     assert [row[0] for row in tables["HBM traffic"].rows][:3] == ["this plan", "compulsory", "standard attention"]
     assert sum(row[2] == "decides" for t in p.tables() if t.title.startswith("time") for row in t.rows) == 1
+
+
+@pytest.mark.parametrize("arch, pipeline", [("sm_80", "ampere"), ("sm_90a", "hopper")])
+def test_the_pace_is_what_orders_the_candidates(arch, pipeline):
+    # Head dims for which no record stands before the model.
+    problem = Problem(batch=1, heads=8, kv_heads=8, q_len=2048, kv_len=2048, head_dim=112, v_head_dim=112)
+    case = make_case(MASKS["full"], problem)
+    menu = planner.menu(MASKS["full"], arch, "bfloat16", 112, pipeline=pipeline)
+    main = traffic.predict(menu.plans[0], problem, case, rejected=menu.rejected)
+    [slow] = [r for r in menu.rejected if (r.tile.q, r.tile.kv, r.stages) == (menu.plans[0].tile.q, 16, 2)][:1]
+    assert slow.reason.startswith("predicted")
+    other = planner.menu(MASKS["full"], arch, "bfloat16", 112, pipeline=pipeline, tile=(slow.tile.q, 16), stages=2)
+    slower = traffic.predict(other.plans[0], problem, case)
+    # Both tiles divide the problem, so that the ratio of the paces is the one in the reason.
+    assert f"predicted {slower.pace.ms / main.pace.ms:.2f}x the time of" in slow.reason
+    assert slower.times.tensor == main.times.tensor  # the roofline does not tell them apart
+    tables = {table.title: table for table in main.tables()}
+    rows = tables["pace, which orders the candidates: a multiprocessor's clocks for 1000 scores"].rows
+    assert rows[-1][0] == "together" and f"{main.pace.ms:.4g} ms" in rows[-1][2]
+    assert float(rows[-1][1]) >= max(float(row[1]) for row in rows[:-1])
+    measured = dataclasses.replace(main, record="measured")
+    assert not any(table.title.startswith("pace") for table in measured.tables())
+
+
+def test_what_only_a_count_of_the_pairs_would_tell_is_said_to_be_unknown(monkeypatch):
+    monkeypatch.setattr(counts, "MAX_COUNTED", 100)
+    problem = Problem(batch=1, heads=8, kv_heads=8, q_len=512, kv_len=512, head_dim=128, v_head_dim=128)
+    strided = fg.variant(lambda b, h, q, k: (q - k) % 3 == 0)
+    p = traffic.predict(make_plan(strided, problem, "sm_80").plans[0], problem, make_case(strided, problem))
+    assert (p.flops_useful, p.lower_bound_bytes) == (None, None)
+    tables = {table.title: table for table in p.tables()}
+    assert ("lower bound, both", "not counted", "") in tables["HBM traffic"].rows
+    assert tables["tiles"].rows[0][-1] == "not counted"
+    assert p.as_json()["lower_bound_bytes"] is None
 
 
 def test_a_million_tokens_plan_in_under_50_ms():

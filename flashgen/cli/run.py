@@ -18,10 +18,11 @@ from flashgen.cli import build, captured, options
 from flashgen.cli.console import err, out, progress, seconds, share, size, tabulate
 from flashgen.cli.options import Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
-from flashgen.errors import FlashgenError, PlanError
+from flashgen.errors import FlashgenError, LaunchError, PlanError
 
 if TYPE_CHECKING:
     from flashgen.lang.variant import Variant
+    from flashgen.planning.problem import Problem
     from flashgen.runtime.reference import Verdict
 
 #: What a sweep takes every spec through; a CPU takes the lengths that its walk does at once.
@@ -75,6 +76,8 @@ def _single(spec: str, request: Request, seed: int, device: str) -> bool:
         prediction = resolved.predict()
     with err.status(f"running on the {'GPU' if device == 'cuda' else 'CPU'}, then in float64"):
         checked = check(resolved, device, seed, timed=True)
+    from flashgen.planning.traffic import decimal
+
     v, predicted = checked.verdict, prediction.hbm.total
     table = Table(title=str(resolved), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
@@ -86,13 +89,12 @@ def _single(spec: str, request: Request, seed: int, device: str) -> bool:
     peer = f"PyTorch in {resolved.problem.dtype}"
     table.add_row("largest error", f"{v.max_error:.3g} ({peer}: {v.baseline_max_error:.3g})")
     table.add_row("RMS error", f"{v.rms_error:.3g} ({peer}: {v.baseline_rms_error:.3g})")
-    table.add_row(
-        "predicted IO", f"{size(predicted)}, {predicted / max(prediction.standard.total, 1):.3g}x standard attention's"
-    )
+    ratio = predicted / max(prediction.standard.total, 1)
+    table.add_row("predicted IO", f"{decimal(predicted)}, {ratio:.3g}x standard attention's")
     if device == "cpu":
         counted = _counted(resolved)
         same = "as predicted" if counted == predicted else f"predicted {predicted:,} bytes, counted {counted:,}"
-        table.add_row("counted IO", f"{size(counted)} ({same})")
+        table.add_row("counted IO", f"{decimal(counted)} ({same})")
     tabulate(table)
     for reason in checked.reasons:
         err.print(f"[bold red]check failed:[/] {reason}")
@@ -112,8 +114,34 @@ def _counted(resolved: Resolved) -> int:
     return traffic.read_bytes + traffic.write_bytes
 
 
+@contextmanager
+def _room(problem: Problem, device: str) -> Iterator[None]:
+    """LaunchError in place of what PyTorch and NumPy raise where memory runs out."""
+    import torch
+
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # PyTorch's own on a GPU is a RuntimeError, and so is that on a CPU
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
+            raise
+        elements = sum(math.prod(shape) for shape in (*_shapes(problem), _shapes(problem)[0]))
+        raise LaunchError(
+            f"{options.device_name(device)} has no room for this problem: q, k, v and o take"
+            f" {size(elements * problem.itemsize)}, and checking them in float64 several times as much"
+            f" ({str(error).splitlines()[0]})\n  nearest: a smaller --seqlen, --heads or --batch"
+        ) from None
+
+
 def check(resolved: Resolved, device: str, seed: int, *, timed: bool = False) -> Checked:
-    """Run a variant on random normal input and judge it; shapes of few elements are drawn several times."""
+    """Run a variant on random normal input and judge it; shapes of few elements are drawn several times.
+
+    Raises LaunchError where memory runs out.
+    """
+    with _room(resolved.problem, device):
+        return _check(resolved, device, seed, timed)
+
+
+def _check(resolved: Resolved, device: str, seed: int, timed: bool) -> Checked:
     import torch
 
     from flashgen.ops.attention import attention
@@ -145,7 +173,7 @@ def check(resolved: Resolved, device: str, seed: int, *, timed: bool = False) ->
     return Checked(verdict=verdict, lse_reasons=judge_lse(torch.cat(lses), torch.cat(ref_lses)), seconds=taken)
 
 
-def _shapes(p) -> tuple[tuple[int, ...], ...]:
+def _shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
     keys = (p.batch, p.kv_heads, p.kv_len)
     return (p.batch, p.heads, p.q_len, p.head_dim), (*keys, p.head_dim), (*keys, p.v_head_dim)
 

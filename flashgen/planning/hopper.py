@@ -203,7 +203,7 @@ def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_di
     """Why the candidate cannot run on `arch`, or None."""
     smem_bytes = sum(part.amount for part in smem(c, head_dim, v_head_dim))
     if smem_bytes > arch.smem_per_block:
-        return f"shared memory {smem_bytes:,} > {arch.smem_per_block:,} bytes"
+        return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
     needed = sum(part.amount for part in registers(c, variant, head_dim, v_head_dim))
     producer, consumer = division(c.warpgroups, variant, arch)
     if needed > consumer:

@@ -29,11 +29,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """A group of warps that do one job; `registers` is what each thread of it may hold (0: the compiler's choice)."""
+    """A group of warps that do one job; `registers` is what each thread of it may hold (None: the compiler's choice)."""
 
     name: str
     warps: int
-    registers: int = 0
+    registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,6 +138,11 @@ def backward_menu(
     return _menu(variant, arch, dtype, head_dim, v_head_dim, None, tile, stages, dropout, form)
 
 
+def pipeline_of(plan: KernelPlan) -> ModuleType:
+    """The module that a plan comes from, and that knows its clocks, paces and busiest multiprocessor."""
+    return ampere_backward if plan.backward is not None else PIPELINES[plan.pipeline]
+
+
 def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     """The entry of the menu with the least predicted time for `problem` on `sms` multiprocessors.
 
@@ -148,7 +153,7 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
         return menu.plans[0]
     if menu.measured:
         return menu.plans[menu.measured.best(problem)]
-    pipeline = ampere_backward if menu.plans[0].backward is not None else PIPELINES[menu.plans[0].pipeline]
+    pipeline = pipeline_of(menu.plans[0])
     times = [pipeline.busiest(plan, paces, problem, sms) for plan, paces in zip(menu.plans, menu.paces, strict=True)]
     return menu.plans[times.index(min(times))]
 

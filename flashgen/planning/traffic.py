@@ -13,7 +13,7 @@ A backward is counted kernel by kernel: see `traffic_backward`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from flashgen.lang.expr import Node, walk
 from flashgen.planning import ampere, ampere_backward, traffic_backward
 from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.plan import KernelPlan, Part, Tile
-from flashgen.planning.planner import Rejected
+from flashgen.planning.planner import Rejected, pipeline_of
 from flashgen.planning.problem import STORED_BYTES, Problem
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Bytes:
 
     def text(self) -> tuple[str, str]:
         """Read and written, for a person."""
-        return _size(self.read_bytes), _size(self.write_bytes)
+        return decimal(self.read_bytes), decimal(self.write_bytes)
 
     def as_json(self) -> dict[str, int]:
         return {"read_bytes": self.read_bytes, "write_bytes": self.write_bytes}
@@ -78,6 +78,19 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What orders the candidates where nothing was measured: a model of a multiprocessor that is full of blocks.
+
+    `clocks` are those that each unit spends on one score (one query, one key), `together` those that pass, and `ms` the
+    milliseconds of the visited tiles at that pace.
+    """
+
+    clocks: tuple[tuple[str, float], ...]
+    together: float
+    ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     """Rows of text under a title, one string for each column."""
 
@@ -93,7 +106,8 @@ class Prediction:
     `hbm` is what the plan moves; `compulsory` each of q, k, v and the captured tensors read once, o and lse written
     once; `standard` Algorithm 0 of FlashAttention (Dao et al. 2022), which writes S and P to HBM in the input dtype and
     reads each back; `lower_bound_bytes` see `lower_bound`.  `flops` are 2 (D + Dv) for each in-bounds element of a
-    visited tile and `flops_useful` for each visible pair (None where only reading a huge mask pair by pair would tell).
+    visited tile and `flops_useful` for each visible pair.  That and the lower bound are None where only reading a huge
+    mask pair by pair would tell.
 
     Of a backward plan `hbm` is the sum of its `kernels` (by entry), `compulsory` each of q, k, v, o, do, lse and the
     captured tensors read once, every gradient written once; `standard` its Algorithm 3; and FLOPs are those of its five
@@ -106,11 +120,12 @@ class Prediction:
     hbm: Bytes
     compulsory: Bytes
     standard: Bytes
-    lower_bound_bytes: int
+    lower_bound_bytes: int | None
     flops: int
     flops_useful: int | None
     tiles: TileCounts
     times: Times
+    pace: Pace
     rejected: tuple[Rejected, ...] = ()
     kernels: tuple[tuple[str, Bytes], ...] = ()
     workspaces: tuple[Part, ...] = ()
@@ -165,7 +180,7 @@ class Prediction:
                     ("this plan", *self.hbm.text()),
                     ("compulsory", *self.compulsory.text()),
                     ("standard attention", *self.standard.text()),
-                    ("lower bound, both", _size(self.lower_bound_bytes), ""),
+                    ("lower bound, both", _counted(self.lower_bound_bytes, decimal), ""),
                 ),
             ),
             *([_workspaces(self.workspaces)] if self.workspaces else []),
@@ -177,6 +192,7 @@ class Prediction:
                     for name, ms in self.times.as_json().items()
                 ),
             ),
+            *([] if self.record else [_pace_table(self)]),
             Table(
                 title="rejected",
                 columns=("tile", "stages", "warps", "reason"),
@@ -217,6 +233,8 @@ class Prediction:
             "predicted_ms": self.predicted_ms,
             "times_ms": self.times.as_json(),
             "bound": self.times.bound,
+            "pace_ms": self.pace.ms,
+            "pace_clocks": dict(self.pace.clocks) | {"together": self.pace.together},
             "chosen_by": "measured" if self.record else "predicted",
             "record": self.record,
             "rejected": [
@@ -294,6 +312,7 @@ def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, object]:
         "flops_useful": None if tiles.visible is None else per_pair * tiles.visible,
         "tiles": tiles,
         "times": _times(plan, padded, scores * (1 + special), moved, compulsory),
+        "pace": _pace(plan, scores),
     }
 
 
@@ -334,6 +353,7 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
             moved,
             compulsory,
         ),
+        "pace": _pace(plan, scores),
         "kernels": tuple((entry, _bytes(*pair)) for entry, pair in by_entry.items()),
         "workspaces": ampere_backward.workspaces(plan, problem, shapes) if by_entry else (),
     }
@@ -351,17 +371,19 @@ def _special(score: Node | None) -> int:
     return sum(ampere.SPECIAL.get(n.op, 0) for n in walk(roots))
 
 
-def lower_bound(problem: Problem, arch: Arch, visible: int | None, moved: Bytes, compulsory: Bytes) -> int:
+def lower_bound(problem: Problem, arch: Arch, visible: int | None, moved: Bytes, compulsory: Bytes) -> int | None:
     """Bytes that exact attention needs at least: the larger of touching everything once and the IO bound.
 
     Touching once is `compulsory`, or what the plan reads where the mask hides so many keys that this is less.  The IO
     bound is FlashAttention's Theta(N^2 d^2 / M) elements for a fast memory of M elements (Dao et al. 2022, Proposition
     3; tight for M >= d^2, Saha and Ye 2024), taken as pairs (D + Dv)^2 / M: visible pairs, and K and V streaming past a
-    tile whose rows of Q and O fill the shared memory and registers of one multiprocessor.  Without a count of visible
-    pairs only the first is known.
+    tile whose rows of Q and O fill the shared memory and registers of one multiprocessor.  None where the visible pairs
+    were not counted.
     """
+    if visible is None:
+        return None
     once = compulsory.write_bytes + min(compulsory.read_bytes, moved.read_bytes)
-    squares = (visible or 0) * (problem.head_dim + problem.v_head_dim) ** 2 * problem.itemsize**2
+    squares = visible * (problem.head_dim + problem.v_head_dim) ** 2 * problem.itemsize**2
     return max(once, squares // arch.on_chip_bytes)
 
 
@@ -410,11 +432,35 @@ def _times(plan: KernelPlan, flops: int, special: int, moved: Bytes, compulsory:
     )
 
 
+def _pace(plan: KernelPlan, scores: int) -> Pace:
+    arch, pipeline = ARCHS[plan.arch], pipeline_of(plan)
+    seconds = pipeline.paces(plan, arch)[-1]
+    return Pace(
+        clocks=tuple(pipeline.clocks(plan, arch).items()),
+        together=seconds * arch.clock_hz,
+        ms=1e3 * seconds * scores / arch.sms,
+    )
+
+
+def _pace_table(prediction: Prediction) -> Table:
+    """The pace for a person: in clocks for a thousand scores."""
+    plan, pace = prediction.plan, prediction.pace
+    sharing = "1 block" if plan.blocks_per_sm == 1 else f"{plan.blocks_per_sm} blocks"
+    return Table(
+        title="pace, which orders the candidates: a multiprocessor's clocks for 1000 scores",
+        columns=("unit", "clocks", ""),
+        rows=(
+            *((unit, f"{1e3 * clocks:.4g}", "") for unit, clocks in pace.clocks),
+            ("together", f"{1e3 * pace.together:.4g}", f"with {sharing}: {pace.ms:.4g} ms for the tiles visited"),
+        ),
+    )
+
+
 def _workspaces(parts: tuple[Part, ...]) -> Table:
     """Memory beside inputs and results."""
-    terms = tuple((part.name, _size(part.amount), part.why) for part in parts)
+    terms = tuple((part.name, decimal(part.amount), part.why) for part in parts)
     return Table(
-        title="workspaces", columns=("", "bytes", ""), rows=(*terms, ("sum", _size(sum(p.amount for p in parts)), ""))
+        title="workspaces", columns=("", "bytes", ""), rows=(*terms, ("sum", decimal(sum(p.amount for p in parts)), ""))
     )
 
 
@@ -427,12 +473,16 @@ def _sum(title: str, parts: tuple[Part, ...], limit: int, unit: str) -> Table:
 
 def _share(prediction: Prediction) -> str:
     """Useful FLOPs of all."""
-    if prediction.flops_useful is None:
-        return "not counted"
-    return f"{prediction.flops_useful / prediction.flops:.1%}" if prediction.flops else "nothing to do"
+    flops = prediction.flops
+    return _counted(prediction.flops_useful, lambda useful: f"{useful / flops:.1%}" if flops else "nothing to do")
 
 
-def _size(count: int) -> str:
-    """Bytes in the largest decimal unit that leaves a number of at least 1, as bandwidths are given."""
+def _counted(count: int | None, said: Callable[[int], str]) -> str:
+    """A number that only a count of the visible pairs gives."""
+    return "not counted" if count is None else said(count)
+
+
+def decimal(count: int) -> str:
+    """Bytes of traffic in the largest decimal unit that leaves a number of at least 1, as bandwidths are given."""
     power = min(4, int(math.log10(count) // 3)) if count else 0
     return f"{count / 1000**power:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
