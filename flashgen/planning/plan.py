@@ -29,7 +29,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """A group of warps that do one job; `registers` is what each thread of it may hold (None: the compiler's choice)."""
+    """A group of warps that do one job; `registers` is what a thread of it may hold (None: the compiler's choice)."""
 
     name: str
     warps: int
