@@ -23,6 +23,46 @@ def test_the_share_that_is_visible():
     assert "12.7% of the mask is visible" in flashgen("show", "chunked", "--seqlen", 256, "--param", "chunk=64").out
 
 
+def test_the_share_counts_pairs_and_not_cells(tmp_path):
+    spec = tmp_path / "last.py"
+    spec.write_text("import flashgen as fg\n\n\n@fg.variant\ndef last(b, h, q, k):\n    return q >= 384\n")
+    # 385 queries are drawn in 384 cells, of which the last has two: the one that is visible is 0.26% of all.
+    assert "0.3% of the mask is visible" in flashgen("show", spec, "--seqlen", 385, "--arch", "sm_80").out
+
+
+def test_the_batch_and_head_are_named_where_the_mask_reads_them(tmp_path):
+    def said(mask, *options):
+        spec = tmp_path / "spec.py"
+        spec.write_text(f"import flashgen as fg\n\n\n@fg.variant\ndef spec(b, h, q, k):\n    return {mask}\n")
+        return flashgen("show", spec, "--seqlen", 128, "--arch", "sm_80", *options).out
+
+    assert "of the mask is visible" in said("k <= q", "--h", 3)
+    assert "of the mask of head 3 (--h) is visible" in said("k <= q + h", "--h", 3)
+    assert "of the mask of batch 0 (--b), head 1 (--h) is visible" in said("k <= q + h * b", "--h", 1)
+
+
+IMAGES = """import flashgen as fg
+
+image = fg.tensor("image", dims=("kv",), dtype="int32", {promise}
+                  example=lambda p, rng: rng.integers(0, 5, p.kv_len).cumsum() // 200)
+
+
+@fg.variant
+def images(b, h, q, k):
+    return image[q] == image[k]
+"""
+
+
+def test_a_promise_that_would_settle_tiles_is_named(tmp_path):
+    asked = ("--seqlen", 1024, "--arch", "sm_80", "--tile", "64x64")
+    for promise, hinted in (("", True), ("sorted=True,", False)):
+        (tmp_path / "images.py").write_text(IMAGES.format(promise=promise))
+        out = flashgen("show", tmp_path / "images.py", *asked).out
+        assert ("0.0% misclassified" in out) != hinted
+        assert ("the mask reads 'image', of whose values nothing is known" in out) == hinted
+        assert ("sorted=True" in out) == hinted
+
+
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_every_shipped_spec_is_drawn(name):
     out = flashgen("show", name, "--seqlen", 300, "--head-dim", 64, "--arch", "sm_80").out

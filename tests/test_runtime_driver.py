@@ -157,8 +157,9 @@ def test_a_driver_older_than_nvrtc_names_both_and_the_wheel(monkeypatch, no_api)
     replace(monkeypatch, FakeDriver(cuda=12080))
     with pytest.raises(LaunchError) as caught:
         driver.load(b"cubin", "attention_forward", smem_bytes=0, device=0)
-    for part in ("CUDA 12.8", f"NVRTC {nvrtc.version()}", "580 or newer", "nvidia-cuda-nvrtc-cu12"):
+    for part in ("CUDA 12.8", f"NVRTC {nvrtc.version()}", "580 or newer", "pip uninstall -y nvidia-cuda-nvrtc && "):
         assert part in str(caught.value)
+    assert "pip install 'nvidia-cuda-nvrtc-cu12' 'cuda-bindings<13'" in str(caught.value)
 
 
 @pytest.mark.parametrize("cuda", [13000, 13010, 14020])

@@ -110,3 +110,23 @@ def test_versions():
     assert nvrtc.versions().keys() == {"nvrtc", "cuda-bindings"}
     major, minor = nvrtc.library_version()
     assert nvrtc.version().startswith(f"{major}.{minor}")
+
+
+@pytest.mark.parametrize(
+    "wheels, version",
+    [
+        ({"nvidia-cuda-nvrtc": "13.0.88", "nvidia-cuda-nvrtc-cu12": "12.9.86"}, "13.0.88"),
+        ({"nvidia-cuda-nvrtc-cu12": "12.9.86"}, "12.9.86"),
+        ({}, "{}.{}".format(*nvrtc.library_version())),
+    ],
+)
+def test_the_version_is_that_of_the_wheel_that_is_loaded(monkeypatch, wheels, version):
+    from importlib import metadata
+
+    def installed(name):
+        if name not in wheels:
+            raise metadata.PackageNotFoundError(name)
+        return wheels[name]
+
+    monkeypatch.setattr(metadata, "version", installed)
+    assert nvrtc.version.__wrapped__() == version

@@ -19,11 +19,13 @@ def command(
     from flashgen.codegen.golden import refresh, stale
 
     if not check:
-        changed = refresh(folder)
+        with err.status("emitting"):
+            changed = refresh(folder)
         for path in changed:
             err.print(f"{'wrote' if path.exists() else 'removed'} {path}")
     else:
-        changed = stale(folder)
+        with err.status("emitting"):
+            changed = stale(folder)
         for path, text in changed.items():
             old = path.read_text() if path.exists() else ""
             sides = (old.splitlines(), (text or "").splitlines())

@@ -13,16 +13,21 @@ from rich.panel import Panel
 from rich.text import Text
 
 from flashgen.cli import options
-from flashgen.cli.console import err, out, share
+from flashgen.cli.console import err, joined, out, share
 from flashgen.cli.options import Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
 from flashgen.errors import PlanError
+from flashgen.lang.expr import walk
 
 if TYPE_CHECKING:
+    from flashgen.lang.variant import Variant
     from flashgen.planning.plan import Tile
 
 #: Pairs that are evaluated at most.
 _LARGEST = 1 << 28
+
+#: A share of misjudged tiles that is worth a hint.
+_MANY = 0.1
 
 #: Columns and lines of a panel; a character is about twice as high as wide.
 _COLUMNS, _LINES = 48, 24
@@ -39,11 +44,12 @@ _COLOURS = ("#f4f4f4", "#f2a65a", "#2f6690")
 class Picture:
     """A mask of one batch and head by tiles.
 
-    `density` is the visible share of each cell of the picture, `classes` [Q tiles, KV tiles] what the analysis says of
-    each tile (EMPTY 0, PARTIAL 1, FULL 2) and `truth` what brute force says.
+    `density` is the visible share of each cell of the picture and `visible` the number of pairs, `classes` [Q tiles,
+    KV tiles] what the analysis says of each tile (EMPTY 0, PARTIAL 1, FULL 2) and `truth` what brute force says.
     """
 
     density: np.ndarray
+    visible: int
     classes: np.ndarray
     truth: np.ndarray
 
@@ -66,20 +72,24 @@ def command(
 
     if output is not None and output.suffix not in (".png", ".svg"):
         raise PlanError(f"show cannot draw to {output}: it writes .png and .svg\n  nearest: {output.stem}.png")
-    resolved = resolve(spec, request)
-    problem = resolved.problem
-    for name, value, count in (("--b", b, problem.batch), ("--h", h, problem.heads)):
-        if not 0 <= value < count:
-            raise PlanError(f"{name} {value} is not one of the {count} of this problem\n  nearest: {name} 0")
-    picture = look(resolved, b, h)
-    out.print(f"[bold]{resolved}[/]")
+    with err.status("evaluating the mask"):
+        resolved = resolve(spec, request)
+        problem = resolved.problem
+        for name, value, count in (("--b", b, problem.batch), ("--h", h, problem.heads)):
+            if not 0 <= value < count:
+                raise PlanError(f"{name} {value} is not one of the {count} of this problem\n  nearest: {name} 0")
+        picture = look(resolved, b, h)
+    out.print(Text(str(resolved), style="bold"))
     if resolved.variant.doc:
         out.print(Text(resolved.variant.doc.strip().splitlines()[0]))
     out.print(Text(formula(resolved.variant).pretty()))
     out.print(render(picture, resolved.plan.tile))
-    out.print(summary(picture))
+    out.print(summary(picture, resolved, b, h))
+    if (advice := hint(picture, resolved.variant)) is not None:
+        out.print(advice, markup=False)
     if output is not None:
-        draw(picture, resolved, output)
+        with err.status("drawing"):
+            draw(picture, resolved, output)
         err.print(f"wrote {output}")
 
 
@@ -94,28 +104,31 @@ def look(resolved: Resolved, b: int, h: int) -> Picture:
         )
     if 0 in (problem.q_len, problem.kv_len):
         raise PlanError(f"there is nothing to show: {problem.q_len} queries and {problem.kv_len} keys")
+    density, visible = _density(resolved, b, h)
     return Picture(
-        density=_density(resolved, b, h),
+        density=density,
+        visible=visible,
         classes=tiles.grid(facts, case, tile, b, h),
         truth=tiles.true_grid(facts, case, tile, b, h),
     )
 
 
-def _density(resolved: Resolved, b: int, h: int) -> np.ndarray:
-    """The visible share of each cell of a grid that is finer than a panel, at least one pair a cell."""
+def _density(resolved: Resolved, b: int, h: int) -> tuple[np.ndarray, int]:
+    """The visible share of each cell of a grid that is finer than a panel, at least one pair a cell; and all pairs."""
     variant, problem = resolved.variant, resolved.problem
     lines, columns = min(_FINER * _LINES, problem.q_len), min(_FINER * _COLUMNS, problem.kv_len)
     if variant.mask is None:
-        return np.ones((lines, columns))
+        return np.ones((lines, columns)), problem.q_len * problem.kv_len
     keys = np.arange(problem.kv_len)
     starts = np.arange(columns) * problem.kv_len // columns
-    density = np.empty((lines, columns))
+    density, visible = np.empty((lines, columns)), 0
     for line in range(lines):
         rows = np.arange(line * problem.q_len // lines, (line + 1) * problem.q_len // lines)
         kept = resolved.case.evaluate(variant.mask, b=b, h=h, q=rows[:, None], k=keys)
         kept = np.broadcast_to(kept, (len(rows), len(keys)))
+        visible += int(np.count_nonzero(kept))
         density[line] = np.add.reduceat(kept.mean(axis=0), starts) / np.diff(np.append(starts, len(keys)))
-    return density
+    return density, visible
 
 
 def render(picture: Picture, tile: Tile) -> Columns:
@@ -131,14 +144,32 @@ def render(picture: Picture, tile: Tile) -> Columns:
     )
 
 
-def summary(picture: Picture) -> str:
+def summary(picture: Picture, resolved: Resolved, b: int, h: int) -> str:
     counts = np.bincount(picture.classes.ravel(), minlength=3)
-    tiles = picture.classes.size
     named = ", ".join(f"{_CLASSES[i]} {counts[i]:,} {_NAMES[i]}" for i in range(3))
-    visible = share(float(picture.density.sum()), picture.density.size)
+    visible = share(picture.visible, resolved.problem.q_len * resolved.problem.kv_len)
+    facts = resolved.facts
+    places = [
+        *([f"batch {b} (--b)"] if facts.uses_batch else []),
+        *([f"head {h} (--h)"] if facts.uses_head else []),
+    ]
+    of = f" of {', '.join(places)}" if places else ""
     return (
-        f"{visible} of the mask is visible; {tiles:,} tiles: {named}; "
-        f"{share(picture.misclassified * tiles, tiles)} misclassified"
+        f"{visible} of the mask{of} is visible; {picture.classes.size:,} tiles: {named}; "
+        f"{share(picture.misclassified, 1)} misclassified"
+    )
+
+
+def hint(picture: Picture, variant: Variant) -> str | None:
+    """What would settle tiles whose captured values the analysis does not know, where it misjudges many."""
+    loads = [n.attr for n in walk([variant.mask]) if n.op == "load"] if variant.mask is not None else []
+    open_ = sorted({t.name for t in loads if not (t.sorted or t.min is not None or t.max is not None)})
+    if not open_ or picture.misclassified <= _MANY:
+        return None
+    return (
+        f"the mask reads {joined(map(repr, open_))}, of whose values nothing is known before a tile is read: where they"
+        " never decrease\nalong the last dimension, or lie between bounds, fg.tensor(..., sorted=True) or min= and max="
+        " settle more tiles"
     )
 
 

@@ -218,7 +218,8 @@ def check_version(driver: int, compiler: str) -> None:
         raise LaunchError(
             f"the NVIDIA driver knows CUDA {has}.{minor} and NVRTC {compiler} makes cubins for CUDA {major}:"
             " a driver older than NVRTC's major version cannot load them\n"
-            f"  update the driver to {newest} or newer, or use the older compiler:"
+            f"  update the driver to {newest} or newer, or use the older compiler (pip warns that flashgen asks for a"
+            " newer one):\n  pip uninstall -y nvidia-cuda-nvrtc &&"
             f" pip install 'nvidia-cuda-nvrtc-cu{has}' 'cuda-bindings<{has + 1}'"
         )
 

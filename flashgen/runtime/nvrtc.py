@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -94,16 +95,16 @@ def ptx(source: str, arch: str, *, name: str = "kernel", options: Iterable[str] 
 def version() -> str:
     """The version of the NVRTC that compile uses, as exactly as it is known: the wheel's ("13.0.88"), else "13.0".
 
-    The wheel's metadata is asked first because loading the library costs 30 ms, which a cache hit should not pay; the
-    loader looks into site-packages first too, so both speak of the same library.
+    The wheel's metadata is asked first because loading the library costs 30 ms, which a cache hit should not pay.  Both
+    speak of the same library: the loader looks into site-packages first too, and of two wheels takes the newer.
     """
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
 
-    try:
-        return installed("nvidia-cuda-nvrtc")
-    except PackageNotFoundError:
-        return "{}.{}".format(*library_version())
+    for wheel in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        with contextlib.suppress(PackageNotFoundError):
+            return installed(wheel)
+    return "{}.{}".format(*library_version())
 
 
 @lru_cache(maxsize=1)
