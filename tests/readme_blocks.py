@@ -6,9 +6,11 @@ from pathlib import Path
 
 from cli import flashgen
 
+from flashgen.bench import report
 from flashgen.lang import language
 
 ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "generated" / "bench"
 README = ROOT / "README.md"
 
 #: A block of the README, from its marker to the end marker.
@@ -38,7 +40,23 @@ def cuda() -> str:
     return fenced("cuda", f"{seam.rstrip()}\n\n// ...\n\n{loop.rstrip()}\n")
 
 
-BLOCKS = {"spec": spec, "plan": plan, "show": show, "cuda": cuda, "language": language.markdown}
+def measured() -> str:
+    return report.markdown(list(report.read(RECORDS)))
+
+
+def counters() -> str:
+    return report.counted(RECORDS) + "\n"
+
+
+BLOCKS = {
+    "spec": spec,
+    "plan": plan,
+    "show": show,
+    "cuda": cuda,
+    "language": language.markdown,
+    "measured": measured,
+    "counters": counters,
+}
 
 
 def written(readme: str) -> str:

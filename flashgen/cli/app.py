@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from flashgen.cli import bench, build, cold, compile, emit, golden, plan, run, show, simulate, tune
+from flashgen.cli import bench, build, cold, compile, counters, emit, golden, plan, report, run, show, simulate, tune
 
 app = typer.Typer(
     name="flashgen",
@@ -17,5 +17,5 @@ app = typer.Typer(
         "A spec is a Python file and runs with your rights: read a spec that is not yours before you use it."
     ),
 )
-for verb in (plan, show, emit, compile, build, run, simulate, bench, cold, tune, golden):
+for verb in (plan, show, emit, compile, build, run, simulate, bench, cold, counters, report, tune, golden):
     app.command(name=verb.__name__.rsplit(".", 1)[-1])(verb.command)

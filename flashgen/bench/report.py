@@ -1,0 +1,137 @@
+"""What the records of `flashgen bench` say, for a person: one table of ratios, and curves over the sequence length."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashgen.bench import cells
+from flashgen.errors import FlashgenError
+
+if TYPE_CHECKING:
+    from flashgen.bench.cells import Cell
+
+#: Peers that a reader can install, as a record names them, in the order of the columns.
+PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "flex": "FlexAttention"}
+
+#: The masks of the main table.
+MAIN = (("full",), ("causal",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A file that `flashgen bench` wrote: a pass of a pipeline on one GPU, cell by cell."""
+
+    pass_name: str
+    pipeline: str
+    gpu: str
+    versions: Mapping[str, str | None]
+    cells: tuple[tuple[Cell, Mapping[str, object]], ...]
+
+    def main(self, specs: tuple[str, ...], head_dim: int) -> list[tuple[int, Mapping[str, object]]]:
+        """(seqlen, numbers) of the main table's cells of one mask and head_dim, by seqlen."""
+        found = {
+            cell.problem.q_len: numbers
+            for cell, numbers in self.cells
+            if (cell.specs, cell.problem.head_dim, cell.problem.dtype, cell.problem.group)
+            == (specs, head_dim, "bfloat16", 1)
+        }
+        return sorted(found.items())
+
+    def head_dims(self) -> list[int]:
+        """Those of the main table, ascending."""
+        return sorted({cell.problem.head_dim for cell, _ in self.cells if self.main(MAIN[0], cell.problem.head_dim)})
+
+
+def read(folder: Path) -> Iterator[Record]:
+    """The whole runs in a folder, `<pass>_<pipeline>.json`, by name.  Raises FlashgenError for one that is damaged."""
+    tables = {"forward": cells.FORWARD, "backward": cells.BACKWARD}
+    for path in sorted(folder.glob("*.json")):
+        pass_name, _, pipeline = path.stem.partition("_")
+        known = {str(cell): cell for cell in tables.get(pass_name, {}).get(pipeline, ())}
+        if not known:
+            continue
+        try:
+            record = json.loads(path.read_text())
+            found = tuple((known[row["cell"]], row) for row in record["cells"] if row["cell"] in known)
+            gpu, versions = record["gpu"]["name"], record["versions"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise FlashgenError(f"{path} is no record of flashgen bench ({error})") from None
+        yield Record(pass_name=pass_name, pipeline=pipeline, gpu=gpu, versions=versions, cells=found)
+
+
+def markdown(records: list[Record]) -> str:
+    """How many times faster than each peer: geometric mean over the sequence lengths, and the lowest and highest."""
+    lines = []
+    for record in records:
+        peers = [peer for peer in PEERS if any(peer in row["ratio"] for _, row in record.cells)]
+        lines += [
+            f"Pipeline {record.pipeline}, {record.pass_name}, {record.gpu}:",
+            "",
+            f"| head_dim | mask | {' | '.join(PEERS[p] for p in peers)} |",
+            f"|{'---|' * (2 + len(peers))}",
+        ]
+        for head_dim in record.head_dims():
+            for specs in MAIN:
+                rows = [numbers["ratio"] for _, numbers in record.main(specs, head_dim)]
+                ratios = [[row[peer][0] for row in rows if peer in row] for peer in peers]
+                if any(ratios):
+                    lines.append(f"| {head_dim} | {'+'.join(specs)} | {' | '.join(map(_summary, ratios))} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _summary(ratios: list[float]) -> str:
+    if not ratios:
+        return "-"
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return f"{mean:.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else f"{mean:.2f}"
+
+
+def counted(folder: Path) -> str:
+    """What the counters saw of each pass (`flashgen counters`): bytes read and written over those predicted."""
+    lines = ["| kernels | cells | read / predicted | written / predicted |", "|---|---|---|---|"]
+    for path in sorted(folder.glob("counters_*.json")):
+        _, pass_name, pipeline = path.stem.split("_")
+        rows = json.loads(path.read_text())["cells"]
+        spans = (sorted(row[ratio] for row in rows) for ratio in ("read_ratio", "write_ratio"))
+        shown = " | ".join(f"{low:.3f} to {high:.3f}" for low, *_, high in spans)
+        lines.append(f"| {pipeline} {pass_name} | {len(rows)} | {shown} |")
+    return "\n".join(lines)
+
+
+def draw(record: Record, path: Path) -> None:
+    """Useful TFLOP/s over the sequence length, a panel for each head_dim and mask, as PNG or SVG by the suffix."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "flashgen", "svg.fonttype": "none"})  # equal records, equal files
+    from matplotlib import pyplot as plt
+
+    dims = [d for d in record.head_dims() if len(record.main(MAIN[0], d)) > 1]
+    size = (4 * len(dims), 3 * len(MAIN))
+    figure, axes = plt.subplots(len(MAIN), len(dims), figsize=size, squeeze=False, sharey=True)
+    for row, specs in zip(axes, MAIN, strict=True):
+        for axis, head_dim in zip(row, dims, strict=True):
+            for name, label in {"flashgen": "flashgen", **PEERS}.items():
+                rows = [(n, numbers["tflops"]) for n, numbers in record.main(specs, head_dim)]
+                points = [(n, tflops[name]) for n, tflops in rows if name in tflops]
+                if points:
+                    width = 2 if name == "flashgen" else 1
+                    axis.plot(*zip(*points, strict=True), marker="o", label=label, linewidth=width)
+            axis.set_xscale("log", base=2)
+            axis.set_title(f"{'+'.join(specs)}, head_dim {head_dim}")
+            axis.grid(alpha=0.3)
+    for axis in axes[-1]:
+        axis.set_xlabel("seqlen")
+    for row in axes:
+        row[0].set_ylabel("TFLOP/s")
+    axes[0][0].legend()
+    figure.suptitle(f"{record.pass_name} of pipeline {record.pipeline}, bfloat16, {record.gpu}")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {})
+    plt.close(figure)

@@ -1,0 +1,106 @@
+"""What people read of measurements: the table and curves of benchmark records, and of what the counters saw."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+from cli import flashgen
+
+from flashgen.bench import counters, report
+from flashgen.bench.cells import cell
+from flashgen.errors import LaunchError
+from flashgen.planning.traffic import Bytes
+
+
+def write(folder, rows, name="forward_hopper"):
+    record = {"gpu": {"name": "A GPU"}, "versions": {}, "cells": rows}
+    (folder / f"{name}.json").write_text(json.dumps(record))
+
+
+def row(which, cudnn, tflops=100.0):
+    return {"cell": str(which), "ratio": {"cudnn": [cudnn, cudnn, cudnn]}, "tflops": {"flashgen": tflops, "cudnn": 50}}
+
+
+ROWS = [
+    row(cell("full", 64, 512), 2.0),
+    row(cell("full", 64, 8192), 0.5),
+    row(cell("causal", 64, 512), 1.5),
+    row(cell("causal", 64, 8192), 1.5),
+    row(cell("full", 64, 8192, dtype="float16"), 9.0),  # not of the main table
+    row(cell("causal", 128, 8192, batch=2, heads=32, kv_heads=8), 9.0),
+    row(cell("full", 96, 8192), 1.25),
+    {"cell": "a cell of another version", "ratio": {}, "tflops": {}},
+]
+
+
+def test_the_table_gives_geometric_mean_and_extremes(tmp_path):
+    write(tmp_path, ROWS)
+    (record,) = report.read(tmp_path)
+    lines = report.markdown([record]).splitlines()
+    assert lines[0] == "Pipeline hopper, forward, A GPU:"
+    assert lines[2:] == [
+        "| head_dim | mask | cuDNN |",
+        "|---|---|---|",
+        "| 64 | full | 1.00 (0.50 to 2.00) |",
+        "| 64 | causal | 1.50 (1.50 to 1.50) |",
+        "| 96 | full | 1.25 |",
+    ]
+
+
+def test_the_curves_name_what_they_show(tmp_path):
+    write(tmp_path, ROWS)
+    done = flashgen("report", tmp_path, "--draw")
+    assert done.code == 0, done.err
+    text = " ".join("".join(e.itertext()) for e in ElementTree.parse(tmp_path / "forward_hopper.svg").iter())
+    assert "full, head_dim 64" in text
+    assert "cuDNN" in text
+    assert "head_dim 96" not in text  # one length is no curve
+    assert "1.50 (1.50 to 1.50)" in done.out
+
+
+def test_a_folder_without_records_or_with_a_damaged_one_is_said(tmp_path):
+    assert "no record of flashgen bench\n  nearest: flashgen bench hopper" in flashgen("report", tmp_path, code=2).err
+    (tmp_path / "forward_ampere.json").write_text('{"cells": [')
+    assert "forward_ampere.json is no record" in flashgen("report", tmp_path, code=2).err
+
+
+def profile(*launches):
+    """What ncu --csv prints for launches of (kernel, value of every metric)."""
+    lines = ["==PROF== Connected to process 1", '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"']
+    for index, (kernel, value) in enumerate(launches):
+        lines += [f'"{index}","{kernel}","{metric}","byte","{value:,}"' for metric in counters.METRICS]
+    return "\n".join(lines)
+
+
+def test_a_call_is_its_forward_or_the_sum_of_its_backward():
+    text = profile(
+        ("attention_forward", 1000),
+        *(("attention_backward_prepare", 1), ("attention_backward", 20), ("attention_backward_finish", 300)),
+        ("attention_forward", 5),
+        ("attention_backward", 7),
+    )
+    assert [set(call.values()) for call in counters.passes(text, backward=True)] == [{321}, {7}]
+    alone = profile(("attention_forward", 1234567), ("attention_forward", 8))
+    assert [set(call.values()) for call in counters.passes(alone, backward=False)] == [{1234567}, {8}]
+
+
+def test_a_ratio_is_counted_over_predicted():
+    one = counters.Counted(
+        cell=counters.CELLS[0],
+        tile="128x64",
+        predicted=Bytes(read_bytes=100, write_bytes=10),
+        compulsory=Bytes(read_bytes=50, write_bytes=10),
+        l2=Bytes(read_bytes=150, write_bytes=10),
+        dram=Bytes(read_bytes=60, write_bytes=9),
+    )
+    assert (one.read_ratio, one.write_ratio) == (1.5, 1.0)
+    assert one.as_json()["l2"] == {"read_bytes": 150, "write_bytes": 10}
+
+
+def test_counters_without_a_gpu_or_ncu_are_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "there is none that PyTorch can use" in flashgen("counters", "hopper", code=2).err
+    assert "nearest: ampere, hopper" in flashgen("counters", "volta", code=2).err
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(LaunchError, match="read by ncu of Nsight Compute"):
+        counters.count(counters.CELLS[:1], "hopper")
