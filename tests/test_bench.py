@@ -154,6 +154,7 @@ def test_other_forms_are_given_as_a_part_of_the_speed():
     console = Console(width=200, highlight=False)
     with console.capture() as captured:
         console.print(_table("backward", [one], ["peer", "absent"]))
+    assert "each peer [low, high over rounds]; speed of deterministic beside it" in " ".join(captured.get().split())
     line = next(line for line in captured.get().splitlines() if "d64 causal" in line)
     assert [part.strip() for part in line.strip("│").split("│")][3:] == [
         "4 KiB",

@@ -50,6 +50,7 @@ def test_the_record(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(record, "environment", lambda: {"gpu": "one"})
     ran = flashgen("cold", "causal", "--seqlen", 100, "--rounds", 3, "--folder", tmp_path)
+    assert "first result: median [low, high]" in ran.out
     assert "2.00 s [1.00 s, 3.00 s]" in ran.out and "1.10 s [100 ms, 2.10 s]" in ran.out
     read = json.loads((tmp_path / "cold.json").read_text())
     assert [(row["cache"], row["result"]) for row in read["cells"]] == [

@@ -109,7 +109,7 @@ def _table(name: str, measured: list[Measured], peers: list[str]) -> Table:
     """TFLOP/s and memory of flashgen, how many times faster it is than each peer (below the bar in red), and the speed
     of its other forms."""
     own = list(dict.fromkeys(form for one in measured for form in one.own))
-    title = f"{name}: useful TFLOP/s, memory beyond the results, times faster than each peer [low, high over rounds]"
+    title = f"{name}: useful TFLOP/s, memory beyond the results, times faster than each peer \\[low, high over rounds]"
     table = Table(title=title + (f"; speed of {', '.join(own)} beside it" if own else ""))
     table.add_column("cell", no_wrap=True)
     table.add_column("tile", no_wrap=True)

@@ -53,7 +53,7 @@ def command(
         for start in starts(specs, problem, rounds=rounds):
             found.append(start)
             bar.update(task, advance=1, description=start.spec)
-    table = Table(title="from the spec file to the first result: median [low, high]")
+    table = Table(title="from the spec file to the first result: median \\[low, high]")
     for column in ("spec", "cache", "first result", "PyTorch's own first tensors, before that"):
         table.add_column(column)
     rows = []

@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 from backward_gpu import backward_menus, check, gradients, problem_of
-from gpu_checks import DEVICE, compile_together, menus, poison, random_inputs
+from gpu_checks import DEVICE, PIPELINES, compile_together, menus, on, poison, random_inputs
 from tolerance import baseline, judge, reference
 
 import flashgen as fg
@@ -352,9 +352,11 @@ def test_compiled_models(backend):
             assert error <= 2**-6 * right.abs().max(), (backend, seed, float(error))
 
 
-def test_memory_is_linear_in_the_length():
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_memory_is_linear_in_the_length(pipeline):
     """64k tokens, 8 heads of 64, forward and backward: beside inputs, results and their gradients a float32 dq and two
     floats a row."""
+    causal = on(load_spec("causal"), pipeline)
     p = problem_of(1 << 16, batch=1, heads=8)
     q, k, v = (t.requires_grad_() for t in random_inputs(p, 0))
     small = [t[:, :, :256].detach().requires_grad_() for t in (q, k, v)]

@@ -28,7 +28,7 @@ def test_the_set_is_clean(pipeline, tool):
         pytest.skip("racecheck does not know the order that an mbarrier gives to bulk copies")
     done = subprocess.run(
         [
-            *("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=attention"),
+            *("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kns=attention"),
             *(sys.executable, str(HERE / "sanitized.py"), pipeline),
         ],
         capture_output=True,
