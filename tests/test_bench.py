@@ -2,21 +2,25 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from cli import flashgen
 from rich.console import Console
 
+from flashgen.analysis.tiles import Case
 from flashgen.bench import backward, forward, record
 from flashgen.bench.backward import sample
 from flashgen.bench.cells import BACKWARD, FORWARD, TOKENS, WIDTH, cell
-from flashgen.bench.contest import Measured, difference, join
+from flashgen.bench.contest import Measured, Setting, difference, join
 from flashgen.bench.peers import flex, from_file, has_kernel, same_maths, sdpa
 from flashgen.bench.protocol import MIN_ROUNDS, Timings, interleave, rotation
 from flashgen.cli.bench import _table
 from flashgen.errors import LaunchError
 from flashgen.planning import planner
 from flashgen.planning.problem import Problem
+from flashgen.runtime.gradients import baseline_gradients
+from flashgen.runtime.reference import Pairs
 
 
 def test_a_ratio_compares_within_rounds_only():
@@ -129,6 +133,39 @@ def flashgen_error():
 def test_what_is_compared_with_float64(shape, scores, batches, kv_heads):
     pairs = sample(Problem(head_dim=16, v_head_dim=16, **shape), scores)
     assert (pairs.batches, pairs.kv_heads) == (batches, kv_heads)
+
+
+@pytest.mark.parametrize(
+    "c",
+    [
+        cell("causal", 64, 40, batch=2, heads=4, kv_heads=2),
+        cell("alibi", 64, 40, batch=1, heads=4),
+        cell("causal+document", 64, 300, batch=2, heads=2),
+    ],
+    ids=str,
+)
+def test_gradients_are_compared_with_float64(c):
+    """What is right passes on any part of the problem; one wrong head or row of it does not."""
+    p, g = c.problem, torch.Generator().manual_seed(0)
+    variant = c.variant()
+    case = Case(
+        sizes=p.sizes(),
+        params=variant.values(dict(c.params)),
+        tensors={t.name: np.asarray(t.example(p, np.random.default_rng(0))) for t in variant.tensors},
+    )
+    shapes = ((p.heads, 64), (p.kv_heads, 64), (p.kv_heads, 64), (p.heads, 64))
+    tensors = [torch.randn(p.batch, heads, p.q_len, n, generator=g).bfloat16() for heads, n in shapes]
+    q, k, v, do = tensors
+    at = Setting(cell=c, variant=variant, inputs={}, case=case, q=q, k=k, v=v, do=do)
+    right = baseline_gradients(variant.bind(), case, *tensors, scale=at.scale)[:3]
+    some = Pairs(batches=(p.batch - 1,), kv_heads=(0, p.kv_heads - 1))
+    for pairs in (sample(p, 1 << 29), some):
+        assert backward.check(at, {"": right}, pairs) == []
+        for i, name in enumerate(backward.NAMES):
+            wrong = [x.clone() for x in right]
+            wrong[i][-1, -1, 7] *= 1.5
+            reasons = backward.check(at, {"": right, "other ": tuple(wrong)}, pairs)
+            assert reasons and all(reason.startswith(f"other {name}: ") for reason in reasons)
 
 
 def test_other_forms_are_given_as_a_part_of_the_speed():
