@@ -64,6 +64,21 @@ def test_the_name_is_the_variable(tmp_path):
     assert fg.load_spec(tmp_path / "spec.py").name == "shown"
 
 
+SCORED = "@{mask}.score\ndef doubled(s, b, h, q, k):\n    return s * 2\n"
+
+
+def test_a_mask_with_a_score_keeps_the_name_of_the_mask(tmp_path):
+    write(tmp_path, causal=CAUSAL, spec=CAUSAL + SCORED.format(mask="causal"))
+    spec = fg.load_spec(tmp_path / "spec.py")
+    assert spec.name == "causal" and spec.score_node is not None
+    write(tmp_path, spec="from causal import causal\n" + SCORED.format(mask="causal"))
+    assert fg.load_spec(tmp_path / "spec.py").name == "doubled", "a mask of another file has a name of its own there"
+    write(tmp_path, spec=CAUSAL + "steep = causal.score(lambda s, b, h, q, k: s * 2)\n")
+    assert fg.load_spec(tmp_path / "spec.py").name == "steep", "a variable that was chosen"
+    write(tmp_path, spec="import flashgen as fg\n" + SCORED.format(mask="fg.variant()"))
+    assert fg.load_spec(tmp_path / "spec.py").name == "doubled"
+
+
 def test_specs_import_their_neighbours(tmp_path):
     write(
         tmp_path,

@@ -42,6 +42,10 @@ def softcap(s, b, h, q, k):
     return cap * fg.tanh(s / cap)
 
 
+def softcap_of(s, b, h, q, k):
+    return cap * fg.tanh(s / cap)
+
+
 @fg.variant().score
 def biased(s, b, h, q, k):
     return s + bias[h]
@@ -61,7 +65,8 @@ def test_the_call_and_the_decorators_make_the_same():
     def double(s, b, h, q, k):
         return s * 2
 
-    called = fg.variant(rule, double, name="double")
+    called = fg.variant(rule, double)
+    assert called.name == "rule"
     assert fg.variant()(rule).score(double) == fg.variant(rule).score(double) == called
     assert fg.variant(name="chosen")(rule).name == fg.variant(rule, name="chosen").name == "chosen"
     assert fg.variant(name="chosen").score(double).name == "chosen"
@@ -82,6 +87,7 @@ def test_decorators_return_new_variants_and_remember_where_they_came_from():
     scored = causal.score(lambda s, b, h, q, k: s)
     assert causal.score_node is None and scored.score_node is trace.SCORE
     assert scored.parents == (causal,) and scored.name == "causal"
+    assert causal.score(softcap_of).name == "causal" and fg.variant().score(softcap_of).name == "softcap_of"
     assert (causal & local).parents == (causal, local)
     assert (~causal).parents == (causal,)
 

@@ -86,7 +86,7 @@ def _choose(module: ModuleType, file: Path) -> Variant:
     if len(final) == 1:
         name, value = final[0]
         doc = value.doc or (module.__doc__ or "").strip()
-        return replace(value, name=value.name if name.startswith("_") else name, doc=doc)
+        return replace(value, name=_name(name, value, mine), doc=doc)
     at = SourceLine(str(file), 1, linecache.getline(str(file), 1))
     if final:
         names = " and ".join(f"{name!r} ({_line(v, file)})" for name, v in final)
@@ -97,6 +97,17 @@ def _choose(module: ModuleType, file: Path) -> Variant:
         )
     note = f"; it imports {', '.join(imported)}, which other files describe" if imported else ""
     raise SpecError(f"the spec has no variant{note}: decorate a function (b, h, q, k) with @fg.variant", where=at)
+
+
+def _name(variable: str, variant: Variant, mine: dict[int, tuple[str, Variant]]) -> str:
+    """The name of the variable that holds the variant; of the mask's, where a score function was added by decorating
+    it: the function that then has the variable's name says what is computed, and not of what."""
+    if variant.where is not None and variant.where.text.lstrip().startswith("@") and variant.score_node is not None:
+        for parent in variant.parents:
+            masked, _ = mine.get(id(parent), ("_", parent))
+            if parent.mask is not None and not masked.startswith("_"):
+                return masked
+    return variant.name if variable.startswith("_") else variable
 
 
 def _line(variant: Variant, file: Path) -> str:

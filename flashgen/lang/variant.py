@@ -91,15 +91,19 @@ class Variant:
         return self._made(**self._described_by(mask), mask=traced.node, examples=self.examples | traced.examples)
 
     def score(self, function: Callable) -> Variant:
-        """Decorate a score function (s, b, h, q, k): a variant like this one with that score."""
+        """Decorate a score function (s, b, h, q, k): a variant like this one with that score.
+
+        It is called by its mask, and by the score function only where there is none.
+        """
         if self.score_node is not None:
             raise self._refused(
                 f"variant {self.name!r} has a score function already; `.then(f)` applies another one after it"
             )
         traced = trace.trace_score(function)
-        return self._made(
-            **self._described_by(function), score_node=traced.node, examples=self.examples | traced.examples
-        )
+        described = self._described_by(function)
+        if self.mask is not None:
+            described["name"] = self.name
+        return self._made(**described, score_node=traced.node, examples=self.examples | traced.examples)
 
     def then(self, after: Callable | Variant) -> Variant:
         """Apply another score function to this variant's score; a variant brings its mask along, joined by &."""
