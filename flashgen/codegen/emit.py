@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import textwrap
 from functools import lru_cache
@@ -10,6 +9,7 @@ from functools import lru_cache
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.codegen import device, params
 from flashgen.codegen.backward import sized, transposed
+from flashgen.codegen.fold import folded
 from flashgen.codegen.seam import Seam, seam
 from flashgen.planning.plan import KernelPlan
 from flashgen.resources import folder
@@ -21,9 +21,6 @@ _WIDTH = 116  # of a line, less a margin
 
 #: What stands before the command that gives a file again.
 _MADE_BY = "made by"
-
-_AFTER_OPERATOR = re.compile(r"(?<=\|\| )|(?<=&& )|(?<= & )|(?<= \| )")
-_LEFT_OF_CONDITION, _CONTINUED = len("  const bool visible = "), " " * 6
 
 
 def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
@@ -52,7 +49,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         context["transposed"] = transposed(facts, plan.gradients)
         context["gradients"] = [sized(t) for t in plan.variant.tensors if t.name in plan.gradients]
     # The kernel says which device functions it uses; then it is put together with them.
-    return template.render(context, device=device.used_by(template.render(context, device="")))
+    return folded(template.render(context, device=device.used_by(template.render(context, device=""))))
 
 
 def banner(plan: KernelPlan, found: Seam) -> str:
@@ -117,16 +114,4 @@ def environment():
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters["wrapped"] = wrapped
     return made
-
-
-def wrapped(expression: object) -> str:
-    """A condition on as many lines as it needs, each ending with an operator between conditions."""
-    lines, room = [""], _WIDTH - _LEFT_OF_CONDITION
-    for part in _AFTER_OPERATOR.split(str(expression)):
-        if lines[-1] and len(lines[-1]) + len(part) > room:
-            lines.append("")
-            room = _WIDTH - len(_CONTINUED)
-        lines[-1] += part
-    return ("\n" + _CONTINUED).join(line.rstrip() for line in lines)

@@ -104,7 +104,7 @@ DEVICE constexpr int floor_power_of_two(int n) { return n < 2 ? n : 2 * floor_po
 template <int THREADS, int COLUMNS, int ROWS, int TILE_COLUMNS>
 DEVICE void load_tile(
     SwizzledTile<ROWS, TILE_COLUMNS>& tile, const u16* source, i64 row_stride, int rows, int thread = threadIdx.x) {
-  constexpr int CHUNKS = TILE_COLUMNS / 8, STEP = floor_power_of_two(THREADS / CHUNKS);  // rows that are copied at a time
+  constexpr int CHUNKS = TILE_COLUMNS / 8, STEP = floor_power_of_two(THREADS / CHUNKS);  // rows copied at a time
   const int first = thread / CHUNKS, chunk = thread % CHUNKS;
   source += first * row_stride + 8 * chunk;
 #pragma unroll

@@ -97,7 +97,7 @@ DEVICE constexpr int floor_power_of_two(int n) { return n < 2 ? n : 2 * floor_po
 template <int THREADS, int COLUMNS, int ROWS, int TILE_COLUMNS>
 DEVICE void load_tile(
     SwizzledTile<ROWS, TILE_COLUMNS>& tile, const u16* source, i64 row_stride, int rows, int thread = threadIdx.x) {
-  constexpr int CHUNKS = TILE_COLUMNS / 8, STEP = floor_power_of_two(THREADS / CHUNKS);  // rows that are copied at a time
+  constexpr int CHUNKS = TILE_COLUMNS / 8, STEP = floor_power_of_two(THREADS / CHUNKS);  // rows copied at a time
   const int first = thread / CHUNKS, chunk = thread % CHUNKS;
   source += first * row_stride + 8 * chunk;
 #pragma unroll
@@ -252,8 +252,8 @@ DEVICE int previous_tile(int tile, const Rows& rows, const Params& p) {
 
 DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
   const int k_first = kv_tile * TILE_KV, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
-  const bool hidden = rows.q_first < k_last || (k_last >= p.param_sinks &&
-      rows.q_last - max(k_first, bounded(p.param_sinks)) >= p.param_window);
+  const bool hidden = rows.q_first < k_last ||
+      (k_last >= p.param_sinks && rows.q_last - max(k_first, bounded(p.param_sinks)) >= p.param_window);
   return hidden ? PARTIAL : FULL;
 }
 

@@ -345,8 +345,8 @@ DEVICE int previous_tile(int tile, const Rows& rows, const Params& p) {
 
 DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
   const int k_first = kv_tile * TILE_KV, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
-  const bool hidden = rows.q_first < k_last || (k_last >= p.param_sinks &&
-      rows.q_last - max(k_first, bounded(p.param_sinks)) >= p.param_window);
+  const bool hidden = rows.q_first < k_last ||
+      (k_last >= p.param_sinks && rows.q_last - max(k_first, bounded(p.param_sinks)) >= p.param_window);
   return hidden ? PARTIAL : FULL;
 }
 
