@@ -23,12 +23,14 @@ def refusal(*arguments):
         (["plan", "causal", "--arch", "sm_80", "--pipeline", "hopper"], ["sm_80 has no pipeline 'hopper'", "ampere"]),
         (["plan", "causal", "--tile", "64"], ["--tile '64' is not of the form QxKV", "nearest: --tile 128x64"]),
         (["plan", "full", "--arch", "sm_80", "--tile", "100x64"], ["tile 100x64", "multiples of 16", "nearest: 96x64"]),
-        (["plan", "causal", "--dtype", "int8"], ["int8"]),
-        (["plan", "causal", "--head-dim", "0"], ["head_dim is 0: it must be positive"]),
+        (["plan", "causal", "--dtype", "int8"], ["dtype 'int8' is not one of float16, bfloat16", "nearest: "]),
+        (["plan", "causal", "--dtype", "fp16"], ["nearest: float16"]),
+        (["plan", "causal", "--dtype", "bf16"], ["nearest: bfloat16"]),
+        (["plan", "causal", "--head-dim", "0"], ["head_dim is 0: it must be positive", "nearest: 16"]),
         (["plan", "causal", "--v-head-dim", "0"], ["v_head_dim is 0: it must be positive"]),
         (["plan", "causal", "--batch", "-2"], ["batch is -2: it cannot be negative"]),
         (["plan", "causal", "--seqlen", "20000000"], ["lengths stay below 2^24"]),
-        (["plan", "causal", "--seqlen", "-1"], ["q_len is -1: it cannot be negative"]),
+        (["plan", "causal", "--seqlen", "-1"], ["seqlen (q_len) is -1: it cannot be negative"]),
         (["plan", "causal", "--param", "window=1"], ["'causal' has no parameter 'window'"]),
         (["plan", "sliding_window", "--param", "window"], ["--param 'window' is not of the form NAME=VALUE"]),
         (["plan", "sliding_window", "--param", "window=big"], ["--param window=big: 'big' is not a number"]),
@@ -80,6 +82,26 @@ def test_a_chained_comparison_points_at_the_line_and_says_the_cure(tmp_path):
     spec.write_text("import flashgen as fg\n\n\n@fg.variant\ndef chained(b, h, q, k):\n    return 0 <= q - k < 9\n")
     err = refusal("plan", spec)
     assert "chained.py:6" in err and "put parentheses round each comparison" in err
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    spec = tmp_path / "binary.py"
+    spec.write_bytes(b"\x7fELF\0\0")
+    assert f"SpecError: {spec} is not Python: " in refusal("plan", spec)
+
+
+def test_a_parameter_that_nothing_reads(tmp_path):
+    spec = tmp_path / "unread.py"
+    spec.write_text(
+        "import flashgen as fg\n\nwindow = fg.param('window', default=9)\n\n\n"
+        "@fg.variant\ndef unread(b, h, q, k):\n    return k <= q\n"
+    )
+    err = refusal("plan", spec, "--param", "window=3")
+    assert "'unread' has no parameter 'window'; it takes nothing: what its mask and score read" in err
+
+
+def test_a_folder_is_for_a_sweep():
+    assert "nearest: flashgen run specs --sweep" in refusal("run", "specs")
 
 
 def test_a_folder_without_specs(tmp_path):

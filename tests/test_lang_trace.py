@@ -162,6 +162,24 @@ def test_a_mask_with_the_wrong_arguments(tmp_path, signature, given):
     assert caught.value.where.line == 4
 
 
+@pytest.mark.parametrize(
+    ("kind", "signature", "order"),
+    [
+        ("mask", "h, b, k, q", "b, h, q, k"),
+        ("mask", "b, h, k, q", "b, h, q, k"),
+        ("score", "b, h, q, k, s", "s, b, h, q, k"),
+    ],
+)
+def test_arguments_in_another_order_would_be_another_variant(tmp_path, kind, signature, order):
+    file = tmp_path / "spec.py"
+    made = "@fg.variant" if kind == "mask" else "@fg.variant().score"
+    file.write_text(f"import flashgen as fg\n\n{made}\ndef spec({signature}):\n    return k <= q\n")
+    with pytest.raises(SpecError) as caught:
+        load_spec(file)
+    assert f"the {kind} function 'spec' takes ({signature}), and arguments come in one order" in str(caught.value)
+    assert f"write ({order})" in str(caught.value) and caught.value.where.line == 4
+
+
 def test_a_score_with_the_wrong_arguments():
     with pytest.raises(SpecError, match=r"called with \(s, b, h, q, k\)"):
         fg.variant(score=lambda b, h, q, k: q)
@@ -295,8 +313,9 @@ def test_a_captured_tensor_is_declared_with_its_dimensions():
         (lambda: fg.param("w", default=1, dtype="int8"), "dtype is int, float, 'int32', 'int64' or 'float32'"),
         (lambda: fg.param("w", default=1.5, dtype=int), "default=1.5 is not a whole number"),
         (lambda: fg.param("w", max=float("inf"), dtype=int), "max=inf is not a whole number"),
-        (lambda: fg.param("w", default=1 << 31), "default=2147483648 does not fit"),
-        (lambda: fg.param("w", default=0, min=1), "the default 0 is outside [1, None]"),
+        (lambda: fg.param("w", default=1 << 31), "default=2147483648 does not fit into -2^31 to 2^31 - 1"),
+        (lambda: fg.param("w", default=9, min=1, max=8), "the default 9 is outside min=1 and max=8"),
+        (lambda: fg.param("w", default=0, min=1), "the default 0 is outside min=1"),
         (lambda: fg.param("w", min=3, max=2), "min=3 is above max=2"),
         (lambda: fg.constant("c", None), "needs a default"),
         (lambda: fg.tensor("t", dims="kv", dtype="int32"), 'dims is a tuple, as in dims=("batch", "kv")'),

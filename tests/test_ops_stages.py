@@ -1,11 +1,14 @@
 """plan, emit, compile and supports: reasons are empty exactly when the stages succeed."""
 
+import inspect
 import itertools
+import re
 
 import pytest
 
 import flashgen as fg
-from flashgen.errors import PlanError
+from flashgen.errors import PlanError, SpecError
+from flashgen.lang.load import shipped
 from flashgen.ops import stages
 from flashgen.ops.supports import Reason
 from flashgen.planning.arch import ARCHS
@@ -157,6 +160,69 @@ def test_pins_and_only_are_reasons():
 def test_unknown_constants_are_reasons():
     (reason,) = fg.supports(blocks, blok=3)
     assert reason.option == "blok" and "no constant 'blok'" in reason.limit
+
+
+@pytest.mark.parametrize(
+    "name, value, nearest",
+    [
+        ("tile", "64x32", "(64, 32)"),
+        ("tile", (64, "x"), "(128, 64)"),
+        ("tile", 64, "(128, 64)"),
+        ("seqlen", "64", "64"),
+        ("batch", 2.5, "2"),
+        ("head_dim", 64.0, "64"),
+        ("stages", True, "1"),
+        ("heads", "many", "64"),
+        ("dtype", 16, "'bfloat16'"),
+        ("arch", 80, "'sm_80'"),
+        ("pipeline", 1, "'ampere'"),
+        ("dropout", 0.1, "True"),
+        ("gradients", "learned", "('learned',)"),
+    ],
+)
+def test_an_option_of_another_type(name, value, nearest):
+    message = rf"^{name} is .* and got {re.escape(repr(value))}\n  nearest: {name}={re.escape(nearest)}$"
+    with pytest.raises(PlanError, match=message):
+        fg.plan(biased, **{name: value, "backward": name == "gradients"})
+    if name not in ("seqlen", "batch", "heads"):
+        (reason,) = fg.supports(biased, **{name: value, "backward": name == "gradients"})
+        assert (reason.option, reason.asked) == (name, value) and reason.nearest == f"{name}={nearest}"
+
+
+def test_what_says_the_same_is_the_same():
+    import numpy as np
+    import torch
+
+    plan = fg.plan("causal", arch="sm_80", tile=(64, 64), head_dim=64, dtype="float16")
+    same = fg.plan(
+        shipped()["causal"], arch="sm_80", tile=[64, np.int64(64)], head_dim=np.int32(64), dtype=torch.float16
+    )
+    assert same == plan
+    assert fg.supports(shipped()["causal"], dtype=torch.float16, tile=[64, 64], arch="sm_80") == ()
+    (reason,) = fg.supports("causal", dtype=torch.float32)
+    assert reason.option == "dtype" and "16-bit" in reason.limit
+    learns = {"backward": True, "arch": "sm_80", "head_dim": 64}
+    assert fg.plan(biased, **learns, gradients=["learned"]) == fg.plan(biased, **learns, gradients=("learned",))
+
+
+def test_what_is_no_variant_and_no_plan():
+    for call in (fg.plan, fg.supports):
+        with pytest.raises(PlanError, match="a variant or the path of a spec is asked for and got 3"):
+            call(3)
+    for name in ("emit", "compile"):
+        for given in ("causal", fg.load_spec("causal")):
+            with pytest.raises(
+                PlanError, match=rf"{name}\(\) takes a plan and got a .*\n.*flashgen.{name}\(flashgen.plan\("
+            ):
+                getattr(fg, name)(given)
+
+
+def test_names_that_the_calls_use_are_no_names_of_constants():
+    for call in (fg.plan, fg.supports, fg.attention):
+        for name, parameter in inspect.signature(call).parameters.items():
+            if parameter.kind is not parameter.VAR_KEYWORD:
+                with pytest.raises(SpecError, match=f"the name '{name}' belongs to the call"):
+                    fg.constant(name, default=1)
 
 
 def test_plan_defaults():

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -64,6 +65,8 @@ def command(
     device: Annotated[str | None, typer.Option(help="cuda or cpu. [dim]default: the GPU where there is one[/]")] = None,
 ) -> None:
     """Run on random input, on the GPU where there is one, and check against float64; exit 1 where the check fails."""
+    if Path(spec).is_dir() and not sweep:
+        raise PlanError(f"{spec} is a folder, and a run takes one spec\n  nearest: flashgen run {spec} --sweep")
     device = options.device(device)
     ok = _sweep(spec, request, seed, device) if sweep else _single(spec, request, seed, device)
     if not ok:

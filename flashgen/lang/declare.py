@@ -11,11 +11,12 @@ from flashgen.lang import source
 from flashgen.lang.expr import DIMS, TENSOR_DTYPES, Constant, DType, Param, Tensor, node
 from flashgen.lang.proxies import Captured, Expr, refused
 
-#: Names that a call of attention, or the language, already uses.
+#: Names that attention(), plan(), supports() or the language already uses.
 RESERVED = frozenset(
     {"q", "k", "v", "variant", "scale", "return_lse", "s", "b", "h", "o", "lse", "dlse", "out", "dropout", "dropout_p"}
     | {"seed", "deterministic", "causal", "is_causal", "enable_gqa"}
     | {"batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim"}
+    | {"seqlen", "kv_seqlen", "v_head_dim", "dtype", "arch", "pipeline", "tile", "stages", "backward", "gradients"}
 )
 
 
@@ -117,7 +118,8 @@ def _scalar(op: str, kind: type, name: str, default, low, high, dtype, doc: str)
     )
     _check_order(name, low, high)
     if default is not None and ((low is not None and default < low) or (high is not None and default > high)):
-        raise refused(f"{op} {name!r}: the default {default} is outside [{low}, {high}]")
+        bounds = [f"{which}={value}" for which, value in (("min", low), ("max", high)) if value is not None]
+        raise refused(f"{op} {name!r}: the default {default} is outside {' and '.join(bounds)}")
     declared = kind(name=name, dtype=chosen, default=default, min=low, max=high, doc=doc)
     return Expr(node(op, chosen, (), declared, source.caller()))
 
@@ -133,7 +135,7 @@ def _bound(name: str, which: str, value, dtype: DType) -> int | float | None:
         raise refused(f"{name!r} is {dtype.value}: {which}={value} is not a whole number")
     bits = 32 if dtype is DType.INT32 else 64
     if not -(1 << bits - 1) <= value < 1 << bits - 1:
-        raise refused(f"{name!r} is {dtype.value}: {which}={value} does not fit")
+        raise refused(f"{name!r} is {dtype.value}: {which}={value} does not fit into -2^{bits - 1} to 2^{bits - 1} - 1")
     return int(value)
 
 

@@ -66,6 +66,10 @@ def _run(file: Path) -> ModuleType:
         exec(compile(text, str(file), "exec"), module.__dict__)
     except SpecError:
         raise
+    except SyntaxError as error:
+        if error.filename is None:  # not even text
+            raise SpecError(f"{file} is not Python: {error.msg}") from error
+        raise source.as_spec_error(error) from error
     except (Exception, SystemExit) as error:
         raise source.as_spec_error(error, folder=str(file.parent)) from error
     return module

@@ -70,13 +70,19 @@ def _call(
         raise refused(f"a {kind} is a function ({', '.join(arguments.split())}), not {kind_of(function)}")
     names = arguments.split()
     try:
-        inspect.signature(function).bind(*names)
+        own = list(inspect.signature(function).bind(*names).arguments)
     except TypeError:
         raise SpecError(
             f"the {kind} function {_title(function)} takes {inspect.signature(function)};"
             f" it is called with ({', '.join(names)})",
             where=_defined(function),
         ) from None
+    if own != names and sorted(own) == sorted(names):
+        raise SpecError(
+            f"the {kind} function {_title(function)} takes ({', '.join(own)}), and arguments come in one order: write"
+            f" ({', '.join(names)})",
+            where=_defined(function),
+        )
     proxies = [Expr((incoming or SCORE) if name == "s" else _INDICES[name]) for name in names]
     token = examples_read.set({})
     try:

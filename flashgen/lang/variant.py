@@ -298,7 +298,8 @@ class Variant:
         if name in symbols:
             return f"{name!r} of {self.name!r} is {_summary(symbols[name])}, not a {kind}"
         names = ", ".join(symbols) or "nothing"
-        return f"{self.name!r} has no {kind} {name!r}{source.nearest(name, symbols)}; it takes {names}"
+        found = f"{self.name!r} has no {kind} {name!r}{source.nearest(name, symbols)}"
+        return f"{found}; it takes {names}: what its mask and score read"
 
     @staticmethod
     def _refused(message: str) -> SpecError:
@@ -451,14 +452,15 @@ def _checked(variant_name: str, kind: str, symbol: Param | Constant, value: obje
         if number != number:
             raise PlanError(f"{title} got NaN")
         if FLOAT32_MAX < abs(number) < float("inf"):
-            raise PlanError(f"{title} is float32: {number} does not fit")
+            raise PlanError(f"{title} is float32: {number} does not fit, and the largest is {FLOAT32_MAX:.6g}")
     else:
         if not (isinstance(value, int) or float(value).is_integer()):
             raise PlanError(f"{title} is {symbol.dtype.value} and got {value!r}: give a whole number")
         number = int(value)
         bits = 32 if symbol.dtype is DType.INT32 else 64
         if not -(1 << bits - 1) <= number < 1 << bits - 1:
-            raise PlanError(f"{title} is {symbol.dtype.value}: {number} does not fit")
+            limits = f"-2^{bits - 1} to 2^{bits - 1} - 1"
+            raise PlanError(f"{title} is {symbol.dtype.value}: {number} does not fit into {limits}")
     if symbol.min is not None and number < symbol.min:
         raise PlanError(f"{title} is {number}: the least it may be is {symbol.min}")
     if symbol.max is not None and number > symbol.max:

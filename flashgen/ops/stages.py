@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
+from typing import TYPE_CHECKING
 
 from flashgen.analysis.derivative import differentiable
 from flashgen.errors import PlanError
-from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
+from flashgen.ops.options import option, plan_of, variant_of
 from flashgen.planning import ampere, planner
 from flashgen.planning.arch import ARCHS, find, of_device
 from flashgen.planning.plan import KernelPlan
@@ -15,9 +17,12 @@ from flashgen.planning.problem import Problem
 from flashgen.runtime import driver, kernel
 from flashgen.runtime.kernel import Kernel
 
+if TYPE_CHECKING:
+    import torch
+
 
 def plan(
-    variant: Variant | str,
+    variant: Variant | str | PathLike,
     *,
     batch: int | None = None,
     heads: int | None = None,
@@ -26,7 +31,7 @@ def plan(
     kv_seqlen: int | None = None,
     head_dim: int | None = None,
     v_head_dim: int | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     arch: str | None = None,
     pipeline: str | None = None,
     tile: tuple[int, int] | None = None,
@@ -45,35 +50,37 @@ def plan(
     captured tensors in `gradients` too, and with `deterministic` in one order of sums.  Raises PlanError with the limit
     that the request hits and the nearest thing that works, and SpecError for a file that is no spec.
     """
-    variant = load_spec(variant) if isinstance(variant, str) else variant
-    arch = arch or default_arch(variant)
-    head_dim = default_head_dim(variant) if head_dim is None else head_dim
-    dtype = dtype or default_dtype(variant)
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen, "kv_seqlen": kv_seqlen}
+    sizes = {name: option(name, value) for name, value in sizes.items()}
+    for name, value in sizes.items():
+        if value is not None and seqlen is None:
+            raise PlanError(f"{name} alone is no problem\n  nearest: give seqlen too")
+    variant = variant_of(variant)
+    arch = option("arch", arch) or default_arch(variant)
+    head_dim = default_head_dim(variant) if head_dim is None else option("head_dim", head_dim)
+    dtype = option("dtype", dtype) or default_dtype(variant)
     menu = menu_of(
-        *(variant.bind(**constants), arch, dtype, head_dim, v_head_dim),
-        pipeline=pipeline,
-        tile=tile,
-        stages=stages,
-        dropout=dropout,
-        backward=backward,
-        deterministic=deterministic,
-        gradients=gradients,
+        *(variant.bind(**constants), arch, dtype, head_dim, option("v_head_dim", v_head_dim)),
+        pipeline=option("pipeline", pipeline),
+        tile=option("tile", tile),
+        stages=option("stages", stages),
+        dropout=option("dropout", dropout),
+        backward=option("backward", backward),
+        deterministic=option("deterministic", deterministic),
+        gradients=option("gradients", gradients),
     )
     if seqlen is None:
-        given = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "kv_seqlen": kv_seqlen}
-        for name, value in given.items():
-            if value is not None:
-                raise PlanError(f"{name} alone is no problem\n  nearest: give seqlen too")
         return menu.plans[0]
-    heads = 8 if heads is None else heads
+    given = {name: value for name, value in sizes.items() if value is not None}
+    heads = given.get("heads", 8)
     problem = Problem(
-        batch=1 if batch is None else batch,
+        batch=given.get("batch", 1),
         heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads,
-        q_len=seqlen,
-        kv_len=seqlen if kv_seqlen is None else kv_seqlen,
-        head_dim=head_dim,
-        v_head_dim=head_dim if v_head_dim is None else v_head_dim,
+        kv_heads=given.get("kv_heads", heads),
+        q_len=given["seqlen"],
+        kv_len=given.get("kv_seqlen", given["seqlen"]),
+        head_dim=menu.plans[0].head_dim,
+        v_head_dim=menu.plans[0].v_head_dim,
         dtype=dtype,
     )
     return planner.choose(menu, problem, multiprocessors(arch))
@@ -122,7 +129,7 @@ def emit(plan: KernelPlan) -> str:
     """The CUDA of a plan: one self-contained file."""
     from flashgen import codegen
 
-    return codegen.emit(plan)
+    return codegen.emit(plan_of("emit", plan))
 
 
 def compile(plan: KernelPlan) -> Kernel:
@@ -130,7 +137,7 @@ def compile(plan: KernelPlan) -> Kernel:
 
     Raises CompileError with NVRTC's log.
     """
-    return kernel.load(plan)
+    return kernel.load(plan_of("compile", plan))
 
 
 def default_arch(variant: Variant) -> str:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING
 
 from flashgen.errors import PlanError
-from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
+from flashgen.ops.options import option, variant_of
 from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, menu_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +30,10 @@ class Reason:
 
 
 def supports(
-    variant: Variant | str,
+    variant: Variant | str | PathLike,
     *,
     arch: str | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     head_dim: int | None = None,
     v_head_dim: int | None = None,
     pipeline: str | None = None,
@@ -47,7 +52,7 @@ def supports(
     Every option that cannot work even beside the defaults of the others gives its own reason.  Unknown constants and
     values outside their bounds are reasons too.
     """
-    variant = load_spec(variant) if isinstance(variant, str) else variant
+    variant = variant_of(variant)
     reasons = []
     folded: dict[str, int | float] = {}
     for name, value in constants.items():
@@ -57,36 +62,37 @@ def supports(
         except PlanError as error:
             reasons.append(_reason(name, value, error))
     bound = variant.bind(**folded)
-    asked = {
-        "arch": arch or default_arch(variant),
-        "dtype": dtype or default_dtype(variant),
-        "head_dim": default_head_dim(variant) if head_dim is None else head_dim,
-        "v_head_dim": v_head_dim,
-        "pipeline": pipeline,
-        "tile": tile,
-        "stages": stages,
-        "dropout": dropout,
-        "backward": backward,
-        "deterministic": deterministic,
-        "gradients": tuple(gradients),
-    }
-    error = _refusal(bound, asked)
-    if error is None:
-        return tuple(reasons)
     usual = {
         "arch": default_arch(variant),
         "dtype": default_dtype(variant),
         "head_dim": default_head_dim(variant),
         **dict.fromkeys(("v_head_dim", "pipeline", "tile", "stages")),
-        **{"dropout": False, "backward": backward, "deterministic": False, "gradients": ()},
+        **{"dropout": False, "backward": False, "deterministic": False, "gradients": ()},
     }
+    given = {
+        **{"arch": arch, "dtype": dtype, "head_dim": head_dim, "v_head_dim": v_head_dim, "pipeline": pipeline},
+        **{"tile": tile, "stages": stages, "dropout": dropout, "backward": backward, "deterministic": deterministic},
+        "gradients": gradients,
+    }
+    asked = dict(usual)
+    for name, value in given.items():
+        try:
+            taken = option(name, value)
+        except PlanError as error:
+            reasons.append(_reason(name, value, error))
+        else:
+            asked[name] = usual[name] if taken is None else taken
+    error = _refusal(bound, asked)
+    if error is None:
+        return tuple(reasons)
+    usual["backward"] = asked["backward"]
     alone = []
     if _refusal(bound, usual) is None:
-        for option, value in asked.items():
-            if value != usual[option] and (refused := _refusal(bound, {**usual, option: value})) is not None:
-                alone.append(_reason(option, value, refused))
-    given = {option: value for option, value in asked.items() if value not in (None, False, ())}
-    return (*reasons, *(alone or [_reason("combination", given, error)]))
+        for name, value in asked.items():
+            if value != usual[name] and (refused := _refusal(bound, {**usual, name: value})) is not None:
+                alone.append(_reason(name, value, refused))
+    together = {name: value for name, value in asked.items() if value not in (None, False, ())}
+    return (*reasons, *(alone or [_reason("combination", together, error)]))
 
 
 def _refusal(variant: Variant, options: dict[str, object]) -> PlanError | None:

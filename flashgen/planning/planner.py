@@ -18,7 +18,7 @@ from flashgen.planning import ampere, ampere_backward, hopper, records
 from flashgen.planning import arch as archs
 from flashgen.planning.arch import Arch
 from flashgen.planning.plan import KernelPlan, Tile
-from flashgen.planning.problem import Problem
+from flashgen.planning.problem import Problem, check_dtype
 from flashgen.planning.records import Shape, Timed
 
 DTYPES = ("float16", "bfloat16")
@@ -396,6 +396,7 @@ def _select(request: _Request, plans: list[KernelPlan]) -> tuple[list[_Timed], l
 
 
 def _check_dtype(request: _Request) -> None:
+    check_dtype(request.dtype)
     if request.dtype not in DTYPES:
         raise PlanError(
             f"no kernel for {request}: the tensor cores take 16-bit inputs and accumulate in float32\n"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 
 from flashgen.errors import PlanError
 
 #: Lengths stay below this, so that index arithmetic in int32 and positions in float32 are exact.
 MAX_LENGTH = 1 << 24
+
+#: What a caller knows the lengths as.
+LENGTHS = {"q_len": "seqlen (q_len)", "kv_len": "kv_seqlen (kv_len)"}
 
 #: Bytes of one element of q, k, v and o.
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -26,6 +30,13 @@ STORED_BYTES = {
 }
 
 
+def check_dtype(name: str) -> None:
+    """Raise PlanError for what is no dtype of q, k, v and o: "fp16" is nearest to float16."""
+    if name not in ITEMSIZE:
+        near = difflib.get_close_matches(name, ITEMSIZE, n=1, cutoff=0.4) or ["bfloat16"]
+        raise PlanError(f"dtype {name!r} is not one of {', '.join(ITEMSIZE)}\n  nearest: {near[0]}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """Shapes of q [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [..., v_head_dim]."""
@@ -40,18 +51,17 @@ class Problem:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in ("batch", "heads", "kv_heads", "q_len", "kv_len"):
+        for name, said in (*((name, name) for name in ("batch", "heads", "kv_heads")), *LENGTHS.items()):
             value = getattr(self, name)
             if value < 0:
-                raise PlanError(f"{name} is {value}: it cannot be negative")
-        for name in ("q_len", "kv_len"):
-            if getattr(self, name) >= MAX_LENGTH:
-                raise PlanError(f"{name} is {getattr(self, name)}: lengths stay below 2^24 = {MAX_LENGTH}")
+                raise PlanError(f"{said} is {value}: it cannot be negative\n  nearest: 0")
+        for name, said in LENGTHS.items():
+            if (value := getattr(self, name)) >= MAX_LENGTH:
+                raise PlanError(f"{said} is {value}: lengths stay below 2^24\n  nearest: {MAX_LENGTH - 1}")
         for name in ("head_dim", "v_head_dim"):
-            if getattr(self, name) <= 0:
-                raise PlanError(f"{name} is {getattr(self, name)}: it must be positive")
-        if self.dtype not in ITEMSIZE:
-            raise PlanError(f"dtype {self.dtype!r} is not one of {', '.join(ITEMSIZE)}")
+            if (value := getattr(self, name)) <= 0:
+                raise PlanError(f"{name} is {value}: it must be positive\n  nearest: 16")
+        check_dtype(self.dtype)
         if self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads):
             divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise PlanError(

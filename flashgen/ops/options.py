@@ -1,0 +1,103 @@
+"""The options of plan() and supports(), as planning takes them: checked by type, coerced where nothing is lost."""
+
+from __future__ import annotations
+
+import numbers
+import os
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from flashgen.errors import PlanError
+from flashgen.lang.load import load_spec
+from flashgen.lang.variant import Variant
+from flashgen.planning.plan import KernelPlan
+
+
+class _Kind(NamedTuple):
+    """What an option may be: `taken` gives planning's form of a value, or None for one that is not of the kind."""
+
+    what: str
+    taken: Callable[[object], object]
+    nearest: Callable[[object], object]
+
+
+def _whole(value: object) -> int | None:
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
+
+
+def _near_whole(value: object) -> int:
+    try:
+        return int(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return 64
+
+
+def _tile(value: object) -> tuple[int, ...] | None:
+    sides = tuple(map(_whole, value)) if isinstance(value, (tuple, list)) else ()
+    return sides if len(sides) == 2 and None not in sides else None
+
+
+def _near_tile(value: object) -> tuple[int, int]:
+    named = re.fullmatch(r"(\d+)[xX](\d+)", str(value))
+    return (int(named[1]), int(named[2])) if named else (128, 64)
+
+
+def _dtype(value: object) -> str | None:
+    """A name, or a dtype of PyTorch, which need not be imported for that."""
+    return str(value).removeprefix("torch.") if isinstance(value, str) or str(value).startswith("torch.") else None
+
+
+def _names(value: object) -> tuple[str, ...] | None:
+    known = isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value)
+    return tuple(value) if known else None
+
+
+def _of(kind: type) -> Callable[[object], object]:
+    return lambda value: value if isinstance(value, kind) else None
+
+
+_WHOLE = _Kind("a whole number", _whole, _near_whole)
+_FLAG = _Kind("True or False", _of(bool), lambda value: True)
+_KINDS = {
+    **dict.fromkeys(("batch", "heads", "kv_heads", "seqlen", "kv_seqlen", "head_dim", "v_head_dim", "stages"), _WHOLE),
+    **dict.fromkeys(("dropout", "backward", "deterministic"), _FLAG),
+    "dtype": _Kind("a name or a torch.dtype", _dtype, lambda value: "bfloat16"),
+    "arch": _Kind("a name", _of(str), lambda value: "sm_80"),
+    "pipeline": _Kind("a name", _of(str), lambda value: "ampere"),
+    "tile": _Kind("(queries, keys), whole numbers", _tile, _near_tile),
+    "gradients": _Kind("a tuple of names", _names, lambda value: (str(value),)),
+}
+
+
+def option(name: str, value: object) -> object:
+    """A value of an option as planning takes it; None, which stands for none given, stays.
+
+    Raises PlanError for a value of another type.
+    """
+    if value is None:
+        return None
+    kind = _KINDS[name]
+    taken = kind.taken(value)
+    if taken is None:
+        raise PlanError(f"{name} is {kind.what} and got {value!r}\n  nearest: {name}={kind.nearest(value)!r}")
+    return taken
+
+
+def variant_of(given: object) -> Variant:
+    """A variant, or that of the spec which a path or a shipped spec's name means; PlanError for anything else."""
+    if isinstance(given, (str, os.PathLike)):
+        return load_spec(given)
+    if not isinstance(given, Variant):
+        raise PlanError(f"a variant or the path of a spec is asked for and got {given!r}")
+    return given
+
+
+def plan_of(call: str, given: object) -> KernelPlan:
+    """The plan that emit() and compile() take; PlanError for anything else."""
+    if not isinstance(given, KernelPlan):
+        raise PlanError(
+            f"{call}() takes a plan and got a {type(given).__name__}\n"
+            f"  nearest: flashgen.{call}(flashgen.plan(...)), where plan() takes a variant or the path of a spec"
+        )
+    return given
