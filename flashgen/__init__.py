@@ -5,6 +5,7 @@ Everything is imported when first used, so that `import flashgen` costs nothing.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 __version__ = "0.1.0"
@@ -47,7 +48,7 @@ def __getattr__(name: str) -> object:
 
         close = get_close_matches(name, __all__, n=1)
         hint = f" (did you mean fg.{close[0]}?)" if close and not name.startswith("_") else ""
-        raise AttributeError(f"flashgen has no {name!r}{hint}")
+        raise AttributeError(f"flashgen has no {name!r}{hint}", name=name, obj=sys.modules[__name__])
     module, attribute = _EXPORTS[name]
     value = getattr(import_module(module), attribute)
     globals()[name] = value

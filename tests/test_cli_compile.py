@@ -66,7 +66,7 @@ def test_no_kernel_asks_for_a_parameter_or_a_tensor(tmp_path):
     assert "the least it may be is 1" in flashgen("emit", *small, "--param", "window=0", code=2).err
     assert "ids" in flashgen("emit", *small, "--seqlen", 9, *given[:-2], code=2).err
     assert "needs the parameter 'window'" in flashgen("plan", *small, code=2).err
-    assert "'ids' of 'needy' has no example" in flashgen("plan", *small, "--param", "window=7", code=2).err
+    assert "needs the captured tensor 'ids'" in flashgen("plan", *small, "--param", "window=7", code=2).err
 
 
 BACKWARD = ("--arch", "sm_80", "--head-dim", 64, "--backward")

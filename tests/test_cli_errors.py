@@ -114,7 +114,9 @@ def test_a_captured_tensor_without_an_example(tmp_path):
         "import flashgen as fg\n\nids = fg.tensor('ids', dims=('kv',), dtype='int32')\n\n\n"
         "@fg.variant\ndef bare(b, h, q, k):\n    return ids[k] == 0\n"
     )
-    assert "captured tensor 'ids' of 'bare' has no example: --tensor ids=FILE.npy" in refusal("plan", spec)
+    told = refusal("plan", spec)
+    assert "'bare' needs the captured tensor 'ids', int32 [kv]\n  nearest: ids=... in a call" in told
+    assert f"--tensor ids=FILE.npy of a command, or example= of what is read (line 8 of {spec})" in told
 
 
 @pytest.mark.parametrize(

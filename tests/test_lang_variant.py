@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pickle
 
 import numpy as np
@@ -229,16 +230,18 @@ def test_values_fill_in_defaults():
 
 
 required = fg.variant(lambda b, h, q, k: q - k < fg.param("reach", min=0), name="required")
+LINE = inspect.currentframe().f_lineno - 1
 
 
 @pytest.mark.parametrize(
     ("variant", "given", "message"),
     [
         (local, {"windw": 3}, "'local' has no parameter 'windw' (did you mean 'window'?); it takes window"),
-        (causal, {"window": 3}, "'causal' has no parameter 'window'; it takes nothing"),
+        (causal, {"window": 3}, "'causal' has no parameter 'window'; it takes nothing: what its mask and score read"),
         (blocked, {"block": 3}, "'block' of 'blocked' is the int32 constant"),
         (biased, {"bias": 3}, "'bias' of 'biased' is a float32 tensor ('heads',), not a parameter"),
-        (required, {}, "'required' needs the parameter 'reach': pass reach=..., at least 0"),
+        (required, {}, "'required' needs the parameter 'reach', int32, at least 0\n  nearest: reach=... in a call,"),
+        (required, {}, f"--param reach=VALUE of a command, or default= where it is declared (line {LINE} of"),
         (local, {"window": 0}, "parameter 'window' of 'local' is 0: the least it may be is 1"),
         (local, {"window": 100}, "the most it may be is 99"),
         (local, {"window": 2.5}, "is int32 and got 2.5: give a whole number"),
@@ -246,7 +249,7 @@ required = fg.variant(lambda b, h, q, k: q - k < fg.param("reach", min=0), name=
         (local, {"window": float("nan")}, "is int32 and got nan"),
         (local, {"window": "8"}, "is int32 and got '8'"),
         (local, {"window": True}, "is int32 and got True"),
-        (required, {"reach": 1 << 31}, "2147483648 does not fit"),
+        (required, {"reach": 1 << 31}, "2147483648 does not fit into -2^31 to 2^31 - 1"),
         (softcap, {"cap": float("nan")}, "got NaN"),
         (softcap, {"cap": 1e39}, "is float32: 1e+39 does not fit"),
         (softcap, {"cap": 0.5}, "is 0.5: the least it may be is 1.0"),

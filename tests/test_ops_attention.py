@@ -324,7 +324,7 @@ def test_parameters():
 def test_captured_tensors():
     q, k, v = tensors()
     ids = torch.zeros(2, 11, dtype=torch.int32)
-    refused(r"'documents' needs the captured tensor 'doc': int32 \[batch, kv\]", q, k, v, documents)
+    refused(r"'documents' needs the captured tensor 'doc', int32 \[batch, kv\]", q, k, v, documents)
     refused("captured tensor 'doc' of 'documents' got a int, not a torch.Tensor", q, k, v, documents, doc=3)
     text = refused("got a ndarray", q, k, v, documents, doc=np.zeros((2, 11), np.int32))
     assert "nearest: torch.from_numpy(doc)" in text

@@ -46,7 +46,7 @@ def arrays(
         elif examples and tensor.example is not None:
             made[tensor.name] = _stored(title, tensor, _example(title, tensor, problem, seed), problem)
         elif examples:
-            raise SpecError(f"{title} has no example: --tensor {tensor.name}=FILE.npy")
+            raise SpecError(variant.lacks(tensor))
     return made
 
 
@@ -91,7 +91,10 @@ def _stored(title: str, tensor: Tensor, array: np.ndarray, problem: Problem) -> 
         for want, size, dim in zip(wanted, array.shape, tensor.dims, strict=True)
     )
     if not fits:
-        raise PlanError(f"{title} has shape {array.shape}, and its dimensions are ({named})")
+        shape = tuple("any" if want is None else want for want in wanted)
+        raise PlanError(
+            f"{title} has shape {array.shape}, and its dimensions are ({named})\n  nearest: an array of shape {shape}"
+        )
     kind = "f" if "float" in tensor.dtype else "b" if tensor.dtype == "bool" else "iu"
     if array.dtype.kind not in kind and not (kind == "f" and array.dtype.kind in "iu"):
         cure = f"\n  nearest: .astype({tensor.dtype!r})" if tensor.dtype != "bfloat16" else ""

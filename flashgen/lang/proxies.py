@@ -13,7 +13,7 @@ from contextvars import ContextVar
 import numpy as np
 
 from flashgen.errors import SourceLine, SpecError
-from flashgen.lang import build, source
+from flashgen.lang import build, ops, source
 from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, node
 
 _PARENTHESES = "put parentheses round each comparison and join them with &: (k <= q) & (q - k < w)"
@@ -155,7 +155,7 @@ class Expr:
         raise refused("int() needs a value and this is a traced one; write fg.int32(x)")
 
     def __float__(self):
-        raise refused("this needs a Python float and got a traced value; write fg.exp(x) for math.exp(x)")
+        raise refused(_cure_for_float())
 
     def __complex__(self):
         raise refused("complex numbers are not in the language")
@@ -193,6 +193,11 @@ class Expr:
     def __call__(self, *args, **kwargs):
         raise refused("a traced value is one number: it cannot be called")
 
+    def __getattr__(self, name):
+        if name.startswith("__"):  # Python and NumPy ask for protocols that are not there
+            raise AttributeError(name)
+        raise refused(f"a traced value has no {name!r}{_instead(_METHODS.get(name, name))}")
+
     def __array__(self, *args, **kwargs):
         raise refused("NumPy needs a value and this is a traced one; capture the array with fg.tensor and index it")
 
@@ -211,6 +216,9 @@ class Expr:
         name = getattr(function, "__name__", str(function))
         raise refused(f"torch's {name!r} cannot be traced{_instead(name)}; capture a torch tensor with fg.tensor")
 
+
+#: What methods of a tensor of another library would do.
+_METHODS = {"float": "float32", "int": "int32", "long": "int64", "absolute": "abs"}
 
 #: NumPy's names of what Python's operators on a NumPy scalar call.
 _UFUNCS = {
@@ -371,7 +379,21 @@ def refused(message: str) -> SpecError:
 def _instead(name: str) -> str:
     import flashgen
 
-    return f"; write fg.{name}" if name in dir(flashgen) else ""
+    if name in ops.OPS:
+        return f"; write {ops.OPS[name].spelling.rpartition('; ')[2]}"
+    return f"; write fg.{name}(x)" if name in dir(flashgen) else f"; {source.functions()}"
+
+
+def _cure_for_float() -> str:
+    """What to write instead of the function that asked for a Python float."""
+    problem = "this needs a Python float and got a traced value"
+    match source.construct():
+        case ast.Call(func=ast.Name(id="float")):
+            return f"{problem}; write fg.float32(x)"
+        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
+            return f"{name}() {problem.removeprefix('this ')}{_instead(name)}"
+        case _:
+            return f"{problem}; {source.functions()}"
 
 
 _BUILTINS = {

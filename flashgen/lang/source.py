@@ -70,7 +70,17 @@ def as_spec_error(error: Exception, *, folder: str | None = None) -> SpecError:
     where = _deepest(error.__traceback__, folder)
     if isinstance(error, NameError) and error.name:
         return SpecError(f"unknown symbol {error.name!r}{_suggest(error.name)}", where=where)
+    if isinstance(error, AttributeError) and getattr(error.obj, "__name__", None) == "flashgen":
+        return SpecError(f"{error}; {functions()}", where=where)
     return SpecError(f"{type(error).__name__}: {error}", where=where)
+
+
+def functions() -> str:
+    """The functions that a traced value can be given to."""
+    from flashgen.lang.ops import OPS
+
+    names = [op.name for op in OPS.values() if op.spelling.endswith(f"fg.{op.name}(x)")]
+    return f"the functions of fg are {', '.join([*names, 'minimum', 'maximum', 'clamp', 'where'])} and casts"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -190,7 +190,7 @@ class Variant:
             elif p.default is not None:
                 values[name] = p.default
             elif complete:
-                raise PlanError(f"{self.name!r} needs the parameter {name!r}: pass {name}=...{_allowed(p)}")
+                raise PlanError(self.lacks(p))
         return values
 
     def bind(self, **constants: int | float) -> Variant:
@@ -209,6 +209,21 @@ class Variant:
         rebuilt = self._rebuilt(lambda n: folded[n.attr] if n.op == "constant" else None)
         chosen = ((c.name, value) for c, value in values.items() if value != c.default)
         return replace(rebuilt, spec=self.spec, bound=(*self.bound, *chosen))
+
+    def lacks(self, symbol: Param | Tensor) -> str:
+        """That a parameter or a captured tensor was not given, and how it can be."""
+        nodes = (n for n in walk(self.roots) if (found := _declared(n)) is not None and found.name == symbol.name)
+        at = next(map(_at, nodes), "")
+        if isinstance(symbol, Param):
+            what, option, cure = "parameter", f"--param {symbol.name}=VALUE", f"default= where it is declared{at}"
+            kind = f"{symbol.dtype.value}{_allowed(symbol)}"
+        else:
+            what, option, cure = "captured tensor", f"--tensor {symbol.name}=FILE.npy", f"example= of what is read{at}"
+            kind = f"{symbol.dtype} [{', '.join('any' if dim is None else str(dim) for dim in symbol.dims)}]"
+        return (
+            f"{self.name!r} needs the {what} {symbol.name!r}, {kind}\n"
+            f"  nearest: {symbol.name}=... in a call, {option} of a command, or {cure}"
+        )
 
     def with_flipped_score(self) -> Variant:
         """The variant whose score function sees -s: called with the negative scale, it computes the same."""

@@ -335,7 +335,7 @@ def _check_captured(
     title = f"captured tensor {declared.name!r} of {variant.name!r}"
     dims = ", ".join("any" if dim is None else str(dim) for dim in declared.dims)
     if given is None:
-        raise LaunchError(f"{variant.name!r} needs the captured tensor {declared.name!r}: {declared.dtype} [{dims}]")
+        raise LaunchError(variant.lacks(declared))
     if not isinstance(given, torch.Tensor):
         cure = f"\n  nearest: torch.from_numpy({declared.name})" if isinstance(given, np.ndarray) else ""
         raise LaunchError(f"{title} got a {type(given).__name__}, not a torch.Tensor{cure}")
