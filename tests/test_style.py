@@ -1,0 +1,23 @@
+"""The repository's own Python is as ruff wants it, and nothing is kept from its formatter."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("flashgen", "specs", "tests")
+
+
+@pytest.mark.parametrize("command", [("check",), ("format", "--check")], ids=" ".join)
+def test_ruff_has_nothing_to_say(command):
+    done = subprocess.run([sys.executable, "-m", "ruff", *command, *FOLDERS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_file_turns_the_formatter_off():
+    marks = [f"# fmt: {word}" for word in ("skip", "off")]
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 100
+    assert [path.relative_to(ROOT) for path in files if any(mark in path.read_text() for mark in marks)] == []
