@@ -1,6 +1,7 @@
 """`flashgen emit`, `compile` and `build`: text, cubins and what is said of them; no GPU is needed."""
 
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -157,3 +158,17 @@ def test_a_kernel_that_fails_to_compile_is_one_message(monkeypatch):
     monkeypatch.setattr(codegen, "emit", lambda plan, facts=None: "extern int;\nnonsense here;\n")
     err = flashgen("compile", "causal", "--head-dim", 64, code=2).err
     assert "CompileError" in err and "nonsense here" in err
+
+
+def test_a_cache_that_cannot_be_used_is_one_message(tmp_path, monkeypatch):
+    from flashgen.runtime import cache
+
+    monkeypatch.setattr(cache, "_warned", set())
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        ran = flashgen("compile", "causal", "--head-dim", 64, "--arch", "sm_80")
+    assert "CacheWarning: flashgen cannot write its kernel cache" in ran.err
+    assert "cache.py" not in ran.err and "_warn" not in ran.err
+    assert "index hit         none: the cache folder cannot be written" in ran.out

@@ -162,6 +162,31 @@ def test_a_file_where_the_folder_should_be(tmp_path):
     check_one_warning(Cache(folder=tmp_path / "file" / "flashgen", limit=1 << 20), "Not a directory")
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_a_folder_that_others_may_write_is_not_used(tmp_path, monkeypatch, mode):
+    mine = Cache(folder=tmp_path / "cache", limit=1 << 20)
+    assert not mine.fetch("ab12", made).hit and mine.fetch("ab12", made).hit
+    mine.folder.chmod(mode)
+    with pytest.warns(CacheWarning, match=f"which others may write .its mode is {mode:o}.") as caught:
+        assert not mine.fetch("ab12", made).hit
+        assert not mine.fetch("cd34", made).hit
+    assert len(caught) == 1 and f"chmod go-w {mine.folder}" in str(caught[0].message)
+    assert not list(mine.folder.glob("cd34*"))
+    mine.folder.chmod(0o755)
+    assert mine.fetch("ab12", made).hit
+
+
+def test_a_folder_of_someone_else_is_not_used(tmp_path, monkeypatch):
+    theirs = Cache(folder=tmp_path, limit=1 << 20)
+    tmp_path.chmod(0o755)
+    assert not theirs.fetch("ab12", made).hit
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 12345, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    with pytest.warns(CacheWarning, match="it is of user"):
+        assert not theirs.fetch("ab12", made).hit
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write into a read-only folder")
 def test_read_only_folder(tmp_path):
     tmp_path.chmod(0o500)

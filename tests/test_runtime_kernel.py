@@ -175,7 +175,7 @@ def test_a_failed_build_is_tried_again(monkeypatch, empty_memory, ready):
 def test_build_makes_a_cubin_and_a_hit_renders_nothing(monkeypatch, empty_memory, ready):
     first = kernel.build(ready.plan)
     assert first.cubin[:4] == b"\x7fELF" and not first.hit and first.resources.spills == 0
-    assert first.about["variant"] == "scored" and first.about["plan"]["tile"]["q"] == ready.plan.tile.q
+    assert first.about["variant"] == "windowed" and first.about["plan"]["tile"]["q"] == ready.plan.tile.q
     assert first.about["spec"].startswith(__file__) and set(first.about["seconds"]) == {"emit", "nvrtc"}
 
     monkeypatch.setitem(sys.modules, "jinja2", None)
@@ -199,7 +199,7 @@ def test_a_kernel_that_does_not_compile(monkeypatch, empty_memory, ready):
     from flashgen import codegen
 
     monkeypatch.setattr(codegen, "emit", lambda plan, facts: "int broken(")
-    with pytest.raises(CompileError, match=r"(?s)cannot compile scored_forward for sm_80.*1 \| int broken\("):
+    with pytest.raises(CompileError, match=r"(?s)cannot compile windowed_forward for sm_80.*1 \| int broken\("):
         kernel.build(ready.plan)
     assert not list(empty_memory.glob("*.json"))
 

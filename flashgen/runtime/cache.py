@@ -13,6 +13,7 @@ import enum
 import hashlib
 import json
 import os
+import stat
 import tempfile
 import threading
 import time
@@ -68,8 +69,15 @@ class Cache:
         """The entry of `key`; where there is none (or a damaged one) `build()` makes the cubin and what to note of it.
 
         Of several processes and threads that miss together one builds and the others wait for it.  Raises only what
-        `build` raises.
+        `build` raises.  A folder that others may write is not used: a cubin of theirs would run as the caller's.
         """
+        if others := self._writable_by_others():
+            self._warn(
+                f"flashgen does not use its kernel cache {self.folder}, which others may write ({others}): kernels run,"
+                f" but each process compiles them again\n  chmod go-w {self.folder}, or set FLASHGEN_CACHE_DIR to a"
+                " folder of your own"
+            )
+            return Cache(folder=self.folder, limit=0)._write(key, *build())
         if (found := self._read(key)) is not None:
             return found
         with self._locked(key) as locked:
@@ -109,8 +117,24 @@ class Cache:
                 self._replace(f"{key}.json", text)
                 self._evict(keep=key)
             except OSError as error:
-                self._warn(error)
+                reason = error.strerror or str(error)
+                self._warn(
+                    f"flashgen cannot write its kernel cache {self.folder} ({reason}): kernels run, but each process"
+                    " compiles them again\n  set FLASHGEN_CACHE_DIR to a folder that can be written, or"
+                    " FLASHGEN_CACHE_BYTES=0 to do without one"
+                )
         return Entry(cubin=cubin, resources=compiled.resources, about=about, hit=False)
+
+    def _writable_by_others(self) -> str | None:
+        """Who else may put cubins into the folder; None: nobody, or there is no folder yet."""
+        try:
+            status = self.folder.stat()
+        except OSError:
+            return None
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return f"its mode is {stat.S_IMODE(status.st_mode):o}"
+        mine = os.geteuid() in (0, status.st_uid) or status.st_uid == 0
+        return None if mine else f"it is of user {status.st_uid}"
 
     def _make_folder(self) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -170,19 +194,13 @@ class Cache:
             if held is not None:
                 held.release()
 
-    def _warn(self, error: OSError) -> None:
+    def _warn(self, message: str) -> None:
+        """Once a folder and process."""
         with _warning:
             if self.folder in _warned:
                 return
             _warned.add(self.folder)
-        reason = error.strerror or str(error)
-        warnings.warn(
-            f"flashgen cannot write its kernel cache {self.folder} ({reason}): kernels run, but each process compiles"
-            " them again\n  set FLASHGEN_CACHE_DIR to a folder that can be written, or FLASHGEN_CACHE_BYTES=0 to do"
-            " without one",
-            CacheWarning,
-            stacklevel=2,
-        )
+        warnings.warn(message, CacheWarning, stacklevel=2)
 
 
 def default() -> Cache:
