@@ -78,6 +78,15 @@ def test_a_wrong_result_exits_with_1_and_says_why(monkeypatch, change, reason):
     assert "checked against" not in ran.out
 
 
+def test_a_position_that_a_captured_tensor_does_not_reach_is_refused_whatever_the_tiles():
+    # Documents of 200 keys; what the ends of tiles are clamped to would settle every tile of the queries beyond.
+    shape = ("--seqlen", 300, "--kv-seqlen", 200, "--head-dim", 64)
+    err = flashgen("run", "document", *shape, "--device", "cpu", code=2).err
+    assert "tensor 'doc': index 200 is outside dimension 1 of size 200" in err
+    assert "checked" in run("document", "--seqlen", 200, "--kv-seqlen", 300, "--head-dim", 64).out
+    assert "checked" in run("document", "--seqlen", 300, "--kv-seqlen", 0, "--head-dim", 64).out
+
+
 @pytest.mark.parametrize(
     "error",
     [

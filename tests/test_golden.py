@@ -69,6 +69,11 @@ def test_a_variant_made_in_python_has_no_command():
         assert "made by" not in fg.emit(fg.plan(variant, arch="sm_80"))
 
 
+def test_check_where_there_is_nothing_to_compare(tmp_path):
+    err = flashgen("golden", "--folder", tmp_path / "nowhere", "--check", code=2).err
+    assert f"there is no folder {tmp_path / 'nowhere'} here to compare with" in err
+
+
 def test_check_names_what_differs_and_golden_refreshes_it(tmp_path, emitted):
     ran = flashgen("golden", "--folder", tmp_path, "--check", code=1)
     assert f"{len(emitted)} of the golden files differ; refresh them with: flashgen golden" in ran.err

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from flashgen.cli.console import err, out
+from flashgen.errors import PlanError
 
 
 def command(
@@ -23,6 +24,11 @@ def command(
             changed = refresh(folder)
         for path in changed:
             err.print(f"{'wrote' if path.exists() else 'removed'} {path}")
+    elif not folder.is_dir():
+        raise PlanError(
+            f"there is no folder {folder} here to compare with\n"
+            "  nearest: a checkout of flashgen, or --folder with one that `flashgen golden --folder` wrote"
+        )
     else:
         with err.status("emitting"):
             changed = stale(folder)

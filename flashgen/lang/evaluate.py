@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from flashgen.errors import CapturedIndexError
-from flashgen.lang.expr import DIMS, DType, Node, walk
+from flashgen.lang.expr import DIMS, DType, Node, Tensor, walk
 from flashgen.lang.ops import OPS
 
 
@@ -82,11 +82,31 @@ def _load(n: Node, array: np.ndarray, indices: tuple[np.ndarray, ...], float_dty
         if live is not None:
             outside = outside & live
         if np.any(outside):
-            wrong = np.broadcast_to(index, np.shape(outside))[outside].flat[0]
-            raise CapturedIndexError(
-                f"tensor {tensor.name!r}: index {wrong} is outside dimension {dim} of size {size}"
-                f"; keep it inside with fg.clamp(i, 0, {tensor.name}.size({dim}) - 1)"
-            )
+            raise _outside(tensor, dim, size, np.broadcast_to(index, np.shape(outside))[outside].flat[0])
         inside.append(np.clip(index, 0, size - 1))
     loaded = array[tuple(inside)]
     return _typed(loaded, n.dtype, float_dtype)
+
+
+def check_positions(root: Node, sizes: Mapping[str, int], tensors: Mapping[str, np.ndarray]) -> None:
+    """Raise CapturedIndexError where an expression of every pair of a problem reads a captured tensor at a position
+    (b, h, q or k itself) that the tensor does not reach.
+
+    Whoever evaluates a part of the pairs alone would see it there or not.
+    """
+    extents = {"b": sizes["batch"], "h": sizes["heads"], "q": sizes["q_len"], "k": sizes["kv_len"]}
+    if 0 in extents.values():
+        return
+    for n in walk([root]):
+        if n.op == "load":
+            shape = tensors[n.attr.name].shape
+            for dim, (name, size, index) in enumerate(zip(n.attr.dims, shape, n.operands, strict=True)):
+                if index.op == "index" and size < extents[index.attr] and not (size == 1 and name in DIMS):
+                    raise _outside(n.attr, dim, size, size)
+
+
+def _outside(tensor: Tensor, dim: int, size: int, index: int) -> CapturedIndexError:
+    return CapturedIndexError(
+        f"tensor {tensor.name!r}: index {index} is outside dimension {dim} of size {size}"
+        f"; keep it inside with fg.clamp(i, 0, {tensor.name}.size({dim}) - 1)"
+    )

@@ -16,7 +16,7 @@ import numpy as np
 
 from flashgen.analysis import tiles
 from flashgen.analysis.tiles import FULL
-from flashgen.lang.evaluate import evaluate
+from flashgen.lang.evaluate import check_positions, evaluate
 from flashgen.planning.problem import ITEMSIZE, STORED_BYTES
 from flashgen.runtime import philox
 from flashgen.runtime.threads import one_blas_thread
@@ -92,6 +92,8 @@ def walk(
     that of all.  o has the precision of the sums: rounding it to `dtype` is the caller's.  Raises IndexError where a
     captured tensor is read outside its dimension.
     """
+    if plan.variant.mask is not None:
+        check_positions(plan.variant.mask, case.sizes, case.tensors)
     return _Walk(plan, facts, case, q, k, v, scale=scale, dtype=dtype, dropout=dropout).run()
 
 
