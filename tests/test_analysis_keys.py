@@ -48,7 +48,7 @@ def test_random_masks(data):
 
 @pytest.mark.parametrize("seed", range(0, 200, 20))
 def test_random_masks_of_a_seed(seed, monkeypatch):
-    monkeypatch.setattr(tiles, "_SQUARE", 1 + seed // 20 % 4)
+    monkeypatch.setattr(counts, "_SQUARE", 1 + seed // 20 % 4)
     for n in range(seed, seed + 20):
         source = seeded(n)
         variant = random_mask(source)

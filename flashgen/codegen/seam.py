@@ -7,8 +7,9 @@ the second back end of `analysis.tiles` and follow the rules at the head of that
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flashgen.analysis.abstract import Judge, anywhere
 from flashgen.analysis.facts import Facts, Term
@@ -213,6 +214,14 @@ def _declared(tensor: Tensor) -> str:
 # Tiles
 
 
+class _Clipped(NamedTuple):
+    """First and last position of a tile inside bounds, and whether there is any."""
+
+    first: Text
+    last: Text
+    meets: list[Text]
+
+
 class Decider:
     """Prints what the facts' terms say about one tile."""
 
@@ -224,17 +233,17 @@ class Decider:
 
     def runs(self) -> Decision:
         """The runs of keys that the visible terms give a tile of queries, each as the tile of it to visit next."""
-        terms = self.facts.visible
-        lines = self._declare(n for t in terms for n in (*t.zone.nodes(), *t.uniform))
-        found = list(dict.fromkeys(str(self._run(term)) for term in terms))
-        return _decision(lines, ["tile"] if "tile" in found else found or ["-1"])
+        return self._visits(self._run, "-1")
 
     def query_runs(self) -> Decision:
         """The runs of queries that the visible terms give a tile of keys, each as the tile of it to visit next."""
+        return self._visits(self._query_run, "p.q_tiles")
+
+    def _visits(self, run: Callable[[Term], Text], none: str) -> Decision:
         terms = self.facts.visible
         lines = self._declare(n for t in terms for n in (*t.zone.nodes(), *t.uniform))
-        found = list(dict.fromkeys(str(self._query_run(term)) for term in terms))
-        return _decision(lines, ["tile"] if "tile" in found else found or ["p.q_tiles"])
+        found = list(dict.fromkeys(str(run(term)) for term in terms))
+        return _decision(lines, ["tile"] if "tile" in found else found or [none])
 
     def classes(self) -> Decision:
         """Whether something is hidden in a tile; before it, where runs leave it open, whether something is visible."""
@@ -250,41 +259,21 @@ class Decider:
         return body.lines
 
     def _run(self, term: Term) -> Text:
-        zone = term.zone
-        q_first, q_last = self._queries(term)
-        first = [self._bound(n) for n in zone.k_lo] + [self._less(q_first, n) for n in zone.d_hi]
-        last = [self._bound(n) for n in zone.k_hi] + [self._less(q_last, n) for n in zone.d_lo]
-        conditions = [self.known[n] for n in term.uniform]
-        conditions += self._meets("rows.q_first", "rows.q_last", zone.q_lo, zone.q_hi, q_first, q_last)
-        conditions += self._bands(zone)
-        if first or last:
-            ends = (
-                _extreme("max", first) if first else Text("0"),
-                _extreme("min", last) if last else Text("p.kv_len - 1"),
-            )
-            run = call("last_tile_of_run", "tile", *ends, "p")
-        else:
-            run = Text("tile")
-        return Text(f"{joined('&&', conditions, '')} ? {run} : -1", 3) if conditions else run
+        zone, q = term.zone, self._clipped("rows.q_first", "rows.q_last", term.zone.q_lo, term.zone.q_hi)
+        first = [self._bound(n) for n in zone.k_lo] + [self._less(q.first, n) for n in zone.d_hi]
+        last = [self._bound(n) for n in zone.k_hi] + [self._less(q.last, n) for n in zone.d_lo]
+        conditions = [*self._uniform(term), *q.meets, *self._bands(zone)]
+        return _next_of_run("last_tile_of_run", first, last, "p.kv_len - 1", conditions, "-1")
 
     def _query_run(self, term: Term) -> Text:
-        zone = term.zone
-        k_first = _extreme("max", [Text("keys.k_first"), *map(self._bound, zone.k_lo)])
-        k_last = _extreme("min", [Text("keys.k_last"), *map(self._bound, zone.k_hi)])
-        first = [self._bound(n) for n in zone.q_lo] + [self._more(k_first, n) for n in zone.d_lo]
-        last = [self._bound(n) for n in zone.q_hi] + [self._more(k_last, n) for n in zone.d_hi]
-        conditions = [self.known[n] for n in term.uniform]
-        conditions += self._meets("keys.k_first", "keys.k_last", zone.k_lo, zone.k_hi, k_first, k_last)
-        conditions += self._bands(zone)
-        if first or last:
-            ends = (
-                _extreme("max", first) if first else Text("0"),
-                _extreme("min", last) if last else Text("p.q_len - 1"),
-            )
-            run = call("first_tile_of_run", "tile", *ends, "p")
-        else:
-            run = Text("tile")
-        return Text(f"{joined('&&', conditions, '')} ? {run} : p.q_tiles", 3) if conditions else run
+        zone, k = term.zone, self._clipped("keys.k_first", "keys.k_last", term.zone.k_lo, term.zone.k_hi)
+        first = [self._bound(n) for n in zone.q_lo] + [self._more(k.first, n) for n in zone.d_lo]
+        last = [self._bound(n) for n in zone.q_hi] + [self._more(k.last, n) for n in zone.d_hi]
+        conditions = [*self._uniform(term), *k.meets, *self._bands(zone)]
+        return _next_of_run("first_tile_of_run", first, last, "p.q_len - 1", conditions, "p.q_tiles")
+
+    def _uniform(self, term: Term) -> list[Text]:
+        return [self.known[n] for n in term.uniform]
 
     def _bands(self, zone: Zone) -> list[Text]:
         """Whether each band of distances holds any."""
@@ -298,32 +287,25 @@ class Decider:
     def _possible(self, term: Term) -> Text:
         """Whether the tile may hold a pair of the term: all ends of the zone and the tile are in order."""
         zone = term.zone
-        q_first, q_last = self._queries(term)
-        k_first = _extreme("max", [Text("k_first"), *map(self._bound, zone.k_lo)])
-        k_last = _extreme("min", [Text("k_last"), *map(self._bound, zone.k_hi)])
-        conditions = [self.known[n] for n in term.uniform]
-        conditions += self._meets("rows.q_first", "rows.q_last", zone.q_lo, zone.q_hi, q_first, q_last)
-        conditions += self._meets("k_first", "k_last", zone.k_lo, zone.k_hi, k_first, k_last)
-        conditions += [self._apart(q_first, k_last, "<=", n) for n in zone.d_hi]
-        conditions += [self._apart(q_last, k_first, ">=", n) for n in zone.d_lo]
+        q = self._clipped("rows.q_first", "rows.q_last", zone.q_lo, zone.q_hi)
+        k = self._clipped("k_first", "k_last", zone.k_lo, zone.k_hi)
+        conditions = [*self._uniform(term), *q.meets, *k.meets]
+        conditions += [self._apart(q.first, k.last, "<=", n) for n in zone.d_hi]
+        conditions += [self._apart(q.last, k.first, ">=", n) for n in zone.d_lo]
         conditions += self._bands(zone)
         conditions += [Text(f"{self.known[n].inside(CALL)}.may_true") for n in term.others]
         return joined("&&", conditions, "true")
 
-    def _queries(self, term: Term) -> tuple[Text, Text]:
-        """The first and last query of the tile inside the zone."""
-        return (
-            _extreme("max", [Text("rows.q_first"), *map(self._bound, term.zone.q_lo)]),
-            _extreme("min", [Text("rows.q_last"), *map(self._bound, term.zone.q_hi)]),
+    def _clipped(self, first: str, last: str, lo: tuple[Node, ...], hi: tuple[Node, ...]) -> _Clipped:
+        """The positions of a tile inside a zone's bounds."""
+        inside = (
+            _extreme("max", [Text(first), *map(self._bound, lo)]),
+            _extreme("min", [Text(last), *map(self._bound, hi)]),
         )
-
-    def _meets(
-        self, first: str, last: str, lo: tuple[Node, ...], hi: tuple[Node, ...], most: Text, least: Text
-    ) -> list[Text]:
-        """Whether [first, last] meets the bounds."""
         if lo and hi:
-            return [binary("<=", most, least)]
-        return [self._ordered(Text(last), ">=", n) for n in lo] + [self._ordered(Text(first), "<=", n) for n in hi]
+            return _Clipped(*inside, [binary("<=", *inside)])
+        meets = [self._ordered(Text(last), ">=", n) for n in lo] + [self._ordered(Text(first), "<=", n) for n in hi]
+        return _Clipped(*inside, meets)
 
     def _bound(self, n: Node) -> Text:
         """A bound as an int that arithmetic may be done on."""
@@ -362,6 +344,18 @@ class Decider:
         if sign == "<=" and n.op == "sub" and first is const(-1) and self._extent(rest[0]).lo > ranges.INT32_MIN:
             return binary("<", position, Text(f"-{self.known[rest[0]].inside(UNARY)}", UNARY))
         return binary(sign, position, self.known[n])
+
+
+def _next_of_run(
+    function: str, first: list[Text], last: list[Text], end: str, conditions: list[Text], none: str
+) -> Text:
+    """The tile to visit next of a run between the largest of `first` and the least of `last`, by default 0 and `end`;
+    `none` where a condition fails."""
+    run = Text("tile")
+    if first or last:
+        ends = _extreme("max", first or [Text("0")]), _extreme("min", last or [Text(end)])
+        run = call(function, "tile", *ends, "p")
+    return Text(f"{joined('&&', conditions, '')} ? {run} : {none}", 3) if conditions else run
 
 
 def _extreme(function: str, parts: list[Text]) -> Text:
