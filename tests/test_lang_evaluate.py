@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashgen as fg
+from flashgen.errors import CapturedIndexError
 from flashgen.lang.bounds import bounds
-from flashgen.lang.evaluate import evaluate
+from flashgen.lang.evaluate import check_positions, evaluate
 from flashgen.lang.expr import DType
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 5, "kv_len": 7}
@@ -242,3 +243,20 @@ def test_integers_are_int64():
     got = evaluate(variant.mask, b=0, h=0, q=np.array([0, 1]), k=0, sizes=SIZES, params={}, tensors={})
     assert got.tolist() == [False, True]
     assert variant.mask.operands[0].dtype is DType.INT32
+
+
+def test_positions_beyond_a_captured_tensor_are_found_without_evaluating():
+    ids = fg.tensor("ids", dims=("batch", "kv"), dtype="int32")
+    sizes = {"batch": 2, "heads": 3, "q_len": 9, "kv_len": 5}
+
+    def check(mask, *shape, **changed):
+        check_positions(fg.variant(mask).mask, {**sizes, **changed}, {"ids": np.zeros(shape, np.int32)})
+
+    check(lambda b, h, q, k: ids[b, k] == 0, 2, 5)
+    with pytest.raises(CapturedIndexError, match="tensor 'ids': index 5 is outside dimension 1 of size 5"):
+        check(lambda b, h, q, k: ids[b, q] == ids[b, k], 2, 5)
+    with pytest.raises(IndexError, match="index 2 is outside dimension 0 of size 2"):
+        check(lambda b, h, q, k: ids[h, k] == 0, 2, 5)
+    check(lambda b, h, q, k: ids[b, q] == 0, 1, 1)  # sizes of 1 broadcast
+    check(lambda b, h, q, k: ids[b, fg.minimum(q, 4)] == 0, 2, 5)
+    check(lambda b, h, q, k: ids[b, q] == 0, 2, 5, kv_len=0)  # no pair, no read

@@ -92,8 +92,6 @@ def walk(
     that of all.  o has the precision of the sums: rounding it to `dtype` is the caller's.  Raises IndexError where a
     captured tensor is read outside its dimension.
     """
-    if plan.variant.mask is not None:
-        check_positions(plan.variant.mask, case.sizes, case.tensors)
     return _Walk(plan, facts, case, q, k, v, scale=scale, dtype=dtype, dropout=dropout).run()
 
 
@@ -243,6 +241,8 @@ class _Walk(Tiles):
         self.traffic = Traffic()
 
     def run(self) -> Walked:
+        if (mask := self.plan.variant.mask) is not None:
+            check_positions(mask, self.case.sizes, self.case.tensors)
         sizes, dim = self.case.sizes, self.v.shape[-1]
         o = np.zeros((*self.q.shape[:-1], dim), self.precision)
         lse = np.full(self.q.shape[:-1], -np.inf, self.precision)
