@@ -15,7 +15,8 @@ PACKAGES = ("torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cud
 def environment() -> dict[str, object]:
     """GPU, driver, library versions and the commit, as far as each is known.
 
-    A copy of a checkout without its history takes the commit from FLASHGEN_COMMIT.
+    A copy of a checkout without its history takes the commit from FLASHGEN_COMMIT; whether it was modified since is
+    then not known (null).
     """
     import torch
 
@@ -34,11 +35,12 @@ def environment() -> dict[str, object]:
             "memory_bytes": properties.total_memory,
             "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         }
+    told = os.environ.get("FLASHGEN_COMMIT")
     return {
         "gpu": gpu,
         "versions": versions,
-        "commit": os.environ.get("FLASHGEN_COMMIT") or _output("git", "rev-parse", "HEAD"),
-        "modified": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
+        "commit": told or _output("git", "rev-parse", "HEAD"),
+        "modified": None if told else bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
     }
 
 
