@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import threading
 import pytest
 
 import flashgen as fg
-from flashgen.lang import build
+from flashgen.lang import build, expr
+from flashgen.lang import variant as variant_module
 from flashgen.lang.bounds import bounds
 from flashgen.lang.expr import DType, Tensor, const, digest, node, serialize, walk
 
@@ -63,6 +65,24 @@ def test_a_deep_expression_does_not_recurse():
         root = build.apply("add", root, i)
     assert len(list(walk((root,)))) == 1 + 2 * 5000 and digest((root,)) and bounds(root).lo > 0
     assert build.rebuild(root, lambda n: const(0) if n.op == "index" else None).op == "const"
+
+
+def test_nodes_that_nothing_holds_are_forgotten(monkeypatch):
+    monkeypatch.setattr(variant_module, "_by_token", {})
+    monkeypatch.setattr(variant_module, "MAX_TOKENS", 4)
+    gc.collect()
+    before = len(expr._interned)
+    for i in range(50):
+        fg.variant(lambda b, h, q, k, i=i: q - k < 7_000_000 + i)
+    gc.collect()
+    assert len(expr._interned) <= before + 4 * 4 + 1 and len(variant_module._by_token) == 4
+    deep = node("index", DType.INT32, (), "q")
+    for i in range(5000):
+        deep = build.apply("add", deep, 7_000_000 + i)
+    assert len(expr._interned) > before + 5000
+    del deep
+    gc.collect()
+    assert len(expr._interned) < before + 100
 
 
 def test_serialized_text_is_the_same_in_every_process():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import flashgen as fg
 from flashgen.errors import FlashgenError, LaunchError
+from flashgen.lang import variant as variants
 from flashgen.lang.variant import of_token
 from flashgen.ops import attention as ops
 from flashgen.ops.attention import attention
@@ -232,6 +233,21 @@ def test_variants_that_differ_have_different_tokens():
     same = fg.variant(lambda b, h, q, k: (k <= q) & (q - k < window), name=windowed.name, doc=windowed.doc)
     assert same == windowed and same.token == windowed.token and of_token(same.token) == windowed
     assert of_token("nonsense") is None
+
+
+def test_tables_of_variants_are_bounded_and_graphs_keep_theirs(monkeypatch):
+    q, k, v = tensors()
+    monkeypatch.setattr(variants, "_by_token", {})
+    monkeypatch.setattr(variants, "MAX_TOKENS", 3)
+    monkeypatch.setattr(ops, "_calls", {})
+    monkeypatch.setattr(ops, "MAX_VARIANTS", 2)
+    kept = fg.variant(lambda b, h, q, k: q - k < 6_000_000)
+    compiled = torch.compile(lambda *a: attention(*a, kept), fullgraph=True, backend="aot_eager")
+    before = compiled(q, k, v)
+    for i in range(5):
+        assert torch.equal(attention(q, k, v, fg.variant(lambda b, h, q, k, i=i: q - k < 6_000_001 + i)), before)
+    assert len(ops._calls) == 2 and len(variants._by_token) == 3 and of_token(kept.token) is None
+    assert torch.equal(compiled(q, k, v), before)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

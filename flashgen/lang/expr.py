@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -101,7 +103,9 @@ LEAVES = ("const", "index", "score", "problem", "param", "constant", "size")
 #: The attribute of a minimum or maximum that fg.clamp made: at the edge its derivative is that of torch.clamp.
 CLAMP = "clamp"
 
-_interned: dict[tuple, Node] = {}
+#: The nodes that live, by what they are: one that no expression holds any more is forgotten.
+_interned: weakref.WeakValueDictionary[tuple, Node] = weakref.WeakValueDictionary()
+_interning = threading.Lock()
 
 
 class Node:
@@ -138,13 +142,14 @@ def node(
     # bool, int and float constants of equal value are different constants; so are 0.0 and -0.0.
     key = (op, dtype, operands, (type(attr), repr(attr)) if isinstance(attr, (bool, int, float)) else attr)
     found = _interned.get(key)
-    if found is None:
-        found = object.__new__(Node)
-        fields = {"op": op, "dtype": dtype, "operands": operands, "attr": attr, "where": where}
-        for name, value in fields.items():
-            object.__setattr__(found, name, value)
-        found = _interned.setdefault(key, found)  # setdefault: two threads agree on one
-    return found
+    if found is not None:
+        return found
+    made = object.__new__(Node)
+    fields = {"op": op, "dtype": dtype, "operands": operands, "attr": attr, "where": where}
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    with _interning:  # two threads agree on one
+        return _interned.setdefault(key, made)
 
 
 def const(value: bool | int | float, dtype: DType | None = None) -> Node:

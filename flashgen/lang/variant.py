@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import numbers
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -21,12 +22,14 @@ FLOAT32_MAX = 2.0**128 - 2.0**104
 
 Symbol = Param | Constant | Tensor
 
-#: The variants of this process by token, as long as it lives: a compiled graph holds a token and no object.
+#: The latest variants of this process by token: a compiled graph holds a token and no object.
 _by_token: dict[str, Variant] = {}
+_tokens = threading.Lock()
+MAX_TOKENS = 4096
 
 
 def of_token(token: str) -> Variant | None:
-    """The variant of this process with that token."""
+    """The variant of this process with that token, if it is one of the MAX_TOKENS made last."""
     return _by_token.get(token)
 
 
@@ -78,7 +81,10 @@ class Variant:
         made = (*named, self.spec, self.bound, self.digest())
         token = hashlib.sha256(f"{made}".encode()).hexdigest()[:32]
         object.__setattr__(self, "token", token)
-        _by_token.setdefault(token, self)
+        with _tokens:
+            _by_token[token] = _by_token.pop(token, self)
+            if len(_by_token) > MAX_TOKENS:
+                del _by_token[next(iter(_by_token))]
 
     # -----------------------------------------------------------------------------------------------------------------
     # Building one from another

@@ -43,6 +43,9 @@ ALIGNMENT = 16
 #: Records of one variant; when there are more they are all dropped, and shapes still in use come back.
 MAX_RECORDS = 4096
 
+#: Variants whose calls are remembered.
+MAX_VARIANTS = 1024
+
 #: Architecture whose plan the CPU walks where the variant pins none.
 CPU_ARCH = "sm_80"
 
@@ -145,6 +148,7 @@ class _Calls:
     backward: dict[tuple, object] = field(default_factory=dict)
 
 
+#: By variant, the oldest dropped beyond MAX_VARIANTS: one that is called again is planned again.
 _calls: dict[Variant, _Calls] = {}
 _calls_lock = threading.Lock()
 
@@ -157,6 +161,8 @@ def calls_of(variant: Variant) -> _Calls:
     if calls is None:
         with _calls_lock:
             calls = _calls.setdefault(variant, _Calls(frozenset(c.name for c in variant.constants)))
+            if len(_calls) > MAX_VARIANTS:
+                del _calls[next(iter(_calls))]
     return calls
 
 

@@ -32,6 +32,9 @@ _BACKWARD = (
     f" {_REST}, str[] wanted) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] captured)"
 )
 
+#: The variants of graphs that were traced, which may live as long as the process.
+_traced: dict[str, Variant] = {}
+
 _library = torch.library.Library("flashgen", "DEF")
 _library.define(_DRAW, tags=(torch.Tag.nondeterministic_seeded,))
 _library.define(_FORWARD)
@@ -90,7 +93,7 @@ def _signed(seed: int | None) -> int | None:
 
 
 def _known(token: str) -> Variant:
-    variant = of_token(token)
+    variant = _traced.get(token) or of_token(token)
     if variant is None:
         raise LaunchError(
             f"flashgen::attention got the token {token!r}, which no variant of this process has: trace again"
@@ -164,9 +167,13 @@ def _attention_backward(
     return *found[:3], list(found.captured)
 
 
-def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_) -> tuple[torch.Tensor, torch.Tensor]:
+def _shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: str, *_
+) -> tuple[torch.Tensor, torch.Tensor]:
     from flashgen.ops.attention import outputs
 
+    if (known := of_token(variant)) is not None:
+        _traced[variant] = known
     return outputs(q, v)
 
 
