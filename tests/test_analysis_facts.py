@@ -252,6 +252,7 @@ def wide(mask):
 
 def test_positions_and_windows_fit_in_32_bits():
     assert wide(lambda b, h, q, k: (k <= q + fg.kv_len - fg.q_len) & (q - k < w) & (q % 64 < 2 * k + 7)) == set()
+    assert wide(lambda b, h, q, k: q - k < 100 * (h + 1) + 2 * b + fg.heads + fg.batch) == set()
 
 
 def test_products_that_may_pass_32_bits_are_widened():

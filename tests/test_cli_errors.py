@@ -30,6 +30,7 @@ def refusal(*arguments):
         (["plan", "causal", "--v-head-dim", "0"], ["v_head_dim is 0: it must be positive"]),
         (["plan", "causal", "--batch", "-2"], ["batch is -2: it cannot be negative"]),
         (["plan", "causal", "--seqlen", "20000000"], ["lengths stay below 2^24"]),
+        (["plan", "causal", "--heads", "20000000"], ["numbers of batches and heads stay below 2^24", "16777215"]),
         (["plan", "causal", "--seqlen", "-1"], ["seqlen (q_len) is -1: it cannot be negative"]),
         (["plan", "causal", "--param", "window=1"], ["'causal' has no parameter 'window'"]),
         (["plan", "sliding_window", "--param", "window"], ["--param 'window' is not of the form NAME=VALUE"]),

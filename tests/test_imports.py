@@ -18,13 +18,12 @@ ORDER = ("lang", "analysis", "planning", "codegen", "runtime", "ops")
 SINKS = ("integrations", "bench", "cli")
 ALLOWED = {stage: set(ORDER[: i + 1]) for i, stage in enumerate(ORDER)}
 ALLOWED["frontends"] = {"lang", "frontends"}
-ALLOWED["codegen"] |= {"frontends"}
 for sink in SINKS:
     ALLOWED[sink] = {*ORDER, "frontends", sink}
 ALLOWED["cli"] |= set(SINKS)
 
 #: Modules of the package itself that every stage may use.
-COMMON = {"errors", "resources", "version"}
+COMMON = {"errors", "resources"}
 
 NO_TORCH = ("lang", "analysis", "planning", "codegen")
 

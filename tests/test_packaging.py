@@ -1,12 +1,18 @@
 """The wheel: what it carries, and that it works from another folder with nothing of the checkout in sight."""
 
+import ast
+import email
 import os
+import re
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+import flashgen
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,6 +65,28 @@ def test_the_wheel_carries_the_measured_records(wheel):
     assert shipped and shipped <= set(zipfile.ZipFile(wheel).namelist())
 
 
+def test_the_wheel_names_its_version_its_command_and_everything_it_imports(wheel):
+    archive = zipfile.ZipFile(wheel)
+    [info] = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+    metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
+    assert metadata["Version"] == flashgen.__version__
+    assert "flashgen = flashgen.cli:main" in archive.read(f"{info}/entry_points.txt").decode().splitlines()
+    required = {
+        re.match(r"[\w.-]+", line)[0].lower() for line in metadata.get_all("Requires-Dist") if "extra" not in line
+    }
+    imported = {
+        name.split(".")[0]
+        for path in (ROOT / "flashgen").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level)
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }
+    found = imported - set(sys.stdlib_module_names) - {"flashgen"}
+    assert {"torch", "cuda", "jinja2"} <= found
+    makers = packages_distributions()
+    assert [name for name in sorted(found) if not required & {maker.lower() for maker in makers[name]}] == []
+
+
 @pytest.mark.parametrize("folder", ["templates", "specs"])
 def test_the_wheel_carries_every_resource(wheel, folder):
     prefix = f"flashgen/_resources/{folder}/"
@@ -83,6 +111,10 @@ def test_resources_come_from_the_wheel(run, installed):
     assert Path(package) == installed / "flashgen" / "__init__.py"
     assert Path(specs) == installed / "flashgen" / "_resources" / "specs"
     assert Path(templates) == installed / "flashgen" / "_resources" / "templates"
+
+
+def test_the_command_works_from_another_folder(run, installed):
+    assert "plan" in run(str(installed / "bin" / "flashgen"), "--help")
 
 
 def test_plan_and_emit_work_from_another_folder(run):

@@ -1,4 +1,4 @@
-"""Which integers need 64 bits: proven from lengths below 2^24, counts below 2^31 and declared bounds."""
+"""Which integers need 64 bits: proven from lengths, batches and heads below 2^24 and declared bounds."""
 
 from __future__ import annotations
 

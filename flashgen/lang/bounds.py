@@ -33,9 +33,9 @@ def _bound(n: Node) -> Abstract:
             return ranges.constant(n.attr, n.dtype)
         return declared(n)
     if n.op == "index":
-        return ranges.ints(0, ranges.MAX_LENGTH - 1 if n.attr in ("q", "k") else ranges.INT32_MAX)
+        return ranges.ints(0, ranges.MAX_LENGTH - 1)
     if n.op == "problem":  # where a tile exists, none of them is 0
-        return ranges.ints(1, ranges.MAX_LENGTH - 1 if n.attr in ("q_len", "kv_len") else ranges.INT32_MAX)
+        return ranges.ints(1, ranges.MAX_LENGTH - 1)
     if n.op == "size":
         return ranges.ints(1, ranges.INT32_MAX)
     if n.op == "load":
@@ -43,7 +43,7 @@ def _bound(n: Node) -> Abstract:
     if n.op == "score":
         return ranges.unknown(DType.FLOAT32)
     if n.op == "floor_div" and [(o.op, o.attr) for o in n.operands] == [("problem", "heads"), ("problem", "kv_heads")]:
-        return ranges.ints(1, ranges.INT32_MAX)  # heads are a multiple of kv_heads
+        return ranges.ints(1, ranges.MAX_LENGTH - 1)  # heads are a multiple of kv_heads
     return abstract(n, *(_bounds[o] for o in n.operands))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from flashgen.lang.expr import TENSOR_DTYPES, DType, Tensor
 
-#: Lengths of q and k stay below this.
+#: Lengths of q and k, batches and heads stay below this.
 MAX_LENGTH = 1 << 24
 
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1

@@ -167,9 +167,7 @@ def _attention_backward(
     return *found[:3], list(found.captured)
 
 
-def _shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: str, *_
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: str, *_) -> tuple[torch.Tensor, torch.Tensor]:
     from flashgen.ops.attention import outputs
 
     if (known := of_token(variant)) is not None:

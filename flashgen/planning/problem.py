@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flashgen.errors import PlanError
 
-#: Lengths stay below this, so that index arithmetic in int32 and positions in float32 are exact.
+#: Lengths, batches and heads stay below this, so that index arithmetic in int32 and positions in float32 are exact.
 MAX_LENGTH = 1 << 24
 
 #: What a caller knows the lengths as.
@@ -55,9 +55,9 @@ class Problem:
             value = getattr(self, name)
             if value < 0:
                 raise PlanError(f"{said} is {value}: it cannot be negative\n  nearest: 0")
-        for name, said in LENGTHS.items():
-            if (value := getattr(self, name)) >= MAX_LENGTH:
-                raise PlanError(f"{said} is {value}: lengths stay below 2^24\n  nearest: {MAX_LENGTH - 1}")
+            if value >= MAX_LENGTH:
+                what = "lengths" if name in LENGTHS else "numbers of batches and heads"
+                raise PlanError(f"{said} is {value}: {what} stay below 2^24\n  nearest: {MAX_LENGTH - 1}")
         for name in ("head_dim", "v_head_dim"):
             if (value := getattr(self, name)) <= 0:
                 raise PlanError(f"{name} is {value}: it must be positive\n  nearest: 16")
