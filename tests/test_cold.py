@@ -1,6 +1,7 @@
 """Cold starts: fresh processes with a cache of their own, here on a CPU, and what is recorded of them."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -34,6 +35,12 @@ def test_each_round_has_a_folder_of_its_own(monkeypatch):
     assert not any(folder.exists() for _, folder, _ in folders)
 
 
+def test_bytecode_is_there_for_every_process(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    assert cold.bytecode()
+    assert any("autograd" in path.name for path in tmp_path.rglob("*.pyc"))
+
+
 def test_a_process_that_fails_says_why():
     with pytest.raises(LaunchError, match="ended with 1 on no_such_spec"):
         list(starts(["no_such_spec"], SMALL, rounds=1, device="cpu"))
@@ -47,6 +54,7 @@ def test_the_record(monkeypatch, tmp_path):
                 yield Start(spec=specs[0], cache=cache, inputs=0.3, result=seconds + i)
 
     monkeypatch.setattr(cold, "starts", fake)
+    monkeypatch.setattr(cold, "bytecode", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(record, "environment", lambda: {"gpu": "one"})
     ran = flashgen("cold", "causal", "--seqlen", 100, "--rounds", 3, "--folder", tmp_path)
@@ -57,6 +65,7 @@ def test_the_record(monkeypatch, tmp_path):
         ("empty", [1.0, 2.0, 3.0]),
         ("warm", [0.1, 1.1, 2.1]),
     ]
+    assert read["protocol"]["bytecode"] == "compiled beforehand, as pip leaves it"
     assert read["command"].startswith("flashgen cold causal --seqlen 100")
 
 

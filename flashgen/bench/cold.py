@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import subprocess
@@ -36,6 +37,16 @@ class Start:
     cache: str
     inputs: float
     result: float
+
+
+def bytecode() -> bool:
+    """Compile this package's modules, as pip does when it installs one: whether every process finds them so.
+
+    Where a process may not write beside them it compiles them again, for about 60 ms.
+    """
+    import flashgen
+
+    return bool(compileall.compile_dir(Path(flashgen.__file__).parent, quiet=2))
 
 
 def starts(specs: list[str], problem: Problem, *, rounds: int, device: str = "cuda") -> Iterator[Start]:

@@ -29,7 +29,7 @@ def command(
     import torch
 
     from flashgen.bench import record
-    from flashgen.bench.cold import CACHES, starts
+    from flashgen.bench.cold import CACHES, bytecode, starts
     from flashgen.lang.load import load_spec
     from flashgen.planning.problem import Problem
 
@@ -47,6 +47,7 @@ def command(
         v_head_dim=head_dim,
         dtype=dtype,
     )
+    compiled = bytecode()
     found = []
     with progress() as bar:
         task = bar.add_task("starting", total=rounds * len(specs) * len(CACHES))
@@ -71,6 +72,7 @@ def command(
         command=f"flashgen cold {' '.join(specs)} {asked}",
         protocol={
             "processes": rounds,
+            "bytecode": "compiled beforehand, as pip leaves it" if compiled else "compiled by each process",
             "from": "after `import torch, flashgen`, torch.cuda.init() and the creation of q, k and v, which `inputs`"
             " gives: PyTorch's context and its first kernels",
             "to": "o is written",
