@@ -117,7 +117,7 @@ def test_a_captured_tensor_without_an_example(tmp_path):
     )
     told = refusal("plan", spec)
     assert "'bare' needs the captured tensor 'ids', int32 [kv]\n  nearest: ids=... in a call" in told
-    assert f"--tensor ids=FILE.npy of a command, or example= of what is read (line 8 of {spec})" in told
+    assert f"--tensor ids=FILE.npy of a command, or example= of the fg.tensor that {spec}:6 is made of" in told
 
 
 @pytest.mark.parametrize(

@@ -282,4 +282,4 @@ def test_rules_broadcast_over_tiles():
     causal = ranges.le(k, q)
     assert causal.may_true.shape == (10, 20)
     assert causal.may_true[0].tolist() == [True, True] + [False] * 18
-    assert causal.surely[9].tolist() == [True] * 18 + [False] * 2
+    assert causal.may_false[9].tolist() == [False] * 18 + [True] * 2

@@ -241,7 +241,7 @@ LINE = inspect.currentframe().f_lineno - 1
         (blocked, {"block": 3}, "'block' of 'blocked' is the int32 constant"),
         (biased, {"bias": 3}, "'bias' of 'biased' is a float32 tensor ('heads',), not a parameter"),
         (required, {}, "'required' needs the parameter 'reach', int32, at least 0\n  nearest: reach=... in a call,"),
-        (required, {}, f"--param reach=VALUE of a command, or default= where it is declared (line {LINE} of"),
+        (required, {}, f"--param reach=VALUE of a command, or default= of the fg.param that {__file__}:{LINE} is"),
         (local, {"window": 0}, "parameter 'window' of 'local' is 0: the least it may be is 1"),
         (local, {"window": 100}, "the most it may be is 99"),
         (local, {"window": 2.5}, "is int32 and got 2.5: give a whole number"),

@@ -58,10 +58,6 @@ class Truth:
     may_false: np.ndarray
 
     @property
-    def surely(self) -> np.ndarray:
-        return ~self.may_false
-
-    @property
     def never(self) -> np.ndarray:
         return ~self.may_true
 

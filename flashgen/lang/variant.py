@@ -218,13 +218,13 @@ class Variant:
 
     def lacks(self, symbol: Param | Tensor) -> str:
         """That a parameter or a captured tensor was not given, and how it can be."""
-        nodes = (n for n in walk(self.roots) if (found := _declared(n)) is not None and found.name == symbol.name)
-        at = next(map(_at, nodes), "")
+        # Nodes that variants share have the line of the first: the line that made the variant is its own.
+        at = f" that {self.where.path}:{self.where.line} is made of" if self.where else ""
         if isinstance(symbol, Param):
-            what, option, cure = "parameter", f"--param {symbol.name}=VALUE", f"default= where it is declared{at}"
+            what, option, cure = "parameter", f"--param {symbol.name}=VALUE", f"default= of the fg.param{at}"
             kind = f"{symbol.dtype.value}{_allowed(symbol)}"
         else:
-            what, option, cure = "captured tensor", f"--tensor {symbol.name}=FILE.npy", f"example= of what is read{at}"
+            what, option, cure = "captured tensor", f"--tensor {symbol.name}=FILE.npy", f"example= of the fg.tensor{at}"
             kind = f"{symbol.dtype} [{', '.join('any' if dim is None else str(dim) for dim in symbol.dims)}]"
         return (
             f"{self.name!r} needs the {what} {symbol.name!r}, {kind}\n"

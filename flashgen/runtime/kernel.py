@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flashgen.codegen import params
-from flashgen.planning import ampere_backward
+from flashgen.planning import ampere_backward, hopper
+from flashgen.planning.arch import ARCHS
 from flashgen.runtime import cache, driver, nvrtc
 
 if TYPE_CHECKING:
@@ -29,14 +30,11 @@ if TYPE_CHECKING:
 #: Fields that a kernel takes which drops probabilities.
 DROPOUT_FIELDS = ("dropout_seed", "dropout_offset", "dropout_threshold", "dropout_scale")
 
-#: Bytes of keys and values that pipeline hopper wants in L2 at a time.
-L2_BYTES = 32 << 20
-
 #: Bytes between rows, heads or batches that a tensor map can hold.
 TMA_STRIDE_BYTES = 1 << 40
 
 #: What one TMA copy of pipeline hopper moves: columns of 128 bytes, and of q the rows of one warpgroup.
-_BOX_BYTES, _Q_BOX_ROWS = 128, 64
+_BOX_BYTES, _Q_BOX_ROWS = hopper.BOX * hopper.ITEM, hopper.ROWS
 
 #: Where a tensor map points until its first launch; an address has to be a multiple of 16.
 _ANY_ADDRESS = 1 << 32
@@ -240,7 +238,7 @@ class Kernel:
             **problem.sizes(),
             "q_tiles": -(-problem.q_len // tile.q),
             "kv_tiles": -(-problem.kv_len // tile.kv),
-            "l2_heads": l2_heads(problem),
+            "l2_heads": l2_heads(problem, ARCHS[self.plan.arch].l2_bytes),
         }
         for name, of_tensor in strides.items():
             for axis, stride in zip(("batch", "head", "row"), of_tensor, strict=True):
@@ -252,10 +250,12 @@ class Kernel:
         return values
 
 
-def l2_heads(problem: Problem) -> int:
-    """Query heads that pipeline hopper works on together: those whose keys and values fit L2 side by side."""
+def l2_heads(problem: Problem, l2_bytes: int) -> int:
+    """Query heads that pipeline hopper works on together: those whose keys and values take the largest power of two of
+    bytes that L2 has, and leave the rest of it to queries and outputs."""
     of_one = max(1, problem.kv_len * (problem.head_dim + problem.v_head_dim) * problem.itemsize)
-    together = 1 << max(0, (L2_BYTES // of_one).bit_length() - 1)
+    room = 1 << l2_bytes.bit_length() - 1
+    together = 1 << max(0, (room // of_one).bit_length() - 1)
     return min(together * problem.group, problem.batch * problem.heads)
 
 
