@@ -50,10 +50,7 @@ def reference_gradients(
     """
     import torch
 
-    evaluator = Evaluator(case, q.device)
-    names = differentiable(variant.score_node)
-    for name in names:
-        evaluator.tensors[name] = evaluator.tensors[name].double().requires_grad_()
+    evaluator, wanted = _evaluator(variant, case, q.device, torch.float64)
     k, v = (x.detach().double().requires_grad_() for x in (k, v))
     dq = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     with torch.enable_grad():
@@ -73,8 +70,7 @@ def reference_gradients(
                 loss = loss + (torch.log(total) * block.rows_of(dlse).double()).sum()
             loss.backward()
             block.rows_of(dq).copy_(_grad(rows))
-    captured = {name: evaluator.tensors[name] for name in names}
-    return Gradients(dq, *(_grad(x) for x in (k, v)), {name: _grad(x) for name, x in captured.items()})
+    return Gradients(dq, *(_grad(x) for x in (k, v)), {name: _grad(x) for name, x in wanted.items()})
 
 
 def baseline_gradients(
@@ -99,11 +95,8 @@ def baseline_gradients(
 
     precision = torch.float64 if q.dtype == torch.float64 else torch.float32
     factor = 1.0 if dropout is None else dropout.scale
-    evaluator = Evaluator(case, q.device)
-    names = differentiable(variant.score_node)
-    for name in names:
-        evaluator.tensors[name] = evaluator.tensors[name].to(precision).requires_grad_()
-    captured = {name: torch.zeros_like(evaluator.tensors[name]) for name in names}
+    evaluator, wanted = _evaluator(variant, case, q.device, precision)
+    captured = {name: torch.zeros_like(x) for name, x in wanted.items()}
     wide_k, wide_v = k.detach().to(precision), v.detach().to(precision)
     dq = torch.zeros(q.shape, dtype=precision, device=q.device)
     dk, dv = torch.zeros_like(wide_k), torch.zeros_like(wide_v)
@@ -130,16 +123,25 @@ def baseline_gradients(
             delta = delta - block.rows_of(dlse).to(precision)[..., None]
         ds = p * (dp - delta)
         if s.requires_grad and s is not raw:
-            wanted = [raw, *(evaluator.tensors[name] for name in names)]
-            ds, *by_name = torch.autograd.grad(s, wanted, ds, allow_unused=True)
+            ds, *by_name = torch.autograd.grad(s, [raw, *wanted.values()], ds, allow_unused=True)
             ds = torch.zeros_like(raw) if ds is None else ds
-            for name, found in zip(names, by_name, strict=True):
+            for name, found in zip(wanted, by_name, strict=True):
                 captured[name] += found
         ds = rounded(ds if visible is None else torch.where(visible, ds, 0.0))
         block.rows_of(dq).copy_(scale * products(ds, wide_k.mT))
         dk += scale * _transposed_products(ds, rows)
         dv += factor * _transposed_products(rounded(p_kept), do_rows)
     return Gradients(dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), captured)
+
+
+def _evaluator(
+    variant: Variant, case: Case, device: torch.device, precision: torch.dtype
+) -> tuple[Evaluator, dict[str, torch.Tensor]]:
+    """What evaluates the variant, and of its captured tensors those whose gradients are found, which it reads."""
+    evaluator = Evaluator(case, device)
+    for name in differentiable(variant.score_node):
+        evaluator.tensors[name] = evaluator.tensors[name].to(precision).requires_grad_()
+    return evaluator, {name: evaluator.tensors[name] for name in differentiable(variant.score_node)}
 
 
 def _scores(

@@ -71,16 +71,16 @@ def baseline(
 class Verdict:
     """Errors of a result and of same-precision PyTorch against float64, and what breaks the rule (empty: nothing)."""
 
-    max_error: float
-    rms_error: float
-    bias: float
-    baseline_max_error: float
-    baseline_rms_error: float
-    max_limit: float
-    rms_limit: float
-    bias_limit: float
-    elements: int
-    reasons: tuple[str, ...]
+    max_error: float = 0.0
+    rms_error: float = 0.0
+    bias: float = 0.0
+    baseline_max_error: float = 0.0
+    baseline_rms_error: float = 0.0
+    max_limit: float = 0.0
+    rms_limit: float = 0.0
+    bias_limit: float = 0.0
+    elements: int = 0
+    reasons: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -97,18 +97,7 @@ def judge(out: torch.Tensor, base: torch.Tensor, ref: torch.Tensor, dtype: str) 
     err, base_err = (out.double() - ref).flatten(), (base.double() - ref).flatten()
     n = err.numel()
     if n == 0:
-        return Verdict(
-            max_error=0.0,
-            rms_error=0.0,
-            bias=0.0,
-            baseline_max_error=0.0,
-            baseline_rms_error=0.0,
-            max_limit=0.0,
-            rms_limit=0.0,
-            bias_limit=0.0,
-            elements=0,
-            reasons=(),
-        )
+        return Verdict()
     ref_rms = _rms(ref)
     ulp = 2.0 ** (math.floor(math.log2(ref_rms)) - _FRACTION_BITS[dtype]) if ref_rms > 0 else 0.0
     base_max, base_rms = float(base_err.abs().max()), _rms(base_err)

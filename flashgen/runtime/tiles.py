@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -30,12 +30,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class Traffic:
-    """What a walk moved and visited, summed over batch and heads.
+class Visits:
+    """What a walk visited, summed over batch and query heads: `total` to `full` are tiles (visited: partial and full),
+    `elements` the (query, key) pairs of visited tiles and `visible` those of them that the mask lets through."""
 
-    `q` to `lse` are bytes, `total` to `full` tiles (`visited` = partial + full), `elements` the (query, key) pairs of
-    visited tiles and `visible` those of them that the mask lets through.
-    """
+    total: int = 0
+    empty: int = 0
+    partial: int = 0
+    full: int = 0
+    elements: int = 0
+    visible: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Traffic(Visits):
+    """What a walk visited, and the bytes of each operand that it moved."""
 
     q: int = 0
     k: int = 0
@@ -43,12 +52,6 @@ class Traffic:
     captured: int = 0
     o: int = 0
     lse: int = 0
-    total: int = 0
-    empty: int = 0
-    partial: int = 0
-    full: int = 0
-    elements: int = 0
-    visible: int = 0
 
     @property
     def read_bytes(self) -> int:
@@ -57,9 +60,6 @@ class Traffic:
     @property
     def write_bytes(self) -> int:
         return self.o + self.lse
-
-    def as_dict(self) -> dict[str, int]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 class Walked(NamedTuple):
@@ -132,22 +132,11 @@ class _Rows:
 class Tiles:
     """What both passes do with a tile: query heads beside the key/value head they share, positions, mask and scores.
 
-    q is [batch, kv_heads, group, length, dim], k and v [batch, kv_heads, 1, length, dim].
+    It is made of what `walk` takes.  q is [batch, kv_heads, group, length, dim], k and v [batch, kv_heads, 1, length,
+    dim].
     """
 
-    def __init__(
-        self,
-        plan: KernelPlan,
-        facts: Facts,
-        case: Case,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        *,
-        scale: float,
-        dtype: str,
-        dropout: Dropout | None = None,
-    ) -> None:
+    def __init__(self, plan, facts, case, q, k, v, *, scale, dtype, dropout=None) -> None:
         self.plan, self.facts, self.case, self.dropout = plan, facts, case, dropout
         self.variant = facts.variant
         self.precision = np.float64 if dtype == "float64" else np.float32

@@ -19,7 +19,7 @@ from flashgen.analysis.tiles import FULL
 from flashgen.lang.expr import DIMS, Node
 from flashgen.planning.plan import Tile
 from flashgen.runtime.threads import one_blas_thread
-from flashgen.runtime.tiles import Tiles, rounded
+from flashgen.runtime.tiles import Tiles, Visits, rounded
 
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
@@ -40,21 +40,13 @@ class Moved:
 
 
 @dataclass(slots=True, kw_only=True)
-class BackwardTraffic:
-    """What a backward walk moved, by entry in the order of their launches, and visited; summed over batch and query
-    heads.
+class BackwardTraffic(Visits):
+    """What a backward walk visited, and what it moved by entry in the order of their launches, over batch and heads.
 
-    `total` to `full` are tiles, `elements` the (query, key) pairs of visited tiles, `visible` those that the mask lets
-    through: all of the kernel that works on keys, and a kernel for dq that visits them again is not counted again.
+    Visits are those of the kernel that works on keys: a kernel for dq that visits them again is not counted again.
     """
 
     kernels: dict[str, Moved] = field(default_factory=dict)
-    total: int = 0
-    empty: int = 0
-    partial: int = 0
-    full: int = 0
-    elements: int = 0
-    visible: int = 0
 
     @property
     def read_bytes(self) -> int:

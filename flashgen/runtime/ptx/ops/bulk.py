@@ -127,19 +127,35 @@ def _targets(V: Slots, mask: int | None, row: int, lane: int, target: int, barri
     return [((rank + 1) << 24 | target & low, (rank + 1) << 24 | barrier & low) for rank in ranks]
 
 
-def _tensor_load(b: Build, rank: int) -> Closure:
+def _destination(b: Build, operands: int) -> Callable[..., None]:
+    """Of a load with so many operands, its mbarrier the last: begins the copy of what `fetch` gives, for the lane of a
+    row, into each block that the load names."""
     multicast = bool(b.take("multicast::cluster"))
     hint = bool(b.take("L2::cache_hint"))
-    b.drop("tile", "mbarrier::complete_tx::bytes", "global", "shared::cluster", "shared::cta", "cta_group::1")
-    b.done(3 + multicast + hint)
+    b.done(operands + multicast + hint)
     target, target_offset = b.address(b.operands[0])
+    bar, bar_offset = b.address(b.operands[operands - 1])
+    mask = b.read(b.operands[operands], "u16") if multicast else None
+    note_granule(b, "shared", 16)
+    line = b.instruction.line
+
+    def begin(V: Slots, row: int, lane: int, size: int, unit: int, bits: int, fetch: Callable[[], np.ndarray]) -> None:
+        group = V[0]
+        own = group.a + row + group.block.first_row
+        first = value_at(V, target, row, lane) + target_offset
+        barrier = value_at(V, bar, row, lane) + bar_offset
+        for to, on in _targets(V, mask, row, lane, first, barrier):
+            _begin(group.block, own, to, on, size, unit, bits, line, fetch)
+
+    return begin
+
+
+def _tensor_load(b: Build, rank: int) -> Closure:
+    b.drop("tile", "mbarrier::complete_tx::bytes", "global", "shared::cluster", "shared::cta", "cta_group::1")
+    begin = _destination(b, 3)
     source = b.operands[1]
     map_slot, map_offset = b.address(source)
     coords = _coords(b, source, rank)
-    bar, bar_offset = b.address(b.operands[2])
-    mask = b.read(b.operands[3], "u16") if multicast else None
-    note_granule(b, "shared", 16)
-    line = b.instruction.line
 
     def run(V: Slots, m: Mask) -> None:
         group = V[0]
@@ -160,11 +176,7 @@ def _tensor_load(b: Build, rank: int) -> Closure:
                 data[box.places] = memory.views[tensor.itemsize][box.offsets // tensor.itemsize]
                 return data
 
-            own = group.a + row + block.first_row
-            first = value_at(V, target, row, lane) + target_offset
-            barrier = value_at(V, bar, row, lane) + bar_offset
-            for to, on in _targets(V, mask, row, lane, first, barrier):
-                _begin(block, own, to, on, tensor.box_bytes, 128, SWIZZLE_BITS[tensor.swizzle], line, fetch)
+            begin(V, row, lane, tensor.box_bytes, 128, SWIZZLE_BITS[tensor.swizzle], fetch)
 
     return run
 
@@ -176,17 +188,10 @@ def _coords(b: Build, operand: Any, rank: int) -> list[int]:
 
 
 def _plain_load(b: Build) -> Closure:
-    multicast = bool(b.take("multicast::cluster"))
-    hint = bool(b.take("L2::cache_hint"))
     b.drop("mbarrier::complete_tx::bytes", "global", "shared::cluster", "shared::cta")
-    b.done(4 + multicast + hint)
-    target, target_offset = b.address(b.operands[0])
+    begin = _destination(b, 4)
     source, source_offset = b.address(b.operands[1])
     count = b.read(b.operands[2], "u32")
-    bar, bar_offset = b.address(b.operands[3])
-    mask = b.read(b.operands[4], "u16") if multicast else None
-    note_granule(b, "shared", 16)
-    line = b.instruction.line
 
     def run(V: Slots, m: Mask) -> None:
         group = V[0]
@@ -198,11 +203,7 @@ def _plain_load(b: Build) -> Closure:
             _sixteen(start, size)
             memory.check(start + 16 * np.arange(size // 16), 16, "bulk load", False)
             fetch = lambda start=start, size=size: memory.data[start : start + size].copy()  # noqa: E731
-            own = group.a + row + block.first_row
-            first = value_at(V, target, row, lane) + target_offset
-            barrier = value_at(V, bar, row, lane) + bar_offset
-            for to, on in _targets(V, mask, row, lane, first, barrier):
-                _begin(block, own, to, on, size, 16, 0, line, fetch)
+            begin(V, row, lane, size, 16, 0, fetch)
 
     return run
 

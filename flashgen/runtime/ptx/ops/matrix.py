@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -28,28 +29,44 @@ def _matrix_form(b: Build) -> tuple[int, bool]:
     return count, transposed
 
 
-def load_matrix(b: Build) -> Closure:
-    """Lane 8i + r names row r of matrix i (16 bytes); lane l receives elements 2(l%4), 2(l%4)+1 of row l/4."""
-    count, transposed = _matrix_form(b)
-    address, offset = b.address(b.operands[1])
-    words = b.words(b.operands[0], write=True)
-    if len(words) != count:
-        raise b.unknown(f"{len(words)} registers for {count} matrices")
+def _rows_in_shared(b: Build, operand: Any, registers: int, count: int) -> Callable[[Slots, Mask, bool], tuple]:
+    """Of `count` matrices whose rows the lanes name: (group, its warps that take part, shared memory's 16-byte row of
+    each lane of theirs), for lanes that write or read."""
+    if registers != count:
+        raise b.unknown(f"{registers} registers for {count} matrices")
+    address, offset = b.address(operand)
     instruction = b.instruction
     takes_part = np.arange(LANES) < 8 * count
+    note_granule(b, "shared", 16)
 
-    def run(V: Slots, m: Mask) -> None:
+    def rows_of(V: Slots, m: Mask, write: bool) -> tuple:
         group = V[0]
-        rows = group.whole_rows(m, "ldmatrix")
+        rows = group.whole_rows(m, "stmatrix" if write else "ldmatrix")
         memory = group.block.shared
         where = np.broadcast_to(np.asarray(V[address]).astype(np.int64) + offset, (group.n, LANES))
         lanes: Mask = True
         if count < 4 or m is not True:
             lanes = np.broadcast_to(takes_part, (group.n, LANES)) & (True if m is True else m)
         where, pattern = memory.access(group, local_address(group.block, where, lanes), lanes, 16)
-        memory.note_read(group, where, pattern, lanes)
+        if write:
+            memory.note_write(group, where, pattern, lanes, instruction.line)
+        else:
+            memory.note_read(group, where, pattern, lanes)
         group.block.launch.report.note_shared(instruction, len(group.warps_of(m)), pattern.wavefronts, pattern.ideal)
-        data = memory.rows16[where[rows] >> 4][:, : 8 * count]  # [warps, rows of all matrices, 4 words]
+        return group, rows, where[rows][:, : 8 * count] >> 4
+
+    return rows_of
+
+
+def load_matrix(b: Build) -> Closure:
+    """Lane 8i + r names row r of matrix i (16 bytes); lane l receives elements 2(l%4), 2(l%4)+1 of row l/4."""
+    count, transposed = _matrix_form(b)
+    words = b.words(b.operands[0], write=True)
+    rows_of = _rows_in_shared(b, b.operands[1], len(words), count)
+
+    def run(V: Slots, m: Mask) -> None:
+        group, rows, at = rows_of(V, m, False)
+        data = group.block.shared.rows16[at]  # [warps, rows of all matrices, 4 words]
         n = data.shape[0]
         if transposed:
             halves = np.ascontiguousarray(data).view(np.uint16).reshape(n, count, 8, 8)
@@ -61,39 +78,25 @@ def load_matrix(b: Build) -> Closure:
         else:
             bank[words[:, None], np.arange(group.n)[rows]] = out
 
-    note_granule(b, "shared", 16)
     return run
 
 
 def store_matrix(b: Build) -> Closure:
+    """As `load_matrix`, from registers to the rows."""
     count, transposed = _matrix_form(b)
-    address, offset = b.address(b.operands[0])
     words = b.words(b.operands[1])
-    if len(words) != count:
-        raise b.unknown(f"{len(words)} registers for {count} matrices")
-    instruction = b.instruction
-    takes_part = np.arange(LANES) < 8 * count
+    rows_of = _rows_in_shared(b, b.operands[0], len(words), count)
 
     def run(V: Slots, m: Mask) -> None:
-        group = V[0]
-        rows = group.whole_rows(m, "stmatrix")
-        memory = group.block.shared
-        where = np.broadcast_to(np.asarray(V[address]).astype(np.int64) + offset, (group.n, LANES))
-        lanes: Mask = True
-        if count < 4 or m is not True:
-            lanes = np.broadcast_to(takes_part, (group.n, LANES)) & (True if m is True else m)
-        where, pattern = memory.access(group, local_address(group.block, where, lanes), lanes, 16)
-        memory.note_write(group, where, pattern, lanes, instruction.line)
-        group.block.launch.report.note_shared(instruction, len(group.warps_of(m)), pattern.wavefronts, pattern.ideal)
+        group, rows, at = rows_of(V, m, True)
         data = group.bank32[words, group.a : group.b][:, rows].transpose(1, 0, 2)  # [warps, matrices, lanes]
         n = data.shape[0]
         data = np.ascontiguousarray(data).reshape(n, count, 8, 4)
         if transposed:
             halves = data.view(np.uint16).reshape(n, count, 8, 8)
             data = np.ascontiguousarray(halves.transpose(0, 1, 3, 2)).view(np.uint32)
-        memory.rows16[where[rows][:, : 8 * count] >> 4] = data.reshape(n, count * 8, 4)
+        group.block.shared.rows16[at] = data.reshape(n, count * 8, 4)
 
-    note_granule(b, "shared", 16)
     return run
 
 
