@@ -5,8 +5,10 @@ import pytest
 import seam_kernel
 from random_masks import random_case, random_mask, seeded
 
+import flashgen as fg
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case, schedule
+from flashgen.codegen.seam import seam
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning.plan import Tile
@@ -64,3 +66,21 @@ def test_shipped_specs_visit_keep_and_score_as_python_does(name):
     tensors = {t.name: t.example(problem, rng) for t in variant.tensors}
     params = {p.name: min(p.default, 40) if isinstance(p.default, int) else p.default for p in variant.params}
     check(variant, Case(sizes=problem.sizes(), params=params, tensors=tensors), Tile(q=32, kv=16))
+
+
+@pytest.mark.parametrize(
+    ("function", "near"),
+    [
+        (lambda s, b, h, q, k: 30.0 * fg.tanh(s / 30.0), True),
+        (lambda s, b, h, q, k: s - 0.5 * (q - k), False),
+        (lambda s, b, h, q, k: fg.tanh(s) + fg.tanh(2.0 * s), False),
+        (lambda s, b, h, q, k: fg.tanh(fg.exp(s)), False),
+    ],
+)
+def test_one_tanh_of_something_cheap_is_looked_at_before(function, near):
+    found = seam(analyse(fg.variant().score(function).bind()))
+    assert (found.near is not None) == near
+    assert not near or (str(found.near.argument.value), str(found.near.score.value)) == (
+        "s * rcp(30.0f)",
+        "30.0f * tanh_near(s * rcp(30.0f))",
+    )

@@ -35,23 +35,45 @@ def test_scores_that_jump_move_the_offsets(dtype, factor):
     result = w.run()
     assert w.wrong(result) == ()
     again = sum(count for opcode, count in result.report.instructions.items() if opcode.startswith("mma."))
-    assert (again > 0) == (factor > 1)  # S is computed once more by the warps that need it
+    # S is computed once more by the warps that need it; float16 has less room.
+    assert (again > 0) == (factor > 1 or dtype == "float16")
 
 
 def test_without_the_guard_scores_that_jump_overflow():
     w = climbing(work("full", "hopper", dtype="float16", **SHAPE), 40)
-    result = w.run(replace("TILE_SUM_LIMIT = 32768.f", "TILE_SUM_LIMIT = 1e38f"))
+    result = w.run(replace("SUM_LIMIT = 64.0f", "SUM_LIMIT = 1e38f"))
     assert w.wrong(result)
 
 
 def test_the_guard_needs_the_offsets_to_follow():
     w = climbing(work("full", "hopper", dtype="float16", **SHAPE), 40)
-    assert w.wrong(w.run(replace("      multiply_rows(o, rescale);\n", "")))
+    assert w.wrong(w.run(replace("      rescale();\n", "")))
 
 
 def test_masks_and_scores_keep_their_maxima():
     for spec in ("causal", "alibi", "softcap"):
         assert not work(spec, "hopper").plan.specialized.guarded
+
+
+@pytest.mark.parametrize(("cap", "near"), [(30.0, True), (0.5, False)])
+def test_tanh_of_what_is_small_takes_no_special_unit(cap, near):
+    w = work("softcap", "hopper", dtype="float16")
+    w = dataclasses.replace(w, case=dataclasses.replace(w.case, params={"cap": cap}))
+    result = w.run()
+    assert w.wrong(result) == ()
+    specials = sum(n for opcode, n in result.report.instructions.items() if opcode.startswith(("ex2", "rcp")))
+    exponentials = 2 * (2 * 128) * (4 * 64) // 32  # of warps: 2 heads, 2 tiles of queries, 4 of keys
+    assert (specials < 1.5 * exponentials) == near
+
+
+def test_where_one_argument_of_tanh_is_large_all_are_computed_in_full():
+    w = work("softcap", "hopper")
+    q, k, v = w.qkv
+    k[..., 100, :] *= 40  # one key's scores pass 0.75 of the cap
+    w = dataclasses.replace(w, qkv=(q, k, v))
+    assert w.wrong(w.run()) == ()
+    limit = "constexpr float TANH_NEAR = 0.75f"
+    assert w.wrong(w.run(replace(limit, "constexpr float TANH_NEAR = 1e9f")))
 
 
 TURNS = {
@@ -100,7 +122,8 @@ def test_queries_behind_their_window_see_nothing_and_load_nothing():
 
 
 def test_the_kernel_template_has_no_assembly():
-    assert "asm" not in (folder("templates") / "hopper" / "forward.cu.j2").read_text()
+    templates = sorted((folder("templates") / "hopper").glob("forward*.cu.j2"))
+    assert len(templates) > 1 and not [t.name for t in templates if "asm" in t.read_text()]
 
 
 @pytest.mark.parametrize(

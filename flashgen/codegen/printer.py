@@ -174,6 +174,13 @@ class Printer:
         return Text(f"read_{n.attr.name}({', '.join(map(str, indices))}, p)")
 
 
+class NearPrinter(Printer):
+    """Prints a score where the argument of its tanh is known to be small."""
+
+    def spelling(self, n: Node) -> str:
+        return "tanh_near({0})" if n.op == "tanh" else super().spelling(n)
+
+
 class RangePrinter(Printer):
     """Prints what expressions may be over a tile: q and k are ranges, and so is what depends on them.
 

@@ -21,6 +21,7 @@ from flashgen.codegen.printer import (
     UNARY,
     Body,
     Formula,
+    NearPrinter,
     Printer,
     RangePrinter,
     Text,
@@ -80,11 +81,20 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Near:
+    """The argument of a score's tanh, and the score where that is so small that a polynomial will do."""
+
+    argument: Body
+    score: Body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Seam:
     """A variant as a kernel template sees it; what is None or False is not emitted.
 
     keep, runs, classes   bodies of `keep`, of `previous_tile`, and of `classify`: whether something is hidden, and
               before it, where a tile inside the runs may be EMPTY, whether something is visible
+    near      where the score has one tanh, and its argument is cheap to look at before
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
     formula   (kind, text) lines for the banner
@@ -92,6 +102,7 @@ class Seam:
 
     readers: tuple[Reader, ...]
     score: Body | None
+    near: Near | None
     keep: Body | None
     runs: Decision | None
     classes: Decision | None
@@ -119,6 +130,7 @@ def seam(facts: Facts) -> Seam:
     return Seam(
         readers=tuple(_reader(tensor, loads + judged, judged, facts) for tensor in tensors),
         score=None if score is None else Printer(wide=facts.int64).body(score),
+        near=None if score is None else _near(score, facts),
         keep=None if mask is None else Printer(wide=facts.int64, exact=True).body(mask),
         runs=Decider(facts).runs() if masked else None,
         classes=Decider(facts).classes() if masked else None,
@@ -135,6 +147,15 @@ def _takes_long(n: Node) -> bool:
     if n.op == "load":
         return depends_on(n, "k")
     return n.op in OPS and OPS[n.op].group == "function" and n.op != "cast"
+
+
+def _near(score: Node, facts: Facts) -> Near | None:
+    """The score in two steps; None without a tanh, with several, or with one of something that takes long."""
+    taken = [n for n in walk([score]) if n.op == "tanh"]
+    if len(taken) != 1 or any(n.op == "load" or _takes_long(n) for n in walk(taken[0].operands)):
+        return None
+    printer = NearPrinter(wide=facts.int64)
+    return Near(argument=printer.body(*taken[0].operands), score=printer.body(score))
 
 
 def _formula(mask: Node | None, score: Node | None) -> tuple[tuple[str, str], ...]:

@@ -61,6 +61,9 @@ SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
 #: A score function that reads an element for each key, in every tile, takes one more register for so many keys.
 READING_KEYS = 6
 
+#: Registers that a score function wants beside those counted where it is emitted twice.
+ROOM = 16
+
 #: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone.
 JUDGE_REGISTERS = 56
 
@@ -70,6 +73,10 @@ CONTROL = KIB
 #: Up to so many columns a product is short: the softmax of a warpgroup must run under the products of two others, which
 #: take turns to issue them; or, without a mask and a score, it does without maxima.  Wider ones need no turns.
 SHORT_COLUMNS = 64
+
+#: What P of one tile may add up to in a lane before the offsets must move: bfloat16 has room, while float16 shows what
+#: P of a key that outweighs all others loses where it is no power of two (KernelPlan.offset_slack).
+SUM_LIMITS = {"float16": 64.0, "bfloat16": 32768.0}
 
 #: Three warpgroups with wider columns hold so few keys that two are faster (FlashAttention-3 divides its rows like that
 #: too): what to multiply their time by.
@@ -216,6 +223,7 @@ def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, 
     producer, consumer = division(c.warpgroups, variant, arch)
     short = max(head_dim, v_head_dim) <= SHORT_COLUMNS
     guarded = short and variant.mask is None and variant.score_node is None
+    roomy = _roomy(c, variant, arch, head_dim, v_head_dim)
     return KernelPlan(
         variant=variant,
         pass_name="forward",
@@ -243,6 +251,9 @@ def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, 
             q_stages=c.q_stages,
             ping_pong=short and c.warpgroups > 2 and not guarded,
             guarded=guarded,
+            roomy=roomy,
+            apart=roomy and _band(variant),
+            sum_limit=SUM_LIMITS[dtype],
             staged=c.q_stages > 1,
             dynamic=variant.mask is not None,
         ),
@@ -290,6 +301,20 @@ def busiest(plan: KernelPlan, paces: tuple[float, ...], problem: Problem, sms: i
     jagged = tile.kv - math.gcd(tile.q, tile.kv)
     seen = min(keys, (q_tiles * tile.q + tile.q + jagged) / 2)
     return max(1.0, tiles / sms) * tile.q * (seen + tile.kv) * paces[0]
+
+
+def _roomy(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int) -> bool:
+    """Whether registers are left for a score function that is emitted twice."""
+    needed = sum(part.amount for part in registers(c, variant, head_dim, v_head_dim))
+    return variant.score_node is None or needed + ROOM <= division(c.warpgroups, variant, arch)[1]
+
+
+def _band(variant: Variant) -> bool:
+    """Whether the mask is one run of keys and reads nothing: others spill with code for each kind of tile."""
+    if variant.mask is None:
+        return False
+    facts = analyse(variant)
+    return facts.exact and len(facts.visible) == 1 and not variant.tensors
 
 
 def _judges(variant: Variant) -> bool:

@@ -46,6 +46,9 @@ class Specialized:
     q_stages: int  # tiles of queries in shared memory
     ping_pong: bool  # warpgroups take turns to issue products
     guarded: bool  # no maxima in the loop: the sums of P show when an offset must move
+    roomy: bool  # registers are left for a score function that is emitted twice
+    apart: bool  # tiles that the mask hides nothing of have code of their own
+    sum_limit: float  # what P of one tile may add up to in one lane before it must, where guarded
     staged: bool  # o leaves by TMA from the room of q, else from registers
     dynamic: bool  # a counter in memory hands out tiles of queries, long ones first; else each block has its share
 

@@ -2,38 +2,37 @@
 // Warp w, lane l of a warpgroup holds rows 16 w + l / 4 and eight further down of an m64nN accumulator; element
 // 4 j + 2 r + e of its array is row r (0 or 1) of these, column 8 j + 2 (l % 4) + e.
 //
-// Per row: a score to subtract in the exponent (the highest so far, or a little less), and the sum of this lane's
-// exponentials.
-struct RowState { float offset[2], sum[2]; };
+// Per row: what is subtracted in the exponent (the highest scaled score so far, or a little less), and the sum of this
+// lane's exponentials.
+struct RowState { float shift[2], sum[2]; };
 
-DEVICE RowState nothing_seen() { return {{MINUS_INFINITY, MINUS_INFINITY}, {0.f, 0.f}}; }
+// A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
+DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}}; }
 
-// The offsets follow the highest scores; gives what earlier results must be multiplied by, and scale * offset, finite
-// also for a row that has seen nothing.
-template <int N>
-DEVICE void follow(RowState& row, const float (&s)[N], float scale, float (&rescale)[2], float (&shift)[2]) {
+// The shifts follow the highest of scale * S where these are more than `slack` above: true if one of this lane's did.
+template <int N> DEVICE bool follow(float (&shift)[2], const float (&s)[N], float scale, float slack) {
+  bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float even = row.offset[r], odd = s[2 * r + 1];
+    float even = s[2 * r], odd = s[2 * r + 1];
 #pragma unroll
-    for (int i = 2 * r; i < N; i += 4) {
+    for (int i = 2 * r + 4; i < N; i += 4) {
       even = fmaxf(even, s[i]);
       odd = fmaxf(odd, s[i + 1]);
     }
-    const float highest = quad_max(fmaxf(even, odd)), before = row.offset[r];
-    if (!((highest - before) * scale <= OFFSET_SLACK)) row.offset[r] = highest;
-    const float finite = row.offset[r] == MINUS_INFINITY ? 0.f : row.offset[r];
-    shift[r] = finite * scale;
-    rescale[r] = ex2((before - finite) * scale);
-    row.sum[r] *= rescale[r];
+    const float highest = quad_max(fmaxf(even, odd));
+    moves[r] = fmaf(highest, scale, -shift[r]) > slack;
+    // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2% of head_dim 128).
+    if (moves[r]) shift[r] = fmaf(highest, scale, 0.f);
   }
+  return moves[0] || moves[1];
 }
 
-// S becomes P = 2^(scale * S - shift), and is added to the sums.
-template <int N> DEVICE void exponentiate(RowState& row, float (&s)[N], float scale, const float (&shift)[2]) {
+// S becomes P = 2^(scale * S - shift); what it adds up to.
+template <int N> DEVICE void exponentiate(float (&s)[N], float scale, const float (&shift)[2], float (&sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float even = row.sum[r], odd = 0.f;
+    float even = 0.f, odd = 0.f;
 #pragma unroll
     for (int i = 2 * r; i < N; i += 4) {
       s[i] = ex2(fmaf(s[i], scale, -shift[r]));
@@ -41,12 +40,9 @@ template <int N> DEVICE void exponentiate(RowState& row, float (&s)[N], float sc
       even += s[i];
       odd += s[i + 1];
     }
-    row.sum[r] = even + odd;
+    sum[r] = even + odd;
   }
 }
-
-// What the exponentials of one tile may add up to in one lane before the offsets must move: float16 holds each of them.
-constexpr float TILE_SUM_LIMIT = 32768.f;
 
 template <int N> DEVICE void multiply_rows(float (&o)[N], const float (&factor)[2]) {
 #pragma unroll

@@ -122,18 +122,11 @@ DEVICE void red_add_f32(float* sum, float x) {
 }
 
 // ---------------------------------------------------------------- softmax of a tile in the registers of wgmma
-// Warp w, lane l of a warpgroup holds rows 16 w + l / 4 and eight further down of an m64nN accumulator; element
-// 4 j + 2 r + e of its array is row r (0 or 1) of these, column 8 j + 2 (l % 4) + e.
-//
-// Per row: a score to subtract in the exponent (the highest so far, or a little less), and the sum of this lane's
-// exponentials.
-struct RowState { float offset[2], sum[2]; };
-
-// S becomes P = 2^(scale * S - shift), and is added to the sums.
-template <int N> DEVICE void exponentiate(RowState& row, float (&s)[N], float scale, const float (&shift)[2]) {
+// S becomes P = 2^(scale * S - shift); what it adds up to.
+template <int N> DEVICE void exponentiate(float (&s)[N], float scale, const float (&shift)[2], float (&sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float even = row.sum[r], odd = 0.f;
+    float even = 0.f, odd = 0.f;
 #pragma unroll
     for (int i = 2 * r; i < N; i += 4) {
       s[i] = ex2(fmaf(s[i], scale, -shift[r]));
@@ -141,7 +134,7 @@ template <int N> DEVICE void exponentiate(RowState& row, float (&s)[N], float sc
       even += s[i];
       odd += s[i + 1];
     }
-    row.sum[r] = even + odd;
+    sum[r] = even + odd;
   }
 }
 

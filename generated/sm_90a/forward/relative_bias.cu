@@ -52,9 +52,6 @@ DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The offset follows the maximum only when left behind by this power of two: O is rescaled seldom, P stays below 2^8.
-constexpr float OFFSET_SLACK = 8.f;
-
 // ---------------------------------------------------------------- mbarrier: counts arrivals and bytes, a phase a round
 DEVICE void mbarrier_init(u64& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(&barrier)), "r"(arrivals) : "memory");
@@ -199,38 +196,38 @@ DEVICE u64 advance_bytes(u64 descriptor, int bytes) { return descriptor + (bytes
 // Warp w, lane l of a warpgroup holds rows 16 w + l / 4 and eight further down of an m64nN accumulator; element
 // 4 j + 2 r + e of its array is row r (0 or 1) of these, column 8 j + 2 (l % 4) + e.
 //
-// Per row: a score to subtract in the exponent (the highest so far, or a little less), and the sum of this lane's
-// exponentials.
-struct RowState { float offset[2], sum[2]; };
+// Per row: what is subtracted in the exponent (the highest scaled score so far, or a little less), and the sum of this
+// lane's exponentials.
+struct RowState { float shift[2], sum[2]; };
 
-DEVICE RowState nothing_seen() { return {{MINUS_INFINITY, MINUS_INFINITY}, {0.f, 0.f}}; }
+// A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
+DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}}; }
 
-// The offsets follow the highest scores; gives what earlier results must be multiplied by, and scale * offset, finite
-// also for a row that has seen nothing.
-template <int N>
-DEVICE void follow(RowState& row, const float (&s)[N], float scale, float (&rescale)[2], float (&shift)[2]) {
+// The shifts follow the highest of scale * S where these are more than `slack` above: true if one of this lane's did.
+template <int N> DEVICE bool follow(float (&shift)[2], const float (&s)[N], float scale, float slack) {
+  bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float even = row.offset[r], odd = s[2 * r + 1];
+    float even = s[2 * r], odd = s[2 * r + 1];
 #pragma unroll
-    for (int i = 2 * r; i < N; i += 4) {
+    for (int i = 2 * r + 4; i < N; i += 4) {
       even = fmaxf(even, s[i]);
       odd = fmaxf(odd, s[i + 1]);
     }
-    const float highest = quad_max(fmaxf(even, odd)), before = row.offset[r];
-    if (!((highest - before) * scale <= OFFSET_SLACK)) row.offset[r] = highest;
-    const float finite = row.offset[r] == MINUS_INFINITY ? 0.f : row.offset[r];
-    shift[r] = finite * scale;
-    rescale[r] = ex2((before - finite) * scale);
-    row.sum[r] *= rescale[r];
+    const float highest = quad_max(fmaxf(even, odd));
+    moves[r] = fmaf(highest, scale, -shift[r]) > slack;
+    // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2% of head_dim
+    // 128).
+    if (moves[r]) shift[r] = fmaf(highest, scale, 0.f);
   }
+  return moves[0] || moves[1];
 }
 
-// S becomes P = 2^(scale * S - shift), and is added to the sums.
-template <int N> DEVICE void exponentiate(RowState& row, float (&s)[N], float scale, const float (&shift)[2]) {
+// S becomes P = 2^(scale * S - shift); what it adds up to.
+template <int N> DEVICE void exponentiate(float (&s)[N], float scale, const float (&shift)[2], float (&sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float even = row.sum[r], odd = 0.f;
+    float even = 0.f, odd = 0.f;
 #pragma unroll
     for (int i = 2 * r; i < N; i += 4) {
       s[i] = ex2(fmaf(s[i], scale, -shift[r]));
@@ -238,7 +235,7 @@ template <int N> DEVICE void exponentiate(RowState& row, float (&s)[N], float sc
       even += s[i];
       odd += s[i + 1];
     }
-    row.sum[r] = even + odd;
+    sum[r] = even + odd;
   }
 }
 
@@ -262,6 +259,7 @@ constexpr int STAGES = 3, Q_STAGES = 2;  // tiles of k and of v, and of q, in sh
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
 constexpr int O_BARRIER = 4;  // named barriers of the warpgroups
+constexpr float SLACK = 8.0f;  // power of two by which S may pass a shift: O is rescaled seldom
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
 typedef u16 bf16;
@@ -527,8 +525,8 @@ struct Consumer {
   u32 probabilities[TILE_KV / 4] = {};
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
-  float rescale[2] = {}, shift[2] = {};
-  u32 grown = 0;  // lanes whose O must be rescaled
+  float before[2] = {}, added[2] = {};  // the shifts of O and of the sums, and what a tile adds to the sums
+  u32 moved = 0;  // lanes whose shifts are not those of O any more
 
   // Read where it is used: registers are for fragments.
   DEVICE Work work_at(Ring<WORK_STAGES> at) { return shared.work[at.stage()]; }
@@ -599,14 +597,20 @@ struct Consumer {
     v_ring.passed++;
   }
 
+  // The query and the key of element i of S, inside the problem.
+  DEVICE int query(const Work& work, int i) {
+    return min(work.q_tile * TILE_Q + row + i / 2 % 2 * 8, p.q_len - 1);
+  }
+
+  DEVICE int key(int tile, int i) {
+    return min(tile * TILE_KV + column + i / 4 * 8 + i % 2, p.kv_len - 1);
+  }
+
   // S becomes score(scale * S).
   DEVICE void apply_score(S& s, const Work work, int tile) {
 #pragma unroll
-    for (int i = 0; i < TILE_KV / 2; i++) {
-      const int q = min(work.q_tile * TILE_Q + row + i / 2 % 2 * 8, p.q_len - 1);
-      const int k = min(tile * TILE_KV + column + i / 4 * 8 + i % 2, p.kv_len - 1);
-      s[i] = score(p.scale * s[i], work.b, work.h, q, k, p);
-    }
+    for (int i = 0; i < TILE_KV / 2; i++)
+      s[i] = score(p.scale * s[i], work.b, work.h, query(work, i), key(tile, i), p);
   }
 
   // S becomes -inf beyond the last key: in the first tile of a schedule, if anywhere.
@@ -618,20 +622,50 @@ struct Consumer {
       if (column + i / 4 * 8 + i % 2 >= columns) s[i] = MINUS_INFINITY;
   }
 
+  // O and the sums follow the shifts.
+  DEVICE void rescale() {
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      factor[r] = ex2(before[r] - state.shift[r]);
+      state.sum[r] *= factor[r];
+    }
+    multiply_rows(o, factor);
+  }
+
+  // The sums grow by what this tile adds.
+  DEVICE void accumulate() {
+    state.sum[0] += added[0];
+    state.sum[1] += added[1];
+  }
+
+  // The shifts follow the scores; true if one of this lane's did.
+  DEVICE bool follow_scores(const S& s) {
+    before[0] = state.shift[0];
+    before[1] = state.shift[1];
+    return follow(state.shift, s, scale, SLACK);
+  }
+
   // S becomes P.  Lane 0 or 1 releases K: which one depends on the maxima, since ptxas moves the wait for O up to here,
   // and these at least shall be found under the product.
   DEVICE void softmax(S& s) {
-    follow(state, s, scale, rescale, shift);
-    grown = __ballot_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f);
-    release(shared.k_pipe, k_ring, grown & 1);
+    moved = __ballot_sync(~0u, follow_scores(s));
+    release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
-    exponentiate(state, s, scale, shift);
+    exponentiate(s, scale, state.shift, added);
   }
 
   // The layout of an accumulator is that of an A operand.
   DEVICE void round(const S& s) {
 #pragma unroll
     for (int i = 0; i < TILE_KV / 4; i++) probabilities[i] = cvt_bf16x2(s[2 * i], s[2 * i + 1]);
+  }
+
+  // S becomes P, and P what the next product takes, when that of the tile before has come.
+  DEVICE void weigh(S& s) {
+    softmax(s);
+    await_pv();
+    round(s);
   }
 
   // Score and softmax of the first tile of a schedule.
@@ -641,6 +675,7 @@ struct Consumer {
     cut(s, tile);
     state = nothing_seen();
     softmax(s);
+    accumulate();
   }
 
   DEVICE void run() {
@@ -664,10 +699,9 @@ struct Consumer {
         S s;
         issue_products(s);
         apply_score(s, work_at(work_ring), tile);
-        softmax(s);
-        await_pv();
-        round(s);
-        if (grown) multiply_rows(o, rescale);
+        weigh(s);
+        if (moved) rescale();
+        accumulate();
       }
       q_ring.passed++;
 
@@ -723,7 +757,7 @@ struct Consumer {
       const float sum = quad_sum(done.sum[r]);
       factor[r] = sum == 0.f ? 0.f : 1.f / sum;
       if (q + 8 * r < p.q_len)
-        store_lse(work, q + 8 * r, sum == 0.f ? MINUS_INFINITY : (done.offset[r] * scale + lg2(sum)) * LN2);
+        store_lse(work, q + 8 * r, sum == 0.f ? MINUS_INFINITY : (done.shift[r] + lg2(sum)) * LN2);
     }
     multiply_rows(o, factor);
     // Into the room of q, in rows as TMA reads them, when no warp of the warpgroup multiplies by q any more.
@@ -766,7 +800,7 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
   if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x < 32) Scheduler{shared, p}.run();
-    if (threadIdx.x == 32) Loader{shared, map_q, map_k, map_v, p}.run();
+    else if (threadIdx.x == 32) Loader{shared, map_q, map_k, map_v, p}.run();
     if (threadIdx.x == 64) Storer{shared, map_o}.run();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
