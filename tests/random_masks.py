@@ -173,3 +173,20 @@ def random_case(source: Source) -> tuple[Case, Tile]:
         },
     )
     return case, Tile(q=source.integer(1, 7), kv=source.integer(1, 7))
+
+
+def banded(draw: Callable) -> tuple[fg.Variant, dict[str, int], tuple[int, int]]:
+    """A band and a prefix of keys that some heads see, the sizes of a small problem, and a tile, by hypothesis."""
+    from hypothesis import strategies as st
+
+    lo, hi = sorted((draw(st.integers(-40, 40)), draw(st.integers(-40, 40))))
+    prefix, head = draw(st.integers(0, 20)), draw(st.integers(0, 3))
+
+    @fg.variant()
+    def variant(b, h, q, k):
+        return ((q - k >= lo) & (q - k <= hi)) | (k < prefix) & (h >= head)
+
+    group = draw(st.sampled_from([1, 2, 4]))
+    sizes = {"batch": draw(st.integers(1, 2)), "heads": 4, "kv_heads": 4 // group}
+    sizes |= {"q_len": draw(st.integers(1, 70)), "kv_len": draw(st.integers(1, 70))}
+    return variant, sizes, draw(st.sampled_from([(16, 16), (16, 32), (32, 16), (64, 64), (128, 32)]))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_masks import banded
 from tolerance import POOL, baseline, judge, judge_lse, reference
 
 import flashgen as fg
@@ -176,27 +177,10 @@ def test_rounding_is_that_of_pytorch(dtype):
 @given(data=st.data())
 def test_tiles_do_not_change_results(data):
     """Random lengths, bands, prefixes and tiles against whole rows, in float64."""
-    draw = data.draw
-    lo, hi = sorted((draw(st.integers(-40, 40)), draw(st.integers(-40, 40))))
-    prefix, head = draw(st.integers(0, 20)), draw(st.integers(0, 3))
-
-    @fg.variant()
-    def variant(b, h, q, k):
-        return ((q - k >= lo) & (q - k <= hi)) | (k < prefix) & (h >= head)
-
-    group = draw(st.sampled_from([1, 2, 4]))
-    problem = problem_of(
-        batch=draw(st.integers(1, 2)),
-        heads=4,
-        kv_heads=4 // group,
-        q_len=draw(st.integers(1, 70)),
-        kv_len=draw(st.integers(1, 70)),
-        head_dim=16,
-        dtype="float64",
-    )
+    variant, sizes, tile = banded(data.draw)
+    problem = problem_of(**sizes, head_dim=16, dtype="float64")
     case = case_of(variant, problem)
     qkv = inputs(problem)
-    tile = draw(st.sampled_from([(16, 16), (16, 32), (32, 16), (64, 64), (128, 32)]))
     o, lse, traffic = walk(variant, problem, case, qkv, tile=tile)
     want_o, want_lse = reference(variant, case, *qkv, scale=problem.head_dim**-0.5)
     torch.testing.assert_close(o, want_o, rtol=1e-12, atol=1e-12)

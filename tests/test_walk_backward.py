@@ -6,6 +6,7 @@ import torch
 from backward_checks import case_of, check, inputs, plan_of, problem_of, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_masks import banded
 from tolerance import POOL
 
 import flashgen as fg
@@ -137,28 +138,11 @@ def test_a_captured_tensor_read_at_several_places():
 @given(data=st.data())
 def test_tiles_do_not_change_results(data):
     """Random lengths, bands, prefixes and tiles against whole rows, in float64."""
-    draw = data.draw
-    lo, hi = sorted((draw(st.integers(-40, 40)), draw(st.integers(-40, 40))))
-    prefix, head = draw(st.integers(0, 20)), draw(st.integers(0, 3))
-
-    @fg.variant()
-    def variant(b, h, q, k):
-        return ((q - k >= lo) & (q - k <= hi)) | (k < prefix) & (h >= head)
-
-    group = draw(st.sampled_from([1, 2, 4]))
-    problem = problem_of(
-        batch=draw(st.integers(1, 2)),
-        heads=4,
-        kv_heads=4 // group,
-        q_len=draw(st.integers(1, 70)),
-        kv_len=draw(st.integers(1, 70)),
-        head_dim=16,
-        dtype="float64",
-    )
+    variant, sizes, tile = banded(data.draw)
+    problem = problem_of(**sizes, head_dim=16, dtype="float64")
     case = case_of(variant, problem)
     q, k, v, do, dlse = inputs(problem)
-    tile = draw(st.sampled_from([(16, 16), (16, 32), (32, 16), (64, 64), (128, 32)]))
-    plan = plan_of(variant, problem, tile, deterministic=draw(st.booleans()))
+    plan = plan_of(variant, problem, tile, deterministic=data.draw(st.booleans()))
     got = walk(variant, problem, case, (q, k, v), do, dlse=dlse, plan=plan)
     want = reference_gradients(variant, case, q, k, v, do, dlse=dlse, scale=problem.head_dim**-0.5)
     for mine, right in zip(got[:3], want[:3], strict=True):

@@ -18,7 +18,7 @@ import numpy as np
 
 from flashgen.lang.expr import TENSOR_DTYPES, DType, Tensor
 
-#: Lengths of q and k, batches and heads stay below this.
+#: Lengths, batches and heads stay below this, so that index arithmetic in int32 and positions in float32 are exact.
 MAX_LENGTH = 1 << 24
 
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1

@@ -6,9 +6,7 @@ import difflib
 from dataclasses import dataclass
 
 from flashgen.errors import PlanError
-
-#: Lengths, batches and heads stay below this, so that index arithmetic in int32 and positions in float32 are exact.
-MAX_LENGTH = 1 << 24
+from flashgen.lang.ranges import MAX_LENGTH
 
 #: What a caller knows the lengths as.
 LENGTHS = {"q_len": "seqlen (q_len)", "kv_len": "kv_seqlen (kv_len)"}
