@@ -85,6 +85,10 @@ def test_a_line_breaks_between_conditions_first_and_then_where_parentheses_nest_
     said = "a comment that was behind what it says something about"
     assert fold.folded(f"  const bool t = {a} && {b};  // {said}").splitlines()[0] == f"  // {said}"
     assert fold.folded("x" * 200) == "x" * 200
+    text = "mma.sync, aligned  // (no comment), " * 2
+    assert fold.folded(f'  asm("{text}" : "r"({a}), "r"({b}));').splitlines()[0] == f'  asm("{text}" :'
+    macro = f"#define {a} {b} {c} \\"
+    assert fold.folded(macro) == macro
 
 
 def test_the_banner_says_what_how_and_how_again():

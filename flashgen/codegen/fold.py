@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 
 #: Columns of a line of emitted text.
@@ -34,9 +35,12 @@ def _folded(line: str) -> list[str]:
     margin = line[: len(line) - len(code)]
     if code.startswith("//"):
         return [f"{margin}// {part}" for part in textwrap.wrap(code[2:].strip(), WIDTH - len(margin) - 3)]
-    code, comment, said = code.partition("  // ")
-    lines = _folded(f"{margin}// {said}") if comment else []
-    return lines + _broken(code.rstrip(), margin)
+    if code.startswith("#"):  # a macro ends with its line
+        return [line]
+    behind = _without_strings(code).find("  // ")
+    if behind >= 0:
+        return _folded(margin + code[behind + 2 :]) + _broken(code[:behind].rstrip(), margin)
+    return _broken(code, margin)
 
 
 def _broken(code: str, margin: str) -> list[str]:
@@ -50,6 +54,7 @@ def _broken(code: str, margin: str) -> list[str]:
 def _end(code: str, room: int) -> int | None:
     """Where to break: the least nested end of an operand within the room, of those the last, else behind a
     parenthesis; None for nowhere."""
+    code = _without_strings(code)
     best: tuple[int, int] | None = None
     found, depth = None, 0
     for i, character in enumerate(code):
@@ -68,3 +73,8 @@ def _end(code: str, room: int) -> int | None:
         opened = code.rfind("(", 0, room) + 1
         return opened or found
     return found
+
+
+def _without_strings(code: str) -> str:
+    """The code with nothing but underscores in its strings, which stay whole."""
+    return re.sub(r'"(?:[^"\\]|\\.)*"', lambda found: "_" * len(found[0]), code)
