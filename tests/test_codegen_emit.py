@@ -75,6 +75,11 @@ def test_no_line_of_a_persons_variant_is_too_long_and_folding_moves_line_ends_on
     assert "".join(text.split()) == "".join(unfolded.split())
 
 
+def test_device_headers_need_no_folding():
+    for path in (folder("templates") / "device").glob("*.cuh"):
+        assert max(map(len, path.read_text().splitlines())) <= WIDTH, path
+
+
 def test_a_line_breaks_between_conditions_first_and_then_where_parentheses_nest_least():
     a, b, c = (f"{name}(rows.q_first, rows.q_last + {'x' * 12})" for name in ("first", "second", "third"))
     assert fold.folded(f"  return {a} && {b} || {c};") == f"  return {a} && {b} ||\n      {c};"

@@ -23,8 +23,8 @@ struct OnlineSoftmax {
   float offset[2] = {MINUS_INFINITY, MINUS_INFINITY};  // close to the row's maximum so far, scaled; -inf: nothing seen
   float sum[2] = {0.f, 0.f};                           // over this thread's columns
 
-  // The offsets follow S where it is more than `slack` above, and the sums the offsets; O is to follow by `factor` where
-  // the result is true.
+  // The offsets follow S where it is more than `slack` above, and the sums the offsets; O is to follow by `factor`
+  // where the result is true.
   template <int N> DEVICE bool track(const float (&s)[N][4], float scale, float slack, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {

@@ -134,8 +134,7 @@ struct OnlineSoftmax {
   float sum[2] = {0.f, 0.f};                           // over this thread's columns
 
   // The offsets follow S where it is more than `slack` above, and the sums the offsets; O is to follow by `factor`
-  // where
-  // the result is true.
+  // where the result is true.
   template <int N> DEVICE bool track(const float (&s)[N][4], float scale, float slack, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {

@@ -220,8 +220,7 @@ template <int N> DEVICE bool follow(float (&shift)[2], const float (&s)[N], floa
     }
     const float highest = quad_max(fmaxf(even, odd));
     moves[r] = fmaf(highest, scale, -shift[r]) > slack;
-    // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2% of head_dim
-    // 128).
+    // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
     if (moves[r]) shift[r] = fmaf(highest, scale, 0.f);
   }
   return moves[0] || moves[1];
