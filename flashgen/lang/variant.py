@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import numbers
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from flashgen.errors import PlanError, SourceLine, SpecError
 from flashgen.lang import build, source, trace
-from flashgen.lang.expr import Constant, DType, Node, Param, Tensor, const, digest, walk
+from flashgen.lang.expr import Constant, Node, Param, Tensor, const, digest, walk
+from flashgen.lang.symbols import Symbol, allowed, checked, line_of, summary, symbol_of
 
 #: The name of a variant that nobody named: one without a mask is full attention.
 FULL = "full"
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("float16", "bfloat16")
-
-FLOAT32_MAX = 2.0**128 - 2.0**104
-
-Symbol = Param | Constant | Tensor
 
 #: The latest variants of this process by token: a compiled graph holds a token and no object.
 _by_token: dict[str, Variant] = {}
@@ -170,7 +166,7 @@ class Variant:
                 return True
             if n.op in ("index", "problem") and n.attr == symbol:
                 return True
-            declared = _declared(n)
+            declared = symbol_of(n)
             if declared is not None and declared.name == symbol:
                 return True
         return False
@@ -192,7 +188,7 @@ class Variant:
         values = {}
         for name, p in known.items():
             if name in given:
-                values[name] = _checked(self.name, "parameter", p, given[name])
+                values[name] = checked(self.name, "parameter", p, given[name])
             elif p.default is not None:
                 values[name] = p.default
             elif complete:
@@ -210,7 +206,7 @@ class Variant:
                 raise PlanError(self._unknown(name, "constant"))
         if not known:
             return self
-        values = {c: _checked(self.name, "constant", c, constants.get(c.name, c.default)) for c in self.constants}
+        values = {c: checked(self.name, "constant", c, constants.get(c.name, c.default)) for c in self.constants}
         folded = {c: const(value, c.dtype) for c, value in values.items()}
         rebuilt = self._rebuilt(lambda n: folded[n.attr] if n.op == "constant" else None)
         chosen = ((c.name, value) for c, value in values.items() if value != c.default)
@@ -222,7 +218,7 @@ class Variant:
         at = f" that {self.where.path}:{self.where.line} is made of" if self.where else ""
         if isinstance(symbol, Param):
             what, option, cure = "parameter", f"--param {symbol.name}=VALUE", f"default= of the fg.param{at}"
-            kind = f"{symbol.dtype.value}{_allowed(symbol)}"
+            kind = f"{symbol.dtype.value}{allowed(symbol)}"
         else:
             what, option, cure = "captured tensor", f"--tensor {symbol.name}=FILE.npy", f"example= of the fg.tensor{at}"
             kind = f"{symbol.dtype} [{', '.join('any' if dim is None else str(dim) for dim in symbol.dims)}]"
@@ -239,21 +235,21 @@ class Variant:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _symbols(self, kind: type) -> tuple:
-        found = {declared for n in walk(self.roots) if isinstance(declared := _declared(n), kind)}
+        found = {declared for n in walk(self.roots) if isinstance(declared := symbol_of(n), kind)}
         return tuple(sorted(found, key=lambda symbol: symbol.name))
 
     def _unify(self) -> list[Symbol]:
         """One name is one declaration; every declaration, by name."""
         seen: dict[str, tuple[Symbol, Node]] = {}
         for n in walk(self.roots):
-            declared = _declared(n)
+            declared = symbol_of(n)
             if declared is None:
                 continue
             first, at = seen.setdefault(declared.name, (declared, n))
             if first != declared:
                 raise SpecError(
-                    f"the name {declared.name!r} is declared twice, differently: as {_summary(first)}{_at(at)}"
-                    f" and as {_summary(declared)}{_at(n)}; declare both alike or rename one",
+                    f"the name {declared.name!r} is declared twice, differently: as {summary(first)}{line_of(at)}"
+                    f" and as {summary(declared)}{line_of(n)}; declare both alike or rename one",
                     where=self.where,
                 )
         return [seen[name][0] for name in sorted(seen)]
@@ -317,7 +313,7 @@ class Variant:
     def _unknown(self, name: str, kind: str) -> str:
         symbols = {s.name: s for s in (*self.params, *self.constants, *self.tensors)}
         if name in symbols:
-            return f"{name!r} of {self.name!r} is {_summary(symbols[name])}, not a {kind}"
+            return f"{name!r} of {self.name!r} is {summary(symbols[name])}, not a {kind}"
         names = ", ".join(symbols) or "nothing"
         found = f"{self.name!r} has no {kind} {name!r}{source.nearest(name, symbols)}"
         return f"{found}; it takes {names}: what its mask and score read"
@@ -432,61 +428,6 @@ def _pins(given: Mapping[str, object], where: SourceLine | None) -> Pins:
 
 def _positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Declarations and their values
-
-
-def _declared(n: Node) -> Symbol | None:
-    if n.op in ("param", "constant", "load"):
-        return n.attr
-    return n.attr[0] if n.op == "size" else None
-
-
-def _summary(symbol: Symbol) -> str:
-    if isinstance(symbol, Tensor):
-        return f"a {symbol.dtype} tensor {symbol.dims}"
-    kind = "parameter" if isinstance(symbol, Param) else "constant"
-    return f"the {symbol.dtype.value} {kind} (default {symbol.default}{_allowed(symbol)})"
-
-
-def _allowed(symbol: Param | Constant) -> str:
-    low, high = symbol.min, symbol.max
-    if low is None and high is None:
-        return ""
-    if high is None:
-        return f", at least {low}"
-    return f", at most {high}" if low is None else f", in [{low}, {high}]"
-
-
-def _at(n: Node) -> str:
-    return f" (line {n.where.line} of {n.where.path})" if n.where else ""
-
-
-def _checked(variant_name: str, kind: str, symbol: Param | Constant, value: object) -> int | float:
-    title = f"{kind} {symbol.name!r} of {variant_name!r}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise PlanError(f"{title} is {symbol.dtype.value} and got {value!r}")
-    if symbol.dtype.is_float:
-        number = float(value)
-        if number != number:
-            raise PlanError(f"{title} got NaN")
-        if FLOAT32_MAX < abs(number) < float("inf"):
-            raise PlanError(f"{title} is float32: {number} does not fit, and the largest is {FLOAT32_MAX:.6g}")
-    else:
-        if not (isinstance(value, int) or float(value).is_integer()):
-            raise PlanError(f"{title} is {symbol.dtype.value} and got {value!r}: give a whole number")
-        number = int(value)
-        bits = 32 if symbol.dtype is DType.INT32 else 64
-        if not -(1 << bits - 1) <= number < 1 << bits - 1:
-            limits = f"-2^{bits - 1} to 2^{bits - 1} - 1"
-            raise PlanError(f"{title} is {symbol.dtype.value}: {number} does not fit into {limits}")
-    if symbol.min is not None and number < symbol.min:
-        raise PlanError(f"{title} is {number}: the least it may be is {symbol.min}")
-    if symbol.max is not None and number > symbol.max:
-        raise PlanError(f"{title} is {number}: the most it may be is {symbol.max}")
-    return number
 
 
 # ---------------------------------------------------------------------------------------------------------------------
