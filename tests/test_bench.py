@@ -1,6 +1,8 @@
 """The benchmark's arithmetic, records and refusals; the timing itself needs a GPU."""
 
+import itertools
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -32,14 +34,16 @@ def test_a_ratio_compares_within_rounds_only():
     assert str(ratio) == "1.500 [1.500, 1.500]"
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_every_contender_takes_every_place(count):
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
+def test_every_contender_takes_every_place_and_follows_every_other_as_often(count):
     names = [f"n{i}" for i in range(count)]
     rounds = [rotation(names, i) for i in range(2 * count)]
     for order in rounds:
         assert sorted(order) == names
     for place in range(count):
-        assert {order[place] for order in rounds} == set(names)
+        assert Counter(order[place] for order in rounds) == dict.fromkeys(names, 2)
+    behind = Counter(pair for order in rounds for pair in itertools.pairwise(order))
+    assert set(behind.values()) <= {2} and len(behind) == count * (count - 1)
 
 
 def test_few_rounds_are_refused():

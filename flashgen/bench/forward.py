@@ -32,6 +32,8 @@ def measure(
     seed: int = 0,
 ) -> Measured:
     """Check and time one cell on the current GPU, with fresh random input."""
+    import torch
+
     from flashgen.ops.attention import attention
     from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
@@ -50,6 +52,11 @@ def measure(
 
     contenders: dict[str, Callable[[], object]] = {"flashgen": run}
     builders = {name: functools.partial(peers.of(name), cell, q, k, v, at.inputs) for name in names}
+    own = ()
+    if p.dtype == "float16":  # beside the same kernel in bfloat16
+        own = ("bfloat16",)
+        same = [x.to(torch.bfloat16) for x in (q, k, v)]
+        contenders["bfloat16"] = functools.partial(attention, *same, at.variant, **at.inputs)
     builders |= {name: functools.partial(build, cell, q, k, v) for name, build in files.items()}
     absent, wrong = contest.join(contenders, builders, compare)
     plan = at.plan()
@@ -62,4 +69,5 @@ def measure(
         absent=absent,
         extra={name: contest.extra_bytes(call) for name, call in contenders.items() if name not in files},
         checked="all of it",
+        own=own,
     )

@@ -54,6 +54,8 @@ class Contender:
     def __str__(self) -> str:
         p = self.plan
         q = ", q in registers" if p.q_in_registers else ""
+        if p.specialized is not None:
+            q = f", {p.specialized.q_stages} of q"
         return f"{p.tile}, {p.stages} stages, {p.warps} warps, {p.blocks_per_sm} blocks{q}"
 
 
