@@ -104,7 +104,8 @@ def test_a_backward_is_planned_beside_its_forward():
     got = plan("causal", "--seqlen", 1024, "--arch", "sm_90a", "--backward")
     assert got["pass"] == "forward" and got.keys() >= FIELDS
     back = got["backward"]
-    assert back.keys() >= FIELDS and (back["pass"], back["pipeline"]) == ("backward", "ampere")
+    assert back.keys() >= FIELDS and (back["pass"], back["pipeline"]) == ("backward", "hopper")
+    assert back["passed_over"] is None
     assert (back["deterministic"], back["dropout"], back["gradients"]) == (False, False, [])
     assert back["flops_useful"] == 10 * 128 * 8 * (1024 * 1025 // 2)
     assert sum(kernel["read_bytes"] for kernel in back["kernels"]) == back["hbm"]["read_bytes"]
@@ -117,7 +118,14 @@ def test_the_table_says_which_pass_runs_where():
     rows = [line.split() for line in out.splitlines()]
     forward = plan("causal", "--seqlen", 1024, "--arch", "sm_90a")["pipeline"]
     assert any(row[:3] == ["forward", forward, "sm_90a"] for row in rows)
-    assert any(row[:3] == ["backward", "ampere", "sm_90a"] for row in rows)
+    assert any(row[:3] == ["backward", "hopper", "sm_90a"] for row in rows)
+
+
+def test_a_backward_that_the_best_pipeline_lacks_says_why():
+    asked = ("causal", "--seqlen", 1024, "--arch", "sm_90a", "--backward", "--deterministic")
+    back = plan(*asked)["backward"]
+    assert back["pipeline"] == "ampere" and back["passed_over"].startswith("pipeline hopper: it adds up dq")
+    assert "pipeline hopper: it adds up dq" in flashgen("plan", *asked).out
 
 
 def test_options_of_a_backward():

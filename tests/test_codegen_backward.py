@@ -10,7 +10,7 @@ from flashgen.analysis.facts import analyse
 from flashgen.codegen import device, emit, params
 from flashgen.codegen.backward import transposed
 from flashgen.lang.load import load_spec
-from flashgen.planning import ampere_backward, planner
+from flashgen.planning import backward, planner
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc, ptx
 from flashgen.runtime.philox import philox
@@ -82,17 +82,17 @@ def test_params_are_those_that_the_kernel_takes(options):
 def test_launches_and_workspaces():
     problem = problem_of()
     plan = plan_of("alibi", gradients=("slopes",))
-    found = ampere_backward.launches(plan, problem)
+    found = backward.launches(plan, problem)
     names = ["clear", "prepare", "", "finish"]
     assert [x.entry.removeprefix("attention_backward").removeprefix("_") for x in found] == names
     tiles = -(-300 // plan.tile.q)
     assert found[1].blocks == tiles * 8 and found[2].blocks == -(-200 // plan.tile.kv) * 4
-    memory = {part.name: part.amount for part in ampere_backward.workspaces(plan, problem)}
+    memory = {part.name: part.amount for part in backward.workspaces(plan, problem)}
     assert memory["delta"] == 4 * 8 * tiles * plan.tile.q and memory["dq_sum"] == 64 * memory["delta"]
     sure = plan_of("alibi", gradients=("slopes",), deterministic=True)
-    memory = {p.name: p.amount for p in ampere_backward.workspaces(sure, problem, {"slopes": (4,)})}
+    memory = {p.name: p.amount for p in backward.workspaces(sure, problem, {"slopes": (4,)})}
     assert memory["exact_slopes"] == 4 * 64 and "dq_sum" not in memory
-    assert not any(x.entry == "attention_backward" for x in ampere_backward.launches(plan, problem_of(kv_len=0)))
+    assert not any(x.entry == "attention_backward" for x in backward.launches(plan, problem_of(kv_len=0)))
 
 
 @pytest.mark.parametrize(

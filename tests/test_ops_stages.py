@@ -128,8 +128,11 @@ def test_reasons_of_a_backward():
     assert reason.nearest == "gradients=('learned',)"
     (reason,) = fg.supports(blocks, backward=True, gradients=("learned",))
     assert "has derivatives by no captured tensor" in reason.limit
-    (reason,) = fg.supports(biased, arch="sm_90a", backward=True, pipeline="hopper")
-    assert reason.option == "pipeline" and reason.nearest == "pipeline 'ampere'"
+    assert fg.supports(biased, arch="sm_90a", backward=True, pipeline="hopper") == ()
+    asked = {"arch": "sm_90a", "backward": True, "pipeline": "hopper", "deterministic": True}
+    reasons = fg.supports(biased, **asked)
+    assert reasons and {reason.nearest for reason in reasons} == {"pipeline 'ampere'"}
+    assert fg.supports(biased, **{**asked, "pipeline": None}) == ()
 
 
 def test_each_option_gives_its_own_reason():

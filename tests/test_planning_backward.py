@@ -15,7 +15,7 @@ from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec, shipped
-from flashgen.planning import ampere_backward, planner
+from flashgen.planning import backward, planner
 from flashgen.planning.traffic import predict
 from flashgen.runtime.tiles_backward import count_backward
 
@@ -146,7 +146,7 @@ def test_columns_of_dq_are_whole_products_for_every_warp(arch):
     """An mma gives 16 columns: a warp's share of them, and each part of it, is a multiple of that."""
     causal = load_spec("causal").bind()
     for head_dim in (16, 40, 72, 96, 104, 128, 160, 176, 192, 208, 224, 240, 256):
-        for plan in planner.backward_menu(causal, arch, "bfloat16", head_dim).plans:
+        for plan in planner.backward_menu(causal, arch, "bfloat16", head_dim, pipeline="ampere").plans:
             b = plan.backward
             columns = plan.padded_head_dim // (plan.warps // b.dq_q_warps)
             assert columns % (16 * b.dq_parts) == 0, (head_dim, plan.tile, b)
@@ -159,7 +159,7 @@ def test_json_and_tables():
     p = predict(plan, problem, case_of(table, problem))
     found = json.loads(json.dumps(p.as_json()))
     assert (found["pass"], found["deterministic"], found["gradients"]) == ("backward", True, ["table"])
-    assert [k["entry"] for k in found["kernels"]] == [x.entry for x in ampere_backward.launches(plan, problem)]
+    assert [k["entry"] for k in found["kernels"]] == [x.entry for x in backward.launches(plan, problem)]
     assert sum(k["read_bytes"] for k in found["kernels"]) == found["hbm"]["read_bytes"]
     assert {w["name"] for w in found["workspaces"]} == {"lse_log2", "delta", "exact_table"}
     tables = {t.title: t for t in p.tables()}
@@ -189,3 +189,42 @@ def test_predict_refuses_a_plan_for_other_head_dims():
     with pytest.raises(PlanError, match="the plan is for head_dim 64 and v_head_dim 64, the problem has 32 and 64"):
         predict(plan_of(full, problem), other, case_of(full, other))
     assert np.isfinite(predict(plan_of(full, problem), problem, case_of(full, problem)).predicted_ms)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper
+
+
+def test_hopper_serves_what_it_can_and_says_what_not():
+    causal, biased = load_spec("causal").bind(), load_spec("relative_bias").bind()
+    for head_dim in (16, 40, 64, 72, 96, 128):
+        menu = planner.backward_menu(causal, "sm_90a", "bfloat16", head_dim)
+        assert {plan.pipeline for plan in menu.plans} == {"hopper"} and menu.passed_over is None
+        assert menu.plans[0].tile.q == (128 if head_dim <= 64 else 64)
+    for variant, head_dim, form, why in (
+        (causal, 64, {"deterministic": True}, "adds up dq in memory, in any order"),
+        (causal, 64, {"dropout": True}, "no dropout"),
+        (biased, 64, {"gradients": ("table",)}, "no gradients of captured tensors"),
+        (causal, 192, {}, "head dims up to 128"),
+        (load_spec("dilated").bind(), 128, {}, "registers"),
+        (causal, 64, {"tile": (32, 32)}, "a backward's tile"),
+    ):
+        menu = planner.backward_menu(variant, "sm_90a", "bfloat16", head_dim, **form)
+        assert menu.plans[0].pipeline == "ampere"
+        assert menu.passed_over.startswith("pipeline hopper: ") and why in menu.passed_over
+        with pytest.raises(PlanError, match="nearest: pipeline 'ampere'"):
+            planner.backward_menu(variant, "sm_90a", "bfloat16", head_dim, pipeline="hopper", **form)
+
+
+@pytest.mark.parametrize(("dims", "columns"), [((64, 64), 64), ((40, 64), 48), ((64, 128), 64), ((96, 96), 128)])
+def test_hoppers_dq_is_added_up_in_whole_boxes(dims, columns):
+    full = load_spec("full").bind()
+    problem = problem_of(q_len=200, kv_len=300, head_dim=dims[0], v_head_dim=dims[1], dtype="bfloat16")
+    plan = planner.backward_menu(full, "sm_90a", "bfloat16", *dims).plans[0]
+    assert plan.dq_sum_columns == columns
+    p = predict(plan, problem, case_of(full, problem))
+    rows = -(-200 // plan.tile.q) * plan.tile.q * 8
+    assert {part.name: part.amount for part in p.workspaces}["dq_sum"] == 4 * rows * columns
+    entries = ("attention_backward_prepare", "attention_backward", "attention_backward_finish")
+    assert tuple(entry for entry, _ in p.kernels) == entries == tuple(x.entry for x in backward.launches(plan, problem))
+    assert p.predicted_ms > 0 and plan.smem_bytes <= 227 * 1024

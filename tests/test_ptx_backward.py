@@ -12,7 +12,7 @@ from tolerance import judge
 from flashgen.analysis.derivative import differentiable
 from flashgen.codegen import emit
 from flashgen.lang.load import shipped
-from flashgen.planning import ampere_backward
+from flashgen.planning import ampere_backward, backward, planner
 from flashgen.planning.arch import find
 from flashgen.planning.plan import Tile
 from flashgen.runtime import tiles
@@ -29,15 +29,19 @@ SOME = ("full", "sliding_window", "document", "alibi", "softcap", "relative_bias
 class Backward:
     """A backward plan on random input: the forward's results come from the CPU walk."""
 
-    def __init__(self, spec, *, tile=(64, 64), deterministic=False, dropout=None, seed=0, **shape):
+    def __init__(self, spec, *, pipeline="ampere", tile=None, deterministic=False, dropout=None, seed=0, **shape):
         self.forward = w = work(spec, "ampere", seed=seed, **shape)
         p, self.dropout = w.problem, dropout
-        form = ampere_backward.Form(
-            deterministic=deterministic, dropout=dropout is not None, gradients=differentiable(w.variant.score_node)
-        )
-        candidate = next(iter(ampere_backward.candidates(Tile(q=tile[0], kv=tile[1]), None)))
-        arch = find("sm_80")
-        self.plan = ampere_backward.plan(candidate, w.variant, arch, p.dtype, p.head_dim, p.v_head_dim, form)
+        dims = p.dtype, p.head_dim, p.v_head_dim
+        if pipeline == "hopper":
+            self.plan = planner.backward_menu(w.variant, "sm_90a", *dims, pipeline=pipeline, tile=tile).plans[0]
+        else:
+            form = backward.Form(
+                deterministic=deterministic, dropout=dropout is not None, gradients=differentiable(w.variant.score_node)
+            )
+            side_q, side_kv = tile or (64, 64)
+            candidate = next(iter(ampere_backward.candidates(Tile(q=side_q, kv=side_kv), None)))
+            self.plan = ampere_backward.plan(candidate, w.variant, find("sm_80"), *dims, form)
         self.source = emit(self.plan)
         g = torch.Generator().manual_seed(seed + 1)
         rows = p.batch, p.heads, p.q_len
@@ -107,6 +111,59 @@ def test_every_spec(spec):
 @pytest.mark.parametrize("spec", SOME)
 def test_head_dim_128_in_float16_with_four_heads_over_two(spec):
     check(Backward(spec, head_dim=128, dtype="float16", heads=4, kv_heads=2, q_len=71, kv_len=101))
+
+
+@pytest.mark.parametrize("spec", SOME)
+def test_hopper(spec):
+    check(Backward(spec, pipeline="hopper", heads=4, kv_heads=2, q_len=137, kv_len=131))
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        ("full", {"head_dim": 128, "dtype": "float16", "q_len": 71, "kv_len": 101}),
+        ("sliding_window", {"head_dim": 96, "v_head_dim": 40, "q_len": 130}),
+        ("softcap", {"head_dim": 64, "v_head_dim": 128, "q_len": 70, "kv_len": 150}),
+        ("causal", {"head_dim": 24, "q_len": 1, "kv_len": 1, "batch": 2}),
+        ("causal_bottom_right", {"head_dim": 64, "tile": (64, 128), "q_len": 150, "kv_len": 70}),
+    ],
+)
+def test_hopper_at_other_shapes(spec, shape):
+    check(Backward(spec, pipeline="hopper", **shape))
+
+
+@pytest.mark.parametrize("tile", [(64, 128), (128, 128)])
+def test_hopper_in_any_order_of_warps_and_copies(tile):
+    b = Backward("sliding_window", pipeline="hopper", tile=tile, q_len=270, kv_len=140)
+    lockstep = b.run()
+    for seed in range(3):
+        result = b.run(seed=seed)
+        np.testing.assert_array_equal(result.dk, lockstep.dk)
+        np.testing.assert_array_equal(result.dv, lockstep.dv)
+        np.testing.assert_allclose(result.dq, lockstep.dq, rtol=2.0**-7, atol=1e-6)  # the order of additions is free
+
+
+SHOWN = "    __syncwarp();\n    if (thread_index() % 32 == 0) mbarrier_arrive"
+HOPPER_MUTATIONS = {
+    "dS not awaited": replace("    mbarrier_wait(shared.ds_full[ds_ring.stage()], ds_ring.parity());\n", ""),
+    "dS not shown to wgmma": replace("    fence_proxy_async();\n" + SHOWN, SHOWN),
+    "a stage released too early": replace("{ring.passed - 1}", "{ring.passed}"),
+    "d_o not awaited": replace("    mbarrier_wait(shared.d_o_full[stage], ring.parity());\n", ""),
+    "dQ not awaited": replace("    wgmma_wait_group<0>();\n    pin(dq);\n    stage_dq(dq);", "    stage_dq(dq);"),
+    "one dS for both warpgroups": replace(
+        "{ds_ring.passed + 1}.stage()][warpgroup]", "{ds_ring.passed + 1}.stage()][0]"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOPPER_MUTATIONS)
+def test_hopper_mutations_are_noticed(name):
+    b = Backward("causal", pipeline="hopper", tile=(64, 128), q_len=250, kv_len=150)
+    try:
+        result = b.run(HOPPER_MUTATIONS[name])
+    except errors.Trap:
+        return
+    assert b.wrong(result) or any(r.conflicts for r in result.reports.values())
 
 
 @pytest.mark.parametrize("spec", ["full", "sliding_window", "alibi", "relative_bias"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flashgen.codegen.emit import emit
 from flashgen.lang.load import load_spec, shipped
-from flashgen.planning import ampere, planner
+from flashgen.planning import planner
 from flashgen.planning.plan import KernelPlan
 
 #: (pipeline, arch) whose kernels are kept.
@@ -34,8 +34,7 @@ def goldens() -> Iterator[Golden]:
             variant = load_spec(path).bind()
             head_dim = HEAD_DIM if HEAD_DIM in variant.head_dims else max(variant.head_dims)
             plans = [planner.menu(variant, arch, DTYPE, head_dim, head_dim, pipeline=pipeline).plans[0]]
-            if pipeline == ampere.NAME:
-                plans.append(planner.backward_menu(variant, arch, DTYPE, head_dim).plans[0])
+            plans.append(planner.backward_menu(variant, arch, DTYPE, head_dim, pipeline=pipeline).plans[0])
             for plan in plans:
                 yield Golden(path=Path(arch, plan.pass_name, f"{name}.cu"), text=emit(plan), plan=plan)
 

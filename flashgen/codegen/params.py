@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from flashgen.codegen.printer import CTYPES
 from flashgen.lang.variant import Variant
-from flashgen.planning.plan import KernelPlan, Specialized
+from flashgen.planning.plan import KernelPlan, Specialized, SpecializedBackward
 
 #: C++ name of the 16-bit element type, a bit pattern to the compiler.
 ELEMENT = {"float16": "fp16", "bfloat16": "bf16"}
@@ -45,6 +45,8 @@ class Field:
 
 def maps(plan: KernelPlan) -> tuple[str, ...]:
     """The tensors of which a kernel takes tensor maps, as parameters of their own before the struct."""
+    if isinstance(plan.backward, SpecializedBackward):
+        return ("q", "k", "v", "d_o")
     if plan.specialized is None:
         return ()
     return ("q", "k", "v", "o") if plan.specialized.staged else ("q", "k", "v")
@@ -83,19 +85,22 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     """The members of a backward's `Params`: `d_o` is the output's gradient, and workspaces stand before the results.
 
     Where the gradient of a captured tensor is asked for, it is `grad_NAME`, and `exact_NAME` the exact sums it is
-    rounded from.
+    rounded from.  Pipeline hopper has tensor maps in place of q, k and v.
     """
     element = ELEMENT[plan.dtype]
     workspaces = ("lse_log2", "delta", *(("dq_sum",) if plan.backward.adds_dq else ()))
-    pointers = [Field(name, f"const {element}*") for name in ("q", "k", "v", "o", "d_o")]
+    mapped = bool(maps(plan))
+    loaded = ("o", "d_o") if mapped else ("q", "k", "v", "o", "d_o")
+    pointers = [Field(name, f"const {element}*") for name in loaded]
     pointers += [Field(name, "const float*") for name in ("lse", "dlse")]
     pointers += [Field(name, "float*") for name in workspaces]
     pointers += [Field(name, f"{element}*") for name in ("dq", "dk", "dv")]
     pointers += [Field(f"grad_{name}", "float*") for name in plan.gradients]
     pointers += [Field(f"exact_{name}", "i64*") for name in plan.gradients if plan.deterministic]
-    strided = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
-    numbers = ("batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles")
-    return _members(plan.variant, pointers, strided, numbers, plan.dropout)
+    numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles"]
+    if mapped and plan.variant.mask is not None:
+        numbers.append("l2_heads")
+    return _members(plan.variant, pointers, (*loaded, "dq", "dk", "dv"), numbers, plan.dropout)
 
 
 def _members(

@@ -10,7 +10,7 @@ import torch
 from flashgen.analysis.facts import analyse
 from flashgen.ops import attention as forward
 from flashgen.ops.attention import ALIGNMENT, Numbers, Request
-from flashgen.planning import ampere_backward, arch, planner
+from flashgen.planning import arch, backward, planner
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime import driver, kernel
 from flashgen.runtime.philox import Dropout
@@ -74,18 +74,26 @@ def run_backward(
 
 
 def plan_of(
-    request: Request, q: torch.Tensor, dropout: bool, deterministic: bool, wanted: tuple[str, ...]
+    request: Request,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout: bool,
+    deterministic: bool,
+    wanted: tuple[str, ...],
 ) -> KernelPlan:
     """The plan of a backward where q lies; PlanError where there is none."""
     problem, variant = request.problem, request.variant
+    options = {"deterministic": deterministic, "dropout": dropout, "gradients": wanted}
     if q.is_cuda:
         asked = (variant, forward.gpu_arch(q), problem.dtype, problem.head_dim, problem.v_head_dim)
         sms = driver.gpu(q.device.index).sms
+        if any(kernel.tma_refusal(x.shape, x.stride(), x.itemsize) for x in (q, k, v)):
+            options["pipeline"] = "ampere"
     else:
         asked = forward.cpu_request(variant, problem)
         sms = arch.find(asked[1]).sms
-    menu = planner.backward_menu(*asked, deterministic=deterministic, dropout=dropout, gradients=wanted)
-    return planner.choose(menu, problem, sms)
+    return planner.choose(planner.backward_menu(*asked, **options), problem, sms)
 
 
 def results(*inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -106,8 +114,9 @@ def _strides(x: torch.Tensor) -> tuple[int, int, int, int]:
 
 
 def _loadable(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy where a kernel could not load its rows 16 bytes at a time."""
+    """x, or a copy where a kernel could not load its rows 16 bytes at a time, or TMA not at all."""
     aligned = x.stride(3) == 1 and x.data_ptr() % ALIGNMENT == 0
+    aligned &= kernel.tma_refusal(x.shape, x.stride(), x.itemsize) is None
     for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
         aligned &= size == 1 or stride * x.itemsize % ALIGNMENT == 0
     return x if aligned else x.contiguous()
@@ -129,7 +138,7 @@ class _Record:
         wanted: tuple[str, ...],
     ) -> None:
         problem = request.problem
-        plan = plan_of(request, q, dropout is not None, deterministic, wanted)
+        plan = plan_of(request, q, k, v, dropout is not None, deterministic, wanted)
         self._device, self._wanted = q.device, wanted
         self._results = [(name, x.shape, _strides(x)) for name, x in (("dq", q), ("dk", k), ("dv", v))]
         given = {"q": q, "k": k, "v": v, "o": o, "d_o": do}
@@ -140,7 +149,7 @@ class _Record:
         )
         shapes = {name: tuple(request.tensors[name].shape) for name in wanted}
         self._places, self._room = {}, 0
-        for part in ampere_backward.workspaces(plan, problem, shapes):
+        for part in backward.workspaces(plan, problem, shapes):
             self._places[part.name] = self._room
             self._room += -(-part.amount // _ROOM) * _ROOM
         self._tensors = tuple(request.tensors)
@@ -208,7 +217,7 @@ def _walk(
 ) -> Gradients:
     """The plan that a GPU would run, tile by tile in NumPy."""
     walked = walk_backward(
-        plan_of(request, q, dropout is not None, deterministic, wanted),
+        plan_of(request, q, k, v, dropout is not None, deterministic, wanted),
         analyse(request.variant),
         forward.cpu_case(request),
         *(forward.array(x) for x in (q, k, v, o, lse, do)),

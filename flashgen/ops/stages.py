@@ -10,7 +10,7 @@ from flashgen.analysis.derivative import differentiable
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
 from flashgen.ops.options import option, plan_of, variant_of
-from flashgen.planning import ampere, planner
+from flashgen.planning import planner
 from flashgen.planning.arch import ARCHS, find, of_device
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
@@ -108,8 +108,6 @@ def menu_of(
                 raise PlanError(f"{name} is of a backward, and a forward was asked for\n  nearest: backward=True")
         asked = {"pipeline": pipeline, "tile": tile, "stages": stages, "dropout": dropout}
         return planner.menu(variant, arch, dtype, head_dim, v_head_dim, **asked)
-    if pipeline not in (None, ampere.NAME):
-        raise PlanError(f"pipeline {pipeline!r} has no backward\n  nearest: pipeline {ampere.NAME!r}")
     known = differentiable(variant.score_node)
     for name in gradients:
         if name not in known:
@@ -117,6 +115,7 @@ def menu_of(
             raise PlanError(f"{name!r} has no gradient: {those}\n  nearest: gradients={known}")
     return planner.backward_menu(
         *(variant, arch, dtype, head_dim, v_head_dim),
+        pipeline=pipeline,
         tile=tile,
         stages=stages,
         deterministic=deterministic,

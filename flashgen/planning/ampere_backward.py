@@ -1,4 +1,4 @@
-"""What a candidate of pipeline ampere's backward costs, what a call of one launches, and what it allocates.
+"""What a candidate of pipeline ampere's backward costs: shared memory, registers and time, sums that can be shown.
 
 The main kernel is FlashAttention-2's backward (Dao 2023, Algorithm 2): a block owns a tile of keys and visits the
 queries that see it.  S and dP are computed transposed, so that P and dS, once rounded, are operands of dV += P^T dO and
@@ -9,16 +9,16 @@ and dS through shared memory and divide the columns of dV and dK instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import analyse
-from flashgen.lang.expr import Node, const, walk
+from flashgen.lang.expr import walk
 from flashgen.lang.variant import Variant
 from flashgen.planning import ampere
 from flashgen.planning.ampere import ITEM, MMA_DEPTH, MMA_ROWS
 from flashgen.planning.arch import KIB, Arch
+from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up
 from flashgen.planning.plan import Backward, ByQuery, KernelPlan, Part, Role, Tile
 from flashgen.planning.problem import Problem
 
@@ -41,12 +41,6 @@ MAX_WARPS = 8
 #: The most elements of S, and of dP, that a thread holds at a time.
 MAX_SCORES = 32
 
-#: Threads of a block of the entries that work on rows or elements alone, and blocks of those over elements.
-ROW_THREADS, ELEMENT_BLOCKS = 256, 256
-
-#: Bytes of an exact sum (see device/exact.cuh).
-EXACT_BYTES = 64
-
 #: Architectures that add four floats in memory with one instruction (PTX ISA 8.1: from sm_90 on).
 VECTOR_ATOMICS = frozenset(("sm_90a", "sm_120"))
 
@@ -67,15 +61,6 @@ SCORE_OPS = 9
 #: block hides them.  How much better than n times n warps of a scheduler hide each other.  Leads: with them the model
 #: gives what the first kernels reached on an H200 to about a tenth.
 BARRIER, FIRST_BYTE, OVERLAP = 300, 1000, 1.3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """What a backward is asked beyond shapes."""
-
-    deterministic: bool = False
-    dropout: bool = False
-    gradients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,16 +91,6 @@ class Candidate:
 
     def __str__(self) -> str:
         return f"{self.tile.q} x {self.tile.kv}, {self.stages} stages, {self.warps} warps"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """One kernel of a backward pass: its entry, its grid and block (one dimension each), its dynamic shared memory."""
-
-    entry: str
-    blocks: int
-    threads: int
-    smem_bytes: int
 
 
 def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
@@ -250,7 +225,7 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, fo
     What is no array was fitted to what ptxas reports for emitted kernels.
     """
     d, dv = padded(head_dim, c), padded(v_head_dim, c)
-    scores, slope = MMA_ROWS * c.key_blocks * c.queries // 32, _slope(variant)
+    scores, slope = MMA_ROWS * c.key_blocks * c.queries // 32, has_slope(variant)
     dq = 0 if form.deterministic else c.tile.q * d // (c.threads * c.dq_parts)
     if c.rounded_p and not slope and not form.gradients:  # else the scores themselves are kept
         p = Part(
@@ -290,31 +265,27 @@ def _uneven(c: Candidate) -> int:
     return 18 if c.queries == 32 else 4
 
 
-def _slope(variant: Variant) -> bool:
-    """Whether the derivative of the score is anything but 1."""
-    return variant.score_node is not None and derive(variant.score_node) is not const(1.0)
-
-
 def _variant_registers(variant: Variant, form: Form) -> int:
     """What ptxas keeps for mask and score: little for a band or a bias of the head, more for what it must look up."""
     if variant.mask is None and variant.score_node is None and not form.dropout:
         return 0
-    roots = [root for root in (variant.mask, variant.score_node) if root is not None]
-    looked_up = any(n.op == "load" and _positions(n) & {"q", "k"} for n in walk(roots))
     exact = analyse(variant).exact
-    heavy = looked_up or not exact or _slope(variant) or form.dropout or bool(form.gradients)
+    heavy = looks_up(variant) or not exact or has_slope(variant) or form.dropout or bool(form.gradients)
     ops = sum(1 for n in walk([variant.mask]) if n.operands) if variant.mask is not None else 0
     return HEAVY if heavy else LONG if ops > LONG_OPS else LIGHT
-
-
-def _positions(n: Node) -> set[str]:
-    """The positions that a node reads."""
-    return {inner.attr for inner in walk([n]) if inner.op == "index"}
 
 
 def budget(c: Candidate, arch: Arch, blocks: int) -> int:
     """Registers that a thread may have while `blocks` blocks share a multiprocessor, less those lost to alignment."""
     return ampere.budget(c, arch, blocks) - UNALIGNED
+
+
+def lacks(
+    variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form, tile: tuple[int, int] | None,
+    stages: int | None,
+) -> str | None:  # fmt: skip
+    """Why the pipeline has no such backward: it has every one, and the planner says where a tile does not fit."""
+    return None
 
 
 def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> str | None:
@@ -432,50 +403,3 @@ def busiest(plan: KernelPlan, paces: tuple[float, ...], problem: Problem, sms: i
     waves, rest = divmod(-(-blocks // sms), len(paces))
     scores = plan.tile.kv * max(1, -(-problem.q_len // plan.tile.q)) * plan.tile.q * problem.group
     return scores * (waves * len(paces) * paces[-1] + (rest * paces[rest - 1] if rest else 0.0))
-
-
-def launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
-    """The kernels of a backward pass, in the order in which they run on one stream; all take the plan's Params."""
-    layout, heads = plan.backward, problem.heads * problem.batch
-    q_blocks = -(-problem.q_len // plan.tile.q) * heads
-    kv_blocks = -(-problem.kv_len // plan.tile.kv) * problem.kv_heads * problem.batch
-    rows = {"threads": layout.row_threads, "smem_bytes": 0}
-    found = [
-        Launch(entry="attention_backward_prepare", blocks=q_blocks, **rows),
-        Launch(entry="attention_backward", blocks=kv_blocks, threads=plan.threads, smem_bytes=plan.smem_bytes),
-    ]
-    if layout.by_query is None:
-        found.append(Launch(entry="attention_backward_finish", blocks=q_blocks, **rows))
-    else:
-        size = {"threads": layout.by_query.threads, "smem_bytes": layout.by_query.smem_bytes}
-        blocks = -(-problem.q_len // layout.by_query.tile_q) * heads
-        found.append(Launch(entry="attention_backward_dq", blocks=blocks, **size))
-    if plan.gradients:
-        found.insert(0, Launch(entry="attention_backward_clear", blocks=ELEMENT_BLOCKS, **rows))
-        if plan.deterministic:
-            found.append(Launch(entry="attention_backward_gradients", blocks=ELEMENT_BLOCKS, **rows))
-    return tuple(launch for launch in found if launch.blocks)
-
-
-def workspaces(
-    plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]] | None = None
-) -> tuple[Part, ...]:
-    """Device memory that a backward pass needs beside its inputs and results, in bytes by the name of the pointer.
-
-    `shapes` are those of the captured tensors whose gradients are asked for.
-    """
-    rows = -(-problem.q_len // plan.tile.q) * plan.tile.q * problem.heads * problem.batch
-    parts = [
-        Part(name="lse_log2", amount=4 * rows, why="float32 a row"),
-        Part(name="delta", amount=4 * rows, why="float32 a row"),
-    ]
-    if plan.backward.adds_dq:
-        parts.append(
-            Part(name="dq_sum", amount=4 * rows * plan.padded_head_dim, why="dq in float32, where it is added up")
-        )
-    if plan.deterministic:
-        for name in plan.gradients:
-            elements = math.prod(shapes[name])
-            why = f"{elements} exact sums of {EXACT_BYTES} bytes, which depend on no order"
-            parts.append(Part(name=f"exact_{name}", amount=EXACT_BYTES * elements, why=why))
-    return tuple(parts)

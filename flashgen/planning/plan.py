@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from flashgen.lang.variant import Variant
 
+#: Rows of a product of one warpgroup (wgmma's m).
+WARPGROUP_ROWS = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
@@ -109,6 +112,35 @@ class Backward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpecializedBackward:
+    """How the warps of a backward block divide work on pipeline hopper: one loads tiles, two warpgroups consume.
+
+    Each warpgroup owns half of the keys of a tile, dk and dv of these; of dq it computes 64 queries of all columns, or
+    all queries of half of the columns.
+    """
+
+    producer_registers: int  # of a thread
+    consumer_registers: int
+    dq_columns: int  # of dq in a warpgroup's product
+    bulk: bool  # dq leaves through shared memory by bulk reductions, else from registers
+    row_threads: int  # of a block of the entries that work on rows alone
+
+    @property
+    def by_query(self) -> None:
+        """No entry for dq by itself."""
+
+    @property
+    def adds_dq(self) -> bool:
+        """dq is added up in memory."""
+        return True
+
+    @property
+    def vector_atomics(self) -> bool:
+        """Four floats of a lane lie side by side where dq is added up."""
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPlan:
     """One kernel, decided.  It alone is emitted and it alone keys kernels: no length, batch, head count or value.
 
@@ -133,7 +165,7 @@ class KernelPlan:
     smem: tuple[Part, ...]
     registers: tuple[Part, ...]
     specialized: Specialized | None = None  # of pipeline hopper
-    backward: Backward | None = None  # of pass "backward"
+    backward: Backward | SpecializedBackward | None = None  # of pass "backward"
     deterministic: bool = False  # the same bits in every run
     dropout: bool = False
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
@@ -153,6 +185,13 @@ class KernelPlan:
     def block_rows(self) -> int:
         """Rows that a block owns: queries in a forward, keys in a backward."""
         return self.tile.q if self.backward is None else self.tile.kv
+
+    @property
+    def dq_sum_columns(self) -> int:
+        """Columns of a row of dq where it is added up in memory."""
+        if isinstance(self.backward, SpecializedBackward):
+            return self.backward.dq_columns * WARPGROUP_ROWS * 2 // self.tile.q
+        return self.padded_head_dim
 
     @property
     def warps(self) -> int:

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
-from flashgen.planning import ampere, ampere_backward, hopper, records
+from flashgen.planning import ampere, ampere_backward, hopper, hopper_backward, records
 from flashgen.planning import arch as archs
 from flashgen.planning.arch import Arch
+from flashgen.planning.backward import Form
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.problem import Problem, check_dtype
 from flashgen.planning.records import Shape, Timed
@@ -25,6 +26,9 @@ DTYPES = ("float16", "bfloat16")
 
 #: Pipeline -> the module that knows its candidates, what they cost, and how long they take.
 PIPELINES = {ampere.NAME: ampere, hopper.NAME: hopper}
+
+#: The same for backwards.
+BACKWARDS = {ampere_backward.NAME: ampere_backward, hopper_backward.NAME: hopper_backward}
 
 #: A menu never has more entries.
 MAX_PLANS = 4
@@ -84,6 +88,7 @@ class Menu:
     paces: tuple[tuple[float, ...], ...]
     rejected: tuple[Rejected, ...]
     measured: Measured | None = None  # None: the order is predicted
+    passed_over: str | None = None  # why the architecture's best pipeline does not serve this
 
     @property
     def record(self) -> str | None:
@@ -121,6 +126,7 @@ def backward_menu(
     head_dim: int,
     v_head_dim: int | None = None,
     *,
+    pipeline: str | None = None,
     tile: tuple[int, int] | None = None,
     stages: int | None = None,
     deterministic: bool = False,
@@ -129,18 +135,19 @@ def backward_menu(
 ) -> Menu:
     """The backward kernels that serve `variant` (constants bound) at any length, ranked by predicted time.
 
-    They come from pipeline ampere, which every architecture has, and take the outputs of any pipeline's forward; pins
-    of tile, stages and pipeline are the forward's.  `gradients` names captured tensors whose gradients are asked for.
-    Raises PlanError as `menu` does.
+    They take the outputs of any pipeline's forward, and come from the best pipeline that has what is asked for
+    (`Menu.passed_over` says why that is not the architecture's best); the variant's pins of tile, stages and pipeline
+    are the forward's.  `gradients` names captured tensors whose gradients are asked for.  Raises PlanError as `menu`
+    does.
     """
-    form = ampere_backward.Form(deterministic=deterministic, dropout=dropout, gradients=gradients)
+    form = Form(deterministic=deterministic, dropout=dropout, gradients=gradients)
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    return _menu(variant, arch, dtype, head_dim, v_head_dim, None, tile, stages, dropout, form)
+    return _menu(variant, arch, dtype, head_dim, v_head_dim, pipeline, tile, stages, dropout, form)
 
 
 def pipeline_of(plan: KernelPlan) -> ModuleType:
     """The module that a plan comes from, and that knows its clocks, paces and busiest multiprocessor."""
-    return ampere_backward if plan.backward is not None else PIPELINES[plan.pipeline]
+    return (PIPELINES if plan.backward is None else BACKWARDS)[plan.pipeline]
 
 
 def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
@@ -169,17 +176,22 @@ def _menu(
     tile: tuple[int, int] | None,
     stages: int | None,
     dropout: bool,
-    form: ampere_backward.Form | None,
+    form: Form | None,
 ) -> Menu:
     arch = archs.find(arch_name)
     pins = variant.pins
     if pins.arch is not None and archs.find(pins.arch) is not arch:
         pinned = archs.find(pins.arch).name
         raise PlanError(f"{variant.name!r} is pinned to {pinned}\n  asked: {arch.name}\n  nearest: {pinned}")
+    dims, passed_over = (head_dim, v_head_dim), None
+    if form is None:
+        module = _pipeline(arch, pipeline or pins.pipeline, dropout)
+    else:
+        module, passed_over = _backward(arch, pipeline, variant, *dims, form, tile, stages)
     request = _Request(
         variant=variant,
         arch=arch,
-        pipeline=_pipeline(arch, pipeline or pins.pipeline, dropout) if form is None else ampere_backward,
+        pipeline=module,
         dtype=dtype,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
@@ -191,13 +203,18 @@ def _menu(
     stages_pin = _check_stages(request, fixed_stages)
     tile_pin = _check_tile(request, fixed, stages_pin) if fixed else None
 
-    if tile_pin is None and stages_pin is None:
+    return replace(_menu_of(request, tile_pin, stages_pin), passed_over=passed_over)
+
+
+def _menu_of(request: _Request, tile: Tile | None, stages: int | None) -> Menu:
+    """The menu of a request that is in order."""
+    if tile is None and stages is None:
         return _free(request)
-    if tile_pin and (kept := _kept(_free(request), tile_pin, stages_pin)):
+    if tile and (kept := _kept(_free(request), tile, stages)):
         return kept
-    plans, rejected = _fitting(request, tile_pin, stages_pin)
-    if tile_pin and not plans:
-        raise PlanError(_does_not_fit(request, tile_pin, stages_pin, rejected))
+    plans, rejected = _fitting(request, tile, stages)
+    if tile and not plans:
+        raise PlanError(_does_not_fit(request, tile, stages, rejected))
     return _ranked(request, plans, rejected)
 
 
@@ -235,6 +252,28 @@ def _pipeline(arch: Arch, name: str | None, dropout: bool) -> ModuleType:
     if name is not None:
         raise PlanError(f"pipeline {name!r} has no dropout\n  nearest: pipeline {able.NAME!r}")
     return able
+
+
+def _backward(
+    arch: Arch,
+    name: str | None,
+    variant: Variant,
+    head_dim: int,
+    v_head_dim: int,
+    form: Form,
+    tile: tuple[int, int] | None,
+    stages: int | None,
+) -> tuple[ModuleType, str | None]:
+    """The pipeline asked for, or the best one of `arch` that has this backward; and why a better one has not."""
+    reasons = []
+    for candidate in (archs.pipeline(arch, name),) if name else arch.pipelines:
+        module = BACKWARDS[candidate]
+        reason = module.lacks(variant, arch, head_dim, v_head_dim, form, tile, stages)
+        if reason is None:
+            return module, "; ".join(reasons) or None
+        reasons.append(f"pipeline {candidate}: {reason}")
+    nearest = f"nearest: pipeline {ampere.NAME!r}"
+    raise PlanError(f"no backward of {variant.name!r} as asked for\n  {reasons[0]}\n  {nearest}")
 
 
 def _fitting(request: _Request, tile: Tile | None, stages: int | None) -> tuple[list[KernelPlan], list[Rejected]]:

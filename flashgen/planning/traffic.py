@@ -22,7 +22,7 @@ from flashgen.analysis import facts as analysis
 from flashgen.analysis.derivative import derive
 from flashgen.errors import PlanError
 from flashgen.lang.expr import Node, walk
-from flashgen.planning import ampere, ampere_backward, traffic_backward
+from flashgen.planning import ampere, backward, traffic_backward
 from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.plan import KernelPlan, Part, Tile
 from flashgen.planning.planner import Rejected, pipeline_of
@@ -130,6 +130,7 @@ class Prediction:
     kernels: tuple[tuple[str, Bytes], ...] = ()
     workspaces: tuple[Part, ...] = ()
     record: str | None = None  # measurements that the plan was chosen by; None: by predicted times
+    passed_over: str | None = None  # why the architecture's best pipeline does not serve this
 
     @property
     def predicted_ms(self) -> float:
@@ -159,6 +160,7 @@ class Prediction:
                     ("variant", plan.variant.name),
                     ("arch", f"{plan.arch} ({arch.card})"),
                     ("pipeline", f"{plan.pipeline} {plan.pass_name}"),
+                    *([("because", self.passed_over)] if self.passed_over else []),
                     ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {plan.stages} stages"),
                     ("warps", ", ".join(f"{role.warps} {role.name}" for role in plan.roles)),
                     ("blocks a multiprocessor", str(plan.blocks_per_sm)),
@@ -237,6 +239,7 @@ class Prediction:
             "pace_clocks": dict(self.pace.clocks) | {"together": self.pace.together},
             "chosen_by": "measured" if self.record else "predicted",
             "record": self.record,
+            "passed_over": self.passed_over,
             "rejected": [
                 {
                     "tile": {"q": r.tile.q, "kv": r.tile.kv},
@@ -269,11 +272,12 @@ def predict(
     rejected: Iterable[Rejected] = (),
     dlse: bool = False,
     record: str | None = None,
+    passed_over: str | None = None,
 ) -> Prediction:
     """What `plan` costs on `problem`; `case` carries the sizes, parameters and captured tensors of the same call.
 
     Closed form where the mask allows, never a walk.  `dlse` says that a backward is given the gradient of lse too;
-    `record` and `rejected` are those of the menu that the plan comes from.
+    `record`, `rejected` and `passed_over` are those of the menu that the plan comes from.
     Raises PlanError where problem and plan disagree on head dims.
     """
     asked, planned = (problem.head_dim, problem.v_head_dim), (plan.head_dim, plan.v_head_dim)
@@ -291,6 +295,7 @@ def predict(
         lower_bound_bytes=lower_bound(problem, arch, tiles.visible, costs["hbm"], costs["compulsory"]),
         rejected=tuple(rejected),
         record=record,
+        passed_over=passed_over,
         **costs,
     )
 
@@ -355,7 +360,7 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
         ),
         "pace": _pace(plan, scores),
         "kernels": tuple((entry, _bytes(*pair)) for entry, pair in by_entry.items()),
-        "workspaces": ampere_backward.workspaces(plan, problem, shapes) if by_entry else (),
+        "workspaces": backward.workspaces(plan, problem, shapes) if by_entry else (),
     }
 
 

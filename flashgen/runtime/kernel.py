@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flashgen.codegen import params
-from flashgen.planning import ampere_backward, hopper
+from flashgen.planning import backward, hopper
 from flashgen.planning.arch import ARCHS
 from flashgen.runtime import cache, driver, nvrtc
 
@@ -136,28 +136,34 @@ class BackwardRecord:
     """The kernels of a backward on one GPU for one set of shapes and strides; any thread may call it.
 
     `pointers` are the names of the addresses that a call gives, in that order: inputs, gradients, workspaces, captured
-    tensors.  Numbers are those of a Record.
+    tensors.  Numbers are those of a Record; `maps` are what the main kernel takes before the parameters.
     """
 
-    __slots__ = ("_launches", "_lock", "_packed", "pointers")
+    __slots__ = ("_launches", "_lock", "_maps", "_packed", "pointers")
 
     def __init__(
         self,
         plan: KernelPlan,
         values: Mapping[str, int | float],
-        entries: Sequence[tuple[ampere_backward.Launch, driver.Function]],
+        entries: Sequence[tuple[backward.Launch, driver.Function]],
+        maps: Mapping[str, driver.TensorMap],
     ) -> None:
-        self._packed = _Packed(plan, values)
-        self._launches = [
-            driver.Launch(function, blocks=entry.blocks, threads=entry.threads, arguments=[self._packed.buffer])
-            for entry, function in entries
-        ]
+        members = [f.name for f in params.fields(plan) if f.ctype.endswith("*")]
+        self.pointers = tuple(dict.fromkeys((*maps, *members)))
+        self._packed = _Packed(plan, values, self.pointers)
+        self._maps = [(tensor, self.pointers.index(name)) for name, tensor in maps.items()]
+        self._launches = []
+        for entry, function in entries:
+            before = maps.values() if entry.entry == backward.MAIN else ()
+            size = {"blocks": entry.blocks, "threads": entry.threads}
+            self._launches.append(driver.Launch(function, **size, arguments=[*before, self._packed.buffer]))
         self._lock = threading.Lock()
-        self.pointers = self._packed.pointers
 
     def __call__(self, addresses: tuple[int, ...], numbers: tuple[int | float, ...], stream: int) -> None:
         """Launch all of them, one after the other, on a stream; raises LaunchError with the driver's reason."""
         with self._lock:
+            for tensor, index in self._maps:
+                tensor.move(addresses[index])
             self._packed.write(addresses, numbers)
             for launch in self._launches:
                 launch(stream)
@@ -204,12 +210,12 @@ class Kernel:
         v (`tma_refusal` says so before).
         """
         plan = self.plan
-        values = self._values(problem, {name: getattr(layout, name) for name in "qkvo"}, captured)
+        strides = {name: getattr(layout, name) for name in "qkvo"}
+        values = self._values(problem, strides, captured)
         blocks = values["q_tiles"] * problem.heads * problem.batch
         if plan.specialized is not None:  # each block takes tile after tile
             blocks = min(blocks, driver.gpu(device).sms)
-        maps = {name: _tensor_map(name, plan, problem, layout) for name in params.maps(plan)}
-        return Record(plan, self.function(device), values, blocks, maps)
+        return Record(plan, self.function(device), values, blocks, _tensor_maps(plan, problem, strides))
 
     def backward_record(
         self,
@@ -221,12 +227,13 @@ class Kernel:
         """The launches of a backward for one problem with queries and keys.
 
         `strides` are those of q, k, v, o, d_o, dq, dk and dv in elements over (batch, heads, rows).  Raises LaunchError
-        where a kernel cannot be loaded or a grid would be too wide.
+        where a kernel cannot be loaded, a grid would be too wide, or TMA cannot address q, k, v or d_o.
         """
-        entries = ampere_backward.launches(self.plan, problem)
+        entries = backward.launches(self.plan, problem)
         functions = [self.function(device, entry.entry, entry.smem_bytes) for entry in entries]
         values = self._values(problem, strides, captured)
-        return BackwardRecord(self.plan, values, tuple(zip(entries, functions, strict=True)))
+        maps = _tensor_maps(self.plan, problem, strides)
+        return BackwardRecord(self.plan, values, tuple(zip(entries, functions, strict=True)), maps)
 
     def _values(
         self, problem: Problem, strides: Mapping[str, tuple[int, int, int]], captured: Mapping[str, Captured]
@@ -238,7 +245,7 @@ class Kernel:
             **problem.sizes(),
             "q_tiles": -(-problem.q_len // tile.q),
             "kv_tiles": -(-problem.kv_len // tile.kv),
-            "l2_heads": l2_heads(problem, ARCHS[self.plan.arch].l2_bytes),
+            "l2_heads": (l2_kv_heads if self.plan.backward else l2_heads)(problem, ARCHS[self.plan.arch].l2_bytes),
         }
         for name, of_tensor in strides.items():
             for axis, stride in zip(("batch", "head", "row"), of_tensor, strict=True):
@@ -259,6 +266,15 @@ def l2_heads(problem: Problem, l2_bytes: int) -> int:
     return min(together * problem.group, problem.batch * problem.heads)
 
 
+def l2_kv_heads(problem: Problem, l2_bytes: int) -> int:
+    """Key heads whose backward pipeline hopper works on together: the same of their queries, d_o and dq in float32."""
+    columns = (problem.head_dim + problem.v_head_dim) * problem.itemsize + problem.head_dim * 4
+    of_one = max(1, problem.q_len * problem.group * columns)
+    room = 1 << l2_bytes.bit_length() - 1
+    together = 1 << max(0, (room // of_one).bit_length() - 1)
+    return min(together, problem.batch * problem.kv_heads)
+
+
 def tma_refusal(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
     """Why TMA cannot address a tensor [batch, heads, rows, columns] with these strides in elements, or None.
 
@@ -272,15 +288,23 @@ def tma_refusal(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> 
     return None
 
 
-def _tensor_map(name: str, plan: KernelPlan, problem: Problem, layout: Layout) -> driver.TensorMap:
-    """The tensor map of q, k, v or o; its address comes with each call."""
+def _tensor_maps(
+    plan: KernelPlan, problem: Problem, strides: Mapping[str, tuple[int, int, int]]
+) -> dict[str, driver.TensorMap]:
+    """The tensor maps that a plan's main kernel takes; addresses come with each call."""
+    return {name: _tensor_map(name, plan, problem, strides[name]) for name in params.maps(plan)}
+
+
+def _tensor_map(name: str, plan: KernelPlan, problem: Problem, layout: tuple[int, int, int]) -> driver.TensorMap:
+    """The tensor map of q, k, v, o or d_o."""
     columns = problem.head_dim if name in "qk" else problem.v_head_dim
-    if name in "qo":
-        rows, heads, box_rows = problem.q_len, problem.heads, _Q_BOX_ROWS
-    else:
+    if name in ("k", "v"):
         rows, heads, box_rows = problem.kv_len, problem.kv_heads, plan.tile.kv
+    else:
+        rows, heads = problem.q_len, problem.heads
+        box_rows = _Q_BOX_ROWS if plan.backward is None else plan.tile.q
     sizes, least = (rows, heads, problem.batch), -(-columns * problem.itemsize // 16) * 16
-    strides = reversed(getattr(layout, name))  # of a size of 1 any stride will do
+    strides = reversed(layout)  # of a size of 1 any stride will do
     return driver.TensorMap(
         plan.dtype,
         address=_ANY_ADDRESS,

@@ -13,6 +13,7 @@ from flashgen.analysis.tiles import Case
 from flashgen.errors import LaunchError
 from flashgen.lang.load import load_spec, shipped
 from flashgen.ops.backward import run_backward
+from flashgen.planning import planner
 from flashgen.runtime.gradients import reference_gradients
 from flashgen.runtime.philox import Dropout
 
@@ -42,6 +43,27 @@ def kernels():
 @pytest.mark.parametrize("name", SPECS)
 def test_every_spec(name):
     check(load_spec(name), q_len=333, kv_heads=2)
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "softcap", "document"])
+def test_pipeline_ampere_on_every_architecture(name, monkeypatch):
+    """Where another one would serve the call; the shape is of this test alone, whose launches are remembered."""
+    best = planner.backward_menu
+    monkeypatch.setattr(planner, "backward_menu", lambda *a, **k: best(*a, **{**k, "pipeline": "ampere"}))
+    check(load_spec(name), q_len=317, kv_heads=2)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_frozen_captured_tensors(dims):
+    """Without gradients of their own, scores that read them are served by the best pipeline too."""
+    bias = torch.randn(4, 257, device=DEVICE)
+    q, k, v = (t.requires_grad_() for t in random_inputs(problem_of(300, head_dim=dims[0]), 0))
+    o = fg.attention(q, k, v, relative_bias, table=bias)
+    do = torch.randn_like(o)
+    got = torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+    sure = fg.attention(q, k, v, relative_bias, table=bias, deterministic=True)
+    for mine, right in zip(got, torch.autograd.grad(sure, (q, k, v), do), strict=True):
+        assert (mine.float() - right.float()).abs().max() <= 2**-6 * right.float().abs().max()
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -9,7 +9,7 @@ import numpy as np
 
 from flashgen.codegen import emit, params
 from flashgen.errors import LaunchError
-from flashgen.planning import ampere_backward
+from flashgen.planning import backward
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
 from flashgen.runtime.ptx.counters import Report
@@ -241,10 +241,12 @@ def simulate_backward(
     }
     problem = Problem(**case.sizes, head_dim=plan.head_dim, v_head_dim=plan.v_head_dim, dtype=plan.dtype)
     shapes = {name: array.shape for name, array in captured.items()}
-    for part in ampere_backward.workspaces(plan, problem, shapes):
+    for part in backward.workspaces(plan, problem, shapes):
         arguments.add(part.name, np.full(part.amount // 4, np.nan, np.float32), writable=True)
     arguments.values["q_tiles"] = -(-rows[2] // plan.tile.q)
     arguments.values["kv_tiles"] = -(-case.sizes["kv_len"] // plan.tile.kv)
+    arguments.values["l2_heads"] = min(2, rows[0] * case.sizes["kv_heads"])
+    maps = [arguments.tensor_map(n, plan.tile.kv if n in "kv" else plan.tile.q) for n in params.maps(plan)]
     kernel = module(source if source is not None else emit(plan), plan.arch)
     reports = {
         launch.entry: kernel.launch(
@@ -252,12 +254,12 @@ def simulate_backward(
             launch.blocks,
             launch.threads,
             launch.smem_bytes,
-            [arguments.packed()],
+            [*(maps if launch.entry == backward.MAIN else ()), arguments.packed()],
             arguments.memory,
             seed=seed,
             check=check,
             step_limit=step_limit,
         )
-        for launch in ampere_backward.launches(plan, problem)
+        for launch in backward.launches(plan, problem)
     }
     return SimulatedBackward(*(loaded(result, plan.dtype) for result in results), captured, reports)

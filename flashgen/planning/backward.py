@@ -1,0 +1,100 @@
+"""What every backward shares: what it may be asked beyond shapes, the kernels that a call launches, and its memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flashgen.analysis.derivative import derive
+from flashgen.lang.expr import const, walk
+from flashgen.lang.variant import Variant
+from flashgen.planning.plan import KernelPlan, Part
+from flashgen.planning.problem import Problem
+
+#: Threads of a block of the entries that work on rows or elements alone, and blocks of those over elements.
+ROW_THREADS, ELEMENT_BLOCKS = 256, 256
+
+#: The entry that visits tiles.
+MAIN = "attention_backward"
+
+#: Bytes of an exact sum (see device/exact.cuh).
+EXACT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What a backward is asked beyond shapes."""
+
+    deterministic: bool = False
+    dropout: bool = False
+    gradients: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One kernel of a backward pass: its entry, its grid and block (one dimension each), its dynamic shared memory."""
+
+    entry: str
+    blocks: int
+    threads: int
+    smem_bytes: int
+
+
+def has_slope(variant: Variant) -> bool:
+    """Whether the derivative of the score is anything but 1."""
+    return variant.score_node is not None and derive(variant.score_node) is not const(1.0)
+
+
+def looks_up(variant: Variant) -> bool:
+    """Whether mask or score read a captured tensor by the query or the key."""
+    roots = [root for root in (variant.mask, variant.score_node) if root is not None]
+    captured = [n for n in walk(roots) if n.op == "load"]
+    return any(n.op == "index" and n.attr in ("q", "k") for n in walk(captured))
+
+
+def launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
+    """The kernels of a backward pass, in the order in which they run on one stream; all take the plan's Params."""
+    layout, heads = plan.backward, problem.heads * problem.batch
+    q_blocks = -(-problem.q_len // plan.tile.q) * heads
+    kv_blocks = -(-problem.kv_len // plan.tile.kv) * problem.kv_heads * problem.batch
+    rows = {"threads": layout.row_threads, "smem_bytes": 0}
+    found = [
+        Launch(entry="attention_backward_prepare", blocks=q_blocks, **rows),
+        Launch(entry=MAIN, blocks=kv_blocks, threads=plan.threads, smem_bytes=plan.smem_bytes),
+    ]
+    if layout.by_query is None:
+        found.append(Launch(entry="attention_backward_finish", blocks=q_blocks, **rows))
+    else:
+        size = {"threads": layout.by_query.threads, "smem_bytes": layout.by_query.smem_bytes}
+        blocks = -(-problem.q_len // layout.by_query.tile_q) * heads
+        found.append(Launch(entry="attention_backward_dq", blocks=blocks, **size))
+    if plan.gradients:
+        found.insert(0, Launch(entry="attention_backward_clear", blocks=ELEMENT_BLOCKS, **rows))
+        if plan.deterministic:
+            found.append(Launch(entry="attention_backward_gradients", blocks=ELEMENT_BLOCKS, **rows))
+    return tuple(launch for launch in found if launch.blocks)
+
+
+def workspaces(
+    plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> tuple[Part, ...]:
+    """Device memory that a backward pass needs beside its inputs and results, in bytes by the name of the pointer.
+
+    `shapes` are those of the captured tensors whose gradients are asked for.
+    """
+    rows = -(-problem.q_len // plan.tile.q) * plan.tile.q * problem.heads * problem.batch
+    parts = [
+        Part(name="lse_log2", amount=4 * rows, why="float32 a row"),
+        Part(name="delta", amount=4 * rows, why="float32 a row"),
+    ]
+    if plan.backward.adds_dq:
+        parts.append(
+            Part(name="dq_sum", amount=4 * rows * plan.dq_sum_columns, why="dq in float32, where it is added up")
+        )
+    if plan.deterministic:
+        for name in plan.gradients:
+            elements = math.prod(shapes[name])
+            why = f"{elements} exact sums of {EXACT_BYTES} bytes, which depend on no order"
+            parts.append(Part(name=f"exact_{name}", amount=EXACT_BYTES * elements, why=why))
+    return tuple(parts)

@@ -1,0 +1,281 @@
+"""What a candidate of pipeline hopper's backward costs: shared memory, registers and time, sums that can be shown.
+
+A block owns 128 keys, 64 a warpgroup, and visits the queries that see them, which one warp of a third warpgroup finds
+and another loads.  S and dP are computed transposed, so that P and dS are operands of dV += P^T dO and dK += dS^T Q as
+they lie in registers.  dS goes through shared memory for dQ, whose product runs one tile of queries late, under the
+exponentials, and is added up in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashgen.analysis.facts import analyse
+from flashgen.lang.expr import walk
+from flashgen.lang.variant import Variant
+from flashgen.planning import ampere, hopper
+from flashgen.planning.arch import KIB, Arch
+from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up
+from flashgen.planning.hopper import ITEM, boxed, padded
+from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
+from flashgen.planning.plan import KernelPlan, Part, Role, SpecializedBackward, Tile
+from flashgen.planning.problem import Problem
+
+NAME = hopper.NAME
+
+HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = hopper.HEAD_DIM_STEP, hopper.MIN_HEAD_DIM, 128
+
+#: Keys of a block, and queries that it may work on at a time.
+TILE_KV, TILES_Q = 2 * ROWS, (ROWS, 2 * ROWS)
+TILE_RULE = f"a backward's tile on pipeline {NAME} has {TILES_Q[0]} or {TILES_Q[1]} queries and {TILE_KV} keys"
+
+STAGES = (2, 3)
+STAGES_RULE = "TMA fills one stage while another is used"
+
+#: Enough to see why no tile fits.
+EXAMPLES = ((128, 128), (64, 128))
+
+WARPGROUPS = 2
+
+#: Registers of a producer's thread, and of one that judges tiles by evaluating more than so many ops over ranges.
+PRODUCER_REGISTERS, JUDGE_REGISTERS, JUDGED_OPS = 24, 40, 12
+
+#: Registers of a consumer's thread beside fragments: addresses, barriers, loop state; for a mask or a score; and for
+#: what is looked up by position or has another slope than 1.
+OVERHEAD, LIGHT, HEAVY = 25, 4, 12
+
+#: What a consumer needs beside fragments on their way: with less ptxas serialises products (C7512).
+BESIDE = 48
+
+#: Shared memory for barriers and messages: less than this, which the alignment of tiles rounds it up to.
+CONTROL = KIB
+
+#: Float operations on one score: P, dS, roundings, and what moves them.
+SCORE_OPS = 8
+
+#: Clocks of a step that nothing hides: the first product's latency, barriers, the way of dS through shared memory;
+#: and of one that waits for q with two stages alone.
+STEP_CLOCKS, LOAD_CLOCKS = 500, 50
+
+#: How much of the other units' time adds to that of the busiest.
+INTERFERENCE = 0.35
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Tile and stages to be judged."""
+
+    tile: Tile
+    stages: int
+
+    @property
+    def warps(self) -> int:
+        return 4 * (1 + WARPGROUPS)
+
+    def __str__(self) -> str:
+        return f"{self.tile.q} x {self.tile.kv}, {self.stages} stages, {self.warps} warps"
+
+
+def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
+    """The tile that TILE_RULE allows and that comes closest."""
+    return min(TILES_Q, key=lambda rows: abs(rows - tile[0])), TILE_KV
+
+
+def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
+    """Every candidate for a pinned tile or number of stages, or for what the planner may choose freely."""
+    for t in [tile] if tile else [Tile(q=q, kv=TILE_KV) for q in TILES_Q]:
+        for s in [stages] if stages else STAGES:
+            yield Candidate(tile=t, stages=s)
+
+
+def lacks(
+    variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form, tile: tuple[int, int] | None,
+    stages: int | None,
+) -> str | None:  # fmt: skip
+    """Why the pipeline has no such backward, or None."""
+    if form.deterministic:
+        return "it adds up dq in memory, in any order"
+    if form.dropout:
+        return "its backward has no dropout"
+    if form.gradients:
+        return "its backward has no gradients of captured tensors"
+    if max(head_dim, v_head_dim) > MAX_HEAD_DIM:
+        return f"its backward has head dims up to {MAX_HEAD_DIM}"
+    if tile is not None and nearest_tile(tile) != tuple(tile):
+        return TILE_RULE
+    if stages is not None and stages not in STAGES:
+        return STAGES_RULE
+    fixed = Tile(q=tile[0], kv=tile[1]) if tile else None
+    reasons = [refusal(c, variant, arch, head_dim, v_head_dim, form) for c in candidates(fixed, stages)]
+    return None if None in reasons else reasons[0]
+
+
+def dq_columns(c: Candidate, head_dim: int) -> int:
+    """Columns of dq that a warpgroup computes: of 64 queries half of the boxes' columns, of 128 all."""
+    return boxed(head_dim) // 2 if c.tile.q == ROWS else padded(head_dim)
+
+
+def bulk(c: Candidate, variant: Variant) -> bool:
+    """Whether dq leaves through shared memory: a tenth faster on an H200, where registers suffice for its addresses."""
+    return c.tile.q == ROWS and not has_slope(variant)
+
+
+def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
+    """Bytes of shared memory of a block."""
+    d, dv, tile = boxed(head_dim), boxed(v_head_dim), c.tile
+    parts = [
+        Part(name="k", amount=tile.kv * d * ITEM, why=f"{tile.kv} rows x {d} columns x {ITEM} bytes"),
+        Part(name="v", amount=tile.kv * dv * ITEM, why=f"{tile.kv} rows x {dv} columns x {ITEM} bytes"),
+        Part(
+            name="q",
+            amount=c.stages * tile.q * d * ITEM,
+            why=f"{c.stages} stages x {tile.q} rows x {d} columns x {ITEM} bytes",
+        ),
+        Part(
+            name="d_o",
+            amount=c.stages * tile.q * dv * ITEM,
+            why=f"{c.stages} stages x {tile.q} rows x {dv} columns x {ITEM} bytes",
+        ),
+        Part(
+            name="ds",
+            amount=2 * tile.q * tile.kv * ITEM,
+            why=f"2 tiles of {tile.q} queries x {tile.kv} keys x {ITEM} bytes",
+        ),
+    ]
+    if bulk(c, variant):
+        columns = dq_columns(c, head_dim)
+        why = f"{ROWS} rows x {columns} columns x 4 bytes of each warpgroup, on their way to memory"
+        parts.append(Part(name="dq", amount=WARPGROUPS * ROWS * columns * 4, why=why))
+    rows = c.stages * tile.q * 8
+    parts.append(Part(name="lse, delta", amount=rows, why=f"{c.stages} stages x {tile.q} x 2 float32"))
+    parts.append(Part(name="control", amount=CONTROL - rows % CONTROL, why="barriers and messages"))
+    return tuple(parts)
+
+
+def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
+    """32-bit registers of a consumer's thread: S beside dQ of the tile before, or P, dP and dS, with dV and dK."""
+    gradients, scores = (padded(head_dim) + padded(v_head_dim)) // 2, c.tile.q // 2
+    dq = dq_columns(c, head_dim) // 2
+    late, rounded = scores + dq, scores + 2 * (scores // 2)
+    if late > rounded:
+        fragments = Part(name="s, dq", amount=late, why="S of this tile of queries, dQ of the one before")
+    else:
+        fragments = Part(name="p, dp, ds", amount=rounded, why="dP in float32, P and dS in 16 bits")
+    of_variant = _variant_registers(variant)
+    return (
+        Part(name="dk, dv", amount=gradients, why=f"{ROWS} x {padded(head_dim) + padded(v_head_dim)} float32"),
+        fragments,
+        Part(name="overhead", amount=OVERHEAD, why="addresses, barriers, loop state"),
+        *([Part(name="variant", amount=of_variant, why="mask, score, its derivative")] if of_variant else []),
+    )
+
+
+def _variant_registers(variant: Variant) -> int:
+    if variant.mask is None and variant.score_node is None:
+        return 0
+    heavy = looks_up(variant) or has_slope(variant) or not analyse(variant).exact
+    return HEAVY if heavy else LIGHT
+
+
+def division(variant: Variant, arch: Arch) -> tuple[int, int]:
+    """Registers of a producer's and of a consumer's thread: together those of a block, rounded down to eights."""
+    threads = 128 * (1 + WARPGROUPS)
+    pool = arch.registers_per_sm // threads // 8 * 8 * threads
+    producer = JUDGE_REGISTERS if _judged_ops(variant) > JUDGED_OPS else PRODUCER_REGISTERS
+    return producer, (pool - 128 * producer) // (128 * WARPGROUPS) // 8 * 8
+
+
+def _judged_ops(variant: Variant) -> int:
+    """Ops that classes of tiles are found by, an element read counted by its indices and twice where it is sorted; none
+    for zones alone."""
+    facts = analyse(variant)
+    if variant.mask is None or facts.exact:
+        return 0
+    nodes = list(walk([n for term in (*facts.visible, *facts.hidden) for n in term.nodes()]))
+    return len(nodes) + sum(2 * (len(n.operands) - 1) + 3 * n.attr.sorted for n in nodes if n.op == "load")
+
+
+def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> str | None:
+    """Why the candidate cannot run on `arch`, or None."""
+    smem_bytes = sum(part.amount for part in smem(c, variant, head_dim, v_head_dim))
+    if smem_bytes > arch.smem_per_block:
+        return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
+    parts = registers(c, variant, head_dim, v_head_dim)
+    fragments, needed = sum(part.amount for part in parts[:2]), sum(part.amount for part in parts)
+    producer, consumer = division(variant, arch)
+    if max(needed, fragments + BESIDE) > consumer:
+        return f"registers {max(needed, fragments + BESIDE)} > {consumer} of a consumer beside {producer} a producer"
+    return None
+
+
+def plan(
+    c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, v_head_dim: int, form: Form
+) -> KernelPlan:
+    """The plan of a candidate that fits."""
+    producer, consumer = division(variant, arch)
+    return KernelPlan(
+        variant=variant,
+        pass_name="backward",
+        pipeline=NAME,
+        arch=arch.name,
+        dtype=dtype,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        padded_head_dim=padded(head_dim),
+        padded_v_head_dim=padded(v_head_dim),
+        tile=c.tile,
+        stages=c.stages,
+        roles=(
+            Role(name="producer", warps=4, registers=producer),
+            Role(name="consumer", warps=4 * WARPGROUPS, registers=consumer),
+        ),
+        q_in_registers=False,
+        blocks_per_sm=1,
+        smem=smem(c, variant, head_dim, v_head_dim),
+        registers=registers(c, variant, head_dim, v_head_dim),
+        backward=SpecializedBackward(
+            producer_registers=producer,
+            consumer_registers=consumer,
+            dq_columns=dq_columns(c, head_dim),
+            bulk=bulk(c, variant),
+            row_threads=ROW_THREADS,
+        ),
+    )
+
+
+def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
+    """Clocks a multiprocessor spends on one score (one query, one key) in the main kernel, by unit.
+
+    Shared memory: what wgmma reads of both operands, but of P and dS in registers; copies of q and d_o; dS; and dQ on
+    its way.  L2: q and d_o once a tile, and the sum of dq there and back.
+    """
+    d, dv, dq = plan.padded_head_dim, plan.padded_v_head_dim, plan.dq_sum_columns
+    q, kv, layout = plan.tile.q, plan.tile.kv, plan.backward
+    special, arithmetic = ampere.score_ops(plan.variant)
+    share = arch.sms * arch.clock_hz
+    moved = WARPGROUPS * (ROWS + q) * (d + dv) + WARPGROUPS * q * (d + dv)  # S and dP; dV and dK
+    moved += WARPGROUPS * kv * (ROWS + layout.dq_columns) + 2 * q * kv + q * (d + dv)
+    return {
+        "tensor": 2 * (2 * d + 2 * dv + dq) * share / arch.tensor_flops[NAME],
+        "special": (1 + special) / arch.special_per_clock,
+        "arithmetic": (SCORE_OPS + 2 * arithmetic) / arch.fp32_lanes,
+        "shared memory": ITEM * moved / (q * kv * arch.smem_per_clock),
+        "l2": (ITEM * (d + dv) + 8 * dq) / kv * share / arch.l2_bytes_per_s,
+    }
+
+
+def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
+    """Seconds a multiprocessor needs for one score, which rank the plan; one block shares it."""
+    by_unit = clocks(plan, arch)
+    busiest, total = max(by_unit.values()), sum(by_unit.values())
+    step = (STEP_CLOCKS + (plan.stages == 2) * LOAD_CLOCKS) / (plan.tile.q * plan.tile.kv)
+    return ((busiest + INTERFERENCE * (total - busiest) + step) / arch.clock_hz,)
+
+
+def busiest(plan: KernelPlan, paces: tuple[float, ...], problem: Problem, sms: int) -> float:
+    """Seconds of the multiprocessor with most blocks, if every block visits every query; O(1)."""
+    blocks = -(-problem.kv_len // plan.tile.kv) * problem.kv_heads * problem.batch
+    scores = plan.tile.kv * max(1, -(-problem.q_len // plan.tile.q)) * plan.tile.q * problem.group
+    return math.ceil(blocks / sms) * scores * paces[0]
