@@ -4,7 +4,7 @@
 // visible  k <= q && q - k < window
 // plan     hopper on sm_90a, bfloat16, head_dim 128
 // tile     128 queries x 128 keys, 2 stages, 4 producer warps, 8 consumer warps, q in shared memory
-// shared   q 65536 + k 65536 + v 65536 + control 1024 = 197632 bytes
+// shared   q 32768 + k 65536 + v 65536 + control 1024 = 164864 bytes
 // made by  flashgen emit sliding_window --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x128
 //          --stages 2
 
@@ -124,25 +124,6 @@ DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0
                   "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
-// A box of shared memory to these coordinates of a tensor; what lies outside the tensor is not written.
-DEVICE void tma_store_4d(const TensorMap& map, const void* shared, int c0, int c1, int c2, int c3) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-               :: "l"(&map), "r"(shared_address(shared)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
-}
-
-DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Waits until at most N of this thread's groups have yet to read shared memory.
-template <int N> DEVICE void bulk_wait_group_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(N) : "memory");
-}
-
-// Waits until at most N of this thread's groups are on their way.
-template <int N> DEVICE void bulk_wait_group() { asm volatile("cp.async.bulk.wait_group %0;" :: "n"(N) : "memory"); }
-
-// Shows what this thread wrote to shared memory to TMA and wgmma.
-DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // ---------------------------------------------------------------- setmaxnreg: registers change hands
 template <int REGISTERS> DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
@@ -150,11 +131,6 @@ template <int REGISTERS> DEVICE void setmaxnreg_inc() {
 
 template <int REGISTERS> DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
-}
-
-// ---------------------------------------------------------------- named barriers: 16 a block, 0 is __syncthreads
-DEVICE void bar_sync(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
@@ -242,10 +218,20 @@ template <int N> DEVICE void multiply_rows(float (&o)[N], const float (&factor)[
 }
 
 // ---------------------------------------------------------------- from the registers of wgmma to rows
-// Four 8 x 8 blocks, two side by side above two: lane l gives the row l % 16 of the left (l < 16) or right blocks.
-DEVICE void stmatrix_x4(void* row, u32 left, u32 left_below, u32 right, u32 right_below) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-               :: "r"(shared_address(row)), "r"(left), "r"(left_below), "r"(right), "r"(right_below) : "memory");
+// Lane i of four gets word i of each of them, in their order.
+DEVICE void transpose_quad(u32 (&word)[4]) {
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+    const bool upper = threadIdx.x & distance;
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      if ((j & distance) == 0) {
+        u32 &low = word[j], &high = word[j + distance];
+        const u32 other = __shfl_xor_sync(~0u, upper ? low : high, distance);
+        if (upper) low = other;
+        else high = other;
+      }
+  }
 }
 
 // ---------------------------------------------------------------- what a tile lets an expression be
@@ -255,10 +241,9 @@ enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visi
 constexpr int WARPGROUPS = 2, TILE_Q = 64 * WARPGROUPS, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
 constexpr int V_HEAD_DIM = 128;  // columns of v and o
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // of q and k, and of v and o, in a product: whole steps of 16
-constexpr int STAGES = 2, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
+constexpr int STAGES = 2, Q_STAGES = 1;  // tiles of k and of v, and of q, in shared memory
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
-constexpr int O_BARRIER = 4;  // named barriers of the warpgroups
 constexpr float SLACK = 8.0f;  // power of two by which S may pass a shift: O is rescaled seldom
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
@@ -290,9 +275,7 @@ typedef bf16 KTile[(QK_COLUMNS + 63) / 64][TILE_KV][64];
 
 typedef bf16 VTile[(V_COLUMNS + 63) / 64][TILE_KV][64];
 
-typedef bf16 OTile[(V_COLUMNS + 63) / 64][64][64];
-
-union Room { QTile q; OTile o; };  // o after the last product with q
+struct Room { QTile q; };
 
 // A tile of queries, and whether they see any key; q_tile < 0: there is none left.
 struct alignas(16) Work { int q_tile, h, b, visible; };
@@ -309,10 +292,9 @@ struct alignas(1024) Shared {
   Pipe<2> next_pipe;
   Pipe<WORK_STAGES> work_pipe;
   Pipe<Q_STAGES> q_pipe[WARPGROUPS];
-  u64 o_full[Q_STAGES][WARPGROUPS];
   Pipe<STAGES> k_pipe, v_pipe;
 };
-static_assert(sizeof(Shared) == 197632, "what the plan counted");
+static_assert(sizeof(Shared) == 164864, "what the plan counted");
 
 struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped to the problem
 
@@ -490,38 +472,6 @@ struct Loader {
       }
       load_v(step.tile, kv_head, work.b);
     }
-  }
-};
-
-// ---------------------------------------------------------------- storer: one thread that copies tiles of O to memory
-struct Storer {
-  Shared& shared;
-  const TensorMap& map_o;
-  Ring<WORK_STAGES> work_ring = {};
-  Ring<Q_STAGES> o_ring = {};
-
-  DEVICE void run() {
-    while (true) {
-      await_full(shared.work_pipe, work_ring);
-      const Work work = shared.work[work_ring.stage()];
-      release(shared.work_pipe, work_ring);
-      work_ring.passed++;
-      if (work.q_tile < 0) break;
-      if (!work.visible) continue;
-      const int stage = o_ring.stage();
-#pragma unroll 1
-      for (int w = 0; w < WARPGROUPS; w++) {
-        mbarrier_wait(shared.o_full[stage][w], o_ring.parity());
-#pragma unroll
-        for (int d = 0; d < V_COLUMNS; d += 64)
-          tma_store_4d(map_o, shared.room[stage][w].o[d / 64], d, work.q_tile * TILE_Q + w * 64, work.h, work.b);
-        bulk_commit_group();
-        bulk_wait_group_read<0>();
-        mbarrier_arrive(shared.q_pipe[w].empty[stage]);
-      }
-      o_ring.passed++;
-    }
-    bulk_wait_group<0>();
   }
 };
 
@@ -791,6 +741,7 @@ struct Consumer {
         if (moved) rescale();
         accumulate();
       }
+      release(shared.q_pipe[warpgroup], q_ring);
       q_ring.passed++;
 
       // The last product of this tile runs beside the first of the next.
@@ -848,38 +799,37 @@ struct Consumer {
         store_lse(work, q + 8 * r, sum == 0.f ? MINUS_INFINITY : (done.shift[r] + lg2(sum)) * LN2);
     }
     multiply_rows(o, factor);
-    // Into the room of q, in rows as TMA reads them, when no warp of the warpgroup multiplies by q any more.
-    const Ring<Q_STAGES> at = {q_ring.passed - 1};
-    bar_sync(O_BARRIER + warpgroup, 128);
-    OTile& to = shared.room[at.stage()][warpgroup].o;
-    const int lane = threadIdx.x % 32, r = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    // The four lanes of a row transpose 4 x 4 words, so that each writes 16 bytes and they 64 in a row.
+    const int lane = threadIdx.x % 4;
+    bf16* const out = output(work, q) + lane * 8;
 #pragma unroll
-    for (int d = 0; d < V_COLUMNS; d += 16) {
-      const int i = d / 2, chunk = (d % 64 / 8 + lane / 16) ^ r % 8;
-      stmatrix_x4(&to[d / 64][r][chunk * 8], cvt_bf16x2(o[i], o[i + 1]), cvt_bf16x2(o[i + 2], o[i + 3]),
-                  cvt_bf16x2(o[i + 4], o[i + 5]), cvt_bf16x2(o[i + 6], o[i + 7]));
-    }
-    fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.o_full[at.stage()][warpgroup]);
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int d = 0; d < V_COLUMNS; d += 32) {
+        u32 word[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const int i = d / 2 + 4 * j + 2 * r;
+          word[j] = i < V_COLUMNS / 2 ? cvt_bf16x2(o[i], o[i + 1]) : 0;
+        }
+        transpose_quad(word);
+        if (q + 8 * r < p.q_len && d + lane * 8 < V_HEAD_DIM)
+          *(Chunk*)(out + 8 * r * p.o_row + d) = {{word[0], word[1], word[2], word[3]}};
+      }
   }
 };
 
 // ---------------------------------------------------------------- kernel: FlashAttention-3 (Shah et al. 2024)
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-                  const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_o,
-                  const __grid_constant__ Params p) {
+                  const __grid_constant__ TensorMap map_v, const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
   if (threadIdx.x == 0) {
-    for (int w = 0; w < WARPGROUPS; w++) {
-      init(shared.q_pipe[w], 1);
-      for (int stage = 0; stage < Q_STAGES; stage++) mbarrier_init(shared.o_full[stage][w], 4);
-    }
+    for (int w = 0; w < WARPGROUPS; w++) init(shared.q_pipe[w], 4);
     init(shared.k_pipe, 4 * WARPGROUPS);
     init(shared.v_pipe, 4 * WARPGROUPS);
-    init(shared.work_pipe, 4 * WARPGROUPS + 2);
+    init(shared.work_pipe, 4 * WARPGROUPS + 1);
     init(shared.next_pipe, 1);
     fence_mbarrier_init();
   }
@@ -890,7 +840,6 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x < 32) Scheduler{shared, p}.run();
     else if (threadIdx.x == 32) Loader{shared, map_q, map_k, map_v, p}.run();
-    if (threadIdx.x == 64) Storer{shared, map_o}.run();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     Consumer{shared, p, warpgroup - 1}.run();
