@@ -340,6 +340,11 @@ def _measured(request: _Request) -> Menu | None:
     plans = {t: plan for t in entry.candidates if (plan := _plan_of(request, t))} if entry else {}
     if not plans:
         return None
+    # Of the forms of a tile and stages the best in the mean: a menu never has two kernels that one command asks for.
+    named: dict[tuple, Timed] = {}
+    for t in sorted(plans, key=lambda t: math.prod(t.ms)):
+        named.setdefault(_key(plans[t]), t)
+    plans = {t: plans[t] for t in plans if t in named.values()}
     best = [min(t.ms[j] for t in plans) for j in range(len(entry.shapes))]
     longest = max(range(len(entry.shapes)), key=lambda j: entry.shapes[j].kv_len)
     chosen = [min(plans, key=lambda t: t.ms[longest])]
