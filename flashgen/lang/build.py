@@ -112,11 +112,7 @@ def _check_divisor(op: Op, divisor: Node) -> None:
     sign = "//" if op.name == "floor_div" else "%"
     if divisor.op == "const":
         raise SpecError(f"`{sign}` by 0")
-    if divisor.op in ("param", "constant", "load"):
-        kind = {"load": "tensor"}.get(divisor.op, divisor.op)
-        cure = f"declare fg.{kind}({divisor.attr.name!r}, ..., min=1)"
-    else:
-        cure = f"declare min= for what it is made of, or write x {sign} fg.maximum(y, 1)"
+    cure = _declaring(divisor, "min=1", f"declare min= for what it is made of, or write x {sign} fg.maximum(y, 1)")
     raise SpecError(f"the divisor of `{sign}` may be 0 (it lies in {_interval(known)}); {cure}")
 
 
@@ -126,12 +122,15 @@ def _check_shift(op: Op, value: Node, count: Node) -> None:
     if known.lo >= 0 and known.hi <= most:
         return
     sign = "<<" if op.name == "shift_left" else ">>"
-    if count.op in ("param", "constant", "load"):
-        kind = {"load": "tensor"}.get(count.op, count.op)
-        cure = f"declare fg.{kind}({count.attr.name!r}, ..., min=0, max={most})"
-    else:
-        cure = f"write x {sign} fg.clamp(y, 0, {most})"
+    cure = _declaring(count, f"min=0, max={most}", f"write x {sign} fg.clamp(y, 0, {most})")
     raise SpecError(f"the count of `{sign}` may leave 0..{most} (it lies in {_interval(known)}); {cure}")
+
+
+def _declaring(n: Node, bounds: str, otherwise: str) -> str:
+    """The cure that declares bounds for what is declared, else another."""
+    if n.op not in ("param", "constant", "load"):
+        return otherwise
+    return f"declare fg.{'tensor' if n.op == 'load' else n.op}({n.attr.name!r}, ..., {bounds})"
 
 
 def _interval(x: ranges.Range) -> str:

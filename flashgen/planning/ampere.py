@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from flashgen.lang.expr import DType, node, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.plan import KernelPlan, Part, Role, Tile
+from flashgen.planning.plan import KernelPlan, Part, Role, Tile, decided
 from flashgen.planning.problem import Problem
 
 NAME = "ampere"
@@ -231,18 +231,10 @@ def plan(
     by_warps = max(1, min(arch.max_warps, USEFUL_WARPS) // c.warps)
     most = min(by_memory, by_warps, arch.max_blocks)
     blocks = max(n for n in range(1, most + 1) if n == 1 or needed(c, wanted) <= budget(c, arch, n))
-    return KernelPlan(
-        variant=variant,
+    return decided(
+        *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim), padded(v_head_dim))),
         pass_name="forward",
         pipeline=NAME,
-        arch=arch.name,
-        dtype=dtype,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        padded_head_dim=padded(head_dim),
-        padded_v_head_dim=padded(v_head_dim),
-        tile=c.tile,
-        stages=c.stages,
         roles=(Role(name="compute", warps=c.warps),),
         q_in_registers=c.q_in_registers,
         blocks_per_sm=blocks,

@@ -19,7 +19,7 @@ from flashgen.planning import ampere
 from flashgen.planning.ampere import ITEM, MMA_DEPTH, MMA_ROWS
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up
-from flashgen.planning.plan import Backward, ByQuery, KernelPlan, Part, Role, Tile
+from flashgen.planning.plan import Backward, ByQuery, KernelPlan, Part, Role, Tile, decided
 from flashgen.planning.problem import Problem
 
 NAME = ampere.NAME
@@ -315,18 +315,10 @@ def plan(
     by_memory = arch.smem_per_sm // (sum(part.amount for part in memory) + arch.smem_reserved)
     most = min(by_memory, arch.max_blocks, max(1, ampere.USEFUL_WARPS // c.warps))
     needed = sum(part.amount for part in parts)
-    return KernelPlan(
-        variant=variant,
+    return decided(
+        *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim, c), padded(v_head_dim, c))),
         pass_name="backward",
         pipeline=NAME,
-        arch=arch.name,
-        dtype=dtype,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        padded_head_dim=padded(head_dim, c),
-        padded_v_head_dim=padded(v_head_dim, c),
-        tile=c.tile,
-        stages=c.stages,
         roles=(Role(name="compute", warps=c.warps),),
         q_in_registers=False,
         blocks_per_sm=max(n for n in range(1, most + 1) if n == 1 or needed <= budget(c, arch, n)),

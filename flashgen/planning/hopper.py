@@ -16,7 +16,7 @@ from flashgen.lang.expr import Node, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.ampere import SOFTMAX_OPS, score_ops
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.plan import KernelPlan, Part, Role, Specialized, Tile
+from flashgen.planning.plan import KernelPlan, Part, Role, Specialized, Tile, decided
 from flashgen.planning.problem import Problem
 
 NAME = "hopper"
@@ -224,18 +224,10 @@ def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, 
     short = max(head_dim, v_head_dim) <= SHORT_COLUMNS
     guarded = short and variant.mask is None and variant.score_node is None
     roomy = _roomy(c, variant, arch, head_dim, v_head_dim)
-    return KernelPlan(
-        variant=variant,
+    return decided(
+        *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim), padded(v_head_dim))),
         pass_name="forward",
         pipeline=NAME,
-        arch=arch.name,
-        dtype=dtype,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        padded_head_dim=padded(head_dim),
-        padded_v_head_dim=padded(v_head_dim),
-        tile=c.tile,
-        stages=c.stages,
         roles=(
             Role(name="producer", warps=4, registers=producer),
             Role(name="consumer", warps=4 * c.warpgroups, registers=consumer),

@@ -20,7 +20,7 @@ from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up
 from flashgen.planning.hopper import ITEM, boxed, padded
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
-from flashgen.planning.plan import KernelPlan, Part, Role, SpecializedBackward, Tile
+from flashgen.planning.plan import KernelPlan, Part, Role, SpecializedBackward, Tile, decided
 from flashgen.planning.problem import Problem
 
 NAME = hopper.NAME
@@ -215,18 +215,10 @@ def plan(
 ) -> KernelPlan:
     """The plan of a candidate that fits."""
     producer, consumer = division(variant, arch)
-    return KernelPlan(
-        variant=variant,
+    return decided(
+        *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim), padded(v_head_dim))),
         pass_name="backward",
         pipeline=NAME,
-        arch=arch.name,
-        dtype=dtype,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        padded_head_dim=padded(head_dim),
-        padded_v_head_dim=padded(v_head_dim),
-        tile=c.tile,
-        stages=c.stages,
         roles=(
             Role(name="producer", warps=4, registers=producer),
             Role(name="consumer", warps=4 * WARPGROUPS, registers=consumer),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from flashgen.lang.variant import Variant
 
@@ -208,3 +209,34 @@ class KernelPlan:
     @property
     def registers_estimate(self) -> int:
         return sum(part.amount for part in self.registers)
+
+
+class Tiled(Protocol):
+    """A candidate of any pipeline."""
+
+    tile: Tile
+    stages: int
+
+
+def decided(
+    c: Tiled,
+    variant: Variant,
+    arch: str,
+    dtype: str,
+    head_dims: tuple[int, int],
+    padded: tuple[int, int],
+    **fields: object,
+) -> KernelPlan:
+    """A candidate as a plan: what was asked for, of q and k and of v, its tile, and the pipeline's own fields."""
+    return KernelPlan(
+        variant=variant,
+        arch=arch,
+        dtype=dtype,
+        head_dim=head_dims[0],
+        v_head_dim=head_dims[1],
+        padded_head_dim=padded[0],
+        padded_v_head_dim=padded[1],
+        tile=c.tile,
+        stages=c.stages,
+        **fields,
+    )
