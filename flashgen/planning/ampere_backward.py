@@ -281,9 +281,14 @@ def budget(c: Candidate, arch: Arch, blocks: int) -> int:
 
 
 def lacks(
-    variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form, tile: tuple[int, int] | None,
+    variant: Variant,
+    arch: Arch,
+    head_dim: int,
+    v_head_dim: int,
+    form: Form,
+    tile: tuple[int, int] | None,
     stages: int | None,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Why the pipeline has no such backward: it has every one, and the planner says where a tile does not fit."""
     return None
 

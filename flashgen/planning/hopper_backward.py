@@ -91,9 +91,14 @@ def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
 
 
 def lacks(
-    variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form, tile: tuple[int, int] | None,
+    variant: Variant,
+    arch: Arch,
+    head_dim: int,
+    v_head_dim: int,
+    form: Form,
+    tile: tuple[int, int] | None,
     stages: int | None,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Why the pipeline has no such backward, or None."""
     if form.deterministic:
         return "it adds up dq in memory, in any order"
