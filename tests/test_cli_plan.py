@@ -10,7 +10,7 @@ from flashgen.lang.load import shipped
 
 WHAT = {"variant", "arch", "pipeline", "tile", "stages", "warps", "roles", "smem_bytes", "registers_estimate"}
 COST = {"hbm", "compulsory", "standard", "lower_bound_bytes", "flops", "flops_useful", "tiles", "predicted_ms"}
-FIELDS = WHAT | COST | {"rejected"}
+FIELDS = WHAT | COST | {"too_large", "rejected"}
 
 
 def flags(**values):

@@ -43,7 +43,18 @@ def test_why_80_keys_and_not_88_at_head_dim_256():
     assert smem_bytes(candidate(128, 80), 256) == q + 4 * 80 * 256 * 2 + 1024 <= ROOM
     assert smem_bytes(candidate(128, 88), 256) == 245_760 + 1024 > ROOM
     assert refusal(candidate(128, 80), 256) is None
-    assert refusal(candidate(128, 88), 256) == "shared memory 241 KiB > 227 KiB"
+    reason = "shared memory q 64 + k 88 + v 88 + control 1 = 241 KiB (246,784 bytes) > 227 KiB"
+    assert refusal(candidate(128, 88), 256) == reason
+    found = planner.limits(menu(FULL, 256, tile=(128, 80), stages=2).plans[0])
+    assert str(found[0]) == f"128 x 88, 2 stages, 12 warps: {reason}"
+    assert [(str(r.tile), r.stages) for r in found] == [("128x88", 2), ("128x80", 3), ("192x80", 2)]
+
+
+def test_why_p_would_go_through_shared_memory_for_192_by_192_at_head_dim_64():
+    assert refusal(candidate(192, 192), 64) == (
+        "registers o 32 + s 96 + p 48 + overhead 26 = 202 > 160 of a consumer beside 32 of a producer; P would have to"
+        " go through shared memory: 154 registers and 193 KiB"
+    )
 
 
 def test_narrow_rows_take_whole_boxes_of_shared_memory():
@@ -72,7 +83,7 @@ def test_tiles_judged_over_ranges_leave_consumers_less():
 
 
 def test_what_does_not_fit_in_registers():
-    assert refusal(candidate(192, 144), 64) == "registers 166 > 160 of a consumer: 3 warpgroups beside 32 a producer"
+    assert refusal(candidate(192, 144), 64).startswith("registers o 32 + s 72 + p 36 + overhead 26 = 166 > 160 of a")
     assert refusal(candidate(192, 128), 64) is None
     assert refusal(candidate(128, 192, q_stages=1), 128) is not None
 
@@ -151,3 +162,13 @@ def test_a_score_function_is_paced_slower():
     softcap = load_spec("softcap").bind()
     plain, capped = (menu(v, 128, tile=(128, 128)).paces[0][0] for v in (FULL, softcap))
     assert capped > plain
+
+
+@pytest.mark.parametrize(("variant", "head_dim"), [(v, d) for v in (FULL, CAUSAL) for d in (64, 96, 128, 256)])
+def test_what_is_too_large_does_not_fit(variant, head_dim):
+    for plan in menu(variant, head_dim).plans:
+        for r in planner.limits(plan):
+            larger = [r.tile.q > plan.tile.q, r.tile.kv > plan.tile.kv, r.stages > plan.stages]
+            assert sum(larger) == 1 and ">" in r.reason
+            with pytest.raises(PlanError):
+                menu(variant, head_dim, tile=(r.tile.q, r.tile.kv), stages=r.stages)

@@ -211,6 +211,7 @@ def test_json_has_the_documented_fields():
         "predicted_ms": float,
         "pace_ms": float,
         "pace_clocks": dict,
+        "too_large": list,
         "rejected": list,
         "shape": dict,
         "dtype": str,

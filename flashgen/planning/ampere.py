@@ -43,6 +43,9 @@ TILE_RULE = f"both sides are multiples of {MMA_ROWS} (the rows and the depth of 
 STAGES = (2, 3, 4)
 STAGES_RULE = "cp.async fills one stage while another is used"
 
+#: Queries of a tile that are tried, and the step of keys at which a plan shows a sum that no longer fits: mma's depth.
+QUERIES, KEY_STEP = (32, 64, 128), 16
+
 #: Whether its forward can drop probabilities.
 DROPOUT = True
 
@@ -51,7 +54,7 @@ EXAMPLES = ((128, 64), (64, 64), (32, 16))
 
 #: Tiles the planner tries by itself: powers of two, which divide the blocks of block-sparse masks, so that a tile is
 #: rarely cut by one.  A pinned tile may be any multiple of 16 up to MAX_TILE.
-FREE_TILE_Q = (128, 64, 32)
+FREE_TILE_Q = QUERIES[::-1]
 FREE_TILE_KV = (128, 64, 32, 16)
 FREE_STAGES = (2, 3)
 

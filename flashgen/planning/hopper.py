@@ -40,6 +40,9 @@ TILE_RULE = f"tile_q is 128 or 192 (warpgroups of {ROWS} rows), tile_kv a multip
 STAGES = (2, 3, 4)
 STAGES_RULE = "TMA fills one stage while another is used"
 
+#: Queries of a tile, and the step of keys at which a plan shows the sum that no longer fits: wgmma's n.
+QUERIES, KEY_STEP = tuple(ROWS * w for w in WARPGROUPS), 8
+
 #: Whether the pipeline emits dropout.
 DROPOUT = False
 
@@ -208,14 +211,25 @@ def division(warpgroups: int, variant: Variant, arch: Arch) -> tuple[int, int]:
 
 def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int) -> str | None:
     """Why the candidate cannot run on `arch`, or None."""
-    smem_bytes = sum(part.amount for part in smem(c, head_dim, v_head_dim))
+    memory, wanted = smem(c, head_dim, v_head_dim), registers(c, variant, head_dim, v_head_dim)
+    smem_bytes, needed = (sum(part.amount for part in parts) for parts in (memory, wanted))
     if smem_bytes > arch.smem_per_block:
-        return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
-    needed = sum(part.amount for part in registers(c, variant, head_dim, v_head_dim))
+        total = f"{smem_bytes / KIB:.4g} KiB ({smem_bytes:,} bytes)"
+        return f"shared memory {_terms(memory, KIB)} = {total} > {arch.smem_per_block / KIB:.4g} KiB"
     producer, consumer = division(c.warpgroups, variant, arch)
     if needed > consumer:
-        return f"registers {needed} > {consumer} of a consumer: {c.warpgroups} warpgroups beside {producer} a producer"
+        text = f"registers {_terms(wanted)} = {needed} > {consumer} of a consumer beside {producer} of a producer"
+        p, p_bytes = c.tile.kv // 4, c.tile.q * c.tile.kv * ITEM
+        if needed - p <= consumer and smem_bytes + p_bytes <= arch.smem_per_block:
+            there = f"{needed - p} registers and {(smem_bytes + p_bytes) / KIB:.4g} KiB"
+            text += f"; P would have to go through shared memory: {there}"
+        return text
     return None
+
+
+def _terms(parts: tuple[Part, ...], unit: int = 1) -> str:
+    """The terms of a sum in a line."""
+    return " + ".join(f"{part.name} {part.amount / unit:.4g}" for part in parts)
 
 
 def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, v_head_dim: int) -> KernelPlan:

@@ -150,6 +150,32 @@ def pipeline_of(plan: KernelPlan) -> ModuleType:
     return (PIPELINES if plan.backward is None else BACKWARDS)[plan.pipeline]
 
 
+def limits(plan: KernelPlan) -> tuple[Rejected, ...]:
+    """Why a forward's tile and stages are no larger: the least with more keys, more stages or more queries that does
+    not fit, each with the sum that passes a limit; what fits and is only slower is in the menu's `rejected`."""
+    if plan.backward is not None or plan.dropout:
+        return ()
+    pipeline, arch, tile = pipeline_of(plan), archs.find(plan.arch), plan.tile
+    step = pipeline.KEY_STEP
+    larger = (
+        [(Tile(q=tile.q, kv=kv), plan.stages) for kv in range(tile.kv + step, 2 * tile.kv + 1, step)],
+        [(tile, stages) for stages in pipeline.STAGES if stages > plan.stages],
+        [(Tile(q=q, kv=tile.kv), plan.stages) for q in pipeline.QUERIES if q > tile.q],
+    )
+    found = []
+    for direction in larger:
+        for one, stages in direction:
+            reasons = []
+            for c in pipeline.candidates(one, stages):  # of its forms the first needs least
+                if (reason := pipeline.refusal(c, plan.variant, arch, plan.head_dim, plan.v_head_dim)) is None:
+                    break
+                reasons.append(Rejected(tile=one, stages=stages, warps=c.warps, reason=reason))
+            else:
+                found.append(reasons[0])
+                break
+    return tuple(found)
+
+
 def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     """The entry of the menu with the least predicted time for `problem` on `sms` multiprocessors.
 

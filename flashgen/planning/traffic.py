@@ -25,7 +25,7 @@ from flashgen.lang.expr import Node, walk
 from flashgen.planning import ampere, backward, traffic_backward
 from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.plan import KernelPlan, Part, Tile
-from flashgen.planning.planner import Rejected, pipeline_of
+from flashgen.planning.planner import Rejected, limits, pipeline_of
 from flashgen.planning.problem import STORED_BYTES, Problem
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class Prediction:
                 ),
             ),
             _sum("shared memory", plan.smem, arch.smem_per_block, "bytes"),
-            _sum("registers a thread (estimate)", plan.registers, arch.registers_per_thread, "registers"),
+            _sum("registers a thread (estimate)", plan.registers, _most_registers(plan, arch), "registers"),
             Table(
                 title="tiles",
                 columns=("total", "empty", "partial", "full", "useful"),
@@ -195,11 +195,8 @@ class Prediction:
                 ),
             ),
             *([] if self.record else [_pace_table(self)]),
-            Table(
-                title="rejected",
-                columns=("tile", "stages", "warps", "reason"),
-                rows=tuple((str(r.tile), str(r.stages), str(r.warps), r.reason) for r in self.rejected),
-            ),
+            *([_rejections("too large", found)] if (found := limits(plan)) else []),
+            _rejections("rejected", self.rejected),
         )
 
     def as_json(self, *, formulas: bool = False) -> dict[str, object]:
@@ -240,15 +237,8 @@ class Prediction:
             "chosen_by": "measured" if self.record else "predicted",
             "record": self.record,
             "passed_over": self.passed_over,
-            "rejected": [
-                {
-                    "tile": {"q": r.tile.q, "kv": r.tile.kv},
-                    "stages": r.stages,
-                    "warps": r.warps,
-                    "reason": r.reason,
-                }
-                for r in self.rejected
-            ],
+            "too_large": _listed(limits(plan)),
+            "rejected": _listed(self.rejected),
         }
         if plan.pass_name == "backward":
             found |= {
@@ -474,6 +464,32 @@ def _sum(title: str, parts: tuple[Part, ...], limit: int, unit: str) -> Table:
     terms = tuple((part.name, str(part.amount), part.why) for part in parts)
     total = ("sum", str(sum(part.amount for part in parts)), f"of {limit} {unit}")
     return Table(title=title, columns=("", unit, ""), rows=(*terms, total))
+
+
+def _most_registers(plan: KernelPlan, arch: Arch) -> int:
+    """What a thread that computes may hold."""
+    return max(role.registers for role in plan.roles) or arch.registers_per_thread
+
+
+def _rejections(title: str, rows: Iterable[Rejected]) -> Table:
+    return Table(
+        title=title,
+        columns=("tile", "stages", "warps", "reason"),
+        rows=tuple((str(r.tile), str(r.stages), str(r.warps), r.reason) for r in rows),
+    )
+
+
+def _listed(rows: Iterable[Rejected]) -> list[dict[str, object]]:
+    """The same as JSON."""
+    return [
+        {
+            "tile": {"q": r.tile.q, "kv": r.tile.kv},
+            "stages": r.stages,
+            "warps": r.warps,
+            "reason": r.reason,
+        }
+        for r in rows
+    ]
 
 
 def _share(prediction: Prediction) -> str:
