@@ -151,7 +151,7 @@ HOPPER_MUTATIONS = {
     "d_o not awaited": replace("    mbarrier_wait(shared.d_o_full[stage], ring.parity());\n", ""),
     "dQ not awaited": replace("    wgmma_wait_group<0>();\n    pin(dq);\n    stage_dq(dq);", "    stage_dq(dq);"),
     "one dS for both warpgroups": replace(
-        "{ds_ring.passed + 1}.stage()][warpgroup]", "{ds_ring.passed + 1}.stage()][0]"
+        "{ds_ring.passed + LATE}.stage()][warpgroup]", "{ds_ring.passed + LATE}.stage()][0]"
     ),
 }
 
