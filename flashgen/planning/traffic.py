@@ -130,6 +130,7 @@ class Prediction:
     kernels: tuple[tuple[str, Bytes], ...] = ()
     workspaces: tuple[Part, ...] = ()
     record: str | None = None  # measurements that the plan was chosen by; None: by predicted times
+    others: tuple[KernelPlan, ...] = ()  # of the same menu, faster on problems of other sizes
     passed_over: str | None = None  # why the architecture's best pipeline does not serve this
 
     @property
@@ -161,10 +162,11 @@ class Prediction:
                     ("arch", f"{plan.arch} ({arch.card})"),
                     ("pipeline", f"{plan.pipeline} {plan.pass_name}"),
                     *([("because", self.passed_over)] if self.passed_over else []),
-                    ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {plan.stages} stages"),
+                    ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {_stages(plan)}"),
                     ("warps", ", ".join(f"{role.warps} {role.name}" for role in plan.roles)),
                     ("blocks a multiprocessor", str(plan.blocks_per_sm)),
                     ("chosen by", f"measured times ({self.record})" if self.record else "predicted times"),
+                    *([("other sizes", "; ".join(map(_shape, self.others)))] if self.others else []),
                 ),
             ),
             _sum("shared memory", plan.smem, arch.smem_per_block, "bytes"),
@@ -238,6 +240,7 @@ class Prediction:
             "record": self.record,
             "passed_over": self.passed_over,
             "too_large": _listed(limits(plan)),
+            "others": [{"tile": {"q": p.tile.q, "kv": p.tile.kv}, "stages": p.stages} for p in self.others],
             "rejected": _listed(self.rejected),
         }
         if plan.pass_name == "backward":
@@ -263,11 +266,12 @@ def predict(
     dlse: bool = False,
     record: str | None = None,
     passed_over: str | None = None,
+    others: Iterable[KernelPlan] = (),
 ) -> Prediction:
     """What `plan` costs on `problem`; `case` carries the sizes, parameters and captured tensors of the same call.
 
     Closed form where the mask allows, never a walk.  `dlse` says that a backward is given the gradient of lse too;
-    `record`, `rejected` and `passed_over` are those of the menu that the plan comes from.
+    `record`, `rejected` and `passed_over` are those of the menu that the plan comes from, `others` its other plans.
     Raises PlanError where problem and plan disagree on head dims.
     """
     asked, planned = (problem.head_dim, problem.v_head_dim), (plan.head_dim, plan.v_head_dim)
@@ -286,8 +290,18 @@ def predict(
         rejected=tuple(rejected),
         record=record,
         passed_over=passed_over,
+        others=tuple(others),
         **costs,
     )
+
+
+def _stages(plan: KernelPlan) -> str:
+    return f"{plan.stages} stage{'s' if plan.stages > 1 else ''}"
+
+
+def _shape(plan: KernelPlan) -> str:
+    """A plan by what tells it from the others of its menu."""
+    return f"{plan.tile}, {_stages(plan)}"
 
 
 def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, object]:
