@@ -38,6 +38,7 @@ def refusal(*arguments):
         (["plan", "sliding_window", "--param", "window=0"], ["is 0: the least it may be is 1"]),
         (["plan", "sliding_window", "--param", "window=1.5"], ["give a whole number"]),
         (["plan", "causal", "--tensor", "doc=x.npy"], ["'causal' captures no tensor 'doc'", "none"]),
+        (["plan", "document", "--tensor", "dic=x.npy"], ["captures no tensor 'dic' (did you mean 'doc'?)", "doc"]),
         (["plan", "document", "--tensor", "doc=nowhere.npy"], ["--tensor: there is no file nowhere.npy"]),
         (["plan", "document", "--tensor", "doc=specs"], ["--tensor: specs is a folder, not a .npy file"]),
         (

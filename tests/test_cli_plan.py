@@ -141,3 +141,13 @@ def test_options_of_a_backward():
         (("--backward", "--gradient", "q"), "'q' has no gradient"),
     ):
         assert message in flashgen("plan", "relative_bias", "--arch", "sm_80", *wrong, code=2).err
+
+
+def test_the_other_kernels_of_the_menu_are_named():
+    shown = flashgen("plan", "causal", "--arch", "sm_80", "--seqlen", 8192, "--json")
+    plan = json.loads(shown.out)
+    assert plan["others"], "a menu of one kernel"
+    asked = [(o["tile"]["q"], o["tile"]["kv"], o["stages"]) for o in plan["others"]]
+    assert (plan["tile"]["q"], plan["tile"]["kv"], plan["stages"]) not in asked
+    text = flashgen("plan", "causal", "--arch", "sm_80", "--seqlen", 8192).out
+    assert "; ".join(f"{q}x{kv}, {stages} stages" for q, kv, stages in asked) in text

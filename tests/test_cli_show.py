@@ -39,6 +39,8 @@ def test_the_batch_and_head_are_named_where_the_mask_reads_them(tmp_path):
     assert "of the mask is visible" in said("k <= q", "--h", 3)
     assert "of the mask of head 3 (--h) is visible" in said("k <= q + h", "--h", 3)
     assert "of the mask of batch 0 (--b), head 1 (--h) is visible" in said("k <= q + h * b", "--h", 1)
+    said("k <= q + h", "--h", 3, "--output", tmp_path / "drawn.svg")
+    assert "head 3 (--h); 0.0% of the tiles misclassified" in (tmp_path / "drawn.svg").read_text()
 
 
 IMAGES = """import flashgen as fg

@@ -239,7 +239,7 @@ LINE = inspect.currentframe().f_lineno - 1
         (local, {"windw": 3}, "'local' has no parameter 'windw' (did you mean 'window'?); it takes window"),
         (causal, {"window": 3}, "'causal' has no parameter 'window'; it takes nothing: what its mask and score read"),
         (blocked, {"block": 3}, "'block' of 'blocked' is the int32 constant"),
-        (biased, {"bias": 3}, "'bias' of 'biased' is a float32 tensor ('heads',), not a parameter"),
+        (biased, {"bias": 3}, "'bias' of 'biased' is a captured tensor of float32, ('heads',), not a parameter"),
         (required, {}, "'required' needs the parameter 'reach', int32, at least 0\n  nearest: reach=... in a call,"),
         (required, {}, f"--param reach=VALUE of a command, or default= of the fg.param that {__file__}:{LINE} is"),
         (local, {"window": 0}, "parameter 'window' of 'local' is 0: the least it may be is 1"),

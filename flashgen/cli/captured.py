@@ -12,6 +12,7 @@ import numpy as np
 from flashgen.cli import options
 from flashgen.cli.console import joined
 from flashgen.errors import PlanError, SpecError
+from flashgen.lang import source
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,8 @@ def arrays(
         files[name] = file
     names = [tensor.name for tensor in variant.tensors]
     if unknown := [name for name in files if name not in names]:
-        raise SpecError(f"{variant.name!r} captures no tensor {unknown[0]!r}\n  its captured tensors: {joined(names)}")
+        asked = f"{variant.name!r} captures no tensor {unknown[0]!r}{source.nearest(unknown[0], names)}"
+        raise SpecError(f"{asked}\n  its captured tensors: {joined(names)}")
     made = {}
     for tensor in variant.tensors:
         title = f"captured tensor {tensor.name!r} of {variant.name!r}"

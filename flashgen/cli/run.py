@@ -77,8 +77,10 @@ def _single(spec: str, request: Request, seed: int, device: str) -> bool:
     with err.status("planning"):
         resolved = resolve(spec, request, device=device, seed=seed)
         prediction = resolved.predict()
+    start = time.perf_counter()
     with err.status(f"running on the {'GPU' if device == 'cuda' else 'CPU'}, then in float64"):
         checked = check(resolved, device, seed, timed=True)
+    taken = time.perf_counter() - start
     from flashgen.planning.traffic import decimal
 
     v, predicted = checked.verdict, prediction.hbm.total
@@ -89,6 +91,7 @@ def _single(spec: str, request: Request, seed: int, device: str) -> bool:
     where = options.device_name(device)
     table.add_row("ran on", f"{where}, tiles of {plan.tile.q} x {plan.tile.kv} ({plan.pipeline}, {plan.arch})")
     table.add_row("time", seconds(checked.seconds) + (" (tile walk in NumPy)" if device == "cpu" else ""))
+    table.add_row("checked in", f"{seconds(taken)} (with PyTorch's attention in float64 and {resolved.problem.dtype})")
     peer = f"PyTorch in {resolved.problem.dtype}"
     table.add_row("largest error", f"{v.max_error:.3g} ({peer}: {v.baseline_max_error:.3g})")
     table.add_row("RMS error", f"{v.rms_error:.3g} ({peer}: {v.baseline_rms_error:.3g})")

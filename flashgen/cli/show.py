@@ -89,7 +89,7 @@ def command(
         out.print(advice, markup=False)
     if output is not None:
         with err.status("drawing"):
-            draw(picture, resolved, output)
+            draw(picture, resolved, output, drawn(resolved, b, h))
         err.print(f"wrote {output}")
 
 
@@ -144,16 +144,18 @@ def render(picture: Picture, tile: Tile) -> Columns:
     )
 
 
+def drawn(resolved: Resolved, b: int, h: int) -> str:
+    """Which batch and head a picture shows, where the mask differs between them; else nothing."""
+    facts = resolved.facts
+    places = ((f"batch {b} (--b)", facts.uses_batch), (f"head {h} (--h)", facts.uses_head))
+    return ", ".join(place for place, differs in places if differs)
+
+
 def summary(picture: Picture, resolved: Resolved, b: int, h: int) -> str:
     counts = np.bincount(picture.classes.ravel(), minlength=3)
     named = ", ".join(f"{_CLASSES[i]} {counts[i]:,} {_NAMES[i]}" for i in range(3))
     visible = share(picture.visible, resolved.problem.q_len * resolved.problem.kv_len)
-    facts = resolved.facts
-    places = [
-        *([f"batch {b} (--b)"] if facts.uses_batch else []),
-        *([f"head {h} (--h)"] if facts.uses_head else []),
-    ]
-    of = f" of {', '.join(places)}" if places else ""
+    of = "".join(f" of {place}" for place in [drawn(resolved, b, h)] if place)
     return (
         f"{visible} of the mask{of} is visible; {picture.classes.size:,} tiles: {named}; "
         f"{share(picture.misclassified, 1)} misclassified"
@@ -173,8 +175,9 @@ def hint(picture: Picture, variant: Variant) -> str | None:
     )
 
 
-def draw(picture: Picture, resolved: Resolved, path: Path) -> None:
-    """The picture as a PNG or SVG file."""
+def draw(picture: Picture, resolved: Resolved, path: Path, place: str) -> None:
+    """The picture of a batch and head as a PNG or SVG file."""
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.colors import ListedColormap
@@ -205,9 +208,11 @@ def draw(picture: Picture, resolved: Resolved, path: Path) -> None:
         for colour, name, n in zip(_COLOURS, _NAMES, counts, strict=True)
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(f"{resolved}\n{share(picture.misclassified, 1)} of the tiles misclassified", fontsize=11)
+    below = "; ".join(filter(None, (place, f"{share(picture.misclassified, 1)} of the tiles misclassified")))
+    figure.suptitle(f"{resolved}\n{below}", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.print_figure(path, dpi=150)
+    with rc_context({"svg.fonttype": "none"}):  # letters stay letters: they can be searched and copied
+        canvas.print_figure(path, dpi=150)
 
 
 def _shrunk(density: np.ndarray) -> np.ndarray:

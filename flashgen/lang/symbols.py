@@ -22,7 +22,7 @@ def symbol_of(n: Node) -> Symbol | None:
 def summary(symbol: Symbol) -> str:
     """A declaration in words."""
     if isinstance(symbol, Tensor):
-        return f"a {symbol.dtype} tensor {symbol.dims}"
+        return f"a captured tensor of {symbol.dtype}, {symbol.dims}"
     kind = "parameter" if isinstance(symbol, Param) else "constant"
     return f"the {symbol.dtype.value} {kind} (default {symbol.default}{allowed(symbol)})"
 
