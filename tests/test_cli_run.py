@@ -6,6 +6,7 @@ from cli import flashgen
 
 from flashgen.lang.load import shipped
 from flashgen.ops import attention as ops_attention
+from flashgen.runtime import gradients
 
 
 def run(*arguments, code=0):
@@ -30,6 +31,30 @@ def test_every_dtype_of_the_cpu(dtype):
 def test_every_shipped_spec(name):
     options = ("--batch", 2, "--heads", 4, "--kv-heads", 2, "--seqlen", 67, "--head-dim", 64, "--v-head-dim", 32)
     assert "checked" in run(name, *options).out
+
+
+@pytest.mark.parametrize("options", [(), ("--deterministic",)])
+@pytest.mark.parametrize("name", ["causal", "local_softcap", "relative_bias"])
+def test_gradients_are_checked_where_asked(name, options):
+    shape = ("--heads", 4, "--kv-heads", 2, "--seqlen", 67, "--kv-seqlen", 90, "--head-dim", 64, "--v-head-dim", 32)
+    out = run(name, *shape, "--backward", *options).out
+    assert [line.split()[0] for line in out.splitlines() if ", largest" in line] == ["dq,", "dk,", "dv,"]
+    # o, dq, dk and dv of one draw: the smallest of q, k and v has more elements than the pool.
+    assert f"checked against float64: {67 * 4 * (32 + 64) + 90 * 2 * (64 + 32):,} elements, seed 0" in out
+
+
+def test_a_wrong_gradient_exits_with_1_and_says_which(monkeypatch):
+    true = gradients.reference_gradients
+    monkeypatch.setattr(
+        gradients, "reference_gradients", lambda *a, **k: (found := true(*a, **k))._replace(dk=found.dk + 1e-2)
+    )
+    ran = run("causal", "--seqlen", 64, "--head-dim", 64, "--backward", code=1)
+    assert "check failed: dk: " in ran.err and "dq: " not in ran.err and "dv: " not in ran.err
+
+
+def test_options_of_gradients_are_refused_where_there_are_none():
+    assert "nearest: --deterministic with --backward" in run("causal", "--deterministic", code=2).err
+    assert "nearest: --backward without --sweep" in run("causal", "--backward", "--sweep", code=2).err
 
 
 @pytest.mark.parametrize("dims", [(20, 20), (512, 64), (64, 264), (3, 1)])

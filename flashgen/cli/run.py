@@ -49,6 +49,13 @@ class Checked:
         return self.verdict.reasons + self.lse_reasons
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """That the gradients of q, k and v are to be checked, and of which backward."""
+
+    deterministic: bool
+
+
 @options.shared
 def command(
     spec: Spec,
@@ -61,25 +68,37 @@ def command(
             "lengths 1, 127, 1000, 4096 (on a CPU: 1 and 127).",
         ),
     ] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Check the gradients of q, k and v too.")] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="With --backward: gradients whose reruns give the same bits.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the random input.")] = 0,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. [dim]default: the GPU where there is one[/]")] = None,
 ) -> None:
     """Run on random input, on the GPU where there is one, and check against float64; exit 1 where the check fails."""
+    if backward and sweep:
+        raise PlanError("--sweep takes the forward through its cases\n  nearest: --backward without --sweep")
+    if deterministic and not backward:
+        raise PlanError("--deterministic is of the backward\n  nearest: --deterministic with --backward")
     if Path(spec).is_dir() and not sweep:
         raise PlanError(f"{spec} is a folder, and a run takes one spec\n  nearest: flashgen run {spec} --sweep")
     device = options.device(device)
-    ok = _sweep(spec, request, seed, device) if sweep else _single(spec, request, seed, device)
+    if sweep:
+        ok = _sweep(spec, request, seed, device)
+    else:
+        ok = _single(spec, request, seed, device, Gradients(deterministic=deterministic) if backward else None)
     if not ok:
         raise typer.Exit(1)
 
 
-def _single(spec: str, request: Request, seed: int, device: str) -> bool:
+def _single(spec: str, request: Request, seed: int, device: str, gradients: Gradients | None) -> bool:
     with err.status("planning"):
         resolved = resolve(spec, request, device=device, seed=seed)
         prediction = resolved.predict()
     start = time.perf_counter()
     with err.status(f"running on the {'GPU' if device == 'cuda' else 'CPU'}, then in float64"):
         checked = check(resolved, device, seed, timed=True)
+        verdicts = {} if gradients is None else check_gradients(resolved, device, seed, gradients)
     taken = time.perf_counter() - start
     from flashgen.planning.traffic import decimal
 
@@ -95,6 +114,8 @@ def _single(spec: str, request: Request, seed: int, device: str) -> bool:
     peer = f"PyTorch in {resolved.problem.dtype}"
     table.add_row("largest error", f"{v.max_error:.3g} ({peer}: {v.baseline_max_error:.3g})")
     table.add_row("RMS error", f"{v.rms_error:.3g} ({peer}: {v.baseline_rms_error:.3g})")
+    for name, found in verdicts.items():
+        table.add_row(f"{name}, largest", f"{found.max_error:.3g} ({peer}: {found.baseline_max_error:.3g})")
     ratio = predicted / max(prediction.standard.total, 1)
     table.add_row("predicted IO", f"{decimal(predicted)}, {ratio:.3g}x standard attention's")
     if device == "cpu":
@@ -102,11 +123,13 @@ def _single(spec: str, request: Request, seed: int, device: str) -> bool:
         same = "as predicted" if counted == predicted else f"predicted {predicted:,} bytes, counted {counted:,}"
         table.add_row("counted IO", f"{decimal(counted)} ({same})")
     tabulate(table)
-    for reason in checked.reasons:
+    reasons = (*checked.reasons, *(f"{name}: {reason}" for name, x in verdicts.items() for reason in x.reasons))
+    for reason in reasons:
         err.print(f"[bold red]check failed:[/] {reason}")
-    if not checked.reasons:
-        out.print(f"[green]checked[/] against float64: {v.elements:,} elements, seed {seed}")
-    return not checked.reasons
+    elements = v.elements + sum(found.elements for found in verdicts.values())
+    if not reasons:
+        out.print(f"[green]checked[/] against float64: {elements:,} elements, seed {seed}")
+    return not reasons
 
 
 def _counted(resolved: Resolved) -> int:
@@ -177,6 +200,48 @@ def _check(resolved: Resolved, device: str, seed: int, timed: bool) -> Checked:
         ref_lses.append(ref_lse.flatten())
     verdict = judge(torch.cat(outs), torch.cat(bases), torch.cat(refs), p.dtype)
     return Checked(verdict=verdict, lse_reasons=judge_lse(torch.cat(lses), torch.cat(ref_lses)), seconds=taken)
+
+
+def check_gradients(resolved: Resolved, device: str, seed: int, gradients: Gradients) -> dict[str, Verdict]:
+    """dq, dk and dv of random q, k, v and do, each judged as `check` judges o.
+
+    Raises LaunchError where memory runs out.
+    """
+    with _room(resolved.problem, device):
+        return _check_gradients(resolved, device, seed, gradients)
+
+
+def _check_gradients(resolved: Resolved, device: str, seed: int, gradients: Gradients) -> dict[str, Verdict]:
+    import torch
+
+    from flashgen.ops.attention import attention
+    from flashgen.runtime.gradients import baseline_gradients, reference_gradients
+    from flashgen.runtime.reference import POOL, judge
+
+    p, case, variant = resolved.problem, resolved.case, resolved.variant
+    inputs = {**case.params, **captured.on_device(variant, case, device)}
+    shapes = _shapes(p)
+    fewest = min(math.prod(shape) for shape in shapes)
+    found: list[tuple[list[torch.Tensor], ...]] = [([], [], []) for _ in shapes]
+    for draw in range(max(1, -(-POOL // fewest)) if fewest else 1):
+        generator = torch.Generator(device).manual_seed(seed + draw)
+        *qkv, do = (
+            torch.randn(shape, generator=generator, device=device).to(getattr(torch, p.dtype))
+            for shape in (*shapes, (*shapes[0][:3], p.v_head_dim))
+        )
+        leaves = [x.requires_grad_() for x in qkv]
+        o = attention(*leaves, variant, deterministic=gradients.deterministic, **inputs)
+        ours = torch.autograd.grad(o, leaves, do)
+        asked = variant, case, *(x.detach() for x in qkv), do
+        scale = 1 / math.sqrt(p.head_dim)
+        base, ref = (make(*asked, scale=scale) for make in (baseline_gradients, reference_gradients))
+        for lists, *gradient in zip(found, ours, base[:3], ref[:3], strict=True):
+            for parts, part in zip(lists, gradient, strict=True):
+                parts.append(part.flatten())
+    return {
+        name: judge(*(torch.cat(parts) for parts in lists), p.dtype)
+        for name, lists in zip(("dq", "dk", "dv"), found, strict=True)
+    }
 
 
 def _shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
