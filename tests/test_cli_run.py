@@ -43,6 +43,11 @@ def test_gradients_are_checked_where_asked(name, options):
     assert f"checked against float64: {67 * 4 * (32 + 64) + 90 * 2 * (64 + 32):,} elements, seed 0" in out
 
 
+@pytest.mark.parametrize("name", ["causal", "softcap"])
+def test_gradients_in_float64(name):
+    assert "dv, largest" in run(name, "--seqlen", 150, "--head-dim", 64, "--backward", "--dtype", "float64").out
+
+
 def test_a_wrong_gradient_exits_with_1_and_says_which(monkeypatch):
     true = gradients.reference_gradients
     monkeypatch.setattr(

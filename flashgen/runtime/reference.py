@@ -92,18 +92,20 @@ def judge(out: torch.Tensor, base: torch.Tensor, ref: torch.Tensor, dtype: str) 
 
     Largest error <= 2x and RMS error <= 1.25x the baseline's, each plus one ulp of `dtype` at the RMS of `ref`; signed
     bias |mean(err * sign(ref))| <= 4 RMS(err) / sqrt(n) + 2^-12 RMS(ref).  Where `dtype` is float64 the reference
-    rounds as much as the result does, so both limits are 64 ulp.
+    rounds as much as the result does: the limits are 64 ulp, at the largest value of `ref` and at its RMS.
     """
     err, base_err = (out.double() - ref).flatten(), (base.double() - ref).flatten()
     n = err.numel()
     if n == 0:
         return Verdict()
     ref_rms = _rms(ref)
-    ulp = 2.0 ** (math.floor(math.log2(ref_rms)) - _FRACTION_BITS[dtype]) if ref_rms > 0 else 0.0
+    ulp = _ulp(ref_rms, dtype)
     base_max, base_rms = float(base_err.abs().max()), _rms(base_err)
     max_error, rms_error = float(err.abs().max()), _rms(err)
     bias = abs(float((err * ref.flatten().sign()).mean()))
-    max_limit, rms_limit = (64 * ulp, 64 * ulp) if dtype == "float64" else (2 * base_max + ulp, 1.25 * base_rms + ulp)
+    max_limit, rms_limit = 2 * base_max + ulp, 1.25 * base_rms + ulp
+    if dtype == "float64":
+        max_limit, rms_limit = 64 * _ulp(float(ref.abs().max()), dtype), 64 * ulp
     bias_limit = 4 * rms_error / math.sqrt(n) + 2.0**-12 * ref_rms
     reasons = []
     if not math.isfinite(ref_rms):
@@ -142,6 +144,11 @@ def judge_lse(lse: torch.Tensor, ref: torch.Tensor) -> tuple[str, ...]:
         return ()
     error = ((lse - ref).abs() / ref.abs().clamp(min=1.0))[seen].max()
     return () if error <= 1e-4 else (f"lse is off by {float(error):.3g} of max(1, |lse|), more than 1e-4",)
+
+
+def _ulp(size: float, dtype: str) -> float:
+    """The step between neighbouring numbers of `dtype` at this size."""
+    return 2.0 ** (math.floor(math.log2(size)) - _FRACTION_BITS[dtype]) if 0 < size < math.inf else 0.0
 
 
 def _rms(x: torch.Tensor) -> float:
