@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from flashgen.lang.expr import DType, node, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.plan import KernelPlan, Part, Role, Tile, decided
+from flashgen.planning.plan import ITEM, KernelPlan, Part, Role, Tile, decided, staged
 from flashgen.planning.problem import Problem
 
 NAME = "ampere"
@@ -36,7 +36,6 @@ TIGHT = 6
 #: Registers of elements captured for each key, and of their addresses, on the way.
 CAPTURED = 8
 
-ITEM = 2  # bytes of float16 and bfloat16
 
 MAX_TILE = 256
 TILE_RULE = f"both sides are multiples of {MMA_ROWS} (the rows and the depth of one mma) up to {MAX_TILE}"
@@ -142,16 +141,8 @@ def smem(c: Candidate, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
             amount=c.tile.q * max(d, dv) * ITEM,
             why=f"{c.tile.q} rows x {max(d, dv)} columns x {ITEM} bytes; o leaves through the same room",
         ),
-        Part(
-            name="k",
-            amount=c.stages * c.tile.kv * d * ITEM,
-            why=f"{c.stages} stages x {c.tile.kv} rows x {d} columns x {ITEM} bytes",
-        ),
-        Part(
-            name="v",
-            amount=c.stages * c.tile.kv * dv * ITEM,
-            why=f"{c.stages} stages x {c.tile.kv} rows x {dv} columns x {ITEM} bytes",
-        ),
+        staged("k", c.stages, c.tile.kv, d),
+        staged("v", c.stages, c.tile.kv, dv),
     )
 
 

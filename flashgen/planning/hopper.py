@@ -16,7 +16,7 @@ from flashgen.lang.expr import Node, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.ampere import SOFTMAX_OPS, score_ops
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.plan import KernelPlan, Part, Role, Specialized, Tile, decided
+from flashgen.planning.plan import ITEM, KernelPlan, Part, Role, Specialized, Tile, decided, staged
 from flashgen.planning.problem import Problem
 
 NAME = "hopper"
@@ -24,7 +24,6 @@ NAME = "hopper"
 #: Head dims that the pipeline emits, in steps of 8: TMA takes rows whose stride is a multiple of 16 bytes.
 HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 16, 256
 
-ITEM = 2  # bytes of float16 and bfloat16
 
 #: Query rows of a warpgroup (wgmma's m), and the depth of one wgmma, to which head dims and tile_kv are padded.
 ROWS, DEPTH = 64, 16
@@ -150,21 +149,9 @@ def smem(c: Candidate, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
     d, dv = boxed(head_dim), boxed(v_head_dim)
     room = d if c.q_stages == 1 else max(d, dv)
     return (
-        Part(
-            name="q",
-            amount=c.q_stages * c.tile.q * room * ITEM,
-            why=f"{c.q_stages} stages x {c.tile.q} rows x {room} columns x {ITEM} bytes",
-        ),
-        Part(
-            name="k",
-            amount=c.stages * c.tile.kv * d * ITEM,
-            why=f"{c.stages} stages x {c.tile.kv} rows x {d} columns x {ITEM} bytes",
-        ),
-        Part(
-            name="v",
-            amount=c.stages * c.tile.kv * dv * ITEM,
-            why=f"{c.stages} stages x {c.tile.kv} rows x {dv} columns x {ITEM} bytes",
-        ),
+        staged("q", c.q_stages, c.tile.q, room),
+        staged("k", c.stages, c.tile.kv, d),
+        staged("v", c.stages, c.tile.kv, dv),
         Part(name="control", amount=CONTROL, why="barriers and messages"),
     )
 

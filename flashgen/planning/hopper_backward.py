@@ -18,9 +18,9 @@ from flashgen.lang.variant import Variant
 from flashgen.planning import ampere, hopper
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up
-from flashgen.planning.hopper import ITEM, boxed, padded
+from flashgen.planning.hopper import boxed, padded
+from flashgen.planning.plan import ITEM, KernelPlan, Part, Role, SpecializedBackward, Tile, decided, staged
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
-from flashgen.planning.plan import KernelPlan, Part, Role, SpecializedBackward, Tile, decided
 from flashgen.planning.problem import Problem
 
 NAME = hopper.NAME
@@ -136,16 +136,8 @@ def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tupl
     parts = [
         Part(name="k", amount=tile.kv * d * ITEM, why=f"{tile.kv} rows x {d} columns x {ITEM} bytes"),
         Part(name="v", amount=tile.kv * dv * ITEM, why=f"{tile.kv} rows x {dv} columns x {ITEM} bytes"),
-        Part(
-            name="q",
-            amount=c.stages * tile.q * d * ITEM,
-            why=f"{c.stages} stages x {tile.q} rows x {d} columns x {ITEM} bytes",
-        ),
-        Part(
-            name="d_o",
-            amount=c.stages * tile.q * dv * ITEM,
-            why=f"{c.stages} stages x {tile.q} rows x {dv} columns x {ITEM} bytes",
-        ),
+        staged("q", c.stages, tile.q, d),
+        staged("d_o", c.stages, tile.q, dv),
         Part(
             name="ds",
             amount=2 * LATE * tile.q * tile.kv * ITEM,

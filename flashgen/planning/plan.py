@@ -22,6 +22,10 @@ class Tile:
         return f"{self.q}x{self.kv}"
 
 
+#: Bytes of float16 and bfloat16.
+ITEM = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One term of a sum that is shown to a person: shared memory in bytes, registers in 32-bit registers a thread."""
@@ -29,6 +33,12 @@ class Part:
     name: str
     amount: int
     why: str = ""
+
+
+def staged(name: str, stages: int, rows: int, columns: int) -> Part:
+    """The shared memory of `stages` tiles of 16-bit elements."""
+    why = f"{stages} stages x {rows} rows x {columns} columns x {ITEM} bytes"
+    return Part(name=name, amount=stages * rows * columns * ITEM, why=why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
