@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import torch
 from tolerance import judge
 
@@ -13,6 +12,7 @@ from flashgen.planning import planner
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import Problem
 from flashgen.runtime import tiles
+from flashgen.runtime.captured import examples
 from flashgen.runtime.gradients import baseline_gradients, reference_gradients
 from flashgen.runtime.tiles_backward import walk_backward
 
@@ -24,8 +24,7 @@ def problem_of(**given):
 
 
 def case_of(variant, problem, seed=0, **params):
-    tensors = {t.name: np.asarray(t.example(problem, np.random.default_rng(seed))) for t in variant.tensors}
-    return Case(sizes=problem.sizes(), params=variant.values(params), tensors=tensors)
+    return Case(sizes=problem.sizes(), params=variant.values(params), tensors=examples(variant, problem, seed))
 
 
 def plan_of(variant, problem, tile=(32, 16), **options):

@@ -165,7 +165,7 @@ def test_gradients_are_compared_with_float64(c):
     some = Pairs(batches=(p.batch - 1,), kv_heads=(0, p.kv_heads - 1))
     for pairs in (sample(p, 1 << 29), some):
         assert backward.check(at, {"": right}, pairs) == []
-        for i, name in enumerate(backward.NAMES):
+        for i, name in enumerate(backward.OF_INPUTS):
             wrong = [x.clone() for x in right]
             wrong[i][-1, -1, 7] *= 1.5
             reasons = backward.check(at, {"": right, "other ": tuple(wrong)}, pairs)

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from backward_checks import case_of, problem_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_masks import banded
@@ -17,23 +18,11 @@ from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning.planner import menu
-from flashgen.planning.problem import Problem
 from flashgen.planning.traffic import predict
 from flashgen.runtime import tiles
 from flashgen.runtime.philox import Dropout
 
 SPECS = sorted(shipped())
-
-
-def problem_of(**given):
-    given = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 100, "kv_len": 117, "head_dim": 32, **given}
-    given.setdefault("v_head_dim", given["head_dim"])
-    return Problem(**given)
-
-
-def case_of(variant, problem, seed=0, **params):
-    tensors = {t.name: np.asarray(t.example(problem, np.random.default_rng(seed))) for t in variant.tensors}
-    return Case(sizes=problem.sizes(), params=variant.values(params), tensors=tensors)
 
 
 def plan_of(variant, problem, tile=None):

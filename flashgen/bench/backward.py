@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from flashgen.bench import contest, peers
 from flashgen.bench.contest import Measured, Setting
 from flashgen.bench.protocol import interleave
+from flashgen.planning.traffic_backward import useful_flops
+from flashgen.runtime.gradients import OF_INPUTS
 from flashgen.runtime.reference import Pairs
 
 if TYPE_CHECKING:
@@ -28,8 +30,6 @@ ENTRY = "backward"
 
 #: Scores of the (batch, head) pairs that are compared with float64; of a larger cell some pairs are.
 CHECKED_SCORES = 1 << 29
-
-NAMES = ("dq", "dk", "dv")
 
 #: flashgen's backward with one order of sums, as a contender.
 DETERMINISTIC = "deterministic"
@@ -75,7 +75,7 @@ def measure(
             return []
         return [
             reason
-            for what, one, other in zip(NAMES, theirs, ours, strict=True)
+            for what, one, other in zip(OF_INPUTS, theirs, ours, strict=True)
             for reason in contest.difference(name, one, other, f"{what}: ")
         ]
 
@@ -86,7 +86,7 @@ def measure(
     return Measured(
         cell=cell,
         timings=interleave(contenders, rounds=rounds),
-        flops=2 * (3 * p.head_dim + 2 * p.v_head_dim) * at.visible(plan),
+        flops=useful_flops(p, at.visible(plan)),
         plan=plan,
         reasons=(*reasons, *wrong),
         absent=absent,
@@ -111,8 +111,7 @@ def _spread(total: int, count: int) -> tuple[int, ...]:
 
 def check(at: Setting, found: Mapping[str, tuple[torch.Tensor, ...]], pairs: Pairs) -> list[str]:
     """What is wrong with gradients, by the tolerance rule, on some batches and heads; `found` by what to call them."""
-    from flashgen.runtime.gradients import baseline_gradients, reference_gradients
-    from flashgen.runtime.reference import judge
+    from flashgen.runtime.gradients import baseline_gradients, judge_gradients, reference_gradients
 
     p = at.cell.problem
 
@@ -125,6 +124,6 @@ def check(at: Setting, found: Mapping[str, tuple[torch.Tensor, ...]], pairs: Pai
     return [
         f"{about}{what}: {reason}"
         for about, gradients in found.items()
-        for what, got, same, right in zip(NAMES, gradients, base[:3], ref[:3], strict=True)
-        for reason in judge(part(got), same, right, p.dtype).reasons
+        for what, verdict in judge_gradients(map(part, gradients), base, ref, p.dtype).items()
+        for reason in verdict.reasons
     ]

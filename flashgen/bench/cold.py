@@ -18,6 +18,7 @@ from pathlib import Path
 
 from flashgen.errors import LaunchError
 from flashgen.planning.problem import Problem
+from flashgen.runtime import captured
 
 CACHES = ("empty", "warm")
 
@@ -93,15 +94,7 @@ def _measured(spec: str, device: str, problem: Problem) -> tuple[float, float]:
     _settle(device)
     made = time.perf_counter()
     variant = flashgen.load_spec(spec)
-    named = {}
-    if variant.tensors:
-        import numpy as np
-
-        random = np.random.default_rng(0)
-        named = {
-            t.name: torch.as_tensor(np.asarray(t.example(p, random))).to(device, getattr(torch, t.dtype))
-            for t in variant.tensors
-        }
+    named = captured.on_device(variant, captured.examples(variant, p, seed=0), device) if variant.tensors else {}
     flashgen.attention(q, k, v, variant, **named)
     _settle(device)
     return made - begin, time.perf_counter() - made

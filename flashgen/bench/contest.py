@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from flashgen.analysis.counts import count
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
+from flashgen.bench.inputs import draw
 from flashgen.bench.protocol import Ratio, Timings
 from flashgen.errors import FlashgenError
+from flashgen.runtime import captured
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from flashgen.bench.cells import Cell
@@ -58,33 +59,21 @@ class Setting:
 
 def prepare(cell: Cell, pipeline: str, seed: int) -> Setting:
     """Fresh random input on the current GPU."""
-    import numpy as np
-    import torch
-
     p = cell.problem
     variant = cell.variant()
     variant = dataclasses.replace(variant, pins=dataclasses.replace(variant.pins, pipeline=pipeline))
     values = variant.values(dict(cell.params))
-    examples: dict[str, np.ndarray] = {
-        t.name: np.asarray(t.example(p, np.random.default_rng(seed))) for t in variant.tensors
-    }
-    captured = {t.name: torch.as_tensor(examples[t.name]).to("cuda", getattr(torch, t.dtype)) for t in variant.tensors}
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def draw(heads: int, length: int, dim: int) -> torch.Tensor:
-        """[batch, heads, length, dim] with heads and dim next to each other in memory."""
-        x = torch.randn(p.batch, length, heads, dim, device="cuda", generator=generator)
-        return x.to(getattr(torch, p.dtype)).transpose(1, 2)
-
+    arrays = captured.examples(variant, p, seed)
+    q, k, v, do = draw(p, seed)
     return Setting(
         cell=cell,
         variant=variant,
-        inputs={**values, **captured},
-        case=Case(sizes=p.sizes(), params=values, tensors=examples),
-        q=draw(p.heads, p.q_len, p.head_dim),
-        k=draw(p.kv_heads, p.kv_len, p.head_dim),
-        v=draw(p.kv_heads, p.kv_len, p.v_head_dim),
-        do=draw(p.heads, p.q_len, p.v_head_dim),
+        inputs={**values, **captured.on_device(variant, arrays, "cuda")},
+        case=Case(sizes=p.sizes(), params=values, tensors=arrays),
+        q=q,
+        k=k,
+        v=v,
+        do=do,
     )
 
 

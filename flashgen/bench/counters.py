@@ -75,11 +75,10 @@ class Counted:
         return self.l2.write_bytes / self.predicted.write_bytes
 
     def as_json(self) -> dict[str, object]:
-        pairs = {name: getattr(self, name) for name in ("predicted", "compulsory", "l2", "dram")}
         return {
             "cell": str(self.cell),
             "tile": self.tile,
-            **{name: {"read_bytes": b.read_bytes, "write_bytes": b.write_bytes} for name, b in pairs.items()},
+            **{name: getattr(self, name).as_json() for name in ("predicted", "compulsory", "l2", "dram")},
             "read_ratio": round(self.read_ratio, 4),
             "write_ratio": round(self.write_ratio, 4),
         }
@@ -92,18 +91,17 @@ def count(cells: Sequence[Cell], pipeline: str, *, backward: bool = False) -> li
     """
     if shutil.which("ncu") is None:
         raise LaunchError("the counters are read by ncu of Nsight Compute, and there is none on the PATH")
-    names = {str(each) for each in cells}
+    names = [str(each) for each in cells]
     program = (sys.executable, "-m", "flashgen.bench.counters", pipeline, "backward" if backward else "forward", *names)
     options = ("--csv", "--print-units=base", "--clock-control=none", "--cache-control=all")
     kernels = ("--kernel-name=regex:^attention_", f"--metrics={','.join(METRICS)}")
     done = subprocess.run(("ncu", *options, *kernels, *program), capture_output=True, text=True)
     if done.returncode:
         raise LaunchError(f"ncu ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
-    chosen = [each for each in CELLS if str(each) in names]
     seen = list(passes(done.stdout, backward=backward))
-    if len(seen) != len(chosen):
-        raise LaunchError(f"ncu saw {len(seen)} calls of {len(chosen)}:\n{done.stdout[-2000:]}")
-    return [_beside(each, pipeline, metrics, backward) for each, metrics in zip(chosen, seen, strict=True)]
+    if len(seen) != len(cells):
+        raise LaunchError(f"ncu saw {len(seen)} calls of {len(cells)}:\n{done.stdout[-2000:]}")
+    return [_beside(each, pipeline, metrics, backward) for each, metrics in zip(cells, seen, strict=True)]
 
 
 def passes(text: str, *, backward: bool) -> Iterator[Mapping[str, int]]:
@@ -156,4 +154,5 @@ def launch(cells: Sequence[Cell], pipeline: str, *, backward: bool) -> None:
 
 
 if __name__ == "__main__":
-    launch([c for c in CELLS if str(c) in sys.argv[3:]], sys.argv[1], backward=sys.argv[2] == "backward")
+    by_name = {str(each): each for each in CELLS}
+    launch([by_name[name] for name in sys.argv[3:]], sys.argv[1], backward=sys.argv[2] == "backward")

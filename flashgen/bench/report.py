@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,6 @@ class Record:
     pass_name: str
     pipeline: str
     gpu: str
-    versions: Mapping[str, str | None]
     cells: tuple[tuple[Cell, Mapping[str, object]], ...]
 
     def main(self, specs: tuple[str, ...], head_dim: int) -> list[tuple[int, Mapping[str, object]]]:
@@ -58,10 +57,10 @@ def read(folder: Path) -> Iterator[Record]:
         try:
             record = json.loads(path.read_text())
             found = tuple((known[row["cell"]], row) for row in record["cells"] if row["cell"] in known)
-            gpu, versions = record["gpu"]["name"], record["versions"]
+            gpu = record["gpu"]["name"]
         except (ValueError, KeyError, TypeError) as error:
             raise FlashgenError(f"{path} is no record of flashgen bench ({error})") from None
-        yield Record(pass_name=pass_name, pipeline=pipeline, gpu=gpu, versions=versions, cells=found)
+        yield Record(pass_name=pass_name, pipeline=pipeline, gpu=gpu, cells=found)
 
 
 def markdown(records: list[Record]) -> str:
@@ -88,7 +87,7 @@ def markdown(records: list[Record]) -> str:
 def _summary(ratios: list[float]) -> str:
     if not ratios:
         return "-"
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    mean = statistics.geometric_mean(ratios)
     return f"{mean:.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else f"{mean:.2f}"
 
 

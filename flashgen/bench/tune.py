@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashgen.bench.inputs import draw
 from flashgen.bench.protocol import interleave
 from flashgen.bench.record import environment
 from flashgen.errors import CompileError, LaunchError
@@ -254,22 +255,12 @@ def _plain(value: object) -> object:
 
 def _inputs(variant: Variant, problem: Problem, seed: int = 0) -> tuple:
     """Random q, k, v as a model has them (heads and columns side by side in memory), and the case."""
-    import numpy as np
-    import torch
-
     from flashgen.analysis.tiles import Case
+    from flashgen.runtime.captured import examples
 
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def draw(heads: int, length: int, columns: int) -> torch.Tensor:
-        x = torch.randn(problem.batch, length, heads, columns, device="cuda", generator=generator)
-        return x.to(getattr(torch, problem.dtype)).transpose(1, 2)
-
-    tensors = {t.name: np.asarray(t.example(problem, np.random.default_rng(seed))) for t in variant.tensors}
-    case = Case(sizes=problem.sizes(), params=variant.values({}), tensors=tensors)
-    q = draw(problem.heads, problem.q_len, problem.head_dim)
-    k = draw(problem.kv_heads, problem.kv_len, problem.head_dim)
-    return q, k, draw(problem.kv_heads, problem.kv_len, problem.v_head_dim), case
+    arrays = examples(variant, problem, seed)
+    case = Case(sizes=problem.sizes(), params=variant.values({}), tensors=arrays)
+    return *draw(problem, seed)[:3], case
 
 
 def _calls(variant: Variant, problem: Problem, built: Mapping[str, tuple]) -> dict[str, Callable[[], torch.Tensor]]:
@@ -282,14 +273,13 @@ def _call(kernel, problem: Problem, q, k, v, case) -> tuple:
     """One kernel on one set of tensors: the launch, o and lse."""
     import torch
 
+    from flashgen.runtime.captured import on_device
     from flashgen.runtime.kernel import Captured, Layout
 
     plan, device = kernel.plan, q.device
     o = torch.full_like(q[..., :1].expand(*q.shape[:3], problem.v_head_dim), float("nan")).contiguous()
     lse = torch.full(q.shape[:3], float("nan"), device=device)
-    captured = {
-        t.name: torch.as_tensor(case.tensors[t.name]).to(device, getattr(torch, t.dtype)) for t in plan.variant.tensors
-    }
+    captured = on_device(plan.variant, case.tensors, device)
     record = kernel.record(
         problem,
         Layout(q=q.stride()[:3], k=k.stride()[:3], v=v.stride()[:3], o=o.stride()[:3]),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from flashgen.bench.protocol import MIN_ROUNDS
-from flashgen.cli.console import err, out, progress, size
+from flashgen.cli.console import err, progress, size, tabulate
 from flashgen.errors import LaunchError, PlanError
 
 if TYPE_CHECKING:
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
 
 #: A bar of 1.00 holds at this much of it: what two runs of one kernel differ by.
 BAR = 0.99
-
-#: Columns of the table where there is no terminal to ask.
-WIDTH = 160
 
 
 def command(
@@ -76,9 +72,7 @@ def command(
             bar.update(task, description=str(cell))
             measured.append(bench.measure(cell, pipeline, rounds=rounds, names=names, files=files, seed=seed))
             bar.advance(task)
-    # A row stays a line, also in a file: the table is read by tools and by people who compare two of them.
-    console = out if out.is_terminal else Console(width=WIDTH, highlight=False)
-    console.print(_table(name, measured, [*names, *files]))
+    tabulate(_table(name, measured, [*names, *files]))
     for one in measured:
         for reason in one.reasons:
             err.print(f"{one.cell}: {reason}", markup=False)
@@ -135,6 +129,6 @@ def _table(name: str, measured: list[Measured], peers: list[str]) -> Table:
             row.append(text if peer in own or ratio.median >= BAR else f"[red]{text}[/]")
         table.add_row(*row)
     columns = (ratios.get(peer) for peer in (*peers, *own))
-    means = (f"{math.exp(sum(map(math.log, r)) / len(r)):.3f}" if r else "-" for r in columns)
+    means = (f"{statistics.geometric_mean(r):.3f}" if r else "-" for r in columns)
     table.add_row("geometric mean", "", "", "", *means, style="bold")
     return table

@@ -15,9 +15,6 @@ from flashgen.errors import PlanError, SpecError
 from flashgen.lang import source
 
 if TYPE_CHECKING:
-    import torch
-
-    from flashgen.analysis.tiles import Case
     from flashgen.lang.expr import Tensor
     from flashgen.lang.variant import Variant
     from flashgen.planning.problem import Problem
@@ -50,16 +47,6 @@ def arrays(
         elif examples:
             raise SpecError(variant.lacks(tensor))
     return made
-
-
-def on_device(variant: Variant, case: Case, device: str) -> dict[str, torch.Tensor]:
-    """The captured tensors of a case as PyTorch tensors of their declared types."""
-    import torch
-
-    return {
-        tensor.name: torch.as_tensor(case.tensors[tensor.name]).to(device, getattr(torch, tensor.dtype))
-        for tensor in variant.tensors
-    }
 
 
 def _example(title: str, tensor: Tensor, problem: Problem, seed: int) -> np.ndarray:

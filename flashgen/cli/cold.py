@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from flashgen.cli.console import err, out, progress, seconds
+from flashgen.cli.console import err, progress, seconds, tabulate
 from flashgen.errors import LaunchError
 
 #: Fewer processes of a kind say nothing about their spread.
@@ -64,7 +64,7 @@ def command(
             result, inputs = ([getattr(start, name) for start in here] for name in ("result", "inputs"))
             table.add_row(spec, cache, _spread(result), _spread(inputs))
             rows.append({"spec": spec, "cache": cache, "result": _rounded(result), "inputs": _rounded(inputs)})
-    out.print(table)
+    tabulate(table)
     path = folder / "cold.json"
     asked = f"--seqlen {seqlen} --heads {heads} --head-dim {head_dim} --dtype {dtype} --rounds {rounds}"
     record.write(

@@ -6,14 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from flashgen.cli.console import err, out
+from flashgen.cli.console import err, tabulate
 from flashgen.errors import LaunchError, PlanError
-
-#: Columns of the table where there is no terminal to ask.
-WIDTH = 160
 
 
 def command(
@@ -37,8 +33,7 @@ def command(
         raise LaunchError("counters are a GPU's, and there is none that PyTorch can use")
     with err.status("profiling"):
         counted = counters.count(chosen, pipeline, backward=backward)
-    console = out if out.is_terminal else Console(width=WIDTH, highlight=False)
-    console.print(_table(counted))
+    tabulate(_table(counted))
     done = "backward" if backward else "forward"
     path = folder / f"counters_{done}_{pipeline}.json"
     asked = [f"flashgen counters {pipeline}", *(["--backward"] if backward else [])]

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from flashgen.cli import build, captured, options
+from flashgen.cli import build, options
 from flashgen.cli.console import err, out, progress, seconds, share, size, tabulate
 from flashgen.cli.options import Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
 from flashgen.errors import FlashgenError, LaunchError, PlanError
+from flashgen.runtime.captured import on_device
 
 if TYPE_CHECKING:
     from flashgen.lang.variant import Variant
@@ -49,13 +50,6 @@ class Checked:
         return self.verdict.reasons + self.lse_reasons
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gradients:
-    """That the gradients of q, k and v are to be checked, and of which backward."""
-
-    deterministic: bool
-
-
 @options.shared
 def command(
     spec: Spec,
@@ -83,22 +77,19 @@ def command(
     if Path(spec).is_dir() and not sweep:
         raise PlanError(f"{spec} is a folder, and a run takes one spec\n  nearest: flashgen run {spec} --sweep")
     device = options.device(device)
-    if sweep:
-        ok = _sweep(spec, request, seed, device)
-    else:
-        ok = _single(spec, request, seed, device, Gradients(deterministic=deterministic) if backward else None)
+    ok = _sweep(spec, request, seed, device) if sweep else _single(spec, request, seed, device, backward, deterministic)
     if not ok:
         raise typer.Exit(1)
 
 
-def _single(spec: str, request: Request, seed: int, device: str, gradients: Gradients | None) -> bool:
+def _single(spec: str, request: Request, seed: int, device: str, backward: bool, deterministic: bool) -> bool:
     with err.status("planning"):
         resolved = resolve(spec, request, device=device, seed=seed)
         prediction = resolved.predict()
     start = time.perf_counter()
     with err.status(f"running on the {'GPU' if device == 'cuda' else 'CPU'}, then in float64"):
         checked = check(resolved, device, seed, timed=True)
-        verdicts = {} if gradients is None else check_gradients(resolved, device, seed, gradients)
+        verdicts = check_gradients(resolved, device, seed, deterministic) if backward else {}
     taken = time.perf_counter() - start
     from flashgen.planning.traffic import decimal
 
@@ -178,7 +169,7 @@ def _check(resolved: Resolved, device: str, seed: int, timed: bool) -> Checked:
 
     p, case, variant = resolved.problem, resolved.case, resolved.variant
     dtype = getattr(torch, p.dtype)
-    inputs = {**case.params, **captured.on_device(variant, case, device)}
+    inputs = {**case.params, **on_device(variant, case.tensors, device)}
     elements = p.batch * p.heads * p.q_len * p.v_head_dim
     scale = 1 / math.sqrt(p.head_dim)
     outs, bases, refs, lses, ref_lses, taken = [], [], [], [], [], math.inf
@@ -202,27 +193,27 @@ def _check(resolved: Resolved, device: str, seed: int, timed: bool) -> Checked:
     return Checked(verdict=verdict, lse_reasons=judge_lse(torch.cat(lses), torch.cat(ref_lses)), seconds=taken)
 
 
-def check_gradients(resolved: Resolved, device: str, seed: int, gradients: Gradients) -> dict[str, Verdict]:
+def check_gradients(resolved: Resolved, device: str, seed: int, deterministic: bool) -> dict[str, Verdict]:
     """dq, dk and dv of random q, k, v and do, each judged as `check` judges o.
 
     Raises LaunchError where memory runs out.
     """
     with _room(resolved.problem, device):
-        return _check_gradients(resolved, device, seed, gradients)
+        return _check_gradients(resolved, device, seed, deterministic)
 
 
-def _check_gradients(resolved: Resolved, device: str, seed: int, gradients: Gradients) -> dict[str, Verdict]:
+def _check_gradients(resolved: Resolved, device: str, seed: int, deterministic: bool) -> dict[str, Verdict]:
     import torch
 
     from flashgen.ops.attention import attention
-    from flashgen.runtime.gradients import baseline_gradients, reference_gradients
-    from flashgen.runtime.reference import POOL, judge
+    from flashgen.runtime.gradients import baseline_gradients, judge_gradients, reference_gradients
+    from flashgen.runtime.reference import POOL
 
     p, case, variant = resolved.problem, resolved.case, resolved.variant
-    inputs = {**case.params, **captured.on_device(variant, case, device)}
+    inputs = {**case.params, **on_device(variant, case.tensors, device)}
     shapes = _shapes(p)
     fewest = min(math.prod(shape) for shape in shapes)
-    found: list[tuple[list[torch.Tensor], ...]] = [([], [], []) for _ in shapes]
+    draws = []
     for draw in range(max(1, -(-POOL // fewest)) if fewest else 1):
         generator = torch.Generator(device).manual_seed(seed + draw)
         *qkv, do = (
@@ -230,18 +221,18 @@ def _check_gradients(resolved: Resolved, device: str, seed: int, gradients: Grad
             for shape in (*shapes, (*shapes[0][:3], p.v_head_dim))
         )
         leaves = [x.requires_grad_() for x in qkv]
-        o = attention(*leaves, variant, deterministic=gradients.deterministic, **inputs)
+        o = attention(*leaves, variant, deterministic=deterministic, **inputs)
         ours = torch.autograd.grad(o, leaves, do)
         asked = variant, case, *(x.detach() for x in qkv), do
         scale = 1 / math.sqrt(p.head_dim)
         base, ref = (make(*asked, scale=scale) for make in (baseline_gradients, reference_gradients))
-        for lists, *gradient in zip(found, ours, base[:3], ref[:3], strict=True):
-            for parts, part in zip(lists, gradient, strict=True):
-                parts.append(part.flatten())
-    return {
-        name: judge(*(torch.cat(parts) for parts in lists), p.dtype)
-        for name, lists in zip(("dq", "dk", "dv"), found, strict=True)
-    }
+        draws.append((ours, base[:3], ref[:3]))
+    # Of ours, base and ref each gradient's draws behind one another.
+    together = [
+        [torch.cat([x.flatten() for x in parts]) for parts in zip(*by_draw, strict=True)]
+        for by_draw in zip(*draws, strict=True)
+    ]
+    return judge_gradients(*together, p.dtype)
 
 
 def _shapes(p: Problem) -> tuple[tuple[int, ...], ...]:

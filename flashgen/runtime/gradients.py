@@ -7,11 +7,11 @@ the variant.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.analysis.derivative import differentiable
-from flashgen.runtime.reference import Block, Evaluator, Pairs, blocks, kept, products
+from flashgen.runtime.reference import Block, Evaluator, Pairs, Verdict, blocks, judge, kept, products
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from flashgen.analysis.tiles import Case
     from flashgen.lang.variant import Variant
     from flashgen.runtime.philox import Dropout
+
+
+#: The gradients of q, k and v, as `Gradients` has them first.
+OF_INPUTS = ("dq", "dk", "dv")
 
 
 class Gradients(NamedTuple):
@@ -132,6 +136,14 @@ def baseline_gradients(
         dk += scale * _transposed_products(ds, rows)
         dv += factor * _transposed_products(rounded(p_kept), do_rows)
     return Gradients(dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), captured)
+
+
+def judge_gradients(
+    found: Iterable[torch.Tensor], base: Sequence[torch.Tensor], ref: Sequence[torch.Tensor], dtype: str
+) -> dict[str, Verdict]:
+    """dq, dk and dv by the tolerance rule of `runtime.reference.judge`, by name; `base` and `ref` begin with them."""
+    each = zip(OF_INPUTS, found, base[:3], ref[:3], strict=True)
+    return {name: judge(*tensors, dtype) for name, *tensors in each}
 
 
 def _evaluator(
