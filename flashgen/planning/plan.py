@@ -134,6 +134,7 @@ class SpecializedBackward:
     consumer_registers: int
     dq_columns: int  # of dq in a warpgroup's product
     late: int  # steps between dS and its product with K, under the exponentials of another tile of queries
+    shares_first: bool  # dS leaves for shared memory before its product with Q is issued, else under it
     bulk: bool  # dq leaves through shared memory by bulk reductions, else from registers
     row_threads: int  # of a block of the entries that work on rows alone
 

@@ -3,11 +3,11 @@
 //
 // visible  k <= q + kv_len - q_len
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     64 queries x 128 keys, 3 stages, 4 producer warps, 8 consumer warps
-// shared   k 32768 + v 32768 + q 49152 + d_o 49152 + ds 32768 + dq 32768 + lse, delta 1536 + control 512 = 231424
+// tile     64 queries x 128 keys, 2 stages, 4 producer warps, 8 consumer warps
+// shared   k 32768 + v 32768 + q 32768 + d_o 32768 + ds 32768 + dq 32768 + lse, delta 1024 + control 1024 = 198656
 //          bytes
 // made by  flashgen emit causal_bottom_right --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128
-//          --tile 64x128 --stages 3 --backward
+//          --tile 64x128 --stages 2 --backward
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__
@@ -124,9 +124,6 @@ template <int N> DEVICE void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(N) : "memory");
 }
 
-// Waits until at most N of this thread's groups are on their way.
-template <int N> DEVICE void bulk_wait_group() { asm volatile("cp.async.bulk.wait_group %0;" :: "n"(N) : "memory"); }
-
 // Shows what this thread wrote to shared memory to TMA and wgmma.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -232,7 +229,7 @@ constexpr int TILE_Q = 64, TILE_KV = 128;  // rows of q and o, and of k and v, i
 constexpr int HEAD_DIM = 128, V_HEAD_DIM = 128;  // columns of q and k, and of v and o
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // the same in a product: whole steps of 16
 constexpr int DQ_COLUMNS = 64, DQ_SUM_COLUMNS = 128;  // of dq in a warpgroup's product, and in memory
-constexpr int STAGES = 3;  // tiles of q and d_o in shared memory
+constexpr int STAGES = 2;  // tiles of q and d_o in shared memory
 constexpr int LATE = 1;  // steps between dS and its product with K
 constexpr int THREADS = 384, WARPS = 8;  // of a block, and of those that multiply
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
@@ -434,8 +431,9 @@ typedef bf16 VTile[(V_COLUMNS + 63) / 64][TILE_KV][64];
 
 typedef bf16 ScoreTile[TILE_KV / 64][TILE_Q][64];  // a row a query, a box a warpgroup
 
-// A tile of queries (negative: there is none), whether it is to be masked, and whether it is the last.
-struct alignas(16) Step { int head, tile, masked, last; };
+// A tile of queries (negative: there is none), its place among all, whether it is to be masked, and whether it is the
+// last.
+struct alignas(16) Step { int head, tile, place; bool masked, last; };
 
 struct alignas(1024) Shared {
   KTile k;
@@ -445,58 +443,27 @@ struct alignas(1024) Shared {
   ScoreTile ds[2 * LATE];
   float dq[WARPS][16 * DQ_COLUMNS];  // on its way to memory, as it lies in registers
   float lse[STAGES][TILE_Q], delta[STAGES][TILE_Q];
-  Step next[2], step[STAGES];  // what to load next, what a stage holds
+  Step step[STAGES];
   Keys keys;
-  Pipe<2> next_pipe;
   Pipe<STAGES> pipe;  // full: of q, lse and the step; empty: of all
   u64 d_o_full[STAGES], k_full, v_full, ds_full[2 * LATE];
 };
-static_assert(sizeof(Shared) == 231424, "what the plan counted");
-
-// ---------------------------------------------------------------- scheduler: one warp that finds tiles of queries
-struct Scheduler {
-  Shared& shared;
-  const Params& p;
-  Ring<2> ring = {};
-
-  // Keys are read where they are used, and what is found is written at once: registers are for consumers.
-  DEVICE void run() {
-    const Keys& keys = shared.keys;
-    Visit visit = next_visit({keys.first_head, -1, false}, keys, p);
-#pragma unroll 1
-    for (bool left = true; left; ring.passed++) {
-      Step& step = shared.next[ring.stage()];
-      left = is_left(visit, keys);
-      if (threadIdx.x == 0) {
-        await_empty(shared.next_pipe, ring);
-        step = {visit.head, left ? visit.tile : -1, visit.masked, 1};
-      }
-      if (left) visit = next_visit(visit, keys, p);
-      left = is_left(visit, keys);
-      if (threadIdx.x == 0) {
-        if (left) step.last = 0;
-        mbarrier_arrive(shared.next_pipe.full[ring.stage()]);
-      }
-    }
-  }
-};
+static_assert(sizeof(Shared) == 198656, "what the plan counted");
 
 // ---------------------------------------------------------------- loader: one thread that copies tiles to consumers
 struct Loader {
   Shared& shared;
   const TensorMap &map_q, &map_k, &map_v, &map_d_o;
   const Params& p;
-  Ring<2> next_ring = {};
   Ring<STAGES> ring = {};
+  Visit visit = next_visit({shared.keys.first_head, -1, false}, shared.keys, p);  // what to load next
 
   DEVICE Step next() {
-    await_full(shared.next_pipe, next_ring);
-    const Step step = shared.next[next_ring.stage()];
-    mbarrier_arrive(shared.next_pipe.empty[next_ring.stage()]);
-    next_ring.passed++;
-    return step;
+    if (!is_left(visit, shared.keys)) return {0, -1, 0, false, true};
+    const Visit now = visit;
+    visit = next_visit(visit, shared.keys, p);
+    return {now.head, now.tile, 0, now.masked, !is_left(visit, shared.keys)};
   }
-
   DEVICE void load_k(const Keys& keys) {
     mbarrier_arrive_expect_tx(shared.k_full, sizeof(KTile));
 #pragma unroll
@@ -511,28 +478,25 @@ struct Loader {
       tma_load_4d(shared.v[d / 64], map_v, shared.v_full, d, keys.k_first, keys.kv_head, keys.b);
   }
 
-  DEVICE void load_q(const Step& step, int b) {
+  DEVICE void load_q(const Step& step, int b, i64 row) {
     const int stage = ring.stage();
     u64& full = shared.pipe.full[stage];
     mbarrier_arrive_expect_tx(full, sizeof(QTile) + sizeof(shared.lse[0]));
 #pragma unroll
     for (int d = 0; d < QK_COLUMNS; d += 64)
       tma_load_4d(shared.q[stage][d / 64], map_q, full, d, step.tile * TILE_Q, step.head, b);
-    bulk_load(shared.lse[stage], p.lse_log2 + row_of(step, b), full, sizeof(shared.lse[0]));
+    bulk_load(shared.lse[stage], p.lse_log2 + row, full, sizeof(shared.lse[0]));
   }
 
-  DEVICE void load_d_o(const Step& step, int b) {
+  DEVICE void load_d_o(const Step& step, int b, i64 row) {
     const int stage = ring.stage();
     u64& full = shared.d_o_full[stage];
     mbarrier_arrive_expect_tx(full, sizeof(OTile) + sizeof(shared.delta[0]));
 #pragma unroll
     for (int d = 0; d < V_COLUMNS; d += 64)
       tma_load_4d(shared.d_o[stage][d / 64], map_d_o, full, d, step.tile * TILE_Q, step.head, b);
-    bulk_load(shared.delta[stage], p.delta + row_of(step, b), full, sizeof(shared.delta[0]));
+    bulk_load(shared.delta[stage], p.delta + row, full, sizeof(shared.delta[0]));
   }
-
-  // The place of a tile's first row in workspaces.
-  DEVICE i64 row_of(const Step& step, int b) { return i64((b * p.heads + step.head) * p.q_tiles + step.tile) * TILE_Q; }
 
   DEVICE void run() {
     const Keys& keys = shared.keys;
@@ -540,6 +504,8 @@ struct Loader {
 #pragma unroll 1
     while (!step.last) {
       step = next();
+      step.place = (keys.b * p.heads + step.head) * p.q_tiles + step.tile;
+      const i64 row = i64(step.place) * TILE_Q;  // its first, in workspaces
       await_empty(shared.pipe, ring);
       shared.step[ring.stage()] = step;
       if (step.tile < 0) {
@@ -547,9 +513,9 @@ struct Loader {
         break;
       }
       if (ring.passed == 0) load_k(keys);
-      load_q(step, keys.b);
+      load_q(step, keys.b, row);
       if (ring.passed == 0) load_v(keys);
-      load_d_o(step, keys.b);
+      load_d_o(step, keys.b, row);
       ring.passed++;
     }
   }
@@ -652,7 +618,6 @@ struct Consumer {
   const int warpgroup;
   const float scale = fmaxf(p.scale * LOG2E, SMALLEST);  // as in the forward
   Ring<STAGES> ring = {};
-  Ring<2 * LATE> ds_ring = {};  // dS whose product with K is next
   int dq_tile[LATE];  // the tiles of queries that wait for theirs, among all; negative: there is none
   Operand probabilities = {}, ds = {};
   float dk[QK_COLUMNS / 2] = {}, dv[V_COLUMNS / 2] = {};
@@ -684,10 +649,10 @@ struct Consumer {
   // dQ = dS K, on its way: this warpgroup's half of the columns
   DEVICE void issue_dq(DQ& dq) {
     const int first = warpgroup * DQ_COLUMNS;
-    const u64 a = matrix_descriptor(shared.ds[ds_ring.stage()], 16);
+    const u64 a = matrix_descriptor(shared.ds[ds_ring().stage()], 16);
     const u64 b = advance_bytes(matrix_descriptor(shared.k, TILE_KV * 128),
         first / 64 * TILE_KV * 128 + first % 64 * 2);
-    mbarrier_wait(shared.ds_full[ds_ring.stage()], ds_ring.parity());
+    mbarrier_wait(shared.ds_full[ds_ring().stage()], ds_ring().parity());
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < TILE_KV; k += 16) {
@@ -697,6 +662,9 @@ struct Consumer {
     }
     wgmma_commit_group();
   }
+
+  // dS whose product with K is next, or so many steps later
+  DEVICE Ring<2 * LATE> ds_ring(u32 later = 0) const { return {ring.passed + later}; }
 
   // Where this warp's part of dQ is added up.
   DEVICE float* sum_of_dq() {
@@ -774,25 +742,25 @@ struct Consumer {
   DEVICE void share_ds() {
     const int thread = thread_index(), lane = thread % 32, row = lane / 16 * 8 + lane % 8;
     const int chunk = (thread / 32 % 4 * 2 + lane / 8 % 2) ^ lane % 8;
-    auto& to = shared.ds[Ring<2 * LATE>{ds_ring.passed + LATE}.stage()][warpgroup];
+    auto& to = shared.ds[ds_ring(LATE).stage()][warpgroup];
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j += 2)
       stmatrix_x4_trans(&to[8 * j + row][chunk * 8], ds[2 * j], ds[2 * j + 1], ds[2 * j + 2], ds[2 * j + 3]);
-    announce_ds(ds_ring.passed + LATE);
+    announce_ds(ds_ring(LATE));
   }
 
   // This warp's part of dS is written, and what it multiplied has been read.
-  DEVICE void announce_ds(u32 passed) {
+  DEVICE void announce_ds(Ring<2 * LATE> to) {
     fence_proxy_async();
     __syncwarp();
-    if (thread_index() % 32 == 0) mbarrier_arrive(shared.ds_full[Ring<2 * LATE>{passed}.stage()]);
+    if (thread_index() % 32 == 0) mbarrier_arrive(shared.ds_full[to.stage()]);
   }
 
   DEVICE void next_dq(int tile) {
 #pragma unroll
     for (int i = 1; i < LATE; i++) dq_tile[i - 1] = dq_tile[i];
     dq_tile[LATE - 1] = tile;
-    ds_ring.passed++;
+    ring.passed++;
   }
 
   // One tile of queries; true if it is the last.  dQ of the tile before runs under the exponentials of this one, and
@@ -803,6 +771,7 @@ struct Consumer {
     const int stage = ring.stage();
     await_full(shared.pipe, ring);
     issue_scores<QK_COLUMNS>(s, shared.k, shared.q[stage]);
+    const Step now = shared.step[stage];
     wgmma_wait_group<1>();
     pin(dk);
     pin(dv);
@@ -812,12 +781,12 @@ struct Consumer {
     issue_dq(dq);
     wgmma_wait_group<1>();
     pin(s);
-    const Step now = shared.step[stage];
     if (now.masked) apply_mask(s, now);
     exponentiate(s);
     wgmma_wait_group<0>();
     pin(dq);
     stage_dq(dq);
+    if (ring.passed == 0) mbarrier_wait(shared.v_full, 0);
     mbarrier_wait(shared.d_o_full[stage], ring.parity());
     issue_scores<V_COLUMNS>(dp, shared.v, shared.d_o[stage]);
     issue_gradient(dv, probabilities, shared.d_o[stage]);
@@ -827,8 +796,7 @@ struct Consumer {
     differentiate(dp);
     issue_gradient(dk, ds, shared.q[stage]);
     share_ds();
-    next_dq((shared.keys.b * p.heads + now.head) * p.q_tiles + now.tile);
-    ring.passed++;
+    next_dq(now.place);
     return now.last;
   }
 
@@ -855,17 +823,16 @@ struct Consumer {
   }
 
   DEVICE void run() {
+    // There is no step before the first: its dS is 0.
+#pragma unroll
+    for (int late = 0; late < LATE; late++) {
+      for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) ((Chunk*)shared.ds[late][warpgroup])[i] = {};
+      announce_ds(ds_ring(late));
+      dq_tile[late] = -1;
+    }
     await_full(shared.pipe, ring);
     if (shared.step[0].tile >= 0) {
-      // There is no step before the first: its dS is 0.
-#pragma unroll
-      for (int late = 0; late < LATE; late++) {
-        for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) ((Chunk*)shared.ds[late][warpgroup])[i] = {};
-        announce_ds(late);
-        dq_tile[late] = -1;
-      }
       mbarrier_wait(shared.k_full, 0);
-      mbarrier_wait(shared.v_full, 0);
       bool last = false;
 #pragma unroll 1
       while (!last) last = step();
@@ -888,7 +855,7 @@ struct Consumer {
         1.f, keys);
     store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, dk,
         p.scale, keys);
-    if (thread_index() % 32 == 0) bulk_wait_group<0>();
+    if (thread_index() % 32 == 0) bulk_wait_group_read<0>();
   }
 };
 
@@ -902,7 +869,6 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
   Shared& shared = *(Shared*)memory;
   if (threadIdx.x == 0) {
     shared.keys = keys_of_block(p);
-    init(shared.next_pipe, 1);
     init(shared.pipe, WARPS);
     mbarrier_init(shared.k_full, 1);
     mbarrier_init(shared.v_full, 1);
@@ -915,7 +881,6 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x < 32) Scheduler{shared, p}.run();
     if (threadIdx.x == 32) Loader{shared, map_q, map_k, map_v, map_d_o, p}.run();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
