@@ -88,6 +88,8 @@ class EmulatedGpu(FakeDriver):
         return OK, ("module", cubin)
 
     def _cuTensorMapEncodeTiled(self, *arguments):
+        if not self.contexts:  # as the driver does
+            return real.CUresult.CUDA_ERROR_INVALID_CONTEXT, None
         buffer = ctypes.create_string_buffer(TensorMap.encode_tiled(*arguments).to_bytes(), 128)
         self.held.append(buffer)
         return OK, self.CUtensorMap(ctypes.addressof(buffer))

@@ -53,10 +53,11 @@ class TensorMap:
 
     `sizes` are (columns, rows, heads, batch); `strides` the bytes between rows, heads and batches, multiples of 16 in
     any order.  `box` is the (columns, rows) of one copy, swizzled by 128 bytes; what lies outside reads as 0.
-    Raises LaunchError for a tensor that TMA cannot address.
+    `device` is the GPU that the tensor lies on: the driver asks for a current context, and a thread that never touched
+    CUDA (autograd's own, at its first node) has none.  Raises LaunchError for a tensor that TMA cannot address.
     """
 
-    __slots__ = ("_address", "_buffer", "_map", "_replace", "_success", "pointer")
+    __slots__ = ("_address", "_buffer", "_context", "_map", "_replace", "_success", "pointer")
 
     def __init__(
         self,
@@ -66,24 +67,27 @@ class TensorMap:
         sizes: tuple[int, int, int, int],
         strides: tuple[int, int, int],
         box: tuple[int, int],
+        device: int,
     ) -> None:
         api = _api()
-        made = _ok(
-            api.cuTensorMapEncodeTiled(
-                getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"),
-                4,
-                address,
-                [api.cuuint64_t(size) for size in sizes],
-                [api.cuuint64_t(stride) for stride in strides],
-                [api.cuuint32_t(side) for side in (*box, 1, 1)],
-                [api.cuuint32_t(1)] * 4,
-                api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-                api.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-                api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-            ),
-            f"address a tensor of {sizes} with strides of {strides} bytes by TMA",
-        )
+        self._context = _primary_context(device)
+        with _current(self._context):
+            made = _ok(
+                api.cuTensorMapEncodeTiled(
+                    getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"),
+                    4,
+                    address,
+                    [api.cuuint64_t(size) for size in sizes],
+                    [api.cuuint64_t(stride) for stride in strides],
+                    [api.cuuint32_t(side) for side in (*box, 1, 1)],
+                    [api.cuuint32_t(1)] * 4,
+                    api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+                    api.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                    api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                    api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+                ),
+                f"address a tensor of {sizes} with strides of {strides} bytes by TMA",
+            )
         self._buffer = ctypes.create_string_buffer(_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
         self.pointer = -(-ctypes.addressof(self._buffer) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
         ctypes.memmove(self.pointer, int(made.getPtr()), _TENSOR_MAP_BYTES)
@@ -96,7 +100,8 @@ class TensorMap:
         if address != self._address:
             status = self._replace(self._map, address)[0]
             if status != self._success:
-                _ok((status,), "move a tensor map")
+                with _current(self._context):
+                    _ok(self._replace(self._map, address), "move a tensor map")
             self._address = address
 
 

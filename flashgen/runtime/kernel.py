@@ -215,7 +215,7 @@ class Kernel:
         blocks = values["q_tiles"] * problem.heads * problem.batch
         if plan.specialized is not None:  # each block takes tile after tile
             blocks = min(blocks, driver.gpu(device).sms)
-        return Record(plan, self.function(device), values, blocks, _tensor_maps(plan, problem, strides))
+        return Record(plan, self.function(device), values, blocks, _tensor_maps(plan, problem, strides, device))
 
     def backward_record(
         self,
@@ -232,7 +232,7 @@ class Kernel:
         entries = backward.launches(self.plan, problem)
         functions = [self.function(device, entry.entry, entry.smem_bytes) for entry in entries]
         values = self._values(problem, strides, captured)
-        maps = _tensor_maps(self.plan, problem, strides)
+        maps = _tensor_maps(self.plan, problem, strides, device)
         return BackwardRecord(self.plan, values, tuple(zip(entries, functions, strict=True)), maps)
 
     def _values(
@@ -289,13 +289,15 @@ def tma_refusal(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> 
 
 
 def _tensor_maps(
-    plan: KernelPlan, problem: Problem, strides: Mapping[str, tuple[int, int, int]]
+    plan: KernelPlan, problem: Problem, strides: Mapping[str, tuple[int, int, int]], device: int
 ) -> dict[str, driver.TensorMap]:
     """The tensor maps that a plan's main kernel takes; addresses come with each call."""
-    return {name: _tensor_map(name, plan, problem, strides[name]) for name in params.maps(plan)}
+    return {name: _tensor_map(name, plan, problem, strides[name], device) for name in params.maps(plan)}
 
 
-def _tensor_map(name: str, plan: KernelPlan, problem: Problem, layout: tuple[int, int, int]) -> driver.TensorMap:
+def _tensor_map(
+    name: str, plan: KernelPlan, problem: Problem, layout: tuple[int, int, int], device: int
+) -> driver.TensorMap:
     """The tensor map of q, k, v, o or d_o."""
     columns = problem.head_dim if name in "qk" else problem.v_head_dim
     if name in ("k", "v"):
@@ -311,6 +313,7 @@ def _tensor_map(name: str, plan: KernelPlan, problem: Problem, layout: tuple[int
         sizes=(columns, *sizes),
         strides=tuple(s * problem.itemsize if n > 1 else least for n, s in zip(sizes, strides, strict=True)),
         box=(_BOX_BYTES // problem.itemsize, box_rows),
+        device=device,
     )
 
 
