@@ -16,7 +16,7 @@ from flashgen.bench.backward import sample
 from flashgen.bench.cells import BACKWARD, FORWARD, TOKENS, WIDTH, cell
 from flashgen.bench.contest import Measured, Setting, difference, join
 from flashgen.bench.peers import flex, from_file, has_kernel, same_maths, sdpa
-from flashgen.bench.protocol import MIN_ROUNDS, Timings, interleave, rotation
+from flashgen.bench.protocol import MIN_ROUNDS, Timings, interleave, rotation, whole_turns
 from flashgen.cli.bench import _table
 from flashgen.errors import LaunchError
 from flashgen.planning import planner
@@ -44,6 +44,18 @@ def test_every_contender_takes_every_place_and_follows_every_other_as_often(coun
         assert Counter(order[place] for order in rounds) == dict.fromkeys(names, 2)
     behind = Counter(pair for order in rounds for pair in itertools.pairwise(order))
     assert set(behind.values()) <= {2} and len(behind) == count * (count - 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
+def test_rounds_are_whole_turns(count):
+    names = [f"n{i}" for i in range(count)]
+    rounds = whole_turns(MIN_ROUNDS, count)
+    assert MIN_ROUNDS <= rounds < MIN_ROUNDS + 2 * count
+    orders = [rotation(names, i) for i in range(rounds)]
+    for place in range(count):
+        assert len(set(Counter(order[place] for order in orders).values())) == 1
+    behind = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(set(behind.values())) <= 1 and len(behind) == count * (count - 1)
 
 
 def test_few_rounds_are_refused():

@@ -195,6 +195,19 @@ def test_predict_refuses_a_plan_for_other_head_dims():
 # Pipeline hopper
 
 
+def pinned(variant, pipeline):
+    return dataclasses.replace(variant, pins=dataclasses.replace(variant.pins, pipeline=pipeline))
+
+
+def test_a_pinned_pipeline_rules_better_ones_out_and_others_stand_in_for_it():
+    causal = load_spec("causal").bind()
+    menu = planner.backward_menu(pinned(causal, "ampere"), "sm_90a", "bfloat16", 64)
+    assert menu.plans[0].pipeline == "ampere" and "pinned to pipeline ampere" in menu.passed_over
+    assert planner.backward_menu(pinned(causal, "hopper"), "sm_90a", "bfloat16", 64).plans[0].pipeline == "hopper"
+    with pytest.raises(PlanError, match="sm_80 has no pipeline 'hopper'"):
+        planner.backward_menu(pinned(causal, "hopper"), "sm_80", "bfloat16", 64)
+
+
 def test_hopper_serves_what_it_can_and_says_what_not():
     causal, biased = load_spec("causal").bind(), load_spec("relative_bias").bind()
     for head_dim in (16, 40, 64, 72, 96, 128):

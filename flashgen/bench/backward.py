@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.bench import contest, peers
 from flashgen.bench.contest import Measured, Setting
-from flashgen.bench.protocol import interleave
+from flashgen.bench.protocol import interleave, whole_turns
 from flashgen.planning.traffic_backward import useful_flops
 from flashgen.runtime.gradients import OF_INPUTS
 from flashgen.runtime.reference import Pairs
@@ -85,7 +85,7 @@ def measure(
     plan = at.plan(backward=True)
     return Measured(
         cell=cell,
-        timings=interleave(contenders, rounds=rounds),
+        timings=interleave(contenders, rounds=whole_turns(rounds, len(contenders))),
         flops=useful_flops(p, at.visible(plan)),
         plan=plan,
         reasons=(*reasons, *wrong),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.bench import contest, peers
 from flashgen.bench.contest import Measured
-from flashgen.bench.protocol import interleave
+from flashgen.bench.protocol import interleave, whole_turns
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ def measure(
     plan = at.plan()
     return Measured(
         cell=cell,
-        timings=interleave(contenders, rounds=rounds),
+        timings=interleave(contenders, rounds=whole_turns(rounds, len(contenders))),
         flops=2 * (p.head_dim + p.v_head_dim) * at.visible(plan),
         plan=plan,
         reasons=(*reasons, *wrong),

@@ -42,6 +42,12 @@ class Timings:
         return Ratio(median=statistics.median(ratios), low=min(ratios), high=max(ratios))
 
 
+def whole_turns(rounds: int, count: int) -> int:
+    """The least number of rounds, not below `rounds`, over which the rotation of so many contenders is balanced."""
+    turn = count if count % 2 == 0 else 2 * count
+    return -(-rounds // turn) * turn
+
+
 def rotation(names: Sequence[str], round_index: int) -> list[str]:
     """The order of one round: over as many rounds as contenders (twice as many, if that is odd) each runs in each place
     once and behind each other as often as behind any (Williams 1949).

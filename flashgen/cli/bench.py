@@ -24,7 +24,9 @@ def command(
     pipeline: Annotated[str, typer.Argument(help="ampere or hopper: which kernels are measured.")],
     backward: Annotated[bool, typer.Option("--backward", help="The gradients, instead of the forward.")] = False,
     cells: Annotated[str, typer.Option(help="Only cells whose name contains this, e.g. 'd128 causal'.")] = "",
-    rounds: Annotated[int, typer.Option(min=MIN_ROUNDS, help="Rounds; each times every contender once.")] = MIN_ROUNDS,
+    rounds: Annotated[
+        int, typer.Option(min=MIN_ROUNDS, help="Rounds, at least; each times every contender.")
+    ] = MIN_ROUNDS,
     peers: Annotated[str, typer.Option(help="Of fa2, cudnn, flex; commas between.")] = "fa2,cudnn,flex",
     peer_file: Annotated[
         list[str] | None,
@@ -85,7 +87,7 @@ def command(
         path,
         command=" ".join([*asked, *(f"--peer-file {name}=..." for name in files)]),
         protocol={
-            "rounds": rounds,
+            "rounds": f"at least {rounds}, in whole turns of the contenders' order",
             "timed": bench.TIMED,
             "ratio": "median of per-round (peer time / flashgen time), low, high; of another form of flashgen's own"
             " flashgen time / its time",

@@ -135,10 +135,10 @@ def backward_menu(
 ) -> Menu:
     """The backward kernels that serve `variant` (constants bound) at any length, ranked by predicted time.
 
-    They take the outputs of any pipeline's forward, and come from the best pipeline that has what is asked for
-    (`Menu.passed_over` says why that is not the architecture's best); the variant's pins of tile, stages and pipeline
-    are the forward's.  `gradients` names captured tensors whose gradients are asked for.  Raises PlanError as `menu`
-    does.
+    They take the outputs of any pipeline's forward, and come from the best pipeline, not better than the one that the
+    variant pins, that has what is asked for (`Menu.passed_over` says why that is not the architecture's best); the
+    variant's pins of tile and stages are the forward's.  `gradients` names captured tensors whose gradients are asked
+    for.  Raises PlanError as `menu` does.
     """
     form = Form(deterministic=deterministic, dropout=dropout, gradients=gradients)
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -290,11 +290,14 @@ def _backward(
     tile: tuple[int, int] | None,
     stages: int | None,
 ) -> tuple[ModuleType, str | None]:
-    """The pipeline asked for, or the best one of `arch` that has this backward; and why a better one has not."""
-    reasons = []
+    """The pipeline asked for, or the best one of `arch`, from the pinned one on, that has this backward; and why a
+    better one has not."""
+    reasons, pinned = [], archs.pipeline(arch, variant.pins.pipeline)
     for candidate in (archs.pipeline(arch, name),) if name else arch.pipelines:
         module = BACKWARDS[candidate]
         reason = module.lacks(variant, arch, head_dim, v_head_dim, form, tile, stages)
+        if name is None and arch.pipelines.index(candidate) < arch.pipelines.index(pinned):
+            reason = f"{variant.name!r} is pinned to pipeline {pinned}"
         if reason is None:
             return module, "; ".join(reasons) or None
         reasons.append(f"pipeline {candidate}: {reason}")

@@ -1,5 +1,6 @@
 """Gradients on a GPU: every spec, shape, stride and option against float64, reruns, dropout, memory, training."""
 
+import dataclasses
 import statistics
 
 import pytest
@@ -13,7 +14,6 @@ from flashgen.analysis.tiles import Case
 from flashgen.errors import LaunchError
 from flashgen.lang.load import load_spec, shipped
 from flashgen.ops.backward import run_backward
-from flashgen.planning import planner
 from flashgen.runtime.gradients import reference_gradients
 from flashgen.runtime.philox import Dropout
 
@@ -37,6 +37,7 @@ def kernels():
     plans += menus([causal], ["bfloat16"], DIMS)
     for form in ({"deterministic": True}, {"dropout": True}, {"dropout": True, "deterministic": True}):
         plans += backward_menus([full, causal, relative_bias, packed], ["bfloat16"], [(64, 64)], **form)
+    plans += backward_menus([on_ampere(name) for name in SPECS], ["bfloat16"], [(64, 64)])
     compile_together(plans)
 
 
@@ -45,12 +46,21 @@ def test_every_spec(name):
     check(load_spec(name), q_len=333, kv_heads=2)
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "softcap", "document"])
-def test_pipeline_ampere_on_every_architecture(name, monkeypatch):
-    """Where another one would serve the call; the shape is of this test alone, whose launches are remembered."""
-    best = planner.backward_menu
-    monkeypatch.setattr(planner, "backward_menu", lambda *a, **k: best(*a, **{**k, "pipeline": "ampere"}))
-    check(load_spec(name), q_len=317, kv_heads=2)
+def on_ampere(name):
+    """A spec whose gradients come from pipeline ampere, where another one would serve the call."""
+    variant = load_spec(name)
+    return dataclasses.replace(variant, pins=dataclasses.replace(variant.pins, pipeline="ampere"))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_pipeline_ampere_on_every_architecture(name):
+    check(on_ampere(name), q_len=317, kv_heads=2)
+
+
+@pytest.mark.parametrize("form", [{"deterministic": True}, {"dropout": 0.2}, {"dropout": 0.2, "deterministic": True}])
+@pytest.mark.parametrize("name", ["causal", "relative_bias", "packed_softcap"])
+def test_forms_of_pipeline_ampere_on_every_architecture(name, form):
+    check(on_ampere(name), q_len=317, kv_heads=2, head_dim=128, **form)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
