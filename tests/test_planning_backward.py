@@ -208,6 +208,12 @@ def test_a_pinned_pipeline_rules_better_ones_out_and_others_stand_in_for_it():
         planner.backward_menu(pinned(causal, "hopper"), "sm_80", "bfloat16", 64)
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_hopper_serves_every_spec(name):
+    for dtype in ("bfloat16", "float16"):
+        assert planner.backward_menu(load_spec(name).bind(), "sm_90a", dtype, 128).plans[0].pipeline == "hopper"
+
+
 def test_hopper_serves_what_it_can_and_says_what_not():
     causal, biased = load_spec("causal").bind(), load_spec("relative_bias").bind()
     for head_dim in (16, 40, 64, 72, 96, 128):
@@ -219,7 +225,7 @@ def test_hopper_serves_what_it_can_and_says_what_not():
         (causal, 64, {"dropout": True}, "no dropout"),
         (biased, 64, {"gradients": ("table",)}, "no gradients of captured tensors"),
         (causal, 192, {}, "head dims up to 128"),
-        (load_spec("dilated").bind(), 128, {}, "registers"),
+        ((load_spec("blocks") & load_spec("document")).bind(), 128, {}, "registers"),
         (causal, 64, {"tile": (32, 32)}, "a backward's tile"),
     ):
         menu = planner.backward_menu(variant, "sm_90a", "bfloat16", head_dim, **form)

@@ -224,6 +224,8 @@ class RangePrinter(Printer):
             return "_f32"
         if kind is DType.BOOL:
             return "" if n.op.startswith("logical") else "_bool"
+        if n.op == "mod" and self._extent(n.operands[-1]).lo > 0:
+            return "_positive"
         return "_i64" if wide and n.op in self.CHECKED else ""
 
     def _ranged(self, n: Node, text: Text, wide: bool) -> Text:

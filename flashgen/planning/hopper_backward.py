@@ -39,8 +39,13 @@ EXAMPLES = ((128, 128), (64, 128))
 
 WARPGROUPS = 2
 
-#: Registers of a producer's thread, and of one that judges tiles by evaluating more than so many ops over ranges.
-PRODUCER_REGISTERS, JUDGE_REGISTERS, JUDGED_OPS = 24, 40, 12
+#: Registers of a producer's thread, and of one that judges tiles by evaluating more than so many ops over ranges.  Of
+#: the shipped masks and pairs of them all up to 23 fit; of those above a third do not.
+PRODUCER_REGISTERS, JUDGE_REGISTERS, JUDGED_OPS = 24, 40, 23
+
+#: What ops on ranges cost beyond one: a captured tensor for each dimension but one and for being sorted (both ends are
+#: read), a remainder (a division).
+DIMENSION_OPS, SORTED_OPS, REMAINDER_OPS = 2, 3, 8
 
 #: Registers of a consumer's thread beside fragments: addresses, barriers, loop state; for a mask or a score; and for
 #: what is looked up by position or has another slope than 1.
@@ -190,13 +195,13 @@ def division(variant: Variant, arch: Arch) -> tuple[int, int]:
 
 
 def _judged_ops(variant: Variant) -> int:
-    """Ops that classes of tiles are found by, an element read counted by its indices and twice where it is sorted; none
-    for zones alone."""
+    """Ops that classes of tiles are found by, weighed by the registers they need; none for zones alone."""
     facts = analyse(variant)
     if variant.mask is None or facts.exact:
         return 0
     nodes = list(walk([n for term in (*facts.visible, *facts.hidden) for n in term.nodes()]))
-    return len(nodes) + sum(2 * (len(n.operands) - 1) + 3 * n.attr.sorted for n in nodes if n.op == "load")
+    loads = sum(DIMENSION_OPS * (len(n.operands) - 1) + SORTED_OPS * n.attr.sorted for n in nodes if n.op == "load")
+    return len(nodes) + loads + REMAINDER_OPS * sum(n.op == "mod" for n in nodes)
 
 
 def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> str | None:

@@ -93,9 +93,13 @@ template <typename T> DEVICE Range<T> range_floor_div(Range<T> a, Range<T> b) {
   return hull(floor_div(a.lo, b.lo), floor_div(a.lo, b.hi), floor_div(a.hi, b.lo), floor_div(a.hi, b.hi));
 }
 
+// The remainder by a divisor that is known to be positive.
 template <typename T> DEVICE Range<T> range_mod_positive(Range<T> a, Range<T> b) {
-  const bool same_quotient = b.lo == b.hi && floor_div(a.lo, b.lo) == floor_div(a.hi, b.lo);
-  if (same_quotient) return {floor_mod(a.lo, b.lo), floor_mod(a.hi, b.lo)};
+  if (b.lo == b.hi) {
+    const T first = floor_mod(a.lo, b.lo);
+    const u64 width = u64(a.hi) - u64(a.lo);
+    if (width < u64(b.lo - first)) return {first, first + T(width)};  // one quotient
+  }
   if (a.lo >= 0 && a.hi < b.lo) return a;
   return {T(0), a.lo >= 0 ? min(a.hi, b.hi - 1) : b.hi - 1};
 }

@@ -402,8 +402,6 @@ struct Shared {
 static_assert(sizeof(Shared) == 164864, "what the plan counted");
 
 // ---------------------------------------------------------------- schedule
-struct Visit { int head, tile; bool masked; };  // a tile of queries of one head
-
 // The keys of one tile, clipped to the problem, and the query heads that see them, end_head not among them.
 struct Keys { int b, kv_head, first_head, end_head, k_first, k_last; };
 
@@ -412,24 +410,33 @@ DEVICE int next_tile(int tile, const Keys& keys, const Params& p) {
   return tile;
 }
 
+// A bit for each of 32 tiles of queries: those in which something is visible, and those in which something is hidden.
+struct Judged { u32 seen, cut; };
+
+// Each tile is judged by one lane of a warp.
+DEVICE Judged judge(int tile, int head, const Keys& keys, const Params& p) {
+  const int q_first = (tile + thread_index() % 32) * TILE_Q;
+  const Rows rows = {keys.b, head, q_first, min(q_first + TILE_Q, p.q_len) - 1};
+  const TileClass mine = q_first < p.q_len ? classify(rows, keys.k_first / TILE_KV, p) : EMPTY;
+  const bool cut = mine == PARTIAL || keys.k_first + TILE_KV > p.kv_len;
+  return {__ballot_sync(~0u, mine != EMPTY), __ballot_sync(~0u, cut)};
+}
+
+struct Visit { int head, tile; bool masked; };  // a tile of queries of one head
+
 // Whether the visit is one: the last one has been taken when the heads are over.
 DEVICE bool is_left(const Visit& visit, const Keys& keys) { return visit.head < keys.end_head; }
 
 // The tile of queries to visit next: head by head, from the first query to the last,
 // without those in which nothing is visible.
-// A warp looks at 32 tiles at once, a lane at each.
 DEVICE Visit next_visit(Visit visit, const Keys& keys, const Params& p) {
-  const int lane = threadIdx.x % 32;
   for (; visit.head < keys.end_head; visit.head++, visit.tile = -1)
     while ((visit.tile = next_tile(visit.tile + 1, keys, p)) < p.q_tiles) {
-      const int q_first = (visit.tile + lane) * TILE_Q;
-      const Rows rows = {keys.b, visit.head, q_first, min(q_first + TILE_Q, p.q_len) - 1};
-      const TileClass mine = visit.tile + lane < p.q_tiles ? classify(rows, keys.k_first / TILE_KV, p) : EMPTY;
-      const u32 seen = __ballot_sync(~0u, mine != EMPTY), cut = __ballot_sync(~0u, mine == PARTIAL);
-      if (seen != 0) {
-        const int ahead = __ffs(seen) - 1;
+      const Judged judged = judge(visit.tile, visit.head, keys, p);
+      if (judged.seen != 0) {
+        const int ahead = __ffs(judged.seen) - 1;
         visit.tile += ahead;
-        visit.masked = (cut >> ahead & 1) != 0 || keys.k_first + TILE_KV > p.kv_len;
+        visit.masked = judged.cut >> ahead & 1;
         return visit;
       }
       visit.tile += 31;

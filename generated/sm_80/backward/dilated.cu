@@ -13,6 +13,7 @@
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned long long u64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
 // ---------------------------------------------------------------- arithmetic
@@ -23,12 +24,6 @@ constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
 
 // 2^x and the logarithm to base 2.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-
-// Division that rounds down, and its remainder, which has the sign of the divisor.
-template <typename T> DEVICE T floor_div(T a, T b) {
-  const T quotient = a / b;
-  return quotient - (a % b != 0 && (a < 0) != (b < 0));
-}
 
 template <typename T> DEVICE T floor_mod(T a, T b) {
   const T remainder = a % b;
@@ -170,19 +165,17 @@ template <typename T> DEVICE Truth range_eq(Range<T> a, Range<T> b) {
 }
 
 template <typename T> DEVICE Truth range_ne(Range<T> a, Range<T> b) { return range_logical_not(range_eq(a, b)); }
-template <typename T> DEVICE Range<T> range_neg(Range<T> a) { return {-a.hi, -a.lo}; }
 template <typename T> DEVICE Range<T> range_sub(Range<T> a, Range<T> b) { return {a.lo - b.hi, a.hi - b.lo}; }
 
+// The remainder by a divisor that is known to be positive.
 template <typename T> DEVICE Range<T> range_mod_positive(Range<T> a, Range<T> b) {
-  const bool same_quotient = b.lo == b.hi && floor_div(a.lo, b.lo) == floor_div(a.hi, b.lo);
-  if (same_quotient) return {floor_mod(a.lo, b.lo), floor_mod(a.hi, b.lo)};
+  if (b.lo == b.hi) {
+    const T first = floor_mod(a.lo, b.lo);
+    const u64 width = u64(a.hi) - u64(a.lo);
+    if (width < u64(b.lo - first)) return {first, first + T(width)};  // one quotient
+  }
   if (a.lo >= 0 && a.hi < b.lo) return a;
   return {T(0), a.lo >= 0 ? min(a.hi, b.hi - 1) : b.hi - 1};
-}
-
-// The remainder has the sign of the divisor, whose range holds no 0.
-template <typename T> DEVICE Range<T> range_mod(Range<T> a, Range<T> b) {
-  return b.lo > 0 ? range_mod_positive(a, b) : range_neg(range_mod_positive(range_neg(a), range_neg(b)));
 }
 
 // ---------------------------------------------------------------- plan
@@ -266,7 +259,7 @@ DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
   const int k_first = kv_tile * TILE_KV, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
   const Range<int> q = {rows.q_first, rows.q_last};
   const Range<int> k = {k_first, k_last};
-  const Range<int> t = range_mod(range_sub(q, k), single(p.param_dilation));
+  const Range<int> t = range_mod_positive(range_sub(q, k), single(p.param_dilation));
   const bool visible = rows.q_first - k_last < i64(p.param_window) * p.param_dilation && rows.q_last >= k_first &&
       range_eq(t, single(0)).may_true;
   if (!visible) return EMPTY;
@@ -379,8 +372,6 @@ struct Shared {
 static_assert(sizeof(Shared) == 164864, "what the plan counted");
 
 // ---------------------------------------------------------------- schedule
-struct Visit { int head, tile; bool masked; };  // a tile of queries of one head
-
 // The keys of one tile, clipped to the problem, and the query heads that see them, end_head not among them.
 struct Keys { int b, kv_head, first_head, end_head, k_first, k_last; };
 
@@ -397,24 +388,33 @@ DEVICE int next_tile(int tile, const Keys& keys, const Params& p) {
   return first_tile_of_run(tile, keys.k_first, keys.k_last + bounded(i64(p.param_window) * p.param_dilation - 1), p);
 }
 
+// A bit for each of 32 tiles of queries: those in which something is visible, and those in which something is hidden.
+struct Judged { u32 seen, cut; };
+
+// Each tile is judged by one lane of a warp.
+DEVICE Judged judge(int tile, int head, const Keys& keys, const Params& p) {
+  const int q_first = (tile + thread_index() % 32) * TILE_Q;
+  const Rows rows = {keys.b, head, q_first, min(q_first + TILE_Q, p.q_len) - 1};
+  const TileClass mine = q_first < p.q_len ? classify(rows, keys.k_first / TILE_KV, p) : EMPTY;
+  const bool cut = mine == PARTIAL || keys.k_first + TILE_KV > p.kv_len;
+  return {__ballot_sync(~0u, mine != EMPTY), __ballot_sync(~0u, cut)};
+}
+
+struct Visit { int head, tile; bool masked; };  // a tile of queries of one head
+
 // Whether the visit is one: the last one has been taken when the heads are over.
 DEVICE bool is_left(const Visit& visit, const Keys& keys) { return visit.head < keys.end_head; }
 
 // The tile of queries to visit next: head by head, from the first query to the last,
 // without those in which nothing is visible.
-// A warp looks at 32 tiles at once, a lane at each.
 DEVICE Visit next_visit(Visit visit, const Keys& keys, const Params& p) {
-  const int lane = threadIdx.x % 32;
   for (; visit.head < keys.end_head; visit.head++, visit.tile = -1)
     while ((visit.tile = next_tile(visit.tile + 1, keys, p)) < p.q_tiles) {
-      const int q_first = (visit.tile + lane) * TILE_Q;
-      const Rows rows = {keys.b, visit.head, q_first, min(q_first + TILE_Q, p.q_len) - 1};
-      const TileClass mine = visit.tile + lane < p.q_tiles ? classify(rows, keys.k_first / TILE_KV, p) : EMPTY;
-      const u32 seen = __ballot_sync(~0u, mine != EMPTY), cut = __ballot_sync(~0u, mine == PARTIAL);
-      if (seen != 0) {
-        const int ahead = __ffs(seen) - 1;
+      const Judged judged = judge(visit.tile, visit.head, keys, p);
+      if (judged.seen != 0) {
+        const int ahead = __ffs(judged.seen) - 1;
         visit.tile += ahead;
-        visit.masked = (cut >> ahead & 1) != 0 || keys.k_first + TILE_KV > p.kv_len;
+        visit.masked = judged.cut >> ahead & 1;
         return visit;
       }
       visit.tile += 31;

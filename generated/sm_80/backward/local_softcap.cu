@@ -325,8 +325,6 @@ struct Shared {
 static_assert(sizeof(Shared) == 164864, "what the plan counted");
 
 // ---------------------------------------------------------------- schedule
-struct Visit { int head, tile; bool masked; };  // a tile of queries of one head
-
 // The keys of one tile, clipped to the problem, and the query heads that see them, end_head not among them.
 struct Keys { int b, kv_head, first_head, end_head, k_first, k_last; };
 
@@ -342,6 +340,8 @@ DEVICE int first_tile_of_run(int tile, int q_first, int q_last, const Params& p)
 DEVICE int next_tile(int tile, const Keys& keys, const Params& p) {
   return first_tile_of_run(tile, keys.k_first, keys.k_last + bounded(p.param_window - 1), p);
 }
+
+struct Visit { int head, tile; bool masked; };  // a tile of queries of one head
 
 // Whether the visit is one: the last one has been taken when the heads are over.
 DEVICE bool is_left(const Visit& visit, const Keys& keys) { return visit.head < keys.end_head; }

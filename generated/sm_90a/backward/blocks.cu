@@ -435,8 +435,6 @@ attention_backward_finish(const __grid_constant__ Params p) {
 }
 
 // ---------------------------------------------------------------- schedule
-struct Visit { int head, tile; bool masked; };  // a tile of queries of one head
-
 // The keys of one tile, clipped to the problem, and the query heads that see them, end_head not among them.
 struct Keys { int b, kv_head, first_head, end_head, k_first, k_last; };
 
@@ -445,29 +443,16 @@ DEVICE int next_tile(int tile, const Keys& keys, const Params& p) {
   return tile;
 }
 
-// Whether the visit is one: the last one has been taken when the heads are over.
-DEVICE bool is_left(const Visit& visit, const Keys& keys) { return visit.head < keys.end_head; }
+// A bit for each of 32 tiles of queries: those in which something is visible, and those in which something is hidden.
+struct Judged { u32 seen, cut; };
 
-// The tile of queries to visit next: head by head, from the first query to the last,
-// without those in which nothing is visible.
-// A warp looks at 32 tiles at once, a lane at each.
-DEVICE Visit next_visit(Visit visit, const Keys& keys, const Params& p) {
-  const int lane = threadIdx.x % 32;
-  for (; visit.head < keys.end_head; visit.head++, visit.tile = -1)
-    while ((visit.tile = next_tile(visit.tile + 1, keys, p)) < p.q_tiles) {
-      const int q_first = (visit.tile + lane) * TILE_Q;
-      const Rows rows = {keys.b, visit.head, q_first, min(q_first + TILE_Q, p.q_len) - 1};
-      const TileClass mine = visit.tile + lane < p.q_tiles ? classify(rows, keys.k_first / TILE_KV, p) : EMPTY;
-      const u32 seen = __ballot_sync(~0u, mine != EMPTY), cut = __ballot_sync(~0u, mine == PARTIAL);
-      if (seen != 0) {
-        const int ahead = __ffs(seen) - 1;
-        visit.tile += ahead;
-        visit.masked = (cut >> ahead & 1) != 0 || keys.k_first + TILE_KV > p.kv_len;
-        return visit;
-      }
-      visit.tile += 31;
-    }
-  return visit;
+// Each tile is judged by one lane of a warp.
+DEVICE Judged judge(int tile, int head, const Keys& keys, const Params& p) {
+  const int q_first = (tile + thread_index() % 32) * TILE_Q;
+  const Rows rows = {keys.b, head, q_first, min(q_first + TILE_Q, p.q_len) - 1};
+  const TileClass mine = q_first < p.q_len ? classify(rows, keys.k_first / TILE_KV, p) : EMPTY;
+  const bool cut = mine == PARTIAL || keys.k_first + TILE_KV > p.kv_len;
+  return {__ballot_sync(~0u, mine != EMPTY), __ballot_sync(~0u, cut)};
 }
 
 // The keys of this block.
@@ -505,6 +490,7 @@ struct alignas(1024) Shared {
   float dq[WARPS][16 * DQ_COLUMNS];  // on its way to memory, as it lies in registers
   float lse[STAGES][TILE_Q], delta[STAGES][TILE_Q];
   Step next[2];  // what to load next
+  u32 sent;  // of such
   Pipe<2> next_pipe;
   Step step[STAGES];
   Keys keys;
@@ -514,30 +500,42 @@ struct alignas(1024) Shared {
 static_assert(sizeof(Shared) == 198656, "what the plan counted");
 
 // ---------------------------------------------------------------- scheduler: one warp that finds tiles of queries
+// What it keeps between steps lies in shared memory: registers are for consumers.
 struct Scheduler {
   Shared& shared;
   const Params& p;
-  Ring<2> ring = {};
 
-  // Keys are read where they are used, and what is found is written at once: registers are for consumers.
+  // The last step sent is complete.
+  DEVICE void show() { mbarrier_arrive(shared.next_pipe.full[shared.sent % 2 ^ 1]); }
+
+  // A step is shown to the loader when it is known whether another follows.
+  DEVICE void send(int head, int tile, bool masked) {
+    if (threadIdx.x != 0) return;
+    const Ring<2> ring = {shared.sent};
+    if (ring.passed > 0) {
+      shared.next[ring.stage() ^ 1].last = false;
+      show();
+    }
+    await_empty(shared.next_pipe, ring);
+    shared.next[ring.stage()] = {head, tile, 0, masked, true};
+    shared.sent = ring.passed + 1;
+  }
+
   DEVICE void run() {
     const Keys& keys = shared.keys;
-    Visit visit = next_visit({keys.first_head, -1, false}, keys, p);
 #pragma unroll 1
-    for (bool left = true; left; ring.passed++) {
-      Step& step = shared.next[ring.stage()];
-      left = is_left(visit, keys);
-      if (threadIdx.x == 0) {
-        await_empty(shared.next_pipe, ring);
-        step = {visit.head, left ? visit.tile : -1, 0, visit.masked, true};
+    for (int head = keys.first_head; head < keys.end_head; head++)
+#pragma unroll 1
+      for (int tile = 0; (tile = next_tile(tile, keys, p)) < p.q_tiles; tile += 32) {
+        Judged judged = judge(tile, head, keys, p);
+        for (; judged.seen != 0; judged.seen &= judged.seen - 1) {
+          const int ahead = __ffs(judged.seen) - 1;
+          send(head, tile + ahead, judged.cut >> ahead & 1);
+        }
       }
-      if (left) visit = next_visit(visit, keys, p);
-      left = is_left(visit, keys);
-      if (threadIdx.x == 0) {
-        if (left) step.last = false;
-        mbarrier_arrive(shared.next_pipe.full[ring.stage()]);
-      }
-    }
+    if (thread_index() != 0) return;
+    if (shared.sent == 0) send(0, -1, false);
+    show();
   }
 };
 
@@ -961,6 +959,7 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
   Shared& shared = *(Shared*)memory;
   if (threadIdx.x == 0) {
     shared.keys = keys_of_block(p);
+    shared.sent = 0;
     init(shared.next_pipe, 1);
     init(shared.pipe, WARPS);
     mbarrier_init(shared.k_full, 1);

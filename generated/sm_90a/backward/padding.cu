@@ -384,8 +384,6 @@ attention_backward_finish(const __grid_constant__ Params p) {
 }
 
 // ---------------------------------------------------------------- schedule
-struct Visit { int head, tile; bool masked; };  // a tile of queries of one head
-
 // The keys of one tile, clipped to the problem, and the query heads that see them, end_head not among them.
 struct Keys { int b, kv_head, first_head, end_head, k_first, k_last; };
 
@@ -395,6 +393,8 @@ DEVICE int next_tile(int tile, const Keys& keys, const Params& p) {
   const int lengths_b = read_lengths(b, p);
   return keys.k_first < lengths_b ? tile : p.q_tiles;
 }
+
+struct Visit { int head, tile; bool masked; };  // a tile of queries of one head
 
 // Whether the visit is one: the last one has been taken when the heads are over.
 DEVICE bool is_left(const Visit& visit, const Keys& keys) { return visit.head < keys.end_head; }

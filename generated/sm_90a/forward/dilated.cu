@@ -27,12 +27,6 @@ DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) 
 
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
-// Division that rounds down, and its remainder, which has the sign of the divisor.
-template <typename T> DEVICE T floor_div(T a, T b) {
-  const T quotient = a / b;
-  return quotient - (a % b != 0 && (a < 0) != (b < 0));
-}
-
 template <typename T> DEVICE T floor_mod(T a, T b) {
   const T remainder = a % b;
   return remainder != 0 && (remainder < 0) != (b < 0) ? remainder + b : remainder;
@@ -280,19 +274,17 @@ template <typename T> DEVICE Truth range_eq(Range<T> a, Range<T> b) {
 }
 
 template <typename T> DEVICE Truth range_ne(Range<T> a, Range<T> b) { return range_logical_not(range_eq(a, b)); }
-template <typename T> DEVICE Range<T> range_neg(Range<T> a) { return {-a.hi, -a.lo}; }
 template <typename T> DEVICE Range<T> range_sub(Range<T> a, Range<T> b) { return {a.lo - b.hi, a.hi - b.lo}; }
 
+// The remainder by a divisor that is known to be positive.
 template <typename T> DEVICE Range<T> range_mod_positive(Range<T> a, Range<T> b) {
-  const bool same_quotient = b.lo == b.hi && floor_div(a.lo, b.lo) == floor_div(a.hi, b.lo);
-  if (same_quotient) return {floor_mod(a.lo, b.lo), floor_mod(a.hi, b.lo)};
+  if (b.lo == b.hi) {
+    const T first = floor_mod(a.lo, b.lo);
+    const u64 width = u64(a.hi) - u64(a.lo);
+    if (width < u64(b.lo - first)) return {first, first + T(width)};  // one quotient
+  }
   if (a.lo >= 0 && a.hi < b.lo) return a;
   return {T(0), a.lo >= 0 ? min(a.hi, b.hi - 1) : b.hi - 1};
-}
-
-// The remainder has the sign of the divisor, whose range holds no 0.
-template <typename T> DEVICE Range<T> range_mod(Range<T> a, Range<T> b) {
-  return b.lo > 0 ? range_mod_positive(a, b) : range_neg(range_mod_positive(range_neg(a), range_neg(b)));
 }
 
 // ---------------------------------------------------------------- plan
@@ -385,7 +377,7 @@ DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
   const int k_first = kv_tile * TILE_KV, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
   const Range<int> q = {rows.q_first, rows.q_last};
   const Range<int> k = {k_first, k_last};
-  const Range<int> t = range_mod(range_sub(q, k), single(p.param_dilation));
+  const Range<int> t = range_mod_positive(range_sub(q, k), single(p.param_dilation));
   const bool visible = rows.q_first - k_last < i64(p.param_window) * p.param_dilation && rows.q_last >= k_first &&
       range_eq(t, single(0)).may_true;
   if (!visible) return EMPTY;
