@@ -16,6 +16,7 @@ from flashgen.analysis.tiles import Case
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import backward, planner
+from flashgen.planning.plan import Tile
 from flashgen.planning.traffic import predict
 from flashgen.runtime.tiles_backward import count_backward
 
@@ -211,7 +212,9 @@ def test_a_pinned_pipeline_rules_better_ones_out_and_others_stand_in_for_it():
 @pytest.mark.parametrize("name", SPECS)
 def test_hopper_serves_every_spec(name):
     for dtype in ("bfloat16", "float16"):
-        assert planner.backward_menu(load_spec(name).bind(), "sm_90a", dtype, 128).plans[0].pipeline == "hopper"
+        for head_dim in (128, 256):
+            plan = planner.backward_menu(load_spec(name).bind(), "sm_90a", dtype, head_dim).plans[0]
+            assert plan.pipeline == "hopper"
 
 
 def test_hopper_serves_what_it_can_and_says_what_not():
@@ -220,11 +223,15 @@ def test_hopper_serves_what_it_can_and_says_what_not():
         menu = planner.backward_menu(causal, "sm_90a", "bfloat16", head_dim)
         assert {plan.pipeline for plan in menu.plans} == {"hopper"} and menu.passed_over is None
         assert menu.plans[0].tile.q == (128 if head_dim <= 64 else 64)
+    for dims in ((136, 136), (192, 128), (192, 192), (64, 256), (256, 256)):
+        (plan,) = planner.backward_menu(causal, "sm_90a", "bfloat16", *dims).plans
+        assert (plan.pipeline, plan.tile) == ("hopper", Tile(q=64, kv=64)) and plan.backward.by_gradient
     for variant, head_dim, form, why in (
         (causal, 64, {"deterministic": True}, "adds up dq in memory, in any order"),
         (causal, 64, {"dropout": True}, "no dropout"),
         (biased, 64, {"gradients": ("table",)}, "no gradients of captured tensors"),
-        (causal, 192, {}, "head dims up to 128"),
+        (causal, 192, {"deterministic": True}, "adds up dq in memory, in any order"),
+        (causal, 128, {"tile": (64, 64)}, "64 keys a block are for head dims over 128"),
         ((load_spec("blocks") & load_spec("document")).bind(), 128, {}, "registers"),
         (causal, 64, {"tile": (32, 32)}, "a backward's tile"),
     ):
@@ -235,7 +242,10 @@ def test_hopper_serves_what_it_can_and_says_what_not():
             planner.backward_menu(variant, "sm_90a", "bfloat16", head_dim, pipeline="hopper", **form)
 
 
-@pytest.mark.parametrize(("dims", "columns"), [((64, 64), 64), ((40, 64), 48), ((64, 128), 64), ((96, 96), 128)])
+@pytest.mark.parametrize(
+    ("dims", "columns"),
+    [((64, 64), 64), ((40, 64), 48), ((64, 128), 64), ((96, 96), 128), ((136, 64), 192), ((256, 256), 256)],
+)
 def test_hoppers_dq_is_added_up_in_whole_boxes(dims, columns):
     full = load_spec("full").bind()
     problem = problem_of(q_len=200, kv_len=300, head_dim=dims[0], v_head_dim=dims[1], dtype="bfloat16")

@@ -30,7 +30,8 @@ class Backward:
     """A backward plan on random input: the forward's results come from the CPU walk."""
 
     def __init__(self, spec, *, pipeline="ampere", tile=None, deterministic=False, dropout=None, seed=0, **shape):
-        self.forward = w = work(spec, "ampere", seed=seed, **shape)
+        wide = max(shape.get("head_dim", 64), shape.get("v_head_dim", 0)) > 128
+        self.forward = w = work(spec, "ampere", seed=seed, tile=(64, 32) if wide else None, **shape)
         p, self.dropout = w.problem, dropout
         dims = p.dtype, p.head_dim, p.v_head_dim
         if pipeline == "hopper":
@@ -126,15 +127,20 @@ def test_hopper(spec):
         ("softcap", {"head_dim": 64, "v_head_dim": 128, "q_len": 70, "kv_len": 150}),
         ("causal", {"head_dim": 24, "q_len": 1, "kv_len": 1, "batch": 2}),
         ("causal_bottom_right", {"head_dim": 64, "tile": (64, 128), "q_len": 150, "kv_len": 70}),
+        ("full", {"head_dim": 256, "q_len": 70, "kv_len": 130}),
+        ("relative_bias", {"head_dim": 256, "dtype": "float16", "q_len": 131, "kv_len": 70}),
+        ("causal", {"head_dim": 192, "v_head_dim": 136, "q_len": 131, "kv_len": 137}),
+        ("document", {"head_dim": 136, "v_head_dim": 40, "q_len": 131, "kv_len": 131}),
+        ("softcap", {"head_dim": 64, "v_head_dim": 256, "q_len": 1, "kv_len": 65}),
     ],
 )
 def test_hopper_at_other_shapes(spec, shape):
     check(Backward(spec, pipeline="hopper", **shape))
 
 
-@pytest.mark.parametrize("tile", [(64, 128), (128, 128)])
-def test_hopper_in_any_order_of_warps_and_copies(tile):
-    b = Backward("sliding_window", pipeline="hopper", tile=tile, q_len=270, kv_len=140)
+@pytest.mark.parametrize(("tile", "head_dim"), [((64, 128), 64), ((128, 128), 64), ((64, 64), 144)])
+def test_hopper_in_any_order_of_warps_and_copies(tile, head_dim):
+    b = Backward("sliding_window", pipeline="hopper", tile=tile, head_dim=head_dim, q_len=270, kv_len=140)
     lockstep = b.run()
     for seed in range(3):
         result = b.run(seed=seed)
@@ -159,6 +165,31 @@ def test_hopper_mutations_are_noticed(name):
     b = Backward("causal", pipeline="hopper", tile=(64, 128), q_len=250, kv_len=150)
     try:
         result = b.run(HOPPER_MUTATIONS[name])
+    except errors.Trap:
+        return
+    assert b.wrong(result) or any(r.conflicts for r in result.reports.values())
+
+
+AWAITS_P = "    mbarrier_wait(shared.p_full, ring.passed % 2);\n"
+LEAVES = "    leave_ds();\n    dq_tile = now.place;"
+WIDE_MUTATIONS = {
+    "P not awaited": replace(AWAITS_P, ""),
+    "dS not awaited": replace("    await_ds();\n", "", 3),
+    "dS not shown to wgmma": replace("    fence_proxy_async();\n" + SHOWN, SHOWN),
+    "dS left too early": lambda text: replace("    share_ds();\n", "    leave_ds();\n    share_ds();\n")(
+        replace(LEAVES, "    dq_tile = now.place;")(text)
+    ),
+    "a stage released too early": replace("{ring.passed - 1}", "{ring.passed}", 2),
+    "the rest of dQ not awaited": replace("    wgmma_wait_group<1>();\n    pin(dq_rest);\n", "", 2),
+    "the rest of dQ added where the first part was": replace("add_dq(dq_rest, 16 * 64)", "add_dq(dq_rest, 0)", 2),
+}
+
+
+@pytest.mark.parametrize("name", WIDE_MUTATIONS)
+def test_mutations_over_head_dim_128_are_noticed(name):
+    b = Backward("causal", pipeline="hopper", head_dim=136, q_len=250, kv_len=70)
+    try:
+        result = b.run(WIDE_MUTATIONS[name])
     except errors.Trap:
         return
     assert b.wrong(result) or any(r.conflicts for r in result.reports.values())

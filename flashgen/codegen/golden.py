@@ -16,6 +16,9 @@ KEPT = (("ampere", "sm_80"), ("hopper", "sm_90a"))
 
 DTYPE, HEAD_DIM = "bfloat16", 128
 
+#: Specs whose backward of pipeline hopper, where it differs in kind from that of HEAD_DIM, is kept at this one too.
+WIDE, WIDE_SPECS = 256, ("causal", "full", "softcap")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Golden:
@@ -28,7 +31,7 @@ class Golden:
 
 def goldens() -> Iterator[Golden]:
     """Every kept file: the main plans of each shipped spec, forward and backward, in bfloat16, at head_dim 128 or the
-    largest it allows, where the pipeline serves them."""
+    largest it allows, where the pipeline serves them; and WIDE backwards."""
     for pipeline, arch in KEPT:
         for name, path in sorted(shipped().items()):
             variant = load_spec(path).bind()
@@ -39,6 +42,10 @@ def goldens() -> Iterator[Golden]:
                 if plan.pipeline != pipeline:  # another one serves it
                     continue
                 yield Golden(path=Path(arch, plan.pass_name, f"{name}.cu"), text=emit(plan), plan=plan)
+    for name in WIDE_SPECS:
+        plan = planner.backward_menu(load_spec(shipped()[name]).bind(), "sm_90a", DTYPE, WIDE).plans[0]
+        path = Path(plan.arch, plan.pass_name, f"head_dim_{WIDE}", f"{name}.cu")
+        yield Golden(path=path, text=emit(plan), plan=plan)
 
 
 def stale(folder: Path) -> dict[Path, str | None]:

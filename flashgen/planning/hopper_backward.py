@@ -4,6 +4,10 @@ A block owns 128 keys, 64 a warpgroup, and visits the queries that see them, whi
 and another loads.  S and dP are computed transposed, so that P and dS are operands of dV += P^T dO and dK += dS^T Q as
 they lie in registers.  dS goes through shared memory for dQ, whose product runs one tile of queries late, under the
 exponentials, and is added up in memory.
+
+Of head dims over 128 dK and dV of 64 keys fill the registers of both warpgroups: then a block owns 64 keys, one
+warpgroup has S, P and dV, the other dP, dS and dK, and P goes from one to the other through shared memory.  Each works
+on its scores while the other's products run.
 """
 
 from __future__ import annotations
@@ -25,11 +29,14 @@ from flashgen.planning.problem import Problem
 
 NAME = hopper.NAME
 
-HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = hopper.HEAD_DIM_STEP, hopper.MIN_HEAD_DIM, 128
+HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = hopper.HEAD_DIM_STEP, hopper.MIN_HEAD_DIM, hopper.MAX_HEAD_DIM
 
-#: Keys of a block, and queries that it may work on at a time.
-TILE_KV, TILES_Q = 2 * ROWS, (ROWS, 2 * ROWS)
-TILE_RULE = f"a backward's tile on pipeline {NAME} has {TILES_Q[0]} or {TILES_Q[1]} queries and {TILE_KV} keys"
+#: The largest head dim of which a warpgroup holds dK and dV of its own 64 keys.
+OWN_KEYS = 128
+
+#: Queries that a block works on at a time, and its keys: 64 for larger head dims than OWN_KEYS, 128 for others.
+TILES = (Tile(q=ROWS, kv=2 * ROWS), Tile(q=2 * ROWS, kv=2 * ROWS), Tile(q=ROWS, kv=ROWS))
+TILE_RULE = f"a backward's tile on pipeline {NAME} is {TILES[0]} or {TILES[1]}, over head_dim {OWN_KEYS} {TILES[2]}"
 
 STAGES = (2, 3)
 STAGES_RULE = "TMA fills one stage while another is used"
@@ -76,6 +83,11 @@ class Candidate:
     stages: int
 
     @property
+    def by_gradient(self) -> bool:
+        """Whether the warpgroups divide gradients, not keys."""
+        return self.tile.kv == ROWS
+
+    @property
     def late(self) -> int:
         """Steps between dS and its product with K: on an H200 two bring 8% with 128 queries, and nothing with 64."""
         return 2 if self.tile.q > ROWS and self.stages == 2 else 1
@@ -90,12 +102,13 @@ class Candidate:
 
 def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
     """The tile that TILE_RULE allows and that comes closest."""
-    return min(TILES_Q, key=lambda rows: abs(rows - tile[0])), TILE_KV
+    near = min(TILES, key=lambda t: abs(t.q - tile[0]) + abs(t.kv - tile[1]))
+    return near.q, near.kv
 
 
 def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
     """Every candidate for a pinned tile or number of stages, or for what the planner may choose freely."""
-    for t in [tile] if tile else [Tile(q=q, kv=TILE_KV) for q in TILES_Q]:
+    for t in [tile] if tile else TILES:
         for s in [stages] if stages else STAGES:
             yield Candidate(tile=t, stages=s)
 
@@ -116,8 +129,6 @@ def lacks(
         return "its backward has no dropout"
     if form.gradients:
         return "its backward has no gradients of captured tensors"
-    if max(head_dim, v_head_dim) > MAX_HEAD_DIM:
-        return f"its backward has head dims up to {MAX_HEAD_DIM}"
     if tile is not None and nearest_tile(tile) != tuple(tile):
         return TILE_RULE
     if stages is not None and stages not in STAGES:
@@ -127,14 +138,21 @@ def lacks(
     return None if None in reasons else reasons[0]
 
 
-def dq_columns(c: Candidate, head_dim: int) -> int:
-    """Columns of dq that a warpgroup computes: of 64 queries half of the boxes' columns, of 128 all."""
-    return boxed(head_dim) // 2 if c.tile.q == ROWS else padded(head_dim)
+def dq_parts(c: Candidate, head_dim: int) -> tuple[int, ...]:
+    """Columns of dq that a warpgroup computes: of 64 queries half of the boxes' columns, of 128 all.
+
+    Of more than 64 columns a box and then the rest: what is under way fills registers, and a product's columns lie in
+    one box.
+    """
+    if c.tile.q > ROWS:
+        return (padded(head_dim),)
+    half = boxed(head_dim) // 2
+    return (half,) if half <= 64 else (64, half - 64)
 
 
 def bulk(c: Candidate, variant: Variant) -> bool:
     """Whether dq leaves through shared memory: a tenth faster on an H200, where registers suffice for its addresses."""
-    return c.tile.q == ROWS and not has_slope(variant)
+    return c.tile.q == ROWS and not c.by_gradient and not has_slope(variant)
 
 
 def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
@@ -151,8 +169,11 @@ def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tupl
             why=f"{2 * c.late} tiles of {tile.q} queries x {tile.kv} keys x {ITEM} bytes",
         ),
     ]
+    if c.by_gradient:
+        why = f"{tile.kv} keys x {tile.q} queries x {ITEM} bytes, from one warpgroup to the other"
+        parts.append(Part(name="p", amount=tile.kv * tile.q * ITEM, why=why))
     if bulk(c, variant):
-        columns = dq_columns(c, head_dim)
+        columns = sum(dq_parts(c, head_dim))
         why = f"{ROWS} rows x {columns} columns x 4 bytes of each warpgroup, on their way to memory"
         parts.append(Part(name="dq", amount=WARPGROUPS * ROWS * columns * 4, why=why))
     rows = c.stages * tile.q * 8
@@ -163,8 +184,12 @@ def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tupl
 
 def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
     """32-bit registers of a consumer's thread: S beside dQ of the tile before, or P, dP and dS, with dV and dK."""
-    gradients, scores = (padded(head_dim) + padded(v_head_dim)) // 2, c.tile.q // 2
-    dq = dq_columns(c, head_dim) // 2
+    columns = padded(head_dim) + padded(v_head_dim)
+    owned = Part(name="dk, dv", amount=columns // 2, why=f"{ROWS} x {columns} float32")
+    if c.by_gradient:
+        columns = max(padded(head_dim), padded(v_head_dim))
+        owned = Part(name="dk or dv", amount=columns // 2, why=f"{ROWS} x {columns} float32")
+    scores, dq = c.tile.q // 2, dq_parts(c, head_dim)[0] // 2
     late, rounded = scores + dq, scores + 2 * (scores // 2)
     if late > rounded:
         fragments = Part(name="s, dq", amount=late, why="S of this tile of queries, dQ of the one before")
@@ -172,7 +197,7 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) ->
         fragments = Part(name="p, dp, ds", amount=rounded, why="dP in float32, P and dS in 16 bits")
     of_variant = _variant_registers(variant)
     return (
-        Part(name="dk, dv", amount=gradients, why=f"{ROWS} x {padded(head_dim) + padded(v_head_dim)} float32"),
+        owned,
         fragments,
         Part(name="overhead", amount=OVERHEAD, why="addresses, barriers, loop state"),
         *([Part(name="variant", amount=of_variant, why="mask, score, its derivative")] if of_variant else []),
@@ -206,6 +231,8 @@ def _judged_ops(variant: Variant) -> int:
 
 def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> str | None:
     """Why the candidate cannot run on `arch`, or None."""
+    if c.by_gradient != (max(head_dim, v_head_dim) > OWN_KEYS):
+        return f"{c.tile.kv} keys a block are for head dims {'over' if c.by_gradient else 'up to'} {OWN_KEYS}"
     smem_bytes = sum(part.amount for part in smem(c, variant, head_dim, v_head_dim))
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
@@ -237,7 +264,8 @@ def plan(
         backward=SpecializedBackward(
             producer_registers=producer,
             consumer_registers=consumer,
-            dq_columns=dq_columns(c, head_dim),
+            by_gradient=c.by_gradient,
+            dq_parts=dq_parts(c, head_dim),
             late=c.late,
             shares_first=c.tile.q > ROWS,
             bulk=bulk(c, variant),
@@ -249,15 +277,17 @@ def plan(
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     """Clocks a multiprocessor spends on one score (one query, one key) in the main kernel, by unit.
 
-    Shared memory: what wgmma reads of both operands, but of P and dS in registers; copies of q and d_o; dS; and dQ on
-    its way.  L2: q and d_o once a tile, and the sum of dq there and back.
+    Shared memory: what wgmma reads of both operands, but of P and dS in registers; copies of q and d_o; dS, and P
+    where it changes hands; and dQ on its way.  L2: q and d_o once a tile, and the sum of dq there and back.
     """
     d, dv, dq = plan.padded_head_dim, plan.padded_v_head_dim, plan.dq_sum_columns
     q, kv, layout = plan.tile.q, plan.tile.kv, plan.backward
     special, arithmetic = ampere.score_ops(plan.variant)
     share = arch.sms * arch.clock_hz
-    moved = WARPGROUPS * (ROWS + q) * (d + dv) + WARPGROUPS * q * (d + dv)  # S and dP; dV and dK
-    moved += WARPGROUPS * kv * (ROWS + layout.dq_columns) + 2 * q * kv + q * (d + dv)
+    readers = 1 if layout.by_gradient else WARPGROUPS  # of q and d_o, for scores and then for gradients
+    moved = readers * ((ROWS + q) * (d + dv) + q * (d + dv)) + q * (d + dv)
+    moved += WARPGROUPS * kv * (ROWS * len(layout.dq_parts) + layout.dq_columns)
+    moved += (4 if layout.by_gradient else 2) * q * kv
     return {
         "tensor": 2 * (2 * d + 2 * dv + dq) * share / arch.tensor_flops[NAME],
         "special": (1 + special) / arch.special_per_clock,

@@ -126,17 +126,23 @@ class Backward:
 class SpecializedBackward:
     """How the warps of a backward block divide work on pipeline hopper: one loads tiles, two warpgroups consume.
 
-    Each warpgroup owns half of the keys of a tile, dk and dv of these; of dq it computes 64 queries of all columns, or
-    all queries of half of the columns.
+    Each warpgroup owns half of the keys of a tile, dk and dv of these; or all keys, one P and dv, the other dS and dk.
+    Of dq it computes 64 queries of all columns, or all queries of half of the columns.
     """
 
     producer_registers: int  # of a thread
     consumer_registers: int
-    dq_columns: int  # of dq in a warpgroup's product
+    by_gradient: bool  # one warpgroup has P and dv, the other dS and dk; else each has half of the keys
+    dq_parts: tuple[int, ...]  # columns of dq in a warpgroup's products, one after another
     late: int  # steps between dS and its product with K, under the exponentials of another tile of queries
     shares_first: bool  # dS leaves for shared memory before its product with Q is issued, else under it
     bulk: bool  # dq leaves through shared memory by bulk reductions, else from registers
     row_threads: int  # of a block of the entries that work on rows alone
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dq that a warpgroup computes."""
+        return sum(self.dq_parts)
 
     @property
     def by_query(self) -> None:

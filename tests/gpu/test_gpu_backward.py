@@ -22,7 +22,8 @@ pytestmark = pytest.mark.gpu
 SPECS = sorted(shipped())
 full, causal, window = (load_spec(name) for name in ("full", "causal", "sliding_window"))
 softcap, relative_bias, packed = (load_spec(name) for name in ("softcap", "relative_bias", "packed_softcap"))
-DIMS = [(16, 16), (40, 40), (72, 72), (96, 96), (128, 128), (192, 192), (256, 256), (64, 128), (128, 72), (192, 128)]
+DIMS = [(16, 16), (40, 40), (72, 72), (96, 96), (128, 128), (144, 144), (192, 192), (256, 256)]
+DIMS += [(64, 128), (128, 72), (192, 128), (136, 256), (256, 64)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,6 +34,8 @@ def kernels():
     plans += menus(specs, ["bfloat16"], [(64, 64)])
     plans += backward_menus(specs, ["float16"], [(128, 128)])
     plans += menus(specs, ["float16"], [(128, 128)])
+    plans += backward_menus(specs, ["bfloat16"], [(256, 256)])
+    plans += menus(specs, ["bfloat16"], [(256, 256)])
     plans += backward_menus([causal], ["bfloat16"], DIMS)
     plans += menus([causal], ["bfloat16"], DIMS)
     for form in ({"deterministic": True}, {"dropout": True}, {"dropout": True, "deterministic": True}):
@@ -79,6 +82,11 @@ def test_frozen_captured_tensors(dims):
 @pytest.mark.parametrize("name", SPECS)
 def test_every_spec_in_float16_at_head_dim_128(name):
     check(load_spec(name), q_len=520, kv_len=700, head_dim=128, dtype="float16", dlse=False, batch=1)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_spec_at_head_dim_256(name):
+    check(load_spec(name), q_len=333, kv_len=270, kv_heads=2, head_dim=256, batch=1)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
