@@ -7,7 +7,10 @@ exponentials, and is added up in memory.
 
 Of head dims over 128 dK and dV of 64 keys fill the registers of both warpgroups: then a block owns 64 keys, one
 warpgroup has S, P and dV, the other dP, dS and dK, and P goes from one to the other through shared memory.  Each works
-on its scores while the other's products run.
+on its scores while the other's products run.  At head_dim 256 on an H200 adding up dQ is then the limit: the crossbar's
+way to L2 is 90% busy, tensor cores 53%; without these additions a call takes 0.58 of its time, with half of them 0.75.
+(Two blocks of a cluster that send each other dS, so that each adds up half of the columns for the keys of both, were
+slower nevertheless, 0.83x: one buffer of dS is all that fits, and each step waits for the other block's.)
 """
 
 from __future__ import annotations
