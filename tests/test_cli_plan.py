@@ -122,10 +122,20 @@ def test_the_table_says_which_pass_runs_where():
 
 
 def test_a_backward_that_the_best_pipeline_lacks_says_why():
+    asked = ("causal", "--seqlen", 1024, "--arch", "sm_90a", "--backward", "--dropout")
+    back = plan(*asked)["backward"]
+    assert back["pipeline"] == "ampere" and back["passed_over"].startswith(
+        "pipeline hopper: its backward has no dropout"
+    )
+    assert "pipeline hopper: its backward has no dropout" in flashgen("plan", *asked).out
+
+
+def test_a_deterministic_backward_on_hopper():
     asked = ("causal", "--seqlen", 1024, "--arch", "sm_90a", "--backward", "--deterministic")
     back = plan(*asked)["backward"]
-    assert back["pipeline"] == "ampere" and back["passed_over"].startswith("pipeline hopper: it adds up dq")
-    assert "pipeline hopper: it adds up dq" in flashgen("plan", *asked).out
+    assert (back["pipeline"], back["passed_over"], back["deterministic"]) == ("hopper", None, True)
+    assert [kernel["entry"] for kernel in back["kernels"]][-1] == "attention_backward_finish"
+    assert "dq_turns" in flashgen("plan", *asked).out
 
 
 def test_options_of_a_backward():

@@ -129,7 +129,8 @@ def test_reasons_of_a_backward():
     (reason,) = fg.supports(blocks, backward=True, gradients=("learned",))
     assert "has derivatives by no captured tensor" in reason.limit
     assert fg.supports(biased, arch="sm_90a", backward=True, pipeline="hopper") == ()
-    asked = {"arch": "sm_90a", "backward": True, "pipeline": "hopper", "deterministic": True}
+    asked = {"arch": "sm_90a", "backward": True, "pipeline": "hopper", "gradients": ("learned",)}
+    assert fg.supports(biased, arch="sm_90a", backward=True, pipeline="hopper", deterministic=True) == ()
     reasons = fg.supports(biased, **asked)
     assert reasons and {reason.nearest for reason in reasons} == {"pipeline 'ampere'"}
     assert fg.supports(biased, **{**asked, "pipeline": None}) == ()

@@ -212,8 +212,8 @@ def test_a_pinned_pipeline_rules_better_ones_out_and_others_stand_in_for_it():
 @pytest.mark.parametrize("name", SPECS)
 def test_hopper_serves_every_spec(name):
     for dtype in ("bfloat16", "float16"):
-        for head_dim in (128, 256):
-            plan = planner.backward_menu(load_spec(name).bind(), "sm_90a", dtype, head_dim).plans[0]
+        for head_dim, form in ((128, {}), (256, {}), (128, {"deterministic": True})):
+            plan = planner.backward_menu(load_spec(name).bind(), "sm_90a", dtype, head_dim, **form).plans[0]
             assert plan.pipeline == "hopper"
 
 
@@ -227,10 +227,9 @@ def test_hopper_serves_what_it_can_and_says_what_not():
         (plan,) = planner.backward_menu(causal, "sm_90a", "bfloat16", *dims).plans
         assert (plan.pipeline, plan.tile) == ("hopper", Tile(q=64, kv=64)) and plan.backward.by_gradient
     for variant, head_dim, form, why in (
-        (causal, 64, {"deterministic": True}, "adds up dq in memory, in any order"),
         (causal, 64, {"dropout": True}, "no dropout"),
         (biased, 64, {"gradients": ("table",)}, "no gradients of captured tensors"),
-        (causal, 192, {"deterministic": True}, "adds up dq in memory, in any order"),
+        (causal, 192, {"deterministic": True}, "adds up dq in one order at head dims up to 128"),
         (causal, 128, {"tile": (64, 64)}, "64 keys a block are for head dims over 128"),
         ((load_spec("blocks") & load_spec("document")).bind(), 128, {}, "registers"),
         (causal, 64, {"tile": (32, 32)}, "a backward's tile"),
@@ -257,3 +256,21 @@ def test_hoppers_dq_is_added_up_in_whole_boxes(dims, columns):
     entries = ("attention_backward_prepare", "attention_backward", "attention_backward_finish")
     assert tuple(entry for entry, _ in p.kernels) == entries == tuple(x.entry for x in backward.launches(plan, problem))
     assert p.predicted_ms > 0 and plan.smem_bytes <= 227 * 1024
+
+
+def test_hoppers_deterministic_backward_adds_up_dq_through_two_rooms_in_shared_memory():
+    causal = load_spec("causal").bind()
+    problem = problem_of(q_len=200, kv_len=300, head_dim=128, dtype="bfloat16")
+    asked = (causal, "sm_90a", "bfloat16", 128)
+    plan = planner.backward_menu(*asked, deterministic=True).plans[0]
+    free = planner.backward_menu(*asked).plans[0]
+    assert plan.deterministic and not free.deterministic
+    rooms = [{part.name: part.amount for part in x.smem}["dq"] for x in (plan, free)]
+    assert rooms == [2 * 64 * 128 * 4, 64 * 128 * 4]
+    p, q = (predict(x, problem, case_of(causal, problem)) for x in (plan, free))
+    assert {part.name: part.amount for part in p.workspaces}["dq_turns"] == 4 * 2 * 4 * 4
+    assert "dq_turns" not in {part.name for part in q.workspaces}
+    assert (p.kernels, p.hbm, p.flops) == (q.kernels, q.hbm, q.flops)
+    for head_dim in (40, 64):  # no room for dS of two steps beside
+        found = planner.backward_menu(causal, "sm_90a", "bfloat16", head_dim, deterministic=True).plans[0]
+        assert (found.tile.q, found.backward.late, found.backward.bulk) == (128, 1, True)

@@ -23,6 +23,9 @@ from flashgen.runtime.ptx.simulate import simulate_backward
 from flashgen.runtime.tiles_backward import count_backward
 
 SPECS = sorted(shipped())
+
+#: Instructions after which a block that waits in vain is given up.
+STEPS = 20_000_000
 SOME = ("full", "sliding_window", "document", "alibi", "softcap", "relative_bias", "blocks", "causal_bottom_right")
 
 
@@ -35,7 +38,8 @@ class Backward:
         p, self.dropout = w.problem, dropout
         dims = p.dtype, p.head_dim, p.v_head_dim
         if pipeline == "hopper":
-            self.plan = planner.backward_menu(w.variant, "sm_90a", *dims, pipeline=pipeline, tile=tile).plans[0]
+            asked = {"pipeline": pipeline, "tile": tile, "deterministic": deterministic}
+            self.plan = planner.backward_menu(w.variant, "sm_90a", *dims, **asked).plans[0]
         else:
             form = backward.Form(
                 deterministic=deterministic, dropout=dropout is not None, gradients=differentiable(w.variant.score_node)
@@ -193,6 +197,57 @@ def test_mutations_over_head_dim_128_are_noticed(name):
     except errors.Trap:
         return
     assert b.wrong(result) or any(r.conflicts for r in result.reports.values())
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_hopper_adds_up_dq_in_one_order(spec):
+    """Blocks wait for exactly the one that added before, and for none where there is none: all of them end only where
+    both schedules, of keys and of queries, visit the same tiles."""
+    check(Backward(spec, pipeline="hopper", deterministic=True, q_len=300, kv_len=600), step_limit=STEPS)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        ("full", {"head_dim": 128, "dtype": "float16", "q_len": 71, "kv_len": 401}),
+        ("sliding_window", {"heads": 4, "kv_heads": 2, "q_len": 270, "kv_len": 390, "tile": (128, 128)}),
+        ("softcap", {"v_head_dim": 128, "q_len": 70, "kv_len": 300, "batch": 2}),
+        ("causal", {"tile": (64, 128), "heads": 4, "kv_heads": 1, "q_len": 270, "kv_len": 390}),
+        ("butterfly", {"heads": 2, "kv_heads": 1, "q_len": 600, "kv_len": 500}),
+    ],
+)
+def test_hoppers_one_order_is_the_same_bits(spec, shape):
+    b = Backward(spec, pipeline="hopper", deterministic=True, **shape)
+    result = check(b, step_limit=STEPS)
+    for seed in range(2):
+        again = b.run(seed=seed, step_limit=STEPS)
+        for name in ("dq", "dk", "dv"):
+            np.testing.assert_array_equal(getattr(again, name), getattr(result, name))
+        np.testing.assert_array_equal(again.workspaces["dq_sum"], result.workspaces["dq_sum"])
+
+
+AWAITED = "      while (load_acquire(last) != (before < p.kv_tiles ? before + 1 : 0)) {}\n"
+HANDED = "      store_release(last, shared.keys.k_first / TILE_KV + 1);\n"
+ORDER_MUTATIONS = {
+    "the block before not awaited": replace(AWAITED, ""),
+    "handed over too early": lambda text: replace(AWAITED, AWAITED + HANDED)(replace(HANDED, "")(text)),
+    "handed over before memory has it": replace("      bulk_wait_group<0>();\n", ""),
+}
+
+
+@pytest.mark.parametrize("name", ORDER_MUTATIONS)
+def test_an_order_that_is_not_kept_is_noticed(name):
+    b = Backward("full", pipeline="hopper", deterministic=True, q_len=150, kv_len=600)
+    right = b.run().workspaces["dq_sum"]
+    assert any(not np.array_equal(b.run(ORDER_MUTATIONS[name], seed=i).workspaces["dq_sum"], right) for i in range(4))
+
+
+def test_a_block_that_waits_for_another_than_the_one_before_never_ends():
+    """So every test above that ends says that blocks of keys and of queries find the same tiles."""
+    b = Backward("causal", pipeline="hopper", deterministic=True, q_len=150, kv_len=300)
+    steps = b.run().reports[backward.MAIN].steps
+    with pytest.raises(errors.StepLimit):
+        b.run(replace("int tile = shared.keys.k_first / TILE_KV + 1;", "int tile = 0;"), step_limit=2 * steps)
 
 
 @pytest.mark.parametrize("spec", ["full", "sliding_window", "alibi", "relative_bias"])

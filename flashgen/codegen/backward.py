@@ -33,11 +33,13 @@ class Transposed:
     """The backward's part of the seam; what is None or empty is not emitted.
 
     runs    the runs of queries that see a tile of keys, None without a mask
+    later   the runs of keys that a tile of queries sees, going up, None without a mask
     slope   the derivative of the score, None where it is 1 throughout
     sinks   gradients of captured tensors
     """
 
     runs: Decision | None
+    later: Decision | None
     slope: Body | None
     sinks: tuple[Sink, ...]
 
@@ -53,6 +55,7 @@ def transposed(facts: Facts, gradients: tuple[str, ...]) -> Transposed:
     masked = variant.mask is not None and bool(facts.hidden)
     return Transposed(
         runs=Decider(facts).query_runs() if masked else None,
+        later=Decider(facts).later_runs() if masked else None,
         slope=_slope(facts),
         sinks=tuple(sink for name in gradients for sink in _sinks(facts, name)),
     )

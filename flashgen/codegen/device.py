@@ -17,7 +17,7 @@ from flashgen.resources import folder
 #: The files in the order in which they are emitted: a definition uses only what stands above it.
 FILES = (
     *("types", "math", "index", "cp_async", "ldmatrix", "st_shared", "mma", "swizzle", "softmax"),
-    *("red", "exact", "philox"),
+    *("red", "progress", "exact", "philox"),
     *("mbarrier", "ring", "tma", "setmaxnreg", "named_barrier", "wgmma", "hopper_softmax", "hopper_epilogue", "range"),
 )
 

@@ -41,7 +41,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "element": params.ELEMENT[plan.dtype],
         "ptx_type": ptx_type,
         "from": f"from_{ptx_type}",
-        "walks_keys": plan.backward is None or plan.deterministic,
+        "walks_keys": plan.backward is None or plan.backward.by_query is not None,
         "mma": f"mma_m16n8k16_{ptx_type}",
         "cvt": f"cvt_{ptx_type}x2",
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from flashgen.analysis.abstract import Judge, anywhere
@@ -254,7 +255,12 @@ class Decider:
 
     def runs(self) -> Decision:
         """The runs of keys that the visible terms give a tile of queries, each as the tile of it to visit next."""
-        return self._visits(self._run, "-1")
+        return self._visits(partial(self._run, function="last_tile_of_run", none="-1"), "-1")
+
+    def later_runs(self) -> Decision:
+        """The same runs from the first key to the last."""
+        none = "p.kv_tiles"
+        return self._visits(partial(self._run, function="first_key_tile_of_run", none=none), none)
 
     def query_runs(self) -> Decision:
         """The runs of queries that the visible terms give a tile of keys, each as the tile of it to visit next."""
@@ -279,12 +285,12 @@ class Decider:
         self.known = body.known
         return body.lines
 
-    def _run(self, term: Term) -> Text:
+    def _run(self, term: Term, *, function: str, none: str) -> Text:
         zone, q = term.zone, self._clipped("rows.q_first", "rows.q_last", term.zone.q_lo, term.zone.q_hi)
         first = [self._bound(n) for n in zone.k_lo] + [self._less(q.first, n) for n in zone.d_hi]
         last = [self._bound(n) for n in zone.k_hi] + [self._less(q.last, n) for n in zone.d_lo]
         conditions = [*self._uniform(term), *q.meets, *self._bands(zone)]
-        return _next_of_run("last_tile_of_run", first, last, "p.kv_len - 1", conditions, "-1")
+        return _next_of_run(function, first, last, "p.kv_len - 1", conditions, none)
 
     def _query_run(self, term: Term) -> Text:
         zone, k = term.zone, self._clipped("keys.k_first", "keys.k_last", term.zone.k_lo, term.zone.k_hi)

@@ -92,6 +92,9 @@ def workspaces(
         parts.append(
             Part(name="dq_sum", amount=4 * rows * plan.dq_sum_columns, why="dq in float32, where it is added up")
         )
+        if plan.deterministic:
+            why = "int32 a tile of queries, who added to its dq last"
+            parts.append(Part(name="dq_turns", amount=4 * rows // plan.tile.q, why=why))
     if plan.deterministic:
         for name in plan.gradients:
             elements = math.prod(shapes[name])

@@ -3,7 +3,8 @@
 A block owns 128 keys, 64 a warpgroup, and visits the queries that see them, which one warp of a third warpgroup finds
 and another loads.  S and dP are computed transposed, so that P and dS are operands of dV += P^T dO and dK += dS^T Q as
 they lie in registers.  dS goes through shared memory for dQ, whose product runs one tile of queries late, under the
-exponentials, and is added up in memory.
+exponentials, and is added up in memory: in any order, or (`deterministic`) by warps of their own, which wait until the
+block of the next keys that these queries see has added.
 
 Of head dims over 128 dK and dV of 64 keys fill the registers of both warpgroups: then a block owns 64 keys, one
 warpgroup has S, P and dV, the other dP, dS and dK, and P goes from one to the other through shared memory.  Each works
@@ -67,6 +68,10 @@ BESIDE = 48
 #: Shared memory for barriers and messages: less than this, which the alignment of tiles rounds it up to.
 CONTROL = KIB
 
+#: Room for dq on its way to memory where it is added up in one order, by as many warps in turns: with one the wait for
+#: memory, 1 to 2 us, is longer than a step.
+DQ_BUFFERS = 2
+
 #: Float operations on one score: P, dS, roundings, and what moves them.
 SCORE_OPS = 8
 
@@ -89,11 +94,6 @@ class Candidate:
     def by_gradient(self) -> bool:
         """Whether the warpgroups divide gradients, not keys."""
         return self.tile.kv == ROWS
-
-    @property
-    def late(self) -> int:
-        """Steps between dS and its product with K: on an H200 two bring 8% with 128 queries, and nothing with 64."""
-        return 2 if self.tile.q > ROWS and self.stages == 2 else 1
 
     @property
     def warps(self) -> int:
@@ -126,8 +126,8 @@ def lacks(
     stages: int | None,
 ) -> str | None:
     """Why the pipeline has no such backward, or None."""
-    if form.deterministic:
-        return "it adds up dq in memory, in any order"
+    if form.deterministic and max(head_dim, v_head_dim) > OWN_KEYS:
+        return f"its backward adds up dq in one order at head dims up to {OWN_KEYS}"
     if form.dropout:
         return "its backward has no dropout"
     if form.gradients:
@@ -153,14 +153,23 @@ def dq_parts(c: Candidate, head_dim: int) -> tuple[int, ...]:
     return (half,) if half <= 64 else (64, half - 64)
 
 
-def bulk(c: Candidate, variant: Variant) -> bool:
-    """Whether dq leaves through shared memory: a tenth faster on an H200, where registers suffice for its addresses."""
-    return c.tile.q == ROWS and not c.by_gradient and not has_slope(variant)
+def late(c: Candidate, form: Form) -> int:
+    """Steps between dS and its product with K: on an H200 two bring 8% with 128 queries, and nothing with 64; but two
+    leave no room for dq in shared memory."""
+    return 2 if c.tile.q > ROWS and c.stages == 2 and not form.deterministic else 1
 
 
-def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
+def bulk(c: Candidate, variant: Variant, form: Form) -> bool:
+    """Whether dq leaves through shared memory: a tenth faster on an H200, where registers suffice for its addresses.
+
+    In one order of additions it always does: warps of their own add it up, and know the addresses.
+    """
+    return form.deterministic or (c.tile.q == ROWS and not c.by_gradient and not has_slope(variant))
+
+
+def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
     """Bytes of shared memory of a block."""
-    d, dv, tile = boxed(head_dim), boxed(v_head_dim), c.tile
+    d, dv, tile, tiles = boxed(head_dim), boxed(v_head_dim), c.tile, 2 * late(c, form)
     parts = [
         Part(name="k", amount=tile.kv * d * ITEM, why=f"{tile.kv} rows x {d} columns x {ITEM} bytes"),
         Part(name="v", amount=tile.kv * dv * ITEM, why=f"{tile.kv} rows x {dv} columns x {ITEM} bytes"),
@@ -168,17 +177,18 @@ def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tupl
         staged("d_o", c.stages, tile.q, dv),
         Part(
             name="ds",
-            amount=2 * c.late * tile.q * tile.kv * ITEM,
-            why=f"{2 * c.late} tiles of {tile.q} queries x {tile.kv} keys x {ITEM} bytes",
+            amount=tiles * tile.q * tile.kv * ITEM,
+            why=f"{tiles} tiles of {tile.q} queries x {tile.kv} keys x {ITEM} bytes",
         ),
     ]
     if c.by_gradient:
         why = f"{tile.kv} keys x {tile.q} queries x {ITEM} bytes, from one warpgroup to the other"
         parts.append(Part(name="p", amount=tile.kv * tile.q * ITEM, why=why))
-    if bulk(c, variant):
-        columns = sum(dq_parts(c, head_dim))
+    if bulk(c, variant, form):
+        columns, buffers = sum(dq_parts(c, head_dim)), DQ_BUFFERS if form.deterministic else 1
         why = f"{ROWS} rows x {columns} columns x 4 bytes of each warpgroup, on their way to memory"
-        parts.append(Part(name="dq", amount=WARPGROUPS * ROWS * columns * 4, why=why))
+        why = f"{buffers} times {why}" if buffers > 1 else why
+        parts.append(Part(name="dq", amount=buffers * WARPGROUPS * ROWS * columns * 4, why=why))
     rows = c.stages * tile.q * 8
     parts.append(Part(name="lse, delta", amount=rows, why=f"{c.stages} stages x {tile.q} x 2 float32"))
     parts.append(Part(name="control", amount=CONTROL - rows % CONTROL, why="barriers and messages"))
@@ -236,7 +246,7 @@ def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_di
     """Why the candidate cannot run on `arch`, or None."""
     if c.by_gradient != (max(head_dim, v_head_dim) > OWN_KEYS):
         return f"{c.tile.kv} keys a block are for head dims {'over' if c.by_gradient else 'up to'} {OWN_KEYS}"
-    smem_bytes = sum(part.amount for part in smem(c, variant, head_dim, v_head_dim))
+    smem_bytes = sum(part.amount for part in smem(c, variant, head_dim, v_head_dim, form))
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
     parts = registers(c, variant, head_dim, v_head_dim)
@@ -262,18 +272,19 @@ def plan(
         ),
         q_in_registers=False,
         blocks_per_sm=1,
-        smem=smem(c, variant, head_dim, v_head_dim),
+        smem=smem(c, variant, head_dim, v_head_dim, form),
         registers=registers(c, variant, head_dim, v_head_dim),
         backward=SpecializedBackward(
             producer_registers=producer,
             consumer_registers=consumer,
             by_gradient=c.by_gradient,
             dq_parts=dq_parts(c, head_dim),
-            late=c.late,
+            late=late(c, form),
             shares_first=c.tile.q > ROWS,
-            bulk=bulk(c, variant),
+            bulk=bulk(c, variant, form),
             row_threads=ROW_THREADS,
         ),
+        deterministic=form.deterministic,
     )
 
 

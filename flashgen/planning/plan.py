@@ -127,7 +127,8 @@ class SpecializedBackward:
     """How the warps of a backward block divide work on pipeline hopper: one loads tiles, two warpgroups consume.
 
     Each warpgroup owns half of the keys of a tile, dk and dv of these; or all keys, one P and dv, the other dS and dk.
-    Of dq it computes 64 queries of all columns, or all queries of half of the columns.
+    Of dq it computes 64 queries of all columns, or all queries of half of the columns.  In a deterministic plan two
+    more warps add up dq, in one order.
     """
 
     producer_registers: int  # of a thread

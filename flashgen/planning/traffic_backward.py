@@ -8,7 +8,7 @@ named attention_backward..., summed over batch and heads:
     (the main)  reads k and v once a KV tile that any query sees, q, do, lse and delta once a visited (KV tile, Q tile)
                 and query head, and there reads and writes the sum of dq; writes dk and dv once
     _finish     reads the sum of dq, writes dq
-    _dq         in place of _finish and of the sum of dq, where the plan is deterministic: reads as the forward does,
+    _dq         in place of _finish and of the sum of dq, where the plan has a dq by itself: reads as the forward does,
                 with do, lse and delta beside q; writes dq once
     _gradients  reads the exact sums of captured gradients, writes them rounded (where deterministic)
 """
@@ -48,7 +48,7 @@ def moved(
     rows = problem.batch * problem.heads * problem.q_len
     dq, dq_sum = problem.head_dim * problem.itemsize, problem.head_dim * _FLOAT
     sums = elements * (_EXACT if plan.deterministic else _FLOAT)
-    added = 0 if plan.deterministic else dq_sum
+    added = dq_sum if plan.backward.adds_dq else 0
     found = {"attention_backward_clear": (0, sums)} if plan.gradients else {}
     found["attention_backward_prepare"] = (
         rows * (2 * problem.v_head_dim * problem.itemsize + _FLOAT * (2 if dlse else 1)),
@@ -60,10 +60,10 @@ def moved(
     )
     if by_query is None:
         found["attention_backward_finish"] = (rows * dq_sum, rows * dq)
-        return found
-    read = by_query.visited_rows * of_query + by_query.visited_columns * columns + captured
-    found["attention_backward_dq"] = (read, rows * dq)
-    if plan.gradients:
+    else:
+        read = by_query.visited_rows * of_query + by_query.visited_columns * columns + captured
+        found["attention_backward_dq"] = (read, rows * dq)
+    if plan.gradients and plan.deterministic:
         found["attention_backward_gradients"] = (sums, elements * _FLOAT)
     return found
 

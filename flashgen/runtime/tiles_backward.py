@@ -90,8 +90,8 @@ def walk_backward(
     caller holds it, rounded to `dtype`, do of its shape, lse and dlse [batch, heads, q_len].  P and dS are rounded to
     `dtype` before their products.  A row whose lse is -inf, a masked pair and a score of -inf add exactly 0.  Results
     have the precision of the sums; without queries or without keys they are 0 and nothing moves.
-    `plan.deterministic` computes dq in a walk of its own; `plan.gradients` names the captured tensors whose gradient is
-    wanted.  Raises IndexError where one is read outside its dimension.
+    With `plan.backward.by_query` dq is computed in a walk of its own; `plan.gradients` names the captured tensors whose
+    gradient is wanted.  Raises IndexError where one is read outside its dimension.
     """
     options = {"scale": scale, "dtype": dtype, "dropout": dropout}
     return _Backward(plan, facts, case, q, k, v, o, lse, do, dlse, **options).run()
@@ -130,6 +130,7 @@ class _Backward(Tiles):
         self.moved = Moved()  # of the kernel that is walked
         self.factor = 1.0 if self.dropout is None else self.dropout.scale
         self.arithmetic = True
+        self.adds_dq = plan.backward.adds_dq
 
     def run(self) -> WalkedBackward:
         self.q, self.do = (x.astype(self.precision, copy=False) for x in (self.q, self.do))
@@ -160,14 +161,14 @@ class _Backward(Tiles):
             self._sums(read=False)
         self._prepare()
         self._keys()
-        if self.plan.deterministic:
-            self._queries()
-            if gradients:
-                self._enter("attention_backward_gradients")
-                self._sums(written=False)
-                self.moved.written["gradients"] += _FLOAT * self._captured_elements()
-        else:
+        if self.adds_dq:
             self._finish()
+        else:
+            self._queries()
+        if gradients and self.plan.deterministic:
+            self._enter("attention_backward_gradients")
+            self._sums(written=False)
+            self.moved.written["gradients"] += _FLOAT * self._captured_elements()
 
     # -- the kernels
 
@@ -186,7 +187,7 @@ class _Backward(Tiles):
                 self.base[at] = np.where(empty, np.inf, lse)
             self._wrote("lse", self.base[at], _FLOAT)
             self._wrote("delta", self.delta[at], _FLOAT)
-            if not self.plan.deterministic:  # dq, added up in memory, starts at 0
+            if self.adds_dq:  # it starts at 0
                 self._wrote("dq", self.dq[*at, :], _FLOAT)
 
     def _keys(self) -> None:
@@ -217,7 +218,7 @@ class _Backward(Tiles):
                             dv = dv + self._round(tile.p).swapaxes(-1, -2) @ do
                             dk = dk + self._round(tile.ds).swapaxes(-1, -2) @ q
                             self._add_captured(tile, symbols, keep)
-                        if not self.plan.deterministic:
+                        if self.adds_dq:
                             self._read("dq", self.dq[*at, rows], _FLOAT)
                             if self.arithmetic:
                                 self.dq[*at, rows] += self.precision(self.scale) * (self._round(tile.ds) @ k)

@@ -46,14 +46,18 @@ def check(
     dlse: bool = True,
     dropout: float = 0.0,
     deterministic: bool = False,
+    frozen: bool = False,
     seed: int = 0,
     view: Callable[[torch.Tensor], torch.Tensor] = lambda t: t,
     **shape: object,
 ) -> None:
-    """Run and judge the gradients of one problem; few elements are drawn again until there are enough to judge."""
+    """Run and judge the gradients of one problem; few elements are drawn again until there are enough to judge.
+
+    Captured tensors that are `frozen` want none.
+    """
     problem, bound, params = problem_of(q_len, **shape), variant.bind(), params or {}
     factor = problem.head_dim**-0.5 if scale is None else scale
-    wanted = differentiable(bound.score_node)
+    wanted = () if frozen else differentiable(bound.score_node)
     pools: dict[str, list] = {}
     least = min(problem.heads * q_len, problem.kv_heads * problem.kv_len) * problem.batch * problem.head_dim
     for draw in range(-(-POOL // least)):

@@ -100,6 +100,14 @@ def test_deterministic(name):
     check(load_spec(name), q_len=400, kv_heads=1, deterministic=True)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", SPECS)
+def test_every_spec_in_one_order_of_sums(name, head_dim):
+    """Several tiles of keys and of queries, heads that share keys, captured tensors without gradients of their own."""
+    shape = {"q_len": 500, "kv_len": 900, "kv_heads": 2, "head_dim": head_dim, "seed": 1}
+    check(load_spec(name), frozen=True, deterministic=True, **shape)
+
+
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_head_dims(dims):
     check(causal, q_len=260, kv_len=230, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1])

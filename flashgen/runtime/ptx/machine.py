@@ -54,6 +54,7 @@ class Launch:
     report: Report
     executed: list[int]
     leaving: tuple[Callable[[Block, int], None], ...]
+    in_order: bool = False
     steps: int = 0
     constants: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
 
@@ -110,13 +111,16 @@ class Module:
         check: bool = True,
         resident: int = 4,
         registers: int | None = None,
+        in_order: bool = False,
     ) -> Report:
         """Run a kernel to its end on the buffers of `memory`.
 
         `params` is one byte string per kernel parameter (or one for all of them).  `seed`: None runs warps in lockstep
         and lets asynchronous copies land as late as they can; a number picks warps one by one and lands copies at
         random.  `check=False` leaves out the race shadow (bounds and barriers are always checked).  `resident` clusters
-        run at a time; `registers` a thread has at launch (setmaxnreg's pool), by default what the block size allows.
+        run at a time; with a seed they start in a random order, but for `in_order`: of a kernel whose blocks wait for
+        those before them.  `registers` a thread has at launch (setmaxnreg's pool), by default what the block size
+        allows.
 
         Raises BadLaunch for what a driver would refuse, StepLimit, and a Trap for what the kernel does wrong.
         """
@@ -124,7 +128,7 @@ class Module:
         program = self.program(entry)
         launch = self._prepare(program, _dim(grid), _dim(block), _dim(cluster), smem_bytes, params, memory)
         launch.rng = None if seed is None else np.random.default_rng(seed)
-        launch.step_limit, launch.check, launch.resident = step_limit, check, resident
+        launch.step_limit, launch.check, launch.resident, launch.in_order = step_limit, check, resident, in_order
         launch.registers = registers or min(255, _REGISTER_FILE // (32 * launch.warps) // 8 * 8)
         memory.place([(v.name, at, v.data or bytes(v.size)) for v, at in _globals(self.source)])
         try:
@@ -184,7 +188,7 @@ def _run(launch: Launch) -> None:
     """Keep `resident` clusters in flight until the grid is done."""
     count = int(np.prod(launch.clusters))
     order = np.arange(count)
-    if launch.rng is not None:
+    if launch.rng is not None and not launch.in_order:
         launch.rng.shuffle(order)
     waiting = [int(n) for n in order[::-1]]
     slots: list[Cluster | None] = [None] * max(1, min(launch.resident, count))

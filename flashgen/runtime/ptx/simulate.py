@@ -48,13 +48,15 @@ class Simulated(NamedTuple):
 class SimulatedBackward(NamedTuple):
     """dq, dk, dv of the shapes of q, k, v and the gradients of captured tensors by name, as float32.
 
-    `reports` has what each kernel did, by its entry.
+    `workspaces` are as the kernels leave them, in words that are float32 or as wide; `reports` has what each kernel
+    did, by its entry.
     """
 
     dq: np.ndarray
     dk: np.ndarray
     dv: np.ndarray
     captured: dict[str, np.ndarray]
+    workspaces: dict[str, np.ndarray]
     reports: dict[str, Report]
 
 
@@ -241,8 +243,10 @@ def simulate_backward(
     }
     problem = Problem(**case.sizes, head_dim=plan.head_dim, v_head_dim=plan.v_head_dim, dtype=plan.dtype)
     shapes = {name: array.shape for name, array in captured.items()}
-    for part in backward.workspaces(plan, problem, shapes):
-        arguments.add(part.name, np.full(part.amount // 4, np.nan, np.float32), writable=True)
+    workspaces = {
+        part.name: arguments.add(part.name, np.full(part.amount // 4, np.nan, np.float32), writable=True)
+        for part in backward.workspaces(plan, problem, shapes)
+    }
     arguments.values["q_tiles"] = -(-rows[2] // plan.tile.q)
     arguments.values["kv_tiles"] = -(-case.sizes["kv_len"] // plan.tile.kv)
     arguments.values["l2_heads"] = min(2, rows[0] * case.sizes["kv_heads"])
@@ -259,7 +263,8 @@ def simulate_backward(
             seed=seed,
             check=check,
             step_limit=step_limit,
+            in_order=plan.deterministic and plan.backward.adds_dq,
         )
         for launch in backward.launches(plan, problem)
     }
-    return SimulatedBackward(*(loaded(result, plan.dtype) for result in results), captured, reports)
+    return SimulatedBackward(*(loaded(result, plan.dtype) for result in results), captured, workspaces, reports)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from flashgen.runtime.ptx.block import Block
+from flashgen.runtime.ptx.block import Block, Cluster
 from flashgen.runtime.ptx.build import Build, Closure
 from flashgen.runtime.ptx.errors import Misaligned, MissingFence, OutOfBounds, Trap, UnfinishedCopy
 from flashgen.runtime.ptx.memory import BASE as GLOBAL_BASE
@@ -53,7 +53,7 @@ def box_of(tensor: TensorMap, coords: tuple[int, ...]) -> Box:
     return Box(np.broadcast_to(offset, place.shape)[inside], place[inside])
 
 
-@lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def _decode(data: bytes) -> TensorMap:
     return TensorMap.from_bytes(data)
 
@@ -216,18 +216,43 @@ def _sixteen(start: int, size: int) -> None:
 # ---------------------------------------------------------------- stores: shared to global, in bulk groups
 @dataclass(slots=True)
 class Queue:
-    """Bulk stores of one warp: the open group, committed groups, and the lane that issues them."""
+    """Bulk stores of one warp: the open group, committed groups, and the lane that issues them.
 
-    open: list[Callable[[], None]] = field(default_factory=list)
-    groups: deque[list[Callable[[], None]]] = field(default_factory=deque)
+    A store of `open` and `groups` reads shared memory when it is called, and gives what writes; groups that have been
+    read wait in `unwritten`.
+    """
+
+    open: list[Callable[[], Callable[[], None]]] = field(default_factory=list)
+    groups: deque[list[Callable[[], Callable[[], None]]]] = field(default_factory=deque)
+    unwritten: deque[list[Callable[[], None]]] = field(default_factory=deque)
     committed: int = 0
     lane: int = -1
+
+    def read(self, keep: int, cluster: Cluster) -> None:
+        """All but the newest groups read shared memory; with a seed, they write at any time from then on."""
+        while len(self.groups) > keep:
+            writes = [read() for read in self.groups.popleft()]
+            self.unwritten.append(writes)
+            if cluster.launch.rng is not None:
+                cluster.in_flight.append(functools.partial(_write, writes))
+
+    def write(self, keep: int, cluster: Cluster) -> None:
+        """All but the newest groups are done."""
+        self.read(keep, cluster)
+        while len(self.unwritten) + len(self.groups) > keep:
+            _write(self.unwritten.popleft())
+
+
+def _write(writes: list[Callable[[], None]]) -> None:
+    """What of them is not written yet."""
+    while writes:
+        writes.pop(0)()
 
 
 def _queue(block: Block, row: int, lane: int) -> Queue:
     queue = block.keep("bulk", lambda: [Queue() for _ in range(block.warps)])[row]
     if lane != queue.lane:
-        if queue.open or queue.groups:
+        if queue.open or queue.groups or queue.unwritten:
             raise Trap("bulk groups of several lanes of one warp are not modelled")
         queue.lane = lane
     return queue
@@ -283,7 +308,7 @@ def _store(b: Build, reduce: bool, rank: int) -> Closure:
                     shared.shadow, shared.span(start, size), np.array([own]), races.bulk, queue.committed + 1
                 )
 
-            def land(
+            def read(
                 start: int = start,
                 size: int = size,
                 bits: int = bits,
@@ -291,16 +316,20 @@ def _store(b: Build, reduce: bool, rank: int) -> Closure:
                 places: np.ndarray = places,
                 offsets: np.ndarray = offsets,
                 numbers: str = numbers,
-            ) -> None:
+            ) -> Callable[[], None]:
                 data = np.ascontiguousarray(shared.rows16[_chunks(start, size, bits) >> 4]).reshape(-1)
-                if unit == 16:
-                    memory.rows16[offsets >> 4] = data.reshape(-1, 4)[places]
-                elif reduce:
-                    _add(memory.data, offsets, data.view(f"u{unit}")[places], numbers)
-                else:
-                    memory.views[unit][offsets // unit] = data.view(f"u{unit}")[places]
 
-            queue.open.append(land)
+                def write() -> None:
+                    if unit == 16:
+                        memory.rows16[offsets >> 4] = data.reshape(-1, 4)[places]
+                    elif reduce:
+                        _add(memory.data, offsets, data.view(f"u{unit}")[places], numbers)
+                    else:
+                        memory.views[unit][offsets // unit] = data.view(f"u{unit}")[places]
+
+                return write
+
+            queue.open.append(read)
 
     return run
 
@@ -338,8 +367,8 @@ def _queue_of_lane(block: Block, row: int, lane: int) -> Queue | None:
 
 
 def wait(b: Build) -> Closure:
-    """cp.async.bulk.wait_group{.read} n.  Writes take effect together with the reads that .read waits for."""
-    b.take("read")
+    """cp.async.bulk.wait_group{.read} n.  Writes take effect as late as they may: here without .read, or at the end."""
+    only_read = bool(b.take("read"))
     b.done(1)
     keep = b.immediate(b.operands[0])
 
@@ -351,9 +380,10 @@ def wait(b: Build) -> Closure:
             queue = _queue_of_lane(block, group.a + row, lane)
             if queue is None:
                 continue
-            while len(queue.groups) > keep:
-                for land in queue.groups.popleft():
-                    land()
+            if only_read:
+                queue.read(keep, block.cluster)
+            else:
+                queue.write(keep, block.cluster)
             if races is not None:
                 own = group.a + row + block.first_row
                 races.finish(own, races.bulk + own, queue.committed - len(queue.groups))
@@ -366,6 +396,7 @@ def leaving(block: Block, row: int) -> None:
         queue = block.state["bulk"][row]
         if queue.open or any(queue.groups):
             raise UnfinishedCopy(f"warp {row} leaves while its bulk stores still read shared memory")
+        queue.write(0, block.cluster)
 
 
 # ---------------------------------------------------------------- which of them an opcode is

@@ -72,13 +72,14 @@ def load(b: Build) -> Closure:
 
 
 def store(b: Build) -> Closure:
+    released = "release" in b.mods
     kind, space, count = _form(b)
     bits = f"b{8 * types.size(kind)}"
     width = types.size(kind)
     values = [b.read(item, bits) for item in _items(b, b.operands[1], count)]
     address, offset = b.address(b.operands[0])
     note_granule(b, space, width * count)
-    put = _PUT.get(space)
+    put = _release_global if released and space == "global" else _PUT.get(space)
     if put is None:
         raise b.unknown(f"a store to {space}")
     instruction = b.instruction
@@ -108,6 +109,15 @@ def _st_global(group: Group, where: np.ndarray, m: Mask, width: int, values: lis
     memory, count = group.block.launch.memory, len(values)
     offset = memory.access(where, m, width * count, "st", write=True)
     memory.own(offset.reshape(-1) if m is True else offset[m], width * count, group.block.number)
+    _scatter(memory.views, offset, m, width, values)
+
+
+def _release_global(
+    group: Group, where: np.ndarray, m: Mask, width: int, values: list[np.ndarray], i: Instruction
+) -> None:
+    """A word by which blocks wait for each other: any of them may write it."""
+    memory = group.block.launch.memory
+    offset = memory.access(where, m, width * len(values), "st", write=True)
     _scatter(memory.views, offset, m, width, values)
 
 
