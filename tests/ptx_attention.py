@@ -71,16 +71,18 @@ def plan_of(
     tile: tuple[int, int] | None = None,
     stages: int = 2,
     q_stages: int = 1,
+    packed: bool = False,
 ) -> KernelPlan:
-    """The planner's plan with this tile (by default that of TILES); `q_stages` of pipeline hopper."""
+    """The planner's plan with this tile (by default that of TILES); `q_stages` and `packed` of pipeline hopper."""
     p, arch = problem, ARCH[pipeline]
     plans = menu(
         variant, arch, p.dtype, p.head_dim, p.v_head_dim, tile=tile or TILES[pipeline], stages=stages, pipeline=pipeline
     ).plans
-    if pipeline == "ampere" or plans[0].specialized.q_stages == q_stages:
+    if pipeline == "ampere" or (plans[0].specialized.q_stages == q_stages and not packed):
         return plans[0]
     candidate = hopper.Candidate(tile=plans[0].tile, stages=stages, q_stages=q_stages)
-    return hopper.plan(candidate, variant, find(arch), p.dtype, p.head_dim, p.v_head_dim)
+    plan = hopper.plan(candidate, variant, find(arch), p.dtype, p.head_dim, p.v_head_dim)
+    return hopper.packed(plan) if packed else plan
 
 
 def work(
@@ -90,6 +92,7 @@ def work(
     tile: tuple[int, int] | None = None,
     stages: int = 2,
     q_stages: int = 1,
+    packed: bool = False,
     seed: int = 0,
     case: Case | None = None,
     **shape,
@@ -114,7 +117,7 @@ def work(
     keys = (p.batch, p.kv_heads, p.kv_len)
     shapes = (p.batch, p.heads, p.q_len, p.head_dim), (*keys, p.head_dim), (*keys, p.v_head_dim)
     qkv = tuple(torch.randn(s, generator=g, dtype=torch.float64).to(getattr(torch, p.dtype)) for s in shapes)
-    plan = plan_of(variant, problem, pipeline, tile, stages, q_stages)
+    plan = plan_of(variant, problem, pipeline, tile, stages, q_stages, packed)
     return Work(plan, variant, analyse(variant), problem, case, qkv, emit(plan), problem.head_dim**-0.5)
 
 

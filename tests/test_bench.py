@@ -78,6 +78,8 @@ def test_the_main_table_keeps_tokens_and_width():
 def test_a_cell_names_its_variant():
     c = cell("causal+softcap", 128, 8192, batch=2, heads=16, cap=30.0)
     assert str(c) == "d128 causal+softcap cap 30 s8192 b2 h16"
+    few = cell("full", 128, 4, batch=16, heads=32, kv_heads=8, kv_len=8192)
+    assert str(few) == "d128 full s4:8192 b16 h32:8"
     assert {p.name for p in c.variant().params} == {"cap"}
     assert c.variant().mask is not None
     assert c.variant().score_node is not None

@@ -30,7 +30,8 @@ class Cell:
         heads = f"h{p.heads}" if p.group == 1 else f"h{p.heads}:{p.kv_heads}"
         values = "".join(f" {name} {value:g}" for name, value in self.params)
         dtype = "" if p.dtype == "bfloat16" else f" {p.dtype}"
-        return f"d{p.head_dim} {'+'.join(self.specs)}{values} s{p.q_len} b{p.batch} {heads}{dtype}"
+        length = f"s{p.q_len}" if p.q_len == p.kv_len else f"s{p.q_len}:{p.kv_len}"
+        return f"d{p.head_dim} {'+'.join(self.specs)}{values} {length} b{p.batch} {heads}{dtype}"
 
     def variant(self) -> Variant:
         """The variant of this cell, not bound to a pipeline."""
@@ -47,17 +48,19 @@ def cell(
     batch: int | None = None,
     heads: int | None = None,
     kv_heads: int | None = None,
+    kv_len: int | None = None,
     dtype: str = "bfloat16",
     **params: int | float,
 ) -> Cell:
-    """Self-attention of one length; batch and heads keep tokens and width constant unless given."""
+    """Attention of `length` queries and, unless given, as many keys; batch and heads keep tokens and width constant
+    unless given."""
     heads = WIDTH // head_dim if heads is None else heads
     problem = Problem(
         batch=max(1, TOKENS // length) if batch is None else batch,
         heads=heads,
         kv_heads=heads if kv_heads is None else kv_heads,
         q_len=length,
-        kv_len=length,
+        kv_len=length if kv_len is None else kv_len,
         head_dim=head_dim,
         v_head_dim=head_dim,
         dtype=dtype,
@@ -83,6 +86,7 @@ FORWARD: dict[str, list[Cell]] = {
         cell("causal+softcap", 128, 8192, batch=2, heads=16, cap=30.0),
         cell("causal", 128, 8192, batch=2, heads=32, kv_heads=8),
         cell("causal", 128, 512, batch=32, heads=32, kv_heads=8),
+        *(cell("full", 128, n, batch=16, heads=32, kv_heads=8, kv_len=8192) for n in (1, 16)),
         *table((64, 128, 256), lengths=(8192,), dtype="float16"),
         *table((96, 192), lengths=(8192,)),
     ],

@@ -71,7 +71,7 @@ def command(
             _numbers("--head-dims", head_dims) or variant.head_dims,
             _numbers("--v-head-dims", v_head_dims) or (None,),
         )
-        plans += [plan for shape in shapes for asked in passes for plan in menu_of(variant, *shape, **asked).plans]
+        plans += [plan for shape in shapes for asked in passes for plan in menu_of(variant, *shape, **asked).forms]
     start = time.perf_counter()
     table = Table("kernel", "tile", "registers", "spills", "cubin", "", box=None, padding=(0, 2, 0, 0))
     entries = compiled(plans, jobs)

@@ -104,6 +104,10 @@ class Pass:
         _pass("--deterministic", help="With --backward: gradients whose reruns give the same bits."),
     ] = False
     dropout: Annotated[bool, _pass("--dropout", help="Kernels that drop probabilities.")] = False
+    packed: Annotated[
+        bool,
+        _pass("--packed", help="Forward tiles that hold all heads which share keys, as few queries get them."),
+    ] = False
     gradient: Annotated[
         list[str] | None,
         _pass(metavar="NAME", help="With --backward: the gradient of a captured tensor too (repeatable)."),
@@ -113,11 +117,13 @@ class Pass:
         for option, given in (("--deterministic", self.deterministic), ("--gradient", self.gradient)):
             if given and not self.backward:
                 raise PlanError(f"{option} is of the backward\n  nearest: {option} with --backward")
+        if self.packed and self.backward:
+            raise PlanError("--packed is of the forward\n  nearest: --packed without --backward")
 
     def asked(self) -> dict[str, object]:
         """As `menu_of` takes it."""
         backward = {"deterministic": self.deterministic, "gradients": tuple(self.gradient or ())}
-        return {"backward": self.backward, "dropout": self.dropout, **backward}
+        return {"backward": self.backward, "dropout": self.dropout, "packed": self.packed, **backward}
 
 
 def tile_shape(text: str | None) -> tuple[int, int] | None:

@@ -56,13 +56,14 @@ def banner(plan: KernelPlan, found: Seam) -> str:
     """The comment at the head of a file: variant, plan, shared memory, and the command that reproduces it."""
     roles = ", ".join(f"{role.warps} {role.name} warps" for role in plan.roles)
     q_home = "" if plan.backward else f", q in {'registers' if plan.q_in_registers else 'shared memory'}"
+    rows = "rows (queries of all heads that share keys)" if plan.packed else "queries"
     dims = f"head_dim {plan.head_dim}"
     if plan.v_head_dim != plan.head_dim:
         dims += f", v_head_dim {plan.v_head_dim}"
     entries = [
         *found.formula,
         ("plan", f"{plan.pipeline} on {plan.arch}, {plan.dtype}, {dims}"),
-        ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {plan.stages} stages, {roles}{q_home}"),
+        ("tile", f"{plan.tile.q} {rows} x {plan.tile.kv} keys, {plan.stages} stages, {roles}{q_home}"),
         ("shared", " + ".join(f"{part.name} {part.amount}" for part in plan.smem) + f" = {plan.smem_bytes} bytes"),
     ]
     width = max(len(kind) for kind in (*dict(entries), _MADE_BY))
@@ -89,6 +90,7 @@ def _command(plan: KernelPlan, width: int) -> list[str]:
     options += [("tile", plan.tile), ("stages", plan.stages)]
     options += [("param", f"{name}={value}") for name, value in variant.bound]
     flags = {"backward": plan.backward is not None, "deterministic": plan.deterministic, "dropout": plan.dropout}
+    flags["packed"] = plan.packed
     words = [f"--{name} {shlex.quote(str(value))}" for name, value in options]
     words += [f"--{name}" for name, given in flags.items() if given]
     words += [f"--gradient {name}" for name in plan.gradients]

@@ -19,6 +19,9 @@ DTYPE, HEAD_DIM = "bfloat16", 128
 #: Specs whose backward of pipeline hopper, where it differs in kind from that of HEAD_DIM, is kept at this one too.
 WIDE, WIDE_SPECS = 256, ("causal", "full", "softcap")
 
+#: The spec whose forward of packed heads is kept too.
+PACKED = "causal_bottom_right"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Golden:
@@ -31,7 +34,7 @@ class Golden:
 
 def goldens() -> Iterator[Golden]:
     """Every kept file: the main plans of each shipped spec, forward and backward, in bfloat16, at head_dim 128 or the
-    largest it allows, where the pipeline serves them; and WIDE backwards."""
+    largest it allows, where the pipeline serves them; WIDE backwards, and a forward of PACKED heads."""
     for pipeline, arch in KEPT:
         for name, path in sorted(shipped().items()):
             variant = load_spec(path).bind()
@@ -46,6 +49,8 @@ def goldens() -> Iterator[Golden]:
         plan = planner.backward_menu(load_spec(shipped()[name]).bind(), "sm_90a", DTYPE, WIDE).plans[0]
         path = Path(plan.arch, plan.pass_name, f"head_dim_{WIDE}", f"{name}.cu")
         yield Golden(path=path, text=emit(plan), plan=plan)
+    plan = planner.menu(load_spec(shipped()[PACKED]).bind(), "sm_90a", DTYPE, HEAD_DIM, packed=True).plans[0]
+    yield Golden(path=Path(plan.arch, plan.pass_name, "packed", f"{PACKED}.cu"), text=emit(plan), plan=plan)
 
 
 def stale(folder: Path) -> dict[Path, str | None]:

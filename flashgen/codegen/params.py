@@ -67,7 +67,8 @@ def fields_of(
 
     Strides count elements.  A captured tensor has `tensor_NAME`, and for each dimension i `stride<i>_NAME` and
     `size<i>_NAME`; a parameter is `param_NAME`.  Pipeline hopper has tensor maps (`maps`) in front of the
-    struct, and two counters of tiles where it hands them out.
+    struct, and two counters of tiles where it hands them out; where heads are packed `packs` counts what stands in
+    their place, and a pack is 1 << `pack_log2` heads.
     """
     element = ELEMENT[dtype]
     mapped = specialized is not None
@@ -77,6 +78,8 @@ def fields_of(
     if mapped and specialized.dynamic:
         pointers.append(Field("counters", "int*"))
         numbers.append("l2_heads")
+    if mapped and specialized.packed:
+        numbers += ["packs", "pack_log2"]
     return _members(variant, pointers, "o" if mapped else "qkvo", numbers, dropout)
 
 

@@ -37,6 +37,7 @@ def plan(
     tile: tuple[int, int] | None = None,
     stages: int | None = None,
     dropout: bool = False,
+    packed: bool = False,
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
@@ -46,7 +47,8 @@ def plan(
 
     Unless given: batch 1 and 8 heads for a problem, head_dim 128 if the variant declares it, else its largest; bfloat16
     if it declares it; the arch that it pins, else that of the first GPU, else sm_80.  `tile` (queries, keys), `stages`
-    and `pipeline` fix what the planner would choose.  With `backward` the kernels of its gradients, those of the
+    and `pipeline` fix what the planner would choose; `packed` asks for tiles that hold all heads which share keys, as
+    problems with few queries get them.  With `backward` the kernels of its gradients, those of the
     captured tensors in `gradients` too, and with `deterministic` in one order of sums.  Raises PlanError with the limit
     that the request hits and the nearest thing that works, and SpecError for a file that is no spec.
     """
@@ -65,6 +67,7 @@ def plan(
         tile=option("tile", tile),
         stages=option("stages", stages),
         dropout=option("dropout", dropout),
+        packed=option("packed", packed),
         backward=option("backward", backward),
         deterministic=option("deterministic", deterministic),
         gradients=option("gradients", gradients),
@@ -97,6 +100,7 @@ def menu_of(
     tile: tuple[int, int] | None = None,
     stages: int | None = None,
     dropout: bool = False,
+    packed: bool = False,
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
@@ -106,8 +110,10 @@ def menu_of(
         for name, value in (("deterministic", deterministic), ("gradients", gradients)):
             if value:
                 raise PlanError(f"{name} is of a backward, and a forward was asked for\n  nearest: backward=True")
-        asked = {"pipeline": pipeline, "tile": tile, "stages": stages, "dropout": dropout}
+        asked = {"pipeline": pipeline, "tile": tile, "stages": stages, "dropout": dropout, "packed": packed}
         return planner.menu(variant, arch, dtype, head_dim, v_head_dim, **asked)
+    if packed:
+        raise PlanError("packed is of a forward, and a backward was asked for\n  nearest: packed=False")
     known = differentiable(variant.score_node)
     for name in gradients:
         if name not in known:

@@ -40,6 +40,7 @@ def supports(
     tile: tuple[int, int] | None = None,
     stages: int | None = None,
     dropout: bool = False,
+    packed: bool = False,
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
@@ -67,11 +68,12 @@ def supports(
         "dtype": default_dtype(variant),
         "head_dim": default_head_dim(variant),
         **dict.fromkeys(("v_head_dim", "pipeline", "tile", "stages")),
-        **{"dropout": False, "backward": False, "deterministic": False, "gradients": ()},
+        **{"dropout": False, "packed": False, "backward": False, "deterministic": False, "gradients": ()},
     }
     given = {
         **{"arch": arch, "dtype": dtype, "head_dim": head_dim, "v_head_dim": v_head_dim, "pipeline": pipeline},
         **{"tile": tile, "stages": stages, "dropout": dropout, "backward": backward, "deterministic": deterministic},
+        "packed": packed,
         "gradients": gradients,
     }
     asked = dict(usual)

@@ -65,6 +65,7 @@ class Specialized:
     sum_limit: float  # what P of one tile may add up to in one lane before it must, where guarded
     staged: bool  # o leaves by TMA from the room of q, else from registers
     dynamic: bool  # a counter in memory hands out tiles of queries, long ones first; else each block has its share
+    packed: bool  # a tile's rows are queries of several heads that share keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +201,20 @@ class KernelPlan:
         the rounding of the result hides it.  On Hopper a slack of 1 costs 1 to 3% against 8, 2 almost as much.
         """
         return 1.0 if self.dtype == "float16" else 8.0
+
+    @property
+    def packed(self) -> bool:
+        """Whether the rows of a tile are pairs of a query and one of several heads that share keys."""
+        return self.specialized is not None and self.specialized.packed
+
+    def pack(self, group: int) -> int:
+        """Heads in a tile, of a `group` that shares keys: the largest power of two that divides it and the rows of a
+        warpgroup, which one copy moves; 1 where nothing is packed."""
+        return max(1, min(group & -group, WARPGROUP_ROWS)) if self.packed else 1
+
+    def tile_queries(self, group: int) -> int:
+        """Queries in a tile of `tile.q` rows."""
+        return self.tile.q // self.pack(group)
 
     @property
     def block_rows(self) -> int:

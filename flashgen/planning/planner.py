@@ -36,6 +36,9 @@ MAX_PLANS = 4
 #: A measured plan is in the menu where it makes the shapes faster by this much in the mean.
 USEFUL = 0.005
 
+#: Heads are packed where that is predicted to be faster by this factor: the model knows rows of tiles alone.
+PACKING_GAIN = 1.1
+
 #: Predicted times this close are equal; more rows a block, which move fewer bytes, are then preferred.
 NEAR = 1.03
 
@@ -81,14 +84,20 @@ class Menu:
     """At most four plans for (variant, arch, dtype, head dims), the one for long sequences first.
 
     `paces[i][n - 1]` is the time in seconds that a multiprocessor needs for one score while n blocks of plans[i] share
-    it.
+    it.  Beside them stands `packed`, for few queries of heads that share keys; None where there is no such form.
     """
 
     plans: tuple[KernelPlan, ...]
     paces: tuple[tuple[float, ...], ...]
     rejected: tuple[Rejected, ...]
+    packed: KernelPlan | None = None
     measured: Measured | None = None  # None: the order is predicted
     passed_over: str | None = None  # why the architecture's best pipeline does not serve this
+
+    @property
+    def forms(self) -> tuple[KernelPlan, ...]:
+        """Every plan that a call may pick."""
+        return self.plans if self.packed in (None, *self.plans) else (*self.plans, self.packed)
 
     @property
     def record(self) -> str | None:
@@ -107,16 +116,17 @@ def menu(
     tile: tuple[int, int] | None = None,
     stages: int | None = None,
     dropout: bool = False,
+    packed: bool = False,
 ) -> Menu:
     """The forward kernels that serve `variant` (constants bound) at any length, ranked by predicted time.
 
     `tile` (query rows, key rows) and `stages` fix what the planner would choose; so do the variant's pins where the
     call says nothing.  What is fixed is checked, never changed.  With `dropout` they drop probabilities, and come from
-    the best pipeline that can.  Raises PlanError with the limit and the nearest thing that works.  The result is
-    memoised.
+    the best pipeline that can; with `packed` there is the form alone that packs heads.  Raises PlanError with the limit
+    and the nearest thing that works.  The result is memoised.
     """
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    return _menu(variant, arch, dtype, head_dim, v_head_dim, pipeline, tile, stages, dropout, None)
+    return _menu(variant, arch, dtype, head_dim, v_head_dim, pipeline, tile, stages, dropout, packed, None)
 
 
 def backward_menu(
@@ -142,7 +152,7 @@ def backward_menu(
     """
     form = Form(deterministic=deterministic, dropout=dropout, gradients=gradients)
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    return _menu(variant, arch, dtype, head_dim, v_head_dim, pipeline, tile, stages, dropout, form)
+    return _menu(variant, arch, dtype, head_dim, v_head_dim, pipeline, tile, stages, dropout, False, form)
 
 
 def pipeline_of(plan: KernelPlan) -> ModuleType:
@@ -180,8 +190,17 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     """The entry of the menu with the least predicted time for `problem` on `sms` multiprocessors.
 
     O(1): blocks are counted, not scheduled, and the mask is not looked at.  A short problem takes a smaller tile (of
-    queries; in a backward, of keys), so that there are blocks for every multiprocessor.
+    queries; in a backward, of keys), so that there are blocks for every multiprocessor; few queries of heads that share
+    keys take the packed form.
     """
+    plan = _of_single_heads(menu, problem, sms)
+    if menu.packed is None or problem.group == 1 or problem.empty:
+        return plan
+    gain = hopper.packing_gain(menu.packed, plan, problem, sms)
+    return menu.packed if gain >= PACKING_GAIN else plan
+
+
+def _of_single_heads(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     if len(menu.plans) == 1 or problem.empty:
         return menu.plans[0]
     if menu.measured:
@@ -202,6 +221,7 @@ def _menu(
     tile: tuple[int, int] | None,
     stages: int | None,
     dropout: bool,
+    packed: bool,
     form: Form | None,
 ) -> Menu:
     arch = archs.find(arch_name)
@@ -229,7 +249,43 @@ def _menu(
     stages_pin = _check_stages(request, fixed_stages)
     tile_pin = _check_tile(request, fixed, stages_pin) if fixed else None
 
-    return replace(_menu_of(request, tile_pin, stages_pin), passed_over=passed_over)
+    found = replace(_menu_of(request, tile_pin, stages_pin), passed_over=passed_over)
+    form_packed = _packed(request, found, tile_pin, stages_pin)
+    if not packed:
+        return replace(found, packed=form_packed)
+    if form_packed is None:
+        raise PlanError(_no_packing(request, tile_pin))
+    paces = (request.pipeline.paces(form_packed, arch),)
+    return replace(found, plans=(form_packed,), paces=paces, packed=form_packed, measured=None)
+
+
+def _packed(request: _Request, found: Menu, tile: Tile | None, stages: int | None) -> KernelPlan | None:
+    """The packed form of a menu's first plan with the least rows that tiles may have, so that the fewest are empty;
+    where it has none and no tile is fixed, of the best such candidate."""
+    if request.pipeline is not hopper or hopper.tells_heads_apart(request.variant):
+        return None
+
+    def able(plans: Sequence[KernelPlan]) -> list[KernelPlan]:
+        few = [plan for plan in plans if tile is not None or plan.tile.q == min(hopper.QUERIES)]
+        return [plan for plan in few if hopper.packed(plan) is not None]
+
+    few = able(found.plans)
+    if not few and tile is None and (fitting := able(_fitting(request, None, stages)[0])):
+        few = [timed.plan for timed in _select(request, fitting)[0]]
+    return hopper.packed(few[0]) if few else None
+
+
+def _no_packing(request: _Request, tile: Tile | None) -> str:
+    """Why there is no packed form."""
+    if request.pipeline is not hopper:
+        able = f"pipeline {hopper.NAME!r}" if hopper.NAME in request.arch.pipelines else "arch sm_90a"
+        nearest = "packed=False" if request.options else able
+        return f"pipeline {request.pipeline.NAME!r} packs no heads into one tile\n  nearest: {nearest}"
+    if hopper.tells_heads_apart(request.variant):
+        return f"{request.variant.name!r} tells heads apart, which then share no tile\n  nearest: packed=False"
+    free = _packed(request, _free(request), None, None)
+    limit = f"tile {tile} of {request} leaves too few of a consumer's registers to pack heads"
+    return f"{limit}\n  nearest: {free.tile if free else 'packed=False'}"
 
 
 def _menu_of(request: _Request, tile: Tile | None, stages: int | None) -> Menu:

@@ -3,7 +3,8 @@
 Bytes are counted as the papers count them, as if there were no L2.  Let a Q tile be visited by the KV tiles of its
 schedule.  Then, summed over batch and query heads, at the caller's head dims and in-bounds rows only:
 
-    read   q once a Q tile that visits any key, k and v once a visited (Q tile, KV tile) and query head,
+    read   q once a Q tile that visits any key, k and v once a visited (Q tile, KV tile) and query head (of packed
+           heads once for all of a tile),
            every captured tensor once
     write  o once, lse (float32) once
 
@@ -163,6 +164,7 @@ class Prediction:
                     ("pipeline", f"{plan.pipeline} {plan.pass_name}"),
                     *([("because", self.passed_over)] if self.passed_over else []),
                     ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {_stages(plan)}"),
+                    *([("packed", self._packing())] if plan.packed else []),
                     ("warps", ", ".join(f"{role.warps} {role.name}" for role in plan.roles)),
                     ("blocks a multiprocessor", str(plan.blocks_per_sm)),
                     ("chosen by", f"measured times ({self.record})" if self.record else "predicted times"),
@@ -201,6 +203,15 @@ class Prediction:
             _rejections("rejected", self.rejected),
         )
 
+    def _packing(self) -> str:
+        """What a tile of packed heads holds, and what that saves."""
+        plan, problem = self.plan, self.problem
+        pack, queries = plan.pack(problem.group), plan.tile_queries(problem.group)
+        alone = -(-problem.q_len // plan.tile.q) * problem.heads * problem.batch
+        tiles = -(-problem.q_len // queries) * problem.heads * problem.batch // pack
+        held = f"{queries} queries of {f'{pack} heads that share keys' if pack > 1 else 'one head'}"
+        return f"a tile holds {held}: {tiles} tiles of queries, where one head a tile makes {alone}"
+
     def as_json(self, *, formulas: bool = False) -> dict[str, object]:
         """The prediction as plain numbers, strings, lists and dicts: bytes, counts and milliseconds.
 
@@ -222,6 +233,7 @@ class Prediction:
             "blocks_per_sm": plan.blocks_per_sm,
             "q_in_registers": plan.q_in_registers,
             "dropout": plan.dropout,
+            "pack": plan.pack(problem.group),
             "smem_bytes": plan.smem_bytes,
             "registers_estimate": plan.registers_estimate,
             "hbm": self.hbm.as_json(),
@@ -301,12 +313,12 @@ def _stages(plan: KernelPlan) -> str:
 
 def _shape(plan: KernelPlan) -> str:
     """A plan by what tells it from the others of its menu."""
-    return f"{plan.tile}, {_stages(plan)}"
+    return f"{plan.tile}, {_stages(plan)}{', heads packed' if plan.packed else ''}"
 
 
 def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, object]:
     """Fields of the prediction of a forward."""
-    tiles = counts.count(analysis.analyse(plan.variant), case, plan.tile)
+    tiles = _tiles(plan, problem, case)
     captured = _captured(plan, case)
     moved, compulsory = _moved(problem, tiles, captured), _compulsory(problem, captured)
     per_pair = 2 * (problem.head_dim + problem.v_head_dim)
@@ -323,6 +335,14 @@ def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, object]:
         "times": _times(plan, padded, scores * (1 + special), moved, compulsory),
         "pace": _pace(plan, scores),
     }
+
+
+def _tiles(plan: KernelPlan, problem: Problem, case: Case) -> TileCounts:
+    """The tiles of a forward; one of packed heads is counted once, as its keys are read once."""
+    tile = Tile(q=plan.tile_queries(problem.group), kv=plan.tile.kv)
+    found, pack = counts.count(analysis.analyse(plan.variant), case, tile), plan.pack(problem.group)
+    shared = ("total", "empty", "partial", "full", "visited_columns")
+    return replace(found, **{name: getattr(found, name) // pack for name in shared})
 
 
 def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) -> dict[str, object]:

@@ -51,8 +51,9 @@ class Function:
 class TensorMap:
     """What TMA needs to know of a 4-D tensor, as a kernel parameter; its address may change between launches.
 
-    `sizes` are (columns, rows, heads, batch); `strides` the bytes between rows, heads and batches, multiples of 16 in
-    any order.  `box` is the (columns, rows) of one copy, swizzled by 128 bytes; what lies outside reads as 0.
+    `sizes` are (columns, rows, heads, batch), or heads before rows; `strides` the bytes between all but columns,
+    multiples of 16 in any order.  `box` is what one copy moves of the first dimensions (of the others 1), swizzled by
+    128 bytes; what lies outside reads as 0.
     `device` is the GPU that the tensor lies on: the driver asks for a current context, and a thread that never touched
     CUDA (autograd's own, at its first node) has none.  Raises LaunchError for a tensor that TMA cannot address.
     """
@@ -66,7 +67,7 @@ class TensorMap:
         address: int,
         sizes: tuple[int, int, int, int],
         strides: tuple[int, int, int],
-        box: tuple[int, int],
+        box: tuple[int, ...],
         device: int,
     ) -> None:
         api = _api()
@@ -79,7 +80,7 @@ class TensorMap:
                     address,
                     [api.cuuint64_t(size) for size in sizes],
                     [api.cuuint64_t(stride) for stride in strides],
-                    [api.cuuint32_t(side) for side in (*box, 1, 1)],
+                    [api.cuuint32_t(side) for side in (*box, 1, 1)[:4]],
                     [api.cuuint32_t(1)] * 4,
                     api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
                     api.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,

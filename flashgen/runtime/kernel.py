@@ -212,7 +212,7 @@ class Kernel:
         plan = self.plan
         strides = {name: getattr(layout, name) for name in "qkvo"}
         values = self._values(problem, strides, captured)
-        blocks = values["q_tiles"] * problem.heads * problem.batch
+        blocks = values["q_tiles"] * values["packs"] * problem.batch
         if plan.specialized is not None:  # each block takes tile after tile
             blocks = min(blocks, driver.gpu(device).sms)
         return Record(plan, self.function(device), values, blocks, _tensor_maps(plan, problem, strides, device))
@@ -239,13 +239,16 @@ class Kernel:
         self, problem: Problem, strides: Mapping[str, tuple[int, int, int]], captured: Mapping[str, Captured]
     ) -> dict[str, int | float]:
         """Every field of the parameters; addresses and numbers, which each call writes, are 0."""
-        tile = self.plan.tile
+        tile, pack = self.plan.tile, self.plan.pack(problem.group)
+        together = (l2_kv_heads if self.plan.backward else l2_heads)(problem, ARCHS[self.plan.arch].l2_bytes)
         values: dict[str, int | float] = {f.name: 0 for f in params.fields(self.plan)}
         values |= {
             **problem.sizes(),
-            "q_tiles": -(-problem.q_len // tile.q),
+            "q_tiles": -(-problem.q_len // self.plan.tile_queries(problem.group)),
             "kv_tiles": -(-problem.kv_len // tile.kv),
-            "l2_heads": (l2_kv_heads if self.plan.backward else l2_heads)(problem, ARCHS[self.plan.arch].l2_bytes),
+            "l2_heads": together // pack,
+            "packs": problem.heads // pack,
+            "pack_log2": pack.bit_length() - 1,
         }
         for name, of_tensor in strides.items():
             for axis, stride in zip(("batch", "head", "row"), of_tensor, strict=True):
@@ -301,18 +304,22 @@ def _tensor_map(
     """The tensor map of q, k, v, o or d_o."""
     columns = problem.head_dim if name in "qk" else problem.v_head_dim
     if name in ("k", "v"):
-        rows, heads, box_rows = problem.kv_len, problem.kv_heads, plan.tile.kv
+        rows, heads, box = problem.kv_len, problem.kv_heads, (plan.tile.kv,)
     else:
         rows, heads = problem.q_len, problem.heads
-        box_rows = _Q_BOX_ROWS if plan.backward is None else plan.tile.q
+        box = (_Q_BOX_ROWS if plan.backward is None else plan.tile.q,)
     sizes, least = (rows, heads, problem.batch), -(-columns * problem.itemsize // 16) * 16
-    strides = reversed(layout)  # of a size of 1 any stride will do
+    strides = tuple(reversed(layout))
+    if plan.packed and name in "qo":  # the heads of a query side by side
+        pack = plan.pack(problem.group)
+        box = pack, _Q_BOX_ROWS // pack
+        sizes, strides = ((x[1], x[0], x[2]) for x in (sizes, strides))
     return driver.TensorMap(
         plan.dtype,
         address=_ANY_ADDRESS,
-        sizes=(columns, *sizes),
+        sizes=(columns, *sizes),  # of a size of 1 any stride will do
         strides=tuple(s * problem.itemsize if n > 1 else least for n, s in zip(sizes, strides, strict=True)),
-        box=(_BOX_BYTES // problem.itemsize, box_rows),
+        box=(_BOX_BYTES // problem.itemsize, *box),
         device=device,
     )
 

@@ -17,6 +17,7 @@ import numpy as np
 from flashgen.analysis import tiles
 from flashgen.analysis.tiles import FULL
 from flashgen.lang.evaluate import check_positions, evaluate
+from flashgen.planning.plan import Tile
 from flashgen.planning.problem import ITEMSIZE, STORED_BYTES
 from flashgen.runtime import philox
 from flashgen.runtime.threads import one_blas_thread
@@ -145,6 +146,8 @@ class Tiles:
         self.batch, self.kv_heads = sizes["batch"], sizes["kv_heads"]
         self.group = sizes["heads"] // max(self.kv_heads, 1)
         self.q_len, self.kv_len = sizes["q_len"], sizes["kv_len"]
+        self.pack = plan.pack(self.group)
+        self.tile = Tile(q=plan.tile_queries(self.group), kv=plan.tile.kv)  # queries and keys
         self.q = self.grouped(q)
         self.k, self.v = k[:, :, None], v[:, :, None]
 
@@ -169,10 +172,10 @@ class Tiles:
         return on_batch, slice(kv_head, kv_head + 1), slice(member, member + 1)
 
     def keys(self, kv_tile: int) -> slice:
-        return slice(kv_tile * self.plan.tile.kv, min((kv_tile + 1) * self.plan.tile.kv, self.kv_len))
+        return slice(kv_tile * self.tile.kv, min((kv_tile + 1) * self.tile.kv, self.kv_len))
 
     def rows(self, q_tile: int, size: int | None = None) -> slice:
-        size = size or self.plan.tile.q
+        size = size or self.tile.q
         return slice(q_tile * size, min((q_tile + 1) * size, self.q_len))
 
     def visible(self, symbols: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -255,17 +258,17 @@ class _Walk(Tiles):
 
     def _q_tiles(self) -> Iterator[tuple[tuple[slice, slice, slice], slice, list[tuple[int, int]]]]:
         """Each Q tile's batches and heads, rows and KV schedule."""
-        for q_tile in range(-(-self.q_len // self.plan.tile.q)):
+        for q_tile in range(-(-self.q_len // self.tile.q)):
             for b, h in self.places():
-                schedule = tiles.schedule(self.facts, self.case, self.plan.tile, q_tile, b or 0, h or 0)
+                schedule = tiles.schedule(self.facts, self.case, self.tile, q_tile, b or 0, h or 0)
                 yield self.at(b, h), self.rows(q_tile), schedule
 
     def _walk_row(
         self, at: tuple[slice, slice, slice], rows: slice, schedule: list[tuple[int, int]], running: _Rows | None
     ) -> None:
         """One Q tile over its KV tiles; without `running` only counted."""
-        tile, traffic, q = self.plan.tile, self.traffic, self.q[*at, rows]
-        walks = math.prod(q.shape[:3])
+        tile, traffic, q = self.tile, self.traffic, self.q[*at, rows]
+        walks = math.prod(q.shape[:3]) // self.pack
         kv_tiles = -(-self.kv_len // tile.kv)
         traffic.total += walks * kv_tiles
         traffic.empty += walks * (kv_tiles - len(schedule))
@@ -273,11 +276,11 @@ class _Walk(Tiles):
             self._read("q", q)
         for kv_tile, tile_class in schedule:
             keys = self.keys(kv_tile)
-            # Every query head reads its own copy of the K and V tile that its group shares.
-            copies = q.shape[2]
+            # Every query head reads its own copy of the K and V tile that its group shares, packed heads one together.
+            copies = q.shape[2] // self.pack
             k = self._read("k", self.k[at[0], at[1], :, keys], copies)
             v = self._read("v", self.v[at[0], at[1], :, keys], copies)
-            pairs = walks * q.shape[3] * k.shape[3]
+            pairs = math.prod(q.shape[:4]) * k.shape[3]
             traffic.elements += pairs
             symbols = self.symbols(at, rows, keys)
             if tile_class == FULL:

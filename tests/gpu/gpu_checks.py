@@ -148,4 +148,4 @@ def menus(variants, dtypes, dims) -> Iterator:
         for dtype in dtypes:
             for head_dim, v_head_dim in dims:
                 bound = variant.bind()
-                yield from menu(bound, default_arch(bound), dtype, head_dim, v_head_dim).plans
+                yield from menu(bound, default_arch(bound), dtype, head_dim, v_head_dim).forms

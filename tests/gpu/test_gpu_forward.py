@@ -4,7 +4,18 @@ import math
 
 import pytest
 import torch
-from gpu_checks import DEVICE, PIPELINES, call, check, compile_together, menus, on, random_inputs, settle
+from gpu_checks import (
+    DEVICE,
+    PIPELINES,
+    call,
+    check,
+    compile_together,
+    example_tensors,
+    menus,
+    on,
+    random_inputs,
+    settle,
+)
 from tolerance import baseline, judge, judge_lse, reference
 
 import flashgen as fg
@@ -122,6 +133,31 @@ def test_groups(heads, kv_heads, pipeline):
     check(on(causal, pipeline), q_len=257, heads=heads, kv_heads=kv_heads)
 
 
+@pytest.fixture(scope="module")
+def packing():
+    """Variants whose heads are packed where there are few queries."""
+    names = ("full", "causal_bottom_right", "sliding_window", "document", "softcap")
+    loaded = {name: on(fg.load_spec(name), "hopper") for name in names} | {"window": on(bottom_right, "hopper")}
+    compile_together(p for p in menus(loaded.values(), BOTH, [(64, 64), (128, 128)]) if p.packed)
+    return loaded
+
+
+@pytest.mark.parametrize("name", ["full", "causal_bottom_right", "sliding_window", "window", "document", "softcap"])
+@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (8, 2), (12, 2), (16, 2)])
+@pytest.mark.parametrize("q_len", [1, 3, 16, 40])
+def test_few_queries_of_heads_that_share_keys(packing, name, heads, kv_heads, q_len):
+    variant, dtype = packing[name], BOTH[q_len % 2]
+    dims = {"head_dim": 128 if heads == 8 else 64, "dtype": dtype}
+    shape = {"batch": 480 // heads, "heads": heads, "kv_heads": kv_heads}
+    assert fg.plan(variant, **shape, **dims, seqlen=q_len, kv_seqlen=1500).packed
+    check(variant, q_len=q_len, kv_len=1500, **shape, **dims, seed=q_len)
+    problem = Problem(**shape, **dims, v_head_dim=dims["head_dim"], q_len=q_len, kv_len=1500)
+    tensors = random_inputs(problem, 1)
+    named = example_tensors(variant.bind(), problem, 1)
+    first, again = (call(*tensors, variant, **named) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("variant", [full, capped], ids=lambda v: v.name)
@@ -194,6 +230,11 @@ def packed(t):
 @pytest.mark.parametrize("variant, head_dim", [(causal, 64), (decaying, 64), (full, 72), (causal, 128), (full, 256)])
 def test_views_are_read_as_they_are(view, variant, head_dim, pipeline):
     check(on(variant, pipeline), q_len=203, kv_len=190, kv_heads=2, head_dim=head_dim, view=view)
+
+
+@pytest.mark.parametrize("view", [rows_first, padded, packed])
+def test_views_of_packed_heads(packing, view):
+    check(packing["causal_bottom_right"], q_len=7, kv_len=300, batch=40, heads=8, kv_heads=2, view=view)
 
 
 def test_output_layout_follows_q():

@@ -115,18 +115,24 @@ class _Arguments:
         """A tensor to be written, NaN at first."""
         return self.add(name, stored(np.full(shape, np.nan, np.float32), dtype), writable=True)
 
-    def tensor_map(self, name: str, rows: int) -> bytes:
-        """The map of [batch, heads, length, dim]: boxes of 64 columns by `rows` rows, 128-byte swizzle."""
+    def tensor_map(self, name: str, rows: int, pack: int | None = None) -> bytes:
+        """The map of [batch, heads, length, dim]: boxes of 64 columns by `rows` rows, 128-byte swizzle.
+
+        Where rows are those of `pack` heads, heads stand before queries.
+        """
         array = self.tensors[name]
         batch, heads, length, dim = array.shape
         _, head, row, _ = (stride * array.itemsize for stride in _strides(array))
+        sizes, strides, box = (max(length, 1), heads), (row, head), (rows, 1)
+        if pack is not None:
+            sizes, strides, box = sizes[::-1], strides[::-1], (pack, rows // pack)
         return TensorMap.encode_tiled(
             BFLOAT16 if self.plan.dtype == "bfloat16" else FLOAT16,
             4,
             int(self.values[name]),
-            (dim, max(length, 1), heads, batch),
-            (row, head, heads * head),
-            (64, rows, 1, 1),
+            (dim, *sizes, batch),
+            (*strides, heads * head),
+            (64, *box, 1),
             (1, 1, 1, 1),
             swizzle=3,
         ).to_bytes()
@@ -182,15 +188,17 @@ def simulate(
         arguments.add(name, stored(array, plan.dtype))
     o = arguments.result("o", (*rows, plan.v_head_dim), plan.dtype)
     lse = arguments.result("lse", rows, "float32")
-    q_tiles = -(-rows[2] // plan.tile.q)
-    arguments.values["q_tiles"] = q_tiles
-    blocks = q_tiles * rows[0] * rows[1]
+    group = case.sizes["heads"] // case.sizes["kv_heads"]
+    pack, q_tiles = plan.pack(group), -(-rows[2] // plan.tile_queries(group))
+    arguments.values |= {"q_tiles": q_tiles, "packs": rows[1] // pack, "pack_log2": pack.bit_length() - 1}
+    blocks = q_tiles * rows[0] * rows[1] // pack
     maps = []
     if plan.specialized is not None:
         arguments.add("counters", np.zeros(2, np.int32), writable=True)
-        arguments.values["l2_heads"] = min(2, rows[1])
-        names = "qkvo" if plan.specialized.staged else "qkv"
-        maps = [arguments.tensor_map(name, plan.tile.kv if name in "kv" else _BOX_ROWS) for name in names]
+        arguments.values["l2_heads"] = min(2, rows[1] // pack)
+        of_rows = {"rows": _BOX_ROWS, "pack": pack if plan.packed else None}
+        boxes = {name: {"rows": plan.tile.kv} if name in "kv" else of_rows for name in params.maps(plan)}
+        maps = [arguments.tensor_map(name, **box) for name, box in boxes.items()]
         blocks = min(blocks, multiprocessors)
     report = module(source if source is not None else emit(plan), plan.arch).launch(
         f"attention_{plan.pass_name}",
