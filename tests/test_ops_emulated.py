@@ -92,6 +92,19 @@ def test_strided_views(gpu):
     assert got[0].transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_few_queries_of_heads_that_share_keys(gpu, turned):
+    """Packed into one tile on Hopper, whatever the layout of q and o."""
+    q, k, v = inputs(gpu, heads=8, kv_heads=2, q_len=5, v_dim=40)
+    if turned:
+        q = gpu.put(q.as_subclass(torch.Tensor).transpose(1, 2).contiguous().transpose(1, 2))
+    for variant in (full, causal_window):
+        check(ops.attention(q, k, v, variant, return_lse=True), variant, (q, k, v))
+        plan, config, _ = gpu.launches[-1]
+        packed = gpu.pipeline == "hopper"
+        assert (plan.packed, config.gridDimX) == (packed, 4 if packed else 16)
+
+
 def test_expanded_keys(gpu):
     """Stride 0, which TMA cannot address: pipeline ampere serves it."""
     q, k, v = inputs(gpu, batch=1, kv_heads=1)

@@ -89,15 +89,16 @@ PASSES = list(
         [False, True],
         [False, True],
         [False, True],
+        [False, True],
         [(), ("learned",), ("block",)],
     )
 )
-PASS_NAMES = (*NAMES[:4], "pipeline", "dropout", "backward", "deterministic", "gradients")
+PASS_NAMES = (*NAMES[:4], "pipeline", "dropout", "packed", "backward", "deterministic", "gradients")
 
 
 def test_reasons_are_empty_exactly_when_there_is_a_plan_of_either_pass():
     seen = {True: 0, False: 0}
-    for values in PASSES[::7]:
+    for values in PASSES[::11]:
         case = dict(zip(PASS_NAMES, values, strict=True))
         reasons = fg.supports(**case)
         try:
