@@ -219,6 +219,17 @@ def test_what_packs_no_heads_says_so():
     assert "packed is of a forward" in reason.limit
 
 
+def test_a_tile_without_registers_for_two_queries_is_packed_with_fewer_keys():
+    asked = (load_spec("log_distance").bind(), "sm_90a", "bfloat16", 256)
+    alone, packed = planner.menu(*asked).plans[0], planner.menu(*asked).packed
+    assert packed.tile.q == alone.tile.q and packed.tile.kv < alone.tile.kv
+    assert packed.registers_estimate <= packed.specialized.consumer_registers
+    tile = (alone.tile.q, alone.tile.kv)
+    assert planner.menu(*asked, tile=tile).packed is None
+    with pytest.raises(PlanError, match=rf"registers to pack heads\n  nearest: {packed.tile}"):
+        planner.menu(*asked, tile=tile, packed=True)
+
+
 def test_a_plan_says_what_a_tile_holds():
     w = work("full", "hopper", packed=True, q_len=5, heads=8, kv_heads=2)
     table = dict(predict(w.plan, w.problem, w.case).tables()[0].rows)

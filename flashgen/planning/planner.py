@@ -283,8 +283,10 @@ def _no_packing(request: _Request, tile: Tile | None) -> str:
         return f"pipeline {request.pipeline.NAME!r} packs no heads into one tile\n  nearest: {nearest}"
     if hopper.tells_heads_apart(request.variant):
         return f"{request.variant.name!r} tells heads apart, which then share no tile\n  nearest: packed=False"
-    free = _packed(request, _free(request), None, None)
-    limit = f"tile {tile} of {request} leaves too few of a consumer's registers to pack heads"
+    free = _packed(request, _free(request), None, None) if tile else None
+    limit = (
+        f"{f'tile {tile}' if tile else 'each tile'} of {request} leaves too few of a consumer's registers to pack heads"
+    )
     return f"{limit}\n  nearest: {free.tile if free else 'packed=False'}"
 
 
