@@ -15,8 +15,8 @@ from flashgen.errors import FlashgenError
 if TYPE_CHECKING:
     from flashgen.bench.cells import Cell
 
-#: Peers that a reader can install, as a record names them, in the order of the columns.
-PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "flex": "FlexAttention"}
+#: Peers that a reader can install or build, as a record names them, in the order of the columns.
+PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "flex": "FlexAttention"}
 
 #: The masks of the main table.
 MAIN = (("full",), ("causal",))
@@ -41,6 +41,10 @@ class Record:
         }
         return sorted(found.items())
 
+    def others(self) -> list[tuple[Cell, Mapping[str, object]]]:
+        """The cells of other masks and scores."""
+        return [(cell, numbers) for cell, numbers in self.cells if cell.specs not in MAIN]
+
     def head_dims(self) -> list[int]:
         """Those of the main table, ascending."""
         return sorted({cell.problem.head_dim for cell, _ in self.cells if self.main(MAIN[0], cell.problem.head_dim)})
@@ -64,7 +68,8 @@ def read(folder: Path) -> Iterator[Record]:
 
 
 def markdown(records: list[Record]) -> str:
-    """How many times faster than each peer: geometric mean over the sequence lengths, and the lowest and highest."""
+    """How many times faster than each peer: geometric mean over the sequence lengths, the lowest and highest; of other
+    masks and scores the cell."""
     lines = []
     for record in records:
         peers = [peer for peer in PEERS if any(peer in row["ratio"] for _, row in record.cells)]
@@ -80,6 +85,10 @@ def markdown(records: list[Record]) -> str:
                 ratios = [[row[peer][0] for row in rows if peer in row] for peer in peers]
                 if any(ratios):
                     lines.append(f"| {head_dim} | {'+'.join(specs)} | {' | '.join(map(_summary, ratios))} |")
+        for cell, numbers in record.others():
+            ratios = [[numbers["ratio"][peer][0]] if peer in numbers["ratio"] else [] for peer in peers]
+            name = " ".join(["+".join(cell.specs), *(f"{name} {value:g}" for name, value in cell.params)])
+            lines.append(f"| {cell.problem.head_dim} | {name} | {' | '.join(map(_summary, ratios))} |")
         lines.append("")
     return "\n".join(lines)
 
