@@ -155,11 +155,12 @@ def test_hopper_in_any_order_of_warps_and_copies(tile, head_dim):
 
 SHOWN = "    __syncwarp();\n    if (thread_index() % 32 == 0) mbarrier_arrive"
 HOPPER_MUTATIONS = {
-    "dS not awaited": replace("    mbarrier_wait(shared.ds_full[ds_ring().stage()], ds_ring().parity());\n", ""),
+    "dS not awaited": replace("    await_ds();\n    share_ds();", "    share_ds();"),
     "dS not shown to wgmma": replace("    fence_proxy_async();\n" + SHOWN, SHOWN),
     "a stage released too early": replace("{ring.passed - 1}", "{ring.passed}"),
-    "d_o not awaited": replace("    mbarrier_wait(shared.d_o_full[stage], ring.parity());\n", ""),
-    "dQ not awaited": replace("    wgmma_wait_group<0>();\n    pin(dq);\n    stage_dq(dq);", "    stage_dq(dq);"),
+    "d_o not awaited": replace("    mbarrier_wait(shared.d_o_full[ring.stage()], ring.parity());\n", ""),
+    "dQ not awaited": replace("    wgmma_wait_group<2>();\n    pin(dq);\n", ""),
+    "a turn that is not passed": replace("    pass_turn();\n    await_ds();", "    await_ds();"),
     "one dS for both warpgroups": replace("ds_ring(LATE).stage()][warpgroup]", "ds_ring(LATE).stage()][0]"),
 }
 

@@ -2,9 +2,9 @@
 
 A block owns 128 keys, 64 a warpgroup, and visits the queries that see them, which one warp of a third warpgroup finds
 and another loads.  S and dP are computed transposed, so that P and dS are operands of dV += P^T dO and dK += dS^T Q as
-they lie in registers.  dS goes through shared memory for dQ, whose product runs one tile of queries late, under the
-exponentials, and is added up in memory: in any order, or (`deterministic`) by warps of their own, which wait until the
-block of the next keys that these queries see has added.
+they lie in registers.  dS goes through shared memory for dQ, whose product runs one tile of queries late and is added
+up in memory: in any order, or (`deterministic`) by warps of their own, which wait until the block of the next keys that
+these queries see has added.  The warpgroups take turns: one computes P and dS while the other's products run.
 
 Of head dims over 128 dK and dV of 64 keys fill the registers of both warpgroups: then a block owns 64 keys, one
 warpgroup has S, P and dV, the other dP, dS and dK, and P goes from one to the other through shared memory.  Each works
@@ -75,9 +75,9 @@ DQ_BUFFERS = 2
 #: Float operations on one score: P, dS, roundings, and what moves them.
 SCORE_OPS = 8
 
-#: Clocks of a step that nothing hides, by how many steps late dS is multiplied with K: the first product's latency,
-#: barriers, the way of dS through shared memory.
-STEP_CLOCKS = {1: 500, 2: 300}
+#: Clocks of a step that nothing hides, by whether the warpgroups take turns: the first product's latency, barriers, the
+#: way of dS through shared memory.
+STEP_CLOCKS = {False: 500, True: 200}
 
 #: How much of the other units' time adds to that of the busiest.
 INTERFERENCE = 0.35
@@ -153,23 +153,24 @@ def dq_parts(c: Candidate, head_dim: int) -> tuple[int, ...]:
     return (half,) if half <= 64 else (64, half - 64)
 
 
-def late(c: Candidate, form: Form) -> int:
-    """Steps between dS and its product with K: on an H200 two bring 8% with 128 queries, and nothing with 64; but two
-    leave no room for dq in shared memory."""
-    return 2 if c.tile.q > ROWS and c.stages == 2 and not form.deterministic else 1
+def turns(c: Candidate, variant: Variant) -> bool:
+    """Whether the warpgroups take turns at P and dS.
 
-
-def bulk(c: Candidate, variant: Variant, form: Form) -> bool:
-    """Whether dq leaves through shared memory: a tenth faster on an H200, where registers suffice for its addresses.
-
-    In one order of additions it always does: warps of their own add it up, and know the addresses.
+    On an H200 that brings 2 to 3% under a mask and with scores, and costs 2% with 128 queries and neither; where both
+    wait for what they look up they had better wait at once (a document mask is 28% slower in turns).
     """
-    return form.deterministic or (c.tile.q == ROWS and not c.by_gradient and not has_slope(variant))
+    plain = variant.mask is None and variant.score_node is None
+    return not (c.by_gradient or looks_up(variant) or (plain and c.tile.q > ROWS))
+
+
+def scores_first(c: Candidate, variant: Variant) -> bool:
+    """Whether dP waits for scores and masks: what they need leaves no registers for both S and dP."""
+    return c.by_gradient or looks_up(variant) or has_slope(variant)
 
 
 def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
     """Bytes of shared memory of a block."""
-    d, dv, tile, tiles = boxed(head_dim), boxed(v_head_dim), c.tile, 2 * late(c, form)
+    d, dv, tile = boxed(head_dim), boxed(v_head_dim), c.tile
     parts = [
         Part(name="k", amount=tile.kv * d * ITEM, why=f"{tile.kv} rows x {d} columns x {ITEM} bytes"),
         Part(name="v", amount=tile.kv * dv * ITEM, why=f"{tile.kv} rows x {dv} columns x {ITEM} bytes"),
@@ -177,18 +178,17 @@ def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: F
         staged("d_o", c.stages, tile.q, dv),
         Part(
             name="ds",
-            amount=tiles * tile.q * tile.kv * ITEM,
-            why=f"{tiles} tiles of {tile.q} queries x {tile.kv} keys x {ITEM} bytes",
+            amount=2 * tile.q * tile.kv * ITEM,
+            why=f"2 tiles of {tile.q} queries x {tile.kv} keys x {ITEM} bytes",
         ),
     ]
     if c.by_gradient:
         why = f"{tile.kv} keys x {tile.q} queries x {ITEM} bytes, from one warpgroup to the other"
         parts.append(Part(name="p", amount=tile.kv * tile.q * ITEM, why=why))
-    if bulk(c, variant, form):
-        columns, buffers = sum(dq_parts(c, head_dim)), DQ_BUFFERS if form.deterministic else 1
-        why = f"{ROWS} rows x {columns} columns x 4 bytes of each warpgroup, on their way to memory"
-        why = f"{buffers} times {why}" if buffers > 1 else why
-        parts.append(Part(name="dq", amount=buffers * WARPGROUPS * ROWS * columns * 4, why=why))
+    if form.deterministic:
+        columns = sum(dq_parts(c, head_dim))
+        why = f"{DQ_BUFFERS} times {ROWS} rows x {columns} columns x 4 bytes of each warpgroup, on their way to memory"
+        parts.append(Part(name="dq", amount=DQ_BUFFERS * WARPGROUPS * ROWS * columns * 4, why=why))
     rows = c.stages * tile.q * 8
     parts.append(Part(name="lse, delta", amount=rows, why=f"{c.stages} stages x {tile.q} x 2 float32"))
     parts.append(Part(name="control", amount=CONTROL - rows % CONTROL, why="barriers and messages"))
@@ -196,18 +196,19 @@ def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: F
 
 
 def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
-    """32-bit registers of a consumer's thread: S beside dQ of the tile before, or P, dP and dS, with dV and dK."""
+    """32-bit registers of a consumer's thread: S and dP, or what comes of them, with dV and dK."""
     columns = padded(head_dim) + padded(v_head_dim)
     owned = Part(name="dk, dv", amount=columns // 2, why=f"{ROWS} x {columns} float32")
     if c.by_gradient:
         columns = max(padded(head_dim), padded(v_head_dim))
         owned = Part(name="dk or dv", amount=columns // 2, why=f"{ROWS} x {columns} float32")
     scores, dq = c.tile.q // 2, dq_parts(c, head_dim)[0] // 2
-    late, rounded = scores + dq, scores + 2 * (scores // 2)
-    if late > rounded:
-        fragments = Part(name="s, dq", amount=late, why="S of this tile of queries, dQ of the one before")
+    if not c.by_gradient:
+        fragments = Part(name="s, dp", amount=2 * scores, why="S and dP in float32, later P, dS and dQ")
+    elif dq > scores:
+        fragments = Part(name="s, dq", amount=scores + dq, why="S of this tile of queries, dQ of the one before")
     else:
-        fragments = Part(name="p, dp, ds", amount=rounded, why="dP in float32, P and dS in 16 bits")
+        fragments = Part(name="p, dp, ds", amount=2 * scores, why="dP in float32, P and dS in 16 bits")
     of_variant = _variant_registers(variant)
     return (
         owned,
@@ -279,9 +280,8 @@ def plan(
             consumer_registers=consumer,
             by_gradient=c.by_gradient,
             dq_parts=dq_parts(c, head_dim),
-            late=late(c, form),
-            shares_first=c.tile.q > ROWS,
-            bulk=bulk(c, variant, form),
+            turns=turns(c, variant),
+            scores_first=scores_first(c, variant),
             row_threads=ROW_THREADS,
         ),
         deterministic=form.deterministic,
@@ -315,7 +315,7 @@ def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     """Seconds a multiprocessor needs for one score, which rank the plan; one block shares it."""
     by_unit = clocks(plan, arch)
     busiest, total = max(by_unit.values()), sum(by_unit.values())
-    step = STEP_CLOCKS[plan.backward.late] / (plan.tile.q * plan.tile.kv)
+    step = STEP_CLOCKS[plan.backward.turns] / (plan.tile.q * plan.tile.kv)
     return ((busiest + INTERFERENCE * (total - busiest) + step) / arch.clock_hz,)
 
 

@@ -136,9 +136,8 @@ class SpecializedBackward:
     consumer_registers: int
     by_gradient: bool  # one warpgroup has P and dv, the other dS and dk; else each has half of the keys
     dq_parts: tuple[int, ...]  # columns of dq in a warpgroup's products, one after another
-    late: int  # steps between dS and its product with K, under the exponentials of another tile of queries
-    shares_first: bool  # dS leaves for shared memory before its product with Q is issued, else under it
-    bulk: bool  # dq leaves through shared memory by bulk reductions, else from registers
+    turns: bool  # one warpgroup computes P and dS while the other's products run
+    scores_first: bool  # dP is computed when scores and masks have been applied, else beside S
     row_threads: int  # of a block of the entries that work on rows alone
 
     @property

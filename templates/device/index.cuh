@@ -2,6 +2,9 @@
 // Places in the grid, read anew at each use.
 DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)); return i; }
 
+// Of the four threads that share rows of an accumulator.  Opaque, so that offsets from it stay in instructions.
+DEVICE int quad_lane() { int i; asm volatile("mov.u32 %0, %%tid.x;\n\tand.b32 %0, %0, 3;" : "=r"(i)); return i; }
+
 DEVICE int block_index() { int i; asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i)); return i; }
 
 // Tells the compiler that the values are new: what follows from them is computed where it is used.
