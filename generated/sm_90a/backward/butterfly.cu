@@ -4,8 +4,7 @@
 // visible  (((q // 128) ^ (k // 128)) & (((q // 128) ^ (k // 128)) - 1)) == 0
 // plan     hopper on sm_90a, bfloat16, head_dim 128
 // tile     64 queries x 128 keys, 2 stages, 4 producer warps, 8 consumer warps
-// shared   k 32768 + v 32768 + q 32768 + d_o 32768 + ds 32768 + dq 32768 + lse, delta 1024 + control 1024 = 198656
-//          bytes
+// shared   k 32768 + v 32768 + q 32768 + d_o 32768 + ds 32768 + lse, delta 1024 + control 1024 = 165888 bytes
 // made by  flashgen emit butterfly --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 64x128
 //          --stages 2 --backward
 
@@ -46,8 +45,17 @@ DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }
 // Places in the grid, read anew at each use.
 DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)); return i; }
 
+// Of the four threads that share rows of an accumulator.  Opaque, so that offsets from it stay in instructions.
+DEVICE int quad_lane() { int i; asm volatile("mov.u32 %0, %%tid.x;\n\tand.b32 %0, %0, 3;" : "=r"(i)); return i; }
+
 // ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// ---------------------------------------------------------------- red: additions in global memory
+DEVICE void red_add_v4_f32(float* sum, const float (&x)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+               :: "l"(sum), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
 
 // ---------------------------------------------------------------- mbarrier: counts arrivals and bytes, a phase a round
 DEVICE void mbarrier_init(u64& barrier, int arrivals) {
@@ -123,13 +131,6 @@ DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0
                   "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
-DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Waits until at most N of this thread's groups have yet to read shared memory.
-template <int N> DEVICE void bulk_wait_group_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(N) : "memory");
-}
-
 // Shows what this thread wrote to shared memory to TMA and wgmma.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -139,12 +140,6 @@ DEVICE void bulk_load(void* shared, const void* global, u64& barrier, int bytes)
                :: "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(&barrier)) : "memory");
 }
 
-// Adds floats of shared memory to those in global memory.
-DEVICE void bulk_reduce_add_f32(float* sum, const float* shared, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-               :: "l"(sum), "r"(shared_address(shared)), "r"(bytes) : "memory");
-}
-
 // ---------------------------------------------------------------- setmaxnreg: registers change hands
 template <int REGISTERS> DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
@@ -152,6 +147,15 @@ template <int REGISTERS> DEVICE void setmaxnreg_inc() {
 
 template <int REGISTERS> DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+
+// ---------------------------------------------------------------- named barriers: 16 a block, 0 is __syncthreads
+DEVICE void bar_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
+DEVICE void bar_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
@@ -504,7 +508,6 @@ struct alignas(1024) Shared {
   QTile q[STAGES];
   OTile d_o[STAGES];
   ScoreTile ds[2 * LATE];
-  float dq[WARPS][16 * DQ_COLUMNS];  // on its way to memory, as it lies in registers
   float lse[STAGES][TILE_Q], delta[STAGES][TILE_Q];
   Step next[2];  // what to load next
   u32 sent;  // of such
@@ -514,7 +517,7 @@ struct alignas(1024) Shared {
   Pipe<STAGES> pipe;  // full: of q, lse and the step; empty: of all
   u64 d_o_full[STAGES], k_full, v_full, ds_full[2 * LATE];
 };
-static_assert(sizeof(Shared) == 198656, "what the plan counted");
+static_assert(sizeof(Shared) == 165888, "what the plan counted");
 
 // ---------------------------------------------------------------- scheduler: one warp that finds tiles of queries
 // What it keeps between steps lies in shared memory: registers are for consumers.
@@ -723,9 +726,8 @@ struct Consumer {
   Shared& shared;
   const Params& p;
   const int warpgroup;
-  const float scale = fmaxf(p.scale * LOG2E, SMALLEST);  // as in the forward
   Ring<STAGES> ring = {};
-  int dq_tile[LATE];  // the tiles of queries that wait for theirs, among all; negative: there is none
+  int dq_tile = -1;  // the tile of queries that waits for its dQ, among all; negative: there is none
   Operand probabilities = {}, ds = {};
   float dk[QK_COLUMNS / 2] = {}, dv[V_COLUMNS / 2] = {};
 
@@ -753,13 +755,18 @@ struct Consumer {
     wgmma_commit_group();
   }
 
+  DEVICE void issue_dp(S& dp) {
+    if (ring.passed == 0) mbarrier_wait(shared.v_full, 0);
+    mbarrier_wait(shared.d_o_full[ring.stage()], ring.parity());
+    issue_scores<V_COLUMNS>(dp, shared.v, shared.d_o[ring.stage()]);
+  }
+
   // dQ = dS K, on its way: this warpgroup's half of the columns
   DEVICE void issue_dq(DQ& dq) {
     const int first = warpgroup * DQ_COLUMNS;
     const u64 a = matrix_descriptor(shared.ds[ds_ring().stage()], 16);
     const u64 b = advance_bytes(matrix_descriptor(shared.k, TILE_KV * 128),
         first / 64 * TILE_KV * 128 + first % 64 * 2);
-    mbarrier_wait(shared.ds_full[ds_ring().stage()], ds_ring().parity());
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < TILE_KV; k += 16) {
@@ -773,30 +780,15 @@ struct Consumer {
   // dS whose product with K is next, or so many steps later
   DEVICE Ring<2 * LATE> ds_ring(u32 later = 0) const { return {ring.passed + later}; }
 
-  // Where this warp's part of dQ is added up.
-  DEVICE float* sum_of_dq() {
-    return p.dq_sum + i64(dq_tile[0]) * (TILE_Q * DQ_SUM_COLUMNS) + (thread_index() / 32 - 4) * (16 * DQ_COLUMNS);
-  }
+  DEVICE void await_ds() { mbarrier_wait(shared.ds_full[ds_ring().stage()], ds_ring().parity()); }
 
-  // dQ to shared memory, once the part before has left it.
-  DEVICE void stage_dq(const DQ& dq) {
-    const int lane = thread_index() % 32;
-    float4* mine = (float4*)shared.dq[thread_index() / 32 - 4];
-    if (lane == 0) bulk_wait_group_read<0>();
-    __syncwarp();
+  // This warp's part of dQ to where it is added up.
+  DEVICE void add_dq(DQ& dq) {
+    if (dq_tile < 0) return;
+    float* sum = p.dq_sum + i64(dq_tile) * (TILE_Q * DQ_SUM_COLUMNS) + (thread_index() / 32 - 4) * (16 * DQ_COLUMNS);
+    sum += thread_index() % 32 * 4;
 #pragma unroll
-    for (int j = 0; j < DQ_COLUMNS / 8; j++)
-      mine[j * 32 + lane] = make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-  }
-
-  // And from there to where it is added up.
-  DEVICE void add_dq() {
-    fence_proxy_async();
-    __syncwarp();
-    if (thread_index() % 32 == 0 && dq_tile[0] >= 0) {
-      bulk_reduce_add_f32(sum_of_dq(), shared.dq[thread_index() / 32 - 4], sizeof(shared.dq[0]));
-      bulk_commit_group();
-    }
+    for (int j = 0; j < DQ_COLUMNS / 8; j++) red_add_v4_f32(sum + j * 128, *(float (*)[4])&dq[4 * j]);
   }
   // Where element 0 of this thread lies.
   struct Place { int q, k; };
@@ -817,35 +809,36 @@ struct Consumer {
     }
   }
 
-  // P = 2^(scale * S - lse), rounded.
-  DEVICE void exponentiate(const S& s) {
-    const float2* lse = (const float2*)shared.lse[ring.stage()] + thread_index() % 4;
+  // S becomes P = 2^(scale * S - lse).
+  DEVICE void exponentiate(S& s) {
+    const float scale = fmaxf(p.scale * LOG2E, SMALLEST);  // as in the forward
+    const float2* lse = (const float2*)shared.lse[ring.stage()] + quad_lane();
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
       const float2 offset = lse[4 * j];
 #pragma unroll
-      for (int r = 0; r < 2; r++)
-        probabilities[2 * j + r] = cvt_bf16x2(
-            ex2(fmaf(s[4 * j + 2 * r], scale, -offset.x)), ex2(fmaf(s[4 * j + 2 * r + 1], scale, -offset.y)));
+      for (int i = 4 * j; i < 4 * j + 4; i += 2) {
+        s[i] = ex2(fmaf(s[i], scale, -offset.x));
+        s[i + 1] = ex2(fmaf(s[i + 1], scale, -offset.y));
+      }
     }
   }
-  // dS = P (dP - delta), rounded, from P as it was rounded.
-  DEVICE void differentiate(const S& dp) {
-    const float2* delta = (const float2*)shared.delta[ring.stage()] + thread_index() % 4;
+  // dS = P (dP - delta), and both rounded.
+  DEVICE void differentiate(const S& probability, const S& dp) {
+    const float2* delta = (const float2*)shared.delta[ring.stage()] + quad_lane();
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
       const float2 offset = delta[4 * j];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const u32 pair = probabilities[2 * j + r];
-        ds[2 * j + r] = cvt_bf16x2(
-            from_bf16(pair) * (dp[4 * j + 2 * r] - offset.x),
-                from_bf16(pair >> 16) * (dp[4 * j + 2 * r + 1] - offset.y));
+        const int i = 4 * j + 2 * r;
+        ds[i / 2] = cvt_bf16x2(probability[i] * (dp[i] - offset.x), probability[i + 1] * (dp[i + 1] - offset.y));
+        probabilities[i / 2] = cvt_bf16x2(probability[i], probability[i + 1]);
       }
     }
   }
 
-  // dS to shared memory, a row a query: when all warps had announced what is multiplied now, none read this any more.
+  // dS to shared memory, a row a query: all warps had announced what is multiplied next, so none reads what was here.
   DEVICE void share_ds() {
     const int thread = thread_index(), lane = thread % 32, row = lane / 16 * 8 + lane % 8;
     const int chunk = (thread / 32 % 4 * 2 + lane / 8 % 2) ^ lane % 8;
@@ -853,7 +846,6 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j += 2)
       stmatrix_x4_trans(&to[8 * j + row][chunk * 8], ds[2 * j], ds[2 * j + 1], ds[2 * j + 2], ds[2 * j + 3]);
-    announce_ds(ds_ring(LATE));
   }
 
   // This warp's part of dS is written, and what it multiplied has been read.
@@ -863,15 +855,13 @@ struct Consumer {
     if (thread_index() % 32 == 0) mbarrier_arrive(shared.ds_full[to.stage()]);
   }
 
-  DEVICE void next_dq(int tile) {
-#pragma unroll
-    for (int i = 1; i < LATE; i++) dq_tile[i - 1] = dq_tile[i];
-    dq_tile[LATE - 1] = tile;
-    ring.passed++;
-  }
+  // One warpgroup computes P and dS while the other's products run: a tenth faster on an H200 than as they come.
+  DEVICE void take_turn() { bar_sync(1 + warpgroup, 256); }
 
-  // One tile of queries; true if it is the last.  dQ of the tile before runs under the exponentials of this one, and
-  // leaves under dP and dV; dV and dK of this one are complete in the next step.
+  DEVICE void pass_turn() { bar_arrive(2 - warpgroup, 256); }
+
+  // One tile of queries; true if it is the last.  dQ is of the tile before, whose dS both warpgroups have written; it
+  // leaves under dV and dK of this one, and dK is complete in the next step.
   DEVICE bool step() {
     S s, dp;
     DQ dq;
@@ -881,29 +871,32 @@ struct Consumer {
     const Step now = shared.step[stage];
     wgmma_wait_group<1>();
     pin(dk);
-    pin(dv);
-    pin(probabilities);
     pin(ds);
     if (ring.passed > 0) release(shared.pipe, Ring<STAGES>{ring.passed - 1});
-    issue_dq(dq);
+    issue_dp(dp);
     wgmma_wait_group<1>();
     pin(s);
+    take_turn();
     if (now.masked) apply_mask(s, now);
     exponentiate(s);
     wgmma_wait_group<0>();
-    pin(dq);
-    stage_dq(dq);
-    if (ring.passed == 0) mbarrier_wait(shared.v_full, 0);
-    mbarrier_wait(shared.d_o_full[stage], ring.parity());
-    issue_scores<V_COLUMNS>(dp, shared.v, shared.d_o[stage]);
-    issue_gradient(dv, probabilities, shared.d_o[stage]);
-    add_dq();
-    wgmma_wait_group<1>();
     pin(dp);
-    differentiate(dp);
-    issue_gradient(dk, ds, shared.q[stage]);
+    differentiate(s, dp);
+    pass_turn();
+    await_ds();
     share_ds();
-    next_dq(now.place);
+    issue_dq(dq);
+    issue_gradient(dv, probabilities, shared.d_o[stage]);
+    issue_gradient(dk, ds, shared.q[stage]);
+    wgmma_wait_group<2>();
+    pin(dq);
+    announce_ds(ds_ring(LATE));
+    add_dq(dq);
+    dq_tile = now.place;
+    wgmma_wait_group<1>();
+    pin(dv);
+    pin(probabilities);
+    ring.passed++;
     return now.last;
   }
 
@@ -931,38 +924,30 @@ struct Consumer {
 
   DEVICE void run() {
     // There is no step before the first: its dS is 0.
-#pragma unroll
-    for (int late = 0; late < LATE; late++) {
-      for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) ((Chunk*)shared.ds[late][warpgroup])[i] = {};
-      announce_ds(ds_ring(late));
-      dq_tile[late] = -1;
-    }
+    for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) ((Chunk*)shared.ds[0][warpgroup])[i] = {};
+    announce_ds(ds_ring());
     await_full(shared.pipe, ring);
     if (shared.step[0].tile >= 0) {
       mbarrier_wait(shared.k_full, 0);
+      if (warpgroup == 1) pass_turn();
       bool last = false;
 #pragma unroll 1
       while (!last) last = step();
+      if (warpgroup == 0) take_turn();
       wgmma_wait_group<0>();
       pin(dk);
-      pin(dv);
-#pragma unroll 1
-      for (int late = 0; late < LATE; late++) {
-        DQ dq;
-        issue_dq(dq);
-        wgmma_wait_group<0>();
-        pin(dq);
-        stage_dq(dq);
-        add_dq();
-        next_dq(-1);
-      }
+      await_ds();
+      DQ dq;
+      issue_dq(dq);
+      wgmma_wait_group<0>();
+      pin(dq);
+      add_dq(dq);
     }
     const Keys keys = shared.keys;
     store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, dv,
         1.f, keys);
     store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, dk,
         p.scale, keys);
-    if (thread_index() % 32 == 0) bulk_wait_group_read<0>();
   }
 };
 

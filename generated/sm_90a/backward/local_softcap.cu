@@ -45,6 +45,9 @@ DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }
 // Places in the grid, read anew at each use.
 DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)); return i; }
 
+// Of the four threads that share rows of an accumulator.  Opaque, so that offsets from it stay in instructions.
+DEVICE int quad_lane() { int i; asm volatile("mov.u32 %0, %%tid.x;\n\tand.b32 %0, %0, 3;" : "=r"(i)); return i; }
+
 // ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
@@ -144,6 +147,15 @@ template <int REGISTERS> DEVICE void setmaxnreg_inc() {
 
 template <int REGISTERS> DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+
+// ---------------------------------------------------------------- named barriers: 16 a block, 0 is __syncthreads
+DEVICE void bar_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
+DEVICE void bar_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
@@ -609,7 +621,7 @@ struct Consumer {
   const Params& p;
   const int warpgroup;
   Ring<STAGES> ring = {};
-  int dq_tile[LATE];  // the tiles of queries that wait for theirs, among all; negative: there is none
+  int dq_tile = -1;  // the tile of queries that waits for its dQ, among all; negative: there is none
   Operand probabilities = {}, ds = {};
   float dk[QK_COLUMNS / 2] = {}, dv[V_COLUMNS / 2] = {};
 
@@ -637,13 +649,18 @@ struct Consumer {
     wgmma_commit_group();
   }
 
+  DEVICE void issue_dp(S& dp) {
+    if (ring.passed == 0) mbarrier_wait(shared.v_full, 0);
+    mbarrier_wait(shared.d_o_full[ring.stage()], ring.parity());
+    issue_scores<V_COLUMNS>(dp, shared.v, shared.d_o[ring.stage()]);
+  }
+
   // dQ = dS K, on its way: this warpgroup's half of the columns
   DEVICE void issue_dq(DQ& dq) {
     const int first = warpgroup * DQ_COLUMNS;
     const u64 a = matrix_descriptor(shared.ds[ds_ring().stage()], 16);
     const u64 b = advance_bytes(matrix_descriptor(shared.k, TILE_KV * 128),
         first / 64 * TILE_KV * 128 + first % 64 * 2);
-    mbarrier_wait(shared.ds_full[ds_ring().stage()], ds_ring().parity());
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < TILE_KV; k += 16) {
@@ -657,14 +674,13 @@ struct Consumer {
   // dS whose product with K is next, or so many steps later
   DEVICE Ring<2 * LATE> ds_ring(u32 later = 0) const { return {ring.passed + later}; }
 
-  // Where this warp's part of dQ is added up.
-  DEVICE float* sum_of_dq() {
-    return p.dq_sum + i64(dq_tile[0]) * (TILE_Q * DQ_SUM_COLUMNS) + (thread_index() / 32 - 4) * (16 * DQ_COLUMNS);
-  }
+  DEVICE void await_ds() { mbarrier_wait(shared.ds_full[ds_ring().stage()], ds_ring().parity()); }
 
+  // This warp's part of dQ to where it is added up.
   DEVICE void add_dq(DQ& dq) {
-    if (dq_tile[0] < 0) return;
-    float* sum = sum_of_dq() + thread_index() % 32 * 4;
+    if (dq_tile < 0) return;
+    float* sum = p.dq_sum + i64(dq_tile) * (TILE_Q * DQ_SUM_COLUMNS) + (thread_index() / 32 - 4) * (16 * DQ_COLUMNS);
+    sum += thread_index() % 32 * 4;
 #pragma unroll
     for (int j = 0; j < DQ_COLUMNS / 8; j++) red_add_v4_f32(sum + j * 128, *(float (*)[4])&dq[4 * j]);
   }
@@ -676,14 +692,16 @@ struct Consumer {
     return {step.tile * TILE_Q + thread % 4 * 2, shared.keys.k_first + thread / 32 * 16 - 64 + thread % 32 / 4};
   }
 
-  // A bit for each element that the mask hides or that lies beyond the last key.
-  DEVICE void find_hidden(u32 (&hidden)[TILE_Q / 64], const Step& step) {
+  // P and what is in ds become 0 where the mask hides a key, and beyond the last key.
+  DEVICE void apply_mask(const Step& step) {
     const Place first = place_of(step);
 #pragma unroll
     for (int i = 0; i < TILE_Q / 2; i++) {
-      bool hides = first.k + i / 2 % 2 * 8 > shared.keys.k_last;
-      hides = hides || !keep(shared.keys.b, step.head, first.q + i / 4 * 8 + i % 2, first.k + i / 2 % 2 * 8, p);
-      hidden[i / 32] |= u32(hides) << i % 32;
+      const int q = first.q + i / 4 * 8 + i % 2, k = first.k + i / 2 % 2 * 8;
+      const bool visible = first.k + i / 2 % 2 * 8 <= shared.keys.k_last && keep(shared.keys.b, step.head, q, k, p);
+      const u32 kept = visible ? ~0u : i % 2 == 0 ? 0xFFFF0000u : 0xFFFFu;
+      probabilities[i / 2] &= kept;
+      ds[i / 2] &= kept;
     }
   }
 
@@ -691,9 +709,7 @@ struct Consumer {
   // 0.
   DEVICE void weigh(const S& s, const Step& step) {
     const Place first = place_of(step);
-    const float2* lse = (const float2*)shared.lse[ring.stage()] + thread_index() % 4;
-    u32 hidden[TILE_Q / 64] = {};
-    if (step.masked) find_hidden(hidden, step);
+    const float2* lse = (const float2*)shared.lse[ring.stage()] + quad_lane();
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
       const float2 offset = lse[4 * j];
@@ -704,18 +720,18 @@ struct Consumer {
         for (int e = 0; e < 2; e++) {
           const int i = 4 * j + 2 * r + e, q = first.q + i / 4 * 8 + i % 2, k = first.k + i / 2 % 2 * 8;
           const float x = p.scale * s[i], y = score(x, shared.keys.b, step.head, q, k, p);
-          const bool hides = hidden[i / 32] >> i % 32 & 1;
-          probability[e] = hides ? 0.f : ex2(fmaf(y, LOG2E, e == 0 ? -offset.x : -offset.y));
+          probability[e] = ex2(fmaf(y, LOG2E, e == 0 ? -offset.x : -offset.y));
           weight[e] = probability[e] == 0.f ? 0.f : probability[e] * slope(x, shared.keys.b, step.head, q, k, p);
         }
         probabilities[2 * j + r] = cvt_bf16x2(probability[0], probability[1]);
         ds[2 * j + r] = cvt_bf16x2(weight[0], weight[1]);
       }
     }
+    if (step.masked) apply_mask(step);
   }
   // dS = P (dP - delta) d score / dx, rounded, from P as it was rounded.
   DEVICE void differentiate(const S& dp) {
-    const float2* delta = (const float2*)shared.delta[ring.stage()] + thread_index() % 4;
+    const float2* delta = (const float2*)shared.delta[ring.stage()] + quad_lane();
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
       const float2 offset = delta[4 * j];
@@ -729,7 +745,7 @@ struct Consumer {
     }
   }
 
-  // dS to shared memory, a row a query: when all warps had announced what is multiplied now, none read this any more.
+  // dS to shared memory, a row a query: all warps had announced what is multiplied next, so none reads what was here.
   DEVICE void share_ds() {
     const int thread = thread_index(), lane = thread % 32, row = lane / 16 * 8 + lane % 8;
     const int chunk = (thread / 32 % 4 * 2 + lane / 8 % 2) ^ lane % 8;
@@ -737,7 +753,6 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j += 2)
       stmatrix_x4_trans(&to[8 * j + row][chunk * 8], ds[2 * j], ds[2 * j + 1], ds[2 * j + 2], ds[2 * j + 3]);
-    announce_ds(ds_ring(LATE));
   }
 
   // This warp's part of dS is written, and what it multiplied has been read.
@@ -747,15 +762,13 @@ struct Consumer {
     if (thread_index() % 32 == 0) mbarrier_arrive(shared.ds_full[to.stage()]);
   }
 
-  DEVICE void next_dq(int tile) {
-#pragma unroll
-    for (int i = 1; i < LATE; i++) dq_tile[i - 1] = dq_tile[i];
-    dq_tile[LATE - 1] = tile;
-    ring.passed++;
-  }
+  // One warpgroup computes P and dS while the other's products run: a tenth faster on an H200 than as they come.
+  DEVICE void take_turn() { bar_sync(1 + warpgroup, 256); }
 
-  // One tile of queries; true if it is the last.  dQ of the tile before runs under the exponentials of this one, and
-  // leaves under dP and dV; dV and dK of this one are complete in the next step.
+  DEVICE void pass_turn() { bar_arrive(2 - warpgroup, 256); }
+
+  // One tile of queries; true if it is the last.  dQ is of the tile before, whose dS both warpgroups have written; it
+  // leaves under dV and dK of this one, and dK is complete in the next step.
   DEVICE bool step() {
     S s, dp;
     DQ dq;
@@ -765,27 +778,31 @@ struct Consumer {
     const Step now = shared.step[stage];
     wgmma_wait_group<1>();
     pin(dk);
-    pin(dv);
-    pin(probabilities);
     pin(ds);
     if (ring.passed > 0) release(shared.pipe, Ring<STAGES>{ring.passed - 1});
-    issue_dq(dq);
-    wgmma_wait_group<1>();
-    pin(s);
-    weigh(s, now);
     wgmma_wait_group<0>();
-    pin(dq);
-    add_dq(dq);
-    if (ring.passed == 0) mbarrier_wait(shared.v_full, 0);
-    mbarrier_wait(shared.d_o_full[stage], ring.parity());
-    issue_scores<V_COLUMNS>(dp, shared.v, shared.d_o[stage]);
-    issue_gradient(dv, probabilities, shared.d_o[stage]);
-    wgmma_wait_group<1>();
+    pin(s);
+    take_turn();
+    weigh(s, now);
+    issue_dp(dp);
+    wgmma_wait_group<0>();
     pin(dp);
     differentiate(dp);
-    issue_gradient(dk, ds, shared.q[stage]);
+    pass_turn();
+    await_ds();
     share_ds();
-    next_dq(now.place);
+    issue_dq(dq);
+    issue_gradient(dv, probabilities, shared.d_o[stage]);
+    issue_gradient(dk, ds, shared.q[stage]);
+    wgmma_wait_group<2>();
+    pin(dq);
+    announce_ds(ds_ring(LATE));
+    add_dq(dq);
+    dq_tile = now.place;
+    wgmma_wait_group<1>();
+    pin(dv);
+    pin(probabilities);
+    ring.passed++;
     return now.last;
   }
 
@@ -813,30 +830,24 @@ struct Consumer {
 
   DEVICE void run() {
     // There is no step before the first: its dS is 0.
-#pragma unroll
-    for (int late = 0; late < LATE; late++) {
-      for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) ((Chunk*)shared.ds[late][warpgroup])[i] = {};
-      announce_ds(ds_ring(late));
-      dq_tile[late] = -1;
-    }
+    for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) ((Chunk*)shared.ds[0][warpgroup])[i] = {};
+    announce_ds(ds_ring());
     await_full(shared.pipe, ring);
     if (shared.step[0].tile >= 0) {
       mbarrier_wait(shared.k_full, 0);
+      if (warpgroup == 1) pass_turn();
       bool last = false;
 #pragma unroll 1
       while (!last) last = step();
+      if (warpgroup == 0) take_turn();
       wgmma_wait_group<0>();
       pin(dk);
-      pin(dv);
-#pragma unroll 1
-      for (int late = 0; late < LATE; late++) {
-        DQ dq;
-        issue_dq(dq);
-        wgmma_wait_group<0>();
-        pin(dq);
-        add_dq(dq);
-        next_dq(-1);
-      }
+      await_ds();
+      DQ dq;
+      issue_dq(dq);
+      wgmma_wait_group<0>();
+      pin(dq);
+      add_dq(dq);
     }
     const Keys keys = shared.keys;
     store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, dv,

@@ -658,13 +658,15 @@ struct Consumer {
     return {step.tile * TILE_Q + thread % 4 * 2, shared.keys.k_first + thread / 32 % 4 * 16 + thread % 32 / 4};
   }
 
-  // A bit for each element that the mask hides: those beyond the last key.
-  DEVICE void find_hidden(u32 (&hidden)[TILE_Q / 64], const Step& step) {
+  // P and what is in ds become 0 where the mask hides a key: beyond the last key.
+  DEVICE void apply_mask(const Step& step) {
     const Place first = place_of(step);
 #pragma unroll
     for (int i = 0; i < TILE_Q / 2; i++) {
-      bool hides = first.k + i / 2 % 2 * 8 > shared.keys.k_last;
-      hidden[i / 32] |= u32(hides) << i % 32;
+      const bool visible = first.k + i / 2 % 2 * 8 <= shared.keys.k_last;
+      const u32 kept = visible ? ~0u : i % 2 == 0 ? 0xFFFF0000u : 0xFFFFu;
+      probabilities[i / 2] &= kept;
+      ds[i / 2] &= kept;
     }
   }
 
@@ -673,8 +675,6 @@ struct Consumer {
   DEVICE void weigh(const S& s, const Step& step) {
     const Place first = place_of(step);
     const float2* lse = (const float2*)shared.lse[ring.stage()] + thread_index() % 4;
-    u32 hidden[TILE_Q / 64] = {};
-    if (step.masked) find_hidden(hidden, step);
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
       const float2 offset = lse[4 * j];
@@ -685,14 +685,14 @@ struct Consumer {
         for (int e = 0; e < 2; e++) {
           const int i = 4 * j + 2 * r + e, q = first.q + i / 4 * 8 + i % 2, k = first.k + i / 2 % 2 * 8;
           const float x = p.scale * s[i], y = score(x, shared.keys.b, step.head, q, k, p);
-          const bool hides = hidden[i / 32] >> i % 32 & 1;
-          probability[e] = hides ? 0.f : ex2(fmaf(y, LOG2E, e == 0 ? -offset.x : -offset.y));
+          probability[e] = ex2(fmaf(y, LOG2E, e == 0 ? -offset.x : -offset.y));
           weight[e] = probability[e] == 0.f ? 0.f : probability[e] * slope(x, shared.keys.b, step.head, q, k, p);
         }
         probabilities[2 * j + r] = cvt_bf16x2(probability[0], probability[1]);
         ds[2 * j + r] = cvt_bf16x2(weight[0], weight[1]);
       }
     }
+    if (step.masked) apply_mask(step);
   }
   // dS = P (dP - delta) d score / dx, rounded, from P as it was rounded.
   DEVICE void differentiate(const S& dp) {
