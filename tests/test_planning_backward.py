@@ -265,12 +265,23 @@ def test_hoppers_deterministic_backward_adds_up_dq_through_two_rooms_in_shared_m
     plan = planner.backward_menu(*asked, deterministic=True).plans[0]
     free = planner.backward_menu(*asked).plans[0]
     assert plan.deterministic and not free.deterministic
-    rooms = [{part.name: part.amount for part in x.smem}["dq"] for x in (plan, free)]
-    assert rooms == [2 * 64 * 128 * 4, 64 * 128 * 4]
+    rooms = [{part.name: part.amount for part in x.smem}.get("dq") for x in (plan, free)]
+    assert rooms == [2 * 64 * 128 * 4, None]  # in any order dq leaves from registers
     p, q = (predict(x, problem, case_of(causal, problem)) for x in (plan, free))
     assert {part.name: part.amount for part in p.workspaces}["dq_turns"] == 4 * 2 * 4 * 4
     assert "dq_turns" not in {part.name for part in q.workspaces}
     assert (p.kernels, p.hbm, p.flops) == (q.kernels, q.hbm, q.flops)
-    for head_dim in (40, 64):  # no room for dS of two steps beside
+    for head_dim in (40, 64):
         found = planner.backward_menu(causal, "sm_90a", "bfloat16", head_dim, deterministic=True).plans[0]
-        assert (found.tile.q, found.backward.late, found.backward.bulk) == (128, 1, True)
+        assert (found.tile.q, found.stages) == (128, 2)
+
+
+def test_hoppers_warpgroups_take_turns_unless_they_wait_for_what_they_look_up():
+    def layout(spec, head_dim):
+        variant = load_spec(spec).bind()
+        return planner.backward_menu(variant, "sm_90a", "bfloat16", head_dim, pipeline="hopper").plans[0].backward
+
+    turns = {(spec, d): layout(spec, d).turns for spec in ("full", "causal", "document") for d in (64, 128)}
+    assert [case for case, found in turns.items() if found] == [("full", 128), ("causal", 64), ("causal", 128)]
+    first = {spec: layout(spec, 64).scores_first for spec in ("causal", "alibi", "softcap", "relative_bias")}
+    assert first == {"causal": False, "alibi": False, "softcap": True, "relative_bias": True}
