@@ -204,7 +204,7 @@ def test_mutations_over_head_dim_128_are_noticed(name):
 def test_hopper_adds_up_dq_in_one_order(spec):
     """Blocks wait for exactly the one that added before, and for none where there is none: all of them end only where
     both schedules, of keys and of queries, visit the same tiles."""
-    check(Backward(spec, pipeline="hopper", deterministic=True, q_len=300, kv_len=600), step_limit=STEPS)
+    check(Backward(spec, pipeline="hopper", deterministic=True, seed=1, q_len=300, kv_len=600), step_limit=STEPS)
 
 
 @pytest.mark.parametrize(
