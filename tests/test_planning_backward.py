@@ -215,10 +215,14 @@ def test_hopper_serves_every_spec(name):
         for head_dim, form in ((128, {}), (256, {}), (128, {"deterministic": True})):
             plan = planner.backward_menu(load_spec(name).bind(), "sm_90a", dtype, head_dim, **form).plans[0]
             assert plan.pipeline == "hopper"
+        plan = planner.backward_menu(load_spec(name).bind(), "sm_90a", dtype, 128, dropout=True).plans[0]
+        assert plan.dropout and plan.pipeline == ("ampere" if name == "blocks" else "hopper")
 
 
 def test_hopper_serves_what_it_can_and_says_what_not():
     causal, biased = load_spec("causal").bind(), load_spec("relative_bias").bind()
+    factor = fg.tensor("factor", dims=("heads",), dtype="float32")
+    scaled = fg.variant(score=lambda s, b, h, q, k: s * factor[h], name="scaled").bind()
     for head_dim in (16, 40, 64, 72, 96, 128):
         menu = planner.backward_menu(causal, "sm_90a", "bfloat16", head_dim)
         assert {plan.pipeline for plan in menu.plans} == {"hopper"} and menu.passed_over is None
@@ -227,9 +231,11 @@ def test_hopper_serves_what_it_can_and_says_what_not():
         (plan,) = planner.backward_menu(causal, "sm_90a", "bfloat16", *dims).plans
         assert (plan.pipeline, plan.tile) == ("hopper", Tile(q=64, kv=64)) and plan.backward.by_gradient
     for variant, head_dim, form, why in (
-        (causal, 64, {"dropout": True}, "no dropout"),
-        (biased, 64, {"gradients": ("table",)}, "no gradients of captured tensors"),
         (causal, 192, {"deterministic": True}, "adds up dq in one order at head dims up to 128"),
+        (load_spec("softcap").bind(), 64, {"dropout": True, "tile": (128, 128)}, "registers 241 > 240"),
+        (biased, 128, {"gradients": ("table",)}, "registers 289 > 240"),
+        (scaled, 64, {"gradients": ("factor",)}, "keeps no scores"),
+        (causal, 192, {"dropout": True}, "dropout for head dims up to 128"),
         (causal, 128, {"tile": (64, 64)}, "64 keys a block are for head dims over 128"),
         ((load_spec("blocks") & load_spec("document")).bind(), 128, {}, "registers"),
         (causal, 64, {"tile": (32, 32)}, "a backward's tile"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from backward_checks import judge_captured
 from ptx_attention import replace, work
 from tolerance import judge
 
+import flashgen as fg
 from flashgen.analysis.derivative import differentiable
 from flashgen.codegen import emit
 from flashgen.lang.load import shipped
@@ -32,13 +35,16 @@ SOME = ("full", "sliding_window", "document", "alibi", "softcap", "relative_bias
 class Backward:
     """A backward plan on random input: the forward's results come from the CPU walk."""
 
-    def __init__(self, spec, *, pipeline="ampere", tile=None, deterministic=False, dropout=None, seed=0, **shape):
+    def __init__(
+        self, spec, *, pipeline="ampere", tile=None, deterministic=False, dropout=None, gradients=(), seed=0, **shape
+    ):
         wide = max(shape.get("head_dim", 64), shape.get("v_head_dim", 0)) > 128
         self.forward = w = work(spec, "ampere", seed=seed, tile=(64, 32) if wide else None, **shape)
         p, self.dropout = w.problem, dropout
         dims = p.dtype, p.head_dim, p.v_head_dim
         if pipeline == "hopper":
-            asked = {"pipeline": pipeline, "tile": tile, "deterministic": deterministic}
+            asked = {"pipeline": pipeline, "tile": tile, "deterministic": deterministic, "gradients": gradients}
+            asked["dropout"] = dropout is not None
             self.plan = planner.backward_menu(w.variant, "sm_90a", *dims, **asked).plans[0]
         else:
             form = backward.Form(
@@ -136,6 +142,9 @@ def test_hopper(spec):
         ("causal", {"head_dim": 192, "v_head_dim": 136, "q_len": 131, "kv_len": 137}),
         ("document", {"head_dim": 136, "v_head_dim": 40, "q_len": 131, "kv_len": 131}),
         ("softcap", {"head_dim": 64, "v_head_dim": 256, "q_len": 1, "kv_len": 65}),
+        ("document", {"head_dim": 128, "q_len": 300, "kv_len": 300}),
+        ("packed_softcap", {"head_dim": 128, "heads": 4, "kv_heads": 2, "q_len": 700, "kv_len": 700}),
+        ("dilated", {"head_dim": 128, "q_len": 140, "kv_len": 140}),
     ],
 )
 def test_hopper_at_other_shapes(spec, shape):
@@ -251,6 +260,43 @@ def test_a_block_that_waits_for_another_than_the_one_before_never_ends():
         b.run(replace("int tile = shared.keys.k_first / TILE_KV + 1;", "int tile = 0;"), step_limit=2 * steps)
 
 
+def read_ahead():
+    """A mask that reads by the query and its head, by the key, and by both."""
+    level = fg.tensor(
+        "level", dims=("heads", "q"), dtype="int64", example=lambda p, r: r.integers(0, 4, (p.heads, p.q_len))
+    )
+    valid = fg.tensor("valid", dims=("kv",), dtype="bool", example=lambda p, r: r.random(p.kv_len) < 0.7)
+    wide = fg.tensor("wide", dims=(2, "kv"), dtype="float32", example=lambda p, r: r.random((2, p.kv_len), np.float32))
+    return fg.variant(lambda b, h, q, k: valid[k] & (wide[q % 2, k] < 0.5) | (level[h, q] > 2), name="read_ahead")
+
+
+@pytest.mark.parametrize(("head_dim", "tile"), [(64, (64, 128)), (32, (128, 128))])
+def test_hopper_reads_ahead_what_a_query_or_a_key_selects(head_dim, tile):
+    b = Backward(
+        read_ahead(), pipeline="hopper", tile=tile, head_dim=head_dim, heads=4, kv_heads=2, q_len=261, kv_len=200
+    )
+    assert {"look_up_level_q(", "look_up_valid_k("} <= set(re.findall(r"look_up_\w+\(", b.source))
+    check(b)
+    assert b.wrong(b.run(seed=3)) == []
+
+
+LOOKUP_MUTATIONS = {
+    "one room for lookups": replace("% AHEAD]", "% 1]"),
+    "keys not looked up": replace("    look_up();\n", ""),
+    "rooms out of step": replace("(shared.sent - 1) % AHEAD", "shared.sent % AHEAD"),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUP_MUTATIONS)
+def test_mutations_of_lookups_are_noticed(name):
+    b = Backward("document", pipeline="hopper", tile=(64, 128), q_len=400, kv_len=400)
+    try:
+        result = b.run(LOOKUP_MUTATIONS[name])
+    except errors.Trap:
+        return
+    assert b.wrong(result)
+
+
 @pytest.mark.parametrize("spec", ["full", "sliding_window", "alibi", "relative_bias"])
 def test_deterministic(spec):
     b = Backward(spec, deterministic=True)
@@ -262,8 +308,62 @@ def test_deterministic(spec):
         np.testing.assert_array_equal(again.captured[name], gradient)
 
 
+DROPOUT = Dropout(p=0.3, seed=1234567890123, offset=5)
+
+
 def test_dropout():
-    check(Backward("causal", dropout=Dropout(p=0.3, seed=1234567890123, offset=5), q_len=100))
+    check(Backward("causal", dropout=DROPOUT, q_len=100))
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        ("causal", {"head_dim": 64, "tile": (128, 128), "q_len": 200, "kv_len": 140}),
+        ("full", {"head_dim": 128, "dtype": "float16", "q_len": 71, "kv_len": 101}),
+        ("packed_softcap", {"head_dim": 128, "heads": 4, "kv_heads": 2, "q_len": 150, "kv_len": 150}),
+    ],
+)
+def test_hopper_drops_what_the_forward_dropped(spec, shape):
+    check(Backward(spec, pipeline="hopper", dropout=DROPOUT, **shape))
+
+
+KEY_BIAS = fg.tensor(
+    "bias", dims=("batch", "kv"), dtype="float32", example=lambda p, r: r.normal(size=(p.batch, p.kv_len))
+)
+QUERY_BIAS = fg.tensor(
+    "bias", dims=("heads", "q"), dtype="float32", example=lambda p, r: r.normal(size=(p.heads, p.q_len))
+)
+BY_KEY = fg.variant(score=lambda s, b, h, q, k: s + KEY_BIAS[b, k], name="by_key")
+BY_QUERY = fg.variant(lambda b, h, q, k: k <= q, score=lambda s, b, h, q, k: s + QUERY_BIAS[h, q], name="by_query")
+
+
+@pytest.mark.parametrize(
+    ("spec", "captured", "shape"),
+    [
+        ("alibi", "slopes", {"head_dim": 128, "heads": 4, "kv_heads": 2, "q_len": 71, "kv_len": 150}),
+        ("relative_bias", "table", {"head_dim": 64, "dropout": DROPOUT, "q_len": 71, "kv_len": 101}),
+        (BY_KEY, "bias", {"head_dim": 128, "q_len": 71, "kv_len": 150}),
+        (BY_QUERY, "bias", {"head_dim": 96, "heads": 4, "kv_heads": 2, "q_len": 150, "kv_len": 150}),
+    ],
+)
+def test_hopper_has_gradients_of_captured_tensors(spec, captured, shape):
+    b = Backward(spec, pipeline="hopper", gradients=(captured,), **shape)
+    assert captured in check(b).captured
+    assert b.wrong(b.run(seed=1)) == []
+
+
+DROPOUT_MUTATIONS = {
+    "P of dV not dropped": replace("fmaxf(probability[i], 0.f)", "fabsf(probability[i])"),
+    "dP not dropped": replace("probability[i] < 0.f ? 0.f : dp[i]", "false ? 0.f : dp[i]"),
+    "neighbours' draws swapped": replace("lane & ~12 | other << 2", "lane & ~12 | (other ^ 1) << 2"),
+    "dV not scaled": replace("p.dropout_scale, keys", "1.f, keys"),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUT_MUTATIONS)
+def test_mutations_of_dropout_are_noticed(name):
+    b = Backward("causal", pipeline="hopper", dropout=DROPOUT, tile=(64, 128), q_len=100, kv_len=100)
+    assert b.wrong(b.run(DROPOUT_MUTATIONS[name]))
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import Facts
-from flashgen.codegen.printer import Body, Printer, constant, depends_on
+from flashgen.codegen.printer import Body, Printer, constant
 from flashgen.codegen.seam import Decider, Decision, inside
-from flashgen.lang.expr import DType, Node, Tensor, const, walk
+from flashgen.lang.expr import DType, Node, Tensor, const, depends_on
+from flashgen.planning.backward import sinks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,11 @@ class Sink:
     place: tuple[str, ...]
     by_query: bool
     by_key: bool
+
+    @property
+    def uses_score(self) -> bool:
+        """Whether the slope depends on the score before the score function."""
+        return any(n.op == "score" for n in self.slope.known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +95,8 @@ def _slope(facts: Facts) -> Body | None:
 
 def _sinks(facts: Facts, name: str) -> list[Sink]:
     """The reads of one tensor that the score depends on."""
-    score, found = facts.variant.score_node, []
-    for n in walk([score] if score is not None else []):
-        if n.op != "load" or n.attr.name != name:
-            continue
-        slope = derive(score, wrt=n)
-        if slope is None:
-            continue
+    found = []
+    for n, slope in sinks(facts.variant, name).items():
         found.append(
             Sink(
                 name=name if not found else f"{name}{len(found) + 1}",

@@ -11,7 +11,8 @@ from flashgen.codegen import device, params
 from flashgen.codegen.backward import sized, transposed
 from flashgen.codegen.fold import folded
 from flashgen.codegen.seam import Seam, seam
-from flashgen.planning.plan import KernelPlan
+from flashgen.planning.backward import lookups
+from flashgen.planning.plan import KernelPlan, SpecializedBackward
 from flashgen.resources import folder
 
 #: What the names of mma and cvt wrappers call the element type.
@@ -29,7 +30,8 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     The text depends on the plan alone: never on a length, a batch, a number of heads or a parameter's value.
     """
     facts = facts or analyse(plan.variant)
-    found = seam(facts)
+    specialized = isinstance(plan.backward, SpecializedBackward)
+    found = seam(facts, lookups(plan.variant) if specialized and plan.backward.ahead else ())
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type = _PTX_TYPE[plan.dtype]
     context = {

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
 
 from flashgen.analysis.abstract import Judge, anywhere
-from flashgen.lang.expr import LEAVES, DType, Node, walk
+from flashgen.codegen.device import identifiers
+from flashgen.lang.expr import LEAVES, DType, Node, depends_on, walk
 from flashgen.lang.ops import OPS
 
 #: How tightly C++ binds: an operand that binds less tightly than its place goes into parentheses.
@@ -181,6 +182,21 @@ class NearPrinter(Printer):
         return "tanh_near({0})" if n.op == "tanh" else super().spelling(n)
 
 
+class GivenPrinter(Printer):
+    """Prints a condition of which some nodes are given as names, and nothing that only they need."""
+
+    def __init__(self, given: Mapping[Node, str], **options: object) -> None:
+        super().__init__(**options)
+        self.given = given
+
+    def body(self, *roots: Node) -> Body:
+        body = super().body(*roots)
+        return replace(body, lines=used_lines(body.lines, str(body.value)))
+
+    def one(self, n: Node, known: Mapping[Node, Text]) -> Text:
+        return Text(self.given[n]) if n in self.given else super().one(n, known)
+
+
 class RangePrinter(Printer):
     """Prints what expressions may be over a tile: q and k are ranges, and so is what depends on them.
 
@@ -314,17 +330,6 @@ def call(function: str, *arguments: Text | str) -> Text:
     return Text(f"{function}({', '.join(map(str, arguments))})")
 
 
-def depends_on(root: Node, *positions: str) -> bool:
-    """Whether a node reads one of the positions b, h, q, k."""
-    return not positions_of(root).isdisjoint(positions)
-
-
-@lru_cache(maxsize=1 << 14)
-def positions_of(root: Node) -> frozenset[str]:
-    """The positions that a node reads."""
-    return frozenset(n.attr for n in walk([root]) if n.op == "index")
-
-
 @dataclass(frozen=True, slots=True)
 class _Form:
     """An op's CUDA text, how tightly it binds, and of each operand: how tightly it must, and beside which operator."""
@@ -358,6 +363,18 @@ def _form(text: str) -> _Form:
     else:
         binds = UNARY if text[0] in "-!~(" else CALL
     return _Form(text, binds, tuple(place for _, place in sorted(places.items())))
+
+
+def used_lines(lines: Iterable[str], text: str) -> tuple[str, ...]:
+    """Of declarations those that the text needs, directly or not."""
+    kept: list[str] = []
+    wanted = identifiers(text)
+    for line in reversed(tuple(lines)):
+        name = line.partition(" = ")[0].split()[-1]
+        if name in wanted:
+            kept.append(line)
+            wanted |= identifiers(line)
+    return tuple(reversed(kept))
 
 
 class Names:

@@ -22,6 +22,7 @@ from flashgen.codegen.printer import (
     UNARY,
     Body,
     Formula,
+    GivenPrinter,
     NearPrinter,
     Printer,
     RangePrinter,
@@ -29,11 +30,11 @@ from flashgen.codegen.printer import (
     binary,
     call,
     constant,
-    depends_on,
     joined,
+    used_lines,
 )
 from flashgen.lang import ranges
-from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, walk
+from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, depends_on, walk
 from flashgen.lang.ops import OPS
 
 #: Bounds within this need no clamp: sums and differences of two of them and a position fit an int32.
@@ -82,6 +83,16 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """An element that `keep` is given: its name, C++ type and value, and whether a query selects it, or a key."""
+
+    name: str
+    ctype: str
+    value: Body
+    by_query: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Near:
     """The argument of a score's tanh, and the score where that is so small that a polynomial will do."""
 
@@ -98,6 +109,7 @@ class Seam:
     near      where the score has one tanh, and its argument is cheap to look at before
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
+    lookups   what `keep` is given of captured tensors; empty: it reads them itself
     formula   (kind, text) lines for the banner
     """
 
@@ -111,6 +123,7 @@ class Seam:
     clamp_k: bool
     long_keep: bool
     long_score: bool
+    lookups: tuple[Lookup, ...]
     formula: tuple[tuple[str, str], ...]
 
     @property
@@ -119,8 +132,8 @@ class Seam:
         return self.classes is not None and len(self.classes.conclusions) == 2
 
 
-def seam(facts: Facts) -> Seam:
-    """The seam of an analysed variant."""
+def seam(facts: Facts, lookups: tuple[Node, ...] = ()) -> Seam:
+    """The seam of an analysed variant, whose `keep` is given these elements of captured tensors."""
     variant = facts.variant
     masked = variant.mask is not None and bool(facts.hidden)
     mask, score = (variant.mask if masked else None), variant.score_node
@@ -128,19 +141,34 @@ def seam(facts: Facts) -> Seam:
     loads = [n for n in walk(roots) if n.op == "load"]
     judged = [n for n in walk(_judged(facts)) if n.op == "load"] if masked else []
     tensors = sorted({n.attr for n in loads + judged}, key=lambda tensor: tensor.name)
+    given = _lookups(lookups, facts) if masked else {}
+    conditions = GivenPrinter({n: f"at.{one.name}" for n, one in given.items()}, wide=facts.int64, exact=True)
     return Seam(
         readers=tuple(_reader(tensor, loads + judged, judged, facts) for tensor in tensors),
         score=None if score is None else Printer(wide=facts.int64).body(score),
         near=None if score is None else _near(score, facts),
-        keep=None if mask is None else Printer(wide=facts.int64, exact=True).body(mask),
+        keep=None if mask is None else conditions.body(mask),
         runs=Decider(facts).runs() if masked else None,
         classes=Decider(facts).classes() if masked else None,
         clamp_q=any(depends_on(n, "q") for n in loads),
         clamp_k=any(depends_on(n, "k") for n in loads),
         long_keep=masked and not facts.exact,
         long_score=score is not None and any(map(_takes_long, walk([score]))),
+        lookups=tuple(given.values()),
         formula=_formula(mask, score),
     )
+
+
+def _lookups(loads: tuple[Node, ...], facts: Facts) -> dict[Node, Lookup]:
+    """Each element with a name of its own."""
+    found: dict[Node, Lookup] = {}
+    for n in loads:
+        printer, position = Printer(wide=facts.int64), "q" if depends_on(n, "q") else "k"
+        stem = f"{n.attr.name}_{position}"
+        number = sum(one.name.startswith(stem) for one in found.values())
+        name = f"{stem}{number + 1}" if number else stem
+        found[n] = Lookup(name=name, ctype=printer.ctype(n), value=printer.body(n), by_query=position == "q")
+    return found
 
 
 def _takes_long(n: Node) -> bool:
@@ -394,11 +422,4 @@ def _extreme(function: str, parts: list[Text]) -> Text:
 
 def _decision(lines: tuple[str, ...], conclusions: list[str]) -> Decision:
     """The decision without declarations that nothing uses any more."""
-    kept: list[str] = []
-    wanted = identifiers("\n".join(conclusions))
-    for line in reversed(lines):
-        name = line.partition(" = ")[0].split()[-1]
-        if name in wanted:
-            kept.append(line)
-            wanted |= identifiers(line)
-    return Decision(lines=tuple(reversed(kept)), conclusions=tuple(conclusions))
+    return Decision(lines=used_lines(lines, "\n".join(conclusions)), conclusions=tuple(conclusions))

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from flashgen.errors import SourceLine
 
@@ -23,6 +24,10 @@ class DType(enum.Enum):
     INT32 = "int32"
     INT64 = "int64"
     FLOAT32 = "float32"
+
+    @property
+    def itemsize(self) -> int:
+        return {DType.BOOL: 1, DType.INT64: 8}.get(self, 4)
 
     @property
     def is_int(self) -> bool:
@@ -174,6 +179,17 @@ def walk(roots: Iterable[Node]) -> Iterator[Node]:
             else:
                 stack.append((n, True))
                 stack.extend((operand, False) for operand in reversed(n.operands))
+
+
+def depends_on(root: Node, *positions: str) -> bool:
+    """Whether a node reads one of the positions b, h, q, k."""
+    return not positions_of(root).isdisjoint(positions)
+
+
+@lru_cache(maxsize=1 << 14)
+def positions_of(root: Node) -> frozenset[str]:
+    """The positions that a node reads."""
+    return frozenset(n.attr for n in walk([root]) if n.op == "index")
 
 
 def serialize(roots: Iterable[Node]) -> str:

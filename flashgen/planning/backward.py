@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashgen.analysis.derivative import derive
-from flashgen.lang.expr import const, walk
+from flashgen.lang.expr import Node, const, positions_of, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.plan import KernelPlan, Part
 from flashgen.planning.problem import Problem
@@ -51,6 +51,27 @@ def looks_up(variant: Variant) -> bool:
     roots = [root for root in (variant.mask, variant.score_node) if root is not None]
     captured = [n for n in walk(roots) if n.op == "load"]
     return any(n.op == "index" and n.attr in ("q", "k") for n in walk(captured))
+
+
+def sinks(variant: Variant, name: str) -> dict[Node, Node]:
+    """The elements of a captured tensor that the score depends on, each with the score's derivative by it."""
+    root = variant.score_node
+    reads = [n for n in walk([root] if root is not None else []) if n.op == "load" and n.attr.name == name]
+    return {n: slope for n in reads if (slope := derive(root, wrt=n)) is not None}
+
+
+def lookups(variant: Variant) -> tuple[Node, ...]:
+    """The elements of captured tensors that the mask reads by the query alone, or by the key and no query head."""
+    found: dict[Node, None] = {}
+    left = [variant.mask] if variant.mask is not None else []
+    while left:
+        n = left.pop()
+        selected = positions_of(n) if n.op == "load" else frozenset()
+        if len(selected & {"q", "k"}) == 1 and not {"h", "k"} <= selected:
+            found[n] = None
+        else:
+            left.extend(reversed(n.operands))
+    return tuple(found)
 
 
 def launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:

@@ -21,11 +21,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashgen.analysis.facts import analyse
-from flashgen.lang.expr import walk
+from flashgen.lang.expr import Node, depends_on, positions_of, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning import ampere, hopper
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up
+from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up, lookups, sinks
 from flashgen.planning.hopper import boxed, padded
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Role, SpecializedBackward, Tile, decided, staged
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
@@ -58,14 +58,28 @@ PRODUCER_REGISTERS, JUDGE_REGISTERS, JUDGED_OPS = 24, 40, 23
 #: read), a remainder (a division).
 DIMENSION_OPS, SORTED_OPS, REMAINDER_OPS = 2, 3, 8
 
+#: Tiles of queries whose lookups shared memory holds: those of all stages, two more that are sent, one being found.
+AHEAD = 8
+
+#: Bytes of lookups that a query and a key may need there; a mask that needs more reads its elements where it uses them.
+LOOKUP_BYTES = 16
+
 #: Registers of a consumer's thread beside fragments: addresses, barriers, loop state; for a mask or a score; and for
 #: what is looked up by position or has another slope than 1.
 OVERHEAD, LIGHT, HEAVY = 25, 4, 12
 
+#: For dropout, for each stage but one and each 64 queries of a tile, and once more where a mask reads captured tensors
+#: as it goes: what is kept, and random numbers on their way.
+DROPOUT = 6
+
+#: For the gradient of a captured element, by what selects it (where a query does, for each stage but one): sums and
+#: addresses.  128 queries would also keep dS in float32 beside what is rounded.
+SINKS = {"": 8, "k": 8, "q": 8, "kq": 60}
+
 #: What a consumer needs beside fragments on their way: with less ptxas serialises products (C7512).
 BESIDE = 48
 
-#: Shared memory for barriers and messages: less than this, which the alignment of tiles rounds it up to.
+#: Shared memory for barriers and messages: less than half of this, which the alignment of tiles rounds it up to.
 CONTROL = KIB
 
 #: Room for dq on its way to memory where it is added up in one order, by as many warps in turns: with one the wait for
@@ -128,10 +142,15 @@ def lacks(
     """Why the pipeline has no such backward, or None."""
     if form.deterministic and max(head_dim, v_head_dim) > OWN_KEYS:
         return f"its backward adds up dq in one order at head dims up to {OWN_KEYS}"
-    if form.dropout:
-        return "its backward has no dropout"
-    if form.gradients:
-        return "its backward has no gradients of captured tensors"
+    if form.dropout and max(head_dim, v_head_dim) > OWN_KEYS:
+        return f"its backward has dropout for head dims up to {OWN_KEYS}"
+    if form.gradients and max(head_dim, v_head_dim) > OWN_KEYS:
+        return f"its backward has gradients of captured tensors for head dims up to {OWN_KEYS}"
+    slopes = [slope for name in form.gradients for slope in sinks(variant, name).values()]
+    if slopes and (has_slope(variant) or any(n.op == "score" for n in walk(slopes))):
+        return "its backward keeps no scores, which gradients of captured tensors take where a score is more than a sum"
+    if len(slopes) > 1:
+        return "its backward has the gradient of one captured element a score"
     if tile is not None and nearest_tile(tile) != tuple(tile):
         return TILE_RULE
     if stages is not None and stages not in STAGES:
@@ -153,19 +172,33 @@ def dq_parts(c: Candidate, head_dim: int) -> tuple[int, ...]:
     return (half,) if half <= 64 else (64, half - 64)
 
 
-def turns(c: Candidate, variant: Variant) -> bool:
+def turns(c: Candidate, variant: Variant, form: Form) -> bool:
     """Whether the warpgroups take turns at P and dS.
 
     On an H200 that brings 2 to 3% under a mask and with scores, and costs 2% with 128 queries and neither; where both
     wait for what they look up they had better wait at once (a document mask is 28% slower in turns).
     """
     plain = variant.mask is None and variant.score_node is None
-    return not (c.by_gradient or looks_up(variant) or (plain and c.tile.q > ROWS))
+    return not (c.by_gradient or waits(c, variant, form) or (plain and c.tile.q > ROWS))
 
 
-def scores_first(c: Candidate, variant: Variant) -> bool:
+def scores_first(c: Candidate, variant: Variant, form: Form) -> bool:
     """Whether dP waits for scores and masks: what they need leaves no registers for both S and dP."""
-    return c.by_gradient or looks_up(variant) or has_slope(variant)
+    return c.by_gradient or waits(c, variant, form) or has_slope(variant)
+
+
+def waits(c: Candidate, variant: Variant, form: Form) -> bool:
+    """Whether mask or score read elements by position that no shared memory holds for them."""
+    known = set(walk(lookups(variant))) if ahead(c, variant, form) else set()
+    roots = [root for root in (variant.mask, variant.score_node) if root is not None]
+    return any(n.op == "load" and n not in known and positions_of(n) & {"q", "k"} for n in walk(roots))
+
+
+def ahead(c: Candidate, variant: Variant, form: Form) -> int:
+    """Tiles of queries of which shared memory holds what the mask looks up: where tiles are judged at all, and no room
+    is taken by dq in one order."""
+    item = 0 if c.by_gradient or form.deterministic else sum(n.dtype.itemsize for n in lookups(variant))
+    return AHEAD if 0 < item <= LOOKUP_BYTES and any(term.others for term in analyse(variant).visible) else 0
 
 
 def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
@@ -191,11 +224,17 @@ def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: F
         parts.append(Part(name="dq", amount=DQ_BUFFERS * WARPGROUPS * ROWS * columns * 4, why=why))
     rows = c.stages * tile.q * 8
     parts.append(Part(name="lse, delta", amount=rows, why=f"{c.stages} stages x {tile.q} x 2 float32"))
-    parts.append(Part(name="control", amount=CONTROL - rows % CONTROL, why="barriers and messages"))
+    if ahead(c, variant, form):
+        sizes = [(AHEAD * tile.q if depends_on(n, "q") else tile.kv, n.dtype.itemsize) for n in lookups(variant)]
+        why = f"elements that the mask reads by the queries of {AHEAD} tiles, and by keys"
+        parts.append(Part(name="lookups", amount=sum(count * item for count, item in sizes), why=why))
+    used = sum(part.amount for part in parts) % CONTROL
+    room = CONTROL - used if used <= CONTROL // 2 else 2 * CONTROL - used
+    parts.append(Part(name="control", amount=room, why="barriers and messages"))
     return tuple(parts)
 
 
-def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
+def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
     """32-bit registers of a consumer's thread: S and dP, or what comes of them, with dV and dK."""
     columns = padded(head_dim) + padded(v_head_dim)
     owned = Part(name="dk, dv", amount=columns // 2, why=f"{ROWS} x {columns} float32")
@@ -209,13 +248,23 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) ->
         fragments = Part(name="s, dq", amount=scores + dq, why="S of this tile of queries, dQ of the one before")
     else:
         fragments = Part(name="p, dp, ds", amount=2 * scores, why="dP in float32, P and dS in 16 bits")
-    of_variant = _variant_registers(variant)
+    of_variant, of_dropout = _variant_registers(variant), DROPOUT * ((c.stages - 1) * c.tile.q // ROWS)
+    of_dropout += DROPOUT * (variant.mask is not None and waits(c, variant, form))
+    of_sinks = sum(_sink_registers(c, n) for name in form.gradients for n in sinks(variant, name))
     return (
         owned,
         fragments,
         Part(name="overhead", amount=OVERHEAD, why="addresses, barriers, loop state"),
         *([Part(name="variant", amount=of_variant, why="mask, score, its derivative")] if of_variant else []),
+        *([Part(name="dropout", amount=of_dropout, why="what is kept, random numbers")] if form.dropout else []),
+        *([Part(name="gradients", amount=of_sinks, why="of captured tensors: sums, addresses")] if of_sinks else []),
     )
+
+
+def _sink_registers(c: Candidate, element: Node) -> int:
+    selected = "".join(sorted(positions_of(element) & {"q", "k"}))
+    kept = c.tile.q // 2 if c.tile.q > ROWS else 0
+    return SINKS[selected] * (c.stages - 1 if "q" in selected else 1) + kept
 
 
 def _variant_registers(variant: Variant) -> int:
@@ -250,7 +299,7 @@ def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_di
     smem_bytes = sum(part.amount for part in smem(c, variant, head_dim, v_head_dim, form))
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
-    parts = registers(c, variant, head_dim, v_head_dim)
+    parts = registers(c, variant, head_dim, v_head_dim, form)
     fragments, needed = sum(part.amount for part in parts[:2]), sum(part.amount for part in parts)
     producer, consumer = division(variant, arch)
     if max(needed, fragments + BESIDE) > consumer:
@@ -274,14 +323,17 @@ def plan(
         q_in_registers=False,
         blocks_per_sm=1,
         smem=smem(c, variant, head_dim, v_head_dim, form),
-        registers=registers(c, variant, head_dim, v_head_dim),
+        registers=registers(c, variant, head_dim, v_head_dim, form),
+        dropout=form.dropout,
+        gradients=form.gradients,
         backward=SpecializedBackward(
             producer_registers=producer,
             consumer_registers=consumer,
             by_gradient=c.by_gradient,
             dq_parts=dq_parts(c, head_dim),
-            turns=turns(c, variant),
-            scores_first=scores_first(c, variant),
+            turns=turns(c, variant, form),
+            scores_first=scores_first(c, variant, form),
+            ahead=ahead(c, variant, form),
             row_threads=ROW_THREADS,
         ),
         deterministic=form.deterministic,

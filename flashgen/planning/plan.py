@@ -138,6 +138,7 @@ class SpecializedBackward:
     dq_parts: tuple[int, ...]  # columns of dq in a warpgroup's products, one after another
     turns: bool  # one warpgroup computes P and dS while the other's products run
     scores_first: bool  # dP is computed when scores and masks have been applied, else beside S
+    ahead: int  # tiles of queries of which shared memory holds what the mask looks up by a query; 0: it looks up itself
     row_threads: int  # of a block of the entries that work on rows alone
 
     @property

@@ -95,6 +95,11 @@ def test_dropout(name, deterministic):
     check(load_spec(name), q_len=300, kv_heads=2, dropout=0.2, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("name", ["causal", "packed_softcap"])
+def test_dropout_at_head_dim_128(name):
+    check(load_spec(name), q_len=700, kv_heads=2, head_dim=128, batch=1, dropout=0.2)
+
+
 @pytest.mark.parametrize("name", ["full", "causal", "relative_bias", "packed_softcap", "alibi"])
 def test_deterministic(name):
     check(load_spec(name), q_len=400, kv_heads=1, deterministic=True)
@@ -208,6 +213,22 @@ def test_empty_problems(shape):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Captured tensors
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dims", [("batch", "kv"), ("heads", "q"), ("heads",)], ids=str)
+def test_gradients_of_a_bias(dims, head_dim):
+    """Summed up for each key, for each query, for each tile."""
+    bias = fg.tensor("bias", dims=dims, dtype="float32")
+
+    def score(s, b, h, q, k):
+        at = {"batch": b, "heads": h, "kv": k, "q": q}
+        return s + bias[tuple(at[d] for d in dims)] * fg.float32(1 + k % 3)
+
+    sizes = {"batch": 2, "heads": 4, "kv": 300, "q": 200}
+    captured = {"bias": torch.randn([sizes[d] for d in dims], device=DEVICE)}
+    variant = fg.variant(lambda b, h, q, k: k <= q + 100, score, name="biased")
+    check(variant, q_len=200, kv_len=300, kv_heads=2, head_dim=head_dim, captured=captured)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
