@@ -806,7 +806,8 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int i = 4 * j + 2 * r;
-        ds[i / 2] = cvt_bf16x2(probability[i] * (dp[i] - offset.x), probability[i + 1] * (dp[i + 1] - offset.y));
+        const float even = probability[i] * (dp[i] - offset.x), odd = probability[i + 1] * (dp[i + 1] - offset.y);
+        ds[i / 2] = cvt_bf16x2(even, odd);
         probabilities[i / 2] = cvt_bf16x2(probability[i], probability[i + 1]);
       }
     }

@@ -4,7 +4,8 @@
 // visible  doc[b, q] == doc[b, k]
 // plan     hopper on sm_90a, bfloat16, head_dim 128
 // tile     64 queries x 128 keys, 2 stages, 4 producer warps, 8 consumer warps
-// shared   k 32768 + v 32768 + q 32768 + d_o 32768 + ds 32768 + lse, delta 1024 + control 1024 = 165888 bytes
+// shared   k 32768 + v 32768 + q 32768 + d_o 32768 + ds 32768 + lse, delta 1024 + lookups 2560 + control 512 = 167936
+//          bytes
 // made by  flashgen emit document --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 64x128
 //          --stages 2 --backward
 
@@ -146,6 +147,15 @@ template <int REGISTERS> DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
 
+// ---------------------------------------------------------------- named barriers: 16 a block, 0 is __syncthreads
+DEVICE void bar_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
+DEVICE void bar_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
 // Orders the registers and shared memory that this thread wrote before the products that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -250,6 +260,7 @@ constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // the same in a product: whol
 constexpr int DQ_COLUMNS = 64, DQ_SUM_COLUMNS = 128;  // of dq in a warpgroup's product, and in memory
 constexpr int STAGES = 2;  // tiles of q and d_o in shared memory
 constexpr int LATE = 1;  // steps between dS and its product with K
+constexpr int AHEAD = 8;  // tiles of queries of which is kept what the mask looks up
 constexpr int THREADS = 384, WARPS = 8;  // of a block, and of those that multiply
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int ROW_THREADS = 256;  // of a block that works on rows alone
@@ -318,9 +329,23 @@ DEVICE Range<int> read_doc_range(Range<int> i0, Range<int> i1, const Params& p) 
   return {first, last};
 }
 
-DEVICE bool keep(int b, int h, int q, int k, const Params& p) {
-  const int doc_q = read_doc(b, q, p);
-  const int doc_k = read_doc(b, k, p);
+// Elements that a query or a key alone selects, read before.
+struct Looked {
+  int doc_q;
+  int doc_k;
+};
+
+DEVICE int look_up_doc_q(int b, int h, int q, const Params& p) {
+  return read_doc(b, q, p);
+}
+
+DEVICE int look_up_doc_k(int b, int k, const Params& p) {
+  return read_doc(b, k, p);
+}
+
+DEVICE bool keep(int b, int h, int q, int k, const Looked& at, const Params& p) {
+  const int doc_q = at.doc_q;
+  const int doc_k = at.doc_k;
   return doc_q == doc_k;
 }
 
@@ -480,11 +505,13 @@ struct alignas(1024) Shared {
   u32 sent;  // of such
   Pipe<2> next_pipe;
   Step step[STAGES];
+  int doc_q[AHEAD][TILE_Q];
+  int doc_k[TILE_KV];
   Keys keys;
   Pipe<STAGES> pipe;  // full: of q, lse and the step; empty: of all
   u64 d_o_full[STAGES], k_full, v_full, ds_full[2 * LATE];
 };
-static_assert(sizeof(Shared) == 165888, "what the plan counted");
+static_assert(sizeof(Shared) == 167936, "what the plan counted");
 
 // ---------------------------------------------------------------- scheduler: one warp that finds tiles of queries
 // What it keeps between steps lies in shared memory: registers are for consumers.
@@ -508,6 +535,18 @@ struct Scheduler {
     shared.sent = ring.passed + 1;
   }
 
+  // What the mask reads by the queries of the tile sent, for the consumers: AHEAD is more than there are on their way.
+  DEVICE void look_up(int head, int tile) {
+    __syncwarp();  // there is room
+    const int room = (shared.sent - 1) % AHEAD;
+#pragma unroll 1
+    for (int i = thread_index(); i < TILE_Q; i += 32) {
+      const int q = min(tile * TILE_Q + i, p.q_len - 1);
+      shared.doc_q[room][i] = look_up_doc_q(shared.keys.b, head, q, p);
+    }
+    __syncwarp();
+  }
+
   DEVICE void run() {
     const Keys& keys = shared.keys;
 #pragma unroll 1
@@ -518,6 +557,7 @@ struct Scheduler {
         for (; judged.seen != 0; judged.seen &= judged.seen - 1) {
           const int ahead = __ffs(judged.seen) - 1;
           send(head, tile + ahead, judged.cut >> ahead & 1);
+          if (judged.cut >> ahead & 1) look_up(head, tile + ahead);
         }
       }
     if (thread_index() != 0) return;
@@ -765,6 +805,26 @@ struct Consumer {
     return {step.tile * TILE_Q + thread % 4 * 2, shared.keys.k_first + thread / 32 * 16 - 64 + thread % 32 / 4};
   }
 
+  // What the mask reads by the keys of this warp.
+  DEVICE void look_up() {
+    const int thread = thread_index(), row = thread / 32 * 16 - 64 + thread % 32;
+    const int k = min(shared.keys.k_first + row, shared.keys.k_last);
+    if (thread % 32 < 16) {
+      shared.doc_k[row] = look_up_doc_k(shared.keys.b, k, p);
+    }
+    __syncwarp();
+  }
+
+  // What has been read for element i.
+  DEVICE Looked looked_up(int i, const Place& first, const Step& step) {
+    const int row = first.k - shared.keys.k_first + i / 2 % 2 * 8;
+    const int column = first.q - step.tile * TILE_Q + i / 4 * 8 + i % 2;
+    return {
+        shared.doc_q[ring.passed % AHEAD][column],
+        shared.doc_k[row],
+    };
+  }
+
   // S becomes -inf where the mask hides a key, and beyond the last key.
   DEVICE void apply_mask(S& s, const Step& step) {
     const Place first = place_of(step);
@@ -772,7 +832,7 @@ struct Consumer {
     for (int i = 0; i < TILE_Q / 2; i++) {
       const int q = min(first.q + i / 4 * 8 + i % 2, p.q_len - 1), k = min(first.k + i / 2 % 2 * 8, shared.keys.k_last);
       if (first.k + i / 2 % 2 * 8 > shared.keys.k_last ||
-          !keep(shared.keys.b, step.head, q, k, p)) s[i] = MINUS_INFINITY;
+          !keep(shared.keys.b, step.head, q, k, looked_up(i, first, step), p)) s[i] = MINUS_INFINITY;
     }
   }
 
@@ -799,7 +859,8 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int i = 4 * j + 2 * r;
-        ds[i / 2] = cvt_bf16x2(probability[i] * (dp[i] - offset.x), probability[i + 1] * (dp[i + 1] - offset.y));
+        const float even = probability[i] * (dp[i] - offset.x), odd = probability[i + 1] * (dp[i + 1] - offset.y);
+        ds[i / 2] = cvt_bf16x2(even, odd);
         probabilities[i / 2] = cvt_bf16x2(probability[i], probability[i + 1]);
       }
     }
@@ -822,6 +883,11 @@ struct Consumer {
     if (thread_index() % 32 == 0) mbarrier_arrive(shared.ds_full[to.stage()]);
   }
 
+  // One warpgroup computes P and dS while the other's products run: a tenth faster on an H200 than as they come.
+  DEVICE void take_turn() { bar_sync(1 + warpgroup, 256); }
+
+  DEVICE void pass_turn() { bar_arrive(2 - warpgroup, 256); }
+
   // One tile of queries; true if it is the last.  dQ is of the tile before, whose dS both warpgroups have written; it
   // leaves under dV and dK of this one, and dK is complete in the next step.
   DEVICE bool step() {
@@ -835,14 +901,16 @@ struct Consumer {
     pin(dk);
     pin(ds);
     if (ring.passed > 0) release(shared.pipe, Ring<STAGES>{ring.passed - 1});
-    wgmma_wait_group<0>();
-    pin(s);
-    if (now.masked) apply_mask(s, now);
     issue_dp(dp);
+    wgmma_wait_group<1>();
+    pin(s);
+    take_turn();
+    if (now.masked) apply_mask(s, now);
     exponentiate(s);
     wgmma_wait_group<0>();
     pin(dp);
     differentiate(s, dp);
+    pass_turn();
     await_ds();
     share_ds();
     issue_dq(dq);
@@ -886,12 +954,15 @@ struct Consumer {
     // There is no step before the first: its dS is 0.
     for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) ((Chunk*)shared.ds[0][warpgroup])[i] = {};
     announce_ds(ds_ring());
+    look_up();
     await_full(shared.pipe, ring);
     if (shared.step[0].tile >= 0) {
       mbarrier_wait(shared.k_full, 0);
+      if (warpgroup == 1) pass_turn();
       bool last = false;
 #pragma unroll 1
       while (!last) last = step();
+      if (warpgroup == 0) take_turn();
       wgmma_wait_group<0>();
       pin(dk);
       await_ds();
