@@ -289,5 +289,6 @@ def test_hoppers_warpgroups_take_turns_unless_they_wait_for_what_they_look_up():
 
     turns = {(spec, d): layout(spec, d).turns for spec in ("full", "causal", "document") for d in (64, 128)}
     assert [case for case, found in turns.items() if found] == [("full", 128), ("causal", 64), ("causal", 128)]
-    first = {spec: layout(spec, 64).scores_first for spec in ("causal", "alibi", "softcap", "relative_bias")}
-    assert first == {"causal": False, "alibi": False, "softcap": True, "relative_bias": True}
+    specs = ("causal", "document", "alibi", "softcap", "relative_bias")
+    first = {spec: layout(spec, 64).scores_first for spec in specs}
+    assert first == {"causal": False, "document": False, "alibi": False, "softcap": True, "relative_bias": True}

@@ -172,14 +172,14 @@ def dq_parts(c: Candidate, head_dim: int) -> tuple[int, ...]:
     return (half,) if half <= 64 else (64, half - 64)
 
 
-def turns(c: Candidate, variant: Variant, form: Form) -> bool:
+def turns(c: Candidate, variant: Variant) -> bool:
     """Whether the warpgroups take turns at P and dS.
 
-    On an H200 that brings 2 to 3% under a mask and with scores, and costs 2% with 128 queries and neither; where both
-    wait for what they look up they had better wait at once (a document mask is 28% slower in turns).
+    On an H200 that brings 2 to 3% under a mask and with scores, and costs 2% with 128 queries and neither; where
+    both look up elements by position they had better do it at once (a document mask is 28% slower in turns).
     """
     plain = variant.mask is None and variant.score_node is None
-    return not (c.by_gradient or waits(c, variant, form) or (plain and c.tile.q > ROWS))
+    return not (c.by_gradient or looks_up(variant) or (plain and c.tile.q > ROWS))
 
 
 def scores_first(c: Candidate, variant: Variant, form: Form) -> bool:
@@ -331,7 +331,7 @@ def plan(
             consumer_registers=consumer,
             by_gradient=c.by_gradient,
             dq_parts=dq_parts(c, head_dim),
-            turns=turns(c, variant, form),
+            turns=turns(c, variant),
             scores_first=scores_first(c, variant, form),
             ahead=ahead(c, variant, form),
             row_threads=ROW_THREADS,
