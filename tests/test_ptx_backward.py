@@ -236,6 +236,17 @@ def test_hoppers_one_order_is_the_same_bits(spec, shape):
         np.testing.assert_array_equal(again.workspaces["dq_sum"], result.workspaces["dq_sum"])
 
 
+def test_hoppers_one_order_with_dropout_and_the_gradient_of_a_captured_tensor():
+    dropout = Dropout(p=0.3, seed=5, offset=1)
+    options = {"deterministic": True, "gradients": ("table",), "dropout": dropout}
+    b = Backward("relative_bias", pipeline="hopper", seed=1, q_len=200, kv_len=400, **options)
+    result = b.run()
+    again = b.run(seed=3)
+    assert b.wrong(result) == []
+    np.testing.assert_array_equal(again.workspaces["dq_sum"], result.workspaces["dq_sum"])
+    np.testing.assert_array_equal(again.captured["table"], result.captured["table"])
+
+
 AWAITED = "      while (load_acquire(last) != (before < p.kv_tiles ? before + 1 : 0)) {}\n"
 HANDED = "      store_release(last, shared.keys.k_first / TILE_KV + 1);\n"
 ORDER_MUTATIONS = {
