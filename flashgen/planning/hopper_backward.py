@@ -201,14 +201,14 @@ def ahead(c: Candidate, variant: Variant, form: Form) -> int:
     return AHEAD if 0 < item <= LOOKUP_BYTES and any(term.others for term in analyse(variant).visible) else 0
 
 
-def sweeps(c: Candidate, variant: Variant, form: Form) -> bool:
+def sweeps(c: Candidate, variant: Variant, head_dim: int, form: Form) -> bool:
     """Whether two warps of the producer's clear and finish sums of dq while others multiply: 1 to 3% on an H200.
 
-    A dq in one order needs these warps itself; with what looks elements up, drops or adds to gradients registers are
-    short.
+    A dq in one order needs these warps itself; with what looks elements up, drops or adds to gradients, and with a
+    padded head dim, registers are short.
     """
     plain = not (form.deterministic or form.dropout or form.gradients or looks_up(variant))
-    return plain and not c.by_gradient
+    return plain and not c.by_gradient and head_dim == padded(head_dim)
 
 
 def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
@@ -344,7 +344,7 @@ def plan(
             turns=turns(c, variant),
             scores_first=scores_first(c, variant, form),
             ahead=ahead(c, variant, form),
-            sweeps=sweeps(c, variant, form),
+            sweeps=sweeps(c, variant, head_dim, form),
             row_threads=ROW_THREADS,
         ),
         deterministic=form.deterministic,
