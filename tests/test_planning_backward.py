@@ -247,6 +247,31 @@ def test_hopper_serves_what_it_can_and_says_what_not():
             planner.backward_menu(variant, "sm_90a", "bfloat16", head_dim, pipeline="hopper", **form)
 
 
+@pytest.mark.parametrize("name", ["full", "causal", "alibi"])
+def test_what_the_main_kernel_sweeps_is_counted_there(name):
+    variant = load_spec(name).bind()
+    problem = problem_of(batch=8, heads=32, kv_heads=16, q_len=300, kv_len=700, head_dim=64, dtype="bfloat16")
+    case, plan = case_of(variant, problem), planner.backward_menu(variant, "sm_90a", "bfloat16", 64).plans[0]
+    lead = backward.lead(plan, problem)
+    assert plan.backward.sweeps and 0 < lead < 8 * 16
+    p = predict(plan, problem, case)
+    counted = count_backward(plan, analyse(variant), case, head_dim=64, v_head_dim=64, dtype="bfloat16").kernels
+    for entry, moved in p.kernels:
+        assert (moved.read_bytes, moved.write_bytes) == (counted[entry].read.total(), counted[entry].written.total())
+    assert dict(p.kernels)["attention_backward_finish"].read_bytes == lead * 2 * 300 * 64 * 4
+    assert {part.name: part.amount for part in p.workspaces}["progress"] == 4 * (8 * 16 + 1)
+
+
+def test_blocks_wait_for_earlier_blocks_alone():
+    causal = load_spec("causal").bind()
+    plan = planner.backward_menu(causal, "sm_90a", "bfloat16", 64).plans[0]
+    for q_len, kv_len in ((1, 1), (2048, 2048), (1 << 18, 1 << 18), (2048, 1 << 18)):
+        problem = problem_of(batch=4, heads=16, kv_heads=16, q_len=q_len, kv_len=kv_len, head_dim=64)
+        assert min(backward.l2_kv_heads(plan, problem) + 1, 64) <= backward.lead(plan, problem) <= 64
+    empty = problem_of(batch=4, heads=16, kv_heads=16, kv_len=0, head_dim=64)
+    assert backward.lead(plan, empty) == 64
+
+
 @pytest.mark.parametrize(
     ("dims", "columns"),
     [((64, 64), 64), ((40, 64), 48), ((64, 128), 64), ((96, 96), 128), ((136, 64), 192), ((256, 256), 256)],

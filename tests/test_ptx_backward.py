@@ -29,6 +29,7 @@ SPECS = sorted(shipped())
 
 #: Instructions after which a block that waits in vain is given up.
 STEPS = 20_000_000
+ENTRIES = ("attention_backward_prepare", "attention_backward", "attention_backward_finish")
 SOME = ("full", "sliding_window", "document", "alibi", "softcap", "relative_bias", "blocks", "causal_bottom_right")
 
 
@@ -306,6 +307,63 @@ def test_mutations_of_lookups_are_noticed(name):
     except errors.Trap:
         return
     assert b.wrong(result)
+
+
+def sweeping(spec, tile=(64, 128)):
+    """Eight heads of keys, each with three blocks, which clear and finish dq for one another."""
+    shape = {"head_dim": 16, "batch": 2, "heads": 8, "kv_heads": 4, "q_len": 150, "kv_len": 260}
+    return Backward(spec, pipeline="hopper", tile=tile, **shape)
+
+
+@pytest.mark.parametrize(
+    ("spec", "lead", "tile"),
+    [("full", 1, (64, 128)), ("full", 3, (128, 128)), ("causal", 2, (128, 128)), ("alibi", 5, (64, 128))],
+)
+def test_blocks_clear_and_finish_dq_for_other_heads(spec, lead, tile):
+    b = sweeping(spec, tile)
+    of_head = 2 * -(-150 // tile[0]) * tile[0] * b.plan.dq_sum_columns * 4  # bytes of the sums of two query heads
+    for seed in (None, 0):
+        result = b.run(seed=seed, lead=lead)
+        assert b.wrong(result) == []
+        prepare, main, finish = (result.reports[launch] for launch in ENTRIES)
+        assert prepare.bytes("st", buffer="dq_sum") == lead * of_head
+        assert main.bytes("st", buffer="dq_sum") == (8 - lead) * of_head
+        assert main.bytes("ld", buffer="dq_sum") + finish.bytes("ld", buffer="dq_sum") == 8 * of_head
+        assert main.bytes("ld", buffer="dq_sum") >= of_head
+
+
+CLEARED_LATE = replace("    clear();\n    finish();\n", "    finish();\n    clear();\n")
+ADDED = "      mbarrier_wait(shared.added, 0);\n      red_add_release(progress(), 1);\n"
+SWEEPING_MUTATIONS = {
+    "sums added to before they are cleared": lambda text: replace("    await_count(", "    if (false) await_count(")(
+        CLEARED_LATE(text)
+    ),
+    "sums not counted as cleared": replace("    if (lane == 0) red_add_release(p.progress + head, 1);\n", ""),
+    "a quarter of a slice cleared": replace("first + share, parts)", "first + share / 4, parts)"),
+    "dq finished before all is added": replace("int(load_acquire(p.progress + head)) >= added", "true"),
+    "additions not awaited": lambda text: replace(
+        "    await_count(", "    red_add_release(progress(), 1);\n    await_count("
+    )(replace(ADDED, "")(text)),
+    "parts left over by all": replace("int(p.progress[head]) - added)", "int(p.progress[head]))"),
+}
+
+
+@pytest.mark.parametrize("name", SWEEPING_MUTATIONS)
+def test_sweeping_mutations_are_noticed(name):
+    b = sweeping("full")
+    for seed in range(4):
+        try:
+            result = b.run(SWEEPING_MUTATIONS[name], seed=seed, lead=1)
+        except errors.Trap:
+            return
+        if b.wrong(result):
+            return
+    pytest.fail("every run was right")
+
+
+def test_sums_cleared_late_are_awaited():
+    b = sweeping("full")
+    assert b.wrong(b.run(CLEARED_LATE, seed=0, lead=1)) == []
 
 
 @pytest.mark.parametrize("spec", ["full", "sliding_window", "alibi", "relative_bias"])

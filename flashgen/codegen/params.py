@@ -98,12 +98,15 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     pointers += [Field(name, "const float*") for name in ("lse", "dlse")]
     pointers += [Field(name, "float*") for name in workspaces]
     pointers += [Field("dq_turns", "u32*")] if plan.backward.adds_dq and plan.deterministic else []
+    pointers += [Field("progress", "u32*")] if plan.backward.sweeps else []
     pointers += [Field(name, f"{element}*") for name in ("dq", "dk", "dv")]
     pointers += [Field(f"grad_{name}", "float*") for name in plan.gradients]
     pointers += [Field(f"exact_{name}", "i64*") for name in plan.gradients if plan.deterministic]
     numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles"]
     if mapped and (plan.variant.mask is not None or plan.deterministic):
         numbers.append("l2_heads")
+    if plan.backward.sweeps:
+        numbers.append("lead")
     return _members(plan.variant, pointers, (*loaded, "dq", "dk", "dv"), numbers, plan.dropout)
 
 

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from flashgen.analysis.derivative import derive
 from flashgen.lang.expr import Node, const, positions_of, walk
 from flashgen.lang.variant import Variant
+from flashgen.planning.arch import ARCHS
 from flashgen.planning.plan import KernelPlan, Part
 from flashgen.planning.problem import Problem
 
 #: Threads of a block of the entries that work on rows or elements alone, and blocks of those over elements.
 ROW_THREADS, ELEMENT_BLOCKS = 256, 256
+
+#: Blocks a multiprocessor that finish what the main kernel left.
+FINISH_BLOCKS = 8
 
 #: The entry that visits tiles.
 MAIN = "attention_backward"
@@ -74,6 +78,29 @@ def lookups(variant: Variant) -> tuple[Node, ...]:
     return tuple(found)
 
 
+def l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
+    """Key heads whose blocks a masked backward on pipeline hopper starts together: those whose queries, d_o and dq in
+    float32 take the largest power of two of bytes that L2 has."""
+    columns = (problem.head_dim + problem.v_head_dim) * problem.itemsize + problem.head_dim * 4
+    of_one = max(1, problem.q_len * problem.group * columns)
+    room = 1 << ARCHS[plan.arch].l2_bytes.bit_length() - 1
+    together = 1 << max(0, (room // of_one).bit_length() - 1)
+    return min(together, problem.batch * problem.kv_heads)
+
+
+def lead(plan: KernelPlan, problem: Problem) -> int:
+    """Key heads between the blocks of one and those that clear its sum of dq, where the main kernel sweeps.
+
+    Blocks start in order, those of the heads that share L2 in turns: with as many heads between, no block waits for a
+    later one; with the heads that the GPU works on at a time as well, hardly any block waits at all.
+    """
+    heads, blocks = problem.kv_heads * problem.batch, -(-problem.kv_len // plan.tile.kv)
+    if blocks == 0:
+        return heads
+    together = l2_kv_heads(plan, problem) if plan.variant.mask is not None else 1
+    return min(together + -(-ARCHS[plan.arch].sms // blocks), heads)
+
+
 def launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     """The kernels of a backward pass, in the order in which they run on one stream; all take the plan's Params."""
     layout, heads = plan.backward, problem.heads * problem.batch
@@ -85,7 +112,8 @@ def launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
         Launch(entry=MAIN, blocks=kv_blocks, threads=plan.threads, smem_bytes=plan.smem_bytes),
     ]
     if layout.by_query is None:
-        found.append(Launch(entry="attention_backward_finish", blocks=q_blocks, **rows))
+        blocks = min(q_blocks, FINISH_BLOCKS * ARCHS[plan.arch].sms) if layout.sweeps else q_blocks
+        found.append(Launch(entry="attention_backward_finish", blocks=blocks, **rows))
     else:
         size = {"threads": layout.by_query.threads, "smem_bytes": layout.by_query.smem_bytes}
         blocks = -(-problem.q_len // layout.by_query.tile_q) * heads
@@ -116,6 +144,9 @@ def workspaces(
         if plan.deterministic:
             why = "int32 a tile of queries, who added to its dq last"
             parts.append(Part(name="dq_turns", amount=4 * rows // plan.tile.q, why=why))
+    if plan.backward.sweeps:
+        heads = problem.kv_heads * problem.batch
+        parts.append(Part(name="progress", amount=4 * (heads + 1), why="a counter a key head, and one of heads"))
     if plan.deterministic:
         for name in plan.gradients:
             elements = math.prod(shapes[name])

@@ -201,6 +201,16 @@ def ahead(c: Candidate, variant: Variant, form: Form) -> int:
     return AHEAD if 0 < item <= LOOKUP_BYTES and any(term.others for term in analyse(variant).visible) else 0
 
 
+def sweeps(c: Candidate, variant: Variant, form: Form) -> bool:
+    """Whether two warps of the producer's clear and finish sums of dq while others multiply: 1 to 3% on an H200.
+
+    A dq in one order needs these warps itself; with what looks elements up, drops or adds to gradients registers are
+    short.
+    """
+    plain = not (form.deterministic or form.dropout or form.gradients or looks_up(variant))
+    return plain and not c.by_gradient
+
+
 def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
     """Bytes of shared memory of a block."""
     d, dv, tile = boxed(head_dim), boxed(v_head_dim), c.tile
@@ -334,6 +344,7 @@ def plan(
             turns=turns(c, variant),
             scores_first=scores_first(c, variant, form),
             ahead=ahead(c, variant, form),
+            sweeps=sweeps(c, variant, form),
             row_threads=ROW_THREADS,
         ),
         deterministic=form.deterministic,

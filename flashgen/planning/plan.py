@@ -118,6 +118,11 @@ class Backward:
         return self.q_warps > 1
 
     @property
+    def sweeps(self) -> bool:
+        """Other kernels clear and finish the sums of dq."""
+        return False
+
+    @property
     def score_tiles(self) -> bool:
         """Whether dS goes through shared memory."""
         return self.shares_p or self.adds_dq
@@ -139,6 +144,7 @@ class SpecializedBackward:
     turns: bool  # one warpgroup computes P and dS while the other's products run
     scores_first: bool  # dP is computed when scores and masks have been applied, else beside S
     ahead: int  # tiles of queries of which shared memory holds what the mask looks up by a query; 0: it looks up itself
+    sweeps: bool  # two warps of a block clear sums of dq of heads to come, and finish those that are complete
     row_threads: int  # of a block of the entries that work on rows alone
 
     @property

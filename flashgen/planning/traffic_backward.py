@@ -7,7 +7,8 @@ named attention_backward..., summed over batch and heads:
     _prepare    reads o, do, lse and dlse; writes lse and delta as the others want them, and the sum of dq as 0
     (the main)  reads k and v once a KV tile that any query sees, q, do, lse and delta once a visited (KV tile, Q tile)
                 and query head, and there reads and writes the sum of dq; writes dk and dv once
-    _finish     reads the sum of dq, writes dq
+    _finish     reads the sum of dq, writes dq; where the main kernel sweeps, _prepare clears the sums of the first
+                `lead` heads of keys alone and _finish finishes the last ones alone: the main kernel has the others
     _dq         in place of _finish and of the sum of dq, where the plan has a dq by itself: reads as the forward does,
                 with do, lse and delta beside q; writes dq once
     _gradients  reads the exact sums of captured gradients, writes them rounded (where deterministic)
@@ -16,6 +17,8 @@ named attention_backward..., summed over batch and heads:
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from flashgen.planning import backward
 
 if TYPE_CHECKING:
     from flashgen.analysis.counts import KeyCounts, TileCounts
@@ -49,17 +52,20 @@ def moved(
     dq, dq_sum = problem.head_dim * problem.itemsize, problem.head_dim * _FLOAT
     sums = elements * (_EXACT if plan.deterministic else _FLOAT)
     added = dq_sum if plan.backward.adds_dq else 0
+    heads = problem.batch * problem.kv_heads
+    ends = rows // heads * (backward.lead(plan, problem) if plan.backward.sweeps else heads)
+    swept = rows - ends
     found = {"attention_backward_clear": (0, sums)} if plan.gradients else {}
     found["attention_backward_prepare"] = (
         rows * (2 * problem.v_head_dim * problem.itemsize + _FLOAT * (2 if dlse else 1)),
-        rows * (2 * _FLOAT + added),
+        rows * 2 * _FLOAT + ends * added,
     )
     found["attention_backward"] = (
-        by_key.keys * columns + by_key.rows * (of_query + added) + captured + sums,
-        by_key.rows * added + problem.batch * problem.kv_heads * problem.kv_len * columns + sums,
+        by_key.keys * columns + by_key.rows * (of_query + added) + swept * added + captured + sums,
+        by_key.rows * added + swept * (added + dq) + heads * problem.kv_len * columns + sums,
     )
     if by_query is None:
-        found["attention_backward_finish"] = (rows * dq_sum, rows * dq)
+        found["attention_backward_finish"] = (ends * dq_sum, ends * dq)
     else:
         read = by_query.visited_rows * of_query + by_query.visited_columns * columns + captured
         found["attention_backward_dq"] = (read, rows * dq)

@@ -240,13 +240,17 @@ class Kernel:
     ) -> dict[str, int | float]:
         """Every field of the parameters; addresses and numbers, which each call writes, are 0."""
         tile, pack = self.plan.tile, self.plan.pack(problem.group)
-        together = (l2_kv_heads if self.plan.backward else l2_heads)(problem, ARCHS[self.plan.arch].l2_bytes)
+        if self.plan.backward is None:
+            together, lead = l2_heads(problem, ARCHS[self.plan.arch].l2_bytes), 0
+        else:
+            together, lead = backward.l2_kv_heads(self.plan, problem), backward.lead(self.plan, problem)
         values: dict[str, int | float] = {f.name: 0 for f in params.fields(self.plan)}
         values |= {
             **problem.sizes(),
             "q_tiles": -(-problem.q_len // self.plan.tile_queries(problem.group)),
             "kv_tiles": -(-problem.kv_len // tile.kv),
             "l2_heads": together // pack,
+            "lead": lead,
             "packs": problem.heads // pack,
             "pack_log2": pack.bit_length() - 1,
         }
@@ -267,15 +271,6 @@ def l2_heads(problem: Problem, l2_bytes: int) -> int:
     room = 1 << l2_bytes.bit_length() - 1
     together = 1 << max(0, (room // of_one).bit_length() - 1)
     return min(together * problem.group, problem.batch * problem.heads)
-
-
-def l2_kv_heads(problem: Problem, l2_bytes: int) -> int:
-    """Key heads whose backward pipeline hopper works on together: the same of their queries, d_o and dq in float32."""
-    columns = (problem.head_dim + problem.v_head_dim) * problem.itemsize + problem.head_dim * 4
-    of_one = max(1, problem.q_len * problem.group * columns)
-    room = 1 << l2_bytes.bit_length() - 1
-    together = 1 << max(0, (room // of_one).bit_length() - 1)
-    return min(together, problem.batch * problem.kv_heads)
 
 
 def tma_refusal(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:

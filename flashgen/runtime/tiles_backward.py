@@ -17,7 +17,9 @@ from flashgen.analysis import tiles
 from flashgen.analysis.derivative import derive, loads
 from flashgen.analysis.tiles import FULL
 from flashgen.lang.expr import DIMS, Node
+from flashgen.planning import backward
 from flashgen.planning.plan import Tile
+from flashgen.planning.problem import Problem
 from flashgen.runtime.threads import one_blas_thread
 from flashgen.runtime.tiles import Tiles, Visits, rounded
 
@@ -131,6 +133,10 @@ class _Backward(Tiles):
         self.factor = 1.0 if self.dropout is None else self.dropout.scale
         self.arithmetic = True
         self.adds_dq = plan.backward.adds_dq
+        sizes = {**case.sizes, "head_dim": q.shape[-1], "v_head_dim": v.shape[-1], "dtype": plan.dtype}
+        self.heads = case.sizes["batch"] * case.sizes["kv_heads"]
+        # Of so many the main kernel does not clear, and of so many not finish, the sums of dq.
+        self.ends = backward.lead(plan, Problem(**sizes)) if plan.backward.sweeps else self.heads
 
     def run(self) -> WalkedBackward:
         self.q, self.do = (x.astype(self.precision, copy=False) for x in (self.q, self.do))
@@ -162,7 +168,8 @@ class _Backward(Tiles):
         self._prepare()
         self._keys()
         if self.adds_dq:
-            self._finish()
+            self._enter("attention_backward_finish")
+            self._finish(self.ends)
         else:
             self._queries()
         if gradients and self.plan.deterministic:
@@ -187,14 +194,17 @@ class _Backward(Tiles):
                 self.base[at] = np.where(empty, np.inf, lse)
             self._wrote("lse", self.base[at], _FLOAT)
             self._wrote("delta", self.delta[at], _FLOAT)
-            if self.adds_dq:  # it starts at 0
-                self._wrote("dq", self.dq[*at, :], _FLOAT)
+        if self.adds_dq:  # it starts at 0
+            self._sums_of_dq("written", self.ends)
 
     def _keys(self) -> None:
         """dk and dv a KV tile at a time, over the queries that see it; dq too where it is added up in memory."""
         self._enter("attention_backward", captured=True)
         if self.plan.gradients:
             self._sums()
+        if self.adds_dq:
+            self._sums_of_dq("written", self.heads - self.ends)
+            self._finish(self.heads - self.ends)
         q_tiles = -(-self.q_len // self.plan.tile.q)
         for on, heads in self._kv_places():
             for kv_tile in range(-(-self.kv_len // self.plan.tile.kv)):
@@ -254,12 +264,13 @@ class _Backward(Tiles):
                     self.dq[*at, rows] = self.precision(self.scale) * dq
                 self._wrote("dq", self.dq[*at, rows])
 
-    def _finish(self) -> None:
-        """dq rounded, out of the sum in float32."""
-        self._enter("attention_backward_finish")
-        for q_tile in range(-(-self.q_len // self.plan.tile.q)):
-            rows = self.rows(q_tile)
-            self._wrote("dq", self._read("dq", self.dq[..., rows, :], _FLOAT))
+    def _finish(self, heads: int) -> None:
+        """dq of so many heads of keys rounded, out of the sums in float32."""
+        self._sums_of_dq("read", heads)
+        self.moved.written["dq"] += self.dq.size // self.heads * heads * self.itemsize
+
+    def _sums_of_dq(self, way: str, heads: int) -> None:
+        getattr(self.moved, way)["dq"] += self.dq.size // self.heads * heads * _FLOAT
 
     # -- a tile
 

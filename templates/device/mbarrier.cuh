@@ -24,6 +24,14 @@ DEVICE bool mbarrier_try_wait(u64& barrier, u32 parity) {
   return done;
 }
 
+// The same without waiting.
+DEVICE bool mbarrier_test_wait(u64& barrier, u32 parity) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+               : "=r"(done) : "r"(shared_address(&barrier)), "r"(parity) : "memory");
+  return done;
+}
+
 DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
   while (!mbarrier_try_wait(barrier, parity)) {}
 }

@@ -129,6 +129,13 @@ def test_heads_that_share_keys(heads):
     check(window, q_len=300, heads=heads[0], kv_heads=heads[1], params={"window": 77})
 
 
+@pytest.mark.parametrize("spec", ["full", "causal", "softcap"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 40)], ids=str)
+def test_more_heads_than_run_at_a_time(spec, dims):
+    """Where blocks clear and finish dq for other heads."""
+    check(load_spec(spec), q_len=190, kv_len=320, batch=20, heads=16, kv_heads=8, head_dim=dims[0], v_head_dim=dims[1])
+
+
 @pytest.mark.parametrize(("scale", "length"), [(-0.3, 150), (0.0, 128), (0.5, 150)])
 def test_any_scale(scale, length):
     """128 equal weights are powers of two: others are all rounded the same way, a bias that the rule refuses."""

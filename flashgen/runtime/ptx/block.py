@@ -16,6 +16,9 @@ from flashgen.runtime.ptx.shared import SharedMemory
 if TYPE_CHECKING:
     from flashgen.runtime.ptx.machine import Launch
 
+#: Times that sleepers are woken for nothing before their cluster counts as stuck.
+IDLE = 1000
+
 #: Failed tests of barriers after which the oldest copy of a cluster lands.
 POLLS = 64
 
@@ -28,6 +31,20 @@ class Wait(Protocol):
 
     def describe(self) -> str:
         """For the report of a deadlock."""
+
+
+@dataclass(slots=True)
+class Asleep:
+    """What lanes wait for that look at memory again and again: that anything happens, or that nothing else can."""
+
+    cluster: Cluster
+    since: int
+
+    def poll(self, group: Group, m: Mask) -> bool:
+        return self.cluster.events > self.since
+
+    def describe(self) -> str:
+        return "another block"
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +71,7 @@ class Cluster:
         self.events = 0
         self.in_flight: list[Callable[[], None]] = []
         self.polls = 0
+        self.idle, self.woken_at = 0, 0  # how often all had to be woken since anything happened, and when it did
         self.blocks: list[Block] = []
         for rank in range(count):
             inner = (
@@ -74,6 +92,15 @@ class Cluster:
         self.polls += 1
         if self.polls % POLLS == 0 and self.in_flight:
             self.land(0)
+
+    def wake(self) -> bool:
+        """Let all that sleep go on; whether there were any."""
+        asleep = [bundle for block in self.blocks for bundle in block.bundles if type(bundle.wait) is Asleep]
+        for bundle in asleep:
+            bundle.wait = None
+        self.idle = self.idle + 1 if self.events == self.woken_at else 0
+        self.woken_at = self.events
+        return bool(asleep)
 
     @property
     def done(self) -> bool:

@@ -16,7 +16,7 @@ from flashgen.runtime.ptx.errors import BadLaunch, WrongTarget
 from flashgen.runtime.ptx.memory import BASE as GLOBALS_BASE
 from flashgen.runtime.ptx.memory import GLOBALS_BYTES, Memory
 from flashgen.runtime.ptx.parser import Entry, Source, Variable, parse
-from flashgen.runtime.ptx.scheduler import run_cluster
+from flashgen.runtime.ptx.scheduler import check_progress, run_cluster
 from flashgen.runtime.ptx.shared import BASE as SHARED_BASE
 from flashgen.runtime.ptx.translate import Program, translate
 
@@ -202,6 +202,8 @@ def _run(launch: Launch) -> None:
                 run_cluster(cluster, 64 if launch.rng is None else int(launch.rng.integers(1, 64)))
                 if cluster.done:
                     slots[slot] = None
+        if any(slots):
+            check_progress([cluster for cluster in slots if cluster is not None])
 
 
 def _pack(entry: Entry, params: bytes | Sequence[bytes]) -> np.ndarray:

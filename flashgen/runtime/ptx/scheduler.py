@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashgen.runtime.ptx.block import Block, Bundle, Cluster
+from flashgen.runtime.ptx.block import IDLE, Block, Bundle, Cluster
 from flashgen.runtime.ptx.errors import Deadlock, StepLimit, Trap, Uninitialised
 from flashgen.runtime.ptx.registers import LANES, Mask
 from flashgen.runtime.ptx.translate import Fork, Jump, Suspend, attach
@@ -38,8 +38,16 @@ def run_cluster(cluster: Cluster, quantum: int) -> None:
                 break
         else:
             if not cluster.in_flight:
+                if cluster.wake():  # they look again when other clusters have had their turn
+                    return
                 _stuck(cluster)
             cluster.land(0 if rng is None else int(rng.integers(len(cluster.in_flight))))
+
+
+def check_progress(clusters: list[Cluster]) -> None:
+    """Raises Deadlock where all clusters do nothing but look whether another has done something."""
+    if all(cluster.idle >= IDLE for cluster in clusters):
+        raise Deadlock("\n".join(_who_waits(cluster) for cluster in clusters))
 
 
 def _stuck(cluster: Cluster) -> None:

@@ -231,11 +231,14 @@ def simulate_backward(
     seed: int | None = None,
     check: bool = True,
     step_limit: int = STEP_LIMIT,
+    l2_heads: int = 2,
+    lead: int = 2,
 ) -> SimulatedBackward:
     """Run the kernels of a backward plan, in their order, on the results of a forward.
 
     Arrays are [batch, heads, length, dim] floats, rounded to the plan's dtype, lse and dlse [batch, heads, q_len].
-    Results and workspaces start as NaN.  Options and errors are those of `simulate`.
+    Results and workspaces start as NaN.  Options and errors are those of `simulate`; `l2_heads` and `lead` are
+    fewer key heads than on a GPU, so that small problems show what blocks do for each other.
     """
     rows = _outputs_of(case)
     arguments = _Arguments(plan, case, scale, dropout)
@@ -257,7 +260,8 @@ def simulate_backward(
     }
     arguments.values["q_tiles"] = -(-rows[2] // plan.tile.q)
     arguments.values["kv_tiles"] = -(-case.sizes["kv_len"] // plan.tile.kv)
-    arguments.values["l2_heads"] = min(2, rows[0] * case.sizes["kv_heads"])
+    heads = rows[0] * case.sizes["kv_heads"]
+    arguments.values |= {"l2_heads": min(l2_heads, heads), "lead": min(lead, heads)}
     maps = [arguments.tensor_map(n, plan.tile.kv if n in "kv" else plan.tile.q) for n in params.maps(plan)]
     kernel = module(source if source is not None else emit(plan), plan.arch)
     reports = {
@@ -271,7 +275,7 @@ def simulate_backward(
             seed=seed,
             check=check,
             step_limit=step_limit,
-            in_order=plan.deterministic and plan.backward.adds_dq,
+            in_order=plan.backward.sweeps or (plan.deterministic and plan.backward.adds_dq),
         )
         for launch in backward.launches(plan, problem)
     }

@@ -54,6 +54,34 @@ DEVICE void red_add_v4_f32(float* sum, const float (&x)[4]) {
                :: "l"(sum), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 
+// ---------------------------------------------------------------- progress: words by which blocks wait for each other
+DEVICE u32 load_acquire(const u32* word) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+// Counts what this thread, and those it has met, wrote before.
+DEVICE void red_add_release(u32* counter, u32 x) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(x) : "memory");
+}
+
+DEVICE u32 atom_add(u32* counter, u32 x) {
+  u32 before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(x) : "memory");
+  return before;
+}
+
+DEVICE void red_max(u32* counter, u32 x) {
+  asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" :: "l"(counter), "r"(x) : "memory");
+}
+
+DEVICE void nanosleep(u32 duration) { asm volatile("nanosleep.u32 %0;" :: "r"(duration)); }
+
+DEVICE void await_count(const u32* counter, u32 count) {
+  while (load_acquire(counter) < count) nanosleep(100);
+}
+
 // ---------------------------------------------------------------- mbarrier: counts arrivals and bytes, a phase a round
 DEVICE void mbarrier_init(u64& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(&barrier)), "r"(arrivals) : "memory");
@@ -76,6 +104,14 @@ DEVICE void mbarrier_arrive_expect_tx(u64& barrier, int bytes) {
 DEVICE bool mbarrier_try_wait(u64& barrier, u32 parity) {
   u32 done;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+               : "=r"(done) : "r"(shared_address(&barrier)), "r"(parity) : "memory");
+  return done;
+}
+
+// The same without waiting.
+DEVICE bool mbarrier_test_wait(u64& barrier, u32 parity) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
                : "=r"(done) : "r"(shared_address(&barrier)), "r"(parity) : "memory");
   return done;
 }
@@ -240,6 +276,7 @@ constexpr int STAGES = 2;  // tiles of q and d_o in shared memory
 constexpr int LATE = 1;  // steps between dS and its product with K
 constexpr int THREADS = 384, WARPS = 8;  // of a block, and of those that multiply
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+constexpr int SWEEPERS = 2;  // warps of the producer warpgroup that work on the sums of dq
 constexpr int ROW_THREADS = 256;  // of a block that works on rows alone
 
 typedef u16 bf16;
@@ -252,6 +289,7 @@ struct Params {
   float* lse_log2;
   float* delta;
   float* dq_sum;
+  u32* progress;
   bf16* dq;
   bf16* dk;
   bf16* dv;
@@ -278,10 +316,11 @@ struct Params {
   int q_tiles;
   int kv_tiles;
   int l2_heads;
+  int lead;
   float scale;
   int param_window;
 };
-static_assert(sizeof(Params) == 240, "what the host packs");
+static_assert(sizeof(Params) == 256, "what the host packs");
 
 struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped to the problem
 
@@ -294,6 +333,51 @@ DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
   const int k_first = kv_tile * TILE_KV, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
   const bool hidden = rows.q_first < k_last || rows.q_last - k_first >= p.param_window;
   return hidden ? PARTIAL : FULL;
+}
+
+// ---------------------------------------------------------------- dq: sums in memory, which blocks add to in any order
+// They lie as wgmma leaves them, part after part of a tile, tile after tile of a head: a part is what one warp adds,
+// 16 rows by DQ_COLUMNS, for each 16 x 8 block the four floats of a lane, lane by lane.
+constexpr int PART = 16 * DQ_COLUMNS, PARTS = ROW_THREADS / 32;  // floats of a part, parts of a tile
+static_assert(PARTS * PART == TILE_Q * DQ_SUM_COLUMNS, "a warp a part");
+
+DEVICE int parts_of_head(const Params& p) { return p.heads / p.kv_heads * p.q_tiles * PARTS; }
+
+// What `progress` of a head of keys counts: slices of its sum that are cleared, then its blocks that have added all of
+// theirs, then its parts that are taken.  Behind those of all heads stands the first head of which parts may be left.
+DEVICE int slices_of_head(const Params& p) { return SWEEPERS * p.kv_tiles; }
+
+DEVICE int added_of_head(const Params& p) { return (SWEEPERS + 1) * p.kv_tiles; }
+
+// One warp makes rows of dq of a part of the sums: dq = scale * sum.  The four lanes of a row of two blocks transpose
+// their words, so that each writes 16 bytes.
+DEVICE void finish_part(int part, const Params& p) {
+  const int tile = part / PARTS, warp = part % PARTS, head = tile / p.q_tiles, lane = thread_index() % 32;
+  const int row = tile % p.q_tiles * TILE_Q + warp % 4 * 16 + lane % 2 * 8 + lane / 4;
+  const float4* sum = (const float4*)(p.dq_sum + i64(part) * PART) + lane;
+  bf16* dq = p.dq + head / p.heads * p.dq_batch + head % p.heads * p.dq_head + row * p.dq_row;
+#pragma unroll 1
+  for (int i = 0; i < DQ_COLUMNS; i += 16) {
+    const int column = warp / 4 * DQ_COLUMNS + i + lane % 4 / 2 * 8;
+    const float4 left = sum[i * 4], right = sum[i * 4 + 32];
+    u32 word[4] = {
+        cvt_bf16x2(p.scale * left.x, p.scale * left.y), cvt_bf16x2(p.scale * left.z, p.scale * left.w),
+        cvt_bf16x2(p.scale * right.x, p.scale * right.y), cvt_bf16x2(p.scale * right.z, p.scale * right.w)};
+    transpose_quad(word);
+    if (row < p.q_len && column < HEAD_DIM) *(Chunk*)(dq + column) = {{word[0], word[1], word[2], word[3]}};
+  }
+}
+
+// After the products: the parts that nobody took.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+attention_backward_finish(const __grid_constant__ Params p) {
+  const int first = blockIdx.x * PARTS + threadIdx.x / 32;
+  const int heads = p.kv_heads * p.batch, parts = parts_of_head(p), added = added_of_head(p);
+#pragma unroll 1
+  for (int part = p.progress[heads] * parts + first; part < heads * parts; part += gridDim.x * PARTS) {
+    const int head = part / parts;
+    if (part - head * parts >= int(p.progress[head]) - added) finish_part(part, p);
+  }
 }
 
 // ---------------------------------------------------------------- before the products: what each row needs
@@ -347,38 +431,13 @@ attention_backward_prepare(const __grid_constant__ Params p) {
       p.delta[tile_of_block() * TILE_Q + row] = empty ? 0.f : sum - dlse;
     }
   }
+  // The main kernel clears the sums of all but the first heads of keys, and counts what it did.
+  const i64 counter = (i64)blockIdx.x * ROW_THREADS + threadIdx.x;
+  if (counter <= p.kv_heads * p.batch) p.progress[counter] = counter < p.lead ? slices_of_head(p) : 0;
+  if (blockIdx.x / p.q_tiles / (p.heads / p.kv_heads) >= p.lead) return;
   float4* dq_sum = (float4*)(p.dq_sum + tile_of_block() * (TILE_Q * DQ_SUM_COLUMNS));
   for (int i = threadIdx.x; i < TILE_Q * DQ_SUM_COLUMNS / 4; i += ROW_THREADS) dq_sum[i] = make_float4(0.f, 0.f, 0.f,
       0.f);
-}
-
-// ---------------------------------------------------------------- after the products: dq = scale * dq_sum
-// dq_sum holds the accumulators of each warp as wgmma leaves them, for each 16 x 8 block
-// the four floats of a lane, lane by lane.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS)
-attention_backward_finish(const __grid_constant__ Params p) {
-  const Rows rows = rows_of_block(p);
-  const float4* dq_sum = (const float4*)(p.dq_sum + tile_of_block() * (TILE_Q * DQ_SUM_COLUMNS));
-  bf16* dq = p.dq + rows.b * p.dq_batch + rows.h * p.dq_head + rows.q_first * p.dq_row;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < TILE_Q * DQ_SUM_COLUMNS / 16; i += ROW_THREADS) {
-    const int quad = i % 8, block = i / 8;  // four lanes hold a row of the block, and the one eight further down
-    const int warp = block / (DQ_COLUMNS / 8), warpgroup = warp / 4;
-    const int row = warp % 4 * 16 + quad;
-    const int column = warpgroup * DQ_COLUMNS + block % (DQ_COLUMNS / 8) * 8;
-    float x[4][4];
-#pragma unroll
-    for (int lane = 0; lane < 4; lane++) *(float4*)x[lane] = dq_sum[block * 32 + 4 * quad + lane];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      Chunk chunk;
-#pragma unroll
-      for (int lane = 0; lane < 4; lane++)
-        chunk.word[lane] = cvt_bf16x2(p.scale * x[lane][2 * r], p.scale * x[lane][2 * r + 1]);
-      if (rows.q_first + row + 8 * r <= rows.q_last && column < HEAD_DIM)
-        *(Chunk*)(dq + (row + 8 * r) * p.dq_row + column) = chunk;
-    }
-  }
 }
 
 // ---------------------------------------------------------------- schedule
@@ -454,6 +513,7 @@ struct alignas(1024) Shared {
   Keys keys;
   Pipe<STAGES> pipe;  // full: of q, lse and the step; empty: of all
   u64 d_o_full[STAGES], k_full, v_full, ds_full[2 * LATE];
+  u64 ending, added;  // the last tile of queries is being loaded; all of dq is added
 };
 static_assert(sizeof(Shared) == 165888, "what the plan counted");
 
@@ -515,6 +575,7 @@ struct Loader {
       const i64 row = i64(step.place) * TILE_Q;  // its first, in workspaces
       await_empty(shared.pipe, ring);
       shared.step[ring.stage()] = step;
+      if (step.last) mbarrier_arrive(shared.ending);
       if (step.tile < 0) {
         mbarrier_arrive(shared.pipe.full[0]);
         break;
@@ -526,6 +587,83 @@ struct Loader {
       ring.passed++;
     }
   }
+};
+
+// ---------------------------------------------------------------- sweepers: warps that work on the sums of dq
+// Under the products memory has time: blocks clear the sums of heads to come, and finish those of heads that are done.
+struct Sweeper {
+  Shared& shared;
+  const Params& p;
+
+  // Of this block's own head.
+  DEVICE u32* progress() { return p.progress + shared.keys.b * p.kv_heads + shared.keys.kv_head; }
+
+  // Blocks start in order, and earlier ones have cleared what this one will add to.
+  DEVICE void await_cleared() {
+    await_count(progress(), slices_of_head(p));
+    mbarrier_arrive(shared.v_full);
+  }
+
+  // This warp's slice of the sum of a head to come.
+  DEVICE void clear() {
+    const int head = blockIdx.x / p.kv_tiles + p.lead, lane = thread_index() % 32;
+    if (head >= p.kv_heads * p.batch) return;
+    const int parts = parts_of_head(p), share = (parts + slices_of_head(p) - 1) / slices_of_head(p);
+    const int first = (blockIdx.x % p.kv_tiles * SWEEPERS + thread_index() / 32 % SWEEPERS) * share;
+    const int end = min(first + share, parts);
+#pragma unroll 1
+    for (int part = first; part < end; part++) {
+      float4* sum = (float4*)(p.dq_sum + (i64(head) * parts + part) * PART) + lane;
+#pragma unroll
+      for (int i = 0; i < PART / 4; i += 32) sum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    __syncwarp();
+    if (lane == 0) red_add_release(p.progress + head, 1);
+  }
+
+  // A part whose sum is complete, for this warp alone; negative: there is none yet.
+  DEVICE int take_part(int& head, bool& complete) {
+    const int heads = p.kv_heads * p.batch, parts = parts_of_head(p), added = added_of_head(p);
+    while (head < heads) {
+      complete = complete || int(load_acquire(p.progress + head)) >= added;
+      if (!complete) return -1;
+      const int part = int(atom_add(p.progress + head, 1)) - added;
+      if (part < parts) return head * parts + part;
+      red_max(p.progress + heads, ++head);
+      complete = false;
+    }
+    return -1;
+  }
+
+  // Parts one by one until the last tile of queries comes, so that no block takes longer for it.
+  DEVICE void finish() {
+    const int lane = thread_index() % 32;
+    int head = load_acquire(p.progress + p.kv_heads * p.batch);
+    bool complete = false;
+#pragma unroll 1
+    while (true) {
+      int part = 0;
+      if (lane == 0) part = mbarrier_test_wait(shared.ending, 0) ? OVER : take_part(head, complete);
+      part = __shfl_sync(~0u, part, 0);
+      __syncwarp();
+      if (part == OVER) return;
+      if (part < 0) nanosleep(500);
+      else finish_part(part, p);
+    }
+  }
+
+  DEVICE void run() {
+    if (thread_index() == 64) await_cleared();
+    __syncwarp();
+    clear();
+    finish();
+    if (thread_index() == 64) {
+      mbarrier_wait(shared.added, 0);
+      red_add_release(progress(), 1);
+    }
+  }
+
+  static constexpr int OVER = -2;
 };
 
 // ---------------------------------------------------------------- consumers: a warpgroup owns 64 keys of the tile
@@ -753,6 +891,12 @@ struct Consumer {
     if (thread_index() % 32 == 0) mbarrier_arrive(shared.ds_full[to.stage()]);
   }
 
+  // All that this warp adds to dq is on its way.
+  DEVICE void announce_added() {
+    __syncwarp();
+    if (thread_index() % 32 == 0) mbarrier_arrive(shared.added);
+  }
+
   // One warpgroup computes P and dS while the other's products run: a tenth faster on an H200 than as they come.
   DEVICE void take_turn() { bar_sync(1 + warpgroup, 256); }
 
@@ -844,6 +988,7 @@ struct Consumer {
     const Keys keys = shared.keys;
     store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, dv,
         1.f, keys);
+    announce_added();
     store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, dk,
         p.scale, keys);
   }
@@ -861,7 +1006,9 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
     shared.keys = keys_of_block(p);
     init(shared.pipe, WARPS);
     mbarrier_init(shared.k_full, 1);
-    mbarrier_init(shared.v_full, 1);
+    mbarrier_init(shared.v_full, 2);  // v is here, and dq may be added
+    mbarrier_init(shared.ending, 1);
+    mbarrier_init(shared.added, WARPS);
     for (int stage = 0; stage < STAGES; stage++) mbarrier_init(shared.d_o_full[stage], 1);
     for (int i = 0; i < 2 * LATE; i++) mbarrier_init(shared.ds_full[i], WARPS);
     fence_mbarrier_init();
@@ -871,7 +1018,8 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 32) Loader{shared, map_q, map_k, map_v, map_d_o, p}.run();
+    if (threadIdx.x >= 64) Sweeper{shared, p}.run();
+    else if (threadIdx.x == 32) Loader{shared, map_q, map_k, map_v, map_d_o, p}.run();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     Consumer{shared, p, warpgroup - 1}.run();

@@ -48,7 +48,8 @@ TABLE: dict[str, Callable[..., Any]] = {
 
 #: Opcode prefixes after which a warp may have to wait: they end a basic block.
 SUSPENDING: tuple[tuple[str, ...], ...] = tuple(
-    tuple(prefix.split(".")) for prefix in (*barriers.SUSPENDING, *mbarrier.SUSPENDING, *setmaxnreg.SUSPENDING)
+    tuple(prefix.split("."))
+    for prefix in (*barriers.SUSPENDING, *mbarrier.SUSPENDING, *moves.SUSPENDING, *setmaxnreg.SUSPENDING)
 )
 
 #: Called with (block, warp) when a warp has left the kernel.

@@ -7,11 +7,14 @@ from collections.abc import Callable
 import numpy as np
 
 from flashgen.runtime.ptx import types
-from flashgen.runtime.ptx.build import Build, Closure
+from flashgen.runtime.ptx.block import Asleep
+from flashgen.runtime.ptx.build import Build, Closure, May
 from flashgen.runtime.ptx.errors import KernelTrap
 from flashgen.runtime.ptx.parser import Reg, Sink, Vec
 from flashgen.runtime.ptx.registers import CLOCKS, Mask, Slots
 from flashgen.runtime.ptx.spaces import WINDOWS
+
+SUSPENDING = ("nanosleep",)
 
 
 def move(b: Build) -> Closure:
@@ -126,6 +129,16 @@ def policy(b: Build) -> Closure:
     return run
 
 
+def sleep(b: Build) -> May:
+    """nanosleep: what a warp does that polls."""
+
+    def run(V: Slots, m: Mask) -> Asleep:
+        cluster = V[0].block.cluster
+        return Asleep(cluster, cluster.events)
+
+    return May(run)
+
+
 def kernel_trap(b: Build) -> Closure:
     def run(V: Slots, m: Mask) -> None:
         raise KernelTrap("the kernel executed trap")
@@ -139,7 +152,7 @@ TABLE: dict[str, Callable[[Build], Closure]] = {
     "mapa": map_to_rank,
     "prefetch": advice,
     "prefetchu": advice,
-    "nanosleep": advice,
+    "nanosleep": sleep,
     "griddepcontrol": advice,
     "discard": advice,
     "applypriority": advice,

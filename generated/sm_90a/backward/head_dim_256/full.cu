@@ -264,6 +264,38 @@ static_assert(sizeof(Params) == 232, "what the host packs");
 
 struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped to the problem
 
+// ---------------------------------------------------------------- dq: sums in memory, which blocks add to in any order
+// They lie as wgmma leaves them, part after part of a tile, tile after tile of a head: a part is what one warp adds,
+// 16 rows by DQ_COLUMNS, for each 16 x 8 block the four floats of a lane, lane by lane.
+constexpr int PART = 16 * DQ_COLUMNS, PARTS = ROW_THREADS / 32;  // floats of a part, parts of a tile
+static_assert(PARTS * PART == TILE_Q * DQ_SUM_COLUMNS, "a warp a part");
+
+// One warp makes rows of dq of a part of the sums: dq = scale * sum.  The four lanes of a row of two blocks transpose
+// their words, so that each writes 16 bytes.
+DEVICE void finish_part(int part, const Params& p) {
+  const int tile = part / PARTS, warp = part % PARTS, head = tile / p.q_tiles, lane = thread_index() % 32;
+  const int row = tile % p.q_tiles * TILE_Q + warp % 4 * 16 + lane % 2 * 8 + lane / 4;
+  const float4* sum = (const float4*)(p.dq_sum + i64(part) * PART) + lane;
+  bf16* dq = p.dq + head / p.heads * p.dq_batch + head % p.heads * p.dq_head + row * p.dq_row;
+#pragma unroll 1
+  for (int i = 0; i < DQ_COLUMNS; i += 16) {
+    const int column = (i < 64 ? warp / 4 * 64 : 64 + warp / 4 * (DQ_COLUMNS - 64)) + i + lane % 4 / 2 * 8;
+    const float4 left = sum[i * 4], right = sum[i * 4 + 32];
+    u32 word[4] = {
+        cvt_bf16x2(p.scale * left.x, p.scale * left.y), cvt_bf16x2(p.scale * left.z, p.scale * left.w),
+        cvt_bf16x2(p.scale * right.x, p.scale * right.y), cvt_bf16x2(p.scale * right.z, p.scale * right.w)};
+    transpose_quad(word);
+    if (row < p.q_len && column < HEAD_DIM) *(Chunk*)(dq + column) = {{word[0], word[1], word[2], word[3]}};
+  }
+}
+
+// After the products: all parts.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+attention_backward_finish(const __grid_constant__ Params p) {
+  const int first = blockIdx.x * PARTS + threadIdx.x / 32;
+  finish_part(first, p);
+}
+
 // ---------------------------------------------------------------- before the products: what each row needs
 // The rows of this block: one tile of queries of one head.
 DEVICE Rows rows_of_block(const Params& p) {
@@ -318,36 +350,6 @@ attention_backward_prepare(const __grid_constant__ Params p) {
   float4* dq_sum = (float4*)(p.dq_sum + tile_of_block() * (TILE_Q * DQ_SUM_COLUMNS));
   for (int i = threadIdx.x; i < TILE_Q * DQ_SUM_COLUMNS / 4; i += ROW_THREADS) dq_sum[i] = make_float4(0.f, 0.f, 0.f,
       0.f);
-}
-
-// ---------------------------------------------------------------- after the products: dq = scale * dq_sum
-// dq_sum holds the accumulators of each warp as wgmma leaves them, for each 16 x 8 block
-// the four floats of a lane, lane by lane.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS)
-attention_backward_finish(const __grid_constant__ Params p) {
-  const Rows rows = rows_of_block(p);
-  const float4* dq_sum = (const float4*)(p.dq_sum + tile_of_block() * (TILE_Q * DQ_SUM_COLUMNS));
-  bf16* dq = p.dq + rows.b * p.dq_batch + rows.h * p.dq_head + rows.q_first * p.dq_row;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < TILE_Q * DQ_SUM_COLUMNS / 16; i += ROW_THREADS) {
-    const int quad = i % 8, block = i / 8;  // four lanes hold a row of the block, and the one eight further down
-    const int warp = block / (DQ_COLUMNS / 8), warpgroup = warp / 4;
-    const int row = warp % 4 * 16 + quad;
-    const int j = block % (DQ_COLUMNS / 8);
-    const int column = (j < 8 ? warpgroup * 64 : 64 + warpgroup * (DQ_COLUMNS - 64)) + j * 8;
-    float x[4][4];
-#pragma unroll
-    for (int lane = 0; lane < 4; lane++) *(float4*)x[lane] = dq_sum[block * 32 + 4 * quad + lane];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      Chunk chunk;
-#pragma unroll
-      for (int lane = 0; lane < 4; lane++)
-        chunk.word[lane] = cvt_bf16x2(p.scale * x[lane][2 * r], p.scale * x[lane][2 * r + 1]);
-      if (rows.q_first + row + 8 * r <= rows.q_last && column < HEAD_DIM)
-        *(Chunk*)(dq + (row + 8 * r) * p.dq_row + column) = chunk;
-    }
-  }
 }
 
 // ---------------------------------------------------------------- schedule
