@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen.bench import cells
+from flashgen.bench.peers import same_maths
 from flashgen.errors import FlashgenError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def read(folder: Path) -> Iterator[Record]:
 
 def markdown(records: list[Record]) -> str:
     """How many times faster than each peer: geometric mean over the sequence lengths, the lowest and highest; of other
-    masks and scores the cell."""
+    masks and scores the cell, beside peers that compute the same."""
     lines = []
     for record in records:
         peers = [peer for peer in PEERS if any(peer in row["ratio"] for _, row in record.cells)]
@@ -86,9 +87,11 @@ def markdown(records: list[Record]) -> str:
                 if any(ratios):
                     lines.append(f"| {head_dim} | {'+'.join(specs)} | {' | '.join(map(_summary, ratios))} |")
         for cell, numbers in record.others():
-            ratios = [[numbers["ratio"][peer][0]] if peer in numbers["ratio"] else [] for peer in peers]
-            name = " ".join(["+".join(cell.specs), *(f"{name} {value:g}" for name, value in cell.params)])
-            lines.append(f"| {cell.problem.head_dim} | {name} | {' | '.join(map(_summary, ratios))} |")
+            told = {peer for peer in numbers["ratio"] if same_maths(peer, cell)}
+            ratios = [[numbers["ratio"][peer][0]] if peer in told else [] for peer in peers]
+            name = ", ".join(["+".join(cell.specs), *(f"{name} {value:g}" for name, value in cell.params)])
+            if any(ratios):
+                lines.append(f"| {cell.problem.head_dim} | {name} | {' | '.join(map(_summary, ratios))} |")
         lines.append("")
     return "\n".join(lines)
 
