@@ -132,6 +132,8 @@ def test_reasons_of_a_backward():
     assert fg.supports(biased, arch="sm_90a", backward=True, pipeline="hopper") == ()
     asked = {"arch": "sm_90a", "backward": True, "pipeline": "hopper", "gradients": ("learned",)}
     assert fg.supports(biased, arch="sm_90a", backward=True, pipeline="hopper", deterministic=True) == ()
+    assert fg.supports(biased, **asked) == ()
+    asked["head_dim"] = 256
     reasons = fg.supports(biased, **asked)
     assert reasons and {reason.nearest for reason in reasons} == {"pipeline 'ampere'"}
     assert fg.supports(biased, **{**asked, "pipeline": None}) == ()
