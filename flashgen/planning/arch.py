@@ -62,6 +62,14 @@ class Arch:
         """Special-function results (ex2, tanh ...) a second of the whole card."""
         return self.special_per_clock * self.sms * self.clock_hz
 
+    def l2_holds(self, size: int) -> int:
+        """How many things of `size` bytes fill the largest power of two of bytes that L2 has, as a power of two.
+
+        At least 1; the rest of L2 is left to others.
+        """
+        room = 1 << self.l2_bytes.bit_length() - 1
+        return 1 << max(0, (room // max(1, size)).bit_length() - 1)
+
     @property
     def on_chip_bytes(self) -> int:
         """Shared memory and registers of one multiprocessor: the fast memory M of the IO bounds."""

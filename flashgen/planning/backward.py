@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from flashgen.analysis.derivative import derive
@@ -50,11 +50,10 @@ def has_slope(variant: Variant) -> bool:
     return variant.score_node is not None and derive(variant.score_node) is not const(1.0)
 
 
-def looks_up(variant: Variant) -> bool:
-    """Whether mask or score read a captured tensor by the query or the key."""
+def looks_up(variant: Variant, known: Collection[Node] = ()) -> bool:
+    """Whether mask or score read a captured tensor by the query or the key, beside the elements that are known."""
     roots = [root for root in (variant.mask, variant.score_node) if root is not None]
-    captured = [n for n in walk(roots) if n.op == "load"]
-    return any(n.op == "index" and n.attr in ("q", "k") for n in walk(captured))
+    return any(n.op == "load" and n not in known and positions_of(n) & {"q", "k"} for n in walk(roots))
 
 
 def sinks(variant: Variant, name: str) -> dict[Node, Node]:
@@ -80,12 +79,10 @@ def lookups(variant: Variant) -> tuple[Node, ...]:
 
 def l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
     """Key heads whose blocks a masked backward on pipeline hopper starts together: those whose queries, d_o and dq in
-    float32 take the largest power of two of bytes that L2 has."""
+    float32 L2 holds."""
     columns = (problem.head_dim + problem.v_head_dim) * problem.itemsize + problem.head_dim * 4
-    of_one = max(1, problem.q_len * problem.group * columns)
-    room = 1 << ARCHS[plan.arch].l2_bytes.bit_length() - 1
-    together = 1 << max(0, (room // of_one).bit_length() - 1)
-    return min(together, problem.batch * problem.kv_heads)
+    of_one = problem.q_len * problem.group * columns
+    return min(ARCHS[plan.arch].l2_holds(of_one), problem.batch * problem.kv_heads)
 
 
 def lead(plan: KernelPlan, problem: Problem) -> int:

@@ -140,11 +140,12 @@ def lacks(
     stages: int | None,
 ) -> str | None:
     """Why the pipeline has no such backward, or None."""
-    if form.deterministic and max(head_dim, v_head_dim) > OWN_KEYS:
+    wide = max(head_dim, v_head_dim) > OWN_KEYS
+    if form.deterministic and wide:
         return f"its backward adds up dq in one order at head dims up to {OWN_KEYS}"
-    if form.dropout and max(head_dim, v_head_dim) > OWN_KEYS:
+    if form.dropout and wide:
         return f"its backward has dropout for head dims up to {OWN_KEYS}"
-    if form.gradients and max(head_dim, v_head_dim) > OWN_KEYS:
+    if form.gradients and wide:
         return f"its backward has gradients of captured tensors for head dims up to {OWN_KEYS}"
     slopes = [slope for name in form.gradients for slope in sinks(variant, name).values()]
     if slopes and (has_slope(variant) or any(n.op == "score" for n in walk(slopes))):
@@ -189,9 +190,7 @@ def scores_first(c: Candidate, variant: Variant, form: Form) -> bool:
 
 def waits(c: Candidate, variant: Variant, form: Form) -> bool:
     """Whether mask or score read elements by position that no shared memory holds for them."""
-    known = set(walk(lookups(variant))) if ahead(c, variant, form) else set()
-    roots = [root for root in (variant.mask, variant.score_node) if root is not None]
-    return any(n.op == "load" and n not in known and positions_of(n) & {"q", "k"} for n in walk(roots))
+    return looks_up(variant, known=set(walk(lookups(variant))) if ahead(c, variant, form) else ())
 
 
 def ahead(c: Candidate, variant: Variant, form: Form) -> int:

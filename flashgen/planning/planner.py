@@ -353,9 +353,10 @@ def _backward(
     reasons, pinned = [], archs.pipeline(arch, variant.pins.pipeline)
     for candidate in (archs.pipeline(arch, name),) if name else arch.pipelines:
         module = BACKWARDS[candidate]
-        reason = module.lacks(variant, arch, head_dim, v_head_dim, form, tile, stages)
         if name is None and arch.pipelines.index(candidate) < arch.pipelines.index(pinned):
             reason = f"{variant.name!r} is pinned to pipeline {pinned}"
+        else:
+            reason = module.lacks(variant, arch, head_dim, v_head_dim, form, tile, stages)
         if reason is None:
             return module, "; ".join(reasons) or None
         reasons.append(f"pipeline {candidate}: {reason}")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.codegen import params
 from flashgen.planning import backward, hopper
-from flashgen.planning.arch import ARCHS
+from flashgen.planning.arch import ARCHS, Arch
 from flashgen.runtime import cache, driver, nvrtc
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class Kernel:
         """Every field of the parameters; addresses and numbers, which each call writes, are 0."""
         tile, pack = self.plan.tile, self.plan.pack(problem.group)
         if self.plan.backward is None:
-            together, lead = l2_heads(problem, ARCHS[self.plan.arch].l2_bytes), 0
+            together, lead = l2_heads(problem, ARCHS[self.plan.arch]), 0
         else:
             together, lead = backward.l2_kv_heads(self.plan, problem), backward.lead(self.plan, problem)
         values: dict[str, int | float] = {f.name: 0 for f in params.fields(self.plan)}
@@ -264,13 +264,11 @@ class Kernel:
         return values
 
 
-def l2_heads(problem: Problem, l2_bytes: int) -> int:
-    """Query heads that pipeline hopper works on together: those whose keys and values take the largest power of two of
-    bytes that L2 has, and leave the rest of it to queries and outputs."""
-    of_one = max(1, problem.kv_len * (problem.head_dim + problem.v_head_dim) * problem.itemsize)
-    room = 1 << l2_bytes.bit_length() - 1
-    together = 1 << max(0, (room // of_one).bit_length() - 1)
-    return min(together * problem.group, problem.batch * problem.heads)
+def l2_heads(problem: Problem, arch: Arch) -> int:
+    """Query heads that pipeline hopper works on together: those whose keys and values L2 holds beside queries and
+    outputs."""
+    of_one = problem.kv_len * (problem.head_dim + problem.v_head_dim) * problem.itemsize
+    return min(arch.l2_holds(of_one) * problem.group, problem.batch * problem.heads)
 
 
 def tma_refusal(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
