@@ -202,7 +202,7 @@ def test_a_menu_has_at_most_one_packed_form_and_a_command_names_it(spec, head_di
     plan = menu.packed
     assert menu.forms == (*menu.plans, plan) and not any(p.packed for p in menu.plans)
     tile = (plan.tile.q, plan.tile.kv)
-    for fixed in ({}, {"tile": tile, "stages": plan.stages}):
+    for fixed in ({}, {"tile": tile, "stages": plan.stages, "q_stages": plan.q_stages}):
         assert planner.menu(variant, "sm_90a", "bfloat16", head_dim, packed=True, **fixed).plans == (plan,)
     assert emit(plan).partition("\n\n")[0].endswith("--packed")
 

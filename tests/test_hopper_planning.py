@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashgen as fg
+from flashgen.codegen import emit
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
 from flashgen.planning import hopper, planner
@@ -96,7 +97,7 @@ def test_what_does_not_fit_in_registers():
         (CAUSAL, 64, "192x128", 2, 2, True, False),
         (FULL, 96, "192x112", 2, 1, False, False),
         (FULL, 128, "192x80", 2, 2, False, False),
-        (CAUSAL, 128, "128x128", 3, 1, False, False),
+        (CAUSAL, 128, "128x128", 2, 1, False, False),
         (FULL, 192, "128x64", 2, 2, False, False),
         (CAUSAL, 192, "128x80", 2, 2, False, False),
         (FULL, 256, "128x80", 2, 1, False, False),
@@ -125,9 +126,51 @@ def test_short_causal_sequences_take_tiles_that_waste_less_of_the_diagonal(varia
 def test_what_was_measured_says_so(variant, head_dim):
     found = menu(variant, head_dim)
     assert found.record and found.record.startswith(f"sm_90a_hopper_forward: d{head_dim}, ")
-    assert len({(p.tile, p.stages, p.warps) for p in found.plans}) == len(found.plans)
+    assert len({(p.tile, p.stages, p.q_stages, p.warps) for p in found.plans}) == len(found.plans)
     assert all("measured" in r.reason for r in found.rejected)
     assert menu(variant, 112).record is None
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("spec", ["full", "causal"])
+def test_a_command_names_each_form_of_a_menu(spec, head_dim):
+    variant = load_spec(spec).bind()
+    for plan in menu(variant, head_dim).plans:
+        fixed = {"tile": (plan.tile.q, plan.tile.kv), "stages": plan.stages, "q_stages": plan.q_stages}
+        assert planner.menu(variant, "sm_90a", "bfloat16", head_dim, **fixed).plans == (plan,)
+        assert f"--stages {plan.stages} --q-stages {plan.q_stages}" in emit(plan).partition("\n\n")[0].replace(
+            "\n//", ""
+        )
+
+
+def test_long_and_short_causal_sequences_take_forms_of_one_tile():
+    found = menu(CAUSAL, 128)
+    assert [(str(p.tile), p.stages, p.q_stages) for p in found.plans] == [("128x128", 2, 1), ("128x128", 2, 2)]
+    for length, q_stages in ((512, 2), (2048, 2), (16384, 1)):
+        shape = {"q_len": length, "kv_len": length, "head_dim": 128, "v_head_dim": 128}
+        problem = Problem(batch=16384 // length, heads=16, kv_heads=16, **shape)
+        assert planner.choose(found, problem, 132).q_stages == q_stages
+
+
+def test_q_stages_are_checked():
+    causal = load_spec("causal")
+    assert fg.plan(causal, arch="sm_90a", head_dim=128, tile=(128, 64), q_stages=1).q_stages == 1
+    assert fg.plan(causal, arch="sm_90a", head_dim=128, stages=3, q_stages=2).q_stages == 2
+    for asked, nearest in ((0, 1), (3, 2)):
+        with pytest.raises(PlanError, match=rf"one more is loaded\n  nearest: q_stages={nearest}$"):
+            fg.plan(causal, arch="sm_90a", q_stages=asked)
+    with pytest.raises(
+        PlanError, match=r"their one tile of queries once\n  nearest: q_stages=None, or pipeline 'hopper'$"
+    ):
+        fg.plan(causal, arch="sm_90a", pipeline="ampere", q_stages=1)
+    with pytest.raises(PlanError, match=r"nearest: q_stages=None$"):
+        fg.plan(causal, arch="sm_80", q_stages=1)
+    with pytest.raises(
+        PlanError, match=r"with 3 stages and 2 tiles of queries\n(.*\n)*  nearest: 128x112 with 3 stages$"
+    ):
+        fg.plan(causal, arch="sm_90a", head_dim=128, tile=(128, 128), stages=3, q_stages=2)
+    (reason,) = fg.supports(causal, arch="sm_90a", q_stages=1, backward=True)
+    assert "q_stages is of a forward" in reason.limit
 
 
 @settings(deadline=None, max_examples=60)

@@ -162,7 +162,8 @@ def test_a_tile_and_stages_that_the_planner_takes_by_itself_give_the_same_kernel
         menu = planner.menu(*asked, pipeline=pipeline)
         for plan in menu.plans:
             fixed = {"pipeline": pipeline, "tile": (plan.tile.q, plan.tile.kv)}
-            assert planner.menu(*asked, **fixed, stages=plan.stages).plans == (plan,)
+            form = {"stages": plan.stages, "q_stages": plan.q_stages}
+            assert planner.menu(*asked, **fixed, **form).plans == (plan,)
             assert plan in planner.menu(*asked, **fixed).plans
     for plan in planner.backward_menu(*asked).plans:
         fixed = {"tile": (plan.tile.q, plan.tile.kv), "stages": plan.stages}

@@ -108,6 +108,10 @@ class Pass:
         bool,
         _pass("--packed", help="Forward tiles that hold all heads which share keys, as few queries get them."),
     ] = False
+    q_stages: Annotated[
+        int | None,
+        _pass(help="Tiles of queries in shared memory, 1 or 2, of a forward on Hopper: checked, never changed."),
+    ] = None
     gradient: Annotated[
         list[str] | None,
         _pass(metavar="NAME", help="With --backward: the gradient of a captured tensor too (repeatable)."),
@@ -117,13 +121,15 @@ class Pass:
         for option, given in (("--deterministic", self.deterministic), ("--gradient", self.gradient)):
             if given and not self.backward:
                 raise PlanError(f"{option} is of the backward\n  nearest: {option} with --backward")
-        if self.packed and self.backward:
-            raise PlanError("--packed is of the forward\n  nearest: --packed without --backward")
+        for option, given in (("--packed", self.packed), ("--q-stages", self.q_stages)):
+            if given and self.backward:
+                raise PlanError(f"{option} is of the forward\n  nearest: {option} without --backward")
 
     def asked(self) -> dict[str, object]:
         """As `menu_of` takes it."""
+        forward = {"packed": self.packed, "q_stages": self.q_stages}
         backward = {"deterministic": self.deterministic, "gradients": tuple(self.gradient or ())}
-        return {"backward": self.backward, "dropout": self.dropout, "packed": self.packed, **backward}
+        return {"backward": self.backward, "dropout": self.dropout, **forward, **backward}
 
 
 def tile_shape(text: str | None) -> tuple[int, int] | None:

@@ -61,6 +61,7 @@ _WHOLE = _Kind("a whole number", _whole, _near_whole)
 _FLAG = _Kind("True or False", _of(bool), lambda value: True)
 _KINDS = {
     **dict.fromkeys(("batch", "heads", "kv_heads", "seqlen", "kv_seqlen", "head_dim", "v_head_dim", "stages"), _WHOLE),
+    "q_stages": _Kind("1 or 2", _whole, lambda value: 2),
     **dict.fromkeys(("dropout", "packed", "backward", "deterministic"), _FLAG),
     "dtype": _Kind("a name or a torch.dtype", _dtype, lambda value: "bfloat16"),
     "arch": _Kind("a name", _of(str), lambda value: "sm_80"),

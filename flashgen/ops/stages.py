@@ -36,6 +36,7 @@ def plan(
     pipeline: str | None = None,
     tile: tuple[int, int] | None = None,
     stages: int | None = None,
+    q_stages: int | None = None,
     dropout: bool = False,
     packed: bool = False,
     backward: bool = False,
@@ -47,10 +48,11 @@ def plan(
 
     Unless given: batch 1 and 8 heads for a problem, head_dim 128 if the variant declares it, else its largest; bfloat16
     if it declares it; the arch that it pins, else that of the first GPU, else sm_80.  `tile` (queries, keys), `stages`
-    and `pipeline` fix what the planner would choose; `packed` asks for tiles that hold all heads which share keys, as
-    problems with few queries get them.  With `backward` the kernels of its gradients, those of the
-    captured tensors in `gradients` too, and with `deterministic` in one order of sums.  Raises PlanError with the limit
-    that the request hits and the nearest thing that works, and SpecError for a file that is no spec.
+    (of keys, in shared memory), `q_stages` (of queries: 1 or 2, on Hopper) and `pipeline` fix what the planner would
+    choose; `packed` asks for tiles that hold all heads which share keys, as problems with few queries get them.  With
+    `backward` the kernels of its gradients, those of the captured tensors in `gradients` too, and with `deterministic`
+    in one order of sums.  Raises PlanError with the limit that the request hits and the nearest thing that works, and
+    SpecError for a file that is no spec.
     """
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen, "kv_seqlen": kv_seqlen}
     sizes = {name: option(name, value) for name, value in sizes.items()}
@@ -66,6 +68,7 @@ def plan(
         pipeline=option("pipeline", pipeline),
         tile=option("tile", tile),
         stages=option("stages", stages),
+        q_stages=option("q_stages", q_stages),
         dropout=option("dropout", dropout),
         packed=option("packed", packed),
         backward=option("backward", backward),
@@ -99,6 +102,7 @@ def menu_of(
     pipeline: str | None = None,
     tile: tuple[int, int] | None = None,
     stages: int | None = None,
+    q_stages: int | None = None,
     dropout: bool = False,
     packed: bool = False,
     backward: bool = False,
@@ -110,10 +114,11 @@ def menu_of(
         for name, value in (("deterministic", deterministic), ("gradients", gradients)):
             if value:
                 raise PlanError(f"{name} is of a backward, and a forward was asked for\n  nearest: backward=True")
-        asked = {"pipeline": pipeline, "tile": tile, "stages": stages, "dropout": dropout, "packed": packed}
-        return planner.menu(variant, arch, dtype, head_dim, v_head_dim, **asked)
-    if packed:
-        raise PlanError("packed is of a forward, and a backward was asked for\n  nearest: packed=False")
+        asked = {"pipeline": pipeline, "tile": tile, "stages": stages, "q_stages": q_stages}
+        return planner.menu(variant, arch, dtype, head_dim, v_head_dim, **asked, dropout=dropout, packed=packed)
+    for name, value, none in (("packed", packed, False), ("q_stages", q_stages, None)):
+        if value:
+            raise PlanError(f"{name} is of a forward, and a backward was asked for\n  nearest: {name}={none}")
     known = differentiable(variant.score_node)
     for name in gradients:
         if name not in known:

@@ -39,6 +39,7 @@ def supports(
     pipeline: str | None = None,
     tile: tuple[int, int] | None = None,
     stages: int | None = None,
+    q_stages: int | None = None,
     dropout: bool = False,
     packed: bool = False,
     backward: bool = False,
@@ -67,13 +68,13 @@ def supports(
         "arch": default_arch(variant),
         "dtype": default_dtype(variant),
         "head_dim": default_head_dim(variant),
-        **dict.fromkeys(("v_head_dim", "pipeline", "tile", "stages")),
+        **dict.fromkeys(("v_head_dim", "pipeline", "tile", "stages", "q_stages")),
         **{"dropout": False, "packed": False, "backward": False, "deterministic": False, "gradients": ()},
     }
     given = {
         **{"arch": arch, "dtype": dtype, "head_dim": head_dim, "v_head_dim": v_head_dim, "pipeline": pipeline},
-        **{"tile": tile, "stages": stages, "dropout": dropout, "backward": backward, "deterministic": deterministic},
-        "packed": packed,
+        **{"tile": tile, "stages": stages, "q_stages": q_stages, "dropout": dropout, "packed": packed},
+        **{"backward": backward, "deterministic": deterministic},
         "gradients": gradients,
     }
     asked = dict(usual)

@@ -97,6 +97,9 @@ INTERFERENCE = 0.3
 #: How long a softmax is for its warpgroup, by the clocks of the units that it uses.
 SOFTMAX_STRETCH = 0.85
 
+#: Tiles of queries in shared memory: with two the next one is loaded while this one is worked on, and O leaves by TMA.
+Q_STAGES = (1, 2)
+
 #: Clocks lost between two tiles of queries with one stage for Q, and with only two for K and V; the keys that a tile of
 #: queries sees typically.
 Q_LOAD_CLOCKS, KV_LOAD_CLOCKS, TYPICAL_KEYS = 2000, 1500, 2048
@@ -144,7 +147,7 @@ def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
     free = [Tile(q=ROWS * w, kv=kv) for w in WARPGROUPS for kv in FREE_TILE_KV]
     for t in [tile] if tile else free:
         for s in [stages] if stages else FREE_STAGES:
-            for q_stages in (1, 2):
+            for q_stages in Q_STAGES:
                 yield Candidate(tile=t, stages=s, q_stages=q_stages)
 
 

@@ -213,6 +213,11 @@ class KernelPlan:
         """Whether the rows of a tile are pairs of a query and one of several heads that share keys."""
         return self.specialized is not None and self.specialized.packed
 
+    @property
+    def q_stages(self) -> int | None:
+        """Tiles of queries in shared memory, where that is a choice: in forwards of pipeline hopper."""
+        return self.specialized.q_stages if self.specialized is not None else None
+
     def pack(self, group: int) -> int:
         """Heads in a tile, of a `group` that shares keys: the largest power of two that divides it and the rows of a
         warpgroup, which one copy moves; 1 where nothing is packed."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 from typing import NamedTuple
@@ -115,18 +115,19 @@ def menu(
     pipeline: str | None = None,
     tile: tuple[int, int] | None = None,
     stages: int | None = None,
+    q_stages: int | None = None,
     dropout: bool = False,
     packed: bool = False,
 ) -> Menu:
     """The forward kernels that serve `variant` (constants bound) at any length, ranked by predicted time.
 
-    `tile` (query rows, key rows) and `stages` fix what the planner would choose; so do the variant's pins where the
-    call says nothing.  What is fixed is checked, never changed.  With `dropout` they drop probabilities, and come from
-    the best pipeline that can; with `packed` there is the form alone that packs heads.  Raises PlanError with the limit
-    and the nearest thing that works.  The result is memoised.
+    `tile` (query rows, key rows), `stages` (of keys) and `q_stages` (of queries: pipeline hopper) fix what the planner
+    would choose; so do the variant's pins where the call says nothing.  What is fixed is checked, never changed.  With
+    `dropout` they drop probabilities, and come from the best pipeline that can; with `packed` there is the form alone
+    that packs heads.  Raises PlanError with the limit and the nearest thing that works.  The result is memoised.
     """
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    return _menu(variant, arch, dtype, head_dim, v_head_dim, pipeline, tile, stages, dropout, packed, None)
+    return _menu(variant, arch, dtype, head_dim, v_head_dim, pipeline, tile, stages, q_stages, dropout, packed, None)
 
 
 def backward_menu(
@@ -152,7 +153,7 @@ def backward_menu(
     """
     form = Form(deterministic=deterministic, dropout=dropout, gradients=gradients)
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    return _menu(variant, arch, dtype, head_dim, v_head_dim, pipeline, tile, stages, dropout, False, form)
+    return _menu(variant, arch, dtype, head_dim, v_head_dim, pipeline, tile, stages, None, dropout, False, form)
 
 
 def pipeline_of(plan: KernelPlan) -> ModuleType:
@@ -220,6 +221,7 @@ def _menu(
     pipeline: str | None,
     tile: tuple[int, int] | None,
     stages: int | None,
+    q_stages: int | None,
     dropout: bool,
     packed: bool,
     form: Form | None,
@@ -241,10 +243,12 @@ def _menu(
         dtype=dtype,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
+        q_stages=q_stages,
         options={"form": form} if form is not None else {"dropout": True} if dropout else {},
     )
     _check_dtype(request)
     _check_head_dims(request)
+    _check_q_stages(request)
     fixed, fixed_stages = (tile or pins.tile, stages or pins.stages) if form is None else (tile, stages)
     stages_pin = _check_stages(request, fixed_stages)
     tile_pin = _check_tile(request, fixed, stages_pin) if fixed else None
@@ -310,7 +314,14 @@ class _Request:
     dtype: str
     head_dim: int
     v_head_dim: int
+    q_stages: int | None  # tiles of queries in shared memory, where that is fixed
     options: dict[str, object]  # of the pipeline's own
+
+    def candidates(self, tile: Tile | None, stages: int | None) -> Iterator:
+        """The pipeline's candidates that have what is fixed."""
+        return (
+            c for c in self.pipeline.candidates(tile, stages) if self.q_stages is None or c.q_stages == self.q_stages
+        )
 
     @property
     def others(self) -> list[ModuleType]:
@@ -368,7 +379,7 @@ def _fitting(request: _Request, tile: Tile | None, stages: int | None) -> tuple[
     """Every candidate as a plan, or rejected with the limit it passes."""
     plans, rejected = [], {}
     variant, arch, dims = request.variant, request.arch, (request.head_dim, request.v_head_dim)
-    for c in request.pipeline.candidates(tile, stages):
+    for c in request.candidates(tile, stages):
         reason = request.pipeline.refusal(c, variant, arch, *dims, **request.options)
         if reason is None:
             plans.append(request.pipeline.plan(c, variant, arch, request.dtype, *dims, **request.options))
@@ -428,10 +439,10 @@ def _measured(request: _Request) -> Menu | None:
     plans = {t: plan for t in entry.candidates if (plan := _plan_of(request, t))} if entry else {}
     if not plans:
         return None
-    # Of the forms of a tile and stages the best in the mean: a menu never has two kernels that one command asks for.
+    # Of forms that one command asks for (of other numbers of blocks, say) the best in the mean.
     named: dict[tuple, Timed] = {}
     for t in sorted(plans, key=lambda t: math.prod(t.ms)):
-        named.setdefault(_key(plans[t]), t)
+        named.setdefault((_key(plans[t]), plans[t].q_stages), t)
     plans = {t: plans[t] for t in plans if t in named.values()}
     best = [min(t.ms[j] for t in plans) for j in range(len(entry.shapes))]
     longest = max(range(len(entry.shapes)), key=lambda j: entry.shapes[j].kv_len)
@@ -442,10 +453,14 @@ def _measured(request: _Request) -> Menu | None:
             chosen.pop()
             break
     ways = [plans[t] for t in chosen]
+    slower = {_key(plan): None for plan in ways}
+    for t in sorted(plans, key=lambda t: math.prod(t.ms)):
+        if _key(plans[t]) not in slower:
+            slower[_key(plans[t])] = _slower(t, plans[t], chosen[0], ways[0])
     return Menu(
         plans=tuple(ways),
         paces=tuple(request.pipeline.paces(plan, arch) for plan in ways),
-        rejected=tuple(_slower(t, plans[t], chosen[0], ways[0]) for t in plans if t not in chosen),
+        rejected=tuple(r for r in slower.values() if r is not None),
         measured=Measured(record=entry.name, shapes=entry.shapes, ms=tuple(t.ms for t in chosen)),
     )
 
@@ -454,7 +469,7 @@ def _plan_of(request: _Request, timed: Timed) -> KernelPlan | None:
     """The plan of a measured candidate; None where the pipeline has no such candidate any more."""
     fields = dict(timed.form)
     dims = request.head_dim, request.v_head_dim
-    for c in request.pipeline.candidates(Tile(q=fields["tile"][0], kv=fields["tile"][1]), fields["stages"]):
+    for c in request.candidates(Tile(q=fields["tile"][0], kv=fields["tile"][1]), fields["stages"]):
         if records.form(asdict(c)) == timed.form:
             plan = request.pipeline.plan(c, request.variant, request.arch, request.dtype, *dims)
             return replace(plan, blocks_per_sm=timed.blocks_per_sm)
@@ -585,6 +600,23 @@ def _check_stages(request: _Request, stages: int | None) -> int | None:
     return stages
 
 
+def _check_q_stages(request: _Request) -> None:
+    asked, pipeline = request.q_stages, request.pipeline
+    if asked is None or (pipeline is hopper and asked in hopper.Q_STAGES):
+        return
+    if pipeline is hopper:
+        low, high = hopper.Q_STAGES
+        raise PlanError(
+            f"{asked} tiles of queries in shared memory for {request}: while one is worked on, one more is loaded\n"
+            f"  nearest: q_stages={min(high, max(low, asked))}"
+        )
+    able = "" if request.options else f", or pipeline {hopper.NAME!r}" * (hopper.NAME in request.arch.pipelines)
+    raise PlanError(
+        f"q_stages {asked} for {request}: blocks of pipeline {pipeline.NAME!r} load their one tile of queries once\n"
+        f"  nearest: q_stages=None{able}"
+    )
+
+
 def _too_wide(request: _Request, name: str) -> str:
     """The message for a head dim above the largest: the sums of the tiles that come closest, where those decide."""
     pipeline, arch = request.pipeline, request.arch
@@ -604,8 +636,9 @@ def _too_wide(request: _Request, name: str) -> str:
 def _does_not_fit(request: _Request, tile: Tile, stages: int | None, rejected: list[Rejected]) -> str:
     """The message for a fixed tile; the planner's own tiles always have one that fits."""
     lines = [f"tile {tile} of {request} does not fit {request.arch.name}"]
-    if stages:
-        lines[0] += f" with {stages} stages"
+    asked = (stages, "stages"), (request.q_stages, "tiles of queries")
+    if fixed := " and ".join(f"{number} {what}" for number, what in asked if number):
+        lines[0] += f" with {fixed}"
     lines += [f"  {r}" for r in sorted(rejected, key=lambda r: (r.stages, r.warps))[:3]]
     return "\n".join((*lines, f"  nearest: {_nearest_tile(request, tile, stages)}"))
 
@@ -624,5 +657,5 @@ def _nearest_tile(request: _Request, tile: Tile, stages: int | None) -> str:
     near = min(plans, key=distance)
     text = f"{near.tile} with {near.stages} stages" if stages else f"{near.tile}"
     others = [other for other in request.others if other.nearest_tile((tile.q, tile.kv)) == (tile.q, tile.kv)]
-    able = [other for other in others if _fitting(replace(request, pipeline=other), tile, stages)[0]]
+    able = [other for other in others if _fitting(replace(request, pipeline=other, q_stages=None), tile, stages)[0]]
     return text + "".join(f", or pipeline {other.NAME!r}, which takes {tile}" for other in able)

@@ -308,7 +308,8 @@ def predict(
 
 
 def _stages(plan: KernelPlan) -> str:
-    return f"{plan.stages} stage{'s' if plan.stages > 1 else ''}"
+    of_queries = f", {plan.q_stages} of queries" if plan.q_stages is not None else ""
+    return f"{plan.stages} stage{'s' if plan.stages > 1 else ''}{of_queries}"
 
 
 def _shape(plan: KernelPlan) -> str:

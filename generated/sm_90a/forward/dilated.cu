@@ -6,7 +6,7 @@
 // tile     128 queries x 128 keys, 2 stages, 4 producer warps, 8 consumer warps, q in shared memory
 // shared   q 65536 + k 65536 + v 65536 + control 1024 = 197632 bytes
 // made by  flashgen emit dilated --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x128
-//          --stages 2
+//          --stages 2 --q-stages 2
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__

@@ -6,7 +6,7 @@
 // tile     128 queries x 96 keys, 3 stages, 4 producer warps, 8 consumer warps, q in shared memory
 // shared   q 65536 + k 73728 + v 73728 + control 1024 = 214016 bytes
 // made by  flashgen emit document --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x96
-//          --stages 3
+//          --stages 3 --q-stages 2
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__

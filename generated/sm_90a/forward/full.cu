@@ -5,6 +5,7 @@
 // tile     192 queries x 80 keys, 2 stages, 4 producer warps, 12 consumer warps, q in shared memory
 // shared   q 98304 + k 40960 + v 40960 + control 1024 = 181248 bytes
 // made by  flashgen emit full --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 192x80 --stages 2
+//          --q-stages 2
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__

@@ -6,7 +6,7 @@
 // tile     192 queries x 80 keys, 3 stages, 4 producer warps, 12 consumer warps, q in shared memory
 // shared   q 98304 + k 61440 + v 61440 + control 1024 = 222208 bytes
 // made by  flashgen emit log_distance --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 192x80
-//          --stages 3
+//          --stages 3 --q-stages 2
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__

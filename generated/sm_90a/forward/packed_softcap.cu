@@ -7,7 +7,7 @@
 // tile     128 queries x 64 keys, 3 stages, 4 producer warps, 8 consumer warps, q in shared memory
 // shared   q 65536 + k 49152 + v 49152 + control 1024 = 164864 bytes
 // made by  flashgen emit packed_softcap --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x64
-//          --stages 3
+//          --stages 3 --q-stages 2
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__

@@ -3,10 +3,10 @@
 //
 // visible  k <= q && q - k < window
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     128 queries x 128 keys, 3 stages, 4 producer warps, 8 consumer warps, q in shared memory
-// shared   q 32768 + k 98304 + v 98304 + control 1024 = 230400 bytes
+// tile     128 queries x 128 keys, 2 stages, 4 producer warps, 8 consumer warps, q in shared memory
+// shared   q 32768 + k 65536 + v 65536 + control 1024 = 164864 bytes
 // made by  flashgen emit sliding_window --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x128
-//          --stages 3
+//          --stages 2 --q-stages 1
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__
@@ -241,7 +241,7 @@ enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visi
 constexpr int WARPGROUPS = 2, TILE_Q = 64 * WARPGROUPS, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
 constexpr int V_HEAD_DIM = 128;  // columns of v and o
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // of q and k, and of v and o, in a product: whole steps of 16
-constexpr int STAGES = 3, Q_STAGES = 1;  // tiles of k and of v, and of q, in shared memory
+constexpr int STAGES = 2, Q_STAGES = 1;  // tiles of k and of v, and of q, in shared memory
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
 constexpr float SLACK = 8.0f;  // power of two by which S may pass a shift: O is rescaled seldom
@@ -294,7 +294,7 @@ struct alignas(1024) Shared {
   Pipe<Q_STAGES> q_pipe[WARPGROUPS];
   Pipe<STAGES> k_pipe, v_pipe;
 };
-static_assert(sizeof(Shared) == 230400, "what the plan counted");
+static_assert(sizeof(Shared) == 164864, "what the plan counted");
 
 struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped to the problem
 
