@@ -585,20 +585,22 @@ struct Scheduler {
   Shared& shared;
   const Params& p;
 
-  // The last step sent is complete.
+  // What is known of the last step sent is complete.
   DEVICE void show() { mbarrier_arrive(shared.next_pipe.full[shared.sent % 2 ^ 1]); }
 
-  // A step is shown to the loader when it is known whether another follows.
-  DEVICE void send(int head, int tile, bool masked) {
+  // A step is shown to the loader once it is known whether another follows: at once if this one is `followed`.
+  DEVICE void send(int head, int tile, bool masked, bool followed) {
     if (threadIdx.x != 0) return;
     const Ring<2> ring = {shared.sent};
-    if (ring.passed > 0) {
-      shared.next[ring.stage() ^ 1].last = false;
+    Step& before = shared.next[ring.stage() ^ 1];
+    if (ring.passed > 0 && before.last) {
+      before.last = false;
       show();
     }
     await_empty(shared.next_pipe, ring);
-    shared.next[ring.stage()] = {head, tile, 0, masked, true};
+    shared.next[ring.stage()] = {head, tile, 0, masked, !followed};
     shared.sent = ring.passed + 1;
+    if (followed) show();
   }
 
   DEVICE void run() {
@@ -610,11 +612,11 @@ struct Scheduler {
         Judged judged = judge(tile, head, keys, p);
         for (; judged.seen != 0; judged.seen &= judged.seen - 1) {
           const int ahead = __ffs(judged.seen) - 1;
-          send(head, tile + ahead, judged.cut >> ahead & 1);
+          send(head, tile + ahead, judged.cut >> ahead & 1, (judged.seen & judged.seen - 1) != 0);
         }
       }
     if (thread_index() != 0) return;
-    if (shared.sent == 0) send(0, -1, false);
+    if (shared.sent == 0) send(0, -1, false, false);
     show();
   }
 };
@@ -942,8 +944,8 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < TILE_Q / 2; i++) {
       const int q = first.q + i / 4 * 8 + i % 2, k = first.k + i / 2 % 2 * 8;
-      if (first.k + i / 2 % 2 * 8 > shared.keys.k_last ||
-          !keep(shared.keys.b, step.head, q, k, p)) s[i] = MINUS_INFINITY;
+      const bool visible = first.k + i / 2 % 2 * 8 <= shared.keys.k_last & keep(shared.keys.b, step.head, q, k, p);
+      s[i] = visible ? s[i] : MINUS_INFINITY;
     }
   }
 

@@ -836,7 +836,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < TILE_Q / 2; i++) {
       const int q = first.q + i / 4 * 8 + i % 2, k = first.k + i / 2 % 2 * 8;
-      const bool visible = first.k + i / 2 % 2 * 8 <= shared.keys.k_last && keep(shared.keys.b, step.head, q, k, p);
+      const bool visible = first.k + i / 2 % 2 * 8 <= shared.keys.k_last & keep(shared.keys.b, step.head, q, k, p);
       const u32 kept = visible ? ~0u : i % 2 == 0 ? 0xFFFF0000u : 0xFFFFu;
       probabilities[i / 2] &= kept;
       ds[i / 2] &= kept;

@@ -508,7 +508,7 @@ struct alignas(1024) Shared {
   int doc_k[TILE_KV];
   Keys keys;
   Pipe<STAGES> pipe;  // full: of q, lse and the step; empty: of all
-  u64 d_o_full[STAGES], k_full, v_full, ds_full[2 * LATE];
+  u64 d_o_full[STAGES], k_full, v_full, ds_full[2 * LATE], looked_up[AHEAD];
 };
 static_assert(sizeof(Shared) == 167936, "what the plan counted");
 
@@ -518,32 +518,35 @@ struct Scheduler {
   Shared& shared;
   const Params& p;
 
-  // The last step sent is complete.
+  // What is known of the last step sent is complete.
   DEVICE void show() { mbarrier_arrive(shared.next_pipe.full[shared.sent % 2 ^ 1]); }
 
-  // A step is shown to the loader when it is known whether another follows.
-  DEVICE void send(int head, int tile, bool masked) {
+  // A step is shown to the loader once it is known whether another follows: at once if this one is `followed`.
+  DEVICE void send(int head, int tile, bool masked, bool followed) {
     if (threadIdx.x != 0) return;
     const Ring<2> ring = {shared.sent};
-    if (ring.passed > 0) {
-      shared.next[ring.stage() ^ 1].last = false;
+    Step& before = shared.next[ring.stage() ^ 1];
+    if (ring.passed > 0 && before.last) {
+      before.last = false;
       show();
     }
     await_empty(shared.next_pipe, ring);
-    shared.next[ring.stage()] = {head, tile, 0, masked, true};
+    shared.next[ring.stage()] = {head, tile, 0, masked, !followed};
     shared.sent = ring.passed + 1;
+    if (followed) show();
   }
 
   // What the mask reads by the queries of the tile sent, for the consumers: AHEAD is more than there are on their way.
   DEVICE void look_up(int head, int tile) {
     __syncwarp();  // there is room
-    const int room = (shared.sent - 1) % AHEAD;
-#pragma unroll 1
-    for (int i = thread_index(); i < TILE_Q; i += 32) {
-      const int q = min(tile * TILE_Q + i, p.q_len - 1);
-      shared.doc_q[room][i] = look_up_doc_q(shared.keys.b, head, q, p);
+    const u32 room = (shared.sent - 1) % AHEAD;
+#pragma unroll
+    for (int i = 0; i < TILE_Q; i += 32) {
+      const int column = i + thread_index() % 32, q = min(tile * TILE_Q + column, p.q_len - 1);
+      shared.doc_q[room][column] = look_up_doc_q(shared.keys.b, head, q, p);
     }
     __syncwarp();
+    if (threadIdx.x == 0) mbarrier_arrive(shared.looked_up[room]);
   }
 
   DEVICE void run() {
@@ -555,12 +558,12 @@ struct Scheduler {
         Judged judged = judge(tile, head, keys, p);
         for (; judged.seen != 0; judged.seen &= judged.seen - 1) {
           const int ahead = __ffs(judged.seen) - 1;
-          send(head, tile + ahead, judged.cut >> ahead & 1);
-          if (judged.cut >> ahead & 1) look_up(head, tile + ahead);
+          send(head, tile + ahead, judged.cut >> ahead & 1, (judged.seen & judged.seen - 1) != 0);
+          look_up(head, tile + ahead);
         }
       }
     if (thread_index() != 0) return;
-    if (shared.sent == 0) send(0, -1, false);
+    if (shared.sent == 0) send(0, -1, false, false);
     show();
   }
 };
@@ -830,7 +833,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < TILE_Q / 2; i++) {
       const int q = min(first.q + i / 4 * 8 + i % 2, p.q_len - 1), k = min(first.k + i / 2 % 2 * 8, shared.keys.k_last);
-      const bool visible = first.k + i / 2 % 2 * 8 <= shared.keys.k_last &&
+      const bool visible = first.k + i / 2 % 2 * 8 <= shared.keys.k_last &
           keep(shared.keys.b, step.head, q, k, looked_up(i, first, step), p);
       const u32 kept = visible ? ~0u : i % 2 == 0 ? 0xFFFF0000u : 0xFFFFu;
       probabilities[i / 2] &= kept;
@@ -909,6 +912,7 @@ struct Consumer {
     pin(dk);
     pin(ds);
     if (ring.passed > 0) release(shared.pipe, Ring<STAGES>{ring.passed - 1});
+    mbarrier_wait(shared.looked_up[ring.passed % AHEAD], ring.passed / AHEAD % 2);
     wgmma_wait_group<0>();
     pin(s);
     weigh(s, now);
@@ -998,6 +1002,7 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
     init(shared.pipe, WARPS);
     mbarrier_init(shared.k_full, 1);
     mbarrier_init(shared.v_full, 1);
+    for (int room = 0; room < AHEAD; room++) mbarrier_init(shared.looked_up[room], 1);
     for (int stage = 0; stage < STAGES; stage++) mbarrier_init(shared.d_o_full[stage], 1);
     for (int i = 0; i < 2 * LATE; i++) mbarrier_init(shared.ds_full[i], WARPS);
     fence_mbarrier_init();

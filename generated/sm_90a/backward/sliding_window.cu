@@ -839,8 +839,8 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < TILE_Q / 2; i++) {
       const int q = first.q + i / 4 * 8 + i % 2, k = first.k + i / 2 % 2 * 8;
-      if (first.k + i / 2 % 2 * 8 > shared.keys.k_last ||
-          !keep(shared.keys.b, step.head, q, k, p)) s[i] = MINUS_INFINITY;
+      const bool visible = first.k + i / 2 % 2 * 8 <= shared.keys.k_last & keep(shared.keys.b, step.head, q, k, p);
+      s[i] = visible ? s[i] : MINUS_INFINITY;
     }
   }
 
