@@ -293,8 +293,11 @@ def test_hopper_reads_ahead_what_a_query_or_a_key_selects(head_dim, tile):
 
 
 LOOKUP_MUTATIONS = {
-    "one room for lookups": replace("% AHEAD]", "% 1]"),
+    "one room for lookups": replace("ring.passed % AHEAD][column]", "0][column]"),
     "keys not looked up": replace("    look_up();\n", ""),
+    "queries not awaited": replace(
+        "    mbarrier_wait(shared.looked_up[ring.passed % AHEAD], ring.passed / AHEAD % 2);\n", ""
+    ),
     "rooms out of step": replace("(shared.sent - 1) % AHEAD", "shared.sent % AHEAD"),
 }
 
