@@ -3,8 +3,9 @@
 A block owns 128 keys, 64 a warpgroup, and visits the queries that see them, which one warp of a third warpgroup finds
 and another loads.  S and dP are computed transposed, so that P and dS are operands of dV += P^T dO and dK += dS^T Q as
 they lie in registers.  dS goes through shared memory for dQ, whose product runs one tile of queries late and is added
-up in memory: in any order, or (`deterministic`) by warps of their own, which wait until the block of the next keys that
-these queries see has added.  The warpgroups take turns: one computes P and dS while the other's products run.
+up in memory: in any order, or (`deterministic`) from the last keys to the first, when two more warps have seen that the
+block of the next keys that these queries see has added.  The warpgroups take turns: one computes P and dS while the
+other's products run.
 
 Of head dims over 128 dK and dV of 64 keys fill the registers of both warpgroups: then a block owns 64 keys, one
 warpgroup has S, P and dV, the other dP, dS and dK, and P goes from one to the other through shared memory.  Each works
@@ -72,6 +73,10 @@ OVERHEAD, LIGHT, HEAVY = 25, 4, 12
 #: as it goes: what is kept, and random numbers on their way.
 DROPOUT = 6
 
+#: For dq in one order, with 128 queries whose scores read elements as they need them: barriers of the block before and
+#: of this one.
+ORDER = 28
+
 #: For the gradient of a captured element, by what selects it (where a query does, for each stage but one): sums and
 #: addresses.  128 queries would also keep dS in float32 beside what is rounded.
 SINKS = {"": 8, "k": 8, "q": 8, "kq": 60}
@@ -81,10 +86,6 @@ BESIDE = 48
 
 #: Shared memory for barriers and messages: less than half of this, which the alignment of tiles rounds it up to.
 CONTROL = KIB
-
-#: Room for dq on its way to memory where it is added up in one order, by as many warps in turns: with one the wait for
-#: memory, 1 to 2 us, is longer than a step.
-DQ_BUFFERS = 2
 
 #: Float operations on one score: P, dS, roundings, and what moves them.
 SCORE_OPS = 8
@@ -141,8 +142,6 @@ def lacks(
 ) -> str | None:
     """Why the pipeline has no such backward, or None."""
     wide = max(head_dim, v_head_dim) > OWN_KEYS
-    if form.deterministic and wide:
-        return f"its backward adds up dq in one order at head dims up to {OWN_KEYS}"
     if form.dropout and wide:
         return f"its backward has dropout for head dims up to {OWN_KEYS}"
     if form.gradients and wide:
@@ -183,20 +182,19 @@ def turns(c: Candidate, variant: Variant) -> bool:
     return not (c.by_gradient or looks_up(variant) or (plain and c.tile.q > ROWS))
 
 
-def scores_first(c: Candidate, variant: Variant, form: Form) -> bool:
+def scores_first(c: Candidate, variant: Variant) -> bool:
     """Whether dP waits for scores and masks: what they need leaves no registers for both S and dP."""
-    return c.by_gradient or waits(c, variant, form) or has_slope(variant)
+    return c.by_gradient or waits(c, variant) or has_slope(variant)
 
 
-def waits(c: Candidate, variant: Variant, form: Form) -> bool:
+def waits(c: Candidate, variant: Variant) -> bool:
     """Whether mask or score read elements by position that no shared memory holds for them."""
-    return looks_up(variant, known=set(walk(lookups(variant))) if ahead(c, variant, form) else ())
+    return looks_up(variant, known=set(walk(lookups(variant))) if ahead(c, variant) else ())
 
 
-def ahead(c: Candidate, variant: Variant, form: Form) -> int:
-    """Tiles of queries of which shared memory holds what the mask looks up: where tiles are judged at all, and no room
-    is taken by dq in one order."""
-    item = 0 if c.by_gradient or form.deterministic else sum(n.dtype.itemsize for n in lookups(variant))
+def ahead(c: Candidate, variant: Variant) -> int:
+    """Tiles of queries of which shared memory holds what the mask looks up: where tiles are judged at all."""
+    item = 0 if c.by_gradient else sum(n.dtype.itemsize for n in lookups(variant))
     return AHEAD if 0 < item <= LOOKUP_BYTES and any(term.others for term in analyse(variant).visible) else 0
 
 
@@ -210,7 +208,7 @@ def sweeps(c: Candidate, variant: Variant, head_dim: int, form: Form) -> bool:
     return plain and not c.by_gradient and head_dim == padded(head_dim)
 
 
-def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
+def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
     """Bytes of shared memory of a block."""
     d, dv, tile = boxed(head_dim), boxed(v_head_dim), c.tile
     parts = [
@@ -227,13 +225,9 @@ def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: F
     if c.by_gradient:
         why = f"{tile.kv} keys x {tile.q} queries x {ITEM} bytes, from one warpgroup to the other"
         parts.append(Part(name="p", amount=tile.kv * tile.q * ITEM, why=why))
-    if form.deterministic:
-        columns = sum(dq_parts(c, head_dim))
-        why = f"{DQ_BUFFERS} times {ROWS} rows x {columns} columns x 4 bytes of each warpgroup, on their way to memory"
-        parts.append(Part(name="dq", amount=DQ_BUFFERS * WARPGROUPS * ROWS * columns * 4, why=why))
     rows = c.stages * tile.q * 8
     parts.append(Part(name="lse, delta", amount=rows, why=f"{c.stages} stages x {tile.q} x 2 float32"))
-    if ahead(c, variant, form):
+    if ahead(c, variant):
         sizes = [(AHEAD * tile.q if depends_on(n, "q") else tile.kv, n.dtype.itemsize) for n in lookups(variant)]
         why = f"elements that the mask reads by the queries of {AHEAD} tiles, and by keys"
         parts.append(Part(name="lookups", amount=sum(count * item for count, item in sizes), why=why))
@@ -258,7 +252,8 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, fo
     else:
         fragments = Part(name="p, dp, ds", amount=2 * scores, why="dP in float32, P and dS in 16 bits")
     of_variant, of_dropout = _variant_registers(variant), DROPOUT * ((c.stages - 1) * c.tile.q // ROWS)
-    of_dropout += DROPOUT * (variant.mask is not None and waits(c, variant, form))
+    of_dropout += DROPOUT * (variant.mask is not None and waits(c, variant))
+    of_order = ORDER * (form.deterministic and c.tile.q > ROWS and waits(c, variant))
     of_sinks = sum(_sink_registers(c, n) for name in form.gradients for n in sinks(variant, name))
     return (
         owned,
@@ -266,6 +261,7 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, fo
         Part(name="overhead", amount=OVERHEAD, why="addresses, barriers, loop state"),
         *([Part(name="variant", amount=of_variant, why="mask, score, its derivative")] if of_variant else []),
         *([Part(name="dropout", amount=of_dropout, why="what is kept, random numbers")] if form.dropout else []),
+        *([Part(name="order", amount=of_order, why="of additions to dq")] if of_order else []),
         *([Part(name="gradients", amount=of_sinks, why="of captured tensors: sums, addresses")] if of_sinks else []),
     )
 
@@ -305,7 +301,7 @@ def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_di
     """Why the candidate cannot run on `arch`, or None."""
     if c.by_gradient != (max(head_dim, v_head_dim) > OWN_KEYS):
         return f"{c.tile.kv} keys a block are for head dims {'over' if c.by_gradient else 'up to'} {OWN_KEYS}"
-    smem_bytes = sum(part.amount for part in smem(c, variant, head_dim, v_head_dim, form))
+    smem_bytes = sum(part.amount for part in smem(c, variant, head_dim, v_head_dim))
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
     parts = registers(c, variant, head_dim, v_head_dim, form)
@@ -331,7 +327,7 @@ def plan(
         ),
         q_in_registers=False,
         blocks_per_sm=1,
-        smem=smem(c, variant, head_dim, v_head_dim, form),
+        smem=smem(c, variant, head_dim, v_head_dim),
         registers=registers(c, variant, head_dim, v_head_dim, form),
         dropout=form.dropout,
         gradients=form.gradients,
@@ -341,8 +337,8 @@ def plan(
             by_gradient=c.by_gradient,
             dq_parts=dq_parts(c, head_dim),
             turns=turns(c, variant),
-            scores_first=scores_first(c, variant, form),
-            ahead=ahead(c, variant, form),
+            scores_first=scores_first(c, variant),
+            ahead=ahead(c, variant),
             sweeps=sweeps(c, variant, head_dim, form),
             row_threads=ROW_THREADS,
         ),

@@ -134,7 +134,7 @@ class SpecializedBackward:
 
     Each warpgroup owns half of the keys of a tile, dk and dv of these; or all keys, one P and dv, the other dS and dk.
     Of dq it computes 64 queries of all columns, or all queries of half of the columns.  In a deterministic plan two
-    more warps add up dq, in one order.
+    more warps see to the order in which blocks add to dq.
     """
 
     producer_registers: int  # of a thread

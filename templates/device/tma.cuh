@@ -33,17 +33,8 @@ template <int N> DEVICE void bulk_wait_group() { asm volatile("cp.async.bulk.wai
 // Shows what this thread wrote to shared memory to TMA and wgmma.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Orders what this thread does to global memory and what TMA does there.
-DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-
 // `bytes` that lie side by side, to shared memory; they count on `barrier`.
 DEVICE void bulk_load(void* shared, const void* global, u64& barrier, int bytes) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(&barrier)) : "memory");
-}
-
-// Adds floats of shared memory to those in global memory.
-DEVICE void bulk_reduce_add_f32(float* sum, const float* shared, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-               :: "l"(sum), "r"(shared_address(shared)), "r"(bytes) : "memory");
 }

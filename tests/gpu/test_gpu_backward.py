@@ -105,7 +105,7 @@ def test_deterministic(name):
     check(load_spec(name), q_len=400, kv_heads=1, deterministic=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", SPECS)
 def test_every_spec_in_one_order_of_sums(name, head_dim):
     """Several tiles of keys and of queries, heads that share keys, captured tensors without gradients of their own."""

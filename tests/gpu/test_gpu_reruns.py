@@ -24,6 +24,8 @@ SHAPES = [
     dict(q_len=777, kv_len=1000, heads=8, kv_heads=2, head_dim=64),
     dict(q_len=777, kv_len=1000, heads=8, kv_heads=2, head_dim=128, dtype="float16"),
     dict(q_len=1100, heads=16, head_dim=128),
+    dict(q_len=777, kv_len=1000, heads=8, kv_heads=2, head_dim=192, dtype="float16"),
+    dict(q_len=1100, heads=16, head_dim=256),
 ]
 
 BITS = {2: torch.int16, 4: torch.int32}

@@ -817,14 +817,16 @@ struct Consumer {
 
   DEVICE void await_ds() { mbarrier_wait(shared.ds_full[ds_ring().stage()], ds_ring().parity()); }
 
-  // This warp's part of dQ to where it is added up.
-  DEVICE void add_dq(DQ& dq) {
+  // A part of dQ, `place` floats into what this warp has of a tile, to where it is added up.
+  template <int N> DEVICE void add_dq(float (&dq)[N], int place = 0) {
     if (dq_tile < 0) return;
-    float* sum = p.dq_sum + i64(dq_tile) * (TILE_Q * DQ_SUM_COLUMNS) + (thread_index() / 32 - 4) * (16 * DQ_COLUMNS);
-    sum += thread_index() % 32 * 4;
+    const int thread = thread_index();
+    float* sum = p.dq_sum + i64(dq_tile) * (TILE_Q * DQ_SUM_COLUMNS) + (thread / 32 - 4) * (16 * DQ_COLUMNS) + place;
+    sum += thread % 32 * 4;
 #pragma unroll
-    for (int j = 0; j < DQ_COLUMNS / 8; j++) red_add_v4_f32(sum + j * 128, *(float (*)[4])&dq[4 * j]);
+    for (int j = 0; j < N / 4; j++) red_add_v4_f32(sum + j * 128, *(float (*)[4])&dq[4 * j]);
   }
+
   // Where element 0 of this thread lies.
   struct Place { int q, k; };
 

@@ -624,7 +624,7 @@ struct Consumer {
   DEVICE void await_ds() { mbarrier_wait(shared.ds_full[ds_ring().stage()], ds_ring().parity()); }
 
   // A part of dQ, `place` floats into what this warp has of a tile, to where it is added up.
-  template <int N> DEVICE void add_dq(float (&dq)[N], int place) {
+  template <int N> DEVICE void add_dq(float (&dq)[N], int place = 0) {
     if (dq_tile < 0) return;
     const int thread = thread_index();
     float* sum = p.dq_sum + i64(dq_tile) * (TILE_Q * DQ_SUM_COLUMNS) + (thread / 32 - 4) * (16 * DQ_COLUMNS) + place;
