@@ -307,8 +307,13 @@ def test_hoppers_warpgroups_take_turns_unless_they_wait_for_what_they_look_up():
         variant = load_spec(spec).bind()
         return planner.backward_menu(variant, "sm_90a", "bfloat16", head_dim, pipeline="hopper").plans[0].backward
 
-    turns = {(spec, d): layout(spec, d).turns for spec in ("full", "causal", "document") for d in (64, 128)}
-    assert [case for case, found in turns.items() if found] == [("full", 128), ("causal", 64), ("causal", 128)]
+    specs = ("full", "causal", "document", "relative_bias")
+    turns = {(spec, d): layout(spec, d).turns for spec in specs for d in (64, 128)}
+    assert [case for case, found in turns.items() if not found] == [
+        ("full", 64),
+        ("relative_bias", 64),
+        ("relative_bias", 128),
+    ]
     specs = ("causal", "document", "alibi", "softcap", "relative_bias")
     first = {spec: layout(spec, 64).scores_first for spec in specs}
     assert first == {"causal": False, "document": False, "alibi": False, "softcap": True, "relative_bias": True}

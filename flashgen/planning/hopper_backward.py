@@ -69,9 +69,10 @@ LOOKUP_BYTES = 16
 #: what is looked up by position or has another slope than 1.
 OVERHEAD, LIGHT, HEAVY = 25, 4, 12
 
-#: For dropout, for each stage but one and each 64 queries of a tile, and once more where a mask reads captured tensors
-#: as it goes: what is kept, and random numbers on their way.
-DROPOUT = 6
+#: For dropout, for each stage but one and each 64 queries of a tile, and once more where a mask (with dq in one order a
+#: score too) reads captured tensors as it goes: what is kept, and random numbers on their way.  Where a score does, 128
+#: queries take more beside that: what it reads is on its way (relative_bias at head_dim 48 spilled 5 registers).
+DROPOUT, DROPOUT_READ = 6, 16
 
 #: For dq in one order, with 128 queries whose scores read elements as they need them: barriers of the block before and
 #: of this one.
@@ -175,11 +176,11 @@ def dq_parts(c: Candidate, head_dim: int) -> tuple[int, ...]:
 def turns(c: Candidate, variant: Variant) -> bool:
     """Whether the warpgroups take turns at P and dS.
 
-    On an H200 that brings 2 to 3% under a mask and with scores, and costs 2% with 128 queries and neither; where
-    both look up elements by position they had better do it at once (a document mask is 28% slower in turns).
+    On an H200 that brings 1 to 3% under a mask and with scores, and costs 2% with 128 queries and neither; where
+    both read elements by position from global memory they had better do it at once.
     """
     plain = variant.mask is None and variant.score_node is None
-    return not (c.by_gradient or looks_up(variant) or (plain and c.tile.q > ROWS))
+    return not (c.by_gradient or waits(c, variant) or (plain and c.tile.q > ROWS))
 
 
 def scores_first(c: Candidate, variant: Variant) -> bool:
@@ -252,7 +253,8 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, fo
     else:
         fragments = Part(name="p, dp, ds", amount=2 * scores, why="dP in float32, P and dS in 16 bits")
     of_variant, of_dropout = _variant_registers(variant), DROPOUT * ((c.stages - 1) * c.tile.q // ROWS)
-    of_dropout += DROPOUT * (variant.mask is not None and waits(c, variant))
+    of_dropout += DROPOUT * (waits(c, variant) and (variant.mask is not None or form.deterministic))
+    of_dropout += DROPOUT_READ * (c.tile.q > ROWS and _score_reads(variant))
     of_order = ORDER * (form.deterministic and c.tile.q > ROWS and waits(c, variant))
     of_sinks = sum(_sink_registers(c, n) for name in form.gradients for n in sinks(variant, name))
     return (
@@ -270,6 +272,12 @@ def _sink_registers(c: Candidate, element: Node) -> int:
     selected = "".join(sorted(positions_of(element) & {"q", "k"}))
     kept = c.tile.q // 2 if c.tile.q > ROWS else 0
     return SINKS[selected] * (c.stages - 1 if "q" in selected else 1) + kept
+
+
+def _score_reads(variant: Variant) -> bool:
+    """Whether the score reads captured tensors by the query or the key."""
+    nodes = walk([variant.score_node] if variant.score_node is not None else [])
+    return any(n.op == "load" and positions_of(n) & {"q", "k"} for n in nodes)
 
 
 def _variant_registers(variant: Variant) -> int:

@@ -147,6 +147,15 @@ template <int REGISTERS> DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
 
+// ---------------------------------------------------------------- named barriers: 16 a block, 0 is __syncthreads
+DEVICE void bar_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
+DEVICE void bar_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
 // Orders the registers and shared memory that this thread wrote before the products that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -883,6 +892,11 @@ struct Consumer {
     if (thread_index() % 32 == 0) mbarrier_arrive(shared.ds_full[to.stage()]);
   }
 
+  // One warpgroup computes P and dS while the other's products run: a tenth faster on an H200 than as they come.
+  DEVICE void take_turn() { bar_sync(1 + warpgroup, 256); }
+
+  DEVICE void pass_turn() { bar_arrive(2 - warpgroup, 256); }
+
   // One tile of queries; true if it is the last.  dQ is of the tile before, whose dS both warpgroups have written; it
   // leaves under dV and dK of this one, and dK is complete in the next step.
   DEVICE bool step() {
@@ -900,11 +914,13 @@ struct Consumer {
     issue_dp(dp);
     wgmma_wait_group<1>();
     pin(s);
+    take_turn();
     if (now.masked) apply_mask(s, now);
     exponentiate(s);
     wgmma_wait_group<0>();
     pin(dp);
     differentiate(s, dp);
+    pass_turn();
     await_ds();
     share_ds();
     issue_dq(dq);
@@ -952,9 +968,11 @@ struct Consumer {
     await_full(shared.pipe, ring);
     if (shared.step[0].tile >= 0) {
       mbarrier_wait(shared.k_full, 0);
+      if (warpgroup == 1) pass_turn();
       bool last = false;
 #pragma unroll 1
       while (!last) last = step();
+      if (warpgroup == 0) take_turn();
       wgmma_wait_group<0>();
       pin(dk);
       await_ds();
