@@ -20,6 +20,13 @@ from flashgen.runtime.ptx import errors
 SHAPE = {"q_len": 150, "kv_len": 250, "heads": 2, "kv_heads": 1, "q_stages": 2}
 
 
+#: Two tiles of queries of three warpgroups by seven of keys: some of them whole under a mask.
+CLIMB = {"q_len": 256, "kv_len": 440, "heads": 2, "kv_heads": 1, "q_stages": 2, "tile": (192, 64)}
+
+#: float16 looks at the maxima of no tile but the first and those that a mask hides some of.
+without_watch = replace("constexpr int WATCHED = 6", "constexpr int WATCHED = 1")
+
+
 def climbing(w, factor):
     """The same work with keys that grow towards the first, which is visited last: scores jump from tile to tile."""
     q, k, v = w.qkv
@@ -27,21 +34,75 @@ def climbing(w, factor):
     return dataclasses.replace(w, qkv=(q, (k.double() * growth).to(k.dtype), v))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def counted(result, opcode):
+    """Instructions of a run whose name starts like this."""
+    return sum(count for name, count in result.report.instructions.items() if name.startswith(opcode))
+
+
+@pytest.mark.parametrize("spec", ["full", "causal"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "factor", "again"),
+    [
+        ("bfloat16", 64, 2, False),  # its range is that of float32
+        ("bfloat16", 64, 40, True),
+        ("bfloat16", 128, 40, True),
+        ("float16", 96, 8, False),  # P follows in registers, but for what is infinite
+        ("float16", 96, 80, True),
+    ],
+)
+def test_scores_that_jump_move_the_offsets(spec, dtype, head_dim, factor, again):
+    w = climbing(work(spec, "hopper", dtype=dtype, head_dim=head_dim, **CLIMB), factor)
+    assert w.plan.specialized.guard
+    result = w.run(without_watch if dtype == "float16" else None)
+    assert w.wrong(result) == ()
+    # S is computed once more by the warps that need it.
+    assert (counted(result, "mma.") > 0) == again
+
+
 @pytest.mark.parametrize("factor", [1, 8, 40])
-def test_scores_that_jump_move_the_offsets(dtype, factor):
-    w = climbing(work("full", "hopper", dtype=dtype, **SHAPE), factor)
-    assert w.plan.specialized.guarded
+def test_short_float16_has_less_room(factor):
+    w = climbing(work("full", "hopper", dtype="float16", **SHAPE), factor)
+    assert w.plan.specialized.guard.most == 64
     result = w.run()
     assert w.wrong(result) == ()
-    again = sum(count for opcode, count in result.report.instructions.items() if opcode.startswith("mma."))
-    # S is computed once more by the warps that need it; float16 has less room.
-    assert (again > 0) == (factor > 1 or dtype == "float16")
+    assert counted(result, "mma.") > 0
+
+
+@pytest.mark.parametrize(
+    "edit", ["      rescale();\n      settle();\n    }\n    release", "    multiply_rows(s, factor);\n"]
+)
+def test_what_follows_large_probabilities_of_float16(edit):
+    """O and the sums where S is computed again; P where it follows itself."""
+    w = climbing(work("full", "hopper", dtype="float16", head_dim=96, **CLIMB), 80 if "release" in edit else 8)
+    kept = "      settle();\n    }\n    release" if "release" in edit else ""
+    broken = replace(edit, kept)
+    assert w.wrong(w.run(lambda source: broken(without_watch(source))))
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 64), ("float16", 128)])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(256, 440), (440, 256), (300, 300)])
+def test_a_window_hides_whole_tiles_of_some_rows(dtype, head_dim, q_len, kv_len):
+    shape = {**CLIMB, "q_len": q_len, "kv_len": kv_len}
+    w = work("sliding_window", "hopper", dtype=dtype, head_dim=head_dim, **shape)
+    w = climbing(dataclasses.replace(w, case=dataclasses.replace(w.case, params={"window": 230})), 8)
+    assert w.plan.specialized.guard
+    assert w.wrong(w.run(without_watch if dtype == "float16" else None)) == ()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_query_that_is_no_number_ends(dtype):
+    w = work("causal", "hopper", dtype=dtype, head_dim=96, **CLIMB)
+    q, k, v = (x.clone() for x in w.qkv)
+    q[:, :, 7] = torch.nan
+    result = dataclasses.replace(w, qkv=(q, k, v)).run()
+    assert np.isnan(result.o[:, :, 7]).all()
+    rest = np.delete(np.arange(q.shape[2]), 7)
+    assert np.array_equal(result.o[:, :, rest], w.run().o[:, :, rest])
 
 
 def test_without_the_guard_scores_that_jump_overflow():
     w = climbing(work("full", "hopper", dtype="float16", **SHAPE), 40)
-    result = w.run(replace("SUM_LIMIT = 64.0f", "SUM_LIMIT = 1e38f"))
+    result = w.run(replace("constexpr float SUM_LIMIT = 64.0f", "constexpr float SUM_LIMIT = 1e38f"))
     assert w.wrong(result)
 
 
@@ -50,9 +111,15 @@ def test_the_guard_needs_the_offsets_to_follow():
     assert w.wrong(w.run(replace("      rescale();\n", "")))
 
 
-def test_masks_and_scores_keep_their_maxima():
-    for spec in ("causal", "alibi", "softcap"):
-        assert not work(spec, "hopper").plan.specialized.guarded
+def test_what_keeps_its_maxima():
+    """Scores, masks that are no band, wide heads, of float16 short ones under a mask, and tiles for few keys."""
+    for spec in ("alibi", "softcap", "document", "sink_window"):
+        assert work(spec, "hopper").plan.specialized.guard is None
+    assert work("causal", "hopper", head_dim=136).plan.specialized.guard is None
+    assert work("causal", "hopper", dtype="float16").plan.specialized.guard is None
+    assert work("causal", "hopper", head_dim=96).plan.specialized.guard is None
+    assert work("causal", "hopper", head_dim=112).plan.specialized.guard
+    assert work("causal", "hopper", tile=(192, 64), q_stages=2).plan.specialized.guard
 
 
 @pytest.mark.parametrize(("cap", "near"), [(30.0, True), (0.5, False)])
@@ -84,7 +151,7 @@ TURNS = {
 
 
 def three_warpgroups():
-    return work("causal_bottom_right", "hopper", tile=(192, 64), q_len=200, kv_len=230, q_stages=2)
+    return work("alibi", "hopper", tile=(192, 64), q_len=200, kv_len=230, q_stages=2)
 
 
 def test_three_warpgroups_take_turns():

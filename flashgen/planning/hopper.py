@@ -16,7 +16,7 @@ from flashgen.lang.expr import Node, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.ampere import SOFTMAX_OPS, score_ops
 from flashgen.planning.arch import KIB, Arch, find
-from flashgen.planning.plan import ITEM, KernelPlan, Part, Role, Specialized, Tile, decided, staged
+from flashgen.planning.plan import ITEM, Guard, KernelPlan, Part, Role, Specialized, Tile, decided, staged
 from flashgen.planning.problem import Problem
 
 NAME = "hopper"
@@ -53,9 +53,9 @@ EXAMPLES = ((128, 128), (128, 64), (128, 32))
 FREE_TILE_KV = (128, 112, 96, 80, 64, 48, 32, 16)
 FREE_STAGES = (3, 2)
 
-#: Registers of a consumer's thread beside fragments: softmax, addresses, barriers; and one more for every so many
-#: columns of q and k, whose descriptors are kept.
-OVERHEAD, DESCRIPTOR_COLUMNS = 21, 12
+#: Registers of a consumer's thread beside fragments: softmax, addresses, barriers; two more where a tile in the loop
+#: needs its maxima; and one more for every so many columns of q and k, whose descriptors are kept.
+OVERHEAD, MAXIMA_REGISTERS, DESCRIPTOR_COLUMNS = 19, 2, 12
 
 #: Registers that a score function needs beside S; those of a captured element and its address, and of finding them.
 SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
@@ -77,12 +77,32 @@ JUDGE_REGISTERS = 56
 CONTROL = KIB
 
 #: Up to so many columns a product is short: the softmax of a warpgroup must run under the products of two others, which
-#: take turns to issue them; or, without a mask and a score, it does without maxima.  Wider ones need no turns.
+#: take turns to issue them, unless it does without maxima.  Wider ones need no turns.
 SHORT_COLUMNS = 64
 
-#: What P of one tile may add up to in a lane before the offsets must move: bfloat16 has room, while float16 shows what
-#: P of a key that outweighs all others loses where it is no power of two (KernelPlan.offset_slack).
-SUM_LIMITS = {"float16": 64.0, "bfloat16": 32768.0}
+#: Up to so many columns the softmax does without maxima of tiles that no mask and no score function touches.  Of an
+#: H200, 8,192 keys: 1.02 to 1.06 of the speed with them at head_dim 64, 96 and 128; at 192 and 256, whose products take
+#: longer, 0.97 to 1.00, and tiles that fill registers spill.
+GUARDED_COLUMNS = 128
+
+#: Up to so many columns three warpgroups serve long sequences, and two serve short ones under a mask.  These keep their
+#: maxima: without them K and V are held longer, which few tiles feel (0.97 at head_dim 64, causal, 512 keys; of long
+#: sequences 1.04).
+THREE_COLUMNS = 96
+
+#: What P may then add up to.  bfloat16 has the range of float32.  float16 has not, and shows what P of a key that
+#: outweighs all others loses where it is no power of two (KernelPlan.offset_slack): P may pass 2 where each lane of its
+#: row has added up twice as much.  The first tiles of a schedule bring that about; they move offsets often, so their
+#: maxima are found.  On inputs with outliers the RMS error is 1.009 to 1.010 of FlashAttention-2's, and with a share of
+#: 0.75 it is 1.013.
+GUARDS = {
+    "float16": Guard(least=2.0, share=0.5, most=2.0**15, watched=6),
+    "bfloat16": Guard(least=2.0**32, share=0.0, most=2.0**32, watched=1),
+}
+
+#: That of float16 without a mask up to SHORT_COLUMNS, where tiles whose maxima are found cost more than rounding shows;
+#: with a mask there is none (0.97 of the speed with maxima).
+SHORT_GUARD = Guard(least=64.0, share=0.0, most=64.0, watched=1)
 
 #: Three warpgroups with wider columns hold so few keys that two are faster (FlashAttention-3 divides its rows like that
 #: too): what to multiply their time by.
@@ -165,14 +185,16 @@ def smem(c: Candidate, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
 
 def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
     """32-bit registers of a consumer's thread: S of one tile is on its way while P of the one before is multiplied."""
-    dv = padded(v_head_dim)
+    dv, maxima = padded(v_head_dim), MAXIMA_REGISTERS
+    if variant.mask is None and variant.score_node is None and max(head_dim, v_head_dim) <= GUARDED_COLUMNS:
+        maxima = 0
     parts = [
         Part(name="o", amount=dv // 2, why=f"{ROWS} x {dv} float32 over 128 threads"),
         Part(name="s", amount=c.tile.kv // 2, why=f"{ROWS} x {c.tile.kv} float32 over 128 threads"),
         Part(name="p", amount=c.tile.kv // 4, why=f"{ROWS} x {c.tile.kv} in 16 bits over 128 threads"),
         Part(
             name="overhead",
-            amount=OVERHEAD + padded(head_dim) // DESCRIPTOR_COLUMNS,
+            amount=OVERHEAD + maxima + padded(head_dim) // DESCRIPTOR_COLUMNS,
             why="softmax, addresses, loop state, descriptors",
         ),
     ]
@@ -230,8 +252,9 @@ def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, 
     """The plan of a candidate that fits."""
     producer, consumer = division(c.warpgroups, variant, arch)
     short = max(head_dim, v_head_dim) <= SHORT_COLUMNS
-    guarded = short and variant.mask is None and variant.score_node is None
     roomy = _roomy(c, variant, arch, head_dim, v_head_dim)
+    apart = roomy and _band(variant)
+    guard = _guard(c, variant, dtype, max(head_dim, v_head_dim), apart)
     return decided(
         *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim), padded(v_head_dim))),
         pass_name="forward",
@@ -249,11 +272,10 @@ def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, 
             producer_registers=producer,
             consumer_registers=consumer,
             q_stages=c.q_stages,
-            ping_pong=short and c.warpgroups > 2 and not guarded,
-            guarded=guarded,
+            ping_pong=short and c.warpgroups > 2 and guard is None,
+            guard=guard,
             roomy=roomy,
-            apart=roomy and _band(variant),
-            sum_limit=SUM_LIMITS[dtype],
+            apart=apart,
             staged=c.q_stages > 1,
             dynamic=variant.mask is not None,
             packed=False,
@@ -352,6 +374,17 @@ def _roomy(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim
     """Whether registers are left for a score function that is emitted twice."""
     needed = sum(part.amount for part in registers(c, variant, head_dim, v_head_dim))
     return variant.score_node is None or needed + ROOM <= division(c.warpgroups, variant, arch)[1]
+
+
+def _guard(c: Candidate, variant: Variant, dtype: str, columns: int, apart: bool) -> Guard | None:
+    """What watches over a softmax without maxima, where that is faster."""
+    if columns > GUARDED_COLUMNS or variant.score_node is not None or (variant.mask is not None and not apart):
+        return None
+    if dtype == "float16" and columns <= SHORT_COLUMNS:
+        return SHORT_GUARD if variant.mask is None else None
+    if variant.mask is not None and c.warpgroups == 2 and columns <= THREE_COLUMNS:
+        return None
+    return GUARDS[dtype]
 
 
 def _band(variant: Variant) -> bool:

@@ -195,7 +195,7 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     keys take the packed form.
     """
     plan = _of_single_heads(menu, problem, sms)
-    if menu.packed is None or problem.group == 1 or problem.empty:
+    if menu.packed is None or menu.packed.pack(problem.group) == 1 or problem.empty:
         return plan
     gain = hopper.packing_gain(menu.packed, plan, problem, sms)
     return menu.packed if gain >= PACKING_GAIN else plan

@@ -2,10 +2,10 @@
 // Full attention: every query sees every key.
 //
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     192 queries x 80 keys, 2 stages, 4 producer warps, 12 consumer warps, q in shared memory
-// shared   q 98304 + k 40960 + v 40960 + control 1024 = 181248 bytes
-// made by  flashgen emit full --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 192x80 --stages 2
-//          --q-stages 2
+// tile     128 queries x 128 keys, 2 stages, 4 producer warps, 8 consumer warps, q in shared memory
+// shared   q 65536 + k 65536 + v 65536 + control 1024 = 197632 bytes
+// made by  flashgen emit full --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x128
+//          --stages 2 --q-stages 2
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__
@@ -35,6 +35,20 @@ DEVICE u32 cvt_bf16x2(float low, float high) {
 
 // ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+DEVICE void ldmatrix_x4(u32 (&r)[4], u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
+}
+
+// ---------------------------------------------------------------- mma: d (16 x 8, float32) += a (16 x 16) b (16 x 8)
+// Lane l holds d[0], d[1] of row l / 4, columns 2 (l % 4) and one further; d[2], d[3] of the row eight below.
+DEVICE void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 
 // ---------------------------------------------------------------- online softmax, in base 2
 // The largest value over the four lanes that share a row.
@@ -200,18 +214,23 @@ struct RowState { float shift[2], sum[2]; };
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
 DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}}; }
 
+// The highest of row r over the four lanes that share it.
+template <int N> DEVICE float row_max(const float (&s)[N], int r) {
+  float even = s[2 * r], odd = s[2 * r + 1];
+#pragma unroll
+  for (int i = 2 * r + 4; i < N; i += 4) {
+    even = fmaxf(even, s[i]);
+    odd = fmaxf(odd, s[i + 1]);
+  }
+  return quad_max(fmaxf(even, odd));
+}
+
 // The shifts follow the highest of scale * S where these are more than `slack` above: true if one of this lane's did.
 template <int N> DEVICE bool follow(float (&shift)[2], const float (&s)[N], float scale, float slack) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float even = s[2 * r], odd = s[2 * r + 1];
-#pragma unroll
-    for (int i = 2 * r + 4; i < N; i += 4) {
-      even = fmaxf(even, s[i]);
-      odd = fmaxf(odd, s[i + 1]);
-    }
-    const float highest = quad_max(fmaxf(even, odd));
+    const float highest = row_max(s, r);
     moves[r] = fmaf(highest, scale, -shift[r]) > slack;
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
     if (moves[r]) shift[r] = fmaf(highest, scale, 0.f);
@@ -248,15 +267,16 @@ DEVICE void stmatrix_x4(void* row, u32 left, u32 left_below, u32 right, u32 righ
 }
 
 // ---------------------------------------------------------------- plan
-constexpr int WARPGROUPS = 3, TILE_Q = 64 * WARPGROUPS, TILE_KV = 80;  // rows of q and o, and of k and v, in a tile
+constexpr int WARPGROUPS = 2, TILE_Q = 64 * WARPGROUPS, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
 constexpr int V_HEAD_DIM = 128;  // columns of v and o
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // of q and k, and of v and o, in a product: whole steps of 16
 constexpr int STAGES = 2, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
+constexpr float SUM_LIMIT = 4294967296.0f;  // of P of a tile in one lane, without a look at maxima
 constexpr int O_BARRIER = 4;  // named barriers of the warpgroups
 constexpr float SLACK = 8.0f;  // power of two by which S may pass a shift: O is rescaled seldom
-constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
 typedef u16 bf16;
 
@@ -300,7 +320,7 @@ struct alignas(1024) Shared {
   u64 o_full[Q_STAGES][WARPGROUPS];
   Pipe<STAGES> k_pipe, v_pipe;
 };
-static_assert(sizeof(Shared) == 181248, "what the plan counted");
+static_assert(sizeof(Shared) == 197632, "what the plan counted");
 
 // ---------------------------------------------------------------- scheduler: one warp that hands out tiles
 DEVICE Work locate(int index, const Params& p) {
@@ -434,36 +454,44 @@ struct Storer {
 
 // ---------------------------------------------------------------- consumers: a warpgroup owns 64 rows of the tile
 // s = q k^T over the first 16 columns: what s held is not read.
-DEVICE void wgmma_qk_first(float (&d)[40], u64 a, u64 b) {
+DEVICE void wgmma_qk_first(float (&d)[64], u64 a, u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39"
-      "}, %40, %41, p, 1, 1, 0, 0;\n}"
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 0;\n}"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
         "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
         "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]),
         "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]),
-        "=f"(d[32]), "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39])
+        "=f"(d[32]), "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39]),
+        "=f"(d[40]), "=f"(d[41]), "=f"(d[42]), "=f"(d[43]), "=f"(d[44]), "=f"(d[45]), "=f"(d[46]), "=f"(d[47]),
+        "=f"(d[48]), "=f"(d[49]), "=f"(d[50]), "=f"(d[51]), "=f"(d[52]), "=f"(d[53]), "=f"(d[54]), "=f"(d[55]),
+        "=f"(d[56]), "=f"(d[57]), "=f"(d[58]), "=f"(d[59]), "=f"(d[60]), "=f"(d[61]), "=f"(d[62]), "=f"(d[63])
       : "l"(a), "l"(b));
 }
 
 // s += q k^T over 16 columns.
-DEVICE void wgmma_qk(float (&d)[40], u64 a, u64 b) {
+DEVICE void wgmma_qk(float (&d)[64], u64 a, u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39"
-      "}, %40, %41, p, 1, 1, 0, 0;\n}"
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 0;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
         "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(a), "l"(b));
 }
 
@@ -559,11 +587,14 @@ struct Consumer {
     wgmma_commit_group();
   }
 
-  // S of this K tile, and O of the tile before it, under which the softmax of S will run.
+  // S of this K tile, and O of the tile before it, under which the softmax of S will run: both on their way.
   DEVICE void issue_products(S& s) {
     await_full(shared.k_pipe, k_ring);
     issue_qk(s);
     issue_pv();
+  }
+
+  DEVICE void await_scores(S& s) {
     wgmma_wait_group<1>();
     pin(s);
   }
@@ -617,6 +648,52 @@ struct Consumer {
     exponentiate(s, scale, state.shift, added);
   }
 
+  // What O and the sums are scaled by is what the shifts say.
+  DEVICE void settle() {
+    before[0] = state.shift[0];
+    before[1] = state.shift[1];
+  }
+
+  // S = Q K^T once more, by this warp alone.
+  DEVICE void recompute(S& s) {
+    const int lane = threadIdx.x % 32, q_row = threadIdx.x / 32 % 4 * 16 + lane % 16, k_row = lane / 16 * 8 + lane % 8;
+    auto& q = shared.room[q_ring.stage()][warpgroup].q;
+    auto& k = shared.k[k_ring.stage()];
+#pragma unroll
+    for (int i = 0; i < TILE_KV / 2; i++) s[i] = 0.f;
+#pragma unroll 1
+    for (int d = 0; d < QK_COLUMNS; d += 16) {
+      const int chunk = d % 64 / 8;
+      u32 a[4], b[4];
+      ldmatrix_x4(a, shared_address(&q[d / 64][q_row][((chunk + lane / 16) ^ q_row % 8) * 8]));
+#pragma unroll
+      for (int n = 0; n < TILE_KV; n += 16) {
+        ldmatrix_x4(b, shared_address(&k[d / 64][n + k_row][((chunk + lane / 8 % 2) ^ k_row % 8) * 8]));
+        mma_m16n8k16_bf16(*(float (*)[4])&s[n / 2], a, b[0], b[1]);
+        mma_m16n8k16_bf16(*(float (*)[4])&s[n / 2 + 4], a, b[2], b[3]);
+      }
+    }
+  }
+
+  DEVICE bool fits() { return __all_sync(~0u, fmaxf(added[0], added[1]) < SUM_LIMIT); }
+
+  // S becomes P, without a look at its maxima: the shifts stay what they are while the sums show that P fits its type.
+  DEVICE void softmax_unwatched(S& s) {
+    for (bool again = false;; again = true) {
+      // The same as state.shift here; registers of their own are read once for many exponents (4% of head_dim 64).
+      exponentiate(s, scale, before, added);
+      if (again || fits()) break;
+      wgmma_wait_group<0>();
+      pin(o);
+      recompute(s);
+      follow_scores(s);
+      rescale();
+      settle();
+    }
+    release(shared.k_pipe, k_ring);
+    k_ring.passed++;
+  }
+
   // The layout of an accumulator is that of an A operand.
   DEVICE void round(const S& s) {
 #pragma unroll
@@ -624,8 +701,8 @@ struct Consumer {
   }
 
   // S becomes P, and P what the next product takes, when that of the tile before has come.
-  DEVICE void weigh(S& s) {
-    softmax(s);
+  DEVICE void weigh_unwatched(S& s) {
+    softmax_unwatched(s);
     await_pv();
     round(s);
   }
@@ -637,6 +714,7 @@ struct Consumer {
     state = nothing_seen();
     softmax(s);
     accumulate();
+    settle();
   }
 
   DEVICE void run() {
@@ -659,8 +737,8 @@ struct Consumer {
       for (int tile = (p.kv_len - 1) / TILE_KV - 1; tile >= 0; tile--) {
         S s;
         issue_products(s);
-        weigh(s);
-        if (moved) rescale();
+        await_scores(s);
+        weigh_unwatched(s);
         accumulate();
       }
       q_ring.passed++;
@@ -673,6 +751,7 @@ struct Consumer {
         S s;
         await_full(shared.q_pipe[warpgroup], q_ring);
         issue_products(s);
+        await_scores(s);
         begin(s, next);
         await_pv();
         round(s);

@@ -5,9 +5,9 @@
 // plan     hopper on sm_90a, bfloat16, head_dim 128
 // tile     128 rows (queries of all heads that share keys) x 128 keys, 2 stages, 4 producer warps, 8 consumer warps, q
 //          in shared memory
-// shared   q 32768 + k 65536 + v 65536 + control 1024 = 164864 bytes
+// shared   q 65536 + k 65536 + v 65536 + control 1024 = 197632 bytes
 // made by  flashgen emit causal_bottom_right --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128
-//          --tile 128x128 --stages 2 --q-stages 1 --packed
+//          --tile 128x128 --stages 2 --q-stages 2 --packed
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__
@@ -37,6 +37,20 @@ DEVICE u32 cvt_bf16x2(float low, float high) {
 
 // ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+DEVICE void ldmatrix_x4(u32 (&r)[4], u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
+}
+
+// ---------------------------------------------------------------- mma: d (16 x 8, float32) += a (16 x 16) b (16 x 8)
+// Lane l holds d[0], d[1] of row l / 4, columns 2 (l % 4) and one further; d[2], d[3] of the row eight below.
+DEVICE void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 
 // ---------------------------------------------------------------- online softmax, in base 2
 // The largest value over the four lanes that share a row.
@@ -125,6 +139,25 @@ DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0
                   "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
+// A box of shared memory to these coordinates of a tensor; what lies outside the tensor is not written.
+DEVICE void tma_store_4d(const TensorMap& map, const void* shared, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+               :: "l"(&map), "r"(shared_address(shared)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until at most N of this thread's groups have yet to read shared memory.
+template <int N> DEVICE void bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(N) : "memory");
+}
+
+// Waits until at most N of this thread's groups are on their way.
+template <int N> DEVICE void bulk_wait_group() { asm volatile("cp.async.bulk.wait_group %0;" :: "n"(N) : "memory"); }
+
+// Shows what this thread wrote to shared memory to TMA and wgmma.
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // ---------------------------------------------------------------- setmaxnreg: registers change hands
 template <int REGISTERS> DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
@@ -132,6 +165,11 @@ template <int REGISTERS> DEVICE void setmaxnreg_inc() {
 
 template <int REGISTERS> DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+
+// ---------------------------------------------------------------- named barriers: 16 a block, 0 is __syncthreads
+DEVICE void bar_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
@@ -178,18 +216,23 @@ struct RowState { float shift[2], sum[2]; };
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
 DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}}; }
 
+// The highest of row r over the four lanes that share it.
+template <int N> DEVICE float row_max(const float (&s)[N], int r) {
+  float even = s[2 * r], odd = s[2 * r + 1];
+#pragma unroll
+  for (int i = 2 * r + 4; i < N; i += 4) {
+    even = fmaxf(even, s[i]);
+    odd = fmaxf(odd, s[i + 1]);
+  }
+  return quad_max(fmaxf(even, odd));
+}
+
 // The shifts follow the highest of scale * S where these are more than `slack` above: true if one of this lane's did.
 template <int N> DEVICE bool follow(float (&shift)[2], const float (&s)[N], float scale, float slack) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float even = s[2 * r], odd = s[2 * r + 1];
-#pragma unroll
-    for (int i = 2 * r + 4; i < N; i += 4) {
-      even = fmaxf(even, s[i]);
-      odd = fmaxf(odd, s[i + 1]);
-    }
-    const float highest = quad_max(fmaxf(even, odd));
+    const float highest = row_max(s, r);
     moves[r] = fmaf(highest, scale, -shift[r]) > slack;
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
     if (moves[r]) shift[r] = fmaf(highest, scale, 0.f);
@@ -219,20 +262,10 @@ template <int N> DEVICE void multiply_rows(float (&o)[N], const float (&factor)[
 }
 
 // ---------------------------------------------------------------- from the registers of wgmma to rows
-// Lane i of four gets word i of each of them, in their order.
-DEVICE void transpose_quad(u32 (&word)[4]) {
-#pragma unroll
-  for (int distance = 1; distance < 4; distance *= 2) {
-    const bool upper = threadIdx.x & distance;
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      if ((j & distance) == 0) {
-        u32 &low = word[j], &high = word[j + distance];
-        const u32 other = __shfl_xor_sync(~0u, upper ? low : high, distance);
-        if (upper) low = other;
-        else high = other;
-      }
-  }
+// Four 8 x 8 blocks, two side by side above two: lane l gives the row l % 16 of the left (l < 16) or right blocks.
+DEVICE void stmatrix_x4(void* row, u32 left, u32 left_below, u32 right, u32 right_below) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(shared_address(row)), "r"(left), "r"(left_below), "r"(right), "r"(right_below) : "memory");
 }
 
 // ---------------------------------------------------------------- what a tile lets an expression be
@@ -242,9 +275,11 @@ enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visi
 constexpr int WARPGROUPS = 2, TILE_Q = 64 * WARPGROUPS, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
 constexpr int V_HEAD_DIM = 128;  // columns of v and o
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // of q and k, and of v and o, in a product: whole steps of 16
-constexpr int STAGES = 2, Q_STAGES = 1;  // tiles of k and of v, and of q, in shared memory
+constexpr int STAGES = 2, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
+constexpr float SUM_LIMIT = 4294967296.0f;  // of P of a tile in one lane, without a look at maxima
+constexpr int O_BARRIER = 4;  // named barriers of the warpgroups
 constexpr float SLACK = 8.0f;  // power of two by which S may pass a shift: O is rescaled seldom
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
@@ -277,7 +312,9 @@ typedef bf16 KTile[(QK_COLUMNS + 63) / 64][TILE_KV][64];
 
 typedef bf16 VTile[(V_COLUMNS + 63) / 64][TILE_KV][64];
 
-struct Room { QTile q; };
+typedef bf16 OTile[(V_COLUMNS + 63) / 64][64][64];
+
+union Room { QTile q; OTile o; };  // o after the last product with q
 
 // Row r of a tile is query r >> p.pack_log2 of head h + r % (1 << p.pack_log2): heads that share keys read them once.
 // A tile of queries, and whether they see any key; q_tile < 0: there is none left.
@@ -295,9 +332,10 @@ struct alignas(1024) Shared {
   Pipe<2> next_pipe;
   Pipe<WORK_STAGES> work_pipe;
   Pipe<Q_STAGES> q_pipe[WARPGROUPS];
+  u64 o_full[Q_STAGES][WARPGROUPS];
   Pipe<STAGES> k_pipe, v_pipe;
 };
-static_assert(sizeof(Shared) == 164864, "what the plan counted");
+static_assert(sizeof(Shared) == 197632, "what the plan counted");
 
 struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped to the problem
 
@@ -478,6 +516,40 @@ struct Loader {
   }
 };
 
+// ---------------------------------------------------------------- storer: one thread that copies tiles of O to memory
+struct Storer {
+  Shared& shared;
+  const TensorMap& map_o;
+  const Params& p;
+  Ring<WORK_STAGES> work_ring = {};
+  Ring<Q_STAGES> o_ring = {};
+
+  DEVICE void run() {
+    while (true) {
+      await_full(shared.work_pipe, work_ring);
+      const Work work = shared.work[work_ring.stage()];
+      release(shared.work_pipe, work_ring);
+      work_ring.passed++;
+      if (work.q_tile < 0) break;
+      if (!work.visible) continue;
+      const int stage = o_ring.stage();
+      const int first = work.q_tile * TILE_Q >> p.pack_log2, step = 64 >> p.pack_log2;  // queries
+#pragma unroll 1
+      for (int w = 0; w < WARPGROUPS; w++) {
+        mbarrier_wait(shared.o_full[stage][w], o_ring.parity());
+#pragma unroll
+        for (int d = 0; d < V_COLUMNS; d += 64)
+          tma_store_4d(map_o, shared.room[stage][w].o[d / 64], d, work.h, first + w * step, work.b);
+        bulk_commit_group();
+        bulk_wait_group_read<0>();
+        mbarrier_arrive(shared.q_pipe[w].empty[stage]);
+      }
+      o_ring.passed++;
+    }
+    bulk_wait_group<0>();
+  }
+};
+
 // ---------------------------------------------------------------- consumers: a warpgroup owns 64 rows of the tile
 // s = q k^T over the first 16 columns: what s held is not read.
 DEVICE void wgmma_qk_first(float (&d)[64], u64 a, u64 b) {
@@ -613,11 +685,14 @@ struct Consumer {
     wgmma_commit_group();
   }
 
-  // S of this K tile, and O of the tile before it, under which the softmax of S will run.
+  // S of this K tile, and O of the tile before it, under which the softmax of S will run: both on their way.
   DEVICE void issue_products(S& s) {
     await_full(shared.k_pipe, k_ring);
     issue_qk(s);
     issue_pv();
+  }
+
+  DEVICE void await_scores(S& s) {
     wgmma_wait_group<1>();
     pin(s);
   }
@@ -687,6 +762,58 @@ struct Consumer {
     exponentiate(s, scale, state.shift, added);
   }
 
+  // What O and the sums are scaled by is what the shifts say.
+  DEVICE void settle() {
+    before[0] = state.shift[0];
+    before[1] = state.shift[1];
+  }
+
+  // The same after a look at maxima: O and the sums follow where shifts moved.
+  DEVICE void catch_up() {
+    if (moved) rescale();
+    settle();
+  }
+
+  // S = Q K^T once more, by this warp alone.
+  DEVICE void recompute(S& s) {
+    const int lane = threadIdx.x % 32, q_row = threadIdx.x / 32 % 4 * 16 + lane % 16, k_row = lane / 16 * 8 + lane % 8;
+    auto& q = shared.room[q_ring.stage()][warpgroup].q;
+    auto& k = shared.k[k_ring.stage()];
+#pragma unroll
+    for (int i = 0; i < TILE_KV / 2; i++) s[i] = 0.f;
+#pragma unroll 1
+    for (int d = 0; d < QK_COLUMNS; d += 16) {
+      const int chunk = d % 64 / 8;
+      u32 a[4], b[4];
+      ldmatrix_x4(a, shared_address(&q[d / 64][q_row][((chunk + lane / 16) ^ q_row % 8) * 8]));
+#pragma unroll
+      for (int n = 0; n < TILE_KV; n += 16) {
+        ldmatrix_x4(b, shared_address(&k[d / 64][n + k_row][((chunk + lane / 8 % 2) ^ k_row % 8) * 8]));
+        mma_m16n8k16_bf16(*(float (*)[4])&s[n / 2], a, b[0], b[1]);
+        mma_m16n8k16_bf16(*(float (*)[4])&s[n / 2 + 4], a, b[2], b[3]);
+      }
+    }
+  }
+
+  DEVICE bool fits() { return __all_sync(~0u, fmaxf(added[0], added[1]) < SUM_LIMIT); }
+
+  // S becomes P, without a look at its maxima: the shifts stay what they are while the sums show that P fits its type.
+  DEVICE void softmax_unwatched(S& s) {
+    for (bool again = false;; again = true) {
+      // The same as state.shift here; registers of their own are read once for many exponents (4% of head_dim 64).
+      exponentiate(s, scale, before, added);
+      if (again || fits()) break;
+      wgmma_wait_group<0>();
+      pin(o);
+      recompute(s);
+      follow_scores(s);
+      rescale();
+      settle();
+    }
+    release(shared.k_pipe, k_ring);
+    k_ring.passed++;
+  }
+
   // The layout of an accumulator is that of an A operand.
   DEVICE void round(const S& s) {
 #pragma unroll
@@ -700,6 +827,12 @@ struct Consumer {
     round(s);
   }
 
+  DEVICE void weigh_unwatched(S& s) {
+    softmax_unwatched(s);
+    await_pv();
+    round(s);
+  }
+
   // Score, mask and softmax of the first tile of a schedule; true if it is the last too.
   DEVICE bool begin(S& s, Ring<WORK_STAGES> at) {
     const Step step = shared.step[k_ring.stage()];
@@ -708,6 +841,7 @@ struct Consumer {
     state = nothing_seen();
     softmax(s);
     accumulate();
+    settle();
     return step.last;
   }
 
@@ -734,17 +868,19 @@ struct Consumer {
         issue_products(s);
         const Step step = shared.step[k_ring.stage()];
         last = step.last;
-        // Twice, so that no branch stands between the product and the maxima of a tile of which the mask hides nothing.
+        // Twice, so that no branch stands between the product and the softmax of a tile of which the mask hides
+        // nothing.
         if (step.masked) {
+          await_scores(s);
           apply_mask(s, work_at(work_ring), step.tile);
           weigh(s);
+          catch_up();
         } else {
-          weigh(s);
+          await_scores(s);
+          weigh_unwatched(s);
         }
-        if (moved) rescale();
         accumulate();
       }
-      release(shared.q_pipe[warpgroup], q_ring);
       q_ring.passed++;
 
       // The last product of this tile runs beside the first of the next.
@@ -755,6 +891,7 @@ struct Consumer {
         S s;
         await_full(shared.q_pipe[warpgroup], q_ring);
         issue_products(s);
+        await_scores(s);
         last = begin(s, next);
         await_pv();
         round(s);
@@ -810,37 +947,38 @@ struct Consumer {
         store_lse(work, line + 8 * r, sum == 0.f ? MINUS_INFINITY : (done.shift[r] + lg2(sum)) * LN2);
     }
     multiply_rows(o, factor);
-    // The four lanes of a row transpose 4 x 4 words, so that each writes 16 bytes and they 64 in a row.
-    const int lane = threadIdx.x % 4;
-    bf16* const out[2] = {output(work, line) + lane * 8, output(work, line + 8) + lane * 8};
+    // Into the room of q, in rows as TMA reads them, when no warp of the warpgroup multiplies by q any more.
+    const Ring<Q_STAGES> at = {q_ring.passed - 1};
+    bar_sync(O_BARRIER + warpgroup, 128);
+    OTile& to = shared.room[at.stage()][warpgroup].o;
+    const int lane = threadIdx.x % 32, r = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-      for (int d = 0; d < V_COLUMNS; d += 32) {
-        u32 word[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const int i = d / 2 + 4 * j + 2 * r;
-          word[j] = i < V_COLUMNS / 2 ? cvt_bf16x2(o[i], o[i + 1]) : 0;
-        }
-        transpose_quad(word);
-        if (line + 8 * r < lines() && d + lane * 8 < V_HEAD_DIM)
-          *(Chunk*)(out[r] + d) = {{word[0], word[1], word[2], word[3]}};
-      }
+    for (int d = 0; d < V_COLUMNS; d += 16) {
+      const int i = d / 2, chunk = (d % 64 / 8 + lane / 16) ^ r % 8;
+      stmatrix_x4(&to[d / 64][r][chunk * 8], cvt_bf16x2(o[i], o[i + 1]), cvt_bf16x2(o[i + 2], o[i + 3]),
+                  cvt_bf16x2(o[i + 4], o[i + 5]), cvt_bf16x2(o[i + 6], o[i + 7]));
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.o_full[at.stage()][warpgroup]);
   }
 };
 
 // ---------------------------------------------------------------- kernel: FlashAttention-3 (Shah et al. 2024)
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-                  const __grid_constant__ TensorMap map_v, const __grid_constant__ Params p) {
+                  const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_o,
+                  const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
   if (threadIdx.x == 0) {
-    for (int w = 0; w < WARPGROUPS; w++) init(shared.q_pipe[w], 4);
+    for (int w = 0; w < WARPGROUPS; w++) {
+      init(shared.q_pipe[w], 1);
+      for (int stage = 0; stage < Q_STAGES; stage++) mbarrier_init(shared.o_full[stage][w], 4);
+    }
     init(shared.k_pipe, 4 * WARPGROUPS);
     init(shared.v_pipe, 4 * WARPGROUPS);
-    init(shared.work_pipe, 4 * WARPGROUPS + 1);
+    init(shared.work_pipe, 4 * WARPGROUPS + 2);
     init(shared.next_pipe, 1);
     fence_mbarrier_init();
   }
@@ -851,6 +989,7 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x < 32) Scheduler{shared, p}.run();
     else if (threadIdx.x == 32) Loader{shared, map_q, map_k, map_v, p}.run();
+    if (threadIdx.x == 64) Storer{shared, map_o, p}.run();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     Consumer{shared, p, warpgroup - 1}.run();
