@@ -171,7 +171,7 @@ HOPPER_MUTATIONS = {
     "d_o not awaited": replace("    mbarrier_wait(shared.d_o_full[ring.stage()], ring.parity());\n", ""),
     "dQ not awaited": replace("    wgmma_wait_group<2>();\n    pin(dq);\n", ""),
     "a turn that is not passed": replace("    pass_turn();\n    await_ds();", "    await_ds();"),
-    "one dS for both warpgroups": replace("ds_ring(LATE).stage()][warpgroup]", "ds_ring(LATE).stage()][0]"),
+    "one dS for both warpgroups": replace("ds_ring(1).stage()][warpgroup]", "ds_ring(1).stage()][0]"),
 }
 
 

@@ -218,7 +218,6 @@ constexpr int HEAD_DIM = 256, V_HEAD_DIM = 256;  // columns of q and k, and of v
 constexpr int QK_COLUMNS = 256, V_COLUMNS = 256;  // the same in a product: whole steps of 16
 constexpr int DQ_COLUMNS = 128, DQ_SUM_COLUMNS = 256;  // of dq in a warpgroup's product, and in memory
 constexpr int STAGES = 2;  // tiles of q and d_o in shared memory
-constexpr int LATE = 1;  // steps between dS and its product with K
 constexpr int THREADS = 384, WARPS = 8;  // of a block, and of those that multiply
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int ROW_THREADS = 256;  // of a block that works on rows alone
@@ -396,13 +395,13 @@ struct alignas(1024) Shared {
   VTile v;
   QTile q[STAGES];
   OTile d_o[STAGES];
-  ScoreTile ds[2 * LATE];
+  ScoreTile ds[2];
   Chunk p[TILE_Q / 16][128];  // from each thread of one warpgroup to one of the other
   float lse[STAGES][TILE_Q], delta[STAGES][TILE_Q];
   Step step[STAGES];
   Keys keys;
   Pipe<STAGES> pipe;  // full: of q, lse and the step; empty: of all
-  u64 d_o_full[STAGES], k_full, v_full, ds_full[2 * LATE], p_full;
+  u64 d_o_full[STAGES], k_full, v_full, ds_full[2], p_full;
 };
 static_assert(sizeof(Shared) == 223232, "what the plan counted");
 
@@ -622,7 +621,7 @@ struct Consumer {
   }
 
   // dS whose product with K is next, or so many steps later
-  DEVICE Ring<2 * LATE> ds_ring(u32 later = 0) const { return {ring.passed + later}; }
+  DEVICE Ring<2> ds_ring(u32 later = 0) const { return {ring.passed + later}; }
 
   DEVICE void await_ds() { mbarrier_wait(shared.ds_full[ds_ring().stage()], ds_ring().parity()); }
 
@@ -663,25 +662,30 @@ struct Consumer {
     return {step.tile * TILE_Q + thread % 4 * 2, shared.keys.k_first + thread / 32 % 4 * 16 + thread % 32 / 4};
   }
 
-  // S becomes -inf beyond the last key.
+  // Whether element i has a key.
+  DEVICE bool is_visible(int i, const Place& first, const Step& step) {
+    const bool is_key = first.k + i / 2 % 2 * 8 <= shared.keys.k_last;
+    return is_key;
+  }
+
+  // S becomes -inf where no key is.
   DEVICE void apply_mask(S& s, const Step& step) {
     const Place first = place_of(step);
 #pragma unroll
-    for (int i = 0; i < TILE_Q / 2; i++) {
-      if (first.k + i / 2 % 2 * 8 > shared.keys.k_last) s[i] = MINUS_INFINITY;
-    }
+    for (int i = 0; i < TILE_Q / 2; i++) s[i] = is_visible(i, first, step) ? s[i] : MINUS_INFINITY;
   }
 
-  // P = 2^(scale * S - lse), rounded.
-  DEVICE void exponentiate(const S& s) {
+  // S becomes P = 2^(scale * S - lse).
+  DEVICE void exponentiate(S& s) {
     const float2* lse = (const float2*)shared.lse[ring.stage()] + thread_index() % 4;
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
       const float2 offset = lse[4 * j];
 #pragma unroll
-      for (int r = 0; r < 2; r++)
-        probabilities[2 * j + r] = cvt_bf16x2(
-            ex2(fmaf(s[4 * j + 2 * r], scale, -offset.x)), ex2(fmaf(s[4 * j + 2 * r + 1], scale, -offset.y)));
+      for (int i = 4 * j; i < 4 * j + 4; i += 2) {
+        s[i] = ex2(fmaf(s[i], scale, -offset.x));
+        s[i + 1] = ex2(fmaf(s[i + 1], scale, -offset.y));
+      }
     }
   }
   // dS = P (dP - delta), rounded, from P as it was rounded.
@@ -757,6 +761,8 @@ struct Probabilities : Consumer {
     pin(s);
     if (now.masked) apply_mask(s, now);
     exponentiate(s);
+#pragma unroll
+    for (int i = 0; i < TILE_Q / 4; i++) probabilities[i] = cvt_bf16x2(s[2 * i], s[2 * i + 1]);
     wgmma_wait_group<0>();
     pin(dq);
     share_p();
@@ -814,15 +820,15 @@ struct Slopes : Consumer {
   DEVICE void share_ds() {
     const int thread = thread_index(), lane = thread % 32, row = lane / 16 * 8 + lane % 8;
     const int chunk = (thread / 32 % 4 * 2 + lane / 8 % 2) ^ lane % 8;
-    auto& to = shared.ds[ds_ring(LATE).stage()][0];
+    auto& to = shared.ds[ds_ring(1).stage()][0];
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j += 2)
       stmatrix_x4_trans(&to[8 * j + row][chunk * 8], ds[2 * j], ds[2 * j + 1], ds[2 * j + 2], ds[2 * j + 3]);
-    announce_ds(ds_ring(LATE));
+    announce_ds(ds_ring(1));
   }
 
   // This warp's part of dS is written, and P has been read.
-  DEVICE void announce_ds(Ring<2 * LATE> to) {
+  DEVICE void announce_ds(Ring<2> to) {
     fence_proxy_async();
     __syncwarp();
     if (thread_index() % 32 == 0) mbarrier_arrive(shared.ds_full[to.stage()]);
@@ -899,7 +905,7 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
     mbarrier_init(shared.k_full, 1);
     mbarrier_init(shared.v_full, 1);
     for (int stage = 0; stage < STAGES; stage++) mbarrier_init(shared.d_o_full[stage], 1);
-    for (int i = 0; i < 2 * LATE; i++) mbarrier_init(shared.ds_full[i], WARPS / 2);
+    for (int i = 0; i < 2; i++) mbarrier_init(shared.ds_full[i], WARPS / 2);
     mbarrier_init(shared.p_full, WARPS);
     fence_mbarrier_init();
   }
