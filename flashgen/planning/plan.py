@@ -51,6 +51,22 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """What P of a tile may add up to in one lane, where nobody looks at its maxima, before offsets must move.
+
+    least    whatever came before
+    share    of what each lane of the row has added up so far, where that is more
+    most     whatever came before
+    watched  tiles at the start of a schedule whose maxima are looked at all the same
+    """
+
+    least: float
+    share: float
+    most: float
+    watched: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Specialized:
     """How the warps of a block divide work on pipeline hopper: some hand out and load tiles, warpgroups consume."""
 
@@ -59,10 +75,9 @@ class Specialized:
     consumer_registers: int
     q_stages: int  # tiles of queries in shared memory
     ping_pong: bool  # warpgroups take turns to issue products
-    guarded: bool  # no maxima in the loop: the sums of P show when an offset must move
+    guard: Guard | None  # nobody looks at maxima of tiles without a mask: the sums of P show when an offset must move
     roomy: bool  # registers are left for a score function that is emitted twice
     apart: bool  # tiles that the mask hides nothing of have code of their own
-    sum_limit: float  # what P of one tile may add up to in one lane before it must, where guarded
     staged: bool  # o leaves by TMA from the room of q, else from registers
     dynamic: bool  # a counter in memory hands out tiles of queries, long ones first; else each block has its share
     packed: bool  # a tile's rows are queries of several heads that share keys

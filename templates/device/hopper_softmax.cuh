@@ -9,18 +9,23 @@ struct RowState { float shift[2], sum[2]; };
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
 DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}}; }
 
+// The highest of row r over the four lanes that share it.
+template <int N> DEVICE float row_max(const float (&s)[N], int r) {
+  float even = s[2 * r], odd = s[2 * r + 1];
+#pragma unroll
+  for (int i = 2 * r + 4; i < N; i += 4) {
+    even = fmaxf(even, s[i]);
+    odd = fmaxf(odd, s[i + 1]);
+  }
+  return quad_max(fmaxf(even, odd));
+}
+
 // The shifts follow the highest of scale * S where these are more than `slack` above: true if one of this lane's did.
 template <int N> DEVICE bool follow(float (&shift)[2], const float (&s)[N], float scale, float slack) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float even = s[2 * r], odd = s[2 * r + 1];
-#pragma unroll
-    for (int i = 2 * r + 4; i < N; i += 4) {
-      even = fmaxf(even, s[i]);
-      odd = fmaxf(odd, s[i + 1]);
-    }
-    const float highest = quad_max(fmaxf(even, odd));
+    const float highest = row_max(s, r);
     moves[r] = fmaf(highest, scale, -shift[r]) > slack;
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
     if (moves[r]) shift[r] = fmaf(highest, scale, 0.f);

@@ -12,6 +12,12 @@ DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
+// The least value over the four lanes that share a row.
+DEVICE float quad_min(float x) {
+  x = fminf(x, __shfl_xor_sync(~0u, x, 1));
+  return fminf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
 // The sum over the four lanes that share a row.
 DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
