@@ -121,7 +121,7 @@ class Pass:
         for option, given in (("--deterministic", self.deterministic), ("--gradient", self.gradient)):
             if given and not self.backward:
                 raise PlanError(f"{option} is of the backward\n  nearest: {option} with --backward")
-        for option, given in (("--packed", self.packed), ("--q-stages", self.q_stages)):
+        for option, given in (("--packed", self.packed), ("--q-stages", self.q_stages is not None)):
             if given and self.backward:
                 raise PlanError(f"{option} is of the forward\n  nearest: {option} without --backward")
 

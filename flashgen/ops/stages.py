@@ -117,7 +117,7 @@ def menu_of(
         asked = {"pipeline": pipeline, "tile": tile, "stages": stages, "q_stages": q_stages}
         return planner.menu(variant, arch, dtype, head_dim, v_head_dim, **asked, dropout=dropout, packed=packed)
     for name, value, none in (("packed", packed, False), ("q_stages", q_stages, None)):
-        if value:
+        if value is not none:
             raise PlanError(f"{name} is of a forward, and a backward was asked for\n  nearest: {name}={none}")
     known = differentiable(variant.score_node)
     for name in gradients:
