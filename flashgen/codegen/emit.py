@@ -12,7 +12,7 @@ from flashgen.codegen.backward import sized, transposed
 from flashgen.codegen.fold import folded
 from flashgen.codegen.seam import Seam, seam
 from flashgen.planning.backward import lookups
-from flashgen.planning.plan import KernelPlan, SpecializedBackward
+from flashgen.planning.plan import KernelPlan
 from flashgen.resources import folder
 
 #: What the names of mma and cvt wrappers call the element type.
@@ -30,8 +30,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     The text depends on the plan alone: never on a length, a batch, a number of heads or a parameter's value.
     """
     facts = facts or analyse(plan.variant)
-    specialized = isinstance(plan.backward, SpecializedBackward)
-    found = seam(facts, lookups(plan.variant) if specialized and plan.backward.ahead else ())
+    found = seam(facts, lookups(plan.variant) if plan.backward is not None and plan.backward.ahead else ())
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type = _PTX_TYPE[plan.dtype]
     context = {

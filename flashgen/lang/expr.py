@@ -10,7 +10,7 @@ import enum
 import hashlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -190,6 +190,13 @@ def depends_on(root: Node, *positions: str) -> bool:
 def positions_of(root: Node) -> frozenset[str]:
     """The positions that a node reads."""
     return frozenset(n.attr for n in walk([root]) if n.op == "index")
+
+
+def reads_by(root: Node | None, *positions: str, known: Collection[Node] = ()) -> bool:
+    """Whether an expression reads an element of a captured tensor that one of the positions b, h, q, k selects, beside
+    the elements that are known; no expression reads none."""
+    loads = (n for n in walk([root] if root is not None else []) if n.op == "load" and n not in known)
+    return any(depends_on(n, *positions) for n in loads)
 
 
 def serialize(roots: Iterable[Node]) -> str:

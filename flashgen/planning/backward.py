@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from flashgen.analysis.derivative import derive
-from flashgen.lang.expr import Node, const, positions_of, walk
+from flashgen.lang.expr import Node, const, positions_of, reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.plan import KernelPlan, Part
@@ -52,8 +52,7 @@ def has_slope(variant: Variant) -> bool:
 
 def looks_up(variant: Variant, known: Collection[Node] = ()) -> bool:
     """Whether mask or score read a captured tensor by the query or the key, beside the elements that are known."""
-    roots = [root for root in (variant.mask, variant.score_node) if root is not None]
-    return any(n.op == "load" and n not in known and positions_of(n) & {"q", "k"} for n in walk(roots))
+    return any(reads_by(root, "q", "k", known=known) for root in (variant.mask, variant.score_node))
 
 
 def sinks(variant: Variant, name: str) -> dict[Node, Node]:
@@ -86,13 +85,14 @@ def l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
 
 
 def lead(plan: KernelPlan, problem: Problem) -> int:
-    """Key heads between the blocks of one and those that clear its sum of dq, where the main kernel sweeps.
+    """Key heads between the blocks of one and those that clear its sum of dq, where the main kernel sweeps: the first
+    so many are cleared before it, the last so many finished behind it.  All of them where it does not sweep.
 
     Blocks start in order, those of the heads that share L2 in turns: with as many heads between, no block waits for a
     later one; with the heads that the GPU works on at a time as well, hardly any block waits at all.
     """
     heads, blocks = problem.kv_heads * problem.batch, -(-problem.kv_len // plan.tile.kv)
-    if blocks == 0:
+    if blocks == 0 or not plan.backward.sweeps:
         return heads
     together = l2_kv_heads(plan, problem) if plan.variant.mask is not None else 1
     return min(together + -(-ARCHS[plan.arch].sms // blocks), heads)

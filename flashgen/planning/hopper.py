@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flashgen.analysis.facts import analyse
-from flashgen.lang.expr import Node, walk
+from flashgen.lang.expr import reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.ampere import SOFTMAX_OPS, score_ops
 from flashgen.planning.arch import KIB, Arch, find
@@ -199,9 +199,9 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) ->
         ),
     ]
     if variant.score_node is not None:
-        reads = c.tile.kv // READING_KEYS if _reads_by_key(variant.score_node) else 0
+        reads = c.tile.kv // READING_KEYS if reads_by(variant.score_node, "k") else 0
         parts.append(Part(name="score", amount=SCORE_REGISTERS + reads, why="what the score function keeps"))
-    if _reads_by_key(variant.mask) or _reads_by_key(variant.score_node):
+    if reads_by(variant.mask, "k") or reads_by(variant.score_node, "k"):
         keys = c.tile.kv // 4
         parts.append(
             Part(
@@ -398,12 +398,3 @@ def _band(variant: Variant) -> bool:
 def _judges(variant: Variant) -> bool:
     """Whether tiles are judged by evaluating conditions over ranges."""
     return variant.mask is not None and not analyse(variant).exact
-
-
-def _reads_by_key(root: Node | None) -> bool:
-    """Whether an expression reads an element of a captured tensor for each key."""
-
-    def follows_k(n: Node) -> bool:
-        return any(m.op == "index" and m.attr == "k" for m in walk([n]))
-
-    return root is not None and any(n.op == "load" and follows_k(n) for n in walk([root]))

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashgen.analysis.facts import analyse
-from flashgen.lang.expr import Node, depends_on, positions_of, walk
+from flashgen.lang.expr import Node, depends_on, positions_of, reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning import ampere, hopper
 from flashgen.planning.arch import KIB, Arch
@@ -252,10 +252,11 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, fo
         fragments = Part(name="s, dq", amount=scores + dq, why="S of this tile of queries, dQ of the one before")
     else:
         fragments = Part(name="p, dp, ds", amount=2 * scores, why="dP in float32, P and dS in 16 bits")
-    of_variant, of_dropout = _variant_registers(variant), DROPOUT * ((c.stages - 1) * c.tile.q // ROWS)
-    of_dropout += DROPOUT * (waits(c, variant) and (variant.mask is not None or form.deterministic))
-    of_dropout += DROPOUT_READ * (c.tile.q > ROWS and _score_reads(variant))
-    of_order = ORDER * (form.deterministic and c.tile.q > ROWS and waits(c, variant))
+    of_variant, waiting = _variant_registers(variant), waits(c, variant)
+    of_dropout = DROPOUT * ((c.stages - 1) * c.tile.q // ROWS)
+    of_dropout += DROPOUT * (waiting and (variant.mask is not None or form.deterministic))
+    of_dropout += DROPOUT_READ * (c.tile.q > ROWS and reads_by(variant.score_node, "q", "k"))
+    of_order = ORDER * (form.deterministic and c.tile.q > ROWS and waiting)
     of_sinks = sum(_sink_registers(c, n) for name in form.gradients for n in sinks(variant, name))
     return (
         owned,
@@ -272,12 +273,6 @@ def _sink_registers(c: Candidate, element: Node) -> int:
     selected = "".join(sorted(positions_of(element) & {"q", "k"}))
     kept = c.tile.q // 2 if c.tile.q > ROWS else 0
     return SINKS[selected] * (c.stages - 1 if "q" in selected else 1) + kept
-
-
-def _score_reads(variant: Variant) -> bool:
-    """Whether the score reads captured tensors by the query or the key."""
-    nodes = walk([variant.score_node] if variant.score_node is not None else [])
-    return any(n.op == "load" and positions_of(n) & {"q", "k"} for n in nodes)
 
 
 def _variant_registers(variant: Variant) -> int:

@@ -138,6 +138,11 @@ class Backward:
         return False
 
     @property
+    def ahead(self) -> int:
+        """The mask looks up itself what it reads."""
+        return 0
+
+    @property
     def score_tiles(self) -> bool:
         """Whether dS goes through shared memory."""
         return self.shares_p or self.adds_dq

@@ -53,7 +53,7 @@ def moved(
     sums = elements * (_EXACT if plan.deterministic else _FLOAT)
     added = dq_sum if plan.backward.adds_dq else 0
     heads = problem.batch * problem.kv_heads
-    ends = rows // heads * (backward.lead(plan, problem) if plan.backward.sweeps else heads)
+    ends = rows // heads * backward.lead(plan, problem)
     swept = rows - ends
     found = {"attention_backward_clear": (0, sums)} if plan.gradients else {}
     found["attention_backward_prepare"] = (
