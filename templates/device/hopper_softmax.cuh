@@ -34,7 +34,7 @@ template <int N> DEVICE bool follow(float (&shift)[2], const float (&s)[N], floa
 }
 
 // S becomes P = 2^(scale * S - shift); what it adds up to.
-template <int N> DEVICE void exponentiate(float (&s)[N], float scale, const float (&shift)[2], float (&sum)[2]) {
+template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const float (&shift)[2], float (&sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float even = 0.f, odd = 0.f;

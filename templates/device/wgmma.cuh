@@ -15,7 +15,8 @@ template <int N> DEVICE void pin(float (&r)[N]) {
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(r[i]) :: "memory");
 }
 
-template <int N> DEVICE void pin(u32 (&r)[N]) {
+// The same of packed fragments.
+template <int N> DEVICE void pin_fragments(u32 (&r)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i]) :: "memory");
 }
