@@ -12,7 +12,6 @@ from ptx_attention import replace, work
 from flashgen.codegen import emit
 from flashgen.lang.load import load_spec
 from flashgen.planning import planner
-from flashgen.resources import folder
 from flashgen.runtime import nvrtc, sass
 from flashgen.runtime.ptx import errors
 

@@ -13,6 +13,7 @@
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned long long u64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
 // ---------------------------------------------------------------- arithmetic
@@ -127,23 +128,6 @@ DEVICE void red_add_f32(float* sum, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" :: "l"(sum), "f"(x) : "memory");
 }
 
-// ---------------------------------------------------------------- softmax of a tile in the registers of wgmma
-// S becomes P = 2^(scale * S - shift); what it adds up to.
-template <int N> DEVICE void exponentiate(float (&s)[N], float scale, const float (&shift)[2], float (&sum)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float even = 0.f, odd = 0.f;
-#pragma unroll
-    for (int i = 2 * r; i < N; i += 4) {
-      s[i] = ex2(fmaf(s[i], scale, -shift[r]));
-      s[i + 1] = ex2(fmaf(s[i + 1], scale, -shift[r]));
-      even += s[i];
-      odd += s[i + 1];
-    }
-    sum[r] = even + odd;
-  }
-}
-
 // ---------------------------------------------------------------- what a tile lets an expression be
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
 
@@ -176,9 +160,10 @@ template <typename T> DEVICE Range<T> range_floor_div(Range<T> a, Range<T> b) {
 }
 
 // Every bit from the highest one of x down.
-DEVICE int smeared(int x) { return x == 0 ? 0 : int(0xffffffffu >> __clz(x)); }
-
-DEVICE i64 smeared(i64 x) { return x == 0 ? 0 : i64(0xffffffffffffffffull >> __clzll(x)); }
+template <typename T> DEVICE T smeared(T x) {
+  const u64 bits = u64(x) & (~0ull >> (64 - 8 * sizeof(T)));
+  return x == 0 ? T(0) : T(~0ull >> __clzll(bits));
+}
 
 // The low bits in which values of the range differ.
 template <typename T> DEVICE T differing_bits(Range<T> a) { return smeared(a.lo ^ a.hi); }

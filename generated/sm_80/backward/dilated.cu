@@ -130,23 +130,6 @@ DEVICE void red_add_f32(float* sum, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" :: "l"(sum), "f"(x) : "memory");
 }
 
-// ---------------------------------------------------------------- softmax of a tile in the registers of wgmma
-// S becomes P = 2^(scale * S - shift); what it adds up to.
-template <int N> DEVICE void exponentiate(float (&s)[N], float scale, const float (&shift)[2], float (&sum)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float even = 0.f, odd = 0.f;
-#pragma unroll
-    for (int i = 2 * r; i < N; i += 4) {
-      s[i] = ex2(fmaf(s[i], scale, -shift[r]));
-      s[i + 1] = ex2(fmaf(s[i + 1], scale, -shift[r]));
-      even += s[i];
-      odd += s[i + 1];
-    }
-    sum[r] = even + odd;
-  }
-}
-
 // ---------------------------------------------------------------- what a tile lets an expression be
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
 

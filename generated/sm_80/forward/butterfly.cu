@@ -13,6 +13,7 @@
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned long long u64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
 // ---------------------------------------------------------------- arithmetic
@@ -204,9 +205,10 @@ template <typename T> DEVICE Range<T> range_floor_div(Range<T> a, Range<T> b) {
 }
 
 // Every bit from the highest one of x down.
-DEVICE int smeared(int x) { return x == 0 ? 0 : int(0xffffffffu >> __clz(x)); }
-
-DEVICE i64 smeared(i64 x) { return x == 0 ? 0 : i64(0xffffffffffffffffull >> __clzll(x)); }
+template <typename T> DEVICE T smeared(T x) {
+  const u64 bits = u64(x) & (~0ull >> (64 - 8 * sizeof(T)));
+  return x == 0 ? T(0) : T(~0ull >> __clzll(bits));
+}
 
 // The low bits in which values of the range differ.
 template <typename T> DEVICE T differing_bits(Range<T> a) { return smeared(a.lo ^ a.hi); }

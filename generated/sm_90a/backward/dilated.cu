@@ -213,7 +213,8 @@ template <int N> DEVICE void pin(float (&r)[N]) {
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(r[i]) :: "memory");
 }
 
-template <int N> DEVICE void pin(u32 (&r)[N]) {
+// The same of packed fragments.
+template <int N> DEVICE void pin_fragments(u32 (&r)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i]) :: "memory");
 }
@@ -228,23 +229,6 @@ DEVICE u64 matrix_descriptor(const void* operand, u32 leading_bytes) {
 }
 
 DEVICE u64 advance_bytes(u64 descriptor, int bytes) { return descriptor + (bytes >> 4); }
-
-// ---------------------------------------------------------------- softmax of a tile in the registers of wgmma
-// S becomes P = 2^(scale * S - shift); what it adds up to.
-template <int N> DEVICE void exponentiate(float (&s)[N], float scale, const float (&shift)[2], float (&sum)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float even = 0.f, odd = 0.f;
-#pragma unroll
-    for (int i = 2 * r; i < N; i += 4) {
-      s[i] = ex2(fmaf(s[i], scale, -shift[r]));
-      s[i + 1] = ex2(fmaf(s[i + 1], scale, -shift[r]));
-      even += s[i];
-      odd += s[i + 1];
-    }
-    sum[r] = even + odd;
-  }
-}
 
 // ---------------------------------------------------------------- from the registers of wgmma to rows
 // Lane i of four gets word i of each of them, in their order.
@@ -864,7 +848,7 @@ struct Consumer {
   // dV += P^T dO or dK += dS^T Q, on its way
   template <int N> DEVICE void issue_gradient(float (&d)[N], Operand& a, const void* queries) {
     const u64 b = matrix_descriptor(queries, TILE_Q * 128);
-    pin(a);
+    pin_fragments(a);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < TILE_Q; n += 16) wgmma_gradient(d, *(u32 (*)[4])&a[n / 4], advance_bytes(b, n * 128));
@@ -999,7 +983,7 @@ struct Consumer {
     const Step now = shared.step[stage];
     wgmma_wait_group<1>();
     pin(dk);
-    pin(ds);
+    pin_fragments(ds);
     if (ring.passed > 0) release(shared.pipe, Ring<STAGES>{ring.passed - 1});
     issue_dp(dp);
     wgmma_wait_group<1>();
@@ -1023,7 +1007,7 @@ struct Consumer {
     dq_tile = now.place;
     wgmma_wait_group<1>();
     pin(dv);
-    pin(probabilities);
+    pin_fragments(probabilities);
     ring.passed++;
     return now.last;
   }

@@ -176,7 +176,8 @@ template <int N> DEVICE void pin(float (&r)[N]) {
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(r[i]) :: "memory");
 }
 
-template <int N> DEVICE void pin(u32 (&r)[N]) {
+// The same of packed fragments.
+template <int N> DEVICE void pin_fragments(u32 (&r)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i]) :: "memory");
 }
@@ -765,7 +766,7 @@ struct Consumer {
   // dV += P^T dO or dK += dS^T Q, on its way
   template <int N> DEVICE void issue_gradient(float (&d)[N], Operand& a, const void* queries) {
     const u64 b = matrix_descriptor(queries, TILE_Q * 128);
-    pin(a);
+    pin_fragments(a);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < TILE_Q; n += 16) wgmma_gradient(d, *(u32 (*)[4])&a[n / 4], advance_bytes(b, n * 128));
@@ -929,7 +930,7 @@ struct Consumer {
     const Step now = shared.step[stage];
     wgmma_wait_group<1>();
     pin(dk);
-    pin(ds);
+    pin_fragments(ds);
     if (ring.passed > 0) release(shared.pipe, Ring<STAGES>{ring.passed - 1});
     mbarrier_wait(shared.looked_up[ring.passed % AHEAD], ring.passed / AHEAD % 2);
     wgmma_wait_group<0>();
@@ -953,7 +954,7 @@ struct Consumer {
     dq_tile = now.place;
     wgmma_wait_group<1>();
     pin(dv);
-    pin(probabilities);
+    pin_fragments(probabilities);
     ring.passed++;
     return now.last;
   }

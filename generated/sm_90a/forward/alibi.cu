@@ -174,7 +174,8 @@ template <int N> DEVICE void pin(float (&r)[N]) {
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(r[i]) :: "memory");
 }
 
-template <int N> DEVICE void pin(u32 (&r)[N]) {
+// The same of packed fragments.
+template <int N> DEVICE void pin_fragments(u32 (&r)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i]) :: "memory");
 }
@@ -226,7 +227,7 @@ template <int N> DEVICE bool follow(float (&shift)[2], const float (&s)[N], floa
 }
 
 // S becomes P = 2^(scale * S - shift); what it adds up to.
-template <int N> DEVICE void exponentiate(float (&s)[N], float scale, const float (&shift)[2], float (&sum)[2]) {
+template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const float (&shift)[2], float (&sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float even = 0.f, odd = 0.f;
@@ -652,7 +653,7 @@ struct Consumer {
   // S = Q K^T, on its way
   DEVICE void issue_qk(S& s) {
     pin(o);
-    pin(probabilities);
+    pin_fragments(probabilities);
     const u64 k = advance_bytes(matrix_descriptor(shared.k, 16), k_ring.stage() * sizeof(KTile));
     const u64 q =
         advance_bytes(matrix_descriptor(&shared.room[0][warpgroup], 16), q_ring.stage() * sizeof(shared.room[0]));
@@ -758,7 +759,7 @@ struct Consumer {
     moved = __ballot_sync(~0u, follow_scores(s));
     release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
-    exponentiate(s, scale, state.shift, added);
+    exponentiate_rows(s, scale, state.shift, added);
   }
 
   // The layout of an accumulator is that of an A operand.
@@ -832,7 +833,7 @@ struct Consumer {
         round(s);
       } else {
         pin(o);
-        pin(probabilities);
+        pin_fragments(probabilities);
         issue_pv();
         await_pv();
       }
