@@ -111,8 +111,8 @@ template <typename T> DEVICE Range<T> range_mod(Range<T> a, Range<T> b) {
 
 // Every bit from the highest one of x down.
 template <typename T> DEVICE T smeared(T x) {
-  const u64 bits = u64(x) & (~0ull >> (64 - 8 * sizeof(T)));
-  return x == 0 ? T(0) : T(~0ull >> __clzll(bits));
+  if constexpr (sizeof(T) == 4) return x == 0 ? 0 : T(0xffffffffu >> __clz(x));
+  return x == 0 ? 0 : T(0xffffffffffffffffull >> __clzll(x));
 }
 
 // The low bits in which values of the range differ.

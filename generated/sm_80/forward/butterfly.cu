@@ -13,7 +13,6 @@
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
-typedef unsigned long long u64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
 // ---------------------------------------------------------------- arithmetic
@@ -206,8 +205,8 @@ template <typename T> DEVICE Range<T> range_floor_div(Range<T> a, Range<T> b) {
 
 // Every bit from the highest one of x down.
 template <typename T> DEVICE T smeared(T x) {
-  const u64 bits = u64(x) & (~0ull >> (64 - 8 * sizeof(T)));
-  return x == 0 ? T(0) : T(~0ull >> __clzll(bits));
+  if constexpr (sizeof(T) == 4) return x == 0 ? 0 : T(0xffffffffu >> __clz(x));
+  return x == 0 ? 0 : T(0xffffffffffffffffull >> __clzll(x));
 }
 
 // The low bits in which values of the range differ.
