@@ -122,7 +122,9 @@ def differing_kernels(before: dict[str, dict], after: dict[str, dict]) -> list[s
         if len(old) != len(new):
             changed.append(f"{key}: {len(old)} kernels, now {len(new)}")
         else:
-            pairs += [(key, tuple(a), tuple(b)) for a, b in zip(old, new, strict=True) if essence(a[1]) != essence(b[1])]
+            pairs += [
+                (key, tuple(a), tuple(b)) for a, b in zip(old, new, strict=True) if essence(a[1]) != essence(b[1])
+            ]
     kernels = list(dict.fromkeys(itertools.chain.from_iterable(pair[1:] for pair in pairs)))
     print(f"{len(pairs)} texts differ in more than comments; {len(kernels)} cubins are made", flush=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC lets go of the GIL

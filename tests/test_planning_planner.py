@@ -13,7 +13,7 @@ import flashgen as fg
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Pins
-from flashgen.planning import ampere, planner
+from flashgen.planning import ampere, planner, records
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
@@ -88,9 +88,9 @@ def test_reasons_of_rejected_candidates_are_true(request):
             assert int(r.reason.split()[1]) > 255 or "threads" in r.reason
         else:
             if menu.record:  # its times rank the plans, beside the one that is fastest on the longest shape
-                main, times = menu.plans[0], float(r.reason.split()[1].rstrip("x"))
-                named = f"{main.tile.q} x {main.tile.kv}, {main.stages} stages"
-                assert r.reason == f"measured {times:.2f}x the time of {named}" and times > 0
+                mean, least, most = map(float, re.findall(r"([\d.]+)x", r.reason))
+                assert r.reason == f"measured {mean:.2f}x the menu's time, {least:.2f}x to {most:.2f}x by shape"
+                assert least <= mean <= most and mean > 1 - planner.USEFUL * len(menu.measured.shapes)
                 continue
             assert r.reason.startswith("predicted")
             assert float(r.reason.split()[1].rstrip("x")) >= 1
@@ -101,6 +101,20 @@ def test_reasons_of_rejected_candidates_are_true(request):
             fixed = planner.menu(**request, tile=(r.tile.q, r.tile.kv), stages=r.stages)
             if fixed.plans[0].warps == r.warps:
                 assert fixed.paces[0][-1] >= menu.paces[0][-1] / planner.NEAR
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_measured_menu_says_how_near_it_comes_to_the_best_of_all(head_dim):
+    variant = FULL.bind()
+    measured = planner.menu(variant, "sm_90a", "bfloat16", head_dim).measured
+    entry = records.find("sm_90a", "hopper", "forward", variant, head_dim, head_dim)
+    for j, loss in enumerate(measured.losses):
+        best = min(timed.ms[j] for timed in entry.candidates)
+        assert measured.least[j] == best and loss == min(ms[j] for ms in measured.ms) / best - 1 >= 0
+    assert measured.losses[[s.kv_len for s in measured.shapes].index(max(s.kv_len for s in measured.shapes))] == 0
+    assert measured.covers.startswith(
+        f"{len(entry.shapes)} shapes, each within {max(measured.losses):.2%} of the fastest"
+    )
 
 
 def test_every_candidate_is_in_the_menu_or_rejected_once():

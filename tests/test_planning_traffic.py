@@ -274,7 +274,7 @@ def test_the_pace_is_what_orders_the_candidates(arch, pipeline):
     rows = tables["pace, which orders the candidates: a multiprocessor's clocks for 1000 scores"].rows
     assert rows[-1][0] == "together" and f"{main.pace.ms:.4g} ms" in rows[-1][2]
     assert float(rows[-1][1]) >= max(float(row[1]) for row in rows[:-1])
-    measured = dataclasses.replace(main, record="measured")
+    measured = dataclasses.replace(main, measured=planner.menu(MASKS["full"], "sm_90a", "bfloat16", 128).measured)
     assert not any(table.title.startswith("pace") for table in measured.tables())
 
 

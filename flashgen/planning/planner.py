@@ -58,11 +58,27 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The record that a menu was taken from: `ms[i][j]` is what plan i of the menu took on shape j."""
+    """The record that a menu was taken from: `ms[i][j]` is what plan i of the menu took on shape j, and `least[j]` what
+    the fastest of all `candidates` took there."""
 
     record: str
     shapes: tuple[Shape, ...]
     ms: tuple[tuple[float, ...], ...]
+    least: tuple[float, ...]
+    candidates: int
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """By how much the menu's fastest plan is slower than the fastest candidate, on each shape: 0.01 is 1%."""
+        return tuple(
+            min(column) / least - 1 for column, least in zip(zip(*self.ms, strict=True), self.least, strict=True)
+        )
+
+    @property
+    def covers(self) -> str:
+        """How near the menu comes to the fastest candidate, for a person."""
+        within = f"within {max(self.losses):.2%} of the fastest of {self.candidates} candidates"
+        return f"{len(self.shapes)} shapes, each {within}"
 
     def best(self, problem: Problem) -> int:
         """The fastest plan on the measured shape that is most like the problem, by lengths and number of heads."""
@@ -456,12 +472,18 @@ def _measured(request: _Request) -> Menu | None:
     slower = {_key(plan): None for plan in ways}
     for t in named.values():  # the best in the mean first
         if _key(plans[t]) not in slower:
-            slower[_key(plans[t])] = _slower(t, plans[t], chosen[0], ways[0])
+            slower[_key(plans[t])] = _slower(t, plans[t], chosen)
     return Menu(
         plans=tuple(ways),
         paces=tuple(request.pipeline.paces(plan, arch) for plan in ways),
         rejected=tuple(r for r in slower.values() if r is not None),
-        measured=Measured(record=entry.name, shapes=entry.shapes, ms=tuple(t.ms for t in chosen)),
+        measured=Measured(
+            record=entry.name,
+            shapes=entry.shapes,
+            ms=tuple(t.ms for t in chosen),
+            least=tuple(best),
+            candidates=len(plans),
+        ),
     )
 
 
@@ -481,10 +503,11 @@ def _loss(chosen: Sequence[Timed], best: Sequence[float]) -> float:
     return sum(min(t.ms[j] for t in chosen) / best[j] - 1 for j in range(len(best))) / len(best)
 
 
-def _slower(timed: Timed, plan: KernelPlan, ahead: Timed, main: KernelPlan) -> Rejected:
-    """A measured candidate that is not in the menu."""
-    ratio = math.prod(ours / theirs for ours, theirs in zip(timed.ms, ahead.ms, strict=True)) ** (1 / len(timed.ms))
-    reason = f"measured {ratio:.2f}x the time of {main.tile.q} x {main.tile.kv}, {main.stages} stages"
+def _slower(timed: Timed, plan: KernelPlan, chosen: Sequence[Timed]) -> Rejected:
+    """A measured candidate that is not in the menu: how its times compare with those of the menu's fastest plans."""
+    ratios = [ours / min(t.ms[j] for t in chosen) for j, ours in enumerate(timed.ms)]
+    mean = math.prod(ratios) ** (1 / len(ratios))
+    reason = f"measured {mean:.2f}x the menu's time, {min(ratios):.2f}x to {max(ratios):.2f}x by shape"
     return Rejected(tile=plan.tile, stages=plan.stages, warps=plan.warps, reason=reason)
 
 

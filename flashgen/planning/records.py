@@ -52,6 +52,10 @@ class Shape(NamedTuple):
     q_len: int
     kv_len: int
 
+    def __str__(self) -> str:
+        lengths = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len} queries x {self.kv_len} keys"
+        return f"batch {self.batch}, heads {self.heads}, {lengths}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:

@@ -26,7 +26,7 @@ from flashgen.lang.expr import Node, walk
 from flashgen.planning import ampere, backward, traffic_backward
 from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.plan import KernelPlan, Part, Tile
-from flashgen.planning.planner import Rejected, limits, pipeline_of
+from flashgen.planning.planner import Measured, Rejected, limits, pipeline_of
 from flashgen.planning.problem import STORED_BYTES, Problem
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Prediction:
     rejected: tuple[Rejected, ...] = ()
     kernels: tuple[tuple[str, Bytes], ...] = ()
     workspaces: tuple[Part, ...] = ()
-    record: str | None = None  # measurements that the plan was chosen by; None: by predicted times
+    measured: Measured | None = None  # what the plan was chosen by; None: by predicted times
     others: tuple[KernelPlan, ...] = ()  # of the same menu, faster on problems of other sizes
     passed_over: str | None = None  # why the architecture's best pipeline does not serve this
 
@@ -167,7 +167,8 @@ class Prediction:
                     *([("packed", self._packing())] if plan.packed else []),
                     ("warps", ", ".join(f"{role.warps} {role.name}" for role in plan.roles)),
                     ("blocks a multiprocessor", str(plan.blocks_per_sm)),
-                    ("chosen by", f"measured times ({self.record})" if self.record else "predicted times"),
+                    ("chosen by", f"measured times ({self.measured.record})" if self.measured else "predicted times"),
+                    *([("menu covers", self.measured.covers)] if self.measured else []),
                     *([("other sizes", "; ".join(map(_shape, self.others)))] if self.others else []),
                 ),
             ),
@@ -198,7 +199,7 @@ class Prediction:
                     for name, ms in self.times.as_json().items()
                 ),
             ),
-            *([] if self.record else [_pace_table(self)]),
+            *([] if self.measured else [_pace_table(self)]),
             *([_rejections("too large", found)] if (found := limits(plan)) else []),
             _rejections("rejected", self.rejected),
         )
@@ -248,8 +249,10 @@ class Prediction:
             "bound": self.times.bound,
             "pace_ms": self.pace.ms,
             "pace_clocks": dict(self.pace.clocks) | {"together": self.pace.together},
-            "chosen_by": "measured" if self.record else "predicted",
-            "record": self.record,
+            "chosen_by": "measured" if self.measured else "predicted",
+            "record": self.measured and self.measured.record,
+            "slower_than_best": self.measured
+            and dict(zip(map(str, self.measured.shapes), self.measured.losses, strict=True)),
             "passed_over": self.passed_over,
             "too_large": _listed(limits(plan)),
             "others": [{"tile": {"q": p.tile.q, "kv": p.tile.kv}, "stages": p.stages} for p in self.others],
@@ -276,14 +279,14 @@ def predict(
     *,
     rejected: Iterable[Rejected] = (),
     dlse: bool = False,
-    record: str | None = None,
+    measured: Measured | None = None,
     passed_over: str | None = None,
     others: Iterable[KernelPlan] = (),
 ) -> Prediction:
     """What `plan` costs on `problem`; `case` carries the sizes, parameters and captured tensors of the same call.
 
     Closed form where the mask allows, never a walk.  `dlse` says that a backward is given the gradient of lse too;
-    `record`, `rejected` and `passed_over` are those of the menu that the plan comes from, `others` its other plans.
+    `measured`, `rejected` and `passed_over` are those of the menu that the plan comes from, `others` its other plans.
     Raises PlanError where problem and plan disagree on head dims.
     """
     asked, planned = (problem.head_dim, problem.v_head_dim), (plan.head_dim, plan.v_head_dim)
@@ -300,7 +303,7 @@ def predict(
         case=case,
         lower_bound_bytes=lower_bound(problem, arch, tiles.visible, costs["hbm"], costs["compulsory"]),
         rejected=tuple(rejected),
-        record=record,
+        measured=measured,
         passed_over=passed_over,
         others=tuple(others),
         **costs,
