@@ -17,12 +17,13 @@ class Ran:
 
 def flashgen(*arguments: object, code: int = 0, columns: int = 160) -> Ran:
     """Run `flashgen ARGUMENTS`; it must exit with `code`, and never with a traceback.  `columns` are the terminal's."""
-    from flashgen.cli import main
+    from flashgen.cli import console, main
 
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", ["flashgen", *map(str, arguments)])
         patch.setenv("COLUMNS", str(columns))
+        patch.setattr(console.out, "width", columns)  # a console keeps what COLUMNS was when it was made
         try:
             main()
             exited = 0
