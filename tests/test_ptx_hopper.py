@@ -168,6 +168,27 @@ def test_stores_and_reductions_write_what_is_inside(reduce):
     assert report.traffic["out", "bulk reduce" if reduce else "bulk store"] == 6 * 24 * 4
 
 
+@pytest.mark.parametrize("columns", [24, 20])
+def test_a_store_reads_what_lies_inside_the_tensor_and_that_has_to_be_written(columns):
+    source = """extern "C" __global__ void k(float* out, const __grid_constant__ TensorMap map) {
+      __shared__ __align__(1024) float s[8 * 32];
+      int t = threadIdx.x;
+      if (t < COLUMNS)
+        for (int row = 0; row < 6; row++) { int byte = (row * 32 + t) * 4; s[(byte ^ row % 8 * 16) / 4] = t; }
+      proxy_fence();
+      __syncwarp();
+      if (t == 0) { store_2d(map, s, 16, 4); commit(); wait_done(); } }"""
+    out = np.full((10, 40), 1000, np.float32)
+    arguments = {"out": out}, map_2d(FIRST, 10, 40, (32, 8), swizzle=3, dtype=FLOAT32)
+    source = source.replace("COLUMNS", str(columns))
+    if columns < 24:  # of the box's 32 columns and 8 rows
+        with pytest.raises(errors.Uninitialised, match="through the async proxy shared memory that nothing wrote"):
+            hopper(source, *arguments)
+        return
+    hopper(source, *arguments)
+    np.testing.assert_array_equal(out[4:, 16:], np.broadcast_to(np.arange(24), (6, 24)))
+
+
 def test_plain_bulk_copies_and_reductions():
     source = """extern "C" __global__ void k(float* out, const float* in, float* sum) {
       __shared__ __align__(16) float s[64];

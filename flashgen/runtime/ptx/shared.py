@@ -117,6 +117,12 @@ class SharedMemory:
             rows = pattern.rows + (group.a + self.first_row)
             self.races.atomic_update(self.shadow, pattern.granules + base // self.granule, rows, line)
 
+    def elements(self, chunks: np.ndarray, places: np.ndarray, unit: int) -> np.ndarray:
+        """Granules of the elements at `places` of what 16-byte `chunks` hold one after another; `unit` bytes each."""
+        at = places * unit
+        first = chunks[at >> 4] + (at & 15)
+        return np.unique((first[:, None] + np.arange(0, unit, self.granule)) // self.granule)
+
     def span(self, start: int, count: int) -> np.ndarray:
         """Granules of bytes start..start+count-1."""
         return np.arange(start // self.granule, -(-(start + count) // self.granule))

@@ -304,9 +304,9 @@ def _store(b: Build, reduce: bool, rank: int) -> Closure:
             queue = _queue(block, group.a + row, lane)
             if shared.races is not None:
                 own, races = group.a + row + block.first_row, shared.races
-                races.read_async(
-                    shared.shadow, shared.span(start, size), np.array([own]), races.bulk, queue.committed + 1
-                )
+                # What lies outside the tensor is not written, whatever the box holds there.
+                read_granules = shared.elements(_chunks(start, size, bits), places, unit)
+                races.read_async(shared.shadow, read_granules, np.array([own]), races.bulk, queue.committed + 1)
 
             def read(
                 start: int = start,
