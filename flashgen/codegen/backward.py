@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import Facts
-from flashgen.codegen.printer import Body, Printer, constant
+from flashgen.codegen.printer import Body, Printer, Text, binary, call, constant
 from flashgen.codegen.seam import Decider, Decision, inside
 from flashgen.lang.expr import DType, Node, Tensor, const, depends_on
 from flashgen.planning.backward import sinks
@@ -115,10 +115,10 @@ def _place(load: Node, facts: Facts) -> tuple[str, ...]:
     tensor: Tensor = load.attr
     printer = Printer(wide=facts.int64)
     body = printer.body(*load.operands)
-    lines, number = list(body.lines), ""
+    number = None
     for i, (index, dimension) in enumerate(zip(load.operands, tensor.dims, strict=True)):
         size = f"p.size{i}_{tensor.name}"
         within = isinstance(dimension, int) and inside(index, dimension)
-        at = str(body.known[index]) if within else f"clamp_index({body.known[index]}, {size})"
-        number = f"({number}) * {size} + {at}" if i > 1 else f"{number} * {size} + {at}" if i else f"i64({at})"
-    return (*lines, f"return {number};")
+        at = body.known[index] if within else call("clamp_index", body.known[index], size)
+        number = call("i64", at) if number is None else binary("+", binary("*", number, Text(size)), at)
+    return (*body.lines, f"return {number};")

@@ -123,11 +123,9 @@ class Printer:
         if self.exact and n.dtype.is_float and n.op in _EXACT:
             return Text(f"{_EXACT[n.op]}({operands[0]}, {operands[1]})")
         text = self.spelling(n)
-        form = _form(text)
         if n.op != "cast":
             operands = self._widened(n, operands, call="(" in text)
-        places = zip(operands, form.places, strict=True)
-        text = Text(form.text.format(*(o.inside(place, operator) for o, (place, operator) in places)), form.binds)
+        text = filled(text, *operands)
         narrows = n.dtype is DType.INT32 and not self.is_wide(n) and n.op != "cast"
         return Text(f"int({text})") if narrows and any(map(self.is_wide, n.operands)) else text
 
@@ -272,7 +270,7 @@ class Formula(Printer):
 
     def leaf(self, n: Node) -> Text:
         if n.op == "const":
-            return Text(f"{n.attr:g}" if n.dtype.is_float else str(n.attr), UNARY if n.attr < 0 else CALL)
+            return Text(f"{n.attr:g}" if n.dtype.is_float else str(n.attr), UNARY if np.signbit(n.attr) else CALL)
         if n.op == "param":
             return Text(n.attr.name)
         if n.op == "problem":
@@ -310,10 +308,16 @@ def constant(value: bool | int | float, dtype: DType) -> Text:
     return Text(f"{number!s}f", UNARY if np.signbit(number) else CALL)
 
 
+def filled(text: str, *operands: Text) -> Text:
+    """The operands in the places of an op's CUDA text, in parentheses where they need them."""
+    form = _form(text)
+    places = zip(operands, form.places, strict=True)
+    return Text(text.format(*(o.inside(place, operator) for o, (place, operator) in places)), form.binds)
+
+
 def binary(sign: str, a: Text, b: Text) -> Text:
     """Two operands of a binary operator."""
-    binds = _BINARY[sign]
-    return Text(f"{a.inside(binds, binds)} {sign} {b.inside(binds + 1, binds)}", binds)
+    return filled(f"{{0}} {sign} {{1}}", a, b)
 
 
 def joined(sign: str, parts: Iterable[Text], empty: str) -> Text:
@@ -332,9 +336,8 @@ def call(function: str, *arguments: Text | str) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """An op's CUDA text, how tightly it binds, and of each operand: how tightly it must, and beside which operator."""
+    """How tightly an op's CUDA text binds, and of each operand: how tightly it must, and beside which operator."""
 
-    text: str
     binds: int
     places: tuple[tuple[int, int], ...]
 
@@ -352,7 +355,8 @@ def _form(text: str) -> _Form:
         elif right:
             place = (_BINARY[right[1]], _BINARY[right[1]])
         else:
-            place = (UNARY if before and before[-1] in "-!~" else _ANYTHING, _ANYTHING)
+            # The sign of an operand would join the one before it: two minus signs are a decrement.
+            place = (UNARY + 1 if before and before[-1] in "-!~" else _ANYTHING, _ANYTHING)
         places[int(found[1])] = place
     outermost = re.sub(r"\([^()]*\)", "", text)
     operators = re.findall(r"(?<=\s)[^\s\w(){},]+(?=\s)", outermost)
@@ -361,8 +365,8 @@ def _form(text: str) -> _Form:
     elif operators:
         binds = min(_BINARY[o] for o in operators)
     else:
-        binds = UNARY if text[0] in "-!~(" else CALL
-    return _Form(text, binds, tuple(place for _, place in sorted(places.items())))
+        binds = UNARY if text[0] in "-!~" else CALL
+    return _Form(binds, tuple(place for _, place in sorted(places.items())))
 
 
 def used_lines(lines: Iterable[str], text: str) -> tuple[str, ...]:

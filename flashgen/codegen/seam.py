@@ -19,7 +19,6 @@ from flashgen.codegen.device import identifiers
 from flashgen.codegen.printer import (
     CALL,
     CTYPES,
-    UNARY,
     Body,
     Formula,
     GivenPrinter,
@@ -30,6 +29,7 @@ from flashgen.codegen.printer import (
     binary,
     call,
     constant,
+    filled,
     joined,
     used_lines,
 )
@@ -397,7 +397,7 @@ class Decider:
         if n.op == ("sub" if sign == "<=" else "add") and rest == [const(1)]:
             return binary(sign[0], position, self.known[first])
         if sign == "<=" and n.op == "sub" and first is const(-1) and self._extent(rest[0]).lo > ranges.INT32_MIN:
-            return binary("<", position, Text(f"-{self.known[rest[0]].inside(UNARY)}", UNARY))
+            return binary("<", position, filled("-{0}", self.known[rest[0]]))
         return binary(sign, position, self.known[n])
 
 
@@ -410,7 +410,7 @@ def _next_of_run(
     if first or last:
         ends = _extreme("max", first or [Text("0")]), _extreme("min", last or [Text(end)])
         run = call(function, "tile", *ends, "p")
-    return Text(f"{joined('&&', conditions, '')} ? {run} : {none}", 3) if conditions else run
+    return filled("{0} ? {1} : {2}", joined("&&", conditions, ""), run, Text(none)) if conditions else run
 
 
 def _extreme(function: str, parts: list[Text]) -> Text:
