@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
 
 from flashgen.analysis.abstract import Judge, anywhere
 from flashgen.codegen.device import identifiers
-from flashgen.lang.expr import LEAVES, DType, Node, depends_on, walk
+from flashgen.lang.expr import LEAVES, DType, Node, Tensor, depends_on, walk
 from flashgen.lang.ops import OPS
 
 #: How tightly C++ binds: an operand that binds less tightly than its place goes into parentheses.
@@ -199,7 +200,12 @@ class RangePrinter(Printer):
     """Prints what expressions may be over a tile: q and k are ranges, and so is what depends on them.
 
     Everything else stays a number.  The functions are those of device/range.cuh, one for each op of the language.
+    `indices` are the C++ types of the indices that readers of captured tensors take: their ranges convert to no other.
     """
+
+    def __init__(self, *, indices: Mapping[Tensor, tuple[str, ...]] = MappingProxyType({}), **options: object) -> None:
+        super().__init__(**options)
+        self.indices = indices
 
     #: Ops whose 64-bit results may overflow, which their functions check.
     CHECKED: ClassVar = frozenset(("add", "sub", "neg", "mul", "abs", "shift_left"))
@@ -220,7 +226,8 @@ class RangePrinter(Printer):
         if not n.operands or not depends_on(n, "q", "k"):
             return Printer.one(self, n, known)
         if n.op == "load":
-            indices = [self._ranged(o, known[o], self.is_wide(o)) for o in n.operands]
+            taken = zip(n.operands, self.indices[n.attr], strict=True)
+            indices = [self._ranged(o, known[o], ctype == "i64") for o, ctype in taken]
             return call(f"read_{n.attr.name}_range", *indices, "p")
         if n.op == "cast":
             return self._cast(n, known[n.operands[0]])
