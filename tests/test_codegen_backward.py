@@ -168,3 +168,18 @@ extern "C" __global__ void probe(u32* out) {
     run(kernel, out)
     want = philox((np.arange(32), 7, 0xFFFFFFFF, 3), (0x12345678, 0x9ABCDEF0))
     assert np.array_equal(out, np.stack(want, axis=-1).astype(np.uint32))
+
+
+@pytest.mark.parametrize("name", ["dq", "to_captured", "of", "asm", "int", "at"])
+def test_a_tensors_name_meets_no_function_of_the_kernel(name):
+    tensor = fg.tensor(name, ("heads", "kv"), "float32")
+    variant = fg.variant(lambda b, h, q, k: k <= q).score(lambda s, b, h, q, k: s + tensor[h, k])
+    plan = planner.backward_menu(variant, "sm_90a", "bfloat16", 64, gradients=(name,)).plans[0]
+    nvrtc.ptx(emit(plan), "sm_90a")
+
+
+def test_the_second_read_of_a_tensor_and_a_tensor_called_like_it_are_told_apart():
+    a, a2 = (fg.tensor(name, ("kv",), "float32") for name in ("a", "a2"))
+    variant = fg.variant().score(lambda s, b, h, q, k: s + a[k] + a[q] + a2[k])
+    plan = planner.backward_menu(variant, "sm_80", "bfloat16", 64, gradients=("a", "a2")).plans[0]
+    nvrtc.ptx(emit(plan), "sm_80")

@@ -248,3 +248,29 @@ def test_resources_are_found_or_the_error_says_where_they_were_sought():
     assert (folder("templates") / "ampere" / "forward.cu.j2").is_file()
     with pytest.raises(FileNotFoundError, match=r"flashgen's nothing are in none of .*nothing"):
         folder("nothing")
+
+
+HOSTILE = (
+    "two\nlines",
+    "ends */ here /* begins",
+    "a backslash \\",
+    "\\\n#error",
+    "what??/",
+    "bell\a null\0 line\u2028sep \ud800",
+    "größer, ∞",
+    "x" * 500,
+    "word \\ " * 60,
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_names_and_docstrings_stay_in_the_comment(text):
+    for described in ({"name": text}, {"doc": text}):
+        variant = fg.variant(lambda b, h, q, k: k <= q, **{"name": "plain", **described})
+        source = emit(planner.menu(variant, "sm_80", "bfloat16", 64).plans[0])
+        plain = emit(planner.menu(fg.variant(lambda b, h, q, k: k <= q), "sm_80", "bfloat16", 64).plans[0])
+        banner, code = (re.split(r"\n(?=#define DEVICE)", s, maxsplit=1)[i] for i, s in ((0, source), (1, source)))
+        assert code == re.split(r"\n(?=#define DEVICE)", plain, maxsplit=1)[1]
+        assert all(not line or line.startswith("//") for line in banner.splitlines())
+        assert not any(line.endswith("\\") or len(line) > 120 for line in banner.splitlines())
+        nvrtc.ptx(source, "sm_80")

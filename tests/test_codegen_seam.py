@@ -8,11 +8,14 @@ from random_masks import random_case, random_mask, seeded
 import flashgen as fg
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case, schedule
+from flashgen.codegen import emit
 from flashgen.codegen.seam import seam
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.load import load_spec, shipped
+from flashgen.planning import planner
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import Problem
+from flashgen.runtime import nvrtc
 
 MASKS = range(40)
 
@@ -84,3 +87,36 @@ def test_one_tanh_of_something_cheap_is_looked_at_before(function, near):
         "s * rcp(30.0f)",
         "30.0f * tanh_near(s * rcp(30.0f))",
     )
+
+
+doc = fg.tensor("doc", dims=(None,), dtype="int32")
+perm = fg.tensor("perm", dims=("q",), dtype="int64", min=0)
+cu = fg.tensor("cu", dims=(None,), dtype="int64", sorted=True)
+
+#: Masks that read one tensor by indices of either width, beside one another and by q and k.
+WIDTHS = {
+    "permuted": lambda b, h, q, k: doc[perm[q]] == doc[k],
+    "lengths": lambda b, h, q, k: (k >= cu[doc[q]]) & (k < cu[doc[q] + 1]),
+    "both": lambda b, h, q, k: doc[perm[q]] <= doc[k + 0 * perm[q]],
+}
+
+
+def of_widths(name):
+    return fg.variant(WIDTHS[name], name=name).bind()
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_a_tensor_is_read_by_indices_of_both_widths(name):
+    rng = np.random.default_rng(4)
+    tensors = {"doc": np.sort(rng.integers(0, 3, 24, np.int32)), "perm": rng.permutation(24), "cu": np.arange(0, 40, 8)}
+    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 24, "kv_len": 24}
+    variant = of_widths(name)
+    tensors = {t.name: tensors[t.name] for t in variant.tensors}
+    check(variant, Case(sizes=sizes, params={}, tensors=tensors), Tile(q=5, kv=4))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("name", WIDTHS)
+def test_both_passes_of_it_compile(name, arch):
+    for menu in (planner.menu, planner.backward_menu):
+        nvrtc.ptx(emit(menu(of_widths(name), arch, "bfloat16", 64, 64).plans[0]), arch)

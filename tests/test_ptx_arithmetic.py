@@ -270,7 +270,7 @@ def test_halves_agree_with_torch():
         assert np.isnan(back[~number]).all()
 
 
-def test_float_to_integer_truncates_saturates_and_takes_nan_as_zero():
+def test_float_to_integer_truncates_saturates_and_takes_nan_as_zero_or_in_64_bits_as_the_least():
     x = np.array([1.9, -1.9, 3e9, -3e9, np.nan, np.inf, 2147483520.0, 0.5, 1.5], np.float32)
     got = instruction("cvt.rzi.s32.f32 %o, %a;", np.int32, x)
     np.testing.assert_array_equal(got, [1, -1, 2**31 - 1, -(2**31), 0, 2**31 - 1, 2147483520, 0, 1])
@@ -279,6 +279,10 @@ def test_float_to_integer_truncates_saturates_and_takes_nan_as_zero():
     got = instruction("cvt.rzi.u32.f32 %o, %a;", np.uint32, x)
     np.testing.assert_array_equal(got, [1, 0, 3000000000, 0, 0, 2**32 - 1, 2147483520, 0, 1])
     np.testing.assert_array_equal(instruction("cvt.rmi.f32.f32 %o, %a;", np.float32, x[:2]), [1, -2])
+    np.testing.assert_array_equal(instruction("cvt.rzi.s64.f32 %o, %a;", np.int64, x[3:5]), [-3_000_000_000, -(2**63)])
+    np.testing.assert_array_equal(instruction("cvt.rzi.u64.f32 %o, %a;", np.uint64, x[3:5]), [0, 2**63])
+    y = x[3:5].astype(np.float64)
+    np.testing.assert_array_equal(instruction("cvt.rzi.s32.f64 %o, %a;", np.int32, y), [-(2**31), -(2**31)])
 
 
 def test_integer_to_float_rounds_to_nearest_and_toward_zero():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain, count
 
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import Facts
-from flashgen.codegen.printer import Body, Printer, constant
+from flashgen.codegen.printer import Body, Printer, Text, binary, call, constant
 from flashgen.codegen.seam import Decider, Decision, inside
 from flashgen.lang.expr import DType, Node, Tensor, const, depends_on
 from flashgen.planning.backward import sinks
@@ -63,7 +64,7 @@ def transposed(facts: Facts, gradients: tuple[str, ...]) -> Transposed:
         runs=Decider(facts).query_runs() if masked else None,
         later=Decider(facts).later_runs() if masked else None,
         slope=_slope(facts),
-        sinks=tuple(sink for name in gradients for sink in _sinks(facts, name)),
+        sinks=_sinks(facts, gradients),
     )
 
 
@@ -93,13 +94,16 @@ def _slope(facts: Facts) -> Body | None:
     return Printer(wide=facts.int64).body(slope)
 
 
-def _sinks(facts: Facts, name: str) -> list[Sink]:
-    """The reads of one tensor that the score depends on."""
+def _sinks(facts: Facts, gradients: tuple[str, ...]) -> tuple[Sink, ...]:
+    """The reads of these tensors that the score depends on, each under a name of its own."""
     found = []
-    for n, slope in sinks(facts.variant, name).items():
+    reads = ((name, n, slope) for name in gradients for n, slope in sinks(facts.variant, name).items())
+    for name, n, slope in reads:
+        taken = {sink.name for sink in found} | (set(gradients) - {name})
+        names = chain((name,), (f"{name}{number}" for number in count(2)))
         found.append(
             Sink(
-                name=name if not found else f"{name}{len(found) + 1}",
+                name=next(free for free in names if free not in taken),
                 tensor=name,
                 slope=Printer(wide=facts.int64).body(slope),
                 place=_place(n, facts),
@@ -107,7 +111,7 @@ def _sinks(facts: Facts, name: str) -> list[Sink]:
                 by_key=depends_on(n, "k"),
             )
         )
-    return found
+    return tuple(found)
 
 
 def _place(load: Node, facts: Facts) -> tuple[str, ...]:
@@ -115,10 +119,10 @@ def _place(load: Node, facts: Facts) -> tuple[str, ...]:
     tensor: Tensor = load.attr
     printer = Printer(wide=facts.int64)
     body = printer.body(*load.operands)
-    lines, number = list(body.lines), ""
+    number = None
     for i, (index, dimension) in enumerate(zip(load.operands, tensor.dims, strict=True)):
         size = f"p.size{i}_{tensor.name}"
         within = isinstance(dimension, int) and inside(index, dimension)
-        at = str(body.known[index]) if within else f"clamp_index({body.known[index]}, {size})"
-        number = f"({number}) * {size} + {at}" if i > 1 else f"{number} * {size} + {at}" if i else f"i64({at})"
-    return (*lines, f"return {number};")
+        at = body.known[index] if within else call("clamp_index", body.known[index], size)
+        number = call("i64", at) if number is None else binary("+", binary("*", number, Text(size)), at)
+    return (*body.lines, f"return {number};")

@@ -69,14 +69,24 @@ def banner(plan: KernelPlan, found: Seam) -> str:
     ]
     width = max(len(kind) for kind in (*dict(entries), _MADE_BY))
     paragraphs = [(kind, textwrap.wrap(text, _WIDTH - width - 2)) for kind, text in entries]
-    if plan.variant.spec is not None:
+    spec = plan.variant.spec
+    if spec is not None and spec == _comment(spec):  # else no command that names it would be true
         paragraphs.append((_MADE_BY, _command(plan, _WIDTH - width - 2)))
-    doc = textwrap.wrap(plan.variant.doc.partition("\n\n")[0], _WIDTH)
-    lines = [f"{plan.variant.name}: attention {plan.pass_name}", *doc, ""]
+    title = f"{_comment(plan.variant.name)}: attention {plan.pass_name}"
+    doc = textwrap.wrap(_comment(plan.variant.doc.partition("\n\n")[0]), _WIDTH)
+    lines = [*textwrap.wrap(title, _WIDTH), *doc, ""]
     for kind, (first, *rest) in paragraphs:
         lines.append(f"{kind:{width}}  {first}")
         lines += [f"{'':{width}}  {line}" for line in rest]
     return "\n".join(f"// {line}".rstrip() for line in lines)
+
+
+def _comment(text: str) -> str:
+    """The text on one line that C++ reads as nothing but a comment: a backslash at its end would go on with the next.
+
+    White space becomes a space, what does not print a question mark.
+    """
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split())).replace("\\", "/")
 
 
 def _command(plan: KernelPlan, width: int) -> list[str]:

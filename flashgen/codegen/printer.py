@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
 
 from flashgen.analysis.abstract import Judge, anywhere
 from flashgen.codegen.device import identifiers
-from flashgen.lang.expr import LEAVES, DType, Node, depends_on, walk
+from flashgen.lang.expr import LEAVES, DType, Node, Tensor, depends_on, walk
 from flashgen.lang.ops import OPS
 
 #: How tightly C++ binds: an operand that binds less tightly than its place goes into parentheses.
@@ -123,11 +124,9 @@ class Printer:
         if self.exact and n.dtype.is_float and n.op in _EXACT:
             return Text(f"{_EXACT[n.op]}({operands[0]}, {operands[1]})")
         text = self.spelling(n)
-        form = _form(text)
         if n.op != "cast":
             operands = self._widened(n, operands, call="(" in text)
-        places = zip(operands, form.places, strict=True)
-        text = Text(form.text.format(*(o.inside(place, operator) for o, (place, operator) in places)), form.binds)
+        text = filled(text, *operands)
         narrows = n.dtype is DType.INT32 and not self.is_wide(n) and n.op != "cast"
         return Text(f"int({text})") if narrows and any(map(self.is_wide, n.operands)) else text
 
@@ -201,7 +200,12 @@ class RangePrinter(Printer):
     """Prints what expressions may be over a tile: q and k are ranges, and so is what depends on them.
 
     Everything else stays a number.  The functions are those of device/range.cuh, one for each op of the language.
+    `indices` are the C++ types of the indices that readers of captured tensors take: their ranges convert to no other.
     """
+
+    def __init__(self, *, indices: Mapping[Tensor, tuple[str, ...]] = MappingProxyType({}), **options: object) -> None:
+        super().__init__(**options)
+        self.indices = indices
 
     #: Ops whose 64-bit results may overflow, which their functions check.
     CHECKED: ClassVar = frozenset(("add", "sub", "neg", "mul", "abs", "shift_left"))
@@ -222,7 +226,8 @@ class RangePrinter(Printer):
         if not n.operands or not depends_on(n, "q", "k"):
             return Printer.one(self, n, known)
         if n.op == "load":
-            indices = [self._ranged(o, known[o], self.is_wide(o)) for o in n.operands]
+            taken = zip(n.operands, self.indices[n.attr], strict=True)
+            indices = [self._ranged(o, known[o], ctype == "i64") for o, ctype in taken]
             return call(f"read_{n.attr.name}_range", *indices, "p")
         if n.op == "cast":
             return self._cast(n, known[n.operands[0]])
@@ -272,7 +277,7 @@ class Formula(Printer):
 
     def leaf(self, n: Node) -> Text:
         if n.op == "const":
-            return Text(f"{n.attr:g}" if n.dtype.is_float else str(n.attr), UNARY if n.attr < 0 else CALL)
+            return Text(f"{n.attr:g}" if n.dtype.is_float else str(n.attr), UNARY if np.signbit(n.attr) else CALL)
         if n.op == "param":
             return Text(n.attr.name)
         if n.op == "problem":
@@ -310,10 +315,16 @@ def constant(value: bool | int | float, dtype: DType) -> Text:
     return Text(f"{number!s}f", UNARY if np.signbit(number) else CALL)
 
 
+def filled(text: str, *operands: Text) -> Text:
+    """The operands in the places of an op's CUDA text, in parentheses where they need them."""
+    form = _form(text)
+    places = zip(operands, form.places, strict=True)
+    return Text(text.format(*(o.inside(place, operator) for o, (place, operator) in places)), form.binds)
+
+
 def binary(sign: str, a: Text, b: Text) -> Text:
     """Two operands of a binary operator."""
-    binds = _BINARY[sign]
-    return Text(f"{a.inside(binds, binds)} {sign} {b.inside(binds + 1, binds)}", binds)
+    return filled(f"{{0}} {sign} {{1}}", a, b)
 
 
 def joined(sign: str, parts: Iterable[Text], empty: str) -> Text:
@@ -332,9 +343,8 @@ def call(function: str, *arguments: Text | str) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """An op's CUDA text, how tightly it binds, and of each operand: how tightly it must, and beside which operator."""
+    """How tightly an op's CUDA text binds, and of each operand: how tightly it must, and beside which operator."""
 
-    text: str
     binds: int
     places: tuple[tuple[int, int], ...]
 
@@ -352,7 +362,8 @@ def _form(text: str) -> _Form:
         elif right:
             place = (_BINARY[right[1]], _BINARY[right[1]])
         else:
-            place = (UNARY if before and before[-1] in "-!~" else _ANYTHING, _ANYTHING)
+            # The sign of an operand would join the one before it: two minus signs are a decrement.
+            place = (UNARY + 1 if before and before[-1] in "-!~" else _ANYTHING, _ANYTHING)
         places[int(found[1])] = place
     outermost = re.sub(r"\([^()]*\)", "", text)
     operators = re.findall(r"(?<=\s)[^\s\w(){},]+(?=\s)", outermost)
@@ -361,8 +372,8 @@ def _form(text: str) -> _Form:
     elif operators:
         binds = min(_BINARY[o] for o in operators)
     else:
-        binds = UNARY if text[0] in "-!~(" else CALL
-    return _Form(text, binds, tuple(place for _, place in sorted(places.items())))
+        binds = UNARY if text[0] in "-!~" else CALL
+    return _Form(binds, tuple(place for _, place in sorted(places.items())))
 
 
 def used_lines(lines: Iterable[str], text: str) -> tuple[str, ...]:

@@ -19,7 +19,6 @@ from flashgen.codegen.device import identifiers
 from flashgen.codegen.printer import (
     CALL,
     CTYPES,
-    UNARY,
     Body,
     Formula,
     GivenPrinter,
@@ -30,6 +29,7 @@ from flashgen.codegen.printer import (
     binary,
     call,
     constant,
+    filled,
     joined,
     used_lines,
 )
@@ -134,17 +134,13 @@ class Seam:
 
 def seam(facts: Facts, lookups: tuple[Node, ...] = ()) -> Seam:
     """The seam of an analysed variant, whose `keep` is given these elements of captured tensors."""
-    variant = facts.variant
-    masked = variant.mask is not None and bool(facts.hidden)
-    mask, score = (variant.mask if masked else None), variant.score_node
-    roots = [root for root in (mask, score) if root is not None]
-    loads = [n for n in walk(roots) if n.op == "load"]
-    judged = [n for n in walk(_judged(facts)) if n.op == "load"] if masked else []
-    tensors = sorted({n.attr for n in loads + judged}, key=lambda tensor: tensor.name)
+    mask, score = _printed(facts)
+    masked = mask is not None
+    loads = _loads(root for root in (mask, score) if root is not None)
     given = _lookups(lookups, facts) if masked else {}
     conditions = GivenPrinter({n: f"at.{one.name}" for n, one in given.items()}, wide=facts.int64, exact=True)
     return Seam(
-        readers=tuple(_reader(tensor, loads + judged, judged, facts) for tensor in tensors),
+        readers=_readers(facts),
         score=None if score is None else Printer(wide=facts.int64).body(score),
         near=None if score is None else _near(score, facts),
         keep=None if mask is None else conditions.body(mask),
@@ -197,30 +193,59 @@ def _formula(mask: Node | None, score: Node | None) -> tuple[tuple[str, str], ..
 # Captured tensors
 
 
+def _printed(facts: Facts) -> tuple[Node | None, Node | None]:
+    """The mask, where it hides anything, and the score."""
+    return facts.variant.mask if facts.hidden else None, facts.variant.score_node
+
+
 def _judged(facts: Facts) -> list[Node]:
     """Everything that the choice of tiles evaluates."""
     return [n for term in (*facts.visible, *facts.hidden) for n in term.nodes()]
 
 
-def _reader(tensor: Tensor, loads: list[Node], judged: list[Node], facts: Facts) -> Reader:
+def _loads(roots: Iterable[Node]) -> list[Node]:
+    return [n for n in walk(roots) if n.op == "load"]
+
+
+def _sites(facts: Facts) -> dict[Tensor, list[Node]]:
+    """Where each captured tensor is read, by name."""
+    found: dict[Tensor, list[Node]] = {}
+    for n in _loads([*filter(None, _printed(facts)), *(_judged(facts) if facts.hidden else ())]):
+        found.setdefault(n.attr, []).append(n)
+    return dict(sorted(found.items(), key=lambda item: item[0].name))
+
+
+def _indices(facts: Facts) -> dict[Tensor, tuple[str, ...]]:
+    """The C++ types of the indices of each captured tensor's reader: one that needs 64 bits anywhere has them."""
     printer = Printer(wide=facts.int64)
-    sites = [n for n in loads if n.attr == tensor]
-    indices, lines, offsets = [], [], []
+    by_dimension = {tensor: zip(*(n.operands for n in sites), strict=True) for tensor, sites in _sites(facts).items()}
+    return {
+        tensor: tuple("i64" if any(map(printer.is_wide, at)) else "int" for at in dimensions)
+        for tensor, dimensions in by_dimension.items()
+    }
+
+
+def _readers(facts: Facts) -> tuple[Reader, ...]:
+    indices = _indices(facts)
+    judged = {n.attr for n in _loads(_judged(facts)) if depends_on(n, "q", "k")} if facts.hidden else ()
+    return tuple(_reader(tensor, sites, indices[tensor], tensor in judged) for tensor, sites in _sites(facts).items())
+
+
+def _reader(tensor: Tensor, sites: list[Node], indices: tuple[str, ...], over_ranges: bool) -> Reader:
+    lines, offsets = [], []
     for i, dimension in enumerate(tensor.dims):
         at = [n.operands[i] for n in sites]
-        indices.append("i64" if any(map(printer.is_wide, at)) else "int")
         if not all(inside(n, dimension) for n in at):
             lines.append(f"i{i} = clamp_index(i{i}, p.size{i}_{tensor.name});")
         offsets.append(f"i{i} * p.stride{i}_{tensor.name}")
     element = f"__ldg(&p.tensor_{tensor.name}[{' + '.join(offsets)}])"
     dtype = TENSOR_DTYPES[tensor.dtype]
     ranged, single = RangePrinter.types(dtype)
-    over_ranges = any(n.attr == tensor and depends_on(n, "q", "k") for n in judged)
     return Reader(
         name=tensor.name,
         shape=f"{tensor.dtype} [{', '.join('any' if d is None else str(d) for d in tensor.dims)}]",
         ctype=CTYPES[dtype],
-        indices=tuple(indices),
+        indices=indices,
         lines=tuple(lines),
         value=WIDENED.get(tensor.dtype, "{}").format(element),
         ranged=ranged if over_ranges else None,
@@ -277,7 +302,7 @@ class Decider:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.printer = RangePrinter(wide=facts.int64, exact=True)
+        self.printer = RangePrinter(wide=facts.int64, exact=True, indices=_indices(facts))
         self.known: dict[Node, Text] = {}
         self._extent = Judge(anywhere)
 
@@ -397,7 +422,7 @@ class Decider:
         if n.op == ("sub" if sign == "<=" else "add") and rest == [const(1)]:
             return binary(sign[0], position, self.known[first])
         if sign == "<=" and n.op == "sub" and first is const(-1) and self._extent(rest[0]).lo > ranges.INT32_MIN:
-            return binary("<", position, Text(f"-{self.known[rest[0]].inside(UNARY)}", UNARY))
+            return binary("<", position, filled("-{0}", self.known[rest[0]]))
         return binary(sign, position, self.known[n])
 
 
@@ -410,7 +435,7 @@ def _next_of_run(
     if first or last:
         ends = _extreme("max", first or [Text("0")]), _extreme("min", last or [Text(end)])
         run = call(function, "tile", *ends, "p")
-    return Text(f"{joined('&&', conditions, '')} ? {run} : {none}", 3) if conditions else run
+    return filled("{0} ? {1} : {2}", joined("&&", conditions, ""), run, Text(none)) if conditions else run
 
 
 def _extreme(function: str, parts: list[Text]) -> Text:

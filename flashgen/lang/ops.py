@@ -6,7 +6,8 @@ in `derivative_rules`, both under its name.  `build` makes nodes.
 CUDA text uses C++ operators, the built-in functions that NVRTC knows without a header (min, max, abs, fminf, fmaxf,
 fabsf, floorf) and these helpers, which emitted code gets from templates/device/math.cuh:
 
-    floor_div(a, b)  floor_mod(a, b)    int and long long; floor semantics for either sign
+    i64                                 long long
+    floor_div(a, b)  floor_mod(a, b)    int and i64; floor semantics for either sign
     ex2(x)  lg2(x)                      ex2.approx and lg2.approx
     tanh_f32(x)  sigmoid_f32(x)         from ex2; within 2^-18 of the true value and inside [-1, 1], [0, 1]
     sqrt_f32(x)  rsqrt_f32(x)           relative error below 2^-20
@@ -365,7 +366,7 @@ _FUNCTIONS = (
         accepts=anything,
         result=first,  # `build.cast` takes the target from its caller
         python=_cast,
-        cuda={INT32: "int({0})", INT64: "(long long)({0})", FLOAT32: "float({0})"}.__getitem__,
+        cuda={INT32: "int({0})", INT64: "i64({0})", FLOAT32: "float({0})"}.__getitem__,
     ),
 )
 

@@ -85,8 +85,14 @@ SINKS = {"": 8, "k": 8, "q": 8, "kq": 60}
 #: What a consumer needs beside fragments on their way: with less ptxas serialises products (C7512).
 BESIDE = 48
 
-#: Shared memory for barriers and messages: less than half of this, which the alignment of tiles rounds it up to.
-CONTROL = KIB
+#: Steps kept for those who order additions to dq.
+ORDERS = 8
+
+#: Bytes and alignment of what `Shared` has behind its tiles: a step, a word, the keys of a block, a barrier.
+STEP, WORD, KEYS, BARRIER = (16, 16), (4, 4), (24, 4), (8, 8)
+
+#: What the swizzle of tiles aligns `Shared` to.
+ALIGNMENT = KIB
 
 #: Float operations on one score: P, dS, roundings, and what moves them.
 SCORE_OPS = 8
@@ -209,7 +215,7 @@ def sweeps(c: Candidate, variant: Variant, head_dim: int, form: Form) -> bool:
     return plain and not c.by_gradient and head_dim == padded(head_dim)
 
 
-def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
+def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
     """Bytes of shared memory of a block."""
     d, dv, tile = boxed(head_dim), boxed(v_head_dim), c.tile
     parts = [
@@ -228,14 +234,35 @@ def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tupl
         parts.append(Part(name="p", amount=tile.kv * tile.q * ITEM, why=why))
     rows = c.stages * tile.q * 8
     parts.append(Part(name="lse, delta", amount=rows, why=f"{c.stages} stages x {tile.q} x 2 float32"))
+    end = sum(part.amount for part in parts)
+    for (size, alignment), count in _members(c, variant, head_dim, form):
+        end = -(-end // alignment) * alignment + size * count
     if ahead(c, variant):
         sizes = [(AHEAD * tile.q if depends_on(n, "q") else tile.kv, n.dtype.itemsize) for n in lookups(variant)]
         why = f"elements that the mask reads by the queries of {AHEAD} tiles, and by keys"
         parts.append(Part(name="lookups", amount=sum(count * item for count, item in sizes), why=why))
-    used = sum(part.amount for part in parts) % CONTROL
-    room = CONTROL - used if used <= CONTROL // 2 else 2 * CONTROL - used
+    room = -(-end // ALIGNMENT) * ALIGNMENT - sum(part.amount for part in parts)
     parts.append(Part(name="control", amount=room, why="barriers and messages"))
     return tuple(parts)
+
+
+def _members(c: Candidate, variant: Variant, head_dim: int, form: Form) -> Iterator[tuple[tuple[int, int], int]]:
+    """What `Shared` has behind tiles, lse and delta, in its order: bytes and alignment of one, and how many."""
+    facts, known = analyse(variant), lookups(variant) if ahead(c, variant) else ()
+    may_skip = bool(facts.hidden) and any(term.others for term in facts.visible)
+    if may_skip:
+        yield from ((STEP, 2), (WORD, 1))
+    if form.deterministic:
+        yield WORD, 2
+    if may_skip:
+        yield BARRIER, 4
+    yield STEP, c.stages + ORDERS * form.deterministic
+    for n in known:
+        yield (n.dtype.itemsize,) * 2, AHEAD * c.tile.q if depends_on(n, "q") else c.tile.kv
+    yield KEYS, 1
+    barriers = 3 * c.stages + 4 + c.by_gradient + AHEAD * any(depends_on(n, "q") for n in known)
+    barriers += (ORDERS + 4) * form.deterministic + 2 * sweeps(c, variant, head_dim, form)
+    yield BARRIER, barriers
 
 
 def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
@@ -304,7 +331,7 @@ def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_di
     """Why the candidate cannot run on `arch`, or None."""
     if c.by_gradient != (max(head_dim, v_head_dim) > OWN_KEYS):
         return f"{c.tile.kv} keys a block are for head dims {'over' if c.by_gradient else 'up to'} {OWN_KEYS}"
-    smem_bytes = sum(part.amount for part in smem(c, variant, head_dim, v_head_dim))
+    smem_bytes = sum(part.amount for part in smem(c, variant, head_dim, v_head_dim, form))
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
     parts = registers(c, variant, head_dim, v_head_dim, form)
@@ -330,7 +357,7 @@ def plan(
         ),
         q_in_registers=False,
         blocks_per_sm=1,
-        smem=smem(c, variant, head_dim, v_head_dim),
+        smem=smem(c, variant, head_dim, v_head_dim, form),
         registers=registers(c, variant, head_dim, v_head_dim, form),
         dropout=form.dropout,
         gradients=form.gradients,

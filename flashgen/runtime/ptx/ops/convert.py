@@ -45,10 +45,13 @@ def _from_float(b: Build, to: str, rounding: str, ftz: bool, sat: bool) -> Value
 
         def to_integer(x: np.ndarray) -> np.ndarray:
             value = _ROUND[rounding](np.asarray(flush(x) if ftz else x, np.float64))
+            # NaN becomes 0 only from 32 bits or fewer to as many; else the highest bit alone.
+            of_nan = low or high // 2 + 1 if "64" in to or x.dtype == np.float64 else 0
             inside = np.where(np.isnan(value), 0.0, value)
             over, under = inside >= float(high), inside <= float(low)
             out = np.where(over | under, 0, inside).astype(np.int64 if low else np.uint64).astype(dtype)
-            return np.where(over, dtype.type(high), np.where(under, dtype.type(low), out))
+            out = np.where(over, dtype.type(high), np.where(under, dtype.type(low), out))
+            return np.where(np.isnan(value), dtype.type(of_nan), out)
 
         return to_integer
     if rounding in _ROUND:
