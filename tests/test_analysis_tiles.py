@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from nested_masks import MASKS
 from random_masks import drawn, random_case, random_mask, seeded
 
 import flashgen as fg
@@ -73,6 +74,26 @@ def test_random_masks_of_a_seed(seed, monkeypatch):
         variant = random_mask(source)
         if variant is not None:
             check(variant, *random_case(source))
+
+
+@pytest.mark.parametrize("depth", [3, 12, 40])
+@pytest.mark.parametrize("name", MASKS)
+def test_nested_masks(name, depth):
+    for q_len, kv_len, tile in ((23, 19, Tile(q=4, kv=3)), (64, 90, Tile(q=8, kv=16))):
+        check(fg.variant(MASKS[name](depth)), case_of(q_len, kv_len), tile)
+
+
+def test_what_is_too_large_is_named_and_the_rest_still_taken_apart():
+    rounds = MASKS["rounds"](16)
+    variant = fg.variant(lambda b, h, q, k: rounds(b, h, q, k) & (k <= q))
+    facts = analyse(variant)
+    assert [term.zone.d_lo != () for term in facts.visible] == [True], "the causal half is a bound"
+    (note,) = facts.notes()
+    assert "lambda x: x <= 7" in note and "nested_masks.py:" in note and "is too large to take apart" in note
+    case, tile = case_of(64, 64), Tile(q=8, kv=8)
+    assert counts.count(facts, case, tile).empty >= 28
+    check(variant, case, tile)
+    assert analyse(fg.variant(MASKS["rounds"](2))).notes() == ()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

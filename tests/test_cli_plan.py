@@ -160,3 +160,28 @@ def test_the_other_kernels_of_the_menu_are_named():
     assert (plan["tile"]["q"], plan["tile"]["kv"], plan["stages"]) not in asked
     text = flashgen("plan", "causal", "--arch", "sm_80", "--seqlen", 8192).out
     assert "; ".join(f"{q}x{kv}, {stages} stages" for q, kv, stages in asked) in text
+
+
+ROUNDS = """import flashgen as fg
+
+@fg.variant
+def rounds(b, h, q, k):
+    x = q
+    for i in range({rounds}):
+        x = fg.where(x > k + i, x - k, x + i)
+    return (x <= 40) & (k <= q)
+"""
+
+
+def test_what_was_too_large_to_take_apart_is_said(tmp_path):
+    spec = tmp_path / "rounds.py"
+    asked = [spec, "--seqlen", 256, "--arch", "sm_80"]
+    spec.write_text(ROUNDS.format(rounds=12))
+    (note,) = plan(*asked)["judged_whole"]
+    assert f"{spec}:8" in note and "may be visited and masked" in note
+    for verb in ("plan", "show"):
+        out = " ".join(flashgen(verb, *asked).out.split())
+        assert "`return (x <= 40) & (k <= q)`" in out and "too large to take apart" in out
+    spec.write_text(ROUNDS.format(rounds=1))
+    assert plan(*asked)["judged_whole"] == []
+    assert "too large to take apart" not in flashgen("plan", *asked).out

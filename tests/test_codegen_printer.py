@@ -171,7 +171,7 @@ def test_ops_on_ranges(wide):
         lines.append("  }\n")
     run("".join(lines), inputs, outputs)
     for root, member, out, expected in checks:
-        message = f"{member} of {Formula().inline(root)}"
+        message = f"{member} of {Formula().inline(root, 1000)}"
         if root.dtype is INT and not wide:  # what may leave int32 is computed in 64 bits
             fits = (judge(root).lo >= ranges.INT32_MIN) & (judge(root).hi <= ranges.INT32_MAX)
             out, expected = out[fits], expected[fits]

@@ -151,8 +151,76 @@ def test_threads_load_at_the_same_time(tmp_path):
     assert len({id(v.mask) for v in loaded}) == 1
 
 
+DATA = """from __future__ import annotations
+from dataclasses import dataclass
+import flashgen as fg
+
+@dataclass
+class Window:
+    reach: int = {reach}
+
+@fg.variant
+def spec(b, h, q, k):
+    return q - k < Window().reach
+"""
+
+
+def test_a_dataclass_with_postponed_annotations(tmp_path):
+    before = set(sys.modules)
+    folders = [tmp_path / name for name in "abcd"]
+    for reach, folder in enumerate(folders, 3):
+        folder.mkdir()
+        write(folder, spec=DATA.format(reach=reach), other="from spec import spec\nother = ~spec\n")
+    with ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(fg.load_spec, [folder / "spec.py" for folder in folders * 4]))
+        negated = list(pool.map(fg.load_spec, [folder / "other.py" for folder in folders]))
+    assert [v.mask.operands[1].attr for v in loaded] == [3, 4, 5, 6] * 4
+    assert [v.mask.operands[0] for v in negated] == [v.mask for v in loaded[:4]]
+    assert not {name for name in sys.modules if "spec" in name and "flashgen_spec" in name} - before
+    write(folders[0], spec=DATA.format(reach=3) + "1 / 0\n")
+    refused(folders[0] / "spec.py")
+    assert not any("flashgen_spec" in name for name in sys.modules)
+
+
+def test_a_file_beside_a_spec_does_not_hide_an_installed_package(tmp_path):
+    hiding = dict.fromkeys(("flashgen", "numpy", "torch", "jinja2"), "raise SystemError('imported')\n")
+    write(tmp_path, **hiding, helper="import numpy\nREACH = 8\n")
+    text = "import flashgen as fg\nimport jinja2, numpy, torch\nfrom helper import REACH\n"
+    write(tmp_path, spec=text + "spec = fg.variant(lambda b, h, q, k: q - k < REACH)\n")
+    assert fg.load_spec(tmp_path / "spec.py").mask.operands[1].attr == 8
+    assert sys.modules["flashgen"] is fg
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What goes wrong
+
+
+@pytest.mark.parametrize("asked", [None, 3, [], True])
+def test_what_is_no_path(asked):
+    assert str(refused(asked)).startswith(f"a spec is a path or the name of a shipped spec, and got {asked!r}; shipped")
+
+
+def test_paths_that_lead_nowhere(tmp_path, monkeypatch):
+    assert "the path of the spec is empty; shipped specs, by name: alibi" in str(refused(""))
+    assert "File name too long; shipped" in str(refused("x" * 5000)) and len(str(refused("x" * 5000))) < 600
+    write(tmp_path, causal=CAUSAL)
+    assert fg.load_spec(bytes(tmp_path / "causal.py")).name == "causal"
+
+    def closed(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", closed)  # a superuser may read everything
+    assert str(refused(tmp_path / "causal.py")).startswith(f"cannot read the spec {tmp_path / 'causal.py'}: Permission")
+
+
+def test_a_file_in_another_encoding(tmp_path):
+    latin = "# café\n".encode("latin-1") + CAUSAL.encode()
+    (tmp_path / "spec.py").write_bytes(latin)
+    assert "save it as UTF-8, or name its encoding in the first line" in str(refused(tmp_path / "spec.py"))
+    (tmp_path / "spec.py").write_bytes(CAUSAL.encode() + b"\n\n# caf\xe9\n")
+    assert "can't decode byte 0xe9" in str(refused(tmp_path / "spec.py"))
+    (tmp_path / "spec.py").write_bytes(b"# coding: latin-1\n" + latin)
+    assert fg.load_spec(tmp_path / "spec.py").name == "causal"
 
 
 def test_no_such_file(tmp_path):

@@ -363,3 +363,42 @@ def test_equal_names_unify_only_if_declared_alike():
 def test_a_tensor_and_its_size_are_one_declaration():
     t = fg.tensor("t", dims=(None,), dtype="int32", example=lambda problem, rng: np.zeros(3))
     assert fg.variant(lambda b, h, q, k: t[k % t.size(0)] == 0).tensors == (t.tensor,)
+
+
+NONSENSE = {
+    "a documentation that is no text": (lambda: fg.param("w", 1, doc=3), "'w': doc is a text and got 3"),
+    "no documentation of a tensor": (lambda: fg.tensor("t", ("kv",), "int32", doc=None), "doc is a text and got None"),
+    "an order in words": (
+        lambda: fg.tensor("t", ("kv",), "int32", sorted="no"),
+        "sorted is True or False and got 'no'",
+    ),
+    "a size beyond int32": (lambda: fg.tensor("t", (2**40,), "int32"), "numbers from 1 to 2^31 - 1 or None, and got"),
+    "a name that is a number": (lambda: fg.variant(name=3), "name is a text, as in name='causal', and got 3"),
+    "a name of nothing": (lambda: fg.variant(name=""), "name is a text, as in name='causal', and got ''"),
+    "a variant's documentation": (lambda: fg.variant(doc=3), "doc is a text and got 3"),
+    "a float head dim": (lambda: fg.variant(head_dims=64.0), "head_dims is a tuple of positive integers"),
+    "a number for dtypes": (lambda: fg.variant(dtypes=3), "dtypes is a tuple of 'float16' and 'bfloat16', and got 3"),
+    "only in words": (lambda: fg.variant(only="yes", head_dims=64), "only is True or False and got 'yes'"),
+    "an empty pipeline": (lambda: fg.variant(pipeline=""), "pipeline is a name, as in pipeline='ampere', and got ''"),
+    "an empty arch": (lambda: fg.variant(arch=""), "arch is a name, as in arch='sm_80', and got ''"),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_declared_nonsense(name):
+    declare, message = NONSENSE[name]
+    with pytest.raises(SpecError) as caught:
+        declare()
+    assert message in str(caught.value) and caught.value.where is not None
+
+
+@pytest.mark.parametrize("declare", [fg.param, fg.constant])
+@pytest.mark.parametrize("value", [True, "3", [], np.bool_(True), np.array(3), 1j, 2**40])
+def test_a_scalar_that_is_no_number(declare, value):
+    with pytest.raises(SpecError):
+        declare("x", value)
+    with pytest.raises(SpecError):
+        declare("x", 1, min=value)
+    for dtype in ("", "bool", "INT32", 3, bool, [], b"int32", True):
+        with pytest.raises(SpecError, match="dtype is int, float, 'int32', 'int64' or 'float32'"):
+            declare("x", 1, dtype=dtype)

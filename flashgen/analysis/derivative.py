@@ -6,6 +6,9 @@ torch, a branch that a `where` does not take contributes exactly 0, though its o
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
 from flashgen.lang.build import apply
 from flashgen.lang.expr import DType, Node, const, node, walk
 from flashgen.lang.ops import OPS
@@ -15,7 +18,11 @@ SCORE = node("score", DType.FLOAT32)
 
 _ZERO = const(0.0)
 
+#: A choice of more choices is multiplied as one value, and not each of its branches for itself.
+MAX_OPENED = 8
 
+
+@lru_cache(maxsize=256)
 def derive(root: Node, wrt: Node = SCORE) -> Node | None:
     """The derivative of a float32 expression with respect to one of its float32 nodes: the score, or a captured load.
 
@@ -30,14 +37,15 @@ def derive(root: Node, wrt: Node = SCORE) -> Node | None:
     if root not in depends:
         return None
     adjoints: dict[Node, Node] = {root: const(1.0)}
+    flows = _Flows()
     for n in reversed(order):
         if n is wrt or n not in depends or n not in adjoints:
             continue
         for operand, partial in zip(n.operands, OPS[n.op].derivative(n.operands, n), strict=True):
             if partial is None or operand not in depends:
                 continue
-            flow = _times(adjoints[n], partial)
-            adjoints[operand] = _plus(adjoints.get(operand, _ZERO), flow)
+            flow = flows.times(adjoints[n], partial)
+            adjoints[operand] = flows.plus(adjoints.get(operand, _ZERO), flow)
     return adjoints.get(wrt)
 
 
@@ -54,35 +62,65 @@ def differentiable(root: Node | None) -> tuple[str, ...]:
     return tuple(sorted(f for f in floats if any(derive(root, wrt=n) is not None for n in loads(root, f))))
 
 
-def _times(flow: Node, partial: Node) -> Node:
-    """The chain rule's product; a choice with a 0 stays a choice, so that nothing is multiplied into it."""
-    pairs = ((flow, partial), (partial, flow))
-    for a, b in pairs:
-        if a.op == "const" and a.attr in (0, 1):
-            return b if a.attr else _ZERO
-    for a, b in pairs:
-        if _chooses_zero(a):
-            condition, chosen, otherwise = a.operands
-            return _choice(condition, _times(chosen, b), _times(otherwise, b))
-    for a, b in pairs:
-        if a.op == "const" and a.attr == -1:
-            return apply("neg", b)
-    return apply("mul", flow, partial)
+class _Flows:
+    """Products and sums of flows.  A choice with a 0 stays a choice, so that nothing is multiplied into the 0.
 
+    What such a choice is made of is found once, so that both take the same few steps however deep choices nest.
+    """
 
-def _plus(known: Node, flow: Node) -> Node:
-    """The sum of two flows; of choices by one condition, with a 0, a choice too."""
-    if _ZERO in (known, flow):
-        return flow if known is _ZERO else known
-    if _chooses_zero(known) and _chooses_zero(flow) and known.operands[0] is flow.operands[0]:
-        condition, *chosen = known.operands
-        return _choice(condition, *(_plus(a, b) for a, b in zip(chosen, flow.operands[1:], strict=True)))
-    return apply("add", known, flow)
+    def __init__(self) -> None:
+        self._sizes: dict[Node, int] = {}
+        self._zeros: dict[Node, Node] = {}
+
+    def times(self, flow: Node, partial: Node) -> Node:
+        """The chain rule's product."""
+        pairs = ((flow, partial), (partial, flow))
+        for a, b in pairs:
+            if a.op == "const" and a.attr in (0, 1):
+                return b if a.attr else _ZERO
+        for a, b in pairs[::-1]:  # the rules' own choices are the smaller ones
+            if 0 < self._size(a) <= MAX_OPENED:
+                condition, chosen, otherwise = a.operands
+                return _choice(condition, self.times(chosen, b), self.times(otherwise, b))
+        for a, b in pairs:
+            if a.op == "const" and a.attr == -1:
+                return apply("neg", b)
+        product = apply("mul", flow, partial)
+        for a, b in pairs:
+            if self._size(a) and not (b.op == "const" and math.isfinite(b.attr)):
+                product = _choice(self._is_zero(a), _ZERO, product)
+        return product
+
+    def plus(self, known: Node, flow: Node) -> Node:
+        """The sum of two flows; of choices by one condition, with a 0, a choice too."""
+        if _ZERO in (known, flow):
+            return flow if known is _ZERO else known
+        small = all(0 < self._size(n) <= MAX_OPENED for n in (known, flow))
+        if small and known.operands[0] is flow.operands[0]:
+            condition, *chosen = known.operands
+            return _choice(condition, *(self.plus(a, b) for a, b in zip(chosen, flow.operands[1:], strict=True)))
+        return apply("add", known, flow)
+
+    def _size(self, root: Node) -> int:
+        """How many choices a choice with a 0 is made of, counted up to MAX_OPENED + 1; 0 for anything else."""
+        sizes = self._sizes
+        for n in walk([root], into=lambda n: n.op == "where" and n not in sizes):
+            if n not in sizes:
+                below = [sizes[o] for o in n.operands[1:]] if n.op == "where" else []
+                some = any(below) or (n.op == "where" and _ZERO in n.operands[1:])
+                sizes[n] = min(1 + sum(below), MAX_OPENED + 1) if some else 0
+        return sizes[root]
+
+    def _is_zero(self, root: Node) -> Node:
+        """The condition that a choice is its 0."""
+        zeros = self._zeros
+        for n in walk([root], into=lambda n: self._size(n) > 0 and n not in zeros):
+            if n not in zeros:
+                opened = self._size(n) > 0
+                chosen = [zeros[o] for o in n.operands[1:]] if opened else []
+                zeros[n] = _choice(n.operands[0], *chosen) if opened else const(n is _ZERO)
+        return zeros[root]
 
 
 def _choice(condition: Node, chosen: Node, otherwise: Node) -> Node:
     return chosen if chosen is otherwise else apply("where", condition, chosen, otherwise)
-
-
-def _chooses_zero(n: Node) -> bool:
-    return n.op == "where" and any(o is _ZERO or _chooses_zero(o) for o in n.operands[1:])

@@ -23,8 +23,16 @@ from flashgen.lang.expr import DType, Node, const, walk
 if TYPE_CHECKING:
     from flashgen.lang.variant import Variant
 
-#: A mask with more terms keeps what does not fit as one abstractly judged condition.
+#: A mask of more terms, or of more bounds and conditions in all its terms, keeps what does not fit as conditions that
+#: are judged whole.
 MAX_TERMS = 32
+MAX_ATOMS = 256
+
+#: Steps of taking a mask apart; a step is a term of a linear form in a case, or two terms of conjunctions joined.  A
+#: comparison, or a conjunction's next condition, that needs more than its own steps is judged whole, and so is what
+#: still needs any when those of the mask are used up.
+MAX_STEPS = 1 << 13
+MAX_STEPS_OF_ONE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +58,8 @@ class Facts:
     `visible` and `hidden` are disjunctions (no term: never; one term that asks nothing: always).  `exact`: zones and
     uniform conditions only, so that classes are exact and tiles can be counted without a walk.  `uses_batch` and
     `uses_head` say whether the mask depends on them.  `int64` are the int32 nodes, of the mask, the score and both
-    disjunctions, whose values may leave int32 (see `widths`).
+    disjunctions, whose values may leave int32 (see `widths`).  `judged_whole` are the conditions of the mask, as they
+    were written, that were too large to take apart: a tile that one fills or empties may be PARTIAL.
     """
 
     variant: Variant
@@ -60,16 +69,26 @@ class Facts:
     uses_head: bool
     exact: bool
     int64: frozenset[Node]
+    judged_whole: tuple[Node, ...] = ()
+
+    def notes(self) -> tuple[str, ...]:
+        """For a person: which parts of the mask were too large to take apart, and what that costs."""
+        found = {_place(n): None for n in self.judged_whole}
+        return tuple(
+            f"{place} is too large to take apart: its values over a tile are judged as one, so a tile that it fills or"
+            " empties may be visited and masked pair by pair"
+            for place in found
+        )
+
+
+def _place(n: Node) -> str:
+    return f"`{n.where.text.strip()}` ({n.where.path}:{n.where.line})" if n.where else "the mask"
 
 
 @lru_cache(maxsize=256)
 def analyse(variant: Variant) -> Facts:
     """The facts of a variant; its constants must be bound."""
-    if variant.mask is None:
-        visible, hidden = (Term(),), ()
-    else:
-        reader = _Reader()
-        visible, hidden = (_disjunction(reader, variant.mask, polarity) for polarity in (True, False))
+    visible, hidden, too_large = ((Term(),), (), {}) if variant.mask is None else _disjunctions(variant.mask)
     terms = (*visible, *hidden)
     nodes = [n for t in terms for n in t.nodes()]
     symbols = {n.attr for n in walk(nodes) if n.op == "index"}
@@ -81,6 +100,7 @@ def analyse(variant: Variant) -> Facts:
         uses_head="h" in symbols,
         exact=not any(t.others for t in terms),
         int64=widths.wide([*variant.roots, *nodes]),
+        judged_whole=tuple(dict.fromkeys(too_large[n] for t in terms for n in t.others if n in too_large)),
     )
 
 
@@ -96,40 +116,45 @@ class _Literal:
     uniform: tuple[Node, ...] = ()
     others: tuple[Node, ...] = ()
 
+    @property
+    def tells(self) -> bool:
+        return bool(self.bounds or self.uniform) or self == _ALWAYS
 
-@dataclass(frozen=True, slots=True)
-class _And:
+    @property
+    def exact(self) -> bool:
+        return not self.others
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Several:
+    """Conditions of which all hold (_And) or some (_Or).
+
+    tells     splitting it up tells more than judging it whole
+    exact     nothing in it is judged whole
+    """
+
     parts: tuple[_Tree, ...]
     whole: Node
+    tells: bool = field(init=False)
+    exact: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tells", any(part.tells for part in self.parts))
+        object.__setattr__(self, "exact", all(part.exact for part in self.parts))
 
 
-@dataclass(frozen=True, slots=True)
-class _Or:
-    parts: tuple[_Tree, ...]
-    whole: Node
+class _And(_Several):
+    __slots__ = ()
+
+
+class _Or(_Several):
+    __slots__ = ()
 
 
 _Tree = _Literal | _And | _Or
 
 _ALWAYS = _Literal()
 _NEVER = _Or((), const(False))
-
-
-def _literals(tree: _Tree) -> Iterator[_Literal]:
-    if isinstance(tree, _Literal):
-        yield tree
-    else:
-        for part in tree.parts:
-            yield from _literals(part)
-
-
-def _has_zone(tree: _Tree) -> bool:
-    """Whether splitting the condition up tells more than judging it whole."""
-    return any(leaf.bounds or leaf.uniform or leaf == _ALWAYS for leaf in _literals(tree))
-
-
-def _is_exact(tree: _Tree) -> bool:
-    return not any(leaf.others for leaf in _literals(tree))
 
 
 def _all(parts: Iterable[_Tree], whole: Node) -> _Tree:
@@ -145,7 +170,7 @@ def _any(parts: Iterable[_Tree], whole: Node) -> _Tree:
         return _ALWAYS
     if len(parts) == 1 or not parts:
         return parts[0] if parts else _NEVER
-    return _Or(parts, whole) if any(map(_has_zone, parts)) else _Literal(others=(whole,))
+    return _Or(parts, whole) if any(part.tells for part in parts) else _Literal(others=(whole,))
 
 
 def negated(condition: Node) -> Node:
@@ -158,26 +183,76 @@ def negated(condition: Node) -> Node:
     return apply(flipped, *(condition.operands if flipped in ("eq", "ne") else condition.operands[::-1]))
 
 
-def _chain(op: str, root: Node) -> list[Node]:
-    """The operands of a chain of one operator, left to right."""
-    found, stack = [], [root]
+def _chain(root: Node) -> list[Node]:
+    """The operands of a chain of & or of |, left to right, each once."""
+    found, stack, seen = [], [root], set()
     while stack:
         n = stack.pop()
-        if n.op == op:
+        if n in seen:
+            continue
+        seen.add(n)
+        if n.op == root.op:
             stack.extend(reversed(n.operands))
         else:
             found.append(n)
     return found
 
 
+class _TooLarge(Exception):
+    """A comparison needs more steps than it has."""
+
+
 class _Reader:
-    """Reads a condition into a tree, pushing negation to its atoms."""
+    """Reads conditions into trees, each once, pushing negation to its atoms.
+
+    steps      that are left of MAX_STEPS
+    too_large  what is judged whole for its size, each with the condition of the mask that it is, or is part of
+    """
 
     def __init__(self) -> None:
         self.algebra = Algebra()
+        self.steps = MAX_STEPS
+        self.too_large: dict[Node, Node] = {}
+        self._left, self._written = 0, const(False)  # of the comparison in hand: its steps, itself
+        self._conditions: dict[tuple[Node, bool], _Tree] = {}
+        self._inequalities: dict[Linear, _Tree] = {}
+
+    def order(self, mask: Node) -> list[Node]:
+        """The conditions under a mask, operands first, less those that only continue a chain of & or |."""
+
+        def parts(n: Node) -> bool:
+            return n.op != "load" and not n.dtype.is_float and self.algebra.local(n)
+
+        nodes = list(walk([mask], into=parts))
+        users: dict[Node, set[str]] = {n: set() for n in nodes}
+        for n in filter(parts, nodes):
+            for operand in n.operands:
+                users[operand].add(n.op)
+        chained = ("logical_and", "logical_or")
+        return [n for n in nodes if n.dtype is DType.BOOL and not (n.op in chained and users[n] == {n.op})]
 
     def condition(self, n: Node, polarity: bool) -> _Tree:
         """The tree of `n`, or of its negation where polarity is False."""
+        found = self._conditions.get((n, polarity))
+        if found is None:
+            found = self._conditions[n, polarity] = self._read(n, polarity)
+        return found
+
+    def spend(self, steps: int) -> bool:
+        """Whether the mask has so many steps left; they are taken then."""
+        enough = steps <= self.steps
+        if enough:
+            self.steps -= steps
+        return enough
+
+    def _spend(self, form: Linear) -> None:
+        """Take the steps of a case of the comparison in hand."""
+        steps = 1 + len(form.terms)
+        if steps > self._left or not self.spend(steps):
+            raise _TooLarge
+        self._left -= steps
+
+    def _read(self, n: Node, polarity: bool) -> _Tree:
         whole = n if polarity else negated(n)
         if n.op == "const":
             return _ALWAYS if n.attr == polarity else _NEVER
@@ -186,7 +261,7 @@ class _Reader:
         if not self.algebra.local(n):
             return _Literal(uniform=(whole,))
         if n.op in ("logical_and", "logical_or"):
-            parts = [self.condition(part, polarity) for part in _chain(n.op, n)]
+            parts = [self.condition(part, polarity) for part in _chain(n)]
             return (_all if (n.op == "logical_and") == polarity else _any)(parts, whole)
         tree = None
         if n.op == "where":
@@ -196,8 +271,8 @@ class _Reader:
             differ = (n.op != "eq") == polarity
             tree = self._choice(a, self.condition(b, not differ), self.condition(b, differ), whole)
         elif n.op in ("eq", "ne", "lt", "le", "gt", "ge") and all(o.dtype.is_int for o in n.operands):
-            return self._comparison(n.op, *n.operands, polarity, whole)
-        return tree if tree is not None and _has_zone(tree) else _Literal(others=(whole,))
+            return self._comparison(n, polarity, whole)
+        return tree if tree is not None and tree.tells else _Literal(others=(whole,))
 
     def _choice(self, choice: Node, chosen: _Tree, otherwise: _Tree, whole: Node) -> _Tree:
         """`chosen` where the choice holds, else `otherwise`."""
@@ -208,11 +283,23 @@ class _Reader:
             parts.append(_all((self.condition(choice, polarity), tree), picked))
         return _any(parts, whole)
 
-    def _comparison(self, op: str, a: Node, b: Node, polarity: bool, whole: Node) -> _Tree:
-        """The tree of `a op b`, or of its negation."""
-        difference = self.algebra.form(a) - self.algebra.form(b)
-        if self.algebra.extent(difference) is None:
+    def _comparison(self, n: Node, polarity: bool, whole: Node) -> _Tree:
+        """The tree of a comparison of ints, or of its negation."""
+        a, b = map(self.algebra.form, n.operands)
+        if self.algebra.extent(a - b) is None:
             return _Literal(others=(whole,))
+        outer = self._left, self._written
+        self._left, self._written = MAX_STEPS_OF_ONE, n
+        try:
+            return self._compared(n.op, a - b, polarity)
+        except _TooLarge:
+            self.too_large[whole] = n
+            return _Literal(others=(whole,))
+        finally:
+            self._left, self._written = outer
+
+    def _compared(self, op: str, difference: Linear, polarity: bool) -> _Tree:
+        """The tree of `difference op 0`, or of its negation."""
         if op in ("eq", "ne"):
             return self._equal(difference) if (op == "eq") == polarity else self._unequal(difference)
         if op in ("gt", "ge"):
@@ -222,6 +309,8 @@ class _Reader:
 
     def _condition_of(self, relation: str, form: Linear) -> _Literal:
         whole = comparison(relation, form)
+        if not self.algebra.long.isdisjoint(form.terms):
+            self.too_large.setdefault(whole, self._written)
         return _Literal(others=(whole,)) if self.algebra.local(whole) else _Literal(uniform=(whole,))
 
     def _equal(self, form: Linear) -> _Tree:
@@ -230,7 +319,7 @@ class _Reader:
             return whole
         parts = self._at_most_zero(form), self._at_most_zero(-form)
         both = _all(parts, comparison("==", form))
-        if both == _NEVER or _is_exact(both):
+        if both == _NEVER or both.exact:
             return both
         return _Literal(bounds=tuple(bound for part in parts for bound in _implied(part)), others=whole.others)
 
@@ -239,10 +328,16 @@ class _Reader:
         if whole.uniform:
             return whole
         either = _any((self._at_most_zero(form + 1), self._at_most_zero(-form + 1)), comparison("!=", form))
-        return either if _is_exact(either) else whole
+        return either if either.exact else whole
 
     def _at_most_zero(self, form: Linear) -> _Tree:
         """The tree of `form <= 0`."""
+        found = self._inequalities.get(form)
+        if found is None:
+            found = self._inequalities[form] = self._inequality(form)
+        return found
+
+    def _inequality(self, form: Linear) -> _Tree:
         algebra = self.algebra
         if algebra.extent(form) is None:
             return self._condition_of("<=", form)
@@ -257,7 +352,7 @@ class _Reader:
             return _Literal(bounds=(bound,))
         for n in local:
             split = self._split(n, form)
-            if split is not None and _has_zone(split):
+            if split is not None and split.tells:
                 return split
         return self._relaxed(form)
 
@@ -269,6 +364,10 @@ class _Reader:
             return self._at_most_zero(rest + value * coefficient)
 
         whole = comparison("<=", form)
+        truth = n.op == "cast" and n.operands[0].dtype is DType.BOOL
+        if n.op not in ("minimum", "maximum", "abs", "where") and not truth:
+            return None
+        self._spend(form)
         if n.op in ("minimum", "maximum", "abs"):
             forms = [self.algebra.form(o) for o in n.operands]
             cases = map(case, forms if n.op != "abs" else (forms[0], -forms[0]))
@@ -276,9 +375,7 @@ class _Reader:
         if n.op == "where":
             chosen, otherwise = (case(self.algebra.form(o)) for o in n.operands[1:])
             return self._choice(n.operands[0], chosen, otherwise, whole)
-        if n.op == "cast" and n.operands[0].dtype is DType.BOOL:
-            return self._choice(n.operands[0], case(Linear({}, 1)), case(Linear({}, 0)), whole)
-        return None
+        return self._choice(n.operands[0], case(Linear({}, 1)), case(Linear({}, 0)), whole)
 
     def _relaxed(self, form: Linear) -> _Tree:
         """`form <= 0` judged whole, with the bounds it implies: x // n lies in [(x - n + 1) / n, x / n], a remainder in
@@ -297,6 +394,7 @@ class _Reader:
             if bounded is None or algebra.extent(bounded) is None:
                 return self._condition_of("<=", form)
         if exact and bounded is not form:
+            self._spend(form)
             return self._at_most_zero(bounded)
         if algebra.never(bounded):
             return _NEVER
@@ -371,9 +469,17 @@ def _bound_condition(kind: str, form: Linear) -> Node:
 
 def _implied(tree: _Tree) -> tuple[tuple[str, Linear], ...]:
     """Bounds that hold wherever the tree does."""
-    if isinstance(tree, _Literal):
-        return tree.bounds
-    return tuple(bound for part in tree.parts for bound in _implied(part)) if isinstance(tree, _And) else ()
+    found, stack, seen = [], [tree], set()
+    while stack:
+        part = stack.pop()
+        if part in seen:
+            continue
+        seen.add(part)
+        if isinstance(part, _Literal):
+            found.extend(part.bounds)
+        elif isinstance(part, _And):
+            stack.extend(reversed(part.parts))
+    return tuple(dict.fromkeys(found))
 
 
 def _bound(form: Linear, local: list[Node]) -> tuple[str, Linear] | None:
@@ -407,49 +513,78 @@ class _Draft:
     uniform: tuple[Node, ...] = ()
     others: tuple[Node, ...] = ()
 
+    @property
+    def atoms(self) -> int:
+        return len(self.bounds) + len(self.uniform) + len(self.others)
 
-def _disjunction(reader: _Reader, mask: Node, polarity: bool) -> tuple[Term, ...]:
-    drafts = _Normaliser(reader.algebra).drafts(reader.condition(mask, polarity))
-    return tuple(_finished(draft) for draft in drafts)
+
+def _disjunctions(mask: Node) -> tuple[tuple[Term, ...], tuple[Term, ...], dict[Node, Node]]:
+    """The mask and its negation, and what is judged whole for its size."""
+    reader = _Reader()
+    normaliser = _Normaliser(reader)
+    for n in reader.order(mask):  # operands first, so that neither class recurses deeply
+        visible, hidden = (normaliser.drafts(reader.condition(n, polarity), n) for polarity in (True, False))
+    return tuple(map(_finished, visible)), tuple(map(_finished, hidden)), reader.too_large
 
 
 class _Normaliser:
-    """Multiplies a tree out, dropping contradictions, weaker bounds and terms inside other terms on the way."""
+    """Multiplies trees out, each once, dropping contradictions, weaker bounds and terms inside other terms."""
 
-    def __init__(self, algebra: Algebra) -> None:
-        self.algebra = algebra
+    def __init__(self, reader: _Reader) -> None:
+        self.reader = reader
+        self.algebra = reader.algebra
+        self._known: dict[_Tree, list[_Draft]] = {}
+        self._implied: dict[tuple[tuple[str, Linear], tuple[str, Linear]], bool] = {}
 
-    def drafts(self, tree: _Tree) -> list[_Draft]:
-        """At most MAX_TERMS terms whose disjunction is the tree; what does not fit is judged whole."""
+    def drafts(self, tree: _Tree, written: Node) -> list[_Draft]:
+        """At most MAX_TERMS terms, of MAX_ATOMS atoms, whose disjunction is the tree; what does not fit is judged
+        whole.  `written` is the condition of the mask that the tree is of."""
+        found = self._known.get(tree)
+        if found is None:
+            found = self._known[tree] = self._drafts(tree, written)
+        return found
+
+    def _drafts(self, tree: _Tree, written: Node) -> list[_Draft]:
         if isinstance(tree, _Literal):
             draft = self._joined(_Draft(), tree)
             return [] if draft is None else [draft]
         found: list[_Draft] = []
         if isinstance(tree, _Or):
             for part in tree.parts:
-                found = self._absorbed(found, self.drafts(part))
-                if len(found) > MAX_TERMS:
-                    return [self._opaque([tree])]
+                found = self._absorbed(found, self.drafts(part, written))
+                if not self._fits(found):
+                    return [self._opaque([tree], written)]
             return found
         found.append(_Draft())
         whole: list[_Tree] = []
         for part in tree.parts:
-            by_part = self.drafts(part)
-            if whole and len(by_part) > 1:
-                whole.append(part)
-            elif len(product := self._product(found, by_part)) <= MAX_TERMS:
+            by_part = self.drafts(part, written)
+            product = None if whole and len(by_part) > 1 else self._affordable(found, by_part)
+            if product is not None and self._fits(product):
                 found = product
             else:
                 whole.append(part)
-        return self._product(found, [self._opaque(whole)]) if whole else found
+        return self._product(found, [self._opaque(whole, written)]) if whole else found
 
-    def _opaque(self, trees: list[_Tree]) -> _Draft:
-        """All of these conditions, each judged as one."""
-        conditions = [_node(tree) for tree in trees]
-        return _Draft(
-            uniform=tuple(n for n in conditions if not self.algebra.local(n)),
-            others=tuple(n for n in conditions if self.algebra.local(n)),
-        )
+    @staticmethod
+    def _fits(drafts: list[_Draft]) -> bool:
+        return len(drafts) <= MAX_TERMS and sum(draft.atoms for draft in drafts) <= MAX_ATOMS
+
+    def _opaque(self, trees: list[_Tree], written: Node) -> _Draft:
+        """All of these conditions, judged as one."""
+        found: dict[bool, Node] = {}
+        for n in map(_node, trees):
+            local = self.algebra.local(n)
+            found[local] = apply("logical_and", found[local], n) if local in found else n
+        if True in found:
+            self.reader.too_large.setdefault(found[True], written)
+        return _Draft(*((), *((found[local],) if local in found else () for local in (False, True))))
+
+    def _affordable(self, left: list[_Draft], right: list[_Draft]) -> list[_Draft] | None:
+        """The product; None where it takes too many steps.  Joining one term with one takes none."""
+        steps = len(left) * len(right)
+        affordable = steps <= 1 or (steps <= MAX_STEPS_OF_ONE and self.reader.spend(steps))
+        return self._product(left, right) if affordable else None
 
     def _product(self, left: list[_Draft], right: list[_Draft]) -> list[_Draft]:
         joined = (self._joined(a, b) for a in left for b in right)
@@ -483,16 +618,18 @@ class _Normaliser:
         """Whether bound a is known to be at least as tight as bound b."""
         if a[0] != b[0]:
             return False
-        looser = b[1] - a[1] if a[0].endswith("hi") else a[1] - b[1]
-        found = self.algebra.extent(looser)
-        return found is not None and found[0] >= 0
+        found = self._implied.get((a, b))
+        if found is None:
+            extent = self.algebra.extent(b[1] - a[1] if a[0].endswith("hi") else a[1] - b[1])
+            found = self._implied[a, b] = extent is not None and extent[0] >= 0
+        return found
 
     def _inside(self, a: _Draft, b: _Draft) -> bool:
         """Whether term a is known to be part of term b."""
         return (
-            all(any(self._implies(have, want) for have in a.bounds) for want in b.bounds)
-            and set(b.uniform) <= set(a.uniform)
+            set(b.uniform) <= set(a.uniform)
             and set(b.others) <= set(a.others)
+            and all(any(self._implies(have, want) for have in a.bounds) for want in b.bounds)
         )
 
     def _absorbed(self, kept: list[_Draft], drafts: list[_Draft]) -> list[_Draft]:

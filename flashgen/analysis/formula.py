@@ -23,6 +23,14 @@ from flashgen.analysis.facts import Facts
 from flashgen.lang.expr import DType, Node, walk
 from flashgen.lang.variant import Variant
 
+#: An expression of more operations, shared ones counted as often as they would be written, is not written out; nor is
+#: one that nests deeper.
+MAX_OPERATIONS = 256
+MAX_DEPTH = 48
+
+#: A zone of more bounds and conditions has no traffic formula.
+MAX_BOUNDS = 16
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Integer operations under names of their own: SymPy has no sound form of them
 
@@ -166,8 +174,8 @@ _OPS: dict[str, Callable[..., sympy.Basic]] = {
     "floor_div": floor_div,
     "mod": mod,
     "where": lambda choice, a, b: sympy.Piecewise((a, choice), (b, True)),
-    "minimum": sympy.Min,
-    "maximum": sympy.Max,
+    "minimum": lambda a, b: sympy.Min(a, b, evaluate=False),
+    "maximum": lambda a, b: sympy.Max(a, b, evaluate=False),
     "abs": lambda a: sympy.Abs(a, evaluate=False),
     "exp": sympy.exp,
     "exp2": lambda a: sympy.Pow(2, a),
@@ -230,6 +238,23 @@ def symbolic(root: Node) -> sympy.Basic:
     for n in walk([root]):
         known[n] = _value(n, [known[o] for o in n.operands])
     return known[root]
+
+
+def is_short(root: Node) -> bool:
+    """Whether an expression may be written out."""
+    sizes: dict[Node, tuple[int, int]] = {}  # operations and depth
+    for n in walk([root]):
+        below = [sizes[o] for o in n.operands]
+        size, depth = 1 + sum(size for size, _ in below), 1 + max((depth for _, depth in below), default=0)
+        if size > MAX_OPERATIONS or depth > MAX_DEPTH:
+            return False
+        sizes[n] = size, depth
+    return True
+
+
+def _written(root: Node) -> sympy.Basic:
+    """An expression as SymPy; one that is too long to read as a symbol that says so."""
+    return symbolic(root) if is_short(root) else sympy.Symbol(f"({sum(1 for _ in walk([root])):,} operations)")
 
 
 class _Text(StrPrinter):
@@ -308,10 +333,11 @@ def _upright(expression: sympy.Basic) -> dict[sympy.Symbol, str]:
 
 
 def formula(variant: Variant) -> Formula:
-    """The mask and the score of a variant as formulas: True where everything is visible, s for an unchanged score."""
+    """The mask and the score of a variant as formulas: True where everything is visible, s for an unchanged score, and
+    a count of operations for what is too long to be written out."""
     return Formula(
-        mask=sympy.true if variant.mask is None else symbolic(variant.mask),
-        score=symbolic(SCORE if variant.score_node is None else variant.score_node),
+        mask=sympy.true if variant.mask is None else _written(variant.mask),
+        score=_written(SCORE if variant.score_node is None else variant.score_node),
     )
 
 
@@ -359,10 +385,14 @@ class TileFormulas:
 
 
 def tile_formulas(facts: Facts) -> TileFormulas | None:
-    """The counts of a mask as closed-form sums; None unless it is one zone (full, causal, a band, a prefix)."""
+    """The counts of a mask as closed-form sums; None unless it is one zone (full, causal, a band, a prefix) of few and
+    short bounds."""
     if not facts.exact or len(facts.visible) != 1:
         return None
     (term,) = facts.visible
+    atoms = list(term.nodes())
+    if len(atoms) > MAX_BOUNDS or not all(map(is_short, atoms)):
+        return None
     bounds = {kind: [_evaluated(n) for n in getattr(term.zone, kind)] for kind in term.zone.__slots__}
     holds = [symbolic(n) for n in term.uniform]
 

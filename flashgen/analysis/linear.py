@@ -22,6 +22,9 @@ LENGTH = {
     K: node("problem", DType.INT32, (), "kv_len"),
 }
 
+#: A sum of more terms is one term of its own: linear forms stay cheap, and a mask's bounds short.
+MAX_TERMS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -29,6 +32,9 @@ class Linear:
 
     terms: dict[Node, int] = field(default_factory=dict)
     constant: int = 0
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self.terms.items()), self.constant))
 
     def __add__(self, other: Linear | int) -> Linear:
         if isinstance(other, int):
@@ -63,6 +69,7 @@ class Algebra:
 
     def __init__(self) -> None:
         self.value = Judge(anywhere)
+        self.long: set[Node] = set()  # sums of more than MAX_TERMS terms
         self._local: dict[Node, bool] = {}
         self._forms: dict[Node, Linear] = {}
 
@@ -70,8 +77,9 @@ class Algebra:
         """Whether the value depends on the position: on q or on k."""
         found = self._local.get(n)
         if found is None:
-            for m in walk([n]):
-                self._local[m] = m in (Q, K) or any(self._local[o] for o in m.operands)
+            for m in walk([n], into=lambda m: m not in self._local):
+                if m not in self._local:
+                    self._local[m] = m in (Q, K) or any(self._local[o] for o in m.operands)
             found = self._local[n]
         return found
 
@@ -79,7 +87,7 @@ class Algebra:
         """The linear form of an int node; what is not linear in it stays a term."""
         found = self._forms.get(n)
         if found is None:
-            for m in walk([n]):
+            for m in walk([n], into=lambda m: m not in self._forms):
                 if m.dtype.is_int and m not in self._forms:
                     self._forms[m] = self._form(m)
             found = self._forms[n]
@@ -106,7 +114,10 @@ class Algebra:
         return term(n)
 
     def _kept(self, form: Linear, n: Node) -> Linear:
-        """The form, or `n` as one term where the form could leave int64."""
+        """The form, or `n` as one term where the form could leave int64 or is long."""
+        if len(form.terms) > MAX_TERMS:
+            self.long.add(n)
+            return term(n)
         return form if self.extent(form) is not None else term(n)
 
     def _fits(self, cast: Node) -> bool:

@@ -85,6 +85,8 @@ def command(
     out.print(Text(formula(resolved.variant).pretty()))
     out.print(render(picture, resolved.plan.tile))
     out.print(summary(picture, resolved, b, h))
+    for note in resolved.facts.notes():
+        out.print(note, markup=False)
     if (advice := hint(picture, resolved.variant)) is not None:
         out.print(advice, markup=False)
     if output is not None:

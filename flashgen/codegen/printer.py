@@ -17,6 +17,9 @@ from flashgen.codegen.device import identifiers
 from flashgen.lang.expr import LEAVES, DType, Node, Tensor, depends_on, walk
 from flashgen.lang.ops import OPS
 
+#: Characters of an expression beyond which it is named, so that no text nests without end.
+LONGEST = 600
+
 #: How tightly C++ binds: an operand that binds less tightly than its place goes into parentheses.
 CALL, UNARY, _TERNARY, _ANYTHING = 16, 15, 3, 0
 _BINARY = {
@@ -92,7 +95,7 @@ class Printer:
         return "i64" if self.is_wide(n) else CTYPES[n.dtype]
 
     def body(self, *roots: Node) -> Body:
-        """The roots as statements; a subexpression that several others use is named."""
+        """The roots as statements; a subexpression that several others use, or that is long, is named."""
         uses = Counter(operand for n in walk(roots) for operand in n.operands)
         known: dict[Node, Text] = {}
         names = Names()
@@ -100,19 +103,13 @@ class Printer:
         for n in walk(roots):
             text = self.one(n, known)
             # A captured element is read before any condition is looked at: a lane that skips it saves nothing.
-            if n.operands and (uses[n] > 1 or (n.op == "load" and n is not roots[-1])):
+            apart = uses[n] > 1 or (n.op == "load" and n is not roots[-1]) or len(text.text) > LONGEST
+            if n.operands and apart:
                 name = names.new(n)
                 lines.append(f"const {self.ctype(n)} {name} = {text};")
                 text = Text(name)
             known[n] = text
         return Body(tuple(lines), known[roots[-1]] if roots else Text(""), known)
-
-    def inline(self, root: Node) -> Text:
-        """The node as one expression, shared subexpressions repeated."""
-        known: dict[Node, Text] = {}
-        for n in walk([root]):
-            known[n] = self.one(n, known)
-        return known[root]
 
     def one(self, n: Node, known: Mapping[Node, Text]) -> Text:
         """One node, its operands printed already."""
@@ -274,6 +271,15 @@ class Formula(Printer):
     """Prints expressions as a person writes them, for comments."""
 
     _SPELLED: ClassVar = {"floor_div": "{0} // {1}", "mod": "{0} % {1}", "div": "{0} / {1}"}
+
+    def inline(self, root: Node, most: int) -> str | None:
+        """The node as one expression, shared subexpressions repeated; None if that has more than `most` characters."""
+        known: dict[Node, Text] = {}
+        for n in walk([root]):
+            known[n] = self.one(n, known)
+            if len(known[n].text) > most:  # and so has what it is a part of
+                return None
+        return str(known[root])
 
     def leaf(self, n: Node) -> Text:
         if n.op == "const":

@@ -185,8 +185,8 @@ def _near(score: Node, facts: Facts) -> Near | None:
 
 def _formula(mask: Node | None, score: Node | None) -> tuple[tuple[str, str], ...]:
     roots = [(kind, root) for kind, root in (("visible", mask), ("score", score)) if root is not None]
-    texts = [(kind, str(Formula().inline(root))) for kind, root in roots]
-    return tuple((kind, text) for kind, text in texts if len(text) <= MAX_FORMULA)
+    texts = [(kind, Formula().inline(root, MAX_FORMULA)) for kind, root in roots]
+    return tuple((kind, text) for kind, text in texts if text is not None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ _bounds: weakref.WeakKeyDictionary[Node, Abstract] = weakref.WeakKeyDictionary()
 
 def bounds(root: Node) -> Abstract:
     """What a node may be for any problem, parameter and captured data that its declarations allow."""
-    for n in walk((root,)):
+    for n in walk((root,), into=lambda n: n not in _bounds):
         if n not in _bounds:
             _bounds[n] = _bound(n)
     return _bounds[root]

@@ -20,6 +20,9 @@ RESERVED = frozenset(
     | {"packed", "q_stages"}
 )
 
+#: The largest size of a captured tensor's dimension.
+LARGEST = 2**31 - 1
+
 
 def param(name: str, default=None, *, min=None, max=None, dtype=None, doc: str = "") -> Expr:
     """A runtime scalar, passed by name at the call; a new value compiles nothing.
@@ -62,11 +65,12 @@ def tensor(
     if not dims:
         raise refused(f"tensor {name!r} has no dimension: a single number is an fg.param")
     for dim in dims:
-        fixed = isinstance(dim, int) and not isinstance(dim, bool) and dim >= 1
+        fixed = isinstance(dim, int) and not isinstance(dim, bool) and 1 <= dim <= LARGEST
         if not (dim is None or fixed or (isinstance(dim, str) and dim in DIMS)):
             hint = source.nearest(dim, DIMS) if isinstance(dim, str) else ""
             raise refused(
-                f"tensor {name!r}: dims are {', '.join(DIMS)}, positive numbers or None, and got {dim!r}{hint}"
+                f"tensor {name!r}: dims are {', '.join(DIMS)}, numbers from 1 to 2^31 - 1 or None,"
+                f" and got {dim!r}{hint}"
             )
     dtype = _dtype_name(dtype)
     if dtype not in TENSOR_DTYPES:
@@ -74,6 +78,9 @@ def tensor(
     element = TENSOR_DTYPES[dtype]
     if element is DType.BOOL and (min is not None or max is not None or sorted):
         raise refused(f"tensor {name!r} holds conditions: it has no min, max or order")
+    if not isinstance(sorted, (bool, np.bool_)):
+        raise refused(f"tensor {name!r}: sorted is True or False and got {sorted!r}")
+    _check_doc(name, doc)
     if example is not None and not callable(example):
         raise refused(f"tensor {name!r}: example is a function (problem, rng) that makes an array, not {example!r}")
     low, high = (_bound(name, which, value, element) for which, value in (("min", min), ("max", max)))
@@ -98,6 +105,7 @@ def tensor(
 
 def _scalar(op: str, kind: type, name: str, default, low, high, dtype, doc: str) -> Expr:
     _check_name(name)
+    _check_doc(name, doc)
     given = [value for value in (default, low, high) if value is not None]
     for value in given:
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
@@ -154,6 +162,11 @@ def _check_name(name: object) -> None:
         raise refused(f"the name {name!r} starts with an underscore: choose {name.lstrip('_') or 'another'!r}")
     if name in RESERVED:
         raise refused(f"the name {name!r} belongs to the call or to the language: choose another")
+
+
+def _check_doc(name: str, doc: object) -> None:
+    if not isinstance(doc, str):
+        raise refused(f"{name!r}: doc is a text and got {doc!r}")
 
 
 def _dtype_name(dtype: object) -> str:

@@ -10,9 +10,8 @@ import enum
 import hashlib
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from flashgen.errors import SourceLine
 
@@ -108,6 +107,9 @@ LEAVES = ("const", "index", "score", "problem", "param", "constant", "size")
 #: The attribute of a minimum or maximum that fg.clamp made: at the edge its derivative is that of torch.clamp.
 CLAMP = "clamp"
 
+#: How deep the repr of an expression goes: written out, a shared one can be of any length.
+SHOWN = 4
+
 #: The nodes that live, by what they are: one that no expression holds any more is forgotten.
 _interned: weakref.WeakValueDictionary[tuple, Node] = weakref.WeakValueDictionary()
 _interning = threading.Lock()
@@ -127,12 +129,37 @@ class Node:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("expression nodes are frozen")
 
+    def __copy__(self) -> Node:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Node:
+        return self
+
     def __reduce__(self):
-        return node, (self.op, self.dtype, self.operands, self.attr, self.where)
+        """Pickled as rows, operands by their number: a deep expression does not recurse, a shared one stays shared."""
+        number: dict[Node, int] = {}
+        rows = []
+        for n in walk([self]):
+            rows.append((n.op, n.dtype, tuple(number[o] for o in n.operands), n.attr, n.where))
+            number[n] = len(number)
+        return _of_rows, (rows,)
 
     def __repr__(self) -> str:
-        inner = ", ".join(filter(None, [repr(self.attr) if self.attr is not None else "", *map(repr, self.operands)]))
-        return f"{self.op}({inner})"
+        return _shown(self, SHOWN)
+
+
+def _of_rows(rows: Iterable[tuple]) -> Node:
+    made: list[Node] = []
+    for op, dtype, operands, attr, where in rows:
+        made.append(node(op, dtype, (made[i] for i in operands), attr, where))
+    return made[-1]
+
+
+def _shown(n: Node, depth: int) -> str:
+    if not depth:
+        return "..."
+    own = [repr(n.attr)] if n.attr is not None else []
+    return f"{n.op}({', '.join([*own, *(_shown(o, depth - 1) for o in n.operands)])})"
 
 
 def node(
@@ -164,8 +191,9 @@ def const(value: bool | int | float, dtype: DType | None = None) -> Node:
     return node("const", dtype, (), value)
 
 
-def walk(roots: Iterable[Node]) -> Iterator[Node]:
-    """Every node under `roots` once, operands before users, in an order that depends on structure alone."""
+def walk(roots: Iterable[Node], into: Callable[[Node], bool] | None = None) -> Iterator[Node]:
+    """Every node under `roots` once, operands before users, in an order that depends on structure alone; of a node that
+    `into` refuses, not what is under it."""
     done: set[Node] = set()
     for root in roots:
         stack = [(root, False)]
@@ -178,6 +206,8 @@ def walk(roots: Iterable[Node]) -> Iterator[Node]:
                 yield n
             else:
                 stack.append((n, True))
+                if into is not None and not into(n):
+                    continue
                 stack.extend((operand, False) for operand in reversed(n.operands))
 
 
@@ -186,10 +216,16 @@ def depends_on(root: Node, *positions: str) -> bool:
     return not positions_of(root).isdisjoint(positions)
 
 
-@lru_cache(maxsize=1 << 14)
+_positions: weakref.WeakKeyDictionary[Node, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
 def positions_of(root: Node) -> frozenset[str]:
     """The positions that a node reads."""
-    return frozenset(n.attr for n in walk([root]) if n.op == "index")
+    for n in walk([root], into=lambda n: n not in _positions):
+        if n not in _positions:
+            own = {n.attr} if n.op == "index" else ()
+            _positions[n] = frozenset(own).union(*(_positions[o] for o in n.operands))
+    return _positions[root]
 
 
 def reads_by(root: Node | None, *positions: str, known: Collection[Node] = ()) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.abc
+import importlib.machinery
 import importlib.util
+import itertools
 import linecache
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +21,20 @@ from flashgen.lang import source
 from flashgen.lang.variant import Variant
 
 _one_at_a_time = threading.RLock()
+_numbers = itertools.count()
+
+#: Characters of a path that an error shows.
+_SHOWN = 120
 
 
 def load_spec(path: str | os.PathLike) -> Variant:
     """The variant of a spec file: the one that no other Variant of the file was built from; it knows its `spec`.
 
-    The file may import specs that lie beside it.  The bare name of a shipped spec works too.  Raises SpecError, at the
-    user's line where there is one, for a file that is missing, is not Python, raises, or has no variant or several.
+    The file may import modules that lie beside it; installed packages keep their names.  The bare name of a shipped
+    spec works too.  Raises SpecError, at the user's line where there is one, for a file that is missing, cannot be
+    read, is not Python, raises, or has no variant or several.
     """
-    file = _find(Path(path))
+    file = _find(_path(path))
     with _one_at_a_time, _siblings(file.parent):
         module = _run(file)
     known = shipped().get(file.stem)
@@ -41,28 +48,61 @@ def shipped() -> dict[str, Path]:
     return {file.stem: file for file in sorted(folder("specs").glob("*.py"))}
 
 
+def _path(given: object) -> Path:
+    """What was asked for, as a path."""
+    try:
+        text = os.fsdecode(given)
+    except TypeError:
+        raise SpecError(f"a spec is a path or the name of a shipped spec, and got {given!r}; {_shipped()}") from None
+    if not text:
+        raise SpecError(f"the path of the spec is empty; {_shipped()}")
+    return Path(text)
+
+
+def _shipped() -> str:
+    return f"shipped specs, by name: {', '.join(shipped())}"
+
+
 def _find(path: Path) -> Path:
-    if path.is_file():
-        return path.resolve()
-    if path.is_dir():
-        specs = ", ".join(sorted(f.name for f in path.glob("*.py"))) or "none"
-        raise SpecError(f"{path} is a folder; name one of its specs: {specs}")
     known = shipped()
-    if path.name in known and path.parent == Path():
-        return known[path.name].resolve()
-    beside = [str(f) for f in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    raise SpecError(
-        f"there is no spec file {path}{source.nearest(str(path), [*beside, *known])};"
-        f" shipped specs, by name: {', '.join(known)}"
-    )
+    try:
+        if path.is_file():
+            return path.resolve()
+        if path.is_dir():
+            specs = ", ".join(sorted(f.name for f in path.glob("*.py"))) or "none"
+            raise SpecError(f"{path} is a folder; name one of its specs: {specs}")
+        if path.name in known and path.parent == Path():
+            return known[path.name].resolve()
+        beside = [str(f) for f in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    except OSError as error:  # a name that is too long, a folder that is closed to us
+        asked = str(path) if len(str(path)) <= _SHOWN else f"{str(path)[:_SHOWN]}..."
+        raise SpecError(f"cannot look for the spec {asked}: {error.strerror}; {_shipped()}") from None
+    raise SpecError(f"there is no spec file {path}{source.nearest(str(path), [*beside, *known])}; {_shipped()}")
+
+
+def _read(file: Path) -> bytes:
+    """The bytes of a spec that Python can decode."""
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise SpecError(f"cannot read the spec {file}: {error.strerror}; give a file that you may read") from None
+    try:
+        importlib.util.decode_source(text)
+    except (UnicodeDecodeError, SyntaxError) as error:
+        raise SpecError(
+            f"{file} is not Python: {error}; save it as UTF-8, or name its encoding in the first line, as in"
+            " # coding: latin-1"
+        ) from None
+    return text
 
 
 def _run(file: Path) -> ModuleType:
     linecache.checkcache(str(file))  # a file that changed since the last load shows its new lines
-    module = ModuleType(file.stem)
+    text = _read(file)
+    module = ModuleType(f"_flashgen_spec_{next(_numbers)}_{file.stem}")
     module.__file__ = str(file)
+    sys.modules[module.__name__] = module  # where a dataclass looks up postponed annotations
     try:
-        text = file.read_bytes()
         exec(compile(text, str(file), "exec"), module.__dict__)
     except SpecError:
         raise
@@ -72,6 +112,8 @@ def _run(file: Path) -> ModuleType:
         raise source.as_spec_error(error) from error
     except (Exception, SystemExit) as error:
         raise source.as_spec_error(error, folder=str(file.parent)) from error
+    finally:
+        del sys.modules[module.__name__]
     return module
 
 
@@ -85,7 +127,7 @@ def _choose(module: ModuleType, file: Path) -> Variant:
             imported.append(name)
         elif id(value) not in mine or name == value.name:
             mine[id(value)] = (name, value)
-    built_upon = {id(ancestor) for _, value in mine.values() for ancestor in _ancestors(value)}
+    built_upon = _ancestors(value for _, value in mine.values())
     final = [(name, value) for name, value in mine.values() if id(value) not in built_upon]
     if len(final) == 1:
         name, value = final[0]
@@ -120,31 +162,44 @@ def _line(variant: Variant, file: Path) -> str:
     return f"{variant.where.path}:{variant.where.line}"
 
 
-def _ancestors(variant: Variant) -> Iterator[Variant]:
-    for parent in variant.parents:
-        yield parent
-        yield from _ancestors(parent)
+def _ancestors(variants: Iterable[Variant]) -> dict[int, Variant]:
+    """What the variants were built from, each once, by id."""
+    found: dict[int, Variant] = {}
+    stack = [parent for variant in variants for parent in variant.parents]
+    while stack:
+        variant = stack.pop()
+        if id(variant) not in found:
+            found[id(variant)] = variant
+            stack.extend(variant.parents)
+    return found
 
 
 class _Siblings(importlib.abc.MetaPathFinder):
-    """Finds `import causal` beside the spec that is being run; names of the standard library stay Python's."""
+    """Finds `import causal` beside the spec that is being run."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self.files = files
 
     def find_spec(self, name: str, path: object = None, target: object = None):
-        file = self.folder / f"{name}.py"
-        if path is not None or name in sys.stdlib_module_names or not file.is_file():
+        if path is not None or name not in self.files:
             return None
-        return importlib.util.spec_from_file_location(name, file)
+        return importlib.util.spec_from_file_location(name, self.files[name])
+
+
+def _is_taken(name: str) -> bool:
+    """Whether a name is Python's own, flashgen's or an installed package's: no file beside a spec takes it."""
+    if name in sys.stdlib_module_names or name == __package__.partition(".")[0]:
+        return True
+    installed = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
+    return importlib.machinery.PathFinder.find_spec(name, installed) is not None
 
 
 @contextmanager
 def _siblings(folder: Path) -> Iterator[None]:
     """Specs of one folder import each other by name while one of them runs, and leave no module behind."""
-    names = {file.stem for file in folder.glob("*.py")} - sys.stdlib_module_names
+    names = {file.stem: file for file in folder.glob("*.py") if not _is_taken(file.stem)}
     before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    finder = _Siblings(folder)
+    finder = _Siblings(names)
     sys.meta_path.insert(0, finder)
     try:
         yield

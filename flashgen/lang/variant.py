@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from flashgen.errors import PlanError, SourceLine, SpecError
 from flashgen.lang import build, source, trace
@@ -81,6 +81,17 @@ class Variant:
             _by_token[token] = _by_token.pop(token, self)
             if len(_by_token) > MAX_TOKENS:
                 del _by_token[next(iter(_by_token))]
+
+    def __copy__(self) -> Variant:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Variant:
+        return self
+
+    def __reduce__(self):
+        """Pickled without `parents`, which only the loading of a file asks for."""
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name != "parents"}
+        return _restored, (kept,)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Building one from another
@@ -323,6 +334,10 @@ class Variant:
         return SpecError(message, where=source.caller())
 
 
+def _restored(kept: Mapping[str, object]) -> Variant:
+    return Variant(**kept)
+
+
 def variant(
     mask: Callable | None = None,
     score: Callable | None = None,
@@ -347,6 +362,7 @@ def variant(
                 where=where,
             )
     described = mask or score
+    _check_texts(name, doc, where)
     own_name, own_doc = _described(described, "", "") if described else ("", "")
     nothing = trace.Traced(None, {})
     traced_mask = nothing if mask is None else trace.trace_mask(mask)
@@ -378,10 +394,17 @@ def _described(function: Callable, name: str, doc: str) -> tuple[str, str]:
     return own, (getattr(function, "__doc__", None) or doc).strip()
 
 
+def _check_texts(name: object, doc: object, where: SourceLine | None) -> None:
+    if name is not None and (not isinstance(name, str) or not name.strip()):
+        raise SpecError(f"name is a text, as in name='causal', and got {name!r}", where=where)
+    if doc is not None and not isinstance(doc, str):
+        raise SpecError(f"doc is a text and got {doc!r}", where=where)
+
+
 def _head_dims(given: Iterable[int] | None, where: SourceLine | None) -> tuple[int, ...]:
     if given is None:
         return HEAD_DIMS
-    dims = (given,) if isinstance(given, int) else tuple(given)
+    dims = tuple(given) if isinstance(given, Iterable) else (given,)
     if not dims or any(isinstance(d, bool) or not isinstance(d, int) or d <= 0 for d in dims):
         raise SpecError(f"head_dims is a tuple of positive integers, as in (64, 128), and got {given!r}", where=where)
     return tuple(sorted(set(dims)))
@@ -390,7 +413,7 @@ def _head_dims(given: Iterable[int] | None, where: SourceLine | None) -> tuple[i
 def _dtypes(given: Iterable[str] | None, where: SourceLine | None) -> tuple[str, ...]:
     if given is None:
         return DTYPES
-    names = (given,) if isinstance(given, str) else tuple(given)
+    names = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
     names = tuple(str(n).removeprefix("torch.") for n in names)
     if not names or any(n not in DTYPES for n in names):
         raise SpecError(f"dtypes is a tuple of {' and '.join(map(repr, DTYPES))}, and got {given!r}", where=where)
@@ -398,9 +421,11 @@ def _dtypes(given: Iterable[str] | None, where: SourceLine | None) -> tuple[str,
 
 
 def _only(only: bool, head_dims: object, dtypes: object, where: SourceLine | None) -> bool:
+    if not isinstance(only, bool):
+        raise SpecError(f"only is True or False and got {only!r}", where=where)
     if only and head_dims is None and dtypes is None:
         raise SpecError("only=True refuses calls outside head_dims and dtypes: give one of them", where=where)
-    return bool(only)
+    return only
 
 
 def _pins(given: Mapping[str, object], where: SourceLine | None) -> Pins:
@@ -421,8 +446,9 @@ def _pins(given: Mapping[str, object], where: SourceLine | None) -> Pins:
     if "stages" in pins and not _positive(pins["stages"]):
         raise SpecError(f"stages is a positive integer and got {pins['stages']!r}", where=where)
     for name in ("pipeline", "arch"):
-        if not isinstance(pins.get(name, ""), str):
-            raise SpecError(f"{name} is a name and got {pins[name]!r}", where=where)
+        if name in pins and (not isinstance(pins[name], str) or not pins[name]):
+            example = {"pipeline": "ampere", "arch": "sm_80"}[name]
+            raise SpecError(f"{name} is a name, as in {name}={example!r}, and got {pins[name]!r}", where=where)
     return Pins(**pins)
 
 

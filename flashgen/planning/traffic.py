@@ -170,6 +170,7 @@ class Prediction:
                     ("chosen by", f"measured times ({self.measured.record})" if self.measured else "predicted times"),
                     *([("menu covers", self.measured.covers)] if self.measured else []),
                     *([("other sizes", "; ".join(map(_shape, self.others)))] if self.others else []),
+                    *(("judged whole", note) for note in analysis.analyse(plan.variant).notes()),
                 ),
             ),
             _sum("shared memory", plan.smem, arch.smem_per_block, "bytes"),
@@ -254,6 +255,7 @@ class Prediction:
             "slower_than_best": self.measured
             and dict(zip(map(str, self.measured.shapes), self.measured.losses, strict=True)),
             "passed_over": self.passed_over,
+            "judged_whole": list(analysis.analyse(plan.variant).notes()),
             "too_large": _listed(limits(plan)),
             "others": [{"tile": {"q": p.tile.q, "kv": p.tile.kv}, "stages": p.stages} for p in self.others],
             "rejected": _listed(self.rejected),
