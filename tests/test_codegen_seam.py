@@ -7,7 +7,7 @@ from random_masks import random_case, random_mask, seeded
 
 import flashgen as fg
 from flashgen.analysis.facts import analyse
-from flashgen.analysis.tiles import Case, schedule
+from flashgen.analysis.tiles import PARTIAL, Case, grid, schedule, true_grid
 from flashgen.codegen.seam import seam
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.load import load_spec, shipped
@@ -84,3 +84,52 @@ def test_one_tanh_of_something_cheap_is_looked_at_before(function, near):
         "s * rcp(30.0f)",
         "30.0f * tanh_near(s * rcp(30.0f))",
     )
+
+
+def check_hidden(variant, case, tile):
+    """As `check`, and no tile is EMPTY or FULL that is not."""
+    check(variant, case, tile)
+    facts = analyse(variant)
+    for b, h in np.ndindex(case.sizes["batch"], case.sizes["heads"]):
+        true, found = true_grid(facts, case, tile, b, h), grid(facts, case, tile, b, h)
+        assert ((found == PARTIAL) | (found == true)).all()
+
+
+NEGATIVE = fg.tensor("negative", dims=("kv",), dtype="int32", max=-1)
+STEP = fg.param("step", dtype=int, max=-1)
+NUMBERS64 = fg.tensor("numbers64", dims=("kv",), dtype="int64")
+STEP64 = fg.param("step64", dtype="int64", max=-1)
+ORDERED64 = fg.tensor("ordered64", dims=("kv",), dtype="int64", sorted=True)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda b, h, q, k: NEGATIVE[k] % STEP == 0,
+        lambda b, h, q, k: NEGATIVE[k] // STEP > 1,
+        lambda b, h, q, k: NUMBERS64[k] // -1 > 3,
+        lambda b, h, q, k: NUMBERS64[k] % STEP64 < -1,
+        lambda b, h, q, k: NUMBERS64[k] // STEP64 >= q,
+        lambda b, h, q, k: (q - k) % STEP == -2,
+        lambda b, h, q, k: ORDERED64[k] % STEP64 == 0,
+        lambda b, h, q, k: ORDERED64[k] // -1 > 3,
+        lambda b, h, q, k: abs(ORDERED64[k]) > 3,
+    ],
+)
+@pytest.mark.parametrize("step", [-1, -4, -7, -(1 << 31)])
+def test_negative_divisors_hide_nothing_that_is_visible(mask, step):
+    lowest, rng = -(1 << 63), np.random.default_rng(3)
+    tensors = {
+        "negative": np.concatenate([[-(1 << 31), -(1 << 31) + 1], -rng.integers(1, 20, 30)]).astype(np.int32),
+        "numbers64": np.concatenate([[lowest, lowest + 1, (1 << 63) - 1], rng.integers(-20, 20, 29)]),
+        "ordered64": np.concatenate([[lowest] * 3, np.sort(rng.integers(-40, 40, 27)), [(1 << 63) - 1] * 2]),
+    }
+    variant = fg.variant(mask)
+    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 9, "kv_len": 32}
+    used = {t.name for t in variant.tensors}
+    for step64 in (step, lowest):
+        params = {p.name: step64 if p.name == "step64" else step for p in variant.params}
+        case = Case(sizes=sizes, params=params, tensors={n: t for n, t in tensors.items() if n in used})
+        check_hidden(variant, case, Tile(q=4, kv=4))
+        if "step64" not in params:
+            break

@@ -204,7 +204,7 @@ class RangePrinter(Printer):
     """
 
     #: Ops whose 64-bit results may overflow, which their functions check.
-    CHECKED: ClassVar = frozenset(("add", "sub", "neg", "mul", "abs", "shift_left"))
+    CHECKED: ClassVar = frozenset(("add", "sub", "neg", "mul", "abs", "shift_left", "floor_div"))
 
     @staticmethod
     def types(dtype: DType, *, wide: bool = False) -> tuple[str, str]:
@@ -240,8 +240,8 @@ class RangePrinter(Printer):
             return "_f32"
         if kind is DType.BOOL:
             return "" if n.op.startswith("logical") else "_bool"
-        if n.op == "mod" and self._extent(n.operands[-1]).lo > 0:
-            return "_positive"
+        if n.op in ("floor_div", "mod") and self._extent(n.operands[-1]).lo > 0:
+            return "_positive" if n.op == "mod" else ""
         return "_i64" if wide and n.op in self.CHECKED else ""
 
     def _ranged(self, n: Node, text: Text, wide: bool) -> Text:

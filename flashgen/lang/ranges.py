@@ -252,22 +252,33 @@ def floor_div(a: Range, b: Range) -> Range:
 
 @np.errstate(all="ignore")
 def mod(a: Range, b: Range) -> Range:
-    """The remainder of floor division: it has the sign of the divisor."""
+    """The remainder of floor division has the sign of the divisor; one that may be 0 is judged by its other values."""
     has_positive, positive = _above_zero(b)
     has_negative, negative = _below_zero(b)
-    up = _mod_positive(a, positive)
-    down = neg(_mod_positive(neg(a), neg(negative)))
+    up, down = _mod_positive(a, positive), _mod_negative(a, negative)
     lo, hi = _join([(has_positive, up.lo, up.hi), (has_negative, down.lo, down.hi)])
-    undefined = (b.lo == INT64_MIN) | ((b.lo == 0) & (b.hi == 0))
+    undefined = (b.lo == 0) & (b.hi == 0)
     return ints(np.where(undefined, INT64_MIN, lo), np.where(undefined, INT64_MAX, hi))
 
 
 def _mod_positive(a: Range, b: Range) -> Range:
-    same = (b.lo == b.hi) & (np.floor_divide(a.lo, b.lo) == np.floor_divide(a.hi, b.lo))
     small = (a.lo >= 0) & (a.hi < b.lo)
-    lo = np.where(same, np.mod(a.lo, b.lo), np.where(small, a.lo, 0))
+    lo = np.where(small, a.lo, 0)
     limit = np.where(a.lo >= 0, np.minimum(a.hi, b.hi - 1), b.hi - 1)
-    return ints(lo, np.where(same, np.mod(a.hi, b.lo), np.where(small, a.hi, limit)))
+    return _one_quotient(a, b, lo, np.where(small, a.hi, limit))
+
+
+def _mod_negative(a: Range, b: Range) -> Range:
+    small = (a.hi <= 0) & (a.lo > b.hi)
+    hi = np.where(small, a.hi, 0)
+    limit = np.where(a.hi <= 0, np.maximum(a.lo, b.lo + 1), b.lo + 1)
+    return _one_quotient(a, b, np.where(small, a.lo, limit), hi)
+
+
+def _one_quotient(a: Range, b: Range, lo: np.ndarray, hi: np.ndarray) -> Range:
+    """The remainders lo .. hi, less where all of `a` has one quotient by a single divisor: there they follow `a`."""
+    one = (b.lo == b.hi) & (np.floor_divide(a.lo, b.lo) == np.floor_divide(a.hi, b.lo))
+    return ints(np.where(one, np.mod(a.lo, b.lo), lo), np.where(one, np.mod(a.hi, b.lo), hi))
 
 
 @np.errstate(all="ignore")

@@ -104,9 +104,22 @@ template <typename T> DEVICE Range<T> range_mod_positive(Range<T> a, Range<T> b)
   return {T(0), a.lo >= 0 ? min(a.hi, b.hi - 1) : b.hi - 1};
 }
 
-// The remainder has the sign of the divisor, whose range holds no 0.
+// The remainder by a divisor that is known to be negative.
+template <typename T> DEVICE Range<T> range_mod_negative(Range<T> a, Range<T> b) {
+  if (b.lo == b.hi) {
+    const T first = floor_mod(a.lo, b.lo);
+    const u64 width = u64(a.hi) - u64(a.lo);
+    if (width <= u64(-first)) return {first, first + T(width)};  // one quotient
+  }
+  if (a.lo > b.hi && a.hi <= 0) return a;
+  return {a.hi <= 0 ? max(a.lo, b.lo + 1) : b.lo + 1, T(0)};
+}
+
+// The remainder has the sign of the divisor.
 template <typename T> DEVICE Range<T> range_mod(Range<T> a, Range<T> b) {
-  return b.lo > 0 ? range_mod_positive(a, b) : range_neg(range_mod_positive(range_neg(a), range_neg(b)));
+  if (b.lo > 0) return range_mod_positive(a, b);
+  if (b.hi < 0) return range_mod_negative(a, b);
+  return {min(b.lo, T(-1)) + 1, max(b.hi, T(1)) - 1};
 }
 
 // Every bit from the highest one of x down.
@@ -161,6 +174,13 @@ template <typename T> DEVICE Range<T> range_clamp_index(Range<T> i, int size) {
 DEVICE Range<i64> checked(Range<i64> a, double lo, double hi, bool single) {
   const double limit = 4611686018427387904.0;  // 2^62
   return single || (lo >= -limit && hi <= limit) ? a : Range<i64>{i64(1ull << 63), i64(~(1ull << 63))};
+}
+
+// The least value over -1 leaves 64 bits; a divisor that may be 0 has no quotient.
+DEVICE Range<i64> range_floor_div_i64(Range<i64> a, Range<i64> b) {
+  const i64 lowest = i64(1ull << 63);
+  const bool unknown = (b.lo <= 0 && b.hi >= 0) || (a.lo == lowest && b.lo <= -1 && b.hi >= -1);
+  return unknown ? Range<i64>{lowest, ~lowest} : range_floor_div(a, b);
 }
 
 DEVICE bool is_single(Range<i64> a) { return a.lo == a.hi; }
