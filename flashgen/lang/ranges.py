@@ -109,7 +109,8 @@ def stored(tensor: Tensor) -> Abstract:
     if dtype.is_float:
         low = -np.inf if tensor.min is None else tensor.min
         high = np.inf if tensor.max is None else tensor.max
-        return floats(low, high, tensor.min is None and tensor.max is None)
+        ordered = tensor.sorted or (tensor.min is not None and tensor.max is not None)
+        return floats(low, high, not ordered)  # one bound alone is kept by a NaN in one way of comparing with it
     info = np.iinfo(tensor.dtype)
     return ints(info.min if tensor.min is None else tensor.min, info.max if tensor.max is None else tensor.max)
 
