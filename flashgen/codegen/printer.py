@@ -12,9 +12,11 @@ from typing import ClassVar
 import numpy as np
 
 from flashgen.analysis.abstract import Judge, anywhere
+from flashgen.analysis.zones import clamped_operand
 from flashgen.codegen.device import identifiers
 from flashgen.lang.expr import LEAVES, DType, Node, depends_on, walk
 from flashgen.lang.ops import OPS
+from flashgen.lang.ranges import INT64_MAX, INT64_MIN
 
 #: How tightly C++ binds: an operand that binds less tightly than its place goes into parentheses.
 CALL, UNARY, _TERNARY, _ANYTHING = 16, 15, 3, 0
@@ -40,6 +42,12 @@ _EAGER = {"logical_and": "{0} & {1}", "logical_or": "{0} | {1}"}
 
 #: Integer division of what is never negative.
 _PLAIN = {"floor_div": "{0} / {1}", "mod": "{0} % {1}"}
+
+#: Arithmetic whose result may leave 64 bits, which C++ leaves undefined.
+_WRAPPING = {
+    **{name: f"wrapping_{name}({{0}}, {{1}})" for name in ("add", "sub", "mul", "shift_left", "floor_div")},
+    **{name: f"wrapping_{name}({{0}})" for name in ("neg", "abs")},
+}
 
 CTYPES = {DType.BOOL: "bool", DType.INT32: "int", DType.INT64: "i64", DType.FLOAT32: "float"}
 
@@ -120,6 +128,8 @@ class Printer:
         operands = [known[o] for o in n.operands]
         if n.op == "load":
             return self.read(n, operands)
+        if (bound := clamped_operand(n)) is not None:
+            return call("bounded", known[bound])
         if self.exact and n.dtype.is_float and n.op in _EXACT:
             return Text(f"{_EXACT[n.op]}({operands[0]}, {operands[1]})")
         text = self.spelling(n)
@@ -135,6 +145,8 @@ class Printer:
         """The op's text, with places for its operands."""
         if n.op in _PLAIN and self._counts(n):
             return _PLAIN[n.op]
+        if n.op in _WRAPPING and n.dtype.is_int and self._wraps(n):
+            return _WRAPPING[n.op]
         if self.exact and n.op in _EAGER:
             return _EAGER[n.op]
         return _QUICK.get(n.op) or OPS[n.op].cuda(n.dtype)
@@ -142,6 +154,11 @@ class Printer:
     def _counts(self, n: Node) -> bool:
         """Whether no operand of an integer division can be negative, so that C++ rounds it down too."""
         return all(self._extent(o).lo >= 0 for o in n.operands)
+
+    def _wraps(self, n: Node) -> bool:
+        """Whether an integer may leave 64 bits: then nothing is known of it."""
+        known = self._extent(n)
+        return bool(known.lo == INT64_MIN and known.hi == INT64_MAX)
 
     def _widened(self, n: Node, texts: list[Text], *, call: bool) -> list[Text]:
         """The operands in 64 bits where the operation needs it and C++ would not do it by itself."""

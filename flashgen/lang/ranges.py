@@ -247,7 +247,8 @@ def floor_div(a: Range, b: Range) -> Range:
     """Floor division; a divisor that may be 0 is judged by its other values."""
     parts = [(present, *_corners(np.floor_divide, a, part)) for present, part in (_above_zero(b), _below_zero(b))]
     lo, hi = _join(parts)
-    undefined = (a.contains(INT64_MIN) & b.contains(-1)) | ((b.lo == 0) & (b.hi == 0))
+    wraps = a.contains(INT64_MIN) & b.contains(-1) & ~(a.single & b.single)
+    undefined = wraps | ((b.lo == 0) & (b.hi == 0))
     return ints(np.where(undefined, INT64_MIN, lo), np.where(undefined, INT64_MAX, hi))
 
 
@@ -391,15 +392,17 @@ def rsqrt(a: Range) -> Range:
 
 @np.errstate(all="ignore")
 def cast(a: Abstract, dtype: DType) -> Abstract:
-    """The value of a cast: float to int truncates toward zero and saturates (NaN: 0, as int64 its minimum)."""
+    """The value of a cast: float to int truncates toward zero and saturates (NaN: 0, as int64 its minimum); an int64
+    that int32 does not hold is unknown, unless it is a single one: that wraps."""
     if isinstance(a, Truth):
         a = ints(np.where(a.may_false, 0, 1), np.where(a.may_true, 1, 0))
     if dtype.is_float:
         return a if a.is_float else floats(_f(a.lo), _f(a.hi))
     low, high = (INT32_MIN, INT32_MAX) if dtype is DType.INT32 else (INT64_MIN, INT64_MAX)
     if not a.is_float:
-        inside = (a.lo >= low) & (a.hi <= high)
-        return ints(np.where(inside, a.lo, low), np.where(inside, a.hi, high))
+        known = ((a.lo >= low) & (a.hi <= high)) | a.single
+        lo, hi = (x.astype(np.int32).astype(np.int64) if dtype is DType.INT32 else x for x in (a.lo, a.hi))
+        return ints(np.where(known, lo, low), np.where(known, hi, high))
     lo, hi = _saturate(np.trunc(a.lo), low, high), _saturate(np.trunc(a.hi), low, high)
     of_nan = 0 if dtype is DType.INT32 else INT64_MIN
     return ints(np.where(a.nan, np.minimum(lo, of_nan), lo), np.where(a.nan, np.maximum(hi, of_nan), hi))
