@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from flashgen.analysis.facts import Facts
@@ -58,6 +60,11 @@ def emitted(facts: Facts, tile: Tile) -> str:
     return template.render(context, device=device.used_by(template.render(context, device="")))
 
 
+@lru_cache(maxsize=4)
+def compiled(source: str) -> ptx.Module:
+    return ptx.load(nvrtc.ptx(source, "sm_80"), target="sm_80")
+
+
 def run(facts: Facts, case: Case, tile: Tile, scores: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
     """Classes of visited tiles [b, h, q tile, kv tile] (0: not visited), `keep` and `score` [b, h, q, k]."""
     sizes = case.sizes
@@ -78,7 +85,7 @@ def run(facts: Facts, case: Case, tile: Tile, scores: np.ndarray | None = None) 
     scores = np.zeros(kept.shape, np.float32) if scores is None else scores.astype(np.float32)
     out = [memory.add(n, a, writable=True) for n, a in (("visited", visited), ("kept", kept), ("scores", scores))]
     packed = params.packed(members, values)
-    module = ptx.load(nvrtc.ptx(emitted(facts, tile), "sm_80"), target="sm_80")
+    module = compiled(emitted(facts, tile))
     arguments = [packed, *(int(address).to_bytes(8, "little") for address in out)]
     module.launch("probe", q_tiles * heads * batch, 32, 0, arguments, memory)
     return visited, kept.astype(bool), scores

@@ -133,6 +133,21 @@ def test_a_branch_that_is_not_taken_adds_nothing():
     assert slope(far, np.array([4.0])).tolist() == [1.0]
 
 
+@pytest.mark.parametrize("extremum", [fg.minimum, fg.maximum])
+def test_a_nan_beside_a_number_gets_no_gradient(extremum):
+    """The number is the value, so all of the gradient is the number's; of two NaNs the value is one anyway."""
+    nan = score(lambda s, b, h, q, k: extremum(fg.log(s), 3.0 * s))
+    swapped = score(lambda s, b, h, q, k: extremum(3.0 * s, fg.log(s)))
+    constant = score(lambda s, b, h, q, k: extremum(-5.0, fg.log(s)))
+    s = np.array([-4.0, -0.5])
+    assert slope(nan, s).tolist() == slope(swapped, s).tolist() == [3.0, 3.0]
+    assert slope(constant, s).tolist() == [0.0, 0.0]
+    clamped = score(lambda s, b, h, q, k: fg.clamp(fg.log(s), -5.0, 5.0))
+    assert slope(clamped, s).tolist() == [0.0, 0.0]
+    tie = score(lambda s, b, h, q, k: extremum(2.0 * s, 4.0 * s))
+    assert slope(tie, np.array([0.0])).tolist() == [3.0]
+
+
 def test_what_does_not_depend_on_the_score_has_no_derivative():
     assert derive(score(lambda s, b, h, q, k: fg.float32(q - k))) is None
     assert derive(score(lambda s, b, h, q, k: fg.float32(fg.int32(s)))) is None

@@ -7,7 +7,7 @@ from random_masks import random_case, random_mask, seeded
 
 import flashgen as fg
 from flashgen.analysis.facts import analyse
-from flashgen.analysis.tiles import Case, schedule
+from flashgen.analysis.tiles import EMPTY, PARTIAL, Case, grid, schedule, true_grid
 from flashgen.codegen import emit
 from flashgen.codegen.seam import seam
 from flashgen.lang.evaluate import evaluate
@@ -120,3 +120,57 @@ def test_a_tensor_is_read_by_indices_of_both_widths(name):
 def test_both_passes_of_it_compile(name, arch):
     for menu in (planner.menu, planner.backward_menu):
         nvrtc.ptx(emit(menu(of_widths(name), arch, "bfloat16", 64, 64).plans[0]), arch)
+
+
+def check_sound(variant, cases, tile, launched):
+    """No tile is EMPTY or FULL in Python that is not, and the first cases are judged alike by a kernel."""
+    facts = analyse(variant)
+    for i, case in enumerate(cases):
+        for b, h in np.ndindex(case.sizes["batch"], case.sizes["heads"]):
+            true, found = true_grid(facts, case, tile, b, h), grid(facts, case, tile, b, h)
+            assert ((found == PARTIAL) | (found == true)).all(), (case.params, case.tensors)
+            for row in range(len(true)):
+                visited = {kv_tile for kv_tile, _ in schedule(facts, case, tile, row, b, h)}
+                assert visited >= set(np.flatnonzero(true[row] != EMPTY)), (case.params, case.tensors)
+        if i < launched:
+            check(variant, case, tile)
+
+
+NEGATIVE = fg.tensor("negative", dims=("kv",), dtype="int32", max=-1)
+STEP = fg.param("step", dtype=int, max=-1)
+NUMBERS64 = fg.tensor("numbers64", dims=("kv",), dtype="int64")
+STEP64 = fg.param("step64", dtype="int64", max=-1)
+ORDERED64 = fg.tensor("ordered64", dims=("kv",), dtype="int64", sorted=True)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda b, h, q, k: NEGATIVE[k] % STEP == 0,
+        lambda b, h, q, k: NEGATIVE[k] // STEP > 1,
+        lambda b, h, q, k: NUMBERS64[k] // -1 > 3,
+        lambda b, h, q, k: NUMBERS64[k] % STEP64 < -1,
+        lambda b, h, q, k: NUMBERS64[k] // STEP64 >= q,
+        lambda b, h, q, k: (q - k) % STEP == -2,
+        lambda b, h, q, k: ORDERED64[k] % STEP64 == 0,
+        lambda b, h, q, k: ORDERED64[k] // -1 > 3,
+        lambda b, h, q, k: abs(ORDERED64[k]) > 3,
+    ],
+)
+@pytest.mark.parametrize("step", [-1, -4, -7, -(1 << 31)])
+def test_negative_divisors_hide_nothing_that_is_visible(mask, step):
+    lowest, rng = -(1 << 63), np.random.default_rng(3)
+    tensors = {
+        "negative": np.concatenate([[-(1 << 31), -(1 << 31) + 1], -rng.integers(1, 20, 30)]).astype(np.int32),
+        "numbers64": np.concatenate([[lowest, lowest + 1, (1 << 63) - 1], rng.integers(-20, 20, 29)]),
+        "ordered64": np.concatenate([[lowest] * 3, np.sort(rng.integers(-40, 40, 27)), [(1 << 63) - 1] * 2]),
+    }
+    variant = fg.variant(mask)
+    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 9, "kv_len": 32}
+    used = {t.name for t in variant.tensors}
+    for step64 in (step, lowest):
+        params = {p.name: step64 if p.name == "step64" else step for p in variant.params}
+        case = Case(sizes=sizes, params=params, tensors={n: t for n, t in tensors.items() if n in used})
+        check_sound(variant, [case], Tile(q=4, kv=4), launched=1)
+        if "step64" not in params:
+            break

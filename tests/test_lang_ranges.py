@@ -274,6 +274,8 @@ def test_stored_values_follow_their_declaration():
     assert element("int64").hi == INT64_MAX
     assert isinstance(element("bool"), Truth)
     assert element("float16").nan and not element("float32", min=0.0, max=1.0).nan
+    assert element("float32", min=0.0).nan and element("float32", max=0.0).nan, "a NaN is not below it, nor above it"
+    assert not element("float32", sorted=True).nan
 
 
 def test_rules_broadcast_over_tiles():

@@ -367,6 +367,11 @@ def test_promises_of_captured_tensors_are_checked_on_a_cpu():
     refused("declared with min=0 and holds -1", q, k, v, documents, doc=ids - 1)
     refused("declared with max=99 and holds 110", q, k, v, documents, doc=ids + 100)
     refused("declared with sorted=True and decreases", q, k, v, documents, doc=ids.flip(1))
+    times = fg.tensor("times", dims=("kv",), dtype="float32", sorted=True)
+    recent = fg.variant(lambda b, h, q, k: times[k] <= 2.0, name="recent")
+    values = torch.arange(11.0)
+    values[3] = torch.nan
+    refused(r"'times' of 'recent' is declared with sorted=True and holds nan at \[3\]", q, k, v, recent, times=values)
 
 
 def test_an_index_outside_its_dimension():

@@ -122,6 +122,18 @@ def check(b, **options):
     return result
 
 
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda s, b, h, q, k: fg.maximum(-5.0, fg.log(s)) + 0.5 * s,
+        lambda s, b, h, q, k: fg.minimum(0.0 - fg.log(s), 2.0 - s),
+    ],
+)
+def test_a_nan_beside_a_number_gets_no_gradient(score):
+    """Half of the scores have no logarithm."""
+    check(Backward(fg.variant(score=score), q_len=33, kv_len=40, head_dim=32))
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_spec(spec):
     check(Backward(spec))

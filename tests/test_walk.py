@@ -17,6 +17,7 @@ from flashgen.analysis import tiles as analysis_tiles
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.lang.load import load_spec, shipped
+from flashgen.lang.stored import rounded
 from flashgen.planning.planner import menu
 from flashgen.planning.traffic import predict
 from flashgen.runtime import tiles
@@ -159,7 +160,7 @@ def test_rounding_is_that_of_pytorch(dtype):
     special = np.array([0, 1, np.nan, np.inf, 1 + 2**-8, 1 + 3 * 2**-8, 2**-20], np.float32)
     for x in (values, special):
         want = torch.from_numpy(x).to(getattr(torch, dtype)).float().numpy()
-        np.testing.assert_array_equal(tiles.rounded(x, dtype), want)
+        np.testing.assert_array_equal(rounded(x, dtype), want)
 
 
 @settings(deadline=None, max_examples=40)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from flashgen.lang import ranges
 from flashgen.lang.bounds import abstract, bounds
-from flashgen.lang.expr import DType, Node
+from flashgen.lang.expr import Node
 from flashgen.lang.ops import OPS
 from flashgen.lang.ranges import Range, Truth
 
@@ -44,13 +42,6 @@ class Judge:
         return abstract(n, *operands)
 
 
-#: Captured 64-bit integers and parameters are taken to lie within +-REACH64: sums of a few stay in int64.
-REACH64 = 1 << 61
-
-
 def anywhere(n: Node, operands: tuple[Range | Truth, ...]) -> Range | Truth:
     """What a leaf or a captured element may be in any problem that its declarations allow."""
-    found = bounds(n)
-    if n.dtype is not DType.INT64:
-        return found
-    return ranges.ints(np.maximum(found.lo, -REACH64), np.minimum(found.hi, REACH64))
+    return bounds(n)

@@ -15,10 +15,11 @@ from functools import lru_cache, reduce
 from typing import TYPE_CHECKING
 
 from flashgen.analysis import widths
-from flashgen.analysis.linear import LENGTH, Algebra, K, Linear, Q, comparison, expression, term
+from flashgen.analysis.linear import LENGTH, Algebra, K, Linear, Q, Unspeakable, comparison, expression, term
 from flashgen.analysis.zones import Zone
 from flashgen.lang.build import apply
 from flashgen.lang.expr import DType, Node, const, walk
+from flashgen.lang.ranges import INT64_MAX, INT64_MIN
 
 if TYPE_CHECKING:
     from flashgen.lang.variant import Variant
@@ -286,12 +287,12 @@ class _Reader:
     def _comparison(self, n: Node, polarity: bool, whole: Node) -> _Tree:
         """The tree of a comparison of ints, or of its negation."""
         a, b = map(self.algebra.form, n.operands)
-        if self.algebra.extent(a - b) is None:
-            return _Literal(others=(whole,))
         outer = self._left, self._written
         self._left, self._written = MAX_STEPS_OF_ONE, n
         try:
             return self._compared(n.op, a - b, polarity)
+        except Unspeakable:
+            return _Literal(others=(whole,))
         except _TooLarge:
             self.too_large[whole] = n
             return _Literal(others=(whole,))
@@ -308,7 +309,7 @@ class _Reader:
         return self._at_most_zero(form if polarity else -form + 1)
 
     def _condition_of(self, relation: str, form: Linear) -> _Literal:
-        whole = comparison(relation, form)
+        whole = self.algebra.comparison(relation, form)
         if not self.algebra.long.isdisjoint(form.terms):
             self.too_large.setdefault(whole, self._written)
         return _Literal(others=(whole,)) if self.algebra.local(whole) else _Literal(uniform=(whole,))
@@ -318,7 +319,7 @@ class _Reader:
         if whole.uniform:
             return whole
         parts = self._at_most_zero(form), self._at_most_zero(-form)
-        both = _all(parts, comparison("==", form))
+        both = _all(parts, *whole.others)
         if both == _NEVER or both.exact:
             return both
         return _Literal(bounds=tuple(bound for part in parts for bound in _implied(part)), others=whole.others)
@@ -327,7 +328,7 @@ class _Reader:
         whole = self._condition_of("!=", form)
         if whole.uniform:
             return whole
-        either = _any((self._at_most_zero(form + 1), self._at_most_zero(-form + 1)), comparison("!=", form))
+        either = _any((self._at_most_zero(form + 1), self._at_most_zero(-form + 1)), *whole.others)
         return either if either.exact else whole
 
     def _at_most_zero(self, form: Linear) -> _Tree:
@@ -339,8 +340,6 @@ class _Reader:
 
     def _inequality(self, form: Linear) -> _Tree:
         algebra = self.algebra
-        if algebra.extent(form) is None:
-            return self._condition_of("<=", form)
         if algebra.always(form):
             return _ALWAYS
         if algebra.never(form):
@@ -348,7 +347,7 @@ class _Reader:
         local = [n for n in form.terms if algebra.local(n)]
         if not local:
             return self._condition_of("<=", form)
-        if (bound := _bound(form, local)) is not None:
+        if (bound := self._bound(form, local)) is not None:
             return _Literal(bounds=(bound,))
         for n in local:
             split = self._split(n, form)
@@ -363,12 +362,14 @@ class _Reader:
         def case(value: Linear) -> _Tree:
             return self._at_most_zero(rest + value * coefficient)
 
-        whole = comparison("<=", form)
         truth = n.op == "cast" and n.operands[0].dtype is DType.BOOL
         if n.op not in ("minimum", "maximum", "abs", "where") and not truth:
             return None
         self._spend(form)
+        whole = self.algebra.comparison("<=", form)
         if n.op in ("minimum", "maximum", "abs"):
+            if n.op == "abs" and self.algebra.value(n.operands[0]).lo == INT64_MIN:  # which has none
+                return None
             forms = [self.algebra.form(o) for o in n.operands]
             cases = map(case, forms if n.op != "abs" else (forms[0], -forms[0]))
             return (_any if (n.op == "minimum") == (coefficient > 0) else _all)(cases, whole)
@@ -391,19 +392,24 @@ class _Reader:
             alone = len(local) == 1 and abs(bounded.terms[local[0]]) == 1
             exact = exact and alone and self._quotient(local[0]) is not None
             bounded = self._relax(bounded, curved)
-            if bounded is None or algebra.extent(bounded) is None:
+            if bounded is None:
                 return self._condition_of("<=", form)
         if exact and bounded is not form:
             self._spend(form)
             return self._at_most_zero(bounded)
         if algebra.never(bounded):
             return _NEVER
-        bound = None if algebra.always(bounded) else _bound(bounded, local)
+        bound = None if algebra.always(bounded) else self._bound(bounded, local)
         implied = [bound]
         if bound is None and len(local) == 2:  # slanted: each of q and k is bounded by the other's range
             edges = [self._without(bounded, position) for position in local]
-            implied = [_bound(e, [p for p in local if p in e.terms]) for e in edges if not algebra.always(e)]
+            implied = [self._bound(e, [p for p in local if p in e.terms]) for e in edges if not algebra.always(e)]
         return _Literal(bounds=tuple(filter(None, implied)), others=self._condition_of("<=", form).others)
+
+    def _bound(self, form: Linear, local: list[Node]) -> tuple[str, Linear] | None:
+        """`form <= 0` as a bound that can be computed in int64; None where there is none."""
+        tame = self.algebra.tame(form)
+        return None if tame is None else _bound(tame, local)
 
     def _without(self, form: Linear, position: Node) -> Linear:
         """The form with q (or k) at the end of its range where the form is least."""
@@ -443,6 +449,8 @@ class _Reader:
             factors = [scale // divisor.constant for divisor in divisors]
         elif all(divisor == divisors[0] for divisor in divisors) and not any(map(algebra.local, rest.terms)):
             divisor = quotients[0][2]
+            if any(algebra.largest(n) * algebra.largest(divisor) > INT64_MAX for n in rest.terms):
+                return None
             total = Linear({apply("mul", n, divisor): c for n, c in rest.terms.items()}) + divisors[0] * rest.constant
             factors = [1] * len(divisors)
         else:
@@ -611,8 +619,7 @@ class _Normaliser:
 
     def _above(self, a: Linear, b: Linear) -> bool:
         """Whether a > b in every problem."""
-        found = self.algebra.extent(a - b)
-        return found is not None and found[0] > 0
+        return self.algebra.extent(a - b)[0] > 0
 
     def _implies(self, a: tuple[str, Linear], b: tuple[str, Linear]) -> bool:
         """Whether bound a is known to be at least as tight as bound b."""
@@ -621,7 +628,7 @@ class _Normaliser:
         found = self._implied.get((a, b))
         if found is None:
             extent = self.algebra.extent(b[1] - a[1] if a[0].endswith("hi") else a[1] - b[1])
-            found = self._implied[a, b] = extent is not None and extent[0] >= 0
+            found = self._implied[a, b] = extent[0] >= 0
         return found
 
     def _inside(self, a: _Draft, b: _Draft) -> bool:

@@ -20,6 +20,7 @@ from sympy.printing.str import StrPrinter
 
 from flashgen.analysis.derivative import SCORE
 from flashgen.analysis.facts import Facts
+from flashgen.analysis.zones import clamped_operand
 from flashgen.lang.expr import DType, Node, walk
 from flashgen.lang.variant import Variant
 
@@ -233,10 +234,13 @@ def _value(n: Node, operands: list[sympy.Basic]) -> sympy.Basic:
 
 def symbolic(root: Node) -> sympy.Basic:
     """An expression as SymPy: sums, products and comparisons as they were written, reals for floats, and integer
-    operations that SymPy gets wrong (`//`, `%`, shifts, bits) as functions of their own."""
+    operations that SymPy gets wrong (`//`, `%`, shifts, bits) as functions of their own.
+
+    What only keeps a zone's bound in 64 bits is left out."""
     known: dict[Node, sympy.Basic] = {}
     for n in walk([root]):
-        known[n] = _value(n, [known[o] for o in n.operands])
+        bound = clamped_operand(n)
+        known[n] = _value(n, [known[o] for o in n.operands]) if bound is None else known[bound]
     return known[root]
 
 

@@ -1,7 +1,9 @@
 """Integer expressions as linear forms: a constant plus integer multiples of terms, q and k among them.
 
-Linear rewriting is exact because integers of an expression are exact: an int32 operation that could overflow is widened
-(`widths`), and a form that could leave int64 is not rewritten at all.
+A form is a number of any size: an int32 operation that could overflow is widened (`widths`), and one that could leave
+int64, where it wraps, is a term of its own.  What is made of a form again, a bound or a comparison, is computed in
+int64 and must not wrap: one term that is too large for that, a 64-bit parameter or captured element without bounds, is
+clamped so far out that no comparison with the rest changes (`Algebra.tame`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 
 from flashgen.analysis.abstract import Judge, anywhere
+from flashgen.analysis.zones import REACH, clamped
 from flashgen.lang.build import apply, literal
 from flashgen.lang.expr import DType, Node, node, walk
 from flashgen.lang.ranges import INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN
@@ -24,6 +27,9 @@ LENGTH = {
 
 #: A sum of more terms is one term of its own: linear forms stay cheap, and a mask's bounds short.
 MAX_TERMS = 32
+
+#: Terms that add up to no more than one and a half times this stay in int64 in any order.
+FITS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,10 @@ class Linear:
 def term(n: Node) -> Linear:
     """One node as a form of its own."""
     return Linear({n: 1})
+
+
+class Unspeakable(Exception):
+    """A comparison of a form cannot be computed in int64."""
 
 
 class Algebra:
@@ -114,11 +124,12 @@ class Algebra:
         return term(n)
 
     def _kept(self, form: Linear, n: Node) -> Linear:
-        """The form, or `n` as one term where the form could leave int64 or is long."""
+        """The form, or `n` as one term where it is long, or could leave int64 and wrap."""
         if len(form.terms) > MAX_TERMS:
             self.long.add(n)
             return term(n)
-        return form if self.extent(form) is not None else term(n)
+        lo, hi = self.extent(form)
+        return form if lo >= INT64_MIN and hi <= INT64_MAX else term(n)
 
     def _fits(self, cast: Node) -> bool:
         """Whether an int cast changes no value."""
@@ -126,14 +137,36 @@ class Algebra:
         x = self.value(cast.operands[0])
         return low <= int(x.lo) and int(x.hi) <= high
 
-    def extent(self, form: Linear) -> tuple[int, int] | None:
-        """The least and greatest value of the form in any problem; None where they may lie outside int64."""
+    def extent(self, form: Linear) -> tuple[int, int]:
+        """The least and greatest value of the form in any problem."""
         lo = hi = form.constant
         for n, c in form.terms.items():
             x = self.value(n)
             low, high = int(x.lo) * c, int(x.hi) * c
             lo, hi = lo + min(low, high), hi + max(low, high)
-        return (lo, hi) if lo >= INT64_MIN and hi <= INT64_MAX else None
+        return lo, hi
+
+    def largest(self, n: Node) -> int:
+        """The largest magnitude of a node in any problem."""
+        x = self.value(n)
+        return max(-int(x.lo), int(x.hi))
+
+    def _sizes(self, form: Linear) -> tuple[dict[Node, int], int]:
+        """The largest magnitude of each term in any problem, and that of any part of the form."""
+        sizes = {n: abs(c) * self.largest(n) for n, c in form.terms.items()}
+        return sizes, sum(sizes.values()) + abs(form.constant)
+
+    def tame(self, form: Linear) -> Linear | None:
+        """A form of the same sign at every position, any part of which is within FITS; None where there is none."""
+        sizes, total = self._sizes(form)
+        if total <= FITS:
+            return form
+        wild = max(sizes, key=sizes.__getitem__, default=None)
+        rest = total - sizes.get(wild, 0)
+        if wild is None or abs(form.terms[wild]) != 1 or rest > FITS // 4:
+            return None
+        limit = REACH if rest <= REACH // 2 else FITS // 2
+        return Linear({clamped(n, limit) if n is wild else n: c for n, c in form.terms.items()}, form.constant)
 
     def _at_edge(self, form: Linear, upper: bool) -> Linear:
         """The form's greatest (or least) value over the positions of a problem, by its own q and k terms."""
@@ -146,13 +179,24 @@ class Algebra:
 
     def always(self, form: Linear) -> bool:
         """Whether form <= 0 is known at every position of every problem."""
-        found = self.extent(self._at_edge(form, upper=True))
-        return found is not None and found[1] <= 0
+        return self.extent(self._at_edge(form, upper=True))[1] <= 0
 
     def never(self, form: Linear) -> bool:
         """Whether form <= 0 is known to fail at every position of every problem."""
-        found = self.extent(self._at_edge(form, upper=False))
-        return found is not None and found[0] > 0
+        return self.extent(self._at_edge(form, upper=False))[0] > 0
+
+    def comparison(self, relation: str, form: Linear) -> Node:
+        """`form relation 0` as a node with no negative coefficient: relation is "<=", "==" or "!=".
+
+        Raises Unspeakable where it cannot be computed in int64.
+        """
+        _, *sides = _sides(relation, form)
+        computes = any(side.terms and (side.constant or list(side.terms.values()) != [1]) for side in sides)
+        if (computes or abs(form.constant) > FITS) and self._sizes(form)[1] > FITS + FITS // 2:
+            form = self.tame(form)
+            if form is None:
+                raise Unspeakable
+        return comparison(relation, form)
 
 
 def expression(form: Linear) -> Node:
@@ -174,13 +218,17 @@ def expression(form: Linear) -> Node:
 
 
 def comparison(relation: str, form: Linear) -> Node:
-    """`form relation 0` as a node with no negative coefficient: relation is "<=", "==" or "!="."""
+    """`form relation 0` of a tame form as a node."""
+    op, left, right = _sides(relation, form)
+    return apply(op, expression(left), expression(right))
+
+
+def _sides(relation: str, form: Linear) -> tuple[str, Linear, Linear]:
+    """The op and both sides of `form relation 0`."""
     left = Linear({n: c for n, c in form.terms.items() if c > 0}, max(form.constant, 0))
     right = Linear({n: -c for n, c in form.terms.items() if c < 0}, max(-form.constant, 0))
     op = {"<=": "le", "==": "eq", "!=": "ne"}[relation]
-    if op == "le" and left.constant == 1:
-        op, left = "lt", left - 1
-    return apply(op, expression(left), expression(right))
+    return ("lt", left - 1, right) if op == "le" and left.constant == 1 else (op, left, right)
 
 
 def _scaled(n: Node, c: int) -> Node:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from flashgen.lang.expr import Node
+from flashgen.lang.build import apply, cast
+from flashgen.lang.expr import DType, Node
 
 #: Bounds are clamped to +-REACH once evaluated.  Lengths stay below 2^24, so no meaning is lost, and sums of two bounds
 #: and a position fit an int32 in a kernel.
@@ -67,6 +68,21 @@ class Bounds:
         """The same bounds, each that is an array in this shape."""
         arrays = {f.name: getattr(self, f.name) for f in fields(self)}
         return Bounds(**{n: a.reshape(shape) if np.ndim(a) else a for n, a in arrays.items()})
+
+
+def clamped(n: Node, limit: int = REACH) -> Node:
+    """An int node clamped to +-limit."""
+    inside = apply("minimum", apply("maximum", n, -limit), limit)
+    return cast(inside, DType.INT32) if limit <= REACH else inside
+
+
+def clamped_operand(n: Node) -> Node | None:
+    """What a node clamps to +-REACH; None where it is nothing that `clamped` made."""
+    if n.op == "cast" and n.dtype is DType.INT32 and n.operands[0].op == "minimum":
+        below = n.operands[0].operands[0]
+        if below.op == "maximum" and clamped(below.operands[0]) is n:
+            return below.operands[0]
+    return None
 
 
 def evaluate(zone: Zone, value: Callable[[Node], np.ndarray | int]) -> Bounds:

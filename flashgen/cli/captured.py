@@ -13,6 +13,7 @@ from flashgen.cli import options
 from flashgen.cli.console import joined
 from flashgen.errors import PlanError, SpecError
 from flashgen.lang import source
+from flashgen.lang.stored import broken_promise, rounded
 
 if TYPE_CHECKING:
     from flashgen.lang.expr import Tensor
@@ -67,8 +68,6 @@ def _example(title: str, tensor: Tensor, problem: Problem, seed: int) -> np.ndar
 def _stored(title: str, tensor: Tensor, array: np.ndarray, problem: Problem) -> np.ndarray:
     """An array as the declared type holds it (bfloat16: rounded float32), of a shape that the declaration allows and
     with the values that it promises."""
-    from flashgen.runtime.tiles import broken_promise, rounded
-
     sizes = problem.sizes()
     lengths = {**sizes, "q": sizes["q_len"], "kv": sizes["kv_len"]}
     wanted = [lengths.get(dim, dim) for dim in tensor.dims]

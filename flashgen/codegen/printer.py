@@ -13,9 +13,11 @@ from typing import ClassVar
 import numpy as np
 
 from flashgen.analysis.abstract import Judge, anywhere
+from flashgen.analysis.zones import clamped_operand
 from flashgen.codegen.device import identifiers
 from flashgen.lang.expr import LEAVES, DType, Node, Tensor, depends_on, walk
 from flashgen.lang.ops import OPS
+from flashgen.lang.ranges import INT64_MAX, INT64_MIN
 
 #: Characters of an expression beyond which it is named, so that no text nests without end.
 LONGEST = 600
@@ -44,6 +46,12 @@ _EAGER = {"logical_and": "{0} & {1}", "logical_or": "{0} | {1}"}
 
 #: Integer division of what is never negative.
 _PLAIN = {"floor_div": "{0} / {1}", "mod": "{0} % {1}"}
+
+#: Arithmetic whose result may leave 64 bits, which C++ leaves undefined.
+_WRAPPING = {
+    **{name: f"wrapping_{name}({{0}}, {{1}})" for name in ("add", "sub", "mul", "shift_left", "floor_div")},
+    **{name: f"wrapping_{name}({{0}})" for name in ("neg", "abs")},
+}
 
 CTYPES = {DType.BOOL: "bool", DType.INT32: "int", DType.INT64: "i64", DType.FLOAT32: "float"}
 
@@ -118,6 +126,8 @@ class Printer:
         operands = [known[o] for o in n.operands]
         if n.op == "load":
             return self.read(n, operands)
+        if (bound := clamped_operand(n)) is not None:
+            return call("bounded", known[bound])
         if self.exact and n.dtype.is_float and n.op in _EXACT:
             return Text(f"{_EXACT[n.op]}({operands[0]}, {operands[1]})")
         text = self.spelling(n)
@@ -131,6 +141,8 @@ class Printer:
         """The op's text, with places for its operands."""
         if n.op in _PLAIN and self._counts(n):
             return _PLAIN[n.op]
+        if n.op in _WRAPPING and n.dtype.is_int and self._wraps(n):
+            return _WRAPPING[n.op]
         if self.exact and n.op in _EAGER:
             return _EAGER[n.op]
         return _QUICK.get(n.op) or OPS[n.op].cuda(n.dtype)
@@ -138,6 +150,11 @@ class Printer:
     def _counts(self, n: Node) -> bool:
         """Whether no operand of an integer division can be negative, so that C++ rounds it down too."""
         return all(self._extent(o).lo >= 0 for o in n.operands)
+
+    def _wraps(self, n: Node) -> bool:
+        """Whether an integer may leave 64 bits: then nothing is known of it."""
+        known = self._extent(n)
+        return bool(known.lo == INT64_MIN and known.hi == INT64_MAX)
 
     def _widened(self, n: Node, texts: list[Text], *, call: bool) -> list[Text]:
         """The operands in 64 bits where the operation needs it and C++ would not do it by itself."""
@@ -205,7 +222,7 @@ class RangePrinter(Printer):
         self.indices = indices
 
     #: Ops whose 64-bit results may overflow, which their functions check.
-    CHECKED: ClassVar = frozenset(("add", "sub", "neg", "mul", "abs", "shift_left"))
+    CHECKED: ClassVar = frozenset(("add", "sub", "neg", "mul", "abs", "shift_left", "floor_div"))
 
     @staticmethod
     def types(dtype: DType, *, wide: bool = False) -> tuple[str, str]:
@@ -242,8 +259,8 @@ class RangePrinter(Printer):
             return "_f32"
         if kind is DType.BOOL:
             return "" if n.op.startswith("logical") else "_bool"
-        if n.op == "mod" and self._extent(n.operands[-1]).lo > 0:
-            return "_positive"
+        if n.op in ("floor_div", "mod") and self._extent(n.operands[-1]).lo > 0:
+            return "_positive" if n.op == "mod" else ""
         return "_i64" if wide and n.op in self.CHECKED else ""
 
     def _ranged(self, n: Node, text: Text, wide: bool) -> Text:

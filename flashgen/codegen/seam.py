@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from flashgen.analysis.abstract import Judge, anywhere
 from flashgen.analysis.facts import Facts, Term
-from flashgen.analysis.zones import Zone
+from flashgen.analysis.zones import REACH, Zone
 from flashgen.codegen.device import identifiers
 from flashgen.codegen.printer import (
     CALL,
@@ -38,7 +38,7 @@ from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, depend
 from flashgen.lang.ops import OPS
 
 #: Bounds within this need no clamp: sums and differences of two of them and a position fit an int32.
-REACH = 1 << 28
+NEAR = 2 * REACH
 
 #: The dimension that each position lies inside of.
 OWN_DIMENSION = {"b": "batch", "h": "heads", "q": "q", "k": "kv"}
@@ -270,8 +270,8 @@ def inside(index: Node, dimension: str | int | None) -> bool:
 
 
 def _promised(tensor: Tensor) -> bool:
-    """Whether less is taken to be in a tensor than its stored type holds; of int64, abstract.REACH64 is."""
-    return tensor.min is not None or tensor.max is not None or tensor.dtype == "int64"
+    """Whether less is taken to be in a tensor than its stored type holds."""
+    return tensor.min is not None or tensor.max is not None
 
 
 def _declared(tensor: Tensor) -> str:
@@ -390,7 +390,7 @@ class Decider:
     def _bound(self, n: Node) -> Text:
         """A bound as an int that arithmetic may be done on."""
         known = self._extent(n)
-        if known.lo < -REACH or known.hi > REACH:
+        if known.lo < -NEAR or known.hi > NEAR:
             return call("bounded", self.known[n])
         return call("int", self.known[n]) if self.printer.is_wide(n) else self.known[n]
 

@@ -10,6 +10,7 @@ import numpy as np
 from flashgen.lang import source
 from flashgen.lang.expr import DIMS, TENSOR_DTYPES, Constant, DType, Param, Tensor, node
 from flashgen.lang.proxies import Captured, Expr, refused
+from flashgen.lang.stored import LARGEST, exceeds, held
 
 #: Names that attention(), plan(), supports() or the language already uses.
 RESERVED = frozenset(
@@ -21,7 +22,7 @@ RESERVED = frozenset(
 )
 
 #: The largest size of a captured tensor's dimension.
-LARGEST = 2**31 - 1
+MAX_SIZE = 2**31 - 1
 
 
 def param(name: str, default=None, *, min=None, max=None, dtype=None, doc: str = "") -> Expr:
@@ -55,9 +56,9 @@ def tensor(
 
     `dims` are "batch", "heads", "kv_heads", "q", "kv" (such a dimension may also have size 1 at the call, which
     broadcasts), a number, or None for any size.  `min` and `max` bound its values and `sorted=True` promises that they
-    never decrease along the last dimension; both let whole tiles be skipped.  They are promises: no kernel checks them,
-    and where one is broken a tile may be skipped or kept wrongly.  `example(problem, rng)` makes a NumPy array of that
-    shape for `run`, `plan` and `show`.
+    never decrease along the last dimension; both let whole tiles be skipped.  They are promises about every element,
+    which a NaN breaks: no kernel checks them, and where one is broken a tile may be skipped or kept wrongly.
+    `example(problem, rng)` makes a NumPy array of that shape for `run`, `plan` and `show`.
     """
     _check_name(name)
     if isinstance(dims, str) or not isinstance(dims, (tuple, list)):
@@ -65,7 +66,7 @@ def tensor(
     if not dims:
         raise refused(f"tensor {name!r} has no dimension: a single number is an fg.param")
     for dim in dims:
-        fixed = isinstance(dim, int) and not isinstance(dim, bool) and 1 <= dim <= LARGEST
+        fixed = isinstance(dim, int) and not isinstance(dim, bool) and 1 <= dim <= MAX_SIZE
         if not (dim is None or fixed or (isinstance(dim, str) and dim in DIMS)):
             hint = source.nearest(dim, DIMS) if isinstance(dim, str) else ""
             raise refused(
@@ -83,12 +84,7 @@ def tensor(
     _check_doc(name, doc)
     if example is not None and not callable(example):
         raise refused(f"tensor {name!r}: example is a function (problem, rng) that makes an array, not {example!r}")
-    low, high = (_bound(name, which, value, element) for which, value in (("min", min), ("max", max)))
-    if element.is_int:
-        info = np.iinfo(dtype)
-        for which, value in (("min", low), ("max", high)):
-            if value is not None and not info.min <= value <= info.max:
-                raise refused(f"tensor {name!r}: {which}={value} is outside {dtype}")
+    low, high = (_element_bound(name, which, value, dtype) for which, value in (("min", min), ("max", max)))
     _check_order(name, low, high)
     declared = Tensor(
         name=name,
@@ -133,12 +129,17 @@ def _scalar(op: str, kind: type, name: str, default, low, high, dtype, doc: str)
     return Expr(node(op, chosen, (), declared, source.caller()))
 
 
-def _bound(name: str, which: str, value, dtype: DType) -> int | float | None:
+def _bound(name: str, which: str, value, dtype: DType, stored: str = "float32") -> int | float | None:
     if value is None:
         return None
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise refused(f"{name!r}: {which}={value!r} is not a number")
+    if value != value:
+        raise refused(f"{name!r}: {which} is NaN, and nothing compares with it")
     if dtype.is_float:
+        if exceeds(value, stored):
+            largest = f"the largest is {LARGEST[stored]:.6g}, and math.inf bounds nothing"
+            raise refused(f"{name!r} is {stored}: {which}={value} does not fit; {largest}")
         return float(value)
     if not (isinstance(value, (int, np.integer)) or float(value).is_integer()):
         raise refused(f"{name!r} is {dtype.value}: {which}={value} is not a whole number")
@@ -146,6 +147,17 @@ def _bound(name: str, which: str, value, dtype: DType) -> int | float | None:
     if not -(1 << bits - 1) <= value < 1 << bits - 1:
         raise refused(f"{name!r} is {dtype.value}: {which}={value} does not fit into -2^{bits - 1} to 2^{bits - 1} - 1")
     return int(value)
+
+
+def _element_bound(name: str, which: str, value, dtype: str) -> int | float | None:
+    """A bound of a captured tensor's elements, as its stored type holds it: what is compared with them."""
+    bound = _bound(name, which, value, TENSOR_DTYPES[dtype], stored=dtype)
+    if bound is None or isinstance(bound, float):
+        return bound if bound is None else held(bound, dtype)
+    info = np.iinfo(dtype)
+    if not info.min <= bound <= info.max:
+        raise refused(f"tensor {name!r}: {which}={bound} is outside {dtype}")
+    return bound
 
 
 def _check_order(name: str, low, high) -> None:

@@ -36,19 +36,18 @@ def _unary(rule: Callable[[Node, Node], Node]) -> Rule:
     return lambda operands, out: (rule(operands[0], out),)
 
 
-def _extremum(wins: str) -> Rule:
-    """torch.minimum and maximum share a tie half and half; torch.clamp (attr CLAMP) gives it to its first operand."""
+def _extremum(operands: tuple[Node, ...], out: Node) -> Partials:
+    """torch.minimum and maximum share a tie half and half; torch.clamp (attr CLAMP) gives it to its first operand.
 
-    def rule(operands: tuple[Node, ...], out: Node) -> Partials:
-        a, b = operands
-        first, tie = _apply(wins, a, b), _apply("eq", a, b)
-        shares = (1.0, 0.0) if out.attr == CLAMP else (0.5, 0.5)
-        return (
-            _apply("where", first, 1.0, _apply("where", tie, shares[0], 0.0)),
-            _apply("where", first, 0.0, _apply("where", tie, shares[1], 1.0)),
-        )
-
-    return _of_floats(rule)
+    What equals the result was chosen: beside a NaN the number, which no comparison of the operands would say.
+    """
+    first, second = (_apply("eq", out, operand) for operand in operands)
+    if out.attr == CLAMP:
+        return _apply("where", first, 1.0, 0.0), _apply("where", first, 0.0, 1.0)
+    return (
+        _apply("where", first, _apply("where", second, 0.5, 1.0), 0.0),
+        _apply("where", second, _apply("where", first, 0.5, 1.0), 0.0),
+    )
 
 
 def _quotient(operands: tuple[Node, ...], out: Node) -> Partials:
@@ -83,8 +82,8 @@ RULES: dict[str, Rule] = {
     "neg": _of_floats(lambda operands, out: (_MINUS_ONE,)),
     "div": _quotient,
     "where": _of_floats(_choice),
-    "minimum": _extremum("lt"),
-    "maximum": _extremum("gt"),
+    "minimum": _of_floats(_extremum),
+    "maximum": _of_floats(_extremum),
     "abs": _of_floats(_unary(_sign)),
     "exp": _unary(lambda x, out: out),
     "exp2": _unary(lambda x, out: _apply("mul", out, _LN2)),

@@ -109,7 +109,8 @@ def stored(tensor: Tensor) -> Abstract:
     if dtype.is_float:
         low = -np.inf if tensor.min is None else tensor.min
         high = np.inf if tensor.max is None else tensor.max
-        return floats(low, high, tensor.min is None and tensor.max is None)
+        ordered = tensor.sorted or (tensor.min is not None and tensor.max is not None)
+        return floats(low, high, not ordered)  # one bound alone is kept by a NaN in one way of comparing with it
     info = np.iinfo(tensor.dtype)
     return ints(info.min if tensor.min is None else tensor.min, info.max if tensor.max is None else tensor.max)
 
@@ -246,28 +247,40 @@ def floor_div(a: Range, b: Range) -> Range:
     """Floor division; a divisor that may be 0 is judged by its other values."""
     parts = [(present, *_corners(np.floor_divide, a, part)) for present, part in (_above_zero(b), _below_zero(b))]
     lo, hi = _join(parts)
-    undefined = (a.contains(INT64_MIN) & b.contains(-1)) | ((b.lo == 0) & (b.hi == 0))
+    wraps = a.contains(INT64_MIN) & b.contains(-1) & ~(a.single & b.single)
+    undefined = wraps | ((b.lo == 0) & (b.hi == 0))
     return ints(np.where(undefined, INT64_MIN, lo), np.where(undefined, INT64_MAX, hi))
 
 
 @np.errstate(all="ignore")
 def mod(a: Range, b: Range) -> Range:
-    """The remainder of floor division: it has the sign of the divisor."""
+    """The remainder of floor division has the sign of the divisor; one that may be 0 is judged by its other values."""
     has_positive, positive = _above_zero(b)
     has_negative, negative = _below_zero(b)
-    up = _mod_positive(a, positive)
-    down = neg(_mod_positive(neg(a), neg(negative)))
+    up, down = _mod_positive(a, positive), _mod_negative(a, negative)
     lo, hi = _join([(has_positive, up.lo, up.hi), (has_negative, down.lo, down.hi)])
-    undefined = (b.lo == INT64_MIN) | ((b.lo == 0) & (b.hi == 0))
+    undefined = (b.lo == 0) & (b.hi == 0)
     return ints(np.where(undefined, INT64_MIN, lo), np.where(undefined, INT64_MAX, hi))
 
 
 def _mod_positive(a: Range, b: Range) -> Range:
-    same = (b.lo == b.hi) & (np.floor_divide(a.lo, b.lo) == np.floor_divide(a.hi, b.lo))
     small = (a.lo >= 0) & (a.hi < b.lo)
-    lo = np.where(same, np.mod(a.lo, b.lo), np.where(small, a.lo, 0))
+    lo = np.where(small, a.lo, 0)
     limit = np.where(a.lo >= 0, np.minimum(a.hi, b.hi - 1), b.hi - 1)
-    return ints(lo, np.where(same, np.mod(a.hi, b.lo), np.where(small, a.hi, limit)))
+    return _one_quotient(a, b, lo, np.where(small, a.hi, limit))
+
+
+def _mod_negative(a: Range, b: Range) -> Range:
+    small = (a.hi <= 0) & (a.lo > b.hi)
+    hi = np.where(small, a.hi, 0)
+    limit = np.where(a.hi <= 0, np.maximum(a.lo, b.lo + 1), b.lo + 1)
+    return _one_quotient(a, b, np.where(small, a.lo, limit), hi)
+
+
+def _one_quotient(a: Range, b: Range, lo: np.ndarray, hi: np.ndarray) -> Range:
+    """The remainders lo .. hi, less where all of `a` has one quotient by a single divisor: there they follow `a`."""
+    one = (b.lo == b.hi) & (np.floor_divide(a.lo, b.lo) == np.floor_divide(a.hi, b.lo))
+    return ints(np.where(one, np.mod(a.lo, b.lo), lo), np.where(one, np.mod(a.hi, b.lo), hi))
 
 
 @np.errstate(all="ignore")
@@ -379,15 +392,17 @@ def rsqrt(a: Range) -> Range:
 
 @np.errstate(all="ignore")
 def cast(a: Abstract, dtype: DType) -> Abstract:
-    """The value of a cast: float to int truncates toward zero and saturates (NaN: 0, as int64 its minimum)."""
+    """The value of a cast: float to int truncates toward zero and saturates (NaN: 0, as int64 its minimum); an int64
+    that int32 does not hold is unknown, unless it is a single one: that wraps."""
     if isinstance(a, Truth):
         a = ints(np.where(a.may_false, 0, 1), np.where(a.may_true, 1, 0))
     if dtype.is_float:
         return a if a.is_float else floats(_f(a.lo), _f(a.hi))
     low, high = (INT32_MIN, INT32_MAX) if dtype is DType.INT32 else (INT64_MIN, INT64_MAX)
     if not a.is_float:
-        inside = (a.lo >= low) & (a.hi <= high)
-        return ints(np.where(inside, a.lo, low), np.where(inside, a.hi, high))
+        known = ((a.lo >= low) & (a.hi <= high)) | a.single
+        lo, hi = (x.astype(np.int32).astype(np.int64) if dtype is DType.INT32 else x for x in (a.lo, a.hi))
+        return ints(np.where(known, lo, low), np.where(known, hi, high))
     lo, hi = _saturate(np.trunc(a.lo), low, high), _saturate(np.trunc(a.hi), low, high)
     of_nan = 0 if dtype is DType.INT32 else INT64_MIN
     return ints(np.where(a.nan, np.minimum(lo, of_nan), lo), np.where(a.nan, np.maximum(hi, of_nan), hi))

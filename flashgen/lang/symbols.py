@@ -6,8 +6,7 @@ import numbers
 
 from flashgen.errors import PlanError
 from flashgen.lang.expr import Constant, DType, Node, Param, Tensor
-
-FLOAT32_MAX = 2.0**128 - 2.0**104
+from flashgen.lang.stored import LARGEST, exceeds
 
 Symbol = Param | Constant | Tensor
 
@@ -48,11 +47,11 @@ def checked(variant_name: str, kind: str, symbol: Param | Constant, value: objec
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise PlanError(f"{title} is {symbol.dtype.value} and got {value!r}")
     if symbol.dtype.is_float:
-        number = float(value)
-        if number != number:
+        if value != value:
             raise PlanError(f"{title} got NaN")
-        if FLOAT32_MAX < abs(number) < float("inf"):
-            raise PlanError(f"{title} is float32: {number} does not fit, and the largest is {FLOAT32_MAX:.6g}")
+        if exceeds(value, "float32"):
+            raise PlanError(f"{title} is float32: {value} does not fit, and the largest is {LARGEST['float32']:.6g}")
+        number = float(value)
     else:
         if not (isinstance(value, int) or float(value).is_integer()):
             raise PlanError(f"{title} is {symbol.dtype.value} and got {value!r}: give a whole number")

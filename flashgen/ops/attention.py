@@ -19,6 +19,7 @@ from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.errors import LaunchError
 from flashgen.lang.expr import Tensor as Declared
+from flashgen.lang.stored import broken_promise
 from flashgen.lang.variant import Variant
 from flashgen.ops import library
 from flashgen.ops.dropout import drawn
@@ -563,7 +564,7 @@ def _walk(
     problem, variant = request.problem, request.variant
     case = cpu_case(request)
     for declared in variant.tensors:
-        if broken := tiles.broken_promise(declared, case.tensors[declared.name]):
+        if broken := broken_promise(declared, case.tensors[declared.name]):
             raise LaunchError(f"captured tensor {declared.name!r} of {variant.name!r} {broken}")
     menu = planner.menu(*cpu_request(variant, problem), dropout=dropout is not None)
     walked = tiles.walk(

@@ -17,6 +17,7 @@ import numpy as np
 from flashgen.analysis import tiles
 from flashgen.analysis.tiles import FULL
 from flashgen.lang.evaluate import check_positions, evaluate
+from flashgen.lang.stored import rounded
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import ITEMSIZE, STORED_BYTES
 from flashgen.runtime import philox
@@ -25,7 +26,7 @@ from flashgen.runtime.threads import one_blas_thread
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
     from flashgen.analysis.tiles import Case
-    from flashgen.lang.expr import Node, Tensor
+    from flashgen.lang.expr import Node
     from flashgen.planning.plan import KernelPlan
     from flashgen.runtime.philox import Dropout
 
@@ -302,30 +303,3 @@ class _Walk(Tiles):
     def _wrote(self, o: np.ndarray, lse: np.ndarray) -> None:
         self.traffic.o += o.size * self.itemsize
         self.traffic.lse += lse.size * np.dtype(np.float32).itemsize
-
-
-def rounded(p: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 values as a 16-bit type would hold them, to nearest even; wider types keep them as they are."""
-    if dtype == "float16":
-        return p.astype(np.float16).astype(p.dtype)
-    if dtype == "bfloat16":
-        bits = np.ascontiguousarray(p).view(np.uint32)
-        rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-        # A NaN's payload would overflow into infinity: keep it as it is.
-        return np.where(np.isnan(p), p, (rounded & np.uint32(0xFFFF0000)).view(np.float32))
-    return p
-
-
-def broken_promise(declared: Tensor, array: np.ndarray) -> str | None:
-    """What a declaration promises of a captured tensor's values and they do not hold; None: they hold everything.
-
-    Tiles are judged by these promises, and a kernel relies on them unchecked.
-    """
-    broken = []
-    if declared.min is not None and array.size and array.min() < declared.min:
-        broken.append(f"min={declared.min} and holds {array.min()}")
-    if declared.max is not None and array.size and array.max() > declared.max:
-        broken.append(f"max={declared.max} and holds {array.max()}")
-    if declared.sorted and array.shape[-1] > 1 and (array[..., 1:] < array[..., :-1]).any():
-        broken.append("sorted=True and decreases along its last dimension")
-    return f"is declared with {' and with '.join(broken)}" if broken else None

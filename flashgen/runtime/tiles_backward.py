@@ -17,11 +17,12 @@ from flashgen.analysis import tiles
 from flashgen.analysis.derivative import derive, loads
 from flashgen.analysis.tiles import FULL
 from flashgen.lang.expr import DIMS, Node
+from flashgen.lang.stored import rounded
 from flashgen.planning import backward
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import Problem
 from flashgen.runtime.threads import one_blas_thread
-from flashgen.runtime.tiles import Tiles, Visits, rounded
+from flashgen.runtime.tiles import Tiles, Visits
 
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts

@@ -43,6 +43,21 @@ template <typename T> DEVICE T floor_mod(T a, T b) {
   return remainder != 0 && (remainder < 0) != (b < 0) ? remainder + b : remainder;
 }
 
+// Arithmetic that wraps where it leaves 64 bits, as in Python's int64: C++ takes it for granted that none does.
+DEVICE i64 wrapping_add(i64 a, i64 b) { return i64(u64(a) + u64(b)); }
+
+DEVICE i64 wrapping_sub(i64 a, i64 b) { return i64(u64(a) - u64(b)); }
+
+DEVICE i64 wrapping_mul(i64 a, i64 b) { return i64(u64(a) * u64(b)); }
+
+DEVICE i64 wrapping_neg(i64 a) { return i64(0ull - u64(a)); }
+
+DEVICE i64 wrapping_abs(i64 a) { return a < 0 ? wrapping_neg(a) : a; }
+
+DEVICE i64 wrapping_shift_left(i64 a, i64 n) { return i64(u64(a) << n); }
+
+DEVICE i64 wrapping_floor_div(i64 a, i64 b) { return b == -1 ? wrapping_neg(a) : floor_div(a, b); }
+
 // The nearest index of a dimension.
 template <typename T> DEVICE T clamp_index(T i, int size) { return min(max(i, T(0)), T(size - 1)); }
 

@@ -104,9 +104,22 @@ template <typename T> DEVICE Range<T> range_mod_positive(Range<T> a, Range<T> b)
   return {T(0), a.lo >= 0 ? min(a.hi, b.hi - 1) : b.hi - 1};
 }
 
-// The remainder has the sign of the divisor, whose range holds no 0.
+// The remainder by a divisor that is known to be negative.
+template <typename T> DEVICE Range<T> range_mod_negative(Range<T> a, Range<T> b) {
+  if (b.lo == b.hi) {
+    const T first = floor_mod(a.lo, b.lo);
+    const u64 width = u64(a.hi) - u64(a.lo);
+    if (width <= u64(-first)) return {first, first + T(width)};  // one quotient
+  }
+  if (a.lo > b.hi && a.hi <= 0) return a;
+  return {a.hi <= 0 ? max(a.lo, b.lo + 1) : b.lo + 1, T(0)};
+}
+
+// The remainder has the sign of the divisor.
 template <typename T> DEVICE Range<T> range_mod(Range<T> a, Range<T> b) {
-  return b.lo > 0 ? range_mod_positive(a, b) : range_neg(range_mod_positive(range_neg(a), range_neg(b)));
+  if (b.lo > 0) return range_mod_positive(a, b);
+  if (b.hi < 0) return range_mod_negative(a, b);
+  return {min(b.lo, T(-1)) + 1, max(b.hi, T(1)) - 1};
 }
 
 // Every bit from the highest one of x down.
@@ -158,7 +171,7 @@ template <typename T> DEVICE Range<T> range_clamp_index(Range<T> i, int size) {
   return {clamp_index(i.lo, size), clamp_index(i.hi, size)};
 }
 
-// 64-bit results that may leave 64 bits are unknown; single values wrap as the hardware's do.
+// 64-bit results that may leave 64 bits are unknown; single values wrap.
 DEVICE Range<i64> checked(Range<i64> a, double lo, double hi, bool single) {
   const double limit = 4611686018427387904.0;  // 2^62
   return single || (lo >= -limit && hi <= limit) ? a : Range<i64>{i64(1ull << 63), i64(~(1ull << 63))};
@@ -167,41 +180,55 @@ DEVICE Range<i64> checked(Range<i64> a, double lo, double hi, bool single) {
 DEVICE bool is_single(Range<i64> a) { return a.lo == a.hi; }
 
 DEVICE Range<i64> range_add_i64(Range<i64> a, Range<i64> b) {
-  const bool single = is_single(a) && is_single(b);
-  return checked(range_add(a, b), double(a.lo) + double(b.lo), double(a.hi) + double(b.hi), single);
+  const Range<i64> found = {wrapping_add(a.lo, b.lo), wrapping_add(a.hi, b.hi)};
+  return checked(found, double(a.lo) + double(b.lo), double(a.hi) + double(b.hi), is_single(a) && is_single(b));
 }
 
 DEVICE Range<i64> range_neg_i64(Range<i64> a) {
-  return checked(range_neg(a), -double(a.hi), -double(a.lo), is_single(a));
+  return checked({wrapping_neg(a.hi), wrapping_neg(a.lo)}, -double(a.hi), -double(a.lo), is_single(a));
 }
 
 DEVICE Range<i64> range_sub_i64(Range<i64> a, Range<i64> b) {
-  const bool single = is_single(a) && is_single(b);
-  return checked(range_sub(a, b), double(a.lo) - double(b.hi), double(a.hi) - double(b.lo), single);
+  const Range<i64> found = {wrapping_sub(a.lo, b.hi), wrapping_sub(a.hi, b.lo)};
+  return checked(found, double(a.lo) - double(b.hi), double(a.hi) - double(b.lo), is_single(a) && is_single(b));
 }
 
 DEVICE Range<i64> range_mul_i64(Range<i64> a, Range<i64> b) {
+  const Range<i64> found = hull(wrapping_mul(a.lo, b.lo), wrapping_mul(a.lo, b.hi), wrapping_mul(a.hi, b.lo),
+                                wrapping_mul(a.hi, b.hi));
   const Range<double> x = {double(a.lo), double(a.hi)}, y = {double(b.lo), double(b.hi)}, estimate = range_mul(x, y);
-  return checked(range_mul(a, b), estimate.lo, estimate.hi, is_single(a) && is_single(b));
+  return checked(found, estimate.lo, estimate.hi, is_single(a) && is_single(b));
 }
 
 DEVICE Range<i64> range_abs_i64(Range<i64> a) {
-  const Range<i64> found = range_abs(a);
-  return checked(found, double(found.lo), fmax(-double(a.lo), double(a.hi)), is_single(a));
+  const i64 least = a.lo > 0 ? a.lo : a.hi < 0 ? wrapping_neg(a.hi) : 0;
+  const Range<i64> found = {least, max(wrapping_neg(a.lo), a.hi)};
+  return checked(found, double(least), fmax(-double(a.lo), double(a.hi)), is_single(a));
 }
 
 DEVICE Range<i64> range_shift_left_i64(Range<i64> a, Range<i64> n) {
+  const Range<i64> found = hull(wrapping_shift_left(a.lo, n.lo), wrapping_shift_left(a.lo, n.hi),
+                                wrapping_shift_left(a.hi, n.lo), wrapping_shift_left(a.hi, n.hi));
   const Range<double> x = {double(a.lo), double(a.hi)}, factor = {double(1ull << n.lo), double(1ull << n.hi)};
   const Range<double> estimate = range_mul(x, factor);
-  return checked(range_shift_left(a, n), estimate.lo, estimate.hi, is_single(a) && is_single(n));
+  return checked(found, estimate.lo, estimate.hi, is_single(a) && is_single(n));
+}
+
+// The least value over -1 leaves 64 bits; a divisor that may be 0 has no quotient.
+DEVICE Range<i64> range_floor_div_i64(Range<i64> a, Range<i64> b) {
+  const i64 lowest = i64(1ull << 63);
+  if (b.lo <= 0 && b.hi >= 0) return {lowest, ~lowest};
+  if (is_single(a) && is_single(b)) return single(wrapping_floor_div(a.lo, b.lo));
+  return a.lo == lowest && b.lo <= -1 && b.hi >= -1 ? Range<i64>{lowest, ~lowest} : range_floor_div(a, b);
 }
 
 DEVICE Range<i64> range_cast_i64(Range<i64> a) { return a; }
 
-// A 64-bit value cast to int32: unknown where it may not fit.
+// A 64-bit value cast to int32: unknown where it may not fit; a single value wraps.
 DEVICE Range<int> range_cast_int(Range<i64> a) {
   const int lowest = 1 << 31;
-  return a.lo >= lowest && a.hi <= ~lowest ? Range<int>{int(a.lo), int(a.hi)} : Range<int>{lowest, ~lowest};
+  const bool known = is_single(a) || (a.lo >= lowest && a.hi <= ~lowest);
+  return known ? Range<int>{int(a.lo), int(a.hi)} : Range<int>{lowest, ~lowest};
 }
 
 DEVICE Range<int> range_cast_bool(Truth a) { return {!a.may_false, a.may_true}; }
