@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 
-from flashgen.errors import PlanError
+from flashgen.errors import PlanError, shown
 from flashgen.lang.expr import Constant, DType, Node, Param, Tensor
 
 FLOAT32_MAX = 2.0**128 - 2.0**104
@@ -48,7 +48,12 @@ def checked(variant_name: str, kind: str, symbol: Param | Constant, value: objec
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise PlanError(f"{title} is {symbol.dtype.value} and got {value!r}")
     if symbol.dtype.is_float:
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # an int or a fraction, which no float64 holds
+            raise PlanError(
+                f"{title} is float32: {shown(value)} does not fit, and the largest is {FLOAT32_MAX:.6g}"
+            ) from None
         if number != number:
             raise PlanError(f"{title} got NaN")
         if FLOAT32_MAX < abs(number) < float("inf"):
@@ -60,7 +65,7 @@ def checked(variant_name: str, kind: str, symbol: Param | Constant, value: objec
         bits = 32 if symbol.dtype is DType.INT32 else 64
         if not -(1 << bits - 1) <= number < 1 << bits - 1:
             limits = f"-2^{bits - 1} to 2^{bits - 1} - 1"
-            raise PlanError(f"{title} is {symbol.dtype.value}: {number} does not fit into {limits}")
+            raise PlanError(f"{title} is {symbol.dtype.value}: {shown(number)} does not fit into {limits}")
     if symbol.min is not None and number < symbol.min:
         raise PlanError(f"{title} is {number}: the least it may be is {symbol.min}")
     if symbol.max is not None and number > symbol.max:

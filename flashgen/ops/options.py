@@ -8,22 +8,29 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from flashgen.errors import PlanError
+from flashgen.errors import PlanError, shown
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
 from flashgen.planning.plan import KernelPlan
 
 
 class _Kind(NamedTuple):
-    """What an option may be: `taken` gives planning's form of a value, or None for one that is not of the kind."""
+    """What an option may be: `taken` gives planning's form of a value, or None for one that is not of the kind;
+    `unless` is what the option is where none is given, which None says too."""
 
     what: str
     taken: Callable[[object], object]
     nearest: Callable[[object], object]
+    unless: object = None
+
+
+#: Whole numbers lie from minus this to this.
+_WHOLES = 1 << 63
 
 
 def _whole(value: object) -> int | None:
-    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return int(value) if whole and -_WHOLES <= value < _WHOLES else None
 
 
 def _near_whole(value: object) -> int:
@@ -57,8 +64,8 @@ def _of(kind: type) -> Callable[[object], object]:
     return lambda value: value if isinstance(value, kind) else None
 
 
-_WHOLE = _Kind("a whole number", _whole, _near_whole)
-_FLAG = _Kind("True or False", _of(bool), lambda value: True)
+_WHOLE = _Kind("a whole number of 64 bits", _whole, _near_whole)
+_FLAG = _Kind("True or False", _of(bool), lambda value: True, unless=False)
 _KINDS = {
     **dict.fromkeys(("batch", "heads", "kv_heads", "seqlen", "kv_seqlen", "head_dim", "v_head_dim", "stages"), _WHOLE),
     "q_stages": _Kind("1 or 2", _whole, lambda value: 2),
@@ -67,21 +74,21 @@ _KINDS = {
     "arch": _Kind("a name", _of(str), lambda value: "sm_80"),
     "pipeline": _Kind("a name", _of(str), lambda value: "ampere"),
     "tile": _Kind("(queries, keys), whole numbers", _tile, _near_tile),
-    "gradients": _Kind("a tuple of names", _names, lambda value: (str(value),)),
+    "gradients": _Kind("a tuple of names", _names, lambda value: (str(value),), unless=()),
 }
 
 
 def option(name: str, value: object) -> object:
-    """A value of an option as planning takes it; None, which stands for none given, stays.
+    """A value of an option as planning takes it; None stands for none given.
 
     Raises PlanError for a value of another type.
     """
-    if value is None:
-        return None
     kind = _KINDS[name]
+    if value is None:
+        return kind.unless
     taken = kind.taken(value)
     if taken is None:
-        raise PlanError(f"{name} is {kind.what} and got {value!r}\n  nearest: {name}={kind.nearest(value)!r}")
+        raise PlanError(f"{name} is {kind.what} and got {shown(value)}\n  nearest: {name}={kind.nearest(value)!r}")
     return taken
 
 

@@ -60,9 +60,9 @@ def plan(
         if value is not None and seqlen is None:
             raise PlanError(f"{name} alone is no problem\n  nearest: give seqlen too")
     variant = variant_of(variant)
-    arch = option("arch", arch) or default_arch(variant)
+    arch = default_arch(variant) if arch is None else option("arch", arch)
     head_dim = default_head_dim(variant) if head_dim is None else option("head_dim", head_dim)
-    dtype = option("dtype", dtype) or default_dtype(variant)
+    dtype = default_dtype(variant) if dtype is None else option("dtype", dtype)
     menu = menu_of(
         *(variant.bind(**constants), arch, dtype, head_dim, option("v_head_dim", v_head_dim)),
         pipeline=option("pipeline", pipeline),

@@ -94,7 +94,8 @@ def supports(
         for name, value in asked.items():
             if value != usual[name] and (refused := _refusal(bound, {**usual, name: value})) is not None:
                 alone.append(_reason(name, value, refused))
-    together = {name: value for name, value in asked.items() if value not in (None, False, ())}
+    nothing = (type(None), None), (bool, False), (tuple, ())
+    together = {name: value for name, value in asked.items() if (type(value), value) not in nothing}
     return (*reasons, *(alone or [_reason("combination", together, error)]))
 
 

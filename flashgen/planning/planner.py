@@ -233,7 +233,7 @@ def _menu(
         raise PlanError(f"{variant.name!r} is pinned to {pinned}\n  asked: {arch.name}\n  nearest: {pinned}")
     dims, passed_over = (head_dim, v_head_dim), None
     if form is None:
-        module = _pipeline(arch, pipeline or pins.pipeline, dropout)
+        module = _pipeline(arch, _given(pipeline, pins.pipeline), dropout)
     else:
         module, passed_over = _backward(arch, pipeline, variant, *dims, form, tile, stages)
     request = _Request(
@@ -249,9 +249,11 @@ def _menu(
     _check_dtype(request)
     _check_head_dims(request)
     _check_q_stages(request)
-    fixed, fixed_stages = (tile or pins.tile, stages or pins.stages) if form is None else (tile, stages)
+    fixed, fixed_stages = tile, stages
+    if form is None:
+        fixed, fixed_stages = _given(tile, pins.tile), _given(stages, pins.stages)
     stages_pin = _check_stages(request, fixed_stages)
-    tile_pin = _check_tile(request, fixed, stages_pin) if fixed else None
+    tile_pin = None if fixed is None else _check_tile(request, fixed, stages_pin)
 
     found = replace(_menu_of(request, tile_pin, stages_pin), passed_over=passed_over)
     form_packed = _packed(request, found, tile_pin, stages_pin)
@@ -261,6 +263,11 @@ def _menu(
         raise PlanError(_no_packing(request, tile_pin))
     paces = (request.pipeline.paces(form_packed, arch),)
     return replace(found, plans=(form_packed,), paces=paces, packed=form_packed, measured=None)
+
+
+def _given(asked: object, pinned: object) -> object:
+    """What a call fixes, else the variant's pin; None stands for nothing, and nothing else does."""
+    return pinned if asked is None else asked
 
 
 def _packed(request: _Request, found: Menu, tile: Tile | None, stages: int | None) -> KernelPlan | None:
@@ -362,7 +369,7 @@ def _backward(
     """The pipeline asked for, or the best one of `arch`, from the pinned one on, that has this backward; and why a
     better one has not."""
     reasons, pinned = [], archs.pipeline(arch, variant.pins.pipeline)
-    for candidate in (archs.pipeline(arch, name),) if name else arch.pipelines:
+    for candidate in arch.pipelines if name is None else (archs.pipeline(arch, name),):
         module = BACKWARDS[candidate]
         if name is None and arch.pipelines.index(candidate) < arch.pipelines.index(pinned):
             reason = f"{variant.name!r} is pinned to pipeline {pinned}"
