@@ -6,13 +6,16 @@ import torch
 
 from flashgen.errors import LaunchError
 
+#: What attention() gives.
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def merge(
     o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of attention over the union of two disjoint key sets, from the (o, lse) of each.
 
-    o1 and o2 are [batch, heads, q_len, v_head_dim] of one dtype, lse1 and lse2 [batch, heads, q_len] natural logs
+    o1 and o2 are [batch, heads, q_len, v_head_dim] of one float dtype, lse1 and lse2 [batch, heads, q_len] natural logs
     (float32 or float64; -inf: a row that attends to nothing, whose o is not read).  o keeps the dtype of o1 and is
     rounded once; where both rows attend to nothing it is 0 and lse is -inf.  Differentiable.  Raises LaunchError for
     tensors that do not belong together.  Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory",
@@ -29,7 +32,8 @@ def merge(
     lse = (most + torch.log(total)).masked_fill(none, nothing)
 
     def part(o: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.where((weight == 0).unsqueeze(-1), 0.0, o.to(lse.dtype) * (weight / total).unsqueeze(-1))
+        read = o.masked_fill((weight == 0).unsqueeze(-1), 0.0)  # before the product, whose gradient reads o too
+        return read.to(lse.dtype) * (weight / total).unsqueeze(-1)
 
     return (part(o1, w1) + part(o2, w2)).to(o1.dtype), lse
 
@@ -41,9 +45,14 @@ def _check(o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.T
             raise LaunchError(f"merge: {name} is a {type(tensor).__name__}, not a tensor")
         if tensor.device != o1.device:
             raise LaunchError(f"merge: o1 is on {o1.device} and {name} on {tensor.device}: move one to the other")
-    if o1.shape != o2.shape or o1.dtype != o2.dtype:
+    if o1.shape != o2.shape or o1.dtype != o2.dtype or o1.dim() != 4:
         raise LaunchError(
             f"merge: o1 is {_text(o1)} and o2 {_text(o2)}: both are [batch, heads, q_len, v_head_dim] of one dtype"
+        )
+    if o1.dtype not in _DTYPES:
+        raise LaunchError(
+            f"merge: o1 and o2 are {_text(o1)}: outputs of attention are {', '.join(map(_name, _DTYPES))}\n"
+            "  nearest: o1.float() and o2.float()"
         )
     for name in ("lse1", "lse2"):
         lse = named[name]
@@ -57,4 +66,8 @@ def _check(o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.T
 
 
 def _text(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return f"{_name(tensor.dtype)} {list(tensor.shape)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
