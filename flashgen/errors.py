@@ -48,3 +48,10 @@ class CapturedIndexError(FlashgenError, IndexError):
 
 class LaunchError(FlashgenError):
     """A call that cannot run: bad tensors, no driver, or the driver's own refusal."""
+
+
+def shown(value: object) -> str:
+    """A value as an error quotes it; an integer that nobody would read to its end by its size."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"{'-' * (value < 0)}2^{value.bit_length() - 1} or more"
+    return repr(value)

@@ -216,10 +216,10 @@ def test_compiled_output_has_the_eager_layout():
 
 def test_the_op_is_well_formed():
     q, k, v = tensors()
-    arguments = (q, k, v, windowed.token, None, [], [], ["window"], [4], [], [], 0.0, None, False)
+    arguments = (q, k, v, windowed.token, [], [], ["window"], [4], [], [], None, False)
     torch.library.opcheck(torch.ops.flashgen.attention.default, arguments)
     with pytest.raises(LaunchError, match="token 'unknown', which no variant of this process has"):
-        torch.ops.flashgen.attention(q, k, v, "unknown", None, [], [], [], [], [], [], 0.0, None, False)
+        torch.ops.flashgen.attention(q, k, v, "unknown", [], [], [], [], [], [], None, False)
 
 
 def test_variants_that_differ_have_different_tokens():
@@ -317,6 +317,11 @@ def test_scales():
     for scale in (math.nan, math.inf, -math.inf, 1e39):
         text = refused(re.escape(f"scale is {scale}: it must be finite"), q, k, v, full, scale=scale)
         assert "nearest: 1 / sqrt(head_dim) = 0.25" in text
+    refused(r"scale is 2\^1328 or more: it must be finite", q, k, v, full, scale=10**400)
+    refused(r"scale is -2\^16609 or more: it must be finite", q, k, v, full, scale=-(10**5000))
+    refused("scale is a ndarray and must be a number", q, k, v, full, scale=np.ones(2))
+    refused("scale is a complex and must be a number", q, k, v, full, scale=1j)
+    refused("scale is a Tensor and must be a number", q, k, v, full, scale=torch.ones(3))
     refused("scale is a str and must be a number", q, k, v, full, scale="1")
     refused("scale is a bool and must be a number", q, k, v, full, scale=True)
     refused(r"scale is a Tensor and must be a number \(scale.item\(\)", q, k, v, full, scale=torch.tensor(1.0))
@@ -326,6 +331,12 @@ def test_parameters():
     q, k, v = tensors()
     refused("'windowed' has no parameter 'widow'.*window.*it takes window", q, k, v, windowed, widow=4)
     refused("'full' has no parameter 'window'.*it takes nothing", q, k, v, full, window=4)
+    for value in (True, "4", None, np.ones(2), torch.ones(2), 1j, [4]):
+        refused("parameter 'window' of 'windowed' is int32 and got", q, k, v, windowed, window=value)
+        refused("parameter 'slope' of 'biased' is float32 and got", q, k, v, biased, slope=value, bias=torch.ones(4, 5))
+    for value, shown in ((10**400, r"2\^1328 or more"), (-(10**5000), r"-2\^16609 or more")):
+        refused(rf"is int32: {shown} does not fit into -2\^31", q, k, v, windowed, window=value)
+        refused(rf"is float32: {shown} does not fit", q, k, v, biased, slope=value, bias=torch.ones(4, 5))
     refused("parameter 'window' of 'windowed' is 0: the least it may be is 1", q, k, v, windowed, window=0)
     refused("parameter 'window' of 'windowed' is 1001: the most it may be is 1000", q, k, v, windowed, window=1001)
     refused("parameter 'window' of 'windowed' is int32 and got 2.5", q, k, v, windowed, window=2.5)
@@ -358,7 +369,7 @@ def test_captured_tensors():
     anything = fg.tensor("anything", dims=(None,), dtype="int32", example=lambda p, rng: None)
     empty = fg.variant(lambda b, h, q, k: anything[0] > 0, name="empty")
     refused("dimension 0 is empty", q, k, v, empty, anything=torch.zeros(0, dtype=torch.int32))
-    refused("is sparse_coo: it must be dense", q, k, v, documents, doc=ids.to_sparse())
+    refused("is sparse_coo: attention takes dense tensors", q, k, v, documents, doc=ids.to_sparse())
 
 
 def test_promises_of_captured_tensors_are_checked_on_a_cpu():

@@ -185,6 +185,18 @@ def test_gradients_are_laid_out_as_their_tensors():
     assert a.transpose(1, 2).is_contiguous() and b.is_contiguous()
 
 
+def test_upstream_gradients_that_memory_does_not_hold():
+    q, k, v = tensors()
+    o, lse = fg.attention(q, k, v, plain, return_lse=True)
+    do, dlse = torch.randn_like(o), torch.randn_like(lse)
+    want = torch.autograd.grad((o, lse), (q, k, v), (-do, -dlse), retain_graph=True)
+    got = torch.autograd.grad((o, lse), (q, k, v), (torch._neg_view(do), torch._neg_view(dlse)), retain_graph=True)
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
+    zeros = torch._efficientzerotensor(o.shape, dtype=o.dtype), torch._efficientzerotensor(lse.shape, dtype=lse.dtype)
+    assert not any(x.any() for x in torch.autograd.grad((o, lse), (q, k, v), zeros))
+
+
 def test_deterministic_walks_agree():
     q, k, v = tensors()
     found = []
@@ -219,6 +231,16 @@ def test_torchs_generator_decides_what_is_dropped():
     torch.manual_seed(5)
     assert torch.equal(fg.attention(q, k, v, plain, dropout=0.5), first)
     assert torch.equal(fg.attention(q, k, v, plain, dropout=0.5), second)
+
+
+def test_the_generator_is_the_tensors_own_and_not_the_default_devices():
+    q, k, v = tensors()
+    torch.manual_seed(5)
+    want = fg.attention(q, k, v, plain, dropout=0.5)
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        mine = fg.attention(q, k, v, plain, dropout=0.5)
+    assert torch.equal(mine, want)
 
 
 def test_a_seed_decides_what_is_dropped():
@@ -284,6 +306,13 @@ def test_a_cuda_generator_moves_on_by_four(monkeypatch):
         ({"dropout": -0.1}, r"dropout is -0.1(?s:.*)nearest: dropout=0.0"),
         ({"dropout": math.nan}, "dropout is nan"),
         ({"dropout": "0.1"}, "dropout is a str and must be a number"),
+        ({"dropout": np.full(2, 0.1)}, "dropout is a ndarray and must be a number"),
+        ({"dropout": torch.zeros(2)}, "dropout is a Tensor and must be a number"),
+        ({"dropout": None}, "dropout is a NoneType and must be a number"),
+        ({"dropout": 10**400}, r"dropout is 2\^1328 or more: the probability"),
+        ({"dropout": -(10**5000)}, r"dropout is -2\^16609 or more(?s:.*)nearest: dropout=0.0"),
+        ({"dropout": 0.1, "seed": True}, "seed is a bool and must be an integer"),
+        ({"dropout": 0.1, "seed": 10**5000}, r"seed is 2\^16609 or more: it is an unsigned 64-bit number"),
         ({"dropout": True}, "dropout is a bool and must be a number"),
         ({"dropout": torch.tensor(0.1)}, r"dropout is a Tensor and must be a number \(dropout.item\(\) reads"),
         ({"dropout": 0.1, "seed": 1.5}, "seed is a float and must be an integer"),
@@ -372,7 +401,7 @@ def test_compiled_seed_and_errors():
 def test_the_ops_follow_the_rules_of_torch():
     q, k, v = tensors()
     o, lse = fg.attention(q, k, v, plain, return_lse=True)
-    rest = (plain.token, None, [], [], [], [], [], [], 0.0, None, False)
+    rest = (plain.token, [], [], [], [], [], [], None, False)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, *rest), test_utils=tests)
     saved = [t.detach() for t in (o, lse, q, k, v, o, lse)]

@@ -39,6 +39,23 @@ def test_rows_that_attend_to_nothing():
     assert torch.equal(lse, lse2)
 
 
+def test_what_is_not_read_has_no_part_in_gradients():
+    """NaN in a part of weight 0, in rows where the other part has all the weight and where neither has any."""
+    nothing = -math.inf
+    lse1 = torch.tensor([[[nothing, nothing, 0.5, -2e3]]], requires_grad=True)
+    lse2 = torch.tensor([[[0.25, nothing, 0.5, 0.0]]], requires_grad=True)
+    o1, o2 = torch.full((1, 1, 4, 2), math.nan), torch.ones(1, 1, 4, 2)
+    o1[0, 0, 2], o2[0, 0, 1] = 3.0, math.nan
+    o1.requires_grad_(), o2.requires_grad_()
+    o, lse = merge(o1, lse1, o2, lse2)
+    assert torch.equal(o[0, 0, :, 0], torch.tensor([1.0, 0.0, 2.0, 1.0]))
+    (o.sum() + lse[..., [0, 2, 3]].sum()).backward()
+    assert torch.equal(o1.grad[0, 0, :, 0], torch.tensor([0.0, 0.0, 0.5, 0.0]))
+    assert torch.equal(o2.grad[0, 0, :, 0], torch.tensor([1.0, 0.0, 0.5, 1.0]))
+    torch.testing.assert_close(lse1.grad, torch.tensor([[[0.0, 0.0, 0.5 + 2 * 0.5, 0.0]]]))
+    torch.testing.assert_close(lse2.grad, torch.tensor([[[1.0, 0.0, 0.5 - 2 * 0.5, 1.0]]]))
+
+
 def test_far_apart_sums_do_not_overflow():
     o, lse = merge(torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), 3e4), torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
     assert torch.equal(o, torch.zeros(1, 1, 1, 2)) and lse.item() == 3e4
@@ -74,6 +91,12 @@ def test_what_does_not_belong_together():
         ((o, lse, o, lse.half()), r"lse2 is float16 .*return_lse=True"),
         ((o, lse, o, lse.double()), r"lse1 is float32 .* and lse2 float64 .*: both have one dtype"),
         ((o, lse, o.to("meta"), lse), r"o1 is on cpu and o2 on meta: move one to the other"),
+        (
+            (o.int(), lse, o.int(), lse),
+            r"o1 and o2 are int32 .*: outputs of attention are float16.*\n  nearest: o1.float",
+        ),
+        ((o[0], lse[0], o[0], lse[0]), r"both are \[batch, heads, q_len, v_head_dim\]"),
+        ((o, lse.int(), o, lse), r"lse1 is int32"),
         ((o, lse, None, lse), r"o2 is a NoneType, not a tensor"),
     ]:
         with pytest.raises(LaunchError, match=message):

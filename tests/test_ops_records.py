@@ -3,6 +3,7 @@
 import contextlib
 import struct
 
+import numpy as np
 import pytest
 import torch
 from fake_driver import FakeDriver
@@ -203,6 +204,19 @@ def test_what_a_record_checks_again(machine):
     q, k, v = tensors()
     ops.attention(q, k, v, called, doc=ids(), window=3)
     refused("the least it may be is 1", q, k, v, called, doc=ids(), window=0)
+    refused("is int32 and got True", q, k, v, called, doc=ids(), window=True)
+    refused("is int32 and got array", q, k, v, called, doc=ids(), window=np.array([3, 3]))
+    refused("scale is a bool", q, k, v, called, doc=ids(), window=3, scale=True)
+    refused("scale is a ndarray", q, k, v, called, doc=ids(), window=3, scale=np.ones(2))
+    for name, i in (("q", 0), ("k", 1), ("v", 2)):
+        given = [on_gpu(torch._neg_view(x)) if j == i else x for j, x in enumerate(tensors())]
+        refused(rf"^{name} is a view that negates(?s:.*)nearest: {name}.resolve_neg\(\)", *given, called, doc=ids())
+    minus = on_gpu(torch._neg_view(ids()))
+    refused("'doc' of 'v' is a view that negates", q, k, v, called, doc=minus, window=3)
+    nothing = on_gpu(torch._efficientzerotensor(q.shape, dtype=q.dtype))
+    refused(r"^q is a ZeroTensor, which has no memory(?s:.*)nearest: torch.zeros", nothing, k, v, called, doc=ids())
+    nothing = on_gpu(torch._efficientzerotensor((2, 90), dtype=torch.int32))
+    refused("doc is a ZeroTensor", q, k, v, called, doc=nothing, window=3)
     refused("is int32 and got 'wide'", q, k, v, called, doc=ids(), window="wide")
     refused("it must be finite", q, k, v, called, doc=ids(), window=3, scale=float("inf"))
     refused("has no parameter 'widow'", q, k, v, called, doc=ids(), widow=3)

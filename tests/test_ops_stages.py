@@ -196,6 +196,46 @@ def test_an_option_of_another_type(name, value, nearest):
         assert (reason.option, reason.asked) == (name, value) and reason.nearest == f"{name}={nearest}"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("stages", 0, "^0 stages for .*\n  nearest: [12] stages"),
+        ("pipeline", "", "has no pipeline ''"),
+        ("dtype", "", "^dtype '' is not one of"),
+        ("arch", "", "^'' is not an architecture"),
+        ("tile", (), r"^tile is \(queries, keys\).* and got \(\)"),
+        (
+            "head_dim",
+            10**400,
+            r"^head_dim is a whole number of 64 bits and got 2\^1328 or more\n  nearest: head_dim=64",
+        ),
+        ("stages", -(1 << 4000), r"^stages is a whole number of 64 bits and got -2\^4000 or more"),
+    ],
+    ids=["stages", "pipeline", "dtype", "arch", "tile", "a huge head_dim", "a huge negative stages"],
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_nothing_but_none_stands_for_none_given(name, value, message, backward):
+    with pytest.raises(PlanError, match=message):
+        fg.plan("causal", backward=backward, **{name: value})
+    (reason,) = fg.supports("causal", backward=backward, **{name: value})
+    assert reason.option == name and reason.asked == value
+
+
+def test_none_stands_for_none_given():
+    nothing = dict.fromkeys(("arch", "dtype", "head_dim", "v_head_dim", "pipeline", "tile", "stages", "q_stages"))
+    nothing |= dict.fromkeys(("dropout", "packed", "deterministic", "gradients"))
+    for backward in (False, True):
+        assert fg.plan(biased, backward=backward, **nothing) == fg.plan(biased, backward=backward)
+        assert fg.supports(biased, backward=backward, **nothing) == ()
+    assert fg.plan(biased, backward=None) == fg.plan(biased)
+
+
+def test_a_combination_names_every_pin():
+    impossible = fg.variant(name="impossible", tile=(256, 256))
+    (reason,) = fg.supports(impossible, head_dim=256, stages=0)
+    assert reason.option == "combination" and reason.asked["stages"] == 0 and "dropout" not in reason.asked
+
+
 def test_what_says_the_same_is_the_same():
     import numpy as np
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 
-from flashgen.errors import PlanError
+from flashgen.errors import PlanError, shown
 from flashgen.lang.expr import Constant, DType, Node, Param, Tensor
 from flashgen.lang.stored import LARGEST, exceeds
 
@@ -50,7 +50,9 @@ def checked(variant_name: str, kind: str, symbol: Param | Constant, value: objec
         if value != value:
             raise PlanError(f"{title} got NaN")
         if exceeds(value, "float32"):
-            raise PlanError(f"{title} is float32: {value} does not fit, and the largest is {LARGEST['float32']:.6g}")
+            raise PlanError(
+                f"{title} is float32: {shown(value)} does not fit, and the largest is {LARGEST['float32']:.6g}"
+            )
         number = float(value)
     else:
         if not (isinstance(value, int) or float(value).is_integer()):
@@ -59,7 +61,7 @@ def checked(variant_name: str, kind: str, symbol: Param | Constant, value: objec
         bits = 32 if symbol.dtype is DType.INT32 else 64
         if not -(1 << bits - 1) <= number < 1 << bits - 1:
             limits = f"-2^{bits - 1} to 2^{bits - 1} - 1"
-            raise PlanError(f"{title} is {symbol.dtype.value}: {number} does not fit into {limits}")
+            raise PlanError(f"{title} is {symbol.dtype.value}: {shown(number)} does not fit into {limits}")
     if symbol.min is not None and number < symbol.min:
         raise PlanError(f"{title} is {number}: the least it may be is {symbol.min}")
     if symbol.max is not None and number > symbol.max:

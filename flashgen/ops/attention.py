@@ -17,12 +17,13 @@ import torch
 
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
-from flashgen.errors import LaunchError
+from flashgen.errors import LaunchError, shown
 from flashgen.lang.expr import Tensor as Declared
 from flashgen.lang.stored import broken_promise
 from flashgen.lang.variant import Variant
 from flashgen.ops import library
 from flashgen.ops.dropout import drawn
+from flashgen.ops.values import no_flag, no_number, no_tensor, no_variant
 from flashgen.planning import arch, planner
 from flashgen.planning.ampere import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from flashgen.planning.problem import Problem
@@ -90,13 +91,15 @@ def attention(
     Raises LaunchError and PlanError before anything runs: what was asked, the limit, the nearest thing that works.
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    transformed = not compiling and library.transformed()
+    if compiling or (not transformed and library.traced(q, k, v)):
         o, lse = library.through_op(q, k, v, variant, scale, dropout, seed, deterministic, named)
         return (o, lse) if return_lse else o
-    if not isinstance(deterministic, bool):
-        raise LaunchError(f"deterministic is a {type(deterministic).__name__} and must be True or False")
+    if deterministic is not False and (wrong := no_flag("deterministic", deterministic)):
+        raise LaunchError(wrong)
     dropped = drawn(dropout, seed, q)
-    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, *named.values())):
+    if transformed or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *named.values())):
         from flashgen.ops import autograd
 
         o, lse = autograd.attention(q, k, v, variant, scale, named, dropped, deterministic=deterministic)
@@ -119,8 +122,8 @@ def run(
     try:
         key = call_key(q, k, v, scale, named, calls.constants, dropout)
         record = calls.records.get(key)
-    except (AttributeError, TypeError):  # something is no tensor, or a number that cannot be compared: said below
-        record = None
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        record = None  # something is no tensor, has no strides, or is no number: said below
     if record is None:
         request = checked(q, k, v, variant, scale, named, dropout)
         if request.problem.empty or request.problem.kv_len == 0:
@@ -156,8 +159,7 @@ _calls_lock = threading.Lock()
 
 def calls_of(variant: Variant) -> _Calls:
     if not isinstance(variant, Variant):
-        cure = f": load it with flashgen.load_spec({variant!r})" if isinstance(variant, str) else ""
-        raise LaunchError(f"attention's fourth argument is a variant and got a {type(variant).__name__}{cure}")
+        raise LaunchError(no_variant(variant))
     calls = _calls.get(variant)
     if calls is None:
         with _calls_lock:
@@ -168,20 +170,22 @@ def calls_of(variant: Variant) -> _Calls:
 
 
 def call_key(q, k, v, scale, named: Mapping[str, object], constants: frozenset[str], dropout: Dropout | None) -> tuple:
-    """All that a record depends on."""
+    """All that a record depends on, and what no record has: kinds of tensors and numbers that are refused."""
     key = [
+        *(q.is_neg() or k.is_neg() or v.is_neg(), type(scale)),
         *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
         scale is not None and scale < 0,
         dropout is not None,
     ]
     for name, value in named.items():
-        if isinstance(value, torch.Tensor):
-            key.append((name, value.dtype, value.device, value.shape, value.stride()))
-        elif name in constants:
-            key.append((name, type(value), value))
+        kind = type(value)
+        if name in constants:
+            key.append((name, kind, value))
+        elif kind is not int and kind is not float and isinstance(value, torch.Tensor):
+            key.append((name, kind, value.is_neg(), value.dtype, value.device, value.shape, value.stride()))
         else:
-            key.append(name)
+            key.append((name, kind))
     return tuple(key)
 
 
@@ -238,9 +242,8 @@ def checked(
 
 def _check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise LaunchError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor")
-    if tensor.layout != torch.strided or tensor.is_nested:
-        raise LaunchError(f"{name} is {_layout(tensor)}: attention takes dense tensors ({name}.to_dense() copies it)")
+        raise LaunchError(no_tensor(name, tensor))
+    _check_memory(name, name, tensor)
     if tensor.dim() != 4:
         cure = f"\n  nearest: {name}.unsqueeze(0), a batch of one" if tensor.dim() == 3 else ""
         raise LaunchError(
@@ -251,8 +254,28 @@ def _check_tensor(name: str, tensor: object) -> None:
         raise LaunchError(f"{name} is on {tensor.device}: attention runs on NVIDIA GPUs (cuda) and on the CPU")
 
 
-def _layout(tensor: torch.Tensor) -> str:
-    return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+def _check_memory(title: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise LaunchError for a tensor whose memory does not hold its elements as they are."""
+    what = cure = None
+    if tensor.is_nested:
+        what, cure = "nested: attention takes dense tensors", f"{name}.to_padded_tensor(0.0), and a mask of the lengths"
+    elif tensor.layout != torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        what, cure = f"{layout}: attention takes dense tensors", f"{name}.to_dense(), a copy"
+    elif tensor.is_quantized:
+        what, cure = f"quantised ({_dtype(tensor)}): attention takes floats", f"{name}.dequantize(), a copy"
+    elif tensor.is_neg():
+        what, cure = (
+            "a view that negates what lies in memory, as x.imag of a conjugate",
+            f"{name}.resolve_neg(), a copy",
+        )
+    elif tensor._is_zerotensor():
+        what, cure = "a ZeroTensor, which has no memory", f"torch.zeros_like({name})"
+    elif library.watched(tensor):
+        kind = type(tensor).__name__
+        what, cure = f"a {kind} beside others that are none: all are, or none is", "one kind of q, k, v and captures"
+    if what is not None:
+        raise LaunchError(f"{title} is {what}\n  nearest: {cure}")
 
 
 def _check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -346,8 +369,7 @@ def _check_captured(
     if not isinstance(given, torch.Tensor):
         cure = f"\n  nearest: torch.from_numpy({declared.name})" if isinstance(given, np.ndarray) else ""
         raise LaunchError(f"{title} got a {type(given).__name__}, not a torch.Tensor{cure}")
-    if given.layout != torch.strided or given.is_nested:
-        raise LaunchError(f"{title} is {_layout(given)}: it must be dense\n  nearest: {declared.name}.to_dense()")
+    _check_memory(title, declared.name, given)
     if _dtype(given) != declared.dtype:
         raise LaunchError(
             f"{title} is {_dtype(given)} and declared {declared.dtype}\n"
@@ -378,12 +400,12 @@ def _check_captured(
 def _factor(scale: object, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        cure = " (scale.item() reads a tensor's value)" if isinstance(scale, torch.Tensor) else ""
-        raise LaunchError(f"scale is a {type(scale).__name__} and must be a number{cure}")
-    if not math.isfinite(scale) or abs(scale) > _FLOAT32_MAX:
+    if wrong := no_number("scale", scale):
+        raise LaunchError(wrong)
+    if not abs(scale) <= _FLOAT32_MAX:  # a NaN neither
         raise LaunchError(
-            f"scale is {scale}: it must be finite in float32\n  nearest: 1 / sqrt(head_dim) = {head_dim**-0.5:.6g}"
+            f"scale is {shown(scale)}: it must be finite in float32\n"
+            f"  nearest: 1 / sqrt(head_dim) = {head_dim**-0.5:.6g}"
         )
     return float(scale)
 
@@ -478,9 +500,13 @@ class _Record:
         if (inputs[0] | inputs[1] | inputs[2]) % ALIGNMENT:
             for name, tensor in (("q", q), ("k", k), ("v", v)):
                 check_rows(name, tensor)
+        read = [tensor.data_ptr() for tensor in captured]
+        if 0 in inputs or 0 in read:
+            for name, tensor in zip(("q", "k", "v", *self._tensors), (q, k, v, *captured), strict=True):
+                _check_memory(name, name, tensor)
         o = torch.empty_strided(self._o_shape, self._o_strides, dtype=self._dtype, device=self._device)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)
-        addresses = (*inputs, o.data_ptr(), lse.data_ptr(), *[tensor.data_ptr() for tensor in captured])
+        addresses = (*inputs, o.data_ptr(), lse.data_ptr(), *read)
         if torch._C._cuda_getDevice() == self._index:
             self._start(addresses, numbers)
         else:

@@ -10,14 +10,28 @@ import torch
 from flashgen.analysis.derivative import differentiable
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
+from flashgen.ops import library
 from flashgen.ops.attention import run
-from flashgen.ops.backward import run_backward
 from flashgen.runtime.philox import Dropout
 
 #: What differentiating a gradient is told.
 SECOND = (
     "flashgen differentiates attention once: there is no gradient of its gradients\n"
     "  nearest: backward() without create_graph, or attention in plain PyTorch where a second derivative is needed"
+)
+
+
+#: What forward-mode AD is told.
+FORWARD_MODE = (
+    "flashgen differentiates attention in reverse mode: it carries no tangents, as torch.func.jvp, jacfwd, hessian and"
+    " torch.autograd.forward_ad ask for\n"
+    "  nearest: backward(), torch.func.grad or torch.func.vjp, or attention in plain PyTorch for tangents"
+)
+
+#: What torch.func.vmap is told.
+BATCHED = (
+    "flashgen's attention is not mapped by torch.func.vmap (which jacrev and hessian map gradients with)\n"
+    "  nearest: a call on more of its own batch or heads, as q.flatten(0, 1), or a loop"
 )
 
 
@@ -57,7 +71,8 @@ def attention(
         names=tuple(tensors),
         numbers={name: x for name, x in named.items() if name not in tensors},
     )
-    return _Attention.apply(call, q, k, v, *tensors.values())
+    function = _Transformed if library.transformed() else _Attention
+    return function.apply(call, q, k, v, *tensors.values())
 
 
 def in_order(deterministic: bool) -> bool:
@@ -77,9 +92,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, q, k, v, *captured):
         o, lse = run(q, k, v, call.variant, call.scale, call.named(captured), call.dropout)
-        ctx.call = call
-        ctx.save_for_backward(q, k, v, o, lse, *captured)
-        ctx.set_materialize_grads(False)
+        _keep(ctx, call, q, k, v, o, lse, *captured)
         return o, lse
 
     @staticmethod
@@ -88,10 +101,38 @@ class _Attention(torch.autograd.Function):
         if do is None and dlse is None:
             return (None,) * (1 + len(needed))
         wanted = with_gradient(ctx.call.variant, ctx.call.names, needed[3:])
-        found = _Gradients.apply(ctx.call, wanted, do, dlse, *ctx.saved_tensors)
+        function = _TransformedGradients if library.transformed() else _Gradients
+        found = function.apply(ctx.call, wanted, do, dlse, *ctx.saved_tensors)
         by_name = dict(zip(wanted, found[3:], strict=True))
         gradients = (*found[:3], *(by_name.get(name) for name in ctx.call.names))
         return None, *(g if wants else None for g, wants in zip(gradients, needed, strict=True))
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise LaunchError(FORWARD_MODE)
+
+
+def _keep(ctx, call: Call, *tensors: torch.Tensor) -> None:
+    ctx.call = call
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+class _Transformed(_Attention):
+    """The same for the transforms of torch.func, which want the context set up apart: that costs an eager call more."""
+
+    @staticmethod
+    def forward(call: Call, q, k, v, *captured):
+        return library.attend(q, k, v, call.variant, call.scale, call.named(captured), call.dropout)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        call, q, k, v, *captured = inputs
+        _keep(ctx, call, q, k, v, *output, *captured)
+
+    @staticmethod
+    def vmap(info, in_dims, *_):
+        raise LaunchError(BATCHED)
 
 
 class _Gradients(torch.autograd.Function):
@@ -99,16 +140,31 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: Call, wanted: tuple[str, ...], do, dlse, q, k, v, o, lse, *captured):
-        found = run_backward(
-            do,
-            dlse,
-            *(q, k, v, o, lse),
-            *(call.variant, call.scale, call.named(captured), call.dropout),
-            deterministic=in_order(call.deterministic),
-            wanted=wanted,
-        )
-        return *found[:3], *found.captured
+        return _gradients(call, wanted, do, dlse, q, k, v, o, lse, *captured)
 
     @staticmethod
     def backward(ctx, *_):
         raise LaunchError(SECOND)
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise LaunchError(SECOND)
+
+
+class _TransformedGradients(_Gradients):
+    @staticmethod
+    def forward(call: Call, wanted: tuple[str, ...], do, dlse, q, k, v, o, lse, *captured):
+        return _gradients(call, wanted, do, dlse, q, k, v, o, lse, *captured)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def vmap(info, in_dims, *_):
+        raise LaunchError(BATCHED)
+
+
+def _gradients(call: Call, wanted: tuple[str, ...], do, dlse, q, k, v, o, lse, *captured):
+    given = (do, dlse, q, k, v, o, lse, call.variant, call.scale, call.named(captured), call.dropout)
+    return library.differentiate(*given, deterministic=call.deterministic, wanted=wanted)

@@ -50,7 +50,8 @@ def run_backward(
     Arguments as in `attention`, o and lse as it gave them.  dq, dk and dv are laid out as o is: rows of all heads side
     by side where those of q, k, v are, else contiguous.  Raises what `attention` raises.
     """
-    do = torch.zeros((), dtype=q.dtype, device=q.device).expand(o.shape) if do is None else do
+    do = torch.zeros((), dtype=q.dtype, device=q.device).expand(o.shape) if do is None else _written_out(do)
+    dlse = None if dlse is None else _written_out(dlse)
     if q.is_cuda:
         do, o = _loadable(do), _loadable(o)
         dlse = None if dlse is None else dlse.contiguous()
@@ -107,6 +108,11 @@ def _strides(x: torch.Tensor) -> tuple[int, int, int, int]:
     if x.stride(1) < x.stride(2):
         return rows * heads * columns, columns, heads * columns, 1
     return heads * rows * columns, rows * columns, columns, 1
+
+
+def _written_out(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy where its memory does not hold its elements: those of a view that negates, or zeros without any."""
+    return torch.zeros_like(x) if x._is_zerotensor() else x.resolve_neg()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

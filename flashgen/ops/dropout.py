@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import threading
 
 import torch
 
-from flashgen.errors import LaunchError
+from flashgen.errors import LaunchError, shown
+from flashgen.ops.values import WORD, no_number, no_seed
 from flashgen.runtime.philox import Dropout
-
-_WORD = (1 << 64) - 1
 
 #: By how much a call moves torch's CUDA generator on, whose offsets are multiples of 4.
 _STEP = 4
@@ -24,34 +22,31 @@ def drawn(p: object, seed: object, like: torch.Tensor) -> Dropout | None:
     Without a seed the numbers follow from torch's default generator of the device, which moves on: torch.manual_seed
     repeats them, and a checkpoint that restores the generator's state draws the same mask again.  Raises LaunchError.
     """
-    if p == 0.0 and seed is None and type(p) is float:
+    if type(p) is float and p == 0.0 and seed is None:
         return None
-    check(p, seed)
+    check(p)
+    if wrong := no_seed(seed):
+        raise LaunchError(wrong)
     if p == 0:
         return None
     return dropout_of(float(p), *state(like, seed))
 
 
-def check(p: object, seed: object) -> None:
-    """Raise LaunchError for a probability outside [0, 1) or a seed that is none."""
-    if isinstance(p, bool) or not isinstance(p, (int, float)):
-        cure = " (dropout.item() reads a tensor's value)" if isinstance(p, torch.Tensor) else ""
-        raise LaunchError(f"dropout is a {type(p).__name__} and must be a number{cure}")
-    if not math.isfinite(p) or not 0 <= p < 1:
+def check(p: object) -> None:
+    """Raise LaunchError for what is no probability in [0, 1)."""
+    if wrong := no_number("dropout", p):
+        raise LaunchError(wrong)
+    if not 0 <= p < 1:  # a NaN neither
         nearest = 0.0 if not p > 0 else 0.99
         raise LaunchError(
-            f"dropout is {p}: the probability of dropping lies in [0, 1), as what is kept grows by 1 / (1 - dropout)\n"
-            f"  nearest: dropout={nearest}"
+            f"dropout is {shown(p)}: the probability of dropping lies in [0, 1), as what is kept grows by"
+            f" 1 / (1 - dropout)\n  nearest: dropout={nearest}"
         )
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise LaunchError(f"seed is a {type(seed).__name__} and must be an integer, or None for torch's generator")
-    if seed is not None and not 0 <= seed <= _WORD:
-        raise LaunchError(f"seed is {seed}: it is an unsigned 64-bit number\n  nearest: seed={seed & _WORD}")
 
 
 def dropout_of(p: float, seed: int, offset: int) -> Dropout:
     """Of numbers that may be signed."""
-    return Dropout(p=p, seed=seed & _WORD, offset=offset & _WORD)
+    return Dropout(p=p, seed=seed & WORD, offset=offset & WORD)
 
 
 def state(like: torch.Tensor, seed: int | None) -> tuple[int, int]:
@@ -63,7 +58,7 @@ def state(like: torch.Tensor, seed: int | None) -> tuple[int, int]:
     if seed is not None:
         return seed, 0
     if not getattr(like, "is_cuda", False):
-        return int(torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64)), 0
+        return int(torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device="cpu")), 0
     if torch.cuda.is_current_stream_capturing():
         raise LaunchError(
             "dropout is being captured into a CUDA graph: seed and offset are numbers of the launch, so that every"

@@ -1,4 +1,5 @@
-"""flashgen::attention and its backward, the torch.library ops that torch.compile sees; eager calls go around them.
+"""flashgen::attention and its backward, the torch.library ops that torch.compile and other tracers see; eager calls go
+around them.
 
 A compiled graph holds no Variant: it holds its token, by which the process finds it.
 """
@@ -6,24 +7,36 @@ A compiled graph holds no Variant: it holds its token, by which the process find
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant, of_token
 from flashgen.ops import dropout as drawing
+from flashgen.ops.values import WORD, no_flag, no_number, no_seed, no_tensor, no_variant, too_long
 from flashgen.runtime.philox import Dropout
 
-#: What a call has beside q, k and v.  Numbers and tensors of the variant travel as parallel lists of names and values;
-#: `state` is the seed and the offset of what is dropped.
-_REST = (
-    "str variant, float? scale, str[] tensor_names, Tensor[] tensors, str[] int_names, SymInt[] ints,"
-    " str[] float_names, float[] floats, float dropout, Tensor? state, bool deterministic"
-)
+#: What a call has beside q, k and v.  Tensors and numbers travel as parallel lists of names and values; scale and
+#: dropout, where they are given, are numbers too.  `state` is the seed and the offset of what is dropped.
+_GIVEN = "str variant, str[] tensor_names, Tensor[] tensors, str[] names, Scalar[] numbers"
+_LAST = "Tensor? state, bool deterministic"
 
-#: Seed and offset of one call's dropout as int64 on the CPU, moving torch's generator on where no seed is given.
-#: `site` is the place of the call: two calls never share theirs, whatever a compiler finds equal.
-_DRAW = "draw(Tensor like, float dropout, SymInt? seed, int site) -> Tensor"
+#: `symbols` are the numbers that a graph does not know when it is made: float64 scalars on the CPU.
+_REST = f"{_GIVEN}, str[] symbol_names, Tensor[] symbols, {_LAST}"
+
+#: A call as it is traced.  It becomes flashgen::attention when a graph is made of it, where a float that may change is
+#: a symbol: torch makes graphs anew for each value of a float that an op is given as a number.
+_CALL = f"call(Tensor q, Tensor k, Tensor v, {_GIVEN}, {_LAST}) -> (Tensor o, Tensor lse)"
+
+#: A call that is wrong in what no graph can hold: raises LaunchError when the graph runs, as other wrong calls do.
+_REFUSE = "refuse(Tensor q, Tensor v, str message) -> (Tensor o, Tensor lse)"
+
+#: Seed and offset of one call's dropout as int64 on the CPU, moving torch's generator on where no seed is given; a
+#: `high` seed is 2^64 more.  `site` is the place of the call: two calls never share theirs, whatever a compiler finds
+#: equal.
+_DRAW = "draw(Tensor like, SymInt? seed, bool high, int site) -> Tensor"
 
 _FORWARD = f"attention(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor o, Tensor lse)"
 
@@ -32,13 +45,45 @@ _BACKWARD = (
     f" {_REST}, str[] wanted) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] captured)"
 )
 
+#: What torch.func under torch.compile is told.
+TRANSFORMED = (
+    "flashgen's attention is compiled for backward() and torch.autograd.grad, and not for transforms of torch.func or"
+    " forward-mode AD\n  nearest: torch.func.grad and torch.func.vjp without torch.compile, or backward() with it"
+)
+
 #: The variants of graphs that were traced, which may live as long as the process.
 _traced: dict[str, Variant] = {}
 
 _library = torch.library.Library("flashgen", "DEF")
 _library.define(_DRAW, tags=(torch.Tag.nondeterministic_seeded,))
+_library.define(_CALL)
+_library.define(_REFUSE)
 _library.define(_FORWARD)
 _library.define(_BACKWARD)
+
+
+# Looked up once: every eager call asks.
+_transforms, _modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
+_Tensor = torch.Tensor
+
+
+def transformed() -> bool:
+    """Whether a torch.func transform or forward-mode AD is under way, which sees autograd.Functions alone."""
+    return _transforms() or forward_ad._current_level >= 0
+
+
+def traced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether a mode or a kind of tensor sees what torch's ops do, as make_fx and FakeTensors: then a call is one."""
+    if _modes():
+        return True
+    if type(q) is type(k) is type(v) is _Tensor:
+        return False
+    return any(watched(x) and not x.is_nested for x in (q, k, v))
+
+
+def watched(x: object) -> bool:
+    """Whether a tensor's own class says what torch's ops do with it."""
+    return isinstance(x, torch.Tensor) and torch._C._dispatch_keys(x).has(torch._C.DispatchKey.Python)
 
 
 def through_op(
@@ -53,43 +98,114 @@ def through_op(
     named: Mapping[str, object],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the op, as `attention` traces it; what is wrong with a call is said when it runs."""
-    if not isinstance(variant, Variant):
-        raise LaunchError(f"attention's fourth argument is a variant and got a {type(variant).__name__}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise LaunchError(no_tensor(name, tensor))
+    wrong = _wrong(variant, scale, dropout, seed, deterministic, named)
+    if wrong is not None:
+        return torch.ops.flashgen.refuse(q, v, wrong)
     tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
-    ints = {name: x for name, x in named.items() if isinstance(x, int)}
-    floats = {name: x for name, x in named.items() if isinstance(x, float)}
-    if len(tensors) + len(ints) + len(floats) != len(named):
-        raise LaunchError("under torch.compile a variant's parameters are Python numbers and its captures tensors")
-    if not isinstance(dropout, (int, float)) or not isinstance(seed, (int, type(None))):
-        raise LaunchError("under torch.compile dropout and seed are Python numbers")
-    if not isinstance(deterministic, bool):
-        raise LaunchError(f"deterministic is a {type(deterministic).__name__} and must be True or False")
+    numbers = {name: x for name, x in named.items() if name not in tensors}
+    if scale is not None:
+        numbers["scale"] = scale
     state = None
-    if dropout != 0 or seed is not None:
+    if dropout != 0 or isinstance(dropout, bool) or seed is not None:
         from flashgen.ops.sites import site
 
-        state = torch.ops.flashgen.draw(q, float(dropout), _signed(seed), site())
-    return torch.ops.flashgen.attention(
-        q,
-        k,
-        v,
-        variant.token,
-        scale,
-        list(tensors),
-        list(tensors.values()),
-        list(ints),
-        list(ints.values()),
-        list(floats),
-        list(floats.values()),
-        float(dropout),
-        state,
-        deterministic,
+        numbers["dropout"] = dropout
+        high = seed is not None and seed >= 1 << 63
+        state = torch.ops.flashgen.draw(q, seed - (1 << 64) if high else seed, high, site())
+    return torch.ops.flashgen.call(
+        *(q, k, v, variant.token, list(tensors), list(tensors.values()), list(numbers), list(numbers.values())),
+        *(state, deterministic),
     )
 
 
-def _signed(seed: int | None) -> int | None:
-    """A seed as the schema's 64-bit integer."""
-    return seed - (1 << 64) if seed is not None and 1 << 63 <= seed < 1 << 64 else seed
+def _wrong(
+    variant: object, scale: object, dropout: object, seed: object, deterministic: object, named: Mapping[str, object]
+) -> str | None:
+    """What is wrong with a call that no graph can hold: all but the values of numbers and tensors."""
+    if not isinstance(variant, Variant):
+        return no_variant(variant)
+    texts = [None if scale is None else no_number("scale", scale), no_number("dropout", dropout)]
+    texts += [too_long("scale", scale), too_long("dropout", dropout), no_flag("deterministic", deterministic)]
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed <= WORD:
+        texts.append(no_seed(seed))
+    for name, value in named.items():
+        title = f"{name!r} of {variant.name!r}"
+        if not isinstance(value, (int, float, torch.Tensor)):
+            kind = type(value).__name__
+            texts.append(f"{title} is a {kind}: parameters are numbers and captured tensors are torch.Tensors")
+        texts.append(too_long(title, value))
+    for text in texts:
+        if text is not None:
+            return text
+    return None
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    scale: float | None,
+    named: Mapping[str, object],
+    dropout: Dropout | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of a call whose dropout is drawn: by the op where it is traced, else at once."""
+    from flashgen.ops.attention import run
+
+    if not traced(q, k, v):
+        return run(q, k, v, variant, scale, named, dropout)
+    return torch.ops.flashgen.attention(q, k, v, *_rest(variant, scale, named, dropout, False))
+
+
+def differentiate(
+    do: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    variant: Variant,
+    scale: float | None,
+    named: Mapping[str, object],
+    dropout: Dropout | None,
+    *,
+    deterministic: bool,
+    wanted: tuple[str, ...],
+) -> tuple[torch.Tensor, ...]:
+    """Gradients as `run_backward` gives them, flat: by the op where it is traced, else at once."""
+    if not traced(q, k, v):
+        from flashgen.ops.autograd import in_order
+        from flashgen.ops.backward import run_backward
+
+        given = (do, dlse, q, k, v, o, lse, variant, scale, named, dropout)
+        found = run_backward(*given, deterministic=in_order(deterministic), wanted=wanted)
+        return *found[:3], *found.captured
+    rest = _rest(variant, scale, named, dropout, deterministic)
+    *found, captured = torch.ops.flashgen.attention_backward(do, dlse, q, k, v, o, lse, *rest, list(wanted))
+    return *found, *captured
+
+
+def _rest(
+    variant: Variant, scale: float | None, named: Mapping[str, object], dropout: Dropout | None, deterministic: bool
+) -> tuple:
+    """_REST of a call whose numbers are known."""
+    tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
+    numbers = {name: x for name, x in named.items() if name not in tensors}
+    numbers |= {} if scale is None else {"scale": scale}
+    state = None
+    if dropout is not None:
+        numbers["dropout"] = dropout.p
+        state = torch.tensor([_signed(dropout.seed), _signed(dropout.offset)], dtype=torch.int64, device="cpu")
+    lists = (list(tensors), list(tensors.values()), list(numbers), list(numbers.values()))
+    return variant.token, *lists, [], [], state, deterministic
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >= 1 << 63 else word
 
 
 def _known(token: str) -> Variant:
@@ -101,35 +217,69 @@ def _known(token: str) -> Variant:
     return variant
 
 
-def _dropout(p: float, state: torch.Tensor | None) -> Dropout | None:
-    return drawing.dropout_of(p, *state.tolist()) if p else None
+def _call(q, k, v, variant, tensor_names, tensors, names, numbers, state, deterministic):
+    if transformed():
+        _transformed()
+    known, symbols = {}, {}
+    for name, number in zip(names, numbers, strict=True):
+        if isinstance(number, torch.SymFloat):
+            # A product, because torch turns the arithmetic of such a float and a tensor into that of two tensors.
+            symbols[name] = torch.ones((), dtype=torch.float64, device="cpu") * number
+        else:
+            known[name] = number
+    return torch.ops.flashgen.attention(
+        *(q, k, v, variant, tensor_names, tensors, list(known), list(known.values())),
+        *(list(symbols), list(symbols.values()), state, deterministic),
+    )
 
 
-def _draw(like: torch.Tensor, dropout: float, seed: int | None, site: int) -> torch.Tensor:
-    drawing.check(dropout, None if seed is None else seed & ((1 << 64) - 1))
-    return torch.tensor(drawing.state(like, seed), dtype=torch.int64)
+def _transformed(*_) -> NoReturn:
+    raise LaunchError(TRANSFORMED)
 
 
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+def _refuse(q: torch.Tensor, v: torch.Tensor, message: str) -> NoReturn:
+    raise LaunchError(message)
+
+
+def _draw(like: torch.Tensor, seed: int | None, high: bool, site: int) -> torch.Tensor:
+    seed = seed + (1 << 64) if high else seed
+    if wrong := no_seed(seed):
+        raise LaunchError(wrong)
+    return torch.tensor([_signed(word) for word in drawing.state(like, seed)], dtype=torch.int64, device="cpu")
+
+
+class _Given(NamedTuple):
+    """What a call has beside q, k and v, out of _REST."""
+
+    variant: Variant
+    scale: float | None
+    named: dict[str, object]
+    dropout: Dropout | None
+
+
+def _given(
     variant: str,
-    scale: float | None,
     tensor_names: Sequence[str],
     tensors: Sequence[torch.Tensor],
-    int_names: Sequence[str],
-    ints: Sequence[int],
-    float_names: Sequence[str],
-    floats: Sequence[float],
-    dropout: float,
+    names: Sequence[str],
+    numbers: Sequence[float],
+    symbol_names: Sequence[str],
+    symbols: Sequence[torch.Tensor],
     state: torch.Tensor | None,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> _Given:
+    named = dict(zip((*tensor_names, *names), (*tensors, *numbers), strict=True))
+    named |= {name: symbol.item() for name, symbol in zip(symbol_names, symbols, strict=True)}
+    scale, p = named.pop("scale", None), named.pop("dropout", 0.0)
+    drawing.check(p)
+    dropout = drawing.dropout_of(float(p), *state.tolist()) if p else None
+    return _Given(_known(variant), scale, named, dropout)
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
     from flashgen.ops.attention import run
 
-    named = dict(zip((*tensor_names, *int_names, *float_names), (*tensors, *ints, *floats), strict=True))
-    return run(q, k, v, _known(variant), scale, named, _dropout(dropout, state))
+    *given, _ = rest
+    return run(q, k, v, *_given(*given))
 
 
 def _attention_backward(
@@ -140,42 +290,32 @@ def _attention_backward(
     v: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
-    variant: str,
-    scale: float | None,
-    tensor_names: Sequence[str],
-    tensors: Sequence[torch.Tensor],
-    int_names: Sequence[str],
-    ints: Sequence[int],
-    float_names: Sequence[str],
-    floats: Sequence[float],
-    dropout: float,
-    state: torch.Tensor | None,
-    deterministic: bool,
-    wanted: Sequence[str],
+    *rest: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     from flashgen.ops.autograd import in_order
     from flashgen.ops.backward import run_backward
 
-    named = dict(zip((*tensor_names, *int_names, *float_names), (*tensors, *ints, *floats), strict=True))
-    found = run_backward(
-        do,
-        dlse,
-        *(q, k, v, o, lse, _known(variant), scale, named, _dropout(dropout, state)),
-        deterministic=in_order(deterministic),
-        wanted=wanted,
-    )
+    *given, deterministic, wanted = rest
+    tensors = (do, dlse, q, k, v, o, lse)
+    found = run_backward(*tensors, *_given(*given), deterministic=in_order(deterministic), wanted=wanted)
     return *found[:3], list(found.captured)
 
 
 def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: str, *_) -> tuple[torch.Tensor, torch.Tensor]:
-    from flashgen.ops.attention import outputs
-
     if (known := of_token(variant)) is not None:
         _traced[variant] = known
+    return _results(q, v)
+
+
+def _results(q: torch.Tensor, v: torch.Tensor, *_) -> tuple[torch.Tensor, torch.Tensor]:
+    from flashgen.ops.attention import outputs
+
+    if q.dim() != 4 or v.dim() != 4:  # refused when the graph runs
+        return torch.empty_like(q), torch.empty_like(q)
     return outputs(q, v)
 
 
-def _backward_shapes(do, dlse, q, k, v, o, lse, variant, scale, tensor_names, tensors, *rest):
+def _backward_shapes(do, dlse, q, k, v, o, lse, variant, tensor_names, tensors, *rest):
     from flashgen.ops.backward import results
 
     named, wanted = dict(zip(tensor_names, tensors, strict=True)), rest[-1]
@@ -184,11 +324,9 @@ def _backward_shapes(do, dlse, q, k, v, o, lse, variant, scale, tensor_names, te
 
 
 def _keep(ctx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, variant, scale, tensor_names, tensors, int_names, ints, float_names, floats, *drops = inputs
-    dropout, state, deterministic = drops
-    ctx.save_for_backward(q, k, v, *output, *([] if state is None else [state]), *tensors)
-    ctx.numbers = (int_names, ints, float_names, floats)
-    ctx.rest = (variant, scale, tensor_names, dropout, state is not None, deterministic)
+    q, k, v, variant, tensor_names, tensors, names, numbers, symbol_names, symbols, state, deterministic = inputs
+    ctx.save_for_backward(q, k, v, *output, *([] if state is None else [state]), *symbols, *tensors)
+    ctx.rest = (variant, tensor_names, names, numbers, symbol_names, state is not None, deterministic)
     ctx.wants = [tensor.requires_grad for tensor in tensors]
     ctx.set_materialize_grads(False)
 
@@ -197,32 +335,37 @@ def _differentiate(ctx, do: torch.Tensor | None, dlse: torch.Tensor | None) -> t
     from flashgen.ops.autograd import with_gradient
 
     q, k, v, o, lse, *tensors = ctx.saved_tensors
-    variant, scale, names, dropout, has_state, deterministic = ctx.rest
+    variant, tensor_names, names, numbers, symbol_names, has_state, deterministic = ctx.rest
     state = tensors.pop(0) if has_state else None
-    wanted = with_gradient(_known(variant), tuple(names), tuple(ctx.wants))
+    symbols, tensors = tensors[: len(symbol_names)], tensors[len(symbol_names) :]
+    wanted = with_gradient(_known(variant), tuple(tensor_names), tuple(ctx.wants))
     *gradients, captured = torch.ops.flashgen.attention_backward(
-        *(do, dlse, q, k, v, o, lse, variant, scale, names, tensors, *ctx.numbers, dropout, state, deterministic),
-        list(wanted),
+        *(do, dlse, q, k, v, o, lse, variant, tensor_names, tensors, names, numbers, symbol_names, symbols),
+        *(state, deterministic, list(wanted)),
     )
     by_name = dict(zip(wanted, captured, strict=True))
     # torch takes an empty list for a list of tensors, and wants one back.
-    without, *numbers = (None if found else [] for found in (names, *ctx.numbers))
-    of_tensors = [by_name.get(name) for name in names]
-    return *gradients, None, None, without, of_tensors, *numbers, None, None, None
+    of_lists = [None if found else [] for found in (tensor_names, names, numbers, symbol_names)]
+    of_lists.insert(1, [by_name.get(name) for name in tensor_names])
+    return *gradients, None, *of_lists, [None] * len(symbols), None, None
 
 
-def _refuse(ctx, *_):
+def _no_second(ctx, *_):
     from flashgen.ops.autograd import SECOND
 
     raise LaunchError(SECOND)
 
 
+_library.impl("call", _call, "CompositeImplicitAutograd")
+_library.impl("call", _transformed, "FuncTorchBatched")
 for _device in ("CPU", "CUDA"):
     _library.impl("draw", _draw, _device)
+    _library.impl("refuse", _refuse, _device)
     _library.impl("attention", _attention, _device)
     _library.impl("attention_backward", _attention_backward, _device)
-torch.library.register_fake("flashgen::draw", lambda *_: torch.empty(2, dtype=torch.int64), lib=_library)
+torch.library.register_fake("flashgen::draw", lambda *_: torch.empty(2, dtype=torch.int64, device="cpu"), lib=_library)
+torch.library.register_fake("flashgen::refuse", _results, lib=_library)
 torch.library.register_fake("flashgen::attention", _shapes, lib=_library)
 torch.library.register_fake("flashgen::attention_backward", _backward_shapes, lib=_library)
 torch.library.register_autograd("flashgen::attention", _differentiate, setup_context=_keep, lib=_library)
-torch.library.register_autograd("flashgen::attention_backward", _refuse, lib=_library)
+torch.library.register_autograd("flashgen::attention_backward", _no_second, lib=_library)

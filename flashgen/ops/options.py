@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from flashgen.errors import PlanError
+from flashgen.errors import PlanError, shown
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
 from flashgen.planning.plan import KernelPlan
@@ -24,8 +24,13 @@ class _Kind(NamedTuple):
     unless: object = None
 
 
+#: Whole numbers lie from minus this to this.
+_WHOLES = 1 << 63
+
+
 def _whole(value: object) -> int | None:
-    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return int(value) if whole and -_WHOLES <= value < _WHOLES else None
 
 
 def _near_whole(value: object) -> int:
@@ -59,7 +64,7 @@ def _of(kind: type) -> Callable[[object], object]:
     return lambda value: value if isinstance(value, kind) else None
 
 
-_WHOLE = _Kind("a whole number", _whole, _near_whole)
+_WHOLE = _Kind("a whole number of 64 bits", _whole, _near_whole)
 _FLAG = _Kind("True or False", _of(bool), lambda value: True, unless=False)
 _KINDS = {
     **dict.fromkeys(("batch", "heads", "kv_heads", "seqlen", "kv_seqlen", "head_dim", "v_head_dim", "stages"), _WHOLE),
@@ -83,7 +88,7 @@ def option(name: str, value: object) -> object:
         return kind.unless
     taken = kind.taken(value)
     if taken is None:
-        raise PlanError(f"{name} is {kind.what} and got {value!r}\n  nearest: {name}={kind.nearest(value)!r}")
+        raise PlanError(f"{name} is {kind.what} and got {shown(value)}\n  nearest: {name}={kind.nearest(value)!r}")
     return taken
 
 
