@@ -71,9 +71,9 @@ def _prepare() -> tuple[float, float | None]:
     """Seconds that the imports and the loading of NVRTC take, and that a GPU's context takes (None: no GPU)."""
     start = time.perf_counter()
     from flashgen import codegen, planning  # noqa: F401
-    from flashgen.runtime import driver, kernel, nvrtc  # noqa: F401
+    from flashgen.runtime import driver, kernel, libnvrtc  # noqa: F401
 
-    nvrtc.library_version()
+    libnvrtc.library()
     if not driver.gpus():
         return time.perf_counter() - start, None
     import torch
