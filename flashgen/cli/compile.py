@@ -59,7 +59,7 @@ def command(
     if again.hit:
         table.add_row("index hit", seconds(built if first.hit else found))
     else:
-        table.add_row("index hit", "none: the cache folder cannot be written")
+        table.add_row("index hit", "none: there is no cache that can be written")
     tabulate(table)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
