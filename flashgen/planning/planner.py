@@ -233,7 +233,7 @@ def _menu(
         raise PlanError(f"{variant.name!r} is pinned to {pinned}\n  asked: {arch.name}\n  nearest: {pinned}")
     dims, passed_over = (head_dim, v_head_dim), None
     if form is None:
-        module = _pipeline(arch, pipeline or pins.pipeline, dropout)
+        module = _pipeline(arch, pins.pipeline if pipeline is None else pipeline, dropout)
     else:
         module, passed_over = _backward(arch, pipeline, variant, *dims, form, tile, stages)
     request = _Request(
@@ -249,9 +249,10 @@ def _menu(
     _check_dtype(request)
     _check_head_dims(request)
     _check_q_stages(request)
-    fixed, fixed_stages = (tile or pins.tile, stages or pins.stages) if form is None else (tile, stages)
-    stages_pin = _check_stages(request, fixed_stages)
-    tile_pin = _check_tile(request, fixed, stages_pin) if fixed else None
+    if form is None:  # a backward's are its own
+        tile, stages = (pins.tile if tile is None else tile), (pins.stages if stages is None else stages)
+    stages_pin = _check_stages(request, stages)
+    tile_pin = _check_tile(request, tile, stages_pin) if tile is not None else None
 
     found = replace(_menu_of(request, tile_pin, stages_pin), passed_over=passed_over)
     form_packed = _packed(request, found, tile_pin, stages_pin)
@@ -362,7 +363,7 @@ def _backward(
     """The pipeline asked for, or the best one of `arch`, from the pinned one on, that has this backward; and why a
     better one has not."""
     reasons, pinned = [], archs.pipeline(arch, variant.pins.pipeline)
-    for candidate in (archs.pipeline(arch, name),) if name else arch.pipelines:
+    for candidate in arch.pipelines if name is None else (archs.pipeline(arch, name),):
         module = BACKWARDS[candidate]
         if name is None and arch.pipelines.index(candidate) < arch.pipelines.index(pinned):
             reason = f"{variant.name!r} is pinned to pipeline {pinned}"
@@ -466,11 +467,13 @@ def _measured(request: _Request) -> Menu | None:
 
 
 def _plan_of(request: _Request, timed: Timed) -> KernelPlan | None:
-    """The plan of a measured candidate; None where the pipeline has no such candidate any more."""
+    """The plan of a measured candidate; None where the pipeline has no such candidate any more, or none that fits."""
     fields = dict(timed.form)
     dims = request.head_dim, request.v_head_dim
     for c in request.candidates(Tile(q=fields["tile"][0], kv=fields["tile"][1]), fields["stages"]):
         if records.form(asdict(c)) == timed.form:
+            if sum(part.amount for part in request.pipeline.smem(c, *dims)) > request.arch.smem_per_block:
+                return None
             plan = request.pipeline.plan(c, request.variant, request.arch, request.dtype, *dims)
             return replace(plan, blocks_per_sm=timed.blocks_per_sm)
     return None
