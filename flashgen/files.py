@@ -8,10 +8,9 @@ from pathlib import Path
 
 
 def write(path: Path, content: bytes | str) -> None:
-    """Write a file by a temporary one beside it; a pipe or a device is written as it is.  Raises OSError."""
+    """Write a file by a temporary one beside it; a link, a pipe or a device is written as it is.  Raises OSError."""
     content = content.encode() if isinstance(content, str) else content
-    path = path.resolve()  # of a link the file that it names is written
-    if path.exists() and not path.is_file():
+    if path.is_symlink() or (path.exists() and not path.is_file()):
         path.write_bytes(content)
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")

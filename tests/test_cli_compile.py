@@ -27,7 +27,7 @@ def seconds(out, name):
 def test_emit_prints_one_cuda_file(tmp_path):
     ran = flashgen("emit", "causal", "--arch", "sm_80", "--head-dim", 64)
     assert 'extern "C" __global__' in ran.out and "#include" not in ran.out
-    file = tmp_path / "deep" / "causal.cu"
+    file = tmp_path / "causal.cu"
     assert f"wrote {file}" in flashgen("emit", "causal", "--arch", "sm_80", "--head-dim", 64, "-o", file).err
     assert file.read_text() == ran.out
 
