@@ -23,7 +23,7 @@ for sink in SINKS:
 ALLOWED["cli"] |= set(SINKS)
 
 #: Modules of the package itself that every stage may use.
-COMMON = {"errors", "resources"}
+COMMON = {"errors", "resources", "files", "jsonfile"}
 
 NO_TORCH = ("lang", "analysis", "planning", "codegen")
 

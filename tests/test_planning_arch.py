@@ -50,6 +50,8 @@ def test_find(asked, found):
         ("sm_100", ["sm_100 is not in the table of GPUs (sm_80, sm_86, sm_89, sm_90a, sm_120)", "nearest: sm_90a"]),
         ("hopper", ["'hopper' is not an architecture", "nearest: sm_80"]),
         ("", ["'' is not an architecture"]),
+        ("sm_8²", ["'sm_8²' is not an architecture"]),
+        ("9" * 5000, ["is not an architecture"]),
     ],
 )
 def test_unknown_architectures_name_the_nearest(asked, lines):

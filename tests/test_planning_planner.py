@@ -167,6 +167,25 @@ def test_pins_of_the_variant_are_kept_and_the_call_overrides_them():
     assert ((plan.tile.q, plan.tile.kv), plan.stages) == ((64, 64), 2)
 
 
+@pytest.mark.parametrize("menu", [planner.menu, planner.backward_menu])
+@pytest.mark.parametrize(
+    "asked, says",
+    [
+        ({"stages": 0}, "0 stages for"),
+        ({"stages": -1}, "-1 stages for"),
+        ({"pipeline": ""}, "has no pipeline ''"),
+        ({"tile": (0, 0)}, "tile 0 x 0|tile 0x0"),
+    ],
+)
+def test_nothing_is_not_taken_for_not_asked(menu, asked, says):
+    with pytest.raises(PlanError, match=says):
+        menu(FULL, "sm_80", "bfloat16", 64, **asked)
+    if menu is planner.menu:  # a backward takes none of these from the variant
+        pinned = dataclasses.replace(FULL, pins=Pins(**asked))
+        with pytest.raises(PlanError, match=says):
+            menu(pinned, "sm_80", "bfloat16", 64)
+
+
 @pytest.mark.parametrize("name", ["causal", "blocks"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("head_dim", [64, 256])

@@ -8,7 +8,7 @@ from cli import flashgen
 
 from flashgen.bench import counters, report
 from flashgen.bench.cells import cell
-from flashgen.errors import LaunchError
+from flashgen.errors import FlashgenError, LaunchError
 from flashgen.planning.traffic import Bytes
 
 
@@ -68,6 +68,55 @@ def test_a_folder_without_records_or_with_a_damaged_one_is_said(tmp_path):
     assert "no record of flashgen bench\n  nearest: flashgen bench hopper" in flashgen("report", tmp_path, code=2).err
     (tmp_path / "forward_ampere.json").write_text('{"cells": [')
     assert "forward_ampere.json is no record" in flashgen("report", tmp_path, code=2).err
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (lambda text: text[:-9], "it is not JSON"),
+        (lambda text: "[" * 200_000, "it is nested too deeply"),
+        (lambda text: "[]", "it is [], and must be an object"),
+        (lambda text: '{"gpu": {"name": "x"}}', "it lacks 'cells'"),
+        (lambda text: text.replace('"cells"', '"cells": 1, "cells"'), "'cells' stands twice"),
+        (lambda text: text.replace('"A GPU"', "5"), "'name' is 5, and must be text"),
+        (lambda text: text.replace('"ratio"', '"rates"'), "it lacks 'ratio'"),
+        (lambda text: text.replace("[2.0, 2.0, 2.0]", "2.0"), "the ratio of 'cudnn' is 2.0, and must be a list"),
+        (lambda text: text.replace("[2.0, 2.0, 2.0]", "[]"), "the ratio of 'cudnn' is [], and must be numbers above 0"),
+        (lambda text: text.replace("[2.0, ", "[NaN, "), "it holds NaN, which is no finite number"),
+        (lambda text: text.replace("[2.0, ", "[-2.0, "), "the ratio of 'cudnn' is [-2.0"),
+        (lambda text: text.replace("[2.0, ", '["2", '), "a number is '2', and must be"),
+        (lambda text: text.replace('"cudnn": 50', '"cudnn": null'), "a number is None, and must be"),
+    ],
+)
+def test_what_is_wrong_with_a_record_is_said(tmp_path, damage, says):
+    write(tmp_path, ROWS)
+    path = tmp_path / "forward_hopper.json"
+    whole = path.read_text()
+    assert damage(whole) != whole
+    path.write_text(damage(whole))
+    told = flashgen("report", tmp_path, code=2).err
+    assert f"{path} is no record of flashgen bench: " in told and says in told and "nearest: measure it again" in told
+
+
+@pytest.mark.parametrize(
+    "cells, says",
+    [
+        (
+            [{"cell": "a", "read_ratio": 1.0, "write_ratio": 1.25}],
+            "| hopper forward | 1 | 1.000 to 1.000 | 1.250 to 1.250 |",
+        ),
+        ([], "| hopper forward | 0 | 0.000 to 0.000 | 0.000 to 0.000 |"),
+    ],
+)
+def test_counters_of_few_cells(tmp_path, cells, says):
+    (tmp_path / "counters_forward_hopper.json").write_text(json.dumps({"cells": cells}))
+    assert report.counted(tmp_path).splitlines()[-1] == says
+
+
+def test_damaged_counters_are_said(tmp_path):
+    (tmp_path / "counters_forward_hopper.json").write_text(json.dumps({"cells": [{"cell": "a", "read_ratio": "1"}]}))
+    with pytest.raises(FlashgenError, match="is no record of flashgen bench: 'read_ratio' is '1', and must be"):
+        report.counted(tmp_path)
 
 
 def profile(*launches):

@@ -71,6 +71,14 @@ def test_sidecar_is_json_for_people(folder):
         lambda f: (f / "ab12.json").write_bytes(b"\xff\xfe\x00"),
         lambda f: (f / "ab12.json").write_text("[]"),
         lambda f: (f / "ab12.json").write_text("{}"),
+        lambda f: (f / "ab12.json").write_text("null"),
+        lambda f: (f / "ab12.json").write_text("[" * 200_000),
+        lambda f: (f / "ab12.json").write_text('{"key": 1' + "0" * 5_000 + "}"),
+        # What is beside the cubin is believed only as it was written.
+        lambda f: (f / "ab12.json").write_text((f / "ab12.json").read_text().replace("128", "64")),
+        lambda f: (f / "ab12.json").write_text((f / "ab12.json").read_text().replace('"causal"', '"full"')),
+        lambda f: (f / "ab12.json").write_text((f / "ab12.json").read_text().replace('"bytes"', '"byte"')),
+        lambda f: (f / "ab12.json").write_text((f / "ab12.json").read_text().replace('"checksum"', '"check"')),
         lambda f: (f / "ab12.json").write_text((f / "ab12.json").read_text().replace('"registers"', '"register"')),
         lambda f: (f / "ab12.json").write_text((f / "ab12.json").read_text().replace('"ab12"', '"ab13"')),
         lambda f: ((f / "ab12.json").unlink(), (f / "ab12.json").mkdir(), (f / "ab12.json").rmdir()),
@@ -140,6 +148,7 @@ def test_threads_build_once_and_other_keys_do_not_wait(folder):
 
 def test_a_lock_that_never_frees_is_not_waited_for(folder, monkeypatch):
     monkeypatch.setattr(cache, "LOCK_SECONDS", 0.05)
+    folder.folder.mkdir(parents=True)
     with folder._locked("ab12") as held:
         assert held
         assert folder.fetch("ab99", made).cubin  # shares the lock file of ab12
@@ -184,6 +193,37 @@ def test_a_folder_of_someone_else_is_not_used(tmp_path, monkeypatch):
         os.chown(tmp_path, 12345, -1)
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     with pytest.warns(CacheWarning, match="it is of user"):
+        assert not theirs.fetch("ab12", made).hit
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
+def test_root_does_not_use_a_folder_of_someone_else(tmp_path):
+    theirs = Cache(folder=tmp_path, limit=1 << 20)
+    tmp_path.chmod(0o700)
+    assert not theirs.fetch("ab12", made).hit and theirs.fetch("ab12", made).hit
+    os.chown(tmp_path, 12345, -1)
+    with pytest.warns(CacheWarning, match="it is of user 12345, and this process runs as 0") as caught:
+        assert not theirs.fetch("ab12", made).hit
+        assert not theirs.fetch("cd34", made).hit
+    assert len(caught) == 1 and "chmod" not in str(caught[0].message)
+    assert not list(tmp_path.glob("cd34*"))
+
+
+def test_a_folder_that_others_make_meanwhile_is_not_read(tmp_path, monkeypatch):
+    """Between a look at a folder that is not there and the reading of it."""
+    theirs = Cache(folder=tmp_path / "cache", limit=1 << 20)
+    theirs.fetch("ab12", made)
+    kept = (tmp_path / "cache").rename(tmp_path / "kept")
+    kept.chmod(0o777)
+    make = Cache._make_folder
+
+    def late(self):
+        if kept.exists():
+            kept.rename(self.folder)
+        make(self)
+
+    monkeypatch.setattr(Cache, "_make_folder", late)
+    with pytest.warns(CacheWarning, match="others may write"):
         assert not theirs.fetch("ab12", made).hit
 
 
@@ -291,6 +331,71 @@ def test_environment_names_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache.default().folder == tmp_path / ".cache" / "flashgen"
+
+
+@pytest.fixture
+def homeless(monkeypatch, tmp_path):
+    """A user of a container: no HOME, no entry in the list of users; the folder of temporary files."""
+    import pwd
+
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "FLASHGEN_CACHE_DIR", "FLASHGEN_CACHE_BYTES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    tmp_path.chmod(0o1777)
+    return tmp_path
+
+
+def test_without_a_home_the_cache_is_temporary_and_private(homeless):
+    with pytest.warns(CacheWarning, match="has no home") as caught:
+        assert not cache.default().fetch("ab12", made).hit
+        assert cache.default().fetch("ab12", refuse).hit
+    own = homeless / f"flashgen-{os.geteuid()}"
+    assert len(caught) == 1 and str(own) in str(caught[0].message)
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+
+
+def test_a_temporary_folder_that_someone_made_for_us_is_not_used(homeless):
+    own = homeless / f"flashgen-{os.geteuid()}"
+    own.mkdir()
+    own.chmod(0o777)
+    with pytest.warns(CacheWarning) as caught:
+        assert cache.default().fetch("ab12", made).cubin == b"\x7fELF cubin"
+    assert [("has no home" in str(w.message), "others may write" in str(w.message)) for w in caught] == [
+        (True, False),
+        (False, True),
+    ]
+    assert not list(own.iterdir())
+
+
+def test_without_a_home_and_without_a_folder_for_temporary_files(homeless, monkeypatch):
+    def none():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    def unwritable(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(cache.tempfile, "gettempdir", none)
+    monkeypatch.setattr(Cache, "_make_folder", unwritable)
+    with pytest.warns(CacheWarning):
+        assert cache.default().fetch("ab12", made).cubin == b"\x7fELF cubin"
+
+
+def test_a_folder_in_a_home_that_there_is_not(homeless, monkeypatch):
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", "~/kernels")
+    with pytest.raises(FlashgenError, match="FLASHGEN_CACHE_DIR is '~/kernels', and that user has no home"):
+        cache.default()
+
+
+def test_no_cache_says_nothing_of_a_home(homeless, monkeypatch):
+    monkeypatch.setenv("FLASHGEN_CACHE_BYTES", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache.default().fetch("ab12", made).cubin == b"\x7fELF cubin"
+    assert not list(homeless.iterdir())
 
 
 @pytest.mark.parametrize("text", ["1GB", "-1", "1.5"])

@@ -1,11 +1,15 @@
 """NVRTC: cubins and PTX with no GPU, the resource report, and what each failure says."""
 
+import contextlib
+import shutil
+import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 
 import pytest
 
 from flashgen.errors import CompileError
-from flashgen.runtime import nvrtc
+from flashgen.runtime import libnvrtc, nvrtc
 
 GOOD = """
 extern "C" __global__ void scale(float* x, float factor) {
@@ -89,44 +93,143 @@ def test_performance_loss_is_a_failure_unless_allowed():
     assert made.cubin and "(C7508)" in made.performance_losses[0]
 
 
-def test_missing_bindings_name_the_wheel(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(CompileError, match=r"no NVRTC: cuda-bindings is not installed(?s:.*)nvidia-cuda-nvrtc>=13"):
-        nvrtc.compile(GOOD, "sm_80")
+@pytest.fixture
+def afresh():
+    """The library searched for and loaded again, before and after."""
+    cached = (libnvrtc.found, libnvrtc.library, nvrtc.version)
+    for one in cached:
+        one.cache_clear()
+    yield
+    for one in cached:
+        one.cache_clear()
 
 
-def test_missing_library_names_the_wheel(monkeypatch):
-    from cuda.bindings import nvrtc as bindings
+def wheels(folder, monkeypatch, **installed):
+    """A folder of packages in which each wheel ("cu12", "cu13") of a version is an empty file, and no other."""
+    for name, version in installed.items():
+        wheel, inside = next(found for found in libnvrtc._WHEELS if f".so.{name[2:]}" in found[1])
+        (folder / "nvidia" / inside).parent.mkdir(parents=True)
+        (folder / "nvidia" / inside).write_text("")
+        about = folder / f"{wheel.replace('-', '_')}-{version}.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {wheel}\nVersion: {version}\n")
+    spec = ModuleSpec("nvidia", None, is_package=True)
+    spec.submodule_search_locations = [str(folder / "elsewhere" / "nvidia"), str(folder / "nvidia")]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(sys, "prefix", str(folder))
 
-    def absent():
-        raise RuntimeError("libnvrtc.so.13: cannot open shared object file")
 
-    monkeypatch.setattr(bindings, "nvrtcVersion", absent)
-    with pytest.raises(CompileError, match=r"(?s)library cannot be loaded.*nvidia-cuda-nvrtc>=13"):
-        nvrtc.ptx(GOOD, "sm_80")
-
-
-def test_versions():
-    assert nvrtc.versions().keys() == {"nvrtc", "cuda-bindings"}
-    major, minor = nvrtc.library_version()
-    assert nvrtc.version().startswith(f"{major}.{minor}")
+def test_bindings_are_not_needed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    assert nvrtc.compile(GOOD, "sm_80").cubin
 
 
 @pytest.mark.parametrize(
-    "wheels, version",
+    "installed, version",
     [
-        ({"nvidia-cuda-nvrtc": "13.0.88", "nvidia-cuda-nvrtc-cu12": "12.9.86"}, "13.0.88"),
-        ({"nvidia-cuda-nvrtc-cu12": "12.9.86"}, "12.9.86"),
-        ({}, "{}.{}".format(*nvrtc.library_version())),
+        ({"cu13": "13.0.88", "cu12": "12.4.127"}, "13.0.88"),
+        ({"cu12": "12.4.127", "cu13": "13.5.37"}, "13.5.37"),
+        ({"cu12": "12.8.93"}, "12.8.93"),
     ],
 )
-def test_the_version_is_that_of_the_wheel_that_is_loaded(monkeypatch, wheels, version):
-    from importlib import metadata
+def test_the_newest_major_of_the_wheels_is_found(monkeypatch, tmp_path, afresh, installed, version):
+    wheels(tmp_path, monkeypatch, **installed)
+    assert nvrtc.version() == version
+    assert libnvrtc.found().path.endswith(f"libnvrtc.so.{version[:2]}")
 
-    def installed(name):
-        if name not in wheels:
-            raise metadata.PackageNotFoundError(name)
-        return wheels[name]
 
-    monkeypatch.setattr(metadata, "version", installed)
-    assert nvrtc.version.__wrapped__() == version
+def test_a_toolkit_serves_where_no_wheel_is_installed(monkeypatch, tmp_path, afresh):
+    wheels(tmp_path, monkeypatch)
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / "libnvrtc.so.12").write_text("")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert libnvrtc.found() == libnvrtc.Found(path=str(tmp_path / "lib64" / "libnvrtc.so.12"), wheel=None)
+
+
+def test_no_library_names_the_wheel(monkeypatch, tmp_path, afresh):
+    wheels(tmp_path, monkeypatch)
+    monkeypatch.setattr(libnvrtc, "_SONAMES", ("libnvrtc.so.absent",))
+    with pytest.raises(CompileError, match=r"(?s)none of nvidia/cu13/lib/libnvrtc.so.13.*nvidia-cuda-nvrtc>=13"):
+        nvrtc.ptx(GOOD, "sm_80")
+
+
+def test_a_library_that_cannot_be_loaded_names_its_path(monkeypatch, tmp_path, afresh):
+    wheels(tmp_path, monkeypatch, cu13="13.0.88")
+    with pytest.raises(CompileError, match=r"(?s)cu13/lib/libnvrtc.so.13 cannot be loaded.*nvidia-cuda-nvrtc>=13"):
+        nvrtc.compile(GOOD, "sm_80")
+
+
+def test_a_library_that_is_not_what_its_wheel_says_is_refused(monkeypatch, afresh):
+    real = libnvrtc.found()
+    monkeypatch.setattr(libnvrtc, "found", lambda: libnvrtc.Found(path=real.path, wheel="12.4.127"))
+    with pytest.raises(CompileError, match=r"(?s)says that it is NVRTC 13\..*its wheel that it is 12\.4\.127"):
+        nvrtc.compile(GOOD, "sm_80")
+
+
+def test_the_version_is_that_of_the_library_that_runs():
+    assert nvrtc.versions().keys() == {"nvrtc", "cuda-bindings"}
+    assert nvrtc.version().startswith("{}.{}".format(*libnvrtc.library().version))
+
+
+def test_a_library_of_no_wheel_is_asked_for_its_version(monkeypatch, afresh):
+    real = libnvrtc.found()
+    monkeypatch.setattr(libnvrtc, "found", lambda: libnvrtc.Found(path=real.path, wheel=None))
+    assert nvrtc.version() == "{}.{}".format(*libnvrtc.library().version)
+
+
+# An NVRTC that cannot compile, as PyTorch may have loaded one: version 12.4, and every option is wrong.
+_OLD = """
+int nvrtcVersion(int *major, int *minor) { *major = 12; *minor = 4; return 0; }
+int nvrtcCreateProgram(void **p, const char *s, const char *n, int c, void *h, void *i) { *p = 0; return 0; }
+int nvrtcCompileProgram(void *p, int n, const char *const *o) { return 5; }
+int nvrtcDestroyProgram(void **p) { return 0; }
+int nvrtcGetProgramLogSize(void *p, unsigned long *n) { *n = 1; return 0; }
+int nvrtcGetProgramLog(void *p, char *text) { *text = 0; return 0; }
+const char *nvrtcGetErrorString(int status) { return "THE_OLD_ONE"; }
+"""
+_BESIDE_IT = """
+import ctypes, sys
+old = ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+from flashgen.runtime import libnvrtc, nvrtc
+source = 'extern "C" __global__ void f(float* x) { *x = 1.f; }'
+assert nvrtc.compile(source, "sm_80").cubin[:4] == b"\\x7fELF" and ".entry f(" in nvrtc.ptx(source, "sm_80")
+old.nvrtcVersion(*map(ctypes.byref, numbers := (ctypes.c_int(), ctypes.c_int())))
+print(libnvrtc.library().version, nvrtc.version(), *(n.value for n in numbers))
+"""
+
+
+@pytest.mark.parametrize("soname", ["libnvrtc.so.12", "libnvrtc.so.13"])
+def test_another_library_that_is_loaded_already_is_left_alone(tmp_path, soname):
+    if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
+        pytest.skip("no C compiler makes the other library")
+    (tmp_path / "old.c").write_text(_OLD)
+    build = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{soname}", "-o", tmp_path / soname, tmp_path / "old.c"]
+    subprocess.run(build, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", _BESIDE_IT, tmp_path / soname], capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == f"{libnvrtc.library().version} {nvrtc.version()} 12 4\n"
+
+
+@pytest.mark.parametrize("version, caches", [((12, 4), False), ((12, 8), False), ((12, 9), True), ((13, 0), True)])
+def test_only_a_version_that_caches_is_told_not_to(version, caches):
+    class Library:
+        def __init__(self):
+            self.version, self.options = version, ()
+
+        @contextlib.contextmanager
+        def program(self, source, name):
+            yield self
+
+        def compile(self, options):
+            self.options = options
+
+        def log(self):
+            return ""
+
+    library = Library()
+    nvrtc._run(library, GOOD, "sm_80", "kernel", ("-std=c++17",), lambda program: b"")
+    assert ("-no-cache" in library.options) == caches and "-std=c++17" in library.options

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
+from full_disk import full_disk
 
 import flashgen as fg
 from flashgen.bench import tune
@@ -92,24 +94,92 @@ def test_a_record_changes_the_choice_not_the_plan(folder, monkeypatch):
     assert menu(tile=(plan.tile.q, plan.tile.kv)).record is None
 
 
+def _entry_twice(text):
+    data = json.loads(text)
+    return json.dumps({**data, "entries": data["entries"] * 2})
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda text: text[:-20], "JSONDecodeError"),
-        (lambda text: text.replace('"format": 1', '"format": 9'), "format 9 is not 1"),
-        (lambda text: text.replace('"mask"', '"musk"'), "musk"),
+        (lambda text: text[:-20], "it is not JSON: Expecting"),
+        (lambda text: "", "it is not JSON: Expecting"),
+        (lambda text: f'"{chr(0xDCFF)}"', "it is not text"),
+        (lambda text: "[" * 200_000, "it is nested too deeply"),
+        (lambda text: '{"a":' * 200_000, "it is nested too deeply"),
+        (lambda text: "[]", "it is [], and must be an object"),
+        (lambda text: "{}", "it lacks 'format'"),
+        (lambda text: text.replace('"format": 1', '"format": 9'), "its format is 9 and not 1"),
+        (lambda text: text.replace('"format": 1', '"format": true'), "'format' is True, and must be a whole number"),
+        (lambda text: text.replace('"format": 1', '"format": 1, "format": 1'), "'format' stands twice"),
+        (
+            lambda text: re.sub(r'"entries": .*', '"entries": 7}', text, flags=re.S),
+            "'entries' is 7, and must be a list",
+        ),
+        (
+            lambda text: re.sub(r'"entries": .*', '"entries": [7]}', text, flags=re.S),
+            "entry 1: it is 7, and must be an",
+        ),
+        (lambda text: text.replace('"mask"', '"musk"'), "entry 1: it lacks 'mask'"),
+        (lambda text: text.replace('"mask": "none"', '"mask": "all"'), "'mask' is 'all', and must be one of 'none'"),
+        (lambda text: text.replace('"score": false', '"score": 0'), "'score' is 0, and must be true or false"),
+        (lambda text: text.replace('"head_dim": 64', '"head_dim": "64"'), "'head_dim' is '64', and must be a whole"),
+        (lambda text: text.replace('"head_dim": 64', '"head_dim": 1' + "0" * 400), "'head_dim' is 1000"),
+        (lambda text: text.replace('"head_dim": 64', '"head_dim": 1' + "0" * 5000), "Exceeds the limit"),
+        (lambda text: text.replace('"q_len": 512', '"q_len": -512'), "'q_len' is -512, and must lie between 1 and"),
+        (lambda text: text.replace('"q": 64', '"q": 7'), "'q' is 7, and must lie between 16 and 1024 in steps of 16"),
+        (lambda text: text.replace('"kv": 64', '"k": 64'), "the tile has 'q', 'k', and must have 'q' and 'kv'"),
+        (lambda text: text.replace('"stages": 2', '"stages": [2]'), "'stages' is [2], and must be"),
+        (lambda text: text.replace('"blocks_per_sm": ', '"blocks_per_sm": 99'), "'blocks_per_sm' is 99"),
         (lambda text: text.replace('"ms": [', '"ms": [0.5, '), "has no time for each of its"),
-        (lambda text: "[]", "TypeError"),
+        (lambda text: text.replace('"ms": [1.0', '"ms": [NaN'), "it holds NaN, which is no finite number"),
+        (lambda text: text.replace('"ms": [1.0', '"ms": [1e999'), "it holds 1e999, which is no finite number"),
+        (lambda text: text.replace('"ms": [1.0', '"ms": [-1.0'), "has no time for each of its"),
+        (lambda text: text.replace('"ms": [1.0', '"ms": [1' + "0" * 4000), "has no time for each of its"),
+        (lambda text: text.replace('"ms": [1.0', '"ms": ["fast"'), "a time is 'fast', and must be"),
+        (lambda text: text.replace('"ms": [1.0', '"ms": [null'), "a time is None, and must be"),
+        (_entry_twice, "entry 2: another one has its class"),
     ],
 )
 def test_a_damaged_record_is_refused(folder, damage, says):
     path = folder / records.file_name(ARCH, PIPELINE, "forward")
-    path.write_text(damage(path.read_text()))
+    whole = path.read_text()
+    assert damage(whole) != whole
+    path.write_text(damage(whole), errors="surrogateescape")
     records.load.cache_clear()
     planner._menu.cache_clear()
     with pytest.raises(PlanError) as error:
         menu()
     assert str(path) in str(error.value) and says in str(error.value) and "flashgen tune" in str(error.value)
+
+
+def test_a_measured_candidate_that_does_not_fit_is_passed_over(folder):
+    path = folder / records.file_name(ARCH, PIPELINE, "forward")
+    data = json.loads(path.read_text())
+    for c in data["entries"][0]["candidates"][1:]:
+        c["form"]["tile"] = {"q": 1024, "kv": 1024}
+    path.write_text(json.dumps(data))
+    records.load.cache_clear()
+    planner._menu.cache_clear()
+    (plan,) = menu().plans
+    assert plan.tile.q < 1024 and menu().record is not None
+
+
+def test_a_folder_of_records_that_is_not_there_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv(records.VARIABLE, str(tmp_path / "nowhere"))
+    planner._menu.cache_clear()
+    with pytest.raises(PlanError, match=r"FLASHGEN_RECORDS is '.*nowhere', and there is no such folder"):
+        menu()
+
+
+def test_a_record_that_does_not_fit_on_the_disk_leaves_the_one_before(folder, entry, monkeypatch):
+    path = folder / records.file_name(ARCH, PIPELINE, "forward")
+    before = path.read_text()
+    full_disk(monkeypatch)
+    with pytest.raises(OSError, match="No space left"):
+        tune.write(folder, ARCH, PIPELINE, {**entry, "spec": "another"})
+    monkeypatch.undo()
+    assert path.read_text() == before and [one.name for one in folder.iterdir()] == [path.name]
 
 
 def test_entries_of_other_classes_stay(folder, entry):

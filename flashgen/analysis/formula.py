@@ -269,6 +269,11 @@ class _Text(StrPrinter):
             return f"({self._print(item)})"
         return super().parenthesize(item, level, strict)
 
+    def _print_Mul(self, expr):
+        if expr.args[0] == -1 and len(expr.args) == 2:  # SymPy 1.13 leaves out the brackets
+            return f"-{self.parenthesize(expr.args[1], PRECEDENCE['Mul'])}"
+        return super()._print_Mul(expr)
+
     def _print_Relational(self, expr):
         return f"{self._print(expr.lhs)} {expr.rel_op} {self._print(expr.rhs)}"
 

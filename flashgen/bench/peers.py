@@ -114,7 +114,9 @@ def from_file(path: Path, entry: str) -> Callable[..., Callable[[], object] | No
     try:
         made = runpy.run_path(str(path))
     except OSError as error:
-        raise LaunchError(f"the peer {path} cannot be read: {error.strerror}") from error
+        raise LaunchError(f"the peer {path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # whatever a person's file raises
+        raise LaunchError(f"the peer {path} cannot be run: {type(error).__name__}: {error}") from error
     if entry not in made:
         raise LaunchError(f"{path} defines no function {entry}")
     return made[entry]

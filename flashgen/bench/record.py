@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from flashgen import files
+
 PACKAGES = ("torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "numpy")
 
 
@@ -46,14 +48,12 @@ def environment() -> dict[str, object]:
 
 def write(path: Path, *, command: str, protocol: Mapping[str, object], cells: Sequence[Mapping[str, object]]) -> None:
     """Write one run as JSON: a cell a line, so that two runs can be compared by eye."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     head = {"command": command, "protocol": dict(protocol), **environment()}
     lines = ",\n    ".join(json.dumps(cell) for cell in cells)
     text = json.dumps(head, indent=2)[:-2] + f',\n  "cells": [\n    {lines}\n  ]\n}}\n'
     json.loads(text)  # what is written can be read
-    temporary = path.with_suffix(".partial")
-    temporary.write_text(text)
-    temporary.replace(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write(path, text)
 
 
 def _output(*command: str) -> str | None:

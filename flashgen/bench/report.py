@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashgen import jsonfile
 from flashgen.bench import cells
 from flashgen.bench.peers import same_maths
 from flashgen.errors import FlashgenError
@@ -59,13 +59,43 @@ def read(folder: Path) -> Iterator[Record]:
         known = {str(cell): cell for cell in tables.get(pass_name, {}).get(pipeline, ())}
         if not known:
             continue
+        record, rows = _rows(path)
         try:
-            record = json.loads(path.read_text())
-            found = tuple((known[row["cell"]], row) for row in record["cells"] if row["cell"] in known)
-            gpu = record["gpu"]["name"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise FlashgenError(f"{path} is no record of flashgen bench ({error})") from None
+            gpu = jsonfile.member(jsonfile.member(record, "gpu", dict), "name", str)
+            found = tuple((known[row["cell"]], _checked(row)) for row in rows if row["cell"] in known)
+        except ValueError as error:
+            raise _damaged(path, error) from None
         yield Record(pass_name=pass_name, pipeline=pipeline, gpu=gpu, cells=found)
+
+
+def _rows(path: Path) -> tuple[dict, list[dict]]:
+    """A record and its cells, each with its name; FlashgenError for a file that is none."""
+    try:
+        record = jsonfile.checked(jsonfile.read(path), dict, "it")
+        rows = jsonfile.member(record, "cells", list)
+        for row in rows:
+            jsonfile.member(jsonfile.checked(row, dict, "a cell"), "cell", str)
+    except ValueError as error:
+        raise _damaged(path, error) from None
+    return record, rows
+
+
+def _damaged(path: Path, error: ValueError) -> FlashgenError:
+    return FlashgenError(f"{path} is no record of flashgen bench: {error}\n  nearest: measure it again, or remove it")
+
+
+def _checked(row: dict) -> dict:
+    """A cell whose ratios and TFLOP/s can be shown; ValueError for another one."""
+    for peer, ratio in jsonfile.member(row, "ratio", dict).items():
+        if not jsonfile.checked(ratio, list, f"the ratio of {peer!r}") or not _positive(ratio):
+            raise ValueError(f"the ratio of {peer!r} is {jsonfile.shown(ratio)}, and must be numbers above 0")
+    if not _positive(tflops := list(jsonfile.member(row, "tflops", dict).values())):
+        raise ValueError(f"'tflops' holds {jsonfile.shown(tflops)}, and must hold numbers above 0")
+    return row
+
+
+def _positive(values: list) -> bool:
+    return all(0 < jsonfile.checked(value, (int, float), "a number") < 1e30 for value in values)
 
 
 def markdown(records: list[Record]) -> str:
@@ -108,9 +138,14 @@ def counted(folder: Path) -> str:
     lines = ["| kernels | cells | read / predicted | written / predicted |", "|---|---|---|---|"]
     for path in sorted(folder.glob("counters_*.json")):
         _, pass_name, pipeline = path.stem.split("_")
-        rows = json.loads(path.read_text())["cells"]
-        spans = (sorted(row[ratio] for row in rows) for ratio in ("read_ratio", "write_ratio"))
-        shown = " | ".join(f"{low:.3f} to {high:.3f}" for low, *_, high in spans)
+        _, rows = _rows(path)
+        try:
+            spans = [
+                [jsonfile.member(row, name, (int, float)) for row in rows] for name in ("read_ratio", "write_ratio")
+            ]
+        except ValueError as error:
+            raise _damaged(path, error) from None
+        shown = " | ".join(f"{min(span, default=0):.3f} to {max(span, default=0):.3f}" for span in spans)
         lines.append(f"| {pipeline} {pass_name} | {len(rows)} | {shown} |")
     return "\n".join(lines)
 

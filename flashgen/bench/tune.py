@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashgen import files, jsonfile
 from flashgen.bench.inputs import draw
 from flashgen.bench.protocol import interleave
 from flashgen.bench.record import environment
@@ -231,7 +232,7 @@ def write(folder: Path, arch: str, pipeline: str, entry: Mapping[str, object]) -
     path = folder / records.file_name(arch, pipeline, "forward")
     records.load.cache_clear()
     records.load(path)  # a damaged one is not overwritten
-    old = json.loads(path.read_text())["entries"] if path.exists() else []
+    old = jsonfile.read(path)["entries"] if path.exists() else []
     together = [other for other in old if other["class"] != entry["class"]] + [entry]
     together.sort(key=lambda other: json.dumps(other["class"]))
     lines = []
@@ -241,9 +242,7 @@ def write(folder: Path, arch: str, pipeline: str, entry: Mapping[str, object]) -
         lines.append(f'{{\n      {head},\n      "candidates": [\n        {candidates}\n      ]\n    }}')
     text = f'{{\n  "format": {records.FORMAT},\n  "entries": [\n    ' + ",\n    ".join(lines) + "\n  ]\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".partial")
-    temporary.write_text(text)
-    temporary.replace(path)
+    files.write(path, text)
     records.load.cache_clear()
     return path
 

@@ -2,11 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 def main() -> None:
-    """Entry point of the `flashgen` script: exits 0, 1 where a check fails, 2 on a request that cannot be."""
+    """Entry point of the `flashgen` script.
+
+    Exits with 0, 1 where a check fails (or nobody reads the output any more), 2 on a request that cannot be, 130 where
+    it is interrupted.
+    """
+    import sys
+
+    try:
+        with _interrupts():
+            _run()
+    except (_Interrupted, KeyboardInterrupt):
+        if sys.stderr is not None:
+            sys.stderr.write("interrupted\n")  # nothing more is imported: this may be the middle of an import
+        sys.exit(130)
+
+
+class _Interrupted(BaseException):
+    """Ctrl-C, as nothing between here and the one who catches it takes for something of its own."""
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Ctrl-C is _Interrupted, and a second one ends the process at once, unless the caller ignores or catches it."""
+    import signal
+    import threading
+
+    def interrupted(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise _Interrupted
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupted:  # there was none
+            signal.signal(signal.SIGINT, before)
+
+
+def _run() -> None:
+    import os
     import sys
     import warnings
 
@@ -14,19 +58,25 @@ def main() -> None:
     from flashgen.cli.console import complain
     from flashgen.errors import FlashgenError
 
+    if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name may hold what the terminal cannot show
     try:
-        with warnings.catch_warnings():
-            warnings.showwarning = _shown(warnings.showwarning)
-            app()
+        try:
+            with warnings.catch_warnings():
+                warnings.showwarning = _shown(warnings.showwarning)
+                app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where a failure is said
     except FlashgenError as error:
         complain(f"{type(error).__name__}: {error}")
         sys.exit(2)
+    except BrokenPipeError:  # as `| head` leaves it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except OSError as error:  # a file that cannot be read or written; everything else of flashgen's own is above
         complain(f"{type(error).__name__}: {error}")
         sys.exit(2)
-    except KeyboardInterrupt:
-        complain("interrupted")
-        sys.exit(130)
 
 
 def _shown(plain: Callable[..., None]) -> Callable[..., None]:

@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 
 from flashgen.bench.protocol import MIN_ROUNDS
-from flashgen.cli.console import err, progress, size, tabulate
+from flashgen.cli import options
+from flashgen.cli.console import err, progress, size, tabulate, write_json
 from flashgen.errors import LaunchError, PlanError
 
 if TYPE_CHECKING:
@@ -35,8 +36,11 @@ def command(
             " backward(cell, q, k, v, do), gives a call."
         ),
     ] = None,
-    folder: Annotated[Path, typer.Option(help="Where raw results go.")] = Path("generated/bench"),
-    seed: Annotated[int, typer.Option(help="Seed of the random input.")] = 0,
+    folder: Annotated[Path, typer.Option(help="Where raw results go.", callback=options.results)] = Path(
+        "generated/bench"
+    ),
+    seed: options.Seed = 0,
+    as_json: options.as_json("path, cells (as the record holds them)") = False,
 ) -> None:
     """Time the forward, or the backward, beside its peers on this GPU; exit 1 where a result is wrong."""
     import torch
@@ -60,8 +64,8 @@ def command(
         raise PlanError(
             f"there is no peer {unknown[0]!r}\n  nearest: {', '.join(SDPA)}, flex, or --peer-file NAME=FILE"
         )
-    given = (text.partition("=") for text in peer_file or ())
-    files = {name: from_file(Path(file), bench.ENTRY) for name, _, file in given}
+    given = (options.pair(text, "--peer-file", "NAME=FILE.py") for text in peer_file or ())
+    files = {name: from_file(Path(file), bench.ENTRY) for name, file in given}
     chosen = [cell for cell in table[pipeline] if cells in str(cell)]
     if not chosen:
         raise PlanError(f"no cell's name contains {cells!r}\n  cells: {', '.join(map(str, table[pipeline]))}")
@@ -74,7 +78,8 @@ def command(
             bar.update(task, description=str(cell))
             measured.append(bench.measure(cell, pipeline, rounds=rounds, names=names, files=files, seed=seed))
             bar.advance(task)
-    tabulate(_table(name, measured, [*names, *files]))
+    if not as_json:
+        tabulate(_table(name, measured, [*names, *files]))
     for one in measured:
         for reason in one.reasons:
             err.print(f"{one.cell}: {reason}", markup=False)
@@ -97,6 +102,8 @@ def command(
         cells=[one.as_json() for one in measured],
     )
     err.print(f"wrote {path}")
+    if as_json:
+        write_json({"path": str(path), "cells": [one.as_json() for one in measured]})
     if any(one.reasons for one in measured):
         raise typer.Exit(1)
 

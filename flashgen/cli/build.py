@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +13,7 @@ import typer
 from rich.table import Table
 
 from flashgen.cli import options
-from flashgen.cli.console import err, progress, seconds, size, tabulate
+from flashgen.cli.console import err, progress, seconds, size, tabulate, write_json
 from flashgen.cli.options import Pass
 from flashgen.cli.resolve import folded
 from flashgen.errors import PlanError
@@ -54,6 +56,9 @@ def command(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Compilations at once. [dim]default: one a CPU core[/]")
     ] = None,
+    as_json: options.as_json(
+        "kernels, each with kernel and resources (as of flashgen compile), cubin_bytes, cached"
+    ) = False,
 ) -> None:
     """Compile ahead into the disk cache: dtypes x head dims x architectures, in a thread pool."""
     from flashgen.lang.load import load_spec
@@ -66,8 +71,8 @@ def command(
     for path in options.spec_files(specs):
         variant = folded(load_spec(path), param or ())
         shapes = itertools.product(
-            _list(archs) or (default_arch(variant),),
-            _list(dtypes) or variant.dtypes,
+            _list("--archs", archs) or (default_arch(variant),),
+            _list("--dtypes", dtypes) or variant.dtypes,
             _numbers("--head-dims", head_dims) or variant.head_dims,
             _numbers("--v-head-dims", v_head_dims) or (None,),
         )
@@ -75,6 +80,9 @@ def command(
     start = time.perf_counter()
     table = Table("kernel", "tile", "registers", "spills", "cubin", "", box=None, padding=(0, 2, 0, 0))
     entries = compiled(plans, jobs)
+    if as_json:
+        write_json({"kernels": [_described(plan, entry) for plan, entry in entries]})
+        return
     for plan, entry in entries:
         dims = f"{plan.head_dim}" if plan.v_head_dim == plan.head_dim else f"{plan.head_dim},{plan.v_head_dim}"
         table.add_row(
@@ -107,12 +115,27 @@ def compiled(plans: Iterable[KernelPlan], jobs: int | None = None) -> list[tuple
     return [(plan, future.result()) for plan, future in zip(plans, futures, strict=True)]
 
 
-def _list(text: str | None) -> tuple[str, ...]:
-    return tuple(filter(None, (word.strip() for word in (text or "").split(","))))
+def _described(plan: KernelPlan, entry: Entry) -> dict[str, object]:
+    return {
+        "kernel": options.described(plan),
+        "resources": dataclasses.asdict(entry.resources),
+        "cubin_bytes": len(entry.cubin),
+        "cached": entry.hit,
+    }
+
+
+def _list(option: str, text: str | None) -> tuple[str, ...]:
+    """The words of a comma-separated option; none where it is not given."""
+    if text is None:
+        return ()
+    words = tuple(word.strip() for word in text.split(","))
+    if "" in words:
+        raise PlanError(f"{option} {text!r} has a place between commas with nothing in it\n  nearest: leave it out")
+    return words
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...]:
-    words = _list(text)
-    if wrong := [word for word in words if not word.isdecimal()]:
+    words = _list(option, text)
+    if wrong := [word for word in words if re.fullmatch("0*[1-9][0-9]{0,8}", word) is None]:
         raise PlanError(f"{option} {text!r}: {wrong[0]!r} is not a positive number\n  nearest: {option} 64,128")
     return tuple(map(int, words))

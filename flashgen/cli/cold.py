@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from flashgen.cli import options
 from flashgen.cli.console import err, progress, seconds, tabulate
 from flashgen.errors import LaunchError
 
@@ -23,7 +24,9 @@ def command(
     head_dim: Annotated[int, typer.Option(help="Columns of q, k and v.")] = 128,
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "bfloat16",
     rounds: Annotated[int, typer.Option(min=MIN_ROUNDS, help="Processes with each cache.")] = 5,
-    folder: Annotated[Path, typer.Option(help="Where raw results go.")] = Path("generated/bench"),
+    folder: Annotated[Path, typer.Option(help="Where raw results go.", callback=options.results)] = Path(
+        "generated/bench"
+    ),
 ) -> None:
     """Time from a spec file to its first result on this GPU, in fresh processes, with an empty cache and a warm one."""
     import torch

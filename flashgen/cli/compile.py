@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from flashgen.cli import options
-from flashgen.cli.console import err, seconds, size, tabulate
+from flashgen.cli.console import err, seconds, size, tabulate, write, write_json
 from flashgen.cli.options import Pass, Request, Spec
 from flashgen.cli.resolve import resolve
 
@@ -29,7 +29,12 @@ def command(
     request: Request,
     which: Pass,
     fresh: Annotated[bool, typer.Option("--fresh", help="Compile even where the disk cache has the kernel.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the cubin to this file.")] = None,
+    output: options.output("Also write the cubin to this file.") = None,
+    as_json: options.as_json(
+        "kernel (variant, pass, pipeline, arch, dtype, head_dim, v_head_dim, tile, stages, threads, smem_bytes),"
+        " resources (registers, spill_stores, spill_loads, stack_bytes, smem_static), cubin_bytes, cached, seconds"
+        " (imports, context, emit, nvrtc, hit; null: there is none)"
+    ) = False,
 ) -> None:
     """Compile a kernel to a cubin: registers, spills, shared memory, size, and the time of each step."""
     imports, context = _prepare()
@@ -37,7 +42,21 @@ def command(
         resolved = resolve(spec, request, which, data=False)
         first, built = _build(resolved.plan)
         again, found = _build(resolved.plan)
-    plan, r = resolved.plan, first.resources
+    plan, r, steps = resolved.plan, first.resources, first.about["seconds"]
+    hit = (built if first.hit else found) if again.hit else None
+    if output is not None:
+        write(output, first.cubin)
+    if as_json:
+        write_json(
+            {
+                "kernel": options.described(plan),
+                "resources": dataclasses.asdict(r),
+                "cubin_bytes": len(first.cubin),
+                "cached": first.hit,
+                "seconds": {"imports": imports, "context": context, **steps, "hit": hit},
+            }
+        )
+        return
     table = Table(title=str(resolved), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
@@ -52,28 +71,20 @@ def command(
     table.add_row("cubin", size(len(first.cubin)))
     table.add_row("imports", seconds(imports))
     table.add_row("context creation", "none: no GPU" if context is None else seconds(context))
-    steps = first.about["seconds"]
     cold = seconds(steps["emit"] + steps["nvrtc"])
     parts = f"emit {seconds(steps['emit'])}, NVRTC {seconds(steps['nvrtc'])}"
     table.add_row("emit + compile", f"{cold} ({parts})" + (", when it was compiled" if first.hit else ""))
-    if again.hit:
-        table.add_row("index hit", seconds(built if first.hit else found))
-    else:
-        table.add_row("index hit", "none: the cache folder cannot be written")
+    table.add_row("index hit", "none: there is no cache that can be written" if hit is None else seconds(hit))
     tabulate(table)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_bytes(first.cubin)
-        err.print(f"wrote {output}")
 
 
 def _prepare() -> tuple[float, float | None]:
     """Seconds that the imports and the loading of NVRTC take, and that a GPU's context takes (None: no GPU)."""
     start = time.perf_counter()
     from flashgen import codegen, planning  # noqa: F401
-    from flashgen.runtime import driver, kernel, nvrtc  # noqa: F401
+    from flashgen.runtime import driver, kernel, libnvrtc  # noqa: F401
 
-    nvrtc.library_version()
+    libnvrtc.library()
     if not driver.gpus():
         return time.perf_counter() - start, None
     import torch

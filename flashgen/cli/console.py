@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+
+from flashgen import files
 
 #: Results; plain text where the output is a file or a pipe.
 out = Console(highlight=False, soft_wrap=True)
@@ -38,11 +43,32 @@ def progress() -> Progress:
     )
 
 
-def write(path: Path, text: str) -> None:
-    """Write a result file, with its folder, and say so."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    err.print(f"wrote {path}")
+def write(path: Path, content: bytes | str) -> None:
+    """Write a result file, whole or not at all, and say so."""
+    files.write(path, content)
+    err.print(f"wrote {path}", markup=False)
+
+
+def encodable(text: str) -> bool:
+    """Whether the output can show a text as it is."""
+    try:
+        text.encode(out.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def write_json(data: object) -> None:
+    """One JSON object on stdout; a number that is not finite is null."""
+    typer.echo(json.dumps(_finite(data), indent=2))
+
+
+def _finite(data: object) -> object:
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def tabulate(table: Table) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from flashgen.cli import options
 from flashgen.cli.console import err, tabulate
 from flashgen.errors import LaunchError, PlanError
 
@@ -16,7 +17,9 @@ def command(
     pipeline: Annotated[str, typer.Argument(help="ampere or hopper: whose kernels are counted.")],
     cells: Annotated[str, typer.Option(help="Only cells whose name contains this, e.g. 'd128 causal'.")] = "",
     backward: Annotated[bool, typer.Option("--backward", help="The kernels of the backward.")] = False,
-    folder: Annotated[Path, typer.Option(help="Where raw results go.")] = Path("generated/bench"),
+    folder: Annotated[Path, typer.Option(help="Where raw results go.", callback=options.results)] = Path(
+        "generated/bench"
+    ),
 ) -> None:
     """Count the bytes that kernels move on this GPU (with Nsight Compute's ncu) beside the predicted ones."""
     import torch

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
 from flashgen.cli import options
-from flashgen.cli.console import err, out, write
+from flashgen.cli.console import err, out, write, write_json
 from flashgen.cli.options import Pass, Request, Spec
 from flashgen.cli.resolve import resolve
 
@@ -18,7 +15,8 @@ def command(
     spec: Spec,
     request: Request,
     which: Pass,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
+    output: options.output("Write to this file instead.") = None,
+    as_json: options.as_json("kernel (as of flashgen compile), cuda") = False,
 ) -> None:
     """Emit a kernel: one self-contained CUDA file on stdout."""
     from flashgen.codegen import emit
@@ -28,6 +26,10 @@ def command(
         text = emit(resolved.plan, resolved.facts)
     if output is not None:
         write(output, text)
+    if as_json:
+        write_json({"kernel": options.described(resolved.plan), "cuda": text})
+    elif output is not None:
+        return
     elif out.is_terminal:
         from rich.syntax import Syntax
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 import typer
 
 from flashgen.cli.console import err
 from flashgen.errors import PlanError, SpecError
+
+if TYPE_CHECKING:
+    from flashgen.planning.plan import KernelPlan
+    from flashgen.planning.problem import Problem
 
 #: A spec argument; Python files run with the caller's rights.
 Spec = Annotated[
@@ -25,6 +30,63 @@ Spec = Annotated[
         show_default=False,
     ),
 ]
+
+
+def output(help_text: str) -> object:
+    """The type of a verb's --output: a file in a folder that is there, as is checked before the verb does anything."""
+    return Annotated[Path | None, typer.Option("--output", "-o", help=help_text, callback=_writable)]
+
+
+def _writable(path: Path | None) -> Path | None:
+    if path is None:
+        return None
+    folder = path.parent
+    if not folder.is_dir():
+        raise PlanError(f"--output {path}: there is no folder {folder}\n  nearest: mkdir -p {folder}")
+    if path.is_dir():
+        raise PlanError(f"--output {path} is a folder\n  nearest: --output {path / 'NAME'}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise PlanError(f"--output {path} cannot be written by this user\n  nearest: a folder of your own")
+    return path
+
+
+def results(path: Path | None) -> Path | None:
+    """A --folder that results go to, which is made when there are any: it must not be something else already."""
+    if path is not None and path.exists() and not path.is_dir():
+        raise PlanError(f"--folder {path} is a file\n  nearest: --folder {path.parent}")
+    return path
+
+
+def as_json(keys: str) -> object:
+    """The type of a verb's --json: the result as one object on stdout, of these keys."""
+    return Annotated[bool, typer.Option("--json", help=f"One JSON object in place of text: {keys}.")]
+
+
+def described(plan: KernelPlan) -> dict[str, object]:
+    """A kernel in a verb's JSON."""
+    return {
+        "variant": plan.variant.name,
+        "pass": plan.pass_name,
+        "pipeline": plan.pipeline,
+        "arch": plan.arch,
+        "dtype": plan.dtype,
+        "head_dim": plan.head_dim,
+        "v_head_dim": plan.v_head_dim,
+        "tile": {"q": plan.tile.q, "kv": plan.tile.kv},
+        "stages": plan.stages,
+        "threads": plan.threads,
+        "smem_bytes": plan.smem_bytes,
+    }
+
+
+def posed(problem: Problem) -> dict[str, object]:
+    """A problem in a verb's JSON."""
+    shape = dataclasses.asdict(problem)
+    return {"dtype": shape.pop("dtype"), "shape": shape}
+
+
+#: A --seed, as NumPy and PyTorch both take one.
+Seed = Annotated[int, typer.Option(min=0, max=1 << 62, help="Seed of the random input.")]
 
 #: Query and key length of a call that names none.
 SEQLEN = {"cpu": 1024, "cuda": 8192}
@@ -136,7 +198,7 @@ def tile_shape(text: str | None) -> tuple[int, int] | None:
     """The tile that --tile names."""
     if text is None:
         return None
-    match = re.fullmatch(r"(\d+)[xX](\d+)", text)
+    match = re.fullmatch(r"([0-9]{1,9})[xX]([0-9]{1,9})", text)
     if match is None:
         raise PlanError(f"--tile {text!r} is not of the form QxKV\n  nearest: --tile 128x64")
     return int(match[1]), int(match[2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashgen.cli import options
-from flashgen.cli.console import err, out, tabulate
+from flashgen.cli.console import err, out, tabulate, write_json
 from flashgen.cli.options import Pass, Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
 
@@ -41,7 +40,7 @@ def command(
         back = asked.predict() if which.backward else None
     if as_json:
         found = prediction.as_json(formulas=formulas)
-        typer.echo(json.dumps(found | ({"backward": back.as_json()} if back else {}), indent=2))
+        write_json(found | ({"backward": back.as_json()} if back else {}))
         return
     out.print(Text(str(resolved), style="bold"))
     if back is not None:

@@ -81,7 +81,7 @@ def resolve(
 
     which = which or Pass()
     variant, params = _bound(load_spec(spec) if isinstance(spec, str) else spec, request.param or (), data)
-    arch = request.arch or default_arch(variant)
+    arch = default_arch(variant) if request.arch is None else archs.find(request.arch).name
     fixed = {"pipeline": request.pipeline, "tile": options.tile_shape(request.tile), "stages": request.stages}
     if device is not None:
         # A call of attention takes these from the variant.  What needs no pin gets none: it is the kernel of any call.
@@ -96,7 +96,7 @@ def resolve(
         kv_len=q_len if request.kv_seqlen is None else request.kv_seqlen,
         head_dim=head_dim,
         v_head_dim=head_dim if request.v_head_dim is None else request.v_head_dim,
-        dtype=request.dtype or default_dtype(variant),
+        dtype=default_dtype(variant) if request.dtype is None else request.dtype,
     )
     tensors = captured.arrays(variant, problem, request.tensor or (), seed=seed, examples=data)
     if device == "cpu":

@@ -16,7 +16,7 @@ import typer
 from rich.table import Table
 
 from flashgen.cli import build, options
-from flashgen.cli.console import err, out, progress, seconds, share, size, tabulate
+from flashgen.cli.console import err, out, progress, seconds, share, size, tabulate, write_json
 from flashgen.cli.options import Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
 from flashgen.errors import FlashgenError, LaunchError, PlanError
@@ -66,8 +66,13 @@ def command(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="With --backward: gradients whose reruns give the same bits.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the random input.")] = 0,
+    seed: options.Seed = 0,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. [dim]default: the GPU where there is one[/]")] = None,
+    as_json: options.as_json(
+        "passed, device, seed, seconds (of one call), dtype, shape, params, kernel (as of flashgen compile),"
+        " predicted_bytes, counted_bytes (null on a GPU), checked (o, with --backward dq, dk, dv: errors, their limits,"
+        " elements, reasons), lse_reasons; of a sweep passed and cases (command, passed, reasons)"
+    ) = False,
 ) -> None:
     """Run on random input, on the GPU where there is one, and check against float64; exit 1 where the check fails."""
     if backward and sweep:
@@ -77,12 +82,17 @@ def command(
     if Path(spec).is_dir() and not sweep:
         raise PlanError(f"{spec} is a folder, and a run takes one spec\n  nearest: flashgen run {spec} --sweep")
     device = options.device(device)
-    ok = _sweep(spec, request, seed, device) if sweep else _single(spec, request, seed, device, backward, deterministic)
+    if sweep:
+        ok = _sweep(spec, request, seed, device, as_json)
+    else:
+        ok = _single(spec, request, seed, device, backward, deterministic, as_json)
     if not ok:
         raise typer.Exit(1)
 
 
-def _single(spec: str, request: Request, seed: int, device: str, backward: bool, deterministic: bool) -> bool:
+def _single(
+    spec: str, request: Request, seed: int, device: str, backward: bool, deterministic: bool, as_json: bool
+) -> bool:
     with err.status("planning"):
         resolved = resolve(spec, request, device=device, seed=seed)
         prediction = resolved.predict()
@@ -91,6 +101,25 @@ def _single(spec: str, request: Request, seed: int, device: str, backward: bool,
         checked = check(resolved, device, seed, timed=True)
         verdicts = check_gradients(resolved, device, seed, deterministic) if backward else {}
     taken = time.perf_counter() - start
+    counted = _counted(resolved) if device == "cpu" else None
+    reasons = (*checked.reasons, *(f"{name}: {reason}" for name, x in verdicts.items() for reason in x.reasons))
+    if as_json:
+        write_json(
+            {
+                "passed": not reasons,
+                "device": options.device_name(device),
+                "seed": seed,
+                "seconds": checked.seconds,
+                **options.posed(resolved.problem),
+                "params": dict(resolved.case.params),
+                "kernel": options.described(resolved.plan),
+                "predicted_bytes": prediction.hbm.total,
+                "counted_bytes": counted,
+                "checked": {name: dataclasses.asdict(v) for name, v in {"o": checked.verdict, **verdicts}.items()},
+                "lse_reasons": checked.lse_reasons,
+            }
+        )
+        return not reasons
     from flashgen.planning.traffic import decimal
 
     v, predicted = checked.verdict, prediction.hbm.total
@@ -109,12 +138,10 @@ def _single(spec: str, request: Request, seed: int, device: str, backward: bool,
         table.add_row(f"{name}, largest", f"{found.max_error:.3g} ({peer}: {found.baseline_max_error:.3g})")
     ratio = predicted / max(prediction.standard.total, 1)
     table.add_row("predicted IO", f"{decimal(predicted)}, {ratio:.3g}x standard attention's")
-    if device == "cpu":
-        counted = _counted(resolved)
+    if counted is not None:
         same = "as predicted" if counted == predicted else f"predicted {predicted:,} bytes, counted {counted:,}"
         table.add_row("counted IO", f"{decimal(counted)} ({same})")
     tabulate(table)
-    reasons = (*checked.reasons, *(f"{name}: {reason}" for name, x in verdicts.items() for reason in x.reasons))
     for reason in reasons:
         err.print(f"[bold red]check failed:[/] {reason}")
     elements = v.elements + sum(found.elements for found in verdicts.values())
@@ -135,14 +162,15 @@ def _counted(resolved: Resolved) -> int:
 
 
 @contextmanager
-def _room(problem: Problem, device: str) -> Iterator[None]:
+def room(problem: Problem, device: str) -> Iterator[None]:
     """LaunchError in place of what PyTorch and NumPy raise where memory runs out."""
     import torch
 
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # PyTorch's own on a GPU is a RuntimeError, and so is that on a CPU
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
+        told = any(words in str(error) for words in ("can't allocate memory", "Storage size calculation overflowed"))
+        if not told and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             raise
         elements = sum(math.prod(shape) for shape in (*_shapes(problem), _shapes(problem)[0]))
         raise LaunchError(
@@ -157,7 +185,7 @@ def check(resolved: Resolved, device: str, seed: int, *, timed: bool = False) ->
 
     Raises LaunchError where memory runs out.
     """
-    with _room(resolved.problem, device):
+    with room(resolved.problem, device):
         return _check(resolved, device, seed, timed)
 
 
@@ -198,7 +226,7 @@ def check_gradients(resolved: Resolved, device: str, seed: int, deterministic: b
 
     Raises LaunchError where memory runs out.
     """
-    with _room(resolved.problem, device):
+    with room(resolved.problem, device):
         return _check_gradients(resolved, device, seed, deterministic)
 
 
@@ -255,7 +283,7 @@ def _gpu_seconds(call) -> float:
     return statistics.median(times)
 
 
-def _sweep(spec: str, request: Request, seed: int, device: str) -> bool:
+def _sweep(spec: str, request: Request, seed: int, device: str, as_json: bool) -> bool:
     from flashgen.lang.load import load_spec
 
     # What a sweep varies is not for the caller to fix.
@@ -277,7 +305,7 @@ def _sweep(spec: str, request: Request, seed: int, device: str) -> bool:
     else:
         build.compiled([resolved.plan for _, resolved in cases])
     rows: dict[str, list[Checked]] = {str(path): [] for path in variants}
-    failures: list[str] = []
+    outcomes: list[tuple[str, tuple[str, ...]]] = []
     with progress() as bar, _one_thread():
         task = bar.add_task("checking", total=len(cases))
         for path, resolved in cases:
@@ -285,15 +313,20 @@ def _sweep(spec: str, request: Request, seed: int, device: str) -> bool:
             try:
                 checked = check(resolved, device, seed)
             except FlashgenError as error:
-                failures.append(f"{_repro(path, resolved, seed, device)}\n  {error}")
+                reasons = (str(error),)
             else:
                 rows[str(path)].append(checked)
-                if checked.reasons:
-                    failures.append("\n  ".join([_repro(path, resolved, seed, device), *checked.reasons]))
+                reasons = checked.reasons
+            outcomes.append((_repro(path, resolved, seed, device), reasons))
             bar.advance(task)
+    failures = [(command, reasons) for command, reasons in outcomes if reasons]
+    if as_json:
+        told = [{"command": command, "passed": not reasons, "reasons": reasons} for command, reasons in outcomes]
+        write_json({"passed": not failures, "cases": told})
+        return not failures
     tabulate(_table(rows))
-    for failure in failures:
-        err.print(failure, markup=False)
+    for command, reasons in failures:
+        err.print("\n  ".join([command, *reasons]), markup=False)
     passed = len(cases) - len(failures)
     out.print(
         f"{passed} of {len(cases)} cases pass on {options.device_name(device)}"

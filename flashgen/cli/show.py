@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -13,7 +12,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from flashgen.cli import options
-from flashgen.cli.console import err, joined, out, share
+from flashgen.cli.console import encodable, err, joined, out, share, write, write_json
 from flashgen.cli.options import Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
 from flashgen.errors import PlanError
@@ -34,8 +33,9 @@ _COLUMNS, _LINES = 48, 24
 #: Cells of a picture for each line and column of a panel.
 _FINER = 16
 
-_SHADES = " ░▒▓█"
-_CLASSES = "·▒█"
+#: Shades of a share and signs of the classes; the second of each for an output that cannot show the first.
+_SHADES = " ░▒▓█", " .:+#"
+_CLASSES = "·▒█", ".+#"
 _NAMES = ("empty", "partial", "full")
 _COLOURS = ("#f4f4f4", "#f2a65a", "#2f6690")
 
@@ -63,7 +63,11 @@ class Picture:
 def command(
     spec: Spec,
     request: Request,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw to this .png or .svg file.")] = None,
+    output: options.output("Also draw to this .png or .svg file.") = None,
+    as_json: options.as_json(
+        "dtype, shape, params, b, h, formula, visible (a share), pairs, tile, tiles (empty, partial, full),"
+        " misclassified (a share)"
+    ) = False,
     b: Annotated[int, typer.Option("--b", help="Batch whose mask is drawn.")] = 0,
     h: Annotated[int, typer.Option("--h", help="Query head whose mask is drawn.")] = 0,
 ) -> None:
@@ -79,20 +83,41 @@ def command(
             if not 0 <= value < count:
                 raise PlanError(f"{name} {value} is not one of the {count} of this problem\n  nearest: {name} 0")
         picture = look(resolved, b, h)
-    out.print(Text(str(resolved), style="bold"))
-    if resolved.variant.doc:
-        out.print(Text(resolved.variant.doc.strip().splitlines()[0]))
-    out.print(Text(formula(resolved.variant).pretty()))
-    out.print(render(picture, resolved.plan.tile))
-    out.print(summary(picture, resolved, b, h))
-    for note in resolved.facts.notes():
-        out.print(note, markup=False)
-    if (advice := hint(picture, resolved.variant)) is not None:
-        out.print(advice, markup=False)
+    written = formula(resolved.variant)
+    if as_json:
+        write_json(_described(picture, resolved, b, h) | {"formula": written.text()})
+    else:
+        out.print(Text(str(resolved), style="bold"))
+        if resolved.variant.doc:
+            out.print(Text(resolved.variant.doc.strip().splitlines()[0]))
+        pretty = written.pretty()
+        out.print(Text(pretty if encodable(pretty) else written.text()))
+        out.print(render(picture, resolved.plan.tile))
+        out.print(summary(picture, resolved, b, h))
+        for note in resolved.facts.notes():
+            out.print(note, markup=False)
+        if (advice := hint(picture, resolved.variant)) is not None:
+            out.print(advice, markup=False)
     if output is not None:
         with err.status("drawing"):
-            draw(picture, resolved, output, drawn(resolved, b, h))
-        err.print(f"wrote {output}")
+            drawing = draw(picture, resolved, output.suffix, drawn(resolved, b, h))
+        write(output, drawing)
+
+
+def _described(picture: Picture, resolved: Resolved, b: int, h: int) -> dict[str, object]:
+    counts, tile = np.bincount(picture.classes.ravel(), minlength=3), resolved.plan.tile
+    pairs = resolved.problem.q_len * resolved.problem.kv_len
+    return {
+        **options.posed(resolved.problem),
+        "params": dict(resolved.case.params),
+        "b": b,
+        "h": h,
+        "visible": picture.visible / pairs,
+        "pairs": pairs,
+        "tile": {"q": tile.q, "kv": tile.kv},
+        "tiles": {name: int(count) for name, count in zip(_NAMES, counts, strict=True)},
+        "misclassified": picture.misclassified,
+    }
 
 
 def look(resolved: Resolved, b: int, h: int) -> Picture:
@@ -135,15 +160,20 @@ def _density(resolved: Resolved, b: int, h: int) -> tuple[np.ndarray, int]:
 
 def render(picture: Picture, tile: Tile) -> Columns:
     """Two panels: how much of each cell is visible, and the class of the tile at its centre."""
-    shades = np.ceil(_shrunk(picture.density) * (len(_SHADES) - 1)).astype(int)
-    mask = "\n".join("".join(_SHADES[i] for i in line) for line in shades)
-    classes = "\n".join("".join(_CLASSES[i] for i in line) for line in _spread(picture.classes))
+    signs, classes = map(_shown, (_SHADES, _CLASSES))
+    shades = np.ceil(_shrunk(picture.density) * (len(signs) - 1)).astype(int)
+    mask = "\n".join("".join(signs[i] for i in line) for line in shades)
+    classes = "\n".join("".join(classes[i] for i in line) for line in _spread(picture.classes))
     return Columns(
         [
             Panel.fit(Text(mask), title="mask: queries down, keys across"),
             Panel.fit(Text(classes), title=f"tiles {tile.q} x {tile.kv}"),
         ]
     )
+
+
+def _shown(signs: tuple[str, str]) -> str:
+    return signs[0] if encodable("".join(signs[0] for signs in (_SHADES, _CLASSES))) else signs[1]
 
 
 def drawn(resolved: Resolved, b: int, h: int) -> str:
@@ -155,7 +185,8 @@ def drawn(resolved: Resolved, b: int, h: int) -> str:
 
 def summary(picture: Picture, resolved: Resolved, b: int, h: int) -> str:
     counts = np.bincount(picture.classes.ravel(), minlength=3)
-    named = ", ".join(f"{_CLASSES[i]} {counts[i]:,} {_NAMES[i]}" for i in range(3))
+    signs = _shown(_CLASSES)
+    named = ", ".join(f"{signs[i]} {counts[i]:,} {_NAMES[i]}" for i in range(3))
     visible = share(picture.visible, resolved.problem.q_len * resolved.problem.kv_len)
     of = "".join(f" of {place}" for place in [drawn(resolved, b, h)] if place)
     return (
@@ -177,8 +208,10 @@ def hint(picture: Picture, variant: Variant) -> str | None:
     )
 
 
-def draw(picture: Picture, resolved: Resolved, path: Path, place: str) -> None:
-    """The picture of a batch and head as a PNG or SVG file."""
+def draw(picture: Picture, resolved: Resolved, suffix: str, place: str) -> bytes:
+    """The picture of a batch and head as a ".png" or ".svg" file holds it."""
+    import io
+
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -188,7 +221,7 @@ def draw(picture: Picture, resolved: Resolved, path: Path, place: str) -> None:
 
     problem, tile = resolved.problem, resolved.plan.tile
     figure = Figure(figsize=(11, 5.4), layout="constrained")
-    canvas = FigureCanvasSVG(figure) if path.suffix == ".svg" else FigureCanvasAgg(figure)
+    canvas = FigureCanvasSVG(figure) if suffix == ".svg" else FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharex=True, sharey=True)
     extent = (0, problem.kv_len, problem.q_len, 0)
     left.imshow(picture.density, cmap="Greys", vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="nearest")
@@ -212,9 +245,10 @@ def draw(picture: Picture, resolved: Resolved, path: Path, place: str) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
     below = "; ".join(filter(None, (place, f"{share(picture.misclassified, 1)} of the tiles misclassified")))
     figure.suptitle(f"{resolved}\n{below}", fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing = io.BytesIO()
     with rc_context({"svg.fonttype": "none"}):  # letters stay letters: they can be searched and copied
-        canvas.print_figure(path, dpi=150)
+        canvas.print_figure(drawing, dpi=150, format=suffix[1:])
+    return drawing.getvalue()
 
 
 def _shrunk(density: np.ndarray) -> np.ndarray:

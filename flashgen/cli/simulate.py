@@ -11,9 +11,10 @@ import typer
 from rich.table import Table
 
 from flashgen.cli import options
-from flashgen.cli.console import err, many, out, seconds, share, tabulate
+from flashgen.cli.console import err, many, out, seconds, share, tabulate, write_json
 from flashgen.cli.options import Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
+from flashgen.cli.run import room
 
 if TYPE_CHECKING:
     from flashgen.runtime.ptx.counters import Report
@@ -29,10 +30,19 @@ _MOST = 12
 def command(
     spec: Spec,
     request: Request,
-    seed: Annotated[int, typer.Option(help="Seed of the random input and of the order of asynchronous copies.")] = 0,
+    seed: options.Seed = 0,
     late: Annotated[
-        bool, typer.Option("--late", help="Asynchronous copies end as late as the kernel allows, not in random order.")
+        bool,
+        typer.Option(
+            "--late",
+            help="Asynchronous copies end as late as the kernel allows, not as --seed draws it.",
+        ),
     ] = False,
+    as_json: options.as_json(
+        "dtype, shape, params, seed, kernel (as of flashgen compile), traffic (buffer, kind, bytes), predicted_bytes,"
+        " instructions (executed, by name), conflicts (line, text, wavefronts too many), steps, seconds, passed,"
+        " reasons"
+    ) = False,
     step_limit: Annotated[int, typer.Option(min=1, help="Steps after which a kernel counts as endless.")] = 10**8,
 ) -> None:
     """Execute the kernel on the CPU: check it against float64 and show traffic, bank conflicts, instructions.
@@ -43,8 +53,13 @@ def command(
         spec, request if request.seqlen is not None else dataclasses.replace(request, seqlen=SEQLEN), seed=seed
     )
     start = time.perf_counter()
-    with err.status("executing"):
+    with err.status("executing"), room(resolved.problem, "cpu"):
         report, reasons = _run(resolved, seed, None if late else seed, step_limit)
+    if as_json:
+        write_json(_described(resolved, report, seed, time.perf_counter() - start, reasons))
+        if reasons:
+            raise typer.Exit(1)
+        return
     tabulate(_traffic(resolved, report))
     tabulate(_instructions(report))
     conflicts = report.conflicts
@@ -59,6 +74,27 @@ def command(
     if reasons:
         raise typer.Exit(1)
     out.print(f"[green]checked[/] against float64, no trap, seed {seed}")
+
+
+def _described(
+    resolved: Resolved, report: Report, seed: int, taken: float, reasons: tuple[str, ...]
+) -> dict[str, object]:
+    traffic = sorted(report.traffic.items())
+    conflicts = ({"line": c.line, "text": c.text, "wavefronts": c.conflicts} for c in report.conflicts)
+    return {
+        **options.posed(resolved.problem),
+        "params": dict(resolved.case.params),
+        "seed": seed,
+        "kernel": options.described(resolved.plan),
+        "traffic": [{"buffer": buffer, "kind": kind, "bytes": int(amount)} for (buffer, kind), amount in traffic],
+        "predicted_bytes": resolved.predict().hbm.total,
+        "instructions": {opcode: int(count) for opcode, count in report.instructions.most_common()},
+        "conflicts": list(conflicts),
+        "steps": report.steps,
+        "seconds": taken,
+        "passed": not reasons,
+        "reasons": list(reasons),
+    }
 
 
 def _run(resolved: Resolved, seed: int, order: int | None, step_limit: int) -> tuple[Report, tuple[str, ...]]:

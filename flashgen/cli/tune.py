@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from flashgen.bench.protocol import MIN_ROUNDS
-from flashgen.cli.console import err, out, progress
+from flashgen.cli import options
+from flashgen.cli.console import err, out, progress, write_json
 from flashgen.errors import LaunchError, PlanError
 
 
@@ -24,8 +25,10 @@ def command(
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16; a record serves both.")] = "bfloat16",
     rounds: Annotated[int, typer.Option(min=MIN_ROUNDS, help="Rounds; each times every candidate once.")] = MIN_ROUNDS,
     folder: Annotated[
-        Path | None, typer.Option(help="Where the record goes, else $FLASHGEN_RECORDS, else ./records.")
+        Path | None,
+        typer.Option(help="Where the record goes, else $FLASHGEN_RECORDS, else ./records.", callback=options.results),
     ] = None,
+    as_json: options.as_json("path, entries (as the record holds them)") = False,
 ) -> None:
     """Measure the candidates that fit on this GPU and write the record that the planner then orders them by."""
     import torch
@@ -34,7 +37,14 @@ def command(
     from flashgen.lang.load import load_spec
     from flashgen.planning import arch as archs
     from flashgen.planning import records
+    from flashgen.planning.problem import check_dtype
 
+    for name, value in [("--head-dim", d) for d in head_dim or ()] + [("--v-head-dim", v_head_dim)]:
+        if value is not None and value <= 0:
+            raise PlanError(f"{name} is {value}: it must be positive\n  nearest: {name} 64")
+    check_dtype(dtype)
+    if arch is not None:
+        archs.find(arch)
     if not torch.cuda.is_available():
         raise LaunchError("tuning needs a GPU that PyTorch can use, and there is none")
     present = archs.of_device(*torch.cuda.get_device_capability())
@@ -56,10 +66,20 @@ def command(
                     bar.update(task, description=f"{what}: {step}", completed=done, total=total)
 
                 entry = tune.tune(
-                    variant, present.name, name, dtype, d, v_head_dim or d, rounds=rounds, advance=advance
+                    variant,
+                    present.name,
+                    name,
+                    dtype,
+                    d,
+                    d if v_head_dim is None else v_head_dim,
+                    rounds=rounds,
+                    advance=advance,
                 )
                 entries.append(entry)
                 path = tune.write(folder, present.name, name, entry)  # what is measured stays, whatever comes next
+    if as_json:
+        write_json({"path": str(path), "entries": entries})
+        return
     for entry in entries:
         out.print(f"{entry['spec']}, {records.Key(**entry['class'])}", markup=False)
         for c in entry["candidates"]:

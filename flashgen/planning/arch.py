@@ -15,6 +15,7 @@ Sources, one for each column:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -174,7 +175,7 @@ def find(name: str) -> Arch:
         return known[text]
     digits = text.rstrip("af")
     names = ", ".join(ARCHS)
-    if not digits.isdigit() or int(digits) < 10:
+    if re.fullmatch(r"[1-9][0-9]{1,3}", digits) is None:
         raise PlanError(f"{name!r} is not an architecture\n  flashgen plans for: {names}\n  nearest: sm_80")
     number = int(digits)
     if number < 80:

@@ -495,11 +495,13 @@ def _measured(request: _Request) -> Menu | None:
 
 
 def _plan_of(request: _Request, timed: Timed) -> KernelPlan | None:
-    """The plan of a measured candidate; None where the pipeline has no such candidate any more."""
+    """The plan of a measured candidate; None where the pipeline has no such candidate any more, or none that fits."""
     fields = dict(timed.form)
     dims = request.head_dim, request.v_head_dim
     for c in request.candidates(Tile(q=fields["tile"][0], kv=fields["tile"][1]), fields["stages"]):
         if records.form(asdict(c)) == timed.form:
+            if sum(part.amount for part in request.pipeline.smem(c, *dims)) > request.arch.smem_per_block:
+                return None
             plan = request.pipeline.plan(c, request.variant, request.arch, request.dtype, *dims)
             return replace(plan, blocks_per_sm=timed.blocks_per_sm)
     return None

@@ -59,6 +59,8 @@ class Problem:
         for name in ("head_dim", "v_head_dim"):
             if (value := getattr(self, name)) <= 0:
                 raise PlanError(f"{name} is {value}: it must be positive\n  nearest: 16")
+            if value >= MAX_LENGTH:
+                raise PlanError(f"{name} is {value}: head dims stay below 2^24\n  nearest: 128")
         check_dtype(self.dtype)
         if self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads):
             divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]

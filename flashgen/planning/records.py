@@ -7,13 +7,13 @@ An entry keeps the median of every measured candidate on every shape, and the ma
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from flashgen import jsonfile
 from flashgen.analysis.facts import analyse
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
@@ -26,8 +26,11 @@ VARIABLE = "FLASHGEN_RECORDS"
 
 _SHIPPED = Path(__file__).parent / "records"
 
-#: Head dims are padded to this many columns by every pipeline.
+#: Head dims are padded to this many columns by every pipeline, and tiles have a multiple of as many rows.
 _COLUMNS = 16
+
+#: What a record's numbers reach at most: sizes of a problem, head dims, rows of a tile, stages and blocks of an SM, ms.
+_LARGEST, _LARGEST_HEAD_DIM, _LARGEST_TILE, _MOST, _LONGEST_MS = 1 << 24, 1 << 12, 1 << 10, 32, 1e9
 
 
 class Key(NamedTuple):
@@ -99,10 +102,12 @@ def file_name(arch: str, pipeline: str, pass_name: str) -> str:
 def find(arch: str, pipeline: str, pass_name: str, variant: Variant, head_dim: int, v_head_dim: int) -> Entry | None:
     """The entry for a variant (constants bound), of the user's folder or else a shipped one; None: nothing measured.
 
-    Raises PlanError for a damaged record.
+    Raises PlanError for a damaged record, and where the user's folder is none.
     """
     name = file_name(arch, pipeline, pass_name)
     user = os.environ.get(VARIABLE)
+    if user and not Path(user).is_dir():
+        raise PlanError(f"{VARIABLE} is {user!r}, and there is no such folder\n  nearest: unset {VARIABLE}")
     for folder in (Path(user), _SHIPPED) if user else (_SHIPPED,):
         entries = load(folder / name)
         if entries and (found := entries.get(key(variant, head_dim, v_head_dim))):
@@ -114,37 +119,78 @@ def find(arch: str, pipeline: str, pass_name: str, variant: Variant, head_dim: i
 def load(path: Path) -> dict[Key, Entry]:
     """The entries of a record by class; none where there is no such file.  Raises PlanError for a damaged one."""
     try:
-        data = json.loads(path.read_text())
-        if data["format"] != FORMAT:
-            raise ValueError(f"format {data['format']!r} is not {FORMAT}")
-        return {entry.key: entry for entry in (_entry(path.stem, raw) for raw in data["entries"])}
+        data = jsonfile.checked(jsonfile.read(path), dict, "it")
+        if (written := jsonfile.member(data, "format", int)) != FORMAT:
+            raise ValueError(f"its format is {written} and not {FORMAT}")
+        entries: dict[Key, Entry] = {}
+        for number, raw in enumerate(jsonfile.member(data, "entries", list), 1):
+            try:
+                entry = _entry(path.stem, jsonfile.checked(raw, dict, "it"))
+                if entry.key in entries:
+                    raise ValueError("another one has its class")
+            except ValueError as error:
+                raise ValueError(f"entry {number}: {error}") from None
+            entries[entry.key] = entry
+        return entries
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise PlanError(
-            f"the record {path} cannot be used: {type(error).__name__}: {error}\n"
-            f"  nearest: write it again with `flashgen tune`, or remove it"
+            f"the record {path} cannot be used: {error}\n"
+            f"  nearest: write it again with `flashgen tune`, or remove it, and candidates are ordered by prediction"
         ) from error
 
 
 def _entry(stem: str, raw: dict) -> Entry:
-    """An entry out of JSON; raises KeyError, TypeError or ValueError where it is not one."""
-    found = Key(**raw["class"])
-    shapes = tuple(Shape(**shape) for shape in raw["shapes"])
+    """An entry out of JSON; raises ValueError where it is not one."""
+    of = jsonfile.member(raw, "class", dict)
+    found = Key(
+        _one_of(of, "mask", str, ("none", "band", "general")),
+        jsonfile.member(of, "score", bool),
+        *(_size(of, name, _COLUMNS, _LARGEST_HEAD_DIM) for name in ("head_dim", "v_head_dim")),
+    )
+    shapes = tuple(
+        Shape(*(_size(jsonfile.checked(shape, dict, "a shape"), name, 1, _LARGEST) for name in Shape._fields))
+        for shape in jsonfile.member(raw, "shapes", list)
+    )
     timed = tuple(
-        Timed(
-            form=form(c["form"]),
-            blocks_per_sm=int(c["blocks_per_sm"]),
-            ms=tuple(float(ms) for ms in c["ms"]),
-        )
-        for c in raw["candidates"]
+        _timed(jsonfile.checked(c, dict, "a candidate"), len(shapes)) for c in jsonfile.member(raw, "candidates", list)
     )
     if not shapes or not timed:
-        raise ValueError(f"the entry {found} is empty")
-    for one in timed:
-        if len(one.ms) != len(shapes) or not all(0 < ms < float("inf") for ms in one.ms):
-            raise ValueError(f"the entry {found} has no time for each of its {len(shapes)} shapes")
+        raise ValueError(f"the entry of {found} is empty")
     return Entry(name=f"{stem}: {found}", key=found, shapes=shapes, candidates=timed)
+
+
+def _timed(raw: dict, shapes: int) -> Timed:
+    fields = jsonfile.member(raw, "form", dict)
+    tile = jsonfile.member(fields, "tile", dict)
+    if set(tile) != {"q", "kv"}:
+        raise ValueError(f"the tile has {', '.join(map(repr, tile)) or 'nothing'}, and must have 'q' and 'kv'")
+    tile = {name: _size(tile, name, _COLUMNS, _LARGEST_TILE, _COLUMNS) for name in ("q", "kv")}
+    others = {name: jsonfile.checked(fields[name], (int, bool), repr(name)) for name in fields if name != "tile"}
+    _size(fields, "stages", 1, _MOST)
+    ms = [jsonfile.checked(one, (int, float), "a time") for one in jsonfile.member(raw, "ms", list)]
+    if len(ms) != shapes or not all(0 < one < _LONGEST_MS for one in ms):
+        raise ValueError(f"a candidate has no time for each of its {shapes} shapes, in ms above 0")
+    return Timed(
+        form=form({"tile": tile, **others}),
+        blocks_per_sm=_size(raw, "blocks_per_sm", 1, _MOST),
+        ms=tuple(map(float, ms)),
+    )
+
+
+def _size(data: dict, name: str, least: int, most: int, step: int = 1) -> int:
+    value = jsonfile.member(data, name, int)
+    if not least <= value <= most or value % step:
+        steps = f" in steps of {step}" if step > 1 else ""
+        raise ValueError(f"{name!r} is {jsonfile.shown(value)}, and must lie between {least} and {most}{steps}")
+    return value
+
+
+def _one_of(data: dict, name: str, kind: type, values: tuple) -> object:
+    if (value := jsonfile.member(data, name, kind)) not in values:
+        raise ValueError(f"{name!r} is {jsonfile.shown(value)}, and must be one of {', '.join(map(repr, values))}")
+    return value
 
 
 def form(fields: dict) -> tuple[tuple[str, object], ...]:

@@ -1,8 +1,8 @@
 """The disk cache of cubins: an index from everything that decides a cubin to the cubin, so that a hit renders nothing.
 
-An entry is two files, `<key>.cubin` and its sidecar `<key>.json` (what it is, and the cubin's checksum).  Both are
+An entry is two files, `<key>.cubin` and its sidecar `<key>.json` (what it is, and a checksum of both).  Both are
 written to a temporary name and renamed, the sidecar last; whatever does not check out is compiled again.  Nothing here
-can stop a kernel from running: a folder that cannot be read or written costs one warning a process.
+can stop a kernel from running: a folder that cannot be read, written or trusted costs one warning a process.
 """
 
 from __future__ import annotations
@@ -71,70 +71,75 @@ class Cache:
         Of several processes and threads that miss together one builds and the others wait for it.  Raises only what
         `build` raises.  A folder that others may write is not used: a cubin of theirs would run as the caller's.
         """
-        if others := self._writable_by_others():
+        if self.limit == 0:
+            return self._entry(key, *build())
+        with contextlib.suppress(OSError):  # writing says it; and what others make from now on is seen below
+            self._make_folder()
+        if (others := self._others()) is not None:
             self._warn(
-                f"flashgen does not use its kernel cache {self.folder}, which others may write ({others}): kernels run,"
-                f" but each process compiles them again\n  chmod go-w {self.folder}, or set FLASHGEN_CACHE_DIR to a"
+                f"flashgen does not use its kernel cache {self.folder}, which others may write ({others[0]}):"
+                f" kernels run, but each process compiles them again\n  {others[1]}set FLASHGEN_CACHE_DIR to a"
                 " folder of your own"
             )
-            return Cache(folder=self.folder, limit=0)._write(key, *build())
+            return self._entry(key, *build())
         if (found := self._read(key)) is not None:
             return found
         with self._locked(key) as locked:
             if locked and (found := self._read(key)) is not None:
                 return found
-            compiled, about = build()
-            return self._write(key, compiled, about)
+            entry = self._entry(key, *build())
+            self._write(key, entry)
+            return entry
+
+    def _entry(self, key: str, compiled: nvrtc.Compiled, about: Mapping[str, object]) -> Entry:
+        """What was compiled now, with its sidecar."""
+        about = {"key": key, "bytes": len(compiled.cubin), "resources": dataclasses.asdict(compiled.resources), **about}
+        return Entry(cubin=compiled.cubin, resources=compiled.resources, about=about, hit=False)
 
     def _read(self, key: str) -> Entry | None:
         try:
             sidecar = self.folder / f"{key}.json"
             about = json.loads(sidecar.read_bytes())
             cubin = (self.folder / f"{key}.cubin").read_bytes()
-            if about["key"] != key or about["cubin"] != _checksum(cubin):
+            if about.pop("checksum") != _checksum(cubin, about) or about["key"] != key:
                 return None
             resources = nvrtc.Resources(**about["resources"])
-        except (OSError, ValueError, TypeError, KeyError):  # absent, or damaged in any way
+        # Absent, or damaged in any way: AttributeError is a list, RecursionError too deep a one.
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
         with contextlib.suppress(OSError):
             os.utime(sidecar)  # recently used
         return Entry(cubin=cubin, resources=resources, about=about, hit=True)
 
-    def _write(self, key: str, compiled: nvrtc.Compiled, about: Mapping[str, object]) -> Entry:
-        cubin = compiled.cubin
-        about = {
-            "key": key,
-            "cubin": _checksum(cubin),
-            "bytes": len(cubin),
-            "resources": dataclasses.asdict(compiled.resources),
-            **about,
-        }
+    def _write(self, key: str, entry: Entry) -> None:
+        about = {"checksum": _checksum(entry.cubin, entry.about), **entry.about}
         text = json.dumps(about, indent=1).encode()
-        if len(cubin) + len(text) <= self.limit:
-            try:
-                self._make_folder()
-                self._replace(f"{key}.cubin", cubin)
-                self._replace(f"{key}.json", text)
-                self._evict(keep=key)
-            except OSError as error:
-                reason = error.strerror or str(error)
-                self._warn(
-                    f"flashgen cannot write its kernel cache {self.folder} ({reason}): kernels run, but each process"
-                    " compiles them again\n  set FLASHGEN_CACHE_DIR to a folder that can be written, or"
-                    " FLASHGEN_CACHE_BYTES=0 to do without one"
-                )
-        return Entry(cubin=cubin, resources=compiled.resources, about=about, hit=False)
+        if len(entry.cubin) + len(text) > self.limit:
+            return
+        try:
+            self._make_folder()
+            self._replace(f"{key}.cubin", entry.cubin)
+            self._replace(f"{key}.json", text)
+            self._evict(keep=key)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self._warn(
+                f"flashgen cannot write its kernel cache {self.folder} ({reason}): kernels run, but each process"
+                " compiles them again\n  set FLASHGEN_CACHE_DIR to a folder that can be written, or"
+                " FLASHGEN_CACHE_BYTES=0 to do without one"
+            )
 
-    def _writable_by_others(self) -> str | None:
-        """Who else may put cubins into the folder; None: nobody, or there is no folder yet."""
+    def _others(self) -> tuple[str, str] | None:
+        """Why others may put cubins into the folder, and the start of a cure; None: nobody, or there is no folder."""
         try:
             status = self.folder.stat()
         except OSError:
             return None
+        if status.st_uid not in (os.geteuid(), 0):  # root's own cache is nobody else's either
+            return f"it is of user {status.st_uid}, and this process runs as {os.geteuid()}", ""
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return f"its mode is {stat.S_IMODE(status.st_mode):o}"
-        mine = os.geteuid() in (0, status.st_uid) or status.st_uid == 0
-        return None if mine else f"it is of user {status.st_uid}"
+            return f"its mode is {stat.S_IMODE(status.st_mode):o}", f"chmod go-w {self.folder}, or "
+        return None
 
     def _make_folder(self) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -181,13 +186,11 @@ class Cache:
         from filelock import FileLock
 
         held = None
-        if self.limit > 0:
-            with contextlib.suppress(OSError, NotImplementedError):  # Timeout is an OSError; writing warns if it must
-                self._make_folder()
-                (self.folder / "locks").mkdir(mode=0o700, exist_ok=True)
-                lock = FileLock(self.folder / "locks" / f"{key[:2]}.lock", mode=0o600)
-                lock.acquire(timeout=LOCK_SECONDS)
-                held = lock
+        with contextlib.suppress(OSError, NotImplementedError):  # Timeout is an OSError; writing warns if it must
+            (self.folder / "locks").mkdir(mode=0o700, exist_ok=True)
+            lock = FileLock(self.folder / "locks" / f"{key[:2]}.lock", mode=0o600)
+            lock.acquire(timeout=LOCK_SECONDS)
+            held = lock
         try:
             yield held is not None
         finally:
@@ -195,19 +198,24 @@ class Cache:
                 held.release()
 
     def _warn(self, message: str) -> None:
-        """Once a folder and process."""
-        with _warning:
-            if self.folder in _warned:
-                return
-            _warned.add(self.folder)
-        warnings.warn(message, CacheWarning, stacklevel=2)
+        _warn_once(self.folder, message)
+
+
+def _warn_once(folder: Path, message: str) -> None:
+    """Once a folder and process."""
+    with _warning:
+        if folder in _warned:
+            return
+        _warned.add(folder)
+    warnings.warn(message, CacheWarning, stacklevel=2)
 
 
 def default() -> Cache:
     """The cache of this process's environment.
 
-    FLASHGEN_CACHE_DIR, else `flashgen` in XDG_CACHE_HOME, else `~/.cache/flashgen`; FLASHGEN_CACHE_BYTES bounds it (0:
-    no cache).  Raises FlashgenError for a bound that is not a number of bytes.
+    FLASHGEN_CACHE_DIR, else `flashgen` in XDG_CACHE_HOME, else `~/.cache/flashgen`, else (for a user who has no home) a
+    folder of this user among the temporary ones; FLASHGEN_CACHE_BYTES bounds it (0: no cache).  Raises FlashgenError
+    for a bound that is not a number of bytes, and for a FLASHGEN_CACHE_DIR in a home that there is not.
     """
     return Cache(folder=_folder(), limit=_limit())
 
@@ -260,15 +268,38 @@ def _sources(root: Path) -> Iterator[tuple[str, str]]:
                 yield path, os.path.relpath(path, root).replace(os.sep, "/")
 
 
-def _checksum(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _checksum(cubin: bytes, about: Mapping[str, object]) -> str:
+    """sha256 of all that a hit reads."""
+    digest = hashlib.sha256(cubin)
+    digest.update(json.dumps(about, sort_keys=True).encode())
+    return digest.hexdigest()
 
 
 def _folder() -> Path:
     if chosen := os.environ.get("FLASHGEN_CACHE_DIR"):
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError:
+            raise FlashgenError(
+                f"FLASHGEN_CACHE_DIR is {chosen!r}, and that user has no home\n  nearest: a path that starts with /"
+            ) from None
     shared = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative one is to be ignored, says the XDG specification
-    return (shared if shared.is_absolute() else Path("~/.cache").expanduser()) / "flashgen"
+    if shared.is_absolute():
+        return shared / "flashgen"
+    with contextlib.suppress(RuntimeError):  # a container's user without an entry, and no HOME
+        return Path("~/.cache/flashgen").expanduser()
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except FileNotFoundError:  # none can be written, as writing will say
+        temporary = Path("/tmp")
+    folder = temporary / f"flashgen-{os.geteuid()}"
+    if _limit():
+        _warn_once(
+            Path("~"),
+            f"flashgen keeps its kernel cache in {folder}, since this user (number {os.geteuid()}) has no home\n"
+            "  set FLASHGEN_CACHE_DIR to a folder that lasts, or FLASHGEN_CACHE_BYTES=0 to do without one",
+        )
+    return folder
 
 
 def _limit() -> int:

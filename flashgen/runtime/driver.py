@@ -16,6 +16,9 @@ from functools import cache
 from flashgen.errors import LaunchError
 from flashgen.runtime import nvrtc
 
+#: What installs the bindings; named by the error about their absence.
+BINDINGS = "pip install 'cuda-bindings>=12.9.4,<14'"
+
 #: Blocks that a grid's x dimension can hold.
 MAX_BLOCKS = (1 << 31) - 1
 
@@ -203,7 +206,7 @@ def _api():
     try:
         from cuda.bindings import driver as api
     except ImportError as error:
-        raise LaunchError(f"cuda-bindings is not installed ({error})\n  install it: {nvrtc.WHEELS}") from error
+        raise LaunchError(f"cuda-bindings is not installed ({error})\n  install it: {BINDINGS}") from error
     cure = "tensors on the CPU need none: q.cpu(), k.cpu(), v.cpu()"
     try:
         status = api.cuInit(0)[0]

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from flashgen.errors import CompileError
+from flashgen.runtime import libnvrtc
 
-#: What installs the compiler; named by every error about its absence.
-WHEELS = "pip install 'cuda-bindings>=13.0.3,<14' 'nvidia-cuda-nvrtc>=13.0.88,<14'"
+#: Every kernel is compiled with these.  -v prints the resource report.
+OPTIONS = ("-std=c++17", "--ptxas-options=-O3", "--ptxas-options=-v")
 
-#: Every kernel is compiled with these.  -v prints the resource report; -no-cache because NVRTC's own cache (present
-#: only beside a driver) drops that report, and flashgen keeps a cache of its own.
-OPTIONS = ("-std=c++17", "-no-cache", "--ptxas-options=-O3", "--ptxas-options=-v")
+#: NVRTC's own cache (present only beside a driver) drops the resource report, and flashgen keeps a cache of its own.
+#: Before this version there is neither the cache nor the option against it.
+_CACHES_SINCE = (12, 9)
 
 _PERFORMANCE_LOSS = re.compile(r".*\(C75\d\d\).*")
 _DIAGNOSTIC = re.compile(r"^(?P<file>[^\s(]+)\((?P<line>\d+)\): (?:catastrophic )?error")
-_loading = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +65,9 @@ def compile(
     the text, when a (C75xx) line says that ptxas gave up speed (unless `allow_performance_loss`), and when no NVRTC is
     installed.
     """
-    nvrtc = _nvrtc()
+    library = libnvrtc.library()
     start = time.perf_counter()
-    log, cubin = _run(nvrtc, source, arch, name, (*OPTIONS, *options), nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+    log, cubin = _run(library, source, arch, name, (*OPTIONS, *options), libnvrtc.Program.cubin)
     seconds = time.perf_counter() - start
     losses = _performance_losses(log)
     if losses and not allow_performance_loss:
@@ -85,37 +83,23 @@ def compile(
 
 def ptx(source: str, arch: str, *, name: str = "kernel", options: Iterable[str] = ()) -> str:
     """The PTX that NVRTC makes of CUDA text for `arch` ("sm_90a" gives compute_90a); raises CompileError as compile."""
-    nvrtc = _nvrtc()
     virtual = arch.replace("sm_", "compute_", 1)
-    every = ("-std=c++17", "-no-cache", *options)
-    return _run(nvrtc, source, virtual, name, every, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)[1].rstrip(b"\0").decode()
+    given = ("-std=c++17", *options)
+    return _run(libnvrtc.library(), source, virtual, name, given, libnvrtc.Program.ptx)[1]
 
 
 @lru_cache(maxsize=1)
 def version() -> str:
-    """The version of the NVRTC that compile uses, as exactly as it is known: the wheel's ("13.0.88"), else "13.0".
+    """The version of the NVRTC that compile uses, as exactly as it is known: its wheel's ("13.0.88"), else "13.0".
 
-    The wheel's metadata is asked first because loading the library costs 30 ms, which a cache hit should not pay.  Both
-    speak of the same library: the loader looks into site-packages first too, and of two wheels takes the newer.
+    The wheel that the file belongs to is asked first because loading the library costs 30 ms, which a cache hit should
+    not pay; where the library is loaded, it has to agree.  Raises CompileError where there is none.
     """
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed
-
-    for wheel in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
-        with contextlib.suppress(PackageNotFoundError):
-            return installed(wheel)
-    return "{}.{}".format(*library_version())
-
-
-@lru_cache(maxsize=1)
-def library_version() -> tuple[int, int]:
-    """CUDA major and minor version that the loaded NVRTC reports; raises CompileError where there is none."""
-    nvrtc = _nvrtc()
-    return tuple(_ok(nvrtc, nvrtc.nvrtcVersion(), "ask NVRTC for its version"))
+    return libnvrtc.found().wheel or "{}.{}".format(*libnvrtc.library().version)
 
 
 def versions() -> dict[str, str]:
-    """Versions of NVRTC and of the bindings it is called through; raises CompileError where there is none."""
+    """Versions of NVRTC and of the bindings to the driver; raises CompileError where there is no NVRTC."""
     import cuda.bindings
 
     return {"nvrtc": version(), "cuda-bindings": cuda.bindings.__version__}
@@ -125,51 +109,28 @@ def _performance_losses(log: str) -> tuple[str, ...]:
     return tuple(line.strip() for line in _PERFORMANCE_LOSS.findall(log))
 
 
-def _nvrtc():
-    """The bindings, with the library behind them loaded."""
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise CompileError(f"no NVRTC: cuda-bindings is not installed ({error})\n  install it: {WHEELS}") from error
-    with _loading:  # the loader of early bindings is not safe against two threads
-        try:
-            nvrtc.nvrtcVersion()
-        except RuntimeError as error:  # pathfinder's DynamicLibNotFoundError is one
-            raise CompileError(f"no NVRTC: its library cannot be loaded ({error})\n  install it: {WHEELS}") from error
-    return nvrtc
+def _run(
+    library: libnvrtc.Library,
+    source: str,
+    arch: str,
+    name: str,
+    options: tuple[str, ...],
+    read: Callable[[libnvrtc.Program], bytes | str],
+) -> tuple[str, bytes | str]:
+    """The log and the result of one NVRTC program."""
+    own = ("-no-cache",) if library.version >= _CACHES_SINCE else ()
+    with library.program(source, f"{name}.cu") as program:
+        status = program.compile((f"--gpu-architecture={arch}", *own, *options))
+        log = program.log()
+        if status:
+            raise CompileError(_refusal(library, status, source, arch, name, log), log=log, source=source)
+        return log, read(program)
 
 
-def _run(nvrtc, source: str, arch: str, name: str, options: tuple[str, ...], size_of, get) -> tuple[str, bytes]:
-    """One NVRTC program, compiled and read; the GIL is free while NVRTC works."""
-    program = _ok(nvrtc, nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []), "start")[0]
-    try:
-        given = [option.encode() for option in (f"--gpu-architecture={arch}", *options)]
-        status = nvrtc.nvrtcCompileProgram(program, len(given), given)[0]
-        log = _read(nvrtc, program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
-        log = log.rstrip(b"\0 \n").decode(errors="replace")
-        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CompileError(_refusal(nvrtc, status, source, arch, name, log), log=log, source=source)
-        return log, _read(nvrtc, program, size_of, get)
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-
-
-def _read(nvrtc, program, size_of, get) -> bytes:
-    buffer = bytearray(_ok(nvrtc, size_of(program), "read a result's size")[0])
-    _ok(nvrtc, get(program, buffer), "read a result")
-    return bytes(buffer)
-
-
-def _ok(nvrtc, returned: tuple, doing: str) -> tuple:
-    if returned[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise CompileError(f"NVRTC cannot {doing}: {returned[0].name}")
-    return returned[1:]
-
-
-def _refusal(nvrtc, status, source: str, arch: str, name: str, log: str) -> str:
+def _refusal(library: libnvrtc.Library, status: int, source: str, arch: str, name: str, log: str) -> str:
     """The error's text: the first diagnostics, each under the source line it names."""
-    if status == nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION and "gpu-architecture" in log:
-        known = [f"sm_{number}" for number in _ok(nvrtc, nvrtc.nvrtcGetSupportedArchs(), "list its architectures")[0]]
+    if status == libnvrtc.INVALID_OPTION and "gpu-architecture" in log:
+        known = [f"sm_{number}" for number in library.architectures()]
         return f"NVRTC {version()} does not know the architecture {arch!r}\n  it knows {', '.join(known)}"
     lines, shown = source.splitlines(), []
     for text in log.splitlines():
@@ -180,7 +141,7 @@ def _refusal(nvrtc, status, source: str, arch: str, name: str, log: str) -> str:
         inside = found["file"] == f"{name}.cu" and 0 < number <= len(lines)
         shown.append(f"  {text}" + (f"\n    {number} | {lines[number - 1].strip()}" if inside else ""))
     report = "\n".join(shown) or "\n".join(f"  {line}" for line in log.splitlines()[:20])
-    return f"NVRTC {version()} cannot compile {name} for {arch} ({status.name})\n{report}"
+    return f"NVRTC {version()} cannot compile {name} for {arch} ({library.error(status)})\n{report}"
 
 
 def _resources(log: str) -> Resources:

@@ -1,0 +1,23 @@
+"""Files that are whole or not there: a full disk or an end in the middle leaves what was there before."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def write(path: Path, content: bytes | str) -> None:
+    """Write a file by a temporary one beside it; a link, a pipe or a device is written as it is.  Raises OSError."""
+    content = content.encode() if isinstance(content, str) else content
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_bytes(content)
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
