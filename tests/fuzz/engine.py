@@ -1,7 +1,7 @@
 """Trying cases by the thousand: what each judge said, a failure's one-line repro, and its smallest form.
 
-The choices of case i of a seed are bytes made from both, which hypothesis reads (`fuzz_one_input`); a case that fails is
-shrunk by hypothesis from there.
+The choices of case i of a seed are bytes made from both, which hypothesis reads (`fuzz_one_input`); a case that fails
+is shrunk by hypothesis from there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a spec means, read a second time: its text runs against a stand-in `fg` whose objects compute at once.
 
-Nothing of the compiler is used here.  Integers are int64 tensors (they wrap there), conditions bool, floats float32 in a
-mask and float64 in a score; the rules are those of the README's language table and of the docstrings in `lang/ops.py`.
+Nothing of the compiler is used here.  Integers are int64 tensors (they wrap there), conditions bool, floats float32 in
+a mask and float64 in a score; the rules are those of the README's language table and of the docstrings in `lang/ops.py`.
 Attention is written by its definition in float64, so that autograd gives the gradients.
 
 Rounding.  A kernel computes scores in float32 with quick functions, and a mask's functions too.  A `World` with a
@@ -522,10 +522,8 @@ class Call:
             loss = loss + (torch.where(live.any(-1), lse, 0.0) * self.dlse.double()).sum()
         wanted = {"q": q, "k": k, "v": v, **leaves}
         grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-        gradients = {
-            n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(wanted.items(), grads, strict=True)
-        }
-        return Attended(o.detach(), lse.detach(), gradients)
+        found = zip(wanted.items(), grads, strict=True)
+        return Attended(o.detach(), lse.detach(), {n: torch.zeros_like(x) if g is None else g for (n, x), g in found})
 
     def rounded(self, dtype: torch.dtype) -> Attended:
         """The same by explicit formulas, with p, the gradient of s, o and results rounded to `dtype`: what any method

@@ -167,9 +167,7 @@ class _Writer:
         if not scored:
             return "\n\n".join([*parts, f"fuzzed = {whole}\n" if whole.startswith("~") or len(names) > 1 else ""])
         self.in_score = True
-        parts.append(
-            f"masked = {whole}" if whole not in ("everything", "mask0") else f"masked = {whole}.then(fg.variant())"
-        )
+        parts.append(f"masked = {whole}")
         parts.append(f"@masked.score\ndef fuzzed(s, b, h, q, k):\n{self.function(self.score, 2)}")
         for i in range(c.pick((0, 0, 0, 1))):
             if c.one_in(2):
@@ -539,18 +537,14 @@ class _Writer:
     def index(self, name: str, axis: int, dim, depth: int) -> str:
         c = self.choices
         if isinstance(dim, str) and not c.one_in(3):
-            if dim not in ("q", "kv") or not c.one_in(3) or self.profile.outside:
-                at = DIMS[dim]
-                return c.pick(("q", "k")) if dim in ("q", "kv") and self.profile.outside and c.one_in(2) else at
+            other = dim in ("q", "kv") and self.profile.outside and c.one_in(2)
+            return c.pick(("q", "k")) if other else DIMS[dim]
         inner = self.integer(depth - 1) if depth > 0 else c.pick(("q", "k", "(q - k)", "(q + 1)", "(k // 2)", "h"))
         if self.profile.outside and c.one_in(3):
             return inner
         if c.one_in(4):
-            return (
-                f"{inner} % {name}.size({axis})"
-                if isinstance(dim, int)
-                else f"abs({inner}) % fg.maximum({name}.size({axis}), 1)"
-            )
+            size = f"{name}.size({axis})"
+            return f"{inner} % " + (size if isinstance(dim, int) else f"fg.maximum({size}, 1)")
         return f"fg.clamp({inner}, 0, {name}.size({axis}) - 1)"
 
 
