@@ -588,7 +588,7 @@ def _through(scores: torch.Tensor, s: torch.Tensor, leaves: dict, ds: torch.Tens
 
 
 def _largest(x: torch.Tensor) -> float:
-    return float(x.abs().max()) if x.numel() else 0.0
+    return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
 def _softmax(s: torch.Tensor, live: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -175,8 +175,11 @@ class _Writer:
                     f"def after{i}(s, b, h, q, k):\n{self.function(self.score, 1)}\n\nfuzzed{i} = fuzzed.then(after{i})"
                 )
             else:
+                self.in_score = False
+                within = self.function(self.condition, 1)
+                self.in_score = True
                 parts.append(
-                    f"@fg.variant\ndef within{i}(b, h, q, k):\n{self.function(self.condition, 1)}\n\n"
+                    f"@fg.variant\ndef within{i}(b, h, q, k):\n{within}\n\n"
                     f"@within{i}.score\ndef second{i}(s, b, h, q, k):\n{self.function(self.score, 1)}\n\n"
                     f"fuzzed{i} = fuzzed.then(second{i})"
                 )
