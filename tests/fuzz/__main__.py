@@ -27,10 +27,14 @@ def main() -> int:
         tally = try_one(judge, seed, asked.case, shrink=asked.shrink)
     else:
         print(f"{judge.name}: seed {seed}", flush=True)
-        shown = 0.0
+        shown, known = 0.0, set()
 
         def progress(so_far):
             nonlocal shown
+            for kind, failure in so_far.failures.items():
+                if kind not in known:
+                    known.add(kind)
+                    print(f"FAILED  {failure.repro}\n  {kind}", flush=True)
             if so_far.seconds - shown > 10:
                 shown = so_far.seconds
                 print(so_far, flush=True)
