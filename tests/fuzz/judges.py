@@ -270,7 +270,7 @@ class Expected:
         self.same = self.call.rounded(getattr(torch, case.dtype)) if in_16_bits else self.right
         self.noise = KERNEL if narrow else WALK
         g = torch.Generator().manual_seed(2)
-        self.moved = [self.call.attend(Wobble(g, *self.noise)) for _ in range(3)]
+        self.moved = [self.call.attend(Wobble(g, *self.noise)) for _ in range(2)]
 
     def of(self, name: str, attended: Attended) -> torch.Tensor:
         return attended.o if name == "o" else attended.gradients[name]
@@ -280,7 +280,9 @@ class Expected:
         right = self.of(name, self.right)
         moved = [(self.of(name, x) - right).abs() for x in self.moved]
         largest = max((float(x.max()) if x.numel() else 0.0 for x in moved), default=0.0)
-        if not math.isfinite(largest) or largest > 2.0**-10 * (1e-3 + float(right.abs().max())):
+        ulp = torch.finfo(getattr(torch, self.case.dtype)).eps
+        allowed = max(2.0**-10 * (1e-3 + float(right.abs().max())), ulp / 4 * self.same.noise.get(name, 0.0))
+        if not largest <= allowed:
             raise Undecided(f"rounding of scores decides what {name} is")
         return largest
 
@@ -288,9 +290,10 @@ class Expected:
         """The project's rule where there are elements enough; else the largest error alone, beside a floor that the
         rounding of 16-bit values has whatever is drawn."""
         right, same = self.of(name, self.right), self.of(name, self.same)
-        found = torch.as_tensor(found).double().cpu()
+        found = torch.as_tensor(found)
         dtype = getattr(torch, self.case.dtype)
-        spread, ulp = self.spread(name), torch.finfo(dtype).eps
+        spread, ulp = self.spread(name), max(torch.finfo(dtype).eps, torch.finfo(found.dtype).eps)
+        found = found.double().cpu()
         noise = self.same.noise.get(name, 0.0)
         error = float((found - right).abs().max()) if right.numel() else 0.0
         limit = 3 * float((same - right).abs().max()) + ulp * (float(right.abs().max()) + 2 * noise) + 8 * spread
@@ -301,11 +304,10 @@ class Expected:
             where = tuple(int(i) for i in np.unravel_index(int(at), right.shape))
             value = f"{float(found.flatten()[at]):.6g}, not {float(right.flatten()[at]):.6g}"
             raise Wrong(f"{name}{where} is {value} (more than {limit:.3g} off)")
-        if right.numel() >= POOL and name in ("o", "q", "k", "v") and not spread > ulp / 64 * error:
-            base = same.to(dtype).double()
-            verdict = judge(found.to(dtype), base, right, self.case.dtype)
-            if verdict.reasons and verdict.max_error > 4 * verdict.max_limit:
-                raise Wrong(f"{name}: {', '.join(verdict.reasons)}")
+        if right.numel() >= POOL and self.case.dtype in ("float16", "bfloat16"):
+            verdict = judge(found, same, right, self.case.dtype)
+            if not verdict.rms_error <= verdict.rms_limit + spread:
+                raise Wrong(f"{name}: RMS error {verdict.rms_error:.3g} exceeds {verdict.rms_limit:.3g}")
 
     def check_lse(self, found) -> None:
         right, found = self.right.lse, torch.as_tensor(found).double().cpu()
@@ -361,12 +363,6 @@ def check_gradients(case: Case) -> None:
         right = expected.of(name, expected.right)
         if gradient is None:
             gradient = torch.zeros_like(right)
-        if gradient.dtype != torch.float64 and case.dtype == "float64":
-            error = float((gradient.double() - right).abs().max())
-            eps = torch.finfo(gradient.dtype).eps
-            if not error <= 2 * eps * float(right.abs().max()) + 8 * expected.spread(name) + 1e-12:
-                raise Wrong(f"the gradient of {name} is off by {error:.3g}")
-            continue
         expected.check(name, gradient)
 
 
