@@ -92,9 +92,10 @@ class Tally:
 
 
 def kind_of(error: BaseException) -> str:
-    """The first line of an error without numbers and names of a case."""
-    first = (str(error).splitlines() or [""])[0]
-    words = "".join("#" if c.isdigit() else c for c in first)
+    """What an error says, without the numbers of a case: its first line, or what a compiler says."""
+    lines = str(error).splitlines() or [""]
+    said = next((line.partition("error:")[2] for line in lines if "error:" in line), lines[0])
+    words = "".join("#" if c.isdigit() else c for c in said).strip()
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
