@@ -112,6 +112,7 @@ class _Trial:
         self.case: Case | None = None
         self.failed: tuple[Case, Exception] | None = None
         self.deadline = float("inf")
+        self.kind: str | None = None
         self.known: set[str] = set()
         # One function that draws and one that shrinks what the first left in the database.
         self.one = self._test().hypothesis.fuzz_one_input
@@ -146,6 +147,8 @@ class _Trial:
         except Undecided as error:
             self.outcome, self.reason = UNDECIDED, str(error)
         except Exception as error:
+            if self.kind is not None and kind_of(error) != self.kind:
+                return  # shrinking ends at what it began with
             self.outcome, self.reason = FAILED, kind_of(error)
             self.failed = case, error
             self.known.add(case.report())
@@ -153,13 +156,13 @@ class _Trial:
 
     def smallest(self, seconds: float) -> tuple[Case, Exception]:
         """The case that failed last, shrunk for at most so long."""
-        self.deadline = time.monotonic() + seconds
+        self.deadline, self.kind = time.monotonic() + seconds, kind_of(self.failed[1])
         try:
             self._test()()
         except Exception:
             pass  # which is the failure that `failed` holds
         finally:
-            self.deadline = float("inf")
+            self.deadline, self.kind = float("inf"), None
         return self.failed
 
 
