@@ -1,12 +1,20 @@
-"""Tests marked `gpu` skip, with the reason, where there is no GPU; PyTorch's CPU work stays on one thread."""
+"""Tests marked `gpu` skip, with the reason, where there is no GPU; PyTorch's CPU work stays on one thread; the seed of
+the fuzzers is a fresh one, the same in every process of a run."""
 
 import os
+import secrets
 
 import pytest
 
 # The matrices of the tests are small: threads that wait for each other cost more than they bring, ten times more where
 # something else uses the cores.  Read by PyTorch when it is imported, here and in subprocesses.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+os.environ.setdefault("FLASHGEN_FUZZ_SEED", str(secrets.randbelow(1 << 30)))
+
+
+def pytest_report_header():
+    return f"fuzz: FLASHGEN_FUZZ_SEED={os.environ['FLASHGEN_FUZZ_SEED']}"
 
 
 def pytest_collection_modifyitems(items):
