@@ -117,6 +117,7 @@ def _described(picture: Picture, resolved: Resolved, b: int, h: int) -> dict[str
         "tile": {"q": tile.q, "kv": tile.kv},
         "tiles": {name: int(count) for name, count in zip(_NAMES, counts, strict=True)},
         "misclassified": picture.misclassified,
+        "judged_whole": list(resolved.facts.notes()),
     }
 
 
