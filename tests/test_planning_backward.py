@@ -16,6 +16,7 @@ from flashgen.analysis.tiles import Case
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import backward, planner
+from flashgen.planning.arch import ARCHS
 from flashgen.planning.plan import Tile
 from flashgen.planning.traffic import predict
 from flashgen.runtime.tiles_backward import count_backward
@@ -317,3 +318,12 @@ def test_hoppers_warpgroups_take_turns_unless_they_wait_for_what_they_look_up():
     specs = ("causal", "document", "alibi", "softcap", "relative_bias")
     first = {spec: layout(spec, 64).scores_first for spec in specs}
     assert first == {"causal": False, "document": False, "alibi": False, "softcap": True, "relative_bias": True}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("arch", sorted(ARCHS))
+def test_head_dims_far_beyond_the_largest_are_refused_with_the_sums(arch, deterministic):
+    """A layout is made for the sums of the message: none of it may need what does not fit."""
+    for head_dims in ((512, 64), (64, 512), (1024, 1024)):
+        with pytest.raises(PlanError, match="nearest: v?_?head_dim <= 256"):
+            planner.backward_menu(load_spec("causal").bind(), arch, "bfloat16", *head_dims, deterministic=deterministic)

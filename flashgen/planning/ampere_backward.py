@@ -28,6 +28,9 @@ HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = ampere.HEAD_DIM_STEP, ampere.MIN_HEA
 
 #: Sides of the planner's tiles; a pinned one has them too.
 SIDES = (32, 64, 128)
+
+#: Queries a block of a deterministic backward's entry for dq alone.
+DQ_QUERIES = (128, 64, 32)
 TILE_RULE = f"both sides of a backward's tile are {', '.join(map(str, SIDES[:-1]))} or {SIDES[-1]}"
 
 STAGES = (1, 2, 3)
@@ -161,21 +164,13 @@ def one_barrier(c: Candidate) -> bool:
     return c.buffers == 2 and c.stages == (2 if c.q_warps == 1 else 3)
 
 
-def by_query(c: Candidate, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> ByQuery:
-    """The entry for dq alone: the tile of queries with most warps on a multiprocessor, of equal ones the largest."""
-    d, dv = padded(head_dim, c), padded(v_head_dim, c)
-    keys = min(c.tile.kv, (64 if max(d, dv) <= 128 else 32) // (2 if form.dropout else 1))
+def by_query(c: Candidate, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> ByQuery | None:
+    """The entry for dq alone: the tile of queries with most warps on a multiprocessor, of equal ones the largest; None
+    where none fits."""
+    d, keys = padded(head_dim, c), _keys_of_dq(c, head_dim, v_head_dim, form)
     found = []
-    for tile_q in (128, 64, 32):
-        warps = tile_q // MMA_ROWS
-        parts = (
-            Part(
-                name="q", amount=tile_q * d * ITEM, why=f"{tile_q} rows x {d} columns; dq leaves through the same room"
-            ),
-            Part(name="d_o", amount=tile_q * dv * ITEM, why=f"{tile_q} rows x {dv} columns"),
-            Part(name="k", amount=2 * keys * d * ITEM, why=f"2 stages x {keys} rows x {d} columns"),
-            Part(name="v", amount=2 * keys * dv * ITEM, why=f"2 stages x {keys} rows x {dv} columns"),
-        )
+    for tile_q in DQ_QUERIES:
+        warps, parts = tile_q // MMA_ROWS, _smem_of_dq(tile_q, c, head_dim, v_head_dim, form)
         by_memory = arch.smem_per_sm // (sum(part.amount for part in parts) + arch.smem_reserved)
         needed = d // 2 + keys + HEAVY + 50
         fits = [n for n in range(1, by_memory + 1) if n * warps <= ampere.USEFUL_WARPS]
@@ -183,7 +178,24 @@ def by_query(c: Candidate, arch: Arch, head_dim: int, v_head_dim: int, form: For
         if fits:
             blocks = fits[-1]
             found.append((blocks * warps, tile_q, ByQuery(tile_q=tile_q, keys=keys, blocks_per_sm=blocks, smem=parts)))
-    return max(found, key=lambda entry: entry[:2])[2]
+    return max(found, key=lambda entry: entry[:2])[2] if found else None
+
+
+def _keys_of_dq(c: Candidate, head_dim: int, v_head_dim: int, form: Form) -> int:
+    """Keys at a time of the entry for dq alone."""
+    wide = max(padded(head_dim, c), padded(v_head_dim, c)) > 128
+    return min(c.tile.kv, (32 if wide else 64) // (2 if form.dropout else 1))
+
+
+def _smem_of_dq(tile_q: int, c: Candidate, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
+    """Bytes of shared memory of a block of the entry for dq alone."""
+    d, dv, keys = padded(head_dim, c), padded(v_head_dim, c), _keys_of_dq(c, head_dim, v_head_dim, form)
+    return (
+        Part(name="q", amount=tile_q * d * ITEM, why=f"{tile_q} rows x {d} columns; dq leaves through the same room"),
+        Part(name="d_o", amount=tile_q * dv * ITEM, why=f"{tile_q} rows x {dv} columns"),
+        Part(name="k", amount=2 * keys * d * ITEM, why=f"2 stages x {keys} rows x {d} columns"),
+        Part(name="v", amount=2 * keys * dv * ITEM, why=f"2 stages x {keys} rows x {dv} columns"),
+    )
 
 
 def smem(c: Candidate, layout: Backward, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
@@ -307,6 +319,9 @@ def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_di
     count = sum(part.amount for part in registers(c, variant, head_dim, v_head_dim, form))
     if count > budget(c, arch, 1):
         return f"registers {count} > {budget(c, arch, 1)}"
+    if form.deterministic and layout.by_query is None:
+        least = sum(part.amount for part in _smem_of_dq(min(DQ_QUERIES), c, head_dim, v_head_dim, form))
+        return f"shared memory {least / KIB:.4g} KiB of the kernel for dq > {arch.smem_per_block / KIB:.4g} KiB"
     return None
 
 
