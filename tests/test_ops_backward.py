@@ -125,6 +125,19 @@ def test_gradients_of_captured_tensors_have_their_dtype(dtype):
     torch.testing.assert_close(table.grad.double(), wide.grad, rtol=2**-6, atol=2**-8)
 
 
+def test_gradients_of_elements_that_the_score_selects():
+    step = fg.tensor("step", dims=(2,), dtype="float32")
+    variant = fg.variant(score=lambda s, b, h, q, k: s + step[fg.int32(s > 0)])
+    q, k, v = tensors()
+    table = torch.randn(2, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    fg.attention(q, k, v, variant, step=table).square().sum().backward()
+    wide = table.detach().double().requires_grad_()
+    group = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    s = q @ group[0].mT / math.sqrt(4)
+    (torch.softmax(s + wide[(s > 0).long()], -1) @ group[1]).square().sum().backward()
+    torch.testing.assert_close(table.grad.double(), wide.grad, rtol=1e-5, atol=1e-6)
+
+
 def test_what_wants_no_gradient_gets_none():
     q, k, v = tensors()
     table = captured()

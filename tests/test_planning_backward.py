@@ -224,6 +224,7 @@ def test_hopper_serves_what_it_can_and_says_what_not():
     causal, biased = load_spec("causal").bind(), load_spec("relative_bias").bind()
     factor = fg.tensor("factor", dims=("heads",), dtype="float32")
     scaled = fg.variant(score=lambda s, b, h, q, k: s * factor[h], name="scaled").bind()
+    selected = fg.variant(score=lambda s, b, h, q, k: s + factor[fg.int32(s > 0)], name="selected").bind()
     for head_dim in (16, 40, 64, 72, 96, 128):
         menu = planner.backward_menu(causal, "sm_90a", "bfloat16", head_dim)
         assert {plan.pipeline for plan in menu.plans} == {"hopper"} and menu.passed_over is None
@@ -235,6 +236,7 @@ def test_hopper_serves_what_it_can_and_says_what_not():
         (load_spec("softcap").bind(), 64, {"dropout": True, "tile": (128, 128)}, "registers 241 > 240"),
         (biased, 128, {"gradients": ("table",)}, "registers 289 > 240"),
         (scaled, 64, {"gradients": ("factor",)}, "keeps no scores"),
+        (selected, 64, {"gradients": ("factor",)}, "keeps no scores"),
         (causal, 192, {"dropout": True}, "dropout for head dims up to 128"),
         (causal, 128, {"tile": (64, 64)}, "64 keys a block are for head dims over 128"),
         ((load_spec("blocks") & load_spec("document")).bind(), 128, {}, "registers"),

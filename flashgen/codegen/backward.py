@@ -9,7 +9,7 @@ from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import Facts
 from flashgen.codegen.printer import Body, Printer, Text, binary, call, constant
 from flashgen.codegen.seam import Decider, Decision, inside
-from flashgen.lang.expr import DType, Node, Tensor, const, depends_on
+from flashgen.lang.expr import DType, Node, Tensor, const, depends_on, walk
 from flashgen.planning.backward import sinks
 
 
@@ -19,7 +19,8 @@ class Sink:
 
     `slope` is the derivative of the score with respect to the element read, `place` the body of a function that gives
     the element's number in the gradient.  `by_query` and `by_key` say which positions select it: what is the same for a
-    whole row, column or tile is summed up before it goes to memory.
+    whole row, column or tile is summed up before it goes to memory.  `by_score`: the score itself, before the score
+    function, does.
     """
 
     name: str
@@ -28,11 +29,12 @@ class Sink:
     place: tuple[str, ...]
     by_query: bool
     by_key: bool
+    by_score: bool
 
     @property
     def uses_score(self) -> bool:
-        """Whether the slope depends on the score before the score function."""
-        return any(n.op == "score" for n in self.slope.known)
+        """Whether the slope or the element depends on the score before the score function."""
+        return self.by_score or any(n.op == "score" for n in self.slope.known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,7 @@ def _sinks(facts: Facts, gradients: tuple[str, ...]) -> tuple[Sink, ...]:
                 place=_place(n, facts),
                 by_query=depends_on(n, "q"),
                 by_key=depends_on(n, "k"),
+                by_score=any(m.op == "score" for m in walk(n.operands)),
             )
         )
     return tuple(found)

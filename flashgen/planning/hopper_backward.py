@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from flashgen.analysis.facts import analyse
 from flashgen.lang.expr import Node, depends_on, positions_of, reads_by, walk
@@ -153,10 +154,10 @@ def lacks(
         return f"its backward has dropout for head dims up to {OWN_KEYS}"
     if form.gradients and wide:
         return f"its backward has gradients of captured tensors for head dims up to {OWN_KEYS}"
-    slopes = [slope for name in form.gradients for slope in sinks(variant, name).values()]
-    if slopes and (has_slope(variant) or any(n.op == "score" for n in walk(slopes))):
+    reads = [(n, slope) for name in form.gradients for n, slope in sinks(variant, name).items()]
+    if reads and (has_slope(variant) or any(n.op == "score" for n in walk(chain.from_iterable(reads)))):
         return "its backward keeps no scores, which gradients of captured tensors take where a score is more than a sum"
-    if len(slopes) > 1:
+    if len(reads) > 1:
         return "its backward has the gradient of one captured element a score"
     if tile is not None and nearest_tile(tile) != tuple(tile):
         return TILE_RULE

@@ -316,7 +316,7 @@ class _Backward(Tiles):
                 gradient = self._chained(derive(self.variant.score_node, load), tile, symbols, keep)
                 place = []
                 for dim, size, index in zip(load.attr.dims, array.shape, load.operands, strict=True):
-                    i = np.asarray(self.evaluate(index, self.precision, symbols, live=keep))
+                    i = np.asarray(self.evaluate(index, self.precision, {**symbols, "s": tile.raw}, live=keep))
                     i = np.zeros_like(i) if size == 1 and dim in DIMS else np.clip(i, 0, size - 1)
                     place.append(np.broadcast_to(i, gradient.shape))
                 np.add.at(self.captured[name], tuple(place), gradient)
