@@ -42,6 +42,9 @@ _EAGER = {"logical_and": "{0} & {1}", "logical_or": "{0} | {1}"}
 #: Integer division of what is never negative.
 _PLAIN = {"floor_div": "{0} / {1}", "mod": "{0} % {1}"}
 
+#: Sums, of which NVRTC may see at most one operand when they have 64 bits (`opaque_i64` in device/math.cuh).
+_SUMS = {"add", "sub"}
+
 CTYPES = {DType.BOOL: "bool", DType.INT32: "int", DType.INT64: "i64", DType.FLOAT32: "float"}
 
 
@@ -148,6 +151,8 @@ class Printer:
         narrow = [i for i in ints if not self.is_wide(n.operands[i])]
         if not ints or not any(map(self.is_wide, (n, *n.operands))):
             return texts
+        if n.op in _SUMS and "const" not in (o.op for o in n.operands):
+            return [texts[0], Text(f"opaque_i64({texts[1]})")]
         if not call:  # one wide operand widens the other, except that a shift has the type of its first
             narrow = narrow[:1] if len(narrow) == len(ints) or (n.op.startswith("shift") and 0 in narrow) else []
         return [Text(f"i64({text})") if i in narrow else text for i, text in enumerate(texts)]
@@ -286,6 +291,9 @@ class Formula(Printer):
             tensor, dimension = n.attr
             return Text(f"{tensor.name}.size({dimension})")
         return Printer.leaf(self, n)
+
+    def _widened(self, n: Node, texts: list[Text], *, call: bool) -> list[Text]:
+        return texts  # a person's integers have no width
 
     def read(self, n: Node, indices: list[Text]) -> Text:
         return Text(f"{n.attr.name}[{', '.join(map(str, indices))}]")

@@ -166,9 +166,11 @@ DEVICE Range<i64> checked(Range<i64> a, double lo, double hi, bool single) {
 
 DEVICE bool is_single(Range<i64> a) { return a.lo == a.hi; }
 
+DEVICE Range<i64> opaque_range(Range<i64> a) { return {opaque_i64(a.lo), opaque_i64(a.hi)}; }
+
 DEVICE Range<i64> range_add_i64(Range<i64> a, Range<i64> b) {
   const bool single = is_single(a) && is_single(b);
-  return checked(range_add(a, b), double(a.lo) + double(b.lo), double(a.hi) + double(b.hi), single);
+  return checked(range_add(a, opaque_range(b)), double(a.lo) + double(b.lo), double(a.hi) + double(b.hi), single);
 }
 
 DEVICE Range<i64> range_neg_i64(Range<i64> a) {
@@ -177,7 +179,7 @@ DEVICE Range<i64> range_neg_i64(Range<i64> a) {
 
 DEVICE Range<i64> range_sub_i64(Range<i64> a, Range<i64> b) {
   const bool single = is_single(a) && is_single(b);
-  return checked(range_sub(a, b), double(a.lo) - double(b.hi), double(a.hi) - double(b.lo), single);
+  return checked(range_sub(a, opaque_range(b)), double(a.lo) - double(b.hi), double(a.hi) - double(b.lo), single);
 }
 
 DEVICE Range<i64> range_mul_i64(Range<i64> a, Range<i64> b) {
