@@ -63,6 +63,8 @@ EXPRESSIONS = {
     "sign": apply("where", apply("gt", EIGHT, const(0)), Q, K),
     "maximum": apply("maximum", EIGHT, times(-8, FAR)),
     "float": cast(EIGHT, FLOAT),
+    "cut": times(8, cast(apply("add", cast(DISTANCE, WIDE), const(2**31)), INT)),
+    "cut_key": cast(cast(apply("add", cast(K, WIDE), const(2**31 - 8)), INT), WIDE),
 }
 FARS = (-(2**31), -(2**31) + 20)
 

@@ -16,6 +16,7 @@ from flashgen.analysis.abstract import Judge, anywhere
 from flashgen.codegen.device import identifiers
 from flashgen.lang.expr import LEAVES, DType, Node, Tensor, depends_on, walk
 from flashgen.lang.ops import OPS
+from flashgen.lang.ranges import INT32_MAX, INT32_MIN
 
 #: How tightly C++ binds: an operand that binds less tightly than its place goes into parentheses.
 CALL, UNARY, _TERNARY, _ANYTHING = 16, 15, 3, 0
@@ -127,9 +128,7 @@ class Printer:
         if self.exact and n.dtype.is_float and n.op in _EXACT:
             return Text(f"{_EXACT[n.op]}({operands[0]}, {operands[1]})")
         text = self.spelling(n)
-        if n.op != "cast":
-            operands = self._widened(n, operands, call="(" in text)
-        text = filled(text, *operands)
+        text = filled(text, *self._widened(n, operands, call="(" in text))
         narrows = n.dtype is DType.INT32 and not self.is_wide(n) and n.op != "cast"
         return Text(f"int({text})") if narrows and any(map(self.is_wide, n.operands)) else text
 
@@ -145,8 +144,20 @@ class Printer:
         """Whether no operand of an integer division can be negative, so that C++ rounds it down too."""
         return all(self._extent(o).lo >= 0 for o in n.operands)
 
+    def _cuts(self, n: Node) -> bool:
+        """Whether a cast may drop bits of an int64."""
+        if n.dtype is not DType.INT32 or n.operands[0].dtype is not DType.INT64:
+            return False
+        known = self._extent(n.operands[0])
+        return known.lo < INT32_MIN or known.hi > INT32_MAX
+
     def _widened(self, n: Node, texts: list[Text], *, call: bool) -> list[Text]:
-        """The operands in 64 bits where the operation needs it and C++ would not do it by itself."""
+        """The operands in 64 bits where the operation needs it and C++ would not do it by itself.
+
+        NVRTC is kept from what it would narrow: a sum, and an int made of more than an int holds.
+        """
+        if n.op == "cast":
+            return [Text(f"opaque_i64({texts[0]})")] if self._cuts(n) else texts
         ints = [i for i, o in enumerate(n.operands) if o.dtype.is_int]
         narrow = [i for i in ints if not self.is_wide(n.operands[i])]
         if not ints or not any(map(self.is_wide, (n, *n.operands))):
