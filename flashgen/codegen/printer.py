@@ -17,7 +17,7 @@ from flashgen.analysis.zones import clamped_operand
 from flashgen.codegen.device import identifiers
 from flashgen.lang.expr import LEAVES, DType, Node, Tensor, depends_on, walk
 from flashgen.lang.ops import OPS
-from flashgen.lang.ranges import INT64_MAX, INT64_MIN
+from flashgen.lang.ranges import INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN
 
 #: Characters of an expression beyond which it is named, so that no text nests without end.
 LONGEST = 600
@@ -52,6 +52,9 @@ _WRAPPING = {
     **{name: f"wrapping_{name}({{0}}, {{1}})" for name in ("add", "sub", "mul", "shift_left", "floor_div")},
     **{name: f"wrapping_{name}({{0}})" for name in ("neg", "abs")},
 }
+
+#: Sums, of which NVRTC may see at most one operand when they have 64 bits (`opaque_i64` in device/math.cuh).
+_SUMS = {"add", "sub"}
 
 CTYPES = {DType.BOOL: "bool", DType.INT32: "int", DType.INT64: "i64", DType.FLOAT32: "float"}
 
@@ -131,9 +134,7 @@ class Printer:
         if self.exact and n.dtype.is_float and n.op in _EXACT:
             return Text(f"{_EXACT[n.op]}({operands[0]}, {operands[1]})")
         text = self.spelling(n)
-        if n.op != "cast":
-            operands = self._widened(n, operands, call="(" in text)
-        text = filled(text, *operands)
+        text = filled(text, *self._widened(n, operands, call="(" in text))
         narrows = n.dtype is DType.INT32 and not self.is_wide(n) and n.op != "cast"
         return Text(f"int({text})") if narrows and any(map(self.is_wide, n.operands)) else text
 
@@ -156,12 +157,26 @@ class Printer:
         known = self._extent(n)
         return bool(known.lo == INT64_MIN and known.hi == INT64_MAX)
 
+    def _cuts(self, n: Node) -> bool:
+        """Whether a cast may drop bits of an int64."""
+        if n.dtype is not DType.INT32 or n.operands[0].dtype is not DType.INT64:
+            return False
+        known = self._extent(n.operands[0])
+        return known.lo < INT32_MIN or known.hi > INT32_MAX
+
     def _widened(self, n: Node, texts: list[Text], *, call: bool) -> list[Text]:
-        """The operands in 64 bits where the operation needs it and C++ would not do it by itself."""
+        """The operands in 64 bits where the operation needs it and C++ would not do it by itself.
+
+        NVRTC is kept from what it would narrow: a sum, and an int made of more than an int holds.
+        """
+        if n.op == "cast":
+            return [Text(f"opaque_i64({texts[0]})")] if self._cuts(n) else texts
         ints = [i for i, o in enumerate(n.operands) if o.dtype.is_int]
         narrow = [i for i in ints if not self.is_wide(n.operands[i])]
         if not ints or not any(map(self.is_wide, (n, *n.operands))):
             return texts
+        if n.op in _SUMS and "const" not in (o.op for o in n.operands):
+            return [texts[0], Text(f"opaque_i64({texts[1]})")]
         if not call:  # one wide operand widens the other, except that a shift has the type of its first
             narrow = narrow[:1] if len(narrow) == len(ints) or (n.op.startswith("shift") and 0 in narrow) else []
         return [Text(f"i64({text})") if i in narrow else text for i, text in enumerate(texts)]
@@ -309,6 +324,9 @@ class Formula(Printer):
             tensor, dimension = n.attr
             return Text(f"{tensor.name}.size({dimension})")
         return Printer.leaf(self, n)
+
+    def _widened(self, n: Node, texts: list[Text], *, call: bool) -> list[Text]:
+        return texts  # a person's integers have no width
 
     def read(self, n: Node, indices: list[Text]) -> Text:
         return Text(f"{n.attr.name}[{', '.join(map(str, indices))}]")

@@ -32,6 +32,10 @@ DEVICE float tanh_near(float x) {
   return x * fmaf(fmaf(fmaf(last, y, 0.13258988f), y, -0.33328253f), y, 0.99999944f);
 }
 
+// The value, of which the compiler knows nothing.  NVRTC 13.0 computes (i64(a) - b) * c of ints a and b in a loop with
+// a - b in 32 bits; so it sees at most one operand of a 64-bit sum.  It also takes int(i64(k) + c) not to wrap.
+DEVICE i64 opaque_i64(i64 x) { asm("" : "+l"(x)); return x; }
+
 // Division that rounds down, and its remainder, which has the sign of the divisor.
 template <typename T> DEVICE T floor_div(T a, T b) {
   const T quotient = a / b;

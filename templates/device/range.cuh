@@ -179,8 +179,10 @@ DEVICE Range<i64> checked(Range<i64> a, double lo, double hi, bool single) {
 
 DEVICE bool is_single(Range<i64> a) { return a.lo == a.hi; }
 
+DEVICE Range<i64> opaque_range(Range<i64> a) { return {opaque_i64(a.lo), opaque_i64(a.hi)}; }
+
 DEVICE Range<i64> range_add_i64(Range<i64> a, Range<i64> b) {
-  const Range<i64> found = {wrapping_add(a.lo, b.lo), wrapping_add(a.hi, b.hi)};
+  const Range<i64> c = opaque_range(b), found = {wrapping_add(a.lo, c.lo), wrapping_add(a.hi, c.hi)};
   return checked(found, double(a.lo) + double(b.lo), double(a.hi) + double(b.hi), is_single(a) && is_single(b));
 }
 
@@ -189,7 +191,7 @@ DEVICE Range<i64> range_neg_i64(Range<i64> a) {
 }
 
 DEVICE Range<i64> range_sub_i64(Range<i64> a, Range<i64> b) {
-  const Range<i64> found = {wrapping_sub(a.lo, b.hi), wrapping_sub(a.hi, b.lo)};
+  const Range<i64> c = opaque_range(b), found = {wrapping_sub(a.lo, c.hi), wrapping_sub(a.hi, c.lo)};
   return checked(found, double(a.lo) - double(b.hi), double(a.hi) - double(b.lo), is_single(a) && is_single(b));
 }
 
