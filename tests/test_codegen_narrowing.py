@@ -137,4 +137,4 @@ def test_ranges_hold_every_number(name, arch):
 
 
 def test_comments_do_not_speak_of_it():
-    assert "opaque" not in str(Formula().inline(EXPRESSIONS["casts"]))
+    assert "opaque" not in str(Formula().inline(EXPRESSIONS["casts"], 1000))

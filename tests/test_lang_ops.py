@@ -81,6 +81,7 @@ def test_every_abstract_rule_takes_as_many_operands_as_the_op():
 
 #: What the operators and helpers of the CUDA text mean, on Python numbers.
 CUDA = {
+    "i64": int,
     "floor_div": lambda a, b: a // b,
     "floor_mod": lambda a, b: a % b,
     "ex2": lambda x: 2.0**x,

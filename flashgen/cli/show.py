@@ -66,7 +66,7 @@ def command(
     output: options.output("Also draw to this .png or .svg file.") = None,
     as_json: options.as_json(
         "dtype, shape, params, b, h, formula, visible (a share), pairs, tile, tiles (empty, partial, full),"
-        " misclassified (a share)"
+        " misclassified (a share), judged_whole (notes)"
     ) = False,
     b: Annotated[int, typer.Option("--b", help="Batch whose mask is drawn.")] = 0,
     h: Annotated[int, typer.Option("--h", help="Query head whose mask is drawn.")] = 0,
