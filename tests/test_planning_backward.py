@@ -329,3 +329,14 @@ def test_head_dims_far_beyond_the_largest_are_refused_with_the_sums(arch, determ
     for head_dims in ((512, 64), (64, 512), (1024, 1024)):
         with pytest.raises(PlanError, match="head_dim <= 256"):
             planner.backward_menu(load_spec("causal").bind(), arch, "bfloat16", *head_dims, deterministic=deterministic)
+
+
+def test_stages_that_no_tile_has_room_for_are_refused_with_the_nearest():
+    asked = {"pipeline": "ampere", "stages": 3, "deterministic": True}
+    with pytest.raises(PlanError, match="fits sm_120 with 3 stages") as refusal:
+        planner.backward_menu(load_spec("causal").bind(), "sm_120", "bfloat16", 192, **asked)
+    assert "32 x 32, 3 stages" in str(refusal.value) and "nearest: 32x32 with 2 stages" in str(refusal.value)
+    (plan, *_) = planner.backward_menu(
+        load_spec("causal").bind(), "sm_120", "bfloat16", 192, **(asked | {"stages": 2})
+    ).plans
+    assert str(plan.tile) == "32x32"

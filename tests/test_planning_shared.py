@@ -27,6 +27,7 @@ MASKS = {
     "padded_both": lambda b, h, q, k: (doc[b, q] == doc[b, k]) & real[b, k] & real[b, q],
     "wide": lambda b, h, q, k: real[b, k] & (number[b, q] == number[b, k]),
     "all": lambda b, h, q, k: real[b, k] & (number[b, q] == number[b, k]) & (doc[b, q] <= doc[b, k]) & real[b, q],
+    "nothing_hidden": lambda b, h, q, k: (q - k <= 8) | (q - k > 8) | (doc[b, q] > doc[b, k]),
 }
 
 

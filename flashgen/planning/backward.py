@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from flashgen.analysis.derivative import derive
+from flashgen.analysis.facts import analyse
 from flashgen.lang.expr import Node, const, positions_of, reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import ARCHS
@@ -63,9 +64,10 @@ def sinks(variant: Variant, name: str) -> dict[Node, Node]:
 
 
 def lookups(variant: Variant) -> tuple[Node, ...]:
-    """The elements of captured tensors that the mask reads by the query alone, or by the key and no query head."""
+    """The elements of captured tensors that the mask reads by the query alone, or by the key and no query head; none
+    of a mask that hides nothing, which no kernel evaluates."""
     found: dict[Node, None] = {}
-    left = [variant.mask] if variant.mask is not None else []
+    left = [variant.mask] if analyse(variant).hidden else []
     while left:
         n = left.pop()
         selected = positions_of(n) if n.op == "load" else frozenset()

@@ -323,10 +323,7 @@ def _menu_of(request: _Request, tile: Tile | None, stages: int | None) -> Menu:
         return _free(request)
     if tile and (kept := _kept(_free(request), tile, stages)):
         return kept
-    plans, rejected = _fitting(request, tile, stages)
-    if tile and not plans:
-        raise PlanError(_does_not_fit(request, tile, stages, rejected))
-    return _ranked(request, plans, rejected)
+    return _ranked(request, tile, stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,7 +415,7 @@ def _fitting(request: _Request, tile: Tile | None, stages: int | None) -> tuple[
 
 def _free(request: _Request) -> Menu:
     """The menu where nothing is fixed: from a record where there is one, else by predicted times."""
-    return _measured(request) or _ranked(request, *_fitting(request, None, None))
+    return _measured(request) or _ranked(request, None, None)
 
 
 def _kept(menu: Menu, tile: Tile, stages: int | None) -> Menu | None:
@@ -440,8 +437,11 @@ def _kept(menu: Menu, tile: Tile, stages: int | None) -> Menu | None:
     )
 
 
-def _ranked(request: _Request, plans: list[KernelPlan], rejected: list[Rejected]) -> Menu:
+def _ranked(request: _Request, tile: Tile | None, stages: int | None) -> Menu:
     """The menu of candidates that fit, by predicted time."""
+    plans, rejected = _fitting(request, tile, stages)
+    if not plans:
+        raise PlanError(_does_not_fit(request, tile, stages, rejected))
     chosen, slower = _select(request, plans)
     return Menu(
         plans=tuple(t.plan for t in chosen),
@@ -665,19 +665,25 @@ def _too_wide(request: _Request, name: str) -> str:
     return "\n".join(lines)
 
 
-def _does_not_fit(request: _Request, tile: Tile, stages: int | None, rejected: list[Rejected]) -> str:
-    """The message for a fixed tile; the planner's own tiles always have one that fits."""
-    lines = [f"tile {tile} of {request} does not fit {request.arch.name}"]
+def _does_not_fit(request: _Request, tile: Tile | None, stages: int | None, rejected: list[Rejected]) -> str:
+    """The message where nothing fits that has what is fixed: the least that was tried, and the nearest that fits."""
+    subject = f"tile {tile} of {request} does not fit" if tile else f"no tile of {request} fits"
     asked = (stages, "stages"), (request.q_stages, "tiles of queries")
-    if fixed := " and ".join(f"{number} {what}" for number, what in asked if number):
-        lines[0] += f" with {fixed}"
-    lines += [f"  {r}" for r in sorted(rejected, key=lambda r: (r.stages, r.warps))[:3]]
+    fixed = " and ".join(f"{number} {what}" for number, what in asked if number)
+    lines = [f"{subject} {request.arch.name}{f' with {fixed}' if fixed else ''}"]
+    least = sorted(rejected, key=lambda r: (r.tile.q * r.tile.kv, r.stages, r.warps))
+    lines += [f"  {r}" for r in least[:3]]
     return "\n".join((*lines, f"  nearest: {_nearest_tile(request, tile, stages)}"))
 
 
-def _nearest_tile(request: _Request, tile: Tile, stages: int | None) -> str:
+def _nearest_tile(request: _Request, tile: Tile | None, stages: int | None) -> str:
     """The tile that fits and is most like one that does not: on the pipeline's grid, or one the planner tries itself;
-    and a pipeline of the architecture that takes the tile as it is."""
+    and a pipeline of the architecture that takes the tile as it is.  Without a tile, what fits with other stages."""
+    free = replace(request, q_stages=None)
+    if tile is None:
+        fits = _fitting(free, None, None)[0]
+        near = min(fits, key=lambda plan: abs(plan.stages - (stages or plan.stages)), default=None)
+        return f"{near.tile} with {_stages(near)}" if near else "a smaller head_dim"
 
     def distance(plan: KernelPlan) -> tuple:
         sides = (plan.tile.q, tile.q), (plan.tile.kv, tile.kv)
@@ -686,8 +692,12 @@ def _nearest_tile(request: _Request, tile: Tile, stages: int | None) -> str:
 
     q, kv = request.pipeline.nearest_tile((tile.q, tile.kv))
     plans = _fitting(request, Tile(q=q, kv=kv), stages)[0] or _fitting(request, None, None)[0]
-    near = min(plans, key=distance)
-    text = f"{near.tile} with {near.stages} stages" if stages else f"{near.tile}"
+    near = min(plans or _fitting(free, None, None)[0], key=distance)
+    text = f"{near.tile} with {_stages(near)}" if stages or not plans else f"{near.tile}"
     others = [other for other in request.others if other.nearest_tile((tile.q, tile.kv)) == (tile.q, tile.kv)]
-    able = [other for other in others if _fitting(replace(request, pipeline=other, q_stages=None), tile, stages)[0]]
+    able = [other for other in others if _fitting(replace(free, pipeline=other), tile, stages)[0]]
     return text + "".join(f", or pipeline {other.NAME!r}, which takes {tile}" for other in able)
+
+
+def _stages(plan: KernelPlan) -> str:
+    return f"{plan.stages} stages"

@@ -30,11 +30,15 @@ SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len")
 
 @dataclass(frozen=True)
 class Wobble:
-    """Random errors: `arithmetic` and `functions` are relative sizes, and the second is an absolute one as well."""
+    """Random errors: `arithmetic` and `functions` are relative sizes, and the second is an absolute one as well.
+
+    `alike` is what two floats that differ by no more than that are said to be, equal or not; None: what they are.
+    """
 
     random: torch.Generator
     arithmetic: float
     functions: float
+    alike: bool | None = None
 
     def moved(self, x: torch.Tensor, relative, absolute: float = 0.0) -> torch.Tensor:
         sign = torch.randint(0, 2, x.shape, generator=self.random, dtype=torch.int8) * 2 - 1
@@ -119,15 +123,22 @@ class Value:
     def made(self, x: torch.Tensor, kind: str) -> Value:
         return self.world.settled(x) if kind == "float" else Value(self.world, x, kind)
 
+    def _equal(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        wobble = self.world.wobble
+        if wobble is None or wobble.alike is None or not a.is_floating_point():
+            return torch.eq(a, b)
+        within = 8 * (wobble.arithmetic + wobble.functions) * (a.abs() + b.abs())
+        return torch.where((a - b).abs() <= within, torch.tensor(wobble.alike), torch.eq(a, b))
+
     def compared(self, other, compare: Callable) -> Value:
         a, b, _ = self.pair(other)
         return Value(self.world, compare(a, b), "bool")
 
     def __eq__(self, other):
-        return self.compared(other, torch.eq)
+        return self.compared(other, self._equal)
 
     def __ne__(self, other):
-        return self.compared(other, torch.ne)
+        return self.compared(other, lambda a, b: ~self._equal(a, b))
 
     def __lt__(self, other):
         return self.compared(other, torch.lt)
