@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
@@ -496,3 +497,16 @@ def test_mutations_are_noticed(name):
     else:
         found = "result" if b.wrong(result) or any(r.conflicts for r in result.reports.values()) else None
     assert found in expected or (errors.Trap in expected and isinstance(found, type)), found
+
+
+@pytest.mark.parametrize(("pipeline", "head_dim"), [("ampere", 32), ("hopper", 64), ("hopper", 192)])
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda s, b, h, q, k: fg.where(s == 0, math.inf, s),
+        lambda s, b, h, q, k: s + 0.001 / s,
+        lambda s, b, h, q, k: s + fg.rsqrt(fg.float32(fg.q_len - q)),
+    ],
+)
+def test_what_a_score_is_beyond_the_last_query_reaches_no_gradient(score, pipeline, head_dim):
+    check(Backward(fg.variant().score(score), pipeline=pipeline, head_dim=head_dim, q_len=70, kv_len=75))

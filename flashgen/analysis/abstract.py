@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from flashgen.lang import ranges
 from flashgen.lang.bounds import abstract, bounds
 from flashgen.lang.expr import Node
@@ -45,3 +47,26 @@ class Judge:
 def anywhere(n: Node, operands: tuple[Range | Truth, ...]) -> Range | Truth:
     """What a leaf or a captured element may be in any problem that its declarations allow."""
     return bounds(n)
+
+
+#: Captured floats and parameters are taken to lie within +-ORDINARY where nothing is visible: what is larger, infinite
+#: or NaN would show in visible pairs too.
+ORDINARY = 2.0**60
+
+
+def finite_at_zero(score: Node) -> bool:
+    """Whether a score is a number below infinity where q . k is 0, whatever the position.
+
+    Rows beyond the last query are zeros.  Their P is to be 0, which 2^(score - inf) is of no other score.
+    """
+
+    def leaf(n: Node, operands: tuple[Range | Truth, ...]) -> Range | Truth:
+        if n.op == "score":
+            return ranges.floats(0.0)
+        found = anywhere(n, operands)
+        if n.dtype.is_float:
+            return ranges.floats(np.clip(found.lo, -ORDINARY, ORDINARY), np.clip(found.hi, -ORDINARY, ORDINARY))
+        return found
+
+    found = Judge(leaf)(score)
+    return bool((found.hi < np.inf) & ~found.nan)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from flashgen.analysis.abstract import Judge, anywhere
+from flashgen.analysis.abstract import Judge, anywhere, finite_at_zero
 from flashgen.analysis.facts import Facts, Term
 from flashgen.analysis.zones import REACH, Zone
 from flashgen.codegen.device import identifiers
@@ -109,6 +109,7 @@ class Seam:
     near      where the score has one tanh, and its argument is cheap to look at before
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
+    finite_at_zero   without it P of rows beyond the last query, whose lse is infinite, has to be made 0
     lookups   what `keep` is given of captured tensors; empty: it reads them itself
     formula   (kind, text) lines for the banner
     """
@@ -123,6 +124,7 @@ class Seam:
     clamp_k: bool
     long_keep: bool
     long_score: bool
+    finite_at_zero: bool
     lookups: tuple[Lookup, ...]
     formula: tuple[tuple[str, str], ...]
 
@@ -150,6 +152,7 @@ def seam(facts: Facts, lookups: tuple[Node, ...] = ()) -> Seam:
         clamp_k=any(depends_on(n, "k") for n in loads),
         long_keep=masked and not facts.exact,
         long_score=score is not None and any(map(_takes_long, walk([score]))),
+        finite_at_zero=score is None or finite_at_zero(score),
         lookups=tuple(given.values()),
         formula=_formula(mask, score),
     )
