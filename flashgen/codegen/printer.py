@@ -142,7 +142,7 @@ class Printer:
         """The op's text, with places for its operands."""
         if n.op in _PLAIN and self._counts(n):
             return _PLAIN[n.op]
-        if n.op in _WRAPPING and n.dtype.is_int and self._wraps(n):
+        if n.op in _WRAPPING and n.dtype.is_int and (self._wraps(n) or self._scales_by_2_31(n)):
             return _WRAPPING[n.op]
         if self.exact and n.op in _EAGER:
             return _EAGER[n.op]
@@ -156,6 +156,11 @@ class Printer:
         """Whether an integer may leave 64 bits: then nothing is known of it."""
         known = self._extent(n)
         return bool(known.lo == INT64_MIN and known.hi == INT64_MAX)
+
+    def _scales_by_2_31(self, n: Node) -> bool:
+        """Whether a 64-bit value is shifted by 31 or multiplied by 2^31, which ptxas gets wrong."""
+        by = {"shift_left": (31, n.operands[1:]), "mul": (1 << 31, n.operands)}.get(n.op)
+        return by is not None and self.is_wide(n) and any(o.op == "const" and o.attr == by[0] for o in by[1])
 
     def _cuts(self, n: Node) -> bool:
         """Whether a cast may drop bits of an int64."""

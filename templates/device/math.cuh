@@ -55,13 +55,20 @@ DEVICE i64 wrapping_add(i64 a, i64 b) { return i64(u64(a) + u64(b)); }
 
 DEVICE i64 wrapping_sub(i64 a, i64 b) { return i64(u64(a) - u64(b)); }
 
-DEVICE i64 wrapping_mul(i64 a, i64 b) { return i64(u64(a) * u64(b)); }
+// ptxas 13.0 may make a multiplication by -2^31 of a 64-bit shift by 31: so that is two shifts, which it must not join.
+DEVICE i64 wrapping_shift_left(i64 a, i64 n) {
+  return n == 31 ? i64(u64(opaque_i64(i64(u64(a) << 30))) << 1) : i64(u64(a) << n);
+}
+
+DEVICE i64 wrapping_mul(i64 a, i64 b) {
+  if (b == 1ll << 31) return wrapping_shift_left(a, 31);
+  if (a == 1ll << 31) return wrapping_shift_left(b, 31);
+  return i64(u64(a) * u64(b));
+}
 
 DEVICE i64 wrapping_neg(i64 a) { return i64(0ull - u64(a)); }
 
 DEVICE i64 wrapping_abs(i64 a) { return a < 0 ? wrapping_neg(a) : a; }
-
-DEVICE i64 wrapping_shift_left(i64 a, i64 n) { return i64(u64(a) << n); }
 
 DEVICE i64 wrapping_floor_div(i64 a, i64 b) { return b == -1 ? wrapping_neg(a) : floor_div(a, b); }
 
