@@ -1,4 +1,4 @@
-"""64-bit arithmetic means what it says, where NVRTC 13.0 narrows differences of ints and ptxas errs in a shift by 31."""
+"""64-bit arithmetic means what it says, where NVRTC 13.0 narrows a difference of ints and ptxas errs in a shift."""
 
 from functools import lru_cache
 
