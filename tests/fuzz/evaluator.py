@@ -482,13 +482,15 @@ class Spec:
 class Attended:
     """o, lse and, where asked for, gradients by name; float64.
 
-    `noise` is what a relative error of 1 in each p, o and ds would make of a result, at most.
+    `noise` is what a relative error of 1 in each p, o and ds would make of a result, at most; `mass` is what all ds add
+    up to in size: reads of one captured element may cancel, and their sums in float32 do not.
     """
 
     o: torch.Tensor
     lse: torch.Tensor
     gradients: Mapping[str, torch.Tensor]
     noise: Mapping[str, float] = field(default_factory=dict)
+    mass: float = 0.0
 
     def finite(self) -> bool:
         seen = self.lse != -math.inf
@@ -561,13 +563,14 @@ class Call:
         dp = d_o @ wide_v.mT
         by_s, by_name = _through(found, s, leaves, (p * (dp - delta))[live])
         size, by_size = _through(found, s, leaves, (p * (dp.abs() + delta.abs()))[live])
+        mass = float((p * (dp.abs() + delta.abs()))[live].sum())
         by_s, size = in_16_bits(by_s), self.scale * size.abs()
         noise |= {"q": _largest(size @ wide_k.abs()), "k": _largest(size.mT @ q.abs())}
         noise |= {"v": _largest(p.mT @ d_o.abs())} | {name: _largest(x) for name, x in by_size.items()}
         group = self.spec.sizes["heads"] // self.spec.sizes["kv_heads"]
         dk, dv = ((x.mT @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((by_s, q), (in_16_bits(p), d_o)))
         found = {"q": self.scale * (by_s @ wide_k), "k": self.scale * dk, "v": dv}
-        return Attended(o, lse, {n: in_16_bits(x) for n, x in found.items()} | by_name, noise)
+        return Attended(o, lse, {n: in_16_bits(x) for n, x in found.items()} | by_name, noise, mass)
 
     def _wide(self, *keys: torch.Tensor) -> list[torch.Tensor]:
         group = self.spec.sizes["heads"] // self.spec.sizes["kv_heads"]

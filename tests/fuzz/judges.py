@@ -295,7 +295,7 @@ class Expected:
         noise = self.same.noise.get(name, 0.0)
         error = float((found - right).abs().max()) if right.numel() else 0.0
         limit = 3 * float((same - right).abs().max()) + ulp * (float(right.abs().max()) + 2 * noise) + 8 * spread
-        limit += least
+        limit += least + (2.0**-20 * self.same.mass if name not in ("o", *"qkv") else 0.0)
         if dtype in (torch.float32, torch.float64):
             limit += 2.0**-18 if dtype is torch.float32 else 1e-9
         if not error <= limit:
