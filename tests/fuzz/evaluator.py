@@ -563,7 +563,7 @@ class Call:
         dp = d_o @ wide_v.mT
         by_s, by_name = _through(found, s, leaves, (p * (dp - delta))[live])
         size, by_size = _through(found, s, leaves, (p * (dp.abs() + delta.abs()))[live])
-        mass = float((p * (dp.abs() + delta.abs()))[live].sum())
+        mass = float((p * (dp.abs() + delta.abs()))[live].detach().sum())
         by_s, size = in_16_bits(by_s), self.scale * size.abs()
         noise |= {"q": _largest(size @ wide_k.abs()), "k": _largest(size.mT @ q.abs())}
         noise |= {"v": _largest(p.mT @ d_o.abs())} | {name: _largest(x) for name, x in by_size.items()}
