@@ -683,7 +683,7 @@ def _nearest_tile(request: _Request, tile: Tile | None, stages: int | None) -> s
     if tile is None:
         fits = _fitting(free, None, None)[0]
         near = min(fits, key=lambda plan: abs(plan.stages - (stages or plan.stages)), default=None)
-        return f"{near.tile} with {_stages(near)}" if near else "a smaller head_dim"
+        return f"{near.tile} with {near.stages} stages" if near else "a smaller head_dim"
 
     def distance(plan: KernelPlan) -> tuple:
         sides = (plan.tile.q, tile.q), (plan.tile.kv, tile.kv)
@@ -693,11 +693,7 @@ def _nearest_tile(request: _Request, tile: Tile | None, stages: int | None) -> s
     q, kv = request.pipeline.nearest_tile((tile.q, tile.kv))
     plans = _fitting(request, Tile(q=q, kv=kv), stages)[0] or _fitting(request, None, None)[0]
     near = min(plans or _fitting(free, None, None)[0], key=distance)
-    text = f"{near.tile} with {_stages(near)}" if stages or not plans else f"{near.tile}"
+    text = f"{near.tile} with {near.stages} stages" if stages or not plans else f"{near.tile}"
     others = [other for other in request.others if other.nearest_tile((tile.q, tile.kv)) == (tile.q, tile.kv)]
     able = [other for other in others if _fitting(replace(free, pipeline=other), tile, stages)[0]]
     return text + "".join(f", or pipeline {other.NAME!r}, which takes {tile}" for other in able)
-
-
-def _stages(plan: KernelPlan) -> str:
-    return f"{plan.stages} stages"
