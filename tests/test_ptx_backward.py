@@ -341,7 +341,7 @@ def sweeping(spec, tile=(64, 128)):
 
 
 @pytest.mark.parametrize(
-    ("spec", "lead", "tile"),
+    ("spec", "clear_distance", "tile"),
     [("full", 1, (64, 128)), ("full", 3, (128, 128)), ("causal", 2, (128, 128)), ("alibi", 5, (64, 128))],
 )
 def test_blocks_clear_and_finish_dq_for_other_heads(spec, lead, tile):
