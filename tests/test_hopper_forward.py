@@ -23,7 +23,7 @@ SHAPE = {"q_len": 150, "kv_len": 250, "heads": 2, "kv_heads": 1, "q_stages": 2}
 CLIMB = {"q_len": 256, "kv_len": 440, "heads": 2, "kv_heads": 1, "q_stages": 2, "tile": (192, 64)}
 
 #: float16 looks at the maxima of no tile but the first and those that a mask hides some of.
-without_watch = replace("constexpr int WATCHED = 6", "constexpr int WATCHED = 1")
+without_watch = replace("constexpr int WARMUP_TILES = 6", "constexpr int WARMUP_TILES = 1")
 
 
 def climbing(w, factor):
