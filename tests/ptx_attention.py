@@ -14,8 +14,8 @@ from flashgen.analysis.tiles import Case
 from flashgen.codegen import emit
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
-from flashgen.planning import hopper
 from flashgen.planning.arch import find
+from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.planner import menu
 from flashgen.planning.problem import Problem

@@ -15,7 +15,8 @@ from flashgen.bench.cells import FORWARD
 from flashgen.codegen import emit
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
-from flashgen.planning import hopper, planner
+from flashgen.planning import planner
+from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.problem import Problem
 from flashgen.planning.traffic import predict
 from flashgen.runtime import nvrtc, sass, tiles

@@ -10,8 +10,9 @@ import flashgen as fg
 from flashgen.codegen import emit
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
-from flashgen.planning import hopper, planner
+from flashgen.planning import planner
 from flashgen.planning.arch import ARCHS
+from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import Problem
 

@@ -7,7 +7,8 @@ import pytest
 from flashgen.codegen import emit
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
-from flashgen.planning import ampere, planner
+from flashgen.planning import planner
+from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.runtime import nvrtc
 
 

@@ -13,8 +13,9 @@ import flashgen as fg
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Pins
-from flashgen.planning import ampere, planner, records
+from flashgen.planning import planner, records
 from flashgen.planning.arch import ARCHS
+from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
 

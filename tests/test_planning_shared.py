@@ -8,7 +8,8 @@ import pytest
 import flashgen as fg
 from flashgen.codegen import emit
 from flashgen.errors import PlanError
-from flashgen.planning import hopper_backward, planner
+from flashgen.planning import planner
+from flashgen.planning.pipelines.hopper import backward as hopper_backward
 from flashgen.runtime import nvrtc
 
 doc = fg.tensor("doc", dims=("batch", "kv"), dtype="int32")

@@ -16,8 +16,9 @@ import flashgen as fg
 from flashgen.analysis.derivative import differentiable
 from flashgen.codegen import emit
 from flashgen.lang.load import shipped
-from flashgen.planning import ampere_backward, backward, planner
+from flashgen.planning import backward, planner
 from flashgen.planning.arch import find
+from flashgen.planning.pipelines.ampere import backward as ampere_backward
 from flashgen.planning.plan import Tile
 from flashgen.runtime import tiles
 from flashgen.runtime.gradients import baseline_gradients, reference_gradients

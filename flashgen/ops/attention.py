@@ -25,7 +25,7 @@ from flashgen.ops import library
 from flashgen.ops.dropout import drawn
 from flashgen.ops.values import no_flag, no_number, no_tensor, no_variant
 from flashgen.planning import arch, planner
-from flashgen.planning.ampere import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
+from flashgen.planning.pipelines.ampere.forward import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from flashgen.planning.problem import Problem
 from flashgen.runtime import driver, kernel, tiles
 from flashgen.runtime.philox import Dropout

@@ -14,10 +14,14 @@ from typing import NamedTuple
 
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
-from flashgen.planning import ampere, ampere_backward, hopper, hopper_backward, records
 from flashgen.planning import arch as archs
+from flashgen.planning import records
 from flashgen.planning.arch import Arch
 from flashgen.planning.backward import Form
+from flashgen.planning.pipelines.ampere import backward as ampere_backward
+from flashgen.planning.pipelines.ampere import forward as ampere
+from flashgen.planning.pipelines.hopper import backward as hopper_backward
+from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.problem import Problem, check_dtype
 from flashgen.planning.records import Shape, Timed

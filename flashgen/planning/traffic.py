@@ -23,8 +23,9 @@ from flashgen.analysis import facts as analysis
 from flashgen.analysis.derivative import derive
 from flashgen.errors import PlanError
 from flashgen.lang.expr import Node, walk
-from flashgen.planning import ampere, backward, traffic_backward
+from flashgen.planning import backward, traffic_backward
 from flashgen.planning.arch import ARCHS, Arch
+from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.plan import KernelPlan, Part, Tile
 from flashgen.planning.planner import Measured, Rejected, limits, pipeline_of
 from flashgen.planning.problem import STORED_BYTES, Problem

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flashgen.codegen import params
-from flashgen.planning import backward, hopper
+from flashgen.planning import backward
 from flashgen.planning.arch import ARCHS, Arch
+from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.runtime import cache, driver, nvrtc
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from flashgen.analysis.facts import analyse
 from flashgen.lang.expr import walk
 from flashgen.lang.variant import Variant
-from flashgen.planning import ampere
-from flashgen.planning.ampere import MMA_DEPTH, MMA_ROWS
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up
+from flashgen.planning.pipelines.ampere import forward as ampere
+from flashgen.planning.pipelines.ampere.forward import MMA_DEPTH, MMA_ROWS
 from flashgen.planning.plan import ITEM, Backward, ByQuery, KernelPlan, Part, Role, Tile, decided
 from flashgen.planning.problem import Problem
 

@@ -25,10 +25,11 @@ from itertools import chain
 from flashgen.analysis.facts import analyse
 from flashgen.lang.expr import Node, depends_on, positions_of, reads_by, walk
 from flashgen.lang.variant import Variant
-from flashgen.planning import ampere, hopper
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up, lookups, sinks
-from flashgen.planning.hopper import boxed, padded
+from flashgen.planning.pipelines.ampere import forward as ampere
+from flashgen.planning.pipelines.hopper import forward as hopper
+from flashgen.planning.pipelines.hopper.forward import boxed, padded
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Role, SpecializedBackward, Tile, decided, staged
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
 from flashgen.planning.problem import Problem

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from flashgen.analysis.facts import analyse
 from flashgen.lang.expr import reads_by, walk
 from flashgen.lang.variant import Variant
-from flashgen.planning.ampere import SOFTMAX_OPS, score_ops
 from flashgen.planning.arch import KIB, Arch, find
+from flashgen.planning.pipelines.ampere.forward import SOFTMAX_OPS, score_ops
 from flashgen.planning.plan import ITEM, Guard, KernelPlan, Part, Role, Specialized, Tile, decided, staged
 from flashgen.planning.problem import Problem
 
