@@ -12,7 +12,8 @@ from flashgen.codegen import emit, params
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
-from flashgen.planning.plan import Part, Role, Tile
+from flashgen.planning.plan import Part, Tile
+from flashgen.planning.program import computing
 from flashgen.runtime import ptx
 from flashgen.runtime.ptx.simulate import loaded, module, simulate, stored
 
@@ -28,7 +29,7 @@ def plan_of(
         plan,
         tile=Tile(q=tile[0], kv=tile[1]),
         stages=stages,
-        roles=(Role(name="compute", warps=warps),),
+        program=computing(warps),
         q_in_registers=q_in_registers,
         blocks_per_sm=1,
         smem=(

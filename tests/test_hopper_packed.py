@@ -224,7 +224,7 @@ def test_a_tile_without_registers_for_two_queries_is_packed_with_fewer_keys():
     asked = (load_spec("log_distance").bind(), "sm_90a", "bfloat16", 256)
     alone, packed = planner.menu(*asked).plans[0], planner.menu(*asked).packed
     assert packed.tile.q == alone.tile.q and packed.tile.kv < alone.tile.kv
-    assert packed.registers_estimate <= packed.specialized.consumer_registers
+    assert packed.registers_estimate <= packed.program.consumer_registers
     tile = (alone.tile.q, alone.tile.kv)
     assert planner.menu(*asked, tile=tile).packed is None
     with pytest.raises(PlanError, match=rf"registers to pack heads\n  nearest: {packed.tile}"):

@@ -130,7 +130,7 @@ def test_every_candidate_is_in_the_menu_or_rejected_once():
 def test_there_is_a_plan_everywhere(arch, head_dim):
     main = planner.menu(FULL, arch, "float16", head_dim, pipeline="ampere").plans[0]
     assert (main.arch, main.pipeline, main.head_dim, main.dtype) == (arch, "ampere", head_dim, "float16")
-    assert main.roles[0].name == "compute" and main.stages >= 2
+    assert main.program.roles[0].name == "compute" and main.stages >= 2
 
 
 def test_sm_90_is_sm_90a():

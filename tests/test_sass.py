@@ -92,12 +92,12 @@ def test_consumers_that_use_more_than_they_asked_for(kernel, monkeypatch):
     (code,) = sass.disassemble(compiled.cubin).values()
     (start,) = (at for at, i in enumerate(code.instructions) if "TRY_ALLOC" in i.text)
     used = code.registers_from(start)
-    assert 60 < used <= plan.specialized.consumer_registers
-    wrong = f"0x{plan.specialized.consumer_registers:x}", "0x20"
+    assert 60 < used <= plan.program.consumer_registers
+    wrong = f"0x{plan.program.consumer_registers:x}", "0x20"
     less = [dataclasses.replace(i, text=i.text.replace(*wrong)) for i in code.instructions]
     monkeypatch.setattr(sass, "disassemble", lambda cubin: {code.name: dataclasses.replace(code, instructions=less)})
     reasons = sass.check(plan, compiled)
-    assert f"setmaxnreg 32 where the plan has {plan.specialized.consumer_registers}" in reasons
+    assert f"setmaxnreg 32 where the plan has {plan.program.consumer_registers}" in reasons
     assert any(reason.startswith(f"{used} registers in use after setmaxnreg 32 at 0x") for reason in reasons)
 
 

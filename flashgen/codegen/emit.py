@@ -55,7 +55,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
 
 def banner(plan: KernelPlan, found: Seam) -> str:
     """The comment at the head of a file: variant, plan, shared memory, and the command that reproduces it."""
-    roles = ", ".join(f"{role.warps} {role.name} warps" for role in plan.roles)
+    roles = ", ".join(f"{role.warps} {role.name} warps" for role in plan.program.divisions)
     q_home = "" if plan.backward else f", q in {'registers' if plan.q_in_registers else 'shared memory'}"
     rows = "rows (queries of all heads that share keys)" if plan.packed else "queries"
     dims = f"head_dim {plan.head_dim}"

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flashgen.codegen.printer import CTYPES
 from flashgen.lang.variant import Variant
 from flashgen.planning.plan import KernelPlan, Specialized, SpecializedBackward
+from flashgen.planning.program import CTYPES
 
 #: C++ name of the 16-bit element type, a bit pattern to the compiler.
 ELEMENT = {"float16": "fp16", "bfloat16": "bf16"}

@@ -18,6 +18,7 @@ from flashgen.codegen.device import identifiers
 from flashgen.lang.expr import LEAVES, DType, Node, Tensor, depends_on, walk
 from flashgen.lang.ops import OPS
 from flashgen.lang.ranges import INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN
+from flashgen.planning.program import CTYPES
 
 #: Characters of an expression beyond which it is named, so that no text nests without end.
 LONGEST = 600
@@ -55,8 +56,6 @@ _WRAPPING = {
 
 #: Sums, of which NVRTC may see at most one operand when they have 64 bits (`opaque_i64` in device/math.cuh).
 _SUMS = {"add", "sub"}
-
-CTYPES = {DType.BOOL: "bool", DType.INT32: "int", DType.INT64: "i64", DType.FLOAT32: "float"}
 
 
 @dataclass(frozen=True, slots=True)

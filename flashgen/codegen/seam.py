@@ -18,7 +18,6 @@ from flashgen.analysis.zones import REACH, Zone
 from flashgen.codegen.device import identifiers
 from flashgen.codegen.printer import (
     CALL,
-    CTYPES,
     Body,
     Formula,
     GivenPrinter,
@@ -36,6 +35,8 @@ from flashgen.codegen.printer import (
 from flashgen.lang import ranges
 from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, depends_on, walk
 from flashgen.lang.ops import OPS
+from flashgen.planning.backward import lookup_names
+from flashgen.planning.program import CTYPES
 
 #: Bounds within this need no clamp: sums and differences of two of them and a position fit an int32.
 NEAR = 2 * REACH
@@ -161,12 +162,9 @@ def seam(facts: Facts, lookups: tuple[Node, ...] = ()) -> Seam:
 def _lookups(loads: tuple[Node, ...], facts: Facts) -> dict[Node, Lookup]:
     """Each element with a name of its own."""
     found: dict[Node, Lookup] = {}
-    for n in loads:
-        printer, position = Printer(wide=facts.int64), "q" if depends_on(n, "q") else "k"
-        stem = f"{n.attr.name}_{position}"
-        number = sum(one.name.startswith(stem) for one in found.values())
-        name = f"{stem}{number + 1}" if number else stem
-        found[n] = Lookup(name=name, ctype=printer.ctype(n), value=printer.body(n), by_query=position == "q")
+    for name, n in zip(lookup_names(loads), loads, strict=True):
+        printer = Printer(wide=facts.int64)
+        found[n] = Lookup(name=name, ctype=printer.ctype(n), value=printer.body(n), by_query=depends_on(n, "q"))
     return found
 
 

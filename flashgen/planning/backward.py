@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import analyse
-from flashgen.lang.expr import Node, const, positions_of, reads_by, walk
+from flashgen.lang.expr import Node, const, depends_on, positions_of, reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.plan import KernelPlan, Part
@@ -75,6 +75,16 @@ def lookups(variant: Variant) -> tuple[Node, ...]:
             found[n] = None
         else:
             left.extend(reversed(n.operands))
+    return tuple(found)
+
+
+def lookup_names(loads: tuple[Node, ...]) -> tuple[str, ...]:
+    """A name of its own for each element of a captured tensor."""
+    found: list[str] = []
+    for n in loads:
+        stem = f"{n.attr.name}_{'q' if depends_on(n, 'q') else 'k'}"
+        number = sum(name.startswith(stem) for name in found)
+        found.append(f"{stem}{number + 1}" if number else stem)
     return tuple(found)
 
 

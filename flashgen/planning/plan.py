@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from flashgen.lang.variant import Variant
+from flashgen.planning.program import Program
 
 #: Rows of a product of one warpgroup (wgmma's m).
 WARPGROUP_ROWS = 64
@@ -42,15 +43,6 @@ def staged(name: str, stages: int, rows: int, columns: int) -> Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
-    """A group of warps that do one job; `registers` is what a thread of it may hold (None: the compiler's choice)."""
-
-    name: str
-    warps: int
-    registers: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
     """What P of a tile may add up to in one lane, where nobody looks at its maxima, before offsets must move.
 
@@ -71,8 +63,6 @@ class Specialized:
     """How the warps of a block divide work on pipeline hopper: some hand out and load tiles, warpgroups consume."""
 
     warpgroups: int  # consumers, 64 query rows each
-    producer_registers: int  # of a thread
-    consumer_registers: int
     q_stages: int  # tiles of queries in shared memory
     ping_pong: bool  # warpgroups take turns to issue products
     guard: Guard | None  # nobody looks at maxima of tiles without a mask: the sums of P show when an offset must move
@@ -157,8 +147,6 @@ class SpecializedBackward:
     more warps see to the order in which blocks add to dq.
     """
 
-    producer_registers: int  # of a thread
-    consumer_registers: int
     by_gradient: bool  # one warpgroup has P and dv, the other dS and dk; else each has half of the keys
     dq_parts: tuple[int, ...]  # columns of dq in a warpgroup's products, one after another
     turns: bool  # one warpgroup computes P and dS while the other's products run
@@ -206,7 +194,7 @@ class KernelPlan:
     padded_v_head_dim: int
     tile: Tile
     stages: int
-    roles: tuple[Role, ...]
+    program: Program = field(hash=False)  # follows from the rest
     q_in_registers: bool
     blocks_per_sm: int  # what __launch_bounds__ asks for
     smem: tuple[Part, ...]
@@ -261,11 +249,11 @@ class KernelPlan:
 
     @property
     def warps(self) -> int:
-        return sum(role.warps for role in self.roles)
+        return self.program.warps
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps
+        return self.program.threads
 
     @property
     def smem_bytes(self) -> int:

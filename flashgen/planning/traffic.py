@@ -166,7 +166,7 @@ class Prediction:
                     *([("because", self.passed_over)] if self.passed_over else []),
                     ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {_stages(plan)}"),
                     *([("packed", self._packing())] if plan.packed else []),
-                    ("warps", ", ".join(f"{role.warps} {role.name}" for role in plan.roles)),
+                    ("warps", ", ".join(f"{role.warps} {role.name}" for role in plan.program.divisions)),
                     ("blocks a multiprocessor", str(plan.blocks_per_sm)),
                     ("chosen by", f"measured times ({self.measured.record})" if self.measured else "predicted times"),
                     *([("menu covers", self.measured.covers)] if self.measured else []),
@@ -222,6 +222,7 @@ class Prediction:
         that is no band.
         """
         plan, problem, tiles = self.plan, self.problem, self.tiles
+        roles = plan.program.divisions
         found = {
             "variant": plan.variant.name,
             "pass": plan.pass_name,
@@ -232,7 +233,7 @@ class Prediction:
             "tile": {"q": plan.tile.q, "kv": plan.tile.kv},
             "stages": plan.stages,
             "warps": plan.warps,
-            "roles": [{"name": role.name, "warps": role.warps, "registers": role.registers} for role in plan.roles],
+            "roles": [{"name": role.name, "warps": role.warps, "registers": role.registers} for role in roles],
             "blocks_per_sm": plan.blocks_per_sm,
             "q_in_registers": plan.q_in_registers,
             "dropout": plan.dropout,
@@ -509,7 +510,7 @@ def _sum(title: str, parts: tuple[Part, ...], limit: int, unit: str) -> Table:
 
 def _most_registers(plan: KernelPlan, arch: Arch) -> int:
     """What a thread that computes may hold."""
-    return max(role.registers for role in plan.roles) or arch.registers_per_thread
+    return plan.program.consumer_registers or arch.registers_per_thread
 
 
 def _rejections(title: str, rows: Iterable[Rejected]) -> Table:

@@ -19,8 +19,9 @@ from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.ampere.forward import MMA_DEPTH, MMA_ROWS
-from flashgen.planning.plan import ITEM, Backward, ByQuery, KernelPlan, Part, Role, Tile, decided
+from flashgen.planning.plan import ITEM, Backward, ByQuery, KernelPlan, Part, Tile, decided
 from flashgen.planning.problem import Problem
+from flashgen.planning.program import computing
 
 NAME = ampere.NAME
 
@@ -339,7 +340,7 @@ def plan(
         *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim, c), padded(v_head_dim, c))),
         pass_name="backward",
         pipeline=NAME,
-        roles=(Role(name="compute", warps=c.warps),),
+        program=computing(c.warps),
         q_in_registers=False,
         blocks_per_sm=max(n for n in range(1, most + 1) if n == 1 or needed <= budget(c, arch, n)),
         smem=memory,

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from flashgen.lang.expr import DType, node, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.plan import ITEM, KernelPlan, Part, Role, Tile, decided, staged
+from flashgen.planning.plan import ITEM, KernelPlan, Part, Tile, decided, staged
 from flashgen.planning.problem import Problem
+from flashgen.planning.program import computing
 
 NAME = "ampere"
 
@@ -229,7 +230,7 @@ def plan(
         *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim), padded(v_head_dim))),
         pass_name="forward",
         pipeline=NAME,
-        roles=(Role(name="compute", warps=c.warps),),
+        program=computing(c.warps),
         q_in_registers=c.q_in_registers,
         blocks_per_sm=blocks,
         smem=memory,

@@ -26,13 +26,15 @@ from flashgen.analysis.facts import analyse
 from flashgen.lang.expr import Node, depends_on, positions_of, reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up, lookups, sinks
+from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up, lookup_names, lookups, sinks
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.hopper import forward as hopper
+from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.pipelines.hopper.forward import boxed, padded
-from flashgen.planning.plan import ITEM, KernelPlan, Part, Role, SpecializedBackward, Tile, decided, staged
+from flashgen.planning.plan import ITEM, KernelPlan, Part, SpecializedBackward, Tile, decided, staged
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
 from flashgen.planning.problem import Problem
+from flashgen.planning.program import CTYPES, Program, consumer_registers
 
 NAME = hopper.NAME
 
@@ -86,15 +88,6 @@ SINKS = {"": 8, "k": 8, "q": 8, "kq": 60}
 
 #: What a consumer needs beside fragments on their way: with less ptxas serialises products (C7512).
 BESIDE = 48
-
-#: Steps kept for those who order additions to dq.
-ORDERS = 8
-
-#: Bytes and alignment of what `Shared` has behind its tiles: a step, a word, the keys of a block, a barrier.
-STEP, WORD, KEYS, BARRIER = (16, 16), (4, 4), (24, 4), (8, 8)
-
-#: What the swizzle of tiles aligns `Shared` to.
-ALIGNMENT = KIB
 
 #: Float operations on one score: P, dS, roundings, and what moves them.
 SCORE_OPS = 8
@@ -236,35 +229,35 @@ def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: F
         parts.append(Part(name="p", amount=tile.kv * tile.q * ITEM, why=why))
     rows = c.stages * tile.q * 8
     parts.append(Part(name="lse, delta", amount=rows, why=f"{c.stages} stages x {tile.q} x 2 float32"))
-    end = sum(part.amount for part in parts)
-    for (size, alignment), count in _members(c, variant, head_dim, form):
-        end = -(-end // alignment) * alignment + size * count
     if ahead(c, variant):
         sizes = [(AHEAD * tile.q if depends_on(n, "q") else tile.kv, n.dtype.itemsize) for n in lookups(variant)]
         why = f"elements that the mask reads by the queries of {AHEAD} tiles, and by keys"
         parts.append(Part(name="lookups", amount=sum(count * item for count, item in sizes), why=why))
-    room = -(-end // ALIGNMENT) * ALIGNMENT - sum(part.amount for part in parts)
-    parts.append(Part(name="control", amount=room, why="barriers and messages"))
+    room = program(c, variant, head_dim, v_head_dim, form).shared_bytes(programs.ALIGNMENT)
+    control = room - sum(part.amount for part in parts)
+    parts.append(Part(name="control", amount=control, why="barriers and messages"))
     return tuple(parts)
 
 
-def _members(c: Candidate, variant: Variant, head_dim: int, form: Form) -> Iterator[tuple[tuple[int, int], int]]:
-    """What `Shared` has behind tiles, lse and delta, in its order: bytes and alignment of one, and how many."""
+def program(
+    c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form, registers: tuple[int, int] = (0, 0)
+) -> Program:
+    """What the warps of a candidate do; `registers` per thread of a producer and of a consumer."""
     facts, known = analyse(variant), lookups(variant) if ahead(c, variant) else ()
-    may_skip = bool(facts.hidden) and any(term.others for term in facts.visible)
-    if may_skip:
-        yield from ((STEP, 2), (WORD, 1))
-    if form.deterministic:
-        yield WORD, 2
-    if may_skip:
-        yield BARRIER, 4
-    yield STEP, c.stages + ORDERS * form.deterministic
-    for n in known:
-        yield (n.dtype.itemsize,) * 2, AHEAD * c.tile.q if depends_on(n, "q") else c.tile.kv
-    yield KEYS, 1
-    barriers = 3 * c.stages + 4 + c.by_gradient + AHEAD * any(depends_on(n, "q") for n in known)
-    barriers += (ORDERS + 4) * form.deterministic + 2 * sweeps(c, variant, head_dim, form)
-    yield BARRIER, barriers
+    read = zip(lookup_names(known), known, strict=True)
+    return programs.backward(
+        tile=c.tile,
+        columns=(boxed(head_dim), boxed(v_head_dim)),
+        stages=c.stages,
+        registers=registers,
+        by_gradient=c.by_gradient,
+        skips=bool(facts.hidden) and any(term.others for term in facts.visible),
+        turns=turns(c, variant),
+        deterministic=form.deterministic,
+        sweeps=sweeps(c, variant, head_dim, form),
+        ahead=ahead(c, variant),
+        lookups=tuple((name, CTYPES[n.dtype], n.dtype.itemsize, depends_on(n, "q")) for name, n in read),
+    )
 
 
 def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
@@ -313,10 +306,8 @@ def _variant_registers(variant: Variant) -> int:
 
 def division(variant: Variant, arch: Arch) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread: together those of a block, rounded down to eights."""
-    threads = 128 * (1 + WARPGROUPS)
-    pool = arch.registers_per_sm // threads // 8 * 8 * threads
     producer = JUDGE_REGISTERS if _judged_ops(variant) > JUDGED_OPS else PRODUCER_REGISTERS
-    return producer, (pool - 128 * producer) // (128 * WARPGROUPS) // 8 * 8
+    return producer, consumer_registers(arch, WARPGROUPS, producer)
 
 
 def _judged_ops(variant: Variant) -> int:
@@ -348,15 +339,11 @@ def plan(
     c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, v_head_dim: int, form: Form
 ) -> KernelPlan:
     """The plan of a candidate that fits."""
-    producer, consumer = division(variant, arch)
     return decided(
         *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim), padded(v_head_dim))),
         pass_name="backward",
         pipeline=NAME,
-        roles=(
-            Role(name="producer", warps=4, registers=producer),
-            Role(name="consumer", warps=4 * WARPGROUPS, registers=consumer),
-        ),
+        program=program(c, variant, head_dim, v_head_dim, form, registers=division(variant, arch)),
         q_in_registers=False,
         blocks_per_sm=1,
         smem=smem(c, variant, head_dim, v_head_dim, form),
@@ -364,8 +351,6 @@ def plan(
         dropout=form.dropout,
         gradients=form.gradients,
         backward=SpecializedBackward(
-            producer_registers=producer,
-            consumer_registers=consumer,
             by_gradient=c.by_gradient,
             dq_parts=dq_parts(c, head_dim),
             turns=turns(c, variant),

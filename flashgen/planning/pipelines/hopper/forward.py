@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from flashgen.analysis.facts import analyse
 from flashgen.lang.expr import reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import KIB, Arch, find
 from flashgen.planning.pipelines.ampere.forward import SOFTMAX_OPS, score_ops
-from flashgen.planning.plan import ITEM, Guard, KernelPlan, Part, Role, Specialized, Tile, decided, staged
+from flashgen.planning.pipelines.hopper import programs
+from flashgen.planning.plan import ITEM, Guard, KernelPlan, Part, Specialized, Tile, decided, staged
 from flashgen.planning.problem import Problem
+from flashgen.planning.program import Program, consumer_registers
 
 NAME = "hopper"
 
@@ -72,9 +75,6 @@ PACKED_REGISTERS = 12
 
 #: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone.
 JUDGE_REGISTERS = 56
-
-#: Shared memory for barriers and messages: less than this, which the alignment of tiles rounds it up to.
-CONTROL = KIB
 
 #: Up to so many columns a product is short: the softmax of a warpgroup must run under the products of two others, which
 #: take turns to issue them, unless it does without maxima.  Wider ones need no turns.
@@ -179,7 +179,37 @@ def smem(c: Candidate, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
         staged("q", c.q_stages, c.tile.q, room),
         staged("k", c.stages, c.tile.kv, d),
         staged("v", c.stages, c.tile.kv, dv),
-        Part(name="control", amount=CONTROL, why="barriers and messages"),
+        Part(name="control", amount=_control(c.tile.q, c.stages, c.q_stages), why="barriers and messages"),
+    )
+
+
+@lru_cache
+def _control(tile_q: int, stages: int, q_stages: int) -> int:
+    """Bytes of barriers and messages, which no tile's size changes; a mask needs more of them, and what tiles are
+    aligned to makes the same of both."""
+    c = Candidate(tile=Tile(q=tile_q, kv=DEPTH), stages=stages, q_stages=q_stages)
+    return program(c, BOX, BOX, masked=True).control_bytes(programs.ALIGNMENT)
+
+
+def program(
+    c: Candidate,
+    head_dim: int,
+    v_head_dim: int,
+    *,
+    masked: bool,
+    registers: tuple[int, int] = (0, 0),
+    ping_pong: bool = False,
+) -> Program:
+    """What the warps of a candidate do; `registers` per thread of a producer and of a consumer."""
+    return programs.forward(
+        tile=c.tile,
+        columns=(boxed(head_dim), boxed(v_head_dim)),
+        stages=c.stages,
+        q_stages=c.q_stages,
+        registers=registers,
+        masked=masked,
+        stored=c.q_stages > 1,
+        ping_pong=ping_pong,
     )
 
 
@@ -214,15 +244,9 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) ->
 
 
 def division(warpgroups: int, variant: Variant, arch: Arch) -> tuple[int, int]:
-    """Registers of a producer's and of a consumer's thread.
-
-    A block starts with the registers of the multiprocessor divided by its threads, rounded down to a multiple of 8;
-    what the producers give back the consumers take, and never more.
-    """
-    threads = 128 * (1 + warpgroups)
-    pool = arch.registers_per_sm // threads // 8 * 8 * threads
+    """Registers of a producer's and of a consumer's thread."""
     producer = JUDGE_REGISTERS if _judges(variant) else 40 if warpgroups == 2 else 32
-    return producer, (pool - 128 * producer) // (128 * warpgroups) // 8 * 8
+    return producer, consumer_registers(arch, warpgroups, producer)
 
 
 def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int) -> str | None:
@@ -250,18 +274,20 @@ def _terms(parts: tuple[Part, ...], unit: int = 1) -> str:
 
 def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, v_head_dim: int) -> KernelPlan:
     """The plan of a candidate that fits."""
-    producer, consumer = division(c.warpgroups, variant, arch)
     short = max(head_dim, v_head_dim) <= SHORT_COLUMNS
     roomy = _roomy(c, variant, arch, head_dim, v_head_dim)
     apart = roomy and _band(variant)
     guard = _guard(c, variant, dtype, max(head_dim, v_head_dim), apart)
+    ping_pong = short and c.warpgroups > 2 and guard is None
     return decided(
         *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim), padded(v_head_dim))),
         pass_name="forward",
         pipeline=NAME,
-        roles=(
-            Role(name="producer", warps=4, registers=producer),
-            Role(name="consumer", warps=4 * c.warpgroups, registers=consumer),
+        program=program(
+            *(c, head_dim, v_head_dim),
+            masked=bool(analyse(variant).hidden),
+            registers=division(c.warpgroups, variant, arch),
+            ping_pong=ping_pong,
         ),
         q_in_registers=False,
         blocks_per_sm=1,
@@ -269,10 +295,8 @@ def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, 
         registers=registers(c, variant, head_dim, v_head_dim),
         specialized=Specialized(
             warpgroups=c.warpgroups,
-            producer_registers=producer,
-            consumer_registers=consumer,
             q_stages=c.q_stages,
-            ping_pong=short and c.warpgroups > 2 and guard is None,
+            ping_pong=ping_pong,
             guard=guard,
             roomy=roomy,
             apart=apart,
@@ -297,7 +321,7 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
     registers = plan.registers
     if _uses(plan.variant, "q"):
         registers += (Part(name="packed", amount=PACKED_REGISTERS, why="the queries of two rows"),)
-        if sum(part.amount for part in registers) > plan.specialized.consumer_registers:
+        if sum(part.amount for part in registers) > plan.program.consumer_registers:
             return None
     return replace(plan, registers=registers, specialized=replace(plan.specialized, packed=True))
 
