@@ -12,6 +12,7 @@ import pytest
 from ptx_attention import replace, work
 
 from flashgen.codegen import emit
+from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.runtime.ptx import errors
 
 RESULT, CONFLICTS = "a wrong result", "bank conflicts"
@@ -195,7 +196,10 @@ def subject(pipeline):
     w = work("causal_bottom_right", pipeline, q_len=150, kv_len=230)
     if pipeline == "hopper":  # with turns, whatever the planner thinks of them at this tile
         specialized = dataclasses.replace(w.plan.specialized, ping_pong=True)
-        plan = dataclasses.replace(w.plan, specialized=specialized)
+        c = hopper.Candidate(tile=w.plan.tile, stages=w.plan.stages, q_stages=w.plan.q_stages)
+        registers = w.plan.program.producer_registers, w.plan.program.consumer_registers
+        program = hopper.program(c, 64, 64, masked=True, registers=registers, ping_pong=True)
+        plan = dataclasses.replace(w.plan, specialized=specialized, program=program)
         w = dataclasses.replace(w, plan=plan, source=emit(plan))
     return w
 

@@ -42,6 +42,11 @@ class Role:
     threads: int
     registers: int | None = None
 
+    @property
+    def single(self) -> bool:
+        """Whether one thread does all."""
+        return self.threads == 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
@@ -61,10 +66,6 @@ class Member:
     size: int
     alignment: int
     axes: tuple[Axis, ...] = ()
-
-    @property
-    def declarator(self) -> str:
-        return self.name + "".join(f"[{axis.text}]" for axis in self.axes)
 
     @property
     def bytes(self) -> int:
