@@ -111,9 +111,8 @@ def menu_of(spec: str, arch: str, dtype: str, head_dim: int, v_head_dim: int | N
     from flashgen.lang.load import load_spec
 
     try:
-        from flashgen.planning.request import KernelRequest
-
         from flashgen.planning.planner import menu_of
+        from flashgen.planning.request import KernelRequest
     except ImportError:  # a tree before requests
         from flashgen.ops.stages import menu_of
 

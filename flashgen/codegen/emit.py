@@ -98,9 +98,8 @@ def _command(plan: KernelPlan, width: int) -> list[str]:
     options = [("arch", plan.arch), ("pipeline", plan.pipeline), ("dtype", plan.dtype), ("head-dim", plan.head_dim)]
     if plan.v_head_dim != plan.head_dim:
         options.append(("v-head-dim", plan.v_head_dim))
-    options += [("tile", plan.tile), ("stages", plan.stages)]
-    if plan.q_stages is not None:
-        options.append(("q-stages", plan.q_stages))
+    options.append(("tile", plan.tile))
+    options += [(name.replace("_", "-"), value) for name, value in plan.integers().items()]
     options += [("param", f"{name}={value}") for name, value in variant.bound]
     flags = {"backward": plan.backward is not None, "deterministic": plan.deterministic, "dropout": plan.dropout}
     flags["packed"] = plan.packed

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from flashgen.analysis.derivative import differentiable
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
 from flashgen.ops.options import option, plan_of, variant_of
@@ -14,6 +13,7 @@ from flashgen.planning import planner
 from flashgen.planning.arch import ARCHS, find, of_device
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
+from flashgen.planning.request import KernelRequest
 from flashgen.runtime import driver, kernel
 from flashgen.runtime.kernel import Kernel
 
@@ -110,29 +110,19 @@ def menu_of(
     gradients: Sequence[str] = (),
 ) -> planner.Menu:
     """The kernels that serve a variant whose constants are bound, of one pass; PlanError where there are none."""
-    if not backward:
-        for name, value in (("deterministic", deterministic), ("gradients", gradients)):
-            if value:
-                raise PlanError(f"{name} is of a backward, and a forward was asked for\n  nearest: backward=True")
-        asked = {"pipeline": pipeline, "tile": tile, "stages": stages, "q_stages": q_stages}
-        return planner.menu(variant, arch, dtype, head_dim, v_head_dim, **asked, dropout=dropout, packed=packed)
-    for name, value, none in (("packed", packed, False), ("q_stages", q_stages, None)):
-        if value is not none:
-            raise PlanError(f"{name} is of a forward, and a backward was asked for\n  nearest: {name}={none}")
-    known = differentiable(variant.score_node)
-    for name in gradients:
-        if name not in known:
-            those = f"the score of {variant.name!r} has derivatives by {', '.join(known) or 'no captured tensor'}"
-            raise PlanError(f"{name!r} has no gradient: {those}\n  nearest: gradients={known}")
-    return planner.backward_menu(
+    request = KernelRequest.of(
         *(variant, arch, dtype, head_dim, v_head_dim),
         pipeline=pipeline,
         tile=tile,
         stages=stages,
-        deterministic=deterministic,
+        q_stages=q_stages,
         dropout=dropout,
-        gradients=tuple(sorted(set(gradients))),
+        packed=packed,
+        backward=backward,
+        deterministic=deterministic,
+        gradients=gradients,
     )
+    return planner.menu_of(request)
 
 
 def emit(plan: KernelPlan) -> str:

@@ -1,4 +1,4 @@
-"""What every backward shares: what it may be asked beyond shapes, the kernels that a call launches, and its memory."""
+"""What every backward shares: what it asks of a variant, the kernels that a call launches, and its memory."""
 
 from __future__ import annotations
 
@@ -25,15 +25,6 @@ MAIN = "attention_backward"
 
 #: Bytes of an exact sum (see device/exact.cuh).
 EXACT_BYTES = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """What a backward is asked beyond shapes."""
-
-    deterministic: bool = False
-    dropout: bool = False
-    gradients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

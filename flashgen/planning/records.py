@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flashgen import jsonfile
-from flashgen.analysis.facts import analyse
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
+from flashgen.planning.profile import profile
+from flashgen.planning.request import KernelRequest
 
 #: Of the file; another one is refused.
 FORMAT = 1
@@ -88,10 +89,8 @@ def key(variant: Variant, head_dim: int, v_head_dim: int) -> Key:
 
 def _mask(variant: Variant) -> str:
     """The kind of mask: what it asks of registers and of the schedule differs."""
-    if variant.mask is None:
-        return "none"
-    facts = analyse(variant)
-    return "band" if facts.exact and len(facts.visible) == 1 and not variant.tensors else "general"
+    asked = profile(variant)
+    return "none" if not asked.masked else "band" if asked.band else "general"
 
 
 def file_name(arch: str, pipeline: str, pass_name: str) -> str:
@@ -99,18 +98,18 @@ def file_name(arch: str, pipeline: str, pass_name: str) -> str:
     return f"{arch}_{pipeline}_{pass_name}.json"
 
 
-def find(arch: str, pipeline: str, pass_name: str, variant: Variant, head_dim: int, v_head_dim: int) -> Entry | None:
-    """The entry for a variant (constants bound), of the user's folder or else a shipped one; None: nothing measured.
+def find(pipeline: str, request: KernelRequest) -> Entry | None:
+    """The entry for a request, of the user's folder or else a shipped one; None: nothing measured.
 
     Raises PlanError for a damaged record, and where the user's folder is none.
     """
-    name = file_name(arch, pipeline, pass_name)
+    name = file_name(request.arch.name, pipeline, request.pass_name)
     user = os.environ.get(VARIABLE)
     if user and not Path(user).is_dir():
         raise PlanError(f"{VARIABLE} is {user!r}, and there is no such folder\n  nearest: unset {VARIABLE}")
     for folder in (Path(user), _SHIPPED) if user else (_SHIPPED,):
         entries = load(folder / name)
-        if entries and (found := entries.get(key(variant, head_dim, v_head_dim))):
+        if entries and (found := entries.get(key(request.variant, request.head_dim, request.v_head_dim))):
             return found
     return None
 
