@@ -19,6 +19,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from flashgen.errors import PlanError
 
@@ -77,7 +78,7 @@ class Arch:
         return self.smem_per_sm + 4 * self.registers_per_sm
 
 
-def _arch(**facts) -> Arch:
+def _arch(**facts: Any) -> Arch:
     facts["tensor_flops"] = MappingProxyType(facts["tensor_flops"])
     return Arch(**facts)
 

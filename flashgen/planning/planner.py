@@ -118,7 +118,7 @@ class Menu:
     @property
     def forms(self) -> tuple[KernelPlan, ...]:
         """Every plan that a call may pick."""
-        return self.plans if self.packed in (None, *self.plans) else (*self.plans, self.packed)
+        return self.plans if self.packed is None or self.packed in self.plans else (*self.plans, self.packed)
 
     @property
     def record(self) -> str | None:
@@ -226,7 +226,8 @@ def _pipeline(request: KernelRequest) -> tuple[Pipeline[Any], str | None]:
         if reason := chosen.lacks(request):
             raise PlanError(_lacking(request, chosen, reason))
         return chosen, None
-    pinned, reasons = archs.pipeline(arch, request.variant.pins.pipeline), []
+    pinned = archs.pipeline(arch, request.variant.pins.pipeline)
+    reasons: list[str] = []
     for candidate in arch.pipelines:
         if arch.pipelines.index(candidate) < arch.pipelines.index(pinned):
             reason = f"{request.variant.name!r} is pinned to pipeline {pinned}"
@@ -461,7 +462,7 @@ class _Timed(NamedTuple):
         """The same, where half of the time one block is alone: of problems too small to fill the GPU."""
         return (self.paces[0] + self.paces[-1]) / 2
 
-    def rest(self) -> tuple:
+    def rest(self) -> tuple[int, ...]:
         """Makes an order by time total, so that a menu never varies."""
         plan = self.plan
         return plan.smem_bytes, plan.registers_estimate, -plan.tile.q, -plan.tile.kv, plan.warps

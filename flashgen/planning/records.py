@@ -8,10 +8,11 @@ An entry keeps the median of every measured candidate on every shape, and the ma
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashgen import jsonfile
 from flashgen.errors import PlanError
@@ -65,7 +66,7 @@ class Shape(NamedTuple):
 class Timed:
     """One candidate: its fields as the pipeline's Candidate has them, and the median milliseconds on each shape."""
 
-    form: tuple[tuple[str, object], ...]
+    form: tuple[tuple[str, Any], ...]
     blocks_per_sm: int
     ms: tuple[float, ...]
 
@@ -140,11 +141,11 @@ def load(path: Path) -> dict[Key, Entry]:
         ) from error
 
 
-def _entry(stem: str, raw: dict) -> Entry:
+def _entry(stem: str, raw: dict[str, Any]) -> Entry:
     """An entry out of JSON; raises ValueError where it is not one."""
     of = jsonfile.member(raw, "class", dict)
     found = Key(
-        _one_of(of, "mask", str, ("none", "band", "general")),
+        _one_of(of, "mask", ("none", "band", "general")),
         jsonfile.member(of, "score", bool),
         *(_size(of, name, _COLUMNS, _LARGEST_HEAD_DIM) for name in ("head_dim", "v_head_dim")),
     )
@@ -160,7 +161,7 @@ def _entry(stem: str, raw: dict) -> Entry:
     return Entry(name=f"{stem}: {found}", key=found, shapes=shapes, candidates=timed)
 
 
-def _timed(raw: dict, shapes: int) -> Timed:
+def _timed(raw: dict[str, Any], shapes: int) -> Timed:
     fields = jsonfile.member(raw, "form", dict)
     tile = jsonfile.member(fields, "tile", dict)
     if set(tile) != {"q", "kv"}:
@@ -178,7 +179,7 @@ def _timed(raw: dict, shapes: int) -> Timed:
     )
 
 
-def _size(data: dict, name: str, least: int, most: int, step: int = 1) -> int:
+def _size(data: dict[str, Any], name: str, least: int, most: int, step: int = 1) -> int:
     value = jsonfile.member(data, name, int)
     if not least <= value <= most or value % step:
         steps = f" in steps of {step}" if step > 1 else ""
@@ -186,12 +187,12 @@ def _size(data: dict, name: str, least: int, most: int, step: int = 1) -> int:
     return value
 
 
-def _one_of(data: dict, name: str, kind: type, values: tuple) -> object:
-    if (value := jsonfile.member(data, name, kind)) not in values:
+def _one_of(data: dict[str, Any], name: str, values: tuple[str, ...]) -> str:
+    if (value := jsonfile.member(data, name, str)) not in values:
         raise ValueError(f"{name!r} is {jsonfile.shown(value)}, and must be one of {', '.join(map(repr, values))}")
     return value
 
 
-def form(fields: dict) -> tuple[tuple[str, object], ...]:
+def form(fields: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
     """A candidate's fields as a value: what says that two candidates are the same."""
     return tuple(sorted((name, tuple(v.values()) if isinstance(v, dict) else v) for name, v in fields.items()))

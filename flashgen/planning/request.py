@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flashgen.analysis.derivative import differentiable
 from flashgen.errors import PlanError
@@ -144,7 +145,7 @@ class KernelRequest:
         """What pipelines ask of the variant."""
         return profile(self.variant, self.gradients)
 
-    def fixing(self, **fixed: object) -> KernelRequest:
+    def fixing(self, **fixed: Any) -> KernelRequest:
         """The same with these fixed in place of what was; None: left to the planner."""
         return replace(self, fixed=replace(self.fixed, **fixed))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashgen.analysis import counts
 from flashgen.analysis import facts as analysis
@@ -317,7 +317,7 @@ def _shape(plan: KernelPlan) -> str:
     return f"{plan.tile}, {shown(plan)}{', heads packed' if plan.packed else ''}"
 
 
-def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, object]:
+def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, Any]:
     """Fields of the prediction of a forward."""
     tiles = _tiles(plan, problem, case)
     captured = _captured(plan, case)
@@ -346,9 +346,9 @@ def _tiles(plan: KernelPlan, problem: Problem, case: Case) -> TileCounts:
     return replace(found, **{name: getattr(found, name) // pack for name in shared})
 
 
-def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) -> dict[str, object]:
+def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) -> dict[str, Any]:
     """Fields of the prediction of a backward."""
-    facts, by_itself = analysis.analyse(plan.variant), plan.backward.by_query
+    facts, by_itself = analysis.analyse(plan.variant), backward.layout(plan).by_query
     tiles = counts.count(facts, case, plan.tile)
     keys = counts.count_keys(facts, case, plan.tile, tiles.visited)
     queries = None
@@ -495,7 +495,7 @@ def _sum(title: str, parts: tuple[Part, ...], limit: int, unit: str) -> Table:
 
 def _most_registers(plan: KernelPlan, arch: Arch) -> int:
     """What a thread that computes may hold."""
-    return max(role.registers for role in plan.roles) or arch.registers_per_thread
+    return max(role.registers or arch.registers_per_thread for role in plan.roles)
 
 
 def _rejections(title: str, rows: Iterable[Rejected]) -> Table:

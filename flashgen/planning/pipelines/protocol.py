@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from flashgen.planning.arch import Arch
 from flashgen.planning.integers import Allowed
@@ -13,7 +13,9 @@ from flashgen.planning.request import KernelRequest
 
 
 class Candidate(Protocol):
-    """One way to serve a request: frozen, with a field for each of the pipeline's integers."""
+    """One way to serve a request: a frozen dataclass, with a field for each of the pipeline's integers."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def tile(self) -> Tile: ...

@@ -292,6 +292,12 @@ def budget(c: Candidate, arch: Arch, blocks: int) -> int:
     return ampere.budget(c, arch, blocks) - UNALIGNED
 
 
+def _layout(plan: KernelPlan) -> Backward:
+    """How warps divide work, of a plan of this pipeline."""
+    assert isinstance(plan.backward, Backward)
+    return plan.backward
+
+
 def lacks(request: KernelRequest) -> str | None:
     """Why the pipeline has no such backward: it has every one, and the planner says where a tile does not fit."""
     return None
@@ -345,7 +351,7 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     of cp.async.  L2: q and d_o once a tile, and the sum of dq there and back.
     """
     d, dv = plan.padded_head_dim, plan.padded_v_head_dim
-    q, kv, layout, warps = plan.tile.q, plan.tile.kv, plan.backward, plan.warps
+    q, kv, layout, warps = plan.tile.q, plan.tile.kv, _layout(plan), plan.warps
     special, arithmetic = profile(plan.variant).score_ops
     share = arch.sms * arch.clock_hz
     keys, queries = kv // layout.kv_warps, layout.queries
@@ -389,7 +395,7 @@ def _pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:
 def _waiting(plan: KernelPlan, arch: Arch) -> float:
     """Clocks for one score in which all warps of a block wait: barriers, and copies that none of its work hides."""
     q, columns = plan.tile.q, plan.padded_head_dim + plan.padded_v_head_dim
-    clocks = BARRIER * (1 if plan.backward.one_barrier else 2)
+    clocks: float = BARRIER * (1 if _layout(plan).one_barrier else 2)
     if plan.stages == 1:
         clocks += FIRST_BYTE + ITEM * q * columns * arch.sms * arch.clock_hz / arch.l2_bytes_per_s
     return clocks / (q * plan.tile.kv)

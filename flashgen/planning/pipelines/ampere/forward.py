@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.integers import Allowed
@@ -75,6 +76,13 @@ USEFUL_WARPS = 16
 #: without spilling, by the 16-row blocks of a warp; for K, registers for each doubling of tile_kv.
 V_AHEAD, SPARED = 0.3, {1: 0.0, 2: 0.75}
 K_AHEAD = 9
+
+
+class Block(Protocol):
+    """What divides the registers of a multiprocessor."""
+
+    @property
+    def warps(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +191,7 @@ def within(parts: tuple[Part, ...], limit: int) -> tuple[Part, ...]:
     return (*others, replace(last, amount=min(last.amount, spare)))
 
 
-def budget(c: Candidate, arch: Arch, blocks: int) -> int:
+def budget(c: Block, arch: Arch, blocks: int) -> int:
     """Registers that a thread may have while `blocks` blocks share a multiprocessor.
 
     A quarter of the file belongs to each of the four schedulers, and the fullest one decides; they go out by eights.

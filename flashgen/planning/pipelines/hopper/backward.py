@@ -162,6 +162,12 @@ def lacks(request: KernelRequest) -> str | None:
     return None if None in reasons else reasons[0]
 
 
+def _layout(plan: KernelPlan) -> SpecializedBackward:
+    """How warps divide work, of a plan of this pipeline."""
+    assert isinstance(plan.backward, SpecializedBackward)
+    return plan.backward
+
+
 def dq_parts(c: Candidate, head_dim: int) -> tuple[int, ...]:
     """Columns of dq that a warpgroup computes: of 64 queries half of the boxes' columns, of 128 all.
 
@@ -315,7 +321,9 @@ def division(request: KernelRequest) -> tuple[int, int]:
 
 def _judged_ops(nodes: tuple[Node, ...]) -> int:
     """Ops that classes of tiles are found by, weighed by the registers they need."""
-    loads = sum(DIMENSION_OPS * (len(n.operands) - 1) + SORTED_OPS * n.attr.sorted for n in nodes if n.op == "load")
+    loads: int = sum(
+        DIMENSION_OPS * (len(n.operands) - 1) + SORTED_OPS * n.attr.sorted for n in nodes if n.op == "load"
+    )
     return len(nodes) + loads + REMAINDER_OPS * sum(n.op == "mod" for n in nodes)
 
 
@@ -369,7 +377,7 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     where it changes hands; and dQ on its way.  L2: q and d_o once a tile, and the sum of dq there and back.
     """
     d, dv, dq = plan.padded_head_dim, plan.padded_v_head_dim, plan.dq_sum_columns
-    q, kv, layout = plan.tile.q, plan.tile.kv, plan.backward
+    q, kv, layout = plan.tile.q, plan.tile.kv, _layout(plan)
     special, arithmetic = profile(plan.variant).score_ops
     share = arch.sms * arch.clock_hz
     readers = 1 if layout.by_gradient else WARPGROUPS  # of q and d_o, for scores and then for gradients
@@ -389,7 +397,7 @@ def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     """Seconds a multiprocessor needs for one score, which rank the plan; one block shares it."""
     by_unit = clocks(plan, arch)
     busiest, total = max(by_unit.values()), sum(by_unit.values())
-    step = STEP_CLOCKS[plan.backward.turns] / (plan.tile.q * plan.tile.kv)
+    step = STEP_CLOCKS[_layout(plan).turns] / (plan.tile.q * plan.tile.kv)
     return ((busiest + INTERFERENCE * (total - busiest) + step) / arch.clock_hz,)
 
 

@@ -287,6 +287,12 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     )
 
 
+def _layout(plan: KernelPlan) -> Specialized:
+    """How warps divide work, of a plan of this pipeline."""
+    assert plan.specialized is not None
+    return plan.specialized
+
+
 def cannot_pack(request: KernelRequest) -> str | None:
     """Why no tile of a request can hold several heads, or None."""
     return "tells heads apart, which then share no tile" if request.profile.uses_head else None
@@ -301,9 +307,9 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
     registers = plan.registers
     if profile(plan.variant).uses_query:
         registers += (Part(name="packed", amount=PACKED_REGISTERS, why="the queries of two rows"),)
-        if total(registers) > plan.specialized.consumer_registers:
+        if total(registers) > _layout(plan).consumer_registers:
             return None
-    return replace(plan, registers=registers, specialized=replace(plan.specialized, packed=True))
+    return replace(plan, registers=registers, specialized=replace(_layout(plan), packed=True))
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
@@ -323,7 +329,7 @@ def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     softmax = by_unit["special"] + by_unit["arithmetic"]
     busiest, second = sorted(by_unit.values(), reverse=True)[:2]
     # The softmax of one warpgroup runs under the work of the others, as far as that lasts.
-    warpgroups, tile = plan.specialized.warpgroups, plan.tile
+    warpgroups, tile = _layout(plan).warpgroups, plan.tile
     exposed = max(0.0, SOFTMAX_STRETCH * softmax - (warpgroups - 1) * busiest)
     step = STEP_CLOCKS / (tile.q * tile.kv)
     between = (plan.q_stages == 1) * Q_LOAD_CLOCKS + (plan.stages == 2) * KV_LOAD_CLOCKS
@@ -361,7 +367,7 @@ def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: in
         group = problem.group
         q_tiles = -(-problem.q_len // one.tile_queries(group))
         tiles = q_tiles * problem.heads * problem.batch // one.pack(group)
-        return one.tile.q * (max(1.0, tiles / sms) if one.specialized.dynamic else -(-tiles // sms))
+        return one.tile.q * (max(1.0, tiles / sms) if _layout(one).dynamic else -(-tiles // sms))
 
     arch = find(plan.arch)
     faster = paces(plan, arch)[0] / paces(packed, arch)[0]  # more rows a tile; no form is slower than it is believed to
