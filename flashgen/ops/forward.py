@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -12,40 +11,30 @@ from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.errors import LaunchError
 from flashgen.lang.stored import broken_promise
-from flashgen.lang.variant import Variant
-from flashgen.ops.call import ALIGNMENT, Request, check_memory, check_rows, checked
+from flashgen.ops.call import ALIGNMENT, Call, Request, check_memory, check_rows, checked
 from flashgen.ops.menus import CPU_ARCH, cpu_request, gpu_menu
 from flashgen.ops.records import Numbers, call_key, calls_of, captured_shapes, remember
 from flashgen.planning import arch, planner
 from flashgen.runtime import driver, kernel, tiles
-from flashgen.runtime.philox import Dropout
 
 
-def run(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    variant: Variant,
-    scale: float | None,
-    named: Mapping[str, object],
-    dropout: Dropout | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of one eager call, which autograd does not see; arguments, results and errors as in `attention`."""
-    calls = calls_of(variant)
+    calls = calls_of(call.variant)
     try:
-        key = call_key(q, k, v, scale, named, calls.constants, dropout)
+        key = call_key(q, k, v, call, calls.constants)
         record = calls.records.get(key)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         record = None  # something is no tensor, has no strides, or is no number: said below
     if record is None:
-        request = checked(q, k, v, variant, scale, named, dropout)
+        request = checked(q, k, v, call)
         if request.problem.empty or request.problem.kv_len == 0:
             return _nothing(q, v)
         if not q.is_cuda:
-            return _walk(q, k, v, request, dropout)
-        record = _recorded(q, k, v, request, dropout)
+            return _walk(q, k, v, request)
+        record = _recorded(q, k, v, request)
         remember(calls.records, key, record)
-    return record(q, k, v, scale, named, dropout)
+    return record(q, k, v, call)
 
 
 def o_layout(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
@@ -94,16 +83,10 @@ class _Record:
         self._numbers = Numbers(request)
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float | None,
-        named: Mapping[str, object],
-        dropout: Dropout | None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        captured = [named[name] for name in self._tensors]
-        numbers = self._numbers(scale, named, dropout)
+        captured = [call.named[name] for name in self._tensors]
+        numbers = self._numbers(call)
         inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (inputs[0] | inputs[1] | inputs[2]) % ALIGNMENT:
             for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -145,10 +128,10 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
 _zeros: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
-def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, dropout: Dropout | None) -> _Record:
+def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
     problem, index = request.problem, q.device.index
-    menu = gpu_menu(q, k, v, request.variant, problem, dropout)
+    menu = gpu_menu(q, k, v, request.variant, problem, dropout=request.dropout is not None)
     loaded = kernel.load(planner.choose(menu, problem, driver.gpu(index).sms))
     layout = kernel.Layout(q=q.stride()[:3], k=k.stride()[:3], v=v.stride()[:3], o=o_layout(q, v)[1][:3])
     return _Record(q, v, request, loaded.record(problem, layout, captured_shapes(request), index))
@@ -158,16 +141,14 @@ def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Reques
 # On a CPU
 
 
-def _walk(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, dropout: Dropout | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """The plan that a GPU would run, tile by tile in NumPy."""
     problem, variant = request.problem, request.variant
     case = cpu_case(request)
     for declared in variant.tensors:
         if broken := broken_promise(declared, case.tensors[declared.name]):
             raise LaunchError(f"captured tensor {declared.name!r} of {variant.name!r} {broken}")
-    menu = planner.menu(*cpu_request(variant, problem), dropout=dropout is not None)
+    menu = planner.menu(*cpu_request(variant, problem), dropout=request.dropout is not None)
     walked = tiles.walk(
         planner.choose(menu, problem, arch.find(variant.pins.arch or CPU_ARCH).sms),
         analyse(variant),
@@ -175,7 +156,7 @@ def _walk(
         *(array(tensor) for tensor in (q, k, v)),
         scale=request.scale,
         dtype=problem.dtype,
-        dropout=dropout,
+        dropout=request.dropout,
     )
     o, lse = outputs(q, v)
     return o.copy_(torch.from_numpy(walked.o)), lse.copy_(torch.from_numpy(walked.lse))

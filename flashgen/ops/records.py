@@ -6,17 +6,15 @@ All that a record checks again is what can differ: alignment and numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
-from flashgen.ops.call import Request, factor
+from flashgen.ops.call import Call, Request, factor
 from flashgen.ops.values import no_variant
 from flashgen.runtime import kernel
-from flashgen.runtime.philox import Dropout
 
 #: Records of one variant; when there are more they are all dropped, and shapes still in use come back.
 MAX_RECORDS = 4096
@@ -52,8 +50,9 @@ def calls_of(variant: Variant) -> _Calls:
     return calls
 
 
-def call_key(q, k, v, scale, named: Mapping[str, object], constants: frozenset[str], dropout: Dropout | None) -> tuple:
+def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, constants: frozenset[str]) -> tuple:
     """All that a record depends on, and what no record has: kinds of tensors and numbers that are refused."""
+    _, scale, named, dropout, _ = call
     key = [
         *(q.is_neg() or k.is_neg() or v.is_neg(), type(scale)),
         *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
@@ -89,7 +88,8 @@ class Numbers:
         self._params = tuple(request.params)
         self._last: tuple[tuple, tuple[float, ...]] = ((), ())
 
-    def __call__(self, scale: float | None, named: Mapping[str, object], dropout: Dropout | None) -> tuple[float, ...]:
+    def __call__(self, call: Call) -> tuple[float, ...]:
+        _, scale, named, dropout, _ = call
         given, numbers = self._last
         if given != (now := (scale, *[named.get(name) for name in self._params])):
             values = self._variant.values({name: named[name] for name in self._params if name in named})
