@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flashgen.errors import shown
+
 T = TypeVar("T")
 
 
@@ -38,12 +40,6 @@ def member(data: dict[str, Any], name: str, kind: type[T] | tuple[type[T], ...])
     if name not in data:
         raise ValueError(f"it lacks {name!r}")
     return checked(data[name], kind, repr(name))
-
-
-def shown(value: object) -> str:
-    """A value as a message holds it."""
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:36]} ..."
 
 
 _WORDS = {

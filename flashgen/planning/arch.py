@@ -193,6 +193,16 @@ def find(name: str) -> Arch:
     raise PlanError(f"{name} is not in the table of GPUs ({names})\n  nearest: {nearest.name}")
 
 
+def newest() -> Arch:
+    """The newest architecture that has a pipeline of its own, which no older one has."""
+    known: set[str] = set()
+    for arch in ARCHS.values():
+        if not known.issuperset(arch.pipelines):
+            found = arch
+        known.update(arch.pipelines)
+    return found
+
+
 def of_device(major: int, minor: int) -> Arch:
     """The architecture whose kernels run on a device of this compute capability.
 

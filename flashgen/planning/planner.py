@@ -160,11 +160,12 @@ def menu_of(request: KernelRequest) -> Menu:
 
 def pipeline_of(plan: KernelPlan) -> Pipeline[Any]:
     """The pipeline that a plan comes from, and that knows its clocks, paces and busiest multiprocessor."""
-    return _of_pass(plan.pass_name)[plan.pipeline]
+    return pipelines(plan.pass_name)[plan.pipeline]
 
 
-def _of_pass(name: str) -> Mapping[str, Pipeline[Any]]:
-    return PIPELINES if name == "forward" else BACKWARDS
+def pipelines(pass_name: str) -> Mapping[str, Pipeline[Any]]:
+    """Those of a pass, by name."""
+    return PIPELINES if pass_name == "forward" else BACKWARDS
 
 
 def limits(plan: KernelPlan) -> tuple[Rejected, ...]:
@@ -220,7 +221,7 @@ def _of_single_heads(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
 def _pipeline(request: KernelRequest) -> tuple[Pipeline[Any], str | None]:
     """The pipeline that is fixed, or the best one of the architecture, that has such kernels; and, of a backward, why a
     better one has not."""
-    arch, name, known = request.arch, request.fixed.pipeline, _of_pass(request.pass_name)
+    arch, name, known = request.arch, request.fixed.pipeline, pipelines(request.pass_name)
     if name is not None:
         chosen = known[archs.pipeline(arch, name)]
         if reason := chosen.lacks(request):
@@ -241,15 +242,15 @@ def _pipeline(request: KernelRequest) -> tuple[Pipeline[Any], str | None]:
 
 def _lacking(request: KernelRequest, pipeline: Pipeline[Any], reason: str) -> str:
     """The message where the pipeline that is fixed has no such kernels."""
-    nearest = "".join(f"\n  nearest: pipeline {other.NAME!r}" for other in _others(pipeline, request)[:1])
+    nearest = "".join(f"\n  nearest: pipeline {other.NAME!r}" for other in others(pipeline, request)[:1])
     if request.pass_name == "forward":
         return f"pipeline {pipeline.NAME!r} {reason}{nearest}"
     return f"no backward of {request.variant.name!r} as asked for\n  pipeline {pipeline.NAME}: {reason}{nearest}"
 
 
-def _others(pipeline: Pipeline[Any], request: KernelRequest) -> list[Pipeline[Any]]:
+def others(pipeline: Pipeline[Any], request: KernelRequest) -> list[Pipeline[Any]]:
     """The architecture's other pipelines that have such kernels."""
-    known = _of_pass(request.pass_name)
+    known = pipelines(request.pass_name)
     others = [known[name] for name in request.arch.pipelines if name != pipeline.NAME]
     return [other for other in others if other.lacks(request) is None]
 
@@ -276,7 +277,7 @@ def _no_packing(pipeline: Pipeline[Any], request: KernelRequest) -> str:
     """Why there is no packed form."""
     packing, tile = PACKINGS.get(pipeline.NAME), request.fixed.tile
     if packing is None:
-        able = [other.NAME for other in _others(pipeline, request) if other.NAME in PACKINGS]
+        able = [other.NAME for other in others(pipeline, request) if other.NAME in PACKINGS]
         elsewhere = next(arch.name for arch in ARCHS.values() if PACKINGS.keys() & set(arch.pipelines))
         nearest = f"pipeline {able[0]!r}" if able else "packed=False" if request.dropout else f"arch {elsewhere}"
         return f"pipeline {pipeline.NAME!r} packs no heads into one tile\n  nearest: {nearest}"
@@ -553,7 +554,7 @@ def _check_integer(pipeline: Pipeline[Any], request: KernelRequest, name: str) -
     row, value = INTEGERS[name], request.fixed.integers()[name]
     allowed = pipeline.INTEGERS.get(name)
     if allowed is None:
-        able = [other for other in _others(pipeline, request) if name in other.INTEGERS]
+        able = [other for other in others(pipeline, request) if name in other.INTEGERS]
         raise PlanError(
             f"{name} {value} for {request}: {row.absent.format(pipeline=pipeline.NAME)}\n"
             f"  nearest: {name}=None{''.join(f', or pipeline {other.NAME!r}' for other in able)}"
@@ -612,7 +613,7 @@ def _nearest_tile(pipeline: Pipeline[Any], request: KernelRequest) -> str:
     if request.pass_name == "backward":
         return text
     as_it_is = open_.fixing(tile=tile, stages=stages)
-    for other in _others(pipeline, request):
+    for other in others(pipeline, request):
         if other.nearest_tile((tile.q, tile.kv)) == (tile.q, tile.kv) and _fitting(other, as_it_is)[0]:
             text += f", or pipeline {other.NAME!r}, which takes {tile}"
     return text

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashgen import jsonfile
-from flashgen.errors import PlanError
+from flashgen.errors import PlanError, shown
 from flashgen.lang.variant import Variant
 from flashgen.planning.profile import profile
 from flashgen.planning.request import KernelRequest
@@ -183,13 +183,13 @@ def _size(data: dict[str, Any], name: str, least: int, most: int, step: int = 1)
     value = jsonfile.member(data, name, int)
     if not least <= value <= most or value % step:
         steps = f" in steps of {step}" if step > 1 else ""
-        raise ValueError(f"{name!r} is {jsonfile.shown(value)}, and must lie between {least} and {most}{steps}")
+        raise ValueError(f"{name!r} is {shown(value)}, and must lie between {least} and {most}{steps}")
     return value
 
 
 def _one_of(data: dict[str, Any], name: str, values: tuple[str, ...]) -> str:
     if (value := jsonfile.member(data, name, str)) not in values:
-        raise ValueError(f"{name!r} is {jsonfile.shown(value)}, and must be one of {', '.join(map(repr, values))}")
+        raise ValueError(f"{name!r} is {shown(value)}, and must be one of {', '.join(map(repr, values))}")
     return value
 
 

@@ -55,6 +55,14 @@ class Pipeline(Protocol[C]):
         """The integers that its candidates have, and their values."""
 
     @property
+    def COPIES(self) -> str:
+        """The instruction that loads q, k and v."""
+
+    def cannot_address(self, sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
+        """Why that cannot load a tensor [batch, heads, rows, columns] with these strides in elements, or None; rows are
+        known to start at multiples of 16 bytes."""
+
+    @property
     def EXAMPLES(self) -> Sequence[tuple[int, int]]:
         """Tiles whose sums a message shows where a head dim is too large."""
 

@@ -23,7 +23,7 @@ from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.request import KernelRequest
 
-NAME = ampere.NAME
+NAME, COPIES, cannot_address = ampere.NAME, ampere.COPIES, ampere.cannot_address
 
 HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = ampere.HEAD_DIM_STEP, ampere.MIN_HEAD_DIM, ampere.MAX_HEAD_DIM
 

@@ -8,7 +8,7 @@ mma.sync m16n8k16 with float32 accumulators in registers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from flashgen.planning.problem import Problem
 from flashgen.planning.profile import Profile, profile
 from flashgen.planning.request import KernelRequest
 
-NAME = "ampere"
+NAME, COPIES = "ampere", "cp.async"
 
 #: Head dims that the pipeline emits, in steps of 8 (rows of 16 bytes).
 HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 16, 256
@@ -104,6 +104,11 @@ class Candidate:
 
     def __str__(self) -> str:
         return f"{self.tile.q} x {self.tile.kv}, {self.stages} stages, {self.warps} warps"
+
+
+def cannot_address(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
+    """Why cp.async cannot load a tensor: it loads any whose rows start at multiples of 16 bytes."""
+    return None
 
 
 def padded(head_dim: int) -> int:

@@ -35,7 +35,7 @@ from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.request import KernelRequest
 
-NAME = hopper.NAME
+NAME, COPIES, cannot_address = hopper.NAME, hopper.COPIES, hopper.cannot_address
 
 HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = hopper.HEAD_DIM_STEP, hopper.MIN_HEAD_DIM, hopper.MAX_HEAD_DIM
 

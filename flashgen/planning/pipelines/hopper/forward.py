@@ -8,7 +8,7 @@ registers.  A block takes tile after tile of queries, so that the first product 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flashgen.planning.arch import KIB, Arch, find
@@ -19,7 +19,10 @@ from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.request import KernelRequest
 
-NAME = "hopper"
+NAME, COPIES = "hopper", "TMA"
+
+#: Bytes between rows, heads or batches that a tensor map can hold.
+TMA_STRIDE_BYTES = 1 << 40
 
 #: Head dims that the pipeline emits, in steps of 8: TMA takes rows whose stride is a multiple of 16 bytes.
 HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 16, 256
@@ -144,6 +147,19 @@ class Candidate:
 
     def __str__(self) -> str:
         return f"{self.tile.q} x {self.tile.kv}, {self.stages} stages, {self.warps} warps"
+
+
+def cannot_address(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
+    """Why TMA cannot load a tensor [batch, heads, rows, columns] with these strides in elements, or None.
+
+    Rows are known to start at multiples of 16 bytes.
+    """
+    for axis, word in enumerate(("batch", "head", "row")):
+        if sizes[axis] > 1 and strides[axis] == 0:
+            return f"its {word} stride is 0 (expanded)"
+        if sizes[axis] > 1 and strides[axis] * itemsize >= TMA_STRIDE_BYTES:
+            return f"its {word} stride is {strides[axis] * itemsize} bytes, and TMA's stay below 2^40"
+    return None
 
 
 def padded(head_dim: int) -> int:
