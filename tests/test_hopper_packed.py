@@ -16,8 +16,8 @@ from flashgen.codegen import emit
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
 from flashgen.planning import planner
-from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.problem import Problem
+from flashgen.planning.profile import profile
 from flashgen.planning.traffic import predict
 from flashgen.runtime import nvrtc, sass, tiles
 from flashgen.runtime.ptx import errors
@@ -195,7 +195,7 @@ def test_no_benchmark_cell_of_equal_lengths_is_packed():
 def test_a_menu_has_at_most_one_packed_form_and_a_command_names_it(spec, head_dim):
     variant = load_spec(spec).bind()
     menu = planner.menu(variant, "sm_90a", "bfloat16", head_dim)
-    if hopper.tells_heads_apart(variant):
+    if profile(variant).uses_head:
         assert menu.packed is None and menu.forms == menu.plans
         with pytest.raises(PlanError, match="tells heads apart, which then share no tile\n  nearest: packed=False"):
             planner.menu(variant, "sm_90a", "bfloat16", head_dim, packed=True)

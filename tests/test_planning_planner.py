@@ -18,6 +18,7 @@ from flashgen.planning.arch import ARCHS
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
+from flashgen.planning.request import KernelRequest
 
 FULL = fg.variant()
 SOFTCAP = fg.variant(score=lambda s, b, h, q, k: 30.0 * fg.tanh(s / 30.0), name="softcap")
@@ -108,7 +109,7 @@ def test_reasons_of_rejected_candidates_are_true(request):
 def test_a_measured_menu_says_how_near_it_comes_to_the_best_of_all(head_dim):
     variant = FULL.bind()
     measured = planner.menu(variant, "sm_90a", "bfloat16", head_dim).measured
-    entry = records.find("sm_90a", "hopper", "forward", variant, head_dim, head_dim)
+    entry = records.find("hopper", KernelRequest.of(variant, "sm_90a", "bfloat16", head_dim))
     for j, loss in enumerate(measured.losses):
         best = min(timed.ms[j] for timed in entry.candidates)
         assert measured.least[j] == best and loss == min(ms[j] for ms in measured.ms) / best - 1 >= 0
@@ -140,7 +141,7 @@ def test_sm_90_is_sm_90a():
 def test_memoised_and_deterministic():
     first = planner.menu(FULL, "sm_80", "bfloat16", 64)
     assert planner.menu(FULL, "sm_80", "bfloat16", 64, 64) is first
-    planner._menu.cache_clear()
+    planner.menu_of.cache_clear()
     assert planner.menu(FULL, "sm_80", "bfloat16", 64) == first
 
 
@@ -270,7 +271,7 @@ def test_stages_outside_the_range(stages, nearest):
     refused(f"{stages} stages", "2 to 4 work", f"nearest: {nearest}", stages=stages)
 
 
-@pytest.mark.parametrize("stages", ampere.STAGES)
+@pytest.mark.parametrize("stages", ampere.INTEGERS["stages"].values)
 def test_every_number_of_stages_fits_somewhere(stages):
     for arch in ARCHS:
         assert {plan.stages for plan in planner.menu(FULL, arch, "bfloat16", 256, stages=stages).plans} == {stages}

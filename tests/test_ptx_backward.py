@@ -17,9 +17,9 @@ from flashgen.analysis.derivative import differentiable
 from flashgen.codegen import emit
 from flashgen.lang.load import shipped
 from flashgen.planning import backward, planner
-from flashgen.planning.arch import find
 from flashgen.planning.pipelines.ampere import backward as ampere_backward
 from flashgen.planning.plan import Tile
+from flashgen.planning.request import KernelRequest
 from flashgen.runtime import tiles
 from flashgen.runtime.gradients import baseline_gradients, reference_gradients
 from flashgen.runtime.philox import Dropout
@@ -50,12 +50,16 @@ class Backward:
             asked["dropout"] = dropout is not None
             self.plan = planner.backward_menu(w.variant, "sm_90a", *dims, **asked).plans[0]
         else:
-            form = backward.Form(
-                deterministic=deterministic, dropout=dropout is not None, gradients=differentiable(w.variant.score_node)
+            request = KernelRequest.of(
+                *(w.variant, "sm_80", *dims),
+                backward=True,
+                deterministic=deterministic,
+                dropout=dropout is not None,
+                gradients=differentiable(w.variant.score_node),
             )
             side_q, side_kv = tile or (64, 64)
             candidate = next(iter(ampere_backward.candidates(Tile(q=side_q, kv=side_kv), None)))
-            self.plan = ampere_backward.plan(candidate, w.variant, find("sm_80"), *dims, form)
+            self.plan = ampere_backward.plan(candidate, request)
         self.source = emit(self.plan)
         g = torch.Generator().manual_seed(seed + 1)
         rows = p.batch, p.heads, p.q_len

@@ -13,6 +13,7 @@ from ptx_attention import replace, work
 
 from flashgen.codegen import emit
 from flashgen.planning.pipelines.hopper import forward as hopper
+from flashgen.planning.request import KernelRequest
 from flashgen.runtime.ptx import errors
 
 RESULT, CONFLICTS = "a wrong result", "bank conflicts"
@@ -197,8 +198,8 @@ def subject(pipeline):
     if pipeline == "hopper":  # with turns, whatever the planner thinks of them at this tile
         specialized = dataclasses.replace(w.plan.specialized, ping_pong=True)
         c = hopper.Candidate(tile=w.plan.tile, stages=w.plan.stages, q_stages=w.plan.q_stages)
-        registers = w.plan.program.producer_registers, w.plan.program.consumer_registers
-        program = hopper.program(c, 64, 64, masked=True, registers=registers, ping_pong=True)
+        request = KernelRequest.of(w.variant, w.plan.arch, w.plan.dtype, w.plan.head_dim)
+        program = hopper.program(c, request, ping_pong=True)
         plan = dataclasses.replace(w.plan, specialized=specialized, program=program)
         w = dataclasses.replace(w, plan=plan, source=emit(plan))
     return w

@@ -34,10 +34,10 @@ def entry(monkeypatch):
 def folder(entry, tmp_path, monkeypatch):
     """A user's folder with one record."""
     monkeypatch.setenv(records.VARIABLE, str(tmp_path))
-    planner._menu.cache_clear()
+    planner.menu_of.cache_clear()
     tune.write(tmp_path, ARCH, PIPELINE, entry)
     yield tmp_path
-    planner._menu.cache_clear()
+    planner.menu_of.cache_clear()
     records.load.cache_clear()
 
 
@@ -88,7 +88,7 @@ def test_head_dims_of_one_padding_and_both_types_share_an_entry(folder):
 def test_a_record_changes_the_choice_not_the_plan(folder, monkeypatch):
     plan = menu().plans[0]
     monkeypatch.delenv(records.VARIABLE)
-    planner._menu.cache_clear()
+    planner.menu_of.cache_clear()
     fields = {f.name for f in dataclasses.fields(plan)}
     assert not fields & {"record", "measured"}
     assert menu(tile=(plan.tile.q, plan.tile.kv)).record is None
@@ -147,7 +147,7 @@ def test_a_damaged_record_is_refused(folder, damage, says):
     assert damage(whole) != whole
     path.write_text(damage(whole), errors="surrogateescape")
     records.load.cache_clear()
-    planner._menu.cache_clear()
+    planner.menu_of.cache_clear()
     with pytest.raises(PlanError) as error:
         menu()
     assert str(path) in str(error.value) and says in str(error.value) and "flashgen tune" in str(error.value)
@@ -160,14 +160,14 @@ def test_a_measured_candidate_that_does_not_fit_is_passed_over(folder):
         c["form"]["tile"] = {"q": 1024, "kv": 1024}
     path.write_text(json.dumps(data))
     records.load.cache_clear()
-    planner._menu.cache_clear()
+    planner.menu_of.cache_clear()
     (plan,) = menu().plans
     assert plan.tile.q < 1024 and menu().record is not None
 
 
 def test_a_folder_of_records_that_is_not_there_is_said(monkeypatch, tmp_path):
     monkeypatch.setenv(records.VARIABLE, str(tmp_path / "nowhere"))
-    planner._menu.cache_clear()
+    planner.menu_of.cache_clear()
     with pytest.raises(PlanError, match=r"FLASHGEN_RECORDS is '.*nowhere', and there is no such folder"):
         menu()
 

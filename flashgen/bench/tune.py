@@ -16,11 +16,13 @@ from flashgen.bench.inputs import draw
 from flashgen.bench.protocol import interleave
 from flashgen.bench.record import environment
 from flashgen.errors import CompileError, LaunchError
-from flashgen.planning import arch as archs
 from flashgen.planning import records
+from flashgen.planning.arch import Arch
+from flashgen.planning.integers import shown
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.planner import PIPELINES
 from flashgen.planning.problem import Problem
+from flashgen.planning.request import KernelRequest
 
 if TYPE_CHECKING:
     import torch
@@ -56,9 +58,7 @@ class Contender:
     def __str__(self) -> str:
         p = self.plan
         q = ", q in registers" if p.q_in_registers else ""
-        if p.specialized is not None:
-            q = f", {p.specialized.q_stages} of q"
-        return f"{p.tile}, {p.stages} stages, {p.warps} warps, {p.blocks_per_sm} blocks{q}"
+        return f"{p.tile}, {shown(p)}, {p.warps} warps, {p.blocks_per_sm} blocks{q}"
 
 
 def contenders(variant: Variant, arch: str, pipeline: str, dtype: str, head_dim: int, v_head_dim: int) -> list:
@@ -66,7 +66,9 @@ def contenders(variant: Variant, arch: str, pipeline: str, dtype: str, head_dim:
 
     Registers are not judged: the compiler tells which candidates spill, and those are dropped.  Best predicted first.
     """
-    found, module, dims = archs.find(arch), PIPELINES[pipeline], (head_dim, v_head_dim)
+    module = PIPELINES[pipeline]
+    request = KernelRequest.of(variant, arch, dtype, head_dim, v_head_dim, pipeline=pipeline)
+    found = request.arch
     free = list(module.candidates(None, None))
     tiles = dict.fromkeys(
         [c.tile for c in free] + [Tile(q=q, kv=kv) for q in {c.tile.q for c in free} for kv in TILE_KV]
@@ -75,9 +77,9 @@ def contenders(variant: Variant, arch: str, pipeline: str, dtype: str, head_dim:
     for tile in tiles:
         for stages in sorted({c.stages for c in free}):
             for c in module.candidates(tile, stages):
-                if sum(part.amount for part in module.smem(c, *dims)) > found.smem_per_block:
+                if sum(part.amount for part in module.smem(c, request)) > found.smem_per_block:
                     continue
-                plan = module.plan(c, variant, found, dtype, *dims)
+                plan = module.plan(c, request)
                 for blocks in _blocks(plan, found):
                     one = dataclasses.replace(plan, blocks_per_sm=blocks)
                     made.setdefault(one, Contender(form=_plain(dataclasses.asdict(c)), plan=one))
@@ -92,7 +94,7 @@ def contenders(variant: Variant, arch: str, pipeline: str, dtype: str, head_dim:
     return sorted(ranked, key=place)
 
 
-def _blocks(plan: KernelPlan, arch: archs.Arch) -> Iterator[int]:
+def _blocks(plan: KernelPlan, arch: Arch) -> Iterator[int]:
     """Numbers of blocks a multiprocessor to compile for; a specialised block is alone."""
     if plan.specialized is not None:
         yield plan.blocks_per_sm

@@ -98,7 +98,7 @@ def _slope(facts: Facts) -> Body | None:
 
 def _sinks(facts: Facts, gradients: tuple[str, ...]) -> tuple[Sink, ...]:
     """The reads of these tensors that the score depends on, each under a name of its own."""
-    found = []
+    found: list[Sink] = []
     reads = ((name, n, slope) for name in gradients for n, slope in sinks(facts.variant, name).items())
     for name, n, slope in reads:
         taken = {sink.name for sink in found} | (set(gradients) - {name})

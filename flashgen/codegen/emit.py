@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.codegen import device, params
@@ -14,6 +15,9 @@ from flashgen.codegen.seam import Seam, seam
 from flashgen.planning.backward import lookups
 from flashgen.planning.plan import KernelPlan
 from flashgen.resources import folder
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 #: What the names of mma and cvt wrappers call the element type.
 _PTX_TYPE = {"float16": "f16", "bfloat16": "bf16"}
@@ -71,7 +75,7 @@ def banner(plan: KernelPlan, found: Seam) -> str:
     paragraphs = [(kind, textwrap.wrap(text, _WIDTH - width - 2)) for kind, text in entries]
     spec = plan.variant.spec
     if spec is not None and spec == _comment(spec):  # else no command that names it would be true
-        paragraphs.append((_MADE_BY, _command(plan, _WIDTH - width - 2)))
+        paragraphs.append((_MADE_BY, _command(plan, spec, _WIDTH - width - 2)))
     title = f"{_comment(plan.variant.name)}: attention {plan.pass_name}"
     doc = textwrap.wrap(_comment(plan.variant.doc.partition("\n\n")[0]), _WIDTH)
     lines = [*textwrap.wrap(title, _WIDTH), *doc, ""]
@@ -89,7 +93,7 @@ def _comment(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split())).replace("\\", "/")
 
 
-def _command(plan: KernelPlan, width: int) -> list[str]:
+def _command(plan: KernelPlan, spec: str, width: int) -> list[str]:
     """The command that gives this text, on as many lines as it needs; no option is parted from its value.
 
     It names a shipped spec, or the file's own name, so that it holds in any folder that the file lies in.
@@ -98,16 +102,15 @@ def _command(plan: KernelPlan, width: int) -> list[str]:
     options = [("arch", plan.arch), ("pipeline", plan.pipeline), ("dtype", plan.dtype), ("head-dim", plan.head_dim)]
     if plan.v_head_dim != plan.head_dim:
         options.append(("v-head-dim", plan.v_head_dim))
-    options += [("tile", plan.tile), ("stages", plan.stages)]
-    if plan.q_stages is not None:
-        options.append(("q-stages", plan.q_stages))
+    options.append(("tile", plan.tile))
+    options += [(name.replace("_", "-"), value) for name, value in plan.integers().items()]
     options += [("param", f"{name}={value}") for name, value in variant.bound]
     flags = {"backward": plan.backward is not None, "deterministic": plan.deterministic, "dropout": plan.dropout}
     flags["packed"] = plan.packed
     words = [f"--{name} {shlex.quote(str(value))}" for name, value in options]
     words += [f"--{name}" for name, given in flags.items() if given]
     words += [f"--gradient {name}" for name in plan.gradients]
-    lines = [f"flashgen emit {shlex.quote(variant.spec)}"]
+    lines = [f"flashgen emit {shlex.quote(spec)}"]
     for word in words:
         if len(lines[-1]) + 1 + len(word) > width:
             lines.append(word)
@@ -117,7 +120,7 @@ def _command(plan: KernelPlan, width: int) -> list[str]:
 
 
 @lru_cache(maxsize=1)
-def environment():
+def environment() -> Environment:
     """The one Jinja environment: strict, and control lines look like comments so that templates look like CUDA."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

@@ -7,7 +7,7 @@ the second back end of `analysis.tiles` and follow the rules at the head of that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -266,7 +266,7 @@ def inside(index: Node, dimension: str | int | None) -> bool:
         return OWN_DIMENSION[index.attr] == dimension
     if not isinstance(dimension, int) or any(n.op == "load" and _promised(n.attr) for n in walk((index,))):
         return False
-    known = Judge(anywhere)(index)
+    known = Judge(anywhere).range(index)
     return bool(known.lo >= 0 and known.hi < dimension)
 
 
@@ -304,8 +304,8 @@ class Decider:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.printer = RangePrinter(wide=facts.int64, exact=True, indices=_indices(facts))
-        self.known: dict[Node, Text] = {}
-        self._extent = Judge(anywhere)
+        self.known: Mapping[Node, Text] = {}
+        self._extent = Judge(anywhere).range
 
     def runs(self) -> Decision:
         """The runs of keys that the visible terms give a tile of queries, each as the tile of it to visit next."""
@@ -419,7 +419,7 @@ class Decider:
 
     def _ordered(self, position: Text, sign: str, n: Node) -> Text:
         """A position compared with a bound: x <= y - 1 is written x < y, and x <= -1 - y as x < -y."""
-        first, *rest = n.operands or (None,)
+        first, *rest = n.operands or (n,)
         if n.op == ("sub" if sign == "<=" else "add") and rest == [const(1)]:
             return binary(sign[0], position, self.known[first])
         if sign == "<=" and n.op == "sub" and first is const(-1) and self._extent(rest[0]).lo > ranges.INT32_MIN:

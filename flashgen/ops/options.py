@@ -5,12 +5,13 @@ from __future__ import annotations
 import numbers
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from flashgen.errors import PlanError, shown
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
+from flashgen.planning.integers import INTEGERS, Integer
 from flashgen.planning.plan import KernelPlan
 
 
@@ -65,10 +66,18 @@ def _of(kind: type) -> Callable[[object], object]:
 
 
 _WHOLE = _Kind("a whole number of 64 bits", _whole, _near_whole)
+
+
+def _integer(row: Integer) -> _Kind:
+    """What one of a kernel's integers may be."""
+    near = _near_whole if row.example is None else lambda value: row.example
+    return _Kind(row.kind or _WHOLE.what, _whole, near)
+
+
 _FLAG = _Kind("True or False", _of(bool), lambda value: True, unless=False)
 _KINDS = {
-    **dict.fromkeys(("batch", "heads", "kv_heads", "seqlen", "kv_seqlen", "head_dim", "v_head_dim", "stages"), _WHOLE),
-    "q_stages": _Kind("1 or 2", _whole, lambda value: 2),
+    **dict.fromkeys(("batch", "heads", "kv_heads", "seqlen", "kv_seqlen", "head_dim", "v_head_dim"), _WHOLE),
+    **{name: _integer(row) for name, row in INTEGERS.items()},
     **dict.fromkeys(("dropout", "packed", "backward", "deterministic"), _FLAG),
     "dtype": _Kind("a name or a torch.dtype", _dtype, lambda value: "bfloat16"),
     "arch": _Kind("a name", _of(str), lambda value: "sm_80"),
@@ -76,6 +85,14 @@ _KINDS = {
     "tile": _Kind("(queries, keys), whole numbers", _tile, _near_tile),
     "gradients": _Kind("a tuple of names", _names, lambda value: (str(value),), unless=()),
 }
+
+
+def apart(given: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """A kernel's integers among these, and the others, which are constants."""
+    return (
+        {name: value for name, value in given.items() if name in INTEGERS},
+        {name: value for name, value in given.items() if name not in INTEGERS},
+    )
 
 
 def option(name: str, value: object) -> object:

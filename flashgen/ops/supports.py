@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
-from flashgen.ops.options import option, variant_of
-from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, menu_of
+from flashgen.ops.options import apart, option, variant_of
+from flashgen.ops.stages import default_arch, default_dtype, default_head_dim
+from flashgen.planning import planner
+from flashgen.planning.request import KernelRequest
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +57,7 @@ def supports(
     values outside their bounds are reasons too.
     """
     variant = variant_of(variant)
+    integers, constants = apart({"stages": stages, "q_stages": q_stages, **constants})
     reasons = []
     folded: dict[str, int | float] = {}
     for name, value in constants.items():
@@ -68,12 +71,12 @@ def supports(
         "arch": default_arch(variant),
         "dtype": default_dtype(variant),
         "head_dim": default_head_dim(variant),
-        **dict.fromkeys(("v_head_dim", "pipeline", "tile", "stages", "q_stages")),
+        **dict.fromkeys(("v_head_dim", "pipeline", "tile", *integers)),
         **{"dropout": False, "packed": False, "backward": False, "deterministic": False, "gradients": ()},
     }
     given = {
         **{"arch": arch, "dtype": dtype, "head_dim": head_dim, "v_head_dim": v_head_dim, "pipeline": pipeline},
-        **{"tile": tile, "stages": stages, "q_stages": q_stages, "dropout": dropout, "packed": packed},
+        **{"tile": tile, **integers, "dropout": dropout, "packed": packed},
         **{"backward": backward, "deterministic": deterministic},
         "gradients": gradients,
     }
@@ -103,7 +106,7 @@ def _refusal(variant: Variant, options: dict[str, object]) -> PlanError | None:
     positional = ("arch", "dtype", "head_dim", "v_head_dim")
     named = {name: value for name, value in options.items() if name not in positional}
     try:
-        menu_of(variant, *(options[name] for name in positional), **named)
+        planner.menu_of(KernelRequest.of(variant, *(options[name] for name in positional), **named))
     except PlanError as error:
         return error
     return None

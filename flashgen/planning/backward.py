@@ -1,17 +1,18 @@
-"""What every backward shares: what it may be asked beyond shapes, the kernels that a call launches, and its memory."""
+"""What every backward shares: what it asks of a variant, the kernels that a call launches, and its memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import analyse
 from flashgen.lang.expr import Node, const, depends_on, positions_of, reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import ARCHS
-from flashgen.planning.plan import KernelPlan, Part
+from flashgen.planning.plan import Backward, KernelPlan, Part, SpecializedBackward
 from flashgen.planning.problem import Problem
 
 #: Threads of a block of the entries that work on rows or elements alone, and blocks of those over elements.
@@ -25,15 +26,6 @@ MAIN = "attention_backward"
 
 #: Bytes of an exact sum (see device/exact.cuh).
 EXACT_BYTES = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """What a backward is asked beyond shapes."""
-
-    deterministic: bool = False
-    dropout: bool = False
-    gradients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +59,10 @@ def lookups(variant: Variant) -> tuple[Node, ...]:
     """The elements of captured tensors that the mask reads by the query alone, or by the key and no query head; none
     of a mask that hides nothing, which no kernel evaluates."""
     found: dict[Node, None] = {}
-    left = [variant.mask] if analyse(variant).hidden else []
+    left = [variant.mask] if variant.mask is not None and analyse(variant).hidden else []
     while left:
         n = left.pop()
-        selected = positions_of(n) if n.op == "load" else frozenset()
+        selected: Set[str] = positions_of(n) if n.op == "load" else frozenset()
         if len(selected & {"q", "k"}) == 1 and not {"h", "k"} <= selected:
             found[n] = None
         else:
@@ -86,6 +78,12 @@ def lookup_names(loads: tuple[Node, ...]) -> tuple[str, ...]:
         number = sum(name.startswith(stem) for name in found)
         found.append(f"{stem}{number + 1}" if number else stem)
     return tuple(found)
+
+
+def layout(plan: KernelPlan) -> Backward | SpecializedBackward:
+    """How the warps of a backward's plan divide work."""
+    assert plan.backward is not None
+    return plan.backward
 
 
 def l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
@@ -104,7 +102,7 @@ def lead(plan: KernelPlan, problem: Problem) -> int:
     later one; with the heads that the GPU works on at a time as well, hardly any block waits at all.
     """
     heads, blocks = problem.kv_heads * problem.batch, -(-problem.kv_len // plan.tile.kv)
-    if blocks == 0 or not plan.backward.sweeps:
+    if blocks == 0 or not layout(plan).sweeps:
         return heads
     together = l2_kv_heads(plan, problem) if plan.variant.mask is not None else 1
     return min(together + -(-ARCHS[plan.arch].sms // blocks), heads)
@@ -112,20 +110,20 @@ def lead(plan: KernelPlan, problem: Problem) -> int:
 
 def launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     """The kernels of a backward pass, in the order in which they run on one stream; all take the plan's Params."""
-    layout, heads = plan.backward, problem.heads * problem.batch
+    how, heads = layout(plan), problem.heads * problem.batch
     q_blocks = -(-problem.q_len // plan.tile.q) * heads
     kv_blocks = -(-problem.kv_len // plan.tile.kv) * problem.kv_heads * problem.batch
-    rows = {"threads": layout.row_threads, "smem_bytes": 0}
+    rows = {"threads": how.row_threads, "smem_bytes": 0}
     found = [
         Launch(entry="attention_backward_prepare", blocks=q_blocks, **rows),
         Launch(entry=MAIN, blocks=kv_blocks, threads=plan.threads, smem_bytes=plan.smem_bytes),
     ]
-    if layout.by_query is None:
-        blocks = min(q_blocks, FINISH_BLOCKS * ARCHS[plan.arch].sms) if layout.sweeps else q_blocks
+    if how.by_query is None:
+        blocks = min(q_blocks, FINISH_BLOCKS * ARCHS[plan.arch].sms) if how.sweeps else q_blocks
         found.append(Launch(entry="attention_backward_finish", blocks=blocks, **rows))
     else:
-        size = {"threads": layout.by_query.threads, "smem_bytes": layout.by_query.smem_bytes}
-        blocks = -(-problem.q_len // layout.by_query.tile_q) * heads
+        size = {"threads": how.by_query.threads, "smem_bytes": how.by_query.smem_bytes}
+        blocks = -(-problem.q_len // how.by_query.tile_q) * heads
         found.append(Launch(entry="attention_backward_dq", blocks=blocks, **size))
     if plan.gradients:
         found.insert(0, Launch(entry="attention_backward_clear", blocks=ELEMENT_BLOCKS, **rows))
@@ -135,7 +133,7 @@ def launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
 
 
 def workspaces(
-    plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]] | None = None
+    plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 ) -> tuple[Part, ...]:
     """Device memory that a backward pass needs beside its inputs and results, in bytes by the name of the pointer.
 
@@ -146,14 +144,14 @@ def workspaces(
         Part(name="lse_log2", amount=4 * rows, why="float32 a row"),
         Part(name="delta", amount=4 * rows, why="float32 a row"),
     ]
-    if plan.backward.adds_dq:
+    if layout(plan).adds_dq:
         parts.append(
             Part(name="dq_sum", amount=4 * rows * plan.dq_sum_columns, why="dq in float32, where it is added up")
         )
         if plan.deterministic:
             why = "int32 a tile of queries, who added to its dq last"
             parts.append(Part(name="dq_turns", amount=4 * rows // plan.tile.q, why=why))
-    if plan.backward.sweeps:
+    if layout(plan).sweeps:
         heads = problem.kv_heads * problem.batch
         parts.append(Part(name="progress", amount=4 * (heads + 1), why="a counter a key head, and one of heads"))
     if plan.deterministic:

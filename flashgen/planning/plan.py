@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from flashgen.lang.variant import Variant
+from flashgen.planning.integers import Integers
 from flashgen.planning.program import Program
 
 #: Rows of a product of one warpgroup (wgmma's m).
@@ -63,7 +63,6 @@ class Specialized:
     """How the warps of a block divide work on pipeline hopper: some hand out and load tiles, warpgroups consume."""
 
     warpgroups: int  # consumers, 64 query rows each
-    q_stages: int  # tiles of queries in shared memory
     ping_pong: bool  # warpgroups take turns to issue products
     guard: Guard | None  # nobody looks at maxima of tiles without a mask: the sums of P show when an offset must move
     roomy: bool  # registers are left for a score function that is emitted twice
@@ -176,8 +175,10 @@ class SpecializedBackward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelPlan:
+class KernelPlan(Integers):
     """One kernel, decided.  It alone is emitted and it alone keys kernels: no length, batch, head count or value.
+
+    Its integers (see `integers`) are `stages`, and what else its pipeline has.
 
     `head_dim` and `v_head_dim` are the caller's; `padded_head_dim` and `padded_v_head_dim` what the tiles hold (the
     extra columns are zero).  `variant` has its constants bound.
@@ -221,11 +222,6 @@ class KernelPlan:
         """Whether the rows of a tile are pairs of a query and one of several heads that share keys."""
         return self.specialized is not None and self.specialized.packed
 
-    @property
-    def q_stages(self) -> int | None:
-        """Tiles of queries in shared memory, where that is a choice: in forwards of pipeline hopper."""
-        return self.specialized.q_stages if self.specialized is not None else None
-
     def pack(self, group: int) -> int:
         """Heads in a tile, of a `group` that shares keys: the largest power of two that divides it and the rows of a
         warpgroup, which one copy moves; 1 where nothing is packed."""
@@ -262,34 +258,3 @@ class KernelPlan:
     @property
     def registers_estimate(self) -> int:
         return sum(part.amount for part in self.registers)
-
-
-class Tiled(Protocol):
-    """A candidate of any pipeline."""
-
-    tile: Tile
-    stages: int
-
-
-def decided(
-    c: Tiled,
-    variant: Variant,
-    arch: str,
-    dtype: str,
-    head_dims: tuple[int, int],
-    padded: tuple[int, int],
-    **fields: object,
-) -> KernelPlan:
-    """A candidate as a plan: what was asked for, of q and k and of v, its tile, and the pipeline's own fields."""
-    return KernelPlan(
-        variant=variant,
-        arch=arch,
-        dtype=dtype,
-        head_dim=head_dims[0],
-        v_head_dim=head_dims[1],
-        padded_head_dim=padded[0],
-        padded_v_head_dim=padded[1],
-        tile=c.tile,
-        stages=c.stages,
-        **fields,
-    )

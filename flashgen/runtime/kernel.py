@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 #: Fields that a kernel takes which drops probabilities.
 DROPOUT_FIELDS = ("dropout_seed", "dropout_offset", "dropout_threshold", "dropout_scale")
 
-#: Bytes between rows, heads or batches that a tensor map can hold.
-TMA_STRIDE_BYTES = 1 << 40
 
 #: What one TMA copy of pipeline hopper moves: columns of 128 bytes, and of q the rows of one warpgroup.
 _BOX_BYTES, _Q_BOX_ROWS = hopper.BOX * hopper.ITEM, hopper.ROWS
@@ -208,7 +206,7 @@ class Kernel:
         """A launch of this kernel for one problem that is not empty.
 
         Raises LaunchError where the kernel cannot be loaded, the grid would be too wide, or TMA cannot address q, k or
-        v (`tma_refusal` says so before).
+        v (its `cannot_address` says so before).
         """
         plan = self.plan
         strides = {name: getattr(layout, name) for name in "qkvo"}
@@ -270,19 +268,6 @@ def l2_heads(problem: Problem, arch: Arch) -> int:
     outputs."""
     of_one = problem.kv_len * (problem.head_dim + problem.v_head_dim) * problem.itemsize
     return min(arch.l2_holds(of_one) * problem.group, problem.batch * problem.heads)
-
-
-def tma_refusal(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
-    """Why TMA cannot address a tensor [batch, heads, rows, columns] with these strides in elements, or None.
-
-    Rows are known to start at multiples of 16 bytes.
-    """
-    for axis, word in enumerate(("batch", "head", "row")):
-        if sizes[axis] > 1 and strides[axis] == 0:
-            return f"its {word} stride is 0 (expanded)"
-        if sizes[axis] > 1 and strides[axis] * itemsize >= TMA_STRIDE_BYTES:
-            return f"its {word} stride is {strides[axis] * itemsize} bytes, and TMA's stay below 2^40"
-    return None
 
 
 def _tensor_maps(

@@ -12,18 +12,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from flashgen.analysis.facts import analyse
-from flashgen.lang.expr import walk
-from flashgen.lang.variant import Variant
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up
+from flashgen.planning.backward import ROW_THREADS
+from flashgen.planning.integers import Allowed
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.ampere.forward import MMA_DEPTH, MMA_ROWS
-from flashgen.planning.plan import ITEM, Backward, ByQuery, KernelPlan, Part, Tile, decided
+from flashgen.planning.pipelines.shared import decided, total
+from flashgen.planning.plan import ITEM, Backward, ByQuery, KernelPlan, Part, Tile
 from flashgen.planning.problem import Problem
+from flashgen.planning.profile import profile
 from flashgen.planning.program import computing
+from flashgen.planning.request import KernelRequest
 
-NAME = ampere.NAME
+NAME, COPIES, cannot_address = ampere.NAME, ampere.COPIES, ampere.cannot_address
 
 HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = ampere.HEAD_DIM_STEP, ampere.MIN_HEAD_DIM, ampere.MAX_HEAD_DIM
 
@@ -35,7 +36,7 @@ DQ_QUERIES = (128, 64, 32)
 TILE_RULE = f"both sides of a backward's tile are {', '.join(map(str, SIDES[:-1]))} or {SIDES[-1]}"
 
 STAGES = (1, 2, 3)
-STAGES_RULE = "a backward has one to three tiles of queries in shared memory"
+INTEGERS = {"stages": Allowed(values=STAGES, rule="a backward has one to three tiles of queries in shared memory")}
 
 #: Enough to see why no tile fits.
 EXAMPLES = ((64, 128), (64, 64), (32, 32))
@@ -143,17 +144,17 @@ def dq_q_warps(c: Candidate, d: int) -> int:
     return min(fits, key=lambda n: (c.dq_parts * c.tile.q // n + d * n // c.warps, n), default=0)
 
 
-def backward(c: Candidate, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> Backward:
+def backward(c: Candidate, request: KernelRequest) -> Backward:
     """The layout of a candidate's warps."""
     return Backward(
         kv_warps=c.kv_warps,
         q_warps=c.q_warps,
         queries=c.queries,
-        dq_q_warps=dq_q_warps(c, padded(head_dim, c)),
+        dq_q_warps=dq_q_warps(c, padded(request.head_dim, c)),
         dq_parts=c.dq_parts,
         buffers=c.buffers,
-        by_query=by_query(c, arch, head_dim, v_head_dim, form) if form.deterministic else None,
-        vector_atomics=arch.name in VECTOR_ATOMICS,
+        by_query=by_query(c, request) if request.deterministic else None,
+        vector_atomics=request.arch.name in VECTOR_ATOMICS,
         one_barrier=one_barrier(c),
         rounded_p=c.rounded_p,
         row_threads=ROW_THREADS,
@@ -165,14 +166,14 @@ def one_barrier(c: Candidate) -> bool:
     return c.buffers == 2 and c.stages == (2 if c.q_warps == 1 else 3)
 
 
-def by_query(c: Candidate, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> ByQuery | None:
+def by_query(c: Candidate, request: KernelRequest) -> ByQuery | None:
     """The entry for dq alone: the tile of queries with most warps on a multiprocessor, of equal ones the largest; None
     where none fits."""
-    d, keys = padded(head_dim, c), _keys_of_dq(c, head_dim, v_head_dim, form)
+    arch, d, keys = request.arch, padded(request.head_dim, c), _keys_of_dq(c, request)
     found = []
     for tile_q in DQ_QUERIES:
-        warps, parts = tile_q // MMA_ROWS, _smem_of_dq(tile_q, c, head_dim, v_head_dim, form)
-        by_memory = arch.smem_per_sm // (sum(part.amount for part in parts) + arch.smem_reserved)
+        warps, parts = tile_q // MMA_ROWS, _smem_of_dq(tile_q, c, request)
+        by_memory = arch.smem_per_sm // (total(parts) + arch.smem_reserved)
         needed = d // 2 + keys + HEAVY + 50
         fits = [n for n in range(1, by_memory + 1) if n * warps <= ampere.USEFUL_WARPS]
         fits = [n for n in fits if n == 1 or needed <= ampere.budget(replace(c, kv_warps=warps, q_warps=1), arch, n)]
@@ -182,15 +183,15 @@ def by_query(c: Candidate, arch: Arch, head_dim: int, v_head_dim: int, form: For
     return max(found, key=lambda entry: entry[:2])[2] if found else None
 
 
-def _keys_of_dq(c: Candidate, head_dim: int, v_head_dim: int, form: Form) -> int:
+def _keys_of_dq(c: Candidate, request: KernelRequest) -> int:
     """Keys at a time of the entry for dq alone."""
-    wide = max(padded(head_dim, c), padded(v_head_dim, c)) > 128
-    return min(c.tile.kv, (32 if wide else 64) // (2 if form.dropout else 1))
+    wide = padded(request.widest, c) > 128
+    return min(c.tile.kv, (32 if wide else 64) // (2 if request.dropout else 1))
 
 
-def _smem_of_dq(tile_q: int, c: Candidate, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
+def _smem_of_dq(tile_q: int, c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """Bytes of shared memory of a block of the entry for dq alone."""
-    d, dv, keys = padded(head_dim, c), padded(v_head_dim, c), _keys_of_dq(c, head_dim, v_head_dim, form)
+    d, dv, keys = padded(request.head_dim, c), padded(request.v_head_dim, c), _keys_of_dq(c, request)
     return (
         Part(name="q", amount=tile_q * d * ITEM, why=f"{tile_q} rows x {d} columns; dq leaves through the same room"),
         Part(name="d_o", amount=tile_q * dv * ITEM, why=f"{tile_q} rows x {dv} columns"),
@@ -199,9 +200,9 @@ def _smem_of_dq(tile_q: int, c: Candidate, head_dim: int, v_head_dim: int, form:
     )
 
 
-def smem(c: Candidate, layout: Backward, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
+def smem(c: Candidate, layout: Backward, request: KernelRequest) -> tuple[Part, ...]:
     """Bytes of shared memory of a block."""
-    d, dv = padded(head_dim, c), padded(v_head_dim, c)
+    d, dv = padded(request.head_dim, c), padded(request.v_head_dim, c)
     scores = c.buffers * c.tile.q * c.tile.kv * ITEM
     of_scores = f"{c.buffers} tiles of {c.tile.kv} keys x {c.tile.q} queries x {ITEM} bytes"
     parts = [
@@ -232,15 +233,15 @@ def smem(c: Candidate, layout: Backward, head_dim: int, v_head_dim: int) -> tupl
     return tuple(parts)
 
 
-def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
+def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """32-bit registers of a thread at the widest point of the loop: P and dP, or a part of dQ, beside dV and dK.
 
     What is no array was fitted to what ptxas reports for emitted kernels.
     """
-    d, dv = padded(head_dim, c), padded(v_head_dim, c)
-    scores, slope = MMA_ROWS * c.key_blocks * c.queries // 32, has_slope(variant)
-    dq = 0 if form.deterministic else c.tile.q * d // (c.threads * c.dq_parts)
-    if c.rounded_p and not slope and not form.gradients:  # else the scores themselves are kept
+    d, dv = padded(request.head_dim, c), padded(request.v_head_dim, c)
+    scores, slope = MMA_ROWS * c.key_blocks * c.queries // 32, request.profile.has_slope
+    dq = 0 if request.deterministic else c.tile.q * d // (c.threads * c.dq_parts)
+    if c.rounded_p and not slope and not request.gradients:  # else the scores themselves are kept
         p = Part(
             name="p, dp",
             amount=scores + scores // 2,
@@ -263,7 +264,7 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, fo
         p if p.amount >= dq else Part(name="dq", amount=dq, why=f"{c.tile.q} x {d} float32 in {c.dq_parts} parts"),
         Part(name="operands", amount=operands, why="fragments of this step and the next"),
         Part(name="addresses", amount=addresses, why="of tiles and copies, strides, loop state"),
-        Part(name="variant", amount=_variant_registers(variant, form), why="mask, score, their derivatives, dropout"),
+        Part(name="variant", amount=_variant_registers(request), why="mask, score, their derivatives, dropout"),
     )
 
 
@@ -278,14 +279,13 @@ def _uneven(c: Candidate) -> int:
     return 18 if c.queries == 32 else 4
 
 
-def _variant_registers(variant: Variant, form: Form) -> int:
+def _variant_registers(request: KernelRequest) -> int:
     """What ptxas keeps for mask and score: little for a band or a bias of the head, more for what it must look up."""
-    if variant.mask is None and variant.score_node is None and not form.dropout:
+    asked = request.profile
+    if asked.plain and not request.dropout:
         return 0
-    exact = analyse(variant).exact
-    heavy = looks_up(variant) or not exact or has_slope(variant) or form.dropout or bool(form.gradients)
-    ops = sum(1 for n in walk([variant.mask]) if n.operands) if variant.mask is not None else 0
-    return HEAVY if heavy else LONG if ops > LONG_OPS else LIGHT
+    heavy = asked.looks_up or not asked.exact or asked.has_slope or request.dropout or bool(request.gradients)
+    return HEAVY if heavy else LONG if asked.mask_ops > LONG_OPS else LIGHT
 
 
 def budget(c: Candidate, arch: Arch, blocks: int) -> int:
@@ -293,52 +293,47 @@ def budget(c: Candidate, arch: Arch, blocks: int) -> int:
     return ampere.budget(c, arch, blocks) - UNALIGNED
 
 
-def lacks(
-    variant: Variant,
-    arch: Arch,
-    head_dim: int,
-    v_head_dim: int,
-    form: Form,
-    tile: tuple[int, int] | None,
-    stages: int | None,
-) -> str | None:
+def _layout(plan: KernelPlan) -> Backward:
+    """How warps divide work, of a plan of this pipeline."""
+    assert isinstance(plan.backward, Backward)
+    return plan.backward
+
+
+def lacks(request: KernelRequest) -> str | None:
     """Why the pipeline has no such backward: it has every one, and the planner says where a tile does not fit."""
     return None
 
 
-def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> str | None:
-    """Why the candidate cannot run on `arch`, or None."""
-    if dq_q_warps(c, padded(head_dim, c)) == 0:
-        return f"{c.warps} warps cannot divide {c.tile.q} x {padded(head_dim, c)} elements of dq"
-    blocks = padded(head_dim, c) // (MMA_DEPTH * (c.warps // dq_q_warps(c, padded(head_dim, c))))
+def refusal(c: Candidate, request: KernelRequest) -> str | None:
+    """Why the candidate cannot run on the architecture, or None."""
+    arch, d = request.arch, padded(request.head_dim, c)
+    if dq_q_warps(c, d) == 0:
+        return f"{c.warps} warps cannot divide {c.tile.q} x {d} elements of dq"
+    blocks = d // (MMA_DEPTH * (c.warps // dq_q_warps(c, d)))
     if blocks % c.dq_parts:
         return f"{blocks} blocks of {MMA_DEPTH} columns of dq a warp are not {c.dq_parts} equal parts"
-    layout = backward(c, arch, head_dim, v_head_dim, form)
-    smem_bytes = sum(part.amount for part in smem(c, layout, head_dim, v_head_dim))
+    layout = backward(c, request)
+    smem_bytes = total(smem(c, layout, request))
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
-    count = sum(part.amount for part in registers(c, variant, head_dim, v_head_dim, form))
+    count = total(registers(c, request))
     if count > budget(c, arch, 1):
         return f"registers {count} > {budget(c, arch, 1)}"
-    if form.deterministic and layout.by_query is None:
-        least = sum(part.amount for part in _smem_of_dq(min(DQ_QUERIES), c, head_dim, v_head_dim, form))
+    if request.deterministic and layout.by_query is None:
+        least = total(_smem_of_dq(min(DQ_QUERIES), c, request))
         return f"shared memory {least / KIB:.4g} KiB of the kernel for dq > {arch.smem_per_block / KIB:.4g} KiB"
     return None
 
 
-def plan(
-    c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, v_head_dim: int, form: Form
-) -> KernelPlan:
+def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     """The plan of a candidate that fits, with as many blocks a multiprocessor as memory, registers and warps allow."""
-    layout = backward(c, arch, head_dim, v_head_dim, form)
-    memory = smem(c, layout, head_dim, v_head_dim)
-    parts = registers(c, variant, head_dim, v_head_dim, form)
-    by_memory = arch.smem_per_sm // (sum(part.amount for part in memory) + arch.smem_reserved)
+    arch, layout = request.arch, backward(c, request)
+    memory, parts = smem(c, layout, request), registers(c, request)
+    by_memory = arch.smem_per_sm // (total(memory) + arch.smem_reserved)
     most = min(by_memory, arch.max_blocks, max(1, ampere.USEFUL_WARPS // c.warps))
-    needed = sum(part.amount for part in parts)
+    needed = total(parts)
     return decided(
-        *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim, c), padded(v_head_dim, c))),
-        pass_name="backward",
+        *(c, request, (padded(request.head_dim, c), padded(request.v_head_dim, c))),
         pipeline=NAME,
         program=computing(c.warps),
         q_in_registers=False,
@@ -346,9 +341,6 @@ def plan(
         smem=memory,
         registers=parts,
         backward=layout,
-        deterministic=form.deterministic,
-        dropout=form.dropout,
-        gradients=form.gradients,
     )
 
 
@@ -360,8 +352,8 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     of cp.async.  L2: q and d_o once a tile, and the sum of dq there and back.
     """
     d, dv = plan.padded_head_dim, plan.padded_v_head_dim
-    q, kv, layout, warps = plan.tile.q, plan.tile.kv, plan.backward, plan.warps
-    special, arithmetic = ampere.score_ops(plan.variant)
+    q, kv, layout, warps = plan.tile.q, plan.tile.kv, _layout(plan), plan.warps
+    special, arithmetic = profile(plan.variant).score_ops
     share = arch.sms * arch.clock_hz
     keys, queries = kv // layout.kv_warps, layout.queries
     parts = q // (layout.q_warps * queries)  # of S, one after another
@@ -404,7 +396,7 @@ def _pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:
 def _waiting(plan: KernelPlan, arch: Arch) -> float:
     """Clocks for one score in which all warps of a block wait: barriers, and copies that none of its work hides."""
     q, columns = plan.tile.q, plan.padded_head_dim + plan.padded_v_head_dim
-    clocks = BARRIER * (1 if plan.backward.one_barrier else 2)
+    clocks: float = BARRIER * (1 if _layout(plan).one_barrier else 2)
     if plan.stages == 1:
         clocks += FIRST_BYTE + ITEM * q * columns * arch.sms * arch.clock_hz / arch.l2_bytes_per_s
     return clocks / (q * plan.tile.kv)

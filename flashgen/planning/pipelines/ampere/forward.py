@@ -8,25 +8,26 @@ mma.sync m16n8k16 with float32 accumulators in registers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from flashgen.lang.expr import DType, node, walk
-from flashgen.lang.variant import Variant
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.plan import ITEM, KernelPlan, Part, Tile, decided, staged
+from flashgen.planning.integers import Allowed
+from flashgen.planning.pipelines.shared import SOFTMAX_OPS, decided, total
+from flashgen.planning.plan import ITEM, KernelPlan, Part, Tile, staged
 from flashgen.planning.problem import Problem
+from flashgen.planning.profile import Profile, profile
 from flashgen.planning.program import computing
+from flashgen.planning.request import KernelRequest
 
-NAME = "ampere"
+NAME, COPIES = "ampere", "cp.async"
 
 #: Head dims that the pipeline emits, in steps of 8 (rows of 16 bytes).
 HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 16, 256
 
 #: One mma: 16 query rows (m), and 16 columns of the reduction (k), to which head dims and tile_kv are padded.
 MMA_ROWS, MMA_DEPTH = 16, 16
-
-K = node("index", DType.INT32, (), "k")
 
 #: Schedulers of a multiprocessor, among which warps and registers are divided.
 SCHEDULERS = 4
@@ -41,13 +42,10 @@ CAPTURED = 8
 MAX_TILE = 256
 TILE_RULE = f"both sides are multiples of {MMA_ROWS} (the rows and the depth of one mma) up to {MAX_TILE}"
 STAGES = (2, 3, 4)
-STAGES_RULE = "cp.async fills one stage while another is used"
+INTEGERS = {"stages": Allowed(values=STAGES, rule="cp.async fills one stage while another is used")}
 
 #: Queries of a tile that are tried, and the step of keys at which a plan shows a sum that no longer fits: mma's depth.
 QUERIES, KEY_STEP = (32, 64, 128), 16
-
-#: Whether its forward can drop probabilities.
-DROPOUT = True
 
 #: Enough to see why no tile fits: a large, a middle and the smallest one.
 EXAMPLES = ((128, 64), (64, 64), (32, 16))
@@ -60,13 +58,6 @@ FREE_STAGES = (2, 3)
 
 #: A block of more warps would leave each less than 128 registers.
 MAX_WARPS = 16
-
-#: Special-function results that one op of a score function needs.
-SPECIAL = {"exp": 1, "exp2": 1, "log": 1, "log2": 1, "tanh": 2, "sigmoid": 2, "sqrt": 1, "rsqrt": 1, "div": 1}
-
-#: Float operations of the softmax on one score: scale and subtract (one FMA), maximum, sum, half a conversion, and one
-#: of moves and predicates.
-SOFTMAX_OPS = 4.5
 
 #: Integer operations of dropout on one score: ten rounds of Philox, six each, for four scores, and choosing.
 DROPOUT_OPS = 18
@@ -86,6 +77,13 @@ USEFUL_WARPS = 16
 #: without spilling, by the 16-row blocks of a warp; for K, registers for each doubling of tile_kv.
 V_AHEAD, SPARED = 0.3, {1: 0.0, 2: 0.75}
 K_AHEAD = 9
+
+
+class Block(Protocol):
+    """What divides the registers of a multiprocessor."""
+
+    @property
+    def warps(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +107,11 @@ class Candidate:
         return f"{self.tile.q} x {self.tile.kv}, {self.stages} stages, {self.warps} warps"
 
 
+def cannot_address(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
+    """Why cp.async cannot load a tensor: it loads any whose rows start at multiples of 16 bytes."""
+    return None
+
+
 def padded(head_dim: int) -> int:
     """Columns a tile holds: head_dim rounded up to the depth of one mma."""
     return -(-head_dim // MMA_DEPTH) * MMA_DEPTH
@@ -118,6 +121,11 @@ def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
     """The tile that TILE_RULE allows and that comes closest."""
     q, kv = (min(MAX_TILE, max(MMA_ROWS, MMA_ROWS * round(side / MMA_ROWS))) for side in tile)
     return q, kv
+
+
+def lacks(request: KernelRequest) -> str | None:
+    """Why the pipeline has no such forward: it has every one, and the planner says where a tile does not fit."""
+    return None
 
 
 def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
@@ -133,9 +141,9 @@ def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
                     yield Candidate(tile=t, stages=s, warps=w, q_in_registers=q_in_registers)
 
 
-def smem(c: Candidate, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
+def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """Bytes of shared memory of a block."""
-    d, dv = padded(head_dim), padded(v_head_dim)
+    d, dv = padded(request.head_dim), padded(request.v_head_dim)
     return (
         Part(
             name="q",
@@ -147,29 +155,27 @@ def smem(c: Candidate, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
     )
 
 
-def registers(
-    c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, *, dropout: bool = False
-) -> tuple[Part, ...]:
+def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """32-bit registers of a thread at the widest point of the loop, as ptxas likes to use them.
 
     The widest point is S complete with the first operands of P V on their way: O, S (whose room P then takes over) and
     fragments.  What is no array was fitted to what ptxas reports for emitted kernels; the loads that it moves ahead of
     their use come last, and a tight budget takes from them.
     """
-    d, dv, m = padded(head_dim), padded(v_head_dim), c.rows_per_warp // MMA_ROWS
+    d, dv, m = padded(request.head_dim), padded(request.v_head_dim), c.rows_per_warp // MMA_ROWS
     o = c.tile.q * dv // c.threads
     q = m * d // 4 if c.q_in_registers else 4 * m
     swizzles = 2 * min(d // MMA_DEPTH, 4) + 2 * min(dv // MMA_DEPTH, 4)
     s = c.tile.q * c.tile.kv // c.threads
-    words = round(DROPOUT_AHEAD * max(0, s - 16)) if dropout else 0
+    words = round(DROPOUT_AHEAD * max(0, s - 16)) if request.dropout else 0
     return (
         Part(name="o", amount=o, why=f"{c.tile.q} x {dv} float32 over {c.threads} threads"),
         Part(name="s", amount=s, why=f"{c.tile.q} x {c.tile.kv} float32, then p"),
         Part(name="q", amount=q, why="all of the warp's rows" if c.q_in_registers else "fragments of one step"),
         Part(name="softmax", amount=4 * m, why=f"running maximum and sum of {2 * m} rows"),
         Part(name="addresses", amount=20 + swizzles, why="of the copies, strides, loop state; the swizzle's columns"),
-        Part(name="mask", amount=_mask_registers(variant), why="positions, bounds and values in partial tiles"),
-        *((Part(name="dropout", amount=words, why="random words ahead of their use"),) if dropout else ()),
+        Part(name="mask", amount=_mask_registers(request.profile), why="positions, bounds and values in partial tiles"),
+        *((Part(name="dropout", amount=words, why="random words ahead of their use"),) if request.dropout else ()),
         Part(
             name="loads ahead",
             amount=round(V_AHEAD * o + K_AHEAD * math.log2(c.tile.kv / MMA_DEPTH)),
@@ -181,17 +187,17 @@ def registers(
 def needed(c: Candidate, parts: tuple[Part, ...]) -> int:
     """Registers below which ptxas spills: it can do with fewer loads of V ahead."""
     spared = SPARED[c.rows_per_warp // MMA_ROWS] * V_AHEAD * parts[0].amount
-    return sum(part.amount for part in parts) - round(spared)
+    return total(parts) - round(spared)
 
 
 def within(parts: tuple[Part, ...], limit: int) -> tuple[Part, ...]:
     """The registers with as few loads ahead as a budget that is tight leaves."""
     *others, last = parts
-    spare = limit - sum(part.amount for part in others)
+    spare = limit - total(others)
     return (*others, replace(last, amount=min(last.amount, spare)))
 
 
-def budget(c: Candidate, arch: Arch, blocks: int) -> int:
+def budget(c: Block, arch: Arch, blocks: int) -> int:
     """Registers that a thread may have while `blocks` blocks share a multiprocessor.
 
     A quarter of the file belongs to each of the four schedulers, and the fullest one decides; they go out by eights.
@@ -202,14 +208,12 @@ def budget(c: Candidate, arch: Arch, blocks: int) -> int:
     return arch.registers_per_thread if share > arch.registers_per_thread else share - TIGHT
 
 
-def refusal(
-    c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, *, dropout: bool = False
-) -> str | None:
-    """Why the candidate cannot run on `arch`, or None."""
-    smem_bytes = sum(part.amount for part in smem(c, head_dim, v_head_dim))
+def refusal(c: Candidate, request: KernelRequest) -> str | None:
+    """Why the candidate cannot run on the architecture, or None."""
+    arch, smem_bytes = request.arch, total(smem(c, request))
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
-    count = needed(c, registers(c, variant, head_dim, v_head_dim, dropout=dropout))
+    count = needed(c, registers(c, request))
     if count > arch.registers_per_thread:
         return f"registers {count} > {arch.registers_per_thread}"
     if count > budget(c, arch, 1):
@@ -217,25 +221,21 @@ def refusal(
     return None
 
 
-def plan(
-    c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, v_head_dim: int, *, dropout: bool = False
-) -> KernelPlan:
+def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     """The plan of a candidate that fits, with as many blocks a multiprocessor as memory, registers and warps allow."""
-    memory, wanted = smem(c, head_dim, v_head_dim), registers(c, variant, head_dim, v_head_dim, dropout=dropout)
-    by_memory = arch.smem_per_sm // (sum(part.amount for part in memory) + arch.smem_reserved)
+    arch, memory, wanted = request.arch, smem(c, request), registers(c, request)
+    by_memory = arch.smem_per_sm // (total(memory) + arch.smem_reserved)
     by_warps = max(1, min(arch.max_warps, USEFUL_WARPS) // c.warps)
     most = min(by_memory, by_warps, arch.max_blocks)
     blocks = max(n for n in range(1, most + 1) if n == 1 or needed(c, wanted) <= budget(c, arch, n))
     return decided(
-        *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim), padded(v_head_dim))),
-        pass_name="forward",
+        *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
         pipeline=NAME,
         program=computing(c.warps),
         q_in_registers=c.q_in_registers,
         blocks_per_sm=blocks,
         smem=memory,
         registers=within(wanted, budget(c, arch, blocks)),
-        dropout=dropout,
     )
 
 
@@ -249,7 +249,7 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     """
     d, dv = plan.padded_head_dim, plan.padded_v_head_dim
     rows = plan.tile.q // plan.warps
-    special, arithmetic = score_ops(plan.variant)
+    special, arithmetic = profile(plan.variant).score_ops
     arithmetic += DROPOUT_OPS if plan.dropout else 0
     share = arch.sms * arch.clock_hz
     q_again = 0 if plan.q_in_registers else d / plan.tile.kv
@@ -291,18 +291,8 @@ def _pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:
     return max(hidden / min(warps_a_scheduler, 1), l2) / arch.clock_hz
 
 
-def score_ops(variant: Variant) -> tuple[int, int]:
-    """Special-function results and other operations of the score function, for one score."""
-    if variant.score_node is None:
-        return 0, 0
-    inner = [n for n in walk([variant.score_node]) if n.operands]
-    special = sum(SPECIAL.get(n.op, 0) for n in inner)
-    return special, len(inner)
-
-
-def _mask_registers(variant: Variant) -> int:
+def _mask_registers(asked: Profile) -> int:
     """Registers that positions, bounds and values of the mask take in a partial tile, by its number of ops; and those
     of captured elements."""
-    ops = sum(1 for n in walk([variant.mask]) if n.operands) if variant.mask is not None else 0
-    by_key = any(K in walk([n]) for n in walk(variant.roots) if n.op == "load")
-    return (CAPTURED if by_key else 0) + (4 + 2 * min(ops, 6) if ops else 0)
+    ops = asked.mask_ops
+    return (CAPTURED if asked.loads_by_key else 0) + (4 + 2 * min(ops, 6) if ops else 0)

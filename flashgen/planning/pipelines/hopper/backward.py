@@ -22,21 +22,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from flashgen.analysis.facts import analyse
-from flashgen.lang.expr import Node, depends_on, positions_of, reads_by, walk
-from flashgen.lang.variant import Variant
+from flashgen.lang.expr import Node, depends_on, positions_of, walk
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up, lookup_names, lookups, sinks
-from flashgen.planning.pipelines.ampere import forward as ampere
+from flashgen.planning.backward import ROW_THREADS, lookup_names
+from flashgen.planning.integers import Allowed
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.pipelines.hopper.forward import boxed, padded
-from flashgen.planning.plan import ITEM, KernelPlan, Part, SpecializedBackward, Tile, decided, staged
+from flashgen.planning.pipelines.shared import decided, total
+from flashgen.planning.plan import ITEM, KernelPlan, Part, SpecializedBackward, Tile, staged
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
 from flashgen.planning.problem import Problem
+from flashgen.planning.profile import profile
 from flashgen.planning.program import CTYPES, Program, consumer_registers
+from flashgen.planning.request import KernelRequest
 
-NAME = hopper.NAME
+NAME, COPIES, cannot_address = hopper.NAME, hopper.COPIES, hopper.cannot_address
 
 HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = hopper.HEAD_DIM_STEP, hopper.MIN_HEAD_DIM, hopper.MAX_HEAD_DIM
 
@@ -48,7 +49,7 @@ TILES = (Tile(q=ROWS, kv=2 * ROWS), Tile(q=2 * ROWS, kv=2 * ROWS), Tile(q=ROWS, 
 TILE_RULE = f"a backward's tile on pipeline {NAME} is {TILES[0]} or {TILES[1]}, over head_dim {OWN_KEYS} {TILES[2]}"
 
 STAGES = (2, 3)
-STAGES_RULE = "TMA fills one stage while another is used"
+INTEGERS = {"stages": Allowed(values=STAGES, rule="TMA fills one stage while another is used")}
 
 #: Enough to see why no tile fits.
 EXAMPLES = ((128, 128), (64, 128))
@@ -133,33 +134,31 @@ def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
             yield Candidate(tile=t, stages=s)
 
 
-def lacks(
-    variant: Variant,
-    arch: Arch,
-    head_dim: int,
-    v_head_dim: int,
-    form: Form,
-    tile: tuple[int, int] | None,
-    stages: int | None,
-) -> str | None:
+def lacks(request: KernelRequest) -> str | None:
     """Why the pipeline has no such backward, or None."""
-    wide = max(head_dim, v_head_dim) > OWN_KEYS
-    if form.dropout and wide:
+    asked, tile, stages = request.profile, request.fixed.tile, request.fixed.stages
+    wide = request.widest > OWN_KEYS
+    if request.dropout and wide:
         return f"its backward has dropout for head dims up to {OWN_KEYS}"
-    if form.gradients and wide:
+    if request.gradients and wide:
         return f"its backward has gradients of captured tensors for head dims up to {OWN_KEYS}"
-    reads = [(n, slope) for name in form.gradients for n, slope in sinks(variant, name).items()]
-    if reads and (has_slope(variant) or any(n.op == "score" for n in walk(chain.from_iterable(reads)))):
+    reads = asked.sinks
+    if reads and (asked.has_slope or any(n.op == "score" for n in walk(chain.from_iterable(reads)))):
         return "its backward keeps no scores, which gradients of captured tensors take where a score is more than a sum"
     if len(reads) > 1:
         return "its backward has the gradient of one captured element a score"
-    if tile is not None and nearest_tile(tile) != tuple(tile):
+    if tile is not None and nearest_tile((tile.q, tile.kv)) != (tile.q, tile.kv):
         return TILE_RULE
     if stages is not None and stages not in STAGES:
-        return STAGES_RULE
-    fixed = Tile(q=tile[0], kv=tile[1]) if tile else None
-    reasons = [refusal(c, variant, arch, head_dim, v_head_dim, form) for c in candidates(fixed, stages)]
+        return INTEGERS["stages"].rule
+    reasons = [refusal(c, request) for c in candidates(tile, stages)]
     return None if None in reasons else reasons[0]
+
+
+def _layout(plan: KernelPlan) -> SpecializedBackward:
+    """How warps divide work, of a plan of this pipeline."""
+    assert isinstance(plan.backward, SpecializedBackward)
+    return plan.backward
 
 
 def dq_parts(c: Candidate, head_dim: int) -> tuple[int, ...]:
@@ -174,45 +173,44 @@ def dq_parts(c: Candidate, head_dim: int) -> tuple[int, ...]:
     return (half,) if half <= 64 else (64, half - 64)
 
 
-def turns(c: Candidate, variant: Variant) -> bool:
+def turns(c: Candidate, request: KernelRequest) -> bool:
     """Whether the warpgroups take turns at P and dS.
 
     On an H200 that brings 1 to 3% under a mask and with scores, and costs 2% with 128 queries and neither; where
     both read elements by position from global memory they had better do it at once.
     """
-    plain = variant.mask is None and variant.score_node is None
-    return not (c.by_gradient or waits(c, variant) or (plain and c.tile.q > ROWS))
+    return not (c.by_gradient or waits(c, request) or (request.profile.plain and c.tile.q > ROWS))
 
 
-def scores_first(c: Candidate, variant: Variant) -> bool:
+def scores_first(c: Candidate, request: KernelRequest) -> bool:
     """Whether dP waits for scores and masks: what they need leaves no registers for both S and dP."""
-    return c.by_gradient or waits(c, variant) or has_slope(variant)
+    return c.by_gradient or waits(c, request) or request.profile.has_slope
 
 
-def waits(c: Candidate, variant: Variant) -> bool:
+def waits(c: Candidate, request: KernelRequest) -> bool:
     """Whether mask or score read elements by position that no shared memory holds for them."""
-    return looks_up(variant, known=set(walk(lookups(variant))) if ahead(c, variant) else ())
+    return request.profile.looks_up_more if ahead(c, request) else request.profile.looks_up
 
 
-def ahead(c: Candidate, variant: Variant) -> int:
+def ahead(c: Candidate, request: KernelRequest) -> int:
     """Tiles of queries of which shared memory holds what the mask looks up: where tiles are judged at all."""
-    item = 0 if c.by_gradient else sum(n.dtype.itemsize for n in lookups(variant))
-    return AHEAD if 0 < item <= LOOKUP_BYTES and any(term.others for term in analyse(variant).visible) else 0
+    item = 0 if c.by_gradient else sum(n.dtype.itemsize for n in request.profile.lookups)
+    return AHEAD if 0 < item <= LOOKUP_BYTES and request.profile.conditional else 0
 
 
-def sweeps(c: Candidate, variant: Variant, head_dim: int, form: Form) -> bool:
+def sweeps(c: Candidate, request: KernelRequest) -> bool:
     """Whether two warps of the producer's clear and finish sums of dq while others multiply: 1 to 3% on an H200.
 
     A dq in one order needs these warps itself; with what looks elements up, drops or adds to gradients, and with a
     padded head dim, registers are short.
     """
-    plain = not (form.deterministic or form.dropout or form.gradients or looks_up(variant))
-    return plain and not c.by_gradient and head_dim == padded(head_dim)
+    plain = not (request.deterministic or request.dropout or request.gradients or request.profile.looks_up)
+    return plain and not c.by_gradient and request.head_dim == padded(request.head_dim)
 
 
-def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
+def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """Bytes of shared memory of a block."""
-    d, dv, tile = boxed(head_dim), boxed(v_head_dim), c.tile
+    d, dv, tile = boxed(request.head_dim), boxed(request.v_head_dim), c.tile
     parts = [
         Part(name="k", amount=tile.kv * d * ITEM, why=f"{tile.kv} rows x {d} columns x {ITEM} bytes"),
         Part(name="v", amount=tile.kv * dv * ITEM, why=f"{tile.kv} rows x {dv} columns x {ITEM} bytes"),
@@ -229,63 +227,61 @@ def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: F
         parts.append(Part(name="p", amount=tile.kv * tile.q * ITEM, why=why))
     rows = c.stages * tile.q * 8
     parts.append(Part(name="lse, delta", amount=rows, why=f"{c.stages} stages x {tile.q} x 2 float32"))
-    if ahead(c, variant):
-        sizes = [(AHEAD * tile.q if depends_on(n, "q") else tile.kv, n.dtype.itemsize) for n in lookups(variant)]
+    if ahead(c, request):
+        known = request.profile.lookups
+        sizes = [(AHEAD * tile.q if depends_on(n, "q") else tile.kv, n.dtype.itemsize) for n in known]
         why = f"elements that the mask reads by the queries of {AHEAD} tiles, and by keys"
         parts.append(Part(name="lookups", amount=sum(count * item for count, item in sizes), why=why))
-    room = program(c, variant, head_dim, v_head_dim, form).shared_bytes(programs.ALIGNMENT)
-    control = room - sum(part.amount for part in parts)
+    control = program(c, request).shared_bytes(programs.ALIGNMENT) - total(parts)
     parts.append(Part(name="control", amount=control, why="barriers and messages"))
     return tuple(parts)
 
 
-def program(
-    c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form, registers: tuple[int, int] = (0, 0)
-) -> Program:
-    """What the warps of a candidate do; `registers` per thread of a producer and of a consumer."""
-    facts, known = analyse(variant), lookups(variant) if ahead(c, variant) else ()
+def program(c: Candidate, request: KernelRequest) -> Program:
+    """What the warps of a candidate do."""
+    known = request.profile.lookups if ahead(c, request) else ()
     read = zip(lookup_names(known), known, strict=True)
     return programs.backward(
         tile=c.tile,
-        columns=(boxed(head_dim), boxed(v_head_dim)),
+        columns=(boxed(request.head_dim), boxed(request.v_head_dim)),
         stages=c.stages,
-        registers=registers,
+        registers=division(request),
         by_gradient=c.by_gradient,
-        skips=bool(facts.hidden) and any(term.others for term in facts.visible),
-        turns=turns(c, variant),
-        deterministic=form.deterministic,
-        sweeps=sweeps(c, variant, head_dim, form),
-        ahead=ahead(c, variant),
+        skips=request.profile.hides and request.profile.conditional,
+        turns=turns(c, request),
+        deterministic=request.deterministic,
+        sweeps=sweeps(c, request),
+        ahead=ahead(c, request),
         lookups=tuple((name, CTYPES[n.dtype], n.dtype.itemsize, depends_on(n, "q")) for name, n in read),
     )
 
 
-def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
+def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """32-bit registers of a consumer's thread: S and dP, or what comes of them, with dV and dK."""
-    columns = padded(head_dim) + padded(v_head_dim)
+    columns = padded(request.head_dim) + padded(request.v_head_dim)
     owned = Part(name="dk, dv", amount=columns // 2, why=f"{ROWS} x {columns} float32")
     if c.by_gradient:
-        columns = max(padded(head_dim), padded(v_head_dim))
+        columns = padded(request.widest)
         owned = Part(name="dk or dv", amount=columns // 2, why=f"{ROWS} x {columns} float32")
-    scores, dq = c.tile.q // 2, dq_parts(c, head_dim)[0] // 2
+    scores, dq = c.tile.q // 2, dq_parts(c, request.head_dim)[0] // 2
     if not c.by_gradient:
         fragments = Part(name="s, dp", amount=2 * scores, why="S and dP in float32, later P, dS and dQ")
     elif dq > scores:
         fragments = Part(name="s, dq", amount=scores + dq, why="S of this tile of queries, dQ of the one before")
     else:
         fragments = Part(name="p, dp, ds", amount=2 * scores, why="dP in float32, P and dS in 16 bits")
-    of_variant, waiting = _variant_registers(variant), waits(c, variant)
+    asked, of_variant, waiting = request.profile, _variant_registers(request), waits(c, request)
     of_dropout = DROPOUT * ((c.stages - 1) * c.tile.q // ROWS)
-    of_dropout += DROPOUT * (waiting and (variant.mask is not None or form.deterministic))
-    of_dropout += DROPOUT_READ * (c.tile.q > ROWS and reads_by(variant.score_node, "q", "k"))
-    of_order = ORDER * (form.deterministic and c.tile.q > ROWS and waiting)
-    of_sinks = sum(_sink_registers(c, n) for name in form.gradients for n in sinks(variant, name))
+    of_dropout += DROPOUT * (waiting and (asked.masked or request.deterministic))
+    of_dropout += DROPOUT_READ * (c.tile.q > ROWS and asked.score_reads_by_position)
+    of_order = ORDER * (request.deterministic and c.tile.q > ROWS and waiting)
+    of_sinks = sum(_sink_registers(c, n) for n, _ in asked.sinks)
     return (
         owned,
         fragments,
         Part(name="overhead", amount=OVERHEAD, why="addresses, barriers, loop state"),
         *([Part(name="variant", amount=of_variant, why="mask, score, its derivative")] if of_variant else []),
-        *([Part(name="dropout", amount=of_dropout, why="what is kept, random numbers")] if form.dropout else []),
+        *([Part(name="dropout", amount=of_dropout, why="what is kept, random numbers")] if request.dropout else []),
         *([Part(name="order", amount=of_order, why="of additions to dq")] if of_order else []),
         *([Part(name="gradients", amount=of_sinks, why="of captured tensors: sums, addresses")] if of_sinks else []),
     )
@@ -297,69 +293,62 @@ def _sink_registers(c: Candidate, element: Node) -> int:
     return SINKS[selected] * (c.stages - 1 if "q" in selected else 1) + kept
 
 
-def _variant_registers(variant: Variant) -> int:
-    if variant.mask is None and variant.score_node is None:
+def _variant_registers(request: KernelRequest) -> int:
+    asked = request.profile
+    if asked.plain:
         return 0
-    heavy = looks_up(variant) or has_slope(variant) or not analyse(variant).exact
+    heavy = asked.looks_up or asked.has_slope or not asked.exact
     return HEAVY if heavy else LIGHT
 
 
-def division(variant: Variant, arch: Arch) -> tuple[int, int]:
+def division(request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread: together those of a block, rounded down to eights."""
-    producer = JUDGE_REGISTERS if _judged_ops(variant) > JUDGED_OPS else PRODUCER_REGISTERS
-    return producer, consumer_registers(arch, WARPGROUPS, producer)
+    producer = JUDGE_REGISTERS if _judged_ops(request.profile.judged_nodes) > JUDGED_OPS else PRODUCER_REGISTERS
+    return producer, consumer_registers(request.arch, WARPGROUPS, producer)
 
 
-def _judged_ops(variant: Variant) -> int:
-    """Ops that classes of tiles are found by, weighed by the registers they need; none for zones alone."""
-    facts = analyse(variant)
-    if variant.mask is None or facts.exact:
-        return 0
-    nodes = list(walk([n for term in (*facts.visible, *facts.hidden) for n in term.nodes()]))
-    loads = sum(DIMENSION_OPS * (len(n.operands) - 1) + SORTED_OPS * n.attr.sorted for n in nodes if n.op == "load")
+def _judged_ops(nodes: tuple[Node, ...]) -> int:
+    """Ops that classes of tiles are found by, weighed by the registers they need."""
+    loads: int = sum(
+        DIMENSION_OPS * (len(n.operands) - 1) + SORTED_OPS * n.attr.sorted for n in nodes if n.op == "load"
+    )
     return len(nodes) + loads + REMAINDER_OPS * sum(n.op == "mod" for n in nodes)
 
 
-def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> str | None:
-    """Why the candidate cannot run on `arch`, or None."""
-    if c.by_gradient != (max(head_dim, v_head_dim) > OWN_KEYS):
+def refusal(c: Candidate, request: KernelRequest) -> str | None:
+    """Why the candidate cannot run on the architecture, or None."""
+    if c.by_gradient != (request.widest > OWN_KEYS):
         return f"{c.tile.kv} keys a block are for head dims {'over' if c.by_gradient else 'up to'} {OWN_KEYS}"
-    smem_bytes = sum(part.amount for part in smem(c, variant, head_dim, v_head_dim, form))
+    arch, smem_bytes = request.arch, total(smem(c, request))
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
-    parts = registers(c, variant, head_dim, v_head_dim, form)
-    fragments, needed = sum(part.amount for part in parts[:2]), sum(part.amount for part in parts)
-    producer, consumer = division(variant, arch)
+    parts = registers(c, request)
+    fragments, needed = total(parts[:2]), total(parts)
+    producer, consumer = division(request)
     if max(needed, fragments + BESIDE) > consumer:
         return f"registers {max(needed, fragments + BESIDE)} > {consumer} of a consumer beside {producer} a producer"
     return None
 
 
-def plan(
-    c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, v_head_dim: int, form: Form
-) -> KernelPlan:
+def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     """The plan of a candidate that fits."""
     return decided(
-        *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim), padded(v_head_dim))),
-        pass_name="backward",
+        *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
         pipeline=NAME,
-        program=program(c, variant, head_dim, v_head_dim, form, registers=division(variant, arch)),
+        program=program(c, request),
         q_in_registers=False,
         blocks_per_sm=1,
-        smem=smem(c, variant, head_dim, v_head_dim, form),
-        registers=registers(c, variant, head_dim, v_head_dim, form),
-        dropout=form.dropout,
-        gradients=form.gradients,
+        smem=smem(c, request),
+        registers=registers(c, request),
         backward=SpecializedBackward(
             by_gradient=c.by_gradient,
-            dq_parts=dq_parts(c, head_dim),
-            turns=turns(c, variant),
-            scores_first=scores_first(c, variant),
-            ahead=ahead(c, variant),
-            sweeps=sweeps(c, variant, head_dim, form),
+            dq_parts=dq_parts(c, request.head_dim),
+            turns=turns(c, request),
+            scores_first=scores_first(c, request),
+            ahead=ahead(c, request),
+            sweeps=sweeps(c, request),
             row_threads=ROW_THREADS,
         ),
-        deterministic=form.deterministic,
     )
 
 
@@ -370,8 +359,8 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     where it changes hands; and dQ on its way.  L2: q and d_o once a tile, and the sum of dq there and back.
     """
     d, dv, dq = plan.padded_head_dim, plan.padded_v_head_dim, plan.dq_sum_columns
-    q, kv, layout = plan.tile.q, plan.tile.kv, plan.backward
-    special, arithmetic = ampere.score_ops(plan.variant)
+    q, kv, layout = plan.tile.q, plan.tile.kv, _layout(plan)
+    special, arithmetic = profile(plan.variant).score_ops
     share = arch.sms * arch.clock_hz
     readers = 1 if layout.by_gradient else WARPGROUPS  # of q and d_o, for scores and then for gradients
     moved = readers * ((ROWS + q) * (d + dv) + q * (d + dv)) + q * (d + dv)
@@ -390,7 +379,7 @@ def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     """Seconds a multiprocessor needs for one score, which rank the plan; one block shares it."""
     by_unit = clocks(plan, arch)
     busiest, total = max(by_unit.values()), sum(by_unit.values())
-    step = STEP_CLOCKS[plan.backward.turns] / (plan.tile.q * plan.tile.kv)
+    step = STEP_CLOCKS[_layout(plan).turns] / (plan.tile.q * plan.tile.kv)
     return ((busiest + INTERFERENCE * (total - busiest) + step) / arch.clock_hz,)
 
 

@@ -8,21 +8,24 @@ registers.  A block takes tile after tile of queries, so that the first product 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from flashgen.analysis.facts import analyse
-from flashgen.lang.expr import reads_by, walk
-from flashgen.lang.variant import Variant
 from flashgen.planning.arch import KIB, Arch, find
-from flashgen.planning.pipelines.ampere.forward import SOFTMAX_OPS, score_ops
+from flashgen.planning.integers import Allowed
 from flashgen.planning.pipelines.hopper import programs
-from flashgen.planning.plan import ITEM, Guard, KernelPlan, Part, Specialized, Tile, decided, staged
+from flashgen.planning.pipelines.shared import SOFTMAX_OPS, decided, total
+from flashgen.planning.plan import ITEM, Guard, KernelPlan, Part, Specialized, Tile, staged
 from flashgen.planning.problem import Problem
+from flashgen.planning.profile import profile
 from flashgen.planning.program import Program, consumer_registers
+from flashgen.planning.request import KernelRequest
 
-NAME = "hopper"
+NAME, COPIES = "hopper", "TMA"
+
+#: Bytes between rows, heads or batches that a tensor map can hold.
+TMA_STRIDE_BYTES = 1 << 40
 
 #: Head dims that the pipeline emits, in steps of 8: TMA takes rows whose stride is a multiple of 16 bytes.
 HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 16, 256
@@ -40,13 +43,9 @@ WARPGROUPS = (2, 3)
 MAX_TILE_KV = 256
 TILE_RULE = f"tile_q is 128 or 192 (warpgroups of {ROWS} rows), tile_kv a multiple of {DEPTH} up to {MAX_TILE_KV}"
 STAGES = (2, 3, 4)
-STAGES_RULE = "TMA fills one stage while another is used"
 
 #: Queries of a tile, and the step of keys at which a plan shows the sum that no longer fits: wgmma's n.
 QUERIES, KEY_STEP = tuple(ROWS * w for w in WARPGROUPS), 8
-
-#: Whether the pipeline emits dropout.
-DROPOUT = False
 
 #: Tiles whose sums an error message shows.
 EXAMPLES = ((128, 128), (128, 64), (128, 32))
@@ -120,6 +119,11 @@ SOFTMAX_STRETCH = 0.85
 #: Tiles of queries in shared memory: with two the next one is loaded while this one is worked on, and O leaves by TMA.
 Q_STAGES = (1, 2)
 
+INTEGERS = {
+    "stages": Allowed(values=STAGES, rule="TMA fills one stage while another is used"),
+    "q_stages": Allowed(values=Q_STAGES, rule="while one is worked on, one more is loaded"),
+}
+
 #: Clocks lost between two tiles of queries with one stage for Q, and with only two for K and V; the keys that a tile of
 #: queries sees typically.
 Q_LOAD_CLOCKS, KV_LOAD_CLOCKS, TYPICAL_KEYS = 2000, 1500, 2048
@@ -145,6 +149,19 @@ class Candidate:
         return f"{self.tile.q} x {self.tile.kv}, {self.stages} stages, {self.warps} warps"
 
 
+def cannot_address(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
+    """Why TMA cannot load a tensor [batch, heads, rows, columns] with these strides in elements, or None.
+
+    Rows are known to start at multiples of 16 bytes.
+    """
+    for axis, word in enumerate(("batch", "head", "row")):
+        if sizes[axis] > 1 and strides[axis] == 0:
+            return f"its {word} stride is 0 (expanded)"
+        if sizes[axis] > 1 and strides[axis] * itemsize >= TMA_STRIDE_BYTES:
+            return f"its {word} stride is {strides[axis] * itemsize} bytes, and TMA's stay below 2^40"
+    return None
+
+
 def padded(head_dim: int) -> int:
     """Columns of a product: head_dim rounded up to the depth of one wgmma."""
     return -(-head_dim // DEPTH) * DEPTH
@@ -162,6 +179,11 @@ def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
     return rows, min(MAX_TILE_KV, max(DEPTH, DEPTH * round(kv / DEPTH)))
 
 
+def lacks(request: KernelRequest) -> str | None:
+    """Why the pipeline has no such forward, or None."""
+    return "has no dropout" if request.dropout else None
+
+
 def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
     """Every candidate for a pinned tile or number of stages, or for what the planner may choose freely."""
     free = [Tile(q=ROWS * w, kv=kv) for w in WARPGROUPS for kv in FREE_TILE_KV]
@@ -171,39 +193,38 @@ def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
                 yield Candidate(tile=t, stages=s, q_stages=q_stages)
 
 
-def smem(c: Candidate, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
+def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """Bytes of shared memory of a block.  With two stages for Q, a tile of O leaves through the room of its Q."""
-    d, dv = boxed(head_dim), boxed(v_head_dim)
+    d, dv = boxed(request.head_dim), boxed(request.v_head_dim)
     room = d if c.q_stages == 1 else max(d, dv)
+    control = _control(c.tile.q, c.stages, c.q_stages, request.profile.hides)
     return (
         staged("q", c.q_stages, c.tile.q, room),
         staged("k", c.stages, c.tile.kv, d),
         staged("v", c.stages, c.tile.kv, dv),
-        Part(name="control", amount=_control(c.tile.q, c.stages, c.q_stages), why="barriers and messages"),
+        Part(name="control", amount=control, why="barriers and messages"),
     )
 
 
 @lru_cache
-def _control(tile_q: int, stages: int, q_stages: int) -> int:
-    """Bytes of barriers and messages, which no tile's size changes; a mask needs more of them, and what tiles are
-    aligned to makes the same of both."""
+def _control(tile_q: int, stages: int, q_stages: int, masked: bool) -> int:
+    """Bytes of barriers and messages, which neither the size of tiles nor that of registers changes."""
     c = Candidate(tile=Tile(q=tile_q, kv=DEPTH), stages=stages, q_stages=q_stages)
-    return program(c, BOX, BOX, masked=True).control_bytes(programs.ALIGNMENT)
+    return _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False).control_bytes(programs.ALIGNMENT)
 
 
-def program(
-    c: Candidate,
-    head_dim: int,
-    v_head_dim: int,
-    *,
-    masked: bool,
-    registers: tuple[int, int] = (0, 0),
-    ping_pong: bool = False,
+def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program:
+    """What the warps of a candidate do."""
+    columns, registers = (boxed(request.head_dim), boxed(request.v_head_dim)), division(c.warpgroups, request)
+    return _program(c, columns, registers, masked=request.profile.hides, ping_pong=ping_pong)
+
+
+def _program(
+    c: Candidate, columns: tuple[int, int], registers: tuple[int, int], *, masked: bool, ping_pong: bool
 ) -> Program:
-    """What the warps of a candidate do; `registers` per thread of a producer and of a consumer."""
     return programs.forward(
         tile=c.tile,
-        columns=(boxed(head_dim), boxed(v_head_dim)),
+        columns=columns,
         stages=c.stages,
         q_stages=c.q_stages,
         registers=registers,
@@ -213,10 +234,10 @@ def program(
     )
 
 
-def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
+def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """32-bit registers of a consumer's thread: S of one tile is on its way while P of the one before is multiplied."""
-    dv, maxima = padded(v_head_dim), MAXIMA_REGISTERS
-    if variant.mask is None and variant.score_node is None and max(head_dim, v_head_dim) <= GUARDED_COLUMNS:
+    asked, dv, maxima = request.profile, padded(request.v_head_dim), MAXIMA_REGISTERS
+    if asked.plain and request.widest <= GUARDED_COLUMNS:
         maxima = 0
     parts = [
         Part(name="o", amount=dv // 2, why=f"{ROWS} x {dv} float32 over 128 threads"),
@@ -224,14 +245,14 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) ->
         Part(name="p", amount=c.tile.kv // 4, why=f"{ROWS} x {c.tile.kv} in 16 bits over 128 threads"),
         Part(
             name="overhead",
-            amount=OVERHEAD + maxima + padded(head_dim) // DESCRIPTOR_COLUMNS,
+            amount=OVERHEAD + maxima + padded(request.head_dim) // DESCRIPTOR_COLUMNS,
             why="softmax, addresses, loop state, descriptors",
         ),
     ]
-    if variant.score_node is not None:
-        reads = c.tile.kv // READING_KEYS if reads_by(variant.score_node, "k") else 0
+    if asked.scored:
+        reads = c.tile.kv // READING_KEYS if asked.score_reads_by_key else 0
         parts.append(Part(name="score", amount=SCORE_REGISTERS + reads, why="what the score function keeps"))
-    if reads_by(variant.mask, "k") or reads_by(variant.score_node, "k"):
+    if asked.reads_by_key:
         keys = c.tile.kv // 4
         parts.append(
             Part(
@@ -243,20 +264,20 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) ->
     return tuple(parts)
 
 
-def division(warpgroups: int, variant: Variant, arch: Arch) -> tuple[int, int]:
+def division(warpgroups: int, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
-    producer = JUDGE_REGISTERS if _judges(variant) else 40 if warpgroups == 2 else 32
-    return producer, consumer_registers(arch, warpgroups, producer)
+    producer = JUDGE_REGISTERS if request.profile.judged else 40 if warpgroups == 2 else 32
+    return producer, consumer_registers(request.arch, warpgroups, producer)
 
 
-def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int) -> str | None:
-    """Why the candidate cannot run on `arch`, or None."""
-    memory, wanted = smem(c, head_dim, v_head_dim), registers(c, variant, head_dim, v_head_dim)
-    smem_bytes, needed = (sum(part.amount for part in parts) for parts in (memory, wanted))
+def refusal(c: Candidate, request: KernelRequest) -> str | None:
+    """Why the candidate cannot run on the architecture, or None."""
+    arch, memory, wanted = request.arch, smem(c, request), registers(c, request)
+    smem_bytes, needed = total(memory), total(wanted)
     if smem_bytes > arch.smem_per_block:
-        total = f"{smem_bytes / KIB:.4g} KiB ({smem_bytes:,} bytes)"
-        return f"shared memory {_terms(memory, KIB)} = {total} > {arch.smem_per_block / KIB:.4g} KiB"
-    producer, consumer = division(c.warpgroups, variant, arch)
+        whole = f"{smem_bytes / KIB:.4g} KiB ({smem_bytes:,} bytes)"
+        return f"shared memory {_terms(memory, KIB)} = {whole} > {arch.smem_per_block / KIB:.4g} KiB"
+    producer, consumer = division(c.warpgroups, request)
     if needed > consumer:
         text = f"registers {_terms(wanted)} = {needed} > {consumer} of a consumer beside {producer} of a producer"
         p, p_bytes = c.tile.kv // 4, c.tile.q * c.tile.kv * ITEM
@@ -272,44 +293,43 @@ def _terms(parts: tuple[Part, ...], unit: int = 1) -> str:
     return " + ".join(f"{part.name} {part.amount / unit:.4g}" for part in parts)
 
 
-def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, v_head_dim: int) -> KernelPlan:
+def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     """The plan of a candidate that fits."""
-    short = max(head_dim, v_head_dim) <= SHORT_COLUMNS
-    roomy = _roomy(c, variant, arch, head_dim, v_head_dim)
-    apart = roomy and _band(variant)
-    guard = _guard(c, variant, dtype, max(head_dim, v_head_dim), apart)
+    short = request.widest <= SHORT_COLUMNS
+    roomy = _roomy(c, request)
+    apart = roomy and request.profile.band  # others spill with code for each kind of tile
+    guard = _guard(c, request, apart)
     ping_pong = short and c.warpgroups > 2 and guard is None
     return decided(
-        *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim), padded(v_head_dim))),
-        pass_name="forward",
+        *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
         pipeline=NAME,
-        program=program(
-            *(c, head_dim, v_head_dim),
-            masked=bool(analyse(variant).hidden),
-            registers=division(c.warpgroups, variant, arch),
-            ping_pong=ping_pong,
-        ),
+        program=program(c, request, ping_pong=ping_pong),
         q_in_registers=False,
         blocks_per_sm=1,
-        smem=smem(c, head_dim, v_head_dim),
-        registers=registers(c, variant, head_dim, v_head_dim),
+        smem=smem(c, request),
+        registers=registers(c, request),
         specialized=Specialized(
             warpgroups=c.warpgroups,
-            q_stages=c.q_stages,
             ping_pong=ping_pong,
             guard=guard,
             roomy=roomy,
             apart=apart,
             staged=c.q_stages > 1,
-            dynamic=variant.mask is not None,
+            dynamic=request.profile.masked,
             packed=False,
         ),
     )
 
 
-def tells_heads_apart(variant: Variant) -> bool:
-    """Whether mask or score use the query head: then a tile's rows are of one head."""
-    return _uses(variant, "h")
+def _layout(plan: KernelPlan) -> Specialized:
+    """How warps divide work, of a plan of this pipeline."""
+    assert plan.specialized is not None
+    return plan.specialized
+
+
+def cannot_pack(request: KernelRequest) -> str | None:
+    """Why no tile of a request can hold several heads, or None."""
+    return "tells heads apart, which then share no tile" if request.profile.uses_head else None
 
 
 def packed(plan: KernelPlan) -> KernelPlan | None:
@@ -319,22 +339,16 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
     Rows of a head lie `pack` rows apart, so that a tile of few queries is full, and loads keys for all of these heads.
     """
     registers = plan.registers
-    if _uses(plan.variant, "q"):
+    if profile(plan.variant).uses_query:
         registers += (Part(name="packed", amount=PACKED_REGISTERS, why="the queries of two rows"),)
-        if sum(part.amount for part in registers) > plan.program.consumer_registers:
+        if total(registers) > (plan.program.consumer_registers or 0):
             return None
-    return replace(plan, registers=registers, specialized=replace(plan.specialized, packed=True))
-
-
-def _uses(variant: Variant, index: str) -> bool:
-    """Whether mask or score use an index of the pair."""
-    roots = [root for root in (variant.mask, variant.score_node) if root is not None]
-    return any(n.op == "index" and n.attr == index for n in walk(roots))
+    return replace(plan, registers=registers, specialized=replace(_layout(plan), packed=True))
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     """Clocks a multiprocessor spends on one score (one query, one key), by the unit that spends them."""
-    special, arithmetic = score_ops(plan.variant)
+    special, arithmetic = profile(plan.variant).score_ops
     share = arch.sms * arch.clock_hz
     return {
         "tensor": 2 * (plan.padded_head_dim + plan.padded_v_head_dim) * share / arch.tensor_flops[NAME],
@@ -349,10 +363,10 @@ def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     softmax = by_unit["special"] + by_unit["arithmetic"]
     busiest, second = sorted(by_unit.values(), reverse=True)[:2]
     # The softmax of one warpgroup runs under the work of the others, as far as that lasts.
-    warpgroups, tile = plan.specialized.warpgroups, plan.tile
+    warpgroups, tile = _layout(plan).warpgroups, plan.tile
     exposed = max(0.0, SOFTMAX_STRETCH * softmax - (warpgroups - 1) * busiest)
     step = STEP_CLOCKS / (tile.q * tile.kv)
-    between = (plan.specialized.q_stages == 1) * Q_LOAD_CLOCKS + (plan.stages == 2) * KV_LOAD_CLOCKS
+    between = (plan.q_stages == 1) * Q_LOAD_CLOCKS + (plan.stages == 2) * KV_LOAD_CLOCKS
     pace = busiest + INTERFERENCE * second + exposed + step + between / (tile.q * TYPICAL_KEYS)
     wide = warpgroups > 2 and max(plan.head_dim, plan.v_head_dim) > SHORT_COLUMNS
     tail = -(-TYPICAL_KEYS // tile.kv) * tile.kv / TYPICAL_KEYS
@@ -387,38 +401,26 @@ def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: in
         group = problem.group
         q_tiles = -(-problem.q_len // one.tile_queries(group))
         tiles = q_tiles * problem.heads * problem.batch // one.pack(group)
-        return one.tile.q * (max(1.0, tiles / sms) if one.specialized.dynamic else -(-tiles // sms))
+        return one.tile.q * (max(1.0, tiles / sms) if _layout(one).dynamic else -(-tiles // sms))
 
     arch = find(plan.arch)
     faster = paces(plan, arch)[0] / paces(packed, arch)[0]  # more rows a tile; no form is slower than it is believed to
     return min(1.0, faster) * rows(plan) / rows(packed)
 
 
-def _roomy(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int) -> bool:
+def _roomy(c: Candidate, request: KernelRequest) -> bool:
     """Whether registers are left for a score function that is emitted twice."""
-    needed = sum(part.amount for part in registers(c, variant, head_dim, v_head_dim))
-    return variant.score_node is None or needed + ROOM <= division(c.warpgroups, variant, arch)[1]
+    needed = total(registers(c, request))
+    return not request.profile.scored or needed + ROOM <= division(c.warpgroups, request)[1]
 
 
-def _guard(c: Candidate, variant: Variant, dtype: str, columns: int, apart: bool) -> Guard | None:
+def _guard(c: Candidate, request: KernelRequest, apart: bool) -> Guard | None:
     """What watches over a softmax without maxima, where that is faster."""
-    if columns > GUARDED_COLUMNS or variant.score_node is not None or (variant.mask is not None and not apart):
+    asked, columns = request.profile, request.widest
+    if columns > GUARDED_COLUMNS or asked.scored or (asked.masked and not apart):
         return None
-    if dtype == "float16" and columns <= SHORT_COLUMNS:
-        return SHORT_GUARD if variant.mask is None else None
-    if variant.mask is not None and c.warpgroups == 2 and columns <= THREE_COLUMNS:
+    if request.dtype == "float16" and columns <= SHORT_COLUMNS:
+        return None if asked.masked else SHORT_GUARD
+    if asked.masked and c.warpgroups == 2 and columns <= THREE_COLUMNS:
         return None
-    return GUARDS[dtype]
-
-
-def _band(variant: Variant) -> bool:
-    """Whether the mask is one run of keys and reads nothing: others spill with code for each kind of tile."""
-    if variant.mask is None:
-        return False
-    facts = analyse(variant)
-    return facts.exact and len(facts.visible) == 1 and not variant.tensors
-
-
-def _judges(variant: Variant) -> bool:
-    """Whether tiles are judged by evaluating conditions over ranges."""
-    return variant.mask is not None and not analyse(variant).exact
+    return GUARDS[request.dtype]
