@@ -12,8 +12,8 @@ from flashgen.codegen import emit, params
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
+from flashgen.planning.pipelines.ampere import programs
 from flashgen.planning.plan import Part, Tile
-from flashgen.planning.program import computing
 from flashgen.runtime import ptx
 from flashgen.runtime.ptx.simulate import loaded, module, simulate, stored
 
@@ -29,7 +29,7 @@ def plan_of(
         plan,
         tile=Tile(q=tile[0], kv=tile[1]),
         stages=stages,
-        program=computing(warps),
+        program=programs.forward(warps, stages),
         q_in_registers=q_in_registers,
         blocks_per_sm=1,
         smem=(

@@ -59,7 +59,6 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
 
 def banner(plan: KernelPlan, found: Seam) -> str:
     """The comment at the head of a file: variant, plan, shared memory, and the command that reproduces it."""
-    roles = ", ".join(f"{role.warps} {role.name} warps" for role in plan.program.divisions)
     q_home = "" if plan.backward else f", q in {'registers' if plan.q_in_registers else 'shared memory'}"
     rows = "rows (queries of all heads that share keys)" if plan.packed else "queries"
     dims = f"head_dim {plan.head_dim}"
@@ -68,7 +67,8 @@ def banner(plan: KernelPlan, found: Seam) -> str:
     entries = [
         *found.formula,
         ("plan", f"{plan.pipeline} on {plan.arch}, {plan.dtype}, {dims}"),
-        ("tile", f"{plan.tile.q} {rows} x {plan.tile.kv} keys, {plan.stages} stages, {roles}{q_home}"),
+        ("tile", f"{plan.tile.q} {rows} x {plan.tile.kv} keys, {plan.stages} stages{q_home}"),
+        ("roles", plan.program.text()),
         ("shared", " + ".join(f"{part.name} {part.amount}" for part in plan.smem) + f" = {plan.smem_bytes} bytes"),
     ]
     width = max(len(kind) for kind in (*dict(entries), _MADE_BY))

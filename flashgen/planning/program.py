@@ -9,6 +9,7 @@ ids of named barriers.  Models: CUTLASS' PipelineTmaAsync (producer group, consu
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -103,12 +104,12 @@ class Ring:
     """
 
     name: str
-    barrier: str  # the member of `Shared`
     carries: str
     stages: Axis
     producers: tuple[Party, ...]
     consumers: tuple[Party, ...]
     each: Axis | None = None
+    barrier: str = ""  # the member of `Shared`; none: copies of cp.async, and all warps meet
     freed: str = ""
     counter: str = ""
     note: str = ""
@@ -184,15 +185,6 @@ class Program:
         return any(role.registers for role in self.roles)
 
     @property
-    def divisions(self) -> tuple[Role, ...]:
-        """The warps by what becomes of their registers."""
-        if not self.specialised:
-            return self.roles
-        kinds = (("producer", self.producers), ("consumer", self.consumers))
-        counts = [(name, sum(role.warps for role in roles), roles[0].registers) for name, roles in kinds]
-        return tuple(Role(name=n, warps=w, threads=WARP * w, registers=r) for n, w, r in counts)
-
-    @property
     def producers(self) -> tuple[Role, ...]:
         """The roles of the first warpgroup, which gives registers away."""
         return tuple(role for role in self.roles if role.registers == self.producer_registers)
@@ -212,8 +204,20 @@ class Program:
         """Registers per thread of the other warpgroups after theirs."""
         return self.roles[-1].registers
 
-    def has(self, name: str) -> bool:
-        return any(role.name == name for role in self.roles)
+    def text(self) -> str:
+        """Every role with its warps and registers per thread, in a line."""
+        said, unit = [], " registers per thread"
+        for registers, roles in groupby(self.roles, key=lambda role: role.registers):
+            counts = Counter[str]()
+            for role in roles:
+                counts[role.name] += role.warps
+            idle = counts.pop(IDLE, 0)
+            names = [*counts.items(), *([(IDLE, idle)] if idle else [])]
+            kinds = ", ".join(f"{warps} {name}" for name, warps in names)
+            held = f" of {registers}{unit}" if registers else ""
+            said.append(f"{kinds} warp{'s' * (names[-1][1] > 1)}{held}")
+            unit = ""
+        return "; ".join(said)
 
     def role(self, name: str) -> Role:
         return next(role for role in self.roles if role.name == name)
@@ -275,12 +279,6 @@ def _up(size: int, alignment: int) -> int:
 def declared(*members: Member, note: str = "") -> Declaration:
     """A line of `Shared`."""
     return Declaration(members=members, note=note)
-
-
-def computing(warps: int, rings: tuple[Ring, ...] = (), named_barriers: tuple[NamedBarrier, ...] = ()) -> Program:
-    """The program of a kernel all of whose warps do the same."""
-    role = Role(name="compute", warps=warps, threads=WARP * warps)
-    return Program(roles=(role,), rings=rings, named_barriers=named_barriers)
 
 
 def consumer_registers(arch: Arch, warpgroups: int, producer: int) -> int:

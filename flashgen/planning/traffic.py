@@ -165,7 +165,7 @@ class Prediction:
                     *([("because", self.passed_over)] if self.passed_over else []),
                     ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {shown(plan)}"),
                     *([("packed", self._packing())] if plan.packed else []),
-                    ("warps", ", ".join(f"{role.warps} {role.name}" for role in plan.program.divisions)),
+                    ("warps", plan.program.text()),
                     ("blocks a multiprocessor", str(plan.blocks_per_sm)),
                     ("chosen by", f"measured times ({self.measured.record})" if self.measured else "predicted times"),
                     *([("menu covers", self.measured.covers)] if self.measured else []),
@@ -221,7 +221,6 @@ class Prediction:
         that is no band.
         """
         plan, problem, tiles = self.plan, self.problem, self.tiles
-        roles = plan.program.divisions
         found = {
             "variant": plan.variant.name,
             "pass": plan.pass_name,
@@ -232,7 +231,7 @@ class Prediction:
             "tile": {"q": plan.tile.q, "kv": plan.tile.kv},
             "stages": plan.stages,
             "warps": plan.warps,
-            "roles": [{"name": role.name, "warps": role.warps, "registers": role.registers} for role in roles],
+            "roles": [{"name": r.name, "warps": r.warps, "registers": r.registers} for r in plan.program.roles],
             "blocks_per_sm": plan.blocks_per_sm,
             "q_in_registers": plan.q_in_registers,
             "dropout": plan.dropout,

@@ -16,12 +16,12 @@ from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.backward import ROW_THREADS
 from flashgen.planning.integers import Allowed
 from flashgen.planning.pipelines.ampere import forward as ampere
+from flashgen.planning.pipelines.ampere import programs
 from flashgen.planning.pipelines.ampere.forward import MMA_DEPTH, MMA_ROWS
 from flashgen.planning.pipelines.shared import decided, total
 from flashgen.planning.plan import ITEM, Backward, ByQuery, KernelPlan, Part, Tile
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
-from flashgen.planning.program import computing
 from flashgen.planning.request import KernelRequest
 
 NAME, COPIES, cannot_address = ampere.NAME, ampere.COPIES, ampere.cannot_address
@@ -335,7 +335,9 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     return decided(
         *(c, request, (padded(request.head_dim, c), padded(request.v_head_dim, c))),
         pipeline=NAME,
-        program=computing(c.warps),
+        program=programs.backward(
+            *(c.warps, c.stages, layout.buffers), shares_p=layout.shares_p, shares_ds=layout.score_tiles
+        ),
         q_in_registers=False,
         blocks_per_sm=max(n for n in range(1, most + 1) if n == 1 or needed <= budget(c, arch, n)),
         smem=memory,

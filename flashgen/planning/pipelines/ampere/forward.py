@@ -14,11 +14,11 @@ from typing import Protocol
 
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.integers import Allowed
+from flashgen.planning.pipelines.ampere import programs
 from flashgen.planning.pipelines.shared import SOFTMAX_OPS, decided, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Tile, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import Profile, profile
-from flashgen.planning.program import computing
 from flashgen.planning.request import KernelRequest
 
 NAME, COPIES = "ampere", "cp.async"
@@ -231,7 +231,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     return decided(
         *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
         pipeline=NAME,
-        program=computing(c.warps),
+        program=programs.forward(c.warps, c.stages),
         q_in_registers=c.q_in_registers,
         blocks_per_sm=blocks,
         smem=memory,

@@ -108,7 +108,6 @@ def forward(
         )
         rings.append(next_step)
     of = {ring.name: ring.member for ring in rings}
-    step = {"ctype": "Step", "size": 16, "alignment": 16}
     room = max(columns) if stored else columns[0]
     shared = (
         declared(_tile("Room", "room", ROWS * room, q_stage, each)),
@@ -117,11 +116,7 @@ def forward(
         declared(Member(ctype="Work", name="work", size=16, alignment=16, axes=(work_stage,))),
         *(
             (
-                declared(
-                    Member(**step, name="next", axes=(_TWO,)),
-                    Member(**step, name="step", axes=(stage,)),
-                    note="what to load next, what k holds",
-                ),
+                declared(_steps("next", _TWO), _steps("step", stage), note="what to load next, what k holds"),
                 declared(of["next"]),
             )
             if masked
@@ -218,7 +213,6 @@ def _backward_rings(
     arriving = tuple(Party(role=name, arrivals=warps) for name in names)
     waiting = tuple(Party(role=name, arrivals=0) for name in names)
     scheduler, loader = (Party(role="scheduler", arrivals=1),), (Party(role="loader", arrivals=1),)
-    once = {"stages": _ONE, "freed": "never: it is filled once"}
     if skips:
         yield Ring(
             name="next",
@@ -237,23 +231,14 @@ def _backward_rings(
         producers=loader,
         consumers=arriving,
     )
-    yield Ring(name="k", barrier="k_full", carries="the block's K", producers=loader, consumers=waiting, **once)
+    yield _once("k", "k_full", "the block's K", loader, waiting)
     cleared = (Party(role="dq accumulation", arrivals=1),) * sweeps
-    yield Ring(
-        name="v",
-        barrier="v_full",
-        carries="the block's V" + ", and leave to add to dq" * sweeps,
-        producers=(*loader, *cleared),
-        consumers=waiting,
-        note="v is here, and dq may be added" * sweeps,
-        **once,
-    )
+    more, note = (", and leave to add to dq", "v is here, and dq may be added") if sweeps else ("", "")
+    yield _once("v", "v_full", "the block's V" + more, (*loader, *cleared), waiting, note)
     if sweeps:
         sweeper = (Party(role="dq accumulation", arrivals=0),)
-        carries = "that the last tile of queries is being loaded"
-        yield Ring(name="ending", barrier="ending", carries=carries, producers=loader, consumers=sweeper, **once)
-        carries = "that all of dq is added"
-        yield Ring(name="added", barrier="added", carries=carries, producers=arriving, consumers=sweeper, **once)
+        yield _once("ending", "ending", "that the last tile of queries is being loaded", loader, sweeper)
+        yield _once("added", "added", "that all of dq is added", arriving, sweeper)
     if by_query:
         yield Ring(
             name="lookups",
@@ -325,6 +310,27 @@ def _backward_rings(
         )
 
 
+def _once(
+    name: str,
+    barrier: str,
+    carries: str,
+    producers: tuple[Party, ...],
+    consumers: tuple[Party, ...],
+    note: str = "",
+) -> Ring:
+    """A ring of one stage that goes round once."""
+    return Ring(
+        name=name,
+        barrier=barrier,
+        carries=carries,
+        stages=_ONE,
+        producers=producers,
+        consumers=consumers,
+        freed="never: it is filled once",
+        note=note,
+    )
+
+
 def _backward_members(
     axes: dict[str, Axis],
     of: dict[str, Member],
@@ -334,8 +340,6 @@ def _backward_members(
 ) -> Iterator[Declaration]:
     """What `Shared` has, in order."""
     stage, of_queries, of_keys = axes["stage"], Axis(size=tile.q, text="TILE_Q"), Axis(size=tile.kv, text="TILE_KV")
-    floats = {"ctype": "float", "size": 4, "alignment": 4, "axes": (stage, of_queries)}
-    step, word = {"ctype": "Step", "size": 16, "alignment": 16}, {"ctype": "u32", "size": 4, "alignment": 4}
     yield declared(_tile("KTile", "k", tile.kv * columns[0]))
     yield declared(_tile("VTile", "v", tile.kv * columns[1]))
     yield declared(_tile("QTile", "q", tile.q * columns[0], stage))
@@ -345,18 +349,18 @@ def _backward_members(
         chunks = Axis(size=tile.q // 16, text="TILE_Q / 16"), Axis(size=128, text="128")
         note = "from each thread of one warpgroup to one of the other"
         yield declared(Member(ctype="Chunk", name="p", size=16, alignment=16, axes=chunks), note=note)
-    yield declared(Member(**floats, name="lse"), Member(**floats, name="delta"))
+    yield declared(*(_words("float", name, stage, of_queries) for name in ("lse", "delta")))
     if "next" in of:
-        yield declared(Member(**step, name="next", axes=(_TWO,)), note="what to load next")
-        yield declared(Member(**word, name="sent"), note="of such")
+        yield declared(_steps("next", _TWO), note="what to load next")
+        yield declared(_words("u32", "sent"), note="of such")
     if "order" in of:
-        yield declared(Member(**word, name="taken", axes=(_TWO,)), note="of `order`, by each of two warps")
+        yield declared(_words("u32", "taken", _TWO), note="of `order`, by each of two warps")
     if "next" in of:
         yield declared(of["next"])
-    yield declared(Member(**step, name="step", axes=(stage,)))
+    yield declared(_steps("step", stage))
     if "order" in of:
         note = "the steps once more, for those who order additions to dq"
-        yield declared(Member(**step, name="order", axes=(axes["orders"],)), note=note)
+        yield declared(_steps("order", axes["orders"]), note=note)
     for name, ctype, item, by_query in lookups:
         extents = (axes["ahead"], of_queries) if by_query else (of_keys,)
         yield declared(Member(ctype=ctype, name=name, size=item, alignment=item, axes=extents))
@@ -374,6 +378,14 @@ def _backward_members(
 
 def _tile(ctype: str, name: str, elements: int, *axes: Axis) -> Member:
     return Member(ctype=ctype, name=name, size=ITEM * elements, alignment=ALIGNMENT, axes=axes)
+
+
+def _steps(name: str, *axes: Axis) -> Member:
+    return Member(ctype="Step", name=name, size=16, alignment=16, axes=axes)
+
+
+def _words(ctype: str, name: str, *axes: Axis) -> Member:
+    return Member(ctype=ctype, name=name, size=4, alignment=4, axes=axes)
 
 
 def _idle(warps: int, registers: int) -> Role:
