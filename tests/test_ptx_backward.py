@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
@@ -515,3 +516,13 @@ def test_mutations_are_noticed(name):
 )
 def test_what_a_score_is_beyond_the_last_query_reaches_no_gradient(score, pipeline, head_dim):
     check(Backward(fg.variant().score(score), pipeline=pipeline, head_dim=head_dim, q_len=70, kv_len=75))
+
+
+def test_a_dropped_consumer_deadlocks():
+    b = Backward("causal", pipeline="hopper", q_len=70, kv_len=100)
+    program = b.plan.program
+    dispatch = tuple(tuple(name for name in chain if name != "dq accumulation") for chain in program.dispatch)
+    changed = dataclasses.replace(b.plan, program=dataclasses.replace(program, dispatch=dispatch))
+    b.plan, b.source = changed, emit(changed)
+    with pytest.raises(errors.Deadlock):
+        b.run(step_limit=STEPS)

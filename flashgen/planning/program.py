@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol, TypeVar
 
 from flashgen.lang.expr import DType
 from flashgen.planning.arch import Arch
@@ -185,13 +186,8 @@ class Program:
         return any(role.registers for role in self.roles)
 
     @property
-    def producers(self) -> tuple[Role, ...]:
-        """The roles of the first warpgroup, which gives registers away."""
-        return tuple(role for role in self.roles if role.registers == self.producer_registers)
-
-    @property
     def consumers(self) -> tuple[Role, ...]:
-        """The roles of the other warpgroups, which take them."""
+        """The roles of all warpgroups but the first, which take registers from that."""
         return tuple(role for role in self.roles if role.registers == self.consumer_registers)
 
     @property
@@ -220,26 +216,21 @@ class Program:
         return "; ".join(said)
 
     def role(self, name: str) -> Role:
-        return next(role for role in self.roles if role.name == name)
+        return _named(self.roles, name)
 
     def first_warp(self, name: str) -> int:
         """The number of a role's first warp."""
-        before = 0
-        for role in self.roles:
-            if role.name == name:
-                return before
-            before += role.warps
-        raise KeyError(name)
+        return sum(role.warps for role in self.roles[: self.roles.index(self.role(name))])
 
     def first_thread(self, name: str) -> int:
         return WARP * self.first_warp(name)
 
     def ring(self, name: str) -> Ring:
-        return next(ring for ring in self.rings if ring.name == name)
+        return _named(self.rings, name)
 
     def named_barrier(self, name: str) -> NamedBarrier:
         """The first of this name: that of the first warpgroup."""
-        return next(barrier for barrier in self.named_barriers if barrier.name == name)
+        return _named(self.named_barriers, name)
 
     def spelled(self, arrivals: int) -> str:
         """A number of arrivals as the emitted text says it."""
@@ -270,6 +261,22 @@ class Program:
     @property
     def _members(self) -> Iterator[Member]:
         return (member for declaration in self.shared for member in declaration.members)
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_N = TypeVar("_N", bound=_Named)
+
+
+def _named(all_of: tuple[_N, ...], name: str) -> _N:
+    """The first of this name."""
+    for one in all_of:
+        if one.name == name:
+            return one
+    raise KeyError(name)
 
 
 def _up(size: int, alignment: int) -> int:
