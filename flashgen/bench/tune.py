@@ -22,7 +22,7 @@ from flashgen.planning.integers import shown
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.planner import PIPELINES
 from flashgen.planning.problem import Problem
-from flashgen.planning.request import KernelRequest
+from flashgen.planning.request import Fixed, KernelRequest
 
 if TYPE_CHECKING:
     import torch
@@ -69,14 +69,14 @@ def contenders(variant: Variant, arch: str, pipeline: str, dtype: str, head_dim:
     module = PIPELINES[pipeline]
     request = KernelRequest.of(variant, arch, dtype, head_dim, v_head_dim, pipeline=pipeline)
     found = request.arch
-    free = list(module.candidates(None, None))
+    free = list(module.candidates(Fixed()))
     tiles = dict.fromkeys(
         [c.tile for c in free] + [Tile(q=q, kv=kv) for q in {c.tile.q for c in free} for kv in TILE_KV]
     )
     made: dict[KernelPlan, Contender] = {}
     for tile in tiles:
         for stages in sorted({c.stages for c in free}):
-            for c in module.candidates(tile, stages):
+            for c in module.candidates(Fixed(tile=tile, stages=stages)):
                 if sum(part.amount for part in module.smem(c, request)) > found.smem_per_block:
                     continue
                 plan = module.plan(c, request)
