@@ -85,15 +85,15 @@ class _Record:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        captured = [call.named[name] for name in self._tensors]
+        named = call.named
         numbers = self._numbers(call)
         inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (inputs[0] | inputs[1] | inputs[2]) % ALIGNMENT:
             for name, tensor in (("q", q), ("k", k), ("v", v)):
                 check_rows(name, tensor)
-        read = [tensor.data_ptr() for tensor in captured]
+        read = [named[name].data_ptr() for name in self._tensors]
         if 0 in inputs or 0 in read:
-            for name, tensor in zip(("q", "k", "v", *self._tensors), (q, k, v, *captured), strict=True):
+            for name, tensor in {"q": q, "k": k, "v": v, **{name: named[name] for name in self._tensors}}.items():
                 check_memory(name, name, tensor)
         o = torch.empty_strided(self._o_shape, self._o_strides, dtype=self._dtype, device=self._device)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)

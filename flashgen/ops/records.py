@@ -54,9 +54,20 @@ def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cons
     """All that a record depends on, and what no record has: kinds of tensors and numbers that are refused."""
     _, scale, named, dropout, _ = call
     key = [
-        *(q.is_neg() or k.is_neg() or v.is_neg(), type(scale)),
-        *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
+        q.is_neg() or k.is_neg() or v.is_neg(),
+        type(scale),
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
         scale is not None and scale < 0,
         dropout is not None,
     ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
+from flashgen import codegen
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
 from flashgen.ops.options import apart, option, plan_of, variant_of
@@ -95,8 +96,6 @@ def plan(
 
 def emit(plan: KernelPlan) -> str:
     """The CUDA of a plan: one self-contained file."""
-    from flashgen import codegen
-
     return codegen.emit(plan_of("emit", plan))
 
 
