@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,7 +71,8 @@ def run_backward(given: Given, call: Call, wanted: Sequence[str]) -> Gradients:
         request = checked(q, k, v, call)
         if request.problem.empty or request.problem.kv_len == 0:
             tensors = [request.tensors[name] for name in wanted]
-            return Gradients(*(x.zero_() for x in results(q, k, v)), tuple(map(torch.zeros_like, tensors)))
+            dq, dk, dv = (x.zero_() for x in results(q, k, v))
+            return Gradients(dq, dk, dv, tuple(map(torch.zeros_like, tensors)))
         if not q.is_cuda:
             return _walk(given, request, deterministic, wanted)
         record = _Record(given, request, deterministic, wanted)
@@ -166,7 +167,7 @@ class _Record:
         with torch.cuda.device(index):
             return self._run(given, numbers, call.named)
 
-    def _run(self, given: Given, numbers: tuple[float, ...], named: Mapping[str, object]) -> Gradients:
+    def _run(self, given: Given, numbers: tuple[float, ...], named: Mapping[str, Any]) -> Gradients:
         do, dlse, q, k, v, o, lse = given
         found = {
             name: torch.empty_strided(shape, strides, dtype=q.dtype, device=self._device)
@@ -184,7 +185,7 @@ class _Record:
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         self._launch(tuple(addresses[name] for name in self._launch.pointers), numbers, stream)
         captured = tuple(sums[name].to(named[name].dtype) for name in self._wanted)
-        return Gradients(*found.values(), captured)
+        return Gradients(found["dq"], found["dk"], found["dv"], captured)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,4 +209,5 @@ def _walk(given: Given, request: Request, deterministic: bool, wanted: tuple[str
     for result, gradient in zip(found, walked[:3], strict=True):
         result.copy_(torch.from_numpy(gradient))
     captured = (torch.from_numpy(walked.captured[name]).to(request.tensors[name].dtype) for name in wanted)
-    return Gradients(*found, tuple(captured))
+    dq, dk, dv = found
+    return Gradients(dq, dk, dv, tuple(captured))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
     variant: Variant
     scale: float | None
-    named: Mapping[str, object]
+    named: Mapping[str, Any]
     dropout: Dropout | None = None
     deterministic: bool = False
 
@@ -257,7 +257,7 @@ def _check_captured(
             raise LaunchError(f"{title} is {shape}: sizes stay below 2^31")
 
 
-def factor(scale: object, head_dim: int) -> float:
+def factor(scale: Any, head_dim: int) -> float:
     """The scale that a call asks for, or LaunchError."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
