@@ -11,7 +11,7 @@ from flashgen.analysis.derivative import differentiable
 from flashgen.analysis.facts import analyse
 from flashgen.lang.variant import Variant
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_rows, checked
-from flashgen.ops.forward import array, cpu_case
+from flashgen.ops.forward import array, cpu_case, strides_of
 from flashgen.ops.menus import cpu_request, gpu_menu, loadable
 from flashgen.ops.records import Numbers, call_key, calls_of, captured_shapes, remember
 from flashgen.planning import backward, planner
@@ -140,11 +140,12 @@ class _Record:
 
     def __init__(self, given: Given, request: Request, deterministic: bool, wanted: tuple[str, ...]) -> None:
         do, _, q, k, v, o, _ = given
+        assert do is not None  # run_backward has made it
         problem = request.problem
         plan = plan_of(given, request, deterministic, wanted)
         self._device, self._wanted = q.device, wanted
         self._results = [(name, x.shape, _strides(x)) for name, x in (("dq", q), ("dk", k), ("dv", v))]
-        strides = {name: x.stride()[:3] for name, x in {"q": q, "k": k, "v": v, "o": o, "d_o": do}.items()}
+        strides = {name: strides_of(x) for name, x in {"q": q, "k": k, "v": v, "o": o, "d_o": do}.items()}
         strides |= {name: result[:3] for name, _, result in self._results}
         self._launch = kernel.load(plan).backward_record(problem, strides, captured_shapes(request), q.device.index)
         shapes = {name: tuple(request.tensors[name].shape) for name in wanted}
@@ -175,7 +176,7 @@ class _Record:
         }
         sums = {n: torch.empty(named[n].shape, dtype=torch.float32, device=self._device) for n in self._wanted}
         room = torch.empty(self._room, dtype=torch.uint8, device=self._device)
-        tensors = {"q": q, "k": k, "v": v, "o": o, "d_o": do, "lse": lse, **found}
+        tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "d_o": do, "lse": lse, **found}
         tensors |= {f"tensor_{name}": named[name] for name in self._tensors}
         tensors |= {f"grad_{name}": x for name, x in sums.items()}
         start = room.data_ptr()
@@ -195,6 +196,7 @@ class _Record:
 def _walk(given: Given, request: Request, deterministic: bool, wanted: tuple[str, ...]) -> Gradients:
     """The plan that a GPU would run, tile by tile in NumPy."""
     do, dlse, q, k, v, o, lse = given
+    assert do is not None  # run_backward has made it
     walked = walk_backward(
         plan_of(given, request, deterministic, wanted),
         analyse(request.variant),

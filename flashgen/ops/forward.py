@@ -128,12 +128,18 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
 _zeros: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
+def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
+    """Over batch, heads and rows, in elements."""
+    batch, head, row, _ = x.stride()
+    return batch, head, row
+
+
 def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
     problem, index = request.problem, q.device.index
     menu = gpu_menu(q, k, v, request.variant, problem, dropout=request.dropout is not None)
     loaded = kernel.load(planner.choose(menu, problem, driver.gpu(index).sms))
-    layout = kernel.Layout(q=q.stride()[:3], k=k.stride()[:3], v=v.stride()[:3], o=o_layout(q, v)[1][:3])
+    layout = kernel.Layout(q=strides_of(q), k=strides_of(k), v=strides_of(v), o=o_layout(q, v)[1][:3])
     return _Record(q, v, request, loaded.record(problem, layout, captured_shapes(request), index))
 
 
