@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashgen import files, jsonfile
 from flashgen.analysis.tiles import Case
@@ -270,7 +270,7 @@ def _calls(variant: Variant, problem: Problem, built: Mapping[str, tuple]) -> di
     return {name: _call(kernel, problem, q, k, v, case)[0] for name, (_, kernel) in built.items()}
 
 
-def _call(kernel, problem: Problem, q, k, v, case) -> tuple:
+def _call(kernel: Any, problem: Problem, q: Any, k: Any, v: Any, case: Any) -> tuple:
     """One kernel on one set of tensors: the launch, o and lse."""
     import torch
 

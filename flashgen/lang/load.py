@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from flashgen.errors import SourceLine, SpecError
 from flashgen.lang import source
@@ -179,7 +180,7 @@ class _Siblings(importlib.abc.MetaPathFinder):
     def __init__(self, files: Mapping[str, Path]) -> None:
         self.files = files
 
-    def find_spec(self, name: str, path: object = None, target: object = None):
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         if path is not None or name not in self.files:
             return None
         return importlib.util.spec_from_file_location(name, self.files[name])
