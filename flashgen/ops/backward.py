@@ -177,11 +177,14 @@ class _Record:
         sums = {n: torch.empty(named[n].shape, dtype=torch.float32, device=self._device) for n in self._wanted}
         room = torch.empty(self._room, dtype=torch.uint8, device=self._device)
         tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "d_o": do, "lse": lse, **found}
-        tensors |= {f"tensor_{name}": named[name] for name in self._tensors}
-        tensors |= {f"grad_{name}": x for name, x in sums.items()}
-        start = room.data_ptr()
+        for name in self._tensors:
+            tensors[f"tensor_{name}"] = named[name]
+        for name, x in sums.items():
+            tensors[f"grad_{name}"] = x
         addresses = {name: x.data_ptr() for name, x in tensors.items()}
-        addresses |= {name: start + place for name, place in self._places.items()}
+        start = room.data_ptr()
+        for name, place in self._places.items():
+            addresses[name] = start + place
         addresses["dlse"] = 0 if dlse is None else dlse.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         self._launch(tuple(addresses[name] for name in self._launch.pointers), numbers, stream)

@@ -46,7 +46,7 @@ class Call(NamedTuple):
     deterministic: bool = False
 
     def apart(self) -> tuple[Call, dict[str, torch.Tensor]]:
-        """The call without its tensors, and these: what traces or differentiates a call wants to see them."""
+        """The call without its tensors, and they by name: autograd and tracers see arguments, not what one holds."""
         tensors = {name: x for name, x in self.named.items() if isinstance(x, torch.Tensor)}
         numbers = {name: x for name, x in self.named.items() if name not in tensors}
         return Call(self.variant, self.scale, numbers, self.dropout, self.deterministic), tensors
