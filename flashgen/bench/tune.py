@@ -100,8 +100,8 @@ def contenders(variant: Variant, arch: str, pipeline: str, dtype: str, head_dim:
 
 
 def _blocks(plan: KernelPlan, arch: Arch) -> Iterator[int]:
-    """Numbers of blocks a multiprocessor to compile for; a specialised block is alone."""
-    if plan.specialized is not None:
+    """Numbers of blocks a multiprocessor to compile for: one where the blocks of a pipeline share none."""
+    if not PIPELINES[plan.pipeline].SHARES_SM:
         yield plan.blocks_per_sm
         return
     room = max(1, min(arch.smem_per_sm // (plan.smem_bytes + arch.smem_reserved), WARPS[1] // plan.warps))

@@ -100,6 +100,10 @@ class ForwardPipeline(Pipeline[C], Protocol[C]):
         """Queries of a tile, ascending."""
 
     @property
+    def SHARES_SM(self) -> bool:
+        """Whether several blocks may share a multiprocessor."""
+
+    @property
     def KEY_STEP(self) -> int:
         """Tiles of keys grow by so many."""
 

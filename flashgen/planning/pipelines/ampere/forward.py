@@ -46,6 +46,9 @@ INTEGERS = {"stages": Allowed(values=STAGES, rule="cp.async fills one stage whil
 #: Queries of a tile that are tried, and the step of keys at which a plan shows a sum that no longer fits: mma's depth.
 QUERIES, KEY_STEP = (32, 64, 128), 16
 
+#: Several blocks share a multiprocessor, and hide each other's waiting.
+SHARES_SM = True
+
 #: Enough to see why no tile fits: a large, a middle and the smallest one.
 EXAMPLES = ((128, 64), (64, 64), (32, 16))
 

@@ -44,6 +44,9 @@ STAGES = (2, 3, 4)
 #: Queries of a tile, and the step of keys at which a plan shows the sum that no longer fits: wgmma's n.
 QUERIES, KEY_STEP = tuple(ROWS * w for w in WARPGROUPS), 8
 
+#: A block has a multiprocessor to itself.
+SHARES_SM = False
+
 #: Tiles whose sums an error message shows.
 EXAMPLES = ((128, 128), (128, 64), (128, 32))
 
