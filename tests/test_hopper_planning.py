@@ -109,7 +109,7 @@ def test_what_does_not_fit_in_registers():
 def test_the_main_plan_is_the_one_that_was_measured_best(variant, head_dim, tile, stages, q_stages, ping_pong, guarded):
     main = menu(variant, head_dim).plans[0]
     how = main.specialized
-    assert (str(main.tile), main.stages, how.q_stages) == (tile, stages, q_stages)
+    assert (str(main.tile), main.stages, main.q_stages) == (tile, stages, q_stages)
     assert (how.ping_pong, how.guard is not None, how.staged) == (ping_pong, guarded, q_stages == 2)
     assert how.dynamic == (variant.mask is not None)
 

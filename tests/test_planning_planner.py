@@ -18,7 +18,7 @@ from flashgen.planning.arch import ARCHS
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
-from flashgen.planning.request import KernelRequest
+from flashgen.planning.request import Fixed, KernelRequest
 
 FULL = fg.variant()
 SOFTCAP = fg.variant(score=lambda s, b, h, q, k: 30.0 * fg.tanh(s / 30.0), name="softcap")
@@ -123,7 +123,7 @@ def test_every_candidate_is_in_the_menu_or_rejected_once():
     menu = planner.menu(FULL, "sm_80", "bfloat16", 128)
     seen = [(p.tile, p.stages, p.warps) for p in (*menu.plans, *menu.rejected)]
     assert len(seen) == len(set(seen))
-    assert set(seen) == {(c.tile, c.stages, c.warps) for c in ampere.candidates(None, None)}
+    assert set(seen) == {(c.tile, c.stages, c.warps) for c in ampere.candidates(Fixed())}
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -20,7 +20,7 @@ from flashgen.lang.load import shipped
 from flashgen.planning import backward, planner
 from flashgen.planning.pipelines.ampere import backward as ampere_backward
 from flashgen.planning.plan import Tile
-from flashgen.planning.request import KernelRequest
+from flashgen.planning.request import Fixed, KernelRequest
 from flashgen.runtime import tiles
 from flashgen.runtime.gradients import baseline_gradients, reference_gradients
 from flashgen.runtime.philox import Dropout
@@ -59,7 +59,7 @@ class Backward:
                 gradients=differentiable(w.variant.score_node),
             )
             side_q, side_kv = tile or (64, 64)
-            candidate = next(iter(ampere_backward.candidates(Tile(q=side_q, kv=side_kv), None)))
+            candidate = next(iter(ampere_backward.candidates(Fixed(tile=Tile(q=side_q, kv=side_kv)))))
             self.plan = ampere_backward.plan(candidate, request)
         self.source = emit(self.plan)
         g = torch.Generator().manual_seed(seed + 1)

@@ -16,6 +16,12 @@ def test_ruff_has_nothing_to_say(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_type_checker_has_nothing_to_say():
+    """Strict on planning, codegen and ops, and on every signature: see [tool.mypy]."""
+    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_no_file_turns_the_formatter_off():
     marks = [f"# fmt: {word}" for word in ("skip", "off")]
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]

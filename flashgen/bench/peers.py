@@ -6,7 +6,7 @@ import functools
 import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import LaunchError
 
@@ -67,19 +67,19 @@ def flex(cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: 
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    def causal(b, h, i, j):
+    def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
         return i >= j
 
-    def window(b, h, i, j):
+    def window(b: Any, h: Any, i: Any, j: Any) -> Any:
         return (i >= j) & (i - j < inputs["window"])
 
-    def alibi(s, b, h, i, j):
+    def alibi(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return s - inputs["slopes"][h] * (i - j)
 
-    def packed(b, h, i, j):
+    def packed(b: Any, h: Any, i: Any, j: Any) -> Any:
         return (i >= j) & (inputs["doc"][b, i] == inputs["doc"][b, j])
 
-    def softcap(s, b, h, i, j):
+    def softcap(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return inputs["cap"] * torch.tanh(s / inputs["cap"])
 
     known = {

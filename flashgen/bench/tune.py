@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashgen import files, jsonfile
+from flashgen.analysis.tiles import Case
 from flashgen.bench.inputs import draw
 from flashgen.bench.protocol import interleave
 from flashgen.bench.record import environment
@@ -22,7 +23,11 @@ from flashgen.planning.integers import shown
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.planner import PIPELINES
 from flashgen.planning.problem import Problem
-from flashgen.planning.request import KernelRequest
+from flashgen.planning.request import Fixed, KernelRequest
+from flashgen.runtime import kernel as kernels
+from flashgen.runtime.captured import examples, on_device
+from flashgen.runtime.kernel import Captured, Layout
+from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
 if TYPE_CHECKING:
     import torch
@@ -69,14 +74,14 @@ def contenders(variant: Variant, arch: str, pipeline: str, dtype: str, head_dim:
     module = PIPELINES[pipeline]
     request = KernelRequest.of(variant, arch, dtype, head_dim, v_head_dim, pipeline=pipeline)
     found = request.arch
-    free = list(module.candidates(None, None))
+    free = list(module.candidates(Fixed()))
     tiles = dict.fromkeys(
         [c.tile for c in free] + [Tile(q=q, kv=kv) for q in {c.tile.q for c in free} for kv in TILE_KV]
     )
     made: dict[KernelPlan, Contender] = {}
     for tile in tiles:
         for stages in sorted({c.stages for c in free}):
-            for c in module.candidates(tile, stages):
+            for c in module.candidates(Fixed(tile=tile, stages=stages)):
                 if sum(part.amount for part in module.smem(c, request)) > found.smem_per_block:
                     continue
                 plan = module.plan(c, request)
@@ -95,8 +100,8 @@ def contenders(variant: Variant, arch: str, pipeline: str, dtype: str, head_dim:
 
 
 def _blocks(plan: KernelPlan, arch: Arch) -> Iterator[int]:
-    """Numbers of blocks a multiprocessor to compile for; a specialised block is alone."""
-    if plan.specialized is not None:
+    """Numbers of blocks a multiprocessor to compile for: one where the blocks of a pipeline share none."""
+    if not PIPELINES[plan.pipeline].SHARES_SM:
         yield plan.blocks_per_sm
         return
     room = max(1, min(arch.smem_per_sm // (plan.smem_bytes + arch.smem_reserved), WARPS[1] // plan.warps))
@@ -145,18 +150,16 @@ def tune(
     `advance(what, done, total)` reports progress.  Raises LaunchError where no candidate compiles without spills or
     where a result is wrong.
     """
-    from flashgen.runtime import kernel
-
     found = contenders(variant, arch, pipeline, dtype, head_dim, v_head_dim)[:COMPILED]
 
-    def build(one: Contender) -> kernel.Kernel | None:
+    def build(one: Contender) -> kernels.Kernel | None:
         try:
-            loaded = kernel.load(one.plan)
+            loaded = kernels.load(one.plan)
         except CompileError:
             return None
         return loaded if loaded.resources.spills == 0 else None
 
-    built: dict[str, tuple[Contender, kernel.Kernel]] = {}
+    built: dict[str, tuple[Contender, kernels.Kernel]] = {}
     with ThreadPoolExecutor() as pool:
         for i, (one, loaded) in enumerate(zip(found, pool.map(build, found), strict=True)):
             advance("compiling", i + 1, len(found))
@@ -256,9 +259,6 @@ def _plain(value: object) -> object:
 
 def _inputs(variant: Variant, problem: Problem, seed: int = 0) -> tuple:
     """Random q, k, v as a model has them (heads and columns side by side in memory), and the case."""
-    from flashgen.analysis.tiles import Case
-    from flashgen.runtime.captured import examples
-
     arrays = examples(variant, problem, seed)
     case = Case(sizes=problem.sizes(), params=variant.values({}), tensors=arrays)
     return *draw(problem, seed)[:3], case
@@ -270,12 +270,9 @@ def _calls(variant: Variant, problem: Problem, built: Mapping[str, tuple]) -> di
     return {name: _call(kernel, problem, q, k, v, case)[0] for name, (_, kernel) in built.items()}
 
 
-def _call(kernel, problem: Problem, q, k, v, case) -> tuple:
+def _call(kernel: Any, problem: Problem, q: Any, k: Any, v: Any, case: Any) -> tuple:
     """One kernel on one set of tensors: the launch, o and lse."""
     import torch
-
-    from flashgen.runtime.captured import on_device
-    from flashgen.runtime.kernel import Captured, Layout
 
     plan, device = kernel.plan, q.device
     o = torch.full_like(q[..., :1].expand(*q.shape[:3], problem.v_head_dim), float("nan")).contiguous()
@@ -301,8 +298,6 @@ def _call(kernel, problem: Problem, q, k, v, case) -> tuple:
 
 def _check(variant: Variant, head_dim: int, v_head_dim: int, dtype: str, built: Mapping[str, tuple]) -> None:
     """Every contender against float64 on a small problem; raises LaunchError for a wrong one."""
-    from flashgen.runtime.reference import baseline, judge, judge_lse, reference
-
     q_len, kv_len = CHECKED
     problem = Problem(
         batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: Who fills, who waits to the right and to the left of that, who does both, and the line between them; the second of
 #: each for an output that cannot show the first.
-_SIGNS = "●▶◀◆─", "*><@-"
+_SIGNS = tuple("●▶◀◆─"), tuple("*><@-")
 
 #: Colours of the lanes of producers and of consumers, of what is handed on, and of stages that are free again.
 _PRODUCER, _CONSUMER, _FULL, _EMPTY = "#f2a65a", "#2f6690", "#222222", "#999999"
@@ -111,7 +111,7 @@ def _lanes(program: Program) -> tuple[str, dict[str, int]]:
     return text.rstrip(), columns
 
 
-def _line(program: Program, ring: Ring, signs: str) -> str:
+def _line(program: Program, ring: Ring, signs: tuple[str, ...]) -> str:
     """From who fills a stage to who waits for it."""
     names, columns = _lanes(program)
     fill, right, left, both, between = signs

@@ -136,7 +136,7 @@ class Node:
     def __deepcopy__(self, memo: object) -> Node:
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         """Pickled as rows, operands by their number: a deep expression does not recurse, a shared one stays shared."""
         number: dict[Node, int] = {}
         rows = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 
 from flashgen.errors import LaunchError
@@ -29,34 +31,37 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> 
     """(o, lse) of one eager call, differentiable; arguments, results and errors as in `ops.attention.attention`."""
     call, tensors = call.apart()
     function = _Transformed if transformed() else _Attention
-    return function.apply(call, tuple(tensors), q, k, v, *tensors.values())
+    return function.apply(call, tuple(tensors), q, k, v, *tensors.values())  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call: Call, names: tuple[str, ...], q, k, v, *captured):
+    def forward(
+        ctx: Any, call: Call, names: tuple[str, ...], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, *captured = inputs
         o, lse = run(q, k, v, call.joined(names, captured))
         _keep(ctx, call, names, q, k, v, o, lse, *captured)
         return o, lse
 
     @staticmethod
-    def backward(ctx, do, dlse):
+    def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
         if do is None and dlse is None:
             return (None,) * (2 + len(needed))
         wanted = with_gradient(ctx.call.variant, ctx.names, needed[3:])
         function = _TransformedGradients if transformed() else _Gradients
-        found = function.apply(ctx.call, ctx.names, wanted, do, dlse, *ctx.saved_tensors)
+        found = function.apply(ctx.call, ctx.names, wanted, do, dlse, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
         by_name = dict(zip(wanted, found[3:], strict=True))
         gradients = (*found[:3], *(by_name.get(name) for name in ctx.names))
         return None, None, *(g if wants else None for g, wants in zip(gradients, needed, strict=True))
 
     @staticmethod
-    def jvp(ctx, *_):
+    def jvp(ctx: object, *_: object) -> NoReturn:
         raise LaunchError(FORWARD_MODE)
 
 
-def _keep(ctx, call: Call, names: tuple[str, ...], *tensors: torch.Tensor) -> None:
+def _keep(ctx: Any, call: Call, names: tuple[str, ...], *tensors: torch.Tensor) -> None:
     ctx.call, ctx.names = call, names
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
@@ -66,16 +71,18 @@ class _Transformed(_Attention):
     """The same for the transforms of torch.func, which want the context set up apart: that costs an eager call more."""
 
     @staticmethod
-    def forward(call: Call, names: tuple[str, ...], q, k, v, *captured):
+    def forward(  # type: ignore[override]
+        call: Call, names: tuple[str, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *captured: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return library.attend(q, k, v, call.joined(names, captured))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         call, names, q, k, v, *captured = inputs
         _keep(ctx, call, names, q, k, v, *output, *captured)
 
     @staticmethod
-    def vmap(info, in_dims, *_):
+    def vmap(info: object, in_dims: object, *_: object) -> NoReturn:
         raise LaunchError(BATCHED)
 
 
@@ -83,31 +90,36 @@ class _Gradients(torch.autograd.Function):
     """The backward as a function of its own, so that differentiating it says what is wrong."""
 
     @staticmethod
-    def forward(ctx, call: Call, names: tuple[str, ...], wanted: tuple[str, ...], *tensors):
+    def forward(
+        ctx: Any, call: Call, names: tuple[str, ...], wanted: tuple[str, ...], *tensors: Any
+    ) -> tuple[torch.Tensor, ...]:
         return _gradients(call, names, wanted, *tensors)
 
     @staticmethod
-    def backward(ctx, *_):
+    def backward(ctx: object, *_: object) -> NoReturn:
         raise LaunchError(SECOND)
 
     @staticmethod
-    def jvp(ctx, *_):
+    def jvp(ctx: object, *_: object) -> NoReturn:
         raise LaunchError(SECOND)
 
 
 class _TransformedGradients(_Gradients):
     @staticmethod
-    def forward(call: Call, names: tuple[str, ...], wanted: tuple[str, ...], *tensors):
+    def forward(  # type: ignore[override]
+        call: Call, names: tuple[str, ...], wanted: tuple[str, ...], *tensors: Any
+    ) -> tuple[torch.Tensor, ...]:
         return _gradients(call, names, wanted, *tensors)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         pass
 
     @staticmethod
-    def vmap(info, in_dims, *_):
+    def vmap(info: object, in_dims: object, *_: object) -> NoReturn:
         raise LaunchError(BATCHED)
 
 
-def _gradients(call: Call, names: tuple[str, ...], wanted: tuple[str, ...], do, dlse, q, k, v, o, lse, *captured):
-    return library.differentiate(Given(do, dlse, q, k, v, o, lse), call.joined(names, captured), wanted)
+def _gradients(call: Call, names: tuple[str, ...], wanted: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, ...]:
+    count = len(Given._fields)
+    return library.differentiate(Given(*tensors[:count]), call.joined(names, tensors[count:]), wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,7 +11,7 @@ from flashgen.analysis.derivative import differentiable
 from flashgen.analysis.facts import analyse
 from flashgen.lang.variant import Variant
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_rows, checked
-from flashgen.ops.forward import array, cpu_case
+from flashgen.ops.forward import array, cpu_case, strides_of
 from flashgen.ops.menus import cpu_request, gpu_menu, loadable
 from flashgen.ops.records import Numbers, call_key, calls_of, captured_shapes, remember
 from flashgen.planning import backward, planner
@@ -71,7 +71,8 @@ def run_backward(given: Given, call: Call, wanted: Sequence[str]) -> Gradients:
         request = checked(q, k, v, call)
         if request.problem.empty or request.problem.kv_len == 0:
             tensors = [request.tensors[name] for name in wanted]
-            return Gradients(*(x.zero_() for x in results(q, k, v)), tuple(map(torch.zeros_like, tensors)))
+            dq, dk, dv = (x.zero_() for x in results(q, k, v))
+            return Gradients(dq, dk, dv, tuple(map(torch.zeros_like, tensors)))
         if not q.is_cuda:
             return _walk(given, request, deterministic, wanted)
         record = _Record(given, request, deterministic, wanted)
@@ -139,11 +140,12 @@ class _Record:
 
     def __init__(self, given: Given, request: Request, deterministic: bool, wanted: tuple[str, ...]) -> None:
         do, _, q, k, v, o, _ = given
+        assert do is not None  # run_backward has made it
         problem = request.problem
         plan = plan_of(given, request, deterministic, wanted)
         self._device, self._wanted = q.device, wanted
         self._results = [(name, x.shape, _strides(x)) for name, x in (("dq", q), ("dk", k), ("dv", v))]
-        strides = {name: x.stride()[:3] for name, x in {"q": q, "k": k, "v": v, "o": o, "d_o": do}.items()}
+        strides = {name: strides_of(x) for name, x in {"q": q, "k": k, "v": v, "o": o, "d_o": do}.items()}
         strides |= {name: result[:3] for name, _, result in self._results}
         self._launch = kernel.load(plan).backward_record(problem, strides, captured_shapes(request), q.device.index)
         shapes = {name: tuple(request.tensors[name].shape) for name in wanted}
@@ -156,8 +158,9 @@ class _Record:
 
     def __call__(self, given: Given, call: Call) -> Gradients:
         numbers = self._numbers(call)
-        for name, tensor in (("q", given.q), ("k", given.k), ("v", given.v)):
-            if tensor.data_ptr() % ALIGNMENT:
+        _, _, q, k, v, _, _ = given
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+            for name, tensor in (("q", q), ("k", k), ("v", v)):
                 check_rows(name, tensor)
         index = self._device.index
         if torch._C._cuda_getDevice() == index:
@@ -165,7 +168,7 @@ class _Record:
         with torch.cuda.device(index):
             return self._run(given, numbers, call.named)
 
-    def _run(self, given: Given, numbers: tuple[float, ...], named: Mapping[str, object]) -> Gradients:
+    def _run(self, given: Given, numbers: tuple[float, ...], named: Mapping[str, Any]) -> Gradients:
         do, dlse, q, k, v, o, lse = given
         found = {
             name: torch.empty_strided(shape, strides, dtype=q.dtype, device=self._device)
@@ -173,17 +176,20 @@ class _Record:
         }
         sums = {n: torch.empty(named[n].shape, dtype=torch.float32, device=self._device) for n in self._wanted}
         room = torch.empty(self._room, dtype=torch.uint8, device=self._device)
-        tensors = {"q": q, "k": k, "v": v, "o": o, "d_o": do, "lse": lse, **found}
-        tensors |= {f"tensor_{name}": named[name] for name in self._tensors}
-        tensors |= {f"grad_{name}": x for name, x in sums.items()}
-        start = room.data_ptr()
+        tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "d_o": do, "lse": lse, **found}
+        for name in self._tensors:
+            tensors[f"tensor_{name}"] = named[name]
+        for name, x in sums.items():
+            tensors[f"grad_{name}"] = x
         addresses = {name: x.data_ptr() for name, x in tensors.items()}
-        addresses |= {name: start + place for name, place in self._places.items()}
+        start = room.data_ptr()
+        for name, place in self._places.items():
+            addresses[name] = start + place
         addresses["dlse"] = 0 if dlse is None else dlse.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         self._launch(tuple(addresses[name] for name in self._launch.pointers), numbers, stream)
         captured = tuple(sums[name].to(named[name].dtype) for name in self._wanted)
-        return Gradients(*found.values(), captured)
+        return Gradients(found["dq"], found["dk"], found["dv"], captured)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,6 +199,7 @@ class _Record:
 def _walk(given: Given, request: Request, deterministic: bool, wanted: tuple[str, ...]) -> Gradients:
     """The plan that a GPU would run, tile by tile in NumPy."""
     do, dlse, q, k, v, o, lse = given
+    assert do is not None  # run_backward has made it
     walked = walk_backward(
         plan_of(given, request, deterministic, wanted),
         analyse(request.variant),
@@ -207,4 +214,5 @@ def _walk(given: Given, request: Request, deterministic: bool, wanted: tuple[str
     for result, gradient in zip(found, walked[:3], strict=True):
         result.copy_(torch.from_numpy(gradient))
     captured = (torch.from_numpy(walked.captured[name]).to(request.tensors[name].dtype) for name in wanted)
-    return Gradients(*found, tuple(captured))
+    dq, dk, dv = found
+    return Gradients(dq, dk, dv, tuple(captured))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -41,12 +41,12 @@ class Call(NamedTuple):
 
     variant: Variant
     scale: float | None
-    named: Mapping[str, object]
+    named: Mapping[str, Any]
     dropout: Dropout | None = None
     deterministic: bool = False
 
     def apart(self) -> tuple[Call, dict[str, torch.Tensor]]:
-        """The call without its tensors, and these: what traces or differentiates a call wants to see them."""
+        """The call without its tensors, and they by name: autograd and tracers see arguments, not what one holds."""
         tensors = {name: x for name, x in self.named.items() if isinstance(x, torch.Tensor)}
         numbers = {name: x for name, x in self.named.items() if name not in tensors}
         return Call(self.variant, self.scale, numbers, self.dropout, self.deterministic), tensors
@@ -257,7 +257,7 @@ def _check_captured(
             raise LaunchError(f"{title} is {shape}: sizes stay below 2^31")
 
 
-def factor(scale: object, head_dim: int) -> float:
+def factor(scale: Any, head_dim: int) -> float:
     """The scale that a call asks for, or LaunchError."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)

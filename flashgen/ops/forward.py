@@ -85,15 +85,15 @@ class _Record:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        captured = [call.named[name] for name in self._tensors]
+        named = call.named
         numbers = self._numbers(call)
         inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (inputs[0] | inputs[1] | inputs[2]) % ALIGNMENT:
             for name, tensor in (("q", q), ("k", k), ("v", v)):
                 check_rows(name, tensor)
-        read = [tensor.data_ptr() for tensor in captured]
+        read = [named[name].data_ptr() for name in self._tensors]
         if 0 in inputs or 0 in read:
-            for name, tensor in zip(("q", "k", "v", *self._tensors), (q, k, v, *captured), strict=True):
+            for name, tensor in {"q": q, "k": k, "v": v, **{name: named[name] for name in self._tensors}}.items():
                 check_memory(name, name, tensor)
         o = torch.empty_strided(self._o_shape, self._o_strides, dtype=self._dtype, device=self._device)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)
@@ -128,12 +128,18 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
 _zeros: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
+def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
+    """Over batch, heads and rows, in elements."""
+    batch, head, row, _ = x.stride()
+    return batch, head, row
+
+
 def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
     problem, index = request.problem, q.device.index
     menu = gpu_menu(q, k, v, request.variant, problem, dropout=request.dropout is not None)
     loaded = kernel.load(planner.choose(menu, problem, driver.gpu(index).sms))
-    layout = kernel.Layout(q=q.stride()[:3], k=k.stride()[:3], v=v.stride()[:3], o=o_layout(q, v)[1][:3])
+    layout = kernel.Layout(q=strides_of(q), k=strides_of(k), v=strides_of(v), o=o_layout(q, v)[1][:3])
     return _Record(q, v, request, loaded.record(problem, layout, captured_shapes(request), index))
 
 

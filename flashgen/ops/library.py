@@ -7,7 +7,7 @@ A compiled graph holds no Variant: it holds its token, by which the process find
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -95,7 +95,8 @@ def through_op(
 
         p = dropout
         high = seed is not None and seed >= 1 << 63
-        state = torch.ops.flashgen.draw(q, seed - (1 << 64) if high else seed, high, site())
+        word = seed - (1 << 64) if seed is not None and high else seed
+        state = torch.ops.flashgen.draw(q, word, high, site())
     return torch.ops.flashgen.call(q, k, v, *_lists(call, p), state, call.deterministic)
 
 
@@ -169,22 +170,24 @@ def _known(token: str) -> Variant:
     return variant
 
 
-def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if transformed():
         _transformed()
     variant, tensor_names, tensors, names, numbers, state, deterministic = given
-    known, symbols = {}, {}
+    known: dict[str, float] = {}
+    symbols: dict[str, torch.Tensor] = {}
     for name, number in zip(names, numbers, strict=True):
         if isinstance(number, torch.SymFloat):
             # A product, because torch turns the arithmetic of such a float and a tensor into that of two tensors.
-            symbols[name] = torch.ones((), dtype=torch.float64, device="cpu") * number
+            one: Any = torch.ones((), dtype=torch.float64, device="cpu")
+            symbols[name] = one * number
         else:
             known[name] = number
     lists = (list(known), list(known.values()), list(symbols), list(symbols.values()))
     return torch.ops.flashgen.attention(q, k, v, variant, tensor_names, tensors, *lists, state, deterministic)
 
 
-def _transformed(*_) -> NoReturn:
+def _transformed(*_: object) -> NoReturn:
     raise LaunchError(TRANSFORMED)
 
 
@@ -193,7 +196,7 @@ def _refuse(q: torch.Tensor, v: torch.Tensor, message: str) -> NoReturn:
 
 
 def _draw(like: torch.Tensor, seed: int | None, high: bool, site: int) -> torch.Tensor:
-    seed = seed + (1 << 64) if high else seed
+    seed = seed + (1 << 64) if high and seed is not None else seed
     if wrong := no_seed(seed):
         raise LaunchError(wrong)
     return torch.tensor([_signed(word) for word in drawing.state(like, seed)], dtype=torch.int64, device="cpu")
@@ -202,53 +205,55 @@ def _draw(like: torch.Tensor, seed: int | None, high: bool, site: int) -> torch.
 def _call_of(rest: _Arguments) -> Call:
     """The call of a graph that runs: its variant found, its symbols read, its dropout checked."""
     names, values = (*rest.tensor_names, *rest.names), (*rest.tensors, *rest.numbers)
-    named = dict(zip(names, values, strict=True))
+    named: dict[str, Any] = dict(zip(names, values, strict=True))
     named |= {name: symbol.item() for name, symbol in zip(rest.symbol_names, rest.symbols, strict=True)}
     scale, p = named.pop("scale", None), named.pop("dropout", 0.0)
     drawing.check(p)
-    dropout = drawing.dropout_of(float(p), *rest.state.tolist()) if p else None
+    dropout = drawing.dropout_of(float(p), *rest.state.tolist()) if p and rest.state is not None else None
     return Call(_known(rest.variant), scale, named, dropout, rest.deterministic)
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return run(q, k, v, _call_of(_Arguments(*rest)))
 
 
-def _attention_backward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def _attention_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     given, rest, wanted = _of_backward(*arguments)
     found = run_backward(given, _call_of(rest), wanted)
     return *found[:3], list(found.captured)
 
 
-def _of_backward(*arguments: object) -> tuple[Given, _Arguments, Sequence[str]]:
+def _of_backward(*arguments: Any) -> tuple[Given, _Arguments, Sequence[str]]:
     """The arguments of flashgen::attention_backward."""
-    *arguments, wanted = arguments
     tensors = len(Given._fields)
-    return Given(*arguments[:tensors]), _Arguments(*arguments[tensors:]), wanted
+    return Given(*arguments[:tensors]), _Arguments(*arguments[tensors:-1]), arguments[-1]
 
 
-def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: str, *_) -> tuple[torch.Tensor, torch.Tensor]:
+def _shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: str, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
     if (known := of_token(variant)) is not None:
         _traced[variant] = known
     return _results(q, v)
 
 
-def _results(q: torch.Tensor, v: torch.Tensor, *_) -> tuple[torch.Tensor, torch.Tensor]:
+def _results(q: torch.Tensor, v: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     if q.dim() != 4 or v.dim() != 4:  # refused when the graph runs
         return torch.empty_like(q), torch.empty_like(q)
     return outputs(q, v)
 
 
-def _backward_shapes(*arguments: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def _backward_shapes(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     given, rest, wanted = _of_backward(*arguments)
     named = dict(zip(rest.tensor_names, rest.tensors, strict=True))
     captured = [torch.empty_like(named[name], memory_format=torch.contiguous_format) for name in wanted]
-    return *results(given.q, given.k, given.v), captured
+    dq, dk, dv = results(given.q, given.k, given.v)
+    return dq, dk, dv, captured
 
 
-def _keep(ctx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, *rest = inputs
-    rest = _Arguments(*rest)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v = inputs[:3]
+    rest = _Arguments(*inputs[3:])
     state = [] if rest.state is None else [rest.state]
     ctx.save_for_backward(q, k, v, *output, *state, *rest.symbols, *rest.tensors)
     ctx.has_state, ctx.wants = bool(state), tuple(tensor.requires_grad for tensor in rest.tensors)
@@ -256,7 +261,7 @@ def _keep(ctx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     q, k, v, o, lse, *tensors = ctx.saved_tensors
     state = tensors.pop(0) if ctx.has_state else None
     count = len(ctx.rest.symbol_names)
@@ -266,11 +271,15 @@ def _differentiate(ctx, do: torch.Tensor | None, dlse: torch.Tensor | None) -> t
     *gradients, captured = torch.ops.flashgen.attention_backward(*given, *rest, list(wanted))
     by_name = dict(zip(wanted, captured, strict=True))
     # torch takes an empty list for a list of tensors, and wants one back.
-    none = _Arguments(*([] if isinstance(field, (list, tuple)) and not field else None for field in ctx.rest))
-    return *gradients, *none._replace(tensors=[by_name.get(name) for name in rest.tensor_names], symbols=[None] * count)
+    none: dict[str, Any] = {
+        name: [] if isinstance(field, (list, tuple)) and not field else None
+        for name, field in ctx.rest._asdict().items()
+    }
+    none |= {"tensors": [by_name.get(name) for name in rest.tensor_names], "symbols": [None] * count}
+    return *gradients, *none.values()
 
 
-def _no_second(ctx, *_):
+def _no_second(ctx: object, *_: object) -> NoReturn:
     raise LaunchError(SECOND)
 
 

@@ -6,7 +6,7 @@ import numbers
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashgen.errors import PlanError, shown
 from flashgen.lang.load import load_spec
@@ -29,21 +29,23 @@ class _Kind(NamedTuple):
 _WHOLES = 1 << 63
 
 
-def _whole(value: object) -> int | None:
+def _whole(value: Any) -> int | None:
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return int(value) if whole and -_WHOLES <= value < _WHOLES else None
 
 
-def _near_whole(value: object) -> int:
+def _near_whole(value: Any) -> int:
     try:
         return int(float(value))
     except (TypeError, ValueError, OverflowError):
         return 64
 
 
-def _tile(value: object) -> tuple[int, ...] | None:
+def _tile(value: object) -> tuple[int, int] | None:
     sides = tuple(map(_whole, value)) if isinstance(value, (tuple, list)) else ()
-    return sides if len(sides) == 2 and None not in sides else None
+    if len(sides) != 2 or sides[0] is None or sides[1] is None:
+        return None
+    return sides[0], sides[1]
 
 
 def _near_tile(value: object) -> tuple[int, int]:
@@ -57,8 +59,9 @@ def _dtype(value: object) -> str | None:
 
 
 def _names(value: object) -> tuple[str, ...] | None:
-    known = isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value)
-    return tuple(value) if known else None
+    if not isinstance(value, (tuple, list)) or not all(isinstance(name, str) for name in value):
+        return None
+    return tuple(value)
 
 
 def _of(kind: type) -> Callable[[object], object]:
@@ -70,7 +73,7 @@ _WHOLE = _Kind("a whole number of 64 bits", _whole, _near_whole)
 
 def _integer(row: Integer) -> _Kind:
     """What one of a kernel's integers may be."""
-    near = _near_whole if row.example is None else lambda value: row.example
+    near = _near_whole if (example := row.example) is None else lambda value: example
     return _Kind(row.kind or _WHOLE.what, _whole, near)
 
 
@@ -87,7 +90,7 @@ _KINDS = {
 }
 
 
-def apart(given: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+def apart(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A kernel's integers among these, and the others, which are constants."""
     return (
         {name: value for name, value in given.items() if name in INTEGERS},
@@ -95,7 +98,7 @@ def apart(given: Mapping[str, object]) -> tuple[dict[str, object], dict[str, obj
     )
 
 
-def option(name: str, value: object) -> object:
+def option(name: str, value: object) -> Any:
     """A value of an option as planning takes it; None stands for none given.
 
     Raises PlanError for a value of another type.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -15,6 +16,9 @@ from flashgen.lang.variant import Variant
 from flashgen.ops.call import Call, Request, factor
 from flashgen.ops.values import no_variant
 from flashgen.runtime import kernel
+
+#: All that tells one call's launches from another's.
+Key = tuple[object, ...]
 
 #: Records of one variant; when there are more they are all dropped, and shapes still in use come back.
 MAX_RECORDS = 4096
@@ -29,8 +33,8 @@ class _Calls:
     passes."""
 
     constants: frozenset[str]
-    records: dict[tuple, object] = field(default_factory=dict)
-    backward: dict[tuple, object] = field(default_factory=dict)
+    records: dict[Key, Any] = field(default_factory=dict)
+    backward: dict[Key, Any] = field(default_factory=dict)
 
 
 #: By variant, the oldest dropped beyond MAX_VARIANTS: one that is called again is planned again.
@@ -50,13 +54,24 @@ def calls_of(variant: Variant) -> _Calls:
     return calls
 
 
-def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, constants: frozenset[str]) -> tuple:
+def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, constants: frozenset[str]) -> Key:
     """All that a record depends on, and what no record has: kinds of tensors and numbers that are refused."""
     _, scale, named, dropout, _ = call
-    key = [
-        *(q.is_neg() or k.is_neg() or v.is_neg(), type(scale)),
-        *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
+    key: list[object] = [
+        q.is_neg() or k.is_neg() or v.is_neg(),
+        type(scale),
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
         scale is not None and scale < 0,
         dropout is not None,
     ]
@@ -71,7 +86,7 @@ def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, cons
     return tuple(key)
 
 
-def remember(records: dict[tuple, object], key: tuple, record: object) -> None:
+def remember(records: dict[Key, Any], key: Key, record: object) -> None:
     """Keep a record; when there are too many they are all dropped."""
     if len(records) >= MAX_RECORDS:
         records.clear()
@@ -86,7 +101,7 @@ class Numbers:
     def __init__(self, request: Request) -> None:
         self._variant, self._head_dim = request.variant, request.problem.head_dim
         self._params = tuple(request.params)
-        self._last: tuple[tuple, tuple[float, ...]] = ((), ())
+        self._last: tuple[Key, tuple[float, ...]] = ((), ())
 
     def __call__(self, call: Call) -> tuple[float, ...]:
         _, scale, named, dropout, _ = call

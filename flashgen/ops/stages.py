@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
+from flashgen import codegen
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
 from flashgen.ops.options import apart, option, plan_of, variant_of
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    variant: Variant | str | PathLike,
+    variant: Variant | str | PathLike[str],
     *,
     batch: int | None = None,
     heads: int | None = None,
@@ -60,12 +61,12 @@ def plan(
         if value is not None and seqlen is None:
             raise PlanError(f"{name} alone is no problem\n  nearest: give seqlen too")
     variant = variant_of(variant)
-    arch = default_arch(variant) if arch is None else option("arch", arch)
-    head_dim = default_head_dim(variant) if head_dim is None else option("head_dim", head_dim)
-    dtype = default_dtype(variant) if dtype is None else option("dtype", dtype)
+    where: str = default_arch(variant) if arch is None else option("arch", arch)
+    width: int = default_head_dim(variant) if head_dim is None else option("head_dim", head_dim)
+    kind: str = default_dtype(variant) if dtype is None else option("dtype", dtype)
     integers, constants = apart({"stages": stages, "q_stages": q_stages, **constants})
     request = KernelRequest.of(
-        *(variant.bind(**constants), arch, dtype, head_dim, option("v_head_dim", v_head_dim)),
+        *(variant.bind(**constants), where, kind, width, option("v_head_dim", v_head_dim)),
         pipeline=option("pipeline", pipeline),
         tile=option("tile", tile),
         dropout=option("dropout", dropout),
@@ -88,15 +89,13 @@ def plan(
         kv_len=given.get("kv_seqlen", given["seqlen"]),
         head_dim=menu.plans[0].head_dim,
         v_head_dim=menu.plans[0].v_head_dim,
-        dtype=dtype,
+        dtype=kind,
     )
-    return planner.choose(menu, problem, multiprocessors(arch))
+    return planner.choose(menu, problem, multiprocessors(where))
 
 
 def emit(plan: KernelPlan) -> str:
     """The CUDA of a plan: one self-contained file."""
-    from flashgen import codegen
-
     return codegen.emit(plan_of("emit", plan))
 
 

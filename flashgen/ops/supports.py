@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
@@ -32,7 +32,7 @@ class Reason:
 
 
 def supports(
-    variant: Variant | str | PathLike,
+    variant: Variant | str | PathLike[str],
     *,
     arch: str | None = None,
     dtype: str | torch.dtype | None = None,
@@ -67,7 +67,7 @@ def supports(
         except PlanError as error:
             reasons.append(_reason(name, value, error))
     bound = variant.bind(**folded)
-    usual = {
+    usual: dict[str, Any] = {
         "arch": default_arch(variant),
         "dtype": default_dtype(variant),
         "head_dim": default_head_dim(variant),
@@ -88,8 +88,8 @@ def supports(
             reasons.append(_reason(name, value, error))
         else:
             asked[name] = usual[name] if taken is None else taken
-    error = _refusal(bound, asked)
-    if error is None:
+    failed = _refusal(bound, asked)
+    if failed is None:
         return tuple(reasons)
     usual["backward"] = asked["backward"]
     alone = []
@@ -99,14 +99,12 @@ def supports(
                 alone.append(_reason(name, value, refused))
     nothing = (type(None), None), (bool, False), (tuple, ())
     together = {name: value for name, value in asked.items() if (type(value), value) not in nothing}
-    return (*reasons, *(alone or [_reason("combination", together, error)]))
+    return (*reasons, *(alone or [_reason("combination", together, failed)]))
 
 
-def _refusal(variant: Variant, options: dict[str, object]) -> PlanError | None:
-    positional = ("arch", "dtype", "head_dim", "v_head_dim")
-    named = {name: value for name, value in options.items() if name not in positional}
+def _refusal(variant: Variant, options: dict[str, Any]) -> PlanError | None:
     try:
-        planner.menu_of(KernelRequest.of(variant, *(options[name] for name in positional), **named))
+        planner.menu_of(KernelRequest.of(variant, **options))
     except PlanError as error:
         return error
     return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -21,12 +21,12 @@ from flashgen.planning.pipelines.ampere import backward as ampere_backward
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.hopper import backward as hopper_backward
 from flashgen.planning.pipelines.hopper import forward as hopper
-from flashgen.planning.pipelines.protocol import Candidate, ForwardPipeline, Packing, Pipeline
+from flashgen.planning.pipelines.protocol import ForwardPipeline, Packing, Pipeline
 from flashgen.planning.pipelines.shared import total
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.problem import Problem, check_dtype
 from flashgen.planning.records import Shape, Timed
-from flashgen.planning.request import KernelRequest
+from flashgen.planning.request import Fixed, KernelRequest
 
 DTYPES = ("float16", "bfloat16")
 
@@ -184,7 +184,7 @@ def limits(plan: KernelPlan) -> tuple[Rejected, ...]:
     for direction in larger:
         for one, stages in direction:
             reasons: list[Rejected] = []
-            for c in pipeline.candidates(one, stages):  # of its forms the first needs least
+            for c in pipeline.candidates(Fixed(tile=one, stages=stages)):  # of its forms the first needs least
                 if (reason := pipeline.refusal(c, request)) is None:
                     break
                 reasons.append(Rejected(tile=one, stages=stages, warps=c.warps, reason=reason))
@@ -301,19 +301,11 @@ def _menu_of(pipeline: Pipeline[Any], request: KernelRequest) -> Menu:
     return _ranked(pipeline, request)
 
 
-def _candidates(pipeline: Pipeline[Any], request: KernelRequest) -> Iterator[Candidate]:
-    """The pipeline's candidates that have what is fixed."""
-    fixed = request.fixed
-    for c in pipeline.candidates(fixed.tile, fixed.stages):
-        if all(getattr(c, name) == value for name, value in fixed.integers().items()):
-            yield c
-
-
 def _fitting(pipeline: Pipeline[Any], request: KernelRequest) -> tuple[list[KernelPlan], list[Rejected]]:
     """Every candidate as a plan, or rejected with the limit it passes."""
     plans: list[KernelPlan] = []
     rejected: dict[_Key, str] = {}
-    for c in _candidates(pipeline, request):
+    for c in pipeline.candidates(request.fixed):
         reason = pipeline.refusal(c, request)
         if reason is None:
             plans.append(pipeline.plan(c, request))
@@ -418,7 +410,7 @@ def _plan_of(pipeline: ForwardPipeline[Any], request: KernelRequest, timed: Time
     """
     named = dict(timed.form)
     q, kv = named["tile"]
-    for c in _candidates(pipeline, request.fixing(tile=Tile(q=q, kv=kv), stages=named["stages"])):
+    for c in pipeline.candidates(replace(request.fixed, tile=Tile(q=q, kv=kv), stages=named["stages"])):
         later = {f.name for f in fields(c) if f.name not in named and getattr(c, f.name) == f.default}
         if records.form({name: value for name, value in asdict(c).items() if name not in later}) == timed.form:
             if total(pipeline.smem(c, request)) > request.arch.smem_per_block:
@@ -570,7 +562,7 @@ def _too_wide(pipeline: Pipeline[Any], request: KernelRequest, name: str) -> str
     arch = request.arch
     lines = [f"no tile of {request} fits {arch.name}"]
     for q, kv in pipeline.EXAMPLES:
-        c = next(iter(pipeline.candidates(Tile(q=q, kv=kv), pipeline.INTEGERS["stages"].values[0])))
+        c = next(iter(pipeline.candidates(Fixed(tile=Tile(q=q, kv=kv), stages=pipeline.INTEGERS["stages"].values[0]))))
         if (reason := pipeline.refusal(c, request)) is not None:
             lines.append(f"  {c}: {reason}")
     if len(lines) == 1:

@@ -40,6 +40,11 @@ class Fixed(Integers):
     pipeline: str | None = None
     tile: Tile | None = None
 
+    def among(self, name: str, free: Iterable[int]) -> Iterable[int]:
+        """The values of an integer to try: the one that is fixed, else those that the planner tries freely."""
+        value: int | None = getattr(self, name)
+        return free if value is None else (value,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRequest:

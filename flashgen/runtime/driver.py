@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from flashgen.errors import LaunchError
 from flashgen.runtime import nvrtc
@@ -146,7 +147,7 @@ class Launch:
         if status != self._success:
             self._again(status)
 
-    def _again(self, status) -> None:
+    def _again(self, status: Any) -> None:
         """A thread that never touched CUDA has no current context; lend it the function's own for one try."""
         api = self._api
         doing = f"launch {self._function.entry}"
@@ -201,7 +202,7 @@ def gpus() -> int:
 
 
 @cache
-def _api():
+def _api() -> Any:
     """The bindings, with a driver behind them that is not older than NVRTC's major version."""
     try:
         from cuda.bindings import driver as api
@@ -234,14 +235,14 @@ def check_version(driver: int, compiler: str) -> None:
 
 
 @cache
-def _primary_context(device: int):
+def _primary_context(device: int) -> Any:
     api = _api()
     handle = _ok(api.cuDeviceGet(device), f"find GPU {device}")
     return _ok(api.cuDevicePrimaryCtxRetain(handle), f"enter GPU {device}")
 
 
 @contextlib.contextmanager
-def _current(context) -> Iterator[None]:
+def _current(context: Any) -> Iterator[None]:
     api = _api()
     _ok(api.cuCtxPushCurrent(context), "enter the GPU's context")
     try:
@@ -262,11 +263,11 @@ def _uncaptured() -> Iterator[None]:
         _ok(api.cuThreadExchangeStreamCaptureMode(before), "restore the capture mode")
 
 
-def _ok(returned: tuple, doing: str):
+def _ok(returned: tuple, doing: str) -> Any:
     return _checked(_api(), returned, doing)
 
 
-def _checked(api, returned: tuple, doing: str):
+def _checked(api: Any, returned: tuple, doing: str) -> Any:
     """The value beside a status, or LaunchError with the driver's own words."""
     status, *values = returned
     if status != api.CUresult.CUDA_SUCCESS:

@@ -9,7 +9,7 @@ from flashgen.planning.arch import Arch
 from flashgen.planning.integers import Allowed
 from flashgen.planning.plan import KernelPlan, Part, Tile
 from flashgen.planning.problem import Problem
-from flashgen.planning.request import KernelRequest
+from flashgen.planning.request import Fixed, KernelRequest
 
 
 class Candidate(Protocol):
@@ -72,9 +72,9 @@ class Pipeline(Protocol[C]):
     def nearest_tile(self, tile: tuple[int, int]) -> tuple[int, int]:
         """The tile that TILE_RULE allows and that comes closest."""
 
-    def candidates(self, tile: Tile | None, stages: int | None) -> Iterator[C]:
-        """Every candidate for a pinned tile or number of stages, or for what the planner may choose freely; of those
-        with the same tile, stages and warps the one that needs least is the first."""
+    def candidates(self, fixed: Fixed) -> Iterator[C]:
+        """Every candidate that has what is fixed, and else what the planner may choose freely; of those with the same
+        tile, stages and warps the one that needs least is the first."""
 
     def refusal(self, c: C, request: KernelRequest) -> str | None:
         """Why the candidate cannot run, or None."""
@@ -98,6 +98,10 @@ class ForwardPipeline(Pipeline[C], Protocol[C]):
     @property
     def QUERIES(self) -> Sequence[int]:
         """Queries of a tile, ascending."""
+
+    @property
+    def SHARES_SM(self) -> bool:
+        """Whether several blocks may share a multiprocessor."""
 
     @property
     def KEY_STEP(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flashgen.runtime.ptx.errors import BadLaunch, Trap
 
@@ -131,6 +132,6 @@ class TensorMap:
         )
 
 
-def swizzled(address, bits: int):
+def swizzled(address: Any, bits: int) -> Any:
     """Mix `bits` address bits from bit 7 into those from bit 4 (the same pattern for TMA and wgmma)."""
     return address ^ ((address >> 7 & (1 << bits) - 1) << 4)

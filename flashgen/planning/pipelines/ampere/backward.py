@@ -22,7 +22,7 @@ from flashgen.planning.pipelines.shared import decided, total
 from flashgen.planning.plan import ITEM, Backward, ByQuery, KernelPlan, Part, Tile
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
-from flashgen.planning.request import KernelRequest
+from flashgen.planning.request import Fixed, KernelRequest
 
 NAME, COPIES, cannot_address = ampere.NAME, ampere.COPIES, ampere.cannot_address
 
@@ -98,12 +98,12 @@ class Candidate:
         return f"{self.tile.q} x {self.tile.kv}, {self.stages} stages, {self.warps} warps"
 
 
-def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
-    """Every candidate for a pinned tile or number of stages, or for what the planner may choose freely."""
+def candidates(fixed: Fixed) -> Iterator[Candidate]:
+    """Every candidate that has what is fixed, and else what the planner may choose freely."""
     free = [Tile(q=q, kv=kv) for q in SIDES for kv in SIDES]
-    for t in [tile] if tile else free:
+    for t in [fixed.tile] if fixed.tile else free:
         for kv_warps, q_warps, queries in _layouts(t):
-            for s in [stages] if stages else STAGES:
+            for s in fixed.among("stages", STAGES):
                 base = Candidate(tile=t, stages=s, buffers=1, kv_warps=kv_warps, q_warps=q_warps, queries=queries)
                 both = replace(base, buffers=2)
                 for c in (base, both) if one_barrier(both) else (base,):

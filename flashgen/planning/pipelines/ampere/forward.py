@@ -19,7 +19,7 @@ from flashgen.planning.pipelines.shared import SOFTMAX_OPS, decided, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Tile, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import Profile, profile
-from flashgen.planning.request import KernelRequest
+from flashgen.planning.request import Fixed, KernelRequest
 
 NAME, COPIES = "ampere", "cp.async"
 
@@ -46,6 +46,9 @@ INTEGERS = {"stages": Allowed(values=STAGES, rule="cp.async fills one stage whil
 
 #: Queries of a tile that are tried, and the step of keys at which a plan shows a sum that no longer fits: mma's depth.
 QUERIES, KEY_STEP = (32, 64, 128), 16
+
+#: Several blocks share a multiprocessor, and hide each other's waiting.
+SHARES_SM = True
 
 #: Enough to see why no tile fits: a large, a middle and the smallest one.
 EXAMPLES = ((128, 64), (64, 64), (32, 16))
@@ -128,15 +131,15 @@ def lacks(request: KernelRequest) -> str | None:
     return None
 
 
-def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
-    """Every candidate for a pinned tile or number of stages, or for what the planner may choose freely."""
+def candidates(fixed: Fixed) -> Iterator[Candidate]:
+    """Every candidate that has what is fixed, and else what the planner may choose freely."""
     free = [Tile(q=q, kv=kv) for q in FREE_TILE_Q for kv in FREE_TILE_KV]
-    for t in [tile] if tile else free:
+    for t in [fixed.tile] if fixed.tile else free:
         rows = t.q // MMA_ROWS
         for w in (rows, rows // 2) if rows % 2 == 0 else (rows,):
-            if w > MAX_WARPS or (tile is None and w == 1):
+            if w > MAX_WARPS or (fixed.tile is None and w == 1):
                 continue
-            for s in [stages] if stages else FREE_STAGES:
+            for s in fixed.among("stages", FREE_STAGES):
                 for q_in_registers in (False, True):
                     yield Candidate(tile=t, stages=s, warps=w, q_in_registers=q_in_registers)
 

@@ -35,7 +35,7 @@ from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.program import CTYPES, Program, consumer_registers
-from flashgen.planning.request import KernelRequest
+from flashgen.planning.request import Fixed, KernelRequest
 
 NAME, COPIES, cannot_address = hopper.NAME, hopper.COPIES, hopper.cannot_address
 
@@ -127,10 +127,10 @@ def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
     return near.q, near.kv
 
 
-def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
-    """Every candidate for a pinned tile or number of stages, or for what the planner may choose freely."""
-    for t in [tile] if tile else TILES:
-        for s in [stages] if stages else STAGES:
+def candidates(fixed: Fixed) -> Iterator[Candidate]:
+    """Every candidate that has what is fixed, and else what the planner may choose freely."""
+    for t in [fixed.tile] if fixed.tile else TILES:
+        for s in fixed.among("stages", STAGES):
             yield Candidate(tile=t, stages=s)
 
 
@@ -151,7 +151,7 @@ def lacks(request: KernelRequest) -> str | None:
         return TILE_RULE
     if stages is not None and stages not in STAGES:
         return INTEGERS["stages"].rule
-    reasons = [refusal(c, request) for c in candidates(tile, stages)]
+    reasons = [refusal(c, request) for c in candidates(request.fixed)]
     return None if None in reasons else reasons[0]
 
 

@@ -20,7 +20,7 @@ from flashgen.planning.plan import ITEM, Guard, KernelPlan, Part, Specialized, T
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.program import Program, consumer_registers
-from flashgen.planning.request import KernelRequest
+from flashgen.planning.request import Fixed, KernelRequest
 
 NAME, COPIES = "hopper", "TMA"
 
@@ -46,6 +46,9 @@ STAGES = (2, 3, 4)
 
 #: Queries of a tile, and the step of keys at which a plan shows the sum that no longer fits: wgmma's n.
 QUERIES, KEY_STEP = tuple(ROWS * w for w in WARPGROUPS), 8
+
+#: A block has a multiprocessor to itself.
+SHARES_SM = False
 
 #: Tiles whose sums an error message shows.
 EXAMPLES = ((128, 128), (128, 64), (128, 32))
@@ -184,12 +187,12 @@ def lacks(request: KernelRequest) -> str | None:
     return "has no dropout" if request.dropout else None
 
 
-def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
-    """Every candidate for a pinned tile or number of stages, or for what the planner may choose freely."""
+def candidates(fixed: Fixed) -> Iterator[Candidate]:
+    """Every candidate that has what is fixed, and else what the planner may choose freely."""
     free = [Tile(q=ROWS * w, kv=kv) for w in WARPGROUPS for kv in FREE_TILE_KV]
-    for t in [tile] if tile else free:
-        for s in [stages] if stages else FREE_STAGES:
-            for q_stages in Q_STAGES:
+    for t in [fixed.tile] if fixed.tile else free:
+        for s in fixed.among("stages", FREE_STAGES):
+            for q_stages in fixed.among("q_stages", Q_STAGES):
                 yield Candidate(tile=t, stages=s, q_stages=q_stages)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -127,7 +128,7 @@ def _land(block: Block, copies: dict[int, Copy], warps: set[int]) -> None:
             shared.data[t : t + c] = memory.data[a : a + c]
 
 
-def _move(shared, memory, to: np.ndarray, at: np.ndarray, width: int) -> None:
+def _move(shared: Any, memory: Any, to: np.ndarray, at: np.ndarray, width: int) -> None:
     if width == 16:
         shared.rows16[to >> 4] = memory.rows16[at >> 4]
     else:
