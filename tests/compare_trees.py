@@ -128,8 +128,11 @@ def menu_text(menu) -> str:
 
     def told(plan) -> str:
         names = {field.name for field in dataclasses.fields(plan)} | {"q_stages"}
-        told = {name: getattr(plan, name) for name in sorted(names - {"variant"})}
-        return re.sub(r"(Specialized\(.*?)q_stages=\d, ", r"\1", repr(told))
+        told = {name: getattr(plan, name) for name in sorted(names - {"variant", "program", "roles"})}
+        roles = plan.program.roles if "program" in names else plan.roles  # those of a tree without programs are coarser
+        told["warps"] = plan.warps, plan.threads, roles[0].registers, roles[-1].registers
+        bare = re.sub(r"(Specialized\(.*?)q_stages=\d, ", r"\1", repr(told))
+        return re.sub(r"(?:producer|consumer)_registers=\d+, ", "", bare)
 
     def chosen(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int) -> int:
         sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
