@@ -80,7 +80,7 @@ def render(program: Program) -> tuple[Table, ...]:
         warps = f"{first}" if first == last else f"{first}-{last}"
         roles.add_row(warps, role.name, str(role.threads), str(role.registers or "the compiler's choice"))
         first = last + 1
-    signs = _SIGNS[0] if encodable(_SIGNS[0]) else _SIGNS[1]
+    signs = _SIGNS[0] if encodable("".join(_SIGNS[0])) else _SIGNS[1]
     legend = f"{signs[0]} fills a stage, {signs[1]} {signs[2]} waits for it, {signs[3]} both"
     rings = _table(f"rings: {legend}", "ring", _lanes(program)[0], "stages", "carries", "free again")
     for ring in program.rings:
