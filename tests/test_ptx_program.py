@@ -36,7 +36,7 @@ def subject():
 def run(subject, program: Program):
     plan = dataclasses.replace(subject.plan, program=program)
     changed = dataclasses.replace(subject, plan=plan, source=emit(plan))
-    return changed.run(step_limit=2_000_000, multiprocessors=1)
+    return changed.run(step_limit=2_000_000, sms=1)
 
 
 @pytest.mark.parametrize("name", ["storer", "loader"])

@@ -28,7 +28,7 @@ ALIGNMENT = 1024
 
 #: Tiles of queries that are known on their way through a forward; of those who add up dq in one order in a backward,
 #: steps: at most the stages and 3 are between them and the loader.
-WORK_STAGES, ORDERS = 4, 8
+WORK_STAGES, SEMAPHORE_STEPS = 4, 8
 
 #: The first id of a forward's barriers that let O into the room of Q: those of turns come before.
 O_BARRIER = 4
@@ -150,12 +150,12 @@ def backward(
     columns: tuple[int, int],
     stages: int,
     registers: tuple[int, int],
-    by_gradient: bool,
+    split_dk_dv: bool,
     skips: bool,
-    turns: bool,
+    ping_pong: bool,
     deterministic: bool,
-    sweeps: bool,
-    ahead: int,
+    dq_in_main_kernel: bool,
+    lookup_stages: int,
     lookups: tuple[tuple[str, str, int, bool], ...],
 ) -> Program:
     """A backward's program: `columns` of q and k, and of v and d_o, in shared memory; tiles of queries in which the
@@ -169,21 +169,27 @@ def backward(
     ]
     if deterministic:
         roles.append(Role(name="dq semaphore", warps=2, threads=2 * WARP, registers=producer))
-    elif sweeps:
+    elif dq_in_main_kernel:
         roles.append(Role(name="dq accumulation", warps=2, threads=2 * WARP, registers=producer))
     else:
         roles.append(_idle(2, producer))
-    names = ("dv consumer", "dk consumer") if by_gradient else ("consumer",)
+    names = ("dv consumer", "dk consumer") if split_dk_dv else ("consumer",)
     warps = 2 * WARPS // len(names)
     roles += [Role(name=name, warps=warps, threads=WARP * warps, registers=consumer) for name in names]
     shared_axes = {
         "stage": Axis(size=stages, text="STAGES", index="stage"),
-        "orders": Axis(size=ORDERS, text="ORDERS"),
-        "ahead": Axis(size=ahead, text="AHEAD", index="room"),
+        "orders": Axis(size=SEMAPHORE_STEPS, text="SEMAPHORE_STEPS"),
+        "ahead": Axis(size=ahead, text="LOOKUP_STAGES", index="room"),
     }
     rings = tuple(
         _backward_rings(
-            shared_axes, names, warps, skips=skips, sweeps=sweeps, by_query=by_query, deterministic=deterministic
+            shared_axes,
+            names,
+            warps,
+            skips=skips,
+            dq_in_main_kernel=sweeps,
+            by_query=by_query,
+            deterministic=deterministic,
         )
     )
     return Program(
@@ -205,7 +211,7 @@ def _backward_rings(
     warps: int,
     *,
     skips: bool,
-    sweeps: bool,
+    dq_in_main_kernel: bool,
     by_query: bool,
     deterministic: bool,
 ) -> Iterator[Ring]:
@@ -235,7 +241,7 @@ def _backward_rings(
     cleared = (Party(role="dq accumulation", arrivals=1),) * sweeps
     more, note = (", and leave to add to dq", "v is here, and dq may be added") if sweeps else ("", "")
     yield _once("v", "v_full", "the block's V" + more, (*loader, *cleared), waiting, note)
-    if sweeps:
+    if dq_in_main_kernel:
         sweeper = (Party(role="dq accumulation", arrivals=0),)
         yield _once("ending", "ending", "that the last tile of queries is being loaded", loader, sweeper)
         yield _once("added", "added", "that all of dq is added", arriving, sweeper)
