@@ -2,7 +2,7 @@
 
 This file makes each tree dump every kernel of a grid: shipped specs x head dims x dtypes x archs x passes x options,
 all entries of each menu, and every golden.  Texts that differ by comments and white space alone are equal; of others
-NVRTC makes cubins, which have to be equal to the byte.  `--menus` compares menus, predicted paces, rejections, choices
+NVRTC makes cubins, which have to be equal to the byte.  `--menus` compares menus, predicted seconds_per_score, rejections, choices
 and messages instead, of pins of every kind too.  `--dump FILE` writes what this tree makes, and `--before FILE` reads
 what a revision made, in place of REVISION.
 """
@@ -121,7 +121,7 @@ def menu_of(spec: str, arch: str, dtype: str, head_dim: int, v_head_dim: int | N
 
 
 def menu_text(menu) -> str:
-    """A menu as text: its plans without their variant, their paces, what was rejected and why, what calls get."""
+    """A menu as text: its plans without their variant, their seconds per score, what was rejected and why, what calls get."""
     from flashgen.planning import planner
     from flashgen.planning.arch import find
     from flashgen.planning.problem import Problem
@@ -140,7 +140,7 @@ def menu_text(menu) -> str:
     return "\n".join(
         [
             *map(told, menu.forms),
-            *map(repr, menu.paces),
+            *map(repr, menu.seconds_per_score),
             *map(str, menu.rejected),
             *(f"too large: {one}" for one in planner.limits(menu.plans[0])),
             f"measured: {menu.measured}",

@@ -74,7 +74,7 @@ def resolve(
     from flashgen.analysis.facts import analyse
     from flashgen.analysis.tiles import Case
     from flashgen.lang.load import load_spec
-    from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, multiprocessors
+    from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, sm_count
     from flashgen.planning import arch as archs
     from flashgen.planning import planner
     from flashgen.planning.problem import Problem
@@ -107,7 +107,7 @@ def resolve(
     else:
         dims = problem.head_dim, problem.v_head_dim
         asked = KernelRequest.of(variant, arch, problem.dtype, *dims, **fixed, **which.asked())
-        sms = multiprocessors(arch)
+        sms = sm_count(arch)
     menu = planner.menu_of(asked)
     return Resolved(
         variant=variant,

@@ -44,7 +44,7 @@ USEFUL = 0.005
 #: Heads are packed where that is predicted to be faster by this factor: the model knows rows of tiles alone.
 PACKING_GAIN = 1.1
 
-#: Predicted times this close are equal; more rows a block, which move fewer bytes, are then preferred.
+#: Predicted times this close are equal; more rows per block, which move fewer bytes, are then preferred.
 NEAR = 1.03
 
 
@@ -104,12 +104,12 @@ class Measured:
 class Menu:
     """At most four plans for (variant, arch, dtype, head dims), the one for long sequences first.
 
-    `paces[i][n - 1]` is the time in seconds that a multiprocessor needs for one score while n blocks of plans[i] share
+    `seconds_per_score[i][n - 1]` is the time in seconds that an SM needs for one score while n blocks of plans[i] share
     it.  Beside them stands `packed`, for few queries of heads that share keys; None where there is no such form.
     """
 
     plans: tuple[KernelPlan, ...]
-    paces: tuple[tuple[float, ...], ...]
+    seconds_per_score: tuple[tuple[float, ...], ...]
     rejected: tuple[Rejected, ...]
     packed: KernelPlan | None = None
     measured: Measured | None = None  # None: the order is predicted
@@ -155,11 +155,17 @@ def menu_of(request: KernelRequest) -> Menu:
         return replace(found, packed=packed)
     if packed is None:
         raise PlanError(_no_packing(pipeline, request))
-    return replace(found, plans=(packed,), paces=(pipeline.paces(packed, request.arch),), packed=packed, measured=None)
+    return replace(
+        found,
+        plans=(packed,),
+        seconds_per_score=(pipeline.seconds_per_score(packed, request.arch),),
+        packed=packed,
+        measured=None,
+    )
 
 
 def pipeline_of(plan: KernelPlan) -> Pipeline[Any]:
-    """The pipeline that a plan comes from, and that knows its clocks, paces and busiest multiprocessor."""
+    """The pipeline that a plan comes from, and that knows its clocks, seconds per score and predicted seconds."""
     return pipelines(plan.pass_name)[plan.pipeline]
 
 
@@ -185,7 +191,7 @@ def limits(plan: KernelPlan) -> tuple[Rejected, ...]:
         for one, stages in direction:
             reasons: list[Rejected] = []
             for c in pipeline.candidates(Fixed(tile=one, stages=stages)):  # of its forms the first needs least
-                if (reason := pipeline.refusal(c, request)) is None:
+                if (reason := pipeline.does_not_fit_reason(c, request)) is None:
                     break
                 reasons.append(Rejected(tile=one, stages=stages, warps=c.warps, reason=reason))
             else:
@@ -195,10 +201,10 @@ def limits(plan: KernelPlan) -> tuple[Rejected, ...]:
 
 
 def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
-    """The entry of the menu with the least predicted time for `problem` on `sms` multiprocessors.
+    """The entry of the menu with the least predicted time for `problem` on `sms` SMs.
 
     O(1): blocks are counted, not scheduled, and the mask is not looked at.  A short problem takes a smaller tile (of
-    queries; in a backward, of keys), so that there are blocks for every multiprocessor; few queries of heads that share
+    queries; in a backward, of keys), so that there are blocks for every SM; few queries of heads that share
     keys take the packed form.
     """
     plan = _of_single_heads(menu, problem, sms)
@@ -214,7 +220,10 @@ def _of_single_heads(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     if menu.measured:
         return menu.plans[menu.measured.best(problem)]
     pipeline = pipeline_of(menu.plans[0])
-    times = [pipeline.busiest(plan, paces, problem, sms) for plan, paces in zip(menu.plans, menu.paces, strict=True)]
+    times = [
+        pipeline.predicted_seconds(plan, seconds_per_score, problem, sms)
+        for plan, seconds_per_score in zip(menu.plans, menu.seconds_per_score, strict=True)
+    ]
     return menu.plans[times.index(min(times))]
 
 
@@ -224,7 +233,7 @@ def _pipeline(request: KernelRequest) -> tuple[Pipeline[Any], str | None]:
     arch, name, known = request.arch, request.fixed.pipeline, pipelines(request.pass_name)
     if name is not None:
         chosen = known[archs.pipeline(arch, name)]
-        if reason := chosen.lacks(request):
+        if reason := chosen.unsupported_reason(request):
             raise PlanError(_lacking(request, chosen, reason))
         return chosen, None
     pinned = archs.pipeline(arch, request.variant.pins.pipeline)
@@ -233,7 +242,7 @@ def _pipeline(request: KernelRequest) -> tuple[Pipeline[Any], str | None]:
         if arch.pipelines.index(candidate) < arch.pipelines.index(pinned):
             reason = f"{request.variant.name!r} is pinned to pipeline {pinned}"
         else:
-            reason = known[candidate].lacks(request)
+            reason = known[candidate].unsupported_reason(request)
         if reason is None:
             return known[candidate], ("; ".join(reasons) or None) if request.pass_name == "backward" else None
         reasons.append(f"pipeline {candidate}: {reason}")
@@ -252,7 +261,7 @@ def others(pipeline: Pipeline[Any], request: KernelRequest) -> list[Pipeline[Any
     """The architecture's other pipelines that have such kernels."""
     known = pipelines(request.pass_name)
     others = [known[name] for name in request.arch.pipelines if name != pipeline.NAME]
-    return [other for other in others if other.lacks(request) is None]
+    return [other for other in others if other.unsupported_reason(request) is None]
 
 
 def _packed(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> KernelPlan | None:
@@ -306,7 +315,7 @@ def _fitting(pipeline: Pipeline[Any], request: KernelRequest) -> tuple[list[Kern
     plans: list[KernelPlan] = []
     rejected: dict[_Key, str] = {}
     for c in pipeline.candidates(request.fixed):
-        reason = pipeline.refusal(c, request)
+        reason = pipeline.does_not_fit_reason(c, request)
         if reason is None:
             plans.append(pipeline.plan(c, request))
         else:  # of the forms of one candidate the first needs least
@@ -338,7 +347,7 @@ def _kept(menu: Menu, tile: Tile, stages: int | None) -> Menu | None:
     measured = menu.measured
     return Menu(
         plans=tuple(menu.plans[i] for i in rows),
-        paces=tuple(menu.paces[i] for i in rows),
+        seconds_per_score=tuple(menu.seconds_per_score[i] for i in rows),
         rejected=tuple(filter(asked, menu.rejected)),
         measured=measured and replace(measured, ms=tuple(measured.ms[i] for i in rows)),
     )
@@ -352,7 +361,7 @@ def _ranked(pipeline: Pipeline[Any], request: KernelRequest) -> Menu:
     chosen, slower = _select(pipeline, request, plans)
     return Menu(
         plans=tuple(t.plan for t in chosen),
-        paces=tuple(t.paces for t in chosen),
+        seconds_per_score=tuple(t.seconds_per_score for t in chosen),
         rejected=(*rejected, *slower),
     )
 
@@ -391,7 +400,7 @@ def _measured(pipeline: Pipeline[Any], request: KernelRequest) -> Menu | None:
             slower[_key(plans[t])] = _slower(t, plans[t], chosen)
     return Menu(
         plans=tuple(ways),
-        paces=tuple(pipeline.paces(plan, request.arch) for plan in ways),
+        seconds_per_score=tuple(pipeline.seconds_per_score(plan, request.arch) for plan in ways),
         rejected=tuple(r for r in slower.values() if r is not None),
         measured=Measured(
             record=entry.name,
@@ -442,18 +451,18 @@ def _key(plan: KernelPlan) -> _Key:
 
 
 class _Timed(NamedTuple):
-    """A plan that fits, with its paces."""
+    """A plan that fits, with its seconds per score."""
 
     plan: KernelPlan
-    paces: tuple[float, ...]
+    seconds_per_score: tuple[float, ...]
 
     def full(self) -> float:
-        """Seconds for a score on a multiprocessor that holds as many blocks as it can."""
-        return self.paces[-1]
+        """Seconds for a score on an SM that holds as many blocks as it can."""
+        return self.seconds_per_score[-1]
 
     def mixed(self) -> float:
         """The same, where half of the time one block is alone: of problems too small to fill the GPU."""
-        return (self.paces[0] + self.paces[-1]) / 2
+        return (self.seconds_per_score[0] + self.seconds_per_score[-1]) / 2
 
     def rest(self) -> tuple[int, ...]:
         """Makes an order by time total, so that a menu never varies."""
@@ -469,7 +478,7 @@ def _select(
     First the fastest plan, or one as fast whose blocks own more rows; then the fastest for small problems of each
     smaller number of rows.
     """
-    timed = [_Timed(plan, pipeline.paces(plan, request.arch)) for plan in plans]
+    timed = [_Timed(plan, pipeline.seconds_per_score(plan, request.arch)) for plan in plans]
     by_full = sorted(timed, key=lambda t: (t.full(), t.rest()))
     by_mixed = sorted(timed, key=lambda t: (t.mixed(), t.rest()))
     as_fast = [t for t in by_full if t.full() <= NEAR * by_full[0].full()]
@@ -563,7 +572,7 @@ def _too_wide(pipeline: Pipeline[Any], request: KernelRequest, name: str) -> str
     lines = [f"no tile of {request} fits {arch.name}"]
     for q, kv in pipeline.EXAMPLES:
         c = next(iter(pipeline.candidates(Fixed(tile=Tile(q=q, kv=kv), stages=pipeline.INTEGERS["stages"].values[0]))))
-        if (reason := pipeline.refusal(c, request)) is not None:
+        if (reason := pipeline.does_not_fit_reason(c, request)) is not None:
             lines.append(f"  {c}: {reason}")
     if len(lines) == 1:
         lines.append(f"  pipeline {pipeline.NAME} emits {name} up to {pipeline.MAX_HEAD_DIM}")

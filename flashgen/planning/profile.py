@@ -9,7 +9,7 @@ from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.lang.expr import DType, Node, node, reads_by, walk
 from flashgen.lang.variant import Variant
-from flashgen.planning.backward import has_slope, looks_up, lookups, sinks
+from flashgen.planning.backward import captured_grads, has_slope, looks_up, lookups
 
 #: Special-function results that one op of a score function needs.
 SPECIAL = {"exp": 1, "exp2": 1, "log": 1, "log2": 1, "tanh": 2, "sigmoid": 2, "sqrt": 1, "rsqrt": 1, "div": 1}
@@ -106,9 +106,9 @@ class Profile:
         return 0 if root is None else special(root, *filter(None, [derive(root)]))
 
     @cached_property
-    def sinks(self) -> tuple[tuple[Node, Node], ...]:
+    def captured_grads(self) -> tuple[tuple[Node, Node], ...]:
         """The captured elements whose gradients are asked for, each with the score's derivative by it."""
-        return tuple(pair for name in self.gradients for pair in sinks(self.variant, name).items())
+        return tuple(pair for name in self.gradients for pair in captured_grads(self.variant, name).items())
 
     # -----------------------------------------------------------------------------------------------------------------
     # What they read

@@ -241,16 +241,19 @@ class Kernel:
         """Every field of the parameters; addresses and numbers, which each call writes, are 0."""
         tile, pack = self.plan.tile, self.plan.pack(problem.group)
         if self.plan.backward is None:
-            together, lead = l2_heads(problem, ARCHS[self.plan.arch]), 0
+            together, clear_distance = l2_heads(problem, ARCHS[self.plan.arch]), 0
         else:
-            together, lead = backward.l2_kv_heads(self.plan, problem), backward.lead(self.plan, problem)
+            together, clear_distance = (
+                backward.l2_kv_heads(self.plan, problem),
+                backward.clear_distance(self.plan, problem),
+            )
         values: dict[str, int | float] = {f.name: 0 for f in params.fields(self.plan)}
         values |= {
             **problem.sizes(),
             "q_tiles": -(-problem.q_len // self.plan.tile_queries(problem.group)),
             "kv_tiles": -(-problem.kv_len // tile.kv),
             "l2_heads": together // pack,
-            "lead": lead,
+            "clear_distance": clear_distance,
             "packs": problem.heads // pack,
             "pack_log2": pack.bit_length() - 1,
         }

@@ -66,7 +66,7 @@ class Pipeline(Protocol[C]):
     def EXAMPLES(self) -> Sequence[tuple[int, int]]:
         """Tiles whose sums a message shows where a head dim is too large."""
 
-    def lacks(self, request: KernelRequest) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         """Why it has no such kernels, or None: another pipeline of the architecture may have."""
 
     def nearest_tile(self, tile: tuple[int, int]) -> tuple[int, int]:
@@ -76,20 +76,22 @@ class Pipeline(Protocol[C]):
         """Every candidate that has what is fixed, and else what the planner may choose freely; of those with the same
         tile, stages and warps the one that needs least is the first."""
 
-    def refusal(self, c: C, request: KernelRequest) -> str | None:
+    def does_not_fit_reason(self, c: C, request: KernelRequest) -> str | None:
         """Why the candidate cannot run, or None."""
 
     def plan(self, c: C, request: KernelRequest) -> KernelPlan:
         """The plan of a candidate that fits."""
 
     def clocks(self, plan: KernelPlan, arch: Arch) -> dict[str, float]:
-        """Clocks that a multiprocessor spends on one score (one query, one key), by the unit that spends them."""
+        """Clocks that an SM spends on one score (one query, one key), by the unit that spends them."""
 
-    def paces(self, plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
+    def seconds_per_score(self, plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
         """Seconds that it needs for one score while 1, 2 ... blocks share it; the last one ranks the plan."""
 
-    def busiest(self, plan: KernelPlan, paces: tuple[float, ...], problem: Problem, sms: int) -> float:
-        """Seconds of the multiprocessor with most to do; O(1)."""
+    def predicted_seconds(
+        self, plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int
+    ) -> float:
+        """Seconds of the SM with most to do; O(1)."""
 
 
 class ForwardPipeline(Pipeline[C], Protocol[C]):
@@ -101,7 +103,7 @@ class ForwardPipeline(Pipeline[C], Protocol[C]):
 
     @property
     def SHARES_SM(self) -> bool:
-        """Whether several blocks may share a multiprocessor."""
+        """Whether several blocks may share an SM."""
 
     @property
     def KEY_STEP(self) -> int:
@@ -121,4 +123,4 @@ class Packing(Protocol):
         """The packed form of a plan, or None where registers do not allow it."""
 
     def packing_gain(self, packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: int) -> float:
-        """How many times as long as with a packed form the multiprocessor with most to do works with `plan`; O(1)."""
+        """How many times as long as with a packed form the SM with most to do works with `plan`; O(1)."""

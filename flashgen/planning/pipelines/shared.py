@@ -22,7 +22,7 @@ def total(parts: Iterable[Part]) -> int:
     return sum(part.amount for part in parts)
 
 
-def decided(c: Candidate, request: KernelRequest, padded: tuple[int, int], **fields: Any) -> KernelPlan:
+def make_plan(c: Candidate, request: KernelRequest, padded: tuple[int, int], **fields: Any) -> KernelPlan:
     """A candidate as a plan: what was asked for, the columns that tiles of q and k and of v hold, the candidate's tile
     and integers, and the pipeline's own fields."""
     return KernelPlan(

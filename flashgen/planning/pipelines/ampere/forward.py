@@ -14,7 +14,7 @@ from typing import Protocol
 
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.integers import Allowed
-from flashgen.planning.pipelines.shared import SOFTMAX_OPS, decided, total
+from flashgen.planning.pipelines.shared import SOFTMAX_OPS, make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Role, Tile, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import Profile, profile
@@ -28,7 +28,7 @@ HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 16, 256
 #: One mma: 16 query rows (m), and 16 columns of the reduction (k), to which head dims and tile_kv are padded.
 MMA_ROWS, MMA_DEPTH = 16, 16
 
-#: Schedulers of a multiprocessor, among which warps and registers are divided.
+#: Schedulers of an SM, among which warps and registers are divided.
 SCHEDULERS = 4
 
 #: Registers that a kernel needs beyond its sum where a limit below the architecture's own holds it down.
@@ -46,7 +46,7 @@ INTEGERS = {"stages": Allowed(values=STAGES, rule="cp.async fills one stage whil
 #: Queries of a tile that are tried, and the step of keys at which a plan shows a sum that no longer fits: mma's depth.
 QUERIES, KEY_STEP = (32, 64, 128), 16
 
-#: Several blocks share a multiprocessor, and hide each other's waiting.
+#: Several blocks share an SM, and hide each other's waiting.
 SHARES_SM = True
 
 #: Enough to see why no tile fits: a large, a middle and the smallest one.
@@ -72,7 +72,7 @@ DROPOUT_AHEAD = 1.3
 #: seen to reach on an H200 (head_dim 64, 128 and 256) to about a tenth.
 TILE_LATENCY = 500
 
-#: More warps than this on a multiprocessor hide nothing more, and cost registers.
+#: More warps than this on an SM hide nothing more, and cost registers.
 USEFUL_WARPS = 16
 
 #: Registers by which ptxas moves loads of V ahead of their use, as a share of O's, and how many of those it gives up
@@ -82,7 +82,7 @@ K_AHEAD = 9
 
 
 class Block(Protocol):
-    """What divides the registers of a multiprocessor."""
+    """What divides the registers of an SM."""
 
     @property
     def warps(self) -> int: ...
@@ -125,7 +125,7 @@ def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
     return q, kv
 
 
-def lacks(request: KernelRequest) -> str | None:
+def unsupported_reason(request: KernelRequest) -> str | None:
     """Why the pipeline has no such forward: it has every one, and the planner says where a tile does not fit."""
     return None
 
@@ -200,17 +200,17 @@ def within(parts: tuple[Part, ...], limit: int) -> tuple[Part, ...]:
 
 
 def budget(c: Block, arch: Arch, blocks: int) -> int:
-    """Registers that a thread may have while `blocks` blocks share a multiprocessor.
+    """Registers that a thread may have while `blocks` blocks share an SM.
 
     A quarter of the file belongs to each of the four schedulers, and the fullest one decides; they go out by eights.
     Below the most that a thread can have, ptxas wants a few more than it needs.
     """
     warps = -(-blocks * c.warps // SCHEDULERS)
-    share = arch.registers_per_sm // SCHEDULERS // (32 * warps) // 8 * 8
-    return arch.registers_per_thread if share > arch.registers_per_thread else share - TIGHT
+    each = arch.registers_per_sm // SCHEDULERS // (32 * warps) // 8 * 8
+    return arch.registers_per_thread if each > arch.registers_per_thread else each - TIGHT
 
 
-def refusal(c: Candidate, request: KernelRequest) -> str | None:
+def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
     """Why the candidate cannot run on the architecture, or None."""
     arch, smem_bytes = request.arch, total(smem(c, request))
     if smem_bytes > arch.smem_per_block:
@@ -224,13 +224,13 @@ def refusal(c: Candidate, request: KernelRequest) -> str | None:
 
 
 def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
-    """The plan of a candidate that fits, with as many blocks a multiprocessor as memory, registers and warps allow."""
+    """The plan of a candidate that fits, with as many blocks per SM as memory, registers and warps allow."""
     arch, memory, wanted = request.arch, smem(c, request), registers(c, request)
     by_memory = arch.smem_per_sm // (total(memory) + arch.smem_reserved)
     by_warps = max(1, min(arch.max_warps, USEFUL_WARPS) // c.warps)
     most = min(by_memory, by_warps, arch.max_blocks)
     blocks = max(n for n in range(1, most + 1) if n == 1 or needed(c, wanted) <= budget(c, arch, n))
-    return decided(
+    return make_plan(
         *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
         pipeline=NAME,
         roles=(Role(name="compute", warps=c.warps),),
@@ -242,45 +242,46 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
-    """Clocks a multiprocessor spends on one score (one query, one key), by the unit that spends them.
+    """Clocks an SM spends on one score (one query, one key), by the unit that spends them.
 
     Tensor cores: two products.  Special functions: one ex2, and those of the score function.  Arithmetic: the softmax,
-    the score function, dropout, and rescaling O once a tile.  Shared memory: every warp reads all of K and V for its
-    rows, Q again for each KV tile unless registers hold it, and cp.async writes K and V once a block.  Latency: what a
-    warp waits in each KV tile, over the four schedulers.  L2: K and V once a block.
+    the score function, dropout, and rescaling O once per tile.  Shared memory: every warp reads all of K and V for its
+    rows, Q again for each KV tile unless registers hold it, and cp.async writes K and V once per block.  Latency: what
+    a warp waits in each KV tile, over the four schedulers.  L2: K and V once per block.
     """
     d, dv = plan.padded_head_dim, plan.padded_v_head_dim
     rows = plan.tile.q // plan.warps
     special, arithmetic = profile(plan.variant).score_ops
     arithmetic += DROPOUT_OPS if plan.dropout else 0
-    share = arch.sms * arch.clock_hz
+    sm_clocks = arch.sms * arch.clock_hz
     q_again = 0 if plan.q_in_registers else d / plan.tile.kv
     bytes_moved = ITEM * ((d + dv) / rows + q_again + (d + dv) / plan.tile.q)
     return {
-        "tensor": 2 * (d + dv) * share / arch.tensor_flops[NAME],
+        "tensor": 2 * (d + dv) * sm_clocks / arch.tensor_flops[NAME],
         "special": (1 + special) / arch.special_per_clock,
         "arithmetic": (SOFTMAX_OPS + arithmetic + dv / plan.tile.kv) / arch.fp32_lanes,
         "shared memory": bytes_moved / arch.smem_per_clock,
         "latency": TILE_LATENCY / (4 * rows * plan.tile.kv),
-        "l2": ITEM * (plan.head_dim + plan.v_head_dim) / plan.tile.q * share / arch.l2_bytes_per_s,
+        "l2": ITEM * (plan.head_dim + plan.v_head_dim) / plan.tile.q * sm_clocks / arch.l2_bytes_per_s,
     }
 
 
-def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
-    """Seconds a multiprocessor needs for one score while 1, 2 ... blocks share it; the last one ranks the plan."""
+def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
+    """Seconds an SM needs for one score while 1, 2 ... blocks share it; the last one ranks the plan."""
     return tuple(_pace(plan, arch, blocks) for blocks in range(1, plan.blocks_per_sm + 1))
 
 
-def busiest(plan: KernelPlan, paces: tuple[float, ...], problem: Problem, sms: int) -> float:
-    """Seconds of the multiprocessor with most blocks, if every block visits every key; O(1)."""
+def predicted_seconds(plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int) -> float:
+    """Seconds of the SM with most blocks, if every block visits every key; O(1)."""
     blocks = -(-problem.q_len // plan.tile.q) * problem.heads * problem.batch
-    waves, rest = divmod(-(-blocks // sms), len(paces))
+    full = len(seconds_per_score)
+    waves, rest = divmod(-(-blocks // sms), full)
     scores = plan.tile.q * max(1, -(-problem.kv_len // plan.tile.kv)) * plan.tile.kv
-    return scores * (waves * len(paces) * paces[-1] + (rest * paces[rest - 1] if rest else 0.0))
+    return scores * (waves * full * seconds_per_score[-1] + (rest * seconds_per_score[rest - 1] if rest else 0.0))
 
 
 def _pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:
-    """Seconds a multiprocessor needs for one score while `blocks` blocks share it.
+    """Seconds an SM needs for one score while `blocks` blocks share it.
 
     One warp a scheduler runs product, softmax and loads one after another; n warps hide all but the slowest unit
     n-fold.  Loads from L2 run behind all of it.

@@ -28,7 +28,7 @@ from flashgen.planning.backward import ROW_THREADS
 from flashgen.planning.integers import Allowed
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.pipelines.hopper.forward import boxed, padded
-from flashgen.planning.pipelines.shared import decided, total
+from flashgen.planning.pipelines.shared import make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Role, SpecializedBackward, Tile, staged
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
 from flashgen.planning.problem import Problem
@@ -63,7 +63,7 @@ PRODUCER_REGISTERS, JUDGE_REGISTERS, JUDGED_OPS = 24, 40, 23
 DIMENSION_OPS, SORTED_OPS, REMAINDER_OPS = 2, 3, 8
 
 #: Tiles of queries whose lookups shared memory holds: those of all stages, two more that are sent, one being found.
-AHEAD = 8
+LOOKUP_STAGES = 8
 
 #: Bytes of lookups that a query and a key may need there; a mask that needs more reads its elements where it uses them.
 LOOKUP_BYTES = 16
@@ -83,13 +83,13 @@ ORDER = 28
 
 #: For the gradient of a captured element, by what selects it (where a query does, for each stage but one): sums and
 #: addresses.  128 queries would also keep dS in float32 beside what is rounded.
-SINKS = {"": 8, "k": 8, "q": 8, "kq": 60}
+CAPTURED_GRAD_REGISTERS = {"": 8, "k": 8, "q": 8, "kq": 60}
 
 #: What a consumer needs beside fragments on their way: with less ptxas serialises products (C7512).
 BESIDE = 48
 
 #: Steps kept for those who order additions to dq.
-ORDERS = 8
+SEMAPHORE_STEPS = 8
 
 #: Bytes and alignment of what `Shared` has behind its tiles: a step, a word, the keys of a block, a barrier.
 STEP, WORD, KEYS, BARRIER = (16, 16), (4, 4), (24, 4), (8, 8)
@@ -116,7 +116,7 @@ class Candidate:
     stages: int
 
     @property
-    def by_gradient(self) -> bool:
+    def split_dk_dv(self) -> bool:
         """Whether the warpgroups divide gradients, not keys."""
         return self.tile.kv == ROWS
 
@@ -141,7 +141,7 @@ def candidates(fixed: Fixed) -> Iterator[Candidate]:
             yield Candidate(tile=t, stages=s)
 
 
-def lacks(request: KernelRequest) -> str | None:
+def unsupported_reason(request: KernelRequest) -> str | None:
     """Why the pipeline has no such backward, or None."""
     asked, tile, stages = request.profile, request.fixed.tile, request.fixed.stages
     wide = request.widest > OWN_KEYS
@@ -153,12 +153,12 @@ def lacks(request: KernelRequest) -> str | None:
     if reads and (asked.has_slope or any(n.op == "score" for n in walk(chain.from_iterable(reads)))):
         return "its backward keeps no scores, which gradients of captured tensors take where a score is more than a sum"
     if len(reads) > 1:
-        return "its backward has the gradient of one captured element a score"
+        return "its backward has the gradient of one captured element per score"
     if tile is not None and nearest_tile((tile.q, tile.kv)) != (tile.q, tile.kv):
         return TILE_RULE
     if stages is not None and stages not in STAGES:
         return INTEGERS["stages"].rule
-    reasons = [refusal(c, request) for c in candidates(request.fixed)]
+    reasons = [does_not_fit_reason(c, request) for c in candidates(request.fixed)]
     return None if None in reasons else reasons[0]
 
 
@@ -180,39 +180,39 @@ def dq_parts(c: Candidate, head_dim: int) -> tuple[int, ...]:
     return (half,) if half <= 64 else (64, half - 64)
 
 
-def turns(c: Candidate, request: KernelRequest) -> bool:
+def ping_pong(c: Candidate, request: KernelRequest) -> bool:
     """Whether the warpgroups take turns at P and dS.
 
     On an H200 that brings 1 to 3% under a mask and with scores, and costs 2% with 128 queries and neither; where
     both read elements by position from global memory they had better do it at once.
     """
-    return not (c.by_gradient or waits(c, request) or (request.profile.plain and c.tile.q > ROWS))
+    return not (c.split_dk_dv or waits(c, request) or (request.profile.plain and c.tile.q > ROWS))
 
 
 def scores_first(c: Candidate, request: KernelRequest) -> bool:
     """Whether dP waits for scores and masks: what they need leaves no registers for both S and dP."""
-    return c.by_gradient or waits(c, request) or request.profile.has_slope
+    return c.split_dk_dv or waits(c, request) or request.profile.has_slope
 
 
 def waits(c: Candidate, request: KernelRequest) -> bool:
     """Whether mask or score read elements by position that no shared memory holds for them."""
-    return request.profile.looks_up_more if ahead(c, request) else request.profile.looks_up
+    return request.profile.looks_up_more if lookup_stages(c, request) else request.profile.looks_up
 
 
-def ahead(c: Candidate, request: KernelRequest) -> int:
+def lookup_stages(c: Candidate, request: KernelRequest) -> int:
     """Tiles of queries of which shared memory holds what the mask looks up: where tiles are judged at all."""
-    item = 0 if c.by_gradient else sum(n.dtype.itemsize for n in request.profile.lookups)
-    return AHEAD if 0 < item <= LOOKUP_BYTES and request.profile.conditional else 0
+    item = 0 if c.split_dk_dv else sum(n.dtype.itemsize for n in request.profile.lookups)
+    return LOOKUP_STAGES if 0 < item <= LOOKUP_BYTES and request.profile.conditional else 0
 
 
-def sweeps(c: Candidate, request: KernelRequest) -> bool:
+def dq_in_main_kernel(c: Candidate, request: KernelRequest) -> bool:
     """Whether two warps of the producer's clear and finish sums of dq while others multiply: 1 to 3% on an H200.
 
     A dq in one order needs these warps itself; with what looks elements up, drops or adds to gradients, and with a
     padded head dim, registers are short.
     """
     plain = not (request.deterministic or request.dropout or request.gradients or request.profile.looks_up)
-    return plain and not c.by_gradient and request.head_dim == padded(request.head_dim)
+    return plain and not c.split_dk_dv and request.head_dim == padded(request.head_dim)
 
 
 def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
@@ -229,7 +229,7 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
             why=f"2 tiles of {tile.q} queries x {tile.kv} keys x {ITEM} bytes",
         ),
     ]
-    if c.by_gradient:
+    if c.split_dk_dv:
         why = f"{tile.kv} keys x {tile.q} queries x {ITEM} bytes, from one warpgroup to the other"
         parts.append(Part(name="p", amount=tile.kv * tile.q * ITEM, why=why))
     rows = c.stages * tile.q * 8
@@ -237,10 +237,10 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     end = total(parts)
     for (size, alignment), count in _members(c, request):
         end = -(-end // alignment) * alignment + size * count
-    if ahead(c, request):
+    if lookup_stages(c, request):
         known = request.profile.lookups
-        sizes = [(AHEAD * tile.q if depends_on(n, "q") else tile.kv, n.dtype.itemsize) for n in known]
-        why = f"elements that the mask reads by the queries of {AHEAD} tiles, and by keys"
+        sizes = [(LOOKUP_STAGES * tile.q if depends_on(n, "q") else tile.kv, n.dtype.itemsize) for n in known]
+        why = f"elements that the mask reads by the queries of {LOOKUP_STAGES} tiles, and by keys"
         parts.append(Part(name="lookups", amount=sum(count * item for count, item in sizes), why=why))
     room = -(-end // ALIGNMENT) * ALIGNMENT - total(parts)
     parts.append(Part(name="control", amount=room, why="barriers and messages"))
@@ -249,7 +249,7 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 
 def _members(c: Candidate, request: KernelRequest) -> Iterator[tuple[tuple[int, int], int]]:
     """What `Shared` has behind tiles, lse and delta, in its order: bytes and alignment of one, and how many."""
-    known = request.profile.lookups if ahead(c, request) else ()
+    known = request.profile.lookups if lookup_stages(c, request) else ()
     may_skip = request.profile.hides and request.profile.conditional
     if may_skip:
         yield from ((STEP, 2), (WORD, 1))
@@ -257,12 +257,12 @@ def _members(c: Candidate, request: KernelRequest) -> Iterator[tuple[tuple[int, 
         yield WORD, 2
     if may_skip:
         yield BARRIER, 4
-    yield STEP, c.stages + ORDERS * request.deterministic
+    yield STEP, c.stages + SEMAPHORE_STEPS * request.deterministic
     for n in known:
-        yield (n.dtype.itemsize,) * 2, AHEAD * c.tile.q if depends_on(n, "q") else c.tile.kv
+        yield (n.dtype.itemsize,) * 2, LOOKUP_STAGES * c.tile.q if depends_on(n, "q") else c.tile.kv
     yield KEYS, 1
-    barriers = 3 * c.stages + 4 + c.by_gradient + AHEAD * any(depends_on(n, "q") for n in known)
-    barriers += (ORDERS + 4) * request.deterministic + 2 * sweeps(c, request)
+    barriers = 3 * c.stages + 4 + c.split_dk_dv + LOOKUP_STAGES * any(depends_on(n, "q") for n in known)
+    barriers += (SEMAPHORE_STEPS + 4) * request.deterministic + 2 * dq_in_main_kernel(c, request)
     yield BARRIER, barriers
 
 
@@ -270,11 +270,11 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """32-bit registers of a consumer's thread: S and dP, or what comes of them, with dV and dK."""
     columns = padded(request.head_dim) + padded(request.v_head_dim)
     owned = Part(name="dk, dv", amount=columns // 2, why=f"{ROWS} x {columns} float32")
-    if c.by_gradient:
+    if c.split_dk_dv:
         columns = padded(request.widest)
         owned = Part(name="dk or dv", amount=columns // 2, why=f"{ROWS} x {columns} float32")
     scores, dq = c.tile.q // 2, dq_parts(c, request.head_dim)[0] // 2
-    if not c.by_gradient:
+    if not c.split_dk_dv:
         fragments = Part(name="s, dp", amount=2 * scores, why="S and dP in float32, later P, dS and dQ")
     elif dq > scores:
         fragments = Part(name="s, dq", amount=scores + dq, why="S of this tile of queries, dQ of the one before")
@@ -285,7 +285,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     of_dropout += DROPOUT * (waiting and (asked.masked or request.deterministic))
     of_dropout += DROPOUT_READ * (c.tile.q > ROWS and asked.score_reads_by_position)
     of_order = ORDER * (request.deterministic and c.tile.q > ROWS and waiting)
-    of_sinks = sum(_sink_registers(c, n) for n, _ in asked.sinks)
+    of_captured = sum(_captured_grad_registers(c, n) for n, _ in asked.sinks)
     return (
         owned,
         fragments,
@@ -293,14 +293,18 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         *([Part(name="variant", amount=of_variant, why="mask, score, its derivative")] if of_variant else []),
         *([Part(name="dropout", amount=of_dropout, why="what is kept, random numbers")] if request.dropout else []),
         *([Part(name="order", amount=of_order, why="of additions to dq")] if of_order else []),
-        *([Part(name="gradients", amount=of_sinks, why="of captured tensors: sums, addresses")] if of_sinks else []),
+        *(
+            [Part(name="gradients", amount=of_captured, why="of captured tensors: sums, addresses")]
+            if of_captured
+            else []
+        ),
     )
 
 
-def _sink_registers(c: Candidate, element: Node) -> int:
+def _captured_grad_registers(c: Candidate, element: Node) -> int:
     selected = "".join(sorted(positions_of(element) & {"q", "k"}))
     kept = c.tile.q // 2 if c.tile.q > ROWS else 0
-    return SINKS[selected] * (c.stages - 1 if "q" in selected else 1) + kept
+    return CAPTURED_GRAD_REGISTERS[selected] * (c.stages - 1 if "q" in selected else 1) + kept
 
 
 def _variant_registers(request: KernelRequest) -> int:
@@ -327,10 +331,10 @@ def _judged_ops(nodes: tuple[Node, ...]) -> int:
     return len(nodes) + loads + REMAINDER_OPS * sum(n.op == "mod" for n in nodes)
 
 
-def refusal(c: Candidate, request: KernelRequest) -> str | None:
+def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
     """Why the candidate cannot run on the architecture, or None."""
-    if c.by_gradient != (request.widest > OWN_KEYS):
-        return f"{c.tile.kv} keys a block are for head dims {'over' if c.by_gradient else 'up to'} {OWN_KEYS}"
+    if c.split_dk_dv != (request.widest > OWN_KEYS):
+        return f"{c.tile.kv} keys per block are for head dims {'over' if c.split_dk_dv else 'up to'} {OWN_KEYS}"
     arch, smem_bytes = request.arch, total(smem(c, request))
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
@@ -345,7 +349,7 @@ def refusal(c: Candidate, request: KernelRequest) -> str | None:
 def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     """The plan of a candidate that fits."""
     producer, consumer = division(request)
-    return decided(
+    return make_plan(
         *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
         pipeline=NAME,
         roles=(
@@ -359,50 +363,50 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
         backward=SpecializedBackward(
             producer_registers=producer,
             consumer_registers=consumer,
-            by_gradient=c.by_gradient,
+            split_dk_dv=c.split_dk_dv,
             dq_parts=dq_parts(c, request.head_dim),
-            turns=turns(c, request),
+            ping_pong=ping_pong(c, request),
             scores_first=scores_first(c, request),
-            ahead=ahead(c, request),
-            sweeps=sweeps(c, request),
+            lookup_stages=lookup_stages(c, request),
+            dq_in_main_kernel=dq_in_main_kernel(c, request),
             row_threads=ROW_THREADS,
         ),
     )
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
-    """Clocks a multiprocessor spends on one score (one query, one key) in the main kernel, by unit.
+    """Clocks an SM spends on one score (one query, one key) in the main kernel, by unit.
 
     Shared memory: what wgmma reads of both operands, but of P and dS in registers; copies of q and d_o; dS, and P
-    where it changes hands; and dQ on its way.  L2: q and d_o once a tile, and the sum of dq there and back.
+    where it changes hands; and dQ on its way.  L2: q and d_o once per tile, and the sum of dq there and back.
     """
     d, dv, dq = plan.padded_head_dim, plan.padded_v_head_dim, plan.dq_sum_columns
     q, kv, layout = plan.tile.q, plan.tile.kv, _layout(plan)
     special, arithmetic = profile(plan.variant).score_ops
-    share = arch.sms * arch.clock_hz
-    readers = 1 if layout.by_gradient else WARPGROUPS  # of q and d_o, for scores and then for gradients
+    sm_clocks = arch.sms * arch.clock_hz
+    readers = 1 if layout.split_dk_dv else WARPGROUPS  # of q and d_o, for scores and then for gradients
     moved = readers * ((ROWS + q) * (d + dv) + q * (d + dv)) + q * (d + dv)
     moved += WARPGROUPS * kv * (ROWS * len(layout.dq_parts) + layout.dq_columns)
-    moved += (4 if layout.by_gradient else 2) * q * kv
+    moved += (4 if layout.split_dk_dv else 2) * q * kv
     return {
-        "tensor": 2 * (2 * d + 2 * dv + dq) * share / arch.tensor_flops[NAME],
+        "tensor": 2 * (2 * d + 2 * dv + dq) * sm_clocks / arch.tensor_flops[NAME],
         "special": (1 + special) / arch.special_per_clock,
         "arithmetic": (SCORE_OPS + 2 * arithmetic) / arch.fp32_lanes,
         "shared memory": ITEM * moved / (q * kv * arch.smem_per_clock),
-        "l2": (ITEM * (d + dv) + 8 * dq) / kv * share / arch.l2_bytes_per_s,
+        "l2": (ITEM * (d + dv) + 8 * dq) / kv * sm_clocks / arch.l2_bytes_per_s,
     }
 
 
-def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
-    """Seconds a multiprocessor needs for one score, which rank the plan; one block shares it."""
+def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
+    """Seconds an SM needs for one score, which rank the plan; one block shares it."""
     by_unit = clocks(plan, arch)
     busiest, total = max(by_unit.values()), sum(by_unit.values())
-    step = STEP_CLOCKS[_layout(plan).turns] / (plan.tile.q * plan.tile.kv)
+    step = STEP_CLOCKS[_layout(plan).ping_pong] / (plan.tile.q * plan.tile.kv)
     return ((busiest + INTERFERENCE * (total - busiest) + step) / arch.clock_hz,)
 
 
-def busiest(plan: KernelPlan, paces: tuple[float, ...], problem: Problem, sms: int) -> float:
-    """Seconds of the multiprocessor with most blocks, if every block visits every query; O(1)."""
+def predicted_seconds(plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int) -> float:
+    """Seconds of the SM with most blocks, if every block visits every query; O(1)."""
     blocks = -(-problem.kv_len // plan.tile.kv) * problem.kv_heads * problem.batch
     scores = plan.tile.kv * max(1, -(-problem.q_len // plan.tile.q)) * plan.tile.q * problem.group
-    return math.ceil(blocks / sms) * scores * paces[0]
+    return math.ceil(blocks / sms) * scores * seconds_per_score[0]
