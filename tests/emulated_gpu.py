@@ -12,11 +12,12 @@ import torch
 from cuda.bindings import driver as real
 from fake_driver import OK, FakeDriver
 
+from flashgen import interpreter
 from flashgen.codegen import emit, params
+from flashgen.interpreter.tensormap import TensorMap
 from flashgen.ops import attention as ops
 from flashgen.planning.plan import KernelPlan
-from flashgen.runtime import cache, driver, kernel, nvrtc, ptx
-from flashgen.runtime.ptx.tensormap import TensorMap
+from flashgen.runtime import cache, driver, kernel, nvrtc
 
 BYTES, ALIGNMENT = 8 << 20, 512
 
@@ -100,7 +101,7 @@ class EmulatedGpu(FakeDriver):
 
     def _cuLaunchKernelEx(self, config, function, pointers, extra):
         plan: KernelPlan = self.plans[function[1]]
-        memory = ptx.Memory()
+        memory = interpreter.Memory()
         base = memory.add("memory", self.memory, writable=True)
         moved = base - self.memory.ctypes.data
         maps = len(params.maps(plan))
@@ -112,7 +113,7 @@ class EmulatedGpu(FakeDriver):
         for content, offset in places:
             (address,) = struct.unpack_from("<Q", content, offset)
             struct.pack_into("<Q", content, offset, address + moved)
-        module = ptx.load(nvrtc.ptx(emit(plan), plan.arch), target=plan.arch)
+        module = interpreter.load(nvrtc.ptx(emit(plan), plan.arch), target=plan.arch)
         grid, block = config.gridDimX, config.blockDimX
         report = module.launch(
             function[2].decode(), grid, block, config.sharedMemBytes, [bytes(one) for one in given], memory

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 import flashgen as fg
+from flashgen import interpreter
 from flashgen.analysis.facts import analyse
 from flashgen.codegen import device, emit, params
 from flashgen.codegen.backward import transposed
 from flashgen.lang.load import load_spec
 from flashgen.planning import backward, planner
 from flashgen.planning.problem import Problem
-from flashgen.runtime import nvrtc, ptx
+from flashgen.runtime import nvrtc
 from flashgen.runtime.philox import philox
 
 
@@ -121,10 +122,10 @@ def test_nothing_spills(spec, head_dim, arch, options):
 def run(kernel: str, *arrays: np.ndarray, threads: int = 32) -> None:
     """A kernel of one block that uses the device library, on the interpreter; every array may be written."""
     text = f"{device.used_by(kernel)}\n\n{kernel}"
-    memory = ptx.Memory()
+    memory = interpreter.Memory()
     addresses = [memory.add(f"a{i}", array, writable=True) for i, array in enumerate(arrays)]
     packed = [address.to_bytes(8, "little") for address in addresses]
-    ptx.load(nvrtc.ptx(text, "sm_80"), target="sm_80").launch("probe", 1, threads, 0, packed, memory)
+    interpreter.load(nvrtc.ptx(text, "sm_80"), target="sm_80").launch("probe", 1, threads, 0, packed, memory)
 
 
 EXACT = """

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import flashgen as fg
+from flashgen import interpreter
 from flashgen.analysis.tiles import Case
 from flashgen.codegen import emit, params
+from flashgen.interpreter.simulate import loaded, module, simulate, stored
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
 from flashgen.planning.plan import Part, Role, Tile
-from flashgen.runtime import ptx
-from flashgen.runtime.ptx.simulate import loaded, module, simulate, stored
 
 
 def plan_of(
@@ -146,7 +146,7 @@ def test_rows_heads_and_batches_may_lie_apart():
     """q, k, v and o as [batch, rows, heads, head_dim] tensors with room behind each row."""
     plan, case = plan_of(CAUSAL, head_dim=24, v_head_dim=16), case_of(37, 45, batch=2, heads=4, kv_heads=2)
     q, k, v = inputs(case, plan)
-    memory, values = ptx.Memory(), {**case.sizes, "q_tiles": 2, "scale": 0.25}
+    memory, values = interpreter.Memory(), {**case.sizes, "q_tiles": 2, "scale": 0.25}
     views = {}
     for name, x in (("q", q), ("k", k), ("v", v), ("o", np.zeros((2, 4, 37, 16), np.float32))):
         b, h, s, d = x.shape

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import flashgen as fg
+from flashgen import interpreter
 from flashgen.analysis import widths
 from flashgen.codegen import device, emit
 from flashgen.codegen.printer import Formula, Printer, RangePrinter
@@ -13,7 +14,7 @@ from flashgen.lang.build import apply, cast
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.expr import DType, Param, const, node
 from flashgen.planning import planner
-from flashgen.runtime import nvrtc, ptx, sass
+from flashgen.runtime import nvrtc, sass
 
 INT, WIDE, FLOAT = DType.INT32, DType.INT64, DType.FLOAT32
 Q, K = (node("index", INT, (), position) for position in "qk")
@@ -96,11 +97,11 @@ def module(arch):
 """)
     text = f"constexpr int QUERIES = {QUERIES}, KEYS = {KEYS};\nstruct Params {{ int keys, param_far, param_w; }};\n\n"
     text += "\n".join(kernels)
-    return ptx.load(nvrtc.ptx(device.used_by("DEVICE i64 u32 u64 " + text) + "\n\n" + text, arch), target=arch)
+    return interpreter.load(nvrtc.ptx(device.used_by("DEVICE i64 u32 u64 " + text) + "\n\n" + text, arch), target=arch)
 
 
 def launched(arch, kernel, far, shape, dtype):
-    memory, out = ptx.Memory(), np.zeros(shape, dtype)
+    memory, out = interpreter.Memory(), np.zeros(shape, dtype)
     params = np.array([KEYS, far, 3], np.int32).tobytes()
     address = memory.add("out", out, writable=True)
     module(arch).launch(kernel, 1, 32, 0, [params, int(address).to_bytes(8, "little")], memory)

@@ -10,10 +10,10 @@ import torch
 from ptx_attention import replace, work
 
 from flashgen.codegen import emit
+from flashgen.interpreter import errors
 from flashgen.lang.load import load_spec
 from flashgen.planning import planner
 from flashgen.runtime import nvrtc, sass
-from flashgen.runtime.ptx import errors
 
 #: Two tiles of queries by four tiles of keys.
 SHAPE = {"q_len": 150, "kv_len": 250, "heads": 2, "kv_heads": 1, "q_stages": 2}

@@ -14,12 +14,12 @@ from flashgen.analysis.facts import analyse
 from flashgen.bench.cells import FORWARD
 from flashgen.codegen import emit
 from flashgen.errors import PlanError
+from flashgen.interpreter import errors
 from flashgen.lang.load import load_spec
 from flashgen.planning import hopper, planner
 from flashgen.planning.problem import Problem
 from flashgen.planning.traffic import predict
 from flashgen.runtime import nvrtc, sass, tiles
-from flashgen.runtime.ptx import errors
 
 SMS = 132
 

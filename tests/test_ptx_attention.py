@@ -13,11 +13,11 @@ import flashgen as fg
 from flashgen.analysis.tiles import FULL, PARTIAL, Case, schedule
 from flashgen.codegen import emit
 from flashgen.errors import LaunchError
+from flashgen.interpreter import StepLimit
 from flashgen.lang.load import shipped
 from flashgen.planning.planner import menu
 from flashgen.planning.traffic import predict
 from flashgen.runtime import tiles
-from flashgen.runtime.ptx import StepLimit
 
 SPECS = sorted(shipped())
 SOME = ("full", "causal_bottom_right", "sliding_window", "document", "alibi", "softcap", "blocks", "relative_bias")

@@ -15,6 +15,8 @@ from tolerance import judge
 import flashgen as fg
 from flashgen.analysis.derivative import differentiable
 from flashgen.codegen import emit
+from flashgen.interpreter import errors
+from flashgen.interpreter.simulate import simulate_backward
 from flashgen.lang.load import shipped
 from flashgen.planning import ampere_backward, backward, planner
 from flashgen.planning.arch import find
@@ -22,8 +24,6 @@ from flashgen.planning.plan import Tile
 from flashgen.runtime import tiles
 from flashgen.runtime.gradients import baseline_gradients, reference_gradients
 from flashgen.runtime.philox import Dropout
-from flashgen.runtime.ptx import errors
-from flashgen.runtime.ptx.simulate import simulate_backward
 from flashgen.runtime.tiles_backward import count_backward
 
 SPECS = sorted(shipped())

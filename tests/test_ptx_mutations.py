@@ -12,7 +12,7 @@ import pytest
 from ptx_attention import replace, work
 
 from flashgen.codegen import emit
-from flashgen.runtime.ptx import errors
+from flashgen.interpreter import errors
 
 RESULT, CONFLICTS = "a wrong result", "bank conflicts"
 
