@@ -14,6 +14,7 @@ from flashgen.analysis.derivative import differentiable
 from flashgen.errors import FlashgenError, LaunchError
 from flashgen.lang.load import load_spec, shipped
 from flashgen.ops import dropout as drawing
+from flashgen.ops.backward import in_order
 from flashgen.runtime.gradients import baseline_gradients, reference_gradients
 from flashgen.runtime.philox import Dropout
 
@@ -221,14 +222,12 @@ def test_deterministic_walks_agree():
 
 
 def test_torch_may_ask_for_determinism_too(monkeypatch):
-    from flashgen.ops import autograd
-
-    assert not autograd.in_order(False) and autograd.in_order(True)
+    assert not in_order(False) and in_order(True)
     torch.use_deterministic_algorithms(True)
     try:
-        assert autograd.in_order(False)
+        assert in_order(False)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        assert not autograd.in_order(False)
+        assert not in_order(False)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -7,19 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from flashgen.analysis.derivative import differentiable
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
 from flashgen.ops import library
-from flashgen.ops.attention import run
+from flashgen.ops.backward import SECOND, with_gradient
+from flashgen.ops.forward import run
+from flashgen.ops.tracing import transformed
 from flashgen.runtime.philox import Dropout
-
-#: What differentiating a gradient is told.
-SECOND = (
-    "flashgen differentiates attention once: there is no gradient of its gradients\n"
-    "  nearest: backward() without create_graph, or attention in plain PyTorch where a second derivative is needed"
-)
-
 
 #: What forward-mode AD is told.
 FORWARD_MODE = (
@@ -71,21 +65,8 @@ def attention(
         names=tuple(tensors),
         numbers={name: x for name, x in named.items() if name not in tensors},
     )
-    function = _Transformed if library.transformed() else _Attention
+    function = _Transformed if transformed() else _Attention
     return function.apply(call, q, k, v, *tensors.values())
-
-
-def in_order(deterministic: bool) -> bool:
-    """Whether a backward sums in one order: the call's own word, or torch's for the process."""
-    return deterministic or (
-        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
-
-
-def with_gradient(variant: Variant, names: tuple[str, ...], needed: tuple[bool, ...]) -> tuple[str, ...]:
-    """The captured tensors of a call that want a gradient and have one, sorted."""
-    asked = {name for name, wants in zip(names, needed, strict=True) if wants}
-    return tuple(name for name in differentiable(variant.score_node) if name in asked)
 
 
 class _Attention(torch.autograd.Function):
@@ -101,7 +82,7 @@ class _Attention(torch.autograd.Function):
         if do is None and dlse is None:
             return (None,) * (1 + len(needed))
         wanted = with_gradient(ctx.call.variant, ctx.call.names, needed[3:])
-        function = _TransformedGradients if library.transformed() else _Gradients
+        function = _TransformedGradients if transformed() else _Gradients
         found = function.apply(ctx.call, wanted, do, dlse, *ctx.saved_tensors)
         by_name = dict(zip(wanted, found[3:], strict=True))
         gradients = (*found[:3], *(by_name.get(name) for name in ctx.call.names))

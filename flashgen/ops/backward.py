@@ -7,14 +7,24 @@ from typing import NamedTuple
 
 import torch
 
+from flashgen.analysis.derivative import differentiable
 from flashgen.analysis.facts import analyse
-from flashgen.ops import attention as forward
-from flashgen.ops.attention import ALIGNMENT, Numbers, Request
+from flashgen.lang.variant import Variant
+from flashgen.ops.call import ALIGNMENT, Request, check_rows, checked
+from flashgen.ops.forward import array, cpu_case
+from flashgen.ops.menus import cpu_request, gpu_arch
+from flashgen.ops.records import Numbers, call_key, calls_of, captured_shapes, remember
 from flashgen.planning import arch, backward, planner
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime import driver, kernel
 from flashgen.runtime.philox import Dropout
 from flashgen.runtime.tiles_backward import walk_backward
+
+#: What differentiating a gradient is told.
+SECOND = (
+    "flashgen differentiates attention once: there is no gradient of its gradients\n"
+    "  nearest: backward() without create_graph, or attention in plain PyTorch where a second derivative is needed"
+)
 
 #: Workspaces start at multiples of this many bytes of one allocation.
 _ROOM = 256
@@ -56,21 +66,21 @@ def run_backward(
         do, o = _loadable(do), _loadable(o)
         dlse = None if dlse is None else dlse.contiguous()
     wanted = tuple(wanted)
-    calls = forward.calls_of(variant)
+    calls = calls_of(variant)
     key = (
-        *forward.call_key(q, k, v, scale, named, calls.constants, dropout),
+        *call_key(q, k, v, scale, named, calls.constants, dropout),
         *(do.stride(), o.stride(), deterministic, wanted),
     )
     record = calls.backward.get(key)
     if record is None:
-        request = forward.checked(q, k, v, variant, scale, named, dropout)
+        request = checked(q, k, v, variant, scale, named, dropout)
         if request.problem.empty or request.problem.kv_len == 0:
             tensors = [request.tensors[name] for name in wanted]
             return Gradients(*(x.zero_() for x in results(q, k, v)), tuple(map(torch.zeros_like, tensors)))
         if not q.is_cuda:
             return _walk(do, dlse, q, k, v, o, lse, request, dropout, deterministic, wanted)
         record = _Record(do, q, k, v, o, request, dropout, deterministic, wanted)
-        forward.remember(calls.backward, key, record)
+        remember(calls.backward, key, record)
     return record(do, dlse, q, k, v, o, lse, scale, named, dropout)
 
 
@@ -87,14 +97,27 @@ def plan_of(
     problem, variant = request.problem, request.variant
     options = {"deterministic": deterministic, "dropout": dropout, "gradients": wanted}
     if q.is_cuda:
-        asked = (variant, forward.gpu_arch(q), problem.dtype, problem.head_dim, problem.v_head_dim)
+        asked = (variant, gpu_arch(q), problem.dtype, problem.head_dim, problem.v_head_dim)
         sms = driver.gpu(q.device.index).sms
         if any(kernel.tma_refusal(x.shape, x.stride(), x.itemsize) for x in (q, k, v)):
             options["pipeline"] = "ampere"
     else:
-        asked = forward.cpu_request(variant, problem)
+        asked = cpu_request(variant, problem)
         sms = arch.find(asked[1]).sms
     return planner.choose(planner.backward_menu(*asked, **options), problem, sms)
+
+
+def in_order(deterministic: bool) -> bool:
+    """Whether a backward sums in one order: the call's own word, or torch's for the process."""
+    return deterministic or (
+        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
+def with_gradient(variant: Variant, names: tuple[str, ...], needed: tuple[bool, ...]) -> tuple[str, ...]:
+    """The captured tensors of a call that want a gradient and have one, sorted."""
+    asked = {name for name, wants in zip(names, needed, strict=True) if wants}
+    return tuple(name for name in differentiable(variant.score_node) if name in asked)
 
 
 def results(*inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -150,9 +173,7 @@ class _Record:
         given = {"q": q, "k": k, "v": v, "o": o, "d_o": do}
         strides = {name: x.stride()[:3] for name, x in given.items()}
         strides |= {name: result[:3] for name, _, result in self._results}
-        self._launch = kernel.load(plan).backward_record(
-            problem, strides, forward.captured_shapes(request), q.device.index
-        )
+        self._launch = kernel.load(plan).backward_record(problem, strides, captured_shapes(request), q.device.index)
         shapes = {name: tuple(request.tensors[name].shape) for name in wanted}
         self._places, self._room = {}, 0
         for part in backward.workspaces(plan, problem, shapes):
@@ -177,7 +198,7 @@ class _Record:
         numbers = self._numbers(scale, named, dropout)
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor.data_ptr() % ALIGNMENT:
-                forward.check_rows(name, tensor)
+                check_rows(name, tensor)
         index = self._device.index
         if torch._C._cuda_getDevice() == index:
             return self._run(do, dlse, q, k, v, o, lse, numbers, named)
@@ -225,11 +246,11 @@ def _walk(
     walked = walk_backward(
         plan_of(request, q, k, v, dropout is not None, deterministic, wanted),
         analyse(request.variant),
-        forward.cpu_case(request),
-        *(forward.array(x) for x in (q, k, v, o, lse, do)),
+        cpu_case(request),
+        *(array(x) for x in (q, k, v, o, lse, do)),
         scale=request.scale,
         dtype=request.problem.dtype,
-        dlse=None if dlse is None else forward.array(dlse),
+        dlse=None if dlse is None else array(dlse),
         dropout=dropout,
     )
     found = results(q, k, v)

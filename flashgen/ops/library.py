@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
-from torch.autograd import forward_ad
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant, of_token
 from flashgen.ops import dropout as drawing
+from flashgen.ops.backward import SECOND, in_order, results, run_backward, with_gradient
+from flashgen.ops.forward import outputs, run
+from flashgen.ops.tracing import traced, transformed
 from flashgen.ops.values import WORD, no_flag, no_number, no_seed, no_tensor, no_variant, too_long
 from flashgen.runtime.philox import Dropout
 
@@ -60,30 +62,6 @@ _library.define(_CALL)
 _library.define(_REFUSE)
 _library.define(_FORWARD)
 _library.define(_BACKWARD)
-
-
-# Looked up once: every eager call asks.
-_transforms, _modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
-_Tensor = torch.Tensor
-
-
-def transformed() -> bool:
-    """Whether a torch.func transform or forward-mode AD is under way, which sees autograd.Functions alone."""
-    return _transforms() or forward_ad._current_level >= 0
-
-
-def traced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether a mode or a kind of tensor sees what torch's ops do, as make_fx and FakeTensors: then a call is one."""
-    if _modes():
-        return True
-    if type(q) is type(k) is type(v) is _Tensor:
-        return False
-    return any(watched(x) and not x.is_nested for x in (q, k, v))
-
-
-def watched(x: object) -> bool:
-    """Whether a tensor's own class says what torch's ops do with it."""
-    return isinstance(x, torch.Tensor) and torch._C._dispatch_keys(x).has(torch._C.DispatchKey.Python)
 
 
 def through_op(
@@ -153,8 +131,6 @@ def attend(
     dropout: Dropout | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of a call whose dropout is drawn: by the op where it is traced, else at once."""
-    from flashgen.ops.attention import run
-
     if not traced(q, k, v):
         return run(q, k, v, variant, scale, named, dropout)
     return torch.ops.flashgen.attention(q, k, v, *_rest(variant, scale, named, dropout, False))
@@ -178,9 +154,6 @@ def differentiate(
 ) -> tuple[torch.Tensor, ...]:
     """Gradients as `run_backward` gives them, flat: by the op where it is traced, else at once."""
     if not traced(q, k, v):
-        from flashgen.ops.autograd import in_order
-        from flashgen.ops.backward import run_backward
-
         given = (do, dlse, q, k, v, o, lse, variant, scale, named, dropout)
         found = run_backward(*given, deterministic=in_order(deterministic), wanted=wanted)
         return *found[:3], *found.captured
@@ -276,8 +249,6 @@ def _given(
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
-    from flashgen.ops.attention import run
-
     *given, _ = rest
     return run(q, k, v, *_given(*given))
 
@@ -292,9 +263,6 @@ def _attention_backward(
     lse: torch.Tensor,
     *rest: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    from flashgen.ops.autograd import in_order
-    from flashgen.ops.backward import run_backward
-
     *given, deterministic, wanted = rest
     tensors = (do, dlse, q, k, v, o, lse)
     found = run_backward(*tensors, *_given(*given), deterministic=in_order(deterministic), wanted=wanted)
@@ -308,16 +276,12 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: str, *_)
 
 
 def _results(q: torch.Tensor, v: torch.Tensor, *_) -> tuple[torch.Tensor, torch.Tensor]:
-    from flashgen.ops.attention import outputs
-
     if q.dim() != 4 or v.dim() != 4:  # refused when the graph runs
         return torch.empty_like(q), torch.empty_like(q)
     return outputs(q, v)
 
 
 def _backward_shapes(do, dlse, q, k, v, o, lse, variant, tensor_names, tensors, *rest):
-    from flashgen.ops.backward import results
-
     named, wanted = dict(zip(tensor_names, tensors, strict=True)), rest[-1]
     contiguous = torch.contiguous_format
     return *results(q, k, v), [torch.empty_like(named[name], memory_format=contiguous) for name in wanted]
@@ -332,8 +296,6 @@ def _keep(ctx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None
 
 
 def _differentiate(ctx, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
-    from flashgen.ops.autograd import with_gradient
-
     q, k, v, o, lse, *tensors = ctx.saved_tensors
     variant, tensor_names, names, numbers, symbol_names, has_state, deterministic = ctx.rest
     state = tensors.pop(0) if has_state else None
@@ -351,8 +313,6 @@ def _differentiate(ctx, do: torch.Tensor | None, dlse: torch.Tensor | None) -> t
 
 
 def _no_second(ctx, *_):
-    from flashgen.ops.autograd import SECOND
-
     raise LaunchError(SECOND)
 
 
