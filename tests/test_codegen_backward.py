@@ -14,6 +14,7 @@ from flashgen.lang.load import load_spec
 from flashgen.planning import backward, planner
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
+from flashgen.runtime.launch import grids
 from flashgen.runtime.philox import philox
 
 
@@ -83,7 +84,7 @@ def test_params_are_those_that_the_kernel_takes(options):
 def test_launches_and_workspaces():
     problem = problem_of()
     plan = plan_of("alibi", gradients=("slopes",))
-    found = backward.launches(plan, problem)
+    found = grids(plan, problem, sms=108)
     names = ["clear", "prepare", "", "finish"]
     assert [x.entry.removeprefix("attention_backward").removeprefix("_") for x in found] == names
     tiles = -(-300 // plan.tile.q)
@@ -93,7 +94,7 @@ def test_launches_and_workspaces():
     sure = plan_of("alibi", gradients=("slopes",), deterministic=True)
     memory = {p.name: p.amount for p in backward.workspaces(sure, problem, {"slopes": (4,)})}
     assert memory["exact_slopes"] == 4 * 64 and "dq_sum" not in memory
-    assert not any(x.entry == "attention_backward" for x in backward.launches(plan, problem_of(kv_len=0)))
+    assert not any(x.entry == "attention_backward" for x in grids(plan, problem_of(kv_len=0), sms=108))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from flashgen.planning import backward, planner
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.plan import Tile
 from flashgen.planning.traffic import predict
+from flashgen.runtime.launch import grids
 from flashgen.runtime.tiles_backward import count_backward
 
 SPECS = sorted(shipped())
@@ -161,7 +162,7 @@ def test_json_and_tables():
     p = predict(plan, problem, case_of(table, problem))
     found = json.loads(json.dumps(p.as_json()))
     assert (found["pass"], found["deterministic"], found["gradients"]) == ("backward", True, ["table"])
-    assert [k["entry"] for k in found["kernels"]] == [x.entry for x in backward.launches(plan, problem)]
+    assert [k["entry"] for k in found["kernels"]] == [x.entry for x in grids(plan, problem, sms=108)]
     assert sum(k["read_bytes"] for k in found["kernels"]) == found["hbm"]["read_bytes"]
     assert {w["name"] for w in found["workspaces"]} == {"lse_log2", "delta", "exact_table"}
     tables = {t.title: t for t in p.tables()}
@@ -287,7 +288,7 @@ def test_hoppers_dq_is_added_up_in_whole_boxes(dims, columns):
     rows = -(-200 // plan.tile.q) * plan.tile.q * 8
     assert {part.name: part.amount for part in p.workspaces}["dq_sum"] == 4 * rows * columns
     entries = ("attention_backward_prepare", "attention_backward", "attention_backward_finish")
-    assert tuple(entry for entry, _ in p.kernels) == entries == tuple(x.entry for x in backward.launches(plan, problem))
+    assert tuple(entry for entry, _ in p.kernels) == entries == tuple(x.entry for x in grids(plan, problem, sms=132))
     assert p.predicted_ms > 0 and plan.smem_bytes <= 227 * 1024
 
 

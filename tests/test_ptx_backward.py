@@ -293,7 +293,7 @@ def test_an_order_that_is_not_kept_is_noticed(head_dim, name):
 def test_a_block_that_waits_for_another_than_the_one_before_never_ends():
     """So every test above that ends says that blocks of keys and of queries find the same tiles."""
     b = Backward("causal", pipeline="hopper", deterministic=True, q_len=150, kv_len=300)
-    steps = b.run().reports[backward.MAIN].steps
+    steps = b.run().reports["attention_backward"].steps
     with pytest.raises(errors.StepLimit):
         b.run(replace("int tile = shared.keys.k_first / TILE_KV + 1;", "int tile = 0;"), step_limit=2 * steps)
 

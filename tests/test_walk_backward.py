@@ -14,8 +14,8 @@ from flashgen.analysis import tiles as analysis_tiles
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.lang.load import load_spec, shipped
-from flashgen.planning import backward
 from flashgen.runtime.gradients import reference_gradients
+from flashgen.runtime.launch import grids
 from flashgen.runtime.philox import Dropout
 from flashgen.runtime.tiles_backward import count_backward
 
@@ -212,10 +212,10 @@ def test_full_attention_moves_what_the_algorithm_does():
     assert found["attention_backward"].written == {"dq": kv_tiles * rows * 64 * 4, "dk": keys, "dv": keys}
     assert found["attention_backward_finish"].read == {"dq": rows * 64 * 4}
     assert found["attention_backward_finish"].written == {"dq": rows * 128}
-    assert list(found) == [launch.entry for launch in backward.launches(plan, problem)]
+    assert list(found) == [grid.entry for grid in grids(plan, problem, sms=132)]
     plan = plan_of(full, problem, (64, 32), deterministic=True)
     alone = count_backward(plan, facts, case, **shape).kernels
-    assert list(alone) == [launch.entry for launch in backward.launches(plan, problem)]
+    assert list(alone) == [grid.entry for grid in grids(plan, problem, sms=132)]
     assert alone["attention_backward_dq"].read == {
         "q": rows * 128,
         "do": rows * 128,

@@ -1,22 +1,23 @@
-"""Run the kernels of a plan in the interpreter: emit, compile to PTX, launch on NumPy tensors."""
+"""Execute a launch in the interpreter: emit, compile to PTX, put NumPy tensors in memory, run the kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from flashgen.codegen import emit, params
+from flashgen.codegen import emit
 from flashgen.errors import LaunchError
 from flashgen.interpreter.counters import Report
 from flashgen.interpreter.machine import STEP_LIMIT, Module, load
 from flashgen.interpreter.memory import Memory
 from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
-from flashgen.interpreter.tensormap import BFLOAT16, FLOAT16, TensorMap
-from flashgen.planning import backward
+from flashgen.interpreter.tensormap import BFLOAT16, FLOAT16, SWIZZLE_SPAN, TensorMap
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
+from flashgen.runtime.launch import Captured, Launch, TensorMapDesc, main_entry, make_launch
 
 if TYPE_CHECKING:
     from flashgen.analysis.tiles import Case
@@ -33,8 +34,10 @@ _STORED = {
     "float16": np.float16,
     "float32": np.float32,
 }
-#: Rows of a box of q and of o: those of one warpgroup.
-_BOX_ROWS = 64
+_ENUMERATORS = {"float16": FLOAT16, "bfloat16": BFLOAT16}
+
+#: Tensors whose strides a launch is made of.
+_STRIDED = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
 
 
 class Simulated(NamedTuple):
@@ -78,67 +81,103 @@ def module(source: str, arch: str) -> Module:
     return load(nvrtc.ptx(source, arch), target=arch)
 
 
-class _Arguments:
-    """Tensors placed in memory, and the values of the members of `Params`."""
+def execute(
+    launch: Launch,
+    memory: Memory,
+    addresses: Mapping[str, int],
+    *,
+    source: str | None = None,
+    seed: int | None = None,
+    check: bool = True,
+    step_limit: int = STEP_LIMIT,
+) -> dict[str, Report]:
+    """Run the kernels of a launch on tensors that lie in memory, and say what each did, by its entry.
 
-    def __init__(self, plan: KernelPlan, case: Case, scale: float, dropout: Dropout | None) -> None:
-        self.plan = plan
-        self.memory = Memory()
-        self.values: dict[str, int | float] = {**case.sizes, "scale": scale}
-        self.tensors: dict[str, np.ndarray] = {}
-        for name, value in case.params.items():
-            self.values[f"param_{name}"] = value
+    `addresses` are those of `launch.pointers`.  `source` replaces the emitted text; `seed` and `check` are those of
+    Module.launch.  Raises CompileError, BadLaunch, and a Trap for what a kernel does wrong.
+    """
+    plan, layout = launch.plan, launch.plan.backward
+    in_order = layout is not None and (layout.sweeps or (plan.deterministic and layout.adds_dq))
+    kernel, packed = module(source if source is not None else emit(plan), plan.arch), launch.packed(addresses)
+    return {
+        grid.entry: kernel.launch(
+            grid.entry,
+            grid.blocks,
+            grid.threads,
+            grid.smem_bytes,
+            [*(_tensor_map(desc, addresses[desc.tensor]) for desc in launch.maps_of(grid)), packed],
+            memory,
+            seed=seed,
+            check=check,
+            step_limit=step_limit,
+            in_order=in_order,
+        )
+        for grid in launch.grids
+    }
+
+
+def _tensor_map(desc: TensorMapDesc, address: int) -> bytes:
+    swizzle = next(n for n, span in SWIZZLE_SPAN.items() if span == desc.swizzle)
+    return TensorMap.encode_tiled(
+        *(_ENUMERATORS[desc.dtype], len(desc.sizes), address, desc.sizes, desc.strides, desc.box),
+        element_strides=(1,) * len(desc.sizes),
+        swizzle=swizzle,
+    ).to_bytes()
+
+
+class _Tensors:
+    """The tensors of one call, contiguous in memory, and the launch on them."""
+
+    def __init__(self, plan: KernelPlan, case: Case) -> None:
+        if 0 in (case.sizes["batch"], case.sizes["heads"], case.sizes["q_len"]):
+            raise LaunchError("a problem without any output element launches no kernel")
+        self.plan, self.case, self.memory = plan, case, Memory()
+        self.addresses: dict[str, int] = {}
+        self.strides: dict[str, tuple[int, int, int]] = {}
+        self.captured: dict[str, Captured] = {}
         for tensor in plan.variant.tensors:
             array = stored(case.tensors[tensor.name], tensor.dtype)
-            self.values[f"tensor_{tensor.name}"] = self.memory.add(tensor.name, array)
-            for axis, (size, stride) in enumerate(zip(array.shape, _strides(array), strict=True)):
-                self.values[f"size{axis}_{tensor.name}"] = size
-                self.values[f"stride{axis}_{tensor.name}"] = stride if size > 1 else 0
-        if dropout is not None:
-            self.values |= {
-                "dropout_seed": dropout.seed,
-                "dropout_offset": dropout.offset,
-                "dropout_threshold": dropout.threshold,
-                "dropout_scale": dropout.scale,
-            }
+            self.addresses[f"tensor_{tensor.name}"] = self.memory.add(tensor.name, array)
+            self.captured[tensor.name] = Captured(sizes=array.shape, strides=_strides(array))
 
     def add(self, name: str, array: np.ndarray, *, writable: bool = False) -> np.ndarray:
-        """A tensor as it lies in memory; strides over batch, heads and rows go with it where it has them."""
-        self.values[name] = self.memory.add(name, array, writable=writable)
-        self.tensors[name] = array
-        if array.ndim == 4:
-            for axis, stride in zip(("batch", "head", "row"), _strides(array), strict=False):
-                self.values[f"{name}_{axis}"] = stride
+        """A tensor at the pointer of this name; strides over batch, heads and rows go with it where it has them."""
+        self.addresses[name] = self.memory.add(name, array, writable=writable)
+        if array.ndim == 4 and name in _STRIDED:
+            self.strides[name] = _strides(array)[:3]
         return array
 
     def result(self, name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         """A tensor to be written, NaN at first."""
         return self.add(name, stored(np.full(shape, np.nan, np.float32), dtype), writable=True)
 
-    def tensor_map(self, name: str, rows: int, pack: int | None = None) -> bytes:
-        """The map of [batch, heads, length, dim]: boxes of 64 columns by `rows` rows, 128-byte swizzle.
+    def run(
+        self,
+        facts: Mapping[str, object],
+        change: Callable[[Launch], Launch] | None,
+        **options: object,
+    ) -> tuple[dict[str, np.ndarray], dict[str, Report]]:
+        """Make the launch, `change` it and execute it; its workspaces by name, which start as NaN, and reports.
 
-        Where rows are those of `pack` heads, heads stand before queries.
+        `facts` are what make_launch is told beside the tensors, `options` those of `execute`.
         """
-        array = self.tensors[name]
-        batch, heads, length, dim = array.shape
-        _, head, row, _ = (stride * array.itemsize for stride in _strides(array))
-        sizes, strides, box = (max(length, 1), heads), (row, head), (rows, 1)
-        if pack is not None:
-            sizes, strides, box = sizes[::-1], strides[::-1], (pack, rows // pack)
-        return TensorMap.encode_tiled(
-            BFLOAT16 if self.plan.dtype == "bfloat16" else FLOAT16,
-            4,
-            int(self.values[name]),
-            (dim, *sizes, batch),
-            (*strides, heads * head),
-            (64, *box, 1),
-            (1, 1, 1, 1),
-            swizzle=3,
-        ).to_bytes()
-
-    def packed(self) -> bytes:
-        return params.pack(self.plan, self.values)
+        shape = {**self.case.sizes, "head_dim": self.plan.head_dim, "v_head_dim": self.plan.v_head_dim}
+        launch = make_launch(
+            self.plan,
+            Problem(**shape, dtype=self.plan.dtype),
+            strides=self.strides,
+            captured=self.captured,
+            params=self.case.params,
+            **facts,
+        )
+        launch = launch if change is None else change(launch)
+        for part in launch.cleared:
+            self.add(part.name, np.zeros(part.amount // 4, np.int32), writable=True)
+        workspaces = {
+            part.name: self.add(part.name, np.full(part.amount // 4, np.nan, np.float32), writable=True)
+            for part in launch.workspaces
+        }
+        return workspaces, execute(launch, self.memory, self.addresses, **options)
 
 
 def _strides(array: np.ndarray) -> tuple[int, ...]:
@@ -148,14 +187,6 @@ def _strides(array: np.ndarray) -> tuple[int, ...]:
         out.append(step)
         step *= size
     return tuple(reversed(out))
-
-
-def _outputs_of(case: Case) -> tuple[int, int, int]:
-    """(batch, heads, q_len).  Raises LaunchError where there is no output."""
-    rows = case.sizes["batch"], case.sizes["heads"], case.sizes["q_len"]
-    if 0 in rows:
-        raise LaunchError("a problem without any output element launches no kernel")
-    return rows
 
 
 def simulate(
@@ -172,46 +203,27 @@ def simulate(
     check: bool = True,
     track: tuple[str, ...] = (),
     step_limit: int = STEP_LIMIT,
-    multiprocessors: int = 2,
+    sms: int = 2,
+    l2_kv_heads: int | None = 2,
+    change: Callable[[Launch], Launch] | None = None,
 ) -> Simulated:
     """Run a plan's forward kernel on [batch, heads, length, dim] float arrays, rounded to the plan's dtype.
 
-    `source` replaces the emitted text (mutations, probes).  `seed` and `check` are those of Module.launch; buffers
-    named in `track` have the addresses of their accesses recorded; `multiprocessors` is the number of blocks of a
-    pipeline whose blocks take tile after tile.  o and lse start as NaN.  Raises CompileError, LaunchError for a problem
-    without any output, and a Trap for what the kernel does wrong.
+    `source` replaces the emitted text and `change` the launch (mutations, probes).  `seed` and `check` are those of
+    Module.launch; buffers named in `track` have the addresses of their accesses recorded; `sms` and `l2_kv_heads` are
+    those of make_launch, of a GPU as small as the problems that can be run here.  o and lse start as NaN.  Raises
+    CompileError, LaunchError for a problem without any output, and a Trap for what the kernel does wrong.
     """
-    rows = _outputs_of(case)
-    arguments = _Arguments(plan, case, scale, dropout)
-    arguments.memory.track = frozenset(track)
+    tensors = _Tensors(plan, case)
+    tensors.memory.track = frozenset(track)
     for name, array in (("q", q), ("k", k), ("v", v)):
-        arguments.add(name, stored(array, plan.dtype))
-    o = arguments.result("o", (*rows, plan.v_head_dim), plan.dtype)
-    lse = arguments.result("lse", rows, "float32")
-    group = case.sizes["heads"] // case.sizes["kv_heads"]
-    pack, q_tiles = plan.pack(group), -(-rows[2] // plan.tile_queries(group))
-    arguments.values |= {"q_tiles": q_tiles, "packs": rows[1] // pack, "pack_log2": pack.bit_length() - 1}
-    blocks = q_tiles * rows[0] * rows[1] // pack
-    maps = []
-    if plan.specialized is not None:
-        arguments.add("counters", np.zeros(2, np.int32), writable=True)
-        arguments.values["l2_heads"] = min(2, rows[1] // pack)
-        of_rows = {"rows": _BOX_ROWS, "pack": pack if plan.packed else None}
-        boxes = {name: {"rows": plan.tile.kv} if name in "kv" else of_rows for name in params.maps(plan)}
-        maps = [arguments.tensor_map(name, **box) for name, box in boxes.items()]
-        blocks = min(blocks, multiprocessors)
-    report = module(source if source is not None else emit(plan), plan.arch).launch(
-        f"attention_{plan.pass_name}",
-        blocks,
-        plan.threads,
-        plan.smem_bytes,
-        [*maps, arguments.packed()],
-        arguments.memory,
-        seed=seed,
-        check=check,
-        step_limit=step_limit,
-    )
-    return Simulated(loaded(o, plan.dtype), lse, report)
+        tensors.add(name, stored(array, plan.dtype))
+    rows = case.sizes["batch"], case.sizes["heads"], case.sizes["q_len"]
+    o = tensors.result("o", (*rows, plan.v_head_dim), plan.dtype)
+    lse = tensors.result("lse", rows, "float32")
+    facts = {"scale": scale, "dropout": dropout, "sms": sms, "l2_kv_heads": l2_kv_heads}
+    _, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)
+    return Simulated(loaded(o, plan.dtype), lse, reports[main_entry(plan)])
 
 
 def simulate_backward(
@@ -231,52 +243,28 @@ def simulate_backward(
     seed: int | None = None,
     check: bool = True,
     step_limit: int = STEP_LIMIT,
-    l2_heads: int = 2,
-    lead: int = 2,
+    sms: int = 2,
+    l2_kv_heads: int | None = 2,
+    lead: int | None = 2,
+    change: Callable[[Launch], Launch] | None = None,
 ) -> SimulatedBackward:
     """Run the kernels of a backward plan, in their order, on the results of a forward.
 
     Arrays are [batch, heads, length, dim] floats, rounded to the plan's dtype, lse and dlse [batch, heads, q_len].
-    Results and workspaces start as NaN.  Options and errors are those of `simulate`; `l2_heads` and `lead` are
-    fewer key heads than on a GPU, so that small problems show what blocks do for each other.
+    Results and workspaces start as NaN.  Options and errors are those of `simulate`; `lead` is that of make_launch.
     """
-    rows = _outputs_of(case)
-    arguments = _Arguments(plan, case, scale, dropout)
+    tensors = _Tensors(plan, case)
     for name, array in (("q", q), ("k", k), ("v", v), ("o", o), ("d_o", d_o)):
-        arguments.add(name, stored(array, plan.dtype))
-    arguments.add("lse", np.ascontiguousarray(lse, np.float32))
-    arguments.values["dlse"] = 0
+        tensors.add(name, stored(array, plan.dtype))
+    tensors.add("lse", np.ascontiguousarray(lse, np.float32))
     if dlse is not None:
-        arguments.add("dlse", np.ascontiguousarray(dlse, np.float32))
-    results = [arguments.result(f"d{name}", array.shape, plan.dtype) for name, array in (("q", q), ("k", k), ("v", v))]
+        tensors.add("dlse", np.ascontiguousarray(dlse, np.float32))
+    else:
+        tensors.addresses["dlse"] = 0
+    results = [tensors.result(f"d{name}", array.shape, plan.dtype) for name, array in (("q", q), ("k", k), ("v", v))]
     captured = {
-        name: arguments.result(f"grad_{name}", np.shape(case.tensors[name]), "float32") for name in plan.gradients
+        name: tensors.result(f"grad_{name}", np.shape(case.tensors[name]), "float32") for name in plan.gradients
     }
-    problem = Problem(**case.sizes, head_dim=plan.head_dim, v_head_dim=plan.v_head_dim, dtype=plan.dtype)
-    shapes = {name: array.shape for name, array in captured.items()}
-    workspaces = {
-        part.name: arguments.add(part.name, np.full(part.amount // 4, np.nan, np.float32), writable=True)
-        for part in backward.workspaces(plan, problem, shapes)
-    }
-    arguments.values["q_tiles"] = -(-rows[2] // plan.tile.q)
-    arguments.values["kv_tiles"] = -(-case.sizes["kv_len"] // plan.tile.kv)
-    heads = rows[0] * case.sizes["kv_heads"]
-    arguments.values |= {"l2_heads": min(l2_heads, heads), "lead": min(lead, heads)}
-    maps = [arguments.tensor_map(n, plan.tile.kv if n in "kv" else plan.tile.q) for n in params.maps(plan)]
-    kernel = module(source if source is not None else emit(plan), plan.arch)
-    reports = {
-        launch.entry: kernel.launch(
-            launch.entry,
-            launch.blocks,
-            launch.threads,
-            launch.smem_bytes,
-            [*(maps if launch.entry == backward.MAIN else ()), arguments.packed()],
-            arguments.memory,
-            seed=seed,
-            check=check,
-            step_limit=step_limit,
-            in_order=plan.backward.sweeps or (plan.deterministic and plan.backward.adds_dq),
-        )
-        for launch in backward.launches(plan, problem)
-    }
+    facts = {"scale": scale, "dropout": dropout, "sms": sms, "l2_kv_heads": l2_kv_heads, "lead": lead}
+    workspaces, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)
     return SimulatedBackward(*(loaded(result, plan.dtype) for result in results), captured, workspaces, reports)

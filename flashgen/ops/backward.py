@@ -13,10 +13,11 @@ from flashgen.lang.variant import Variant
 from flashgen.ops.call import ALIGNMENT, Request, check_rows, checked
 from flashgen.ops.forward import array, cpu_case
 from flashgen.ops.menus import cpu_request, gpu_arch
-from flashgen.ops.records import Numbers, call_key, calls_of, captured_shapes, remember
-from flashgen.planning import arch, backward, planner
+from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
+from flashgen.planning import arch, planner
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime import driver, kernel
+from flashgen.runtime.launch import tma_refusal
 from flashgen.runtime.philox import Dropout
 from flashgen.runtime.tiles_backward import walk_backward
 
@@ -99,7 +100,7 @@ def plan_of(
     if q.is_cuda:
         asked = (variant, gpu_arch(q), problem.dtype, problem.head_dim, problem.v_head_dim)
         sms = driver.gpu(q.device.index).sms
-        if any(kernel.tma_refusal(x.shape, x.stride(), x.itemsize) for x in (q, k, v)):
+        if any(tma_refusal(x.shape, x.stride(), x.itemsize) for x in (q, k, v)):
             options["pipeline"] = "ampere"
     else:
         asked = cpu_request(variant, problem)
@@ -145,7 +146,7 @@ def _written_out(x: torch.Tensor) -> torch.Tensor:
 def _loadable(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy where a kernel could not load its rows 16 bytes at a time, or TMA not at all."""
     aligned = x.stride(3) == 1 and x.data_ptr() % ALIGNMENT == 0
-    aligned &= kernel.tma_refusal(x.shape, x.stride(), x.itemsize) is None
+    aligned &= tma_refusal(x.shape, x.stride(), x.itemsize) is None
     for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
         aligned &= size == 1 or stride * x.itemsize % ALIGNMENT == 0
     return x if aligned else x.contiguous()
@@ -166,17 +167,16 @@ class _Record:
         deterministic: bool,
         wanted: tuple[str, ...],
     ) -> None:
-        problem = request.problem
         plan = plan_of(request, q, k, v, dropout is not None, deterministic, wanted)
         self._device, self._wanted = q.device, wanted
         self._results = [(name, x.shape, _strides(x)) for name, x in (("dq", q), ("dk", k), ("dv", v))]
         given = {"q": q, "k": k, "v": v, "o": o, "d_o": do}
         strides = {name: x.stride()[:3] for name, x in given.items()}
         strides |= {name: result[:3] for name, _, result in self._results}
-        self._launch = kernel.load(plan).backward_record(problem, strides, captured_shapes(request), q.device.index)
-        shapes = {name: tuple(request.tensors[name].shape) for name in wanted}
+        launch = launch_of(request, plan, strides, dropout, driver.gpu(q.device.index).sms)
+        self._record, self._pointers = kernel.load(plan).record(launch, q.device.index), launch.pointers
         self._places, self._room = {}, 0
-        for part in backward.workspaces(plan, problem, shapes):
+        for part in launch.workspaces:
             self._places[part.name] = self._room
             self._room += -(-part.amount // _ROOM) * _ROOM
         self._tensors = tuple(request.tensors)
@@ -220,7 +220,7 @@ class _Record:
         addresses |= {name: start + place for name, place in self._places.items()}
         addresses["dlse"] = 0 if dlse is None else dlse.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        self._launch(tuple(addresses[name] for name in self._launch.pointers), numbers, stream)
+        self._record(tuple(addresses[name] for name in self._pointers), numbers, stream)
         captured = tuple(sums[name].to(named[name].dtype) for name in self._wanted)
         return Gradients(*found.values(), captured)
 

@@ -15,7 +15,8 @@ from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
 from flashgen.ops.call import Request, factor
 from flashgen.ops.values import no_variant
-from flashgen.runtime import kernel
+from flashgen.planning.plan import KernelPlan
+from flashgen.runtime.launch import Captured, Launch, dropout_scalars, make_launch
 from flashgen.runtime.philox import Dropout
 
 #: Records of one variant; when there are more they are all dropped, and shapes still in use come back.
@@ -95,12 +96,27 @@ class Numbers:
             values = self._variant.values({name: named[name] for name in self._params if name in named})
             numbers = abs(factor(scale, self._head_dim)), *[values[name] for name in self._params]
             self._last = (now, numbers)
-        return numbers if dropout is None else (*numbers, *kernel.dropout_numbers(dropout))
+        return numbers if dropout is None else (*numbers, *dropout_scalars(dropout))
 
 
-def captured_shapes(request: Request) -> dict[str, kernel.Captured]:
-    """Shapes of the captured tensors as records take them."""
-    return {
-        name: kernel.Captured(sizes=tuple(tensor.shape), strides=tensor.stride())
-        for name, tensor in request.tensors.items()
-    }
+def launch_of(
+    request: Request,
+    plan: KernelPlan,
+    strides: Mapping[str, tuple[int, int, int]],
+    dropout: Dropout | None,
+    sms: int,
+) -> Launch:
+    """The launch of a plan on a call's tensors, of these strides in elements, on a GPU of so many SMs."""
+    return make_launch(
+        plan,
+        request.problem,
+        strides=strides,
+        captured={
+            name: Captured(sizes=tuple(tensor.shape), strides=tensor.stride())
+            for name, tensor in request.tensors.items()
+        },
+        scale=request.scale,
+        params=request.params,
+        dropout=dropout,
+        sms=sms,
+    )
