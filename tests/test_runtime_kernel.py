@@ -1,5 +1,6 @@
 """Launch records without a GPU: what a driver would be handed, call by call."""
 
+import ctypes
 import dataclasses
 import struct
 import sys
@@ -7,11 +8,13 @@ import threading
 import warnings
 
 import pytest
-from fake_driver import FakeDriver
+from emulated_gpu import EmulatedGpu
+from fake_driver import OK, FakeDriver
 
 import flashgen as fg
 from flashgen.codegen import params
 from flashgen.errors import CompileError
+from flashgen.interpreter import simulate
 from flashgen.planning import planner
 from flashgen.planning.problem import Problem
 from flashgen.runtime import cache, driver, kernel, nvrtc
@@ -87,6 +90,39 @@ def test_a_record_packs_what_the_kernel_reads(fake, ready, launch):
     assert launched.gridDimX == q_tiles * 6 * 2 and launched.blockDimX == ready.plan.threads
     assert launched.sharedMemBytes == ready.plan.smem_bytes and launched.hStream == 5
     assert launched.function[1:] == ("context 1", b"attention_forward")
+
+
+class ArgumentsOf(EmulatedGpu):
+    """Keeps what each kernel of a launch is given, byte by byte."""
+
+    def __init__(self, launch):
+        super().__init__()
+        self.launch, self.grids, self.arguments = launch, [], []
+
+    def _cuLaunchKernelEx(self, config, function, pointers, extra):
+        grid = self.launch.grids[len(self.grids)]
+        sizes = [*(128 for _ in self.launch.maps_of(grid)), params.sizeof(self.launch.plan)]
+        given = (ctypes.c_void_p * len(sizes)).from_address(pointers)
+        self.arguments.append([ctypes.string_at(a, n) for a, n in zip(given, sizes, strict=True)])
+        self.grids.append((function[2].decode(), config.gridDimX, config.blockDimX, config.sharedMemBytes))
+        return (OK,)
+
+
+@pytest.mark.parametrize(
+    ("menu", "arch"), [(planner.menu, "sm_80"), (planner.menu, "sm_90a"), (planner.backward_menu, "sm_90a")]
+)
+def test_the_driver_executes_the_launch_that_the_interpreter_does(fake, monkeypatch, ready, menu, arch):
+    plan = menu(fg.variant(lambda b, h, q, k: k <= q), arch, "bfloat16", 64).plans[0]
+    strides = {name: (64_000, 640, 64) for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")}
+    given = {"strides": strides, "captured": {}, "scale": 0.125, "params": {}, "sms": 3}
+    launch = make_launch(plan, PROBLEM, **given)
+    gpu = ArgumentsOf(launch)
+    monkeypatch.setattr(driver, "_api", lambda: gpu)
+    record = dataclasses.replace(ready, plan=plan).record(launch, device=1)
+    addresses = {name: 0x1000 * (1 + i) for i, name in enumerate(launch.pointers)}
+    record(tuple(addresses.values()), tuple(launch.values[name] for name in launch.scalars), stream=5)
+    assert [(x.entry, x.blocks, x.threads, x.smem_bytes) for x in launch.grids] == gpu.grids
+    assert [simulate.arguments(launch, grid, addresses) for grid in launch.grids] == gpu.arguments
 
 
 def test_a_repeated_call_changes_addresses_and_numbers_alone(fake, ready, launch):

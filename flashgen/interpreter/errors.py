@@ -90,6 +90,10 @@ class BarrierMisuse(Trap):
     """A barrier used before its init, with another count, or with too many arrivals."""
 
 
+class NotCleared(Trap):
+    """A launch left behind what the next one takes for zeros."""
+
+
 class Deadlock(Trap):
     """No warp can advance; says who waits for what."""
 

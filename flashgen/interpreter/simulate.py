@@ -11,13 +11,14 @@ import numpy as np
 from flashgen.codegen import emit
 from flashgen.errors import LaunchError
 from flashgen.interpreter.counters import Report
+from flashgen.interpreter.errors import NotCleared
 from flashgen.interpreter.machine import STEP_LIMIT, Module, load
 from flashgen.interpreter.memory import Memory
 from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
 from flashgen.interpreter.tensormap import BFLOAT16, FLOAT16, SWIZZLE_SPAN, TensorMap
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
-from flashgen.runtime.launch import Captured, Launch, TensorMapDesc, main_entry, make_launch
+from flashgen.runtime.launch import Captured, Launch, LaunchGrid, TensorMapDesc, main_entry, make_launch
 
 if TYPE_CHECKING:
     from flashgen.analysis.tiles import Case
@@ -98,14 +99,14 @@ def execute(
     """
     plan, layout = launch.plan, launch.plan.backward
     in_order = layout is not None and (layout.sweeps or (plan.deterministic and layout.adds_dq))
-    kernel, packed = module(source if source is not None else emit(plan), plan.arch), launch.packed(addresses)
+    kernel = module(source if source is not None else emit(plan), plan.arch)
     return {
         grid.entry: kernel.launch(
             grid.entry,
             grid.blocks,
             grid.threads,
             grid.smem_bytes,
-            [*(_tensor_map(desc, addresses[desc.tensor]) for desc in launch.maps_of(grid)), packed],
+            arguments(launch, grid, addresses),
             memory,
             seed=seed,
             check=check,
@@ -114,6 +115,12 @@ def execute(
         )
         for grid in launch.grids
     }
+
+
+def arguments(launch: Launch, grid: LaunchGrid, addresses: Mapping[str, int]) -> list[bytes]:
+    """The parameters of one kernel of a launch: its tensor maps, then `Params`."""
+    maps = [_tensor_map(desc, addresses[desc.tensor]) for desc in launch.maps_of(grid)]
+    return [*maps, launch.packed(addresses)]
 
 
 def _tensor_map(desc: TensorMapDesc, address: int) -> bytes:
@@ -171,13 +178,18 @@ class _Tensors:
             **facts,
         )
         launch = launch if change is None else change(launch)
-        for part in launch.cleared:
-            self.add(part.name, np.zeros(part.amount // 4, np.int32), writable=True)
+        zeros = [np.zeros(part.amount // 4, np.int32) for part in launch.cleared]
+        for part, array in zip(launch.cleared, zeros, strict=True):
+            self.add(part.name, array, writable=True)
         workspaces = {
             part.name: self.add(part.name, np.full(part.amount // 4, np.nan, np.float32), writable=True)
             for part in launch.workspaces
         }
-        return workspaces, execute(launch, self.memory, self.addresses, **options)
+        reports = execute(launch, self.memory, self.addresses, **options)
+        for part, array in zip(launch.cleared, zeros, strict=True):
+            if array.any():
+                raise NotCleared(f"{part.name} is left as {array.tolist()}: the next launch needs zeros there")
+        return workspaces, reports
 
 
 def _strides(array: np.ndarray) -> tuple[int, ...]:
