@@ -150,7 +150,7 @@ class _Tensors:
     def add(self, name: str, array: np.ndarray, *, writable: bool = False) -> np.ndarray:
         """A tensor at the pointer of this name; strides over batch, heads and rows go with it where it has them."""
         self.addresses[name] = self.memory.add(name, array, writable=writable)
-        if array.ndim == 4 and name in _STRIDED:
+        if name in _STRIDED:
             self.strides[name] = _strides(array)[:3]
         return array
 
