@@ -185,7 +185,7 @@ HOPPER_BACKWARD = {
     "a tile of queries too few": (number("q_tiles", less), {errors.OutOfBounds}),
     "a tile of keys too few": (number("kv_tiles", less), {errors.OutOfBounds}),
     "a tile of keys too many": (number("kv_tiles", more), {RESULT}),
-    "heads cleared by nobody": (number("lead", less), {errors.Deadlock}),
+    "heads cleared by nobody": (number("clear_distance", less), {errors.Deadlock}),
     "no head in L2": (number("l2_heads", lambda n: 0), {errors.OutOfBounds}),
     "a block of keys too few": (grid("backward", blocks=less), {RESULT}),
     "a block of keys too many": (grid("backward", blocks=more), {errors.OutOfBounds}),

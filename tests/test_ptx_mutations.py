@@ -57,7 +57,9 @@ AMPERE = {
     ),
     "dropped warp barrier": (replace("  __syncwarp();\n", ""), {errors.Race}),
     "tail not zeroed": (
-        replace("cp_async_16(place, source, row < rows && 8 * chunk < COLUMNS);", "cp_async_16(place, source, true);"),
+        replace(
+            "cp_async_16(address, source, row < rows && 8 * chunk < COLUMNS);", "cp_async_16(address, source, true);"
+        ),
         {errors.OutOfBounds},
     ),
     "half a tile loaded": (

@@ -98,7 +98,7 @@ def execute(
     Module.launch.  Raises CompileError, BadLaunch, and a Trap for what a kernel does wrong.
     """
     plan, layout = launch.plan, launch.plan.backward
-    in_order = layout is not None and (layout.sweeps or (plan.deterministic and layout.adds_dq))
+    in_order = layout is not None and (layout.dq_in_main_kernel or (plan.deterministic and layout.adds_dq))
     kernel = module(source if source is not None else emit(plan), plan.arch)
     return {
         grid.entry: kernel.launch(
@@ -257,13 +257,13 @@ def simulate_backward(
     step_limit: int = STEP_LIMIT,
     sms: int = 2,
     l2_kv_heads: int | None = 2,
-    lead: int | None = 2,
+    clear_distance: int | None = 2,
     change: Callable[[Launch], Launch] | None = None,
 ) -> SimulatedBackward:
     """Run the kernels of a backward plan, in their order, on the results of a forward.
 
     Arrays are [batch, heads, length, dim] floats, rounded to the plan's dtype, lse and dlse [batch, heads, q_len].
-    Results and workspaces start as NaN.  Options and errors are those of `simulate`; `lead` is that of make_launch.
+    Results and workspaces start as NaN.  Options and errors are those of `simulate`; `clear_distance` is that of make_launch.
     """
     tensors = _Tensors(plan, case)
     for name, array in (("q", q), ("k", k), ("v", v), ("o", o), ("d_o", d_o)):
@@ -277,6 +277,12 @@ def simulate_backward(
     captured = {
         name: tensors.result(f"grad_{name}", np.shape(case.tensors[name]), "float32") for name in plan.gradients
     }
-    facts = {"scale": scale, "dropout": dropout, "sms": sms, "l2_kv_heads": l2_kv_heads, "lead": lead}
+    facts = {
+        "scale": scale,
+        "dropout": dropout,
+        "sms": sms,
+        "l2_kv_heads": l2_kv_heads,
+        "clear_distance": clear_distance,
+    }
     workspaces, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)
     return SimulatedBackward(*(loaded(result, plan.dtype) for result in results), captured, workspaces, reports)

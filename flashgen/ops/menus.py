@@ -10,7 +10,7 @@ from flashgen.planning import arch, planner
 from flashgen.planning.ampere import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from flashgen.planning.problem import Problem
 from flashgen.runtime import driver
-from flashgen.runtime.launch import tma_refusal
+from flashgen.runtime.launch import tma_unsupported_reason
 from flashgen.runtime.philox import Dropout
 
 #: Architecture whose plan the CPU walks where the variant pins none.
@@ -26,7 +26,7 @@ def gpu_menu(
     if menu.plans[0].specialized is None:
         return menu
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        refusal = tma_refusal(tensor.shape, tensor.stride(), tensor.itemsize)
+        refusal = tma_unsupported_reason(tensor.shape, tensor.stride(), tensor.itemsize)
         if refusal is not None and variant.pins.pipeline is not None:
             raise LaunchError(
                 f"{variant.name!r} is pinned to pipeline {variant.pins.pipeline}, whose TMA cannot address {name}:"

@@ -126,7 +126,7 @@ class Kernel:
         """A launch of this kernel's plan on GPU `device`.
 
         Raises LaunchError where a kernel cannot be loaded, a grid would be too wide, or TMA cannot address a tensor
-        (`tma_refusal` says so before).
+        (`tma_unsupported_reason` says so before).
         """
         functions = [self.function(device, grid.entry, grid.smem_bytes) for grid in launch.grids]
         return Record(launch, functions, device)

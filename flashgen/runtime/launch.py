@@ -126,26 +126,28 @@ def make_launch(
     dropout: Dropout | None = None,
     sms: int,
     l2_kv_heads: int | None = None,
-    lead: int | None = None,
+    clear_distance: int | None = None,
 ) -> Launch:
     """The launch of a plan on a problem with queries.
 
     `strides` are those of q, k, v and o, and in a backward of d_o, dq, dk and dv, in elements over (batch, heads,
     rows); a row's elements lie side by side.  `sms` are those of the GPU.  `l2_kv_heads`, the key heads whose tensors
-    its L2 holds, and `lead`, the key heads that a backward clears dq of in advance, follow from the plan and the
+    its L2 holds, and `clear_distance`, the key heads that a backward clears dq of in advance, follow from the plan and the
     problem unless given: small problems on few SMs then show what large ones do.
     """
     heads = problem.batch * problem.kv_heads
     together = min(_l2_kv_heads(plan, problem) if l2_kv_heads is None else l2_kv_heads, heads)
     if plan.backward is not None:
-        lead = min(backward.lead(plan, problem, sms, together) if lead is None else lead, heads)
+        clear_distance = min(
+            backward.clear_distance(plan, problem, sms, together) if lead is None else clear_distance, heads
+        )
     pack = plan.pack(problem.group)
     numbers: dict[str, int | float] = {
         **problem.sizes(),
         "q_tiles": _q_tiles(plan, problem),
         "kv_tiles": _kv_tiles(plan, problem),
         "l2_heads": together if plan.backward is not None else together * problem.group // pack,
-        "lead": lead,
+        "clear_distance": clear_distance,
         "packs": problem.heads // pack,
         "pack_log2": pack.bit_length() - 1,
         "scale": scale,
@@ -172,7 +174,7 @@ def make_launch(
     )
 
 
-def tma_refusal(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
+def tma_unsupported_reason(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
     """Why TMA cannot address a tensor [batch, heads, rows, columns] with these strides in elements, or None.
 
     Rows are known to start at multiples of 16 bytes.
@@ -217,7 +219,7 @@ def _backward_grids(plan: KernelPlan, problem: Problem, sms: int) -> list[Launch
         _main_grid(plan, _kv_tiles(plan, problem) * problem.kv_heads * problem.batch),
     ]
     if layout.by_query is None:
-        blocks = min(q_blocks, FINISH_BLOCKS * sms) if layout.sweeps else q_blocks
+        blocks = min(q_blocks, FINISH_BLOCKS * sms) if layout.dq_in_main_kernel else q_blocks
         found.append(LaunchGrid(entry="attention_backward_finish", blocks=blocks, **rows))
     else:
         size = {"threads": layout.by_query.threads, "smem_bytes": layout.by_query.smem_bytes}
