@@ -86,7 +86,7 @@ def plan_of(given: Given, request: Request, deterministic: bool, wanted: tuple[s
     if given.q.is_cuda:
         asked = (variant, gpu_arch(given.q), problem.dtype, problem.head_dim, problem.v_head_dim)
         sms = driver.gpu(given.q.device.index).sms
-        if any(kernel.tma_refusal(x.shape, x.stride(), x.itemsize) for x in (given.q, given.k, given.v)):
+        if any(kernel.tma_unsupported_reason(x.shape, x.stride(), x.itemsize) for x in (given.q, given.k, given.v)):
             options["pipeline"] = "ampere"
     else:
         asked = cpu_request(variant, problem)
@@ -132,7 +132,7 @@ def _written_out(x: torch.Tensor) -> torch.Tensor:
 def _loadable(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy where a kernel could not load its rows 16 bytes at a time, or TMA not at all."""
     aligned = x.stride(3) == 1 and x.data_ptr() % ALIGNMENT == 0
-    aligned &= kernel.tma_refusal(x.shape, x.stride(), x.itemsize) is None
+    aligned &= kernel.tma_unsupported_reason(x.shape, x.stride(), x.itemsize) is None
     for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
         aligned &= size == 1 or stride * x.itemsize % ALIGNMENT == 0
     return x if aligned else x.contiguous()

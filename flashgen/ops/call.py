@@ -225,7 +225,7 @@ def _check_captured(
     title = f"captured tensor {declared.name!r} of {variant.name!r}"
     dims = ", ".join("any" if dim is None else str(dim) for dim in declared.dims)
     if given is None:
-        raise LaunchError(variant.lacks(declared))
+        raise LaunchError(variant.missing(declared))
     if not isinstance(given, torch.Tensor):
         cure = f"\n  nearest: torch.from_numpy({declared.name})" if isinstance(given, np.ndarray) else ""
         raise LaunchError(f"{title} got a {type(given).__name__}, not a torch.Tensor{cure}")

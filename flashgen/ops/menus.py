@@ -24,7 +24,7 @@ def gpu_menu(
     if menu.plans[0].specialized is None:
         return menu
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        refusal = kernel.tma_refusal(tensor.shape, tensor.stride(), tensor.itemsize)
+        refusal = kernel.tma_unsupported_reason(tensor.shape, tensor.stride(), tensor.itemsize)
         if refusal is not None and variant.pins.pipeline is not None:
             raise LaunchError(
                 f"{variant.name!r} is pinned to pipeline {variant.pins.pipeline}, whose TMA cannot address {name}:"
