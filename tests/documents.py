@@ -74,6 +74,24 @@ def counters() -> str:
     return report.counted(RECORDS) + "\n"
 
 
+def slower() -> str:
+    """Of the Hopper forward at 8,192 tokens: float16 beside bfloat16, and head_dim 96 beside 128, per FLOP."""
+    [record] = [r for r in report.read(RECORDS) if (r.pass_name, r.pipeline) == ("forward", "hopper")]
+    speed = {
+        (c.problem.head_dim, c.specs, c.problem.dtype): row
+        for c, row in record.cells
+        if c.problem.q_len == c.problem.kv_len == 8192 and c.problem.group == 1 and not c.params
+    }
+    lines = ["| | full | causal |", "|---|---|---|"]
+    for dim in (64, 128, 256):
+        pair = [1 / speed[dim, specs, "float16"]["ratio"]["bfloat16"][0] for specs in report.MAIN]
+        lines.append(f"| float16 over bfloat16, head_dim {dim} | {pair[0]:.2f} | {pair[1]:.2f} |")
+    narrow, wide = ([speed[dim, specs, "bfloat16"]["tflops"]["flashgen"] for specs in report.MAIN] for dim in (96, 128))
+    pair = [a / b for a, b in zip(narrow, wide, strict=True)]
+    lines.append(f"| head_dim 96 over head_dim 128, per FLOP | {pair[0]:.2f} | {pair[1]:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
 BLOCKS = {
     "spec": spec,
     "plan": plan,
@@ -84,6 +102,7 @@ BLOCKS = {
     "measured": measured,
     "measured_forward": measured_forward,
     "counters": counters,
+    "slower": slower,
     "architectures": limits.architectures,
     "served_forward": limits.forward,
     "served_backward": limits.backward,
@@ -93,6 +112,11 @@ BLOCKS = {
 def written(text: str) -> str:
     """A document with its generated parts made anew."""
     return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}{match[3]}", text)
+
+
+def blocks(text: str, marker: str) -> list[str]:
+    """The fenced blocks of a document that follow a marker."""
+    return re.findall(rf"<!-- {marker} -->\n```\w*\n(.*?)```", text, re.DOTALL)
 
 
 def output(arguments: tuple[str, ...]) -> str:
