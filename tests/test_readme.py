@@ -1,4 +1,4 @@
-"""The README: its two commands, what it shows, and how long it may be; tests/test_documents.py has what every document keeps."""
+"""The README: its two commands, what it shows, and how long it may be; of all documents see test_documents.py."""
 
 import os
 import re
