@@ -109,7 +109,7 @@ def wrong_with(command: str, complete: bool) -> str | None:
     elif program not in ("python", "python3", "pip", "git", "ruff", "pre-commit"):
         return f"nothing is known of {program}"
     paths = [word.partition("::")[0] for word in arguments if re.match(r"(tests|flashgen|specs|\.ci)/", word)]
-    return next((f"there is no {path}" for path in paths if not (ROOT / path).exists()), None)
+    return next((f"there is no {path}" for path in paths if path not in COMING and not (ROOT / path).exists()), None)
 
 
 def wrong_with_verb(arguments: list[str], complete: bool) -> str | None:
@@ -235,7 +235,7 @@ def test_names_of_the_code_are_in_the_code(name):
     assert [word for word in re.findall(r"`([A-Za-z_]\w+)`", text) if word not in known | COMING] == []
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", sorted(TEXTS.keys() - {"docs/glossary.md"}))  # which names what it replaces
 def test_words_are_the_fields(name):
     """The words that readers stumbled over, with what the field says."""
     words = {"multiprocessor": "SM", "registers a thread": "registers per thread"}
