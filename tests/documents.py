@@ -46,6 +46,12 @@ def predicted() -> str:
     return fenced("text", "\n\n".join([head, *wanted]).rstrip() + "\n")
 
 
+def refusal() -> str:
+    arguments = ("plan", "full", "--head-dim", "512", "--arch", "sm_80")
+    said = flashgen(*arguments, code=2).err
+    return fenced("text", "\n".join([f"$ flashgen {' '.join(arguments)}", said.rstrip()]) + "\n")
+
+
 def show() -> str:
     return fenced("text", output(SHOW))
 
@@ -96,6 +102,7 @@ BLOCKS = {
     "spec": spec,
     "plan": plan,
     "predicted": predicted,
+    "refusal": refusal,
     "show": show,
     "cuda": cuda,
     "language": language.markdown,
