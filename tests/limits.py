@@ -94,10 +94,10 @@ def served(features: tuple[Feature, ...], *, backward: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def pipeline(one: Feature, head_dim: int, backward: bool) -> str:
+def pipeline(one: Feature, head_dim: int, backward: bool, arch: str = ARCH) -> str:
     """What `flashgen plan` takes, or "none" where it refuses."""
     try:
-        return flashgen.plan(one.spec, arch=ARCH, head_dim=head_dim, backward=backward, **one.options).pipeline
+        return flashgen.plan(one.spec, arch=arch, head_dim=head_dim, backward=backward, **one.options).pipeline
     except flashgen.PlanError:
         return "none"
 

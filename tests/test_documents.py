@@ -10,6 +10,7 @@ import sys
 import tomllib
 from dataclasses import fields
 
+import limits
 import pytest
 import typer
 from cli import flashgen
@@ -261,6 +262,14 @@ def test_generated_parts_are_what_is_generated_now(name, block):
 
 def test_every_generated_part_has_its_place():
     assert {block for _, block in PRESENT} == set(BLOCKS)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_where_there_is_one_pipeline_it_serves_every_feature_but_packed_heads(backward):
+    """As docs/limits.md says; of an architecture with the least shared memory."""
+    for head_dim, one in itertools.product((16, 256), limits.BACKWARD if backward else limits.FORWARD):
+        found = limits.pipeline(one, head_dim, backward, "sm_86")
+        assert found == ("none" if "packed" in one.options else "ampere"), (head_dim, one.name)
 
 
 # -- nothing is left out
