@@ -239,7 +239,7 @@ def test_names_of_the_code_are_in_the_code(name):
 @pytest.mark.parametrize("name", sorted(TEXTS.keys() - {"docs/glossary.md"}))  # which names what it replaces
 def test_words_are_the_fields(name):
     """The words that readers stumbled over, with what the field says."""
-    words = {"multiprocessor": "SM", "registers a thread": "registers per thread"}
+    words = {"multiprocessor": "SM", "registers per thread": "registers per thread"}
     assert [f"{word} -> {better}" for word, better in words.items() if word in prose(TEXTS[name])] == []
 
 
