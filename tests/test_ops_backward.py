@@ -8,6 +8,7 @@ import torch
 from backward_checks import case_of, judge_captured, problem_of
 from tolerance import judge
 from torch.autograd import gradcheck
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashgen as fg
 from flashgen.analysis.derivative import differentiable
@@ -15,6 +16,7 @@ from flashgen.errors import FlashgenError, LaunchError
 from flashgen.lang.load import load_spec, shipped
 from flashgen.ops import dropout as drawing
 from flashgen.ops.backward import in_order
+from flashgen.planning import planner
 from flashgen.runtime.gradients import baseline_gradients, reference_gradients
 from flashgen.runtime.philox import Dropout
 
@@ -219,6 +221,25 @@ def test_deterministic_walks_agree():
         found.append(torch.autograd.grad(o.square().sum(), (q, k, v)))
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("way", ["eager", "transformed", "compiled", "traced"])
+def test_every_way_asks_for_the_kernel_that_the_call_asks_for(way, deterministic, monkeypatch):
+    asked, menu = [], planner.backward_menu
+    monkeypatch.setattr(planner, "backward_menu", lambda *a, **o: asked.append(o["deterministic"]) or menu(*a, **o))
+
+    def loss(q, k, v):
+        return fg.attention(q, k, v, plain, deterministic=deterministic).square().sum()
+
+    inputs = tensors()
+    if way == "transformed":
+        torch.func.grad(loss)(*inputs)
+    elif way == "traced":
+        make_fx(torch.func.grad(loss))(*inputs)(*inputs)
+    else:
+        (torch.compile(loss, backend="aot_eager") if way == "compiled" else loss)(*inputs).backward()
+    assert asked and set(asked) == {deterministic}
 
 
 def test_torch_may_ask_for_determinism_too(monkeypatch):

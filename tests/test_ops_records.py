@@ -13,6 +13,8 @@ from flashgen.codegen import params
 from flashgen.errors import FlashgenError
 from flashgen.ops import records
 from flashgen.ops.attention import attention
+from flashgen.ops.backward import Given, run_backward
+from flashgen.ops.call import Call
 from flashgen.runtime import cache, driver, kernel, nvrtc
 
 window = fg.param("window", default=8, min=1)
@@ -227,3 +229,19 @@ def test_what_a_record_checks_again(machine):
     moved = on_gpu(room[start : start + q.numel()].view(q.shape))
     refused(r"q starts 2 bytes past a multiple of 16(?s:.*)nearest: q\.clone\(\)", moved, k, v, called, doc=ids())
     assert len(machine.launched) == 1
+
+
+def test_what_a_launch_of_a_backward_is_given(machine):
+    q, k, v = tensors()
+    o, lse = (on_gpu(x) for x in (torch.zeros(2, 4, 70, 64, dtype=torch.bfloat16), torch.zeros(2, 4, 70)))
+    do, dlse = (on_gpu(torch.zeros_like(x)) for x in (o, lse))
+    numbers = ids()
+    for width in (5, 6):
+        call = Call(called, 0.25, {"doc": numbers, "window": width}, None, deterministic=True)
+        found = run_backward(Given(do, dlse, q, k, v, o, lse), call, ())
+    assert len(machine.built) == 1 and machine.built[0].pass_name == "backward" and machine.built[0].deterministic
+    got = fields(machine, machine.launched[-1])
+    given = {"q": q, "k": k, "v": v, "o": o, "d_o": do, "lse": lse, "dlse": dlse, "tensor_doc": numbers}
+    given |= {"dq": found.dq, "dk": found.dk, "dv": found.dv}
+    wanted = {name: tensor.data_ptr() for name, tensor in given.items()} | {"scale": 0.25, "param_window": 6}
+    assert {name: got[name] for name in wanted} == wanted

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from flashgen.bench import contest, peers
 from flashgen.bench.contest import Measured
 from flashgen.bench.protocol import interleave, whole_turns
+from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,6 @@ def measure(
     import torch
 
     from flashgen.ops.attention import attention
-    from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
     at = contest.prepare(cell, pipeline, seed)
     p, q, k, v = cell.problem, at.q, at.k, at.v

@@ -263,7 +263,8 @@ def simulate_backward(
     """Run the kernels of a backward plan, in their order, on the results of a forward.
 
     Arrays are [batch, heads, length, dim] floats, rounded to the plan's dtype, lse and dlse [batch, heads, q_len].
-    Results and workspaces start as NaN.  Options and errors are those of `simulate`; `clear_distance` is that of make_launch.
+    Results and workspaces start as NaN.  Options and errors are those of `simulate`; `clear_distance` is that
+    of make_launch.
     """
     tensors = _Tensors(plan, case)
     for name, array in (("q", q), ("k", k), ("v", v), ("o", o), ("d_o", d_o)):

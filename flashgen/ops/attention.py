@@ -7,6 +7,7 @@ import torch
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
 from flashgen.ops import autograd, library
+from flashgen.ops.call import Call
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
 from flashgen.ops.tracing import traced, transformed
@@ -55,13 +56,14 @@ def attention(
     compiling = torch.compiler.is_compiling()
     under_transform = not compiling and transformed()
     if compiling or (not under_transform and traced(q, k, v)):
-        o, lse = library.through_op(q, k, v, variant, scale, dropout, seed, deterministic, named)
+        call = Call(variant, scale, named, deterministic=deterministic)
+        o, lse = library.through_op(q, k, v, call, dropout, seed)
         return (o, lse) if return_lse else o
     if deterministic is not False and (wrong := no_flag("deterministic", deterministic)):
         raise LaunchError(wrong)
-    dropped = drawn(dropout, seed, q)
+    call = Call(variant, scale, named, drawn(dropout, seed, q), deterministic)
     if under_transform or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *named.values())):
-        o, lse = autograd.attention(q, k, v, variant, scale, named, dropped, deterministic=deterministic)
+        o, lse = autograd.attention(q, k, v, call)
     else:
-        o, lse = run(q, k, v, variant, scale, named, dropped)
+        o, lse = run(q, k, v, call)
     return (o, lse) if return_lse else o

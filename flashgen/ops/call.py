@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -32,6 +32,31 @@ GPU_DTYPES = (torch.float16, torch.bfloat16)
 ALIGNMENT = 16
 
 
+class Call(NamedTuple):
+    """What a call asks for beside q, k and v, not checked yet: `named` are its parameters, constants and captured
+    tensors, `dropout` is drawn.
+
+    A tuple, because every eager call makes one: a frozen dataclass takes three times as long.
+    """
+
+    variant: Variant
+    scale: float | None
+    named: Mapping[str, object]
+    dropout: Dropout | None = None
+    deterministic: bool = False
+
+    def apart(self) -> tuple[Call, dict[str, torch.Tensor]]:
+        """The call without its tensors, and they by name: autograd and tracers see arguments, not what one holds."""
+        tensors = {name: x for name, x in self.named.items() if isinstance(x, torch.Tensor)}
+        numbers = {name: x for name, x in self.named.items() if name not in tensors}
+        return Call(self.variant, self.scale, numbers, self.dropout, self.deterministic), tensors
+
+    def joined(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Call:
+        """The call that `apart` took apart, or with other tensors in place of its own."""
+        named = {**self.named, **dict(zip(names, tensors, strict=True))}
+        return Call(self.variant, self.scale, named, self.dropout, self.deterministic)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A call that is in order.  `variant` has its constants bound, and its score flipped where the scale is negative:
@@ -42,18 +67,12 @@ class Request:
     scale: float
     params: dict[str, int | float]
     tensors: dict[str, torch.Tensor]
+    dropout: Dropout | None
 
 
-def checked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    variant: Variant,
-    scale: float | None,
-    named: Mapping[str, object],
-    dropout: Dropout | None,
-) -> Request:
+def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Request:
     """The request of a call, or LaunchError or PlanError for what is wrong with it."""
+    variant, named = call.variant, call.named
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor)
     _check_together(q, k, v)
@@ -63,11 +82,12 @@ def checked(
     params = variant.values({name: x for name, x in named.items() if name not in captured and name not in constants})
     for declared in variant.tensors:
         _check_captured(variant, declared, captured.get(declared.name), problem, q.device)
-    signed = factor(scale, problem.head_dim)
+    signed = factor(call.scale, problem.head_dim)
     bound = variant.bind(**constants)
     bound = bound.with_flipped_score() if signed < 0 else bound
     if q.is_cuda:
-        gpu_menu(q, k, v, bound, problem, dropout)  # refuses head dims and pins that no kernel takes
+        # Refuses head dims and pins that no kernel takes.
+        gpu_menu(q, k, v, bound, problem, dropout=call.dropout is not None)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rows(name, tensor)
     return Request(
@@ -76,6 +96,7 @@ def checked(
         scale=abs(signed),
         params=params,
         tensors={name: captured[name] for name in sorted(captured)},
+        dropout=call.dropout,
     )
 
 

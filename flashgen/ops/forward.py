@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -12,41 +11,31 @@ from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.errors import LaunchError
 from flashgen.lang.stored import broken_promise
-from flashgen.lang.variant import Variant
-from flashgen.ops.call import ALIGNMENT, Request, check_memory, check_rows, checked
+from flashgen.ops.call import ALIGNMENT, Call, Request, check_memory, check_rows, checked
 from flashgen.ops.menus import CPU_ARCH, cpu_request, gpu_menu
 from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
 from flashgen.planning import arch, planner
 from flashgen.runtime import driver, kernel, tiles
 from flashgen.runtime.launch import COUNTERS
-from flashgen.runtime.philox import Dropout
 
 
-def run(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    variant: Variant,
-    scale: float | None,
-    named: Mapping[str, object],
-    dropout: Dropout | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of one eager call, which autograd does not see; arguments, results and errors as in `attention`."""
-    calls = calls_of(variant)
+    calls = calls_of(call.variant)
     try:
-        key = call_key(q, k, v, scale, named, calls.constants, dropout)
+        key = call_key(q, k, v, call, calls.constants)
         record = calls.records.get(key)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         record = None  # something is no tensor, has no strides, or is no number: said below
     if record is None:
-        request = checked(q, k, v, variant, scale, named, dropout)
+        request = checked(q, k, v, call)
         if request.problem.empty or request.problem.kv_len == 0:
             return _nothing(q, v)
         if not q.is_cuda:
-            return _walk(q, k, v, request, dropout)
-        record = _recorded(q, k, v, request, dropout)
+            return _walk(q, k, v, request)
+        record = _recorded(q, k, v, request)
         remember(calls.records, key, record)
-    return record(q, k, v, scale, named, dropout)
+    return record(q, k, v, call)
 
 
 def o_layout(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
@@ -96,23 +85,17 @@ class _Record:
         self._numbers = Numbers(request)
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float | None,
-        named: Mapping[str, object],
-        dropout: Dropout | None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        captured = [named[name] for name in self._tensors]
-        numbers = self._numbers(scale, named, dropout)
+        named = call.named
+        numbers = self._numbers(call)
         inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (inputs[0] | inputs[1] | inputs[2]) % ALIGNMENT:
             for name, tensor in (("q", q), ("k", k), ("v", v)):
                 check_rows(name, tensor)
-        read = [tensor.data_ptr() for tensor in captured]
+        read = [named[name].data_ptr() for name in self._tensors]
         if 0 in inputs or 0 in read:
-            for name, tensor in zip(("q", "k", "v", *self._tensors), (q, k, v, *captured), strict=True):
+            for name, tensor in {"q": q, "k": k, "v": v, **{name: named[name] for name in self._tensors}}.items():
                 check_memory(name, name, tensor)
         o = torch.empty_strided(self._o_shape, self._o_strides, dtype=self._dtype, device=self._device)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)
@@ -147,13 +130,14 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
 _zeros: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
-def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, dropout: Dropout | None) -> _Record:
+def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
     problem, index = request.problem, q.device.index
-    menu, sms = gpu_menu(q, k, v, request.variant, problem, dropout), driver.gpu(index).sms
+    menu = gpu_menu(q, k, v, request.variant, problem, dropout=request.dropout is not None)
+    sms = driver.gpu(index).sms
     loaded = kernel.load(planner.choose(menu, problem, sms))
     strides = {"q": q.stride()[:3], "k": k.stride()[:3], "v": v.stride()[:3], "o": o_layout(q, v)[1][:3]}
-    launch = launch_of(request, loaded.plan, strides, dropout, sms)
+    launch = launch_of(request, loaded.plan, strides, sms)
     return _Record(q, v, request, loaded.record(launch, index))
 
 
@@ -161,16 +145,14 @@ def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Reques
 # On a CPU
 
 
-def _walk(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, dropout: Dropout | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """The plan that a GPU would run, tile by tile in NumPy."""
     problem, variant = request.problem, request.variant
     case = cpu_case(request)
     for declared in variant.tensors:
         if broken := broken_promise(declared, case.tensors[declared.name]):
             raise LaunchError(f"captured tensor {declared.name!r} of {variant.name!r} {broken}")
-    menu = planner.menu(*cpu_request(variant, problem), dropout=dropout is not None)
+    menu = planner.menu(*cpu_request(variant, problem), dropout=request.dropout is not None)
     walked = tiles.walk(
         planner.choose(menu, problem, arch.find(variant.pins.arch or CPU_ARCH).sms),
         analyse(variant),
@@ -178,7 +160,7 @@ def _walk(
         *(array(tensor) for tensor in (q, k, v)),
         scale=request.scale,
         dtype=problem.dtype,
-        dropout=dropout,
+        dropout=request.dropout,
     )
     o, lse = outputs(q, v)
     return o.copy_(torch.from_numpy(walked.o)), lse.copy_(torch.from_numpy(walked.lse))

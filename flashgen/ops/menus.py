@@ -11,18 +11,17 @@ from flashgen.planning.ampere import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from flashgen.planning.problem import Problem
 from flashgen.runtime import driver
 from flashgen.runtime.launch import tma_unsupported_reason
-from flashgen.runtime.philox import Dropout
 
 #: Architecture whose plan the CPU walks where the variant pins none.
 CPU_ARCH = "sm_80"
 
 
 def gpu_menu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, problem: Problem, dropout: Dropout | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, problem: Problem, *, dropout: bool
 ) -> planner.Menu:
     """The plans for a problem on q's GPU, of its best pipeline that can address the tensors; the planner memoises."""
     asked = (variant, gpu_arch(q), problem.dtype, problem.head_dim, problem.v_head_dim)
-    menu = planner.menu(*asked, dropout=dropout is not None)
+    menu = planner.menu(*asked, dropout=dropout)
     if menu.plans[0].specialized is None:
         return menu
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -33,7 +32,7 @@ def gpu_menu(
                 f" {refusal}\n  nearest: {name}.contiguous(), a copy, or pipeline ampere"
             )
         if refusal is not None:
-            return planner.menu(*asked, pipeline="ampere")
+            return planner.menu(*asked, pipeline="ampere", dropout=dropout)
     return menu
 
 

@@ -13,11 +13,10 @@ import torch
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
-from flashgen.ops.call import Request, factor
+from flashgen.ops.call import Call, Request, factor
 from flashgen.ops.values import no_variant
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime.launch import Captured, Launch, dropout_scalars, make_launch
-from flashgen.runtime.philox import Dropout
 
 #: Records of one variant; when there are more they are all dropped, and shapes still in use come back.
 MAX_RECORDS = 4096
@@ -53,12 +52,24 @@ def calls_of(variant: Variant) -> _Calls:
     return calls
 
 
-def call_key(q, k, v, scale, named: Mapping[str, object], constants: frozenset[str], dropout: Dropout | None) -> tuple:
+def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, constants: frozenset[str]) -> tuple:
     """All that a record depends on, and what no record has: kinds of tensors and numbers that are refused."""
+    _, scale, named, dropout, _ = call
     key = [
-        *(q.is_neg() or k.is_neg() or v.is_neg(), type(scale)),
-        *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
+        q.is_neg() or k.is_neg() or v.is_neg(),
+        type(scale),
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
         scale is not None and scale < 0,
         dropout is not None,
     ]
@@ -90,7 +101,8 @@ class Numbers:
         self._params = tuple(request.params)
         self._last: tuple[tuple, tuple[float, ...]] = ((), ())
 
-    def __call__(self, scale: float | None, named: Mapping[str, object], dropout: Dropout | None) -> tuple[float, ...]:
+    def __call__(self, call: Call) -> tuple[float, ...]:
+        _, scale, named, dropout, _ = call
         given, numbers = self._last
         if given != (now := (scale, *[named.get(name) for name in self._params])):
             values = self._variant.values({name: named[name] for name in self._params if name in named})
@@ -99,13 +111,7 @@ class Numbers:
         return numbers if dropout is None else (*numbers, *dropout_scalars(dropout))
 
 
-def launch_of(
-    request: Request,
-    plan: KernelPlan,
-    strides: Mapping[str, tuple[int, int, int]],
-    dropout: Dropout | None,
-    sms: int,
-) -> Launch:
+def launch_of(request: Request, plan: KernelPlan, strides: Mapping[str, tuple[int, int, int]], sms: int) -> Launch:
     """The launch of a plan on a call's tensors, of these strides in elements, on a GPU of so many SMs."""
     return make_launch(
         plan,
@@ -117,6 +123,6 @@ def launch_of(
         },
         scale=request.scale,
         params=request.params,
-        dropout=dropout,
+        dropout=request.dropout,
         sms=sms,
     )

@@ -132,14 +132,14 @@ def make_launch(
 
     `strides` are those of q, k, v and o, and in a backward of d_o, dq, dk and dv, in elements over (batch, heads,
     rows); a row's elements lie side by side.  `sms` are those of the GPU.  `l2_kv_heads`, the key heads whose tensors
-    its L2 holds, and `clear_distance`, the key heads that a backward clears dq of in advance, follow from the plan and the
-    problem unless given: small problems on few SMs then show what large ones do.
+    its L2 holds, and `clear_distance`, the key heads that a backward clears dq of in advance, follow from the plan and
+    the problem unless given: small problems on few SMs then show what large ones do.
     """
     heads = problem.batch * problem.kv_heads
     together = min(_l2_kv_heads(plan, problem) if l2_kv_heads is None else l2_kv_heads, heads)
     if plan.backward is not None:
         clear_distance = min(
-            backward.clear_distance(plan, problem, sms, together) if lead is None else clear_distance, heads
+            backward.clear_distance(plan, problem, sms, together) if clear_distance is None else clear_distance, heads
         )
     pack = plan.pack(problem.group)
     numbers: dict[str, int | float] = {
