@@ -5,11 +5,18 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import flashgen
+
+PACKAGE = str(Path(flashgen.__file__).parent)
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """calls: of Python's and C's functions, in this thread; peak_bytes: allocated at once, NumPy's arrays included.
+    """calls: of flashgen's functions and by them of C's, in this thread; peak_bytes: allocated at once, NumPy's arrays
+    included.
 
     A loop over what grows shows in the first, an array over it in the second.
     """
@@ -22,9 +29,9 @@ def effort(function: Callable[[], object]) -> Effort:
     """What one call of `function` takes.  A cache that an earlier call filled is used: clear it to count without."""
     calls = 0
 
-    def count(frame: object, event: str, argument: object) -> None:
+    def count(frame: FrameType, event: str, argument: object) -> None:
         nonlocal calls
-        calls += event in ("call", "c_call")
+        calls += event in ("call", "c_call") and frame.f_code.co_filename.startswith(PACKAGE)
 
     before = sys.getprofile()
     collecting = gc.isenabled()
@@ -39,4 +46,4 @@ def effort(function: Callable[[], object]) -> Effort:
         tracemalloc.stop()
         if collecting:
             gc.enable()
-    return Effort(calls - 1, peak)  # less the call of setprofile
+    return Effort(calls, peak)

@@ -306,7 +306,7 @@ def test_a_million_tokens_are_planned_as_fast_as_a_thousand():
     plan(1 << 13)  # what is made once in a process
     few, many = effort(lambda: plan(1 << 13)), effort(lambda: plan(1 << 20))
     assert many.calls < 1.05 * few.calls and many.peak_bytes < 1 << 20
-    assert many.calls < 30_000  # a first call waits for it
+    assert many.calls < 20_000  # a first call waits for it
     visible = 1024 * (1 << 20) - 1024 * 1023 // 2
     assert plan(1 << 20).flops_useful == 4 * 128 * 16 * visible
 

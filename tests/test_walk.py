@@ -335,7 +335,7 @@ def test_a_walk_takes_heads_together_and_no_row_alone():
         assert run()[2].partial + run()[2].full == 10 * heads
         return effort(run).calls
 
-    assert calls(2) == calls(8) < 10 * 4 * 128
+    assert calls(2) == calls(8) < 10 * 2 * 128
 
 
 def test_counting_a_long_problem_looks_at_what_is_visited():
