@@ -28,7 +28,7 @@ def test_each_round_has_a_folder_of_its_own(monkeypatch):
         folders.append((spec, folder, folder.exists()))
         return 0.1, 0.2
 
-    monkeypatch.setattr(cold, "_process", process)
+    monkeypatch.setattr(cold, "process", process)
     assert len(list(starts(["full", "causal"], SMALL, rounds=2))) == 8
     assert [spec for spec, _, _ in folders] == 2 * ["full", "full", "causal", "causal"]
     assert len({folder for _, folder, _ in folders}) == 4 and all(there for _, _, there in folders)
