@@ -1,4 +1,4 @@
-"""The three tiers: what is left out at night only has a smaller sibling in CI, and the quick tier touches every package."""
+"""The tiers: what runs at night alone has a smaller sibling in CI, and the quick tier touches every package."""
 
 import ast
 import json
