@@ -37,6 +37,7 @@ def check(variant, case, tile):
     assert counts.count_keys(facts, case, tile, visited) == KeyCounts(rows=rows, keys=keys)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_random_masks(data):
@@ -45,6 +46,7 @@ def test_random_masks(data):
     check(variant, *random_case(drawn(data)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(0, 200, 20))
 def test_random_masks_of_a_seed(seed, monkeypatch):
     monkeypatch.setattr(counts, "_SQUARE", 1 + seed // 20 % 4)

@@ -65,6 +65,7 @@ def test_random_masks(data):
     check(variant, *random_case(drawn(data)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(0, 400, 20))
 def test_random_masks_of_a_seed(seed, monkeypatch):
     monkeypatch.setattr(counts, "_SQUARE", 1 + seed // 20 % 4)  # small problems have squares too
@@ -75,6 +76,7 @@ def test_random_masks_of_a_seed(seed, monkeypatch):
             check(variant, *random_case(source))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [3, 12, 40])
 @pytest.mark.parametrize("name", MASKS)
 def test_nested_masks(name, depth):

@@ -119,6 +119,7 @@ def dtype_of(name):
     return np.float32 if root.dtype is FLOAT else np.int64 if wide else np.int32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_numbers(name, arch):
@@ -151,6 +152,7 @@ SCALED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", SCALED)
 def test_a_shift_by_31_is_no_product_with_minus_2_to_31(name, arch):

@@ -35,6 +35,7 @@ VARIANTS = {
 SHAPE = {"q_len": 70, "kv_len": 75}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCH.values())
 @pytest.mark.parametrize("name", VARIANTS)
 def test_both_passes_compile(name, arch):
@@ -42,6 +43,7 @@ def test_both_passes_compile(name, arch):
         nvrtc.ptx(emit(menu(VARIANTS[name].bind(), arch, "bfloat16", 64, 64).plans[0]), arch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ARCH)
 @pytest.mark.parametrize("name", ["mask", "flipped"])
 def test_forwards_are_right(name, pipeline):
@@ -64,6 +66,7 @@ def test_a_condition_of_a_choice_alone_decides_about_tiles():
     assert ((visited != 0) == np.broadcast_to(expected, (2, 2))[:, :, None, None]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [lambda h, k: (h & 3, k & 7), lambda h, k: (h & 3, fg.where(k > 4, 7, 0))])
 def test_the_gradient_of_an_element_goes_to_its_own_place(at):
     variant = fg.variant().score(lambda s, b, h, q, k: s + bias[at(h, k)])

@@ -15,6 +15,7 @@ from flashgen.planning.problem import Problem
 SMALL = Problem(batch=1, heads=2, kv_heads=2, q_len=40, kv_len=40, head_dim=16, v_head_dim=16)
 
 
+@pytest.mark.slow
 def test_a_round_is_a_process_with_an_empty_cache_and_one_with_a_warm_one():
     found = list(starts(["document"], SMALL, rounds=1, device="cpu"))
     assert [(start.spec, start.cache) for start in found] == [("document", "empty"), ("document", "warm")]

@@ -132,6 +132,7 @@ def test_an_eager_call_leaves_the_compiler_of_torch_alone():
     assert out.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_every_stage_imports_alone():
     """No stage leans on another having been imported first (no cycles, no side effects at import)."""
     names = [

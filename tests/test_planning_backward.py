@@ -50,6 +50,7 @@ def differences(variant, problem, case, tile, dlse=True, **options):
     return {name: pair for name, pair in wanted.items() if pair[0] != pair[1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", SPECS)
 def test_the_planner_and_the_walk_count_the_same(name, deterministic):
@@ -69,6 +70,7 @@ def test_the_planner_and_the_walk_count_the_same(name, deterministic):
             assert differences(variant, problem, case, tile, dlse, deterministic=deterministic) == {}, (shape, tile)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_heads_that_see_other_tiles_are_counted_the_same(data):

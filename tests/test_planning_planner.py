@@ -71,6 +71,7 @@ def test_every_plan_fits(request):
         assert all(a >= b > 0 for a, b in itertools.pairwise(paces))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(requests)
 def test_reasons_of_rejected_candidates_are_true(request):
