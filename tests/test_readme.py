@@ -84,6 +84,7 @@ def test_constraints_pin_what_the_package_asks_for():
 # -- commands, code and paths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for block in after("commands") for line in block.strip().splitlines()])
 def test_commands_run(line, tmp_path, monkeypatch):
     for name in ("specs", "generated"):
@@ -105,6 +106,7 @@ def test_every_verb_is_in_the_table():
         assert "Usage" in flashgen(verb, "--help").out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", after("python"))
 def test_python_runs(code, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -114,6 +116,7 @@ def test_python_runs(code, monkeypatch):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", after("spec"))
 def test_specs_run(code, tmp_path):
     spec = tmp_path / "spec.py"

@@ -239,6 +239,7 @@ def differences(variant, problem, case, tile):
     return {name: pair for name, pair in wanted.items() if pair[0] != pair[1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_the_planner_and_the_walk_count_the_same(name):
     """Neither calls the other."""
