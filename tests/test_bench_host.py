@@ -127,6 +127,7 @@ def row(what, **us):
 def measured(monkeypatch, *, gpu=True, late=False):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(record, "environment", lambda: {"gpu": "one"})
+    monkeypatch.setattr(cold, "bytecode", lambda: True)
     took = 70e3 if late else 20e3
     monkeypatch.setattr(host, "processes", lambda rounds: [row("import flashgen", flashgen=rounds * [took])])
     monkeypatch.setattr(host, "first_call", lambda rounds: row(host.FIRST_CALL, flashgen=rounds * [9e4]))
@@ -156,6 +157,7 @@ def test_the_record(monkeypatch, tmp_path):
     assert read["cells"][-1]["ratio"] == {"fa2": [1.5, 1.5, 1.5]}
     assert read["command"] == "flashgen bench host --rounds 8 --peers fa2,flex --seed 0 --cells 'causal s64'"
     assert read["protocol"]["unit"] == "microseconds" and read["gpu"] == "one"
+    assert read["protocol"]["bytecode"] == "compiled beforehand, as pip leaves it"
     assert json.loads(flashgen(*asked, "--json").out)["cells"] == read["cells"]
 
 

@@ -220,7 +220,6 @@ def processes(rounds: int) -> list[Row]:
 
     Raises LaunchError with what a process complained of.
     """
-    cold.bytecode()
     measured = [_process() for _ in range(rounds)]
     return [
         Row(what=what, where="a fresh process", us={"flashgen": tuple(1e6 * s[i] for s in measured)}, absent={})

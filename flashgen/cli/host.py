@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 from rich.table import Table
 
-from flashgen.bench import host, record
+from flashgen.bench import cold, host, record
 from flashgen.bench.host import Row
 from flashgen.cli.console import err, progress, seconds, tabulate, write_json
 from flashgen.errors import PlanError
@@ -22,7 +22,7 @@ def measure(*, cells: str, rounds: int, peers: tuple[str, ...], folder: Path, se
     chosen = [cell for cell in host.CELLS if cells in str(cell)]
     if not chosen:
         raise PlanError(f"no cell's name contains {cells!r}\n  cells: {', '.join(map(str, host.CELLS))}")
-    gpu = torch.cuda.is_available()
+    gpu, compiled = torch.cuda.is_available(), cold.bytecode()
     with progress() as bar:
         task = bar.add_task("fresh processes", total=1 + gpu * (1 + len(chosen)))
         rows = host.processes(rounds)
@@ -55,6 +55,7 @@ def measure(*, cells: str, rounds: int, peers: tuple[str, ...], folder: Path, se
             "ratio": "median of per-round (peer time / flashgen time), low, high",
             "unit": "microseconds",
             "import_limit": host.IMPORT_LIMIT,
+            "bytecode": "compiled beforehand, as pip leaves it" if compiled else "compiled by each process",
         },
         cells=[row.as_json() for row in rows],
     )
