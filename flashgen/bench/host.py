@@ -112,35 +112,35 @@ def interleave(
 ) -> dict[str, tuple[float, ...]]:
     """Microseconds of the host in one call: each round times a slot of every contender, in an order that rotates.
 
-    `settle` waits for the GPU: before a slot, so that its queue is empty, and after it.  Python's collector rests in a
-    slot.
+    `settle` waits for the GPU: before a slot, so that its queue is empty, and after it.  Python's collector rests
+    meanwhile.
     """
-    names = list(contenders)
+    names, collecting = list(contenders), gc.isenabled()
     found: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(rounds):
-        for name in rotation(names, index):
-            found[name].append(1e6 * _slot(contenders[name], settle))
+    gc.collect()
+    gc.disable()
+    try:
+        for index in range(rounds):
+            for name in rotation(names, index):
+                found[name].append(1e6 * _slot(contenders[name], settle))
+    finally:
+        if collecting:
+            gc.enable()
     return {name: tuple(values) for name, values in found.items()}
 
 
 def _slot(contender: Contender, settle: Callable[[], None]) -> float:
     """Seconds of the host in one call."""
-    call, collecting = contender.call, gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        with contender.around():
-            for _ in range(WARM_CALLS):
-                call()
-            settle()
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            seconds = time.perf_counter() - start
-            settle()
-    finally:
-        if collecting:
-            gc.enable()
+    call = contender.call
+    with contender.around():
+        for _ in range(WARM_CALLS):
+            call()
+        settle()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        seconds = time.perf_counter() - start
+        settle()
     return seconds / CALLS
 
 
