@@ -62,6 +62,7 @@ PARITY = fg.variant(lambda b, h, q, k: ((q - k) % 2 == h % 2) & (k // 16 != h) &
 NOTHING = fg.variant(lambda b, h, q, k: k < 0, name="nothing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [SPREAD, PARITY, NOTHING], ids=lambda v: v.name)
 @pytest.mark.parametrize("shape", [(4, 4), (4, 2), (4, 1), (6, 2)], ids=str)
 def test_heads_that_share_keys_see_other_tiles(variant, shape):

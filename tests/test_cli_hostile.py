@@ -295,6 +295,7 @@ def refuse_constant(name):
     raise AssertionError(f"{name} is no JSON")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", KEYS)
 def test_json_has_the_keys_that_help_names(verb, tmp_path, monkeypatch):
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))

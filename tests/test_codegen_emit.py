@@ -94,6 +94,7 @@ def test_the_file_needs_no_header_and_has_no_loose_ends(name):
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(40), 388])
 def test_no_line_of_a_persons_variant_is_too_long_and_folding_moves_line_ends_only(seed, monkeypatch):
     mask = random_mask(seeded(seed), depth=5)

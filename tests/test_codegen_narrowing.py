@@ -130,6 +130,7 @@ def test_numbers(name, arch):
             np.testing.assert_array_equal(found, expected(name, far), err_msg=f"{name} {loop} {far}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_ranges_hold_every_number(name, arch):

@@ -56,6 +56,7 @@ def test_forwards_are_right(name, pipeline):
     assert w.wrong(w.run()) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ARCH)
 def test_a_backward_is_right(pipeline):
     check(Backward(VARIANTS["from_one"], pipeline=pipeline, **SHAPE))

@@ -42,6 +42,7 @@ def test_bytecode_is_there_for_every_process(monkeypatch, tmp_path):
     assert any("autograd" in path.name for path in tmp_path.rglob("*.pyc"))
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_says_why():
     with pytest.raises(LaunchError, match="ended with 1 on no_such_spec"):
         list(starts(["no_such_spec"], SMALL, rounds=1, device="cpu"))

@@ -107,6 +107,7 @@ def counted(plan, problem, case):
     return n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 @settings(deadline=None, max_examples=40)
 @given(problem=shapes, tile=tile_shapes, seed=st.integers(0, 99))
@@ -311,6 +312,7 @@ def test_a_million_tokens_are_planned_as_fast_as_a_thousand():
     assert plan(1 << 20).flops_useful == 4 * 128 * 16 * visible
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "causal", "bottom_right", "window"])
 def test_formulas_give_the_same_bytes_and_flops(name):
     problem = Problem(batch=2, heads=4, kv_heads=2, q_len=50, kv_len=70, head_dim=32, v_head_dim=16)

@@ -509,6 +509,7 @@ def test_mutations_of_dropout_are_noticed(name):
     assert b.wrong(b.run(DROPOUT_MUTATIONS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [

@@ -235,6 +235,7 @@ def test_hopper_with_staged_output(name):
     assert found and found <= expected, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["ampere", "hopper", "staged"])
 def test_unchanged_kernels_are_silent(pipeline):
     assert noticed(pipeline, None) == set()

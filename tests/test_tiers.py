@@ -137,6 +137,7 @@ def test_a_mark_without_a_sibling_is_noticed(planted):
     assert found == {f"test_planted.py::{name}" for name in wrong}
 
 
+@pytest.mark.slow
 def test_nightly_tests_are_left_out_and_it_is_said(planted):
     def run(*arguments):
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
