@@ -56,7 +56,7 @@ def cases(step, offset=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "step", thinned((151, 47), kept=(151,), sibling="test_reasons_are_empty_exactly_when_there_is_a_plan")
+    "step", thinned((97, 47), kept=(97,), sibling="test_reasons_are_empty_exactly_when_there_is_a_plan")
 )
 def test_reasons_are_empty_exactly_when_there_is_a_plan(step):
     seen = {True: 0, False: 0}
@@ -70,7 +70,7 @@ def test_reasons_are_empty_exactly_when_there_is_a_plan(step):
         assert (not reasons) == planned, (case, reasons)
         assert all(isinstance(reason, Reason) and reason.limit for reason in reasons)
         seen[planned] += 1
-    assert min(seen.values()) > 50
+    assert min(seen.values()) > 30
 
 
 @pytest.mark.slow
