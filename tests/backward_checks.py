@@ -70,7 +70,7 @@ def walk(variant, problem, case, qkv, do, *, dlse=None, scale=None, dropout=None
 
 
 def check(variant, problem, case, *, seed=0, dlse=True, scale=None, dropout=None, plan=None):
-    """Judge every gradient of the walk against float64 by the tolerance rule."""
+    """Intervals every gradient of the walk against float64 by the tolerance rule."""
     q, k, v, do, d_lse = inputs(problem, seed)
     options = {"scale": scale, "dropout": dropout, "dlse": d_lse if dlse else None}
     got = walk(variant, problem, case, (q, k, v), do, plan=plan, **options)

@@ -2,7 +2,7 @@
 
 Each tree dumps, with its own copy of this file, every kernel of a grid: shipped specs x head dims x dtypes x archs x
 passes x options, all entries of each menu, and every golden.  Texts that differ by comments and white space alone are
-equal; of others NVRTC makes cubins, which have to be equal to the byte.  `--menus` compares menus, predicted paces,
+equal; of others NVRTC makes cubins, which have to be equal to the byte.  `--menus` compares menus, predicted times,
 rejections and messages instead.  A tree older than this file is dumped with the newer copy.
 """
 
@@ -51,9 +51,9 @@ def requests(specs: list[str], every: bool) -> Iterator[tuple[str, dict]]:
 
 
 def menu_text(menu) -> str:
-    """A menu as text: its plans without their variant, their paces, what was rejected and why."""
+    """A menu as text: its plans without their variant, their seconds per score, what was rejected and why."""
     plans = [re.sub(r"variant=Variant\(.*?\), (?=arch=)", "", repr(plan)) for plan in menu.forms]
-    return "\n".join([*plans, *map(repr, menu.paces), *map(str, menu.rejected), repr(menu.passed_over)])
+    return "\n".join([*plans, *map(repr, menu.seconds_per_score), *map(str, menu.rejected), repr(menu.passed_over)])
 
 
 def dump(specs: list[str], every: bool) -> dict[str, dict]:

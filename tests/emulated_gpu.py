@@ -29,7 +29,7 @@ class OnGpu(torch.Tensor):
 
 
 class EmulatedGpu(FakeDriver):
-    """One GPU of a given compute capability with four multiprocessors."""
+    """One GPU of a given compute capability with four SMs."""
 
     CUtensorMapDataType = real.CUtensorMapDataType
     CUtensorMapInterleave = real.CUtensorMapInterleave

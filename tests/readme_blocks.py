@@ -35,9 +35,9 @@ def show() -> str:
 def cuda() -> str:
     """The mask, the schedule it gives a Q tile, its tile classes, and the main loop."""
     text = (ROOT / "generated" / "sm_80" / "forward" / "sliding_window.cu").read_text()
-    seam = between(text, "DEVICE bool keep(", "// ----")
+    variant = between(text, "DEVICE bool keep(", "// ----")
     loop = between(text, "#pragma unroll 1\n", "  store(shared,")
-    return fenced("cuda", f"{seam.rstrip()}\n\n// ...\n\n{loop.rstrip()}\n")
+    return fenced("cuda", f"{variant.rstrip()}\n\n// ...\n\n{loop.rstrip()}\n")
 
 
 def measured() -> str:

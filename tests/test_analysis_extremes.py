@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from random_masks import seeded
-from test_codegen_seam import check_sound
+from test_codegen_variant_code import check_sound
 
 import flashgen as fg
 from flashgen.analysis.facts import analyse

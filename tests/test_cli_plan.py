@@ -45,7 +45,15 @@ def test_every_shipped_spec_is_planned_by_its_bare_name(name):
 def test_the_table_says_what_was_chosen_why_it_fits_and_what_it_moves():
     out = flashgen("plan", "sliding_window", "--seqlen", 4096, "--arch", "sm_80").out
     assert "sliding_window: batch 1, heads 8, seqlen 4096, head_dim 128, bfloat16, window 1024" in out
-    for part in ("shared memory", "registers a thread", "HBM traffic", "compulsory", "standard", "decides", "rejected"):
+    for part in (
+        "shared memory",
+        "registers per thread",
+        "HBM traffic",
+        "compulsory",
+        "standard",
+        "decides",
+        "rejected",
+    ):
         assert part in out
     assert "more (--all)" in out
     everything = flashgen("plan", "sliding_window", "--seqlen", 4096, "--arch", "sm_80", "--all").out
@@ -134,7 +142,7 @@ def test_a_deterministic_backward_on_hopper():
     back = plan(*asked)["backward"]
     assert (back["pipeline"], back["passed_over"], back["deterministic"]) == ("hopper", None, True)
     assert [kernel["entry"] for kernel in back["kernels"]][-1] == "attention_backward_finish"
-    assert "dq_turns" in flashgen("plan", *asked).out
+    assert "dq_semaphore" in flashgen("plan", *asked).out
 
 
 def test_options_of_a_backward():

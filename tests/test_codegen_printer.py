@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flashgen.analysis.abstract import Judge
+from flashgen.analysis.abstract import Intervals
 from flashgen.codegen import device
 from flashgen.codegen.printer import Formula, Printer, RangePrinter
 from flashgen.lang import ops, ranges
@@ -148,7 +148,7 @@ def test_ops_on_ranges(wide):
     hi = lo + rng.choice([0, 0, 1, 3, 8, 50], (2, count))
     every = list(dict.fromkeys(roots()))
     leaf = {"q": ranges.ints(lo[0], hi[0]), "k": ranges.ints(lo[1], hi[1])}
-    judge = Judge(lambda n, _: leaf[n.attr])
+    judge = Intervals(lambda n, _: leaf[n.attr])
     ints = {n for n in walk(every) if n.dtype is INT and n.operands and n.op != "cast"}
     printer = RangePrinter(wide=frozenset(ints) if wide else frozenset(), exact=True)
     lines = ["  const Range<int> q = {in0[i], in1[i]}, k = {in2[i], in3[i]};\n"]

@@ -4,7 +4,7 @@ from operator import neg
 
 import numpy as np
 import pytest
-import seam_kernel
+import variant_kernel
 from ptx_attention import ARCH, work
 from test_ptx_backward import Backward, check
 from tiers import thinned
@@ -65,7 +65,7 @@ def test_a_backward_is_right(pipeline):
 def test_a_condition_of_a_choice_alone_decides_about_tiles():
     facts = analyse(VARIANTS["choice"].bind())
     case = Case(sizes={"batch": 2, "heads": 2, "kv_heads": 1, "q_len": 9, "kv_len": 9}, params={"way": 1}, tensors={})
-    visited, kept, _ = seam_kernel.run(facts, case, Tile(q=4, kv=4))
+    visited, kept, _ = variant_kernel.run(facts, case, Tile(q=4, kv=4))
     b, h = np.ogrid[:2, :2]
     expected = evaluate(facts.variant.mask, b=b, h=h, sizes=case.sizes, params=case.params, tensors={})
     assert (kept == np.broadcast_to(expected, (2, 2))[:, :, None, None]).all()

@@ -18,7 +18,7 @@ from flashgen.analysis.linear import Algebra
 from flashgen.analysis.tiles import Case
 from flashgen.codegen import emit
 from flashgen.codegen.printer import Formula
-from flashgen.codegen.seam import MAX_FORMULA
+from flashgen.codegen.variant_code import MAX_FORMULA
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.expr import walk
 from flashgen.planning import planner

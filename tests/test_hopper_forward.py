@@ -24,7 +24,7 @@ SHAPE = {"q_len": 150, "kv_len": 250, "heads": 2, "kv_heads": 1, "q_stages": 2}
 CLIMB = {"q_len": 256, "kv_len": 440, "heads": 2, "kv_heads": 1, "q_stages": 2, "tile": (192, 64)}
 
 #: float16 looks at the maxima of no tile but the first and those that a mask hides some of.
-without_watch = replace("constexpr int WATCHED = 6", "constexpr int WATCHED = 1")
+without_watch = replace("constexpr int WARMUP_TILES = 6", "constexpr int WARMUP_TILES = 1")
 
 
 def climbing(w, factor):
@@ -53,7 +53,7 @@ def counted(result, opcode):
 )
 def test_scores_that_jump_move_the_offsets(spec, dtype, head_dim, factor, again):
     w = climbing(work(spec, "hopper", dtype=dtype, head_dim=head_dim, **CLIMB), factor)
-    assert w.plan.specialized.guard
+    assert w.plan.specialized.without_row_max
     result = w.run(without_watch if dtype == "float16" else None)
     assert w.wrong(result) == ()
     # S is computed once more by the warps that need it.
@@ -64,7 +64,7 @@ def test_scores_that_jump_move_the_offsets(spec, dtype, head_dim, factor, again)
 @pytest.mark.parametrize("factor", [1, 8, 40])
 def test_short_float16_has_less_room(factor):
     w = climbing(work("full", "hopper", dtype="float16", **SHAPE), factor)
-    assert w.plan.specialized.guard.most == 64
+    assert w.plan.specialized.without_row_max.most == 64
     result = w.run()
     assert w.wrong(result) == ()
     assert counted(result, "mma.") > 0
@@ -89,7 +89,7 @@ def test_a_window_hides_whole_tiles_of_some_rows(dtype, head_dim, q_len, kv_len)
     shape = {**CLIMB, "q_len": q_len, "kv_len": kv_len}
     w = work("sliding_window", "hopper", dtype=dtype, head_dim=head_dim, **shape)
     w = climbing(dataclasses.replace(w, case=dataclasses.replace(w.case, params={"window": 230})), 8)
-    assert w.plan.specialized.guard
+    assert w.plan.specialized.without_row_max
     assert w.wrong(w.run(without_watch if dtype == "float16" else None)) == ()
 
 
@@ -119,12 +119,12 @@ def test_the_guard_needs_the_offsets_to_follow():
 def test_what_keeps_its_maxima():
     """Scores, masks that are no band, wide heads, of float16 short ones under a mask, and tiles for few keys."""
     for spec in ("alibi", "softcap", "document", "sink_window"):
-        assert work(spec, "hopper").plan.specialized.guard is None
-    assert work("causal", "hopper", head_dim=136).plan.specialized.guard is None
-    assert work("causal", "hopper", dtype="float16").plan.specialized.guard is None
-    assert work("causal", "hopper", head_dim=96).plan.specialized.guard is None
-    assert work("causal", "hopper", head_dim=112).plan.specialized.guard
-    assert work("causal", "hopper", tile=(192, 64), q_stages=2).plan.specialized.guard
+        assert work(spec, "hopper").plan.specialized.without_row_max is None
+    assert work("causal", "hopper", head_dim=136).plan.specialized.without_row_max is None
+    assert work("causal", "hopper", dtype="float16").plan.specialized.without_row_max is None
+    assert work("causal", "hopper", head_dim=96).plan.specialized.without_row_max is None
+    assert work("causal", "hopper", head_dim=112).plan.specialized.without_row_max
+    assert work("causal", "hopper", tile=(192, 64), q_stages=2).plan.specialized.without_row_max
 
 
 @pytest.mark.slow
@@ -146,8 +146,8 @@ def test_where_one_argument_of_tanh_is_large_all_are_computed_in_full():
     k[..., 100, :] *= 40  # one key's scores pass 0.75 of the cap
     w = dataclasses.replace(w, qkv=(q, k, v))
     assert w.wrong(w.run()) == ()
-    limit = "constexpr float TANH_NEAR = 0.75f"
-    assert w.wrong(w.run(replace(limit, "constexpr float TANH_NEAR = 1e9f")))
+    limit = "constexpr float SMALL_TANH = 0.75f"
+    assert w.wrong(w.run(replace(limit, "constexpr float SMALL_TANH = 1e9f")))
 
 
 TURNS = {

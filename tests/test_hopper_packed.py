@@ -173,7 +173,7 @@ def test_few_queries_of_many_heads_are_packed(spec, head_dim, kv_heads, q_len):
     [
         ("full", (16, 32, 32, 1, 8192)),  # no heads share keys
         ("alibi", (16, 32, 8, 1, 8192)),  # the score tells heads apart
-        ("causal_bottom_right", (1, 32, 8, 1, 8192)),  # a multiprocessor for each head
+        ("causal_bottom_right", (1, 32, 8, 1, 8192)),  # an SM for each head
         ("full", (16, 32, 8, 384, 8192)),  # tiles are full, of 128 and of 192 queries
         ("full", (16, 33, 11, 1, 8192)),  # 3 is no power of two
     ],

@@ -31,8 +31,8 @@ def smem_bytes(c, d, dv=None):
     return sum(part.amount for part in hopper.smem(c, d, dv or d))
 
 
-def refusal(c, d, variant=FULL):
-    return hopper.refusal(c, variant, ARCH, d, d)
+def reason_of(c, d, variant=FULL):
+    return hopper.does_not_fit_reason(c, variant, ARCH, d, d)
 
 
 def menu(variant, head_dim, **options):
@@ -43,16 +43,16 @@ def test_why_80_keys_and_not_88_at_head_dim_256():
     q = 128 * 256 * 2
     assert smem_bytes(candidate(128, 80), 256) == q + 4 * 80 * 256 * 2 + 1024 <= ROOM
     assert smem_bytes(candidate(128, 88), 256) == 245_760 + 1024 > ROOM
-    assert refusal(candidate(128, 80), 256) is None
+    assert reason_of(candidate(128, 80), 256) is None
     reason = "shared memory q 64 + k 88 + v 88 + control 1 = 241 KiB (246,784 bytes) > 227 KiB"
-    assert refusal(candidate(128, 88), 256) == reason
+    assert reason_of(candidate(128, 88), 256) == reason
     found = planner.limits(menu(FULL, 256, tile=(128, 80), stages=2).plans[0])
     assert str(found[0]) == f"128 x 88, 2 stages, 12 warps: {reason}"
     assert [(str(r.tile), r.stages) for r in found] == [("128x88", 2), ("128x80", 3), ("192x80", 2)]
 
 
 def test_why_p_would_go_through_shared_memory_for_192_by_192_at_head_dim_64():
-    assert refusal(candidate(192, 192), 64) == (
+    assert reason_of(candidate(192, 192), 64) == (
         "registers o 32 + s 96 + p 48 + overhead 24 = 200 > 160 of a consumer beside 32 of a producer; P would have to"
         " go through shared memory: 152 registers and 193 KiB"
     )
@@ -84,9 +84,9 @@ def test_tiles_judged_over_ranges_leave_consumers_less():
 
 
 def test_what_does_not_fit_in_registers():
-    assert refusal(candidate(192, 144), 64).startswith("registers o 32 + s 72 + p 36 + overhead 24 = 164 > 160 of a")
-    assert refusal(candidate(192, 128), 64) is None
-    assert refusal(candidate(128, 192, q_stages=1), 128) is not None
+    assert reason_of(candidate(192, 144), 64).startswith("registers o 32 + s 72 + p 36 + overhead 24 = 164 > 160 of a")
+    assert reason_of(candidate(192, 128), 64) is None
+    assert reason_of(candidate(128, 192, q_stages=1), 128) is not None
 
 
 # Measured on an H200 (planning/records, at head_dim 64, 128 and 256; else generated/bench): what won on long sequences.
@@ -108,8 +108,8 @@ def test_the_main_plan_is_the_one_that_was_measured_best(variant, head_dim, tile
     main = menu(variant, head_dim).plans[0]
     how = main.specialized
     assert (str(main.tile), main.stages, how.q_stages) == (tile, stages, q_stages)
-    assert (how.ping_pong, how.guard is not None, how.staged) == (ping_pong, guarded, q_stages == 2)
-    assert how.dynamic == (variant.mask is not None)
+    assert (how.ping_pong, how.without_row_max is not None, how.o_by_tma) == (ping_pong, guarded, q_stages == 2)
+    assert how.dynamic_scheduler == (variant.mask is not None)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_q_stages_are_checked():
 )
 def test_every_plan_fits(spec, d, dv):
     found = planner.menu(load_spec(spec).bind(), "sm_90a", "bfloat16", d, dv, pipeline="hopper")
-    assert 1 <= len(found.plans) <= planner.MAX_PLANS and len(found.plans) == len(found.paces)
+    assert 1 <= len(found.plans) <= planner.MAX_PLANS and len(found.plans) == len(found.seconds_per_score)
     for plan in found.plans:
         how = plan.specialized
         assert plan.smem_bytes <= ROOM and plan.threads == 128 * (1 + how.warpgroups)
@@ -205,7 +205,7 @@ def test_a_pinned_tile_is_checked_and_never_changed():
 
 def test_a_score_function_is_paced_slower():
     softcap = load_spec("softcap").bind()
-    plain, capped = (menu(v, 128, tile=(128, 128)).paces[0][0] for v in (FULL, softcap))
+    plain, capped = (menu(v, 128, tile=(128, 128)).seconds_per_score[0][0] for v in (FULL, softcap))
     assert capped > plain
 
 

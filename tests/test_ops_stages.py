@@ -293,7 +293,7 @@ def test_plan_defaults():
 def test_plan_follows_the_gpu_present(monkeypatch):
     monkeypatch.setattr(driver, "gpu", lambda index: driver.Gpu(index=0, name="A", capability=(8, 6), sms=10))
     assert fg.plan(softcapped).arch == "sm_86" and fg.plan(pinned).arch == "sm_80"
-    assert stages.multiprocessors("sm_86") == 10 and stages.multiprocessors("sm_80") == ARCHS["sm_80"].sms
+    assert stages.sm_count("sm_86") == 10 and stages.sm_count("sm_80") == ARCHS["sm_80"].sms
     monkeypatch.setattr(driver, "gpus", lambda: 0)
     assert fg.plan(pinned).arch == "sm_80" and fg.plan(softcapped).arch in ARCHS
 

@@ -17,7 +17,7 @@ def test_facts_agree_with_each_other(a):
     # A block leaves the kilobyte that the driver keeps for itself.
     assert a.smem_per_block + a.smem_reserved == a.smem_per_sm
     assert a.l2_bytes_per_s > a.hbm_bytes_per_s
-    # Tensor cores do a power of two FLOPs a clock and multiprocessor (Hopper's mma.sync: 63% of wgmma's 4,096).
+    # Tensor cores do a power of two FLOPs per clock and SM (Hopper's mma.sync: 63% of wgmma's 4,096).
     per_clock = a.tensor_flops["ampere"] / a.sms / a.clock_hz
     expected = {"sm_80": 2048, "sm_86": 512, "sm_89": 512, "sm_90a": 0.63 * 4096, "sm_120": 512}[a.name]
     assert per_clock == pytest.approx(expected, rel=0.01)

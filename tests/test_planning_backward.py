@@ -236,14 +236,14 @@ def test_hopper_serves_what_it_can_and_says_what_not():
         assert menu.plans[0].tile.q == (128 if head_dim <= 64 else 64)
     for dims in ((136, 136), (192, 128), (192, 192), (64, 256), (256, 256)):
         (plan,) = planner.backward_menu(causal, "sm_90a", "bfloat16", *dims).plans
-        assert (plan.pipeline, plan.tile) == ("hopper", Tile(q=64, kv=64)) and plan.backward.by_gradient
+        assert (plan.pipeline, plan.tile) == ("hopper", Tile(q=64, kv=64)) and plan.backward.split_dk_dv
     for variant, head_dim, form, why in (
         (load_spec("softcap").bind(), 64, {"dropout": True, "tile": (128, 128)}, "registers 241 > 240"),
         (biased, 128, {"gradients": ("table",)}, "registers 289 > 240"),
         (scaled, 64, {"gradients": ("factor",)}, "keeps no scores"),
         (selected, 64, {"gradients": ("factor",)}, "keeps no scores"),
         (causal, 192, {"dropout": True}, "dropout for head dims up to 128"),
-        (causal, 128, {"tile": (64, 64)}, "64 keys a block are for head dims over 128"),
+        (causal, 128, {"tile": (64, 64)}, "64 keys per block are for head dims over 128"),
         ((load_spec("blocks") & load_spec("document")).bind(), 128, {}, "registers"),
         (causal, 64, {"tile": (32, 32)}, "a backward's tile"),
     ):
@@ -259,8 +259,8 @@ def test_what_the_main_kernel_sweeps_is_counted_there(name):
     variant = load_spec(name).bind()
     problem = problem_of(batch=8, heads=32, kv_heads=16, q_len=300, kv_len=700, head_dim=64, dtype="bfloat16")
     case, plan = case_of(variant, problem), planner.backward_menu(variant, "sm_90a", "bfloat16", 64).plans[0]
-    lead = backward.lead(plan, problem)
-    assert plan.backward.sweeps and 0 < lead < 8 * 16
+    lead = backward.clear_distance(plan, problem)
+    assert plan.backward.dq_in_main_kernel and 0 < lead < 8 * 16
     p = predict(plan, problem, case)
     counted = count_backward(plan, analyse(variant), case, head_dim=64, v_head_dim=64, dtype="bfloat16").kernels
     for entry, moved in p.kernels:
@@ -274,9 +274,9 @@ def test_blocks_wait_for_earlier_blocks_alone():
     plan = planner.backward_menu(causal, "sm_90a", "bfloat16", 64).plans[0]
     for q_len, kv_len in ((1, 1), (2048, 2048), (1 << 18, 1 << 18), (2048, 1 << 18)):
         problem = problem_of(batch=4, heads=16, kv_heads=16, q_len=q_len, kv_len=kv_len, head_dim=64)
-        assert min(backward.l2_kv_heads(plan, problem) + 1, 64) <= backward.lead(plan, problem) <= 64
+        assert min(backward.l2_kv_heads(plan, problem) + 1, 64) <= backward.clear_distance(plan, problem) <= 64
     empty = problem_of(batch=4, heads=16, kv_heads=16, kv_len=0, head_dim=64)
-    assert backward.lead(plan, empty) == 64
+    assert backward.clear_distance(plan, empty) == 64
 
 
 @pytest.mark.parametrize(
@@ -305,8 +305,8 @@ def test_hoppers_deterministic_backward_needs_a_word_a_tile_of_queries_and_nothi
     assert plan.deterministic and not free.deterministic
     assert (plan.tile, plan.stages, plan.smem, plan.registers) == (free.tile, free.stages, free.smem, free.registers)
     p, q = (predict(x, problem, case_of(causal, problem)) for x in (plan, free))
-    assert {part.name: part.amount for part in p.workspaces}["dq_turns"] == 4 * 2 * 4 * 4
-    assert "dq_turns" not in {part.name for part in q.workspaces}
+    assert {part.name: part.amount for part in p.workspaces}["dq_semaphore"] == 4 * 2 * 4 * 4
+    assert "dq_semaphore" not in {part.name for part in q.workspaces}
     assert (p.kernels, p.hbm, p.flops) == (q.kernels, q.hbm, q.flops)
 
 
@@ -316,7 +316,7 @@ def test_hoppers_warpgroups_take_turns_unless_they_wait_for_what_they_look_up():
         return planner.backward_menu(variant, "sm_90a", "bfloat16", head_dim, pipeline="hopper").plans[0].backward
 
     specs = ("full", "causal", "document", "relative_bias")
-    turns = {(spec, d): layout(spec, d).turns for spec in specs for d in (64, 128)}
+    turns = {(spec, d): layout(spec, d).ping_pong for spec in specs for d in (64, 128)}
     assert [case for case, found in turns.items() if not found] == [
         ("full", 64),
         ("relative_bias", 64),

@@ -55,7 +55,7 @@ def test_every_plan_fits(request):
     menu = planner.menu(**request)
     assert 1 <= len(menu.plans) <= planner.MAX_PLANS
     assert len({plan if menu.record else plan.tile.q for plan in menu.plans}) == len(menu.plans)
-    for plan, paces in zip(menu.plans, menu.paces, strict=True):
+    for plan, seconds_per_score in zip(menu.plans, menu.seconds_per_score, strict=True):
         assert plan.smem_bytes == smem_bytes(plan.tile, plan.stages, plan.head_dim, plan.v_head_dim)
         assert plan.smem_bytes <= arch.smem_per_block
         assert plan.registers_estimate <= 255
@@ -66,9 +66,9 @@ def test_every_plan_fits(request):
         assert plan.tile.q in (16 * plan.warps, 32 * plan.warps)
         assert plan.tile.kv % 16 == 0 and plan.padded_head_dim % 16 == 0 and plan.padded_v_head_dim % 16 == 0
         assert plan.head_dim <= plan.padded_head_dim < plan.head_dim + 16
-        assert len(paces) == plan.blocks_per_sm
-        # Sharing a multiprocessor hides latency: more blocks never slow a score down.
-        assert all(a >= b > 0 for a, b in itertools.pairwise(paces))
+        assert len(seconds_per_score) == plan.blocks_per_sm
+        # Sharing an SM hides latency: more blocks never slow a score down.
+        assert all(a >= b > 0 for a, b in itertools.pairwise(seconds_per_score))
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_reasons_of_rejected_candidates_are_true(request):
             assert (i > 0) == r.reason.endswith("where blocks are few") and r.tile.q >= rival.tile.q
             fixed = planner.menu(**request, tile=(r.tile.q, r.tile.kv), stages=r.stages)
             if fixed.plans[0].warps == r.warps:
-                assert fixed.paces[0][-1] >= menu.paces[0][-1] / planner.NEAR
+                assert fixed.seconds_per_score[0][-1] >= menu.seconds_per_score[0][-1] / planner.NEAR
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -322,9 +322,9 @@ def test_only_refuses_what_the_spec_did_not_declare():
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_long_problems_take_a_fast_plan_and_short_ones_more_blocks(arch, head_dim):
     menu, sms = planner.menu(FULL, arch, "bfloat16", head_dim, pipeline="ampere"), ARCHS[arch].sms
-    best = menu.paces[0][-1]
+    best = menu.seconds_per_score[0][-1]
     long = planner.choose(menu, problem(16384, batch=2, heads=16, head_dim=head_dim), sms)
-    assert menu.paces[menu.plans.index(long)][-1] < 1.05 * best
+    assert menu.seconds_per_score[menu.plans.index(long)][-1] < 1.05 * best
     short = planner.choose(menu, problem(128, heads=4, head_dim=head_dim), sms)
     assert menu.record or short.tile.q < menu.plans[0].tile.q  # where it was measured, times decide
 
@@ -355,7 +355,7 @@ def test_choose_takes_no_longer_for_longer_problems():
 
 def test_a_dearer_score_function_is_paced_slower():
     plain, capped = (planner.menu(v, "sm_90a", "bfloat16", 64, tile=(128, 64)) for v in (FULL, SOFTCAP))
-    assert capped.paces[0][0] > plain.paces[0][0]
+    assert capped.seconds_per_score[0][0] > plain.seconds_per_score[0][0]
 
 
 def test_q_in_registers_saves_shared_memory_reads():

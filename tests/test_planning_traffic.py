@@ -251,7 +251,7 @@ def test_tables_show_the_sums():
         ("v", "32768", "2 stages x 64 rows x 128 columns x 2 bytes"),
         ("sum", "98304", "of 166912 bytes"),
     )
-    registers = tables["registers a thread (estimate)"].rows
+    registers = tables["registers per thread (estimate)"].rows
     assert int(registers[-1][1]) == sum(int(row[1]) for row in registers[:-1]) == p.plan.registers_estimate
     assert [row[0] for row in tables["HBM traffic"].rows][:3] == ["this plan", "compulsory", "standard attention"]
     assert sum(row[2] == "decides" for t in p.tables() if t.title.startswith("time") for row in t.rows) == 1
@@ -268,11 +268,11 @@ def test_the_pace_is_what_orders_the_candidates(arch, pipeline):
     assert slow.reason.startswith("predicted")
     other = planner.menu(MASKS["full"], arch, "bfloat16", 112, pipeline=pipeline, tile=(slow.tile.q, 16), stages=2)
     slower = traffic.predict(other.plans[0], problem, case)
-    # Both tiles divide the problem, so that the ratio of the paces is the one in the reason.
+    # Both tiles divide the problem, so that the ratio of the seconds_per_score is the one in the reason.
     assert f"predicted {slower.pace.ms / main.pace.ms:.2f}x the time of" in slow.reason
     assert slower.times.tensor == main.times.tensor  # the roofline does not tell them apart
     tables = {table.title: table for table in main.tables()}
-    rows = tables["pace, which orders the candidates: a multiprocessor's clocks for 1000 scores"].rows
+    rows = tables["pace, which orders the candidates: an SM's clocks for 1000 scores"].rows
     assert rows[-1][0] == "together" and f"{main.pace.ms:.4g} ms" in rows[-1][2]
     assert float(rows[-1][1]) >= max(float(row[1]) for row in rows[:-1])
     measured = dataclasses.replace(main, measured=planner.menu(MASKS["full"], "sm_90a", "bfloat16", 128).measured)

@@ -226,13 +226,13 @@ def test_hopper_mutations_are_noticed(name):
 
 
 AWAITS_P = "    mbarrier_wait(shared.p_full, ring.passed % 2);\n"
-LEAVES = "    leave_ds();\n    dq_tile = now.place;"
+LEAVES = "    leave_ds();\n    dq_tile = now.index;"
 WIDE_MUTATIONS = {
     "P not awaited": replace(AWAITS_P, ""),
     "dS not awaited": replace("    await_ds();\n", "", 3),
     "dS not shown to wgmma": replace("    fence_proxy_async();\n" + SHOWN, SHOWN),
     "dS left too early": lambda text: replace("    share_ds();\n", "    leave_ds();\n    share_ds();\n")(
-        replace(LEAVES, "    dq_tile = now.place;")(text)
+        replace(LEAVES, "    dq_tile = now.index;")(text)
     ),
     "a stage released too early": replace("{ring.passed - 1}", "{ring.passed}", 2),
     "the rest of dQ not awaited": replace("    wgmma_wait_group<1>();\n    pin(dq_rest);\n", "", 2),
@@ -321,7 +321,7 @@ HANDED = "      store_release(last, shared.keys.k_first / TILE_KV + 1);\n"
 ORDER_MUTATIONS = {
     "the block before not awaited": replace(AWAITED, ""),
     "handed over too early": lambda text: replace(AWAITED, AWAITED + HANDED)(replace(HANDED, "")(text)),
-    "consumers do not wait": replace("if (place == 0) mbarrier_wait(", "if (false) mbarrier_wait("),
+    "consumers do not wait": replace("if (first == 0) mbarrier_wait(", "if (false) mbarrier_wait("),
 }
 
 
@@ -367,12 +367,12 @@ def test_hopper_reads_ahead_what_a_query_or_a_key_selects(head_dim, tile):
 
 
 LOOKUP_MUTATIONS = {
-    "one room for lookups": replace("ring.passed % AHEAD][column]", "0][column]"),
+    "one room for lookups": replace("ring.passed % LOOKUP_STAGES][column]", "0][column]"),
     "keys not looked up": replace("    look_up();\n", ""),
     "queries not awaited": replace(
-        "    mbarrier_wait(shared.looked_up[ring.passed % AHEAD], ring.passed / AHEAD % 2);\n", ""
+        "    mbarrier_wait(shared.looked_up[ring.passed % LOOKUP_STAGES], ring.passed / AHEAD % 2);\n", ""
     ),
-    "rooms out of step": replace("(shared.sent - 1) % AHEAD", "shared.sent % AHEAD"),
+    "rooms out of step": replace("(shared.sent - 1) % LOOKUP_STAGES", "shared.sent % LOOKUP_STAGES"),
 }
 
 
@@ -391,7 +391,7 @@ def sweeping(spec, tile=(64, 128)):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("spec", "lead", "tile"),
+    ("spec", "clear_distance", "tile"),
     [("full", 1, (64, 128)), ("full", 3, (128, 128)), ("causal", 2, (128, 128)), ("alibi", 5, (64, 128))],
 )
 def test_blocks_clear_and_finish_dq_for_other_heads(spec, lead, tile):

@@ -57,7 +57,9 @@ AMPERE = {
     ),
     "dropped warp barrier": (replace("  __syncwarp();\n", ""), {errors.Race}),
     "tail not zeroed": (
-        replace("cp_async_16(place, source, row < rows && 8 * chunk < COLUMNS);", "cp_async_16(place, source, true);"),
+        replace(
+            "cp_async_16(address, source, row < rows && 8 * chunk < COLUMNS);", "cp_async_16(address, source, true);"
+        ),
         {errors.OutOfBounds},
     ),
     "half a tile loaded": (
@@ -204,7 +206,7 @@ def noticed(pipeline, edit, seed=None):
     """What notices an edit: the class of a trap, or the names of what is off."""
     w = subject(pipeline)
     try:
-        result = w.run(edit, seed=seed, step_limit=2_000_000, multiprocessors=1 if pipeline == "staged" else 2)
+        result = w.run(edit, seed=seed, step_limit=2_000_000, sms=1 if pipeline == "staged" else 2)
     except errors.Trap as trap:
         assert trap.line > 0 or isinstance(trap, errors.Deadlock), trap
         return {type(trap)}

@@ -101,7 +101,7 @@ def test_launches_that_a_driver_would_refuse():
     module = load(HEAD + ".entry k(.param .u64 p, .param .u32 n) .maxntid 64, 1, 1 { ret; }")
     with pytest.raises(BadLaunch, match="no kernel 'q' in this module \\(it has k\\)"):
         module.launch("q", 1, 32, 0, [], Memory())
-    with pytest.raises(BadLaunch, match=r"128 threads a block: kernel k takes 1\.\.64"):
+    with pytest.raises(BadLaunch, match=r"128 threads per block: kernel k takes 1\.\.64"):
         module.launch("k", 1, 128, 0, [bytes(8), bytes(4)], Memory())
     with pytest.raises(BadLaunch, match="1 parameters: kernel k takes 2"):
         module.launch("k", 1, 32, 0, [bytes(8)], Memory())

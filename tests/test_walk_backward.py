@@ -226,7 +226,7 @@ def test_full_attention_moves_what_the_algorithm_does():
         "lse": rows * 4,
         "delta": rows * 4,
         "k": 8 * 4 * 192 * 128,
-        "v": 8 * 4 * 192 * 128,  # once a tile of 80 queries and query head
+        "v": 8 * 4 * 192 * 128,  # once per tile of 80 queries and query head
     }
     moved = alone["attention_backward"], alone["attention_backward_prepare"]
     assert not any("dq" in entry for kernel in moved for entry in (kernel.read, kernel.written))

@@ -13,7 +13,7 @@ from flashgen.lang.ops import OPS
 from flashgen.lang.ranges import Range, Truth
 
 
-class Judge:
+class Intervals:
     """Abstract values of nodes, each found once; `leaf(node, operands)` gives those of leaves and of captured loads."""
 
     def __init__(self, leaf: Callable[[Node, tuple[Range | Truth, ...]], Range | Truth]) -> None:
@@ -68,5 +68,5 @@ def finite_at_zero(score: Node) -> bool:
             return ranges.floats(np.clip(found.lo, -ORDINARY, ORDINARY), np.clip(found.hi, -ORDINARY, ORDINARY))
         return found
 
-    found = Judge(leaf)(score)
+    found = Intervals(leaf)(score)
     return bool((found.hi < np.inf) & ~found.nan)

@@ -24,7 +24,7 @@ from flashgen.analysis.tiles import (
     Tiling,
     classes_of,
     grid,
-    judge,
+    intervals,
     known_terms,
     runs,
     runs_of,
@@ -288,7 +288,7 @@ def _blocks(facts: Facts, case: Case, tile: Tiling, places: _Places) -> Iterator
         visible, hidden = known_terms(facts.visible, case, b, h), known_terms(facts.hidden, case, b, h)
 
         def classes(q: tuple, k: tuple, known=(visible, hidden), b=b, h=h) -> np.ndarray:
-            found = classes_of(*known, judge(case, b, h, q, k), q, k)
+            found = classes_of(*known, intervals(case, b, h, q, k), q, k)
             return np.broadcast_to(found, (len(b), len(q[0]), len(k[0])))
 
         for start in range(0, q_tiles, _SQUARE):

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import reduce
 
-from flashgen.analysis.abstract import Judge, anywhere
+from flashgen.analysis.abstract import Intervals, anywhere
 from flashgen.analysis.zones import REACH, clamped
 from flashgen.lang.build import apply, literal
 from flashgen.lang.expr import DType, Node, node, walk
@@ -78,7 +78,7 @@ class Algebra:
     """Linear forms of int nodes, with what is known of nodes in any problem; each fact is found once."""
 
     def __init__(self) -> None:
-        self.value = Judge(anywhere)
+        self.value = Intervals(anywhere)
         self.long: set[Node] = set()  # sums of more than MAX_TERMS terms
         self._local: dict[Node, bool] = {}
         self._forms: dict[Node, Linear] = {}

@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from flashgen.analysis import zones
-from flashgen.analysis.abstract import Judge
+from flashgen.analysis.abstract import Intervals
 from flashgen.analysis.facts import Facts, Term
 from flashgen.analysis.zones import Bounds
 from flashgen.lang import ranges
@@ -87,7 +87,7 @@ def _every(conditions: Iterable[np.ndarray]) -> np.ndarray:
     return reduce(np.logical_and, conditions, np.True_)
 
 
-def judge(case: Case, b, h, q: tuple, k: tuple) -> Judge:
+def intervals(case: Case, b, h, q: tuple, k: tuple) -> Intervals:
     """Abstract values over tiles: b and h are points, q and k (first, last) pairs, all arrays that broadcast."""
     places = {"b": ranges.ints(b), "h": ranges.ints(h), "q": ranges.ints(*q), "k": ranges.ints(*k)}
 
@@ -105,7 +105,7 @@ def judge(case: Case, b, h, q: tuple, k: tuple) -> Judge:
             return loaded(n, operands, case.tensors[n.attr.name])
         return bounds(n)
 
-    return Judge(leaf)
+    return Intervals(leaf)
 
 
 def loaded(load: Node, indices: tuple[Range, ...], array: np.ndarray) -> Range | Truth:
@@ -134,7 +134,7 @@ def loaded(load: Node, indices: tuple[Range, ...], array: np.ndarray) -> Range |
     return ranges.ints(np.where(known, lo, declared.lo), np.where(known, hi, declared.hi))
 
 
-def _possible(terms: list[Known], value: Judge, q: tuple, k: tuple) -> np.ndarray:
+def _possible(terms: list[Known], value: Intervals, q: tuple, k: tuple) -> np.ndarray:
     found = np.zeros(np.broadcast_shapes(*map(np.shape, (*q, *k))), np.bool_)
     for term in terms:
         possible = zones.nonempty(term.bounds.within(*q, *k)) & term.holds
@@ -152,10 +152,10 @@ def classify(facts: Facts, case: Case, *, b, h, q0, q1, k0, k1) -> np.ndarray:
     All arguments are ints or int arrays that broadcast against each other.
     """
     visible, hidden = known_terms(facts.visible, case, b, h), known_terms(facts.hidden, case, b, h)
-    return classes_of(visible, hidden, judge(case, b, h, (q0, q1), (k0, k1)), (q0, q1), (k0, k1))
+    return classes_of(visible, hidden, intervals(case, b, h, (q0, q1), (k0, k1)), (q0, q1), (k0, k1))
 
 
-def classes_of(visible: list[Known], hidden: list[Known], value: Judge, q: tuple, k: tuple) -> np.ndarray:
+def classes_of(visible: list[Known], hidden: list[Known], value: Intervals, q: tuple, k: tuple) -> np.ndarray:
     seen = _possible(visible, value, q, k)
     cut = _possible(hidden, value, q, k)
     return np.where(seen, np.where(cut, PARTIAL, FULL), EMPTY).astype(np.int8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flashgen.analysis.abstract import Judge, anywhere
+from flashgen.analysis.abstract import Intervals, anywhere
 from flashgen.lang.expr import DType, Node, walk
 from flashgen.lang.ranges import INT32_MAX, INT32_MIN
 
@@ -15,7 +15,7 @@ def wide(roots: Iterable[Node]) -> frozenset[Node]:
     Emitted code holds such a node, like an int64 node, in 64 bits, and computes an operation in 64 bits where its
     result or an operand is held so.
     """
-    value = Judge(anywhere)
+    value = Intervals(anywhere)
     found = set()
     for n in walk(tuple(roots)):
         if n.dtype is DType.INT32:

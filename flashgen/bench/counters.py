@@ -19,7 +19,7 @@ from flashgen.errors import LaunchError
 from flashgen.planning import traffic
 from flashgen.planning.traffic import Bytes
 
-#: Bytes that the multiprocessors got from L2 and sent to it (by cp.async, TMA and plain accesses alike), and DRAM's.
+#: Bytes that the SMs got from L2 and sent to it (by cp.async, TMA and plain accesses alike), and DRAM's.
 L2 = ("l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write_bytes.sum")
 DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
@@ -53,7 +53,7 @@ SEED = 0
 class Counted:
     """The kernels of one pass of a cell: predicted bytes beside counted ones.
 
-    predicted   `hbm` of the Prediction, as if there were no L2: what multiprocessors and L2 exchange
+    predicted   `hbm` of the Prediction, as if there were no L2: what SMs and L2 exchange
     compulsory  what DRAM and L2 exchange at least, where the caches start cold
     """
 
@@ -66,12 +66,12 @@ class Counted:
 
     @property
     def read_ratio(self) -> float:
-        """Bytes that multiprocessors read (or L2, to add to them) / bytes that were predicted."""
+        """Bytes that SMs read (or L2, to add to them) / bytes that were predicted."""
         return self.l2.read_bytes / self.predicted.read_bytes
 
     @property
     def write_ratio(self) -> float:
-        """Bytes that multiprocessors wrote / bytes that were predicted."""
+        """Bytes that SMs wrote / bytes that were predicted."""
         return self.l2.write_bytes / self.predicted.write_bytes
 
     def as_json(self) -> dict[str, object]:

@@ -36,7 +36,7 @@ TILE_KV = range(32, 129, 16)
 #: Candidates that are compiled, best predicted first; those that are timed in full after one quick round; those kept.
 COMPILED, TIMED, KEPT = 64, 12, 10
 
-#: Warps that share a multiprocessor: fewer hide too little, more have too few registers.
+#: Warps that share an SM: fewer hide too little, more have too few registers.
 WARPS = (8, 16)
 
 #: Registers of a thread beside accumulators and Q below which compiling is not worth the time: it spills.
@@ -62,7 +62,7 @@ class Contender:
 
 
 def contenders(variant: Variant, arch: str, pipeline: str, dtype: str, head_dim: int, v_head_dim: int) -> list:
-    """Candidates whose shared memory fits, with each number of blocks a multiprocessor has room for.
+    """Candidates whose shared memory fits, with each number of blocks an SM has room for.
 
     Registers are not judged: the compiler tells which candidates spill, and those are dropped.  Best predicted first.
     """
@@ -81,7 +81,7 @@ def contenders(variant: Variant, arch: str, pipeline: str, dtype: str, head_dim:
                 for blocks in _blocks(plan, found):
                     one = dataclasses.replace(plan, blocks_per_sm=blocks)
                     made.setdefault(one, Contender(form=_plain(dataclasses.asdict(c)), plan=one))
-    ranked = sorted(made.values(), key=lambda c: (module.paces(c.plan, found)[-1], str(c)))
+    ranked = sorted(made.values(), key=lambda c: (module.seconds_per_score(c.plan, found)[-1], str(c)))
     places: dict[int, int] = {}
 
     def place(c: Contender) -> int:
@@ -93,7 +93,7 @@ def contenders(variant: Variant, arch: str, pipeline: str, dtype: str, head_dim:
 
 
 def _blocks(plan: KernelPlan, arch: archs.Arch) -> Iterator[int]:
-    """Numbers of blocks a multiprocessor to compile for; a specialised block is alone."""
+    """Numbers of blocks per SM to compile for; a specialised block is alone."""
     if plan.specialized is not None:
         yield plan.blocks_per_sm
         return

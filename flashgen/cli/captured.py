@@ -46,7 +46,7 @@ def arrays(
         elif examples and tensor.example is not None:
             made[tensor.name] = _stored(title, tensor, _example(title, tensor, problem, seed), problem)
         elif examples:
-            raise SpecError(variant.lacks(tensor))
+            raise SpecError(variant.missing(tensor))
     return made
 
 

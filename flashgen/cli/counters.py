@@ -43,14 +43,14 @@ def command(
     record.write(
         path,
         command=" ".join([*asked, *([f"--cells '{cells}'"] if cells else [])]),
-        protocol={"caches": "cold", "read_ratio": "bytes multiprocessors read from L2 / predicted hbm.read_bytes"},
+        protocol={"caches": "cold", "read_ratio": "bytes SMs read from L2 / predicted hbm.read_bytes"},
         cells=[one.as_json() for one in counted],
     )
     err.print(f"wrote {path}")
 
 
 def _table(counted: list) -> Table:
-    table = Table(title="MB between multiprocessors and L2, predicted and counted; compulsory, and read from DRAM")
+    table = Table(title="MB between SMs and L2, predicted and counted; compulsory, and read from DRAM")
     table.add_column("cell", no_wrap=True)
     table.add_column("tile", no_wrap=True)
     for name in ("read", "counted", "ratio", "written", "counted", "ratio", "compulsory", "DRAM read"):

@@ -133,7 +133,7 @@ class Request:
     ] = None
     tile: Annotated[
         str | None,
-        _kernel(metavar="QxKV", help="Rows of queries and of keys a tile, such as 128x64: checked, never changed."),
+        _kernel(metavar="QxKV", help="Rows of queries and of keys per tile, such as 128x64: checked, never changed."),
     ] = None
     stages: Annotated[
         int | None,

@@ -74,7 +74,7 @@ def resolve(
     from flashgen.analysis.facts import analyse
     from flashgen.analysis.tiles import Case
     from flashgen.lang.load import load_spec
-    from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, menu_of, multiprocessors
+    from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, menu_of, sm_count
     from flashgen.planning import arch as archs
     from flashgen.planning import planner
     from flashgen.planning.problem import Problem
@@ -105,7 +105,7 @@ def resolve(
         menu, sms = planner.menu(*cpu_request(variant, problem), dropout=which.dropout), archs.find(arch).sms
     else:
         asked = variant, arch, problem.dtype, problem.head_dim, problem.v_head_dim
-        menu, sms = menu_of(*asked, **fixed, **which.asked()), multiprocessors(arch)
+        menu, sms = menu_of(*asked, **fixed, **which.asked()), sm_count(arch)
     return Resolved(
         variant=variant,
         problem=problem,

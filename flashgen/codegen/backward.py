@@ -1,4 +1,4 @@
-"""What a backward kernel asks of a variant beyond the forward's seam, as CUDA: transposed schedule, derivatives."""
+"""What a backward kernel asks of a variant beyond the forward's, as CUDA: transposed schedule, derivatives."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import chain, count
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import Facts
 from flashgen.codegen.printer import Body, Printer, Text, binary, call, constant
-from flashgen.codegen.seam import Decider, Decision, inside
+from flashgen.codegen.variant_code import Decider, Decision, inside
 from flashgen.lang.expr import DType, Node, Tensor, const, depends_on, walk
-from flashgen.planning.backward import sinks
+from flashgen.planning.backward import captured_grads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sink:
+class CapturedGrad:
     """A read of a captured tensor in the score, and where its gradient goes.
 
     `slope` is the derivative of the score with respect to the element read, `place` the body of a function that gives
@@ -26,7 +26,7 @@ class Sink:
     name: str
     tensor: str
     slope: Body
-    place: tuple[str, ...]
+    index: tuple[str, ...]
     by_query: bool
     by_key: bool
     by_score: bool
@@ -39,34 +39,34 @@ class Sink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transposed:
-    """The backward's part of the seam; what is None or empty is not emitted.
+    """The backward's part of the variant's code; what is None or empty is not emitted.
 
     runs    the runs of queries that see a tile of keys, None without a mask
     later   the runs of keys that a tile of queries sees, going up, None without a mask
     slope   the derivative of the score, None where it is 1 throughout
-    sinks   gradients of captured tensors
+    captured_grads   gradients of captured tensors
     """
 
     runs: Decision | None
     later: Decision | None
     slope: Body | None
-    sinks: tuple[Sink, ...]
+    captured_grads: tuple[CapturedGrad, ...]
 
     @property
     def needs_score(self) -> bool:
         """Whether the scores before the score function are used once more after P."""
-        return self.slope is not None or bool(self.sinks)
+        return self.slope is not None or bool(self.captured_grads)
 
 
 def transposed(facts: Facts, gradients: tuple[str, ...]) -> Transposed:
-    """The seam of an analysed variant for a backward that also wants the gradients of these captured tensors."""
+    """The code of an analysed variant for a backward that also wants the gradients of these captured tensors."""
     variant = facts.variant
     masked = variant.mask is not None and bool(facts.hidden)
     return Transposed(
         runs=Decider(facts).query_runs() if masked else None,
         later=Decider(facts).later_runs() if masked else None,
         slope=_slope(facts),
-        sinks=_sinks(facts, gradients),
+        captured_grads=_captured_grads(facts, gradients),
     )
 
 
@@ -96,19 +96,19 @@ def _slope(facts: Facts) -> Body | None:
     return Printer(wide=facts.int64).body(slope)
 
 
-def _sinks(facts: Facts, gradients: tuple[str, ...]) -> tuple[Sink, ...]:
+def _captured_grads(facts: Facts, gradients: tuple[str, ...]) -> tuple[CapturedGrad, ...]:
     """The reads of these tensors that the score depends on, each under a name of its own."""
     found = []
-    reads = ((name, n, slope) for name in gradients for n, slope in sinks(facts.variant, name).items())
+    reads = ((name, n, slope) for name in gradients for n, slope in captured_grads(facts.variant, name).items())
     for name, n, slope in reads:
-        taken = {sink.name for sink in found} | (set(gradients) - {name})
+        taken = {grad.name for grad in found} | (set(gradients) - {name})
         names = chain((name,), (f"{name}{number}" for number in count(2)))
         found.append(
-            Sink(
+            CapturedGrad(
                 name=next(free for free in names if free not in taken),
                 tensor=name,
                 slope=Printer(wide=facts.int64).body(slope),
-                place=_place(n, facts),
+                index=_index(n, facts),
                 by_query=depends_on(n, "q"),
                 by_key=depends_on(n, "k"),
                 by_score=any(m.op == "score" for m in walk(n.operands)),
@@ -117,7 +117,7 @@ def _sinks(facts: Facts, gradients: tuple[str, ...]) -> tuple[Sink, ...]:
     return tuple(found)
 
 
-def _place(load: Node, facts: Facts) -> tuple[str, ...]:
+def _index(load: Node, facts: Facts) -> tuple[str, ...]:
     """Statements that give the element's number: gradients are contiguous, and a dimension of size 1 has one index."""
     tensor: Tensor = load.attr
     printer = Printer(wide=facts.int64)

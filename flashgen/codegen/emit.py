@@ -10,7 +10,7 @@ from flashgen.analysis.facts import Facts, analyse
 from flashgen.codegen import device, params
 from flashgen.codegen.backward import sized, transposed
 from flashgen.codegen.fold import folded
-from flashgen.codegen.seam import Seam, seam
+from flashgen.codegen.variant_code import VariantCode, variant_code
 from flashgen.planning.backward import lookups
 from flashgen.planning.plan import KernelPlan
 from flashgen.resources import folder
@@ -30,12 +30,13 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     The text depends on the plan alone: never on a length, a batch, a number of heads or a parameter's value.
     """
     facts = facts or analyse(plan.variant)
-    found = seam(facts, lookups(plan.variant) if plan.backward is not None and plan.backward.ahead else ())
+    staged = plan.backward is not None and plan.backward.lookup_stages > 0
+    found = variant_code(facts, lookups(plan.variant) if staged else ())
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type = _PTX_TYPE[plan.dtype]
     context = {
         "plan": plan,
-        "seam": found,
+        "code": found,
         "banner": banner(plan, found),
         "fields": params.fields(plan),
         "params_bytes": params.sizeof(plan),
@@ -53,7 +54,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     return folded(template.render(context, device=device.used_by(template.render(context, device=""))))
 
 
-def banner(plan: KernelPlan, found: Seam) -> str:
+def banner(plan: KernelPlan, found: VariantCode) -> str:
     """The comment at the head of a file: variant, plan, shared memory, and the command that reproduces it."""
     roles = ", ".join(f"{role.warps} {role.name} warps" for role in plan.roles)
     q_home = "" if plan.backward else f", q in {'registers' if plan.q_in_registers else 'shared memory'}"

@@ -49,7 +49,7 @@ def maps(plan: KernelPlan) -> tuple[str, ...]:
         return ("q", "k", "v", "d_o")
     if plan.specialized is None:
         return ()
-    return ("q", "k", "v", "o") if plan.specialized.staged else ("q", "k", "v")
+    return ("q", "k", "v", "o") if plan.specialized.o_by_tma else ("q", "k", "v")
 
 
 def fields(plan: KernelPlan) -> tuple[Field, ...]:
@@ -75,7 +75,7 @@ def fields_of(
     pointers = [] if mapped else [Field(name, f"const {element}*") for name in ("q", "k", "v")]
     pointers += [Field("o", f"{element}*"), Field("lse", "float*")]
     numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles"]
-    if mapped and specialized.dynamic:
+    if mapped and specialized.dynamic_scheduler:
         pointers.append(Field("counters", "int*"))
         numbers.append("l2_heads")
     if mapped and specialized.packed:
@@ -97,16 +97,16 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     pointers = [Field(name, f"const {element}*") for name in loaded]
     pointers += [Field(name, "const float*") for name in ("lse", "dlse")]
     pointers += [Field(name, "float*") for name in workspaces]
-    pointers += [Field("dq_turns", "u32*")] if plan.backward.adds_dq and plan.deterministic else []
-    pointers += [Field("progress", "u32*")] if plan.backward.sweeps else []
+    pointers += [Field("dq_semaphore", "u32*")] if plan.backward.adds_dq and plan.deterministic else []
+    pointers += [Field("progress", "u32*")] if plan.backward.dq_in_main_kernel else []
     pointers += [Field(name, f"{element}*") for name in ("dq", "dk", "dv")]
     pointers += [Field(f"grad_{name}", "float*") for name in plan.gradients]
     pointers += [Field(f"exact_{name}", "i64*") for name in plan.gradients if plan.deterministic]
     numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles"]
     if mapped and (plan.variant.mask is not None or plan.deterministic):
         numbers.append("l2_heads")
-    if plan.backward.sweeps:
-        numbers.append("lead")
+    if plan.backward.dq_in_main_kernel:
+        numbers.append("clear_distance")
     return _members(plan.variant, pointers, (*loaded, "dq", "dk", "dv"), numbers, plan.dropout)
 
 

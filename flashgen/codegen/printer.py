@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from flashgen.analysis.abstract import Judge, anywhere
+from flashgen.analysis.abstract import Intervals, anywhere
 from flashgen.analysis.zones import clamped_operand
 from flashgen.codegen.device import identifiers
 from flashgen.lang.expr import LEAVES, DType, Node, Tensor, depends_on, walk
@@ -95,7 +95,7 @@ class Printer:
     def __init__(self, *, wide: frozenset[Node] = frozenset(), exact: bool = False) -> None:
         self.wide = wide
         self.exact = exact
-        self._extent = Judge(anywhere)
+        self._extent = Intervals(anywhere)
 
     def is_wide(self, n: Node) -> bool:
         """Whether the node is computed in 64 bits."""
@@ -208,11 +208,11 @@ class Printer:
         return Text(f"read_{n.attr.name}({', '.join(map(str, indices))}, p)")
 
 
-class NearPrinter(Printer):
+class SmallTanhPrinter(Printer):
     """Prints a score where the argument of its tanh is known to be small."""
 
     def spelling(self, n: Node) -> str:
-        return "tanh_near({0})" if n.op == "tanh" else super().spelling(n)
+        return "small_tanh({0})" if n.op == "tanh" else super().spelling(n)
 
 
 class GivenPrinter(Printer):

@@ -236,7 +236,7 @@ def reads_by(root: Node | None, *positions: str, known: Collection[Node] = ()) -
 
 
 def serialize(roots: Iterable[Node]) -> str:
-    """The DAG as text, a node a line: equal text means equal meaning, in every process."""
+    """The DAG as text, a node per line: equal text means equal meaning, in every process."""
     number: dict[Node, int] = {}
     lines = []
     roots = tuple(roots)

@@ -203,7 +203,7 @@ class Variant:
             elif p.default is not None:
                 values[name] = p.default
             elif complete:
-                raise PlanError(self.lacks(p))
+                raise PlanError(self.missing(p))
         return values
 
     def bind(self, **constants: int | float) -> Variant:
@@ -223,7 +223,7 @@ class Variant:
         chosen = ((c.name, value) for c, value in values.items() if value != c.default)
         return replace(rebuilt, spec=self.spec, bound=(*self.bound, *chosen))
 
-    def lacks(self, symbol: Param | Tensor) -> str:
+    def missing(self, symbol: Param | Tensor) -> str:
         """That a parameter or a captured tensor was not given, and how it can be."""
         # Nodes that variants share have the line of the first: the line that made the variant is its own.
         at = f" that {self.where.path}:{self.where.line} is made of" if self.where else ""

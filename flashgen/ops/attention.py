@@ -365,7 +365,7 @@ def _check_captured(
     title = f"captured tensor {declared.name!r} of {variant.name!r}"
     dims = ", ".join("any" if dim is None else str(dim) for dim in declared.dims)
     if given is None:
-        raise LaunchError(variant.lacks(declared))
+        raise LaunchError(variant.missing(declared))
     if not isinstance(given, torch.Tensor):
         cure = f"\n  nearest: torch.from_numpy({declared.name})" if isinstance(given, np.ndarray) else ""
         raise LaunchError(f"{title} got a {type(given).__name__}, not a torch.Tensor{cure}")
@@ -532,7 +532,7 @@ def _menu(
     if menu.plans[0].specialized is None:
         return menu
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        refusal = kernel.tma_refusal(tensor.shape, tensor.stride(), tensor.itemsize)
+        refusal = kernel.tma_unsupported_reason(tensor.shape, tensor.stride(), tensor.itemsize)
         if refusal is not None and variant.pins.pipeline is not None:
             raise LaunchError(
                 f"{variant.name!r} is pinned to pipeline {variant.pins.pipeline}, whose TMA cannot address {name}:"

@@ -89,7 +89,7 @@ def plan_of(
     if q.is_cuda:
         asked = (variant, forward.gpu_arch(q), problem.dtype, problem.head_dim, problem.v_head_dim)
         sms = driver.gpu(q.device.index).sms
-        if any(kernel.tma_refusal(x.shape, x.stride(), x.itemsize) for x in (q, k, v)):
+        if any(kernel.tma_unsupported_reason(x.shape, x.stride(), x.itemsize) for x in (q, k, v)):
             options["pipeline"] = "ampere"
     else:
         asked = forward.cpu_request(variant, problem)
@@ -122,7 +122,7 @@ def _written_out(x: torch.Tensor) -> torch.Tensor:
 def _loadable(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy where a kernel could not load its rows 16 bytes at a time, or TMA not at all."""
     aligned = x.stride(3) == 1 and x.data_ptr() % ALIGNMENT == 0
-    aligned &= kernel.tma_refusal(x.shape, x.stride(), x.itemsize) is None
+    aligned &= kernel.tma_unsupported_reason(x.shape, x.stride(), x.itemsize) is None
     for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
         aligned &= size == 1 or stride * x.itemsize % ALIGNMENT == 0
     return x if aligned else x.contiguous()

@@ -89,7 +89,7 @@ def plan(
         v_head_dim=menu.plans[0].v_head_dim,
         dtype=dtype,
     )
-    return planner.choose(menu, problem, multiprocessors(arch))
+    return planner.choose(menu, problem, sm_count(arch))
 
 
 def menu_of(
@@ -169,8 +169,8 @@ def default_dtype(variant: Variant) -> str:
     return "bfloat16" if "bfloat16" in variant.dtypes else variant.dtypes[0]
 
 
-def multiprocessors(arch: str) -> int:
-    """Multiprocessors of the first GPU where it has this arch, else of the arch's reference card."""
+def sm_count(arch: str) -> int:
+    """SMs of the first GPU where it has this arch, else of the arch's reference card."""
     wanted = find(arch)
     if driver.gpus() and of_device(*driver.gpu(0).capability) == wanted:
         return driver.gpu(0).sms

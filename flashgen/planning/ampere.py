@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from flashgen.lang.expr import DType, node, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.plan import ITEM, KernelPlan, Part, Role, Tile, decided, staged
+from flashgen.planning.plan import ITEM, KernelPlan, Part, Role, Tile, make_plan, staged
 from flashgen.planning.problem import Problem
 
 NAME = "ampere"
@@ -27,7 +27,7 @@ MMA_ROWS, MMA_DEPTH = 16, 16
 
 K = node("index", DType.INT32, (), "k")
 
-#: Schedulers of a multiprocessor, among which warps and registers are divided.
+#: Schedulers of an SM, among which warps and registers are divided.
 SCHEDULERS = 4
 
 #: Registers that a kernel needs beyond its sum where a limit below the architecture's own holds it down.
@@ -78,7 +78,7 @@ DROPOUT_AHEAD = 1.3
 #: seen to reach on an H200 (head_dim 64, 128 and 256) to about a tenth.
 TILE_LATENCY = 500
 
-#: More warps than this on a multiprocessor hide nothing more, and cost registers.
+#: More warps than this on an SM hide nothing more, and cost registers.
 USEFUL_WARPS = 16
 
 #: Registers by which ptxas moves loads of V ahead of their use, as a share of O's, and how many of those it gives up
@@ -191,17 +191,17 @@ def within(parts: tuple[Part, ...], limit: int) -> tuple[Part, ...]:
 
 
 def budget(c: Candidate, arch: Arch, blocks: int) -> int:
-    """Registers that a thread may have while `blocks` blocks share a multiprocessor.
+    """Registers that a thread may have while `blocks` blocks share an SM.
 
     A quarter of the file belongs to each of the four schedulers, and the fullest one decides; they go out by eights.
     Below the most that a thread can have, ptxas wants a few more than it needs.
     """
     warps = -(-blocks * c.warps // SCHEDULERS)
-    share = arch.registers_per_sm // SCHEDULERS // (32 * warps) // 8 * 8
-    return arch.registers_per_thread if share > arch.registers_per_thread else share - TIGHT
+    each = arch.registers_per_sm // SCHEDULERS // (32 * warps) // 8 * 8
+    return arch.registers_per_thread if each > arch.registers_per_thread else each - TIGHT
 
 
-def refusal(
+def does_not_fit_reason(
     c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, *, dropout: bool = False
 ) -> str | None:
     """Why the candidate cannot run on `arch`, or None."""
@@ -219,13 +219,13 @@ def refusal(
 def plan(
     c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, v_head_dim: int, *, dropout: bool = False
 ) -> KernelPlan:
-    """The plan of a candidate that fits, with as many blocks a multiprocessor as memory, registers and warps allow."""
+    """The plan of a candidate that fits, with as many blocks per SM as memory, registers and warps allow."""
     memory, wanted = smem(c, head_dim, v_head_dim), registers(c, variant, head_dim, v_head_dim, dropout=dropout)
     by_memory = arch.smem_per_sm // (sum(part.amount for part in memory) + arch.smem_reserved)
     by_warps = max(1, min(arch.max_warps, USEFUL_WARPS) // c.warps)
     most = min(by_memory, by_warps, arch.max_blocks)
     blocks = max(n for n in range(1, most + 1) if n == 1 or needed(c, wanted) <= budget(c, arch, n))
-    return decided(
+    return make_plan(
         *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim), padded(v_head_dim))),
         pass_name="forward",
         pipeline=NAME,
@@ -239,45 +239,46 @@ def plan(
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
-    """Clocks a multiprocessor spends on one score (one query, one key), by the unit that spends them.
+    """Clocks an SM spends on one score (one query, one key), by the unit that spends them.
 
     Tensor cores: two products.  Special functions: one ex2, and those of the score function.  Arithmetic: the softmax,
-    the score function, dropout, and rescaling O once a tile.  Shared memory: every warp reads all of K and V for its
-    rows, Q again for each KV tile unless registers hold it, and cp.async writes K and V once a block.  Latency: what a
-    warp waits in each KV tile, over the four schedulers.  L2: K and V once a block.
+    the score function, dropout, and rescaling O once per tile.  Shared memory: every warp reads all of K and V for its
+    rows, Q again for each KV tile unless registers hold it, and cp.async writes K and V once per block.  Latency: what
+    a warp waits in each KV tile, over the four schedulers.  L2: K and V once per block.
     """
     d, dv = plan.padded_head_dim, plan.padded_v_head_dim
     rows = plan.tile.q // plan.warps
     special, arithmetic = score_ops(plan.variant)
     arithmetic += DROPOUT_OPS if plan.dropout else 0
-    share = arch.sms * arch.clock_hz
+    sm_clocks = arch.sms * arch.clock_hz
     q_again = 0 if plan.q_in_registers else d / plan.tile.kv
     bytes_moved = ITEM * ((d + dv) / rows + q_again + (d + dv) / plan.tile.q)
     return {
-        "tensor": 2 * (d + dv) * share / arch.tensor_flops[NAME],
+        "tensor": 2 * (d + dv) * sm_clocks / arch.tensor_flops[NAME],
         "special": (1 + special) / arch.special_per_clock,
         "arithmetic": (SOFTMAX_OPS + arithmetic + dv / plan.tile.kv) / arch.fp32_lanes,
         "shared memory": bytes_moved / arch.smem_per_clock,
         "latency": TILE_LATENCY / (4 * rows * plan.tile.kv),
-        "l2": ITEM * (plan.head_dim + plan.v_head_dim) / plan.tile.q * share / arch.l2_bytes_per_s,
+        "l2": ITEM * (plan.head_dim + plan.v_head_dim) / plan.tile.q * sm_clocks / arch.l2_bytes_per_s,
     }
 
 
-def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
-    """Seconds a multiprocessor needs for one score while 1, 2 ... blocks share it; the last one ranks the plan."""
+def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
+    """Seconds an SM needs for one score while 1, 2 ... blocks share it; the last one ranks the plan."""
     return tuple(_pace(plan, arch, blocks) for blocks in range(1, plan.blocks_per_sm + 1))
 
 
-def busiest(plan: KernelPlan, paces: tuple[float, ...], problem: Problem, sms: int) -> float:
-    """Seconds of the multiprocessor with most blocks, if every block visits every key; O(1)."""
+def predicted_seconds(plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int) -> float:
+    """Seconds of the SM with most blocks, if every block visits every key; O(1)."""
     blocks = -(-problem.q_len // plan.tile.q) * problem.heads * problem.batch
-    waves, rest = divmod(-(-blocks // sms), len(paces))
+    full = len(seconds_per_score)
+    waves, rest = divmod(-(-blocks // sms), full)
     scores = plan.tile.q * max(1, -(-problem.kv_len // plan.tile.kv)) * plan.tile.kv
-    return scores * (waves * len(paces) * paces[-1] + (rest * paces[rest - 1] if rest else 0.0))
+    return scores * (waves * full * seconds_per_score[-1] + (rest * seconds_per_score[rest - 1] if rest else 0.0))
 
 
 def _pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:
-    """Seconds a multiprocessor needs for one score while `blocks` blocks share it.
+    """Seconds an SM needs for one score while `blocks` blocks share it.
 
     One warp a scheduler runs product, softmax and loads one after another; n warps hide all but the slowest unit
     n-fold.  Loads from L2 run behind all of it.

@@ -19,7 +19,7 @@ from flashgen.planning import ampere
 from flashgen.planning.ampere import MMA_DEPTH, MMA_ROWS
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up
-from flashgen.planning.plan import ITEM, Backward, ByQuery, KernelPlan, Part, Role, Tile, decided
+from flashgen.planning.plan import ITEM, Backward, ByQuery, KernelPlan, Part, Role, Tile, make_plan
 from flashgen.planning.problem import Problem
 
 NAME = ampere.NAME
@@ -165,7 +165,7 @@ def one_barrier(c: Candidate) -> bool:
 
 
 def by_query(c: Candidate, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> ByQuery | None:
-    """The entry for dq alone: the tile of queries with most warps on a multiprocessor, of equal ones the largest; None
+    """The entry for dq alone: the tile of queries with most warps on an SM, of equal ones the largest; None
     where none fits."""
     d, keys = padded(head_dim, c), _keys_of_dq(c, head_dim, v_head_dim, form)
     found = []
@@ -243,12 +243,10 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, fo
         p = Part(
             name="p, dp",
             amount=scores + scores // 2,
-            why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries a warp",
+            why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries per warp",
         )
     else:
-        p = Part(
-            name="p, dp", amount=2 * scores, why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries a warp, float32"
-        )
+        p = Part(name="p, dp", amount=2 * scores, why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries, float32")
     # Of 64 queries at a time ptxas loads everything ahead, except where rows of 128 bytes give it few addresses.
     operands = 24 if c.queries < 64 or d % 64 == dv % 64 == 0 else 112
     kept = c.tile.kv * (d + dv) // c.threads
@@ -288,11 +286,11 @@ def _variant_registers(variant: Variant, form: Form) -> int:
 
 
 def budget(c: Candidate, arch: Arch, blocks: int) -> int:
-    """Registers that a thread may have while `blocks` blocks share a multiprocessor, less those lost to alignment."""
+    """Registers that a thread may have while `blocks` blocks share an SM, less those lost to alignment."""
     return ampere.budget(c, arch, blocks) - UNALIGNED
 
 
-def lacks(
+def unsupported_reason(
     variant: Variant,
     arch: Arch,
     head_dim: int,
@@ -305,7 +303,9 @@ def lacks(
     return None
 
 
-def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> str | None:
+def does_not_fit_reason(
+    c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form
+) -> str | None:
     """Why the candidate cannot run on `arch`, or None."""
     if dq_q_warps(c, padded(head_dim, c)) == 0:
         return f"{c.warps} warps cannot divide {c.tile.q} x {padded(head_dim, c)} elements of dq"
@@ -328,14 +328,14 @@ def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_di
 def plan(
     c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, v_head_dim: int, form: Form
 ) -> KernelPlan:
-    """The plan of a candidate that fits, with as many blocks a multiprocessor as memory, registers and warps allow."""
+    """The plan of a candidate that fits, with as many blocks per SM as memory, registers and warps allow."""
     layout = backward(c, arch, head_dim, v_head_dim, form)
     memory = smem(c, layout, head_dim, v_head_dim)
     parts = registers(c, variant, head_dim, v_head_dim, form)
     by_memory = arch.smem_per_sm // (sum(part.amount for part in memory) + arch.smem_reserved)
     most = min(by_memory, arch.max_blocks, max(1, ampere.USEFUL_WARPS // c.warps))
     needed = sum(part.amount for part in parts)
-    return decided(
+    return make_plan(
         *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim, c), padded(v_head_dim, c))),
         pass_name="backward",
         pipeline=NAME,
@@ -352,16 +352,16 @@ def plan(
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
-    """Clocks a multiprocessor spends on one score (one query, one key) in the main kernel, by unit.
+    """Clocks an SM spends on one score (one query, one key) in the main kernel, by unit.
 
     Tensor cores: five products, of which a deterministic plan leaves one to another entry.  Shared memory: operands of
     S and dP for each warp's part of a tile, those of dV, dK and dQ, P and dS where they are exchanged, and the copies
-    of cp.async.  L2: q and d_o once a tile, and the sum of dq there and back.
+    of cp.async.  L2: q and d_o once per tile, and the sum of dq there and back.
     """
     d, dv = plan.padded_head_dim, plan.padded_v_head_dim
     q, kv, layout, warps = plan.tile.q, plan.tile.kv, plan.backward, plan.warps
     special, arithmetic = ampere.score_ops(plan.variant)
-    share = arch.sms * arch.clock_hz
+    sm_clocks = arch.sms * arch.clock_hz
     keys, queries = kv // layout.kv_warps, layout.queries
     parts = q // (layout.q_warps * queries)  # of S, one after another
     moved = warps * parts * (keys + queries) * (d + dv)  # S and dP
@@ -377,16 +377,16 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     products = 2 * (2 * d + 2 * dv) + (2 * d if layout.adds_dq else 0)
     sums = 8 * d if layout.adds_dq else 0
     return {
-        "tensor": products * share / arch.tensor_flops[NAME],
+        "tensor": products * sm_clocks / arch.tensor_flops[NAME],
         "special": (1 + special) / arch.special_per_clock,
         "arithmetic": (SCORE_OPS + layout.rounded_p + 2 * arithmetic) / arch.fp32_lanes,
         "shared memory": ITEM * moved / (q * kv * arch.smem_per_clock),
-        "l2": (ITEM * (d + dv) + sums) / kv * share / arch.l2_bytes_per_s,
+        "l2": (ITEM * (d + dv) + sums) / kv * sm_clocks / arch.l2_bytes_per_s,
     }
 
 
-def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
-    """Seconds a multiprocessor needs for one score while 1, 2 ... blocks share it; the last one ranks the plan."""
+def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
+    """Seconds an SM needs for one score while 1, 2 ... blocks share it; the last one ranks the plan."""
     return tuple(_pace(plan, arch, blocks) for blocks in range(1, plan.blocks_per_sm + 1))
 
 
@@ -409,9 +409,10 @@ def _waiting(plan: KernelPlan, arch: Arch) -> float:
     return clocks / (q * plan.tile.kv)
 
 
-def busiest(plan: KernelPlan, paces: tuple[float, ...], problem: Problem, sms: int) -> float:
-    """Seconds of the multiprocessor with most blocks, if every block visits every query; O(1)."""
+def predicted_seconds(plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int) -> float:
+    """Seconds of the SM with most blocks, if every block visits every query; O(1)."""
     blocks = -(-problem.kv_len // plan.tile.kv) * problem.kv_heads * problem.batch
-    waves, rest = divmod(-(-blocks // sms), len(paces))
+    full = len(seconds_per_score)
+    waves, rest = divmod(-(-blocks // sms), full)
     scores = plan.tile.kv * max(1, -(-problem.q_len // plan.tile.q)) * plan.tile.q * problem.group
-    return scores * (waves * len(paces) * paces[-1] + (rest * paces[rest - 1] if rest else 0.0))
+    return scores * (waves * full * seconds_per_score[-1] + (rest * seconds_per_score[rest - 1] if rest else 0.0))

@@ -1,15 +1,15 @@
-"""Facts about GPUs: what fits on a multiprocessor and how fast its parts are.
+"""Facts about GPUs: what fits on an SM and how fast its parts are.
 
 Sources, one for each column:
-- shared memory, warps and blocks a multiprocessor: CUDA C++ Programming Guide, "Technical Specifications per Compute
+- shared memory, warps and blocks per SM: CUDA C++ Programming Guide, "Technical Specifications per Compute
   Capability"; special-function rate: the same guide, "Throughput of Native Arithmetic Instructions" (16 results a clock
-  and multiprocessor for ex2 on every architecture here);
+  and SM for ex2 on every architecture here);
 - cards: NVIDIA A100 datasheet and GA100 whitepaper, GA102 whitepaper (RTX 3090), Ada whitepaper (RTX 4090), H200
   datasheet and H100 whitepaper, RTX Blackwell whitepaper (RTX 5090): boost clock, dense 16-bit tensor-core rate with
   float32 accumulation, memory bandwidth, L2 size;
 - mma.sync on Hopper reaches 63% of the wgmma rate: Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU
   Architecture via Microbenchmarking" (2024), table of tensor-core throughput;
-- L2 bandwidth is published for GA100 only (5,120 bytes a clock).  The other figures are leads from public
+- L2 bandwidth is published for GA100 only (5,120 bytes per clock).  The other figures are leads from public
   microbenchmarks, good to a quarter or so.
 """
 
@@ -73,7 +73,7 @@ class Arch:
 
     @property
     def on_chip_bytes(self) -> int:
-        """Shared memory and registers of one multiprocessor: the fast memory M of the IO bounds."""
+        """Shared memory and registers of one SM: the fast memory M of the IO bounds."""
         return self.smem_per_sm + 4 * self.registers_per_sm
 
 

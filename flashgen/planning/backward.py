@@ -17,7 +17,7 @@ from flashgen.planning.problem import Problem
 #: Threads of a block of the entries that work on rows or elements alone, and blocks of those over elements.
 ROW_THREADS, ELEMENT_BLOCKS = 256, 256
 
-#: Blocks a multiprocessor that finish what the main kernel left.
+#: Blocks per SM that finish what the main kernel left.
 FINISH_BLOCKS = 8
 
 #: The entry that visits tiles.
@@ -56,7 +56,7 @@ def looks_up(variant: Variant, known: Collection[Node] = ()) -> bool:
     return any(reads_by(root, "q", "k", known=known) for root in (variant.mask, variant.score_node))
 
 
-def sinks(variant: Variant, name: str) -> dict[Node, Node]:
+def captured_grads(variant: Variant, name: str) -> dict[Node, Node]:
     """The elements of a captured tensor that the score depends on, each with the score's derivative by it."""
     root = variant.score_node
     reads = [n for n in walk([root] if root is not None else []) if n.op == "load" and n.attr.name == name]
@@ -86,15 +86,15 @@ def l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
     return min(ARCHS[plan.arch].l2_holds(of_one), problem.batch * problem.kv_heads)
 
 
-def lead(plan: KernelPlan, problem: Problem) -> int:
-    """Key heads between the blocks of one and those that clear its sum of dq, where the main kernel sweeps: the first
-    so many are cleared before it, the last so many finished behind it.  All of them where it does not sweep.
+def clear_distance(plan: KernelPlan, problem: Problem) -> int:
+    """Key heads between the blocks of one and those that clear its sum of dq, where the main kernel does both: the
+    first so many are cleared before it, the last so many finished behind it.  All of them where it does neither.
 
     Blocks start in order, those of the heads that share L2 in turns: with as many heads between, no block waits for a
     later one; with the heads that the GPU works on at a time as well, hardly any block waits at all.
     """
     heads, blocks = problem.kv_heads * problem.batch, -(-problem.kv_len // plan.tile.kv)
-    if blocks == 0 or not plan.backward.sweeps:
+    if blocks == 0 or not plan.backward.dq_in_main_kernel:
         return heads
     together = l2_kv_heads(plan, problem) if plan.variant.mask is not None else 1
     return min(together + -(-ARCHS[plan.arch].sms // blocks), heads)
@@ -111,7 +111,7 @@ def launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
         Launch(entry=MAIN, blocks=kv_blocks, threads=plan.threads, smem_bytes=plan.smem_bytes),
     ]
     if layout.by_query is None:
-        blocks = min(q_blocks, FINISH_BLOCKS * ARCHS[plan.arch].sms) if layout.sweeps else q_blocks
+        blocks = min(q_blocks, FINISH_BLOCKS * ARCHS[plan.arch].sms) if layout.dq_in_main_kernel else q_blocks
         found.append(Launch(entry="attention_backward_finish", blocks=blocks, **rows))
     else:
         size = {"threads": layout.by_query.threads, "smem_bytes": layout.by_query.smem_bytes}
@@ -133,8 +133,8 @@ def workspaces(
     """
     rows = -(-problem.q_len // plan.tile.q) * plan.tile.q * problem.heads * problem.batch
     parts = [
-        Part(name="lse_log2", amount=4 * rows, why="float32 a row"),
-        Part(name="delta", amount=4 * rows, why="float32 a row"),
+        Part(name="lse_log2", amount=4 * rows, why="float32 per row"),
+        Part(name="delta", amount=4 * rows, why="float32 per row"),
     ]
     if plan.backward.adds_dq:
         parts.append(
@@ -142,8 +142,8 @@ def workspaces(
         )
         if plan.deterministic:
             why = "int32 a tile of queries, who added to its dq last"
-            parts.append(Part(name="dq_turns", amount=4 * rows // plan.tile.q, why=why))
-    if plan.backward.sweeps:
+            parts.append(Part(name="dq_semaphore", amount=4 * rows // plan.tile.q, why=why))
+    if plan.backward.dq_in_main_kernel:
         heads = problem.kv_heads * problem.batch
         parts.append(Part(name="progress", amount=4 * (heads + 1), why="a counter a key head, and one of heads"))
     if plan.deterministic:

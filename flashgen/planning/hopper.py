@@ -1,6 +1,6 @@
 """What a candidate of pipeline hopper costs: shared memory, registers and time, each a sum that can be shown.
 
-The kernel is FlashAttention-3's forward (Shah et al. 2024, Algorithm 2): one block a multiprocessor, in which one
+The kernel is FlashAttention-3's forward (Shah et al. 2024, Algorithm 2): one block per SM, in which one
 warpgroup hands out, loads and stores tiles and two or three others multiply by wgmma, 64 query rows each, with P in
 registers.  A block takes tile after tile of queries, so that the first product of one runs beside the last of another.
 """
@@ -16,7 +16,7 @@ from flashgen.lang.expr import reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.ampere import SOFTMAX_OPS, score_ops
 from flashgen.planning.arch import KIB, Arch, find
-from flashgen.planning.plan import ITEM, Guard, KernelPlan, Part, Role, Specialized, Tile, decided, staged
+from flashgen.planning.plan import ITEM, KernelPlan, Part, Role, Specialized, Tile, WithoutRowMax, make_plan, staged
 from flashgen.planning.problem import Problem
 
 NAME = "hopper"
@@ -31,7 +31,7 @@ ROWS, DEPTH = 64, 16
 #: Columns of a box that TMA copies: 128 bytes, the widest swizzle.  A narrower row is padded with zeros.
 BOX = 64
 
-#: Consumer warpgroups that share a multiprocessor.
+#: Consumer warpgroups that share an SM.
 WARPGROUPS = (2, 3)
 
 MAX_TILE_KV = 256
@@ -83,7 +83,7 @@ SHORT_COLUMNS = 64
 #: Up to so many columns the softmax does without maxima of tiles that no mask and no score function touches.  Of an
 #: H200, 8,192 keys: 1.02 to 1.06 of the speed with them at head_dim 64, 96 and 128; at 192 and 256, whose products take
 #: longer, 0.97 to 1.00, and tiles that fill registers spill.
-GUARDED_COLUMNS = 128
+WITHOUT_ROW_MAX_COLUMNS = 128
 
 #: Up to so many columns three warpgroups serve long sequences, and two serve short ones under a mask.  These keep their
 #: maxima: without them K and V are held longer, which few tiles feel (0.97 at head_dim 64, causal, 512 keys; of long
@@ -91,18 +91,18 @@ GUARDED_COLUMNS = 128
 THREE_COLUMNS = 96
 
 #: What P may then add up to.  bfloat16 has the range of float32.  float16 has not, and shows what P of a key that
-#: outweighs all others loses where it is no power of two (KernelPlan.offset_slack): P may pass 2 where each lane of its
-#: row has added up twice as much.  The first tiles of a schedule bring that about; they move offsets often, so their
-#: maxima are found.  On inputs with outliers the RMS error is 1.009 to 1.010 of FlashAttention-2's, and with a share of
+#: outweighs all others loses where it is no power of two (KernelPlan.row_max_slack): P may pass 2 where each lane of
+#: its row has added up twice as much.  The first tiles of a schedule bring that about; they move row maxima often, so
+#: theirs are found.  On inputs with outliers the RMS error is 1.009 to 1.010 of FlashAttention-2's, and with a share of
 #: 0.75 it is 1.013.
-GUARDS = {
-    "float16": Guard(least=2.0, share=0.5, most=2.0**15, watched=6),
-    "bfloat16": Guard(least=2.0**32, share=0.0, most=2.0**32, watched=1),
+WITHOUT_ROW_MAX = {
+    "float16": WithoutRowMax(least=2.0, share=0.5, most=2.0**15, warmup_tiles=6),
+    "bfloat16": WithoutRowMax(least=2.0**32, share=0.0, most=2.0**32, warmup_tiles=1),
 }
 
 #: That of float16 without a mask up to SHORT_COLUMNS, where tiles whose maxima are found cost more than rounding shows;
 #: with a mask there is none (0.97 of the speed with maxima).
-SHORT_GUARD = Guard(least=64.0, share=0.0, most=64.0, watched=1)
+SHORT_WITHOUT_ROW_MAX = WithoutRowMax(least=64.0, share=0.0, most=64.0, warmup_tiles=1)
 
 #: Three warpgroups with wider columns hold so few keys that two are faster (FlashAttention-3 divides its rows like that
 #: too): what to multiply their time by.
@@ -186,7 +186,7 @@ def smem(c: Candidate, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
 def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) -> tuple[Part, ...]:
     """32-bit registers of a consumer's thread: S of one tile is on its way while P of the one before is multiplied."""
     dv, maxima = padded(v_head_dim), MAXIMA_REGISTERS
-    if variant.mask is None and variant.score_node is None and max(head_dim, v_head_dim) <= GUARDED_COLUMNS:
+    if variant.mask is None and variant.score_node is None and max(head_dim, v_head_dim) <= WITHOUT_ROW_MAX_COLUMNS:
         maxima = 0
     parts = [
         Part(name="o", amount=dv // 2, why=f"{ROWS} x {dv} float32 over 128 threads"),
@@ -216,7 +216,7 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int) ->
 def division(warpgroups: int, variant: Variant, arch: Arch) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread.
 
-    A block starts with the registers of the multiprocessor divided by its threads, rounded down to a multiple of 8;
+    A block starts with the registers of the SM divided by its threads, rounded down to a multiple of 8;
     what the producers give back the consumers take, and never more.
     """
     threads = 128 * (1 + warpgroups)
@@ -225,7 +225,7 @@ def division(warpgroups: int, variant: Variant, arch: Arch) -> tuple[int, int]:
     return producer, (pool - 128 * producer) // (128 * warpgroups) // 8 * 8
 
 
-def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int) -> str | None:
+def does_not_fit_reason(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int) -> str | None:
     """Why the candidate cannot run on `arch`, or None."""
     memory, wanted = smem(c, head_dim, v_head_dim), registers(c, variant, head_dim, v_head_dim)
     smem_bytes, needed = (sum(part.amount for part in parts) for parts in (memory, wanted))
@@ -252,10 +252,10 @@ def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, 
     """The plan of a candidate that fits."""
     producer, consumer = division(c.warpgroups, variant, arch)
     short = max(head_dim, v_head_dim) <= SHORT_COLUMNS
-    roomy = _roomy(c, variant, arch, head_dim, v_head_dim)
-    apart = roomy and _band(variant)
-    guard = _guard(c, variant, dtype, max(head_dim, v_head_dim), apart)
-    return decided(
+    score_emitted_twice = _score_emitted_twice(c, variant, arch, head_dim, v_head_dim)
+    separate_full_tiles = score_emitted_twice and _band(variant)
+    without_row_max = _without_row_max(c, variant, dtype, max(head_dim, v_head_dim), separate_full_tiles)
+    return make_plan(
         *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim), padded(v_head_dim))),
         pass_name="forward",
         pipeline=NAME,
@@ -272,12 +272,12 @@ def plan(c: Candidate, variant: Variant, arch: Arch, dtype: str, head_dim: int, 
             producer_registers=producer,
             consumer_registers=consumer,
             q_stages=c.q_stages,
-            ping_pong=short and c.warpgroups > 2 and guard is None,
-            guard=guard,
-            roomy=roomy,
-            apart=apart,
-            staged=c.q_stages > 1,
-            dynamic=variant.mask is not None,
+            ping_pong=short and c.warpgroups > 2 and without_row_max is None,
+            without_row_max=without_row_max,
+            score_emitted_twice=score_emitted_twice,
+            separate_full_tiles=separate_full_tiles,
+            o_by_tma=c.q_stages > 1,
+            dynamic_scheduler=variant.mask is not None,
             packed=False,
         ),
     )
@@ -309,18 +309,18 @@ def _uses(variant: Variant, index: str) -> bool:
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
-    """Clocks a multiprocessor spends on one score (one query, one key), by the unit that spends them."""
+    """Clocks an SM spends on one score (one query, one key), by the unit that spends them."""
     special, arithmetic = score_ops(plan.variant)
-    share = arch.sms * arch.clock_hz
+    sm_clocks = arch.sms * arch.clock_hz
     return {
-        "tensor": 2 * (plan.padded_head_dim + plan.padded_v_head_dim) * share / arch.tensor_flops[NAME],
+        "tensor": 2 * (plan.padded_head_dim + plan.padded_v_head_dim) * sm_clocks / arch.tensor_flops[NAME],
         "special": (1 + special) / arch.special_per_clock,
         "arithmetic": (SOFTMAX_OPS + arithmetic) / arch.fp32_lanes,
     }
 
 
-def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
-    """Seconds a multiprocessor needs for one score, which rank the plan; one block shares it."""
+def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
+    """Seconds an SM needs for one score, which rank the plan; one block shares it."""
     by_unit = clocks(plan, arch)
     softmax = by_unit["special"] + by_unit["arithmetic"]
     busiest, second = sorted(by_unit.values(), reverse=True)[:2]
@@ -335,8 +335,8 @@ def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     return (pace * tail * (THREE_WIDE if wide else 1.0) / arch.clock_hz,)
 
 
-def busiest(plan: KernelPlan, paces: tuple[float, ...], problem: Problem, sms: int) -> float:
-    """Seconds of the multiprocessor with most to do, where a mask hides what lies above a diagonal; O(1).
+def predicted_seconds(plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int) -> float:
+    """Seconds of the SM with most to do, where a mask hides what lies above a diagonal; O(1).
 
     From one tile of queries to the next a step's time passes.
     """
@@ -344,15 +344,15 @@ def busiest(plan: KernelPlan, paces: tuple[float, ...], problem: Problem, sms: i
     q_tiles = -(-problem.q_len // tile.q)
     tiles = q_tiles * problem.heads * problem.batch
     if plan.variant.mask is None:
-        return -(-tiles // sms) * tile.q * (keys + tile.kv) * paces[0]
+        return -(-tiles // sms) * tile.q * (keys + tile.kv) * seconds_per_score[0]
     # On average half of the keys, and half of what the tiles on the diagonal hold beyond it.
     jagged = tile.kv - math.gcd(tile.q, tile.kv)
     seen = min(keys, (q_tiles * tile.q + tile.q + jagged) / 2)
-    return max(1.0, tiles / sms) * tile.q * (seen + tile.kv) * paces[0]
+    return max(1.0, tiles / sms) * tile.q * (seen + tile.kv) * seconds_per_score[0]
 
 
 def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: int) -> float:
-    """How many times as long as on the tiles of a packed form the multiprocessor with most to do works on those of
+    """How many times as long as on the tiles of a packed form the SM with most to do works on those of
     `plan`, where each sees the same keys; O(1).
 
     Of an H200 (32 heads over 8 and 4, 8,192 keys, 1 to 200 queries; head_dim 64 and 128, full and causal): 1.75 to 4.5
@@ -363,28 +363,35 @@ def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: in
         group = problem.group
         q_tiles = -(-problem.q_len // one.tile_queries(group))
         tiles = q_tiles * problem.heads * problem.batch // one.pack(group)
-        return one.tile.q * (max(1.0, tiles / sms) if one.specialized.dynamic else -(-tiles // sms))
+        return one.tile.q * (max(1.0, tiles / sms) if one.specialized.dynamic_scheduler else -(-tiles // sms))
 
     arch = find(plan.arch)
-    faster = paces(plan, arch)[0] / paces(packed, arch)[0]  # more rows a tile; no form is slower than it is believed to
+    faster = seconds_per_score(plan, arch)[0] / seconds_per_score(packed, arch)[0]
+    # A packed tile has more rows, and no form is slower than it is believed to be.
     return min(1.0, faster) * rows(plan) / rows(packed)
 
 
-def _roomy(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int) -> bool:
+def _score_emitted_twice(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int) -> bool:
     """Whether registers are left for a score function that is emitted twice."""
     needed = sum(part.amount for part in registers(c, variant, head_dim, v_head_dim))
     return variant.score_node is None or needed + ROOM <= division(c.warpgroups, variant, arch)[1]
 
 
-def _guard(c: Candidate, variant: Variant, dtype: str, columns: int, apart: bool) -> Guard | None:
+def _without_row_max(
+    c: Candidate, variant: Variant, dtype: str, columns: int, separate_full_tiles: bool
+) -> WithoutRowMax | None:
     """What watches over a softmax without maxima, where that is faster."""
-    if columns > GUARDED_COLUMNS or variant.score_node is not None or (variant.mask is not None and not apart):
+    if (
+        columns > WITHOUT_ROW_MAX_COLUMNS
+        or variant.score_node is not None
+        or (variant.mask is not None and not separate_full_tiles)
+    ):
         return None
     if dtype == "float16" and columns <= SHORT_COLUMNS:
-        return SHORT_GUARD if variant.mask is None else None
+        return SHORT_WITHOUT_ROW_MAX if variant.mask is None else None
     if variant.mask is not None and c.warpgroups == 2 and columns <= THREE_COLUMNS:
         return None
-    return GUARDS[dtype]
+    return WITHOUT_ROW_MAX[dtype]
 
 
 def _band(variant: Variant) -> bool:

@@ -27,9 +27,9 @@ from flashgen.lang.expr import Node, depends_on, positions_of, reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning import ampere, hopper
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.backward import ROW_THREADS, Form, has_slope, looks_up, lookups, sinks
+from flashgen.planning.backward import ROW_THREADS, Form, captured_grads, has_slope, looks_up, lookups
 from flashgen.planning.hopper import boxed, padded
-from flashgen.planning.plan import ITEM, KernelPlan, Part, Role, SpecializedBackward, Tile, decided, staged
+from flashgen.planning.plan import ITEM, KernelPlan, Part, Role, SpecializedBackward, Tile, make_plan, staged
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
 from flashgen.planning.problem import Problem
 
@@ -61,7 +61,7 @@ PRODUCER_REGISTERS, JUDGE_REGISTERS, JUDGED_OPS = 24, 40, 23
 DIMENSION_OPS, SORTED_OPS, REMAINDER_OPS = 2, 3, 8
 
 #: Tiles of queries whose lookups shared memory holds: those of all stages, two more that are sent, one being found.
-AHEAD = 8
+LOOKUP_STAGES = 8
 
 #: Bytes of lookups that a query and a key may need there; a mask that needs more reads its elements where it uses them.
 LOOKUP_BYTES = 16
@@ -81,13 +81,13 @@ ORDER = 28
 
 #: For the gradient of a captured element, by what selects it (where a query does, for each stage but one): sums and
 #: addresses.  128 queries would also keep dS in float32 beside what is rounded.
-SINKS = {"": 8, "k": 8, "q": 8, "kq": 60}
+CAPTURED_GRAD_REGISTERS = {"": 8, "k": 8, "q": 8, "kq": 60}
 
 #: What a consumer needs beside fragments on their way: with less ptxas serialises products (C7512).
 BESIDE = 48
 
 #: Steps kept for those who order additions to dq.
-ORDERS = 8
+SEMAPHORE_STEPS = 8
 
 #: Bytes and alignment of what `Shared` has behind its tiles: a step, a word, the keys of a block, a barrier.
 STEP, WORD, KEYS, BARRIER = (16, 16), (4, 4), (24, 4), (8, 8)
@@ -114,7 +114,7 @@ class Candidate:
     stages: int
 
     @property
-    def by_gradient(self) -> bool:
+    def split_dk_dv(self) -> bool:
         """Whether the warpgroups divide gradients, not keys."""
         return self.tile.kv == ROWS
 
@@ -139,7 +139,7 @@ def candidates(tile: Tile | None, stages: int | None) -> Iterator[Candidate]:
             yield Candidate(tile=t, stages=s)
 
 
-def lacks(
+def unsupported_reason(
     variant: Variant,
     arch: Arch,
     head_dim: int,
@@ -154,17 +154,17 @@ def lacks(
         return f"its backward has dropout for head dims up to {OWN_KEYS}"
     if form.gradients and wide:
         return f"its backward has gradients of captured tensors for head dims up to {OWN_KEYS}"
-    reads = [(n, slope) for name in form.gradients for n, slope in sinks(variant, name).items()]
+    reads = [(n, slope) for name in form.gradients for n, slope in captured_grads(variant, name).items()]
     if reads and (has_slope(variant) or any(n.op == "score" for n in walk(chain.from_iterable(reads)))):
         return "its backward keeps no scores, which gradients of captured tensors take where a score is more than a sum"
     if len(reads) > 1:
-        return "its backward has the gradient of one captured element a score"
+        return "its backward has the gradient of one captured element per score"
     if tile is not None and nearest_tile(tile) != tuple(tile):
         return TILE_RULE
     if stages is not None and stages not in STAGES:
         return STAGES_RULE
     fixed = Tile(q=tile[0], kv=tile[1]) if tile else None
-    reasons = [refusal(c, variant, arch, head_dim, v_head_dim, form) for c in candidates(fixed, stages)]
+    reasons = [does_not_fit_reason(c, variant, arch, head_dim, v_head_dim, form) for c in candidates(fixed, stages)]
     return None if None in reasons else reasons[0]
 
 
@@ -180,40 +180,40 @@ def dq_parts(c: Candidate, head_dim: int) -> tuple[int, ...]:
     return (half,) if half <= 64 else (64, half - 64)
 
 
-def turns(c: Candidate, variant: Variant) -> bool:
+def ping_pong(c: Candidate, variant: Variant) -> bool:
     """Whether the warpgroups take turns at P and dS.
 
     On an H200 that brings 1 to 3% under a mask and with scores, and costs 2% with 128 queries and neither; where
     both read elements by position from global memory they had better do it at once.
     """
     plain = variant.mask is None and variant.score_node is None
-    return not (c.by_gradient or waits(c, variant) or (plain and c.tile.q > ROWS))
+    return not (c.split_dk_dv or waits(c, variant) or (plain and c.tile.q > ROWS))
 
 
 def scores_first(c: Candidate, variant: Variant) -> bool:
     """Whether dP waits for scores and masks: what they need leaves no registers for both S and dP."""
-    return c.by_gradient or waits(c, variant) or has_slope(variant)
+    return c.split_dk_dv or waits(c, variant) or has_slope(variant)
 
 
 def waits(c: Candidate, variant: Variant) -> bool:
     """Whether mask or score read elements by position that no shared memory holds for them."""
-    return looks_up(variant, known=set(walk(lookups(variant))) if ahead(c, variant) else ())
+    return looks_up(variant, known=set(walk(lookups(variant))) if lookup_stages(c, variant) else ())
 
 
-def ahead(c: Candidate, variant: Variant) -> int:
+def lookup_stages(c: Candidate, variant: Variant) -> int:
     """Tiles of queries of which shared memory holds what the mask looks up: where tiles are judged at all."""
-    item = 0 if c.by_gradient else sum(n.dtype.itemsize for n in lookups(variant))
-    return AHEAD if 0 < item <= LOOKUP_BYTES and any(term.others for term in analyse(variant).visible) else 0
+    item = 0 if c.split_dk_dv else sum(n.dtype.itemsize for n in lookups(variant))
+    return LOOKUP_STAGES if 0 < item <= LOOKUP_BYTES and any(term.others for term in analyse(variant).visible) else 0
 
 
-def sweeps(c: Candidate, variant: Variant, head_dim: int, form: Form) -> bool:
+def dq_in_main_kernel(c: Candidate, variant: Variant, head_dim: int, form: Form) -> bool:
     """Whether two warps of the producer's clear and finish sums of dq while others multiply: 1 to 3% on an H200.
 
     A dq in one order needs these warps itself; with what looks elements up, drops or adds to gradients, and with a
     padded head dim, registers are short.
     """
     plain = not (form.deterministic or form.dropout or form.gradients or looks_up(variant))
-    return plain and not c.by_gradient and head_dim == padded(head_dim)
+    return plain and not c.split_dk_dv and head_dim == padded(head_dim)
 
 
 def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: Form) -> tuple[Part, ...]:
@@ -230,7 +230,7 @@ def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: F
             why=f"2 tiles of {tile.q} queries x {tile.kv} keys x {ITEM} bytes",
         ),
     ]
-    if c.by_gradient:
+    if c.split_dk_dv:
         why = f"{tile.kv} keys x {tile.q} queries x {ITEM} bytes, from one warpgroup to the other"
         parts.append(Part(name="p", amount=tile.kv * tile.q * ITEM, why=why))
     rows = c.stages * tile.q * 8
@@ -238,9 +238,11 @@ def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: F
     end = sum(part.amount for part in parts)
     for (size, alignment), count in _members(c, variant, head_dim, form):
         end = -(-end // alignment) * alignment + size * count
-    if ahead(c, variant):
-        sizes = [(AHEAD * tile.q if depends_on(n, "q") else tile.kv, n.dtype.itemsize) for n in lookups(variant)]
-        why = f"elements that the mask reads by the queries of {AHEAD} tiles, and by keys"
+    if lookup_stages(c, variant):
+        sizes = [
+            (LOOKUP_STAGES * tile.q if depends_on(n, "q") else tile.kv, n.dtype.itemsize) for n in lookups(variant)
+        ]
+        why = f"elements that the mask reads by the queries of {LOOKUP_STAGES} tiles, and by keys"
         parts.append(Part(name="lookups", amount=sum(count * item for count, item in sizes), why=why))
     room = -(-end // ALIGNMENT) * ALIGNMENT - sum(part.amount for part in parts)
     parts.append(Part(name="control", amount=room, why="barriers and messages"))
@@ -249,7 +251,7 @@ def smem(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, form: F
 
 def _members(c: Candidate, variant: Variant, head_dim: int, form: Form) -> Iterator[tuple[tuple[int, int], int]]:
     """What `Shared` has behind tiles, lse and delta, in its order: bytes and alignment of one, and how many."""
-    facts, known = analyse(variant), lookups(variant) if ahead(c, variant) else ()
+    facts, known = analyse(variant), lookups(variant) if lookup_stages(c, variant) else ()
     may_skip = bool(facts.hidden) and any(term.others for term in facts.visible)
     if may_skip:
         yield from ((STEP, 2), (WORD, 1))
@@ -257,12 +259,12 @@ def _members(c: Candidate, variant: Variant, head_dim: int, form: Form) -> Itera
         yield WORD, 2
     if may_skip:
         yield BARRIER, 4
-    yield STEP, c.stages + ORDERS * form.deterministic
+    yield STEP, c.stages + SEMAPHORE_STEPS * form.deterministic
     for n in known:
-        yield (n.dtype.itemsize,) * 2, AHEAD * c.tile.q if depends_on(n, "q") else c.tile.kv
+        yield (n.dtype.itemsize,) * 2, LOOKUP_STAGES * c.tile.q if depends_on(n, "q") else c.tile.kv
     yield KEYS, 1
-    barriers = 3 * c.stages + 4 + c.by_gradient + AHEAD * any(depends_on(n, "q") for n in known)
-    barriers += (ORDERS + 4) * form.deterministic + 2 * sweeps(c, variant, head_dim, form)
+    barriers = 3 * c.stages + 4 + c.split_dk_dv + LOOKUP_STAGES * any(depends_on(n, "q") for n in known)
+    barriers += (SEMAPHORE_STEPS + 4) * form.deterministic + 2 * dq_in_main_kernel(c, variant, head_dim, form)
     yield BARRIER, barriers
 
 
@@ -270,11 +272,11 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, fo
     """32-bit registers of a consumer's thread: S and dP, or what comes of them, with dV and dK."""
     columns = padded(head_dim) + padded(v_head_dim)
     owned = Part(name="dk, dv", amount=columns // 2, why=f"{ROWS} x {columns} float32")
-    if c.by_gradient:
+    if c.split_dk_dv:
         columns = max(padded(head_dim), padded(v_head_dim))
         owned = Part(name="dk or dv", amount=columns // 2, why=f"{ROWS} x {columns} float32")
     scores, dq = c.tile.q // 2, dq_parts(c, head_dim)[0] // 2
-    if not c.by_gradient:
+    if not c.split_dk_dv:
         fragments = Part(name="s, dp", amount=2 * scores, why="S and dP in float32, later P, dS and dQ")
     elif dq > scores:
         fragments = Part(name="s, dq", amount=scores + dq, why="S of this tile of queries, dQ of the one before")
@@ -285,7 +287,7 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, fo
     of_dropout += DROPOUT * (waiting and (variant.mask is not None or form.deterministic))
     of_dropout += DROPOUT_READ * (c.tile.q > ROWS and reads_by(variant.score_node, "q", "k"))
     of_order = ORDER * (form.deterministic and c.tile.q > ROWS and waiting)
-    of_sinks = sum(_sink_registers(c, n) for name in form.gradients for n in sinks(variant, name))
+    of_captured = sum(_captured_grad_registers(c, n) for name in form.gradients for n in captured_grads(variant, name))
     return (
         owned,
         fragments,
@@ -293,14 +295,18 @@ def registers(c: Candidate, variant: Variant, head_dim: int, v_head_dim: int, fo
         *([Part(name="variant", amount=of_variant, why="mask, score, its derivative")] if of_variant else []),
         *([Part(name="dropout", amount=of_dropout, why="what is kept, random numbers")] if form.dropout else []),
         *([Part(name="order", amount=of_order, why="of additions to dq")] if of_order else []),
-        *([Part(name="gradients", amount=of_sinks, why="of captured tensors: sums, addresses")] if of_sinks else []),
+        *(
+            [Part(name="gradients", amount=of_captured, why="of captured tensors: sums, addresses")]
+            if of_captured
+            else []
+        ),
     )
 
 
-def _sink_registers(c: Candidate, element: Node) -> int:
+def _captured_grad_registers(c: Candidate, element: Node) -> int:
     selected = "".join(sorted(positions_of(element) & {"q", "k"}))
     kept = c.tile.q // 2 if c.tile.q > ROWS else 0
-    return SINKS[selected] * (c.stages - 1 if "q" in selected else 1) + kept
+    return CAPTURED_GRAD_REGISTERS[selected] * (c.stages - 1 if "q" in selected else 1) + kept
 
 
 def _variant_registers(variant: Variant) -> int:
@@ -328,10 +334,12 @@ def _judged_ops(variant: Variant) -> int:
     return len(nodes) + loads + REMAINDER_OPS * sum(n.op == "mod" for n in nodes)
 
 
-def refusal(c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form) -> str | None:
+def does_not_fit_reason(
+    c: Candidate, variant: Variant, arch: Arch, head_dim: int, v_head_dim: int, form: Form
+) -> str | None:
     """Why the candidate cannot run on `arch`, or None."""
-    if c.by_gradient != (max(head_dim, v_head_dim) > OWN_KEYS):
-        return f"{c.tile.kv} keys a block are for head dims {'over' if c.by_gradient else 'up to'} {OWN_KEYS}"
+    if c.split_dk_dv != (max(head_dim, v_head_dim) > OWN_KEYS):
+        return f"{c.tile.kv} keys per block are for head dims {'over' if c.split_dk_dv else 'up to'} {OWN_KEYS}"
     smem_bytes = sum(part.amount for part in smem(c, variant, head_dim, v_head_dim, form))
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
@@ -348,7 +356,7 @@ def plan(
 ) -> KernelPlan:
     """The plan of a candidate that fits."""
     producer, consumer = division(variant, arch)
-    return decided(
+    return make_plan(
         *(c, variant, arch.name, dtype, (head_dim, v_head_dim), (padded(head_dim), padded(v_head_dim))),
         pass_name="backward",
         pipeline=NAME,
@@ -365,12 +373,12 @@ def plan(
         backward=SpecializedBackward(
             producer_registers=producer,
             consumer_registers=consumer,
-            by_gradient=c.by_gradient,
+            split_dk_dv=c.split_dk_dv,
             dq_parts=dq_parts(c, head_dim),
-            turns=turns(c, variant),
+            ping_pong=ping_pong(c, variant),
             scores_first=scores_first(c, variant),
-            ahead=ahead(c, variant),
-            sweeps=sweeps(c, variant, head_dim, form),
+            lookup_stages=lookup_stages(c, variant),
+            dq_in_main_kernel=dq_in_main_kernel(c, variant, head_dim, form),
             row_threads=ROW_THREADS,
         ),
         deterministic=form.deterministic,
@@ -378,38 +386,38 @@ def plan(
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
-    """Clocks a multiprocessor spends on one score (one query, one key) in the main kernel, by unit.
+    """Clocks an SM spends on one score (one query, one key) in the main kernel, by unit.
 
     Shared memory: what wgmma reads of both operands, but of P and dS in registers; copies of q and d_o; dS, and P
-    where it changes hands; and dQ on its way.  L2: q and d_o once a tile, and the sum of dq there and back.
+    where it changes hands; and dQ on its way.  L2: q and d_o once per tile, and the sum of dq there and back.
     """
     d, dv, dq = plan.padded_head_dim, plan.padded_v_head_dim, plan.dq_sum_columns
     q, kv, layout = plan.tile.q, plan.tile.kv, plan.backward
     special, arithmetic = ampere.score_ops(plan.variant)
-    share = arch.sms * arch.clock_hz
-    readers = 1 if layout.by_gradient else WARPGROUPS  # of q and d_o, for scores and then for gradients
+    sm_clocks = arch.sms * arch.clock_hz
+    readers = 1 if layout.split_dk_dv else WARPGROUPS  # of q and d_o, for scores and then for gradients
     moved = readers * ((ROWS + q) * (d + dv) + q * (d + dv)) + q * (d + dv)
     moved += WARPGROUPS * kv * (ROWS * len(layout.dq_parts) + layout.dq_columns)
-    moved += (4 if layout.by_gradient else 2) * q * kv
+    moved += (4 if layout.split_dk_dv else 2) * q * kv
     return {
-        "tensor": 2 * (2 * d + 2 * dv + dq) * share / arch.tensor_flops[NAME],
+        "tensor": 2 * (2 * d + 2 * dv + dq) * sm_clocks / arch.tensor_flops[NAME],
         "special": (1 + special) / arch.special_per_clock,
         "arithmetic": (SCORE_OPS + 2 * arithmetic) / arch.fp32_lanes,
         "shared memory": ITEM * moved / (q * kv * arch.smem_per_clock),
-        "l2": (ITEM * (d + dv) + 8 * dq) / kv * share / arch.l2_bytes_per_s,
+        "l2": (ITEM * (d + dv) + 8 * dq) / kv * sm_clocks / arch.l2_bytes_per_s,
     }
 
 
-def paces(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
-    """Seconds a multiprocessor needs for one score, which rank the plan; one block shares it."""
+def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
+    """Seconds an SM needs for one score, which rank the plan; one block shares it."""
     by_unit = clocks(plan, arch)
     busiest, total = max(by_unit.values()), sum(by_unit.values())
-    step = STEP_CLOCKS[plan.backward.turns] / (plan.tile.q * plan.tile.kv)
+    step = STEP_CLOCKS[plan.backward.ping_pong] / (plan.tile.q * plan.tile.kv)
     return ((busiest + INTERFERENCE * (total - busiest) + step) / arch.clock_hz,)
 
 
-def busiest(plan: KernelPlan, paces: tuple[float, ...], problem: Problem, sms: int) -> float:
-    """Seconds of the multiprocessor with most blocks, if every block visits every query; O(1)."""
+def predicted_seconds(plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int) -> float:
+    """Seconds of the SM with most blocks, if every block visits every query; O(1)."""
     blocks = -(-problem.kv_len // plan.tile.kv) * problem.kv_heads * problem.batch
     scores = plan.tile.kv * max(1, -(-problem.q_len // plan.tile.q)) * plan.tile.q * problem.group
-    return math.ceil(blocks / sms) * scores * paces[0]
+    return math.ceil(blocks / sms) * scores * seconds_per_score[0]

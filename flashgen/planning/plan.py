@@ -28,7 +28,7 @@ ITEM = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One term of a sum that is shown to a person: shared memory in bytes, registers in 32-bit registers a thread."""
+    """One term of a sum that is shown to a person: shared memory in bytes, registers in 32-bit registers per thread."""
 
     name: str
     amount: int
@@ -51,19 +51,19 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
-    """What P of a tile may add up to in one lane, where nobody looks at its maxima, before offsets must move.
+class WithoutRowMax:
+    """What P of a tile may add up to in one lane, where nobody looks at its maxima, before row maxima must move.
 
     least    whatever came before
     share    of what each lane of the row has added up so far, where that is more
     most     whatever came before
-    watched  tiles at the start of a schedule whose maxima are looked at all the same
+    warmup_tiles  tiles at the start of a schedule whose maxima are looked at all the same
     """
 
     least: float
     share: float
     most: float
-    watched: int
+    warmup_tiles: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +75,17 @@ class Specialized:
     consumer_registers: int
     q_stages: int  # tiles of queries in shared memory
     ping_pong: bool  # warpgroups take turns to issue products
-    guard: Guard | None  # nobody looks at maxima of tiles without a mask: the sums of P show when an offset must move
-    roomy: bool  # registers are left for a score function that is emitted twice
-    apart: bool  # tiles that the mask hides nothing of have code of their own
-    staged: bool  # o leaves by TMA from the room of q, else from registers
-    dynamic: bool  # a counter in memory hands out tiles of queries, long ones first; else each block has its share
+    without_row_max: WithoutRowMax | None  # of tiles without a mask: the sums of P show when a row's maximum must move
+    score_emitted_twice: bool  # registers are left for a score function that is emitted twice
+    separate_full_tiles: bool  # tiles that the mask hides nothing of have code of their own
+    o_by_tma: bool  # o leaves by TMA from the shared memory of q, else from registers
+    dynamic_scheduler: bool  # a counter in memory hands out tiles, long ones first; else each block has its share
     packed: bool  # a tile's rows are queries of several heads that share keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByQuery:
-    """The entry of a deterministic backward for dq alone: 16 queries a warp, walking over keys as the forward."""
+    """The entry of a deterministic backward for dq alone: 16 queries per warp, walking over keys as the forward."""
 
     tile_q: int
     keys: int  # at a time
@@ -133,12 +133,12 @@ class Backward:
         return self.q_warps > 1
 
     @property
-    def sweeps(self) -> bool:
+    def dq_in_main_kernel(self) -> bool:
         """Other kernels clear and finish the sums of dq."""
         return False
 
     @property
-    def ahead(self) -> int:
+    def lookup_stages(self) -> int:
         """The mask looks up itself what it reads."""
         return 0
 
@@ -159,12 +159,12 @@ class SpecializedBackward:
 
     producer_registers: int  # of a thread
     consumer_registers: int
-    by_gradient: bool  # one warpgroup has P and dv, the other dS and dk; else each has half of the keys
+    split_dk_dv: bool  # one warpgroup has P and dv, the other dS and dk; else each has half of the keys
     dq_parts: tuple[int, ...]  # columns of dq in a warpgroup's products, one after another
-    turns: bool  # one warpgroup computes P and dS while the other's products run
+    ping_pong: bool  # one warpgroup computes P and dS while the other's products run
     scores_first: bool  # dP is computed when scores and masks have been applied, else beside S
-    ahead: int  # tiles of queries of which shared memory holds what the mask looks up by a query; 0: it looks up itself
-    sweeps: bool  # two warps of a block clear sums of dq of heads to come, and finish those that are complete
+    lookup_stages: int  # tiles of queries whose mask operands shared memory holds; 0: the mask reads them itself
+    dq_in_main_kernel: bool  # two warps of a block clear sums of dq of heads to come, and finish complete ones
     row_threads: int  # of a block of the entries that work on rows alone
 
     @property
@@ -218,11 +218,11 @@ class KernelPlan:
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
 
     @property
-    def offset_slack(self) -> float:
+    def row_max_slack(self) -> float:
         """Power of two by which a row's maximum may pass what its exponents subtract before that follows.
 
-        The more, the seldomer O is rescaled; but P of a key that outweighs all others is exact only where the offset is
-        the maximum.  Of inputs with outliers (N(0, 1), one in a thousand N(0, 10) more; head_dim 128, 4,096 keys) in
+        The more, the seldomer O is rescaled; but P of a key that outweighs all others is exact only where the maximum
+        itself is subtracted.  Of inputs with outliers (N(0, 1), one in a thousand N(0, 10) more; head_dim 128, 4,096 keys) in
         float16 a slack of 8 makes the RMS error 11% larger than none, 2 makes it 2.3%, 1 makes it 0.8%.  In bfloat16
         the rounding of the result hides it.  On Hopper a slack of 1 costs 1 to 3% against 8, 2 almost as much.
         """
@@ -283,7 +283,7 @@ class Tiled(Protocol):
     stages: int
 
 
-def decided(
+def make_plan(
     c: Tiled,
     variant: Variant,
     arch: str,

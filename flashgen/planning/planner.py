@@ -39,7 +39,7 @@ USEFUL = 0.005
 #: Heads are packed where that is predicted to be faster by this factor: the model knows rows of tiles alone.
 PACKING_GAIN = 1.1
 
-#: Predicted times this close are equal; more rows a block, which move fewer bytes, are then preferred.
+#: Predicted times this close are equal; more rows per block, which move fewer bytes, are then preferred.
 NEAR = 1.03
 
 
@@ -99,12 +99,12 @@ class Measured:
 class Menu:
     """At most four plans for (variant, arch, dtype, head dims), the one for long sequences first.
 
-    `paces[i][n - 1]` is the time in seconds that a multiprocessor needs for one score while n blocks of plans[i] share
+    `seconds_per_score[i][n - 1]` is the time in seconds that an SM needs for one score while n blocks of plans[i] share
     it.  Beside them stands `packed`, for few queries of heads that share keys; None where there is no such form.
     """
 
     plans: tuple[KernelPlan, ...]
-    paces: tuple[tuple[float, ...], ...]
+    seconds_per_score: tuple[tuple[float, ...], ...]
     rejected: tuple[Rejected, ...]
     packed: KernelPlan | None = None
     measured: Measured | None = None  # None: the order is predicted
@@ -173,7 +173,7 @@ def backward_menu(
 
 
 def pipeline_of(plan: KernelPlan) -> ModuleType:
-    """The module that a plan comes from, and that knows its clocks, paces and busiest multiprocessor."""
+    """The module that a plan comes from, and that knows its clocks, seconds per score and predicted seconds."""
     return (PIPELINES if plan.backward is None else BACKWARDS)[plan.pipeline]
 
 
@@ -194,7 +194,9 @@ def limits(plan: KernelPlan) -> tuple[Rejected, ...]:
         for one, stages in direction:
             reasons = []
             for c in pipeline.candidates(one, stages):  # of its forms the first needs least
-                if (reason := pipeline.refusal(c, plan.variant, arch, plan.head_dim, plan.v_head_dim)) is None:
+                if (
+                    reason := pipeline.does_not_fit_reason(c, plan.variant, arch, plan.head_dim, plan.v_head_dim)
+                ) is None:
                     break
                 reasons.append(Rejected(tile=one, stages=stages, warps=c.warps, reason=reason))
             else:
@@ -204,10 +206,10 @@ def limits(plan: KernelPlan) -> tuple[Rejected, ...]:
 
 
 def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
-    """The entry of the menu with the least predicted time for `problem` on `sms` multiprocessors.
+    """The entry of the menu with the least predicted time for `problem` on `sms` SMs.
 
     O(1): blocks are counted, not scheduled, and the mask is not looked at.  A short problem takes a smaller tile (of
-    queries; in a backward, of keys), so that there are blocks for every multiprocessor; few queries of heads that share
+    queries; in a backward, of keys), so that there are blocks for every SM; few queries of heads that share
     keys take the packed form.
     """
     plan = _of_single_heads(menu, problem, sms)
@@ -223,7 +225,10 @@ def _of_single_heads(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     if menu.measured:
         return menu.plans[menu.measured.best(problem)]
     pipeline = pipeline_of(menu.plans[0])
-    times = [pipeline.busiest(plan, paces, problem, sms) for plan, paces in zip(menu.plans, menu.paces, strict=True)]
+    times = [
+        pipeline.predicted_seconds(plan, seconds_per_score, problem, sms)
+        for plan, seconds_per_score in zip(menu.plans, menu.seconds_per_score, strict=True)
+    ]
     return menu.plans[times.index(min(times))]
 
 
@@ -277,8 +282,8 @@ def _menu(
         return replace(found, packed=form_packed)
     if form_packed is None:
         raise PlanError(_no_packing(request, tile_pin))
-    paces = (request.pipeline.paces(form_packed, arch),)
-    return replace(found, plans=(form_packed,), paces=paces, packed=form_packed, measured=None)
+    seconds_per_score = (request.pipeline.seconds_per_score(form_packed, arch),)
+    return replace(found, plans=(form_packed,), seconds_per_score=seconds_per_score, packed=form_packed, measured=None)
 
 
 def _given(asked: object, pinned: object) -> object:
@@ -387,7 +392,7 @@ def _backward(
         if name is None and arch.pipelines.index(candidate) < arch.pipelines.index(pinned):
             reason = f"{variant.name!r} is pinned to pipeline {pinned}"
         else:
-            reason = module.lacks(variant, arch, head_dim, v_head_dim, form, tile, stages)
+            reason = module.unsupported_reason(variant, arch, head_dim, v_head_dim, form, tile, stages)
         if reason is None:
             return module, "; ".join(reasons) or None
         reasons.append(f"pipeline {candidate}: {reason}")
@@ -400,7 +405,7 @@ def _fitting(request: _Request, tile: Tile | None, stages: int | None) -> tuple[
     plans, rejected = [], {}
     variant, arch, dims = request.variant, request.arch, (request.head_dim, request.v_head_dim)
     for c in request.candidates(tile, stages):
-        reason = request.pipeline.refusal(c, variant, arch, *dims, **request.options)
+        reason = request.pipeline.does_not_fit_reason(c, variant, arch, *dims, **request.options)
         if reason is None:
             plans.append(request.pipeline.plan(c, variant, arch, request.dtype, *dims, **request.options))
         else:  # of the forms of one candidate the first needs least
@@ -431,7 +436,7 @@ def _kept(menu: Menu, tile: Tile, stages: int | None) -> Menu | None:
     measured = menu.measured
     return Menu(
         plans=tuple(menu.plans[i] for i in rows),
-        paces=tuple(menu.paces[i] for i in rows),
+        seconds_per_score=tuple(menu.seconds_per_score[i] for i in rows),
         rejected=tuple(filter(asked, menu.rejected)),
         measured=measured and replace(measured, ms=tuple(measured.ms[i] for i in rows)),
     )
@@ -445,7 +450,7 @@ def _ranked(request: _Request, tile: Tile | None, stages: int | None) -> Menu:
     chosen, slower = _select(request, plans)
     return Menu(
         plans=tuple(t.plan for t in chosen),
-        paces=tuple(t.paces for t in chosen),
+        seconds_per_score=tuple(t.seconds_per_score for t in chosen),
         rejected=(*rejected, *slower),
     )
 
@@ -482,7 +487,7 @@ def _measured(request: _Request) -> Menu | None:
             slower[_key(plans[t])] = _slower(t, plans[t], chosen)
     return Menu(
         plans=tuple(ways),
-        paces=tuple(request.pipeline.paces(plan, arch) for plan in ways),
+        seconds_per_score=tuple(request.pipeline.seconds_per_score(plan, arch) for plan in ways),
         rejected=tuple(r for r in slower.values() if r is not None),
         measured=Measured(
             record=entry.name,
@@ -526,18 +531,18 @@ def _key(plan: KernelPlan) -> tuple[Tile, int, int]:
 
 
 class _Timed(NamedTuple):
-    """A plan that fits, with its paces."""
+    """A plan that fits, with its seconds per score."""
 
     plan: KernelPlan
-    paces: tuple[float, ...]
+    seconds_per_score: tuple[float, ...]
 
     def full(self) -> float:
-        """Seconds for a score on a multiprocessor that holds as many blocks as it can."""
-        return self.paces[-1]
+        """Seconds for a score on an SM that holds as many blocks as it can."""
+        return self.seconds_per_score[-1]
 
     def mixed(self) -> float:
         """The same, where half of the time one block is alone: of problems too small to fill the GPU."""
-        return (self.paces[0] + self.paces[-1]) / 2
+        return (self.seconds_per_score[0] + self.seconds_per_score[-1]) / 2
 
     def rest(self) -> tuple:
         """Makes an order by time total, so that a menu never varies."""
@@ -551,7 +556,7 @@ def _select(request: _Request, plans: list[KernelPlan]) -> tuple[list[_Timed], l
     First the fastest plan, or one as fast whose blocks own more rows; then the fastest for small problems of each
     smaller number of rows.
     """
-    timed = [_Timed(plan, request.pipeline.paces(plan, request.arch)) for plan in plans]
+    timed = [_Timed(plan, request.pipeline.seconds_per_score(plan, request.arch)) for plan in plans]
     by_full = sorted(timed, key=lambda t: (t.full(), t.rest()))
     by_mixed = sorted(timed, key=lambda t: (t.mixed(), t.rest()))
     as_fast = [t for t in by_full if t.full() <= NEAR * by_full[0].full()]
@@ -656,7 +661,7 @@ def _too_wide(request: _Request, name: str) -> str:
     for q, kv in pipeline.EXAMPLES:
         c = next(iter(pipeline.candidates(Tile(q=q, kv=kv), pipeline.STAGES[0])))
         dims = request.head_dim, request.v_head_dim
-        reason = pipeline.refusal(c, request.variant, arch, *dims, **request.options)
+        reason = pipeline.does_not_fit_reason(c, request.variant, arch, *dims, **request.options)
         if reason is not None:
             lines.append(f"  {c}: {reason}")
     if len(lines) == 1:

@@ -39,7 +39,7 @@ LSE_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bytes:
-    """Bytes moved between HBM and the multiprocessors."""
+    """Bytes moved between HBM and the SMs."""
 
     read_bytes: int
     write_bytes: int
@@ -80,7 +80,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """What orders the candidates where nothing was measured: a model of a multiprocessor that is full of blocks.
+    """What orders the candidates where nothing was measured: a model of an SM that is full of blocks.
 
     `clocks` are those that each unit spends on one score (one query, one key), `together` those that pass, and `ms` the
     milliseconds of the visited tiles at that pace.
@@ -166,7 +166,7 @@ class Prediction:
                     ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {_stages(plan)}"),
                     *([("packed", self._packing())] if plan.packed else []),
                     ("warps", ", ".join(f"{role.warps} {role.name}" for role in plan.roles)),
-                    ("blocks a multiprocessor", str(plan.blocks_per_sm)),
+                    ("blocks per SM", str(plan.blocks_per_sm)),
                     ("chosen by", f"measured times ({self.measured.record})" if self.measured else "predicted times"),
                     *([("menu covers", self.measured.covers)] if self.measured else []),
                     *([("other sizes", "; ".join(map(_shape, self.others)))] if self.others else []),
@@ -174,7 +174,7 @@ class Prediction:
                 ),
             ),
             _sum("shared memory", plan.smem, arch.smem_per_block, "bytes"),
-            _sum("registers a thread (estimate)", plan.registers, _most_registers(plan, arch), "registers"),
+            _sum("registers per thread (estimate)", plan.registers, _most_registers(plan, arch), "registers"),
             Table(
                 title="tiles",
                 columns=("total", "empty", "partial", "full", "useful"),
@@ -412,7 +412,7 @@ def lower_bound(problem: Problem, arch: Arch, visible: int | None, moved: Bytes,
     Touching once is `compulsory`, or what the plan reads where the mask hides so many keys that this is less.  The IO
     bound is FlashAttention's Theta(N^2 d^2 / M) elements for a fast memory of M elements (Dao et al. 2022, Proposition
     3; tight for M >= d^2, Saha and Ye 2024), taken as pairs (D + Dv)^2 / M: visible pairs, and K and V streaming past a
-    tile whose rows of Q and O fill the shared memory and registers of one multiprocessor.  None where the visible pairs
+    tile whose rows of Q and O fill the shared memory and registers of one SM.  None where the visible pairs
     were not counted.
     """
     if visible is None:
@@ -469,7 +469,7 @@ def _times(plan: KernelPlan, flops: int, special: int, moved: Bytes, compulsory:
 
 def _pace(plan: KernelPlan, scores: int) -> Pace:
     arch, pipeline = ARCHS[plan.arch], pipeline_of(plan)
-    seconds = pipeline.paces(plan, arch)[-1]
+    seconds = pipeline.seconds_per_score(plan, arch)[-1]
     return Pace(
         clocks=tuple(pipeline.clocks(plan, arch).items()),
         together=seconds * arch.clock_hz,
@@ -482,7 +482,7 @@ def _pace_table(prediction: Prediction) -> Table:
     plan, pace = prediction.plan, prediction.pace
     sharing = "1 block" if plan.blocks_per_sm == 1 else f"{plan.blocks_per_sm} blocks"
     return Table(
-        title="pace, which orders the candidates: a multiprocessor's clocks for 1000 scores",
+        title="pace, which orders the candidates: an SM's clocks for 1000 scores",
         columns=("unit", "clocks", ""),
         rows=(
             *((unit, f"{1e3 * clocks:.4g}", "") for unit, clocks in pace.clocks),

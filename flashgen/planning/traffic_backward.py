@@ -7,8 +7,8 @@ named attention_backward..., summed over batch and heads:
     _prepare    reads o, do, lse and dlse; writes lse and delta as the others want them, and the sum of dq as 0
     (the main)  reads k and v once a KV tile that any query sees, q, do, lse and delta once a visited (KV tile, Q tile)
                 and query head, and there reads and writes the sum of dq; writes dk and dv once
-    _finish     reads the sum of dq, writes dq; where the main kernel sweeps, _prepare clears the sums of the first
-                `lead` heads of keys alone and _finish finishes the last ones alone: the main kernel has the others
+    _finish     reads the sum of dq, writes dq; where the main kernel does that, _prepare clears the sums of the first
+                `clear_distance` heads of keys alone and _finish finishes the last ones: the main kernel has the others
     _dq         in place of _finish and of the sum of dq, where the plan has a dq by itself: reads as the forward does,
                 with do, lse and delta beside q; writes dq once
     _gradients  reads the exact sums of captured gradients, writes them rounded (where deterministic)
@@ -53,7 +53,7 @@ def moved(
     sums = elements * (_EXACT if plan.deterministic else _FLOAT)
     added = dq_sum if plan.backward.adds_dq else 0
     heads = problem.batch * problem.kv_heads
-    ends = rows // heads * backward.lead(plan, problem)
+    ends = rows // heads * backward.clear_distance(plan, problem)
     swept = rows - ends
     found = {"attention_backward_clear": (0, sums)} if plan.gradients else {}
     found["attention_backward_prepare"] = (

@@ -33,7 +33,7 @@ _loading = threading.Lock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU of this machine: its index (as torch counts), compute capability and streaming multiprocessors."""
+    """A GPU of this machine: its index (as torch counts), compute capability and streaming multiprocessors (SMs)."""
 
     index: int
     name: str
@@ -112,7 +112,7 @@ class TensorMap:
 class Launch:
     """A launch of one function with its grid, block and arguments in place: call it with a stream.
 
-    `arguments` are ctypes buffers and tensor maps, one a kernel parameter; the caller writes their contents and the
+    `arguments` are ctypes buffers and tensor maps, one per kernel parameter; the caller writes their contents and the
     driver copies them during the call, so they may change between calls (not during one: hold a lock).
     """
 

@@ -207,7 +207,7 @@ class Kernel:
         """A launch of this kernel for one problem that is not empty.
 
         Raises LaunchError where the kernel cannot be loaded, the grid would be too wide, or TMA cannot address q, k or
-        v (`tma_refusal` says so before).
+        v (`tma_unsupported_reason` says so before).
         """
         plan = self.plan
         strides = {name: getattr(layout, name) for name in "qkvo"}
@@ -241,16 +241,19 @@ class Kernel:
         """Every field of the parameters; addresses and numbers, which each call writes, are 0."""
         tile, pack = self.plan.tile, self.plan.pack(problem.group)
         if self.plan.backward is None:
-            together, lead = l2_heads(problem, ARCHS[self.plan.arch]), 0
+            together, clear_distance = l2_heads(problem, ARCHS[self.plan.arch]), 0
         else:
-            together, lead = backward.l2_kv_heads(self.plan, problem), backward.lead(self.plan, problem)
+            together, clear_distance = (
+                backward.l2_kv_heads(self.plan, problem),
+                backward.clear_distance(self.plan, problem),
+            )
         values: dict[str, int | float] = {f.name: 0 for f in params.fields(self.plan)}
         values |= {
             **problem.sizes(),
             "q_tiles": -(-problem.q_len // self.plan.tile_queries(problem.group)),
             "kv_tiles": -(-problem.kv_len // tile.kv),
             "l2_heads": together // pack,
-            "lead": lead,
+            "clear_distance": clear_distance,
             "packs": problem.heads // pack,
             "pack_log2": pack.bit_length() - 1,
         }
@@ -271,7 +274,7 @@ def l2_heads(problem: Problem, arch: Arch) -> int:
     return min(arch.l2_holds(of_one) * problem.group, problem.batch * problem.heads)
 
 
-def tma_refusal(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
+def tma_unsupported_reason(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
     """Why TMA cannot address a tensor [batch, heads, rows, columns] with these strides in elements, or None.
 
     Rows are known to start at multiples of 16 bytes.

@@ -24,7 +24,7 @@ _DIAGNOSTIC = re.compile(r"^(?P<file>[^\s(]+)\((?P<line>\d+)\): (?:catastrophic 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What ptxas gave a kernel: registers a thread, and bytes of spills, stack and static shared memory.
+    """What ptxas gave a kernel: registers per thread, and bytes of spills, stack and static shared memory.
 
     Of a file with several kernels, the largest of each.
     """

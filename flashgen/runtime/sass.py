@@ -34,7 +34,7 @@ PROMISED: dict[tuple[str, str], tuple[str, ...]] = {
 #: How far the planner's sum of registers may be from what ptxas uses.
 ESTIMATE = 0.12
 
-#: Registers of a multiprocessor's partition, which a block's warps share in steps of 8 a thread.
+#: Registers of an SM's partition, which a block's warps share in steps of 8 per thread.
 _PARTITION = 16384
 _MOST = 255
 
@@ -187,7 +187,7 @@ def check(plan: KernelPlan, compiled: Compiled) -> tuple[str, ...]:
 
 
 def budget(threads: int, blocks: int) -> int:
-    """Registers a thread may have where `blocks` of so many threads share a multiprocessor."""
+    """Registers a thread may have where `blocks` of so many threads share an SM."""
     warps = -(-blocks * -(-threads // 32) // 4)
     return min(_MOST, _PARTITION // (32 * warps) // 8 * 8)
 

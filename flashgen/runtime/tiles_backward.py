@@ -137,7 +137,7 @@ class _Backward(Tiles):
         sizes = {**case.sizes, "head_dim": q.shape[-1], "v_head_dim": v.shape[-1], "dtype": plan.dtype}
         self.heads = case.sizes["batch"] * case.sizes["kv_heads"]
         # Of so many the main kernel does not clear, and of so many not finish, the sums of dq.
-        self.ends = backward.lead(plan, Problem(**sizes))
+        self.ends = backward.clear_distance(plan, Problem(**sizes))
 
     def run(self) -> WalkedBackward:
         self.q, self.do = (x.astype(self.precision, copy=False) for x in (self.q, self.do))

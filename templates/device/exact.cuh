@@ -14,11 +14,11 @@ DEVICE void exact_add(i64* sum, float x, float* special) {
     red_add_f32(special, x);
     return;
   }
-  const int place = exponent - 150 + 96;  // of the mantissa's last bit
+  const int bit = exponent - 150 + 96;  // of the mantissa's last bit
   i64 mantissa = (bits & 0x7fffff) | ((bits >> 23 & 255) != 0 ? 1 << 23 : 0);
-  mantissa = place < 0 ? mantissa >> min(-place, 24) : mantissa << place % 32;
+  mantissa = bit < 0 ? mantissa >> min(-bit, 24) : mantissa << bit % 32;
   if (bits < 0) mantissa = -mantissa;
-  const int digit = max(place, 0) / 32;
+  const int digit = max(bit, 0) / 32;
   red_add_i64(sum + digit, mantissa & 0xffffffffll);
   red_add_i64(sum + digit + 1, mantissa >> 32);
 }

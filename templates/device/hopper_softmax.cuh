@@ -4,13 +4,13 @@
 //
 // Per row: what is subtracted in the exponent (the highest scaled score so far, or a little less), and the sum of this
 // lane's exponentials.
-struct RowState { float shift[2], sum[2]; };
+struct RowState { float row_max[2], sum[2]; };
 
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
 DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}}; }
 
 // The highest of row r over the four lanes that share it.
-template <int N> DEVICE float row_max(const float (&s)[N], int r) {
+template <int N> DEVICE float highest_of_row(const float (&s)[N], int r) {
   float even = s[2 * r], odd = s[2 * r + 1];
 #pragma unroll
   for (int i = 2 * r + 4; i < N; i += 4) {
@@ -20,28 +20,28 @@ template <int N> DEVICE float row_max(const float (&s)[N], int r) {
   return quad_max(fmaxf(even, odd));
 }
 
-// The shifts follow the highest of scale * S where these are more than `slack` above: true if one of this lane's did.
-template <int N> DEVICE bool follow(float (&shift)[2], const float (&s)[N], float scale, float slack) {
+// The maxima follow the highest of scale * S where these are more than `slack` above: true if one of this lane's did.
+template <int N> DEVICE bool follow(float (&row_max)[2], const float (&s)[N], float scale, float slack) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const float highest = row_max(s, r);
-    moves[r] = fmaf(highest, scale, -shift[r]) > slack;
+    const float highest = highest_of_row(s, r);
+    moves[r] = fmaf(highest, scale, -row_max[r]) > slack;
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
-    if (moves[r]) shift[r] = fmaf(highest, scale, 0.f);
+    if (moves[r]) row_max[r] = fmaf(highest, scale, 0.f);
   }
   return moves[0] || moves[1];
 }
 
-// S becomes P = 2^(scale * S - shift); what it adds up to.
-template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const float (&shift)[2], float (&sum)[2]) {
+// S becomes P = 2^(scale * S - row_max); what it adds up to.
+template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const float (&row_max)[2], float (&sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float even = 0.f, odd = 0.f;
 #pragma unroll
     for (int i = 2 * r; i < N; i += 4) {
-      s[i] = ex2(fmaf(s[i], scale, -shift[r]));
-      s[i + 1] = ex2(fmaf(s[i + 1], scale, -shift[r]));
+      s[i] = ex2(fmaf(s[i], scale, -row_max[r]));
+      s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_max[r]));
       even += s[i];
       odd += s[i + 1];
     }

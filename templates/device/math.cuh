@@ -27,10 +27,10 @@ DEVICE float sigmoid_f32(float x) { return rcp(1.f + ex2(-LOG2E * x)); }
 
 DEVICE float tanh_f32(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
 
-// tanh where |x| <= TANH_NEAR, to 2^-20 of itself, without the special unit: x times a polynomial in x^2.
-constexpr float TANH_NEAR = 0.75f;
+// tanh where |x| <= SMALL_TANH, to 2^-20 of itself, without the special unit: x times a polynomial in x^2.
+constexpr float SMALL_TANH = 0.75f;
 
-DEVICE float tanh_near(float x) {
+DEVICE float small_tanh(float x) {
   const float y = x * x, last = fmaf(0.01292965f, y, -0.05005637f);
   return x * fmaf(fmaf(fmaf(last, y, 0.13258988f), y, -0.33328253f), y, 0.99999944f);
 }

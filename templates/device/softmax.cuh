@@ -26,10 +26,10 @@ DEVICE float quad_sum(float x) {
 
 // Two rows of a 16-row block of S in one thread: accumulator elements 0 and 1 are of row 0, elements 2 and 3 of row 1.
 struct OnlineSoftmax {
-  float offset[2] = {MINUS_INFINITY, MINUS_INFINITY};  // close to the row's maximum so far, scaled; -inf: nothing seen
-  float sum[2] = {0.f, 0.f};                           // over this thread's columns
+  float row_max[2] = {MINUS_INFINITY, MINUS_INFINITY};  // so far, scaled; it may lag; -inf: nothing seen
+  float sum[2] = {0.f, 0.f};                            // over this thread's columns
 
-  // The offsets follow S where it is more than `slack` above, and the sums the offsets; O is to follow by `factor`
+  // The maxima follow S where it is more than `slack` above, and the sums follow them; O is to follow by `factor`
   // where the result is true.
   template <int N> DEVICE bool track(const float (&s)[N][4], float scale, float slack, float (&factor)[2]) {
 #pragma unroll
@@ -38,26 +38,26 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int j = 1; j < N; j++) highest = fmaxf(highest, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
       highest = quad_max(highest) * scale;
-      const float before = offset[r];
-      if (!(highest - before <= slack)) offset[r] = highest;
-      factor[r] = ex2(before - shift(r));
+      const float before = row_max[r];
+      if (!(highest - before <= slack)) row_max[r] = highest;
+      factor[r] = ex2(before - subtracted(r));
       sum[r] *= factor[r];
     }
     return factor[0] != 1.f || factor[1] != 1.f;
   }
 
-  // S becomes P = 2^(scale * S - offset), and the sums grow by it.
-  template <int N> DEVICE void weigh(float (&s)[N][4], float scale) {
+  // S becomes P = 2^(scale * S - row_max), and the sums grow by it.
+  template <int N> DEVICE void to_probabilities(float (&s)[N][4], float scale) {
 #pragma unroll
     for (int j = 0; j < N; j++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float &a = s[j][2 * r], &b = s[j][2 * r + 1];
-        a = ex2(fmaf(a, scale, -shift(r)));
-        b = ex2(fmaf(b, scale, -shift(r)));
+        a = ex2(fmaf(a, scale, -subtracted(r)));
+        b = ex2(fmaf(b, scale, -subtracted(r)));
         sum[r] += a + b;
       }
   }
 
-  DEVICE float shift(int r) const { return offset[r] == MINUS_INFINITY ? 0.f : offset[r]; }
+  DEVICE float subtracted(int r) const { return row_max[r] == MINUS_INFINITY ? 0.f : row_max[r]; }
 };

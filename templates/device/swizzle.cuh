@@ -25,8 +25,8 @@ DEVICE void load_tile(
   for (int step = 0; step < ROWS; step += STEP) {
     const int row = first + step;
     if ((THREADS == STEP * CHUNKS || first < STEP) && (ROWS % STEP == 0 || row < ROWS)) {
-      const u32 place = shared_address(tile.at(first + step % 8, chunk)) + (step - step % 8) * 2 * TILE_COLUMNS;
-      cp_async_16(place, source, row < rows && 8 * chunk < COLUMNS);
+      const u32 address = shared_address(tile.at(first + step % 8, chunk)) + (step - step % 8) * 2 * TILE_COLUMNS;
+      cp_async_16(address, source, row < rows && 8 * chunk < COLUMNS);
     }
     source += STEP * row_stride;
   }

@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import seam_kernel
 import torch
+import variant_kernel
 from tolerance import POOL, judge
 
 import flashgen
@@ -143,7 +143,7 @@ def check_text(case: Case) -> None:
     tile = Tile(q=case.tile[0], kv=case.tile[1])
     visible, decided = case.spec.mask()
     s = _some_scores(case)
-    classes, kept, scores = seam_kernel.run(analyse(variant), data, tile, s.numpy())
+    classes, kept, scores = variant_kernel.run(analyse(variant), data, tile, s.numpy())
     if (wrong := (torch.from_numpy(kept) != visible) & decided).any():
         raise Wrong(f"keep{tuple(wrong.nonzero()[0].tolist())} is {not bool(visible[wrong][0])}")
     for b, h in np.ndindex(classes.shape[:2]):

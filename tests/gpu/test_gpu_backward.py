@@ -431,7 +431,7 @@ def test_compiled_models(backend):
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_memory_is_linear_in_the_length(pipeline):
     """64k tokens, 8 heads of 64, forward and backward: beside inputs, results and their gradients a float32 dq and two
-    floats a row."""
+    floats per row."""
     causal = on(load_spec("causal"), pipeline)
     p = problem_of(1 << 16, batch=1, heads=8)
     q, k, v = (t.requires_grad_() for t in random_inputs(p, 0))

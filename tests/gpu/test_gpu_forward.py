@@ -264,7 +264,7 @@ def test_more_than_65535_heads_over_the_batch():
 
 
 def part(variant, tensors, o, lse, at, dtype="bfloat16"):
-    """Judge one slice of batches and heads of a call that is too large to judge whole."""
+    """Intervals one slice of batches and heads of a call that is too large to judge whole."""
     q, k, v = (t[at] for t in tensors)
     sizes = {
         "batch": q.shape[0],

@@ -19,7 +19,7 @@ RERUNS = 1000
 #: Without a mask, with a band, with both ends of one, with captured bounds, with scores, with a captured gradient.
 SPECS = ("full", "causal", "sliding_window", "document", "softcap", "relative_bias")
 
-#: No multiples of a tile and fewer tiles than multiprocessors; and several waves of tiles.
+#: No multiples of a tile and fewer tiles than SMs; and several waves of tiles.
 SHAPES = [
     dict(q_len=777, kv_len=1000, heads=8, kv_heads=2, head_dim=64),
     dict(q_len=777, kv_len=1000, heads=8, kv_heads=2, head_dim=128, dtype="float16"),

@@ -158,7 +158,7 @@ class Module:
         threads = block[0] * block[1] * block[2]
         limit = int(np.prod(entry.limits.get("maxntid", (_MAX_THREADS,))))
         if not 0 < threads <= min(limit, _MAX_THREADS):
-            raise BadLaunch(f"{threads} threads a block: kernel {entry.name} takes 1..{min(limit, _MAX_THREADS)}")
+            raise BadLaunch(f"{threads} threads per block: kernel {entry.name} takes 1..{min(limit, _MAX_THREADS)}")
         required = entry.limits.get("reqnctapercluster")
         if required and cluster == (1, 1, 1):
             cluster = _dim(required)

@@ -87,7 +87,7 @@ class Memory:
 
     # ------------------------------------------------------------ access by lanes
     def access(self, address: np.ndarray, m: Mask, width: int, kind: str, *, write: bool = False) -> np.ndarray:
-        """Check and count one access of `width` bytes a lane.  Returns arena offsets (idle lanes: an active one's)."""
+        """Check and count an access of `width` bytes per lane.  Returns arena offsets (idle lanes: an active one's)."""
         address = np.broadcast_to(address, np.broadcast_shapes(address.shape, (1, LANES)) if m is True else m.shape)
         offset = address.astype(np.int64) - BASE
         if m is not True:

@@ -59,7 +59,7 @@ class SharedMemory:
             raise Misaligned(f"shared memory {what} at byte {low - BASE} is not a multiple of {width}")
 
     def access(self, group: Group, address: np.ndarray, m: Mask, width: int) -> tuple[np.ndarray, Pattern]:
-        """Check one access of `width` bytes a lane.  Returns usable addresses (inactive lanes repeat an active one)."""
+        """Check one access of `width` bytes per lane.  Returns usable addresses (idle lanes repeat an active one)."""
         address = np.broadcast_to(address, (group.n, LANES))
         if m is True:
             base = int(address[0, 0])

@@ -172,12 +172,12 @@ def simulate(
     check: bool = True,
     track: tuple[str, ...] = (),
     step_limit: int = STEP_LIMIT,
-    multiprocessors: int = 2,
+    sms: int = 2,
 ) -> Simulated:
     """Run a plan's forward kernel on [batch, heads, length, dim] float arrays, rounded to the plan's dtype.
 
     `source` replaces the emitted text (mutations, probes).  `seed` and `check` are those of Module.launch; buffers
-    named in `track` have the addresses of their accesses recorded; `multiprocessors` is the number of blocks of a
+    named in `track` have the addresses of their accesses recorded; `sms` is the number of blocks of a
     pipeline whose blocks take tile after tile.  o and lse start as NaN.  Raises CompileError, LaunchError for a problem
     without any output, and a Trap for what the kernel does wrong.
     """
@@ -199,7 +199,7 @@ def simulate(
         of_rows = {"rows": _BOX_ROWS, "pack": pack if plan.packed else None}
         boxes = {name: {"rows": plan.tile.kv} if name in "kv" else of_rows for name in params.maps(plan)}
         maps = [arguments.tensor_map(name, **box) for name, box in boxes.items()]
-        blocks = min(blocks, multiprocessors)
+        blocks = min(blocks, sms)
     report = module(source if source is not None else emit(plan), plan.arch).launch(
         f"attention_{plan.pass_name}",
         blocks,
@@ -232,13 +232,13 @@ def simulate_backward(
     check: bool = True,
     step_limit: int = STEP_LIMIT,
     l2_heads: int = 2,
-    lead: int = 2,
+    clear_distance: int = 2,
 ) -> SimulatedBackward:
     """Run the kernels of a backward plan, in their order, on the results of a forward.
 
     Arrays are [batch, heads, length, dim] floats, rounded to the plan's dtype, lse and dlse [batch, heads, q_len].
-    Results and workspaces start as NaN.  Options and errors are those of `simulate`; `l2_heads` and `lead` are
-    fewer key heads than on a GPU, so that small problems show what blocks do for each other.
+    Results and workspaces start as NaN.  Options and errors are those of `simulate`; `l2_heads` and `clear_distance`
+    are fewer key heads than on a GPU, so that small problems show what blocks do for each other.
     """
     rows = _outputs_of(case)
     arguments = _Arguments(plan, case, scale, dropout)
@@ -261,7 +261,7 @@ def simulate_backward(
     arguments.values["q_tiles"] = -(-rows[2] // plan.tile.q)
     arguments.values["kv_tiles"] = -(-case.sizes["kv_len"] // plan.tile.kv)
     heads = rows[0] * case.sizes["kv_heads"]
-    arguments.values |= {"l2_heads": min(l2_heads, heads), "lead": min(lead, heads)}
+    arguments.values |= {"l2_heads": min(l2_heads, heads), "clear_distance": min(clear_distance, heads)}
     maps = [arguments.tensor_map(n, plan.tile.kv if n in "kv" else plan.tile.q) for n in params.maps(plan)]
     kernel = module(source if source is not None else emit(plan), plan.arch)
     reports = {
@@ -275,7 +275,7 @@ def simulate_backward(
             seed=seed,
             check=check,
             step_limit=step_limit,
-            in_order=plan.backward.sweeps or (plan.deterministic and plan.backward.adds_dq),
+            in_order=plan.backward.dq_in_main_kernel or (plan.deterministic and plan.backward.adds_dq),
         )
         for launch in backward.launches(plan, problem)
     }

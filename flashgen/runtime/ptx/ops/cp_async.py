@@ -18,7 +18,7 @@ from flashgen.runtime.ptx.registers import LANES, Mask, Slots
 
 @dataclass(slots=True)
 class Copy:
-    """One instruction's copies: addresses and bytes a lane, [n, 32], of the warps from `a` on."""
+    """One instruction's copies: addresses and bytes per lane, [n, 32], of the warps from `a` on."""
 
     a: int
     target: np.ndarray

@@ -225,7 +225,7 @@ def _local_index(group: Group, where: np.ndarray, m: Mask, width: int) -> tuple[
     size = group.block.local.shape[2]
     active = where.reshape(-1) if m is True else where[m]
     if int(active.min()) < 0 or int(active.max()) + width > size:
-        raise OutOfBounds(f"local memory has {size} bytes a thread: an access at {int(active.max())} is outside")
+        raise OutOfBounds(f"local memory has {size} bytes per thread: an access at {int(active.max())} is outside")
     if (active % width).any():
         raise Misaligned("a local access is not aligned")
     where = where if m is True else np.where(m, where, active[0])

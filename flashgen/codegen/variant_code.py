@@ -1,4 +1,4 @@
-"""The variant seam: what a kernel template asks of a variant, as CUDA expressions.
+"""The code of a variant: what a kernel template asks of a variant, as CUDA expressions.
 
 `score` and `keep` are the variant's own functions.  `previous_tile` and `classify` say, tile by tile, what a kernel
 skips and what it masks: zones by comparing their ends with the tile's, other conditions by range evaluation.  They are
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from flashgen.analysis.abstract import Judge, anywhere, finite_at_zero
+from flashgen.analysis.abstract import Intervals, anywhere, finite_at_zero
 from flashgen.analysis.facts import Facts, Term
 from flashgen.analysis.zones import REACH, Zone
 from flashgen.codegen.device import identifiers
@@ -22,9 +22,9 @@ from flashgen.codegen.printer import (
     Body,
     Formula,
     GivenPrinter,
-    NearPrinter,
     Printer,
     RangePrinter,
+    SmallTanhPrinter,
     Text,
     binary,
     call,
@@ -93,7 +93,7 @@ class Lookup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Near:
+class SmallTanh:
     """The argument of a score's tanh, and the score where that is so small that a polynomial will do."""
 
     argument: Body
@@ -101,12 +101,12 @@ class Near:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seam:
+class VariantCode:
     """A variant as a kernel template sees it; what is None or False is not emitted.
 
     keep, runs, classes   bodies of `keep`, of `previous_tile`, and of `classify`: whether something is hidden, and
               before it, where a tile inside the runs may be EMPTY, whether something is visible
-    near      where the score has one tanh, and its argument is cheap to look at before
+    small_tanh   where the score has one tanh, and its argument is cheap to look at before
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
     finite_at_zero   without it P of rows beyond the last query, whose lse is infinite, has to be made 0
@@ -116,7 +116,7 @@ class Seam:
 
     readers: tuple[Reader, ...]
     score: Body | None
-    near: Near | None
+    small_tanh: SmallTanh | None
     keep: Body | None
     runs: Decision | None
     classes: Decision | None
@@ -134,17 +134,17 @@ class Seam:
         return self.classes is not None and len(self.classes.conclusions) == 2
 
 
-def seam(facts: Facts, lookups: tuple[Node, ...] = ()) -> Seam:
-    """The seam of an analysed variant, whose `keep` is given these elements of captured tensors."""
+def variant_code(facts: Facts, lookups: tuple[Node, ...] = ()) -> VariantCode:
+    """The code of an analysed variant, whose `keep` is given these elements of captured tensors."""
     mask, score = _printed(facts)
     masked = mask is not None
     loads = _loads(root for root in (mask, score) if root is not None)
     given = _lookups(lookups, facts) if masked else {}
     conditions = GivenPrinter({n: f"at.{one.name}" for n, one in given.items()}, wide=facts.int64, exact=True)
-    return Seam(
+    return VariantCode(
         readers=_readers(facts),
         score=None if score is None else Printer(wide=facts.int64).body(score),
-        near=None if score is None else _near(score, facts),
+        small_tanh=None if score is None else _small_tanh(score, facts),
         keep=None if mask is None else conditions.body(mask),
         runs=Decider(facts).runs() if masked else None,
         classes=Decider(facts).classes() if masked else None,
@@ -177,13 +177,13 @@ def _takes_long(n: Node) -> bool:
     return n.op in OPS and OPS[n.op].group == "function" and n.op != "cast"
 
 
-def _near(score: Node, facts: Facts) -> Near | None:
+def _small_tanh(score: Node, facts: Facts) -> SmallTanh | None:
     """The score in two steps; None without a tanh, with several, or with one of something that takes long."""
     taken = [n for n in walk([score]) if n.op == "tanh"]
     if len(taken) != 1 or any(n.op == "load" or _takes_long(n) for n in walk(taken[0].operands)):
         return None
-    printer = NearPrinter(wide=facts.int64)
-    return Near(argument=printer.body(*taken[0].operands), score=printer.body(score))
+    printer = SmallTanhPrinter(wide=facts.int64)
+    return SmallTanh(argument=printer.body(*taken[0].operands), score=printer.body(score))
 
 
 def _formula(mask: Node | None, score: Node | None) -> tuple[tuple[str, str], ...]:
@@ -268,7 +268,7 @@ def inside(index: Node, dimension: str | int | None) -> bool:
         return OWN_DIMENSION[index.attr] == dimension
     if not isinstance(dimension, int) or any(n.op == "load" and _promised(n.attr) for n in walk((index,))):
         return False
-    known = Judge(anywhere)(index)
+    known = Intervals(anywhere)(index)
     return bool(known.lo >= 0 and known.hi < dimension)
 
 
@@ -307,7 +307,7 @@ class Decider:
         self.facts = facts
         self.printer = RangePrinter(wide=facts.int64, exact=True, indices=_indices(facts))
         self.known: dict[Node, Text] = {}
-        self._extent = Judge(anywhere)
+        self._extent = Intervals(anywhere)
 
     def runs(self) -> Decision:
         """The runs of keys that the visible terms give a tile of queries, each as the tile of it to visit next."""

@@ -1,4 +1,4 @@
-"""Runs the variant seam of emitted CUDA on the PTX interpreter: a kernel of its own around the shared templates."""
+"""Runs the variant's code of emitted CUDA on the PTX interpreter: a kernel of its own around the shared templates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashgen.analysis.facts import Facts
 from flashgen.analysis.tiles import Case
 from flashgen.codegen import device, params
 from flashgen.codegen.emit import environment
-from flashgen.codegen.seam import seam
+from flashgen.codegen.variant_code import variant_code
 from flashgen.planning.plan import Tile
 from flashgen.runtime import nvrtc, ptx
 from flashgen.runtime.ptx.simulate import stored
@@ -36,15 +36,15 @@ extern "C" __global__ void probe(const __grid_constant__ Params p, int* visited,
   const Rows rows = {head / p.heads, head % p.heads, q_first, min(q_first + TILE_Q, p.q_len) - 1};
   const int kv_tiles = (p.kv_len + TILE_KV - 1) / TILE_KV;
   Step step = {kv_tiles};
-  while ((step = next_step(step.tile{{ ", rows, p" if seam.keep }})).tile >= 0)
-    if (lane == 0) visited[blockIdx.x * kv_tiles + step.tile] = {{ "step.partial ? 1 : 2" if seam.keep else "2" }};
+  while ((step = next_step(step.tile{{ ", rows, p" if code.keep }})).tile >= 0)
+    if (lane == 0) visited[blockIdx.x * kv_tiles + step.tile] = {{ "step.partial ? 1 : 2" if code.keep else "2" }};
   for (int q = rows.q_first; q <= rows.q_last; q++)
     for (int k = lane; k < p.kv_len; k += 32) {
       const i64 at = ((i64)head * p.q_len + q) * p.kv_len + k;
-//% if seam.keep
+//% if code.keep
       kept[at] = keep(rows.b, rows.h, q, k, p);
 //% endif
-//% if seam.score
+//% if code.score
       scores[at] = score(scores[at], rows.b, rows.h, q, k, p);
 //% endif
     }
@@ -53,9 +53,9 @@ extern "C" __global__ void probe(const __grid_constant__ Params p, int* visited,
 
 
 def emitted(facts: Facts, tile: Tile) -> str:
-    """The seam of a variant with a kernel that records what it decides."""
+    """The code of a variant with a kernel that records what it decides."""
     members = params.fields_of(facts.variant, "bfloat16")
-    context = {"seam": seam(facts), "tile": tile, "fields": members, "walks_keys": True}
+    context = {"code": variant_code(facts), "tile": tile, "fields": members, "walks_keys": True}
     template = environment().from_string(TEMPLATE)
     return template.render(context, device=device.used_by(template.render(context, device="")))
 

@@ -1,15 +1,15 @@
-"""The emitted seam decides as Python does: run on the PTX interpreter for random masks and each shipped spec."""
+"""The emitted code of a variant decides as Python does: run on the PTX interpreter for random masks and each shipped spec."""
 
 import numpy as np
 import pytest
-import seam_kernel
+import variant_kernel
 from random_masks import random_case, random_mask, seeded
 
 import flashgen as fg
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import EMPTY, PARTIAL, Case, grid, schedule, true_grid
 from flashgen.codegen import emit
-from flashgen.codegen.seam import seam
+from flashgen.codegen.variant_code import variant_code
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
@@ -40,7 +40,7 @@ def check(variant, case, tile):
     rng = np.random.default_rng(0)
     shape = tuple(case.sizes[n] for n in ("batch", "heads", "q_len", "kv_len"))
     s = rng.normal(0, 3, shape).astype(np.float32)
-    visited, kept, scores = seam_kernel.run(facts, case, tile, s)
+    visited, kept, scores = variant_kernel.run(facts, case, tile, s)
     np.testing.assert_array_equal(visited, scheduled(facts, case, tile))
     data = {"sizes": case.sizes, "params": case.params, "tensors": case.tensors}
     if variant.mask is not None:
@@ -83,11 +83,11 @@ def test_shipped_specs_visit_keep_and_score_as_python_does(name):
     ],
 )
 def test_one_tanh_of_something_cheap_is_looked_at_before(function, near):
-    found = seam(analyse(fg.variant().score(function).bind()))
-    assert (found.near is not None) == near
-    assert not near or (str(found.near.argument.value), str(found.near.score.value)) == (
+    found = variant_code(analyse(fg.variant().score(function).bind()))
+    assert (found.small_tanh is not None) == near
+    assert not near or (str(found.small_tanh.argument.value), str(found.small_tanh.score.value)) == (
         "s * rcp(30.0f)",
-        "30.0f * tanh_near(s * rcp(30.0f))",
+        "30.0f * small_tanh(s * rcp(30.0f))",
     )
 
 
