@@ -6,6 +6,8 @@ import json
 import math
 from pathlib import Path
 
+from flashgen.errors import shown
+
 
 def read(path: Path) -> object:
     """What a JSON file holds, in which every number is finite and no name stands twice in one object.
@@ -35,12 +37,6 @@ def member(data: dict, name: str, kind: type | tuple[type, ...]) -> object:
     if name not in data:
         raise ValueError(f"it lacks {name!r}")
     return checked(data[name], kind, repr(name))
-
-
-def shown(value: object) -> str:
-    """A value as a message holds it."""
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:36]} ..."
 
 
 _WORDS = {

@@ -2,8 +2,9 @@
 
 Each tree dumps, with its own copy of this file, every kernel of a grid: shipped specs x head dims x dtypes x archs x
 passes x options, all entries of each menu, and every golden.  Texts that differ by comments and white space alone are
-equal; of others NVRTC makes cubins, which have to be equal to the byte.  `--menus` compares menus, predicted times,
-rejections and messages instead.  A tree older than this file is dumped with the newer copy.
+equal; of others NVRTC makes PTX, and where that differs cubins, which have to be equal to the byte.  `--menus`
+compares menus, predicted times, rejections and messages instead.  A tree older than this file is dumped with the newer
+copy.
 """
 
 from __future__ import annotations
@@ -106,6 +107,14 @@ def essence(text: str) -> str:
     return re.sub(r"\s*(\W)\s*", r"\1", " ".join(bare.split()))
 
 
+def ptx_digest(kernel: tuple[str, str]) -> str:
+    """sha256 of the PTX that NVRTC makes of (arch, text), without the names of global constants."""
+    from flashgen.runtime import nvrtc
+
+    arch, text = kernel
+    return hashlib.sha256(re.sub(r"(?m)^(\.global .*) \w+ =", r"\1 =", nvrtc.ptx(text, arch)).encode()).hexdigest()
+
+
 def cubin_digest(kernel: tuple[str, str]) -> str:
     """sha256 of the cubin that NVRTC makes of (arch, text)."""
     from flashgen.runtime import nvrtc
@@ -115,7 +124,11 @@ def cubin_digest(kernel: tuple[str, str]) -> str:
 
 
 def differing_kernels(before: dict[str, dict], after: dict[str, dict]) -> list[str]:
-    """The requests whose kernels are not the same machine code in both dumps."""
+    """The requests whose kernels are not the same machine code in both dumps.
+
+    ptxas makes one code of one PTX, so cubins are compared only where the PTX is not the same.  A name of a constant
+    is in a cubin's symbol table, and in no instruction.
+    """
     pairs, changed = [], []
     for key in sorted(before.keys() | after.keys()):
         old, new = (tree.get(key, {"kernels": []})["kernels"] for tree in (before, after))
@@ -125,11 +138,13 @@ def differing_kernels(before: dict[str, dict], after: dict[str, dict]) -> list[s
             pairs += [
                 (key, tuple(a), tuple(b)) for a, b in zip(old, new, strict=True) if essence(a[1]) != essence(b[1])
             ]
-    kernels = list(dict.fromkeys(itertools.chain.from_iterable(pair[1:] for pair in pairs)))
-    print(f"{len(pairs)} texts differ in more than comments; {len(kernels)} cubins are made", flush=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC lets go of the GIL
-        digests = dict(zip(kernels, pool.map(cubin_digest, kernels), strict=True))
-    return changed + [f"{key}: another cubin" for key, a, b in pairs if digests[a] != digests[b]]
+    for digest, title in ((ptx_digest, "PTX"), (cubin_digest, "cubins")):
+        kernels = list(dict.fromkeys(itertools.chain.from_iterable(pair[1:] for pair in pairs)))
+        print(f"{len(pairs)} pairs differ so far; {title} of {len(kernels)} texts are made", flush=True)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC lets go of the GIL
+            digests = dict(zip(kernels, pool.map(digest, kernels), strict=True))
+        pairs = [pair for pair in pairs if digests[pair[1]] != digests[pair[2]]]
+    return changed + [f"{key}: another cubin" for key, _, _ in pairs]
 
 
 def differing_menus(before: dict[str, dict], after: dict[str, dict]) -> list[str]:

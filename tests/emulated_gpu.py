@@ -13,7 +13,7 @@ from cuda.bindings import driver as real
 from fake_driver import OK, FakeDriver
 
 from flashgen.codegen import emit, params
-from flashgen.ops import attention as ops
+from flashgen.ops import forward, records
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime import cache, driver, kernel, nvrtc, ptx
 from flashgen.runtime.ptx.tensormap import TensorMap
@@ -151,9 +151,9 @@ def install(monkeypatch, capability: tuple[int, int]) -> EmulatedGpu:
         monkeypatch.setattr(driver, cached.__name__, cached.__wrapped__)
     monkeypatch.setattr(driver, "_api", lambda: gpu)
     monkeypatch.setattr(kernel, "build", build)
-    for module, name in ((kernel, "_kernels"), (ops, "_calls"), (ops, "_zeros")):
+    for module, name in ((kernel, "_kernels"), (records, "_calls"), (forward, "_zeros")):
         monkeypatch.setattr(module, name, {})
-    monkeypatch.setattr(ops, "torch", Torch())
+    monkeypatch.setattr(forward, "torch", Torch())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -1,4 +1,4 @@
-"""The emitted code of a variant decides as Python does: run on the PTX interpreter for random masks and each shipped spec."""
+"""The code of a variant as emitted decides as Python does: run on the interpreter for random masks and each spec."""
 
 import numpy as np
 import pytest

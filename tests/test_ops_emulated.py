@@ -7,7 +7,7 @@ from tolerance import judge_lse, reference
 
 import flashgen as fg
 from flashgen.analysis.tiles import Case
-from flashgen.ops import attention as ops
+from flashgen.ops.attention import attention
 from flashgen.planning.arch import ARCHS
 
 window = fg.param("window", default=40, min=1)
@@ -58,9 +58,9 @@ def check(got, variant, tensors, *, scale=None, params=None, arrays=None):
 @pytest.mark.slow
 def test_a_call_and_its_repetition(gpu):
     tensors = inputs(gpu)
-    check(ops.attention(*tensors, causal_window, return_lse=True), causal_window, tensors)
+    check(attention(*tensors, causal_window, return_lse=True), causal_window, tensors)
     again = inputs(gpu, seed=1)
-    got = ops.attention(*again, causal_window, window=7, scale=0.3, return_lse=True)
+    got = attention(*again, causal_window, window=7, scale=0.3, return_lse=True)
     check(got, causal_window, again, scale=0.3, params={"window": 7})
     assert len(gpu.plans) == 1 and len(gpu.launches) == 2
     assert {plan.pipeline for plan, *_ in gpu.launches} == {gpu.pipeline}
@@ -71,7 +71,7 @@ def test_captured_tensors_and_parameters(gpu):
     tensors = inputs(gpu, dtype=torch.float16)
     values = torch.randn(1, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
     ends = torch.tensor([90, 31])
-    got = ops.attention(
+    got = attention(
         *tensors, captured, table=gpu.put(values), lengths=gpu.put(ends), slope=0.25, scale=-0.2, return_lse=True
     )
     arrays = {"table": values.float().numpy(), "lengths": ends.numpy()}
@@ -90,7 +90,7 @@ def test_strided_views(gpu):
         view = room[:, :, 1::2]
         view.as_subclass(torch.Tensor).copy_(t.as_subclass(torch.Tensor))
         spread.append(view)
-    got = ops.attention(q, *spread, causal_window, return_lse=True)
+    got = attention(q, *spread, causal_window, return_lse=True)
     check(got, causal_window, (q, k, v))
     assert got[0].transpose(1, 2).is_contiguous()
 
@@ -103,7 +103,7 @@ def test_few_queries_of_heads_that_share_keys(gpu, turned):
     if turned:
         q = gpu.put(q.as_subclass(torch.Tensor).transpose(1, 2).contiguous().transpose(1, 2))
     for variant in (full, causal_window):
-        check(ops.attention(q, k, v, variant, return_lse=True), variant, (q, k, v))
+        check(attention(q, k, v, variant, return_lse=True), variant, (q, k, v))
         plan, config, _ = gpu.launches[-1]
         packed = gpu.pipeline == "hopper"
         assert (plan.packed, config.gridDimX) == (packed, 4 if packed else 16)
@@ -113,7 +113,7 @@ def test_expanded_keys(gpu):
     """Stride 0, which TMA cannot address: pipeline ampere serves it."""
     q, k, v = inputs(gpu, batch=1, kv_heads=1)
     k, v = (t.expand(-1, 2, -1, -1) for t in (k, v))
-    check(ops.attention(q, k, v, full, return_lse=True), full, (q, k, v))
+    check(attention(q, k, v, full, return_lse=True), full, (q, k, v))
     assert gpu.launches[-1][0].pipeline == "ampere"
 
 
@@ -121,4 +121,4 @@ def test_expanded_keys(gpu):
 def test_rows_and_lengths_at_the_edges(gpu):
     for q_len, kv_len in ((1, 1), (3, 65), (129, 2)):
         tensors = inputs(gpu, batch=1, q_len=q_len, kv_len=kv_len)
-        check(ops.attention(*tensors, causal_window, return_lse=True), causal_window, tensors)
+        check(attention(*tensors, causal_window, return_lse=True), causal_window, tensors)

@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from documents import DOCUMENTS
 
 import flashgen
 
@@ -25,6 +27,21 @@ def wheel(tmp_path_factory):
     assert done.returncode == 0, done.stdout + done.stderr
     [path] = out.glob("*.whl")
     return path
+
+
+def test_the_source_archive_carries_the_documents_and_what_they_lead_to(tmp_path):
+    build = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [path] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        carried = {Path(*Path(name).parts[1:]).as_posix() for name in archive.getnames()}
+    wanted = {"CHANGELOG.md", "constraints.txt", ".ci/run", *DOCUMENTS}
+    for name, document in DOCUMENTS.items():
+        links = re.findall(r"\]\(([^)#]+)", document.read_text())
+        wanted |= {os.path.normpath(Path(name).parent / link) for link in links if "://" not in link}
+    files = {path for path in wanted if (ROOT / path).is_file()}
+    assert files and files <= carried
 
 
 @pytest.fixture(scope="module")

@@ -370,7 +370,7 @@ LOOKUP_MUTATIONS = {
     "one room for lookups": replace("ring.passed % LOOKUP_STAGES][column]", "0][column]"),
     "keys not looked up": replace("    look_up();\n", ""),
     "queries not awaited": replace(
-        "    mbarrier_wait(shared.looked_up[ring.passed % LOOKUP_STAGES], ring.passed / AHEAD % 2);\n", ""
+        "    mbarrier_wait(shared.lookups_full[ring.passed % LOOKUP_STAGES], ring.passed / LOOKUP_STAGES % 2);\n", ""
     ),
     "rooms out of step": replace("(shared.sent - 1) % LOOKUP_STAGES", "shared.sent % LOOKUP_STAGES"),
 }

@@ -118,7 +118,7 @@ def _entry_twice(text):
         (lambda text: text.replace('"mask": "none"', '"mask": "all"'), "'mask' is 'all', and must be one of 'none'"),
         (lambda text: text.replace('"score": false', '"score": 0'), "'score' is 0, and must be true or false"),
         (lambda text: text.replace('"head_dim": 64', '"head_dim": "64"'), "'head_dim' is '64', and must be a whole"),
-        (lambda text: text.replace('"head_dim": 64', '"head_dim": 1' + "0" * 400), "'head_dim' is 1000"),
+        (lambda text: text.replace('"head_dim": 64', '"head_dim": 1' + "0" * 400), "'head_dim' is 2^1328 or more"),
         (lambda text: text.replace('"head_dim": 64', '"head_dim": 1' + "0" * 5000), "Exceeds the limit"),
         (lambda text: text.replace('"q_len": 512', '"q_len": -512'), "'q_len' is -512, and must lie between 1 and"),
         (lambda text: text.replace('"q": 64', '"q": 7'), "'q' is 7, and must lie between 16 and 1024 in steps of 16"),

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import flashgen
 from flashgen.errors import LaunchError
 from flashgen.planning.problem import Problem
 from flashgen.runtime import captured
@@ -45,8 +46,6 @@ def bytecode() -> bool:
 
     Where a process may not write beside them it compiles them again, for about 60 ms.
     """
-    import flashgen
-
     return bool(compileall.compile_dir(Path(flashgen.__file__).parent, quiet=2))
 
 
@@ -82,8 +81,6 @@ def process(spec: str, problem: Problem, device: str, folder: Path) -> tuple[flo
 def _measured(spec: str, device: str, problem: Problem) -> tuple[float, float]:
     """What one process measures of itself: (inputs, result) of `Start`."""
     import torch
-
-    import flashgen
 
     if device == "cuda":
         torch.cuda.init()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from flashgen.bench import contest, peers
 from flashgen.bench.contest import Measured, Setting
 from flashgen.bench.protocol import interleave, whole_turns
+from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,6 @@ def measure(
 
 def check(at: Setting, o: torch.Tensor, lse: torch.Tensor) -> list[str]:
     """What is wrong with o and lse, by the tolerance rule."""
-    from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
     asked = at.variant.bind(), at.case, at.q, at.k, at.v
     ref, ref_lse = reference(*asked, scale=at.scale)

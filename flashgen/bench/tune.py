@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen import files, jsonfile
+from flashgen.analysis.tiles import Case
 from flashgen.bench.inputs import draw
 from flashgen.bench.protocol import interleave
 from flashgen.bench.record import environment
@@ -21,6 +22,10 @@ from flashgen.planning import records
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.planner import PIPELINES
 from flashgen.planning.problem import Problem
+from flashgen.runtime import kernel as kernels
+from flashgen.runtime.captured import examples, on_device
+from flashgen.runtime.kernel import Captured, Layout
+from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
 if TYPE_CHECKING:
     import torch
@@ -143,18 +148,16 @@ def tune(
     `advance(what, done, total)` reports progress.  Raises LaunchError where no candidate compiles without spills or
     where a result is wrong.
     """
-    from flashgen.runtime import kernel
-
     found = contenders(variant, arch, pipeline, dtype, head_dim, v_head_dim)[:COMPILED]
 
-    def build(one: Contender) -> kernel.Kernel | None:
+    def build(one: Contender) -> kernels.Kernel | None:
         try:
-            loaded = kernel.load(one.plan)
+            loaded = kernels.load(one.plan)
         except CompileError:
             return None
         return loaded if loaded.resources.spills == 0 else None
 
-    built: dict[str, tuple[Contender, kernel.Kernel]] = {}
+    built: dict[str, tuple[Contender, kernels.Kernel]] = {}
     with ThreadPoolExecutor() as pool:
         for i, (one, loaded) in enumerate(zip(found, pool.map(build, found), strict=True)):
             advance("compiling", i + 1, len(found))
@@ -254,9 +257,6 @@ def _plain(value: object) -> object:
 
 def _inputs(variant: Variant, problem: Problem, seed: int = 0) -> tuple:
     """Random q, k, v as a model has them (heads and columns side by side in memory), and the case."""
-    from flashgen.analysis.tiles import Case
-    from flashgen.runtime.captured import examples
-
     arrays = examples(variant, problem, seed)
     case = Case(sizes=problem.sizes(), params=variant.values({}), tensors=arrays)
     return *draw(problem, seed)[:3], case
@@ -271,9 +271,6 @@ def _calls(variant: Variant, problem: Problem, built: Mapping[str, tuple]) -> di
 def _call(kernel, problem: Problem, q, k, v, case) -> tuple:
     """One kernel on one set of tensors: the launch, o and lse."""
     import torch
-
-    from flashgen.runtime.captured import on_device
-    from flashgen.runtime.kernel import Captured, Layout
 
     plan, device = kernel.plan, q.device
     o = torch.full_like(q[..., :1].expand(*q.shape[:3], problem.v_head_dim), float("nan")).contiguous()
@@ -299,8 +296,6 @@ def _call(kernel, problem: Problem, q, k, v, case) -> tuple:
 
 def _check(variant: Variant, head_dim: int, v_head_dim: int, dtype: str, built: Mapping[str, tuple]) -> None:
     """Every contender against float64 on a small problem; raises LaunchError for a wrong one."""
-    from flashgen.runtime.reference import baseline, judge, judge_lse, reference
-
     q_len, kv_len = CHECKED
     problem = Problem(
         batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype

@@ -100,7 +100,7 @@ def resolve(
     )
     tensors = captured.arrays(variant, problem, request.tensor or (), seed=seed, examples=data)
     if device == "cpu":
-        from flashgen.ops.attention import cpu_request
+        from flashgen.ops.menus import cpu_request
 
         menu, sms = planner.menu(*cpu_request(variant, problem), dropout=which.dropout), archs.find(arch).sms
     else:

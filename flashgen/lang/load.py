@@ -19,6 +19,7 @@ from types import ModuleType
 from flashgen.errors import SourceLine, SpecError
 from flashgen.lang import source
 from flashgen.lang.variant import Variant
+from flashgen.resources import folder
 
 _one_at_a_time = threading.RLock()
 _numbers = itertools.count()
@@ -43,8 +44,6 @@ def load_spec(path: str | os.PathLike) -> Variant:
 
 def shipped() -> dict[str, Path]:
     """The specs that come with flashgen, by name."""
-    from flashgen.resources import folder
-
     return {file.stem: file for file in sorted(folder("specs").glob("*.py"))}
 
 

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 
 import numpy as np
 
+import flashgen
 from flashgen.errors import SourceLine, SpecError
 from flashgen.lang import build, ops, source
 from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, node
@@ -377,8 +378,6 @@ def refused(message: str) -> SpecError:
 
 
 def _instead(name: str) -> str:
-    import flashgen
-
     if name in ops.OPS:
         return f"; write {ops.OPS[name].spelling.rpartition('; ')[2]}"
     return f"; write fg.{name}(x)" if name in dir(flashgen) else f"; {source.functions()}"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
+from flashgen import codegen
 from flashgen.analysis.derivative import differentiable
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
@@ -137,8 +138,6 @@ def menu_of(
 
 def emit(plan: KernelPlan) -> str:
     """The CUDA of a plan: one self-contained file."""
-    from flashgen import codegen
-
     return codegen.emit(plan_of("emit", plan))
 
 

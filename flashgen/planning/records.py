@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from flashgen import jsonfile
 from flashgen.analysis.facts import analyse
-from flashgen.errors import PlanError
+from flashgen.errors import PlanError, shown
 from flashgen.lang.variant import Variant
 
 #: Of the file; another one is refused.
@@ -183,13 +183,13 @@ def _size(data: dict, name: str, least: int, most: int, step: int = 1) -> int:
     value = jsonfile.member(data, name, int)
     if not least <= value <= most or value % step:
         steps = f" in steps of {step}" if step > 1 else ""
-        raise ValueError(f"{name!r} is {jsonfile.shown(value)}, and must lie between {least} and {most}{steps}")
+        raise ValueError(f"{name!r} is {shown(value)}, and must lie between {least} and {most}{steps}")
     return value
 
 
 def _one_of(data: dict, name: str, kind: type, values: tuple) -> object:
     if (value := jsonfile.member(data, name, kind)) not in values:
-        raise ValueError(f"{name!r} is {jsonfile.shown(value)}, and must be one of {', '.join(map(repr, values))}")
+        raise ValueError(f"{name!r} is {shown(value)}, and must be one of {', '.join(map(repr, values))}")
     return value
 
 

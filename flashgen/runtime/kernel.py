@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from flashgen import codegen
 from flashgen.codegen import params
 from flashgen.planning import backward, hopper
 from flashgen.planning.arch import ARCHS, Arch
@@ -349,10 +350,8 @@ def build(plan: KernelPlan, facts: Facts | None = None) -> cache.Entry:
     """
 
     def make() -> tuple[nvrtc.Compiled, dict[str, object]]:
-        from flashgen.codegen import emit
-
         start = time.perf_counter()
-        source = emit(plan, facts)
+        source = codegen.emit(plan, facts)
         emitted = time.perf_counter() - start
         compiled = nvrtc.compile(source, plan.arch, name=re.sub(r"\W", "_", f"{plan.variant.name}_{plan.pass_name}"))
         return compiled, {**_about(plan), "seconds": {"emit": emitted, "nvrtc": compiled.seconds}}

@@ -8,7 +8,7 @@ from gpu_checks import DEVICE, call, check, random_inputs
 
 import flashgen as fg
 from flashgen.errors import FlashgenError
-from flashgen.ops import attention as ops
+from flashgen.ops import forward
 from flashgen.planning.problem import Problem
 
 pytestmark = pytest.mark.gpu
@@ -54,8 +54,8 @@ def test_reruns_give_the_same_bits():
 def test_a_record_serves_every_address_and_number(monkeypatch):
     fresh = fg.variant(lambda b, h, q, k: (pack[b, q] == pack[b, k]) & (q - k < window), name="fresh")
     planned = []
-    recorded = ops._recorded
-    monkeypatch.setattr(ops, "_recorded", lambda *a: planned.append(a) or recorded(*a))
+    recorded = forward._recorded
+    monkeypatch.setattr(forward, "_recorded", lambda *a: planned.append(a) or recorded(*a))
     held = []  # so that no address comes back
     for seed, (width, count) in enumerate([(64, 3), (64, 3), (7, 3), (500, 5), (1, 1), (64, 3)]):
         q, k, v = random_inputs(problem(), seed)
