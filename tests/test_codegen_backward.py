@@ -97,6 +97,7 @@ def test_launches_and_workspaces():
     assert not any(x.entry == "attention_backward" for x in grids(plan, problem_of(kv_len=0), sms=108))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "head_dim", "arch", "options"),
     [
@@ -172,6 +173,7 @@ extern "C" __global__ void probe(u32* out) {
     assert np.array_equal(out, np.stack(want, axis=-1).astype(np.uint32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dq", "to_captured", "of", "asm", "int", "at"])
 def test_a_tensors_name_meets_no_function_of_the_kernel(name):
     tensor = fg.tensor(name, ("heads", "kv"), "float32")

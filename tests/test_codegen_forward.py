@@ -91,6 +91,7 @@ def test_any_lengths(q_len, kv_len):
     check(CAUSAL, case_of(q_len, kv_len), plan_of(CAUSAL))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q_in_registers", [False, True])
 @pytest.mark.parametrize(
     ("stages", "warps", "tile"), [(2, 1, (32, 32)), (3, 2, (32, 16)), (4, 4, (64, 16)), (2, 2, (64, 48))]
@@ -100,6 +101,7 @@ def test_stages_warps_and_tiles(stages, warps, tile, q_in_registers):
     check(CAUSAL, case_of(70, 130), plan, seed=stages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dims", [(16, 16), (24, 40), (72, 16), (16, 72), (80, 112), (96, 96), (256, 64)])
 def test_head_dims_without_bank_conflicts(head_dims):
     plan = plan_of(CAUSAL, head_dim=head_dims[0], v_head_dim=head_dims[1], dtype="float16")

@@ -4,6 +4,7 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
+from tiers import thinned
 
 import flashgen as fg
 from flashgen import interpreter
@@ -120,6 +121,7 @@ def dtype_of(name):
     return np.float32 if root.dtype is FLOAT else np.int64 if wide else np.int32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_numbers(name, arch):
@@ -129,6 +131,7 @@ def test_numbers(name, arch):
             np.testing.assert_array_equal(found, expected(name, far), err_msg=f"{name} {loop} {far}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_ranges_hold_every_number(name, arch):
@@ -152,8 +155,15 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    thinned(
+        [(name, arch) for name in SCALED for arch in ("sm_80", "sm_90a")],
+        kept=[("shifted", "sm_80"), ("of_positions", "sm_90a")],
+        sibling="test_a_shift_by_31_is_no_product_with_minus_2_to_31",
+    ),
+)
 def test_a_shift_by_31_is_no_product_with_minus_2_to_31(name, arch):
     """What ptxas 13.0 makes of it is seen in machine code alone: the interpreter runs PTX."""
     for menu in (planner.menu, planner.backward_menu):

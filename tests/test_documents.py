@@ -56,6 +56,7 @@ def prose(text: str) -> str:
 # -- commands
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for p in marked("commands") for line in p.values[0].strip().splitlines()])
 def test_commands_run(line, tmp_path, monkeypatch):
     for name in ("specs", "generated"):
@@ -181,6 +182,7 @@ def test_every_verb_has_help(verb):
 # -- code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", marked("python"))
 def test_python_runs(code, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -190,6 +192,7 @@ def test_python_runs(code, monkeypatch):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", marked("spec"))
 def test_specs_run(code, tmp_path):
     spec = tmp_path / "spec.py"

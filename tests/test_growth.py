@@ -43,6 +43,7 @@ class Counter:
         return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_analysis(name, monkeypatch):
     for depth in DEPTHS:
@@ -57,6 +58,7 @@ def test_analysis(name, monkeypatch):
         assert len(list(walk([*variant.roots, *atoms]))) <= 50 * (depth + MAX_ATOMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_emitted_masks(name):
     text = emit(planner.menu(fg.variant(MASKS[name](40)), "sm_80", "bfloat16", 64).plans[0])
@@ -144,6 +146,7 @@ def chain(length):
     return fg.variant(mask, score)
 
 
+@pytest.mark.slow
 def test_a_chain_of_2000_additions_is_planned_and_emitted():
     variant = chain(2000)
     found = analyse(variant)

@@ -238,6 +238,7 @@ def test_a_plan_says_what_a_tile_holds():
     assert predict(w.plan, w.problem, w.case).as_json()["pack"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "head_dim"), [("full", 64), ("causal_bottom_right", 128), ("softcap", 256)])
 def test_packed_kernels_pass_the_gates(spec, head_dim):
     plan = planner.menu(load_spec(spec).bind(), "sm_90a", "bfloat16", head_dim).packed

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -205,24 +204,19 @@ def test_cuda_python_is_imported_in_the_runtime_only():
     assert {Path(user).parts[0] for user in users} <= {"runtime"}
 
 
-def test_import_is_light_and_quick():
+def test_import_is_light():
+    """60 ms is what it may take (`flashgen bench host` measures it): one module, and little of the standard library."""
     script = (
-        "import sys, time, json\n"
-        "start = time.perf_counter()\n"
+        "import json, sys\n"
+        "before = set(sys.modules)\n"
         "import flashgen\n"
-        "ms = 1e3 * (time.perf_counter() - start)\n"
-        "heavy = 'torch', 'sympy', 'cuda', 'matplotlib', 'jinja2', 'typer'\n"
-        "heavy = [name for name in heavy if name in sys.modules]\n"
-        "print(json.dumps([ms, heavy]))\n"
+        "print(json.dumps(sorted(set(sys.modules) - before)))\n"
     )
-    times = []
-    for _ in range(5):
-        out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-        ms, heavy = json.loads(out)
-        assert heavy == []
-        times.append(ms)
-    # The least of five: the bound is on the package, not on what else the machine does meanwhile.
-    assert min(times) < 60, f"import flashgen took {times} ms, median {statistics.median(times):.0f}"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    added = json.loads(out)
+    library = [name for name in added if name.split(".")[0] in sys.stdlib_module_names]
+    assert [name for name in added if name not in library] == ["flashgen"]
+    assert len(library) < 10, library
 
 
 def test_an_eager_call_leaves_the_compiler_of_torch_alone():
@@ -237,6 +231,7 @@ def test_an_eager_call_leaves_the_compiler_of_torch_alone():
     assert out.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_every_stage_imports_alone():
     """No stage leans on another having been imported first (no cycles, no side effects at import)."""
     names = [

@@ -58,6 +58,7 @@ def check(got, variant, tensors, *, scale=None, params=None, arrays=None):
     assert judge_lse(mine_lse, lse) == ()
 
 
+@pytest.mark.slow
 def test_a_call_and_its_repetition(gpu):
     tensors = inputs(gpu)
     check(attention(*tensors, causal_window, return_lse=True), causal_window, tensors)
@@ -68,6 +69,7 @@ def test_a_call_and_its_repetition(gpu):
     assert {plan.pipeline for plan, *_ in gpu.launches} == {gpu.pipeline}
 
 
+@pytest.mark.slow
 def test_captured_tensors_and_parameters(gpu):
     tensors = inputs(gpu, dtype=torch.float16)
     values = torch.randn(1, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
@@ -79,6 +81,7 @@ def test_captured_tensors_and_parameters(gpu):
     check(got, captured, tensors, scale=-0.2, params={"slope": 0.25}, arrays=arrays)
 
 
+@pytest.mark.slow
 def test_strided_views(gpu):
     """q as [batch, q_len, heads, dim]; k and v every second row of memory that is NaN elsewhere."""
     q, k, v = inputs(gpu, heads=4, kv_heads=2, dim=40, v_dim=24)
@@ -95,6 +98,7 @@ def test_strided_views(gpu):
     assert got[0].transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 def test_few_queries_of_heads_that_share_keys(gpu, turned):
     """Packed into one tile on Hopper, whatever the layout of q and o."""
@@ -116,6 +120,7 @@ def test_expanded_keys(gpu):
     assert gpu.launches[-1][0].pipeline == "ampere"
 
 
+@pytest.mark.slow
 def test_rows_and_lengths_at_the_edges(gpu):
     for q_len, kv_len in ((1, 1), (3, 65), (129, 2)):
         tensors = inputs(gpu, batch=1, q_len=q_len, kv_len=kv_len)

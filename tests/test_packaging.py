@@ -104,6 +104,22 @@ def test_the_wheel_names_its_version_its_command_and_everything_it_imports(wheel
     assert [name for name in sorted(found) if not required & {maker.lower() for maker in makers[name]}] == []
 
 
+def test_the_wheel_says_that_it_is_typed(wheel):
+    """PEP 561: a type checker reads the annotations of an installed package only where it finds this."""
+    assert "flashgen/py.typed" in zipfile.ZipFile(wheel).namelist()
+
+
+def test_the_extras_are_those_of_the_tests_and_of_the_integrations(wheel):
+    archive = zipfile.ZipFile(wheel)
+    [info] = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+    metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
+    assert set(metadata.get_all("Provides-Extra")) == {"test", "integrations"}
+    extra = [line.partition("; ") for line in metadata.get_all("Requires-Dist") if "extra" in line]
+    # A checker of another version finds other faults.
+    assert [line for line, _, where in extra if line.startswith("mypy") and "test" in where] == ["mypy==2.4.1"]
+    assert [line for line, _, where in extra if "integrations" in where] == ["transformers>=5.17"]
+
+
 @pytest.mark.parametrize("folder", ["templates", "specs"])
 def test_the_wheel_carries_every_resource(wheel, folder):
     prefix = f"flashgen/_resources/{folder}/"
