@@ -140,7 +140,7 @@ def test_a_repeated_call_takes_few_steps(machine):
     q.requires_grad_()
     for limit, grad in ((80, False), (100, True)):
         with torch.set_grad_enabled(grad):
-            call = functools.partial(ops.attention, q, k, v, called, doc=doc, window=5, scale=0.25)
+            call = functools.partial(attention, q, k, v, called, doc=doc, window=5, scale=0.25)
             call()
             assert effort(call).calls < limit
 
