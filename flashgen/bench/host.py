@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashgen.bench import cold, contest, forward, peers
+from flashgen.bench import backward, cold, contest, forward, peers
 from flashgen.bench.cells import Cell, cell
 from flashgen.bench.protocol import Ratio, Timings, rotation, whole_turns
 from flashgen.errors import LaunchError
@@ -148,7 +148,6 @@ def calls(at: Cell, *, rounds: int, names: tuple[str, ...], seed: int = 0) -> It
     """A repeated call of one cell on the current GPU, checked: the forward alone, and with its gradients."""
     import torch
 
-    from flashgen.bench import backward
     from flashgen.ops.attention import attention
 
     setting = contest.prepare(at, None, seed)
