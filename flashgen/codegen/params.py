@@ -99,14 +99,14 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     pointers += [Field(name, "const float*") for name in ("lse", "dlse")]
     pointers += [Field(name, "float*") for name in workspaces]
     pointers += [Field("dq_semaphore", "u32*")] if how.adds_dq and plan.deterministic else []
-    pointers += [Field("progress", "u32*")] if how.sweeps else []
+    pointers += [Field("progress", "u32*")] if how.dq_in_main_kernel else []
     pointers += [Field(name, f"{element}*") for name in ("dq", "dk", "dv")]
     pointers += [Field(f"grad_{name}", "float*") for name in plan.gradients]
     pointers += [Field(f"exact_{name}", "i64*") for name in plan.gradients if plan.deterministic]
     numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles"]
     if mapped and (plan.variant.mask is not None or plan.deterministic):
         numbers.append("l2_heads")
-    if how.sweeps:
+    if how.dq_in_main_kernel:
         numbers.append("clear_distance")
     return _members(plan.variant, pointers, (*loaded, "dq", "dk", "dv"), numbers, plan.dropout)
 

@@ -149,7 +149,7 @@ def unsupported_reason(request: KernelRequest) -> str | None:
         return f"its backward has dropout for head dims up to {OWN_KEYS}"
     if request.gradients and wide:
         return f"its backward has gradients of captured tensors for head dims up to {OWN_KEYS}"
-    reads = asked.sinks
+    reads = asked.captured_grads
     if reads and (asked.has_slope or any(n.op == "score" for n in walk(chain.from_iterable(reads)))):
         return "its backward keeps no scores, which gradients of captured tensors take where a score is more than a sum"
     if len(reads) > 1:
@@ -285,7 +285,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     of_dropout += DROPOUT * (waiting and (asked.masked or request.deterministic))
     of_dropout += DROPOUT_READ * (c.tile.q > ROWS and asked.score_reads_by_position)
     of_order = ORDER * (request.deterministic and c.tile.q > ROWS and waiting)
-    of_captured = sum(_captured_grad_registers(c, n) for n, _ in asked.sinks)
+    of_captured = sum(_captured_grad_registers(c, n) for n, _ in asked.captured_grads)
     return (
         owned,
         fragments,

@@ -300,7 +300,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             score_emitted_twice=score_emitted_twice,
             separate_full_tiles=separate_full_tiles,
             o_by_tma=c.q_stages > 1,
-            dynamic=request.profile.masked,
+            dynamic_scheduler=request.profile.masked,
             packed=False,
         ),
     )
@@ -386,7 +386,7 @@ def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: in
         group = problem.group
         q_tiles = -(-problem.q_len // one.tile_queries(group))
         tiles = q_tiles * problem.heads * problem.batch // one.pack(group)
-        return one.tile.q * (max(1.0, tiles / sms) if _layout(one).dynamic else -(-tiles // sms))
+        return one.tile.q * (max(1.0, tiles / sms) if _layout(one).dynamic_scheduler else -(-tiles // sms))
 
     arch = find(plan.arch)
     faster = seconds_per_score(plan, arch)[0] / seconds_per_score(packed, arch)[0]
