@@ -2,9 +2,9 @@
 
 This file makes each tree dump every kernel of a grid: shipped specs x head dims x dtypes x archs x passes x options,
 all entries of each menu, and every golden.  Texts that differ by comments and white space alone are equal; of others
-NVRTC makes cubins, which have to be equal to the byte.  `--menus` compares menus, predicted seconds_per_score, rejections, choices
-and messages instead, of pins of every kind too.  `--dump FILE` writes what this tree makes, and `--before FILE` reads
-what a revision made, in place of REVISION.
+NVRTC makes PTX, and where that differs cubins, which have to be equal to the byte.  `--menus` compares menus, predicted
+times, rejections, choices and messages instead, of pins of every kind too.  `--dump FILE` writes what this tree makes,
+and `--before FILE` reads what a revision made, in place of REVISION.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def menu_of(spec: str, arch: str, dtype: str, head_dim: int, v_head_dim: int | N
 
 
 def menu_text(menu) -> str:
-    """A menu as text: its plans without their variant, their seconds per score, what was rejected and why, what calls get."""
+    """A menu as text: its plans without their variant, seconds per score, rejections with reasons, what calls get."""
     from flashgen.planning import planner
     from flashgen.planning.arch import find
     from flashgen.planning.problem import Problem
@@ -207,6 +207,14 @@ def essence(text: str) -> str:
     return re.sub(r"\s*(\W)\s*", r"\1", " ".join(bare.split()))
 
 
+def ptx_digest(kernel: tuple[str, str]) -> str:
+    """sha256 of the PTX that NVRTC makes of (arch, text), without the names of global constants."""
+    from flashgen.runtime import nvrtc
+
+    arch, text = kernel
+    return hashlib.sha256(re.sub(r"(?m)^(\.global .*) \w+ =", r"\1 =", nvrtc.ptx(text, arch)).encode()).hexdigest()
+
+
 def cubin_digest(kernel: tuple[str, str]) -> str:
     """sha256 of the cubin that NVRTC makes of (arch, text)."""
     from flashgen.runtime import nvrtc
@@ -216,7 +224,11 @@ def cubin_digest(kernel: tuple[str, str]) -> str:
 
 
 def differing_kernels(before: dict[str, dict], after: dict[str, dict]) -> list[str]:
-    """The requests whose kernels are not the same machine code in both dumps."""
+    """The requests whose kernels are not the same machine code in both dumps.
+
+    ptxas makes one code of one PTX, so cubins are compared only where the PTX is not the same.  A name of a constant
+    is in a cubin's symbol table, and in no instruction.
+    """
     pairs, changed = [], []
     for key in sorted(before.keys() | after.keys()):
         old, new = (tree.get(key, {"kernels": []})["kernels"] for tree in (before, after))
@@ -226,11 +238,13 @@ def differing_kernels(before: dict[str, dict], after: dict[str, dict]) -> list[s
             pairs += [
                 (key, tuple(a), tuple(b)) for a, b in zip(old, new, strict=True) if essence(a[1]) != essence(b[1])
             ]
-    kernels = list(dict.fromkeys(itertools.chain.from_iterable(pair[1:] for pair in pairs)))
-    print(f"{len(pairs)} texts differ in more than comments; {len(kernels)} cubins are made", flush=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC lets go of the GIL
-        digests = dict(zip(kernels, pool.map(cubin_digest, kernels), strict=True))
-    return changed + [f"{key}: another cubin" for key, a, b in pairs if digests[a] != digests[b]]
+    for digest, title in ((ptx_digest, "PTX"), (cubin_digest, "cubins")):
+        kernels = list(dict.fromkeys(itertools.chain.from_iterable(pair[1:] for pair in pairs)))
+        print(f"{len(pairs)} pairs differ so far; {title} of {len(kernels)} texts are made", flush=True)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC lets go of the GIL
+            digests = dict(zip(kernels, pool.map(digest, kernels), strict=True))
+        pairs = [pair for pair in pairs if digests[pair[1]] != digests[pair[2]]]
+    return changed + [f"{key}: another cubin" for key, _, _ in pairs]
 
 
 def differing_menus(before: dict[str, dict], after: dict[str, dict]) -> list[str]:

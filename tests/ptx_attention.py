@@ -12,6 +12,7 @@ from tolerance import baseline, judge, judge_lse, reference
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.analysis.tiles import Case
 from flashgen.codegen import emit
+from flashgen.interpreter.simulate import Simulated, simulate
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
 from flashgen.planning.pipelines.hopper import forward as hopper
@@ -19,7 +20,6 @@ from flashgen.planning.plan import KernelPlan
 from flashgen.planning.planner import menu
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
-from flashgen.runtime.ptx.simulate import Simulated, simulate
 
 #: Values of parameters and constants small enough for short sequences to have tiles of every class.
 VALUES = {

@@ -14,13 +14,13 @@ from flashgen.analysis.facts import analyse
 from flashgen.bench.cells import FORWARD
 from flashgen.codegen import emit
 from flashgen.errors import PlanError
+from flashgen.interpreter import errors
 from flashgen.lang.load import load_spec
 from flashgen.planning import planner
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.traffic import predict
 from flashgen.runtime import nvrtc, sass, tiles
-from flashgen.runtime.ptx import errors
 
 SMS = 132
 
@@ -239,6 +239,7 @@ def test_a_plan_says_what_a_tile_holds():
     assert predict(w.plan, w.problem, w.case).as_json()["pack"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "head_dim"), [("full", 64), ("causal_bottom_right", 128), ("softcap", 256)])
 def test_packed_kernels_pass_the_gates(spec, head_dim):
     plan = planner.menu(load_spec(spec).bind(), "sm_90a", "bfloat16", head_dim).packed

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ PACKAGE = Path(flashgen.__file__).parent
 
 #: Stages from source to sink; each may import those before it.  `frontends` lowers to `lang` and nothing else.
 ORDER = ("lang", "analysis", "planning", "codegen", "runtime", "ops")
-SINKS = ("integrations", "bench", "cli")
+SINKS = ("integrations", "bench", "interpreter", "cli")
 ALLOWED = {stage: set(ORDER[: i + 1]) for i, stage in enumerate(ORDER)}
 ALLOWED["frontends"] = {"lang", "frontends"}
 for sink in SINKS:
@@ -39,7 +38,7 @@ LAZY = {
     "flashgen.ops.sites",  # torch._dynamo
 }
 
-NO_TORCH = ("lang", "analysis", "planning", "codegen")
+NO_TORCH = ("lang", "analysis", "planning", "codegen", "interpreter")
 
 
 def modules(folder: Path = PACKAGE) -> list[Path]:
@@ -185,7 +184,7 @@ def test_a_backward_import_is_caught(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("stage", NO_TORCH)
-def test_stages_above_the_runtime_never_import_torch_or_cuda(stage):
+def test_folders_that_need_no_gpu_never_import_torch_or_cuda(stage):
     found = [
         f"{path.relative_to(PACKAGE)}:{line} imports {name}"
         for path in modules(PACKAGE / stage)
@@ -205,24 +204,19 @@ def test_cuda_python_is_imported_in_the_runtime_only():
     assert {Path(user).parts[0] for user in users} <= {"runtime"}
 
 
-def test_import_is_light_and_quick():
+def test_import_is_light():
+    """60 ms is what it may take (`flashgen bench host` measures it): one module, and little of the standard library."""
     script = (
-        "import sys, time, json\n"
-        "start = time.perf_counter()\n"
+        "import json, sys\n"
+        "before = set(sys.modules)\n"
         "import flashgen\n"
-        "ms = 1e3 * (time.perf_counter() - start)\n"
-        "heavy = 'torch', 'sympy', 'cuda', 'matplotlib', 'jinja2', 'typer'\n"
-        "heavy = [name for name in heavy if name in sys.modules]\n"
-        "print(json.dumps([ms, heavy]))\n"
+        "print(json.dumps(sorted(set(sys.modules) - before)))\n"
     )
-    times = []
-    for _ in range(5):
-        out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-        ms, heavy = json.loads(out)
-        assert heavy == []
-        times.append(ms)
-    # The least of five: the bound is on the package, not on what else the machine does meanwhile.
-    assert min(times) < 60, f"import flashgen took {times} ms, median {statistics.median(times):.0f}"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    added = json.loads(out)
+    library = [name for name in added if name.split(".")[0] in sys.stdlib_module_names]
+    assert [name for name in added if name not in library] == ["flashgen"]
+    assert len(library) < 10, library
 
 
 def test_an_eager_call_leaves_the_compiler_of_torch_alone():
@@ -237,6 +231,7 @@ def test_an_eager_call_leaves_the_compiler_of_torch_alone():
     assert out.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_every_stage_imports_alone():
     """No stage leans on another having been imported first (no cycles, no side effects at import)."""
     names = [

@@ -46,6 +46,7 @@ def captured(heads=2, q_len=5, dtype=torch.float32):
 # -- gradcheck
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("scale", [None, -0.6, 0.0])
 def test_gradcheck_of_o_and_lse(scale, deterministic):
@@ -54,6 +55,7 @@ def test_gradcheck_of_o_and_lse(scale, deterministic):
     assert gradcheck(lambda *t: fg.attention(*t, plain, **options), (q, k, v))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SPECS if load_spec(name).score_node is not None])
 def test_gradcheck_of_every_score(name):
     """Each alone and with the masks that the specs give it; captured tensors are float32 and checked below."""
@@ -85,6 +87,7 @@ def test_gradcheck_of_views():
 # -- against float64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", SPECS)
 def test_every_spec(name, dtype):

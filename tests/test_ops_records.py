@@ -1,11 +1,13 @@
 """The GPU path of attention() without a GPU: tensors that say they are on one, and a driver that keeps what it gets."""
 
 import contextlib
+import functools
 import struct
 
 import numpy as np
 import pytest
 import torch
+from effort import effort
 from fake_driver import FakeDriver
 
 import flashgen as fg
@@ -130,6 +132,17 @@ def test_a_repeated_call_only_launches(machine):
     assert [fields(machine, launched)["param_window"] for launched in machine.launched[-3:]] == [1, 2, 3]
     assert [fields(machine, launched)["scale"] for launched in machine.launched[-3:]] == [0.125, 0.25, 0.375]
     assert len(machine.built) == plans
+
+
+def test_a_repeated_call_takes_few_steps(machine):
+    """What a GPU waits for in short calls; `flashgen bench host` gives the microseconds."""
+    (q, k, v), doc = tensors(), ids()
+    q.requires_grad_()
+    for limit, grad in ((80, False), (100, True)):
+        with torch.set_grad_enabled(grad):
+            call = functools.partial(attention, q, k, v, called, doc=doc, window=5, scale=0.25)
+            call()
+            assert effort(call).calls < limit
 
 
 def test_one_record_a_set_of_shapes(machine):

@@ -9,6 +9,7 @@ from flashgen.planning import planner
 from flashgen.runtime import nvrtc
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 @pytest.mark.parametrize("arch_name", ["sm_80", "sm_90a"])
 def test_nothing_spills(arch_name, head_dim):

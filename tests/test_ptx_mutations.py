@@ -12,9 +12,9 @@ import pytest
 from ptx_attention import replace, work
 
 from flashgen.codegen import emit
+from flashgen.interpreter import errors
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.request import KernelRequest
-from flashgen.runtime.ptx import errors
 
 RESULT, CONFLICTS = "a wrong result", "bank conflicts"
 
@@ -218,6 +218,7 @@ def noticed(pipeline, edit, seed=None):
     return ({RESULT} if w.wrong(result) else set()) | ({CONFLICTS} if result.report.conflicts else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AMPERE)
 def test_ampere(name):
     edit, expected = AMPERE[name]
@@ -225,6 +226,7 @@ def test_ampere(name):
     assert found and found <= expected, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOPPER)
 def test_hopper(name):
     edit, expected = HOPPER[name]
@@ -232,6 +234,7 @@ def test_hopper(name):
     assert found and found <= expected, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STAGED)
 def test_hopper_with_staged_output(name):
     edit, expected = STAGED[name]
@@ -239,11 +242,13 @@ def test_hopper_with_staged_output(name):
     assert found and found <= expected, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["ampere", "hopper", "staged"])
 def test_unchanged_kernels_are_silent(pipeline):
     assert noticed(pipeline, None) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "name"),
     [

@@ -8,8 +8,8 @@ import pytest
 from ptx_attention import work
 
 from flashgen.codegen import emit
+from flashgen.interpreter import errors
 from flashgen.planning.program import Party, Program
-from flashgen.runtime.ptx import errors
 
 
 def without(program: Program, name: str) -> Program:

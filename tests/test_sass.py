@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 from ptx_attention import replace, work
+from tiers import thinned
 
 from flashgen.codegen import emit
 from flashgen.codegen.golden import goldens
@@ -19,6 +20,7 @@ from flashgen.runtime import nvrtc, sass
 GOLDENS = {f"{golden.path.parent}-{golden.path.stem}": golden for golden in goldens()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GOLDENS)
 def test_every_kept_kernel_keeps_to_its_plan(name):
     golden = GOLDENS[name]
@@ -31,7 +33,11 @@ def test_every_kept_kernel_keeps_to_its_plan(name):
 ELSEWHERE = tuple(zip(shipped(), itertools.cycle(("sm_86", "sm_89", "sm_90a", "sm_120")), strict=False))
 
 
-@pytest.mark.parametrize(("spec", "arch"), ELSEWHERE)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "arch"),
+    thinned(ELSEWHERE, kept=ELSEWHERE[::3], sibling="test_every_spec_passes_on_another_architecture"),
+)
 def test_every_spec_passes_on_another_architecture(spec, arch):
     """All gates but one: the estimate of registers was fitted to the kept kernels."""
     variant = load_spec(spec).bind()

@@ -58,11 +58,12 @@ def starts(specs: list[str], problem: Problem, *, rounds: int, device: str = "cu
         for spec in specs:
             with tempfile.TemporaryDirectory() as folder:
                 for cache in CACHES:
-                    inputs, result = _process(spec, problem, device, Path(folder))
+                    inputs, result = process(spec, problem, device, Path(folder))
                     yield Start(spec=spec, cache=cache, inputs=inputs, result=result)
 
 
-def _process(spec: str, problem: Problem, device: str, folder: Path) -> tuple[float, float]:
+def process(spec: str, problem: Problem, device: str, folder: Path) -> tuple[float, float]:
+    """(inputs, result) of `Start` in a fresh process with a cache folder.  Raises LaunchError as `starts` does."""
     request = json.dumps({"spec": spec, "device": device, **asdict(problem)})
     done = subprocess.run(
         [sys.executable, "-m", "flashgen.bench.cold", request],

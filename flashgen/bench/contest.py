@@ -56,8 +56,8 @@ class Setting:
         return count(analyse(self.variant.bind()), self.case, plan.tile).visible
 
 
-def prepare(cell: Cell, pipeline: str, seed: int) -> Setting:
-    """Fresh random input on the current GPU."""
+def prepare(cell: Cell, pipeline: str | None, seed: int) -> Setting:
+    """Fresh random input on the current GPU, for a pipeline or (None) the one that the planner chooses."""
     p = cell.problem
     variant = cell.variant()
     variant = dataclasses.replace(variant, pins=dataclasses.replace(variant.pins, pipeline=pipeline))

@@ -24,9 +24,10 @@ from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.planner import PIPELINES
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import Fixed, KernelRequest
+from flashgen.runtime import driver
 from flashgen.runtime import kernel as kernels
 from flashgen.runtime.captured import examples, on_device
-from flashgen.runtime.kernel import Captured, Layout
+from flashgen.runtime.launch import COUNTERS, Captured, make_launch
 from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
 if TYPE_CHECKING:
@@ -278,19 +279,23 @@ def _call(kernel: Any, problem: Problem, q: Any, k: Any, v: Any, case: Any) -> t
     o = torch.full_like(q[..., :1].expand(*q.shape[:3], problem.v_head_dim), float("nan")).contiguous()
     lse = torch.full(q.shape[:3], float("nan"), device=device)
     captured = on_device(plan.variant, case.tensors, device)
-    record = kernel.record(
+    launch = make_launch(
+        plan,
         problem,
-        Layout(q=q.stride()[:3], k=k.stride()[:3], v=v.stride()[:3], o=o.stride()[:3]),
-        {name: Captured(sizes=tuple(t.shape), strides=t.stride()) for name, t in captured.items()},
-        device.index or 0,
+        strides={name: t.stride()[:3] for name, t in (("q", q), ("k", k), ("v", v), ("o", o))},
+        captured={name: Captured(sizes=tuple(t.shape), strides=t.stride()) for name, t in captured.items()},
+        scale=problem.head_dim**-0.5,
+        params=case.params,
+        sms=driver.gpu(device.index or 0).sms,
     )
-    counters = torch.zeros(2, dtype=torch.int32, device=device)
-    addresses = tuple(t.data_ptr() for t in (q, k, v, o, lse, *(captured[n] for n in sorted(captured))))
-    numbers = (problem.head_dim**-0.5, *(case.params[p.name] for p in plan.variant.params))
-    keep = (q, k, v, captured, counters)
+    record = kernel.record(launch, device.index or 0)
+    tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **{f"tensor_{n}": t for n, t in captured.items()}}
+    tensors[COUNTERS.name] = torch.zeros(COUNTERS.amount // 4, dtype=torch.int32, device=device)
+    numbers = tuple(launch.values[name] for name in launch.scalars)
 
     def call() -> torch.Tensor:
-        record(addresses, numbers, torch.cuda.current_stream().cuda_stream, keep[-1].data_ptr())
+        addresses = tuple(tensors[name].data_ptr() for name in launch.pointers)
+        record(addresses, numbers, torch.cuda.current_stream().cuda_stream)
         return o
 
     return call, o, lse

@@ -13,8 +13,8 @@ from flashgen.lang.variant import Variant
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_rows, checked
 from flashgen.ops.forward import array, cpu_case, strides_of
 from flashgen.ops.menus import cpu_request, gpu_menu, loadable
-from flashgen.ops.records import Numbers, call_key, calls_of, captured_shapes, remember
-from flashgen.planning import backward, planner
+from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
+from flashgen.planning import planner
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime import driver, kernel
 from flashgen.runtime.tiles_backward import walk_backward
@@ -141,16 +141,15 @@ class _Record:
     def __init__(self, given: Given, request: Request, deterministic: bool, wanted: tuple[str, ...]) -> None:
         do, _, q, k, v, o, _ = given
         assert do is not None  # run_backward has made it
-        problem = request.problem
         plan = plan_of(given, request, deterministic, wanted)
         self._device, self._wanted = q.device, wanted
         self._results = [(name, x.shape, _strides(x)) for name, x in (("dq", q), ("dk", k), ("dv", v))]
         strides = {name: strides_of(x) for name, x in {"q": q, "k": k, "v": v, "o": o, "d_o": do}.items()}
         strides |= {name: result[:3] for name, _, result in self._results}
-        self._launch = kernel.load(plan).backward_record(problem, strides, captured_shapes(request), q.device.index)
-        shapes = {name: tuple(request.tensors[name].shape) for name in wanted}
+        launch = launch_of(request, plan, strides, driver.gpu(q.device.index).sms)
+        self._record, self._pointers = kernel.load(plan).record(launch, q.device.index), launch.pointers
         self._places, self._room = {}, 0
-        for part in backward.workspaces(plan, problem, shapes):
+        for part in launch.workspaces:
             self._places[part.name] = self._room
             self._room += -(-part.amount // _ROOM) * _ROOM
         self._tensors = tuple(request.tensors)
@@ -187,7 +186,7 @@ class _Record:
             addresses[name] = start + place
         addresses["dlse"] = 0 if dlse is None else dlse.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        self._launch(tuple(addresses[name] for name in self._launch.pointers), numbers, stream)
+        self._record(tuple(addresses[name] for name in self._pointers), numbers, stream)
         captured = tuple(sums[name].to(named[name].dtype) for name in self._wanted)
         return Gradients(found["dq"], found["dk"], found["dv"], captured)
 

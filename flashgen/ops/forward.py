@@ -13,9 +13,10 @@ from flashgen.errors import LaunchError
 from flashgen.lang.stored import broken_promise
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_memory, check_rows, checked
 from flashgen.ops.menus import cpu_request, gpu_menu
-from flashgen.ops.records import Numbers, call_key, calls_of, captured_shapes, remember
+from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
 from flashgen.planning import planner
 from flashgen.runtime import driver, kernel, tiles
+from flashgen.runtime.launch import COUNTERS
 
 
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,11 +72,12 @@ class _Record:
     """A launch for one set of shapes, strides and dtypes: call it with the tensors and numbers of a call."""
 
     __slots__ = (
-        *("_device", "_dtype", "_index", "_launch", "_lse_shape", "_numbers", "_o_shape", "_o_strides", "_tensors"),
+        *("_counts", "_device", "_dtype", "_index", "_lse_shape", "_numbers", "_o_shape", "_o_strides", "_record"),
+        "_tensors",
     )
 
-    def __init__(self, q: torch.Tensor, v: torch.Tensor, request: Request, launch: kernel.Record) -> None:
-        self._launch = launch
+    def __init__(self, q: torch.Tensor, v: torch.Tensor, request: Request, record: kernel.Record) -> None:
+        self._record, self._counts = record, bool(record.launch.cleared)
         self._device, self._index, self._dtype = q.device, q.device.index, q.dtype
         self._o_shape, self._o_strides = o_layout(q, v)
         self._lse_shape = self._o_shape[:3]
@@ -107,21 +109,21 @@ class _Record:
 
     def _start(self, addresses: tuple[int, ...], numbers: tuple[float, ...]) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        if self._launch.counts:
+        if self._counts:
             counters = _counters(self._device, stream)
-            self._launch(addresses, numbers, stream, counters.data_ptr())
+            self._record((*addresses, counters.data_ptr()), numbers, stream)
         else:
-            self._launch(addresses, numbers, stream)
+            self._record(addresses, numbers, stream)
 
 
 def _counters(device: torch.device, stream: int) -> torch.Tensor:
-    """Two zeros that only the launches of one stream share; in a CUDA graph each launch has its own, of the graph's
+    """Zeros that only the launches of one stream share; in a CUDA graph each launch has its own, of the graph's
     memory, because a replay may run beside anything."""
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
+        return torch.zeros(COUNTERS.amount // 4, dtype=torch.int32, device=device)
     found = _zeros.get((device, stream))
     if found is None:
-        found = _zeros[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
+        found = _zeros[device, stream] = torch.zeros(COUNTERS.amount // 4, dtype=torch.int32, device=device)
     return found
 
 
@@ -138,9 +140,11 @@ def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Reques
     """Plan, compile and load what the request needs, as far as that is not done."""
     problem, index = request.problem, q.device.index
     menu = gpu_menu(q, k, v, request.variant, problem, dropout=request.dropout is not None)
-    loaded = kernel.load(planner.choose(menu, problem, driver.gpu(index).sms))
-    layout = kernel.Layout(q=strides_of(q), k=strides_of(k), v=strides_of(v), o=o_layout(q, v)[1][:3])
-    return _Record(q, v, request, loaded.record(problem, layout, captured_shapes(request), index))
+    sms = driver.gpu(index).sms
+    loaded = kernel.load(planner.choose(menu, problem, sms))
+    strides = {"q": strides_of(q), "k": strides_of(k), "v": strides_of(v), "o": o_layout(q, v)[1][:3]}
+    launch = launch_of(request, loaded.plan, strides, sms)
+    return _Record(q, v, request, loaded.record(launch, index))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

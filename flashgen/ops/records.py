@@ -6,6 +6,7 @@ All that a record checks again is what can differ: alignment and numbers.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,8 @@ from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
 from flashgen.ops.call import Call, Request, factor
 from flashgen.ops.values import no_variant
-from flashgen.runtime import kernel
+from flashgen.planning.plan import KernelPlan
+from flashgen.runtime.launch import Captured, Launch, dropout_scalars, make_launch
 
 #: All that tells one call's launches from another's.
 Key = tuple[object, ...]
@@ -110,12 +112,21 @@ class Numbers:
             values = self._variant.values({name: named[name] for name in self._params if name in named})
             numbers = abs(factor(scale, self._head_dim)), *[values[name] for name in self._params]
             self._last = (now, numbers)
-        return numbers if dropout is None else (*numbers, *kernel.dropout_numbers(dropout))
+        return numbers if dropout is None else (*numbers, *dropout_scalars(dropout))
 
 
-def captured_shapes(request: Request) -> dict[str, kernel.Captured]:
-    """Shapes of the captured tensors as records take them."""
-    return {
-        name: kernel.Captured(sizes=tuple(tensor.shape), strides=tensor.stride())
-        for name, tensor in request.tensors.items()
-    }
+def launch_of(request: Request, plan: KernelPlan, strides: Mapping[str, tuple[int, int, int]], sms: int) -> Launch:
+    """The launch of a plan on a call's tensors, of these strides in elements, on a GPU of so many SMs."""
+    return make_launch(
+        plan,
+        request.problem,
+        strides=strides,
+        captured={
+            name: Captured(sizes=tuple(tensor.shape), strides=tensor.stride())
+            for name, tensor in request.tensors.items()
+        },
+        scale=request.scale,
+        params=request.params,
+        dropout=request.dropout,
+        sms=sms,
+    )

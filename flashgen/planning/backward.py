@@ -1,10 +1,9 @@
-"""What every backward shares: what it asks of a variant, the kernels that a call launches, and its memory."""
+"""What every backward shares: what it asks of a variant, who works together, and its memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Set
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from flashgen.analysis.derivative import derive
@@ -15,27 +14,11 @@ from flashgen.planning.arch import ARCHS
 from flashgen.planning.plan import Backward, KernelPlan, Part, SpecializedBackward
 from flashgen.planning.problem import Problem
 
-#: Threads of a block of the entries that work on rows or elements alone, and blocks of those over elements.
-ROW_THREADS, ELEMENT_BLOCKS = 256, 256
-
-#: Blocks per SM that finish what the main kernel left.
-FINISH_BLOCKS = 8
-
-#: The entry that visits tiles.
-MAIN = "attention_backward"
+#: Threads of a block of the entries that work on rows or elements alone.
+ROW_THREADS = 256
 
 #: Bytes of an exact sum (see device/exact.cuh).
 EXACT_BYTES = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """One kernel of a backward pass: its entry, its grid and block (one dimension each), its dynamic shared memory."""
-
-    entry: str
-    blocks: int
-    threads: int
-    smem_bytes: int
 
 
 def has_slope(variant: Variant) -> bool:
@@ -94,42 +77,20 @@ def l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
     return min(ARCHS[plan.arch].l2_holds(of_one), problem.batch * problem.kv_heads)
 
 
-def clear_distance(plan: KernelPlan, problem: Problem) -> int:
+def clear_distance(plan: KernelPlan, problem: Problem, sms: int | None = None, together: int | None = None) -> int:
     """Key heads between the blocks of one and those that clear its sum of dq, where the main kernel does both: the
     first so many are cleared before it, the last so many finished behind it.  All of them where it does neither.
 
     Blocks start in order, those of the heads that share L2 in turns: with as many heads between, no block waits for a
-    later one; with the heads that the GPU works on at a time as well, hardly any block waits at all.
+    later one; with the heads that the GPU works on at a time as well, hardly any block waits at all.  `sms` are those
+    of the architecture's card unless given, `together` the heads that share L2 (`l2_kv_heads`).
     """
     heads, blocks = problem.kv_heads * problem.batch, -(-problem.kv_len // plan.tile.kv)
     if blocks == 0 or not layout(plan).dq_in_main_kernel:
         return heads
-    together = l2_kv_heads(plan, problem) if plan.variant.mask is not None else 1
-    return min(together + -(-ARCHS[plan.arch].sms // blocks), heads)
-
-
-def launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
-    """The kernels of a backward pass, in the order in which they run on one stream; all take the plan's Params."""
-    how, heads = layout(plan), problem.heads * problem.batch
-    q_blocks = -(-problem.q_len // plan.tile.q) * heads
-    kv_blocks = -(-problem.kv_len // plan.tile.kv) * problem.kv_heads * problem.batch
-    rows = {"threads": how.row_threads, "smem_bytes": 0}
-    found = [
-        Launch(entry="attention_backward_prepare", blocks=q_blocks, **rows),
-        Launch(entry=MAIN, blocks=kv_blocks, threads=plan.threads, smem_bytes=plan.smem_bytes),
-    ]
-    if how.by_query is None:
-        blocks = min(q_blocks, FINISH_BLOCKS * ARCHS[plan.arch].sms) if how.dq_in_main_kernel else q_blocks
-        found.append(Launch(entry="attention_backward_finish", blocks=blocks, **rows))
-    else:
-        size = {"threads": how.by_query.threads, "smem_bytes": how.by_query.smem_bytes}
-        blocks = -(-problem.q_len // how.by_query.tile_q) * heads
-        found.append(Launch(entry="attention_backward_dq", blocks=blocks, **size))
-    if plan.gradients:
-        found.insert(0, Launch(entry="attention_backward_clear", blocks=ELEMENT_BLOCKS, **rows))
-        if plan.deterministic:
-            found.append(Launch(entry="attention_backward_gradients", blocks=ELEMENT_BLOCKS, **rows))
-    return tuple(launch for launch in found if launch.blocks)
+    sms = ARCHS[plan.arch].sms if sms is None else sms
+    together = l2_kv_heads(plan, problem) if together is None else together
+    return min((together if plan.variant.mask is not None else 1) + -(-sms // blocks), heads)
 
 
 def workspaces(

@@ -211,9 +211,9 @@ class KernelPlan(Integers):
         """Power of two by which a row's maximum may pass what its exponents subtract before that follows.
 
         The more, the seldomer O is rescaled; but P of a key that outweighs all others is exact only where the maximum
-        itself is subtracted.  Of inputs with outliers (N(0, 1), one in a thousand N(0, 10) more; head_dim 128, 4,096 keys) in
-        float16 a slack of 8 makes the RMS error 11% larger than none, 2 makes it 2.3%, 1 makes it 0.8%.  In bfloat16
-        the rounding of the result hides it.  On Hopper a slack of 1 costs 1 to 3% against 8, 2 almost as much.
+        itself is subtracted.  Of inputs with outliers (N(0, 1), one in a thousand N(0, 10) more; head_dim 128, 4,096
+        keys) in float16 a slack of 8 makes the RMS error 11% larger than none, 2 makes it 2.3%, 1 makes it 0.8%.  In
+        bfloat16 the rounding of the result hides it.  On Hopper a slack of 1 costs 1 to 3% against 8, 2 almost as much.
         """
         return 1.0 if self.dtype == "float16" else 8.0
 

@@ -113,8 +113,8 @@ DEVICE void load_tile(
   for (int step = 0; step < ROWS; step += STEP) {
     const int row = first + step;
     if ((THREADS == STEP * CHUNKS || first < STEP) && (ROWS % STEP == 0 || row < ROWS)) {
-      const u32 place = shared_address(tile.at(first + step % 8, chunk)) + (step - step % 8) * 2 * TILE_COLUMNS;
-      cp_async_16(place, source, row < rows && 8 * chunk < COLUMNS);
+      const u32 address = shared_address(tile.at(first + step % 8, chunk)) + (step - step % 8) * 2 * TILE_COLUMNS;
+      cp_async_16(address, source, row < rows && 8 * chunk < COLUMNS);
     }
     source += STEP * row_stride;
   }
@@ -217,7 +217,7 @@ DEVICE Rows rows_of_block(const Params& p) {
   return {head / p.heads, head % p.heads, q_first, min(q_first + TILE_Q, p.q_len) - 1};
 }
 
-// The place of this block's tile among all tiles of queries.
+// The index of this block's tile among all tiles of queries.
 DEVICE i64 tile_of_block() { return blockIdx.x; }
 
 DEVICE float dot(const Chunk& a, const Chunk& b) {
@@ -333,23 +333,23 @@ DEVICE int next_tile(int tile, const Keys& keys, const Params& p) {
   return found;
 }
 
-struct Visit { int head, tile; bool masked; };  // a tile of queries of one head
+struct Step { int head, tile; bool masked; };  // a tile of queries of one head
 
-// Whether the visit is one: the last one has been taken when the heads are over.
-DEVICE bool is_left(const Visit& visit, const Keys& keys) { return visit.head < keys.end_head; }
+// Whether the step is one: the last has been taken when the heads are over.
+DEVICE bool is_left(const Step& step, const Keys& keys) { return step.head < keys.end_head; }
 
 // The tile of queries to visit next: head by head, from the first query to the last,
 // without those in which nothing is visible.
-DEVICE Visit next_visit(Visit visit, const Keys& keys, const Params& p) {
-  for (; visit.head < keys.end_head; visit.head++, visit.tile = -1) {
-    visit.tile = next_tile(visit.tile + 1, keys, p);
-    if (visit.tile >= p.q_tiles) continue;
-    const int q_first = visit.tile * TILE_Q;
-    const Rows rows = {keys.b, visit.head, q_first, min(q_first + TILE_Q, p.q_len) - 1};
-    visit.masked = classify(rows, keys.k_first / TILE_KV, p) == PARTIAL || keys.k_first + TILE_KV > p.kv_len;
+DEVICE Step next_step(Step step, const Keys& keys, const Params& p) {
+  for (; step.head < keys.end_head; step.head++, step.tile = -1) {
+    step.tile = next_tile(step.tile + 1, keys, p);
+    if (step.tile >= p.q_tiles) continue;
+    const int q_first = step.tile * TILE_Q;
+    const Rows rows = {keys.b, step.head, q_first, min(q_first + TILE_Q, p.q_len) - 1};
+    step.masked = classify(rows, keys.k_first / TILE_KV, p) == PARTIAL || keys.k_first + TILE_KV > p.kv_len;
     break;
   }
-  return visit;
+  return step;
 }
 
 // The keys of this block.  Early keys first: under a causal mask most queries see them.
@@ -359,14 +359,14 @@ DEVICE Keys keys_of_block(const Params& p) {
   return {head / p.kv_heads, kv_head, kv_head * group, (kv_head + 1) * group, k_first, k_last};
 }
 
-DEVICE void load_queries(Shared& shared, int stage, const Visit& visit, const Keys& keys, const Params& p) {
-  if (is_left(visit, keys)) {
-    const int first = visit.tile * TILE_Q, thread = thread_index();
-    const bf16* q = p.q + keys.b * p.q_batch + visit.head * p.q_head + first * p.q_row;
-    const bf16* d_o = p.d_o + keys.b * p.d_o_batch + visit.head * p.d_o_head + first * p.d_o_row;
+DEVICE void load_queries(Shared& shared, int stage, const Step& step, const Keys& keys, const Params& p) {
+  if (is_left(step, keys)) {
+    const int first = step.tile * TILE_Q, thread = thread_index();
+    const bf16* q = p.q + keys.b * p.q_batch + step.head * p.q_head + first * p.q_row;
+    const bf16* d_o = p.d_o + keys.b * p.d_o_batch + step.head * p.d_o_head + first * p.d_o_row;
     load_tile<THREADS, HEAD_DIM>(shared.q[stage], q, p.q_row, p.q_len - first, thread);
     load_tile<THREADS, V_HEAD_DIM>(shared.d_o[stage], d_o, p.d_o_row, p.q_len - first, thread);
-    const i64 tile = (i64)(keys.b * p.heads + visit.head) * p.q_tiles + visit.tile;
+    const i64 tile = (i64)(keys.b * p.heads + step.head) * p.q_tiles + step.tile;
     const int row = thread % (TILE_Q / 4) * 4;
     if (thread < TILE_Q / 4)
       cp_async_16(shared_address(&shared.lse[stage][row]), p.lse_log2 + tile * TILE_Q + row, true);
@@ -433,8 +433,8 @@ DEVICE void share(ScoreTile& tile, const Operand& a, int query) {
     for (int n = 0; n < QUERIES / 16; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const u32 place = ScoreTile::right(row, 2 * n + i / 2) + (2 * m + i % 2) * (ScoreTile::BLOCK / 2);
-        st_shared_u32(place, a[m][n][i]);
+        const u32 address = ScoreTile::right(row, 2 * n + i / 2) + (2 * m + i % 2) * (ScoreTile::BLOCK / 2);
+        st_shared_u32(address, a[m][n][i]);
       }
 }
 
@@ -464,8 +464,8 @@ DEVICE void multiply_gradient(Gradient<COLUMNS>& d, ScoreTile& scores, SwizzledT
 }
 
 // Where the sum of dq of a visited tile begins.
-DEVICE float* sum_of(const Visit& visit, const Keys& keys, const Params& p) {
-  return p.dq_sum + ((i64)(keys.b * p.heads + visit.head) * p.q_tiles + visit.tile) * (TILE_Q * QK_COLUMNS);
+DEVICE float* sum_of(const Step& step, const Keys& keys, const Params& p) {
+  return p.dq_sum + ((i64)(keys.b * p.heads + step.head) * p.q_tiles + step.tile) * (TILE_Q * QK_COLUMNS);
 }
 
 // dq += dS K over the keys of the tile: this warp's rows and columns are added to those in memory.
@@ -507,16 +507,16 @@ DEVICE void add_dq(float* dq_sum, ScoreTile& ds, KTile& k) {
 
 // Where element [0][0][0] of this lane lies, for the queries of the tile from `query` on; [m][j][i] lies
 // 16 m + 8 (i / 2) keys and 8 j + i % 2 queries further.
-struct Place { int k, q; };
+struct Position { int k, q; };
 
-DEVICE Place place_of(const Keys& keys, const Visit& visit, int query) {
+DEVICE Position position_of(const Keys& keys, const Step& step, int query) {
   const int lane = thread_index() % 32, warp = thread_index() / 32;
-  return {keys.k_first + warp / Q_WARPS * WARP_KEYS + lane / 4, visit.tile * TILE_Q + query + lane % 4 * 2};
+  return {keys.k_first + warp / Q_WARPS * WARP_KEYS + lane / 4, step.tile * TILE_Q + query + lane % 4 * 2};
 }
 
 // S becomes -inf where the mask hides a key, and beyond the last key.
-DEVICE void apply_mask(S& s, const Keys& keys, const Visit& visit, int query, const Params& p) {
-  const Place first = place_of(keys, visit, query);
+DEVICE void apply_mask(S& s, const Keys& keys, const Step& step, int query, const Params& p) {
+  const Position first = position_of(keys, step, query);
 #pragma unroll
   for (int m = 0; m < M; m++)
 #pragma unroll
@@ -525,7 +525,7 @@ DEVICE void apply_mask(S& s, const Keys& keys, const Visit& visit, int query, co
       for (int i = 0; i < 4; i++) {
         const int k = first.k + 16 * m + i / 2 * 8;
         const int q = first.q + 8 * j + i % 2;
-        const bool visible = keep(keys.b, visit.head, q, k, p);
+        const bool visible = keep(keys.b, step.head, q, k, p);
         if (k > keys.k_last || !visible) s[m][j][i] = MINUS_INFINITY;
       }
 }
@@ -535,11 +535,11 @@ DEVICE void exponentiate(S& s, const float* lse, float scale) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < QUERIES / 8; j++) {
-    const float2 offset = *(const float2*)(lse + 8 * j + lane % 4 * 2);
+    const float2 row_lse = *(const float2*)(lse + 8 * j + lane % 4 * 2);
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) s[m][j][i] = ex2(fmaf(s[m][j][i], scale, i % 2 == 0 ? -offset.x : -offset.y));
+      for (int i = 0; i < 4; i++) s[m][j][i] = ex2(fmaf(s[m][j][i], scale, i % 2 == 0 ? -row_lse.x : -row_lse.y));
   }
 }
 
@@ -549,7 +549,7 @@ DEVICE void differentiate(
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < QUERIES / 8; j++) {
-    const float2 offset = *(const float2*)(delta + 8 * j + lane % 4 * 2);
+    const float2 row_delta = *(const float2*)(delta + 8 * j + lane % 4 * 2);
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -557,14 +557,14 @@ DEVICE void differentiate(
         float &even = dp[m][j][2 * r], &odd = dp[m][j][2 * r + 1];
         const u32 pair = p_rounded[m][j / 2][j % 2 * 2 + r];
         const float p_even = from_bf16(pair), p_odd = from_bf16(pair >> 16);
-        even = p_even * (even - offset.x);
-        odd = p_odd * (odd - offset.y);
+        even = p_even * (even - row_delta.x);
+        odd = p_odd * (odd - row_delta.y);
       }
   }
 }
 
 // ---------------------------------------------------------------- epilogue
-// A tile of dk or dv leaves through the room of k or v.
+// A tile of dk or dv leaves through the shared memory of k or v.
 template <int COLUMNS>
 DEVICE void stage_gradient(SwizzledTile<TILE_KV, COLUMNS>& tile, const Gradient<COLUMNS>& d, float factor) {
   const int lane = thread_index() % 32, warp = thread_index() / 32, key = warp / Q_WARPS * WARP_KEYS;
@@ -597,29 +597,29 @@ attention_backward(const __grid_constant__ Params p) {
   Keys keys = keys_of_block(p);
   const float scale = fmaxf(p.scale * LOG2E, SMALLEST);  // as in the forward
   const int query = threadIdx.x / 32 % Q_WARPS * QUERIES;  // this warp's part of S
-  Visit visit = next_visit({keys.first_head, -1, false}, keys, p);
-  if (is_left(visit, keys)) {
+  Step step = next_step({keys.first_head, -1, false}, keys, p);
+  if (is_left(step, keys)) {
     const int rows = p.kv_len - keys.k_first;
     const bf16* k = p.k + keys.b * p.k_batch + keys.kv_head * p.k_head + keys.k_first * p.k_row;
     const bf16* v = p.v + keys.b * p.v_batch + keys.kv_head * p.v_head + keys.k_first * p.v_row;
     load_tile<THREADS, HEAD_DIM>(shared.k, k, p.k_row, rows);
     load_tile<THREADS, V_HEAD_DIM>(shared.v, v, p.v_row, rows);
   }
-  load_queries(shared, 0, visit, keys, p);
-  load_queries(shared, 1, next_visit(visit, keys, p), keys, p);
+  load_queries(shared, 0, step, keys, p);
+  load_queries(shared, 1, next_step(step, keys, p), keys, p);
   cp_async_wait_group<1>();
   __syncthreads();
 
   Gradient<QK_COLUMNS> dk = {};
   Gradient<V_COLUMNS> dv = {};
 #pragma unroll 1
-  for (int i = 0, stage = 0; is_left(visit, keys); i++, stage = stage + 1 == STAGES ? 0 : stage + 1) {
+  for (int i = 0, stage = 0; is_left(step, keys); i++, stage = stage + 1 == STAGES ? 0 : stage + 1) {
     renew(keys.b, keys.end_head, keys.k_first, keys.k_last);
     {
       S s = {}, dp = {};
       Operand p_rounded, ds_rounded;
       multiply_scores(s, shared.k, shared.q[stage], query);
-      if (visit.masked) apply_mask(s, keys, visit, query, p);
+      if (step.masked) apply_mask(s, keys, step, query, p);
       exponentiate(s, &shared.lse[stage][query], scale);
       round(p_rounded, s);
       multiply_scores(dp, shared.v, shared.d_o[stage], query);
@@ -632,11 +632,11 @@ attention_backward(const __grid_constant__ Params p) {
     __syncthreads();  // P and dS are complete
     multiply_gradient(dv, shared.p[i % BUFFERS], shared.d_o[stage]);
     multiply_gradient(dk, shared.ds[i % BUFFERS], shared.q[stage]);
-    add_dq(sum_of(visit, keys, p), shared.ds[i % BUFFERS], shared.k);
-    visit = next_visit(visit, keys, p);
+    add_dq(sum_of(step, keys, p), shared.ds[i % BUFFERS], shared.k);
+    step = next_step(step, keys, p);
     cp_async_wait_group<0>();
     __syncthreads();  // the next queries have arrived, and no warp reads these any more
-    load_queries(shared, stage, next_visit(visit, keys, p), keys, p);
+    load_queries(shared, stage, next_step(step, keys, p), keys, p);
   }
   __syncthreads();
   const Keys mine = keys_of_block(p);  // anew: only b and the first key are kept through the loop

@@ -102,8 +102,8 @@ DEVICE void load_tile(
   for (int step = 0; step < ROWS; step += STEP) {
     const int row = first + step;
     if ((THREADS == STEP * CHUNKS || first < STEP) && (ROWS % STEP == 0 || row < ROWS)) {
-      const u32 place = shared_address(tile.at(first + step % 8, chunk)) + (step - step % 8) * 2 * TILE_COLUMNS;
-      cp_async_16(place, source, row < rows && 8 * chunk < COLUMNS);
+      const u32 address = shared_address(tile.at(first + step % 8, chunk)) + (step - step % 8) * 2 * TILE_COLUMNS;
+      cp_async_16(address, source, row < rows && 8 * chunk < COLUMNS);
     }
     source += STEP * row_stride;
   }
@@ -131,10 +131,10 @@ DEVICE float quad_sum(float x) {
 
 // Two rows of a 16-row block of S in one thread: accumulator elements 0 and 1 are of row 0, elements 2 and 3 of row 1.
 struct OnlineSoftmax {
-  float offset[2] = {MINUS_INFINITY, MINUS_INFINITY};  // close to the row's maximum so far, scaled; -inf: nothing seen
-  float sum[2] = {0.f, 0.f};                           // over this thread's columns
+  float row_max[2] = {MINUS_INFINITY, MINUS_INFINITY};  // so far, scaled; it may lag; -inf: nothing seen
+  float sum[2] = {0.f, 0.f};                            // over this thread's columns
 
-  // The offsets follow S where it is more than `slack` above, and the sums the offsets; O is to follow by `factor`
+  // The maxima follow S where it is more than `slack` above, and the sums follow them; O is to follow by `factor`
   // where the result is true.
   template <int N> DEVICE bool track(const float (&s)[N][4], float scale, float slack, float (&factor)[2]) {
 #pragma unroll
@@ -143,28 +143,28 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int j = 1; j < N; j++) highest = fmaxf(highest, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
       highest = quad_max(highest) * scale;
-      const float before = offset[r];
-      if (!(highest - before <= slack)) offset[r] = highest;
-      factor[r] = ex2(before - shift(r));
+      const float before = row_max[r];
+      if (!(highest - before <= slack)) row_max[r] = highest;
+      factor[r] = ex2(before - subtracted(r));
       sum[r] *= factor[r];
     }
     return factor[0] != 1.f || factor[1] != 1.f;
   }
 
-  // S becomes P = 2^(scale * S - offset), and the sums grow by it.
-  template <int N> DEVICE void weigh(float (&s)[N][4], float scale) {
+  // S becomes P = 2^(scale * S - row_max), and the sums grow by it.
+  template <int N> DEVICE void to_probabilities(float (&s)[N][4], float scale) {
 #pragma unroll
     for (int j = 0; j < N; j++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float &a = s[j][2 * r], &b = s[j][2 * r + 1];
-        a = ex2(fmaf(a, scale, -shift(r)));
-        b = ex2(fmaf(b, scale, -shift(r)));
+        a = ex2(fmaf(a, scale, -subtracted(r)));
+        b = ex2(fmaf(b, scale, -subtracted(r)));
         sum[r] += a + b;
       }
   }
 
-  DEVICE float shift(int r) const { return offset[r] == MINUS_INFINITY ? 0.f : offset[r]; }
+  DEVICE float subtracted(int r) const { return row_max[r] == MINUS_INFINITY ? 0.f : row_max[r]; }
 };
 
 // ---------------------------------------------------------------- what a tile lets an expression be
@@ -177,7 +177,7 @@ constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // in a tile: steps of 16
 constexpr int STAGES = 2;  // tiles of k and of v in shared memory
 constexpr int WARPS = 8, THREADS = 32 * WARPS, BLOCKS_PER_SM = 1;
 constexpr int WARP_ROWS = TILE_Q / WARPS, M = WARP_ROWS / 16;  // rows of a warp, in blocks of 16
-constexpr float SLACK = 8.0f;  // power of two by which S may pass an offset: O is rescaled seldom
+constexpr float SLACK = 8.0f;  // power of two by which S may pass a row's maximum: O is rescaled seldom
 
 typedef u16 bf16;
 
@@ -423,7 +423,7 @@ DEVICE void store(Shared& shared, O& o, const OnlineSoftmax (&softmax)[M], const
       const float sum = quad_sum(softmax[m].sum[r]);
       factor[r] = sum == 0.f ? 0.f : rcp(sum);
       if (lane % 4 == 0 && row < tile_rows)
-        lse[row] = sum == 0.f ? MINUS_INFINITY : (softmax[m].offset[r] + lg2(sum)) * LN2;
+        lse[row] = sum == 0.f ? MINUS_INFINITY : (softmax[m].row_max[r] + lg2(sum)) * LN2;
     }
     scale_rows(o[m], factor);
 #pragma unroll
@@ -486,7 +486,7 @@ attention_forward(const __grid_constant__ Params p) {
     if (first + TILE_KV > p.kv_len) apply_end(s, first, p);
     rescale(o, softmax, s, scale);
 #pragma unroll
-    for (int m = 0; m < M; m++) softmax[m].weigh(s[m], scale);
+    for (int m = 0; m < M; m++) softmax[m].to_probabilities(s[m], scale);
     multiply_pv(o, s, shared.v[stage]);
   }
   store(shared, o, softmax, rows_of_block(p), p);  // found again: registers are dear in the loop

@@ -244,7 +244,7 @@ constexpr int HEAD_DIM = 128, V_HEAD_DIM = 128;  // columns of q and k, and of v
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // the same in a product: whole steps of 16
 constexpr int DQ_COLUMNS = 64, DQ_SUM_COLUMNS = 128;  // of dq in a warpgroup's product, and in memory
 constexpr int STAGES = 2;  // tiles of q and d_o in shared memory
-constexpr int AHEAD = 8;  // tiles of queries of which is kept what the mask looks up
+constexpr int LOOKUP_STAGES = 8;  // tiles of queries of which is kept what the mask looks up
 constexpr int THREADS = 384, WARPS = 8;  // of a block, and of those that multiply
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int ROW_THREADS = 256;  // of a block that works on rows alone
@@ -314,7 +314,7 @@ DEVICE Range<int> read_doc_range(Range<int> i0, Range<int> i1, const Params& p) 
 }
 
 // Elements that a query or a key alone selects, read before.
-struct Looked {
+struct MaskOperands {
   int doc_q;
   int doc_k;
 };
@@ -327,7 +327,7 @@ DEVICE int look_up_doc_k(int b, int k, const Params& p) {
   return read_doc(b, k, p);
 }
 
-DEVICE bool keep(int b, int h, int q, int k, const Looked& at, const Params& p) {
+DEVICE bool keep(int b, int h, int q, int k, const MaskOperands& at, const Params& p) {
   const int doc_q = at.doc_q;
   const int doc_k = at.doc_k;
   return doc_q == doc_k;
@@ -350,7 +350,7 @@ DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
 // They lie as wgmma leaves them, part after part of a tile, tile after tile of a head: a part is what one warp adds,
 // 16 rows by DQ_COLUMNS, for each 16 x 8 block the four floats of a lane, lane by lane.
 constexpr int PART = 16 * DQ_COLUMNS, PARTS = ROW_THREADS / 32;  // floats of a part, parts of a tile
-static_assert(PARTS * PART == TILE_Q * DQ_SUM_COLUMNS, "a warp a part");
+static_assert(PARTS * PART == TILE_Q * DQ_SUM_COLUMNS, "a warp per part");
 
 // One warp makes rows of dq of a part of the sums: dq = scale * sum.  The four lanes of a row of two blocks transpose
 // their words, so that each writes 16 bytes.
@@ -385,7 +385,7 @@ DEVICE Rows rows_of_block(const Params& p) {
   return {head / p.heads, head % p.heads, q_first, min(q_first + TILE_Q, p.q_len) - 1};
 }
 
-// The place of this block's tile among all tiles of queries.
+// The index of this block's tile among all tiles of queries.
 DEVICE i64 tile_of_block() { return blockIdx.x; }
 
 DEVICE float dot(const Chunk& a, const Chunk& b) {
@@ -444,10 +444,10 @@ DEVICE int next_tile(int tile, const Keys& keys, const Params& p) {
 }
 
 // A bit for each of 32 tiles of queries: those in which something is visible, and those in which something is hidden.
-struct Judged { u32 seen, cut; };
+struct TileBits { u32 seen, cut; };
 
-// Each tile is judged by one lane of a warp.
-DEVICE Judged judge(int tile, int head, const Keys& keys, const Params& p) {
+// Each tile is classified by one lane of a warp.
+DEVICE TileBits classify_32(int tile, int head, const Keys& keys, const Params& p) {
   const int q_first = (tile + thread_index() % 32) * TILE_Q;
   const Rows rows = {keys.b, head, q_first, min(q_first + TILE_Q, p.q_len) - 1};
   const TileClass mine = q_first < p.q_len ? classify(rows, keys.k_first / TILE_KV, p) : EMPTY;
@@ -475,11 +475,11 @@ typedef bf16 KTile[(QK_COLUMNS + 63) / 64][TILE_KV][64];
 
 typedef bf16 VTile[(V_COLUMNS + 63) / 64][TILE_KV][64];
 
-typedef bf16 ScoreTile[TILE_KV / 64][TILE_Q][64];  // a row a query, a box a warpgroup
+typedef bf16 ScoreTile[TILE_KV / 64][TILE_Q][64];  // a row per query, a box per warpgroup
 
-// A tile of queries (negative: there is none), its place among all, whether it is to be masked, and whether it is the
+// A tile of queries (negative: there is none), its index among all, whether it is to be masked, and whether it is the
 // last.
-struct alignas(16) Step { int head, tile, place; bool masked, last; };
+struct alignas(16) SharedStep { int head, tile, index; bool masked, last; };
 
 struct alignas(1024) Shared {
   KTile k;
@@ -488,15 +488,15 @@ struct alignas(1024) Shared {
   OTile d_o[STAGES];
   ScoreTile ds[2];
   float lse[STAGES][TILE_Q], delta[STAGES][TILE_Q];
-  Step next[2];  // what to load next
+  SharedStep next[2];  // what to load next
   u32 sent;  // of such
   Pipe<2> next_pipe;
-  Step step[STAGES];
-  int doc_q[AHEAD][TILE_Q];
+  SharedStep step[STAGES];
+  int doc_q[LOOKUP_STAGES][TILE_Q];
   int doc_k[TILE_KV];
   Keys keys;
   Pipe<STAGES> pipe;  // full: of q, lse and the step; empty: of all
-  u64 d_o_full[STAGES], k_full, v_full, ds_full[2], looked_up[AHEAD];
+  u64 d_o_full[STAGES], k_full, v_full, ds_full[2], lookups_full[LOOKUP_STAGES];
 };
 static_assert(sizeof(Shared) == 167936, "what the plan counted");
 
@@ -513,7 +513,7 @@ struct Scheduler {
   DEVICE void send(int head, int tile, bool masked, bool followed) {
     if (threadIdx.x != 0) return;
     const Ring<2> ring = {shared.sent};
-    Step& before = shared.next[ring.stage() ^ 1];
+    SharedStep& before = shared.next[ring.stage() ^ 1];
     if (ring.passed > 0 && before.last) {
       before.last = false;
       show();
@@ -524,17 +524,18 @@ struct Scheduler {
     if (followed) show();
   }
 
-  // What the mask reads by the queries of the tile sent, for the consumers: AHEAD is more than there are on their way.
+  // What the mask reads by the queries of the tile sent, for the consumers: LOOKUP_STAGES is more than there are on
+  // their way.
   DEVICE void look_up(int head, int tile) {
     __syncwarp();  // there is room
-    const u32 room = (shared.sent - 1) % AHEAD;
+    const u32 stage = (shared.sent - 1) % LOOKUP_STAGES;
 #pragma unroll
     for (int i = 0; i < TILE_Q; i += 32) {
       const int column = i + thread_index() % 32, q = min(tile * TILE_Q + column, p.q_len - 1);
-      shared.doc_q[room][column] = look_up_doc_q(shared.keys.b, head, q, p);
+      shared.doc_q[stage][column] = look_up_doc_q(shared.keys.b, head, q, p);
     }
     __syncwarp();
-    if (threadIdx.x == 0) mbarrier_arrive(shared.looked_up[room]);
+    if (threadIdx.x == 0) mbarrier_arrive(shared.lookups_full[stage]);
   }
 
   DEVICE void run() {
@@ -543,10 +544,10 @@ struct Scheduler {
     for (int head = keys.first_head; head < keys.end_head; head++)
 #pragma unroll 1
       for (int tile = 0; (tile = next_tile(tile, keys, p)) < p.q_tiles; tile += 32) {
-        Judged judged = judge(tile, head, keys, p);
-        for (; judged.seen != 0; judged.seen &= judged.seen - 1) {
-          const int ahead = __ffs(judged.seen) - 1;
-          send(head, tile + ahead, judged.cut >> ahead & 1, (judged.seen & judged.seen - 1) != 0);
+        TileBits found = classify_32(tile, head, keys, p);
+        for (; found.seen != 0; found.seen &= found.seen - 1) {
+          const int ahead = __ffs(found.seen) - 1;
+          send(head, tile + ahead, found.cut >> ahead & 1, (found.seen & found.seen - 1) != 0);
           look_up(head, tile + ahead);
         }
       }
@@ -564,9 +565,9 @@ struct Loader {
   Ring<STAGES> ring = {};
   Ring<2> next_ring = {};
 
-  DEVICE Step next() {
+  DEVICE SharedStep next() {
     await_full(shared.next_pipe, next_ring);
-    const Step step = shared.next[next_ring.stage()];
+    const SharedStep step = shared.next[next_ring.stage()];
     mbarrier_arrive(shared.next_pipe.empty[next_ring.stage()]);
     next_ring.passed++;
     return step;
@@ -585,7 +586,7 @@ struct Loader {
       tma_load_4d(shared.v[d / 64], map_v, shared.v_full, d, keys.k_first, keys.kv_head, keys.b);
   }
 
-  DEVICE void load_q(const Step& step, int b, i64 row) {
+  DEVICE void load_q(const SharedStep& step, int b, i64 row) {
     const int stage = ring.stage();
     u64& full = shared.pipe.full[stage];
     mbarrier_arrive_expect_tx(full, sizeof(QTile) + sizeof(shared.lse[0]));
@@ -595,7 +596,7 @@ struct Loader {
     bulk_load(shared.lse[stage], p.lse_log2 + row, full, sizeof(shared.lse[0]));
   }
 
-  DEVICE void load_d_o(const Step& step, int b, i64 row) {
+  DEVICE void load_d_o(const SharedStep& step, int b, i64 row) {
     const int stage = ring.stage();
     u64& full = shared.d_o_full[stage];
     mbarrier_arrive_expect_tx(full, sizeof(OTile) + sizeof(shared.delta[0]));
@@ -607,12 +608,12 @@ struct Loader {
 
   DEVICE void run() {
     const Keys& keys = shared.keys;
-    Step step = {};
+    SharedStep step = {};
 #pragma unroll 1
     while (!step.last) {
       step = next();
-      step.place = (keys.b * p.heads + step.head) * p.q_tiles + step.tile;
-      const i64 row = i64(step.place) * TILE_Q;  // its first, in workspaces
+      step.index = (keys.b * p.heads + step.head) * p.q_tiles + step.tile;
+      const i64 row = i64(step.index) * TILE_Q;  // its first, in workspaces
       await_empty(shared.pipe, ring);
       shared.step[ring.stage()] = step;
       if (step.tile < 0) {
@@ -779,20 +780,20 @@ struct Consumer {
 
   DEVICE void await_ds() { mbarrier_wait(shared.ds_full[ds_ring().stage()], ds_ring().parity()); }
 
-  // A part of dQ, `place` floats into what this warp has of a tile, to where it is added up.
-  template <int N> DEVICE void add_dq(float (&dq)[N], int place = 0) {
+  // A part of dQ, `first` floats into what this warp has of a tile, to where it is added up.
+  template <int N> DEVICE void add_dq(float (&dq)[N], int first = 0) {
     if (dq_tile < 0) return;
     const int thread = thread_index();
-    float* sum = p.dq_sum + i64(dq_tile) * (TILE_Q * DQ_SUM_COLUMNS) + (thread / 32 - 4) * (16 * DQ_COLUMNS) + place;
+    float* sum = p.dq_sum + i64(dq_tile) * (TILE_Q * DQ_SUM_COLUMNS) + (thread / 32 - 4) * (16 * DQ_COLUMNS) + first;
     sum += thread % 32 * 4;
 #pragma unroll
     for (int j = 0; j < N / 4; j++) red_add_v4_f32(sum + j * 128, *(float (*)[4])&dq[4 * j]);
   }
 
   // Where element 0 of this thread lies.
-  struct Place { int q, k; };
+  struct Position { int q, k; };
 
-  DEVICE Place place_of(const Step& step) {
+  DEVICE Position position_of(const SharedStep& step) {
     const int thread = thread_index();
     return {step.tile * TILE_Q + thread % 4 * 2, shared.keys.k_first + thread / 32 * 16 - 64 + thread % 32 / 4};
   }
@@ -808,25 +809,25 @@ struct Consumer {
   }
 
   // What has been read for element i.
-  DEVICE Looked looked_up(int i, const Place& first, const Step& step) {
+  DEVICE MaskOperands mask_operands(int i, const Position& first, const SharedStep& step) {
     const int row = first.k - shared.keys.k_first + i / 2 % 2 * 8;
     const int column = first.q - step.tile * TILE_Q + i / 4 * 8 + i % 2;
     return {
-        shared.doc_q[ring.passed % AHEAD][column],
+        shared.doc_q[ring.passed % LOOKUP_STAGES][column],
         shared.doc_k[row],
     };
   }
 
-  // Whether element i has a key that the mask shows.  Without branches: a document mask lost 1 us a step by them.
-  DEVICE bool is_visible(int i, const Place& first, const Step& step) {
+  // Whether element i has a key that the mask shows.  Without branches: a document mask lost 1 us per step by them.
+  DEVICE bool is_visible(int i, const Position& first, const SharedStep& step) {
     const bool is_key = first.k + i / 2 % 2 * 8 <= shared.keys.k_last;
     const int q = min(first.q + i / 4 * 8 + i % 2, p.q_len - 1), k = min(first.k + i / 2 % 2 * 8, shared.keys.k_last);
-    return is_key & keep(shared.keys.b, step.head, q, k, looked_up(i, first, step), p);
+    return is_key & keep(shared.keys.b, step.head, q, k, mask_operands(i, first, step), p);
   }
 
   // S becomes -inf where the mask hides a key, and no key is.
-  DEVICE void apply_mask(S& s, const Step& step) {
-    const Place first = place_of(step);
+  DEVICE void apply_mask(S& s, const SharedStep& step) {
+    const Position first = position_of(step);
 #pragma unroll
     for (int i = 0; i < TILE_Q / 2; i++) s[i] = is_visible(i, first, step) ? s[i] : MINUS_INFINITY;
   }
@@ -837,11 +838,11 @@ struct Consumer {
     const float2* lse = (const float2*)shared.lse[ring.stage()] + quad_lane();
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
-      const float2 offset = lse[4 * j];
+      const float2 row_lse = lse[4 * j];
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-        s[i] = ex2(fmaf(s[i], scale, -offset.x));
-        s[i + 1] = ex2(fmaf(s[i + 1], scale, -offset.y));
+        s[i] = ex2(fmaf(s[i], scale, -row_lse.x));
+        s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_lse.y));
       }
     }
   }
@@ -850,11 +851,11 @@ struct Consumer {
     const float2* delta = (const float2*)shared.delta[ring.stage()] + quad_lane();
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
-      const float2 offset = delta[4 * j];
+      const float2 row_delta = delta[4 * j];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int i = 4 * j + 2 * r;
-        const float even = probability[i] * (dp[i] - offset.x), odd = probability[i + 1] * (dp[i + 1] - offset.y);
+        const float even = probability[i] * (dp[i] - row_delta.x), odd = probability[i + 1] * (dp[i + 1] - row_delta.y);
         ds[i / 2] = cvt_bf16x2(even, odd);
         probabilities[i / 2] = cvt_bf16x2(probability[i], probability[i + 1]);
       }
@@ -891,12 +892,12 @@ struct Consumer {
     const int stage = ring.stage();
     await_full(shared.pipe, ring);
     issue_scores<QK_COLUMNS>(s, shared.k, shared.q[stage]);
-    const Step now = shared.step[stage];
+    const SharedStep now = shared.step[stage];
     wgmma_wait_group<1>();
     pin(dk);
     pin_fragments(ds);
     if (ring.passed > 0) release(shared.pipe, Ring<STAGES>{ring.passed - 1});
-    mbarrier_wait(shared.looked_up[ring.passed % AHEAD], ring.passed / AHEAD % 2);
+    mbarrier_wait(shared.lookups_full[ring.passed % LOOKUP_STAGES], ring.passed / LOOKUP_STAGES % 2);
     issue_dp(dp);
     wgmma_wait_group<1>();
     pin(s);
@@ -916,7 +917,7 @@ struct Consumer {
     pin(dq);
     announce_ds(ds_ring(1));
     add_dq(dq);
-    dq_tile = now.place;
+    dq_tile = now.index;
     wgmma_wait_group<1>();
     pin(dv);
     pin_fragments(probabilities);
@@ -991,7 +992,7 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
     init(shared.pipe, WARPS);
     mbarrier_init(shared.k_full, 1);
     mbarrier_init(shared.v_full, 1);
-    for (int room = 0; room < AHEAD; room++) mbarrier_init(shared.looked_up[room], 1);
+    for (int stage = 0; stage < LOOKUP_STAGES; stage++) mbarrier_init(shared.lookups_full[stage], 1);
     for (int stage = 0; stage < STAGES; stage++) mbarrier_init(shared.d_o_full[stage], 1);
     for (int i = 0; i < 2; i++) mbarrier_init(shared.ds_full[i], WARPS);
     fence_mbarrier_init();

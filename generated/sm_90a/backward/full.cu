@@ -253,7 +253,7 @@ constexpr int DQ_COLUMNS = 64, DQ_SUM_COLUMNS = 128;  // of dq in a warpgroup's 
 constexpr int STAGES = 2;  // tiles of q and d_o in shared memory
 constexpr int THREADS = 384, WARPS = 8;  // of a block, and of those that multiply
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-constexpr int SWEEPERS = 2;  // warps of the producer warpgroup that work on the sums of dq
+constexpr int DQ_ACCUMULATOR_WARPS = 2;  // warps of the producer warpgroup that work on the sums of dq
 constexpr int ROW_THREADS = 256;  // of a block that works on rows alone
 
 typedef u16 bf16;
@@ -292,7 +292,7 @@ struct Params {
   int kv_len;
   int q_tiles;
   int kv_tiles;
-  int lead;
+  int clear_distance;
   float scale;
 };
 static_assert(sizeof(Params) == 248, "what the host packs");
@@ -303,15 +303,15 @@ struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped
 // They lie as wgmma leaves them, part after part of a tile, tile after tile of a head: a part is what one warp adds,
 // 16 rows by DQ_COLUMNS, for each 16 x 8 block the four floats of a lane, lane by lane.
 constexpr int PART = 16 * DQ_COLUMNS, PARTS = ROW_THREADS / 32;  // floats of a part, parts of a tile
-static_assert(PARTS * PART == TILE_Q * DQ_SUM_COLUMNS, "a warp a part");
+static_assert(PARTS * PART == TILE_Q * DQ_SUM_COLUMNS, "a warp per part");
 
 DEVICE int parts_of_head(const Params& p) { return p.heads / p.kv_heads * p.q_tiles * PARTS; }
 
 // What `progress` of a head of keys counts: slices of its sum that are cleared, then its blocks that have added all of
 // theirs, then its parts that are taken.  Behind those of all heads stands the first head of which parts may be left.
-DEVICE int slices_of_head(const Params& p) { return SWEEPERS * p.kv_tiles; }
+DEVICE int slices_of_head(const Params& p) { return DQ_ACCUMULATOR_WARPS * p.kv_tiles; }
 
-DEVICE int added_of_head(const Params& p) { return (SWEEPERS + 1) * p.kv_tiles; }
+DEVICE int added_of_head(const Params& p) { return (DQ_ACCUMULATOR_WARPS + 1) * p.kv_tiles; }
 
 // One warp makes rows of dq of a part of the sums: dq = scale * sum.  The four lanes of a row of two blocks transpose
 // their words, so that each writes 16 bytes.
@@ -351,7 +351,7 @@ DEVICE Rows rows_of_block(const Params& p) {
   return {head / p.heads, head % p.heads, q_first, min(q_first + TILE_Q, p.q_len) - 1};
 }
 
-// The place of this block's tile among all tiles of queries.
+// The index of this block's tile among all tiles of queries.
 DEVICE i64 tile_of_block() { return blockIdx.x; }
 
 DEVICE float dot(const Chunk& a, const Chunk& b) {
@@ -397,8 +397,8 @@ attention_backward_prepare(const __grid_constant__ Params p) {
   }
   // The main kernel clears the sums of all but the first heads of keys, and counts what it did.
   const i64 counter = (i64)blockIdx.x * ROW_THREADS + threadIdx.x;
-  if (counter <= p.kv_heads * p.batch) p.progress[counter] = counter < p.lead ? slices_of_head(p) : 0;
-  if (blockIdx.x / p.q_tiles / (p.heads / p.kv_heads) >= p.lead) return;
+  if (counter <= p.kv_heads * p.batch) p.progress[counter] = counter < p.clear_distance ? slices_of_head(p) : 0;
+  if (blockIdx.x / p.q_tiles / (p.heads / p.kv_heads) >= p.clear_distance) return;
   float4* dq_sum = (float4*)(p.dq_sum + tile_of_block() * (TILE_Q * DQ_SUM_COLUMNS));
   for (int i = threadIdx.x; i < TILE_Q * DQ_SUM_COLUMNS / 4; i += ROW_THREADS) dq_sum[i] = make_float4(0.f, 0.f, 0.f,
       0.f);
@@ -408,16 +408,16 @@ attention_backward_prepare(const __grid_constant__ Params p) {
 // The keys of one tile, clipped to the problem, and the query heads that see them, end_head not among them.
 struct Keys { int b, kv_head, first_head, end_head, k_first, k_last; };
 
-struct Visit { int head, tile; bool masked; };  // a tile of queries of one head
+struct Step { int head, tile; bool masked; };  // a tile of queries of one head
 
-// Whether the visit is one: the last one has been taken when the heads are over.
-DEVICE bool is_left(const Visit& visit, const Keys& keys) { return visit.head < keys.end_head; }
+// Whether the step is one: the last has been taken when the heads are over.
+DEVICE bool is_left(const Step& step, const Keys& keys) { return step.head < keys.end_head; }
 
 // The tile of queries to visit next: head by head, from the first query to the last.
-DEVICE Visit next_visit(Visit visit, const Keys& keys, const Params& p) {
-  visit.masked = keys.k_first + TILE_KV > p.kv_len;
-  if (++visit.tile < p.q_tiles) return visit;
-  return {visit.head + 1, 0, visit.masked};
+DEVICE Step next_step(Step step, const Keys& keys, const Params& p) {
+  step.masked = keys.k_first + TILE_KV > p.kv_len;
+  if (++step.tile < p.q_tiles) return step;
+  return {step.head + 1, 0, step.masked};
 }
 
 // The keys of this block.
@@ -437,11 +437,11 @@ typedef bf16 KTile[(QK_COLUMNS + 63) / 64][TILE_KV][64];
 
 typedef bf16 VTile[(V_COLUMNS + 63) / 64][TILE_KV][64];
 
-typedef bf16 ScoreTile[TILE_KV / 64][TILE_Q][64];  // a row a query, a box a warpgroup
+typedef bf16 ScoreTile[TILE_KV / 64][TILE_Q][64];  // a row per query, a box per warpgroup
 
-// A tile of queries (negative: there is none), its place among all, whether it is to be masked, and whether it is the
+// A tile of queries (negative: there is none), its index among all, whether it is to be masked, and whether it is the
 // last.
-struct alignas(16) Step { int head, tile, place; bool masked, last; };
+struct alignas(16) SharedStep { int head, tile, index; bool masked, last; };
 
 struct alignas(1024) Shared {
   KTile k;
@@ -450,7 +450,7 @@ struct alignas(1024) Shared {
   OTile d_o[STAGES];
   ScoreTile ds[2];
   float lse[STAGES][TILE_Q], delta[STAGES][TILE_Q];
-  Step step[STAGES];
+  SharedStep step[STAGES];
   Keys keys;
   Pipe<STAGES> pipe;  // full: of q, lse and the step; empty: of all
   u64 d_o_full[STAGES], k_full, v_full, ds_full[2];
@@ -464,12 +464,12 @@ struct Loader {
   const TensorMap &map_q, &map_k, &map_v, &map_d_o;
   const Params& p;
   Ring<STAGES> ring = {};
-  Visit visit = next_visit({shared.keys.first_head, -1, false}, shared.keys, p);  // what to load next
+  Step coming = next_step({shared.keys.first_head, -1, false}, shared.keys, p);  // what to load next
 
-  DEVICE Step next() {
-    const Visit now = visit;
-    visit = next_visit(visit, shared.keys, p);
-    return {now.head, now.tile, 0, now.masked, !is_left(visit, shared.keys)};
+  DEVICE SharedStep next() {
+    const Step now = coming;
+    coming = next_step(coming, shared.keys, p);
+    return {now.head, now.tile, 0, now.masked, !is_left(coming, shared.keys)};
   }
   DEVICE void load_k(const Keys& keys) {
     mbarrier_arrive_expect_tx(shared.k_full, sizeof(KTile));
@@ -485,7 +485,7 @@ struct Loader {
       tma_load_4d(shared.v[d / 64], map_v, shared.v_full, d, keys.k_first, keys.kv_head, keys.b);
   }
 
-  DEVICE void load_q(const Step& step, int b, i64 row) {
+  DEVICE void load_q(const SharedStep& step, int b, i64 row) {
     const int stage = ring.stage();
     u64& full = shared.pipe.full[stage];
     mbarrier_arrive_expect_tx(full, sizeof(QTile) + sizeof(shared.lse[0]));
@@ -495,7 +495,7 @@ struct Loader {
     bulk_load(shared.lse[stage], p.lse_log2 + row, full, sizeof(shared.lse[0]));
   }
 
-  DEVICE void load_d_o(const Step& step, int b, i64 row) {
+  DEVICE void load_d_o(const SharedStep& step, int b, i64 row) {
     const int stage = ring.stage();
     u64& full = shared.d_o_full[stage];
     mbarrier_arrive_expect_tx(full, sizeof(OTile) + sizeof(shared.delta[0]));
@@ -507,12 +507,12 @@ struct Loader {
 
   DEVICE void run() {
     const Keys& keys = shared.keys;
-    Step step = {};
+    SharedStep step = {};
 #pragma unroll 1
     while (!step.last) {
       step = next();
-      step.place = (keys.b * p.heads + step.head) * p.q_tiles + step.tile;
-      const i64 row = i64(step.place) * TILE_Q;  // its first, in workspaces
+      step.index = (keys.b * p.heads + step.head) * p.q_tiles + step.tile;
+      const i64 row = i64(step.index) * TILE_Q;  // its first, in workspaces
       await_empty(shared.pipe, ring);
       shared.step[ring.stage()] = step;
       if (step.last) mbarrier_arrive(shared.ending);
@@ -525,9 +525,10 @@ struct Loader {
   }
 };
 
-// ---------------------------------------------------------------- sweepers: warps that work on the sums of dq
+// ---------------------------------------------------------------- dq accumulator: warps that clear and finish the sums
+// of dq
 // Under the products memory has time: blocks clear the sums of heads to come, and finish those of heads that are done.
-struct Sweeper {
+struct DqAccumulator {
   Shared& shared;
   const Params& p;
 
@@ -542,10 +543,11 @@ struct Sweeper {
 
   // This warp's slice of the sum of a head to come.
   DEVICE void clear() {
-    const int head = blockIdx.x / p.kv_tiles + p.lead, lane = thread_index() % 32;
+    const int head = blockIdx.x / p.kv_tiles + p.clear_distance, lane = thread_index() % 32;
     if (head >= p.kv_heads * p.batch) return;
     const int parts = parts_of_head(p), share = (parts + slices_of_head(p) - 1) / slices_of_head(p);
-    const int first = (blockIdx.x % p.kv_tiles * SWEEPERS + thread_index() / 32 % SWEEPERS) * share;
+    const int first = (blockIdx.x % p.kv_tiles * DQ_ACCUMULATOR_WARPS + thread_index() / 32 % DQ_ACCUMULATOR_WARPS) *
+        share;
     const int end = min(first + share, parts);
 #pragma unroll 1
     for (int part = first; part < end; part++) {
@@ -753,33 +755,33 @@ struct Consumer {
 
   DEVICE void await_ds() { mbarrier_wait(shared.ds_full[ds_ring().stage()], ds_ring().parity()); }
 
-  // A part of dQ, `place` floats into what this warp has of a tile, to where it is added up.
-  template <int N> DEVICE void add_dq(float (&dq)[N], int place = 0) {
+  // A part of dQ, `first` floats into what this warp has of a tile, to where it is added up.
+  template <int N> DEVICE void add_dq(float (&dq)[N], int first = 0) {
     if (dq_tile < 0) return;
     const int thread = thread_index();
-    float* sum = p.dq_sum + i64(dq_tile) * (TILE_Q * DQ_SUM_COLUMNS) + (thread / 32 - 4) * (16 * DQ_COLUMNS) + place;
+    float* sum = p.dq_sum + i64(dq_tile) * (TILE_Q * DQ_SUM_COLUMNS) + (thread / 32 - 4) * (16 * DQ_COLUMNS) + first;
     sum += thread % 32 * 4;
 #pragma unroll
     for (int j = 0; j < N / 4; j++) red_add_v4_f32(sum + j * 128, *(float (*)[4])&dq[4 * j]);
   }
 
   // Where element 0 of this thread lies.
-  struct Place { int q, k; };
+  struct Position { int q, k; };
 
-  DEVICE Place place_of(const Step& step) {
+  DEVICE Position position_of(const SharedStep& step) {
     const int thread = thread_index();
     return {step.tile * TILE_Q + thread % 4 * 2, shared.keys.k_first + thread / 32 * 16 - 64 + thread % 32 / 4};
   }
 
   // Whether element i has a key.
-  DEVICE bool is_visible(int i, const Place& first, const Step& step) {
+  DEVICE bool is_visible(int i, const Position& first, const SharedStep& step) {
     const bool is_key = first.k + i / 2 % 2 * 8 <= shared.keys.k_last;
     return is_key;
   }
 
   // S becomes -inf where no key is.
-  DEVICE void apply_mask(S& s, const Step& step) {
-    const Place first = place_of(step);
+  DEVICE void apply_mask(S& s, const SharedStep& step) {
+    const Position first = position_of(step);
 #pragma unroll
     for (int i = 0; i < TILE_Q / 2; i++) s[i] = is_visible(i, first, step) ? s[i] : MINUS_INFINITY;
   }
@@ -790,11 +792,11 @@ struct Consumer {
     const float2* lse = (const float2*)shared.lse[ring.stage()] + quad_lane();
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
-      const float2 offset = lse[4 * j];
+      const float2 row_lse = lse[4 * j];
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-        s[i] = ex2(fmaf(s[i], scale, -offset.x));
-        s[i + 1] = ex2(fmaf(s[i + 1], scale, -offset.y));
+        s[i] = ex2(fmaf(s[i], scale, -row_lse.x));
+        s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_lse.y));
       }
     }
   }
@@ -803,11 +805,11 @@ struct Consumer {
     const float2* delta = (const float2*)shared.delta[ring.stage()] + quad_lane();
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
-      const float2 offset = delta[4 * j];
+      const float2 row_delta = delta[4 * j];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int i = 4 * j + 2 * r;
-        const float even = probability[i] * (dp[i] - offset.x), odd = probability[i + 1] * (dp[i + 1] - offset.y);
+        const float even = probability[i] * (dp[i] - row_delta.x), odd = probability[i + 1] * (dp[i + 1] - row_delta.y);
         ds[i / 2] = cvt_bf16x2(even, odd);
         probabilities[i / 2] = cvt_bf16x2(probability[i], probability[i + 1]);
       }
@@ -850,7 +852,7 @@ struct Consumer {
     const int stage = ring.stage();
     await_full(shared.pipe, ring);
     issue_scores<QK_COLUMNS>(s, shared.k, shared.q[stage]);
-    const Step now = shared.step[stage];
+    const SharedStep now = shared.step[stage];
     wgmma_wait_group<1>();
     pin(dk);
     pin_fragments(ds);
@@ -874,7 +876,7 @@ struct Consumer {
     pin(dq);
     announce_ds(ds_ring(1));
     add_dq(dq);
-    dq_tile = now.place;
+    dq_tile = now.index;
     wgmma_wait_group<1>();
     pin(dv);
     pin_fragments(probabilities);
@@ -957,7 +959,7 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x >= 64) Sweeper{shared, p}.run();
+    if (threadIdx.x >= 64) DqAccumulator{shared, p}.run();
     else if (threadIdx.x == 32) Loader{shared, map_q, map_k, map_v, map_d_o, p}.run();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();

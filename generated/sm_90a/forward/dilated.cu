@@ -206,13 +206,13 @@ DEVICE u64 advance_bytes(u64 descriptor, int bytes) { return descriptor + (bytes
 //
 // Per row: what is subtracted in the exponent (the highest scaled score so far, or a little less), and the sum of this
 // lane's exponentials.
-struct RowState { float shift[2], sum[2]; };
+struct RowState { float row_max[2], sum[2]; };
 
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
 DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}}; }
 
 // The highest of row r over the four lanes that share it.
-template <int N> DEVICE float row_max(const float (&s)[N], int r) {
+template <int N> DEVICE float highest_of_row(const float (&s)[N], int r) {
   float even = s[2 * r], odd = s[2 * r + 1];
 #pragma unroll
   for (int i = 2 * r + 4; i < N; i += 4) {
@@ -222,28 +222,28 @@ template <int N> DEVICE float row_max(const float (&s)[N], int r) {
   return quad_max(fmaxf(even, odd));
 }
 
-// The shifts follow the highest of scale * S where these are more than `slack` above: true if one of this lane's did.
-template <int N> DEVICE bool follow(float (&shift)[2], const float (&s)[N], float scale, float slack) {
+// The maxima follow the highest of scale * S where these are more than `slack` above: true if one of this lane's did.
+template <int N> DEVICE bool follow(float (&row_max)[2], const float (&s)[N], float scale, float slack) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const float highest = row_max(s, r);
-    moves[r] = fmaf(highest, scale, -shift[r]) > slack;
+    const float highest = highest_of_row(s, r);
+    moves[r] = fmaf(highest, scale, -row_max[r]) > slack;
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
-    if (moves[r]) shift[r] = fmaf(highest, scale, 0.f);
+    if (moves[r]) row_max[r] = fmaf(highest, scale, 0.f);
   }
   return moves[0] || moves[1];
 }
 
-// S becomes P = 2^(scale * S - shift); what it adds up to.
-template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const float (&shift)[2], float (&sum)[2]) {
+// S becomes P = 2^(scale * S - row_max); what it adds up to.
+template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const float (&row_max)[2], float (&sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float even = 0.f, odd = 0.f;
 #pragma unroll
     for (int i = 2 * r; i < N; i += 4) {
-      s[i] = ex2(fmaf(s[i], scale, -shift[r]));
-      s[i + 1] = ex2(fmaf(s[i + 1], scale, -shift[r]));
+      s[i] = ex2(fmaf(s[i], scale, -row_max[r]));
+      s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_max[r]));
       even += s[i];
       odd += s[i + 1];
     }
@@ -302,7 +302,7 @@ constexpr int STAGES = 2, Q_STAGES = 2;  // tiles of k and of v, and of q, in sh
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
 constexpr int O_BARRIER = 4;  // named barriers of the warpgroups
-constexpr float SLACK = 8.0f;  // power of two by which S may pass a shift: O is rescaled seldom
+constexpr float SLACK = 8.0f;  // power of two by which S may pass a row's maximum: O is rescaled seldom
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 
 typedef u16 bf16;
@@ -336,7 +336,7 @@ typedef bf16 VTile[(V_COLUMNS + 63) / 64][TILE_KV][64];
 
 typedef bf16 OTile[(V_COLUMNS + 63) / 64][64][64];
 
-union Room { QTile q; OTile o; };  // o after the last product with q
+union QorO { QTile q; OTile o; };  // o after the last product with q
 
 // A tile of queries, and whether they see any key; q_tile < 0: there is none left.
 struct alignas(16) Work { int q_tile, h, b, visible; };
@@ -345,7 +345,7 @@ struct alignas(16) Work { int q_tile, h, b, visible; };
 struct alignas(16) Step { int tile, masked, last; };
 
 struct alignas(1024) Shared {
-  Room room[Q_STAGES][WARPGROUPS];
+  QorO q_or_o[Q_STAGES][WARPGROUPS];
   KTile k[STAGES];
   VTile v[STAGES];
   Work work[WORK_STAGES];
@@ -499,7 +499,7 @@ struct Loader {
       mbarrier_arrive_expect_tx(full, sizeof(QTile));
 #pragma unroll
       for (int d = 0; d < QK_COLUMNS; d += 64)
-        tma_load_4d(shared.room[q_ring.stage()][w].q[d / 64], map_q, full, d, first + w * 64, work.h, work.b);
+        tma_load_4d(shared.q_or_o[q_ring.stage()][w].q[d / 64], map_q, full, d, first + w * 64, work.h, work.b);
     }
     q_ring.passed++;
   }
@@ -567,7 +567,7 @@ struct Storer {
         mbarrier_wait(shared.o_full[stage][w], o_ring.parity());
 #pragma unroll
         for (int d = 0; d < V_COLUMNS; d += 64)
-          tma_store_4d(map_o, shared.room[stage][w].o[d / 64], d, work.q_tile * TILE_Q + w * 64, work.h, work.b);
+          tma_store_4d(map_o, shared.q_or_o[stage][w].o[d / 64], d, work.q_tile * TILE_Q + w * 64, work.h, work.b);
         bulk_commit_group();
         bulk_wait_group_read<0>();
         mbarrier_arrive(shared.q_pipe[w].empty[stage]);
@@ -657,7 +657,7 @@ struct Consumer {
   u32 probabilities[TILE_KV / 4] = {};
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
-  float before[2] = {}, added[2] = {};  // the shifts of O and of the sums, and what a tile adds to the sums
+  float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
   u32 moved = 0;  // lanes whose shifts are not those of O any more
 
   // Read where it is used: registers are for fragments.
@@ -691,7 +691,7 @@ struct Consumer {
     pin_fragments(probabilities);
     const u64 k = advance_bytes(matrix_descriptor(shared.k, 16), k_ring.stage() * sizeof(KTile));
     const u64 q =
-        advance_bytes(matrix_descriptor(&shared.room[0][warpgroup], 16), q_ring.stage() * sizeof(shared.room[0]));
+        advance_bytes(matrix_descriptor(&shared.q_or_o[0][warpgroup], 16), q_ring.stage() * sizeof(shared.q_or_o[0]));
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < QK_COLUMNS; d += 16) {
@@ -757,12 +757,12 @@ struct Consumer {
       if (column + i / 4 * 8 + i % 2 >= columns) s[i] = MINUS_INFINITY;
   }
 
-  // O and the sums follow the shifts.
+  // O and the sums follow the maxima.
   DEVICE void rescale() {
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      factor[r] = ex2(before[r] - state.shift[r]);
+      factor[r] = ex2(before[r] - state.row_max[r]);
       state.sum[r] *= factor[r];
     }
     multiply_rows(o, factor);
@@ -774,11 +774,11 @@ struct Consumer {
     state.sum[1] += added[1];
   }
 
-  // The shifts follow the scores; true if one of this lane's did.
+  // The maxima follow the scores; true if one of this lane's did.
   DEVICE bool follow_scores(const S& s) {
-    before[0] = state.shift[0];
-    before[1] = state.shift[1];
-    return follow(state.shift, s, scale, SLACK);
+    before[0] = state.row_max[0];
+    before[1] = state.row_max[1];
+    return follow(state.row_max, s, scale, SLACK);
   }
 
   // S becomes P.  Lane 0 or 1 releases K: which one depends on the maxima, since ptxas moves the wait for O up to here,
@@ -787,7 +787,7 @@ struct Consumer {
     moved = __ballot_sync(~0u, follow_scores(s));
     release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
-    exponentiate_rows(s, scale, state.shift, added);
+    exponentiate_rows(s, scale, state.row_max, added);
   }
 
   // The layout of an accumulator is that of an A operand.
@@ -797,7 +797,7 @@ struct Consumer {
   }
 
   // S becomes P, and P what the next product takes, when that of the tile before has come.
-  DEVICE void weigh(S& s) {
+  DEVICE void to_probabilities(S& s) {
     softmax(s);
     await_pv();
     round(s);
@@ -839,7 +839,7 @@ struct Consumer {
         last = step.last;
         await_scores(s);
         if (step.masked) apply_mask(s, work_at(work_ring), step.tile);
-        weigh(s);
+        to_probabilities(s);
         if (moved) rescale();
         accumulate();
       }
@@ -898,13 +898,13 @@ struct Consumer {
       const float sum = quad_sum(done.sum[r]);
       factor[r] = sum == 0.f ? 0.f : 1.f / sum;
       if (q + 8 * r < p.q_len)
-        store_lse(work, q + 8 * r, sum == 0.f ? MINUS_INFINITY : (done.shift[r] + lg2(sum)) * LN2);
+        store_lse(work, q + 8 * r, sum == 0.f ? MINUS_INFINITY : (done.row_max[r] + lg2(sum)) * LN2);
     }
     multiply_rows(o, factor);
-    // Into the room of q, in rows as TMA reads them, when no warp of the warpgroup multiplies by q any more.
+    // Into the shared memory of q, in rows as TMA reads them, when no warp of the warpgroup multiplies by q any more.
     const Ring<Q_STAGES> at = {q_ring.passed - 1};
     bar_sync(O_BARRIER + warpgroup, 128);
-    OTile& to = shared.room[at.stage()][warpgroup].o;
+    OTile& to = shared.q_or_o[at.stage()][warpgroup].o;
     const int lane = threadIdx.x % 32, r = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
     for (int d = 0; d < V_COLUMNS; d += 16) {

@@ -30,7 +30,7 @@ ALIGNMENT = 1024
 #: steps: at most the stages and 3 are between them and the loader.
 WORK_STAGES, SEMAPHORE_STEPS = 4, 8
 
-#: The first id of a forward's barriers that let O into the room of Q: those of turns come before.
+#: The first id of a forward's barriers that let O into the shared memory of Q: those of turns come before.
 O_BARRIER = 4
 
 _TWO, _ONE = Axis(size=2, text="2"), Axis(size=1, text="")
@@ -48,7 +48,7 @@ def forward(
     ping_pong: bool,
 ) -> Program:
     """A forward's program: `columns` of q and k, and of v, in shared memory; `registers` per thread of the producer
-    warpgroup and of a consumer; O is `stored` by TMA from the room of Q, or by the consumers themselves."""
+    warpgroup and of a consumer; O is `stored` by TMA from the shared memory of Q, or by the consumers themselves."""
     producer, consumer = registers
     warpgroups = tile.q // ROWS
     names = ["scheduler", "loader", *(["storer"] if stored else [])]
@@ -77,7 +77,7 @@ def forward(
             Ring(
                 name="o",
                 barrier="o_full",
-                carries="64 rows of O in the room of Q",
+                carries="64 rows of O in the shared memory of Q",
                 stages=q_stage,
                 each=each,
                 producers=of_one,
@@ -110,7 +110,7 @@ def forward(
     of = {ring.name: ring.member for ring in rings}
     room = max(columns) if stored else columns[0]
     shared = (
-        declared(_tile("Room", "room", ROWS * room, q_stage, each)),
+        declared(_tile("QorO", "q_or_o", ROWS * room, q_stage, each)),
         declared(_tile("KTile", "k", tile.kv * columns[0], stage)),
         declared(_tile("VTile", "v", tile.kv * columns[1], stage)),
         declared(Member(ctype="Work", name="work", size=16, alignment=16, axes=(work_stage,))),
@@ -132,7 +132,7 @@ def forward(
         why = "a warpgroup issues its products when the one before has issued its own"
         meet += [_meet("turn", 1 + w, 2 * WARPS, ("consumer",), why) for w in range(warpgroups)]
     if stored:
-        why = "no warp of the warpgroup multiplies by Q any more: O may take its room"
+        why = "no warp of the warpgroup multiplies by Q any more: O may lie there"
         meet += [_meet("o", O_BARRIER + w, WARPS, ("consumer",), why) for w in range(warpgroups)]
     return Program(
         roles=tuple(role for role in roles if role.warps),
@@ -178,8 +178,8 @@ def backward(
     roles += [Role(name=name, warps=warps, threads=WARP * warps, registers=consumer) for name in names]
     shared_axes = {
         "stage": Axis(size=stages, text="STAGES", index="stage"),
-        "orders": Axis(size=SEMAPHORE_STEPS, text="SEMAPHORE_STEPS"),
-        "ahead": Axis(size=ahead, text="LOOKUP_STAGES", index="room"),
+        "semaphore": Axis(size=SEMAPHORE_STEPS, text="SEMAPHORE_STEPS"),
+        "lookups": Axis(size=lookup_stages, text="LOOKUP_STAGES", index="stage"),
     }
     rings = tuple(
         _backward_rings(
@@ -187,7 +187,7 @@ def backward(
             names,
             warps,
             skips=skips,
-            dq_in_main_kernel=sweeps,
+            dq_in_main_kernel=dq_in_main_kernel,
             by_query=by_query,
             deterministic=deterministic,
         )
@@ -197,7 +197,7 @@ def backward(
         rings=rings,
         named_barriers=(
             _start(roles),
-            *(_meet("turn", 1 + w, 2 * WARPS, names, "a warpgroup computes P and dS") for w in range(2 * turns)),
+            *(_meet("turn", 1 + w, 2 * WARPS, names, "a warpgroup computes P and dS") for w in range(2 * ping_pong)),
         ),
         shared=tuple(_backward_members(shared_axes, {r.name: r.member for r in rings}, tile, columns, lookups)),
         dispatch=_chains(roles, ("scheduler",), ("dq semaphore", "dq accumulation", "loader")),
@@ -238,19 +238,19 @@ def _backward_rings(
         consumers=arriving,
     )
     yield _once("k", "k_full", "the block's K", loader, waiting)
-    cleared = (Party(role="dq accumulation", arrivals=1),) * sweeps
-    more, note = (", and leave to add to dq", "v is here, and dq may be added") if sweeps else ("", "")
+    cleared = (Party(role="dq accumulation", arrivals=1),) * dq_in_main_kernel
+    more, note = (", and leave to add to dq", "v is here, and dq may be added") if dq_in_main_kernel else ("", "")
     yield _once("v", "v_full", "the block's V" + more, (*loader, *cleared), waiting, note)
     if dq_in_main_kernel:
-        sweeper = (Party(role="dq accumulation", arrivals=0),)
-        yield _once("ending", "ending", "that the last tile of queries is being loaded", loader, sweeper)
-        yield _once("added", "added", "that all of dq is added", arriving, sweeper)
+        accumulating = (Party(role="dq accumulation", arrivals=0),)
+        yield _once("ending", "ending", "that the last tile of queries is being loaded", loader, accumulating)
+        yield _once("added", "added", "that all of dq is added", arriving, accumulating)
     if by_query:
         yield Ring(
             name="lookups",
-            barrier="looked_up",
+            barrier="lookups_full",
             carries="what the mask reads by the queries of a tile",
-            stages=axes["ahead"],
+            stages=axes["lookups"],
             producers=scheduler,
             consumers=waiting,
             freed="with next and q: fewer tiles are on their way",
@@ -287,10 +287,10 @@ def _backward_rings(
     if deterministic:
         semaphore = (Party(role="dq semaphore", arrivals=0),)
         yield Ring(
-            name="order",
-            barrier="order_full",
+            name="semaphore",
+            barrier="semaphore_full",
             carries="a step, for those who order additions to dq",
-            stages=axes["orders"],
+            stages=axes["semaphore"],
             producers=loader,
             consumers=semaphore,
             freed="with q: fewer steps are on their way",
@@ -357,24 +357,24 @@ def _backward_members(
         yield declared(Member(ctype="Chunk", name="p", size=16, alignment=16, axes=chunks), note=note)
     yield declared(*(_words("float", name, stage, of_queries) for name in ("lse", "delta")))
     if "next" in of:
-        yield declared(_steps("next", _TWO), note="what to load next")
+        yield declared(_steps("next", _TWO, ctype="SharedStep"), note="what to load next")
         yield declared(_words("u32", "sent"), note="of such")
-    if "order" in of:
-        yield declared(_words("u32", "taken", _TWO), note="of `order`, by each of two warps")
+    if "semaphore" in of:
+        yield declared(_words("u32", "taken", _TWO), note="of `semaphore_step`, by each of two warps")
     if "next" in of:
         yield declared(of["next"])
-    yield declared(_steps("step", stage))
-    if "order" in of:
+    yield declared(_steps("step", stage, ctype="SharedStep"))
+    if "semaphore" in of:
         note = "the steps once more, for those who order additions to dq"
-        yield declared(_steps("order", axes["orders"]), note=note)
+        yield declared(_steps("semaphore_step", axes["semaphore"], ctype="SharedStep"), note=note)
     for name, ctype, item, by_query in lookups:
-        extents = (axes["ahead"], of_queries) if by_query else (of_keys,)
+        extents = (axes["lookups"], of_queries) if by_query else (of_keys,)
         yield declared(Member(ctype=ctype, name=name, size=item, alignment=item, axes=extents))
     yield declared(Member(ctype="Keys", name="keys", size=24, alignment=4))
     yield declared(of["q"], note="full: of q, lse and the step; empty: of all")
     yield declared(*(of[name] for name in ("d_o", "k", "v", "ds", "p", "lookups") if name in of))
-    if "order" in of:
-        yield declared(of["order"])
+    if "semaphore" in of:
+        yield declared(of["semaphore"])
         yield declared(
             of["before"], of["added"], note="of two steps: the block before has added its dq, and this one has"
         )
@@ -386,8 +386,8 @@ def _tile(ctype: str, name: str, elements: int, *axes: Axis) -> Member:
     return Member(ctype=ctype, name=name, size=ITEM * elements, alignment=ALIGNMENT, axes=axes)
 
 
-def _steps(name: str, *axes: Axis) -> Member:
-    return Member(ctype="Step", name=name, size=16, alignment=16, axes=axes)
+def _steps(name: str, *axes: Axis, ctype: str = "Step") -> Member:
+    return Member(ctype=ctype, name=name, size=16, alignment=16, axes=axes)
 
 
 def _words(ctype: str, name: str, *axes: Axis) -> Member:

@@ -267,7 +267,7 @@ DEVICE float slope(float s, int b, int h, int q, int k, const Params& p) {
 // They lie as wgmma leaves them, part after part of a tile, tile after tile of a head: a part is what one warp adds,
 // 16 rows by DQ_COLUMNS, for each 16 x 8 block the four floats of a lane, lane by lane.
 constexpr int PART = 16 * DQ_COLUMNS, PARTS = ROW_THREADS / 32;  // floats of a part, parts of a tile
-static_assert(PARTS * PART == TILE_Q * DQ_SUM_COLUMNS, "a warp a part");
+static_assert(PARTS * PART == TILE_Q * DQ_SUM_COLUMNS, "a warp per part");
 
 // One warp makes rows of dq of a part of the sums: dq = scale * sum.  The four lanes of a row of two blocks transpose
 // their words, so that each writes 16 bytes.
@@ -302,7 +302,7 @@ DEVICE Rows rows_of_block(const Params& p) {
   return {head / p.heads, head % p.heads, q_first, min(q_first + TILE_Q, p.q_len) - 1};
 }
 
-// The place of this block's tile among all tiles of queries.
+// The index of this block's tile among all tiles of queries.
 DEVICE i64 tile_of_block() { return blockIdx.x; }
 
 DEVICE float dot(const Chunk& a, const Chunk& b) {
@@ -355,16 +355,16 @@ attention_backward_prepare(const __grid_constant__ Params p) {
 // The keys of one tile, clipped to the problem, and the query heads that see them, end_head not among them.
 struct Keys { int b, kv_head, first_head, end_head, k_first, k_last; };
 
-struct Visit { int head, tile; bool masked; };  // a tile of queries of one head
+struct Step { int head, tile; bool masked; };  // a tile of queries of one head
 
-// Whether the visit is one: the last one has been taken when the heads are over.
-DEVICE bool is_left(const Visit& visit, const Keys& keys) { return visit.head < keys.end_head; }
+// Whether the step is one: the last has been taken when the heads are over.
+DEVICE bool is_left(const Step& step, const Keys& keys) { return step.head < keys.end_head; }
 
 // The tile of queries to visit next: head by head, from the first query to the last.
-DEVICE Visit next_visit(Visit visit, const Keys& keys, const Params& p) {
-  visit.masked = keys.k_first + TILE_KV > p.kv_len;
-  if (++visit.tile < p.q_tiles) return visit;
-  return {visit.head + 1, 0, visit.masked};
+DEVICE Step next_step(Step step, const Keys& keys, const Params& p) {
+  step.masked = keys.k_first + TILE_KV > p.kv_len;
+  if (++step.tile < p.q_tiles) return step;
+  return {step.head + 1, 0, step.masked};
 }
 
 // The keys of this block.
@@ -384,11 +384,11 @@ typedef bf16 KTile[(QK_COLUMNS + 63) / 64][TILE_KV][64];
 
 typedef bf16 VTile[(V_COLUMNS + 63) / 64][TILE_KV][64];
 
-typedef bf16 ScoreTile[TILE_KV / 64][TILE_Q][64];  // a row a query, a box a warpgroup
+typedef bf16 ScoreTile[TILE_KV / 64][TILE_Q][64];  // a row per query, a box per warpgroup
 
-// A tile of queries (negative: there is none), its place among all, whether it is to be masked, and whether it is the
+// A tile of queries (negative: there is none), its index among all, whether it is to be masked, and whether it is the
 // last.
-struct alignas(16) Step { int head, tile, place; bool masked, last; };
+struct alignas(16) SharedStep { int head, tile, index; bool masked, last; };
 
 struct alignas(1024) Shared {
   KTile k;
@@ -398,7 +398,7 @@ struct alignas(1024) Shared {
   ScoreTile ds[2];
   Chunk p[TILE_Q / 16][128];  // from each thread of one warpgroup to one of the other
   float lse[STAGES][TILE_Q], delta[STAGES][TILE_Q];
-  Step step[STAGES];
+  SharedStep step[STAGES];
   Keys keys;
   Pipe<STAGES> pipe;  // full: of q, lse and the step; empty: of all
   u64 d_o_full[STAGES], k_full, v_full, ds_full[2], p_full;
@@ -411,12 +411,12 @@ struct Loader {
   const TensorMap &map_q, &map_k, &map_v, &map_d_o;
   const Params& p;
   Ring<STAGES> ring = {};
-  Visit visit = next_visit({shared.keys.first_head, -1, false}, shared.keys, p);  // what to load next
+  Step coming = next_step({shared.keys.first_head, -1, false}, shared.keys, p);  // what to load next
 
-  DEVICE Step next() {
-    const Visit now = visit;
-    visit = next_visit(visit, shared.keys, p);
-    return {now.head, now.tile, 0, now.masked, !is_left(visit, shared.keys)};
+  DEVICE SharedStep next() {
+    const Step now = coming;
+    coming = next_step(coming, shared.keys, p);
+    return {now.head, now.tile, 0, now.masked, !is_left(coming, shared.keys)};
   }
   DEVICE void load_k(const Keys& keys) {
     mbarrier_arrive_expect_tx(shared.k_full, sizeof(KTile));
@@ -432,7 +432,7 @@ struct Loader {
       tma_load_4d(shared.v[d / 64], map_v, shared.v_full, d, keys.k_first, keys.kv_head, keys.b);
   }
 
-  DEVICE void load_q(const Step& step, int b, i64 row) {
+  DEVICE void load_q(const SharedStep& step, int b, i64 row) {
     const int stage = ring.stage();
     u64& full = shared.pipe.full[stage];
     mbarrier_arrive_expect_tx(full, sizeof(QTile) + sizeof(shared.lse[0]));
@@ -442,7 +442,7 @@ struct Loader {
     bulk_load(shared.lse[stage], p.lse_log2 + row, full, sizeof(shared.lse[0]));
   }
 
-  DEVICE void load_d_o(const Step& step, int b, i64 row) {
+  DEVICE void load_d_o(const SharedStep& step, int b, i64 row) {
     const int stage = ring.stage();
     u64& full = shared.d_o_full[stage];
     mbarrier_arrive_expect_tx(full, sizeof(OTile) + sizeof(shared.delta[0]));
@@ -454,12 +454,12 @@ struct Loader {
 
   DEVICE void run() {
     const Keys& keys = shared.keys;
-    Step step = {};
+    SharedStep step = {};
 #pragma unroll 1
     while (!step.last) {
       step = next();
-      step.place = (keys.b * p.heads + step.head) * p.q_tiles + step.tile;
-      const i64 row = i64(step.place) * TILE_Q;  // its first, in workspaces
+      step.index = (keys.b * p.heads + step.head) * p.q_tiles + step.tile;
+      const i64 row = i64(step.index) * TILE_Q;  // its first, in workspaces
       await_empty(shared.pipe, ring);
       shared.step[ring.stage()] = step;
       if (ring.passed == 0) load_k(keys);
@@ -624,11 +624,11 @@ struct Consumer {
 
   DEVICE void await_ds() { mbarrier_wait(shared.ds_full[ds_ring().stage()], ds_ring().parity()); }
 
-  // A part of dQ, `place` floats into what this warp has of a tile, to where it is added up.
-  template <int N> DEVICE void add_dq(float (&dq)[N], int place = 0) {
+  // A part of dQ, `first` floats into what this warp has of a tile, to where it is added up.
+  template <int N> DEVICE void add_dq(float (&dq)[N], int first = 0) {
     if (dq_tile < 0) return;
     const int thread = thread_index();
-    float* sum = p.dq_sum + i64(dq_tile) * (TILE_Q * DQ_SUM_COLUMNS) + (thread / 32 - 4) * (16 * DQ_COLUMNS) + place;
+    float* sum = p.dq_sum + i64(dq_tile) * (TILE_Q * DQ_SUM_COLUMNS) + (thread / 32 - 4) * (16 * DQ_COLUMNS) + first;
     sum += thread % 32 * 4;
 #pragma unroll
     for (int j = 0; j < N / 4; j++) red_add_v4_f32(sum + j * 128, *(float (*)[4])&dq[4 * j]);
@@ -654,22 +654,22 @@ struct Consumer {
   }
 
   // Where element 0 of this thread lies.
-  struct Place { int q, k; };
+  struct Position { int q, k; };
 
-  DEVICE Place place_of(const Step& step) {
+  DEVICE Position position_of(const SharedStep& step) {
     const int thread = thread_index();
     return {step.tile * TILE_Q + thread % 4 * 2, shared.keys.k_first + thread / 32 % 4 * 16 + thread % 32 / 4};
   }
 
   // Whether element i has a key.
-  DEVICE bool is_visible(int i, const Place& first, const Step& step) {
+  DEVICE bool is_visible(int i, const Position& first, const SharedStep& step) {
     const bool is_key = first.k + i / 2 % 2 * 8 <= shared.keys.k_last;
     return is_key;
   }
 
   // P and what is in ds become 0 where no key is.
-  DEVICE void apply_mask(const Step& step) {
-    const Place first = place_of(step);
+  DEVICE void apply_mask(const SharedStep& step) {
+    const Position first = position_of(step);
 #pragma unroll
     for (int i = 0; i < TILE_Q / 2; i++) {
       const u32 kept = is_visible(i, first, step) ? ~0u : i % 2 == 0 ? 0xFFFF0000u : 0xFFFFu;
@@ -680,12 +680,12 @@ struct Consumer {
 
   // With S = score(x) for x = scale * K Q^T: P = e^(S - lse), rounded, and in ds P d score / dx, rounded; 0 where P is
   // 0.
-  DEVICE void weigh(const S& s, const Step& step) {
-    const Place first = place_of(step);
+  DEVICE void to_probabilities(const S& s, const SharedStep& step) {
+    const Position first = position_of(step);
     const float2* lse = (const float2*)shared.lse[ring.stage()] + thread_index() % 4;
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
-      const float2 offset = lse[4 * j];
+      const float2 row_lse = lse[4 * j];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float probability[2], weight[2];
@@ -693,7 +693,7 @@ struct Consumer {
         for (int e = 0; e < 2; e++) {
           const int i = 4 * j + 2 * r + e, q = first.q + i / 4 * 8 + i % 2, k = first.k + i / 2 % 2 * 8;
           const float x = p.scale * s[i], y = score(x, shared.keys.b, step.head, q, k, p);
-          probability[e] = ex2(fmaf(y, LOG2E, e == 0 ? -offset.x : -offset.y));
+          probability[e] = ex2(fmaf(y, LOG2E, e == 0 ? -row_lse.x : -row_lse.y));
           weight[e] = probability[e] == 0.f ? 0.f : probability[e] * slope(x, shared.keys.b, step.head, q, k, p);
         }
         probabilities[2 * j + r] = cvt_bf16x2(probability[0], probability[1]);
@@ -707,13 +707,13 @@ struct Consumer {
     const float2* delta = (const float2*)shared.delta[ring.stage()] + thread_index() % 4;
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
-      const float2 offset = delta[4 * j];
+      const float2 row_delta = delta[4 * j];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const u32 pair = ds[2 * j + r];
         ds[2 * j + r] = cvt_bf16x2(
-            from_bf16(pair) * (dp[4 * j + 2 * r] - offset.x),
-                from_bf16(pair >> 16) * (dp[4 * j + 2 * r + 1] - offset.y));
+            from_bf16(pair) * (dp[4 * j + 2 * r] - row_delta.x),
+                from_bf16(pair >> 16) * (dp[4 * j + 2 * r + 1] - row_delta.y));
       }
     }
   }
@@ -743,7 +743,7 @@ struct Consumer {
 };
 
 // S and P: dV += P^T dO.
-struct Probabilities : Consumer {
+struct DvConsumer : Consumer {
   float dv[V_COLUMNS / 2] = {};
 
   // P d score / dx to the other warpgroup, word by word: it has read the one before, whose dS has come.
@@ -764,7 +764,7 @@ struct Probabilities : Consumer {
     const int stage = ring.stage();
     await_full(shared.pipe, ring);
     issue_scores<QK_COLUMNS>(s, shared.k, shared.q[stage]);
-    const Step now = shared.step[stage];
+    const SharedStep now = shared.step[stage];
     wgmma_wait_group<1>();
     pin(dv);
     pin_fragments(probabilities);
@@ -773,7 +773,7 @@ struct Probabilities : Consumer {
     issue_dq(dq, warpgroup * 64);
     wgmma_wait_group<1>();
     pin(s);
-    weigh(s, now);
+    to_probabilities(s, now);
     wgmma_wait_group<0>();
     pin(dq);
     share_p();
@@ -785,7 +785,7 @@ struct Probabilities : Consumer {
     wgmma_wait_group<1>();
     pin(dq_rest);
     add_dq(dq_rest, 16 * 64);
-    dq_tile = now.place;
+    dq_tile = now.index;
     ring.passed++;
     return now.last;
   }
@@ -808,7 +808,7 @@ struct Probabilities : Consumer {
 };
 
 // dP and dS: dK += dS^T Q.
-struct Slopes : Consumer {
+struct DkConsumer : Consumer {
   float dk[QK_COLUMNS / 2] = {};
 
   // The products with dS of two steps ago have ended: with P of the next step comes leave to write there.
@@ -853,7 +853,7 @@ struct Slopes : Consumer {
     await_full(shared.pipe, ring);
     mbarrier_wait(shared.d_o_full[stage], ring.parity());
     issue_scores<V_COLUMNS>(dp, shared.v, shared.d_o[stage]);
-    const Step now = shared.step[stage];
+    const SharedStep now = shared.step[stage];
     wgmma_wait_group<1>();
     pin(dk);
     pin_fragments(ds);
@@ -875,7 +875,7 @@ struct Slopes : Consumer {
     pin(dq_rest);
     add_dq(dq_rest, 16 * 64);
     leave_ds();
-    dq_tile = now.place;
+    dq_tile = now.index;
     ring.passed++;
     return now.last;
   }
@@ -928,7 +928,7 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
     if (threadIdx.x == 32) Loader{shared, map_q, map_k, map_v, map_d_o, p}.run();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    if (warpgroup == 1) Probabilities{{shared, p, 0}}.run();
-    else Slopes{{shared, p, 1}}.run();
+    if (warpgroup == 1) DvConsumer{{shared, p, 0}}.run();
+    else DkConsumer{{shared, p, 1}}.run();
   }
 }
