@@ -51,7 +51,8 @@ class LaunchError(FlashgenError):
 
 
 def shown(value: object) -> str:
-    """A value as an error quotes it; an integer that nobody would read to its end by its size."""
+    """A value as an error quotes it: what nobody would read to its end by its beginning, an integer by its size."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"{'-' * (value < 0)}2^{value.bit_length() - 1} or more"
-    return repr(value)
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:36]} ..."

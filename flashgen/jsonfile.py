@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any, TypeVar
+
+from flashgen.errors import shown
+
+T = TypeVar("T")
 
 
 def read(path: Path) -> object:
@@ -22,7 +27,7 @@ def read(path: Path) -> object:
         raise ValueError(f"it is not JSON: {error}") from None
 
 
-def checked(value: object, kind: type | tuple[type, ...], what: str) -> object:
+def checked(value: object, kind: type[T] | tuple[type[T], ...], what: str) -> T:
     """A value of the data if it is of a kind, else ValueError; True and False are no numbers."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -30,17 +35,11 @@ def checked(value: object, kind: type | tuple[type, ...], what: str) -> object:
     return value
 
 
-def member(data: dict, name: str, kind: type | tuple[type, ...]) -> object:
+def member(data: dict[str, Any], name: str, kind: type[T] | tuple[type[T], ...]) -> T:
     """A member of an object of the data if it is there and of a kind, else ValueError."""
     if name not in data:
         raise ValueError(f"it lacks {name!r}")
     return checked(data[name], kind, repr(name))
-
-
-def shown(value: object) -> str:
-    """A value as a message holds it."""
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:36]} ..."
 
 
 _WORDS = {

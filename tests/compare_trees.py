@@ -1,15 +1,16 @@
 """Whether two trees of this repository make the same kernels: `python tests/compare_trees.py REVISION`, without a GPU.
 
-Each tree dumps, with its own copy of this file, every kernel of a grid: shipped specs x head dims x dtypes x archs x
-passes x options, all entries of each menu, and every golden.  Texts that differ by comments and white space alone are
-equal; of others NVRTC makes PTX, and where that differs cubins, which have to be equal to the byte.  `--menus`
-compares menus, predicted times, rejections and messages instead.  A tree older than this file is dumped with the newer
-copy.
+This file makes each tree dump every kernel of a grid: shipped specs x head dims x dtypes x archs x passes x options,
+all entries of each menu, and every golden.  Texts that differ by comments and white space alone are equal; of others
+NVRTC makes PTX, and where that differs cubins, which have to be equal to the byte.  `--menus` compares menus, predicted
+times, rejections, choices and messages instead, of pins of every kind too.  `--dump FILE` writes what this tree makes,
+and `--before FILE` reads what a revision made, in place of REVISION.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import hashlib
 import io
@@ -31,13 +32,63 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 DTYPES = ("bfloat16", "float16")
 ARCHS = ("sm_80", "sm_86", "sm_90a")
 
+#: What calls fix, in a forward and in a backward: what works, and what is refused with a message.
+FORWARD_PINS = (
+    {"stages": 2},
+    {"stages": 3},
+    {"stages": 9},
+    {"tile": (64, 64)},
+    {"tile": (128, 80), "stages": 2},
+    {"tile": (192, 128), "stages": 4},
+    {"tile": (100, 70)},
+    {"q_stages": 1},
+    {"q_stages": 2, "stages": 3},
+    {"q_stages": 3},
+    {"pipeline": "ampere"},
+    {"pipeline": "ampere", "packed": True},
+    {"pipeline": "ampere", "dropout": True, "q_stages": 2},
+    {"pipeline": "hopper", "dropout": True},
+    {"pipeline": "hopper", "q_stages": 2},
+    {"packed": True, "tile": (192, 96)},
+    {"packed": True, "dropout": True},
+    {"dropout": True, "tile": (64, 32), "stages": 3},
+    {"pipeline": "turing"},
+    {"deterministic": True},
+)
+BACKWARD_PINS = (
+    {"stages": 1},
+    {"stages": 2, "tile": (64, 128)},
+    {"stages": 5},
+    {"tile": (48, 128)},
+    {"pipeline": "ampere"},
+    {"pipeline": "ampere", "deterministic": True, "dropout": True},
+    {"pipeline": "hopper", "deterministic": True, "dropout": True},
+    {"pipeline": "hopper", "stages": 3, "tile": (128, 128)},
+    {"packed": True},
+    {"q_stages": 1},
+    {"gradients": ["nothing"]},
+)
+
+#: Head dims and dtypes that are rounded up, differ, or are refused, in `--menus`.
+SHAPES = (
+    {"head_dim": 72},
+    {"head_dim": 60},
+    {"head_dim": 512},
+    {"head_dim": 128, "v_head_dim": 64},
+    {"head_dim": 64, "dtype": "float32"},
+    {"head_dim": 64, "arch": "sm_70"},
+)
+
+#: (batch, heads, kv_heads, q_len, kv_len) that an entry of a menu is chosen for.
+CALLS = ((1, 8, 8, 8192, 8192), (1, 2, 2, 100, 100), (2, 32, 4, 1, 4096), (1, 16, 8, 40, 3000), (4, 16, 16, 900, 900))
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a tree makes
 
 
-def requests(specs: list[str], every: bool) -> Iterator[tuple[str, dict]]:
-    """(spec, options of `flashgen.plan`) of the grid; not `every`: of head dims 64 and 128 in bfloat16."""
+def requests(specs: list[str], every: bool, pinned: bool) -> Iterator[tuple[str, dict]]:
+    """(spec, options of a menu) of the grid; not `every`: of head dims 64 and 128 in bfloat16."""
     from flashgen.analysis.derivative import differentiable
     from flashgen.lang.load import load_spec
 
@@ -47,51 +98,100 @@ def requests(specs: list[str], every: bool) -> Iterator[tuple[str, dict]]:
         options = [{}, {"dropout": True}, {"packed": True}, {"backward": True}]
         options += [{"backward": True, "deterministic": True}, {"backward": True, "dropout": True}]
         options += [{"backward": True, "gradients": list(gradients)}] if gradients else []
+        if pinned:
+            options += [*FORWARD_PINS, *({"backward": True, **fixed} for fixed in BACKWARD_PINS)]
+            for arch, shape, backward in itertools.product(ARCHS, SHAPES, (False, True)):
+                yield spec, {"arch": arch, "dtype": DTYPES[0], "backward": backward, **shape}
         for arch, head_dim, dtype, chosen in itertools.product(ARCHS, dims, dtypes, options):
             yield spec, {"arch": arch, "head_dim": head_dim, "dtype": dtype, **chosen}
 
 
+def menu_of(spec: str, arch: str, dtype: str, head_dim: int, v_head_dim: int | None = None, **options: object):
+    """The menu that this process' flashgen makes of a request."""
+    from flashgen.lang.load import load_spec
+
+    try:
+        from flashgen.planning.planner import menu_of
+        from flashgen.planning.request import KernelRequest
+    except ImportError:  # a tree before requests
+        from flashgen.ops.stages import menu_of
+
+        return menu_of(load_spec(spec).bind(), arch, dtype, head_dim, v_head_dim, **options)
+    return menu_of(KernelRequest.of(load_spec(spec).bind(), arch, dtype, head_dim, v_head_dim, **options))
+
+
 def menu_text(menu) -> str:
-    """A menu as text: its plans without their variant, their seconds per score, what was rejected and why."""
-    plans = [re.sub(r"variant=Variant\(.*?\), (?=arch=)", "", repr(plan)) for plan in menu.forms]
-    return "\n".join([*plans, *map(repr, menu.seconds_per_score), *map(str, menu.rejected), repr(menu.passed_over)])
+    """A menu as text: its plans without their variant, seconds per score, rejections with reasons, what calls get."""
+    from flashgen.planning import planner
+    from flashgen.planning.arch import find
+    from flashgen.planning.problem import Problem
+
+    def told(plan) -> str:
+        names = {field.name for field in dataclasses.fields(plan)} | {"q_stages"}
+        told = {name: getattr(plan, name) for name in sorted(names - {"variant", "program", "roles"})}
+        roles = plan.program.roles if "program" in names else plan.roles  # those of a tree without programs are coarser
+        told["warps"] = plan.warps, plan.threads, roles[0].registers, roles[-1].registers
+        bare = re.sub(r"(Specialized\(.*?)q_stages=\d, ", r"\1", repr(told))
+        return re.sub(r"(?:producer|consumer)_registers=\d+, ", "", bare)
+
+    def chosen(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int) -> int:
+        sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
+        plan = menu.plans[0]
+        problem = Problem(**sizes, head_dim=plan.head_dim, v_head_dim=plan.v_head_dim, dtype=plan.dtype)
+        return menu.forms.index(planner.choose(menu, problem, find(plan.arch).sms))
+
+    return "\n".join(
+        [
+            *map(told, menu.forms),
+            *map(repr, menu.seconds_per_score),
+            *map(str, menu.rejected),
+            *(f"too large: {one}" for one in planner.limits(menu.plans[0])),
+            f"measured: {menu.measured}",
+            f"passed over: {menu.passed_over}",
+            f"chosen: {[chosen(*call) for call in CALLS]}",
+        ]
+    )
 
 
-def dump(specs: list[str], every: bool) -> dict[str, dict]:
-    """What this process' flashgen makes of each request: its menu, or the message of its refusal, and its kernels."""
+def dump(specs: list[str], every: bool, menus: bool) -> dict[str, dict]:
+    """What this process' flashgen makes of each request: its menu, or the message of its refusal, and (unless `menus`
+    alone are asked for) its kernels."""
+    import flashgen
     from flashgen.codegen import emit
     from flashgen.codegen.golden import goldens
     from flashgen.errors import FlashgenError
-    from flashgen.lang.load import load_spec
-    from flashgen.ops.stages import menu_of
 
     found, seen = {}, set()
-    for golden in goldens():
+    for golden in () if menus else goldens():
         found[f"golden {golden.path}"] = {"kernels": [[golden.plan.arch, golden.text]]}
-    for spec, options in requests(specs, every):
+    for spec, options in requests(specs, every, pinned=menus):
         key = f"{spec} {json.dumps(options)}"
-        variant = load_spec(spec).bind()
-        given = dict(options)
         try:
-            menu = menu_of(variant, given.pop("arch"), given.pop("dtype"), given.pop("head_dim"), **given)
+            menu = menu_of(spec, **options)
         except FlashgenError as error:
             found[key] = {"refused": f"{type(error).__name__}: {error}", "kernels": []}
+            if menus:
+                reasons = flashgen.supports(spec, **options)
+                found[key]["reasons"] = "\n".join(map(repr, reasons))
             continue
-        fresh = [plan for plan in menu.forms if plan not in seen]
-        seen.update(fresh)
-        found[key] = {"menu": menu_text(menu), "kernels": [[plan.arch, emit(plan)] for plan in fresh]}
+        found[key] = {"menu": menu_text(menu), "kernels": []}
+        if not menus:
+            fresh = [plan for plan in menu.forms if plan not in seen]
+            seen.update(fresh)
+            found[key]["kernels"] = [[plan.arch, emit(plan)] for plan in fresh]
     return found
 
 
-def dumped(tree: Path, specs: list[str], every: bool) -> dict[str, dict]:
+def dumped(tree: Path, specs: list[str], every: bool, menus: bool) -> dict[str, dict]:
     """The dump of another tree, by a process that imports it alone."""
-    script = tree / "tests" / Path(__file__).name
-    script = script if script.is_file() else Path(__file__)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "dump.json")
-        command = [sys.executable, str(script), "--dump", str(out), *(["--every"] if every else [])]
+        options = [*(["--every"] if every else []), *(["--menus"] if menus else []), "--specs", ",".join(specs)]
         subprocess.run(
-            [*command, "--specs", ",".join(specs)], check=True, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}
+            [sys.executable, __file__, "--dump", str(out), *options],
+            check=True,
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree)},
         )
         return json.loads(out.read_text())
 
@@ -172,17 +272,24 @@ def main() -> int:
     parser.add_argument("--menus", action="store_true", help="compare menus and messages, not machine code")
     parser.add_argument("--every", action="store_true", help="the whole grid, not head dims 64 and 128 in bfloat16")
     parser.add_argument("--specs", default="", help="names of shipped specs, by commas; all unless given")
+    parser.add_argument("--before", type=Path, help="what a revision made, by --dump, in place of the revision")
     parser.add_argument("--dump", type=Path, help="only write what this tree makes to a file")
     given = parser.parse_args()
     specs = given.specs.split(",") if given.specs else sorted(path.stem for path in (ROOT / "specs").glob("*.py"))
     if given.dump:
-        given.dump.write_text(json.dumps(dump(specs, given.every)))
+        given.dump.write_text(json.dumps(dump(specs, given.every, given.menus)))
         return 0
-    if given.revision is None:
+    asked = specs, given.every, given.menus
+    if given.before:
+        before = json.loads(given.before.read_text())
+    elif given.revision is None:
         parser.error("name the revision to compare with")
-    with tempfile.TemporaryDirectory() as folder:
-        before = dumped(extracted(given.revision, Path(folder)), specs, given.every)
-    after = dumped(ROOT, specs, given.every)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            before = dumped(extracted(given.revision, Path(folder)), *asked)
+    after = dumped(ROOT, *asked)
+    if given.before and not (given.every and not given.specs):  # of a larger grid
+        before = {key: one for key, one in before.items() if key in after}
     changed = (differing_menus if given.menus else differing_kernels)(before, after)
     for line in changed:
         print(line)

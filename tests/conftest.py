@@ -1,5 +1,5 @@
-"""Tests marked `gpu` skip, with the reason, where there is no GPU; PyTorch's CPU work stays on one thread; the seed of
-the fuzzers is a fresh one, the same in every process of a run."""
+"""Tests marked `gpu` skip, with the reason, where there is no GPU, and tests marked `nightly` run with --nightly alone;
+PyTorch's CPU work stays on one thread; the seed of the fuzzers is a fresh one, the same in every process of a run."""
 
 import os
 import secrets
@@ -13,11 +13,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("FLASHGEN_FUZZ_SEED", str(secrets.randbelow(1 << 30)))
 
 
-def pytest_report_header():
-    return f"fuzz: FLASHGEN_FUZZ_SEED={os.environ['FLASHGEN_FUZZ_SEED']}"
+def pytest_addoption(parser):
+    parser.addoption("--nightly", action="store_true", help="run the tests marked nightly too, as .ci/nightly does")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_report_header(config):
+    nightly = "run too" if config.getoption("--nightly") else "left out (--nightly runs them)"
+    return [f"fuzz: FLASHGEN_FUZZ_SEED={os.environ['FLASHGEN_FUZZ_SEED']}", f"nightly tests: {nightly}"]
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--nightly"):
+        left_out = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -1,31 +1,35 @@
 """A GPU made of the PTX interpreter: attention()'s whole GPU path runs, from torch tensors to emitted kernels and back.
 
-Device memory is one block of host memory, filled with NaN; tensors on it say that they are on a GPU.  The driver keeps
-modules and contexts as the fake one does, and runs launches on the parameters that it is given, byte by byte.
+Device memory is that of the interpreter; tensors in it say that they are on a GPU and give addresses there.  The driver
+keeps modules and contexts as the fake one does, and runs launches on the parameters that it is given, byte by byte.
+What stands for a cubin is PTX.
 """
 
 import ctypes
-import struct
+import dataclasses
 
 import numpy as np
 import torch
 from cuda.bindings import driver as real
 from fake_driver import OK, FakeDriver
 
-from flashgen.codegen import emit, params
-from flashgen.ops import attention as ops
-from flashgen.planning.plan import KernelPlan
-from flashgen.runtime import cache, driver, kernel, nvrtc, ptx
-from flashgen.runtime.ptx.tensormap import TensorMap
-
-BYTES, ALIGNMENT = 8 << 20, 512
+from flashgen import interpreter
+from flashgen.codegen import emit
+from flashgen.interpreter.tensormap import TensorMap
+from flashgen.ops import backward, forward, records
+from flashgen.runtime import cache, driver, kernel, nvrtc
 
 
 class OnGpu(torch.Tensor):
-    """A tensor in the emulated GPU's memory."""
+    """A tensor in the emulated GPU's memory; `placed` has the address of each storage there."""
 
+    placed: dict[int, int] = {}  # noqa: RUF012 (install gives each GPU its own)
     is_cuda = property(lambda self: True)
     device = property(lambda self: torch.device("cuda", 0))
+
+    def data_ptr(self) -> int:
+        start = self.untyped_storage().data_ptr()
+        return self.placed[start] + super().data_ptr() - start
 
 
 class EmulatedGpu(FakeDriver):
@@ -50,20 +54,16 @@ class EmulatedGpu(FakeDriver):
     def __init__(self, capability: tuple[int, int] = (8, 0)) -> None:
         super().__init__()
         self.capability, self.plans, self.held, self.launches = capability, {}, [], []
-        room = np.full(BYTES + ALIGNMENT, 0xFF, np.uint8)  # NaN as any float
-        start = -room.ctypes.data % ALIGNMENT
-        self.memory, self.taken = room[start : start + BYTES], 0
+        self.memory, self.placed = interpreter.Memory(), {}
 
     # Memory
 
     def empty(self, shape, strides, dtype) -> torch.Tensor:
-        """A tensor of NaN (integers: of ones) with 16 poisoned bytes before what comes next."""
-        last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else -1
-        size = (last + 1) * dtype.itemsize
-        start, self.taken = self.taken, -(-(self.taken + size + 16) // 256) * 256
-        assert self.taken <= BYTES, "the emulated GPU is out of memory"
-        flat = torch.from_numpy(self.memory[start : start + max(size, dtype.itemsize)]).view(dtype)
-        return flat.as_strided(shape, strides).as_subclass(OnGpu)
+        """A tensor of NaN (integers: of ones)."""
+        last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
+        room = np.full((last + 1) * dtype.itemsize, 0xFF, np.uint8)
+        self.placed[room.ctypes.data] = self.memory.add(f"tensor {len(self.placed)}", room, writable=True)
+        return torch.from_numpy(room).view(dtype).as_strided(shape, strides).as_subclass(OnGpu)
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor, of its strides, in the GPU's memory."""
@@ -95,34 +95,20 @@ class EmulatedGpu(FakeDriver):
         return OK, self.CUtensorMap(ctypes.addressof(buffer))
 
     def _cuTensorMapReplaceAddress(self, tensor_map, address):
-        ctypes.c_uint64.from_address(tensor_map.address + _ADDRESS_OFFSET).value = address
+        before = TensorMap.from_bytes(ctypes.string_at(tensor_map.address, 128))
+        ctypes.memmove(tensor_map.address, dataclasses.replace(before, address=address).to_bytes(), 128)
         return (OK,)
 
     def _cuLaunchKernelEx(self, config, function, pointers, extra):
-        plan: KernelPlan = self.plans[function[1]]
-        memory = ptx.Memory()
-        base = memory.add("memory", self.memory, writable=True)
-        moved = base - self.memory.ctypes.data
-        maps = len(params.maps(plan))
-        sizes = [128] * maps + [params.sizeof(plan)]
+        _, cubin, entry = function
+        module = interpreter.load(cubin.decode())
+        sizes = [parameter.size for parameter in module.entry(entry.decode()).params]
         addresses = (ctypes.c_void_p * len(sizes)).from_address(pointers)
-        given = [bytearray(ctypes.string_at(a, n)) for a, n in zip(addresses, sizes, strict=True)]
-        places = [(tensor_map, _ADDRESS_OFFSET) for tensor_map in given[:maps]]
-        places += [(given[-1], 8 * i) for i, f in enumerate(params.fields(plan)) if f.format == "Q"]
-        for content, offset in places:
-            (address,) = struct.unpack_from("<Q", content, offset)
-            struct.pack_into("<Q", content, offset, address + moved)
-        module = ptx.load(nvrtc.ptx(emit(plan), plan.arch), target=plan.arch)
+        given = [ctypes.string_at(a, n) for a, n in zip(addresses, sizes, strict=True)]
         grid, block = config.gridDimX, config.blockDimX
-        report = module.launch(
-            function[2].decode(), grid, block, config.sharedMemBytes, [bytes(one) for one in given], memory
-        )
-        self.launches.append((plan, config, report))
+        report = module.launch(entry.decode(), grid, block, config.sharedMemBytes, given, self.memory)
+        self.launches.append((self.plans[cubin], config, report))
         return (OK,)
-
-
-#: Where a tensor map of the interpreter keeps the address of its tensor.
-_ADDRESS_OFFSET = 8
 
 
 def install(monkeypatch, capability: tuple[int, int]) -> EmulatedGpu:
@@ -131,18 +117,20 @@ def install(monkeypatch, capability: tuple[int, int]) -> EmulatedGpu:
     resources = nvrtc.Resources(registers=1, spill_stores=0, spill_loads=0, stack_bytes=0, smem_static=0)
 
     def build(plan):
-        gpu.plans[cache.key(plan).encode()] = plan
-        return cache.Entry(cubin=cache.key(plan).encode(), resources=resources, about={}, hit=False)
+        text = nvrtc.ptx(emit(plan), plan.arch).encode()
+        gpu.plans[text] = plan
+        return cache.Entry(cubin=text, resources=resources, about={}, hit=False)
 
-    def contiguous(shape):
-        return torch.empty(shape, device="meta").stride()
+    def contiguous(shape, dtype, device):
+        shape = torch.Size([shape] if isinstance(shape, int) else shape)
+        return gpu.empty(shape, torch.empty(shape, device="meta").stride(), dtype)
 
     class Torch:
         """torch, but for where it allocates."""
 
         empty_strided = staticmethod(lambda s, t, dtype, device: gpu.empty(s, t, dtype))
-        empty = staticmethod(lambda s, dtype, device: gpu.empty(s, contiguous(s), dtype))
-        zeros = staticmethod(lambda n, dtype, device: gpu.empty((n,), (1,), dtype).zero_())
+        empty = staticmethod(contiguous)
+        zeros = staticmethod(lambda *given, **options: contiguous(*given, **options).zero_())
 
         def __getattr__(self, name):
             return getattr(torch, name)
@@ -151,9 +139,11 @@ def install(monkeypatch, capability: tuple[int, int]) -> EmulatedGpu:
         monkeypatch.setattr(driver, cached.__name__, cached.__wrapped__)
     monkeypatch.setattr(driver, "_api", lambda: gpu)
     monkeypatch.setattr(kernel, "build", build)
-    for module, name in ((kernel, "_kernels"), (ops, "_calls"), (ops, "_zeros")):
+    for module, name in ((kernel, "_kernels"), (records, "_calls"), (forward, "_zeros")):
         monkeypatch.setattr(module, name, {})
-    monkeypatch.setattr(ops, "torch", Torch())
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "torch", Torch())
+    monkeypatch.setattr(OnGpu, "placed", gpu.placed)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

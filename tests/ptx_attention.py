@@ -12,14 +12,14 @@ from tolerance import baseline, judge, judge_lse, reference
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.analysis.tiles import Case
 from flashgen.codegen import emit
+from flashgen.interpreter.simulate import Simulated, simulate
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
-from flashgen.planning import hopper
-from flashgen.planning.arch import find
+from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.planner import menu
 from flashgen.planning.problem import Problem
-from flashgen.runtime.ptx.simulate import Simulated, simulate
+from flashgen.planning.request import KernelRequest
 
 #: Values of parameters and constants small enough for short sequences to have tiles of every class.
 VALUES = {
@@ -78,10 +78,10 @@ def plan_of(
     plans = menu(
         variant, arch, p.dtype, p.head_dim, p.v_head_dim, tile=tile or TILES[pipeline], stages=stages, pipeline=pipeline
     ).plans
-    if pipeline == "ampere" or (plans[0].specialized.q_stages == q_stages and not packed):
+    if pipeline == "ampere" or (plans[0].q_stages == q_stages and not packed):
         return plans[0]
     candidate = hopper.Candidate(tile=plans[0].tile, stages=stages, q_stages=q_stages)
-    plan = hopper.plan(candidate, variant, find(arch), p.dtype, p.head_dim, p.v_head_dim)
+    plan = hopper.plan(candidate, KernelRequest.of(variant, arch, p.dtype, p.head_dim, p.v_head_dim))
     return hopper.packed(plan) if packed else plan
 
 

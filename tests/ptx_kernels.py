@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from flashgen.interpreter import Memory, Module, Report, load
 from flashgen.runtime import nvrtc
-from flashgen.runtime.ptx import Memory, Module, Report, load
 
 _BITS = {1: "b8", 2: "b16", 4: "b32", 8: "b64"}
 _KINDS = {"b16": "rs", "b32": "r", "b64": "rd"}

@@ -92,6 +92,7 @@ def random_case(rng: np.random.Generator, variant: fg.Variant, turn: int) -> Cas
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMED)
 def test_leaves_at_the_ends_of_their_types(name):
     variant, rng = fg.variant(NAMED[name]), np.random.default_rng(5)
@@ -164,6 +165,7 @@ def _mask(source):
     return mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_random_masks_at_the_ends_of_their_types(seed):
     try:

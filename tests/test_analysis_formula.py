@@ -102,6 +102,7 @@ BANDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BANDS)
 @pytest.mark.parametrize("shape", [(37, 50, 8, 4), (50, 37, 8, 16), (3, 20, 8, 8), (20, 3, 8, 8)])
 def test_traffic_formulas_count_as_the_tiles_do(name, shape):

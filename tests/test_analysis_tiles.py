@@ -1,9 +1,8 @@
 """Tile classes, schedules and counts against the mask evaluated at every pair."""
 
-import time
-
 import numpy as np
 import pytest
+from effort import effort
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from nested_masks import MASKS
@@ -66,6 +65,7 @@ def test_random_masks(data):
     check(variant, *random_case(drawn(data)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(0, 400, 20))
 def test_random_masks_of_a_seed(seed, monkeypatch):
     monkeypatch.setattr(counts, "_SQUARE", 1 + seed // 20 % 4)  # small problems have squares too
@@ -76,6 +76,7 @@ def test_random_masks_of_a_seed(seed, monkeypatch):
             check(variant, *random_case(source))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [3, 12, 40])
 @pytest.mark.parametrize("name", MASKS)
 def test_nested_masks(name, depth):
@@ -267,11 +268,16 @@ LARGE = {
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_million_tokens_are_counted_at_once(name):
-    case, tile = case_of(MILLION, MILLION, w=4096), Tile(q=128, kv=64)
-    start = time.perf_counter()
-    facts = analyse(fg.variant(LARGE[name], name=f"{name}_of_a_million"))
-    found = counts.count(facts, case, tile)
-    assert time.perf_counter() - start < 0.05
+    tile = Tile(q=128, kv=64)
+
+    def count(length):
+        facts = analyse(fg.variant(LARGE[name], name=f"{name}_of_{length}"))  # another name: analysed anew
+        return counts.count(facts, case_of(length, length, w=4096), tile)
+
+    few, many = effort(lambda: count(1 << 14)), effort(lambda: count(MILLION))
+    # A union of bands takes a few numbers a Q tile, in one array; nothing is done by tile.
+    assert many.calls < 1.1 * few.calls and many.peak_bytes < 512 * MILLION // tile.q
+    found = count(MILLION)
     pairs = {
         "full": MILLION**2,
         "causal": MILLION * (MILLION + 1) // 2,
@@ -296,12 +302,20 @@ def test_floor_sums_agree_with_the_count_by_q_tile(name):
 
 
 def test_documents_of_a_million_tokens_are_counted_without_looking_at_every_tile():
-    documents = np.sort(np.random.default_rng(0).integers(0, 50, (1, MILLION), np.int32), axis=1)
-    facts = analyse(fg.load_spec("packed_softcap").bind())
-    case, tile = case_of(MILLION, MILLION, tensors={"doc": documents}), Tile(q=128, kv=64)
-    start = time.perf_counter()
-    found = counts.count(facts, case, tile)
-    assert time.perf_counter() - start < 3
+    facts, tile = analyse(fg.load_spec("packed_softcap").bind()), Tile(q=128, kv=64)
+
+    def documents(length):
+        return np.sort(np.random.default_rng(0).integers(0, 50, (1, length), np.int32), axis=1)
+
+    def count(doc):
+        length = doc.shape[1]
+        return counts.count(facts, case_of(length, length, tensors={"doc": doc}), tile)
+
+    few, many = (effort(lambda length=n: count(documents(length))) for n in (MILLION // 16, MILLION))
+    # 16 times the tokens have 256 times the tiles.
+    assert many.calls < 16 * few.calls and many.peak_bytes < 16 << 20
+    documents = documents(MILLION)
+    found = count(documents)
     lengths = np.unique(documents, return_counts=True)[1]
     assert found.visited_elements > (lengths * (lengths + 1) // 2).sum() > 0.9 * found.full * 128 * 64
     assert found.visible is None  # 40,000 partial tiles of 8,192 pairs

@@ -52,6 +52,7 @@ def needy(b, h, q, k):
 """
 
 
+@pytest.mark.slow
 def test_no_kernel_asks_for_a_parameter_or_a_tensor(tmp_path):
     spec = tmp_path / "needy.py"
     spec.write_text(NEEDY)
@@ -83,6 +84,7 @@ def test_the_kernels_of_gradients():
     assert re.search(r"^kernel +ampere backward, sm_80, tile", out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_build_makes_both_passes():
     out = flashgen("build", "causal", "--archs", "sm_80", "--head-dims", 64, "--dtypes", "float16", "--backward").out
     assert {" ".join(line.split()[:5]) for line in out.splitlines() if "causal" in line} == {
@@ -113,12 +115,14 @@ def test_compile_reports_resources_and_times(tmp_path):
     assert seconds(out, r"emit \+ compile") > seconds(out, "index hit") > 0
 
 
+@pytest.mark.slow
 def test_a_second_compile_is_a_hit_and_fresh_is_none():
     assert "when it was compiled" not in flashgen("compile", "causal", "--head-dim", 64).out
     assert "when it was compiled" in flashgen("compile", "causal", "--head-dim", 64).out
     assert "when it was compiled" not in flashgen("compile", "causal", "--head-dim", 64, "--fresh").out
 
 
+@pytest.mark.slow
 def test_build_compiles_every_combination_once(empty_cache):
     arguments = ("build", "causal", "--dtypes", "float16,bfloat16", "--head-dims", "32,64", "--archs", "sm_80")
     ran = flashgen(*arguments)

@@ -53,6 +53,7 @@ def test_every_verb_is_tried():
     assert set(SMALL) == set(COMMANDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", SMALL)
 def test_no_value_of_any_option_ends_in_a_traceback(verb, tmp_path, monkeypatch):
     """In this process an exception that is not said would come through."""
@@ -161,6 +162,7 @@ def process(*arguments, **named):
     return subprocess.Popen([sys.executable, "-m", "flashgen", *map(str, arguments)], stderr=subprocess.PIPE, **named)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["emit"], ["plan"], ["plan", "--json"], ["show"]], ids=" ".join)
 def test_an_output_that_nobody_reads_ends_the_command_quietly(arguments):
     verb, *flags = arguments
@@ -179,6 +181,7 @@ def test_an_output_that_is_full_is_said():
     assert running.returncode == 2 and err.decode() == f"OSError: [Errno 28] {os.strerror(errno.ENOSPC)}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437", "utf-8"])
 def test_show_on_a_terminal_of_another_encoding(encoding, tmp_path):
     spec = tmp_path / "named.py"
@@ -292,6 +295,7 @@ def refuse_constant(name):
     raise AssertionError(f"{name} is no JSON")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", KEYS)
 def test_json_has_the_keys_that_help_names(verb, tmp_path, monkeypatch):
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))

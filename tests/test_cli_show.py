@@ -1,5 +1,7 @@
 """`flashgen show`: the drawing, the classes and the share that the analysis misjudges."""
 
+import json
+
 import pytest
 from cli import flashgen
 
@@ -95,3 +97,55 @@ def test_heads_differ():
 )
 def test_refusals(arguments, message):
     assert message in flashgen("show", "causal", *arguments, code=2).err
+
+
+def line(out, name):
+    """The words of a ring's or a role's line, its lane a word for each role."""
+    return next(line for line in out.splitlines() if line.startswith(f"{name} "))
+
+
+def test_the_program_of_a_forward():
+    out = flashgen("show", "causal", "--program", "--arch", "sm_90a", "--seqlen", 8192).out
+    assert "hopper forward on sm_90a: 12 warps, 384 threads" in out
+    assert line(out, "0").split() == ["0", "scheduler", "32", "40"]
+    assert line(out, "4-11").split() == ["4-11", "consumer", "256", "232"]
+    names = line(out, "ring")
+    at = {name: names.index(name) + len(name) // 2 for name in ("scheduler", "loader", "consumer")}
+    work, k = line(out, "work"), line(out, "k")
+    assert (work[at["scheduler"]], work[at["loader"]], work[at["consumer"]]) == ("●", "▶", "▶")
+    assert (k[at["scheduler"]], k[at["loader"]], k[at["consumer"]]) == (" ", "●", "▶")
+    assert "when 8 consumer warps arrive" in k
+
+
+@pytest.mark.parametrize(
+    "options, found",
+    [
+        (("--arch", "sm_90a", "--backward"), ("dq accumulation", "with q", "a warpgroup computes P and dS")),
+        (("--arch", "sm_90a", "--backward", "--deterministic"), ("dq semaphore", "before", "order")),
+        (("--arch", "sm_90a", "--backward", "--head-dim", 256), ("dv consumer", "dk consumer", "leave to write dS")),
+        (("--arch", "sm_90a", "--tile", "128x64", "--packed"), ("storer", "64 rows of O in the room of Q")),
+        (("--arch", "sm_80"), ("compute", "a tile of V", "by barrier 0")),
+        (("--arch", "sm_80", "--backward"), ("compute", "a tile of dO and its delta", "by barrier 0")),
+    ],
+)
+def test_programs_of_both_pipelines_and_passes(tmp_path, options, found):
+    spec = "causal" if "256" not in map(str, options) else "full"
+    out = flashgen("show", spec, "--program", *options, "--output", tmp_path / "program.svg").out
+    drawn = (tmp_path / "program.svg").read_text()
+    for text in found:
+        assert text in out and text in drawn
+
+
+def test_a_program_as_json():
+    asked = ("show", "document", "--program", "--arch", "sm_90a", "--backward", "--json")
+    found = json.loads(flashgen(*asked).out)
+    assert [role["name"] for role in found["roles"]] == ["scheduler", "loader", "idle", "consumer"]
+    assert sum(role["warps"] for role in found["roles"]) * 32 == found["threads"]
+    q = next(ring for ring in found["rings"] if ring["name"] == "q")
+    assert q["consumers"] == [{"role": "consumer", "arrivals": 8}] and q["stages"] == 2
+    assert found["named_barriers"][0]["id"] == 0
+
+
+def test_a_program_draws_no_mask():
+    out = flashgen("show", "causal", "--program", "--h", 1, "--arch", "sm_90a", code=2).err
+    assert "--b and --h choose a mask, and --program draws none\n  nearest: leave them out" in out

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 import flashgen as fg
+from flashgen import interpreter
 from flashgen.analysis.facts import analyse
 from flashgen.codegen import device, emit, params
 from flashgen.codegen.backward import transposed
 from flashgen.lang.load import load_spec
 from flashgen.planning import backward, planner
 from flashgen.planning.problem import Problem
-from flashgen.runtime import nvrtc, ptx
+from flashgen.runtime import nvrtc
+from flashgen.runtime.launch import grids
 from flashgen.runtime.philox import philox
 
 
@@ -82,7 +84,7 @@ def test_params_are_those_that_the_kernel_takes(options):
 def test_launches_and_workspaces():
     problem = problem_of()
     plan = plan_of("alibi", gradients=("slopes",))
-    found = backward.launches(plan, problem)
+    found = grids(plan, problem, sms=108)
     names = ["clear", "prepare", "", "finish"]
     assert [x.entry.removeprefix("attention_backward").removeprefix("_") for x in found] == names
     tiles = -(-300 // plan.tile.q)
@@ -92,9 +94,10 @@ def test_launches_and_workspaces():
     sure = plan_of("alibi", gradients=("slopes",), deterministic=True)
     memory = {p.name: p.amount for p in backward.workspaces(sure, problem, {"slopes": (4,)})}
     assert memory["exact_slopes"] == 4 * 64 and "dq_sum" not in memory
-    assert not any(x.entry == "attention_backward" for x in backward.launches(plan, problem_of(kv_len=0)))
+    assert not any(x.entry == "attention_backward" for x in grids(plan, problem_of(kv_len=0), sms=108))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "head_dim", "arch", "options"),
     [
@@ -121,10 +124,10 @@ def test_nothing_spills(spec, head_dim, arch, options):
 def run(kernel: str, *arrays: np.ndarray, threads: int = 32) -> None:
     """A kernel of one block that uses the device library, on the interpreter; every array may be written."""
     text = f"{device.used_by(kernel)}\n\n{kernel}"
-    memory = ptx.Memory()
+    memory = interpreter.Memory()
     addresses = [memory.add(f"a{i}", array, writable=True) for i, array in enumerate(arrays)]
     packed = [address.to_bytes(8, "little") for address in addresses]
-    ptx.load(nvrtc.ptx(text, "sm_80"), target="sm_80").launch("probe", 1, threads, 0, packed, memory)
+    interpreter.load(nvrtc.ptx(text, "sm_80"), target="sm_80").launch("probe", 1, threads, 0, packed, memory)
 
 
 EXACT = """
@@ -170,6 +173,7 @@ extern "C" __global__ void probe(u32* out) {
     assert np.array_equal(out, np.stack(want, axis=-1).astype(np.uint32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dq", "to_captured", "of", "asm", "int", "at"])
 def test_a_tensors_name_meets_no_function_of_the_kernel(name):
     tensor = fg.tensor(name, ("heads", "kv"), "float32")

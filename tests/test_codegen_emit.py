@@ -51,6 +51,7 @@ def referenced_nowhere(golden):
     return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(KEPT), ids=str)
 def test_nothing_is_emitted_that_is_not_used(path):
     text = code(KEPT[path].text)
@@ -93,6 +94,7 @@ def test_the_file_needs_no_header_and_has_no_loose_ends(name):
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(40), 388])
 def test_no_line_of_a_persons_variant_is_too_long_and_folding_moves_line_ends_only(seed, monkeypatch):
     mask = random_mask(seeded(seed), depth=5)
@@ -208,6 +210,7 @@ def test_parameters_are_packed_as_the_struct_lies():
         params.pack(plan, {f.name: 0 for f in fields[:-1]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int", "float", "min", "load_tile", "score_", "t", "doc_q", "rows", "kv_tile"])
 def test_any_name_a_person_chooses_compiles(name):
     ids = fg.tensor(name, dims=("batch", "kv"), dtype="int32", sorted=True, example=None)
@@ -220,6 +223,7 @@ def test_any_name_a_person_chooses_compiles(name):
     nvrtc.compile(emit(plan_of(variant, head_dim=16)), "sm_80")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32"]
 )
@@ -235,6 +239,7 @@ def test_captured_tensors_of_every_type_compile_in_masks_and_scores(dtype):
     assert compiled.resources.spills == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dims", [(16, 16), (40, 72), (72, 40), (248, 256)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_head_dims_in_steps_of_eight_compile(head_dims, dtype):
@@ -263,6 +268,7 @@ HOSTILE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", HOSTILE)
 def test_names_and_docstrings_stay_in_the_comment(text):
     for described in ({"name": text}, {"doc": text}):

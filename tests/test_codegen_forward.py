@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 
 import flashgen as fg
+from flashgen import interpreter
 from flashgen.analysis.tiles import Case
-from flashgen.codegen import emit, params
+from flashgen.interpreter.simulate import execute, loaded, simulate, stored
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
-from flashgen.planning.plan import Part, Role, Tile
-from flashgen.runtime import ptx
-from flashgen.runtime.ptx.simulate import loaded, module, simulate, stored
+from flashgen.planning.pipelines.ampere import programs
+from flashgen.planning.plan import Part, Tile
+from flashgen.planning.problem import Problem
+from flashgen.runtime.launch import make_launch
 
 
 def plan_of(
@@ -28,7 +30,7 @@ def plan_of(
         plan,
         tile=Tile(q=tile[0], kv=tile[1]),
         stages=stages,
-        roles=(Role(name="compute", warps=warps),),
+        program=programs.forward(warps, stages),
         q_in_registers=q_in_registers,
         blocks_per_sm=1,
         smem=(
@@ -90,6 +92,7 @@ def test_any_lengths(q_len, kv_len):
     check(CAUSAL, case_of(q_len, kv_len), plan_of(CAUSAL))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q_in_registers", [False, True])
 @pytest.mark.parametrize(
     ("stages", "warps", "tile"), [(2, 1, (32, 32)), (3, 2, (32, 16)), (4, 4, (64, 16)), (2, 2, (64, 48))]
@@ -99,6 +102,7 @@ def test_stages_warps_and_tiles(stages, warps, tile, q_in_registers):
     check(CAUSAL, case_of(70, 130), plan, seed=stages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dims", [(16, 16), (24, 40), (72, 16), (16, 72), (80, 112), (96, 96), (256, 64)])
 def test_head_dims_without_bank_conflicts(head_dims):
     plan = plan_of(CAUSAL, head_dim=head_dims[0], v_head_dim=head_dims[1], dtype="float16")
@@ -146,19 +150,18 @@ def test_rows_heads_and_batches_may_lie_apart():
     """q, k, v and o as [batch, rows, heads, head_dim] tensors with room behind each row."""
     plan, case = plan_of(CAUSAL, head_dim=24, v_head_dim=16), case_of(37, 45, batch=2, heads=4, kv_heads=2)
     q, k, v = inputs(case, plan)
-    memory, values = ptx.Memory(), {**case.sizes, "q_tiles": 2, "scale": 0.25}
-    views = {}
+    memory, addresses, strides, views = interpreter.Memory(), {}, {}, {}
     for name, x in (("q", q), ("k", k), ("v", v), ("o", np.zeros((2, 4, 37, 16), np.float32))):
         b, h, s, d = x.shape
         room = np.full((b, s, h, d + 8), 0x7FC0, np.uint16)  # NaN
         room[..., :d] = np.moveaxis(stored(x, plan.dtype), 1, 2)
         views[name] = room
-        values[name] = memory.add(name, room, writable=name == "o")
-        values |= {f"{name}_batch": s * h * (d + 8), f"{name}_row": h * (d + 8), f"{name}_head": d + 8}
+        addresses[name] = memory.add(name, room, writable=name == "o")
+        strides[name] = s * h * (d + 8), d + 8, h * (d + 8)
     lse = np.zeros((2, 4, 37), np.float32)
-    values["lse"] = memory.add("lse", lse, writable=True)
-    kernel = module(emit(plan), plan.arch)
-    kernel.launch("attention_forward", 16, plan.threads, plan.smem_bytes, params.pack(plan, values), memory)
+    addresses["lse"] = memory.add("lse", lse, writable=True)
+    problem = Problem(**case.sizes, head_dim=24, v_head_dim=16)
+    execute(make_launch(plan, problem, strides=strides, captured={}, scale=0.25, params={}, sms=108), memory, addresses)
     expected, expected_lse = reference(plan.variant, case, q, k, v, 0.25)
     np.testing.assert_allclose(
         np.moveaxis(loaded(views["o"][..., :16], plan.dtype), 1, 2), expected, rtol=2e-2, atol=2e-2

@@ -4,8 +4,10 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
+from tiers import thinned
 
 import flashgen as fg
+from flashgen import interpreter
 from flashgen.analysis import widths
 from flashgen.codegen import device, emit
 from flashgen.codegen.printer import Formula, Printer, RangePrinter
@@ -13,7 +15,7 @@ from flashgen.lang.build import apply, cast
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.expr import DType, Param, const, node
 from flashgen.planning import planner
-from flashgen.runtime import nvrtc, ptx, sass
+from flashgen.runtime import nvrtc, sass
 
 INT, WIDE, FLOAT = DType.INT32, DType.INT64, DType.FLOAT32
 Q, K = (node("index", INT, (), position) for position in "qk")
@@ -96,11 +98,11 @@ def module(arch):
 """)
     text = f"constexpr int QUERIES = {QUERIES}, KEYS = {KEYS};\nstruct Params {{ int keys, param_far, param_w; }};\n\n"
     text += "\n".join(kernels)
-    return ptx.load(nvrtc.ptx(device.used_by("DEVICE i64 u32 u64 " + text) + "\n\n" + text, arch), target=arch)
+    return interpreter.load(nvrtc.ptx(device.used_by("DEVICE i64 u32 u64 " + text) + "\n\n" + text, arch), target=arch)
 
 
 def launched(arch, kernel, far, shape, dtype):
-    memory, out = ptx.Memory(), np.zeros(shape, dtype)
+    memory, out = interpreter.Memory(), np.zeros(shape, dtype)
     params = np.array([KEYS, far, 3], np.int32).tobytes()
     address = memory.add("out", out, writable=True)
     module(arch).launch(kernel, 1, 32, 0, [params, int(address).to_bytes(8, "little")], memory)
@@ -119,6 +121,7 @@ def dtype_of(name):
     return np.float32 if root.dtype is FLOAT else np.int64 if wide else np.int32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_numbers(name, arch):
@@ -128,6 +131,7 @@ def test_numbers(name, arch):
             np.testing.assert_array_equal(found, expected(name, far), err_msg=f"{name} {loop} {far}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_ranges_hold_every_number(name, arch):
@@ -151,8 +155,15 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    thinned(
+        [(name, arch) for name in SCALED for arch in ("sm_80", "sm_90a")],
+        kept=[("shifted", "sm_80"), ("of_positions", "sm_90a")],
+        sibling="test_a_shift_by_31_is_no_product_with_minus_2_to_31",
+    ),
+)
 def test_a_shift_by_31_is_no_product_with_minus_2_to_31(name, arch):
     """What ptxas 13.0 makes of it is seen in machine code alone: the interpreter runs PTX."""
     for menu in (planner.menu, planner.backward_menu):

@@ -164,6 +164,7 @@ def test_every_pair_is_nested():
     assert len(PAIRS) > 3000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_every_pair_means_what_python_means(exact):
     roots = list(dict.fromkeys(root for *_, root in PAIRS))
@@ -173,6 +174,7 @@ def test_every_pair_means_what_python_means(exact):
         check(roots[first : first + AT_ONCE], exact=exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_deep_expressions_mean_what_python_means(exact):
     rng = random.Random(11)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from flashgen import interpreter
 from flashgen.analysis.abstract import Intervals
 from flashgen.codegen import device
 from flashgen.codegen.printer import Formula, Printer, RangePrinter
@@ -10,7 +11,7 @@ from flashgen.lang import ops, ranges
 from flashgen.lang.build import apply, cast
 from flashgen.lang.expr import DType, Param, const, node, walk
 from flashgen.lang.ops import OPS
-from flashgen.runtime import nvrtc, ptx
+from flashgen.runtime import nvrtc
 
 INT, WIDE, FLOAT, BOOL = DType.INT32, DType.INT64, DType.FLOAT32, DType.BOOL
 CTYPE = {INT: "int", WIDE: "i64", FLOAT: "float", BOOL: "bool"}
@@ -48,10 +49,10 @@ def run(body, inputs, outputs):
     head = f'extern "C" __global__ void run({", ".join(pointers)}) {{\n  const int i = blockIdx.x * 32 + threadIdx.x;\n'
     text = f"{head}{body}}}\n"
     source = device.used_by("DEVICE u32 u64 " + text) + "\n\n" + text
-    memory = ptx.Memory()
+    memory = interpreter.Memory()
     arguments = [memory.add(f"in{i}", a) for i, (_, a) in enumerate(inputs)]
     arguments += [memory.add(f"out{i}", a, writable=True) for i, (_, a) in enumerate(outputs)]
-    module = ptx.load(nvrtc.ptx(source, "sm_80"), target="sm_80")
+    module = interpreter.load(nvrtc.ptx(source, "sm_80"), target="sm_80")
     module.launch("run", count // 32, 32, 0, [int(a).to_bytes(8, "little") for a in arguments], memory)
 
 

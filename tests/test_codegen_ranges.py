@@ -13,13 +13,14 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
+from flashgen import interpreter
 from flashgen.codegen import device
 from flashgen.lang import ranges
 from flashgen.lang.expr import DType
 from flashgen.lang.ops import OPS
 from flashgen.lang.ranges import INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN, Range, Truth
 from flashgen.resources import folder
-from flashgen.runtime import nvrtc, ptx
+from flashgen.runtime import nvrtc
 
 INT, WIDE, FLOAT, BOOL = DType.INT32, DType.INT64, DType.FLOAT32, DType.BOOL
 COUNT = 2048
@@ -130,9 +131,11 @@ def _value_kernel(name: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def module() -> ptx.Module:
+def module() -> interpreter.Module:
     text = "\n".join((*map(_kernel, RULES), *map(_value_kernel, APPROXIMATE)))
-    return ptx.load(nvrtc.ptx(device.used_by("DEVICE u32 u64 " + text) + "\n\n" + text, "sm_80"), target="sm_80")
+    return interpreter.load(
+        nvrtc.ptx(device.used_by("DEVICE u32 u64 " + text) + "\n\n" + text, "sm_80"), target="sm_80"
+    )
 
 
 def _bits(x: np.ndarray, dtype: DType) -> np.ndarray:
@@ -141,7 +144,7 @@ def _bits(x: np.ndarray, dtype: DType) -> np.ndarray:
 
 def in_the_kernel(rule: Rule, operands: list[Range | Truth]) -> Range | Truth:
     """What the kernel's rule gives, a lane for each element."""
-    memory, pointers = ptx.Memory(), []
+    memory, pointers = interpreter.Memory(), []
     for n, (a, dtype) in enumerate(zip(operands, rule.operands, strict=True)):
         parts = (a.may_true, a.may_false, a.may_true) if isinstance(a, Truth) else (a.lo, a.hi, a.nan)
         for part, kind in zip(parts, (dtype, dtype, BOOL), strict=True):
@@ -160,7 +163,7 @@ def in_the_kernel(rule: Rule, operands: list[Range | Truth]) -> Range | Truth:
 
 def values_in_the_kernel(name: str, x: np.ndarray) -> np.ndarray:
     """What the kernel's approximate function gives."""
-    memory, y = ptx.Memory(), np.zeros(x.shape, np.float32)
+    memory, y = interpreter.Memory(), np.zeros(x.shape, np.float32)
     pointers = memory.add("x", x.astype(np.float32)), memory.add("y", y, writable=True)
     arguments = [int(p).to_bytes(8, "little") for p in pointers]
     module().launch(f"value_of_{name}", x.size // 256, 256, 0, arguments, memory)
@@ -263,6 +266,7 @@ def _described(rule: Rule, operands: list[Range | Truth], at: int, *found: Range
     return f"{rule.function}({', '.join(map(one, operands))}): {', '.join(map(one, found))}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kernel)
 def test_the_kernel_judges_as_python_does_and_both_hold_what_happens(rule):
     rng = np.random.default_rng(12)

@@ -7,6 +7,7 @@ import pytest
 import variant_kernel
 from ptx_attention import ARCH, work
 from test_ptx_backward import Backward, check
+from tiers import thinned
 
 import flashgen as fg
 from flashgen.analysis.facts import analyse
@@ -35,13 +36,19 @@ VARIANTS = {
 SHAPE = {"q_len": 70, "kv_len": 75}
 
 
-@pytest.mark.parametrize("arch", ARCH.values())
-@pytest.mark.parametrize("name", VARIANTS)
+COMPILED = [(name, arch) for name in VARIANTS for arch in ARCH.values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arch"), thinned(COMPILED, kept=[*COMPILED[::4], *COMPILED[3::4]], sibling="test_both_passes_compile")
+)
 def test_both_passes_compile(name, arch):
     for menu in (planner.menu, planner.backward_menu):
         nvrtc.ptx(emit(menu(VARIANTS[name].bind(), arch, "bfloat16", 64, 64).plans[0]), arch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ARCH)
 @pytest.mark.parametrize("name", ["mask", "flipped"])
 def test_forwards_are_right(name, pipeline):
@@ -49,6 +56,7 @@ def test_forwards_are_right(name, pipeline):
     assert w.wrong(w.run()) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ARCH)
 def test_a_backward_is_right(pipeline):
     check(Backward(VARIANTS["from_one"], pipeline=pipeline, **SHAPE))
@@ -64,6 +72,7 @@ def test_a_condition_of_a_choice_alone_decides_about_tiles():
     assert ((visited != 0) == np.broadcast_to(expected, (2, 2))[:, :, None, None]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [lambda h, k: (h & 3, k & 7), lambda h, k: (h & 3, fg.where(k > 4, 7, 0))])
 def test_the_gradient_of_an_element_goes_to_its_own_place(at):
     variant = fg.variant().score(lambda s, b, h, q, k: s + bias[at(h, k)])

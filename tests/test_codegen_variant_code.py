@@ -51,6 +51,7 @@ def check(variant, case, tile):
         np.testing.assert_allclose(scores, np.broadcast_to(expected, shape), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", MASKS)
 def test_random_masks_visit_and_keep_what_python_does(seed):
     source = seeded(seed)
@@ -61,6 +62,7 @@ def test_random_masks_visit_and_keep_what_python_does(seed):
     check(variant, case, tile)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_shipped_specs_visit_keep_and_score_as_python_does(name):
     variant = load_spec(shipped()[name]).bind()
@@ -115,6 +117,7 @@ def test_a_tensor_is_read_by_indices_of_both_widths(name):
     check(variant, Case(sizes=sizes, params={}, tensors=tensors), Tile(q=5, kv=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", WIDTHS)
 def test_both_passes_of_it_compile(name, arch):
@@ -143,6 +146,7 @@ STEP64 = fg.param("step64", dtype="int64", max=-1)
 ORDERED64 = fg.tensor("ordered64", dims=("kv",), dtype="int64", sorted=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",
     [

@@ -15,6 +15,7 @@ from flashgen.planning.problem import Problem
 SMALL = Problem(batch=1, heads=2, kv_heads=2, q_len=40, kv_len=40, head_dim=16, v_head_dim=16)
 
 
+@pytest.mark.slow
 def test_a_round_is_a_process_with_an_empty_cache_and_one_with_a_warm_one():
     found = list(starts(["document"], SMALL, rounds=1, device="cpu"))
     assert [(start.spec, start.cache) for start in found] == [("document", "empty"), ("document", "warm")]
@@ -28,7 +29,7 @@ def test_each_round_has_a_folder_of_its_own(monkeypatch):
         folders.append((spec, folder, folder.exists()))
         return 0.1, 0.2
 
-    monkeypatch.setattr(cold, "_process", process)
+    monkeypatch.setattr(cold, "process", process)
     assert len(list(starts(["full", "causal"], SMALL, rounds=2))) == 8
     assert [spec for spec, _, _ in folders] == 2 * ["full", "full", "causal", "causal"]
     assert len({folder for _, folder, _ in folders}) == 4 and all(there for _, _, there in folders)
@@ -41,6 +42,7 @@ def test_bytecode_is_there_for_every_process(monkeypatch, tmp_path):
     assert any("autograd" in path.name for path in tmp_path.rglob("*.pyc"))
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_says_why():
     with pytest.raises(LaunchError, match="ended with 1 on no_such_spec"):
         list(starts(["no_such_spec"], SMALL, rounds=1, device="cpu"))

@@ -22,11 +22,12 @@ from flashgen.lang.expr import walk
 from flashgen.ops import supports
 
 SEED = int(os.environ["FLASHGEN_FUZZ_SEED"])
-SECONDS = float(os.environ.get("FLASHGEN_FUZZ_SECONDS", "25"))
+SECONDS = float(os.environ.get("FLASHGEN_FUZZ_SECONDS", "10"))
 SHRINK = 60.0
 NAMES = [name for name in JUDGES if name != "gpu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_wrong(name):
     judge = JUDGES[name]
@@ -51,6 +52,7 @@ def drawn(name, count):
     return seen
 
 
+@pytest.mark.slow
 def test_the_generator_writes_every_operation():
     missing = set(ops.OPS)
     for case in drawn("text", 400):
@@ -179,16 +181,19 @@ def test_analysis_notices_a_wrong_range(broken):
     assert notices("analysis", 200)
 
 
+@pytest.mark.slow
 def test_text_notices_wrong_cuda(broken):
     broken("sub", "cuda", ops.OPS["add"].cuda)
     assert notices("text", 40)
 
 
+@pytest.mark.slow
 def test_kernels_notice_a_wrong_derivative(broken):
     broken("sub", "derivative", ops.OPS["add"].derivative)
     assert notices("kernels", 40)
 
 
+@pytest.mark.slow
 def test_gradients_notice_a_wrong_derivative(broken):
     broken("tanh", "derivative", ops.OPS["sigmoid"].derivative)
     assert notices("gradients", 60)
@@ -205,6 +210,7 @@ def test_counts_notice_a_pair_too_many(monkeypatch):
     assert notices("counts", 40)
 
 
+@pytest.mark.slow
 def test_a_failure_is_shrunk():
     """Of masks that read a parameter, the smallest is little more than that."""
 
@@ -219,6 +225,7 @@ def test_a_failure_is_shrunk():
     assert len(small.report) < len(failure.report)
 
 
+@pytest.mark.slow
 def test_profiles_reach_the_awkward_lengths():
     lengths = {case.sizes[name] for case in drawn("kernels", 200) for name in ("q_len", "kv_len")}
     assert {1, 2, 3, 13, 63, 64, 65} <= lengths

@@ -40,6 +40,7 @@ def command(text):
     return arguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_the_command_of_the_banner_makes_the_text(emitted, name):
     for path, text in emitted.items():
@@ -74,6 +75,7 @@ def test_check_where_there_is_nothing_to_compare(tmp_path):
     assert f"there is no folder {tmp_path / 'nowhere'} here to compare with" in err
 
 
+@pytest.mark.slow
 def test_check_names_what_differs_and_golden_refreshes_it(tmp_path, emitted):
     ran = flashgen("golden", "--folder", tmp_path, "--check", code=1)
     assert f"{len(emitted)} of the golden files differ; refresh them with: flashgen golden" in ran.err

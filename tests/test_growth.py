@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 from nested_masks import MASKS, SCORES
+from tiers import thinned
 
 import flashgen as fg
 from flashgen.analysis import derivative, facts
@@ -43,6 +44,7 @@ class Counter:
         return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_analysis(name, monkeypatch):
     for depth in DEPTHS:
@@ -57,6 +59,7 @@ def test_analysis(name, monkeypatch):
         assert len(list(walk([*variant.roots, *atoms]))) <= 50 * (depth + MAX_ATOMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_emitted_masks(name):
     text = emit(planner.menu(fg.variant(MASKS[name](40)), "sm_80", "bfloat16", 64).plans[0])
@@ -144,6 +147,7 @@ def chain(length):
     return fg.variant(mask, score)
 
 
+@pytest.mark.slow
 def test_a_chain_of_2000_additions_is_planned_and_emitted():
     variant = chain(2000)
     found = analyse(variant)
@@ -156,10 +160,12 @@ def test_a_chain_of_2000_additions_is_planned_and_emitted():
     assert formula(variant).text().count("operations)") == 2
 
 
-def test_a_chain_of_2000_additions_compiles():
+@pytest.mark.slow
+@pytest.mark.parametrize("length", thinned((300, 2000), kept=(300,), sibling="test_a_chain_of_additions_compiles"))
+def test_a_chain_of_additions_compiles(length):
     def mask(b, h, q, k):
         x = k
-        for i in range(2000):
+        for i in range(length):
             x = x + (q if i % 2 else h)
         return x <= 5000
 

@@ -14,12 +14,13 @@ from flashgen.analysis.facts import analyse
 from flashgen.bench.cells import FORWARD
 from flashgen.codegen import emit
 from flashgen.errors import PlanError
+from flashgen.interpreter import errors
 from flashgen.lang.load import load_spec
-from flashgen.planning import hopper, planner
+from flashgen.planning import planner
 from flashgen.planning.problem import Problem
+from flashgen.planning.profile import profile
 from flashgen.planning.traffic import predict
 from flashgen.runtime import nvrtc, sass, tiles
-from flashgen.runtime.ptx import errors
 
 SMS = 132
 
@@ -194,7 +195,7 @@ def test_no_benchmark_cell_of_equal_lengths_is_packed():
 def test_a_menu_has_at_most_one_packed_form_and_a_command_names_it(spec, head_dim):
     variant = load_spec(spec).bind()
     menu = planner.menu(variant, "sm_90a", "bfloat16", head_dim)
-    if hopper.tells_heads_apart(variant):
+    if profile(variant).uses_head:
         assert menu.packed is None and menu.forms == menu.plans
         with pytest.raises(PlanError, match="tells heads apart, which then share no tile\n  nearest: packed=False"):
             planner.menu(variant, "sm_90a", "bfloat16", head_dim, packed=True)
@@ -223,7 +224,7 @@ def test_a_tile_without_registers_for_two_queries_is_packed_with_fewer_keys():
     asked = (load_spec("log_distance").bind(), "sm_90a", "bfloat16", 256)
     alone, packed = planner.menu(*asked).plans[0], planner.menu(*asked).packed
     assert packed.tile.q == alone.tile.q and packed.tile.kv < alone.tile.kv
-    assert packed.registers_estimate <= packed.specialized.consumer_registers
+    assert packed.registers_estimate <= packed.program.consumer_registers
     tile = (alone.tile.q, alone.tile.kv)
     assert planner.menu(*asked, tile=tile).packed is None
     with pytest.raises(PlanError, match=rf"registers to pack heads\n  nearest: {packed.tile}"):
@@ -238,6 +239,7 @@ def test_a_plan_says_what_a_tile_holds():
     assert predict(w.plan, w.problem, w.case).as_json()["pack"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "head_dim"), [("full", 64), ("causal_bottom_right", 128), ("softcap", 256)])
 def test_packed_kernels_pass_the_gates(spec, head_dim):
     plan = planner.menu(load_spec(spec).bind(), "sm_90a", "bfloat16", head_dim).packed

@@ -10,10 +10,12 @@ import flashgen as fg
 from flashgen.codegen import emit
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
-from flashgen.planning import hopper, planner
+from flashgen.planning import planner
 from flashgen.planning.arch import ARCHS
+from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import Problem
+from flashgen.planning.request import KernelRequest
 
 ARCH = ARCHS["sm_90a"]
 FULL = fg.variant()
@@ -28,11 +30,11 @@ def candidate(q, kv, stages=2, q_stages=1):
 
 
 def smem_bytes(c, d, dv=None):
-    return sum(part.amount for part in hopper.smem(c, d, dv or d))
+    return sum(part.amount for part in hopper.smem(c, KernelRequest.of(FULL, ARCH.name, "bfloat16", d, dv)))
 
 
 def reason_of(c, d, variant=FULL):
-    return hopper.does_not_fit_reason(c, variant, ARCH, d, d)
+    return hopper.does_not_fit_reason(c, KernelRequest.of(variant, ARCH.name, "bfloat16", d))
 
 
 def menu(variant, head_dim, **options):
@@ -71,16 +73,16 @@ def test_o_needs_room_of_its_own_only_where_it_is_wider_than_q():
 
 @pytest.mark.parametrize(("warpgroups", "expected"), [(2, (40, 232)), (3, (32, 160))])
 def test_registers_are_given_and_taken_within_the_pool(warpgroups, expected):
-    assert hopper.division(warpgroups, CAUSAL, ARCH) == expected
+    assert hopper.division(warpgroups, KernelRequest.of(CAUSAL, ARCH.name, "bfloat16", 64)) == expected
     producer, consumer = expected
     threads = 128 * (1 + warpgroups)
     assert 128 * producer + 128 * warpgroups * consumer <= 65536 // threads // 8 * 8 * threads
 
 
 def test_tiles_judged_over_ranges_leave_consumers_less():
-    judged = load_spec("butterfly").bind()
-    assert hopper.division(2, judged, ARCH) == (56, 224)
-    assert hopper.division(3, judged, ARCH) == (56, 152)
+    asked = KernelRequest.of(load_spec("butterfly").bind(), ARCH.name, "bfloat16", 64)
+    assert hopper.division(2, asked) == (56, 224)
+    assert hopper.division(3, asked) == (56, 152)
 
 
 def test_what_does_not_fit_in_registers():
@@ -107,7 +109,7 @@ def test_what_does_not_fit_in_registers():
 def test_the_main_plan_is_the_one_that_was_measured_best(variant, head_dim, tile, stages, q_stages, ping_pong, guarded):
     main = menu(variant, head_dim).plans[0]
     how = main.specialized
-    assert (str(main.tile), main.stages, how.q_stages) == (tile, stages, q_stages)
+    assert (str(main.tile), main.stages, main.q_stages) == (tile, stages, q_stages)
     assert (how.ping_pong, how.without_row_max is not None, how.o_by_tma) == (ping_pong, guarded, q_stages == 2)
     assert how.dynamic_scheduler == (variant.mask is not None)
 
@@ -188,15 +190,13 @@ def test_every_plan_fits(spec, d, dv):
         assert plan.smem_bytes <= ROOM and plan.threads == 128 * (1 + how.warpgroups)
         assert plan.tile.q == 64 * how.warpgroups and plan.tile.kv % 16 == 0
         # What was measured was compiled, and did not spill: there the sum may be a few registers too careful.
-        assert plan.registers_estimate <= how.consumer_registers + (2 if found.measured else 0)
-        assert plan.roles[0].registers == how.producer_registers
-        assert plan.roles[1].registers == how.consumer_registers
+        assert plan.registers_estimate <= plan.program.consumer_registers + (2 if found.measured else 0)
         assert d <= plan.padded_head_dim < d + 16 and dv <= plan.padded_v_head_dim < dv + 16
 
 
 def test_a_pinned_tile_is_checked_and_never_changed():
     assert str(menu(FULL, 128, tile=(128, 176)).plans[0].tile) == "128x176"
-    assert menu(FULL, 128, tile=(128, 176), stages=2).plans[0].specialized.q_stages == 1
+    assert menu(FULL, 128, tile=(128, 176), stages=2).plans[0].q_stages == 1
     with pytest.raises(PlanError, match=r"tile 64x64 of .*tile_q is 128 or 192.*\n  nearest: 128x64"):
         menu(FULL, 128, tile=(64, 64))
     with pytest.raises(PlanError, match="128 x 128, 4 stages, 12 warps: shared memory"):

@@ -122,6 +122,7 @@ WIDE = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*INT_BINARY, *INT_UNARY])
 @settings(deadline=None, max_examples=80)
 @given(data=st.data())
@@ -175,6 +176,7 @@ def concrete(name, points, dtype):
         return OPS[name].python(*(np.asarray(p, dtype) for p in points))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", [*FLOAT_BINARY, *FLOAT_UNARY])
 @settings(deadline=None, max_examples=50)

@@ -13,8 +13,9 @@ import flashgen as fg
 from flashgen.errors import FlashgenError, LaunchError
 from flashgen.lang import variant as variants
 from flashgen.lang.variant import of_token
-from flashgen.ops import attention as ops
+from flashgen.ops import forward, records
 from flashgen.ops.attention import attention
+from flashgen.ops.call import DTYPES
 
 window = fg.param("window", default=8, min=1, max=1000)
 slope = fg.param("slope", default=0.5)
@@ -78,7 +79,7 @@ def check(got, wanted, dtype):
 # Right calls
 
 
-@pytest.mark.parametrize("dtype", list(ops.DTYPES))
+@pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("dim", [7, 16, 64])
 def test_dtypes_and_head_dims(dtype, dim):
     q, k, v = tensors(dtype, dim=dim)
@@ -152,7 +153,7 @@ def test_strided_views_are_read_as_they_are():
     "shape", [{"batch": 0}, {"heads": 0, "kv_heads": 0}, {"q_len": 0}, {"kv_len": 0}, {"q_len": 0, "kv_len": 0}]
 )
 def test_empty_problems(shape, monkeypatch):
-    monkeypatch.setattr(ops, "_walk", None)
+    monkeypatch.setattr(forward, "_walk", None)
     q, k, v = tensors(**shape)
     o, lse = attention(q, k, v, full, return_lse=True)
     assert o.shape == (*q.shape[:3], 24) and lse.shape == q.shape[:3]
@@ -239,14 +240,14 @@ def test_tables_of_variants_are_bounded_and_graphs_keep_theirs(monkeypatch):
     q, k, v = tensors()
     monkeypatch.setattr(variants, "_by_token", {})
     monkeypatch.setattr(variants, "MAX_TOKENS", 3)
-    monkeypatch.setattr(ops, "_calls", {})
-    monkeypatch.setattr(ops, "MAX_VARIANTS", 2)
+    monkeypatch.setattr(records, "_calls", {})
+    monkeypatch.setattr(records, "MAX_VARIANTS", 2)
     kept = fg.variant(lambda b, h, q, k: q - k < 6_000_000)
     compiled = torch.compile(lambda *a: attention(*a, kept), fullgraph=True, backend="aot_eager")
     before = compiled(q, k, v)
     for i in range(5):
         assert torch.equal(attention(q, k, v, fg.variant(lambda b, h, q, k, i=i: q - k < 6_000_001 + i)), before)
-    assert len(ops._calls) == 2 and len(variants._by_token) == 3 and of_token(kept.token) is None
+    assert len(records._calls) == 2 and len(variants._by_token) == 3 and of_token(kept.token) is None
     assert torch.equal(compiled(q, k, v), before)
 
 

@@ -8,12 +8,15 @@ import torch
 from backward_checks import case_of, judge_captured, problem_of
 from tolerance import judge
 from torch.autograd import gradcheck
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashgen as fg
 from flashgen.analysis.derivative import differentiable
 from flashgen.errors import FlashgenError, LaunchError
 from flashgen.lang.load import load_spec, shipped
 from flashgen.ops import dropout as drawing
+from flashgen.ops.backward import in_order
+from flashgen.planning import planner
 from flashgen.runtime.gradients import baseline_gradients, reference_gradients
 from flashgen.runtime.philox import Dropout
 
@@ -43,6 +46,7 @@ def captured(heads=2, q_len=5, dtype=torch.float32):
 # -- gradcheck
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("scale", [None, -0.6, 0.0])
 def test_gradcheck_of_o_and_lse(scale, deterministic):
@@ -51,6 +55,7 @@ def test_gradcheck_of_o_and_lse(scale, deterministic):
     assert gradcheck(lambda *t: fg.attention(*t, plain, **options), (q, k, v))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SPECS if load_spec(name).score_node is not None])
 def test_gradcheck_of_every_score(name):
     """Each alone and with the masks that the specs give it; captured tensors are float32 and checked below."""
@@ -82,6 +87,7 @@ def test_gradcheck_of_views():
 # -- against float64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", SPECS)
 def test_every_spec(name, dtype):
@@ -220,15 +226,32 @@ def test_deterministic_walks_agree():
         torch.testing.assert_close(x, y)
 
 
-def test_torch_may_ask_for_determinism_too(monkeypatch):
-    from flashgen.ops import autograd
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("way", ["eager", "transformed", "compiled", "traced"])
+def test_every_way_asks_for_the_kernel_that_the_call_asks_for(way, deterministic, monkeypatch):
+    asked, menu = [], planner.backward_menu
+    monkeypatch.setattr(planner, "backward_menu", lambda *a, **o: asked.append(o["deterministic"]) or menu(*a, **o))
 
-    assert not autograd.in_order(False) and autograd.in_order(True)
+    def loss(q, k, v):
+        return fg.attention(q, k, v, plain, deterministic=deterministic).square().sum()
+
+    inputs = tensors()
+    if way == "transformed":
+        torch.func.grad(loss)(*inputs)
+    elif way == "traced":
+        make_fx(torch.func.grad(loss))(*inputs)(*inputs)
+    else:
+        (torch.compile(loss, backend="aot_eager") if way == "compiled" else loss)(*inputs).backward()
+    assert asked and set(asked) == {deterministic}
+
+
+def test_torch_may_ask_for_determinism_too(monkeypatch):
+    assert not in_order(False) and in_order(True)
     torch.use_deterministic_algorithms(True)
     try:
-        assert autograd.in_order(False)
+        assert in_order(False)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        assert not autograd.in_order(False)
+        assert not in_order(False)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -79,6 +79,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "given", "message"), WRONG, ids=[message for *_, message in WRONG])
 def test_a_wrong_call_is_told_what_an_eager_one_is(variant, given, message):
     def call(q, k, v):
@@ -172,6 +173,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("what", CHANGES)
 def test_four_values_of_a_number(what, backend):

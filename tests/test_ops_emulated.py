@@ -7,8 +7,11 @@ from tolerance import judge_lse, reference
 
 import flashgen as fg
 from flashgen.analysis.tiles import Case
-from flashgen.ops import attention as ops
+from flashgen.ops.attention import attention
+from flashgen.ops.backward import run_backward
+from flashgen.ops.records import calls_of
 from flashgen.planning.arch import ARCHS
+from flashgen.runtime.gradients import reference_gradients
 
 window = fg.param("window", default=40, min=1)
 slope = fg.param("slope", default=0.5)
@@ -55,27 +58,30 @@ def check(got, variant, tensors, *, scale=None, params=None, arrays=None):
     assert judge_lse(mine_lse, lse) == ()
 
 
+@pytest.mark.slow
 def test_a_call_and_its_repetition(gpu):
     tensors = inputs(gpu)
-    check(ops.attention(*tensors, causal_window, return_lse=True), causal_window, tensors)
+    check(attention(*tensors, causal_window, return_lse=True), causal_window, tensors)
     again = inputs(gpu, seed=1)
-    got = ops.attention(*again, causal_window, window=7, scale=0.3, return_lse=True)
+    got = attention(*again, causal_window, window=7, scale=0.3, return_lse=True)
     check(got, causal_window, again, scale=0.3, params={"window": 7})
     assert len(gpu.plans) == 1 and len(gpu.launches) == 2
     assert {plan.pipeline for plan, *_ in gpu.launches} == {gpu.pipeline}
 
 
+@pytest.mark.slow
 def test_captured_tensors_and_parameters(gpu):
     tensors = inputs(gpu, dtype=torch.float16)
     values = torch.randn(1, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
     ends = torch.tensor([90, 31])
-    got = ops.attention(
+    got = attention(
         *tensors, captured, table=gpu.put(values), lengths=gpu.put(ends), slope=0.25, scale=-0.2, return_lse=True
     )
     arrays = {"table": values.float().numpy(), "lengths": ends.numpy()}
     check(got, captured, tensors, scale=-0.2, params={"slope": 0.25}, arrays=arrays)
 
 
+@pytest.mark.slow
 def test_strided_views(gpu):
     """q as [batch, q_len, heads, dim]; k and v every second row of memory that is NaN elsewhere."""
     q, k, v = inputs(gpu, heads=4, kv_heads=2, dim=40, v_dim=24)
@@ -87,11 +93,12 @@ def test_strided_views(gpu):
         view = room[:, :, 1::2]
         view.as_subclass(torch.Tensor).copy_(t.as_subclass(torch.Tensor))
         spread.append(view)
-    got = ops.attention(q, *spread, causal_window, return_lse=True)
+    got = attention(q, *spread, causal_window, return_lse=True)
     check(got, causal_window, (q, k, v))
     assert got[0].transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 def test_few_queries_of_heads_that_share_keys(gpu, turned):
     """Packed into one tile on Hopper, whatever the layout of q and o."""
@@ -99,7 +106,7 @@ def test_few_queries_of_heads_that_share_keys(gpu, turned):
     if turned:
         q = gpu.put(q.as_subclass(torch.Tensor).transpose(1, 2).contiguous().transpose(1, 2))
     for variant in (full, causal_window):
-        check(ops.attention(q, k, v, variant, return_lse=True), variant, (q, k, v))
+        check(attention(q, k, v, variant, return_lse=True), variant, (q, k, v))
         plan, config, _ = gpu.launches[-1]
         packed = gpu.pipeline == "hopper"
         assert (plan.packed, config.gridDimX) == (packed, 4 if packed else 16)
@@ -109,11 +116,37 @@ def test_expanded_keys(gpu):
     """Stride 0, which TMA cannot address: pipeline ampere serves it."""
     q, k, v = inputs(gpu, batch=1, kv_heads=1)
     k, v = (t.expand(-1, 2, -1, -1) for t in (k, v))
-    check(ops.attention(q, k, v, full, return_lse=True), full, (q, k, v))
+    check(attention(q, k, v, full, return_lse=True), full, (q, k, v))
     assert gpu.launches[-1][0].pipeline == "ampere"
 
 
+@pytest.mark.slow
 def test_rows_and_lengths_at_the_edges(gpu):
     for q_len, kv_len in ((1, 1), (3, 65), (129, 2)):
         tensors = inputs(gpu, batch=1, q_len=q_len, kv_len=kv_len)
-        check(ops.attention(*tensors, causal_window, return_lse=True), causal_window, tensors)
+        check(attention(*tensors, causal_window, return_lse=True), causal_window, tensors)
+
+
+def test_gradients(gpu):
+    """Two calls of one record: inputs, results, workspaces and sums of a captured tensor, wherever they lie."""
+    slopes = torch.randn(1, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
+    ends = torch.tensor([35])
+    for seed in (0, 1):
+        q, k, v = inputs(gpu, batch=1, q_len=33, kv_len=40, seed=seed)
+        q = gpu.put(q.as_subclass(torch.Tensor).transpose(1, 2).contiguous().transpose(1, 2))
+        named = {"table": gpu.put(slopes), "lengths": gpu.put(ends), "slope": 0.25}
+        o, lse = attention(q, k, v, captured, return_lse=True, **named)
+        given = torch.Generator().manual_seed(seed + 2)
+        do, dlse = (gpu.put(torch.randn(x.shape, generator=given).to(x.dtype)) for x in (o, lse))
+        got = run_backward(
+            *(do, dlse, q, k, v, o, lse, captured, None, named, None), deterministic=False, wanted=("table",)
+        )
+        sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 33, "kv_len": 40}
+        tensors = {"table": slopes.float().numpy(), "lengths": ends.numpy()}
+        case = Case(sizes=sizes, params={"slope": 0.25}, tensors=tensors)
+        q, k, v, do, dlse = (x.as_subclass(torch.Tensor) for x in (q, k, v, do, dlse))
+        right = reference_gradients(captured.bind(), case, q, k, v, do, scale=q.shape[-1] ** -0.5, dlse=dlse)
+        for mine, wanted in zip((*got[:3], *got.captured), (*right[:3], right.captured["table"]), strict=True):
+            torch.testing.assert_close(mine.as_subclass(torch.Tensor).double(), wanted, rtol=0.03, atol=0.06)
+    assert len(calls_of(captured).backward) == 1
+    assert {plan.pipeline for plan, *_ in gpu.launches} == {gpu.pipeline}

@@ -1,17 +1,22 @@
 """The GPU path of attention() without a GPU: tensors that say they are on one, and a driver that keeps what it gets."""
 
 import contextlib
+import functools
 import struct
 
 import numpy as np
 import pytest
 import torch
+from effort import effort
 from fake_driver import FakeDriver
 
 import flashgen as fg
 from flashgen.codegen import params
 from flashgen.errors import FlashgenError
-from flashgen.ops import attention as ops
+from flashgen.ops import records
+from flashgen.ops.attention import attention
+from flashgen.ops.backward import Given, run_backward
+from flashgen.ops.call import Call
 from flashgen.runtime import cache, driver, kernel, nvrtc
 
 window = fg.param("window", default=8, min=1)
@@ -49,7 +54,7 @@ def machine(monkeypatch):
         cached.cache_clear()
     monkeypatch.setattr(driver, "_api", lambda: fake)
     monkeypatch.setattr(kernel, "_kernels", {})
-    monkeypatch.setattr(ops, "_calls", {})
+    monkeypatch.setattr(records, "_calls", {})
     resources = nvrtc.Resources(registers=1, spill_stores=0, spill_loads=0, stack_bytes=0, smem_static=0)
     built = []
 
@@ -100,7 +105,7 @@ def test_what_a_launch_is_given(machine):
     _, k, v = tensors(v_dim=40)
     rows_first = on_gpu(torch.zeros(2, 70, 4, 64, dtype=torch.bfloat16).transpose(1, 2))
     numbers = ids(batch=1)
-    o, lse = ops.attention(rows_first, k, v, called, doc=numbers, window=5, scale=0.25, return_lse=True)
+    o, lse = attention(rows_first, k, v, called, doc=numbers, window=5, scale=0.25, return_lse=True)
     (launched,) = machine.launched
     got = fields(machine, launched)
     wanted = {
@@ -119,68 +124,79 @@ def test_what_a_launch_is_given(machine):
 
 def test_a_repeated_call_only_launches(machine):
     for _ in range(2):
-        ops.attention(*tensors(), called, doc=ids())
+        attention(*tensors(), called, doc=ids())
     before, plans = len(machine.calls), len(machine.built)
     for width in (1, 2, 3):
-        ops.attention(*tensors(), called, doc=ids(), window=width, scale=width / 8)
+        attention(*tensors(), called, doc=ids(), window=width, scale=width / 8)
     assert {name for name, _ in machine.calls[before:]} == {"cuLaunchKernelEx"}
     assert [fields(machine, launched)["param_window"] for launched in machine.launched[-3:]] == [1, 2, 3]
     assert [fields(machine, launched)["scale"] for launched in machine.launched[-3:]] == [0.125, 0.25, 0.375]
     assert len(machine.built) == plans
 
 
+def test_a_repeated_call_takes_few_steps(machine):
+    """What a GPU waits for in short calls; `flashgen bench host` gives the microseconds."""
+    (q, k, v), doc = tensors(), ids()
+    q.requires_grad_()
+    for limit, grad in ((80, False), (100, True)):
+        with torch.set_grad_enabled(grad):
+            call = functools.partial(attention, q, k, v, called, doc=doc, window=5, scale=0.25)
+            call()
+            assert effort(call).calls < limit
+
+
 def test_one_record_a_set_of_shapes(machine):
-    records = ops.calls_of(called).records
+    kept = records.calls_of(called).records
     q, k, v = tensors()
     for length in (90, 90, 90):
-        ops.attention(q, k, v, called, doc=ids(length=length))
-    assert len(records) == 1
-    ops.attention(q, k, v, called, doc=ids(batch=1))
-    ops.attention(on_gpu(q.transpose(1, 2).contiguous().transpose(1, 2)), k, v, called, doc=ids())
-    ops.attention(*tensors(q_len=71), called, doc=ids())
-    ops.attention(*tensors(dtype=torch.float16), called, doc=ids())
-    ops.attention(q, k, v, called, doc=ids(), scale=-0.5)
-    assert len(records) == 6
+        attention(q, k, v, called, doc=ids(length=length))
+    assert len(kept) == 1
+    attention(q, k, v, called, doc=ids(batch=1))
+    attention(on_gpu(q.transpose(1, 2).contiguous().transpose(1, 2)), k, v, called, doc=ids())
+    attention(*tensors(q_len=71), called, doc=ids())
+    attention(*tensors(dtype=torch.float16), called, doc=ids())
+    attention(q, k, v, called, doc=ids(), scale=-0.5)
+    assert len(kept) == 6
     plans = len(set(machine.built))
-    ops.attention(q, k, v, called, doc=ids(), block=8)
-    assert len(records) == 7 and len(set(machine.built)) == plans + 1
+    attention(q, k, v, called, doc=ids(), block=8)
+    assert len(kept) == 7 and len(set(machine.built)) == plans + 1
 
 
 def test_records_are_bounded(machine, monkeypatch):
-    monkeypatch.setattr(ops, "MAX_RECORDS", 3)
+    monkeypatch.setattr(records, "MAX_RECORDS", 3)
     for length in range(60, 70):
-        ops.attention(*tensors(q_len=length), called, doc=ids())
-        assert len(ops.calls_of(called).records) <= 3
+        attention(*tensors(q_len=length), called, doc=ids())
+        assert len(records.calls_of(called).records) <= 3
 
 
 def test_another_gpu_than_the_current_one(machine):
     q, k, v = tensors(kind=OnFirstGpu)
     numbers = ids().as_subclass(OnFirstGpu)
-    ops.attention(q, k, v, called, doc=numbers)
+    attention(q, k, v, called, doc=numbers)
     assert machine.entered == [0] and machine.launched[-1].hStream == 100
     assert machine.built[-1].arch == "sm_80" and machine.launched[-1].function[1] == "context 0"
-    ops.attention(*tensors(), called, doc=ids())
+    attention(*tensors(), called, doc=ids())
     assert machine.built[-1].arch == "sm_90a" and machine.entered == [0]
 
 
 def test_a_negative_scale_flips_the_score_and_not_the_number(machine):
-    ops.attention(*tensors(), called, doc=ids(), scale=-0.5)
+    attention(*tensors(), called, doc=ids(), scale=-0.5)
     assert fields(machine, machine.launched[-1])["scale"] == 0.5
     assert machine.built[-1].variant.score_node is not None
-    ops.attention(*tensors(), called, doc=ids(), scale=0.5)
+    attention(*tensors(), called, doc=ids(), scale=0.5)
     assert machine.built[-1].variant.score_node is None
 
 
 def test_empty_problems_launch_nothing(machine):
     for q_len, kv_len in ((0, 90), (70, 0)):
-        o, lse = ops.attention(*tensors(q_len=q_len, kv_len=kv_len), called, doc=ids(length=kv_len), return_lse=True)
+        o, lse = attention(*tensors(q_len=q_len, kv_len=kv_len), called, doc=ids(length=kv_len), return_lse=True)
         assert (o == 0).all() and (lse == -torch.inf).all()
     assert machine.launched == [] and machine.built == []
 
 
 def refused(message, *arguments, **named):
     with pytest.raises(FlashgenError, match=message) as caught:
-        ops.attention(*arguments, **named)
+        attention(*arguments, **named)
     return str(caught.value)
 
 
@@ -202,7 +218,7 @@ def test_refusals_launch_nothing(machine):
 
 def test_what_a_record_checks_again(machine):
     q, k, v = tensors()
-    ops.attention(q, k, v, called, doc=ids(), window=3)
+    attention(q, k, v, called, doc=ids(), window=3)
     refused("the least it may be is 1", q, k, v, called, doc=ids(), window=0)
     refused("is int32 and got True", q, k, v, called, doc=ids(), window=True)
     refused("is int32 and got array", q, k, v, called, doc=ids(), window=np.array([3, 3]))
@@ -226,3 +242,19 @@ def test_what_a_record_checks_again(machine):
     moved = on_gpu(room[start : start + q.numel()].view(q.shape))
     refused(r"q starts 2 bytes past a multiple of 16(?s:.*)nearest: q\.clone\(\)", moved, k, v, called, doc=ids())
     assert len(machine.launched) == 1
+
+
+def test_what_a_launch_of_a_backward_is_given(machine):
+    q, k, v = tensors()
+    o, lse = (on_gpu(x) for x in (torch.zeros(2, 4, 70, 64, dtype=torch.bfloat16), torch.zeros(2, 4, 70)))
+    do, dlse = (on_gpu(torch.zeros_like(x)) for x in (o, lse))
+    numbers = ids()
+    for width in (5, 6):
+        call = Call(called, 0.25, {"doc": numbers, "window": width}, None, deterministic=True)
+        found = run_backward(Given(do, dlse, q, k, v, o, lse), call, ())
+    assert len(machine.built) == 1 and machine.built[0].pass_name == "backward" and machine.built[0].deterministic
+    got = fields(machine, machine.launched[-1])
+    given = {"q": q, "k": k, "v": v, "o": o, "d_o": do, "lse": lse, "dlse": dlse, "tensor_doc": numbers}
+    given |= {"dq": found.dq, "dk": found.dk, "dv": found.dv}
+    wanted = {name: tensor.data_ptr() for name, tensor in given.items()} | {"scale": 0.25, "param_window": 6}
+    assert {name: got[name] for name in wanted} == wanted

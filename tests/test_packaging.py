@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from documents import DOCUMENTS
 
 import flashgen
 
@@ -25,6 +27,21 @@ def wheel(tmp_path_factory):
     assert done.returncode == 0, done.stdout + done.stderr
     [path] = out.glob("*.whl")
     return path
+
+
+def test_the_source_archive_carries_the_documents_and_what_they_lead_to(tmp_path):
+    build = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [path] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        carried = {Path(*Path(name).parts[1:]).as_posix() for name in archive.getnames()}
+    wanted = {"CHANGELOG.md", "constraints.txt", ".ci/run", *DOCUMENTS}
+    for name, document in DOCUMENTS.items():
+        links = re.findall(r"\]\(([^)#]+)", document.read_text())
+        wanted |= {os.path.normpath(Path(name).parent / link) for link in links if "://" not in link}
+    files = {path for path in wanted if (ROOT / path).is_file()}
+    assert files and files <= carried
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +102,22 @@ def test_the_wheel_names_its_version_its_command_and_everything_it_imports(wheel
     assert {"torch", "cuda", "jinja2"} <= found
     makers = packages_distributions()
     assert [name for name in sorted(found) if not required & {maker.lower() for maker in makers[name]}] == []
+
+
+def test_the_wheel_says_that_it_is_typed(wheel):
+    """PEP 561: a type checker reads the annotations of an installed package only where it finds this."""
+    assert "flashgen/py.typed" in zipfile.ZipFile(wheel).namelist()
+
+
+def test_the_extras_are_those_of_the_tests_and_of_the_integrations(wheel):
+    archive = zipfile.ZipFile(wheel)
+    [info] = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+    metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
+    assert set(metadata.get_all("Provides-Extra")) == {"test", "integrations"}
+    extra = [line.partition("; ") for line in metadata.get_all("Requires-Dist") if "extra" in line]
+    # A checker of another version finds other faults.
+    assert [line for line, _, where in extra if line.startswith("mypy") and "test" in where] == ["mypy==2.4.1"]
+    assert [line for line, _, where in extra if "integrations" in where] == ["transformers>=5.17"]
 
 
 @pytest.mark.parametrize("folder", ["templates", "specs"])

@@ -1,16 +1,15 @@
 """Forward plans that drop probabilities: from a pipeline that can, with registers for their random words."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from flashgen.codegen import emit
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
-from flashgen.planning import ampere, planner
+from flashgen.planning import planner
 from flashgen.runtime import nvrtc
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 @pytest.mark.parametrize("arch_name", ["sm_80", "sm_90a"])
 def test_nothing_spills(arch_name, head_dim):
@@ -30,12 +29,9 @@ def test_a_plan_without_dropout_is_another():
     assert "dropout" in [part.name for part in dropping.registers]
 
 
-def test_a_pipeline_without_dropout_gives_way_unless_it_is_asked_for(monkeypatch):
-    plain = SimpleNamespace(NAME="plain", DROPOUT=False)
-    monkeypatch.setattr(planner, "PIPELINES", {"plain": plain, "ampere": ampere})
-    card = SimpleNamespace(name="sm_90a", pipelines=("plain", "ampere"))
-    assert planner._pipeline(card, None, False) is plain
-    assert planner._pipeline(card, None, True) is ampere
-    assert planner._pipeline(card, "ampere", True) is ampere
-    with pytest.raises(PlanError, match="pipeline 'plain' has no dropout\n  nearest: pipeline 'ampere'"):
-        planner._pipeline(card, "plain", True)
+def test_a_pipeline_without_dropout_gives_way_unless_it_is_asked_for():
+    variant = load_spec("causal").bind()
+    plain, dropping = (planner.menu(variant, "sm_90a", "bfloat16", 64, dropout=d).plans[0] for d in (False, True))
+    assert (plain.pipeline, dropping.pipeline) == ("hopper", "ampere")
+    with pytest.raises(PlanError, match="pipeline 'hopper' has no dropout\n  nearest: pipeline 'ampere'"):
+        planner.menu(variant, "sm_90a", "bfloat16", 64, dropout=True, pipeline="hopper")

@@ -16,6 +16,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "spec", "head_dim"), CASES)
 def test_no_spill_and_the_estimate_holds(arch, spec, head_dim):
     menu = planner.menu(load_spec(spec).bind(), arch, "bfloat16", head_dim, pipeline="ampere")

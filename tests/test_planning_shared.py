@@ -4,11 +4,13 @@ from contextlib import suppress
 from itertools import product
 
 import pytest
+from tiers import thinned
 
 import flashgen as fg
 from flashgen.codegen import emit
 from flashgen.errors import PlanError
-from flashgen.planning import hopper_backward, planner
+from flashgen.planning import planner
+from flashgen.planning.pipelines.hopper import backward as hopper_backward
 from flashgen.runtime import nvrtc
 
 doc = fg.tensor("doc", dims=("batch", "kv"), dtype="int32")
@@ -39,7 +41,15 @@ def plans(variant, gradients):
             yield planner.backward_menu(variant, "sm_90a", "bfloat16", head_dim, pipeline="hopper", **options).plans[0]
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    thinned(
+        list(MASKS),
+        kept=("causal", "two_bools", "document", "all", "nothing_hidden"),
+        sibling="test_shared_is_what_the_plan_counted",
+    ),
+)
 def test_shared_is_what_the_plan_counted(name):
     mask = fg.variant(MASKS[name], name=name)
     score = mask.score(lambda s, b, h, q, k: s + bias[h, k])
@@ -52,6 +62,7 @@ def test_shared_is_what_the_plan_counted(name):
         nvrtc.ptx(declarations + ', "what the plan counted");', "sm_90a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_packed_documents_with_padding_compile(head_dim):
     plan = planner.backward_menu(fg.variant(MASKS["padded"]), "sm_90a", "float16", head_dim, pipeline="hopper").plans[0]

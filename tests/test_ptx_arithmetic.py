@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ptx_kernels import instruction
 
-from flashgen.runtime.ptx import UnknownInstruction
+from flashgen.interpreter import UnknownInstruction
 
 _INT32 = st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-9, 9), st.sampled_from([-(2**31), 2**31 - 1]))
 _INT64 = st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-9, 9))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from ptx_kernels import launch
 
-from flashgen.runtime.ptx import BadLaunch, Memory, errors
-from flashgen.runtime.ptx.memory import BASE, GLOBALS_BYTES
-from flashgen.runtime.ptx.ops.convert import bf16_bits, bf16_value
-from flashgen.runtime.ptx.tensormap import BFLOAT16, FLOAT32, TensorMap
+from flashgen.interpreter import BadLaunch, Memory, errors
+from flashgen.interpreter.memory import BASE, GLOBALS_BYTES
+from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
+from flashgen.interpreter.tensormap import BFLOAT16, FLOAT32, TensorMap
 
 HEAD = """
 typedef unsigned u32; typedef unsigned short u16; typedef unsigned long long u64;

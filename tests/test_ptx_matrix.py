@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from ptx_kernels import launch
 
-from flashgen.runtime.ptx import errors
-from flashgen.runtime.ptx.ops.convert import bf16_bits, bf16_value
+from flashgen.interpreter import errors
+from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
 
 HEAD = """
 typedef unsigned u32; typedef unsigned short u16;

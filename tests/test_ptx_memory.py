@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ptx_kernels import launch
 
-from flashgen.runtime.ptx import BadLaunch, Memory, errors
+from flashgen.interpreter import BadLaunch, Memory, errors
 
 
 def test_widths_and_vectors():

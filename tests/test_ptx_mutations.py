@@ -12,7 +12,9 @@ import pytest
 from ptx_attention import replace, work
 
 from flashgen.codegen import emit
-from flashgen.runtime.ptx import errors
+from flashgen.interpreter import errors
+from flashgen.planning.pipelines.hopper import forward as hopper
+from flashgen.planning.request import KernelRequest
 
 RESULT, CONFLICTS = "a wrong result", "bank conflicts"
 
@@ -197,7 +199,10 @@ def subject(pipeline):
     w = work("causal_bottom_right", pipeline, q_len=150, kv_len=230)
     if pipeline == "hopper":  # with turns, whatever the planner thinks of them at this tile
         specialized = dataclasses.replace(w.plan.specialized, ping_pong=True)
-        plan = dataclasses.replace(w.plan, specialized=specialized)
+        c = hopper.Candidate(tile=w.plan.tile, stages=w.plan.stages, q_stages=w.plan.q_stages)
+        request = KernelRequest.of(w.variant, w.plan.arch, w.plan.dtype, w.plan.head_dim)
+        program = hopper.program(c, request, ping_pong=True)
+        plan = dataclasses.replace(w.plan, specialized=specialized, program=program)
         w = dataclasses.replace(w, plan=plan, source=emit(plan))
     return w
 
@@ -213,6 +218,7 @@ def noticed(pipeline, edit, seed=None):
     return ({RESULT} if w.wrong(result) else set()) | ({CONFLICTS} if result.report.conflicts else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AMPERE)
 def test_ampere(name):
     edit, expected = AMPERE[name]
@@ -220,6 +226,7 @@ def test_ampere(name):
     assert found and found <= expected, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOPPER)
 def test_hopper(name):
     edit, expected = HOPPER[name]
@@ -227,6 +234,7 @@ def test_hopper(name):
     assert found and found <= expected, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STAGED)
 def test_hopper_with_staged_output(name):
     edit, expected = STAGED[name]
@@ -234,11 +242,13 @@ def test_hopper_with_staged_output(name):
     assert found and found <= expected, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["ampere", "hopper", "staged"])
 def test_unchanged_kernels_are_silent(pipeline):
     assert noticed(pipeline, None) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "name"),
     [

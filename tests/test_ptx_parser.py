@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ptx_kernels import instruction, launch
 
-from flashgen.runtime.ptx import (
+from flashgen.interpreter import (
     BadLaunch,
     Memory,
     PtxSyntaxError,
@@ -16,7 +16,7 @@ from flashgen.runtime.ptx import (
     errors,
     load,
 )
-from flashgen.runtime.ptx.parser import Imm, Mem, Reg, Sym, Vec, parse
+from flashgen.interpreter.parser import Imm, Mem, Reg, Sym, Vec, parse
 
 HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ptx_kernels import launch
 
-from flashgen.runtime.ptx import errors
+from flashgen.interpreter import errors
 
 SEEDS = (None, 0, 1)
 

@@ -75,7 +75,7 @@ def test_refusals_of_a_load(fake, call, reason):
 def ready(fake):
     function = driver.load(b"cubin", "attention_forward", smem_bytes=1_024, device=1)
     buffer = ctypes.create_string_buffer(b"abcdefgh", 8)
-    return driver.Launch(function, blocks=70_000, threads=128, arguments=[buffer]), buffer
+    return driver.Launcher(function, blocks=70_000, threads=128, arguments=[buffer]), buffer
 
 
 def test_launch_passes_grid_stream_and_bytes(fake, ready):
@@ -111,7 +111,7 @@ def test_a_launch_that_fails_says_why(fake, ready):
 def test_a_grid_that_is_too_wide(fake):
     function = driver.load(b"cubin", "attention_forward", smem_bytes=0, device=0)
     with pytest.raises(LaunchError, match="needs 2,147,483,648 blocks and a grid holds 2,147,483,647"):
-        driver.Launch(function, blocks=1 << 31, threads=128, arguments=[ctypes.create_string_buffer(8)])
+        driver.Launcher(function, blocks=1 << 31, threads=128, arguments=[ctypes.create_string_buffer(8)])
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Launch records without a GPU: what a driver would be handed, call by call."""
 
+import ctypes
 import dataclasses
 import struct
 import sys
@@ -7,19 +8,22 @@ import threading
 import warnings
 
 import pytest
-from fake_driver import FakeDriver
+from emulated_gpu import EmulatedGpu
+from fake_driver import OK, FakeDriver
 
 import flashgen as fg
 from flashgen.codegen import params
 from flashgen.errors import CompileError
+from flashgen.interpreter import simulate
 from flashgen.planning import planner
 from flashgen.planning.problem import Problem
 from flashgen.runtime import cache, driver, kernel, nvrtc
+from flashgen.runtime.launch import Captured, make_launch
 
 RESOURCES = nvrtc.Resources(registers=1, spill_stores=0, spill_loads=0, stack_bytes=0, smem_static=0)
 PROBLEM = Problem(batch=2, heads=6, kv_heads=3, q_len=1000, kv_len=777, head_dim=64, v_head_dim=64)
-LAYOUT = kernel.Layout(q=(1, 2, 3), k=(4, 5, 6), v=(7, 8, 9), o=(10, 11, 1 << 40))
-DOC = kernel.Captured(sizes=(1, 777), strides=(777, 1))
+STRIDES = {"q": (1, 2, 3), "k": (4, 5, 6), "v": (7, 8, 9), "o": (10, 11, 1 << 40)}
+DOC = Captured(sizes=(1, 777), strides=(777, 1))
 
 window = fg.param("window", default=8, min=1)
 factor = fg.param("factor", default=0.5)
@@ -53,6 +57,12 @@ def ready():
     return kernel.Kernel(plan=plan, entry=cache.Entry(cubin=b"cubin", resources=RESOURCES, about={}, hit=True))
 
 
+@pytest.fixture
+def launch(ready):
+    given = {"scale": 0.5, "params": {"factor": 2.0, "window": 7}, "sms": 108}
+    return make_launch(ready.plan, PROBLEM, strides=STRIDES, captured={"doc": DOC}, **given)
+
+
 def unpacked(plan, content):
     """The fields of a launch's parameters by name."""
     members = params.fields(plan)
@@ -62,9 +72,9 @@ def unpacked(plan, content):
     return dict(zip((m.name for m in members), numbers, strict=True))
 
 
-def test_a_record_packs_what_the_kernel_reads(fake, ready):
+def test_a_record_packs_what_the_kernel_reads(fake, ready, launch):
     fake.parameter_bytes = params.sizeof(ready.plan)
-    record = ready.record(PROBLEM, LAYOUT, {"doc": DOC}, device=1)
+    record = ready.record(launch, device=1)
     record((0x10, 0x20, 0x30, 0x40, 0x50, 0x60), (0.125, 0.25, 99), stream=5)
     (launched,) = fake.launched
     got = unpacked(ready.plan, launched.parameters)
@@ -82,9 +92,42 @@ def test_a_record_packs_what_the_kernel_reads(fake, ready):
     assert launched.function[1:] == ("context 1", b"attention_forward")
 
 
-def test_a_repeated_call_changes_addresses_and_numbers_alone(fake, ready):
+class ArgumentsOf(EmulatedGpu):
+    """Keeps what each kernel of a launch is given, byte by byte."""
+
+    def __init__(self, launch):
+        super().__init__()
+        self.launch, self.grids, self.arguments = launch, [], []
+
+    def _cuLaunchKernelEx(self, config, function, pointers, extra):
+        grid = self.launch.grids[len(self.grids)]
+        sizes = [*(128 for _ in self.launch.maps_of(grid)), params.sizeof(self.launch.plan)]
+        given = (ctypes.c_void_p * len(sizes)).from_address(pointers)
+        self.arguments.append([ctypes.string_at(a, n) for a, n in zip(given, sizes, strict=True)])
+        self.grids.append((function[2].decode(), config.gridDimX, config.blockDimX, config.sharedMemBytes))
+        return (OK,)
+
+
+@pytest.mark.parametrize(
+    ("menu", "arch"), [(planner.menu, "sm_80"), (planner.menu, "sm_90a"), (planner.backward_menu, "sm_90a")]
+)
+def test_the_driver_executes_the_launch_that_the_interpreter_does(fake, monkeypatch, ready, menu, arch):
+    plan = menu(fg.variant(lambda b, h, q, k: k <= q), arch, "bfloat16", 64).plans[0]
+    strides = {name: (64_000, 640, 64) for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")}
+    given = {"strides": strides, "captured": {}, "scale": 0.125, "params": {}, "sms": 3}
+    launch = make_launch(plan, PROBLEM, **given)
+    gpu = ArgumentsOf(launch)
+    monkeypatch.setattr(driver, "_api", lambda: gpu)
+    record = dataclasses.replace(ready, plan=plan).record(launch, device=1)
+    addresses = {name: 0x1000 * (1 + i) for i, name in enumerate(launch.pointers)}
+    record(tuple(addresses.values()), tuple(launch.values[name] for name in launch.scalars), stream=5)
+    assert [(x.entry, x.blocks, x.threads, x.smem_bytes) for x in launch.grids] == gpu.grids
+    assert [simulate.arguments(launch, grid, addresses) for grid in launch.grids] == gpu.arguments
+
+
+def test_a_repeated_call_changes_addresses_and_numbers_alone(fake, ready, launch):
     fake.parameter_bytes = params.sizeof(ready.plan)
-    record = ready.record(PROBLEM, LAYOUT, {"doc": DOC}, device=0)
+    record = ready.record(launch, device=0)
     asked = len(fake.calls)
     for start in (0x1000, 0x2000, 0x2000):
         for number in (3, 4):
@@ -98,9 +141,9 @@ def test_a_repeated_call_changes_addresses_and_numbers_alone(fake, ready):
     assert len({tuple((n, x) for n, x in g.items() if n not in volatile) for g in got}) == 1
 
 
-def test_threads_do_not_mix_their_parameters(fake, ready):
+def test_threads_do_not_mix_their_parameters(fake, ready, launch):
     fake.parameter_bytes = params.sizeof(ready.plan)
-    record = ready.record(PROBLEM, LAYOUT, {"doc": DOC}, device=0)
+    record = ready.record(launch, device=0)
 
     def work(number):
         for _ in range(200):
@@ -122,9 +165,9 @@ def test_threads_do_not_mix_their_parameters(fake, ready):
         assert {got[n] for n in ("q", "lse", "tensor_doc", "scale", "param_window")} == {launched.hStream}
 
 
-def test_a_kernel_is_loaded_once_a_gpu(fake, ready):
+def test_a_kernel_is_loaded_once_a_gpu(fake, ready, launch):
     for device in (0, 1, 0, 1):
-        ready.record(PROBLEM, LAYOUT, {"doc": DOC}, device=device)
+        ready.record(launch, device=device)
     assert len(fake.named("cuModuleLoadData")) == 2
 
 

@@ -1,5 +1,6 @@
 """The repository's own Python is as ruff wants it, and nothing is kept from its formatter."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,19 @@ FOLDERS = ("flashgen", "specs", "tests")
 def test_ruff_has_nothing_to_say(command):
     done = subprocess.run([sys.executable, "-m", "ruff", *command, *FOLDERS], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_type_checker_has_nothing_to_say():
+    """Strict on planning, codegen and ops, and on every signature: see [tool.mypy]."""
+    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_test_reads_a_clock():
+    """A time says what else the machine did: tests count (tests/effort.py), and `flashgen bench` times."""
+    clock = re.compile(r"\b(perf_counter|process_time|thread_time|monotonic|time\.time)(_ns)?\(")
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if "fuzz" not in path.parts]  # it has a budget of seconds
+    assert [path.relative_to(ROOT) for path in tests if clock.search(path.read_text())] == []
 
 
 def test_no_file_turns_the_formatter_off():

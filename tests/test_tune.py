@@ -5,6 +5,7 @@ import json
 import re
 from types import SimpleNamespace
 
+import damaged
 import pytest
 from full_disk import full_disk
 
@@ -34,10 +35,10 @@ def entry(monkeypatch):
 def folder(entry, tmp_path, monkeypatch):
     """A user's folder with one record."""
     monkeypatch.setenv(records.VARIABLE, str(tmp_path))
-    planner._menu.cache_clear()
+    planner.menu_of.cache_clear()
     tune.write(tmp_path, ARCH, PIPELINE, entry)
     yield tmp_path
-    planner._menu.cache_clear()
+    planner.menu_of.cache_clear()
     records.load.cache_clear()
 
 
@@ -88,7 +89,7 @@ def test_head_dims_of_one_padding_and_both_types_share_an_entry(folder):
 def test_a_record_changes_the_choice_not_the_plan(folder, monkeypatch):
     plan = menu().plans[0]
     monkeypatch.delenv(records.VARIABLE)
-    planner._menu.cache_clear()
+    planner.menu_of.cache_clear()
     fields = {f.name for f in dataclasses.fields(plan)}
     assert not fields & {"record", "measured"}
     assert menu(tile=(plan.tile.q, plan.tile.kv)).record is None
@@ -102,16 +103,9 @@ def _entry_twice(text):
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda text: text[:-20], "it is not JSON: Expecting"),
-        (lambda text: "", "it is not JSON: Expecting"),
-        (lambda text: f'"{chr(0xDCFF)}"', "it is not text"),
-        (lambda text: "[" * 200_000, "it is nested too deeply"),
-        (lambda text: '{"a":' * 200_000, "it is nested too deeply"),
-        (lambda text: "[]", "it is [], and must be an object"),
-        (lambda text: "{}", "it lacks 'format'"),
+        *damaged.ANY_JSON,
         (lambda text: text.replace('"format": 1', '"format": 9'), "its format is 9 and not 1"),
         (lambda text: text.replace('"format": 1', '"format": true'), "'format' is True, and must be a whole number"),
-        (lambda text: text.replace('"format": 1', '"format": 1, "format": 1'), "'format' stands twice"),
         (
             lambda text: re.sub(r'"entries": .*', '"entries": 7}', text, flags=re.S),
             "'entries' is 7, and must be a list",
@@ -124,7 +118,7 @@ def _entry_twice(text):
         (lambda text: text.replace('"mask": "none"', '"mask": "all"'), "'mask' is 'all', and must be one of 'none'"),
         (lambda text: text.replace('"score": false', '"score": 0'), "'score' is 0, and must be true or false"),
         (lambda text: text.replace('"head_dim": 64', '"head_dim": "64"'), "'head_dim' is '64', and must be a whole"),
-        (lambda text: text.replace('"head_dim": 64', '"head_dim": 1' + "0" * 400), "'head_dim' is 1000"),
+        (lambda text: text.replace('"head_dim": 64', '"head_dim": 1' + "0" * 400), "'head_dim' is 2^1328 or more"),
         (lambda text: text.replace('"head_dim": 64', '"head_dim": 1' + "0" * 5000), "Exceeds the limit"),
         (lambda text: text.replace('"q_len": 512', '"q_len": -512'), "'q_len' is -512, and must lie between 1 and"),
         (lambda text: text.replace('"q": 64', '"q": 7'), "'q' is 7, and must lie between 16 and 1024 in steps of 16"),
@@ -132,8 +126,6 @@ def _entry_twice(text):
         (lambda text: text.replace('"stages": 2', '"stages": [2]'), "'stages' is [2], and must be"),
         (lambda text: text.replace('"blocks_per_sm": ', '"blocks_per_sm": 99'), "'blocks_per_sm' is 99"),
         (lambda text: text.replace('"ms": [', '"ms": [0.5, '), "has no time for each of its"),
-        (lambda text: text.replace('"ms": [1.0', '"ms": [NaN'), "it holds NaN, which is no finite number"),
-        (lambda text: text.replace('"ms": [1.0', '"ms": [1e999'), "it holds 1e999, which is no finite number"),
         (lambda text: text.replace('"ms": [1.0', '"ms": [-1.0'), "has no time for each of its"),
         (lambda text: text.replace('"ms": [1.0', '"ms": [1' + "0" * 4000), "has no time for each of its"),
         (lambda text: text.replace('"ms": [1.0', '"ms": ["fast"'), "a time is 'fast', and must be"),
@@ -143,11 +135,9 @@ def _entry_twice(text):
 )
 def test_a_damaged_record_is_refused(folder, damage, says):
     path = folder / records.file_name(ARCH, PIPELINE, "forward")
-    whole = path.read_text()
-    assert damage(whole) != whole
-    path.write_text(damage(whole), errors="surrogateescape")
+    damaged.change(path, damage)
     records.load.cache_clear()
-    planner._menu.cache_clear()
+    planner.menu_of.cache_clear()
     with pytest.raises(PlanError) as error:
         menu()
     assert str(path) in str(error.value) and says in str(error.value) and "flashgen tune" in str(error.value)
@@ -160,14 +150,14 @@ def test_a_measured_candidate_that_does_not_fit_is_passed_over(folder):
         c["form"]["tile"] = {"q": 1024, "kv": 1024}
     path.write_text(json.dumps(data))
     records.load.cache_clear()
-    planner._menu.cache_clear()
+    planner.menu_of.cache_clear()
     (plan,) = menu().plans
     assert plan.tile.q < 1024 and menu().record is not None
 
 
 def test_a_folder_of_records_that_is_not_there_is_said(monkeypatch, tmp_path):
     monkeypatch.setenv(records.VARIABLE, str(tmp_path / "nowhere"))
-    planner._menu.cache_clear()
+    planner.menu_of.cache_clear()
     with pytest.raises(PlanError, match=r"FLASHGEN_RECORDS is '.*nowhere', and there is no such folder"):
         menu()
 

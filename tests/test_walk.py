@@ -1,12 +1,13 @@
 """The CPU walk of a plan: right results, the kernel's order and skipping, and honest counts."""
 
+import functools
 import math
-import time
 
 import numpy as np
 import pytest
 import torch
 from backward_checks import case_of, problem_of
+from effort import effort
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_masks import banded
@@ -238,6 +239,7 @@ def differences(variant, problem, case, tile):
     return {name: pair for name, pair in wanted.items() if pair[0] != pair[1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_the_planner_and_the_walk_count_the_same(name):
     """Neither calls the other."""
@@ -325,18 +327,25 @@ def test_a_captured_read_at_a_masked_position_is_no_error():
     check(variant, problem, case, inputs(problem))
 
 
-def test_a_thousand_tokens_take_seconds():
+def test_a_walk_takes_heads_together_and_no_row_alone():
     causal = load_spec("causal").bind()
-    problem = problem_of(batch=1, heads=8, kv_heads=8, q_len=1024, kv_len=1024, head_dim=128)
-    qkv = inputs(problem)
-    start = time.perf_counter()
-    walk(causal, problem, case_of(causal, problem), qkv, tile=None)
-    assert time.perf_counter() - start < 5
+
+    def calls(heads):
+        problem = problem_of(batch=1, heads=heads, kv_heads=heads, q_len=512, kv_len=512, head_dim=128)
+        run = functools.partial(walk, causal, problem, case_of(causal, problem), inputs(problem), tile=(128, 128))
+        assert run()[2].partial + run()[2].full == 10 * heads
+        return effort(run).calls
+
+    assert calls(2) == calls(8) < 10 * 2 * 128
 
 
-def test_counting_a_long_problem_takes_seconds():
+def test_counting_a_long_problem_looks_at_what_is_visited():
     window = load_spec("sliding_window").bind()
-    problem = problem_of(batch=1, heads=8, kv_heads=8, q_len=1 << 16, kv_len=1 << 16, head_dim=128)
-    start = time.perf_counter()
-    assert differences(window, problem, case_of(window, problem), None) == {}
-    assert time.perf_counter() - start < 20
+    calls = []
+    for length in (1 << 12, 1 << 14):
+        problem = problem_of(batch=1, heads=8, kv_heads=8, q_len=length, kv_len=length, head_dim=128)
+        case = case_of(window, problem)
+        assert differences(window, problem, case, None) == {}
+        calls.append(effort(lambda problem=problem, case=case: differences(window, problem, case, None)).calls)
+    # Four times the tokens have four times the tiles that a window visits, and 16 times the tiles.
+    assert calls[1] < 5 * calls[0]

@@ -14,14 +14,15 @@ from flashgen.analysis import tiles as analysis_tiles
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.lang.load import load_spec, shipped
-from flashgen.planning import backward
 from flashgen.runtime.gradients import reference_gradients
+from flashgen.runtime.launch import grids
 from flashgen.runtime.philox import Dropout
 from flashgen.runtime.tiles_backward import count_backward
 
 SPECS = sorted(shipped())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("name", SPECS)
 def test_every_spec_is_right_in_every_dtype(name, dtype):
@@ -31,6 +32,7 @@ def test_every_spec_is_right_in_every_dtype(name, dtype):
     check(variant, problem, case_of(variant, problem))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @pytest.mark.parametrize("name", ["causal", "softcap", "relative_bias", "packed_softcap"])
 def test_dropout_and_the_deterministic_walk(name, dtype):
@@ -134,6 +136,7 @@ def test_a_captured_tensor_read_at_several_places():
         check(variant, problem, case, plan=plan_of(variant, problem, deterministic=deterministic))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_tiles_do_not_change_results(data):
@@ -177,6 +180,7 @@ def test_queries_are_visited_head_by_head_from_the_first_on(monkeypatch):
     assert (found.traffic.partial, found.traffic.full, found.traffic.empty) == (2 * 4, 2 * 2, 2 * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", SPECS)
 def test_counting_alone_counts_what_the_walk_moves(name, deterministic):
@@ -212,10 +216,10 @@ def test_full_attention_moves_what_the_algorithm_does():
     assert found["attention_backward"].written == {"dq": kv_tiles * rows * 64 * 4, "dk": keys, "dv": keys}
     assert found["attention_backward_finish"].read == {"dq": rows * 64 * 4}
     assert found["attention_backward_finish"].written == {"dq": rows * 128}
-    assert list(found) == [launch.entry for launch in backward.launches(plan, problem)]
+    assert list(found) == [grid.entry for grid in grids(plan, problem, sms=132)]
     plan = plan_of(full, problem, (64, 32), deterministic=True)
     alone = count_backward(plan, facts, case, **shape).kernels
-    assert list(alone) == [launch.entry for launch in backward.launches(plan, problem)]
+    assert list(alone) == [grid.entry for grid in grids(plan, problem, sms=132)]
     assert alone["attention_backward_dq"].read == {
         "q": rows * 128,
         "do": rows * 128,

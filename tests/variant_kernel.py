@@ -6,14 +6,15 @@ from functools import lru_cache
 
 import numpy as np
 
+from flashgen import interpreter
 from flashgen.analysis.facts import Facts
 from flashgen.analysis.tiles import Case
 from flashgen.codegen import device, params
 from flashgen.codegen.emit import environment
 from flashgen.codegen.variant_code import variant_code
+from flashgen.interpreter.simulate import stored
 from flashgen.planning.plan import Tile
-from flashgen.runtime import nvrtc, ptx
-from flashgen.runtime.ptx.simulate import stored
+from flashgen.runtime import nvrtc
 
 TEMPLATE = """{{ device }}
 
@@ -61,8 +62,8 @@ def emitted(facts: Facts, tile: Tile) -> str:
 
 
 @lru_cache(maxsize=4)
-def compiled(source: str) -> ptx.Module:
-    return ptx.load(nvrtc.ptx(source, "sm_80"), target="sm_80")
+def compiled(source: str) -> interpreter.Module:
+    return interpreter.load(nvrtc.ptx(source, "sm_80"), target="sm_80")
 
 
 def run(facts: Facts, case: Case, tile: Tile, scores: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
@@ -71,7 +72,7 @@ def run(facts: Facts, case: Case, tile: Tile, scores: np.ndarray | None = None) 
     batch, heads, q_len, kv_len = (sizes[n] for n in ("batch", "heads", "q_len", "kv_len"))
     q_tiles, kv_tiles = -(-q_len // tile.q), -(-kv_len // tile.kv)
     members = params.fields_of(facts.variant, "bfloat16")
-    memory = ptx.Memory()
+    memory = interpreter.Memory()
     values = dict.fromkeys((field.name for field in members), 0) | sizes | {"q_tiles": q_tiles}
     values |= {f"param_{name}": value for name, value in case.params.items()}
     for tensor in facts.variant.tensors:

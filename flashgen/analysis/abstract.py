@@ -36,6 +36,12 @@ class Intervals:
             stack.pop()
         return known[root]
 
+    def range(self, root: Node) -> Range:
+        """The same of a number."""
+        found = self(root)
+        assert isinstance(found, Range)
+        return found
+
     def _value(self, n: Node, operands: tuple[Range | Truth, ...]) -> Range | Truth:
         if n.op == "const":
             return ranges.constant(n.attr, n.dtype)

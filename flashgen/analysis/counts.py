@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -287,7 +287,7 @@ def _blocks(facts: Facts, case: Case, tile: Tiling, places: _Places) -> Iterator
         b, h = (x[place : place + group, None, None] for x in (places.b, places.h))
         visible, hidden = known_terms(facts.visible, case, b, h), known_terms(facts.hidden, case, b, h)
 
-        def classes(q: tuple, k: tuple, known=(visible, hidden), b=b, h=h) -> np.ndarray:
+        def classes(q: tuple, k: tuple, known: Any = (visible, hidden), b: Any = b, h: Any = h) -> np.ndarray:
             found = classes_of(*known, intervals(case, b, h, q, k), q, k)
             return np.broadcast_to(found, (len(b), len(q[0]), len(k[0])))
 
@@ -334,7 +334,9 @@ def _count_classes(facts: Facts, case: Case, tile: Tiling, places: _Places) -> _
     return found
 
 
-def _visible_pairs(facts: Facts, case: Case, tile: Tiling, b, h, q_tiles: np.ndarray, kv_tiles: np.ndarray) -> int:
+def _visible_pairs(
+    facts: Facts, case: Case, tile: Tiling, b: Any, h: Any, q_tiles: np.ndarray, kv_tiles: np.ndarray
+) -> int:
     """Pairs that the mask keeps in these tiles, by evaluating it at each."""
     total = 0
     step = max(1, _CHUNK // (tile.q * tile.kv))

@@ -41,7 +41,7 @@ def derive(root: Node, wrt: Node = SCORE) -> Node | None:
     for n in reversed(order):
         if n is wrt or n not in depends or n not in adjoints:
             continue
-        for operand, partial in zip(n.operands, OPS[n.op].derivative(n.operands, n), strict=True):
+        for operand, partial in zip(n.operands, OPS[n.op].derivative(apply, n.operands, n), strict=True):
             if partial is None or operand not in depends:
                 continue
             flow = flows.times(adjoints[n], partial)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import sympy
 from sympy.core.relational import Relational
@@ -45,19 +46,19 @@ class _Infix(sympy.Function):
     precedence = PRECEDENCE["Mul"] - 1
 
     @classmethod
-    def eval(cls, a, b):
+    def eval(cls, a: Any, b: Any) -> Any:
         """Folds known integers only."""
         return cls.fold(int(a), int(b)) if a.is_Integer and b.is_Integer else None
 
-    def _sympystr(self, printer):
+    def _sympystr(self, printer: Any) -> Any:
         a, b = (printer.parenthesize(x, PRECEDENCE["Mul"]) for x in self.args)
         return f"{a} {self.sign} {b}"
 
-    def _pretty(self, printer: PrettyPrinter):
+    def _pretty(self, printer: PrettyPrinter) -> Any:
         a, b = (_bracketed(printer, x) for x in self.args)
         return prettyForm(*prettyForm.next(a, f" {self.sign} ", b), binding=prettyForm.ADD)
 
-    def _latex(self, printer):
+    def _latex(self, printer: Any) -> Any:
         a, b = (printer.parenthesize(x, PRECEDENCE["Mul"]) for x in self.args)
         return rf"{a} {self.tex} {b}"
 
@@ -73,11 +74,11 @@ class floor_div(_Infix):
 
     sign, fold = "//", staticmethod(lambda a, b: a // b)
 
-    def _pretty(self, printer):
+    def _pretty(self, printer: Any) -> Any:
         a, b = (_bracketed(printer, x) for x in self.args)
         return prettyForm(*prettyForm(*prettyForm.next(a, "/", b)).parens("lfloor", "rfloor"))
 
-    def _latex(self, printer):
+    def _latex(self, printer: Any) -> Any:
         a, b = map(printer._print, self.args)
         return rf"\left\lfloor \frac{{{a}}}{{{b}}} \right\rfloor"
 
@@ -106,11 +107,11 @@ class _Named(sympy.Function):
     is_integer = True
 
     @classmethod
-    def eval(cls, *operands):
+    def eval(cls, *operands: Any) -> Any:
         """Folds known integers only."""
         return cls.fold(*map(int, operands)) if all(x.is_Integer for x in operands) else None
 
-    def _latex(self, printer):
+    def _latex(self, printer: Any) -> Any:
         return rf"\operatorname{{{type(self).__name__}}}\left({', '.join(map(printer._print, self.args))}\right)"
 
 
@@ -264,32 +265,32 @@ def _written(root: Node) -> sympy.Basic:
 class _Text(StrPrinter):
     """As a spec is written."""
 
-    def parenthesize(self, item, level, strict=False):
+    def parenthesize(self, item: Any, level: Any, strict: Any = False) -> Any:
         if isinstance(item, Relational):
             return f"({self._print(item)})"
         return super().parenthesize(item, level, strict)
 
-    def _print_Mul(self, expr):
+    def _print_Mul(self, expr: Any) -> Any:
         if expr.args[0] == -1 and len(expr.args) == 2:  # SymPy 1.13 leaves out the brackets
             return f"-{self.parenthesize(expr.args[1], PRECEDENCE['Mul'])}"
         return super()._print_Mul(expr)
 
-    def _print_Relational(self, expr):
+    def _print_Relational(self, expr: Any) -> Any:
         return f"{self._print(expr.lhs)} {expr.rel_op} {self._print(expr.rhs)}"
 
-    def _print_Piecewise(self, expr):
+    def _print_Piecewise(self, expr: Any) -> Any:
         shown = self._print(expr.args[-1].expr)
         for value, condition in reversed(expr.args[:-1]):
             shown = f"where({self._print(condition)}, {self._print(value)}, {shown})"
         return shown
 
-    def _print_Abs(self, expr):
+    def _print_Abs(self, expr: Any) -> Any:
         return f"abs({self._print(expr.args[0])})"
 
-    def _print_Min(self, expr):
+    def _print_Min(self, expr: Any) -> Any:
         return f"min({self.stringify(expr.args, ', ')})"
 
-    def _print_Max(self, expr):
+    def _print_Max(self, expr: Any) -> Any:
         return f"max({self.stringify(expr.args, ', ')})"
 
 
@@ -301,7 +302,7 @@ def text(expression: sympy.Basic) -> str:
 class _Pretty(PrettyPrinter):
     """With names as they are, not split at underscores into subscripts."""
 
-    def _print_Symbol(self, e, bold_name=False):
+    def _print_Symbol(self, e: Any, bold_name: Any = False) -> Any:
         return prettyForm(e.name)
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class Case:
     params: Mapping[str, int | float]
     tensors: Mapping[str, np.ndarray]
 
-    def evaluate(self, root: Node, *, b, h, q=None, k=None, live=None) -> np.ndarray:
+    def evaluate(self, root: Node, *, b: Any, h: Any, q: Any = None, k: Any = None, live: Any = None) -> np.ndarray:
         """The value of a mask or of a part of it at positions that broadcast (see `lang.evaluate`)."""
         return evaluate(root, b=b, h=h, q=q, k=k, sizes=self.sizes, params=self.params, tensors=self.tensors, live=live)
 
@@ -76,7 +76,7 @@ class Known(NamedTuple):
     others: tuple[Node, ...]
 
 
-def known_terms(terms: tuple[Term, ...], case: Case, b, h) -> list[Known]:
+def known_terms(terms: tuple[Term, ...], case: Case, b: Any, h: Any) -> list[Known]:
     def value(n: Node) -> np.ndarray:
         return case.evaluate(n, b=b, h=h)
 
@@ -87,7 +87,7 @@ def _every(conditions: Iterable[np.ndarray]) -> np.ndarray:
     return reduce(np.logical_and, conditions, np.True_)
 
 
-def intervals(case: Case, b, h, q: tuple, k: tuple) -> Intervals:
+def intervals(case: Case, b: Any, h: Any, q: tuple, k: tuple) -> Intervals:
     """Abstract values over tiles: b and h are points, q and k (first, last) pairs, all arrays that broadcast."""
     places = {"b": ranges.ints(b), "h": ranges.ints(h), "q": ranges.ints(*q), "k": ranges.ints(*k)}
 
@@ -146,7 +146,7 @@ def _possible(terms: list[Known], value: Intervals, q: tuple, k: tuple) -> np.nd
     return found
 
 
-def classify(facts: Facts, case: Case, *, b, h, q0, q1, k0, k1) -> np.ndarray:
+def classify(facts: Facts, case: Case, *, b: Any, h: Any, q0: Any, q1: Any, k0: Any, k1: Any) -> np.ndarray:
     """EMPTY, PARTIAL or FULL (int8) for tiles [q0, q1] x [k0, k1], both ends included and in bounds.
 
     All arguments are ints or int arrays that broadcast against each other.
@@ -170,13 +170,13 @@ def tiles_of(length: int, size: int) -> int:
     return -(-length // size)
 
 
-def tile_ends(tile, size: int, length: int) -> tuple:
+def tile_ends(tile: Any, size: int, length: int) -> tuple:
     """The first and last position of a tile, cut at the length."""
     first = np.multiply(tile, size)
     return first, np.minimum(first + size, length) - 1
 
 
-def runs_of(known: list[Known], case: Case, tile: Tiling, q_tile) -> tuple[np.ndarray, np.ndarray]:
+def runs_of(known: list[Known], case: Case, tile: Tiling, q_tile: Any) -> tuple[np.ndarray, np.ndarray]:
     if not known:
         return (np.zeros((0, *np.shape(q_tile)), np.int64),) * 2
     q = tile_ends(q_tile, tile.q, case.sizes["q_len"])
@@ -189,7 +189,7 @@ def runs_of(known: list[Known], case: Case, tile: Tiling, q_tile) -> tuple[np.nd
     return ends[: len(known)], ends[len(known) :]
 
 
-def runs(facts: Facts, case: Case, tile: Tiling, q_tile, b=0, h=0) -> tuple[np.ndarray, np.ndarray]:
+def runs(facts: Facts, case: Case, tile: Tiling, q_tile: Any, b: Any = 0, h: Any = 0) -> tuple[np.ndarray, np.ndarray]:
     """First and last KV tile of each visible term's run, with an axis of terms in front; first > last is no run.
 
     `q_tile`, `b` and `h` are ints or int arrays that broadcast.

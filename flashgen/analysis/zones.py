@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class Bounds:
             d_hi=np.minimum(self.d_hi, other.d_hi),
         )
 
-    def within(self, q0, q1, k0, k1) -> Bounds:
+    def within(self, q0: Any, q1: Any, k0: Any, k1: Any) -> Bounds:
         """The pairs of this zone in the rectangle [q0, q1] x [k0, k1]."""
         return self & Bounds(q_lo=q0, q_hi=q1, k_lo=k0, k_hi=k1)
 
@@ -127,7 +128,7 @@ def pairs(z: Bounds) -> np.ndarray:
     queries = np.maximum(0, np.subtract(z.q_hi, z.q_lo) + 1)
     keys = np.maximum(0, np.subtract(z.k_hi, z.k_lo) + 1)
 
-    def up_to(d):
+    def up_to(d: Any) -> Any:
         """Pairs of the rectangle with q - k <= d: row i of it keeps clip(a - i, 0, keys) keys."""
         a = np.subtract(z.k_hi, z.q_lo) + 1 + d
         return _triangle(a) - _triangle(a - keys) - _triangle(a - queries) + _triangle(a - keys - queries)

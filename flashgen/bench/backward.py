@@ -10,7 +10,7 @@ from flashgen.bench import contest, peers
 from flashgen.bench.contest import Measured, Setting
 from flashgen.bench.protocol import interleave, whole_turns
 from flashgen.planning.traffic_backward import useful_flops
-from flashgen.runtime.gradients import OF_INPUTS
+from flashgen.runtime.gradients import OF_INPUTS, baseline_gradients, judge_gradients, reference_gradients
 from flashgen.runtime.reference import Pairs
 
 if TYPE_CHECKING:
@@ -111,8 +111,6 @@ def _spread(total: int, count: int) -> tuple[int, ...]:
 
 def check(at: Setting, found: Mapping[str, tuple[torch.Tensor, ...]], pairs: Pairs) -> list[str]:
     """What is wrong with gradients, by the tolerance rule, on some batches and heads; `found` by what to call them."""
-    from flashgen.runtime.gradients import baseline_gradients, judge_gradients, reference_gradients
-
     p = at.cell.problem
 
     def part(x: torch.Tensor) -> torch.Tensor:

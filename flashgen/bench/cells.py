@@ -7,6 +7,7 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashgen.lang.load import load_spec
 from flashgen.planning.problem import Problem
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ class Cell:
 
     def variant(self) -> Variant:
         """The variant of this cell, not bound to a pipeline."""
-        from flashgen.lang.load import load_spec
-
         return functools.reduce(operator.and_, map(load_spec, self.specs))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import flashgen
 from flashgen.errors import LaunchError
 from flashgen.planning.problem import Problem
 from flashgen.runtime import captured
@@ -45,8 +46,6 @@ def bytecode() -> bool:
 
     Where a process may not write beside them it compiles them again, for about 60 ms.
     """
-    import flashgen
-
     return bool(compileall.compile_dir(Path(flashgen.__file__).parent, quiet=2))
 
 
@@ -59,11 +58,12 @@ def starts(specs: list[str], problem: Problem, *, rounds: int, device: str = "cu
         for spec in specs:
             with tempfile.TemporaryDirectory() as folder:
                 for cache in CACHES:
-                    inputs, result = _process(spec, problem, device, Path(folder))
+                    inputs, result = process(spec, problem, device, Path(folder))
                     yield Start(spec=spec, cache=cache, inputs=inputs, result=result)
 
 
-def _process(spec: str, problem: Problem, device: str, folder: Path) -> tuple[float, float]:
+def process(spec: str, problem: Problem, device: str, folder: Path) -> tuple[float, float]:
+    """(inputs, result) of `Start` in a fresh process with a cache folder.  Raises LaunchError as `starts` does."""
     request = json.dumps({"spec": spec, "device": device, **asdict(problem)})
     done = subprocess.run(
         [sys.executable, "-m", "flashgen.bench.cold", request],
@@ -81,8 +81,6 @@ def _process(spec: str, problem: Problem, device: str, folder: Path) -> tuple[fl
 def _measured(spec: str, device: str, problem: Problem) -> tuple[float, float]:
     """What one process measures of itself: (inputs, result) of `Start`."""
     import torch
-
-    import flashgen
 
     if device == "cuda":
         torch.cuda.init()

@@ -13,6 +13,7 @@ from flashgen.analysis.tiles import Case
 from flashgen.bench.inputs import draw
 from flashgen.bench.protocol import Ratio, Timings
 from flashgen.errors import FlashgenError
+from flashgen.ops import stages
 from flashgen.runtime import captured
 
 if TYPE_CHECKING:
@@ -45,20 +46,18 @@ class Setting:
 
     def plan(self, **options: object) -> KernelPlan:
         """What flashgen runs for the cell: `ops.stages.plan` of its shapes."""
-        from flashgen.ops.stages import plan
-
         p = self.cell.problem
         shape = {"batch": p.batch, "heads": p.heads, "kv_heads": p.kv_heads, "seqlen": p.q_len, "kv_seqlen": p.kv_len}
         dims = {"head_dim": p.head_dim, "v_head_dim": p.v_head_dim, "dtype": p.dtype}
-        return plan(self.variant, **shape, **dims, **options)
+        return stages.plan(self.variant, **shape, **dims, **options)
 
     def visible(self, plan: KernelPlan) -> int:
         """Pairs that the mask keeps, over batch and query heads."""
         return count(analyse(self.variant.bind()), self.case, plan.tile).visible
 
 
-def prepare(cell: Cell, pipeline: str, seed: int) -> Setting:
-    """Fresh random input on the current GPU."""
+def prepare(cell: Cell, pipeline: str | None, seed: int) -> Setting:
+    """Fresh random input on the current GPU, for a pipeline or (None) the one that the planner chooses."""
     p = cell.problem
     variant = cell.variant()
     variant = dataclasses.replace(variant, pins=dataclasses.replace(variant.pins, pipeline=pipeline))

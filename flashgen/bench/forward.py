@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from flashgen.bench import contest, peers
-from flashgen.bench.contest import Measured
+from flashgen.bench.contest import Measured, Setting
 from flashgen.bench.protocol import interleave, whole_turns
+from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
 if TYPE_CHECKING:
     import torch
@@ -35,17 +36,13 @@ def measure(
     import torch
 
     from flashgen.ops.attention import attention
-    from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
     at = contest.prepare(cell, pipeline, seed)
     p, q, k, v = cell.problem, at.q, at.k, at.v
     run = functools.partial(attention, q, k, v, at.variant, **at.inputs)
     o, lse = run(return_lse=True)
-    asked = at.variant.bind(), at.case, q, k, v
-    ref, ref_lse = reference(*asked, scale=at.scale)
-    base, _ = baseline(*asked, scale=at.scale)
-    reasons = [*judge(o, base, ref, p.dtype).reasons, *judge_lse(lse, ref_lse)]
-    del ref, base, lse, ref_lse
+    reasons = check(at, o, lse)
+    del lse
 
     def compare(name: str, theirs: torch.Tensor) -> list[str]:
         return contest.difference(name, theirs, o) if peers.same_maths(name, cell) else []
@@ -71,3 +68,12 @@ def measure(
         checked="all of it",
         own=own,
     )
+
+
+def check(at: Setting, o: torch.Tensor, lse: torch.Tensor) -> list[str]:
+    """What is wrong with o and lse, by the tolerance rule."""
+
+    asked = at.variant.bind(), at.case, at.q, at.k, at.v
+    ref, ref_lse = reference(*asked, scale=at.scale)
+    base, _ = baseline(*asked, scale=at.scale)
+    return [*judge(o, base, ref, at.cell.problem.dtype).reasons, *judge_lse(lse, ref_lse)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import runpy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import LaunchError
 
@@ -42,21 +43,48 @@ def of(name: str) -> Callable[..., Call | None]:
     return flex if name == "flex" else functools.partial(sdpa, name)
 
 
+def bare(name: str) -> Callable[..., Call | None]:
+    """As `of`, but the forward belongs into `with backend(name)`: choosing a backend takes the host longer than it."""
+    return flex if name == "flex" else unchosen
+
+
+def backend(name: str) -> AbstractContextManager:
+    """Where a peer that is a backend of SDPA is the chosen one."""
+    if name not in SDPA:
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(getattr(SDPBackend, SDPA[name]))
+
+
 def sdpa(
     name: str, cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Mapping[str, object]
 ) -> Call | None:
     """Scaled-dot-product attention on one backend; None where SDPA has no such mask."""
+    call = unchosen(cell, q, k, v, inputs)
+    if call is None:
+        return None
+
+    def chosen() -> torch.Tensor:
+        with backend(name):
+            return call()
+
+    return chosen
+
+
+def unchosen(
+    cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Mapping[str, object]
+) -> Call | None:
+    """Scaled-dot-product attention on whichever backend is the chosen one; None where SDPA has no such mask."""
     import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     causal = {**KERNELS, **YARDSTICK}.get(cell.specs)
     if causal is None:
         return None
-    backend, gqa = getattr(SDPBackend, SDPA[name]), cell.problem.group > 1
+    gqa = cell.problem.group > 1
 
     def call() -> torch.Tensor:
-        with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
 
     return call
 
@@ -67,19 +95,19 @@ def flex(cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: 
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    def causal(b, h, i, j):
+    def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
         return i >= j
 
-    def window(b, h, i, j):
+    def window(b: Any, h: Any, i: Any, j: Any) -> Any:
         return (i >= j) & (i - j < inputs["window"])
 
-    def alibi(s, b, h, i, j):
+    def alibi(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return s - inputs["slopes"][h] * (i - j)
 
-    def packed(b, h, i, j):
+    def packed(b: Any, h: Any, i: Any, j: Any) -> Any:
         return (i >= j) & (inputs["doc"][b, i] == inputs["doc"][b, j])
 
-    def softcap(s, b, h, i, j):
+    def softcap(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return inputs["cap"] * torch.tanh(s / inputs["cap"])
 
     known = {

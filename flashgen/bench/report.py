@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from flashgen import jsonfile
 from flashgen.bench import cells
 from flashgen.bench.peers import same_maths
-from flashgen.errors import FlashgenError
+from flashgen.errors import FlashgenError, shown
 
 if TYPE_CHECKING:
     from flashgen.bench.cells import Cell
@@ -88,9 +88,9 @@ def _checked(row: dict) -> dict:
     """A cell whose ratios and TFLOP/s can be shown; ValueError for another one."""
     for peer, ratio in jsonfile.member(row, "ratio", dict).items():
         if not jsonfile.checked(ratio, list, f"the ratio of {peer!r}") or not _positive(ratio):
-            raise ValueError(f"the ratio of {peer!r} is {jsonfile.shown(ratio)}, and must be numbers above 0")
+            raise ValueError(f"the ratio of {peer!r} is {shown(ratio)}, and must be numbers above 0")
     if not _positive(tflops := list(jsonfile.member(row, "tflops", dict).values())):
-        raise ValueError(f"'tflops' holds {jsonfile.shown(tflops)}, and must hold numbers above 0")
+        raise ValueError(f"'tflops' holds {shown(tflops)}, and must hold numbers above 0")
     return row
 
 

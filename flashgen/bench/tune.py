@@ -9,18 +9,26 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashgen import files, jsonfile
+from flashgen.analysis.tiles import Case
 from flashgen.bench.inputs import draw
 from flashgen.bench.protocol import interleave
 from flashgen.bench.record import environment
 from flashgen.errors import CompileError, LaunchError
-from flashgen.planning import arch as archs
 from flashgen.planning import records
+from flashgen.planning.arch import Arch
+from flashgen.planning.integers import shown
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.planner import PIPELINES
 from flashgen.planning.problem import Problem
+from flashgen.planning.request import Fixed, KernelRequest
+from flashgen.runtime import driver
+from flashgen.runtime import kernel as kernels
+from flashgen.runtime.captured import examples, on_device
+from flashgen.runtime.launch import COUNTERS, Captured, make_launch
+from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
 if TYPE_CHECKING:
     import torch
@@ -56,9 +64,7 @@ class Contender:
     def __str__(self) -> str:
         p = self.plan
         q = ", q in registers" if p.q_in_registers else ""
-        if p.specialized is not None:
-            q = f", {p.specialized.q_stages} of q"
-        return f"{p.tile}, {p.stages} stages, {p.warps} warps, {p.blocks_per_sm} blocks{q}"
+        return f"{p.tile}, {shown(p)}, {p.warps} warps, {p.blocks_per_sm} blocks{q}"
 
 
 def contenders(variant: Variant, arch: str, pipeline: str, dtype: str, head_dim: int, v_head_dim: int) -> list:
@@ -66,18 +72,20 @@ def contenders(variant: Variant, arch: str, pipeline: str, dtype: str, head_dim:
 
     Registers are not judged: the compiler tells which candidates spill, and those are dropped.  Best predicted first.
     """
-    found, module, dims = archs.find(arch), PIPELINES[pipeline], (head_dim, v_head_dim)
-    free = list(module.candidates(None, None))
+    module = PIPELINES[pipeline]
+    request = KernelRequest.of(variant, arch, dtype, head_dim, v_head_dim, pipeline=pipeline)
+    found = request.arch
+    free = list(module.candidates(Fixed()))
     tiles = dict.fromkeys(
         [c.tile for c in free] + [Tile(q=q, kv=kv) for q in {c.tile.q for c in free} for kv in TILE_KV]
     )
     made: dict[KernelPlan, Contender] = {}
     for tile in tiles:
         for stages in sorted({c.stages for c in free}):
-            for c in module.candidates(tile, stages):
-                if sum(part.amount for part in module.smem(c, *dims)) > found.smem_per_block:
+            for c in module.candidates(Fixed(tile=tile, stages=stages)):
+                if sum(part.amount for part in module.smem(c, request)) > found.smem_per_block:
                     continue
-                plan = module.plan(c, variant, found, dtype, *dims)
+                plan = module.plan(c, request)
                 for blocks in _blocks(plan, found):
                     one = dataclasses.replace(plan, blocks_per_sm=blocks)
                     made.setdefault(one, Contender(form=_plain(dataclasses.asdict(c)), plan=one))
@@ -92,9 +100,9 @@ def contenders(variant: Variant, arch: str, pipeline: str, dtype: str, head_dim:
     return sorted(ranked, key=place)
 
 
-def _blocks(plan: KernelPlan, arch: archs.Arch) -> Iterator[int]:
-    """Numbers of blocks per SM to compile for; a specialised block is alone."""
-    if plan.specialized is not None:
+def _blocks(plan: KernelPlan, arch: Arch) -> Iterator[int]:
+    """Numbers of blocks per SM to compile for: one where the blocks of a pipeline share none."""
+    if not PIPELINES[plan.pipeline].SHARES_SM:
         yield plan.blocks_per_sm
         return
     room = max(1, min(arch.smem_per_sm // (plan.smem_bytes + arch.smem_reserved), WARPS[1] // plan.warps))
@@ -143,18 +151,16 @@ def tune(
     `advance(what, done, total)` reports progress.  Raises LaunchError where no candidate compiles without spills or
     where a result is wrong.
     """
-    from flashgen.runtime import kernel
-
     found = contenders(variant, arch, pipeline, dtype, head_dim, v_head_dim)[:COMPILED]
 
-    def build(one: Contender) -> kernel.Kernel | None:
+    def build(one: Contender) -> kernels.Kernel | None:
         try:
-            loaded = kernel.load(one.plan)
+            loaded = kernels.load(one.plan)
         except CompileError:
             return None
         return loaded if loaded.resources.spills == 0 else None
 
-    built: dict[str, tuple[Contender, kernel.Kernel]] = {}
+    built: dict[str, tuple[Contender, kernels.Kernel]] = {}
     with ThreadPoolExecutor() as pool:
         for i, (one, loaded) in enumerate(zip(found, pool.map(build, found), strict=True)):
             advance("compiling", i + 1, len(found))
@@ -254,9 +260,6 @@ def _plain(value: object) -> object:
 
 def _inputs(variant: Variant, problem: Problem, seed: int = 0) -> tuple:
     """Random q, k, v as a model has them (heads and columns side by side in memory), and the case."""
-    from flashgen.analysis.tiles import Case
-    from flashgen.runtime.captured import examples
-
     arrays = examples(variant, problem, seed)
     case = Case(sizes=problem.sizes(), params=variant.values({}), tensors=arrays)
     return *draw(problem, seed)[:3], case
@@ -268,30 +271,31 @@ def _calls(variant: Variant, problem: Problem, built: Mapping[str, tuple]) -> di
     return {name: _call(kernel, problem, q, k, v, case)[0] for name, (_, kernel) in built.items()}
 
 
-def _call(kernel, problem: Problem, q, k, v, case) -> tuple:
+def _call(kernel: Any, problem: Problem, q: Any, k: Any, v: Any, case: Any) -> tuple:
     """One kernel on one set of tensors: the launch, o and lse."""
     import torch
-
-    from flashgen.runtime.captured import on_device
-    from flashgen.runtime.kernel import Captured, Layout
 
     plan, device = kernel.plan, q.device
     o = torch.full_like(q[..., :1].expand(*q.shape[:3], problem.v_head_dim), float("nan")).contiguous()
     lse = torch.full(q.shape[:3], float("nan"), device=device)
     captured = on_device(plan.variant, case.tensors, device)
-    record = kernel.record(
+    launch = make_launch(
+        plan,
         problem,
-        Layout(q=q.stride()[:3], k=k.stride()[:3], v=v.stride()[:3], o=o.stride()[:3]),
-        {name: Captured(sizes=tuple(t.shape), strides=t.stride()) for name, t in captured.items()},
-        device.index or 0,
+        strides={name: t.stride()[:3] for name, t in (("q", q), ("k", k), ("v", v), ("o", o))},
+        captured={name: Captured(sizes=tuple(t.shape), strides=t.stride()) for name, t in captured.items()},
+        scale=problem.head_dim**-0.5,
+        params=case.params,
+        sms=driver.gpu(device.index or 0).sms,
     )
-    counters = torch.zeros(2, dtype=torch.int32, device=device)
-    addresses = tuple(t.data_ptr() for t in (q, k, v, o, lse, *(captured[n] for n in sorted(captured))))
-    numbers = (problem.head_dim**-0.5, *(case.params[p.name] for p in plan.variant.params))
-    keep = (q, k, v, captured, counters)
+    record = kernel.record(launch, device.index or 0)
+    tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **{f"tensor_{n}": t for n, t in captured.items()}}
+    tensors[COUNTERS.name] = torch.zeros(COUNTERS.amount // 4, dtype=torch.int32, device=device)
+    numbers = tuple(launch.values[name] for name in launch.scalars)
 
     def call() -> torch.Tensor:
-        record(addresses, numbers, torch.cuda.current_stream().cuda_stream, keep[-1].data_ptr())
+        addresses = tuple(tensors[name].data_ptr() for name in launch.pointers)
+        record(addresses, numbers, torch.cuda.current_stream().cuda_stream)
         return o
 
     return call, o, lse
@@ -299,8 +303,6 @@ def _call(kernel, problem: Problem, q, k, v, case) -> tuple:
 
 def _check(variant: Variant, head_dim: int, v_head_dim: int, dtype: str, built: Mapping[str, tuple]) -> None:
     """Every contender against float64 on a small problem; raises LaunchError for a wrong one."""
-    from flashgen.runtime.reference import baseline, judge, judge_lse, reference
-
     q_len, kv_len = CHECKED
     problem = Problem(
         batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype

@@ -1,4 +1,4 @@
-"""`flashgen bench`: forward or backward beside its peers on this GPU, checked, interleaved and recorded."""
+"""`flashgen bench`: forward, backward or the host's part beside its peers, checked, interleaved and recorded."""
 
 from __future__ import annotations
 
@@ -20,9 +20,17 @@ if TYPE_CHECKING:
 #: A bar of 1.00 holds at this much of it: what two runs of one kernel differ by.
 BAR = 0.99
 
+#: What is no pipeline: the host's part of a call, of a plan, of an import.
+HOST = "host"
+
 
 def command(
-    pipeline: Annotated[str, typer.Argument(help="ampere or hopper: which kernels are measured.")],
+    pipeline: Annotated[
+        str,
+        typer.Argument(
+            help="ampere or hopper: which kernels are measured. host: the host's part of a call, a plan, an import."
+        ),
+    ],
     backward: Annotated[bool, typer.Option("--backward", help="The gradients, instead of the forward.")] = False,
     cells: Annotated[str, typer.Option(help="Only cells whose name contains this, e.g. 'd128 causal'.")] = "",
     rounds: Annotated[
@@ -42,12 +50,14 @@ def command(
     seed: options.Seed = 0,
     as_json: options.as_json("path, cells (as the record holds them)") = False,
 ) -> None:
-    """Time the forward, or the backward, beside its peers on this GPU; exit 1 where a result is wrong."""
+    """Time the forward, the backward, or the host's part of both, beside their peers on this GPU; exit 1 where a
+    result is wrong."""
     import torch
 
     from flashgen.bench import cells as tables
     from flashgen.bench import record
     from flashgen.bench.peers import SDPA, from_file
+    from flashgen.cli import host
 
     if backward:
         from flashgen.bench import backward as bench
@@ -57,13 +67,22 @@ def command(
         from flashgen.bench import forward as bench
 
         name, table = "forward", tables.FORWARD
-    if pipeline not in table:
-        raise PlanError(f"there is no benchmark of pipeline {pipeline!r}\n  nearest: {', '.join(table)}")
+    if pipeline not in (*table, HOST):
+        raise PlanError(f"there is no benchmark of pipeline {pipeline!r}\n  nearest: {', '.join(table)}, {HOST}")
     names = tuple(name for name in peers.split(",") if name)
     if unknown := [name for name in names if name not in (*SDPA, "flex")]:
         raise PlanError(
             f"there is no peer {unknown[0]!r}\n  nearest: {', '.join(SDPA)}, flex, or --peer-file NAME=FILE"
         )
+    if pipeline == HOST:
+        for option, asked in (("--backward", backward), ("--peer-file", peer_file)):
+            if asked:
+                raise PlanError(
+                    f"flashgen bench {HOST} takes no {option}: it measures the forward and both passes, of flashgen and"
+                    f" of packages\n  nearest: flashgen bench {HOST} --peers {peers or 'fa2'}"
+                )
+        host.measure(cells=cells, rounds=rounds, peers=names, folder=folder, seed=seed, as_json=as_json)
+        return
     given = (options.pair(text, "--peer-file", "NAME=FILE.py") for text in peer_file or ())
     files = {name: from_file(Path(file), bench.ENTRY) for name, file in given}
     chosen = [cell for cell in table[pipeline] if cells in str(cell)]

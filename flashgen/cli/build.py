@@ -62,7 +62,9 @@ def command(
 ) -> None:
     """Compile ahead into the disk cache: dtypes x head dims x architectures, in a thread pool."""
     from flashgen.lang.load import load_spec
-    from flashgen.ops.stages import default_arch, menu_of
+    from flashgen.ops.stages import default_arch
+    from flashgen.planning.planner import menu_of
+    from flashgen.planning.request import KernelRequest
 
     passes = [{"pipeline": pipeline, "tile": options.tile_shape(tile), "stages": stages, **which.asked()}]
     if which.backward:
@@ -76,7 +78,8 @@ def command(
             _numbers("--head-dims", head_dims) or variant.head_dims,
             _numbers("--v-head-dims", v_head_dims) or (None,),
         )
-        plans += [plan for shape in shapes for asked in passes for plan in menu_of(variant, *shape, **asked).forms]
+        asked = [KernelRequest.of(variant, *shape, **options) for shape in shapes for options in passes]
+        plans += [plan for request in asked for plan in menu_of(request).forms]
     start = time.perf_counter()
     table = Table("kernel", "tile", "registers", "spills", "cubin", "", box=None, padding=(0, 2, 0, 0))
     entries = compiled(plans, jobs)

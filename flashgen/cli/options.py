@@ -7,8 +7,8 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_type_hints
 
@@ -16,6 +16,8 @@ import typer
 
 from flashgen.cli.console import err
 from flashgen.errors import PlanError, SpecError
+from flashgen.lang.variant import Pins
+from flashgen.planning.integers import INTEGERS
 
 if TYPE_CHECKING:
     from flashgen.planning.plan import KernelPlan
@@ -135,10 +137,7 @@ class Request:
         str | None,
         _kernel(metavar="QxKV", help="Rows of queries and of keys per tile, such as 128x64: checked, never changed."),
     ] = None
-    stages: Annotated[
-        int | None,
-        _kernel(help="Tiles of keys in shared memory (of queries in a backward): checked, never changed."),
-    ] = None
+    stages: Annotated[int | None, _kernel(help=INTEGERS["stages"].help)] = None
     param: Annotated[
         list[str] | None,
         _inputs(metavar="NAME=VALUE", help="A parameter or constant of the spec (repeatable)."),
@@ -155,7 +154,8 @@ class Request:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
     """Which kernels are meant: those of a forward, or with `backward` those of its gradients, which --tile, --stages
-    and --pipeline then speak of.  Raises PlanError for an option of the backward without it."""
+    and --pipeline then speak of; `integers` are those that a call cannot fix.  Raises PlanError for an option of the
+    backward without it."""
 
     backward: Annotated[
         bool,
@@ -170,10 +170,7 @@ class Pass:
         bool,
         _pass("--packed", help="Forward tiles that hold all heads which share keys, as few queries get them."),
     ] = False
-    q_stages: Annotated[
-        int | None,
-        _pass(help="Tiles of queries in shared memory, 1 or 2, of a forward on Hopper: checked, never changed."),
-    ] = None
+    integers: Mapping[str, int | None] = field(default_factory=dict)
     gradient: Annotated[
         list[str] | None,
         _pass(metavar="NAME", help="With --backward: the gradient of a captured tensor too (repeatable)."),
@@ -183,15 +180,37 @@ class Pass:
         for option, given in (("--deterministic", self.deterministic), ("--gradient", self.gradient)):
             if given and not self.backward:
                 raise PlanError(f"{option} is of the backward\n  nearest: {option} with --backward")
-        for option, given in (("--packed", self.packed), ("--q-stages", self.q_stages is not None)):
+        fixed = {_flag(name): value is not None for name, value in self.integers.items() if of_forward(name)}
+        for option, given in {"--packed": self.packed, **fixed}.items():
             if given and self.backward:
                 raise PlanError(f"{option} is of the forward\n  nearest: {option} without --backward")
 
     def asked(self) -> dict[str, object]:
-        """As `menu_of` takes it."""
-        forward = {"packed": self.packed, "q_stages": self.q_stages}
+        """As a request takes it."""
         backward = {"deterministic": self.deterministic, "gradients": tuple(self.gradient or ())}
-        return {"backward": self.backward, "dropout": self.dropout, **forward, **backward}
+        return {
+            **{"backward": self.backward, "dropout": self.dropout, "packed": self.packed},
+            **backward,
+            **self.integers,
+        }
+
+
+#: The options of integers that no spec can pin, so that they are of a pass and not of a call.
+_INTEGERS = {
+    name: (Annotated[int | None, _pass(help=row.help)], None)
+    for name, row in INTEGERS.items()
+    if name not in Pins.__dataclass_fields__
+}
+
+
+def _flag(name: str) -> str:
+    """What the command line calls an integer."""
+    return f"--{name.replace('_', '-')}"
+
+
+def of_forward(name: str) -> bool:
+    """Whether an integer is of forwards alone."""
+    return "backward" not in INTEGERS[name].passes
 
 
 def tile_shape(text: str | None) -> tuple[int, int] | None:
@@ -205,7 +224,8 @@ def tile_shape(text: str | None) -> tuple[int, int] | None:
 
 
 def shared(verb: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameters of type `Request` and `Pass` are spelled out as the options of those."""
+    """A command whose parameters of type `Request` and `Pass` are spelled out as the options of those, and their field
+    `integers` as the integers of a kernel that no other field is for."""
     hints = get_type_hints(verb, include_extras=True)
     own, options, groups = [], [], {}
     for name, parameter in inspect.signature(verb).parameters.items():
@@ -214,15 +234,18 @@ def shared(verb: Callable[..., None]) -> Callable[..., None]:
             continue
         types = get_type_hints(group, include_extras=True)
         groups[name] = group, [f.name for f in dataclasses.fields(group)]
-        options += [
-            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name])
-            for f in dataclasses.fields(group)
-        ]
+        for f in dataclasses.fields(group):
+            shown = _INTEGERS if f.name == "integers" else {f.name: (types[f.name], f.default)}
+            options += [
+                inspect.Parameter(one, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+                for one, (annotation, default) in shown.items()
+            ]
 
     @functools.wraps(verb)
     def command(**given: object) -> None:
         for name, (group, fields) in groups.items():
-            given[name] = group(**{field: given.pop(field) for field in fields})
+            integers = {"integers": {one: given.pop(one) for one in _INTEGERS}} if "integers" in fields else {}
+            given[name] = group(**{one: given.pop(one) for one in fields if one != "integers"}, **integers)
         verb(**given)
 
     parameters = [*own, *options]

@@ -74,10 +74,11 @@ def resolve(
     from flashgen.analysis.facts import analyse
     from flashgen.analysis.tiles import Case
     from flashgen.lang.load import load_spec
-    from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, menu_of, sm_count
+    from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, sm_count
     from flashgen.planning import arch as archs
     from flashgen.planning import planner
     from flashgen.planning.problem import Problem
+    from flashgen.planning.request import KernelRequest
 
     which = which or Pass()
     variant, params = _bound(load_spec(spec) if isinstance(spec, str) else spec, request.param or (), data)
@@ -100,12 +101,14 @@ def resolve(
     )
     tensors = captured.arrays(variant, problem, request.tensor or (), seed=seed, examples=data)
     if device == "cpu":
-        from flashgen.ops.attention import cpu_request
+        from flashgen.ops.menus import cpu_request
 
-        menu, sms = planner.menu(*cpu_request(variant, problem), dropout=which.dropout), archs.find(arch).sms
+        asked, sms = cpu_request(variant, problem, dropout=which.dropout), archs.find(arch).sms
     else:
-        asked = variant, arch, problem.dtype, problem.head_dim, problem.v_head_dim
-        menu, sms = menu_of(*asked, **fixed, **which.asked()), sm_count(arch)
+        dims = problem.head_dim, problem.v_head_dim
+        asked = KernelRequest.of(variant, arch, problem.dtype, *dims, **fixed, **which.asked())
+        sms = sm_count(arch)
+    menu = planner.menu_of(asked)
     return Resolved(
         variant=variant,
         problem=problem,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -268,7 +268,7 @@ def _shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
     return (p.batch, p.heads, p.q_len, p.head_dim), (*keys, p.head_dim), (*keys, p.v_head_dim)
 
 
-def _gpu_seconds(call) -> float:
+def _gpu_seconds(call: Any) -> float:
     """Median time of a call on the GPU, by its own events."""
     import torch
 

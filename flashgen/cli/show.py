@@ -1,8 +1,9 @@
-"""`flashgen show`: a mask and the classes of its tiles, in the terminal and as a picture."""
+"""`flashgen show`: a mask and the classes of its tiles, or a kernel's program, in the terminal and as a picture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -11,9 +12,9 @@ from rich.columns import Columns
 from rich.panel import Panel
 from rich.text import Text
 
-from flashgen.cli import options
-from flashgen.cli.console import encodable, err, joined, out, share, write, write_json
-from flashgen.cli.options import Request, Spec
+from flashgen.cli import diagram, options
+from flashgen.cli.console import encodable, err, joined, out, share, tabulate, write, write_json
+from flashgen.cli.options import Pass, Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
 from flashgen.errors import PlanError
 from flashgen.lang.expr import walk
@@ -63,21 +64,35 @@ class Picture:
 def command(
     spec: Spec,
     request: Request,
+    which: Pass,
     output: options.output("Also draw to this .png or .svg file.") = None,
     as_json: options.as_json(
         "dtype, shape, params, b, h, formula, visible (a share), pairs, tile, tiles (empty, partial, full),"
-        " misclassified (a share), judged_whole (notes)"
+        " misclassified (a share), judged_whole (notes); with --program: pipeline, pass, arch, threads, smem_bytes,"
+        " roles, rings, named_barriers"
     ) = False,
+    program: Annotated[
+        bool,
+        typer.Option("--program", help="The kernel's roles, its rings and who waits for whom, instead of the mask."),
+    ] = False,
     b: Annotated[int, typer.Option("--b", help="Batch whose mask is drawn.")] = 0,
     h: Annotated[int, typer.Option("--h", help="Query head whose mask is drawn.")] = 0,
 ) -> None:
-    """Draw a mask and its tile classes, with its formula and the share of tiles that the analysis misjudges."""
+    """Draw a mask and its tile classes, with its formula and the share of tiles that the analysis misjudges.
+
+    Or, with --program, what the warps of its kernel do and who waits for whom.
+    """
     from flashgen.analysis.formula import formula
 
     if output is not None and output.suffix not in (".png", ".svg"):
         raise PlanError(f"show cannot draw to {output}: it writes .png and .svg\n  nearest: {output.stem}.png")
+    if program:
+        if b or h:
+            raise PlanError("--b and --h choose a mask, and --program draws none\n  nearest: leave them out")
+        _show_program(resolve(spec, request, which, data=False), output, as_json)
+        return
     with err.status("evaluating the mask"):
-        resolved = resolve(spec, request)
+        resolved = resolve(spec, request, which)
         problem = resolved.problem
         for name, value, count in (("--b", b, problem.batch), ("--h", h, problem.heads)):
             if not 0 <= value < count:
@@ -101,6 +116,23 @@ def command(
     if output is not None:
         with err.status("drawing"):
             drawing = draw(picture, resolved, output.suffix, drawn(resolved, b, h))
+        write(output, drawing)
+
+
+def _show_program(resolved: Resolved, output: Path | None, as_json: bool) -> None:
+    """The program of the kernel that the problem gets."""
+    plan = resolved.plan
+    if as_json:
+        write_json({**options.posed(resolved.problem), **diagram.as_json(plan)})
+    else:
+        out.print(Text(str(resolved), style="bold"))
+        out.print(Text(diagram.headline(plan)))
+        for table in diagram.render(plan.program):
+            out.print()
+            tabulate(table)
+    if output is not None:
+        with err.status("drawing"):
+            drawing = diagram.draw(plan, str(resolved), output.suffix)
         write(output, drawing)
 
 

@@ -17,7 +17,7 @@ from flashgen.cli.resolve import Resolved, resolve
 from flashgen.cli.run import room
 
 if TYPE_CHECKING:
-    from flashgen.runtime.ptx.counters import Report
+    from flashgen.interpreter.counters import Report
 
 #: What is executed unless a length is given: two tiles of queries of most plans, and no whole number of tiles.
 SEQLEN = 200
@@ -100,7 +100,7 @@ def _described(
 def _run(resolved: Resolved, seed: int, order: int | None, step_limit: int) -> tuple[Report, tuple[str, ...]]:
     import torch
 
-    from flashgen.runtime.ptx.simulate import simulate
+    from flashgen.interpreter.simulate import simulate
     from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
     p, case, variant = resolved.problem, resolved.case, resolved.variant

@@ -98,7 +98,7 @@ def _slope(facts: Facts) -> Body | None:
 
 def _captured_grads(facts: Facts, gradients: tuple[str, ...]) -> tuple[CapturedGrad, ...]:
     """The reads of these tensors that the score depends on, each under a name of its own."""
-    found = []
+    found: list[CapturedGrad] = []
     reads = ((name, n, slope) for name in gradients for n, slope in captured_grads(facts.variant, name).items())
     for name, n, slope in reads:
         taken = {grad.name for grad in found} | (set(gradients) - {name})

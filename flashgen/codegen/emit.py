@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.codegen import device, params
@@ -14,6 +15,9 @@ from flashgen.codegen.variant_code import VariantCode, variant_code
 from flashgen.planning.backward import lookups
 from flashgen.planning.plan import KernelPlan
 from flashgen.resources import folder
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 #: What the names of mma and cvt wrappers call the element type.
 _PTX_TYPE = {"float16": "f16", "bfloat16": "bf16"}
@@ -56,7 +60,6 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
 
 def banner(plan: KernelPlan, found: VariantCode) -> str:
     """The comment at the head of a file: variant, plan, shared memory, and the command that reproduces it."""
-    roles = ", ".join(f"{role.warps} {role.name} warps" for role in plan.roles)
     q_home = "" if plan.backward else f", q in {'registers' if plan.q_in_registers else 'shared memory'}"
     rows = "rows (queries of all heads that share keys)" if plan.packed else "queries"
     dims = f"head_dim {plan.head_dim}"
@@ -65,14 +68,15 @@ def banner(plan: KernelPlan, found: VariantCode) -> str:
     entries = [
         *found.formula,
         ("plan", f"{plan.pipeline} on {plan.arch}, {plan.dtype}, {dims}"),
-        ("tile", f"{plan.tile.q} {rows} x {plan.tile.kv} keys, {plan.stages} stages, {roles}{q_home}"),
+        ("tile", f"{plan.tile.q} {rows} x {plan.tile.kv} keys, {plan.stages} stages{q_home}"),
+        ("roles", plan.program.text()),
         ("shared", " + ".join(f"{part.name} {part.amount}" for part in plan.smem) + f" = {plan.smem_bytes} bytes"),
     ]
     width = max(len(kind) for kind in (*dict(entries), _MADE_BY))
     paragraphs = [(kind, textwrap.wrap(text, _WIDTH - width - 2)) for kind, text in entries]
     spec = plan.variant.spec
     if spec is not None and spec == _comment(spec):  # else no command that names it would be true
-        paragraphs.append((_MADE_BY, _command(plan, _WIDTH - width - 2)))
+        paragraphs.append((_MADE_BY, _command(plan, spec, _WIDTH - width - 2)))
     title = f"{_comment(plan.variant.name)}: attention {plan.pass_name}"
     doc = textwrap.wrap(_comment(plan.variant.doc.partition("\n\n")[0]), _WIDTH)
     lines = [*textwrap.wrap(title, _WIDTH), *doc, ""]
@@ -90,7 +94,7 @@ def _comment(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split())).replace("\\", "/")
 
 
-def _command(plan: KernelPlan, width: int) -> list[str]:
+def _command(plan: KernelPlan, spec: str, width: int) -> list[str]:
     """The command that gives this text, on as many lines as it needs; no option is parted from its value.
 
     It names a shipped spec, or the file's own name, so that it holds in any folder that the file lies in.
@@ -99,16 +103,15 @@ def _command(plan: KernelPlan, width: int) -> list[str]:
     options = [("arch", plan.arch), ("pipeline", plan.pipeline), ("dtype", plan.dtype), ("head-dim", plan.head_dim)]
     if plan.v_head_dim != plan.head_dim:
         options.append(("v-head-dim", plan.v_head_dim))
-    options += [("tile", plan.tile), ("stages", plan.stages)]
-    if plan.q_stages is not None:
-        options.append(("q-stages", plan.q_stages))
+    options.append(("tile", plan.tile))
+    options += [(name.replace("_", "-"), value) for name, value in plan.integers().items()]
     options += [("param", f"{name}={value}") for name, value in variant.bound]
     flags = {"backward": plan.backward is not None, "deterministic": plan.deterministic, "dropout": plan.dropout}
     flags["packed"] = plan.packed
     words = [f"--{name} {shlex.quote(str(value))}" for name, value in options]
     words += [f"--{name}" for name, given in flags.items() if given]
     words += [f"--gradient {name}" for name in plan.gradients]
-    lines = [f"flashgen emit {shlex.quote(variant.spec)}"]
+    lines = [f"flashgen emit {shlex.quote(spec)}"]
     for word in words:
         if len(lines[-1]) + 1 + len(word) > width:
             lines.append(word)
@@ -118,7 +121,7 @@ def _command(plan: KernelPlan, width: int) -> list[str]:
 
 
 @lru_cache(maxsize=1)
-def environment():
+def environment() -> Environment:
     """The one Jinja environment: strict, and control lines look like comments so that templates look like CUDA."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

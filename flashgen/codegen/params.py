@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flashgen.codegen.printer import CTYPES
 from flashgen.lang.variant import Variant
+from flashgen.planning.backward import layout
 from flashgen.planning.plan import KernelPlan, Specialized, SpecializedBackward
+from flashgen.planning.program import CTYPES
 
 #: C++ name of the 16-bit element type, a bit pattern to the compiler.
 ELEMENT = {"float16": "fp16", "bfloat16": "bf16"}
@@ -75,10 +76,10 @@ def fields_of(
     pointers = [] if mapped else [Field(name, f"const {element}*") for name in ("q", "k", "v")]
     pointers += [Field("o", f"{element}*"), Field("lse", "float*")]
     numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles"]
-    if mapped and specialized.dynamic_scheduler:
+    if specialized is not None and specialized.dynamic_scheduler:
         pointers.append(Field("counters", "int*"))
         numbers.append("l2_heads")
-    if mapped and specialized.packed:
+    if specialized is not None and specialized.packed:
         numbers += ["packs", "pack_log2"]
     return _members(variant, pointers, "o" if mapped else "qkvo", numbers, dropout)
 
@@ -90,22 +91,22 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     Where the gradient of a captured tensor is asked for, it is `grad_NAME`, and `exact_NAME` the exact sums it is
     rounded from.  Pipeline hopper has tensor maps in place of q, k and v.
     """
-    element = ELEMENT[plan.dtype]
-    workspaces = ("lse_log2", "delta", *(("dq_sum",) if plan.backward.adds_dq else ()))
+    element, how = ELEMENT[plan.dtype], layout(plan)
+    workspaces = ("lse_log2", "delta", *(("dq_sum",) if how.adds_dq else ()))
     mapped = bool(maps(plan))
     loaded = ("o", "d_o") if mapped else ("q", "k", "v", "o", "d_o")
     pointers = [Field(name, f"const {element}*") for name in loaded]
     pointers += [Field(name, "const float*") for name in ("lse", "dlse")]
     pointers += [Field(name, "float*") for name in workspaces]
-    pointers += [Field("dq_semaphore", "u32*")] if plan.backward.adds_dq and plan.deterministic else []
-    pointers += [Field("progress", "u32*")] if plan.backward.dq_in_main_kernel else []
+    pointers += [Field("dq_semaphore", "u32*")] if how.adds_dq and plan.deterministic else []
+    pointers += [Field("progress", "u32*")] if how.dq_in_main_kernel else []
     pointers += [Field(name, f"{element}*") for name in ("dq", "dk", "dv")]
     pointers += [Field(f"grad_{name}", "float*") for name in plan.gradients]
     pointers += [Field(f"exact_{name}", "i64*") for name in plan.gradients if plan.deterministic]
     numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles"]
     if mapped and (plan.variant.mask is not None or plan.deterministic):
         numbers.append("l2_heads")
-    if plan.backward.dq_in_main_kernel:
+    if how.dq_in_main_kernel:
         numbers.append("clear_distance")
     return _members(plan.variant, pointers, (*loaded, "dq", "dk", "dv"), numbers, plan.dropout)
 

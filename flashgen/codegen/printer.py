@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from flashgen.codegen.device import identifiers
 from flashgen.lang.expr import LEAVES, DType, Node, Tensor, depends_on, walk
 from flashgen.lang.ops import OPS
 from flashgen.lang.ranges import INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN
+from flashgen.planning.program import CTYPES
 
 #: Characters of an expression beyond which it is named, so that no text nests without end.
 LONGEST = 600
@@ -56,8 +57,6 @@ _WRAPPING = {
 #: Sums, of which NVRTC may see at most one operand when they have 64 bits (`opaque_i64` in device/math.cuh).
 _SUMS = {"add", "sub"}
 
-CTYPES = {DType.BOOL: "bool", DType.INT32: "int", DType.INT64: "i64", DType.FLOAT32: "float"}
-
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -95,7 +94,7 @@ class Printer:
     def __init__(self, *, wide: frozenset[Node] = frozenset(), exact: bool = False) -> None:
         self.wide = wide
         self.exact = exact
-        self._extent = Intervals(anywhere)
+        self._extent = Intervals(anywhere).range
 
     def is_wide(self, n: Node) -> bool:
         """Whether the node is computed in 64 bits."""
@@ -133,8 +132,8 @@ class Printer:
             return call("bounded", known[bound])
         if self.exact and n.dtype.is_float and n.op in _EXACT:
             return Text(f"{_EXACT[n.op]}({operands[0]}, {operands[1]})")
-        text = self.spelling(n)
-        text = filled(text, *self._widened(n, operands, call="(" in text))
+        spelling = self.spelling(n)
+        text = filled(spelling, *self._widened(n, operands, call="(" in spelling))
         narrows = n.dtype is DType.INT32 and not self.is_wide(n) and n.op != "cast"
         return Text(f"int({text})") if narrows and any(map(self.is_wide, n.operands)) else text
 
@@ -150,7 +149,7 @@ class Printer:
 
     def _counts(self, n: Node) -> bool:
         """Whether no operand of an integer division can be negative, so that C++ rounds it down too."""
-        return all(self._extent(o).lo >= 0 for o in n.operands)
+        return all(bool(self._extent(o).lo >= 0) for o in n.operands)
 
     def _wraps(self, n: Node) -> bool:
         """Whether an integer may leave 64 bits: then nothing is known of it."""
@@ -167,7 +166,7 @@ class Printer:
         if n.dtype is not DType.INT32 or n.operands[0].dtype is not DType.INT64:
             return False
         known = self._extent(n.operands[0])
-        return known.lo < INT32_MIN or known.hi > INT32_MAX
+        return bool(known.lo < INT32_MIN or known.hi > INT32_MAX)
 
     def _widened(self, n: Node, texts: list[Text], *, call: bool) -> list[Text]:
         """The operands in 64 bits where the operation needs it and C++ would not do it by itself.
@@ -218,7 +217,7 @@ class SmallTanhPrinter(Printer):
 class GivenPrinter(Printer):
     """Prints a condition of which some nodes are given as names, and nothing that only they need."""
 
-    def __init__(self, given: Mapping[Node, str], **options: object) -> None:
+    def __init__(self, given: Mapping[Node, str], **options: Any) -> None:
         super().__init__(**options)
         self.given = given
 
@@ -237,7 +236,7 @@ class RangePrinter(Printer):
     `indices` are the C++ types of the indices that readers of captured tensors take: their ranges convert to no other.
     """
 
-    def __init__(self, *, indices: Mapping[Tensor, tuple[str, ...]] = MappingProxyType({}), **options: object) -> None:
+    def __init__(self, *, indices: Mapping[Tensor, tuple[str, ...]] = MappingProxyType({}), **options: Any) -> None:
         super().__init__(**options)
         self.indices = indices
 

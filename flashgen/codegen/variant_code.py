@@ -7,7 +7,7 @@ the second back end of `analysis.tiles` and follow the rules at the head of that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +18,6 @@ from flashgen.analysis.zones import REACH, Zone
 from flashgen.codegen.device import identifiers
 from flashgen.codegen.printer import (
     CALL,
-    CTYPES,
     Body,
     Formula,
     GivenPrinter,
@@ -36,6 +35,8 @@ from flashgen.codegen.printer import (
 from flashgen.lang import ranges
 from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, depends_on, walk
 from flashgen.lang.ops import OPS
+from flashgen.planning.backward import lookup_names
+from flashgen.planning.program import CTYPES
 
 #: Bounds within this need no clamp: sums and differences of two of them and a position fit an int32.
 NEAR = 2 * REACH
@@ -161,12 +162,9 @@ def variant_code(facts: Facts, lookups: tuple[Node, ...] = ()) -> VariantCode:
 def _lookups(loads: tuple[Node, ...], facts: Facts) -> dict[Node, Lookup]:
     """Each element with a name of its own."""
     found: dict[Node, Lookup] = {}
-    for n in loads:
-        printer, position = Printer(wide=facts.int64), "q" if depends_on(n, "q") else "k"
-        stem = f"{n.attr.name}_{position}"
-        number = sum(one.name.startswith(stem) for one in found.values())
-        name = f"{stem}{number + 1}" if number else stem
-        found[n] = Lookup(name=name, ctype=printer.ctype(n), value=printer.body(n), by_query=position == "q")
+    for name, n in zip(lookup_names(loads), loads, strict=True):
+        printer = Printer(wide=facts.int64)
+        found[n] = Lookup(name=name, ctype=printer.ctype(n), value=printer.body(n), by_query=depends_on(n, "q"))
     return found
 
 
@@ -268,7 +266,7 @@ def inside(index: Node, dimension: str | int | None) -> bool:
         return OWN_DIMENSION[index.attr] == dimension
     if not isinstance(dimension, int) or any(n.op == "load" and _promised(n.attr) for n in walk((index,))):
         return False
-    known = Intervals(anywhere)(index)
+    known = Intervals(anywhere).range(index)
     return bool(known.lo >= 0 and known.hi < dimension)
 
 
@@ -306,8 +304,8 @@ class Decider:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.printer = RangePrinter(wide=facts.int64, exact=True, indices=_indices(facts))
-        self.known: dict[Node, Text] = {}
-        self._extent = Intervals(anywhere)
+        self.known: Mapping[Node, Text] = {}
+        self._extent = Intervals(anywhere).range
 
     def runs(self) -> Decision:
         """The runs of keys that the visible terms give a tile of queries, each as the tile of it to visit next."""
@@ -421,7 +419,7 @@ class Decider:
 
     def _ordered(self, position: Text, sign: str, n: Node) -> Text:
         """A position compared with a bound: x <= y - 1 is written x < y, and x <= -1 - y as x < -y."""
-        first, *rest = n.operands or (None,)
+        first, *rest = n.operands or (n,)
         if n.op == ("sub" if sign == "<=" else "add") and rest == [const(1)]:
             return binary(sign[0], position, self.known[first])
         if sign == "<=" and n.op == "sub" and first is const(-1) and self._extent(rest[0]).lo > ranges.INT32_MIN:

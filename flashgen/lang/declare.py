@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -25,7 +25,15 @@ RESERVED = frozenset(
 MAX_SIZE = 2**31 - 1
 
 
-def param(name: str, default=None, *, min=None, max=None, dtype=None, doc: str = "") -> Expr:
+def param(
+    name: str,
+    default: float | bool | None = None,
+    *,
+    min: float | None = None,
+    max: float | None = None,
+    dtype: object = None,
+    doc: str = "",
+) -> Expr:
     """A runtime scalar, passed by name at the call; a new value compiles nothing.
 
     It is an int or a float by `dtype` (int, float, "int32", "int64", "float32"), else by its default and bounds.  A
@@ -34,7 +42,15 @@ def param(name: str, default=None, *, min=None, max=None, dtype=None, doc: str =
     return _scalar("param", Param, name, default, min, max, dtype, doc)
 
 
-def constant(name: str, default, *, min=None, max=None, dtype=None, doc: str = "") -> Expr:
+def constant(
+    name: str,
+    default: float | bool,
+    *,
+    min: float | None = None,
+    max: float | None = None,
+    dtype: object = None,
+    doc: str = "",
+) -> Expr:
     """A named number folded at compile time; a call that overrides it compiles another kernel."""
     if default is None:
         raise refused(f"constant {name!r} needs a default; a value given at the call is an fg.param")
@@ -43,12 +59,12 @@ def constant(name: str, default, *, min=None, max=None, dtype=None, doc: str = "
 
 def tensor(
     name: str,
-    dims,
+    dims: Sequence[str | int | None],
     dtype: str,
     *,
     example: Callable | None = None,
-    min=None,
-    max=None,
+    min: float | None = None,
+    max: float | None = None,
     sorted: bool = False,
     doc: str = "",
 ) -> Captured:
@@ -99,7 +115,16 @@ def tensor(
     return Captured(declared, (), source.caller())
 
 
-def _scalar(op: str, kind: type, name: str, default, low, high, dtype, doc: str) -> Expr:
+def _scalar(
+    op: str,
+    kind: type,
+    name: str,
+    default: float | bool | None,
+    low: float | None,
+    high: float | None,
+    dtype: object,
+    doc: str,
+) -> Expr:
     _check_name(name)
     _check_doc(name, doc)
     given = [value for value in (default, low, high) if value is not None]
@@ -129,7 +154,7 @@ def _scalar(op: str, kind: type, name: str, default, low, high, dtype, doc: str)
     return Expr(node(op, chosen, (), declared, source.caller()))
 
 
-def _bound(name: str, which: str, value, dtype: DType, stored: str = "float32") -> int | float | None:
+def _bound(name: str, which: str, value: object, dtype: DType, stored: str = "float32") -> int | float | None:
     if value is None:
         return None
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
@@ -149,7 +174,7 @@ def _bound(name: str, which: str, value, dtype: DType, stored: str = "float32") 
     return int(value)
 
 
-def _element_bound(name: str, which: str, value, dtype: str) -> int | float | None:
+def _element_bound(name: str, which: str, value: object, dtype: str) -> int | float | None:
     """A bound of a captured tensor's elements, as its stored type holds it: what is compared with them."""
     bound = _bound(name, which, value, TENSOR_DTYPES[dtype], stored=dtype)
     if bound is None or isinstance(bound, float):
@@ -160,7 +185,7 @@ def _element_bound(name: str, which: str, value, dtype: str) -> int | float | No
     return bound
 
 
-def _check_order(name: str, low, high) -> None:
+def _check_order(name: str, low: float | None, high: float | None) -> None:
     if low is not None and high is not None and low > high:
         raise refused(f"{name!r}: min={low} is above max={high}")
 

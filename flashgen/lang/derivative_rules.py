@@ -11,86 +11,83 @@ from collections.abc import Callable
 from flashgen.lang.expr import CLAMP, Node, const
 
 Partials = tuple[Node | None, ...]
-Rule = Callable[[tuple[Node, ...], Node], Partials]
+
+#: Makes the node of an op by its name: `build.apply`, which needs the table of operations, and the table these rules.
+Apply = Callable[..., Node]
+Rule = Callable[[Apply, tuple[Node, ...], Node], Partials]
 
 _ONE, _MINUS_ONE, _LN2 = const(1.0), const(-1.0), math.log(2.0)
 
 
-def _apply(name: str, *operands: Node | float) -> Node:
-    from flashgen.lang.build import apply  # which needs the table of operations, and the table these rules
-
-    return apply(name, *operands)
-
-
-def flat(operands: tuple[Node, ...], out: Node) -> Partials:
+def flat(apply: Apply, operands: tuple[Node, ...], out: Node) -> Partials:
     """Of what has none, or is constant almost everywhere."""
     return (None,) * len(operands)
 
 
 def _of_floats(rule: Rule) -> Rule:
     """Of the float form of an op that also works on integers."""
-    return lambda operands, out: rule(operands, out) if out.dtype.is_float else flat(operands, out)
+    return lambda apply, operands, out: (rule if out.dtype.is_float else flat)(apply, operands, out)
 
 
-def _unary(rule: Callable[[Node, Node], Node]) -> Rule:
-    return lambda operands, out: (rule(operands[0], out),)
+def _unary(rule: Callable[[Apply, Node, Node], Node]) -> Rule:
+    return lambda apply, operands, out: (rule(apply, operands[0], out),)
 
 
-def _extremum(operands: tuple[Node, ...], out: Node) -> Partials:
+def _extremum(apply: Apply, operands: tuple[Node, ...], out: Node) -> Partials:
     """torch.minimum and maximum share a tie half and half; torch.clamp (attr CLAMP) gives it to its first operand.
 
     What equals the result was chosen: beside a NaN the number, which no comparison of the operands would say.
     """
-    first, second = (_apply("eq", out, operand) for operand in operands)
+    first, second = (apply("eq", out, operand) for operand in operands)
     if out.attr == CLAMP:
-        return _apply("where", first, 1.0, 0.0), _apply("where", first, 0.0, 1.0)
+        return apply("where", first, 1.0, 0.0), apply("where", first, 0.0, 1.0)
     return (
-        _apply("where", first, _apply("where", second, 0.5, 1.0), 0.0),
-        _apply("where", second, _apply("where", first, 0.5, 1.0), 0.0),
+        apply("where", first, apply("where", second, 0.5, 1.0), 0.0),
+        apply("where", second, apply("where", first, 0.5, 1.0), 0.0),
     )
 
 
-def _quotient(operands: tuple[Node, ...], out: Node) -> Partials:
-    return _apply("div", 1.0, operands[1]), _apply("div", _apply("neg", out), operands[1])
+def _quotient(apply: Apply, operands: tuple[Node, ...], out: Node) -> Partials:
+    return apply("div", 1.0, operands[1]), apply("div", apply("neg", out), operands[1])
 
 
-def _choice(operands: tuple[Node, ...], out: Node) -> Partials:
-    return None, _apply("where", operands[0], 1.0, 0.0), _apply("where", operands[0], 0.0, 1.0)
+def _choice(apply: Apply, operands: tuple[Node, ...], out: Node) -> Partials:
+    return None, apply("where", operands[0], 1.0, 0.0), apply("where", operands[0], 0.0, 1.0)
 
 
-def _sign(x: Node, out: Node) -> Node:
-    return _apply("where", _apply("gt", x, 0.0), 1.0, _apply("where", _apply("lt", x, 0.0), -1.0, 0.0))
+def _sign(apply: Apply, x: Node, out: Node) -> Node:
+    return apply("where", apply("gt", x, 0.0), 1.0, apply("where", apply("lt", x, 0.0), -1.0, 0.0))
 
 
-def _of_tanh(x: Node, out: Node) -> Node:
-    return _apply("sub", 1.0, _apply("mul", out, out))
+def _of_tanh(apply: Apply, x: Node, out: Node) -> Node:
+    return apply("sub", 1.0, apply("mul", out, out))
 
 
-def _of_sigmoid(x: Node, out: Node) -> Node:
-    return _apply("mul", out, _apply("sub", 1.0, out))
+def _of_sigmoid(apply: Apply, x: Node, out: Node) -> Node:
+    return apply("mul", out, apply("sub", 1.0, out))
 
 
-def _of_rsqrt(x: Node, out: Node) -> Node:
-    return _apply("mul", -0.5, _apply("mul", out, _apply("mul", out, out)))
+def _of_rsqrt(apply: Apply, x: Node, out: Node) -> Node:
+    return apply("mul", -0.5, apply("mul", out, apply("mul", out, out)))
 
 
 #: The ops that have one; every other op is `flat`.
 RULES: dict[str, Rule] = {
-    "add": _of_floats(lambda operands, out: (_ONE, _ONE)),
-    "sub": _of_floats(lambda operands, out: (_ONE, _MINUS_ONE)),
-    "mul": _of_floats(lambda operands, out: (operands[1], operands[0])),
-    "neg": _of_floats(lambda operands, out: (_MINUS_ONE,)),
+    "add": _of_floats(lambda apply, operands, out: (_ONE, _ONE)),
+    "sub": _of_floats(lambda apply, operands, out: (_ONE, _MINUS_ONE)),
+    "mul": _of_floats(lambda apply, operands, out: (operands[1], operands[0])),
+    "neg": _of_floats(lambda apply, operands, out: (_MINUS_ONE,)),
     "div": _quotient,
     "where": _of_floats(_choice),
     "minimum": _of_floats(_extremum),
     "maximum": _of_floats(_extremum),
     "abs": _of_floats(_unary(_sign)),
-    "exp": _unary(lambda x, out: out),
-    "exp2": _unary(lambda x, out: _apply("mul", out, _LN2)),
-    "log": _unary(lambda x, out: _apply("div", 1.0, x)),
-    "log2": _unary(lambda x, out: _apply("div", 1 / _LN2, x)),
+    "exp": _unary(lambda apply, x, out: out),
+    "exp2": _unary(lambda apply, x, out: apply("mul", out, _LN2)),
+    "log": _unary(lambda apply, x, out: apply("div", 1.0, x)),
+    "log2": _unary(lambda apply, x, out: apply("div", 1 / _LN2, x)),
     "tanh": _unary(_of_tanh),
     "sigmoid": _unary(_of_sigmoid),
-    "sqrt": _unary(lambda x, out: _apply("div", 0.5, out)),
+    "sqrt": _unary(lambda apply, x, out: apply("div", 0.5, out)),
     "rsqrt": _unary(_of_rsqrt),
 }

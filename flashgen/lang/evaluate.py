@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,9 @@ def evaluate(
     return values[root]
 
 
-def _value(n, values, positions, s, sizes, params, tensors, float_dtype, live) -> np.ndarray:
+def _value(
+    n: Any, values: Any, positions: Any, s: Any, sizes: Any, params: Any, tensors: Any, float_dtype: Any, live: Any
+) -> np.ndarray:
     match n.op:
         case "const":
             return _typed(n.attr, n.dtype, float_dtype)
@@ -72,7 +75,7 @@ def _typed(value: object, dtype: DType, float_dtype: np.dtype) -> np.ndarray:
     return np.asarray(value, float_dtype if dtype.is_float else np.bool_ if dtype is DType.BOOL else np.int64)
 
 
-def _load(n: Node, array: np.ndarray, indices: tuple[np.ndarray, ...], float_dtype: np.dtype, live) -> np.ndarray:
+def _load(n: Node, array: np.ndarray, indices: tuple[np.ndarray, ...], float_dtype: np.dtype, live: Any) -> np.ndarray:
     tensor = n.attr
     inside = []
     for dim, (name, size, index) in enumerate(zip(tensor.dims, array.shape, indices, strict=True)):

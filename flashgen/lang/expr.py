@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from flashgen.errors import SourceLine
 
@@ -123,7 +124,7 @@ class Node:
     op: str
     dtype: DType
     operands: tuple[Node, ...]
-    attr: object
+    attr: Any  # see above
     where: SourceLine | None
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -135,7 +136,7 @@ class Node:
     def __deepcopy__(self, memo: object) -> Node:
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         """Pickled as rows, operands by their number: a deep expression does not recurse, a shared one stays shared."""
         number: dict[Node, int] = {}
         rows = []
@@ -166,7 +167,7 @@ def node(
     op: str,
     dtype: DType,
     operands: Iterable[Node] = (),
-    attr: object = None,
+    attr: Any = None,
     where: SourceLine | None = None,
 ) -> Node:
     """The one node with this operation, type, operands and attribute."""

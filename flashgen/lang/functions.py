@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from flashgen.lang import build, source
 from flashgen.lang.expr import CLAMP, DType, node
-from flashgen.lang.proxies import Expr, apply, node_of, refused
+from flashgen.lang.proxies import Expr, Operand, apply, node_of, refused
 
 
-def where(condition, x, y) -> Expr:
+def where(condition: Operand, x: Operand, y: Operand) -> Expr:
     """`x` where `condition` holds, else `y`; both are evaluated."""
     return apply("where", condition, x, y)
 
 
-def minimum(x, y) -> Expr:
+def minimum(x: Operand, y: Operand) -> Expr:
     """The smaller of two numbers."""
     return apply("minimum", x, y)
 
 
-def maximum(x, y) -> Expr:
+def maximum(x: Operand, y: Operand) -> Expr:
     """The larger of two numbers."""
     return apply("maximum", x, y)
 
 
-def clamp(x, low, high) -> Expr:
+def clamp(x: Operand, low: Operand | None, high: Operand | None) -> Expr:
     """`x` kept inside `low` .. `high`; a bound may be None."""
     if low is None and high is None:
         raise refused("fg.clamp needs a lower or an upper bound")
@@ -31,67 +31,67 @@ def clamp(x, low, high) -> Expr:
     return x if high is None else apply("minimum", x, high, attr=CLAMP)
 
 
-def absolute(x) -> Expr:
+def absolute(x: Operand) -> Expr:
     """The distance of `x` from 0."""
     return apply("abs", x)
 
 
-def exp(x) -> Expr:
+def exp(x: Operand) -> Expr:
     """e to the power `x`."""
     return apply("exp", x)
 
 
-def exp2(x) -> Expr:
+def exp2(x: Operand) -> Expr:
     """2 to the power `x`."""
     return apply("exp2", x)
 
 
-def log(x) -> Expr:
+def log(x: Operand) -> Expr:
     """The natural logarithm."""
     return apply("log", x)
 
 
-def log2(x) -> Expr:
+def log2(x: Operand) -> Expr:
     """The logarithm to base 2."""
     return apply("log2", x)
 
 
-def tanh(x) -> Expr:
+def tanh(x: Operand) -> Expr:
     """The hyperbolic tangent."""
     return apply("tanh", x)
 
 
-def sigmoid(x) -> Expr:
+def sigmoid(x: Operand) -> Expr:
     """1 / (1 + exp(-x))."""
     return apply("sigmoid", x)
 
 
-def sqrt(x) -> Expr:
+def sqrt(x: Operand) -> Expr:
     """The square root."""
     return apply("sqrt", x)
 
 
-def rsqrt(x) -> Expr:
+def rsqrt(x: Operand) -> Expr:
     """1 / sqrt(x)."""
     return apply("rsqrt", x)
 
 
-def floor(x) -> Expr:
+def floor(x: Operand) -> Expr:
     """The largest whole number not above `x`, as float32."""
     return apply("floor", x)
 
 
-def int32(x) -> Expr:
+def int32(x: Operand) -> Expr:
     """`x` as a 32-bit integer; a float loses its fraction and saturates, a condition becomes 0 or 1."""
     return Expr(build.cast(node_of(x), DType.INT32, where=source.caller()))
 
 
-def int64(x) -> Expr:
+def int64(x: Operand) -> Expr:
     """`x` as a 64-bit integer."""
     return Expr(build.cast(node_of(x), DType.INT64, where=source.caller()))
 
 
-def float32(x) -> Expr:
+def float32(x: Operand) -> Expr:
     """`x` as a float; a condition becomes 0.0 or 1.0."""
     return Expr(build.cast(node_of(x), DType.FLOAT32, where=source.caller()))
 

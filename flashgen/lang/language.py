@@ -1,4 +1,4 @@
-"""The whole language in one table, for the README: made from the op table, so that it cannot fall behind."""
+"""The whole language in one table, for docs/language.md: made from the op table, so that it cannot fall behind."""
 
 from __future__ import annotations
 

@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from flashgen.errors import SourceLine, SpecError
 from flashgen.lang import source
 from flashgen.lang.variant import Variant
+from flashgen.resources import folder
 
 _one_at_a_time = threading.RLock()
 _numbers = itertools.count()
@@ -43,8 +45,6 @@ def load_spec(path: str | os.PathLike) -> Variant:
 
 def shipped() -> dict[str, Path]:
     """The specs that come with flashgen, by name."""
-    from flashgen.resources import folder
-
     return {file.stem: file for file in sorted(folder("specs").glob("*.py"))}
 
 
@@ -180,7 +180,7 @@ class _Siblings(importlib.abc.MetaPathFinder):
     def __init__(self, files: Mapping[str, Path]) -> None:
         self.files = files
 
-    def find_spec(self, name: str, path: object = None, target: object = None):
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         if path is not None or name not in self.files:
             return None
         return importlib.util.spec_from_file_location(name, self.files[name])

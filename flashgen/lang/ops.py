@@ -58,7 +58,7 @@ class Op:
     python      NumPy function; ints arrive as int64 arrays, floats in the evaluator's dtype (cast: also the target)
     cuda        the op's CUDA text, by the op's result type
     abstract    rule on ranges.Range and ranges.Truth (cast: also the target)
-    derivative  partial derivatives by operand as nodes, None for none; torch's subgradients
+    derivative  partial derivatives by operand as nodes, which `build.apply` makes, None for none; torch's subgradients
     """
 
     name: str

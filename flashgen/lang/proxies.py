@@ -9,14 +9,20 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
+import flashgen
 from flashgen.errors import SourceLine, SpecError
 from flashgen.lang import build, ops, source
 from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, node
 
 _PARENTHESES = "put parentheses round each comparison and join them with &: (k <= q) & (q - k < w)"
+
+
+#: What an operator or a function of the language takes.
+Operand: TypeAlias = "Expr | bool | int | float | np.generic"
 
 
 class Expr:
@@ -32,176 +38,176 @@ class Expr:
         return f"<traced {self.node.dtype.value}>"
 
     # Comparisons
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> Expr:
         return apply("eq", self, other)
 
-    def __ne__(self, other):
+    def __ne__(self, other: object) -> Expr:
         return apply("ne", self, other)
 
-    def __lt__(self, other):
+    def __lt__(self, other: Operand) -> Expr:
         return apply("lt", self, other)
 
-    def __le__(self, other):
+    def __le__(self, other: Operand) -> Expr:
         return apply("le", self, other)
 
-    def __gt__(self, other):
+    def __gt__(self, other: Operand) -> Expr:
         return apply("gt", self, other)
 
-    def __ge__(self, other):
+    def __ge__(self, other: Operand) -> Expr:
         return apply("ge", self, other)
 
     # Conditions and bits
-    def __and__(self, other):
+    def __and__(self, other: Operand) -> Expr:
         return apply_logical("and", self, other)
 
-    def __rand__(self, other):
+    def __rand__(self, other: Operand) -> Expr:
         return apply_logical("and", other, self)
 
-    def __or__(self, other):
+    def __or__(self, other: Operand) -> Expr:
         return apply_logical("or", self, other)
 
-    def __ror__(self, other):
+    def __ror__(self, other: Operand) -> Expr:
         return apply_logical("or", other, self)
 
-    def __xor__(self, other):
+    def __xor__(self, other: Operand) -> Expr:
         return apply_logical("xor", self, other)
 
-    def __rxor__(self, other):
+    def __rxor__(self, other: Operand) -> Expr:
         return apply_logical("xor", other, self)
 
-    def __invert__(self):
+    def __invert__(self) -> Expr:
         return apply("logical_not" if self.node.dtype is DType.BOOL else "bit_not", self)
 
-    def __lshift__(self, other):
+    def __lshift__(self, other: Operand) -> Expr:
         return apply("shift_left", self, other)
 
-    def __rlshift__(self, other):
+    def __rlshift__(self, other: Operand) -> Expr:
         return apply("shift_left", other, self)
 
-    def __rshift__(self, other):
+    def __rshift__(self, other: Operand) -> Expr:
         return apply("shift_right", self, other)
 
-    def __rrshift__(self, other):
+    def __rrshift__(self, other: Operand) -> Expr:
         return apply("shift_right", other, self)
 
     # Arithmetic
-    def __add__(self, other):
+    def __add__(self, other: Operand) -> Expr:
         return apply("add", self, other)
 
-    def __radd__(self, other):
+    def __radd__(self, other: Operand) -> Expr:
         return apply("add", other, self)
 
-    def __sub__(self, other):
+    def __sub__(self, other: Operand) -> Expr:
         return apply("sub", self, other)
 
-    def __rsub__(self, other):
+    def __rsub__(self, other: Operand) -> Expr:
         return apply("sub", other, self)
 
-    def __mul__(self, other):
+    def __mul__(self, other: Operand) -> Expr:
         return apply("mul", self, other)
 
-    def __rmul__(self, other):
+    def __rmul__(self, other: Operand) -> Expr:
         return apply("mul", other, self)
 
-    def __truediv__(self, other):
+    def __truediv__(self, other: Operand) -> Expr:
         return apply("div", self, other)
 
-    def __rtruediv__(self, other):
+    def __rtruediv__(self, other: Operand) -> Expr:
         return apply("div", other, self)
 
-    def __floordiv__(self, other):
+    def __floordiv__(self, other: Operand) -> Expr:
         return apply("floor_div", self, other)
 
-    def __rfloordiv__(self, other):
+    def __rfloordiv__(self, other: Operand) -> Expr:
         return apply("floor_div", other, self)
 
-    def __mod__(self, other):
+    def __mod__(self, other: Operand) -> Expr:
         return apply("mod", self, other)
 
-    def __rmod__(self, other):
+    def __rmod__(self, other: Operand) -> Expr:
         return apply("mod", other, self)
 
-    def __neg__(self):
+    def __neg__(self) -> Expr:
         return apply("neg", self)
 
-    def __pos__(self):
+    def __pos__(self) -> Expr:
         return self
 
-    def __abs__(self):
+    def __abs__(self) -> Expr:
         return apply("abs", self)
 
-    def __divmod__(self, other):
+    def __divmod__(self, other: Operand) -> tuple[Expr, Expr]:
         return self // other, self % other
 
-    def __rdivmod__(self, other):
+    def __rdivmod__(self, other: Operand) -> tuple[Expr, Expr]:
         return other // self, other % self
 
     # What has no meaning on a traced value
-    def __pow__(self, other):
+    def __pow__(self, other: Operand) -> NoReturn:
         raise refused("`**` is not in the language; write x * x for a square, or fg.exp2(y * fg.log2(x))")
 
-    def __rpow__(self, other):
+    def __rpow__(self, other: Operand) -> NoReturn:
         raise refused("`**` is not in the language; write fg.exp2(x) for 2 ** x, or 1 << x for integers")
 
-    def __matmul__(self, other):
+    def __matmul__(self, other: Operand) -> NoReturn:
         raise refused("`@` is not in the language: a mask or score works on single elements")
 
     __rmatmul__ = __matmul__
 
-    def __bool__(self):
+    def __bool__(self) -> NoReturn:
         raise refused(_cure_for_bool())
 
-    def __int__(self):
+    def __int__(self) -> NoReturn:
         raise refused("int() needs a value and this is a traced one; write fg.int32(x)")
 
-    def __float__(self):
+    def __float__(self) -> NoReturn:
         raise refused(_cure_for_float())
 
-    def __complex__(self):
+    def __complex__(self) -> NoReturn:
         raise refused("complex numbers are not in the language")
 
-    def __index__(self):
+    def __index__(self) -> NoReturn:
         raise refused(
             "this needs a Python integer (a list index, range()) and got a traced value;"
             " capture a table with fg.tensor, or loop over a plain Python number"
         )
 
-    def __round__(self, digits=None):
+    def __round__(self, digits: int | None = None) -> NoReturn:
         raise refused("round() is not in the language; write fg.floor(x + 0.5)")
 
-    def __floor__(self):
+    def __floor__(self) -> NoReturn:
         raise refused("math.floor needs a value; write fg.floor(x)")
 
-    def __ceil__(self):
+    def __ceil__(self) -> NoReturn:
         raise refused("math.ceil needs a value; write -fg.floor(-x)")
 
-    def __trunc__(self):
+    def __trunc__(self) -> NoReturn:
         raise refused("math.trunc needs a value; write fg.int32(x)")
 
-    def __iter__(self):
+    def __iter__(self) -> NoReturn:
         raise refused("a traced value is one number: it cannot be looped over or unpacked")
 
-    def __len__(self):
+    def __len__(self) -> NoReturn:
         raise refused("a traced value is one number: it has no length")
 
-    def __contains__(self, item):
+    def __contains__(self, item: object) -> NoReturn:
         raise refused("a traced value is one number: `in` cannot search it; write x == y")
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> NoReturn:
         raise refused("a traced value is one number: only what fg.tensor captures can be indexed")
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         raise refused("a traced value is one number: it cannot be called")
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # Python and NumPy ask for protocols that are not there
             raise AttributeError(name)
         raise refused(f"a traced value has no {name!r}{_instead(_METHODS.get(name, name))}")
 
-    def __array__(self, *args, **kwargs):
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         raise refused("NumPy needs a value and this is a traced one; capture the array with fg.tensor and index it")
 
-    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: object) -> Expr:
         name = _UFUNCS.get(ufunc.__name__)
         if method == "__call__" and name is not None and not kwargs:
             if name in ("and", "or", "xor"):
@@ -212,7 +218,7 @@ class Expr:
         raise refused(f"np.{ufunc.__name__} cannot be traced{_instead(ufunc.__name__)}")
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:
         name = getattr(function, "__name__", str(function))
         raise refused(f"torch's {name!r} cannot be traced{_instead(name)}; capture a torch tensor with fg.tensor")
 
@@ -257,7 +263,7 @@ class Captured:
     def __repr__(self) -> str:
         return f"<captured {self.tensor.name}, {len(self.indices)} of {len(self.tensor.dims)} indices>"
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         name, rank = self.tensor.name, len(self.tensor.dims)
         given = index if isinstance(index, tuple) else (index,)
         indices = self.indices + tuple(self._index(i) for i in given)
@@ -296,16 +302,16 @@ class Captured:
             raise refused(f"tensor {name!r} got the index {i.attr}: write {name}.size(i) - {-i.attr}")
         return i
 
-    def __len__(self):
+    def __len__(self) -> NoReturn:
         raise refused(f"len() of a captured tensor is not known yet; write {self.tensor.name}.size(0)")
 
-    def __iter__(self):
+    def __iter__(self) -> NoReturn:
         raise refused(f"tensor {self.tensor.name!r} cannot be looped over: its size is not known yet")
 
-    def __bool__(self):
+    def __bool__(self) -> NoReturn:
         raise refused(self.unindexed())
 
-    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: object) -> NoReturn:
         raise refused(self.unindexed())
 
     def unindexed(self) -> str:
@@ -317,7 +323,7 @@ class Captured:
         )
 
 
-def _unindexed_operator(self, *others):
+def _unindexed_operator(self: Captured, *others: object) -> NoReturn:
     raise refused(self.unindexed())
 
 
@@ -377,8 +383,6 @@ def refused(message: str) -> SpecError:
 
 
 def _instead(name: str) -> str:
-    import flashgen
-
     if name in ops.OPS:
         return f"; write {ops.OPS[name].spelling.rpartition('; ')[2]}"
     return f"; write fg.{name}(x)" if name in dir(flashgen) else f"; {source.functions()}"

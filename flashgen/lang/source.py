@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterable
 from types import CodeType, FrameType, TracebackType
 
+import flashgen
 from flashgen.errors import SourceLine, SpecError
+from flashgen.lang.ops import OPS
 
 _ASKING = (ast.BoolOp, ast.If, ast.IfExp, ast.While, ast.Assert, ast.Call, ast.Subscript, ast.comprehension)
 _LANG = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -77,8 +79,6 @@ def as_spec_error(error: Exception, *, folder: str | None = None) -> SpecError:
 
 def functions() -> str:
     """The functions that a traced value can be given to."""
-    from flashgen.lang.ops import OPS
-
     names = [op.name for op in OPS.values() if op.spelling.endswith(f"fg.{op.name}(x)")]
     return f"the functions of fg are {', '.join([*names, 'minimum', 'maximum', 'clamp', 'where'])} and casts"
 
@@ -90,8 +90,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _suggest(name: str) -> str:
-    import flashgen
-
     public = dir(flashgen)
     if name in public:
         return f": write fg.{name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -64,8 +65,6 @@ def trace_score(function: Callable, incoming: Node | None = None) -> Traced:
 def _call(
     function: Callable, kind: str, arguments: str, incoming: Node | None = None
 ) -> tuple[object, dict[str, Callable]]:
-    import inspect
-
     if not callable(function):
         raise refused(f"a {kind} is a function ({', '.join(arguments.split())}), not {kind_of(function)}")
     names = arguments.split()

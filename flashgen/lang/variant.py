@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from flashgen.errors import PlanError, SourceLine, SpecError
 from flashgen.lang import build, source, trace
@@ -88,7 +89,7 @@ class Variant:
     def __deepcopy__(self, memo: object) -> Variant:
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         """Pickled without `parents`, which only the loading of a file asks for."""
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name != "parents"}
         return _restored, (kept,)

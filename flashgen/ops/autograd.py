@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 
-from flashgen.analysis.derivative import differentiable
 from flashgen.errors import LaunchError
-from flashgen.lang.variant import Variant
 from flashgen.ops import library
-from flashgen.ops.attention import run
-from flashgen.runtime.philox import Dropout
-
-#: What differentiating a gradient is told.
-SECOND = (
-    "flashgen differentiates attention once: there is no gradient of its gradients\n"
-    "  nearest: backward() without create_graph, or attention in plain PyTorch where a second derivative is needed"
-)
-
+from flashgen.ops.backward import SECOND, Given, with_gradient
+from flashgen.ops.call import Call
+from flashgen.ops.forward import run
+from flashgen.ops.tracing import transformed
 
 #: What forward-mode AD is told.
 FORWARD_MODE = (
@@ -35,85 +27,42 @@ BATCHED = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """What a call holds beside its tensors; `names` are those of the captured ones."""
-
-    variant: Variant
-    scale: float | None
-    dropout: Dropout | None
-    deterministic: bool
-    names: tuple[str, ...]
-    numbers: Mapping[str, object]
-
-    def named(self, captured: tuple[torch.Tensor, ...]) -> dict[str, object]:
-        return {**self.numbers, **dict(zip(self.names, captured, strict=True))}
-
-
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    variant: Variant,
-    scale: float | None,
-    named: Mapping[str, object],
-    dropout: Dropout | None,
-    *,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of one eager call, differentiable; arguments, results and errors as in `ops.attention.attention`."""
-    tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
-    call = Call(
-        variant=variant,
-        scale=scale,
-        dropout=dropout,
-        deterministic=deterministic,
-        names=tuple(tensors),
-        numbers={name: x for name, x in named.items() if name not in tensors},
-    )
-    function = _Transformed if library.transformed() else _Attention
-    return function.apply(call, q, k, v, *tensors.values())
-
-
-def in_order(deterministic: bool) -> bool:
-    """Whether a backward sums in one order: the call's own word, or torch's for the process."""
-    return deterministic or (
-        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
-
-
-def with_gradient(variant: Variant, names: tuple[str, ...], needed: tuple[bool, ...]) -> tuple[str, ...]:
-    """The captured tensors of a call that want a gradient and have one, sorted."""
-    asked = {name for name, wants in zip(names, needed, strict=True) if wants}
-    return tuple(name for name in differentiable(variant.score_node) if name in asked)
+    call, tensors = call.apart()
+    function = _Transformed if transformed() else _Attention
+    return function.apply(call, tuple(tensors), q, k, v, *tensors.values())  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call: Call, q, k, v, *captured):
-        o, lse = run(q, k, v, call.variant, call.scale, call.named(captured), call.dropout)
-        _keep(ctx, call, q, k, v, o, lse, *captured)
+    def forward(
+        ctx: Any, call: Call, names: tuple[str, ...], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, *captured = inputs
+        o, lse = run(q, k, v, call.joined(names, captured))
+        _keep(ctx, call, names, q, k, v, o, lse, *captured)
         return o, lse
 
     @staticmethod
-    def backward(ctx, do, dlse):
-        needed = ctx.needs_input_grad[1:]
+    def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
         if do is None and dlse is None:
-            return (None,) * (1 + len(needed))
-        wanted = with_gradient(ctx.call.variant, ctx.call.names, needed[3:])
-        function = _TransformedGradients if library.transformed() else _Gradients
-        found = function.apply(ctx.call, wanted, do, dlse, *ctx.saved_tensors)
+            return (None,) * (2 + len(needed))
+        wanted = with_gradient(ctx.call.variant, ctx.names, needed[3:])
+        function = _TransformedGradients if transformed() else _Gradients
+        found = function.apply(ctx.call, ctx.names, wanted, do, dlse, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
         by_name = dict(zip(wanted, found[3:], strict=True))
-        gradients = (*found[:3], *(by_name.get(name) for name in ctx.call.names))
-        return None, *(g if wants else None for g, wants in zip(gradients, needed, strict=True))
+        gradients = (*found[:3], *(by_name.get(name) for name in ctx.names))
+        return None, None, *(g if wants else None for g, wants in zip(gradients, needed, strict=True))
 
     @staticmethod
-    def jvp(ctx, *_):
+    def jvp(ctx: object, *_: object) -> NoReturn:
         raise LaunchError(FORWARD_MODE)
 
 
-def _keep(ctx, call: Call, *tensors: torch.Tensor) -> None:
-    ctx.call = call
+def _keep(ctx: Any, call: Call, names: tuple[str, ...], *tensors: torch.Tensor) -> None:
+    ctx.call, ctx.names = call, names
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
@@ -122,16 +71,18 @@ class _Transformed(_Attention):
     """The same for the transforms of torch.func, which want the context set up apart: that costs an eager call more."""
 
     @staticmethod
-    def forward(call: Call, q, k, v, *captured):
-        return library.attend(q, k, v, call.variant, call.scale, call.named(captured), call.dropout)
+    def forward(  # type: ignore[override]
+        call: Call, names: tuple[str, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *captured: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return library.attend(q, k, v, call.joined(names, captured))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        call, q, k, v, *captured = inputs
-        _keep(ctx, call, q, k, v, *output, *captured)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        call, names, q, k, v, *captured = inputs
+        _keep(ctx, call, names, q, k, v, *output, *captured)
 
     @staticmethod
-    def vmap(info, in_dims, *_):
+    def vmap(info: object, in_dims: object, *_: object) -> NoReturn:
         raise LaunchError(BATCHED)
 
 
@@ -139,32 +90,36 @@ class _Gradients(torch.autograd.Function):
     """The backward as a function of its own, so that differentiating it says what is wrong."""
 
     @staticmethod
-    def forward(ctx, call: Call, wanted: tuple[str, ...], do, dlse, q, k, v, o, lse, *captured):
-        return _gradients(call, wanted, do, dlse, q, k, v, o, lse, *captured)
+    def forward(
+        ctx: Any, call: Call, names: tuple[str, ...], wanted: tuple[str, ...], *tensors: Any
+    ) -> tuple[torch.Tensor, ...]:
+        return _gradients(call, names, wanted, *tensors)
 
     @staticmethod
-    def backward(ctx, *_):
+    def backward(ctx: object, *_: object) -> NoReturn:
         raise LaunchError(SECOND)
 
     @staticmethod
-    def jvp(ctx, *_):
+    def jvp(ctx: object, *_: object) -> NoReturn:
         raise LaunchError(SECOND)
 
 
 class _TransformedGradients(_Gradients):
     @staticmethod
-    def forward(call: Call, wanted: tuple[str, ...], do, dlse, q, k, v, o, lse, *captured):
-        return _gradients(call, wanted, do, dlse, q, k, v, o, lse, *captured)
+    def forward(  # type: ignore[override]
+        call: Call, names: tuple[str, ...], wanted: tuple[str, ...], *tensors: Any
+    ) -> tuple[torch.Tensor, ...]:
+        return _gradients(call, names, wanted, *tensors)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         pass
 
     @staticmethod
-    def vmap(info, in_dims, *_):
+    def vmap(info: object, in_dims: object, *_: object) -> NoReturn:
         raise LaunchError(BATCHED)
 
 
-def _gradients(call: Call, wanted: tuple[str, ...], do, dlse, q, k, v, o, lse, *captured):
-    given = (do, dlse, q, k, v, o, lse, call.variant, call.scale, call.named(captured), call.dropout)
-    return library.differentiate(*given, deterministic=call.deterministic, wanted=wanted)
+def _gradients(call: Call, names: tuple[str, ...], wanted: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, ...]:
+    count = len(Given._fields)
+    return library.differentiate(Given(*tensors[:count]), call.joined(names, tensors[count:]), wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ _STEP = 4
 _generators = threading.Lock()
 
 
-def drawn(p: object, seed: object, like: torch.Tensor) -> Dropout | None:
+def drawn(p: Any, seed: Any, like: torch.Tensor) -> Dropout | None:
     """The dropout of one call on tensors like this; None where nothing is dropped.
 
     Without a seed the numbers follow from torch's default generator of the device, which moves on: torch.manual_seed
@@ -32,7 +33,7 @@ def drawn(p: object, seed: object, like: torch.Tensor) -> Dropout | None:
     return dropout_of(float(p), *state(like, seed))
 
 
-def check(p: object) -> None:
+def check(p: Any) -> None:
     """Raise LaunchError for what is no probability in [0, 1)."""
     if wrong := no_number("dropout", p):
         raise LaunchError(wrong)

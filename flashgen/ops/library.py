@@ -6,17 +6,19 @@ A compiled graph holds no Variant: it holds its token, by which the process find
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.autograd import forward_ad
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant, of_token
 from flashgen.ops import dropout as drawing
+from flashgen.ops.backward import SECOND, Given, results, run_backward, with_gradient
+from flashgen.ops.call import Call
+from flashgen.ops.forward import outputs, run
+from flashgen.ops.tracing import traced, transformed
 from flashgen.ops.values import WORD, no_flag, no_number, no_seed, no_tensor, no_variant, too_long
-from flashgen.runtime.philox import Dropout
 
 #: What a call has beside q, k and v.  Tensors and numbers travel as parallel lists of names and values; scale and
 #: dropout, where they are given, are numbers too.  `state` is the seed and the offset of what is dropped.
@@ -62,69 +64,56 @@ _library.define(_FORWARD)
 _library.define(_BACKWARD)
 
 
-# Looked up once: every eager call asks.
-_transforms, _modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
-_Tensor = torch.Tensor
+class _Arguments(NamedTuple):
+    """A call as flashgen::attention takes it beside q, k and v: _REST, field by field."""
 
-
-def transformed() -> bool:
-    """Whether a torch.func transform or forward-mode AD is under way, which sees autograd.Functions alone."""
-    return _transforms() or forward_ad._current_level >= 0
-
-
-def traced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether a mode or a kind of tensor sees what torch's ops do, as make_fx and FakeTensors: then a call is one."""
-    if _modes():
-        return True
-    if type(q) is type(k) is type(v) is _Tensor:
-        return False
-    return any(watched(x) and not x.is_nested for x in (q, k, v))
-
-
-def watched(x: object) -> bool:
-    """Whether a tensor's own class says what torch's ops do with it."""
-    return isinstance(x, torch.Tensor) and torch._C._dispatch_keys(x).has(torch._C.DispatchKey.Python)
+    variant: str
+    tensor_names: Sequence[str]
+    tensors: Sequence[torch.Tensor]
+    names: Sequence[str]
+    numbers: Sequence[float]
+    symbol_names: Sequence[str]
+    symbols: Sequence[torch.Tensor]
+    state: torch.Tensor | None
+    deterministic: bool
 
 
 def through_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    variant: Variant,
-    scale: float | None,
-    dropout: float,
-    seed: int | None,
-    deterministic: bool,
-    named: Mapping[str, object],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, dropout: float, seed: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) by the op, as `attention` traces it; what is wrong with a call is said when it runs."""
+    """(o, lse) by the op, as `attention` traces it, of a call whose dropout the graph draws; what is wrong with a call
+    is said when it runs."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise LaunchError(no_tensor(name, tensor))
-    wrong = _wrong(variant, scale, dropout, seed, deterministic, named)
+    wrong = _wrong(call, dropout, seed)
     if wrong is not None:
         return torch.ops.flashgen.refuse(q, v, wrong)
-    tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
-    numbers = {name: x for name, x in named.items() if name not in tensors}
-    if scale is not None:
-        numbers["scale"] = scale
-    state = None
+    p = state = None
     if dropout != 0 or isinstance(dropout, bool) or seed is not None:
         from flashgen.ops.sites import site
 
-        numbers["dropout"] = dropout
+        p = dropout
         high = seed is not None and seed >= 1 << 63
-        state = torch.ops.flashgen.draw(q, seed - (1 << 64) if high else seed, high, site())
-    return torch.ops.flashgen.call(
-        *(q, k, v, variant.token, list(tensors), list(tensors.values()), list(numbers), list(numbers.values())),
-        *(state, deterministic),
-    )
+        word = seed - (1 << 64) if seed is not None and high else seed
+        state = torch.ops.flashgen.draw(q, word, high, site())
+    return torch.ops.flashgen.call(q, k, v, *_lists(call, p), state, call.deterministic)
 
 
-def _wrong(
-    variant: object, scale: object, dropout: object, seed: object, deterministic: object, named: Mapping[str, object]
-) -> str | None:
+def _lists(call: Call, p: float | None) -> tuple[str, list[str], list[torch.Tensor], list[str], list[float]]:
+    """_GIVEN of a call that drops by the chance p, if any."""
+    call, tensors = call.apart()
+    numbers = {**call.named}
+    if call.scale is not None:
+        numbers["scale"] = call.scale
+    if p is not None:
+        numbers["dropout"] = p
+    return call.variant.token, list(tensors), list(tensors.values()), list(numbers), list(numbers.values())
+
+
+def _wrong(call: Call, dropout: object, seed: object) -> str | None:
     """What is wrong with a call that no graph can hold: all but the values of numbers and tensors."""
+    variant, scale, named, _, deterministic = call
     if not isinstance(variant, Variant):
         return no_variant(variant)
     texts = [None if scale is None else no_number("scale", scale), no_number("dropout", dropout)]
@@ -143,65 +132,29 @@ def _wrong(
     return None
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    variant: Variant,
-    scale: float | None,
-    named: Mapping[str, object],
-    dropout: Dropout | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of a call whose dropout is drawn: by the op where it is traced, else at once."""
-    from flashgen.ops.attention import run
-
     if not traced(q, k, v):
-        return run(q, k, v, variant, scale, named, dropout)
-    return torch.ops.flashgen.attention(q, k, v, *_rest(variant, scale, named, dropout, False))
+        return run(q, k, v, call)
+    return torch.ops.flashgen.attention(q, k, v, *_arguments(call))
 
 
-def differentiate(
-    do: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    variant: Variant,
-    scale: float | None,
-    named: Mapping[str, object],
-    dropout: Dropout | None,
-    *,
-    deterministic: bool,
-    wanted: tuple[str, ...],
-) -> tuple[torch.Tensor, ...]:
+def differentiate(given: Given, call: Call, wanted: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
     """Gradients as `run_backward` gives them, flat: by the op where it is traced, else at once."""
-    if not traced(q, k, v):
-        from flashgen.ops.autograd import in_order
-        from flashgen.ops.backward import run_backward
-
-        given = (do, dlse, q, k, v, o, lse, variant, scale, named, dropout)
-        found = run_backward(*given, deterministic=in_order(deterministic), wanted=wanted)
-        return *found[:3], *found.captured
-    rest = _rest(variant, scale, named, dropout, deterministic)
-    *found, captured = torch.ops.flashgen.attention_backward(do, dlse, q, k, v, o, lse, *rest, list(wanted))
+    if not traced(given.q, given.k, given.v):
+        *found, captured = run_backward(given, call, wanted)
+    else:
+        *found, captured = torch.ops.flashgen.attention_backward(*given, *_arguments(call), list(wanted))
     return *found, *captured
 
 
-def _rest(
-    variant: Variant, scale: float | None, named: Mapping[str, object], dropout: Dropout | None, deterministic: bool
-) -> tuple:
-    """_REST of a call whose numbers are known."""
-    tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
-    numbers = {name: x for name, x in named.items() if name not in tensors}
-    numbers |= {} if scale is None else {"scale": scale}
-    state = None
-    if dropout is not None:
-        numbers["dropout"] = dropout.p
-        state = torch.tensor([_signed(dropout.seed), _signed(dropout.offset)], dtype=torch.int64, device="cpu")
-    lists = (list(tensors), list(tensors.values()), list(numbers), list(numbers.values()))
-    return variant.token, *lists, [], [], state, deterministic
+def _arguments(call: Call) -> _Arguments:
+    """A call whose numbers are known."""
+    p = state = None
+    if call.dropout is not None:
+        p, words = call.dropout.p, [_signed(call.dropout.seed), _signed(call.dropout.offset)]
+        state = torch.tensor(words, dtype=torch.int64, device="cpu")
+    return _Arguments(*_lists(call, p), [], [], state, call.deterministic)
 
 
 def _signed(word: int) -> int:
@@ -217,23 +170,24 @@ def _known(token: str) -> Variant:
     return variant
 
 
-def _call(q, k, v, variant, tensor_names, tensors, names, numbers, state, deterministic):
+def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if transformed():
         _transformed()
-    known, symbols = {}, {}
+    variant, tensor_names, tensors, names, numbers, state, deterministic = given
+    known: dict[str, float] = {}
+    symbols: dict[str, torch.Tensor] = {}
     for name, number in zip(names, numbers, strict=True):
         if isinstance(number, torch.SymFloat):
             # A product, because torch turns the arithmetic of such a float and a tensor into that of two tensors.
-            symbols[name] = torch.ones((), dtype=torch.float64, device="cpu") * number
+            one: Any = torch.ones((), dtype=torch.float64, device="cpu")
+            symbols[name] = one * number
         else:
             known[name] = number
-    return torch.ops.flashgen.attention(
-        *(q, k, v, variant, tensor_names, tensors, list(known), list(known.values())),
-        *(list(symbols), list(symbols.values()), state, deterministic),
-    )
+    lists = (list(known), list(known.values()), list(symbols), list(symbols.values()))
+    return torch.ops.flashgen.attention(q, k, v, variant, tensor_names, tensors, *lists, state, deterministic)
 
 
-def _transformed(*_) -> NoReturn:
+def _transformed(*_: object) -> NoReturn:
     raise LaunchError(TRANSFORMED)
 
 
@@ -242,117 +196,90 @@ def _refuse(q: torch.Tensor, v: torch.Tensor, message: str) -> NoReturn:
 
 
 def _draw(like: torch.Tensor, seed: int | None, high: bool, site: int) -> torch.Tensor:
-    seed = seed + (1 << 64) if high else seed
+    seed = seed + (1 << 64) if high and seed is not None else seed
     if wrong := no_seed(seed):
         raise LaunchError(wrong)
     return torch.tensor([_signed(word) for word in drawing.state(like, seed)], dtype=torch.int64, device="cpu")
 
 
-class _Given(NamedTuple):
-    """What a call has beside q, k and v, out of _REST."""
-
-    variant: Variant
-    scale: float | None
-    named: dict[str, object]
-    dropout: Dropout | None
-
-
-def _given(
-    variant: str,
-    tensor_names: Sequence[str],
-    tensors: Sequence[torch.Tensor],
-    names: Sequence[str],
-    numbers: Sequence[float],
-    symbol_names: Sequence[str],
-    symbols: Sequence[torch.Tensor],
-    state: torch.Tensor | None,
-) -> _Given:
-    named = dict(zip((*tensor_names, *names), (*tensors, *numbers), strict=True))
-    named |= {name: symbol.item() for name, symbol in zip(symbol_names, symbols, strict=True)}
+def _call_of(rest: _Arguments) -> Call:
+    """The call of a graph that runs: its variant found, its symbols read, its dropout checked."""
+    names, values = (*rest.tensor_names, *rest.names), (*rest.tensors, *rest.numbers)
+    named: dict[str, Any] = dict(zip(names, values, strict=True))
+    named |= {name: symbol.item() for name, symbol in zip(rest.symbol_names, rest.symbols, strict=True)}
     scale, p = named.pop("scale", None), named.pop("dropout", 0.0)
     drawing.check(p)
-    dropout = drawing.dropout_of(float(p), *state.tolist()) if p else None
-    return _Given(_known(variant), scale, named, dropout)
+    dropout = drawing.dropout_of(float(p), *rest.state.tolist()) if p and rest.state is not None else None
+    return Call(_known(rest.variant), scale, named, dropout, rest.deterministic)
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
-    from flashgen.ops.attention import run
-
-    *given, _ = rest
-    return run(q, k, v, *_given(*given))
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return run(q, k, v, _call_of(_Arguments(*rest)))
 
 
-def _attention_backward(
-    do: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    *rest: object,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    from flashgen.ops.autograd import in_order
-    from flashgen.ops.backward import run_backward
-
-    *given, deterministic, wanted = rest
-    tensors = (do, dlse, q, k, v, o, lse)
-    found = run_backward(*tensors, *_given(*given), deterministic=in_order(deterministic), wanted=wanted)
+def _attention_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    given, rest, wanted = _of_backward(*arguments)
+    found = run_backward(given, _call_of(rest), wanted)
     return *found[:3], list(found.captured)
 
 
-def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: str, *_) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_backward(*arguments: Any) -> tuple[Given, _Arguments, Sequence[str]]:
+    """The arguments of flashgen::attention_backward."""
+    tensors = len(Given._fields)
+    return Given(*arguments[:tensors]), _Arguments(*arguments[tensors:-1]), arguments[-1]
+
+
+def _shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: str, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
     if (known := of_token(variant)) is not None:
         _traced[variant] = known
     return _results(q, v)
 
 
-def _results(q: torch.Tensor, v: torch.Tensor, *_) -> tuple[torch.Tensor, torch.Tensor]:
-    from flashgen.ops.attention import outputs
-
+def _results(q: torch.Tensor, v: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     if q.dim() != 4 or v.dim() != 4:  # refused when the graph runs
         return torch.empty_like(q), torch.empty_like(q)
     return outputs(q, v)
 
 
-def _backward_shapes(do, dlse, q, k, v, o, lse, variant, tensor_names, tensors, *rest):
-    from flashgen.ops.backward import results
+def _backward_shapes(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    given, rest, wanted = _of_backward(*arguments)
+    named = dict(zip(rest.tensor_names, rest.tensors, strict=True))
+    captured = [torch.empty_like(named[name], memory_format=torch.contiguous_format) for name in wanted]
+    dq, dk, dv = results(given.q, given.k, given.v)
+    return dq, dk, dv, captured
 
-    named, wanted = dict(zip(tensor_names, tensors, strict=True)), rest[-1]
-    contiguous = torch.contiguous_format
-    return *results(q, k, v), [torch.empty_like(named[name], memory_format=contiguous) for name in wanted]
 
-
-def _keep(ctx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, variant, tensor_names, tensors, names, numbers, symbol_names, symbols, state, deterministic = inputs
-    ctx.save_for_backward(q, k, v, *output, *([] if state is None else [state]), *symbols, *tensors)
-    ctx.rest = (variant, tensor_names, names, numbers, symbol_names, state is not None, deterministic)
-    ctx.wants = [tensor.requires_grad for tensor in tensors]
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v = inputs[:3]
+    rest = _Arguments(*inputs[3:])
+    state = [] if rest.state is None else [rest.state]
+    ctx.save_for_backward(q, k, v, *output, *state, *rest.symbols, *rest.tensors)
+    ctx.has_state, ctx.wants = bool(state), tuple(tensor.requires_grad for tensor in rest.tensors)
+    ctx.rest = rest._replace(state=None, symbols=(), tensors=())
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
-    from flashgen.ops.autograd import with_gradient
-
+def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     q, k, v, o, lse, *tensors = ctx.saved_tensors
-    variant, tensor_names, names, numbers, symbol_names, has_state, deterministic = ctx.rest
-    state = tensors.pop(0) if has_state else None
-    symbols, tensors = tensors[: len(symbol_names)], tensors[len(symbol_names) :]
-    wanted = with_gradient(_known(variant), tuple(tensor_names), tuple(ctx.wants))
-    *gradients, captured = torch.ops.flashgen.attention_backward(
-        *(do, dlse, q, k, v, o, lse, variant, tensor_names, tensors, names, numbers, symbol_names, symbols),
-        *(state, deterministic, list(wanted)),
-    )
+    state = tensors.pop(0) if ctx.has_state else None
+    count = len(ctx.rest.symbol_names)
+    rest = ctx.rest._replace(state=state, symbols=tensors[:count], tensors=tensors[count:])
+    wanted = with_gradient(_known(rest.variant), tuple(rest.tensor_names), ctx.wants)
+    given = Given(do, dlse, q, k, v, o, lse)
+    *gradients, captured = torch.ops.flashgen.attention_backward(*given, *rest, list(wanted))
     by_name = dict(zip(wanted, captured, strict=True))
     # torch takes an empty list for a list of tensors, and wants one back.
-    of_lists = [None if found else [] for found in (tensor_names, names, numbers, symbol_names)]
-    of_lists.insert(1, [by_name.get(name) for name in tensor_names])
-    return *gradients, None, *of_lists, [None] * len(symbols), None, None
+    none: dict[str, Any] = {
+        name: [] if isinstance(field, (list, tuple)) and not field else None
+        for name, field in ctx.rest._asdict().items()
+    }
+    none |= {"tensors": [by_name.get(name) for name in rest.tensor_names], "symbols": [None] * count}
+    return *gradients, *none.values()
 
 
-def _no_second(ctx, *_):
-    from flashgen.ops.autograd import SECOND
-
+def _no_second(ctx: object, *_: object) -> NoReturn:
     raise LaunchError(SECOND)
 
 

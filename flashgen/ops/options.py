@@ -5,12 +5,13 @@ from __future__ import annotations
 import numbers
 import os
 import re
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from flashgen.errors import PlanError, shown
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
+from flashgen.planning.integers import INTEGERS, Integer
 from flashgen.planning.plan import KernelPlan
 
 
@@ -28,21 +29,23 @@ class _Kind(NamedTuple):
 _WHOLES = 1 << 63
 
 
-def _whole(value: object) -> int | None:
+def _whole(value: Any) -> int | None:
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return int(value) if whole and -_WHOLES <= value < _WHOLES else None
 
 
-def _near_whole(value: object) -> int:
+def _near_whole(value: Any) -> int:
     try:
         return int(float(value))
     except (TypeError, ValueError, OverflowError):
         return 64
 
 
-def _tile(value: object) -> tuple[int, ...] | None:
+def _tile(value: object) -> tuple[int, int] | None:
     sides = tuple(map(_whole, value)) if isinstance(value, (tuple, list)) else ()
-    return sides if len(sides) == 2 and None not in sides else None
+    if len(sides) != 2 or sides[0] is None or sides[1] is None:
+        return None
+    return sides[0], sides[1]
 
 
 def _near_tile(value: object) -> tuple[int, int]:
@@ -56,8 +59,9 @@ def _dtype(value: object) -> str | None:
 
 
 def _names(value: object) -> tuple[str, ...] | None:
-    known = isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value)
-    return tuple(value) if known else None
+    if not isinstance(value, (tuple, list)) or not all(isinstance(name, str) for name in value):
+        return None
+    return tuple(value)
 
 
 def _of(kind: type) -> Callable[[object], object]:
@@ -65,10 +69,18 @@ def _of(kind: type) -> Callable[[object], object]:
 
 
 _WHOLE = _Kind("a whole number of 64 bits", _whole, _near_whole)
+
+
+def _integer(row: Integer) -> _Kind:
+    """What one of a kernel's integers may be."""
+    near = _near_whole if (example := row.example) is None else lambda value: example
+    return _Kind(row.kind or _WHOLE.what, _whole, near)
+
+
 _FLAG = _Kind("True or False", _of(bool), lambda value: True, unless=False)
 _KINDS = {
-    **dict.fromkeys(("batch", "heads", "kv_heads", "seqlen", "kv_seqlen", "head_dim", "v_head_dim", "stages"), _WHOLE),
-    "q_stages": _Kind("1 or 2", _whole, lambda value: 2),
+    **dict.fromkeys(("batch", "heads", "kv_heads", "seqlen", "kv_seqlen", "head_dim", "v_head_dim"), _WHOLE),
+    **{name: _integer(row) for name, row in INTEGERS.items()},
     **dict.fromkeys(("dropout", "packed", "backward", "deterministic"), _FLAG),
     "dtype": _Kind("a name or a torch.dtype", _dtype, lambda value: "bfloat16"),
     "arch": _Kind("a name", _of(str), lambda value: "sm_80"),
@@ -78,7 +90,15 @@ _KINDS = {
 }
 
 
-def option(name: str, value: object) -> object:
+def apart(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A kernel's integers among these, and the others, which are constants."""
+    return (
+        {name: value for name, value in given.items() if name in INTEGERS},
+        {name: value for name, value in given.items() if name not in INTEGERS},
+    )
+
+
+def option(name: str, value: object) -> Any:
     """A value of an option as planning takes it; None stands for none given.
 
     Raises PlanError for a value of another type.

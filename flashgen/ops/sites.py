@@ -13,7 +13,7 @@ import torch
 _numbers = itertools.count()
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def site() -> int:
     """A number that no other place has; a graph keeps the one it was traced with."""
     return next(_numbers)

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from flashgen.analysis.derivative import differentiable
+from flashgen import codegen
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
-from flashgen.ops.options import option, plan_of, variant_of
+from flashgen.ops.options import apart, option, plan_of, variant_of
 from flashgen.planning import planner
-from flashgen.planning.arch import ARCHS, find, of_device
+from flashgen.planning.arch import find, newest, of_device
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
+from flashgen.planning.request import KernelRequest
 from flashgen.runtime import driver, kernel
 from flashgen.runtime.kernel import Kernel
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    variant: Variant | str | PathLike,
+    variant: Variant | str | PathLike[str],
     *,
     batch: int | None = None,
     heads: int | None = None,
@@ -60,21 +61,22 @@ def plan(
         if value is not None and seqlen is None:
             raise PlanError(f"{name} alone is no problem\n  nearest: give seqlen too")
     variant = variant_of(variant)
-    arch = default_arch(variant) if arch is None else option("arch", arch)
-    head_dim = default_head_dim(variant) if head_dim is None else option("head_dim", head_dim)
-    dtype = default_dtype(variant) if dtype is None else option("dtype", dtype)
-    menu = menu_of(
-        *(variant.bind(**constants), arch, dtype, head_dim, option("v_head_dim", v_head_dim)),
+    where: str = default_arch(variant) if arch is None else option("arch", arch)
+    width: int = default_head_dim(variant) if head_dim is None else option("head_dim", head_dim)
+    kind: str = default_dtype(variant) if dtype is None else option("dtype", dtype)
+    integers, constants = apart({"stages": stages, "q_stages": q_stages, **constants})
+    request = KernelRequest.of(
+        *(variant.bind(**constants), where, kind, width, option("v_head_dim", v_head_dim)),
         pipeline=option("pipeline", pipeline),
         tile=option("tile", tile),
-        stages=option("stages", stages),
-        q_stages=option("q_stages", q_stages),
         dropout=option("dropout", dropout),
         packed=option("packed", packed),
         backward=option("backward", backward),
         deterministic=option("deterministic", deterministic),
         gradients=option("gradients", gradients),
+        **{name: option(name, value) for name, value in integers.items()},
     )
+    menu = planner.menu_of(request)
     if seqlen is None:
         return menu.plans[0]
     given = {name: value for name, value in sizes.items() if value is not None}
@@ -87,58 +89,13 @@ def plan(
         kv_len=given.get("kv_seqlen", given["seqlen"]),
         head_dim=menu.plans[0].head_dim,
         v_head_dim=menu.plans[0].v_head_dim,
-        dtype=dtype,
+        dtype=kind,
     )
-    return planner.choose(menu, problem, sm_count(arch))
-
-
-def menu_of(
-    variant: Variant,
-    arch: str,
-    dtype: str,
-    head_dim: int,
-    v_head_dim: int | None = None,
-    *,
-    pipeline: str | None = None,
-    tile: tuple[int, int] | None = None,
-    stages: int | None = None,
-    q_stages: int | None = None,
-    dropout: bool = False,
-    packed: bool = False,
-    backward: bool = False,
-    deterministic: bool = False,
-    gradients: Sequence[str] = (),
-) -> planner.Menu:
-    """The kernels that serve a variant whose constants are bound, of one pass; PlanError where there are none."""
-    if not backward:
-        for name, value in (("deterministic", deterministic), ("gradients", gradients)):
-            if value:
-                raise PlanError(f"{name} is of a backward, and a forward was asked for\n  nearest: backward=True")
-        asked = {"pipeline": pipeline, "tile": tile, "stages": stages, "q_stages": q_stages}
-        return planner.menu(variant, arch, dtype, head_dim, v_head_dim, **asked, dropout=dropout, packed=packed)
-    for name, value, none in (("packed", packed, False), ("q_stages", q_stages, None)):
-        if value is not none:
-            raise PlanError(f"{name} is of a forward, and a backward was asked for\n  nearest: {name}={none}")
-    known = differentiable(variant.score_node)
-    for name in gradients:
-        if name not in known:
-            those = f"the score of {variant.name!r} has derivatives by {', '.join(known) or 'no captured tensor'}"
-            raise PlanError(f"{name!r} has no gradient: {those}\n  nearest: gradients={known}")
-    return planner.backward_menu(
-        *(variant, arch, dtype, head_dim, v_head_dim),
-        pipeline=pipeline,
-        tile=tile,
-        stages=stages,
-        deterministic=deterministic,
-        dropout=dropout,
-        gradients=tuple(sorted(set(gradients))),
-    )
+    return planner.choose(menu, problem, sm_count(where))
 
 
 def emit(plan: KernelPlan) -> str:
     """The CUDA of a plan: one self-contained file."""
-    from flashgen import codegen
-
     return codegen.emit(plan_of("emit", plan))
 
 
@@ -156,7 +113,7 @@ def default_arch(variant: Variant) -> str:
         return variant.pins.arch
     if driver.gpus():
         return of_device(*driver.gpu(0).capability).name
-    return "sm_90a" if "hopper" in ARCHS["sm_90a"].pipelines else "sm_80"
+    return newest().name
 
 
 def default_head_dim(variant: Variant) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
-from flashgen.ops.options import option, variant_of
-from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, menu_of
+from flashgen.ops.options import apart, option, variant_of
+from flashgen.ops.stages import default_arch, default_dtype, default_head_dim
+from flashgen.planning import planner
+from flashgen.planning.request import KernelRequest
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +32,7 @@ class Reason:
 
 
 def supports(
-    variant: Variant | str | PathLike,
+    variant: Variant | str | PathLike[str],
     *,
     arch: str | None = None,
     dtype: str | torch.dtype | None = None,
@@ -55,6 +57,7 @@ def supports(
     values outside their bounds are reasons too.
     """
     variant = variant_of(variant)
+    integers, constants = apart({"stages": stages, "q_stages": q_stages, **constants})
     reasons = []
     folded: dict[str, int | float] = {}
     for name, value in constants.items():
@@ -64,16 +67,16 @@ def supports(
         except PlanError as error:
             reasons.append(_reason(name, value, error))
     bound = variant.bind(**folded)
-    usual = {
+    usual: dict[str, Any] = {
         "arch": default_arch(variant),
         "dtype": default_dtype(variant),
         "head_dim": default_head_dim(variant),
-        **dict.fromkeys(("v_head_dim", "pipeline", "tile", "stages", "q_stages")),
+        **dict.fromkeys(("v_head_dim", "pipeline", "tile", *integers)),
         **{"dropout": False, "packed": False, "backward": False, "deterministic": False, "gradients": ()},
     }
     given = {
         **{"arch": arch, "dtype": dtype, "head_dim": head_dim, "v_head_dim": v_head_dim, "pipeline": pipeline},
-        **{"tile": tile, "stages": stages, "q_stages": q_stages, "dropout": dropout, "packed": packed},
+        **{"tile": tile, **integers, "dropout": dropout, "packed": packed},
         **{"backward": backward, "deterministic": deterministic},
         "gradients": gradients,
     }
@@ -85,8 +88,8 @@ def supports(
             reasons.append(_reason(name, value, error))
         else:
             asked[name] = usual[name] if taken is None else taken
-    error = _refusal(bound, asked)
-    if error is None:
+    failed = _refusal(bound, asked)
+    if failed is None:
         return tuple(reasons)
     usual["backward"] = asked["backward"]
     alone = []
@@ -96,14 +99,12 @@ def supports(
                 alone.append(_reason(name, value, refused))
     nothing = (type(None), None), (bool, False), (tuple, ())
     together = {name: value for name, value in asked.items() if (type(value), value) not in nothing}
-    return (*reasons, *(alone or [_reason("combination", together, error)]))
+    return (*reasons, *(alone or [_reason("combination", together, failed)]))
 
 
-def _refusal(variant: Variant, options: dict[str, object]) -> PlanError | None:
-    positional = ("arch", "dtype", "head_dim", "v_head_dim")
-    named = {name: value for name, value in options.items() if name not in positional}
+def _refusal(variant: Variant, options: dict[str, Any]) -> PlanError | None:
     try:
-        menu_of(variant, *(options[name] for name in positional), **named)
+        planner.menu_of(KernelRequest.of(variant, **options))
     except PlanError as error:
         return error
     return None

@@ -19,6 +19,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from flashgen.errors import PlanError
 
@@ -77,7 +78,7 @@ class Arch:
         return self.smem_per_sm + 4 * self.registers_per_sm
 
 
-def _arch(**facts) -> Arch:
+def _arch(**facts: Any) -> Arch:
     facts["tensor_flops"] = MappingProxyType(facts["tensor_flops"])
     return Arch(**facts)
 
@@ -190,6 +191,16 @@ def find(name: str) -> Arch:
         )
     nearest = min(ARCHS.values(), key=lambda arch: abs(_number(arch) - number))
     raise PlanError(f"{name} is not in the table of GPUs ({names})\n  nearest: {nearest.name}")
+
+
+def newest() -> Arch:
+    """The newest architecture that has a pipeline of its own, which no older one has."""
+    known: set[str] = set()
+    for arch in ARCHS.values():
+        if not known.issuperset(arch.pipelines):
+            found = arch
+        known.update(arch.pipelines)
+    return found
 
 
 def of_device(major: int, minor: int) -> Arch:

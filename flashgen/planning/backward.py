@@ -1,49 +1,24 @@
-"""What every backward shares: what it may be asked beyond shapes, the kernels that a call launches, and its memory."""
+"""What every backward shares: what it asks of a variant, who works together, and its memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Set
+from types import MappingProxyType
 
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import analyse
-from flashgen.lang.expr import Node, const, positions_of, reads_by, walk
+from flashgen.lang.expr import Node, const, depends_on, positions_of, reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import ARCHS
-from flashgen.planning.plan import KernelPlan, Part
+from flashgen.planning.plan import Backward, KernelPlan, Part, SpecializedBackward
 from flashgen.planning.problem import Problem
 
-#: Threads of a block of the entries that work on rows or elements alone, and blocks of those over elements.
-ROW_THREADS, ELEMENT_BLOCKS = 256, 256
-
-#: Blocks per SM that finish what the main kernel left.
-FINISH_BLOCKS = 8
-
-#: The entry that visits tiles.
-MAIN = "attention_backward"
+#: Threads of a block of the entries that work on rows or elements alone.
+ROW_THREADS = 256
 
 #: Bytes of an exact sum (see device/exact.cuh).
 EXACT_BYTES = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """What a backward is asked beyond shapes."""
-
-    deterministic: bool = False
-    dropout: bool = False
-    gradients: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """One kernel of a backward pass: its entry, its grid and block (one dimension each), its dynamic shared memory."""
-
-    entry: str
-    blocks: int
-    threads: int
-    smem_bytes: int
 
 
 def has_slope(variant: Variant) -> bool:
@@ -67,15 +42,31 @@ def lookups(variant: Variant) -> tuple[Node, ...]:
     """The elements of captured tensors that the mask reads by the query alone, or by the key and no query head; none
     of a mask that hides nothing, which no kernel evaluates."""
     found: dict[Node, None] = {}
-    left = [variant.mask] if analyse(variant).hidden else []
+    left = [variant.mask] if variant.mask is not None and analyse(variant).hidden else []
     while left:
         n = left.pop()
-        selected = positions_of(n) if n.op == "load" else frozenset()
+        selected: Set[str] = positions_of(n) if n.op == "load" else frozenset()
         if len(selected & {"q", "k"}) == 1 and not {"h", "k"} <= selected:
             found[n] = None
         else:
             left.extend(reversed(n.operands))
     return tuple(found)
+
+
+def lookup_names(loads: tuple[Node, ...]) -> tuple[str, ...]:
+    """A name of its own for each element of a captured tensor."""
+    found: list[str] = []
+    for n in loads:
+        stem = f"{n.attr.name}_{'q' if depends_on(n, 'q') else 'k'}"
+        number = sum(name.startswith(stem) for name in found)
+        found.append(f"{stem}{number + 1}" if number else stem)
+    return tuple(found)
+
+
+def layout(plan: KernelPlan) -> Backward | SpecializedBackward:
+    """How the warps of a backward's plan divide work."""
+    assert plan.backward is not None
+    return plan.backward
 
 
 def l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
@@ -86,46 +77,24 @@ def l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
     return min(ARCHS[plan.arch].l2_holds(of_one), problem.batch * problem.kv_heads)
 
 
-def clear_distance(plan: KernelPlan, problem: Problem) -> int:
+def clear_distance(plan: KernelPlan, problem: Problem, sms: int | None = None, together: int | None = None) -> int:
     """Key heads between the blocks of one and those that clear its sum of dq, where the main kernel does both: the
     first so many are cleared before it, the last so many finished behind it.  All of them where it does neither.
 
     Blocks start in order, those of the heads that share L2 in turns: with as many heads between, no block waits for a
-    later one; with the heads that the GPU works on at a time as well, hardly any block waits at all.
+    later one; with the heads that the GPU works on at a time as well, hardly any block waits at all.  `sms` are those
+    of the architecture's card unless given, `together` the heads that share L2 (`l2_kv_heads`).
     """
     heads, blocks = problem.kv_heads * problem.batch, -(-problem.kv_len // plan.tile.kv)
-    if blocks == 0 or not plan.backward.dq_in_main_kernel:
+    if blocks == 0 or not layout(plan).dq_in_main_kernel:
         return heads
-    together = l2_kv_heads(plan, problem) if plan.variant.mask is not None else 1
-    return min(together + -(-ARCHS[plan.arch].sms // blocks), heads)
-
-
-def launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
-    """The kernels of a backward pass, in the order in which they run on one stream; all take the plan's Params."""
-    layout, heads = plan.backward, problem.heads * problem.batch
-    q_blocks = -(-problem.q_len // plan.tile.q) * heads
-    kv_blocks = -(-problem.kv_len // plan.tile.kv) * problem.kv_heads * problem.batch
-    rows = {"threads": layout.row_threads, "smem_bytes": 0}
-    found = [
-        Launch(entry="attention_backward_prepare", blocks=q_blocks, **rows),
-        Launch(entry=MAIN, blocks=kv_blocks, threads=plan.threads, smem_bytes=plan.smem_bytes),
-    ]
-    if layout.by_query is None:
-        blocks = min(q_blocks, FINISH_BLOCKS * ARCHS[plan.arch].sms) if layout.dq_in_main_kernel else q_blocks
-        found.append(Launch(entry="attention_backward_finish", blocks=blocks, **rows))
-    else:
-        size = {"threads": layout.by_query.threads, "smem_bytes": layout.by_query.smem_bytes}
-        blocks = -(-problem.q_len // layout.by_query.tile_q) * heads
-        found.append(Launch(entry="attention_backward_dq", blocks=blocks, **size))
-    if plan.gradients:
-        found.insert(0, Launch(entry="attention_backward_clear", blocks=ELEMENT_BLOCKS, **rows))
-        if plan.deterministic:
-            found.append(Launch(entry="attention_backward_gradients", blocks=ELEMENT_BLOCKS, **rows))
-    return tuple(launch for launch in found if launch.blocks)
+    sms = ARCHS[plan.arch].sms if sms is None else sms
+    together = l2_kv_heads(plan, problem) if together is None else together
+    return min((together if plan.variant.mask is not None else 1) + -(-sms // blocks), heads)
 
 
 def workspaces(
-    plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]] | None = None
+    plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 ) -> tuple[Part, ...]:
     """Device memory that a backward pass needs beside its inputs and results, in bytes by the name of the pointer.
 
@@ -136,14 +105,14 @@ def workspaces(
         Part(name="lse_log2", amount=4 * rows, why="float32 per row"),
         Part(name="delta", amount=4 * rows, why="float32 per row"),
     ]
-    if plan.backward.adds_dq:
+    if layout(plan).adds_dq:
         parts.append(
             Part(name="dq_sum", amount=4 * rows * plan.dq_sum_columns, why="dq in float32, where it is added up")
         )
         if plan.deterministic:
             why = "int32 a tile of queries, who added to its dq last"
             parts.append(Part(name="dq_semaphore", amount=4 * rows // plan.tile.q, why=why))
-    if plan.backward.dq_in_main_kernel:
+    if layout(plan).dq_in_main_kernel:
         heads = problem.kv_heads * problem.batch
         parts.append(Part(name="progress", amount=4 * (heads + 1), why="a counter a key head, and one of heads"))
     if plan.deterministic:

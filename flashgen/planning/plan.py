@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from flashgen.lang.variant import Variant
+from flashgen.planning.integers import Integers
+from flashgen.planning.program import Program
 
 #: Rows of a product of one warpgroup (wgmma's m).
 WARPGROUP_ROWS = 64
@@ -42,15 +43,6 @@ def staged(name: str, stages: int, rows: int, columns: int) -> Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
-    """A group of warps that do one job; `registers` is what a thread of it may hold (None: the compiler's choice)."""
-
-    name: str
-    warps: int
-    registers: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WithoutRowMax:
     """What P of a tile may add up to in one lane, where nobody looks at its maxima, before row maxima must move.
 
@@ -71,9 +63,6 @@ class Specialized:
     """How the warps of a block divide work on pipeline hopper: some hand out and load tiles, warpgroups consume."""
 
     warpgroups: int  # consumers, 64 query rows each
-    producer_registers: int  # of a thread
-    consumer_registers: int
-    q_stages: int  # tiles of queries in shared memory
     ping_pong: bool  # warpgroups take turns to issue products
     without_row_max: WithoutRowMax | None  # of tiles without a mask: the sums of P show when a row's maximum must move
     score_emitted_twice: bool  # registers are left for a score function that is emitted twice
@@ -157,8 +146,6 @@ class SpecializedBackward:
     more warps see to the order in which blocks add to dq.
     """
 
-    producer_registers: int  # of a thread
-    consumer_registers: int
     split_dk_dv: bool  # one warpgroup has P and dv, the other dS and dk; else each has half of the keys
     dq_parts: tuple[int, ...]  # columns of dq in a warpgroup's products, one after another
     ping_pong: bool  # one warpgroup computes P and dS while the other's products run
@@ -188,8 +175,10 @@ class SpecializedBackward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelPlan:
+class KernelPlan(Integers):
     """One kernel, decided.  It alone is emitted and it alone keys kernels: no length, batch, head count or value.
+
+    Its integers (see `integers`) are `stages`, and what else its pipeline has.
 
     `head_dim` and `v_head_dim` are the caller's; `padded_head_dim` and `padded_v_head_dim` what the tiles hold (the
     extra columns are zero).  `variant` has its constants bound.
@@ -206,7 +195,7 @@ class KernelPlan:
     padded_v_head_dim: int
     tile: Tile
     stages: int
-    roles: tuple[Role, ...]
+    program: Program = field(hash=False)  # follows from the rest
     q_in_registers: bool
     blocks_per_sm: int  # what __launch_bounds__ asks for
     smem: tuple[Part, ...]
@@ -233,11 +222,6 @@ class KernelPlan:
         """Whether the rows of a tile are pairs of a query and one of several heads that share keys."""
         return self.specialized is not None and self.specialized.packed
 
-    @property
-    def q_stages(self) -> int | None:
-        """Tiles of queries in shared memory, where that is a choice: in forwards of pipeline hopper."""
-        return self.specialized.q_stages if self.specialized is not None else None
-
     def pack(self, group: int) -> int:
         """Heads in a tile, of a `group` that shares keys: the largest power of two that divides it and the rows of a
         warpgroup, which one copy moves; 1 where nothing is packed."""
@@ -261,11 +245,11 @@ class KernelPlan:
 
     @property
     def warps(self) -> int:
-        return sum(role.warps for role in self.roles)
+        return self.program.warps
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps
+        return self.program.threads
 
     @property
     def smem_bytes(self) -> int:
@@ -274,34 +258,3 @@ class KernelPlan:
     @property
     def registers_estimate(self) -> int:
         return sum(part.amount for part in self.registers)
-
-
-class Tiled(Protocol):
-    """A candidate of any pipeline."""
-
-    tile: Tile
-    stages: int
-
-
-def make_plan(
-    c: Tiled,
-    variant: Variant,
-    arch: str,
-    dtype: str,
-    head_dims: tuple[int, int],
-    padded: tuple[int, int],
-    **fields: object,
-) -> KernelPlan:
-    """A candidate as a plan: what was asked for, of q and k and of v, its tile, and the pipeline's own fields."""
-    return KernelPlan(
-        variant=variant,
-        arch=arch,
-        dtype=dtype,
-        head_dim=head_dims[0],
-        v_head_dim=head_dims[1],
-        padded_head_dim=padded[0],
-        padded_v_head_dim=padded[1],
-        tile=c.tile,
-        stages=c.stages,
-        **fields,
-    )

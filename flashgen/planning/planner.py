@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from types import ModuleType
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple
 
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
-from flashgen.planning import ampere, ampere_backward, hopper, hopper_backward, records
 from flashgen.planning import arch as archs
-from flashgen.planning.arch import Arch
-from flashgen.planning.backward import Form
+from flashgen.planning import records
+from flashgen.planning.arch import ARCHS
+from flashgen.planning.integers import INTEGERS
+from flashgen.planning.pipelines.ampere import backward as ampere_backward
+from flashgen.planning.pipelines.ampere import forward as ampere
+from flashgen.planning.pipelines.hopper import backward as hopper_backward
+from flashgen.planning.pipelines.hopper import forward as hopper
+from flashgen.planning.pipelines.protocol import ForwardPipeline, Packing, Pipeline
+from flashgen.planning.pipelines.shared import total
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.problem import Problem, check_dtype
 from flashgen.planning.records import Shape, Timed
+from flashgen.planning.request import Fixed, KernelRequest
 
 DTYPES = ("float16", "bfloat16")
 
-#: Pipeline -> the module that knows its candidates, what they cost, and how long they take.
-PIPELINES = {ampere.NAME: ampere, hopper.NAME: hopper}
-
-#: The same for backwards.
-BACKWARDS = {ampere_backward.NAME: ampere_backward, hopper_backward.NAME: hopper_backward}
+#: Forwards and backwards by the name of their pipeline, and the forwards that can pack heads.
+PIPELINES: Mapping[str, ForwardPipeline[Any]] = {ampere.NAME: ampere, hopper.NAME: hopper}
+BACKWARDS: Mapping[str, Pipeline[Any]] = {ampere_backward.NAME: ampere_backward, hopper_backward.NAME: hopper_backward}
+PACKINGS: Mapping[str, Packing] = {hopper.NAME: hopper}
 
 #: A menu never has more entries.
 MAX_PLANS = 4
@@ -113,7 +118,7 @@ class Menu:
     @property
     def forms(self) -> tuple[KernelPlan, ...]:
         """Every plan that a call may pick."""
-        return self.plans if self.packed in (None, *self.plans) else (*self.plans, self.packed)
+        return self.plans if self.packed is None or self.packed in self.plans else (*self.plans, self.packed)
 
     @property
     def record(self) -> str | None:
@@ -121,60 +126,52 @@ class Menu:
         return self.measured.record if self.measured else None
 
 
-def menu(
-    variant: Variant,
-    arch: str,
-    dtype: str,
-    head_dim: int,
-    v_head_dim: int | None = None,
-    *,
-    pipeline: str | None = None,
-    tile: tuple[int, int] | None = None,
-    stages: int | None = None,
-    q_stages: int | None = None,
-    dropout: bool = False,
-    packed: bool = False,
-) -> Menu:
-    """The forward kernels that serve `variant` (constants bound) at any length, ranked by predicted time.
-
-    `tile` (query rows, key rows), `stages` (of keys) and `q_stages` (of queries: pipeline hopper) fix what the planner
-    would choose; so do the variant's pins where the call says nothing.  What is fixed is checked, never changed.  With
-    `dropout` they drop probabilities, and come from the best pipeline that can; with `packed` there is the form alone
-    that packs heads.  Raises PlanError with the limit and the nearest thing that works.  The result is memoised.
-    """
-    v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    return _menu(variant, arch, dtype, head_dim, v_head_dim, pipeline, tile, stages, q_stages, dropout, packed, None)
+def menu(variant: Variant, arch: str, dtype: str, head_dim: int, v_head_dim: int | None = None, **options: Any) -> Menu:
+    """`menu_of` a forward, with the options of `KernelRequest.of`."""
+    return menu_of(KernelRequest.of(variant, arch, dtype, head_dim, v_head_dim, **options))
 
 
 def backward_menu(
-    variant: Variant,
-    arch: str,
-    dtype: str,
-    head_dim: int,
-    v_head_dim: int | None = None,
-    *,
-    pipeline: str | None = None,
-    tile: tuple[int, int] | None = None,
-    stages: int | None = None,
-    deterministic: bool = False,
-    dropout: bool = False,
-    gradients: tuple[str, ...] = (),
+    variant: Variant, arch: str, dtype: str, head_dim: int, v_head_dim: int | None = None, **options: Any
 ) -> Menu:
-    """The backward kernels that serve `variant` (constants bound) at any length, ranked by predicted time.
+    """`menu_of` a backward, with the options of `KernelRequest.of`."""
+    return menu_of(KernelRequest.of(variant, arch, dtype, head_dim, v_head_dim, backward=True, **options))
 
-    They take the outputs of any pipeline's forward, and come from the best pipeline, not better than the one that the
-    variant pins, that has what is asked for (`Menu.passed_over` says why that is not the architecture's best); the
-    variant's pins of tile and stages are the forward's.  `gradients` names captured tensors whose gradients are asked
-    for.  Raises PlanError as `menu` does.
+
+@functools.lru_cache(maxsize=4096)
+def menu_of(request: KernelRequest) -> Menu:
+    """The kernels that serve a request at any length, ranked by predicted time.
+
+    They come from the pipeline that is fixed, or from the best one of the architecture that has what is asked for; of a
+    backward, which takes the outputs of any pipeline's forward, not from a better one than the variant pins, and
+    `Menu.passed_over` says why not from the architecture's best.  What is fixed is checked, never changed.  Raises
+    PlanError with the limit and the nearest thing that works.  The result is memoised.
     """
-    form = Form(deterministic=deterministic, dropout=dropout, gradients=gradients)
-    v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    return _menu(variant, arch, dtype, head_dim, v_head_dim, pipeline, tile, stages, None, dropout, False, form)
+    pipeline, passed_over = _pipeline(request)
+    _check(pipeline, request)
+    found = replace(_menu_of(pipeline, request), passed_over=passed_over)
+    packed = _packed(pipeline, request, found)
+    if not request.packed:
+        return replace(found, packed=packed)
+    if packed is None:
+        raise PlanError(_no_packing(pipeline, request))
+    return replace(
+        found,
+        plans=(packed,),
+        seconds_per_score=(pipeline.seconds_per_score(packed, request.arch),),
+        packed=packed,
+        measured=None,
+    )
 
 
-def pipeline_of(plan: KernelPlan) -> ModuleType:
-    """The module that a plan comes from, and that knows its clocks, seconds per score and predicted seconds."""
-    return (PIPELINES if plan.backward is None else BACKWARDS)[plan.pipeline]
+def pipeline_of(plan: KernelPlan) -> Pipeline[Any]:
+    """The pipeline that a plan comes from, and that knows its clocks, seconds per score and predicted seconds."""
+    return pipelines(plan.pass_name)[plan.pipeline]
+
+
+def pipelines(pass_name: str) -> Mapping[str, Pipeline[Any]]:
+    """Those of a pass, by name."""
+    return PIPELINES if pass_name == "forward" else BACKWARDS
 
 
 def limits(plan: KernelPlan) -> tuple[Rejected, ...]:
@@ -182,21 +179,19 @@ def limits(plan: KernelPlan) -> tuple[Rejected, ...]:
     not fit, each with the sum that passes a limit; what fits and is only slower is in the menu's `rejected`."""
     if plan.backward is not None or plan.dropout:
         return ()
-    pipeline, arch, tile = pipeline_of(plan), archs.find(plan.arch), plan.tile
-    step = pipeline.KEY_STEP
+    pipeline, request, tile = PIPELINES[plan.pipeline], KernelRequest.of_plan(plan), plan.tile
+    step, of_stages = pipeline.KEY_STEP, pipeline.INTEGERS["stages"].values
     larger = (
         [(Tile(q=tile.q, kv=kv), plan.stages) for kv in range(tile.kv + step, 2 * tile.kv + 1, step)],
-        [(tile, stages) for stages in pipeline.STAGES if stages > plan.stages],
+        [(tile, stages) for stages in of_stages if stages > plan.stages],
         [(Tile(q=q, kv=tile.kv), plan.stages) for q in pipeline.QUERIES if q > tile.q],
     )
     found = []
     for direction in larger:
         for one, stages in direction:
-            reasons = []
-            for c in pipeline.candidates(one, stages):  # of its forms the first needs least
-                if (
-                    reason := pipeline.does_not_fit_reason(c, plan.variant, arch, plan.head_dim, plan.v_head_dim)
-                ) is None:
+            reasons: list[Rejected] = []
+            for c in pipeline.candidates(Fixed(tile=one, stages=stages)):  # of its forms the first needs least
+                if (reason := pipeline.does_not_fit_reason(c, request)) is None:
                     break
                 reasons.append(Rejected(tile=one, stages=stages, warps=c.warps, reason=reason))
             else:
@@ -215,7 +210,7 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     plan = _of_single_heads(menu, problem, sms)
     if menu.packed is None or menu.packed.pack(problem.group) == 1 or problem.empty:
         return plan
-    gain = hopper.packing_gain(menu.packed, plan, problem, sms)
+    gain = PACKINGS[menu.packed.pipeline].packing_gain(menu.packed, plan, problem, sms)
     return menu.packed if gain >= PACKING_GAIN else plan
 
 
@@ -232,182 +227,97 @@ def _of_single_heads(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     return menu.plans[times.index(min(times))]
 
 
-@functools.lru_cache(maxsize=4096)
-def _menu(
-    variant: Variant,
-    arch_name: str,
-    dtype: str,
-    head_dim: int,
-    v_head_dim: int,
-    pipeline: str | None,
-    tile: tuple[int, int] | None,
-    stages: int | None,
-    q_stages: int | None,
-    dropout: bool,
-    packed: bool,
-    form: Form | None,
-) -> Menu:
-    arch = archs.find(arch_name)
-    pins = variant.pins
-    if pins.arch is not None and archs.find(pins.arch) is not arch:
-        pinned = archs.find(pins.arch).name
-        raise PlanError(f"{variant.name!r} is pinned to {pinned}\n  asked: {arch.name}\n  nearest: {pinned}")
-    dims, passed_over = (head_dim, v_head_dim), None
-    if form is None:
-        module = _pipeline(arch, _given(pipeline, pins.pipeline), dropout)
-    else:
-        module, passed_over = _backward(arch, pipeline, variant, *dims, form, tile, stages)
-    request = _Request(
-        variant=variant,
-        arch=arch,
-        pipeline=module,
-        dtype=dtype,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        q_stages=q_stages,
-        options={"form": form} if form is not None else {"dropout": True} if dropout else {},
-    )
-    _check_dtype(request)
-    _check_head_dims(request)
-    _check_q_stages(request)
-    fixed, fixed_stages = tile, stages
-    if form is None:
-        fixed, fixed_stages = _given(tile, pins.tile), _given(stages, pins.stages)
-    stages_pin = _check_stages(request, fixed_stages)
-    tile_pin = None if fixed is None else _check_tile(request, fixed, stages_pin)
-
-    found = replace(_menu_of(request, tile_pin, stages_pin), passed_over=passed_over)
-    form_packed = _packed(request, found, tile_pin, stages_pin)
-    if not packed:
-        return replace(found, packed=form_packed)
-    if form_packed is None:
-        raise PlanError(_no_packing(request, tile_pin))
-    seconds_per_score = (request.pipeline.seconds_per_score(form_packed, arch),)
-    return replace(found, plans=(form_packed,), seconds_per_score=seconds_per_score, packed=form_packed, measured=None)
+def _pipeline(request: KernelRequest) -> tuple[Pipeline[Any], str | None]:
+    """The pipeline that is fixed, or the best one of the architecture, that has such kernels; and, of a backward, why a
+    better one has not."""
+    arch, name, known = request.arch, request.fixed.pipeline, pipelines(request.pass_name)
+    if name is not None:
+        chosen = known[archs.pipeline(arch, name)]
+        if reason := chosen.unsupported_reason(request):
+            raise PlanError(_lacking(request, chosen, reason))
+        return chosen, None
+    pinned = archs.pipeline(arch, request.variant.pins.pipeline)
+    reasons: list[str] = []
+    for candidate in arch.pipelines:
+        if arch.pipelines.index(candidate) < arch.pipelines.index(pinned):
+            reason = f"{request.variant.name!r} is pinned to pipeline {pinned}"
+        else:
+            reason = known[candidate].unsupported_reason(request)
+        if reason is None:
+            return known[candidate], ("; ".join(reasons) or None) if request.pass_name == "backward" else None
+        reasons.append(f"pipeline {candidate}: {reason}")
+    raise PlanError(f"no {request.pass_name} of {request.variant.name!r} as asked for\n  " + "\n  ".join(reasons))
 
 
-def _given(asked: object, pinned: object) -> object:
-    """What a call fixes, else the variant's pin; None stands for nothing, and nothing else does."""
-    return pinned if asked is None else asked
+def _lacking(request: KernelRequest, pipeline: Pipeline[Any], reason: str) -> str:
+    """The message where the pipeline that is fixed has no such kernels."""
+    nearest = "".join(f"\n  nearest: pipeline {other.NAME!r}" for other in others(pipeline, request)[:1])
+    if request.pass_name == "forward":
+        return f"pipeline {pipeline.NAME!r} {reason}{nearest}"
+    return f"no backward of {request.variant.name!r} as asked for\n  pipeline {pipeline.NAME}: {reason}{nearest}"
 
 
-def _packed(request: _Request, found: Menu, tile: Tile | None, stages: int | None) -> KernelPlan | None:
+def others(pipeline: Pipeline[Any], request: KernelRequest) -> list[Pipeline[Any]]:
+    """The architecture's other pipelines that have such kernels."""
+    known = pipelines(request.pass_name)
+    others = [known[name] for name in request.arch.pipelines if name != pipeline.NAME]
+    return [other for other in others if other.unsupported_reason(request) is None]
+
+
+def _packed(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> KernelPlan | None:
     """The packed form of a menu's first plan with the least rows that tiles may have, so that the fewest are empty;
     where it has none and no tile is fixed, of the best such candidate."""
-    if request.pipeline is not hopper or hopper.tells_heads_apart(request.variant):
+    packing = PACKINGS.get(pipeline.NAME) if request.pass_name == "forward" else None
+    if packing is None or packing.cannot_pack(request):
         return None
+    tile, least = request.fixed.tile, min(PIPELINES[pipeline.NAME].QUERIES)
 
-    def able(plans: Sequence[KernelPlan]) -> list[KernelPlan]:
-        few = [plan for plan in plans if tile is not None or plan.tile.q == min(hopper.QUERIES)]
-        return [plan for plan in few if hopper.packed(plan) is not None]
+    def forms(plans: Iterable[KernelPlan]) -> list[KernelPlan]:
+        few = [plan for plan in plans if tile is not None or plan.tile.q == least]
+        return [plan for plan in few if packing.packed(plan) is not None]
 
-    few = able(found.plans)
-    if not few and tile is None and (fitting := able(_fitting(request, None, stages)[0])):
-        few = [timed.plan for timed in _select(request, fitting)[0]]
-    return hopper.packed(few[0]) if few else None
+    few = forms(found.plans)
+    if not few and tile is None and (fitting := forms(_fitting(pipeline, request)[0])):
+        few = [timed.plan for timed in _select(pipeline, request, fitting)[0]]
+    return packing.packed(few[0]) if few else None
 
 
-def _no_packing(request: _Request, tile: Tile | None) -> str:
+def _no_packing(pipeline: Pipeline[Any], request: KernelRequest) -> str:
     """Why there is no packed form."""
-    if request.pipeline is not hopper:
-        able = f"pipeline {hopper.NAME!r}" if hopper.NAME in request.arch.pipelines else "arch sm_90a"
-        nearest = "packed=False" if request.options else able
-        return f"pipeline {request.pipeline.NAME!r} packs no heads into one tile\n  nearest: {nearest}"
-    if hopper.tells_heads_apart(request.variant):
-        return f"{request.variant.name!r} tells heads apart, which then share no tile\n  nearest: packed=False"
-    free = _packed(request, _free(request), None, None) if tile else None
+    packing, tile = PACKINGS.get(pipeline.NAME), request.fixed.tile
+    if packing is None:
+        able = [other.NAME for other in others(pipeline, request) if other.NAME in PACKINGS]
+        elsewhere = next(arch.name for arch in ARCHS.values() if PACKINGS.keys() & set(arch.pipelines))
+        nearest = f"pipeline {able[0]!r}" if able else "packed=False" if request.dropout else f"arch {elsewhere}"
+        return f"pipeline {pipeline.NAME!r} packs no heads into one tile\n  nearest: {nearest}"
+    if reason := packing.cannot_pack(request):
+        return f"{request.variant.name!r} {reason}\n  nearest: packed=False"
+    free = request.fixing(tile=None, stages=None)
+    near = _packed(pipeline, free, _free(pipeline, free)) if tile else None
     limit = (
         f"{f'tile {tile}' if tile else 'each tile'} of {request} leaves too few of a consumer's registers to pack heads"
     )
-    return f"{limit}\n  nearest: {free.tile if free else 'packed=False'}"
+    return f"{limit}\n  nearest: {near.tile if near else 'packed=False'}"
 
 
-def _menu_of(request: _Request, tile: Tile | None, stages: int | None) -> Menu:
+def _menu_of(pipeline: Pipeline[Any], request: KernelRequest) -> Menu:
     """The menu of a request that is in order."""
-    if tile is None and stages is None:
-        return _free(request)
-    if tile and (kept := _kept(_free(request), tile, stages)):
+    fixed = request.fixed
+    if fixed.tile is None and fixed.stages is None:
+        return _free(pipeline, request)
+    if fixed.tile and (kept := _kept(_free(pipeline, request), fixed.tile, fixed.stages)):
         return kept
-    return _ranked(request, tile, stages)
+    return _ranked(pipeline, request)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    variant: Variant
-    arch: Arch
-    pipeline: ModuleType
-    dtype: str
-    head_dim: int
-    v_head_dim: int
-    q_stages: int | None  # tiles of queries in shared memory, where that is fixed
-    options: dict[str, object]  # of the pipeline's own
-
-    def candidates(self, tile: Tile | None, stages: int | None) -> Iterator:
-        """The pipeline's candidates that have what is fixed."""
-        return (
-            c for c in self.pipeline.candidates(tile, stages) if self.q_stages is None or c.q_stages == self.q_stages
-        )
-
-    @property
-    def others(self) -> list[ModuleType]:
-        """The architecture's other pipelines that emit such a forward."""
-        if "form" in self.options:
-            return []
-        known = [PIPELINES[name] for name in self.arch.pipelines]
-        return [p for p in known if p is not self.pipeline and (p.DROPOUT or "dropout" not in self.options)]
-
-    def __str__(self) -> str:
-        dims = f"head_dim {self.head_dim}"
-        if self.v_head_dim != self.head_dim:
-            dims += f", v_head_dim {self.v_head_dim}"
-        return f"{self.variant.name!r} ({dims}, {self.dtype})"
-
-
-def _pipeline(arch: Arch, name: str | None, dropout: bool) -> ModuleType:
-    """The pipeline asked for, or the best one of `arch`, that can drop probabilities where that is asked for."""
-    chosen = PIPELINES[archs.pipeline(arch, name)]
-    if chosen.DROPOUT or not dropout:
-        return chosen
-    able = next(PIPELINES[other] for other in arch.pipelines if PIPELINES[other].DROPOUT)
-    if name is not None:
-        raise PlanError(f"pipeline {name!r} has no dropout\n  nearest: pipeline {able.NAME!r}")
-    return able
-
-
-def _backward(
-    arch: Arch,
-    name: str | None,
-    variant: Variant,
-    head_dim: int,
-    v_head_dim: int,
-    form: Form,
-    tile: tuple[int, int] | None,
-    stages: int | None,
-) -> tuple[ModuleType, str | None]:
-    """The pipeline asked for, or the best one of `arch`, from the pinned one on, that has this backward; and why a
-    better one has not."""
-    reasons, pinned = [], archs.pipeline(arch, variant.pins.pipeline)
-    for candidate in arch.pipelines if name is None else (archs.pipeline(arch, name),):
-        module = BACKWARDS[candidate]
-        if name is None and arch.pipelines.index(candidate) < arch.pipelines.index(pinned):
-            reason = f"{variant.name!r} is pinned to pipeline {pinned}"
-        else:
-            reason = module.unsupported_reason(variant, arch, head_dim, v_head_dim, form, tile, stages)
-        if reason is None:
-            return module, "; ".join(reasons) or None
-        reasons.append(f"pipeline {candidate}: {reason}")
-    nearest = f"nearest: pipeline {ampere.NAME!r}"
-    raise PlanError(f"no backward of {variant.name!r} as asked for\n  {reasons[0]}\n  {nearest}")
-
-
-def _fitting(request: _Request, tile: Tile | None, stages: int | None) -> tuple[list[KernelPlan], list[Rejected]]:
+def _fitting(pipeline: Pipeline[Any], request: KernelRequest) -> tuple[list[KernelPlan], list[Rejected]]:
     """Every candidate as a plan, or rejected with the limit it passes."""
-    plans, rejected = [], {}
-    variant, arch, dims = request.variant, request.arch, (request.head_dim, request.v_head_dim)
-    for c in request.candidates(tile, stages):
-        reason = request.pipeline.does_not_fit_reason(c, variant, arch, *dims, **request.options)
+    plans: list[KernelPlan] = []
+    rejected: dict[_Key, str] = {}
+    for c in pipeline.candidates(request.fixed):
+        reason = pipeline.does_not_fit_reason(c, request)
         if reason is None:
-            plans.append(request.pipeline.plan(c, variant, arch, request.dtype, *dims, **request.options))
+            plans.append(pipeline.plan(c, request))
         else:  # of the forms of one candidate the first needs least
             rejected.setdefault((c.tile, c.stages, c.warps), reason)
     fits = {_key(plan) for plan in plans}
@@ -418,9 +328,10 @@ def _fitting(request: _Request, tile: Tile | None, stages: int | None) -> tuple[
     ]
 
 
-def _free(request: _Request) -> Menu:
-    """The menu where nothing is fixed: from a record where there is one, else by predicted times."""
-    return _measured(request) or _ranked(request, None, None)
+def _free(pipeline: Pipeline[Any], request: KernelRequest) -> Menu:
+    """The menu where neither tile nor stages are fixed: from a record where there is one, else by predicted times."""
+    free = request.fixing(tile=None, stages=None)
+    return _measured(pipeline, free) or _ranked(pipeline, free)
 
 
 def _kept(menu: Menu, tile: Tile, stages: int | None) -> Menu | None:
@@ -442,12 +353,12 @@ def _kept(menu: Menu, tile: Tile, stages: int | None) -> Menu | None:
     )
 
 
-def _ranked(request: _Request, tile: Tile | None, stages: int | None) -> Menu:
+def _ranked(pipeline: Pipeline[Any], request: KernelRequest) -> Menu:
     """The menu of candidates that fit, by predicted time."""
-    plans, rejected = _fitting(request, tile, stages)
+    plans, rejected = _fitting(pipeline, request)
     if not plans:
-        raise PlanError(_does_not_fit(request, tile, stages, rejected))
-    chosen, slower = _select(request, plans)
+        raise PlanError(_does_not_fit(pipeline, request, rejected))
+    chosen, slower = _select(pipeline, request, plans)
     return Menu(
         plans=tuple(t.plan for t in chosen),
         seconds_per_score=tuple(t.seconds_per_score for t in chosen),
@@ -455,22 +366,24 @@ def _ranked(request: _Request, tile: Tile | None, stages: int | None) -> Menu:
     )
 
 
-def _measured(request: _Request) -> Menu | None:
+def _measured(pipeline: Pipeline[Any], request: KernelRequest) -> Menu | None:
     """The menu that a record gives: the plan that is fastest on the longest shape, then those that help others most.
 
     None without an entry for the class of the variant, and for kernels with options, which were not measured.
     """
-    variant, arch, dims = request.variant, request.arch, (request.head_dim, request.v_head_dim)
-    if request.options:
+    if request.pass_name == "backward" or request.dropout:
         return None
-    entry = records.find(arch.name, request.pipeline.NAME, "forward", variant, *dims)
-    plans = {t: plan for t in entry.candidates if (plan := _plan_of(request, t))} if entry else {}
+    entry = records.find(pipeline.NAME, request)
+    if entry is None:
+        return None
+    forward = PIPELINES[pipeline.NAME]
+    plans = {t: plan for t in entry.candidates if (plan := _plan_of(forward, request, t))}
     if not plans:
         return None
     # Of forms that one command asks for (of other numbers of blocks, say) the best in the mean.
-    named: dict[tuple, Timed] = {}
+    named: dict[object, Timed] = {}
     for t in sorted(plans, key=lambda t: math.prod(t.ms)):
-        named.setdefault((_key(plans[t]), plans[t].q_stages), t)
+        named.setdefault((_key(plans[t]), *plans[t].integers().items()), t)
     plans = {t: plans[t] for t in plans if t in named.values()}
     best = [min(t.ms[j] for t in plans) for j in range(len(entry.shapes))]
     longest = max(range(len(entry.shapes)), key=lambda j: entry.shapes[j].kv_len)
@@ -481,13 +394,13 @@ def _measured(request: _Request) -> Menu | None:
             chosen.pop()
             break
     ways = [plans[t] for t in chosen]
-    slower = {_key(plan): None for plan in ways}
+    slower: dict[_Key, Rejected | None] = {_key(plan): None for plan in ways}
     for t in named.values():  # the best in the mean first
         if _key(plans[t]) not in slower:
             slower[_key(plans[t])] = _slower(t, plans[t], chosen)
     return Menu(
         plans=tuple(ways),
-        seconds_per_score=tuple(request.pipeline.seconds_per_score(plan, arch) for plan in ways),
+        seconds_per_score=tuple(pipeline.seconds_per_score(plan, request.arch) for plan in ways),
         rejected=tuple(r for r in slower.values() if r is not None),
         measured=Measured(
             record=entry.name,
@@ -499,16 +412,19 @@ def _measured(request: _Request) -> Menu | None:
     )
 
 
-def _plan_of(request: _Request, timed: Timed) -> KernelPlan | None:
-    """The plan of a measured candidate; None where the pipeline has no such candidate any more, or none that fits."""
-    fields = dict(timed.form)
-    dims = request.head_dim, request.v_head_dim
-    for c in request.candidates(Tile(q=fields["tile"][0], kv=fields["tile"][1]), fields["stages"]):
-        if records.form(asdict(c)) == timed.form:
-            if sum(part.amount for part in request.pipeline.smem(c, *dims)) > request.arch.smem_per_block:
+def _plan_of(pipeline: ForwardPipeline[Any], request: KernelRequest, timed: Timed) -> KernelPlan | None:
+    """The plan of a measured candidate; None where the pipeline has no such candidate any more, or none that fits.
+
+    Fields that a record does not name, because candidates had none then, have their default.
+    """
+    named = dict(timed.form)
+    q, kv = named["tile"]
+    for c in pipeline.candidates(replace(request.fixed, tile=Tile(q=q, kv=kv), stages=named["stages"])):
+        later = {f.name for f in fields(c) if f.name not in named and getattr(c, f.name) == f.default}
+        if records.form({name: value for name, value in asdict(c).items() if name not in later}) == timed.form:
+            if total(pipeline.smem(c, request)) > request.arch.smem_per_block:
                 return None
-            plan = request.pipeline.plan(c, request.variant, request.arch, request.dtype, *dims)
-            return replace(plan, blocks_per_sm=timed.blocks_per_sm)
+            return replace(pipeline.plan(c, request), blocks_per_sm=timed.blocks_per_sm)
     return None
 
 
@@ -525,7 +441,11 @@ def _slower(timed: Timed, plan: KernelPlan, chosen: Sequence[Timed]) -> Rejected
     return Rejected(tile=plan.tile, stages=plan.stages, warps=plan.warps, reason=reason)
 
 
-def _key(plan: KernelPlan) -> tuple[Tile, int, int]:
+#: Tile, stages and warps.
+_Key = tuple[Tile, int, int]
+
+
+def _key(plan: KernelPlan) -> _Key:
     """What a candidate is called; its forms (Q in registers or not ...) share it."""
     return plan.tile, plan.stages, plan.warps
 
@@ -544,19 +464,21 @@ class _Timed(NamedTuple):
         """The same, where half of the time one block is alone: of problems too small to fill the GPU."""
         return (self.seconds_per_score[0] + self.seconds_per_score[-1]) / 2
 
-    def rest(self) -> tuple:
+    def rest(self) -> tuple[int, ...]:
         """Makes an order by time total, so that a menu never varies."""
         plan = self.plan
         return plan.smem_bytes, plan.registers_estimate, -plan.tile.q, -plan.tile.kv, plan.warps
 
 
-def _select(request: _Request, plans: list[KernelPlan]) -> tuple[list[_Timed], list[Rejected]]:
+def _select(
+    pipeline: Pipeline[Any], request: KernelRequest, plans: list[KernelPlan]
+) -> tuple[list[_Timed], list[Rejected]]:
     """The plans of the menu, and the others with the plan that beats them.
 
     First the fastest plan, or one as fast whose blocks own more rows; then the fastest for small problems of each
     smaller number of rows.
     """
-    timed = [_Timed(plan, request.pipeline.seconds_per_score(plan, request.arch)) for plan in plans]
+    timed = [_Timed(plan, pipeline.seconds_per_score(plan, request.arch)) for plan in plans]
     by_full = sorted(timed, key=lambda t: (t.full(), t.rest()))
     by_mixed = sorted(timed, key=lambda t: (t.mixed(), t.rest()))
     as_fast = [t for t in by_full if t.full() <= NEAR * by_full[0].full()]
@@ -567,7 +489,7 @@ def _select(request: _Request, plans: list[KernelPlan]) -> tuple[list[_Timed], l
             smaller.setdefault(t.plan.block_rows, t)
     chosen = [main, *smaller.values()][:MAX_PLANS]
 
-    slower = {_key(t.plan): None for t in chosen}
+    slower: dict[_Key, Rejected | None] = {_key(t.plan): None for t in chosen}
     for t in by_full:
         if _key(t.plan) in slower:
             continue
@@ -579,22 +501,35 @@ def _select(request: _Request, plans: list[KernelPlan]) -> tuple[list[_Timed], l
     return chosen, [r for r in slower.values() if r is not None]
 
 
-def _check_dtype(request: _Request) -> None:
+def _check(pipeline: Pipeline[Any], request: KernelRequest) -> None:
+    """Raise PlanError for what no kernel of the pipeline takes, whatever fits."""
+    _check_dtype(request)
+    _check_head_dims(pipeline, request)
+    for name in sorted(request.fixed.integers(), key=lambda name: name == "stages"):  # those of few pipelines first
+        _check_integer(pipeline, request, name)
+    tile = request.fixed.tile
+    if tile is not None and pipeline.nearest_tile((tile.q, tile.kv)) != (tile.q, tile.kv):
+        limit = f"tile {tile} of {request}: {pipeline.TILE_RULE}"
+        raise PlanError(f"{limit}\n  nearest: {_nearest_tile(pipeline, request)}")
+
+
+def _check_dtype(request: KernelRequest) -> None:
     check_dtype(request.dtype)
     if request.dtype not in DTYPES:
         raise PlanError(
             f"no kernel for {request}: the tensor cores take 16-bit inputs and accumulate in float32\n"
             f"  dtypes that work: {', '.join(DTYPES)} (float32 and float64 run on a CPU)\n  nearest: bfloat16"
         )
-    _check_only(request, "dtype", request.dtype, request.variant.dtypes)
+    allowed = request.variant.dtypes
+    if request.variant.only and allowed and request.dtype not in allowed:
+        raise PlanError(_declared(request, "dtype", request.dtype, allowed, allowed[0]))
 
 
-def _check_head_dims(request: _Request) -> None:
-    pipeline = request.pipeline
+def _check_head_dims(pipeline: Pipeline[Any], request: KernelRequest) -> None:
     low, high, step = pipeline.MIN_HEAD_DIM, pipeline.MAX_HEAD_DIM, pipeline.HEAD_DIM_STEP
     for name, value in (("head_dim", request.head_dim), ("v_head_dim", request.v_head_dim)):
         if value > high:
-            raise PlanError(_too_wide(request, name))
+            raise PlanError(_too_wide(pipeline, request, name))
         if value < low or value % step:
             below, above = max(low, value // step * step), max(low, -(-value // step) * step)
             nearest = f"{below}" if below == above else f"{below} or {above}"
@@ -602,67 +537,42 @@ def _check_head_dims(request: _Request) -> None:
                 f"no kernel for {request}: {name} runs from {low} to {high} in steps of {step} (rows of 16 bytes)\n"
                 f"  nearest: {name} {nearest}"
             )
-    _check_only(request, "head_dim", request.head_dim, request.variant.head_dims)
+    allowed, asked = request.variant.head_dims, request.head_dim
+    if request.variant.only and allowed and asked not in allowed:
+        raise PlanError(_declared(request, "head_dim", asked, allowed, min(allowed, key=lambda one: abs(one - asked))))
 
 
-def _check_only(request: _Request, name: str, value: object, allowed: tuple) -> None:
-    if request.variant.only and allowed and value not in allowed:
-        raise PlanError(
-            f"{request.variant.name!r} is declared for {name} {', '.join(map(str, allowed))} only\n"
-            f"  asked: {name} {value}\n  nearest: {name} {_nearest(value, allowed)}"
-        )
-
-
-def _nearest(value: object, allowed: tuple) -> object:
-    return min(allowed, key=lambda a: abs(a - value)) if isinstance(value, int) else allowed[0]
-
-
-def _check_tile(request: _Request, tile: tuple[int, int], stages: int | None) -> Tile:
-    """The tile as asked, or PlanError where the pipeline's instructions rule it out."""
-    asked = Tile(q=tile[0], kv=tile[1])
-    if request.pipeline.nearest_tile(tile) != (asked.q, asked.kv):
-        limit = f"tile {asked} of {request}: {request.pipeline.TILE_RULE}"
-        raise PlanError(f"{limit}\n  nearest: {_nearest_tile(request, asked, stages)}")
-    return asked
-
-
-def _check_stages(request: _Request, stages: int | None) -> int | None:
-    allowed = request.pipeline.STAGES
-    if stages is not None and stages not in allowed:
-        low, high = allowed[0], allowed[-1]
-        raise PlanError(
-            f"{stages} stages for {request}: {request.pipeline.STAGES_RULE}, so {low} to {high} work\n"
-            f"  nearest: {min(high, max(low, stages))} stages"
-        )
-    return stages
-
-
-def _check_q_stages(request: _Request) -> None:
-    asked, pipeline = request.q_stages, request.pipeline
-    if asked is None or (pipeline is hopper and asked in hopper.Q_STAGES):
-        return
-    if pipeline is hopper:
-        low, high = hopper.Q_STAGES
-        raise PlanError(
-            f"{asked} tiles of queries in shared memory for {request}: while one is worked on, one more is loaded\n"
-            f"  nearest: q_stages={min(high, max(low, asked))}"
-        )
-    able = "" if request.options else f", or pipeline {hopper.NAME!r}" * (hopper.NAME in request.arch.pipelines)
-    raise PlanError(
-        f"q_stages {asked} for {request}: blocks of pipeline {pipeline.NAME!r} load their one tile of queries once\n"
-        f"  nearest: q_stages=None{able}"
+def _declared(request: KernelRequest, name: str, asked: object, allowed: Sequence[object], nearest: object) -> str:
+    """The message for what a variant is not declared for, and it is declared for that `only`."""
+    return (
+        f"{request.variant.name!r} is declared for {name} {', '.join(map(str, allowed))} only\n"
+        f"  asked: {name} {asked}\n  nearest: {name} {nearest}"
     )
 
 
-def _too_wide(request: _Request, name: str) -> str:
+def _check_integer(pipeline: Pipeline[Any], request: KernelRequest, name: str) -> None:
+    """Raise PlanError for a value of an integer that the pipeline has no kernels for, or where it has no such one."""
+    row, value = INTEGERS[name], request.fixed.integers()[name]
+    allowed = pipeline.INTEGERS.get(name)
+    if allowed is None:
+        able = [other for other in others(pipeline, request) if name in other.INTEGERS]
+        raise PlanError(
+            f"{name} {value} for {request}: {row.absent.format(pipeline=pipeline.NAME)}\n"
+            f"  nearest: {name}=None{''.join(f', or pipeline {other.NAME!r}' for other in able)}"
+        )
+    if value not in allowed.values:
+        limit = row.limit.format(rule=allowed.rule, low=allowed.values[0], high=allowed.values[-1])
+        nearest = row.nearest.format(allowed.nearest(value))
+        raise PlanError(f"{row.asked.format(value)} for {request}: {limit}\n  nearest: {nearest}")
+
+
+def _too_wide(pipeline: Pipeline[Any], request: KernelRequest, name: str) -> str:
     """The message for a head dim above the largest: the sums of the tiles that come closest, where those decide."""
-    pipeline, arch = request.pipeline, request.arch
+    arch = request.arch
     lines = [f"no tile of {request} fits {arch.name}"]
     for q, kv in pipeline.EXAMPLES:
-        c = next(iter(pipeline.candidates(Tile(q=q, kv=kv), pipeline.STAGES[0])))
-        dims = request.head_dim, request.v_head_dim
-        reason = pipeline.does_not_fit_reason(c, request.variant, arch, *dims, **request.options)
-        if reason is not None:
+        c = next(iter(pipeline.candidates(Fixed(tile=Tile(q=q, kv=kv), stages=pipeline.INTEGERS["stages"].values[0]))))
+        if (reason := pipeline.does_not_fit_reason(c, request)) is not None:
             lines.append(f"  {c}: {reason}")
     if len(lines) == 1:
         lines.append(f"  pipeline {pipeline.NAME} emits {name} up to {pipeline.MAX_HEAD_DIM}")
@@ -670,35 +580,41 @@ def _too_wide(request: _Request, name: str) -> str:
     return "\n".join(lines)
 
 
-def _does_not_fit(request: _Request, tile: Tile | None, stages: int | None, rejected: list[Rejected]) -> str:
+def _does_not_fit(pipeline: Pipeline[Any], request: KernelRequest, rejected: list[Rejected]) -> str:
     """The message where nothing fits that has what is fixed: the least that was tried, and the nearest that fits."""
+    tile, arch = request.fixed.tile, request.arch.name
     subject = f"tile {tile} of {request} does not fit" if tile else f"no tile of {request} fits"
-    asked = (stages, "stages"), (request.q_stages, "tiles of queries")
-    fixed = " and ".join(f"{number} {what}" for number, what in asked if number)
-    lines = [f"{subject} {request.arch.name}{f' with {fixed}' if fixed else ''}"]
+    fixed = " and ".join(f"{value} {INTEGERS[name].counts}" for name, value in request.fixed.integers().items())
+    lines = [f"{subject} {arch}{f' with {fixed}' if fixed else ''}"]
     least = sorted(rejected, key=lambda r: (r.tile.q * r.tile.kv, r.stages, r.warps))
     lines += [f"  {r}" for r in least[:3]]
-    return "\n".join((*lines, f"  nearest: {_nearest_tile(request, tile, stages)}"))
+    return "\n".join((*lines, f"  nearest: {_nearest_tile(pipeline, request)}"))
 
 
-def _nearest_tile(request: _Request, tile: Tile | None, stages: int | None) -> str:
+def _nearest_tile(pipeline: Pipeline[Any], request: KernelRequest) -> str:
     """The tile that fits and is most like one that does not: on the pipeline's grid, or one the planner tries itself;
     and a pipeline of the architecture that takes the tile as it is.  Without a tile, what fits with other stages."""
-    free = replace(request, q_stages=None)
+    tile, stages = request.fixed.tile, request.fixed.stages
+    open_ = request.fixing(**dict.fromkeys(INTEGERS), tile=None)  # nothing is fixed
     if tile is None:
-        fits = _fitting(free, None, None)[0]
-        near = min(fits, key=lambda plan: abs(plan.stages - (stages or plan.stages)), default=None)
-        return f"{near.tile} with {near.stages} stages" if near else "a smaller head_dim"
+        fits = _fitting(pipeline, open_)[0]
+        least = min(fits, key=lambda plan: abs(plan.stages - (stages or plan.stages)), default=None)
+        return f"{least.tile} with {least.stages} stages" if least else "a smaller head_dim"
 
-    def distance(plan: KernelPlan) -> tuple:
+    def distance(plan: KernelPlan) -> tuple[float, int, int]:
         sides = (plan.tile.q, tile.q), (plan.tile.kv, tile.kv)
         ratios = sum(abs(math.log2(ours / max(1, asked))) for ours, asked in sides)
         return (ratios, abs(plan.stages - (stages or plan.stages)), -plan.tile.q * plan.tile.kv)
 
-    q, kv = request.pipeline.nearest_tile((tile.q, tile.kv))
-    plans = _fitting(request, Tile(q=q, kv=kv), stages)[0] or _fitting(request, None, None)[0]
-    near = min(plans or _fitting(free, None, None)[0], key=distance)
+    q, kv = pipeline.nearest_tile((tile.q, tile.kv))
+    plans = _fitting(pipeline, request.fixing(tile=Tile(q=q, kv=kv)))[0]
+    plans = plans or _fitting(pipeline, request.fixing(tile=None, stages=None))[0]
+    near = min(plans or _fitting(pipeline, open_)[0], key=distance)
     text = f"{near.tile} with {near.stages} stages" if stages or not plans else f"{near.tile}"
-    others = [other for other in request.others if other.nearest_tile((tile.q, tile.kv)) == (tile.q, tile.kv)]
-    able = [other for other in others if _fitting(replace(free, pipeline=other), tile, stages)[0]]
-    return text + "".join(f", or pipeline {other.NAME!r}, which takes {tile}" for other in able)
+    if request.pass_name == "backward":
+        return text
+    as_it_is = open_.fixing(tile=tile, stages=stages)
+    for other in others(pipeline, request):
+        if other.nearest_tile((tile.q, tile.kv)) == (tile.q, tile.kv) and _fitting(other, as_it_is)[0]:
+            text += f", or pipeline {other.NAME!r}, which takes {tile}"
+    return text

@@ -8,15 +8,17 @@ An entry keeps the median of every measured candidate on every shape, and the ma
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashgen import jsonfile
-from flashgen.analysis.facts import analyse
-from flashgen.errors import PlanError
+from flashgen.errors import PlanError, shown
 from flashgen.lang.variant import Variant
+from flashgen.planning.profile import profile
+from flashgen.planning.request import KernelRequest
 
 #: Of the file; another one is refused.
 FORMAT = 1
@@ -64,7 +66,7 @@ class Shape(NamedTuple):
 class Timed:
     """One candidate: its fields as the pipeline's Candidate has them, and the median milliseconds on each shape."""
 
-    form: tuple[tuple[str, object], ...]
+    form: tuple[tuple[str, Any], ...]
     blocks_per_sm: int
     ms: tuple[float, ...]
 
@@ -88,10 +90,8 @@ def key(variant: Variant, head_dim: int, v_head_dim: int) -> Key:
 
 def _mask(variant: Variant) -> str:
     """The kind of mask: what it asks of registers and of the schedule differs."""
-    if variant.mask is None:
-        return "none"
-    facts = analyse(variant)
-    return "band" if facts.exact and len(facts.visible) == 1 and not variant.tensors else "general"
+    asked = profile(variant)
+    return "none" if not asked.masked else "band" if asked.band else "general"
 
 
 def file_name(arch: str, pipeline: str, pass_name: str) -> str:
@@ -99,18 +99,18 @@ def file_name(arch: str, pipeline: str, pass_name: str) -> str:
     return f"{arch}_{pipeline}_{pass_name}.json"
 
 
-def find(arch: str, pipeline: str, pass_name: str, variant: Variant, head_dim: int, v_head_dim: int) -> Entry | None:
-    """The entry for a variant (constants bound), of the user's folder or else a shipped one; None: nothing measured.
+def find(pipeline: str, request: KernelRequest) -> Entry | None:
+    """The entry for a request, of the user's folder or else a shipped one; None: nothing measured.
 
     Raises PlanError for a damaged record, and where the user's folder is none.
     """
-    name = file_name(arch, pipeline, pass_name)
+    name = file_name(request.arch.name, pipeline, request.pass_name)
     user = os.environ.get(VARIABLE)
     if user and not Path(user).is_dir():
         raise PlanError(f"{VARIABLE} is {user!r}, and there is no such folder\n  nearest: unset {VARIABLE}")
     for folder in (Path(user), _SHIPPED) if user else (_SHIPPED,):
         entries = load(folder / name)
-        if entries and (found := entries.get(key(variant, head_dim, v_head_dim))):
+        if entries and (found := entries.get(key(request.variant, request.head_dim, request.v_head_dim))):
             return found
     return None
 
@@ -141,11 +141,11 @@ def load(path: Path) -> dict[Key, Entry]:
         ) from error
 
 
-def _entry(stem: str, raw: dict) -> Entry:
+def _entry(stem: str, raw: dict[str, Any]) -> Entry:
     """An entry out of JSON; raises ValueError where it is not one."""
     of = jsonfile.member(raw, "class", dict)
     found = Key(
-        _one_of(of, "mask", str, ("none", "band", "general")),
+        _one_of(of, "mask", ("none", "band", "general")),
         jsonfile.member(of, "score", bool),
         *(_size(of, name, _COLUMNS, _LARGEST_HEAD_DIM) for name in ("head_dim", "v_head_dim")),
     )
@@ -161,7 +161,7 @@ def _entry(stem: str, raw: dict) -> Entry:
     return Entry(name=f"{stem}: {found}", key=found, shapes=shapes, candidates=timed)
 
 
-def _timed(raw: dict, shapes: int) -> Timed:
+def _timed(raw: dict[str, Any], shapes: int) -> Timed:
     fields = jsonfile.member(raw, "form", dict)
     tile = jsonfile.member(fields, "tile", dict)
     if set(tile) != {"q", "kv"}:
@@ -179,20 +179,20 @@ def _timed(raw: dict, shapes: int) -> Timed:
     )
 
 
-def _size(data: dict, name: str, least: int, most: int, step: int = 1) -> int:
+def _size(data: dict[str, Any], name: str, least: int, most: int, step: int = 1) -> int:
     value = jsonfile.member(data, name, int)
     if not least <= value <= most or value % step:
         steps = f" in steps of {step}" if step > 1 else ""
-        raise ValueError(f"{name!r} is {jsonfile.shown(value)}, and must lie between {least} and {most}{steps}")
+        raise ValueError(f"{name!r} is {shown(value)}, and must lie between {least} and {most}{steps}")
     return value
 
 
-def _one_of(data: dict, name: str, kind: type, values: tuple) -> object:
-    if (value := jsonfile.member(data, name, kind)) not in values:
-        raise ValueError(f"{name!r} is {jsonfile.shown(value)}, and must be one of {', '.join(map(repr, values))}")
+def _one_of(data: dict[str, Any], name: str, values: tuple[str, ...]) -> str:
+    if (value := jsonfile.member(data, name, str)) not in values:
+        raise ValueError(f"{name!r} is {shown(value)}, and must be one of {', '.join(map(repr, values))}")
     return value
 
 
-def form(fields: dict) -> tuple[tuple[str, object], ...]:
+def form(fields: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
     """A candidate's fields as a value: what says that two candidates are the same."""
     return tuple(sorted((name, tuple(v.values()) if isinstance(v, dict) else v) for name, v in fields.items()))

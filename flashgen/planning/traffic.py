@@ -16,18 +16,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashgen.analysis import counts
 from flashgen.analysis import facts as analysis
-from flashgen.analysis.derivative import derive
 from flashgen.errors import PlanError
-from flashgen.lang.expr import Node, walk
-from flashgen.planning import ampere, backward, traffic_backward
+from flashgen.planning import backward, traffic_backward
 from flashgen.planning.arch import ARCHS, Arch
+from flashgen.planning.integers import shown
 from flashgen.planning.plan import KernelPlan, Part, Tile
 from flashgen.planning.planner import Measured, Rejected, limits, pipeline_of
 from flashgen.planning.problem import STORED_BYTES, Problem
+from flashgen.planning.profile import profile
 
 if TYPE_CHECKING:
     from flashgen.analysis.counts import TileCounts
@@ -163,9 +163,9 @@ class Prediction:
                     ("arch", f"{plan.arch} ({arch.card})"),
                     ("pipeline", f"{plan.pipeline} {plan.pass_name}"),
                     *([("because", self.passed_over)] if self.passed_over else []),
-                    ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {_stages(plan)}"),
+                    ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {shown(plan)}"),
                     *([("packed", self._packing())] if plan.packed else []),
-                    ("warps", ", ".join(f"{role.warps} {role.name}" for role in plan.roles)),
+                    ("warps", plan.program.text()),
                     ("blocks per SM", str(plan.blocks_per_sm)),
                     ("chosen by", f"measured times ({self.measured.record})" if self.measured else "predicted times"),
                     *([("menu covers", self.measured.covers)] if self.measured else []),
@@ -231,7 +231,7 @@ class Prediction:
             "tile": {"q": plan.tile.q, "kv": plan.tile.kv},
             "stages": plan.stages,
             "warps": plan.warps,
-            "roles": [{"name": role.name, "warps": role.warps, "registers": role.registers} for role in plan.roles],
+            "roles": [{"name": r.name, "warps": r.warps, "registers": r.registers} for r in plan.program.roles],
             "blocks_per_sm": plan.blocks_per_sm,
             "q_in_registers": plan.q_in_registers,
             "dropout": plan.dropout,
@@ -312,24 +312,19 @@ def predict(
     )
 
 
-def _stages(plan: KernelPlan) -> str:
-    of_queries = f", {plan.q_stages} of queries" if plan.q_stages is not None else ""
-    return f"{plan.stages} stage{'s' if plan.stages > 1 else ''}{of_queries}"
-
-
 def _shape(plan: KernelPlan) -> str:
     """A plan by what tells it from the others of its menu."""
-    return f"{plan.tile}, {_stages(plan)}{', heads packed' if plan.packed else ''}"
+    return f"{plan.tile}, {shown(plan)}{', heads packed' if plan.packed else ''}"
 
 
-def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, object]:
+def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, Any]:
     """Fields of the prediction of a forward."""
     tiles = _tiles(plan, problem, case)
     captured = _captured(plan, case)
     moved, compulsory = _moved(problem, tiles, captured), _compulsory(problem, captured)
     per_pair = 2 * (problem.head_dim + problem.v_head_dim)
     scores = (tiles.partial + tiles.full) * plan.tile.q * plan.tile.kv
-    special, _ = ampere.score_ops(plan.variant)
+    special, _ = profile(plan.variant).score_ops
     padded = 2 * (plan.padded_head_dim + plan.padded_v_head_dim) * scores
     return {
         "hbm": moved,
@@ -351,9 +346,9 @@ def _tiles(plan: KernelPlan, problem: Problem, case: Case) -> TileCounts:
     return replace(found, **{name: getattr(found, name) // pack for name in shared})
 
 
-def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) -> dict[str, object]:
+def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) -> dict[str, Any]:
     """Fields of the prediction of a backward."""
-    facts, by_itself = analysis.analyse(plan.variant), plan.backward.by_query
+    facts, by_itself = analysis.analyse(plan.variant), backward.layout(plan).by_query
     tiles = counts.count(facts, case, plan.tile)
     keys = counts.count_keys(facts, case, plan.tile, tiles.visited)
     queries = None
@@ -371,7 +366,7 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
     ends = traffic_backward.compulsory(problem, captured, elements, dlse=dlse) if by_entry else (0, 0)
     compulsory = _bytes(*ends)
     padded = replace(problem, head_dim=plan.padded_head_dim, v_head_dim=plan.padded_v_head_dim)
-    special = 1 + _special(plan.variant.score_node)
+    special = 1 + profile(plan.variant).derived_special
     return {
         "hbm": moved,
         "compulsory": compulsory,
@@ -396,14 +391,6 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
 
 def _bytes(read: int, written: int) -> Bytes:
     return Bytes(read_bytes=read, write_bytes=written)
-
-
-def _special(score: Node | None) -> int:
-    """Special-function results of a score function and its derivative, for one score."""
-    if score is None:
-        return 0
-    roots = [score, *filter(None, [derive(score)])]
-    return sum(ampere.SPECIAL.get(n.op, 0) for n in walk(roots))
 
 
 def lower_bound(problem: Problem, arch: Arch, visible: int | None, moved: Bytes, compulsory: Bytes) -> int | None:
@@ -508,7 +495,7 @@ def _sum(title: str, parts: tuple[Part, ...], limit: int, unit: str) -> Table:
 
 def _most_registers(plan: KernelPlan, arch: Arch) -> int:
     """What a thread that computes may hold."""
-    return max(role.registers for role in plan.roles) or arch.registers_per_thread
+    return plan.program.consumer_registers or arch.registers_per_thread
 
 
 def _rejections(title: str, rows: Iterable[Rejected]) -> Table:

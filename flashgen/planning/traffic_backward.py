@@ -51,7 +51,7 @@ def moved(
     rows = problem.batch * problem.heads * problem.q_len
     dq, dq_sum = problem.head_dim * problem.itemsize, problem.head_dim * _FLOAT
     sums = elements * (_EXACT if plan.deterministic else _FLOAT)
-    added = dq_sum if plan.backward.adds_dq else 0
+    added = dq_sum if backward.layout(plan).adds_dq else 0
     heads = problem.batch * problem.kv_heads
     ends = rows // heads * backward.clear_distance(plan, problem)
     swept = rows - ends

@@ -24,6 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashgen import resources
 from flashgen.errors import FlashgenError
 from flashgen.lang.expr import Node, serialize
 from flashgen.runtime import nvrtc
@@ -247,10 +248,8 @@ def as_data(value: object) -> object:
 @lru_cache(maxsize=1)
 def package_digest() -> str:
     """sha256 of every source file of flashgen and every template, by content; once a process."""
-    from flashgen.resources import folder
-
     digest = hashlib.sha256()
-    for root in (Path(__file__).parents[1], folder("templates")):
+    for root in (Path(__file__).parents[1], resources.folder("templates")):
         for path, name in sorted(_sources(root)):
             content = Path(path).read_bytes()
             digest.update(f"{name}\0{len(content)}\0".encode())

@@ -12,9 +12,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import LaunchError
 from flashgen.runtime import nvrtc
+
+if TYPE_CHECKING:
+    from flashgen.runtime.launch import TensorMapDesc
 
 #: What installs the bindings; named by the error about their absence.
 BINDINGS = "pip install 'cuda-bindings>=12.9.4,<14'"
@@ -52,45 +56,33 @@ class Function:
 
 
 class TensorMap:
-    """What TMA needs to know of a 4-D tensor, as a kernel parameter; its address may change between launches.
+    """What TMA needs to know of a tensor, as a kernel parameter; its address may change between launches.
 
-    `sizes` are (columns, rows, heads, batch), or heads before rows; `strides` the bytes between all but columns,
-    multiples of 16 in any order.  `box` is what one copy moves of the first dimensions (of the others 1), swizzled by
-    128 bytes; what lies outside reads as 0.
     `device` is the GPU that the tensor lies on: the driver asks for a current context, and a thread that never touched
     CUDA (autograd's own, at its first node) has none.  Raises LaunchError for a tensor that TMA cannot address.
     """
 
     __slots__ = ("_address", "_buffer", "_context", "_map", "_replace", "_success", "pointer")
 
-    def __init__(
-        self,
-        dtype: str,
-        *,
-        address: int,
-        sizes: tuple[int, int, int, int],
-        strides: tuple[int, int, int],
-        box: tuple[int, ...],
-        device: int,
-    ) -> None:
+    def __init__(self, desc: TensorMapDesc, *, address: int, device: int) -> None:
         api = _api()
         self._context = _primary_context(device)
         with _current(self._context):
             made = _ok(
                 api.cuTensorMapEncodeTiled(
-                    getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"),
+                    getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{desc.dtype.upper()}"),
                     4,
                     address,
-                    [api.cuuint64_t(size) for size in sizes],
-                    [api.cuuint64_t(stride) for stride in strides],
-                    [api.cuuint32_t(side) for side in (*box, 1, 1)[:4]],
+                    [api.cuuint64_t(size) for size in desc.sizes],
+                    [api.cuuint64_t(stride) for stride in desc.strides],
+                    [api.cuuint32_t(side) for side in desc.box],
                     [api.cuuint32_t(1)] * 4,
                     api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-                    api.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                    getattr(api.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{desc.swizzle}B"),
                     api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                     api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
                 ),
-                f"address a tensor of {sizes} with strides of {strides} bytes by TMA",
+                f"address a tensor of {desc.sizes} with strides of {desc.strides} bytes by TMA",
             )
         self._buffer = ctypes.create_string_buffer(_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
         self.pointer = -(-ctypes.addressof(self._buffer) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
@@ -109,8 +101,8 @@ class TensorMap:
             self._address = address
 
 
-class Launch:
-    """A launch of one function with its grid, block and arguments in place: call it with a stream.
+class Launcher:
+    """Starts one function, with its grid, block and arguments in place: call it with a stream.
 
     `arguments` are ctypes buffers and tensor maps, one per kernel parameter; the caller writes their contents and the
     driver copies them during the call, so they may change between calls (not during one: hold a lock).
@@ -146,7 +138,7 @@ class Launch:
         if status != self._success:
             self._again(status)
 
-    def _again(self, status) -> None:
+    def _again(self, status: Any) -> None:
         """A thread that never touched CUDA has no current context; lend it the function's own for one try."""
         api = self._api
         doing = f"launch {self._function.entry}"
@@ -201,7 +193,7 @@ def gpus() -> int:
 
 
 @cache
-def _api():
+def _api() -> Any:
     """The bindings, with a driver behind them that is not older than NVRTC's major version."""
     try:
         from cuda.bindings import driver as api
@@ -234,14 +226,14 @@ def check_version(driver: int, compiler: str) -> None:
 
 
 @cache
-def _primary_context(device: int):
+def _primary_context(device: int) -> Any:
     api = _api()
     handle = _ok(api.cuDeviceGet(device), f"find GPU {device}")
     return _ok(api.cuDevicePrimaryCtxRetain(handle), f"enter GPU {device}")
 
 
 @contextlib.contextmanager
-def _current(context) -> Iterator[None]:
+def _current(context: Any) -> Iterator[None]:
     api = _api()
     _ok(api.cuCtxPushCurrent(context), "enter the GPU's context")
     try:
@@ -262,11 +254,11 @@ def _uncaptured() -> Iterator[None]:
         _ok(api.cuThreadExchangeStreamCaptureMode(before), "restore the capture mode")
 
 
-def _ok(returned: tuple, doing: str):
+def _ok(returned: tuple, doing: str) -> Any:
     return _checked(_api(), returned, doing)
 
 
-def _checked(api, returned: tuple, doing: str):
+def _checked(api: Any, returned: tuple, doing: str) -> Any:
     """The value beside a status, or LaunchError with the driver's own words."""
     status, *values = returned
     if status != api.CUresult.CUDA_SUCCESS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import itertools
 import os
 import sys
@@ -121,10 +122,9 @@ def found() -> Found:
 
     Nothing is loaded but in search of the last, which the system's loader may know.  Raises CompileError for none.
     """
-    from importlib.metadata import distributions
-    from importlib.util import find_spec
+    from importlib.metadata import distributions  # slow to import, and most processes hit the cache
 
-    spec = find_spec("nvidia")
+    spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     for wheel, inside in _WHEELS:
         for folder in folders:

@@ -248,7 +248,7 @@ def products(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return (rows.flatten(2, 3) @ keys.mT).unflatten(2, rows.shape[2:4])
 
 
-def kept(dropout: Dropout, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *, heads: int):
+def kept(dropout: Dropout, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *, heads: int) -> Any:
     """Whether each pair is kept, by Philox-4x32-10 as `runtime.philox` lays out its counter; bool, broadcast."""
     import torch
 

@@ -179,7 +179,7 @@ def check(plan: KernelPlan, compiled: Compiled) -> tuple[str, ...]:
     missing = [opcode for opcode in PROMISED[plan.pipeline, plan.pass_name] if not main.count(opcode)]
     if missing:
         reasons.append(f"no {', '.join(missing)} in {main.name}")
-    if any(role.registers for role in plan.roles):
+    if plan.program.specialised:
         reasons += _within_roles(plan, main)
     else:
         reasons += _within_launch(plan, resources.registers)
@@ -205,8 +205,7 @@ def _within_launch(plan: KernelPlan, used: int) -> list[str]:
 def _within_roles(plan: KernelPlan, code: Code) -> list[str]:
     """Each warp's registers after its setmaxnreg, over all it may execute from there on."""
     reasons, seen = [], {"TRY_ALLOC": 0, "DEALLOC": 0}
-    of_role = {role.name: role.registers for role in plan.roles}
-    wanted = {"TRY_ALLOC": of_role["consumer"], "DEALLOC": of_role["producer"]}
+    wanted = {"TRY_ALLOC": plan.program.consumer_registers, "DEALLOC": plan.program.producer_registers}
     for at, i in enumerate(code.instructions):
         if match := _SETMAXREG.match(i.text):
             kind, count = match["kind"], int(match["count"], 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -138,7 +138,19 @@ class Tiles:
     dim].
     """
 
-    def __init__(self, plan, facts, case, q, k, v, *, scale, dtype, dropout=None) -> None:
+    def __init__(
+        self,
+        plan: KernelPlan,
+        facts: Facts,
+        case: Case,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        *,
+        scale: float,
+        dtype: str,
+        dropout: Dropout | None = None,
+    ) -> None:
         self.plan, self.facts, self.case, self.dropout = plan, facts, case, dropout
         self.variant = facts.variant
         self.precision = np.float64 if dtype == "float64" else np.float32
@@ -229,7 +241,7 @@ class Tiles:
 
 
 class _Walk(Tiles):
-    def __init__(self, *operands, **options) -> None:
+    def __init__(self, *operands: Any, **options: Any) -> None:
         super().__init__(*operands, **options)
         self.traffic = Traffic()
 

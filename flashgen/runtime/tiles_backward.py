@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -125,7 +125,20 @@ class _Tile(NamedTuple):
 
 
 class _Backward(Tiles):
-    def __init__(self, plan, facts, case, q, k, v, o, lse, do, dlse, **options) -> None:
+    def __init__(
+        self,
+        plan: Any,
+        facts: Any,
+        case: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        o: Any,
+        lse: Any,
+        do: Any,
+        dlse: Any,
+        **options: Any,
+    ) -> None:
         super().__init__(plan, facts, case, q, k, v, **options)
         self.o, self.lse, self.do = (self.grouped(x) for x in (o, lse, do))
         self.dlse = None if dlse is None else self.grouped(dlse)

@@ -1,7 +1,7 @@
 """What a spec means, read a second time: its text runs against a stand-in `fg` whose objects compute at once.
 
 Nothing of the compiler is used here.  Integers are int64 tensors (they wrap there), conditions bool, floats float32 in
-a mask and float64 in a score; the rules are those of the README's language table and of the docstrings of
+a mask and float64 in a score; the rules are those of the table in docs/language.md and of the docstrings of
 `lang/ops.py`.  Attention is written by its definition in float64, so that autograd gives the gradients.
 
 Rounding.  A kernel computes scores in float32 with quick functions, and a mask's functions too.  A `World` with a

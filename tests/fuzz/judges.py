@@ -21,6 +21,7 @@ from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import EMPTY, FULL
 from flashgen.codegen import emit
 from flashgen.errors import PlanError
+from flashgen.interpreter.simulate import simulate, simulate_backward
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
 from flashgen.planning import planner, traffic
@@ -29,7 +30,6 @@ from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
 from flashgen.runtime import tiles as walk
-from flashgen.runtime.ptx.simulate import simulate, simulate_backward
 from flashgen.runtime.tiles_backward import count_backward
 
 from . import grammar

@@ -13,7 +13,8 @@ import flashgen as fg
 from flashgen.analysis.tiles import Case
 from flashgen.errors import LaunchError
 from flashgen.lang.load import load_spec, shipped
-from flashgen.ops.backward import run_backward
+from flashgen.ops.backward import Given, run_backward
+from flashgen.ops.call import Call
 from flashgen.runtime.gradients import reference_gradients
 from flashgen.runtime.philox import Dropout
 
@@ -303,10 +304,10 @@ def test_torch_may_ask_for_determinism():
 def test_several_streams_and_a_graph():
     tensors = random_inputs(problem_of(500), 0)
     o, lse = fg.attention(*tensors, causal, return_lse=True)
-    do = torch.randn_like(o)
+    given, call = Given(torch.randn_like(o), None, *tensors, o, lse), Call(causal, None, {}, deterministic=True)
 
     def run():
-        return run_backward(do, None, *tensors, o, lse, causal, None, {}, None, deterministic=True, wanted=())[:3]
+        return run_backward(given, call, ())[:3]
 
     want = run()
     streams = [torch.cuda.Stream() for _ in range(4)]

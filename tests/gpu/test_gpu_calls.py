@@ -1,8 +1,6 @@
-"""What a call may rely on: reruns, records, streams, threads, graphs, torch.compile, memory, refusals, host time."""
+"""What a call may rely on: reruns, records, streams, threads, graphs, torch.compile, memory, refusals."""
 
-import statistics
 import threading
-import time
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from gpu_checks import DEVICE, call, check, random_inputs
 
 import flashgen as fg
 from flashgen.errors import FlashgenError
-from flashgen.ops import attention as ops
+from flashgen.ops import forward
 from flashgen.planning.problem import Problem
 
 pytestmark = pytest.mark.gpu
@@ -56,8 +54,8 @@ def test_reruns_give_the_same_bits():
 def test_a_record_serves_every_address_and_number(monkeypatch):
     fresh = fg.variant(lambda b, h, q, k: (pack[b, q] == pack[b, k]) & (q - k < window), name="fresh")
     planned = []
-    recorded = ops._recorded
-    monkeypatch.setattr(ops, "_recorded", lambda *a: planned.append(a) or recorded(*a))
+    recorded = forward._recorded
+    monkeypatch.setattr(forward, "_recorded", lambda *a: planned.append(a) or recorded(*a))
     held = []  # so that no address comes back
     for seed, (width, count) in enumerate([(64, 3), (64, 3), (7, 3), (500, 5), (1, 1), (64, 3)]):
         q, k, v = random_inputs(problem(), seed)
@@ -231,41 +229,6 @@ def test_memory_is_that_of_the_outputs():
     o, lse = fg.attention(q, k, v, windowed, return_lse=True)
     outputs = sum(t.numel() * t.itemsize for t in (o, lse))
     assert torch.cuda.max_memory_allocated() - before == outputs
-
-
-def host_seconds(function, calls=300, rounds=9):
-    """Median host time of one call; the queue is emptied between rounds and never fills within one."""
-    times = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        times.append((time.perf_counter() - start) / calls)
-    torch.cuda.synchronize()
-    return statistics.median(times)
-
-
-def test_host_time_of_a_repeated_call(capsys):
-    q, k, v = random_inputs(problem(64), 0)
-    o, lse = fg.attention(q, k, v, windowed, return_lse=True)
-
-    def allocate():
-        torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device)
-        torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-
-    with torch.no_grad():
-        alone = host_seconds(lambda: fg.attention(q, k, v, windowed))
-        with_number = host_seconds(lambda: fg.attention(q, k, v, windowed, window=32, scale=0.1))
-        outputs = host_seconds(allocate)
-        sdpa = host_seconds(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True))
-    own = max(alone, with_number) - outputs
-    with capsys.disabled():
-        print(
-            f"\nhost time of a call: {alone * 1e6:.1f} us, with a parameter and a scale {with_number * 1e6:.1f} us,"
-            f" of it torch's allocation {outputs * 1e6:.1f} us; SDPA {sdpa * 1e6:.1f} us"
-        )
-    assert own < 30e-6  # twice the aim of 15: a machine may be busy
 
 
 # ---------------------------------------------------------------------------------------------------------------------

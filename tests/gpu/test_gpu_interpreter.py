@@ -8,8 +8,8 @@ import torch
 from gpu_checks import PIPELINES, call, case_of, example_tensors, on, random_inputs
 
 import flashgen as fg
+from flashgen.interpreter.simulate import simulate
 from flashgen.planning.problem import Problem
-from flashgen.runtime.ptx.simulate import simulate
 
 pytestmark = pytest.mark.gpu
 

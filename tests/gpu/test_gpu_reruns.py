@@ -10,7 +10,8 @@ from gpu_checks import DEVICE, PIPELINES, example_tensors, on, random_inputs
 import flashgen as fg
 from flashgen.analysis.derivative import differentiable
 from flashgen.lang.load import load_spec
-from flashgen.ops.backward import run_backward
+from flashgen.ops.backward import Given, run_backward
+from flashgen.ops.call import Call
 
 pytestmark = pytest.mark.gpu
 
@@ -72,10 +73,11 @@ def test_the_deterministic_backward(frozen, pipeline, name, shape):
     q, k, v = random_inputs(problem, 0)
     named = example_tensors(variant, problem, 0)
     o, lse = fg.attention(q, k, v, variant, return_lse=True, **named)
-    do, dlse = torch.randn_like(o), torch.randn_like(lse)
+    given = Given(torch.randn_like(o), torch.randn_like(lse), q, k, v, o, lse)
+    call = Call(variant, None, named, deterministic=True)
 
     def run():
-        found = run_backward(do, dlse, q, k, v, o, lse, variant, None, named, None, deterministic=True, wanted=wanted)
+        found = run_backward(given, call, wanted)
         return *found[:3], *found.captured
 
     assert reruns_that_differ(run) == 0

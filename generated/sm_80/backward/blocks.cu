@@ -3,7 +3,8 @@
 //
 // visible  layout[q // 128, k // 128]
 // plan     ampere on sm_80, bfloat16, head_dim 128
-// tile     64 queries x 128 keys, 2 stages, 8 compute warps
+// tile     64 queries x 128 keys, 2 stages
+// roles    8 compute warps
 // shared   k 32768 + v 32768 + q 32768 + d_o 32768 + ds 32768 + lse, delta 1024 = 164864 bytes
 // made by  flashgen emit blocks --arch sm_80 --pipeline ampere --dtype bfloat16 --head-dim 128 --tile 64x128
 //          --stages 2 --backward

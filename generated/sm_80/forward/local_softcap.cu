@@ -4,7 +4,8 @@
 // visible  k <= q && q - k < window
 // score    cap * tanh(s / cap)
 // plan     ampere on sm_80, bfloat16, head_dim 128
-// tile     128 queries x 32 keys, 2 stages, 4 compute warps, q in shared memory
+// tile     128 queries x 32 keys, 2 stages, q in shared memory
+// roles    4 compute warps
 // shared   q 32768 + k 16384 + v 16384 = 65536 bytes
 // made by  flashgen emit local_softcap --arch sm_80 --pipeline ampere --dtype bfloat16 --head-dim 128 --tile 128x32
 //          --stages 2

@@ -3,7 +3,8 @@
 //
 // score    s + table[h, table.size(1) // 2 + min(max(k - q, -(table.size(1) // 2)), table.size(1) // 2)]
 // plan     ampere on sm_80, bfloat16, head_dim 128
-// tile     128 queries x 128 keys, 2 stages, 8 compute warps, q in registers
+// tile     128 queries x 128 keys, 2 stages, q in registers
+// roles    8 compute warps
 // shared   q 32768 + k 65536 + v 65536 = 163840 bytes
 // made by  flashgen emit relative_bias --arch sm_80 --pipeline ampere --dtype bfloat16 --head-dim 128 --tile 128x128
 //          --stages 2

@@ -3,7 +3,8 @@
 //
 // visible  k <= q && q - k < window
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     64 queries x 128 keys, 2 stages, 4 producer warps, 8 consumer warps
+// tile     64 queries x 128 keys, 2 stages
+// roles    1 loader, 2 dq accumulation, 1 idle warp of 24 registers per thread; 8 consumer warps of 240
 // shared   k 32768 + v 32768 + q 32768 + d_o 32768 + ds 32768 + lse, delta 1024 + control 1024 = 165888 bytes
 // made by  flashgen emit sliding_window --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 64x128
 //          --stages 2 --backward

@@ -3,7 +3,8 @@
 //
 // visible  layout[q // 128, k // 128]
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     128 queries x 96 keys, 3 stages, 4 producer warps, 8 consumer warps, q in shared memory
+// tile     128 queries x 96 keys, 3 stages, q in shared memory
+// roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 56 registers per thread; 8 consumer warps of 224
 // shared   q 65536 + k 73728 + v 73728 + control 1024 = 214016 bytes
 // made by  flashgen emit blocks --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x96
 //          --stages 3 --q-stages 2

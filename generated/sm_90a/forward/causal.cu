@@ -3,7 +3,8 @@
 //
 // visible  k <= q
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     192 queries x 64 keys, 2 stages, 4 producer warps, 12 consumer warps, q in shared memory
+// tile     192 queries x 64 keys, 2 stages, q in shared memory
+// roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 32 registers per thread; 12 consumer warps of 160
 // shared   q 98304 + k 32768 + v 32768 + control 1024 = 164864 bytes
 // made by  flashgen emit causal --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 192x64
 //          --stages 2 --q-stages 2

@@ -3,7 +3,8 @@
 //
 // score    s - strength * log(1 + spread * float(abs(q - k)))
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     192 queries x 80 keys, 3 stages, 4 producer warps, 12 consumer warps, q in shared memory
+// tile     192 queries x 80 keys, 3 stages, q in shared memory
+// roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 32 registers per thread; 12 consumer warps of 160
 // shared   q 98304 + k 61440 + v 61440 + control 1024 = 222208 bytes
 // made by  flashgen emit log_distance --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 192x80
 //          --stages 3 --q-stages 2

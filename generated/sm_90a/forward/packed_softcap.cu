@@ -4,7 +4,8 @@
 // visible  k <= q && doc[b, q] == doc[b, k]
 // score    cap * tanh(s / cap)
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     128 queries x 64 keys, 3 stages, 4 producer warps, 8 consumer warps, q in shared memory
+// tile     128 queries x 64 keys, 3 stages, q in shared memory
+// roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 56 registers per thread; 8 consumer warps of 224
 // shared   q 65536 + k 49152 + v 49152 + control 1024 = 164864 bytes
 // made by  flashgen emit packed_softcap --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x64
 //          --stages 3 --q-stages 2

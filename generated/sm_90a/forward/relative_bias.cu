@@ -3,7 +3,8 @@
 //
 // score    s + table[h, table.size(1) // 2 + min(max(k - q, -(table.size(1) // 2)), table.size(1) // 2)]
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     128 queries x 80 keys, 3 stages, 4 producer warps, 8 consumer warps, q in shared memory
+// tile     128 queries x 80 keys, 3 stages, q in shared memory
+// roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 40 registers per thread; 8 consumer warps of 232
 // shared   q 65536 + k 61440 + v 61440 + control 1024 = 189440 bytes
 // made by  flashgen emit relative_bias --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x80
 //          --stages 3 --q-stages 2

@@ -3,7 +3,8 @@
 //
 // visible  k <= q && (q - k < window || k < sinks)
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     128 queries x 128 keys, 2 stages, 4 producer warps, 8 consumer warps, q in shared memory
+// tile     128 queries x 128 keys, 2 stages, q in shared memory
+// roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 40 registers per thread; 8 consumer warps of 232
 // shared   q 65536 + k 65536 + v 65536 + control 1024 = 197632 bytes
 // made by  flashgen emit sink_window --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x128
 //          --stages 2 --q-stages 2

@@ -3,7 +3,8 @@
 //
 // score    cap * tanh(s / cap)
 // plan     hopper on sm_90a, bfloat16, head_dim 256
-// tile     64 queries x 64 keys, 2 stages, 4 producer warps, 8 consumer warps
+// tile     64 queries x 64 keys, 2 stages
+// roles    1 loader, 3 idle warps of 24 registers per thread; 4 dv consumer, 4 dk consumer warps of 240
 // shared   k 32768 + v 32768 + q 65536 + d_o 65536 + ds 16384 + p 8192 + lse, delta 1024 + control 1024 = 223232 bytes
 // made by  flashgen emit softcap --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 256 --tile 64x64
 //          --stages 2 --backward

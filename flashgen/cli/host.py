@@ -1,0 +1,87 @@
+"""`flashgen bench host`: what the host does before the GPU works, beside its peers, measured and recorded."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import typer
+from rich.table import Table
+
+from flashgen.bench import cold, host, record
+from flashgen.bench.host import Row
+from flashgen.cli.console import err, progress, seconds, tabulate, write_json
+from flashgen.errors import PlanError
+
+
+def measure(*, cells: str, rounds: int, peers: tuple[str, ...], folder: Path, seed: int, as_json: bool) -> None:
+    """Time repeated calls, a plan, an import and a first call; without a GPU what needs none.  Exit 1 where a result
+    is wrong."""
+    import torch
+
+    chosen = [cell for cell in host.CELLS if cells in str(cell)]
+    if not chosen:
+        raise PlanError(f"no cell's name contains {cells!r}\n  cells: {', '.join(map(str, host.CELLS))}")
+    gpu, compiled = torch.cuda.is_available(), cold.bytecode()
+    with progress() as bar:
+        task = bar.add_task("fresh processes", total=1 + gpu * (1 + len(chosen)))
+        rows = host.processes(rounds)
+        bar.advance(task)
+        if gpu:
+            rows.append(host.first_call(rounds))
+            bar.advance(task)
+        for cell in chosen if gpu else ():
+            bar.update(task, description=str(cell))
+            rows += host.calls(cell, rounds=rounds, names=peers, seed=seed)
+            bar.advance(task)
+    if not as_json:
+        tabulate(_table(rows, peers if gpu else ()))
+    for row in rows:
+        for reason in row.reasons:
+            err.print(f"{row.what}, {row.where}: {reason}", markup=False)
+    if not gpu:
+        err.print("there is no GPU that PyTorch can use: calls were not measured")
+    # What a machine without a GPU says never takes the place of what one with a GPU said.
+    path = folder / ("host.json" if gpu else "host_without_gpu.json")
+    asked = f"flashgen bench host --rounds {rounds} --peers {','.join(peers)} --seed {seed}"
+    record.write(
+        path,
+        command=asked + (f" --cells '{cells}'" if cells else ""),
+        protocol={
+            "rounds": f"at least {rounds}, in whole turns of the contenders' order; of fresh processes {rounds}",
+            "timed": f"{host.CALLS} calls on an empty queue, until the last returns to the host; SDPA's backend is"
+            " chosen beforehand; Python's collector rests",
+            host.ALLOCATION: "torch's allocation of o and lse, a part of each call of flashgen",
+            "ratio": "median of per-round (peer time / flashgen time), low, high",
+            "unit": "microseconds",
+            "import_limit": host.IMPORT_LIMIT,
+            "bytecode": "compiled beforehand, as pip leaves it" if compiled else "compiled by each process",
+        },
+        cells=[row.as_json() for row in rows],
+    )
+    err.print(f"wrote {path}")
+    if as_json:
+        write_json({"path": str(path), "cells": [row.as_json() for row in rows]})
+    if any(row.reasons for row in rows):
+        raise typer.Exit(1)
+
+
+def _table(rows: list[Row], peers: tuple[str, ...]) -> Table:
+    """Host time by contender, median and spread; an import above its limit in red."""
+    table = Table(title="host time: median \\[low, high] over rounds")
+    names = ("flashgen", *((host.ALLOCATION,) if peers else ()), *peers)
+    for column in ("what", "where", *names):
+        table.add_column(column, no_wrap=True, justify="right" if column in names else "left")
+    for row in rows:
+        cells = [_spread(row.us[name]) if name in row.us else "-" for name in names]
+        if row.what == host.OF_PROCESS[0]:
+            limit = f" of {seconds(1e-6 * host.IMPORT_LIMIT)}"
+            late = statistics.median(row.us["flashgen"]) > host.IMPORT_LIMIT
+            cells[0] = f"[bold red]{cells[0]}{limit}[/]" if late else cells[0] + limit
+        table.add_row(row.what, row.where, *cells)
+    return table
+
+
+def _spread(us: tuple[float, ...]) -> str:
+    low, middle, high = (seconds(1e-6 * x) for x in (min(us), statistics.median(us), max(us)))
+    return f"{middle} \\[{low}, {high}]"

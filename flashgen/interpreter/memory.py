@@ -1,0 +1,161 @@
+"""Global memory: named NumPy buffers at made-up device addresses, every access checked and counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashgen.interpreter.errors import BadLaunch, Misaligned, OutOfBounds, Race, ReadOnly
+from flashgen.interpreter.registers import LANES, Mask
+
+#: Address of the first buffer: above 4 GiB, so that a pointer cut to 32 bits is out of bounds.
+BASE = 0x7_0000_0000
+#: Module-scope variables lie below the first buffer.
+GLOBALS_BYTES = 1 << 16
+_GAP = 4096
+_ALIGN = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A buffer of a Memory; `address` is what a kernel is given."""
+
+    name: str
+    address: int
+    array: np.ndarray
+    writable: bool
+
+
+class Memory:
+    """Buffers of one launch.  `add` returns the device address; writable arrays are updated when the launch ends."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self.named: list[Buffer] = []
+        self.next = BASE + GLOBALS_BYTES
+        self.data = np.zeros(0, np.uint8)
+        self.owner = np.zeros(0, np.int16)
+        self.writer = np.zeros(0, np.int32)
+        self.views: dict[int, np.ndarray] = {}
+        self.traffic: Counter[tuple[str, str]] = Counter()
+        self.touched: dict[str, np.ndarray] = {}
+        self.track: frozenset[str] = frozenset()
+
+    def add(self, name: str, array: np.ndarray, *, writable: bool = False) -> int:
+        """Place a C-contiguous array.  Raises BadLaunch for a name used twice or another memory order."""
+        if any(buffer.name == name for buffer in self.buffers):
+            raise BadLaunch(f"two buffers are named {name!r}")
+        if not array.flags.c_contiguous:
+            raise BadLaunch(f"buffer {name!r} is not C-contiguous: give its storage")
+        address = self.next
+        self.buffers.append(Buffer(name=name, address=address, array=array, writable=writable))
+        self.next = -(-(address + max(array.nbytes, 1) + _GAP) // _ALIGN) * _ALIGN
+        return address
+
+    def place(self, variables: list[tuple[str, int, bytes]]) -> None:
+        """Copy the arrays, and a module's variables (name, address, bytes), into one arena: the start of a launch."""
+        size = -(-(self.next - BASE) // 16) * 16
+        self.data = np.zeros(size, np.uint8)
+        self.owner = np.full(size, -1, np.int16)
+        self.writer = np.zeros(size, np.int32)
+        self.views = {1: self.data, **{n: self.data.view(f"u{n}") for n in (2, 4, 8)}}
+        self.rows16 = self.data.view(np.uint32).reshape(-1, 4)
+        self.traffic = Counter()
+        self.touched = {name: np.zeros(0, np.int64) for name in self.track}
+        self.named = [
+            *self.buffers,
+            *(
+                Buffer(name=name, address=address, array=np.frombuffer(value, np.uint8), writable=True)
+                for name, address, value in variables
+            ),
+        ]
+        for n, buffer in enumerate(self.named):
+            at = buffer.address - BASE
+            raw = np.ascontiguousarray(buffer.array).reshape(-1).view(np.uint8)
+            self.data[at : at + raw.size] = raw
+            self.owner[at : at + raw.size] = n
+
+    def take_back(self) -> None:
+        """Copy the arena back into the writable arrays, at the end of a launch."""
+        for buffer in self.buffers:
+            if buffer.writable and buffer.array.nbytes:
+                at = buffer.address - BASE
+                raw = self.data[at : at + buffer.array.nbytes]
+                buffer.array.reshape(-1).view(np.uint8)[:] = raw
+
+    # ------------------------------------------------------------ access by lanes
+    def access(self, address: np.ndarray, m: Mask, width: int, kind: str, *, write: bool = False) -> np.ndarray:
+        """Check and count an access of `width` bytes per lane.  Returns arena offsets (idle lanes: an active one's)."""
+        address = np.broadcast_to(address, np.broadcast_shapes(address.shape, (1, LANES)) if m is True else m.shape)
+        offset = address.astype(np.int64) - BASE
+        if m is not True:
+            active = offset[m]
+            offset = np.where(m, offset, active[0])
+        else:
+            active = offset.reshape(-1)
+        self.check(active, width, kind, write)
+        return offset
+
+    def part(self, address: int, count: int, width: int, kind: str) -> int:
+        """Check and count `count` bytes at a device address that is a multiple of `width`; returns the arena offset."""
+        if address % width:
+            raise Misaligned(f"global {kind} of {width} bytes at {address:#x} is not aligned")
+        self.check_bytes(np.arange(address - BASE, address - BASE + count), kind)
+        return address - BASE
+
+    def check_bytes(self, offsets: np.ndarray, kind: str, *, write: bool = False) -> None:
+        """Check and count single bytes."""
+        self.check(offsets, 1, kind, write)
+
+    def check(self, active: np.ndarray, width: int, kind: str, write: bool) -> None:
+        """Check and count accesses of `width` bytes at arena offsets `active` (one dimension)."""
+        if active.size == 0:
+            return
+        if int(active.min()) < 0 or int(active.max()) + width > self.data.size:
+            bad = (active < 0) | (active + width > self.data.size)
+            raise OutOfBounds(f"global {kind} at {int(active[bad][0]) + BASE:#x}: no buffer is there")
+        if int(np.bitwise_or.reduce(active)) & (width & -width) - 1:
+            bad = active % (width & -width) != 0
+            raise Misaligned(f"global {kind} of {width} bytes at {int(active[bad][0]) + BASE:#x} is not aligned")
+        owner = self.owner[active]
+        if (owner != self.owner[active + width - 1]).any() or (owner < 0).any():
+            bad = (owner < 0) | (owner != self.owner[active + width - 1])
+            raise OutOfBounds(f"global {kind} of {width} bytes at {self.describe(int(active[bad][0]))}")
+        first = int(owner[0])
+        if (owner == first).all():
+            self._count(first, kind, active, width, write)
+        else:
+            for n in np.unique(owner):
+                self._count(int(n), kind, active[owner == n], width, write)
+
+    def _count(self, n: int, kind: str, active: np.ndarray, width: int, write: bool) -> None:
+        buffer = self.named[n]
+        if write and not buffer.writable:
+            raise ReadOnly(f"global {kind} into {buffer.name}, which the kernel may only read")
+        self.traffic[buffer.name, kind] += active.size * width
+        if buffer.name in self.track:
+            at = np.unique((active + BASE - buffer.address) // width * width)
+            self.touched[buffer.name] = np.union1d(self.touched[buffer.name], at)
+
+    def own(self, offsets: np.ndarray, width: int, block: int) -> None:
+        """Block number `block` writes (not atomically): no other block may write the same bytes in this launch."""
+        for shift in range(0, width, 2 if width > 1 else 1):
+            before = self.writer[offsets + shift]
+            clash = (before != 0) & (before != block + 1)
+            if clash.any():
+                at = int(clash.argmax())
+                raise Race(f"blocks {int(before[at]) - 1} and {block} both write {self.describe(int(offsets[at]))}")
+            self.writer[offsets + shift] = block + 1
+
+    def describe(self, offset: int) -> str:
+        """Where an arena offset lies, in words."""
+        address = offset + BASE
+        below = [b for b in self.named if b.address <= address]
+        if not below:
+            return f"{address:#x}, before every buffer"
+        buffer = max(below, key=lambda b: b.address)
+        at = address - buffer.address
+        size = buffer.array.nbytes
+        return f"byte {at} of {buffer.name} ({size} bytes)" + (", past its end" if at >= size else "")

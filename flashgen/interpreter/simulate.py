@@ -1,0 +1,289 @@
+"""Execute a launch in the interpreter: emit, compile to PTX, put NumPy tensors in memory, run the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from flashgen.codegen import emit
+from flashgen.errors import LaunchError
+from flashgen.interpreter.counters import Report
+from flashgen.interpreter.errors import NotCleared
+from flashgen.interpreter.machine import STEP_LIMIT, Module, load
+from flashgen.interpreter.memory import Memory
+from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
+from flashgen.interpreter.tensormap import BFLOAT16, FLOAT16, SWIZZLE_SPAN, TensorMap
+from flashgen.planning.problem import Problem
+from flashgen.runtime import nvrtc
+from flashgen.runtime.launch import Captured, Launch, LaunchGrid, TensorMapDesc, main_entry, make_launch
+
+if TYPE_CHECKING:
+    from flashgen.analysis.tiles import Case
+    from flashgen.planning.plan import KernelPlan
+    from flashgen.runtime.philox import Dropout
+
+_STORED = {
+    "bool": np.uint8,
+    "uint8": np.uint8,
+    "int8": np.int8,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+    "float16": np.float16,
+    "float32": np.float32,
+}
+_ENUMERATORS = {"float16": FLOAT16, "bfloat16": BFLOAT16}
+
+#: Tensors whose strides a launch is made of.
+_STRIDED = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
+
+
+class Simulated(NamedTuple):
+    """o [batch, heads, q_len, v_head_dim] and lse [batch, heads, q_len] as float32, and what the kernel did."""
+
+    o: np.ndarray
+    lse: np.ndarray
+    report: Report
+
+
+class SimulatedBackward(NamedTuple):
+    """dq, dk, dv of the shapes of q, k, v and the gradients of captured tensors by name, as float32.
+
+    `workspaces` are as the kernels leave them, in words that are float32 or as wide; `reports` has what each kernel
+    did, by its entry.
+    """
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    captured: dict[str, np.ndarray]
+    workspaces: dict[str, np.ndarray]
+    reports: dict[str, Report]
+
+
+def stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Values as a kernel finds them in memory: bfloat16 as its bits."""
+    if dtype == "bfloat16":
+        return bf16_bits(np.asarray(values, np.float32))
+    return np.ascontiguousarray(values, _STORED[dtype])
+
+
+def loaded(bits: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 values of a stored float16 or bfloat16 array."""
+    return bf16_value(bits) if dtype == "bfloat16" else bits.astype(np.float32)
+
+
+@lru_cache(maxsize=64)
+def module(source: str, arch: str) -> Module:
+    """The PTX of emitted CUDA text, parsed; raises CompileError, PtxSyntaxError."""
+    return load(nvrtc.ptx(source, arch), target=arch)
+
+
+def execute(
+    launch: Launch,
+    memory: Memory,
+    addresses: Mapping[str, int],
+    *,
+    source: str | None = None,
+    seed: int | None = None,
+    check: bool = True,
+    step_limit: int = STEP_LIMIT,
+) -> dict[str, Report]:
+    """Run the kernels of a launch on tensors that lie in memory, and say what each did, by its entry.
+
+    `addresses` are those of `launch.pointers`.  `source` replaces the emitted text; `seed` and `check` are those of
+    Module.launch.  Raises CompileError, BadLaunch, and a Trap for what a kernel does wrong.
+    """
+    plan, layout = launch.plan, launch.plan.backward
+    in_order = layout is not None and (layout.dq_in_main_kernel or (plan.deterministic and layout.adds_dq))
+    kernel = module(source if source is not None else emit(plan), plan.arch)
+    return {
+        grid.entry: kernel.launch(
+            grid.entry,
+            grid.blocks,
+            grid.threads,
+            grid.smem_bytes,
+            arguments(launch, grid, addresses),
+            memory,
+            seed=seed,
+            check=check,
+            step_limit=step_limit,
+            in_order=in_order,
+        )
+        for grid in launch.grids
+    }
+
+
+def arguments(launch: Launch, grid: LaunchGrid, addresses: Mapping[str, int]) -> list[bytes]:
+    """The parameters of one kernel of a launch: its tensor maps, then `Params`."""
+    maps = [_tensor_map(desc, addresses[desc.tensor]) for desc in launch.maps_of(grid)]
+    return [*maps, launch.packed(addresses)]
+
+
+def _tensor_map(desc: TensorMapDesc, address: int) -> bytes:
+    swizzle = next(n for n, span in SWIZZLE_SPAN.items() if span == desc.swizzle)
+    return TensorMap.encode_tiled(
+        *(_ENUMERATORS[desc.dtype], len(desc.sizes), address, desc.sizes, desc.strides, desc.box),
+        element_strides=(1,) * len(desc.sizes),
+        swizzle=swizzle,
+    ).to_bytes()
+
+
+class _Tensors:
+    """The tensors of one call, contiguous in memory, and the launch on them."""
+
+    def __init__(self, plan: KernelPlan, case: Case) -> None:
+        if 0 in (case.sizes["batch"], case.sizes["heads"], case.sizes["q_len"]):
+            raise LaunchError("a problem without any output element launches no kernel")
+        self.plan, self.case, self.memory = plan, case, Memory()
+        self.addresses: dict[str, int] = {}
+        self.strides: dict[str, tuple[int, int, int]] = {}
+        self.captured: dict[str, Captured] = {}
+        for tensor in plan.variant.tensors:
+            array = stored(case.tensors[tensor.name], tensor.dtype)
+            self.addresses[f"tensor_{tensor.name}"] = self.memory.add(tensor.name, array)
+            self.captured[tensor.name] = Captured(sizes=array.shape, strides=_strides(array))
+
+    def add(self, name: str, array: np.ndarray, *, writable: bool = False) -> np.ndarray:
+        """A tensor at the pointer of this name; strides over batch, heads and rows go with it where it has them."""
+        self.addresses[name] = self.memory.add(name, array, writable=writable)
+        if name in _STRIDED:
+            self.strides[name] = _strides(array)[:3]
+        return array
+
+    def result(self, name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """A tensor to be written, NaN at first."""
+        return self.add(name, stored(np.full(shape, np.nan, np.float32), dtype), writable=True)
+
+    def run(
+        self,
+        facts: Mapping[str, object],
+        change: Callable[[Launch], Launch] | None,
+        **options: object,
+    ) -> tuple[dict[str, np.ndarray], dict[str, Report]]:
+        """Make the launch, `change` it and execute it; its workspaces by name, which start as NaN, and reports.
+
+        `facts` are what make_launch is told beside the tensors, `options` those of `execute`.
+        """
+        shape = {**self.case.sizes, "head_dim": self.plan.head_dim, "v_head_dim": self.plan.v_head_dim}
+        launch = make_launch(
+            self.plan,
+            Problem(**shape, dtype=self.plan.dtype),
+            strides=self.strides,
+            captured=self.captured,
+            params=self.case.params,
+            **facts,
+        )
+        launch = launch if change is None else change(launch)
+        zeros = [np.zeros(part.amount // 4, np.int32) for part in launch.cleared]
+        for part, array in zip(launch.cleared, zeros, strict=True):
+            self.add(part.name, array, writable=True)
+        workspaces = {
+            part.name: self.add(part.name, np.full(part.amount // 4, np.nan, np.float32), writable=True)
+            for part in launch.workspaces
+        }
+        reports = execute(launch, self.memory, self.addresses, **options)
+        for part, array in zip(launch.cleared, zeros, strict=True):
+            if array.any():
+                raise NotCleared(f"{part.name} is left as {array.tolist()}: the next launch needs zeros there")
+        return workspaces, reports
+
+
+def _strides(array: np.ndarray) -> tuple[int, ...]:
+    """Strides of a contiguous array in elements."""
+    out, step = [], 1
+    for size in reversed(array.shape):
+        out.append(step)
+        step *= size
+    return tuple(reversed(out))
+
+
+def simulate(
+    plan: KernelPlan,
+    case: Case,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    scale: float,
+    source: str | None = None,
+    dropout: Dropout | None = None,
+    seed: int | None = None,
+    check: bool = True,
+    track: tuple[str, ...] = (),
+    step_limit: int = STEP_LIMIT,
+    sms: int = 2,
+    l2_kv_heads: int | None = 2,
+    change: Callable[[Launch], Launch] | None = None,
+) -> Simulated:
+    """Run a plan's forward kernel on [batch, heads, length, dim] float arrays, rounded to the plan's dtype.
+
+    `source` replaces the emitted text and `change` the launch (mutations, probes).  `seed` and `check` are those of
+    Module.launch; buffers named in `track` have the addresses of their accesses recorded; `sms` and `l2_kv_heads` are
+    those of make_launch, of a GPU as small as the problems that can be run here.  o and lse start as NaN.  Raises
+    CompileError, LaunchError for a problem without any output, and a Trap for what the kernel does wrong.
+    """
+    tensors = _Tensors(plan, case)
+    tensors.memory.track = frozenset(track)
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        tensors.add(name, stored(array, plan.dtype))
+    rows = case.sizes["batch"], case.sizes["heads"], case.sizes["q_len"]
+    o = tensors.result("o", (*rows, plan.v_head_dim), plan.dtype)
+    lse = tensors.result("lse", rows, "float32")
+    facts = {"scale": scale, "dropout": dropout, "sms": sms, "l2_kv_heads": l2_kv_heads}
+    _, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)
+    return Simulated(loaded(o, plan.dtype), lse, reports[main_entry(plan)])
+
+
+def simulate_backward(
+    plan: KernelPlan,
+    case: Case,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    o: np.ndarray,
+    lse: np.ndarray,
+    d_o: np.ndarray,
+    *,
+    scale: float,
+    dlse: np.ndarray | None = None,
+    source: str | None = None,
+    dropout: Dropout | None = None,
+    seed: int | None = None,
+    check: bool = True,
+    step_limit: int = STEP_LIMIT,
+    sms: int = 2,
+    l2_kv_heads: int | None = 2,
+    clear_distance: int | None = 2,
+    change: Callable[[Launch], Launch] | None = None,
+) -> SimulatedBackward:
+    """Run the kernels of a backward plan, in their order, on the results of a forward.
+
+    Arrays are [batch, heads, length, dim] floats, rounded to the plan's dtype, lse and dlse [batch, heads, q_len].
+    Results and workspaces start as NaN.  Options and errors are those of `simulate`; `clear_distance` is that
+    of make_launch.
+    """
+    tensors = _Tensors(plan, case)
+    for name, array in (("q", q), ("k", k), ("v", v), ("o", o), ("d_o", d_o)):
+        tensors.add(name, stored(array, plan.dtype))
+    tensors.add("lse", np.ascontiguousarray(lse, np.float32))
+    if dlse is not None:
+        tensors.add("dlse", np.ascontiguousarray(dlse, np.float32))
+    else:
+        tensors.addresses["dlse"] = 0
+    results = [tensors.result(f"d{name}", array.shape, plan.dtype) for name, array in (("q", q), ("k", k), ("v", v))]
+    captured = {
+        name: tensors.result(f"grad_{name}", np.shape(case.tensors[name]), "float32") for name in plan.gradients
+    }
+    facts = {
+        "scale": scale,
+        "dropout": dropout,
+        "sms": sms,
+        "l2_kv_heads": l2_kv_heads,
+        "clear_distance": clear_distance,
+    }
+    workspaces, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)
+    return SimulatedBackward(*(loaded(result, plan.dtype) for result in results), captured, workspaces, reports)

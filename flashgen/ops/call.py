@@ -1,0 +1,278 @@
+"""A call of attention(), checked before anything runs: what was asked, the limit, the nearest thing that works."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+
+from flashgen.errors import LaunchError, shown
+from flashgen.lang.expr import Tensor as Declared
+from flashgen.lang.variant import Variant
+from flashgen.ops.menus import gpu_menu
+from flashgen.ops.tracing import watched
+from flashgen.ops.values import no_number, no_tensor
+from flashgen.planning.problem import Problem
+from flashgen.runtime.philox import Dropout
+
+#: torch's dtypes by the names that planning uses; the first two run on a GPU, all on a CPU.
+DTYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+GPU_DTYPES = (torch.float16, torch.bfloat16)
+
+#: Rows of q, k and v start at a multiple of this many bytes: kernels move 16 at a time.
+ALIGNMENT = 16
+
+
+class Call(NamedTuple):
+    """What a call asks for beside q, k and v, not checked yet: `named` are its parameters, constants and captured
+    tensors, `dropout` is drawn.
+
+    A tuple, because every eager call makes one: a frozen dataclass takes three times as long.
+    """
+
+    variant: Variant
+    scale: float | None
+    named: Mapping[str, Any]
+    dropout: Dropout | None = None
+    deterministic: bool = False
+
+    def apart(self) -> tuple[Call, dict[str, torch.Tensor]]:
+        """The call without its tensors, and they by name: autograd and tracers see arguments, not what one holds."""
+        tensors = {name: x for name, x in self.named.items() if isinstance(x, torch.Tensor)}
+        numbers = {name: x for name, x in self.named.items() if name not in tensors}
+        return Call(self.variant, self.scale, numbers, self.dropout, self.deterministic), tensors
+
+    def joined(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Call:
+        """The call that `apart` took apart, or with other tensors in place of its own."""
+        named = {**self.named, **dict(zip(names, tensors, strict=True))}
+        return Call(self.variant, self.scale, named, self.dropout, self.deterministic)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A call that is in order.  `variant` has its constants bound, and its score flipped where the scale is negative:
+    `scale` is not."""
+
+    problem: Problem
+    variant: Variant
+    scale: float
+    params: dict[str, int | float]
+    tensors: dict[str, torch.Tensor]
+    dropout: Dropout | None
+
+
+def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Request:
+    """The request of a call, or LaunchError or PlanError for what is wrong with it."""
+    variant, named = call.variant, call.named
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, tensor)
+    _check_together(q, k, v)
+    problem = _problem(q, k, v)
+    captured = {t.name: named[t.name] for t in variant.tensors if t.name in named}
+    constants = {c.name: named[c.name] for c in variant.constants if c.name in named}
+    params = variant.values({name: x for name, x in named.items() if name not in captured and name not in constants})
+    for declared in variant.tensors:
+        _check_captured(variant, declared, captured.get(declared.name), problem, q.device)
+    signed = factor(call.scale, problem.head_dim)
+    bound = variant.bind(**constants)
+    bound = bound.with_flipped_score() if signed < 0 else bound
+    if q.is_cuda:
+        # Refuses head dims and pins that no kernel takes.
+        gpu_menu(q, k, v, bound, problem, dropout=call.dropout is not None)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_rows(name, tensor)
+    return Request(
+        problem=problem,
+        variant=bound,
+        scale=abs(signed),
+        params=params,
+        tensors={name: captured[name] for name in sorted(captured)},
+        dropout=call.dropout,
+    )
+
+
+def _check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise LaunchError(no_tensor(name, tensor))
+    check_memory(name, name, tensor)
+    if tensor.dim() != 4:
+        cure = f"\n  nearest: {name}.unsqueeze(0), a batch of one" if tensor.dim() == 3 else ""
+        raise LaunchError(
+            f"{name} has {tensor.dim()} dimensions {list(tensor.shape)}:"
+            f" q, k and v are [batch, heads, seqlen, head_dim]{cure}"
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise LaunchError(f"{name} is on {tensor.device}: attention runs on NVIDIA GPUs (cuda) and on the CPU")
+
+
+def check_memory(title: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise LaunchError for a tensor whose memory does not hold its elements as they are."""
+    what = cure = None
+    if tensor.is_nested:
+        what, cure = "nested: attention takes dense tensors", f"{name}.to_padded_tensor(0.0), and a mask of the lengths"
+    elif tensor.layout != torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        what, cure = f"{layout}: attention takes dense tensors", f"{name}.to_dense(), a copy"
+    elif tensor.is_quantized:
+        what, cure = f"quantised ({_dtype(tensor)}): attention takes floats", f"{name}.dequantize(), a copy"
+    elif tensor.is_neg():
+        what, cure = (
+            "a view that negates what lies in memory, as x.imag of a conjugate",
+            f"{name}.resolve_neg(), a copy",
+        )
+    elif tensor._is_zerotensor():
+        what, cure = "a ZeroTensor, which has no memory", f"torch.zeros_like({name})"
+    elif watched(tensor):
+        kind = type(tensor).__name__
+        what, cure = f"a {kind} beside others that are none: all are, or none is", "one kind of q, k, v and captures"
+    if what is not None:
+        raise LaunchError(f"{title} is {what}\n  nearest: {cure}")
+
+
+def _check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.device != q.device:
+            raise LaunchError(
+                f"q is on {q.device} and {name} on {tensor.device}: they share a device\n"
+                f"  nearest: {name}.to({str(q.device)!r}), a copy"
+            )
+        if tensor.dtype != q.dtype:
+            raise LaunchError(
+                f"q is {_dtype(q)} and {name} {_dtype(tensor)}: they share a dtype\n  nearest: {name}.to({q.dtype})"
+            )
+    if q.dtype not in DTYPES:
+        raise LaunchError(
+            f"q, k and v are {_dtype(q)}: attention takes float16 and bfloat16, on a CPU float32 and float64 too\n"
+            "  nearest: q.to(torch.bfloat16)"
+        )
+    if q.is_cuda and q.dtype not in GPU_DTYPES:
+        raise LaunchError(
+            f"q, k and v are {_dtype(q)} on {q.device}: tensor cores take 16-bit inputs (and accumulate in float32)\n"
+            "  nearest: q.to(torch.bfloat16) or q.to(torch.float16); on a CPU (q.cpu()) float32 and float64 work"
+        )
+
+
+def _problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Problem:
+    batch, heads, q_len, head_dim = q.shape
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape[0] != batch:
+            raise LaunchError(
+                f"q has batch {batch} and {name} batch {tensor.shape[0]}: they have one batch size"
+                + (f"\n  nearest: {name}.expand({batch}, -1, -1, -1), no copy" if tensor.shape[0] == 1 else "")
+            )
+    for axis, word in ((1, "kv_heads"), (2, "kv_len")):
+        if k.shape[axis] != v.shape[axis]:
+            raise LaunchError(f"k has {word} {k.shape[axis]} and v {v.shape[axis]}: k and v share their {word}")
+    if k.shape[3] != head_dim:
+        raise LaunchError(
+            f"q has head_dim {head_dim} and k head_dim {k.shape[3]}: the product q k^T needs one head_dim"
+            " (only v's may differ)"
+        )
+    return Problem(
+        batch=batch,
+        heads=heads,
+        kv_heads=k.shape[1],
+        q_len=q_len,
+        kv_len=k.shape[2],
+        head_dim=head_dim,
+        v_head_dim=v.shape[3],
+        dtype=DTYPES[q.dtype],
+    )
+
+
+def check_rows(name: str, tensor: torch.Tensor) -> None:
+    """Rows that a kernel can load 16 bytes at a time; a CPU asks for the contiguous last dimension alone."""
+    if tensor.numel() == 0:
+        return
+    copy = f"\n  nearest: {name}.contiguous(), a copy"
+    if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+        raise LaunchError(
+            f"{name}'s last dimension is not contiguous (strides {list(tensor.stride())}): elements of a row lie side"
+            f" by side{copy}"
+        )
+    if not tensor.is_cuda:
+        return
+    for axis, word in enumerate(("batch", "head", "row")):
+        bytes_ = tensor.stride(axis) * tensor.itemsize
+        if tensor.shape[axis] > 1 and bytes_ % ALIGNMENT:
+            raise LaunchError(
+                f"{name}'s {word} stride is {bytes_} bytes (strides {list(tensor.stride())}):"
+                f" rows start at multiples of {ALIGNMENT} bytes{copy}"
+            )
+    if tensor.data_ptr() % ALIGNMENT:
+        _misaligned(name, tensor)
+
+
+def _misaligned(name: str, tensor: torch.Tensor) -> NoReturn:
+    raise LaunchError(
+        f"{name} starts {tensor.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT} (storage offset"
+        f" {tensor.storage_offset()}): rows start at multiples of {ALIGNMENT} bytes\n  nearest: {name}.clone(), a copy"
+    )
+
+
+def _check_captured(
+    variant: Variant, declared: Declared, given: object, problem: Problem, device: torch.device
+) -> None:
+    title = f"captured tensor {declared.name!r} of {variant.name!r}"
+    dims = ", ".join("any" if dim is None else str(dim) for dim in declared.dims)
+    if given is None:
+        raise LaunchError(variant.missing(declared))
+    if not isinstance(given, torch.Tensor):
+        cure = f"\n  nearest: torch.from_numpy({declared.name})" if isinstance(given, np.ndarray) else ""
+        raise LaunchError(f"{title} got a {type(given).__name__}, not a torch.Tensor{cure}")
+    check_memory(title, declared.name, given)
+    if _dtype(given) != declared.dtype:
+        raise LaunchError(
+            f"{title} is {_dtype(given)} and declared {declared.dtype}\n"
+            f"  nearest: {declared.name}.to(torch.{declared.dtype})"
+        )
+    if given.device != device:
+        raise LaunchError(
+            f"{title} is on {given.device} and q on {device}\n  nearest: {declared.name}.to({str(device)!r})"
+        )
+    shape = list(given.shape)
+    if given.dim() != len(declared.dims):
+        raise LaunchError(f"{title} has {given.dim()} dimensions {shape} and is declared [{dims}]")
+    sizes = {"q": problem.q_len, "kv": problem.kv_len, **problem.sizes()}
+    for axis, dim in enumerate(declared.dims):
+        wanted = sizes[dim] if isinstance(dim, str) else dim
+        if wanted is not None and shape[axis] != wanted and not (isinstance(dim, str) and shape[axis] == 1):
+            named = f"{dim} = {wanted}" if isinstance(dim, str) else f"{wanted}"
+            alternative = " (or 1: it broadcasts)" if isinstance(dim, str) else ""
+            raise LaunchError(
+                f"{title} is {shape} and declared [{dims}]: dimension {axis} must be {named}{alternative}"
+            )
+        if shape[axis] == 0 and wanted != 0:
+            raise LaunchError(f"{title} is {shape}: dimension {axis} is empty, so there is nothing to read")
+        if shape[axis] >= 1 << 31:
+            raise LaunchError(f"{title} is {shape}: sizes stay below 2^31")
+
+
+def factor(scale: Any, head_dim: int) -> float:
+    """The scale that a call asks for, or LaunchError."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if wrong := no_number("scale", scale):
+        raise LaunchError(wrong)
+    if not abs(scale) <= _FLOAT32_MAX:  # a NaN neither
+        raise LaunchError(
+            f"scale is {shown(scale)}: it must be finite in float32\n"
+            f"  nearest: 1 / sqrt(head_dim) = {head_dim**-0.5:.6g}"
+        )
+    return float(scale)
+
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

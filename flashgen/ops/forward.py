@@ -1,0 +1,183 @@
+"""attention() without gradients: a GPU's kernel, or the CPU walk."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from flashgen.analysis.facts import analyse
+from flashgen.analysis.tiles import Case
+from flashgen.errors import LaunchError
+from flashgen.lang.stored import broken_promise
+from flashgen.ops.call import ALIGNMENT, Call, Request, check_memory, check_rows, checked
+from flashgen.ops.menus import cpu_request, gpu_menu
+from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
+from flashgen.planning import planner
+from flashgen.runtime import driver, kernel, tiles
+from flashgen.runtime.launch import COUNTERS
+
+
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of one eager call, which autograd does not see; arguments, results and errors as in `attention`."""
+    calls = calls_of(call.variant)
+    try:
+        key = call_key(q, k, v, call, calls.constants)
+        record = calls.records.get(key)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        record = None  # something is no tensor, has no strides, or is no number: said below
+    if record is None:
+        request = checked(q, k, v, call)
+        if request.problem.empty or request.problem.kv_len == 0:
+            return _nothing(q, v)
+        if not q.is_cuda:
+            return _walk(q, k, v, request)
+        record = _recorded(q, k, v, request)
+        remember(calls.records, key, record)
+    return record(q, k, v, call)
+
+
+def o_layout(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Shape and strides of o: rows of all heads side by side where q's are ([batch, q_len, heads, head_dim]), else
+    contiguous."""
+    batch, heads, q_len, _ = q.shape
+    dim = v.shape[3]
+    if q.stride(1) < q.stride(2):
+        return (batch, heads, q_len, dim), (q_len * heads * dim, dim, heads * dim, 1)
+    return (batch, heads, q_len, dim), (heads * q_len * dim, q_len * dim, dim, 1)
+
+
+def outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of a call, not written yet."""
+    shape, strides = o_layout(q, v)
+    o = torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device)
+    return o, torch.empty(shape[:3], dtype=_lse_dtype(q), device=q.device)
+
+
+def _lse_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _nothing(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    o, lse = outputs(q, v)
+    return o.zero_(), lse.fill_(-math.inf)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU
+
+
+class _Record:
+    """A launch for one set of shapes, strides and dtypes: call it with the tensors and numbers of a call."""
+
+    __slots__ = (
+        *("_counts", "_device", "_dtype", "_index", "_lse_shape", "_numbers", "_o_shape", "_o_strides", "_record"),
+        "_tensors",
+    )
+
+    def __init__(self, q: torch.Tensor, v: torch.Tensor, request: Request, record: kernel.Record) -> None:
+        self._record, self._counts = record, bool(record.launch.cleared)
+        self._device, self._index, self._dtype = q.device, q.device.index, q.dtype
+        self._o_shape, self._o_strides = o_layout(q, v)
+        self._lse_shape = self._o_shape[:3]
+        self._tensors = tuple(request.tensors)
+        self._numbers = Numbers(request)
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        named = call.named
+        numbers = self._numbers(call)
+        inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (inputs[0] | inputs[1] | inputs[2]) % ALIGNMENT:
+            for name, tensor in (("q", q), ("k", k), ("v", v)):
+                check_rows(name, tensor)
+        read = [named[name].data_ptr() for name in self._tensors]
+        if 0 in inputs or 0 in read:
+            for name, tensor in {"q": q, "k": k, "v": v, **{name: named[name] for name in self._tensors}}.items():
+                check_memory(name, name, tensor)
+        o = torch.empty_strided(self._o_shape, self._o_strides, dtype=self._dtype, device=self._device)
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)
+        addresses = (*inputs, o.data_ptr(), lse.data_ptr(), *read)
+        if torch._C._cuda_getDevice() == self._index:
+            self._start(addresses, numbers)
+        else:
+            with torch.cuda.device(self._index):
+                self._start(addresses, numbers)
+        return o, lse
+
+    def _start(self, addresses: tuple[int, ...], numbers: tuple[float, ...]) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if self._counts:
+            counters = _counters(self._device, stream)
+            self._record((*addresses, counters.data_ptr()), numbers, stream)
+        else:
+            self._record(addresses, numbers, stream)
+
+
+def _counters(device: torch.device, stream: int) -> torch.Tensor:
+    """Zeros that only the launches of one stream share; in a CUDA graph each launch has its own, of the graph's
+    memory, because a replay may run beside anything."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(COUNTERS.amount // 4, dtype=torch.int32, device=device)
+    found = _zeros.get((device, stream))
+    if found is None:
+        found = _zeros[device, stream] = torch.zeros(COUNTERS.amount // 4, dtype=torch.int32, device=device)
+    return found
+
+
+_zeros: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
+    """Over batch, heads and rows, in elements."""
+    batch, head, row, _ = x.stride()
+    return batch, head, row
+
+
+def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> _Record:
+    """Plan, compile and load what the request needs, as far as that is not done."""
+    problem, index = request.problem, q.device.index
+    menu = gpu_menu(q, k, v, request.variant, problem, dropout=request.dropout is not None)
+    sms = driver.gpu(index).sms
+    loaded = kernel.load(planner.choose(menu, problem, sms))
+    strides = {"q": strides_of(q), "k": strides_of(k), "v": strides_of(v), "o": o_layout(q, v)[1][:3]}
+    launch = launch_of(request, loaded.plan, strides, sms)
+    return _Record(q, v, request, loaded.record(launch, index))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a CPU
+
+
+def _walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plan that a GPU would run, tile by tile in NumPy."""
+    problem, variant = request.problem, request.variant
+    case = cpu_case(request)
+    for declared in variant.tensors:
+        if broken := broken_promise(declared, case.tensors[declared.name]):
+            raise LaunchError(f"captured tensor {declared.name!r} of {variant.name!r} {broken}")
+    asked = cpu_request(variant, problem, dropout=request.dropout is not None)
+    walked = tiles.walk(
+        planner.choose(planner.menu_of(asked), problem, asked.arch.sms),
+        analyse(variant),
+        case,
+        *(array(tensor) for tensor in (q, k, v)),
+        scale=request.scale,
+        dtype=problem.dtype,
+        dropout=request.dropout,
+    )
+    o, lse = outputs(q, v)
+    return o.copy_(torch.from_numpy(walked.o)), lse.copy_(torch.from_numpy(walked.lse))
+
+
+def cpu_case(request: Request) -> Case:
+    tensors = {name: array(tensor) for name, tensor in request.tensors.items()}
+    return Case(sizes=request.problem.sizes(), params=request.params, tensors=tensors)
+
+
+def array(tensor: torch.Tensor) -> np.ndarray:
+    """The values as NumPy holds them: 16-bit floats as float32, which is exact."""
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor).numpy()

@@ -1,0 +1,132 @@
+"""What is remembered of calls: one that repeats another's shapes, strides, dtypes and devices finds its record.
+
+All that a record checks again is what can differ: alignment and numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flashgen.errors import LaunchError
+from flashgen.lang.variant import Variant
+from flashgen.ops.call import Call, Request, factor
+from flashgen.ops.values import no_variant
+from flashgen.planning.plan import KernelPlan
+from flashgen.runtime.launch import Captured, Launch, dropout_scalars, make_launch
+
+#: All that tells one call's launches from another's.
+Key = tuple[object, ...]
+
+#: Records of one variant; when there are more they are all dropped, and shapes still in use come back.
+MAX_RECORDS = 4096
+
+#: Variants whose calls are remembered.
+MAX_VARIANTS = 1024
+
+
+@dataclass(slots=True)
+class _Calls:
+    """What is remembered of the calls of one variant: the names of its constants, and its records on GPUs, of both
+    passes."""
+
+    constants: frozenset[str]
+    records: dict[Key, Any] = field(default_factory=dict)
+    backward: dict[Key, Any] = field(default_factory=dict)
+
+
+#: By variant, the oldest dropped beyond MAX_VARIANTS: one that is called again is planned again.
+_calls: dict[Variant, _Calls] = {}
+_calls_lock = threading.Lock()
+
+
+def calls_of(variant: Variant) -> _Calls:
+    if not isinstance(variant, Variant):
+        raise LaunchError(no_variant(variant))
+    calls = _calls.get(variant)
+    if calls is None:
+        with _calls_lock:
+            calls = _calls.setdefault(variant, _Calls(frozenset(c.name for c in variant.constants)))
+            if len(_calls) > MAX_VARIANTS:
+                del _calls[next(iter(_calls))]
+    return calls
+
+
+def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, constants: frozenset[str]) -> Key:
+    """All that a record depends on, and what no record has: kinds of tensors and numbers that are refused."""
+    _, scale, named, dropout, _ = call
+    key: list[object] = [
+        q.is_neg() or k.is_neg() or v.is_neg(),
+        type(scale),
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        scale is not None and scale < 0,
+        dropout is not None,
+    ]
+    for name, value in named.items():
+        kind = type(value)
+        if name in constants:
+            key.append((name, kind, value))
+        elif kind is not int and kind is not float and isinstance(value, torch.Tensor):
+            key.append((name, kind, value.is_neg(), value.dtype, value.device, value.shape, value.stride()))
+        else:
+            key.append((name, kind))
+    return tuple(key)
+
+
+def remember(records: dict[Key, Any], key: Key, record: object) -> None:
+    """Keep a record; when there are too many they are all dropped."""
+    if len(records) >= MAX_RECORDS:
+        records.clear()
+    records[key] = record
+
+
+class Numbers:
+    """Scale, parameters and dropout of a call as a kernel takes them, checked where they are not those of the last."""
+
+    __slots__ = ("_head_dim", "_last", "_params", "_variant")
+
+    def __init__(self, request: Request) -> None:
+        self._variant, self._head_dim = request.variant, request.problem.head_dim
+        self._params = tuple(request.params)
+        self._last: tuple[Key, tuple[float, ...]] = ((), ())
+
+    def __call__(self, call: Call) -> tuple[float, ...]:
+        _, scale, named, dropout, _ = call
+        given, numbers = self._last
+        if given != (now := (scale, *[named.get(name) for name in self._params])):
+            values = self._variant.values({name: named[name] for name in self._params if name in named})
+            numbers = abs(factor(scale, self._head_dim)), *[values[name] for name in self._params]
+            self._last = (now, numbers)
+        return numbers if dropout is None else (*numbers, *dropout_scalars(dropout))
+
+
+def launch_of(request: Request, plan: KernelPlan, strides: Mapping[str, tuple[int, int, int]], sms: int) -> Launch:
+    """The launch of a plan on a call's tensors, of these strides in elements, on a GPU of so many SMs."""
+    return make_launch(
+        plan,
+        request.problem,
+        strides=strides,
+        captured={
+            name: Captured(sizes=tuple(tensor.shape), strides=tensor.stride())
+            for name, tensor in request.tensors.items()
+        },
+        scale=request.scale,
+        params=request.params,
+        dropout=request.dropout,
+        sms=sms,
+    )

@@ -1,0 +1,29 @@
+"""Who watches a call: torch.func's transforms, modes, and kinds of tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+# Looked up once: every eager call asks.
+_transforms, _modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
+_Tensor = torch.Tensor
+
+
+def transformed() -> bool:
+    """Whether a torch.func transform or forward-mode AD is under way, which sees autograd.Functions alone."""
+    return _transforms() or forward_ad._current_level >= 0
+
+
+def traced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether a mode or a kind of tensor sees what torch's ops do, as make_fx and FakeTensors: then a call is one."""
+    if _modes():
+        return True
+    if type(q) is type(k) is type(v) is _Tensor:
+        return False
+    return any(watched(x) and not x.is_nested for x in (q, k, v))
+
+
+def watched(x: object) -> bool:
+    """Whether a tensor's own class says what torch's ops do with it."""
+    return isinstance(x, torch.Tensor) and torch._C._dispatch_keys(x).has(torch._C.DispatchKey.Python)

@@ -1,0 +1,1 @@
+"""Kernels of wgmma and TMA, whose warps have roles: sm_90a."""

@@ -1,0 +1,430 @@
+"""What a candidate of pipeline hopper costs: shared memory, registers and time, each a sum that can be shown.
+
+The kernel is FlashAttention-3's forward (Shah et al. 2024, Algorithm 2): one block per SM, in which one
+warpgroup hands out, loads and stores tiles and two or three others multiply by wgmma, 64 query rows each, with P in
+registers.  A block takes tile after tile of queries, so that the first product of one runs beside the last of another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from flashgen.planning.arch import KIB, Arch, find
+from flashgen.planning.integers import Allowed
+from flashgen.planning.pipelines.hopper import programs
+from flashgen.planning.pipelines.shared import SOFTMAX_OPS, make_plan, total
+from flashgen.planning.plan import ITEM, KernelPlan, Part, Specialized, Tile, WithoutRowMax, staged
+from flashgen.planning.problem import Problem
+from flashgen.planning.profile import profile
+from flashgen.planning.program import Program, consumer_registers
+from flashgen.planning.request import Fixed, KernelRequest
+
+NAME, COPIES = "hopper", "TMA"
+
+#: Bytes between rows, heads or batches that a tensor map can hold.
+TMA_STRIDE_BYTES = 1 << 40
+
+#: Head dims that the pipeline emits, in steps of 8: TMA takes rows whose stride is a multiple of 16 bytes.
+HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 16, 256
+
+
+#: Query rows of a warpgroup (wgmma's m), and the depth of one wgmma, to which head dims and tile_kv are padded.
+ROWS, DEPTH = 64, 16
+
+#: Columns of a box that TMA copies: 128 bytes, the widest swizzle.  A narrower row is padded with zeros.
+BOX = 64
+
+#: Consumer warpgroups that share an SM.
+WARPGROUPS = (2, 3)
+
+MAX_TILE_KV = 256
+TILE_RULE = f"tile_q is 128 or 192 (warpgroups of {ROWS} rows), tile_kv a multiple of {DEPTH} up to {MAX_TILE_KV}"
+STAGES = (2, 3, 4)
+
+#: Queries of a tile, and the step of keys at which a plan shows the sum that no longer fits: wgmma's n.
+QUERIES, KEY_STEP = tuple(ROWS * w for w in WARPGROUPS), 8
+
+#: A block has an SM to itself.
+SHARES_SM = False
+
+#: Tiles whose sums an error message shows.
+EXAMPLES = ((128, 128), (128, 64), (128, 32))
+
+#: Tiles and stages that the planner tries by itself, the best first.  Measured on an H200: more than 128 keys bring
+#: nothing at any head dim, and fewer always cost.
+FREE_TILE_KV = (128, 112, 96, 80, 64, 48, 32, 16)
+FREE_STAGES = (3, 2)
+
+#: Registers of a consumer's thread beside fragments: softmax, addresses, barriers; two more where a tile in the loop
+#: needs its maxima; and one more for every so many columns of q and k, whose descriptors are kept.
+OVERHEAD, MAXIMA_REGISTERS, DESCRIPTOR_COLUMNS = 19, 2, 12
+
+#: Registers that a score function needs beside S; those of a captured element and its address, and of finding them.
+SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
+
+#: A score function that reads an element for each key, in every tile, takes one more register for so many keys.
+READING_KEYS = 6
+
+#: Registers that a score function wants beside those counted where it is emitted twice.
+ROOM = 16
+
+#: Registers wanted for the queries of a thread's two rows where heads are packed and mask or score use queries: none
+#: follows from the other any more.  Kernels of 128 x 64 at head_dim 256 spilled with 10 left.
+PACKED_REGISTERS = 12
+
+#: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone.
+JUDGE_REGISTERS = 56
+
+#: Up to so many columns a product is short: the softmax of a warpgroup must run under the products of two others, which
+#: take turns to issue them, unless it does without maxima.  Wider ones need no turns.
+SHORT_COLUMNS = 64
+
+#: Up to so many columns the softmax does without maxima of tiles that no mask and no score function touches.  Of an
+#: H200, 8,192 keys: 1.02 to 1.06 of the speed with them at head_dim 64, 96 and 128; at 192 and 256, whose products take
+#: longer, 0.97 to 1.00, and tiles that fill registers spill.
+WITHOUT_ROW_MAX_COLUMNS = 128
+
+#: Up to so many columns three warpgroups serve long sequences, and two serve short ones under a mask.  These keep their
+#: maxima: without them K and V are held longer, which few tiles feel (0.97 at head_dim 64, causal, 512 keys; of long
+#: sequences 1.04).
+THREE_COLUMNS = 96
+
+#: What P may then add up to.  bfloat16 has the range of float32.  float16 has not, and shows what P of a key that
+#: outweighs all others loses where it is no power of two (KernelPlan.row_max_slack): P may pass 2 where each lane of
+#: its row has added up twice as much.  The first tiles of a schedule bring that about; they move row maxima often, so
+#: theirs are found.  On inputs with outliers the RMS error is 1.009 to 1.010 of FlashAttention-2's, and with a share of
+#: 0.75 it is 1.013.
+WITHOUT_ROW_MAX = {
+    "float16": WithoutRowMax(least=2.0, share=0.5, most=2.0**15, warmup_tiles=6),
+    "bfloat16": WithoutRowMax(least=2.0**32, share=0.0, most=2.0**32, warmup_tiles=1),
+}
+
+#: That of float16 without a mask up to SHORT_COLUMNS, where tiles whose maxima are found cost more than rounding shows;
+#: with a mask there is none (0.97 of the speed with maxima).
+SHORT_WITHOUT_ROW_MAX = WithoutRowMax(least=64.0, share=0.0, most=64.0, warmup_tiles=1)
+
+#: Three warpgroups with wider columns hold so few keys that two are faster (FlashAttention-3 divides its rows like that
+#: too): what to multiply their time by.
+THREE_WIDE = 1.15
+
+#: Clocks of a step that nothing hides: the latency of the first wgmma, of barriers and shuffles.
+STEP_CLOCKS = 180
+
+#: How much of the second busiest unit's time adds to that of the busiest, with which it shares issue slots.
+INTERFERENCE = 0.3
+
+#: How long a softmax is for its warpgroup, by the clocks of the units that it uses.
+SOFTMAX_STRETCH = 0.85
+
+#: Tiles of queries in shared memory: with two the next one is loaded while this one is worked on, and O leaves by TMA.
+Q_STAGES = (1, 2)
+
+INTEGERS = {
+    "stages": Allowed(values=STAGES, rule="TMA fills one stage while another is used"),
+    "q_stages": Allowed(values=Q_STAGES, rule="while one is worked on, one more is loaded"),
+}
+
+#: Clocks lost between two tiles of queries with one stage for Q, and with only two for K and V; the keys that a tile of
+#: queries sees typically.
+Q_LOAD_CLOCKS, KV_LOAD_CLOCKS, TYPICAL_KEYS = 2000, 1500, 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Tile and stages to be judged; `q_stages` tiles of queries in shared memory."""
+
+    tile: Tile
+    stages: int
+    q_stages: int
+
+    @property
+    def warpgroups(self) -> int:
+        return self.tile.q // ROWS
+
+    @property
+    def warps(self) -> int:
+        return 4 * (1 + self.warpgroups)
+
+    def __str__(self) -> str:
+        return f"{self.tile.q} x {self.tile.kv}, {self.stages} stages, {self.warps} warps"
+
+
+def cannot_address(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
+    """Why TMA cannot load a tensor [batch, heads, rows, columns] with these strides in elements, or None.
+
+    Rows are known to start at multiples of 16 bytes.
+    """
+    for axis, word in enumerate(("batch", "head", "row")):
+        if sizes[axis] > 1 and strides[axis] == 0:
+            return f"its {word} stride is 0 (expanded)"
+        if sizes[axis] > 1 and strides[axis] * itemsize >= TMA_STRIDE_BYTES:
+            return f"its {word} stride is {strides[axis] * itemsize} bytes, and TMA's stay below 2^40"
+    return None
+
+
+def padded(head_dim: int) -> int:
+    """Columns of a product: head_dim rounded up to the depth of one wgmma."""
+    return -(-head_dim // DEPTH) * DEPTH
+
+
+def boxed(head_dim: int) -> int:
+    """Columns in shared memory: head_dim rounded up to whole boxes."""
+    return -(-head_dim // BOX) * BOX
+
+
+def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
+    """The tile that TILE_RULE allows and that comes closest."""
+    q, kv = tile
+    rows = min((ROWS * w for w in WARPGROUPS), key=lambda r: abs(r - q))
+    return rows, min(MAX_TILE_KV, max(DEPTH, DEPTH * round(kv / DEPTH)))
+
+
+def unsupported_reason(request: KernelRequest) -> str | None:
+    """Why the pipeline has no such forward, or None."""
+    return "has no dropout" if request.dropout else None
+
+
+def candidates(fixed: Fixed) -> Iterator[Candidate]:
+    """Every candidate that has what is fixed, and else what the planner may choose freely."""
+    free = [Tile(q=ROWS * w, kv=kv) for w in WARPGROUPS for kv in FREE_TILE_KV]
+    for t in [fixed.tile] if fixed.tile else free:
+        for s in fixed.among("stages", FREE_STAGES):
+            for q_stages in fixed.among("q_stages", Q_STAGES):
+                yield Candidate(tile=t, stages=s, q_stages=q_stages)
+
+
+def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
+    """Bytes of shared memory of a block.  With two stages for Q, a tile of O leaves through the room of its Q."""
+    d, dv = boxed(request.head_dim), boxed(request.v_head_dim)
+    room = d if c.q_stages == 1 else max(d, dv)
+    control = _control(c.tile.q, c.stages, c.q_stages, request.profile.hides)
+    return (
+        staged("q", c.q_stages, c.tile.q, room),
+        staged("k", c.stages, c.tile.kv, d),
+        staged("v", c.stages, c.tile.kv, dv),
+        Part(name="control", amount=control, why="barriers and messages"),
+    )
+
+
+@lru_cache
+def _control(tile_q: int, stages: int, q_stages: int, masked: bool) -> int:
+    """Bytes of barriers and messages, which neither the size of tiles nor that of registers changes."""
+    c = Candidate(tile=Tile(q=tile_q, kv=DEPTH), stages=stages, q_stages=q_stages)
+    return _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False).control_bytes(programs.ALIGNMENT)
+
+
+def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program:
+    """What the warps of a candidate do."""
+    columns, registers = (boxed(request.head_dim), boxed(request.v_head_dim)), division(c.warpgroups, request)
+    return _program(c, columns, registers, masked=request.profile.hides, ping_pong=ping_pong)
+
+
+def _program(
+    c: Candidate, columns: tuple[int, int], registers: tuple[int, int], *, masked: bool, ping_pong: bool
+) -> Program:
+    return programs.forward(
+        tile=c.tile,
+        columns=columns,
+        stages=c.stages,
+        q_stages=c.q_stages,
+        registers=registers,
+        masked=masked,
+        stored=c.q_stages > 1,
+        ping_pong=ping_pong,
+    )
+
+
+def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
+    """32-bit registers of a consumer's thread: S of one tile is on its way while P of the one before is multiplied."""
+    asked, dv, maxima = request.profile, padded(request.v_head_dim), MAXIMA_REGISTERS
+    if asked.plain and request.widest <= WITHOUT_ROW_MAX_COLUMNS:
+        maxima = 0
+    parts = [
+        Part(name="o", amount=dv // 2, why=f"{ROWS} x {dv} float32 over 128 threads"),
+        Part(name="s", amount=c.tile.kv // 2, why=f"{ROWS} x {c.tile.kv} float32 over 128 threads"),
+        Part(name="p", amount=c.tile.kv // 4, why=f"{ROWS} x {c.tile.kv} in 16 bits over 128 threads"),
+        Part(
+            name="overhead",
+            amount=OVERHEAD + maxima + padded(request.head_dim) // DESCRIPTOR_COLUMNS,
+            why="softmax, addresses, loop state, descriptors",
+        ),
+    ]
+    if asked.scored:
+        reads = c.tile.kv // READING_KEYS if asked.score_reads_by_key else 0
+        parts.append(Part(name="score", amount=SCORE_REGISTERS + reads, why="what the score function keeps"))
+    if asked.reads_by_key:
+        keys = c.tile.kv // 4
+        parts.append(
+            Part(
+                name="captured",
+                amount=CAPTURED_REGISTERS + ELEMENT_REGISTERS * keys,
+                why=f"an element and its address for each of {keys} keys, and what leads to them",
+            )
+        )
+    return tuple(parts)
+
+
+def division(warpgroups: int, request: KernelRequest) -> tuple[int, int]:
+    """Registers of a producer's and of a consumer's thread."""
+    producer = JUDGE_REGISTERS if request.profile.judged else 40 if warpgroups == 2 else 32
+    return producer, consumer_registers(request.arch, warpgroups, producer)
+
+
+def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
+    """Why the candidate cannot run on the architecture, or None."""
+    arch, memory, wanted = request.arch, smem(c, request), registers(c, request)
+    smem_bytes, needed = total(memory), total(wanted)
+    if smem_bytes > arch.smem_per_block:
+        whole = f"{smem_bytes / KIB:.4g} KiB ({smem_bytes:,} bytes)"
+        return f"shared memory {_terms(memory, KIB)} = {whole} > {arch.smem_per_block / KIB:.4g} KiB"
+    producer, consumer = division(c.warpgroups, request)
+    if needed > consumer:
+        text = f"registers {_terms(wanted)} = {needed} > {consumer} of a consumer beside {producer} of a producer"
+        p, p_bytes = c.tile.kv // 4, c.tile.q * c.tile.kv * ITEM
+        if needed - p <= consumer and smem_bytes + p_bytes <= arch.smem_per_block:
+            there = f"{needed - p} registers and {(smem_bytes + p_bytes) / KIB:.4g} KiB"
+            text += f"; P would have to go through shared memory: {there}"
+        return text
+    return None
+
+
+def _terms(parts: tuple[Part, ...], unit: int = 1) -> str:
+    """The terms of a sum in a line."""
+    return " + ".join(f"{part.name} {part.amount / unit:.4g}" for part in parts)
+
+
+def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
+    """The plan of a candidate that fits."""
+    short = request.widest <= SHORT_COLUMNS
+    score_emitted_twice = _score_emitted_twice(c, request)
+    separate_full_tiles = score_emitted_twice and request.profile.band  # others spill with code for each kind of tile
+    without_row_max = _without_row_max(c, request, separate_full_tiles)
+    ping_pong = short and c.warpgroups > 2 and without_row_max is None
+    return make_plan(
+        *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
+        pipeline=NAME,
+        program=program(c, request, ping_pong=ping_pong),
+        q_in_registers=False,
+        blocks_per_sm=1,
+        smem=smem(c, request),
+        registers=registers(c, request),
+        specialized=Specialized(
+            warpgroups=c.warpgroups,
+            ping_pong=ping_pong,
+            without_row_max=without_row_max,
+            score_emitted_twice=score_emitted_twice,
+            separate_full_tiles=separate_full_tiles,
+            o_by_tma=c.q_stages > 1,
+            dynamic_scheduler=request.profile.masked,
+            packed=False,
+        ),
+    )
+
+
+def _layout(plan: KernelPlan) -> Specialized:
+    """How warps divide work, of a plan of this pipeline."""
+    assert plan.specialized is not None
+    return plan.specialized
+
+
+def cannot_pack(request: KernelRequest) -> str | None:
+    """Why no tile of a request can hold several heads, or None."""
+    return "tells heads apart, which then share no tile" if request.profile.uses_head else None
+
+
+def packed(plan: KernelPlan) -> KernelPlan | None:
+    """The form of a plan whose tiles have rows of all heads that share keys, as far as their number is a power of two;
+    None where registers do not allow it.
+
+    Rows of a head lie `pack` rows apart, so that a tile of few queries is full, and loads keys for all of these heads.
+    """
+    registers = plan.registers
+    if profile(plan.variant).uses_query:
+        registers += (Part(name="packed", amount=PACKED_REGISTERS, why="the queries of two rows"),)
+        if total(registers) > (plan.program.consumer_registers or 0):
+            return None
+    return replace(plan, registers=registers, specialized=replace(_layout(plan), packed=True))
+
+
+def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
+    """Clocks an SM spends on one score (one query, one key), by the unit that spends them."""
+    special, arithmetic = profile(plan.variant).score_ops
+    sm_clocks = arch.sms * arch.clock_hz
+    return {
+        "tensor": 2 * (plan.padded_head_dim + plan.padded_v_head_dim) * sm_clocks / arch.tensor_flops[NAME],
+        "special": (1 + special) / arch.special_per_clock,
+        "arithmetic": (SOFTMAX_OPS + arithmetic) / arch.fp32_lanes,
+    }
+
+
+def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
+    """Seconds an SM needs for one score, which rank the plan; one block shares it."""
+    by_unit = clocks(plan, arch)
+    softmax = by_unit["special"] + by_unit["arithmetic"]
+    busiest, second = sorted(by_unit.values(), reverse=True)[:2]
+    # The softmax of one warpgroup runs under the work of the others, as far as that lasts.
+    warpgroups, tile = _layout(plan).warpgroups, plan.tile
+    exposed = max(0.0, SOFTMAX_STRETCH * softmax - (warpgroups - 1) * busiest)
+    step = STEP_CLOCKS / (tile.q * tile.kv)
+    between = (plan.q_stages == 1) * Q_LOAD_CLOCKS + (plan.stages == 2) * KV_LOAD_CLOCKS
+    pace = busiest + INTERFERENCE * second + exposed + step + between / (tile.q * TYPICAL_KEYS)
+    wide = warpgroups > 2 and max(plan.head_dim, plan.v_head_dim) > SHORT_COLUMNS
+    tail = -(-TYPICAL_KEYS // tile.kv) * tile.kv / TYPICAL_KEYS
+    return (pace * tail * (THREE_WIDE if wide else 1.0) / arch.clock_hz,)
+
+
+def predicted_seconds(plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int) -> float:
+    """Seconds of the SM with most to do, where a mask hides what lies above a diagonal; O(1).
+
+    From one tile of queries to the next a step's time passes.
+    """
+    tile, keys = plan.tile, -(-problem.kv_len // plan.tile.kv) * plan.tile.kv
+    q_tiles = -(-problem.q_len // tile.q)
+    tiles = q_tiles * problem.heads * problem.batch
+    if plan.variant.mask is None:
+        return -(-tiles // sms) * tile.q * (keys + tile.kv) * seconds_per_score[0]
+    # On average half of the keys, and half of what the tiles on the diagonal hold beyond it.
+    jagged = tile.kv - math.gcd(tile.q, tile.kv)
+    seen = min(keys, (q_tiles * tile.q + tile.q + jagged) / 2)
+    return max(1.0, tiles / sms) * tile.q * (seen + tile.kv) * seconds_per_score[0]
+
+
+def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: int) -> float:
+    """How many times as long as on the tiles of a packed form the SM with most to do works on those of
+    `plan`, where each sees the same keys; O(1).
+
+    Of an H200 (32 heads over 8 and 4, 8,192 keys, 1 to 200 queries; head_dim 64 and 128, full and causal): 1.75 to 4.5
+    where it says 2 to 6, 1.13 to 1.4 where it says 1.14 to 1.5, and 0.98 to 1.02 where it says 1.
+    """
+
+    def rows(one: KernelPlan) -> float:
+        group = problem.group
+        q_tiles = -(-problem.q_len // one.tile_queries(group))
+        tiles = q_tiles * problem.heads * problem.batch // one.pack(group)
+        return one.tile.q * (max(1.0, tiles / sms) if _layout(one).dynamic_scheduler else -(-tiles // sms))
+
+    arch = find(plan.arch)
+    faster = seconds_per_score(plan, arch)[0] / seconds_per_score(packed, arch)[0]
+    # A packed tile has more rows, and no form is slower than it is believed to be.
+    return min(1.0, faster) * rows(plan) / rows(packed)
+
+
+def _score_emitted_twice(c: Candidate, request: KernelRequest) -> bool:
+    """Whether registers are left for a score function that is emitted twice."""
+    needed = total(registers(c, request))
+    return not request.profile.scored or needed + ROOM <= division(c.warpgroups, request)[1]
+
+
+def _without_row_max(c: Candidate, request: KernelRequest, separate_full_tiles: bool) -> WithoutRowMax | None:
+    """What watches over a softmax without maxima, where that is faster."""
+    asked, columns = request.profile, request.widest
+    if columns > WITHOUT_ROW_MAX_COLUMNS or asked.scored or (asked.masked and not separate_full_tiles):
+        return None
+    if request.dtype == "float16" and columns <= SHORT_COLUMNS:
+        return None if asked.masked else SHORT_WITHOUT_ROW_MAX
+    if asked.masked and c.warpgroups == 2 and columns <= THREE_COLUMNS:
+        return None
+    return WITHOUT_ROW_MAX[request.dtype]

@@ -1,0 +1,414 @@
+"""The programs of pipeline hopper: who the warps of a forward and of a backward are, and what they hand each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flashgen.planning.plan import ITEM, Tile
+from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
+from flashgen.planning.program import (
+    IDLE,
+    WARP,
+    Axis,
+    Declaration,
+    Member,
+    NamedBarrier,
+    Party,
+    Program,
+    Ring,
+    Role,
+    declared,
+)
+
+#: Warps of a warpgroup.
+WARPS = 4
+
+#: What the swizzle of tiles aligns `Shared` to.
+ALIGNMENT = 1024
+
+#: Tiles of queries that are known on their way through a forward; of those who add up dq in one order in a backward,
+#: steps: at most the stages and 3 are between them and the loader.
+WORK_STAGES, SEMAPHORE_STEPS = 4, 8
+
+#: The first id of a forward's barriers that let O into the shared memory of Q: those of turns come before.
+O_BARRIER = 4
+
+_TWO, _ONE = Axis(size=2, text="2"), Axis(size=1, text="")
+
+
+def forward(
+    *,
+    tile: Tile,
+    columns: tuple[int, int],
+    stages: int,
+    q_stages: int,
+    registers: tuple[int, int],
+    masked: bool,
+    stored: bool,
+    ping_pong: bool,
+) -> Program:
+    """A forward's program: `columns` of q and k, and of v, in shared memory; `registers` per thread of the producer
+    warpgroup and of a consumer; O is `stored` by TMA from the shared memory of Q, or by the consumers themselves."""
+    producer, consumer = registers
+    warpgroups = tile.q // ROWS
+    names = ["scheduler", "loader", *(["storer"] if stored else [])]
+    roles = [Role(name=name, warps=1, threads=WARP if name == "scheduler" else 1, registers=producer) for name in names]
+    roles.append(_idle(WARPS - len(names), producer))
+    roles.append(Role(name="consumer", warps=WARPS * warpgroups, threads=128 * warpgroups, registers=consumer))
+    stage = Axis(size=stages, text="STAGES", index="stage")
+    q_stage = Axis(size=q_stages, text="Q_STAGES", index="stage")
+    work_stage, each = Axis(size=WORK_STAGES, text="WORK_STAGES"), Axis(size=warpgroups, text="WARPGROUPS", index="w")
+    of_all, waiting = (Party(role="consumer", arrivals=WARPS * warpgroups),), (Party(role="consumer", arrivals=0),)
+    of_one, loader = (Party(role="consumer", arrivals=WARPS),), (Party(role="loader", arrivals=1),)
+    scheduler, storer = (Party(role="scheduler", arrivals=1),), (Party(role="storer", arrivals=1),) * stored
+    rings = [
+        Ring(
+            name="q",
+            barrier="q_pipe",
+            carries="64 rows of Q" + ", then of O" * stored,
+            stages=q_stage,
+            each=each,
+            producers=loader,
+            consumers=(*waiting, *storer) if stored else of_one,
+        )
+    ]
+    if stored:
+        rings.append(
+            Ring(
+                name="o",
+                barrier="o_full",
+                carries="64 rows of O in the shared memory of Q",
+                stages=q_stage,
+                each=each,
+                producers=of_one,
+                consumers=(Party(role="storer", arrivals=0),),
+                freed="with q",
+            )
+        )
+    rings += [
+        Ring(name="k", barrier="k_pipe", carries="a tile of K", stages=stage, producers=loader, consumers=of_all),
+        Ring(name="v", barrier="v_pipe", carries="a tile of V", stages=stage, producers=loader, consumers=of_all),
+        Ring(
+            name="work",
+            barrier="work_pipe",
+            carries="a tile of queries to work on",
+            stages=work_stage,
+            producers=scheduler,
+            consumers=(*of_all, *loader, *storer),
+        ),
+    ]
+    if masked:
+        next_step = Ring(
+            name="next",
+            barrier="next_pipe",
+            carries="a tile of keys to load",
+            stages=_TWO,
+            producers=scheduler,
+            consumers=loader,
+        )
+        rings.append(next_step)
+    of = {ring.name: ring.member for ring in rings}
+    room = max(columns) if stored else columns[0]
+    shared = (
+        declared(_tile("QorO", "q_or_o", ROWS * room, q_stage, each)),
+        declared(_tile("KTile", "k", tile.kv * columns[0], stage)),
+        declared(_tile("VTile", "v", tile.kv * columns[1], stage)),
+        declared(Member(ctype="Work", name="work", size=16, alignment=16, axes=(work_stage,))),
+        *(
+            (
+                declared(_steps("next", _TWO), _steps("step", stage), note="what to load next, what k holds"),
+                declared(of["next"]),
+            )
+            if masked
+            else ()
+        ),
+        declared(of["work"]),
+        declared(of["q"]),
+        *((declared(of["o"]),) if stored else ()),
+        declared(of["k"], of["v"]),
+    )
+    meet = [_start(roles)]
+    if ping_pong:
+        why = "a warpgroup issues its products when the one before has issued its own"
+        meet += [_meet("turn", 1 + w, 2 * WARPS, ("consumer",), why) for w in range(warpgroups)]
+    if stored:
+        why = "no warp of the warpgroup multiplies by Q any more: O may lie there"
+        meet += [_meet("o", O_BARRIER + w, WARPS, ("consumer",), why) for w in range(warpgroups)]
+    return Program(
+        roles=tuple(role for role in roles if role.warps),
+        rings=tuple(rings),
+        named_barriers=tuple(meet),
+        shared=shared,
+        dispatch=_chains(roles, ("scheduler", "loader"), ("storer",)),
+        names=(Axis(size=WARPS * warpgroups, text="4 * WARPGROUPS"),),
+    )
+
+
+def backward(
+    *,
+    tile: Tile,
+    columns: tuple[int, int],
+    stages: int,
+    registers: tuple[int, int],
+    split_dk_dv: bool,
+    skips: bool,
+    ping_pong: bool,
+    deterministic: bool,
+    dq_in_main_kernel: bool,
+    lookup_stages: int,
+    lookups: tuple[tuple[str, str, int, bool], ...],
+) -> Program:
+    """A backward's program: `columns` of q and k, and of v and d_o, in shared memory; tiles of queries in which the
+    mask hides everything are skipped by a scheduler, where there may be any (`skips`); `lookups` are what the mask
+    reads: name, C++ type, bytes of an element and whether a query selects it."""
+    producer, consumer = registers
+    by_query = any(of_query for *_, of_query in lookups)
+    roles = [
+        Role(name="scheduler", warps=1, threads=WARP, registers=producer) if skips else _idle(1, producer),
+        Role(name="loader", warps=1, threads=1, registers=producer),
+    ]
+    if deterministic:
+        roles.append(Role(name="dq semaphore", warps=2, threads=2 * WARP, registers=producer))
+    elif dq_in_main_kernel:
+        roles.append(Role(name="dq accumulation", warps=2, threads=2 * WARP, registers=producer))
+    else:
+        roles.append(_idle(2, producer))
+    names = ("dv consumer", "dk consumer") if split_dk_dv else ("consumer",)
+    warps = 2 * WARPS // len(names)
+    roles += [Role(name=name, warps=warps, threads=WARP * warps, registers=consumer) for name in names]
+    shared_axes = {
+        "stage": Axis(size=stages, text="STAGES", index="stage"),
+        "semaphore": Axis(size=SEMAPHORE_STEPS, text="SEMAPHORE_STEPS"),
+        "lookups": Axis(size=lookup_stages, text="LOOKUP_STAGES", index="stage"),
+    }
+    rings = tuple(
+        _backward_rings(
+            shared_axes,
+            names,
+            warps,
+            skips=skips,
+            dq_in_main_kernel=dq_in_main_kernel,
+            by_query=by_query,
+            deterministic=deterministic,
+        )
+    )
+    return Program(
+        roles=tuple(roles),
+        rings=rings,
+        named_barriers=(
+            _start(roles),
+            *(_meet("turn", 1 + w, 2 * WARPS, names, "a warpgroup computes P and dS") for w in range(2 * ping_pong)),
+        ),
+        shared=tuple(_backward_members(shared_axes, {r.name: r.member for r in rings}, tile, columns, lookups)),
+        dispatch=_chains(roles, ("scheduler",), ("dq semaphore", "dq accumulation", "loader")),
+        names=(Axis(size=2 * WARPS, text="WARPS"), Axis(size=WARPS, text="WARPS / 2")),
+    )
+
+
+def _backward_rings(
+    axes: dict[str, Axis],
+    names: tuple[str, ...],
+    warps: int,
+    *,
+    skips: bool,
+    dq_in_main_kernel: bool,
+    by_query: bool,
+    deterministic: bool,
+) -> Iterator[Ring]:
+    """In the order in which their barriers are initialised."""
+    arriving = tuple(Party(role=name, arrivals=warps) for name in names)
+    waiting = tuple(Party(role=name, arrivals=0) for name in names)
+    scheduler, loader = (Party(role="scheduler", arrivals=1),), (Party(role="loader", arrivals=1),)
+    if skips:
+        yield Ring(
+            name="next",
+            barrier="next_pipe",
+            carries="a tile of queries to load",
+            stages=_TWO,
+            producers=scheduler,
+            consumers=loader,
+            counter="sent",
+        )
+    yield Ring(
+        name="q",
+        barrier="pipe",
+        carries="a tile of Q, its lse and its step",
+        stages=axes["stage"],
+        producers=loader,
+        consumers=arriving,
+    )
+    yield _once("k", "k_full", "the block's K", loader, waiting)
+    cleared = (Party(role="dq accumulation", arrivals=1),) * dq_in_main_kernel
+    more, note = (", and leave to add to dq", "v is here, and dq may be added") if dq_in_main_kernel else ("", "")
+    yield _once("v", "v_full", "the block's V" + more, (*loader, *cleared), waiting, note)
+    if dq_in_main_kernel:
+        accumulating = (Party(role="dq accumulation", arrivals=0),)
+        yield _once("ending", "ending", "that the last tile of queries is being loaded", loader, accumulating)
+        yield _once("added", "added", "that all of dq is added", arriving, accumulating)
+    if by_query:
+        yield Ring(
+            name="lookups",
+            barrier="lookups_full",
+            carries="what the mask reads by the queries of a tile",
+            stages=axes["lookups"],
+            producers=scheduler,
+            consumers=waiting,
+            freed="with next and q: fewer tiles are on their way",
+        )
+    yield Ring(
+        name="d_o",
+        barrier="d_o_full",
+        carries="a tile of dO and its delta",
+        stages=axes["stage"],
+        producers=loader,
+        consumers=waiting,
+        freed="with q",
+    )
+    last = len(names) - 1  # whose warpgroup has dS, where one has
+    yield Ring(
+        name="ds",
+        barrier="ds_full",
+        carries="dS of a tile of queries",
+        stages=_TWO,
+        producers=arriving[last:],
+        consumers=waiting,
+        freed="by the dS after it",
+    )
+    if last:
+        yield Ring(
+            name="p",
+            barrier="p_full",
+            carries="P of a tile of queries, and leave to write dS",
+            stages=_ONE,
+            producers=arriving,
+            consumers=waiting[last:],
+            freed="by the dS made of it",
+        )
+    if deterministic:
+        semaphore = (Party(role="dq semaphore", arrivals=0),)
+        yield Ring(
+            name="semaphore",
+            barrier="semaphore_full",
+            carries="a step, for those who order additions to dq",
+            stages=axes["semaphore"],
+            producers=loader,
+            consumers=semaphore,
+            freed="with q: fewer steps are on their way",
+        )
+        yield Ring(
+            name="before",
+            barrier="before",
+            carries="that the block before has added to dq",
+            stages=_TWO,
+            producers=(Party(role="dq semaphore", arrivals=1),),
+            consumers=waiting,
+            freed="with added",
+            counter="taken",
+        )
+        yield Ring(
+            name="added",
+            barrier="added",
+            carries="that this block has added to dq",
+            stages=_TWO,
+            producers=arriving,
+            consumers=semaphore,
+            freed="with before",
+        )
+
+
+def _once(
+    name: str,
+    barrier: str,
+    carries: str,
+    producers: tuple[Party, ...],
+    consumers: tuple[Party, ...],
+    note: str = "",
+) -> Ring:
+    """A ring of one stage that goes round once."""
+    return Ring(
+        name=name,
+        barrier=barrier,
+        carries=carries,
+        stages=_ONE,
+        producers=producers,
+        consumers=consumers,
+        freed="never: it is filled once",
+        note=note,
+    )
+
+
+def _backward_members(
+    axes: dict[str, Axis],
+    of: dict[str, Member],
+    tile: Tile,
+    columns: tuple[int, int],
+    lookups: tuple[tuple[str, str, int, bool], ...],
+) -> Iterator[Declaration]:
+    """What `Shared` has, in order."""
+    stage, of_queries, of_keys = axes["stage"], Axis(size=tile.q, text="TILE_Q"), Axis(size=tile.kv, text="TILE_KV")
+    yield declared(_tile("KTile", "k", tile.kv * columns[0]))
+    yield declared(_tile("VTile", "v", tile.kv * columns[1]))
+    yield declared(_tile("QTile", "q", tile.q * columns[0], stage))
+    yield declared(_tile("OTile", "d_o", tile.q * columns[1], stage))
+    yield declared(_tile("ScoreTile", "ds", tile.q * tile.kv, _TWO))
+    if "p" in of:
+        chunks = Axis(size=tile.q // 16, text="TILE_Q / 16"), Axis(size=128, text="128")
+        note = "from each thread of one warpgroup to one of the other"
+        yield declared(Member(ctype="Chunk", name="p", size=16, alignment=16, axes=chunks), note=note)
+    yield declared(*(_words("float", name, stage, of_queries) for name in ("lse", "delta")))
+    if "next" in of:
+        yield declared(_steps("next", _TWO, ctype="SharedStep"), note="what to load next")
+        yield declared(_words("u32", "sent"), note="of such")
+    if "semaphore" in of:
+        yield declared(_words("u32", "taken", _TWO), note="of `semaphore_step`, by each of two warps")
+    if "next" in of:
+        yield declared(of["next"])
+    yield declared(_steps("step", stage, ctype="SharedStep"))
+    if "semaphore" in of:
+        note = "the steps once more, for those who order additions to dq"
+        yield declared(_steps("semaphore_step", axes["semaphore"], ctype="SharedStep"), note=note)
+    for name, ctype, item, by_query in lookups:
+        extents = (axes["lookups"], of_queries) if by_query else (of_keys,)
+        yield declared(Member(ctype=ctype, name=name, size=item, alignment=item, axes=extents))
+    yield declared(Member(ctype="Keys", name="keys", size=24, alignment=4))
+    yield declared(of["q"], note="full: of q, lse and the step; empty: of all")
+    yield declared(*(of[name] for name in ("d_o", "k", "v", "ds", "p", "lookups") if name in of))
+    if "semaphore" in of:
+        yield declared(of["semaphore"])
+        yield declared(
+            of["before"], of["added"], note="of two steps: the block before has added its dq, and this one has"
+        )
+    if "ending" in of:
+        yield declared(of["ending"], of["added"], note="the last tile of queries is being loaded; all of dq is added")
+
+
+def _tile(ctype: str, name: str, elements: int, *axes: Axis) -> Member:
+    return Member(ctype=ctype, name=name, size=ITEM * elements, alignment=ALIGNMENT, axes=axes)
+
+
+def _steps(name: str, *axes: Axis, ctype: str = "Step") -> Member:
+    return Member(ctype=ctype, name=name, size=16, alignment=16, axes=axes)
+
+
+def _words(ctype: str, name: str, *axes: Axis) -> Member:
+    return Member(ctype=ctype, name=name, size=4, alignment=4, axes=axes)
+
+
+def _idle(warps: int, registers: int) -> Role:
+    return Role(name=IDLE, warps=warps, threads=0, registers=registers)
+
+
+def _start(roles: list[Role]) -> NamedBarrier:
+    names = tuple(dict.fromkeys(role.name for role in roles if role.warps))
+    return _meet("start", 0, sum(role.warps for role in roles), names, "barriers are initialised")
+
+
+def _meet(name: str, number: int, warps: int, roles: tuple[str, ...], why: str) -> NamedBarrier:
+    return NamedBarrier(name=name, id=number, warps=warps, roles=roles, why=why)
+
+
+def _chains(roles: list[Role], *chains: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """The chains of those roles that there are."""
+    names = {role.name for role in roles}
+    found = (tuple(name for name in chain if name in names) for chain in chains)
+    return tuple(chain for chain in found if chain)

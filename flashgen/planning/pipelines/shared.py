@@ -1,0 +1,43 @@
+"""What the kernels of all pipelines have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from flashgen.planning.integers import INTEGERS
+from flashgen.planning.plan import KernelPlan, Part
+from flashgen.planning.request import KernelRequest
+
+if TYPE_CHECKING:
+    from flashgen.planning.pipelines.protocol import Candidate
+
+#: Float operations of the softmax on one score: scale and subtract (one FMA), maximum, sum, half a conversion, and one
+#: of moves and predicates.
+SOFTMAX_OPS = 4.5
+
+
+def total(parts: Iterable[Part]) -> int:
+    """The sum of its terms."""
+    return sum(part.amount for part in parts)
+
+
+def make_plan(c: Candidate, request: KernelRequest, padded: tuple[int, int], **fields: Any) -> KernelPlan:
+    """A candidate as a plan: what was asked for, the columns that tiles of q and k and of v hold, the candidate's tile
+    and integers, and the pipeline's own fields."""
+    return KernelPlan(
+        variant=request.variant,
+        pass_name=request.pass_name,
+        arch=request.arch.name,
+        dtype=request.dtype,
+        head_dim=request.head_dim,
+        v_head_dim=request.v_head_dim,
+        padded_head_dim=padded[0],
+        padded_v_head_dim=padded[1],
+        tile=c.tile,
+        dropout=request.dropout,
+        deterministic=request.deterministic,
+        gradients=request.gradients,
+        **{name: getattr(c, name) for name in INTEGERS if hasattr(c, name)},
+        **fields,
+    )

@@ -1,0 +1,170 @@
+"""What pipelines ask of a variant and of what analysis knows of it: made once, when it is first asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from flashgen.analysis.derivative import derive
+from flashgen.analysis.facts import Facts, analyse
+from flashgen.lang.expr import DType, Node, node, reads_by, walk
+from flashgen.lang.variant import Variant
+from flashgen.planning.backward import captured_grads, has_slope, looks_up, lookups
+
+#: Special-function results that one op of a score function needs.
+SPECIAL = {"exp": 1, "exp2": 1, "log": 1, "log2": 1, "tanh": 2, "sigmoid": 2, "sqrt": 1, "rsqrt": 1, "div": 1}
+
+_KEY = node("index", DType.INT32, (), "k")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A variant (constants bound) and the captured tensors whose gradients are asked for, by what kernels make of them.
+
+    Nothing is analysed before it is asked for: a request that is refused costs no analysis.
+    """
+
+    variant: Variant
+    gradients: tuple[str, ...] = ()
+
+    @cached_property
+    def facts(self) -> Facts:
+        return analyse(self.variant)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The mask
+
+    @property
+    def masked(self) -> bool:
+        return self.variant.mask is not None
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether zones alone tell the classes of tiles."""
+        return self.facts.exact
+
+    @property
+    def judged(self) -> bool:
+        """Whether classes of tiles are found by evaluating conditions over ranges."""
+        return self.masked and not self.exact
+
+    @cached_property
+    def band(self) -> bool:
+        """Whether the mask is one run of keys and reads nothing."""
+        return self.masked and self.exact and len(self.facts.visible) == 1 and not self.variant.tensors
+
+    @cached_property
+    def hides(self) -> bool:
+        """Whether a tile can be hidden."""
+        return bool(self.facts.hidden)
+
+    @cached_property
+    def conditional(self) -> bool:
+        """Whether tiles within a run of keys are judged, by conditions beside its ends."""
+        return any(term.others for term in self.facts.visible)
+
+    @cached_property
+    def judged_nodes(self) -> tuple[Node, ...]:
+        """The expressions that classes of tiles are found by; none for zones alone."""
+        if not self.judged:
+            return ()
+        return tuple(walk([n for term in (*self.facts.visible, *self.facts.hidden) for n in term.nodes()]))
+
+    @cached_property
+    def mask_ops(self) -> int:
+        return sum(1 for n in walk([self.variant.mask]) if n.operands) if self.variant.mask is not None else 0
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The score
+
+    @property
+    def scored(self) -> bool:
+        return self.variant.score_node is not None
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is neither mask nor score function."""
+        return not (self.masked or self.scored)
+
+    @cached_property
+    def score_ops(self) -> tuple[int, int]:
+        """Special-function results and other operations of the score function, for one score."""
+        if self.variant.score_node is None:
+            return 0, 0
+        inner = [n for n in walk([self.variant.score_node]) if n.operands]
+        return special(self.variant.score_node), len(inner)
+
+    @cached_property
+    def has_slope(self) -> bool:
+        """Whether the derivative of the score is anything but 1."""
+        return has_slope(self.variant)
+
+    @cached_property
+    def derived_special(self) -> int:
+        """Special-function results of the score function and its derivative, for one score."""
+        root = self.variant.score_node
+        return 0 if root is None else special(root, *filter(None, [derive(root)]))
+
+    @cached_property
+    def captured_grads(self) -> tuple[tuple[Node, Node], ...]:
+        """The captured elements whose gradients are asked for, each with the score's derivative by it."""
+        return tuple(pair for name in self.gradients for pair in captured_grads(self.variant, name).items())
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What they read
+
+    @cached_property
+    def uses_head(self) -> bool:
+        """Whether mask or score use the query head: then a tile's rows are of one head."""
+        return self._uses("h")
+
+    @cached_property
+    def uses_query(self) -> bool:
+        return self._uses("q")
+
+    def _uses(self, index: str) -> bool:
+        return any(n.op == "index" and n.attr == index for n in walk(self.variant.roots))
+
+    @cached_property
+    def loads_by_key(self) -> bool:
+        """Whether a captured element is selected by an expression of the key, however indirectly."""
+        return any(_KEY in walk([n]) for n in walk(self.variant.roots) if n.op == "load")
+
+    @cached_property
+    def score_reads_by_key(self) -> bool:
+        return reads_by(self.variant.score_node, "k")
+
+    @cached_property
+    def reads_by_key(self) -> bool:
+        """Whether mask or score read a captured element for each key."""
+        return reads_by(self.variant.mask, "k") or self.score_reads_by_key
+
+    @cached_property
+    def score_reads_by_position(self) -> bool:
+        return reads_by(self.variant.score_node, "q", "k")
+
+    @cached_property
+    def looks_up(self) -> bool:
+        """Whether mask or score read a captured tensor by the query or the key."""
+        return looks_up(self.variant)
+
+    @cached_property
+    def lookups(self) -> tuple[Node, ...]:
+        """The elements that the mask reads by the query alone, or by the key and no query head."""
+        return lookups(self.variant)
+
+    @cached_property
+    def looks_up_more(self) -> bool:
+        """The same as `looks_up`, of what `lookups` does not hold."""
+        return looks_up(self.variant, known=set(walk(self.lookups)))
+
+
+def special(*roots: Node) -> int:
+    """Special-function results that expressions need."""
+    return sum(SPECIAL.get(n.op, 0) for n in walk(roots))
+
+
+@lru_cache(maxsize=256)
+def profile(variant: Variant, gradients: tuple[str, ...] = ()) -> Profile:
+    """The profile of a variant; the same one each time."""
+    return Profile(variant=variant, gradients=gradients)

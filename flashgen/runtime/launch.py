@@ -1,0 +1,261 @@
+"""What a pass launches on one problem, as one value: every number but addresses.
+
+It is made here, of a plan, a problem and how tensors lie.  The driver (`kernel`) and the interpreter only execute it:
+they put addresses in place.  So what the interpreter checks is the launch that a GPU gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from flashgen.codegen import params as members
+from flashgen.planning import backward
+from flashgen.planning.arch import ARCHS
+from flashgen.planning.plan import WARPGROUP_ROWS, Part
+
+if TYPE_CHECKING:
+    from flashgen.planning.plan import KernelPlan
+    from flashgen.planning.problem import Problem
+    from flashgen.runtime.philox import Dropout
+
+#: Bytes of a row of the pattern that TMA and wgmma mix addresses of shared memory by.
+_SWIZZLE = 128
+
+#: Of the forward that hands out tiles: the next tile, and the blocks that found none left.
+COUNTERS = Part(name="counters", amount=8, why="two int32, 0 between launches")
+
+#: Blocks of the kernels that work on the elements of captured tensors.
+ELEMENT_BLOCKS = 256
+
+#: Blocks per SM that finish what the main kernel of a backward left.
+FINISH_BLOCKS = 8
+
+_DROPOUT = ("dropout_seed", "dropout_offset", "dropout_threshold", "dropout_scale")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """Shape of a captured tensor: its sizes, and its strides in elements."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMapDesc:
+    """What TMA is told of a 4-D tensor, but for its address: the arguments of cuTensorMapEncodeTiled.
+
+    `sizes` are (columns, rows, heads, batch) in elements, or heads before rows; `strides` the bytes between all but
+    columns, multiples of 16 in any order; `box` what one copy moves, in elements; `swizzle` the bytes of a row of the
+    pattern in shared memory.  What lies outside reads as 0.
+    """
+
+    tensor: str
+    dtype: str
+    sizes: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+    box: tuple[int, int, int, int]
+    swizzle: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchGrid:
+    """One kernel of a launch: its entry, its grid and block (one dimension each), its dynamic shared memory."""
+
+    entry: str
+    blocks: int
+    threads: int
+    smem_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """All that executing a plan on one problem takes, but addresses.
+
+    grids       its kernels, in the order in which they run on one stream; all take the plan's `Params`
+    values      the numbers of `Params` by field; those of `scalars` may change from call to call
+    maps        what the main kernel takes before `Params`
+    workspaces  memory beside inputs and results, in bytes by the name of the pointer; it may hold anything
+    cleared     memory that is 0 before the first kernel, and left so; launches that may overlap need their own
+    """
+
+    plan: KernelPlan
+    grids: tuple[LaunchGrid, ...]
+    values: Mapping[str, int | float] = field(hash=False)
+    maps: tuple[TensorMapDesc, ...]
+    workspaces: tuple[Part, ...]
+    cleared: tuple[Part, ...]
+
+    @property
+    def pointers(self) -> tuple[str, ...]:
+        """The names of the addresses that executing it takes, in this order: tensors of maps, other pointers of
+        `Params`, what is cleared."""
+        cleared = tuple(part.name for part in self.cleared)
+        in_params = (f.name for f in members.fields(self.plan) if f.ctype.endswith("*") and f.name not in cleared)
+        return tuple(dict.fromkeys((*(desc.tensor for desc in self.maps), *in_params, *cleared)))
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """The fields that each call writes anew: scale, parameters, and what dropout draws."""
+        of_variant = (f"param_{p.name}" for p in self.plan.variant.params)
+        return ("scale", *of_variant, *(_DROPOUT if self.plan.dropout else ()))
+
+    def maps_of(self, grid: LaunchGrid) -> tuple[TensorMapDesc, ...]:
+        """Those that a kernel takes."""
+        return self.maps if grid.entry == main_entry(self.plan) else ()
+
+    def packed(self, addresses: Mapping[str, int]) -> bytes:
+        """`Params` with these addresses; raises KeyError for a pointer without one."""
+        return members.pack(self.plan, {**addresses, **self.values})
+
+
+def make_launch(
+    plan: KernelPlan,
+    problem: Problem,
+    *,
+    strides: Mapping[str, tuple[int, int, int]],
+    captured: Mapping[str, Captured],
+    scale: float,
+    params: Mapping[str, int | float],
+    dropout: Dropout | None = None,
+    sms: int,
+    l2_kv_heads: int | None = None,
+    clear_distance: int | None = None,
+) -> Launch:
+    """The launch of a plan on a problem with queries.
+
+    `strides` are those of q, k, v and o, and in a backward of d_o, dq, dk and dv, in elements over (batch, heads,
+    rows); a row's elements lie side by side.  `sms` are those of the GPU.  `l2_kv_heads`, the key heads whose tensors
+    its L2 holds, and `clear_distance`, the key heads that a backward clears dq of in advance, follow from the plan and
+    the problem unless given: small problems on few SMs then show what large ones do.
+    """
+    heads = problem.batch * problem.kv_heads
+    together = min(_l2_kv_heads(plan, problem) if l2_kv_heads is None else l2_kv_heads, heads)
+    if plan.backward is not None:
+        clear_distance = min(
+            backward.clear_distance(plan, problem, sms, together) if clear_distance is None else clear_distance, heads
+        )
+    pack = plan.pack(problem.group)
+    numbers: dict[str, int | float] = {
+        **problem.sizes(),
+        "q_tiles": _q_tiles(plan, problem),
+        "kv_tiles": _kv_tiles(plan, problem),
+        "l2_heads": together if plan.backward is not None else together * problem.group // pack,
+        "clear_distance": clear_distance,
+        "packs": problem.heads // pack,
+        "pack_log2": pack.bit_length() - 1,
+        "scale": scale,
+        **{f"param_{name}": value for name, value in params.items()},
+    }
+    if dropout is not None:
+        numbers |= zip(_DROPOUT, dropout_scalars(dropout), strict=True)
+    for name, of_tensor in strides.items():
+        for axis, stride in zip(("batch", "head", "row"), of_tensor, strict=True):
+            numbers[f"{name}_{axis}"] = stride
+    for name, tensor in captured.items():
+        for axis, (size, stride) in enumerate(zip(tensor.sizes, tensor.strides, strict=True)):
+            numbers[f"size{axis}_{name}"] = size
+            numbers[f"stride{axis}_{name}"] = stride if size > 1 else 0  # of size 1: it broadcasts
+    fields = members.fields(plan)
+    shapes = {name: captured[name].sizes for name in plan.gradients}
+    return Launch(
+        plan=plan,
+        grids=grids(plan, problem, sms),
+        values=MappingProxyType({f.name: numbers[f.name] for f in fields if not f.ctype.endswith("*")}),
+        maps=tuple(_tensor_map(name, plan, problem, strides[name]) for name in members.maps(plan)),
+        workspaces=backward.workspaces(plan, problem, shapes) if plan.backward is not None else (),
+        cleared=tuple(COUNTERS for f in fields if f.name == COUNTERS.name),
+    )
+
+
+def main_entry(plan: KernelPlan) -> str:
+    """The kernel that visits tiles."""
+    return f"attention_{plan.pass_name}"
+
+
+def dropout_scalars(dropout: Dropout) -> tuple[int | float, ...]:
+    """What kernels that drop probabilities take beside the other scalars, in the order of `Launch.scalars`."""
+    return dropout.seed, dropout.offset, dropout.threshold, dropout.scale
+
+
+def grids(plan: KernelPlan, problem: Problem, sms: int) -> tuple[LaunchGrid, ...]:
+    """The kernels of a pass on a GPU of so many SMs, in the order in which they run on one stream."""
+    found = _forward_grids(plan, problem, sms) if plan.backward is None else _backward_grids(plan, problem, sms)
+    return tuple(grid for grid in found if grid.blocks)
+
+
+def _forward_grids(plan: KernelPlan, problem: Problem, sms: int) -> list[LaunchGrid]:
+    blocks = _q_tiles(plan, problem) * problem.heads // plan.pack(problem.group) * problem.batch
+    if plan.specialized is not None:  # each block takes tile after tile
+        blocks = min(blocks, sms)
+    return [_main_grid(plan, blocks)]
+
+
+def _backward_grids(plan: KernelPlan, problem: Problem, sms: int) -> list[LaunchGrid]:
+    layout, heads = plan.backward, problem.heads * problem.batch
+    q_blocks = _q_tiles(plan, problem) * heads
+    rows = {"threads": layout.row_threads, "smem_bytes": 0}
+    found = [
+        LaunchGrid(entry="attention_backward_prepare", blocks=q_blocks, **rows),
+        _main_grid(plan, _kv_tiles(plan, problem) * problem.kv_heads * problem.batch),
+    ]
+    if layout.by_query is None:
+        blocks = min(q_blocks, FINISH_BLOCKS * sms) if layout.dq_in_main_kernel else q_blocks
+        found.append(LaunchGrid(entry="attention_backward_finish", blocks=blocks, **rows))
+    else:
+        size = {"threads": layout.by_query.threads, "smem_bytes": layout.by_query.smem_bytes}
+        blocks = -(-problem.q_len // layout.by_query.tile_q) * heads
+        found.append(LaunchGrid(entry="attention_backward_dq", blocks=blocks, **size))
+    if plan.gradients:
+        found.insert(0, LaunchGrid(entry="attention_backward_clear", blocks=ELEMENT_BLOCKS, **rows))
+        if plan.deterministic:
+            found.append(LaunchGrid(entry="attention_backward_gradients", blocks=ELEMENT_BLOCKS, **rows))
+    return found
+
+
+def _main_grid(plan: KernelPlan, blocks: int) -> LaunchGrid:
+    return LaunchGrid(entry=main_entry(plan), blocks=blocks, threads=plan.threads, smem_bytes=plan.smem_bytes)
+
+
+def _q_tiles(plan: KernelPlan, problem: Problem) -> int:
+    return -(-problem.q_len // plan.tile_queries(problem.group))
+
+
+def _kv_tiles(plan: KernelPlan, problem: Problem) -> int:
+    return -(-problem.kv_len // plan.tile.kv)
+
+
+def _l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
+    """Key heads that pipeline hopper works on together: of a forward those whose keys and values L2 holds beside
+    queries and outputs."""
+    if plan.backward is not None:
+        return backward.l2_kv_heads(plan, problem)
+    return ARCHS[plan.arch].l2_holds(problem.kv_len * (problem.head_dim + problem.v_head_dim) * problem.itemsize)
+
+
+def _tensor_map(name: str, plan: KernelPlan, problem: Problem, strides: tuple[int, int, int]) -> TensorMapDesc:
+    """That of q, k, v, o or d_o."""
+    columns = problem.head_dim if name in "qk" else problem.v_head_dim
+    if name in ("k", "v"):
+        rows, heads, box = problem.kv_len, problem.kv_heads, (plan.tile.kv, 1)
+    else:
+        rows, heads = problem.q_len, problem.heads
+        box = (WARPGROUP_ROWS if plan.backward is None else plan.tile.q, 1)  # of a forward, those of one warpgroup
+    batch, of_head, of_row = strides
+    sizes, of_axes = (rows, heads), (of_row, of_head)
+    if plan.packed and name in "qo":  # the heads of a query side by side
+        pack = plan.pack(problem.group)
+        sizes, of_axes, box = sizes[::-1], of_axes[::-1], (pack, WARPGROUP_ROWS // pack)
+    sizes, of_axes = (*sizes, problem.batch), (*of_axes, batch)
+    least = -(-columns * problem.itemsize // 16) * 16  # of a size of 1 any stride will do
+    return TensorMapDesc(
+        tensor=name,
+        dtype=plan.dtype,
+        sizes=(columns, *(max(n, 1) for n in sizes)),  # without a key nothing is copied
+        strides=tuple(s * problem.itemsize if n > 1 else least for n, s in zip(sizes, of_axes, strict=True)),
+        box=(_SWIZZLE // problem.itemsize, *box, 1),
+        swizzle=_SWIZZLE,
+    )

@@ -1,0 +1,67 @@
+"""What a launch is made of, by hand: what follows from the GPU, and strides that matter to nobody."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from ptx_attention import work
+
+import flashgen as fg
+from flashgen.planning import backward, planner
+from flashgen.planning.problem import Problem
+from flashgen.runtime.launch import COUNTERS, make_launch
+
+causal = fg.variant(lambda b, h, q, k: k <= q)
+SHAPE = {"batch": 2, "heads": 8, "kv_heads": 4, "q_len": 3000, "kv_len": 3000, "head_dim": 64, "v_head_dim": 64}
+
+
+def made(menu, problem=None, **facts):
+    plan = menu(causal, "sm_90a", "bfloat16", 64).plans[0]
+    given = {"captured": {}, "scale": 0.125, "params": {}, "sms": 132, **facts}
+    strides = {name: (1 << 20, 1 << 15, 64) for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")}
+    return make_launch(plan, problem or Problem(**SHAPE), strides=strides, **given)
+
+
+def test_a_forward_on_a_gpu_of_few_sms():
+    large, small = made(planner.menu), made(planner.menu, sms=3, l2_kv_heads=2)
+    assert (large.grids[0].blocks, small.grids[0].blocks) == (132, 3)
+    assert (large.values["l2_heads"], small.values["l2_heads"]) == (16, 4)  # query heads: all of both batches, 2 x 2
+    assert large.values["q_tiles"] == small.values["q_tiles"] == -(-3000 // large.plan.tile.q)
+    assert large.cleared == (COUNTERS,) and large.workspaces == ()
+
+
+def test_a_backward_on_a_gpu_of_few_sms():
+    large, small = made(planner.backward_menu), made(planner.backward_menu, sms=3, l2_kv_heads=2)
+    finish = [launch.grids[-1].blocks for launch in (large, small)]
+    assert finish == [min(8 * 132, 8 * 2 * large.values["q_tiles"]), 8 * 3]
+    assert large.values["clear_distance"] == backward.clear_distance(large.plan, Problem(**SHAPE)) == 8
+    assert small.values["clear_distance"] == 2 + 1  # the heads that share L2, and those that 3 SMs work on
+    assert made(planner.backward_menu, lead=100).values["clear_distance"] == 8
+    names = {part.name for part in large.workspaces}
+    assert names == {"lse_log2", "delta", "dq_sum", "progress"} and names < set(large.pointers)
+
+
+def test_where_there_is_one_any_stride_will_do():
+    """That of a single row may be anything, 0 too, which TMA refuses."""
+    one = Problem(**{**SHAPE, "kv_len": 1})
+    (k,) = (desc for desc in made(planner.menu, one).maps if desc.tensor == "k")
+    assert k.sizes == (64, 1, 4, 2) and k.strides == (128, 2 << 15, 2 << 20)
+    nothing = made(planner.menu, Problem(**{**SHAPE, "kv_len": 0}))
+    assert all(min(desc.sizes) == 1 or desc.tensor not in "kv" for desc in nothing.maps)
+
+
+def test_a_launch_is_one_frozen_value():
+    launch = made(planner.menu)
+    assert launch == made(planner.menu) and hash(launch) == hash(made(planner.menu))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        launch.grids = ()
+    with pytest.raises(TypeError):
+        launch.values["q_tiles"] = 1
+
+
+def test_any_number_of_heads_in_l2_gives_the_same_bits():
+    w = work("causal", "hopper", batch=2, heads=3, kv_heads=3, q_len=130, kv_len=40)
+    results = [w.run(l2_kv_heads=held, sms=3) for held in (1, 4, None)]
+    assert w.wrong(results[0]) == ()
+    for other in results[1:]:
+        np.testing.assert_array_equal(other.o, results[0].o)
