@@ -6,9 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from ptx_attention import replace, work
 from random_masks import random_case, random_mask, seeded
 from tiers import thinned
+from tolerance import baseline, judge, judge_lse, reference
 
 import flashgen as fg
 from flashgen.analysis.tiles import FULL, PARTIAL, Case, schedule
@@ -19,6 +21,7 @@ from flashgen.lang.load import shipped
 from flashgen.planning.planner import menu
 from flashgen.planning.traffic import predict
 from flashgen.runtime import tiles
+from flashgen.runtime.philox import Dropout
 
 SPECS = sorted(shipped())
 SOME = ("full", "causal_bottom_right", "sliding_window", "document", "alibi", "softcap", "blocks", "relative_bias")
@@ -98,6 +101,31 @@ def test_the_planners_first_choice(pipeline, spec, head_dim):
     check(w)
     large = dataclasses.replace(w, qkv=tuple(20 * x for x in w.qkv))
     assert large.wrong(large.run(seed=1)) == ()
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "spec", "shape"),
+    [
+        ("ampere", "causal", {"q_len": 90, "kv_len": 130}),
+        ("hopper", "causal", {"q_len": 150, "kv_len": 230, "q_stages": 2}),
+        ("hopper", "full", {"q_len": 70, "kv_len": 150, "tile": (128, 80)}),
+        ("hopper", "alibi", {"q_len": 200, "kv_len": 90, "tile": (192, 48)}),
+    ],
+)
+def test_dropout(pipeline, spec, shape):
+    """What is dropped belongs to (batch, head, query, key) alone, so one reference serves all tiles and pipelines."""
+    w = work(spec, pipeline, **shape)
+    w = dataclasses.replace(w, plan=dataclasses.replace(w.plan, dropout=True))
+    w = dataclasses.replace(w, source=emit(w.plan))
+    dropout = Dropout(p=0.3, seed=5, offset=7)
+    result = w.run(dropout=dropout)
+    options = {"scale": w.scale, "dropout": dropout}
+    ref, ref_lse = reference(w.variant, w.case, *w.qkv, **options)
+    base, _ = baseline(w.variant, w.case, *w.qkv, **options)
+    out = torch.from_numpy(result.o).to(w.qkv[0].dtype)
+    assert judge(out, base, ref, w.plan.dtype).reasons + judge_lse(torch.from_numpy(result.lse), ref_lse) == ()
+    kept = replace(">= p.dropout_threshold", ">= 0")
+    assert w.run(kept, dropout=dropout).o.tobytes() != result.o.tobytes()
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)

@@ -28,8 +28,7 @@ def main(pipeline: str) -> None:
     calls, plans = [], []
     for name, deterministic, dropout, shape in SET:
         variant = load_spec(name)
-        if pipeline == "ampere" or not dropout:  # which Hopper's forward has not: then the best one that has it serves
-            variant = dataclasses.replace(variant, pins=dataclasses.replace(variant.pins, pipeline=pipeline))
+        variant = dataclasses.replace(variant, pins=dataclasses.replace(variant.pins, pipeline=pipeline))
         p, wanted = problem_of(**{"batch": 1, **shape}), differentiable(variant.score_node)
         asked = {**p.sizes(), "head_dim": p.head_dim, "v_head_dim": p.v_head_dim, "dtype": p.dtype}
         asked |= {"seqlen": asked.pop("q_len"), "kv_seqlen": asked.pop("kv_len"), "dropout": bool(dropout)}

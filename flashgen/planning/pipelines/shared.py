@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 #: of moves and predicates.
 SOFTMAX_OPS = 4.5
 
+#: Integer operations of dropout on one score: ten rounds of Philox, six each, for four scores, and choosing.
+DROPOUT_OPS = 18
+
 
 def total(parts: Iterable[Part]) -> int:
     """The sum of its terms."""

@@ -15,7 +15,7 @@ from typing import Protocol
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.integers import Allowed
 from flashgen.planning.pipelines.ampere import programs
-from flashgen.planning.pipelines.shared import SOFTMAX_OPS, make_plan, total
+from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Tile, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import Profile, profile
@@ -61,9 +61,6 @@ FREE_STAGES = (2, 3)
 
 #: A block of more warps would leave each less than 128 registers.
 MAX_WARPS = 16
-
-#: Integer operations of dropout on one score: ten rounds of Philox, six each, for four scores, and choosing.
-DROPOUT_OPS = 18
 
 #: Registers that ptxas spends on random words ahead of their use, for each score of a thread beyond a block of sixteen.
 DROPOUT_AHEAD = 1.3

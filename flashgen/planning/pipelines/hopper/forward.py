@@ -15,7 +15,7 @@ from functools import lru_cache
 from flashgen.planning.arch import KIB, Arch, find
 from flashgen.planning.integers import Allowed
 from flashgen.planning.pipelines.hopper import programs
-from flashgen.planning.pipelines.shared import SOFTMAX_OPS, make_plan, total
+from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Specialized, Tile, WithoutRowMax, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
@@ -67,6 +67,9 @@ SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
 
 #: A score function that reads an element for each key, in every tile, takes one more register for so many keys.
 READING_KEYS = 6
+
+#: Registers for dropout: a bit for each score of a thread, and a round of Philox.  With 16 no shipped spec spills.
+DROPOUT_REGISTERS = 16
 
 #: Registers that a score function wants beside those counted where it is emitted twice.
 ROOM = 16
@@ -183,8 +186,8 @@ def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def unsupported_reason(request: KernelRequest) -> str | None:
-    """Why the pipeline has no such forward, or None."""
-    return "has no dropout" if request.dropout else None
+    """None: the pipeline has every forward of the language."""
+    return None
 
 
 def candidates(fixed: Fixed) -> Iterator[Candidate]:
@@ -255,6 +258,8 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     if asked.scored:
         reads = c.tile.kv // READING_KEYS if asked.score_reads_by_key else 0
         parts.append(Part(name="score", amount=SCORE_REGISTERS + reads, why="what the score function keeps"))
+    if request.dropout:
+        parts.append(Part(name="dropout", amount=DROPOUT_REGISTERS, why="what is kept, random numbers"))
     if asked.reads_by_key:
         keys = c.tile.kv // 4
         parts.append(
@@ -332,6 +337,8 @@ def _layout(plan: KernelPlan) -> Specialized:
 
 def cannot_pack(request: KernelRequest) -> str | None:
     """Why no tile of a request can hold several heads, or None."""
+    if request.dropout:
+        return "drops probabilities of each head by itself: its heads share no tile"
     return "tells heads apart, which then share no tile" if request.profile.uses_head else None
 
 
@@ -356,7 +363,7 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     return {
         "tensor": 2 * (plan.padded_head_dim + plan.padded_v_head_dim) * sm_clocks / arch.tensor_flops[NAME],
         "special": (1 + special) / arch.special_per_clock,
-        "arithmetic": (SOFTMAX_OPS + arithmetic) / arch.fp32_lanes,
+        "arithmetic": (SOFTMAX_OPS + arithmetic + DROPOUT_OPS * plan.dropout) / arch.fp32_lanes,
     }
 
 
