@@ -68,8 +68,9 @@ SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
 #: A score function that reads an element for each key, in every tile, takes one more register for so many keys.
 READING_KEYS = 6
 
-#: Registers for dropout: a bit for each score of a thread, and a round of Philox.  With 16 no shipped spec spills.
-DROPOUT_REGISTERS = 16
+#: Registers for dropout: a bit for each score of a thread, and rounds of Philox; and so many more (of 64 keys or more)
+#: beside a score function or a mask that is no band, with which ptxas mixes them.  So no shipped spec spills.
+DROPOUT_REGISTERS, DROPOUT_BESIDE = 16, 22
 
 #: Registers that a score function wants beside those counted where it is emitted twice.
 ROOM = 16
@@ -259,7 +260,9 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         reads = c.tile.kv // READING_KEYS if asked.score_reads_by_key else 0
         parts.append(Part(name="score", amount=SCORE_REGISTERS + reads, why="what the score function keeps"))
     if request.dropout:
-        parts.append(Part(name="dropout", amount=DROPOUT_REGISTERS, why="what is kept, random numbers"))
+        alone = asked.plain or (asked.band and not asked.scored)
+        beside = 0 if alone else DROPOUT_BESIDE * min(c.tile.kv, BOX) // BOX
+        parts.append(Part(name="dropout", amount=DROPOUT_REGISTERS + beside, why="what is kept, random numbers"))
     if asked.reads_by_key:
         keys = c.tile.kv // 4
         parts.append(
