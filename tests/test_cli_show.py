@@ -123,7 +123,7 @@ def test_the_program_of_a_forward():
         (("--arch", "sm_90a", "--backward"), ("dq accumulation", "with q", "a warpgroup computes P and dS")),
         (("--arch", "sm_90a", "--backward", "--deterministic"), ("dq semaphore", "before", "order")),
         (("--arch", "sm_90a", "--backward", "--head-dim", 256), ("dv consumer", "dk consumer", "leave to write dS")),
-        (("--arch", "sm_90a", "--tile", "128x64", "--packed"), ("storer", "64 rows of O in the room of Q")),
+        (("--arch", "sm_90a", "--tile", "128x64", "--packed"), ("storer", "64 rows of O in the shared memory of Q")),
         (("--arch", "sm_80"), ("compute", "a tile of V", "by barrier 0")),
         (("--arch", "sm_80", "--backward"), ("compute", "a tile of dO and its delta", "by barrier 0")),
     ],
