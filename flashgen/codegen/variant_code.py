@@ -90,7 +90,7 @@ _RUNS = ("last_tile_of_run", "first_tile_of_run", "first_key_tile_of_run")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uses:
-    """Which names a decision uses: positions or ranges of them, and functions of `runs`; `heads` are b and h by name."""
+    """Which names a decision uses: positions, ranges of them, functions of `runs`; `heads` are b and h by name."""
 
     heads: tuple[str, ...]
     b: bool
