@@ -11,6 +11,7 @@ from flashgen.analysis.facts import Facts, analyse
 from flashgen.codegen import device, params
 from flashgen.codegen.backward import sized, transposed
 from flashgen.codegen.fold import folded
+from flashgen.codegen.reachable import reachable
 from flashgen.codegen.variant_code import VariantCode, variant_code
 from flashgen.planning.backward import lookups
 from flashgen.planning.plan import KernelPlan
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 #: What the names of mma and cvt wrappers call the element type.
 _PTX_TYPE = {"float16": "f16", "bfloat16": "bf16"}
+
+#: What stands in the place of the device library until it is known which of it is used.
+_DEVICE = "// device library"
 
 _WIDTH = 116  # of a line, less a margin
 
@@ -47,15 +51,15 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "element": params.ELEMENT[plan.dtype],
         "ptx_type": ptx_type,
         "from": f"from_{ptx_type}",
-        "walks_keys": plan.backward is None or plan.backward.by_query is not None,
         "mma": f"mma_m16n8k16_{ptx_type}",
         "cvt": f"cvt_{ptx_type}x2",
     }
     if plan.backward is not None:
         context["transposed"] = transposed(facts, plan.gradients)
         context["gradients"] = [sized(t) for t in plan.variant.tensors if t.name in plan.gradients]
-    # The kernel says which device functions it uses; then it is put together with them.
-    return folded(template.render(context, device=device.used_by(template.render(context, device=""))))
+    # The kernel's entries say which of its functions they use, and these which of the device library's.
+    text = reachable(template.render(context, device=_DEVICE))
+    return folded(text.replace(_DEVICE, device.used_by(text)))
 
 
 def banner(plan: KernelPlan, found: VariantCode) -> str:

@@ -83,6 +83,11 @@ class Body:
     value: Text
     known: Mapping[Node, Text]
 
+    @property
+    def statements(self) -> tuple[str, ...]:
+        """The body of a function that returns the value."""
+        return (*self.lines, f"return {self.value};")
+
 
 class Printer:
     """Prints expressions over the locals b, h, q, k, s and the kernel's parameters p.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from flashgen.analysis.abstract import Intervals, anywhere, finite_at_zero
 from flashgen.analysis.facts import Facts, Term
@@ -70,17 +70,67 @@ class Reader:
     declared: str
     sorted: bool
 
+    @property
+    def statements(self) -> tuple[str, ...]:
+        """The body of the function that reads an element."""
+        return (*self.lines, f"return {self.value};")
+
+    @property
+    def outward(self) -> bool:
+        """Whether an end of a range may be NaN."""
+        return self.ctype == CTYPES[DType.FLOAT32]
+
+
+#: Which tiles a walk visits: all; those of the runs that the mask shows; of these, what `classify` does not find EMPTY.
+Walk = Literal["every_tile", "runs", "classified"]
+
+#: Functions that find a run's first or last tile.
+_RUNS = ("last_tile_of_run", "first_tile_of_run", "first_key_tile_of_run")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uses:
+    """Which names a decision uses: positions, ranges of them, functions of `runs`; `heads` are b and h by name."""
+
+    heads: tuple[str, ...]
+    b: bool
+    h: bool
+    q: bool
+    k: bool
+    k_first: bool
+    k_last: bool
+    runs: bool
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The body of `previous_tile` or `classify`: declarations, what is concluded from them, and the names in both."""
+    """The body of `previous_tile` or `classify`: declarations, and what is concluded from them."""
 
     lines: tuple[str, ...]
     conclusions: tuple[str, ...]
 
     @property
-    def uses(self) -> frozenset[str]:
-        return identifiers("\n".join((*self.lines, *self.conclusions)))
+    def uses(self) -> Uses:
+        """The names that stand in both."""
+        names = identifiers("\n".join((*self.lines, *self.conclusions)))
+        return Uses(
+            heads=tuple(name for name in ("b", "h") if name in names),
+            b="b" in names,
+            h="h" in names,
+            q="q" in names,
+            k="k" in names,
+            k_first="k_first" in names,
+            k_last=not names.isdisjoint(("k_last", "k")),
+            runs=not names.isdisjoint(_RUNS),
+        )
+
+    def extreme(self, function: str) -> tuple[str, ...]:
+        """The body of a function that returns the least (`min`) or the greatest (`max`) of what is concluded."""
+        first, *rest = self.conclusions
+        if not rest:
+            return (*self.lines, f"return {first};")
+        more = (f"found = {function}(found, {run});" for run in rest)
+        return (*self.lines, f"int found = {first};", *more, "return found;")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +183,21 @@ class VariantCode:
     def may_skip(self) -> bool:
         """Whether `classify` may find a tile EMPTY."""
         return self.classes is not None and len(self.classes.conclusions) == 2
+
+    @property
+    def walk(self) -> Walk:
+        """Which tiles a walk visits."""
+        if self.may_skip:
+            return "classified"
+        return "every_tile" if self.keep is None else "runs"
+
+    def query(self, at: str, last: str = "p.q_len - 1") -> str:
+        """The query at a position, that a lane outside the problem is led back from to the last."""
+        return f"min({at}, {last})" if self.clamp_q else at
+
+    def key(self, at: str, last: str = "p.kv_len - 1") -> str:
+        """The same for a key."""
+        return f"min({at}, {last})" if self.clamp_k else at
 
 
 def variant_code(facts: Facts, lookups: tuple[Node, ...] = ()) -> VariantCode:

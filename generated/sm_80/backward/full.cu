@@ -189,7 +189,6 @@ static_assert(sizeof(Params) == 328, "what the host packs");
 
 struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped to the problem
 
-// ---------------------------------------------------------------- variant
 // ---------------------------------------------------------------- before the products: what each row needs
 // The rows of this block: one tile of queries of one head.
 DEVICE Rows rows_of_block(const Params& p) {

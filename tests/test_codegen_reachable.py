@@ -1,0 +1,54 @@
+"""What no entry of a kernel reaches is not emitted."""
+
+from flashgen.codegen.reachable import reachable
+
+KERNEL = """\
+constexpr int TILE = 64;
+
+// -------------------------------- masks
+// A rare type.
+struct Rare { int x; };
+
+// Whether a key is hidden.
+DEVICE bool hidden(const Rare& r) { return r.x > 0; }
+
+// -------------------------------- scores
+typedef float S[TILE / 8][4];
+
+template <int N>
+DEVICE void scale(float (&s)[N][4]) {
+  for (int i = 0; i < N; i++) s[i][0] *= 2.f;
+}
+
+struct Consumer {
+  int row;
+
+  // Only {0} calls this.
+  DEVICE void apply(S& s) { scale(s); }
+
+  DEVICE void run() {
+    S s;
+    {1}
+  }
+};
+
+extern "C" __global__ void kernel() { Consumer{0}.run(); }
+"""
+
+
+def test_definitions_without_a_use_go_with_what_only_they_use():
+    text = KERNEL.replace("{1}", "s[0][0] = 0.f;")
+    kept = reachable(text)
+    assert "hidden" not in kept and "Rare" not in kept and "apply" not in kept and "void scale" not in kept
+    assert "typedef float S" in kept and "DEVICE void run()" in kept and "constexpr int TILE" in kept
+    assert "-- masks" not in kept and "-- scores" in kept
+    assert "\n\n\n" not in kept
+
+
+def test_what_a_used_definition_uses_stays_and_nothing_is_moved():
+    text = KERNEL.replace("{1}", "if (hidden(Rare{1})) apply(s);")
+    assert reachable(text) == text
+
+
+def test_a_definition_that_uses_only_itself_goes():
+    assert "f(" not in reachable("DEVICE int f(int x) { return x > 0 ? f(x - 1) : 0; }\n\nint g;\n")
