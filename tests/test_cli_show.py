@@ -114,7 +114,10 @@ def test_the_program_of_a_forward():
     work, k = line(out, "work"), line(out, "k")
     assert (work[at["scheduler"]], work[at["loader"]], work[at["consumer"]]) == ("●", "▶", "▶")
     assert (k[at["scheduler"]], k[at["loader"]], k[at["consumer"]]) == (" ", "●", "▶")
-    assert "when 8 consumer warps arrive" in k
+    stages = line(out[out.index("\nstages") :], "k")
+    assert " ".join(stages.split()) == "k 2 when 8 consumer warps arrive"
+    assert "when 8 consumer warps, 1 loader warp and 1 storer warp arrive" in out
+    assert "when 1 storer warp arrives" in out
 
 
 @pytest.mark.parametrize(
@@ -123,7 +126,7 @@ def test_the_program_of_a_forward():
         (("--arch", "sm_90a", "--backward"), ("dq accumulation", "with q", "a warpgroup computes P and dS")),
         (("--arch", "sm_90a", "--backward", "--deterministic"), ("dq semaphore", "before", "order")),
         (("--arch", "sm_90a", "--backward", "--head-dim", 256), ("dv consumer", "dk consumer", "leave to write dS")),
-        (("--arch", "sm_90a", "--tile", "128x64", "--packed"), ("storer", "64 rows of O in the room of Q")),
+        (("--arch", "sm_90a", "--tile", "128x64", "--packed"), ("storer", "64 rows of O in the shared memory of Q")),
         (("--arch", "sm_80"), ("compute", "a tile of V", "by barrier 0")),
         (("--arch", "sm_80", "--backward"), ("compute", "a tile of dO and its delta", "by barrier 0")),
     ],
