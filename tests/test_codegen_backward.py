@@ -57,7 +57,7 @@ def test_what_selects_a_captured_element_decides_what_is_summed_first():
     (slopes,) = transposed(analyse(load_spec("alibi").bind()), ("slopes",)).captured_grads
     (table,) = transposed(analyse(load_spec("relative_bias").bind()), ("table",)).captured_grads
     assert (slopes.by_query, slopes.by_key, table.by_query, table.by_key) == (False, False, True, True)
-    assert "One sum a tile" in emit(plan_of("alibi", gradients=("slopes",)))
+    assert "One sum per tile" in emit(plan_of("alibi", gradients=("slopes",)))
 
 
 def test_only_what_a_plan_asks_for_is_emitted():
