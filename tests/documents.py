@@ -29,6 +29,11 @@ BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PLAN = ("plan", "specs/sliding_window.py", "--seqlen", "8192", "--arch", "sm_80")
 SHOW = ("show", *PLAN[1:2], "--param", "window=300", "--seqlen", "1024", "--arch", "sm_80", "--tile", "64x64")
 
+PROGRAM = ("--program", "--seqlen", "8192", "--arch")
+FORWARD_PROGRAM = ("show", "causal", *PROGRAM, "sm_90a")
+BACKWARD_PROGRAM = ("show", "document", *PROGRAM, "sm_90a", "--backward")
+AMPERE_PROGRAM = ("show", "causal", *PROGRAM, "sm_80")
+
 
 def spec() -> str:
     return fenced("python", (ROOT / "specs" / "sliding_window.py").read_text())
@@ -54,6 +59,18 @@ def refusal() -> str:
 
 def show() -> str:
     return fenced("text", output(SHOW))
+
+
+def program_forward() -> str:
+    return fenced("text", output(FORWARD_PROGRAM))
+
+
+def program_backward() -> str:
+    return fenced("text", output(BACKWARD_PROGRAM))
+
+
+def program_ampere() -> str:
+    return fenced("text", output(AMPERE_PROGRAM))
 
 
 def cuda() -> str:
@@ -104,6 +121,9 @@ BLOCKS = {
     "predicted": predicted,
     "refusal": refusal,
     "show": show,
+    "program_forward": program_forward,
+    "program_backward": program_backward,
+    "program_ampere": program_ampere,
     "cuda": cuda,
     "language": language.markdown,
     "measured": measured,

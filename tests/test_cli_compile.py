@@ -107,7 +107,7 @@ def test_build_of_one_tile_and_unequal_head_dims():
 def test_compile_reports_resources_and_times(tmp_path):
     file = tmp_path / "causal.cubin"
     out = flashgen("compile", "causal", "--arch", "sm_80", "--head-dim", 128, "--output", file).out
-    assert re.search(r"^registers +\d+ a thread \(the plan estimates \d+\)", out, re.MULTILINE)
+    assert re.search(r"^registers +\d+ per thread \(the plan estimates \d+\)", out, re.MULTILINE)
     assert re.search(r"^spills +0 bytes stored, 0 loaded, stack 0", out, re.MULTILINE)
     for name in ("shared memory", "cubin", "imports", "context creation"):
         assert re.search(rf"^{name} ", out, re.MULTILINE)

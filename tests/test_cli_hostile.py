@@ -219,6 +219,15 @@ main()
 """
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C reaches what a test starts, also where the tests are a background job of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("at", ["typer", "rich.console", "flashgen.cli.run", "flashgen.lang.load", "torch"])
 def test_ctrl_c_in_the_middle_of_an_import_is_one_line(at):
     done = subprocess.run(
@@ -228,6 +237,7 @@ def test_ctrl_c_in_the_middle_of_an_import_is_one_line(at):
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_it_runs_is_one_line(tmp_path):
     spec, running_now = tmp_path / "slow.py", tmp_path / "running"
     spec.write_text(

@@ -114,7 +114,10 @@ def test_the_program_of_a_forward():
     work, k = line(out, "work"), line(out, "k")
     assert (work[at["scheduler"]], work[at["loader"]], work[at["consumer"]]) == ("●", "▶", "▶")
     assert (k[at["scheduler"]], k[at["loader"]], k[at["consumer"]]) == (" ", "●", "▶")
-    assert "when 8 consumer warps arrive" in k
+    stages = line(out[out.index("\nstages") :], "k")
+    assert " ".join(stages.split()) == "k 2 when 8 consumer warps arrive"
+    assert "when 8 consumer warps, 1 loader warp and 1 storer warp arrive" in out
+    assert "when 1 storer warp arrives" in out
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,14 @@ def test_params_are_those_that_the_kernel_takes(options):
     assert ("grad_slopes" in names) is bool(plan.gradients)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("spec", ["full", "document"])
+def test_what_orders_additions_to_dq_is_in_a_deterministic_backward_alone(spec, head_dim):
+    for deterministic in (False, True):
+        text = emit(plan_of(spec, head_dim, "sm_90a", deterministic=deterministic))
+        assert ("SEMAPHORE_STEPS = 8;" in text) is deterministic and ("dq semaphore" in text) is deterministic
+
+
 def test_launches_and_workspaces():
     problem = problem_of()
     plan = plan_of("alibi", gradients=("slopes",))

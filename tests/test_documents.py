@@ -27,14 +27,6 @@ TEXTS = {name: path.read_text() for name, path in DOCUMENTS.items()}
 #: What the README and docs/ say together.
 REFERENCE = "\n".join(text for name, text in TEXTS.items() if name == "README.md" or name.startswith("docs/"))
 
-#: What is not there yet: `<!-- after merge: ... -->` in a document names it.
-COMING = {
-    word
-    for text in TEXTS.values()
-    for comment in re.findall(r"<!-- after merge:(.*?)-->", text, re.DOTALL)
-    for word in comment.split()
-}
-
 VERBS = typer.main.get_command(app).commands
 
 
@@ -97,21 +89,19 @@ def wrong_with(command: str, complete: bool) -> str | None:
     if program in ("python", "python3") and arguments[0] == "-m":
         [module] = arguments[1:2]
         inside = (ROOT / module.replace(".", "/")).exists()
-        return (
-            None if inside or module in COMING or importlib.util.find_spec(module) else f"there is no module {module}"
-        )
+        return None if inside or importlib.util.find_spec(module) else f"there is no module {module}"
     if program.startswith(".ci/"):
-        return None if program in COMING or os.access(ROOT / program, os.X_OK) else f"there is no script {program}"
+        return None if os.access(ROOT / program, os.X_OK) else f"there is no script {program}"
     if program == "pytest":
         expressions = [b for a, b in itertools.pairwise(arguments) if a == "-m"]
         known = {line.split(":")[0] for line in pytest_options()["markers"]} | {"not", "and", "or"}
-        unknown = {word for expression in expressions for word in expression.split()} - known - COMING
+        unknown = {word for expression in expressions for word in expression.split()} - known
         if unknown:
             return f"there is no marker {unknown}"
     elif program not in ("python", "python3", "pip", "git", "ruff", "pre-commit"):
         return f"nothing is known of {program}"
     paths = [word.partition("::")[0] for word in arguments if re.match(r"(tests|flashgen|specs|\.ci)/", word)]
-    return next((f"there is no {path}" for path in paths if path not in COMING and not (ROOT / path).exists()), None)
+    return next((f"there is no {path}" for path in paths if not (ROOT / path).exists()), None)
 
 
 def wrong_with_verb(arguments: list[str], complete: bool) -> str | None:
@@ -214,7 +204,7 @@ def anchors(text: str) -> set[str]:
 def test_links_lead_somewhere(name):
     missing = []
     for link in re.findall(r"\]\(([^)]+)\)", re.sub(r"```.*?```", "", TEXTS[name], flags=re.DOTALL)):
-        if re.match(r"https?:", link) or link in COMING:
+        if re.match(r"https?:", link):
             continue
         path, _, anchor = link.partition("#")
         target = (DOCUMENTS[name].parent / path).resolve() if path else DOCUMENTS[name]
@@ -226,7 +216,7 @@ def test_links_lead_somewhere(name):
 @pytest.mark.parametrize("name", TEXTS)
 def test_paths_exist(name):
     named = re.findall(r"`((?:flashgen|specs|templates|generated|tests|docs|\.ci|\.github)/[\w./]*)`", TEXTS[name])
-    assert [path for path in named if path not in COMING and not (ROOT / path).exists()] == []
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("name", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
@@ -236,13 +226,13 @@ def test_names_of_the_code_are_in_the_code(name):
     paths = [path for folder in folders for path in [ROOT / folder, *(ROOT / folder).rglob("*")] if path.is_file()]
     known = set(re.findall(r"\w+", " ".join(path.read_text() for path in paths if "__pycache__" not in path.parts)))
     text = re.sub(r"```.*?```", "", TEXTS[name], flags=re.DOTALL)
-    assert [word for word in re.findall(r"`([A-Za-z_]\w+)`", text) if word not in known | COMING] == []
+    assert [word for word in re.findall(r"`([A-Za-z_]\w+)`", text) if word not in known] == []
 
 
 @pytest.mark.parametrize("name", sorted(TEXTS.keys() - {"docs/glossary.md"}))  # which names what it replaces
 def test_words_are_the_fields(name):
     """The words that readers stumbled over, with what the field says."""
-    words = {"multiprocessor": "SM", "registers per thread": "registers per thread"}
+    words = {"multiprocessor": "SM", "registers a thread": "registers per thread"}
     assert [f"{word} -> {better}" for word, better in words.items() if word in prose(TEXTS[name])] == []
 
 

@@ -138,10 +138,12 @@ def test_what_was_measured_says_so(variant, head_dim):
 def test_a_command_names_each_form_of_a_menu(spec, head_dim):
     variant = load_spec(spec).bind()
     for plan in menu(variant, head_dim).plans:
-        fixed = {"tile": (plan.tile.q, plan.tile.kv), "stages": plan.stages, "q_stages": plan.q_stages}
+        fixed = {"tile": (plan.tile.q, plan.tile.kv), **plan.integers()}
         assert planner.menu(variant, "sm_90a", "bfloat16", head_dim, **fixed).plans == (plan,)
         banner = " ".join(emit(plan).partition("\n\n")[0].replace("\n//", " ").split())
-        assert banner.endswith(f"--tile {plan.tile} --stages {plan.stages} --q-stages {plan.q_stages}")
+        integers = [f"--{name.replace('_', '-')} {value}" for name, value in plan.integers().items()]
+        assert integers[:2] == [f"--stages {plan.stages}", f"--q-stages {plan.q_stages}"]
+        assert banner.endswith(" ".join([f"--tile {plan.tile}", *integers]))
 
 
 def test_sequences_of_different_lengths_take_forms_of_one_tile():

@@ -65,7 +65,7 @@ def command(
         f"{plan.pipeline} {plan.pass_name}, {plan.arch}, tile {plan.tile.q} x {plan.tile.kv},"
         f" {plan.stages} stages, {plan.threads} threads",
     )
-    table.add_row("registers", f"{r.registers} a thread (the plan estimates {plan.registers_estimate})")
+    table.add_row("registers", f"{r.registers} per thread (the plan estimates {plan.registers_estimate})")
     table.add_row("spills", f"{r.spill_stores} bytes stored, {r.spill_loads} loaded, stack {r.stack_bytes}")
     table.add_row("shared memory", f"{size(plan.smem_bytes)} dynamic, {size(r.smem_static)} static")
     table.add_row("cubin", size(len(first.cubin)))

@@ -72,7 +72,7 @@ def as_json(plan: KernelPlan) -> dict[str, object]:
 
 
 def render(program: Program) -> tuple[Table, ...]:
-    """The program for a terminal: roles, rings with a lane for each role, named barriers."""
+    """The program for a terminal: roles, rings with a lane for each role, their stages, named barriers."""
     roles = _table("roles", "warps", "role", "threads", "registers per thread")
     first = 0
     for role in program.roles:
@@ -82,13 +82,16 @@ def render(program: Program) -> tuple[Table, ...]:
         first = last + 1
     signs = _SIGNS[0] if encodable("".join(_SIGNS[0])) else _SIGNS[1]
     legend = f"{signs[0]} fills a stage, {signs[1]} {signs[2]} waits for it, {signs[3]} both"
-    rings = _table(f"rings: {legend}", "ring", _lanes(program)[0], "stages", "carries", "free again")
+    rings = _table(f"rings: {legend}", "ring", _lanes(program)[0], "carries")
+    stages = _table("stages", "ring", "stages", "free again")
     for ring in program.rings:
-        rings.add_row(ring.name, _line(program, ring, signs), _stages(ring), ring.carries, _freed(ring))
+        rings.add_row(ring.name, _line(program, ring, signs), ring.carries)
+        stages.add_row(ring.name, _stages(ring), _freed(ring))
     meetings = _table("named barriers", "id", "threads", "who meets", "why")
     for barrier in program.named_barriers:
-        meetings.add_row(str(barrier.id), str(barrier.threads), ", ".join(barrier.roles), barrier.why)
-    return roles, rings, meetings
+        who = "all warps" if barrier.warps == program.warps else ", ".join(barrier.roles)
+        meetings.add_row(str(barrier.id), str(barrier.threads), who, barrier.why)
+    return roles, rings, stages, meetings
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -136,7 +139,13 @@ def _freed(ring: Ring) -> str:
     arriving = [
         f"{party.arrivals} {party.role} warp{'s' * (party.arrivals > 1)}" for party in ring.consumers if party.arrivals
     ]
-    return f"when {' and '.join(arriving)} arrive" if arriving else ring.freed
+    return f"when {_listed(arriving)} arrive{'s' * (ring.empty == 1)}" if arriving else ring.freed
+
+
+def _listed(words: list[str]) -> str:
+    """As a person lists them: "a, b and c"."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def draw(plan: KernelPlan, title: str, suffix: str) -> bytes:

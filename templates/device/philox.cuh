@@ -1,4 +1,4 @@
-// ---------------------------------------------------------------- philox: random numbers as a function of their position
+// ---------------------------------------------------------------- philox: random numbers by their position
 // Philox-4x32-10 (Salmon, Moraes, Dror and Shaw 2011): four words for a counter of four and a key of two.
 struct Words { u32 word[4]; };
 
