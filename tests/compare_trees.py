@@ -128,7 +128,7 @@ def menu_text(menu) -> str:
 
     def told(plan) -> str:
         names = {field.name for field in dataclasses.fields(plan)} | {"q_stages"}
-        told = {name: getattr(plan, name) for name in sorted(names - {"variant", "program", "roles"})}
+        told = {name: getattr(plan, name) for name in sorted(names - {"variant", "program", "roles", "fallbacks"})}
         roles = plan.program.roles if "program" in names else plan.roles  # those of a tree without programs are coarser
         told["warps"] = plan.warps, plan.threads, roles[0].registers, roles[-1].registers
         bare = re.sub(r"(Specialized\(.*?)q_stages=\d, ", r"\1", repr(told))
@@ -147,10 +147,17 @@ def menu_text(menu) -> str:
             *map(str, menu.rejected),
             *(f"too large: {one}" for one in planner.limits(menu.plans[0])),
             f"measured: {menu.measured}",
-            f"passed over: {menu.passed_over}",
+            f"passed over: {passed_over(menu)}",
             f"chosen: {[chosen(*call) for call in CALLS]}",
         ]
     )
+
+
+def passed_over(menu) -> str | None:
+    """The better pipelines that do not serve a menu, and why; a tree without fallbacks says so of backwards alone."""
+    if hasattr(menu, "passed_over"):
+        return menu.passed_over
+    return "; ".join(f"pipeline {f.pipeline}: {f.reason}" for f in menu.fallbacks) or None
 
 
 def dump(specs: list[str], every: bool, menus: bool) -> dict[str, dict]:

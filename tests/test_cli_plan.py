@@ -1,6 +1,7 @@
 """`flashgen plan`: the table, the JSON object, and the shared options."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_a_backward_is_planned_beside_its_forward():
     assert got["pass"] == "forward" and got.keys() >= FIELDS
     back = got["backward"]
     assert back.keys() >= FIELDS and (back["pass"], back["pipeline"]) == ("backward", "hopper")
-    assert back["passed_over"] is None
+    assert back["passed_over"] is None and back["fallbacks"] == []
     assert (back["deterministic"], back["dropout"], back["gradients"]) == (False, False, [])
     assert back["flops_useful"] == 10 * 128 * 8 * (1024 * 1025 // 2)
     assert sum(kernel["read_bytes"] for kernel in back["kernels"]) == back["hbm"]["read_bytes"]
@@ -132,9 +133,11 @@ def test_the_table_says_which_pass_runs_where():
 def test_a_backward_that_the_best_pipeline_lacks_says_why():
     asked = ("causal", "--seqlen", 1024, "--arch", "sm_90a", "--head-dim", 192, "--backward", "--dropout")
     back = plan(*asked)["backward"]
-    why = "pipeline hopper: its backward has dropout for head dims up to 128"
-    assert back["pipeline"] == "ampere" and back["passed_over"] == why
-    assert why in flashgen("plan", *asked).out
+    why, nearest = "its backward has dropout for head dims up to 128", "head_dim 128, or dropout=False"
+    assert back["pipeline"] == "ampere" and back["passed_over"] == f"pipeline hopper: {why}"
+    assert back["fallbacks"] == [{"pipeline": "hopper", "reason": why, "nearest": nearest, "pinned": False}]
+    line = rf"^instead of hopper +{why} \(nearest: {nearest}\) *$"
+    assert re.search(line, flashgen("plan", *asked).out, re.MULTILINE)
 
 
 def test_a_deterministic_backward_on_hopper():

@@ -1,5 +1,7 @@
 """`flashgen run`: a checked result, the numbers beside it, and what a failed check does."""
 
+import json
+
 import pytest
 import torch
 from cli import flashgen
@@ -41,6 +43,35 @@ def test_gradients_are_checked_where_asked(name, options):
     assert [line.split()[0] for line in out.splitlines() if ", largest" in line] == ["dq,", "dk,", "dv,"]
     # o, dq, dk and dv of one draw: the smallest of q, k and v has more elements than the pool.
     assert f"checked against float64: {67 * 4 * (32 + 64) + 90 * 2 * (64 + 32):,} elements, seed 0" in out
+
+
+def test_what_is_dropped_is_dropped_in_float64_too(monkeypatch):
+    shape = ("--heads", 4, "--kv-heads", 2, "--seqlen", 67, "--head-dim", 64, "--dropout", 0.3, "--seed", 5)
+    assert "checked against float64" in run("softcap", *shape, "--backward", "--deterministic").out
+    got = json.loads(run("causal", *shape, "--json").out)
+    assert (got["dropout"], got["passed"]) == (0.3, True)
+    assert "dropout" not in run("causal", *shape[:-4]).out
+    right = ops_attention.attention
+
+    def spoiled(given, **named):
+        monkeypatch.setattr(ops_attention, "attention", lambda *a, **k: right(*a, **{**k, **given(k), **named}))
+        return run("causal", *shape, "--backward", code=1).err
+
+    err = spoiled(lambda k: {"seed": k["seed"] + 1})  # other pairs
+    assert all(f"check failed: {name}" in err for name in ("largest error", "dq: ", "dk: ", "dv: "))
+    assert "check failed: RMS error" in spoiled(lambda k: {}, dropout=0.0)
+
+
+def test_few_elements_drop_others_each_time():
+    assert (
+        "elements"
+        in run("causal", "--seqlen", 1, "--kv-seqlen", 9, "--heads", 1, "--head-dim", 64, "--dropout", 0.5).out
+    )
+
+
+def test_what_is_no_chance_is_refused():
+    for chance, nearest in ((1, 0.99), (-0.5, 0.0), ("nan", 0.0)):
+        assert f"nearest: dropout={nearest}" in run("causal", "--seqlen", 64, f"--dropout={chance}", code=2).err
 
 
 @pytest.mark.parametrize("name", ["causal", "softcap"])

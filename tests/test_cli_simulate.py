@@ -1,8 +1,12 @@
 """`flashgen simulate`: the verb over the interpreter."""
 
+import json
 import re
 
 from cli import flashgen
+
+from flashgen.interpreter import simulate
+from flashgen.runtime.philox import Dropout
 
 SMALL = ("--seqlen", "70", "--heads", "1", "--head-dim", "32", "--arch", "sm_80", "--tile", "64x32")
 
@@ -14,6 +18,17 @@ def test_a_kernel_is_executed_checked_and_counted():
     assert executed[1] == predicted[1]
     assert "no instructions with bank conflicts" in ran.out
     assert "mma.sync" in ran.out
+
+
+def test_a_kernel_that_drops_is_checked_on_the_pairs_that_it_keeps(monkeypatch):
+    dropping = (*SMALL, "--dropout", "0.3")
+    got = json.loads(flashgen("simulate", "causal", *dropping, "--json").out)
+    assert (got["dropout"], got["passed"]) == (0.3, True)
+    right = simulate.simulate
+    others = Dropout(p=0.3, seed=1)
+    monkeypatch.setattr(simulate, "simulate", lambda *a, **k: right(*a, **{**k, "dropout": others}))
+    assert "check failed: RMS error" in flashgen("simulate", "causal", *dropping, code=1).err
+    assert "nearest: dropout=0.99" in flashgen("simulate", "causal", *SMALL, "--dropout", "1", code=2).err
 
 
 def test_copies_may_end_late():

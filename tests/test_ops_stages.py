@@ -1,19 +1,22 @@
 """plan, emit, compile and supports: reasons are empty exactly when the stages succeed."""
 
+import dataclasses
 import inspect
 import itertools
 import re
 
 import pytest
+import torch
 from tiers import thinned
 
 import flashgen as fg
 from flashgen.errors import PlanError, SpecError
 from flashgen.lang.load import shipped
-from flashgen.ops import stages
+from flashgen.ops import menus, stages
 from flashgen.ops.supports import Reason
 from flashgen.planning.arch import ARCHS
-from flashgen.runtime import driver
+from flashgen.planning.problem import Problem
+from flashgen.runtime import cache, driver
 
 block = fg.constant("block", default=64, min=1, max=512)
 
@@ -146,7 +149,7 @@ def test_reasons_of_a_backward():
     assert fg.supports(biased, **asked) == ()
     asked["head_dim"] = 256
     reasons = fg.supports(biased, **asked)
-    assert reasons and {reason.nearest for reason in reasons} == {"pipeline 'ampere'"}
+    assert reasons and {r.nearest for r in reasons} == {"pipeline 'ampere', or head_dim 128, or gradients=()"}
     assert fg.supports(biased, **{**asked, "pipeline": None}) == ()
 
 
@@ -318,6 +321,72 @@ def test_a_head_dim_of_0_is_not_one_that_was_not_given(name, backward):
     for seqlen in (None, 64):
         with pytest.raises(PlanError, match=f"^no kernel .*{name} runs from 16"):
             fg.plan("causal", backward=backward, seqlen=seqlen, **{name: 0})
+
+
+def test_a_plan_names_the_better_pipelines_that_do_not_serve_it():
+    """And fixing the better one gives the same reason; `supports` has none where something serves."""
+    factor = fg.tensor("factor", dims=("heads",), dtype="float32")
+    scaled = fg.variant(score=lambda s, b, h, q, k: s * factor[h], name="scaled")
+    judged = {"head_dim": 128, "dropout": True}
+    for variant, options, nearest in (
+        ("causal", {"head_dim": 192, "dropout": True}, ["head_dim 128", "dropout=False"]),
+        ("causal", {"head_dim": 64, "v_head_dim": 136, "dropout": True}, ["v_head_dim 128", "dropout=False"]),
+        ("causal", {"head_dim": 128, "tile": (64, 64)}, ["tile=None"]),
+        ("blocks", judged, ["head_dim 112", "dropout=False"]),
+        ("relative_bias", {"head_dim": 128, "gradients": ("table",)}, ["head_dim 64", "gradients=()"]),
+        (scaled, {"head_dim": 64, "gradients": ("factor",)}, ["gradients=()"]),
+        (scaled, {"head_dim": 192, "gradients": ("factor",), "dropout": True}, ["no single change"]),
+    ):
+        asked = {"arch": "sm_90a", "backward": True, **options}
+        plan = fg.plan(variant, **asked)
+        (fallback,) = plan.fallbacks
+        assert (plan.pipeline, fallback.pipeline, fallback.pinned) == ("ampere", "hopper", False)
+        assert fallback.nearest == ", or ".join(nearest)
+        assert fg.supports(variant, **asked) == ()
+        reasons = fg.supports(variant, **asked, pipeline="hopper")
+        assert any(fallback.reason in reason.limit for reason in reasons)
+        for change in nearest[:1]:
+            if found := re.fullmatch(r"(\w+) (\d+)", change):
+                assert fg.plan(variant, **asked | {found[1]: int(found[2])}).fallbacks == ()
+                assert fg.plan(variant, **asked | {found[1]: int(found[2]) + 8}).fallbacks != ()
+    assert fg.plan("causal", arch="sm_90a", backward=True).fallbacks == ()
+    assert fg.plan("causal", arch="sm_80", backward=True, dropout=True, head_dim=192).fallbacks == ()
+
+
+def test_fallbacks_are_no_part_of_a_kernel():
+    chosen, fixed = (
+        fg.plan("causal", arch="sm_90a", backward=True, dropout=True, head_dim=192, pipeline=pipeline)
+        for pipeline in (None, "ampere")
+    )
+    assert chosen.fallbacks and not fixed.fallbacks
+    assert chosen == fixed and hash(chosen) == hash(fixed) and cache.key(chosen) == cache.key(fixed)
+
+
+def test_a_fallback_is_logged_once_for_a_kernel_and_a_pin_never(monkeypatch, caplog):
+    monkeypatch.setattr(driver, "gpu", lambda index: driver.Gpu(index=0, name="H", capability=(9, 0), sms=132))
+    monkeypatch.setattr(menus, "_told", {})
+
+    def menu(variant, kv_len, **options):
+        q, k = torch.zeros(1, 2, 8, 192), torch.zeros(1, 2, kv_len, 192)
+        sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "q_len": 8, "kv_len": kv_len}
+        problem = Problem(**sizes, head_dim=192, v_head_dim=192, dtype="bfloat16")
+        return menus.gpu_menu(q, k, k, variant, problem, backward=True, **options)
+
+    causal = fg.load_spec("causal").bind()
+    ampere, hopper = (
+        dataclasses.replace(causal, pins=dataclasses.replace(causal.pins, pipeline=name))
+        for name in ("ampere", "hopper")
+    )
+    assert menu(causal, 8).fallbacks == () and caplog.records == []
+    assert menu(ampere, 8, dropout=True).fallbacks[0].pinned and caplog.records == []
+    for number, variant in enumerate((causal, hopper), 1):
+        for kv_len in (8, 8, 24):
+            assert menu(variant, kv_len, dropout=True).plans[0].pipeline == "ampere"
+            assert len(caplog.records) == number
+    assert caplog.records[0].getMessage() == (
+        "the backward of 'causal' (head_dim 192, bfloat16) runs on pipeline ampere instead of hopper: its backward has"
+        " dropout for head dims up to 128\n  nearest: head_dim 128, or dropout=False"
+    )
 
 
 def test_constants_are_folded():

@@ -210,7 +210,8 @@ def pinned(variant, pipeline):
 def test_a_pinned_pipeline_rules_better_ones_out_and_others_stand_in_for_it():
     causal = load_spec("causal").bind()
     menu = planner.backward_menu(pinned(causal, "ampere"), "sm_90a", "bfloat16", 64)
-    assert menu.plans[0].pipeline == "ampere" and "pinned to pipeline ampere" in menu.passed_over
+    assert menu.plans[0].pipeline == "ampere" and menu.fallbacks[0].pinned
+    assert menu.fallbacks[0].reason == "'causal' is pinned to pipeline ampere"
     assert planner.backward_menu(pinned(causal, "hopper"), "sm_90a", "bfloat16", 64).plans[0].pipeline == "hopper"
     with pytest.raises(PlanError, match="sm_80 has no pipeline 'hopper'"):
         planner.backward_menu(pinned(causal, "hopper"), "sm_80", "bfloat16", 64)
@@ -233,7 +234,7 @@ def test_hopper_serves_what_it_can_and_says_what_not():
     selected = fg.variant(score=lambda s, b, h, q, k: s + factor[fg.int32(s > 0)], name="selected").bind()
     for head_dim in (16, 40, 64, 72, 96, 128):
         menu = planner.backward_menu(causal, "sm_90a", "bfloat16", head_dim)
-        assert {plan.pipeline for plan in menu.plans} == {"hopper"} and menu.passed_over is None
+        assert {plan.pipeline for plan in menu.plans} == {"hopper"} and menu.fallbacks == ()
         assert menu.plans[0].tile.q == (128 if head_dim <= 64 else 64)
     for dims in ((136, 136), (192, 128), (192, 192), (64, 256), (256, 256)):
         (plan,) = planner.backward_menu(causal, "sm_90a", "bfloat16", *dims).plans
@@ -250,7 +251,8 @@ def test_hopper_serves_what_it_can_and_says_what_not():
     ):
         menu = planner.backward_menu(variant, "sm_90a", "bfloat16", head_dim, **form)
         assert menu.plans[0].pipeline == "ampere"
-        assert menu.passed_over.startswith("pipeline hopper: ") and why in menu.passed_over
+        (fallback,) = menu.fallbacks
+        assert (fallback.pipeline, fallback.pinned) == ("hopper", False) and why in fallback.reason
         with pytest.raises(PlanError, match="nearest: pipeline 'ampere'"):
             planner.backward_menu(variant, "sm_90a", "bfloat16", head_dim, pipeline="hopper", **form)
 

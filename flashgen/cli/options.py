@@ -22,6 +22,7 @@ from flashgen.planning.integers import INTEGERS
 if TYPE_CHECKING:
     from flashgen.planning.plan import KernelPlan
     from flashgen.planning.problem import Problem
+    from flashgen.runtime.philox import Dropout
 
 #: A spec argument; Python files run with the caller's rights.
 Spec = Annotated[
@@ -89,6 +90,21 @@ def posed(problem: Problem) -> dict[str, object]:
 
 #: A --seed, as NumPy and PyTorch both take one.
 Seed = Annotated[int, typer.Option(min=0, max=1 << 62, help="Seed of the random input.")]
+
+#: A --dropout of what runs; a kernel alone, whose --dropout is a flag, serves every chance.
+Chance = Annotated[
+    float, typer.Option(metavar="P", help="Drop each probability with this chance, below 1; --seed says which.")
+]
+
+
+def drops(chance: float, seed: int) -> Dropout | None:
+    """What a --dropout drops; None where nothing.  Raises LaunchError for what is no chance in [0, 1)."""
+    from flashgen.ops.dropout import check
+    from flashgen.runtime.philox import Dropout
+
+    check(chance)
+    return Dropout(p=chance, seed=seed) if chance else None
+
 
 #: Query and key length of a call that names none.
 SEQLEN = {"cpu": 1024, "cuda": 8192}
@@ -165,7 +181,9 @@ class Pass:
         bool,
         _pass("--deterministic", help="With --backward: gradients whose reruns give the same bits."),
     ] = False
-    dropout: Annotated[bool, _pass("--dropout", help="Kernels that drop probabilities.")] = False
+    dropout: Annotated[
+        bool, _pass("--dropout", help="Kernels that drop probabilities, with any chance; run takes --dropout P.")
+    ] = False
     packed: Annotated[
         bool,
         _pass("--packed", help="Forward tiles that hold all heads which share keys, as few queries get them."),

@@ -50,10 +50,9 @@ class Resolved:
 
         # On a CPU a plan lends its tiles to head dims that no kernel takes.
         plan = dataclasses.replace(self.plan, head_dim=self.problem.head_dim, v_head_dim=self.problem.v_head_dim)
-        of_menu = {name: getattr(self.menu, name) for name in ("rejected", "passed_over")}
-        of_menu["measured"] = None if plan.packed else self.menu.measured  # no packed form was measured against others
+        measured = None if plan.packed else self.menu.measured  # no packed form was measured against others
         others = (other for other in self.menu.forms if other != self.plan)
-        return predict(plan, self.problem, self.case, others=others, **of_menu)
+        return predict(plan, self.problem, self.case, rejected=self.menu.rejected, measured=measured, others=others)
 
 
 def resolve(

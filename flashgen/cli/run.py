@@ -17,7 +17,7 @@ from rich.table import Table
 
 from flashgen.cli import build, options
 from flashgen.cli.console import err, out, progress, seconds, share, size, tabulate, write_json
-from flashgen.cli.options import Request, Spec
+from flashgen.cli.options import Pass, Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
 from flashgen.errors import FlashgenError, LaunchError, PlanError
 from flashgen.runtime.captured import on_device
@@ -25,6 +25,7 @@ from flashgen.runtime.captured import on_device
 if TYPE_CHECKING:
     from flashgen.lang.variant import Variant
     from flashgen.planning.problem import Problem
+    from flashgen.runtime.philox import Dropout
     from flashgen.runtime.reference import Verdict
 
 #: What a sweep takes every spec through; a CPU takes the lengths that its walk does at once.
@@ -66,10 +67,11 @@ def command(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="With --backward: gradients whose reruns give the same bits.")
     ] = False,
+    dropout: options.Chance = 0.0,
     seed: options.Seed = 0,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. [dim]default: the GPU where there is one[/]")] = None,
     as_json: options.as_json(
-        "passed, device, seed, seconds (of one call), dtype, shape, params, kernel (as of flashgen compile),"
+        "passed, device, seed, dropout, seconds (of one call), dtype, shape, params, kernel (as of flashgen compile),"
         " predicted_bytes, counted_bytes (null on a GPU), checked (o, with --backward dq, dk, dv: errors, their limits,"
         " elements, reasons), lse_reasons; of a sweep passed and cases (command, passed, reasons)"
     ) = False,
@@ -83,23 +85,30 @@ def command(
         raise PlanError(f"{spec} is a folder, and a run takes one spec\n  nearest: flashgen run {spec} --sweep")
     device = options.device(device)
     if sweep:
-        ok = _sweep(spec, request, seed, device, as_json)
+        ok = _sweep(spec, request, seed, dropout, device, as_json)
     else:
-        ok = _single(spec, request, seed, device, backward, deterministic, as_json)
+        ok = _single(spec, request, seed, dropout, device, backward, deterministic, as_json)
     if not ok:
         raise typer.Exit(1)
 
 
 def _single(
-    spec: str, request: Request, seed: int, device: str, backward: bool, deterministic: bool, as_json: bool
+    spec: str,
+    request: Request,
+    seed: int,
+    dropout: float,
+    device: str,
+    backward: bool,
+    deterministic: bool,
+    as_json: bool,
 ) -> bool:
     with err.status("planning"):
-        resolved = resolve(spec, request, device=device, seed=seed)
+        resolved = resolve(spec, request, _dropping(dropout, seed), device=device, seed=seed)
         prediction = resolved.predict()
     start = time.perf_counter()
     with err.status(f"running on the {'GPU' if device == 'cuda' else 'CPU'}, then in float64"):
-        checked = check(resolved, device, seed, timed=True)
-        verdicts = check_gradients(resolved, device, seed, deterministic) if backward else {}
+        checked = check(resolved, device, seed, dropout, timed=True)
+        verdicts = check_gradients(resolved, device, seed, dropout, deterministic) if backward else {}
     taken = time.perf_counter() - start
     counted = _counted(resolved) if device == "cpu" else None
     reasons = (*checked.reasons, *(f"{name}: {reason}" for name, x in verdicts.items() for reason in x.reasons))
@@ -109,6 +118,7 @@ def _single(
                 "passed": not reasons,
                 "device": options.device_name(device),
                 "seed": seed,
+                "dropout": dropout,
                 "seconds": checked.seconds,
                 **options.posed(resolved.problem),
                 "params": dict(resolved.case.params),
@@ -129,6 +139,8 @@ def _single(
     plan = resolved.plan
     where = options.device_name(device)
     table.add_row("ran on", f"{where}, tiles of {plan.tile.q} x {plan.tile.kv} ({plan.pipeline}, {plan.arch})")
+    if dropout:
+        table.add_row("dropout", f"{dropout:g}, of the same pairs in float64")
     table.add_row("time", seconds(checked.seconds) + (" (tile walk in NumPy)" if device == "cpu" else ""))
     table.add_row("checked in", f"{seconds(taken)} (with PyTorch's attention in float64 and {resolved.problem.dtype})")
     peer = f"PyTorch in {resolved.problem.dtype}"
@@ -148,6 +160,11 @@ def _single(
     if not reasons:
         out.print(f"[green]checked[/] against float64: {elements:,} elements, seed {seed}")
     return not reasons
+
+
+def _dropping(dropout: float, seed: int) -> Pass:
+    """The forward of a run."""
+    return Pass(dropout=options.drops(dropout, seed) is not None)
 
 
 def _counted(resolved: Resolved) -> int:
@@ -180,16 +197,17 @@ def room(problem: Problem, device: str) -> Iterator[None]:
         ) from None
 
 
-def check(resolved: Resolved, device: str, seed: int, *, timed: bool = False) -> Checked:
-    """Run a variant on random normal input and judge it; shapes of few elements are drawn several times.
+def check(resolved: Resolved, device: str, seed: int, dropout: float = 0.0, *, timed: bool = False) -> Checked:
+    """Run a variant on random normal input, each probability dropped with this chance, and judge it; shapes of few
+    elements are drawn several times.
 
     Raises LaunchError where memory runs out.
     """
     with room(resolved.problem, device):
-        return _check(resolved, device, seed, timed)
+        return _check(resolved, device, seed, dropout, timed)
 
 
-def _check(resolved: Resolved, device: str, seed: int, timed: bool) -> Checked:
+def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bool) -> Checked:
     import torch
 
     from flashgen.ops.attention import attention
@@ -197,13 +215,15 @@ def _check(resolved: Resolved, device: str, seed: int, timed: bool) -> Checked:
 
     p, case, variant = resolved.problem, resolved.case, resolved.variant
     dtype = getattr(torch, p.dtype)
-    inputs = {**case.params, **on_device(variant, case.tensors, device)}
+    named = {**case.params, **on_device(variant, case.tensors, device)}
     elements = p.batch * p.heads * p.q_len * p.v_head_dim
     scale = 1 / math.sqrt(p.head_dim)
     outs, bases, refs, lses, ref_lses, taken = [], [], [], [], [], math.inf
     for draw in range(max(1, -(-POOL // elements)) if elements else 1):
         generator = torch.Generator(device).manual_seed(seed + draw)
         q, k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in _shapes(p))
+        dropped = options.drops(dropout, seed + draw)
+        inputs = named | _asking(dropped)
         start = time.perf_counter()
         o, lse = attention(q, k, v, variant, return_lse=True, **inputs)
         if device == "cuda":
@@ -211,9 +231,9 @@ def _check(resolved: Resolved, device: str, seed: int, timed: bool) -> Checked:
         taken = min(taken, time.perf_counter() - start)
         if timed and device == "cuda":
             taken = _gpu_seconds(lambda: attention(q, k, v, variant, **inputs))  # noqa: B023
-        ref, ref_lse = reference(variant, case, q, k, v, scale=scale)
+        ref, ref_lse = reference(variant, case, q, k, v, scale=scale, dropout=dropped)
         outs.append(o.flatten())
-        bases.append(baseline(variant, case, q, k, v, scale=scale)[0].flatten())
+        bases.append(baseline(variant, case, q, k, v, scale=scale, dropout=dropped)[0].flatten())
         refs.append(ref.flatten())
         lses.append(lse.flatten())
         ref_lses.append(ref_lse.flatten())
@@ -221,16 +241,25 @@ def _check(resolved: Resolved, device: str, seed: int, timed: bool) -> Checked:
     return Checked(verdict=verdict, lse_reasons=judge_lse(torch.cat(lses), torch.cat(ref_lses)), seconds=taken)
 
 
-def check_gradients(resolved: Resolved, device: str, seed: int, deterministic: bool) -> dict[str, Verdict]:
+def _asking(dropped: Dropout | None) -> dict[str, object]:
+    """What a call is told, to drop these."""
+    return {} if dropped is None else {"dropout": dropped.p, "seed": dropped.seed}
+
+
+def check_gradients(
+    resolved: Resolved, device: str, seed: int, dropout: float, deterministic: bool
+) -> dict[str, Verdict]:
     """dq, dk and dv of random q, k, v and do, each judged as `check` judges o.
 
     Raises LaunchError where memory runs out.
     """
     with room(resolved.problem, device):
-        return _check_gradients(resolved, device, seed, deterministic)
+        return _check_gradients(resolved, device, seed, dropout, deterministic)
 
 
-def _check_gradients(resolved: Resolved, device: str, seed: int, deterministic: bool) -> dict[str, Verdict]:
+def _check_gradients(
+    resolved: Resolved, device: str, seed: int, dropout: float, deterministic: bool
+) -> dict[str, Verdict]:
     import torch
 
     from flashgen.ops.attention import attention
@@ -249,11 +278,12 @@ def _check_gradients(resolved: Resolved, device: str, seed: int, deterministic: 
             for shape in (*shapes, (*shapes[0][:3], p.v_head_dim))
         )
         leaves = [x.requires_grad_() for x in qkv]
-        o = attention(*leaves, variant, deterministic=deterministic, **inputs)
+        dropped = options.drops(dropout, seed + draw)
+        o = attention(*leaves, variant, deterministic=deterministic, **inputs, **_asking(dropped))
         ours = torch.autograd.grad(o, leaves, do)
         asked = variant, case, *(x.detach() for x in qkv), do
         scale = 1 / math.sqrt(p.head_dim)
-        base, ref = (make(*asked, scale=scale) for make in (baseline_gradients, reference_gradients))
+        base, ref = (make(*asked, scale=scale, dropout=dropped) for make in (baseline_gradients, reference_gradients))
         draws.append((ours, base[:3], ref[:3]))
     # Of ours, base and ref each gradient's draws behind one another.
     together = [
@@ -283,7 +313,7 @@ def _gpu_seconds(call: Any) -> float:
     return statistics.median(times)
 
 
-def _sweep(spec: str, request: Request, seed: int, device: str, as_json: bool) -> bool:
+def _sweep(spec: str, request: Request, seed: int, dropout: float, device: str, as_json: bool) -> bool:
     from flashgen.lang.load import load_spec
 
     # What a sweep varies is not for the caller to fix.
@@ -298,7 +328,7 @@ def _sweep(spec: str, request: Request, seed: int, device: str, as_json: bool) -
         (path, resolved)
         for path, variant in variants.items()
         for asked in _requests(variant, request, device)
-        for resolved in (resolve(variant, asked, device=device, seed=seed),)
+        for resolved in (resolve(variant, asked, _dropping(dropout, seed), device=device, seed=seed),)
     ]
     if device == "cpu":
         err.print(f"no GPU: the kernels' tiles are walked on the CPU, at lengths {_LENGTHS['cpu']}")
@@ -311,13 +341,13 @@ def _sweep(spec: str, request: Request, seed: int, device: str, as_json: bool) -
         for path, resolved in cases:
             bar.update(task, description=resolved.variant.name)
             try:
-                checked = check(resolved, device, seed)
+                checked = check(resolved, device, seed, dropout)
             except FlashgenError as error:
                 reasons = (str(error),)
             else:
                 rows[str(path)].append(checked)
                 reasons = checked.reasons
-            outcomes.append((_repro(path, resolved, seed, device), reasons))
+            outcomes.append((_repro(path, resolved, seed, dropout, device), reasons))
             bar.advance(task)
     failures = [(command, reasons) for command, reasons in outcomes if reasons]
     if as_json:
@@ -363,11 +393,11 @@ def _allowed(variant: Variant, wanted: tuple, declared: tuple) -> tuple:
     return tuple(value for value in wanted if not variant.only or value in declared)
 
 
-def _repro(path: object, resolved: Resolved, seed: int, device: str) -> str:
-    p = resolved.problem
+def _repro(path: object, resolved: Resolved, seed: int, dropout: float, device: str) -> str:
+    p, drops = resolved.problem, f" --dropout {dropout}" if dropout else ""
     return (
         f"flashgen run {path} --dtype {p.dtype} --head-dim {p.head_dim} --heads {p.heads} --kv-heads {p.kv_heads}"
-        f" --seqlen {p.q_len} --seed {seed} --device {device}"
+        f" --seqlen {p.q_len} --seed {seed}{drops} --device {device}"
     )
 
 

@@ -12,12 +12,13 @@ from rich.table import Table
 
 from flashgen.cli import options
 from flashgen.cli.console import err, many, out, seconds, share, tabulate, write_json
-from flashgen.cli.options import Request, Spec
+from flashgen.cli.options import Pass, Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
 from flashgen.cli.run import room
 
 if TYPE_CHECKING:
     from flashgen.interpreter.counters import Report
+    from flashgen.runtime.philox import Dropout
 
 #: What is executed unless a length is given: two tiles of queries of most plans, and no whole number of tiles.
 SEQLEN = 200
@@ -30,6 +31,7 @@ _MOST = 12
 def command(
     spec: Spec,
     request: Request,
+    dropout: options.Chance = 0.0,
     seed: options.Seed = 0,
     late: Annotated[
         bool,
@@ -39,9 +41,9 @@ def command(
         ),
     ] = False,
     as_json: options.as_json(
-        "dtype, shape, params, seed, kernel (as of flashgen compile), traffic (buffer, kind, bytes), predicted_bytes,"
-        " instructions (executed, by name), conflicts (line, text, wavefronts too many), steps, seconds, passed,"
-        " reasons"
+        "dtype, shape, params, seed, dropout, kernel (as of flashgen compile), traffic (buffer, kind, bytes),"
+        " predicted_bytes, instructions (executed, by name), conflicts (line, text, wavefronts too many), steps,"
+        " seconds, passed, reasons"
     ) = False,
     step_limit: Annotated[int, typer.Option(min=1, help="Steps after which a kernel counts as endless.")] = 10**8,
 ) -> None:
@@ -49,14 +51,14 @@ def command(
 
     Give a small problem: a tile of a kernel takes tenths of a second. Needs NVRTC and no GPU.
     """
-    resolved = resolve(
-        spec, request if request.seqlen is not None else dataclasses.replace(request, seqlen=SEQLEN), seed=seed
-    )
+    request = request if request.seqlen is not None else dataclasses.replace(request, seqlen=SEQLEN)
+    dropped = options.drops(dropout, seed)
+    resolved = resolve(spec, request, Pass(dropout=dropped is not None), seed=seed)
     start = time.perf_counter()
     with err.status("executing"), room(resolved.problem, "cpu"):
-        report, reasons = _run(resolved, seed, None if late else seed, step_limit)
+        report, reasons = _run(resolved, seed, dropped, None if late else seed, step_limit)
     if as_json:
-        write_json(_described(resolved, report, seed, time.perf_counter() - start, reasons))
+        write_json(_described(resolved, report, seed, dropout, time.perf_counter() - start, reasons))
         if reasons:
             raise typer.Exit(1)
         return
@@ -77,7 +79,7 @@ def command(
 
 
 def _described(
-    resolved: Resolved, report: Report, seed: int, taken: float, reasons: tuple[str, ...]
+    resolved: Resolved, report: Report, seed: int, dropout: float, taken: float, reasons: tuple[str, ...]
 ) -> dict[str, object]:
     traffic = sorted(report.traffic.items())
     conflicts = ({"line": c.line, "text": c.text, "wavefronts": c.conflicts} for c in report.conflicts)
@@ -85,6 +87,7 @@ def _described(
         **options.posed(resolved.problem),
         "params": dict(resolved.case.params),
         "seed": seed,
+        "dropout": dropout,
         "kernel": options.described(resolved.plan),
         "traffic": [{"buffer": buffer, "kind": kind, "bytes": int(amount)} for (buffer, kind), amount in traffic],
         "predicted_bytes": resolved.predict().hbm.total,
@@ -97,7 +100,9 @@ def _described(
     }
 
 
-def _run(resolved: Resolved, seed: int, order: int | None, step_limit: int) -> tuple[Report, tuple[str, ...]]:
+def _run(
+    resolved: Resolved, seed: int, dropped: Dropout | None, order: int | None, step_limit: int
+) -> tuple[Report, tuple[str, ...]]:
     import torch
 
     from flashgen.interpreter.simulate import simulate
@@ -109,11 +114,11 @@ def _run(resolved: Resolved, seed: int, order: int | None, step_limit: int) -> t
     keys = (p.batch, p.kv_heads, p.kv_len)
     shapes = (p.batch, p.heads, p.q_len, p.head_dim), (*keys, p.head_dim), (*keys, p.v_head_dim)
     q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    done = simulate(
-        resolved.plan, case, *(x.float().numpy() for x in (q, k, v)), scale=scale, seed=order, step_limit=step_limit
-    )
-    ref, ref_lse = reference(variant, case, q, k, v, scale=scale)
-    base, _ = baseline(variant, case, q, k, v, scale=scale)
+    asked = {"scale": scale, "dropout": dropped}
+    arrays = (x.float().numpy() for x in (q, k, v))
+    done = simulate(resolved.plan, case, *arrays, **asked, seed=order, step_limit=step_limit)
+    ref, ref_lse = reference(variant, case, q, k, v, **asked)
+    base, _ = baseline(variant, case, q, k, v, **asked)
     verdict = judge(torch.from_numpy(done.o).to(dtype), base, ref, p.dtype)
     return done.report, verdict.reasons + judge_lse(torch.from_numpy(done.lse), ref_lse)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
 from flashgen.planning import arch, planner
 from flashgen.planning.pipelines.protocol import Pipeline
+from flashgen.planning.plan import Fallback
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
 from flashgen.runtime import driver
@@ -17,12 +19,17 @@ from flashgen.runtime import driver
 #: Architecture whose plan the CPU walks where the variant pins none.
 CPU_ARCH = "sm_80"
 
+_log = logging.getLogger("flashgen")
+
+#: What has been logged: requests with the pipeline that does not serve them.
+_told: dict[tuple[KernelRequest, str], object] = {}
+
 
 def gpu_menu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, problem: Problem, **options: Any
 ) -> planner.Menu:
     """The plans for a problem on q's GPU, with the options of `KernelRequest.of`, of its best pipeline that can address
-    the tensors; the planner memoises."""
+    the tensors; the planner memoises.  That a better one does not serve is logged, once for a request."""
     dims = problem.head_dim, problem.v_head_dim
     request = KernelRequest.of(variant, gpu_arch(q), problem.dtype, *dims, **options)
     menu = planner.menu_of(request)
@@ -32,13 +39,29 @@ def gpu_menu(
         if limit is None:
             continue
         able = next(other for other in planner.others(serving, request) if _addresses(other, q, k, v))
+        reason, nearest = f"{serving.COPIES} cannot address {name}: {limit}", f"{name}.contiguous(), a copy"
         if request.fixed.pipeline is not None:
             raise LaunchError(
-                f"{variant.name!r} is pinned to pipeline {serving.NAME}, whose {serving.COPIES} cannot address {name}:"
-                f" {limit}\n  nearest: {name}.contiguous(), a copy, or pipeline {able.NAME}"
+                f"{variant.name!r} is pinned to pipeline {serving.NAME}, whose {reason}\n"
+                f"  nearest: {nearest}, or pipeline {able.NAME}"
             )
-        return planner.menu_of(request.fixing(pipeline=able.NAME))
+        passed = Fallback(pipeline=serving.NAME, reason=f"its {reason}", nearest=nearest)
+        menu = planner.menu_of(request.fixing(pipeline=able.NAME)).instead_of(*menu.fallbacks, passed)
+        break
+    _tell(request, menu)
     return menu
+
+
+def _tell(request: KernelRequest, menu: planner.Menu) -> None:
+    """Log, the first time for a request, which pipelines its kernels stand in for; what the variant pins is no news."""
+    for fallback in menu.fallbacks:
+        new = object()  # of threads that meet one stores its own
+        if not fallback.pinned and _told.setdefault((request, fallback.pipeline), new) is new:
+            _log.warning(
+                "the %s of %s runs on pipeline %s instead of %s: %s\n  nearest: %s",
+                *(request.pass_name, request, menu.plans[0].pipeline),
+                *(fallback.pipeline, fallback.reason, fallback.nearest),
+            )
 
 
 def _addresses(pipeline: Pipeline[Any], *tensors: torch.Tensor) -> bool:

@@ -54,7 +54,8 @@ def supports(
     With `backward` those of the kernels of gradients; without it those of a forward.
 
     Every option that cannot work even beside the defaults of the others gives its own reason.  Unknown constants and
-    values outside their bounds are reasons too.
+    values outside their bounds are reasons too.  With `pipeline` the reasons why that one does not serve what another
+    may; `plan().fallbacks` has them where the planner chooses.
     """
     variant = variant_of(variant)
     integers, constants = apart({"stages": stages, "q_stages": q_stages, **constants})
@@ -94,8 +95,11 @@ def supports(
     usual["backward"] = asked["backward"]
     alone = []
     if _refusal(bound, usual) is None:
+        on_arch = usual | {"arch": asked["arch"]}
+        of_arch = on_arch if _refusal(bound, on_arch) is None else usual  # a pipeline is one of the arch asked for
         for name, value in asked.items():
-            if value != usual[name] and (refused := _refusal(bound, {**usual, name: value})) is not None:
+            beside = of_arch if name == "pipeline" else usual
+            if value != usual[name] and (refused := _refusal(bound, {**beside, name: value})) is not None:
                 alone.append(_reason(name, value, refused))
     nothing = (type(None), None), (bool, False), (tuple, ())
     together = {name: value for name, value in asked.items() if (type(value), value) not in nothing}

@@ -43,6 +43,19 @@ def staged(name: str, stages: int, rows: int, columns: int) -> Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fallback:
+    """A better pipeline of the architecture that does not serve a request, why, and the nearest that it serves."""
+
+    pipeline: str
+    reason: str
+    nearest: str
+    pinned: bool = False  # the variant's own pin rules it out, which is no news to whoever wrote it
+
+    def __str__(self) -> str:
+        return f"{self.reason} (nearest: {self.nearest})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WithoutRowMax:
     """What P of a tile may add up to in one lane, where nobody looks at its maxima, before row maxima must move.
 
@@ -205,6 +218,7 @@ class KernelPlan(Integers):
     deterministic: bool = False  # the same bits in every run
     dropout: bool = False
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
+    fallbacks: tuple[Fallback, ...] = field(default=(), compare=False)  # how it was chosen, not what is emitted
 
     @property
     def row_max_slack(self) -> float:

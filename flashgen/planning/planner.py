@@ -23,7 +23,7 @@ from flashgen.planning.pipelines.hopper import backward as hopper_backward
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.pipelines.protocol import ForwardPipeline, Packing, Pipeline
 from flashgen.planning.pipelines.shared import total
-from flashgen.planning.plan import KernelPlan, Tile
+from flashgen.planning.plan import Fallback, KernelPlan, Tile
 from flashgen.planning.problem import Problem, check_dtype
 from flashgen.planning.records import Shape, Timed
 from flashgen.planning.request import Fixed, KernelRequest
@@ -113,7 +113,6 @@ class Menu:
     rejected: tuple[Rejected, ...]
     packed: KernelPlan | None = None
     measured: Measured | None = None  # None: the order is predicted
-    passed_over: str | None = None  # why the architecture's best pipeline does not serve this
 
     @property
     def forms(self) -> tuple[KernelPlan, ...]:
@@ -124,6 +123,18 @@ class Menu:
     def record(self) -> str | None:
         """The record that decided, or None where the model did."""
         return self.measured.record if self.measured else None
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """The better pipelines of the architecture that do not serve what the menu is of; each plan has them."""
+        return self.plans[0].fallbacks
+
+    def instead_of(self, *fallbacks: Fallback) -> Menu:
+        """The same menu, of plans that stand in for these pipelines."""
+        if not fallbacks:
+            return self
+        plans = tuple(replace(plan, fallbacks=fallbacks) for plan in self.plans)
+        return replace(self, plans=plans, packed=self.packed and replace(self.packed, fallbacks=fallbacks))
 
 
 def menu(variant: Variant, arch: str, dtype: str, head_dim: int, v_head_dim: int | None = None, **options: Any) -> Menu:
@@ -143,16 +154,16 @@ def menu_of(request: KernelRequest) -> Menu:
     """The kernels that serve a request at any length, ranked by predicted time.
 
     They come from the pipeline that is fixed, or from the best one of the architecture that has what is asked for; of a
-    backward, which takes the outputs of any pipeline's forward, not from a better one than the variant pins, and
-    `Menu.passed_over` says why not from the architecture's best.  What is fixed is checked, never changed.  Raises
+    backward, which takes the outputs of any pipeline's forward, not from a better one than the variant pins.  Where
+    nothing is fixed, `fallbacks` say why not from a better one.  What is fixed is checked, never changed.  Raises
     PlanError with the limit and the nearest thing that works.  The result is memoised.
     """
-    pipeline, passed_over = _pipeline(request)
+    pipeline, fallbacks = _pipeline(request)
     _check(pipeline, request)
-    found = replace(_menu_of(pipeline, request), passed_over=passed_over)
+    found = _menu_of(pipeline, request)
     packed = _packed(pipeline, request, found)
     if not request.packed:
-        return replace(found, packed=packed)
+        return replace(found, packed=packed).instead_of(*fallbacks)
     if packed is None:
         raise PlanError(_no_packing(pipeline, request))
     return replace(
@@ -161,7 +172,7 @@ def menu_of(request: KernelRequest) -> Menu:
         seconds_per_score=(pipeline.seconds_per_score(packed, request.arch),),
         packed=packed,
         measured=None,
-    )
+    ).instead_of(*fallbacks)
 
 
 def pipeline_of(plan: KernelPlan) -> Pipeline[Any]:
@@ -227,34 +238,60 @@ def _of_single_heads(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     return menu.plans[times.index(min(times))]
 
 
-def _pipeline(request: KernelRequest) -> tuple[Pipeline[Any], str | None]:
-    """The pipeline that is fixed, or the best one of the architecture, that has such kernels; and, of a backward, why a
-    better one has not."""
+def _pipeline(request: KernelRequest) -> tuple[Pipeline[Any], tuple[Fallback, ...]]:
+    """The pipeline that is fixed, or the best one of the architecture, that has such kernels; and the better ones that
+    have not."""
     arch, name, known = request.arch, request.fixed.pipeline, pipelines(request.pass_name)
     if name is not None:
         chosen = known[archs.pipeline(arch, name)]
         if reason := chosen.unsupported_reason(request):
             raise PlanError(_lacking(request, chosen, reason))
-        return chosen, None
+        return chosen, ()
     pinned = archs.pipeline(arch, request.variant.pins.pipeline)
-    reasons: list[str] = []
+    fallbacks: list[Fallback] = []
     for candidate in arch.pipelines:
         if arch.pipelines.index(candidate) < arch.pipelines.index(pinned):
             reason = f"{request.variant.name!r} is pinned to pipeline {pinned}"
+            fallbacks.append(Fallback(pipeline=candidate, reason=reason, nearest="no such pin", pinned=True))
+        elif reason := known[candidate].unsupported_reason(request):
+            nearest = ", or ".join(_served(known[candidate], request)) or "no single change"
+            fallbacks.append(Fallback(pipeline=candidate, reason=reason, nearest=nearest))
         else:
-            reason = known[candidate].unsupported_reason(request)
-        if reason is None:
-            return known[candidate], ("; ".join(reasons) or None) if request.pass_name == "backward" else None
-        reasons.append(f"pipeline {candidate}: {reason}")
+            return known[candidate], tuple(fallbacks)
+    reasons = (f"pipeline {f.pipeline}: {f.reason}" for f in fallbacks)
     raise PlanError(f"no {request.pass_name} of {request.variant.name!r} as asked for\n  " + "\n  ".join(reasons))
 
 
 def _lacking(request: KernelRequest, pipeline: Pipeline[Any], reason: str) -> str:
     """The message where the pipeline that is fixed has no such kernels."""
-    nearest = "".join(f"\n  nearest: pipeline {other.NAME!r}" for other in others(pipeline, request)[:1])
+    able = [f"pipeline {other.NAME!r}" for other in others(pipeline, request)[:1]]
+    works = ", or ".join((*able, *_served(pipeline, request)))
+    nearest = f"\n  nearest: {works}" if works else ""
     if request.pass_name == "forward":
         return f"pipeline {pipeline.NAME!r} {reason}{nearest}"
     return f"no backward of {request.variant.name!r} as asked for\n  pipeline {pipeline.NAME}: {reason}{nearest}"
+
+
+def _served(pipeline: Pipeline[Any], request: KernelRequest) -> list[str]:
+    """The single changes to a request by which a pipeline that has no such kernels has them: the largest head dims, or
+    one option less."""
+    asked = request.asked
+    changes = {
+        **{f"{name}=None": request.fixing(**{name: None}) for name in ("tile", *request.fixed.integers())},
+        **{
+            f"{f.name}={f.default}": replace(request, asked=replace(asked, **{f.name: f.default}))
+            for f in fields(asked)
+            if getattr(asked, f.name) != f.default
+        },
+    }
+    found = [change for change, one in changes.items() if pipeline.unsupported_reason(one) is None]
+    step, widest = pipeline.HEAD_DIM_STEP, min(request.widest - 1, pipeline.MAX_HEAD_DIM)
+    for most in range(widest // step * step, pipeline.MIN_HEAD_DIM - 1, -step):
+        dims = {"head_dim": min(request.head_dim, most), "v_head_dim": min(request.v_head_dim, most)}
+        if pipeline.unsupported_reason(replace(request, **dims)) is None:
+            less = [f"{name} {dim}" for name, dim in dims.items() if dim < getattr(request, name)]
+            return [less[0] if request.head_dim == request.v_head_dim else " with ".join(less), *found]
+    return found
 
 
 def others(pipeline: Pipeline[Any], request: KernelRequest) -> list[Pipeline[Any]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flashgen.analysis import counts
@@ -132,7 +132,6 @@ class Prediction:
     workspaces: tuple[Part, ...] = ()
     measured: Measured | None = None  # what the plan was chosen by; None: by predicted times
     others: tuple[KernelPlan, ...] = ()  # of the same menu, faster on problems of other sizes
-    passed_over: str | None = None  # why the architecture's best pipeline does not serve this
 
     @property
     def predicted_ms(self) -> float:
@@ -162,7 +161,7 @@ class Prediction:
                     ("variant", plan.variant.name),
                     ("arch", f"{plan.arch} ({arch.card})"),
                     ("pipeline", f"{plan.pipeline} {plan.pass_name}"),
-                    *([("because", self.passed_over)] if self.passed_over else []),
+                    *((f"instead of {fallback.pipeline}", str(fallback)) for fallback in plan.fallbacks),
                     ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {shown(plan)}"),
                     *([("packed", self._packing())] if plan.packed else []),
                     ("warps", plan.program.text()),
@@ -254,7 +253,8 @@ class Prediction:
             "record": self.measured and self.measured.record,
             "slower_than_best": self.measured
             and dict(zip(map(str, self.measured.shapes), self.measured.losses, strict=True)),
-            "passed_over": self.passed_over,
+            "fallbacks": [asdict(fallback) for fallback in plan.fallbacks],
+            "passed_over": "; ".join(f"pipeline {f.pipeline}: {f.reason}" for f in plan.fallbacks) or None,
             "judged_whole": list(analysis.analyse(plan.variant).notes()),
             "too_large": _listed(limits(plan)),
             "others": [{"tile": {"q": p.tile.q, "kv": p.tile.kv}, "stages": p.stages} for p in self.others],
@@ -282,13 +282,12 @@ def predict(
     rejected: Iterable[Rejected] = (),
     dlse: bool = False,
     measured: Measured | None = None,
-    passed_over: str | None = None,
     others: Iterable[KernelPlan] = (),
 ) -> Prediction:
     """What `plan` costs on `problem`; `case` carries the sizes, parameters and captured tensors of the same call.
 
     Closed form where the mask allows, never a walk.  `dlse` says that a backward is given the gradient of lse too;
-    `measured`, `rejected` and `passed_over` are those of the menu that the plan comes from, `others` its other plans.
+    `measured` and `rejected` are those of the menu that the plan comes from, `others` its other plans.
     Raises PlanError where problem and plan disagree on head dims.
     """
     asked, planned = (problem.head_dim, problem.v_head_dim), (plan.head_dim, plan.v_head_dim)
@@ -306,7 +305,6 @@ def predict(
         lower_bound_bytes=lower_bound(problem, arch, tiles.visible, costs["hbm"], costs["compulsory"]),
         rejected=tuple(rejected),
         measured=measured,
-        passed_over=passed_over,
         others=tuple(others),
         **costs,
     )
