@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from flashgen.lang.variant import Variant
 from flashgen.planning.integers import Integers
+from flashgen.planning.members import OwnKeys, SharedKeys, StepEnd
 from flashgen.planning.program import Program
 
 #: Rows of a product of one warpgroup (wgmma's m).
@@ -107,7 +108,7 @@ class Backward:
     buffers: int  # tiles of P and dS in shared memory; with two, no warp waits for the readers of the tile before
     by_query: ByQuery | None  # None: dq is added up in memory
     vector_atomics: bool  # four floats an addition in memory
-    one_barrier: bool  # a step, where nothing that a warp may still read is overwritten
+    step_end: StepEnd
     rounded_p: bool  # dS from P as rounded for dV; else from P in float32
     row_threads: int  # of a block of the entries that work on rows alone
 
@@ -120,6 +121,16 @@ class Backward:
     def shares_p(self) -> bool:
         """Whether warps need P of each other."""
         return self.q_warps > 1
+
+    @property
+    def keys(self) -> OwnKeys | SharedKeys:
+        """Whose keys a warp works on."""
+        return SharedKeys() if self.shares_p else OwnKeys()
+
+    @property
+    def dq_in_parts(self) -> bool:
+        """Whether a warp computes its columns of dQ one part after another."""
+        return self.dq_parts > 1
 
     @property
     def dq_in_main_kernel(self) -> bool:
@@ -216,6 +227,16 @@ class KernelPlan(Integers):
         bfloat16 the rounding of the result hides it.  On Hopper a slack of 1 costs 1 to 3% against 8, 2 almost as much.
         """
         return 1.0 if self.dtype == "float16" else 8.0
+
+    @property
+    def loads_two_ahead(self) -> bool:
+        """Whether two tiles are on their way while another is used."""
+        return self.stages > 2
+
+    @property
+    def equal_columns(self) -> bool:
+        """Whether rows of q and k are as wide as those of v and o."""
+        return self.padded_head_dim == self.padded_v_head_dim
 
     @property
     def packed(self) -> bool:
