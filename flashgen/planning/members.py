@@ -6,7 +6,7 @@ A kernel's template includes the `template` of what was chosen, and asks nothing
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline ampere, backward: whose keys a warp works on
@@ -58,3 +58,64 @@ class OneStage:
 
 
 StepEnd = OneBarrier | TwoBarriers | OneStage
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, backward: how consumers divide a tile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalvesOfKeys:
+    """Each warpgroup has half of the keys, dk and dv of these, and of dq half of the `dq_half`."""
+
+    template: ClassVar[str] = "hopper/backward_halves_of_keys.cu.j2"
+    dq_half: Literal["queries", "columns"]
+
+    @property
+    def dq_template(self) -> str:
+        """How the product for dq finds this warpgroup's half."""
+        return f"hopper/backward_half_of_{self.dq_half}.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitDkDv:
+    """Each warpgroup has all keys: one has P and dv, the other dS and dk; and of dq half of the columns."""
+
+    template: ClassVar[str] = "hopper/backward_split_dk_dv.cu.j2"
+    dq_half: ClassVar[str] = "columns"
+
+
+Consumers = HalvesOfKeys | SplitDkDv
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, backward: how dq is added up in memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DqInAnyOrder:
+    """Sums that one kernel clears before and another one finishes behind the main kernel."""
+
+    template: ClassVar[str] = "hopper/backward_add_in_any_order.cu.j2"
+    in_main_kernel: ClassVar[bool] = False
+    warps: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DqInMainKernel:
+    """Two warps of a block clear sums of heads to come, and finish complete ones."""
+
+    template: ClassVar[str] = "hopper/backward_add_in_any_order.cu.j2"
+    in_main_kernel: ClassVar[bool] = True
+    warps: ClassVar[tuple[str, ...]] = ("hopper/backward_dq_accumulator.cu.j2",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DqInOrder:
+    """Two warps of a block see to the order in which blocks add: the same bits in every run."""
+
+    template: ClassVar[str] = "hopper/backward_add_in_order.cu.j2"
+    in_main_kernel: ClassVar[bool] = False
+    warps: ClassVar[tuple[str, ...]] = ("hopper/backward_dq_semaphore.cu.j2",)
+
+
+DqSum = DqInAnyOrder | DqInMainKernel | DqInOrder

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from flashgen.lang.variant import Variant
 from flashgen.planning.integers import Integers
-from flashgen.planning.members import OwnKeys, SharedKeys, StepEnd
+from flashgen.planning.members import Consumers, DqSum, OwnKeys, SharedKeys, SplitDkDv, StepEnd
 from flashgen.planning.program import Program
 
 #: Rows of a product of one warpgroup (wgmma's m).
@@ -157,13 +157,33 @@ class SpecializedBackward:
     more warps see to the order in which blocks add to dq.
     """
 
-    split_dk_dv: bool  # one warpgroup has P and dv, the other dS and dk; else each has half of the keys
+    consumers: Consumers
+    dq: DqSum
     dq_parts: tuple[int, ...]  # columns of dq in a warpgroup's products, one after another
     ping_pong: bool  # one warpgroup computes P and dS while the other's products run
     scores_first: bool  # dP is computed when scores and masks have been applied, else beside S
     lookup_stages: int  # tiles of queries whose mask operands shared memory holds; 0: the mask reads them itself
-    dq_in_main_kernel: bool  # two warps of a block clear sums of dq of heads to come, and finish complete ones
     row_threads: int  # of a block of the entries that work on rows alone
+
+    @property
+    def split_dk_dv(self) -> bool:
+        """Whether the warpgroups divide gradients, not keys."""
+        return isinstance(self.consumers, SplitDkDv)
+
+    @property
+    def dq_in_main_kernel(self) -> bool:
+        """Whether two warps of a block clear sums of dq of heads to come, and finish complete ones."""
+        return self.dq.in_main_kernel
+
+    @property
+    def dq_in_parts(self) -> bool:
+        """Whether a warpgroup computes its columns of dq one part after another."""
+        return len(self.dq_parts) > 1
+
+    @property
+    def dq_by_queries(self) -> bool:
+        """Whether the warpgroups divide the queries of dq, else its columns."""
+        return self.consumers.dq_half == "queries"
 
     @property
     def dq_columns(self) -> int:

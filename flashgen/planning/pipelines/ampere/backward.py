@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.backward import ROW_THREADS
 from flashgen.planning.integers import Allowed
+from flashgen.planning.members import OneBarrier, OneStage, StepEnd, TwoBarriers
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.ampere import programs
 from flashgen.planning.pipelines.ampere.forward import MMA_DEPTH, MMA_ROWS
 from flashgen.planning.pipelines.shared import make_plan, total
-from flashgen.planning.members import OneBarrier, OneStage, StepEnd, TwoBarriers
 from flashgen.planning.plan import ITEM, Backward, ByQuery, KernelPlan, Part, Tile
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
