@@ -19,7 +19,7 @@ PIPELINES = ("ampere", "hopper")
 #: Control lines among all lines of a pipeline's files and of those that pipelines share, in percent.  Goal: 15.
 CONTROL_PERCENT: dict[str, float] = {
     "ampere": 14.7,
-    "hopper": 17.7,
+    "hopper": 16.5,
 }
 
 #: How deep conditions, loops and macros of a file are nested, where deeper than the goal, which is 2.
@@ -31,7 +31,6 @@ DEPTHS: dict[str, int] = {
 
 #: Comparisons in a file.  Goal: none.
 COMPARISONS: dict[str, int] = {
-    "hopper/forward.cu.j2": 2,
     "hopper/program_barriers.cu.j2": 1,
 }
 

@@ -119,3 +119,85 @@ class DqInOrder:
 
 
 DqSum = DqInAnyOrder | DqInMainKernel | DqInOrder
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: how the softmax finds what to subtract from a row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRowMax:
+    """The maxima of each tile are looked at."""
+
+    templates: ClassVar[tuple[str, ...]] = ()
+    without_row_max: ClassVar[bool] = False
+    limits_move: ClassVar[bool] = False
+    warms_up: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedLimit:
+    """Of tiles without a mask nobody looks at maxima while P of a tile adds up to less than `limit` in one lane."""
+
+    templates: ClassVar[tuple[str, ...]] = ("hopper/forward_fixed_limit.cu.j2",)
+    without_row_max: ClassVar[bool] = True
+    limits_move: ClassVar[bool] = False
+    warms_up: ClassVar[bool] = False
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovingLimits:
+    """The same, while P of a tile adds up in one lane to no more than a limit that moves with the sums.
+
+    least    whatever came before
+    share    of what each lane of the row has added up so far, where that is more
+    most     whatever came before
+    warmup_tiles  tiles at the start of a schedule whose maxima are looked at all the same
+    """
+
+    templates: ClassVar[tuple[str, ...]] = ("hopper/forward_moving_limits.cu.j2",)
+    without_row_max: ClassVar[bool] = True
+    limits_move: ClassVar[bool] = True
+    warms_up: ClassVar[bool] = True
+    least: float
+    share: float
+    most: float
+    warmup_tiles: int
+
+
+Softmax = TrackedRowMax | FixedLimit | MovingLimits
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: how O leaves, and what a row is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OByTma:
+    """Through the shared memory of q, from which a thread of its own copies it."""
+
+    template: ClassVar[str] = "hopper/forward_o_by_tma.cu.j2"
+    by_tma: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OFromRegisters:
+    """From the registers of consumers."""
+
+    template: ClassVar[str] = "hopper/forward_o_from_registers.cu.j2"
+    by_tma: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queries:
+    """A row of a tile is a query of one head."""
+
+    template: ClassVar[str] = "hopper/forward_rows_of_queries.cu.j2"
+    packed: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedQueries:
+    """A row of a tile is a query of one of several heads that share keys."""
+
+    template: ClassVar[str] = "hopper/forward_rows_of_packs.cu.j2"
+    packed: ClassVar[bool] = True

@@ -6,7 +6,19 @@ from dataclasses import dataclass, field
 
 from flashgen.lang.variant import Variant
 from flashgen.planning.integers import Integers
-from flashgen.planning.members import Consumers, DqSum, OwnKeys, SharedKeys, SplitDkDv, StepEnd
+from flashgen.planning.members import (
+    Consumers,
+    DqSum,
+    OByTma,
+    OFromRegisters,
+    OwnKeys,
+    PackedQueries,
+    Queries,
+    SharedKeys,
+    Softmax,
+    SplitDkDv,
+    StepEnd,
+)
 from flashgen.planning.program import Program
 
 #: Rows of a product of one warpgroup (wgmma's m).
@@ -44,33 +56,17 @@ def staged(name: str, stages: int, rows: int, columns: int) -> Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithoutRowMax:
-    """What P of a tile may add up to in one lane, where nobody looks at its maxima, before row maxima must move.
-
-    least    whatever came before
-    share    of what each lane of the row has added up so far, where that is more
-    most     whatever came before
-    warmup_tiles  tiles at the start of a schedule whose maxima are looked at all the same
-    """
-
-    least: float
-    share: float
-    most: float
-    warmup_tiles: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Specialized:
     """How the warps of a block divide work on pipeline hopper: some hand out and load tiles, warpgroups consume."""
 
     warpgroups: int  # consumers, 64 query rows each
     ping_pong: bool  # warpgroups take turns to issue products
-    without_row_max: WithoutRowMax | None  # of tiles without a mask: the sums of P show when a row's maximum must move
+    softmax: Softmax
     score_emitted_twice: bool  # registers are left for a score function that is emitted twice
     separate_full_tiles: bool  # tiles that the mask hides nothing of have code of their own
-    o_by_tma: bool  # o leaves by TMA from the shared memory of q, else from registers
+    o: OByTma | OFromRegisters
     dynamic_scheduler: bool  # a counter in memory hands out tiles, long ones first; else each block has its share
-    packed: bool  # a tile's rows are queries of several heads that share keys
+    rows: Queries | PackedQueries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +257,7 @@ class KernelPlan(Integers):
     @property
     def packed(self) -> bool:
         """Whether the rows of a tile are pairs of a query and one of several heads that share keys."""
-        return self.specialized is not None and self.specialized.packed
+        return self.specialized is not None and self.specialized.rows.packed
 
     def pack(self, group: int) -> int:
         """Heads in a tile, of a `group` that shares keys: the largest power of two that divides it and the rows of a
