@@ -14,6 +14,7 @@ from flashgen.codegen import emit
 from flashgen.interpreter import errors
 from flashgen.lang.load import load_spec
 from flashgen.planning import planner
+from flashgen.planning.members import TrackedRowMax
 from flashgen.runtime import nvrtc, sass
 
 #: Two tiles of queries by four tiles of keys.
@@ -53,7 +54,7 @@ def counted(result, opcode):
 )
 def test_scores_that_jump_move_the_offsets(spec, dtype, head_dim, factor, again):
     w = climbing(work(spec, "hopper", dtype=dtype, head_dim=head_dim, **CLIMB), factor)
-    assert w.plan.specialized.without_row_max
+    assert w.plan.specialized.softmax.without_row_max
     result = w.run(without_watch if dtype == "float16" else None)
     assert w.wrong(result) == ()
     # S is computed once more by the warps that need it.
@@ -64,7 +65,7 @@ def test_scores_that_jump_move_the_offsets(spec, dtype, head_dim, factor, again)
 @pytest.mark.parametrize("factor", [1, 8, 40])
 def test_short_float16_has_less_room(factor):
     w = climbing(work("full", "hopper", dtype="float16", **SHAPE), factor)
-    assert w.plan.specialized.without_row_max.most == 64
+    assert w.plan.specialized.softmax.limit == 64
     result = w.run()
     assert w.wrong(result) == ()
     assert counted(result, "mma.") > 0
@@ -89,7 +90,7 @@ def test_a_window_hides_whole_tiles_of_some_rows(dtype, head_dim, q_len, kv_len)
     shape = {**CLIMB, "q_len": q_len, "kv_len": kv_len}
     w = work("sliding_window", "hopper", dtype=dtype, head_dim=head_dim, **shape)
     w = climbing(dataclasses.replace(w, case=dataclasses.replace(w.case, params={"window": 230})), 8)
-    assert w.plan.specialized.without_row_max
+    assert w.plan.specialized.softmax.without_row_max
     assert w.wrong(w.run(without_watch if dtype == "float16" else None)) == ()
 
 
@@ -119,12 +120,12 @@ def test_the_guard_needs_the_offsets_to_follow():
 def test_what_keeps_its_maxima():
     """Scores, masks that are no band, wide heads, of float16 short ones under a mask, and tiles for few keys."""
     for spec in ("alibi", "softcap", "document", "sink_window"):
-        assert work(spec, "hopper").plan.specialized.without_row_max is None
-    assert work("causal", "hopper", head_dim=136).plan.specialized.without_row_max is None
-    assert work("causal", "hopper", dtype="float16").plan.specialized.without_row_max is None
-    assert work("causal", "hopper", head_dim=96).plan.specialized.without_row_max is None
-    assert work("causal", "hopper", head_dim=112).plan.specialized.without_row_max
-    assert work("causal", "hopper", tile=(192, 64), q_stages=2).plan.specialized.without_row_max
+        assert work(spec, "hopper").plan.specialized.softmax == TrackedRowMax()
+    assert work("causal", "hopper", head_dim=136).plan.specialized.softmax == TrackedRowMax()
+    assert work("causal", "hopper", dtype="float16").plan.specialized.softmax == TrackedRowMax()
+    assert work("causal", "hopper", head_dim=96).plan.specialized.softmax == TrackedRowMax()
+    assert work("causal", "hopper", head_dim=112).plan.specialized.softmax.without_row_max
+    assert work("causal", "hopper", tile=(192, 64), q_stages=2).plan.specialized.softmax.without_row_max
 
 
 @pytest.mark.slow

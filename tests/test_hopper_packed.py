@@ -17,6 +17,7 @@ from flashgen.errors import PlanError
 from flashgen.interpreter import errors
 from flashgen.lang.load import load_spec
 from flashgen.planning import planner
+from flashgen.planning.members import Queries
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.traffic import predict
@@ -145,7 +146,7 @@ def test_the_walk_moves_what_is_predicted(spec, q_len, group):
     assert walked.elements == predicted.tiles.visited_elements
     q, k, v = (x.double().numpy() for x in w.qkv)
     q = np.resize(q, (2, problem.heads, q_len, 64))
-    single = dataclasses.replace(plan, specialized=dataclasses.replace(plan.specialized, packed=False))
+    single = dataclasses.replace(plan, specialized=dataclasses.replace(plan.specialized, rows=Queries()))
     both = [tiles.walk(x, analyse(variant), case, q, k, v, scale=0.125, dtype="float64") for x in (plan, single)]
     np.testing.assert_allclose(both[0].o, both[1].o, atol=1e-12)
     np.testing.assert_allclose(both[0].lse, both[1].lse, atol=1e-12)

@@ -18,14 +18,12 @@ PIPELINES = ("ampere", "hopper")
 
 #: Control lines among all lines of a pipeline's files and of those that pipelines share, in percent.  Goal: 15.
 CONTROL_PERCENT: dict[str, float] = {
-    "ampere": 15.4,
-    "hopper": 18.4,
+    "ampere": 14.7,
+    "hopper": 16.5,
 }
 
 #: How deep conditions, loops and macros of a file are nested, where deeper than the goal, which is 2.
 DEPTHS: dict[str, int] = {
-    "device/wgmma_form.cuh.j2": 3,
-    "hopper/backward.cu.j2": 3,
     "hopper/forward_consumer.cu.j2": 3,
     "hopper/program_barriers.cu.j2": 4,
     "hopper/program_shared.cu.j2": 3,
@@ -33,14 +31,6 @@ DEPTHS: dict[str, int] = {
 
 #: Comparisons in a file.  Goal: none.
 COMPARISONS: dict[str, int] = {
-    "ampere/backward_keys.cu.j2": 6,
-    "ampere/forward.cu.j2": 3,
-    "device/wgmma_form.cuh.j2": 4,
-    "hopper/backward.cu.j2": 2,
-    "hopper/backward_dq.cu.j2": 3,
-    "hopper/backward_products.cu.j2": 1,
-    "hopper/backward_split_dk_dv.cu.j2": 6,
-    "hopper/forward.cu.j2": 2,
     "hopper/program_barriers.cu.j2": 1,
 }
 

@@ -50,7 +50,7 @@ def maps(plan: KernelPlan) -> tuple[str, ...]:
         return ("q", "k", "v", "d_o")
     if plan.specialized is None:
         return ()
-    return ("q", "k", "v", "o") if plan.specialized.o_by_tma else ("q", "k", "v")
+    return ("q", "k", "v", "o") if plan.specialized.o.by_tma else ("q", "k", "v")
 
 
 def fields(plan: KernelPlan) -> tuple[Field, ...]:
@@ -79,7 +79,7 @@ def fields_of(
     if specialized is not None and specialized.dynamic_scheduler:
         pointers.append(Field("counters", "int*"))
         numbers.append("l2_heads")
-    if specialized is not None and specialized.packed:
+    if specialized is not None and specialized.rows.packed:
         numbers += ["packs", "pack_log2"]
     return _members(variant, pointers, "o" if mapped else "qkvo", numbers, dropout)
 

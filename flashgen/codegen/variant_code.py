@@ -191,6 +191,10 @@ class VariantCode:
             return "classified"
         return "every_tile" if self.keep is None else "runs"
 
+    def exponential(self, x: str, lse: str) -> str:
+        """2^x of a row whose lse, infinite where it attends to nothing, has been subtracted."""
+        return f"ex2({x})" if self.finite_at_zero else f"ex2_below({x}, {lse})"
+
     def query(self, at: str, last: str = "p.q_len - 1") -> str:
         """The query at a position, that a lane outside the problem is led back from to the last."""
         return f"min({at}, {last})" if self.clamp_q else at

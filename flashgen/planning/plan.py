@@ -6,6 +6,19 @@ from dataclasses import dataclass, field
 
 from flashgen.lang.variant import Variant
 from flashgen.planning.integers import Integers
+from flashgen.planning.members import (
+    Consumers,
+    DqSum,
+    OByTma,
+    OFromRegisters,
+    OwnKeys,
+    PackedQueries,
+    Queries,
+    SharedKeys,
+    Softmax,
+    SplitDkDv,
+    StepEnd,
+)
 from flashgen.planning.program import Program
 
 #: Rows of a product of one warpgroup (wgmma's m).
@@ -56,33 +69,17 @@ class Fallback:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithoutRowMax:
-    """What P of a tile may add up to in one lane, where nobody looks at its maxima, before row maxima must move.
-
-    least    whatever came before
-    share    of what each lane of the row has added up so far, where that is more
-    most     whatever came before
-    warmup_tiles  tiles at the start of a schedule whose maxima are looked at all the same
-    """
-
-    least: float
-    share: float
-    most: float
-    warmup_tiles: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Specialized:
     """How the warps of a block divide work on pipeline hopper: some hand out and load tiles, warpgroups consume."""
 
     warpgroups: int  # consumers, 64 query rows each
     ping_pong: bool  # warpgroups take turns to issue products
-    without_row_max: WithoutRowMax | None  # of tiles without a mask: the sums of P show when a row's maximum must move
+    softmax: Softmax
     score_emitted_twice: bool  # registers are left for a score function that is emitted twice
     separate_full_tiles: bool  # tiles that the mask hides nothing of have code of their own
-    o_by_tma: bool  # o leaves by TMA from the shared memory of q, else from registers
+    o: OByTma | OFromRegisters
     dynamic_scheduler: bool  # a counter in memory hands out tiles, long ones first; else each block has its share
-    packed: bool  # a tile's rows are queries of several heads that share keys
+    rows: Queries | PackedQueries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +117,7 @@ class Backward:
     buffers: int  # tiles of P and dS in shared memory; with two, no warp waits for the readers of the tile before
     by_query: ByQuery | None  # None: dq is added up in memory
     vector_atomics: bool  # four floats an addition in memory
-    one_barrier: bool  # a step, where nothing that a warp may still read is overwritten
+    step_end: StepEnd
     rounded_p: bool  # dS from P as rounded for dV; else from P in float32
     row_threads: int  # of a block of the entries that work on rows alone
 
@@ -133,6 +130,16 @@ class Backward:
     def shares_p(self) -> bool:
         """Whether warps need P of each other."""
         return self.q_warps > 1
+
+    @property
+    def keys(self) -> OwnKeys | SharedKeys:
+        """Whose keys a warp works on."""
+        return SharedKeys() if self.shares_p else OwnKeys()
+
+    @property
+    def dq_in_parts(self) -> bool:
+        """Whether a warp computes its columns of dQ one part after another."""
+        return self.dq_parts > 1
 
     @property
     def dq_in_main_kernel(self) -> bool:
@@ -159,13 +166,33 @@ class SpecializedBackward:
     more warps see to the order in which blocks add to dq.
     """
 
-    split_dk_dv: bool  # one warpgroup has P and dv, the other dS and dk; else each has half of the keys
+    consumers: Consumers
+    dq: DqSum
     dq_parts: tuple[int, ...]  # columns of dq in a warpgroup's products, one after another
     ping_pong: bool  # one warpgroup computes P and dS while the other's products run
     scores_first: bool  # dP is computed when scores and masks have been applied, else beside S
     lookup_stages: int  # tiles of queries whose mask operands shared memory holds; 0: the mask reads them itself
-    dq_in_main_kernel: bool  # two warps of a block clear sums of dq of heads to come, and finish complete ones
     row_threads: int  # of a block of the entries that work on rows alone
+
+    @property
+    def split_dk_dv(self) -> bool:
+        """Whether the warpgroups divide gradients, not keys."""
+        return isinstance(self.consumers, SplitDkDv)
+
+    @property
+    def dq_in_main_kernel(self) -> bool:
+        """Whether two warps of a block clear sums of dq of heads to come, and finish complete ones."""
+        return self.dq.in_main_kernel
+
+    @property
+    def dq_in_parts(self) -> bool:
+        """Whether a warpgroup computes its columns of dq one part after another."""
+        return len(self.dq_parts) > 1
+
+    @property
+    def dq_by_queries(self) -> bool:
+        """Whether the warpgroups divide the queries of dq, else its columns."""
+        return self.consumers.dq_half == "queries"
 
     @property
     def dq_columns(self) -> int:
@@ -232,9 +259,19 @@ class KernelPlan(Integers):
         return 1.0 if self.dtype == "float16" else 8.0
 
     @property
+    def loads_two_ahead(self) -> bool:
+        """Whether two tiles are on their way while another is used."""
+        return self.stages > 2
+
+    @property
+    def equal_columns(self) -> bool:
+        """Whether rows of q and k are as wide as those of v and o."""
+        return self.padded_head_dim == self.padded_v_head_dim
+
+    @property
     def packed(self) -> bool:
         """Whether the rows of a tile are pairs of a query and one of several heads that share keys."""
-        return self.specialized is not None and self.specialized.packed
+        return self.specialized is not None and self.specialized.rows.packed
 
     def pack(self, group: int) -> int:
         """Heads in a tile, of a `group` that shares keys: the largest power of two that divides it and the rows of a

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.backward import ROW_THREADS
 from flashgen.planning.integers import Allowed
+from flashgen.planning.members import OneBarrier, OneStage, StepEnd, TwoBarriers
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.ampere import programs
 from flashgen.planning.pipelines.ampere.forward import MMA_DEPTH, MMA_ROWS
@@ -155,7 +156,7 @@ def backward(c: Candidate, request: KernelRequest) -> Backward:
         buffers=c.buffers,
         by_query=by_query(c, request) if request.deterministic else None,
         vector_atomics=request.arch.name in VECTOR_ATOMICS,
-        one_barrier=one_barrier(c),
+        step_end=step_end(c),
         rounded_p=c.rounded_p,
         row_threads=ROW_THREADS,
     )
@@ -164,6 +165,13 @@ def backward(c: Candidate, request: KernelRequest) -> Backward:
 def one_barrier(c: Candidate) -> bool:
     """Whether a step needs one barrier: nothing that a warp may still read is overwritten before the next."""
     return c.buffers == 2 and c.stages == (2 if c.q_warps == 1 else 3)
+
+
+def step_end(c: Candidate) -> StepEnd:
+    """How a step ends."""
+    if c.stages == 1:
+        return OneStage()
+    return OneBarrier() if one_barrier(c) else TwoBarriers()
 
 
 def by_query(c: Candidate, request: KernelRequest) -> ByQuery | None:
@@ -396,7 +404,7 @@ def _pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:
 def _waiting(plan: KernelPlan, arch: Arch) -> float:
     """Clocks for one score in which all warps of a block wait: barriers, and copies that none of its work hides."""
     q, columns = plan.tile.q, plan.padded_head_dim + plan.padded_v_head_dim
-    clocks: float = BARRIER * (1 if _layout(plan).one_barrier else 2)
+    clocks: float = BARRIER * _layout(plan).step_end.barriers
     if plan.stages == 1:
         clocks += FIRST_BYTE + ITEM * q * columns * arch.sms * arch.clock_hz / arch.l2_bytes_per_s
     return clocks / (q * plan.tile.kv)

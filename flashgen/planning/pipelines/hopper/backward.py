@@ -26,6 +26,15 @@ from flashgen.lang.expr import Node, depends_on, positions_of, walk
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.backward import ROW_THREADS, lookup_names
 from flashgen.planning.integers import Allowed
+from flashgen.planning.members import (
+    Consumers,
+    DqInAnyOrder,
+    DqInMainKernel,
+    DqInOrder,
+    DqSum,
+    HalvesOfKeys,
+    SplitDkDv,
+)
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.pipelines.hopper.forward import boxed, padded
@@ -171,6 +180,18 @@ def dq_parts(c: Candidate, head_dim: int) -> tuple[int, ...]:
         return (padded(head_dim),)
     half = boxed(head_dim) // 2
     return (half,) if half <= 64 else (64, half - 64)
+
+
+def consumers(c: Candidate) -> Consumers:
+    """How the warpgroups divide a tile."""
+    return SplitDkDv() if c.split_dk_dv else HalvesOfKeys(dq_half="queries" if c.tile.q > ROWS else "columns")
+
+
+def dq_sum(c: Candidate, request: KernelRequest) -> DqSum:
+    """How dq is added up."""
+    if request.deterministic:
+        return DqInOrder()
+    return DqInMainKernel() if dq_in_main_kernel(c, request) else DqInAnyOrder()
 
 
 def ping_pong(c: Candidate, request: KernelRequest) -> bool:
@@ -345,12 +366,12 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
         smem=smem(c, request),
         registers=registers(c, request),
         backward=SpecializedBackward(
-            split_dk_dv=c.split_dk_dv,
+            consumers=consumers(c),
+            dq=dq_sum(c, request),
             dq_parts=dq_parts(c, request.head_dim),
             ping_pong=ping_pong(c, request),
             scores_first=scores_first(c, request),
             lookup_stages=lookup_stages(c, request),
-            dq_in_main_kernel=dq_in_main_kernel(c, request),
             row_threads=ROW_THREADS,
         ),
     )

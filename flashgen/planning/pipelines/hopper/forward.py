@@ -14,9 +14,19 @@ from functools import lru_cache
 
 from flashgen.planning.arch import KIB, Arch, find
 from flashgen.planning.integers import Allowed
+from flashgen.planning.members import (
+    FixedLimit,
+    MovingLimits,
+    OByTma,
+    OFromRegisters,
+    PackedQueries,
+    Queries,
+    Softmax,
+    TrackedRowMax,
+)
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
-from flashgen.planning.plan import ITEM, KernelPlan, Part, Specialized, Tile, WithoutRowMax, staged
+from flashgen.planning.plan import ITEM, KernelPlan, Part, Specialized, Tile, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.program import Program, consumer_registers
@@ -101,14 +111,14 @@ THREE_COLUMNS = 96
 #: its row has added up twice as much.  The first tiles of a schedule bring that about; they move row maxima often, so
 #: theirs are found.  On inputs with outliers the RMS error is 1.009 to 1.010 of FlashAttention-2's, and with a share of
 #: 0.75 it is 1.013.
-WITHOUT_ROW_MAX = {
-    "float16": WithoutRowMax(least=2.0, share=0.5, most=2.0**15, warmup_tiles=6),
-    "bfloat16": WithoutRowMax(least=2.0**32, share=0.0, most=2.0**32, warmup_tiles=1),
+WITHOUT_ROW_MAX: dict[str, Softmax] = {
+    "float16": MovingLimits(least=2.0, share=0.5, most=2.0**15, warmup_tiles=6),
+    "bfloat16": FixedLimit(limit=2.0**32),
 }
 
 #: That of float16 without a mask up to SHORT_COLUMNS, where tiles whose maxima are found cost more than rounding shows;
 #: with a mask there is none (0.97 of the speed with maxima).
-SHORT_WITHOUT_ROW_MAX = WithoutRowMax(least=64.0, share=0.0, most=64.0, warmup_tiles=1)
+SHORT_WITHOUT_ROW_MAX = FixedLimit(limit=64.0)
 
 #: Three warpgroups with wider columns hold so few keys that two are faster (FlashAttention-3 divides its rows like that
 #: too): what to multiply their time by.
@@ -309,8 +319,8 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     short = request.widest <= SHORT_COLUMNS
     score_emitted_twice = _score_emitted_twice(c, request)
     separate_full_tiles = score_emitted_twice and request.profile.band  # others spill with code for each kind of tile
-    without_row_max = _without_row_max(c, request, separate_full_tiles)
-    ping_pong = short and c.warpgroups > 2 and without_row_max is None
+    softmax = _softmax(c, request, separate_full_tiles)
+    ping_pong = short and c.warpgroups > 2 and not softmax.without_row_max
     return make_plan(
         *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
         pipeline=NAME,
@@ -322,12 +332,12 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
         specialized=Specialized(
             warpgroups=c.warpgroups,
             ping_pong=ping_pong,
-            without_row_max=without_row_max,
+            softmax=softmax,
             score_emitted_twice=score_emitted_twice,
             separate_full_tiles=separate_full_tiles,
-            o_by_tma=c.q_stages > 1,
+            o=OByTma() if c.q_stages > 1 else OFromRegisters(),
             dynamic_scheduler=request.profile.masked,
-            packed=False,
+            rows=Queries(),
         ),
     )
 
@@ -356,7 +366,7 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
         registers += (Part(name="packed", amount=PACKED_REGISTERS, why="the queries of two rows"),)
         if total(registers) > (plan.program.consumer_registers or 0):
             return None
-    return replace(plan, registers=registers, specialized=replace(_layout(plan), packed=True))
+    return replace(plan, registers=registers, specialized=replace(_layout(plan), rows=PackedQueries()))
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
@@ -428,13 +438,13 @@ def _score_emitted_twice(c: Candidate, request: KernelRequest) -> bool:
     return not request.profile.scored or needed + ROOM <= division(c.warpgroups, request)[1]
 
 
-def _without_row_max(c: Candidate, request: KernelRequest, separate_full_tiles: bool) -> WithoutRowMax | None:
-    """What watches over a softmax without maxima, where that is faster."""
+def _softmax(c: Candidate, request: KernelRequest, separate_full_tiles: bool) -> Softmax:
+    """A softmax without maxima, where that is faster."""
     asked, columns = request.profile, request.widest
     if columns > WITHOUT_ROW_MAX_COLUMNS or asked.scored or (asked.masked and not separate_full_tiles):
-        return None
+        return TrackedRowMax()
     if request.dtype == "float16" and columns <= SHORT_COLUMNS:
-        return None if asked.masked else SHORT_WITHOUT_ROW_MAX
+        return TrackedRowMax() if asked.masked else SHORT_WITHOUT_ROW_MAX
     if asked.masked and c.warpgroups == 2 and columns <= THREE_COLUMNS:
-        return None
+        return TrackedRowMax()
     return WITHOUT_ROW_MAX[request.dtype]

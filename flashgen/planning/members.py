@@ -1,0 +1,203 @@
+"""Ways of doing one thing in a kernel, of which a plan has one: each names the template that it is written in.
+
+A kernel's template includes the `template` of what was chosen, and asks nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline ampere, backward: whose keys a warp works on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnKeys:
+    """A warp has keys to itself: P and dS are operands of dk and dv as they lie in registers."""
+
+    template: ClassVar[str] = "ampere/backward_own_keys.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedKeys:
+    """Warps that share keys divide queries, then columns of dk and dv: P and dS go through shared memory."""
+
+    template: ClassVar[str] = "ampere/backward_shared_keys.cu.j2"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline ampere, backward: how a step ends, between P and dS and the next queries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneBarrier:
+    """Nothing that a warp may still read is overwritten before the next step's barrier."""
+
+    template: ClassVar[str] = "ampere/backward_one_barrier.cu.j2"
+    barriers: ClassVar[int] = 1
+    loads_ahead: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoBarriers:
+    """One when P and dS are complete, one when they have been read."""
+
+    template: ClassVar[str] = "ampere/backward_two_barriers.cu.j2"
+    barriers: ClassVar[int] = 2
+    loads_ahead: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneStage:
+    """The next queries are loaded where these were, when nobody reads them any more."""
+
+    template: ClassVar[str] = "ampere/backward_one_stage.cu.j2"
+    barriers: ClassVar[int] = 2
+    loads_ahead: ClassVar[bool] = False
+
+
+StepEnd = OneBarrier | TwoBarriers | OneStage
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, backward: how consumers divide a tile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalvesOfKeys:
+    """Each warpgroup has half of the keys, dk and dv of these, and of dq half of the `dq_half`."""
+
+    template: ClassVar[str] = "hopper/backward_halves_of_keys.cu.j2"
+    dq_half: Literal["queries", "columns"]
+
+    @property
+    def dq_template(self) -> str:
+        """How the product for dq finds this warpgroup's half."""
+        return f"hopper/backward_half_of_{self.dq_half}.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitDkDv:
+    """Each warpgroup has all keys: one has P and dv, the other dS and dk; and of dq half of the columns."""
+
+    template: ClassVar[str] = "hopper/backward_split_dk_dv.cu.j2"
+    dq_half: ClassVar[str] = "columns"
+
+
+Consumers = HalvesOfKeys | SplitDkDv
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, backward: how dq is added up in memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DqInAnyOrder:
+    """Sums that one kernel clears before and another one finishes behind the main kernel."""
+
+    template: ClassVar[str] = "hopper/backward_add_in_any_order.cu.j2"
+    in_main_kernel: ClassVar[bool] = False
+    warps: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DqInMainKernel:
+    """Two warps of a block clear sums of heads to come, and finish complete ones."""
+
+    template: ClassVar[str] = "hopper/backward_add_in_any_order.cu.j2"
+    in_main_kernel: ClassVar[bool] = True
+    warps: ClassVar[tuple[str, ...]] = ("hopper/backward_dq_accumulator.cu.j2",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DqInOrder:
+    """Two warps of a block see to the order in which blocks add: the same bits in every run."""
+
+    template: ClassVar[str] = "hopper/backward_add_in_order.cu.j2"
+    in_main_kernel: ClassVar[bool] = False
+    warps: ClassVar[tuple[str, ...]] = ("hopper/backward_dq_semaphore.cu.j2",)
+
+
+DqSum = DqInAnyOrder | DqInMainKernel | DqInOrder
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: how the softmax finds what to subtract from a row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRowMax:
+    """The maxima of each tile are looked at."""
+
+    templates: ClassVar[tuple[str, ...]] = ()
+    without_row_max: ClassVar[bool] = False
+    limits_move: ClassVar[bool] = False
+    warms_up: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedLimit:
+    """Of tiles without a mask nobody looks at maxima while P of a tile adds up to less than `limit` in one lane."""
+
+    templates: ClassVar[tuple[str, ...]] = ("hopper/forward_fixed_limit.cu.j2",)
+    without_row_max: ClassVar[bool] = True
+    limits_move: ClassVar[bool] = False
+    warms_up: ClassVar[bool] = False
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovingLimits:
+    """The same, while P of a tile adds up in one lane to no more than a limit that moves with the sums.
+
+    least    whatever came before
+    share    of what each lane of the row has added up so far, where that is more
+    most     whatever came before
+    warmup_tiles  tiles at the start of a schedule whose maxima are looked at all the same
+    """
+
+    templates: ClassVar[tuple[str, ...]] = ("hopper/forward_moving_limits.cu.j2",)
+    without_row_max: ClassVar[bool] = True
+    limits_move: ClassVar[bool] = True
+    warms_up: ClassVar[bool] = True
+    least: float
+    share: float
+    most: float
+    warmup_tiles: int
+
+
+Softmax = TrackedRowMax | FixedLimit | MovingLimits
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: how O leaves, and what a row is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OByTma:
+    """Through the shared memory of q, from which a thread of its own copies it."""
+
+    template: ClassVar[str] = "hopper/forward_o_by_tma.cu.j2"
+    by_tma: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OFromRegisters:
+    """From the registers of consumers."""
+
+    template: ClassVar[str] = "hopper/forward_o_from_registers.cu.j2"
+    by_tma: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queries:
+    """A row of a tile is a query of one head."""
+
+    template: ClassVar[str] = "hopper/forward_rows_of_queries.cu.j2"
+    packed: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedQueries:
+    """A row of a tile is a query of one of several heads that share keys."""
+
+    template: ClassVar[str] = "hopper/forward_rows_of_packs.cu.j2"
+    packed: ClassVar[bool] = True
