@@ -8,7 +8,8 @@ from tolerance import judge_lse, reference
 import flashgen as fg
 from flashgen.analysis.tiles import Case
 from flashgen.ops.attention import attention
-from flashgen.ops.backward import run_backward
+from flashgen.ops.backward import Given, run_backward
+from flashgen.ops.call import Call
 from flashgen.ops.records import calls_of
 from flashgen.planning.arch import ARCHS
 from flashgen.runtime.gradients import reference_gradients
@@ -145,9 +146,7 @@ def test_gradients(gpu):
         o, lse = attention(q, k, v, captured, return_lse=True, **named)
         given = torch.Generator().manual_seed(seed + 2)
         do, dlse = (gpu.put(torch.randn(x.shape, generator=given).to(x.dtype)) for x in (o, lse))
-        got = run_backward(
-            *(do, dlse, q, k, v, o, lse, captured, None, named, None), deterministic=False, wanted=("table",)
-        )
+        got = run_backward(Given(do, dlse, q, k, v, o, lse), Call(captured, None, named), ("table",))
         sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 33, "kv_len": 40}
         tensors = {"table": slopes.float().numpy(), "lengths": ends.numpy()}
         case = Case(sizes=sizes, params={"slope": 0.25}, tensors=tensors)

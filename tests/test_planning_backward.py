@@ -262,13 +262,13 @@ def test_what_the_main_kernel_sweeps_is_counted_there(name):
     variant = load_spec(name).bind()
     problem = problem_of(batch=8, heads=32, kv_heads=16, q_len=300, kv_len=700, head_dim=64, dtype="bfloat16")
     case, plan = case_of(variant, problem), planner.backward_menu(variant, "sm_90a", "bfloat16", 64).plans[0]
-    lead = backward.clear_distance(plan, problem)
-    assert plan.backward.dq_in_main_kernel and 0 < lead < 8 * 16
+    cleared = backward.clear_distance(plan, problem)
+    assert plan.backward.dq_in_main_kernel and 0 < cleared < 8 * 16
     p = predict(plan, problem, case)
     counted = count_backward(plan, analyse(variant), case, head_dim=64, v_head_dim=64, dtype="bfloat16").kernels
     for entry, moved in p.kernels:
         assert (moved.read_bytes, moved.write_bytes) == (counted[entry].read.total(), counted[entry].written.total())
-    assert dict(p.kernels)["attention_backward_finish"].read_bytes == lead * 2 * 300 * 64 * 4
+    assert dict(p.kernels)["attention_backward_finish"].read_bytes == cleared * 2 * 300 * 64 * 4
     assert {part.name: part.amount for part in p.workspaces}["progress"] == 4 * (8 * 16 + 1)
 
 

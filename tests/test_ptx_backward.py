@@ -400,15 +400,15 @@ def sweeping(spec, tile=(64, 128)):
     ("spec", "clear_distance", "tile"),
     [("full", 1, (64, 128)), ("full", 3, (128, 128)), ("causal", 2, (128, 128)), ("alibi", 5, (64, 128))],
 )
-def test_blocks_clear_and_finish_dq_for_other_heads(spec, lead, tile):
+def test_blocks_clear_and_finish_dq_for_other_heads(spec, clear_distance, tile):
     b = sweeping(spec, tile)
     of_head = 2 * -(-150 // tile[0]) * tile[0] * b.plan.dq_sum_columns * 4  # bytes of the sums of two query heads
     for seed in (None, 0):
-        result = b.run(seed=seed, lead=lead)
+        result = b.run(seed=seed, clear_distance=clear_distance)
         assert b.wrong(result) == []
         prepare, main, finish = (result.reports[launch] for launch in ENTRIES)
-        assert prepare.bytes("st", buffer="dq_sum") == lead * of_head
-        assert main.bytes("st", buffer="dq_sum") == (8 - lead) * of_head
+        assert prepare.bytes("st", buffer="dq_sum") == clear_distance * of_head
+        assert main.bytes("st", buffer="dq_sum") == (8 - clear_distance) * of_head
         assert main.bytes("ld", buffer="dq_sum") + finish.bytes("ld", buffer="dq_sum") == 8 * of_head
         assert main.bytes("ld", buffer="dq_sum") >= of_head
 
@@ -433,13 +433,13 @@ SWEEPING_MUTATIONS = {
 @pytest.mark.parametrize("name", SWEEPING_MUTATIONS)
 def test_sweeping_mutations_are_noticed(name):
     b = sweeping("full")
-    assert any(b.fails(SWEEPING_MUTATIONS[name], seed=seed, lead=1) for seed in range(4))
+    assert any(b.fails(SWEEPING_MUTATIONS[name], seed=seed, clear_distance=1) for seed in range(4))
 
 
 @pytest.mark.slow
 def test_sums_cleared_late_are_awaited():
     b = sweeping("full")
-    assert b.wrong(b.run(CLEARED_LATE, seed=0, lead=1)) == []
+    assert b.wrong(b.run(CLEARED_LATE, seed=0, clear_distance=1)) == []
 
 
 @pytest.mark.slow
