@@ -51,6 +51,8 @@ def attention(
     rows a kernel cannot load (an expanded one, as that of a sum) is copied.
 
     Raises LaunchError and PlanError before anything runs: what was asked, the limit, the nearest thing that works.
+    Where the GPU's best pipeline has no kernel for a call, or cannot address its tensors, the logger "flashgen" warns,
+    once for each such kernel.
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
     compiling = torch.compiler.is_compiling()

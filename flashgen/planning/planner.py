@@ -275,22 +275,14 @@ def _lacking(request: KernelRequest, pipeline: Pipeline[Any], reason: str) -> st
 def _served(pipeline: Pipeline[Any], request: KernelRequest) -> list[str]:
     """The single changes to a request by which a pipeline that has no such kernels has them: the largest head dims, or
     one option less."""
-    asked = request.asked
-    changes = {
-        **{f"{name}=None": request.fixing(**{name: None}) for name in ("tile", *request.fixed.integers())},
-        **{
-            f"{f.name}={f.default}": replace(request, asked=replace(asked, **{f.name: f.default}))
-            for f in fields(asked)
-            if getattr(asked, f.name) != f.default
-        },
-    }
-    found = [change for change, one in changes.items() if pipeline.unsupported_reason(one) is None]
+    found = [change for change, less in request.less().items() if pipeline.unsupported_reason(less) is None]
     step, widest = pipeline.HEAD_DIM_STEP, min(request.widest - 1, pipeline.MAX_HEAD_DIM)
     for most in range(widest // step * step, pipeline.MIN_HEAD_DIM - 1, -step):
-        dims = {"head_dim": min(request.head_dim, most), "v_head_dim": min(request.v_head_dim, most)}
-        if pipeline.unsupported_reason(replace(request, **dims)) is None:
-            less = [f"{name} {dim}" for name, dim in dims.items() if dim < getattr(request, name)]
-            return [less[0] if request.head_dim == request.v_head_dim else " with ".join(less), *found]
+        narrow = replace(request, head_dim=min(request.head_dim, most), v_head_dim=min(request.v_head_dim, most))
+        if pipeline.unsupported_reason(narrow) is None:
+            dims = ("head_dim",) if request.head_dim == request.v_head_dim else ("head_dim", "v_head_dim")
+            changed = [f"{name} {most}" for name in dims if getattr(request, name) > most]
+            return [" with ".join(changed), *found]
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from flashgen.analysis.derivative import differentiable
@@ -153,6 +153,16 @@ class KernelRequest:
     def fixing(self, **fixed: Any) -> KernelRequest:
         """The same with these fixed in place of what was; None: left to the planner."""
         return replace(self, fixed=replace(self.fixed, **fixed))
+
+    def less(self) -> dict[str, KernelRequest]:
+        """The requests that leave out one option, or leave open one thing that is fixed, by how a call writes that."""
+        fixed: dict[str, object] = {"tile": self.fixed.tile, **self.fixed.integers()}
+        found = {f"{name}=None": self.fixing(**{name: None}) for name, value in fixed.items() if value is not None}
+        for option in fields(self.asked):
+            default: dict[str, Any] = {option.name: option.default}
+            if getattr(self.asked, option.name) != option.default:
+                found[f"{option.name}={option.default}"] = replace(self, asked=replace(self.asked, **default))
+        return found
 
     def __str__(self) -> str:
         dims = f"head_dim {self.head_dim}"
