@@ -291,12 +291,12 @@ KEYS = {
     "compile": {"kernel", "resources", "cubin_bytes", "cached", "seconds"},
     "build": {"kernels"},
     "run": {
-        *("passed", "device", "seed", "seconds", "dtype", "shape", "params", "kernel", "predicted_bytes"),
+        *("passed", "device", "seed", "dropout", "seconds", "dtype", "shape", "params", "kernel", "predicted_bytes"),
         *("counted_bytes", "checked", "lse_reasons"),
     },
     "simulate": {
-        *("dtype", "shape", "params", "seed", "kernel", "traffic", "predicted_bytes", "instructions", "conflicts"),
-        *("steps", "seconds", "passed", "reasons"),
+        *("dtype", "shape", "params", "seed", "dropout", "kernel", "traffic", "predicted_bytes", "instructions"),
+        *("conflicts", "steps", "seconds", "passed", "reasons"),
     },
 }
 
