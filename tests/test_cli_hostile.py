@@ -295,19 +295,8 @@ KEYS = {
         *("counted_bytes", "checked", "lse_reasons"),
     },
     "simulate": {
-        *(
-            "dtype",
-            "shape",
-            "params",
-            "seed",
-            "dropout",
-            "kernel",
-            "traffic",
-            "predicted_bytes",
-            "instructions",
-            "conflicts",
-        ),
-        *("steps", "seconds", "passed", "reasons"),
+        *("dtype", "shape", "params", "seed", "dropout", "kernel", "traffic", "predicted_bytes", "instructions"),
+        *("conflicts", "steps", "seconds", "passed", "reasons"),
     },
 }
 
