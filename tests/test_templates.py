@@ -19,13 +19,11 @@ PIPELINES = ("ampere", "hopper")
 #: Control lines among all lines of a pipeline's files and of those that pipelines share, in percent.  Goal: 15.
 CONTROL_PERCENT: dict[str, float] = {
     "ampere": 14.7,
-    "hopper": 16.0,
+    "hopper": 15.9,
 }
 
 #: How deep conditions, loops and macros of a file are nested, where deeper than the goal, which is 2.
-DEPTHS: dict[str, int] = {
-    "hopper/forward_consumer.cu.j2": 3,
-}
+DEPTHS: dict[str, int] = {}
 
 #: Comparisons in a file.  Goal: none.
 COMPARISONS: dict[str, int] = {}
