@@ -182,6 +182,16 @@ def test_library_definitions_declare_one_name_each_and_use_only_what_stands_abov
         seen |= definition.names
 
 
+@pytest.mark.parametrize("path", sorted(KEPT), ids=str)
+def test_wrappers_of_ptx_stand_together_before_the_story(path):
+    text = KEPT[path].text
+    headings = re.findall(r"^// -{8,}.*", text, re.MULTILINE)
+    of_wrappers = [d.heading for d in device.definitions() if d.file in device.WRAPPERS]
+    places = [heading in of_wrappers for heading in headings]
+    assert places == sorted(places, reverse=True) and places[0]
+    assert text.rindex("asm") < text.index("--- plan\n")
+
+
 def test_the_library_is_cut_to_what_is_used():
     text = device.used_by("float y = tanh_f32(x);")
     assert "DEVICE float ex2(" in text and "LOG2E" in text and "#define DEVICE" in text

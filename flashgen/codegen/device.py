@@ -7,19 +7,24 @@ form, what it uses by its identifiers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from flashgen.resources import folder
 
-#: The files in the order in which they are emitted: a definition uses only what stands above it.
-FILES = (
-    *("types", "math", "index", "cp_async", "ldmatrix", "st_shared", "mma", "swizzle", "softmax"),
-    *("red", "progress", "exact", "philox"),
-    *("mbarrier", "ring", "tma", "setmaxnreg", "named_barrier", "wgmma", "hopper_softmax", "hopper_epilogue", "range"),
+#: The files in the order in which they are emitted: a definition uses only what stands above it.  First those of which
+#: each definition wraps an instruction of PTX, with the types that they take.
+WRAPPERS = (
+    *("types", "index", "cp_async", "ldmatrix", "st_shared", "mma", "red"),
+    *("mbarrier", "tma", "setmaxnreg", "named_barrier", "wgmma"),
 )
+LIBRARY = (
+    *("math", "swizzle", "softmax", "progress", "exact", "philox"),
+    *("ring", "hopper_softmax", "hopper_epilogue", "range"),
+)
+FILES = (*WRAPPERS, *LIBRARY)
 
 _DECLARED = re.compile(
     r"^(?:template <[^>]*>\s*)?"
@@ -35,11 +40,12 @@ _IDENTIFIER = re.compile(r"\b[A-Za-z_]\w*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
-    """One definition of the library: its text, the names it declares, its identifiers, and its file's heading."""
+    """One definition of the library: its text, names that it declares, its identifiers, its file and the heading."""
 
     text: str
     names: frozenset[str]
     uses: frozenset[str]
+    file: str
     heading: str
 
 
@@ -48,8 +54,8 @@ def identifiers(text: str) -> frozenset[str]:
     return frozenset(_IDENTIFIER.findall(_STRING.sub('""', _COMMENT.sub("", text))))
 
 
-def used_by(text: str) -> str:
-    """The definitions that `text` uses, directly or not, in the library's order, each file's under its heading."""
+def used_by(text: str, files: Collection[str] = FILES) -> str:
+    """The definitions of these files that `text` uses, directly or not, in order, each file's under its heading."""
     library = definitions()
     wanted = identifiers(text)
     chosen: set[int] = set()
@@ -59,7 +65,7 @@ def used_by(text: str) -> str:
             break
         chosen |= found
         wanted = wanted.union(*(library[i].uses for i in found))
-    return _laid_out(library[i] for i in sorted(chosen))
+    return _laid_out(library[i] for i in sorted(chosen) if library[i].file in files)
 
 
 @lru_cache(maxsize=1)
@@ -73,7 +79,7 @@ def _parse(path: Path) -> Iterable[Definition]:
     first, newline, rest = heading.partition("\n")
     for paragraph in ([rest] if newline else []) + paragraphs:
         names = frozenset(name for groups in _DECLARED.findall(paragraph) for name in groups if name)
-        yield Definition(text=paragraph, names=names, uses=identifiers(paragraph), heading=first)
+        yield Definition(text=paragraph, names=names, uses=identifiers(paragraph), file=path.stem, heading=first)
 
 
 def _laid_out(chosen: Iterable[Definition]) -> str:

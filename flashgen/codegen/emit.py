@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 #: What the names of mma and cvt wrappers call the element type.
 _PTX_TYPE = {"float16": "f16", "bfloat16": "bf16"}
 
-#: What stands in the place of the device library until it is known which of it is used.
-_DEVICE = "// device library"
+#: What stands in the place of files of the device library until it is known which of it is used.
+_PLACES = {"wrappers": ("// PTX wrappers", device.WRAPPERS), "library": ("// library", device.LIBRARY)}
 
 _WIDTH = 116  # of a line, less a margin
 
@@ -58,8 +58,10 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         context["transposed"] = transposed(facts, plan.gradients)
         context["gradients"] = [sized(t) for t in plan.variant.tensors if t.name in plan.gradients]
     # The kernel's entries say which of its functions they use, and these which of the device library's.
-    text = reachable(template.render(context, device=_DEVICE))
-    return folded(text.replace(_DEVICE, device.used_by(text)))
+    text = kernel = reachable(template.render(context, **{name: place for name, (place, _) in _PLACES.items()}))
+    for place, files in _PLACES.values():
+        text = text.replace(place, device.used_by(kernel, files), 1)
+    return folded(text)
 
 
 def banner(plan: KernelPlan, found: VariantCode) -> str:

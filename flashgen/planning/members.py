@@ -88,6 +88,27 @@ class SplitDkDv:
 Consumers = HalvesOfKeys | SplitDkDv
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, backward: the order in which blocks start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadByHead:
+    """All keys of a head, then those of the next."""
+
+    template: ClassVar[str] = "hopper/backward_head_by_head.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InGroups:
+    """Keys of heads whose queries and dq stay in L2, in turns; the last keys first where blocks wait for later keys."""
+
+    template: ClassVar[str] = "hopper/backward_in_groups.cu.j2"
+    late_first: bool
+
+
+BlockOrder = HeadByHead | InGroups
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, backward: how dq is added up in memory
 
 
@@ -166,6 +187,24 @@ class MovingLimits:
 
 
 Softmax = TrackedRowMax | FixedLimit | MovingLimits
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: tiles that the mask hides nothing of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullTilesApart:
+    """They have code of their own, in which nothing stands between the product and the softmax."""
+
+    template: ClassVar[str] = "hopper/forward_full_tiles_apart.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilesAlike:
+    """One code for all tiles: registers are short."""
+
+    template: ClassVar[str] = "hopper/forward_tiles_alike.cu.j2"
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, forward: how O leaves, and what a row is

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from flashgen.lang.variant import Variant
 from flashgen.planning.integers import Integers
 from flashgen.planning.members import (
+    BlockOrder,
     Consumers,
     DqSum,
+    FullTilesApart,
     OByTma,
     OFromRegisters,
     OwnKeys,
@@ -18,6 +20,7 @@ from flashgen.planning.members import (
     Softmax,
     SplitDkDv,
     StepEnd,
+    TilesAlike,
 )
 from flashgen.planning.program import Program
 
@@ -76,7 +79,7 @@ class Specialized:
     ping_pong: bool  # warpgroups take turns to issue products
     softmax: Softmax
     score_emitted_twice: bool  # registers are left for a score function that is emitted twice
-    separate_full_tiles: bool  # tiles that the mask hides nothing of have code of their own
+    full_tiles: FullTilesApart | TilesAlike
     o: OByTma | OFromRegisters
     dynamic_scheduler: bool  # a counter in memory hands out tiles, long ones first; else each block has its share
     rows: Queries | PackedQueries
@@ -167,6 +170,7 @@ class SpecializedBackward:
     """
 
     consumers: Consumers
+    blocks: BlockOrder
     dq: DqSum
     dq_parts: tuple[int, ...]  # columns of dq in a warpgroup's products, one after another
     ping_pong: bool  # one warpgroup computes P and dS while the other's products run

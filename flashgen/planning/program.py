@@ -58,6 +58,11 @@ class Axis:
     text: str
     index: str = "i"
 
+    @property
+    def loop(self) -> str:
+        """The head of a loop over it."""
+        return f"for (int {self.index} = 0; {self.index} < {self.text}; {self.index}++) "
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
@@ -68,6 +73,11 @@ class Member:
     size: int
     alignment: int
     axes: tuple[Axis, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Its name and extents, as declared."""
+        return self.name + "".join(f"[{axis.text}]" for axis in self.axes)
 
     @property
     def bytes(self) -> int:
@@ -132,6 +142,16 @@ class Ring:
         return (*stages, *((self.each,) if self.each else ()))
 
     @property
+    def indices(self) -> str:
+        """Those of the loops over its barriers."""
+        return "".join(f"[{axis.index}]" for axis in self.axes)
+
+    @property
+    def loops(self) -> str:
+        """Loops over its barriers within that which it shares with other rings."""
+        return "".join(axis.loop for axis in self.axes[:-1])
+
+    @property
     def member(self) -> Member:
         """The barriers in shared memory."""
         if self.empty:
@@ -139,6 +159,38 @@ class Ring:
         else:
             size, ctype = 8, "u64"
         return Member(ctype=ctype, name=self.barrier, size=size, alignment=8, axes=self.axes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Rings whose barriers are initialised in one loop over an axis; None: in no loop."""
+
+    axis: Axis | None
+    rings: tuple[Ring, ...]
+
+    @property
+    def braces(self) -> bool:
+        """Whether the loop has more than one statement."""
+        return self.axis is not None and (len(self.rings) > 1 or bool(self.rings[0].counter))
+
+    @property
+    def head(self) -> str:
+        """What stands before the first statement."""
+        if self.axis is None:
+            return ""
+        return f"    {self.axis.loop}" + "{\n" * self.braces
+
+    @property
+    def margin(self) -> str:
+        """What stands before each statement."""
+        if self.axis is None:
+            return "    "
+        return "      " * self.braces
+
+    @property
+    def tail(self) -> str:
+        """What stands behind the last."""
+        return "    }\n" * self.braces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,10 +293,10 @@ class Program:
         return str(arrivals)
 
     @property
-    def starts(self) -> Iterator[tuple[Axis | None, tuple[Ring, ...]]]:
-        """Rings whose barriers are initialised in one loop, with its axis; None: in no loop."""
+    def starts(self) -> Iterator[Start]:
+        """Rings whose barriers are initialised together."""
         for axis, rings in groupby(self.rings, key=lambda ring: ring.axes[-1] if ring.axes else None):
-            yield axis, tuple(rings)
+            yield Start(axis=axis, rings=tuple(rings))
 
     def shared_bytes(self, alignment: int) -> int:
         """sizeof(Shared), which is a multiple of `alignment`."""

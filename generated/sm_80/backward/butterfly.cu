@@ -16,31 +16,6 @@ typedef unsigned int u32;
 typedef long long i64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
-// ---------------------------------------------------------------- arithmetic
-constexpr float LOG2E = 1.44269504088896340736f;
-constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
-#define PLUS_INFINITY __int_as_float(0x7f800000)
-#define MINUS_INFINITY __int_as_float(0xff800000)
-
-// 2^x and the logarithm to base 2.
-DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-
-// Division that rounds down, and its remainder, which has the sign of the divisor.
-template <typename T> DEVICE T floor_div(T a, T b) {
-  const T quotient = a / b;
-  return quotient - (a % b != 0 && (a < 0) != (b < 0));
-}
-
-// Two floats rounded to nearest, the first in the low half.
-DEVICE u32 cvt_bf16x2(float low, float high) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-
-// A stored element as a float.
-DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }
-
 // ---------------------------------------------------------------- fewer registers kept through a loop
 // Places in the grid, read anew at each use.
 DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)); return i; }
@@ -89,6 +64,36 @@ DEVICE void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) 
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// ---------------------------------------------------------------- red: additions in global memory
+DEVICE void red_add_f32(float* sum, float x) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" :: "l"(sum), "f"(x) : "memory");
+}
+
+// ---------------------------------------------------------------- arithmetic
+constexpr float LOG2E = 1.44269504088896340736f;
+constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
+#define PLUS_INFINITY __int_as_float(0x7f800000)
+#define MINUS_INFINITY __int_as_float(0xff800000)
+
+// 2^x and the logarithm to base 2.
+DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
+// Division that rounds down, and its remainder, which has the sign of the divisor.
+template <typename T> DEVICE T floor_div(T a, T b) {
+  const T quotient = a / b;
+  return quotient - (a % b != 0 && (a < 0) != (b < 0));
+}
+
+// Two floats rounded to nearest, the first in the low half.
+DEVICE u32 cvt_bf16x2(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+// A stored element as a float.
+DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }
+
 // ---------------------------------------------------------------- tiles in shared memory
 // Rows of 16-byte chunks; chunk c of row r lies at c ^ r / (8 / GROUP) % GROUP, GROUP = gcd(CHUNKS, 8), so that the
 // same chunk of eight rows falls into eight different groups of four banks, whatever the width.
@@ -121,11 +126,6 @@ DEVICE void load_tile(
     }
     source += STEP * row_stride;
   }
-}
-
-// ---------------------------------------------------------------- red: additions in global memory
-DEVICE void red_add_f32(float* sum, float x) {
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" :: "l"(sum), "f"(x) : "memory");
 }
 
 // ---------------------------------------------------------------- what a tile lets an expression be

@@ -27,12 +27,15 @@ from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.backward import ROW_THREADS, lookup_names
 from flashgen.planning.integers import Allowed
 from flashgen.planning.members import (
+    BlockOrder,
     Consumers,
     DqInAnyOrder,
     DqInMainKernel,
     DqInOrder,
     DqSum,
     HalvesOfKeys,
+    HeadByHead,
+    InGroups,
     SplitDkDv,
 )
 from flashgen.planning.pipelines.hopper import forward as hopper
@@ -185,6 +188,13 @@ def dq_parts(c: Candidate, head_dim: int) -> tuple[int, ...]:
 def consumers(c: Candidate) -> Consumers:
     """How the warpgroups divide a tile."""
     return SplitDkDv() if c.split_dk_dv else HalvesOfKeys(dq_half="queries" if c.tile.q > ROWS else "columns")
+
+
+def block_order(request: KernelRequest) -> BlockOrder:
+    """The order in which blocks start."""
+    if request.deterministic or request.profile.hides:
+        return InGroups(late_first=request.deterministic)
+    return HeadByHead()
 
 
 def dq_sum(c: Candidate, request: KernelRequest) -> DqSum:
@@ -367,6 +377,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
         registers=registers(c, request),
         backward=SpecializedBackward(
             consumers=consumers(c),
+            blocks=block_order(request),
             dq=dq_sum(c, request),
             dq_parts=dq_parts(c, request.head_dim),
             ping_pong=ping_pong(c, request),

@@ -16,12 +16,14 @@ from flashgen.planning.arch import KIB, Arch, find
 from flashgen.planning.integers import Allowed
 from flashgen.planning.members import (
     FixedLimit,
+    FullTilesApart,
     MovingLimits,
     OByTma,
     OFromRegisters,
     PackedQueries,
     Queries,
     Softmax,
+    TilesAlike,
     TrackedRowMax,
 )
 from flashgen.planning.pipelines.hopper import programs
@@ -334,7 +336,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             ping_pong=ping_pong,
             softmax=softmax,
             score_emitted_twice=score_emitted_twice,
-            separate_full_tiles=separate_full_tiles,
+            full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
             o=OByTma() if c.q_stages > 1 else OFromRegisters(),
             dynamic_scheduler=request.profile.masked,
             rows=Queries(),
