@@ -91,7 +91,9 @@ def spec_test() -> str:
 def specs() -> str:
     """A table of the shipped specs: name and docstring."""
     rows = [(name, load_spec(path).doc.replace("|", "\\|")) for name, path in sorted(shipped().items())]
-    return "\n".join(["| spec | what it says of itself |", "|---|---|", *(f"| `{n}` | {doc} |" for n, doc in rows)]) + "\n"
+    return (
+        "\n".join(["| spec | what it says of itself |", "|---|---|", *(f"| `{n}` | {doc} |" for n, doc in rows)]) + "\n"
+    )
 
 
 def spec() -> str:
