@@ -36,7 +36,7 @@ FORWARD_PROGRAM = ("show", "causal", *PROGRAM, "sm_90a")
 BACKWARD_PROGRAM = ("show", "document", *PROGRAM, "sm_90a", "--backward")
 AMPERE_PROGRAM = ("show", "causal", *PROGRAM, "sm_80")
 
-#: All that the code says of one op: of each file the lines from one mark to another, or the one line with the mark.
+#: What code and tests say of one op: of each file the lines from one mark to another, or the one line with the mark.
 SQRT = (
     ("flashgen/lang/ops.py", '_function("sqrt"'),
     ("templates/device/math.cuh", "DEVICE float sqrt_f32("),
