@@ -6,12 +6,14 @@ A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`; B
 import re
 import sys
 from pathlib import Path
+from textwrap import dedent, indent
 
 import limits
 from cli import flashgen
 
 from flashgen.bench import report
 from flashgen.lang import language
+from flashgen.lang.load import load_spec, shipped
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "generated" / "bench"
@@ -33,6 +35,65 @@ PROGRAM = ("--program", "--seqlen", "8192", "--arch")
 FORWARD_PROGRAM = ("show", "causal", *PROGRAM, "sm_90a")
 BACKWARD_PROGRAM = ("show", "document", *PROGRAM, "sm_90a", "--backward")
 AMPERE_PROGRAM = ("show", "causal", *PROGRAM, "sm_80")
+
+#: What code and tests say of one op: of each file the lines from one mark to another, or the one line with the mark.
+SQRT = (
+    ("flashgen/lang/ops.py", '_function("sqrt"'),
+    ("templates/device/math.cuh", "DEVICE float sqrt_f32("),
+    ("flashgen/lang/ranges.py", '@np.errstate(all="ignore")\ndef sqrt(', "low=0.0)"),
+    ("templates/device/range.cuh", "DEVICE FloatRange range_sqrt_f32(", "\n}"),
+    ("flashgen/lang/derivative_rules.py", '"sqrt": '),
+    ("flashgen/lang/functions.py", "def sqrt(", "return"),
+    ("flashgen/__init__.py", '*("exp", '),
+    ("flashgen/analysis/formula.py", '"sqrt": '),
+    ("flashgen/runtime/reference.py", '"sqrt": '),
+    ("flashgen/planning/profile.py", "SPECIAL = {"),
+    ("tests/test_lang_ops.py", '"sqrt_f32": '),
+    ("tests/test_lang_ops.py", "positive = name in "),
+    ("tests/test_lang_ranges.py", "FLOAT_UNARY = "),
+    ("tests/test_codegen_ranges.py", "APPROXIMATE = "),
+    ("tests/test_codegen_printer.py", "APPROXIMATE = "),
+    ("tests/test_codegen_printer.py", 'if name in ("log", "log2", "sqrt"', "data ="),
+    ("tests/test_reference.py", "fg.sqrt("),
+    ("tests/test_analysis_derivative.py", "fg.sqrt("),
+    ("tests/fuzz/grammar.py", "'sqrt'"),
+    ("tests/fuzz/evaluator.py", "sqrt=function("),
+)
+
+#: The same of an op that works on integers too, where that is not said in the same way.
+ABS = (
+    ("flashgen/lang/ops.py", "def _op(", ") -> Op:"),
+    ("flashgen/lang/ops.py", '_op(\n        "abs",', "\n    )"),
+    ("flashgen/lang/ops.py", "def _text(", "return"),
+    ("templates/device/range.cuh", "DEVICE Range<T> range_abs(", "\n}"),
+    ("templates/device/range.cuh", "DEVICE Range<i64> range_abs_i64(", "\n}"),
+    ("templates/device/range.cuh", "DEVICE FloatRange range_abs_f32(", "\n}"),
+    ("flashgen/codegen/printer.py", "CHECKED: "),
+    ("flashgen/codegen/printer.py", "_WRAPPING = {", "\n}"),
+)
+
+#: A test of a shipped spec that reads a captured tensor.
+SPEC_TEST = (("tests/test_specs.py", "def test_prefix_and_padding(", "lengths[b]))"),)
+
+
+def op_sqrt() -> str:
+    return fenced("text", excerpts(SQRT))
+
+
+def op_abs() -> str:
+    return fenced("text", excerpts(ABS))
+
+
+def spec_test() -> str:
+    return fenced("text", excerpts(SPEC_TEST))
+
+
+def specs() -> str:
+    """A table of the shipped specs: name and docstring."""
+    rows = [(name, load_spec(path).doc.replace("|", "\\|")) for name, path in sorted(shipped().items())]
+    return (
+        "\n".join(["| spec | what it says of itself |", "|---|---|", *(f"| `{n}` | {doc} |" for n, doc in rows)]) + "\n"
+    )
 
 
 def spec() -> str:
@@ -125,6 +186,10 @@ BLOCKS = {
     "program_backward": program_backward,
     "program_ampere": program_ampere,
     "cuda": cuda,
+    "op_sqrt": op_sqrt,
+    "op_abs": op_abs,
+    "spec_test": spec_test,
+    "specs": specs,
     "language": language.markdown,
     "measured": measured,
     "measured_forward": measured_forward,
@@ -160,6 +225,22 @@ def between(text: str, first: str, last: str) -> str:
     """The part of the text that starts with `first` and ends before `last`."""
     start = text.index(first)
     return text[start : text.index(last, start)]
+
+
+def excerpts(places: tuple[tuple[str, ...], ...]) -> str:
+    """Whole lines of files under the files' names: from the line where the first mark begins to the end of the line
+    where the last one ends."""
+    found = []
+    for path, first, *last in places:
+        text = (ROOT / path).read_text()
+        mark = text.index(first)
+        end = mark + len(first)
+        if last:
+            end = text.index(last[0], end) + len(last[0])
+        lines = text[text.rindex("\n", 0, mark) + 1 : text.index("\n", end)]
+        heading = [path] if path not in found else []
+        found += [*heading, indent(dedent(lines), "    ")]
+    return "\n".join(found) + "\n"
 
 
 if __name__ == "__main__":
