@@ -52,3 +52,9 @@ def test_what_a_used_definition_uses_stays_and_nothing_is_moved():
 
 def test_a_definition_that_uses_only_itself_goes():
     assert "f(" not in reachable("DEVICE int f(int x) { return x > 0 ? f(x - 1) : 0; }\n\nint g;\n")
+
+
+def test_a_struct_with_functions_stays_whole_where_nothing_uses_it():
+    text = "struct Role {\n  int a = {};\n\n  DEVICE void run() {}\n};\n\nint g = run;\n"
+    assert reachable(text) == text
+    assert "Message" not in reachable("struct Message {\n  int a;\n};\n\nstruct Pair { int a, b; };  // two\n\nint g;")

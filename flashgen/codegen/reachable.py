@@ -15,7 +15,7 @@ from flashgen.codegen.device import identifiers
 _DEFINED = re.compile(
     r"(?: *//.*\n)* *(?:template <[^>]*>\s*)?"
     r"(?:DEVICE [\w <>]+?[ &*]+(\w+)\("
-    r"|struct (?:alignas\(\w+\) )?(\w+) \{[\s\S]*\};(?: *//.*)?\Z"
+    r"|struct (?:alignas\(\w+\) )?(\w+) \{(?:.*|[\s\S]*\n)\};(?: *//.*)?\Z"
     r"|typedef .*?(\w+)(?:\[[^\]]*\])*;(?: *//.*)?\Z)"
 )
 _HEADING = re.compile(r"(?:// -{8,}.*\n)*")
