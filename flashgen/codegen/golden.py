@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flashgen.codegen.emit import emit
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
 from flashgen.planning.plan import KernelPlan
+from flashgen.planning.request import KernelRequest
 
 #: (pipeline, arch) whose kernels are kept.
 KEPT = (("ampere", "sm_80"), ("hopper", "sm_90a"))
@@ -21,6 +23,13 @@ WIDE, WIDE_SPECS = 256, ("causal", "full", "softcap")
 
 #: The spec whose forward of packed heads is kept too.
 PACKED = "causal_bottom_right"
+
+#: Options whose kernels differ in kind, by the folder that keeps them: the spec, and what is asked.
+OPTIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "dropout": ("causal", {"dropout": True}),
+    "deterministic": ("causal", {"backward": True, "deterministic": True}),
+    "gradients": ("alibi", {"backward": True, "gradients": ("slopes",)}),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +43,7 @@ class Golden:
 
 def goldens() -> Iterator[Golden]:
     """Every kept file: the main plans of each shipped spec, forward and backward, in bfloat16, at head_dim 128 or the
-    largest it allows, where the pipeline serves them; WIDE backwards, and a forward of PACKED heads."""
+    largest it allows, where the pipeline serves them; WIDE backwards, a forward of PACKED heads, and OPTIONS."""
     for pipeline, arch in KEPT:
         for name, path in sorted(shipped().items()):
             variant = load_spec(path).bind()
@@ -51,6 +60,12 @@ def goldens() -> Iterator[Golden]:
         yield Golden(path=path, text=emit(plan), plan=plan)
     plan = planner.menu(load_spec(shipped()[PACKED]).bind(), "sm_90a", DTYPE, HEAD_DIM, packed=True).plans[0]
     yield Golden(path=Path(plan.arch, plan.pass_name, "packed", f"{PACKED}.cu"), text=emit(plan), plan=plan)
+    for folder, (name, asked) in OPTIONS.items():
+        variant = load_spec(shipped()[name]).bind()
+        for pipeline, arch in KEPT:
+            request = KernelRequest.of(variant, arch, DTYPE, HEAD_DIM, pipeline=pipeline, **asked)
+            plan = planner.menu_of(request).plans[0]
+            yield Golden(path=Path(arch, plan.pass_name, folder, f"{name}.cu"), text=emit(plan), plan=plan)
 
 
 def stale(folder: Path) -> dict[Path, str | None]:
