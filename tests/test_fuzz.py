@@ -37,7 +37,8 @@ def test_nothing_is_wrong(name):
         small = try_one(judge, SEED, int(failure.repro.rsplit(" ", 1)[1]), shrink=SHRINK)
         pytest.fail(str(next(iter(small.failures.values()), failure)), pytrace=False)
     share = 0.3 if name == "compile" else 0.6  # which asks for what cannot be had
-    assert tally.outcomes["held"] >= share * tally.tried, (tally, tally.reasons)
+    chance = 2 * math.sqrt(tally.tried)  # four standard deviations: a busy machine tries few
+    assert tally.outcomes["held"] >= share * tally.tried - chance, (tally, tally.reasons)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
