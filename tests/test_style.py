@@ -17,6 +17,7 @@ def test_ruff_has_nothing_to_say(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_type_checker_has_nothing_to_say():
     """Strict on planning, codegen and ops, and on every signature: see [tool.mypy]."""
     done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
