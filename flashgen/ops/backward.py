@@ -11,7 +11,7 @@ from flashgen.analysis.derivative import differentiable
 from flashgen.analysis.facts import analyse
 from flashgen.lang.variant import Variant
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_rows, checked
-from flashgen.ops.forward import array, cpu_case, strides_of
+from flashgen.ops.forward import array, cpu_case, strides_like, strides_of
 from flashgen.ops.menus import cpu_request, gpu_menu, loadable
 from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
 from flashgen.planning import planner
@@ -106,15 +106,7 @@ def with_gradient(variant: Variant, names: tuple[str, ...], needed: tuple[bool, 
 
 def results(*inputs: torch.Tensor) -> list[torch.Tensor]:
     """Gradients of these, not written yet."""
-    return [torch.empty_strided(x.shape, _strides(x), dtype=x.dtype, device=x.device) for x in inputs]
-
-
-def _strides(x: torch.Tensor) -> tuple[int, int, int, int]:
-    """Of a gradient of x: rows of all heads side by side where x's are, else contiguous."""
-    _, heads, rows, columns = x.shape
-    if x.stride(1) < x.stride(2):
-        return rows * heads * columns, columns, heads * columns, 1
-    return heads * rows * columns, rows * columns, columns, 1
+    return [torch.empty_strided(x.shape, strides_like(x, x.shape[3]), dtype=x.dtype, device=x.device) for x in inputs]
 
 
 def _written_out(x: torch.Tensor) -> torch.Tensor:
@@ -143,7 +135,7 @@ class _Record:
         assert do is not None  # run_backward has made it
         plan = plan_of(given, request, deterministic, wanted)
         self._device, self._wanted = q.device, wanted
-        self._results = [(name, x.shape, _strides(x)) for name, x in (("dq", q), ("dk", k), ("dv", v))]
+        self._results = [(name, x.shape, strides_like(x, x.shape[3])) for name, x in (("dq", q), ("dk", k), ("dv", v))]
         strides = {name: strides_of(x) for name, x in {"q": q, "k": k, "v": v, "o": o, "d_o": do}.items()}
         strides |= {name: result[:3] for name, _, result in self._results}
         launch = launch_of(request, plan, strides, driver.gpu(q.device.index).sms)

@@ -38,14 +38,19 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[
     return record(q, k, v, call)
 
 
+def strides_like(x: torch.Tensor, columns: int) -> tuple[int, int, int, int]:
+    """Of a result with x's batch, heads and rows: rows of all heads side by side where x's are ([batch, rows, heads,
+    columns]), else contiguous."""
+    _, heads, rows, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return rows * heads * columns, columns, heads * columns, 1
+    return heads * rows * columns, rows * columns, columns, 1
+
+
 def o_layout(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-    """Shape and strides of o: rows of all heads side by side where q's are ([batch, q_len, heads, head_dim]), else
-    contiguous."""
+    """Shape and strides of o."""
     batch, heads, q_len, _ = q.shape
-    dim = v.shape[3]
-    if q.stride(1) < q.stride(2):
-        return (batch, heads, q_len, dim), (q_len * heads * dim, dim, heads * dim, 1)
-    return (batch, heads, q_len, dim), (heads * q_len * dim, q_len * dim, dim, 1)
+    return (batch, heads, q_len, v.shape[3]), strides_like(q, v.shape[3])
 
 
 def outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
