@@ -44,6 +44,15 @@ class Field:
         return "Q" if self.ctype.endswith("*") else _FORMATS[self.ctype]
 
 
+#: What kernels that drop probabilities take: two words, which stand before numbers.
+DROPOUT = (
+    Field("dropout_seed", "u64"),
+    Field("dropout_offset", "u64"),
+    Field("dropout_threshold", "u32"),
+    Field("dropout_scale", "float"),
+)
+
+
 def maps(plan: KernelPlan) -> tuple[str, ...]:
     """The tensors of which a kernel takes tensor maps, as parameters of their own before the struct."""
     if isinstance(plan.backward, SpecializedBackward):
@@ -125,8 +134,8 @@ def _members(
         (words if field.ctype == "i64" else numbers).append(field)
     numbers += [Field(f"size{i}_{t.name}", "int") for t in tensors for i in range(len(t.dims))]
     if dropout:
-        words += [Field(name, "u64") for name in ("dropout_seed", "dropout_offset")]
-        numbers += [Field("dropout_threshold", "u32"), Field("dropout_scale", "float")]
+        words += DROPOUT[:2]
+        numbers += DROPOUT[2:]
     return (*pointers, *words, *numbers)
 
 

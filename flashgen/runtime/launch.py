@@ -33,7 +33,7 @@ ELEMENT_BLOCKS = 256
 #: Blocks per SM that finish what the main kernel of a backward left.
 FINISH_BLOCKS = 8
 
-_DROPOUT = ("dropout_seed", "dropout_offset", "dropout_threshold", "dropout_scale")
+_DROPOUT = tuple(f.name for f in members.DROPOUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
