@@ -152,7 +152,6 @@ class TrackedRowMax:
     templates: ClassVar[tuple[str, ...]] = ()
     without_row_max: ClassVar[bool] = False
     limits_move: ClassVar[bool] = False
-    warms_up: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +161,6 @@ class FixedLimit:
     templates: ClassVar[tuple[str, ...]] = ("hopper/forward_fixed_limit.cu.j2",)
     without_row_max: ClassVar[bool] = True
     limits_move: ClassVar[bool] = False
-    warms_up: ClassVar[bool] = False
     limit: float
 
 
@@ -179,7 +177,6 @@ class MovingLimits:
     templates: ClassVar[tuple[str, ...]] = ("hopper/forward_moving_limits.cu.j2",)
     without_row_max: ClassVar[bool] = True
     limits_move: ClassVar[bool] = True
-    warms_up: ClassVar[bool] = True
     least: float
     share: float
     most: float
