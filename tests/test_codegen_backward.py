@@ -129,6 +129,23 @@ def test_nothing_spills(spec, head_dim, arch, options):
     assert (resources.spills, resources.stack_bytes) == (0, 0)
 
 
+@pytest.mark.parametrize("selected", ["q", "k", "qk"])
+def test_masks_compile_whichever_side_selects_what_they_look_up(selected):
+    data = fg.tensor("data", dims=("batch", None), dtype="int32", example=None)
+    reads = {"q": lambda b, q, k: data[b, q], "k": lambda b, q, k: data[b, k]}
+
+    def mask(b, h, q, k):
+        visible = q >= k
+        for name in selected:
+            visible &= reads[name](b, q, k) > 3
+        return visible
+
+    for head_dim in (64, 128, 256):
+        plan = planner.backward_menu(fg.variant(mask, name="looks_up").bind(), "sm_90a", "bfloat16", head_dim).plans[0]
+        assert plan.pipeline == "hopper"
+        assert nvrtc.compile(emit(plan), "sm_90a").resources.spills == 0
+
+
 def run(kernel: str, *arrays: np.ndarray, threads: int = 32) -> None:
     """A kernel of one block that uses the device library, on the interpreter; every array may be written."""
     text = f"{device.used_by(kernel)}\n\n{kernel}"

@@ -1,6 +1,11 @@
 """What no entry of a kernel reaches is not emitted."""
 
-from flashgen.codegen.reachable import reachable
+from collections import Counter
+
+import pytest
+
+from flashgen.codegen import golden
+from flashgen.codegen.reachable import _blocks, reachable
 
 KERNEL = """\
 constexpr int TILE = 64;
@@ -58,3 +63,16 @@ def test_a_struct_with_functions_stays_whole_where_nothing_uses_it():
     text = "struct Role {\n  int a = {};\n\n  DEVICE void run() {}\n};\n\nint g = run;\n"
     assert reachable(text) == text
     assert "Message" not in reachable("struct Message {\n  int a;\n};\n\nstruct Pair { int a, b; };  // two\n\nint g;")
+
+
+HOPPER = {g.path: g.text for g in golden.goldens() if g.plan.pipeline == "hopper"}
+
+#: Member functions of several structs: each struct that has one calls it.
+ROLES = {"run", "send", "step"}
+
+
+@pytest.mark.parametrize("path", sorted(HOPPER), ids=str)
+def test_what_may_be_left_out_shares_its_name_with_nothing_that_stays(path):
+    """A use is found by its name: a second function of that name would keep one that nothing calls."""
+    names = Counter(name for _, _, name in _blocks(HOPPER[path]) if name is not None)
+    assert {name for name, count in names.items() if count > 1} <= ROLES

@@ -629,7 +629,7 @@ struct Scheduler {
 
   // What the mask reads by the queries of the tile sent, for the consumers: LOOKUP_STAGES is more than there are on
   // their way.
-  DEVICE void look_up(int head, int tile) {
+  DEVICE void look_up_queries(int head, int tile) {
     __syncwarp();  // there is room
     const u32 stage = (shared.sent - 1) % LOOKUP_STAGES;
 #pragma unroll
@@ -651,7 +651,7 @@ struct Scheduler {
         for (; found.seen != 0; found.seen &= found.seen - 1) {
           const int ahead = __ffs(found.seen) - 1;
           send(head, tile + ahead, found.cut >> ahead & 1, (found.seen & found.seen - 1) != 0);
-          look_up(head, tile + ahead);
+          look_up_queries(head, tile + ahead);
         }
       }
     if (thread_index() != 0) return;
@@ -821,7 +821,7 @@ struct Consumer {
   }
 
   // What the mask reads by the keys of this warp.
-  DEVICE void look_up() {
+  DEVICE void look_up_keys() {
     const int thread = thread_index(), row = thread / 32 * 16 - 64 + thread % 32;
     const int k = min(shared.keys.k_first + row, shared.keys.k_last);
     if (thread % 32 < 16) {
@@ -987,7 +987,7 @@ struct Consumer {
     // There is no step before the first: its dS is 0.
     for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) ((Chunk*)shared.ds[0][warpgroup])[i] = {};
     announce_ds(ds_ring());
-    look_up();
+    look_up_keys();
     await_full(shared.pipe, ring);
     if (shared.step[0].tile >= 0) {
       mbarrier_wait(shared.k_full, 0);
