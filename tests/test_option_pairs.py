@@ -1,0 +1,81 @@
+"""Every pair of options, with masks and scores of each kind: what the planner accepts spills nothing, the rest it refuses.
+
+Nothing is chosen here that a call can not ask for: options of a pass at most two at a time away from their defaults, on
+both pipelines, `full`, `causal` and `alibi` at head_dim 64, 128 and 256 in both dtypes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+
+from flashgen.codegen import emit
+from flashgen.errors import PlanError
+from flashgen.lang.load import load_spec, shipped
+from flashgen.planning import planner
+from flashgen.planning.request import KernelRequest
+from flashgen.runtime import nvrtc
+from tests.tiers import thinned
+
+#: What a call asks for in each pass, beside the integers of its pipeline; packing, where a pipeline has it.
+FORWARD = {"dropout": (True,), "packed": (True,)}
+BACKWARD = {"dropout": (True,), "deterministic": (True,), "gradients": (("slopes",),)}
+
+SPECS, HEAD_DIMS, DTYPES = ("full", "causal", "alibi"), (64, 128, 256), ("bfloat16", "float16")
+GRID = [
+    (pipeline, backward, spec, head_dim, dtype)
+    for pipeline in ("ampere", "hopper")
+    for backward in (False, True)
+    for spec in SPECS
+    for head_dim in HEAD_DIMS
+    for dtype in DTYPES
+]
+KEPT = [("hopper", False, "causal", 128, "bfloat16"), ("ampere", True, "alibi", 64, "float16")]
+
+
+@cache
+def pairs(pipeline: str, backward: bool, spec: str) -> list[dict[str, object]]:
+    """No option, each alone, and each two together."""
+    of = planner.pipelines("backward" if backward else "forward")[pipeline]
+    offered: dict[str, tuple[object, ...]] = dict(BACKWARD if backward else FORWARD)
+    if of.NAME not in planner.PACKINGS:
+        offered.pop("packed", None)
+    if spec != "alibi":
+        offered.pop("gradients", None)
+    offered |= {name: allowed.values for name, allowed in of.INTEGERS.items()}
+    one = [{}, *({name: value} for name, values in offered.items() for value in values)]
+    return one + [a | b for a, b in itertools.combinations(one[1:], 2) if not a.keys() & b.keys()]
+
+
+def requests(pipeline: str, backward: bool, spec: str, head_dim: int, dtype: str) -> list[KernelRequest]:
+    variant = load_spec(shipped()[spec]).bind()
+    return [
+        KernelRequest.of(variant, "sm_90a", dtype, head_dim, pipeline=pipeline, backward=backward, **options)
+        for options in pairs(pipeline, backward, spec)
+    ]
+
+
+def forms(request: KernelRequest) -> tuple:
+    """Plans of the request; none if it is refused, with what was asked, the limit and the nearest thing that works."""
+    try:
+        return planner.menu_of(request).forms
+    except PlanError as error:
+        assert "nearest: " in str(error)
+        return ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pipeline", "backward", "spec", "head_dim", "dtype"), thinned(GRID, KEPT, "test_option_pairs"))
+def test_what_is_accepted_spills_nothing(pipeline, backward, spec, head_dim, dtype):
+    for request in requests(pipeline, backward, spec, head_dim, dtype):
+        for plan in forms(request):
+            resources = nvrtc.compile(emit(plan), "sm_90a").resources
+            assert (resources.spills, resources.stack_bytes) == (0, 0), (request.asked, request.fixed, plan.tile)
+
+
+def test_four_fifths_of_pairs_are_accepted():
+    asked = [request for cell in GRID for request in requests(*cell)]
+    accepted = sum(bool(forms(request)) for request in asked)
+    assert accepted >= 0.8 * len(asked), f"{accepted} of {len(asked)}"
