@@ -147,43 +147,26 @@ DqSum = DqInAnyOrder | DqInMainKernel | DqInOrder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRowMax:
-    """The maxima of each tile are looked at."""
+    """The maxima of each tile are looked at; they follow scores that are more than `slack` above, in powers of two."""
 
-    templates: ClassVar[tuple[str, ...]] = ()
-    without_row_max: ClassVar[bool] = False
-    limits_move: ClassVar[bool] = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixedLimit:
-    """Of tiles without a mask nobody looks at maxima while P of a tile adds up to less than `limit` in one lane."""
-
-    templates: ClassVar[tuple[str, ...]] = ("hopper/forward_fixed_limit.cu.j2",)
-    without_row_max: ClassVar[bool] = True
-    limits_move: ClassVar[bool] = False
-    limit: float
+    lags: ClassVar[bool] = False
+    slack: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MovingLimits:
-    """The same, while P of a tile adds up in one lane to no more than a limit that moves with the sums.
+class LaggingRowMax:
+    """The same, but where no mask hides anything nobody looks while sums show that P is less than 2^`slack`."""
 
-    least    whatever came before
-    share    of what each lane of the row has added up so far, where that is more
-    most     whatever came before
-    warmup_tiles  tiles at the start of a schedule whose maxima are looked at all the same
-    """
+    lags: ClassVar[bool] = True
+    slack: float
 
-    templates: ClassVar[tuple[str, ...]] = ("hopper/forward_moving_limits.cu.j2",)
-    without_row_max: ClassVar[bool] = True
-    limits_move: ClassVar[bool] = True
-    least: float
-    share: float
-    most: float
-    warmup_tiles: int
+    @property
+    def limit(self) -> float:
+        """Of P."""
+        return 2.0**self.slack
 
 
-Softmax = TrackedRowMax | FixedLimit | MovingLimits
+Softmax = TrackedRowMax | LaggingRowMax
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, forward: tiles that the mask hides nothing of

@@ -255,12 +255,23 @@ class KernelPlan(Integers):
     def row_max_slack(self) -> float:
         """Power of two by which a row's maximum may pass what its exponents subtract before that follows.
 
-        The more, the seldomer O is rescaled; but P of a key that outweighs all others is exact only where the maximum
-        itself is subtracted.  Of inputs with outliers (N(0, 1), one in a thousand N(0, 10) more; head_dim 128, 4,096
-        keys) in float16 a slack of 8 makes the RMS error 11% larger than none, 2 makes it 2.3%, 1 makes it 0.8%.  In
-        bfloat16 the rounding of the result hides it.  On Hopper a slack of 1 costs 1 to 3% against 8, 2 almost as much.
+        The more, the seldomer O is rescaled.  In float16 P would leave the type's range: on inputs with outliers (N(0, 1),
+        one in a thousand N(0, 10) more; head_dim 128, 4,096 keys) a slack of 8 made the RMS error 11% larger than none.
         """
+        if self.specialized is not None:
+            return self.specialized.softmax.slack
         return 1.0 if self.dtype == "float16" else 8.0
+
+    @property
+    def order_of_sums(self) -> tuple[object, ...]:
+        """What the bits of o and lse depend on beside a row's own scores: kernels of one menu share it.
+
+        Keys are walked from the last tile to the first, each tile's from its first on, and what a row subtracts follows
+        its scores from tile to tile: so tiles of as many keys take the same steps, whatever else differs.
+        """
+        if self.pass_name == "backward":
+            return ()
+        return (self.tile.kv, self.specialized is not None and self.specialized.score_emitted_twice)
 
     @property
     def loads_two_ahead(self) -> bool:

@@ -6,3 +6,11 @@ DEVICE void bar_sync(int barrier, int threads) {
 DEVICE void bar_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
+
+// Waits for all; whether `x` holds in any of the threads.
+DEVICE bool bar_any(int barrier, int threads, bool x) {
+  u32 any;
+  asm volatile("{\n\t.reg .pred x;\n\tsetp.ne.u32 x, %3, 0;\n\tbar.red.or.pred x, %1, %2, x;\n\tselp.u32 %0, 1, 0, x;\n\t}"
+               : "=r"(any) : "r"(barrier), "r"(threads), "r"(u32(x)) : "memory");
+  return any;
+}

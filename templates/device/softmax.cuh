@@ -27,7 +27,8 @@ DEVICE float quad_sum(float x) {
 // Two rows of a 16-row block of S in one thread: accumulator elements 0 and 1 are of row 0, elements 2 and 3 of row 1.
 struct OnlineSoftmax {
   float row_max[2] = {MINUS_INFINITY, MINUS_INFINITY};  // so far, scaled; it may lag; -inf: nothing seen
-  float sum[2] = {0.f, 0.f};                            // over this thread's columns
+  float sum[2] = {0.f, 0.f};          // of P over this thread's columns, for lse
+  float rounded_sum[2] = {0.f, 0.f};  // of P as the product with V takes it, by which O is divided
 
   // The maxima follow S where it is more than `slack` above, and the sums follow them; O is to follow by `factor`
   // where the result is true.
@@ -42,20 +43,22 @@ struct OnlineSoftmax {
       if (!(highest - before <= slack)) row_max[r] = highest;
       factor[r] = ex2(before - subtracted(r));
       sum[r] *= factor[r];
+      rounded_sum[r] *= factor[r];
     }
     return factor[0] != 1.f || factor[1] != 1.f;
   }
 
-  // S becomes P = 2^(scale * S - row_max), and the sums grow by it.
-  template <int N> DEVICE void to_probabilities(float (&s)[N][4], float scale) {
+  // S becomes P = 2^(scale * S - row_max), and the sums grow by it; ROUND is that of the product with V.
+  template <void ROUND(float&, float&), int N> DEVICE void to_probabilities(float (&s)[N][4], float scale) {
 #pragma unroll
     for (int j = 0; j < N; j++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        float &a = s[j][2 * r], &b = s[j][2 * r + 1];
-        a = ex2(fmaf(a, scale, -subtracted(r)));
-        b = ex2(fmaf(b, scale, -subtracted(r)));
-        sum[r] += a + b;
+        float low = s[j][2 * r] = ex2(fmaf(s[j][2 * r], scale, -subtracted(r)));
+        float high = s[j][2 * r + 1] = ex2(fmaf(s[j][2 * r + 1], scale, -subtracted(r)));
+        sum[r] += low + high;
+        ROUND(low, high);
+        rounded_sum[r] += low + high;
       }
   }
 

@@ -15,9 +15,8 @@ from functools import lru_cache
 from flashgen.planning.arch import KIB, Arch, find
 from flashgen.planning.integers import Allowed
 from flashgen.planning.members import (
-    FixedLimit,
     FullTilesApart,
-    MovingLimits,
+    LaggingRowMax,
     OByTma,
     OFromRegisters,
     PackedQueries,
@@ -103,24 +102,11 @@ SHORT_COLUMNS = 64
 #: longer, 0.97 to 1.00, and tiles that fill registers spill.
 WITHOUT_ROW_MAX_COLUMNS = 128
 
-#: Up to so many columns three warpgroups serve long sequences, and two serve short ones under a mask.  These keep their
-#: maxima: without them K and V are held longer, which few tiles feel (0.97 at head_dim 64, causal, 512 keys; of long
-#: sequences 1.04).
-THREE_COLUMNS = 96
-
-#: What P may then add up to.  bfloat16 has the range of float32.  float16 has not, and shows what P of a key that
-#: outweighs all others loses where it is no power of two (KernelPlan.row_max_slack): P may pass 2 where each lane of
-#: its row has added up twice as much.  The first tiles of a schedule bring that about; they move row maxima often, so
-#: theirs are found.  On inputs with outliers the RMS error is 1.009 to 1.010 of FlashAttention-2's, and with a share of
-#: 0.75 it is 1.013.
-WITHOUT_ROW_MAX: dict[str, Softmax] = {
-    "float16": MovingLimits(least=2.0, share=0.5, most=2.0**15, warmup_tiles=6),
-    "bfloat16": FixedLimit(limit=2.0**32),
-}
-
-#: That of float16 without a mask up to SHORT_COLUMNS, where tiles whose maxima are found cost more than rounding shows;
-#: with a mask there is none (0.97 of the speed with maxima).
-SHORT_WITHOUT_ROW_MAX = FixedLimit(limit=64.0)
+#: Power of two by which scores may pass a row's maximum before it follows: where maxima are looked at, and where sums
+#: of P show it.  There O stays finite for 2^24 keys and values up to 2^39 in bfloat16, which has the range of float32,
+#: and P in float16's.
+TRACKED_SLACK = {"float16": 1.0, "bfloat16": 8.0}
+LAGGING_SLACK = {"float16": 15.0, "bfloat16": 64.0}
 
 #: Three warpgroups with wider columns hold so few keys that two are faster (FlashAttention-3 divides its rows like that
 #: too): what to multiply their time by.
@@ -229,17 +215,17 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 def _control(tile_q: int, stages: int, q_stages: int, masked: bool) -> int:
     """Bytes of barriers and messages, which neither the size of tiles nor that of registers changes."""
     c = Candidate(tile=Tile(q=tile_q, kv=DEPTH), stages=stages, q_stages=q_stages)
-    return _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False).control_bytes(programs.ALIGNMENT)
+    return _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False, lags=False).control_bytes(programs.ALIGNMENT)
 
 
 def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program:
     """What the warps of a candidate do."""
     columns, registers = (boxed(request.head_dim), boxed(request.v_head_dim)), division(c.warpgroups, request)
-    return _program(c, columns, registers, masked=request.profile.hides, ping_pong=ping_pong)
+    return _program(c, columns, registers, masked=request.profile.hides, ping_pong=ping_pong, lags=_softmax(request).lags)
 
 
 def _program(
-    c: Candidate, columns: tuple[int, int], registers: tuple[int, int], *, masked: bool, ping_pong: bool
+    c: Candidate, columns: tuple[int, int], registers: tuple[int, int], *, masked: bool, ping_pong: bool, lags: bool
 ) -> Program:
     return programs.forward(
         tile=c.tile,
@@ -250,6 +236,7 @@ def _program(
         masked=masked,
         stored=c.q_stages > 1,
         ping_pong=ping_pong,
+        lags=lags,
     )
 
 
@@ -321,8 +308,8 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     short = request.widest <= SHORT_COLUMNS
     score_emitted_twice = _score_emitted_twice(c, request)
     separate_full_tiles = score_emitted_twice and request.profile.band  # others spill with code for each kind of tile
-    softmax = _softmax(c, request, separate_full_tiles)
-    ping_pong = short and c.warpgroups > 2 and not softmax.without_row_max
+    softmax = _softmax(request)
+    ping_pong = short and c.warpgroups > 2 and not softmax.lags
     return make_plan(
         *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
         pipeline=NAME,
@@ -440,13 +427,9 @@ def _score_emitted_twice(c: Candidate, request: KernelRequest) -> bool:
     return not request.profile.scored or needed + ROOM <= division(c.warpgroups, request)[1]
 
 
-def _softmax(c: Candidate, request: KernelRequest, separate_full_tiles: bool) -> Softmax:
-    """A softmax without maxima, where that is faster."""
-    asked, columns = request.profile, request.widest
-    if columns > WITHOUT_ROW_MAX_COLUMNS or asked.scored or (asked.masked and not separate_full_tiles):
-        return TrackedRowMax()
-    if request.dtype == "float16" and columns <= SHORT_COLUMNS:
-        return TrackedRowMax() if asked.masked else SHORT_WITHOUT_ROW_MAX
-    if asked.masked and c.warpgroups == 2 and columns <= THREE_COLUMNS:
-        return TrackedRowMax()
-    return WITHOUT_ROW_MAX[request.dtype]
+def _softmax(request: KernelRequest) -> Softmax:
+    """A softmax without maxima where that is faster and a tile's S can be computed once more; the same for all
+    candidates, since it decides on bits."""
+    asked = request.profile
+    lags = request.widest <= WITHOUT_ROW_MAX_COLUMNS and not asked.scored and (asked.band or not asked.masked)
+    return LaggingRowMax(slack=LAGGING_SLACK[request.dtype]) if lags else TrackedRowMax(slack=TRACKED_SLACK[request.dtype])
