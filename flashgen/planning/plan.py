@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flashgen.lang.expr import walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.integers import Integers
 from flashgen.planning.members import (
@@ -271,7 +272,8 @@ class KernelPlan(Integers):
         """
         if self.pass_name == "backward":
             return ()
-        return (self.tile.kv, self.specialized is not None and self.specialized.score_emitted_twice)
+        takes_tanh = any(n.op == "tanh" for n in walk(self.variant.roots))
+        return (self.tile.kv, takes_tanh and self.specialized is not None and self.specialized.score_emitted_twice)
 
     @property
     def loads_two_ahead(self) -> bool:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
@@ -34,6 +34,8 @@ DTYPES = ("float16", "bfloat16")
 PIPELINES: Mapping[str, ForwardPipeline[Any]] = {ampere.NAME: ampere, hopper.NAME: hopper}
 BACKWARDS: Mapping[str, Pipeline[Any]] = {ampere_backward.NAME: ampere_backward, hopper_backward.NAME: hopper_backward}
 PACKINGS: Mapping[str, Packing] = {hopper.NAME: hopper}
+
+T = TypeVar("T")
 
 #: A menu never has more entries.
 MAX_PLANS = 4
@@ -303,6 +305,7 @@ def _packed(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> Ker
 
     def forms(plans: Iterable[KernelPlan]) -> list[KernelPlan]:
         few = [plan for plan in plans if tile is not None or plan.tile.q == least]
+        few = [plan for plan in few if plan.order_of_sums == found.plans[0].order_of_sums]
         return [plan for plan in few if packing.packed(plan) is not None]
 
     few = forms(found.plans)
@@ -416,9 +419,10 @@ def _measured(pipeline: Pipeline[Any], request: KernelRequest) -> Menu | None:
     plans = {t: plans[t] for t in plans if t in named.values()}
     best = [min(t.ms[j] for t in plans) for j in range(len(entry.shapes))]
     longest = max(range(len(entry.shapes)), key=lambda j: entry.shapes[j].kv_len)
-    chosen = [min(plans, key=lambda t: t.ms[longest])]
-    while len(chosen) < min(MAX_PLANS, len(plans)):
-        chosen.append(min((t for t in plans if t not in chosen), key=lambda t: _loss([*chosen, t], best)))
+    alike = min(_alike(plans, plans.__getitem__), key=lambda some: _loss(some, best))
+    chosen = [min(alike, key=lambda t: t.ms[longest])]
+    while len(chosen) < min(MAX_PLANS, len(alike)):
+        chosen.append(min((t for t in alike if t not in chosen), key=lambda t: _loss([*chosen, t], best)))
         if _loss(chosen, best) > _loss(chosen[:-1], best) - USEFUL:
             chosen.pop()
             break
@@ -426,7 +430,7 @@ def _measured(pipeline: Pipeline[Any], request: KernelRequest) -> Menu | None:
     slower: dict[_Key, Rejected | None] = {_key(plan): None for plan in ways}
     for t in named.values():  # the best in the mean first
         if _key(plans[t]) not in slower:
-            slower[_key(plans[t])] = _slower(t, plans[t], chosen)
+            slower[_key(plans[t])] = _slower(t, plans[t], chosen, _other_bits(plans[t], ways[0]))
     return Menu(
         plans=tuple(ways),
         seconds_per_score=tuple(pipeline.seconds_per_score(plan, request.arch) for plan in ways),
@@ -457,16 +461,29 @@ def _plan_of(pipeline: ForwardPipeline[Any], request: KernelRequest, timed: Time
     return None
 
 
+def _alike(candidates: Iterable[T], plan: Callable[[T], KernelPlan]) -> list[list[T]]:
+    """The candidates in groups that add up in one order: a menu is of one, so that a row's bits show no choice."""
+    groups: dict[object, list[T]] = {}
+    for candidate in candidates:
+        groups.setdefault(plan(candidate).order_of_sums, []).append(candidate)
+    return list(groups.values())
+
+
 def _loss(chosen: Sequence[Timed], best: Sequence[float]) -> float:
     """The mean over shapes of the fastest chosen candidate's time over the fastest of all, less 1."""
     return sum(min(t.ms[j] for t in chosen) / best[j] - 1 for j in range(len(best))) / len(best)
 
 
-def _slower(timed: Timed, plan: KernelPlan, chosen: Sequence[Timed]) -> Rejected:
+def _other_bits(plan: KernelPlan, menu: KernelPlan) -> str:
+    """That speed was not all that was asked."""
+    return "" if plan.order_of_sums == menu.order_of_sums else f", whose bits are those of {menu.tile.kv} keys at a time"
+
+
+def _slower(timed: Timed, plan: KernelPlan, chosen: Sequence[Timed], other: str) -> Rejected:
     """A measured candidate that is not in the menu: how its times compare with those of the menu's fastest plans."""
     ratios = [ours / min(t.ms[j] for t in chosen) for j, ours in enumerate(timed.ms)]
     mean = math.prod(ratios) ** (1 / len(ratios))
-    reason = f"measured {mean:.2f}x the menu's time, {min(ratios):.2f}x to {max(ratios):.2f}x by shape"
+    reason = f"measured {mean:.2f}x the menu's time, {min(ratios):.2f}x to {max(ratios):.2f}x by shape{other}"
     return Rejected(tile=plan.tile, stages=plan.stages, warps=plan.warps, reason=reason)
 
 
@@ -514,7 +531,7 @@ def _select(
     main = max(as_fast, key=lambda t: t.plan.block_rows)  # of equal ones the first, which is the fastest
     smaller: dict[int, _Timed] = {}
     for t in by_mixed:
-        if t.plan.block_rows < main.plan.block_rows:
+        if t.plan.block_rows < main.plan.block_rows and t.plan.order_of_sums == main.plan.order_of_sums:
             smaller.setdefault(t.plan.block_rows, t)
     chosen = [main, *smaller.values()][:MAX_PLANS]
 
@@ -526,6 +543,7 @@ def _select(
         ratio = t.full() / main.full() if ahead is main else t.mixed() / ahead.mixed()
         tile, where = ahead.plan.tile, "" if ahead is main else ", where blocks are few"
         reason = f"predicted {ratio:.2f}x the time of {tile.q} x {tile.kv}, {ahead.plan.stages} stages{where}"
+        reason += _other_bits(t.plan, main.plan)
         slower[_key(t.plan)] = Rejected(tile=t.plan.tile, stages=t.plan.stages, warps=t.plan.warps, reason=reason)
     return chosen, [r for r in slower.values() if r is not None]
 
