@@ -455,7 +455,7 @@ def _plan_of(pipeline: ForwardPipeline[Any], request: KernelRequest, timed: Time
     for c in pipeline.candidates(replace(request.fixed, tile=Tile(q=q, kv=kv), stages=named["stages"])):
         later = {f.name for f in fields(c) if f.name not in named and getattr(c, f.name) == f.default}
         if records.form({name: value for name, value in asdict(c).items() if name not in later}) == timed.form:
-            if total(pipeline.smem(c, request)) > request.arch.smem_per_block:
+            if pipeline.does_not_fit_reason(c, request) is not None:
                 return None
             return replace(pipeline.plan(c, request), blocks_per_sm=timed.blocks_per_sm)
     return None

@@ -40,22 +40,16 @@ struct Added { float sum[2], rounded_sum[2]; };
 // S becomes P = 2^(scale * S - row_max); what that adds.  ROUND is that of the product with V.
 template <void ROUND(float&, float&), int N>
 DEVICE Added exponentiate_rows(float (&s)[N], float scale, const float (&row_max)[2]) {
-  Added added;
+  Added added = {};
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float even = 0.f, odd = 0.f, rounded_even = 0.f, rounded_odd = 0.f;
+  for (int r = 0; r < 2; r++)
 #pragma unroll
     for (int i = 2 * r; i < N; i += 4) {
       float low = s[i] = ex2(fmaf(s[i], scale, -row_max[r])), high = s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_max[r]));
-      even += low;
-      odd += high;
+      added.sum[r] += low + high;
       ROUND(low, high);
-      rounded_even += low;
-      rounded_odd += high;
+      added.rounded_sum[r] += low + high;
     }
-    added.sum[r] = even + odd;
-    added.rounded_sum[r] = rounded_even + rounded_odd;
-  }
   return added;
 }
 

@@ -73,6 +73,10 @@ FREE_STAGES = (3, 2)
 #: needs its maxima; and one more for every so many columns of q and k, whose descriptors are kept.
 OVERHEAD, MAXIMA_REGISTERS, DESCRIPTOR_COLUMNS = 19, 2, 12
 
+#: What three warpgroups that do without maxima need with two stages, and not with three: ptxas spills some words of the
+#: loop's state at head_dim 64 (tiles of 192 x 128) and 128 (192 x 64).
+TWO_STAGES_REGISTERS = 18
+
 #: Registers that a score function needs beside S; those of a captured element and its address, and of finding them.
 SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
 
@@ -255,6 +259,8 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
             why="softmax, addresses, loop state, descriptors",
         ),
     ]
+    if c.warpgroups > 2 and c.stages == 2 and _softmax(request).lags:
+        parts.append(Part(name="stages", amount=TWO_STAGES_REGISTERS, why="what ptxas spills with two and not with three"))
     if asked.scored:
         reads = c.tile.kv // READING_KEYS if asked.score_reads_by_key else 0
         parts.append(Part(name="score", amount=SCORE_REGISTERS + reads, why="what the score function keeps"))
