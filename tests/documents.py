@@ -90,6 +90,7 @@ ABS = (
 CLAMP = (
     ("flashgen/lang/functions.py", "def clamp(", "return x if"),
     ("flashgen/lang/language.py", "def language_table(", "return"),
+    ("flashgen/lang/source.py", "'clamp', 'where'"),
     ("flashgen/__init__.py", '*("where", "minimum"'),
     ("tests/test_lang_evaluate.py", "fg.clamp(s, 0.5, 1)"),
     ("tests/fuzz/grammar.py", "fg.clamp({x}"),
@@ -98,7 +99,10 @@ CLAMP = (
 )
 
 #: A test of a shipped spec that reads a captured tensor.
-SPEC_TEST = (("tests/test_specs.py", "def test_prefix_and_padding(", "lengths[b]))"),)
+SPEC_TEST = (
+    ("tests/test_specs.py", "PROBLEM = Problem("),
+    ("tests/test_specs.py", "def test_prefix_and_padding(", "lengths[b]))"),
+)
 
 
 def op_sqrt() -> str:
