@@ -67,7 +67,9 @@ def forms(request: KernelRequest) -> tuple:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pipeline", "backward", "spec", "head_dim", "dtype"), thinned(GRID, KEPT, "test_option_pairs"))
+@pytest.mark.parametrize(
+    ("pipeline", "backward", "spec", "head_dim", "dtype"), thinned(GRID, KEPT, "test_option_pairs")
+)
 def test_what_is_accepted_spills_nothing(pipeline, backward, spec, head_dim, dtype):
     for request in requests(pipeline, backward, spec, head_dim, dtype):
         for plan in forms(request):
