@@ -18,8 +18,8 @@ PIPELINES = ("ampere", "hopper")
 
 #: Control lines among all lines of a pipeline's files and of those that pipelines share, in percent.  Goal: 15.
 CONTROL_PERCENT: dict[str, float] = {
-    "ampere": 14.7,
-    "hopper": 15.7,
+    "ampere": 14.1,
+    "hopper": 14.7,
 }
 
 #: How deep conditions, loops and macros of a file are nested, where deeper than the goal, which is 2.

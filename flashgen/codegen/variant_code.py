@@ -164,6 +164,11 @@ class VariantCode:
             return "classified"
         return "every_tile" if self.keep is None else "runs"
 
+    @property
+    def tiles(self) -> Literal["every_tile", "visible_tiles"]:
+        """Which tiles a tile of queries visits."""
+        return "every_tile" if self.keep is None else "visible_tiles"
+
     def exponential(self, x: str, lse: str) -> str:
         """2^x of a row whose lse, infinite where it attends to nothing, has been subtracted."""
         return f"ex2({x})" if self.finite_at_zero else f"ex2_below({x}, {lse})"

@@ -204,6 +204,26 @@ class TilesAlike:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: who hands out tiles of queries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicScheduler:
+    """A counter in memory, long tiles first."""
+
+    template: ClassVar[str] = "hopper/forward_dynamic_scheduler.cu.j2"
+    dynamic: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticScheduler:
+    """Each block has its share."""
+
+    template: ClassVar[str] = "hopper/forward_static_scheduler.cu.j2"
+    dynamic: ClassVar[bool] = False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, forward: how O leaves, and what a row is
 
 
