@@ -1,4 +1,4 @@
-"""Every pair of options, with masks and scores of each kind: what the planner accepts spills nothing, the rest it refuses.
+"""Every pair of options, with masks and scores of each kind: what is planned spills nothing, the rest is refused.
 
 Nothing is chosen here that a call can not ask for: options of a pass at most two at a time away from their defaults, on
 both pipelines, `full`, `causal` and `alibi` at head_dim 64, 128 and 256 in both dtypes.
