@@ -684,7 +684,7 @@ struct Consumer {
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
   float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
-  u32 moved = 0;  // lanes whose shifts are not those of O any more
+  u32 moved = 0;  // lanes whose maxima are not those of O any more
 
   // Read where it is used: registers are for fragments.
   DEVICE Work work_at(Ring<WORK_STAGES> at) { return shared.work[at.stage()]; }
