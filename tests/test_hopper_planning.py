@@ -111,7 +111,7 @@ def test_the_main_plan_is_the_one_that_was_measured_best(variant, head_dim, tile
     how = main.specialized
     assert (str(main.tile), main.stages, main.q_stages) == (tile, stages, q_stages)
     assert (how.ping_pong, how.softmax.without_row_max, how.o.by_tma) == (ping_pong, guarded, q_stages == 2)
-    assert how.dynamic_scheduler == (variant.mask is not None)
+    assert how.scheduler.dynamic == (variant.mask is not None)
 
 
 @pytest.mark.parametrize(

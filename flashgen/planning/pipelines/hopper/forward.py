@@ -15,6 +15,7 @@ from functools import lru_cache
 from flashgen.planning.arch import KIB, Arch, find
 from flashgen.planning.integers import Allowed
 from flashgen.planning.members import (
+    DynamicScheduler,
     FixedLimit,
     FullTilesApart,
     MovingLimits,
@@ -23,6 +24,7 @@ from flashgen.planning.members import (
     PackedQueries,
     Queries,
     Softmax,
+    StaticScheduler,
     TilesAlike,
     TrackedRowMax,
 )
@@ -338,7 +340,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             score_emitted_twice=score_emitted_twice,
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
             o=OByTma() if c.q_stages > 1 else OFromRegisters(),
-            dynamic_scheduler=request.profile.masked,
+            scheduler=DynamicScheduler() if request.profile.masked else StaticScheduler(),
             rows=Queries(),
         ),
     )
@@ -426,7 +428,7 @@ def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: in
         group = problem.group
         q_tiles = -(-problem.q_len // one.tile_queries(group))
         tiles = q_tiles * problem.heads * problem.batch // one.pack(group)
-        return one.tile.q * (max(1.0, tiles / sms) if _layout(one).dynamic_scheduler else -(-tiles // sms))
+        return one.tile.q * (max(1.0, tiles / sms) if _layout(one).scheduler.dynamic else -(-tiles // sms))
 
     arch = find(plan.arch)
     faster = seconds_per_score(plan, arch)[0] / seconds_per_score(packed, arch)[0]
