@@ -1,12 +1,14 @@
 """The documents for people and their generated parts: `python tests/documents.py` writes these, tests compare them.
 
-A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`; BLOCKS says what makes it.
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`; BLOCKS says what makes it.  Numbers that
+the machine decides (times, errors, registers) stay as they were written where nothing else differs: see `shape`.
 """
 
 import re
 import sys
 from pathlib import Path
 from textwrap import dedent, indent
+from unittest import mock
 
 import limits
 from cli import flashgen
@@ -14,6 +16,7 @@ from cli import flashgen
 from flashgen.bench import report
 from flashgen.lang import language
 from flashgen.lang.load import load_spec, shipped
+from flashgen.runtime import driver
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "generated" / "bench"
@@ -26,10 +29,17 @@ DOCUMENTS = {
 }
 
 #: A block of a document, from its marker to the end marker.
-BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 PLAN = ("plan", "specs/sliding_window.py", "--seqlen", "8192", "--arch", "sm_80")
 SHOW = ("show", *PLAN[1:2], "--param", "window=300", "--seqlen", "1024", "--arch", "sm_80", "--tile", "64x64")
+
+CAPTURED_PLAN = ("plan", "specs/document.py", "--batch", "2", "--seqlen", "1024", "--arch", "sm_80", "--tile", "64x64")
+
+#: Commands whose output holds numbers that the machine decides.
+RUN = ("run", *PLAN[1:2], "--seqlen", "300", "--head-dim", "64", "--backward", "--device", "cpu", "--arch", "sm_80")
+SIMULATE = ("simulate", "causal", "--seqlen", "100", "--heads", "1", "--head-dim", "64", "--arch", "sm_80")
+COMPILE = ("compile", *PLAN[1:2], "--head-dim", "64", "--arch", "sm_80", "--fresh")
 
 PROGRAM = ("--program", "--seqlen", "8192", "--arch")
 FORWARD_PROGRAM = ("show", "causal", *PROGRAM, "sm_90a")
@@ -38,10 +48,14 @@ AMPERE_PROGRAM = ("show", "causal", *PROGRAM, "sm_80")
 
 #: What code and tests say of one op: of each file the lines from one mark to another, or the one line with the mark.
 SQRT = (
+    ("flashgen/lang/ops.py", "    sqrt_f32(x)  rsqrt_f32(x) "),
     ("flashgen/lang/ops.py", '_function("sqrt"'),
+    ("flashgen/lang/ops.py", "def _function(", "cuda=cuda,\n    )"),
     ("templates/device/math.cuh", "DEVICE float sqrt_f32("),
     ("flashgen/lang/ranges.py", '@np.errstate(all="ignore")\ndef sqrt(', "low=0.0)"),
+    ("flashgen/lang/ranges.py", "def _approximate(", ") -> Range:"),
     ("templates/device/range.cuh", "DEVICE FloatRange range_sqrt_f32(", "\n}"),
+    ("templates/device/range.cuh", "DEVICE FloatRange approximate(", "{"),
     ("flashgen/lang/derivative_rules.py", '"sqrt": '),
     ("flashgen/lang/functions.py", "def sqrt(", "return"),
     ("flashgen/__init__.py", '*("exp", '),
@@ -72,8 +86,23 @@ ABS = (
     ("flashgen/codegen/printer.py", "_WRAPPING = {", "\n}"),
 )
 
+#: The same of a function that other ops make.
+CLAMP = (
+    ("flashgen/lang/functions.py", "def clamp(", "return x if"),
+    ("flashgen/lang/language.py", "def language_table(", "return"),
+    ("flashgen/lang/source.py", "'clamp', 'where'"),
+    ("flashgen/__init__.py", '*("where", "minimum"'),
+    ("tests/test_lang_evaluate.py", "fg.clamp(s, 0.5, 1)"),
+    ("tests/fuzz/grammar.py", "fg.clamp({x}"),
+    ("tests/fuzz/evaluator.py", "def clamp(", "return x if"),
+    ("tests/fuzz/evaluator.py", "clamp=clamp,"),
+)
+
 #: A test of a shipped spec that reads a captured tensor.
-SPEC_TEST = (("tests/test_specs.py", "def test_prefix_and_padding(", "lengths[b]))"),)
+SPEC_TEST = (
+    ("tests/test_specs.py", "PROBLEM = Problem("),
+    ("tests/test_specs.py", "def test_prefix_and_padding(", "lengths[b]))"),
+)
 
 
 def op_sqrt() -> str:
@@ -82,6 +111,10 @@ def op_sqrt() -> str:
 
 def op_abs() -> str:
     return fenced("text", excerpts(ABS))
+
+
+def op_clamp() -> str:
+    return fenced("text", excerpts(CLAMP))
 
 
 def spec_test() -> str:
@@ -110,6 +143,35 @@ def predicted() -> str:
     wanted = [s for s in sections if s.startswith(("plan\n", "tiles\n", "HBM traffic\n", "time on "))]
     assert len(wanted) == 4
     return fenced("text", "\n\n".join([head, *wanted]).rstrip() + "\n")
+
+
+def plan_captured() -> str:
+    """The tiles of a mask that reads a captured tensor."""
+    head, *sections = output(CAPTURED_PLAN).split("\n\n")
+    [tiles] = [section for section in sections if section.startswith("tiles\n")]
+    return fenced("text", f"{head}\n\n{tiles}\n")
+
+
+def run() -> str:
+    return fenced("text", sample(RUN))
+
+
+def simulate() -> str:
+    """Without most of the instructions."""
+    lines = sample(SIMULATE).splitlines(keepends=True)
+    first = next(i for i, line in enumerate(lines) if line.startswith("instructions of warps")) + 1
+    last = next(i for i, line in enumerate(lines) if i > first and line.startswith("all "))
+    return fenced("text", "".join([*lines[: first + 4], "...\n", *lines[last:]]))
+
+
+def compile_() -> str:
+    return fenced("text", sample(COMPILE))
+
+
+def sample(arguments: tuple[str, ...]) -> str:
+    """The output of a command as a machine without a GPU gives it."""
+    with mock.patch.object(driver, "gpus", lambda: 0):
+        return output(arguments)
 
 
 def refusal() -> str:
@@ -180,6 +242,10 @@ BLOCKS = {
     "spec": spec,
     "plan": plan,
     "predicted": predicted,
+    "plan_captured": plan_captured,
+    "run": run,
+    "simulate": simulate,
+    "compile": compile_,
     "refusal": refusal,
     "show": show,
     "program_forward": program_forward,
@@ -188,6 +254,7 @@ BLOCKS = {
     "cuda": cuda,
     "op_sqrt": op_sqrt,
     "op_abs": op_abs,
+    "op_clamp": op_clamp,
     "spec_test": spec_test,
     "specs": specs,
     "language": language.markdown,
@@ -200,10 +267,26 @@ BLOCKS = {
     "served_backward": limits.backward,
 }
 
+#: Those whose numbers the machine decides.
+SAMPLES = ("run", "simulate", "compile")
+
 
 def written(text: str) -> str:
     """A document with its generated parts made anew."""
-    return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}{match[3]}", text)
+    return BLOCK.sub(_written, text)
+
+
+def _written(match: re.Match) -> str:
+    start, name, before, end = match.groups()
+    made = BLOCKS[name]()
+    same = name in SAMPLES and shape(made) == shape(before)
+    return f"{start}{before if same else made}{end}"
+
+
+def shape(text: str) -> str:
+    """A text without its numbers, their units, the widths of its columns and the names of PTX instructions."""
+    text = re.sub(r"^[a-z]\w*(\.[\w:]+)+ ", "instruction ", text, flags=re.MULTILINE)
+    return re.sub(r"[ ]+", " ", re.sub(r"\b\d[\d,.]*( (ns|us|ms|s|k|M|B|KiB|MiB)\b)?", "number", text))
 
 
 def blocks(text: str, marker: str) -> list[str]:

@@ -65,6 +65,7 @@ def test_a_promise_that_would_settle_tiles_is_named(tmp_path):
         assert ("0.0% misclassified" in out) != hinted
         assert ("the mask reads 'image', of whose values nothing is known" in out) == hinted
         assert ("sorted=True" in out) == hinted
+        assert ("min= and max= do,\nunless == or != compares them" in out) == hinted
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))

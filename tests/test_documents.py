@@ -14,7 +14,7 @@ import limits
 import pytest
 import typer
 from cli import flashgen
-from documents import BLOCK, BLOCKS, DOCUMENTS, ROOT, blocks, written
+from documents import BLOCK, BLOCKS, DOCUMENTS, ROOT, SAMPLES, blocks, shape, written
 
 import flashgen as fg
 from flashgen.cli.app import app
@@ -251,6 +251,14 @@ PRESENT = {(name, match[2]): match[0] for name, text in TEXTS.items() for match 
 def test_generated_parts_are_what_is_generated_now(name, block):
     text = PRESENT[name, block]
     assert written(text) == text, "refresh it with: python tests/documents.py"
+
+
+def test_a_sample_keeps_its_numbers_and_nothing_else():
+    before = "time  409 ms\nadd.s32   1,553  11.4%\nregisters  186 per thread\n"
+    assert shape(before) == shape("time  1.2 s\nmul.wide.u16:x 2  1%\nregisters     90 per thread\n")
+    for other in (before.replace("time", "times"), before.replace("per thread", ""), before + "one more\n"):
+        assert shape(before) != shape(other)
+    assert set(SAMPLES) <= set(BLOCKS)
 
 
 def test_every_generated_part_has_its_place():

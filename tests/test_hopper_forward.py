@@ -22,7 +22,7 @@ SHAPE = {"q_len": 150, "kv_len": 250, "heads": 2, "kv_heads": 1, "q_stages": 2}
 
 
 #: Two tiles of queries of three warpgroups by seven of keys: some of them whole under a mask.
-CLIMB = {"q_len": 256, "kv_len": 440, "heads": 2, "kv_heads": 1, "q_stages": 2, "tile": (192, 64)}
+CLIMB = {"q_len": 256, "kv_len": 440, "heads": 2, "kv_heads": 1, "stages": 3, "q_stages": 2, "tile": (192, 64)}
 
 def climbing(w, factor):
     """The same work with keys that grow towards the first, which is visited last: scores jump from tile to tile."""
@@ -49,7 +49,7 @@ def products_for_s(w, result):
         ("bfloat16", 96, 2, False),
         ("bfloat16", 96, 40, True),
         ("bfloat16", 128, 40, True),
-        ("float16", 96, 2, False),
+        ("float16", 96, 0.5, False),
         ("float16", 96, 8, True),  # P leaves the range of its type
         ("float16", 96, 80, True),  # and that of float32
     ],

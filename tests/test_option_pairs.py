@@ -1,4 +1,4 @@
-"""Every pair of options, with masks and scores of each kind: what the planner accepts spills nothing, the rest it refuses.
+"""Every pair of options with masks and scores of each kind: what the planner accepts spills nothing.
 
 Nothing is chosen here that a call can not ask for: options of a pass at most two at a time away from their defaults, on
 both pipelines, `full`, `causal` and `alibi` at head_dim 64, 128 and 256 in both dtypes.
@@ -67,7 +67,9 @@ def forms(request: KernelRequest) -> tuple:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pipeline", "backward", "spec", "head_dim", "dtype"), thinned(GRID, KEPT, "test_option_pairs"))
+@pytest.mark.parametrize(
+    ("pipeline", "backward", "spec", "head_dim", "dtype"), thinned(GRID, KEPT, "test_option_pairs")
+)
 def test_what_is_accepted_spills_nothing(pipeline, backward, spec, head_dim, dtype):
     for request in requests(pipeline, backward, spec, head_dim, dtype):
         for plan in forms(request):

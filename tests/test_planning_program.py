@@ -15,10 +15,11 @@ from flashgen.lang.load import load_spec
 from flashgen.planning.arch import find
 from flashgen.planning.pipelines.hopper.programs import ALIGNMENT
 from flashgen.planning.planner import menu_of
-from flashgen.planning.program import IDLE, NAMED_BARRIERS, Party
+from flashgen.planning.program import IDLE, Party
 from flashgen.planning.request import KernelRequest
 
 ARCH = find("sm_90a")
+NAMED_BARRIERS = 16  # of a block
 text_of = cache(emit)
 SPECS = ("full", "causal", "document", "relative_bias", "softcap", "blocks")
 BACKWARD = {"backward": True}

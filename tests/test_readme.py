@@ -1,12 +1,16 @@
 """The README: its two commands, what it shows, and how long it may be; of all documents see test_documents.py."""
 
+import inspect
 import os
 import re
 import subprocess
 import tomllib
 
+import pytest
 from cli import flashgen
 from documents import README, ROOT, blocks
+
+import flashgen as fg
 
 TEXT = README.read_text()
 
@@ -67,6 +71,39 @@ def test_constraints_pin_what_the_package_asks_for():
 
 
 # -- what it shows
+
+
+def arguments(call: str) -> list[tuple[list[str], list[str]]]:
+    """Of each row of a table of arguments their names, and what they are unless given."""
+    [table] = re.findall(rf"<!-- arguments: {call} -->\n((?:\|.*\n)+)", TEXT)
+    rows = [row.split("|")[1:3] for row in table.splitlines()[2:]]
+    return [
+        (re.findall(r"`([*\w]+)`", names), [d.strip().strip("`") for d in given.split(",")]) for names, given in rows
+    ]
+
+
+def signature(call: str) -> dict[str, inspect.Parameter]:
+    """The parameters of a public function, by their names as a table writes them."""
+    parameters = inspect.signature(getattr(fg, call)).parameters.values()
+    return {"*" * (2 * (p.kind is p.VAR_KEYWORD)) + p.name: p for p in parameters}
+
+
+@pytest.mark.parametrize("call", ["attention", "plan"])
+def test_the_table_of_arguments_is_the_signature(call):
+    known, rows = signature(call), arguments(call)
+    positional = [] if call == "attention" else ["variant"]  # which stands in the sentence before
+    assert sorted(positional + [name for names, _ in rows for name in names]) == sorted(known)
+    for names, given in rows:
+        if len(given) == len(names) or len(given) == 1:
+            for name, said in zip(names, given if len(given) > 1 else given * len(names), strict=True):
+                default = known[name].default
+                assert said == repr(default) or default in (None, inspect.Parameter.empty), name
+
+
+def test_supports_takes_what_plan_takes_but_for_the_problem():
+    problem = {name for names, _ in arguments("plan")[:2] for name in names}
+    assert set(signature("supports")) == set(signature("plan")) - problem
+    assert {"seqlen", "batch"} <= problem
 
 
 def test_the_spec_shown_has_ten_lines_or_so():

@@ -81,7 +81,7 @@ def render(program: Program) -> tuple[Table, ...]:
         roles.add_row(warps, role.name, str(role.threads), str(role.registers or "the compiler's choice"))
         first = last + 1
     signs = _SIGNS[0] if encodable("".join(_SIGNS[0])) else _SIGNS[1]
-    legend = f"{signs[0]} fills a stage, {signs[1]} {signs[2]} waits for it, {signs[3]} both"
+    legend = f"{signs[0]} fills a stage, {signs[1]} {signs[2]} waits for it or releases it, {signs[3]} both"
     rings = _table(f"rings: {legend}", "ring", _lanes(program)[0], "carries")
     stages = _table("stages", "ring", "stages", "free again")
     for ring in program.rings:

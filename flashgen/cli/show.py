@@ -236,8 +236,8 @@ def hint(picture: Picture, variant: Variant) -> str | None:
         return None
     return (
         f"the mask reads {joined(map(repr, open_))}, of whose values nothing is known before a tile is read: where they"
-        " never decrease\nalong the last dimension, or lie between bounds, fg.tensor(..., sorted=True) or min= and max="
-        " settle more tiles"
+        " never decrease\nalong the last dimension, fg.tensor(..., sorted=True) settles more tiles; where they lie"
+        " between bounds, min= and max= do,\nunless == or != compares them"
     )
 
 

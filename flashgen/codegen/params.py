@@ -85,7 +85,7 @@ def fields_of(
     pointers = [] if mapped else [Field(name, f"const {element}*") for name in ("q", "k", "v")]
     pointers += [Field("o", f"{element}*"), Field("lse", "float*")]
     numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles"]
-    if specialized is not None and specialized.dynamic_scheduler:
+    if specialized is not None and specialized.scheduler.dynamic:
         pointers.append(Field("counters", "int*"))
         numbers.append("l2_heads")
     if specialized is not None and specialized.rows.packed:

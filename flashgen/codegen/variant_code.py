@@ -84,45 +84,18 @@ class Reader:
 #: Which tiles a walk visits: all; those of the runs that the mask shows; of these, what `classify` does not find EMPTY.
 Walk = Literal["every_tile", "runs", "classified"]
 
-#: Functions that find a run's first or last tile.
-_RUNS = ("last_tile_of_run", "first_tile_of_run", "first_key_tile_of_run")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Uses:
-    """Which names a decision uses: positions, ranges of them, functions of `runs`; `heads` are b and h by name."""
-
-    heads: tuple[str, ...]
-    b: bool
-    h: bool
-    q: bool
-    k: bool
-    k_first: bool
-    k_last: bool
-    runs: bool
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The body of `previous_tile` or `classify`: declarations, and what is concluded from them."""
+    """The body of `previous_tile` or `classify`: declarations, of the tile's positions first, and what is concluded."""
 
     lines: tuple[str, ...]
     conclusions: tuple[str, ...]
 
     @property
-    def uses(self) -> Uses:
-        """The names that stand in both."""
-        names = identifiers("\n".join((*self.lines, *self.conclusions)))
-        return Uses(
-            heads=tuple(name for name in ("b", "h") if name in names),
-            b="b" in names,
-            h="h" in names,
-            q="q" in names,
-            k="k" in names,
-            k_first="k_first" in names,
-            k_last=not names.isdisjoint(("k_last", "k")),
-            runs=not names.isdisjoint(_RUNS),
-        )
+    def uses_h(self) -> bool:
+        """Whether it depends on the query head."""
+        return "h" in identifiers("\n".join((*self.lines, *self.conclusions)))
 
     def extreme(self, function: str) -> tuple[str, ...]:
         """The body of a function that returns the least (`min`) or the greatest (`max`) of what is concluded."""
@@ -190,6 +163,11 @@ class VariantCode:
         if self.may_skip:
             return "classified"
         return "every_tile" if self.keep is None else "runs"
+
+    @property
+    def tiles(self) -> Literal["every_tile", "visible_tiles"]:
+        """Which tiles a tile of queries visits."""
+        return "every_tile" if self.keep is None else "visible_tiles"
 
     def exponential(self, x: str, lse: str) -> str:
         """2^x of a row whose lse, infinite where it attends to nothing, has been subtracted."""
@@ -378,22 +356,23 @@ class Decider:
 
     def runs(self) -> Decision:
         """The runs of keys that the visible terms give a tile of queries, each as the tile of it to visit next."""
-        return self._visits(partial(self._run, function="last_tile_of_run", none="-1"), "-1")
+        return self._visits(partial(self._run, function="last_tile_of_run", none="-1"), "-1", _ROWS)
 
     def later_runs(self) -> Decision:
         """The same runs from the first key to the last."""
         none = "p.kv_tiles"
-        return self._visits(partial(self._run, function="first_key_tile_of_run", none=none), none)
+        return self._visits(partial(self._run, function="first_key_tile_of_run", none=none), none, _ROWS)
 
     def query_runs(self) -> Decision:
-        """The runs of queries that the visible terms give a tile of keys, each as the tile of it to visit next."""
-        return self._visits(self._query_run, "p.q_tiles")
+        """The runs of queries that the visible terms give a tile of keys, each as the tile of it to visit next; the
+        query head is an argument."""
+        return self._visits(self._query_run, "p.q_tiles", {"b": "keys.b"})
 
-    def _visits(self, run: Callable[[Term], Text], none: str) -> Decision:
+    def _visits(self, run: Callable[[Term], Text], none: str, heads: Mapping[str, str]) -> Decision:
         terms = self.facts.visible
         lines = self._declare(n for t in terms for n in (*t.zone.nodes(), *t.uniform))
         found = list(dict.fromkeys(str(run(term)) for term in terms))
-        return _decision(lines, ["tile"] if "tile" in found else found or [none])
+        return _decision(lines, ["tile"] if "tile" in found else found or [none], partial(_heads, heads))
 
     def classes(self) -> Decision:
         """Whether something is hidden in a tile; before it, where runs leave it open, whether something is visible."""
@@ -401,7 +380,7 @@ class Decider:
         if any(term.others for term in self.facts.visible):
             asked.insert(0, self.facts.visible)
         lines = self._declare(n for terms in asked for term in terms for n in term.nodes())
-        return _decision(lines, [str(joined("||", map(self._possible, terms), "false")) for terms in asked])
+        return _decision(lines, [str(joined("||", map(self._possible, terms), "false")) for terms in asked], _positions)
 
     def _declare(self, nodes: Iterable[Node]) -> tuple[str, ...]:
         body = self.printer.body(*nodes)
@@ -515,6 +494,30 @@ def _extreme(function: str, parts: list[Text]) -> Text:
     return found
 
 
-def _decision(lines: tuple[str, ...], conclusions: list[str]) -> Decision:
-    """The decision without declarations that nothing uses any more."""
-    return Decision(lines=used_lines(lines, "\n".join(conclusions)), conclusions=tuple(conclusions))
+#: Where a decision about a tile of queries finds its batch and head.
+_ROWS = {"b": "rows.b", "h": "rows.h"}
+
+
+def _heads(values: Mapping[str, str], used: frozenset[str]) -> list[str]:
+    """Declarations of those of these ints that are used."""
+    return [f"const int {name} = {value};" for name, value in values.items() if name in used]
+
+
+def _positions(used: frozenset[str]) -> list[str]:
+    """Declarations of what is used of the positions of `rows` and `kv_tile`, and of ranges of them."""
+    lines = _heads(_ROWS, used)
+    if not used.isdisjoint(("k_last", "k")):
+        lines.append("const int k_first = kv_tile * TILE_KV, k_last = min(k_first + TILE_KV, p.kv_len) - 1;")
+    elif "k_first" in used:
+        lines.append("const int k_first = kv_tile * TILE_KV;")
+    ends = {"q": "{rows.q_first, rows.q_last}", "k": "{k_first, k_last}"}
+    return [*lines, *(f"const Range<int> {name} = {value};" for name, value in ends.items() if name in used)]
+
+
+def _decision(
+    lines: tuple[str, ...], conclusions: list[str], positions: Callable[[frozenset[str]], list[str]]
+) -> Decision:
+    """The decision without declarations that nothing uses any more, behind those of the positions that it uses."""
+    lines = used_lines(lines, "\n".join(conclusions))
+    used = identifiers("\n".join((*lines, *conclusions)))
+    return Decision(lines=(*positions(used), *lines), conclusions=tuple(conclusions))

@@ -48,7 +48,7 @@ def plan(
     """The kernel that a variant (or spec file) gets: for a problem where `seqlen` is given, else for long sequences.
 
     Unless given: batch 1 and 8 heads for a problem, head_dim 128 if the variant declares it, else its largest; bfloat16
-    if it declares it; the arch that it pins, else that of the first GPU, else sm_80.  `tile` (queries, keys), `stages`
+    if it declares it; the arch that it pins, else that of the first GPU, else sm_90a.  `tile` (queries, keys), `stages`
     (of keys, in shared memory), `q_stages` (of queries: 1 or 2, on Hopper) and `pipeline` fix what the planner would
     choose; `packed` asks for tiles that hold all heads which share keys, as problems with few queries get them.  With
     `backward` the kernels of its gradients, those of the captured tensors in `gradients` too, and with `deterministic`

@@ -1,6 +1,7 @@
 """Ways of doing one thing in a kernel, of which a plan has one: each names the template that it is written in.
 
-A kernel's template includes the `template` of what was chosen, and asks nothing.
+A kernel's template includes the `template` of what was chosen, and asks nothing; where ways differ by a function alone,
+it calls that which was chosen.
 """
 
 from __future__ import annotations
@@ -109,14 +110,14 @@ class InGroups:
 BlockOrder = HeadByHead | InGroups
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Pipeline hopper, backward: how dq is added up in memory
+# Pipeline hopper, backward: how dq is added up in memory, by which function of consumers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DqInAnyOrder:
     """Sums that one kernel clears before and another one finishes behind the main kernel."""
 
-    template: ClassVar[str] = "hopper/backward_add_in_any_order.cu.j2"
+    add: ClassVar[str] = "add_dq"
     in_main_kernel: ClassVar[bool] = False
     warps: ClassVar[tuple[str, ...]] = ()
 
@@ -125,7 +126,7 @@ class DqInAnyOrder:
 class DqInMainKernel:
     """Two warps of a block clear sums of heads to come, and finish complete ones."""
 
-    template: ClassVar[str] = "hopper/backward_add_in_any_order.cu.j2"
+    add: ClassVar[str] = "add_dq"
     in_main_kernel: ClassVar[bool] = True
     warps: ClassVar[tuple[str, ...]] = ("hopper/backward_dq_accumulator.cu.j2",)
 
@@ -134,7 +135,7 @@ class DqInMainKernel:
 class DqInOrder:
     """Two warps of a block see to the order in which blocks add: the same bits in every run."""
 
-    template: ClassVar[str] = "hopper/backward_add_in_order.cu.j2"
+    add: ClassVar[str] = "add_dq_in_order"
     in_main_kernel: ClassVar[bool] = False
     warps: ClassVar[tuple[str, ...]] = ("hopper/backward_dq_semaphore.cu.j2",)
 
@@ -184,6 +185,26 @@ class TilesAlike:
     """One code for all tiles: registers are short."""
 
     template: ClassVar[str] = "hopper/forward_tiles_alike.cu.j2"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: who hands out tiles of queries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicScheduler:
+    """A counter in memory, long tiles first."""
+
+    template: ClassVar[str] = "hopper/forward_dynamic_scheduler.cu.j2"
+    dynamic: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticScheduler:
+    """Each block has its share."""
+
+    template: ClassVar[str] = "hopper/forward_static_scheduler.cu.j2"
+    dynamic: ClassVar[bool] = False
 
 
 # ---------------------------------------------------------------------------------------------------------------------

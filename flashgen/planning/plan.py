@@ -11,6 +11,7 @@ from flashgen.planning.members import (
     BlockOrder,
     Consumers,
     DqSum,
+    DynamicScheduler,
     FullTilesApart,
     OByTma,
     OFromRegisters,
@@ -20,6 +21,7 @@ from flashgen.planning.members import (
     SharedKeys,
     Softmax,
     SplitDkDv,
+    StaticScheduler,
     StepEnd,
     TilesAlike,
 )
@@ -82,7 +84,7 @@ class Specialized:
     score_emitted_twice: bool  # registers are left for a score function that is emitted twice
     full_tiles: FullTilesApart | TilesAlike
     o: OByTma | OFromRegisters
-    dynamic_scheduler: bool  # a counter in memory hands out tiles, long ones first; else each block has its share
+    scheduler: DynamicScheduler | StaticScheduler
     rows: Queries | PackedQueries
 
 

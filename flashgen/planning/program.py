@@ -21,9 +21,6 @@ from flashgen.planning.arch import Arch
 #: Threads of a warp, and of a warpgroup, whose warps have as many registers each.
 WARP, WARPGROUP = 32, 128
 
-#: Named barriers of a block; 0 is that of __syncthreads.
-NAMED_BARRIERS = 16
-
 #: The C++ type of an element, by its dtype.
 CTYPES = {DType.BOOL: "bool", DType.INT32: "int", DType.INT64: "i64", DType.FLOAT32: "float"}
 
@@ -195,7 +192,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedBarrier:
-    """A barrier of hardware, by id: `warps` of these roles arrive there or wait."""
+    """A barrier of hardware, by id (0 is that of __syncthreads): `warps` of these roles arrive there or wait."""
 
     name: str
     id: int

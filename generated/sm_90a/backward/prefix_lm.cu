@@ -848,6 +848,7 @@ struct Consumer {
       }
     }
   }
+
   // dS = P (dP - delta), and both rounded.
   DEVICE void differentiate(const S& probability, const S& dp) {
     const float2* delta = (const float2*)shared.delta[ring.stage()] + quad_lane();

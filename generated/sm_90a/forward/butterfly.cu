@@ -481,13 +481,6 @@ DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
 }
 
 // ---------------------------------------------------------------- scheduler: one warp that hands out tiles
-// Long tiles first, within groups of heads whose keys and values stay in L2: late queries see most under a causal mask.
-DEVICE Work locate(int index, const Params& p) {
-  const int group = index / (p.q_tiles * p.l2_heads) * p.l2_heads, rest = index - group * p.q_tiles;
-  const int width = min(p.l2_heads, p.heads * p.batch - group), head = group + rest % width;
-  return {p.q_tiles - 1 - rest / width, head % p.heads, head / p.heads, 1};
-}
-
 struct Scheduler {
   Shared& shared;
   const Params& p;
@@ -503,7 +496,7 @@ struct Scheduler {
     work_ring.passed++;
   }
 
-  DEVICE void send(const Step& step) {
+  DEVICE void send_step(const Step& step) {
     if (threadIdx.x == 0) {
       await_empty(shared.next_pipe, next_ring);
       shared.next[next_ring.stage()] = step;
@@ -526,15 +519,23 @@ struct Scheduler {
       for (u32 visited = __ballot_sync(~0u, found != EMPTY); visited; visited &= visited - 1) {
         const int i = __ffs(visited) - 1;
         if (step.tile < 0) send(work);
-        else send(step);
+        else send_step(step);
         step = {top - i, int(masked >> i & 1), 0};
       }
       top -= 32;
     }
     step.last = 1;
     work.visible = step.tile >= 0;
-    if (work.visible) send(step);
+    if (work.visible) send_step(step);
     else send(work);
+  }
+
+  // Long tiles first, within groups of heads whose keys and values stay in L2: under a causal mask late queries see
+  // most.
+  DEVICE Work locate(int index) {
+    const int group = index / (p.q_tiles * p.l2_heads) * p.l2_heads, rest = index - group * p.q_tiles;
+    const int width = min(p.l2_heads, p.heads * p.batch - group), head = group + rest % width;
+    return {p.q_tiles - 1 - rest / width, head % p.heads, head / p.heads, 1};
   }
 
   DEVICE void run() {
@@ -543,7 +544,7 @@ struct Scheduler {
       if (threadIdx.x == 0) index = atomicAdd(&p.counters[0], 1);
       index = __shfl_sync(~0u, index, 0);
       if (index >= p.q_tiles * p.heads * p.batch) break;
-      send_all(locate(index, p));
+      send_all(locate(index));
     }
     send(Work{-1, 0, 0, 0});
     // The last block leaves the counters as it found them, for the next launch.
@@ -569,14 +570,6 @@ struct Loader {
     return work;
   }
 
-  DEVICE Step next() {
-    await_full(shared.next_pipe, next_ring);
-    const Step step = shared.next[next_ring.stage()];
-    release(shared.next_pipe, next_ring);
-    next_ring.passed++;
-    return step;
-  }
-
   DEVICE void load_q(const Work& work) {
     const int first = work.q_tile * TILE_Q;
 #pragma unroll 1
@@ -591,11 +584,8 @@ struct Loader {
     q_ring.passed++;
   }
 
-  DEVICE void load_k(const Step& step, int kv_head, int b) {
-    const int tile = step.tile;
-    u64& full = shared.k_pipe.full[k_ring.stage()];
-    await_empty(shared.k_pipe, k_ring);
-    shared.step[k_ring.stage()] = step;
+  // Into the stage that `full` is of, which is empty.
+  DEVICE void copy_k(u64& full, int tile, int kv_head, int b) {
     mbarrier_arrive_expect_tx(full, sizeof(KTile));
 #pragma unroll
     for (int d = 0; d < QK_COLUMNS; d += 64)
@@ -613,22 +603,39 @@ struct Loader {
     v_ring.passed++;
   }
 
+  DEVICE Step next() {
+    await_full(shared.next_pipe, next_ring);
+    const Step step = shared.next[next_ring.stage()];
+    release(shared.next_pipe, next_ring);
+    next_ring.passed++;
+    return step;
+  }
+
+  DEVICE void load_k(const Step& step, int kv_head, int b) {
+    u64& full = shared.k_pipe.full[k_ring.stage()];
+    await_empty(shared.k_pipe, k_ring);
+    shared.step[k_ring.stage()] = step;
+    copy_k(full, step.tile, kv_head, b);
+  }
+
   // K one tile ahead of V: the order in which the consumers use them.
+  DEVICE void load_tiles(const Work& work, int kv_head) {
+    Step step = {};
+#pragma unroll 1
+    for (int before = -1; !step.last; before = step.tile) {
+      step = next();
+      load_k(step, kv_head, work.b);
+      if (before < 0) load_q(work);
+      else load_v(before, kv_head, work.b);
+    }
+    load_v(step.tile, kv_head, work.b);
+  }
+
   DEVICE void run() {
     while (true) {
       const Work work = receive();
       if (work.q_tile < 0) break;
-      if (!work.visible) continue;
-      const int kv_head = work.h / (p.heads / p.kv_heads);
-      Step step = {};
-#pragma unroll 1
-      for (int before = -1; !step.last; before = step.tile) {
-        step = next();
-        load_k(step, kv_head, work.b);
-        if (before < 0) load_q(work);
-        else load_v(before, kv_head, work.b);
-      }
-      load_v(step.tile, kv_head, work.b);
+      if (work.visible) load_tiles(work, work.h / (p.heads / p.kv_heads));
     }
   }
 };
@@ -682,7 +689,7 @@ struct Consumer {
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
   float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
-  u32 moved = 0;  // lanes whose shifts are not those of O any more
+  u32 moved = 0;  // lanes whose maxima are not those of O any more
 
   // Read where it is used: registers are for fragments.
   DEVICE Work work_at(Ring<WORK_STAGES> at) { return shared.work[at.stage()]; }

@@ -398,11 +398,6 @@ DEVICE float score_small_tanh(float s, int b, int h, int q, int k, const Params&
 }
 
 // ---------------------------------------------------------------- scheduler: one warp that hands out tiles
-DEVICE Work locate(int index, const Params& p) {
-  const int head = index / p.q_tiles;
-  return {index % p.q_tiles, head % p.heads, head / p.heads, p.kv_len > 0};
-}
-
 struct Scheduler {
   Shared& shared;
   const Params& p;
@@ -417,9 +412,14 @@ struct Scheduler {
     work_ring.passed++;
   }
 
+  DEVICE Work locate(int index) {
+    const int head = index / p.q_tiles;
+    return {index % p.q_tiles, head % p.heads, head / p.heads, p.kv_len > 0};
+  }
+
   DEVICE void run() {
     for (int index = blockIdx.x; index < p.q_tiles * p.heads * p.batch; index += gridDim.x) {
-      send(locate(index, p));
+      send(locate(index));
     }
     send(Work{-1, 0, 0, 0});
   }
@@ -456,9 +456,8 @@ struct Loader {
     q_ring.passed++;
   }
 
-  DEVICE void load_k(int tile, int kv_head, int b) {
-    u64& full = shared.k_pipe.full[k_ring.stage()];
-    await_empty(shared.k_pipe, k_ring);
+  // Into the stage that `full` is of, which is empty.
+  DEVICE void copy_k(u64& full, int tile, int kv_head, int b) {
     mbarrier_arrive_expect_tx(full, sizeof(KTile));
 #pragma unroll
     for (int d = 0; d < QK_COLUMNS; d += 64)
@@ -476,21 +475,29 @@ struct Loader {
     v_ring.passed++;
   }
 
+  DEVICE void load_k(int tile, int kv_head, int b) {
+    u64& full = shared.k_pipe.full[k_ring.stage()];
+    await_empty(shared.k_pipe, k_ring);
+    copy_k(full, tile, kv_head, b);
+  }
+
   // K one tile ahead of V: the order in which the consumers use them.
+  DEVICE void load_tiles(const Work& work, int kv_head) {
+    const int tiles = (p.kv_len + TILE_KV - 1) / TILE_KV;
+#pragma unroll 1
+    for (int tile = tiles - 1; tile >= 0; tile--) {
+      load_k(tile, kv_head, work.b);
+      if (tile + 1 == tiles) load_q(work);
+      else load_v(tile + 1, kv_head, work.b);
+    }
+    load_v(0, kv_head, work.b);
+  }
+
   DEVICE void run() {
     while (true) {
       const Work work = receive();
       if (work.q_tile < 0) break;
-      if (!work.visible) continue;
-      const int kv_head = work.h / (p.heads / p.kv_heads);
-      const int tiles = (p.kv_len + TILE_KV - 1) / TILE_KV;
-#pragma unroll 1
-      for (int tile = tiles - 1; tile >= 0; tile--) {
-        load_k(tile, kv_head, work.b);
-        if (tile + 1 == tiles) load_q(work);
-        else load_v(tile + 1, kv_head, work.b);
-      }
-      load_v(0, kv_head, work.b);
+      if (work.visible) load_tiles(work, work.h / (p.heads / p.kv_heads));
     }
   }
 };
@@ -544,7 +551,7 @@ struct Consumer {
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
   float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
-  u32 moved = 0;  // lanes whose shifts are not those of O any more
+  u32 moved = 0;  // lanes whose maxima are not those of O any more
 
   // Read where it is used: registers are for fragments.
   DEVICE Work work_at(Ring<WORK_STAGES> at) { return shared.work[at.stage()]; }

@@ -15,6 +15,7 @@ from functools import lru_cache
 from flashgen.planning.arch import KIB, Arch, find
 from flashgen.planning.integers import Allowed
 from flashgen.planning.members import (
+    DynamicScheduler,
     FullTilesApart,
     LaggingRowMax,
     OByTma,
@@ -22,6 +23,7 @@ from flashgen.planning.members import (
     PackedQueries,
     Queries,
     Softmax,
+    StaticScheduler,
     TilesAlike,
     TrackedRowMax,
 )
@@ -259,8 +261,6 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
             why="softmax, addresses, loop state, descriptors",
         ),
     ]
-    if c.warpgroups > 2 and c.stages == 2 and _softmax(request).lags:
-        parts.append(Part(name="stages", amount=TWO_STAGES_REGISTERS, why="what ptxas spills with two and not with three"))
     if asked.scored:
         reads = c.tile.kv // READING_KEYS if asked.score_reads_by_key else 0
         parts.append(Part(name="score", amount=SCORE_REGISTERS + reads, why="what the score function keeps"))
@@ -301,6 +301,9 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
             there = f"{needed - p} registers and {(smem_bytes + p_bytes) / KIB:.4g} KiB"
             text += f"; P would have to go through shared memory: {there}"
         return text
+    if c.warpgroups > 2 and c.stages == 2 and _softmax(request).lags and needed + TWO_STAGES_REGISTERS > consumer:
+        more = f"{_terms(wanted)} = {needed}, and {TWO_STAGES_REGISTERS} that two stages take beyond three"
+        return f"registers {more} > {consumer} of a consumer beside {producer} of a producer"
     return None
 
 
@@ -331,7 +334,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             score_emitted_twice=score_emitted_twice,
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
             o=OByTma() if c.q_stages > 1 else OFromRegisters(),
-            dynamic_scheduler=request.profile.masked,
+            scheduler=DynamicScheduler() if request.profile.masked else StaticScheduler(),
             rows=Queries(),
         ),
     )
@@ -419,7 +422,7 @@ def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: in
         group = problem.group
         q_tiles = -(-problem.q_len // one.tile_queries(group))
         tiles = q_tiles * problem.heads * problem.batch // one.pack(group)
-        return one.tile.q * (max(1.0, tiles / sms) if _layout(one).dynamic_scheduler else -(-tiles // sms))
+        return one.tile.q * (max(1.0, tiles / sms) if _layout(one).scheduler.dynamic else -(-tiles // sms))
 
     arch = find(plan.arch)
     faster = seconds_per_score(plan, arch)[0] / seconds_per_score(packed, arch)[0]

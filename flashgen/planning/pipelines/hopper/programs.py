@@ -88,7 +88,14 @@ def forward(
             )
         )
     rings += [
-        Ring(name="k", barrier="k_pipe", carries="a tile of K", stages=stage, producers=loader, consumers=of_all),
+        Ring(
+            name="k",
+            barrier="k_pipe",
+            carries="a tile of K" + " and its step" * masked,
+            stages=stage,
+            producers=loader,
+            consumers=of_all,
+        ),
         Ring(name="v", barrier="v_pipe", carries="a tile of V", stages=stage, producers=loader, consumers=of_all),
         Ring(
             name="work",

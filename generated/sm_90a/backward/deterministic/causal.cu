@@ -755,18 +755,23 @@ struct Consumer {
 
   DEVICE void await_ds() { mbarrier_wait(shared.ds_full[ds_ring().stage()], ds_ring().parity()); }
 
-  // A part of dQ of the step before, `first` floats into what this warp has of a tile, to where it is added up: the
-  // first part when the block before this one has added, and when the last part is, that is said.
+  // A part of dQ, `first` floats into what this warp has of a tile, to where it is added up.
   template <int N> DEVICE void add_dq(float (&dq)[N], int first = 0) {
     if (dq_tile < 0) return;
-    u32 step = ring.passed - 1;
-    renew_one(step);
-    if (first == 0) mbarrier_wait(shared.before[step % 2], step / 2 % 2);
     const int thread = thread_index();
     float* sum = p.dq_sum + i64(dq_tile) * (TILE_Q * DQ_SUM_COLUMNS) + (thread / 32 - 4) * (16 * DQ_COLUMNS) + first;
     sum += thread % 32 * 4;
 #pragma unroll
     for (int j = 0; j < N / 4; j++) red_add_v4_f32(sum + j * 128, *(float (*)[4])&dq[4 * j]);
+  }
+
+  // The same of the step before, when the block before this one has added its own; once the last part is, that is said.
+  template <int N> DEVICE void add_dq_in_order(float (&dq)[N], int first = 0) {
+    if (dq_tile < 0) return;
+    u32 step = ring.passed - 1;
+    renew_one(step);
+    if (first == 0) mbarrier_wait(shared.before[step % 2], step / 2 % 2);
+    add_dq(dq, first);
     __syncwarp();
     if (first + 32 * N == 16 * DQ_COLUMNS && thread_index() % 32 == 0) mbarrier_arrive(shared.added[step % 2]);
   }
@@ -807,6 +812,7 @@ struct Consumer {
       }
     }
   }
+
   // dS = P (dP - delta), and both rounded.
   DEVICE void differentiate(const S& probability, const S& dp) {
     const float2* delta = (const float2*)shared.delta[ring.stage()] + quad_lane();
@@ -876,7 +882,7 @@ struct Consumer {
     wgmma_wait_group<2>();
     pin(dq);
     announce_ds(ds_ring(1));
-    add_dq(dq);
+    add_dq_in_order(dq);
     dq_tile = now.index;
     wgmma_wait_group<1>();
     pin(dv);
@@ -926,7 +932,7 @@ struct Consumer {
       issue_dq(dq);
       wgmma_wait_group<0>();
       pin(dq);
-      add_dq(dq);
+      add_dq_in_order(dq);
     }
     const Keys keys = shared.keys;
     store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, dv,

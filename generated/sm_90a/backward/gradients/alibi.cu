@@ -787,6 +787,7 @@ struct Consumer {
       }
     }
   }
+
   // dS = P (dP - delta), in place of dP, and P rounded.
   DEVICE void differentiate(const S& probability, S& dp) {
     const float2* delta = (const float2*)shared.delta[ring.stage()] + quad_lane();

@@ -718,8 +718,9 @@ struct Consumer {
       }
     }
   }
+
   // dS = P (dP - delta), rounded, from P as it was rounded.
-  DEVICE void differentiate(const S& dp) {
+  DEVICE void differentiate_rounded(const S& dp) {
     const float2* delta = (const float2*)shared.delta[ring.stage()] + thread_index() % 4;
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
@@ -882,7 +883,7 @@ struct DkConsumer : Consumer {
     wgmma_wait_group<1>();
     pin(dp);
     take_p();
-    differentiate(dp);
+    differentiate_rounded(dp);
     wgmma_wait_group<0>();
     pin(dq);
     share_ds();

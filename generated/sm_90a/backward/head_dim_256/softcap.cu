@@ -668,7 +668,7 @@ struct Consumer {
   }
 
   // P and what is in ds become 0 where no key is.
-  DEVICE void apply_mask(const SharedStep& step) {
+  DEVICE void mask_rounded(const SharedStep& step) {
     const Position first = position_of(step);
 #pragma unroll
     for (int i = 0; i < TILE_Q / 2; i++) {
@@ -700,10 +700,11 @@ struct Consumer {
         ds[2 * j + r] = cvt_bf16x2(weight[0], weight[1]);
       }
     }
-    if (step.masked) apply_mask(step);
+    if (step.masked) mask_rounded(step);
   }
+
   // dS = P (dP - delta) d score / dx, rounded, from P as it was rounded.
-  DEVICE void differentiate(const S& dp) {
+  DEVICE void differentiate_rounded(const S& dp) {
     const float2* delta = (const float2*)shared.delta[ring.stage()] + thread_index() % 4;
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
@@ -863,7 +864,7 @@ struct DkConsumer : Consumer {
     wgmma_wait_group<1>();
     pin(dp);
     take_p();
-    differentiate(dp);
+    differentiate_rounded(dp);
     wgmma_wait_group<0>();
     pin(dq);
     share_ds();
