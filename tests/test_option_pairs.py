@@ -68,7 +68,7 @@ def forms(request: KernelRequest) -> tuple:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pipeline", "backward", "spec", "head_dim", "dtype"), thinned(GRID, KEPT, "test_option_pairs")
+    ("pipeline", "backward", "spec", "head_dim", "dtype"), thinned(GRID, KEPT, "test_what_is_accepted_spills_nothing")
 )
 def test_what_is_accepted_spills_nothing(pipeline, backward, spec, head_dim, dtype):
     for request in requests(pipeline, backward, spec, head_dim, dtype):
