@@ -3,11 +3,11 @@
 //
 // visible  k <= q + kv_len - q_len
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     192 queries x 64 keys, 2 stages, q in shared memory
-// roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 32 registers per thread; 12 consumer warps of 160
-// shared   q 98304 + k 32768 + v 32768 + control 1024 = 164864 bytes
+// tile     128 queries x 128 keys, 2 stages, q in shared memory
+// roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 40 registers per thread; 8 consumer warps of 232
+// shared   q 65536 + k 65536 + v 65536 + control 1024 = 197632 bytes
 // made by  flashgen emit causal_bottom_right --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128
-//          --tile 192x64 --stages 2 --q-stages 2
+//          --tile 128x128 --stages 2 --q-stages 2
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__
@@ -19,20 +19,6 @@ struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction mo
 
 // ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-
-DEVICE void ldmatrix_x4(u32 (&r)[4], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
-}
-
-// ---------------------------------------------------------------- mma: d (16 x 8, float32) += a (16 x 16) b (16 x 8)
-// Lane l holds d[0], d[1] of row l / 4, columns 2 (l % 4) and one further; d[2], d[3] of the row eight below.
-DEVICE void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // ---------------------------------------------------------------- mbarrier: counts arrivals and bytes, a phase a round
 DEVICE void mbarrier_init(u64& barrier, int arrivals) {
@@ -109,6 +95,15 @@ DEVICE void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
+// Waits for all; whether `x` holds in any of the threads.
+DEVICE bool bar_any(int barrier, int threads, bool x) {
+  u32 any;
+  asm volatile(
+      "{\n\t.reg .pred x;\n\tsetp.ne.u32 x, %3, 0;\n\tbar.red.or.pred x, %1, %2, x;\n\tselp.u32 %0, 1, 0, x;\n\t}"
+               : "=r"(any) : "r"(barrier), "r"(threads), "r"(u32(x)) : "memory");
+  return any;
+}
+
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
 // Orders the registers and shared memory that this thread wrote before the products that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -144,32 +139,44 @@ DEVICE u64 matrix_descriptor(const void* operand, u32 leading_bytes) {
 DEVICE u64 advance_bytes(u64 descriptor, int bytes) { return descriptor + (bytes >> 4); }
 
 // s = q k^T over the first 16 columns: what s held is not read.
-DEVICE void wgmma_qk_first(float (&d)[32], u64 a, u64 b) {
+DEVICE void wgmma_qk_first(float (&d)[64], u64 a, u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0;\n}"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 0;\n}"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
         "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
         "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]),
-        "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31])
+        "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]),
+        "=f"(d[32]), "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39]),
+        "=f"(d[40]), "=f"(d[41]), "=f"(d[42]), "=f"(d[43]), "=f"(d[44]), "=f"(d[45]), "=f"(d[46]), "=f"(d[47]),
+        "=f"(d[48]), "=f"(d[49]), "=f"(d[50]), "=f"(d[51]), "=f"(d[52]), "=f"(d[53]), "=f"(d[54]), "=f"(d[55]),
+        "=f"(d[56]), "=f"(d[57]), "=f"(d[58]), "=f"(d[59]), "=f"(d[60]), "=f"(d[61]), "=f"(d[62]), "=f"(d[63])
       : "l"(a), "l"(b));
 }
 
 // s += q k^T over 16 columns.
-DEVICE void wgmma_qk(float (&d)[32], u64 a, u64 b) {
+DEVICE void wgmma_qk(float (&d)[64], u64 a, u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0;\n}"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 0;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(a), "l"(b));
 }
 
@@ -210,6 +217,14 @@ DEVICE u32 cvt_bf16x2(float low, float high) {
   u32 r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
+}
+
+// Two floats as their type stores them.  The pair is not the operand that the product takes: of one that serves both
+// ptxas would write registers of a product that is on its way (C7513), and let none be on its way instead.
+DEVICE void round_bf16(float& a, float& b) {
+  const u32 pair = cvt_bf16x2(b, a);
+  a = __int_as_float(pair & 0xffff0000);
+  b = __int_as_float(pair << 16);
 }
 
 // ---------------------------------------------------------------- online softmax, in base 2
@@ -261,12 +276,13 @@ template <int STAGES> DEVICE void release(Pipe<STAGES>& pipe, const Ring<STAGES>
 // Warp w, lane l of a warpgroup holds rows 16 w + l / 4 and eight further down of an m64nN accumulator; element
 // 4 j + 2 r + e of its array is row r (0 or 1) of these, column 8 j + 2 (l % 4) + e.
 //
-// Per row: what is subtracted in the exponent (the highest scaled score so far, or a little less), and the sum of this
-// lane's exponentials.
-struct RowState { float row_max[2], sum[2]; };
+// Per row: what is subtracted in the exponent (the highest scaled score so far, or less), and two sums over this lane's
+// keys: of P for lse, and of P as the product with V takes it, by which O is divided.  A key that outweighs all others
+// is exact that way, whatever is subtracted: its rounded P cancels.
+struct RowState { float row_max[2], sum[2], rounded_sum[2]; };
 
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
-DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}}; }
+DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}, {0.f, 0.f}}; }
 
 // The highest of row r over the four lanes that share it.
 template <int N> DEVICE float highest_of_row(const float (&s)[N], int r) {
@@ -292,20 +308,23 @@ template <int N> DEVICE bool follow(float (&row_max)[2], const float (&s)[N], fl
   return moves[0] || moves[1];
 }
 
-// S becomes P = 2^(scale * S - row_max); what it adds up to.
-template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const float (&row_max)[2], float (&sum)[2]) {
+// What P of a tile adds to both sums.
+struct Added { float sum[2], rounded_sum[2]; };
+
+// S becomes P = 2^(scale * S - row_max); what that adds.  ROUND is that of the product with V.
+template <void ROUND(float&, float&), int N>
+DEVICE Added exponentiate_rows(float (&s)[N], float scale, const float (&row_max)[2]) {
+  Added added = {};
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float even = 0.f, odd = 0.f;
+  for (int r = 0; r < 2; r++)
 #pragma unroll
     for (int i = 2 * r; i < N; i += 4) {
-      s[i] = ex2(fmaf(s[i], scale, -row_max[r]));
-      s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_max[r]));
-      even += s[i];
-      odd += s[i + 1];
+      float low = s[i] = ex2(fmaf(s[i], scale, -row_max[r])), high = s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_max[r]));
+      added.sum[r] += low + high;
+      ROUND(low, high);
+      added.rounded_sum[r] += low + high;
     }
-    sum[r] = even + odd;
-  }
+  return added;
 }
 
 template <int N> DEVICE void multiply_rows(float (&o)[N], const float (&factor)[2]) {
@@ -324,16 +343,16 @@ DEVICE void stmatrix_x4(void* row, u32 left, u32 left_below, u32 right, u32 righ
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
 
 // ---------------------------------------------------------------- plan
-constexpr int WARPGROUPS = 3, TILE_Q = 64 * WARPGROUPS, TILE_KV = 64;  // rows of q and o, and of k and v, in a tile
+constexpr int WARPGROUPS = 2, TILE_Q = 64 * WARPGROUPS, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
 constexpr int V_HEAD_DIM = 128;  // columns of v and o
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // of q and k, and of v and o, in a product: whole steps of 16
 constexpr int STAGES = 2, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
-constexpr float SUM_LIMIT = 4294967296.0f;  // of P of a tile in one lane, without a look at maxima
 constexpr int O_BARRIER = 4;  // named barriers of the warpgroups
-constexpr float SLACK = 8.0f;  // power of two by which S may pass a row's maximum: O is rescaled seldom
-constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
+constexpr float SLACK = 64.0f;  // power of two by which S may pass a row's maximum: O is rescaled seldom
+constexpr float LIMIT = 18446744073709551616.f;  // 2^SLACK, of P
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
 typedef u16 bf16;
 
@@ -384,7 +403,7 @@ struct alignas(1024) Shared {
   u64 o_full[Q_STAGES][WARPGROUPS];
   Pipe<STAGES> k_pipe, v_pipe;
 };
-static_assert(sizeof(Shared) == 164864, "what the plan counted");
+static_assert(sizeof(Shared) == 197632, "what the plan counted");
 
 struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped to the problem
 
@@ -620,9 +639,10 @@ struct Consumer {
   u32 probabilities[TILE_KV / 4] = {};
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
-  float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
-  u32 moved = 0;  // lanes whose maxima are not those of O any more
-
+  Added added = {};      // to the sums by the tile at hand
+  float before[2] = {};  // the maxima of O and of the sums
+  u32 moved = 0;         // lanes whose maxima are not those of O any more
+  bool watched = false;  // whether maxima are looked at first, since P did not fit without
   // Read where it is used: registers are for fragments.
   DEVICE Work work_at(Ring<WORK_STAGES> at) { return shared.work[at.stage()]; }
 
@@ -720,6 +740,15 @@ struct Consumer {
       if (column + i / 4 * 8 + i % 2 >= columns) s[i] = MINUS_INFINITY;
   }
 
+  // The sums grow by what this tile adds.
+  DEVICE void accumulate() {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      state.sum[r] += added.sum[r];
+      state.rounded_sum[r] += added.rounded_sum[r];
+    }
+  }
+
   // O and the sums follow the maxima.
   DEVICE void rescale() {
     float factor[2];
@@ -727,82 +756,20 @@ struct Consumer {
     for (int r = 0; r < 2; r++) {
       factor[r] = ex2(before[r] - state.row_max[r]);
       state.sum[r] *= factor[r];
+      state.rounded_sum[r] *= factor[r];
     }
     multiply_rows(o, factor);
   }
 
-  // The sums grow by what this tile adds.
-  DEVICE void accumulate() {
-    state.sum[0] += added[0];
-    state.sum[1] += added[1];
-  }
-
-  // The maxima follow the scores; true if one of this lane's did.
-  DEVICE bool follow_scores(const S& s) {
+  // S becomes P under maxima that follow the scores, each row's its own.  Lane 0 or 1 releases K: which one depends on
+  // them, since ptxas moves the wait for O up to here, and these at least shall be found under the product.
+  DEVICE void softmax(S& s) {
     before[0] = state.row_max[0];
     before[1] = state.row_max[1];
-    return follow(state.row_max, s, scale, SLACK);
-  }
-
-  // S becomes P.  Lane 0 or 1 releases K: which one depends on the maxima, since ptxas moves the wait for O up to here,
-  // and these at least shall be found under the product.
-  DEVICE void softmax(S& s) {
-    moved = __ballot_sync(~0u, follow_scores(s));
+    moved = __ballot_sync(~0u, follow(state.row_max, s, scale, SLACK));
     release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
-    exponentiate_rows(s, scale, state.row_max, added);
-  }
-
-  // What O and the sums are scaled by is what the maxima say.
-  DEVICE void settle() {
-    before[0] = state.row_max[0];
-    before[1] = state.row_max[1];
-  }
-
-  // The same after a look at maxima: O and the sums follow where maxima moved.
-  DEVICE void catch_up() {
-    if (moved) rescale();
-    settle();
-  }
-
-  // S = Q K^T once more, by this warp alone.
-  DEVICE void recompute(S& s) {
-    const int lane = threadIdx.x % 32, q_row = threadIdx.x / 32 % 4 * 16 + lane % 16, k_row = lane / 16 * 8 + lane % 8;
-    auto& q = shared.q_or_o[q_ring.stage()][warpgroup].q;
-    auto& k = shared.k[k_ring.stage()];
-#pragma unroll
-    for (int i = 0; i < TILE_KV / 2; i++) s[i] = 0.f;
-#pragma unroll 1
-    for (int d = 0; d < QK_COLUMNS; d += 16) {
-      const int chunk = d % 64 / 8;
-      u32 a[4], b[4];
-      ldmatrix_x4(a, shared_address(&q[d / 64][q_row][((chunk + lane / 16) ^ q_row % 8) * 8]));
-#pragma unroll
-      for (int n = 0; n < TILE_KV; n += 16) {
-        ldmatrix_x4(b, shared_address(&k[d / 64][n + k_row][((chunk + lane / 8 % 2) ^ k_row % 8) * 8]));
-        mma_m16n8k16_bf16(*(float (*)[4])&s[n / 2], a, b[0], b[1]);
-        mma_m16n8k16_bf16(*(float (*)[4])&s[n / 2 + 4], a, b[2], b[3]);
-      }
-    }
-  }
-
-  DEVICE bool fits() { return __all_sync(~0u, fmaxf(added[0], added[1]) < SUM_LIMIT); }
-
-  // S becomes P, without a look at its maxima: the maxima stay what they are while the sums show that P fits its type.
-  DEVICE void softmax_without_max(S& s) {
-    for (bool again = false;; again = true) {
-      // The same as state.row_max here; registers of their own are read once for many exponents (4% of head_dim 64).
-      exponentiate_rows(s, scale, before, added);
-      if (again || fits()) break;
-      wgmma_wait_group<0>();
-      pin(o);
-      recompute(s);
-      follow_scores(s);
-      rescale();
-      settle();
-    }
-    release(shared.k_pipe, k_ring);
-    k_ring.passed++;
+    added = exponentiate_rows<round_bf16>(s, scale, state.row_max);
   }
 
   // The layout of an accumulator is that of an A operand.
@@ -816,12 +783,33 @@ struct Consumer {
     softmax(s);
     await_pv();
     round(s);
+    if (moved) rescale();
+    accumulate();
   }
 
-  DEVICE void to_probabilities_without_max(S& s) {
-    softmax_without_max(s);
+  // Whether P is less than LIMIT in all rows of the warpgroup: it is where what this lane's keys add up to is.
+  DEVICE bool fits() {
+    return !bar_any(7 + warpgroup, 128, !(fmaxf(added.sum[0], added.sum[1]) < LIMIT));
+  }
+
+  // The same without a look at maxima; false where P does not fit: then S is lost, and taken from the product once
+  // more.
+  // The warpgroup looks first from there on, until the next tile of queries.  It finds what softmax() finds in any
+  // case,
+  // for each row by its own scores: so nobody's bits show who looked when.
+  DEVICE bool to_probabilities_without_max(S& s) {
+    added = exponentiate_rows<round_bf16>(s, scale, state.row_max);
+    if (!fits()) {
+      watched = true;
+      issue_qk(s);
+      return false;
+    }
+    release(shared.k_pipe, k_ring);
+    k_ring.passed++;
     await_pv();
     round(s);
+    accumulate();
+    return true;
   }
 
   // Score, mask and softmax of the first tile of a schedule; true if it is the last too.
@@ -832,7 +820,7 @@ struct Consumer {
     state = nothing_seen();
     softmax(s);
     accumulate();
-    settle();
+    watched = false;
     return step.last;
   }
 
@@ -859,18 +847,15 @@ struct Consumer {
         issue_products(s);
         const Step step = shared.step[k_ring.stage()];
         last = step.last;
-        // Twice, so that no branch stands between the product and the softmax of a tile of which the mask hides
-        // nothing.
-        if (step.masked) {
+        // No branch stands between the product and the softmax of a tile of which the mask hides nothing.
+        if (!step.masked && !watched) {
           await_scores(s);
-          apply_mask(s, work_at(work_ring), step.tile);
-          to_probabilities(s);
-          catch_up();
-        } else {
-          await_scores(s);
-          to_probabilities_without_max(s);
+          if (to_probabilities_without_max(s)) continue;
+          wgmma_wait_group<0>();
         }
-        accumulate();
+        await_scores(s);
+        if (step.masked) apply_mask(s, work_at(work_ring), step.tile);
+        to_probabilities(s);
       }
       q_ring.passed++;
 
@@ -916,7 +901,7 @@ struct Consumer {
     }
   }
 
-  // o = O / sum and lse = log(sum of e^s); a row without any visible key: 0 and -inf.
+  // o = O / sum of P as it was multiplied, and lse = log(sum of e^s); a row without any visible key: 0 and -inf.
   DEVICE void store(const RowState& done) {
     const Work work = work_at(work_ring);
     release_work(work_ring);
@@ -924,8 +909,8 @@ struct Consumer {
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float sum = quad_sum(done.sum[r]);
-      factor[r] = sum == 0.f ? 0.f : 1.f / sum;
+      const float sum = quad_sum(done.sum[r]), rounded_sum = quad_sum(done.rounded_sum[r]);
+      factor[r] = sum == 0.f ? 0.f : 1.f / rounded_sum;
       if (q + 8 * r < p.q_len)
         store_lse(work, q + 8 * r, sum == 0.f ? MINUS_INFINITY : (done.row_max[r] + lg2(sum)) * LN2);
     }

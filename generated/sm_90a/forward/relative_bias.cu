@@ -204,6 +204,14 @@ DEVICE u32 cvt_bf16x2(float low, float high) {
   return r;
 }
 
+// Two floats as their type stores them.  The pair is not the operand that the product takes: of one that serves both
+// ptxas would write registers of a product that is on its way (C7513), and let none be on its way instead.
+DEVICE void round_bf16(float& a, float& b) {
+  const u32 pair = cvt_bf16x2(b, a);
+  a = __int_as_float(pair & 0xffff0000);
+  b = __int_as_float(pair << 16);
+}
+
 // ---------------------------------------------------------------- online softmax, in base 2
 // The largest value over the four lanes that share a row.
 DEVICE float quad_max(float x) {
@@ -253,12 +261,13 @@ template <int STAGES> DEVICE void release(Pipe<STAGES>& pipe, const Ring<STAGES>
 // Warp w, lane l of a warpgroup holds rows 16 w + l / 4 and eight further down of an m64nN accumulator; element
 // 4 j + 2 r + e of its array is row r (0 or 1) of these, column 8 j + 2 (l % 4) + e.
 //
-// Per row: what is subtracted in the exponent (the highest scaled score so far, or a little less), and the sum of this
-// lane's exponentials.
-struct RowState { float row_max[2], sum[2]; };
+// Per row: what is subtracted in the exponent (the highest scaled score so far, or less), and two sums over this lane's
+// keys: of P for lse, and of P as the product with V takes it, by which O is divided.  A key that outweighs all others
+// is exact that way, whatever is subtracted: its rounded P cancels.
+struct RowState { float row_max[2], sum[2], rounded_sum[2]; };
 
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
-DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}}; }
+DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}, {0.f, 0.f}}; }
 
 // The highest of row r over the four lanes that share it.
 template <int N> DEVICE float highest_of_row(const float (&s)[N], int r) {
@@ -284,20 +293,23 @@ template <int N> DEVICE bool follow(float (&row_max)[2], const float (&s)[N], fl
   return moves[0] || moves[1];
 }
 
-// S becomes P = 2^(scale * S - row_max); what it adds up to.
-template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const float (&row_max)[2], float (&sum)[2]) {
+// What P of a tile adds to both sums.
+struct Added { float sum[2], rounded_sum[2]; };
+
+// S becomes P = 2^(scale * S - row_max); what that adds.  ROUND is that of the product with V.
+template <void ROUND(float&, float&), int N>
+DEVICE Added exponentiate_rows(float (&s)[N], float scale, const float (&row_max)[2]) {
+  Added added = {};
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float even = 0.f, odd = 0.f;
+  for (int r = 0; r < 2; r++)
 #pragma unroll
     for (int i = 2 * r; i < N; i += 4) {
-      s[i] = ex2(fmaf(s[i], scale, -row_max[r]));
-      s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_max[r]));
-      even += s[i];
-      odd += s[i + 1];
+      float low = s[i] = ex2(fmaf(s[i], scale, -row_max[r])), high = s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_max[r]));
+      added.sum[r] += low + high;
+      ROUND(low, high);
+      added.rounded_sum[r] += low + high;
     }
-    sum[r] = even + odd;
-  }
+  return added;
 }
 
 template <int N> DEVICE void multiply_rows(float (&o)[N], const float (&factor)[2]) {
@@ -538,9 +550,9 @@ struct Consumer {
   u32 probabilities[TILE_KV / 4] = {};
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
-  float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
-  u32 moved = 0;  // lanes whose maxima are not those of O any more
-
+  Added added = {};      // to the sums by the tile at hand
+  float before[2] = {};  // the maxima of O and of the sums
+  u32 moved = 0;         // lanes whose maxima are not those of O any more
   // Read where it is used: registers are for fragments.
   DEVICE Work work_at(Ring<WORK_STAGES> at) { return shared.work[at.stage()]; }
 
@@ -638,6 +650,15 @@ struct Consumer {
       if (column + i / 4 * 8 + i % 2 >= columns) s[i] = MINUS_INFINITY;
   }
 
+  // The sums grow by what this tile adds.
+  DEVICE void accumulate() {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      state.sum[r] += added.sum[r];
+      state.rounded_sum[r] += added.rounded_sum[r];
+    }
+  }
+
   // O and the sums follow the maxima.
   DEVICE void rescale() {
     float factor[2];
@@ -645,30 +666,20 @@ struct Consumer {
     for (int r = 0; r < 2; r++) {
       factor[r] = ex2(before[r] - state.row_max[r]);
       state.sum[r] *= factor[r];
+      state.rounded_sum[r] *= factor[r];
     }
     multiply_rows(o, factor);
   }
 
-  // The sums grow by what this tile adds.
-  DEVICE void accumulate() {
-    state.sum[0] += added[0];
-    state.sum[1] += added[1];
-  }
-
-  // The maxima follow the scores; true if one of this lane's did.
-  DEVICE bool follow_scores(const S& s) {
+  // S becomes P under maxima that follow the scores, each row's its own.  Lane 0 or 1 releases K: which one depends on
+  // them, since ptxas moves the wait for O up to here, and these at least shall be found under the product.
+  DEVICE void softmax(S& s) {
     before[0] = state.row_max[0];
     before[1] = state.row_max[1];
-    return follow(state.row_max, s, scale, SLACK);
-  }
-
-  // S becomes P.  Lane 0 or 1 releases K: which one depends on the maxima, since ptxas moves the wait for O up to here,
-  // and these at least shall be found under the product.
-  DEVICE void softmax(S& s) {
-    moved = __ballot_sync(~0u, follow_scores(s));
+    moved = __ballot_sync(~0u, follow(state.row_max, s, scale, SLACK));
     release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
-    exponentiate_rows(s, scale, state.row_max, added);
+    added = exponentiate_rows<round_bf16>(s, scale, state.row_max);
   }
 
   // The layout of an accumulator is that of an A operand.
@@ -682,6 +693,8 @@ struct Consumer {
     softmax(s);
     await_pv();
     round(s);
+    if (moved) rescale();
+    accumulate();
   }
 
   // Score and softmax of the first tile of a schedule.
@@ -717,8 +730,6 @@ struct Consumer {
         await_scores(s);
         apply_score(s, work_at(work_ring), tile);
         to_probabilities(s);
-        if (moved) rescale();
-        accumulate();
       }
       q_ring.passed++;
 
@@ -764,7 +775,7 @@ struct Consumer {
     }
   }
 
-  // o = O / sum and lse = log(sum of e^s); a row without any visible key: 0 and -inf.
+  // o = O / sum of P as it was multiplied, and lse = log(sum of e^s); a row without any visible key: 0 and -inf.
   DEVICE void store(const RowState& done) {
     const Work work = work_at(work_ring);
     release_work(work_ring);
@@ -772,8 +783,8 @@ struct Consumer {
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float sum = quad_sum(done.sum[r]);
-      factor[r] = sum == 0.f ? 0.f : 1.f / sum;
+      const float sum = quad_sum(done.sum[r]), rounded_sum = quad_sum(done.rounded_sum[r]);
+      factor[r] = sum == 0.f ? 0.f : 1.f / rounded_sum;
       if (q + 8 * r < p.q_len)
         store_lse(work, q + 8 * r, sum == 0.f ? MINUS_INFINITY : (done.row_max[r] + lg2(sum)) * LN2);
     }
