@@ -154,6 +154,10 @@ def measured_forward() -> str:
     )
 
 
+def on_data() -> str:
+    return report.on_data(RECORDS)
+
+
 def counters() -> str:
     return report.counted(RECORDS) + "\n"
 
@@ -193,6 +197,7 @@ BLOCKS = {
     "language": language.markdown,
     "measured": measured,
     "measured_forward": measured_forward,
+    "on_data": on_data,
     "counters": counters,
     "slower": slower,
     "architectures": limits.architectures,

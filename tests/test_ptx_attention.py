@@ -14,6 +14,7 @@ from tolerance import KERNELS, baseline, judge, judge_lse, reference
 
 import flashgen as fg
 from flashgen.analysis.tiles import FULL, PARTIAL, Case, schedule
+from flashgen.bench.inputs import draw
 from flashgen.codegen import emit
 from flashgen.errors import LaunchError
 from flashgen.interpreter import StepLimit
@@ -101,6 +102,16 @@ def test_the_planners_first_choice(pipeline, spec, head_dim):
     check(w)
     large = dataclasses.replace(w, qkv=tuple(20 * x for x in w.qkv))
     assert large.wrong(large.run(seed=1)) == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["std4", "sink", "own", "outliers"])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_inputs_that_make_a_softmax_peaked(pipeline, name, dtype):
+    w = work("full", pipeline, dtype=dtype)
+    w = dataclasses.replace(w, qkv=draw(w.problem, 0, name, device="cpu")[:3])
+    assert w.wrong(w.run()) == ()
 
 
 @pytest.mark.parametrize(
