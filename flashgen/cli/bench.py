@@ -90,10 +90,10 @@ def command(
             f"there is no peer {unknown[0]!r}\n  nearest: {', '.join(SDPA)}, flex, or --peer-file NAME=FILE"
         )
     of_data = {"--inputs": inputs, "--draws": draws, "--seqlen": seqlen, "--pipeline": on}
-    if pipeline != DATA and (given := [option for option, value in of_data.items() if value]):
+    if pipeline != DATA and (strange := [option for option, value in of_data.items() if value]):
         raise PlanError(
-            f"flashgen bench {pipeline} takes no {given[0]}: that is of flashgen bench {DATA}\n"
-            f"  nearest: flashgen bench {DATA} {given[0]} {of_data[given[0]]}"
+            f"flashgen bench {pipeline} takes no {strange[0]}: that is of flashgen bench {DATA}\n"
+            f"  nearest: flashgen bench {DATA} {strange[0]} {of_data[strange[0]]}"
         )
     if pipeline == HOST:
         for option, asked in (("--backward", backward), ("--peer-file", peer_file)):
