@@ -34,6 +34,9 @@ _HEAD_DIMS = (64, 128, 256)
 _DTYPES = ("float16", "bfloat16")
 _HEADS, _KV_HEADS = 8, (8, 1)
 
+#: Elements that a check wants, as a share of `POOL`: the walk rounds as its baseline does, and takes its time.
+_SHARE = {"cpu": 1 / 16, "cuda": 1}
+
 #: Calls that are timed on a GPU, after one that is not.
 _TIMED = 10
 
@@ -219,7 +222,7 @@ def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bo
     elements = p.batch * p.heads * p.q_len * p.v_head_dim
     scale = 1 / math.sqrt(p.head_dim)
     outs, bases, refs, lses, ref_lses, taken = [], [], [], [], [], math.inf
-    for draw in range(max(1, -(-POOL // elements)) if elements else 1):
+    for draw in range(max(1, math.ceil(_SHARE[device] * POOL / elements)) if elements else 1):
         generator = torch.Generator(device).manual_seed(seed + draw)
         q, k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in _shapes(p))
         dropped = options.drops(dropout, seed + draw)
@@ -271,7 +274,7 @@ def _check_gradients(
     shapes = _shapes(p)
     fewest = min(math.prod(shape) for shape in shapes)
     draws = []
-    for draw in range(max(1, -(-POOL // fewest)) if fewest else 1):
+    for draw in range(max(1, math.ceil(_SHARE[device] * POOL / fewest)) if fewest else 1):
         generator = torch.Generator(device).manual_seed(seed + draw)
         *qkv, do = (
             torch.randn(shape, generator=generator, device=device).to(getattr(torch, p.dtype))
