@@ -59,20 +59,6 @@ def measure(
     files = {name: functions(Path(file), entry, *optional) for name, file in peer_files}
     if not torch.cuda.is_available():
         raise LaunchError("a benchmark needs a GPU that PyTorch can use, and there is none")
-    results: list[Result] = []
-    with progress() as shown:
-        task = shown.add_task("measuring", total=len(chosen))
-        for shape, group in itertools.groupby(chosen, key=lambda one: one.cell):
-            shown.update(task, description=str(shape))
-            asked = {"rounds": rounds, "draws": draws, "names": peers, "files": files, "seed": seed}
-            for result in data.measure(list(group), of, pipeline, **asked):
-                results.append(result)
-                shown.advance(task)
-    if not as_json:
-        tabulate(table(results, [*peers, *files], bar, backward=backward))
-    for result in results:
-        for reason in result.reasons:
-            err.print(f"{result.cell}: {reason}", markup=False)
     name = "_".join(["data", *(["backward"] if backward else []), *([pipeline] if pipeline else [])])
     path = folder / f"{name}.json"
     options = {"--inputs": inputs, "--cells": cells, "--pipeline": pipeline}
@@ -82,27 +68,39 @@ def measure(
         *(f"{option} '{value}'" for option, value in options.items() if value),
         *(f"--peer-file {name}=..." for name in files),
     ]
-    record.write(
-        path,
-        command=" ".join(asked_for),
-        protocol={
-            "inputs": {name: INPUTS[name].doc for name in wanted},
-            "errors": "against float64, of heads of each draw: rms is RMS error / RMS over all draws; largest and tail"
-            " (the 99.99th percentile) are medians over the draws; of lse in nats",
-            data.EXACT: "the same algorithm with an exact running max: P and the results rounded, all else in float32",
-            "times_error": "flashgen's error / that of another",
-            "over_bars": f"above {data.BARS} times the better of {', '.join(data.BEST)}; lse above {data.LSE_BAR} times"
-            f" {data.EXACT}",
-            "reasons": "what the tolerance rule says of flashgen beside the exact algorithm",
-            "rounds": f"at least {rounds}, in whole turns of the contenders' order",
-            "ratio": "median of per-round (peer time / flashgen time), low, high",
-            "bar": bar,
-        },
-        cells=[result.as_json() for result in results],
-    )
+    protocol = {
+        "inputs": {name: INPUTS[name].doc for name in wanted},
+        "errors": "against float64, of heads of each draw: rms is RMS error / RMS over all draws; largest and tail (the"
+        " 99.99th percentile) are medians over the draws; of lse in nats",
+        data.EXACT: "the same algorithm with an exact running max: P and the results rounded, all else in float32",
+        "times_error": "flashgen's error / that of another",
+        "over_bars": f"above {data.BARS} times the better of {', '.join(data.BEST)}; lse above"
+        f" {data.LSE_BAR} times {data.EXACT}",
+        "reasons": "what the tolerance rule says of flashgen beside the exact algorithm",
+        "rounds": f"at least {rounds}, in whole turns of the contenders' order",
+        "ratio": "median of per-round (peer time / flashgen time), low, high",
+        "bar": bar,
+    }
+    results: list[Result] = []
+    with progress() as shown:
+        task = shown.add_task("measuring", total=len(chosen))
+        for shape, group in itertools.groupby(chosen, key=lambda one: one.cell):
+            shown.update(task, description=str(shape))
+            asked = {"rounds": rounds, "draws": draws, "names": peers, "files": files, "seed": seed}
+            for result in data.measure(list(group), of, pipeline, **asked):
+                results.append(result)
+                shown.advance(task)
+            # A run that is cut off leaves what it has.
+            told = [result.as_json() for result in results]
+            record.write(path, command=" ".join(asked_for), protocol=protocol, cells=told)
+    if not as_json:
+        tabulate(table(results, [*peers, *files], bar, backward=backward))
+    for result in results:
+        for reason in result.reasons:
+            err.print(f"{result.cell}: {reason}", markup=False)
     err.print(f"wrote {path}")
     if as_json:
-        write_json({"path": str(path), "cells": [result.as_json() for result in results]})
+        write_json({"path": str(path), "cells": told})
     if any(result.reasons for result in results):
         raise typer.Exit(1)
 
