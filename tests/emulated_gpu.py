@@ -16,7 +16,7 @@ from fake_driver import OK, FakeDriver
 from flashgen import interpreter
 from flashgen.codegen import emit
 from flashgen.interpreter.tensormap import TensorMap
-from flashgen.ops import backward, forward, menus, records
+from flashgen.ops import backward, forward, memory, menus, records
 from flashgen.runtime import cache, driver, kernel, nvrtc
 
 
@@ -143,6 +143,7 @@ def install(monkeypatch, capability: tuple[int, int]) -> EmulatedGpu:
         monkeypatch.setattr(module, name, {})
     for module in (forward, backward):
         monkeypatch.setattr(module, "torch", Torch())
+    monkeypatch.setattr(memory, "empty_strided", gpu.empty)
     monkeypatch.setattr(OnGpu, "placed", gpu.placed)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)

@@ -13,7 +13,7 @@ from fake_driver import FakeDriver
 import flashgen as fg
 from flashgen.codegen import params
 from flashgen.errors import FlashgenError
-from flashgen.ops import records
+from flashgen.ops import memory, records
 from flashgen.ops.attention import attention
 from flashgen.ops.backward import Given, run_backward
 from flashgen.ops.call import Call
@@ -68,16 +68,24 @@ def machine(monkeypatch):
             OnGpu if device.index else OnFirstGpu
         )
 
+    current = [1]
+
     @contextlib.contextmanager
     def enter(index):
         entered.append(index)
+        current.append(index)
         yield
+        current.pop()
+
+    def allocate(shape, strides, dtype):
+        return torch.empty_strided(shape, strides, dtype=dtype, device=torch.device("cuda", current[-1]))
 
     monkeypatch.setattr(kernel, "build", build)
     for name in ("empty", "empty_strided"):
         monkeypatch.setattr(torch, name, allocated(getattr(torch, name)))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(memory, "empty_strided", allocate)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
     monkeypatch.setattr(torch.cuda, "device", enter)
     fake.entered, fake.built = entered, built
     yield fake

@@ -11,6 +11,7 @@ from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.errors import LaunchError
 from flashgen.lang.stored import broken_promise
+from flashgen.ops import memory
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_memory, check_rows, checked
 from flashgen.ops.menus import cpu_request, gpu_menu
 from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
@@ -23,7 +24,7 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[
     """(o, lse) of one eager call, which autograd does not see; arguments, results and errors as in `attention`."""
     calls = calls_of(call.variant)
     try:
-        key = call_key(q, k, v, call, calls.constants)
+        key = call_key(q, k, v, call, calls)
         record = calls.records.get(key)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         record = None  # something is no tensor, has no strides, or is no number: said below
@@ -74,65 +75,71 @@ def _nothing(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 class _Record:
-    """A launch for one set of shapes, strides and dtypes: call it with the tensors and numbers of a call."""
+    """A launch for one set of shapes, strides and dtypes: call it with the tensors and numbers of a call.
+
+    All that a call can still get wrong is checked anew: numbers, and where its tensors lie.
+    """
 
     __slots__ = (
-        *("_counts", "_device", "_dtype", "_index", "_lse_shape", "_numbers", "_o_shape", "_o_strides", "_record"),
-        "_tensors",
+        *("_counts", "_dtype", "_index", "_lse_shape", "_lse_strides", "_numbers", "_o_shape", "_o_strides"),
+        *("_record", "_tensors"),
     )
 
     def __init__(self, q: torch.Tensor, v: torch.Tensor, request: Request, record: kernel.Record) -> None:
         self._record, self._counts = record, bool(record.launch.cleared)
-        self._device, self._index, self._dtype = q.device, q.device.index, q.dtype
+        self._index, self._dtype = q.device.index, q.dtype
         self._o_shape, self._o_strides = o_layout(q, v)
-        self._lse_shape = self._o_shape[:3]
+        self._lse_shape, self._lse_strides = self._o_shape[:3], memory.contiguous(self._o_shape[:3])
         self._tensors = tuple(request.tensors)
         self._numbers = Numbers(request)
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        named = call.named
+        index = self._index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self(q, k, v, call)
         numbers = self._numbers(call)
-        inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if (inputs[0] | inputs[1] | inputs[2]) % ALIGNMENT:
-            for name, tensor in (("q", q), ("k", k), ("v", v)):
-                check_rows(name, tensor)
-        read = [named[name].data_ptr() for name in self._tensors]
-        if 0 in inputs or 0 in read:
-            for name, tensor in {"q": q, "k": k, "v": v, **{name: named[name] for name in self._tensors}}.items():
-                check_memory(name, name, tensor)
-        o = torch.empty_strided(self._o_shape, self._o_strides, dtype=self._dtype, device=self._device)
-        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)
-        addresses = (*inputs, o.data_ptr(), lse.data_ptr(), *read)
-        if torch._C._cuda_getDevice() == self._index:
-            self._start(addresses, numbers)
-        else:
-            with torch.cuda.device(self._index):
-                self._start(addresses, numbers)
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        captured = [call.named[name].data_ptr() for name in self._tensors] if self._tensors else ()
+        if (at_q | at_k | at_v) % ALIGNMENT or 0 in (at_q, at_k, at_v, *captured):
+            self._refuse(q, k, v, call)
+        o = memory.empty_strided(self._o_shape, self._o_strides, self._dtype)
+        lse = memory.empty_strided(self._lse_shape, self._lse_strides, torch.float32)
+        addresses = at_q, at_k, at_v, o.data_ptr(), lse.data_ptr(), *captured
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        if self._counts:
+            counters = _counters(index, stream)  # alive until the launch
+            addresses = *addresses, counters.data_ptr()
+        self._record(addresses, numbers, stream)
         return o, lse
 
-    def _start(self, addresses: tuple[int, ...], numbers: tuple[float, ...]) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        if self._counts:
-            counters = _counters(self._device, stream)
-            self._record((*addresses, counters.data_ptr()), numbers, stream)
-        else:
-            self._record(addresses, numbers, stream)
+    def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
+        """Raise LaunchError if the tensors of a call have no memory, or rows that a kernel cannot load."""
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            check_memory(name, name, tensor)
+            check_rows(name, tensor)
+        for name in self._tensors:
+            check_memory(name, name, call.named[name])
 
 
-def _counters(device: torch.device, stream: int) -> torch.Tensor:
+def _counters(index: int, stream: int) -> torch.Tensor:
     """Zeros that only the launches of one stream share; in a CUDA graph each launch has its own, of the graph's
-    memory, because a replay may run beside anything."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(COUNTERS.amount // 4, dtype=torch.int32, device=device)
-    found = _zeros.get((device, stream))
+    memory, because a replay may run beside anything.  The default stream, 0, is never captured."""
+    if stream and torch.cuda.is_current_stream_capturing():
+        return _new_counters()
+    found = _zeros.get((index, stream))
     if found is None:
-        found = _zeros[device, stream] = torch.zeros(COUNTERS.amount // 4, dtype=torch.int32, device=device)
+        found = _zeros[index, stream] = _new_counters()
     return found
 
 
-_zeros: dict[tuple[torch.device, int], torch.Tensor] = {}
+def _new_counters() -> torch.Tensor:
+    return memory.empty_strided((COUNTERS.amount // 4,), (1,), torch.int32).zero_()
+
+
+_zeros: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
