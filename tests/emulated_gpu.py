@@ -139,7 +139,7 @@ def install(monkeypatch, capability: tuple[int, int]) -> EmulatedGpu:
         monkeypatch.setattr(driver, cached.__name__, cached.__wrapped__)
     monkeypatch.setattr(driver, "_api", lambda: gpu)
     monkeypatch.setattr(kernel, "build", build)
-    for module, name in ((kernel, "_kernels"), (records, "_calls"), (forward, "_zeros"), (menus, "_told")):
+    for module, name in ((kernel, "_kernels"), (records, "_calls"), (memory, "_of_streams"), (menus, "_told")):
         monkeypatch.setattr(module, name, {})
     for module in (forward, backward):
         monkeypatch.setattr(module, "torch", Torch())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import overload
 
 import numpy as np
 import torch
@@ -17,11 +18,22 @@ from flashgen.ops.menus import cpu_request, gpu_menu
 from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
 from flashgen.planning import planner
 from flashgen.runtime import driver, kernel, tiles
-from flashgen.runtime.launch import COUNTERS
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of one eager call, which autograd does not see; arguments, results and errors as in `attention`."""
+@overload
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool = True
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of one eager call, or o alone, which autograd does not see; arguments and errors as in `attention`."""
     calls = calls_of(call.variant)
     try:
         key = call_key(q, k, v, call, calls)
@@ -30,13 +42,13 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[
         record = None  # something is no tensor, has no strides, or is no number: said below
     if record is None:
         request = checked(q, k, v, call)
-        if request.problem.empty or request.problem.kv_len == 0:
-            return _nothing(q, v)
-        if not q.is_cuda:
-            return _walk(q, k, v, request)
+        empty = request.problem.empty or request.problem.kv_len == 0
+        if empty or not q.is_cuda:
+            o, lse = _nothing(q, v) if empty else _walk(q, k, v, request)
+            return (o, lse) if return_lse else o
         record = _recorded(q, k, v, request)
         remember(calls.records, key, record)
-    return record(q, k, v, call)
+    return record(q, k, v, call, return_lse)
 
 
 def strides_like(x: torch.Tensor, columns: int) -> tuple[int, int, int, int]:
@@ -81,8 +93,8 @@ class _Record:
     """
 
     __slots__ = (
-        *("_counts", "_dtype", "_index", "_lse_shape", "_lse_strides", "_numbers", "_o_shape", "_o_strides"),
-        *("_record", "_tensors"),
+        *("_counts", "_dtype", "_index", "_lse_shape", "_lse_strides", "_many_rows", "_numbers", "_o_shape"),
+        *("_o_strides", "_record", "_tensors"),
     )
 
     def __init__(self, q: torch.Tensor, v: torch.Tensor, request: Request, record: kernel.Record) -> None:
@@ -90,30 +102,38 @@ class _Record:
         self._index, self._dtype = q.device.index, q.dtype
         self._o_shape, self._o_strides = o_layout(q, v)
         self._lse_shape, self._lse_strides = self._o_shape[:3], memory.contiguous(self._o_shape[:3])
+        self._many_rows = math.prod(self._lse_shape) > memory.ROWS
         self._tensors = tuple(request.tensors)
         self._numbers = Numbers(request)
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         index = self._index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
-                return self(q, k, v, call)
+                return self(q, k, v, call, return_lse)
         numbers = self._numbers(call)
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         captured = [call.named[name].data_ptr() for name in self._tensors] if self._tensors else ()
         if (at_q | at_k | at_v) % ALIGNMENT or 0 in (at_q, at_k, at_v, *captured):
             self._refuse(q, k, v, call)
         o = memory.empty_strided(self._o_shape, self._o_strides, self._dtype)
-        lse = memory.empty_strided(self._lse_shape, self._lse_strides, torch.float32)
-        addresses = at_q, at_k, at_v, o.data_ptr(), lse.data_ptr(), *captured
         stream = torch._C._cuda_getCurrentRawStream(index)
+        shared = memory.of_stream(index, stream)
+        result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = o
+        if return_lse or self._many_rows or shared is None:
+            lse = memory.empty_strided(self._lse_shape, self._lse_strides, torch.float32)
+            at_lse = lse.data_ptr()
+            result = (o, lse) if return_lse else o
+        else:
+            at_lse = shared.data_ptr() + memory.ROWS_START
+        addresses = at_q, at_k, at_v, o.data_ptr(), at_lse, *captured
         if self._counts:
-            counters = _counters(index, stream)  # alive until the launch
+            counters = memory.counters() if shared is None else shared
             addresses = *addresses, counters.data_ptr()
         self._record(addresses, numbers, stream)
-        return o, lse
+        return result
 
     def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
         """Raise LaunchError if the tensors of a call have no memory, or rows that a kernel cannot load."""
@@ -122,24 +142,6 @@ class _Record:
             check_rows(name, tensor)
         for name in self._tensors:
             check_memory(name, name, call.named[name])
-
-
-def _counters(index: int, stream: int) -> torch.Tensor:
-    """Zeros that only the launches of one stream share; in a CUDA graph each launch has its own, of the graph's
-    memory, because a replay may run beside anything.  The default stream, 0, is never captured."""
-    if stream and torch.cuda.is_current_stream_capturing():
-        return _new_counters()
-    found = _zeros.get((index, stream))
-    if found is None:
-        found = _zeros[index, stream] = _new_counters()
-    return found
-
-
-def _new_counters() -> torch.Tensor:
-    return memory.empty_strided((COUNTERS.amount // 4,), (1,), torch.int32).zero_()
-
-
-_zeros: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
