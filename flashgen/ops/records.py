@@ -71,9 +71,10 @@ def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, call
     key = *key, *named, *map(type, named.values())
     if calls.constants:
         key = *key, *map(named.get, calls.constants)
-    if calls.tensors:
-        captured = [named[name] for name in calls.tensors if name in named]
-        key = *key, *[(x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in captured]
+    for name in calls.tensors:
+        if name in named:
+            x = named[name]
+            key = *key, x.shape, x.stride(), x.dtype, x.device, x.is_neg()
     return key
 
 
