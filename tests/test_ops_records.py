@@ -315,6 +315,9 @@ def test_lse_that_nobody_asked_for_lies_in_memory_of_its_stream(machine, monkeyp
     real = memory.empty_strided
     monkeypatch.setattr(memory, "empty_strided", lambda *given: allocated.append(real(*given)) or allocated[-1])
     given = tensors()
+    lse_of(machine, given, return_lse=True)
+    assert len(allocated) == 2 and memory._of_streams == {}, "what a call returns is its own"
+    allocated.clear()
     first = lse_of(machine, given)
     assert first == allocated[1].data_ptr() + memory.ROWS_START and len(allocated) == 2
     assert allocated[1].numel() * 4 == memory.ROWS_START + 4 * memory.ROWS

@@ -120,7 +120,7 @@ class _Record:
             self._refuse(q, k, v, call)
         o = memory.empty_strided(self._o_shape, self._o_strides, self._dtype)
         stream = torch._C._cuda_getCurrentRawStream(index)
-        shared = memory.of_stream(index, stream)
+        shared = memory.of_stream(index, stream) if self._counts or not return_lse else None
         result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = o
         if return_lse or self._many_rows or shared is None:
             lse = memory.empty_strided(self._lse_shape, self._lse_strides, torch.float32)
