@@ -454,3 +454,21 @@ def test_what_a_launch_of_a_backward_is_given(machine):
     given |= {"dq": found.dq, "dk": found.dk, "dv": found.dv}
     wanted = {name: tensor.data_ptr() for name, tensor in given.items()} | {"scale": 0.25, "param_window": 6}
     assert {name: got[name] for name in wanted} == wanted
+
+
+def test_a_backward_follows_how_results_and_their_gradients_lie(machine):
+    q, k, v = tensors()
+    lse = on_gpu(torch.zeros(2, 4, 70))
+    flat = torch.zeros(2, 4, 70, 64, dtype=torch.bfloat16)
+    turned = flat.transpose(1, 2).contiguous().transpose(1, 2)
+    past = torch.zeros(flat.numel() + 8, dtype=torch.bfloat16)[1:-7].view(flat.shape)
+    rows = {True: (70 * 256, 64, 256), False: (70 * 256, 70 * 64, 64)}
+    for o, do in ((flat, flat), (flat, turned), (turned, flat), (flat, flat), (flat, past), (turned, past)):
+        o, do = on_gpu(o), on_gpu(do)
+        run_backward(Given(do, None, q, k, v, o, lse), Call(called, None, {"doc": ids()}), ())
+        got = fields(machine, machine.launched[-1])
+        for name, x in (("o", o), ("d_o", do)):
+            strides = tuple(got[f"{name}_{axis}"] for axis in ("batch", "head", "row"))
+            assert strides == rows[x.stride(1) < x.stride(2)]
+            assert (got[name] == x.data_ptr()) == (x.data_ptr() % 16 == 0), "what a kernel cannot load is copied"
+    assert len(machine.built) == 1

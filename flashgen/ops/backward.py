@@ -129,7 +129,9 @@ def _written_out(x: torch.Tensor) -> torch.Tensor:
 def _loadable(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy where a kernel could not load its rows 16 bytes at a time, or TMA not at all."""
     aligned = x.data_ptr() % ALIGNMENT == 0
-    return x if aligned and _lies_loadable(tuple(x.shape), x.stride(), x.itemsize) else x.contiguous()
+    if aligned and _lies_loadable(tuple(x.shape), x.stride(), x.itemsize):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # x.contiguous() may be x, which starts where it did
 
 
 @functools.lru_cache(maxsize=1024)
