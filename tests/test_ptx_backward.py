@@ -374,7 +374,7 @@ def test_hopper_reads_ahead_what_a_query_or_a_key_selects(head_dim, tile):
 
 LOOKUP_MUTATIONS = {
     "one room for lookups": replace("ring.passed % LOOKUP_STAGES][column]", "0][column]"),
-    "keys not looked up": replace("    look_up();\n", ""),
+    "keys not looked up": replace("    look_up_keys();\n", ""),
     "queries not awaited": replace(
         "    mbarrier_wait(shared.lookups_full[ring.passed % LOOKUP_STAGES], ring.passed / LOOKUP_STAGES % 2);\n", ""
     ),
