@@ -216,6 +216,10 @@ def measured_forward() -> str:
     )
 
 
+def on_data() -> str:
+    return report.on_data(RECORDS)
+
+
 def counters() -> str:
     return report.counted(RECORDS) + "\n"
 
@@ -260,6 +264,7 @@ BLOCKS = {
     "language": language.markdown,
     "measured": measured,
     "measured_forward": measured_forward,
+    "on_data": on_data,
     "counters": counters,
     "slower": slower,
     "architectures": limits.architectures,

@@ -16,7 +16,7 @@ from fake_driver import OK, FakeDriver
 from flashgen import interpreter
 from flashgen.codegen import emit
 from flashgen.interpreter.tensormap import TensorMap
-from flashgen.ops import backward, forward, menus, records
+from flashgen.ops import backward, forward, memory, menus, records
 from flashgen.runtime import cache, driver, kernel, nvrtc
 
 
@@ -139,10 +139,11 @@ def install(monkeypatch, capability: tuple[int, int]) -> EmulatedGpu:
         monkeypatch.setattr(driver, cached.__name__, cached.__wrapped__)
     monkeypatch.setattr(driver, "_api", lambda: gpu)
     monkeypatch.setattr(kernel, "build", build)
-    for module, name in ((kernel, "_kernels"), (records, "_calls"), (forward, "_zeros"), (menus, "_told")):
+    for module, name in ((kernel, "_kernels"), (records, "_calls"), (memory, "_of_streams"), (menus, "_told")):
         monkeypatch.setattr(module, name, {})
     for module in (forward, backward):
         monkeypatch.setattr(module, "torch", Torch())
+    monkeypatch.setattr(memory, "empty_strided", gpu.empty)
     monkeypatch.setattr(OnGpu, "placed", gpu.placed)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)

@@ -3,20 +3,23 @@
 import contextlib
 import functools
 import struct
+import weakref
+from random import Random
 
 import numpy as np
 import pytest
 import torch
 from effort import effort
-from fake_driver import FakeDriver
+from fake_driver import OK, FakeDriver
 
 import flashgen as fg
 from flashgen.codegen import params
 from flashgen.errors import FlashgenError
-from flashgen.ops import records
+from flashgen.ops import backward, forward, memory, menus, records
 from flashgen.ops.attention import attention
 from flashgen.ops.backward import Given, run_backward
 from flashgen.ops.call import Call
+from flashgen.planning import planner
 from flashgen.runtime import cache, driver, kernel, nvrtc
 
 window = fg.param("window", default=8, min=1)
@@ -28,6 +31,13 @@ doc = fg.tensor("doc", dims=("batch", "kv"), dtype="int32", example=lambda probl
 called = fg.variant(
     lambda b, h, q, k: (q - k < window) & (q // block >= k // block) & (doc[b, k] == 0), name="v", pipeline="ampere"
 )
+
+slope = fg.param("slope", default=0.5)
+
+
+@called.score
+def sloped(s, b, h, q, k):
+    return s - slope * abs(q - k)
 
 
 class OnGpu(torch.Tensor):
@@ -42,6 +52,16 @@ class OnFirstGpu(OnGpu):
     index = 0
 
 
+class Machine(FakeDriver):
+    """Functions tell which of the plans that were `built` they are of."""
+
+    def _cuModuleLoadData(self, cubin):
+        return OK, ("module", self.contexts[-1], self.built[int(cubin)])
+
+    def _cuModuleGetFunction(self, module, entry):
+        return OK, ("function", module[1], entry, module[2])
+
+
 def on_gpu(tensor, kind=OnGpu):
     return tensor.as_subclass(kind)
 
@@ -49,7 +69,7 @@ def on_gpu(tensor, kind=OnGpu):
 @pytest.fixture
 def machine(monkeypatch):
     """Two GPUs, of which torch's current one is the second; `entered` are the devices that calls switched to."""
-    fake, entered = FakeDriver(), []
+    fake, entered = Machine(), []
     for cached in (driver.gpu, driver._primary_context):
         cached.cache_clear()
     monkeypatch.setattr(driver, "_api", lambda: fake)
@@ -61,25 +81,35 @@ def machine(monkeypatch):
     def build(plan):
         built.append(plan)
         fake.parameter_bytes = params.sizeof(plan)
-        return cache.Entry(cubin=b"cubin", resources=resources, about={}, hit=True)
+        return cache.Entry(cubin=b"%d" % (len(built) - 1), resources=resources, about={}, hit=True)
 
     def allocated(make):
         return lambda *shape, dtype, device: make(*shape, dtype=dtype).as_subclass(
             OnGpu if device.index else OnFirstGpu
         )
 
+    current = [1]
+
     @contextlib.contextmanager
     def enter(index):
         entered.append(index)
+        current.append(index)
         yield
+        current.pop()
+
+    def allocate(shape, strides, dtype):
+        return torch.empty_strided(shape, strides, dtype=dtype, device=torch.device("cuda", current[-1]))
 
     monkeypatch.setattr(kernel, "build", build)
     for name in ("empty", "empty_strided"):
         monkeypatch.setattr(torch, name, allocated(getattr(torch, name)))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: fake.stream + index, raising=False)
+    monkeypatch.setattr(memory, "empty_strided", allocate)
+    monkeypatch.setattr(memory, "_of_streams", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
     monkeypatch.setattr(torch.cuda, "device", enter)
-    fake.entered, fake.built = entered, built
+    fake.entered, fake.built, fake.capturing, fake.stream = entered, built, False, 100
     yield fake
     for cached in (driver.gpu, driver._primary_context):
         cached.cache_clear()
@@ -95,7 +125,7 @@ def ids(batch=2, length=90):
 
 
 def fields(fake, launched):
-    members = params.fields(fake.built[-1])
+    members = params.fields(launched.function[-1])
     layout = "<" + "".join(member.format for member in members)
     numbers = struct.unpack(layout, launched.parameters[: struct.calcsize(layout)])
     return dict(zip((member.name for member in members), numbers, strict=True))
@@ -138,11 +168,177 @@ def test_a_repeated_call_takes_few_steps(machine):
     """What a GPU waits for in short calls; `flashgen bench host` gives the microseconds."""
     (q, k, v), doc = tensors(), ids()
     q.requires_grad_()
-    for limit, grad in ((80, False), (100, True)):
+    for limit, grad in ((60, False), (80, True)):
         with torch.set_grad_enabled(grad):
             call = functools.partial(attention, q, k, v, called, doc=doc, window=5, scale=0.25)
             call()
             assert effort(call).calls < limit
+
+
+def test_a_repeated_call_checks_and_plans_nothing(machine, monkeypatch):
+    """Of both passes: what the record's key proves is not asked again."""
+    asked = []
+    for module, name in (
+        *((forward, "checked"), (backward, "checked"), (menus, "gpu_menu"), (planner, "choose"), (planner, "menu_of")),
+        *((kernel, "load"), (records, "make_launch"), (params, "fields")),
+    ):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, _name=name, _real=real, **k: asked.append(_name) or _real(*a, **k))
+    (q, k, v), numbers = tensors(), ids()
+    both = [torch.zeros_like(q), torch.zeros_like(q), on_gpu(torch.zeros(2, 4, 70))]
+
+    def call(width):
+        named = {"doc": numbers, "window": width}
+        attention(q, k, v, called, **named)
+        run_backward(Given(both[0], None, q, k, v, *both[1:]), Call(called, None, named), ())
+
+    call(5)
+    assert {"checked", "choose", "load", "make_launch"} <= set(asked)
+    asked.clear()
+    for width in (5, 5, 6, 7):
+        call(width)
+    assert asked == [] and len(machine.launched) > 5
+
+
+#: What calls of `Sequence` change, one thing at a time; the first of each works.
+CHANGES = {
+    "window": (5, 6, 0, True, 6.0),
+    "slope": (0.0, -0.0, 0.5, 1, 2.0),
+    "block": (4, 8, 0),
+    "named": (True, False),
+    "scale": (None, 0.25, -0.25, 0.0, -0.0, True, float("nan")),
+    "captured": ("whole", "one", "strided", "float"),
+    "layout": ("contiguous", "rows first", "every second row"),
+    "dtype": (torch.bfloat16, torch.float16),
+    "q_len": (70, 71),
+    "past": (0, 2, 16),
+    "stream": (100, 200),
+    "gpu": (1, 0),
+    "return_lse": (False, True),
+}
+
+
+class Sequence:
+    """Calls with what CHANGES has, and what a driver gets of each, or its refusal; `fresh` forgets what was before."""
+
+    def __init__(self, machine):
+        self.machine, self.kept = machine, {}
+
+    def q(self, past, q_len, dtype, layout, kind):
+        """Drawn once, so that a call and its fresh twin are given one address; `past` are bytes past an aligned one."""
+        at = past, q_len, dtype, layout, kind
+        if at not in self.kept:
+            room = torch.zeros(2 * 2 * 4 * q_len * 64 + 64, dtype=dtype)
+            start = next(i for i in range(64) if room[i:].data_ptr() % 64 == past)
+            strides = {
+                "contiguous": (4 * q_len * 64, q_len * 64, 64, 1),
+                "rows first": (q_len * 256, 64, 256, 1),
+                "every second row": (8 * q_len * 64, 2 * q_len * 64, 128, 1),
+            }[layout]
+            self.kept[at] = on_gpu(room[start:].as_strided((2, 4, q_len, 64), strides), kind)
+        return self.kept[at]
+
+    def others(self, dtype, kind, captured):
+        at = dtype, kind
+        if at not in self.kept:
+            whole = torch.zeros(2, 90, dtype=torch.int32)
+            docs = {"whole": whole, "one": whole[:1].clone(), "strided": torch.zeros(2, 180, dtype=torch.int32)[:, ::2]}
+            docs |= {"float": whole.float()}
+            _, k, v = tensors(kind=kind, dtype=dtype)
+            self.kept[at] = k, v, {name: on_gpu(x, kind) for name, x in docs.items()}
+        k, v, docs = self.kept[at]
+        return k, v, docs[captured]
+
+    def __call__(self, *, fresh, **of):
+        if fresh:
+            records._calls.clear()
+        kind, launches = (OnFirstGpu, OnGpu)[of["gpu"]], len(self.machine.launched)
+        q = self.q(of["past"], of["q_len"], of["dtype"], of["layout"], kind)
+        k, v, captured = self.others(of["dtype"], kind, of["captured"])
+        named = {name: of[name] for name in ("window", "slope", "block")} if of["named"] else {}
+        self.machine.stream = of["stream"]
+        try:
+            got = attention(q, k, v, sloped, scale=of["scale"], return_lse=of["return_lse"], doc=captured, **named)
+        except FlashgenError as error:
+            assert len(self.machine.launched) == launches
+            return str(error)
+        (launched,) = self.machine.launched[launches:]
+        o = got[0] if of["return_lse"] else got
+        found = fields(self.machine, launched)
+        assert found.pop("o") == o.data_ptr()
+        lse = found.pop("lse")
+        assert not of["return_lse"] or lse == got[1].data_ptr()
+        return repr(
+            (sorted(found.items()), launched.function, launched.hStream, launched.gridDimX, o.dtype, o.stride())
+        )
+
+
+def test_sequences_of_calls_equal_fresh_calls(machine):
+    random, sequence = Random(0), Sequence(machine)
+    of = {name: values[0] for name, values in CHANGES.items()}
+    outcomes = set()
+    for _ in range(250):
+        name = random.choice(list(CHANGES))
+        of[name] = random.choice(CHANGES[name])
+        if random.random() < 0.2:  # back to what works
+            of = {name: values[0] for name, values in CHANGES.items()} | {name: of[name]}
+        repeated = sequence(fresh=False, **of), sequence(fresh=False, **of)
+        kept = dict(records._calls)
+        assert repeated == (sequence(fresh=True, **of),) * 2, of
+        records._calls.clear()
+        records._calls.update(kept)
+        outcomes.add(repeated[0])
+    assert len(outcomes) > 40 and any("nearest" in outcome for outcome in outcomes)
+
+
+def test_a_captured_tensor_that_was_freed(machine):
+    """A record holds none: the next one's address is read, and its contents are the kernel's to read."""
+    given = tensors()
+    held = []
+    for _ in range(3):
+        numbers = ids()
+        attention(*given, called, doc=numbers)
+        assert fields(machine, machine.launched[-1])["tensor_doc"] == numbers.data_ptr()
+        held.append(weakref.ref(numbers.untyped_storage()))
+        del numbers
+    assert not any(storage() for storage in held)
+    assert len(records.calls_of(called).records) == 1
+
+
+def lse_of(machine, given, **named):
+    attention(*given, called, doc=ids(), **named)
+    return fields(machine, machine.launched[-1])["lse"]
+
+
+def test_lse_that_nobody_asked_for_lies_in_memory_of_its_stream(machine, monkeypatch):
+    allocated = []
+    real = memory.empty_strided
+    monkeypatch.setattr(memory, "empty_strided", lambda *given: allocated.append(real(*given)) or allocated[-1])
+    given = tensors()
+    lse_of(machine, given, return_lse=True)
+    assert len(allocated) == 2 and memory._of_streams == {}, "what a call returns is its own"
+    allocated.clear()
+    first = lse_of(machine, given)
+    assert first == allocated[1].data_ptr() + memory.ROWS_START and len(allocated) == 2
+    assert allocated[1].numel() * 4 == memory.ROWS_START + 4 * memory.ROWS
+    assert {lse_of(machine, given) for _ in range(3)} == {first} and len(allocated) == 5
+    machine.stream += 100
+    assert lse_of(machine, given) not in (first, 0) and len(allocated) == 7
+    machine.stream -= 100
+    assert lse_of(machine, given) == first
+    machine.capturing = True
+    assert lse_of(machine, given) == allocated[-1].data_ptr() and allocated[-1].shape == (2, 4, 70)
+    machine.stream = -OnGpu.index  # the default stream is 0
+    lse_of(machine, given)
+    assert lse_of(machine, given) == lse_of(machine, given)
+    machine.capturing = False
+    attention(*given, called, doc=ids(), return_lse=True)
+    assert fields(machine, machine.launched[-1])["lse"] == allocated[-1].data_ptr()
+    monkeypatch.setattr(memory, "ROWS", 2 * 4 * 71 - 1)
+    lse_of(machine, tensors(q_len=70))
+    assert allocated[-1].shape != (2, 4, 70)
+    lse_of(machine, tensors(q_len=71))
+    assert allocated[-1].shape == (2, 4, 71)
 
 
 def test_one_record_a_set_of_shapes(machine):
@@ -258,3 +454,21 @@ def test_what_a_launch_of_a_backward_is_given(machine):
     given |= {"dq": found.dq, "dk": found.dk, "dv": found.dv}
     wanted = {name: tensor.data_ptr() for name, tensor in given.items()} | {"scale": 0.25, "param_window": 6}
     assert {name: got[name] for name in wanted} == wanted
+
+
+def test_a_backward_follows_how_results_and_their_gradients_lie(machine):
+    q, k, v = tensors()
+    lse = on_gpu(torch.zeros(2, 4, 70))
+    flat = torch.zeros(2, 4, 70, 64, dtype=torch.bfloat16)
+    turned = flat.transpose(1, 2).contiguous().transpose(1, 2)
+    past = torch.zeros(flat.numel() + 8, dtype=torch.bfloat16)[1:-7].view(flat.shape)
+    rows = {True: (70 * 256, 64, 256), False: (70 * 256, 70 * 64, 64)}
+    for o, do in ((flat, flat), (flat, turned), (turned, flat), (flat, flat), (flat, past), (turned, past)):
+        o, do = on_gpu(o), on_gpu(do)
+        run_backward(Given(do, None, q, k, v, o, lse), Call(called, None, {"doc": ids()}), ())
+        got = fields(machine, machine.launched[-1])
+        for name, x in (("o", o), ("d_o", do)):
+            strides = tuple(got[f"{name}_{axis}"] for axis in ("batch", "head", "row"))
+            assert strides == rows[x.stride(1) < x.stride(2)]
+            assert (got[name] == x.data_ptr()) == (x.data_ptr() % 16 == 0), "what a kernel cannot load is copied"
+    assert len(machine.built) == 1

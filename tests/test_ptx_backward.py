@@ -12,7 +12,7 @@ import torch
 from backward_checks import judge_captured
 from ptx_attention import replace, work
 from tiers import thinned
-from tolerance import judge
+from tolerance import KERNELS, judge
 
 import flashgen as fg
 from flashgen.analysis.derivative import differentiable
@@ -96,7 +96,7 @@ class Backward:
         found = []
         for name in ("dq", "dk", "dv"):
             got = torch.from_numpy(getattr(result, name)).to(w.qkv[0].dtype)
-            verdict = judge(got, getattr(base, name), getattr(ref, name), w.problem.dtype)
+            verdict = judge(got, getattr(base, name), getattr(ref, name), w.problem.dtype, KERNELS)
             found += [f"{name}: {reason}" for reason in verdict.reasons]
         for name, gradient in result.captured.items():
             reason = judge_captured(torch.from_numpy(gradient), base.captured[name], ref.captured[name])
@@ -374,7 +374,7 @@ def test_hopper_reads_ahead_what_a_query_or_a_key_selects(head_dim, tile):
 
 LOOKUP_MUTATIONS = {
     "one room for lookups": replace("ring.passed % LOOKUP_STAGES][column]", "0][column]"),
-    "keys not looked up": replace("    look_up();\n", ""),
+    "keys not looked up": replace("    look_up_keys();\n", ""),
     "queries not awaited": replace(
         "    mbarrier_wait(shared.lookups_full[ring.passed % LOOKUP_STAGES], ring.passed / LOOKUP_STAGES % 2);\n", ""
     ),

@@ -154,3 +154,48 @@ def test_counters_without_a_gpu_or_ncu_are_refused(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(LaunchError, match="read by ncu of Nsight Compute"):
         counters.count(counters.CELLS[:1], "hopper")
+
+
+def data_row(cell_name, input_name, errors, ratios):
+    """A cell of `flashgen bench data`: RMS errors as times each peer's, the others twice and half of them."""
+    times = {name: {"rms": x, "largest": 2 * x, "tail": x / 2} for name, x in errors.items()}
+    return {
+        "cell": f"{cell_name} {input_name}",
+        "input": input_name,
+        "times_error": {"o": times, "lse": {"fa3": {"rms": 99.0, "largest": 99.0, "tail": 99.0}}},
+        "ratio": {name: [x, x, x] for name, x in ratios.items()},
+        "tflops": {},
+    }
+
+
+DATA_ROWS = [
+    data_row("d64 full s8192 b2 h16", "sink", {"exact": 9.0, "cudnn": 1.25, "fa3": 1.5}, {"cudnn": 2.0, "fa3": 1.0}),
+    data_row("d64 causal s8192 b2 h16", "sink", {"cudnn": 1.0, "fa2": 9.0}, {"cudnn": 0.5}),
+    data_row("d64 full s8192 b2 h16 float16", "sink", {"exact": 1.0}, {"fa2": 3.0}),
+]
+
+
+def test_the_table_of_other_inputs_has_the_worst_errors(tmp_path):
+    assert report.on_data(tmp_path) == "There is no record of it yet.\n"
+    write(tmp_path, DATA_ROWS, "data_backward")
+    lines = report.on_data(tmp_path).splitlines()
+    assert lines[0] == "data backward, A GPU:"
+    assert lines[2].startswith("| dtype | input | RMS error | largest error | 99.99th percentile | faster than cuDNN |")
+    assert lines[4:6] == [
+        "| bfloat16 | sink | 1.50 | 3.00 | 0.75 | 1.00 (0.50 to 2.00) | 1.00 |",
+        "| float16 | sink | - | - | - | - | - |",
+    ]
+    assert list(report.read(tmp_path)) == []
+    write(tmp_path, ROWS)
+    assert "faster than cuDNN" in " ".join(flashgen("report", tmp_path, columns=300).out.split())
+
+
+@pytest.mark.parametrize(
+    "damage", [('"times_error"', '"errors"'), ('"rms": 1.25', '"rms": "x"'), ('"input"', '"output"')]
+)
+def test_a_damaged_record_of_other_inputs_is_said(tmp_path, damage):
+    write(tmp_path, DATA_ROWS, "data")
+    path = tmp_path / "data.json"
+    path.write_text(path.read_text().replace(*damage))
+    with pytest.raises(FlashgenError, match="is no record of flashgen bench"):
+        report.on_data(tmp_path)

@@ -13,7 +13,7 @@ from fake_driver import OK, FakeDriver
 
 import flashgen as fg
 from flashgen.codegen import params
-from flashgen.errors import CompileError
+from flashgen.errors import CompileError, LaunchError
 from flashgen.interpreter import simulate
 from flashgen.planning import planner
 from flashgen.planning.problem import Problem
@@ -139,6 +139,57 @@ def test_a_repeated_call_changes_addresses_and_numbers_alone(fake, ready, launch
     ]
     volatile = {"q", "k", "v", "o", "lse", "tensor_doc", "param_window"}
     assert len({tuple((n, x) for n, x in g.items() if n not in volatile) for g in got}) == 1
+
+
+def test_a_tensor_map_moves_where_its_tensor_does(fake, monkeypatch, ready):
+    plan = planner.menu(fg.variant(lambda b, h, q, k: k <= q), "sm_90a", "bfloat16", 64).plans[0]
+    strides = dict.fromkeys("qkvo", (64_000, 640, 64))
+    launch = make_launch(plan, PROBLEM, strides=strides, captured={}, scale=0.125, params={}, sms=3)
+    gpu = EmulatedGpu()
+    monkeypatch.setattr(gpu, "_cuLaunchKernelEx", lambda *_: (OK,), raising=False)
+    monkeypatch.setattr(driver, "_api", lambda: gpu)
+    record = dataclasses.replace(ready, plan=plan).record(launch, device=1)
+    at = [0x1000 * (1 + i) for i in range(len(launch.pointers))]
+    maps = len(launch.maps)
+
+    def moved():
+        before = len(gpu.named("cuTensorMapReplaceAddress"))
+        record(tuple(at), (0.125,), stream=0)
+        return len(gpu.named("cuTensorMapReplaceAddress")) - before
+
+    assert (moved(), moved()) == (maps, 0)
+    at[0] += 16
+    assert (moved(), moved()) == (1, 0)
+    at[launch.pointers.index("lse")] += 16
+    assert (moved(), moved()) == (0, 0)
+    at[0], at[1] = at[1], at[0]
+    gpu.refusals["cuTensorMapReplaceAddress"] = 2 * [gpu.CUresult.CUDA_ERROR_INVALID_VALUE]
+    with pytest.raises(LaunchError, match="move a tensor map"):
+        moved()
+    assert (moved(), moved()) == (2, 0)
+
+
+def test_what_failed_to_be_packed_is_packed_again(fake, ready, launch):
+    fake.parameter_bytes = params.sizeof(ready.plan)
+    record = ready.record(launch, device=0)
+    right = (0.5, 1.0, 3)
+    record((16,) * 6, right, stream=0)
+    wrong = (0.25, 1.0, "three")
+    for _ in range(2):
+        with pytest.raises(struct.error):
+            record((16,) * 6, wrong, stream=0)
+    with pytest.raises(struct.error):
+        record((32,) * 5 + (-1,), right, stream=0)
+    record((16,) * 6, right, stream=0)
+    assert fake.launched[0].parameters == fake.launched[1].parameters
+
+
+def test_zeros_of_either_sign_are_written(fake, ready, launch):
+    fake.parameter_bytes = params.sizeof(ready.plan)
+    record = ready.record(launch, device=0)
+    for zero in (0.0, -0.0):
+        record((16,) * 6, (0.5, zero, 3), stream=0)
+        assert str(unpacked(ready.plan, fake.launched[-1].parameters)["param_factor"]) == str(zero)
 
 
 def test_threads_do_not_mix_their_parameters(fake, ready, launch):

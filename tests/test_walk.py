@@ -11,12 +11,13 @@ from effort import effort
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_masks import banded
-from tolerance import POOL, baseline, judge, judge_lse, reference
+from tolerance import ENOUGH, baseline, judge, judge_lse, reference
 
 import flashgen as fg
 from flashgen.analysis import tiles as analysis_tiles
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
+from flashgen.bench.inputs import INPUTS, draw
 from flashgen.lang.load import load_spec, shipped
 from flashgen.lang.stored import rounded
 from flashgen.planning.planner import menu
@@ -66,8 +67,16 @@ def check(variant, problem, case, qkv, *, scale=None, tile=(32, 16), dropout=Non
 def test_every_spec_is_right_in_every_dtype(name, dtype):
     variant = load_spec(name).bind()
     problem = problem_of(dtype=dtype)
-    assert problem.batch * problem.heads * problem.q_len * problem.v_head_dim >= POOL
+    assert problem.batch * problem.heads * problem.q_len * problem.v_head_dim >= ENOUGH
     check(variant, problem, case_of(variant, problem), inputs(problem))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_that_make_a_softmax_peaked(name, dtype):
+    variant = load_spec("causal").bind()
+    problem = problem_of(dtype=dtype, q_len=300, kv_len=300, head_dim=64)
+    check(variant, problem, case_of(variant, problem), draw(problem, 0, name, device="cpu")[:3], tile=(64, 128))
 
 
 @pytest.mark.parametrize(

@@ -56,18 +56,19 @@ class Setting:
         return count(analyse(self.variant.bind()), self.case, plan.tile).visible
 
 
-def prepare(cell: Cell, pipeline: str | None, seed: int) -> Setting:
-    """Fresh random input on the current GPU, for a pipeline or (None) the one that the planner chooses."""
+def prepare(cell: Cell, pipeline: str | None, seed: int, *, device: str = "cuda") -> Setting:
+    """Fresh random input, on the current GPU unless told otherwise, for a pipeline or (None) the one that the planner
+    chooses."""
     p = cell.problem
     variant = cell.variant()
     variant = dataclasses.replace(variant, pins=dataclasses.replace(variant.pins, pipeline=pipeline))
     values = variant.values(dict(cell.params))
     arrays = captured.examples(variant, p, seed)
-    q, k, v, do = draw(p, seed)
+    q, k, v, do = draw(p, seed, device=device)
     return Setting(
         cell=cell,
         variant=variant,
-        inputs={**values, **captured.on_device(variant, arrays, "cuda")},
+        inputs={**values, **captured.on_device(variant, arrays, device)},
         case=Case(sizes=p.sizes(), params=values, tensors=arrays),
         q=q,
         k=k,

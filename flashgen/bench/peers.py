@@ -134,11 +134,31 @@ def flex(cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: 
     return call
 
 
+def lse(name: str, cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call | None:
+    """lse of one of SDPA's backends, by the operator below SDPA; None where there is none, and of FlexAttention."""
+    import torch
+
+    causal = KERNELS.get(cell.specs)
+    if causal is None or cell.problem.group > 1:
+        return None
+    match name:
+        case "fa2":
+            return lambda: torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[1]
+        case "cudnn":
+            return lambda: torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[1]
+    return None
+
+
 def from_file(path: Path, entry: str) -> Callable[..., Callable[[], object] | None]:
     """A peer that is no package: a function of a Python file that gives a call, or None for a cell it lacks.
 
     Raises LaunchError where the file cannot be read or has no function of the name `entry`.
     """
+    return functions(path, entry)[entry]
+
+
+def functions(path: Path, entry: str, *optional: str) -> dict[str, Callable[..., Callable[[], object] | None]]:
+    """As `from_file`, with those of the `optional` names that the file has: by name."""
     try:
         made = runpy.run_path(str(path))
     except OSError as error:
@@ -147,4 +167,4 @@ def from_file(path: Path, entry: str) -> Callable[..., Callable[[], object] | No
         raise LaunchError(f"the peer {path} cannot be run: {type(error).__name__}: {error}") from error
     if entry not in made:
         raise LaunchError(f"{path} defines no function {entry}")
-    return made[entry]
+    return {name: made[name] for name in (entry, *optional) if name in made}

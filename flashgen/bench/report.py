@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 #: Peers that a reader can install or build, as a record names them, in the order of the columns.
 PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "flex": "FlexAttention"}
 
+#: Peers whose errors and speed stand in the table of `flashgen bench data`, and the measures of errors there.
+DATA_PEERS = ("cudnn", "fa3")
+MEASURES = {"rms": "RMS error", "largest": "largest error", "tail": "99.99th percentile"}
+
 #: The masks of the main table.
 MAIN = (("full",), ("causal",))
 
@@ -124,6 +128,46 @@ def markdown(records: list[Record]) -> str:
                 lines.append(f"| {cell.problem.head_dim} | {name} | {' | '.join(map(_summary, ratios))} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def on_data(folder: Path) -> str:
+    """What `flashgen bench data` found, by dtype and input: the worst of flashgen's errors, as times the smaller of the
+    peers' errors, and how many times faster it is than each."""
+    lines = []
+    for path in sorted(folder.glob("data*.json")):
+        record, rows = _rows(path)
+        try:
+            gpu = jsonfile.member(jsonfile.member(record, "gpu", dict), "name", str)
+            by_kind: dict[tuple[str, str], list[dict]] = {}
+            for row in rows:
+                dtype = "float16" if " float16" in row["cell"] else "bfloat16"
+                by_kind.setdefault((dtype, jsonfile.member(row, "input", str)), []).append(_checked(row))
+            table = [[*kind, *_worst_errors(found), *_speeds(found)] for kind, found in by_kind.items()]
+        except ValueError as error:
+            raise _damaged(path, error) from None
+        _, *where = path.stem.split("_")
+        heads = ["dtype", "input", *MEASURES.values(), *(f"faster than {PEERS[peer]}" for peer in DATA_PEERS)]
+        lines += [f"{' '.join(['data', *where])}, {gpu}:", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+        lines += [f"| {' | '.join(cells)} |" for cells in table]
+        lines.append("")
+    return "\n".join(lines) or "There is no record of it yet.\n"
+
+
+def _worst_errors(rows: list[dict]) -> list[str]:
+    """Of each measure the worst over cells and results; of no lse, which has a bar of its own."""
+    worst: dict[str, float] = {}
+    for row in rows:
+        for what, by in jsonfile.member(row, "times_error", dict).items():
+            for peer in by if what != "lse" else ():
+                if peer in DATA_PEERS:
+                    for measure in MEASURES:
+                        ratio = jsonfile.member(by[peer], measure, (int, float))
+                        worst[measure] = max(worst.get(measure, 0.0), ratio)
+    return [f"{worst[measure]:.2f}" if measure in worst else "-" for measure in MEASURES]
+
+
+def _speeds(rows: list[dict]) -> list[str]:
+    return [_summary([row["ratio"][peer][0] for row in rows if peer in row["ratio"]]) for peer in DATA_PEERS]
 
 
 def _summary(ratios: list[float]) -> str:

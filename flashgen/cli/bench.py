@@ -1,4 +1,4 @@
-"""`flashgen bench`: forward, backward or the host's part beside its peers, checked, interleaved and recorded."""
+"""`flashgen bench`: forward, backward, both on harder data, or the host's part beside peers, checked and recorded."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ BAR = 0.99
 #: What is no pipeline: the host's part of a call, of a plan, of an import.
 HOST = "host"
 
+#: The other one: both passes on inputs as trained models have them.
+DATA = "data"
+
 
 def command(
     pipeline: Annotated[
         str,
         typer.Argument(
             help="ampere or hopper: which kernels are measured. host: the host's part of a call, a plan, an import."
+            " data: accuracy and speed on inputs as trained models have them."
         ),
     ],
     backward: Annotated[bool, typer.Option("--backward", help="The gradients, instead of the forward.")] = False,
@@ -44,6 +48,15 @@ def command(
             " backward(cell, q, k, v, do), gives a call."
         ),
     ] = None,
+    inputs: Annotated[str, typer.Option(help="data: only these inputs, e.g. normal,std8,sink; commas between.")] = "",
+    draws: Annotated[int | None, typer.Option(min=1, help="data: draws of each cell. [dim]default: 16[/]")] = None,
+    seqlen: Annotated[
+        int | None, typer.Option(min=1, help="data: queries and keys, of batch 2 and 16 heads. [dim]default: 8192[/]")
+    ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option("--pipeline", help="data: which kernels are measured. [dim]default: what the planner takes[/]"),
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Where raw results go.", callback=options.results)] = Path(
         "generated/bench"
     ),
@@ -57,7 +70,7 @@ def command(
     from flashgen.bench import cells as tables
     from flashgen.bench import record
     from flashgen.bench.peers import SDPA, from_file
-    from flashgen.cli import host
+    from flashgen.cli import data, host
 
     if backward:
         from flashgen.bench import backward as bench
@@ -67,12 +80,20 @@ def command(
         from flashgen.bench import forward as bench
 
         name, table = "forward", tables.FORWARD
-    if pipeline not in (*table, HOST):
-        raise PlanError(f"there is no benchmark of pipeline {pipeline!r}\n  nearest: {', '.join(table)}, {HOST}")
+    if pipeline not in (*table, HOST, DATA):
+        raise PlanError(
+            f"there is no benchmark of pipeline {pipeline!r}\n  nearest: {', '.join(table)}, {HOST}, {DATA}"
+        )
     names = tuple(name for name in peers.split(",") if name)
     if unknown := [name for name in names if name not in (*SDPA, "flex")]:
         raise PlanError(
             f"there is no peer {unknown[0]!r}\n  nearest: {', '.join(SDPA)}, flex, or --peer-file NAME=FILE"
+        )
+    of_data = {"--inputs": inputs, "--draws": draws, "--seqlen": seqlen, "--pipeline": on}
+    if pipeline != DATA and (strange := [option for option, value in of_data.items() if value]):
+        raise PlanError(
+            f"flashgen bench {pipeline} takes no {strange[0]}: that is of flashgen bench {DATA}\n"
+            f"  nearest: flashgen bench {DATA} {strange[0]} {of_data[strange[0]]}"
         )
     if pipeline == HOST:
         for option, asked in (("--backward", backward), ("--peer-file", peer_file)):
@@ -83,7 +104,20 @@ def command(
                 )
         host.measure(cells=cells, rounds=rounds, peers=names, folder=folder, seed=seed, as_json=as_json)
         return
-    given = (options.pair(text, "--peer-file", "NAME=FILE.py") for text in peer_file or ())
+    given = [options.pair(text, "--peer-file", "NAME=FILE.py") for text in peer_file or ()]
+    if pipeline == DATA:
+        asked = {"inputs": inputs, "cells": cells, "pipeline": on, "rounds": rounds, "peers": names, "seed": seed}
+        data.measure(
+            **asked,
+            backward=backward,
+            seqlen=seqlen or data.SEQLEN,
+            draws=draws or data.DRAWS,
+            peer_files=given,
+            folder=folder,
+            as_json=as_json,
+            bar=BAR,
+        )
+        return
     files = {name: from_file(Path(file), bench.ENTRY) for name, file in given}
     chosen = [cell for cell in table[pipeline] if cells in str(cell)]
     if not chosen:

@@ -23,6 +23,8 @@ def command(
     if not records:
         raise FlashgenError(f"{folder} has no record of flashgen bench\n  nearest: flashgen bench hopper, on a GPU")
     out.print(Markdown(report.markdown(records)))
+    if any(folder.glob("data*.json")):
+        out.print(Markdown(report.on_data(folder)))
     for record in records if draw else ():
         path = folder / f"{record.pass_name}_{record.pipeline}.svg"
         report.draw(record, path)

@@ -66,6 +66,5 @@ def attention(
     call = Call(variant, scale, named, drawn(dropout, seed, q), deterministic)
     if under_transform or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *named.values())):
         o, lse = autograd.attention(q, k, v, call)
-    else:
-        o, lse = run(q, k, v, call)
-    return (o, lse) if return_lse else o
+        return (o, lse) if return_lse else o
+    return run(q, k, v, call, return_lse)

@@ -49,12 +49,18 @@ class _Attention(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         if do is None and dlse is None:
             return (None,) * (2 + len(needed))
-        wanted = with_gradient(ctx.call.variant, ctx.names, needed[3:])
-        function = _TransformedGradients if transformed() else _Gradients
-        found = function.apply(ctx.call, ctx.names, wanted, do, dlse, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        call, names = ctx.call, ctx.names
+        wanted = with_gradient(call.variant, names, needed[3:]) if names else ()
+        given = call, names, wanted, do, dlse, *ctx.saved_tensors
+        if transformed():
+            found = _TransformedGradients.apply(*given)  # type: ignore[no-untyped-call]
+        elif torch.is_grad_enabled():  # create_graph
+            found = _Gradients.apply(*given)  # type: ignore[no-untyped-call]
+        else:
+            found = _gradients(*given)
         by_name = dict(zip(wanted, found[3:], strict=True))
-        gradients = (*found[:3], *(by_name.get(name) for name in ctx.names))
-        return None, None, *(g if wants else None for g, wants in zip(gradients, needed, strict=True))
+        gradients = (*found[:3], *[by_name.get(name) for name in names])
+        return None, None, *[g if wants else None for g, wants in zip(gradients, needed, strict=True)]
 
     @staticmethod
     def jvp(ctx: object, *_: object) -> NoReturn:
@@ -87,7 +93,7 @@ class _Transformed(_Attention):
 
 
 class _Gradients(torch.autograd.Function):
-    """The backward as a function of its own, so that differentiating it says what is wrong."""
+    """The backward as a function of its own where it may be differentiated: that says what is wrong."""
 
     @staticmethod
     def forward(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from flashgen.analysis.derivative import differentiable
 from flashgen.analysis.facts import analyse
 from flashgen.lang.variant import Variant
+from flashgen.ops import memory
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_rows, checked
 from flashgen.ops.forward import array, cpu_case, strides_like, strides_of
-from flashgen.ops.menus import cpu_request, gpu_menu, loadable
+from flashgen.ops.menus import addressable, cpu_request, gpu_menu
 from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
 from flashgen.planning import planner
 from flashgen.planning.plan import KernelPlan
@@ -24,6 +27,9 @@ SECOND = (
     "flashgen differentiates attention once: there is no gradient of its gradients\n"
     "  nearest: backward() without create_graph, or attention in plain PyTorch where a second derivative is needed"
 )
+
+#: The gradients of q, k and v.
+_RESULTS = ("dq", "dk", "dv")
 
 #: Workspaces start at multiples of this many bytes of one allocation.
 _ROOM = 256
@@ -65,7 +71,7 @@ def run_backward(given: Given, call: Call, wanted: Sequence[str]) -> Gradients:
     given = Given(do, dlse, q, k, v, o, lse)
     deterministic, wanted = in_order(call.deterministic), tuple(wanted)
     calls = calls_of(call.variant)
-    key = (*call_key(q, k, v, call, calls.constants), do.stride(), o.stride(), deterministic, wanted)
+    key = (*call_key(q, k, v, call, calls), do.stride(), o.stride(), deterministic, wanted)
     record = calls.backward.get(key)
     if record is None:
         request = checked(q, k, v, call)
@@ -111,7 +117,9 @@ def results(*inputs: torch.Tensor) -> list[torch.Tensor]:
 
 def _written_out(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy where its memory does not hold its elements: those of a view that negates, or zeros without any."""
-    return torch.zeros_like(x) if x._is_zerotensor() else x.resolve_neg()
+    if x._is_zerotensor():
+        return torch.zeros_like(x)
+    return x.resolve_neg() if x.is_neg() else x
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,67 +128,74 @@ def _written_out(x: torch.Tensor) -> torch.Tensor:
 
 def _loadable(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy where a kernel could not load its rows 16 bytes at a time, or TMA not at all."""
-    aligned = x.stride(3) == 1 and x.data_ptr() % ALIGNMENT == 0
-    aligned &= loadable(x)
-    for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
-        aligned &= size == 1 or stride * x.itemsize % ALIGNMENT == 0
-    return x if aligned else x.contiguous()
+    aligned = x.data_ptr() % ALIGNMENT == 0
+    if aligned and _lies_loadable(tuple(x.shape), x.stride(), x.itemsize):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # x.contiguous() may be x, which starts where it did
+
+
+@functools.lru_cache(maxsize=1024)
+def _lies_loadable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    rows = zip(shape[:3], strides[:3], strict=True)
+    aligned = strides[3] == 1 and all(size == 1 or stride * itemsize % ALIGNMENT == 0 for size, stride in rows)
+    return aligned and addressable(shape, strides, itemsize)
 
 
 class _Record:
     """The launches for one set of shapes, strides and dtypes: call it with the tensors and numbers of a call."""
 
+    __slots__ = (
+        *("_dtype", "_index", "_numbers", "_pick", "_places", "_record", "_results", "_room", "_sums"),
+        *("_tensors", "_wanted"),
+    )
+
     def __init__(self, given: Given, request: Request, deterministic: bool, wanted: tuple[str, ...]) -> None:
         do, _, q, k, v, o, _ = given
         assert do is not None  # run_backward has made it
         plan = plan_of(given, request, deterministic, wanted)
-        self._device, self._wanted = q.device, wanted
-        self._results = [(name, x.shape, strides_like(x, x.shape[3])) for name, x in (("dq", q), ("dk", k), ("dv", v))]
+        self._index, self._dtype = q.device.index, q.dtype
+        self._results = [(tuple(x.shape), strides_like(x, x.shape[3])) for x in (q, k, v)]
         strides = {name: strides_of(x) for name, x in {"q": q, "k": k, "v": v, "o": o, "d_o": do}.items()}
-        strides |= {name: result[:3] for name, _, result in self._results}
-        launch = launch_of(request, plan, strides, driver.gpu(q.device.index).sms)
-        self._record, self._pointers = kernel.load(plan).record(launch, q.device.index), launch.pointers
-        self._places, self._room = {}, 0
+        strides |= {name: of[:3] for name, (_, of) in zip(_RESULTS, self._results, strict=True)}
+        launch = launch_of(request, plan, strides, driver.gpu(self._index).sms)
+        self._record = kernel.load(plan).record(launch, self._index)
+        self._places, self._room = [], 0
         for part in launch.workspaces:
-            self._places[part.name] = self._room
+            self._places.append(self._room)
             self._room += -(-part.amount // _ROOM) * _ROOM
-        self._tensors = tuple(request.tensors)
+        self._tensors, self._wanted = tuple(request.tensors), wanted
+        self._sums = [(tuple(x.shape), memory.contiguous(x.shape)) for x in [request.tensors[name] for name in wanted]]
         self._numbers = Numbers(request)
+        made = (*("q", "k", "v", "o", "d_o", "lse", "dlse"), *_RESULTS, *(part.name for part in launch.workspaces))
+        named = (*(f"tensor_{name}" for name in self._tensors), *(f"grad_{name}" for name in wanted))
+        self._pick = operator.itemgetter(*map((*made, *named).index, launch.pointers))
 
     def __call__(self, given: Given, call: Call) -> Gradients:
+        if torch._C._cuda_getDevice() != self._index:
+            with torch.cuda.device(self._index):
+                return self(given, call)
         numbers = self._numbers(call)
-        _, _, q, k, v, _, _ = given
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+        do, dlse, q, k, v, o, lse = given
+        assert do is not None  # run_backward has made it
+        inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (inputs[0] | inputs[1] | inputs[2]) % ALIGNMENT:
             for name, tensor in (("q", q), ("k", k), ("v", v)):
                 check_rows(name, tensor)
-        index = self._device.index
-        if torch._C._cuda_getDevice() == index:
-            return self._run(given, numbers, call.named)
-        with torch.cuda.device(index):
-            return self._run(given, numbers, call.named)
-
-    def _run(self, given: Given, numbers: tuple[float, ...], named: Mapping[str, Any]) -> Gradients:
-        do, dlse, q, k, v, o, lse = given
-        found = {
-            name: torch.empty_strided(shape, strides, dtype=q.dtype, device=self._device)
-            for name, shape, strides in self._results
-        }
-        sums = {n: torch.empty(named[n].shape, dtype=torch.float32, device=self._device) for n in self._wanted}
-        room = torch.empty(self._room, dtype=torch.uint8, device=self._device)
-        tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "d_o": do, "lse": lse, **found}
-        for name in self._tensors:
-            tensors[f"tensor_{name}"] = named[name]
-        for name, x in sums.items():
-            tensors[f"grad_{name}"] = x
-        addresses = {name: x.data_ptr() for name, x in tensors.items()}
+        dq, dk, dv = [memory.empty_strided(shape, strides, self._dtype) for shape, strides in self._results]
+        room = memory.empty_strided((self._room,), (1,), torch.uint8)
         start = room.data_ptr()
-        for name, place in self._places.items():
-            addresses[name] = start + place
-        addresses["dlse"] = 0 if dlse is None else dlse.data_ptr()
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        self._record(tuple(addresses[name] for name in self._pointers), numbers, stream)
-        captured = tuple(sums[name].to(named[name].dtype) for name in self._wanted)
-        return Gradients(found["dq"], found["dk"], found["dv"], captured)
+        sums = [memory.empty_strided(shape, strides, torch.float32) for shape, strides in self._sums]
+        addresses = (
+            *inputs,
+            *(o.data_ptr(), do.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr()),
+            *(dq.data_ptr(), dk.data_ptr(), dv.data_ptr()),
+            *[start + place for place in self._places],
+            *[call.named[name].data_ptr() for name in self._tensors],
+            *[x.data_ptr() for x in sums],
+        )
+        self._record(self._pick(addresses), numbers, torch._C._cuda_getCurrentRawStream(self._index))
+        captured = tuple(x.to(call.named[name].dtype) for x, name in zip(sums, self._wanted, strict=True))
+        return Gradients(dq, dk, dv, captured)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

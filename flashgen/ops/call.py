@@ -48,11 +48,15 @@ class Call(NamedTuple):
     def apart(self) -> tuple[Call, dict[str, torch.Tensor]]:
         """The call without its tensors, and they by name: autograd and tracers see arguments, not what one holds."""
         tensors = {name: x for name, x in self.named.items() if isinstance(x, torch.Tensor)}
+        if not tensors:
+            return self, tensors
         numbers = {name: x for name, x in self.named.items() if name not in tensors}
         return Call(self.variant, self.scale, numbers, self.dropout, self.deterministic), tensors
 
     def joined(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Call:
         """The call that `apart` took apart, or with other tensors in place of its own."""
+        if not names:
+            return self
         named = {**self.named, **dict(zip(names, tensors, strict=True))}
         return Call(self.variant, self.scale, named, self.dropout, self.deterministic)
 

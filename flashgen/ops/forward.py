@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import overload
 
 import numpy as np
 import torch
@@ -11,31 +12,43 @@ from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.errors import LaunchError
 from flashgen.lang.stored import broken_promise
+from flashgen.ops import memory
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_memory, check_rows, checked
 from flashgen.ops.menus import cpu_request, gpu_menu
 from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
 from flashgen.planning import planner
 from flashgen.runtime import driver, kernel, tiles
-from flashgen.runtime.launch import COUNTERS
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of one eager call, which autograd does not see; arguments, results and errors as in `attention`."""
+@overload
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool = True
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of one eager call, or o alone, which autograd does not see; arguments and errors as in `attention`."""
     calls = calls_of(call.variant)
     try:
-        key = call_key(q, k, v, call, calls.constants)
+        key = call_key(q, k, v, call, calls)
         record = calls.records.get(key)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         record = None  # something is no tensor, has no strides, or is no number: said below
     if record is None:
         request = checked(q, k, v, call)
-        if request.problem.empty or request.problem.kv_len == 0:
-            return _nothing(q, v)
-        if not q.is_cuda:
-            return _walk(q, k, v, request)
+        empty = request.problem.empty or request.problem.kv_len == 0
+        if empty or not q.is_cuda:
+            o, lse = _nothing(q, v) if empty else _walk(q, k, v, request)
+            return (o, lse) if return_lse else o
         record = _recorded(q, k, v, request)
         remember(calls.records, key, record)
-    return record(q, k, v, call)
+    return record(q, k, v, call, return_lse)
 
 
 def strides_like(x: torch.Tensor, columns: int) -> tuple[int, int, int, int]:
@@ -74,65 +87,61 @@ def _nothing(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 class _Record:
-    """A launch for one set of shapes, strides and dtypes: call it with the tensors and numbers of a call."""
+    """A launch for one set of shapes, strides and dtypes: call it with the tensors and numbers of a call.
+
+    All that a call can still get wrong is checked anew: numbers, and where its tensors lie.
+    """
 
     __slots__ = (
-        *("_counts", "_device", "_dtype", "_index", "_lse_shape", "_numbers", "_o_shape", "_o_strides", "_record"),
-        "_tensors",
+        *("_counts", "_dtype", "_index", "_lse_shape", "_lse_strides", "_many_rows", "_numbers", "_o_shape"),
+        *("_o_strides", "_record", "_tensors"),
     )
 
     def __init__(self, q: torch.Tensor, v: torch.Tensor, request: Request, record: kernel.Record) -> None:
         self._record, self._counts = record, bool(record.launch.cleared)
-        self._device, self._index, self._dtype = q.device, q.device.index, q.dtype
+        self._index, self._dtype = q.device.index, q.dtype
         self._o_shape, self._o_strides = o_layout(q, v)
-        self._lse_shape = self._o_shape[:3]
+        self._lse_shape, self._lse_strides = self._o_shape[:3], memory.contiguous(self._o_shape[:3])
+        self._many_rows = math.prod(self._lse_shape) > memory.ROWS
         self._tensors = tuple(request.tensors)
         self._numbers = Numbers(request)
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        named = call.named
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        index = self._index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self(q, k, v, call, return_lse)
         numbers = self._numbers(call)
-        inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if (inputs[0] | inputs[1] | inputs[2]) % ALIGNMENT:
-            for name, tensor in (("q", q), ("k", k), ("v", v)):
-                check_rows(name, tensor)
-        read = [named[name].data_ptr() for name in self._tensors]
-        if 0 in inputs or 0 in read:
-            for name, tensor in {"q": q, "k": k, "v": v, **{name: named[name] for name in self._tensors}}.items():
-                check_memory(name, name, tensor)
-        o = torch.empty_strided(self._o_shape, self._o_strides, dtype=self._dtype, device=self._device)
-        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)
-        addresses = (*inputs, o.data_ptr(), lse.data_ptr(), *read)
-        if torch._C._cuda_getDevice() == self._index:
-            self._start(addresses, numbers)
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        captured = [call.named[name].data_ptr() for name in self._tensors] if self._tensors else ()
+        if (at_q | at_k | at_v) % ALIGNMENT or 0 in (at_q, at_k, at_v, *captured):
+            self._refuse(q, k, v, call)
+        o = memory.empty_strided(self._o_shape, self._o_strides, self._dtype)
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        shared = memory.of_stream(index, stream) if self._counts or not return_lse else None
+        result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = o
+        if return_lse or self._many_rows or shared is None:
+            lse = memory.empty_strided(self._lse_shape, self._lse_strides, torch.float32)
+            at_lse = lse.data_ptr()
+            result = (o, lse) if return_lse else o
         else:
-            with torch.cuda.device(self._index):
-                self._start(addresses, numbers)
-        return o, lse
-
-    def _start(self, addresses: tuple[int, ...], numbers: tuple[float, ...]) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+            at_lse = shared.data_ptr() + memory.ROWS_START
+        addresses = at_q, at_k, at_v, o.data_ptr(), at_lse, *captured
         if self._counts:
-            counters = _counters(self._device, stream)
-            self._record((*addresses, counters.data_ptr()), numbers, stream)
-        else:
-            self._record(addresses, numbers, stream)
+            counters = memory.counters() if shared is None else shared
+            addresses = *addresses, counters.data_ptr()
+        self._record(addresses, numbers, stream)
+        return result
 
-
-def _counters(device: torch.device, stream: int) -> torch.Tensor:
-    """Zeros that only the launches of one stream share; in a CUDA graph each launch has its own, of the graph's
-    memory, because a replay may run beside anything."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(COUNTERS.amount // 4, dtype=torch.int32, device=device)
-    found = _zeros.get((device, stream))
-    if found is None:
-        found = _zeros[device, stream] = torch.zeros(COUNTERS.amount // 4, dtype=torch.int32, device=device)
-    return found
-
-
-_zeros: dict[tuple[torch.device, int], torch.Tensor] = {}
+    def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
+        """Raise LaunchError if the tensors of a call have no memory, or rows that a kernel cannot load."""
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            check_memory(name, name, tensor)
+            check_rows(name, tensor)
+        for name in self._tensors:
+            check_memory(name, name, call.named[name])
 
 
 def strides_of(x: torch.Tensor) -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,9 +70,9 @@ def _addresses(pipeline: Pipeline[Any], *tensors: torch.Tensor) -> bool:
     return all(pipeline.cannot_address(x.shape, x.stride(), x.itemsize) is None for x in tensors)
 
 
-def loadable(x: torch.Tensor) -> bool:
-    """Whether every pipeline can load a tensor whose rows are aligned."""
-    return all(_addresses(pipeline, x) for pipeline in planner.PIPELINES.values())
+def addressable(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether every pipeline can load a tensor of aligned rows that lies like this, in elements."""
+    return all(pipeline.cannot_address(shape, strides, itemsize) is None for pipeline in planner.PIPELINES.values())
 
 
 def gpu_arch(q: torch.Tensor) -> str:

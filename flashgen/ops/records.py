@@ -31,61 +31,51 @@ MAX_VARIANTS = 1024
 
 @dataclass(slots=True)
 class _Calls:
-    """What is remembered of the calls of one variant: the names of its constants, and its records on GPUs, of both
-    passes."""
+    """What is remembered of the calls of one variant: the names of its constants and captured tensors, and its records
+    on GPUs, of both passes."""
 
-    constants: frozenset[str]
+    constants: tuple[str, ...]
+    tensors: tuple[str, ...]
     records: dict[Key, Any] = field(default_factory=dict)
     backward: dict[Key, Any] = field(default_factory=dict)
 
 
-#: By variant, the oldest dropped beyond MAX_VARIANTS: one that is called again is planned again.
-_calls: dict[Variant, _Calls] = {}
+#: By token of the variant, the oldest dropped beyond MAX_VARIANTS: one that is called again is planned again.
+_calls: dict[str, _Calls] = {}
 _calls_lock = threading.Lock()
 
 
 def calls_of(variant: Variant) -> _Calls:
     if not isinstance(variant, Variant):
         raise LaunchError(no_variant(variant))
-    calls = _calls.get(variant)
+    calls = _calls.get(variant.token)
     if calls is None:
         with _calls_lock:
-            calls = _calls.setdefault(variant, _Calls(frozenset(c.name for c in variant.constants)))
+            constants, tensors = (tuple(x.name for x in declared) for declared in (variant.constants, variant.tensors))
+            calls = _calls.setdefault(variant.token, _Calls(constants, tensors))
             if len(_calls) > MAX_VARIANTS:
                 del _calls[next(iter(_calls))]
     return calls
 
 
-def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, constants: frozenset[str]) -> Key:
+def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, calls: _Calls) -> Key:
     """All that a record depends on, and what no record has: kinds of tensors and numbers that are refused."""
     _, scale, named, dropout, _ = call
-    key: list[object] = [
-        q.is_neg() or k.is_neg() or v.is_neg(),
-        type(scale),
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.device,
-        k.device,
-        v.device,
-        q.shape,
-        k.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        scale is not None and scale < 0,
-        dropout is not None,
-    ]
-    for name, value in named.items():
-        kind = type(value)
-        if name in constants:
-            key.append((name, kind, value))
-        elif kind is not int and kind is not float and isinstance(value, torch.Tensor):
-            key.append((name, kind, value.is_neg(), value.dtype, value.device, value.shape, value.stride()))
-        else:
-            key.append((name, kind))
-    return tuple(key)
+    of_q = q.shape, q.stride(), q.dtype, q.device
+    of_k = k.shape, k.stride(), k.dtype, k.device
+    of_v = v.shape, v.stride(), v.dtype, v.device
+    minus = q.is_neg() or k.is_neg() or v.is_neg()
+    key: Key = of_q, of_k, of_v, minus, type(scale), scale is not None and scale < 0, dropout is not None
+    if not named:
+        return key
+    key = *key, *named, *map(type, named.values())
+    if calls.constants:
+        key = *key, *map(named.get, calls.constants)
+    for name in calls.tensors:
+        if name in named:
+            x = named[name]
+            key = *key, x.shape, x.stride(), x.dtype, x.device, x.is_neg()
+    return key
 
 
 def remember(records: dict[Key, Any], key: Key, record: object) -> None:
@@ -96,7 +86,10 @@ def remember(records: dict[Key, Any], key: Key, record: object) -> None:
 
 
 class Numbers:
-    """Scale, parameters and dropout of a call as a kernel takes them, checked where they are not those of the last."""
+    """Scale, parameters and dropout of a call as a kernel takes them, checked where they are not those of the last.
+
+    The same ones are the same tuple again.
+    """
 
     __slots__ = ("_head_dim", "_last", "_params", "_variant")
 
@@ -108,10 +101,11 @@ class Numbers:
     def __call__(self, call: Call) -> tuple[float, ...]:
         _, scale, named, dropout, _ = call
         given, numbers = self._last
-        if given != (now := (scale, *[named.get(name) for name in self._params])):
+        if given != (now := (scale, *map(named.get, self._params)) if self._params else (scale,)):
             values = self._variant.values({name: named[name] for name in self._params if name in named})
             numbers = abs(factor(scale, self._head_dim)), *[values[name] for name in self._params]
-            self._last = (now, numbers)
+            if 0 not in now:  # 0.0 and -0.0 are equal and not the same
+                self._last = now, numbers
         return numbers if dropout is None else (*numbers, *dropout_scalars(dropout))
 
 

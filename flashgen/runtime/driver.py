@@ -62,7 +62,7 @@ class TensorMap:
     CUDA (autograd's own, at its first node) has none.  Raises LaunchError for a tensor that TMA cannot address.
     """
 
-    __slots__ = ("_address", "_buffer", "_context", "_map", "_replace", "_success", "pointer")
+    __slots__ = ("_buffer", "_context", "_map", "_replace", "_success", "address", "pointer")
 
     def __init__(self, desc: TensorMapDesc, *, address: int, device: int) -> None:
         api = _api()
@@ -89,16 +89,15 @@ class TensorMap:
         ctypes.memmove(self.pointer, int(made.getPtr()), _TENSOR_MAP_BYTES)
         self._map = api.CUtensorMap(_ptr=self.pointer)
         self._replace, self._success = api.cuTensorMapReplaceAddress, api.CUresult.CUDA_SUCCESS
-        self._address = address
+        self.address = address
 
     def move(self, address: int) -> None:
         """Point at another tensor of the same sizes and strides."""
-        if address != self._address:
-            status = self._replace(self._map, address)[0]
-            if status != self._success:
-                with _current(self._context):
-                    _ok(self._replace(self._map, address), "move a tensor map")
-            self._address = address
+        status = self._replace(self._map, address)[0]
+        if status != self._success:
+            with _current(self._context):
+                _ok(self._replace(self._map, address), "move a tensor map")
+        self.address = address
 
 
 class Launcher:
@@ -108,7 +107,7 @@ class Launcher:
     driver copies them during the call, so they may change between calls (not during one: hold a lock).
     """
 
-    __slots__ = ("_api", "_arguments", "_config", "_function", "_pointers", "_start", "_success")
+    __slots__ = ("_api", "_arguments", "_config", "_context", "_entry", "_given", "_start", "_stream", "_success")
 
     def __init__(
         self, function: Function, *, blocks: int, threads: int, arguments: Sequence[ctypes.Array | TensorMap]
@@ -122,30 +121,31 @@ class Launcher:
         config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = function.smem_bytes
-        self._api = api
-        self._config = config
-        self._function = function
-        self._arguments = tuple(arguments)  # alive as long as the pointers to them
+        config.hStream = self._stream = 0
         pointers = [a.pointer if isinstance(a, TensorMap) else ctypes.addressof(a) for a in arguments]
-        self._pointers = (ctypes.c_void_p * len(pointers))(*pointers)
+        array = (ctypes.c_void_p * len(pointers))(*pointers)
+        self._api, self._config = api, config
+        self._entry, self._context = function.entry, function.context
+        self._arguments = (*arguments, array)  # alive as long as the addresses of them
+        self._given = config, function.handle, ctypes.addressof(array), 0
         self._start = api.cuLaunchKernelEx
         self._success = api.CUresult.CUDA_SUCCESS
 
     def __call__(self, stream: int) -> None:
         """Put the kernel on `stream` (0: the default stream); raises LaunchError with the driver's reason."""
-        self._config.hStream = stream
-        status = self._start(self._config, self._function.handle, ctypes.addressof(self._pointers), 0)[0]
+        if stream != self._stream:
+            self._config.hStream = self._stream = stream
+        status = self._start(*self._given)[0]
         if status != self._success:
             self._again(status)
 
     def _again(self, status: Any) -> None:
         """A thread that never touched CUDA has no current context; lend it the function's own for one try."""
         api = self._api
-        doing = f"launch {self._function.entry}"
+        doing = f"launch {self._entry}"
         if status in (api.CUresult.CUDA_ERROR_INVALID_CONTEXT, api.CUresult.CUDA_ERROR_INVALID_HANDLE):
-            with _current(self._function.context):
-                pointers = ctypes.addressof(self._pointers)
-                _ok(api.cuLaunchKernelEx(self._config, self._function.handle, pointers, 0), doing)
+            with _current(self._context):
+                _ok(self._start(*self._given), doing)
         else:
             _ok((status,), doing)
 

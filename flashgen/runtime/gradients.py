@@ -1,4 +1,4 @@
-"""What gradients are checked against: PyTorch's autograd in float64, and the same maths in the caller's precision.
+"""What gradients are checked against: PyTorch's autograd in float64, and the kernels' algorithm at its best.
 
 As `runtime.reference`, in blocks of queries on the tensors' own device, and sharing nothing with kernels and walk but
 the variant.
@@ -11,7 +11,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.analysis.derivative import differentiable
-from flashgen.runtime.reference import Block, Evaluator, Pairs, Verdict, blocks, judge, kept, products
+from flashgen.runtime.reference import (
+    RULE,
+    Block,
+    Evaluator,
+    Pairs,
+    Rule,
+    Verdict,
+    blocks,
+    judge,
+    kept,
+    online_softmax,
+    products,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +102,8 @@ def baseline_gradients(
     dropout: Dropout | None = None,
     pairs: Pairs | None = None,
 ) -> Gradients:
-    """The same maths in q's dtype: o, p, ds and the results rounded to it, all else in float32 (float64).
+    """FlashAttention's backward behind `runtime.reference.baseline`: o, p, ds and the results rounded to q's dtype, all
+    else in float32 (float64).
 
     delta = rowsum(do * o) - dlse and ds = p (dp - delta), as FlashAttention writes the backward of softmax (Dao et al.
     2022, appendix B.2).  Gradients of captured tensors stay in float32 (float64).  `pairs` as for the reference.
@@ -114,14 +127,14 @@ def baseline_gradients(
             raw = (scale * products(rows, wide_k)).requires_grad_()
             s, visible = _scores(variant, evaluator, block, raw)
         shown = s.detach()
-        m = shown.amax(-1, keepdim=True)
-        lse = m + torch.log(torch.exp(shown - torch.where(m == -math.inf, 0.0, m)).sum(-1, keepdim=True))
+        weights, lse = online_softmax(shown, q.dtype)
+        lse = lse[..., None]
         p = torch.where(lse == -math.inf, 0.0, torch.exp(shown - torch.where(lse == -math.inf, 0.0, lse)))
         dp, p_kept = products(do_rows, wide_v), p
         if dropout is not None:
             keep = kept(dropout, **block.symbols, heads=case.sizes["heads"])
-            dp, p_kept = torch.where(keep, dp * factor, 0.0), torch.where(keep, p, 0.0)
-        o = rounded(factor * products(rounded(p_kept), wide_v.mT))
+            dp, p_kept, weights = (torch.where(keep, x, 0.0) for x in (dp * factor, p, weights))
+        o = rounded(factor * products(weights, wide_v.mT))
         delta = (do_rows * o).sum(-1, keepdim=True)
         if dlse is not None:
             delta = delta - block.rows_of(dlse).to(precision)[..., None]
@@ -139,11 +152,15 @@ def baseline_gradients(
 
 
 def judge_gradients(
-    found: Iterable[torch.Tensor], base: Sequence[torch.Tensor], ref: Sequence[torch.Tensor], dtype: str
+    found: Iterable[torch.Tensor],
+    base: Sequence[torch.Tensor],
+    ref: Sequence[torch.Tensor],
+    dtype: str,
+    rule: Rule = RULE,
 ) -> dict[str, Verdict]:
     """dq, dk and dv by the tolerance rule of `runtime.reference.judge`, by name; `base` and `ref` begin with them."""
     each = zip(OF_INPUTS, found, base[:3], ref[:3], strict=True)
-    return {name: judge(*tensors, dtype) for name, *tensors in each}
+    return {name: judge(*tensors, dtype, rule) for name, *tensors in each}
 
 
 def _evaluator(

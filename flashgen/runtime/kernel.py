@@ -38,7 +38,7 @@ class _Packed:
     Addresses are those of `Launch.pointers`, numbers those of `Launch.scalars`.
     """
 
-    __slots__ = ("_numbers", "_pack_pointers", "_pick_pointers", "_slots", "buffer")
+    __slots__ = ("_pack_pointers", "_pick_pointers", "_slots", "buffer")
 
     def __init__(self, launch: Launch) -> None:
         packed = launch.packed(dict.fromkeys(launch.pointers, 0))
@@ -51,20 +51,22 @@ class _Packed:
         self._pack_pointers = struct.Struct(f"<{len(pointers)}Q").pack_into
         self._pick_pointers = operator.itemgetter(*map(launch.pointers.index, pointers))
         self._slots = [(struct.Struct(f"<{place[name][0]}").pack_into, place[name][1]) for name in launch.scalars]
-        self._numbers: tuple[int | float, ...] = ()
 
-    def write(self, addresses: tuple[int, ...], numbers: tuple[int | float, ...]) -> None:
+    def point(self, addresses: tuple[int, ...]) -> None:
         self._pack_pointers(self.buffer, 0, *self._pick_pointers(addresses))
-        if numbers != self._numbers:
-            for (pack_into, offset), number in zip(self._slots, numbers, strict=True):
-                pack_into(self.buffer, offset, number)
-            self._numbers = numbers
+
+    def count(self, numbers: tuple[int | float, ...]) -> None:
+        for (pack_into, offset), number in zip(self._slots, numbers, strict=True):
+            pack_into(self.buffer, offset, number)
 
 
 class Record:
-    """A launch on one GPU with everything in place but addresses and scalars; any thread may call it."""
+    """A launch on one GPU with everything in place but addresses and scalars; any thread may call it.
 
-    __slots__ = ("_launchers", "_lock", "_maps", "_packed", "launch")
+    What the call before it left in place is not written again.
+    """
+
+    __slots__ = ("_addresses", "_launchers", "_lock", "_maps", "_numbers", "_packed", "launch")
 
     def __init__(self, launch: Launch, functions: Sequence[driver.Function], device: int) -> None:
         self.launch = launch
@@ -80,18 +82,28 @@ class Record:
             )
             for grid, function in zip(launch.grids, functions, strict=True)
         ]
+        self._addresses: tuple[int, ...] | None = None
+        self._numbers: tuple[int | float, ...] | None = None
         self._lock = threading.Lock()
 
     def __call__(self, addresses: tuple[int, ...], numbers: tuple[int | float, ...], stream: int) -> None:
         """Start its kernels, one after the other, on a stream of the GPU that the record is for.
 
-        `addresses` are those of `launch.pointers`, `numbers` those of `launch.scalars`.  Raises LaunchError with the
-        driver's reason.
+        `addresses` are those of `launch.pointers`, `numbers` those of `launch.scalars`: the tuple of an earlier call
+        stands for what is in it.  Raises LaunchError with the driver's reason.
         """
         with self._lock:
-            for tensor, index in self._maps:
-                tensor.move(addresses[index])
-            self._packed.write(addresses, numbers)
+            if addresses != self._addresses:
+                self._addresses = None  # until all of them are in place
+                for tensor, index in self._maps:
+                    if addresses[index] != tensor.address:
+                        tensor.move(addresses[index])
+                self._packed.point(addresses)
+                self._addresses = addresses
+            if numbers is not self._numbers:  # equal ones may differ: 0.0 and -0.0
+                self._numbers = None
+                self._packed.count(numbers)
+                self._numbers = numbers
             for start in self._launchers:
                 start(stream)
 

@@ -1,8 +1,8 @@
-"""What results are checked against: attention in float64, the same maths in the caller's precision, and the rule.
+"""What results are checked against: attention in float64, the kernels' algorithm at its best, and the rule.
 
-Both are plain PyTorch over whole rows (Algorithm 0 of FlashAttention, Dao et al. 2022) in blocks of queries, on the
-tensors' own device.  They share nothing with the kernels or the tile walk but the variant: expressions are evaluated
-here by a table of PyTorch functions, which makes this an independent reading of the language too.
+Both are plain PyTorch over whole rows, in blocks of queries, on the tensors' own device.  They share nothing with the
+kernels or the tile walk but the variant: expressions are evaluated here by a table of PyTorch functions, which makes
+this an independent reading of the language too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 _BLOCK = {"cpu": 1 << 22, "cuda": 1 << 25}
 
 #: A verdict wants at least this many output elements; tiny shapes are drawn again until they are reached.
-POOL = 4096
+POOL = 65_536
+
+#: The share of the elements whose errors are the tail; it is asked for of `POOL` elements.
+TAIL = 1e-3
+
+#: Keys that the baseline takes at a time: those of a tile of FlashAttention-3.
+KEYS_AT_A_TIME = 128
 
 #: Bits of a significand after its leading one.
 _FRACTION_BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
@@ -42,11 +48,15 @@ def reference(
     *,
     scale: float,
     dropout: Dropout | None = None,
+    pairs: Pairs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o [batch, heads, q_len, v_head_dim] and lse [batch, heads, q_len] in float64; lse is that of no dropout."""
+    """o [batch, heads, q_len, v_head_dim] and lse [batch, heads, q_len] in float64; lse is that of no dropout.
+
+    With `pairs` the tensors are of these batches and heads of the case's problem.
+    """
     import torch
 
-    return _attend(variant, case, q, k, v, scale, dropout, torch.float64, lambda p: p)
+    return _attend(variant, case, q, k, v, scale, dropout, pairs, torch.float64, softmax)
 
 
 def baseline(
@@ -58,25 +68,86 @@ def baseline(
     *,
     scale: float,
     dropout: Dropout | None = None,
+    pairs: Pairs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same maths as PyTorch does it in q's dtype: p and o rounded to it, sums and softmax in float32 (float64)."""
+    """FlashAttention-3's forward: p and o rounded to q's dtype, all else in float32 (float64), the running max too.
+
+    p is rounded as P V takes it, beside the largest score so far; its sum is that of unrounded p.
+    """
     import torch
 
     precision = torch.float64 if q.dtype == torch.float64 else torch.float32
-    o, lse = _attend(variant, case, q, k, v, scale, dropout, precision, lambda p: p.to(q.dtype).to(precision))
+    o, lse = _attend(
+        variant, case, q, k, v, scale, dropout, pairs, precision, functools.partial(online_softmax, dtype=q.dtype)
+    )
     return o.to(q.dtype), lse
+
+
+def softmax(s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities of scores (-inf: masked) and lse, over the last axis; of a row that sees nothing 0 and -inf."""
+    import torch
+
+    m = s.amax(-1, keepdim=True)
+    p = torch.exp(s - _finite(m))
+    total = p.sum(-1, keepdim=True)
+    return p / torch.where(total == 0, 1.0, total), (m + torch.log(total)).squeeze(-1)
+
+
+def online_softmax(s: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `softmax`, of keys taken `KEYS_AT_A_TIME` from the last to the first (Milakov and Gimelshein 2018): each p is
+    rounded to `dtype` beside the exact maximum of the keys taken so far, and rescaled to the row's in s's precision."""
+    import torch
+
+    keys = s.shape[-1]
+    s = torch.nn.functional.pad(s, (0, -keys % KEYS_AT_A_TIME), value=-math.inf).unflatten(-1, (-1, KEYS_AT_A_TIME))
+    so_far = s.amax(-1, keepdim=True).flip(-2).cummax(-2).values.flip(-2)
+    m = so_far[..., :1, :]
+    p, rescale = torch.exp(s - _finite(so_far)), torch.exp(so_far - _finite(m))
+    total = (p.sum(-1, keepdim=True) * rescale).sum(-2, keepdim=True)
+    p = p.to(dtype).to(s.dtype) * (rescale / torch.where(total == 0, 1.0, total))
+    return p.flatten(-2)[..., :keys], (m + torch.log(total)).flatten(-3)
+
+
+def _finite(m: torch.Tensor) -> torch.Tensor:
+    """A maximum as what is subtracted: where nothing is visible 0, as exp(-inf - 0) is 0 and -inf - -inf is not."""
+    import torch
+
+    return torch.where(m == -math.inf, 0.0, m)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How many times the baseline's an error may be: the largest, the 99.9th percentile, the RMS; and what it may be
+    beside a baseline that errs nowhere, in ulp of the dtype at the RMS of the result."""
+
+    largest: float = 2.0
+    tail: float = 1.15
+    rms: float = 1.05
+    ulps: float = 2.0**-7  # the RMS of half an ulp in one element of 4,096, as a tie that is rounded the other way
+
+
+#: Of any result: what the tile walk is held to, and every kernel of `flashgen bench data`.
+RULE = Rule()
+
+#: Of emitted kernels as they are; this is the one place that says so.  The row max of a forward may lag behind its
+#: scores: the P of a heavy key is then no power of two, and is rounded where its sum is not.  The Hopper backward makes
+#: dS of a P that is rounded already where the score has a slope, and where it is split by dK and dV.
+KERNELS = Rule(largest=2.5, tail=1.6, rms=1.5, ulps=0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Errors of a result and of same-precision PyTorch against float64, and what breaks the rule (empty: nothing)."""
+    """Errors of a result and of the baseline against float64, and what breaks the rule (empty: nothing)."""
 
     max_error: float = 0.0
+    tail_error: float = 0.0
     rms_error: float = 0.0
     bias: float = 0.0
     baseline_max_error: float = 0.0
+    baseline_tail_error: float = 0.0
     baseline_rms_error: float = 0.0
     max_limit: float = 0.0
+    tail_limit: float = 0.0
     rms_limit: float = 0.0
     bias_limit: float = 0.0
     elements: int = 0
@@ -87,31 +158,40 @@ class Verdict:
         return not self.reasons
 
 
-def judge(out: torch.Tensor, base: torch.Tensor, ref: torch.Tensor, dtype: str) -> Verdict:
-    """The tolerance rule, for `out` beside `base` against the float64 `ref`, all of one shape.
+def judge(out: torch.Tensor, base: torch.Tensor, ref: torch.Tensor, dtype: str, rule: Rule = RULE) -> Verdict:
+    """The tolerance rule, for `out` beside `base` against the float64 `ref`, all of one shape, of n elements.
 
-    Largest error <= 2x and RMS error <= 1.25x the baseline's, each plus one ulp of `dtype` at the RMS of `ref`; signed
-    bias |mean(err * sign(ref))| <= 4 RMS(err) / sqrt(n) + 2^-12 RMS(ref).  Where `dtype` is float64 the reference
-    rounds as much as the result does: the limits are 64 ulp, at the largest value of `ref` and at its RMS.
+    Of the baseline's errors at most twice the largest, 1.15 times the 99.9th percentile (asked of `POOL` elements) and
+    1.05 times the RMS, or as much as `rule` says.  To the largest half an ulp of `dtype` at the RMS of `ref` is added,
+    to the others `rule.ulps`, and to the 1.05 what chance makes of n elements, 4 / sqrt(n).  Signed bias |mean(err *
+    sign(ref))| <= 4 RMS(err) / sqrt(n) + 2^-12 RMS(ref) beyond the baseline's, which is one where elements round alike,
+    as those of rows that attend to one key.  Where `dtype` is float32 sums round as much as results do, and an ulp is
+    added to all.  Where it is float64 those of the reference do too: the limits are 64 ulp, at the largest value of
+    `ref` and at its RMS.
     """
     err, base_err = (out.double() - ref).flatten(), (base.double() - ref).flatten()
     n = err.numel()
     if n == 0:
         return Verdict()
-    ref_rms = _rms(ref)
+    ref_rms = rms(ref)
     ulp = _ulp(ref_rms, dtype)
-    base_max, base_rms = float(base_err.abs().max()), _rms(base_err)
-    max_error, rms_error = float(err.abs().max()), _rms(err)
-    bias = abs(float((err * ref.flatten().sign()).mean()))
-    max_limit, rms_limit = 2 * base_max + ulp, 1.25 * base_rms + ulp
+    of_sums = ulp if dtype == "float32" else 0.0
+    max_error, tail_error, rms_error = float(err.abs().max()), percentile(err, TAIL), rms(err)
+    base_max, base_tail, base_rms = float(base_err.abs().max()), percentile(base_err, TAIL), rms(base_err)
+    bias, base_bias = (abs(float((x * ref.flatten().sign()).mean())) for x in (err, base_err))
+    max_limit = rule.largest * base_max + ulp / 2 + of_sums
+    tail_limit = rule.tail * base_tail + rule.ulps * ulp + of_sums if n >= POOL else max_limit
+    rms_limit = math.hypot((rule.rms + 4 / math.sqrt(n)) * base_rms, rule.ulps * ulp) + of_sums
     if dtype == "float64":
         max_limit, rms_limit = 64 * _ulp(float(ref.abs().max()), dtype), 64 * ulp
-    bias_limit = 4 * rms_error / math.sqrt(n) + 2.0**-12 * ref_rms
+        tail_limit = max_limit
+    bias_limit = base_bias + 4 * rms_error / math.sqrt(n) + 2.0**-12 * ref_rms
     reasons = []
     if not math.isfinite(ref_rms):
         reasons.append("the float64 reference itself is not finite")
     for name, value, limit in (
         ("largest error", max_error, max_limit),
+        ("99.9th percentile of the error", tail_error, tail_limit),
         ("RMS error", rms_error, rms_limit),
         ("signed bias", bias, bias_limit),
     ):
@@ -119,11 +199,14 @@ def judge(out: torch.Tensor, base: torch.Tensor, ref: torch.Tensor, dtype: str) 
             reasons.append(f"{name} {value:.3g} exceeds {limit:.3g}")
     return Verdict(
         max_error=max_error,
+        tail_error=tail_error,
         rms_error=rms_error,
         bias=bias,
         baseline_max_error=base_max,
+        baseline_tail_error=base_tail,
         baseline_rms_error=base_rms,
         max_limit=max_limit,
+        tail_limit=tail_limit,
         rms_limit=rms_limit,
         bias_limit=bias_limit,
         elements=n,
@@ -151,8 +234,14 @@ def _ulp(size: float, dtype: str) -> float:
     return 2.0 ** (math.floor(math.log2(size)) - _FRACTION_BITS[dtype]) if 0 < size < math.inf else 0.0
 
 
-def _rms(x: torch.Tensor) -> float:
+def rms(x: torch.Tensor) -> float:
+    """Root of the mean square."""
     return float(x.double().square().mean().sqrt())
+
+
+def percentile(x: torch.Tensor, above: float) -> float:
+    """The magnitude in x, which has elements, that at most this share of them is above."""
+    return float(x.flatten().abs().kthvalue(x.numel() - int(above * x.numel())).values)
 
 
 def _attend(
@@ -163,8 +252,9 @@ def _attend(
     v: torch.Tensor,
     scale: float,
     dropout: Dropout | None,
+    pairs: Pairs | None,
     precision: torch.dtype,
-    round_p: Callable[[torch.Tensor], torch.Tensor],
+    weigh: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
@@ -176,22 +266,18 @@ def _attend(
     evaluator = Evaluator(case, q.device)
     k, v = k.to(precision), v.to(precision)
     grouped_o, grouped_lse = o.view(batch, kv_heads, group, q_len, dim), lse.view(batch, kv_heads, group, q_len)
-    for block in blocks(q, k):
+    for block in blocks(q, k, pairs):
         s = scale * products(block.rows_of(q).to(precision), k)
         if variant.score_node is not None:
             s = evaluator(variant.score_node, precision, {**block.symbols, "s": s}).expand_as(s)
         if variant.mask is not None:
             # A mask's floats are float32 in every precision: it says which pairs count, not how well.
             s = torch.where(evaluator(variant.mask, torch.float32, block.symbols), s, -math.inf)
-        m = s.amax(-1)
-        base = torch.where(m == -math.inf, 0.0, m)
-        p = torch.exp(s - base[..., None])
-        total = p.sum(-1)
-        grouped_lse[..., block.at] = m + torch.log(total)
-        p = p / torch.where(total == 0, 1.0, total)[..., None]
+        p, grouped_lse[..., block.at] = weigh(s)
         if dropout is not None:
-            p = torch.where(kept(dropout, **block.symbols, heads=heads), p * dropout.scale, 0.0)
-        grouped_o[..., block.at, :] = products(round_p(p), v.mT)
+            keep = kept(dropout, **block.symbols, heads=case.sizes["heads"])
+            p = torch.where(keep, p * dropout.scale, 0.0)
+        grouped_o[..., block.at, :] = products(p, v.mT)
     return o, lse
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import variant_kernel
-from tolerance import POOL, judge
+from tolerance import ENOUGH, KERNELS, judge
 
 import flashgen
 from flashgen.analysis import tiles
@@ -303,8 +303,8 @@ class Expected:
             where = tuple(int(i) for i in np.unravel_index(int(at), right.shape))
             value = f"{float(found.flatten()[at]):.6g}, not {float(right.flatten()[at]):.6g}"
             raise Wrong(f"{name}{where} is {value} (more than {limit:.3g} off)")
-        if right.numel() >= POOL and self.case.dtype in ("float16", "bfloat16"):
-            verdict = judge(found, same, right, self.case.dtype)
+        if right.numel() >= ENOUGH and self.case.dtype in ("float16", "bfloat16"):
+            verdict = judge(found, same, right, self.case.dtype, KERNELS)
             allowed = verdict.rms_limit + spread + ulp * noise
             if not verdict.rms_error <= allowed:
                 raise Wrong(f"{name}: RMS error {verdict.rms_error:.3g} exceeds {allowed:.3g}")

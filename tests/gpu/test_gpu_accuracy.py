@@ -1,13 +1,15 @@
-"""Inputs with outliers: the error beside FlashAttention-2's and beside that of attention written in PyTorch."""
+"""Inputs that make a softmax peaked: the error beside that of an exact running max, and with outliers beside
+FlashAttention-2's and that of attention written in PyTorch."""
 
 import pytest
 import torch
 from backward_gpu import problem_of
-from gpu_checks import DEVICE, PIPELINES, case_of, on
-from tolerance import reference
+from gpu_checks import DEVICE, PIPELINES, call, case_of, on, settle
+from tolerance import KERNELS, baseline, judge, judge_lse, reference
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashgen as fg
+from flashgen.bench.inputs import INPUTS, draw
 from flashgen.lang.load import load_spec
 
 pytestmark = pytest.mark.gpu
@@ -43,3 +45,17 @@ def test_error_of_inputs_with_outliers(pipeline, name):
     print(f"RMS error: flashgen {ours:.4g}, FlashAttention-2 {flash:.4g}, standard attention {standard:.4g}")
     assert ours <= 1.02 * flash, (ours, flash)
     assert ours < standard, (ours, standard)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_inputs_that_make_a_softmax_peaked(pipeline, name, dtype):
+    variant = on(load_spec("causal"), pipeline)
+    problem = problem_of(1000, heads=4, head_dim=128, dtype=dtype)
+    q, k, v, _ = draw(problem, 0, name)
+    asked = variant.bind(), case_of(variant, problem, {}, {}), q, k, v
+    o, lse = call(q, k, v, variant)
+    ref, ref_lse = reference(*asked, scale=128**-0.5)
+    base, _ = baseline(*asked, scale=128**-0.5)
+    settle(judge(o, base, ref, dtype, KERNELS), judge_lse(lse, ref_lse), f"{pipeline} {name} {dtype}")

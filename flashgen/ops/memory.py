@@ -1,0 +1,56 @@
+"""Memory of results and workspaces on a GPU, allocated as the graphs of torch.compile allocate theirs.
+
+`empty_strided(shape, strides, dtype)` takes plain tuples and gives what torch.empty_strided gives on torch's current
+GPU, in half the host's time: torch's dispatcher is not asked, and nothing that listens to it watches a call that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch._C._dynamo import guards
+
+from flashgen.runtime.launch import COUNTERS
+
+#: Rows whose lse a call that does not return it leaves in the memory of its stream; where there are more it allocates.
+ROWS = 1 << 18
+
+#: Bytes before those rows, which counters have.
+ROWS_START = 256
+
+empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+empty_strided = guards._empty_strided_cuda  # type: ignore[attr-defined]
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor whose elements lie side by side, the last dimension's first."""
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def of_stream(index: int, stream: int) -> torch.Tensor | None:
+    """What launches on one stream of the current GPU share, as they run one after the other: counters, which are 0
+    between them, and from ROWS_START on room for the lse of ROWS rows that nobody reads.
+
+    None where the stream is being captured into a CUDA graph, whose replays may run beside anything.
+    """
+    if stream and torch.cuda.is_current_stream_capturing():  # 0, the default stream, never is
+        return None
+    found = _of_streams.get((index, stream))
+    if found is None:
+        found = empty_strided(((ROWS_START + 4 * ROWS) // 4,), (1,), torch.int32)
+        found[: COUNTERS.amount // 4].zero_()
+        _of_streams[index, stream] = found
+    return found
+
+
+def counters() -> torch.Tensor:
+    """Counters of one launch alone."""
+    return empty_strided((COUNTERS.amount // 4,), (1,), torch.int32).zero_()
+
+
+_of_streams: dict[tuple[int, int], torch.Tensor] = {}
