@@ -57,6 +57,12 @@ LIGHT, LONG, LONG_OPS, HEAVY = 14, 24, 4, 32
 #: Registers of dK and dV above which ptxas finds less room for operands.
 CROWDED = 144
 
+#: Registers for the loop over the parts of a tile of queries, in a step of one barrier beside so many of dK and dV.
+#: float16 with P rounded spilled 8 bytes there (head_dim 64, 64 x 128, on sm_90a: `causal`, `causal_bottom_right`,
+#: `padding`, `prefix_lm`, `sliding_window`); bfloat16 gets by with all 255, and so do scores, whose scale is constant,
+#: and deterministic kernels, which have no address of dq.
+IN_PARTS, IN_PARTS_BESIDE = 9, 128
+
 #: Registers that go unused because operands of mma are aligned to fours.
 UNALIGNED = 3
 
@@ -264,7 +270,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         operands += 8
     if d != dv:
         operands += _uneven(c)
-    addresses = 30 + (0 if one_barrier(c) else 4) - (10 if c.q_warps > 1 else 0)
+    addresses = 30 + (0 if one_barrier(c) else 4) - (10 if c.q_warps > 1 else 0) + _in_parts(c, kept, request)
     return (
         Part(name="dk, dv", amount=kept, why=f"{c.tile.kv} x {d + dv} float32"),
         p if p.amount >= dq else Part(name="dq", amount=dq, why=f"{c.tile.q} x {d} float32 in {c.dq_parts} parts"),
@@ -283,6 +289,13 @@ def _uneven(c: Candidate) -> int:
     if c.threads <= 128:
         return 29
     return 18 if c.queries == 32 else 4
+
+
+def _in_parts(c: Candidate, kept: int, request: KernelRequest) -> int:
+    """Registers for the loop over the parts of a tile of queries, where ptxas was seen to lack them."""
+    in_parts = one_barrier(c) and c.queries * c.q_warps < c.tile.q and kept >= IN_PARTS_BESIDE
+    spares = request.dtype != "float16" or request.profile.scored or request.deterministic
+    return IN_PARTS if in_parts and c.rounded_p and not spares else 0
 
 
 def _variant_registers(request: KernelRequest) -> int:

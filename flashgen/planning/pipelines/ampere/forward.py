@@ -78,6 +78,11 @@ USEFUL_WARPS = 16
 V_AHEAD, SPARED = 0.3, {1: 0.0, 2: 0.75}
 K_AHEAD = 9
 
+#: The most of those that ptxas gives up beside random words.  Where more was counted on, 14 of 16 plans of `full`
+#: spilled at head_dim 120 and 128 (29 of 38 registers, 32 keys), and 8 of 16 of `causal` at 152 and 160 (36 of 48,
+#: 16 keys).
+SPARED_BESIDE_DROPOUT = 24
+
 
 class Block(Protocol):
     """What divides the registers of an SM."""
@@ -184,10 +189,10 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     )
 
 
-def needed(c: Candidate, parts: tuple[Part, ...]) -> int:
+def needed(c: Candidate, parts: tuple[Part, ...], request: KernelRequest) -> int:
     """Registers below which ptxas spills: it can do with fewer loads of V ahead."""
-    spared = SPARED[c.rows_per_warp // MMA_ROWS] * V_AHEAD * parts[0].amount
-    return total(parts) - round(spared)
+    spared = round(SPARED[c.rows_per_warp // MMA_ROWS] * V_AHEAD * parts[0].amount)
+    return total(parts) - (min(spared, SPARED_BESIDE_DROPOUT) if request.dropout else spared)
 
 
 def within(parts: tuple[Part, ...], limit: int) -> tuple[Part, ...]:
@@ -213,7 +218,7 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
     arch, smem_bytes = request.arch, total(smem(c, request))
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
-    count = needed(c, registers(c, request))
+    count = needed(c, registers(c, request), request)
     if count > arch.registers_per_thread:
         return f"registers {count} > {arch.registers_per_thread}"
     if count > budget(c, arch, 1):
@@ -227,7 +232,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     by_memory = arch.smem_per_sm // (total(memory) + arch.smem_reserved)
     by_warps = max(1, min(arch.max_warps, USEFUL_WARPS) // c.warps)
     most = min(by_memory, by_warps, arch.max_blocks)
-    blocks = max(n for n in range(1, most + 1) if n == 1 or needed(c, wanted) <= budget(c, arch, n))
+    blocks = max(n for n in range(1, most + 1) if n == 1 or needed(c, wanted, request) <= budget(c, arch, n))
     return make_plan(
         *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
         pipeline=NAME,
