@@ -22,7 +22,7 @@ SHAPE = {"q_len": 150, "kv_len": 250, "heads": 2, "kv_heads": 1, "q_stages": 2}
 
 
 #: Two tiles of queries of three warpgroups by seven of keys: some of them whole under a mask.
-CLIMB = {"q_len": 256, "kv_len": 440, "heads": 2, "kv_heads": 1, "stages": 3, "q_stages": 2, "tile": (192, 64)}
+CLIMB = {"q_len": 256, "kv_len": 440, "heads": 2, "kv_heads": 1, "q_stages": 2, "tile": (192, 64)}
 
 
 def climbing(w, factor):

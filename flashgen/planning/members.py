@@ -170,6 +170,37 @@ class LaggingRowMax:
 Softmax = TrackedRowMax | LaggingRowMax
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: the sum of P as it is multiplied, by which O is divided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumOfWords:
+    """Two elements of P are rounded, unpacked and added for each word that the product takes."""
+
+    template: ClassVar[str] = "hopper/forward_sum_of_words.cu.j2"
+    by_product: ClassVar[bool] = False
+
+    def products(self, columns: int) -> list[tuple[str, str, int]]:
+        """Name, comment and columns of each product with V."""
+        return [("wgmma_pv", "o += p v over 16 keys.", columns)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumByProduct:
+    """V has eight more columns, of ones: they lie once in shared memory, beside whatever box of V is multiplied."""
+
+    template: ClassVar[str] = "hopper/forward_sum_by_product.cu.j2"
+    by_product: ClassVar[bool] = True
+
+    def products(self, columns: int) -> list[tuple[str, str, int]]:
+        """Name, comment and columns of each product with V."""
+        first = [("wgmma_pv", "o += p v over 16 keys.", columns - 64)] if columns > 64 else []
+        return [*first, ("wgmma_pv_and_sum", "The same of the last 64 columns, and of eight of ones.", 72)]
+
+
+RoundedSum = SumOfWords | SumByProduct
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, forward: tiles that the mask hides nothing of
 
 

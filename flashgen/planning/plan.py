@@ -18,6 +18,7 @@ from flashgen.planning.members import (
     OwnKeys,
     PackedQueries,
     Queries,
+    RoundedSum,
     SharedKeys,
     Softmax,
     SplitDkDv,
@@ -81,6 +82,7 @@ class Specialized:
     warpgroups: int  # consumers, 64 query rows each
     ping_pong: bool  # warpgroups take turns to issue products
     softmax: Softmax
+    rounded_sum: RoundedSum
     score_emitted_twice: bool  # registers are left for a score function that is emitted twice
     full_tiles: FullTilesApart | TilesAlike
     o: OByTma | OFromRegisters
@@ -258,8 +260,8 @@ class KernelPlan(Integers):
     def row_max_slack(self) -> float:
         """Power of two by which a row's maximum may pass what its exponents subtract before that follows.
 
-        The more, the seldomer O is rescaled.  In float16 P would leave the type's range: on inputs with outliers (N(0, 1),
-        one in a thousand N(0, 10) more; head_dim 128, 4,096 keys) a slack of 8 made the RMS error 11% larger than none.
+        The more, the seldomer O is rescaled.  In float16 P would leave the type's range: on inputs with outliers
+        (N(0, 1), one in a thousand N(0, 10) more; head_dim 128, 4,096 keys) 8 made the RMS error 11% larger than none.
         """
         if self.specialized is not None:
             return self.specialized.softmax.slack

@@ -22,7 +22,6 @@ from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.hopper import backward as hopper_backward
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.pipelines.protocol import ForwardPipeline, Packing, Pipeline
-from flashgen.planning.pipelines.shared import total
 from flashgen.planning.plan import Fallback, KernelPlan, Tile
 from flashgen.planning.problem import Problem, check_dtype
 from flashgen.planning.records import Shape, Timed
@@ -476,7 +475,9 @@ def _loss(chosen: Sequence[Timed], best: Sequence[float]) -> float:
 
 def _other_bits(plan: KernelPlan, menu: KernelPlan) -> str:
     """That speed was not all that was asked."""
-    return "" if plan.order_of_sums == menu.order_of_sums else f", whose bits are those of {menu.tile.kv} keys at a time"
+    return (
+        "" if plan.order_of_sums == menu.order_of_sums else f", whose bits are those of {menu.tile.kv} keys at a time"
+    )
 
 
 def _slower(timed: Timed, plan: KernelPlan, chosen: Sequence[Timed], other: str) -> Rejected:

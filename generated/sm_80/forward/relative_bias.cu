@@ -3,10 +3,10 @@
 //
 // score    s + table[h, table.size(1) // 2 + min(max(k - q, -(table.size(1) // 2)), table.size(1) // 2)]
 // plan     ampere on sm_80, bfloat16, head_dim 128
-// tile     128 queries x 128 keys, 2 stages, q in registers
-// roles    8 compute warps
-// shared   q 32768 + k 65536 + v 65536 = 163840 bytes
-// made by  flashgen emit relative_bias --arch sm_80 --pipeline ampere --dtype bfloat16 --head-dim 128 --tile 128x128
+// tile     128 queries x 32 keys, 2 stages, q in shared memory
+// roles    4 compute warps
+// shared   q 32768 + k 16384 + v 16384 = 65536 bytes
+// made by  flashgen emit relative_bias --arch sm_80 --pipeline ampere --dtype bfloat16 --head-dim 128 --tile 128x32
 //          --stages 2
 
 // ---------------------------------------------------------------- types
@@ -181,11 +181,11 @@ struct OnlineSoftmax {
 };
 
 // ---------------------------------------------------------------- plan
-constexpr int TILE_Q = 128, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
+constexpr int TILE_Q = 128, TILE_KV = 32;  // rows of q and o, and of k and v, in a tile
 constexpr int HEAD_DIM = 128, V_HEAD_DIM = 128;  // columns of q and k, and of v and o
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // in a tile: steps of 16
 constexpr int STAGES = 2;  // tiles of k and of v in shared memory
-constexpr int WARPS = 8, THREADS = 32 * WARPS, BLOCKS_PER_SM = 1;
+constexpr int WARPS = 4, THREADS = 32 * WARPS, BLOCKS_PER_SM = 2;
 constexpr int WARP_ROWS = TILE_Q / WARPS, M = WARP_ROWS / 16;  // rows of a warp, in blocks of 16
 constexpr float SLACK = 8.0f;  // power of two by which S may pass a row's maximum: O is rescaled seldom
 
@@ -237,7 +237,7 @@ struct Shared {
   KTile k[STAGES];
   VTile v[STAGES];
 };
-static_assert(sizeof(Shared) == 163840, "what the plan counted");
+static_assert(sizeof(Shared) == 65536, "what the plan counted");
 
 struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped to the problem
 
@@ -281,31 +281,25 @@ typedef float S[M][TILE_KV / 8][4];
 
 typedef float O[M][V_COLUMNS / 8][4];
 
-typedef u32 Q[QK_COLUMNS / 16][M][4];  // the warp's rows, as the A operands of mma
-
-DEVICE void load_q(Q& q, Shared& shared) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const u32 block = shared_address(shared.q.at(warp * WARP_ROWS + lane % 16, lane / 16));
-#pragma unroll
-  for (int d = 0; d < QK_COLUMNS / 16; d++)
-#pragma unroll
-    for (int m = 0; m < M; m++) ldmatrix_x4(q[d][m], QTile::right(block, 2 * d) + m * QTile::BLOCK);
-}
-
 // S = Q K^T
-DEVICE void multiply_qk(S& s, const Q& q, KTile& k) {
+DEVICE void multiply_qk(S& s, QTile& q, KTile& k) {
   const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const u32 q_block = shared_address(q.at(warp * WARP_ROWS + lane % 16, lane / 16));
   const u32 k_block = shared_address(k.at(lane / 16 * 8 + lane % 8, lane / 8 % 2));
 #pragma unroll
   for (int d = 0; d < QK_COLUMNS / 16; d++) {
+    u32 a[M][4];
+#pragma unroll
+    for (int m = 0; m < M; m++) ldmatrix_x4(a[m], QTile::right(q_block, 2 * d) + m * QTile::BLOCK);
 #pragma unroll
     for (int n = 0; n < TILE_KV / 16; n++) {
       u32 b[4];
       ldmatrix_x4(b, KTile::right(k_block, 2 * d) + n * KTile::BLOCK);
 #pragma unroll
       for (int m = 0; m < M; m++) {
-        mma_m16n8k16_bf16(s[m][2 * n], q[d][m], b[0], b[1]);
-        mma_m16n8k16_bf16(s[m][2 * n + 1], q[d][m], b[2], b[3]);
+        mma_m16n8k16_bf16(s[m][2 * n], a[m], b[0], b[1]);
+        mma_m16n8k16_bf16(s[m][2 * n + 1], a[m], b[2], b[3]);
       }
     }
   }
@@ -386,6 +380,7 @@ DEVICE void store(Shared& shared, O& o, const OnlineSoftmax (&softmax)[M], const
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32, first_row = warp * WARP_ROWS;
   const int tile_rows = rows.q_last - rows.q_first + 1;
   float* lse = p.lse + ((i64)rows.b * p.heads + rows.h) * p.q_len + rows.q_first;
+  __syncwarp();  // a warp's rows of o lie where its lanes read its rows of q
 #pragma unroll
   for (int m = 0; m < M; m++) {
     float factor[2];
@@ -433,14 +428,7 @@ attention_forward(const __grid_constant__ Params p) {
   Step coming[STAGES - 1];  // what is on its way to shared memory, in order
   coming[0] = next_step((p.kv_len + TILE_KV - 1) / TILE_KV);
   if (coming[0].tile >= 0) load_tile<THREADS, HEAD_DIM>(shared.q, q, p.q_row, rows.q_last - rows.q_first + 1);
-  cp_async_commit_group();
   load_kv(shared, 0, k, v, coming[0], p);
-  Q q_fragments;
-  if (coming[0].tile >= 0) {
-    cp_async_wait_group<STAGES - 1>();
-    __syncthreads();
-    load_q(q_fragments, shared);
-  }
 #pragma unroll 1
   for (int stage = 0; coming[0].tile >= 0; stage = stage + 1 == STAGES ? 0 : stage + 1) {
     cp_async_wait_group<STAGES - 2>();
@@ -451,7 +439,7 @@ attention_forward(const __grid_constant__ Params p) {
     load_kv(shared, stage == 0 ? STAGES - 1 : stage - 1, k, v, later, p);
 
     S s = {};
-    multiply_qk(s, q_fragments, shared.k[stage]);
+    multiply_qk(s, shared.q, shared.k[stage]);
     const int first = step.tile * TILE_KV;
     apply_score(s, rows, first, p);
     if (first + TILE_KV > p.kv_len) apply_end(s, first, p);

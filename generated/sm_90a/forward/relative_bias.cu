@@ -5,7 +5,7 @@
 // plan     hopper on sm_90a, bfloat16, head_dim 128
 // tile     128 queries x 80 keys, 3 stages, q in shared memory
 // roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 40 registers per thread; 8 consumer warps of 232
-// shared   q 65536 + k 61440 + v 61440 + control 1024 = 189440 bytes
+// shared   q 65536 + k 61440 + v 61440 + ones 2048 + control 1024 = 191488 bytes
 // made by  flashgen emit relative_bias --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x80
 //          --stages 3 --q-stages 2
 
@@ -129,6 +129,11 @@ DEVICE u64 matrix_descriptor(const void* operand, u32 leading_bytes) {
 
 DEVICE u64 advance_bytes(u64 descriptor, int bytes) { return descriptor + (bytes >> 4); }
 
+// The same where the columns after the first 64 lie where they lay: an MN-major operand whose second box is another's.
+DEVICE u64 advance_first_bytes(u64 descriptor, u32 bytes) {
+  return descriptor + (bytes >> 4) - ((u64)(bytes >> 4) << 16);
+}
+
 // s = q k^T over the first 16 columns: what s held is not read.
 DEVICE void wgmma_qk_first(float (&d)[40], u64 a, u64 b) {
   asm volatile(
@@ -164,23 +169,34 @@ DEVICE void wgmma_qk(float (&d)[40], u64 a, u64 b) {
 }
 
 // o += p v over 16 keys.
-DEVICE void wgmma_pv(float (&d)[64], const u32 (&a)[4], u64 b) {
+DEVICE void wgmma_pv(float (&d)[32], const u32 (&a)[4], u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// The same of the last 64 columns, and of eight of ones.
+DEVICE void wgmma_pv_and_sum(float (&d)[36], const u32 (&a)[4], u64 b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"
+      "%32, %33, %34, %35"
+      "}, {%36, %37, %38, %39}, %40, p, 1, 1, 1;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
         "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
@@ -202,14 +218,6 @@ DEVICE u32 cvt_bf16x2(float low, float high) {
   u32 r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
-}
-
-// Two floats as their type stores them.  The pair is not the operand that the product takes: of one that serves both
-// ptxas would write registers of a product that is on its way (C7513), and let none be on its way instead.
-DEVICE void round_bf16(float& a, float& b) {
-  const u32 pair = cvt_bf16x2(b, a);
-  a = __int_as_float(pair & 0xffff0000);
-  b = __int_as_float(pair << 16);
 }
 
 // ---------------------------------------------------------------- online softmax, in base 2
@@ -261,13 +269,12 @@ template <int STAGES> DEVICE void release(Pipe<STAGES>& pipe, const Ring<STAGES>
 // Warp w, lane l of a warpgroup holds rows 16 w + l / 4 and eight further down of an m64nN accumulator; element
 // 4 j + 2 r + e of its array is row r (0 or 1) of these, column 8 j + 2 (l % 4) + e.
 //
-// Per row: what is subtracted in the exponent (the highest scaled score so far, or less), and two sums over this lane's
-// keys: of P for lse, and of P as the product with V takes it, by which O is divided.  A key that outweighs all others
-// is exact that way, whatever is subtracted: its rounded P cancels.
-struct RowState { float row_max[2], sum[2], rounded_sum[2]; };
+// Per row: what is subtracted in the exponent (the highest scaled score so far, or less), and the sum of P over this
+// lane's keys, for lse.
+struct RowState { float row_max[2], sum[2]; };
 
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
-DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}, {0.f, 0.f}}; }
+DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}}; }
 
 // The highest of row r over the four lanes that share it.
 template <int N> DEVICE float highest_of_row(const float (&s)[N], int r) {
@@ -293,23 +300,20 @@ template <int N> DEVICE bool follow(float (&row_max)[2], const float (&s)[N], fl
   return moves[0] || moves[1];
 }
 
-// What P of a tile adds to both sums.
-struct Added { float sum[2], rounded_sum[2]; };
-
-// S becomes P = 2^(scale * S - row_max); what that adds.  ROUND is that of the product with V.
-template <void ROUND(float&, float&), int N>
-DEVICE Added exponentiate_rows(float (&s)[N], float scale, const float (&row_max)[2]) {
-  Added added = {};
+// S becomes P = 2^(scale * S - row_max); what it adds up to.
+template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const float (&row_max)[2], float (&sum)[2]) {
 #pragma unroll
-  for (int r = 0; r < 2; r++)
+  for (int r = 0; r < 2; r++) {
+    float even = 0.f, odd = 0.f;
 #pragma unroll
     for (int i = 2 * r; i < N; i += 4) {
-      float low = s[i] = ex2(fmaf(s[i], scale, -row_max[r])), high = s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_max[r]));
-      added.sum[r] += low + high;
-      ROUND(low, high);
-      added.rounded_sum[r] += low + high;
+      s[i] = ex2(fmaf(s[i], scale, -row_max[r]));
+      s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_max[r]));
+      even += s[i];
+      odd += s[i + 1];
     }
-  return added;
+    sum[r] = even + odd;
+  }
 }
 
 template <int N> DEVICE void multiply_rows(float (&o)[N], const float (&factor)[2]) {
@@ -365,6 +369,8 @@ typedef bf16 KTile[(QK_COLUMNS + 63) / 64][TILE_KV][64];
 
 typedef bf16 VTile[(V_COLUMNS + 63) / 64][TILE_KV][64];
 
+typedef bf16 Ones[16][64];  // the rows of a product, as wide as a box
+
 typedef bf16 OTile[(V_COLUMNS + 63) / 64][64][64];
 
 union QorO { QTile q; OTile o; };  // o after the last product with q
@@ -376,13 +382,14 @@ struct alignas(1024) Shared {
   QorO q_or_o[Q_STAGES][WARPGROUPS];
   KTile k[STAGES];
   VTile v[STAGES];
+  Ones ones;
   Work work[WORK_STAGES];
   Pipe<WORK_STAGES> work_pipe;
   Pipe<Q_STAGES> q_pipe[WARPGROUPS];
   u64 o_full[Q_STAGES][WARPGROUPS];
   Pipe<STAGES> k_pipe, v_pipe;
 };
-static_assert(sizeof(Shared) == 189440, "what the plan counted");
+static_assert(sizeof(Shared) == 191488, "what the plan counted");
 
 // ---------------------------------------------------------------- variant
 // table: float32 [heads, any]
@@ -548,11 +555,10 @@ struct Consumer {
   Ring<Q_STAGES> q_ring = {};
   Ring<STAGES> k_ring = {}, v_ring = {};
   u32 probabilities[TILE_KV / 4] = {};
-  float o[V_COLUMNS / 2] = {};
+  float o[V_COLUMNS / 2 + 4] = {};  // and two columns, of which the first has the sums of P as it was multiplied
   RowState state = {};
-  Added added = {};      // to the sums by the tile at hand
-  float before[2] = {};  // the maxima of O and of the sums
-  u32 moved = 0;         // lanes whose maxima are not those of O any more
+  float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
+  u32 moved = 0;  // lanes whose maxima are not those of O any more
   // Read where it is used: registers are for fragments.
   DEVICE Work work_at(Ring<WORK_STAGES> at) { return shared.work[at.stage()]; }
 
@@ -596,13 +602,23 @@ struct Consumer {
     wgmma_commit_group();
   }
 
-  // O += P V, on its way
+  // S becomes P.
+  DEVICE void exponentiate(S& s) { exponentiate_rows(s, scale, state.row_max, added); }
+
+  // O += P V, on its way, and the sum of P as that takes it: P times ones, which lie beside the last box of V.
   DEVICE void issue_pv() {
     await_full(shared.v_pipe, v_ring);
-    const u64 v = advance_bytes(matrix_descriptor(shared.v, TILE_KV * 128), v_ring.stage() * sizeof(VTile));
+    const int stage = v_ring.stage() * sizeof(VTile);
+    const u64 v = advance_bytes(matrix_descriptor(shared.v, TILE_KV * 128), stage);
+    auto& last = shared.v[0][V_COLUMNS / 64 - 1];
+    const u64 v_and_ones = advance_first_bytes(matrix_descriptor(last, (char*)shared.ones - (char*)last), stage);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < TILE_KV; n += 16) wgmma_pv(o, *(u32 (*)[4])&probabilities[n / 4], advance_bytes(v, n * 128));
+    for (int n = 0; n < TILE_KV; n += 16) {
+      auto& part = *(u32 (*)[4])&probabilities[n / 4];
+      wgmma_pv(*(float (*)[V_COLUMNS / 2 - 32])&o, part, advance_bytes(v, n * 128));
+      wgmma_pv_and_sum(*(float (*)[36])&o[V_COLUMNS / 2 - 32], part, advance_first_bytes(v_and_ones, n * 128));
+    }
     wgmma_commit_group();
   }
 
@@ -652,11 +668,8 @@ struct Consumer {
 
   // The sums grow by what this tile adds.
   DEVICE void accumulate() {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      state.sum[r] += added.sum[r];
-      state.rounded_sum[r] += added.rounded_sum[r];
-    }
+    state.sum[0] += added[0];
+    state.sum[1] += added[1];
   }
 
   // O and the sums follow the maxima.
@@ -666,7 +679,6 @@ struct Consumer {
     for (int r = 0; r < 2; r++) {
       factor[r] = ex2(before[r] - state.row_max[r]);
       state.sum[r] *= factor[r];
-      state.rounded_sum[r] *= factor[r];
     }
     multiply_rows(o, factor);
   }
@@ -679,7 +691,7 @@ struct Consumer {
     moved = __ballot_sync(~0u, follow(state.row_max, s, scale, SLACK));
     release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
-    added = exponentiate_rows<round_bf16>(s, scale, state.row_max);
+    exponentiate(s);
   }
 
   // The layout of an accumulator is that of an A operand.
@@ -722,7 +734,7 @@ struct Consumer {
     }
     while (true) {
 #pragma unroll
-      for (int i = 0; i < V_COLUMNS / 2; i++) o[i] = 0.f;
+      for (int i = 0; i < V_COLUMNS / 2 + 4; i++) o[i] = 0.f;
 #pragma unroll 1
       for (int tile = (p.kv_len - 1) / TILE_KV - 1; tile >= 0; tile--) {
         S s;
@@ -783,7 +795,7 @@ struct Consumer {
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float sum = quad_sum(done.sum[r]), rounded_sum = quad_sum(done.rounded_sum[r]);
+      const float sum = quad_sum(done.sum[r]), rounded_sum = o[V_COLUMNS / 2 + 2 * r];
       factor[r] = sum == 0.f ? 0.f : 1.f / rounded_sum;
       if (q + 8 * r < p.q_len)
         store_lse(work, q + 8 * r, sum == 0.f ? MINUS_INFINITY : (done.row_max[r] + lg2(sum)) * LN2);
@@ -823,6 +835,8 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     init(shared.work_pipe, 4 * WARPGROUPS + 2);
     fence_mbarrier_init();
   }
+  for (int i = threadIdx.x; i < sizeof(shared.ones) / 4; i += THREADS) ((u32*)shared.ones)[i] = cvt_bf16x2(1.f, 1.f);
+  fence_proxy_async();
   __syncthreads();
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);

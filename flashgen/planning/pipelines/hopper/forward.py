@@ -22,8 +22,11 @@ from flashgen.planning.members import (
     OFromRegisters,
     PackedQueries,
     Queries,
+    RoundedSum,
     Softmax,
     StaticScheduler,
+    SumByProduct,
+    SumOfWords,
     TilesAlike,
     TrackedRowMax,
 )
@@ -60,6 +63,9 @@ STAGES = (2, 3, 4)
 #: Queries of a tile, and the step of keys at which a plan shows the sum that no longer fits: wgmma's n.
 QUERIES, KEY_STEP = tuple(ROWS * w for w in WARPGROUPS), 8
 
+#: What the product with V adds P up by, beside V: eight columns would do, a box is what lies there.
+ONES = (Part(name="ones", amount=programs.ONES * ITEM, why=f"{DEPTH} rows x {BOX} columns x {ITEM} bytes"),)
+
 #: A block has an SM to itself.
 SHARES_SM = False
 
@@ -74,10 +80,6 @@ FREE_STAGES = (3, 2)
 #: Registers of a consumer's thread beside fragments: softmax, addresses, barriers; two more where a tile in the loop
 #: needs its maxima; and one more for every so many columns of q and k, whose descriptors are kept.
 OVERHEAD, MAXIMA_REGISTERS, DESCRIPTOR_COLUMNS = 19, 2, 12
-
-#: What three warpgroups that do without maxima need with two stages, and not with three: ptxas spills some words of the
-#: loop's state at head_dim 64 (tiles of 192 x 128) and 128 (192 x 64).
-TWO_STAGES_REGISTERS = 18
 
 #: Registers that a score function needs beside S; those of a captured element and its address, and of finding them.
 SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
@@ -213,6 +215,7 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         staged("q", c.q_stages, c.tile.q, room),
         staged("k", c.stages, c.tile.kv, d),
         staged("v", c.stages, c.tile.kv, dv),
+        *(ONES if _rounded_sum(request).by_product else ()),
         Part(name="control", amount=control, why="barriers and messages"),
     )
 
@@ -221,17 +224,32 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 def _control(tile_q: int, stages: int, q_stages: int, masked: bool) -> int:
     """Bytes of barriers and messages, which neither the size of tiles nor that of registers changes."""
     c = Candidate(tile=Tile(q=tile_q, kv=DEPTH), stages=stages, q_stages=q_stages)
-    return _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False, lags=False).control_bytes(programs.ALIGNMENT)
+    return _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False, lags=False, ones=False).control_bytes(
+        programs.ALIGNMENT
+    )
 
 
 def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program:
     """What the warps of a candidate do."""
     columns, registers = (boxed(request.head_dim), boxed(request.v_head_dim)), division(c.warpgroups, request)
-    return _program(c, columns, registers, masked=request.profile.hides, ping_pong=ping_pong, lags=_softmax(request).lags)
+    return _program(
+        *(c, columns, registers),
+        masked=request.profile.hides,
+        ping_pong=ping_pong,
+        lags=_softmax(request).lags,
+        ones=_rounded_sum(request).by_product,
+    )
 
 
 def _program(
-    c: Candidate, columns: tuple[int, int], registers: tuple[int, int], *, masked: bool, ping_pong: bool, lags: bool
+    c: Candidate,
+    columns: tuple[int, int],
+    registers: tuple[int, int],
+    *,
+    masked: bool,
+    ping_pong: bool,
+    lags: bool,
+    ones: bool,
 ) -> Program:
     return programs.forward(
         tile=c.tile,
@@ -243,6 +261,7 @@ def _program(
         stored=c.q_stages > 1,
         ping_pong=ping_pong,
         lags=lags,
+        ones=ones,
     )
 
 
@@ -252,7 +271,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     if asked.plain and request.widest <= WITHOUT_ROW_MAX_COLUMNS:
         maxima = 0
     parts = [
-        Part(name="o", amount=dv // 2, why=f"{ROWS} x {dv} float32 over 128 threads"),
+        Part(name="o", amount=dv // 2 + 4, why=f"{ROWS} x {dv} float32 over 128 threads, and sums"),
         Part(name="s", amount=c.tile.kv // 2, why=f"{ROWS} x {c.tile.kv} float32 over 128 threads"),
         Part(name="p", amount=c.tile.kv // 4, why=f"{ROWS} x {c.tile.kv} in 16 bits over 128 threads"),
         Part(
@@ -301,9 +320,6 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
             there = f"{needed - p} registers and {(smem_bytes + p_bytes) / KIB:.4g} KiB"
             text += f"; P would have to go through shared memory: {there}"
         return text
-    if c.warpgroups > 2 and c.stages == 2 and _softmax(request).lags and needed + TWO_STAGES_REGISTERS > consumer:
-        more = f"{_terms(wanted)} = {needed}, and {TWO_STAGES_REGISTERS} that two stages take beyond three"
-        return f"registers {more} > {consumer} of a consumer beside {producer} of a producer"
     return None
 
 
@@ -331,6 +347,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             warpgroups=c.warpgroups,
             ping_pong=ping_pong,
             softmax=softmax,
+            rounded_sum=_rounded_sum(request),
             score_emitted_twice=score_emitted_twice,
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
             o=OByTma() if c.q_stages > 1 else OFromRegisters(),
@@ -441,4 +458,12 @@ def _softmax(request: KernelRequest) -> Softmax:
     candidates, since it decides on bits."""
     asked = request.profile
     lags = request.widest <= WITHOUT_ROW_MAX_COLUMNS and not asked.scored and (asked.band or not asked.masked)
-    return LaggingRowMax(slack=LAGGING_SLACK[request.dtype]) if lags else TrackedRowMax(slack=TRACKED_SLACK[request.dtype])
+    return (
+        LaggingRowMax(slack=LAGGING_SLACK[request.dtype]) if lags else TrackedRowMax(slack=TRACKED_SLACK[request.dtype])
+    )
+
+
+def _rounded_sum(request: KernelRequest) -> RoundedSum:
+    """By the product where that has whole boxes of V, and P is what it was added up as."""
+    whole = padded(request.v_head_dim) % BOX == 0 and not request.dropout
+    return SumByProduct() if whole else SumOfWords()
