@@ -79,7 +79,7 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(host, "CALLS", 1)
     monkeypatch.setattr(host, "WARM_CALLS", 0)
 
-    def draw(p, seed):
+    def draw(p, seed, device="cpu"):
         g = torch.Generator().manual_seed(seed)
         shapes = ((p.heads, p.q_len), (p.kv_heads, p.kv_len), (p.kv_heads, p.kv_len), (p.heads, p.q_len))
         return tuple(torch.randn(p.batch, *shape, p.head_dim, generator=g).to(torch.bfloat16) for shape in shapes)

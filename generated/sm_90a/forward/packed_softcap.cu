@@ -544,8 +544,7 @@ struct Scheduler {
     else send(work);
   }
 
-  // Long tiles first, within groups of heads whose keys and values stay in L2: under a causal mask late queries see
-  // most.
+  // Long tiles first, within groups of heads whose keys and values stay in L2: late queries see most if causal.
   DEVICE Work locate(int index) {
     const int group = index / (p.q_tiles * p.l2_heads) * p.l2_heads, rest = index - group * p.q_tiles;
     const int width = min(p.l2_heads, p.heads * p.batch - group), head = group + rest % width;
