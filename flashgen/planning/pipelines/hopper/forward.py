@@ -268,7 +268,7 @@ def _program(
 def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """32-bit registers of a consumer's thread: S of one tile is on its way while P of the one before is multiplied."""
     asked, dv, maxima = request.profile, padded(request.v_head_dim), MAXIMA_REGISTERS
-    if asked.plain and request.widest <= WITHOUT_ROW_MAX_COLUMNS:
+    if asked.plain:
         maxima = 0
     parts = [
         Part(name="o", amount=dv // 2 + 4, why=f"{ROWS} x {dv} float32 over 128 threads, and sums"),

@@ -851,10 +851,12 @@ struct Consumer {
     accumulate();
   }
 
-  // Whether P is less than LIMIT in all rows of the warpgroup: it is where what this lane's keys add up to is.
+  // Whether P is less than LIMIT in all rows of the warpgroup: it is where what this lane's keys add up to is.  The
+  // vote
+  // tells ptxas that the warp is of one mind, so that what the loop counts stays in uniform registers.
   DEVICE bool fits() {
     const bool large = !(fmaxf(added[0], added[1]) < LIMIT);
-    return !bar_any(FITS_BARRIER + warpgroup, 128, large);
+    return !__any_sync(~0u, bar_any(FITS_BARRIER + warpgroup, 128, large));
   }
 
   // The same without a look at maxima; false where P does not fit: S comes from the product once more, and the
