@@ -79,7 +79,7 @@ FREE_STAGES = (3, 2)
 
 #: Registers of a consumer's thread beside fragments: softmax, addresses, barriers; two more where a tile in the loop
 #: needs its maxima; and one more for every so many columns of q and k, whose descriptors are kept.
-OVERHEAD, MAXIMA_REGISTERS, DESCRIPTOR_COLUMNS = 19, 2, 12
+OVERHEAD, MAXIMA_REGISTERS, DESCRIPTOR_COLUMNS = 17, 2, 12
 
 #: Registers that a score function needs beside S; those of a captured element and its address, and of finding them.
 SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
