@@ -99,8 +99,9 @@ DEVICE void bar_sync(int barrier, int threads) {
 DEVICE bool bar_any(int barrier, int threads, bool x) {
   u32 any;
   asm volatile(
-      "{\n\t.reg .pred x;\n\tsetp.ne.u32 x, %3, 0;\n\tbar.red.or.pred x, %1, %2, x;\n\tselp.u32 %0, 1, 0, x;\n\t}"
-               : "=r"(any) : "r"(barrier), "r"(threads), "r"(u32(x)) : "memory");
+      "{\n.reg .pred x;\nsetp.ne.u32 x, %3, 0;\n"
+      "bar.red.or.pred x, %1, %2, x;\nselp.u32 %0, 1, 0, x;\n}"
+      : "=r"(any) : "r"(barrier), "r"(threads), "r"(u32(x)) : "memory");
   return any;
 }
 
@@ -364,7 +365,7 @@ constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
 constexpr int O_BARRIER = 4;  // named barriers of the warpgroups
 constexpr float SLACK = 64.0f;  // power of two by which S may pass a row's maximum: O is rescaled seldom
-constexpr float LIMIT = 18446744073709551616.f;  // 2^SLACK, of P
+constexpr float P_LIMIT = 18446744073709551616.f;  // 2^SLACK, of P
 constexpr int FITS_BARRIER = 7;  // named barriers of the warpgroups
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
@@ -851,11 +852,11 @@ struct Consumer {
     accumulate();
   }
 
-  // Whether P is less than LIMIT in all rows of the warpgroup: it is where what this lane's keys add up to is.  The
+  // Whether P is less than P_LIMIT in all rows of the warpgroup: it is where what this lane's keys add up to is.  The
   // vote
   // tells ptxas that the warp is of one mind, so that what the loop counts stays in uniform registers.
   DEVICE bool fits() {
-    const bool large = !(fmaxf(added[0], added[1]) < LIMIT);
+    const bool large = !(fmaxf(added[0], added[1]) < P_LIMIT);
     return !__any_sync(~0u, bar_any(FITS_BARRIER + warpgroup, 128, large));
   }
 
