@@ -13,6 +13,7 @@ from flashgen.bench.cells import cell
 from flashgen.bench.host import ALLOCATION, Contender, Row, interleave
 from flashgen.bench.protocol import MIN_ROUNDS, rotation
 from flashgen.errors import LaunchError
+from flashgen.ops import memory
 from flashgen.runtime import captured
 
 
@@ -76,6 +77,7 @@ def on_a_cpu(monkeypatch):
     on_device = captured.on_device
     monkeypatch.setattr(captured, "on_device", lambda variant, arrays, _: on_device(variant, arrays, "cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(memory, "empty_strided", lambda shape, strides, dtype: torch.empty_strided(shape, strides))
     monkeypatch.setattr(host, "CALLS", 1)
     monkeypatch.setattr(host, "WARM_CALLS", 0)
 

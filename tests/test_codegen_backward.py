@@ -129,6 +129,7 @@ def test_nothing_spills(spec, head_dim, arch, options):
     assert (resources.spills, resources.stack_bytes) == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selected", ["q", "k", "qk"])
 def test_masks_compile_whichever_side_selects_what_they_look_up(selected):
     data = fg.tensor("data", dims=("batch", None), dtype="int32", example=None)

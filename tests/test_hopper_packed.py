@@ -34,6 +34,7 @@ def few(q_len, group, **shape):
 
 
 # ---------------------------------------------------------------- the kernel
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("q_len", "group", "shape"),
     [
@@ -58,6 +59,7 @@ def test_few_queries(q_len, group, shape):
     assert report.bytes(buffer="k") == predicted.tiles.visited_columns * w.problem.head_dim * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "sliding_window", "document", "softcap", "blocks", "packed_softcap"])
 @pytest.mark.parametrize("q_stages", [1, 2])
 def test_variants(spec, q_stages):
@@ -83,6 +85,7 @@ def test_rows_that_see_nothing():
     assert not nothing.o.any() and (nothing.lse == -np.inf).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_gives_the_same_bits(seed):
     w = few(40, 4, q_stages=1 + seed % 2, batch=2)
@@ -118,6 +121,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_are_noticed(name):
     edit, allowed = MUTATIONS[name]

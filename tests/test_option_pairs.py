@@ -77,6 +77,7 @@ def test_what_is_accepted_spills_nothing(pipeline, backward, spec, head_dim, dty
             assert (resources.spills, resources.stack_bytes) == (0, 0), (request.asked, request.fixed, plan.tile)
 
 
+@pytest.mark.slow
 def test_four_fifths_of_pairs_are_accepted():
     asked = [request for cell in GRID for request in requests(*cell)]
     accepted = sum(bool(forms(request)) for request in asked)

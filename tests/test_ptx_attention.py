@@ -114,6 +114,7 @@ def test_inputs_that_make_a_softmax_peaked(pipeline, name, dtype):
     assert w.wrong(w.run()) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "spec", "shape"),
     [

@@ -18,6 +18,7 @@ from flashgen.bench import contest, peers
 from flashgen.bench.cells import Cell, cell
 from flashgen.bench.contest import SAME, Setting
 from flashgen.bench.inputs import INPUTS, draw
+from flashgen.bench.peers import BEST
 from flashgen.bench.protocol import Ratio, Timings, interleave, whole_turns
 from flashgen.ops.attention import attention
 from flashgen.planning.traffic_backward import useful_flops
@@ -39,9 +40,8 @@ TAIL = 1e-4
 #: The exact algorithm, among those whose errors are given.
 EXACT = "exact"
 
-#: How many times the error of the better of these peers flashgen's may be, and its largest error of lse that of the
+#: How many times the error of the better of `BEST` flashgen's may be, and its largest error of lse that of the
 #: exact algorithm: more is marked.
-BEST = ("cudnn", "fa3")
 BARS = {"rms": 1.05, "largest": 1.25, "tail": 1.1}
 LSE_BAR = 1.25
 

@@ -59,7 +59,7 @@ OF_PROCESS = ("import flashgen", "first plan of a process", "plan")
 #: The row of a first call.
 FIRST_CALL = "first call, warm cache"
 
-#: Contender of the forward's rows: torch's allocation of o and lse alone, which is part of every call of flashgen.
+#: Contender of the forward's rows: the allocation of o alone, which is part of every call of flashgen.
 ALLOCATION = "allocation"
 
 
@@ -148,6 +148,7 @@ def calls(at: Cell, *, rounds: int, names: tuple[str, ...], seed: int = 0) -> It
     """A repeated call of one cell on the current GPU, checked: the forward alone, and with its gradients."""
     import torch
 
+    from flashgen.ops import memory
     from flashgen.ops.attention import attention
 
     setting = contest.prepare(at, None, seed)
@@ -182,8 +183,7 @@ def calls(at: Cell, *, rounds: int, names: tuple[str, ...], seed: int = 0) -> It
     o, lse = run(return_lse=True)
 
     def allocate() -> None:
-        torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device)
-        torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+        memory.empty_strided(o.shape, o.stride(), o.dtype)
 
     yield row(
         "forward",

@@ -21,6 +21,9 @@ Call = Callable[[], "torch.Tensor"]
 #: SDPA's backends by the name they have in a table: FLASH is FlashAttention-2, CUDNN is cuDNN's fused kernel.
 SDPA = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 
+#: Those whose results and speed are what others have at best: the bars of `flashgen bench data`.
+BEST = ("cudnn", "fa3")
+
 #: Cells that SDPA's kernels compute, and whether they are causal there.
 KERNELS = {("full",): False, ("causal",): True}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flashgen import jsonfile
 from flashgen.bench import cells
-from flashgen.bench.peers import same_maths
+from flashgen.bench.peers import BEST, same_maths
 from flashgen.errors import FlashgenError, shown
 
 if TYPE_CHECKING:
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 #: Peers that a reader can install or build, as a record names them, in the order of the columns.
 PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "flex": "FlexAttention"}
 
-#: Peers whose errors and speed stand in the table of `flashgen bench data`, and the measures of errors there.
-DATA_PEERS = ("cudnn", "fa3")
+#: The measures of errors in the table of `flashgen bench data`.
 MEASURES = {"rms": "RMS error", "largest": "largest error", "tail": "99.99th percentile"}
 
 #: The masks of the main table.
@@ -146,7 +145,7 @@ def on_data(folder: Path) -> str:
         except ValueError as error:
             raise _damaged(path, error) from None
         _, *where = path.stem.split("_")
-        heads = ["dtype", "input", *MEASURES.values(), *(f"faster than {PEERS[peer]}" for peer in DATA_PEERS)]
+        heads = ["dtype", "input", *MEASURES.values(), *(f"faster than {PEERS[peer]}" for peer in BEST)]
         lines += [f"{' '.join(['data', *where])}, {gpu}:", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
         lines += [f"| {' | '.join(cells)} |" for cells in table]
         lines.append("")
@@ -159,7 +158,7 @@ def _worst_errors(rows: list[dict]) -> list[str]:
     for row in rows:
         for what, by in jsonfile.member(row, "times_error", dict).items():
             for peer in by if what != "lse" else ():
-                if peer in DATA_PEERS:
+                if peer in BEST:
                     for measure in MEASURES:
                         ratio = jsonfile.member(by[peer], measure, (int, float))
                         worst[measure] = max(worst.get(measure, 0.0), ratio)
@@ -167,7 +166,7 @@ def _worst_errors(rows: list[dict]) -> list[str]:
 
 
 def _speeds(rows: list[dict]) -> list[str]:
-    return [_summary([row["ratio"][peer][0] for row in rows if peer in row["ratio"]]) for peer in DATA_PEERS]
+    return [_summary([row["ratio"][peer][0] for row in rows if peer in row["ratio"]]) for peer in BEST]
 
 
 def _summary(ratios: list[float]) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from flashgen.bench.protocol import MIN_ROUNDS
 from flashgen.cli import options
-from flashgen.cli.console import err, progress, size, tabulate, write_json
+from flashgen.cli.console import err, progress, size, tabulate, times_faster, write_json
 from flashgen.errors import LaunchError, PlanError
 
 if TYPE_CHECKING:
@@ -187,8 +187,7 @@ def _table(name: str, measured: list[Measured], peers: list[str]) -> Table:
                 continue
             ratio = one.ratio(peer)
             ratios.setdefault(peer, []).append(ratio.median)
-            text = f"{ratio.median:.3f} \\[{ratio.low:.2f}, {ratio.high:.2f}]"
-            row.append(text if peer in own or ratio.median >= BAR else f"[red]{text}[/]")
+            row.append(times_faster(ratio, 0.0 if peer in own else BAR))
         table.add_row(*row)
     columns = (ratios.get(peer) for peer in (*peers, *own))
     means = (f"{statistics.geometric_mean(r):.3f}" if r else "-" for r in columns)

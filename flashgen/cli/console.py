@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -15,6 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flashgen import files
+
+if TYPE_CHECKING:
+    from flashgen.bench.protocol import Ratio
 
 #: Results; plain text where the output is a file or a pipe.
 out = Console(highlight=False, soft_wrap=True)
@@ -41,6 +45,12 @@ def progress() -> Progress:
         console=err,
         transient=True,
     )
+
+
+def times_faster(ratio: Ratio, bar: float = 0.0) -> str:
+    """A ratio with its spread over the rounds, red below a bar."""
+    text = f"{ratio.median:.3f} \\[{ratio.low:.2f}, {ratio.high:.2f}]"
+    return text if ratio.median >= bar else f"[red]{text}[/]"
 
 
 def write(path: Path, content: bytes | str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.table import Table
 
-from flashgen.cli.console import err, progress, tabulate, write_json
+from flashgen.cli.console import err, progress, tabulate, times_faster, write_json
 from flashgen.errors import LaunchError, PlanError
 
 if TYPE_CHECKING:
@@ -43,14 +43,13 @@ def measure(
     from flashgen.bench import data, record
     from flashgen.bench.inputs import INPUTS
     from flashgen.bench.peers import functions
-    from flashgen.planning.arch import ARCHS
+    from flashgen.planning.planner import PIPELINES
 
     wanted = [name for name in inputs.split(",") if name] or list(INPUTS)
     if unknown := [name for name in wanted if name not in INPUTS]:
         raise PlanError(f"there is no input {unknown[0]!r}\n  nearest: {', '.join(INPUTS)}")
-    known = sorted({name for arch in ARCHS.values() for name in arch.pipelines})
-    if pipeline not in (None, *known):
-        raise PlanError(f"there is no pipeline {pipeline!r}\n  nearest: {', '.join(known)}")
+    if pipeline not in (None, *PIPELINES):
+        raise PlanError(f"there is no pipeline {pipeline!r}\n  nearest: {', '.join(PIPELINES)}")
     whole = [cell for cell in data.table(seqlen) if cell.input in wanted]
     chosen = [cell for cell in whole if cells in str(cell)]
     if not chosen:
@@ -137,8 +136,7 @@ def table(results: list[Result], peers: list[str], bar: float, *, backward: bool
                     continue
                 ratio = result.faster(name)
                 speeds.setdefault(name, []).append(ratio.median)
-                text = f"{ratio.median:.3f} \\[{ratio.low:.2f}, {ratio.high:.2f}]"
-                row.append(text if ratio.median >= bar else f"[red]{text}[/]")
+                row.append(times_faster(ratio, bar))
             if place == 0 and result.reasons:
                 row[2] += " [bold red]wrong[/]"
             shown.add_row(*row)

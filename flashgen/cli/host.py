@@ -51,7 +51,7 @@ def measure(*, cells: str, rounds: int, peers: tuple[str, ...], folder: Path, se
             "rounds": f"at least {rounds}, in whole turns of the contenders' order; of fresh processes {rounds}",
             "timed": f"{host.CALLS} calls on an empty queue, until the last returns to the host; SDPA's backend is"
             " chosen beforehand; Python's collector rests",
-            host.ALLOCATION: "torch's allocation of o and lse, a part of each call of flashgen",
+            host.ALLOCATION: "the allocation of o, a part of each call of flashgen",
             "ratio": "median of per-round (peer time / flashgen time), low, high",
             "unit": "microseconds",
             "import_limit": host.IMPORT_LIMIT,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flashgen.lang.variant import Variant
     from flashgen.planning.problem import Problem
     from flashgen.runtime.philox import Dropout
-    from flashgen.runtime.reference import Verdict
+    from flashgen.runtime.reference import Rule, Verdict
 
 #: What a sweep takes every spec through; a CPU takes the lengths that its walk does at once.
 _LENGTHS = {"cpu": (1, 127), "cuda": (1, 127, 1000, 4096)}
@@ -214,7 +214,7 @@ def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bo
     import torch
 
     from flashgen.ops.attention import attention
-    from flashgen.runtime.reference import KERNELS, POOL, RULE, baseline, judge, judge_lse, reference
+    from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
     p, case, variant = resolved.problem, resolved.case, resolved.variant
     dtype = getattr(torch, p.dtype)
@@ -222,7 +222,7 @@ def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bo
     elements = p.batch * p.heads * p.q_len * p.v_head_dim
     scale = 1 / math.sqrt(p.head_dim)
     outs, bases, refs, lses, ref_lses, taken = [], [], [], [], [], math.inf
-    for draw in range(max(1, math.ceil(_SHARE[device] * POOL / elements)) if elements else 1):
+    for draw in range(_draws(elements, device)):
         generator = torch.Generator(device).manual_seed(seed + draw)
         q, k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in _shapes(p))
         dropped = options.drops(dropout, seed + draw)
@@ -240,7 +240,7 @@ def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bo
         refs.append(ref.flatten())
         lses.append(lse.flatten())
         ref_lses.append(ref_lse.flatten())
-    verdict = judge(torch.cat(outs), torch.cat(bases), torch.cat(refs), p.dtype, KERNELS if device == "cuda" else RULE)
+    verdict = judge(torch.cat(outs), torch.cat(bases), torch.cat(refs), p.dtype, _rule(device))
     return Checked(verdict=verdict, lse_reasons=judge_lse(torch.cat(lses), torch.cat(ref_lses)), seconds=taken)
 
 
@@ -267,14 +267,13 @@ def _check_gradients(
 
     from flashgen.ops.attention import attention
     from flashgen.runtime.gradients import baseline_gradients, judge_gradients, reference_gradients
-    from flashgen.runtime.reference import KERNELS, POOL, RULE
 
     p, case, variant = resolved.problem, resolved.case, resolved.variant
     inputs = {**case.params, **on_device(variant, case.tensors, device)}
     shapes = _shapes(p)
     fewest = min(math.prod(shape) for shape in shapes)
     draws = []
-    for draw in range(max(1, math.ceil(_SHARE[device] * POOL / fewest)) if fewest else 1):
+    for draw in range(_draws(fewest, device)):
         generator = torch.Generator(device).manual_seed(seed + draw)
         *qkv, do = (
             torch.randn(shape, generator=generator, device=device).to(getattr(torch, p.dtype))
@@ -293,7 +292,21 @@ def _check_gradients(
         [torch.cat([x.flatten() for x in parts]) for parts in zip(*by_draw, strict=True)]
         for by_draw in zip(*draws, strict=True)
     ]
-    return judge_gradients(*together, p.dtype, KERNELS if device == "cuda" else RULE)
+    return judge_gradients(*together, p.dtype, _rule(device))
+
+
+def _draws(elements: int, device: str) -> int:
+    """How often to draw, of so many elements each time, until a verdict has enough."""
+    from flashgen.runtime.reference import POOL
+
+    return max(1, math.ceil(_SHARE[device] * POOL / elements)) if elements else 1
+
+
+def _rule(device: str) -> Rule:
+    """The rule of the walk, or of emitted kernels."""
+    from flashgen.runtime.reference import KERNELS, RULE
+
+    return KERNELS if device == "cuda" else RULE
 
 
 def _shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
