@@ -53,7 +53,6 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "from": f"from_{ptx_type}",
         "mma": f"mma_m16n8k16_{ptx_type}",
         "cvt": f"cvt_{ptx_type}x2",
-        "round": f"round_{ptx_type}",
     }
     if plan.backward is not None:
         context["transposed"] = transposed(facts, plan.gradients)

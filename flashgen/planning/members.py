@@ -143,64 +143,6 @@ class DqInOrder:
 DqSum = DqInAnyOrder | DqInMainKernel | DqInOrder
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Pipeline hopper, forward: how the softmax finds what to subtract from a row
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrackedRowMax:
-    """The maxima of each tile are looked at; they follow scores that are more than `slack` above, in powers of two."""
-
-    lags: ClassVar[bool] = False
-    slack: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaggingRowMax:
-    """The same, but where no mask hides anything nobody looks while sums show that P is less than 2^`slack`."""
-
-    lags: ClassVar[bool] = True
-    slack: float
-
-    @property
-    def limit(self) -> float:
-        """Of P."""
-        return 2.0**self.slack
-
-
-Softmax = TrackedRowMax | LaggingRowMax
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pipeline hopper, forward: the sum of P as it is multiplied, by which O is divided
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SumOfWords:
-    """Two elements of P are rounded, unpacked and added for each word that the product takes."""
-
-    template: ClassVar[str] = "hopper/forward_sum_of_words.cu.j2"
-    by_product: ClassVar[bool] = False
-
-    def products(self, columns: int) -> list[tuple[str, str, int]]:
-        """Name, comment and columns of each product with V."""
-        return [("wgmma_pv", "o += p v over 16 keys.", columns)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SumByProduct:
-    """V has eight more columns, of ones: they lie once in shared memory, beside whatever box of V is multiplied."""
-
-    template: ClassVar[str] = "hopper/forward_sum_by_product.cu.j2"
-    by_product: ClassVar[bool] = True
-
-    def products(self, columns: int) -> list[tuple[str, str, int]]:
-        """Name, comment and columns of each product with V."""
-        first = [("wgmma_pv", "o += p v over 16 keys.", columns - 64)] if columns > 64 else []
-        return [*first, ("wgmma_pv_and_sum", "The same of the last 64 columns, and of eight of ones.", 72)]
-
-
-RoundedSum = SumOfWords | SumByProduct
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, forward: tiles that the mask hides nothing of
 
 

@@ -2,8 +2,8 @@
 // Warp w, lane l of a warpgroup holds rows 16 w + l / 4 and eight further down of an m64nN accumulator; element
 // 4 j + 2 r + e of its array is row r (0 or 1) of these, column 8 j + 2 (l % 4) + e.
 //
-// Per row: what is subtracted in the exponent (the highest scaled score so far, or less), and the sum of P over this
-// lane's keys, for lse.
+// Per row: what is subtracted in the exponent (the highest scaled score so far, or a little less), and the sum of this
+// lane's exponentials.
 struct RowState { float row_max[2], sum[2]; };
 
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
@@ -20,13 +20,13 @@ template <int N> DEVICE float highest_of_row(const float (&s)[N], int r) {
   return quad_max(fmaxf(even, odd));
 }
 
-// The maxima follow the highest of scale * S where these are more than `slack` above: true if one of this lane's did.
-template <int N> DEVICE bool follow(float (&row_max)[2], const float (&s)[N], float scale, float slack) {
+// The maxima follow the highest of scale * S where its P is more than the row's limit: true if one of this lane's did.
+template <int N> DEVICE bool follow(float (&row_max)[2], const float (&s)[N], float scale, const float (&limit)[2]) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const float highest = highest_of_row(s, r);
-    moves[r] = fmaf(highest, scale, -row_max[r]) > slack;
+    moves[r] = ex2(fmaf(highest, scale, -row_max[r])) > limit[r];
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
     if (moves[r]) row_max[r] = fmaf(highest, scale, 0.f);
   }
@@ -46,23 +46,6 @@ template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const
       odd += s[i + 1];
     }
     sum[r] = even + odd;
-  }
-}
-
-// The same; and what P adds up to as the product with V takes it, rounded by ROUND.
-template <void ROUND(float&, float&), int N>
-DEVICE void exponentiate_and_round(float (&s)[N], float scale, const float (&row_max)[2], float (&sum)[2],
-                                   float (&rounded_sum)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    sum[r] = rounded_sum[r] = 0.f;
-#pragma unroll
-    for (int i = 2 * r; i < N; i += 4) {
-      float low = s[i] = ex2(fmaf(s[i], scale, -row_max[r])), high = s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_max[r]));
-      sum[r] += low + high;
-      ROUND(low, high);
-      rounded_sum[r] += low + high;
-    }
   }
 }
 

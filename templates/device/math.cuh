@@ -95,17 +95,3 @@ DEVICE u32 cvt_f16x2(float low, float high) {
 DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }
 
 DEVICE float from_f16(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
-
-// Two floats as their type stores them.  The pair is not the operand that the product takes: of one that serves both
-// ptxas would write registers of a product that is on its way (C7513), and let none be on its way instead.
-DEVICE void round_bf16(float& a, float& b) {
-  const u32 pair = cvt_bf16x2(b, a);
-  a = __int_as_float(pair & 0xffff0000);
-  b = __int_as_float(pair << 16);
-}
-
-DEVICE void round_f16(float& a, float& b) {
-  const u32 pair = cvt_f16x2(b, a);
-  a = from_f16(u16(pair >> 16));
-  b = from_f16(u16(pair));
-}

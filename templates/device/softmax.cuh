@@ -12,27 +12,27 @@ DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// The least value over the four lanes that share a row.
-DEVICE float quad_min(float x) {
-  x = fminf(x, __shfl_xor_sync(~0u, x, 1));
-  return fminf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
 // The sum over the four lanes that share a row.
 DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// P of a key beyond which its row's maximum follows it: `share` of what the row's lanes have added up, from 1 to `most`.
+DEVICE float lag_limit(float sum, float share, float most) {
+  const float row_sum = quad_sum(sum);
+  return row_sum == 0.f ? most : fminf(fmaxf(share * row_sum, 1.f), most);
+}
+
 // Two rows of a 16-row block of S in one thread: accumulator elements 0 and 1 are of row 0, elements 2 and 3 of row 1.
 struct OnlineSoftmax {
   float row_max[2] = {MINUS_INFINITY, MINUS_INFINITY};  // so far, scaled; it may lag; -inf: nothing seen
-  float sum[2] = {0.f, 0.f};          // of P over this thread's columns, for lse
-  float rounded_sum[2] = {0.f, 0.f};  // of P as the product with V takes it, by which O is divided
+  float sum[2] = {0.f, 0.f};                            // over this thread's columns
 
-  // The maxima follow S where it is more than `slack` above, and the sums follow them; O is to follow by `factor`
-  // where the result is true.
-  template <int N> DEVICE bool track(const float (&s)[N][4], float scale, float slack, float (&factor)[2]) {
+  // The maxima follow keys that outweigh a share of their rows (lag_limit), and the sums follow them; O is to follow by
+  // `factor` where the result is true.
+  template <int N>
+  DEVICE bool track(const float (&s)[N][4], float scale, float share, float most, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float highest = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
@@ -40,25 +40,24 @@ struct OnlineSoftmax {
       for (int j = 1; j < N; j++) highest = fmaxf(highest, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
       highest = quad_max(highest) * scale;
       const float before = row_max[r];
-      if (!(highest - before <= slack)) row_max[r] = highest;
+      // Not a number where the row has seen nothing.
+      if (!(ex2(highest - before) <= lag_limit(sum[r], share, most))) row_max[r] = highest;
       factor[r] = ex2(before - subtracted(r));
       sum[r] *= factor[r];
-      rounded_sum[r] *= factor[r];
     }
     return factor[0] != 1.f || factor[1] != 1.f;
   }
 
-  // S becomes P = 2^(scale * S - row_max), and the sums grow by it; ROUND is that of the product with V.
-  template <void ROUND(float&, float&), int N> DEVICE void to_probabilities(float (&s)[N][4], float scale) {
+  // S becomes P = 2^(scale * S - row_max), and the sums grow by it.
+  template <int N> DEVICE void to_probabilities(float (&s)[N][4], float scale) {
 #pragma unroll
     for (int j = 0; j < N; j++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        float low = s[j][2 * r] = ex2(fmaf(s[j][2 * r], scale, -subtracted(r)));
-        float high = s[j][2 * r + 1] = ex2(fmaf(s[j][2 * r + 1], scale, -subtracted(r)));
-        sum[r] += low + high;
-        ROUND(low, high);
-        rounded_sum[r] += low + high;
+        float &a = s[j][2 * r], &b = s[j][2 * r + 1];
+        a = ex2(fmaf(a, scale, -subtracted(r)));
+        b = ex2(fmaf(b, scale, -subtracted(r)));
+        sum[r] += a + b;
       }
   }
 

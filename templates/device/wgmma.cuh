@@ -31,8 +31,3 @@ DEVICE u64 matrix_descriptor(const void* operand, u32 leading_bytes) {
 }
 
 DEVICE u64 advance_bytes(u64 descriptor, int bytes) { return descriptor + (bytes >> 4); }
-
-// The same where the columns after the first 64 lie where they lay: an MN-major operand whose second box is another's.
-DEVICE u64 advance_first_bytes(u64 descriptor, u32 bytes) {
-  return descriptor + (bytes >> 4) - ((u64)(bytes >> 4) << 16);
-}

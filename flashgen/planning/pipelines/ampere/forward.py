@@ -177,7 +177,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         Part(name="o", amount=o, why=f"{c.tile.q} x {dv} float32 over {c.threads} threads"),
         Part(name="s", amount=s, why=f"{c.tile.q} x {c.tile.kv} float32, then p"),
         Part(name="q", amount=q, why="all of the warp's rows" if c.q_in_registers else "fragments of one step"),
-        Part(name="softmax", amount=6 * m, why=f"running maximum and two sums of {2 * m} rows"),
+        Part(name="softmax", amount=4 * m, why=f"running maximum and sum of {2 * m} rows"),
         Part(name="addresses", amount=20 + swizzles, why="of the copies, strides, loop state; the swizzle's columns"),
         Part(name="mask", amount=_mask_registers(request.profile), why="positions, bounds and values in partial tiles"),
         *((Part(name="dropout", amount=words, why="random words ahead of their use"),) if request.dropout else ()),

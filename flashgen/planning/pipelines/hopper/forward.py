@@ -17,18 +17,12 @@ from flashgen.planning.integers import Allowed
 from flashgen.planning.members import (
     DynamicScheduler,
     FullTilesApart,
-    LaggingRowMax,
     OByTma,
     OFromRegisters,
     PackedQueries,
     Queries,
-    RoundedSum,
-    Softmax,
     StaticScheduler,
-    SumByProduct,
-    SumOfWords,
     TilesAlike,
-    TrackedRowMax,
 )
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
@@ -63,9 +57,6 @@ STAGES = (2, 3, 4)
 #: Queries of a tile, and the step of keys at which a plan shows the sum that no longer fits: wgmma's n.
 QUERIES, KEY_STEP = tuple(ROWS * w for w in WARPGROUPS), 8
 
-#: What the product with V adds P up by, beside V: eight columns would do, a box is what lies there.
-ONES = (Part(name="ones", amount=programs.ONES * ITEM, why=f"{DEPTH} rows x {BOX} columns x {ITEM} bytes"),)
-
 #: A block has an SM to itself.
 SHARES_SM = False
 
@@ -77,9 +68,9 @@ EXAMPLES = ((128, 128), (128, 64), (128, 32))
 FREE_TILE_KV = (128, 112, 96, 80, 64, 48, 32, 16)
 FREE_STAGES = (3, 2)
 
-#: Registers of a consumer's thread beside fragments: softmax, addresses, barriers; two more where a tile in the loop
-#: needs its maxima; and one more for every so many columns of q and k, whose descriptors are kept.
-OVERHEAD, MAXIMA_REGISTERS, DESCRIPTOR_COLUMNS = 17, 2, 12
+#: Registers of a consumer's thread beside fragments: softmax, addresses, barriers; and one more for every so many columns
+#: of q and k, whose descriptors are kept.
+OVERHEAD, DESCRIPTOR_COLUMNS = 21, 12
 
 #: Registers that a score function needs beside S; those of a captured element and its address, and of finding them.
 SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
@@ -102,19 +93,8 @@ PACKED_REGISTERS = 12
 JUDGE_REGISTERS = 56
 
 #: Up to so many columns a product is short: the softmax of a warpgroup must run under the products of two others, which
-#: take turns to issue them, unless it does without maxima.  Wider ones need no turns.
+#: take turns to issue them.  Wider ones need no turns.
 SHORT_COLUMNS = 64
-
-#: Up to so many columns the softmax does without maxima of tiles that no mask and no score function touches.  Of an
-#: H200, 8,192 keys: 1.02 to 1.06 of the speed with them at head_dim 64, 96 and 128; at 192 and 256, whose products take
-#: longer, 0.97 to 1.00, and tiles that fill registers spill.
-WITHOUT_ROW_MAX_COLUMNS = 128
-
-#: Power of two by which scores may pass a row's maximum before it follows: where maxima are looked at, and where sums
-#: of P show it.  There O stays finite for 2^24 keys and values up to 2^39 in bfloat16, which has the range of float32,
-#: and P in float16's.
-TRACKED_SLACK = {"float16": 1.0, "bfloat16": 8.0}
-LAGGING_SLACK = {"float16": 15.0, "bfloat16": 64.0}
 
 #: Three warpgroups with wider columns hold so few keys that two are faster (FlashAttention-3 divides its rows like that
 #: too): what to multiply their time by.
@@ -215,7 +195,6 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         staged("q", c.q_stages, c.tile.q, room),
         staged("k", c.stages, c.tile.kv, d),
         staged("v", c.stages, c.tile.kv, dv),
-        *(ONES if _rounded_sum(request).by_product else ()),
         Part(name="control", amount=control, why="barriers and messages"),
     )
 
@@ -224,32 +203,17 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 def _control(tile_q: int, stages: int, q_stages: int, masked: bool) -> int:
     """Bytes of barriers and messages, which neither the size of tiles nor that of registers changes."""
     c = Candidate(tile=Tile(q=tile_q, kv=DEPTH), stages=stages, q_stages=q_stages)
-    return _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False, lags=False, ones=False).control_bytes(
-        programs.ALIGNMENT
-    )
+    return _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False).control_bytes(programs.ALIGNMENT)
 
 
 def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program:
     """What the warps of a candidate do."""
     columns, registers = (boxed(request.head_dim), boxed(request.v_head_dim)), division(c.warpgroups, request)
-    return _program(
-        *(c, columns, registers),
-        masked=request.profile.hides,
-        ping_pong=ping_pong,
-        lags=_softmax(request).lags,
-        ones=_rounded_sum(request).by_product,
-    )
+    return _program(c, columns, registers, masked=request.profile.hides, ping_pong=ping_pong)
 
 
 def _program(
-    c: Candidate,
-    columns: tuple[int, int],
-    registers: tuple[int, int],
-    *,
-    masked: bool,
-    ping_pong: bool,
-    lags: bool,
-    ones: bool,
+    c: Candidate, columns: tuple[int, int], registers: tuple[int, int], *, masked: bool, ping_pong: bool
 ) -> Program:
     return programs.forward(
         tile=c.tile,
@@ -260,23 +224,19 @@ def _program(
         masked=masked,
         stored=c.q_stages > 1,
         ping_pong=ping_pong,
-        lags=lags,
-        ones=ones,
     )
 
 
 def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """32-bit registers of a consumer's thread: S of one tile is on its way while P of the one before is multiplied."""
-    asked, dv, maxima = request.profile, padded(request.v_head_dim), MAXIMA_REGISTERS
-    if asked.plain:
-        maxima = 0
+    asked, dv = request.profile, padded(request.v_head_dim)
     parts = [
-        Part(name="o", amount=dv // 2 + 4, why=f"{ROWS} x {dv} float32 over 128 threads, and sums"),
+        Part(name="o", amount=dv // 2, why=f"{ROWS} x {dv} float32 over 128 threads"),
         Part(name="s", amount=c.tile.kv // 2, why=f"{ROWS} x {c.tile.kv} float32 over 128 threads"),
         Part(name="p", amount=c.tile.kv // 4, why=f"{ROWS} x {c.tile.kv} in 16 bits over 128 threads"),
         Part(
             name="overhead",
-            amount=OVERHEAD + maxima + padded(request.head_dim) // DESCRIPTOR_COLUMNS,
+            amount=OVERHEAD + padded(request.head_dim) // DESCRIPTOR_COLUMNS,
             why="softmax, addresses, loop state, descriptors",
         ),
     ]
@@ -332,9 +292,9 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     """The plan of a candidate that fits."""
     short = request.widest <= SHORT_COLUMNS
     score_emitted_twice = _score_emitted_twice(c, request)
-    separate_full_tiles = score_emitted_twice and request.profile.band  # others spill with code for each kind of tile
-    softmax = _softmax(request)
-    ping_pong = short and c.warpgroups > 2 and not softmax.lags
+    # Other masks spill with code for each kind of tile, and without a score it brings nothing (0.99 to 1.00).
+    separate_full_tiles = score_emitted_twice and request.profile.band and request.profile.scored
+    ping_pong = short and c.warpgroups > 2
     return make_plan(
         *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
         pipeline=NAME,
@@ -346,8 +306,6 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
         specialized=Specialized(
             warpgroups=c.warpgroups,
             ping_pong=ping_pong,
-            softmax=softmax,
-            rounded_sum=_rounded_sum(request),
             score_emitted_twice=score_emitted_twice,
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
             o=OByTma() if c.q_stages > 1 else OFromRegisters(),
@@ -451,19 +409,3 @@ def _score_emitted_twice(c: Candidate, request: KernelRequest) -> bool:
     """Whether registers are left for a score function that is emitted twice."""
     needed = total(registers(c, request))
     return not request.profile.scored or needed + ROOM <= division(c.warpgroups, request)[1]
-
-
-def _softmax(request: KernelRequest) -> Softmax:
-    """A softmax without maxima where that is faster and a tile's S can be computed once more; the same for all
-    candidates, since it decides on bits."""
-    asked = request.profile
-    lags = request.widest <= WITHOUT_ROW_MAX_COLUMNS and not asked.scored and (asked.band or not asked.masked)
-    return (
-        LaggingRowMax(slack=LAGGING_SLACK[request.dtype]) if lags else TrackedRowMax(slack=TRACKED_SLACK[request.dtype])
-    )
-
-
-def _rounded_sum(request: KernelRequest) -> RoundedSum:
-    """By the product where that has whole boxes of V, and P is what it was added up as."""
-    whole = padded(request.v_head_dim) % BOX == 0 and not request.dropout
-    return SumByProduct() if whole else SumOfWords()

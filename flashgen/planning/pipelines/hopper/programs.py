@@ -30,12 +30,8 @@ ALIGNMENT = 1024
 #: steps: at most the stages and 3 are between them and the loader.
 WORK_STAGES, SEMAPHORE_STEPS = 4, 8
 
-#: Elements of the ones beside V: the 16 rows of a product, as wide as a box of 64 columns.
-ONES = 16 * 64
-
-#: The first ids of a forward's barriers that let O into the shared memory of Q, and of those at which a warpgroup finds
-#: whether P fits: those of turns come before.
-O_BARRIER, FITS_BARRIER = 4, 7
+#: The first id of a forward's barriers that let O into the shared memory of Q: those of turns come before.
+O_BARRIER = 4
 
 _TWO, _ONE = Axis(size=2, text="2"), Axis(size=1, text="")
 
@@ -50,8 +46,6 @@ def forward(
     masked: bool,
     stored: bool,
     ping_pong: bool,
-    lags: bool,
-    ones: bool,
 ) -> Program:
     """A forward's program: `columns` of q and k, and of v, in shared memory; `registers` per thread of the producer
     warpgroup and of a consumer; O is `stored` by TMA from the shared memory of Q, or by the consumers themselves."""
@@ -126,7 +120,6 @@ def forward(
         declared(_tile("QorO", "q_or_o", ROWS * room, q_stage, each)),
         declared(_tile("KTile", "k", tile.kv * columns[0], stage)),
         declared(_tile("VTile", "v", tile.kv * columns[1], stage)),
-        *((declared(_tile("Ones", "ones", ONES)),) if ones else ()),
         declared(Member(ctype="Work", name="work", size=16, alignment=16, axes=(work_stage,))),
         *(
             (
@@ -148,9 +141,6 @@ def forward(
     if stored:
         why = "no warp of the warpgroup multiplies by Q any more: O may lie there"
         meet += [_meet("o", O_BARRIER + w, WARPS, ("consumer",), why) for w in range(warpgroups)]
-    if lags:
-        why = "whether P fits in all rows of the warpgroup"
-        meet += [_meet("fits", FITS_BARRIER + w, WARPS, ("consumer",), why) for w in range(warpgroups)]
     return Program(
         roles=tuple(role for role in roles if role.warps),
         rings=tuple(rings),
