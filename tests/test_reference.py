@@ -156,6 +156,7 @@ def test_both_readings_of_the_language_agree(x, y, f):
         yield from (fg.where(i < n, z, 1.0), fg.minimum(i, n), fg.maximum(z, 0.25), abs(i), abs(z))
         yield from (fg.exp(z), fg.exp2(z))
         yield from (fg.log(abs(z) + 1), fg.log2(abs(z) + 1), fg.tanh(z), fg.sigmoid(z), fg.sqrt(abs(z)))
+        yield from (fg.erf(z), fg.sin(z), fg.cos(z), fg.log1p(abs(z)), fg.pow(abs(z), 1.7))
         yield from (fg.rsqrt(abs(z) + 1), fg.floor(z), fg.int32(z * 3), fg.float32(i < n), fg.int32(z * 1e30))
         yield from (z + i, z - i, z * i, -z)
 

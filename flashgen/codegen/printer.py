@@ -345,7 +345,7 @@ class Formula(Printer):
         if n.op in self._SPELLED:
             return self._SPELLED[n.op]
         if op.group == "function" and n.op != "cast":
-            return f"{n.op}({{0}})"
+            return f"{n.op}({', '.join(f'{{{i}}}' for i in range(op.arity))})"
         return op.cuda(n.dtype)
 
 

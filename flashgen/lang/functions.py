@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashgen.lang import build, source
 from flashgen.lang.expr import CLAMP, DType, node
-from flashgen.lang.proxies import Expr, Operand, apply, node_of, refused
+from flashgen.lang.proxies import Expr, Operand, apply, node_of, power, refused
 
 
 def where(condition: Operand, x: Operand, y: Operand) -> Expr:
@@ -54,6 +54,31 @@ def log(x: Operand) -> Expr:
 def log2(x: Operand) -> Expr:
     """The logarithm to base 2."""
     return apply("log2", x)
+
+
+def log1p(x: Operand) -> Expr:
+    """log(1 + `x`), accurate where `x` is near 0."""
+    return apply("log1p", x)
+
+
+def pow(x: Operand, c: int | float) -> Expr:
+    """`x` to the power `c`, a Python number; of integers an integer where `c` is whole and not negative."""
+    return power(x, c)
+
+
+def sin(x: Operand) -> Expr:
+    """The sine of `x` in radians."""
+    return apply("sin", x)
+
+
+def cos(x: Operand) -> Expr:
+    """The cosine of `x` in radians."""
+    return apply("cos", x)
+
+
+def erf(x: Operand) -> Expr:
+    """The error function."""
+    return apply("erf", x)
 
 
 def tanh(x: Operand) -> Expr:

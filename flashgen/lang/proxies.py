@@ -21,6 +21,12 @@ from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, node
 _PARENTHESES = "put parentheses round each comparison and join them with &: (k <= q) & (q - k < w)"
 
 
+#: Whole exponents beyond this are no products any more.
+MAX_EXPONENT = 64
+
+_EXPONENT = f"a Python number from -{MAX_EXPONENT} to {MAX_EXPONENT}"
+
+
 #: What an operator or a function of the language takes.
 Operand: TypeAlias = "Expr | bool | int | float | np.generic"
 
@@ -142,12 +148,12 @@ class Expr:
     def __rdivmod__(self, other: Operand) -> tuple[Expr, Expr]:
         return other // self, other % self
 
-    # What has no meaning on a traced value
-    def __pow__(self, other: Operand) -> NoReturn:
-        raise refused("`**` is not in the language; write x * x for a square, or fg.exp2(y * fg.log2(x))")
+    def __pow__(self, other: int | float) -> Expr:
+        return power(self, other)
 
+    # What has no meaning on a traced value
     def __rpow__(self, other: Operand) -> NoReturn:
-        raise refused("`**` is not in the language; write fg.exp2(x) for 2 ** x, or 1 << x for integers")
+        raise refused(f"an exponent is {_EXPONENT}; write fg.exp2(x) for 2 ** x, or 1 << x for integers")
 
     def __matmul__(self, other: Operand) -> NoReturn:
         raise refused("`@` is not in the language: a mask or score works on single elements")
@@ -376,6 +382,31 @@ def apply_logical(name: str, a: object, b: object) -> Expr:
             f"`{sign}` got {x.dtype.value} and {y.dtype.value}: Python applies it before comparisons; {_PARENTHESES}"
         )
     return apply(f"logical_{name}" if x.dtype is DType.BOOL else f"bit_{name}", a, b)
+
+
+def power(x: Operand, c: int | float) -> Expr:
+    """`x` to the power of a Python number: products where that is whole, else an operation for numbers above 0."""
+    if isinstance(c, np.generic):
+        c = c.item()
+    if isinstance(c, bool) or not isinstance(c, (int, float)) or not abs(c) <= MAX_EXPONENT:
+        got = "a traced value" if isinstance(c, (Expr, Captured)) else repr(c)
+        raise refused(f"an exponent is {_EXPONENT}, and got {got}; write fg.exp2(y * fg.log2(x)) for x > 0")
+    base = Expr(node_of(x))
+    if isinstance(c, float) or c < 0:
+        ops.OPS["pow"].accepts("fg.pow(x, c)", (base.node.dtype,))  # a condition is no number
+        base = Expr(build.cast(base.node, DType.FLOAT32, where=source.caller()))
+    if not float(c).is_integer():
+        root = {0.5: "sqrt", -0.5: "rsqrt"}.get(c)
+        return apply("pow", base, c) if root is None else apply(root, base)
+    product, square, left = None, base, abs(int(c))
+    while left:
+        if left % 2:
+            product = square if product is None else product * square
+        left //= 2
+        square = square * square if left else square
+    if product is None:
+        return Expr(const(1, base.node.dtype) if base.node.dtype.is_int else const(1.0))
+    return 1 / product if c < 0 else product
 
 
 def refused(message: str) -> SpecError:

@@ -6,6 +6,7 @@ import ast
 import difflib
 import linecache
 import os
+import re
 import sys
 from collections.abc import Iterable
 from types import CodeType, FrameType, TracebackType
@@ -79,7 +80,7 @@ def as_spec_error(error: Exception, *, folder: str | None = None) -> SpecError:
 
 def functions() -> str:
     """The functions that a traced value can be given to."""
-    names = [op.name for op in OPS.values() if op.spelling.endswith(f"fg.{op.name}(x)")]
+    names = [op.name for op in OPS.values() if re.search(rf"fg\.{op.name}\((x|x, c)\)$", op.spelling)]
     return f"the functions of fg are {', '.join([*names, 'minimum', 'maximum', 'clamp', 'where'])} and casts"
 
 

@@ -12,7 +12,10 @@ from flashgen.lang.variant import Variant
 from flashgen.planning.backward import captured_grads, has_slope, looks_up, lookups
 
 #: Special-function results that one op of a score function needs.
-SPECIAL = {"exp": 1, "exp2": 1, "log": 1, "log2": 1, "tanh": 2, "sigmoid": 2, "sqrt": 1, "rsqrt": 1, "div": 1}
+SPECIAL = {
+    **dict.fromkeys(("exp", "exp2", "log", "log2", "sin", "cos", "sqrt", "rsqrt", "div"), 1),
+    **dict.fromkeys(("log1p", "pow", "erf", "tanh", "sigmoid"), 2),
+}
 
 _KEY = node("index", DType.INT32, (), "k")
 

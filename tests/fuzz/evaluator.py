@@ -229,6 +229,14 @@ class Value:
     def __rmod__(self, other):
         return self.world.value(other) % self
 
+    def __pow__(self, c):
+        """Of whole exponents a product, which keeps integers."""
+        if self.kind != "float" and isinstance(c, int) and c >= 0:
+            return Value(self.world, self.x**c, self.kind)
+        x = self.world.floats(self)
+        away = 1.0 + abs(c) * float(x.detach().abs().log2().nan_to_num(0, 0, 0).abs().max()) if x.numel() else 1.0
+        return self.world.settled(x**c, functions=4.0 * away)
+
     def __neg__(self):
         return Value(self.world, -self.x, self.kind)
 
@@ -391,6 +399,11 @@ def stand_in(world: World) -> types.ModuleType:
         exp2=function(torch.exp2, relative=steep),
         log=function(torch.log, absolute=1.0),
         log2=function(torch.log2, absolute=1.0),
+        log1p=function(torch.log1p, relative=lambda x: 4.0),
+        pow=lambda x, c: value(x) ** c,
+        sin=function(torch.sin, absolute=8.0),
+        cos=function(torch.cos, absolute=8.0),
+        erf=function(torch.erf, absolute=8.0),
         tanh=function(torch.tanh, absolute=8.0),
         sigmoid=function(torch.sigmoid, absolute=8.0),
         sqrt=function(torch.sqrt),

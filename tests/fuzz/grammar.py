@@ -368,7 +368,7 @@ class _Writer:
                     return "s" if self.in_score else "fg.float32(k)"
             return f"fg.float32({self.integer(0)})"
         x = self.floating(depth - 1)
-        match c.integer(0, 12):
+        match c.integer(0, 13):
             case 0 | 1:
                 return f"({x} {c.pick('+-*')} {self.floating(depth - 1)})"
             case 2:
@@ -390,7 +390,9 @@ class _Writer:
             case 10:
                 return f"fg.{c.pick(('floor', 'sqrt', 'rsqrt'))}({x})"
             case 11:
-                return f"fg.{c.pick(('tanh', 'sigmoid'))}({x})"
+                return f"fg.{c.pick(('tanh', 'sigmoid', 'erf', 'sin', 'cos'))}({x})"
+            case 12:
+                return c.pick(("fg.log1p({x})", "fg.pow({x}, 3)", "({x} ** 2)", "fg.pow({x}, 0.75)")).format(x=x)
         return f"fg.{c.pick(('exp', 'exp2', 'log', 'log2'))}({x})"
 
     def moderate(self, depth: int) -> str:
@@ -437,9 +439,11 @@ class _Writer:
             case 11:
                 return f"({s} + {self.number('param', 'float32', c.integer(-6, 6) / 8)} * fg.float32(q - k))"
             case 12:
-                return f"({s} + fg.log(1.0 + abs({self.integer(0)}) * 0.125))"
+                return f"({s} + fg.log{c.pick(('(1.0 + ', '1p('))}abs({self.integer(0)}) * 0.125))"
             case 13:
-                return f"({s} + fg.{c.pick(('exp', 'exp2'))}(-abs({s})))"
+                return f"({s} + {c.pick(('fg.exp(-abs(S))', 'fg.exp2(-abs(S))', 'fg.erf(S)', 'fg.cos(S)'))})".replace(
+                    "S", s
+                )
             case 14:
                 return f"({s} + fg.{c.pick(('sqrt', 'rsqrt', 'log2'))}(abs({s}) + {y}))"
         return f"(abs({s}) / ({y} + fg.sigmoid({self.moderate(0)})))"
