@@ -90,7 +90,7 @@ ABS = (
 CLAMP = (
     ("flashgen/lang/functions.py", "def clamp(", "return x if"),
     ("flashgen/lang/language.py", "def language_table(", "return"),
-    ("flashgen/lang/source.py", "'clamp', 'where'"),
+    ("flashgen/lang/spellings.py", "'clamp', 'where'"),
     ("flashgen/__init__.py", '*("where", "minimum"'),
     ("tests/test_lang_evaluate.py", "fg.clamp(s, 0.5, 1)"),
     ("tests/fuzz/grammar.py", "fg.clamp({x}"),

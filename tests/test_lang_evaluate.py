@@ -168,8 +168,16 @@ def test_powers_are_numpys_and_products_where_they_can_be(c):
 
 def test_a_power_of_an_integer_is_one_where_the_exponent_is_whole_and_not_negative():
     assert np.array_equal(traced(lambda b, h, q, k: (q - k) ** 2 <= 4), (Q - K) ** 2 <= 4)
-    kinds = [fg.variant(lambda b, h, q, k, c=c: (q - k) ** c > 0).mask.operands[0].dtype for c in (2, 0, 2.0, -1, 0.5)]
+    kinds = [fg.variant(lambda b, h, q, k, c=c: (q - k) ** c == k).mask.operands[0].dtype for c in (2, 0, 2.0, -1, 0.5)]
     assert [kind.value for kind in kinds] == ["int32", "int32", "float32", "float32", "float32"]
+
+
+def test_a_negative_index_counts_from_the_end():
+    t = fg.tensor("t", dims=("batch", "kv"), dtype="int32")
+    u = fg.tensor("u", dims=(3, None), dtype="int32")
+    tensors = {"t": np.arange(14, dtype=np.int32).reshape(2, 7), "u": np.arange(12, dtype=np.int32).reshape(3, 4)}
+    got = traced(lambda b, h, q, k: k + q <= t[b, -1] + u[-2, -4] - t[b][-7], tensors=tensors)
+    assert np.array_equal(got, np.broadcast_to(K + Q <= 6 + 4 - 0, (5, 7)))
 
 
 def test_overflow_and_infinity_are_quiet():
@@ -272,8 +280,9 @@ def test_positions_beyond_a_captured_tensor_are_found_without_evaluating():
         check_positions(fg.variant(mask).mask, {**sizes, **changed}, {"ids": np.zeros(shape, np.int32)})
 
     check(lambda b, h, q, k: ids[b, k] == 0, 2, 5)
-    with pytest.raises(CapturedIndexError, match="tensor 'ids': index 5 is outside dimension 1 of size 5"):
+    with pytest.raises(CapturedIndexError, match="tensor 'ids': index 5 is outside dimension 1 of size 5") as caught:
         check(lambda b, h, q, k: ids[b, q] == ids[b, k], 2, 5)
+    assert f"at {__file__}:" in str(caught.value) and "ids[b, q] == ids[b, k], 2, 5)" in str(caught.value)
     with pytest.raises(IndexError, match="index 2 is outside dimension 0 of size 2"):
         check(lambda b, h, q, k: ids[h, k] == 0, 2, 5)
     check(lambda b, h, q, k: ids[b, q] == 0, 1, 1)  # sizes of 1 broadcast

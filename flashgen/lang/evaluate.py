@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flashgen.errors import CapturedIndexError
-from flashgen.lang.expr import DIMS, DType, Node, Tensor, walk
+from flashgen.lang.expr import DIMS, DType, Node, walk
 from flashgen.lang.ops import OPS
 
 
@@ -85,7 +85,7 @@ def _load(n: Node, array: np.ndarray, indices: tuple[np.ndarray, ...], float_dty
         if live is not None:
             outside = outside & live
         if np.any(outside):
-            raise _outside(tensor, dim, size, np.broadcast_to(index, np.shape(outside))[outside].flat[0])
+            raise _outside(n, dim, size, np.broadcast_to(index, np.shape(outside))[outside].flat[0])
         inside.append(np.clip(index, 0, size - 1))
     loaded = array[tuple(inside)]
     return _typed(loaded, n.dtype, float_dtype)
@@ -105,11 +105,13 @@ def check_positions(root: Node, sizes: Mapping[str, int], tensors: Mapping[str, 
             shape = tensors[n.attr.name].shape
             for dim, (name, size, index) in enumerate(zip(n.attr.dims, shape, n.operands, strict=True)):
                 if index.op == "index" and size < extents[index.attr] and not (size == 1 and name in DIMS):
-                    raise _outside(n.attr, dim, size, size)
+                    raise _outside(n, dim, size, size)
 
 
-def _outside(tensor: Tensor, dim: int, size: int, index: int) -> CapturedIndexError:
+def _outside(load: Node, dim: int, size: int, index: int) -> CapturedIndexError:
+    name = load.attr.name
+    at = f"\n  at {load.where}" if load.where else ""
     return CapturedIndexError(
-        f"tensor {tensor.name!r}: index {index} is outside dimension {dim} of size {size}"
-        f"; keep it inside with fg.clamp(i, 0, {tensor.name}.size({dim}) - 1)"
+        f"tensor {name!r}: index {index} is outside dimension {dim} of size {size}"
+        f"; keep it inside with fg.clamp(i, 0, {name}.size({dim}) - 1){at}"
     )
