@@ -81,8 +81,8 @@ def command(
     as_json: options.as_json(
         "passed, device, seed, dropout, seconds (of one call), dtype, shape, params, kernel (as of flashgen compile),"
         " predicted_bytes, counted_bytes (null on a GPU), checked (o, with --backward dq, dk, dv and those of"
-        " captured tensors: errors, their limits, elements, reasons), lse_reasons; of a sweep passed and cases (command,"
-        " passed, reasons)"
+        " captured tensors: errors, their limits, elements, reasons), lse_reasons; of a sweep passed and cases"
+        " (command, passed, reasons)"
     ) = False,
 ) -> None:
     """Run on random input, on the GPU where there is one, and check against float64; exit 1 where the check fails."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flashgen.errors import CapturedIndexError
-from flashgen.lang.expr import DIMS, DType, Node, walk
+from flashgen.lang.expr import DIMS, DType, LoopIndex, Node, layer, walk
+from flashgen.lang.loops import LOOPS, index_node
 from flashgen.lang.ops import OPS
 
 
@@ -34,41 +35,73 @@ def evaluate(
     positions read the nearest element, as kernels do.
     """
     positions = {"b": b, "h": h, "q": q, "k": k}
+    given = _Given(positions, s, sizes, params, tensors, np.dtype(float_dtype))
     values: dict[Node, np.ndarray] = {}
     with np.errstate(all="ignore"):
-        for n in walk((root,)):
-            values[n] = _value(n, values, positions, s, sizes, params, tensors, np.dtype(float_dtype), live)
+        for n in layer((root,)):
+            values[n] = _value(n, values, given, live, ())
     return values[root]
 
 
+class _Given(NamedTuple):
+    """What an expression is evaluated on; see `evaluate`."""
+
+    positions: Mapping[str, object]
+    s: object
+    sizes: Mapping[str, int]
+    params: Mapping[str, int | float]
+    tensors: Mapping[str, np.ndarray]
+    float_dtype: np.dtype
+
+
 def _value(
-    n: Any, values: Any, positions: Any, s: Any, sizes: Any, params: Any, tensors: Any, float_dtype: Any, live: Any
+    n: Node, values: dict[Node, np.ndarray], given: _Given, live: Any, loops: tuple[LoopIndex, ...]
 ) -> np.ndarray:
+    """The value of a node in the innermost of `loops`, of which `values` has what it is made of."""
     match n.op:
         case "const":
-            return _typed(n.attr, n.dtype, float_dtype)
+            return _typed(n.attr, n.dtype, given.float_dtype)
         case "index":
-            if positions[n.attr] is None:
+            if given.positions[n.attr] is None:
                 raise TypeError(f"evaluate() needs {n.attr}: the expression reads it")
-            return np.asarray(positions[n.attr], np.int64)
+            return np.asarray(given.positions[n.attr], np.int64)
         case "score":
-            if s is None:
+            if given.s is None:
                 raise TypeError("evaluate() needs s: the expression reads it")
-            return np.asarray(s, float_dtype)
+            return np.asarray(given.s, given.float_dtype)
         case "problem":
-            return np.asarray(sizes[n.attr], np.int64)
+            return np.asarray(given.sizes[n.attr], np.int64)
         case "param":
-            return _typed(params[n.attr.name], n.dtype, float_dtype)
+            return _typed(given.params[n.attr.name], n.dtype, given.float_dtype)
         case "constant":
-            return _typed(n.attr.default, n.dtype, float_dtype)
+            return _typed(n.attr.default, n.dtype, given.float_dtype)
         case "size":
             tensor, dim = n.attr
-            return np.asarray(tensors[tensor.name].shape[dim], np.int64)
+            return np.asarray(given.tensors[tensor.name].shape[dim], np.int64)
         case "load":
-            return _load(n, tensors[n.attr.name], tuple(values[i] for i in n.operands), float_dtype, live)
+            indices = tuple(values[i] for i in n.operands)
+            return _load(n, given.tensors[n.attr.name], indices, given.float_dtype, live)
         case "cast":
-            return OPS["cast"].python(values[n.operands[0]], n.dtype, float_dtype)
+            return OPS["cast"].python(values[n.operands[0]], n.dtype, given.float_dtype)
+    if n.op in LOOPS:
+        return _looped(n, values, given, live, (*loops, n.attr))
     return np.asarray(OPS[n.op].python(*(values[o] for o in n.operands)))
+
+
+def _looped(
+    n: Node, values: dict[Node, np.ndarray], given: _Given, live: Any, loops: tuple[LoopIndex, ...]
+) -> np.ndarray:
+    """A loop, round by round; where a position has had all of its own, no index needs to be in bounds."""
+    (rounds, body), loop = n.operands, LOOPS[n.op]
+    index, found = index_node(n.attr), _typed(loop.empty, n.dtype, given.float_dtype)
+    inside = [m for m in layer([body], loops) if m is not index]
+    for i in range(int(np.max(values[rounds], initial=0))):
+        runs = i < values[rounds]
+        values[index] = np.asarray(i, np.int64)
+        for m in inside:
+            values[m] = _value(m, values, given, runs if live is None else live & runs, loops)
+        found = np.where(runs, loop.op.python(found, values[body]), found)
+    return found
 
 
 def _typed(value: object, dtype: DType, float_dtype: np.dtype) -> np.ndarray:

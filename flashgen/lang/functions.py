@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flashgen.lang import build, source
 from flashgen.lang.expr import CLAMP, DType, node
-from flashgen.lang.proxies import Expr, Operand, apply, node_of, power, refused
+from flashgen.lang.proxies import Expr, Operand, apply, loop, node_of, power, refused
 
 
 def where(condition: Operand, x: Operand, y: Operand) -> Expr:
@@ -104,6 +106,22 @@ def rsqrt(x: Operand) -> Expr:
 def floor(x: Operand) -> Expr:
     """The largest whole number not above `x`, as float32."""
     return apply("floor", x)
+
+
+def any(n: Operand, condition: Callable[[Expr], Operand]) -> Expr:
+    """Whether `condition(i)` holds for some i in 0 .. n - 1; False where there is none.
+
+    It stays a loop in the kernel, which ends with the first i that does.  n must be known to be at most 1,024.
+    """
+    return loop("any", n, condition)
+
+
+def sum(n: Operand, value: Callable[[Expr], Operand]) -> Expr:
+    """The sum of `value(i)` for i in 0 .. n - 1, in that order; 0 where there is none.
+
+    It stays a loop in the kernel.  n must be known to be at most 1,024.
+    """
+    return loop("sum", n, value)
 
 
 def int32(x: Operand) -> Expr:

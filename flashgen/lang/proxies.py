@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 from flashgen.errors import SourceLine, SpecError
-from flashgen.lang import build, ops, source
+from flashgen.lang import build, loops, ops, source
 from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, node
 from flashgen.lang.spellings import declaration, functions, instead, is_array
 
@@ -432,6 +432,22 @@ def power(x: Operand, c: int | float) -> Expr:
     if product is None:
         return Expr(const(1, base.node.dtype) if base.node.dtype.is_int else const(1.0))
     return 1 / product if c < 0 else product
+
+
+def loop(op: str, n: Operand, function: Callable[[Expr], Operand]) -> Expr:
+    """The loop `op` (see `flashgen.lang.loops`) over what `function` makes of the index."""
+    where = source.caller()
+    if not callable(function):
+        raise refused(
+            f"fg.{op} takes a number of rounds and a function of the index, as in fg.{op}(4, lambda i: t[i] == k)"
+        )
+    rounds, most = build.rounds_of(op, node_of(n), where=where)
+    index = loops.fresh(max(most, 1))
+    try:
+        body = function(Expr(index))
+    except TypeError as error:
+        raise refused(f"the function of fg.{op} takes the index alone: {error}") from None
+    return Expr(build.loop(op, rounds, index, node_of(body), where=where))
 
 
 def refused(message: str) -> SpecError:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.lang import expr
+from flashgen.lang.loops import LOOPS, index_node
 
 if TYPE_CHECKING:
     import torch
@@ -374,16 +375,35 @@ class Evaluator:
             expr.DType.FLOAT32: precision,
         }
         values: dict[expr.Node, torch.Tensor] = {}
-        for n in expr.walk([root]):
-            if n.op in expr.LEAVES:
-                value = self._leaf(n, symbols)
-            elif n.op == "load":
-                value = self._load(n, [values[operand] for operand in n.operands])
-            else:
-                value = functions()[n.op](*(values[operand] for operand in n.operands))
-                if n.op == "cast" and n.dtype.is_int:
-                    value = whole(value, torch.int32 if n.dtype is expr.DType.INT32 else torch.int64)
-            values[n] = torch.as_tensor(value, dtype=dtypes[n.dtype], device=self.device)
+
+        def typed(value: Any, dtype: expr.DType) -> torch.Tensor:
+            return torch.as_tensor(value, dtype=dtypes[dtype], device=self.device)
+
+        def compute(loops: tuple[expr.LoopIndex, ...], roots: tuple[expr.Node, ...]) -> None:
+            """What is computed in the innermost of these loops."""
+            for n in expr.layer(roots, loops):
+                if n.op in expr.LEAVES:
+                    value = values[n] if n.op == "loop_index" else self._leaf(n, symbols)
+                elif n.op == "load":
+                    value = self._load(n, [values[operand] for operand in n.operands])
+                elif n.op in LOOPS:
+                    value = looped(n, (*loops, n.attr))
+                else:
+                    value = functions()[n.op](*(values[operand] for operand in n.operands))
+                    if n.op == "cast" and n.dtype.is_int:
+                        value = whole(value, torch.int32 if n.dtype is expr.DType.INT32 else torch.int64)
+                values[n] = typed(value, n.dtype)
+
+        def looped(n: expr.Node, loops: tuple[expr.LoopIndex, ...]) -> torch.Tensor:
+            (rounds, body), loop = n.operands, LOOPS[n.op]
+            found, times = typed(loop.empty, n.dtype), values[rounds]
+            for i in range(int(times.max()) if times.numel() else 0):
+                values[index_node(n.attr)] = typed(i, expr.DType.INT32)
+                compute(loops, (body,))
+                found = torch.where(i < times, functions()[loop.combine](found, values[body]), found)
+            return found
+
+        compute((), (root,))
         return values[root]
 
     def _leaf(self, n: expr.Node, symbols: Mapping[str, torch.Tensor]) -> Any:

@@ -260,6 +260,19 @@ DEVICE FloatRange approximate(double lo, double hi, bool nan, double relative, d
   return outward(fmin(fmax(lo, low), high), fmin(fmax(hi, low), high), nan);
 }
 
+// What a loop has found after a round, which a tile has or may have.
+DEVICE Truth after_round(bool has, Truth found, Truth after) {
+  return has ? after : Truth{found.may_true || after.may_true, found.may_false || after.may_false};
+}
+
+template <typename T> DEVICE Range<T> after_round(bool has, Range<T> found, Range<T> after) {
+  return has ? after : Range<T>{min(found.lo, after.lo), max(found.hi, after.hi)};
+}
+
+DEVICE FloatRange after_round(bool has, FloatRange found, FloatRange after) {
+  return has ? after : FloatRange{fmin(found.lo, after.lo), fmax(found.hi, after.hi), found.nan || after.nan};
+}
+
 DEVICE FloatRange single_f32(float value) { return outward(value, value, isnan(value)); }
 
 // A product or quotient that is no number bounds nothing by itself: its `nan` says so.

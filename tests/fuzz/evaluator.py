@@ -364,6 +364,20 @@ def stand_in(world: World) -> types.ModuleType:
             x = _bounded(world, x, low, torch.maximum, torch.lt)
         return x if high is None else _bounded(world, x, high, torch.minimum, torch.gt)
 
+    def any_of(n, condition):
+        n, found = value(n), value(False)
+        for i in range(int(n.x.max()) if n.x.numel() else 0):
+            found = found | ((value(i) < n) & condition(value(i)))
+        return found
+
+    def sum_of(n, term):
+        n, found = value(n), None
+        for i in range(max(int(n.x.max()) if n.x.numel() else 0, 1)):  # the first says of what kind it is
+            x = value(term(value(i)))
+            x = where(value(i) < n, x, 0.0 if x.kind == "float" else 0)
+            found = x if found is None else found + x
+        return found
+
     def function(of, absolute=0.0, relative=lambda x: 1.0):
         def call(x):
             x = world.floats(value(x))
@@ -392,6 +406,8 @@ def stand_in(world: World) -> types.ModuleType:
         variant=variant,
         where=where,
         clamp=clamp,
+        any=any_of,
+        sum=sum_of,
         minimum=lambda x, y: _extremum(world, x, y, torch.minimum),
         maximum=lambda x, y: _extremum(world, x, y, torch.maximum),
         abs=lambda x: abs(value(x)),
