@@ -65,8 +65,9 @@ def _by_operand(n: Node, depends: set[Node]) -> Iterable[tuple[Node, Node | None
     if n.op not in LOOPS:
         return zip(n.operands, OPS[n.op].derivative(apply, n.operands, n), strict=True)
     rounds, body = n.operands
-    moved = [m for m in walk([body], into=lambda m: n.attr in loop_indices(m))]
-    still = frozenset(m for m in moved if n.attr not in loop_indices(m) and m in depends)
+    around = loop_indices(n)
+    parts = walk([body], into=lambda m: not loop_indices(m) <= around)
+    still = frozenset(m for m in parts if loop_indices(m) <= around and m in depends)
     return [(m, _summed(n, rounds, partial)) for m, partial in _partials(body, still).items()]
 
 
@@ -121,7 +122,10 @@ def _paths(root: Node, load: Node, opened: frozenset[LoopIndex]) -> Iterator[tup
         slope = _partials(root, frozenset((load,))).get(load)
         yield from () if slope is None else [((), slope)]
         return
-    around = frozenset(n for n in walk([root]) if n.op in LOOPS and n.attr in left and loop_indices(n) <= opened)
+    binding = [n for n in walk([root]) if n.op in LOOPS and n.attr in left and load in set(walk(n.operands[1:]))]
+    asked = left.union(*map(loop_indices, binding))  # also by the rounds and the bodies of the loops in between
+    loops_here = (n for n in walk([root]) if n.op in LOOPS and loop_indices(n) <= opened)
+    around = frozenset(n for n in loops_here if n.attr in asked and load in set(walk(n.operands[1:])))
     for n, outer in _partials(root, around).items():
         rounds, body = n.operands
         for loops, inner in _paths(body, load, opened | {n.attr}):
@@ -137,8 +141,8 @@ def _by_round(loops: _Loops, load: Node, slope: Node) -> Iterator[tuple[Node, No
         yield load, slope
         return
     (rounds, index), *inner = loops
-    for i in range(index.attr.most):
-        fixed = rounds.op == "const"
+    fixed = rounds.op == "const"
+    for i in range(rounds.attr if fixed else index.attr.most):
         at = const(i) if fixed else apply("minimum", i, apply("maximum", apply("sub", rounds, 1), 0))
 
         def in_round(n: Node, at: Node = at) -> Node:
