@@ -289,6 +289,10 @@ def test_tiles_of_a_table_of_blocks_are_judged_exactly(tile):
         lambda b, h, q, k: ~fg.any(fg.minimum(q, 3), lambda i: abs(q - k) == i * 2),
         lambda b, h, q, k: fg.sum(2, lambda i: fg.sin(fg.float32(k * i))) * fg.float32(q) > 0.25,
         lambda b, h, q, k: fg.any(many, lambda i: fg.sum(i + 1, lambda j: k - j) > q),
+        lambda b, h, q, k: fg.sum(fg.minimum(q, 3), lambda i: k * i - q) <= k,
+        lambda b, h, q, k: fg.sum(fg.minimum(k, 2) - 1, lambda i: fg.float32(q) * 0.5 + i) > 1.5,
+        lambda b, h, q, k: fg.sum(fg.minimum(q, 2), lambda i: fg.int64(k) * 3_000_000_000 * (q + i)) > 9_000_000_000,
+        lambda b, h, q, k: fg.sum(fg.minimum(q, 3), lambda i: k * 1_000_000_000) > q,
     ],
 )
 def test_tiles_in_python_and_in_a_kernel_are_sound_and_the_same(function):

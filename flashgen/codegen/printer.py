@@ -351,7 +351,8 @@ class RangePrinter(Printer):
         after = call(function, name, value)
         ranged = depends_on(rounds, "q", "k")
         if ranged:  # rounds that a tile may have or not
-            after = call("after_round", f"{n.attr.name} < {known[rounds].inside(CALL)}.lo", name, after)
+            suffix = {DType.BOOL: "_bool", DType.FLOAT32: "_f32"}.get(n.dtype, "")
+            after = call(f"after_round{suffix}", f"{n.attr.name} < {known[rounds].inside(CALL)}.lo", name, after)
         empty = constant(False if n.op == "any" else 0.0 if n.dtype.is_float else 0, n.dtype)
         kind, single = self.types(n.dtype, wide=wide)
         times = self._times(n, known[rounds], ".hi" if ranged else "")

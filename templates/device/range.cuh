@@ -261,7 +261,7 @@ DEVICE FloatRange approximate(double lo, double hi, bool nan, double relative, d
 }
 
 // What a loop has found after a round, which a tile has or may have.
-DEVICE Truth after_round(bool has, Truth found, Truth after) {
+DEVICE Truth after_round_bool(bool has, Truth found, Truth after) {
   return has ? after : Truth{found.may_true || after.may_true, found.may_false || after.may_false};
 }
 
@@ -269,7 +269,7 @@ template <typename T> DEVICE Range<T> after_round(bool has, Range<T> found, Rang
   return has ? after : Range<T>{min(found.lo, after.lo), max(found.hi, after.hi)};
 }
 
-DEVICE FloatRange after_round(bool has, FloatRange found, FloatRange after) {
+DEVICE FloatRange after_round_f32(bool has, FloatRange found, FloatRange after) {
   return has ? after : FloatRange{fmin(found.lo, after.lo), fmax(found.hi, after.hi), found.nan || after.nan};
 }
 
