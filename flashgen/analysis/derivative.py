@@ -79,9 +79,9 @@ def _summed(n: Node, rounds: Node, partial: Node) -> Node:
     return times if partial is const(1.0) else apply("mul", times, partial)
 
 
-def loads(root: Node, name: str) -> tuple[Node, ...]:
+def loads(root: Node | None, name: str) -> tuple[Node, ...]:
     """The places where an expression reads a captured tensor."""
-    return tuple(n for n in walk([root]) if n.op == "load" and n.attr.name == name)
+    return tuple(n for n in walk([root] if root is not None else []) if n.op == "load" and n.attr.name == name)
 
 
 def differentiable(root: Node | None) -> tuple[str, ...]:
