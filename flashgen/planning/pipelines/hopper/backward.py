@@ -44,7 +44,7 @@ from flashgen.planning.pipelines.hopper.forward import boxed, padded
 from flashgen.planning.pipelines.shared import make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, SpecializedBackward, Tile, staged
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
-from flashgen.planning.problem import Problem
+from flashgen.planning.problem import ITEMSIZE, Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.program import CTYPES, Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
@@ -67,6 +67,9 @@ INTEGERS = {"stages": Allowed(values=STAGES, rule="TMA fills one stage while ano
 EXAMPLES = ((128, 128), (64, 128))
 
 WARPGROUPS = 2
+
+#: Bytes of P where it goes from one warpgroup to the other: dS is made of it as it was, not as it is rounded for dV.
+P_ITEM = ITEMSIZE["float32"]
 
 #: Registers of a producer's thread, and of one that judges tiles by evaluating more than so many ops over ranges.  Of
 #: the shipped masks and pairs of them all up to 23 fit; of those above a third do not.
@@ -214,8 +217,11 @@ def ping_pong(c: Candidate, request: KernelRequest) -> bool:
 
 
 def scores_first(c: Candidate, request: KernelRequest) -> bool:
-    """Whether dP waits for scores and masks: what they need leaves no registers for both S and dP."""
-    return c.split_dk_dv or waits(c, request) or request.profile.has_slope
+    """Whether dP waits for scores and masks: what they read by position leaves no registers for both S and dP.
+
+    Where the score has a slope both are kept until dS is made of them: P and the slope would take more.
+    """
+    return c.split_dk_dv or (waits(c, request) and not request.profile.has_slope)
 
 
 def waits(c: Candidate, request: KernelRequest) -> bool:
@@ -254,8 +260,8 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         ),
     ]
     if c.split_dk_dv:
-        why = f"{tile.kv} keys x {tile.q} queries x {ITEM} bytes, from one warpgroup to the other"
-        parts.append(Part(name="p", amount=tile.kv * tile.q * ITEM, why=why))
+        why = f"{tile.kv} keys x {tile.q} queries x {P_ITEM} bytes, from one warpgroup to the other"
+        parts.append(Part(name="p", amount=tile.kv * tile.q * P_ITEM, why=why))
     rows = c.stages * tile.q * 8
     parts.append(Part(name="lse, delta", amount=rows, why=f"{c.stages} stages x {tile.q} x 2 float32"))
     if lookup_stages(c, request):
@@ -401,7 +407,7 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     readers = 1 if layout.split_dk_dv else WARPGROUPS  # of q and d_o, for scores and then for gradients
     moved = readers * ((ROWS + q) * (d + dv) + q * (d + dv)) + q * (d + dv)
     moved += WARPGROUPS * kv * (ROWS * len(layout.dq_parts) + layout.dq_columns)
-    moved += (4 if layout.split_dk_dv else 2) * q * kv
+    moved += (2 + 2 * P_ITEM // ITEM if layout.split_dk_dv else 2) * q * kv
     return {
         "tensor": 2 * (2 * d + 2 * dv + dq) * sm_clocks / arch.tensor_flops[NAME],
         "special": (1 + special) / arch.special_per_clock,
