@@ -58,9 +58,9 @@ LIGHT, LONG, LONG_OPS, HEAVY = 14, 24, 4, 32
 CROWDED = 144
 
 #: Registers for the loop over the parts of a tile of queries, in a step of one barrier beside so many of dK and dV.
-#: float16 with P rounded spilled 8 bytes there (head_dim 64, 64 x 128, on sm_90a: `causal`, `causal_bottom_right`,
-#: `padding`, `prefix_lm`, `sliding_window`); bfloat16 gets by with all 255, and so do scores, whose scale is constant,
-#: and deterministic kernels, which have no address of dq.
+#: float16 spilled 24 bytes there (head_dim 64, 64 x 128, on sm_90a: `causal`, `causal_bottom_right`, `padding`,
+#: `prefix_lm`, `sliding_window`); bfloat16 gets by with all 255, and so do scores, whose scale is constant, and
+#: deterministic kernels, which have no address of dq.
 IN_PARTS, IN_PARTS_BESIDE = 9, 128
 
 #: Registers that go unused because operands of mma are aligned to fours.
@@ -86,7 +86,6 @@ class Candidate:
     q_warps: int
     queries: int  # of a warp at a time: all of its own where warps share keys
     dq_parts: int = 1  # in which a warp computes its columns of dQ
-    rounded_p: bool = False  # dS from P as rounded for dV, so that P in float32 need not be kept
 
     @property
     def warps(self) -> int:
@@ -115,8 +114,7 @@ def candidates(fixed: Fixed) -> Iterator[Candidate]:
                 both = replace(base, buffers=2)
                 for c in (base, both) if one_barrier(both) else (base,):
                     for dq_parts in (1, 2):
-                        for rounded_p in (False, True):
-                            yield replace(c, dq_parts=dq_parts, rounded_p=rounded_p)
+                        yield replace(c, dq_parts=dq_parts)
 
 
 def _layouts(t: Tile) -> Iterator[tuple[int, int, int]]:
@@ -163,7 +161,6 @@ def backward(c: Candidate, request: KernelRequest) -> Backward:
         by_query=by_query(c, request) if request.deterministic else None,
         vector_atomics=request.arch.name in VECTOR_ATOMICS,
         step_end=step_end(c),
-        rounded_p=c.rounded_p,
         row_threads=ROW_THREADS,
     )
 
@@ -255,14 +252,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     d, dv = padded(request.head_dim, c), padded(request.v_head_dim, c)
     scores, slope = MMA_ROWS * c.key_blocks * c.queries // 32, request.profile.has_slope
     dq = 0 if request.deterministic else c.tile.q * d // (c.threads * c.dq_parts)
-    if c.rounded_p and not slope and not request.gradients:  # else the scores themselves are kept
-        p = Part(
-            name="p, dp",
-            amount=scores + scores // 2,
-            why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries per warp",
-        )
-    else:
-        p = Part(name="p, dp", amount=2 * scores, why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries, float32")
+    p = Part(name="p, dp", amount=2 * scores, why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries, float32")
     # Of 64 queries at a time ptxas loads everything ahead, except where rows of 128 bytes give it few addresses.
     operands = 24 if c.queries < 64 or d % 64 == dv % 64 == 0 else 112
     kept = c.tile.kv * (d + dv) // c.threads
@@ -270,7 +260,10 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         operands += 8
     if d != dv:
         operands += _uneven(c)
-    addresses = 30 + (0 if one_barrier(c) else 4) - (10 if c.q_warps > 1 else 0) + _in_parts(c, kept, request)
+    if not (slope or request.gradients):  # else the scores themselves are kept beside P, rounded
+        fewer = min(scores // 2, 2 * scores - dq) - _in_parts(c, kept, request)
+        operands -= max(0, fewer)  # while all of P and dP is there ptxas loads less ahead
+    addresses = 30 + (0 if one_barrier(c) else 4) - (10 if c.q_warps > 1 else 0)
     return (
         Part(name="dk, dv", amount=kept, why=f"{c.tile.kv} x {d + dv} float32"),
         p if p.amount >= dq else Part(name="dq", amount=dq, why=f"{c.tile.q} x {d} float32 in {c.dq_parts} parts"),
@@ -292,10 +285,10 @@ def _uneven(c: Candidate) -> int:
 
 
 def _in_parts(c: Candidate, kept: int, request: KernelRequest) -> int:
-    """Registers for the loop over the parts of a tile of queries, where ptxas was seen to lack them."""
+    """Registers that the loop over the parts of a tile of queries keeps, where ptxas was seen to lack them."""
     in_parts = one_barrier(c) and c.queries * c.q_warps < c.tile.q and kept >= IN_PARTS_BESIDE
     spares = request.dtype != "float16" or request.profile.scored or request.deterministic
-    return IN_PARTS if in_parts and c.rounded_p and not spares else 0
+    return IN_PARTS if in_parts and not spares else 0
 
 
 def _variant_registers(request: KernelRequest) -> int:
@@ -393,7 +386,7 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     return {
         "tensor": products * sm_clocks / arch.tensor_flops[NAME],
         "special": (1 + special) / arch.special_per_clock,
-        "arithmetic": (SCORE_OPS + layout.rounded_p + 2 * arithmetic) / arch.fp32_lanes,
+        "arithmetic": (SCORE_OPS + 2 * arithmetic) / arch.fp32_lanes,
         "shared memory": ITEM * moved / (q * kv * arch.smem_per_clock),
         "l2": (ITEM * (d + dv) + sums) / kv * sm_clocks / arch.l2_bytes_per_s,
     }

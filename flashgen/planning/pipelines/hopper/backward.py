@@ -98,6 +98,10 @@ DROPOUT, DROPOUT_READ = 6, 16
 #: of this one.
 ORDER = 28
 
+#: For scores that have a slope and read elements by position, with 128 queries: what they read is on its way while S
+#: becomes P and P times the slope.
+SLOPE_READ = 28
+
 #: For the gradient of a captured element, by what selects it (where a query does, for each stage but one): sums and
 #: addresses.  128 queries would also keep dS in float32 beside what is rounded.
 CAPTURED_GRAD_REGISTERS = {"": 8, "k": 8, "q": 8, "kq": 60}
@@ -217,11 +221,8 @@ def ping_pong(c: Candidate, request: KernelRequest) -> bool:
 
 
 def scores_first(c: Candidate, request: KernelRequest) -> bool:
-    """Whether dP waits for scores and masks: what they read by position leaves no registers for both S and dP.
-
-    Where the score has a slope both are kept until dS is made of them: P and the slope would take more.
-    """
-    return c.split_dk_dv or (waits(c, request) and not request.profile.has_slope)
+    """Whether dP waits for scores and masks: what they need leaves no registers for both S and dP."""
+    return c.split_dk_dv or waits(c, request) or request.profile.has_slope
 
 
 def waits(c: Candidate, request: KernelRequest) -> bool:
@@ -307,7 +308,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         fragments = Part(name="s, dq", amount=scores + dq, why="S of this tile of queries, dQ of the one before")
     else:
         fragments = Part(name="p, dp, ds", amount=2 * scores, why="dP in float32, P and dS in 16 bits")
-    asked, of_variant, waiting = request.profile, _variant_registers(request), waits(c, request)
+    asked, of_variant, waiting = request.profile, _variant_registers(c, request), waits(c, request)
     of_dropout = DROPOUT * ((c.stages - 1) * c.tile.q // ROWS)
     of_dropout += DROPOUT * (waiting and (asked.masked or request.deterministic))
     of_dropout += DROPOUT_READ * (c.tile.q > ROWS and asked.score_reads_by_position)
@@ -334,12 +335,13 @@ def _captured_grad_registers(c: Candidate, element: Node) -> int:
     return CAPTURED_GRAD_REGISTERS[selected] * (c.stages - 1 if "q" in selected else 1) + kept
 
 
-def _variant_registers(request: KernelRequest) -> int:
+def _variant_registers(c: Candidate, request: KernelRequest) -> int:
     asked = request.profile
     if asked.plain:
         return 0
     heavy = asked.looks_up or asked.has_slope or not asked.exact
-    return HEAVY if heavy else LIGHT
+    of_slope = SLOPE_READ if c.tile.q > ROWS and asked.has_slope and asked.score_reads_by_position else 0
+    return (HEAVY if heavy else LIGHT) + of_slope
 
 
 def division(request: KernelRequest) -> tuple[int, int]:
