@@ -283,9 +283,10 @@ def _dq(c: Candidate, request: KernelRequest) -> int:
 def needed(c: Candidate, parts: tuple[Part, ...], request: KernelRequest) -> int:
     """Registers below which ptxas spills: while it holds all of P and dP it can do with fewer operands ahead.
 
-    Not where the score has a slope or gradients of its own: x is kept then too, beside P as it is rounded.
+    Not where the score has a slope or gradients of its own: x is kept then too, beside P as it is rounded.  Nor where
+    rows of K and of V differ in length: 8 bytes were spilled at head_dim 96 and 192, and at 128 and 96 (sm_120).
     """
-    if request.profile.has_slope or request.gradients:
+    if request.profile.has_slope or request.gradients or request.head_dim != request.v_head_dim:
         return total(parts)
     spared = min(_scores(c) // 2, 2 * _scores(c) - _dq(c, request)) - _in_parts(c, parts[0].amount, request)
     return total(parts) - max(0, spared)
