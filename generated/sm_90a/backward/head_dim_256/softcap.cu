@@ -490,7 +490,7 @@ struct alignas(1024) Shared {
   QTile q[STAGES];
   OTile d_o[STAGES];
   ScoreTile ds[2];
-  float4 p[TILE_Q / 8][128];  // from each thread of one warpgroup to one of the other
+  float2 p[TILE_Q / 4][128];  // from each thread of one warpgroup to one of the other
   float lse[STAGES][TILE_Q], delta[STAGES][TILE_Q];
   SharedStep step[STAGES];
   Keys keys;
@@ -733,8 +733,7 @@ struct DvConsumer : Consumer {
   // P d score / dx for the other warpgroup, not rounded: it has read the one before, whose dS has come.
   DEVICE void share_p(const S& s) {
 #pragma unroll
-    for (int i = 0; i < TILE_Q / 2; i += 4)
-      shared.p[i / 4][thread_index() % 128] = make_float4(s[i], s[i + 1], s[i + 2], s[i + 3]);
+    for (int i = 0; i < TILE_Q / 4; i++) shared.p[i][thread_index() % 128] = make_float2(s[2 * i], s[2 * i + 1]);
   }
 
   // This warp's part of P is written, and the dS that it multiplied has been read.
@@ -810,9 +809,11 @@ struct DkConsumer : Consumer {
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
       const float2 row_delta = delta[4 * j];
-      const float4 weight = shared.p[j][thread_index() % 128];
-      ds[2 * j] = cvt_bf16x2(weight.x * (dp[4 * j] - row_delta.x), weight.y * (dp[4 * j + 1] - row_delta.y));
-      ds[2 * j + 1] = cvt_bf16x2(weight.z * (dp[4 * j + 2] - row_delta.x), weight.w * (dp[4 * j + 3] - row_delta.y));
+#pragma unroll
+      for (int i = 2 * j; i < 2 * j + 2; i++) {
+        const float2 weight = shared.p[i][thread_index() % 128];
+        ds[i] = cvt_bf16x2(weight.x * (dp[2 * i] - row_delta.x), weight.y * (dp[2 * i + 1] - row_delta.y));
+      }
     }
   }
 
