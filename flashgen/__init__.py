@@ -33,7 +33,8 @@ _EXPORTS = {
         for name in (
             *("batch", "heads", "kv_heads", "q_len", "kv_len"),
             *("where", "minimum", "maximum", "clamp"),
-            *("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "floor"),
+            *("exp", "exp2", "log", "log2", "log1p", "tanh", "sigmoid", "sqrt", "rsqrt", "floor"),
+            *("pow", "sin", "cos", "erf", "any", "sum"),
             *("int32", "int64", "float32"),
         )
     },

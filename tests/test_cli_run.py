@@ -40,9 +40,11 @@ def test_every_shipped_spec(name):
 def test_gradients_are_checked_where_asked(name, options):
     shape = ("--heads", 4, "--kv-heads", 2, "--seqlen", 67, "--kv-seqlen", 90, "--head-dim", 64, "--v-head-dim", 32)
     out = run(name, *shape, "--backward", *options).out
-    assert [line.split()[0] for line in out.splitlines() if ", largest" in line] == ["dq,", "dk,", "dv,"]
+    captured = ["dtable,"] if name == "relative_bias" else []
+    assert [line.split()[0] for line in out.splitlines() if ", largest" in line] == ["dq,", "dk,", "dv,", *captured]
     # o, dq, dk and dv of one draw: the smallest of q, k and v has more elements than the pool.
-    assert f"checked against float64: {67 * 4 * (32 + 64) + 90 * 2 * (64 + 32):,} elements, seed 0" in out
+    elements = 67 * 4 * (32 + 64) + 90 * 2 * (64 + 32) + (4 * 257 if captured else 0)
+    assert f"checked against float64: {elements:,} elements, seed 0" in out
 
 
 def test_what_is_dropped_is_dropped_in_float64_too(monkeypatch):
@@ -87,6 +89,16 @@ def test_a_wrong_gradient_exits_with_1_and_says_which(monkeypatch):
     )
     ran = run("causal", "--seqlen", 64, "--head-dim", 64, "--backward", code=1)
     assert "check failed: dk: " in ran.err and "dq: " not in ran.err and "dv: " not in ran.err
+
+
+def test_a_wrong_gradient_of_a_captured_tensor_exits_with_1_and_says_which(monkeypatch):
+    """Beside a baseline without errors, what a kernel's algorithm gives is one."""
+    same, true = gradients.baseline_gradients, gradients.reference_gradients
+    monkeypatch.setattr(
+        gradients, "baseline_gradients", lambda *a, **k: same(*a, **k)._replace(captured=true(*a, **k).captured)
+    )
+    ran = run("relative_bias", "--heads", 2, "--seqlen", 70, "--head-dim", 64, "--backward", code=1)
+    assert "check failed: dtable: largest error" in ran.err and "dq: " not in ran.err
 
 
 def test_options_of_gradients_are_refused_where_there_are_none():

@@ -19,7 +19,7 @@ NUMPY = {INT: np.int32, WIDE: np.int64, FLOAT: np.float32, BOOL: np.uint8}
 Q, K = (node("index", INT, (), position) for position in "qk")
 
 #: Functions that the hardware approximates.
-APPROXIMATE = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt")
+APPROXIMATE = ("exp", "exp2", "log", "log2", "log1p", "tanh", "sigmoid", "sqrt", "rsqrt", "erf", "sin", "cos", "pow")
 
 
 def signatures(name):
@@ -87,7 +87,7 @@ def test_ops_on_numbers(exact):
         nodes = [operand(i, dtype) for i, dtype in enumerate(dtypes[: OPS[name].arity])]
         root = cast(nodes[0], dtypes[1]) if name == "cast" else apply(name, *nodes)
         data = [sample(rng, n.dtype, i, count) for i, n in enumerate(nodes)]
-        if name in ("log", "log2", "sqrt", "rsqrt"):
+        if name in ("log", "log2", "log1p", "pow", "sqrt", "rsqrt"):
             data = [np.abs(a) + np.float32(0.01) for a in data]
         known = {}
         lines.append("  {\n")

@@ -18,6 +18,7 @@ from flashgen.codegen import device
 from flashgen.lang import ranges
 from flashgen.lang.expr import DType
 from flashgen.lang.ops import OPS
+from flashgen.lang.proxies import MAX_EXPONENT
 from flashgen.lang.ranges import INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN, Range, Truth
 from flashgen.resources import folder
 from flashgen.runtime import nvrtc
@@ -78,9 +79,11 @@ def _rules():
     yield Rule("range_where_bool", "where", (BOOL, BOOL, BOOL), BOOL)
     yield from (Rule(f"range_{name}_f32", name, (FLOAT, FLOAT), BOOL) for name in comparisons)
     yield from (
-        Rule(f"range_{name}_f32", name, (FLOAT, FLOAT), FLOAT) for name in (*extremes, "add", "sub", "mul", "div")
+        Rule(f"range_{name}_f32", name, (FLOAT, FLOAT), FLOAT)
+        for name in (*extremes, "add", "sub", "mul", "div", "pow")
     )
-    yield from (Rule(f"range_{name}_f32", name, (FLOAT,), FLOAT) for name in ("neg", "abs", "floor", *APPROXIMATE))
+    of_one = ("neg", "abs", "floor", *(name for name in APPROXIMATE if OPS[name].arity == 1))
+    yield from (Rule(f"range_{name}_f32", name, (FLOAT,), FLOAT) for name in of_one)
     yield Rule("range_where_f32", "where", (BOOL, FLOAT, FLOAT), FLOAT)
     yield Rule("range_cast_int", "cast", (WIDE,), INT)
     yield Rule("range_cast_i64", "cast", (WIDE,), WIDE)
@@ -91,9 +94,9 @@ def _rules():
 
 
 #: Functions of the special unit: the kernel widens its own estimate of them, Python the exact value.
-APPROXIMATE = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt")
+APPROXIMATE = ("exp", "exp2", "log", "log2", "log1p", "tanh", "sigmoid", "sqrt", "rsqrt", "erf", "sin", "cos", "pow")
 RULES = tuple(_rules())
-SHARED = {"range_no_wider", "range_of_bits"}  # parts of other rules
+SHARED = {"range_no_wider", "range_of_bits", "range_of_wave"}  # parts of other rules
 OTHERS = {"range_clamp_index"}  # of captured loads
 
 
@@ -122,8 +125,10 @@ def _kernel(rule: Rule) -> str:
 
 
 def _value_kernel(name: str) -> str:
-    value = OPS[name].cuda(FLOAT).format("x[i]")
-    return f"""extern "C" __global__ void value_of_{name}(const float* x, float* y) {{
+    operands = range(OPS[name].arity)
+    value = OPS[name].cuda(FLOAT).format(*(f"x{n}[i]" for n in operands))
+    inputs = "".join(f"const float* x{n}, " for n in operands)
+    return f"""extern "C" __global__ void value_of_{name}({inputs}float* y) {{
   const int i = blockIdx.x * 256 + threadIdx.x;
   y[i] = {value};
 }}
@@ -161,12 +166,13 @@ def in_the_kernel(rule: Rule, operands: list[Range | Truth]) -> Range | Truth:
     return Range(lo, hi)
 
 
-def values_in_the_kernel(name: str, x: np.ndarray) -> np.ndarray:
+def values_in_the_kernel(name: str, *operands: np.ndarray) -> np.ndarray:
     """What the kernel's approximate function gives."""
-    memory, y = interpreter.Memory(), np.zeros(x.shape, np.float32)
-    pointers = memory.add("x", x.astype(np.float32)), memory.add("y", y, writable=True)
+    memory, y = interpreter.Memory(), np.zeros(operands[0].shape, np.float32)
+    pointers = [memory.add(f"x{n}", x.astype(np.float32)) for n, x in enumerate(operands)]
+    pointers.append(memory.add("y", y, writable=True))
     arguments = [int(p).to_bytes(8, "little") for p in pointers]
-    module().launch(f"value_of_{name}", x.size // 256, 256, 0, arguments, memory)
+    module().launch(f"value_of_{name}", y.size // 256, 256, 0, arguments, memory)
     return y
 
 
@@ -220,6 +226,10 @@ def _operands(rng: np.random.Generator, rule: Rule) -> list[Range | Truth]:
         elif rule.function.endswith("_negative"):
             lo, hi = np.minimum(lo, -1), np.minimum(hi, -1)
         found[1] = ranges.ints(lo, hi)
+    elif rule.op == "pow":
+        found[1] = Range(
+            *(np.clip(end, -MAX_EXPONENT, MAX_EXPONENT) for end in (found[1].lo, found[1].hi)), found[1].nan
+        )
     return found
 
 
@@ -291,8 +301,8 @@ def test_the_kernel_judges_as_python_does_and_both_hold_what_happens(rule):
             _check_holds(rule, operands, found, values, defined)
     if rule.op in APPROXIMATE:
         _check_holds(rule, operands, found, values_in_the_kernel(rule.op, *elements), defined)
-        flushed = [(np.abs(end) < 2.0**-126) & (end != 0) for end in (operands[0].lo, operands[0].hi)]
-        asked &= ~(flushed[0] | flushed[1])
+        for end in (end for operand in operands for end in (operand.lo, operand.hi)):
+            asked &= ~((np.abs(end) < 2.0**-126) & (end != 0))  # flushed
         same = _close(found.lo, expected.lo) & _close(found.hi, expected.hi) & (found.nan == expected.nan)
     elif isinstance(expected, Truth):
         same = (found.may_true == expected.may_true) & (found.may_false == expected.may_false)

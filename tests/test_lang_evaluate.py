@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 
 import numpy as np
@@ -144,13 +145,39 @@ def test_floats_stay_in_the_asked_precision(dtype):
 
 def test_functions_are_numpys():
     x = np.linspace(0.1, 3, 35).reshape(5, 7)
-    for name in ("exp", "exp2", "log", "log2", "tanh", "sqrt", "floor"):
+    for name in ("exp", "exp2", "log", "log2", "log1p", "sin", "cos", "tanh", "sqrt", "floor"):
         got = score(lambda s, b, h, q, k, name=name: getattr(fg, name)(s), x, np.float64)
         assert np.allclose(got, getattr(np, name)(x), rtol=1e-15)
     assert np.allclose(score(lambda s, b, h, q, k: fg.sigmoid(-s), x, np.float64), 1 / (1 + np.exp(x)))
     assert np.allclose(score(lambda s, b, h, q, k: fg.rsqrt(s), x, np.float64), x**-0.5)
+    assert np.allclose(score(lambda s, b, h, q, k: fg.erf(s), x, np.float64), np.vectorize(math.erf)(x))
     assert np.allclose(score(lambda s, b, h, q, k: fg.clamp(s, 0.5, 1), x, np.float64), np.clip(x, 0.5, 1))
     assert np.allclose(score(lambda s, b, h, q, k: fg.clamp(s, None, 1), x, np.float64), np.minimum(x, 1))
+
+
+@pytest.mark.parametrize("c", [0, 1, 2, 3, 7, 64, -1, -3, 2.0, 0.5, -0.5, 1.7, -2.25, 0.0])
+def test_powers_are_numpys_and_products_where_they_can_be(c):
+    x = np.linspace(0.5, 1.5, 35).reshape(5, 7)
+    assert np.allclose(score(lambda s, b, h, q, k: fg.pow(s, c), x, np.float64), x**c, rtol=1e-13)
+    assert np.allclose(score(lambda s, b, h, q, k: s**c, x, np.float64), x**c, rtol=1e-13)
+    if c == int(c):
+        assert np.allclose(score(lambda s, b, h, q, k: fg.pow(-s, c), x, np.float64), (-x) ** float(c), rtol=1e-13)
+    else:
+        assert np.isnan(score(lambda s, b, h, q, k: fg.pow(-s, c), x, np.float64)).all()
+
+
+def test_a_power_of_an_integer_is_one_where_the_exponent_is_whole_and_not_negative():
+    assert np.array_equal(traced(lambda b, h, q, k: (q - k) ** 2 <= 4), (Q - K) ** 2 <= 4)
+    kinds = [fg.variant(lambda b, h, q, k, c=c: (q - k) ** c == k).mask.operands[0].dtype for c in (2, 0, 2.0, -1, 0.5)]
+    assert [kind.value for kind in kinds] == ["int32", "int32", "float32", "float32", "float32"]
+
+
+def test_a_negative_index_counts_from_the_end():
+    t = fg.tensor("t", dims=("batch", "kv"), dtype="int32")
+    u = fg.tensor("u", dims=(3, None), dtype="int32")
+    tensors = {"t": np.arange(14, dtype=np.int32).reshape(2, 7), "u": np.arange(12, dtype=np.int32).reshape(3, 4)}
+    got = traced(lambda b, h, q, k: k + q <= t[b, -1] + u[-2, -4] - t[b][-7], tensors=tensors)
+    assert np.array_equal(got, np.broadcast_to(K + Q <= 6 + 4 - 0, (5, 7)))
 
 
 def test_overflow_and_infinity_are_quiet():
@@ -253,8 +280,9 @@ def test_positions_beyond_a_captured_tensor_are_found_without_evaluating():
         check_positions(fg.variant(mask).mask, {**sizes, **changed}, {"ids": np.zeros(shape, np.int32)})
 
     check(lambda b, h, q, k: ids[b, k] == 0, 2, 5)
-    with pytest.raises(CapturedIndexError, match="tensor 'ids': index 5 is outside dimension 1 of size 5"):
+    with pytest.raises(CapturedIndexError, match="tensor 'ids': index 5 is outside dimension 1 of size 5") as caught:
         check(lambda b, h, q, k: ids[b, q] == ids[b, k], 2, 5)
+    assert f"at {__file__}:" in str(caught.value) and "ids[b, q] == ids[b, k], 2, 5)" in str(caught.value)
     with pytest.raises(IndexError, match="index 2 is outside dimension 0 of size 2"):
         check(lambda b, h, q, k: ids[h, k] == 0, 2, 5)
     check(lambda b, h, q, k: ids[b, q] == 0, 1, 1)  # sizes of 1 broadcast

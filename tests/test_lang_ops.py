@@ -52,6 +52,8 @@ def operands(name: str):
         return [(M, COUNT)]
     if name.startswith("bit_"):
         return [(M, N)[: OPS[name].arity]]
+    if name == "pow":
+        return [(X, const(1.7))]
     if name == "where":
         return [(P, X, Y), (P, M, N), (P, Q, P)]
     if OPS[name].group == "function" or name == "div":
@@ -90,6 +92,11 @@ CUDA = {
     "sigmoid_f32": lambda x: 1 / (1 + math.exp(-x)),
     "sqrt_f32": math.sqrt,
     "rsqrt_f32": lambda x: 1 / math.sqrt(x),
+    "erf_f32": math.erf,
+    "log1p_f32": math.log1p,
+    "sin_f32": math.sin,
+    "cos_f32": math.cos,
+    "pow_f32": lambda x, y: x**y,
     "LOG2E": math.log2(math.e),
     "LN2": math.log(2),
     "min": min,
@@ -119,7 +126,7 @@ def run_cuda(text: str, *values):
 @settings(deadline=None, max_examples=25)
 @given(data=st.data())
 def test_cuda_text_means_what_numpy_computes(name, data):
-    positive = name in ("log", "log2", "sqrt", "rsqrt")
+    positive = name in ("log", "log2", "log1p", "pow", "sqrt", "rsqrt")
     floats = st.floats(0.0625, 50.0) if positive else st.floats(-50.0, 50.0).filter(lambda x: abs(x) > 1e-3)
     drawn = {BOOL: st.booleans(), INT32: st.integers(-99, 99), FLOAT32: floats}
     cases = [(X,), (M,)] if name == "cast" else operands(name)
@@ -167,7 +174,7 @@ def test_derivatives_match_finite_differences(name):
             continue
         for _ in range(20):
             at = {"x": rng.uniform(0.2, 3), "y": rng.uniform(0.2, 3)}
-            if name not in ("log", "log2", "sqrt", "rsqrt", "where"):
+            if name not in ("log", "log2", "log1p", "pow", "sqrt", "rsqrt", "where"):
                 at = {key: v * rng.choice([-1, 1]) for key, v in at.items()}
             for operand, partial in zip(nodes, partials, strict=True):
                 if operand.op != "param":

@@ -19,8 +19,9 @@ INT_BINARY = ["add", "sub", "mul", "floor_div", "mod", "minimum", "maximum"]
 INT_BINARY += ["bit_and", "bit_or", "bit_xor", "shift_left", "shift_right"]
 INT_UNARY = ["neg", "abs", "bit_not"]
 COMPARISONS = ["eq", "ne", "lt", "le", "gt", "ge"]
-FLOAT_BINARY = ["add", "sub", "mul", "div", "minimum", "maximum"]
-FLOAT_UNARY = ["neg", "abs", "exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "floor"]
+FLOAT_BINARY = ["add", "sub", "mul", "div", "pow", "minimum", "maximum"]
+FLOAT_UNARY = ["neg", "abs", "exp", "exp2", "log", "log2", "log1p", "tanh", "sigmoid", "sqrt", "rsqrt", "floor"]
+FLOAT_UNARY += ["erf", "sin", "cos"]
 LOGICAL = ["logical_and", "logical_or", "logical_xor"]
 
 

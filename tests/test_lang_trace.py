@@ -15,7 +15,10 @@ import numpy as np
 import flashgen as fg
 w = fg.param("w", default=8, min=1)
 t = fg.tensor("t", dims=("batch", "kv"), dtype="int32")
+u = fg.tensor("u", dims=("batch", 4), dtype="int32")
 rows = [1, 2, 3]
+table = np.zeros((3, 4), np.int64)
+whole = fg.variant(lambda b, h, q, k: k >= 0, name="whole")
 """
 
 
@@ -54,13 +57,32 @@ def refusal(tmp_path, body: str, *, header: str = HEADER) -> SpecError:
         ("return bool(k <= q)", "compare it, as in x != 0"),
         ("return int(k) <= q", "write fg.int32(x)"),
         ("return math.sqrt(k) <= q", "sqrt() needs a Python float and got a traced value; write fg.sqrt(x)"),
-        ("return math.cos(k) <= q", "the functions of fg are abs, exp, exp2, log,"),
+        ("return math.tan(k) <= q", "the functions of fg are abs, exp, exp2, log,"),
         ("return float(k) <= q", "write fg.float32(x)"),
         ("return '%f' % k == w", "needs a Python float and got a traced value"),
-        ("return fg.cos(k) < q", "flashgen has no 'cos'; the functions of fg are abs, exp, exp2, log, log2, tanh"),
+        (
+            "return fg.gelu(k) < q",
+            "flashgen has no 'gelu'; the functions of fg are abs, exp, exp2, log, log2, log1p, pow, sin, cos",
+        ),
         ("return q.float() < k", "a traced value has no 'float'; write fg.float32(x)"),
         ("return q.exp() < k", "a traced value has no 'exp'; write fg.exp(x)"),
-        ("return q.item() < k", "a traced value has no 'item'; the functions of fg are"),
+        ("return q.item() < k", "a traced value has no 'item'; leave it out"),
+        ("return q.frobnicate() < k", "a traced value has no 'frobnicate'; the functions of fg are"),
+        ("return q.clamp(0, 3) < k", "write fg.clamp(x, low, high), where a bound may be None"),
+        ("return q.to(float) < k", "write fg.float32(x), fg.int32(x), fg.int64(x), or x != 0"),
+        ("return q.bool()", "a traced value has no 'bool'; write x != 0"),
+        ("return q.shape[0] < k", "a size is fg.q_len"),
+        ("return t.shape[0] < k", "a captured tensor has no 'shape'; write t.size(i)"),
+        ("return t.long() < k", "a captured tensor has no 'long'; tensor 't' has 2 dimensions and got 0 indices"),
+        ("return np.square(q) < k", "np.square cannot be traced; write x * x"),
+        ("return (k <= q) & t[b, k]", "compare the int32 with 0, as in (k <= q) & (x != 0)"),
+        ("return t[b, k] | (k <= q)", "compare the int32 with 0, as in (k <= q) | (x != 0)"),
+        ("return (k <= q & (q < w)) & (k > 1)", "put parentheses round each comparison"),
+        ("return ((k <= q) & t[b, k]) == (k > 1)", "compare the int32 with 0"),
+        ("return table[q, k] == k", 'declare table = fg.tensor("table", dims=(3, 4), dtype="int64")'),
+        ("return fg.and_masks(q, k)", "flashgen has no 'and_masks'; combine variants instead, as in v & w or v | w"),
+        ("return whole(b, h, q, k) & (k <= q)", "is no function of positions; combine variants, as in whole & other"),
+        ("return s.masked_fill(k > q, 0.0) # score", "write fg.where(condition, value, x)"),
         ("return math.floor(q / w) == k", "write fg.floor(x)"),
         ("return math.ceil(q / w) == k", "write -fg.floor(-x)"),
         ("return math.trunc(q / w) == k", "write fg.int32(x)"),
@@ -72,7 +94,8 @@ def refusal(tmp_path, body: str, *, header: str = HEADER) -> SpecError:
         ("return q[0] == k", "only what fg.tensor captures can be indexed"),
         ("return q(1) == k", "cannot be called"),
         ("return len(q) == k", "has no length"),
-        ("return q ** 2 < k", "write x * x for a square"),
+        ("return q ** 65 < k", "an exponent is a Python number from -64 to 64, and got 65"),
+        ("return q ** k < k", "got a traced value; write fg.exp2(y * fg.log2(x)) for x > 0"),
         ("return 2 ** q < k", "write fg.exp2(x) for 2 ** x"),
         ("return q @ k", "`@` is not in the language"),
         ("return np.exp(q) < k", "np.exp cannot be traced; write fg.exp(x)"),
@@ -95,7 +118,7 @@ def refusal(tmp_path, body: str, *, header: str = HEADER) -> SpecError:
         ("return t[..., k] < k", "every index is a number"),
         ("return t[b, q / 2] < k", "an index of tensor 't' is float32; write fg.int32(x)"),
         ("return t[b, q < k] < k", "an index of tensor 't' is bool"),
-        ("return t[b, -1] < k", "write t.size(i) - 1"),
+        ("return u[b, -5] < k", "tensor 'u' got the index -5, and its dimension 1 has size 4"),
         ("return t.size(2) < k", "tensor 't' has dimensions 0..1; .size() got 2"),
         ("return t.size(q) < k", ".size() got <traced int32>"),
         ("return len(t) < k", "write t.size(0)"),
@@ -115,8 +138,32 @@ def refusal(tmp_path, body: str, *, header: str = HEADER) -> SpecError:
 def test_what_cannot_be_traced_names_the_line_and_the_cure(tmp_path, body, cure):
     error = refusal(tmp_path, body)
     assert cure in str(error)
-    assert (error.where.path, error.where.line) == (str(tmp_path / "spec.py"), 9)
-    assert error.where.text.strip() == body and "spec.py:9" in str(error)
+    assert (error.where.path, error.where.line) == (str(tmp_path / "spec.py"), 12)
+    assert error.where.text.strip() == body and "spec.py:12" in str(error)
+
+
+def test_torchs_functions_and_tensors_say_what_to_write():
+    import torch
+    from torch.nn.attention.flex_attention import and_masks
+
+    table = torch.zeros(8, 16, dtype=torch.float16)
+    told = {
+        'x // y for rounding_mode="floor"': lambda s, b, h, q, k: s + torch.div(q, 4, rounding_mode="floor"),
+        "write fg.clamp(x, low, high), where a bound may be None": lambda s, b, h, q, k: torch.clamp(s, min=0),
+        "write fg.maximum(x, 0)": lambda s, b, h, q, k: torch.nn.functional.relu(s),
+        "write x * x": lambda s, b, h, q, k: torch.square(s),
+        "write fg.maximum(x, y)": lambda s, b, h, q, k: torch.max(s, s + 1),
+        "write fg.where(c, x, y)": lambda s, b, h, q, k: torch.where(k <= q, s, 0.0),
+        "write x & y": lambda s, b, h, q, k: s + torch.bitwise_and(q, k),
+        'table = fg.tensor("table", dims=(8, 16), dtype="float16")': lambda s, b, h, q, k: s + table[h, q - k],
+        "combine variants instead, as in v & w or v | w": lambda s, b, h, q, k: and_masks(lambda *at: k < q)(
+            b, h, q, k
+        ),
+    }
+    for cure, function in told.items():
+        with pytest.raises(SpecError) as caught:
+            fg.variant(score=function)
+        assert cure in str(caught.value) and caught.value.where.path == __file__, cure
 
 
 @pytest.mark.parametrize(
@@ -134,13 +181,13 @@ def test_what_cannot_be_traced_names_the_line_and_the_cure(tmp_path, body, cure)
 def test_what_cannot_be_returned_names_the_function(tmp_path, body, cure):
     error = refusal(tmp_path, body)
     assert cure in str(error)
-    assert (error.where.path, error.where.line) == (str(tmp_path / "spec.py"), 8)
+    assert (error.where.path, error.where.line) == (str(tmp_path / "spec.py"), 11)
     assert error.where.text.startswith("def spec(")
 
 
 def test_the_line_is_that_of_the_offence_not_of_the_function(tmp_path):
     error = refusal(tmp_path, "first = k <= q\n\nsecond = q - k < w\nreturn first and second")
-    assert error.where.line == 12 and error.where.text.strip() == "return first and second"
+    assert error.where.line == 15 and error.where.text.strip() == "return first and second"
     error = refusal(tmp_path, "return helper(k, q)", header=HEADER + "def helper(x, y):\n    return x and y\n")
     assert error.where.text.strip() == "return x and y"
 
@@ -328,6 +375,12 @@ def test_a_captured_tensor_is_declared_with_its_dimensions():
         (lambda: fg.constant("c", None), "needs a default"),
         (lambda: fg.tensor("t", dims="kv", dtype="int32"), 'dims is a tuple, as in dims=("batch", "kv")'),
         (lambda: fg.tensor("t", dims=(), dtype="int32"), "a single number is an fg.param"),
+        (lambda: fg.tensor("t", dims=("kv",)), "tensor 't' needs a dtype, one of bool"),
+        (
+            lambda: fg.tensor("t", np.zeros((3, 4), np.float32)),
+            'write t = fg.tensor("t", dims=(3, 4), dtype="float32")',
+        ),
+        (lambda: fg.tensor("t", np.float32(3)), 'write t = fg.param("t", dtype=float)'),
         (lambda: fg.tensor("t", dims=("head",), dtype="int32"), "got 'head' (did you mean 'heads'?)"),
         (lambda: fg.tensor("t", dims=(0,), dtype="int32"), "positive numbers or None, and got 0"),
         (lambda: fg.tensor("t", dims=(1.5,), dtype="int32"), "positive numbers or None, and got 1.5"),

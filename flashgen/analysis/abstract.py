@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from flashgen.lang import ranges
 from flashgen.lang.bounds import abstract, bounds
-from flashgen.lang.expr import Node
+from flashgen.lang.expr import LoopIndex, Node, layer
+from flashgen.lang.loops import LOOPS, by_round, index_node
 from flashgen.lang.ops import OPS
 from flashgen.lang.ranges import Range, Truth
 
 
 class Intervals:
-    """Abstract values of nodes, each found once; `leaf(node, operands)` gives those of leaves and of captured loads."""
+    """Abstract values of nodes, each found once; `leaf(node, operands)` gives those of leaves and of captured loads.
 
-    def __init__(self, leaf: Callable[[Node, tuple[Range | Truth, ...]], Range | Truth]) -> None:
+    by_round   loops are judged round by round, so that what an index selects is one element; else by the range of the
+               index
+    """
+
+    def __init__(
+        self, leaf: Callable[[Node, tuple[Range | Truth, ...]], Range | Truth], *, by_round: bool = False
+    ) -> None:
         self._leaf = leaf
+        self._by_round = by_round
         self._known: dict[Node, Range | Truth] = {}
 
     def __call__(self, root: Node) -> Range | Truth:
@@ -28,11 +36,11 @@ class Intervals:
             if n in known:
                 stack.pop()
                 continue
-            missing = [o for o in n.operands if o not in known]
+            missing = [o for o in self._before(n) if o not in known]
             if missing:
                 stack.extend(missing)
                 continue
-            known[n] = self._value(n, tuple(known[o] for o in n.operands))
+            known[n] = self._value(n)
             stack.pop()
         return known[root]
 
@@ -42,12 +50,33 @@ class Intervals:
         assert isinstance(found, Range)
         return found
 
-    def _value(self, n: Node, operands: tuple[Range | Truth, ...]) -> Range | Truth:
+    def _before(self, n: Node) -> Sequence[Node]:
+        """What has to be known before a node outside of loops."""
+        return layer(n.operands) if self._by_round and n.op in LOOPS else n.operands
+
+    def _value(self, n: Node, loops: tuple[LoopIndex, ...] = ()) -> Range | Truth:
+        """The value of a node in the innermost of `loops`."""
         if n.op == "const":
             return ranges.constant(n.attr, n.dtype)
-        if n.op not in OPS:
-            return self._leaf(n, operands)
-        return abstract(n, *operands)
+        if self._by_round and n.op in LOOPS:
+            return self._looped(n, (*loops, n.attr))
+        operands = tuple(self._known[o] for o in n.operands)
+        return abstract(n, *operands) if n.op in OPS or n.op in LOOPS else self._leaf(n, operands)
+
+    def _looped(self, n: Node, loops: tuple[LoopIndex, ...]) -> Range | Truth:
+        (rounds, body), known, index = n.operands, self._known, index_node(n.attr)
+        inside = [m for m in layer([body], loops) if m is not index]
+
+        def in_round(i: int) -> Range | Truth:
+            known[index] = ranges.ints(i)
+            for m in inside:
+                known[m] = self._value(m, loops)
+            return known[body]
+
+        found = by_round(n.op, self.range(rounds), in_round, n.dtype)
+        for m in (index, *inside):  # another loop may have the same index, and other rounds
+            known.pop(m, None)
+        return found
 
 
 def anywhere(n: Node, operands: tuple[Range | Truth, ...]) -> Range | Truth:

@@ -7,10 +7,12 @@ torch, a branch that a `where` does not take contributes exactly 0, though its o
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from flashgen.lang.build import apply
-from flashgen.lang.expr import DType, Node, const, node, walk
+from flashgen.lang.build import apply, cast, loop, rebuild
+from flashgen.lang.expr import DType, LoopIndex, Node, const, loop_indices, node, walk
+from flashgen.lang.loops import LOOPS, index_node
 from flashgen.lang.ops import OPS
 
 #: The incoming score.
@@ -29,29 +31,57 @@ def derive(root: Node, wrt: Node = SCORE) -> Node | None:
     None where the expression does not depend on it, or not in a way that has a derivative.  Subexpressions that the
     expression shares stay shared, and the derivative shares them with it.
     """
+    return _partials(root, frozenset((wrt,))).get(wrt)
+
+
+def _partials(root: Node, leaves: frozenset[Node]) -> dict[Node, Node]:
+    """The derivatives of an expression by each of these nodes, while the others of them stay as they are; those that
+    there are."""
     order = list(walk([root]))
     depends: set[Node] = set()
     for n in order:
-        if n is wrt or (n.dtype.is_float and any(o in depends for o in n.operands)):
+        if n in leaves or (n.dtype.is_float and any(o in depends for o in n.operands)):
             depends.add(n)
     if root not in depends:
-        return None
+        return {}
     adjoints: dict[Node, Node] = {root: const(1.0)}
     flows = _Flows()
     for n in reversed(order):
-        if n is wrt or n not in depends or n not in adjoints:
+        if n in leaves or n not in depends or n not in adjoints:
             continue
-        for operand, partial in zip(n.operands, OPS[n.op].derivative(apply, n.operands, n), strict=True):
+        for operand, partial in _by_operand(n, depends):
             if partial is None or operand not in depends:
                 continue
             flow = flows.times(adjoints[n], partial)
             adjoints[operand] = flows.plus(adjoints.get(operand, _ZERO), flow)
-    return adjoints.get(wrt)
+    return {n: adjoint for n, adjoint in adjoints.items() if n in leaves}
 
 
-def loads(root: Node, name: str) -> tuple[Node, ...]:
+def _by_operand(n: Node, depends: set[Node]) -> Iterable[tuple[Node, Node | None]]:
+    """What a node is made of, each with the derivative by it.
+
+    A sum in a loop is made of what its index does not move: the derivative by that is the sum of the body's.
+    """
+    if n.op not in LOOPS:
+        return zip(n.operands, OPS[n.op].derivative(apply, n.operands, n), strict=True)
+    rounds, body = n.operands
+    around = loop_indices(n)
+    parts = walk([body], into=lambda m: not loop_indices(m) <= around)
+    still = frozenset(m for m in parts if loop_indices(m) <= around and m in depends)
+    return [(m, _summed(n, rounds, partial)) for m, partial in _partials(body, still).items()]
+
+
+def _summed(n: Node, rounds: Node, partial: Node) -> Node:
+    """The sum of a derivative over the rounds of a loop."""
+    if n.attr in loop_indices(partial):
+        return loop("sum", rounds, index_node(n.attr), partial)
+    times = cast(apply("maximum", rounds, 0), DType.FLOAT32)
+    return times if partial is const(1.0) else apply("mul", times, partial)
+
+
+def loads(root: Node | None, name: str) -> tuple[Node, ...]:
     """The places where an expression reads a captured tensor."""
-    return tuple(n for n in walk([root]) if n.op == "load" and n.attr.name == name)
+    return tuple(n for n in walk([root] if root is not None else []) if n.op == "load" and n.attr.name == name)
 
 
 def differentiable(root: Node | None) -> tuple[str, ...]:
@@ -59,7 +89,80 @@ def differentiable(root: Node | None) -> tuple[str, ...]:
     if root is None:
         return ()
     floats = {n.attr.name for n in walk([root]) if n.op == "load" and n.dtype.is_float}
-    return tuple(sorted(f for f in floats if any(derive(root, wrt=n) is not None for n in loads(root, f))))
+    return tuple(sorted(f for f in floats if any(_reaches(root, n) for n in loads(root, f))))
+
+
+def elements(load: Node) -> int:
+    """How many elements a read of a captured tensor is at most for one score: one for each round of its loops."""
+    return math.prod(index.most for index in loop_indices(load))
+
+
+def slopes(root: Node, name: str) -> dict[Node, Node]:
+    """Each element of a captured tensor that an expression has a derivative by, with that derivative.
+
+    What the index of a loop selects is an element for each round.
+    """
+    found: dict[Node, Node] = {}
+    for load in loads(root, name):
+        for loops, slope in _paths(root, load, frozenset()):
+            for element, by_element in _by_round(loops, load, slope):
+                found[element] = _Flows().plus(found.get(element, _ZERO), by_element)
+    return found
+
+
+#: The rounds and the index of each loop around a read whose index it depends on, outermost first.
+_Loops = tuple[tuple[Node, Node], ...]
+
+
+def _paths(root: Node, load: Node, opened: frozenset[LoopIndex]) -> Iterator[tuple[_Loops, Node]]:
+    """The ways from a captured element to the expression through different loops, each with the derivative in the
+    rounds that their indices stand for."""
+    left = loop_indices(load) - opened
+    if not left:
+        slope = _partials(root, frozenset((load,))).get(load)
+        yield from () if slope is None else [((), slope)]
+        return
+    binding = [n for n in walk([root]) if n.op in LOOPS and n.attr in left and load in set(walk(n.operands[1:]))]
+    asked = left.union(*map(loop_indices, binding))  # also by the rounds and the bodies of the loops in between
+    loops_here = (n for n in walk([root]) if n.op in LOOPS and loop_indices(n) <= opened)
+    around = frozenset(n for n in loops_here if n.attr in asked and load in set(walk(n.operands[1:])))
+    for n, outer in _partials(root, around).items():
+        rounds, body = n.operands
+        for loops, inner in _paths(body, load, opened | {n.attr}):
+            yield ((rounds, index_node(n.attr)), *loops), _Flows().times(outer, inner)
+
+
+def _by_round(loops: _Loops, load: Node, slope: Node) -> Iterator[tuple[Node, Node]]:
+    """The element and the derivative by it in each round.
+
+    A round that a loop may not have stands for its last one, so that no index leaves its dimension, and adds 0.
+    """
+    if not loops:
+        yield load, slope
+        return
+    (rounds, index), *inner = loops
+    fixed = rounds.op == "const"
+    for i in range(rounds.attr if fixed else index.attr.most):
+        at = const(i) if fixed else apply("minimum", i, apply("maximum", apply("sub", rounds, 1), 0))
+
+        def in_round(n: Node, at: Node = at) -> Node:
+            return rebuild(n, lambda m: at if m is index else None)
+
+        rest = tuple((in_round(times), its_index) for times, its_index in inner)
+        for element, by_element in _by_round(rest, in_round(load), in_round(slope)):
+            yield element, by_element if fixed else _choice(apply("lt", i, rounds), by_element, _ZERO)
+
+
+def _reaches(root: Node, wrt: Node) -> bool:
+    """Whether an expression has a derivative by a captured element."""
+    reached = {wrt}
+    for n in walk([root]):
+        if not n.dtype.is_float or reached.isdisjoint(n.operands):
+            continue
+        partials = (None, n) if n.op in LOOPS else OPS[n.op].derivative(apply, n.operands, n)
+        if any(partial is not None and o in reached for o, partial in zip(n.operands, partials, strict=True)):
+            reached.add(n)
+    return root in reached
 
 
 class _Flows:

@@ -19,6 +19,7 @@ from flashgen.analysis.linear import LENGTH, Algebra, K, Linear, Q, Unspeakable,
 from flashgen.analysis.zones import Zone
 from flashgen.lang.build import apply
 from flashgen.lang.expr import DType, Node, const, walk
+from flashgen.lang.loops import LOOPS
 from flashgen.lang.ranges import INT64_MAX, INT64_MIN
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class _Reader:
         """The conditions under a mask, operands first, less those that only continue a chain of & or |."""
 
         def parts(n: Node) -> bool:
-            return n.op != "load" and not n.dtype.is_float and self.algebra.local(n)
+            return n.op not in ("load", *LOOPS) and not n.dtype.is_float and self.algebra.local(n)
 
         nodes = list(walk([mask], into=parts))
         users: dict[Node, set[str]] = {n: set() for n in nodes}

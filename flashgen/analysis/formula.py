@@ -13,6 +13,7 @@ from typing import Any
 
 import sympy
 from sympy.core.relational import Relational
+from sympy.logic.boolalg import BooleanFunction
 from sympy.printing.precedence import PRECEDENCE, precedence
 from sympy.printing.pretty.pretty import PrettyPrinter
 from sympy.printing.pretty.pretty_symbology import pretty_use_unicode
@@ -23,6 +24,7 @@ from flashgen.analysis.derivative import SCORE
 from flashgen.analysis.facts import Facts
 from flashgen.analysis.zones import clamped_operand
 from flashgen.lang.expr import DType, Node, walk
+from flashgen.lang.loops import LOOPS
 from flashgen.lang.variant import Variant
 
 #: An expression of more operations, shared ones counted as often as they would be written, is not written out; nor is
@@ -137,6 +139,22 @@ class trunc(_Named):
     fold = staticmethod(lambda a: a)
 
 
+class some(BooleanFunction):
+    """Whether a condition holds for one of the integers from 0 to below a number."""
+
+    def _sympystr(self, printer: Any) -> Any:
+        condition, index, rounds = map(printer._print, self.args)
+        return f"any({rounds}, {index}: {condition})"
+
+    def _pretty(self, printer: PrettyPrinter) -> Any:
+        condition, index, rounds = map(printer._print, self.args)
+        return prettyForm(*prettyForm.next("any ", index, " < ", rounds, ": ", condition))
+
+    def _latex(self, printer: Any) -> Any:
+        condition, index, rounds = map(printer._print, self.args)
+        return rf"\bigvee_{{{index} < {rounds}}} \left({condition}\right)"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Expressions
 
@@ -183,6 +201,11 @@ _OPS: dict[str, Callable[..., sympy.Basic]] = {
     "exp2": lambda a: sympy.Pow(2, a),
     "log": sympy.log,
     "log2": lambda a: sympy.log(a, 2),
+    "log1p": lambda a: sympy.log(sympy.Add(1, a, evaluate=False)),
+    "pow": sympy.Pow,
+    "sin": sympy.sin,
+    "cos": sympy.cos,
+    "erf": sympy.erf,
     "tanh": sympy.tanh,
     "sigmoid": lambda a: 1 / (1 + sympy.exp(-a)),
     "sqrt": sympy.sqrt,
@@ -218,6 +241,8 @@ def _value(n: Node, operands: list[sympy.Basic]) -> sympy.Basic:
             return _symbol(n.attr, n.dtype, positive=True)
         case "score":
             return _symbol("s", n.dtype)
+        case "loop_index":
+            return _symbol(n.attr.name, n.dtype, nonnegative=True)
         case "param" | "constant":
             return _declared(n)
         case "size":
@@ -226,6 +251,10 @@ def _value(n: Node, operands: list[sympy.Basic]) -> sympy.Basic:
             kind = {"real": True} if n.dtype.is_float else {"integer": True}
             element = sympy.IndexedBase(n.attr.name, **kind)[tuple(operands)]
             return sympy.Ne(element, 0, evaluate=False) if n.dtype is DType.BOOL else element
+    if n.op in LOOPS:
+        rounds, body = operands
+        index = _symbol(n.attr.name, DType.INT32, nonnegative=True)
+        return some(body, index, rounds) if n.op == "any" else sympy.Sum(body, (index, 0, rounds - 1))
     if n.op in _OF_CONDITIONS and n.operands[-1].dtype is DType.BOOL:
         return _OF_CONDITIONS[n.op](*operands)
     if n.op == "cast":
@@ -283,6 +312,10 @@ class _Text(StrPrinter):
         for value, condition in reversed(expr.args[:-1]):
             shown = f"where({self._print(condition)}, {self._print(value)}, {shown})"
         return shown
+
+    def _print_Sum(self, expr: Any) -> Any:
+        index, _, last = expr.limits[0]
+        return f"sum({self._print(last + 1)}, {self._print(index)}: {self._print(expr.function)})"
 
     def _print_Abs(self, expr: Any) -> Any:
         return f"abs({self._print(expr.args[0])})"
@@ -401,7 +434,7 @@ def tile_formulas(facts: Facts) -> TileFormulas | None:
         return None
     (term,) = facts.visible
     atoms = list(term.nodes())
-    if len(atoms) > MAX_BOUNDS or not all(map(is_short, atoms)):
+    if len(atoms) > MAX_BOUNDS or not all(map(is_short, atoms)) or any(n.op in LOOPS for n in walk(atoms)):
         return None
     bounds = {kind: [_evaluated(n) for n in getattr(term.zone, kind)] for kind in term.zone.__slots__}
     holds = [symbolic(n) for n in term.uniform]

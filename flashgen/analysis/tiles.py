@@ -16,6 +16,9 @@ Captured loads, under abstract evaluation.  Each index range is clamped into [0,
    element at the last index's lower end and the one at its upper end;
 3. else the value is what the declaration allows: min and max, or everything the stored type holds.
 A NaN element makes the value anything.  The choice is made tile by tile.
+
+Loops are judged round by round: the index is a single point, and what it selects is read as above.  Rounds that a tile
+may have or not, because their number is a range, may change what is found or not.
 """
 
 from __future__ import annotations
@@ -105,7 +108,7 @@ def intervals(case: Case, b: Any, h: Any, q: tuple, k: tuple) -> Intervals:
             return loaded(n, operands, case.tensors[n.attr.name])
         return bounds(n)
 
-    return Intervals(leaf)
+    return Intervals(leaf, by_round=True)
 
 
 def loaded(load: Node, indices: tuple[Range, ...], array: np.ndarray) -> Range | Truth:

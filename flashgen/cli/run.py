@@ -37,6 +37,9 @@ _HEADS, _KV_HEADS = 8, (8, 1)
 #: Elements that a check wants, as a share of `POOL`: the walk rounds as its baseline does, and takes its time.
 _SHARE = {"cpu": 1 / 16, "cuda": 1}
 
+#: Elements that a check of a captured tensor's gradient wants, and the most draws it takes for them.
+_CAPTURED_ELEMENTS, _CAPTURED_DRAWS = 32, 4
+
 #: Calls that are timed on a GPU, after one that is not.
 _TIMED = 10
 
@@ -66,7 +69,9 @@ def command(
             "lengths 1, 127, 1000, 4096 (on a CPU: 1 and 127).",
         ),
     ] = False,
-    backward: Annotated[bool, typer.Option("--backward", help="Check the gradients of q, k and v too.")] = False,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="Check the gradients of q, k, v and captured tensors too.")
+    ] = False,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="With --backward: gradients whose reruns give the same bits.")
     ] = False,
@@ -75,8 +80,9 @@ def command(
     device: Annotated[str | None, typer.Option(help="cuda or cpu. [dim]default: the GPU where there is one[/]")] = None,
     as_json: options.as_json(
         "passed, device, seed, dropout, seconds (of one call), dtype, shape, params, kernel (as of flashgen compile),"
-        " predicted_bytes, counted_bytes (null on a GPU), checked (o, with --backward dq, dk, dv: errors, their limits,"
-        " elements, reasons), lse_reasons; of a sweep passed and cases (command, passed, reasons)"
+        " predicted_bytes, counted_bytes (null on a GPU), checked (o, with --backward dq, dk, dv and those of"
+        " captured tensors: errors, their limits, elements, reasons), lse_reasons; of a sweep passed and cases"
+        " (command, passed, reasons)"
     ) = False,
 ) -> None:
     """Run on random input, on the GPU where there is one, and check against float64; exit 1 where the check fails."""
@@ -252,7 +258,7 @@ def _asking(dropped: Dropout | None) -> dict[str, object]:
 def check_gradients(
     resolved: Resolved, device: str, seed: int, dropout: float, deterministic: bool
 ) -> dict[str, Verdict]:
-    """dq, dk and dv of random q, k, v and do, each judged as `check` judges o.
+    """dq, dk and dv of random q, k, v and do, each judged as `check` judges o, and the gradients of captured tensors.
 
     Raises LaunchError where memory runs out.
     """
@@ -265,15 +271,19 @@ def _check_gradients(
 ) -> dict[str, Verdict]:
     import torch
 
+    from flashgen.analysis.derivative import differentiable
     from flashgen.ops.attention import attention
-    from flashgen.runtime.gradients import baseline_gradients, judge_gradients, reference_gradients
+    from flashgen.runtime.gradients import baseline_gradients, judge_captured, judge_gradients, reference_gradients
 
     p, case, variant = resolved.problem, resolved.case, resolved.variant
-    inputs = {**case.params, **on_device(variant, case.tensors, device)}
+    tensors = on_device(variant, case.tensors, device)
+    captured = {name: tensors[name].requires_grad_() for name in differentiable(variant.score_node)}
+    inputs = {**case.params, **tensors}
     shapes = _shapes(p)
     fewest = min(math.prod(shape) for shape in shapes)
-    draws = []
-    for draw in range(_draws(fewest, device)):
+    few = min((x.numel() for x in captured.values()), default=_CAPTURED_ELEMENTS)
+    draws, of_captured = [], {name: [] for name in captured}
+    for draw in range(max(_draws(fewest, device), min(-(-_CAPTURED_ELEMENTS // max(few, 1)), _CAPTURED_DRAWS))):
         generator = torch.Generator(device).manual_seed(seed + draw)
         *qkv, do = (
             torch.randn(shape, generator=generator, device=device).to(getattr(torch, p.dtype))
@@ -282,17 +292,22 @@ def _check_gradients(
         leaves = [x.requires_grad_() for x in qkv]
         dropped = options.drops(dropout, seed + draw)
         o = attention(*leaves, variant, deterministic=deterministic, **inputs, **_asking(dropped))
-        ours = torch.autograd.grad(o, leaves, do)
+        ours = torch.autograd.grad(o, [*leaves, *captured.values()], do)
         asked = variant, case, *(x.detach() for x in qkv), do
         scale = 1 / math.sqrt(p.head_dim)
         base, ref = (make(*asked, scale=scale, dropout=dropped) for make in (baseline_gradients, reference_gradients))
-        draws.append((ours, base[:3], ref[:3]))
+        draws.append((ours[:3], base[:3], ref[:3]))
+        for name, found in zip(captured, ours[3:], strict=True):
+            of_captured[name].append((found, base.captured[name], ref.captured[name]))
     # Of ours, base and ref each gradient's draws behind one another.
     together = [
         [torch.cat([x.flatten() for x in parts]) for parts in zip(*by_draw, strict=True)]
         for by_draw in zip(*draws, strict=True)
     ]
-    return judge_gradients(*together, p.dtype, _rule(device))
+    verdicts = judge_gradients(*together, p.dtype, _rule(device))
+    for name, drawn in of_captured.items():
+        verdicts[f"d{name}"] = judge_captured(*map(torch.stack, zip(*drawn, strict=True)))
+    return verdicts
 
 
 def _draws(elements: int, device: str) -> int:

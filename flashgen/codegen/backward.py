@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain, count
 
+from flashgen.analysis import widths
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import Facts
 from flashgen.codegen.printer import Body, Printer, Text, binary, call, constant
@@ -101,14 +102,15 @@ def _captured_grads(facts: Facts, gradients: tuple[str, ...]) -> tuple[CapturedG
     found: list[CapturedGrad] = []
     reads = ((name, n, slope) for name in gradients for n, slope in captured_grads(facts.variant, name).items())
     for name, n, slope in reads:
+        wide = facts.int64 | widths.wide((n, slope))  # a round of a loop has nodes of its own
         taken = {grad.name for grad in found} | (set(gradients) - {name})
         names = chain((name,), (f"{name}{number}" for number in count(2)))
         found.append(
             CapturedGrad(
                 name=next(free for free in names if free not in taken),
                 tensor=name,
-                slope=Printer(wide=facts.int64).body(slope),
-                index=_index(n, facts),
+                slope=Printer(wide=wide).body(slope),
+                index=_index(n, wide),
                 by_query=depends_on(n, "q"),
                 by_key=depends_on(n, "k"),
                 by_score=any(m.op == "score" for m in walk(n.operands)),
@@ -117,10 +119,10 @@ def _captured_grads(facts: Facts, gradients: tuple[str, ...]) -> tuple[CapturedG
     return tuple(found)
 
 
-def _index(load: Node, facts: Facts) -> tuple[str, ...]:
+def _index(load: Node, wide: frozenset[Node]) -> tuple[str, ...]:
     """Statements that give the element's number: gradients are contiguous, and a dimension of size 1 has one index."""
     tensor: Tensor = load.attr
-    printer = Printer(wide=facts.int64)
+    printer = Printer(wide=wide)
     body = printer.body(*load.operands)
     number = None
     for i, (index, dimension) in enumerate(zip(load.operands, tensor.dims, strict=True)):

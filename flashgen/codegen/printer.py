@@ -15,7 +15,8 @@ import numpy as np
 from flashgen.analysis.abstract import Intervals, anywhere
 from flashgen.analysis.zones import clamped_operand
 from flashgen.codegen.device import identifiers
-from flashgen.lang.expr import LEAVES, DType, Node, Tensor, depends_on, walk
+from flashgen.lang.expr import LEAVES, DType, LoopIndex, Node, Tensor, depends_on, layer, loop_indices, walk
+from flashgen.lang.loops import LOOPS
 from flashgen.lang.ops import OPS
 from flashgen.lang.ranges import INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN
 from flashgen.planning.program import CTYPES
@@ -77,16 +78,35 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Declarations of shared subexpressions and captured elements, the last root's value, and every node's text."""
+    """Declarations of shared subexpressions and captured elements, the last root's value, and every node's text.
 
-    lines: tuple[str, ...]
+    A declaration is one line, or several of a loop that computes what its first line declares.
+    """
+
+    declarations: tuple[str, ...]
     value: Text
     known: Mapping[Node, Text]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return lines_of(self.declarations)
 
     @property
     def statements(self) -> tuple[str, ...]:
         """The body of a function that returns the value."""
         return (*self.lines, f"return {self.value};")
+
+
+@dataclass(slots=True)
+class _Printing:
+    """What is known while expressions are printed: texts of nodes, how often each is used, names, the last root, and
+    what is carried into loops."""
+
+    known: dict[Node, Text]
+    uses: Mapping[Node, int]
+    names: Names
+    last: Node | None
+    carried: frozenset[Node]
 
 
 class Printer:
@@ -111,20 +131,61 @@ class Printer:
 
     def body(self, *roots: Node) -> Body:
         """The roots as statements; a subexpression that several others use, or that is long, is named."""
-        uses = Counter(operand for n in walk(roots) for operand in n.operands)
         known: dict[Node, Text] = {}
-        names = Names()
+        uses = Counter(operand for n in walk(roots) for operand in n.operands)
+        work = _Printing(known, uses, Names(), roots[-1] if roots else None, carried(roots))
+        declarations = self._declared(roots, (), work)
+        return Body(tuple(declarations), known[roots[-1]] if roots else Text(""), known)
+
+    def _declared(self, roots: Iterable[Node], loops: tuple[LoopIndex, ...], work: _Printing) -> list[str]:
+        """The declarations of what is computed in the innermost of these loops."""
         lines = []
-        for n in walk(roots):
-            text = self.one(n, known)
+        for n in layer(roots, loops):
+            if n.op in LOOPS:
+                name = work.names.new(n)
+                lines.append(self._looped(n, name, loops, work))
+                work.known[n] = Text(name)
+                continue
+            text = self.one(n, work.known)
             # A captured element is read before any condition is looked at: a lane that skips it saves nothing.
-            apart = uses[n] > 1 or (n.op == "load" and n is not roots[-1]) or len(text.text) > LONGEST
+            shared = work.uses[n] > 1 or n in work.carried
+            apart = shared or (n.op == "load" and n is not work.last) or len(text.text) > LONGEST
             if n.operands and apart:
-                name = names.new(n)
+                name = work.names.new(n)
                 lines.append(f"const {self.ctype(n)} {name} = {text};")
                 text = Text(name)
-            known[n] = text
-        return Body(tuple(lines), known[roots[-1]] if roots else Text(""), known)
+            work.known[n] = text
+        return lines
+
+    def _looped(self, n: Node, name: str, loops: tuple[LoopIndex, ...], work: _Printing) -> str:
+        """A loop: the declaration of what it computes, and its rounds."""
+        rounds, body = n.operands
+        inside = self._declared([body], (*loops, n.attr), work)
+        value, times = work.known[body], self._times(n, work.known[rounds])
+        if n.op == "any":
+            return self._block(n, f"bool {name} = false", f"{times} && !{name}", [*inside, f"{name} = {value};"])
+        if n.dtype.is_float and self.exact:
+            add = f"{name} = {_EXACT['add']}({name}, {value});"
+        elif n.dtype.is_int and self._wraps(n):
+            add = f"{name} = wrapping_add({name}, {value});"
+        else:  # NVRTC may see one operand of a sum of 64 bits
+            add = f"{name} += {call('opaque_i64', value) if self.is_wide(n) else value};"
+        empty = constant(0.0 if n.dtype.is_float else 0, n.dtype)
+        return self._block(n, f"{self.ctype(n)} {name} = {empty}", times, [*inside, add])
+
+    @staticmethod
+    def _times(n: Node, rounds: Text, end: str = "") -> str:
+        """The condition of a loop.  Data that breaks a promise do not make it any longer."""
+        promised = n.operands[0].op != "minimum" and any(m.op == "load" for m in walk(n.operands[:1]))
+        most = call("min", Text(f"{rounds.inside(CALL)}{end}"), str(n.attr.most)) if promised else None
+        return f"{n.attr.name} < {most or rounds.inside(_BINARY['<'] + 1) + end}"
+
+    @staticmethod
+    def _block(n: Node, declared: str, times: str, inside: list[str]) -> str:
+        i = n.attr.name
+        body = "".join(f"  {line}\n" for line in lines_of(inside))
+        # Scores are unrolled already: a loop in each of them would be too much code.
+        return f"{declared};\n#pragma unroll 1\nfor (int {i} = 0; {times}; ++{i}) {{\n{body}}}"
 
     def one(self, n: Node, known: Mapping[Node, Text]) -> Text:
         """One node, its operands printed already."""
@@ -205,6 +266,8 @@ class Printer:
         if n.op == "size":
             tensor, dimension = n.attr
             return Text(f"p.size{dimension}_{tensor.name}")
+        if n.op == "loop_index":
+            return Text(n.attr.name)
         raise ValueError(f"no CUDA for the leaf {n!r}: bind the variant's constants first")
 
     def read(self, n: Node, indices: list[Text]) -> Text:
@@ -228,7 +291,7 @@ class GivenPrinter(Printer):
 
     def body(self, *roots: Node) -> Body:
         body = super().body(*roots)
-        return replace(body, lines=used_lines(body.lines, str(body.value)))
+        return replace(body, declarations=used_lines(body.declarations, str(body.value)))
 
     def one(self, n: Node, known: Mapping[Node, Text]) -> Text:
         return Text(self.given[n]) if n in self.given else super().one(n, known)
@@ -277,6 +340,27 @@ class RangePrinter(Printer):
             return Text(f"{call(function, *operands)})")
         return call(function, *operands)
 
+    def _looped(self, n: Node, name: str, loops: tuple[LoopIndex, ...], work: _Printing) -> str:
+        if not depends_on(n, "q", "k"):
+            return Printer._looped(self, n, name, loops, work)
+        rounds, body = n.operands
+        inside, known = self._declared([body], (*loops, n.attr), work), work.known
+        wide = self.is_wide(n)
+        value = self._ranged(body, known[body], wide)
+        function = "range_logical_or" if n.op == "any" else f"range_add{self._suffix(n, wide)}"
+        after = call(function, name, value)
+        ranged = depends_on(rounds, "q", "k")
+        if ranged:  # rounds that a tile may have or not
+            suffix = {DType.BOOL: "_bool", DType.FLOAT32: "_f32"}.get(n.dtype, "")
+            after = call(f"after_round{suffix}", f"{n.attr.name} < {known[rounds].inside(CALL)}.lo", name, after)
+        empty = constant(False if n.op == "any" else 0.0 if n.dtype.is_float else 0, n.dtype)
+        kind, single = self.types(n.dtype, wide=wide)
+        times = self._times(n, known[rounds], ".hi" if ranged else "")
+        if n.op == "any":
+            times += f" && {name}.may_false"
+        start = call(single, call("i64", empty) if wide and n.dtype is not DType.INT64 else empty)
+        return self._block(n, f"{kind} {name} = {start}", times, [*inside, f"{name} = {after};"])
+
     def _suffix(self, n: Node, wide: bool) -> str:
         kind = n.operands[-1].dtype
         if kind.is_float:
@@ -285,7 +369,7 @@ class RangePrinter(Printer):
             return "" if n.op.startswith("logical") else "_bool"
         if n.op in ("floor_div", "mod") and self._extent(n.operands[-1]).lo > 0:
             return "_positive" if n.op == "mod" else ""
-        return "_i64" if wide and n.op in self.CHECKED else ""
+        return "_i64" if wide and (n.op in self.CHECKED or n.op == "sum") else ""
 
     def _ranged(self, n: Node, text: Text, wide: bool) -> Text:
         """An operand as a range, of 64-bit integers where asked."""
@@ -322,6 +406,12 @@ class Formula(Printer):
                 return None
         return str(known[root])
 
+    def one(self, n: Node, known: Mapping[Node, Text]) -> Text:
+        if n.op in LOOPS:
+            rounds, body = (known[o] for o in n.operands)
+            return Text(f"{n.op}({rounds}, {n.attr.name}: {body})")
+        return Printer.one(self, n, known)
+
     def leaf(self, n: Node) -> Text:
         if n.op == "const":
             return Text(f"{n.attr:g}" if n.dtype.is_float else str(n.attr), UNARY if np.signbit(n.attr) else CALL)
@@ -345,7 +435,7 @@ class Formula(Printer):
         if n.op in self._SPELLED:
             return self._SPELLED[n.op]
         if op.group == "function" and n.op != "cast":
-            return f"{n.op}({{0}})"
+            return f"{n.op}({', '.join(f'{{{i}}}' for i in range(op.arity))})"
         return op.cuda(n.dtype)
 
 
@@ -426,6 +516,17 @@ def _form(text: str) -> _Form:
     return _Form(binds, tuple(place for _, place in sorted(places.items())))
 
 
+def carried(roots: Iterable[Node]) -> frozenset[Node]:
+    """What loops use and their indices do not move: it is computed before them, by name."""
+    pairs = ((n, o) for n in walk(roots) if loop_indices(n) for o in n.operands)
+    return frozenset(o for n, o in pairs if n.op not in LOOPS and loop_indices(o) < loop_indices(n))
+
+
+def lines_of(declarations: Iterable[str]) -> tuple[str, ...]:
+    """Each line of declarations that may have several."""
+    return tuple(line for declaration in declarations for line in declaration.split("\n"))
+
+
 def used_lines(lines: Iterable[str], text: str) -> tuple[str, ...]:
     """Of declarations those that the text needs, directly or not."""
     kept: list[str] = []
@@ -448,10 +549,12 @@ class Names:
         """A name that says what the node is, where that is short."""
         stem = "t"
         if n.op == "load":
-            indices = [o.attr for o in n.operands if o.op == "index"]
+            indices = [getattr(o.attr, "name", o.attr) for o in n.operands if o.op in ("index", "loop_index")]
             stem = "_".join([n.attr.name, indices[-1] if indices else "at"])
         elif n.op == "sub" and [o.attr for o in n.operands] == ["q", "k"]:
             stem = "distance"
+        elif n.op in LOOPS:
+            stem = {"any": "some", "sum": "total"}[n.op]
         elif n.op == "floor_div" and n.operands[0].op == "index":
             stem = f"{n.operands[0].attr}_block"
         name, number = stem, 1

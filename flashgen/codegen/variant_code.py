@@ -30,10 +30,12 @@ from flashgen.codegen.printer import (
     constant,
     filled,
     joined,
+    lines_of,
     used_lines,
 )
 from flashgen.lang import ranges
-from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, depends_on, walk
+from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, depends_on, loop_indices, walk
+from flashgen.lang.loops import LOOPS
 from flashgen.lang.ops import OPS
 from flashgen.planning.backward import lookup_names
 from flashgen.planning.program import CTYPES
@@ -216,16 +218,18 @@ def _lookups(loads: tuple[Node, ...], facts: Facts) -> dict[Node, Lookup]:
 
 
 def _takes_long(n: Node) -> bool:
-    """Whether an op of a score is a function of the special unit, or a captured element for each key."""
+    """Whether an op of a score is a loop, a function of the special unit, or a captured element for each key."""
     if n.op == "load":
         return depends_on(n, "k")
-    return n.op in OPS and OPS[n.op].group == "function" and n.op != "cast"
+    return n.op in LOOPS or (n.op in OPS and OPS[n.op].group == "function" and n.op != "cast")
 
 
 def _small_tanh(score: Node, facts: Facts) -> SmallTanh | None:
     """The score in two steps; None without a tanh, with several, or with one of something that takes long."""
     taken = [n for n in walk([score]) if n.op == "tanh"]
-    if len(taken) != 1 or any(n.op == "load" or _takes_long(n) for n in walk(taken[0].operands)):
+    if len(taken) != 1 or loop_indices(taken[0]):
+        return None
+    if any(n.op == "load" or _takes_long(n) for n in walk(taken[0].operands)):
         return None
     printer = SmallTanhPrinter(wide=facts.int64)
     return SmallTanh(argument=printer.body(*taken[0].operands), score=printer.body(score))
@@ -385,7 +389,7 @@ class Decider:
     def _declare(self, nodes: Iterable[Node]) -> tuple[str, ...]:
         body = self.printer.body(*nodes)
         self.known = body.known
-        return body.lines
+        return body.declarations
 
     def _run(self, term: Term, *, function: str, none: str) -> Text:
         zone, q = term.zone, self._clipped("rows.q_first", "rows.q_last", term.zone.q_lo, term.zone.q_hi)
@@ -518,6 +522,6 @@ def _decision(
     lines: tuple[str, ...], conclusions: list[str], positions: Callable[[frozenset[str]], list[str]]
 ) -> Decision:
     """The decision without declarations that nothing uses any more, behind those of the positions that it uses."""
-    lines = used_lines(lines, "\n".join(conclusions))
+    lines = lines_of(used_lines(lines, "\n".join(conclusions)))
     used = identifiers("\n".join((*lines, *conclusions)))
     return Decision(lines=(*positions(used), *lines), conclusions=tuple(conclusions))

@@ -6,12 +6,15 @@ import weakref
 
 from flashgen.lang import ranges
 from flashgen.lang.expr import DType, Node, walk
+from flashgen.lang.loops import LOOPS, at_once
 from flashgen.lang.ops import OPS
 from flashgen.lang.ranges import Abstract
 
 
 def abstract(n: Node, *operands: Abstract) -> Abstract:
-    """The abstract value of an op's node from those of its operands."""
+    """The abstract value of an op's or a loop's node from those of its operands."""
+    if n.op in LOOPS:
+        return at_once(n.op, *operands)
     rule = OPS[n.op].abstract
     return rule(*operands, n.dtype) if n.op == "cast" else rule(*operands)
 
@@ -40,6 +43,8 @@ def _bound(n: Node) -> Abstract:
         return ranges.ints(1, ranges.INT32_MAX)
     if n.op == "load":
         return ranges.stored(n.attr)
+    if n.op == "loop_index":
+        return ranges.ints(0, n.attr.most - 1)
     if n.op == "score":
         return ranges.unknown(DType.FLOAT32)
     if n.op == "floor_div" and [(o.op, o.attr) for o in n.operands] == [("problem", "heads"), ("problem", "kv_heads")]:

@@ -11,6 +11,7 @@ from flashgen.errors import SourceLine, SpecError
 from flashgen.lang import ranges
 from flashgen.lang.bounds import bounds
 from flashgen.lang.expr import DType, Node, const, node, walk
+from flashgen.lang.loops import LOOPS, MAX_ROUNDS, closed, index_node, opened
 from flashgen.lang.ops import OPS, Op
 
 Operand = Node | bool | int | float
@@ -60,11 +61,13 @@ def literal(value: Operand) -> Node:
 def rebuild(root: Node, replace: Callable[[Node], Node | None]) -> Node:
     """The DAG with nodes replaced where `replace` gives one; what lies above them is typed and folded again."""
     done: dict[Node, Node] = {}
-    for n in walk((root,)):
+    for n in walk((opened(root),)):
         new = replace(n)
         if new is None:
             operands = tuple(done[o] for o in n.operands)
-            if operands == n.operands:
+            if n.op in LOOPS:
+                new = loop(n.op, operands[0], index_node(n.attr), operands[1], where=n.where)
+            elif operands == n.operands:
                 new = n
             elif n.op == "cast":
                 new = cast(operands[0], n.dtype, where=n.where)
@@ -73,7 +76,41 @@ def rebuild(root: Node, replace: Callable[[Node], Node | None]) -> Node:
             else:
                 new = node(n.op, n.dtype, operands, n.attr, n.where)
         done[n] = new
-    return done[root]
+    return new
+
+
+def rounds_of(op: str, rounds: Operand, *, where: SourceLine | None = None) -> tuple[Node, int]:
+    """The number of rounds of a loop as a node, and the most that it may be.
+
+    Raises SpecError where it is no integer, or not known to be at most MAX_ROUNDS.
+    """
+    n = literal(rounds)
+    if not n.dtype.is_int:
+        raise SpecError(f"fg.{op} takes a number of rounds and got {n.dtype.value}; write fg.int32(x)", where=where)
+    most = int(bounds(n).hi)
+    if most > MAX_ROUNDS:
+        cure = _declaring(n, f"max={MAX_ROUNDS}", f"write fg.minimum(n, {MAX_ROUNDS})")
+        raise SpecError(
+            f"fg.{op} takes at most {MAX_ROUNDS} rounds, and may get {most:,} here; {cure}, or less", where=where
+        )
+    return n, most
+
+
+def loop(op: str, rounds: Operand, index: Node, body: Operand, *, where: SourceLine | None = None) -> Node:
+    """The loop `op` over a body that reads `index`; what is empty in any case is its constant.
+
+    Raises SpecError where the body's type has no meaning.
+    """
+    n, most = rounds_of(op, rounds, where=where)
+    value = literal(body)
+    if op == "any" and value.dtype is not DType.BOOL:
+        got = value.dtype.value
+        raise SpecError(f"fg.any asks for a condition and got {got}: compare it, as in x != 0", where=where)
+    if op == "sum" and value.dtype is DType.BOOL:
+        raise SpecError("fg.sum adds numbers and got a condition; write fg.int32(c) to count", where=where)
+    if most < 1:
+        return const(float(0) if value.dtype.is_float else LOOPS[op].empty, value.dtype)
+    return closed(op, n, index, value, most, where)
 
 
 def _as(n: Node, dtype: DType, where: SourceLine | None) -> Node:

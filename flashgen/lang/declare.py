@@ -10,6 +10,7 @@ import numpy as np
 from flashgen.lang import source
 from flashgen.lang.expr import DIMS, TENSOR_DTYPES, Constant, DType, Param, Tensor, node
 from flashgen.lang.proxies import Captured, Expr, refused
+from flashgen.lang.spellings import declaration, is_array
 from flashgen.lang.stored import LARGEST, exceeds, held
 
 #: Names that attention(), plan(), supports() or the language already uses.
@@ -60,7 +61,7 @@ def constant(
 def tensor(
     name: str,
     dims: Sequence[str | int | None],
-    dtype: str,
+    dtype: str | None = None,
     *,
     example: Callable | None = None,
     min: float | None = None,
@@ -77,6 +78,11 @@ def tensor(
     `example(problem, rng)` makes a NumPy array of that shape for `run`, `plan` and `show`.
     """
     _check_name(name)
+    if is_array(dims):
+        raise refused(
+            f"tensor {name!r} is declared by its shape and type, and passed at the call: write {name} ="
+            f" {declaration(name, dims)}"
+        )
     if isinstance(dims, str) or not isinstance(dims, (tuple, list)):
         raise refused(f'tensor {name!r}: dims is a tuple, as in dims=("batch", "kv"), and got {dims!r}')
     if not dims:
@@ -89,6 +95,8 @@ def tensor(
                 f"tensor {name!r}: dims are {', '.join(DIMS)}, numbers from 1 to 2^31 - 1 or None,"
                 f" and got {dim!r}{hint}"
             )
+    if dtype is None:
+        raise refused(f"tensor {name!r} needs a dtype, one of {', '.join(TENSOR_DTYPES)}")
     dtype = _dtype_name(dtype)
     if dtype not in TENSOR_DTYPES:
         raise refused(f"tensor {name!r}: dtype {dtype!r} is not one of {', '.join(TENSOR_DTYPES)}")

@@ -59,6 +59,15 @@ def _sign(apply: Apply, x: Node, out: Node) -> Node:
     return apply("where", apply("gt", x, 0.0), 1.0, apply("where", apply("lt", x, 0.0), -1.0, 0.0))
 
 
+def _power(apply: Apply, operands: tuple[Node, ...], out: Node) -> Partials:
+    x, c = operands
+    return apply("mul", c, apply("pow", x, apply("sub", c, 1.0))), None
+
+
+def _of_erf(apply: Apply, x: Node, out: Node) -> Node:
+    return apply("mul", 2 / math.sqrt(math.pi), apply("exp", apply("neg", apply("mul", x, x))))
+
+
 def _of_tanh(apply: Apply, x: Node, out: Node) -> Node:
     return apply("sub", 1.0, apply("mul", out, out))
 
@@ -86,6 +95,11 @@ RULES: dict[str, Rule] = {
     "exp2": _unary(lambda apply, x, out: apply("mul", out, _LN2)),
     "log": _unary(lambda apply, x, out: apply("div", 1.0, x)),
     "log2": _unary(lambda apply, x, out: apply("div", 1 / _LN2, x)),
+    "log1p": _unary(lambda apply, x, out: apply("div", 1.0, apply("add", 1.0, x))),
+    "pow": _power,
+    "sin": _unary(lambda apply, x, out: apply("cos", x)),
+    "cos": _unary(lambda apply, x, out: apply("neg", apply("sin", x))),
+    "erf": _unary(_of_erf),
     "tanh": _unary(_of_tanh),
     "sigmoid": _unary(_of_sigmoid),
     "sqrt": _unary(lambda apply, x, out: apply("div", 0.5, out)),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flashgen.errors import CapturedIndexError
-from flashgen.lang.expr import DIMS, DType, Node, Tensor, walk
+from flashgen.lang.expr import DIMS, DType, LoopIndex, Node, layer, walk
+from flashgen.lang.loops import LOOPS, index_node
 from flashgen.lang.ops import OPS
 
 
@@ -34,41 +35,73 @@ def evaluate(
     positions read the nearest element, as kernels do.
     """
     positions = {"b": b, "h": h, "q": q, "k": k}
+    given = _Given(positions, s, sizes, params, tensors, np.dtype(float_dtype))
     values: dict[Node, np.ndarray] = {}
     with np.errstate(all="ignore"):
-        for n in walk((root,)):
-            values[n] = _value(n, values, positions, s, sizes, params, tensors, np.dtype(float_dtype), live)
+        for n in layer((root,)):
+            values[n] = _value(n, values, given, live, ())
     return values[root]
 
 
+class _Given(NamedTuple):
+    """What an expression is evaluated on; see `evaluate`."""
+
+    positions: Mapping[str, object]
+    s: object
+    sizes: Mapping[str, int]
+    params: Mapping[str, int | float]
+    tensors: Mapping[str, np.ndarray]
+    float_dtype: np.dtype
+
+
 def _value(
-    n: Any, values: Any, positions: Any, s: Any, sizes: Any, params: Any, tensors: Any, float_dtype: Any, live: Any
+    n: Node, values: dict[Node, np.ndarray], given: _Given, live: Any, loops: tuple[LoopIndex, ...]
 ) -> np.ndarray:
+    """The value of a node in the innermost of `loops`, of which `values` has what it is made of."""
     match n.op:
         case "const":
-            return _typed(n.attr, n.dtype, float_dtype)
+            return _typed(n.attr, n.dtype, given.float_dtype)
         case "index":
-            if positions[n.attr] is None:
+            if given.positions[n.attr] is None:
                 raise TypeError(f"evaluate() needs {n.attr}: the expression reads it")
-            return np.asarray(positions[n.attr], np.int64)
+            return np.asarray(given.positions[n.attr], np.int64)
         case "score":
-            if s is None:
+            if given.s is None:
                 raise TypeError("evaluate() needs s: the expression reads it")
-            return np.asarray(s, float_dtype)
+            return np.asarray(given.s, given.float_dtype)
         case "problem":
-            return np.asarray(sizes[n.attr], np.int64)
+            return np.asarray(given.sizes[n.attr], np.int64)
         case "param":
-            return _typed(params[n.attr.name], n.dtype, float_dtype)
+            return _typed(given.params[n.attr.name], n.dtype, given.float_dtype)
         case "constant":
-            return _typed(n.attr.default, n.dtype, float_dtype)
+            return _typed(n.attr.default, n.dtype, given.float_dtype)
         case "size":
             tensor, dim = n.attr
-            return np.asarray(tensors[tensor.name].shape[dim], np.int64)
+            return np.asarray(given.tensors[tensor.name].shape[dim], np.int64)
         case "load":
-            return _load(n, tensors[n.attr.name], tuple(values[i] for i in n.operands), float_dtype, live)
+            indices = tuple(values[i] for i in n.operands)
+            return _load(n, given.tensors[n.attr.name], indices, given.float_dtype, live)
         case "cast":
-            return OPS["cast"].python(values[n.operands[0]], n.dtype, float_dtype)
+            return OPS["cast"].python(values[n.operands[0]], n.dtype, given.float_dtype)
+    if n.op in LOOPS:
+        return _looped(n, values, given, live, (*loops, n.attr))
     return np.asarray(OPS[n.op].python(*(values[o] for o in n.operands)))
+
+
+def _looped(
+    n: Node, values: dict[Node, np.ndarray], given: _Given, live: Any, loops: tuple[LoopIndex, ...]
+) -> np.ndarray:
+    """A loop, round by round; where a position has had all of its own, no index needs to be in bounds."""
+    (rounds, body), loop = n.operands, LOOPS[n.op]
+    index, found = index_node(n.attr), _typed(loop.empty, n.dtype, given.float_dtype)
+    inside = [m for m in layer([body], loops) if m is not index]
+    for i in range(int(np.max(values[rounds], initial=0))):
+        runs = i < values[rounds]
+        values[index] = np.asarray(i, np.int64)
+        for m in inside:
+            values[m] = _value(m, values, given, runs if live is None else live & runs, loops)
+        found = np.where(runs, loop.op.python(found, values[body]), found)
+    return found
 
 
 def _typed(value: object, dtype: DType, float_dtype: np.dtype) -> np.ndarray:
@@ -85,7 +118,7 @@ def _load(n: Node, array: np.ndarray, indices: tuple[np.ndarray, ...], float_dty
         if live is not None:
             outside = outside & live
         if np.any(outside):
-            raise _outside(tensor, dim, size, np.broadcast_to(index, np.shape(outside))[outside].flat[0])
+            raise _outside(n, dim, size, np.broadcast_to(index, np.shape(outside))[outside].flat[0])
         inside.append(np.clip(index, 0, size - 1))
     loaded = array[tuple(inside)]
     return _typed(loaded, n.dtype, float_dtype)
@@ -105,11 +138,13 @@ def check_positions(root: Node, sizes: Mapping[str, int], tensors: Mapping[str, 
             shape = tensors[n.attr.name].shape
             for dim, (name, size, index) in enumerate(zip(n.attr.dims, shape, n.operands, strict=True)):
                 if index.op == "index" and size < extents[index.attr] and not (size == 1 and name in DIMS):
-                    raise _outside(n.attr, dim, size, size)
+                    raise _outside(n, dim, size, size)
 
 
-def _outside(tensor: Tensor, dim: int, size: int, index: int) -> CapturedIndexError:
+def _outside(load: Node, dim: int, size: int, index: int) -> CapturedIndexError:
+    name = load.attr.name
+    at = f"\n  at {load.where}" if load.where else ""
     return CapturedIndexError(
-        f"tensor {tensor.name!r}: index {index} is outside dimension {dim} of size {size}"
-        f"; keep it inside with fg.clamp(i, 0, {tensor.name}.size({dim}) - 1)"
+        f"tensor {name!r}: index {index} is outside dimension {dim} of size {size}"
+        f"; keep it inside with fg.clamp(i, 0, {name}.size({dim}) - 1){at}"
     )

@@ -98,12 +98,27 @@ TENSOR_DTYPES = {
     "float32": DType.FLOAT32,
 }
 
-#: Leaves.  Every other `op` is a row of `flashgen.lang.ops.OPS`.
+
+@dataclass(frozen=True, slots=True)
+class LoopIndex:
+    """The index of a loop of at most `most` rounds; a loop's level is above those of the loops in its body."""
+
+    level: int
+    most: int
+
+    @property
+    def name(self) -> str:
+        """The index as people write it; one whose loop is not made yet has a number."""
+        return "ijlmno"[self.level] if 0 <= self.level < 6 else f"i{abs(self.level)}"
+
+
+#: Leaves.  Every other `op` but the loops (`flashgen.lang.loops`: any, sum) is a row of `flashgen.lang.ops.OPS`.
 #:   const    attr = the Python value            index    attr = "b" | "h" | "q" | "k"
 #:   score    the incoming score s               problem  attr = "q_len" | "kv_len" | "heads" | "kv_heads" | "batch"
 #:   param    attr = Param                       constant attr = Constant (gone after Variant.bind)
 #:   size     attr = (Tensor, dimension)         load     attr = Tensor, operands = one index a dimension
-LEAVES = ("const", "index", "score", "problem", "param", "constant", "size")
+#:   loop_index   attr = LoopIndex               any, sum   attr = LoopIndex, operands = rounds, body
+LEAVES = ("const", "index", "score", "problem", "param", "constant", "size", "loop_index")
 
 #: The attribute of a minimum or maximum that fg.clamp made: at the edge its derivative is that of torch.clamp.
 CLAMP = "clamp"
@@ -227,6 +242,30 @@ def positions_of(root: Node) -> frozenset[str]:
             own = {n.attr} if n.op == "index" else "bhqk" if n.op == "score" else ()
             _positions[n] = frozenset(own).union(*(_positions[o] for o in n.operands))
     return _positions[root]
+
+
+_loop_indices: weakref.WeakKeyDictionary[Node, frozenset[LoopIndex]] = weakref.WeakKeyDictionary()
+_NO_LOOP: frozenset[LoopIndex] = frozenset()
+
+
+def loop_indices(root: Node) -> frozenset[LoopIndex]:
+    """The indices of loops around a node that its value depends on."""
+    found = _loop_indices.get(root)
+    if found is None:
+        for n in walk([root], into=lambda n: n not in _loop_indices):
+            if n not in _loop_indices:
+                below = _NO_LOOP.union(*(_loop_indices[o] for o in n.operands))
+                own = {n.attr} if isinstance(n.attr, LoopIndex) else _NO_LOOP
+                _loop_indices[n] = own | below if n.op == "loop_index" else below - own
+        found = _loop_indices[root]
+    return found
+
+
+def layer(roots: Iterable[Node], loops: tuple[LoopIndex, ...] = ()) -> list[Node]:
+    """The nodes that are computed in the innermost of these nested loops, operands first; without any, outside."""
+    around = frozenset(loops)
+    inner = around - frozenset(loops[:-1])
+    return [n for n in walk(roots) if (read := loop_indices(n)) <= around and inner <= read]
 
 
 def reads_by(root: Node | None, *positions: str, known: Collection[Node] = ()) -> bool:

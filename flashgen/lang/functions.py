@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flashgen.lang import build, source
 from flashgen.lang.expr import CLAMP, DType, node
-from flashgen.lang.proxies import Expr, Operand, apply, node_of, refused
+from flashgen.lang.proxies import Expr, Operand, apply, loop, node_of, power, refused
 
 
 def where(condition: Operand, x: Operand, y: Operand) -> Expr:
@@ -56,6 +58,31 @@ def log2(x: Operand) -> Expr:
     return apply("log2", x)
 
 
+def log1p(x: Operand) -> Expr:
+    """log(1 + `x`), accurate where `x` is near 0."""
+    return apply("log1p", x)
+
+
+def pow(x: Operand, c: int | float) -> Expr:
+    """`x` to the power `c`, a Python number; of integers an integer where `c` is whole and not negative."""
+    return power(x, c)
+
+
+def sin(x: Operand) -> Expr:
+    """The sine of `x` in radians."""
+    return apply("sin", x)
+
+
+def cos(x: Operand) -> Expr:
+    """The cosine of `x` in radians."""
+    return apply("cos", x)
+
+
+def erf(x: Operand) -> Expr:
+    """The error function."""
+    return apply("erf", x)
+
+
 def tanh(x: Operand) -> Expr:
     """The hyperbolic tangent."""
     return apply("tanh", x)
@@ -79,6 +106,22 @@ def rsqrt(x: Operand) -> Expr:
 def floor(x: Operand) -> Expr:
     """The largest whole number not above `x`, as float32."""
     return apply("floor", x)
+
+
+def any(n: Operand, condition: Callable[[Expr], Operand]) -> Expr:
+    """Whether `condition(i)` holds for some i in 0 .. n - 1; False where there is none.
+
+    It stays a loop in the kernel, which ends with the first i that does.  n must be known to be at most 1,024.
+    """
+    return loop("any", n, condition)
+
+
+def sum(n: Operand, value: Callable[[Expr], Operand]) -> Expr:
+    """The sum of `value(i)` for i in 0 .. n - 1, in that order; 0 where there is none.
+
+    It stays a loop in the kernel.  n must be known to be at most 1,024.
+    """
+    return loop("sum", n, value)
 
 
 def int32(x: Operand) -> Expr:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.lang.expr import DIMS, TENSOR_DTYPES
+from flashgen.lang.loops import LOOPS
 from flashgen.lang.ops import OPS
 
 
@@ -22,7 +23,8 @@ def language_table() -> list[Row]:
     operations = [Row(op.group, op.spelling, op.doc) for op in OPS.values()]
     clamp = Row("choice", "fg.clamp(x, low, high)", "x kept inside low .. high; a bound may be None")
     last_choice = max(i for i, row in enumerate(operations) if row.group == "choice")
-    return [*_VARIANTS, *_VALUES, *operations[: last_choice + 1], clamp, *operations[last_choice + 1 :]]
+    loops = [Row("loop", loop.spelling, loop.doc) for loop in LOOPS.values()]
+    return [*_VARIANTS, *_VALUES, *operations[: last_choice + 1], clamp, *operations[last_choice + 1 :], *loops]
 
 
 def markdown() -> str:

@@ -11,6 +11,10 @@ fabsf, floorf) and these helpers, which emitted code gets from templates/device/
     ex2(x)  lg2(x)                      ex2.approx and lg2.approx
     tanh_f32(x)  sigmoid_f32(x)         from ex2; within 2^-18 of the true value and inside [-1, 1], [0, 1]
     sqrt_f32(x)  rsqrt_f32(x)           relative error below 2^-20
+    erf_f32(x)                          within 2^-20 of the true value
+    log1p_f32(x)                        relative error below 2^-19
+    sin_f32(x)  cos_f32(x)              within 2^-20 of the true value where |x| <= 2^24
+    pow_f32(x, y)                       for x >= 0, relative error below 2^-15 + |y| 2^-22
     LOG2E  LN2                          log2(e) and its inverse, float
 
 `/` here is IEEE division, as masks print it; in a score the printer writes x * rcp(y), within 2 ulp.
@@ -19,6 +23,7 @@ fabsf, floorf) and these helpers, which emitted code gets from templates/device/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -84,6 +89,19 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 def _rsqrt(x: np.ndarray) -> np.ndarray:
     return 1 / np.sqrt(x)
+
+
+def _power(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.where(np.less(x, 0), np.nan, np.power(np.abs(x), y)).astype(np.result_type(x, y))
+
+
+#: NumPy has no error function.
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _erf_as_given(x: np.ndarray) -> np.ndarray:
+    x = np.asarray(x)
+    return _erf(x).astype(x.dtype) if x.size else x
 
 
 def _cast(x: np.ndarray, dtype: DType, float_dtype: np.dtype = np.float32) -> np.ndarray:
@@ -351,6 +369,21 @@ _FUNCTIONS = (
     _function("exp2", "2 to the power x", np.exp2, "ex2({0})"),
     _function("log", "natural logarithm", np.log, "lg2({0}) * LN2"),
     _function("log2", "logarithm to base 2", np.log2, "lg2({0})"),
+    _function("log1p", "log(1 + x), accurate near 0", np.log1p, "log1p_f32({0})"),
+    _op(
+        "pow",
+        "fg.pow(x, c)",
+        "x to the power c, a Python number: products for a whole c in -64 .. 64, else NaN below 0",
+        "function",
+        accepts=floats,
+        result=first,
+        python=_power,
+        cuda="pow_f32({0}, {1})",
+        abstract=ranges.power,
+    ),
+    _function("sin", "sine; within 2^-20 where abs(x) <= 2^24", np.sin, "sin_f32({0})"),
+    _function("cos", "cosine; within 2^-20 where abs(x) <= 2^24", np.cos, "cos_f32({0})"),
+    _function("erf", "error function, as in GELU", _erf_as_given, "erf_f32({0})"),
     _function("tanh", "hyperbolic tangent", np.tanh, "tanh_f32({0})"),
     _function("sigmoid", "1 / (1 + exp(-x))", _sigmoid, "sigmoid_f32({0})"),
     _function("sqrt", "square root", np.sqrt, "sqrt_f32({0})"),

@@ -13,12 +13,18 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-import flashgen
 from flashgen.errors import SourceLine, SpecError
-from flashgen.lang import build, ops, source
+from flashgen.lang import build, loops, ops, source
 from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, node
+from flashgen.lang.spellings import declaration, functions, instead, is_array
 
 _PARENTHESES = "put parentheses round each comparison and join them with &: (k <= q) & (q - k < w)"
+
+
+#: Whole exponents beyond this are no products any more.
+MAX_EXPONENT = 64
+
+_EXPONENT = f"a Python number from -{MAX_EXPONENT} to {MAX_EXPONENT}"
 
 
 #: What an operator or a function of the language takes.
@@ -142,12 +148,12 @@ class Expr:
     def __rdivmod__(self, other: Operand) -> tuple[Expr, Expr]:
         return other // self, other % self
 
-    # What has no meaning on a traced value
-    def __pow__(self, other: Operand) -> NoReturn:
-        raise refused("`**` is not in the language; write x * x for a square, or fg.exp2(y * fg.log2(x))")
+    def __pow__(self, other: int | float) -> Expr:
+        return power(self, other)
 
+    # What has no meaning on a traced value
     def __rpow__(self, other: Operand) -> NoReturn:
-        raise refused("`**` is not in the language; write fg.exp2(x) for 2 ** x, or 1 << x for integers")
+        raise refused(f"an exponent is {_EXPONENT}; write fg.exp2(x) for 2 ** x, or 1 << x for integers")
 
     def __matmul__(self, other: Operand) -> NoReturn:
         raise refused("`@` is not in the language: a mask or score works on single elements")
@@ -167,6 +173,8 @@ class Expr:
         raise refused("complex numbers are not in the language")
 
     def __index__(self) -> NoReturn:
+        if (array := source.indexed()) is not None and is_array(array[1]):
+            raise refused(_cure_for_array(array[1]))
         raise refused(
             "this needs a Python integer (a list index, range()) and got a traced value;"
             " capture a table with fg.tensor, or loop over a plain Python number"
@@ -202,9 +210,11 @@ class Expr:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # Python and NumPy ask for protocols that are not there
             raise AttributeError(name)
-        raise refused(f"a traced value has no {name!r}{_instead(_METHODS.get(name, name))}")
+        raise refused(f"a traced value has no {name!r}{instead(name)}")
 
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
+        if (array := source.indexed()) is not None and is_array(array[1]):
+            raise refused(_cure_for_array(array[1]))
         raise refused("NumPy needs a value and this is a traced one; capture the array with fg.tensor and index it")
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: object) -> Expr:
@@ -215,16 +225,17 @@ class Expr:
             if name == "invert":
                 return ~inputs[0]
             return apply(name, *inputs)
-        raise refused(f"np.{ufunc.__name__} cannot be traced{_instead(ufunc.__name__)}")
+        raise refused(f"np.{ufunc.__name__} cannot be traced{instead(ufunc.__name__)}")
 
     @classmethod
     def __torch_function__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:
         name = getattr(function, "__name__", str(function))
-        raise refused(f"torch's {name!r} cannot be traced{_instead(name)}; capture a torch tensor with fg.tensor")
+        captured = next((x for x in args if not isinstance(x, Expr) and is_array(x)), None)
+        if name == "__getitem__" and captured is not None:
+            raise refused(_cure_for_array(captured))
+        cure = "; capture a torch tensor with fg.tensor" if captured is not None else ""
+        raise refused(f"torch's {name!r} cannot be traced{instead(name)}{cure}")
 
-
-#: What methods of a tensor of another library would do.
-_METHODS = {"float": "float32", "int": "int32", "long": "int64", "absolute": "abs"}
 
 #: NumPy's names of what Python's operators on a NumPy scalar call.
 _UFUNCS = {
@@ -266,9 +277,10 @@ class Captured:
     def __getitem__(self, index: Any) -> Any:
         name, rank = self.tensor.name, len(self.tensor.dims)
         given = index if isinstance(index, tuple) else (index,)
-        indices = self.indices + tuple(self._index(i) for i in given)
-        if len(indices) > rank:
-            raise refused(f"tensor {name!r} has {rank} dimension{'s' * (rank != 1)} and got {len(indices)} indices")
+        if len(self.indices) + len(given) > rank:
+            count = len(self.indices) + len(given)
+            raise refused(f"tensor {name!r} has {rank} dimension{'s' * (rank != 1)} and got {count} indices")
+        indices = self.indices + tuple(self._index(i, dim) for dim, i in enumerate(given, len(self.indices)))
         if len(indices) < rank:
             return Captured(self.tensor, indices, self.where)
         self._is_read()
@@ -291,16 +303,31 @@ class Captured:
         if read is not None and self.tensor.example is not None:
             read[self.tensor.name] = self.tensor.example
 
-    def _index(self, index: object) -> Node:
+    def _index(self, index: object, dim: int) -> Node:
         name = self.tensor.name
         if index is None or index is Ellipsis or isinstance(index, slice):
             raise refused(f"tensor {name!r} is read one element at a time: every index is a number")
         i = node_of(index)
         if not i.dtype.is_int:
             raise refused(f"an index of tensor {name!r} is {i.dtype.value}; write fg.int32(x)")
-        if i.op == "const" and i.attr < 0:
-            raise refused(f"tensor {name!r} got the index {i.attr}: write {name}.size(i) - {-i.attr}")
-        return i
+        if i.op != "const" or i.attr >= 0:
+            return i
+        length = self.tensor.dims[dim]
+        if isinstance(length, int) and length + i.attr < 0:
+            raise refused(f"tensor {name!r} got the index {i.attr}, and its dimension {dim} has size {length}")
+        return (self.size(dim) + i.attr).node  # from the end, as in Python
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python and NumPy ask for protocols that are not there
+            raise AttributeError(name)
+        cure = f"write {self.tensor.name}.size(i)" if name in ("shape", "numel", "dim") else self.unindexed()
+        raise refused(f"a captured tensor has no {name!r}; {cure}")
+
+    @classmethod
+    def __torch_function__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:
+        name = getattr(function, "__name__", str(function))
+        first = next(x for x in args if isinstance(x, Captured))
+        raise refused(f"torch's {name!r} cannot be traced; {first.unindexed()}")
 
     def __len__(self) -> NoReturn:
         raise refused(f"len() of a captured tensor is not known yet; write {self.tensor.name}.size(0)")
@@ -371,21 +398,70 @@ def apply_logical(name: str, a: object, b: object) -> Expr:
     """`&`, `|` and `^` mean conditions on conditions and bits on integers."""
     x, y = node_of(a), node_of(b)
     if (x.dtype is DType.BOOL) is not (y.dtype is DType.BOOL):
-        sign = {"and": "&", "or": "|", "xor": "^"}[name]
+        sign, got = {"and": "&", "or": "|", "xor": "^"}[name], f"{x.dtype.value} and {y.dtype.value}"
+        if source.compares_operator():
+            raise refused(f"`{sign}` got {got}: Python applies it before comparisons; {_PARENTHESES}")
+        number = y if x.dtype is DType.BOOL else x
         raise refused(
-            f"`{sign}` got {x.dtype.value} and {y.dtype.value}: Python applies it before comparisons; {_PARENTHESES}"
+            f"`{sign}` joins two conditions, or the bits of two integers, and got {got};"
+            f" compare the {number.dtype.value} with 0, as in (k <= q) {sign} (x != 0)"
         )
     return apply(f"logical_{name}" if x.dtype is DType.BOOL else f"bit_{name}", a, b)
+
+
+def power(x: Operand, c: int | float) -> Expr:
+    """`x` to the power of a Python number: products where that is whole, else an operation for numbers above 0."""
+    if isinstance(c, np.generic):
+        c = c.item()
+    if isinstance(c, bool) or not isinstance(c, (int, float)) or not abs(c) <= MAX_EXPONENT:
+        got = "a traced value" if isinstance(c, (Expr, Captured)) else repr(c)
+        raise refused(f"an exponent is {_EXPONENT}, and got {got}; write fg.exp2(y * fg.log2(x)) for x > 0")
+    base = Expr(node_of(x))
+    if isinstance(c, float) or c < 0:
+        ops.OPS["pow"].accepts("fg.pow(x, c)", (base.node.dtype,))  # a condition is no number
+        base = Expr(build.cast(base.node, DType.FLOAT32, where=source.caller()))
+    if not float(c).is_integer():
+        root = {0.5: "sqrt", -0.5: "rsqrt"}.get(c)
+        return apply("pow", base, c) if root is None else apply(root, base)
+    product, square, left = None, base, abs(int(c))
+    while left:
+        if left % 2:
+            product = square if product is None else product * square
+        left //= 2
+        square = square * square if left else square
+    if product is None:
+        return Expr(const(1, base.node.dtype) if base.node.dtype.is_int else const(1.0))
+    return 1 / product if c < 0 else product
+
+
+def loop(op: str, n: Operand, function: Callable[[Expr], Operand]) -> Expr:
+    """The loop `op` (see `flashgen.lang.loops`) over what `function` makes of the index."""
+    where = source.caller()
+    if not callable(function):
+        raise refused(
+            f"fg.{op} takes a number of rounds and a function of the index, as in fg.{op}(4, lambda i: t[i] == k)"
+        )
+    rounds, most = build.rounds_of(op, node_of(n), where=where)
+    index = loops.fresh(max(most, 1))
+    try:
+        body = function(Expr(index))
+    except TypeError as error:
+        raise refused(f"the function of fg.{op} takes the index alone: {error}") from None
+    return Expr(build.loop(op, rounds, index, node_of(body), where=where))
 
 
 def refused(message: str) -> SpecError:
     return SpecError(message, where=source.caller())
 
 
-def _instead(name: str) -> str:
-    if name in ops.OPS:
-        return f"; write {ops.OPS[name].spelling.rpartition('; ')[2]}"
-    return f"; write fg.{name}(x)" if name in dir(flashgen) else f"; {source.functions()}"
+def _cure_for_array(array: object) -> str:
+    """What to write instead of an array that a traced value indexes."""
+    found = source.indexed()
+    name = found[0] if found is not None else "t"
+    return (
+        f"a {type(array).__name__} cannot be indexed by a traced value: declare {name} = {declaration(name, array)},"
+        " and pass it by that name at the call"
+    )
 
 
 def _cure_for_float() -> str:
@@ -395,9 +471,9 @@ def _cure_for_float() -> str:
         case ast.Call(func=ast.Name(id="float")):
             return f"{problem}; write fg.float32(x)"
         case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
-            return f"{name}() {problem.removeprefix('this ')}{_instead(name)}"
+            return f"{name}() {problem.removeprefix('this ')}{instead(name)}"
         case _:
-            return f"{problem}; {source.functions()}"
+            return f"{problem}; {functions()}"
 
 
 _BUILTINS = {

@@ -11,6 +11,7 @@ Integers are exact as in int64; a result that may leave int64 is unknown.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 
 #: Integer bounds whose float64 estimate passes this may have left int64.
 _INT64_SAFE = float(1 << 62)
+_WAVES = 2.0**24  # sine and cosine of anything larger may be any of their values
 _TINY = 2.0**-126  # smallest normal float32: anything nearer to zero may be flushed
 
 
@@ -360,6 +362,52 @@ def log(a: Range) -> Range:
 def log2(a: Range) -> Range:
     lo, hi = np.log2(np.maximum(a.lo, 0)), np.log2(np.maximum(a.hi, 0))
     return _approximate(np.where(a.lo < _TINY, -np.inf, lo), hi, a.nan | (a.lo < 0), absolute=2.0**-18)
+
+
+@np.errstate(all="ignore")
+def log1p(a: Range) -> Range:
+    lo, hi = np.log1p(np.maximum(a.lo, -1)), np.log1p(np.maximum(a.hi, -1))
+    return _approximate(lo, hi, a.nan | (a.lo < -1), relative=2.0**-17)
+
+
+@np.errstate(all="ignore")
+def power(a: Range, b: Range) -> Range:
+    """x ** y for x >= 0, which is monotone in each; NaN below, and where a kernel multiplies 0 by an infinity."""
+    base = Range(np.where(a.lo < _TINY, 0.0, a.lo), np.maximum(a.hi, 0.0))
+    lo, hi = _corners(np.power, base, b)
+    nan = (
+        a.nan | b.nan | (a.lo < 0) | (b.contains(0) & ((a.lo < _TINY) | _infinite(a))) | (a.contains(1) & _infinite(b))
+    )
+    size = np.maximum(np.abs(b.lo), np.abs(b.hi))
+    return _approximate(lo, hi, nan, relative=np.minimum(2.0**-14 + size * 2.0**-21, 1.0), low=0.0)
+
+
+@np.errstate(all="ignore")
+def sin(a: Range) -> Range:
+    return _wave(a, np.sin, 0.25)
+
+
+@np.errstate(all="ignore")
+def cos(a: Range) -> Range:
+    return _wave(a, np.cos, 0.0)
+
+
+def _wave(a: Range, function: Callable[[np.ndarray], np.ndarray], crest: float) -> Range:
+    """A sine whose crests are whole turns and `crest` from 0.  A crest that may lie in the range is taken to."""
+    lo, hi = np.minimum(function(a.lo), function(a.hi)), np.maximum(function(a.lo), function(a.hi))
+    first, last = a.lo / (2 * np.pi), a.hi / (2 * np.pi)
+    slack = 2.0**-20
+    far = ~((a.lo >= -_WAVES) & (a.hi <= _WAVES))
+    crests = far | (np.floor(last - crest + slack) >= np.ceil(first - crest - slack))
+    troughs = far | (np.floor(last - crest - 0.5 + slack) >= np.ceil(first - crest - 0.5 - slack))
+    margin = 2.0**-18
+    lo, hi = np.where(troughs, -1.0, lo) - margin, np.where(crests, 1.0, hi) + margin
+    return _outward(lo, hi, a.nan | _infinite(a))
+
+
+def erf(a: Range) -> Range:
+    lo, hi = (np.vectorize(math.erf, otypes=[np.float64])(end) for end in (a.lo, a.hi))
+    return _approximate(lo, hi, a.nan, absolute=2.0**-18, low=-1.0, high=1.0)
 
 
 def tanh(a: Range) -> Range:

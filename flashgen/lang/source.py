@@ -9,10 +9,11 @@ import os
 import sys
 from collections.abc import Iterable
 from types import CodeType, FrameType, TracebackType
+from typing import NamedTuple
 
 import flashgen
 from flashgen.errors import SourceLine, SpecError
-from flashgen.lang.ops import OPS
+from flashgen.lang.spellings import instead
 
 _ASKING = (ast.BoolOp, ast.If, ast.IfExp, ast.While, ast.Assert, ast.Call, ast.Subscript, ast.comprehension)
 _LANG = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -47,19 +48,62 @@ def definition(code: CodeType) -> SourceLine:
 
 def construct() -> ast.AST | None:
     """The innermost Python construct at the caller's instruction that needs a truth value or an integer."""
-    frame = _calling_frame()
-    if frame is None:
+    instruction = _instruction()
+    if instruction is None:
         return None
-    positions = list(frame.f_code.co_positions())
-    line, _, column, _ = positions[frame.f_lasti // 2] if frame.f_lasti >= 0 else (None,) * 4
+    inside = [n for n in ast.walk(instruction.tree) if _asks_for_a_value(n) and _spans(n, *instruction.span[:2])]
+    return inside[-1] if inside else None  # ast.walk is breadth first: the innermost comes last
+
+
+def compares_operator() -> bool:
+    """Whether the binary operator that the caller applies is, without parentheses, an operand of a comparison."""
+    instruction = _instruction()
+    if instruction is None:
+        return False
+    comparisons = (n for n in ast.walk(instruction.tree) if isinstance(n, ast.Compare))
+    for part in (part for n in comparisons for part in (n.left, *n.comparators)):
+        if isinstance(part, ast.BinOp) and _span(part) == instruction.span:
+            first, start, last, end = instruction.span
+            before = instruction.lines[first - 1].encode()[:start].decode().rstrip()
+            behind = instruction.lines[last - 1].encode()[end:].decode().lstrip()
+            return not (before.endswith("(") and behind.startswith(")"))
+    return False
+
+
+def indexed() -> tuple[str, object] | None:
+    """The name of what the caller indexes, and its value; None where it has no name."""
+    instruction, frame = _instruction(), _calling_frame()
+    for n in ast.walk(instruction.tree) if instruction is not None else ():
+        if isinstance(n, ast.Subscript) and _span(n) == instruction.span and isinstance(n.value, ast.Name):
+            name = n.value.id
+            return name, frame.f_locals.get(name, frame.f_globals.get(name))
+    return None
+
+
+class _Instruction(NamedTuple):
+    """The caller's file, its lines, and what its instruction spans: line, column, last line, last column."""
+
+    tree: ast.AST
+    lines: list[str]
+    span: tuple[int, int, int, int]
+
+
+def _instruction() -> _Instruction | None:
+    frame = _calling_frame()
+    if frame is None or frame.f_lasti < 0:
+        return None
+    line, last, column, end = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     if line is None or column is None:
         return None
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
     try:
-        tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+        return _Instruction(ast.parse("".join(lines)), lines, (line, column, last, end))
     except SyntaxError:
         return None
-    inside = [n for n in ast.walk(tree) if _asks_for_a_value(n) and _spans(n, line, column)]
-    return inside[-1] if inside else None  # ast.walk is breadth first: the innermost comes last
+
+
+def _span(n: ast.expr) -> tuple[int, int, int, int]:
+    return n.lineno, n.col_offset, n.end_lineno, n.end_col_offset
 
 
 def as_spec_error(error: Exception, *, folder: str | None = None) -> SpecError:
@@ -73,14 +117,8 @@ def as_spec_error(error: Exception, *, folder: str | None = None) -> SpecError:
     if isinstance(error, NameError) and error.name:
         return SpecError(f"unknown symbol {error.name!r}{_suggest(error.name)}", where=where)
     if isinstance(error, AttributeError) and getattr(error.obj, "__name__", None) == "flashgen":
-        return SpecError(f"{error}; {functions()}", where=where)
+        return SpecError(f"{error}{instead(error.name)}", where=where)
     return SpecError(f"{type(error).__name__}: {error}", where=where)
-
-
-def functions() -> str:
-    """The functions that a traced value can be given to."""
-    names = [op.name for op in OPS.values() if op.spelling.endswith(f"fg.{op.name}(x)")]
-    return f"the functions of fg are {', '.join([*names, 'minimum', 'maximum', 'clamp', 'where'])} and casts"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -98,8 +136,11 @@ def _suggest(name: str) -> str:
 
 
 def _calling_frame() -> FrameType | None:
+    """The frame outside flashgen/lang that led here, and outside PyTorch, whose functions a spec may call."""
+    torch = sys.modules.get("torch")
+    outside = (_LANG, os.path.dirname(torch.__file__) + os.sep) if getattr(torch, "__file__", None) else _LANG
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_LANG):
+    while frame is not None and frame.f_code.co_filename.startswith(outside):
         frame = frame.f_back
     return frame
 

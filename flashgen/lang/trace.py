@@ -10,7 +10,7 @@ import numpy as np
 
 from flashgen.errors import SourceLine, SpecError
 from flashgen.lang import build, source
-from flashgen.lang.expr import DType, Node, const, node
+from flashgen.lang.expr import DType, Node, const, loop_indices, node
 from flashgen.lang.proxies import Expr, examples_read, kind_of, node_of, refused
 
 SCORE = node("score", DType.FLOAT32)
@@ -85,7 +85,14 @@ def _call(
     proxies = [Expr((incoming or SCORE) if name == "s" else _INDICES[name]) for name in names]
     token = examples_read.set({})
     try:
-        return function(*proxies), examples_read.get()
+        result = function(*proxies)
+        if isinstance(result, Expr) and loop_indices(result.node):
+            raise SpecError(
+                f"the {kind} function {_title(function)} uses the index of a loop outside of that loop;"
+                " use it in the function that fg.any or fg.sum is given",
+                where=_defined(function),
+            )
+        return result, examples_read.get()
     except SpecError:
         raise
     except Exception as error:

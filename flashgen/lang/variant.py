@@ -97,8 +97,13 @@ class Variant:
     # -----------------------------------------------------------------------------------------------------------------
     # Building one from another
 
-    def __call__(self, mask: Callable) -> Variant:
+    def __call__(self, mask: Callable, *positions: object) -> Variant:
         """Decorate a mask function: a variant like this one with that mask."""
+        if positions:
+            raise self._refused(
+                f"variant {self.name!r} is called with {1 + len(positions)} arguments, and is no function of positions;"
+                f" combine variants, as in {self.name} & other, or call the mask function itself"
+            )
         if self.mask is not None:
             raise self._refused(f"variant {self.name!r} has a mask already; combine masks with & or |")
         traced = trace.trace_mask(mask)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Collection, Mapping, Set
 from types import MappingProxyType
 
-from flashgen.analysis.derivative import derive
+from flashgen.analysis.derivative import derive, slopes
 from flashgen.analysis.facts import analyse
-from flashgen.lang.expr import Node, const, depends_on, positions_of, reads_by, walk
+from flashgen.lang.expr import Node, const, depends_on, loop_indices, positions_of, reads_by
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.plan import Backward, KernelPlan, Part, SpecializedBackward
@@ -33,9 +33,7 @@ def looks_up(variant: Variant, known: Collection[Node] = ()) -> bool:
 
 def captured_grads(variant: Variant, name: str) -> dict[Node, Node]:
     """The elements of a captured tensor that the score depends on, each with the score's derivative by it."""
-    root = variant.score_node
-    reads = [n for n in walk([root] if root is not None else []) if n.op == "load" and n.attr.name == name]
-    return {n: slope for n in reads if (slope := derive(root, wrt=n)) is not None}
+    return {} if variant.score_node is None else slopes(variant.score_node, name)
 
 
 def lookups(variant: Variant) -> tuple[Node, ...]:
@@ -45,7 +43,8 @@ def lookups(variant: Variant) -> tuple[Node, ...]:
     left = [variant.mask] if variant.mask is not None and analyse(variant).hidden else []
     while left:
         n = left.pop()
-        selected: Set[str] = positions_of(n) if n.op == "load" else frozenset()
+        element = n.op == "load" and not loop_indices(n)  # and not one for each round of a loop
+        selected: Set[str] = positions_of(n) if element else frozenset()
         if len(selected & {"q", "k"}) == 1 and not {"h", "k"} <= selected:
             found[n] = None
         else:

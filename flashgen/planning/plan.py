@@ -122,7 +122,6 @@ class Backward:
     by_query: ByQuery | None  # None: dq is added up in memory
     vector_atomics: bool  # four floats an addition in memory
     step_end: StepEnd
-    rounded_p: bool  # dS from P as rounded for dV; else from P in float32
     row_threads: int  # of a block of the entries that work on rows alone
 
     @property

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import Facts, analyse
-from flashgen.lang.expr import DType, Node, node, reads_by, walk
+from flashgen.lang.expr import DType, Node, loop_indices, node, reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.backward import captured_grads, has_slope, looks_up, lookups
 
 #: Special-function results that one op of a score function needs.
-SPECIAL = {"exp": 1, "exp2": 1, "log": 1, "log2": 1, "tanh": 2, "sigmoid": 2, "sqrt": 1, "rsqrt": 1, "div": 1}
+SPECIAL = {
+    **dict.fromkeys(("exp", "exp2", "log", "log2", "sin", "cos", "sqrt", "rsqrt", "div"), 1),
+    **dict.fromkeys(("log1p", "pow", "erf", "tanh", "sigmoid"), 2),
+}
 
 _KEY = node("index", DType.INT32, (), "k")
 
@@ -72,7 +76,7 @@ class Profile:
 
     @cached_property
     def mask_ops(self) -> int:
-        return sum(1 for n in walk([self.variant.mask]) if n.operands) if self.variant.mask is not None else 0
+        return sum(rounds(n) for n in walk([self.variant.mask]) if n.operands) if self.variant.mask is not None else 0
 
     # -----------------------------------------------------------------------------------------------------------------
     # The score
@@ -91,8 +95,8 @@ class Profile:
         """Special-function results and other operations of the score function, for one score."""
         if self.variant.score_node is None:
             return 0, 0
-        inner = [n for n in walk([self.variant.score_node]) if n.operands]
-        return special(self.variant.score_node), len(inner)
+        inner = sum(rounds(n) for n in walk([self.variant.score_node]) if n.operands)
+        return special(self.variant.score_node), inner
 
     @cached_property
     def has_slope(self) -> bool:
@@ -161,7 +165,12 @@ class Profile:
 
 def special(*roots: Node) -> int:
     """Special-function results that expressions need."""
-    return sum(SPECIAL.get(n.op, 0) for n in walk(roots))
+    return sum(SPECIAL.get(n.op, 0) * rounds(n) for n in walk(roots))
+
+
+def rounds(n: Node) -> int:
+    """How often a node is computed at most: once, or in each round of the loops that it depends on."""
+    return math.prod(index.most for index in loop_indices(n))
 
 
 @lru_cache(maxsize=256)

@@ -6,14 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from flashgen.analysis.derivative import differentiable
+from flashgen.analysis.derivative import differentiable, elements, loads
 from flashgen.errors import PlanError
+from flashgen.lang.symbols import line_of
 from flashgen.lang.variant import Variant
 from flashgen.planning import arch as archs
 from flashgen.planning.arch import Arch
 from flashgen.planning.integers import INTEGERS, Integers
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.profile import Profile, profile
+
+#: Elements that one read of a captured tensor may be for one score, in the rounds of a loop, and have gradients.
+MAX_ELEMENTS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +193,13 @@ def _differentiable(variant: Variant, gradients: tuple[str, ...]) -> tuple[str, 
         if name not in known:
             those = f"the score of {variant.name!r} has derivatives by {', '.join(known) or 'no captured tensor'}"
             raise PlanError(f"{name!r} has no gradient: {those}\n  nearest: gradients={known}")
+        for load in loads(variant.score_node, name):
+            if elements(load) > MAX_ELEMENTS:
+                raise PlanError(
+                    f"{name!r} has no gradient: for one score a loop reads up to {elements(load)} elements of it"
+                    f"{line_of(load)}, and at most {MAX_ELEMENTS} have one\n"
+                    f"  nearest: loops of at most {MAX_ELEMENTS} rounds in all, or no gradient of {name!r}"
+                )
     return tuple(sorted(set(gradients)))
 
 

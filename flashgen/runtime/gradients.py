@@ -163,6 +163,31 @@ def judge_gradients(
     return {name: judge(*tensors, dtype, rule) for name, *tensors in each}
 
 
+def judge_captured(found: torch.Tensor, base: torch.Tensor, ref: torch.Tensor) -> Verdict:
+    """The gradient of a captured tensor, some draws stacked: its largest error is at most 4 times that of the baseline.
+
+    It may have few elements, each a sum over very many pairs: too few for the rule of `runtime.reference.judge`.
+    """
+    import torch
+
+    if not found.numel():
+        return Verdict()
+    largest = float(ref.abs().max())
+    error, of_base = (float((x.double() - ref).abs().max()) for x in (found, base))
+    ulp = torch.finfo(found.dtype).eps * largest
+    limit = max(4 * of_base + ulp, 1e-12 * max(1.0, largest))
+    reasons = [] if error <= limit else [f"largest error {error:.3g} exceeds {limit:.3g}"]
+    if not math.isfinite(largest):
+        reasons = ["the float64 reference itself is not finite"]
+    return Verdict(
+        max_error=error,
+        baseline_max_error=of_base,
+        max_limit=limit,
+        elements=found.numel(),
+        reasons=tuple(reasons),
+    )
+
+
 def _evaluator(
     variant: Variant, case: Case, device: torch.device, precision: torch.dtype
 ) -> tuple[Evaluator, dict[str, torch.Tensor]]:

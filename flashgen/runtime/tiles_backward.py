@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from flashgen.analysis import tiles
-from flashgen.analysis.derivative import derive, loads
+from flashgen.analysis.derivative import derive
 from flashgen.analysis.tiles import FULL
 from flashgen.lang.expr import DIMS, Node
 from flashgen.lang.stored import rounded
@@ -325,8 +325,8 @@ class _Backward(Tiles):
     def _add_captured(self, tile: _Tile, symbols: Mapping[str, np.ndarray], keep: np.ndarray | None) -> None:
         for name in self.plan.gradients:
             array = self.case.tensors[name]
-            for load in loads(self.variant.score_node, name):
-                gradient = self._chained(derive(self.variant.score_node, load), tile, symbols, keep)
+            for load, slope in backward.captured_grads(self.variant, name).items():
+                gradient = self._chained(slope, tile, symbols, keep)
                 place = []
                 for dim, size, index in zip(load.attr.dims, array.shape, load.operands, strict=True):
                     i = np.asarray(self.evaluate(index, self.precision, {**symbols, "s": tile.raw}, live=keep))

@@ -35,6 +35,41 @@ DEVICE float small_tanh(float x) {
   return x * fmaf(fmaf(fmaf(last, y, 0.13258988f), y, -0.33328253f), y, 0.99999944f);
 }
 
+// Abramowitz and Stegun 7.1.26, within 2^-22 of the true value before roundings.
+DEVICE float erf_f32(float x) {
+  const float size = fabsf(x), t = rcp(fmaf(0.3275911f, size, 1.f));
+  const float last = fmaf(fmaf(1.061405429f, t, -1.453152027f), t, 1.421413741f);
+  const float series = t * fmaf(fmaf(last, t, -0.284496736f), t, 0.254829592f);
+  return copysignf(1.f - series * ex2(-LOG2E * size * size), x);
+}
+
+// log(1 + x): near 0, where the sum would lose digits, by the series of 2 atanh(x / (2 + x)).
+DEVICE float log1p_f32(float x) {
+  const float z = x * rcp(2.f + x), y = z * z;
+  const float series = 2.f * z * fmaf(fmaf(fmaf(1.f / 7, y, 0.2f), y, 1.f / 3), y, 1.f);
+  return fabsf(x) < 0.25f ? series : lg2(1.f + x) * LN2;
+}
+
+// x less the nearest multiple of 2 pi, whose leading and trailing digits are subtracted one after the other.
+DEVICE float within_a_turn(float x) {
+  const float turns = rintf(x * 0.15915494f);
+  return fmaf(turns, 1.7484555e-7f, fmaf(turns, -6.2831855f, x));
+}
+
+DEVICE float sin_f32(float x) {
+  float y;
+  asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(within_a_turn(x)));
+  return y;
+}
+
+DEVICE float cos_f32(float x) {
+  float y;
+  asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(within_a_turn(x)));
+  return y;
+}
+
+DEVICE float pow_f32(float x, float y) { return ex2(y * lg2(x)); }
+
 // The value, of which the compiler knows nothing.  NVRTC 13.0 computes (i64(a) - b) * c of ints a and b in a loop with
 // a - b in 32 bits; so it sees at most one operand of a 64-bit sum.  It also takes int(i64(k) + c) not to wrap.
 DEVICE i64 opaque_i64(i64 x) { asm("" : "+l"(x)); return x; }

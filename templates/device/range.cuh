@@ -260,6 +260,19 @@ DEVICE FloatRange approximate(double lo, double hi, bool nan, double relative, d
   return outward(fmin(fmax(lo, low), high), fmin(fmax(hi, low), high), nan);
 }
 
+// What a loop has found after a round, which a tile has or may have.
+DEVICE Truth after_round_bool(bool has, Truth found, Truth after) {
+  return has ? after : Truth{found.may_true || after.may_true, found.may_false || after.may_false};
+}
+
+template <typename T> DEVICE Range<T> after_round(bool has, Range<T> found, Range<T> after) {
+  return has ? after : Range<T>{min(found.lo, after.lo), max(found.hi, after.hi)};
+}
+
+DEVICE FloatRange after_round_f32(bool has, FloatRange found, FloatRange after) {
+  return has ? after : FloatRange{fmin(found.lo, after.lo), fmax(found.hi, after.hi), found.nan || after.nan};
+}
+
 DEVICE FloatRange single_f32(float value) { return outward(value, value, isnan(value)); }
 
 // A product or quotient that is no number bounds nothing by itself: its `nan` says so.
@@ -348,6 +361,48 @@ DEVICE FloatRange range_log_f32(FloatRange a) {
   const double lo = a.lo < SMALLEST ? -PLUS_INFINITY : lg2(a.lo) * LN2;
   const double hi = a.hi < SMALLEST ? -PLUS_INFINITY : lg2(a.hi) * LN2;
   return approximate(lo, hi, a.nan || a.lo < 0, 0x1p-20, 0x1p-18, -PLUS_INFINITY, PLUS_INFINITY);
+}
+
+DEVICE FloatRange range_log1p_f32(FloatRange a) {
+  const double lo = a.lo <= -1 ? -PLUS_INFINITY : log1p_f32(a.lo), hi = a.hi <= -1 ? -PLUS_INFINITY : log1p_f32(a.hi);
+  return approximate(lo, hi, a.nan || a.lo < -1, 0x1p-17, SMALLEST, -PLUS_INFINITY, PLUS_INFINITY);
+}
+
+// For x >= 0 a power is monotone in each operand; a kernel multiplies 0 by an infinity where y may be 0.
+DEVICE double corner_of_pow(double x, double y) {
+  return x == 0 ? (y > 0 ? 0. : y < 0 ? PLUS_INFINITY : 1.) : y == 0 || x == 1 ? 1. : pow_f32(x, y);
+}
+
+DEVICE FloatRange range_pow_f32(FloatRange a, FloatRange b) {
+  const double first = a.lo < SMALLEST ? 0. : a.lo, last = a.hi < SMALLEST ? 0. : a.hi;
+  const double w = corner_of_pow(first, b.lo), x = corner_of_pow(first, b.hi);
+  const double y = corner_of_pow(last, b.lo), z = corner_of_pow(last, b.hi);
+  const bool unbounded = fmax(fabs(a.lo), fabs(a.hi)) == PLUS_INFINITY;
+  const double size = fmax(fabs(b.lo), fabs(b.hi));
+  const bool nan = a.nan || b.nan || a.lo < 0 || (b.lo <= 0 && b.hi >= 0 && (a.lo < SMALLEST || unbounded)) ||
+                   (a.lo <= 1 && a.hi >= 1 && size == PLUS_INFINITY);
+  return approximate(fmin(fmin(w, x), fmin(y, z)), fmax(fmax(w, x), fmax(y, z)), nan,
+                     fmin(0x1p-14 + __dmul_rn(size, 0x1p-21), 1.), SMALLEST, 0., PLUS_INFINITY);
+}
+
+// Of a sine whose crests are whole turns and `crest` from 0, with its values at the ends.
+DEVICE FloatRange range_of_wave(FloatRange a, double at_lo, double at_hi, double crest) {
+  constexpr double turns = 0.15915494309189535, slack = 0x1p-20;
+  const double first = __dmul_rn(a.lo, turns), last = __dmul_rn(a.hi, turns);
+  const bool far = !(a.lo >= -0x1p24 && a.hi <= 0x1p24);
+  const bool crests = far || floor(last - crest + slack) >= ceil(first - crest - slack);
+  const bool troughs = far || floor(last - crest - 0.5 + slack) >= ceil(first - crest - 0.5 - slack);
+  const bool unbounded = fmax(fabs(a.lo), fabs(a.hi)) == PLUS_INFINITY;
+  return outward((troughs ? -1. : fmin(at_lo, at_hi)) - 0x1p-18, (crests ? 1. : fmax(at_lo, at_hi)) + 0x1p-18,
+                 a.nan || unbounded);
+}
+
+DEVICE FloatRange range_sin_f32(FloatRange a) { return range_of_wave(a, sin_f32(a.lo), sin_f32(a.hi), 0.25); }
+
+DEVICE FloatRange range_cos_f32(FloatRange a) { return range_of_wave(a, cos_f32(a.lo), cos_f32(a.hi), 0.); }
+
+DEVICE FloatRange range_erf_f32(FloatRange a) {
+  return approximate(erf_f32(a.lo), erf_f32(a.hi), a.nan, 0x1p-20, 0x1p-18, -1., 1.);
 }
 
 DEVICE FloatRange range_tanh_f32(FloatRange a) {

@@ -229,6 +229,14 @@ class Value:
     def __rmod__(self, other):
         return self.world.value(other) % self
 
+    def __pow__(self, c):
+        """Of whole exponents a product, which keeps integers."""
+        if self.kind != "float" and isinstance(c, int) and c >= 0:
+            return Value(self.world, self.x**c, self.kind)
+        x = self.world.floats(self)
+        away = 1.0 + abs(c) * float(x.detach().abs().log2().nan_to_num(0, 0, 0).abs().max()) if x.numel() else 1.0
+        return self.world.settled(x**c, functions=4.0 * away)
+
     def __neg__(self):
         return Value(self.world, -self.x, self.kind)
 
@@ -356,6 +364,20 @@ def stand_in(world: World) -> types.ModuleType:
             x = _bounded(world, x, low, torch.maximum, torch.lt)
         return x if high is None else _bounded(world, x, high, torch.minimum, torch.gt)
 
+    def any_of(n, condition):
+        n, found = value(n), value(False)
+        for i in range(int(n.x.max()) if n.x.numel() else 0):
+            found = found | ((value(i) < n) & condition(value(i)))
+        return found
+
+    def sum_of(n, term):
+        n, found = value(n), None
+        for i in range(max(int(n.x.max()) if n.x.numel() else 0, 1)):  # the first says of what kind it is
+            x = value(term(value(i)))
+            x = where(value(i) < n, x, 0.0 if x.kind == "float" else 0)
+            found = x if found is None else found + x
+        return found
+
     def function(of, absolute=0.0, relative=lambda x: 1.0):
         def call(x):
             x = world.floats(value(x))
@@ -384,6 +406,8 @@ def stand_in(world: World) -> types.ModuleType:
         variant=variant,
         where=where,
         clamp=clamp,
+        any=any_of,
+        sum=sum_of,
         minimum=lambda x, y: _extremum(world, x, y, torch.minimum),
         maximum=lambda x, y: _extremum(world, x, y, torch.maximum),
         abs=lambda x: abs(value(x)),
@@ -391,6 +415,11 @@ def stand_in(world: World) -> types.ModuleType:
         exp2=function(torch.exp2, relative=steep),
         log=function(torch.log, absolute=1.0),
         log2=function(torch.log2, absolute=1.0),
+        log1p=function(torch.log1p, relative=lambda x: 4.0),
+        pow=lambda x, c: value(x) ** c,
+        sin=function(torch.sin, absolute=8.0),
+        cos=function(torch.cos, absolute=8.0),
+        erf=function(torch.erf, absolute=8.0),
         tanh=function(torch.tanh, absolute=8.0),
         sigmoid=function(torch.sigmoid, absolute=8.0),
         sqrt=function(torch.sqrt),

@@ -116,6 +116,7 @@ class _Writer:
         self.tensors: dict[str, tuple[str, tuple, str]] = {}  # name: dtype, dims, what its values are like
         self.locals: dict[str, list[str]] = {}
         self.in_score = False
+        self.indices: list[str] = []  # of the loops around
 
     # -- the problem
 
@@ -215,6 +216,8 @@ class _Writer:
     def comparison(self) -> str:
         c = self.choices
         sign = c.pick(("<=", "<", "==", "!=", ">", ">="))
+        if c.one_in(10) and len(self.indices) < 2:
+            return self.loop("any", self.condition)
         match c.integer(0, 8):
             case 0:
                 return "(k <= q)"
@@ -233,6 +236,20 @@ class _Writer:
                 name = self.tensor("int")
                 return f"({self.read(name, 0)} {sign} {self.read(name, 0)})"
         return f"({self.integer(2)} {sign} {self.integer(1)})"
+
+    # -- loops
+
+    def loop(self, kind: str, write) -> str:
+        """A loop of few rounds, also of none, whose body may read its index."""
+        c = self.choices
+        rounds = c.pick(("3", "2", "1", "0", "fg.clamp({x}, -1, 3)", "fg.clamp({x}, 0, 2)", "{p}"))
+        x = self.integer(0) if "{x}" in rounds else ""
+        p = self.number("param", "int32", c.integer(-1, 3), "max=3") if "{p}" in rounds else ""
+        index = "ij"[len(self.indices)]
+        self.indices.append(index)
+        body = write(1)
+        self.indices.pop()
+        return f"fg.{kind}({rounds.format(x=x, p=p)}, lambda {index}: {body})"
 
     # -- integers
 
@@ -259,6 +276,10 @@ class _Writer:
 
     def integer(self, depth: int) -> str:
         c = self.choices
+        if self.indices and c.one_in(3):
+            return c.pick(self.indices)
+        if c.one_in(40) and len(self.indices) < 2:
+            return self.loop("sum", self.integer)
         if depth <= 0 or c.one_in(3):
             match c.integer(0, 11):
                 case 0 | 1:
@@ -368,7 +389,7 @@ class _Writer:
                     return "s" if self.in_score else "fg.float32(k)"
             return f"fg.float32({self.integer(0)})"
         x = self.floating(depth - 1)
-        match c.integer(0, 12):
+        match c.integer(0, 13):
             case 0 | 1:
                 return f"({x} {c.pick('+-*')} {self.floating(depth - 1)})"
             case 2:
@@ -390,12 +411,16 @@ class _Writer:
             case 10:
                 return f"fg.{c.pick(('floor', 'sqrt', 'rsqrt'))}({x})"
             case 11:
-                return f"fg.{c.pick(('tanh', 'sigmoid'))}({x})"
+                return f"fg.{c.pick(('tanh', 'sigmoid', 'erf', 'sin', 'cos'))}({x})"
+            case 12:
+                return c.pick(("fg.log1p({x})", "fg.pow({x}, 3)", "({x} ** 2)", "fg.pow({x}, 0.75)")).format(x=x)
         return f"fg.{c.pick(('exp', 'exp2', 'log', 'log2'))}({x})"
 
     def moderate(self, depth: int) -> str:
-        """A float between -4 and 4."""
+        """A float between -4 and 4, or the sum of a few of them."""
         c = self.choices
+        if c.one_in(8) and not self.indices:
+            return self.loop("sum", self.moderate)
         match c.integer(0, 5):
             case 0:
                 return self.fraction()
@@ -437,9 +462,11 @@ class _Writer:
             case 11:
                 return f"({s} + {self.number('param', 'float32', c.integer(-6, 6) / 8)} * fg.float32(q - k))"
             case 12:
-                return f"({s} + fg.log(1.0 + abs({self.integer(0)}) * 0.125))"
+                return f"({s} + fg.log{c.pick(('(1.0 + ', '1p('))}abs({self.integer(0)}) * 0.125))"
             case 13:
-                return f"({s} + fg.{c.pick(('exp', 'exp2'))}(-abs({s})))"
+                return f"({s} + {c.pick(('fg.exp(-abs(S))', 'fg.exp2(-abs(S))', 'fg.erf(S)', 'fg.cos(S)'))})".replace(
+                    "S", s
+                )
             case 14:
                 return f"({s} + fg.{c.pick(('sqrt', 'rsqrt', 'log2'))}(abs({s}) + {y}))"
         return f"(abs({s}) / ({y} + fg.sigmoid({self.moderate(0)})))"

@@ -538,9 +538,9 @@ DEVICE void exponentiate(S& s, const float* lse, float scale) {
   }
 }
 
-// dP becomes dS = P (dP - delta), with P as it was rounded; delta is that of a query of the tile and those after it.
+// dP becomes dS = P (dP - delta); delta is that of a query of the tile and those after it.
 DEVICE void differentiate(
-    S& dp, const Operand& p_rounded, const float* delta) {
+    S& dp, const S& p, const float* delta) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < QUERIES / 8; j++) {
@@ -550,8 +550,7 @@ DEVICE void differentiate(
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float &even = dp[m][j][2 * r], &odd = dp[m][j][2 * r + 1];
-        const u32 pair = p_rounded[m][j / 2][j % 2 * 2 + r];
-        const float p_even = from_bf16(pair), p_odd = from_bf16(pair >> 16);
+        const float p_even = p[m][j][2 * r], p_odd = p[m][j][2 * r + 1];
         even = p_even * (even - row_delta.x);
         odd = p_odd * (odd - row_delta.y);
       }
@@ -619,7 +618,7 @@ attention_backward(const __grid_constant__ Params p) {
       round(p_rounded, s);
       multiply_scores(dp, shared.v, shared.d_o[stage], query);
       differentiate(
-          dp, p_rounded, &shared.delta[stage][query]);
+          dp, s, &shared.delta[stage][query]);
       round(ds_rounded, dp);
       share(shared.p[i % BUFFERS], p_rounded, query);
       share(shared.ds[i % BUFFERS], ds_rounded, query);

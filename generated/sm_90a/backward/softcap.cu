@@ -794,20 +794,19 @@ struct Consumer {
     return is_key;
   }
 
-  // P and what is in ds become 0 where no key is.
-  DEVICE void mask_rounded(const SharedStep& step) {
+  // P and what is in S become 0 where no key is.
+  DEVICE void mask_probabilities(S& s, const SharedStep& step) {
     const Position first = position_of(step);
 #pragma unroll
     for (int i = 0; i < TILE_Q / 2; i++) {
-      const u32 kept = is_visible(i, first, step) ? ~0u : i % 2 == 0 ? 0xFFFF0000u : 0xFFFFu;
-      probabilities[i / 2] &= kept;
-      ds[i / 2] &= kept;
+      const bool visible = is_visible(i, first, step);
+      probabilities[i / 2] &= visible ? ~0u : i % 2 == 0 ? 0xFFFF0000u : 0xFFFFu;
+      s[i] = visible ? s[i] : 0.f;
     }
   }
 
-  // With S = score(x) for x = scale * K Q^T: P = e^(S - lse), rounded, and in ds P d score / dx, rounded; 0 where P is
-  // 0.
-  DEVICE void to_probabilities(const S& s, const SharedStep& step) {
+  // With S = score(x) for x = scale * K Q^T: P = e^(S - lse), rounded, and S becomes P d score / dx, 0 where P is 0.
+  DEVICE void to_probabilities(S& s, const SharedStep& step) {
     const Position first = position_of(step);
     const float2* lse = (const float2*)shared.lse[ring.stage()] + quad_lane();
 #pragma unroll
@@ -815,33 +814,30 @@ struct Consumer {
       const float2 row_lse = lse[4 * j];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        float probability[2], weight[2];
+        float probability[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int i = 4 * j + 2 * r + e, q = first.q + i / 4 * 8 + i % 2, k = first.k + i / 2 % 2 * 8;
           const float x = p.scale * s[i], y = score(x, shared.keys.b, step.head, q, k, p);
           probability[e] = ex2(fmaf(y, LOG2E, e == 0 ? -row_lse.x : -row_lse.y));
-          weight[e] = probability[e] == 0.f ? 0.f : probability[e] * slope(x, shared.keys.b, step.head, q, k, p);
+          s[i] = probability[e] == 0.f ? 0.f : probability[e] * slope(x, shared.keys.b, step.head, q, k, p);
         }
         probabilities[2 * j + r] = cvt_bf16x2(probability[0], probability[1]);
-        ds[2 * j + r] = cvt_bf16x2(weight[0], weight[1]);
       }
     }
-    if (step.masked) mask_rounded(step);
+    if (step.masked) mask_probabilities(s, step);
   }
 
-  // dS = P (dP - delta) d score / dx, rounded, from P as it was rounded.
-  DEVICE void differentiate_rounded(const S& dp) {
+  // dS = P (dP - delta) d score / dx, rounded, with P d score / dx in `weight`.
+  DEVICE void differentiate_score(const S& weight, const S& dp) {
     const float2* delta = (const float2*)shared.delta[ring.stage()] + quad_lane();
 #pragma unroll
     for (int j = 0; j < TILE_Q / 8; j++) {
       const float2 row_delta = delta[4 * j];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const u32 pair = ds[2 * j + r];
-        ds[2 * j + r] = cvt_bf16x2(
-            from_bf16(pair) * (dp[4 * j + 2 * r] - row_delta.x),
-                from_bf16(pair >> 16) * (dp[4 * j + 2 * r + 1] - row_delta.y));
+        const int i = 4 * j + 2 * r;
+        ds[i / 2] = cvt_bf16x2(weight[i] * (dp[i] - row_delta.x), weight[i + 1] * (dp[i + 1] - row_delta.y));
       }
     }
   }
@@ -894,7 +890,7 @@ struct Consumer {
     issue_dp(dp);
     wgmma_wait_group<0>();
     pin(dp);
-    differentiate_rounded(dp);
+    differentiate_score(s, dp);
     pass_turn();
     await_ds();
     share_ds();

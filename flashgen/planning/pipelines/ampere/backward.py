@@ -57,10 +57,10 @@ LIGHT, LONG, LONG_OPS, HEAVY = 14, 24, 4, 32
 #: Registers of dK and dV above which ptxas finds less room for operands.
 CROWDED = 144
 
-#: Registers for the loop over the parts of a tile of queries, in a step of one barrier beside so many of dK and dV.
-#: float16 with P rounded spilled 8 bytes there (head_dim 64, 64 x 128, on sm_90a: `causal`, `causal_bottom_right`,
-#: `padding`, `prefix_lm`, `sliding_window`); bfloat16 gets by with all 255, and so do scores, whose scale is constant,
-#: and deterministic kernels, which have no address of dq.
+#: Registers for the loop over the parts of a tile of queries, in a step of one barrier beside so many of dK and dV:
+#: 24 bytes were spilled there (head_dim 64, 64 x 128, on sm_90a: `causal`, `causal_bottom_right`, `padding`,
+#: `prefix_lm`, `sliding_window`).  Scores, whose scale is constant, get by with all 255, and so do deterministic
+#: kernels, which have no address of dq.
 IN_PARTS, IN_PARTS_BESIDE = 9, 128
 
 #: Registers that go unused because operands of mma are aligned to fours.
@@ -86,7 +86,6 @@ class Candidate:
     q_warps: int
     queries: int  # of a warp at a time: all of its own where warps share keys
     dq_parts: int = 1  # in which a warp computes its columns of dQ
-    rounded_p: bool = False  # dS from P as rounded for dV, so that P in float32 need not be kept
 
     @property
     def warps(self) -> int:
@@ -115,8 +114,7 @@ def candidates(fixed: Fixed) -> Iterator[Candidate]:
                 both = replace(base, buffers=2)
                 for c in (base, both) if one_barrier(both) else (base,):
                     for dq_parts in (1, 2):
-                        for rounded_p in (False, True):
-                            yield replace(c, dq_parts=dq_parts, rounded_p=rounded_p)
+                        yield replace(c, dq_parts=dq_parts)
 
 
 def _layouts(t: Tile) -> Iterator[tuple[int, int, int]]:
@@ -163,7 +161,6 @@ def backward(c: Candidate, request: KernelRequest) -> Backward:
         by_query=by_query(c, request) if request.deterministic else None,
         vector_atomics=request.arch.name in VECTOR_ATOMICS,
         step_end=step_end(c),
-        rounded_p=c.rounded_p,
         row_threads=ROW_THREADS,
     )
 
@@ -250,19 +247,12 @@ def smem(c: Candidate, layout: Backward, request: KernelRequest) -> tuple[Part, 
 def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """32-bit registers of a thread at the widest point of the loop: P and dP, or a part of dQ, beside dV and dK.
 
-    What is no array was fitted to what ptxas reports for emitted kernels.
+    What is no array was fitted to what ptxas reports for emitted kernels; the operands, which it moves ahead of their
+    use, come last, and a tight budget takes from them.
     """
     d, dv = padded(request.head_dim, c), padded(request.v_head_dim, c)
-    scores, slope = MMA_ROWS * c.key_blocks * c.queries // 32, request.profile.has_slope
-    dq = 0 if request.deterministic else c.tile.q * d // (c.threads * c.dq_parts)
-    if c.rounded_p and not slope and not request.gradients:  # else the scores themselves are kept
-        p = Part(
-            name="p, dp",
-            amount=scores + scores // 2,
-            why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries per warp",
-        )
-    else:
-        p = Part(name="p, dp", amount=2 * scores, why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries, float32")
+    scores, dq = _scores(c), _dq(c, request)
+    p = Part(name="p, dp", amount=2 * scores, why=f"{MMA_ROWS * c.key_blocks} keys x {c.queries} queries, float32")
     # Of 64 queries at a time ptxas loads everything ahead, except where rows of 128 bytes give it few addresses.
     operands = 24 if c.queries < 64 or d % 64 == dv % 64 == 0 else 112
     kept = c.tile.kv * (d + dv) // c.threads
@@ -270,14 +260,36 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         operands += 8
     if d != dv:
         operands += _uneven(c)
-    addresses = 30 + (0 if one_barrier(c) else 4) - (10 if c.q_warps > 1 else 0) + _in_parts(c, kept, request)
+    addresses = 30 + (0 if one_barrier(c) else 4) - (10 if c.q_warps > 1 else 0)
     return (
         Part(name="dk, dv", amount=kept, why=f"{c.tile.kv} x {d + dv} float32"),
         p if p.amount >= dq else Part(name="dq", amount=dq, why=f"{c.tile.q} x {d} float32 in {c.dq_parts} parts"),
-        Part(name="operands", amount=operands, why="fragments of this step and the next"),
         Part(name="addresses", amount=addresses, why="of tiles and copies, strides, loop state"),
         Part(name="variant", amount=_variant_registers(request), why="mask, score, their derivatives, dropout"),
+        Part(name="operands", amount=operands, why="fragments of this step and the next"),
     )
+
+
+def _scores(c: Candidate) -> int:
+    """Elements of S, and of dP, that a thread holds at a time."""
+    return MMA_ROWS * c.key_blocks * c.queries // 32
+
+
+def _dq(c: Candidate, request: KernelRequest) -> int:
+    """Elements of dQ that a thread holds at a time."""
+    return 0 if request.deterministic else c.tile.q * padded(request.head_dim, c) // (c.threads * c.dq_parts)
+
+
+def needed(c: Candidate, parts: tuple[Part, ...], request: KernelRequest) -> int:
+    """Registers below which ptxas spills: while it holds all of P and dP it can do with fewer operands ahead.
+
+    Not where the score has a slope or gradients of its own: x is kept then too, beside P as it is rounded.  Nor where
+    rows of K and of V differ in length: 8 bytes were spilled at head_dim 96 and 192, and at 128 and 96 (sm_120).
+    """
+    if request.profile.has_slope or request.gradients or request.head_dim != request.v_head_dim:
+        return total(parts)
+    spared = min(_scores(c) // 2, 2 * _scores(c) - _dq(c, request)) - _in_parts(c, parts[0].amount, request)
+    return total(parts) - max(0, spared)
 
 
 def _uneven(c: Candidate) -> int:
@@ -292,10 +304,10 @@ def _uneven(c: Candidate) -> int:
 
 
 def _in_parts(c: Candidate, kept: int, request: KernelRequest) -> int:
-    """Registers for the loop over the parts of a tile of queries, where ptxas was seen to lack them."""
+    """Registers that the loop over the parts of a tile of queries keeps, where ptxas was seen to lack them."""
     in_parts = one_barrier(c) and c.queries * c.q_warps < c.tile.q and kept >= IN_PARTS_BESIDE
-    spares = request.dtype != "float16" or request.profile.scored or request.deterministic
-    return IN_PARTS if in_parts and c.rounded_p and not spares else 0
+    spares = request.profile.scored or request.deterministic
+    return IN_PARTS if in_parts and not spares else 0
 
 
 def _variant_registers(request: KernelRequest) -> int:
@@ -335,7 +347,7 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
     smem_bytes = total(smem(c, layout, request))
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
-    count = total(registers(c, request))
+    count = needed(c, registers(c, request), request)
     if count > budget(c, arch, 1):
         return f"registers {count} > {budget(c, arch, 1)}"
     if request.deterministic and layout.by_query is None:
@@ -350,7 +362,8 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     memory, parts = smem(c, layout, request), registers(c, request)
     by_memory = arch.smem_per_sm // (total(memory) + arch.smem_reserved)
     most = min(by_memory, arch.max_blocks, max(1, ampere.USEFUL_WARPS // c.warps))
-    needed = total(parts)
+    least = needed(c, parts, request)
+    blocks = max(n for n in range(1, most + 1) if n == 1 or least <= budget(c, arch, n))
     return make_plan(
         *(c, request, (padded(request.head_dim, c), padded(request.v_head_dim, c))),
         pipeline=NAME,
@@ -358,9 +371,9 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             *(c.warps, c.stages, layout.buffers), shares_p=layout.shares_p, shares_ds=layout.score_tiles
         ),
         q_in_registers=False,
-        blocks_per_sm=max(n for n in range(1, most + 1) if n == 1 or needed <= budget(c, arch, n)),
+        blocks_per_sm=blocks,
         smem=memory,
-        registers=parts,
+        registers=ampere.within(parts, budget(c, arch, blocks)),
         backward=layout,
     )
 
@@ -393,7 +406,7 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     return {
         "tensor": products * sm_clocks / arch.tensor_flops[NAME],
         "special": (1 + special) / arch.special_per_clock,
-        "arithmetic": (SCORE_OPS + layout.rounded_p + 2 * arithmetic) / arch.fp32_lanes,
+        "arithmetic": (SCORE_OPS + 2 * arithmetic) / arch.fp32_lanes,
         "shared memory": ITEM * moved / (q * kv * arch.smem_per_clock),
         "l2": (ITEM * (d + dv) + sums) / kv * sm_clocks / arch.l2_bytes_per_s,
     }

@@ -44,7 +44,7 @@ from flashgen.planning.pipelines.hopper.forward import boxed, padded
 from flashgen.planning.pipelines.shared import make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, SpecializedBackward, Tile, staged
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
-from flashgen.planning.problem import Problem
+from flashgen.planning.problem import ITEMSIZE, Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.program import CTYPES, Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
@@ -67,6 +67,9 @@ INTEGERS = {"stages": Allowed(values=STAGES, rule="TMA fills one stage while ano
 EXAMPLES = ((128, 128), (64, 128))
 
 WARPGROUPS = 2
+
+#: Bytes of P where it goes from one warpgroup to the other: dS is made of it as it was, not as it is rounded for dV.
+P_ITEM = ITEMSIZE["float32"]
 
 #: Registers of a producer's thread, and of one that judges tiles by evaluating more than so many ops over ranges.  Of
 #: the shipped masks and pairs of them all up to 23 fit; of those above a third do not.
@@ -94,6 +97,10 @@ DROPOUT, DROPOUT_READ = 6, 16
 #: For dq in one order, with 128 queries whose scores read elements as they need them: barriers of the block before and
 #: of this one.
 ORDER = 28
+
+#: For scores that have a slope and read elements by position, with 128 queries: what they read is on its way while S
+#: becomes P and P times the slope.
+SLOPE_READ = 28
 
 #: For the gradient of a captured element, by what selects it (where a query does, for each stage but one): sums and
 #: addresses.  128 queries would also keep dS in float32 beside what is rounded.
@@ -254,8 +261,8 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         ),
     ]
     if c.split_dk_dv:
-        why = f"{tile.kv} keys x {tile.q} queries x {ITEM} bytes, from one warpgroup to the other"
-        parts.append(Part(name="p", amount=tile.kv * tile.q * ITEM, why=why))
+        why = f"{tile.kv} keys x {tile.q} queries x {P_ITEM} bytes, from one warpgroup to the other"
+        parts.append(Part(name="p", amount=tile.kv * tile.q * P_ITEM, why=why))
     rows = c.stages * tile.q * 8
     parts.append(Part(name="lse, delta", amount=rows, why=f"{c.stages} stages x {tile.q} x 2 float32"))
     if lookup_stages(c, request):
@@ -301,7 +308,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         fragments = Part(name="s, dq", amount=scores + dq, why="S of this tile of queries, dQ of the one before")
     else:
         fragments = Part(name="p, dp, ds", amount=2 * scores, why="dP in float32, P and dS in 16 bits")
-    asked, of_variant, waiting = request.profile, _variant_registers(request), waits(c, request)
+    asked, of_variant, waiting = request.profile, _variant_registers(c, request), waits(c, request)
     of_dropout = DROPOUT * ((c.stages - 1) * c.tile.q // ROWS)
     of_dropout += DROPOUT * (waiting and (asked.masked or request.deterministic))
     of_dropout += DROPOUT_READ * (c.tile.q > ROWS and asked.score_reads_by_position)
@@ -328,12 +335,13 @@ def _captured_grad_registers(c: Candidate, element: Node) -> int:
     return CAPTURED_GRAD_REGISTERS[selected] * (c.stages - 1 if "q" in selected else 1) + kept
 
 
-def _variant_registers(request: KernelRequest) -> int:
+def _variant_registers(c: Candidate, request: KernelRequest) -> int:
     asked = request.profile
     if asked.plain:
         return 0
     heavy = asked.looks_up or asked.has_slope or not asked.exact
-    return HEAVY if heavy else LIGHT
+    of_slope = SLOPE_READ if c.tile.q > ROWS and asked.has_slope and asked.score_reads_by_position else 0
+    return (HEAVY if heavy else LIGHT) + of_slope
 
 
 def division(request: KernelRequest) -> tuple[int, int]:
@@ -401,7 +409,7 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     readers = 1 if layout.split_dk_dv else WARPGROUPS  # of q and d_o, for scores and then for gradients
     moved = readers * ((ROWS + q) * (d + dv) + q * (d + dv)) + q * (d + dv)
     moved += WARPGROUPS * kv * (ROWS * len(layout.dq_parts) + layout.dq_columns)
-    moved += (4 if layout.split_dk_dv else 2) * q * kv
+    moved += (2 + 2 * P_ITEM // ITEM if layout.split_dk_dv else 2) * q * kv
     return {
         "tensor": 2 * (2 * d + 2 * dv + dq) * sm_clocks / arch.tensor_flops[NAME],
         "special": (1 + special) / arch.special_per_clock,

@@ -359,9 +359,9 @@ def _backward_members(
     yield declared(_tile("OTile", "d_o", tile.q * columns[1], stage))
     yield declared(_tile("ScoreTile", "ds", tile.q * tile.kv, _TWO))
     if "p" in of:
-        chunks = Axis(size=tile.q // 16, text="TILE_Q / 16"), Axis(size=128, text="128")
+        pairs = Axis(size=tile.q // 4, text="TILE_Q / 4"), Axis(size=128, text="128")
         note = "from each thread of one warpgroup to one of the other"
-        yield declared(Member(ctype="Chunk", name="p", size=16, alignment=16, axes=chunks), note=note)
+        yield declared(Member(ctype="float2", name="p", size=8, alignment=8, axes=pairs), note=note)
     yield declared(*(_words("float", name, stage, of_queries) for name in ("lse", "delta")))
     if "next" in of:
         yield declared(_steps("next", _TWO, ctype="SharedStep"), note="what to load next")

@@ -4,7 +4,8 @@
 // plan     hopper on sm_90a, bfloat16, head_dim 256
 // tile     64 queries x 64 keys, 2 stages
 // roles    1 loader, 3 idle warps of 24 registers per thread; 4 dv consumer, 4 dk consumer warps of 240
-// shared   k 32768 + v 32768 + q 65536 + d_o 65536 + ds 16384 + p 8192 + lse, delta 1024 + control 1024 = 223232 bytes
+// shared   k 32768 + v 32768 + q 65536 + d_o 65536 + ds 16384 + p 16384 + lse, delta 1024 + control 1024 = 231424
+//          bytes
 // made by  flashgen emit full --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 256 --tile 64x64 --stages 2
 //          --backward
 
@@ -474,14 +475,14 @@ struct alignas(1024) Shared {
   QTile q[STAGES];
   OTile d_o[STAGES];
   ScoreTile ds[2];
-  Chunk p[TILE_Q / 16][128];  // from each thread of one warpgroup to one of the other
+  float2 p[TILE_Q / 4][128];  // from each thread of one warpgroup to one of the other
   float lse[STAGES][TILE_Q], delta[STAGES][TILE_Q];
   SharedStep step[STAGES];
   Keys keys;
   Pipe<STAGES> pipe;  // full: of q, lse and the step; empty: of all
   u64 d_o_full[STAGES], k_full, v_full, ds_full[2], p_full;
 };
-static_assert(sizeof(Shared) == 223232, "what the plan counted");
+static_assert(sizeof(Shared) == 231424, "what the plan counted");
 
 // ---------------------------------------------------------------- loader: one thread that copies tiles to consumers
 struct Loader {
@@ -674,22 +675,6 @@ struct Consumer {
     }
   }
 
-  // dS = P (dP - delta), rounded, from P as it was rounded.
-  DEVICE void differentiate_rounded(const S& dp) {
-    const float2* delta = (const float2*)shared.delta[ring.stage()] + thread_index() % 4;
-#pragma unroll
-    for (int j = 0; j < TILE_Q / 8; j++) {
-      const float2 row_delta = delta[4 * j];
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const u32 pair = ds[2 * j + r];
-        ds[2 * j + r] = cvt_bf16x2(
-            from_bf16(pair) * (dp[4 * j + 2 * r] - row_delta.x),
-                from_bf16(pair >> 16) * (dp[4 * j + 2 * r + 1] - row_delta.y));
-      }
-    }
-  }
-
   // Rows of dk or dv.  The four lanes of a row transpose 4 x 4 words, so that each writes 16 bytes and they 64 in a
   // row.
   template <int WIDTH, int N>
@@ -718,13 +703,14 @@ struct Consumer {
 struct DvConsumer : Consumer {
   float dv[V_COLUMNS / 2] = {};
 
-  // P to the other warpgroup, word by word: it has read the one before, whose dS has come.
-  DEVICE void share_p() {
+  // P for the other warpgroup, not rounded: it has read the one before, whose dS has come.
+  DEVICE void share_p(const S& s) {
 #pragma unroll
-    for (int i = 0; i < TILE_Q / 4; i += 4) {
-      const Chunk chunk = {{probabilities[i], probabilities[i + 1], probabilities[i + 2], probabilities[i + 3]}};
-      shared.p[i / 4][thread_index() % 128] = chunk;
-    }
+    for (int i = 0; i < TILE_Q / 4; i++) shared.p[i][thread_index() % 128] = make_float2(s[2 * i], s[2 * i + 1]);
+  }
+
+  // This warp's part of P is written, and the dS that it multiplied has been read.
+  DEVICE void announce_p() {
     __syncwarp();
     if (thread_index() % 32 == 0) mbarrier_arrive(shared.p_full);
   }
@@ -749,9 +735,10 @@ struct DvConsumer : Consumer {
     exponentiate(s);
 #pragma unroll
     for (int i = 0; i < TILE_Q / 4; i++) probabilities[i] = cvt_bf16x2(s[2 * i], s[2 * i + 1]);
+    share_p(s);
     wgmma_wait_group<0>();
     pin(dq);
-    share_p();
+    announce_p();
     add_dq(dq, 0);
     float dq_rest[32];
     issue_dq(dq_rest, 128 + warpgroup * 64);
@@ -791,14 +778,18 @@ struct DkConsumer : Consumer {
     if (thread_index() % 32 == 0) mbarrier_arrive(shared.p_full);
   }
 
-  // P of the other warpgroup
-  DEVICE void take_p() {
+  // dS = P (dP - delta), rounded, with P of the other warpgroup
+  DEVICE void differentiate_shared(const S& dp) {
+    const float2* delta = (const float2*)shared.delta[ring.stage()] + thread_index() % 4;
     mbarrier_wait(shared.p_full, ring.passed % 2);
 #pragma unroll
-    for (int i = 0; i < TILE_Q / 4; i += 4) {
-      const Chunk chunk = shared.p[i / 4][thread_index() % 128];
+    for (int j = 0; j < TILE_Q / 8; j++) {
+      const float2 row_delta = delta[4 * j];
 #pragma unroll
-      for (int j = 0; j < 4; j++) ds[i + j] = chunk.word[j];
+      for (int i = 2 * j; i < 2 * j + 2; i++) {
+        const float2 weight = shared.p[i][thread_index() % 128];
+        ds[i] = cvt_bf16x2(weight.x * (dp[2 * i] - row_delta.x), weight.y * (dp[2 * i + 1] - row_delta.y));
+      }
     }
   }
 
@@ -837,8 +828,7 @@ struct DkConsumer : Consumer {
     issue_dq(dq, warpgroup * 64);
     wgmma_wait_group<1>();
     pin(dp);
-    take_p();
-    differentiate_rounded(dp);
+    differentiate_shared(dp);
     wgmma_wait_group<0>();
     pin(dq);
     share_ds();

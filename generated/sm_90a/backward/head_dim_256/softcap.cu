@@ -5,7 +5,8 @@
 // plan     hopper on sm_90a, bfloat16, head_dim 256
 // tile     64 queries x 64 keys, 2 stages
 // roles    1 loader, 3 idle warps of 24 registers per thread; 4 dv consumer, 4 dk consumer warps of 240
-// shared   k 32768 + v 32768 + q 65536 + d_o 65536 + ds 16384 + p 8192 + lse, delta 1024 + control 1024 = 223232 bytes
+// shared   k 32768 + v 32768 + q 65536 + d_o 65536 + ds 16384 + p 16384 + lse, delta 1024 + control 1024 = 231424
+//          bytes
 // made by  flashgen emit softcap --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 256 --tile 64x64
 //          --stages 2 --backward
 
@@ -489,14 +490,14 @@ struct alignas(1024) Shared {
   QTile q[STAGES];
   OTile d_o[STAGES];
   ScoreTile ds[2];
-  Chunk p[TILE_Q / 16][128];  // from each thread of one warpgroup to one of the other
+  float2 p[TILE_Q / 4][128];  // from each thread of one warpgroup to one of the other
   float lse[STAGES][TILE_Q], delta[STAGES][TILE_Q];
   SharedStep step[STAGES];
   Keys keys;
   Pipe<STAGES> pipe;  // full: of q, lse and the step; empty: of all
   u64 d_o_full[STAGES], k_full, v_full, ds_full[2], p_full;
 };
-static_assert(sizeof(Shared) == 223232, "what the plan counted");
+static_assert(sizeof(Shared) == 231424, "what the plan counted");
 
 // ---------------------------------------------------------------- loader: one thread that copies tiles to consumers
 struct Loader {
@@ -667,20 +668,19 @@ struct Consumer {
     return is_key;
   }
 
-  // P and what is in ds become 0 where no key is.
-  DEVICE void mask_rounded(const SharedStep& step) {
+  // P and what is in S become 0 where no key is.
+  DEVICE void mask_probabilities(S& s, const SharedStep& step) {
     const Position first = position_of(step);
 #pragma unroll
     for (int i = 0; i < TILE_Q / 2; i++) {
-      const u32 kept = is_visible(i, first, step) ? ~0u : i % 2 == 0 ? 0xFFFF0000u : 0xFFFFu;
-      probabilities[i / 2] &= kept;
-      ds[i / 2] &= kept;
+      const bool visible = is_visible(i, first, step);
+      probabilities[i / 2] &= visible ? ~0u : i % 2 == 0 ? 0xFFFF0000u : 0xFFFFu;
+      s[i] = visible ? s[i] : 0.f;
     }
   }
 
-  // With S = score(x) for x = scale * K Q^T: P = e^(S - lse), rounded, and in ds P d score / dx, rounded; 0 where P is
-  // 0.
-  DEVICE void to_probabilities(const S& s, const SharedStep& step) {
+  // With S = score(x) for x = scale * K Q^T: P = e^(S - lse), rounded, and S becomes P d score / dx, 0 where P is 0.
+  DEVICE void to_probabilities(S& s, const SharedStep& step) {
     const Position first = position_of(step);
     const float2* lse = (const float2*)shared.lse[ring.stage()] + thread_index() % 4;
 #pragma unroll
@@ -688,35 +688,18 @@ struct Consumer {
       const float2 row_lse = lse[4 * j];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        float probability[2], weight[2];
+        float probability[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int i = 4 * j + 2 * r + e, q = first.q + i / 4 * 8 + i % 2, k = first.k + i / 2 % 2 * 8;
           const float x = p.scale * s[i], y = score(x, shared.keys.b, step.head, q, k, p);
           probability[e] = ex2(fmaf(y, LOG2E, e == 0 ? -row_lse.x : -row_lse.y));
-          weight[e] = probability[e] == 0.f ? 0.f : probability[e] * slope(x, shared.keys.b, step.head, q, k, p);
+          s[i] = probability[e] == 0.f ? 0.f : probability[e] * slope(x, shared.keys.b, step.head, q, k, p);
         }
         probabilities[2 * j + r] = cvt_bf16x2(probability[0], probability[1]);
-        ds[2 * j + r] = cvt_bf16x2(weight[0], weight[1]);
       }
     }
-    if (step.masked) mask_rounded(step);
-  }
-
-  // dS = P (dP - delta) d score / dx, rounded, from P as it was rounded.
-  DEVICE void differentiate_rounded(const S& dp) {
-    const float2* delta = (const float2*)shared.delta[ring.stage()] + thread_index() % 4;
-#pragma unroll
-    for (int j = 0; j < TILE_Q / 8; j++) {
-      const float2 row_delta = delta[4 * j];
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const u32 pair = ds[2 * j + r];
-        ds[2 * j + r] = cvt_bf16x2(
-            from_bf16(pair) * (dp[4 * j + 2 * r] - row_delta.x),
-                from_bf16(pair >> 16) * (dp[4 * j + 2 * r + 1] - row_delta.y));
-      }
-    }
+    if (step.masked) mask_probabilities(s, step);
   }
 
   // Rows of dk or dv.  The four lanes of a row transpose 4 x 4 words, so that each writes 16 bytes and they 64 in a
@@ -747,13 +730,14 @@ struct Consumer {
 struct DvConsumer : Consumer {
   float dv[V_COLUMNS / 2] = {};
 
-  // P d score / dx to the other warpgroup, word by word: it has read the one before, whose dS has come.
-  DEVICE void share_p() {
+  // P d score / dx for the other warpgroup, not rounded: it has read the one before, whose dS has come.
+  DEVICE void share_p(const S& s) {
 #pragma unroll
-    for (int i = 0; i < TILE_Q / 4; i += 4) {
-      const Chunk chunk = {{ds[i], ds[i + 1], ds[i + 2], ds[i + 3]}};
-      shared.p[i / 4][thread_index() % 128] = chunk;
-    }
+    for (int i = 0; i < TILE_Q / 4; i++) shared.p[i][thread_index() % 128] = make_float2(s[2 * i], s[2 * i + 1]);
+  }
+
+  // This warp's part of P is written, and the dS that it multiplied has been read.
+  DEVICE void announce_p() {
     __syncwarp();
     if (thread_index() % 32 == 0) mbarrier_arrive(shared.p_full);
   }
@@ -775,9 +759,10 @@ struct DvConsumer : Consumer {
     wgmma_wait_group<1>();
     pin(s);
     to_probabilities(s, now);
+    share_p(s);
     wgmma_wait_group<0>();
     pin(dq);
-    share_p();
+    announce_p();
     add_dq(dq, 0);
     float dq_rest[32];
     issue_dq(dq_rest, 128 + warpgroup * 64);
@@ -817,14 +802,18 @@ struct DkConsumer : Consumer {
     if (thread_index() % 32 == 0) mbarrier_arrive(shared.p_full);
   }
 
-  // P d score / dx of the other warpgroup
-  DEVICE void take_p() {
+  // dS = P (dP - delta) d score / dx, rounded, with P d score / dx of the other warpgroup
+  DEVICE void differentiate_shared(const S& dp) {
+    const float2* delta = (const float2*)shared.delta[ring.stage()] + thread_index() % 4;
     mbarrier_wait(shared.p_full, ring.passed % 2);
 #pragma unroll
-    for (int i = 0; i < TILE_Q / 4; i += 4) {
-      const Chunk chunk = shared.p[i / 4][thread_index() % 128];
+    for (int j = 0; j < TILE_Q / 8; j++) {
+      const float2 row_delta = delta[4 * j];
 #pragma unroll
-      for (int j = 0; j < 4; j++) ds[i + j] = chunk.word[j];
+      for (int i = 2 * j; i < 2 * j + 2; i++) {
+        const float2 weight = shared.p[i][thread_index() % 128];
+        ds[i] = cvt_bf16x2(weight.x * (dp[2 * i] - row_delta.x), weight.y * (dp[2 * i + 1] - row_delta.y));
+      }
     }
   }
 
@@ -863,8 +852,7 @@ struct DkConsumer : Consumer {
     issue_dq(dq, warpgroup * 64);
     wgmma_wait_group<1>();
     pin(dp);
-    take_p();
-    differentiate_rounded(dp);
+    differentiate_shared(dp);
     wgmma_wait_group<0>();
     pin(dq);
     share_ds();
