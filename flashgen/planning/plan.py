@@ -255,18 +255,18 @@ class KernelPlan(Integers):
     def lag_share(self) -> float:
         """Share of what a row has added up that a key's P must pass before the row's maximum follows it.
 
-        A key that dominates a row is then multiplied as 1, which is exact; of others the roundings average out, as beside
-        an exact maximum.  RMS error in units of that with an exact maximum, emulated in bfloat16 at head_dim 128, 8,192
+        A key that dominates a row is then multiplied as 1, which is exact; of others the roundings average out, as they
+        do beside an exact maximum.  RMS error in units of that with an exact maximum, emulated in bfloat16 at head_dim 128, 8,192
         keys: N(0, 1) 1.02, scores of standard deviation 2 1.03, all other inputs of `flashgen bench data` less (with
         shares of 1/8 and 1/2, 1.07 and 1.15).  Of the rows of N(0, 1) almost none moves.
         """
         return 1 / 16
 
     @property
-    def lag_most(self) -> float:
-        """P beyond which a maximum follows in any case: P and O stay finite for 2^24 keys and values up to 2^39 in
-        bfloat16, which has the range of float32, and P in float16."""
-        return 2.0**15 if self.dtype == "float16" else 2.0**64
+    def lag_most(self) -> int:
+        """The power of two beyond which P makes a maximum follow in any case: P and O stay finite for 2^24 keys and
+        values up to 2^39 in bfloat16, which has the range of float32, and P in float16."""
+        return 15 if self.dtype == "float16" else 64
 
     @property
     def order_of_sums(self) -> tuple[object, ...]:

@@ -22,6 +22,7 @@ from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.hopper import backward as hopper_backward
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.pipelines.protocol import ForwardPipeline, Packing, Pipeline
+from flashgen.planning.pipelines.shared import total
 from flashgen.planning.plan import Fallback, KernelPlan, Tile
 from flashgen.planning.problem import Problem, check_dtype
 from flashgen.planning.records import Shape, Timed
@@ -454,7 +455,7 @@ def _plan_of(pipeline: ForwardPipeline[Any], request: KernelRequest, timed: Time
     for c in pipeline.candidates(replace(request.fixed, tile=Tile(q=q, kv=kv), stages=named["stages"])):
         later = {f.name for f in fields(c) if f.name not in named and getattr(c, f.name) == f.default}
         if records.form({name: value for name, value in asdict(c).items() if name not in later}) == timed.form:
-            if pipeline.does_not_fit_reason(c, request) is not None:
+            if total(pipeline.smem(c, request)) > request.arch.smem_per_block:
                 return None
             return replace(pipeline.plan(c, request), blocks_per_sm=timed.blocks_per_sm)
     return None

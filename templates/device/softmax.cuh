@@ -40,8 +40,7 @@ struct OnlineSoftmax {
       for (int j = 1; j < N; j++) highest = fmaxf(highest, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
       highest = quad_max(highest) * scale;
       const float before = row_max[r];
-      // Not a number where the row has seen nothing.
-      if (!(ex2(highest - before) <= lag_limit(sum[r], share, most))) row_max[r] = highest;
+      if (ex2(highest - before) > lag_limit(sum[r], share, most)) row_max[r] = highest;
       factor[r] = ex2(before - subtracted(r));
       sum[r] *= factor[r];
     }

@@ -84,14 +84,6 @@ DEVICE u32 cvt_bf16x2(float low, float high) {
   return r;
 }
 
-// Two floats as their type stores them.  The pair is not the operand that the product takes: of one that serves both
-// ptxas would write registers of a product that is on its way (C7513), and let none be on its way instead.
-DEVICE void round_bf16(float& a, float& b) {
-  const u32 pair = cvt_bf16x2(b, a);
-  a = __int_as_float(pair & 0xffff0000);
-  b = __int_as_float(pair << 16);
-}
-
 // ---------------------------------------------------------------- tiles in shared memory
 // Rows of 16-byte chunks; chunk c of row r lies at c ^ r / (8 / GROUP) % GROUP, GROUP = gcd(CHUNKS, 8), so that the
 // same chunk of eight rows falls into eight different groups of four banks, whatever the width.
@@ -146,15 +138,22 @@ DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// P of a key beyond which its row's maximum follows it: `share` of what the row's lanes have added up, from 1 to
+// `most`.
+DEVICE float lag_limit(float sum, float share, float most) {
+  const float row_sum = quad_sum(sum);
+  return row_sum == 0.f ? most : fminf(fmaxf(share * row_sum, 1.f), most);
+}
+
 // Two rows of a 16-row block of S in one thread: accumulator elements 0 and 1 are of row 0, elements 2 and 3 of row 1.
 struct OnlineSoftmax {
   float row_max[2] = {MINUS_INFINITY, MINUS_INFINITY};  // so far, scaled; it may lag; -inf: nothing seen
-  float sum[2] = {0.f, 0.f};          // of P over this thread's columns, for lse
-  float rounded_sum[2] = {0.f, 0.f};  // of P as the product with V takes it, by which O is divided
+  float sum[2] = {0.f, 0.f};                            // over this thread's columns
 
-  // The maxima follow S where it is more than `slack` above, and the sums follow them; O is to follow by `factor`
-  // where the result is true.
-  template <int N> DEVICE bool track(const float (&s)[N][4], float scale, float slack, float (&factor)[2]) {
+  // The maxima follow keys that outweigh a share of their rows (lag_limit), and the sums follow them; O is to follow by
+  // `factor` where the result is true.
+  template <int N>
+  DEVICE bool track(const float (&s)[N][4], float scale, float share, float most, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float highest = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
@@ -162,25 +161,23 @@ struct OnlineSoftmax {
       for (int j = 1; j < N; j++) highest = fmaxf(highest, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
       highest = quad_max(highest) * scale;
       const float before = row_max[r];
-      if (!(highest - before <= slack)) row_max[r] = highest;
+      if (ex2(highest - before) > lag_limit(sum[r], share, most)) row_max[r] = highest;
       factor[r] = ex2(before - subtracted(r));
       sum[r] *= factor[r];
-      rounded_sum[r] *= factor[r];
     }
     return factor[0] != 1.f || factor[1] != 1.f;
   }
 
-  // S becomes P = 2^(scale * S - row_max), and the sums grow by it; ROUND is that of the product with V.
-  template <void ROUND(float&, float&), int N> DEVICE void to_probabilities(float (&s)[N][4], float scale) {
+  // S becomes P = 2^(scale * S - row_max), and the sums grow by it.
+  template <int N> DEVICE void to_probabilities(float (&s)[N][4], float scale) {
 #pragma unroll
     for (int j = 0; j < N; j++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        float low = s[j][2 * r] = ex2(fmaf(s[j][2 * r], scale, -subtracted(r)));
-        float high = s[j][2 * r + 1] = ex2(fmaf(s[j][2 * r + 1], scale, -subtracted(r)));
-        sum[r] += low + high;
-        ROUND(low, high);
-        rounded_sum[r] += low + high;
+        float &a = s[j][2 * r], &b = s[j][2 * r + 1];
+        a = ex2(fmaf(a, scale, -subtracted(r)));
+        b = ex2(fmaf(b, scale, -subtracted(r)));
+        sum[r] += a + b;
       }
   }
 
@@ -223,7 +220,7 @@ constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // in a tile: steps of 16
 constexpr int STAGES = 2;  // tiles of k and of v in shared memory
 constexpr int WARPS = 4, THREADS = 32 * WARPS, BLOCKS_PER_SM = 2;
 constexpr int WARP_ROWS = TILE_Q / WARPS, M = WARP_ROWS / 16;  // rows of a warp, in blocks of 16
-constexpr float SLACK = 8.0f;  // power of two by which S may pass a row's maximum: O is rescaled seldom
+constexpr float SHARE = 0.0625f, MOST = 0x1p64f;  // of lag_limit: O is rescaled seldom
 
 typedef u16 bf16;
 
@@ -435,12 +432,12 @@ DEVICE void apply_end(S& s, int first, const Params& p) {
         if (k0 + 8 * j + i % 2 >= p.kv_len) s[m][j][i] = MINUS_INFINITY;
 }
 
-// O follows the offsets of the softmax, which follow S.  What comes next, up to P V, is a single run of instructions.
+// O follows the maxima, which follow S.  What comes next, up to P V, is a single run of instructions.
 DEVICE void rescale(O& o, OnlineSoftmax (&softmax)[M], const S& s, float scale) {
   float factor[M][2];
   bool moved = false;
 #pragma unroll
-  for (int m = 0; m < M; m++) moved |= softmax[m].track(s[m], scale, SLACK, factor[m]);
+  for (int m = 0; m < M; m++) moved |= softmax[m].track(s[m], scale, SHARE, MOST, factor[m]);
   if (__any_sync(~0u, moved)) {
 #pragma unroll
     for (int m = 0; m < M; m++) scale_rows(o[m], factor[m]);
@@ -448,7 +445,7 @@ DEVICE void rescale(O& o, OnlineSoftmax (&softmax)[M], const S& s, float scale) 
 }
 
 // ---------------------------------------------------------------- epilogue
-// o = O / sum of P as it was multiplied, and lse = log(sum of e^s); a row without any visible key: 0 and -inf.
+// o = O / sum and lse = log(sum of e^s); a row without any visible key: 0 and -inf.
 DEVICE void store(Shared& shared, O& o, const OnlineSoftmax (&softmax)[M], const Rows& rows, const Params& p) {
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32, first_row = warp * WARP_ROWS;
   const int tile_rows = rows.q_last - rows.q_first + 1;
@@ -460,8 +457,8 @@ DEVICE void store(Shared& shared, O& o, const OnlineSoftmax (&softmax)[M], const
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int row = first_row + 16 * m + 8 * r + lane / 4;
-      const float sum = quad_sum(softmax[m].sum[r]), rounded_sum = quad_sum(softmax[m].rounded_sum[r]);
-      factor[r] = sum == 0.f ? 0.f : rcp(rounded_sum);
+      const float sum = quad_sum(softmax[m].sum[r]);
+      factor[r] = sum == 0.f ? 0.f : rcp(sum);
       if (lane % 4 == 0 && row < tile_rows)
         lse[row] = sum == 0.f ? MINUS_INFINITY : (softmax[m].row_max[r] + lg2(sum)) * LN2;
     }
@@ -518,7 +515,7 @@ attention_forward(const __grid_constant__ Params p) {
     if (first + TILE_KV > p.kv_len) apply_end(s, first, p);
     rescale(o, softmax, s, scale);
 #pragma unroll
-    for (int m = 0; m < M; m++) softmax[m].to_probabilities<round_bf16>(s[m], scale);
+    for (int m = 0; m < M; m++) softmax[m].to_probabilities(s[m], scale);
     multiply_pv(o, s, shared.v[stage]);
   }
   store(shared, o, softmax, rows_of_block(p), p);  // found again: registers are dear in the loop

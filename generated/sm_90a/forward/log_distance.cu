@@ -3,10 +3,10 @@
 //
 // score    s - strength * log(1 + spread * float(abs(q - k)))
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     192 queries x 64 keys, 3 stages, q in shared memory
+// tile     192 queries x 80 keys, 3 stages, q in shared memory
 // roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 32 registers per thread; 12 consumer warps of 160
-// shared   q 98304 + k 49152 + v 49152 + ones 2048 + control 1024 = 199680 bytes
-// made by  flashgen emit log_distance --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 192x64
+// shared   q 98304 + k 61440 + v 61440 + control 1024 = 222208 bytes
+// made by  flashgen emit log_distance --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 192x80
 //          --stages 3 --q-stages 2
 
 // ---------------------------------------------------------------- types
@@ -129,70 +129,58 @@ DEVICE u64 matrix_descriptor(const void* operand, u32 leading_bytes) {
 
 DEVICE u64 advance_bytes(u64 descriptor, int bytes) { return descriptor + (bytes >> 4); }
 
-// The same where the columns after the first 64 lie where they lay: an MN-major operand whose second box is another's.
-DEVICE u64 advance_first_bytes(u64 descriptor, u32 bytes) {
-  return descriptor + (bytes >> 4) - ((u64)(bytes >> 4) << 16);
-}
-
 // s = q k^T over the first 16 columns: what s held is not read.
-DEVICE void wgmma_qk_first(float (&d)[32], u64 a, u64 b) {
+DEVICE void wgmma_qk_first(float (&d)[40], u64 a, u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0;\n}"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39"
+      "}, %40, %41, p, 1, 1, 0, 0;\n}"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
         "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
         "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]),
-        "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31])
+        "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]),
+        "=f"(d[32]), "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39])
       : "l"(a), "l"(b));
 }
 
 // s += q k^T over 16 columns.
-DEVICE void wgmma_qk(float (&d)[32], u64 a, u64 b) {
+DEVICE void wgmma_qk(float (&d)[40], u64 a, u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "l"(a), "l"(b));
-}
-
-// o += p v over 16 keys.
-DEVICE void wgmma_pv(float (&d)[32], const u32 (&a)[4], u64 b) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-// The same of the last 64 columns, and of eight of ones.
-DEVICE void wgmma_pv_and_sum(float (&d)[36], const u32 (&a)[4], u64 b) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35"
-      "}, {%36, %37, %38, %39}, %40, p, 1, 1, 1;\n}"
+      "%32, %33, %34, %35, %36, %37, %38, %39"
+      "}, %40, %41, p, 1, 1, 0, 0;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
         "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+      : "l"(a), "l"(b));
+}
+
+// o += p v over 16 keys.
+DEVICE void wgmma_pv(float (&d)[64], const u32 (&a)[4], u64 b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
@@ -224,6 +212,13 @@ DEVICE float quad_max(float x) {
 DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// P of a key beyond which its row's maximum follows it: `share` of what the row's lanes have added up, from 1 to
+// `most`.
+DEVICE float lag_limit(float sum, float share, float most) {
+  const float row_sum = quad_sum(sum);
+  return row_sum == 0.f ? most : fminf(fmaxf(share * row_sum, 1.f), most);
 }
 
 // ---------------------------------------------------------------- rings of shared-memory stages
@@ -262,8 +257,8 @@ template <int STAGES> DEVICE void release(Pipe<STAGES>& pipe, const Ring<STAGES>
 // Warp w, lane l of a warpgroup holds rows 16 w + l / 4 and eight further down of an m64nN accumulator; element
 // 4 j + 2 r + e of its array is row r (0 or 1) of these, column 8 j + 2 (l % 4) + e.
 //
-// Per row: what is subtracted in the exponent (the highest scaled score so far, or less), and the sum of P over this
-// lane's keys, for lse.
+// Per row: what is subtracted in the exponent (the highest scaled score so far, or a little less), and the sum of this
+// lane's exponentials.
 struct RowState { float row_max[2], sum[2]; };
 
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
@@ -280,13 +275,13 @@ template <int N> DEVICE float highest_of_row(const float (&s)[N], int r) {
   return quad_max(fmaxf(even, odd));
 }
 
-// The maxima follow the highest of scale * S where these are more than `slack` above: true if one of this lane's did.
-template <int N> DEVICE bool follow(float (&row_max)[2], const float (&s)[N], float scale, float slack) {
+// The maxima follow the highest of scale * S where its P is more than the row's limit: true if one of this lane's did.
+template <int N> DEVICE bool follow(float (&row_max)[2], const float (&s)[N], float scale, const float (&limit)[2]) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const float highest = highest_of_row(s, r);
-    moves[r] = fmaf(highest, scale, -row_max[r]) > slack;
+    moves[r] = ex2(fmaf(highest, scale, -row_max[r])) > limit[r];
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
     if (moves[r]) row_max[r] = fmaf(highest, scale, 0.f);
   }
@@ -322,14 +317,14 @@ DEVICE void stmatrix_x4(void* row, u32 left, u32 left_below, u32 right, u32 righ
 }
 
 // ---------------------------------------------------------------- plan
-constexpr int WARPGROUPS = 3, TILE_Q = 64 * WARPGROUPS, TILE_KV = 64;  // rows of q and o, and of k and v, in a tile
+constexpr int WARPGROUPS = 3, TILE_Q = 64 * WARPGROUPS, TILE_KV = 80;  // rows of q and o, and of k and v, in a tile
 constexpr int V_HEAD_DIM = 128;  // columns of v and o
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // of q and k, and of v and o, in a product: whole steps of 16
 constexpr int STAGES = 3, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
 constexpr int O_BARRIER = 4;  // named barriers of the warpgroups
-constexpr float SLACK = 8.0f;  // power of two by which S may pass a row's maximum: O is rescaled seldom
+constexpr float SHARE = 0.0625f, MOST = 0x1p64f;  // of lag_limit: O is rescaled seldom
 constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
 
 typedef u16 bf16;
@@ -359,8 +354,6 @@ typedef bf16 KTile[(QK_COLUMNS + 63) / 64][TILE_KV][64];
 
 typedef bf16 VTile[(V_COLUMNS + 63) / 64][TILE_KV][64];
 
-typedef bf16 Ones[16][64];  // the rows of a product, as wide as a box
-
 typedef bf16 OTile[(V_COLUMNS + 63) / 64][64][64];
 
 union QorO { QTile q; OTile o; };  // o after the last product with q
@@ -372,14 +365,13 @@ struct alignas(1024) Shared {
   QorO q_or_o[Q_STAGES][WARPGROUPS];
   KTile k[STAGES];
   VTile v[STAGES];
-  Ones ones;
   Work work[WORK_STAGES];
   Pipe<WORK_STAGES> work_pipe;
   Pipe<Q_STAGES> q_pipe[WARPGROUPS];
   u64 o_full[Q_STAGES][WARPGROUPS];
   Pipe<STAGES> k_pipe, v_pipe;
 };
-static_assert(sizeof(Shared) == 199680, "what the plan counted");
+static_assert(sizeof(Shared) == 222208, "what the plan counted");
 
 // ---------------------------------------------------------------- variant
 DEVICE float score(float s, int b, int h, int q, int k, const Params& p) {
@@ -537,10 +529,12 @@ struct Consumer {
   Ring<Q_STAGES> q_ring = {};
   Ring<STAGES> k_ring = {}, v_ring = {};
   u32 probabilities[TILE_KV / 4] = {};
-  float o[V_COLUMNS / 2 + 4] = {};  // and two columns, of which the first has the sums of P as it was multiplied
+  float o[V_COLUMNS / 2] = {};
   RowState state = {};
   float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
+  float limit[2] = {};  // of P, beyond which a row's maximum follows
   u32 moved = 0;  // lanes whose maxima are not those of O any more
+
   // Read where it is used: registers are for fragments.
   DEVICE Work work_at(Ring<WORK_STAGES> at) { return shared.work[at.stage()]; }
 
@@ -584,23 +578,13 @@ struct Consumer {
     wgmma_commit_group();
   }
 
-  // S becomes P.
-  DEVICE void exponentiate(S& s) { exponentiate_rows(s, scale, state.row_max, added); }
-
-  // O += P V, on its way, and the sum of P as that takes it: P times ones, which lie beside the last box of V.
+  // O += P V, on its way
   DEVICE void issue_pv() {
     await_full(shared.v_pipe, v_ring);
-    const int stage = v_ring.stage() * sizeof(VTile);
-    const u64 v = advance_bytes(matrix_descriptor(shared.v, TILE_KV * 128), stage);
-    auto& last = shared.v[0][V_COLUMNS / 64 - 1];
-    const u64 v_and_ones = advance_first_bytes(matrix_descriptor(last, (char*)shared.ones - (char*)last), stage);
+    const u64 v = advance_bytes(matrix_descriptor(shared.v, TILE_KV * 128), v_ring.stage() * sizeof(VTile));
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < TILE_KV; n += 16) {
-      auto& part = *(u32 (*)[4])&probabilities[n / 4];
-      wgmma_pv(*(float (*)[V_COLUMNS / 2 - 32])&o, part, advance_bytes(v, n * 128));
-      wgmma_pv_and_sum(*(float (*)[36])&o[V_COLUMNS / 2 - 32], part, advance_first_bytes(v_and_ones, n * 128));
-    }
+    for (int n = 0; n < TILE_KV; n += 16) wgmma_pv(o, *(u32 (*)[4])&probabilities[n / 4], advance_bytes(v, n * 128));
     wgmma_commit_group();
   }
 
@@ -665,15 +649,21 @@ struct Consumer {
     multiply_rows(o, factor);
   }
 
-  // S becomes P under maxima that follow the scores, each row's its own.  Lane 0 or 1 releases K: which one depends on
-  // them, since ptxas moves the wait for O up to here, and these at least shall be found under the product.
+  // P beyond which a row's maximum follows a key; found under the product, as it takes shuffles.
+  DEVICE void find_limits() {
+#pragma unroll
+    for (int r = 0; r < 2; r++) limit[r] = lag_limit(state.sum[r], SHARE, MOST);
+  }
+
+  // S becomes P after a look at its maxima.  Lane 0 or 1 releases K: which one depends on the maxima, since ptxas moves
+  // the wait for O up to here, and these at least shall be found under the product.
   DEVICE void softmax(S& s) {
     before[0] = state.row_max[0];
     before[1] = state.row_max[1];
-    moved = __ballot_sync(~0u, follow(state.row_max, s, scale, SLACK));
+    moved = __ballot_sync(~0u, follow(state.row_max, s, scale, limit));
     release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
-    exponentiate(s);
+    exponentiate_rows(s, scale, state.row_max, added);
   }
 
   // The layout of an accumulator is that of an A operand.
@@ -687,8 +677,6 @@ struct Consumer {
     softmax(s);
     await_pv();
     round(s);
-    if (moved) rescale();
-    accumulate();
   }
 
   // Score and softmax of the first tile of a schedule.
@@ -697,6 +685,7 @@ struct Consumer {
     apply_score(s, work_at(at), tile);
     cut(s, tile);
     state = nothing_seen();
+    limit[0] = limit[1] = MOST;
     softmax(s);
     accumulate();
   }
@@ -716,14 +705,17 @@ struct Consumer {
     }
     while (true) {
 #pragma unroll
-      for (int i = 0; i < V_COLUMNS / 2 + 4; i++) o[i] = 0.f;
+      for (int i = 0; i < V_COLUMNS / 2; i++) o[i] = 0.f;
 #pragma unroll 1
       for (int tile = (p.kv_len - 1) / TILE_KV - 1; tile >= 0; tile--) {
         S s;
         issue_products(s);
+        find_limits();
         await_scores(s);
         apply_score(s, work_at(work_ring), tile);
         to_probabilities(s);
+        if (moved) rescale();
+        accumulate();
       }
       q_ring.passed++;
 
@@ -769,7 +761,7 @@ struct Consumer {
     }
   }
 
-  // o = O / sum of P as it was multiplied, and lse = log(sum of e^s); a row without any visible key: 0 and -inf.
+  // o = O / sum and lse = log(sum of e^s); a row without any visible key: 0 and -inf.
   DEVICE void store(const RowState& done) {
     const Work work = work_at(work_ring);
     release_work(work_ring);
@@ -777,8 +769,8 @@ struct Consumer {
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float sum = quad_sum(done.sum[r]), rounded_sum = o[V_COLUMNS / 2 + 2 * r];
-      factor[r] = sum == 0.f ? 0.f : 1.f / rounded_sum;
+      const float sum = quad_sum(done.sum[r]);
+      factor[r] = sum == 0.f ? 0.f : 1.f / sum;
       if (q + 8 * r < p.q_len)
         store_lse(work, q + 8 * r, sum == 0.f ? MINUS_INFINITY : (done.row_max[r] + lg2(sum)) * LN2);
     }
@@ -817,8 +809,6 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     init(shared.work_pipe, 4 * WARPGROUPS + 2);
     fence_mbarrier_init();
   }
-  for (int i = threadIdx.x; i < sizeof(shared.ones) / 4; i += THREADS) ((u32*)shared.ones)[i] = cvt_bf16x2(1.f, 1.f);
-  fence_proxy_async();
   __syncthreads();
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);

@@ -68,9 +68,9 @@ EXAMPLES = ((128, 128), (128, 64), (128, 32))
 FREE_TILE_KV = (128, 112, 96, 80, 64, 48, 32, 16)
 FREE_STAGES = (3, 2)
 
-#: Registers of a consumer's thread beside fragments: softmax, addresses, barriers; and one more for every so many columns
-#: of q and k, whose descriptors are kept.
-OVERHEAD, DESCRIPTOR_COLUMNS = 21, 12
+#: Registers of a consumer's thread beside fragments: softmax, addresses, barriers; two more where there is a mask or a
+#: score; and one more for every so many columns of q and k, whose descriptors are kept.
+OVERHEAD, VARIANT_REGISTERS, DESCRIPTOR_COLUMNS = 19, 2, 12
 
 #: Registers that a score function needs beside S; those of a captured element and its address, and of finding them.
 SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
@@ -79,7 +79,7 @@ SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
 READING_KEYS = 6
 
 #: Registers for dropout: a bit for each score of a thread, and rounds of Philox; and so many more (of 64 keys or more)
-#: beside a score function or a mask that is no band, with which ptxas mixes them.  So no shipped spec spills.
+#: beside the maxima, with which ptxas mixes them.  So no shipped spec spills.
 DROPOUT_REGISTERS, DROPOUT_BESIDE = 16, 22
 
 #: Registers that a score function wants beside those counted where it is emitted twice.
@@ -236,7 +236,9 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         Part(name="p", amount=c.tile.kv // 4, why=f"{ROWS} x {c.tile.kv} in 16 bits over 128 threads"),
         Part(
             name="overhead",
-            amount=OVERHEAD + padded(request.head_dim) // DESCRIPTOR_COLUMNS,
+            amount=OVERHEAD
+            + (0 if asked.plain else VARIANT_REGISTERS)
+            + padded(request.head_dim) // DESCRIPTOR_COLUMNS,
             why="softmax, addresses, loop state, descriptors",
         ),
     ]
@@ -244,9 +246,8 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         reads = c.tile.kv // READING_KEYS if asked.score_reads_by_key else 0
         parts.append(Part(name="score", amount=SCORE_REGISTERS + reads, why="what the score function keeps"))
     if request.dropout:
-        alone = asked.plain or (asked.band and not asked.scored)
-        beside = 0 if alone else DROPOUT_BESIDE * min(c.tile.kv, BOX) // BOX
-        parts.append(Part(name="dropout", amount=DROPOUT_REGISTERS + beside, why="what is kept, random numbers"))
+        amount = DROPOUT_REGISTERS + DROPOUT_BESIDE * min(c.tile.kv, BOX) // BOX
+        parts.append(Part(name="dropout", amount=amount, why="what is kept, random numbers"))
     if asked.reads_by_key:
         keys = c.tile.kv // 4
         parts.append(

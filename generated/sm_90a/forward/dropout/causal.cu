@@ -3,11 +3,11 @@
 //
 // visible  k <= q
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     128 queries x 128 keys, 2 stages, q in shared memory
-// roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 40 registers per thread; 8 consumer warps of 232
-// shared   q 65536 + k 65536 + v 65536 + control 1024 = 197632 bytes
-// made by  flashgen emit causal --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x128
-//          --stages 2 --q-stages 2 --dropout
+// tile     192 queries x 64 keys, 3 stages, q in shared memory
+// roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 32 registers per thread; 12 consumer warps of 160
+// shared   q 98304 + k 49152 + v 49152 + control 1024 = 197632 bytes
+// made by  flashgen emit causal --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 192x64
+//          --stages 3 --q-stages 2 --dropout
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__
@@ -95,16 +95,6 @@ DEVICE void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
-// Waits for all; whether `x` holds in any of the threads.
-DEVICE bool bar_any(int barrier, int threads, bool x) {
-  u32 any;
-  asm volatile(
-      "{\n.reg .pred x;\nsetp.ne.u32 x, %3, 0;\n"
-      "bar.red.or.pred x, %1, %2, x;\nselp.u32 %0, 1, 0, x;\n}"
-      : "=r"(any) : "r"(barrier), "r"(threads), "r"(u32(x)) : "memory");
-  return any;
-}
-
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
 // Orders the registers and shared memory that this thread wrote before the products that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -140,44 +130,32 @@ DEVICE u64 matrix_descriptor(const void* operand, u32 leading_bytes) {
 DEVICE u64 advance_bytes(u64 descriptor, int bytes) { return descriptor + (bytes >> 4); }
 
 // s = q k^T over the first 16 columns: what s held is not read.
-DEVICE void wgmma_qk_first(float (&d)[64], u64 a, u64 b) {
+DEVICE void wgmma_qk_first(float (&d)[32], u64 a, u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, p, 1, 1, 0, 0;\n}"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, %32, %33, p, 1, 1, 0, 0;\n}"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
         "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
         "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]),
-        "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]),
-        "=f"(d[32]), "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39]),
-        "=f"(d[40]), "=f"(d[41]), "=f"(d[42]), "=f"(d[43]), "=f"(d[44]), "=f"(d[45]), "=f"(d[46]), "=f"(d[47]),
-        "=f"(d[48]), "=f"(d[49]), "=f"(d[50]), "=f"(d[51]), "=f"(d[52]), "=f"(d[53]), "=f"(d[54]), "=f"(d[55]),
-        "=f"(d[56]), "=f"(d[57]), "=f"(d[58]), "=f"(d[59]), "=f"(d[60]), "=f"(d[61]), "=f"(d[62]), "=f"(d[63])
+        "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31])
       : "l"(a), "l"(b));
 }
 
 // s += q k^T over 16 columns.
-DEVICE void wgmma_qk(float (&d)[64], u64 a, u64 b) {
+DEVICE void wgmma_qk(float (&d)[32], u64 a, u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, p, 1, 1, 0, 0;\n}"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, %32, %33, p, 1, 1, 0, 0;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "l"(a), "l"(b));
 }
 
@@ -220,14 +198,6 @@ DEVICE u32 cvt_bf16x2(float low, float high) {
   return r;
 }
 
-// Two floats as their type stores them.  The pair is not the operand that the product takes: of one that serves both
-// ptxas would write registers of a product that is on its way (C7513), and let none be on its way instead.
-DEVICE void round_bf16(float& a, float& b) {
-  const u32 pair = cvt_bf16x2(b, a);
-  a = __int_as_float(pair & 0xffff0000);
-  b = __int_as_float(pair << 16);
-}
-
 // ---------------------------------------------------------------- online softmax, in base 2
 // The largest value over the four lanes that share a row.
 DEVICE float quad_max(float x) {
@@ -239,6 +209,13 @@ DEVICE float quad_max(float x) {
 DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// P of a key beyond which its row's maximum follows it: `share` of what the row's lanes have added up, from 1 to
+// `most`.
+DEVICE float lag_limit(float sum, float share, float most) {
+  const float row_sum = quad_sum(sum);
+  return row_sum == 0.f ? most : fminf(fmaxf(share * row_sum, 1.f), most);
 }
 
 // ---------------------------------------------------------------- philox: random numbers by their position
@@ -293,8 +270,8 @@ template <int STAGES> DEVICE void release(Pipe<STAGES>& pipe, const Ring<STAGES>
 // Warp w, lane l of a warpgroup holds rows 16 w + l / 4 and eight further down of an m64nN accumulator; element
 // 4 j + 2 r + e of its array is row r (0 or 1) of these, column 8 j + 2 (l % 4) + e.
 //
-// Per row: what is subtracted in the exponent (the highest scaled score so far, or less), and the sum of P over this
-// lane's keys, for lse.
+// Per row: what is subtracted in the exponent (the highest scaled score so far, or a little less), and the sum of this
+// lane's exponentials.
 struct RowState { float row_max[2], sum[2]; };
 
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
@@ -311,33 +288,32 @@ template <int N> DEVICE float highest_of_row(const float (&s)[N], int r) {
   return quad_max(fmaxf(even, odd));
 }
 
-// The maxima follow the highest of scale * S where these are more than `slack` above: true if one of this lane's did.
-template <int N> DEVICE bool follow(float (&row_max)[2], const float (&s)[N], float scale, float slack) {
+// The maxima follow the highest of scale * S where its P is more than the row's limit: true if one of this lane's did.
+template <int N> DEVICE bool follow(float (&row_max)[2], const float (&s)[N], float scale, const float (&limit)[2]) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const float highest = highest_of_row(s, r);
-    moves[r] = fmaf(highest, scale, -row_max[r]) > slack;
+    moves[r] = ex2(fmaf(highest, scale, -row_max[r])) > limit[r];
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
     if (moves[r]) row_max[r] = fmaf(highest, scale, 0.f);
   }
   return moves[0] || moves[1];
 }
 
-// The same; and what P adds up to as the product with V takes it, rounded by ROUND.
-template <void ROUND(float&, float&), int N>
-DEVICE void exponentiate_and_round(float (&s)[N], float scale, const float (&row_max)[2], float (&sum)[2],
-                                   float (&rounded_sum)[2]) {
+// S becomes P = 2^(scale * S - row_max); what it adds up to.
+template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const float (&row_max)[2], float (&sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    sum[r] = rounded_sum[r] = 0.f;
+    float even = 0.f, odd = 0.f;
 #pragma unroll
     for (int i = 2 * r; i < N; i += 4) {
-      float low = s[i] = ex2(fmaf(s[i], scale, -row_max[r])), high = s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_max[r]));
-      sum[r] += low + high;
-      ROUND(low, high);
-      rounded_sum[r] += low + high;
+      s[i] = ex2(fmaf(s[i], scale, -row_max[r]));
+      s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_max[r]));
+      even += s[i];
+      odd += s[i + 1];
     }
+    sum[r] = even + odd;
   }
 }
 
@@ -357,17 +333,15 @@ DEVICE void stmatrix_x4(void* row, u32 left, u32 left_below, u32 right, u32 righ
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
 
 // ---------------------------------------------------------------- plan
-constexpr int WARPGROUPS = 2, TILE_Q = 64 * WARPGROUPS, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
+constexpr int WARPGROUPS = 3, TILE_Q = 64 * WARPGROUPS, TILE_KV = 64;  // rows of q and o, and of k and v, in a tile
 constexpr int V_HEAD_DIM = 128;  // columns of v and o
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // of q and k, and of v and o, in a product: whole steps of 16
-constexpr int STAGES = 2, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
+constexpr int STAGES = 3, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
 constexpr int O_BARRIER = 4;  // named barriers of the warpgroups
-constexpr float SLACK = 64.0f;  // power of two by which S may pass a row's maximum: O is rescaled seldom
-constexpr float P_LIMIT = 18446744073709551616.f;  // 2^SLACK, of P
-constexpr int FITS_BARRIER = 7;  // named barriers of the warpgroups
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr float SHARE = 0.0625f, MOST = 0x1p64f;  // of lag_limit: O is rescaled seldom
+constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
 
 typedef u16 bf16;
 
@@ -677,12 +651,12 @@ struct Consumer {
   Ring<STAGES> k_ring = {}, v_ring = {};
   u32 probabilities[TILE_KV / 4] = {};
   u32 kept[(TILE_KV + 63) / 64] = {};  // a bit for each element of S that dropout keeps
-  float o[V_COLUMNS / 2 + 4] = {};  // and two columns, of which the first has the sums of P as it was multiplied
+  float o[V_COLUMNS / 2] = {};
   RowState state = {};
   float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
-  float rounded[2] = {};  // the same of P as it is multiplied
+  float limit[2] = {};  // of P, beyond which a row's maximum follows
   u32 moved = 0;  // lanes whose maxima are not those of O any more
-  bool watched = false;  // whether maxima are looked at first, since P did not fit without
+
   // Read where it is used: registers are for fragments.
   DEVICE Work work_at(Ring<WORK_STAGES> at) { return shared.work[at.stage()]; }
 
@@ -726,21 +700,13 @@ struct Consumer {
     wgmma_commit_group();
   }
 
-  // S becomes P.
-  DEVICE void exponentiate(S& s) {
-    exponentiate_and_round<round_bf16>(s, scale, state.row_max, added, rounded);
-  }
-
-  // O += P V, on its way, and the sum of P as that takes it.
+  // O += P V, on its way
   DEVICE void issue_pv() {
-    o[V_COLUMNS / 2] += rounded[0];
-    o[V_COLUMNS / 2 + 2] += rounded[1];
     await_full(shared.v_pipe, v_ring);
     const u64 v = advance_bytes(matrix_descriptor(shared.v, TILE_KV * 128), v_ring.stage() * sizeof(VTile));
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < TILE_KV; n += 16)
-      wgmma_pv(*(float (*)[V_COLUMNS / 2])&o, *(u32 (*)[4])&probabilities[n / 4], advance_bytes(v, n * 128));
+    for (int n = 0; n < TILE_KV; n += 16) wgmma_pv(o, *(u32 (*)[4])&probabilities[n / 4], advance_bytes(v, n * 128));
     wgmma_commit_group();
   }
 
@@ -825,15 +791,21 @@ struct Consumer {
     multiply_rows(o, factor);
   }
 
-  // S becomes P under maxima that follow the scores, each row's its own.  Lane 0 or 1 releases K: which one depends on
-  // them, since ptxas moves the wait for O up to here, and these at least shall be found under the product.
+  // P beyond which a row's maximum follows a key; found under the product, as it takes shuffles.
+  DEVICE void find_limits() {
+#pragma unroll
+    for (int r = 0; r < 2; r++) limit[r] = lag_limit(state.sum[r], SHARE, MOST);
+  }
+
+  // S becomes P after a look at its maxima.  Lane 0 or 1 releases K: which one depends on the maxima, since ptxas moves
+  // the wait for O up to here, and these at least shall be found under the product.
   DEVICE void softmax(S& s) {
     before[0] = state.row_max[0];
     before[1] = state.row_max[1];
-    moved = __ballot_sync(~0u, follow(state.row_max, s, scale, SLACK));
+    moved = __ballot_sync(~0u, follow(state.row_max, s, scale, limit));
     release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
-    exponentiate(s);
+    exponentiate_rows(s, scale, state.row_max, added);
   }
 
   // The layout of an accumulator is that of an A operand.
@@ -848,35 +820,6 @@ struct Consumer {
     drop(s);
     await_pv();
     round(s);
-    if (moved) rescale();
-    accumulate();
-  }
-
-  // Whether P is less than P_LIMIT in all rows of the warpgroup: it is where what this lane's keys add up to is.  The
-  // vote
-  // tells ptxas that the warp is of one mind, so that what the loop counts stays in uniform registers.
-  DEVICE bool fits() {
-    const bool large = !(fmaxf(added[0], added[1]) < P_LIMIT);
-    return !__any_sync(~0u, bar_any(FITS_BARRIER + warpgroup, 128, large));
-  }
-
-  // The same without a look at maxima; false where P does not fit: S comes from the product once more, and the
-  // warpgroup looks first from then on, until the next tile of queries.  It finds what it would have found by a look
-  // at once, each row by its own scores: no bit of a result shows who looked when.
-  DEVICE bool to_probabilities_without_max(S& s) {
-    exponentiate(s);
-    if (!fits()) {
-      watched = true;
-      issue_qk(s);
-      return false;
-    }
-    release(shared.k_pipe, k_ring);
-    k_ring.passed++;
-    drop(s);
-    await_pv();
-    round(s);
-    accumulate();
-    return true;
   }
 
   // Score, mask and softmax of the first tile of a schedule; true if it is the last too.
@@ -886,10 +829,10 @@ struct Consumer {
     cut(s, step.tile);
     find_kept(work_at(at), step.tile);
     state = nothing_seen();
+    limit[0] = limit[1] = MOST;
     softmax(s);
     accumulate();
     drop(s);
-    watched = false;
     return step.last;
   }
 
@@ -909,7 +852,7 @@ struct Consumer {
     }
     while (true) {
 #pragma unroll
-      for (int i = 0; i < V_COLUMNS / 2 + 4; i++) o[i] = 0.f;
+      for (int i = 0; i < V_COLUMNS / 2; i++) o[i] = 0.f;
 #pragma unroll 1
       while (!last) {
         S s;
@@ -917,15 +860,12 @@ struct Consumer {
         const Step step = shared.step[k_ring.stage()];
         last = step.last;
         find_kept(work_at(work_ring), step.tile);
-        // No branch stands between the product and the softmax of a tile of which the mask hides nothing.
-        if (!step.masked && !watched) {
-          await_scores(s);
-          if (to_probabilities_without_max(s)) continue;
-          wgmma_wait_group<0>();
-        }
+        find_limits();
         await_scores(s);
         if (step.masked) apply_mask(s, work_at(work_ring), step.tile);
         to_probabilities(s);
+        if (moved) rescale();
+        accumulate();
       }
       q_ring.passed++;
 
@@ -971,7 +911,7 @@ struct Consumer {
     }
   }
 
-  // o = O / sum of P as it was multiplied, and lse = log(sum of e^s); a row without any visible key: 0 and -inf.
+  // o = O / sum and lse = log(sum of e^s); a row without any visible key: 0 and -inf.
   DEVICE void store(const RowState& done) {
     const Work work = work_at(work_ring);
     release_work(work_ring);
@@ -979,8 +919,8 @@ struct Consumer {
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float sum = quad_sum(done.sum[r]), rounded_sum = quad_sum(o[V_COLUMNS / 2 + 2 * r]);
-      factor[r] = sum == 0.f ? 0.f : p.dropout_scale / rounded_sum;
+      const float sum = quad_sum(done.sum[r]);
+      factor[r] = sum == 0.f ? 0.f : p.dropout_scale / sum;
       if (q + 8 * r < p.q_len)
         store_lse(work, q + 8 * r, sum == 0.f ? MINUS_INFINITY : (done.row_max[r] + lg2(sum)) * LN2);
     }
