@@ -49,6 +49,8 @@ def check(variant, case, tile):
             counted["visited_rows"] += rows * bool(schedule)
             counted["visited_columns"] += columns
             counted["visited_elements"] += rows * columns
+            counted["unseen"] += int(((row == PARTIAL) & (true[i] == EMPTY)).sum())
+            counted["uncut"] += int(((row == PARTIAL) & (true[i] == FULL)).sum())
             for cls, name in ((EMPTY, "empty"), (PARTIAL, "partial"), (FULL, "full")):
                 counted[name] += int((row == cls).sum())
             counted["total"] += len(row)

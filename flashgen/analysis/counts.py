@@ -6,6 +6,7 @@ with other conditions are classified tile by tile, in NumPy blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -49,7 +50,8 @@ class TileCounts:
     and query heads.
 
     `visited_rows`: queries of Q tiles that visit a KV tile; `visited_columns`: keys, over visited tiles;
-    `visited_elements`: pairs of visited tiles; `visible`: pairs that the mask keeps, None where only reading more than
+    `visited_elements`: pairs of visited tiles; `visible`: pairs that the mask keeps; `unseen` and `uncut`: PARTIAL
+    tiles of which in truth nothing is visible, and nothing hidden.  These three are None where only reading more than
     MAX_COUNTED pairs of partial tiles one by one would tell.
     """
 
@@ -61,10 +63,57 @@ class TileCounts:
     visited_columns: int = 0
     visited_elements: int = 0
     visible: int | None = 0
+    unseen: int | None = 0
+    uncut: int | None = 0
 
     @property
     def visited(self) -> int:
         return self.partial + self.full
+
+    @property
+    def loss(self) -> Loss | None:
+        """How these tiles compare with those of a block mask; None where that was not counted."""
+        if self.unseen is None or self.uncut is None:
+            return None
+        cut = self.partial - self.unseen - self.uncut
+        return Loss(visited=self.visited, seen=self.visited - self.unseen, masked=self.partial, cut=cut)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Tiles that a kernel visits and masks pair by pair, beside those for which a block mask (made by evaluating every
+    pair) would: `seen` have a visible pair, `cut` have a hidden one too."""
+
+    visited: int
+    seen: int
+    masked: int
+    cut: int
+
+    @property
+    def visits(self) -> float:
+        """Tiles visited for each that has to be; 1 where none has to be and none is."""
+        return _ratio(self.visited, self.seen)
+
+    @property
+    def masks(self) -> float:
+        """Tiles masked pair by pair for each that has to be."""
+        return _ratio(self.masked, self.cut)
+
+    @property
+    def exact(self) -> bool:
+        return self.visited == self.seen and self.masked == self.cut
+
+    def __str__(self) -> str:
+        if self.exact:
+            return "as a block mask would have it"
+        return f"{self.visits:.2f}x the tiles of a block mask visited, {self.masks:.2f}x masked pair by pair"
+
+    def as_json(self) -> dict[str, int]:
+        return {"visited": self.visited, "seen": self.seen, "masked": self.masked, "cut": self.cut}
+
+
+def _ratio(ours: int, needed: int) -> float:
+    return ours / needed if needed else math.inf if ours else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -174,6 +223,8 @@ class _Sum:
     columns: int = 0
     elements: int = 0
     visible: int | None = 0
+    unseen: int | None = 0
+    uncut: int | None = 0
 
 
 def _scaled(found: _Sum, total: int, weight: int) -> TileCounts:
@@ -186,6 +237,8 @@ def _scaled(found: _Sum, total: int, weight: int) -> TileCounts:
         visited_columns=found.columns * weight,
         visited_elements=found.elements * weight,
         visible=None if found.visible is None else found.visible * weight,
+        unseen=None if found.unseen is None else found.unseen * weight,
+        uncut=None if found.uncut is None else found.uncut * weight,
     )
 
 
@@ -328,25 +381,28 @@ def _count_classes(facts: Facts, case: Case, tile: Tiling, places: _Places) -> _
             place, row, column = np.nonzero(partial)
             to_read.append((block.b.ravel()[place], block.h.ravel()[place], block.q_tiles[row], block.kv_tiles[column]))
     if budget < 0:
-        found.visible = None
+        found.visible = found.unseen = found.uncut = None
     elif to_read:
-        found.visible += _visible_pairs(facts, case, tile, *map(np.concatenate, zip(*to_read, strict=True)))
+        kept, pairs = _visible_pairs(facts, case, tile, *map(np.concatenate, zip(*to_read, strict=True)))
+        found.visible += int(kept.sum())
+        found.unseen, found.uncut = int((kept == 0).sum()), int((kept == pairs).sum())
     return found
 
 
 def _visible_pairs(
     facts: Facts, case: Case, tile: Tiling, b: Any, h: Any, q_tiles: np.ndarray, kv_tiles: np.ndarray
-) -> int:
-    """Pairs that the mask keeps in these tiles, by evaluating it at each."""
-    total = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of each of these tiles that the mask keeps, by evaluating it at each, and all pairs of them."""
+    kept, pairs = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     step = max(1, _CHUNK // (tile.q * tile.kv))
     for start in range(0, len(q_tiles), step):
         place_b, place_h, q, k = (x[start : start + step, None, None] for x in (b, h, q_tiles, kv_tiles))
         q, k = q * tile.q + np.arange(tile.q)[:, None], k * tile.kv + np.arange(tile.kv)
         inside = (q < case.sizes["q_len"]) & (k < case.sizes["kv_len"])
-        kept = case.evaluate(facts.variant.mask, b=place_b, h=place_h, q=q, k=k, live=inside)
-        total += int((kept & inside).sum())
-    return total
+        found = case.evaluate(facts.variant.mask, b=place_b, h=place_h, q=q, k=k, live=inside)
+        kept.append((found & inside).sum(axis=(1, 2)))
+        pairs.append(inside.sum(axis=(1, 2)))
+    return np.concatenate(kept), np.concatenate(pairs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -361,6 +417,16 @@ def confusion(facts: Facts, case: Case, tile: Tiling) -> np.ndarray:
         for b, h in zip(places.b.tolist(), places.h.tolist(), strict=True):
             np.add.at(found, (true_grid(facts, case, tile, b, h), grid(facts, case, tile, b, h)), places.weight)
     return found
+
+
+def loss(judged: np.ndarray, true: np.ndarray) -> Loss:
+    """How judged classes of tiles compare with the true ones of the same tiles."""
+    return Loss(
+        visited=int((judged != EMPTY).sum()),
+        seen=int((true != EMPTY).sum()),
+        masked=int((judged == PARTIAL).sum()),
+        cut=int((true == PARTIAL).sum()),
+    )
 
 
 def misclassified(facts: Facts, case: Case, tile: Tiling) -> float:

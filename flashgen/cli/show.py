@@ -20,6 +20,7 @@ from flashgen.errors import PlanError
 from flashgen.lang.expr import walk
 
 if TYPE_CHECKING:
+    from flashgen.analysis.counts import Loss
     from flashgen.lang.variant import Variant
     from flashgen.planning.plan import Tile
 
@@ -59,6 +60,13 @@ class Picture:
         """The share of tiles whose class is not the one that brute force finds."""
         return float((self.classes != self.truth).mean())
 
+    @property
+    def loss(self) -> Loss:
+        """How the tiles compare with those of a block mask."""
+        from flashgen.analysis import counts
+
+        return counts.loss(self.classes, self.truth)
+
 
 @options.shared
 def command(
@@ -68,7 +76,8 @@ def command(
     output: options.output("Also draw to this .png or .svg file.") = None,
     as_json: options.as_json(
         "dtype, shape, params, b, h, formula, visible (a share), pairs, tile, tiles (empty, partial, full),"
-        " misclassified (a share), judged_whole (notes); with --program: pipeline, pass, arch, threads, smem_bytes,"
+        " misclassified (a share), block_mask (tiles visited, seen, masked, cut), judged_whole (notes); with"
+        " --program: pipeline, pass, arch, threads, smem_bytes,"
         " roles, rings, named_barriers"
     ) = False,
     program: Annotated[
@@ -149,6 +158,7 @@ def _described(picture: Picture, resolved: Resolved, b: int, h: int) -> dict[str
         "tile": {"q": tile.q, "kv": tile.kv},
         "tiles": {name: int(count) for name, count in zip(_NAMES, counts, strict=True)},
         "misclassified": picture.misclassified,
+        "block_mask": picture.loss.as_json(),
         "judged_whole": list(resolved.facts.notes()),
     }
 
@@ -225,6 +235,7 @@ def summary(picture: Picture, resolved: Resolved, b: int, h: int) -> str:
     return (
         f"{visible} of the mask{of} is visible; {picture.classes.size:,} tiles: {named}; "
         f"{share(picture.misclassified, 1)} misclassified"
+        + ("" if picture.loss.exact else f": {picture.loss}")
     )
 
 
