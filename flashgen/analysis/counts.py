@@ -24,6 +24,7 @@ from flashgen.analysis.tiles import (
     Known,
     Tiling,
     classes_of,
+    classify,
     grid,
     intervals,
     known_terms,
@@ -340,8 +341,12 @@ def _blocks(facts: Facts, case: Case, tile: Tiling, places: _Places) -> Iterator
         b, h = (x[place : place + group, None, None] for x in (places.b, places.h))
         visible, hidden = known_terms(facts.visible, case, b, h), known_terms(facts.hidden, case, b, h)
 
-        def classes(q: tuple, k: tuple, known: Any = (visible, hidden), b: Any = b, h: Any = h) -> np.ndarray:
+        def whole(q: tuple, k: tuple, known: Any = (visible, hidden), b: Any = b, h: Any = h) -> np.ndarray:
             found = classes_of(*known, intervals(case, b, h, q, k), q, k)
+            return np.broadcast_to(found, (len(b), len(q[0]), len(k[0])))
+
+        def classes(q: tuple, k: tuple, b: Any = b, h: Any = h) -> np.ndarray:
+            found = classify(facts, case, b=b, h=h, q0=q[0], q1=q[1], k0=k[0], k1=k[1])
             return np.broadcast_to(found, (len(b), len(q[0]), len(k[0])))
 
         for start in range(0, q_tiles, _SQUARE):
@@ -351,7 +356,7 @@ def _blocks(facts: Facts, case: Case, tile: Tiling, places: _Places) -> Iterator
                 continue
             q = tile_ends(q_tile[:, None], tile.q, q_len)
             squares = np.arange(first[some].min() // _SQUARE, last[some].max() // _SQUARE + 1)
-            square = classes((q[0][:1], q[1][-1:]), tile_ends(squares, tile.kv * _SQUARE, kv_len))
+            square = whole((q[0][:1], q[1][-1:]), tile_ends(squares, tile.kv * _SQUARE, kv_len))
             kept = (square != EMPTY).any(axis=(0, 1))
             kv_tile = (squares[kept, None] * _SQUARE + np.arange(_SQUARE)).ravel()
             mixed = np.repeat((square != FULL).any(axis=(0, 1))[kept], _SQUARE)[kv_tile < kv_tiles]

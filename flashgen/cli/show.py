@@ -234,8 +234,7 @@ def summary(picture: Picture, resolved: Resolved, b: int, h: int) -> str:
     of = "".join(f" of {place}" for place in [drawn(resolved, b, h)] if place)
     return (
         f"{visible} of the mask{of} is visible; {picture.classes.size:,} tiles: {named}; "
-        f"{share(picture.misclassified, 1)} misclassified"
-        + ("" if picture.loss.exact else f": {picture.loss}")
+        f"{share(picture.misclassified, 1)} misclassified" + ("" if picture.loss.exact else f": {picture.loss}")
     )
 
 

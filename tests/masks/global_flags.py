@@ -6,9 +6,7 @@ import flashgen as fg
 
 REACH = 128
 
-flag = fg.tensor(
-    "flag", dims=("batch", "kv"), dtype="bool", example=lambda p, rng: np.arange(p.kv_len)[None] % 700 < 3
-)
+flag = fg.tensor("flag", dims=("batch", "kv"), dtype="bool", example=lambda p, rng: np.arange(p.kv_len)[None] % 700 < 3)
 
 
 @fg.variant

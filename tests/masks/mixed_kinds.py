@@ -7,12 +7,14 @@ import flashgen as fg
 SPAN = 192
 
 kind = fg.tensor(
-    "kind", dims=("batch", None), dtype="int32", min=0, max=3,
+    "kind",
+    dims=("batch", None),
+    dtype="int32",
+    min=0,
+    max=3,
     example=lambda p, rng: rng.integers(0, 4, (p.batch, -(-max(p.q_len, p.kv_len) // SPAN)), np.int32),
 )
-sees = fg.tensor(
-    "sees", dims=(4, 4), dtype="bool", example=lambda p, rng: np.tril(np.ones((4, 4), bool))
-)
+sees = fg.tensor("sees", dims=(4, 4), dtype="bool", example=lambda p, rng: np.tril(np.ones((4, 4), bool)))
 
 
 @fg.variant

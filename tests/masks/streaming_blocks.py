@@ -1,17 +1,19 @@
 """MInference's vertical and slash lines by blocks of 64, with the first block and the window of the last."""
 
-import numpy as np
-
 import flashgen as fg
 
 BLOCK = 64
 
 vertical = fg.tensor(
-    "vertical", dims=("heads", None), dtype="bool",
+    "vertical",
+    dims=("heads", None),
+    dtype="bool",
     example=lambda p, rng: rng.random((p.heads, -(-p.kv_len // BLOCK))) < 0.1,
 )
 slash = fg.tensor(
-    "slash", dims=("heads", None), dtype="bool",
+    "slash",
+    dims=("heads", None),
+    dtype="bool",
     example=lambda p, rng: rng.random((p.heads, -(-max(p.q_len, p.kv_len) // BLOCK))) < 0.1,
 )
 
