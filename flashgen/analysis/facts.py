@@ -62,8 +62,8 @@ class Facts:
     uniform conditions only, so that classes are exact and tiles can be counted without a walk.  `uses_batch` and
     `uses_head` say whether the mask depends on them.  `int64` are the int32 nodes, of the mask, the score and both
     disjunctions, whose values may leave int32 (see `widths`).  `judged_whole` are the conditions of the mask, as they
-    were written, that were too large to take apart: a tile that one fills or empties may be PARTIAL.  `cells` are those of
-    conditions that are judged by abstract evaluation: a PARTIAL tile that they cut is judged again by its parts.
+    were written, that were too large to take apart: a tile that one fills or empties may be PARTIAL.  `cells` are those
+    of conditions that are judged by abstract evaluation: a PARTIAL tile that they cut is judged again by its parts.
     """
 
     variant: Variant

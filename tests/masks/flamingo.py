@@ -1,4 +1,4 @@
-"""Flamingo's gated cross-attention: text sees the 64 latents of the image before it; `starts[b, i]` is image i's place."""
+"""Flamingo's cross-attention: text sees the 64 latents of the image before it; image i stands at `starts[b, i]`."""
 
 import numpy as np
 
