@@ -7,7 +7,7 @@ the second back end of `analysis.tiles` and follow the rules at the head of that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -352,9 +352,9 @@ def _cornered(facts: Facts, tile: Tiling, cut: Cells | None) -> frozenset[Node]:
     return frozenset(n for n in found if not all(single(o, spans) for o in n.operands))
 
 
-def _readers(facts: Facts, cornered: Set[Node]) -> tuple[Reader, ...]:
+def _readers(facts: Facts, cornered: frozenset[Node]) -> tuple[Reader, ...]:
     indices = _indices(facts)
-    judged = {n for n in _loads(_judged(facts)) if depends_on(n, "q", "k")} if facts.hidden else set()
+    judged = frozenset(n for n in _loads(_judged(facts)) if depends_on(n, "q", "k")) if facts.hidden else frozenset()
     return tuple(
         _reader(tensor, sites, indices[tensor], judged.intersection(sites), cornered.intersection(sites))
         for tensor, sites in _sites(facts).items()
@@ -362,7 +362,7 @@ def _readers(facts: Facts, cornered: Set[Node]) -> tuple[Reader, ...]:
 
 
 def _reader(
-    tensor: Tensor, sites: list[Node], indices: tuple[str, ...], judged: Set[Node], cornered: Set[Node]
+    tensor: Tensor, sites: list[Node], indices: tuple[str, ...], judged: frozenset[Node], cornered: frozenset[Node]
 ) -> Reader:
     lines, offsets = [], []
     for i, dimension in enumerate(tensor.dims):
@@ -401,7 +401,7 @@ def _corners(reader: Reader, moving: list[int]) -> Corners:
     def read(ends: tuple[str, ...]) -> str:
         return f"read_{name}({', '.join(f'i{i}.{end}' for i, end in enumerate(ends))}, p)"
 
-    values = []
+    values: list[str] = []
     for ends in product(*(("lo", "hi") if i in few else ("lo",) for i in range(count))):
         if reader.sorted:
             first, last = f"first{len(values) + 1}", f"last{len(values) + 1}"
@@ -462,7 +462,7 @@ class _Clipped(NamedTuple):
 class Decider:
     """Prints what the facts' terms say about one tile."""
 
-    def __init__(self, facts: Facts, cornered: Set[Node] = frozenset()) -> None:
+    def __init__(self, facts: Facts, cornered: frozenset[Node] = frozenset()) -> None:
         self.facts = facts
         self.printer = RangePrinter(wide=facts.int64, exact=True, indices=_indices(facts), cornered=cornered)
         self.known: Mapping[Node, Text] = {}
