@@ -38,10 +38,10 @@ def command(
         resolved = _forward(asked, request, which) if which.backward else asked
         prediction = resolved.predict()
         back = asked.predict() if which.backward else None
-    conditions, advice = masks.decided(resolved.variant), _hint(resolved, prediction)
+    advice = _hint(resolved, prediction)
     if as_json:
         found = prediction.as_json(formulas=formulas)
-        found |= {"decided": [{"condition": name, "way": way} for name, way in conditions], "hint": advice}
+        found |= {"decided": masks.decided(resolved.variant), "hint": advice}
         write_json(found | ({"backward": back.as_json()} if back else {}))
         return
     out.print(Text(str(resolved), style="bold"))
@@ -54,10 +54,10 @@ def command(
         for table in shown.tables():
             out.print()
             tabulate(rendered(table, _SHOWN if table.title == "rejected" and not every else None))
-    if conditions:
+    if lines := masks.told(resolved.variant):
         out.print("\n[italic]how the mask is decided[/]")
-        for name, way in conditions:
-            out.print(Text(f"{name}: {way}"))
+        for line in lines:
+            out.print(Text(line))
     if advice is not None:
         out.print(Text(advice))
     if formulas:

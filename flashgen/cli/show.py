@@ -116,8 +116,8 @@ def command(
         out.print(summary(picture, resolved, b, h))
         for note in resolved.facts.notes():
             out.print(note, markup=False)
-        for condition, way in masks.decided(resolved.variant):
-            out.print(f"{condition}: {way}", markup=False)
+        for line in masks.told(resolved.variant):
+            out.print(line, markup=False)
         if (advice := hint(picture, resolved, b, h)) is not None:
             out.print(advice, markup=False)
     if output is not None:
@@ -158,7 +158,7 @@ def _described(picture: Picture, resolved: Resolved, b: int, h: int) -> dict[str
         "misclassified": picture.misclassified,
         "block_mask": picture.loss.as_json(),
         "judged_whole": list(resolved.facts.notes()),
-        "decided": [{"condition": condition, "way": way} for condition, way in masks.decided(resolved.variant)],
+        "decided": masks.decided(resolved.variant),
         "hint": hint(picture, resolved, b, h),
     }
 

@@ -411,7 +411,8 @@ def _corners(reader: Reader, moving: list[int]) -> Corners:
         else:
             values.append(f"{reader.single}({read(ends)})")
     lines.append(f"{reader.range_type} found = {values[0]};")
-    lines += [f"found = either(found, {value});" for value in values[1:]]
+    either = {"Truth": "either_bool", "FloatRange": "either_f32"}.get(reader.range_type, "either")
+    lines += [f"found = {either}(found, {value});" for value in values[1:]]
     places = "both ends of those" if len(few) > 1 else "both ends of that"
     told = " and ".join(f"i{i}" for i in few)
     return Corners(places=f"{places} of {told}, where {told}", statements=(*lines, "return found;"))

@@ -27,7 +27,7 @@ DEVICE Truth range_where_bool(Truth condition, Truth a, Truth b) {
 }
 
 // What is possible if one or the other is.
-DEVICE Truth either(Truth a, Truth b) { return {a.may_true || b.may_true, a.may_false || b.may_false}; }
+DEVICE Truth either_bool(Truth a, Truth b) { return {a.may_true || b.may_true, a.may_false || b.may_false}; }
 
 // Integers from lo to hi, both included.
 template <typename T> struct Range { T lo, hi; };
@@ -284,7 +284,9 @@ DEVICE Truth range_eq_f32(FloatRange a, FloatRange b) {
 
 DEVICE Truth range_ne_f32(FloatRange a, FloatRange b) { return range_logical_not(range_eq_f32(a, b)); }
 
-DEVICE FloatRange either(FloatRange a, FloatRange b) { return {fmin(a.lo, b.lo), fmax(a.hi, b.hi), a.nan || b.nan}; }
+DEVICE FloatRange either_f32(FloatRange a, FloatRange b) {
+  return {fmin(a.lo, b.lo), fmax(a.hi, b.hi), a.nan || b.nan};
+}
 
 DEVICE FloatRange range_where_f32(Truth condition, FloatRange a, FloatRange b) {
   if (!condition.may_false) return a;
