@@ -18,7 +18,11 @@ from flashgen.analysis.tiles import PARTIAL
 from flashgen.planning.plan import Tile
 
 #: Tiles of kernels, and one that no cell of these masks divides.
-TILES = (Tile(q=128, kv=128), Tile(q=128, kv=64), Tile(q=192, kv=64), Tile(q=128, kv=96), Tile(q=64, kv=112))
+TILES = (
+    Tile(q=128, kv=128),
+    Tile(q=128, kv=96),
+    *(pytest.param(Tile(q=q, kv=kv), marks=pytest.mark.slow) for q, kv in ((128, 64), (192, 64), (64, 112))),
+)
 
 #: Masks of which only data could tell more: flags, tables and positions whose order nothing promises.
 BY_DATA = ("gist_flags", "global_flags", "key_padding", "restarts", "rotated")
@@ -90,9 +94,9 @@ def test_packed_heads_judge_fewer_queries():
     test_ptx_attention.check(work)
 
 
-def test_without_parts_a_kernel_visits_more_than_python_says():
+def test_without_parts_a_kernel_masks_more_than_python_says():
     """The mutation that the tests above must notice."""
-    facts, case = analyse(ported.variant("bigbird")), ported.case("bigbird", 1024)
+    facts, case = analyse(ported.variant("frames")), ported.case("frames", 500)
     tile = Tile(q=128, kv=128)
     whole, *_ = variant_kernel.run(dataclasses.replace(facts, cells=None), case, tile)
-    assert (whole != 0).sum() > (scheduled(facts, case, tile) != 0).sum()
+    assert (whole == PARTIAL).sum() > (scheduled(facts, case, tile) == PARTIAL).sum()
