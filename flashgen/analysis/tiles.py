@@ -125,14 +125,12 @@ def loaded(load: Node, indices: tuple[Range, ...], array: np.ndarray) -> Range |
     last = [np.clip(i.hi, 0, size - 1) for i, size in zip(indices, array.shape, strict=True)]
     corners = cornered(load)
     in_order = load.attr.sorted and not isinstance(declared, Truth)
-    few = [np.less_equal(hi - lo, int(corners)) for lo, hi in zip(first, last, strict=True)]
+    two = [corners and depends_on(o, "q", "k") for o in load.operands]  # an index may have two values
+    few = [np.less_equal(hi - lo, int(both)) for lo, hi, both in zip(first, last, two, strict=True)]
     known = _every(few[:-1] if in_order else few)
     if not known.any():
         return declared
-    ends = [
-        (lo, hi) if corners and depends_on(o, "q", "k") else (lo,)
-        for o, lo, hi in zip(load.operands, first, last, strict=True)
-    ]
+    ends = [(lo, hi) if both else (lo,) for lo, hi, both in zip(first, last, two, strict=True)]
     runs = [(first[-1], last[-1])] if in_order else [(at, at) for at in ends.pop()]
     ends = ends[: len(first) - 1]
     held = (_between(array[(*at, i)], array[(*at, j)], declared) for i, j in runs for at in product(*ends))
