@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -22,13 +23,15 @@ DTYPES = ("float16", "bfloat16")
 
 #: The latest variants of this process by token: a compiled graph holds a token and no object.
 _by_token: dict[str, Variant] = {}
+#: Those that somebody holds, however many were made since.
+_alive: weakref.WeakValueDictionary[str, Variant] = weakref.WeakValueDictionary()
 _tokens = threading.Lock()
 MAX_TOKENS = 4096
 
 
 def of_token(token: str) -> Variant | None:
-    """The variant of this process with that token, if it is one of the MAX_TOKENS made last."""
-    return _by_token.get(token)
+    """The variant of this process with that token, if somebody holds it or it is one of the MAX_TOKENS made last."""
+    return _alive.get(token) or _by_token.get(token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,7 @@ class Pins:
     arch: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class Variant:
     """A mask and a score function, traced.
 
@@ -80,6 +83,7 @@ class Variant:
         token = hashlib.sha256(f"{made}".encode()).hexdigest()[:32]
         object.__setattr__(self, "token", token)
         with _tokens:
+            _alive.setdefault(token, self)
             _by_token[token] = _by_token.pop(token, self)
             if len(_by_token) > MAX_TOKENS:
                 del _by_token[next(iter(_by_token))]
