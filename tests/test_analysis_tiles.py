@@ -49,6 +49,8 @@ def check(variant, case, tile):
             counted["visited_rows"] += rows * bool(schedule)
             counted["visited_columns"] += columns
             counted["visited_elements"] += rows * columns
+            counted["unseen"] += int(((row == PARTIAL) & (true[i] == EMPTY)).sum())
+            counted["uncut"] += int(((row == PARTIAL) & (true[i] == FULL)).sum())
             for cls, name in ((EMPTY, "empty"), (PARTIAL, "partial"), (FULL, "full")):
                 counted[name] += int((row == cls).sum())
             counted["total"] += len(row)
@@ -213,17 +215,12 @@ def test_a_dimension_of_one_serves_every_batch():
 # ---------------------------------------------------------------------------------------------------------------------
 # Shipped specs
 
-#: Share of tiles judged partial that are not, on a 1000 x 1300 problem, by tile; a spec not named here has none.  The
-#: third tile divides no block, so that a tile with parts of several blocks is judged by all that lie between.
+#: The last divides no block: a tile with parts of several blocks is judged by these.
 TILES = (Tile(q=128, kv=64), Tile(q=64, kv=128), Tile(q=192, kv=96))
-MISCLASSIFIED = {
-    "blocks": (0.0, 0.0, 0.381),
-    "butterfly": (0.0, 0.0, 0.1786),
-}
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_the_misclassified_share_of_a_shipped_spec(name):
+def test_no_tile_of_a_shipped_spec_is_misclassified(name):
     variant = fg.load_spec(name).bind()
     problem = Problem(batch=2, heads=2, kv_heads=1, q_len=1000, kv_len=1300, head_dim=64, v_head_dim=64)
     rng = np.random.default_rng(0)
@@ -233,9 +230,7 @@ def test_the_misclassified_share_of_a_shipped_spec(name):
         tensors={tensor.name: tensor.example(problem, rng) for tensor in variant.tensors},
     )
     facts = analyse(variant)
-    shares = tuple(round(counts.misclassified(facts, case, tile), 4) for tile in TILES)
-    assert shares == MISCLASSIFIED.get(name, (0.0, 0.0, 0.0))
-    assert not facts.exact or shares == (0.0, 0.0, 0.0)
+    assert [counts.misclassified(facts, case, tile) for tile in TILES] == [0.0, 0.0, 0.0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -286,7 +286,7 @@ def test_the_version_needs_nothing(monkeypatch):
 KEYS = {
     "plan": {"variant", "pass", "hbm", "tile"},
     "show": {"dtype", "shape", "params", "b", "h", "formula", "visible", "pairs", "tile", "tiles", "misclassified"}
-    | {"judged_whole"},
+    | {"block_mask", "decided", "hint", "judged_whole"},
     "emit": {"kernel", "cuda"},
     "compile": {"kernel", "resources", "cubin_bytes", "cached", "seconds"},
     "build": {"kernels"},

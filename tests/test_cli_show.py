@@ -63,9 +63,10 @@ def test_a_promise_that_would_settle_tiles_is_named(tmp_path):
         (tmp_path / "images.py").write_text(IMAGES.format(promise=promise))
         out = flashgen("show", tmp_path / "images.py", *asked).out
         assert ("0.0% misclassified" in out) != hinted
-        assert ("the mask reads 'image', of whose values nothing is known" in out) == hinted
-        assert ("sorted=True" in out) == hinted
-        assert ("min= and max= do,\nunless == or != compares them" in out) == hinted
+        assert ("fg.tensor('image', ..., sorted=True) would settle more tiles: these data keep it" in out) == hinted
+        way = "pair by pair: of a tile's elements of 'image'" if hinted else "tile by tile, over ranges of values"
+        assert f"image[q] == image[k]: {way}" in out
+        assert ("the tiles of a block mask visited" in out) == hinted
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))

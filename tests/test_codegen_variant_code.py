@@ -83,7 +83,7 @@ def test_shipped_specs_visit_keep_and_score_as_python_does(name):
     ],
 )
 def test_one_tanh_of_something_cheap_is_looked_at_before(function, near):
-    found = variant_code(analyse(fg.variant().score(function).bind()))
+    found = variant_code(analyse(fg.variant().score(function).bind()), Tile(q=64, kv=64))
     assert (found.small_tanh is not None) == near
     assert not near or (str(found.small_tanh.argument.value), str(found.small_tanh.score.value)) == (
         "s * rcp(30.0f)",

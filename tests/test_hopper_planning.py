@@ -73,7 +73,8 @@ def test_o_needs_room_of_its_own_only_where_it_is_wider_than_q():
 
 @pytest.mark.parametrize(("warpgroups", "expected"), [(2, (40, 232)), (3, (32, 160))])
 def test_registers_are_given_and_taken_within_the_pool(warpgroups, expected):
-    assert hopper.division(warpgroups, KernelRequest.of(CAUSAL, ARCH.name, "bfloat16", 64)) == expected
+    asked = KernelRequest.of(CAUSAL, ARCH.name, "bfloat16", 64)
+    assert hopper.division(candidate(64 * warpgroups, 64), asked) == expected
     producer, consumer = expected
     threads = 128 * (1 + warpgroups)
     assert 128 * producer + 128 * warpgroups * consumer <= 65536 // threads // 8 * 8 * threads
@@ -81,8 +82,14 @@ def test_registers_are_given_and_taken_within_the_pool(warpgroups, expected):
 
 def test_tiles_judged_over_ranges_leave_consumers_less():
     asked = KernelRequest.of(load_spec("butterfly").bind(), ARCH.name, "bfloat16", 64)
-    assert hopper.division(2, asked) == (56, 224)
-    assert hopper.division(3, asked) == (56, 152)
+    assert hopper.division(candidate(128, 64), asked) == (56, 224)
+    assert hopper.division(candidate(192, 128), asked) == (56, 152)
+
+
+def test_a_producer_that_judges_parts_has_what_consumers_can_spare():
+    asked = KernelRequest.of(load_spec("butterfly").bind(block=64), ARCH.name, "bfloat16", 64)
+    assert hopper.division(candidate(128, 64), asked) == (64, 216)
+    assert hopper.division(candidate(192, 128), asked) == (56, 152)
 
 
 def test_what_does_not_fit_in_registers():

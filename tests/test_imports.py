@@ -34,7 +34,8 @@ LAZY = {
     *("torch", "cuda", "matplotlib", "jinja2", "numpy"),
     *("filelock", "threadpoolctl", "difflib", "importlib.metadata"),
     "flashgen.analysis.formula",  # SymPy
-    "flashgen.ops.attention",  # torch
+    "flashgen.ops.attention",
+    "flashgen.ops.memory",  # torch
     "flashgen.ops.sites",  # torch._dynamo
 }
 

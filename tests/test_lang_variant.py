@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import pickle
 
 import numpy as np
@@ -316,3 +317,32 @@ def test_equal_declarations_keep_the_example_of_their_own_spec():
     shifted = two.score(lambda s, b, h, q, k: s + 1.0)
     assert (shifted & fg.variant(lambda b, h, q, k: k <= q)).tensors[0].example is second
     assert shifted.bind().tensors[0].example is second
+
+
+def test_a_score_that_chooses_between_a_number_and_minus_infinity_is_a_mask():
+    near, seen = (lambda q, k: q - k < 9), (lambda q, k: k <= q)
+    plain = fg.variant(seen_mask := lambda b, h, q, k: seen(q, k) & near(q, k)).bind()
+    for hides in (
+        lambda s, b, h, q, k: fg.where(seen(q, k) & near(q, k), s, -math.inf),
+        lambda s, b, h, q, k: fg.where(seen(q, k), fg.where(near(q, k), s, -math.inf), -math.inf),
+    ):
+        bound = fg.variant(score=hides).bind()
+        assert bound.mask is plain.mask and bound.score_node is None
+    bound = fg.variant(seen_mask).score(lambda s, b, h, q, k: fg.where(q > k + 4, -math.inf, 2.0 * s)).bind()
+    assert bound.mask is fg.variant(lambda b, h, q, k: seen_mask(b, h, q, k) & ~(q > k + 4)).mask
+    assert bound.score_node is fg.variant(score=lambda s, b, h, q, k: 2.0 * s).score_node
+    assert bound.bind() is bound
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda s, b, h, q, k: fg.where(s > 0.0, s, -math.inf),  # the score decides
+        lambda s, b, h, q, k: fg.where(k <= q, s, -1e9),  # a number
+        lambda s, b, h, q, k: fg.where(k <= q, s, -math.inf) * 2.0,  # what comes after may make one of it
+        lambda s, b, h, q, k: fg.where(k <= q, s, math.inf),
+    ],
+)
+def test_other_choices_of_a_score_stay_scores(score):
+    variant = fg.variant(score=score)
+    assert variant.bind() is variant

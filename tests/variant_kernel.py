@@ -56,7 +56,7 @@ extern "C" __global__ void probe(const __grid_constant__ Params p, int* visited,
 def emitted(facts: Facts, tile: Tile) -> str:
     """The code of a variant with a kernel that records what it decides."""
     members = params.fields_of(facts.variant, "bfloat16")
-    context = {"code": variant_code(facts), "tile": tile, "fields": members}
+    context = {"code": variant_code(facts, tile), "tile": tile, "fields": members}
     template = environment().from_string(TEMPLATE)
     return template.render(context, device=device.used_by(template.render(context, device="")))
 

@@ -6,6 +6,7 @@ with other conditions are classified tile by tile, in NumPy blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from flashgen.analysis.tiles import (
     Known,
     Tiling,
     classes_of,
+    classify,
     grid,
     intervals,
     known_terms,
@@ -49,7 +51,8 @@ class TileCounts:
     and query heads.
 
     `visited_rows`: queries of Q tiles that visit a KV tile; `visited_columns`: keys, over visited tiles;
-    `visited_elements`: pairs of visited tiles; `visible`: pairs that the mask keeps, None where only reading more than
+    `visited_elements`: pairs of visited tiles; `visible`: pairs that the mask keeps; `unseen` and `uncut`: PARTIAL
+    tiles of which in truth nothing is visible, and nothing hidden.  These three are None where only reading more than
     MAX_COUNTED pairs of partial tiles one by one would tell.
     """
 
@@ -61,10 +64,57 @@ class TileCounts:
     visited_columns: int = 0
     visited_elements: int = 0
     visible: int | None = 0
+    unseen: int | None = 0
+    uncut: int | None = 0
 
     @property
     def visited(self) -> int:
         return self.partial + self.full
+
+    @property
+    def loss(self) -> Loss | None:
+        """How these tiles compare with those of a block mask; None where that was not counted."""
+        if self.unseen is None or self.uncut is None:
+            return None
+        cut = self.partial - self.unseen - self.uncut
+        return Loss(visited=self.visited, seen=self.visited - self.unseen, masked=self.partial, cut=cut)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Tiles that a kernel visits and masks pair by pair, beside those for which a block mask (made by evaluating every
+    pair) would: `seen` have a visible pair, `cut` have a hidden one too."""
+
+    visited: int
+    seen: int
+    masked: int
+    cut: int
+
+    @property
+    def visits(self) -> float:
+        """Tiles visited for each that has to be; 1 where none has to be and none is."""
+        return _ratio(self.visited, self.seen)
+
+    @property
+    def masks(self) -> float:
+        """Tiles masked pair by pair for each that has to be."""
+        return _ratio(self.masked, self.cut)
+
+    @property
+    def exact(self) -> bool:
+        return self.visited == self.seen and self.masked == self.cut
+
+    def __str__(self) -> str:
+        if self.exact:
+            return "as a block mask would have it"
+        return f"{self.visits:.2f}x the tiles of a block mask visited, {self.masks:.2f}x masked pair by pair"
+
+    def as_json(self) -> dict[str, int]:
+        return {"visited": self.visited, "seen": self.seen, "masked": self.masked, "cut": self.cut}
+
+
+def _ratio(ours: int, needed: int) -> float:
+    return ours / needed if needed else math.inf if ours else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -174,6 +224,8 @@ class _Sum:
     columns: int = 0
     elements: int = 0
     visible: int | None = 0
+    unseen: int | None = 0
+    uncut: int | None = 0
 
 
 def _scaled(found: _Sum, total: int, weight: int) -> TileCounts:
@@ -186,6 +238,8 @@ def _scaled(found: _Sum, total: int, weight: int) -> TileCounts:
         visited_columns=found.columns * weight,
         visited_elements=found.elements * weight,
         visible=None if found.visible is None else found.visible * weight,
+        unseen=None if found.unseen is None else found.unseen * weight,
+        uncut=None if found.uncut is None else found.uncut * weight,
     )
 
 
@@ -287,8 +341,12 @@ def _blocks(facts: Facts, case: Case, tile: Tiling, places: _Places) -> Iterator
         b, h = (x[place : place + group, None, None] for x in (places.b, places.h))
         visible, hidden = known_terms(facts.visible, case, b, h), known_terms(facts.hidden, case, b, h)
 
-        def classes(q: tuple, k: tuple, known: Any = (visible, hidden), b: Any = b, h: Any = h) -> np.ndarray:
+        def whole(q: tuple, k: tuple, known: Any = (visible, hidden), b: Any = b, h: Any = h) -> np.ndarray:
             found = classes_of(*known, intervals(case, b, h, q, k), q, k)
+            return np.broadcast_to(found, (len(b), len(q[0]), len(k[0])))
+
+        def classes(q: tuple, k: tuple, b: Any = b, h: Any = h) -> np.ndarray:
+            found = classify(facts, case, b=b, h=h, q0=q[0], q1=q[1], k0=k[0], k1=k[1])
             return np.broadcast_to(found, (len(b), len(q[0]), len(k[0])))
 
         for start in range(0, q_tiles, _SQUARE):
@@ -298,7 +356,7 @@ def _blocks(facts: Facts, case: Case, tile: Tiling, places: _Places) -> Iterator
                 continue
             q = tile_ends(q_tile[:, None], tile.q, q_len)
             squares = np.arange(first[some].min() // _SQUARE, last[some].max() // _SQUARE + 1)
-            square = classes((q[0][:1], q[1][-1:]), tile_ends(squares, tile.kv * _SQUARE, kv_len))
+            square = whole((q[0][:1], q[1][-1:]), tile_ends(squares, tile.kv * _SQUARE, kv_len))
             kept = (square != EMPTY).any(axis=(0, 1))
             kv_tile = (squares[kept, None] * _SQUARE + np.arange(_SQUARE)).ravel()
             mixed = np.repeat((square != FULL).any(axis=(0, 1))[kept], _SQUARE)[kv_tile < kv_tiles]
@@ -328,25 +386,28 @@ def _count_classes(facts: Facts, case: Case, tile: Tiling, places: _Places) -> _
             place, row, column = np.nonzero(partial)
             to_read.append((block.b.ravel()[place], block.h.ravel()[place], block.q_tiles[row], block.kv_tiles[column]))
     if budget < 0:
-        found.visible = None
+        found.visible = found.unseen = found.uncut = None
     elif to_read:
-        found.visible += _visible_pairs(facts, case, tile, *map(np.concatenate, zip(*to_read, strict=True)))
+        kept, pairs = _visible_pairs(facts, case, tile, *map(np.concatenate, zip(*to_read, strict=True)))
+        found.visible += int(kept.sum())
+        found.unseen, found.uncut = int((kept == 0).sum()), int((kept == pairs).sum())
     return found
 
 
 def _visible_pairs(
     facts: Facts, case: Case, tile: Tiling, b: Any, h: Any, q_tiles: np.ndarray, kv_tiles: np.ndarray
-) -> int:
-    """Pairs that the mask keeps in these tiles, by evaluating it at each."""
-    total = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of each of these tiles that the mask keeps, by evaluating it at each, and all pairs of them."""
+    kept, pairs = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     step = max(1, _CHUNK // (tile.q * tile.kv))
     for start in range(0, len(q_tiles), step):
         place_b, place_h, q, k = (x[start : start + step, None, None] for x in (b, h, q_tiles, kv_tiles))
         q, k = q * tile.q + np.arange(tile.q)[:, None], k * tile.kv + np.arange(tile.kv)
         inside = (q < case.sizes["q_len"]) & (k < case.sizes["kv_len"])
-        kept = case.evaluate(facts.variant.mask, b=place_b, h=place_h, q=q, k=k, live=inside)
-        total += int((kept & inside).sum())
-    return total
+        found = case.evaluate(facts.variant.mask, b=place_b, h=place_h, q=q, k=k, live=inside)
+        kept.append((found & inside).sum(axis=(1, 2)))
+        pairs.append(inside.sum(axis=(1, 2)))
+    return np.concatenate(kept), np.concatenate(pairs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -361,6 +422,16 @@ def confusion(facts: Facts, case: Case, tile: Tiling) -> np.ndarray:
         for b, h in zip(places.b.tolist(), places.h.tolist(), strict=True):
             np.add.at(found, (true_grid(facts, case, tile, b, h), grid(facts, case, tile, b, h)), places.weight)
     return found
+
+
+def loss(judged: np.ndarray, true: np.ndarray) -> Loss:
+    """How judged classes of tiles compare with the true ones of the same tiles."""
+    return Loss(
+        visited=int((judged != EMPTY).sum()),
+        seen=int((true != EMPTY).sum()),
+        masked=int((judged == PARTIAL).sum()),
+        cut=int((true == PARTIAL).sum()),
+    )
 
 
 def misclassified(facts: Facts, case: Case, tile: Tiling) -> float:

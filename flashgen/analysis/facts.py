@@ -15,6 +15,8 @@ from functools import lru_cache, reduce
 from typing import TYPE_CHECKING
 
 from flashgen.analysis import widths
+from flashgen.analysis.cells import Cells, cells
+from flashgen.analysis.equalities import chain, substituted
 from flashgen.analysis.linear import LENGTH, Algebra, K, Linear, Q, Unspeakable, comparison, expression, term
 from flashgen.analysis.zones import Zone
 from flashgen.lang.build import apply
@@ -61,7 +63,8 @@ class Facts:
     uniform conditions only, so that classes are exact and tiles can be counted without a walk.  `uses_batch` and
     `uses_head` say whether the mask depends on them.  `int64` are the int32 nodes, of the mask, the score and both
     disjunctions, whose values may leave int32 (see `widths`).  `judged_whole` are the conditions of the mask, as they
-    were written, that were too large to take apart: a tile that one fills or empties may be PARTIAL.
+    were written, that were too large to take apart: a tile that one fills or empties may be PARTIAL.  `cells` are those
+    of conditions that are judged by abstract evaluation: a PARTIAL tile that they cut is judged again by its parts.
     """
 
     variant: Variant
@@ -72,6 +75,7 @@ class Facts:
     exact: bool
     int64: frozenset[Node]
     judged_whole: tuple[Node, ...] = ()
+    cells: Cells | None = None
 
     def notes(self) -> tuple[str, ...]:
         """For a person: which parts of the mask were too large to take apart, and what that costs."""
@@ -103,6 +107,7 @@ def analyse(variant: Variant) -> Facts:
         exact=not any(t.others for t in terms),
         int64=widths.wide([*variant.roots, *nodes]),
         judged_whole=tuple(dict.fromkeys(too_large[n] for t in terms for n in t.others if n in too_large)),
+        cells=cells([n for t in terms for n in t.others]),
     )
 
 
@@ -185,21 +190,6 @@ def negated(condition: Node) -> Node:
     return apply(flipped, *(condition.operands if flipped in ("eq", "ne") else condition.operands[::-1]))
 
 
-def _chain(root: Node) -> list[Node]:
-    """The operands of a chain of & or of |, left to right, each once."""
-    found, stack, seen = [], [root], set()
-    while stack:
-        n = stack.pop()
-        if n in seen:
-            continue
-        seen.add(n)
-        if n.op == root.op:
-            stack.extend(reversed(n.operands))
-        else:
-            found.append(n)
-    return found
-
-
 class _TooLarge(Exception):
     """A comparison needs more steps than it has."""
 
@@ -263,7 +253,7 @@ class _Reader:
         if not self.algebra.local(n):
             return _Literal(uniform=(whole,))
         if n.op in ("logical_and", "logical_or"):
-            parts = [self.condition(part, polarity) for part in _chain(n)]
+            parts = [self.condition(part, polarity) for part in chain(n)]
             return (_all if (n.op == "logical_and") == polarity else _any)(parts, whole)
         tree = None
         if n.op == "where":
@@ -529,6 +519,7 @@ class _Draft:
 
 def _disjunctions(mask: Node) -> tuple[tuple[Term, ...], tuple[Term, ...], dict[Node, Node]]:
     """The mask and its negation, and what is judged whole for its size."""
+    mask = substituted(mask)
     reader = _Reader()
     normaliser = _Normaliser(reader)
     for n in reader.order(mask):  # operands first, so that neither class recurses deeply

@@ -19,25 +19,33 @@ A NaN element makes the value anything.  The choice is made tile by tile.
 
 Loops are judged round by round: the index is a single point, and what it selects is read as above.  Rounds that a tile
 may have or not, because their number is a range, may change what is found or not.
+
+Few elements.  Where `cells.cornered` says that indices may have few values over a tile, rules 1 and 2 take an index of
+two values as well as one of a single value: the value then lies in the smallest range that holds those at all ends.
+
+Parts.  A PARTIAL tile is judged again by its parts where the mask has `cells`: it is cut at multiples of them.  It is
+EMPTY if all parts are, FULL if all parts are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from itertools import product
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from flashgen.analysis import zones
 from flashgen.analysis.abstract import Intervals
+from flashgen.analysis.cells import Cells, cornered
 from flashgen.analysis.facts import Facts, Term
 from flashgen.analysis.zones import Bounds
 from flashgen.lang import ranges
 from flashgen.lang.bounds import bounds
 from flashgen.lang.evaluate import evaluate
-from flashgen.lang.expr import Node
+from flashgen.lang.expr import Node, depends_on
 from flashgen.lang.ranges import Range, Truth
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -112,29 +120,38 @@ def intervals(case: Case, b: Any, h: Any, q: tuple, k: tuple) -> Intervals:
 
 
 def loaded(load: Node, indices: tuple[Range, ...], array: np.ndarray) -> Range | Truth:
-    """The abstract value of a captured load, by the rule at the head of this module."""
+    """The abstract value of a captured load, by the rules at the head of this module."""
     declared = ranges.stored(load.attr)
     if array.size == 0:
         return declared
     first = [np.clip(i.lo, 0, size - 1) for i, size in zip(indices, array.shape, strict=True)]
     last = [np.clip(i.hi, 0, size - 1) for i, size in zip(indices, array.shape, strict=True)]
-    points = [np.equal(lo, hi) for lo, hi in zip(first, last, strict=True)]
-    leading = _every(points[:-1])
-    known = leading if load.attr.sorted else leading & points[-1]
+    corners = cornered(load)
+    in_order = load.attr.sorted and not isinstance(declared, Truth)
+    two = [corners and depends_on(o, "q", "k") for o in load.operands]  # an index may have two values
+    few = [np.less_equal(hi - lo, int(both)) for lo, hi, both in zip(first, last, two, strict=True)]
+    known = _every(few[:-1] if in_order else few)
     if not known.any():
         return declared
-    lo = array[tuple(first)]
-    hi = array[(*first[:-1], last[-1])] if load.attr.sorted else lo
+    ends = [(lo, hi) if both else (lo,) for lo, hi, both in zip(first, last, two, strict=True)]
+    runs = [(first[-1], last[-1])] if in_order else [(at, at) for at in ends.pop()]
+    ends = ends[: len(first) - 1]
+    held = (_between(array[(*at, i)], array[(*at, j)], declared) for i, j in runs for at in product(*ends))
+    value = reduce(ranges.hull, held)
+    if isinstance(value, Truth):
+        return Truth(np.where(known, value.may_true, True), np.where(known, value.may_false, True))
+    lo, hi = np.where(known, value.lo, declared.lo), np.where(known, value.hi, declared.hi)
+    return Range(lo, hi, np.where(known, value.nan, declared.nan)) if declared.is_float else ranges.ints(lo, hi)
+
+
+def _between(first: np.ndarray, last: np.ndarray, declared: Range | Truth) -> Range | Truth:
+    """What lies between an element and one that is not below it."""
     if isinstance(declared, Truth):
-        single = leading & points[-1]
-        return Truth(np.where(single, lo, True), np.where(single, np.logical_not(lo), True))
-    if declared.is_float:
-        lo, hi = lo.astype(np.float64), hi.astype(np.float64)
-        nan = np.isnan(lo) | np.isnan(hi)
-        return ranges.floats(
-            np.where(known, lo, declared.lo), np.where(known, hi, declared.hi), np.where(known, nan, declared.nan)
-        )
-    return ranges.ints(np.where(known, lo, declared.lo), np.where(known, hi, declared.hi))
+        return Truth(first | last, ~(first & last))
+    if not declared.is_float:
+        return ranges.ints(first, last)
+    first, last = first.astype(np.float64), last.astype(np.float64)
+    return ranges.floats(first, last, np.isnan(first) | np.isnan(last))
 
 
 def _possible(terms: list[Known], value: Intervals, q: tuple, k: tuple) -> np.ndarray:
@@ -154,14 +171,51 @@ def classify(facts: Facts, case: Case, *, b: Any, h: Any, q0: Any, q1: Any, k0: 
 
     All arguments are ints or int arrays that broadcast against each other.
     """
+    found = _classified(facts, case, b, h, (q0, q1), (k0, k1))
+    if facts.cells is None or not (found == PARTIAL).any():
+        return found
+    found, *places = map(np.array, np.broadcast_arrays(found, b, h, q0, q1, k0, k1))
+    unsettled = found == PARTIAL
+    found[unsettled] = _by_parts(facts, case, facts.cells, *(x[unsettled] for x in places))
+    return found
+
+
+def _classified(facts: Facts, case: Case, b: Any, h: Any, q: tuple, k: tuple) -> np.ndarray:
+    """The same of tiles that are judged whole."""
     visible, hidden = known_terms(facts.visible, case, b, h), known_terms(facts.hidden, case, b, h)
-    return classes_of(visible, hidden, intervals(case, b, h, (q0, q1), (k0, k1)), (q0, q1), (k0, k1))
+    return classes_of(visible, hidden, intervals(case, b, h, q, k), q, k)
 
 
 def classes_of(visible: list[Known], hidden: list[Known], value: Intervals, q: tuple, k: tuple) -> np.ndarray:
     seen = _possible(visible, value, q, k)
     cut = _possible(hidden, value, q, k)
     return np.where(seen, np.where(cut, PARTIAL, FULL), EMPTY).astype(np.int8)
+
+
+def _by_parts(facts: Facts, case: Case, cells: Cells, b: Any, h: Any, q0: Any, q1: Any, k0: Any, k1: Any) -> np.ndarray:
+    """The classes of tiles (flat arrays) by those of their parts."""
+    seen, cut = np.zeros(len(q0), np.bool_), np.zeros(len(q0), np.bool_)
+    for q_first, q_last in _parts(q0, q1, cells.q):
+        for k_first, k_last in _parts(k0, k1, cells.k):
+            left = (q_first <= q_last) & (k_first <= k_last) & ~(seen & cut)
+            if not left.any():
+                continue
+            places, ends = (b[left], h[left]), ((q_first[left], q_last[left]), (k_first[left], k_last[left]))
+            found = _classified(facts, case, *places, *ends)
+            seen[left] |= found != EMPTY
+            cut[left] |= found != FULL
+    return np.where(seen, np.where(cut, PARTIAL, FULL), EMPTY).astype(np.int8)
+
+
+def _parts(first: np.ndarray, last: np.ndarray, cell: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The parts of runs that multiples of a cell cut, the first of each, then the second ...: where a run has fewer
+    first > last."""
+    if cell is None:
+        yield first, last
+        return
+    start = first // cell * cell
+    for i in range(int((last // cell - first // cell).max()) + 1):
+        yield np.maximum(first, start + i * cell), np.minimum(last, start + (i + 1) * cell - 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

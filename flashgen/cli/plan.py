@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from flashgen.cli import options
+from flashgen.cli import masks, options
 from flashgen.cli.console import err, out, tabulate, write_json
 from flashgen.cli.options import Pass, Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
@@ -38,8 +38,10 @@ def command(
         resolved = _forward(asked, request, which) if which.backward else asked
         prediction = resolved.predict()
         back = asked.predict() if which.backward else None
+    advice = _hint(resolved, prediction)
     if as_json:
         found = prediction.as_json(formulas=formulas)
+        found |= {"decided": masks.decided(resolved.variant), "hint": advice}
         write_json(found | ({"backward": back.as_json()} if back else {}))
         return
     out.print(Text(str(resolved), style="bold"))
@@ -52,11 +54,25 @@ def command(
         for table in shown.tables():
             out.print()
             tabulate(rendered(table, _SHOWN if table.title == "rejected" and not every else None))
+    if lines := masks.told(resolved.variant):
+        out.print("\n[italic]how the mask is decided[/]")
+        for line in lines:
+            out.print(Text(line))
+    if advice is not None:
+        out.print(Text(advice))
     if formulas:
         found = prediction.as_json(formulas=True)["formula"]
         out.print("\n[italic]formulas of the forward[/]" if found else "\nno formulas: the mask is no single band")
         for name, text in (found or {}).items():
             out.print(Text(f"{name} = {text}"))
+
+
+def _hint(resolved: Resolved, prediction: traffic.Prediction) -> str | None:
+    """The one change that would settle more tiles, where what is lost was counted."""
+    from flashgen.analysis import ways
+
+    loss = prediction.tiles.loss
+    return None if loss is None else ways.cure(resolved.variant, resolved.case, resolved.plan.tile, loss)
 
 
 def _forward(backward: Resolved, request: Request, which: Pass) -> Resolved:

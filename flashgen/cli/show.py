@@ -12,22 +12,18 @@ from rich.columns import Columns
 from rich.panel import Panel
 from rich.text import Text
 
-from flashgen.cli import diagram, options
-from flashgen.cli.console import encodable, err, joined, out, share, tabulate, write, write_json
+from flashgen.cli import diagram, masks, options
+from flashgen.cli.console import encodable, err, out, share, tabulate, write, write_json
 from flashgen.cli.options import Pass, Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
 from flashgen.errors import PlanError
-from flashgen.lang.expr import walk
 
 if TYPE_CHECKING:
-    from flashgen.lang.variant import Variant
+    from flashgen.analysis.counts import Loss
     from flashgen.planning.plan import Tile
 
 #: Pairs that are evaluated at most.
 _LARGEST = 1 << 28
-
-#: A share of misjudged tiles that is worth a hint.
-_MANY = 0.1
 
 #: Columns and lines of a panel; a character is about twice as high as wide.
 _COLUMNS, _LINES = 48, 24
@@ -59,6 +55,13 @@ class Picture:
         """The share of tiles whose class is not the one that brute force finds."""
         return float((self.classes != self.truth).mean())
 
+    @property
+    def loss(self) -> Loss:
+        """How the tiles compare with those of a block mask."""
+        from flashgen.analysis import counts
+
+        return counts.loss(self.classes, self.truth)
+
 
 @options.shared
 def command(
@@ -68,7 +71,9 @@ def command(
     output: options.output("Also draw to this .png or .svg file.") = None,
     as_json: options.as_json(
         "dtype, shape, params, b, h, formula, visible (a share), pairs, tile, tiles (empty, partial, full),"
-        " misclassified (a share), judged_whole (notes); with --program: pipeline, pass, arch, threads, smem_bytes,"
+        " misclassified (a share), block_mask (tiles visited, seen, masked, cut), judged_whole (notes), decided"
+        " (condition, way), hint; with"
+        " --program: pipeline, pass, arch, threads, smem_bytes,"
         " roles, rings, named_barriers"
     ) = False,
     program: Annotated[
@@ -111,7 +116,9 @@ def command(
         out.print(summary(picture, resolved, b, h))
         for note in resolved.facts.notes():
             out.print(note, markup=False)
-        if (advice := hint(picture, resolved.variant)) is not None:
+        for line in masks.told(resolved.variant):
+            out.print(line, markup=False)
+        if (advice := hint(picture, resolved, b, h)) is not None:
             out.print(advice, markup=False)
     if output is not None:
         with err.status("drawing"):
@@ -149,7 +156,10 @@ def _described(picture: Picture, resolved: Resolved, b: int, h: int) -> dict[str
         "tile": {"q": tile.q, "kv": tile.kv},
         "tiles": {name: int(count) for name, count in zip(_NAMES, counts, strict=True)},
         "misclassified": picture.misclassified,
+        "block_mask": picture.loss.as_json(),
         "judged_whole": list(resolved.facts.notes()),
+        "decided": masks.decided(resolved.variant),
+        "hint": hint(picture, resolved, b, h),
     }
 
 
@@ -224,21 +234,15 @@ def summary(picture: Picture, resolved: Resolved, b: int, h: int) -> str:
     of = "".join(f" of {place}" for place in [drawn(resolved, b, h)] if place)
     return (
         f"{visible} of the mask{of} is visible; {picture.classes.size:,} tiles: {named}; "
-        f"{share(picture.misclassified, 1)} misclassified"
+        f"{share(picture.misclassified, 1)} misclassified" + ("" if picture.loss.exact else f": {picture.loss}")
     )
 
 
-def hint(picture: Picture, variant: Variant) -> str | None:
-    """What would settle tiles whose captured values the analysis does not know, where it misjudges many."""
-    loads = [n.attr for n in walk([variant.mask]) if n.op == "load"] if variant.mask is not None else []
-    open_ = sorted({t.name for t in loads if not (t.sorted or t.min is not None or t.max is not None)})
-    if not open_ or picture.misclassified <= _MANY:
-        return None
-    return (
-        f"the mask reads {joined(map(repr, open_))}, of whose values nothing is known before a tile is read: where they"
-        " never decrease\nalong the last dimension, fg.tensor(..., sorted=True) settles more tiles; where they lie"
-        " between bounds, min= and max= do,\nunless == or != compares them"
-    )
+def hint(picture: Picture, resolved: Resolved, b: int, h: int) -> str | None:
+    """The one change that would settle more tiles of this picture."""
+    from flashgen.analysis import ways
+
+    return ways.cure(resolved.variant, resolved.case, resolved.plan.tile, picture.loss, b=b, h=h)
 
 
 def draw(picture: Picture, resolved: Resolved, suffix: str, place: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import textwrap
 from functools import lru_cache
@@ -14,7 +15,7 @@ from flashgen.codegen.fold import folded
 from flashgen.codegen.reachable import reachable
 from flashgen.codegen.variant_code import VariantCode, variant_code
 from flashgen.planning.backward import lookups
-from flashgen.planning.plan import KernelPlan
+from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.resources import folder
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     """
     facts = facts or analyse(plan.variant)
     staged = plan.backward is not None and plan.backward.lookup_stages > 0
-    found = variant_code(facts, lookups(plan.variant) if staged else ())
+    found = variant_code(facts, _tiles(plan), lookups(plan.variant) if staged else ())
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type = _PTX_TYPE[plan.dtype]
     context = {
@@ -62,6 +63,12 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     for place, files in _PLACES.values():
         text = text.replace(place, device.used_by(kernel, files), 1)
     return folded(text)
+
+
+def _tiles(plan: KernelPlan) -> Tile:
+    """A tile that all tiles of the kernel's entries divide."""
+    alone = None if plan.backward is None else plan.backward.by_query
+    return plan.tile if alone is None else Tile(q=math.lcm(plan.tile.q, alone.tile_q), kv=plan.tile.kv)
 
 
 def banner(plan: KernelPlan, found: VariantCode) -> str:

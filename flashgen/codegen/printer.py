@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -302,11 +302,18 @@ class RangePrinter(Printer):
 
     Everything else stays a number.  The functions are those of device/range.cuh, one for each op of the language.
     `indices` are the C++ types of the indices that readers of captured tensors take: their ranges convert to no other.
+    `cornered` are elements that are looked for at the ends of these ranges.
     """
 
-    def __init__(self, *, indices: Mapping[Tensor, tuple[str, ...]] = MappingProxyType({}), **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        indices: Mapping[Tensor, tuple[str, ...]] = MappingProxyType({}),
+        cornered: Set[Node] = frozenset(),
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
-        self.indices = indices
+        self.indices, self.cornered = indices, cornered
 
     #: Ops whose 64-bit results may overflow, which their functions check.
     CHECKED: ClassVar = frozenset(("add", "sub", "neg", "mul", "abs", "shift_left", "floor_div"))
@@ -329,7 +336,7 @@ class RangePrinter(Printer):
         if n.op == "load":
             taken = zip(n.operands, self.indices[n.attr], strict=True)
             indices = [self._ranged(o, known[o], ctype == "i64") for o, ctype in taken]
-            return call(f"read_{n.attr.name}_range", *indices, "p")
+            return call(f"read_{n.attr.name}_{'corners' if n in self.cornered else 'range'}", *indices, "p")
         if n.op == "cast":
             return self._cast(n, known[n.operands[0]])
         wide = any(o.dtype.is_int and self.is_wide(o) for o in (n, *n.operands))

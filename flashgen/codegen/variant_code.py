@@ -8,12 +8,15 @@ the second back end of `analysis.tiles` and follow the rules at the head of that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Literal, NamedTuple
 
 from flashgen.analysis.abstract import Intervals, anywhere, finite_at_zero
+from flashgen.analysis.cells import Cells, cornered, single
 from flashgen.analysis.facts import Facts, Term
+from flashgen.analysis.tiles import Tiling
 from flashgen.analysis.zones import REACH, Zone
 from flashgen.codegen.device import identifiers
 from flashgen.codegen.printer import (
@@ -54,11 +57,21 @@ MAX_FORMULA = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reader:
-    """The function that reads an element of a captured tensor, and its twin over ranges of indices.
+class Corners:
+    """The function that looks for an element at the ends of ranges of indices: the body, and the `places` that it looks
+    at, for a person."""
 
-    `lines` clamp the indices, `value` is the element.  `ranged` is the twin's type, None where no tile is judged by the
-    tensor; `declared` is what an element may be.
+    places: str
+    statements: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """The function that reads an element of a captured tensor, and its twins over ranges of indices.
+
+    `lines` clamp the indices, `value` is the element.  `range_type` is the type of the twins: `ranged`, whether tiles
+    are judged by an element that ranges of indices select as such, and `corners`, by those at the ends of few indices.
+    `declared` is what an element may be.
     """
 
     name: str
@@ -67,7 +80,9 @@ class Reader:
     indices: tuple[str, ...]
     lines: tuple[str, ...]
     value: str
-    ranged: str | None
+    ranged: bool
+    corners: Corners | None
+    range_type: str
     single: str
     declared: str
     sorted: bool
@@ -99,6 +114,14 @@ class Decision:
         """Whether it depends on the query head."""
         return "h" in identifiers("\n".join((*self.lines, *self.conclusions)))
 
+    @property
+    def judgement(self) -> tuple[str, ...]:
+        """The body of a function that returns a class by whether something is visible, where that is open, and whether
+        something is hidden."""
+        *visible, hidden = self.conclusions
+        seen = (line for said in visible for line in (f"const bool visible = {said};", "if (!visible) return EMPTY;"))
+        return (*self.lines, *seen, f"const bool hidden = {hidden};", "return hidden ? PARTIAL : FULL;")
+
     def extreme(self, function: str) -> tuple[str, ...]:
         """The body of a function that returns the least (`min`) or the greatest (`max`) of what is concluded."""
         first, *rest = self.conclusions
@@ -119,6 +142,22 @@ class Lookup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts that a tile is judged by: where the mask may jump, for a person, the loops over them, and the rows, and
+    first and last key, of one."""
+
+    where: str
+    loops: tuple[str, ...]
+    rows: str
+    keys: str
+
+    @property
+    def margin(self) -> str:
+        """Of what stands inside the loops."""
+        return "  " * (len(self.loops) - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SmallTanh:
     """The argument of a score's tanh, and the score where that is so small that a polynomial will do."""
 
@@ -132,6 +171,7 @@ class VariantCode:
 
     keep, runs, classes   bodies of `keep`, of `previous_tile`, and of `classify`: whether something is hidden, and
               before it, where a tile inside the runs may be EMPTY, whether something is visible
+    parts     of a tile that is not settled as a whole; None: there are none to judge
     small_tanh   where the score has one tanh, and its argument is cheap to look at before
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
@@ -146,6 +186,7 @@ class VariantCode:
     keep: Body | None
     runs: Decision | None
     classes: Decision | None
+    parts: Parts | None
     clamp_q: bool
     clamp_k: bool
     long_keep: bool
@@ -158,6 +199,11 @@ class VariantCode:
     def may_skip(self) -> bool:
         """Whether `classify` may find a tile EMPTY."""
         return self.classes is not None and len(self.classes.conclusions) == 2
+
+    @property
+    def judged(self) -> Literal["whole", "parts"]:
+        """Which template has `classify`."""
+        return "whole" if self.parts is None else "parts"
 
     @property
     def walk(self) -> Walk:
@@ -184,20 +230,24 @@ class VariantCode:
         return f"min({at}, {last})" if self.clamp_k else at
 
 
-def variant_code(facts: Facts, lookups: tuple[Node, ...] = ()) -> VariantCode:
-    """The code of an analysed variant, whose `keep` is given these elements of captured tensors."""
+def variant_code(facts: Facts, tile: Tiling, lookups: tuple[Node, ...] = ()) -> VariantCode:
+    """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
+    `keep` is given these elements of captured tensors."""
     mask, score = _printed(facts)
     masked = mask is not None
     loads = _loads(root for root in (mask, score) if root is not None)
     given = _lookups(lookups, facts) if masked else {}
     conditions = GivenPrinter({n: f"at.{one.name}" for n, one in given.items()}, wide=facts.int64, exact=True)
+    cut = facts.cells.within(tile.q, tile.kv) if masked and facts.cells is not None else None
+    cornered = _cornered(facts, tile, cut)
     return VariantCode(
-        readers=_readers(facts),
+        readers=_readers(facts, cornered),
         score=None if score is None else Printer(wide=facts.int64).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
         keep=None if mask is None else conditions.body(mask),
         runs=Decider(facts).runs() if masked else None,
-        classes=Decider(facts).classes() if masked else None,
+        classes=Decider(facts, cornered).classes(by_parts=cut is not None) if masked else None,
+        parts=None if cut is None else _parts(cut),
         clamp_q=any(depends_on(n, "q") for n in loads),
         clamp_k=any(depends_on(n, "k") for n in loads),
         long_keep=masked and not facts.exact,
@@ -206,6 +256,25 @@ def variant_code(facts: Facts, lookups: tuple[Node, ...] = ()) -> VariantCode:
         lookups=tuple(given.values()),
         formula=_formula(mask, score),
     )
+
+
+def _parts(cut: Cells) -> Parts:
+    def last(at: str, cell: int, end: str) -> str:
+        return f"min({at} / {cell} * {cell} + {cell - 1}, {end})"
+
+    def loop(at: str, cell: int, first: str, end: str) -> str:
+        return f"for (int {at} = {first}; {at} <= {end}; {at} = ({at} / {cell} + 1) * {cell})"
+
+    where, loops, rows, keys = [], [], "rows", "k_first, k_last"
+    if cut.q is not None:
+        where.append(f"{cut.q} queries")
+        loops.append(loop("q", cut.q, "rows.q_first", "rows.q_last"))
+        rows = f"{{rows.b, rows.h, q, {last('q', cut.q, 'rows.q_last')}}}"
+    if cut.k is not None:
+        where.append(f"{cut.k} keys")
+        loops.append(loop("k", cut.k, "k_first", "k_last"))
+        keys = f"k, {last('k', cut.k, 'k_last')}"
+    return Parts(where=" and of ".join(where), loops=tuple(loops), rows=rows, keys=keys)
 
 
 def _lookups(loads: tuple[Node, ...], facts: Facts) -> dict[Node, Lookup]:
@@ -277,13 +346,28 @@ def _indices(facts: Facts) -> dict[Tensor, tuple[str, ...]]:
     }
 
 
-def _readers(facts: Facts) -> tuple[Reader, ...]:
+def _cornered(facts: Facts, tile: Tiling, cut: Cells | None) -> frozenset[Node]:
+    """The elements that are looked for at the ends of ranges of few indices: not those of which every part of a tile
+    has one, since then the parts are judged by it."""
+    if not facts.hidden:
+        return frozenset()
+    spans = {"q": (cut and cut.q) or tile.q, "k": (cut and cut.k) or tile.kv}
+    found = (n for n in _loads(_judged(facts)) if cornered(n))
+    return frozenset(n for n in found if not all(single(o, spans) for o in n.operands))
+
+
+def _readers(facts: Facts, cornered: frozenset[Node]) -> tuple[Reader, ...]:
     indices = _indices(facts)
-    judged = {n.attr for n in _loads(_judged(facts)) if depends_on(n, "q", "k")} if facts.hidden else ()
-    return tuple(_reader(tensor, sites, indices[tensor], tensor in judged) for tensor, sites in _sites(facts).items())
+    judged = frozenset(n for n in _loads(_judged(facts)) if depends_on(n, "q", "k")) if facts.hidden else frozenset()
+    return tuple(
+        _reader(tensor, sites, indices[tensor], judged.intersection(sites), cornered.intersection(sites))
+        for tensor, sites in _sites(facts).items()
+    )
 
 
-def _reader(tensor: Tensor, sites: list[Node], indices: tuple[str, ...], over_ranges: bool) -> Reader:
+def _reader(
+    tensor: Tensor, sites: list[Node], indices: tuple[str, ...], judged: frozenset[Node], cornered: frozenset[Node]
+) -> Reader:
     lines, offsets = [], []
     for i, dimension in enumerate(tensor.dims):
         at = [n.operands[i] for n in sites]
@@ -292,19 +376,50 @@ def _reader(tensor: Tensor, sites: list[Node], indices: tuple[str, ...], over_ra
         offsets.append(f"i{i} * p.stride{i}_{tensor.name}")
     element = f"__ldg(&p.tensor_{tensor.name}[{' + '.join(offsets)}])"
     dtype = TENSOR_DTYPES[tensor.dtype]
-    ranged, single = RangePrinter.types(dtype)
-    return Reader(
+    range_type, one = RangePrinter.types(dtype)
+    reader = Reader(
         name=tensor.name,
         shape=f"{tensor.dtype} [{', '.join('any' if d is None else str(d) for d in tensor.dims)}]",
         ctype=CTYPES[dtype],
         indices=indices,
         lines=tuple(lines),
         value=WIDENED.get(tensor.dtype, "{}").format(element),
-        ranged=ranged if over_ranges else None,
-        single=single,
+        ranged=bool(judged - cornered),
+        corners=None,
+        range_type=range_type,
+        single=one,
         declared=_declared(tensor),
         sorted=tensor.sorted and dtype is not DType.BOOL,
     )
+    moving = {i for n in cornered for i, o in enumerate(n.operands) if depends_on(o, "q", "k")}
+    return replace(reader, corners=_corners(reader, sorted(moving))) if cornered else reader
+
+
+def _corners(reader: Reader, moving: list[int]) -> Corners:
+    """The body that looks at both ends of these indices, and of one in order at all between them."""
+    count, name = len(reader.indices), reader.name
+    few = [i for i in moving if not (reader.sorted and i == count - 1)]
+    lines = [f"i{i} = range_clamp_index(i{i}, p.size{i}_{name});" for i in range(count)]
+    lines += [f"if (i{i}.hi - i{i}.lo > 1) return {reader.declared};" for i in few]
+
+    def read(ends: tuple[str, ...]) -> str:
+        return f"read_{name}({', '.join(f'i{i}.{end}' for i, end in enumerate(ends))}, p)"
+
+    values: list[str] = []
+    for ends in product(*(("lo", "hi") if i in few else ("lo",) for i in range(count))):
+        if reader.sorted:
+            first, last = f"first{len(values) + 1}", f"last{len(values) + 1}"
+            lines.append(f"const {reader.ctype} {first} = {read(ends)}, {last} = {read((*ends[:-1], 'hi'))};")
+            outward = f"outward({first}, {last}, isnan({first}) || isnan({last}))"
+            values.append(outward if reader.outward else f"{reader.range_type}{{{first}, {last}}}")
+        else:
+            values.append(f"{reader.single}({read(ends)})")
+    lines.append(f"{reader.range_type} found = {values[0]};")
+    either = {"Truth": "either_bool", "FloatRange": "either_f32"}.get(reader.range_type, "either")
+    lines += [f"found = {either}(found, {value});" for value in values[1:]]
+    places = "both ends of those" if len(few) > 1 else "both ends of that"
+    told = " and ".join(f"i{i}" for i in few)
+    return Corners(places=f"{places} of {told}, where {told}", statements=(*lines, "return found;"))
 
 
 def inside(index: Node, dimension: str | int | None) -> bool:
@@ -352,9 +467,9 @@ class _Clipped(NamedTuple):
 class Decider:
     """Prints what the facts' terms say about one tile."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Facts, cornered: frozenset[Node] = frozenset()) -> None:
         self.facts = facts
-        self.printer = RangePrinter(wide=facts.int64, exact=True, indices=_indices(facts))
+        self.printer = RangePrinter(wide=facts.int64, exact=True, indices=_indices(facts), cornered=cornered)
         self.known: Mapping[Node, Text] = {}
         self._extent = Intervals(anywhere).range
 
@@ -378,13 +493,15 @@ class Decider:
         found = list(dict.fromkeys(str(run(term)) for term in terms))
         return _decision(lines, ["tile"] if "tile" in found else found or [none], partial(_heads, heads))
 
-    def classes(self) -> Decision:
-        """Whether something is hidden in a tile; before it, where runs leave it open, whether something is visible."""
+    def classes(self, *, by_parts: bool = False) -> Decision:
+        """Whether something is hidden in a tile, or in a part of one; before it, where runs leave it open, whether
+        something is visible."""
         asked = [self.facts.hidden]
         if any(term.others for term in self.facts.visible):
             asked.insert(0, self.facts.visible)
         lines = self._declare(n for terms in asked for term in terms for n in term.nodes())
-        return _decision(lines, [str(joined("||", map(self._possible, terms), "false")) for terms in asked], _positions)
+        positions = _positions_of_part if by_parts else _positions
+        return _decision(lines, [str(joined("||", map(self._possible, terms), "false")) for terms in asked], positions)
 
     def _declare(self, nodes: Iterable[Node]) -> tuple[str, ...]:
         body = self.printer.body(*nodes)
@@ -514,8 +631,17 @@ def _positions(used: frozenset[str]) -> list[str]:
         lines.append("const int k_first = kv_tile * TILE_KV, k_last = min(k_first + TILE_KV, p.kv_len) - 1;")
     elif "k_first" in used:
         lines.append("const int k_first = kv_tile * TILE_KV;")
+    return [*lines, *_ranges(used)]
+
+
+def _positions_of_part(used: frozenset[str]) -> list[str]:
+    """The same of a part, whose keys are arguments."""
+    return [*_heads(_ROWS, used), *_ranges(used)]
+
+
+def _ranges(used: frozenset[str]) -> list[str]:
     ends = {"q": "{rows.q_first, rows.q_last}", "k": "{k_first, k_last}"}
-    return [*lines, *(f"const Range<int> {name} = {value};" for name, value in ends.items() if name in used)]
+    return [f"const Range<int> {name} = {value};" for name, value in ends.items() if name in used]
 
 
 def _decision(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -21,13 +23,15 @@ DTYPES = ("float16", "bfloat16")
 
 #: The latest variants of this process by token: a compiled graph holds a token and no object.
 _by_token: dict[str, Variant] = {}
+#: Those that somebody holds, however many were made since.
+_alive: weakref.WeakValueDictionary[str, Variant] = weakref.WeakValueDictionary()
 _tokens = threading.Lock()
 MAX_TOKENS = 4096
 
 
 def of_token(token: str) -> Variant | None:
-    """The variant of this process with that token, if it is one of the MAX_TOKENS made last."""
-    return _by_token.get(token)
+    """The variant of this process with that token, if somebody holds it or it is one of the MAX_TOKENS made last."""
+    return _alive.get(token) or _by_token.get(token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,7 @@ class Pins:
     arch: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class Variant:
     """A mask and a score function, traced.
 
@@ -79,6 +83,7 @@ class Variant:
         token = hashlib.sha256(f"{made}".encode()).hexdigest()[:32]
         object.__setattr__(self, "token", token)
         with _tokens:
+            _alive.setdefault(token, self)
             _by_token[token] = _by_token.pop(token, self)
             if len(_by_token) > MAX_TOKENS:
                 del _by_token[next(iter(_by_token))]
@@ -213,7 +218,8 @@ class Variant:
         return values
 
     def bind(self, **constants: int | float) -> Variant:
-        """The variant with every constant folded: as given, else its default.
+        """The variant with every constant folded: as given, else its default; and with conditions that only choose
+        between a score and -inf in its mask, which kernels know tiles by.
 
         Raises PlanError for a name that is no constant, a wrong type, or a value outside its bounds.
         """
@@ -222,12 +228,12 @@ class Variant:
             if name not in known:
                 raise PlanError(self._unknown(name, "constant"))
         if not known:
-            return self
+            return self._hiding()
         values = {c: checked(self.name, "constant", c, constants.get(c.name, c.default)) for c in self.constants}
         folded = {c: const(value, c.dtype) for c, value in values.items()}
         rebuilt = self._rebuilt(lambda n: folded[n.attr] if n.op == "constant" else None)
         chosen = ((c.name, value) for c, value in values.items() if value != c.default)
-        return replace(rebuilt, spec=self.spec, bound=(*self.bound, *chosen))
+        return replace(rebuilt, spec=self.spec, bound=(*self.bound, *chosen))._hiding()
 
     def missing(self, symbol: Param | Tensor) -> str:
         """That a parameter or a captured tensor was not given, and how it can be."""
@@ -286,6 +292,18 @@ class Variant:
         return self._made(
             mask=None if mask is const(True) else mask,
             score_node=None if self.score_node is None else build.rebuild(self.score_node, change),
+        )
+
+    def _hiding(self) -> Variant:
+        """The same variant: a score of `where(c, x, -inf)` is x, and its mask has c too."""
+        mask, score = self.mask, self.score_node
+        while score is not None and score.op == "where" and (hidden := _hidden(score)) is not None:
+            condition, score = hidden
+            mask = _both(mask, condition)
+        if score is self.score_node:
+            return self
+        return replace(
+            self, mask=None if mask is const(True) else mask, score_node=None if score is trace.SCORE else score
         )
 
     def _joined(self, other: Variant, word: str, mask: Node | None) -> Variant:
@@ -470,6 +488,17 @@ def _both(a: Node | None, b: Node | None) -> Node | None:
     if a is None or b is None:
         return b if a is None else a
     return build.apply("logical_and", a, b)
+
+
+def _hidden(choice: Node) -> tuple[Node, Node] | None:
+    """Where a choice of scores is not -inf, and the score there; None where neither is -inf throughout, or the score
+    itself decides."""
+    condition, chosen, otherwise = choice.operands
+    if any(n is trace.SCORE for n in walk([condition])):
+        return None
+    if otherwise is const(-math.inf):
+        return condition, chosen
+    return (build.apply("logical_not", condition), otherwise) if chosen is const(-math.inf) else None
 
 
 def _compose(first: Node | None, after: Node | None) -> Node | None:

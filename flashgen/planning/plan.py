@@ -256,9 +256,9 @@ class KernelPlan(Integers):
         """Share of what a row has added up that a key's P must pass before the row's maximum follows it.
 
         A key that dominates a row is then multiplied as 1, which is exact; of others the roundings average out, as they
-        do beside an exact maximum.  RMS error in units of that with an exact maximum, emulated in bfloat16 at head_dim 128, 8,192
-        keys: N(0, 1) 1.02, scores of standard deviation 2 1.03, all other inputs of `flashgen bench data` less (with
-        shares of 1/8 and 1/2, 1.07 and 1.15).  Of the rows of N(0, 1) almost none moves.
+        do beside an exact maximum.  RMS error in units of that with an exact maximum (bfloat16, head_dim 128, 8,192
+        keys): N(0, 1) 1.02, scores of standard deviation 2 1.03, all other inputs of `flashgen bench data` at most
+        1.01; emulated with shares of 1/8 and 1/2, 1.07 and 1.15.  Of rows of N(0, 1) almost none moves late.
         """
         return 1 / 16
 

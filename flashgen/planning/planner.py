@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
 from flashgen.planning import arch as archs
-from flashgen.planning import records
+from flashgen.planning import records, visits
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.integers import INTEGERS
 from flashgen.planning.pipelines.ampere import backward as ampere_backward
@@ -48,6 +48,10 @@ PACKING_GAIN = 1.1
 
 #: Predicted times this close are equal; more rows per block, which move fewer bytes, are then preferred.
 NEAR = 1.03
+
+
+#: How much more or less than another tile one must visit for a reason to say so.
+VISIBLE = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +111,8 @@ class Menu:
     """At most four plans for (variant, arch, dtype, head dims), the one for long sequences first.
 
     `seconds_per_score[i][n - 1]` is the time in seconds that an SM needs for one score while n blocks of plans[i] share
-    it.  Beside them stands `packed`, for few queries of heads that share keys; None where there is no such form.
+    it, times the share of scores that its tiles are expected to visit (`visits.share`).  Beside them stands `packed`,
+    for few queries of heads that share keys; None where there is no such form.
     """
 
     plans: tuple[KernelPlan, ...]
@@ -171,7 +176,7 @@ def menu_of(request: KernelRequest) -> Menu:
     return replace(
         found,
         plans=(packed,),
-        seconds_per_score=(pipeline.seconds_per_score(packed, request.arch),),
+        seconds_per_score=(_seconds(pipeline, packed, request),),
         packed=packed,
         measured=None,
     ).instead_of(*fallbacks)
@@ -401,7 +406,8 @@ def _ranked(pipeline: Pipeline[Any], request: KernelRequest) -> Menu:
 def _measured(pipeline: Pipeline[Any], request: KernelRequest) -> Menu | None:
     """The menu that a record gives: the plan that is fastest on the longest shape, then those that help others most.
 
-    None without an entry for the class of the variant, and for kernels with options, which were not measured.
+    None without an entry for the class of the variant, for kernels with options, which were not measured, and where
+    cells of the mask cut tiles of one candidate and not those of another: the entry is of one that has none.
     """
     if request.pass_name == "backward" or request.dropout:
         return None
@@ -410,7 +416,7 @@ def _measured(pipeline: Pipeline[Any], request: KernelRequest) -> Menu | None:
         return None
     forward = PIPELINES[pipeline.NAME]
     plans = {t: plan for t in entry.candidates if (plan := _plan_of(forward, request, t))}
-    if not plans:
+    if not plans or len({visits.share(request.variant, plan.tile) for plan in plans.values()}) > 1:
         return None
     # Of forms that one command asks for (of other numbers of blocks, say) the best in the mean.
     named: dict[object, Timed] = {}
@@ -433,7 +439,7 @@ def _measured(pipeline: Pipeline[Any], request: KernelRequest) -> Menu | None:
             slower[_key(plans[t])] = _slower(t, plans[t], chosen, _other_bits(plans[t], ways[0]))
     return Menu(
         plans=tuple(ways),
-        seconds_per_score=tuple(pipeline.seconds_per_score(plan, request.arch) for plan in ways),
+        seconds_per_score=tuple(_seconds(pipeline, plan, request) for plan in ways),
         rejected=tuple(r for r in slower.values() if r is not None),
         measured=Measured(
             record=entry.name,
@@ -526,7 +532,7 @@ def _select(
     First the fastest plan, or one as fast whose blocks own more rows; then the fastest for small problems of each
     smaller number of rows.
     """
-    timed = [_Timed(plan, pipeline.seconds_per_score(plan, request.arch)) for plan in plans]
+    timed = [_Timed(plan, _seconds(pipeline, plan, request)) for plan in plans]
     by_full = sorted(timed, key=lambda t: (t.full(), t.rest()))
     by_mixed = sorted(timed, key=lambda t: (t.mixed(), t.rest()))
     as_fast = [t for t in by_full if t.full() <= NEAR * by_full[0].full()]
@@ -545,9 +551,19 @@ def _select(
         ratio = t.full() / main.full() if ahead is main else t.mixed() / ahead.mixed()
         tile, where = ahead.plan.tile, "" if ahead is main else ", where blocks are few"
         reason = f"predicted {ratio:.2f}x the time of {tile.q} x {tile.kv}, {ahead.plan.stages} stages{where}"
+        more = visits.share(t.plan.variant, t.plan.tile) / visits.share(t.plan.variant, tile)
+        if abs(more - 1) >= VISIBLE:
+            reason += f": its tiles visit {more:.2f}x the scores"
         reason += _other_bits(t.plan, main.plan)
         slower[_key(t.plan)] = Rejected(tile=t.plan.tile, stages=t.plan.stages, warps=t.plan.warps, reason=reason)
     return chosen, [r for r in slower.values() if r is not None]
+
+
+def _seconds(pipeline: Pipeline[Any], plan: KernelPlan, request: KernelRequest) -> tuple[float, ...]:
+    """Seconds for each score of a problem that an SM works on, while 1, 2 ... blocks share it: those of tiles that are
+    not visited take none."""
+    share = visits.share(plan.variant, plan.tile)
+    return tuple(share * seconds for seconds in pipeline.seconds_per_score(plan, request.arch))
 
 
 def _check(pipeline: Pipeline[Any], request: KernelRequest) -> None:

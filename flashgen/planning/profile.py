@@ -11,6 +11,7 @@ from flashgen.analysis.facts import Facts, analyse
 from flashgen.lang.expr import DType, Node, loop_indices, node, reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.backward import captured_grads, has_slope, looks_up, lookups
+from flashgen.planning.plan import Tile
 
 #: Special-function results that one op of a score function needs.
 SPECIAL = {
@@ -66,6 +67,11 @@ class Profile:
     def conditional(self) -> bool:
         """Whether tiles within a run of keys are judged, by conditions beside its ends."""
         return any(term.others for term in self.facts.visible)
+
+    def cuts(self, tile: Tile) -> bool:
+        """Whether cells of the mask cut tiles of this size, which are then judged by their parts."""
+        cells = self.facts.cells if self.hides else None
+        return cells is not None and cells.within(tile.q, tile.kv) is not None
 
     @cached_property
     def judged_nodes(self) -> tuple[Node, ...]:

@@ -30,7 +30,7 @@ from flashgen.planning.problem import STORED_BYTES, Problem
 from flashgen.planning.profile import profile
 
 if TYPE_CHECKING:
-    from flashgen.analysis.counts import TileCounts
+    from flashgen.analysis.counts import Loss, TileCounts
     from flashgen.analysis.formula import TileFormulas
     from flashgen.analysis.tiles import Case
 
@@ -179,6 +179,7 @@ class Prediction:
                 columns=("total", "empty", "partial", "full", "useful"),
                 rows=((*map(str, (tiles.total, tiles.empty, tiles.partial, tiles.full)), _share(self)),),
             ),
+            *([_losses(tiles.loss)] if tiles.loss is not None and not tiles.loss.exact else []),
             Table(
                 title="HBM traffic",
                 columns=("", "read", "written"),
@@ -244,6 +245,7 @@ class Prediction:
             "flops": self.flops,
             "flops_useful": self.flops_useful,
             "tiles": {"total": tiles.total, "empty": tiles.empty, "partial": tiles.partial, "full": tiles.full},
+            "block_mask": None if tiles.loss is None else tiles.loss.as_json(),
             "predicted_ms": self.predicted_ms,
             "times_ms": self.times.as_json(),
             "bound": self.times.bound,
@@ -340,8 +342,9 @@ def _tiles(plan: KernelPlan, problem: Problem, case: Case) -> TileCounts:
     """The tiles of a forward; one of packed heads is counted once, as its keys are read once."""
     tile = Tile(q=plan.tile_queries(problem.group), kv=plan.tile.kv)
     found, pack = counts.count(analysis.analyse(plan.variant), case, tile), plan.pack(problem.group)
-    shared = ("total", "empty", "partial", "full", "visited_columns")
-    return replace(found, **{name: getattr(found, name) // pack for name in shared})
+    shared = {name: getattr(found, name) for name in ("total", "empty", "partial", "full", "visited_columns")}
+    shared |= {name: count for name in ("unseen", "uncut") if (count := getattr(found, name)) is not None}
+    return replace(found, **{name: count // pack for name, count in shared.items()})
 
 
 def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) -> dict[str, Any]:
@@ -472,6 +475,18 @@ def _pace_table(prediction: Prediction) -> Table:
         rows=(
             *((unit, f"{1e3 * clocks:.4g}", "") for unit, clocks in pace.clocks),
             ("together", f"{1e3 * pace.together:.4g}", f"with {sharing}: {pace.ms:.4g} ms for the tiles visited"),
+        ),
+    )
+
+
+def _losses(loss: Loss) -> Table:
+    """What is not known of tiles before they are visited costs."""
+    return Table(
+        title="beside a block mask, made by evaluating every pair",
+        columns=("tiles", "here", "block mask", "ratio"),
+        rows=(
+            ("visited", str(loss.visited), str(loss.seen), f"{loss.visits:.2f}"),
+            ("masked pair by pair", str(loss.masked), str(loss.cut), f"{loss.masks:.2f}"),
         ),
     )
 

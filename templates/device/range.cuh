@@ -26,6 +26,9 @@ DEVICE Truth range_where_bool(Truth condition, Truth a, Truth b) {
           (condition.may_true && a.may_false) || (condition.may_false && b.may_false)};
 }
 
+// What is possible if one or the other is.
+DEVICE Truth either_bool(Truth a, Truth b) { return {a.may_true || b.may_true, a.may_false || b.may_false}; }
+
 // Integers from lo to hi, both included.
 template <typename T> struct Range { T lo, hi; };
 
@@ -59,6 +62,8 @@ template <typename T> DEVICE Range<T> range_maximum(Range<T> a, Range<T> b) {
 template <typename T> DEVICE Range<T> hull(T w, T x, T y, T z) {
   return {min(min(w, x), min(y, z)), max(max(w, x), max(y, z))};
 }
+
+template <typename T> DEVICE Range<T> either(Range<T> a, Range<T> b) { return {min(a.lo, b.lo), max(a.hi, b.hi)}; }
 
 template <typename T> DEVICE Range<T> range_where(Truth condition, Range<T> a, Range<T> b) {
   if (!condition.may_false) return a;
@@ -291,6 +296,10 @@ DEVICE Truth range_eq_f32(FloatRange a, FloatRange b) {
 }
 
 DEVICE Truth range_ne_f32(FloatRange a, FloatRange b) { return range_logical_not(range_eq_f32(a, b)); }
+
+DEVICE FloatRange either_f32(FloatRange a, FloatRange b) {
+  return {fmin(a.lo, b.lo), fmax(a.hi, b.hi), a.nan || b.nan};
+}
 
 DEVICE FloatRange range_where_f32(Truth condition, FloatRange a, FloatRange b) {
   if (!condition.may_false) return a;

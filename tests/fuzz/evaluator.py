@@ -262,7 +262,10 @@ class Captured:
 
     def __getitem__(self, index):
         array = self.world.tensors[self.name]
-        index = (*self.index, *map(self.world.value, index if isinstance(index, tuple) else (index,)))
+        given = index if isinstance(index, tuple) else (index,)
+        sizes = array.shape[len(self.index) :]
+        given = (size + i if isinstance(i, int) and i < 0 else i for i, size in zip(given, sizes, strict=False))
+        index = (*self.index, *map(self.world.value, given))
         if len(index) < array.dim():
             return Captured(self.world, self.name, self.dtype, index)
         element = array[tuple(i.x.clamp(0, size - 1) for i, size in zip(index, array.shape, strict=True))]

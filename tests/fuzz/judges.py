@@ -144,6 +144,7 @@ def check_text(case: Case) -> None:
     visible, decided = case.spec.mask()
     s = _some_scores(case)
     classes, kept, scores = variant_kernel.run(analyse(variant), data, tile, s.numpy())
+    visible = visible & (torch.from_numpy(kept) | ~_hidden_by_score(case, s))
     if (wrong := (torch.from_numpy(kept) != visible) & decided).any():
         raise Wrong(f"keep{tuple(wrong.nonzero()[0].tolist())} is {not bool(visible[wrong][0])}")
     for b, h in np.ndindex(classes.shape[:2]):
@@ -152,6 +153,13 @@ def check_text(case: Case) -> None:
         _sound(classes[b, h], seen, hidden, f"the kernel's schedule, batch {b}, head {h}")
     if variant.score_node is not None:
         _check_scores(case, s.double()[visible], torch.from_numpy(scores).double()[visible], visible)
+
+
+def _hidden_by_score(case: Case, s: torch.Tensor) -> torch.Tensor:
+    """Pairs whose score is -inf: whether a mask hides them too makes no difference."""
+    spec = case.spec
+    at = [x.expand(spec.shape).flatten() for x in spec.positions().values()]
+    return (spec.scores(s.double().flatten(), at, spec.world(precision=torch.float64)) == -torch.inf).view(spec.shape)
 
 
 def _some_scores(case: Case) -> torch.Tensor:
@@ -387,6 +395,9 @@ def check_counts(case: Case) -> None:
     plan = replace(plan, tile=Tile(q=case.tile[0], kv=case.tile[1]))
     p = traffic.predict(plan, problem, data)
     counted = walk.count(plan, facts, data, **shape)
+    beside = visible & ~_hidden_by_score(case, _some_scores(case))
+    if counted.visible == int(beside.sum()):  # a score that only chooses between itself and -inf is a mask too
+        visible = beside
     per_pair = 2 * (d + dv)
     wanted = {
         "bytes read": (counted.read_bytes, p.hbm.read_bytes),

@@ -75,6 +75,9 @@ P_ITEM = ITEMSIZE["float32"]
 #: the shipped masks and pairs of them all up to 23 fit; of those above a third do not.
 PRODUCER_REGISTERS, JUDGE_REGISTERS, JUDGED_OPS = 24, 40, 23
 
+#: Those of one that goes on to parts of tiles: the most that consumers can spare.
+PARTS_REGISTERS = (72, 56, 40)
+
 #: What ops on ranges cost beyond one: a captured tensor for each dimension but one and for being sorted (both ends are
 #: read), a remainder (a division).
 DIMENSION_OPS, SORTED_OPS, REMAINDER_OPS = 2, 3, 8
@@ -283,7 +286,7 @@ def program(c: Candidate, request: KernelRequest) -> Program:
         tile=c.tile,
         columns=(boxed(request.head_dim), boxed(request.v_head_dim)),
         stages=c.stages,
-        registers=division(request),
+        registers=division(c, request),
         split_dk_dv=c.split_dk_dv,
         skips=request.profile.hides and request.profile.conditional,
         ping_pong=ping_pong(c, request),
@@ -344,10 +347,23 @@ def _variant_registers(c: Candidate, request: KernelRequest) -> int:
     return (HEAVY if heavy else LIGHT) + of_slope
 
 
-def division(request: KernelRequest) -> tuple[int, int]:
-    """Registers of a producer's and of a consumer's thread: together those of a block, rounded down to eights."""
+def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
+    """Registers of a producer's and of a consumer's thread: together those of a block, rounded down to eights.
+
+    Where it judges parts of tiles, which takes some more, a producer has more if consumers can spare them: what it
+    spills else costs less than a slower pipeline.
+    """
     producer = JUDGE_REGISTERS if _judged_ops(request.profile.judged_nodes) > JUDGED_OPS else PRODUCER_REGISTERS
+    if request.profile.cuts(c.tile):
+        needed = _needed(registers(c, request))
+        spared = (n for n in PARTS_REGISTERS if needed <= consumer_registers(request.arch, WARPGROUPS, n))
+        producer = max(producer, next(spared, producer))
     return producer, consumer_registers(request.arch, WARPGROUPS, producer)
+
+
+def _needed(parts: tuple[Part, ...]) -> int:
+    """Of a consumer, all of its registers."""
+    return max(total(parts), total(parts[:2]) + BESIDE)
 
 
 def _judged_ops(nodes: tuple[Node, ...]) -> int:
@@ -365,11 +381,10 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
     arch, smem_bytes = request.arch, total(smem(c, request))
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
-    parts = registers(c, request)
-    fragments, needed = total(parts[:2]), total(parts)
-    producer, consumer = division(request)
-    if max(needed, fragments + BESIDE) > consumer:
-        return f"registers {max(needed, fragments + BESIDE)} > {consumer} of a consumer beside {producer} a producer"
+    needed = _needed(registers(c, request))
+    producer, consumer = division(c, request)
+    if needed > consumer:
+        return f"registers {needed} > {consumer} of a consumer beside {producer} a producer"
     return None
 
 

@@ -89,8 +89,9 @@ ROOM = 16
 #: follows from the other any more.  Kernels of 128 x 64 at head_dim 256 spilled with 10 left.
 PACKED_REGISTERS = 12
 
-#: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone.
-JUDGE_REGISTERS = 56
+#: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone; and of
+#: one that goes on to parts of tiles, if consumers can spare them.
+JUDGE_REGISTERS, PARTS_REGISTERS = 56, 64
 
 #: Up to so many columns a product is short: the softmax of a warpgroup must run under the products of two others, which
 #: take turns to issue them.  Wider ones need no turns.
@@ -208,7 +209,7 @@ def _control(tile_q: int, stages: int, q_stages: int, masked: bool) -> int:
 
 def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program:
     """What the warps of a candidate do."""
-    columns, registers = (boxed(request.head_dim), boxed(request.v_head_dim)), division(c.warpgroups, request)
+    columns, registers = (boxed(request.head_dim), boxed(request.v_head_dim)), division(c, request)
     return _program(c, columns, registers, masked=request.profile.hides, ping_pong=ping_pong)
 
 
@@ -260,10 +261,14 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def division(warpgroups: int, request: KernelRequest) -> tuple[int, int]:
+def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
-    producer = JUDGE_REGISTERS if request.profile.judged else 40 if warpgroups == 2 else 32
-    return producer, consumer_registers(request.arch, warpgroups, producer)
+    producer = JUDGE_REGISTERS if request.profile.judged else 40 if c.warpgroups == 2 else 32
+    if request.profile.cuts(c.tile):
+        fewer = consumer_registers(request.arch, c.warpgroups, PARTS_REGISTERS)
+        if total(registers(c, request)) <= fewer:
+            return PARTS_REGISTERS, fewer
+    return producer, consumer_registers(request.arch, c.warpgroups, producer)
 
 
 def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
@@ -273,7 +278,7 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
     if smem_bytes > arch.smem_per_block:
         whole = f"{smem_bytes / KIB:.4g} KiB ({smem_bytes:,} bytes)"
         return f"shared memory {_terms(memory, KIB)} = {whole} > {arch.smem_per_block / KIB:.4g} KiB"
-    producer, consumer = division(c.warpgroups, request)
+    producer, consumer = division(c, request)
     if needed > consumer:
         text = f"registers {_terms(wanted)} = {needed} > {consumer} of a consumer beside {producer} of a producer"
         p, p_bytes = c.tile.kv // 4, c.tile.q * c.tile.kv * ITEM
@@ -409,4 +414,4 @@ def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: in
 def _score_emitted_twice(c: Candidate, request: KernelRequest) -> bool:
     """Whether registers are left for a score function that is emitted twice."""
     needed = total(registers(c, request))
-    return not request.profile.scored or needed + ROOM <= division(c.warpgroups, request)[1]
+    return not request.profile.scored or needed + ROOM <= division(c, request)[1]

@@ -1,0 +1,18 @@
+"""A key padding mask, as tokenizers give it."""
+
+import numpy as np
+
+import flashgen as fg
+
+
+def padded(problem, rng):
+    lengths = rng.integers(1, problem.kv_len + 1, (problem.batch, 1))
+    return np.arange(problem.kv_len) < lengths
+
+
+attend = fg.tensor("attend", dims=("batch", "kv"), dtype="bool", example=padded)
+
+
+@fg.variant
+def key_padding(b, h, q, k):
+    return attend[b, k]

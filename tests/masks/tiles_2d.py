@@ -1,0 +1,11 @@
+"""2-D tiles (Swin, sliding tile attention): an image of 32 patches a row, in windows of 8 rows and 32 columns."""
+
+import flashgen as fg
+
+WIDTH, HEIGHT = 64, 8
+
+
+@fg.variant
+def tiles_2d(b, h, q, k):
+    row, column = q // WIDTH // HEIGHT, q % WIDTH // 32
+    return (row == k // WIDTH // HEIGHT) & (column == k % WIDTH // 32)

@@ -1,0 +1,13 @@
+"""One rank of a zigzag ring: half of its queries are from the front and half from the back of the sequence."""
+
+import flashgen as fg
+
+HALF = 512
+
+
+@fg.variant
+def zigzag(b, h, q, k):
+    def place(x):
+        return fg.where(x < HALF, x + HALF, x + 4 * HALF)
+
+    return place(k) <= place(q)

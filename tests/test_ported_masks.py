@@ -1,0 +1,102 @@
+"""Masks as people bring them from other code: tiles beside those of a block mask, and the same in emitted CUDA."""
+
+import dataclasses
+
+import numpy as np
+import ported
+import ptx_attention
+import pytest
+import test_ptx_attention
+import test_ptx_backward
+import variant_kernel
+from test_codegen_variant_code import scheduled
+
+import flashgen as fg
+from flashgen.analysis import counts, tiles
+from flashgen.analysis.facts import analyse
+from flashgen.analysis.tiles import PARTIAL
+from flashgen.planning.plan import Tile
+
+#: Tiles of kernels, and one that no cell of these masks divides.
+TILES = (
+    Tile(q=128, kv=128),
+    Tile(q=128, kv=96),
+    *(pytest.param(Tile(q=q, kv=kv), marks=pytest.mark.slow) for q, kv in ((128, 64), (192, 64), (64, 112))),
+)
+
+#: Masks of which only data could tell more: flags, tables and positions whose order nothing promises.
+BY_DATA = ("gist_flags", "global_flags", "key_padding", "restarts", "rotated")
+
+#: What a tile of these costs nevertheless: (tiles visited, tiles masked) for each that a block mask has.
+LOSSES = {"morton": (1.9, 2.1)}
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("name", ported.FILES)
+def test_tiles_are_those_of_a_block_mask(name, tile):
+    facts, case = analyse(ported.variant(name)), ported.case(name)
+    judged, true = tiles.grid(facts, case, tile), tiles.true_grid(facts, case, tile)
+    assert np.all((judged == true) | (judged == PARTIAL)), "not sound"
+    found = counts.loss(judged, true)
+    assert counts.count(facts, case, tile).loss == found
+    if name in BY_DATA:
+        assert not found.exact, "now that it is exact, take it off the list"
+    else:
+        visits, masks = LOSSES.get(name, (1.05, 1.05))
+        assert found.visits <= visits and found.masks <= masks, str(found)
+
+
+#: One of each way in which classes are found: parts of one side and of both, elements at the ends of two indices and
+#: of one, an equality, a score.
+SOME = ("flamingo", "bigbird", "paged_blocks", "mixed_kinds", "document_offsets", "score_window")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ported.FILES)
+def test_emitted_classes_are_those_of_python(name):
+    facts, case = analyse(ported.variant(name)), ported.case(name, 333, q_len=333, kv_len=333, batch=2, heads=2)
+    tile = Tile(q=96, kv=112)
+    visited, *_ = variant_kernel.run(facts, case, tile)
+    np.testing.assert_array_equal(visited, scheduled(facts, case, tile))
+
+
+def test_emitted_classes_by_parts():
+    test_emitted_classes_are_those_of_python("top_blocks")
+
+
+def test_emitted_classes_by_elements_at_the_ends_of_indices():
+    test_emitted_classes_are_those_of_python("paged_blocks")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", ["ampere", "hopper"])
+@pytest.mark.parametrize("name", SOME)
+def test_kernels_move_what_the_walk_counts(name, pipeline):
+    """Forward and backward, right against float64."""
+    test_ptx_attention.check(ptx_attention.work(ported.variant(name), pipeline, q_len=211, kv_len=211))
+    test_ptx_backward.check(test_ptx_backward.Backward(ported.variant(name), pipeline=pipeline, q_len=211, kv_len=211))
+
+
+layout = fg.tensor(
+    "layout", dims=(None, None), dtype="bool", example=lambda p, rng: (rng.random((5, 5)) < 0.3) | np.eye(5, dtype=bool)
+)
+blocks_of_48 = fg.variant(lambda b, h, q, k: layout[q // 48, k // 48], name="blocks_of_48")
+
+
+@pytest.mark.slow
+def test_a_dq_by_itself_judges_its_own_tiles_by_parts():
+    test_ptx_backward.check(test_ptx_backward.Backward(blocks_of_48, deterministic=True))
+
+
+@pytest.mark.slow
+def test_packed_heads_judge_fewer_queries():
+    work = ptx_attention.work(blocks_of_48, "hopper", packed=True, heads=4, kv_heads=1)
+    test_ptx_attention.check(work)
+
+
+def test_without_parts_a_kernel_masks_more_than_python_says():
+    """The mutation that the tests above must notice."""
+    facts, case = analyse(ported.variant("frames")), ported.case("frames", 500)
+    tile = Tile(q=128, kv=128)
+    whole, *_ = variant_kernel.run(dataclasses.replace(facts, cells=None), case, tile)
+    assert (whole == PARTIAL).sum() > (scheduled(facts, case, tile) == PARTIAL).sum()
