@@ -66,7 +66,8 @@ def test_a_query_that_is_no_number_ends(dtype):
 
 def test_maxima_that_stay_overflow():
     w = climbing(work("full", "hopper", dtype="float16", **SHAPE), 40)
-    assert w.wrong(w.run(replace("SHARE = 0.0625f, MOST = 0x1p15f", "SHARE = 1e30f, MOST = 0x1p100f")))
+    share, most = replace("SHARE = 0.0625f", "SHARE = 1e30f"), replace("MOST = 0x1p15f", "MOST = 0x1p100f")
+    assert w.wrong(w.run(lambda source: share(most(source))))
 
 
 def test_o_and_the_sums_follow_the_maxima():

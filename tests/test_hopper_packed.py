@@ -164,11 +164,17 @@ def chosen(spec, head_dim, batch, heads, kv_heads, q_len, kv_len, dtype="bfloat1
     return planner.choose(menu, Problem(**shape, **dims), SMS)
 
 
+#: Menus whose tiles leave no registers to pack heads, at the head dims of the tests here.
+UNPACKED = {("document", 128), ("document", 192), ("document", 256), ("softcap", 64)}
+
+
 @pytest.mark.parametrize("spec", ["full", "causal_bottom_right", "sliding_window", "document"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kv_heads", [8, 4])
 @pytest.mark.parametrize("q_len", [1, 4, 16])
 def test_few_queries_of_many_heads_are_packed(spec, head_dim, kv_heads, q_len):
+    if (spec, head_dim) in UNPACKED:
+        pytest.skip("queries of two rows leave registers for fewer keys in a tile, whose sums have other bits")
     plan = chosen(spec, head_dim, 16, 32, kv_heads, q_len, 8192)
     assert plan.packed and plan.tile.q == 128
     assert plan.pack(32 // kv_heads) == 32 // kv_heads
@@ -206,6 +212,11 @@ def test_a_menu_has_at_most_one_packed_form_and_a_command_names_it(spec, head_di
             planner.menu(variant, "sm_90a", "bfloat16", head_dim, packed=True)
         return
     plan = menu.packed
+    assert (plan is None) == ((spec, head_dim) in UNPACKED)
+    if plan is None:
+        assert menu.forms == menu.plans
+        return
+    assert plan.order_of_sums == menu.plans[0].order_of_sums
     assert menu.forms == (*menu.plans, plan) and not any(p.packed for p in menu.plans)
     tile = (plan.tile.q, plan.tile.kv)
     for fixed in ({}, {"tile": tile, "stages": plan.stages, "q_stages": plan.q_stages}):
@@ -225,15 +236,14 @@ def test_what_packs_no_heads_says_so():
     assert "packed is of a forward" in reason.limit
 
 
-def test_a_tile_without_registers_for_two_queries_is_packed_with_fewer_keys():
+def test_a_tile_without_registers_for_two_queries_is_not_packed():
+    """With fewer keys it would be: the bits of its rows would show it."""
     asked = (load_spec("log_distance").bind(), "sm_90a", "bfloat16", 256)
-    alone, packed = planner.menu(*asked).plans[0], planner.menu(*asked).packed
-    assert packed.tile.q == alone.tile.q and packed.tile.kv < alone.tile.kv
-    assert packed.registers_estimate <= packed.program.consumer_registers
-    tile = (alone.tile.q, alone.tile.kv)
-    assert planner.menu(*asked, tile=tile).packed is None
-    with pytest.raises(PlanError, match=rf"registers to pack heads\n  nearest: {packed.tile}"):
-        planner.menu(*asked, tile=tile, packed=True)
+    found = planner.menu(*asked)
+    alone = found.plans[0]
+    assert found.packed is None
+    with pytest.raises(PlanError, match="registers to pack heads"):
+        planner.menu(*asked, tile=(alone.tile.q, alone.tile.kv), packed=True)
 
 
 def test_a_plan_says_what_a_tile_holds():

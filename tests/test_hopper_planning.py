@@ -100,24 +100,25 @@ def test_what_does_not_fit_in_registers():
 
 # Measured on an H200 (planning/records, at head_dim 64, 128 and 256; else generated/bench): what won on long sequences.
 @pytest.mark.parametrize(
-    ("variant", "head_dim", "tile", "stages", "q_stages", "ping_pong", "guarded"),
+    ("variant", "head_dim", "tile", "stages", "q_stages", "ping_pong"),
     [
-        (FULL, 64, "192x128", 2, 2, False, True),
-        (CAUSAL, 64, "192x128", 2, 2, False, True),
-        (FULL, 96, "192x112", 3, 1, False, True),
-        (FULL, 128, "128x128", 2, 2, False, True),
-        (CAUSAL, 128, "192x64", 2, 2, False, True),
-        (FULL, 192, "128x64", 2, 2, False, False),
-        (CAUSAL, 192, "128x80", 2, 2, False, False),
-        (FULL, 256, "128x80", 2, 1, False, False),
-        (CAUSAL, 256, "128x64", 2, 1, False, False),
+        (FULL, 64, "192x128", 2, 2, True),
+        (CAUSAL, 64, "192x128", 2, 2, True),
+        (FULL, 96, "192x64", 3, 2, False),
+        (FULL, 128, "128x128", 2, 2, False),
+        (CAUSAL, 128, "128x128", 2, 2, False),
+        (FULL, 192, "128x64", 2, 2, False),
+        (CAUSAL, 192, "128x64", 2, 2, False),
+        (FULL, 256, "128x64", 2, 1, False),
+        (CAUSAL, 256, "128x64", 2, 1, False),
     ],
 )
-def test_the_main_plan_is_the_one_that_was_measured_best(variant, head_dim, tile, stages, q_stages, ping_pong, guarded):
+def test_the_main_plan_is_one_that_was_measured_good(variant, head_dim, tile, stages, q_stages, ping_pong):
+    """The best of those whose kernels for few queries have as many keys in a tile."""
     main = menu(variant, head_dim).plans[0]
     how = main.specialized
     assert (str(main.tile), main.stages, main.q_stages) == (tile, stages, q_stages)
-    assert (how.ping_pong, how.softmax.without_row_max, how.o.by_tma) == (ping_pong, guarded, q_stages == 2)
+    assert (how.ping_pong, how.o.by_tma) == (ping_pong, q_stages == 2)
     assert how.scheduler.dynamic == (variant.mask is not None)
 
 

@@ -127,8 +127,7 @@ DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// P of a key beyond which its row's maximum follows it: `share` of what the row's lanes have added up, from 1 to
-// `most`.
+// P of a key beyond which its row's maximum follows it: `share` of what the row has added up, from 1 to `most`.
 DEVICE float lag_limit(float sum, float share, float most) {
   const float row_sum = quad_sum(sum);
   return row_sum == 0.f ? most : fminf(fmaxf(share * row_sum, 1.f), most);
@@ -141,8 +140,7 @@ struct OnlineSoftmax {
 
   // The maxima follow keys that outweigh a share of their rows (lag_limit), and the sums follow them; O is to follow by
   // `factor` where the result is true.
-  template <int N>
-  DEVICE bool track(const float (&s)[N][4], float scale, float share, float most, float (&factor)[2]) {
+  template <int N> DEVICE bool track(const float (&s)[N][4], float scale, float share, float most, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float highest = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
@@ -180,7 +178,8 @@ constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // in a tile: steps of 16
 constexpr int STAGES = 2;  // tiles of k and of v in shared memory
 constexpr int WARPS = 8, THREADS = 32 * WARPS, BLOCKS_PER_SM = 1;
 constexpr int WARP_ROWS = TILE_Q / WARPS, M = WARP_ROWS / 16;  // rows of a warp, in blocks of 16
-constexpr float SHARE = 0.0625f, MOST = 0x1p64f;  // of lag_limit: O is rescaled seldom
+constexpr float SHARE = 0.0625f;  // of what a row has added up: a key with more moves its maximum, and O is rescaled
+constexpr float MOST = 0x1p64f;  // P that moves it in any case
 
 typedef u16 bf16;
 

@@ -214,8 +214,7 @@ DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// P of a key beyond which its row's maximum follows it: `share` of what the row's lanes have added up, from 1 to
-// `most`.
+// P of a key beyond which its row's maximum follows it: `share` of what the row has added up, from 1 to `most`.
 DEVICE float lag_limit(float sum, float share, float most) {
   const float row_sum = quad_sum(sum);
   return row_sum == 0.f ? most : fminf(fmaxf(share * row_sum, 1.f), most);
@@ -324,7 +323,8 @@ constexpr int STAGES = 3, Q_STAGES = 2;  // tiles of k and of v, and of q, in sh
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
 constexpr int O_BARRIER = 4;  // named barriers of the warpgroups
-constexpr float SHARE = 0.0625f, MOST = 0x1p64f;  // of lag_limit: O is rescaled seldom
+constexpr float SHARE = 0.0625f;  // of what a row has added up: a key with more moves its maximum, and O is rescaled
+constexpr float MOST = 0x1p64f;  // P that moves it in any case
 constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
 
 typedef u16 bf16;
