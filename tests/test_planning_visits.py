@@ -54,3 +54,10 @@ def test_a_reason_says_what_a_tile_visits():
     rejected = planner.menu(load_spec("blocks").bind(), "sm_90a", "bfloat16", 128).rejected
     (reason,) = [str(r) for r in rejected if str(r).startswith("128 x 96, 3 stages")]
     assert "the time of 128 x 64, 3 stages: its tiles visit 1.38x the scores" in reason
+
+
+def test_cells_of_any_size_are_judged_in_no_more_memory():
+    for block in (100_003, 2_000_003, 1 << 30):
+        variant = fg.variant(lambda b, h, q, k, block=block: layout[q // block, k // block])
+        assert visits.share(variant, Tile(q=128, kv=96)) == pytest.approx(visits.SHOWN, rel=0.02)
+        assert 0 < visits.share(fg.variant(lambda b, h, q, k, n=block: q // n == k // n), Tile(q=128, kv=96)) <= 1

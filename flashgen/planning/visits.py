@@ -21,6 +21,9 @@ from flashgen.planning.plan import Tile
 #: Queries and keys (more where they would be so few cells) on which a mask that reads no data is looked at.
 LENGTH, LEAST_CELLS = 2048, 8
 
+#: Tiles of a side that are looked at: where cells are larger, few are cut.
+MOST_TILES = 4096
+
 #: The share of cells that data are taken to show, each whatever the others are.
 SHOWN = 0.25
 
@@ -36,8 +39,9 @@ def share(variant: Variant, tile: Tile) -> float:
         rows = np.array([shown[first : last + 1].any(axis=0) for first, last in _met(tile.q, cells.q, len(shown))])
         seen = [rows[:, first : last + 1].any(axis=1) for first, last in _met(tile.kv, cells.k, shown.shape[1])]
         return float(np.mean(seen))
-    met = np.multiply.outer(*(last - first + 1 for first, last in map(np.transpose, _repeating(cells, tile))))
-    return float((1 - (1 - SHOWN) ** met).mean())
+    # By how many cells tiles meet, and how often: tiles themselves may be more than memory holds.
+    (q, of_q), (k, of_k) = (_counted(last - first + 1) for first, last in map(np.transpose, _repeating(cells, tile)))
+    return float(of_q @ (1 - (1 - SHOWN) ** np.multiply.outer(q, k)) @ of_k)
 
 
 @lru_cache(maxsize=256)
@@ -55,11 +59,17 @@ def _shown(variant: Variant) -> np.ndarray | None:
     return found if found.any() else None
 
 
+def _counted(met: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each value, and its share of all."""
+    values, counts = np.unique(met, return_counts=True)
+    return values, counts / counts.sum()
+
+
 def _met(size: int, cell: int | None, cells: int) -> np.ndarray:
-    """The first and last of so many cells that each tile meets; without cells all is one."""
+    """The first and last of so many cells that each tile meets, of the first MOST_TILES; without cells all is one."""
     if cell is None:
         return np.zeros((1, 2), np.int64)
-    first = np.arange(-(-cells * cell // size)) * size
+    first = np.arange(min(-(-cells * cell // size), MOST_TILES)) * size
     return np.stack([first // cell, np.minimum((first + size - 1) // cell, cells - 1)], axis=1)
 
 
