@@ -90,17 +90,22 @@ def test_reasons_of_rejected_candidates_are_true(request):
             assert bytes_needed <= arch.smem_per_block
             assert int(r.reason.split()[1]) > 255 or "threads" in r.reason
         else:
-            if menu.record:  # its times rank the plans, beside the one that is fastest on the longest shape
-                mean, least, most = map(float, re.findall(r"([\d.]+)x", r.reason))
-                assert r.reason == f"measured {mean:.2f}x the menu's time, {least:.2f}x to {most:.2f}x by shape"
-                assert least <= mean <= most and mean > 1 - planner.USEFUL * len(menu.measured.shapes)
-                continue
-            assert r.reason.startswith("predicted")
-            assert float(r.reason.split()[1].rstrip("x")) >= 1
-            i, rival = next(
-                (i, p) for i, p in enumerate(menu.plans) if f" {p.tile.q} x {p.tile.kv}, {p.stages} stages" in r.reason
+            reason, _, other_bits = r.reason.partition(", whose bits are those of ")
+            assert other_bits == (
+                "" if r.tile.kv == menu.plans[0].tile.kv else f"{menu.plans[0].tile.kv} keys at a time"
             )
-            assert (i > 0) == r.reason.endswith("where blocks are few") and r.tile.q >= rival.tile.q
+            if menu.record:  # its times rank the plans, beside the one that is fastest on the longest shape
+                mean, least, most = map(float, re.findall(r"([\d.]+)x", reason))
+                assert reason == f"measured {mean:.2f}x the menu's time, {least:.2f}x to {most:.2f}x by shape"
+                assert least <= mean <= most
+                assert other_bits or mean > 1 - planner.USEFUL * len(menu.measured.shapes)
+                continue
+            assert reason.startswith("predicted")
+            assert other_bits or float(reason.split()[1].rstrip("x")) >= 1
+            i, rival = next(
+                (i, p) for i, p in enumerate(menu.plans) if f" {p.tile.q} x {p.tile.kv}, {p.stages} stages" in reason
+            )
+            assert (i > 0) == reason.endswith("where blocks are few") and r.tile.q >= rival.tile.q
             fixed = planner.menu(**request, tile=(r.tile.q, r.tile.kv), stages=r.stages)
             if fixed.plans[0].warps == r.warps:
                 assert fixed.seconds_per_score[0][-1] >= menu.seconds_per_score[0][-1] / planner.NEAR
