@@ -299,7 +299,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     short = request.widest <= SHORT_COLUMNS
     score_emitted_twice = _score_emitted_twice(c, request)
     # Other masks spill with code for each kind of tile, and without a score it brings nothing (0.99 to 1.00).
-    separate_full_tiles = score_emitted_twice and request.profile.band and request.profile.scored
+    separate_full_tiles = score_emitted_twice and request.profile.band
     ping_pong = short and c.warpgroups > 2
     return make_plan(
         *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
@@ -414,4 +414,4 @@ def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: in
 def _score_emitted_twice(c: Candidate, request: KernelRequest) -> bool:
     """Whether registers are left for a score function that is emitted twice."""
     needed = total(registers(c, request))
-    return not request.profile.scored or needed + ROOM <= division(c, request)[1]
+    return request.profile.scored and needed + ROOM <= division(c, request)[1]
