@@ -1,5 +1,6 @@
 """The CPU walk of a plan: right results, the kernel's order and skipping, and honest counts."""
 
+import dataclasses
 import functools
 import math
 
@@ -194,6 +195,65 @@ def test_tiles_do_not_change_results(data):
     )
     shape = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
     assert traffic.visible == np.broadcast_to(visible, shape).sum()
+
+
+# -- the bits of a row
+
+
+def peaked(problem, tile_kv):
+    """Rows that pass what they have seen by every slack, early and late in their walk, beside rows that none passes."""
+    q, k, v = inputs(problem)
+    for row, key in ((3, 2), (40, tile_kv + 1), (41, 2 * tile_kv), (90, problem.kv_len - 40), (90, 7)):
+        k[:, :, key] = 12 * q[:, : problem.kv_heads, row]
+    return q, k, v
+
+
+def whole_and_parts(monkeypatch, change=None):
+    """o and lse of a prefill of 150 queries and keys in a batch of two, and of parts of it: (whole, part) pairs."""
+    variant = load_spec("causal_bottom_right")
+    problem = problem_of(batch=2, heads=4, kv_heads=2, q_len=150, kv_len=150, head_dim=40, dtype="bfloat16")
+    q, k, v = peaked(problem, 32)
+    if change is not None:
+        change(monkeypatch)
+
+    def run(q, k, v, tile):
+        here = dataclasses.replace(problem, batch=q.shape[0], q_len=q.shape[2], kv_len=k.shape[2])
+        o, lse, _ = walk(variant, here, case_of(variant, here), (q, k, v), tile=tile)
+        return np.concatenate([o.float().numpy(), lse.numpy()[..., None]], -1).view(np.int32)
+
+    whole = run(q, k, v, (64, 32))
+    for rows in (1, 7, 64, 100):
+        yield whole[:, :, -rows:], run(q[:, :, -rows:], k, v, (64, 32))
+        yield whole[:, :, :rows], run(q[:, :, :rows], k[:, :, :rows], v[:, :, :rows], (64, 32))
+    yield whole[1:], run(q[1:], k[1:], v[1:], (64, 32))
+    for tile_q in (16, 32, 128):
+        yield whole, run(q, k, v, (tile_q, 32))
+
+
+def test_the_bits_of_a_row_are_its_own(monkeypatch):
+    """Chunks, prefixes, one of a batch and other tiles of queries change no bit of o and lse."""
+    for whole, part in whole_and_parts(monkeypatch):
+        np.testing.assert_array_equal(whole, part)
+
+
+def _maxima_of_tiles(monkeypatch):
+    add = tiles._Rows.add
+
+    def shared(self, s, v, *rest):
+        s = s.copy()
+        self.m = np.maximum(self.m, np.where(self.m == -np.inf, -np.inf, self.m.max(-1, keepdims=True)))
+        add(self, s, v, *rest)
+
+    monkeypatch.setattr(tiles._Rows, "add", shared)
+
+
+def _products_of_any_height(monkeypatch):
+    monkeypatch.setattr(tiles, "by_rows", lambda a, b: a @ b)
+
+
+@pytest.mark.parametrize("change", [_maxima_of_tiles, _products_of_any_height])
+def test_what_the_bits_of_a_row_hang_on(monkeypatch, change):
+    assert any((whole != part).any() for whole, part in whole_and_parts(monkeypatch, change))
 
 
 # -- what is read and written

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from flashgen.runtime.philox import Dropout
 
 
+#: Rows of a matrix product: those of one mma.
+_ROWS = 16
+
+
 @dataclass(slots=True, kw_only=True)
 class Visits:
     """What a walk visited, summed over batch and query heads: `total` to `full` are tiles (visited: partial and full),
@@ -106,23 +110,50 @@ def count(plan: KernelPlan, facts: Facts, case: Case, *, head_dim: int, v_head_d
     return _Walk(plan, facts, case, q, k, v, scale=1.0, dtype=dtype).count()
 
 
-class _Rows:
-    """The running softmax of one Q tile: m the row maxima, l the row sums of p, acc the unnormalised output."""
+def by_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a @ b [..., rows, columns], each row with the bits that it has beside any other rows: of a matrix of another height
+    a BLAS may add in another order."""
+    *outer, rows, depth = a.shape
+    if (beyond := -rows % _ROWS) != 0:
+        a = np.concatenate([a, np.zeros((*outer, beyond, depth), a.dtype)], axis=-2)
+    found = a.reshape(*outer, -1, _ROWS, depth) @ b[..., None, :, :]
+    return found.reshape(*found.shape[:-3], rows + beyond, -1)[..., :rows, :]
 
-    def __init__(self, q: np.ndarray, v_head_dim: int) -> None:
+
+def of_length(x: np.ndarray, length: int, axis: int, value: float) -> np.ndarray:
+    """The same with so many elements on an axis, the last of them `value`."""
+    if (beyond := length - x.shape[axis]) == 0:
+        return x
+    shape = list(x.shape)
+    shape[axis] = beyond
+    return np.concatenate([x, np.full(shape, value, x.dtype)], axis)
+
+
+class _Rows:
+    """The running softmax of one Q tile: m the row maxima, l the row sums of p, acc the unnormalised output.
+
+    A maximum lags as a kernel's does: it follows a key whose p passes `share` of what its row has added up, and p that
+    passes 2^`most`.  All that a row becomes depends on the row alone.
+    """
+
+    def __init__(self, q: np.ndarray, v_head_dim: int, plan: KernelPlan) -> None:
+        self.keys, self.share, self.most = plan.tile.kv, plan.lag_share, 2.0**plan.lag_most
         self.m = np.full(q.shape[:-1], -np.inf, q.dtype)
         self.l = np.zeros(q.shape[:-1], q.dtype)
         self.acc = np.zeros((*q.shape[:-1], v_head_dim), q.dtype)
 
     def add(self, s: np.ndarray, v: np.ndarray, dtype: str, kept: np.ndarray | None = None) -> None:
         """One KV tile's scores (-inf where masked) and values, and which pairs dropout keeps."""
-        m = np.maximum(self.m, s.max(axis=-1))
+        s, v = of_length(s, self.keys, -1, -np.inf), of_length(v, self.keys, -2, 0.0)
+        highest = s.max(axis=-1)
+        limit = np.where(self.l == 0, self.most, np.clip(self.share * self.l, 1, self.most))
+        m = np.where(np.exp(highest - self.m) > limit, highest, self.m)
         base = np.where(m == -np.inf, 0, m)  # nothing visible yet: exp(-inf - 0) is 0, where -inf - -inf is not
         p = np.exp(s - base[..., None])
         decay = np.exp(self.m - base)
         self.l = self.l * decay + p.sum(axis=-1)
-        p = p if kept is None else np.where(kept, p, 0)
-        self.acc = self.acc * decay[..., None] + rounded(p, dtype) @ v
+        p = p if kept is None else np.where(of_length(kept, self.keys, -1, False), p, 0)
+        self.acc = self.acc * decay[..., None] + by_rows(rounded(p, dtype), v)
         self.m = m
 
     def finish(self, factor: float) -> tuple[np.ndarray, np.ndarray]:
@@ -199,7 +230,8 @@ class Tiles:
         self, q: np.ndarray, k: np.ndarray, symbols: Mapping[str, np.ndarray], live: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """scale * q k^T, and what the score function makes of it."""
-        raw = self.precision(self.scale) * (q @ k.swapaxes(-1, -2))
+        keys, k = k.shape[-2], of_length(k, self.plan.tile.kv, -2, 0.0)
+        raw = self.precision(self.scale) * by_rows(q, k.swapaxes(-1, -2))[..., :keys]
         if self.variant.score_node is None:
             return raw, raw
         s = self.evaluate(self.variant.score_node, self.precision, {**symbols, "s": raw}, live=live)
@@ -253,7 +285,7 @@ class _Walk(Tiles):
         lse = np.full(self.q.shape[:-1], -np.inf, self.precision)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for at, rows, schedule in self._q_tiles():
-                running = _Rows(self.q[*at, rows].astype(self.precision, copy=False), dim)
+                running = _Rows(self.q[*at, rows].astype(self.precision, copy=False), dim, self.plan)
                 self._walk_row(at, rows, schedule, running)
                 o[*at, rows], lse[*at, rows] = running.finish(1.0 if self.dropout is None else self.dropout.scale)
                 self._wrote(o[*at, rows], lse[*at, rows])
