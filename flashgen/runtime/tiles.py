@@ -111,8 +111,8 @@ def count(plan: KernelPlan, facts: Facts, case: Case, *, head_dim: int, v_head_d
 
 
 def by_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a @ b [..., rows, columns], each row with the bits that it has beside any other rows: of a matrix of another height
-    a BLAS may add in another order."""
+    """a @ b [..., rows, columns], each row with the bits that it has beside any other rows: of a matrix of another
+    height a BLAS may add in another order."""
     *outer, rows, depth = a.shape
     if (beyond := -rows % _ROWS) != 0:
         a = np.concatenate([a, np.zeros((*outer, beyond, depth), a.dtype)], axis=-2)
