@@ -35,6 +35,7 @@ weights = fg.tensor("weights", dims=(None, None), dtype="float32")
         (lambda b, h, q, k: q // 1560 == k % 1560 // 60, Cells(q=1560, k=60)),
         (lambda b, h, q, k: (q & 3) == (k & 3), Cells(q=32, k=32)),
         (lambda b, h, q, k: (q // 64 ^ k // 64) < 2, Cells(q=64, k=64)),
+        (lambda b, h, q, k: q // 3 <= k // 3 + q // (1 << 30), Cells(q=1 << 30, k=33)),
         (lambda b, h, q, k: ids[k // 64] <= q, Cells(q=None, k=64)),
         (lambda b, h, q, k: (q - k) % 128 == 0, None),
         (lambda b, h, q, k: q // block == k // block, None),

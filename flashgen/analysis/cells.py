@@ -120,13 +120,17 @@ def _jumps(n: Node, steps: dict[Node, _Steps | None]) -> Iterator[tuple[str, int
         yield found.position, found.cell * -(-LEAST // found.cell)  # a range knows the bits above those that vary
 
 
+#: Cells tried before one size alone is taken: q // 2 and q // (1 << 30) would try half a billion.
+_TRIED = 4096
+
+
 def _common(sizes: set[int]) -> int | None:
     """The smallest cell from LEAST on that each of these divides, or is divided by; else the smallest of them."""
     sizes = {size for size in sizes if size > 1}
     if not sizes:
         return None
     least = math.gcd(*sizes)
-    for cell in range(-(-LEAST // least) * least, max(*sizes, LEAST) + 1, least):
+    for cell in range(-(-LEAST // least) * least, max(*sizes, LEAST) + 1, least)[:_TRIED]:
         if all(cell % size == 0 or size % cell == 0 for size in sizes):
             return cell
     return min((size for size in sizes if size >= LEAST), default=-(-LEAST // least) * least)
