@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tolerance import KERNELS, baseline, judge, judge_lse, reference
+from tolerance import baseline, judge, judge_lse, reference
 
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.analysis.tiles import Case
@@ -61,7 +61,7 @@ class Work:
         ref, ref_lse = reference(self.variant, self.case, *self.qkv, scale=self.scale)
         base, _ = baseline(self.variant, self.case, *self.qkv, scale=self.scale)
         o = torch.from_numpy(result.o).to(getattr(torch, self.problem.dtype))
-        verdict = judge(o, base, ref, self.problem.dtype, KERNELS)
+        verdict = judge(o, base, ref, self.problem.dtype)
         return verdict.reasons + judge_lse(torch.from_numpy(result.lse), ref_lse)
 
 

@@ -13,7 +13,7 @@ import flashgen as fg
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.ops import OPS
 from flashgen.runtime import reference as subject
-from flashgen.runtime.reference import KERNELS, POOL, baseline, judge, judge_lse, reference
+from flashgen.runtime.reference import POOL, baseline, judge, judge_lse, reference
 
 B, HEADS, KV_HEADS, Q_LEN, KV_LEN, DIM, V_DIM = 2, 4, 2, 19, 23, 8, 5
 
@@ -307,14 +307,6 @@ def test_what_chance_makes_of_few_elements_is_allowed():
     for n, factor, ok in cases:
         ref, noise = drawn(n)
         assert judge(ref - factor * noise, ref + noise, ref, "bfloat16").ok == ok
-
-
-def test_what_kernels_are_held_to_is_looser_and_a_limit():
-    ref, noise = drawn(POOL)
-    for factor in (1.2, 1.45):
-        assert not judge(ref - factor * noise, ref + noise, ref, "float16").ok
-        assert judge(ref - factor * noise, ref + noise, ref, "float16", KERNELS).ok
-    assert not judge(ref - 1.6 * noise, ref + noise, ref, "float16", KERNELS).ok
 
 
 def test_an_exact_baseline_leaves_a_few_ties():

@@ -11,7 +11,7 @@ from flashgen.bench.contest import Measured, Setting
 from flashgen.bench.protocol import interleave, whole_turns
 from flashgen.planning.traffic_backward import useful_flops
 from flashgen.runtime.gradients import OF_INPUTS, baseline_gradients, judge_gradients, reference_gradients
-from flashgen.runtime.reference import KERNELS, Pairs
+from flashgen.runtime.reference import Pairs
 
 if TYPE_CHECKING:
     import torch
@@ -122,6 +122,6 @@ def check(at: Setting, found: Mapping[str, tuple[torch.Tensor, ...]], pairs: Pai
     return [
         f"{about}{what}: {reason}"
         for about, gradients in found.items()
-        for what, verdict in judge_gradients(map(part, gradients), base, ref, p.dtype, KERNELS).items()
+        for what, verdict in judge_gradients(map(part, gradients), base, ref, p.dtype).items()
         for reason in verdict.reasons
     ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flashgen.bench import contest, peers
 from flashgen.bench.contest import Measured, Setting
 from flashgen.bench.protocol import interleave, whole_turns
-from flashgen.runtime.reference import KERNELS, baseline, judge, judge_lse, reference
+from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
 if TYPE_CHECKING:
     import torch
@@ -76,4 +76,4 @@ def check(at: Setting, o: torch.Tensor, lse: torch.Tensor) -> list[str]:
     asked = at.variant.bind(), at.case, at.q, at.k, at.v
     ref, ref_lse = reference(*asked, scale=at.scale)
     base, _ = baseline(*asked, scale=at.scale)
-    return [*judge(o, base, ref, at.cell.problem.dtype, KERNELS).reasons, *judge_lse(lse, ref_lse)]
+    return [*judge(o, base, ref, at.cell.problem.dtype).reasons, *judge_lse(lse, ref_lse)]

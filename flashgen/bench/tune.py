@@ -28,7 +28,7 @@ from flashgen.runtime import driver
 from flashgen.runtime import kernel as kernels
 from flashgen.runtime.captured import examples, on_device
 from flashgen.runtime.launch import COUNTERS, Captured, make_launch
-from flashgen.runtime.reference import KERNELS, baseline, judge, judge_lse, reference
+from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
 if TYPE_CHECKING:
     import torch
@@ -314,5 +314,5 @@ def _check(variant: Variant, head_dim: int, v_head_dim: int, dtype: str, built: 
     for name, (_, kernel) in built.items():
         call, o, lse = _call(kernel, problem, q, k, v, case)
         call()
-        if reasons := [*judge(o, base, ref, dtype, KERNELS).reasons, *judge_lse(lse, ref_lse)]:
+        if reasons := [*judge(o, base, ref, dtype).reasons, *judge_lse(lse, ref_lse)]:
             raise LaunchError(f"{variant.name!r}, {name}: {reasons[0]}")

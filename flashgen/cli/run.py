@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flashgen.lang.variant import Variant
     from flashgen.planning.problem import Problem
     from flashgen.runtime.philox import Dropout
-    from flashgen.runtime.reference import Rule, Verdict
+    from flashgen.runtime.reference import Verdict
 
 #: What a sweep takes every spec through; a CPU takes the lengths that its walk does at once.
 _LENGTHS = {"cpu": (1, 127), "cuda": (1, 127, 1000, 4096)}
@@ -246,7 +246,7 @@ def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bo
         refs.append(ref.flatten())
         lses.append(lse.flatten())
         ref_lses.append(ref_lse.flatten())
-    verdict = judge(torch.cat(outs), torch.cat(bases), torch.cat(refs), p.dtype, _rule(device))
+    verdict = judge(torch.cat(outs), torch.cat(bases), torch.cat(refs), p.dtype)
     return Checked(verdict=verdict, lse_reasons=judge_lse(torch.cat(lses), torch.cat(ref_lses)), seconds=taken)
 
 
@@ -304,7 +304,7 @@ def _check_gradients(
         [torch.cat([x.flatten() for x in parts]) for parts in zip(*by_draw, strict=True)]
         for by_draw in zip(*draws, strict=True)
     ]
-    verdicts = judge_gradients(*together, p.dtype, _rule(device))
+    verdicts = judge_gradients(*together, p.dtype)
     for name, drawn in of_captured.items():
         verdicts[f"d{name}"] = judge_captured(*map(torch.stack, zip(*drawn, strict=True)))
     return verdicts
@@ -315,13 +315,6 @@ def _draws(elements: int, device: str) -> int:
     from flashgen.runtime.reference import POOL
 
     return max(1, math.ceil(_SHARE[device] * POOL / elements)) if elements else 1
-
-
-def _rule(device: str) -> Rule:
-    """The rule of the walk, or of emitted kernels."""
-    from flashgen.runtime.reference import KERNELS, RULE
-
-    return KERNELS if device == "cuda" else RULE
 
 
 def _shapes(p: Problem) -> tuple[tuple[int, ...], ...]:

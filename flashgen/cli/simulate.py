@@ -106,7 +106,7 @@ def _run(
     import torch
 
     from flashgen.interpreter.simulate import simulate
-    from flashgen.runtime.reference import KERNELS, baseline, judge, judge_lse, reference
+    from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
     p, case, variant = resolved.problem, resolved.case, resolved.variant
     dtype, scale = getattr(torch, p.dtype), 1 / math.sqrt(p.head_dim)
@@ -119,7 +119,7 @@ def _run(
     done = simulate(resolved.plan, case, *arrays, **asked, seed=order, step_limit=step_limit)
     ref, ref_lse = reference(variant, case, q, k, v, **asked)
     base, _ = baseline(variant, case, q, k, v, **asked)
-    verdict = judge(torch.from_numpy(done.o).to(dtype), base, ref, p.dtype, KERNELS)
+    verdict = judge(torch.from_numpy(done.o).to(dtype), base, ref, p.dtype)
     return done.report, verdict.reasons + judge_lse(torch.from_numpy(done.lse), ref_lse)
 
 

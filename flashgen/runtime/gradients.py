@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.analysis.derivative import differentiable
 from flashgen.runtime.reference import (
-    RULE,
     Block,
     Evaluator,
     Pairs,
-    Rule,
     Verdict,
     blocks,
     judge,
@@ -156,11 +154,10 @@ def judge_gradients(
     base: Sequence[torch.Tensor],
     ref: Sequence[torch.Tensor],
     dtype: str,
-    rule: Rule = RULE,
 ) -> dict[str, Verdict]:
     """dq, dk and dv by the tolerance rule of `runtime.reference.judge`, by name; `base` and `ref` begin with them."""
     each = zip(OF_INPUTS, found, base[:3], ref[:3], strict=True)
-    return {name: judge(*tensors, dtype, rule) for name, *tensors in each}
+    return {name: judge(*tensors, dtype) for name, *tensors in each}
 
 
 def judge_captured(found: torch.Tensor, base: torch.Tensor, ref: torch.Tensor) -> Verdict:

@@ -36,6 +36,14 @@ TAIL = 1e-3
 #: Keys that the baseline takes at a time: those of a tile of FlashAttention-3.
 KEYS_AT_A_TIME = 128
 
+#: How many times the baseline's an error may be: the largest, the 99.9th percentile, the RMS.  All results are held to
+#: these, the walk's on a CPU and those of emitted kernels.
+LARGEST, OF_TAIL, OF_RMS = 2.0, 1.15, 1.05
+
+#: What it may be beside a baseline that errs nowhere, in ulp of the dtype at the RMS of the result: the RMS of half an
+#: ulp in one element of 4,096, as a tie that is rounded the other way.
+TIES = 2.0**-7
+
 #: Bits of a significand after its leading one.
 _FRACTION_BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
 
@@ -117,27 +125,6 @@ def _finite(m: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """How many times the baseline's an error may be: the largest, the 99.9th percentile, the RMS; and what it may be
-    beside a baseline that errs nowhere, in ulp of the dtype at the RMS of the result."""
-
-    largest: float = 2.0
-    tail: float = 1.15
-    rms: float = 1.05
-    ulps: float = 2.0**-7  # the RMS of half an ulp in one element of 4,096, as a tie that is rounded the other way
-
-
-#: Of any result: what the tile walk is held to, every kernel of `flashgen bench data`, and the kernels of a backward,
-#: given o and lse of a forward that keeps to it.
-RULE = Rule()
-
-#: Of emitted forwards as they are, and of gradients that are made of their o; this is the one place that says so.  The
-#: row max of a forward may lag behind its scores: the P of a heavy key is then no power of two, and is rounded where
-#: its sum is not.
-KERNELS = Rule(largest=2.5, tail=1.6, rms=1.5, ulps=0.5)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Errors of a result and of the baseline against float64, and what breaks the rule (empty: nothing)."""
 
@@ -160,16 +147,16 @@ class Verdict:
         return not self.reasons
 
 
-def judge(out: torch.Tensor, base: torch.Tensor, ref: torch.Tensor, dtype: str, rule: Rule = RULE) -> Verdict:
+def judge(out: torch.Tensor, base: torch.Tensor, ref: torch.Tensor, dtype: str) -> Verdict:
     """The tolerance rule, for `out` beside `base` against the float64 `ref`, all of one shape, of n elements.
 
     Of the baseline's errors at most twice the largest, 1.15 times the 99.9th percentile (asked of `POOL` elements) and
-    1.05 times the RMS, or as much as `rule` says.  To the largest half an ulp of `dtype` at the RMS of `ref` is added,
-    to the others `rule.ulps`, and to the 1.05, of fewer elements than `POOL`, what chance makes of n, 4 / sqrt(n).
-    Signed bias |mean(err * sign(ref))| <= 4 RMS(err) / sqrt(n) + 2^-12 RMS(ref), or 1.05 times the baseline's where
-    that is more: elements may round alike, as those of rows that attend to one key.  Where `dtype` is float32 sums
-    round as much as results do, and an ulp is added to all.  Where it is float64 those of the reference do too: the
-    limits are 64 ulp, at the largest value of `ref` and at its RMS.
+    1.05 times the RMS.  To the largest half an ulp of `dtype` at the RMS of `ref` is added, to the others `TIES`, and
+    to the 1.05, of fewer elements than `POOL`, what chance makes of n, 4 / sqrt(n).  Signed bias
+    |mean(err * sign(ref))| <= 4 RMS(err) / sqrt(n) + 2^-12 RMS(ref), or 1.05 times the baseline's where that is more:
+    elements may round alike, as those of rows that attend to one key.  Where `dtype` is float32 sums round as much as
+    results do, and an ulp is added to all.  Where it is float64 those of the reference do too: the limits are 64 ulp,
+    at the largest value of `ref` and at its RMS.
     """
     err, base_err = (out.double() - ref).flatten(), (base.double() - ref).flatten()
     n = err.numel()
@@ -181,14 +168,14 @@ def judge(out: torch.Tensor, base: torch.Tensor, ref: torch.Tensor, dtype: str, 
     max_error, tail_error, rms_error = float(err.abs().max()), percentile(err, TAIL), rms(err)
     base_max, base_tail, base_rms = float(base_err.abs().max()), percentile(base_err, TAIL), rms(base_err)
     bias, base_bias = (abs(float((x * ref.flatten().sign()).mean())) for x in (err, base_err))
-    max_limit = rule.largest * base_max + ulp / 2 + of_sums
-    tail_limit = rule.tail * base_tail + rule.ulps * ulp + of_sums if n >= POOL else max_limit
+    max_limit = LARGEST * base_max + ulp / 2 + of_sums
+    tail_limit = OF_TAIL * base_tail + TIES * ulp + of_sums if n >= POOL else max_limit
     chance = 4 / math.sqrt(n)
-    rms_limit = math.hypot((rule.rms + (chance if n < POOL else 0.0)) * base_rms, rule.ulps * ulp) + of_sums
+    rms_limit = math.hypot((OF_RMS + (chance if n < POOL else 0.0)) * base_rms, TIES * ulp) + of_sums
     if dtype == "float64":
         max_limit, rms_limit = 64 * _ulp(float(ref.abs().max()), dtype), 64 * ulp
         tail_limit = max_limit
-    bias_limit = max(chance * rms_error + 2.0**-12 * ref_rms, rule.rms * base_bias)
+    bias_limit = max(chance * rms_error + 2.0**-12 * ref_rms, OF_RMS * base_bias)
     reasons = []
     if not math.isfinite(ref_rms):
         reasons.append("the float64 reference itself is not finite")

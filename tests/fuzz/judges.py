@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import variant_kernel
-from tolerance import ENOUGH, KERNELS, RULE, Rule, judge
+from tolerance import ENOUGH, judge
 
 import flashgen
 from flashgen.analysis import tiles
@@ -248,7 +248,7 @@ def check_kernels(case: Case) -> None:
     lse = expected.right.lse.float().numpy()
     found = simulate_backward(plan, data, *arrays, o, lse, d_o.float().numpy(), scale=scale, dlse=dlse)
     for name in "qkv":
-        expected.check(name, getattr(found, f"d{name}"), RULE)
+        expected.check(name, getattr(found, f"d{name}"))
     for name, gradient in found.captured.items():
         expected.check(name, gradient)
 
@@ -291,7 +291,7 @@ class Expected:
             raise Undecided(f"rounding of scores decides what {name} is")
         return largest
 
-    def check(self, name: str, found, rule: Rule = KERNELS) -> None:
+    def check(self, name: str, found) -> None:
         """The project's rule where there are elements enough; else the largest error alone, beside a floor that the
         rounding of 16-bit values has whatever is drawn."""
         right, same = self.of(name, self.right), self.of(name, self.same)
@@ -312,7 +312,7 @@ class Expected:
             value = f"{float(found.flatten()[at]):.6g}, not {float(right.flatten()[at]):.6g}"
             raise Wrong(f"{name}{where} is {value} (more than {limit:.3g} off)")
         if right.numel() >= ENOUGH and self.case.dtype in ("float16", "bfloat16"):
-            verdict = judge(found, same, right, self.case.dtype, rule)
+            verdict = judge(found, same, right, self.case.dtype)
             allowed = verdict.rms_limit + spread + ulp * noise
             if not verdict.rms_error <= allowed:
                 raise Wrong(f"{name}: RMS error {verdict.rms_error:.3g} exceeds {allowed:.3g}")

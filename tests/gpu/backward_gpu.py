@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from gpu_checks import DEVICE, case_of, example_tensors, poison, random_inputs
-from tolerance import KERNELS, POOL, judge
+from tolerance import POOL, judge
 
 import flashgen as fg
 from flashgen.analysis.derivative import differentiable
@@ -87,7 +87,7 @@ def check(
             of_captured.setdefault(name, []).append((got, base.captured[name], ref.captured[name]))
     for name, pool in pools.items():
         got, same, right = (torch.cat(x) for x in zip(*pool, strict=True))
-        verdict = judge(got, same, right, problem.dtype, KERNELS)
+        verdict = judge(got, same, right, problem.dtype)
         assert verdict.ok, f"{name} of {variant.name} {problem} {params} seed {seed}\n  {verdict}"
     for name, drawn in of_captured.items():
         settle_captured(*map(torch.stack, zip(*drawn, strict=True)), f"{variant.name} {name} {problem}")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from tolerance import KERNELS, POOL, Verdict, baseline, judge, judge_lse, reference
+from tolerance import POOL, Verdict, baseline, judge, judge_lse, reference
 
 import flashgen as fg
 from flashgen.analysis.tiles import Case
@@ -117,7 +117,7 @@ def check(
             pool.append(tensor.flatten())
     o, base, ref, lse, ref_lse = map(torch.cat, pools)
     about = f"{variant.name} {problem} scale {scale} {params} seed {seed}"
-    settle(judge(o, base, ref, dtype, KERNELS), judge_lse(lse, ref_lse), about)
+    settle(judge(o, base, ref, dtype), judge_lse(lse, ref_lse), about)
 
 
 def settle(verdict: Verdict, lse_reasons: tuple[str, ...], about: str) -> None:
