@@ -175,6 +175,7 @@ class VariantCode:
     small_tanh   where the score has one tanh, and its argument is cheap to look at before
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
+    sink      a logit beside the keys of a row
     finite_at_zero   without it P of rows beyond the last query, whose lse is infinite, has to be made 0
     lookups   what `keep` is given of captured tensors; empty: it reads them itself
     formula   (kind, text) lines for the banner
@@ -187,6 +188,7 @@ class VariantCode:
     runs: Decision | None
     classes: Decision | None
     parts: Parts | None
+    sink: Body | None
     clamp_q: bool
     clamp_k: bool
     long_keep: bool
@@ -234,6 +236,7 @@ def variant_code(facts: Facts, tile: Tiling, lookups: tuple[Node, ...] = ()) -> 
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
     `keep` is given these elements of captured tensors."""
     mask, score = _printed(facts)
+    sink = facts.variant.sink_node
     masked = mask is not None
     loads = _loads(root for root in (mask, score) if root is not None)
     given = _lookups(lookups, facts) if masked else {}
@@ -248,13 +251,14 @@ def variant_code(facts: Facts, tile: Tiling, lookups: tuple[Node, ...] = ()) -> 
         runs=Decider(facts).runs() if masked else None,
         classes=Decider(facts, cornered).classes(by_parts=cut is not None) if masked else None,
         parts=None if cut is None else _parts(cut),
+        sink=None if sink is None else Printer(wide=facts.int64).body(sink),
         clamp_q=any(depends_on(n, "q") for n in loads),
         clamp_k=any(depends_on(n, "k") for n in loads),
         long_keep=masked and not facts.exact,
         long_score=score is not None and any(map(_takes_long, walk([score]))),
         finite_at_zero=score is None or finite_at_zero(score),
         lookups=tuple(given.values()),
-        formula=_formula(mask, score),
+        formula=_formula(mask, score, sink),
     )
 
 
@@ -304,9 +308,9 @@ def _small_tanh(score: Node, facts: Facts) -> SmallTanh | None:
     return SmallTanh(argument=printer.body(*taken[0].operands), score=printer.body(score))
 
 
-def _formula(mask: Node | None, score: Node | None) -> tuple[tuple[str, str], ...]:
-    roots = [(kind, root) for kind, root in (("visible", mask), ("score", score)) if root is not None]
-    texts = [(kind, Formula().inline(root, MAX_FORMULA)) for kind, root in roots]
+def _formula(mask: Node | None, score: Node | None, sink: Node | None) -> tuple[tuple[str, str], ...]:
+    roots = (("visible", mask), ("score", score), ("sink", sink))
+    texts = [(kind, Formula().inline(root, MAX_FORMULA)) for kind, root in roots if root is not None]
     return tuple((kind, text) for kind, text in texts if text is not None)
 
 
@@ -331,7 +335,8 @@ def _loads(roots: Iterable[Node]) -> list[Node]:
 def _sites(facts: Facts) -> dict[Tensor, list[Node]]:
     """Where each captured tensor is read, by name."""
     found: dict[Tensor, list[Node]] = {}
-    for n in _loads([*filter(None, _printed(facts)), *(_judged(facts) if facts.hidden else ())]):
+    printed = (*_printed(facts), facts.variant.sink_node)
+    for n in _loads([*filter(None, printed), *(_judged(facts) if facts.hidden else ())]):
         found.setdefault(n.attr, []).append(n)
     return dict(sorted(found.items(), key=lambda item: item[0].name))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashgen.analysis.derivative import differentiable
+from flashgen.analysis.derivative import differentiable_of
 from flashgen.analysis.facts import analyse
 from flashgen.lang.variant import Variant
 from flashgen.ops import memory
@@ -107,7 +107,7 @@ def in_order(deterministic: bool) -> bool:
 def with_gradient(variant: Variant, names: tuple[str, ...], needed: tuple[bool, ...]) -> tuple[str, ...]:
     """The captured tensors of a call that want a gradient and have one, sorted."""
     asked = {name for name, wants in zip(names, needed, strict=True) if wants}
-    return tuple(name for name in differentiable(variant.score_node) if name in asked)
+    return tuple(name for name in differentiable_of(variant) if name in asked)
 
 
 def results(*inputs: torch.Tensor) -> list[torch.Tensor]:
