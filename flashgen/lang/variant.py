@@ -418,8 +418,9 @@ def variant(
 ) -> Variant:
     """A variant from a mask function (b, h, q, k) and a score function (s, b, h, q, k); also a decorator of the mask.
 
-    `fg.variant()` alone is full attention.  `sink` is a learned one (`fg.sink`) beside each row's keys.  `head_dims` and `dtypes` say what is emitted ahead and tested; `only=True`
-    refuses a call outside them.  Pins: tile=(q, kv), stages, pipeline, arch.
+    `fg.variant()` alone is full attention.  `sink` is a learned one (`fg.sink`) beside each row's keys.  `head_dims`
+    and `dtypes` say what is emitted ahead and tested; `only=True` refuses a call outside them.  Pins: tile=(q, kv),
+    stages, pipeline, arch.
     """
     where = source.caller()
     for given, word in ((mask, "mask"), (score, "score")):

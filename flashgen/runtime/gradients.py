@@ -73,7 +73,7 @@ def reference_gradients(
         for block in blocks(q, k, pairs):
             rows = block.rows_of(q.detach()).double().requires_grad_()
             s, _ = _scores(variant, evaluator, block, scale * products(rows, k))
-            sink = evaluator.sinks(variant, torch.float64, block.symbols)
+            sink = evaluator.row_sinks(variant, torch.float64, block.symbols)
             m = s.detach().amax(-1)
             if sink is not None:
                 m = torch.maximum(m, sink.detach()[..., 0])
@@ -132,7 +132,7 @@ def baseline_gradients(
             raw = (scale * products(rows, wide_k)).requires_grad_()
             s, visible = _scores(variant, evaluator, block, raw)
         shown = s.detach()
-        sink = evaluator.sinks(variant, precision, block.symbols)
+        sink = evaluator.row_sinks(variant, precision, block.symbols)
         sink = None if sink is None else sink.detach()
         weights, lse = online_softmax(shown, q.dtype, sink)
         lse = lse[..., None]
@@ -148,7 +148,7 @@ def baseline_gradients(
         ds = p * (dp - delta)
         if sink is not None:
             with torch.enable_grad():
-                of_rows = evaluator.sinks(variant, precision, block.symbols).expand(*delta.shape)
+                of_rows = evaluator.row_sinks(variant, precision, block.symbols).expand(*delta.shape)
             taken = torch.exp(sink - torch.where(lse == -math.inf, 0.0, lse))
             (found,) = torch.autograd.grad(of_rows, [wanted[variant.sink.name]], -taken * delta)
             captured[variant.sink.name] += found

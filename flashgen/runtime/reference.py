@@ -290,7 +290,7 @@ def _attend(
         if variant.mask is not None:
             # A mask's floats are float32 in every precision: it says which pairs count, not how well.
             s = torch.where(evaluator(variant.mask, torch.float32, block.symbols), s, -math.inf)
-        p, grouped_lse[..., block.at] = weigh(s, sink=evaluator.sinks(variant, precision, block.symbols))
+        p, grouped_lse[..., block.at] = weigh(s, sink=evaluator.row_sinks(variant, precision, block.symbols))
         if dropout is not None:
             keep = kept(dropout, **block.symbols, heads=case.sizes["heads"])
             p = torch.where(keep, p * dropout.scale, 0.0)
@@ -422,7 +422,7 @@ class Evaluator:
         compute((), (root,))
         return values[root]
 
-    def sinks(
+    def row_sinks(
         self, variant: Variant, precision: torch.dtype, symbols: Mapping[str, torch.Tensor]
     ) -> torch.Tensor | None:
         """The sinks of rows, broadcast as b and h of `symbols` are; None: there is none."""

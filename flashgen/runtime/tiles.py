@@ -90,9 +90,9 @@ def walk(
     q is [batch, heads, q_len, head_dim], k and v [batch, kv_heads, kv_len, head_dim | v_head_dim], float32, or float64
     where `dtype` is "float64"; `dtype` is what the caller's tensors hold: it sizes the traffic, and p is rounded to it
     before P V.  s = scale * (q . k), then the score function, then the mask; a sink joins the sum of its row last; a
-    row with nothing to attend gives 0 and lse = -inf, or its sink.  With `dropout` o is that of the kept probabilities (FlashAttention, Dao et al. 2022, Algorithm 4), lse
-    that of all.  o has the precision of the sums: rounding it to `dtype` is the caller's.  Raises IndexError where a
-    captured tensor is read outside its dimension.
+    row with nothing to attend gives 0 and lse = -inf, or its sink.  With `dropout` o is that of the kept probabilities
+    (FlashAttention, Dao et al. 2022, Algorithm 4), lse that of all.  o has the precision of the sums: rounding it to
+    `dtype` is the caller's.  Raises IndexError where a captured tensor is read outside its dimension.
     """
     return _Walk(plan, facts, case, q, k, v, scale=scale, dtype=dtype, dropout=dropout).run()
 
@@ -212,7 +212,7 @@ class Tiles:
         s = self.evaluate(self.variant.score_node, self.precision, {**symbols, "s": raw}, live=live)
         return raw, np.broadcast_to(np.asarray(s, self.precision), raw.shape)
 
-    def sinks(self, at: tuple[slice, slice, slice]) -> np.ndarray | None:
+    def row_sinks(self, at: tuple[slice, slice, slice]) -> np.ndarray | None:
         """Those of a place, [batch, kv_heads, group, 1]."""
         if self.variant.sink_node is None:
             return None
@@ -271,7 +271,7 @@ class _Walk(Tiles):
             for at, rows, schedule in self._q_tiles():
                 running = _Rows(self.q[*at, rows].astype(self.precision, copy=False), dim)
                 self._walk_row(at, rows, schedule, running)
-                if (sinks := self.sinks(at)) is not None:
+                if (sinks := self.row_sinks(at)) is not None:
                     running.join(sinks)
                 o[*at, rows], lse[*at, rows] = running.finish(1.0 if self.dropout is None else self.dropout.scale)
                 self._wrote(o[*at, rows], lse[*at, rows])

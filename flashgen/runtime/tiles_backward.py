@@ -221,7 +221,7 @@ class _Backward(Tiles):
         lse, delta = (self._read(name, x, _FLOAT) for name, x in (("lse", self.base), ("delta", self.delta)))
         if self.arithmetic:
             everywhere = (slice(None),) * 3
-            ds = -(np.exp(self.sinks(everywhere) - lse) * delta).sum(-1)[..., None, None]
+            ds = -(np.exp(self.row_sinks(everywhere) - lse) * delta).sum(-1)[..., None, None]
             self._add_at(self.variant.sink_node, ds, self.symbols(everywhere, slice(0, 1), slice(0, 1)))
         self.moved.written["gradients"] += _FLOAT * self.case.tensors[sink.name].size
 
