@@ -379,8 +379,8 @@ def _upright(expression: sympy.Basic) -> dict[sympy.Symbol, str]:
 
 
 def formula(variant: Variant) -> Formula:
-    """The mask, the score and the sink of a variant as formulas: True where everything is visible, s for an unchanged score, and
-    a count of operations for what is too long to be written out."""
+    """The mask, the score and the sink of a variant as formulas: True where everything is visible, s for an unchanged
+    score, None for no sink, and a count of operations for what is too long to be written out."""
     return Formula(
         mask=sympy.true if variant.mask is None else _written(variant.mask),
         score=_written(SCORE if variant.score_node is None else variant.score_node),

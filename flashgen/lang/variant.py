@@ -270,8 +270,8 @@ class Variant:
             what, option, cure = "parameter", f"--param {symbol.name}=VALUE", f"default= of the fg.param{at}"
             kind = f"{symbol.dtype.value}{allowed(symbol)}"
         else:
-            what, option = "sink" if symbol == self.sink else "captured tensor", f"--tensor {symbol.name}=FILE.npy"
-            cure = f"example= of the fg.{'sink' if symbol == self.sink else 'tensor'}{at}"
+            what, maker = ("sink", "sink") if symbol == self.sink else ("captured tensor", "tensor")
+            option, cure = f"--tensor {symbol.name}=FILE.npy", f"example= of the fg.{maker}{at}"
             kind = f"{symbol.dtype} [{', '.join('any' if dim is None else str(dim) for dim in symbol.dims)}]"
         return (
             f"{self.name!r} needs the {what} {symbol.name!r}, {kind}\n"
@@ -307,7 +307,8 @@ class Variant:
                 )
         if self.sink is not None and self.sink in self._symbols(Tensor, self.pair_roots):
             raise SpecError(
-                f"the name {self.sink.name!r} is that of the sink and of a captured tensor of mask or score: rename one",
+                f"{self.sink.name!r} is the name of the sink and of a captured tensor that mask or score reads;"
+                " rename one",
                 where=self.where,
             )
         return [seen[name][0] for name in sorted(seen)]

@@ -39,10 +39,10 @@ def attention(
 
     o has q's dtype and is [batch, heads, q_len, v_head_dim], laid out as [batch, q_len, heads, v_head_dim] where q is;
     lse is the natural logarithm of the sum of exponentials, [batch, heads, q_len] in float32 (float64 for float64).  A
-    row that attends to nothing gives 0 and lse -inf.  A sink (`fg.sink`) is one exponential more of that sum: lse has it,
-    and is the sink where a row attends to nothing else.  Runs on torch's current stream, may be captured into a CUDA
-    graph, and repeated calls give the same bits.  On a GPU, without dropout, the bits of a row are its own: they depend
-    on no other row, batch, head or length, and on no choice between kernels of one pipeline.
+    row that attends to nothing gives 0 and lse -inf.  A sink (`fg.sink`) is one exponential more of that sum: lse has
+    it, and is the sink where a row attends to nothing else.  Runs on torch's current stream, may be captured into a
+    CUDA graph, and repeated calls give the same bits.  On a GPU, without dropout, the bits of a row are its own: they
+    depend on no other row, batch, head or length, and on no choice between kernels of one pipeline.
 
     With `dropout` each probability is dropped by that chance and the others grow by 1 / (1 - dropout); lse is that of
     none dropped.  What is dropped follows from torch's generator of the device (torch.manual_seed repeats it), or from
