@@ -1,13 +1,11 @@
-"""gpt-oss: a causal sliding window, and a learned logit a head that joins the softmax beside the keys.
-
-Every second layer of the model has the window; the others are `causal.with_sink(sink)`.
-Source: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2.
-"""
+"""gpt-oss: a causal sliding window, and a learned logit a head that joins the softmax beside the keys."""
 
 import numpy as np
 
 import flashgen as fg
 
+# Every second layer of the model has the window, the others see all keys up to their own: `causal.with_sink(sink)`.
+# Source: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2.
 window = fg.param("window", default=128, min=1)
 
 
