@@ -418,7 +418,7 @@ DEVICE void join_sinks(O& o, OnlineSoftmax (&softmax)[M], const Rows& rows, cons
   }
 }
 
-// o = O / sum and lse = log(sum of e^s); a row without any visible key: 0 and -inf.
+// o = O / sum and lse = log(sum of e^s); a row without any visible key: 0 and its sink.
 DEVICE void store(Shared& shared, O& o, const OnlineSoftmax (&softmax)[M], const Rows& rows, const Params& p) {
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32, first_row = warp * WARP_ROWS;
   const int tile_rows = rows.q_last - rows.q_first + 1;

@@ -883,7 +883,7 @@ struct Consumer {
     }
   }
 
-  // o = O / sum and lse = log(sum of e^s); a row without any visible key: 0 and -inf.
+  // o = O / sum and lse = log(sum of e^s); a row without any visible key: 0 and its sink.
   DEVICE void store(RowState done) {
     const Work work = work_at(work_ring);
     release_work(work_ring);
