@@ -69,15 +69,16 @@ class Corners:
 class Reader:
     """The function that reads an element of a captured tensor, and its twins over ranges of indices.
 
-    `lines` clamp the indices, `value` is the element.  `range_type` is the type of the twins: `ranged`, whether tiles
-    are judged by an element that ranges of indices select as such, and `corners`, by those at the ends of few indices.
-    `declared` is what an element may be.
+    `lines` clamp the indices that may lie outside their dimensions, the `clamped` ones; `value` is the element.
+    `range_type` is the type of the twins: `ranged`, whether tiles are judged by an element that ranges of indices
+    select as such, and `corners`, by those at the ends of few indices.  `declared` is what an element may be.
     """
 
     name: str
     shape: str
     ctype: str
     indices: tuple[str, ...]
+    clamped: tuple[int, ...]
     lines: tuple[str, ...]
     value: str
     ranged: bool
@@ -373,12 +374,8 @@ def _readers(facts: Facts, cornered: frozenset[Node]) -> tuple[Reader, ...]:
 def _reader(
     tensor: Tensor, sites: list[Node], indices: tuple[str, ...], judged: frozenset[Node], cornered: frozenset[Node]
 ) -> Reader:
-    lines, offsets = [], []
-    for i, dimension in enumerate(tensor.dims):
-        at = [n.operands[i] for n in sites]
-        if not all(inside(n, dimension) for n in at):
-            lines.append(f"i{i} = clamp_index(i{i}, p.size{i}_{tensor.name});")
-        offsets.append(f"i{i} * p.stride{i}_{tensor.name}")
+    clamped = tuple(i for i, dim in enumerate(tensor.dims) if not all(inside(n.operands[i], dim) for n in sites))
+    offsets = (f"i{i} * p.stride{i}_{tensor.name}" for i in range(len(tensor.dims)))
     element = f"__ldg(&p.tensor_{tensor.name}[{' + '.join(offsets)}])"
     dtype = TENSOR_DTYPES[tensor.dtype]
     range_type, one = RangePrinter.types(dtype)
@@ -387,7 +384,8 @@ def _reader(
         shape=f"{tensor.dtype} [{', '.join('any' if d is None else str(d) for d in tensor.dims)}]",
         ctype=CTYPES[dtype],
         indices=indices,
-        lines=tuple(lines),
+        clamped=clamped,
+        lines=tuple(f"i{i} = clamp_index(i{i}, p.size{i}_{tensor.name});" for i in clamped),
         value=WIDENED.get(tensor.dtype, "{}").format(element),
         ranged=bool(judged - cornered),
         corners=None,
@@ -404,7 +402,7 @@ def _corners(reader: Reader, moving: list[int]) -> Corners:
     """The body that looks at both ends of these indices, and of one in order at all between them."""
     count, name = len(reader.indices), reader.name
     few = [i for i in moving if not (reader.sorted and i == count - 1)]
-    lines = [f"i{i} = range_clamp_index(i{i}, p.size{i}_{name});" for i in range(count)]
+    lines = [f"i{i} = range_clamp_index(i{i}, p.size{i}_{name});" for i in reader.clamped]
     lines += [f"if (i{i}.hi - i{i}.lo > 1) return {reader.declared};" for i in few]
 
     def read(ends: tuple[str, ...]) -> str:
