@@ -40,7 +40,8 @@ def with_given_sink(variant: Variant, named: Mapping[str, object]) -> Variant:
 @lru_cache(maxsize=1024)
 def _declares(variant: Variant) -> bool:
     """Whether a variant has something of that name."""
-    return any(symbol.name == NAME for symbol in (*variant.params, *variant.constants, *variant.tensors))
+    names = {x.name for x in variant.params} | {x.name for x in variant.constants} | {x.name for x in variant.tensors}
+    return NAME in names
 
 
 @lru_cache(maxsize=1024)
