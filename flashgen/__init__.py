@@ -27,6 +27,7 @@ _EXPORTS = {
     "emit": ("flashgen.ops.stages", "emit"),
     "compile": ("flashgen.ops.stages", "compile"),
     **{name: ("flashgen.lang.declare", name) for name in ("param", "constant", "tensor")},
+    "sink": ("flashgen.lang.sink", "sink"),
     "abs": ("flashgen.lang.functions", "absolute"),
     **{
         name: ("flashgen.lang.functions", name)

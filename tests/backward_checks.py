@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from tolerance import judge
 
-from flashgen.analysis.derivative import differentiable
+from flashgen.analysis.derivative import differentiable_of
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.planning import planner
@@ -29,7 +29,7 @@ def case_of(variant, problem, seed=0, **params):
 
 def plan_of(variant, problem, tile=(32, 16), **options):
     """A plan of a backward with a small tile; the walk asks for its tile and its yes or no alone."""
-    options.setdefault("gradients", differentiable(variant.score_node))
+    options.setdefault("gradients", differentiable_of(variant))
     dims = problem.head_dim, problem.v_head_dim
     found = planner.backward_menu(variant, "sm_80", "bfloat16", *dims, **options).plans[0]
     backward = found.backward

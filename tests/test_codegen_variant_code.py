@@ -178,3 +178,18 @@ def test_negative_divisors_hide_nothing_that_is_visible(mask, step):
         check_sound(variant, [case], Tile(q=4, kv=4), launched=1)
         if "step64" not in params:
             break
+
+
+def test_what_is_inside_its_dimension_is_not_clamped():
+    """Neither where one element is read nor where tiles are judged: its size is a register that the judge lacks."""
+    chosen = fg.tensor("chosen", dims=("batch", "heads", None, "q"), dtype="bool")
+    mask = fg.variant(lambda b, h, q, k: chosen[b, h, q // 64, k] & chosen[b, k, q // 64, q]).bind()
+    (reader,) = variant_code(analyse(mask), Tile(q=64, kv=64)).readers
+    assert (
+        reader.clamped == (1, 2, 3) and len(reader.lines) == 3
+    )  # read by a key too, where heads and queries are asked
+    mask = fg.variant(lambda b, h, q, k: chosen[b, h, k // 64, q]).bind()
+    (reader,) = variant_code(analyse(mask), Tile(q=64, kv=64)).readers
+    assert reader.clamped == (2,) and reader.ranged
+    text = emit(planner.menu(mask, "sm_80", "bfloat16", 64).plans[0])
+    assert text.count("range_clamp_index(i2, p.size2_chosen)") == 1 and "p.size0_chosen" not in text

@@ -25,7 +25,7 @@ ALLOWED["cli"] |= set(SINKS)
 COMMON = {"errors", "resources", "files", "jsonfile"}
 
 #: A call of attention() goes up through these, each of which imports those before it.
-CALL = ("values", "tracing", "memory", "dropout", "menus", "call", "records", "forward", "backward", "library")
+CALL = ("values", "tracing", "memory", "sinks", "dropout", "menus", "call", "records", "forward", "backward", "library")
 CALL += ("autograd", "attention")
 
 #: What a function may import when it runs, because it is slow to import and most processes never need it.  A command

@@ -181,7 +181,7 @@ def test_a_profile_says_what_the_variant_is(name):
     assert made.masked == (variant.mask is not None) and made.scored == (variant.score_node is not None)
     assert made.uses_head == variant.uses("h") and made.uses_query == variant.uses("q")
     assert made.plain == (not variant.roots)
-    assert not made.band or (made.exact and not variant.tensors)
+    assert not made.band or (made.exact and not variant.pair_tensors)
     assert bool(made.judged_nodes) == made.judged
     assert made.looks_up or not made.lookups
     if not variant.tensors:

@@ -15,7 +15,7 @@ from tiers import thinned
 from tolerance import judge
 
 import flashgen as fg
-from flashgen.analysis.derivative import differentiable
+from flashgen.analysis.derivative import differentiable_of
 from flashgen.bench.inputs import draw
 from flashgen.codegen import emit
 from flashgen.interpreter import errors
@@ -68,7 +68,7 @@ class Backward:
                 backward=True,
                 deterministic=deterministic,
                 dropout=dropout is not None,
-                gradients=differentiable(w.variant.score_node),
+                gradients=differentiable_of(w.variant),
             )
             side_q, side_kv = tile or (64, 64)
             candidate = next(iter(ampere_backward.candidates(Fixed(tile=Tile(q=side_q, kv=side_kv)))))

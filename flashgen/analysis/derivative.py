@@ -14,6 +14,7 @@ from flashgen.lang.build import apply, cast, loop, rebuild
 from flashgen.lang.expr import DType, LoopIndex, Node, const, loop_indices, node, walk
 from flashgen.lang.loops import LOOPS, index_node
 from flashgen.lang.ops import OPS
+from flashgen.lang.variant import Variant
 
 #: The incoming score.
 SCORE = node("score", DType.FLOAT32)
@@ -90,6 +91,12 @@ def differentiable(root: Node | None) -> tuple[str, ...]:
         return ()
     floats = {n.attr.name for n in walk([root]) if n.op == "load" and n.dtype.is_float}
     return tuple(sorted(f for f in floats if any(_reaches(root, n) for n in loads(root, f))))
+
+
+def differentiable_of(variant: Variant) -> tuple[str, ...]:
+    """The names of the captured tensors by which attention has derivatives, sorted: of its score, and its sink."""
+    of_sink = () if variant.sink is None else (variant.sink.name,)
+    return tuple(sorted((*differentiable(variant.score_node), *of_sink)))
 
 
 def elements(load: Node) -> int:

@@ -341,10 +341,11 @@ class _Pretty(PrettyPrinter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """A variant's mask and score as SymPy expressions."""
+    """A variant's mask, score and sink (None: there is none) as SymPy expressions."""
 
     mask: sympy.Basic
     score: sympy.Basic
+    sink: sympy.Basic | None = None
 
     def text(self) -> str:
         """A line each, in ASCII, as a spec is written."""
@@ -364,7 +365,9 @@ class Formula:
 
     def _lines(self, show: Callable[[sympy.Basic], str]) -> str:
         shown = []
-        for name, expression in (("mask", self.mask), ("score", self.score)):
+        for name, expression in (("mask", self.mask), ("score", self.score), ("sink", self.sink)):
+            if expression is None:
+                continue
             for label, line in zip_longest([f"{name:5} = "], show(expression).splitlines(), fillvalue=" " * 8):
                 shown.append((label + line).rstrip())
         return "\n".join(shown)
@@ -376,11 +379,12 @@ def _upright(expression: sympy.Basic) -> dict[sympy.Symbol, str]:
 
 
 def formula(variant: Variant) -> Formula:
-    """The mask and the score of a variant as formulas: True where everything is visible, s for an unchanged score, and
-    a count of operations for what is too long to be written out."""
+    """The mask, the score and the sink of a variant as formulas: True where everything is visible, s for an unchanged
+    score, None for no sink, and a count of operations for what is too long to be written out."""
     return Formula(
         mask=sympy.true if variant.mask is None else _written(variant.mask),
         score=_written(SCORE if variant.score_node is None else variant.score_node),
+        sink=None if variant.sink_node is None else _written(variant.sink_node),
     )
 
 

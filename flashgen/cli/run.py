@@ -271,13 +271,13 @@ def _check_gradients(
 ) -> dict[str, Verdict]:
     import torch
 
-    from flashgen.analysis.derivative import differentiable
+    from flashgen.analysis.derivative import differentiable_of
     from flashgen.ops.attention import attention
     from flashgen.runtime.gradients import baseline_gradients, judge_captured, judge_gradients, reference_gradients
 
     p, case, variant = resolved.problem, resolved.case, resolved.variant
     tensors = on_device(variant, case.tensors, device)
-    captured = {name: tensors[name].requires_grad_() for name in differentiable(variant.score_node)}
+    captured = {name: tensors[name].requires_grad_() for name in differentiable_of(variant)}
     inputs = {**case.params, **tensors}
     shapes = _shapes(p)
     fewest = min(math.prod(shape) for shape in shapes)

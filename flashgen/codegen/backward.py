@@ -12,6 +12,7 @@ from flashgen.codegen.printer import Body, Printer, Text, binary, call, constant
 from flashgen.codegen.variant_code import Decider, Decision, inside
 from flashgen.lang.expr import DType, Node, Tensor, const, depends_on, walk
 from flashgen.planning.backward import captured_grads
+from flashgen.planning.plan import without_sink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,19 +40,31 @@ class CapturedGrad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SinkGrad:
+    """Where the gradient of the sink goes: its name, the number of its elements, and the body of a function that gives
+    the number of a row's."""
+
+    name: str
+    elements: str
+    index: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transposed:
     """The backward's part of the variant's code; what is None or empty is not emitted.
 
     runs    the runs of queries that see a tile of keys, None without a mask
     later   the runs of keys that a tile of queries sees, going up, None without a mask
     slope   the derivative of the score, None where it is 1 throughout
-    captured_grads   gradients of captured tensors
+    captured_grads   gradients of captured tensors that the score reads
+    sink    the gradient of the sink
     """
 
     runs: Decision | None
     later: Decision | None
     slope: Body | None
     captured_grads: tuple[CapturedGrad, ...]
+    sink: SinkGrad | None
 
     @property
     def needs_score(self) -> bool:
@@ -67,7 +80,8 @@ def transposed(facts: Facts, gradients: tuple[str, ...]) -> Transposed:
         runs=Decider(facts).query_runs() if masked else None,
         later=Decider(facts).later_runs() if masked else None,
         slope=_slope(facts),
-        captured_grads=_captured_grads(facts, gradients),
+        captured_grads=_captured_grads(facts, without_sink(variant, gradients)),
+        sink=_sink(facts) if gradients != without_sink(variant, gradients) else None,
     )
 
 
@@ -83,6 +97,12 @@ def sized(tensor: Tensor) -> Sized:
     """A captured tensor with its number of elements."""
     sizes = [f"p.size{i}_{tensor.name}" for i in range(len(tensor.dims))]
     return Sized(name=tensor.name, elements=" * ".join(("i64(1)", *sizes)) if sizes else "1")
+
+
+def _sink(facts: Facts) -> SinkGrad:
+    sink, node = facts.variant.sink, facts.variant.sink_node
+    assert sink is not None and node is not None  # its gradient is asked for
+    return SinkGrad(name=sink.name, elements=sized(sink).elements, index=_index(node, facts.int64))
 
 
 def _slope(facts: Facts) -> Body | None:

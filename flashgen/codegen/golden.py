@@ -29,6 +29,7 @@ OPTIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "dropout": ("causal", {"dropout": True}),
     "deterministic": ("causal", {"backward": True, "deterministic": True}),
     "gradients": ("alibi", {"backward": True, "gradients": ("slopes",)}),
+    "sink": ("gpt_oss", {"backward": True, "gradients": ("sink",)}),
 }
 
 

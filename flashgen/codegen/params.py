@@ -111,7 +111,7 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     pointers += [Field("progress", "u32*")] if how.dq_in_main_kernel else []
     pointers += [Field(name, f"{element}*") for name in ("dq", "dk", "dv")]
     pointers += [Field(f"grad_{name}", "float*") for name in plan.gradients]
-    pointers += [Field(f"exact_{name}", "i64*") for name in plan.gradients if plan.deterministic]
+    pointers += [Field(f"exact_{name}", "i64*") for name in plan.score_gradients if plan.deterministic]
     numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles"]
     if mapped and (plan.variant.mask is not None or plan.deterministic):
         numbers.append("l2_heads")

@@ -69,15 +69,16 @@ class Corners:
 class Reader:
     """The function that reads an element of a captured tensor, and its twins over ranges of indices.
 
-    `lines` clamp the indices, `value` is the element.  `range_type` is the type of the twins: `ranged`, whether tiles
-    are judged by an element that ranges of indices select as such, and `corners`, by those at the ends of few indices.
-    `declared` is what an element may be.
+    `lines` clamp the indices that may lie outside their dimensions, the `clamped` ones; `value` is the element.
+    `range_type` is the type of the twins: `ranged`, whether tiles are judged by an element that ranges of indices
+    select as such, and `corners`, by those at the ends of few indices.  `declared` is what an element may be.
     """
 
     name: str
     shape: str
     ctype: str
     indices: tuple[str, ...]
+    clamped: tuple[int, ...]
     lines: tuple[str, ...]
     value: str
     ranged: bool
@@ -175,6 +176,7 @@ class VariantCode:
     small_tanh   where the score has one tanh, and its argument is cheap to look at before
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
+    sink      a logit beside the keys of a row
     finite_at_zero   without it P of rows beyond the last query, whose lse is infinite, has to be made 0
     lookups   what `keep` is given of captured tensors; empty: it reads them itself
     formula   (kind, text) lines for the banner
@@ -187,6 +189,7 @@ class VariantCode:
     runs: Decision | None
     classes: Decision | None
     parts: Parts | None
+    sink: Body | None
     clamp_q: bool
     clamp_k: bool
     long_keep: bool
@@ -234,6 +237,7 @@ def variant_code(facts: Facts, tile: Tiling, lookups: tuple[Node, ...] = ()) -> 
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
     `keep` is given these elements of captured tensors."""
     mask, score = _printed(facts)
+    sink = facts.variant.sink_node
     masked = mask is not None
     loads = _loads(root for root in (mask, score) if root is not None)
     given = _lookups(lookups, facts) if masked else {}
@@ -248,13 +252,14 @@ def variant_code(facts: Facts, tile: Tiling, lookups: tuple[Node, ...] = ()) -> 
         runs=Decider(facts).runs() if masked else None,
         classes=Decider(facts, cornered).classes(by_parts=cut is not None) if masked else None,
         parts=None if cut is None else _parts(cut),
+        sink=None if sink is None else Printer(wide=facts.int64).body(sink),
         clamp_q=any(depends_on(n, "q") for n in loads),
         clamp_k=any(depends_on(n, "k") for n in loads),
         long_keep=masked and not facts.exact,
         long_score=score is not None and any(map(_takes_long, walk([score]))),
         finite_at_zero=score is None or finite_at_zero(score),
         lookups=tuple(given.values()),
-        formula=_formula(mask, score),
+        formula=_formula(mask, score, sink),
     )
 
 
@@ -304,9 +309,9 @@ def _small_tanh(score: Node, facts: Facts) -> SmallTanh | None:
     return SmallTanh(argument=printer.body(*taken[0].operands), score=printer.body(score))
 
 
-def _formula(mask: Node | None, score: Node | None) -> tuple[tuple[str, str], ...]:
-    roots = [(kind, root) for kind, root in (("visible", mask), ("score", score)) if root is not None]
-    texts = [(kind, Formula().inline(root, MAX_FORMULA)) for kind, root in roots]
+def _formula(mask: Node | None, score: Node | None, sink: Node | None) -> tuple[tuple[str, str], ...]:
+    roots = (("visible", mask), ("score", score), ("sink", sink))
+    texts = [(kind, Formula().inline(root, MAX_FORMULA)) for kind, root in roots if root is not None]
     return tuple((kind, text) for kind, text in texts if text is not None)
 
 
@@ -331,7 +336,8 @@ def _loads(roots: Iterable[Node]) -> list[Node]:
 def _sites(facts: Facts) -> dict[Tensor, list[Node]]:
     """Where each captured tensor is read, by name."""
     found: dict[Tensor, list[Node]] = {}
-    for n in _loads([*filter(None, _printed(facts)), *(_judged(facts) if facts.hidden else ())]):
+    printed = (*_printed(facts), facts.variant.sink_node)
+    for n in _loads([*filter(None, printed), *(_judged(facts) if facts.hidden else ())]):
         found.setdefault(n.attr, []).append(n)
     return dict(sorted(found.items(), key=lambda item: item[0].name))
 
@@ -368,12 +374,8 @@ def _readers(facts: Facts, cornered: frozenset[Node]) -> tuple[Reader, ...]:
 def _reader(
     tensor: Tensor, sites: list[Node], indices: tuple[str, ...], judged: frozenset[Node], cornered: frozenset[Node]
 ) -> Reader:
-    lines, offsets = [], []
-    for i, dimension in enumerate(tensor.dims):
-        at = [n.operands[i] for n in sites]
-        if not all(inside(n, dimension) for n in at):
-            lines.append(f"i{i} = clamp_index(i{i}, p.size{i}_{tensor.name});")
-        offsets.append(f"i{i} * p.stride{i}_{tensor.name}")
+    clamped = tuple(i for i, dim in enumerate(tensor.dims) if not all(inside(n.operands[i], dim) for n in sites))
+    offsets = (f"i{i} * p.stride{i}_{tensor.name}" for i in range(len(tensor.dims)))
     element = f"__ldg(&p.tensor_{tensor.name}[{' + '.join(offsets)}])"
     dtype = TENSOR_DTYPES[tensor.dtype]
     range_type, one = RangePrinter.types(dtype)
@@ -382,7 +384,8 @@ def _reader(
         shape=f"{tensor.dtype} [{', '.join('any' if d is None else str(d) for d in tensor.dims)}]",
         ctype=CTYPES[dtype],
         indices=indices,
-        lines=tuple(lines),
+        clamped=clamped,
+        lines=tuple(f"i{i} = clamp_index(i{i}, p.size{i}_{tensor.name});" for i in clamped),
         value=WIDENED.get(tensor.dtype, "{}").format(element),
         ranged=bool(judged - cornered),
         corners=None,
@@ -399,7 +402,7 @@ def _corners(reader: Reader, moving: list[int]) -> Corners:
     """The body that looks at both ends of these indices, and of one in order at all between them."""
     count, name = len(reader.indices), reader.name
     few = [i for i in moving if not (reader.sorted and i == count - 1)]
-    lines = [f"i{i} = range_clamp_index(i{i}, p.size{i}_{name});" for i in range(count)]
+    lines = [f"i{i} = range_clamp_index(i{i}, p.size{i}_{name});" for i in reader.clamped]
     lines += [f"if (i{i}.hi - i{i}.lo > 1) return {reader.declared};" for i in few]
 
     def read(ends: tuple[str, ...]) -> str:

@@ -47,6 +47,11 @@ _VARIANTS = (
     ),
     Row("variant", "v.then(f)", "v with another score function applied after its own; f may be a variant"),
     Row("variant", "v & w; v | w; ~v", "combine masks; `&` keeps the score function of v or of w"),
+    Row(
+        "variant",
+        "fg.variant(sink=logits); v.with_sink(logits)",
+        "v with a learned sink beside each row's keys; `fg.sink` makes it",
+    ),
     Row("variant", "head_dims=; dtypes=; only=", "what is emitted ahead; `only=True` refuses everything else"),
     Row("variant", "tile=; stages=; pipeline=; arch=", "pins: the planner checks them and never changes them"),
 )
@@ -67,6 +72,11 @@ _VALUES = (
         "declared",
         "fg.tensor(name, dims, dtype, min=, max=, sorted=, example=)",
         f"a captured tensor; dims are {', '.join(DIMS)}, numbers or None; dtypes {', '.join(TENSOR_DTYPES)}",
+    ),
+    Row(
+        "declared",
+        "fg.sink(name, dims=, dtype=, example=)",
+        "a logit that joins each row's softmax; dims are heads, or batch and heads; no function reads it",
     ),
     Row("declared", "t[b, k]; t[b][k]", "an element of a captured tensor; an index may itself be read from one"),
     Row("declared", "t.size(i)", "the length of dimension i"),

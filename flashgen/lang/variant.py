@@ -13,6 +13,7 @@ from typing import Any
 from flashgen.errors import PlanError, SourceLine, SpecError
 from flashgen.lang import build, source, trace
 from flashgen.lang.expr import Constant, Node, Param, Tensor, const, digest, walk
+from flashgen.lang.sink import Sink, declared_sink
 from flashgen.lang.symbols import Symbol, allowed, checked, line_of, summary, symbol_of
 
 #: The name of a variant that nobody named: one without a mask is full attention.
@@ -50,6 +51,7 @@ class Variant:
 
     mask        bool expression of b, h, q, k; a pair is visible where it holds; None: everywhere
     score_node  float32 expression of s, b, h, q, k; None: s itself (`score` is the decorator that sets it)
+    sink_node   float32 element of a captured tensor that b and h select, a logit of a row beside its keys; None: none
     head_dims, dtypes  what is emitted ahead; a call outside them works unless `only`
     examples    what makes data for a captured tensor, by its name
     parents     the variants that this one was built from
@@ -64,6 +66,7 @@ class Variant:
     doc: str = ""
     mask: Node | None = None
     score_node: Node | None = None
+    sink_node: Node | None = None
     head_dims: tuple[int, ...] = HEAD_DIMS
     dtypes: tuple[str, ...] = DTYPES
     only: bool = False
@@ -137,6 +140,14 @@ class Variant:
         traced = trace.trace_score(after, self.score_node)
         return self._made(score_node=traced.node, examples=self.examples | traced.examples)
 
+    def with_sink(self, sink: Sink) -> Variant:
+        """A variant like this one whose rows have a learned sink (`fg.sink`) beside their keys."""
+        declared = declared_sink(sink)
+        if self.sink is not None:
+            raise self._refused(f"variant {self.name!r} has the sink {self.sink.name!r} already, and a row has one")
+        example = {} if declared.tensor.example is None else {declared.tensor.name: declared.tensor.example}
+        return self._made(sink_node=declared.node, examples=self.examples | example)
+
     def __and__(self, other: Variant) -> Variant:
         if not isinstance(other, Variant):
             return NotImplemented
@@ -166,8 +177,18 @@ class Variant:
 
     @property
     def roots(self) -> tuple[Node, ...]:
-        """The expressions it has: mask, then score."""
+        """The expressions it has: mask, score, sink."""
+        return (*self.pair_roots, *(() if self.sink_node is None else (self.sink_node,)))
+
+    @property
+    def pair_roots(self) -> tuple[Node, ...]:
+        """Those that are evaluated for a query and a key: mask, then score."""
         return tuple(root for root in (self.mask, self.score_node) if root is not None)
+
+    @property
+    def sink(self) -> Tensor | None:
+        """The captured tensor that holds the sinks."""
+        return None if self.sink_node is None else self.sink_node.attr
 
     @property
     def params(self) -> tuple[Param, ...]:
@@ -181,9 +202,14 @@ class Variant:
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(replace(t, example=self.examples.get(t.name)) for t in self._symbols(Tensor))
 
+    @property
+    def pair_tensors(self) -> tuple[Tensor, ...]:
+        """The captured tensors that mask and score read."""
+        return tuple(t for t in self.tensors if t != self.sink)
+
     def uses(self, symbol: str) -> bool:
         """Whether mask or score reads b, h, q, k, s, a problem size, or a declared name."""
-        for n in walk(self.roots):
+        for n in walk(self.pair_roots):
             if n.op == "score" and symbol == "s":
                 return True
             if n.op in ("index", "problem") and n.attr == symbol:
@@ -194,8 +220,9 @@ class Variant:
         return False
 
     def digest(self) -> str:
-        """sha256 of what it computes: equal digests mean equal mask and score, whatever the names."""
+        """sha256 of what it computes: equal digests mean equal mask, score and sink, whatever the names."""
         marks = f"{'mask' if self.mask is not None else ''} {'score' if self.score_node is not None else ''}"
+        marks += " sink" if self.sink_node is not None else ""
         return hashlib.sha256(f"{marks} {digest(self.roots)}".encode()).hexdigest()
 
     def values(self, given: Mapping[str, object], *, complete: bool = True) -> dict[str, int | float]:
@@ -243,7 +270,8 @@ class Variant:
             what, option, cure = "parameter", f"--param {symbol.name}=VALUE", f"default= of the fg.param{at}"
             kind = f"{symbol.dtype.value}{allowed(symbol)}"
         else:
-            what, option, cure = "captured tensor", f"--tensor {symbol.name}=FILE.npy", f"example= of the fg.tensor{at}"
+            what, maker = ("sink", "sink") if symbol == self.sink else ("captured tensor", "tensor")
+            option, cure = f"--tensor {symbol.name}=FILE.npy", f"example= of the fg.{maker}{at}"
             kind = f"{symbol.dtype} [{', '.join('any' if dim is None else str(dim) for dim in symbol.dims)}]"
         return (
             f"{self.name!r} needs the {what} {symbol.name!r}, {kind}\n"
@@ -257,8 +285,10 @@ class Variant:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _symbols(self, kind: type) -> tuple:
-        found = {declared for n in walk(self.roots) if isinstance(declared := symbol_of(n), kind)}
+    def _symbols(self, kind: type, roots: Iterable[Node] | None = None) -> tuple:
+        """What is declared of a kind in these expressions, all unless given, by name."""
+        nodes = walk(self.roots if roots is None else roots)
+        found = {declared for n in nodes if isinstance(declared := symbol_of(n), kind)}
         return tuple(sorted(found, key=lambda symbol: symbol.name))
 
     def _unify(self) -> list[Symbol]:
@@ -275,6 +305,12 @@ class Variant:
                     f" and as {summary(declared)}{line_of(n)}; declare both alike or rename one",
                     where=self.where,
                 )
+        if self.sink is not None and self.sink in self._symbols(Tensor, self.pair_roots):
+            raise SpecError(
+                f"{self.sink.name!r} is the name of the sink and of a captured tensor that mask or score reads;"
+                " rename one",
+                where=self.where,
+            )
         return [seen[name][0] for name in sorted(seen)]
 
     def _made(self, **changes: object) -> Variant:
@@ -311,6 +347,7 @@ class Variant:
             name=f"{self.name}_{word}_{other.name}",
             doc=" ".join(filter(None, (self.doc, other.doc))),
             mask=mask,
+            sink_node=self._one_sink(other),
             head_dims=self._merged(other, "head_dims", HEAD_DIMS),
             dtypes=self._merged(other, "dtypes", DTYPES),
             only=self.only or other.only,
@@ -320,6 +357,12 @@ class Variant:
             where=source.caller(),
             file=source.running_file(),
         )
+
+    def _one_sink(self, other: Variant) -> Node | None:
+        mine, theirs = self.sink_node, other.sink_node
+        if mine is not None and theirs is not None and mine is not theirs:
+            raise self._refused(f"{self.name!r} and {other.name!r} have different sinks, and a row has one")
+        return theirs if mine is None else mine
 
     def _merged(self, other: Variant, name: str, default: tuple) -> tuple:
         mine, theirs = getattr(self, name), getattr(other, name)
@@ -366,6 +409,7 @@ def variant(
     mask: Callable | None = None,
     score: Callable | None = None,
     *,
+    sink: Sink | None = None,
     name: str | None = None,
     doc: str | None = None,
     head_dims: Iterable[int] | None = None,
@@ -375,8 +419,9 @@ def variant(
 ) -> Variant:
     """A variant from a mask function (b, h, q, k) and a score function (s, b, h, q, k); also a decorator of the mask.
 
-    `fg.variant()` alone is full attention.  `head_dims` and `dtypes` say what is emitted ahead and tested; `only=True`
-    refuses a call outside them.  Pins: tile=(q, kv), stages, pipeline, arch.
+    `fg.variant()` alone is full attention.  `sink` is a learned one (`fg.sink`) beside each row's keys.  `head_dims`
+    and `dtypes` say what is emitted ahead and tested; `only=True` refuses a call outside them.  Pins: tile=(q, kv),
+    stages, pipeline, arch.
     """
     where = source.caller()
     for given, word in ((mask, "mask"), (score, "score")):
@@ -391,7 +436,7 @@ def variant(
     nothing = trace.Traced(None, {})
     traced_mask = nothing if mask is None else trace.trace_mask(mask)
     traced_score = nothing if score is None else trace.trace_score(score)
-    return Variant(
+    made = Variant(
         name=name or own_name or FULL,
         doc=doc if doc is not None else own_doc,
         mask=traced_mask.node,
@@ -404,6 +449,7 @@ def variant(
         where=where,
         file=source.running_file(),
     )
+    return made if sink is None else replace(made.with_sink(sink), parents=())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -456,7 +502,7 @@ def _pins(given: Mapping[str, object], where: SourceLine | None) -> Pins:
     known = tuple(Pins.__dataclass_fields__)
     for name in given:
         if name not in known:
-            options = (*known, "name", "doc", "head_dims", "dtypes", "only")
+            options = (*known, "sink", "name", "doc", "head_dims", "dtypes", "only")
             raise SpecError(
                 f"fg.variant has no option {name!r}{source.nearest(name, options)}; the pins are {', '.join(known)}",
                 where=where,

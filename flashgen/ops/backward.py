@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from flashgen.analysis.derivative import differentiable
+from flashgen.analysis.derivative import differentiable_of
 from flashgen.analysis.facts import analyse
 from flashgen.lang.variant import Variant
 from flashgen.ops import memory
@@ -76,14 +77,22 @@ def run_backward(given: Given, call: Call, wanted: Sequence[str]) -> Gradients:
     if record is None:
         request = checked(q, k, v, call)
         if request.problem.empty or request.problem.kv_len == 0:
-            tensors = [request.tensors[name] for name in wanted]
             dq, dk, dv = (x.zero_() for x in results(q, k, v))
-            return Gradients(dq, dk, dv, tuple(map(torch.zeros_like, tensors)))
+            return Gradients(dq, dk, dv, tuple(_of_nothing(request, name, dlse) for name in wanted))
         if not q.is_cuda:
             return _walk(given, request, deterministic, wanted)
         record = _Record(given, request, deterministic, wanted)
         remember(calls.backward, key, record)
     return record(given, call)
+
+
+def _of_nothing(request: Request, name: str, dlse: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of a captured tensor where no row has a key: lse of a row is its sink, if there is one."""
+    x, sink = request.tensors[name], request.variant.sink
+    if sink is None or name != sink.name or dlse is None:
+        return torch.zeros_like(x)
+    of_rows = dlse.sum(-1).masked_fill(x == -math.inf, 0.0)
+    return of_rows.sum_to_size(x.shape).to(x.dtype)
 
 
 def plan_of(given: Given, request: Request, deterministic: bool, wanted: tuple[str, ...]) -> KernelPlan:
@@ -107,7 +116,7 @@ def in_order(deterministic: bool) -> bool:
 def with_gradient(variant: Variant, names: tuple[str, ...], needed: tuple[bool, ...]) -> tuple[str, ...]:
     """The captured tensors of a call that want a gradient and have one, sorted."""
     asked = {name for name, wants in zip(names, needed, strict=True) if wants}
-    return tuple(name for name in differentiable(variant.score_node) if name in asked)
+    return tuple(name for name in differentiable_of(variant) if name in asked)
 
 
 def results(*inputs: torch.Tensor) -> list[torch.Tensor]:

@@ -44,7 +44,7 @@ def run(
         request = checked(q, k, v, call)
         empty = request.problem.empty or request.problem.kv_len == 0
         if empty or not q.is_cuda:
-            o, lse = _nothing(q, v) if empty else _walk(q, k, v, request)
+            o, lse = _nothing(q, v, request) if empty else _walk(q, k, v, request)
             return (o, lse) if return_lse else o
         record = _recorded(q, k, v, request)
         remember(calls.records, key, record)
@@ -77,9 +77,11 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _nothing(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _nothing(q: torch.Tensor, v: torch.Tensor, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without a key: rows have nothing but their sinks."""
     o, lse = outputs(q, v)
-    return o.zero_(), lse.fill_(-math.inf)
+    sink = request.variant.sink
+    return o.zero_(), lse.fill_(-math.inf) if sink is None else lse.copy_(request.tensors[sink.name].unsqueeze(-1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from flashgen.ops import dropout as drawing
 from flashgen.ops.backward import SECOND, Given, results, run_backward, with_gradient
 from flashgen.ops.call import Call
 from flashgen.ops.forward import outputs, run
+from flashgen.ops.sinks import with_given_sink
 from flashgen.ops.tracing import traced, transformed
 from flashgen.ops.values import WORD, no_flag, no_number, no_seed, no_tensor, no_variant, too_long
 
@@ -210,7 +211,7 @@ def _call_of(rest: _Arguments) -> Call:
     scale, p = named.pop("scale", None), named.pop("dropout", 0.0)
     drawing.check(p)
     dropout = drawing.dropout_of(float(p), *rest.state.tolist()) if p and rest.state is not None else None
-    return Call(_known(rest.variant), scale, named, dropout, rest.deterministic)
+    return Call(with_given_sink(_known(rest.variant), named), scale, named, dropout, rest.deterministic)
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,7 +267,8 @@ def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None)
     state = tensors.pop(0) if ctx.has_state else None
     count = len(ctx.rest.symbol_names)
     rest = ctx.rest._replace(state=state, symbols=tensors[:count], tensors=tensors[count:])
-    wanted = with_gradient(_known(rest.variant), tuple(rest.tensor_names), ctx.wants)
+    variant = with_given_sink(_known(rest.variant), dict(zip(rest.tensor_names, rest.tensors, strict=True)))
+    wanted = with_gradient(variant, tuple(rest.tensor_names), ctx.wants)
     given = Given(do, dlse, q, k, v, o, lse)
     *gradients, captured = torch.ops.flashgen.attention_backward(*given, *rest, list(wanted))
     by_name = dict(zip(wanted, captured, strict=True))

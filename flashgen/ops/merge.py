@@ -17,7 +17,8 @@ def merge(
 
     o1 and o2 are [batch, heads, q_len, v_head_dim] of one float dtype, lse1 and lse2 [batch, heads, q_len] natural logs
     (float32 or float64; -inf: a row that attends to nothing, whose o is not read).  o keeps the dtype of o1 and is
-    rounded once; where both rows attend to nothing it is 0 and lse is -inf.  Differentiable.  Raises LaunchError for
+    rounded once; where both rows attend to nothing it is 0 and lse is -inf.  A sink is in the lse of each call that is
+    given it: one of the two is.  Differentiable.  Raises LaunchError for
     tensors that do not belong together.  Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory",
     section 2; the rescaling of the two partial sums is the online softmax of Milakov and Gimelshein 2018.
     """

@@ -115,7 +115,7 @@ def workspaces(
         heads = problem.kv_heads * problem.batch
         parts.append(Part(name="progress", amount=4 * (heads + 1), why="a counter a key head, and one of heads"))
     if plan.deterministic:
-        for name in plan.gradients:
+        for name in plan.score_gradients:
             elements = math.prod(shapes[name])
             why = f"{elements} exact sums of {EXACT_BYTES} bytes, which depend on no order"
             parts.append(Part(name=f"exact_{name}", amount=EXACT_BYTES * elements, why=why))

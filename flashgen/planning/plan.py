@@ -45,6 +45,11 @@ class Tile:
 ITEM = 2
 
 
+def without_sink(variant: Variant, gradients: tuple[str, ...]) -> tuple[str, ...]:
+    """The captured tensors whose gradients are asked for, but for the sink's."""
+    return tuple(name for name in gradients if variant.sink is None or name != variant.sink.name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One term of a sum that is shown to a person: shared memory in bytes, registers in 32-bit registers per thread."""
@@ -250,6 +255,16 @@ class KernelPlan(Integers):
     dropout: bool = False
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
     fallbacks: tuple[Fallback, ...] = field(default=(), compare=False)  # how it was chosen, not what is emitted
+
+    @property
+    def score_gradients(self) -> tuple[str, ...]:
+        """Of `gradients`, what the score reads: found tile by tile."""
+        return without_sink(self.variant, self.gradients)
+
+    @property
+    def sink_gradient(self) -> bool:
+        """Whether the gradient of the sink is asked for: found by rows."""
+        return self.gradients != self.score_gradients
 
     @property
     def lag_share(self) -> float:

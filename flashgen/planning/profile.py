@@ -56,7 +56,7 @@ class Profile:
     @cached_property
     def band(self) -> bool:
         """Whether the mask is one run of keys and reads nothing."""
-        return self.masked and self.exact and len(self.facts.visible) == 1 and not self.variant.tensors
+        return self.masked and self.exact and len(self.facts.visible) == 1 and not self.variant.pair_tensors
 
     @cached_property
     def hides(self) -> bool:
@@ -93,7 +93,7 @@ class Profile:
 
     @property
     def plain(self) -> bool:
-        """Whether there is neither mask nor score function."""
+        """Whether there is neither mask nor score function: a sink asks nothing of a tile."""
         return not (self.masked or self.scored)
 
     @cached_property
@@ -133,12 +133,12 @@ class Profile:
         return self._uses("q")
 
     def _uses(self, index: str) -> bool:
-        return any(n.op == "index" and n.attr == index for n in walk(self.variant.roots))
+        return any(n.op == "index" and n.attr == index for n in walk(self.variant.pair_roots))
 
     @cached_property
     def loads_by_key(self) -> bool:
         """Whether a captured element is selected by an expression of the key, however indirectly."""
-        return any(_KEY in walk([n]) for n in walk(self.variant.roots) if n.op == "load")
+        return any(_KEY in walk([n]) for n in walk(self.variant.pair_roots) if n.op == "load")
 
     @cached_property
     def score_reads_by_key(self) -> bool:

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from flashgen.analysis.derivative import differentiable, elements, loads
+from flashgen.analysis.derivative import differentiable_of, elements, loads
 from flashgen.errors import PlanError
 from flashgen.lang.symbols import line_of
 from flashgen.lang.variant import Variant
 from flashgen.planning import arch as archs
 from flashgen.planning.arch import Arch
 from flashgen.planning.integers import INTEGERS, Integers
-from flashgen.planning.plan import KernelPlan, Tile
+from flashgen.planning.plan import KernelPlan, Tile, without_sink
 from flashgen.planning.profile import Profile, profile
 
 #: Elements that one read of a captured tensor may be for one score, in the rounds of a loop, and have gradients.
@@ -145,6 +145,11 @@ class KernelRequest:
         return self.asked.gradients if isinstance(self.asked, Backward) else ()
 
     @property
+    def score_gradients(self) -> tuple[str, ...]:
+        """Those of what the score reads, which kernels find tile by tile; that of a sink is found by rows."""
+        return without_sink(self.variant, self.gradients)
+
+    @property
     def widest(self) -> int:
         """The larger head dim."""
         return max(self.head_dim, self.v_head_dim)
@@ -188,10 +193,11 @@ def _only_of(other: str, this: str, options: dict[str, object], fixed: Fixed) ->
 
 def _differentiable(variant: Variant, gradients: tuple[str, ...]) -> tuple[str, ...]:
     """The names, each once and in order, where the score has derivatives by them."""
-    known = differentiable(variant.score_node) if gradients else ()
+    known = differentiable_of(variant) if gradients else ()
     for name in gradients:
         if name not in known:
-            those = f"the score of {variant.name!r} has derivatives by {', '.join(known) or 'no captured tensor'}"
+            what = "the score" if variant.sink is None else "the softmax"
+            those = f"{what} of {variant.name!r} has derivatives by {', '.join(known) or 'no captured tensor'}"
             raise PlanError(f"{name!r} has no gradient: {those}\n  nearest: gradients={known}")
         for load in loads(variant.score_node, name):
             if elements(load) > MAX_ELEMENTS:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flashgen.analysis.counts import Loss, TileCounts
     from flashgen.analysis.formula import TileFormulas
     from flashgen.analysis.tiles import Case
+    from flashgen.lang.expr import Tensor
 
 LSE_BYTES = 4
 
@@ -320,7 +321,7 @@ def _shape(plan: KernelPlan) -> str:
 def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, Any]:
     """Fields of the prediction of a forward."""
     tiles = _tiles(plan, problem, case)
-    captured = _captured(plan, case)
+    captured = _stored(plan.variant.tensors, case)
     moved, compulsory = _moved(problem, tiles, captured), _compulsory(problem, captured)
     per_pair = 2 * (problem.head_dim + problem.v_head_dim)
     scores = (tiles.partial + tiles.full) * plan.tile.q * plan.tile.kv
@@ -358,10 +359,13 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
     if by_itself is not None:
         queries = counts.count(facts, case, Tile(q=by_itself.tile_q, kv=plan.tile.kv))
         again = queries.visited * by_itself.tile_q * plan.tile.kv
-    captured = _captured(plan, case)
+    variant, of_pairs = plan.variant, _stored(plan.variant.pair_tensors, case)
     shapes = {name: case.tensors[name].shape for name in plan.gradients}
     elements = sum(map(math.prod, shapes.values()))
-    by_entry = traffic_backward.moved(plan, problem, keys, queries, captured, elements, dlse=dlse)
+    of_score = sum(math.prod(shapes[name]) for name in plan.score_gradients)
+    sink = _stored([variant.sink] if plan.sink_gradient and variant.sink else [], case), elements - of_score
+    captured = of_pairs + sink[0]
+    by_entry = traffic_backward.moved(plan, problem, keys, queries, of_pairs, of_score, sink, dlse=dlse)
     moved = _bytes(*map(sum, zip((0, 0), *by_entry.values(), strict=True)))
     # Without queries or keys no kernel runs.
     ends = traffic_backward.compulsory(problem, captured, elements, dlse=dlse) if by_entry else (0, 0)
@@ -410,9 +414,9 @@ def lower_bound(problem: Problem, arch: Arch, visible: int | None, moved: Bytes,
     return max(once, squares // arch.on_chip_bytes)
 
 
-def _captured(plan: KernelPlan, case: Case) -> int:
-    """Bytes of the captured tensors, each once."""
-    return sum(case.tensors[tensor.name].size * STORED_BYTES[tensor.dtype] for tensor in plan.variant.tensors)
+def _stored(tensors: Iterable[Tensor], case: Case) -> int:
+    """Bytes of captured tensors, each once."""
+    return sum(case.tensors[tensor.name].size * STORED_BYTES[tensor.dtype] for tensor in tensors)
 
 
 def _written(problem: Problem) -> tuple[int, int]:

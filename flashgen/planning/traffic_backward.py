@@ -5,6 +5,7 @@ named attention_backward..., summed over batch and heads:
 
     _clear      writes the sums of captured gradients as 0 (where any is asked for)
     _prepare    reads o, do, lse and dlse; writes lse and delta as the others want them, and the sum of dq as 0
+    _sink       reads the sinks, lse and delta of every row, writes the sinks' gradient (where it is asked for)
     (the main)  reads k and v once a KV tile that any query sees, q, do, lse and delta once a visited (KV tile, Q tile)
                 and query head, and there reads and writes the sum of dq; writes dk and dv once
     _finish     reads the sum of dq, writes dq; where the main kernel does that, _prepare clears the sums of the first
@@ -36,13 +37,15 @@ def moved(
     by_query: TileCounts | None,
     captured: int,
     elements: int,
+    sink: tuple[int, int],
     *,
     dlse: bool,
 ) -> dict[str, tuple[int, int]]:
     """Bytes of each entry in the order of launches; none where there are no queries or no keys.
 
     `by_key` are counts of the plan's own tiles, `by_query` those of the tiles of a dq by itself; `captured` the bytes
-    of all captured tensors, `elements` those whose gradient is asked for.
+    of the captured tensors of mask and score, `elements` those of them whose gradient is asked for; `sink` the bytes
+    and the elements of the sinks.
     """
     if problem.empty or problem.kv_len == 0:
         return {}
@@ -55,11 +58,14 @@ def moved(
     heads = problem.batch * problem.kv_heads
     ends = rows // heads * backward.clear_distance(plan, problem)
     swept = rows - ends
-    found = {"attention_backward_clear": (0, sums)} if plan.gradients else {}
+    found = {"attention_backward_clear": (0, sums)} if plan.score_gradients else {}
     found["attention_backward_prepare"] = (
         rows * (2 * problem.v_head_dim * problem.itemsize + _FLOAT * (2 if dlse else 1)),
         rows * 2 * _FLOAT + ends * added,
     )
+    if plan.sink_gradient:
+        of_sink, sinks = sink
+        found["attention_backward_sink"] = (rows * 2 * _FLOAT + of_sink, sinks * _FLOAT)
     found["attention_backward"] = (
         by_key.keys * columns + by_key.rows * (of_query + added) + swept * added + captured + sums,
         by_key.rows * added + swept * (added + dq) + heads * problem.kv_len * columns + sums,
@@ -69,7 +75,7 @@ def moved(
     else:
         read = by_query.visited_rows * of_query + by_query.visited_columns * columns + captured
         found["attention_backward_dq"] = (read, rows * dq)
-    if plan.gradients and plan.deterministic:
+    if plan.score_gradients and plan.deterministic:
         found["attention_backward_gradients"] = (sums, elements * _FLOAT)
     return found
 

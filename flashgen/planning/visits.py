@@ -50,7 +50,7 @@ def _shown(variant: Variant) -> np.ndarray | None:
     nothing is visible."""
     facts = analyse(variant)
     assert facts.cells is not None
-    if variant.tensors or any(param.default is None for param in variant.params):
+    if variant.pair_tensors or any(param.default is None for param in variant.params):
         return None
     q, k = (cell or LENGTH for cell in (facts.cells.q, facts.cells.k))
     lengths = {"q_len": max(LENGTH, LEAST_CELLS * q), "kv_len": max(LENGTH, LEAST_CELLS * k)}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen.analysis.derivative import differentiable
+from flashgen.analysis.derivative import differentiable, differentiable_of
 from flashgen.runtime.reference import (
     Block,
     Evaluator,
@@ -71,10 +71,15 @@ def reference_gradients(
         for block in blocks(q, k, pairs):
             rows = block.rows_of(q.detach()).double().requires_grad_()
             s, _ = _scores(variant, evaluator, block, scale * products(rows, k))
+            sink = evaluator.row_sinks(variant, torch.float64, block.symbols)
             m = s.detach().amax(-1)
+            if sink is not None:
+                m = torch.maximum(m, sink.detach()[..., 0])
             base = torch.where(m == -math.inf, 0.0, m)
             p = torch.exp(s - base[..., None])
             total = p.sum(-1)
+            if sink is not None:
+                total = total + torch.exp(sink[..., 0] - base)
             total = torch.where(total == 0, 1.0, total)  # of a row that sees nothing: log 1 has no gradient in p = 0
             p = p / total[..., None]
             if dropout is not None:
@@ -125,7 +130,9 @@ def baseline_gradients(
             raw = (scale * products(rows, wide_k)).requires_grad_()
             s, visible = _scores(variant, evaluator, block, raw)
         shown = s.detach()
-        weights, lse = online_softmax(shown, q.dtype)
+        sink = evaluator.row_sinks(variant, precision, block.symbols)
+        sink = None if sink is None else sink.detach()
+        weights, lse = online_softmax(shown, q.dtype, sink)
         lse = lse[..., None]
         p = torch.where(lse == -math.inf, 0.0, torch.exp(shown - torch.where(lse == -math.inf, 0.0, lse)))
         dp, p_kept = products(do_rows, wide_v), p
@@ -137,10 +144,17 @@ def baseline_gradients(
         if dlse is not None:
             delta = delta - block.rows_of(dlse).to(precision)[..., None]
         ds = p * (dp - delta)
+        if sink is not None:
+            with torch.enable_grad():
+                of_rows = evaluator.row_sinks(variant, precision, block.symbols).expand(*delta.shape)
+            taken = torch.exp(sink - torch.where(lse == -math.inf, 0.0, lse))
+            (found,) = torch.autograd.grad(of_rows, [wanted[variant.sink.name]], -taken * delta)
+            captured[variant.sink.name] += found
         if s.requires_grad and s is not raw:
-            ds, *by_name = torch.autograd.grad(s, [raw, *wanted.values()], ds, allow_unused=True)
+            by_score = {name: wanted[name] for name in differentiable(variant.score_node)}
+            ds, *by_name = torch.autograd.grad(s, [raw, *by_score.values()], ds, allow_unused=True)
             ds = torch.zeros_like(raw) if ds is None else ds
-            for name, found in zip(wanted, by_name, strict=True):
+            for name, found in zip(by_score, by_name, strict=True):
                 captured[name] += found
         ds = rounded(ds if visible is None else torch.where(visible, ds, 0.0))
         block.rows_of(dq).copy_(scale * products(ds, wide_k.mT))
@@ -190,9 +204,9 @@ def _evaluator(
 ) -> tuple[Evaluator, dict[str, torch.Tensor]]:
     """What evaluates the variant, and of its captured tensors those whose gradients are found, which it reads."""
     evaluator = Evaluator(case, device)
-    for name in differentiable(variant.score_node):
+    for name in differentiable_of(variant):
         evaluator.tensors[name] = evaluator.tensors[name].to(precision).requires_grad_()
-    return evaluator, {name: evaluator.tensors[name] for name in differentiable(variant.score_node)}
+    return evaluator, {name: evaluator.tensors[name] for name in differentiable_of(variant)}
 
 
 def _scores(

@@ -209,7 +209,9 @@ def _backward_grids(plan: KernelPlan, problem: Problem, sms: int) -> list[Launch
         size = {"threads": layout.by_query.threads, "smem_bytes": layout.by_query.smem_bytes}
         blocks = -(-problem.q_len // layout.by_query.tile_q) * heads
         found.append(LaunchGrid(entry="attention_backward_dq", blocks=blocks, **size))
-    if plan.gradients:
+    if plan.sink_gradient:
+        found.insert(1, LaunchGrid(entry="attention_backward_sink", blocks=ELEMENT_BLOCKS, **rows))
+    if plan.score_gradients:
         found.insert(0, LaunchGrid(entry="attention_backward_clear", blocks=ELEMENT_BLOCKS, **rows))
         if plan.deterministic:
             found.append(LaunchGrid(entry="attention_backward_gradients", blocks=ELEMENT_BLOCKS, **rows))

@@ -92,21 +92,35 @@ def baseline(
     return o.to(q.dtype), lse
 
 
-def softmax(s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities of scores (-inf: masked) and lse, over the last axis; of a row that sees nothing 0 and -inf."""
+def softmax(s: torch.Tensor, sink: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities of scores (-inf: masked) and lse, over the last axis; of a row that sees nothing 0 and -inf.
+
+    A sink is one column more, which is dropped from the probabilities.  Source: transformers, gpt-oss's
+    `eager_attention_forward`.
+    """
     import torch
 
+    if sink is not None:
+        p, lse = softmax(torch.cat([s, sink.expand(*s.shape[:-1], 1)], -1))
+        return p[..., :-1], lse
     m = s.amax(-1, keepdim=True)
     p = torch.exp(s - _finite(m))
     total = p.sum(-1, keepdim=True)
     return p / torch.where(total == 0, 1.0, total), (m + torch.log(total)).squeeze(-1)
 
 
-def online_softmax(s: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def online_softmax(
+    s: torch.Tensor, dtype: torch.dtype, sink: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `softmax`, of keys taken `KEYS_AT_A_TIME` from the last to the first (Milakov and Gimelshein 2018): each p is
-    rounded to `dtype` beside the exact maximum of the keys taken so far, and rescaled to the row's in s's precision."""
+    rounded to `dtype` beside the exact maximum of the keys taken so far, and rescaled to the row's in s's precision.
+    A sink joins what they add up to."""
     import torch
 
+    if sink is not None:
+        p, alone = online_softmax(s, dtype)
+        lse = torch.logaddexp(alone, sink[..., 0].expand_as(alone))
+        return p * torch.exp(alone - _finite(lse))[..., None], lse
     keys = s.shape[-1]
     s = torch.nn.functional.pad(s, (0, -keys % KEYS_AT_A_TIME), value=-math.inf).unflatten(-1, (-1, KEYS_AT_A_TIME))
     so_far = s.amax(-1, keepdim=True).flip(-2).cummax(-2).values.flip(-2)
@@ -244,7 +258,7 @@ def _attend(
     dropout: Dropout | None,
     pairs: Pairs | None,
     precision: torch.dtype,
-    weigh: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    weigh: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
@@ -263,7 +277,7 @@ def _attend(
         if variant.mask is not None:
             # A mask's floats are float32 in every precision: it says which pairs count, not how well.
             s = torch.where(evaluator(variant.mask, torch.float32, block.symbols), s, -math.inf)
-        p, grouped_lse[..., block.at] = weigh(s)
+        p, grouped_lse[..., block.at] = weigh(s, sink=evaluator.row_sinks(variant, precision, block.symbols))
         if dropout is not None:
             keep = kept(dropout, **block.symbols, heads=case.sizes["heads"])
             p = torch.where(keep, p * dropout.scale, 0.0)
@@ -394,6 +408,12 @@ class Evaluator:
 
         compute((), (root,))
         return values[root]
+
+    def row_sinks(
+        self, variant: Variant, precision: torch.dtype, symbols: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """The sinks of rows, broadcast as b and h of `symbols` are; None: there is none."""
+        return None if variant.sink_node is None else self(variant.sink_node, precision, symbols)
 
     def _leaf(self, n: expr.Node, symbols: Mapping[str, torch.Tensor]) -> Any:
         match n.op:

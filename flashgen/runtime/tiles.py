@@ -8,7 +8,7 @@ neither side calls the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,7 @@ from flashgen.runtime.threads import one_blas_thread
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
     from flashgen.analysis.tiles import Case
-    from flashgen.lang.expr import Node
+    from flashgen.lang.expr import Node, Tensor
     from flashgen.planning.plan import KernelPlan
     from flashgen.runtime.philox import Dropout
 
@@ -93,10 +93,10 @@ def walk(
 
     q is [batch, heads, q_len, head_dim], k and v [batch, kv_heads, kv_len, head_dim | v_head_dim], float32, or float64
     where `dtype` is "float64"; `dtype` is what the caller's tensors hold: it sizes the traffic, and p is rounded to it
-    before P V.  s = scale * (q . k), then the score function, then the mask; a row with nothing to attend gives 0 and
-    lse = -inf.  With `dropout` o is that of the kept probabilities (FlashAttention, Dao et al. 2022, Algorithm 4), lse
-    that of all.  o has the precision of the sums: rounding it to `dtype` is the caller's.  Raises IndexError where a
-    captured tensor is read outside its dimension.
+    before P V.  s = scale * (q . k), then the score function, then the mask; a sink joins the sum of its row last; a
+    row with nothing to attend gives 0 and lse = -inf, or its sink.  With `dropout` o is that of the kept probabilities
+    (FlashAttention, Dao et al. 2022, Algorithm 4), lse that of all.  o has the precision of the sums: rounding it to
+    `dtype` is the caller's.  Raises IndexError where a captured tensor is read outside its dimension.
     """
     return _Walk(plan, facts, case, q, k, v, scale=scale, dtype=dtype, dropout=dropout).run()
 
@@ -155,6 +155,13 @@ class _Rows:
         p = p if kept is None else np.where(of_length(kept, self.keys, -1, False), p, 0)
         self.acc = self.acc * decay[..., None] + by_rows(rounded(p, dtype), v)
         self.m = m
+
+    def join(self, sink: np.ndarray) -> None:
+        """The rows' sinks; -inf: none."""
+        m = np.maximum(self.m, sink)
+        base = np.where(m == -np.inf, 0, m)
+        decay = np.exp(self.m - base)
+        self.l, self.acc, self.m = self.l * decay + np.exp(sink - base), self.acc * decay[..., None], m
 
     def finish(self, factor: float) -> tuple[np.ndarray, np.ndarray]:
         """o, times a factor, and lse; a row that saw nothing has l = 0 and m = -inf."""
@@ -237,6 +244,15 @@ class Tiles:
         s = self.evaluate(self.variant.score_node, self.precision, {**symbols, "s": raw}, live=live)
         return raw, np.broadcast_to(np.asarray(s, self.precision), raw.shape)
 
+    def row_sinks(self, at: tuple[slice, slice, slice]) -> np.ndarray | None:
+        """Those of a place, [batch, kv_heads, group, 1]."""
+        if self.variant.sink_node is None:
+            return None
+        symbols = self.symbols(at, slice(0, 1), slice(0, 1))
+        found = self.evaluate(self.variant.sink_node, self.precision, symbols)
+        shape = np.broadcast_shapes(*(symbols[name].shape for name in "bh"))
+        return np.broadcast_to(np.asarray(found, self.precision), shape)[..., 0]
+
     def kept(self, symbols: Mapping[str, np.ndarray]) -> np.ndarray | None:
         """The pairs that dropout keeps."""
         if self.dropout is None:
@@ -267,9 +283,9 @@ class Tiles:
             "k": np.arange(keys.start, keys.stop),
         }
 
-    def captured_bytes(self) -> int:
+    def captured_bytes(self, tensors: Iterable[Tensor]) -> int:
         """Captured tensors count once: a kernel's repeated reads of them are left to the caches."""
-        return sum(self.case.tensors[t.name].size * STORED_BYTES[t.dtype] for t in self.variant.tensors)
+        return sum(self.case.tensors[t.name].size * STORED_BYTES[t.dtype] for t in tensors)
 
 
 class _Walk(Tiles):
@@ -287,9 +303,11 @@ class _Walk(Tiles):
             for at, rows, schedule in self._q_tiles():
                 running = _Rows(self.q[*at, rows].astype(self.precision, copy=False), dim, self.plan)
                 self._walk_row(at, rows, schedule, running)
+                if (sinks := self.row_sinks(at)) is not None:
+                    running.join(sinks)
                 o[*at, rows], lse[*at, rows] = running.finish(1.0 if self.dropout is None else self.dropout.scale)
                 self._wrote(o[*at, rows], lse[*at, rows])
-        self.traffic.captured += self.captured_bytes()
+        self.traffic.captured += self.captured_bytes(self.variant.tensors)
         shape = (self.batch, sizes["heads"], self.q_len)
         return Walked(o.reshape(*shape, dim), lse.reshape(shape), self.traffic)
 
@@ -298,7 +316,7 @@ class _Walk(Tiles):
         for at, rows, schedule in self._q_tiles():
             self._walk_row(at, rows, schedule, None)
             self._wrote(o[*at, rows], o[*at, rows, 0])
-        self.traffic.captured += self.captured_bytes()
+        self.traffic.captured += self.captured_bytes(self.variant.tensors)
         return self.traffic
 
     def _q_tiles(self) -> Iterator[tuple[tuple[slice, slice, slice], slice, list[tuple[int, int]]]]:

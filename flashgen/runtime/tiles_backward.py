@@ -20,7 +20,7 @@ from flashgen.lang.expr import DIMS, Node
 from flashgen.lang.stored import rounded
 from flashgen.planning import backward
 from flashgen.planning.plan import Tile
-from flashgen.planning.problem import Problem
+from flashgen.planning.problem import STORED_BYTES, Problem
 from flashgen.runtime.threads import one_blas_thread
 from flashgen.runtime.tiles import Tiles, Visits
 
@@ -175,11 +175,13 @@ class _Backward(Tiles):
     def _walk(self) -> None:
         if 0 in self.lse.shape or self.kv_len == 0:  # every gradient is 0, and no kernel runs
             return
-        gradients = bool(self.plan.gradients)
+        gradients = bool(self.plan.score_gradients)
         if gradients:
             self._enter("attention_backward_clear")
             self._sums(read=False)
         self._prepare()
+        if self.plan.sink_gradient:
+            self._sink()
         self._keys()
         if self.adds_dq:
             self._enter("attention_backward_finish")
@@ -211,10 +213,22 @@ class _Backward(Tiles):
         if self.adds_dq:  # it starts at 0
             self._sums_of_dq("written", self.ends)
 
+    def _sink(self) -> None:
+        """The gradient of each sink: what it takes of a row has no value, so dP of it is 0."""
+        self._enter("attention_backward_sink")
+        sink = self.variant.sink
+        self.moved.read["captured"] += self.case.tensors[sink.name].size * STORED_BYTES[sink.dtype]
+        lse, delta = (self._read(name, x, _FLOAT) for name, x in (("lse", self.base), ("delta", self.delta)))
+        if self.arithmetic:
+            everywhere = (slice(None),) * 3
+            ds = -(np.exp(self.row_sinks(everywhere) - lse) * delta).sum(-1)[..., None, None]
+            self._add_at(self.variant.sink_node, ds, self.symbols(everywhere, slice(0, 1), slice(0, 1)))
+        self.moved.written["gradients"] += _FLOAT * self.case.tensors[sink.name].size
+
     def _keys(self) -> None:
         """dk and dv a KV tile at a time, over the queries that see it; dq too where it is added up in memory."""
         self._enter("attention_backward", captured=True)
-        if self.plan.gradients:
+        if self.plan.score_gradients:
             self._sums()
         if self.adds_dq:
             self._sums_of_dq("written", self.heads - self.ends)
@@ -323,23 +337,28 @@ class _Backward(Tiles):
         return np.where(tile.seen, tile.by_score * by, 0).astype(self.precision, copy=False)
 
     def _add_captured(self, tile: _Tile, symbols: Mapping[str, np.ndarray], keep: np.ndarray | None) -> None:
-        for name in self.plan.gradients:
-            array = self.case.tensors[name]
+        for name in self.plan.score_gradients:
             for load, slope in backward.captured_grads(self.variant, name).items():
                 gradient = self._chained(slope, tile, symbols, keep)
-                place = []
-                for dim, size, index in zip(load.attr.dims, array.shape, load.operands, strict=True):
-                    i = np.asarray(self.evaluate(index, self.precision, {**symbols, "s": tile.raw}, live=keep))
-                    i = np.zeros_like(i) if size == 1 and dim in DIMS else np.clip(i, 0, size - 1)
-                    place.append(np.broadcast_to(i, gradient.shape))
-                np.add.at(self.captured[name], tuple(place), gradient)
+                self._add_at(load, gradient, {**symbols, "s": tile.raw}, keep)
+
+    def _add_at(
+        self, load: Node, gradient: np.ndarray, symbols: Mapping[str, np.ndarray], live: np.ndarray | None = None
+    ) -> None:
+        """What the elements that a captured tensor is read at gain."""
+        name, place = load.attr.name, []
+        for dim, size, index in zip(load.attr.dims, self.captured[name].shape, load.operands, strict=True):
+            i = np.asarray(self.evaluate(index, self.precision, symbols, live=live))
+            i = np.zeros_like(i) if size == 1 and dim in DIMS else np.clip(i, 0, size - 1)
+            place.append(np.broadcast_to(i, gradient.shape))
+        np.add.at(self.captured[name], tuple(place), gradient)
 
     # -- what is counted
 
     def _enter(self, kernel: str, *, captured: bool = False) -> None:
         self.moved = self.traffic.kernels[kernel] = Moved()
-        if captured and self.variant.tensors:
-            self.moved.read["captured"] += self.captured_bytes()
+        if captured and self.variant.pair_tensors:
+            self.moved.read["captured"] += self.captured_bytes(self.variant.pair_tensors)
 
     def _counted(
         self, symbols: Mapping[str, np.ndarray], tile_class: int, walks: int, rows: int, keys: int
@@ -377,7 +396,7 @@ class _Backward(Tiles):
                 counter["sums"] += size
 
     def _captured_elements(self) -> int:
-        return sum(self.case.tensors[name].size for name in self.plan.gradients)
+        return sum(self.case.tensors[name].size for name in self.plan.score_gradients)
 
     def _kv_places(self) -> Iterator[tuple[tuple[slice, slice], list[tuple[int | None, int | None, tuple]]]]:
         """The batches and key/value heads that are walked together, and the query heads that each visits in turn."""

@@ -18,6 +18,17 @@ DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// A row's sink, to base 2, joins the sum that the row's four lanes hold.  The larger of it and the maximum is what is
+// subtracted from then on: no exponent is above 0.  O is to follow by the result.
+DEVICE float join_sink(float& row_max, float& sum, float sink) {
+  if (sink == MINUS_INFINITY) return 1.f;  // none; and -inf - -inf would be NaN
+  const float before = row_max;
+  row_max = fmaxf(before, sink);
+  const float factor = ex2(before - row_max);
+  sum = fmaf(sum, factor, 0.25f * ex2(sink - row_max));
+  return factor;
+}
+
 // P of a key beyond which its row's maximum follows it: `share` of what the row has added up, from 1 to `most`.
 DEVICE float lag_limit(float sum, float share, float most) {
   const float row_sum = quad_sum(sum);

@@ -231,7 +231,6 @@ DEVICE int read_doc(int i0, int i1, const Params& p) {
 
 // What it may be over ranges of its indices: known between two elements of a row.
 DEVICE Range<int> read_doc_range(Range<int> i0, Range<int> i1, const Params& p) {
-  i0 = range_clamp_index(i0, p.size0_doc);
   i1 = range_clamp_index(i1, p.size1_doc);
   if (i0.lo != i0.hi) return {-2147483647 - 1, 2147483647};
   const int first = read_doc(i0.lo, i1.lo, p);

@@ -627,6 +627,9 @@ typedef bf16 ScoreTile[TILE_KV / 64][TILE_Q][64];  // a row per query, a box per
 // last.
 struct alignas(16) SharedStep { int head, tile, index; bool masked, last; };
 
+// From where on tiles of queries are judged.
+struct Looked { int head, tile; };
+
 struct alignas(1024) Shared {
   KTile k;
   VTile v;
@@ -636,6 +639,7 @@ struct alignas(1024) Shared {
   float lse[STAGES][TILE_Q], delta[STAGES][TILE_Q];
   SharedStep next[2];  // what to load next
   u32 sent;  // of such
+  Looked looked_at;  // where it looks for the next
   Pipe<2> next_pipe;
   SharedStep step[STAGES];
   Keys keys;
@@ -669,18 +673,31 @@ struct Scheduler {
     if (followed) show();
   }
 
+  // What is looked at next.
+  DEVICE void look_at(int head, int tile) {
+    __syncwarp();  // where it was is read
+    if (threadIdx.x == 0) shared.looked_at = {head, tile};
+    __syncwarp();
+  }
+
   DEVICE void run() {
     const Keys& keys = shared.keys;
+    const Looked& at = shared.looked_at;
+    look_at(keys.first_head, 0);
 #pragma unroll 1
-    for (int head = keys.first_head; head < keys.end_head; head++)
-#pragma unroll 1
-      for (int tile = 0; (tile = next_tile(tile, keys, p)) < p.q_tiles; tile += 32) {
-        TileBits found = classify_32(tile, head, keys, p);
-        for (; found.seen != 0; found.seen &= found.seen - 1) {
-          const int ahead = __ffs(found.seen) - 1;
-          send(head, tile + ahead, found.cut >> ahead & 1, (found.seen & found.seen - 1) != 0);
-        }
+    while (at.head < keys.end_head) {
+      look_at(at.head, next_tile(at.tile, keys, p));
+      if (at.tile >= p.q_tiles) {
+        look_at(at.head + 1, 0);
+        continue;
       }
+      TileBits found = classify_32(at.tile, at.head, keys, p);
+      for (; found.seen != 0; found.seen &= found.seen - 1) {
+        const int tile = at.tile + __ffs(found.seen) - 1;
+        send(at.head, tile, found.cut >> (tile - at.tile) & 1, (found.seen & found.seen - 1) != 0);
+      }
+      look_at(at.head, at.tile + 32);
+    }
     if (thread_index() != 0) return;
     if (shared.sent == 0) send(0, -1, false, false);
     show();

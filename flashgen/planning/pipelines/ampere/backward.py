@@ -286,7 +286,7 @@ def needed(c: Candidate, parts: tuple[Part, ...], request: KernelRequest) -> int
     Not where the score has a slope or gradients of its own: x is kept then too, beside P as it is rounded.  Nor where
     rows of K and of V differ in length: 8 bytes were spilled at head_dim 96 and 192, and at 128 and 96 (sm_120).
     """
-    if request.profile.has_slope or request.gradients or request.head_dim != request.v_head_dim:
+    if request.profile.has_slope or request.score_gradients or request.head_dim != request.v_head_dim:
         return total(parts)
     spared = min(_scores(c) // 2, 2 * _scores(c) - _dq(c, request)) - _in_parts(c, parts[0].amount, request)
     return total(parts) - max(0, spared)
@@ -315,7 +315,7 @@ def _variant_registers(request: KernelRequest) -> int:
     asked = request.profile
     if asked.plain and not request.dropout:
         return 0
-    heavy = asked.looks_up or not asked.exact or asked.has_slope or request.dropout or bool(request.gradients)
+    heavy = asked.looks_up or not asked.exact or asked.has_slope or request.dropout or bool(request.score_gradients)
     return HEAVY if heavy else LONG if asked.mask_ops > LONG_OPS else LIGHT
 
 

@@ -162,7 +162,7 @@ def unsupported_reason(request: KernelRequest) -> str | None:
     wide = request.widest > OWN_KEYS
     if request.dropout and wide:
         return f"its backward has dropout for head dims up to {OWN_KEYS}"
-    if request.gradients and wide:
+    if request.score_gradients and wide:
         return f"its backward has gradients of captured tensors for head dims up to {OWN_KEYS}"
     reads = asked.captured_grads
     if reads and (asked.has_slope or any(n.op == "score" for n in walk(chain.from_iterable(reads)))):
@@ -245,7 +245,7 @@ def dq_in_main_kernel(c: Candidate, request: KernelRequest) -> bool:
     A dq in one order needs these warps itself; with what looks elements up, drops or adds to gradients, and with a
     padded head dim, registers are short.
     """
-    plain = not (request.deterministic or request.dropout or request.gradients or request.profile.looks_up)
+    plain = not (request.deterministic or request.dropout or request.score_gradients or request.profile.looks_up)
     return plain and not c.split_dk_dv and request.head_dim == padded(request.head_dim)
 
 

@@ -366,6 +366,9 @@ def _backward_members(
     if "next" in of:
         yield declared(_steps("next", _TWO, ctype="SharedStep"), note="what to load next")
         yield declared(_words("u32", "sent"), note="of such")
+        yield declared(
+            Member(ctype="Looked", name="looked_at", size=8, alignment=4), note="where it looks for the next"
+        )
     if "semaphore" in of:
         yield declared(_words("u32", "taken", _TWO), note="of `semaphore_step`, by each of two warps")
     if "next" in of:
