@@ -145,6 +145,12 @@ def test_queries_behind_their_window_see_nothing_and_load_nothing():
     assert result.report.bytes(buffer="q") == 2 * 128 * 64 * 2  # the first tile of two heads
 
 
+def test_tiles_that_see_nothing_behind_one_that_does():
+    """More of them than the ring of work has stages: a block that looked past them all would wait for itself."""
+    w = work("causal_bottom_right", "hopper", q_len=700, kv_len=100)
+    assert w.wrong(w.run()) == ()
+
+
 #: Menus of the Hopper forward; CI compiles the first three.
 MENUS = (
     ("full", 64, "float16"),

@@ -810,22 +810,25 @@ struct Consumer {
   }
 
   DEVICE void run() {
-    work_ring = await_visible(work_ring);
-    if (work_at(work_ring).q_tile < 0) return;
-    await_full(shared.q_pipe[warpgroup], q_ring);
     bool last;
-    {
-      S s;
-      await_full(shared.k_pipe, k_ring);
-      issue_qk(s);
-      wgmma_wait_group<0>();
-      pin(s);
-      last = begin(s, work_ring);
-      round(s);
-    }
+#pragma unroll 1
     while (true) {
+      work_ring = await_visible(work_ring);
+      if (work_at(work_ring).q_tile < 0) return;
+      await_full(shared.q_pipe[warpgroup], q_ring);
+      {
+        S s;
+        await_full(shared.k_pipe, k_ring);
+        issue_qk(s);
+        wgmma_wait_group<0>();
+        pin(s);
+        last = begin(s, work_ring);
+        round(s);
+      }
+      bool more = true;
+      while (more) {
 #pragma unroll
-      for (int i = 0; i < V_COLUMNS / 2; i++) o[i] = 0.f;
+        for (int i = 0; i < V_COLUMNS / 2; i++) o[i] = 0.f;
 #pragma unroll 1
       while (!last) {
         S s;
@@ -836,32 +839,34 @@ struct Consumer {
         await_scores(s);
         if (step.masked) apply_mask(s, work_at(work_ring), step.tile);
         to_probabilities(s);
-        if (moved) rescale();
-        accumulate();
-      }
-      q_ring.passed++;
+          if (moved) rescale();
+          accumulate();
+        }
+        q_ring.passed++;
 
-      // The last product of this tile runs beside the first of the next.
-      const RowState done = state;
-      const Ring<WORK_STAGES> next = await_visible({work_ring.passed + 1});
-      const bool more = work_at(next).q_tile >= 0;
-      if (more) {
-        S s;
-        await_full(shared.q_pipe[warpgroup], q_ring);
-        issue_products(s);
-        await_scores(s);
-        last = begin(s, next);
-        await_pv();
-        round(s);
-      } else {
-        pin(o);
-        pin_fragments(probabilities);
-        issue_pv();
-        await_pv();
+        // The last product of this tile runs beside the first of the next, if that sees a key.  No look beyond it: this
+        // tile has its stage until O is stored.
+        const RowState done = state;
+        const Ring<WORK_STAGES> next = {work_ring.passed + 1};
+        const Work coming = await_work(next);
+        more = coming.q_tile >= 0 && coming.visible;
+        if (more) {
+          S s;
+          await_full(shared.q_pipe[warpgroup], q_ring);
+          issue_products(s);
+          await_scores(s);
+          last = begin(s, next);
+          await_pv();
+          round(s);
+        } else {
+          pin(o);
+          pin_fragments(probabilities);
+          issue_pv();
+          await_pv();
+        }
+        store(done);
+        work_ring = next;
       }
-      store(done);
-      if (!more) break;
-      work_ring = next;
     }
   }
 
