@@ -405,6 +405,15 @@ def stand_in(world: World) -> types.ModuleType:
 
         return call
 
+    def wave(of):
+        def call(x):  # beyond 2^24 a kernel, which counts turns in float32, promises nothing
+            x = world.floats(value(x))
+            if world.wobble is not None and world.narrow:
+                x = world.wobble.moved(x, torch.where(x.abs() > 2.0**24, 0.5, 0.0))
+            return world.settled(of(x), functions=1.0, absolute=8.0)
+
+        return call
+
     def steep(x):  # the exponent is rounded first
         return 1.0 + float(x.detach().abs().nan_to_num(0, 0, 0).clamp(max=200).max()) if x.numel() else 1.0
 
@@ -437,8 +446,8 @@ def stand_in(world: World) -> types.ModuleType:
         log2=function(torch.log2, absolute=1.0),
         log1p=function(torch.log1p, relative=lambda x: 4.0),
         pow=lambda x, c: value(x) ** c,
-        sin=function(torch.sin, absolute=8.0),
-        cos=function(torch.cos, absolute=8.0),
+        sin=wave(torch.sin),
+        cos=wave(torch.cos),
         erf=function(torch.erf, absolute=8.0),
         tanh=function(torch.tanh, absolute=8.0, slope=lambda y: 1.0 - y * y),
         sigmoid=function(torch.sigmoid, absolute=8.0, slope=lambda y: y * (1.0 - y)),
