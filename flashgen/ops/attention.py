@@ -34,7 +34,7 @@ def attention(
     h // (heads // kv_heads).  On a GPU float16 or bfloat16, head dims 16 to 256 in steps of 8, the last dimension
     contiguous and rows on multiples of 16 bytes; on a CPU float32 and float64 too, and any head dim.  `scale` is any
     finite number and 1 / sqrt(head_dim) unless given.  `named` are the variant's parameters, constants and captured
-    tensors.
+    tensors; those that it gives itself (`from_flex`) need not be passed.
 
     o has q's dtype and is [batch, heads, q_len, v_head_dim], laid out as [batch, q_len, heads, v_head_dim] where q is;
     lse is the natural logarithm of the sum of exponentials, [batch, heads, q_len] in float32 (float64 for float64).  A
@@ -56,6 +56,8 @@ def attention(
     once for each such kernel.
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
+    if isinstance(variant, Variant) and variant.given:
+        variant, named = variant.bare, {**variant.given, **named}
     compiling = torch.compiler.is_compiling()
     under_transform = not compiling and transformed()
     if compiling or (not under_transform and traced(q, k, v)):
