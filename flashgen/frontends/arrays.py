@@ -1,13 +1,14 @@
 """What a traced PyTorch function sees instead of tensors: values by their index, with torch's types.
 
 An `Array` has a shape, a torch dtype and, by its index, elements of the language.  Most have no dimension: a position,
-the score, an element of a captured tensor.  Rows of captured tensors have some, and are never in memory: whoever reduces
+the score, an element of a captured tensor.  Rows of captured tensors have some, and are never in memory: who reduces
 them asks for their elements.
 """
 
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn, Protocol, TypeAlias
@@ -19,6 +20,7 @@ from flashgen.lang import functions as fg
 from flashgen.lang.bounds import bounds
 from flashgen.lang.expr import TENSOR_DTYPES, DType
 from flashgen.lang.proxies import Expr, node_of, refused
+from flashgen.lang.ranges import Range
 
 Index: TypeAlias = "tuple[int | Expr, ...]"
 
@@ -91,7 +93,7 @@ class Array:
         """The only one; SpecError where there are more."""
         if math.prod(self.extents) != 1:
             raise refused(
-                f"this is a row of shape {list(self._extents)}, where one number is asked for: reduce it, as in .any(-1)"
+                f"this is a row of shape {list(self._extents)}, and one number is asked for: reduce it, as in .any(-1)"
             )
         return self.at((0,) * self.rank)
 
@@ -133,7 +135,7 @@ class Array:
     def __iter__(self) -> Any:
         if not self.rank:
             raise refused("a traced value is one number: it cannot be looped over or unpacked")
-        return (self[i] for i in range(self.extents[0]))
+        return (tracing.get().call("getitem", (self, i), {}) for i in range(self.extents[0]))
 
     def __contains__(self, item: object) -> NoReturn:
         raise refused("`in` cannot be traced: write (x == y).any()")
@@ -168,10 +170,12 @@ def _operator(name: str) -> Callable[..., Any]:
     return call
 
 
-_BINARY = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul divmod".split()
+#: Python's operators that have a second form, for the operand on the right.
+BINARY = tuple("add sub mul truediv floordiv mod pow and or xor lshift rshift matmul divmod".split())  # noqa: SIM905
+
 for _name in (
     *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "getitem", "setitem", "round"),
-    *(f"{side}{name}" for name in _BINARY for side in ("", "r")),
+    *(f"{side}{name}" for name in BINARY for side in ("", "r")),
 ):
     setattr(Array, f"__{_name}__", _operator(f"__{_name}__"))
 
@@ -190,6 +194,11 @@ def lift(x: Any) -> Array:
         return Array(lambda index: Expr(node_of(x)), (), dtype, weak=True, known=x)
     kind = "nothing (a missing `return`?)" if x is None else f"a {type(x).__name__}"
     raise refused(f"{kind} cannot be part of a mask or score: numbers and tensors can")
+
+
+def scalar(element: Expr, dtype: torch.dtype) -> Array:
+    """One element."""
+    return Array(lambda index: element, (), dtype)
 
 
 def constant(value: bool | int | float, dtype: torch.dtype) -> Array:
@@ -284,10 +293,15 @@ def rearranged(x: Array, extents: Sequence[int], index: Callable[[Index], Index]
     return Array(lambda given: x.at(index(given)), extents, x.dtype, of=x.of)
 
 
+def within(x: Expr) -> Range:
+    """What declarations alone say about a number."""
+    return typing.cast(Range, bounds(x.node))
+
+
 def position(i: Any, size: int | Expr) -> int | Expr:
     """An index of a dimension from its beginning: negative ones count from the end."""
     if isinstance(i, int):
         return i if i >= 0 else size + i
-    if bounds(i.node).lo >= 0:
+    if within(i).lo >= 0:
         return i
     return fg.where(i < 0, i + size, i)

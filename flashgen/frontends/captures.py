@@ -32,7 +32,7 @@ _names: weakref.WeakKeyDictionary[types.CodeType, tuple[str, ...]] = weakref.Wea
 class Captures:
     """What functions can read, found by a walk over closures, globals, defaults, containers and objects.
 
-    skeleton  code, types, texts, and where tensors (dtype and number of dimensions) and numbers stand; holds code weakly
+    skeleton  code (held weakly), types, texts, and where tensors, by dtype and number of dimensions, and numbers stand
     numbers   the numbers with their names, in the order of the walk
     tensors   the tensors with their names: each object once
     params    numbers that became parameters, by who holds them and their name there: (the parameter's name, the value)
@@ -69,7 +69,7 @@ class Captures:
             self._number(value, name, holder)
             return
         if isinstance(value, _PLAIN):
-            add(value if kind is not torch.Size else tuple(value))
+            add(tuple(value) if isinstance(value, torch.Size) else value)
             return
         if id(value) in self._seen:
             add(("again", self._seen[id(value)]))
@@ -182,7 +182,7 @@ class Captures:
                 self.settled = False
             return
         module = isinstance(value, torch.nn.Module)
-        if hasattr(kind, "__getattr__") and not module or kind.__getattribute__ is not object.__getattribute__:
+        if (hasattr(kind, "__getattr__") and not module) or kind.__getattribute__ is not object.__getattribute__:
             self.settled = False
             return
         self._objects.append((value, set()))
@@ -225,7 +225,9 @@ class Captures:
 
     def _named(self, name: str) -> str:
         """A name that the language takes, which no other has."""
-        plain = "".join(c for c in name if c.isascii() and (c.isalnum() or c == "_")).lstrip("_0123456789") or "captured"
+        plain = (
+            "".join(c for c in name if c.isascii() and (c.isalnum() or c == "_")).lstrip("_0123456789") or "captured"
+        )
         plain = f"{plain}_" if plain in RESERVED else plain
         unique, count = plain, 1
         while unique in self._taken:

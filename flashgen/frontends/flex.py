@@ -1,7 +1,7 @@
 """from_flex(): the functions that people give to PyTorch's flex_attention, as a Variant.
 
-A function is traced once.  Another one of the same code, with other tensors of the same dtypes and dimensions, takes what
-the first trace found, with its own tensors.
+A function is traced once.  Another one of the same code, with other tensors of the same dtypes and dimensions, takes
+what the first trace found, with its own tensors.
 """
 
 from __future__ import annotations

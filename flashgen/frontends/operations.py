@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flashgen.frontends.arrays import (
+    BINARY,
     ELEMENTS,
     NARROW,
     Array,
@@ -20,10 +21,10 @@ from flashgen.frontends.arrays import (
     of_language,
     pointwise,
     promoted,
+    within,
 )
 from flashgen.frontends.rows import INDEXING, REDUCTIONS
 from flashgen.lang import functions as fg
-from flashgen.lang.bounds import bounds
 from flashgen.lang.proxies import Expr, refused
 
 Operation = Callable[..., Any]
@@ -36,7 +37,13 @@ _ALIASES = {
     **{"bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "bitwise_not": "invert"},
     **{"bitwise_left_shift": "lshift", "bitwise_right_shift": "rshift", "power": "pow", "float_power": "pow"},
     **{"clip": "clamp", "fmin": "minimum", "fmax": "maximum", "fix": "trunc", "sgn": "sign", "special_erf": "erf"},
-    **{"expit": "sigmoid", "reshape": "view", "permute_dims": "permute", "swapaxes": "transpose", "as_tensor": "tensor"},
+    **{
+        "expit": "sigmoid",
+        "reshape": "view",
+        "permute_dims": "permute",
+        "swapaxes": "transpose",
+        "as_tensor": "tensor",
+    },
     **{"scalar_tensor": "tensor", "reshape_as": "view_as", "asarray": "tensor"},
     **{"special_expit": "sigmoid", "special_exp2": "exp2", "special_log1p": "log1p", "bfloat16": "half"},
     **{"short": "half", "double": "half", "char": "half", "byte": "half"},
@@ -45,8 +52,20 @@ _ALIASES = {
 #: What to write instead of what is not in the table.
 _CURES = {
     **dict.fromkeys(
-        ("item", "tolist", "numpy", "cpu", "cuda", "float_", "__float__", "__int__", "__bool__", "__index__", "is_nonzero"),
-        "it needs a value, and a captured tensor is read when the kernel runs: index the tensor, and keep the result one",
+        (
+            "item",
+            "tolist",
+            "numpy",
+            "cpu",
+            "cuda",
+            "float_",
+            "__float__",
+            "__int__",
+            "__bool__",
+            "__index__",
+            "is_nonzero",
+        ),
+        "it needs a value, and tensors are read when the kernel runs: index the tensor, and work on what that gives",
     ),
     **dict.fromkeys(("detach", "data", "requires_grad_"), "detach the tensor before the function captures it"),
     **dict.fromkeys(("cond", "while_loop"), "write torch.where(condition, x, y)"),
@@ -55,7 +74,18 @@ _CURES = {
         "compute it before, and capture the result",
     ),
     **dict.fromkeys(
-        ("rand", "randn", "randint", "rand_like", "randn_like", "bernoulli", "normal", "dropout", "empty", "empty_like"),
+        (
+            "rand",
+            "randn",
+            "randint",
+            "rand_like",
+            "randn_like",
+            "bernoulli",
+            "normal",
+            "dropout",
+            "empty",
+            "empty_like",
+        ),
         "draw before, and capture the result; flashgen.attention(dropout=) drops probabilities",
     ),
     **dict.fromkeys(("einsum", "mm", "bmm", "addmm"), "write (x * y).sum(-1), or torch.dot"),
@@ -159,8 +189,8 @@ def _shift(name: str, build: Operation) -> Operation:
         most = 63 if dtype is torch.int64 else 31
 
         def shifted(value: Expr, count: Expr) -> Expr:
-            known = bounds(count.node)
-            return build(value, count if known.lo >= 0 and known.hi <= most else fg.clamp(count, 0, most))
+            inside = within(count).lo >= 0 and within(count).hi <= most
+            return build(value, count if inside else fg.clamp(count, 0, most))
 
         return pointwise(shifted, a, b, dtype=dtype, given=dtype)
 
@@ -169,10 +199,10 @@ def _shift(name: str, build: Operation) -> Operation:
 
 def _whole(x: Expr, y: Expr) -> tuple[Expr, Expr, Expr | None]:
     """x and a divisor of integers that is above 0, and where both were turned round for it."""
-    known = bounds(y.node)
-    if known.lo > 0 or known.hi < 0 or y.node.op == "const":
+    low, high = within(y).lo, within(y).hi
+    if low > 0 or high < 0 or y.node.op == "const":
         return x, y, None
-    if known.lo >= 0:
+    if low >= 0:
         return x, fg.maximum(y, 1), None  # by 0 torch raises, or gives anything
     turned = y < 0
     return fg.where(turned, -x, x), fg.maximum(fg.absolute(y), 1), turned
@@ -360,7 +390,9 @@ def _sign_of(x: Expr) -> Expr:
 def _where(condition: Any, x: Any, y: Any) -> Array:
     c, a, b = lift(condition), lift(x), lift(y)
     if c.dtype is not torch.bool:
-        raise refused(f"the condition of torch.where is {str(c.dtype).removeprefix('torch.')}: compare it, as in x != 0")
+        raise refused(
+            f"the condition of torch.where is {str(c.dtype).removeprefix('torch.')}: compare it, as in x != 0"
+        )
     dtype = promoted(a, b)
     return pointwise(lambda c, a, b: fg.where(c, cast(a, dtype), cast(b, dtype)), c, a, b, dtype=dtype)
 
@@ -420,7 +452,9 @@ def _isin(elements: Any, tests: Any, *, assume_unique: bool = False, invert: boo
     return _inverted(result) if invert else result
 
 
-def _searchsorted(boundaries: Any, x: Any, *, right: bool = False, side: str | None = None, out_int32: bool = False) -> Array:
+def _searchsorted(
+    boundaries: Any, x: Any, *, right: bool = False, side: str | None = None, out_int32: bool = False
+) -> Array:
     below = "le" if right or side == "right" else "lt"
     smaller = FUNCTIONS[below](boundaries, FUNCTIONS["unsqueeze"](x, -1))
     return _to(REDUCTIONS["sum"](smaller, -1), torch.int32 if out_int32 else torch.int64)
@@ -517,7 +551,7 @@ def _detached(x: Any) -> Array:
 # ---------------------------------------------------------------------------------------------------------------------
 # The table
 
-_OPERATORS = "add sub mul truediv div floordiv mod pow and or xor lshift rshift matmul".split()
+_OPERATORS = (*BINARY, "div")
 
 FUNCTIONS: dict[str, Operation] = {
     **{name: _comparison(getattr(operator, name)) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
@@ -548,6 +582,7 @@ FUNCTIONS: dict[str, Operation] = {
         name: _function(getattr(fg, name))
         for name in ("exp", "exp2", "log", "log2", "log1p", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos", "erf")
     },
+    "tan": _function(lambda x: fg.sin(x) / fg.cos(x)),
     "expm1": _function(lambda x: fg.exp(x) - 1.0),
     "log10": _function(lambda x: fg.log2(x) * math.log10(2)),
     "logsigmoid": lambda x: _negative(_softplus(_negative(x))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,12 +66,14 @@ def _getitem(x: Any, index: Any) -> Array:
                 if sizes is not None and a.sizes is not None:
                     sizes.append(a.sizes[dim])
             else:
-                bounds = slice(*(None if end is None else operator.index(end) for end in (item.start, item.stop, item.step)))
+                bounds = slice(
+                    *(None if end is None else operator.index(end) for end in (item.start, item.stop, item.step))
+                )
                 first, stop, step = bounds.indices(a.extents[dim])
                 count, sizes = len(range(first, stop, step)), None
             out = len(extents)
             extents.append(count)
-            readers.append(lambda index, out=out, first=first, step=step: _moved(index[out], first, step))
+            readers.append(partial(_sliced, out, first, step))
         else:
             if rows and start is None:
                 start = len(extents)
@@ -100,7 +103,9 @@ def _item(i: Any) -> Any:
         return operator.index(i)
     a = lift(i)
     if a.dtype in (torch.bool, torch.uint8):
-        raise refused(f"an index of {str(a.dtype).removeprefix('torch.')} selects by condition in torch: write x.long()")
+        raise refused(
+            f"an index of {str(a.dtype).removeprefix('torch.')} selects by condition in torch: write x.long()"
+        )
     if a.dtype.is_floating_point:
         raise refused("an index of floats is an error in torch: write x.long()")
     return a
@@ -120,8 +125,9 @@ def _table(values: Any) -> Callable[[Index], Expr]:
     return at
 
 
-def _moved(i: int | Expr, first: int, step: int) -> int | Expr:
-    moved = i if step == 1 else i * step
+def _sliced(out: int, first: int, step: int, index: Index) -> int | Expr:
+    """The index that a slice reads, from that of its result."""
+    moved = index[out] if step == 1 else index[out] * step
     return moved + first if first else moved
 
 
@@ -236,9 +242,7 @@ def _expand(x: Any, *shape: Any, implicit: bool = False) -> Array:
     own = a.extents
     if new < 0 or any(size not in (1, wanted[new + d]) for d, size in enumerate(own)):
         raise refused(f"shape {list(own)} does not expand to {wanted}")
-    return rearranged(
-        a, wanted, lambda index: tuple(0 if n == 1 else i for n, i in zip(own, index[new:], strict=True))
-    )
+    return rearranged(a, wanted, lambda index: tuple(0 if n == 1 else i for n, i in zip(own, index[new:], strict=True)))
 
 
 def _expand_as(x: Any, other: Any) -> Array:
@@ -252,7 +256,9 @@ def _view_as(x: Any, other: Any) -> Array:
 def _permute(x: Any, *dims: Any) -> Array:
     a = lift(x)
     order = [_dim(a, d) for d in _shape_of(dims)]
-    return rearranged(a, [a._extents[d] for d in order], lambda index: tuple(index[order.index(d)] for d in range(a.rank)))
+    return rearranged(
+        a, [a._extents[d] for d in order], lambda index: tuple(index[order.index(d)] for d in range(a.rank))
+    )
 
 
 def _transpose(x: Any, dim0: int, dim1: int) -> Array:
@@ -283,7 +289,9 @@ def _stack(tensors: Sequence[Any], dim: int = 0) -> Array:
             found = fg.where(which == n, cast(parts[n].at(own if parts[n].rank else ()), dtype), found)
         return found
 
-    return Array(element, (*extents[:at], len(parts), *extents[at:]), dtype, of=frozenset().union(*(p.of for p in parts)))
+    return Array(
+        element, (*extents[:at], len(parts), *extents[at:]), dtype, of=frozenset().union(*(p.of for p in parts))
+    )
 
 
 def _unbind(x: Any, dim: int = 0) -> tuple[Array, ...]:
@@ -328,7 +336,7 @@ def _reduction(
         a = lift(x)
         made = of(a.dtype) if dtype is None else dtype
         dims = range(a.rank) if dim is None else [dim] if not isinstance(dim, (tuple, list)) else dim
-        a = Array(lambda index, at=a.at: cast(at(index), made), a._extents, made, of=a.of)
+        a = Array(partial(_cast_at, a, made), a._extents, made, of=a.of)
         for d in sorted((_dim(a, d) for d in dims), reverse=True):
             if a.rank:
                 a = one(a, d, keepdim)
@@ -350,7 +358,9 @@ def _reduction(
                 return Expr(node_of(empty))
             if count <= WRITTEN_OUT or loop is None or not a.of:  # what the function made has no memory to loop over
                 if count > LONGEST_WRITTEN_OUT:
-                    raise refused(f"this row has {count} elements, and at most {LONGEST_WRITTEN_OUT} can be searched so")
+                    raise refused(
+                        f"this row has {count} elements, and at most {LONGEST_WRITTEN_OUT} can be searched so"
+                    )
                 found = element(0)
                 for i in range(1, count):
                     found = fold(found, element(i))
@@ -362,6 +372,10 @@ def _reduction(
         return Array(at, left, a.dtype, of=a.of)
 
     return call
+
+
+def _cast_at(a: Array, dtype: torch.dtype, index: Index) -> Expr:
+    return cast(a.at(index), dtype)
 
 
 def _counted(dtype: torch.dtype) -> torch.dtype:
@@ -380,7 +394,9 @@ _SUM = _reduction(operator.add, of=_counted, loop=fg.sum, empty=0)
 def _dot(x: Any, y: Any) -> Array:
     a, b = lift(x), lift(y)
     if a.rank != 1 or b.rank != 1:
-        raise refused(f"a product of shapes {list(a._extents)} and {list(b._extents)}: only that of two rows is one number")
+        raise refused(
+            f"a product of shapes {list(a._extents)} and {list(b._extents)}: only that of two rows is one number"
+        )
     dtype = promoted(a, b)
     return _SUM(pointwise(operator.mul, a, b, dtype=dtype, given=dtype))
 

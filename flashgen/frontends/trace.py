@@ -1,4 +1,4 @@
-"""Tracing of PyTorch functions of positions: torch's functions are caught by a mode, and tensors become captured ones."""
+"""Tracing of PyTorch functions of positions: a mode catches torch's functions, and tensors become captured ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from flashgen.errors import SpecError
-from flashgen.frontends.arrays import ELEMENTS, Array, lift, tracing
+from flashgen.frontends.arrays import ELEMENTS, Array, lift, scalar, tracing
 from flashgen.frontends.operations import operation, unsupported
 from flashgen.frontends.rows import table
 from flashgen.lang import declare, source
@@ -57,7 +57,9 @@ class Tracer(TorchFunctionMode):
         met = list(_tensors((args, kwargs)))
         if all(id(x) in self._made for x in met):
             return self._run(name, function, args, kwargs)
-        namespace = getattr(function, "namespace", None) or str(getattr(function, "_qualified_op_name", "aten")).split(":")[0]
+        namespace = (
+            getattr(function, "namespace", None) or str(getattr(function, "_qualified_op_name", "aten")).split(":")[0]
+        )
         if namespace not in _NAMESPACES:
             raise refused(f"the operator {function} is nobody's but its library's: write it in torch's functions")
         return self.call(name, args, kwargs)
@@ -197,10 +199,7 @@ def traced(tracer: Tracer, function: Callable[..., Any], kind: str, positions: M
         ) from None
     except ValueError:  # a function of C says nothing
         pass
-    arrays = [
-        Array(lambda index, at=at: at, (), torch.float32 if name == "score" else torch.int32)
-        for name, at in positions.items()
-    ]
+    arrays = [scalar(at, torch.float32 if name == "score" else torch.int32) for name, at in positions.items()]
     token = tracing.set(tracer)
     try:
         with tracer:
@@ -214,8 +213,7 @@ def traced(tracer: Tracer, function: Callable[..., Any], kind: str, positions: M
             raise SpecError(
                 f"the mask_mod {title(function)} returned {got}: compare it, as in x != 0", where=_defined(function)
             )
-        element = made.element
-        return Array(lambda index: element, (), made.dtype)
+        return scalar(made.element, made.dtype)
     except SpecError:
         raise
     except Exception as error:

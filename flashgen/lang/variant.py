@@ -59,6 +59,7 @@ class Variant:
     bound       the constants that were folded to other values than their defaults
     given       captured tensors and parameters' values that a call takes where it passes none, by name
     token       a text that equal variants share and others do not, in every process (see `of_token`)
+    without     the variant that gives nothing, where this one does (see `bare`)
     """
 
     name: str
@@ -77,6 +78,7 @@ class Variant:
     bound: tuple[tuple[str, int | float], ...] = field(default=(), repr=False)
     given: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
     token: str = field(init=False, compare=False, repr=False)
+    without: Variant | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         declared = self._unify()
@@ -84,6 +86,7 @@ class Variant:
         made = (*named, self.spec, self.bound, self.digest())
         token = hashlib.sha256(f"{made}".encode()).hexdigest()[:32]
         object.__setattr__(self, "token", token)
+        object.__setattr__(self, "without", replace(self, given={}) if self.given else None)
         if self.given:
             return  # what is found by its token holds no tensor
         with _tokens:
@@ -109,7 +112,7 @@ class Variant:
     @property
     def bare(self) -> Variant:
         """The variant without what it gives to calls: it alone is planned, kept and found by its token."""
-        return (of_token(self.token) or replace(self, given={})) if self.given else self
+        return self if self.without is None else self.without
 
     def giving(self, given: Mapping[str, object]) -> Variant:
         """The variant with captured tensors and parameters' values that calls take where they pass none: equal to this
@@ -118,6 +121,7 @@ class Variant:
         for f in fields(self):
             object.__setattr__(made, f.name, getattr(self, f.name))
         object.__setattr__(made, "given", dict(given))
+        object.__setattr__(made, "without", self.bare if given else None)
         return made
 
     # -----------------------------------------------------------------------------------------------------------------
