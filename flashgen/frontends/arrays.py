@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn, Protocol, TypeAlias
 
+import numpy as np
 import torch
 
 from flashgen.errors import SpecError
@@ -58,6 +59,7 @@ class Array:
 
     __slots__ = ("_extents", "at", "dtype", "known", "of", "sizes", "weak")
     __hash__ = None  # type: ignore[assignment]
+    __array_ufunc__ = None  # NumPy's numbers leave operators to this class
 
     def __init__(
         self,
@@ -141,7 +143,9 @@ class Array:
         raise refused("`in` cannot be traced: write (x == y).any()")
 
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise refused("NumPy needs a value and this is a traced one: use torch's functions")
+        raise refused(
+            "NumPy needs a value and this is a traced one: use torch's functions, and index torch.from_numpy(array)"
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python asks for protocols that are not there
@@ -189,6 +193,8 @@ def lift(x: Any) -> Array:
         return x
     if isinstance(x, torch.Tensor):
         return tracing.get().lifted(x)
+    if isinstance(x, np.generic):
+        x = x.item()
     if isinstance(x, (bool, int, float)):
         dtype = torch.bool if isinstance(x, bool) else torch.int64 if isinstance(x, int) else torch.float32
         return Array(lambda index: Expr(node_of(x)), (), dtype, weak=True, known=x)

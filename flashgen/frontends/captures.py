@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from flashgen.lang.declare import RESERVED
@@ -64,6 +65,7 @@ class Captures:
 
     def _visit(self, value: Any, name: str, holder: int | None = None) -> None:
         add = self.skeleton.append
+        value = value.item() if isinstance(value, np.generic) else value
         kind = type(value)
         if kind in (int, float, bool):
             self._number(value, name, holder)

@@ -50,7 +50,7 @@ class _Trace:
         return all(captures.tensors[place][1].shape == shape for place, shape in self.shapes)
 
     def giving(self, captures: Captures) -> Variant:
-        given: dict[str, Any] = {name: _as_row(captures.tensors[place][1]) for name, place in self.tensors}
+        given: dict[str, Any] = {name: captures.tensors[place][1] for name, place in self.tensors}
         given |= {name: value for name, value in captures.params.values() if name in self.params}
         return self.variant.giving(given)
 
@@ -128,14 +128,19 @@ def _made(mask_mod: Any, score_mod: Any, names: tuple[str, ...], captures: Captu
             f"names has {missing[0]!r}, and no closure, global or default of {_titles(mask_mod, score_mod)} holds a"
             f" number by that name; it reads {', '.join(numbers) or 'no number'}"
         )
-    tracer = Tracer(captures.tensors)
     described = mask_mod if mask_mod is not None else score_mod
-    bare = variant(
-        None if mask_mod is None else _mask(tracer, replaced(mask_mod, by) if by else mask_mod),
-        None if score_mod is None else _score(tracer, replaced(score_mod, by) if by else score_mod),
-        name=_name(mask_mod, score_mod),
-        doc=(getattr(described, "__doc__", None) or "").strip(),
-    ).bare
+    of_mask, of_score = (replaced(f, by) if by else f for f in (mask_mod, score_mod))
+    tracer = Tracer(captures.tensors)
+    while True:
+        bare = variant(
+            None if mask_mod is None else _mask(tracer, of_mask),
+            None if score_mod is None else _score(tracer, of_score),
+            name=_name(mask_mod, score_mod),
+            doc=(getattr(described, "__doc__", None) or "").strip(),
+        )
+        if tracer.sizes_met:
+            break
+        tracer = Tracer(captures.tensors, tracer.fixed)  # once more, with the shapes declared
     places = {name: place for place, (name, _) in enumerate(captures.tensors)}
     read = [t.name for t in bare.tensors]
     found = _Trace(
@@ -147,7 +152,7 @@ def _made(mask_mod: Any, score_mod: Any, names: tuple[str, ...], captures: Captu
     if captures.settled and not tracer.unseen:
         _remember(captures, found, _titles(mask_mod, score_mod))
     made = found.giving(captures)
-    unseen = {name: _as_row(tracer.read[name]) for name in read if name not in places}
+    unseen = {name: tracer.read[name] for name in read if name not in places}
     return made.giving({**made.given, **unseen}) if unseen else made
 
 
@@ -198,11 +203,6 @@ def _score(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., Expr]:
         return cast(made.element, torch.float32)
 
     return score
-
-
-def _as_row(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as attention() captures it: one of no dimension as a view of one element."""
-    return tensor if tensor.dim() else tensor.view(1)
 
 
 def _titles(mask_mod: Any, score_mod: Any) -> str:

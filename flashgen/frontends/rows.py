@@ -69,6 +69,8 @@ def _getitem(x: Any, index: Any) -> Array:
                 bounds = slice(
                     *(None if end is None else operator.index(end) for end in (item.start, item.stop, item.step))
                 )
+                if bounds.step is not None and bounds.step < 1:
+                    raise refused("a slice of a tensor has a step above 0, as in torch")
                 first, stop, step = bounds.indices(a.extents[dim])
                 count, sizes = len(range(first, stop, step)), None
             out = len(extents)
@@ -79,6 +81,8 @@ def _getitem(x: Any, index: Any) -> Array:
                 start = len(extents)
                 extents.extend(together)
             size = a.sizes[dim] if a.sizes is not None else a.extents[dim]
+            if isinstance(item, int) and not -a._extents[dim] <= item < a._extents[dim]:
+                raise refused(f"index {item} is out of bounds for a dimension of size {a._extents[dim]}")
             readers.append(_reader(item, size, start, len(together)))
     made = Array(
         lambda index: a.at(tuple(read(index) for read in readers)),
@@ -134,8 +138,6 @@ def _sliced(out: int, first: int, step: int, index: Index) -> int | Expr:
 def _reader(item: Any, size: int | Expr, start: int | None, rank: int) -> Callable[[Index], Any]:
     """What reads the index of one dimension out of the index of the result."""
     if isinstance(item, int):
-        if isinstance(size, int) and not -size <= item < size:
-            raise refused(f"index {item} is out of bounds for a dimension of size {size}")
         fixed = position(item, size)
         return lambda index: fixed
     if not item.rank:

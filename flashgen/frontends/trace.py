@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,15 +36,17 @@ class Tracer(TorchFunctionMode):
 
     names   what captured tensors are called, by their identity
     read    the captured tensors that were met, by name
-    fixed   the names of those whose shapes were read: the trace holds for these shapes
+    fixed   the names of those whose shapes were read: the trace holds for these shapes, which are declared where they
+            were known to be read before
     unseen  whether a tensor was met that `names` does not have
     """
 
-    def __init__(self, captured: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, captured: Sequence[tuple[str, torch.Tensor]], fixed: Iterable[str] = ()) -> None:
         super().__init__()
         self.names = {id(tensor): name for name, tensor in captured}
         self.read: dict[str, torch.Tensor] = {}
         self.fixed: set[str] = set()
+        self._declared = frozenset(fixed)
         self.unseen = False
         self._arrays: dict[int, Array] = {}
         self._made: dict[int, torch.Tensor] = {}  # by the functions themselves, of plain numbers
@@ -75,6 +77,10 @@ class Tracer(TorchFunctionMode):
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """torch's function, method, operator or attribute of that name, on traced values."""
+        with torch._C.DisableTorchFunction():  # what is asked of tensors here is no part of the function
+            return self._called(name, args, kwargs)
+
+    def _called(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if name == "getattr":
             return self._attribute(*args)
         if name == "size":
@@ -84,8 +90,7 @@ class Tracer(TorchFunctionMode):
         if name in _QUESTIONS:
             if isinstance(args[0], Array):
                 return args[0].dtype.is_floating_point
-            with torch._C.DisableTorchFunction():
-                return getattr(args[0], name)(*args[1:], **kwargs)
+            return getattr(args[0], name)(*args[1:], **kwargs)
         function = operation(name)
         if function is None:
             raise refused(unsupported(name))
@@ -115,7 +120,8 @@ class Tracer(TorchFunctionMode):
             nearest = "float" if tensor.dtype.is_floating_point else "long"
             raise refused(f"the captured tensor {name!r} is {dtype}, which no kernel reads: capture {name}.{nearest}()")
         self.read[name] = tensor
-        declared = declare.tensor(name, (None,) * max(tensor.dim(), 1), str(tensor.dtype).removeprefix("torch."))
+        dims = tuple(tensor.shape) if name in self._declared else (None,) * tensor.dim()
+        declared = declare.tensor(name, dims or (1,), str(tensor.dtype).removeprefix("torch."))
         of = frozenset({name})
         if not tensor.dim():
             return Array(lambda index: declared[0], (), tensor.dtype)
@@ -124,6 +130,11 @@ class Tracer(TorchFunctionMode):
 
     def sized(self, names: frozenset[str]) -> None:
         self.fixed |= names
+
+    @property
+    def sizes_met(self) -> bool:
+        """Whether every shape that was read is declared."""
+        return self.fixed <= self._declared
 
     def _attribute(self, x: Any, name: str) -> Any:
         if name == "device":

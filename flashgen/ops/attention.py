@@ -57,7 +57,7 @@ def attention(
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
     if isinstance(variant, Variant) and variant.given:
-        variant, named = variant.bare, {**variant.given, **named}
+        variant, named = variant.bare, {**_given(variant), **named}
     compiling = torch.compiler.is_compiling()
     under_transform = not compiling and transformed()
     if compiling or (not under_transform and traced(q, k, v)):
@@ -71,3 +71,8 @@ def attention(
         o, lse = autograd.attention(q, k, v, call)
         return (o, lse) if return_lse else o
     return run(q, k, v, call, return_lse)
+
+
+def _given(variant: Variant) -> dict[str, object]:
+    """What a variant gives to calls; a tensor of no dimension as a view of one element, which keeps its gradient."""
+    return {name: x.view(1) if isinstance(x, torch.Tensor) and not x.dim() else x for name, x in variant.given.items()}
