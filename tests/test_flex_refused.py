@@ -131,8 +131,8 @@ def subtracts_conditions(b, h, q_idx, kv_idx):
     return (q_idx > kv_idx) - (q_idx > 3) > 0  # here
 
 
-def a_row(b, h, q_idx, kv_idx):
-    return kv_idx == IDS  # here
+def a_row(b, h, q_idx, kv_idx):  # here
+    return kv_idx == IDS
 
 
 def numbers_for_a_mask(b, h, q_idx, kv_idx):  # here
@@ -179,6 +179,10 @@ def unknown_name(b, h, q_idx, kv_idx):
     return q_idx >= kv_index  # here  # noqa: F821
 
 
+def a_row_among_numbers(b, h, q_idx, kv_idx):
+    return torch.isin(IDS, kv_idx)  # here
+
+
 MASKS = {
     branches: "`if` asks for one; write torch.where",
     branches_on_data: "`if`, `and`, .* write torch.where",
@@ -197,6 +201,7 @@ MASKS = {
     out_of_bounds: "index 64 is out of bounds for a dimension of size 64",
     subtracts_conditions: r"write x.int\(\) - y.int\(\)",
     a_row: r"a row of shape \[64\].*reduce it",
+    a_row_among_numbers: "torch.isin of a row",
     numbers_for_a_mask: "returned int32: compare it",
     nothing: "returned nothing",
     a_text: "returned a str",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -223,6 +224,11 @@ def traced(tracer: Tracer, function: Callable[..., Any], kind: str, positions: M
             got = str(made.dtype).removeprefix("torch.")
             raise SpecError(
                 f"the mask_mod {title(function)} returned {got}: compare it, as in x != 0", where=_defined(function)
+            )
+        if made.rank and math.prod(made.extents) != 1:
+            raise SpecError(
+                f"the {kind} {title(function)} returned a row of shape {list(made.extents)}: reduce it, as in .any(-1)",
+                where=_defined(function),
             )
         return scalar(made.element, made.dtype)
     except SpecError:
