@@ -1,5 +1,8 @@
 """from_flex: functions as people write them for FlexAttention, beside what PyTorch makes of them."""
 
+import re
+from pathlib import Path
+
 import flex_mods
 import pytest
 import torch
@@ -7,6 +10,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import create_mask
 
 import flashgen
+from flashgen.frontends.operations import FUNCTIONS
 
 BATCH, HEADS, LENGTH, DIM = flex_mods.BATCH, flex_mods.HEADS, flex_mods.LENGTH, 8
 
@@ -69,3 +73,10 @@ def test_scores_and_gradients_are_those_of_torch(name):
         strict=True,
     ):
         close(ours, torch.zeros_like(ours) if theirs is None else theirs, 1e-4)
+
+
+def test_the_document_lists_what_is_traced():
+    text = (Path(__file__).parents[1] / "docs" / "frontends.md").read_text()
+    rows = text.partition("<!-- functions -->")[2].partition("##")[0]
+    named = {name for name in re.findall(r"`(\w+)`", rows)} - {"rounding_mode", "None"}
+    assert named == set(FUNCTIONS)
