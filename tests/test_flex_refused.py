@@ -1,7 +1,6 @@
 """from_flex on what the language has not: the reason, the line, and what to write instead."""
 
 import math
-import random
 from pathlib import Path
 
 import numpy as np
@@ -270,8 +269,3 @@ def test_a_captured_tensor_of_another_device_is_refused_by_its_name():
     q = torch.randn(1, 4, 8, 16)
     with pytest.raises(flashgen.LaunchError, match=r"'table'.*is on meta and q on cpu"):
         flashgen.attention(q, q, q, variant)
-
-
-def test_python_random_numbers_are_numbers():
-    random.seed(0)
-    assert flashgen.from_flex(lambda b, h, q, k: q - k < random.randint(3, 9)).params == ()

@@ -4,6 +4,7 @@ import functools
 import gc
 import math
 import pickle
+import random
 import types
 import warnings
 import weakref
@@ -231,6 +232,75 @@ def test_what_is_read_of_objects_is_noticed():
     assert flex.traces == before
     config.window = 11
     torch.testing.assert_close(attend(flashgen.from_flex(mask_mod)), expected(11, ids_of(3)))
+
+
+class Base:
+    reach = 3
+
+    def __init__(self, window):
+        self.window = window
+
+    def near(self, q, k):
+        return abs(q - k) < self.window
+
+
+class Derived(Base):
+    __slots__ = ("slot",)
+
+    def near(self, q, k):
+        return super().near(q, k) | (abs(q - k) == self.slot) | (k < self.reach)
+
+
+class Rows:
+    def __init__(self, step):
+        self.step = step
+
+    def __getitem__(self, i):
+        return i // self.step
+
+    @property
+    def double(self):
+        return self.step * 2
+
+
+@pytest.mark.parametrize("name", ["window", "slot", "reach", "step", "attribute"])
+def test_numbers_of_classes_are_noticed_wherever_they_are_read(name, monkeypatch):
+    thing, rows = Derived(4), Rows(5)
+    thing.slot = 9
+    layers = torch.nn.ModuleList([torch.nn.Module()])
+    layers[0].attribute = 7
+
+    def mask_mod(b, h, q, k):
+        return thing.near(q, k) | (rows[q] == rows[k]) | (k % rows.double == 1) | (q % layers[0].attribute == 1)
+
+    def written_out():
+        at = torch.arange(LENGTH)
+        q, k = at[:, None], at[None]
+        distance, step = (q - k).abs(), rows.step
+        keep = (distance < thing.window) | (distance == thing.slot) | (k < thing.reach)
+        return masked(keep | (q // step == k // step) | (k % (2 * step) == 1) | (q % layers[0].attribute == 1))
+
+    torch.testing.assert_close(attend(flashgen.from_flex(mask_mod)), written_out())
+    assert traces(lambda: flashgen.from_flex(mask_mod)) == 0
+    holder = {"window": thing, "slot": thing, "reach": Base, "step": rows, "attribute": layers[0]}[name]
+    monkeypatch.setattr(holder, name, getattr(holder, name) + 8)
+    torch.testing.assert_close(attend(flashgen.from_flex(mask_mod)), written_out())
+
+
+def test_what_reads_by_texts_or_by_chance_is_traced_each_time():
+    box = types.SimpleNamespace(window=5)
+
+    def by_text(b, h, q, k):
+        return abs(q - k) < getattr(box, "win" + "dow")
+
+    first = flashgen.from_flex(by_text)
+    box.window = 11
+    assert flashgen.from_flex(by_text).token != first.token
+
+    def by_chance(b, h, q, k):
+        return abs(q - k) < random.randint(1, 1 << 20)
+
+    assert flashgen.from_flex(by_chance).token != flashgen.from_flex(by_chance).token
 
 
 def test_globals_and_functions_that_change_are_noticed():

@@ -18,11 +18,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from flashgen.lang.declare import RESERVED
 
 #: Modules whose contents nobody changes.
 _SETTLED = frozenset({"torch", "numpy", "flashgen", *sys.stdlib_module_names}) - {"__main__"}
+
+#: Of those, what is another thing each time.
+_CHANGING = frozenset({"datetime", "os", "random", "secrets", "sys", "time", "uuid"})
+
+#: Names of what reads by names that no code has, or of what changes by itself.
+_UNSEEN = frozenset({"getattr", "vars", "globals", "locals", "eval", "exec", "__dict__", "random"})
+
+#: Methods that no operation on an object calls.
+_UNCALLED = frozenset({"__init__", "__new__", "__post_init__", "__del__", "__repr__", "__str__", "__hash__"})
+
+#: Modules of torch that hold others by number or key.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
 #: What a name is taken for as it is.
 _PLAIN = (str, bytes, type(None), type(Ellipsis), complex, torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -101,6 +114,7 @@ class Captures:
             add(frozenset(value))
         elif isinstance(value, types.ModuleType):
             add(value.__name__)
+            self.settled &= value.__name__.split(".")[0] not in _CHANGING
             if not _settled(value.__name__):
                 self._objects.append((value, set()))
         elif isinstance(value, type):
@@ -150,6 +164,7 @@ class Captures:
         if not _settled(function.__module__ or ""):
             names = names_of(code)
             self._read.update(names)
+            self.settled &= _UNSEEN.isdisjoint(names)
             scope = function.__globals__
             for name in names:
                 if name in scope:
@@ -175,22 +190,39 @@ class Captures:
                 self._visit(inspect.getattr_static(value, name).__func__, name)
 
     def _object(self, value: Any) -> None:
-        kind = type(value)
+        kind, module = type(value), isinstance(value, nn.Module)
         self.skeleton.append(weakref.ref(kind))
-        if _settled(kind.__module__) and not isinstance(value, (torch.nn.Module, types.SimpleNamespace)):
-            if kind.__module__.split(".")[0] == "torch" and kind.__module__.startswith("torch._ops"):
-                self.skeleton.append(str(value))
-            else:
-                self.settled = False
+        if kind.__module__ == "torch._ops":
+            self.skeleton.append(str(value))
             return
-        module = isinstance(value, torch.nn.Module)
-        if (hasattr(kind, "__getattr__") and not module) or kind.__getattribute__ is not object.__getattribute__:
+        silent = _settled(kind.__module__) and not isinstance(value, (nn.Module, types.SimpleNamespace))
+        answers = (hasattr(kind, "__getattr__") and not module) or kind.__getattribute__ is not object.__getattribute__
+        if silent or answers:
             self.settled = False
             return
+        if isinstance(value, _CONTAINERS):
+            for held in (value._modules, value._parameters):
+                self._mapping(held)
+            return
         self._objects.append((value, set()))
-        called = inspect.getattr_static(kind, "forward" if module else "__call__", None)
-        if isinstance(called, types.FunctionType):
-            self._visit(called, "call")
+        if module:
+            self._methods(kind, "forward")
+        for own in (c for c in kind.__mro__ if not _settled(c.__module__)):
+            for name, method in list(own.__dict__.items()):
+                if name.startswith("__") and name not in _UNCALLED and isinstance(method, types.FunctionType):
+                    self._visit(method, name)
+
+    def _methods(self, kind: type, name: str) -> bool:
+        """What a class and those that it is made of have by a name; whether one has it."""
+        found = [own.__dict__[name] for own in kind.__mro__ if name in own.__dict__ and not _settled(own.__module__)]
+        for one in found:
+            if isinstance(one, property):
+                self._visit(one.fget, name)
+            elif isinstance(one, (staticmethod, classmethod)):
+                self._visit(one.__func__, name)
+            elif not isinstance(one, types.MemberDescriptorType):
+                self._visit(one, name)
+        return bool(found)
 
     def _attributes(self) -> None:
         """What the code that was met can read of the objects that were: by its names of attributes."""
@@ -203,27 +235,27 @@ class Captures:
                     self._attribute(value, name)
 
     def _attribute(self, value: Any, name: str) -> None:
+        if isinstance(value, type):
+            if self._methods(value, name):
+                self.skeleton.append(name)
+            return
         own = getattr(value, "__dict__", {})
         places = [own]
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, nn.Module):
             places += [own["_parameters"], own["_buffers"], own["_modules"]]
         for place in places:
             if name in place:
                 self.skeleton.append(name)
-                found = place[name]
-                self._visit(found.__func__ if isinstance(found, (staticmethod, classmethod)) else found, name)
+                self._visit(place[name], name)
                 return
-        found = inspect.getattr_static(type(value) if not isinstance(value, type) else value, name, None)
-        if found is None or isinstance(value, types.ModuleType):
+        if isinstance(value, types.ModuleType):
             return
-        self.skeleton.append(name)
-        if isinstance(found, property):
-            found = found.fget
-        elif isinstance(found, (staticmethod, classmethod)):
-            found = found.__func__
-        elif isinstance(found, types.MemberDescriptorType):
-            found = getattr(value, name, None)
-        self._visit(found, name)
+        slot = inspect.getattr_static(type(value), name, None)
+        if isinstance(slot, types.MemberDescriptorType):
+            self.skeleton.append(name)
+            self._visit(getattr(value, name, None), name)
+        elif self._methods(type(value), name):
+            self.skeleton.append(name)
 
     def _named(self, name: str) -> str:
         """A name that the language takes, which no other has."""
