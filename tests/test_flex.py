@@ -3,16 +3,18 @@
 import re
 from pathlib import Path
 
-import flex_mods
 import pytest
 import torch
+from flex_inputs import BATCH, HEADS, LENGTH
+from flex_masks import MASKS
+from flex_scores import SCORES
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import create_mask
 
 import flashgen
 from flashgen.frontends.operations import FUNCTIONS
 
-BATCH, HEADS, LENGTH, DIM = flex_mods.BATCH, flex_mods.HEADS, flex_mods.LENGTH, 8
+DIM = 8
 
 
 def inputs(*, grad=False, length=LENGTH, seed=0):
@@ -49,16 +51,16 @@ def close(found, wanted, tolerance):
     torch.testing.assert_close(found, wanted.to(found.dtype), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", flex_mods.MASKS)
+@pytest.mark.parametrize("name", MASKS)
 def test_masks_are_those_of_torch(name):
-    mod = flex_mods.MASKS[name]()
+    mod = MASKS[name]()
     q, k, v = inputs()
     close(flashgen.attention(q, k, v, flashgen.from_flex(mod)), attention_by_torch(q, k, v, mask_mod=mod), 1e-12)
 
 
-@pytest.mark.parametrize("name", flex_mods.SCORES)
+@pytest.mark.parametrize("name", SCORES)
 def test_scores_and_gradients_are_those_of_torch(name):
-    mod = flex_mods.SCORES[name]()
+    mod = SCORES[name]()
     variant = flashgen.from_flex(score_mod=mod)
     q, k, v = inputs(grad=True)
     learned = [x for x in variant.given.values() if torch.is_tensor(x) and x.requires_grad]

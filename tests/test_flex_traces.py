@@ -11,12 +11,15 @@ import weakref
 
 import pytest
 import torch
+from cli import flashgen as command
 
 import flashgen
 from flashgen.frontends import flex
+from flashgen.lang.expr import walk
 
 LENGTH = 70
 SCALE_OF_SCORES = 2.0
+WIDTH = 8
 
 
 @pytest.fixture(autouse=True)
@@ -293,6 +296,7 @@ def test_what_reads_by_texts_or_by_chance_is_traced_each_time():
     def by_text(b, h, q, k):
         return abs(q - k) < getattr(box, "win" + "dow")
 
+    assert traces(lambda: [flashgen.from_flex(lambda b, h, q, k: q - k < box.window) for _ in range(2)]) == 1
     first = flashgen.from_flex(by_text)
     box.window = 11
     assert flashgen.from_flex(by_text).token != first.token
@@ -449,6 +453,35 @@ def test_a_variant_made_outside_is_compiled_without_a_break():
     torch.testing.assert_close(compiled(q), flashgen.attention(q, q, q, variant))
     ids.copy_(ids_of(4))
     torch.testing.assert_close(compiled(q), flashgen.attention(q, q, q, variant))
+
+
+def test_a_function_may_be_traced_between_graphs():
+    ids, q = ids_of(0), torch.randn(1, 2, LENGTH, 16)
+
+    def block(q):
+        return flashgen.attention(q * 2, q, q, flashgen.from_flex(documents(ids))) + 1
+
+    torch.testing.assert_close(torch.compile(block, backend="eager")(q), block(q))
+
+
+def test_numbers_of_python_have_no_width():
+    table = ids_of(0, 9)
+    variant = flashgen.from_flex(
+        lambda b, h, q, k: table[k.clamp(max=table.size(0) - 1)] == table[q % (WIDTH - 1)], names=("WIDTH",)
+    )
+    assert not [n for n in walk([variant.mask]) if n.op == "cast"]
+
+
+def test_commands_take_the_tensors_of_a_spec(tmp_path):
+    spec = tmp_path / "documents.py"
+    spec.write_text(
+        "import torch, flashgen\n"
+        "ids, shift = torch.arange(200) // 30, torch.tensor(0.5, dtype=torch.bfloat16)\n"
+        "documents = flashgen.from_flex(lambda b, h, q, k: ids[q] == ids[k], lambda s, b, h, q, k: s * shift)\n"
+    )
+    ran = command("plan", str(spec), "--arch", "sm_80", "--seqlen", "200", "--tile", "32x32")
+    assert ran.code == 0, ran.err
+    assert "empty" in ran.out
 
 
 def test_functions_without_line_or_name_are_traced():

@@ -265,7 +265,8 @@ def pointwise(
 ) -> Array:
     """`build` applied to elements, which are cast to `given` before; its results are of `dtype`.  `known` computes on
     numbers that are known."""
-    extents = broadcast(*arrays)
+    extents, weak = broadcast(*arrays), all(x.weak for x in arrays)
+    given = None if weak and given is torch.int64 else given  # Python's integers have no width
 
     def at(index: Index) -> Expr:
         elements = [x.at(_aligned(x, index)) for x in arrays]
@@ -274,7 +275,7 @@ def pointwise(
 
     numbers = [x.known for x in arrays]
     value = known(*numbers) if known is not None and None not in numbers and not extents else None
-    return Array(at, extents, dtype, known=value, of=frozenset().union(*(x.of for x in arrays)))
+    return Array(at, extents, dtype, weak=weak, known=value, of=frozenset().union(*(x.of for x in arrays)))
 
 
 def broadcast(*arrays: Array) -> tuple[int, ...]:

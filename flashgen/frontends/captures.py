@@ -196,7 +196,7 @@ class Captures:
             self.skeleton.append(str(value))
             return
         silent = _settled(kind.__module__) and not isinstance(value, (nn.Module, types.SimpleNamespace))
-        answers = (hasattr(kind, "__getattr__") and not module) or kind.__getattribute__ is not object.__getattribute__
+        answers = isinstance(kind.__getattribute__, types.FunctionType) or (hasattr(kind, "__getattr__") and not module)
         if silent or answers:
             self.settled = False
             return

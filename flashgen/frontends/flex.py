@@ -6,6 +6,7 @@ what the first trace found, with its own tensors.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections import OrderedDict
@@ -87,8 +88,13 @@ def from_flex(
     Nothing is promised about what tensors hold.
 
     Raises SpecError at the function's line for what the language has not: control flow by traced values, functions of
-    torch that docs/frontends.md does not list, and tensors that change.
+    torch that docs/frontends.md does not list, and tensors that change.  torch.compile breaks its graph here: make the
+    variant outside of what is compiled.
     """
+    if torch.compiler.is_compiling():
+        from flashgen.frontends.eager import apart
+
+        return apart(functools.partial(from_flex, names=names), mask_mod, score_mod)
     functions = [f for f in (mask_mod, score_mod) if f is not None]
     for kind, function in (("mask_mod", mask_mod), ("score_mod", score_mod)):
         if function is not None and (not callable(function) or isinstance(function, (Variant, type))):

@@ -58,7 +58,7 @@ def flex_attention(
     other lengths or without a mask_mod, for kernel_options that choose tiles or backends, and for max_scores.
     """
     if torch.compiler.is_compiling():
-        from flashgen.integrations.eager import apart
+        from flashgen.frontends.eager import apart
 
         return apart(
             functools.partial(flex_attention, return_aux=return_aux),
