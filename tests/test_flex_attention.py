@@ -82,6 +82,17 @@ def test_blocks_that_follow_from_mask_mod_are_left_out(mod, separate):
     assert follows(block_mask)
 
 
+@pytest.mark.parametrize("pairs", [1, 2 * BLOCK * LENGTH * 3])
+def test_mask_mod_is_asked_about_a_part_of_the_rows_at_a_time(pairs, monkeypatch):
+    monkeypatch.setattr(ours, "_PAIRS_AT_A_TIME", pairs)
+    block_mask = create_block_mask(causal, BATCH, 1, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK)
+    flashgen.flex_attention(*inputs(), block_mask=block_mask)
+    assert follows(block_mask)
+    block_mask.mask_mod = by_batch_and_head
+    flashgen.flex_attention(*inputs(), block_mask=block_mask)
+    assert not follows(block_mask)
+
+
 def test_blocks_follow_whatever_their_sides():
     q, k, v = inputs(length=70, kv_length=190)
     mod = documents(torch.arange(190) // 64)
@@ -116,6 +127,18 @@ def test_blocks_that_say_more_are_a_layout(mod, sizes, full):
         flashgen.flex_attention(q, k, v, block_mask=block_mask), masked(q, k, v, rule(block_mask))
     )
     assert not follows(block_mask)
+
+
+def test_full_blocks_are_full_whatever_mask_mod_says():
+    blocks = -(-LENGTH // BLOCK)
+    all_of = torch.full((1, 1, blocks), blocks).int(), torch.arange(blocks).int().expand(1, 1, blocks, -1)
+    none = torch.zeros(1, 1, blocks).int(), torch.zeros(1, 1, blocks, blocks).int()
+    block_mask = BlockMask.from_kv_blocks(
+        *none, *all_of, BLOCK_SIZE=BLOCK, mask_mod=causal, seq_lengths=(LENGTH, LENGTH)
+    )
+    q, k, v = inputs()
+    everything = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    torch.testing.assert_close(flashgen.flex_attention(q, k, v, block_mask=block_mask), masked(q, k, v, everything))
 
 
 def test_new_layouts_of_one_kind_are_not_traced_again():

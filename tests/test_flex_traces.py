@@ -378,13 +378,21 @@ def test_many_functions_leave_nothing_behind():
     assert [(len(flex._known), len(known.traces)) for known in flex._known.values()] == kept
 
 
-def test_a_call_leaves_no_tensor_behind():
-    ids = ids_of(0)
-    attend(flashgen.from_flex(documents(ids)))
-    dead = weakref.ref(ids)
-    del ids
+@pytest.mark.parametrize("combined", [False, True])
+def test_a_call_leaves_no_tensor_behind(combined):
+    number = 1000 + combined  # what equals an earlier variant would be planned already
+
+    def run():
+        ids, slopes = ids_of(0), torch.tensor([0.1, 0.2])
+        variant = flashgen.from_flex(lambda b, h, q, k: ids[q] + number > ids[k] + k)
+        if combined:
+            variant = variant & flashgen.from_flex(score_mod=lambda score, b, h, q, k: score - slopes[h] * k)
+        attend(variant)
+        return weakref.ref(ids), weakref.ref(variant)
+
+    dead = run()
     gc.collect()
-    assert dead() is None
+    assert [ref() for ref in dead] == [None, None]
 
 
 def test_numbers_are_kept_to_a_limit():
