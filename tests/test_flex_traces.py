@@ -428,6 +428,14 @@ def test_an_expression_of_variants_gives_what_both_give():
         mask & flashgen.from_flex(documents(ids_of(1), 3))
 
 
+def test_what_an_operator_leaves_out_is_not_given():
+    variant = flashgen.from_flex(documents(ids_of(0))) | flashgen.variant()
+    assert variant.given == {}
+    torch.testing.assert_close(attend(variant), masked(torch.ones(LENGTH, LENGTH, dtype=torch.bool)))
+    other = ~flashgen.from_flex(documents(ids_of(0)))
+    torch.testing.assert_close(attend(other), masked(~same(ids_of(0))))
+
+
 def test_gradients_come_home():
     weights = torch.randn(3, 2, requires_grad=True)
     first, cap = weights[1], torch.tensor(1.5, requires_grad=True)

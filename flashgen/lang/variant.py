@@ -86,7 +86,12 @@ class Variant:
         made = (*named, self.spec, self.bound, self.digest())
         token = hashlib.sha256(f"{made}".encode()).hexdigest()[:32]
         object.__setattr__(self, "token", token)
-        object.__setattr__(self, "without", replace(self, given={}) if self.given else None)
+        without, names = None, {symbol.name for symbol in declared}
+        if not self.given.keys() <= names:  # what an operator left out
+            object.__setattr__(self, "given", {name: x for name, x in self.given.items() if name in names})
+        if self.given:
+            without = replace(self, given={}, parents=tuple(parent.bare for parent in self.parents))
+        object.__setattr__(self, "without", without)
         if self.given:
             return  # what is found by its token holds no tensor
         with _tokens:
