@@ -162,8 +162,8 @@ class Variant:
     def then(self, after: Callable | Variant) -> Variant:
         """Apply another score function to this variant's score; a variant brings its mask along, joined by &."""
         if isinstance(after, Variant):
-            joined = self._joined(after, "then", _both(self.mask, after.mask))
-            return replace(joined, score_node=_compose(self.score_node, after.score_node))
+            score = _compose(self.score_node, after.score_node)
+            return self._joined(after, "then", _both(self.mask, after.mask), score)
         traced = trace.trace_score(after, self.score_node)
         return self._made(score_node=traced.node, examples=self.examples | traced.examples)
 
@@ -175,8 +175,7 @@ class Variant:
                 f"{self.name!r} & {other.name!r}: both have a score function, and their order matters;"
                 f" write {self.name}.then({other.name}) to apply {other.name!r} last"
             )
-        joined = self._joined(other, "and", _both(self.mask, other.mask))
-        return replace(joined, score_node=self.score_node or other.score_node)
+        return self._joined(other, "and", _both(self.mask, other.mask), self.score_node or other.score_node)
 
     def __or__(self, other: Variant) -> Variant:
         if not isinstance(other, Variant):
@@ -336,11 +335,12 @@ class Variant:
             self, mask=None if mask is const(True) else mask, score_node=None if score is trace.SCORE else score
         )
 
-    def _joined(self, other: Variant, word: str, mask: Node | None) -> Variant:
+    def _joined(self, other: Variant, word: str, mask: Node | None, score: Node | None = None) -> Variant:
         return Variant(
             name=f"{self.name}_{word}_{other.name}",
             doc=" ".join(filter(None, (self.doc, other.doc))),
             mask=mask,
+            score_node=score,
             head_dims=self._merged(other, "head_dims", HEAD_DIMS),
             dtypes=self._merged(other, "dtypes", DTYPES),
             only=self.only or other.only,
