@@ -50,8 +50,8 @@ def flex_attention(
     kv_heads, kv_len, head_dim]; kv_heads is heads unless `enable_gqa`.
 
     `score_mod` and the mask_mod of `block_mask` are traced as `from_flex` does.  A pair is visible where its block is
-    listed, and is a full block or mask_mod holds.  Where blocks say no more than mask_mod, as those of
-    create_block_mask, they are left out: that is shown once for each BlockMask, by asking mask_mod about every pair.
+    listed, and is a full block or mask_mod holds.  Where mask_mod reads positions alone and blocks say no more (those of
+    create_block_mask), they are left out: that is shown once for each BlockMask, by asking mask_mod about every pair.
 
     Returns o; with `return_lse` (o, lse), with `return_aux` (o, AuxOutput).  torch.compile breaks its graph at this
     call; `attention` of a variant that was made outside stays in the graph.  Raises LaunchError for block masks of
@@ -131,10 +131,10 @@ def _check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """What was found of a BlockMask, while its tensors and those of its mask_mod hold what they held.
+    """What was found of a BlockMask, while its tensors hold what they held.
 
     seen     these tensors and the number of writes to each
-    key      what else mask_mod read
+    key      what mask_mod read
     layout   what each block is: [batch or 1, heads or 1, blocks of queries, blocks of keys]
     follows  whether mask_mod says all that the blocks say
     """
@@ -145,10 +145,8 @@ class _Blocks:
     follows: bool
 
     def holds(self, tensors: list[torch.Tensor], key: object) -> bool:
-        return (
-            self.key == key
-            and len(tensors) == len(self.seen)
-            and all(ref() is x and count == x._version for x, (ref, count) in zip(tensors, self.seen, strict=True))
+        return self.key == key and all(
+            ref() is x and count == x._version for x, (ref, count) in zip(tensors, self.seen, strict=True)
         )
 
 
@@ -172,21 +170,32 @@ def _mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Callabl
     blocks = _blocks_of(block_mask, mask_mod, batch, heads)
     if blocks.follows:
         return mask_mod
-    layout = blocks.layout.expand(batch, heads, -1, -1)
-    return _listed(layout, rows, columns) if mask_mod is torchs.noop_mask else _masked(layout, rows, columns, mask_mod)
+    block = _reader(blocks.layout, rows, columns)
+    return _listed(block) if mask_mod is torchs.noop_mask else _masked(block, mask_mod)
 
 
-def _listed(layout: torch.Tensor, rows: int, columns: int) -> Callable[..., Any]:
+def _reader(layout: torch.Tensor, rows: int, columns: int) -> Callable[..., Any]:
+    """What the block of a pair is."""
+    of_batch, of_heads = (size > 1 for size in layout.shape[:2])
+    layout = layout.reshape([size for size in layout.shape[:2] if size > 1] + list(layout.shape[2:]))
+
+    def block(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return layout[(b,) * of_batch + (h,) * of_heads + (q_idx // rows, kv_idx // columns)]
+
+    return block
+
+
+def _listed(block: Callable[..., Any]) -> Callable[..., Any]:
     def listed(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return layout[b, h, q_idx // rows, kv_idx // columns] != _EMPTY
+        return block(b, h, q_idx, kv_idx) != _EMPTY
 
     return listed
 
 
-def _masked(layout: torch.Tensor, rows: int, columns: int, mask_mod: Callable[..., Any]) -> Callable[..., Any]:
+def _masked(block: Callable[..., Any], mask_mod: Callable[..., Any]) -> Callable[..., Any]:
     def masked(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        block = layout[b, h, q_idx // rows, kv_idx // columns]
-        return (block == _FULL) | ((block == _LISTED) & mask_mod(b, h, q_idx, kv_idx))
+        kind = block(b, h, q_idx, kv_idx)
+        return (kind == _FULL) | ((kind == _LISTED) & mask_mod(b, h, q_idx, kv_idx))
 
     return masked
 
@@ -217,22 +226,25 @@ def _check_lengths(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> N
 
 
 def _blocks_of(block_mask: Any, mask_mod: Callable[..., Any], batch: int, heads: int) -> _Blocks:
-    """What is known of a BlockMask; found out where it is not, or where tensors changed since."""
+    """What is known of a BlockMask; found out where it is not, or where its tensors changed since.
+
+    A mask_mod that reads tensors is not asked: its blocks say at once what the tensors would.
+    """
     captures = Captures([mask_mod])
     pairs = _pairs(block_mask)
-    tensors = [x for listed, _ in pairs for x in listed] + [x for _, x in captures.tensors]
-    key = (captures.key, tuple(captures.numbers), batch, heads)
+    tensors = [x for listed, _ in pairs for x in listed]
+    key = (captures.key, tuple(captures.numbers), batch, heads, len(tensors))
     tracked = captures.settled and not any(x.is_inference() for x in tensors)
     known = _found.get(block_mask)
     if known is not None and tracked and known.holds(tensors, key):
         return known
     layout = _layout(block_mask, pairs)
-    follows = tracked and _follows(block_mask, mask_mod, layout, batch, heads)
-    seen = tuple((weakref.ref(x), x._version) for x in tensors) if tracked else ()
-    blocks = _Blocks(seen, key, layout, follows)
-    if tracked:
-        with _lock:
-            _found[block_mask] = blocks
+    follows = tracked and not captures.tensors and _follows(block_mask, mask_mod, layout, batch, heads)
+    if not tracked:
+        return _Blocks((), key, layout, follows)
+    blocks = _Blocks(tuple((weakref.ref(x), x._version) for x in tensors), key, layout, follows)
+    with _lock:
+        _found[block_mask] = blocks
     return blocks
 
 
