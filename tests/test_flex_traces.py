@@ -133,6 +133,16 @@ def test_other_dtypes_and_dimensions_are_traced():
     assert traces(lambda: flashgen.from_flex(of_batch(ids))) == 1
 
 
+def test_a_function_of_both_kinds_is_traced_for_each():
+    def mod(*given):
+        *score, b, h, q, k = given
+        return torch.where(q >= k, score[0] if score else torch.tensor(True), -torch.inf if score else False)
+
+    mask, score = flashgen.from_flex(mod), flashgen.from_flex(None, mod)
+    assert mask.score_node is None and score.mask is None
+    torch.testing.assert_close(attend(mask), attend(score))
+
+
 def test_two_tensors_are_not_one():
     def mod(left, right):
         return lambda b, h, q, k: left[q] == right[k]

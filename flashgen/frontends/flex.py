@@ -95,17 +95,16 @@ def from_flex(
         from flashgen.frontends.eager import apart
 
         return apart(functools.partial(from_flex, names=names), mask_mod, score_mod)
-    functions = [f for f in (mask_mod, score_mod) if f is not None]
     for kind, function in (("mask_mod", mask_mod), ("score_mod", score_mod)):
         if function is not None and (not callable(function) or isinstance(function, (Variant, type))):
             got = f"the variant {function.name!r}" if isinstance(function, Variant) else repr(function)
             raise SpecError(f"{kind} is a function of positions, as flex_attention takes it, and got {got}")
-    if not functions:
+    if mask_mod is None and score_mod is None:
         return variant()
     if isinstance(names, str):
         raise SpecError(f"names is a tuple of names, as in names=({names!r},)")
     wanted = tuple(names or ())
-    captures = Captures(functions, wanted)
+    captures = Captures((mask_mod, score_mod), wanted)
     if captures.settled and (found := _remembered(captures)) is not None:
         return found.giving(captures)
     return _made(mask_mod, score_mod, wanted, captures)

@@ -50,8 +50,9 @@ def flex_attention(
     kv_heads, kv_len, head_dim]; kv_heads is heads unless `enable_gqa`.
 
     `score_mod` and the mask_mod of `block_mask` are traced as `from_flex` does.  A pair is visible where its block is
-    listed, and is a full block or mask_mod holds.  Where mask_mod reads positions alone and blocks say no more (those of
-    create_block_mask), they are left out: that is shown once for each BlockMask, by asking mask_mod about every pair.
+    listed, and is a full block or mask_mod holds.  Where mask_mod reads positions alone and blocks say no more, as
+    those of create_block_mask do, they are left out: to show that, mask_mod is asked about every pair, once for each
+    BlockMask.
 
     Returns o; with `return_lse` (o, lse), with `return_aux` (o, AuxOutput).  torch.compile breaks its graph at this
     call; `attention` of a variant that was made outside stays in the graph.  Raises LaunchError for block masks of
