@@ -135,7 +135,7 @@ def test_other_dtypes_and_dimensions_are_traced():
 
 def test_a_function_of_both_kinds_is_traced_for_each():
     def mod(*given):
-        *score, b, h, q, k = given
+        *score, _, _, q, k = given
         return torch.where(q >= k, score[0] if score else torch.tensor(True), -torch.inf if score else False)
 
     mask, score = flashgen.from_flex(mod), flashgen.from_flex(None, mod)
