@@ -116,7 +116,7 @@ def strided_floor():
 @mask
 def truncated_division():
     def centred(b, h, q, k):
-        return torch.div(q - 75, 16, rounding_mode="trunc") == torch.div(k - 75, 16, rounding_mode="trunc")
+        return torch.div(q - 75, 16, rounding_mode="trunc") == torch.div(75 - k, -16, rounding_mode="trunc")
 
     return centred
 

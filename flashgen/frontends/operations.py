@@ -219,8 +219,11 @@ def _remainder(x: Expr, y: Expr) -> Expr:
 
 
 def _truncated(x: Expr, y: Expr) -> Expr:
-    magnitude = fg.absolute(x) // fg.maximum(fg.absolute(y), 1)
-    return fg.where((x < 0) ^ (y < 0), -magnitude, magnitude)
+    if within(y).lo > 0:
+        negative, magnitude = x < 0, fg.absolute(x) // y
+    else:
+        negative, magnitude = (x < 0) ^ (y < 0), fg.absolute(x) // fg.maximum(fg.absolute(y), 1)
+    return fg.where(negative, -magnitude, magnitude)
 
 
 def _by_kind(sign: str, of_ints: Operation, of_floats: Operation, known: Operation | None = None) -> Operation:
