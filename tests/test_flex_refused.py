@@ -68,6 +68,12 @@ def detaches(score, b, h, q_idx, kv_idx):
     return score * WEIGHTS[h].detach()  # here
 
 
+def cuts_the_gradient(score, b, h, q_idx, kv_idx):
+    with torch.no_grad():  # here
+        factor = WEIGHTS[h] * 2
+    return score * factor
+
+
 def adds_up(b, h, q_idx, kv_idx):
     return torch.cumsum(IDS, 0)[q_idx] > kv_idx  # here
 
@@ -217,6 +223,7 @@ SCORES = {
     reads_an_item: "torch's 'item' cannot be traced: it needs a value",
     reads_a_number: "torch's 'float' cannot be traced: it needs a value|needs a Python float",
     detaches: "detach the tensor before the function captures it",
+    cuts_the_gradient: "torch.no_grad in a score_mod: detach tensors before",
     unknown: "cannot be traced",
     misspelt: "the nearest is torch's 'square'",
     in_place: r"'clamp_' changes a tensor.*x = x.clamp\(...\)",
@@ -248,6 +255,15 @@ def test_what_cannot_be_traced_is_refused_at_its_line(function):
 def test_what_is_no_function_is_refused(given):
     with pytest.raises(flashgen.SpecError, match="mask_mod is a function of positions"):
         flashgen.from_flex(given)
+
+
+def test_a_mask_has_no_gradient_to_cut():
+    def mask_mod(b, h, q_idx, kv_idx):
+        with torch.no_grad():
+            return (WEIGHTS[h] > 0) | (q_idx >= kv_idx)
+
+    assert list(flashgen.from_flex(mask_mod).given) == ["WEIGHTS"]
+    assert torch.is_grad_enabled()
 
 
 def test_a_refused_function_is_refused_again():

@@ -40,6 +40,7 @@ class Tracer(TorchFunctionMode):
     fixed   the names of those whose shapes were read: the trace holds for these shapes, which are declared where they
             were known to be read before
     unseen  whether a tensor was met that `names` does not have
+    differentiated  whether what is traced has a gradient
     """
 
     def __init__(self, captured: Sequence[tuple[str, torch.Tensor]], fixed: Iterable[str] = ()) -> None:
@@ -48,7 +49,7 @@ class Tracer(TorchFunctionMode):
         self.read: dict[str, torch.Tensor] = {}
         self.fixed: set[str] = set()
         self._declared = frozenset(fixed)
-        self.unseen = False
+        self.unseen = self.differentiated = False
         self._arrays: dict[int, Array] = {}
         self._made: dict[int, torch.Tensor] = {}  # by the functions themselves, of plain numbers
 
@@ -71,6 +72,8 @@ class Tracer(TorchFunctionMode):
         """A function of plain numbers: what it makes is known."""
         if name.startswith(_RANDOM):
             raise refused(unsupported(name))
+        if name == "_set_grad_enabled" and not args[0] and self.differentiated:
+            raise refused("torch.no_grad in a score_mod: detach tensors before the function captures them")
         made = function(*args, **kwargs)
         for x in _tensors(made):
             self._made[id(x)] = x
@@ -212,6 +215,7 @@ def traced(tracer: Tracer, function: Callable[..., Any], kind: str, positions: M
     except ValueError:  # a function of C says nothing
         pass
     arrays = [scalar(at, torch.float32 if name == "score" else torch.int32) for name, at in positions.items()]
+    tracer.differentiated = kind == "score_mod"
     token = tracing.set(tracer)
     try:
         with tracer:
