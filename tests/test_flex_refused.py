@@ -74,6 +74,10 @@ def cuts_the_gradient(score, b, h, q_idx, kv_idx):
     return score * factor
 
 
+def pads(score, b, h, q_idx, kv_idx):
+    return score + torch.nn.functional.embedding(h, WEIGHTS.view(4, 1), padding_idx=0)[0]  # here
+
+
 def adds_up(b, h, q_idx, kv_idx):
     return torch.cumsum(IDS, 0)[q_idx] > kv_idx  # here
 
@@ -224,6 +228,7 @@ SCORES = {
     reads_a_number: "torch's 'float' cannot be traced: it needs a value|needs a Python float",
     detaches: "detach the tensor before the function captures it",
     cuts_the_gradient: "torch.no_grad in a score_mod: detach tensors before",
+    pads: "padding_idx of an embedding",
     unknown: "cannot be traced",
     misspelt: "the nearest is torch's 'square'",
     in_place: r"'clamp_' changes a tensor.*x = x.clamp\(...\)",

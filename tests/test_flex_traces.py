@@ -300,6 +300,15 @@ def test_numbers_of_classes_are_noticed_wherever_they_are_read(name, monkeypatch
     torch.testing.assert_close(attend(flashgen.from_flex(mask_mod)), written_out())
 
 
+def test_modules_of_torch_are_not_traced_again():
+    def mod(scale):
+        table, soft = torch.nn.Embedding(4, 1), torch.nn.Softplus(beta=scale)
+        return lambda score, b, h, q, k: soft(score) + table(k % 4)[0]
+
+    assert traces(lambda: [flashgen.from_flex(score_mod=mod(2.0)) for _ in range(3)]) == 1
+    assert traces(lambda: flashgen.from_flex(score_mod=mod(3.0))) == 1
+
+
 def test_what_reads_by_texts_or_by_chance_is_traced_each_time():
     box = types.SimpleNamespace(window=5)
 

@@ -34,9 +34,6 @@ _UNSEEN = frozenset({"getattr", "vars", "globals", "locals", "eval", "exec", "__
 #: Methods that no operation on an object calls.
 _UNCALLED = frozenset({"__init__", "__new__", "__post_init__", "__del__", "__repr__", "__str__", "__hash__"})
 
-#: Modules of torch that hold others by number or key.
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
-
 #: What a name is taken for as it is.
 _PLAIN = (str, bytes, type(None), type(Ellipsis), complex, torch.dtype, torch.device, torch.Size, enum.Enum)
 
@@ -200,8 +197,9 @@ class Captures:
         if silent or answers:
             self.settled = False
             return
-        if isinstance(value, _CONTAINERS):
-            for held in (value._modules, value._parameters):
+        if module and _settled(kind.__module__):
+            plain = {name: x for name, x in value.__dict__.items() if isinstance(x, (bool, int, float, str))}
+            for held in (plain, value._modules, value._parameters, value._buffers):
                 self._mapping(held)
             return
         self._objects.append((value, set()))

@@ -455,6 +455,14 @@ def _isin(elements: Any, tests: Any, *, assume_unique: bool = False, invert: boo
     return _inverted(result) if invert else result
 
 
+def _embedding(x: Any, weight: Any, *, norm_type: float = 2.0, **options: Any) -> Array:
+    """Rows of a table; `norm_type` says nothing without max_norm."""
+    for name, value in options.items():
+        if value not in (None, False):
+            raise refused(f"{name} of an embedding changes its table or its gradient otherwise: leave it out")
+    return INDEXING["getitem"](weight, x)
+
+
 def _searchsorted(
     boundaries: Any, x: Any, *, right: bool = False, side: str | None = None, out_int32: bool = False
 ) -> Array:
@@ -614,6 +622,7 @@ FUNCTIONS: dict[str, Operation] = {
     "isneginf": lambda x: FUNCTIONS["eq"](x, -math.inf),
     "isinf": lambda x: FUNCTIONS["eq"](_absolute(x), math.inf),
     "searchsorted": _searchsorted,
+    "embedding": _embedding,
     "bucketize": _bucketize,
     "to": _to,
     "type": _to,
