@@ -458,7 +458,7 @@ def _isin(elements: Any, tests: Any, *, assume_unique: bool = False, invert: boo
 def _embedding(x: Any, weight: Any, *, norm_type: float = 2.0, **options: Any) -> Array:
     """Rows of a table; `norm_type` says nothing without max_norm."""
     for name, value in options.items():
-        if value not in (None, False):
+        if value is not None and value is not False:  # 0 is a row
             raise refused(f"{name} of an embedding changes its table or its gradient otherwise: leave it out")
     return INDEXING["getitem"](weight, x)
 
