@@ -21,6 +21,8 @@ _EXPORTS = {
     "variant": ("flashgen.lang.variant", "variant"),
     "load_spec": ("flashgen.lang.load", "load_spec"),
     "attention": ("flashgen.ops.attention", "attention"),
+    "from_flex": ("flashgen.frontends.flex", "from_flex"),
+    "flex_attention": ("flashgen.integrations.flex_attention", "flex_attention"),
     "merge": ("flashgen.ops.merge", "merge"),
     "supports": ("flashgen.ops.supports", "supports"),
     "plan": ("flashgen.ops.stages", "plan"),

@@ -37,6 +37,7 @@ LAZY = {
     "flashgen.ops.attention",
     "flashgen.ops.memory",  # torch
     "flashgen.ops.sites",  # torch._dynamo
+    "flashgen.frontends.eager",  # and so does this
 }
 
 NO_TORCH = ("lang", "analysis", "planning", "codegen", "interpreter")

@@ -16,6 +16,8 @@ from flashgen.lang import source
 from flashgen.lang.stored import broken_promise, rounded
 
 if TYPE_CHECKING:
+    import torch
+
     from flashgen.lang.expr import Tensor
     from flashgen.lang.variant import Variant
     from flashgen.planning.problem import Problem
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 def arrays(
     variant: Variant, problem: Problem, texts: Sequence[str], *, seed: int, examples: bool
 ) -> Mapping[str, np.ndarray]:
-    """Each captured tensor from its file (NAME=FILE texts), else from the spec's example, where `examples` are wanted.
+    """Each captured tensor from its file (NAME=FILE texts), else what the variant itself gives or the spec's example
+    makes, where `examples` are wanted.
 
     Raises SpecError and PlanError for a tensor that cannot be had or is not as it is declared.
     """
@@ -43,11 +46,19 @@ def arrays(
         if tensor.name in files:
             file = files[tensor.name]
             made[tensor.name] = _stored(f"{title} ({file})", tensor, _loaded(file), problem)
+        elif examples and tensor.name in variant.given:
+            made[tensor.name] = _stored(title, tensor, _given(variant.given[tensor.name]), problem)
         elif examples and tensor.example is not None:
             made[tensor.name] = _stored(title, tensor, _example(title, tensor, problem, seed), problem)
         elif examples:
             raise SpecError(variant.missing(tensor))
     return made
+
+
+def _given(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor that a traced function reads, as NumPy holds it; one of no dimension as one element."""
+    held = tensor.detach().cpu().reshape(tensor.shape or (1,))
+    return np.asarray(held if str(held.dtype) != "torch.bfloat16" else held.float())
 
 
 def _example(title: str, tensor: Tensor, problem: Problem, seed: int) -> np.ndarray:

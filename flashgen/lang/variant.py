@@ -59,7 +59,9 @@ class Variant:
     file        the file whose top level was running then
     spec        what the command line calls it: a shipped spec's name, a file's; None for one made elsewhere
     bound       the constants that were folded to other values than their defaults
+    given       captured tensors and parameters' values that a call takes where it passes none, by name
     token       a text that equal variants share and others do not, in every process (see `of_token`)
+    without     the variant that gives nothing, where this one does (see `bare`)
     """
 
     name: str
@@ -77,7 +79,9 @@ class Variant:
     file: str | None = field(default=None, compare=False, repr=False)
     spec: str | None = field(default=None, repr=False)
     bound: tuple[tuple[str, int | float], ...] = field(default=(), repr=False)
+    given: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
     token: str = field(init=False, compare=False, repr=False)
+    without: Variant | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         declared = self._unify()
@@ -85,6 +89,14 @@ class Variant:
         made = (*named, self.spec, self.bound, self.digest())
         token = hashlib.sha256(f"{made}".encode()).hexdigest()[:32]
         object.__setattr__(self, "token", token)
+        without, names = None, {symbol.name for symbol in declared}
+        if not self.given.keys() <= names:  # what an operator left out
+            object.__setattr__(self, "given", {name: x for name, x in self.given.items() if name in names})
+        if self.given:
+            without = replace(self, given={}, parents=tuple(parent.bare for parent in self.parents))
+        object.__setattr__(self, "without", without)
+        if self.given:
+            return  # what is found by its token holds no tensor
         with _tokens:
             _alive.setdefault(token, self)
             _by_token[token] = _by_token.pop(token, self)
@@ -101,6 +113,24 @@ class Variant:
         """Pickled without `parents`, which only the loading of a file asks for."""
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name != "parents"}
         return _restored, (kept,)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What calls are given
+
+    @property
+    def bare(self) -> Variant:
+        """The variant without what it gives to calls: it alone is planned, kept and found by its token."""
+        return self if self.without is None else self.without
+
+    def giving(self, given: Mapping[str, object]) -> Variant:
+        """The variant with captured tensors and parameters' values that calls take where they pass none: equal to this
+        one, and made without a look at its expressions."""
+        made = object.__new__(Variant)
+        for f in fields(self):
+            object.__setattr__(made, f.name, getattr(self, f.name))
+        object.__setattr__(made, "given", dict(given))
+        object.__setattr__(made, "without", self.bare if given else None)
+        return made
 
     # -----------------------------------------------------------------------------------------------------------------
     # Building one from another
@@ -135,8 +165,8 @@ class Variant:
     def then(self, after: Callable | Variant) -> Variant:
         """Apply another score function to this variant's score; a variant brings its mask along, joined by &."""
         if isinstance(after, Variant):
-            joined = self._joined(after, "then", _both(self.mask, after.mask))
-            return replace(joined, score_node=_compose(self.score_node, after.score_node))
+            score = _compose(self.score_node, after.score_node)
+            return self._joined(after, "then", _both(self.mask, after.mask), score)
         traced = trace.trace_score(after, self.score_node)
         return self._made(score_node=traced.node, examples=self.examples | traced.examples)
 
@@ -156,8 +186,7 @@ class Variant:
                 f"{self.name!r} & {other.name!r}: both have a score function, and their order matters;"
                 f" write {self.name}.then({other.name}) to apply {other.name!r} last"
             )
-        joined = self._joined(other, "and", _both(self.mask, other.mask))
-        return replace(joined, score_node=self.score_node or other.score_node)
+        return self._joined(other, "and", _both(self.mask, other.mask), self.score_node or other.score_node)
 
     def __or__(self, other: Variant) -> Variant:
         if not isinstance(other, Variant):
@@ -342,17 +371,19 @@ class Variant:
             self, mask=None if mask is const(True) else mask, score_node=None if score is trace.SCORE else score
         )
 
-    def _joined(self, other: Variant, word: str, mask: Node | None) -> Variant:
+    def _joined(self, other: Variant, word: str, mask: Node | None, score: Node | None = None) -> Variant:
         return Variant(
             name=f"{self.name}_{word}_{other.name}",
             doc=" ".join(filter(None, (self.doc, other.doc))),
             mask=mask,
+            score_node=score,
             sink_node=self._one_sink(other),
             head_dims=self._merged(other, "head_dims", HEAD_DIMS),
             dtypes=self._merged(other, "dtypes", DTYPES),
             only=self.only or other.only,
             pins=Pins(**{name: self._pin(other, name) for name in Pins.__dataclass_fields__}),
             examples=other.examples | self.examples,
+            given=self._given_with(other),
             parents=(self, other),
             where=source.caller(),
             file=source.running_file(),
@@ -363,6 +394,17 @@ class Variant:
         if mine is not None and theirs is not None and mine is not theirs:
             raise self._refused(f"{self.name!r} and {other.name!r} have different sinks, and a row has one")
         return theirs if mine is None else mine
+
+    def _given_with(self, other: Variant) -> dict[str, object]:
+        """What both give to calls; SpecError where they give two things one name."""
+        for name in self.given.keys() & other.given.keys():
+            mine, theirs = self.given[name], other.given[name]
+            if mine is not theirs and not (isinstance(mine, (int, float)) and mine == theirs):
+                raise self._refused(
+                    f"{self.name!r} and {other.name!r} capture different things by the name {name!r}: rename one of the"
+                    " variables, or trace both functions together"
+                )
+        return {**other.given, **self.given}
 
     def _merged(self, other: Variant, name: str, default: tuple) -> tuple:
         mine, theirs = getattr(self, name), getattr(other, name)

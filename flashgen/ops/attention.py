@@ -35,7 +35,8 @@ def attention(
     h // (heads // kv_heads).  On a GPU float16 or bfloat16, head dims 16 to 256 in steps of 8, the last dimension
     contiguous and rows on multiples of 16 bytes; on a CPU float32 and float64 too, and any head dim.  `scale` is any
     finite number and 1 / sqrt(head_dim) unless given.  `named` are the variant's parameters, constants, captured
-    tensors and sink; a variant without a sink takes a `sink` [heads] or [batch, heads] too.
+    tensors and sink; those that it gives itself (`from_flex`) need not be passed, and a variant without a sink takes a
+    `sink` [heads] or [batch, heads] too.
 
     o has q's dtype and is [batch, heads, q_len, v_head_dim], laid out as [batch, q_len, heads, v_head_dim] where q is;
     lse is the natural logarithm of the sum of exponentials, [batch, heads, q_len] in float32 (float64 for float64).  A
@@ -60,6 +61,8 @@ def attention(
     """
     if "sink" in named and named["sink"] is None:
         named = {name: value for name, value in named.items() if name != "sink"}
+    if isinstance(variant, Variant) and variant.given:
+        variant, named = variant.bare, {**_given(variant), **named}
     compiling = torch.compiler.is_compiling()
     under_transform = not compiling and transformed()
     if compiling or (not under_transform and traced(q, k, v)):
@@ -73,3 +76,8 @@ def attention(
         o, lse = autograd.attention(q, k, v, call)
         return (o, lse) if return_lse else o
     return run(q, k, v, call, return_lse)
+
+
+def _given(variant: Variant) -> dict[str, object]:
+    """What a variant gives to calls; a tensor of no dimension as a view of one element, which keeps its gradient."""
+    return {name: x.view(1) if isinstance(x, torch.Tensor) and not x.dim() else x for name, x in variant.given.items()}

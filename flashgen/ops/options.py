@@ -115,10 +115,10 @@ def option(name: str, value: object) -> Any:
 def variant_of(given: object) -> Variant:
     """A variant, or that of the spec which a path or a shipped spec's name means; PlanError for anything else."""
     if isinstance(given, (str, os.PathLike)):
-        return load_spec(given)
+        return load_spec(given).bare
     if not isinstance(given, Variant):
         raise PlanError(f"a variant or the path of a spec is asked for and got {given!r}")
-    return given
+    return given.bare
 
 
 def plan_of(call: str, given: object) -> KernelPlan:
