@@ -15,6 +15,22 @@ def transformed() -> bool:
     return _transforms() or forward_ad._current_level >= 0
 
 
+def drawn_for_each() -> bool:
+    """Whether a torch.func.vmap is under way that asks for random numbers of each element's own, or for none."""
+    functorch = torch._C._functorch
+    return _transforms() and any(
+        functorch.CVmapInterpreterPtr(level).randomness() != functorch.RandomnessType.Same
+        for level in functorch.get_interpreter_stack()
+        if level.key() == functorch.TransformType.Vmap
+    )
+
+
+def vectorized(x: torch.Tensor | None) -> bool:
+    """Whether a gradient stands for many, as torch.autograd.grad(is_grads_batched=True) and jacobian(vectorize=True)
+    give them, by a vmap that is older than torch.func's."""
+    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 def traced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether a mode or a kind of tensor sees what torch's ops do, as make_fx and FakeTensors: then a call is one."""
     if _modes():
