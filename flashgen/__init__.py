@@ -21,6 +21,8 @@ _EXPORTS = {
     "variant": ("flashgen.lang.variant", "variant"),
     "load_spec": ("flashgen.lang.load", "load_spec"),
     "attention": ("flashgen.ops.attention", "attention"),
+    "scaled_dot_product_attention": ("flashgen.integrations.sdpa", "scaled_dot_product_attention"),
+    "last_backend": ("flashgen.integrations.backends", "last_backend"),
     "merge": ("flashgen.ops.merge", "merge"),
     "supports": ("flashgen.ops.supports", "supports"),
     "plan": ("flashgen.ops.stages", "plan"),

@@ -14,12 +14,13 @@ PACKAGE = Path(flashgen.__file__).parent
 
 #: Stages from source to sink; each may import those before it.  `frontends` lowers to `lang` and nothing else.
 ORDER = ("lang", "analysis", "planning", "codegen", "runtime", "ops")
-SINKS = ("integrations", "bench", "interpreter", "cli")
+SINKS = ("integrations", "compat", "bench", "interpreter", "cli")
 ALLOWED = {stage: set(ORDER[: i + 1]) for i, stage in enumerate(ORDER)}
 ALLOWED["frontends"] = {"lang", "frontends"}
 for sink in SINKS:
     ALLOWED[sink] = {*ORDER, "frontends", sink}
 ALLOWED["cli"] |= set(SINKS)
+ALLOWED["compat"] |= {"integrations"}
 
 #: Modules of the package itself that every stage may use.
 COMMON = {"errors", "resources", "files", "jsonfile"}
