@@ -22,6 +22,7 @@ _EXPORTS = {
     "load_spec": ("flashgen.lang.load", "load_spec"),
     "attention": ("flashgen.ops.attention", "attention"),
     "scaled_dot_product_attention": ("flashgen.integrations.sdpa", "scaled_dot_product_attention"),
+    **{name: ("flashgen.integrations.activation", name) for name in ("activate", "deactivate")},
     "last_backend": ("flashgen.integrations.backends", "last_backend"),
     "merge": ("flashgen.ops.merge", "merge"),
     "supports": ("flashgen.ops.supports", "supports"),

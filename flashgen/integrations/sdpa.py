@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashgen.errors import LaunchError
@@ -68,7 +70,7 @@ def scaled_dot_product_attention(
     q, k, v = (_four(x, lead) for x in (query, key, value))
     if not enable_gqa:
         q, k, v = _alike(q, k, v)
-    named: dict[str, torch.Tensor] = {}
+    named: dict[str, Any] = {}
     if attn_mask is None:
         rule = CAUSAL if is_causal else FULL
     else:
