@@ -171,8 +171,8 @@ def _attend(
             shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise LaunchError(f"{name}: {what} is {shape}: it is [batch, seqlen, heads, head_dim]")
     rule, named = _rule(causal, window, softcap, slopes, lengths)
-    turned = (x.transpose(1, 2) for x in (q, k, v))
-    o, lse = attention(*turned, rule, scale=scale, return_lse=True, **options, **named)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o, lse = attention(q, k, v, rule, scale=scale, return_lse=True, **options, **named)
     note(name)
     return o.transpose(1, 2), lse
 
