@@ -10,7 +10,7 @@ from flashgen.ops import autograd, library
 from flashgen.ops.call import Call
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
-from flashgen.ops.tracing import traced, transformed
+from flashgen.ops.tracing import any_autocast, autocast, traced, transformed
 from flashgen.ops.values import no_flag
 
 
@@ -32,7 +32,8 @@ def attention(
     q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch, kv_heads, kv_len,
     v_head_dim], of one dtype and on one device; heads is a multiple of kv_heads, and query head h reads key head
     h // (heads // kv_heads).  On a GPU float16 or bfloat16, head dims 16 to 256 in steps of 8, the last dimension
-    contiguous and rows on multiples of 16 bytes; on a CPU float32 and float64 too, and any head dim.  `scale` is any
+    contiguous and rows on multiples of 16 bytes; on a CPU float32 and float64 too, and any head dim.  Under
+    torch.autocast q, k and v are cast to its dtype, as those of PyTorch's own attention are.  `scale` is any
     finite number and 1 / sqrt(head_dim) unless given.  `named` are the variant's parameters, constants and captured
     tensors.
 
@@ -57,6 +58,8 @@ def attention(
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
     compiling = torch.compiler.is_compiling()
+    if compiling or any_autocast():
+        q, k, v = autocast(q, k, v)
     under_transform = not compiling and transformed()
     if compiling or (not under_transform and traced(q, k, v)):
         call = Call(variant, scale, named, deterministic=deterministic)

@@ -20,13 +20,14 @@ from flashgen.ops.forward import outputs, run
 from flashgen.ops.tracing import traced, transformed
 from flashgen.ops.values import WORD, no_flag, no_number, no_seed, no_tensor, no_variant, too_long
 
-#: What a call has beside q, k and v.  Tensors and numbers travel as parallel lists of names and values; scale and
-#: dropout, where they are given, are numbers too.  `state` is the seed and the offset of what is dropped.
-_GIVEN = "str variant, str[] tensor_names, Tensor[] tensors, str[] names, Scalar[] numbers"
+#: What a call has beside q, k and v.  Tensors and numbers travel as parallel lists of names and values, where None
+#: stands for no tensor: a package of AOTInductor hands no empty list of them over.  Scale and dropout, where they are
+#: given, are numbers too.  `state` is the seed and the offset of what is dropped.
+_GIVEN = "str variant, str[] tensor_names, Tensor[]? tensors, str[] names, Scalar[] numbers"
 _LAST = "Tensor? state, bool deterministic"
 
 #: `symbols` are the numbers that a graph does not know when it is made: float64 scalars on the CPU.
-_REST = f"{_GIVEN}, str[] symbol_names, Tensor[] symbols, {_LAST}"
+_REST = f"{_GIVEN}, str[] symbol_names, Tensor[]? symbols, {_LAST}"
 
 #: A call as it is traced.  It becomes flashgen::attention when a graph is made of it, where a float that may change is
 #: a symbol: torch makes graphs anew for each value of a float that an op is given as a number.
@@ -69,11 +70,11 @@ class _Arguments(NamedTuple):
 
     variant: str
     tensor_names: Sequence[str]
-    tensors: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor] | None
     names: Sequence[str]
     numbers: Sequence[float]
     symbol_names: Sequence[str]
-    symbols: Sequence[torch.Tensor]
+    symbols: Sequence[torch.Tensor] | None
     state: torch.Tensor | None
     deterministic: bool
 
@@ -100,7 +101,7 @@ def through_op(
     return torch.ops.flashgen.call(q, k, v, *_lists(call, p), state, call.deterministic)
 
 
-def _lists(call: Call, p: float | None) -> tuple[str, list[str], list[torch.Tensor], list[str], list[float]]:
+def _lists(call: Call, p: float | None) -> tuple[str, list[str], list[torch.Tensor] | None, list[str], list[float]]:
     """_GIVEN of a call that drops by the chance p, if any."""
     call, tensors = call.apart()
     numbers = {**call.named}
@@ -108,7 +109,7 @@ def _lists(call: Call, p: float | None) -> tuple[str, list[str], list[torch.Tens
         numbers["scale"] = call.scale
     if p is not None:
         numbers["dropout"] = p
-    return call.variant.token, list(tensors), list(tensors.values()), list(numbers), list(numbers.values())
+    return call.variant.token, list(tensors), list(tensors.values()) or None, list(numbers), list(numbers.values())
 
 
 def _wrong(call: Call, dropout: object, seed: object) -> str | None:
@@ -154,7 +155,7 @@ def _arguments(call: Call) -> _Arguments:
     if call.dropout is not None:
         p, words = call.dropout.p, [_signed(call.dropout.seed), _signed(call.dropout.offset)]
         state = torch.tensor(words, dtype=torch.int64, device="cpu")
-    return _Arguments(*_lists(call, p), [], [], state, call.deterministic)
+    return _Arguments(*_lists(call, p), [], None, state, call.deterministic)
 
 
 def _signed(word: int) -> int:
@@ -183,7 +184,7 @@ def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> tup
             symbols[name] = one * number
         else:
             known[name] = number
-    lists = (list(known), list(known.values()), list(symbols), list(symbols.values()))
+    lists = (list(known), list(known.values()), list(symbols), list(symbols.values()) or None)
     return torch.ops.flashgen.attention(q, k, v, variant, tensor_names, tensors, *lists, state, deterministic)
 
 
@@ -204,9 +205,9 @@ def _draw(like: torch.Tensor, seed: int | None, high: bool, site: int) -> torch.
 
 def _call_of(rest: _Arguments) -> Call:
     """The call of a graph that runs: its variant found, its symbols read, its dropout checked."""
-    names, values = (*rest.tensor_names, *rest.names), (*rest.tensors, *rest.numbers)
+    names, values = (*rest.tensor_names, *rest.names), (*(rest.tensors or ()), *rest.numbers)
     named: dict[str, Any] = dict(zip(names, values, strict=True))
-    named |= {name: symbol.item() for name, symbol in zip(rest.symbol_names, rest.symbols, strict=True)}
+    named |= {name: symbol.item() for name, symbol in zip(rest.symbol_names, rest.symbols or (), strict=True)}
     scale, p = named.pop("scale", None), named.pop("dropout", 0.0)
     drawing.check(p)
     dropout = drawing.dropout_of(float(p), *rest.state.tolist()) if p and rest.state is not None else None
@@ -245,7 +246,7 @@ def _results(q: torch.Tensor, v: torch.Tensor, *_: object) -> tuple[torch.Tensor
 
 def _backward_shapes(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     given, rest, wanted = _of_backward(*arguments)
-    named = dict(zip(rest.tensor_names, rest.tensors, strict=True))
+    named = dict(zip(rest.tensor_names, rest.tensors or (), strict=True))
     captured = [torch.empty_like(named[name], memory_format=torch.contiguous_format) for name in wanted]
     dq, dk, dv = results(given.q, given.k, given.v)
     return dq, dk, dv, captured
@@ -254,10 +255,10 @@ def _backward_shapes(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v = inputs[:3]
     rest = _Arguments(*inputs[3:])
-    state = [] if rest.state is None else [rest.state]
-    ctx.save_for_backward(q, k, v, *output, *state, *rest.symbols, *rest.tensors)
-    ctx.has_state, ctx.wants = bool(state), tuple(tensor.requires_grad for tensor in rest.tensors)
-    ctx.rest = rest._replace(state=None, symbols=(), tensors=())
+    state, tensors = [] if rest.state is None else [rest.state], rest.tensors or ()
+    ctx.save_for_backward(q, k, v, *output, *state, *(rest.symbols or ()), *tensors)
+    ctx.has_state, ctx.wants = bool(state), tuple(tensor.requires_grad for tensor in tensors)
+    ctx.rest = rest._replace(state=None, symbols=rest.symbols and (), tensors=rest.tensors and ())
     ctx.set_materialize_grads(False)
 
 
@@ -265,7 +266,7 @@ def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None)
     q, k, v, o, lse, *tensors = ctx.saved_tensors
     state = tensors.pop(0) if ctx.has_state else None
     count = len(ctx.rest.symbol_names)
-    rest = ctx.rest._replace(state=state, symbols=tensors[:count], tensors=tensors[count:])
+    rest = ctx.rest._replace(state=state, symbols=tensors[:count] or None, tensors=tensors[count:] or None)
     wanted = with_gradient(_known(rest.variant), tuple(rest.tensor_names), ctx.wants)
     given = Given(do, dlse, q, k, v, o, lse)
     *gradients, captured = torch.ops.flashgen.attention_backward(*given, *rest, list(wanted))
@@ -275,7 +276,10 @@ def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None)
         name: [] if isinstance(field, (list, tuple)) and not field else None
         for name, field in ctx.rest._asdict().items()
     }
-    none |= {"tensors": [by_name.get(name) for name in rest.tensor_names], "symbols": [None] * count}
+    if ctx.rest.tensors is not None:
+        none["tensors"] = [by_name.get(name) for name in rest.tensor_names]
+    if ctx.rest.symbols is not None:
+        none["symbols"] = [None] * count
     return *gradients, *none.values()
 
 

@@ -9,6 +9,9 @@ from torch.autograd import forward_ad
 _transforms, _modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
 _Tensor = torch.Tensor
 
+#: Whether some torch.autocast is under way, on any kind of device.
+any_autocast = torch._C._is_any_autocast_enabled
+
 
 def transformed() -> bool:
     """Whether a torch.func transform or forward-mode AD is under way, which sees autograd.Functions alone."""
@@ -43,3 +46,15 @@ def traced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def watched(x: object) -> bool:
     """Whether a tensor's own class says what torch's ops do with it."""
     return isinstance(x, torch.Tensor) and torch._C._dispatch_keys(x).has(torch._C.DispatchKey.Python)
+
+
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors as torch.autocast wants those of matrix products: of its dtype, but for those of float64."""
+    first = tensors[0]
+    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(
+        x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    )
