@@ -24,6 +24,8 @@ _EXPORTS = {
     "scaled_dot_product_attention": ("flashgen.integrations.sdpa", "scaled_dot_product_attention"),
     **{name: ("flashgen.integrations.activation", name) for name in ("activate", "deactivate")},
     "last_backend": ("flashgen.integrations.backends", "last_backend"),
+    "from_flex": ("flashgen.frontends.flex", "from_flex"),
+    "flex_attention": ("flashgen.integrations.flex_attention", "flex_attention"),
     "merge": ("flashgen.ops.merge", "merge"),
     "supports": ("flashgen.ops.supports", "supports"),
     "plan": ("flashgen.ops.stages", "plan"),

@@ -38,6 +38,7 @@ LAZY = {
     "flashgen.ops.attention",
     "flashgen.ops.memory",  # torch
     "flashgen.ops.sites",  # torch._dynamo
+    "flashgen.integrations.eager",
 }
 
 NO_TORCH = ("lang", "analysis", "planning", "codegen", "interpreter")

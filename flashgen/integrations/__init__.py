@@ -1,1 +1,1 @@
-"""Other people's calls, served by flashgen: PyTorch's scaled_dot_product_attention, and models of transformers."""
+"""Other people's calls, served by flashgen: PyTorch's own and flex_attention, and models of transformers."""

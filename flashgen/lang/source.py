@@ -18,11 +18,12 @@ from flashgen.lang.spellings import instead
 _ASKING = (ast.BoolOp, ast.If, ast.IfExp, ast.While, ast.Assert, ast.Call, ast.Subscript, ast.comprehension)
 _LANG = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_LANG)) + os.sep
+_FRONTENDS = os.path.join(_PACKAGE, "frontends") + os.sep
 _SHIPPED = os.path.join(_PACKAGE, "_resources") + os.sep  # specs in an installed wheel
 
 
 def caller() -> SourceLine | None:
-    """The line outside flashgen/lang that led here."""
+    """The line outside of what traces that led here."""
     frame = _calling_frame()
     return None if frame is None else line(frame.f_code.co_filename, frame.f_lineno)
 
@@ -136,13 +137,18 @@ def _suggest(name: str) -> str:
 
 
 def _calling_frame() -> FrameType | None:
-    """The frame outside flashgen/lang that led here, and outside PyTorch, whose functions a spec may call."""
-    torch = sys.modules.get("torch")
-    outside = (_LANG, os.path.dirname(torch.__file__) + os.sep) if getattr(torch, "__file__", None) else _LANG
+    """The frame outside of what traces that led here, and outside PyTorch, whose functions a spec may call."""
+    outside = (_LANG, _FRONTENDS, *_torch())
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(outside):
         frame = frame.f_back
     return frame
+
+
+def _torch() -> tuple[str, ...]:
+    """PyTorch's folder, where it is imported."""
+    torch = sys.modules.get("torch")
+    return (os.path.dirname(torch.__file__) + os.sep,) if getattr(torch, "__file__", None) else ()
 
 
 def line(path: str, number: int) -> SourceLine:
@@ -160,7 +166,7 @@ def _deepest(traceback: TracebackType | None, folder: str | None) -> SourceLine 
 
 
 def _is_users(path: str) -> bool:
-    return not path.startswith(_PACKAGE) or path.startswith(_SHIPPED)
+    return not path.startswith((_PACKAGE, *_torch())) or path.startswith(_SHIPPED)
 
 
 def _asks_for_a_value(n: ast.AST) -> bool:

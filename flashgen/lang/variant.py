@@ -57,7 +57,9 @@ class Variant:
     file        the file whose top level was running then
     spec        what the command line calls it: a shipped spec's name, a file's; None for one made elsewhere
     bound       the constants that were folded to other values than their defaults
+    given       captured tensors and parameters' values that a call takes where it passes none, by name
     token       a text that equal variants share and others do not, in every process (see `of_token`)
+    without     the variant that gives nothing, where this one does (see `bare`)
     """
 
     name: str
@@ -74,7 +76,9 @@ class Variant:
     file: str | None = field(default=None, compare=False, repr=False)
     spec: str | None = field(default=None, repr=False)
     bound: tuple[tuple[str, int | float], ...] = field(default=(), repr=False)
+    given: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
     token: str = field(init=False, compare=False, repr=False)
+    without: Variant | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         declared = self._unify()
@@ -82,6 +86,9 @@ class Variant:
         made = (*named, self.spec, self.bound, self.digest())
         token = hashlib.sha256(f"{made}".encode()).hexdigest()[:32]
         object.__setattr__(self, "token", token)
+        object.__setattr__(self, "without", replace(self, given={}) if self.given else None)
+        if self.given:
+            return  # what is found by its token holds no tensor
         with _tokens:
             _alive.setdefault(token, self)
             _by_token[token] = _by_token.pop(token, self)
@@ -100,6 +107,24 @@ class Variant:
         left = ("parents", "examples")
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name not in left}
         return _restored, (kept,)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What calls are given
+
+    @property
+    def bare(self) -> Variant:
+        """The variant without what it gives to calls: it alone is planned, kept and found by its token."""
+        return self if self.without is None else self.without
+
+    def giving(self, given: Mapping[str, object]) -> Variant:
+        """The variant with captured tensors and parameters' values that calls take where they pass none: equal to this
+        one, and made without a look at its expressions."""
+        made = object.__new__(Variant)
+        for f in fields(self):
+            object.__setattr__(made, f.name, getattr(self, f.name))
+        object.__setattr__(made, "given", dict(given))
+        object.__setattr__(made, "without", self.bare if given else None)
+        return made
 
     # -----------------------------------------------------------------------------------------------------------------
     # Building one from another
@@ -318,10 +343,22 @@ class Variant:
             only=self.only or other.only,
             pins=Pins(**{name: self._pin(other, name) for name in Pins.__dataclass_fields__}),
             examples=other.examples | self.examples,
+            given=self._given_with(other),
             parents=(self, other),
             where=source.caller(),
             file=source.running_file(),
         )
+
+    def _given_with(self, other: Variant) -> dict[str, object]:
+        """What both give to calls; SpecError where they give two things one name."""
+        for name in self.given.keys() & other.given.keys():
+            mine, theirs = self.given[name], other.given[name]
+            if mine is not theirs and not (isinstance(mine, (int, float)) and mine == theirs):
+                raise self._refused(
+                    f"{self.name!r} and {other.name!r} capture different things by the name {name!r}: rename one of the"
+                    " variables, or trace both functions together"
+                )
+        return {**other.given, **self.given}
 
     def _merged(self, other: Variant, name: str, default: tuple) -> tuple:
         mine, theirs = getattr(self, name), getattr(other, name)

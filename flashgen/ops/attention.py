@@ -35,7 +35,7 @@ def attention(
     contiguous and rows on multiples of 16 bytes; on a CPU float32 and float64 too, and any head dim.  Under
     torch.autocast q, k and v are cast to its dtype, as those of PyTorch's own attention are.  `scale` is any
     finite number and 1 / sqrt(head_dim) unless given.  `named` are the variant's parameters, constants and captured
-    tensors.
+    tensors; those that it gives itself (`from_flex`) need not be passed.
 
     o has q's dtype and is [batch, heads, q_len, v_head_dim], laid out as [batch, q_len, heads, v_head_dim] where q is;
     lse is the natural logarithm of the sum of exponentials, [batch, heads, q_len] in float32 (float64 for float64).  A
@@ -57,6 +57,8 @@ def attention(
     once for each such kernel.
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
+    if isinstance(variant, Variant) and variant.given:
+        variant, named = variant.bare, {**_given(variant), **named}
     compiling = torch.compiler.is_compiling()
     if compiling or any_autocast():
         q, k, v = autocast(q, k, v)
@@ -72,3 +74,8 @@ def attention(
         o, lse = autograd.attention(q, k, v, call)
         return (o, lse) if return_lse else o
     return run(q, k, v, call, return_lse)
+
+
+def _given(variant: Variant) -> dict[str, object]:
+    """What a variant gives to calls; a tensor of no dimension as a view of one element, which keeps its gradient."""
+    return {name: x.view(1) if isinstance(x, torch.Tensor) and not x.dim() else x for name, x in variant.given.items()}

@@ -118,7 +118,7 @@ def variant_of(given: object) -> Variant:
         return load_spec(given)
     if not isinstance(given, Variant):
         raise PlanError(f"a variant or the path of a spec is asked for and got {given!r}")
-    return given
+    return given.bare
 
 
 def plan_of(call: str, given: object) -> KernelPlan:

@@ -1,0 +1,1 @@
+"""Other people's notations, lowered to the language."""

@@ -1,0 +1,296 @@
+"""What a Python function can read beside its arguments: the tensors, the numbers, and all else that tells two apart.
+
+Functions that are made anew for each batch have the same code and other tensors.  What is found here says without a
+trace whether an earlier one serves: the same `skeleton` and `numbers`, and tensors in the same places.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import functools
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashgen.lang.declare import RESERVED
+
+#: Modules whose contents nobody changes.
+_SETTLED = frozenset({"torch", "numpy", "flashgen", *sys.stdlib_module_names}) - {"__main__"}
+
+#: What a name is taken for as it is.
+_PLAIN = (str, bytes, type(None), type(Ellipsis), complex, torch.dtype, torch.device, torch.Size, enum.Enum)
+
+_names: weakref.WeakKeyDictionary[types.CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+class Captures:
+    """What functions can read, found by a walk over closures, globals, defaults, containers and objects.
+
+    skeleton  code (held weakly), types, texts, and where tensors, by dtype and number of dimensions, and numbers stand
+    numbers   the numbers with their names, in the order of the walk
+    tensors   the tensors with their names: each object once
+    params    numbers that became parameters, by who holds them and their name there: (the parameter's name, the value)
+    settled   False where something was met that says nothing about itself
+    """
+
+    def __init__(self, functions: Iterable[Any], names: Sequence[str] = ()) -> None:
+        self.skeleton: list[Any] = []
+        self.numbers: list[tuple[str, Any]] = []
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        self.params: dict[tuple[int, str], tuple[str, int | float]] = {}
+        self.settled = True
+        self._wanted = frozenset(names)
+        self._taken: set[str] = set()
+        self._seen: dict[int, int] = {}
+        self._read: set[str] = set()
+        self._objects: list[tuple[Any, set[str]]] = []
+        for function in functions:
+            self._visit(function, getattr(function, "__name__", "function"))
+        self._attributes()
+        for name in sorted(self._wanted):
+            self.skeleton.append(name)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return tuple(self.skeleton)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _visit(self, value: Any, name: str, holder: int | None = None) -> None:
+        add = self.skeleton.append
+        value = value.item() if isinstance(value, np.generic) else value
+        kind = type(value)
+        if kind in (int, float, bool):
+            self._number(value, name, holder)
+            return
+        if isinstance(value, _PLAIN):
+            add(tuple(value) if isinstance(value, torch.Size) else value)
+            return
+        if id(value) in self._seen:
+            add(("again", self._seen[id(value)]))
+            return
+        self._seen[id(value)] = len(self._seen)
+        if isinstance(value, torch.Tensor):
+            add((value.dtype, value.dim()))
+            self.tensors.append((self._named(name), value))
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, types.MethodType):
+            add("method")
+            self._visit(value.__self__, name)
+            self._visit(value.__func__, name)
+        elif isinstance(value, functools.partial):
+            add("partial")
+            self._visit(value.func, name)
+            self._items(value.args, name)
+            self._mapping(value.keywords)
+        elif isinstance(value, (list, tuple)):
+            add(kind if kind in (list, tuple) else weakref.ref(kind))
+            self._items(value, name)
+        elif isinstance(value, dict):
+            add(dict)
+            self._mapping(value)
+        elif isinstance(value, (set, frozenset)) and all(isinstance(x, (int, str)) for x in value):
+            add(frozenset(value))
+        elif isinstance(value, types.ModuleType):
+            add(value.__name__)
+            if not _settled(value.__name__):
+                self._objects.append((value, set()))
+        elif isinstance(value, type):
+            self._type(value)
+        elif isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
+            self._builtin(value, name)
+        else:
+            self._object(value)
+
+    def _number(self, value: Any, name: str, holder: int | None) -> None:
+        if name in self._wanted and holder is not None and type(value) is not bool:
+            if (holder, name) not in self.params:
+                self.params[holder, name] = self._named(name), value
+            self.skeleton.append(("param", *self.params[holder, name][:1], type(value)))
+            return
+        self.skeleton.append(type(value))
+        # -0.0 is 0.0, and no NaN is itself: texts of floats tell all apart that differ.
+        self.numbers.append((name, value.hex() if type(value) is float else value))
+
+    def _items(self, values: Sequence[Any], name: str) -> None:
+        self.skeleton.append(len(values))
+        for i, value in enumerate(values):
+            self._visit(value, f"{name}_{i}")
+
+    def _mapping(self, values: Mapping[Any, Any]) -> None:
+        self.skeleton.append(len(values))
+        for key, value in values.items():
+            self._visit(key, "key")
+            self._visit(value, key if isinstance(key, str) else "value")
+
+    def _function(self, function: types.FunctionType) -> None:
+        code = function.__code__
+        self.skeleton.append(weakref.ref(code))
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                self.skeleton.append("empty")
+                continue
+            self._visit(value, name, id(cell))
+        if function.__defaults__:
+            arguments = code.co_varnames[: code.co_argcount]
+            for name, value in zip(arguments[-len(function.__defaults__) :], function.__defaults__, strict=True):
+                self._visit(value, name, id(function))
+        for name, value in (function.__kwdefaults__ or {}).items():
+            self._visit(value, name, id(function))
+        if not _settled(function.__module__ or ""):
+            names = names_of(code)
+            self._read.update(names)
+            scope = function.__globals__
+            for name in names:
+                if name in scope:
+                    self._visit(scope[name], name, id(scope))
+                elif not hasattr(builtins, name):
+                    self.skeleton.append("absent")  # or an attribute's name
+
+    def _builtin(self, value: Any, name: str) -> None:
+        own = getattr(value, "__self__", None)
+        if own is None or isinstance(own, (types.ModuleType, type)):
+            self.skeleton.append(value)
+        else:
+            self.skeleton.append(value.__name__)
+            self._visit(own, name)
+
+    def _type(self, value: type) -> None:
+        self.skeleton.append(weakref.ref(value))
+        if _settled(value.__module__):
+            return
+        self._objects.append((value, set()))
+        if issubclass(value, torch.autograd.Function):
+            for name in ("forward", "setup_context"):
+                self._visit(inspect.getattr_static(value, name).__func__, name)
+
+    def _object(self, value: Any) -> None:
+        kind = type(value)
+        self.skeleton.append(weakref.ref(kind))
+        if _settled(kind.__module__) and not isinstance(value, (torch.nn.Module, types.SimpleNamespace)):
+            if kind.__module__.split(".")[0] == "torch" and kind.__module__.startswith("torch._ops"):
+                self.skeleton.append(str(value))
+            else:
+                self.settled = False
+            return
+        module = isinstance(value, torch.nn.Module)
+        if (hasattr(kind, "__getattr__") and not module) or kind.__getattribute__ is not object.__getattribute__:
+            self.settled = False
+            return
+        self._objects.append((value, set()))
+        called = inspect.getattr_static(kind, "forward" if module else "__call__", None)
+        if isinstance(called, types.FunctionType):
+            self._visit(called, "call")
+
+    def _attributes(self) -> None:
+        """What the code that was met can read of the objects that were: by its names of attributes."""
+        count = -1
+        while count != len(self.skeleton):
+            count = len(self.skeleton)
+            for value, done in list(self._objects):
+                for name in sorted(self._read - done):
+                    done.add(name)
+                    self._attribute(value, name)
+
+    def _attribute(self, value: Any, name: str) -> None:
+        own = getattr(value, "__dict__", {})
+        places = [own]
+        if isinstance(value, torch.nn.Module):
+            places += [own["_parameters"], own["_buffers"], own["_modules"]]
+        for place in places:
+            if name in place:
+                self.skeleton.append(name)
+                found = place[name]
+                self._visit(found.__func__ if isinstance(found, (staticmethod, classmethod)) else found, name)
+                return
+        found = inspect.getattr_static(type(value) if not isinstance(value, type) else value, name, None)
+        if found is None or isinstance(value, types.ModuleType):
+            return
+        self.skeleton.append(name)
+        if isinstance(found, property):
+            found = found.fget
+        elif isinstance(found, (staticmethod, classmethod)):
+            found = found.__func__
+        elif isinstance(found, types.MemberDescriptorType):
+            found = getattr(value, name, None)
+        self._visit(found, name)
+
+    def _named(self, name: str) -> str:
+        """A name that the language takes, which no other has."""
+        plain = (
+            "".join(c for c in name if c.isascii() and (c.isalnum() or c == "_")).lstrip("_0123456789") or "captured"
+        )
+        plain = f"{plain}_" if plain in RESERVED else plain
+        unique, count = plain, 1
+        while unique in self._taken:
+            count += 1
+            unique = f"{plain}_{count}"
+        self._taken.add(unique)
+        return unique
+
+
+def names_of(code: types.CodeType) -> tuple[str, ...]:
+    """The names of globals and attributes that code reads, and the code inside of it."""
+    found = _names.get(code)
+    if found is None:
+        inside = (names_of(c) for c in code.co_consts if isinstance(c, types.CodeType))
+        found = _names[code] = tuple(sorted(set(code.co_names).union(*inside)))
+    return found
+
+
+def _settled(module: str) -> bool:
+    return module.split(".")[0] in _SETTLED
+
+
+def replaced(value: Any, by: Mapping[tuple[int, str], Any], done: dict[int, Any] | None = None) -> Any:
+    """A function, or what holds functions, with others in place of numbers that it reads: by who holds them and their
+    name there, as `Captures.params` has them."""
+    done = {} if done is None else done
+    if id(value) in done:
+        return done[id(value)]
+    if isinstance(value, types.FunctionType):
+        done[id(value)] = value  # where it calls itself
+        done[id(value)] = _replaced_function(value, by, done)
+        return done[id(value)]
+    if type(value) in (list, tuple):
+        return type(value)(replaced(x, by, done) for x in value)
+    if isinstance(value, functools.partial):
+        arguments = [replaced(x, by, done) for x in value.args]
+        return functools.partial(replaced(value.func, by, done), *arguments, **value.keywords)
+    return value
+
+
+def _replaced_function(
+    function: types.FunctionType, by: Mapping[tuple[int, str], Any], done: dict[int, Any]
+) -> types.FunctionType:
+    code, scope = function.__code__, function.__globals__
+    cells = []
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        new = by.get((id(cell), name))
+        try:
+            new = replaced(cell.cell_contents, by, done) if new is None else new
+            cells.append(cell if new is cell.cell_contents else types.CellType(new))
+        except ValueError:  # empty yet
+            cells.append(cell)
+    changed = {name: by[id(scope), name] for name in names_of(code) if (id(scope), name) in by}
+    if not _settled(function.__module__ or ""):
+        helpers = (name for name in names_of(code) if isinstance(scope.get(name), types.FunctionType))
+        changed |= {name: replaced(scope[name], by, done) for name in helpers}
+    made = types.FunctionType(code, {**scope, **changed} if changed else scope, function.__name__, None, tuple(cells))
+    arguments, defaults = code.co_varnames[: code.co_argcount], function.__defaults__ or ()
+    own = list(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
+    made.__defaults__ = tuple(by.get((id(function), name), value) for name, value in own) or None
+    keywords = (function.__kwdefaults__ or {}).items()
+    made.__kwdefaults__ = {name: by.get((id(function), name), value) for name, value in keywords}
+    made.__module__, made.__doc__ = function.__module__, function.__doc__
+    return made

@@ -1,0 +1,215 @@
+"""from_flex(): the functions that people give to PyTorch's flex_attention, as a Variant.
+
+A function is traced once.  Another one of the same code, with other tensors of the same dtypes and dimensions, takes
+what the first trace found, with its own tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flashgen.errors import SpecError
+from flashgen.frontends.arrays import Array, cast
+from flashgen.frontends.captures import Captures, replaced
+from flashgen.frontends.trace import Tracer, title, traced
+from flashgen.lang import declare
+from flashgen.lang.expr import DType
+from flashgen.lang.proxies import Expr
+from flashgen.lang.variant import Variant, variant
+
+#: Skeletons of functions that are remembered, and traces of one: the oldest are forgotten.
+MAX_FUNCTIONS = 512
+MAX_TRACES = 64
+
+#: Traces of one function for other numbers, after which a warning says how to have one.
+MANY_NUMBERS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trace:
+    """What one trace found: the variant, and what its captured tensors and parameters are.
+
+    tensors  the places of captured tensors in `Captures.tensors`, by their names in the variant
+    params   the names of numbers that are parameters
+    shapes   the shapes that it holds for, by place
+    """
+
+    variant: Variant
+    tensors: tuple[tuple[str, int], ...]
+    params: frozenset[str]
+    shapes: tuple[tuple[int, torch.Size], ...]
+
+    def serves(self, captures: Captures) -> bool:
+        return all(captures.tensors[place][1].shape == shape for place, shape in self.shapes)
+
+    def giving(self, captures: Captures) -> Variant:
+        given: dict[str, Any] = {name: captures.tensors[place][1] for name, place in self.tensors}
+        given |= {name: value for name, value in captures.params.values() if name in self.params}
+        return self.variant.giving(given)
+
+
+@dataclass(slots=True)
+class _Known:
+    """The traces of functions of one skeleton, by their numbers."""
+
+    traces: OrderedDict[tuple[Any, ...], list[_Trace]] = field(default_factory=OrderedDict)
+    numbers: int = 0
+    warned: bool = False
+
+
+_known: OrderedDict[tuple[Any, ...], _Known] = OrderedDict()
+_lock = threading.Lock()
+
+#: Traces that were made in this process.
+traces = 0
+
+
+def from_flex(
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    *,
+    names: Iterable[str] | None = None,
+) -> Variant:
+    """The variant of functions as PyTorch's flex_attention takes them: `mask_mod(b, h, q_idx, kv_idx)` and
+    `score_mod(score, b, h, q_idx, kv_idx)`, unchanged.
+
+    Tensors that they read (from closures, globals, defaults, lists, objects) become captured tensors of their dtype,
+    by reference: `flashgen.attention(q, k, v, variant)` reads what they hold then, and gradients flow to those that
+    want one.  Python numbers are constants; those whose names `names` has are parameters, which change without a new
+    kernel.  A function of the same code with other tensors of the same dtypes and dimensions costs no new trace.
+    Nothing is promised about what tensors hold.
+
+    Raises SpecError at the function's line for what the language has not: control flow by traced values, functions of
+    torch that docs/frontends.md does not list, and tensors that change.
+    """
+    functions = [f for f in (mask_mod, score_mod) if f is not None]
+    for kind, function in (("mask_mod", mask_mod), ("score_mod", score_mod)):
+        if function is not None and (not callable(function) or isinstance(function, (Variant, type))):
+            got = f"the variant {function.name!r}" if isinstance(function, Variant) else repr(function)
+            raise SpecError(f"{kind} is a function of positions, as flex_attention takes it, and got {got}")
+    if not functions:
+        return variant()
+    if isinstance(names, str):
+        raise SpecError(f"names is a tuple of names, as in names=({names!r},)")
+    wanted = tuple(names or ())
+    captures = Captures(functions, wanted)
+    if captures.settled and (found := _remembered(captures)) is not None:
+        return found.giving(captures)
+    return _made(mask_mod, score_mod, wanted, captures)
+
+
+def _remembered(captures: Captures) -> _Trace | None:
+    numbers = tuple(captures.numbers)
+    with _lock:
+        known = _known.get(captures.key)
+        if known is None or numbers not in known.traces:
+            return None
+        _known.move_to_end(captures.key)
+        known.traces.move_to_end(numbers)
+        return next((trace for trace in known.traces[numbers] if trace.serves(captures)), None)
+
+
+def _made(mask_mod: Any, score_mod: Any, names: tuple[str, ...], captures: Captures) -> Variant:
+    """A trace, remembered where all that it may depend on was found."""
+    global traces
+    traces += 1
+    by = {key: _parameter(name, value) for key, (name, value) in captures.params.items()}
+    missing = sorted(set(names) - {name for _, name in captures.params})
+    if missing:
+        numbers = sorted({name for name, _ in captures.numbers} | {name for _, name in captures.params})
+        raise SpecError(
+            f"names has {missing[0]!r}, and no closure, global or default of {_titles(mask_mod, score_mod)} holds a"
+            f" number by that name; it reads {', '.join(numbers) or 'no number'}"
+        )
+    described = mask_mod if mask_mod is not None else score_mod
+    of_mask, of_score = (replaced(f, by) if by else f for f in (mask_mod, score_mod))
+    tracer = Tracer(captures.tensors)
+    while True:
+        bare = variant(
+            None if mask_mod is None else _mask(tracer, of_mask),
+            None if score_mod is None else _score(tracer, of_score),
+            name=_name(mask_mod, score_mod),
+            doc=(getattr(described, "__doc__", None) or "").strip(),
+        )
+        if tracer.sizes_met:
+            break
+        tracer = Tracer(captures.tensors, tracer.fixed)  # once more, with the shapes declared
+    places = {name: place for place, (name, _) in enumerate(captures.tensors)}
+    read = [t.name for t in bare.tensors]
+    found = _Trace(
+        variant=bare,
+        tensors=tuple((name, places[name]) for name in read if name in places),
+        params=frozenset(p.name for p in bare.params),
+        shapes=tuple((places[name], tracer.read[name].shape) for name in sorted(tracer.fixed) if name in places),
+    )
+    if captures.settled and not tracer.unseen:
+        _remember(captures, found, _titles(mask_mod, score_mod))
+    made = found.giving(captures)
+    unseen = {name: tracer.read[name] for name in read if name not in places}
+    return made.giving({**made.given, **unseen}) if unseen else made
+
+
+def _remember(captures: Captures, trace: _Trace, titles: str) -> None:
+    numbers = tuple(captures.numbers)
+    with _lock:
+        known = _known.setdefault(captures.key, _Known())
+        _known.move_to_end(captures.key)
+        if len(_known) > MAX_FUNCTIONS:
+            _known.popitem(last=False)
+        known.numbers += numbers not in known.traces
+        several = known.traces.setdefault(numbers, [])
+        several.insert(0, trace)
+        del several[MAX_TRACES:]
+        if len(known.traces) > MAX_TRACES:
+            known.traces.popitem(last=False)
+        tell = known.numbers > MANY_NUMBERS and not known.warned
+        known.warned |= tell
+        earlier = list(known.traces)
+    if tell:
+        changing = sorted({now[0] for other in earlier for now, was in zip(numbers, other, strict=True) if now != was})
+        hint = ", ".join(map(repr, changing))
+        warnings.warn(
+            f"{titles} was compiled for {known.numbers} sets of numbers; {hint} differs, and is a constant of each"
+            f" kernel\n  nearest: flashgen.from_flex(..., names=({hint},)), where a new number compiles nothing",
+            stacklevel=4,
+        )
+
+
+def _parameter(name: str, value: float) -> Array:
+    """A number of a function as a parameter: like it, of the type of what it meets."""
+    wide = isinstance(value, int) and not -(1 << 31) <= value < 1 << 31
+    declared = declare.param(name, dtype=float if isinstance(value, float) else "int64" if wide else int)
+    dtype = torch.float32 if declared.node.dtype is DType.FLOAT32 else torch.int64
+    return Array(lambda index: declared, (), dtype, weak=True)
+
+
+def _mask(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., Expr]:
+    def mask(b: Expr, h: Expr, q: Expr, k: Expr) -> Expr:
+        return traced(tracer, function, "mask_mod", {"b": b, "h": h, "q_idx": q, "kv_idx": k}).element
+
+    return mask
+
+
+def _score(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., Expr]:
+    def score(s: Expr, b: Expr, h: Expr, q: Expr, k: Expr) -> Expr:
+        made = traced(tracer, function, "score_mod", {"score": s, "b": b, "h": h, "q_idx": q, "kv_idx": k})
+        return cast(made.element, torch.float32)
+
+    return score
+
+
+def _titles(mask_mod: Any, score_mod: Any) -> str:
+    return " and ".join(title(f) for f in (mask_mod, score_mod) if f is not None)
+
+
+def _name(mask_mod: Any, score_mod: Any) -> str:
+    """The name of the variant: those of the functions, where they have one."""
+    words = [title(f).strip("'") for f in (mask_mod, score_mod) if f is not None]
+    return "_".join(word for word in words if word.isidentifier()) or "flex"

@@ -1,0 +1,71 @@
+"""from_flex: functions as people write them for FlexAttention, beside what PyTorch makes of them."""
+
+import flex_mods
+import pytest
+import torch
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.nn.attention.flex_attention import create_mask
+
+import flashgen
+
+BATCH, HEADS, LENGTH, DIM = flex_mods.BATCH, flex_mods.HEADS, flex_mods.LENGTH, 8
+
+
+def inputs(*, grad=False, length=LENGTH, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (BATCH, HEADS, length, DIM)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(grad) for _ in range(3)]
+
+
+def scores_by_torch(score_mod, scores):
+    """The score function on every pair, mapped as flex_attention maps it."""
+    if hasattr(score_mod, "written_out"):
+        return score_mod.written_out(scores)
+    over = [(0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None), (0, 0, None, None, None)]
+    mapped = score_mod
+    for dims in over:
+        mapped = torch.vmap(mapped, in_dims=dims)
+    positions = [torch.arange(n) for n in scores.shape]
+    with TransformGetItemToIndex():
+        return mapped(scores, *positions)
+
+
+def attention_by_torch(q, k, v, mask_mod=None, score_mod=None):
+    scores = q @ k.transpose(-1, -2) / DIM**0.5
+    if score_mod is not None:
+        scores = scores_by_torch(score_mod, scores)
+    if mask_mod is not None:
+        keep = create_mask(mask_mod, BATCH, HEADS, q.shape[2], k.shape[2], device="cpu")
+        scores = scores.masked_fill(~keep, -torch.inf)
+    visible = (scores > -torch.inf).any(-1, keepdim=True)
+    return torch.where(visible, torch.softmax(scores.masked_fill(~visible, 0), -1), 0) @ v
+
+
+def close(found, wanted, tolerance):
+    torch.testing.assert_close(found, wanted.to(found.dtype), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", flex_mods.MASKS)
+def test_masks_are_those_of_torch(name):
+    mod = flex_mods.MASKS[name]()
+    q, k, v = inputs()
+    close(flashgen.attention(q, k, v, flashgen.from_flex(mod)), attention_by_torch(q, k, v, mask_mod=mod), 1e-12)
+
+
+@pytest.mark.parametrize("name", flex_mods.SCORES)
+def test_scores_and_gradients_are_those_of_torch(name):
+    mod = flex_mods.SCORES[name]()
+    variant = flashgen.from_flex(score_mod=mod)
+    q, k, v = inputs(grad=True)
+    learned = [x for x in variant.given.values() if torch.is_tensor(x) and x.requires_grad]
+    found = flashgen.attention(q, k, v, variant)
+    wanted = attention_by_torch(q, k, v, score_mod=mod)
+    close(found, wanted, 2e-5)
+    gradient = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(9), dtype=wanted.dtype)
+    asked = [q, k, v, *learned]
+    for ours, theirs in zip(
+        torch.autograd.grad(found, asked, gradient),
+        torch.autograd.grad(wanted, asked, gradient, allow_unused=True),
+        strict=True,
+    ):
+        close(ours, torch.zeros_like(ours) if theirs is None else theirs, 1e-4)

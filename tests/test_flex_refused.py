@@ -1,0 +1,272 @@
+"""from_flex on what the language has not: the reason, the line, and what to write instead."""
+
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import flashgen
+
+WEIGHTS = torch.randn(4, requires_grad=True)
+IDS = torch.arange(64)
+DOUBLE = torch.randn(4, dtype=torch.float64)
+BYTES = torch.zeros(64, dtype=torch.uint8)
+TABLE = np.arange(64)
+
+
+def branches(b, h, q_idx, kv_idx):
+    if q_idx >= kv_idx:  # here
+        return kv_idx > 3
+    return False
+
+
+def branches_on_data(b, h, q_idx, kv_idx):
+    if IDS.max() > 3:  # here
+        return q_idx >= kv_idx
+    return q_idx > kv_idx
+
+
+def joins(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx and kv_idx > 3  # here
+
+
+def chains(b, h, q_idx, kv_idx):
+    return 0 < q_idx - kv_idx < 5  # here
+
+
+def negates(b, h, q_idx, kv_idx):
+    return not q_idx < kv_idx  # here
+
+
+def picks_the_least(b, h, q_idx, kv_idx):
+    return min(q_idx, kv_idx) > 3  # here
+
+
+def ranges(b, h, q_idx, kv_idx):
+    return sum(IDS[i] == kv_idx for i in range(q_idx)) > 0  # here
+
+
+def floats(score, b, h, q_idx, kv_idx):
+    return score + math.exp(-q_idx)  # here
+
+
+def reads_an_item(score, b, h, q_idx, kv_idx):
+    return score * WEIGHTS[2].item()  # here
+
+
+def reads_a_number(score, b, h, q_idx, kv_idx):
+    return score * float(WEIGHTS[2])  # here
+
+
+def reads_a_list(b, h, q_idx, kv_idx):
+    return kv_idx == IDS.tolist()[3]  # here
+
+
+def detaches(score, b, h, q_idx, kv_idx):
+    return score * WEIGHTS[h].detach()  # here
+
+
+def adds_up(b, h, q_idx, kv_idx):
+    return torch.cumsum(IDS, 0)[q_idx] > kv_idx  # here
+
+
+def unknown(score, b, h, q_idx, kv_idx):
+    return torch.special.bessel_j0(score)  # here
+
+
+def misspelt(score, b, h, q_idx, kv_idx):
+    return score.sqare()  # here
+
+
+def in_place(score, b, h, q_idx, kv_idx):
+    return score.clamp_(min=0)  # here
+
+
+def writes(b, h, q_idx, kv_idx):
+    IDS[0] = 1  # here
+    return q_idx >= kv_idx
+
+
+def writes_a_tensor(b, h, q_idx, kv_idx):
+    IDS.add_(1)  # here
+    return q_idx >= kv_idx
+
+
+def random_numbers(score, b, h, q_idx, kv_idx):
+    return score + torch.rand(())  # here
+
+
+def dropped(score, b, h, q_idx, kv_idx):
+    return torch.nn.functional.dropout(score)  # here
+
+
+def doubles(score, b, h, q_idx, kv_idx):
+    return score * DOUBLE[h]  # here
+
+
+def rounds_to_half(score, b, h, q_idx, kv_idx):
+    return score.to(torch.bfloat16)  # here
+
+
+def wraps(b, h, q_idx, kv_idx):
+    return BYTES[q_idx] + BYTES[kv_idx] > 3  # here
+
+
+def selects_by_condition(b, h, q_idx, kv_idx):
+    return IDS[q_idx > kv_idx] > 3  # here
+
+
+def too_many_indices(b, h, q_idx, kv_idx):
+    return IDS[b, q_idx] > 3  # here
+
+
+def out_of_bounds(b, h, q_idx, kv_idx):
+    return IDS[64] > q_idx  # here
+
+
+def subtracts_conditions(b, h, q_idx, kv_idx):
+    return (q_idx > kv_idx) - (q_idx > 3) > 0  # here
+
+
+def a_row(b, h, q_idx, kv_idx):
+    return kv_idx == IDS  # here
+
+
+def numbers_for_a_mask(b, h, q_idx, kv_idx):  # here
+    return q_idx - kv_idx
+
+
+def nothing(b, h, q_idx, kv_idx):  # here
+    _ = q_idx >= kv_idx
+
+
+def a_text(b, h, q_idx, kv_idx):  # here
+    return "causal"
+
+
+def too_few(b, h, q_idx):  # here
+    return q_idx > 3
+
+
+def numpy_table(b, h, q_idx, kv_idx):
+    return TABLE[q_idx] > 3  # here
+
+
+def numpy_function(score, b, h, q_idx, kv_idx):
+    return np.exp(score)  # here
+
+
+def two_powers(score, b, h, q_idx, kv_idx):
+    return score**kv_idx  # here
+
+
+def branches_of_torch(b, h, q_idx, kv_idx):
+    return torch.cond(q_idx > kv_idx, lambda: True, lambda: False)  # here
+
+
+def made_here(b, h, q_idx, kv_idx):
+    return torch.arange(100)[kv_idx] > q_idx  # here
+
+
+def raises(b, h, q_idx, kv_idx):
+    raise KeyError("none")  # here
+
+
+def unknown_name(b, h, q_idx, kv_idx):
+    return q_idx >= kv_index  # here  # noqa: F821
+
+
+MASKS = {
+    branches: "`if` asks for one; write torch.where",
+    branches_on_data: "`if`, `and`, .* write torch.where",
+    joins: "`and` asks for one; write",
+    chains: "chained comparison",
+    negates: "`not` asks for one; write ~",
+    picks_the_least: r"min\(\) asks for one; write torch.minimum",
+    ranges: "needs a Python integer|range",
+    reads_a_list: "torch's 'tolist' cannot be traced: it needs a value",
+    adds_up: "torch's 'cumsum' cannot be traced: compute it before, and capture the result",
+    writes: "changes no tensor: write torch.where",
+    writes_a_tensor: r"'add_' changes a tensor.*x = x.add\(...\)",
+    wraps: r"`\+` of uint8 wraps in torch.*write x.int\(\) first",
+    selects_by_condition: "an index of bool",
+    too_many_indices: "a tensor of 1 dimension got 2 indices",
+    out_of_bounds: "index 64 is out of bounds for a dimension of size 64",
+    subtracts_conditions: r"write x.int\(\) - y.int\(\)",
+    a_row: r"a row of shape \[64\].*reduce it",
+    numbers_for_a_mask: "returned int32: compare it",
+    nothing: "returned nothing",
+    a_text: "returned a str",
+    too_few: r"takes \(b, h, q_idx\); it is called with \(b, h, q_idx, kv_idx\)",
+    numpy_table: r"index torch.from_numpy\(array\)",
+    branches_of_torch: "cond|`if`|boolean",
+    made_here: "made? outside|make it outside",
+    raises: "KeyError: 'none'",
+    unknown_name: "unknown symbol 'kv_index'",
+}
+
+SCORES = {
+    floats: "needs a Python float",
+    reads_an_item: "torch's 'item' cannot be traced: it needs a value",
+    reads_a_number: "torch's 'float' cannot be traced: it needs a value|needs a Python float",
+    detaches: "detach the tensor before the function captures it",
+    unknown: "cannot be traced",
+    misspelt: "the nearest is torch's 'square'",
+    in_place: r"'clamp_' changes a tensor.*x = x.clamp\(...\)",
+    random_numbers: "torch's 'rand' cannot be traced: draw before",
+    dropped: "torch's 'dropout' cannot be traced: draw before",
+    doubles: r"'DOUBLE' is float64.*capture DOUBLE.float\(\)",
+    rounds_to_half: r"rounded to bfloat16.*x.float\(\)",
+    numpy_function: "NumPy|ufunc",
+    two_powers: "a power of two traced values",
+}
+
+
+def here(function):
+    """The line of the file that has the mark."""
+    first = function.__code__.co_firstlineno
+    lines = Path(__file__).read_text().splitlines()
+    return next(n for n, line in enumerate(lines[first - 1 :], first) if "# here" in line)
+
+
+@pytest.mark.parametrize("function", [*MASKS, *SCORES], ids=lambda f: f.__name__)
+def test_what_cannot_be_traced_is_refused_at_its_line(function):
+    given = {"mask_mod": function} if function in MASKS else {"score_mod": function}
+    with pytest.raises(flashgen.SpecError, match=(MASKS | SCORES)[function]) as refused:
+        flashgen.from_flex(**given)
+    assert (refused.value.where.path, refused.value.where.line) == (__file__, here(function))
+
+
+@pytest.mark.parametrize("given", [3, "causal", torch.zeros(3), flashgen.variant(), torch.nn.Linear], ids=repr)
+def test_what_is_no_function_is_refused(given):
+    with pytest.raises(flashgen.SpecError, match="mask_mod is a function of positions"):
+        flashgen.from_flex(given)
+
+
+def test_a_refused_function_is_refused_again():
+    for _ in range(2):
+        with pytest.raises(flashgen.SpecError):
+            flashgen.from_flex(branches)
+
+
+def test_traced_values_say_so_when_they_are_used_later():
+    kept = []
+    flashgen.from_flex(lambda b, h, q, k: kept.append(q) or q >= k)
+    with pytest.raises(flashgen.SpecError, match="when its function had ended"):
+        torch.exp(kept[0])
+
+
+def test_a_captured_tensor_of_another_device_is_refused_by_its_name():
+    table = torch.zeros(4, device="meta")
+    variant = flashgen.from_flex(score_mod=lambda score, b, h, q, k: score + table[h])
+    q = torch.randn(1, 4, 8, 16)
+    with pytest.raises(flashgen.LaunchError, match=r"'table'.*is on meta and q on cpu"):
+        flashgen.attention(q, q, q, variant)
+
+
+def test_python_random_numbers_are_numbers():
+    random.seed(0)
+    assert flashgen.from_flex(lambda b, h, q, k: q - k < random.randint(3, 9)).params == ()
