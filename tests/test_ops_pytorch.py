@@ -6,6 +6,9 @@ import io
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import flashgen as fg
@@ -216,3 +219,52 @@ def test_checkpoints(compiled, reentrant):
         call(q).backward()
         gradients.append(q.grad)
     assert torch.equal(*gradients)
+
+
+# -- several processes, of which one is here
+
+
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project, self.rows = torch.nn.Linear(16, 48), torch.nn.Parameter(torch.zeros(2, 5))
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.project(x).chunk(3, -1))
+        return fg.attention(q, k, v, learned, table=self.rows)
+
+
+def test_fully_sharded_parameters(mesh):
+    """FSDP2 frees the memory of parameters between calls, captured tensors' too."""
+    torch.manual_seed(0)
+    block, x = Block(), torch.randn(2, 7, 16)
+    found = []
+    for shard in (False, True):
+        if shard:
+            fully_shard(block, mesh=mesh)
+        block.zero_grad()
+        for _ in range(2):
+            o = block(x)
+            o.square().sum().backward()
+        found.append((o.detach(), *(getattr(p.grad, "to_local", lambda p=p: p.grad)() for p in block.parameters())))
+    torch.testing.assert_close(*found)
+
+
+def test_dtensors_are_refused(mesh):
+    q = distribute_tensor(torch.randn(2, 2, 5, 16), mesh, [Shard(0)])
+    for given in (q, q.detach().requires_grad_()):
+        with pytest.raises(LaunchError, match=r"^q, k and v are DTensors(?s:.*)nearest: q.to_local\(\)"):
+            fg.attention(given, given, given, full)
+
+
+def test_calls_leave_memory_resizable():
+    given = [*tensors(), rows()]
+    fg.attention(*given[:3], learned, table=given[3])
+    assert all(x.untyped_storage().resizable() for x in given)

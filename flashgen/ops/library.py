@@ -17,7 +17,7 @@ from flashgen.ops import dropout as drawing
 from flashgen.ops.backward import SECOND, Given, results, run_backward, with_gradient
 from flashgen.ops.call import Call
 from flashgen.ops.forward import outputs, run
-from flashgen.ops.tracing import traced, transformed
+from flashgen.ops.tracing import sharded, traced, transformed
 from flashgen.ops.values import WORD, no_flag, no_number, no_seed, no_tensor, no_variant, too_long
 
 #: What a call has beside q, k and v.  Tensors and numbers travel as parallel lists of names and values, where None
@@ -54,6 +54,12 @@ TRANSFORMED = (
     " forward-mode AD\n  nearest: torch.func.grad and torch.func.vjp without torch.compile, or backward() with it"
 )
 
+#: What DTensors are told.
+SHARDED = (
+    "q, k and v are DTensors: a kernel reads tensors of one device, and its b and h would be those of a shard\n"
+    "  nearest: q.to_local() of each, sharded alike by batch or by heads, under a variant that reads neither b nor h"
+)
+
 #: The variants of graphs that were traced, which may live as long as the process.
 _traced: dict[str, Variant] = {}
 
@@ -87,6 +93,8 @@ def through_op(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise LaunchError(no_tensor(name, tensor))
+    if not torch.compiler.is_compiling() and sharded(q, k, v):
+        raise LaunchError(SHARDED)
     wrong = _wrong(call, dropout, seed)
     if wrong is not None:
         return torch.ops.flashgen.refuse(q, v, wrong)
@@ -137,6 +145,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tup
     """(o, lse) of a call whose dropout is drawn: by the op where it is traced, else at once."""
     if not traced(q, k, v):
         return run(q, k, v, call)
+    if sharded(q, k, v):
+        raise LaunchError(SHARDED)
     return torch.ops.flashgen.attention(q, k, v, *_arguments(call))
 
 

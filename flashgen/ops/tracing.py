@@ -48,6 +48,11 @@ def watched(x: object) -> bool:
     return isinstance(x, torch.Tensor) and torch._C._dispatch_keys(x).has(torch._C.DispatchKey.Python)
 
 
+def sharded(*tensors: object) -> bool:
+    """Whether one of these is a DTensor, which lies on several devices."""
+    return any(type(x).__module__.startswith("torch.distributed.tensor") for x in tensors)
+
+
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Tensors as torch.autocast wants those of matrix products: of its dtype, but for those of float64."""
     first = tensors[0]
