@@ -223,6 +223,35 @@ def test_gradients_of_each_element(calls):
         torch.testing.assert_close(mine, [want[0], want[3]])
 
 
+turned = fg.tensor("turned", dims=("heads", "batch"), dtype="float32")
+lifted = fg.variant(score=lambda s, b, h, q, k: s + turned[h, b] * k, name="lifted")
+
+
+def test_a_captured_tensor_whose_batch_comes_later(calls):
+    q, k, v = tensors()
+
+    def loss(q, values):
+        return fg.attention(q, k, v, lifted, turned=values).square().sum()
+
+    one_call, three = [6, 6], [2] * 6
+    forms = ((3, 4, 2), 0, one_call), ((4, 3, 2), 1, one_call), ((4, 1, 3), 2, three), ((4, 2), None, one_call)
+    for shape, dim, ran in forms:
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+        calls.clear()
+        found = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, dim))(stacked(q), values)
+        assert calls == ran
+        for i, one in enumerate(stacked(q)):
+            want = gradients(loss, one, values if dim is None else values.select(dim, i))
+            torch.testing.assert_close([x[i] for x in found], list(want))
+
+    def rows(values):
+        return fg.attention(q[:, :, :1], k, v, lifted, turned=values)
+
+    values = torch.randn(4, 2, generator=torch.Generator().manual_seed(2))
+    want = torch.autograd.functional.jacobian(rows, values)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(rows, values, vectorize=True), want)
+
+
 def test_jacobians():
     inputs = [x[:1, :, :2] for x in tensors()]
     of_q = lambda q: banded(q, *inputs[1:])  # noqa: E731

@@ -158,7 +158,9 @@ def _mapped_gradients(
     n: int, dims: Sequence[Dim], call: Call, names: tuple[str, ...], wanted: tuple[str, ...], *tensors: Any
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
     axes = over_batch(call, names, tensors, dims, wanted)
-    return mapped(n, tensors, dims, axes, functools.partial(_differentiated, call, names, wanted))
+    by_name = {} if axes is None else dict(zip(names, axes[len(axes) - len(names) :], strict=True))
+    last = [axis for name in wanted if (axis := by_name.get(name)) is not None]
+    return mapped(n, tensors, dims, axes, functools.partial(_differentiated, call, names, wanted), last)
 
 
 def _vectorized(
@@ -170,8 +172,8 @@ def _vectorized(
     apart = [torch._remove_batch_dim(x, level, 1, 0) if vectorized(x) else x for x in (do, dlse)]
     dims = [0 if vectorized(x) else None for x in (do, dlse)]
     n = next(x.shape[0] for x, dim in zip(apart, dims, strict=True) if dim == 0)
-    found, _ = _mapped_gradients(n, (*dims, *[None] * len(others)), call, names, wanted, *apart, *others)
-    return tuple(torch._add_batch_dim(x, 0, level) for x in found)
+    found, at = _mapped_gradients(n, (*dims, *[None] * len(others)), call, names, wanted, *apart, *others)
+    return tuple(torch._add_batch_dim(x, axis, level) for x, axis in zip(found, at, strict=True))
 
 
 def _gradients(call: Call, names: tuple[str, ...], wanted: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, ...]:

@@ -38,10 +38,10 @@ def over_batch(
         at = [axis for axis, of in enumerate(declared.get(name, ())) if of == "batch"]
         if len(at) > 1 or x.dim() - (dim is not None) != len(declared.get(name, ())):
             return None
-        shared = not at or (dim is None and x.shape[at[0]] == 1)  # what all elements read
-        if shared and (dim is not None or name in wanted):
+        own = bool(at) and _without(x, dim)[at[0]] != 1
+        if not own and (dim is not None or name in wanted):  # one for the whole batch, and not for all elements
             return None
-        axes.append(None if shared else at[0])
+        axes.append(at[0] if own else None)
     return axes
 
 
@@ -57,11 +57,21 @@ def _positions_alone(variant: Variant) -> bool:
     return True
 
 
+def _without(x: torch.Tensor, dim: Dim) -> list[int]:
+    """The shape of an element's tensor."""
+    return [size for axis, size in enumerate(x.shape) if axis != dim]
+
+
 def mapped(
-    n: int, tensors: Sequence[Any], dims: Sequence[Dim], axes: Sequence[int | None] | None, once: Callable[..., Tensors]
+    n: int,
+    tensors: Sequence[Any],
+    dims: Sequence[Dim],
+    axes: Sequence[int | None] | None,
+    once: Callable[..., Tensors],
+    last: Sequence[int] = (),
 ) -> tuple[Tensors, tuple[int, ...]]:
     """Results of `once` for n elements, and where they are mapped: by one call where there are `axes` (of
-    `over_batch`), else by n."""
+    `over_batch`), else by n.  Batches come first in results, but for the `last` ones, which have them there."""
     if axes is None:
         each = [
             once(*(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, dims, strict=True)))
@@ -70,8 +80,9 @@ def mapped(
         results = tuple(torch.stack(of) for of in zip(*each, strict=True))
     else:
         found = once(*(_joined(x, dim, axis, n) for x, dim, axis in zip(tensors, dims, axes, strict=True)))
-        batch = next(x.shape[int(dim == 0)] for x, dim in zip(tensors, dims, strict=True) if x is not None)
-        results = tuple(x.unflatten(0, (n, batch)) for x in found)
+        batch = next(_without(x, dim)[0] for x, dim in zip(tensors, dims, strict=True) if x is not None)
+        at = (*(0,) * (len(found) - len(last)), *last)
+        return tuple(x.unflatten(axis, (n, batch)) for x, axis in zip(found, at, strict=True)), at
     return results, (0,) * len(results)
 
 
