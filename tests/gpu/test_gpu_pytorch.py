@@ -170,10 +170,9 @@ def test_a_model_of_transformers(cache):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from flashgen.integrations.transformers import register
 
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    config = transformers.LlamaConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).to(DEVICE, torch.bfloat16).eval()
     ids = torch.randint(3, 64, (2, 100), device=DEVICE)
