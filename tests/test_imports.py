@@ -1,6 +1,7 @@
 """Data flows one way: the import arrows between stages, and what `import flashgen` is allowed to pull in."""
 
 import ast
+import importlib.util
 import json
 import subprocess
 import sys
@@ -14,19 +15,20 @@ PACKAGE = Path(flashgen.__file__).parent
 
 #: Stages from source to sink; each may import those before it.  `frontends` lowers to `lang` and nothing else.
 ORDER = ("lang", "analysis", "planning", "codegen", "runtime", "ops")
-SINKS = ("integrations", "bench", "interpreter", "cli")
+SINKS = ("integrations", "compat", "bench", "interpreter", "cli")
 ALLOWED = {stage: set(ORDER[: i + 1]) for i, stage in enumerate(ORDER)}
 ALLOWED["frontends"] = {"lang", "frontends"}
 for sink in SINKS:
     ALLOWED[sink] = {*ORDER, "frontends", sink}
 ALLOWED["cli"] |= set(SINKS)
+ALLOWED["compat"] |= {"integrations"}
 
 #: Modules of the package itself that every stage may use.
 COMMON = {"errors", "resources", "files", "jsonfile"}
 
 #: A call of attention() goes up through these, each of which imports those before it.
 CALL = ("values", "tracing", "memory", "sinks", "dropout", "menus", "call", "records", "forward", "backward", "library")
-CALL += ("autograd", "attention")
+CALL += ("mapped", "autograd", "attention")
 
 #: What a function may import when it runs, because it is slow to import and most processes never need it.  A command
 #: imports any stage so: `flashgen --help` and completion are quick.
@@ -233,6 +235,10 @@ def test_an_eager_call_leaves_the_compiler_of_torch_alone():
     assert out.strip() == "[]"
 
 
+#: Modules for those who have a package that flashgen does not ask for.
+OPTIONAL = {"flashgen.integrations.transformers": "transformers"}
+
+
 @pytest.mark.slow
 def test_every_stage_imports_alone():
     """No stage leans on another having been imported first (no cycles, no side effects at import)."""
@@ -241,6 +247,7 @@ def test_every_stage_imports_alone():
         for path in modules()
         if path.name not in ("__init__.py", "__main__.py")
     ]
+    names = [name for name in names if name not in OPTIONAL or importlib.util.find_spec(OPTIONAL[name])]
     # A fork a module: each starts without flashgen, and none pays for importing PyTorch again.
     script = (
         "import importlib, os, sys, numpy, torch\n"

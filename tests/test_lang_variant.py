@@ -85,6 +85,15 @@ def test_variants_are_frozen_compared_by_meaning_and_pickled():
     assert pickle.loads(pickle.dumps(causal & local)) == causal & local
 
 
+def test_a_variant_with_examples_is_pickled_without_them():
+    table = fg.tensor("table", dims=("heads", None), dtype="float32", example=lambda problem, rng: None)
+    variants = [fg.load_spec("relative_bias"), fg.variant(score=lambda s, b, h, q, k: s + table[h, 0])]
+    for variant in variants:
+        again = pickle.loads(pickle.dumps(variant))
+        assert again == variant and again.token == variant.token and variant.examples and not again.examples
+        assert again.tensors == variant.tensors
+
+
 def test_decorators_return_new_variants_and_remember_where_they_came_from():
     scored = causal.score(lambda s, b, h, q, k: s)
     assert causal.score_node is None and scored.score_node is trace.SCORE

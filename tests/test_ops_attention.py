@@ -1,6 +1,7 @@
 """attention() on a CPU: right results, and what each wrong call is told before anything runs."""
 
 import math
+import multiprocessing
 import re
 
 import numpy as np
@@ -401,3 +402,32 @@ def test_messages_name_no_internals():
         with pytest.raises(FlashgenError) as caught:
             attention(*wrong, full)
         assert caught.value.__cause__ is None and not re.search(r"\b_\w+", str(caught.value))
+
+
+class Holder(torch.nn.Module):
+    """A module as people write them: its variant is an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.variant, self.table = fg.load_spec("relative_bias"), torch.nn.Parameter(torch.ones(2, 5))
+
+    def forward(self, q):
+        return fg.attention(q, q, q, self.variant, table=self.table)
+
+
+def in_a_process(module, q, done):
+    done.put(module(q).detach().numpy())
+
+
+def test_a_module_that_holds_a_variant_is_saved_and_sent(tmp_path):
+    module, q = Holder(), torch.randn(1, 2, 3, 16)
+    torch.save(module, tmp_path / "module.pt")
+    assert torch.equal(torch.load(tmp_path / "module.pt", weights_only=False)(q), module(q))
+    processes = multiprocessing.get_context("spawn")
+    done = processes.Queue()
+    process = processes.Process(target=in_a_process, args=(module, q, done))
+    process.start()
+    try:
+        assert np.array_equal(done.get(timeout=120), module(q).detach().numpy())
+    finally:
+        process.join()

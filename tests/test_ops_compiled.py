@@ -224,7 +224,7 @@ def test_floats_that_do_not_change_stay_numbers_of_the_graph():
         backend=torch._dynamo.backends.common.aot_autograd(fw_compiler=keep),
     )(q)
     (call,) = [node for node in graphs[0].graph.nodes if node.target is torch.ops.flashgen.attention.default]
-    assert list(call.args[6:10]) == [["slope", "scale"], [0.25, 0.5], [], []]
+    assert list(call.args[6:10]) == [["slope", "scale"], [0.25, 0.5], [], None]
 
 
 def test_the_default_device_is_not_where_numbers_lie():

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashgen as fg
 from flashgen.errors import FlashgenError, LaunchError
+from flashgen.ops import autograd, library
+from flashgen.ops.backward import Given
 
 window = fg.param("window", default=8, min=1)
 table = fg.tensor("table", dims=("heads", 5), dtype="float32", example=lambda p, rng: None)
@@ -136,16 +138,154 @@ def test_a_level_without_tangents_is_no_hindrance():
             assert torch.equal(mine, right)
 
 
-def test_vmap_is_refused():
+lengths = fg.tensor("lengths", dims=("batch",), dtype="int64")
+padded = fg.variant(lambda b, h, q, k: k < lengths[b], name="padded")
+of_batches = {
+    "reads b": fg.variant(lambda b, h, q, k: k <= q + b, name="staggered"),
+    "reads another batch": fg.variant(lambda b, h, q, k: k < lengths[0], name="first_padded"),
+    "counts batches": fg.variant(lambda b, h, q, k: k + 1 < q + fg.batch, name="counted"),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The shapes of q of the forwards and backwards that ran, of batches that are not one element's."""
+    seen = []
+
+    def watched(run):
+        def watching(first, *others):
+            q = first.q if isinstance(first, Given) else first
+            seen.append(q.shape[0])
+            return run(first, *others)
+
+        return watching
+
+    for module, name in ((library, "run"), (autograd, "run"), (library, "run_backward")):
+        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    return seen
+
+
+def stacked(x):
+    return torch.stack([x, x.flip(0), x * 2])
+
+
+def test_vmap_joins_the_batch(calls):
     q, k, v = tensors()
-    for mapped in (
-        lambda: torch.func.vmap(banded)(*(x[None] for x in (q, k, v))),
-        lambda: torch.func.vmap(learned, in_dims=(None, None, None, 0))(q, k, v, bias()[None]),
-        lambda: torch.func.vmap(torch.func.grad(loss), in_dims=(0, None, None, None))(q[None], k, v, bias()),
-        lambda: torch.func.jacrev(banded)(q, k, v),
-    ):
-        with pytest.raises(LaunchError, match=r"not mapped by torch.func.vmap(?s:.*)nearest: .*q.flatten\(0, 1\)"):
-            mapped()
+    qs, vs = stacked(q), stacked(v).movedim(0, 1)
+    got = torch.func.vmap(banded, in_dims=(0, None, 1))(qs, k, vs)
+    assert calls == [6]
+    for i, mine in enumerate(got):
+        torch.testing.assert_close(mine, banded(qs[i], k, vs[:, i]), rtol=0, atol=0)
+    twice = torch.func.vmap(torch.func.vmap(banded, in_dims=(None, 0, None)), in_dims=(0, None, None))
+    assert torch.equal(twice(qs, stacked(k), v)[2, 1], banded(qs[2], stacked(k)[1], v))
+    assert torch.func.vmap(banded, in_dims=(0, None, None))(qs[:0], k, v).shape == (0, 2, 4, 6, 5)
+
+
+def test_vmap_of_captured_tensors(calls):
+    q, k, v = tensors()
+    ends = torch.tensor([[3, 7], [1, 2]])
+    rows = stacked(bias())
+    call = torch.func.vmap(lambda q, ends: fg.attention(q, k, v, padded, lengths=ends))
+    assert torch.equal(call(stacked(q)[:2], ends)[1], fg.attention(q.flip(0), k, v, padded, lengths=ends[1]))
+    shared = torch.func.vmap(lambda q: fg.attention(q, k, v, padded, lengths=ends[0, :1]))
+    assert torch.equal(shared(stacked(q))[0], fg.attention(q, k, v, padded, lengths=ends[0, :1]))
+    assert calls == [4, 6]
+    calls.clear()
+    got = torch.func.vmap(learned, in_dims=(None, None, None, 0))(q, k, v, rows)
+    assert calls == [2] * 3, "a table of each element's own is read by no larger batch"
+    for mine, row in zip(got, rows, strict=True):
+        assert torch.equal(mine, learned(q, k, v, row))
+
+
+@pytest.mark.parametrize("what", of_batches)
+def test_vmap_of_what_knows_its_batch_calls_for_each(what, calls):
+    q, k, v = tensors()
+    named = {"lengths": torch.tensor([2, 5])} if what == "reads another batch" else {}
+    got = torch.func.vmap(lambda q: fg.attention(q, k, v, of_batches[what], **named))(stacked(q))
+    assert calls == [2] * 3
+    for mine, one in zip(got, stacked(q), strict=True):
+        assert torch.equal(mine, fg.attention(one, k, v, of_batches[what], **named))
+
+
+def test_gradients_of_each_element(calls):
+    """vmap of grad: one backward where no gradient is a sum over the batch."""
+    q, k, v = tensors()
+    qs, rows = stacked(q), bias()
+    got = torch.func.vmap(torch.func.grad(lambda q: banded(q, k, v).square().sum()))(qs)
+    assert calls == [6, 6]
+    for mine, one in zip(got, qs, strict=True):
+        torch.testing.assert_close(mine, gradients(lambda q: banded(q, k, v).square().sum(), one)[0])
+    calls.clear()
+    got = torch.func.vmap(torch.func.grad(loss, argnums=(0, 3)), in_dims=(0, None, None, None))(qs, k, v, rows)
+    assert calls == [6, *[2] * 3]
+    for *mine, one in zip(*got, qs, strict=True):
+        want = gradients(loss, one, k, v, rows)
+        torch.testing.assert_close(mine, [want[0], want[3]])
+
+
+turned = fg.tensor("turned", dims=("heads", "batch"), dtype="float32")
+lifted = fg.variant(score=lambda s, b, h, q, k: s + turned[h, b] * k, name="lifted")
+
+
+def test_a_captured_tensor_whose_batch_comes_later(calls):
+    q, k, v = tensors()
+
+    def loss(q, values):
+        return fg.attention(q, k, v, lifted, turned=values).square().sum()
+
+    one_call, three = [6, 6], [2] * 6
+    forms = ((3, 4, 2), 0, one_call), ((4, 3, 2), 1, one_call), ((4, 1, 3), 2, three), ((4, 2), None, one_call)
+    for shape, dim, ran in forms:
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+        calls.clear()
+        found = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, dim))(stacked(q), values)
+        assert calls == ran
+        for i, one in enumerate(stacked(q)):
+            want = gradients(loss, one, values if dim is None else values.select(dim, i))
+            torch.testing.assert_close([x[i] for x in found], list(want))
+
+    def rows(values):
+        return fg.attention(q[:, :, :1], k, v, lifted, turned=values)
+
+    values = torch.randn(4, 2, generator=torch.Generator().manual_seed(2))
+    want = torch.autograd.functional.jacobian(rows, values)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(rows, values, vectorize=True), want)
+
+
+def test_jacobians():
+    inputs = [x[:1, :, :2] for x in tensors()]
+    of_q = lambda q: banded(q, *inputs[1:])  # noqa: E731
+    want = torch.autograd.functional.jacobian(of_q, inputs[0])
+    torch.testing.assert_close(torch.func.jacrev(of_q)(inputs[0]), want)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(of_q, inputs[0], vectorize=True), want)
+    both = lambda *x: loss(*x)[None] * torch.ones(2)  # noqa: E731
+    found = torch.autograd.functional.jacobian(both, (*inputs, bias()), vectorize=True)
+    torch.testing.assert_close(found, torch.autograd.functional.jacobian(both, (*inputs, bias())))
+
+
+def test_make_fx_of_vmap():
+    q, k, v = tensors()
+    mapped = torch.func.vmap(banded, in_dims=(0, None, None))
+    traced = make_fx(mapped, tracing_mode="symbolic")(stacked(q), k, v)
+    assert torch.ops.flashgen.attention.default in [node.target for node in traced.graph.nodes]
+    assert torch.equal(traced(stacked(q)[:2], k, v), mapped(stacked(q)[:2], k, v))
+
+
+def test_dropout_under_vmap_is_drawn_once():
+    q, k, v = tensors()
+
+    def dropped(q, seed=None):
+        return fg.attention(q, k, v, full, dropout=0.5, seed=seed)
+
+    def mapped(function, randomness="error"):
+        return torch.func.vmap(function, randomness=randomness)(torch.stack([q, q]))
+
+    for randomness in ("error", "different"):
+        refused('once, for all elements alike\n.*randomness="same"', lambda r=randomness: mapped(dropped, r))
+
+    for got in (mapped(dropped, "same"), mapped(lambda q: dropped(q, seed=3))):
+        assert torch.equal(got[0], got[1])
+    assert torch.equal(got[0], dropped(q, seed=3))
 
 
 def test_a_gradient_of_a_gradient_is_refused_under_torch_func():

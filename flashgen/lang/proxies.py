@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -283,8 +284,7 @@ class Captured:
         indices = self.indices + tuple(self._index(i, dim) for dim, i in enumerate(given, len(self.indices)))
         if len(indices) < rank:
             return Captured(self.tensor, indices, self.where)
-        self._is_read()
-        return Expr(node("load", TENSOR_DTYPES[self.tensor.dtype], indices, self.tensor, source.caller()))
+        return Expr(node("load", TENSOR_DTYPES[self.tensor.dtype], indices, self._read(), source.caller()))
 
     def size(self, dim: int) -> Expr:
         """The length of a dimension, at run time."""
@@ -295,13 +295,14 @@ class Captured:
         length = self.tensor.dims[dim]
         if isinstance(length, int):
             return Expr(const(length))
-        self._is_read()
-        return Expr(node("size", DType.INT32, (), (self.tensor, dim), source.caller()))
+        return Expr(node("size", DType.INT32, (), (self._read(), dim), source.caller()))
 
-    def _is_read(self) -> None:
+    def _read(self) -> Tensor:
+        """The declaration as nodes hold it, without the example, which is noted."""
         read = examples_read.get()
         if read is not None and self.tensor.example is not None:
             read[self.tensor.name] = self.tensor.example
+        return replace(self.tensor, example=None)
 
     def _index(self, index: object, dim: int) -> Node:
         name = self.tensor.name

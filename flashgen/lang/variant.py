@@ -110,8 +110,10 @@ class Variant:
         return self
 
     def __reduce__(self) -> Any:
-        """Pickled without `parents`, which only the loading of a file asks for."""
-        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name != "parents"}
+        """Pickled without `parents`, which only the loading of a file asks for, and `examples`, which only commands
+        do: a function of a spec has no module that another process could find it in."""
+        left = ("parents", "examples")
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name not in left}
         return _restored, (kept,)
 
     # -----------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from flashgen.ops.call import Call
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
 from flashgen.ops.sinks import with_given_sink
-from flashgen.ops.tracing import traced, transformed
+from flashgen.ops.tracing import any_autocast, autocast, traced, transformed
 from flashgen.ops.values import no_flag
 
 
@@ -33,7 +33,8 @@ def attention(
     q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch, kv_heads, kv_len,
     v_head_dim], of one dtype and on one device; heads is a multiple of kv_heads, and query head h reads key head
     h // (heads // kv_heads).  On a GPU float16 or bfloat16, head dims 16 to 256 in steps of 8, the last dimension
-    contiguous and rows on multiples of 16 bytes; on a CPU float32 and float64 too, and any head dim.  `scale` is any
+    contiguous and rows on multiples of 16 bytes; on a CPU float32 and float64 too, and any head dim.  Under
+    torch.autocast q, k and v are cast to its dtype, as those of PyTorch's own attention are.  `scale` is any
     finite number and 1 / sqrt(head_dim) unless given.  `named` are the variant's parameters, constants, captured
     tensors and sink; those that it gives itself (`from_flex`) need not be passed, and a variant without a sink takes a
     `sink` [heads] or [batch, heads] too.
@@ -64,6 +65,8 @@ def attention(
     if isinstance(variant, Variant) and variant.given:
         variant, named = variant.bare, {**_given(variant), **named}
     compiling = torch.compiler.is_compiling()
+    if compiling or any_autocast():
+        q, k, v = autocast(q, k, v)
     under_transform = not compiling and transformed()
     if compiling or (not under_transform and traced(q, k, v)):
         call = Call(variant, scale, named, deterministic=deterministic)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +13,8 @@ from flashgen.ops import library
 from flashgen.ops.backward import SECOND, Given, with_gradient
 from flashgen.ops.call import Call
 from flashgen.ops.forward import run
-from flashgen.ops.tracing import transformed
+from flashgen.ops.mapped import Dim, mapped, over_batch
+from flashgen.ops.tracing import traced, transformed, vectorized
 
 #: What forward-mode AD is told.
 FORWARD_MODE = (
@@ -20,18 +23,16 @@ FORWARD_MODE = (
     "  nearest: backward(), torch.func.grad or torch.func.vjp, or attention in plain PyTorch for tangents"
 )
 
-#: What torch.func.vmap is told.
-BATCHED = (
-    "flashgen's attention is not mapped by torch.func.vmap (which jacrev and hessian map gradients with)\n"
-    "  nearest: a call on more of its own batch or heads, as q.flatten(0, 1), or a loop"
-)
-
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of one eager call, differentiable; arguments, results and errors as in `ops.attention.attention`."""
     call, tensors = call.apart()
+    return _applied(call, tuple(tensors), q, k, v, *tensors.values())
+
+
+def _applied(call: Call, names: tuple[str, ...], *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     function = _Transformed if transformed() else _Attention
-    return function.apply(call, tuple(tensors), q, k, v, *tensors.values())  # type: ignore[no-untyped-call]
+    return function.apply(call, names, *inputs)  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
@@ -51,13 +52,10 @@ class _Attention(torch.autograd.Function):
             return (None,) * (2 + len(needed))
         call, names = ctx.call, ctx.names
         wanted = with_gradient(call.variant, names, needed[3:]) if names else ()
-        given = call, names, wanted, do, dlse, *ctx.saved_tensors
-        if transformed():
-            found = _TransformedGradients.apply(*given)  # type: ignore[no-untyped-call]
-        elif torch.is_grad_enabled():  # create_graph
-            found = _Gradients.apply(*given)  # type: ignore[no-untyped-call]
+        if vectorized(do) or vectorized(dlse):
+            found = _vectorized(call, names, wanted, do, dlse, *ctx.saved_tensors)
         else:
-            found = _gradients(*given)
+            found = _differentiated(call, names, wanted, do, dlse, *ctx.saved_tensors)
         by_name = dict(zip(wanted, found[3:], strict=True))
         gradients = (*found[:3], *[by_name.get(name) for name in names])
         return None, None, *[g if wants else None for g, wants in zip(gradients, needed, strict=True)]
@@ -88,8 +86,20 @@ class _Transformed(_Attention):
         _keep(ctx, call, names, q, k, v, *output, *captured)
 
     @staticmethod
-    def vmap(info: object, in_dims: object, *_: object) -> NoReturn:
-        raise LaunchError(BATCHED)
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], call: Call, names: tuple[str, ...], *inputs: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+        dims = in_dims[2:]
+        axes = over_batch(call, names, inputs, dims)
+        return mapped(info.batch_size, inputs, dims, axes, functools.partial(_applied_or_traced, call, names))
+
+
+def _applied_or_traced(call: Call, names: tuple[str, ...], *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) below a transform, where there may be another one, a tracer, autograd or nothing."""
+    q, k, v, *captured = inputs
+    if not transformed() and traced(q, k, v):
+        return library.attend(q, k, v, call.joined(names, captured))
+    return _applied(call, names, *inputs)
 
 
 class _Gradients(torch.autograd.Function):
@@ -122,8 +132,48 @@ class _TransformedGradients(_Gradients):
         pass
 
     @staticmethod
-    def vmap(info: object, in_dims: object, *_: object) -> NoReturn:
-        raise LaunchError(BATCHED)
+    def vmap(
+        info: Any,
+        in_dims: tuple[Any, ...],
+        call: Call,
+        names: tuple[str, ...],
+        wanted: tuple[str, ...],
+        *tensors: Any,
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+        return _mapped_gradients(info.batch_size, in_dims[3:], call, names, wanted, *tensors)
+
+
+def _differentiated(
+    call: Call, names: tuple[str, ...], wanted: tuple[str, ...], *tensors: Any
+) -> tuple[torch.Tensor, ...]:
+    given = call, names, wanted, *tensors
+    if transformed():
+        return _TransformedGradients.apply(*given)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled():  # create_graph
+        return _Gradients.apply(*given)  # type: ignore[no-untyped-call]
+    return _gradients(*given)
+
+
+def _mapped_gradients(
+    n: int, dims: Sequence[Dim], call: Call, names: tuple[str, ...], wanted: tuple[str, ...], *tensors: Any
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    axes = over_batch(call, names, tensors, dims, wanted)
+    by_name = {} if axes is None else dict(zip(names, axes[len(axes) - len(names) :], strict=True))
+    last = [axis for name in wanted if (axis := by_name.get(name)) is not None]
+    return mapped(n, tensors, dims, axes, functools.partial(_differentiated, call, names, wanted), last)
+
+
+def _vectorized(
+    call: Call, names: tuple[str, ...], wanted: tuple[str, ...], do: Any, dlse: Any, *others: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Gradients from gradients that stand for many: unwrapped, mapped and wrapped again."""
+    torch._C._vmapmode_increment_nesting()
+    level = torch._C._vmapmode_decrement_nesting()
+    apart = [torch._remove_batch_dim(x, level, 1, 0) if vectorized(x) else x for x in (do, dlse)]
+    dims = [0 if vectorized(x) else None for x in (do, dlse)]
+    n = next(x.shape[0] for x, dim in zip(apart, dims, strict=True) if dim == 0)
+    found, at = _mapped_gradients(n, (*dims, *[None] * len(others)), call, names, wanted, *apart, *others)
+    return tuple(torch._add_batch_dim(x, axis, level) for x, axis in zip(found, at, strict=True))
 
 
 def _gradients(call: Call, names: tuple[str, ...], wanted: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flashgen.errors import LaunchError, shown
+from flashgen.ops.tracing import drawn_for_each
 from flashgen.ops.values import WORD, no_number, no_seed
 from flashgen.runtime.philox import Dropout
 
@@ -30,6 +31,11 @@ def drawn(p: Any, seed: Any, like: torch.Tensor) -> Dropout | None:
         raise LaunchError(wrong)
     if p == 0:
         return None
+    if seed is None and drawn_for_each():
+        raise LaunchError(
+            "dropout under torch.func.vmap draws once, for all elements alike\n"
+            '  nearest: torch.func.vmap(..., randomness="same"), or seed=...'
+        )
     return dropout_of(float(p), *state(like, seed))
 
 

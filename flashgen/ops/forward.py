@@ -194,6 +194,9 @@ def cpu_case(request: Request) -> Case:
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:
-    """The values as NumPy holds them: 16-bit floats as float32, which is exact."""
+    """The values as NumPy holds them: 16-bit floats as float32, which is exact.
+
+    By DLPack, as `numpy()` would keep the tensor's storage from being resized, which FSDP does.
+    """
     tensor = tensor.detach()
-    return (tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor).numpy()
+    return np.from_dlpack(tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor)

@@ -18,16 +18,17 @@ from flashgen.ops.backward import SECOND, Given, results, run_backward, with_gra
 from flashgen.ops.call import Call
 from flashgen.ops.forward import outputs, run
 from flashgen.ops.sinks import with_given_sink
-from flashgen.ops.tracing import traced, transformed
+from flashgen.ops.tracing import sharded, traced, transformed
 from flashgen.ops.values import WORD, no_flag, no_number, no_seed, no_tensor, no_variant, too_long
 
-#: What a call has beside q, k and v.  Tensors and numbers travel as parallel lists of names and values; scale and
-#: dropout, where they are given, are numbers too.  `state` is the seed and the offset of what is dropped.
-_GIVEN = "str variant, str[] tensor_names, Tensor[] tensors, str[] names, Scalar[] numbers"
+#: What a call has beside q, k and v.  Tensors and numbers travel as parallel lists of names and values, where None
+#: stands for no tensor: a package of AOTInductor hands no empty list of them over.  Scale and dropout, where they are
+#: given, are numbers too.  `state` is the seed and the offset of what is dropped.
+_GIVEN = "str variant, str[] tensor_names, Tensor[]? tensors, str[] names, Scalar[] numbers"
 _LAST = "Tensor? state, bool deterministic"
 
 #: `symbols` are the numbers that a graph does not know when it is made: float64 scalars on the CPU.
-_REST = f"{_GIVEN}, str[] symbol_names, Tensor[] symbols, {_LAST}"
+_REST = f"{_GIVEN}, str[] symbol_names, Tensor[]? symbols, {_LAST}"
 
 #: A call as it is traced.  It becomes flashgen::attention when a graph is made of it, where a float that may change is
 #: a symbol: torch makes graphs anew for each value of a float that an op is given as a number.
@@ -54,6 +55,12 @@ TRANSFORMED = (
     " forward-mode AD\n  nearest: torch.func.grad and torch.func.vjp without torch.compile, or backward() with it"
 )
 
+#: What DTensors are told.
+SHARDED = (
+    "q, k and v are DTensors: a kernel reads tensors of one device, and its b and h would be those of a shard\n"
+    "  nearest: q.to_local() of each, sharded alike by batch or by heads, under a variant that reads neither b nor h"
+)
+
 #: The variants of graphs that were traced, which may live as long as the process.
 _traced: dict[str, Variant] = {}
 
@@ -70,11 +77,11 @@ class _Arguments(NamedTuple):
 
     variant: str
     tensor_names: Sequence[str]
-    tensors: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor] | None
     names: Sequence[str]
     numbers: Sequence[float]
     symbol_names: Sequence[str]
-    symbols: Sequence[torch.Tensor]
+    symbols: Sequence[torch.Tensor] | None
     state: torch.Tensor | None
     deterministic: bool
 
@@ -87,6 +94,8 @@ def through_op(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise LaunchError(no_tensor(name, tensor))
+    if not torch.compiler.is_compiling() and sharded(q, k, v):
+        raise LaunchError(SHARDED)
     wrong = _wrong(call, dropout, seed)
     if wrong is not None:
         return torch.ops.flashgen.refuse(q, v, wrong)
@@ -101,7 +110,7 @@ def through_op(
     return torch.ops.flashgen.call(q, k, v, *_lists(call, p), state, call.deterministic)
 
 
-def _lists(call: Call, p: float | None) -> tuple[str, list[str], list[torch.Tensor], list[str], list[float]]:
+def _lists(call: Call, p: float | None) -> tuple[str, list[str], list[torch.Tensor] | None, list[str], list[float]]:
     """_GIVEN of a call that drops by the chance p, if any."""
     call, tensors = call.apart()
     numbers = {**call.named}
@@ -109,7 +118,7 @@ def _lists(call: Call, p: float | None) -> tuple[str, list[str], list[torch.Tens
         numbers["scale"] = call.scale
     if p is not None:
         numbers["dropout"] = p
-    return call.variant.token, list(tensors), list(tensors.values()), list(numbers), list(numbers.values())
+    return call.variant.token, list(tensors), list(tensors.values()) or None, list(numbers), list(numbers.values())
 
 
 def _wrong(call: Call, dropout: object, seed: object) -> str | None:
@@ -137,6 +146,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tup
     """(o, lse) of a call whose dropout is drawn: by the op where it is traced, else at once."""
     if not traced(q, k, v):
         return run(q, k, v, call)
+    if sharded(q, k, v):
+        raise LaunchError(SHARDED)
     return torch.ops.flashgen.attention(q, k, v, *_arguments(call))
 
 
@@ -155,7 +166,7 @@ def _arguments(call: Call) -> _Arguments:
     if call.dropout is not None:
         p, words = call.dropout.p, [_signed(call.dropout.seed), _signed(call.dropout.offset)]
         state = torch.tensor(words, dtype=torch.int64, device="cpu")
-    return _Arguments(*_lists(call, p), [], [], state, call.deterministic)
+    return _Arguments(*_lists(call, p), [], None, state, call.deterministic)
 
 
 def _signed(word: int) -> int:
@@ -184,7 +195,7 @@ def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> tup
             symbols[name] = one * number
         else:
             known[name] = number
-    lists = (list(known), list(known.values()), list(symbols), list(symbols.values()))
+    lists = (list(known), list(known.values()), list(symbols), list(symbols.values()) or None)
     return torch.ops.flashgen.attention(q, k, v, variant, tensor_names, tensors, *lists, state, deterministic)
 
 
@@ -205,9 +216,9 @@ def _draw(like: torch.Tensor, seed: int | None, high: bool, site: int) -> torch.
 
 def _call_of(rest: _Arguments) -> Call:
     """The call of a graph that runs: its variant found, its symbols read, its dropout checked."""
-    names, values = (*rest.tensor_names, *rest.names), (*rest.tensors, *rest.numbers)
+    names, values = (*rest.tensor_names, *rest.names), (*(rest.tensors or ()), *rest.numbers)
     named: dict[str, Any] = dict(zip(names, values, strict=True))
-    named |= {name: symbol.item() for name, symbol in zip(rest.symbol_names, rest.symbols, strict=True)}
+    named |= {name: symbol.item() for name, symbol in zip(rest.symbol_names, rest.symbols or (), strict=True)}
     scale, p = named.pop("scale", None), named.pop("dropout", 0.0)
     drawing.check(p)
     dropout = drawing.dropout_of(float(p), *rest.state.tolist()) if p and rest.state is not None else None
@@ -246,7 +257,7 @@ def _results(q: torch.Tensor, v: torch.Tensor, *_: object) -> tuple[torch.Tensor
 
 def _backward_shapes(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     given, rest, wanted = _of_backward(*arguments)
-    named = dict(zip(rest.tensor_names, rest.tensors, strict=True))
+    named = dict(zip(rest.tensor_names, rest.tensors or (), strict=True))
     captured = [torch.empty_like(named[name], memory_format=torch.contiguous_format) for name in wanted]
     dq, dk, dv = results(given.q, given.k, given.v)
     return dq, dk, dv, captured
@@ -255,10 +266,10 @@ def _backward_shapes(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v = inputs[:3]
     rest = _Arguments(*inputs[3:])
-    state = [] if rest.state is None else [rest.state]
-    ctx.save_for_backward(q, k, v, *output, *state, *rest.symbols, *rest.tensors)
-    ctx.has_state, ctx.wants = bool(state), tuple(tensor.requires_grad for tensor in rest.tensors)
-    ctx.rest = rest._replace(state=None, symbols=(), tensors=())
+    state, tensors = [] if rest.state is None else [rest.state], rest.tensors or ()
+    ctx.save_for_backward(q, k, v, *output, *state, *(rest.symbols or ()), *tensors)
+    ctx.has_state, ctx.wants = bool(state), tuple(tensor.requires_grad for tensor in tensors)
+    ctx.rest = rest._replace(state=None, symbols=rest.symbols and (), tensors=rest.tensors and ())
     ctx.set_materialize_grads(False)
 
 
@@ -266,8 +277,8 @@ def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None)
     q, k, v, o, lse, *tensors = ctx.saved_tensors
     state = tensors.pop(0) if ctx.has_state else None
     count = len(ctx.rest.symbol_names)
-    rest = ctx.rest._replace(state=state, symbols=tensors[:count], tensors=tensors[count:])
-    variant = with_given_sink(_known(rest.variant), dict(zip(rest.tensor_names, rest.tensors, strict=True)))
+    rest = ctx.rest._replace(state=state, symbols=tensors[:count] or None, tensors=tensors[count:] or None)
+    variant = with_given_sink(_known(rest.variant), dict(zip(rest.tensor_names, rest.tensors or (), strict=True)))
     wanted = with_gradient(variant, tuple(rest.tensor_names), ctx.wants)
     given = Given(do, dlse, q, k, v, o, lse)
     *gradients, captured = torch.ops.flashgen.attention_backward(*given, *rest, list(wanted))
@@ -277,7 +288,10 @@ def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None)
         name: [] if isinstance(field, (list, tuple)) and not field else None
         for name, field in ctx.rest._asdict().items()
     }
-    none |= {"tensors": [by_name.get(name) for name in rest.tensor_names], "symbols": [None] * count}
+    if ctx.rest.tensors is not None:
+        none["tensors"] = [by_name.get(name) for name in rest.tensor_names]
+    if ctx.rest.symbols is not None:
+        none["symbols"] = [None] * count
     return *gradients, *none.values()
 
 

@@ -1,0 +1,1 @@
+"""Other packages' functions under their own names and arguments, served by flashgen."""

@@ -1,0 +1,247 @@
+"""The functions of the package flash_attn (its second version), served by flashgen.
+
+Tensors are [batch, seqlen, heads, head_dim] and read where they lie.  A causal mask ends at the last query and the last
+key, and windows count from there too.  A row that sees nothing gives 0, and -inf as its lse.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from flashgen.errors import LaunchError
+from flashgen.integrations.backends import note
+from flashgen.lang.declare import param, tensor
+from flashgen.lang.functions import absolute, kv_len, q_len, tanh
+from flashgen.lang.load import load_spec
+from flashgen.lang.variant import Variant, variant
+from flashgen.ops.attention import attention
+
+FULL = load_spec("full")
+CAUSAL = load_spec("causal_bottom_right")
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of q [batch, q_len, heads, head_dim] over k and v [batch, kv_len, kv_heads, head_dim].
+
+    With p = q + kv_len - q_len a query sees the keys from p - window_size[0] to p + window_size[1], where -1 sets no
+    end; `causal` ends them at p.  The score is softcap * tanh(score / softcap) where a softcap is given, less
+    alibi_slopes ([heads] or [batch, heads], float32) times |p - k|.  The result is [batch, q_len, heads, head_dim],
+    with `return_attn_probs` (result, lse [batch, heads, q_len], an empty tensor), but not beside dropout.
+
+    Raises LaunchError and PlanError as flashgen.attention does.
+    """
+    if return_attn_probs and dropout_p != 0:
+        raise LaunchError(
+            "return_attn_probs beside dropout asks for the matrix of probabilities, which no kernel writes\n"
+            "  nearest: return_attn_probs=True without dropout, for the lse"
+        )
+    o, lse = _attend(
+        *("flash_attn_func", q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, None),
+        dropout=dropout_p,
+        deterministic=deterministic,
+    )
+    return (o, lse, q.new_empty(0)) if return_attn_probs else o
+
+
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *others: Any, **named: Any) -> Result:
+    """`flash_attn_func` of k and v in one tensor [batch, kv_len, 2, kv_heads, head_dim], then its other arguments."""
+    k, v = _apart("kv", kv, 2)
+    return flash_attn_func(q, k, v, *others, **named)
+
+
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, *others: Any, **named: Any) -> Result:
+    """`flash_attn_func` of q, k and v in one [batch, seqlen, 3, heads, head_dim], its other arguments after it."""
+    q, k, v = _apart("qkv", qkv, 3)
+    return flash_attn_func(q, k, v, *others, **named)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Result:
+    """Attention of q over the first `cache_seqlens` keys of a cache: [batch] in int32, or a number; else over all.
+
+    Arguments otherwise as `flash_attn_func` has them, where kv_len is the number of those keys.  The result, or with
+    `return_softmax_lse` (result, lse).  What is not there yet is refused by name: writing k and v into the cache,
+    rotary embeddings, caches by index or in pages, padding on the left, and splits that are chosen by the caller.
+    """
+    missing = {
+        "k": (k, "write it into the cache before the call, as k_cache[:, n : n + new] = k"),
+        "v": (v, "write it into the cache before the call, as v_cache[:, n : n + new] = v"),
+        "rotary_cos": (rotary_cos, "rotate q and k before the call"),
+        "rotary_sin": (rotary_sin, "rotate q and k before the call"),
+        "cache_batch_idx": (cache_batch_idx, "k_cache[cache_batch_idx], a copy"),
+        "cache_leftpad": (cache_leftpad, "padding on the right, with cache_seqlens"),
+        "block_table": (block_table, "a cache [batch, kv_len, heads, head_dim] without pages"),
+        "num_splits": (num_splits if num_splits > 1 else None, "num_splits=0: flashgen chooses"),
+    }
+    for name, (given, cure) in missing.items():
+        if given is not None:
+            raise LaunchError(f"flash_attn_with_kvcache has no {name} in flashgen yet\n  nearest: {cure}")
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    o, lse = _attend(
+        *("flash_attn_with_kvcache", q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, alibi_slopes),
+        cache_seqlens,
+    )
+    return (o, lse) if return_softmax_lse else o
+
+
+def flash_attn_varlen_func(*_: Any, **__: Any) -> NoReturn:
+    """Refused: flashgen has no sequences of different lengths side by side yet."""
+    _no_varlen("flash_attn_varlen_func")
+
+
+def flash_attn_varlen_kvpacked_func(*_: Any, **__: Any) -> NoReturn:
+    """Refused: flashgen has no sequences of different lengths side by side yet."""
+    _no_varlen("flash_attn_varlen_kvpacked_func")
+
+
+def flash_attn_varlen_qkvpacked_func(*_: Any, **__: Any) -> NoReturn:
+    """Refused: flashgen has no sequences of different lengths side by side yet."""
+    _no_varlen("flash_attn_varlen_qkvpacked_func")
+
+
+def _no_varlen(name: str) -> NoReturn:
+    raise LaunchError(
+        f"{name}: flashgen takes no cu_seqlens yet, sequences of different lengths side by side\n"
+        "  nearest: one sequence of them all under the spec 'document' with an id for each token, or padded ones by"
+        " flash_attn_with_kvcache with cache_seqlens"
+    )
+
+
+def _apart(name: str, packed: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    if not isinstance(packed, torch.Tensor) or packed.dim() != 5 or packed.shape[2] != count:
+        shape = list(packed.shape) if isinstance(packed, torch.Tensor) else type(packed).__name__
+        raise LaunchError(f"{name} is {shape}: it is [batch, seqlen, {count}, heads, head_dim]")
+    return packed.unbind(2)
+
+
+def _attend(
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int],
+    softcap: float,
+    slopes: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result [batch, q_len, heads, head_dim] and its lse."""
+    for what, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor) or x.dim() != 4:
+            shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise LaunchError(f"{name}: {what} is {shape}: it is [batch, seqlen, heads, head_dim]")
+    rule, named = _rule(causal, window, softcap, slopes, lengths)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o, lse = attention(q, k, v, rule, scale=scale, return_lse=True, **options, **named)
+    note(name)
+    return o.transpose(1, 2), lse
+
+
+def _rule(
+    causal: bool,
+    window: tuple[int, int],
+    softcap: float,
+    slopes: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> tuple[Variant, Mapping[str, Any]]:
+    """The variant of a call, and its parameters and captured tensors."""
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise LaunchError(f"window_size is (keys before, keys after), -1 for no end, and got {window!r}")
+    if softcap < 0:
+        raise LaunchError(f"softcap is {softcap}: it is positive, or 0 for none")
+    left, right = window
+    named: dict[str, Any] = {}
+    if left >= 0:
+        named["left"] = left
+    if right >= 0 and not causal:
+        named["right"] = right
+    if softcap:
+        named["softcap"] = softcap
+    rank = 0
+    if slopes is not None:
+        named["alibi_slopes"], rank = slopes, slopes.dim()
+        if rank not in (1, 2):
+            raise LaunchError(f"alibi_slopes is {list(slopes.shape)}: it is [heads] or [batch, heads]")
+    if lengths is not None:
+        named["cache_seqlens"] = lengths
+    return _VARIANTS[causal, left >= 0, right >= 0, bool(softcap), rank, lengths is not None], named
+
+
+def _variant(causal: bool, left: bool, right: bool, softcap: bool, slopes: int, lengths: bool) -> Variant:
+    """The variant of such calls; `slopes` is the rank of alibi_slopes, 0 for none."""
+    before, after = param("left", dtype=int, min=0), param("right", dtype=int, min=0)
+    cap = param("softcap", dtype=float, min=0.0)
+    slope = tensor("alibi_slopes", ("batch", "heads")[2 - slopes :] if slopes else ("heads",), "float32")
+    length = tensor("cache_seqlens", ("batch",), "int32")
+
+    def end(b: Any) -> Any:
+        return length[b] if lengths else kv_len
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        place = q + end(b) - q_len
+        seen: Any = True
+        if lengths:
+            seen = k < length[b]
+        if causal or right:
+            seen = (k <= (place if causal else place + after)) & seen
+        if left:
+            seen = (place - k <= before) & seen
+        return seen
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        if softcap:
+            s = cap * tanh(s / cap)
+        if slopes:
+            s = s - (slope[h] if slopes == 1 else slope[b, h]) * absolute(q + end(b) - q_len - k)
+        return s
+
+    if not (left or right or lengths or softcap or slopes):
+        return CAUSAL if causal else FULL
+    made = variant(mask, name="flash_attn")
+    return made.score(score) if softcap or slopes else made
+
+
+_FLAGS = (False, True)
+
+#: Made ahead: none can be made while torch.compile traces.
+_VARIANTS = {form: _variant(*form) for form in itertools.product(_FLAGS, _FLAGS, _FLAGS, _FLAGS, range(3), _FLAGS)}

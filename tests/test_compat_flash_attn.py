@@ -1,0 +1,208 @@
+"""flashgen.compat.flash_attn against a written-out form of what the package's functions compute."""
+
+import itertools
+import math
+import re
+
+import pytest
+import torch
+from emulated_gpu import install
+from torch._dynamo.utils import counters
+
+import flashgen
+from flashgen.compat import flash_attn
+from flashgen.compat.flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from flashgen.errors import FlashgenError
+
+WINDOWS = ((-1, -1), (2, -1), (-1, 1), (3, 2), (0, 0))
+
+
+def tensors(q_len=5, kv_len=8, heads=4, kv_heads=2, dim=16, dtype=torch.float64):
+    random = torch.Generator().manual_seed(0)
+    shapes = (2, q_len, heads, dim), (2, kv_len, kv_heads, dim), (2, kv_len, kv_heads, dim)
+    return [torch.randn(shape, generator=random, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def written_out(q, k, v, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, scale=None, lengths=None):
+    """(result, lse): the first `lengths` keys of each batch, whose last is the last query's own."""
+    q_len, kv_len, heads = q.shape[1], k.shape[1], q.shape[2]
+    k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, v))
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    ends = torch.full((len(q),), kv_len) if lengths is None else lengths
+    columns = torch.arange(kv_len)
+    far = columns - (torch.arange(q_len)[:, None] + ends[:, None, None, None] - q_len)  # [batch, 1, q_len, kv_len]
+    if alibi_slopes is not None:
+        slopes = alibi_slopes if alibi_slopes.dim() == 2 else alibi_slopes[None]
+        s = s - slopes[:, :, None, None] * far.abs()
+    left, right = window_size
+    seen = columns < ends[:, None, None, None]
+    if causal or right >= 0:
+        seen = seen & (far <= (0 if causal else right))
+    if left >= 0:
+        seen = seen & (-far <= left)
+    lse = s.masked_fill(~seen, -math.inf).logsumexp(-1)
+    p = torch.exp(s.masked_fill(~seen, -math.inf) - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    return torch.einsum("bhqk,bkhd->bqhd", p, v), lse
+
+
+def compare(q, k, v, **options):
+    o, lse, nothing = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    right, right_lse = written_out(q, k, v, **{"scale" if n == "softmax_scale" else n: x for n, x in options.items()})
+    torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, right_lse, rtol=1e-5, atol=1e-5)
+    assert o.is_contiguous() and nothing.numel() == 0
+    assert torch.equal(flash_attn_func(q, k, v, **options), o)
+    gradients = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (o, right))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "softcap", "slopes"), itertools.product((False, True), WINDOWS, (0.0, 2.5), (None, 1, 2))
+)
+def test_every_combination(causal, window, softcap, slopes):
+    alibi = None if slopes is None else torch.rand((2, 4)[2 - slopes :], generator=torch.Generator().manual_seed(1))
+    compare(*tensors(), causal=causal, window_size=window, softcap=softcap, alibi_slopes=alibi)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(8, 5), (1, 9), (7, 7), (3, 1)])
+def test_lengths_that_differ(q_len, kv_len):
+    """Causal is bottom-right: with more queries than keys the first see nothing."""
+    compare(*tensors(q_len, kv_len), causal=True, softmax_scale=-0.3)
+    compare(*tensors(q_len, kv_len), window_size=(2, 1))
+
+
+def test_arguments_by_position():
+    q, k, v = tensors()
+    slopes = torch.rand(4)
+    o = flash_attn_func(q, k, v, 0.0, 0.3, True, (3, 0), 2.0, slopes, True, False)
+    right, _ = written_out(q, k, v, True, (3, 0), 2.0, slopes, 0.3)
+    torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-6)
+
+
+def test_packed_tensors():
+    q, k, v = (x.detach() for x in tensors(6, 6, kv_heads=4))
+    right = flash_attn_func(q, k, v, causal=True)
+    qkv = torch.stack([q, k, v], 2).requires_grad_()
+    assert torch.equal(flash_attn_qkvpacked_func(qkv, causal=True), right)
+    assert torch.equal(flash_attn_kvpacked_func(q, torch.stack([k, v], 2), 0.0, None, True), right)
+    flash_attn_qkvpacked_func(qkv).sum().backward()
+    assert qkv.grad.shape == qkv.shape and qkv.grad[:, :, 2].any()
+    for call in (flash_attn_qkvpacked_func, flash_attn_kvpacked_func):
+        with pytest.raises(FlashgenError, match=r"kv is \[2, 6, 4, 4, 16\]: it is \[batch, seqlen, [23], heads"):
+            call(*(q,) * (call is flash_attn_kvpacked_func), torch.zeros(2, 6, 4, 4, 16))
+
+
+def test_dropout_and_determinism():
+    q, k, v = tensors()
+    torch.manual_seed(2)
+    first = flash_attn_func(q, k, v, dropout_p=0.5, deterministic=True)
+    torch.manual_seed(2)
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    right = flashgen.attention(*turned, flashgen.load_spec("full"), dropout=0.5, deterministic=True)
+    assert torch.equal(first, right.transpose(1, 2))
+    with pytest.raises(FlashgenError, match="deterministic is a int"):
+        flash_attn_func(q, k, v, deterministic=1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("options", [{}, {"window_size": (3, 1)}, {"softcap": 2.0, "alibi_slopes": torch.ones(4) / 3}])
+def test_a_cache_that_is_filled_in_part(causal, options):
+    q, k, v = (x.detach() for x in tensors(2, 9))
+    for name, x in (("k", k), ("v", v)):
+        x[0, 4:] = 1e4 if name == "k" else math.nan  # what lies behind the end is not looked at
+    lengths = torch.tensor([4, 9], dtype=torch.int32)
+    o, lse = flash_attn_with_kvcache(
+        q, k, v.nan_to_num(), cache_seqlens=lengths, causal=causal, return_softmax_lse=True, **options
+    )
+    right, right_lse = written_out(q, k, v.nan_to_num(), causal, lengths=lengths, **options)
+    torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, right_lse, rtol=1e-5, atol=1e-5)
+    one = flash_attn_with_kvcache(q, k, v.nan_to_num(), cache_seqlens=4, causal=causal, **options)
+    assert torch.equal(one[0], o[0])
+    whole = flash_attn_with_kvcache(q, k, v.nan_to_num(), causal=causal, **options)
+    assert torch.equal(whole, flash_attn_func(q, k, v.nan_to_num(), causal=causal, **options))
+
+
+X = torch.zeros(2, 5, 4, 16)
+LACKS = {
+    **dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table"), X),
+    "num_splits": 2,
+}
+
+
+@pytest.mark.parametrize("name", LACKS)
+def test_what_serving_lacks_is_refused_by_name(name):
+    with pytest.raises(FlashgenError, match=f"^flash_attn_with_kvcache has no {name} in flashgen yet\n  nearest: "):
+        flash_attn_with_kvcache(X, X, X, **{name: LACKS[name]})
+
+
+@pytest.mark.parametrize("name", [name for name in dir(flash_attn) if name.startswith("flash_attn_varlen")])
+def test_sequences_side_by_side_are_refused(name):
+    lengths = torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(FlashgenError, match=f"{name}: flashgen takes no cu_seqlens yet"):
+        getattr(flash_attn, name)(X[0], X[0], X[0], lengths, lengths, 5, 5, causal=True)
+
+
+WRONG = [
+    ((X[0], X, X), {}, "flash_attn_func: q is [5, 4, 16]: it is [batch, seqlen, heads, head_dim]"),
+    ((X, X, None), {}, "flash_attn_func: v is NoneType"),
+    ((X, X, X), {"window_size": 4}, "window_size is (keys before, keys after), -1 for no end, and got 4"),
+    ((X, X, X), {"window_size": (1.5, 0)}, "parameter 'left' of 'flash_attn' is int32 and got 1.5"),
+    ((X, X, X), {"softcap": -1.0}, "softcap is -1.0: it is positive, or 0 for none"),
+    ((X, X, X), {"alibi_slopes": X}, "alibi_slopes is [2, 5, 4, 16]: it is [heads] or [batch, heads]"),
+    ((X, X, X), {"alibi_slopes": X[0, 0, :, 0].half()}, "'alibi_slopes' of 'flash_attn' is float16"),
+    ((X, X, X), {"alibi_slopes": torch.zeros(3)}, "is [3] and declared [heads]"),
+    ((X, X, X), {"dropout_p": 0.5, "return_attn_probs": True}, "return_attn_probs beside dropout asks for the matrix"),
+    ((X, X.half(), X), {}, "q is float32 and k float16"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options", "message"), WRONG, ids=[message for *_, message in WRONG])
+def test_wrong_calls(arguments, options, message):
+    with pytest.raises(FlashgenError, match=re.escape(message)):
+        flash_attn_func(*arguments, **options)
+
+
+def test_what_ran():
+    flash_attn_func(X, X, X)
+    assert flashgen.last_backend().call == "flash_attn_func" and flashgen.last_backend().name == "flashgen"
+
+
+def test_one_graph_for_lengths_windows_caps_and_slopes():
+    torch._dynamo.reset()
+    counters.clear()
+
+    def call(q, k, v, n, slopes):
+        return flash_attn_func(q, k, v, causal=True, window_size=(n, n), softcap=n + 0.5, alibi_slopes=slopes)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (5, 2, 9, 14):
+        given = (*(torch.randn(n + 1, m, 4, 16) for m in (n, 2 * n + 1, 2 * n + 1)), n, torch.rand(4))
+        assert torch.equal(compiled(*given), call(*given))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_on_a_gpu(monkeypatch, capability):
+    """Packed q, k and v are read where they lie, and the cache's lengths in the kernel."""
+    gpu = install(monkeypatch, capability)
+    random = torch.Generator().manual_seed(0)
+    qkv = torch.randn(1, 40, 3, 2, 32, generator=random).bfloat16()
+    q, k, v = qkv.float().unbind(2)
+    o = flash_attn_qkvpacked_func(gpu.put(qkv), causal=True, window_size=(20, 0))
+    right, _ = written_out(q, k, v, True, (20, 0))
+    torch.testing.assert_close(o.as_subclass(torch.Tensor).float(), right, rtol=0.03, atol=0.03)
+    lengths = torch.tensor([33], dtype=torch.int32)
+    given = (gpu.put(x.bfloat16()) for x in (q[:, :3], k, v))
+    o = flash_attn_with_kvcache(*given, cache_seqlens=gpu.put(lengths), causal=True)
+    right, _ = written_out(q[:, :3], k, v, True, lengths=lengths)
+    torch.testing.assert_close(o.as_subclass(torch.Tensor).float(), right, rtol=0.03, atol=0.03)
+    assert len(gpu.launches) == 2

@@ -1,0 +1,224 @@
+"""flashgen.scaled_dot_product_attention against PyTorch's own, by its math backend."""
+
+import itertools
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from emulated_gpu import install
+from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flashgen
+from flashgen import scaled_dot_product_attention
+from flashgen.errors import FlashgenError
+
+#: Shapes of query, key and value.
+SHAPES = {
+    "square": ((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8)),
+    "short and wide": ((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 6)),
+    "one query": ((2, 4, 1, 8), (2, 4, 9, 8), (2, 4, 9, 8)),
+    "groups": ((2, 4, 7, 8), (2, 2, 5, 8), (2, 2, 5, 6)),
+    "2-D": ((5, 8), (7, 8), (7, 6)),
+    "3-D": ((4, 5, 8), (4, 7, 8), (4, 7, 6)),
+    "5-D": ((2, 3, 4, 5, 8), (2, 3, 4, 7, 8), (2, 3, 4, 7, 6)),
+    "broadcast": ((2, 4, 5, 8), (1, 1, 7, 8), (4, 7, 6)),
+    "one query head": ((2, 1, 5, 8), (2, 4, 7, 8), (2, 4, 7, 6)),
+}
+MASKS = (None, "causal", "bool", "float", "learned")
+
+
+def tensors(shapes, dtype=torch.float64):
+    random = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=random, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def mask_of(kind, shape):
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    if kind == "bool":
+        return mask > -0.2
+    return mask.requires_grad_() if kind == "learned" else mask
+
+
+def compare(call, theirs, inputs, *, rtol=1e-5, atol=1e-6):
+    """Results and gradients of both, as far as float32 sums let them be equal."""
+    inputs = [x for x in inputs if x is not None and x.requires_grad]
+    mine = call()
+    with sdpa_kernel(SDPBackend.MATH):
+        right = theirs()
+    assert mine.shape == right.shape and mine.dtype == right.dtype
+    torch.testing.assert_close(mine, right, rtol=rtol, atol=atol)
+    found = torch.autograd.grad(mine.square().sum(), inputs)
+    torch.testing.assert_close(found, torch.autograd.grad(right.square().sum(), inputs), rtol=20 * rtol, atol=20 * atol)
+
+
+def both(shapes, mask=None, **options):
+    q, k, v = tensors(shapes)
+    arguments = (q, k, v, mask)
+    compare(
+        lambda: scaled_dot_product_attention(*arguments, **options),
+        lambda: F.scaled_dot_product_attention(*arguments, **options),
+        arguments,
+    )
+
+
+@pytest.mark.parametrize(("what", "kind", "scale"), itertools.product(SHAPES, MASKS, (None, -0.3)))
+def test_every_combination(what, kind, scale):
+    shapes = SHAPES[what]
+    if kind in (None, "causal"):
+        return both(shapes, is_causal=kind == "causal", scale=scale, enable_gqa=what == "groups")
+    whole = (*torch.broadcast_shapes(*(s[:-2] for s in shapes if what != "groups"), shapes[0][:-2]), shapes[0][-2])
+    both(shapes, mask_of(kind, (*whole, shapes[1][-2])), scale=scale, enable_gqa=what == "groups")
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    itertools.product(
+        [
+            (5, 7),
+            (1, 7),
+            (5, 1),
+            (7,),
+            (),
+            (4, 5, 7),
+            (1, 5, 7),
+            (2, 1, 5, 7),
+            (2, 1, 1, 7),
+            (1, 4, 1, 1),
+            (1, 1, 1, 1),
+        ],
+        ("bool", "learned"),
+    ),
+)
+def test_masks_broadcast(shape, kind):
+    both(SHAPES["short and wide"], mask_of(kind, shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 4, 5, 7), (3, 1, 1, 7), (1, 1, 1, 5, 1), (5, 7)])
+def test_masks_of_several_leading_dimensions(shape):
+    both(SHAPES["5-D"], mask_of("learned", shape))
+
+
+def test_strided_masks_are_read_where_they_lie():
+    mask = torch.randn(7, 5).t()
+    both(SHAPES["short and wide"], mask)
+    both(SHAPES["short and wide"], mask.expand(2, 4, 5, 7))
+    both(SHAPES["short and wide"], torch.randn(2, 4, 5, 14)[..., ::2] > 0)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_rows_that_see_nothing(kind):
+    mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(3)) > 0.5
+    mask[2] = False
+    if kind == "float":
+        mask = torch.zeros(5, 7).masked_fill(~mask, -math.inf)
+    q, k, v = tensors(SHAPES["short and wide"])
+    o = scaled_dot_product_attention(q, k, v, mask)
+    assert torch.equal(o[:, :, 2], torch.zeros_like(o[:, :, 2]))
+    both(SHAPES["short and wide"], mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("of_mask", [torch.bool, torch.float32, "query's"])
+def test_dtypes(dtype, of_mask):
+    q, k, v = tensors(SHAPES["short and wide"], dtype)
+    mask = torch.randn(5, 7).to(dtype if of_mask == "query's" else of_mask)
+    error = 2 * torch.finfo(dtype).eps
+    whole = mask if of_mask is torch.bool else mask.float()
+    compare(
+        lambda: scaled_dot_product_attention(q, k, v, mask),
+        lambda: F.scaled_dot_product_attention(*(x.float() for x in (q, k, v)), whole).to(dtype),
+        (q, k, v),
+        rtol=error,
+        atol=error,
+    )
+
+
+def test_nothing_to_attend_and_nobody_who_does():
+    for q_len, kv_len, batch in ((0, 4, 2), (4, 0, 2), (4, 4, 0)):
+        q, k = torch.randn(batch, 2, q_len, 8), torch.randn(batch, 2, kv_len, 8)
+        assert torch.equal(scaled_dot_product_attention(q, k, k), torch.zeros(batch, 2, q_len, 8))
+
+
+def test_dropout_is_torch_s_generator_s():
+    q, k, v = tensors(SHAPES["square"])
+    torch.manual_seed(5)
+    first = scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(5)
+    assert torch.equal(scaled_dot_product_attention(q, k, v, None, 0.5), first)
+    assert not torch.equal(first, scaled_dot_product_attention(q, k, v))
+
+
+def test_arguments_by_position_as_pytorch_takes_them():
+    q, k, v = tensors(SHAPES["groups"])
+    mine = scaled_dot_product_attention(q, k, v, None, 0.0, True, scale=0.2, enable_gqa=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        right = F.scaled_dot_product_attention(q, k, v, None, 0.0, True, scale=0.2, enable_gqa=True)
+    torch.testing.assert_close(mine, right)
+
+
+SQUARE = [torch.zeros(SHAPES["square"][0]) for _ in range(3)]
+WRONG = [
+    ((*SQUARE, torch.zeros(3, 6)), {}, "attn_mask is [3, 6]: it broadcasts to [2, 4, 6, 6]"),
+    ((*SQUARE, torch.zeros(1, 2, 4, 6, 6)), {}, "attn_mask is [1, 2, 4, 6, 6]: it broadcasts to"),
+    ((*SQUARE, torch.zeros(2, 3, 6, 6) > 0), {}, "attn_mask is [2, 3, 6, 6]"),
+    ((*SQUARE, torch.zeros(6, 6, dtype=torch.float64)), {}, "attn_mask is float64"),
+    ((*SQUARE, torch.zeros(6, 6, dtype=torch.int64)), {}, "nearest: attn_mask.bool()"),
+    ((*SQUARE, [[True]]), {}, "attn_mask is a list"),
+    ((*SQUARE, torch.zeros(6, 6)), {"is_causal": True}, "attn_mask and is_causal are given"),
+    ((*SQUARE,), {"dropout_p": 1.5}, "dropout is 1.5"),
+    ((*SQUARE,), {"scale": math.nan}, "scale is nan"),
+    ((torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 6, 8), torch.zeros(2, 2, 6, 8)), {}, "nearest: enable_gqa=True"),
+    ((torch.zeros(2, 4, 6, 8), torch.zeros(3, 4, 6, 8), torch.zeros(2, 4, 6, 8)), {}, "these do not broadcast"),
+    ((torch.zeros(8), torch.zeros(6, 8), torch.zeros(6, 8)), {}, "query is [8]: it is [..., seqlen, head_dim]"),
+    ((None, *SQUARE[1:]), {}, "query is a NoneType"),
+    ((SQUARE[0], SQUARE[1].half(), SQUARE[2]), {}, "q is float32 and k float16"),
+    ((*SQUARE, torch.zeros(6, 6, device="meta")), {}, "'attn_mask' of 'attn_bias' is on meta and q on cpu"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options", "message"), WRONG, ids=[message for *_, message in WRONG])
+def test_wrong_calls(arguments, options, message):
+    with pytest.raises(FlashgenError, match=re.escape(message)):
+        scaled_dot_product_attention(*arguments, **options)
+
+
+def test_nested_tensors_are_refused():
+    nested = torch.nested.nested_tensor([torch.zeros(2, 3, 8)], layout=torch.jagged)
+    with pytest.raises(FlashgenError, match="query is nested: flashgen takes dense tensors"):
+        scaled_dot_product_attention(nested, nested, nested)
+
+
+def test_the_last_backend():
+    scaled_dot_product_attention(*SQUARE)
+    assert flashgen.last_backend().name == "flashgen"
+    assert flashgen.last_backend().call == "scaled_dot_product_attention"
+    assert flashgen.last_backend().reason is None
+
+
+def test_one_graph_serves_lengths_scales_and_masks():
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (5, 2, 9, 14):
+        q, k, v = (torch.randn(n + 1, 4, m, 16) for m in (n, 2 * n + 1, 2 * n + 1))
+        given = (q, k, v, torch.rand(n, 2 * n + 1) > 0.3)
+        assert torch.equal(compiled(*given, scale=1 / n), scaled_dot_product_attention(*given, scale=1 / n))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_on_a_gpu(monkeypatch, capability, kind):
+    """A mask of one head for all, whose rows end where no kernel's tile does."""
+    gpu = install(monkeypatch, capability)
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 32, generator=random).bfloat16() for n in (37, 70, 70))
+    mask = mask_of(kind, (2, 1, 37, 70))
+    mine = scaled_dot_product_attention(*map(gpu.put, (q, k, v, mask)))
+    right = F.scaled_dot_product_attention(*(x.float() for x in (q, k, v)), mask)
+    torch.testing.assert_close(mine.as_subclass(torch.Tensor).float(), right, rtol=0.03, atol=0.03)
+    assert len(gpu.launches) == 1
