@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from flashgen.interpreter.machine import STEP_LIMIT, Module, load
 from flashgen.interpreter.memory import Memory
 from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
 from flashgen.interpreter.tensormap import BFLOAT16, FLOAT16, SWIZZLE_SPAN, TensorMap
+from flashgen.planning import layout
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
 from flashgen.runtime.launch import Captured, Launch, LaunchGrid, TensorMapDesc, main_entry, make_launch
@@ -218,13 +220,16 @@ def simulate(
     sms: int = 2,
     l2_kv_heads: int | None = 2,
     change: Callable[[Launch], Launch] | None = None,
+    sequences: Mapping[str, np.ndarray] = MappingProxyType({}),
+    q_offset: int = 0,
 ) -> Simulated:
     """Run a plan's forward kernel on [batch, heads, length, dim] float arrays, rounded to the plan's dtype.
 
     `source` replaces the emitted text and `change` the launch (mutations, probes).  `seed` and `check` are those of
     Module.launch; buffers named in `track` have the addresses of their accesses recorded; `sms` and `l2_kv_heads` are
-    those of make_launch, of a GPU as small as the problems that can be run here.  o and lse start as NaN.  Raises
-    CompileError, LaunchError for a problem without any output, and a Trap for what the kernel does wrong.
+    those of make_launch, of a GPU as small as the problems that can be run here.  `sequences` are the int32 [batch]
+    tensors of a layout that has them, by pointer, and `q_offset` is that of make_launch.  o and lse start as NaN.
+    Raises CompileError, LaunchError for a problem without any output, and a Trap for what the kernel does wrong.
     """
     tensors = _Tensors(plan, case)
     tensors.memory.track = frozenset(track)
@@ -233,7 +238,11 @@ def simulate(
     rows = case.sizes["batch"], case.sizes["heads"], case.sizes["q_len"]
     o = tensors.result("o", (*rows, plan.v_head_dim), plan.dtype)
     lse = tensors.result("lse", rows, "float32")
-    facts = {"scale": scale, "dropout": dropout, "sms": sms, "l2_kv_heads": l2_kv_heads}
+    for name in layout.POINTERS if plan.layout.own else ():
+        tensors.addresses[name] = 0
+        if name in sequences:
+            tensors.add(name, np.ascontiguousarray(sequences[name], np.int32))
+    facts = {"scale": scale, "dropout": dropout, "sms": sms, "l2_kv_heads": l2_kv_heads, "q_offset": q_offset}
     _, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)
     return Simulated(loaded(o, plan.dtype), lse, reports[main_entry(plan)])
 

@@ -10,6 +10,7 @@ from flashgen.ops import autograd, library
 from flashgen.ops.call import Call
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
+from flashgen.ops.sequences import joined
 from flashgen.ops.tracing import traced, transformed
 from flashgen.ops.values import no_flag
 
@@ -25,6 +26,9 @@ def attention(
     dropout: float = 0.0,
     seed: int | None = None,
     deterministic: bool = False,
+    q_offset: int | str | torch.Tensor | None = None,
+    q_lengths: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """o = softmax(mask(score(scale * q k^T))) v of a variant; with `return_lse` (o, lse).
@@ -42,6 +46,16 @@ def attention(
     graph, and repeated calls give the same bits.  On a GPU, without dropout, the bits of a row are its own: they depend
     on no other row, batch, head or length, and on no choice between kernels of one pipeline.
 
+    `q_offset` says where queries sit that attend to a cache: at this position and those behind it, at one for each
+    sequence (int32 [batch], read on the device), or with "end" so that the last one sits beside the last key.  A spec's
+    q is that position, and q_len one past the last: masks, scores and captured tensors indexed by q mean what they
+    mean where all of the sequence's queries are given, and o has the same bits.  `q_lengths` and `kv_lengths` (int32
+    [batch], read on the device) say how many queries and keys of its rows each sequence has, q_len and kv_len to a
+    spec.  What lies beyond changes nothing, whatever it holds, and o is 0 and lse -inf there.  A dimension "q" of a
+    captured tensor has at least as many positions as the host knows of; others are clamped.  On a GPU lengths count
+    from 0 to what a tensor has, and a position below 0 as 0; FLASHGEN_CHECK=1 in the environment refuses others, for
+    which the host waits.  Names that the variant declares are its own.
+
     With `dropout` each probability is dropped by that chance and the others grow by 1 / (1 - dropout); lse is that of
     none dropped.  What is dropped follows from torch's generator of the device (torch.manual_seed repeats it), or from
     `seed`, and from a pair's own batch, head, query and key: not from tiles, pipelines or other heads and lengths.
@@ -56,6 +70,8 @@ def attention(
     once for each such kernel.
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
+    if q_offset is not None or q_lengths is not None or kv_lengths is not None:
+        named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
     compiling = torch.compiler.is_compiling()
     under_transform = not compiling and transformed()
     if compiling or (not under_transform and traced(q, k, v)):

@@ -14,8 +14,10 @@ import torch
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
+from flashgen.ops import sequences
 from flashgen.ops.call import Call, Request, factor
 from flashgen.ops.values import no_variant
+from flashgen.planning.layout import AT_END
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime.launch import Captured, Launch, dropout_scalars, make_launch
 
@@ -31,11 +33,12 @@ MAX_VARIANTS = 1024
 
 @dataclass(slots=True)
 class _Calls:
-    """What is remembered of the calls of one variant: the names of its constants and captured tensors, and its records
-    on GPUs, of both passes."""
+    """What is remembered of the calls of one variant: the names of its constants and captured tensors, those of what
+    sequences may have of their own, and its records on GPUs, of both passes."""
 
     constants: tuple[str, ...]
     tensors: tuple[str, ...]
+    sequences: tuple[str, ...]
     records: dict[Key, Any] = field(default_factory=dict)
     backward: dict[Key, Any] = field(default_factory=dict)
 
@@ -52,7 +55,7 @@ def calls_of(variant: Variant) -> _Calls:
     if calls is None:
         with _calls_lock:
             constants, tensors = (tuple(x.name for x in declared) for declared in (variant.constants, variant.tensors))
-            calls = _calls.setdefault(variant.token, _Calls(constants, tensors))
+            calls = _calls.setdefault(variant.token, _Calls(constants, tensors, sequences.names_of(variant)))
             if len(_calls) > MAX_VARIANTS:
                 del _calls[next(iter(_calls))]
     return calls
@@ -75,6 +78,12 @@ def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, call
         if name in named:
             x = named[name]
             key = *key, x.shape, x.stride(), x.dtype, x.device, x.is_neg()
+    for name in calls.sequences:
+        x = named.get(name)
+        if isinstance(x, torch.Tensor):
+            key = *key, x.shape, x.stride(), x.dtype, x.device
+        elif x is not None:
+            key = *key, x == AT_END
     return key
 
 
@@ -91,19 +100,26 @@ class Numbers:
     The same ones are the same tuple again.
     """
 
-    __slots__ = ("_head_dim", "_last", "_params", "_variant")
+    __slots__ = ("_first", "_head_dim", "_last", "_params", "_variant")
 
     def __init__(self, request: Request) -> None:
         self._variant, self._head_dim = request.variant, request.problem.head_dim
         self._params = tuple(request.params)
+        own = request.sequences is not None
+        self._first = sequences.First(request.problem, request.tensors, self._variant) if own else None
         self._last: tuple[Key, tuple[float, ...]] = ((), ())
 
     def __call__(self, call: Call) -> tuple[float, ...]:
         _, scale, named, dropout, _ = call
         given, numbers = self._last
-        if given != (now := (scale, *map(named.get, self._params)) if self._params else (scale,)):
+        now: Key = (scale, *map(named.get, self._params)) if self._params else (scale,)
+        if self._first is not None:
+            now = *now, self._first(named)
+        if given != now:
             values = self._variant.values({name: named[name] for name in self._params if name in named})
             numbers = abs(factor(scale, self._head_dim)), *[values[name] for name in self._params]
+            if self._first is not None:
+                numbers = *numbers, now[-1]
             if 0 not in now:  # 0.0 and -0.0 are equal and not the same
                 self._last = now, numbers
         return numbers if dropout is None else (*numbers, *dropout_scalars(dropout))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from flashgen.lang.expr import walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.integers import Integers
+from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import (
     BlockOrder,
     Consumers,
@@ -249,6 +250,7 @@ class KernelPlan(Integers):
     deterministic: bool = False  # the same bits in every run
     dropout: bool = False
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
+    layout: Layout = DENSE  # of sequences in q, k, v and o
     fallbacks: tuple[Fallback, ...] = field(default=(), compare=False)  # how it was chosen, not what is emitted
 
     @property

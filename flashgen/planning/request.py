@@ -13,6 +13,7 @@ from flashgen.lang.variant import Variant
 from flashgen.planning import arch as archs
 from flashgen.planning.arch import Arch
 from flashgen.planning.integers import INTEGERS, Integers
+from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.profile import Profile, profile
 
@@ -61,6 +62,7 @@ class KernelRequest:
     v_head_dim: int
     asked: Forward | Backward = Forward()
     fixed: Fixed = Fixed()
+    layout: Layout = DENSE
 
     @classmethod
     def of(
@@ -78,6 +80,7 @@ class KernelRequest:
         gradients: Iterable[str] = (),
         pipeline: str | None = None,
         tile: tuple[int, int] | None = None,
+        layout: Layout = DENSE,
         **integers: int | None,
     ) -> KernelRequest:
         """The request for what a call names; `tile` is (query rows, key rows), `integers` are those of `INTEGERS`.
@@ -105,6 +108,7 @@ class KernelRequest:
             v_head_dim=head_dim if v_head_dim is None else v_head_dim,
             asked=asked,
             fixed=fixed,
+            layout=layout,
         )
 
     @classmethod
@@ -122,6 +126,7 @@ class KernelRequest:
             head_dim=plan.head_dim,
             v_head_dim=plan.v_head_dim,
             asked=asked,
+            layout=plan.layout,
         )
 
     @property
@@ -166,6 +171,8 @@ class KernelRequest:
             default: dict[str, Any] = {option.name: option.default}
             if getattr(self.asked, option.name) != option.default:
                 found[f"{option.name}={option.default}"] = replace(self, asked=replace(self.asked, **default))
+        if self.layout.own:
+            found["sequences that fill their tensors and begin at position 0"] = replace(self, layout=DENSE)
         return found
 
     def __str__(self) -> str:

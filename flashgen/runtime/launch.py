@@ -101,7 +101,8 @@ class Launch:
     def scalars(self) -> tuple[str, ...]:
         """The fields that each call writes anew: scale, parameters, and what dropout draws."""
         of_variant = (f"param_{p.name}" for p in self.plan.variant.params)
-        return ("scale", *of_variant, *(_DROPOUT if self.plan.dropout else ()))
+        of_layout = ("q_offset",) * self.plan.layout.own
+        return ("scale", *of_variant, *of_layout, *(_DROPOUT if self.plan.dropout else ()))
 
     def maps_of(self, grid: LaunchGrid) -> tuple[TensorMapDesc, ...]:
         """Those that a kernel takes."""
@@ -121,6 +122,7 @@ def make_launch(
     scale: float,
     params: Mapping[str, int | float],
     dropout: Dropout | None = None,
+    q_offset: int = 0,
     sms: int,
     l2_kv_heads: int | None = None,
     clear_distance: int | None = None,
@@ -128,7 +130,8 @@ def make_launch(
     """The launch of a plan on a problem with queries.
 
     `strides` are those of q, k, v and o, and in a backward of d_o, dq, dk and dv, in elements over (batch, heads,
-    rows); a row's elements lie side by side.  `sms` are those of the GPU.  `l2_kv_heads`, the key heads whose tensors
+    rows); a row's elements lie side by side.  `q_offset` is the first query's position where the layout of the plan has
+    one.  `sms` are those of the GPU.  `l2_kv_heads`, the key heads whose tensors
     its L2 holds, and `clear_distance`, the key heads that a backward clears dq of in advance, follow from the plan and
     the problem unless given: small problems on few SMs then show what large ones do.
     """
@@ -147,6 +150,8 @@ def make_launch(
         "clear_distance": clear_distance,
         "packs": problem.heads // pack,
         "pack_log2": pack.bit_length() - 1,
+        "q_rows": problem.q_len,
+        "q_offset": q_offset,
         "scale": scale,
         **{f"param_{name}": value for name, value in params.items()},
     }

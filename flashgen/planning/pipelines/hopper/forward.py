@@ -191,7 +191,7 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """Bytes of shared memory of a block.  With two stages for Q, a tile of O leaves through the room of its Q."""
     d, dv = boxed(request.head_dim), boxed(request.v_head_dim)
     room = d if c.q_stages == 1 else max(d, dv)
-    control = _control(c.tile.q, c.stages, c.q_stages, request.profile.hides)
+    control = _control(c.tile.q, c.stages, c.q_stages, request.profile.hides, request.layout.own)
     return (
         staged("q", c.q_stages, c.tile.q, room),
         staged("k", c.stages, c.tile.kv, d),
@@ -201,20 +201,28 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 
 
 @lru_cache
-def _control(tile_q: int, stages: int, q_stages: int, masked: bool) -> int:
+def _control(tile_q: int, stages: int, q_stages: int, masked: bool, own_lengths: bool) -> int:
     """Bytes of barriers and messages, which neither the size of tiles nor that of registers changes."""
     c = Candidate(tile=Tile(q=tile_q, kv=DEPTH), stages=stages, q_stages=q_stages)
-    return _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False).control_bytes(programs.ALIGNMENT)
+    found = _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False, own_lengths=own_lengths)
+    return found.control_bytes(programs.ALIGNMENT)
 
 
 def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program:
     """What the warps of a candidate do."""
     columns, registers = (boxed(request.head_dim), boxed(request.v_head_dim)), division(c, request)
-    return _program(c, columns, registers, masked=request.profile.hides, ping_pong=ping_pong)
+    masked, own_lengths = request.profile.hides, request.layout.own
+    return _program(c, columns, registers, masked=masked, ping_pong=ping_pong, own_lengths=own_lengths)
 
 
 def _program(
-    c: Candidate, columns: tuple[int, int], registers: tuple[int, int], *, masked: bool, ping_pong: bool
+    c: Candidate,
+    columns: tuple[int, int],
+    registers: tuple[int, int],
+    *,
+    masked: bool,
+    ping_pong: bool,
+    own_lengths: bool,
 ) -> Program:
     return programs.forward(
         tile=c.tile,
@@ -225,6 +233,7 @@ def _program(
         masked=masked,
         stored=c.q_stages > 1,
         ping_pong=ping_pong,
+        own_lengths=own_lengths,
     )
 
 
@@ -264,7 +273,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
     producer = JUDGE_REGISTERS if request.profile.judged else 40 if c.warpgroups == 2 else 32
-    if request.profile.cuts(c.tile):
+    if request.profile.cuts(Tile(q=request.layout.starts(c.tile.q), kv=c.tile.kv)):
         fewer = consumer_registers(request.arch, c.warpgroups, PARTS_REGISTERS)
         if total(registers(c, request)) <= fewer:
             return PARTS_REGISTERS, fewer

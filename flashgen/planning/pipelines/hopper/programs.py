@@ -46,14 +46,18 @@ def forward(
     masked: bool,
     stored: bool,
     ping_pong: bool,
+    own_lengths: bool = False,
 ) -> Program:
     """A forward's program: `columns` of q and k, and of v, in shared memory; `registers` per thread of the producer
-    warpgroup and of a consumer; O is `stored` by TMA from the shared memory of Q, or by the consumers themselves."""
+    warpgroup and of a consumer; O is `stored` by TMA from the shared memory of Q, or by the consumers
+    themselves; where sequences have `own_lengths`, V ends inside a tile."""
     producer, consumer = registers
     warpgroups = tile.q // ROWS
     names = ["scheduler", "loader", *(["storer"] if stored else [])]
     roles = [Role(name=name, warps=1, threads=WARP if name == "scheduler" else 1, registers=producer) for name in names]
-    roles.append(_idle(WARPS - len(names), producer))
+    roles.append(_idle(WARPS - len(names) - own_lengths, producer))
+    if own_lengths:
+        roles.append(Role(name="cleaner", warps=1, threads=WARP, registers=producer))
     roles.append(Role(name="consumer", warps=WARPS * warpgroups, threads=128 * warpgroups, registers=consumer))
     stage = Axis(size=stages, text="STAGES", index="stage")
     q_stage = Axis(size=q_stages, text="Q_STAGES", index="stage")
@@ -114,13 +118,23 @@ def forward(
             consumers=loader,
         )
         rings.append(next_step)
+    if own_lengths:
+        tail = Ring(
+            name="tail",
+            barrier="tail_pipe",
+            carries="a tile of V with rows that are no keys, which become 0",
+            stages=Axis(size=1, text="1"),
+            producers=loader,
+            consumers=(Party(role="cleaner", arrivals=1),),
+        )
+        rings.append(tail)
     of = {ring.name: ring.member for ring in rings}
     room = max(columns) if stored else columns[0]
     shared = (
         declared(_tile("QorO", "q_or_o", ROWS * room, q_stage, each)),
         declared(_tile("KTile", "k", tile.kv * columns[0], stage)),
         declared(_tile("VTile", "v", tile.kv * columns[1], stage)),
-        declared(Member(ctype="Work", name="work", size=16, alignment=16, axes=(work_stage,))),
+        declared(Member(ctype="Work", name="work", size=32 if own_lengths else 16, alignment=16, axes=(work_stage,))),
         *(
             (
                 declared(_steps("next", _TWO), _steps("step", stage), note="what to load next, what k holds"),
@@ -133,6 +147,11 @@ def forward(
         declared(of["q"]),
         *((declared(of["o"]),) if stored else ()),
         declared(of["k"], of["v"]),
+        *(
+            (declared(Member(ctype="Tail", name="tail", size=8, alignment=8)), declared(of["tail"]))
+            if own_lengths
+            else ()
+        ),
     )
     meet = [_start(roles)]
     if ping_pong:
@@ -146,7 +165,7 @@ def forward(
         rings=tuple(rings),
         named_barriers=tuple(meet),
         shared=shared,
-        dispatch=_chains(roles, ("scheduler", "loader"), ("storer",)),
+        dispatch=_chains(roles, ("scheduler", "loader"), ("storer",), ("cleaner",)),
         names=(Axis(size=WARPS * warpgroups, text="4 * WARPGROUPS"),),
     )
 

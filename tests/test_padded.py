@@ -1,0 +1,183 @@
+"""Sequences with lengths and positions of their own: each has the bits that it has alone, whatever lies beyond it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from padded import batch
+from ptx_attention import replace
+
+import flashgen as fg
+from flashgen.analysis.tiles import EMPTY, FULL, grid, schedule, schedule_queries, true_grid
+from flashgen.codegen import emit
+from flashgen.errors import PlanError
+from flashgen.interpreter.errors import Trap
+from flashgen.lang.load import load_spec, shipped
+from flashgen.planning.layout import Dense, Padded
+from flashgen.planning.plan import Tile
+from flashgen.planning.planner import backward_menu, menu
+from flashgen.runtime import tiles
+from flashgen.runtime.philox import Dropout
+from flashgen.runtime.tiles import Sequence
+
+PIPELINES = ("ampere", "hopper")
+
+#: One sequence ends inside a tile of queries and one of keys, the other fills its keys.
+LENGTHS = {"q_lengths": (100, 33), "kv_lengths": (130, 211)}
+
+
+def check(w, **options):
+    result = w.run(**options)
+    assert w.wrong(result) == []
+    assert result.report.conflicts == []
+    return result
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_lengths_and_the_end_of_a_cache(pipeline):
+    check(batch("causal", pipeline, q_offset="end", **LENGTHS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", sorted(shipped()))
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_every_spec(pipeline, spec):
+    check(batch(spec, pipeline, q_offset="end", **LENGTHS))
+
+
+@pytest.mark.parametrize("spec", ["full", "document"])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_positions_of_each_sequence(pipeline, spec):
+    check(batch(spec, pipeline, q_offset=(5, 90), q_len=70, kv_len=150))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"q_offset": 37},
+        {"q_offset": 64, "q_len": 1, "kv_len": 65},
+        {"kv_lengths": (63, 0), "q_lengths": (0, 70)},
+        {"kv_lengths": (64, 128), "q_lengths": (64, 65)},
+        {"kv_lengths": (1, 129), "q_lengths": (64, 100), "q_stages": 2, "head_dim": 128},
+        {"kv_lengths": (20, 129, 211, 7), "q_offset": "end", "q_len": 7, "heads": 4, "dtype": "float16"},
+        {"kv_lengths": (60, 211), "head_dim": 72, "v_head_dim": 40, "beyond": np.inf},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("spec", ["full", "causal", "softcap", "blocks"])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_shapes(pipeline, spec, shape):
+    if spec == "softcap" and shape.get("head_dim") == 128:
+        shape = {**shape, "tile": (128, 64)}
+    check(batch(spec, pipeline, **shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["full", "causal", "relative_bias"])
+def test_packed_heads(spec):
+    if spec == "relative_bias":
+        spec = fg.variant(score=lambda s, b, h, q, k: s + fg.float32(q % 7))
+    check(batch(spec, "hopper", packed=True, q_offset="end", heads=4, kv_heads=1, **LENGTHS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_any_order_of_warps(pipeline):
+    w = batch("causal", pipeline, q_offset="end", q_stages=2, **LENGTHS)
+    for seed in range(3):
+        check(w, seed=seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_dropout_is_by_position(pipeline):
+    dropout = Dropout(p=0.3, seed=5, offset=0)
+    w = batch("causal", pipeline, q_offset=(40,), q_len=60, kv_len=100, dropout=dropout)
+    found, elsewhere = w.run().o, walked(w, (Sequence(0, 60, 100),)).o
+    np.testing.assert_allclose(found, walked(w).o, atol=0.05)
+    assert abs(found - elsewhere).max() > 0.1
+
+
+def walked(w, sequences=None):
+    """What the walk on a CPU makes of a batch, or of other sequences in its tensors."""
+    own = tuple(Sequence(x.q_offset, x.q_offset + x.q_rows, x.kv_len) for x in w.sequences)
+    options = {"scale": w.scale, "dtype": w.problem.dtype, "dropout": w.dropout, "sequences": sequences or own}
+    return tiles.walk(w.plan, w.facts, w.case, *w.qkv, **options)
+
+
+@pytest.mark.parametrize("spec", ["full", "causal_bottom_right", "alibi", "blocks"])
+def test_the_walk_and_its_bytes(spec):
+    """The CPU's walk reads what the kernel of pipeline ampere reads, and gives what it gives."""
+    w = batch(spec, "ampere", q_offset="end", **LENGTHS)
+    result, found = w.run(), walked(w)
+    np.testing.assert_allclose(result.o, found.o, atol=0.04)
+    np.testing.assert_allclose(result.lse, found.lse, atol=1e-4)
+    for name in ("q", "k", "v", "o", "lse"):
+        assert result.report.bytes(buffer=name) == getattr(found.traffic, name), name
+
+
+@pytest.mark.parametrize("spec", sorted(shipped()))
+def test_tiles_are_judged_by_positions(spec):
+    """Tiles from any position on, judged by analysis, are those of the mask at every pair."""
+    w = batch(spec, "ampere", q_offset=(37,), q_len=300, kv_len=390)
+    sizes = {**w.case.sizes, "q_len": 337}
+    case, tile = dataclasses.replace(w.case, sizes=sizes, q_offset=37), Tile(q=64, kv=32)
+    found, true = grid(w.facts, case, tile), true_grid(w.facts, case, tile)
+    assert (true[found == EMPTY] == EMPTY).all() and (true[found == FULL] == FULL).all()
+    whole = true_grid(w.facts, dataclasses.replace(case, q_offset=0), Tile(q=1, kv=32))[37:]
+    for row in range(len(found)):
+        seen = np.flatnonzero((whole[64 * row : 64 * (row + 1)] != EMPTY).any(axis=0))
+        visited = [kv_tile for kv_tile, _ in schedule(w.facts, case, tile, row)]
+        assert {*seen} <= {*visited} and visited == sorted(visited, reverse=True)
+    pairs = {(q, k) for q in range(5) for k, _ in schedule(w.facts, case, tile, q)}
+    assert pairs == {(q, k) for k in range(13) for q, _ in schedule_queries(w.facts, case, tile, k)}
+
+
+@pytest.mark.parametrize("spec", ["full", "causal", "sliding_window", "relative_bias", "blocks", "softcap"])
+@pytest.mark.parametrize(("arch", "pipeline"), [("sm_80", "ampere"), ("sm_90a", "hopper")])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_planner_takes_sums_in_the_order_of_dense_kernels(arch, pipeline, spec, head_dim):
+    variant = load_spec(spec).bind()
+    dense, padded = (menu(variant, arch, "bfloat16", head_dim, layout=layout).plans for layout in (Dense(), Padded()))
+    assert [plan.order_of_sums for plan in padded] == [plan.order_of_sums for plan in dense]
+    assert padded[0].pipeline == pipeline
+
+
+def test_a_kernel_without_sequences_holds_nothing_of_them():
+    for arch in ("sm_80", "sm_90a"):
+        text = emit(menu(load_spec("causal").bind(), arch, "bfloat16", 128).plans[0])
+        assert not any(word in text for word in ("q_offset", "q_lengths", "leaner", "Tail", "q_rows"))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_a_backward_is_refused(arch):
+    with pytest.raises(PlanError, match="no sequences with lengths or positions of their own"):
+        backward_menu(load_spec("causal").bind(), arch, "bfloat16", 64, layout=Padded())
+
+
+MUTATIONS = [
+    ("ampere", "p.q_len = p.q_offset + queries;", "p.q_len = p.q_rows;"),
+    ("ampere", "p.kv_len = own_length(p.kv_lengths, b, p.kv_len);", ""),
+    ("ampere", "if (first >= queries) p.kv_len = 0;", ""),
+    ("ampere", "store_beyond(rows_of_block(p), p);", ""),
+    ("ampere", "? p.kv_len - queries : p.q_offset", "? 0 : p.q_offset"),
+    ("hopper", "rows[i] = {};", ";"),
+    ("hopper", "clear_or_multiply_rows(o, factor);", "multiply_rows(o, factor);"),
+    ("hopper", "if (beyond(work, q + 8 * r)) sum = 0.f;", ""),
+    ("hopper", "p.q_offset = work.q_offset;", ""),
+    ("hopper", "const int columns = work.kv_len - tile * TILE_KV;", "const int columns = p.kv_len - tile * TILE_KV;"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pipeline", "old", "new"), MUTATIONS, ids=[old for _, old, _ in MUTATIONS])
+def test_every_step_counts(pipeline, old, new):
+    lengths = {"q_lengths": (100, 33), "kv_lengths": (130, 150)}
+    spec = "full" if "columns" in old or "rows[i]" in old else "causal"
+    w = batch(spec, pipeline, q_offset="end", tile=(64, 64) if pipeline == "ampere" else None, **lengths)
+    try:
+        wrong = w.wrong(w.run(edit=replace(old, new)))
+    except Trap as trap:
+        wrong = [type(trap).__name__]
+    assert wrong
