@@ -12,16 +12,18 @@ from ptx_attention import ARCH, TILES, VALUES
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.analysis.tiles import Case
 from flashgen.codegen import emit
-from flashgen.interpreter.simulate import Simulated, simulate
+from flashgen.interpreter.simulate import Simulated, SimulatedBackward, simulate, simulate_backward
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
 from flashgen.planning.layout import AT_END, Dense, Padded
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import KernelPlan
-from flashgen.planning.planner import menu
+from flashgen.planning.planner import backward_menu, menu
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
+from flashgen.runtime import tiles as runtime
 from flashgen.runtime.philox import Dropout
+from flashgen.runtime.tiles_backward import WalkedBackward, walk_backward
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,26 @@ class Batch:
             dropout=self.dropout,
             **options,
         )
+
+    def backward(
+        self, edit: Callable[[str], str] = lambda text: text, tile: tuple[int, int] = (32, 64), **options
+    ) -> tuple[SimulatedBackward, WalkedBackward]:
+        """The gradients of all sequences by the backward's kernels, and by the walk; dO is NaN where no query is."""
+        p, (q, k, v) = self.problem, self.qkv
+        request = {"tile": tile, "pipeline": "ampere", "layout": Padded(), "dropout": self.dropout is not None}
+        plan = backward_menu(self.variant, "sm_80", p.dtype, p.head_dim, p.v_head_dim, **request, **options).plans[0]
+        given = {"scale": self.scale, "dropout": self.dropout}
+        own = tuple(runtime.Sequence(x.q_offset, x.q_offset + x.q_rows, x.kv_len) for x in self.sequences)
+        walks = {**given, "dtype": p.dtype, "sequences": own}
+        o, lse, _ = runtime.walk(self.plan, self.facts, self.case, q, k, v, **walks)
+        rng = np.random.default_rng(1)
+        do, dlse = rng.standard_normal(o.shape, np.float32), rng.standard_normal(lse.shape, np.float32)
+        do, o = (torch.from_numpy(x).to(getattr(torch, p.dtype)).float().numpy() for x in (do, o))
+        for b, one in enumerate(self.sequences):
+            do[b, :, one.q_rows :] = dlse[b, :, one.q_rows :] = np.nan
+        walked = walk_backward(plan, self.facts, self.case, q, k, v, o, lse, do, dlse=dlse, **walks)
+        told = {"sequences": self.tensors, "q_offset": self.q_offset, "source": edit(emit(plan))}
+        return simulate_backward(plan, self.case, q, k, v, o, lse, do, dlse=dlse, **given, **told), walked
 
     def alone(self, b: int) -> Simulated:
         """The rows of sequence b by the kernel without layouts, of a problem whose first queries are others."""

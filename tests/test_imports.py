@@ -25,8 +25,8 @@ ALLOWED["cli"] |= set(SINKS)
 COMMON = {"errors", "resources", "files", "jsonfile"}
 
 #: A call of attention() goes up through these, each of which imports those before it.
-CALL = ("values", "tracing", "memory", "dropout", "menus", "call", "records", "forward", "backward", "library")
-CALL += ("autograd", "attention")
+CALL = ("values", "tracing", "memory", "dropout", "menus", "sequences", "call", "records", "forward", "backward")
+CALL += ("library", "autograd", "attention")
 
 #: What a function may import when it runs, because it is slow to import and most processes never need it.  A command
 #: imports any stage so: `flashgen --help` and completion are quick.

@@ -7,6 +7,9 @@ from emulated_gpu import install
 
 import flashgen as fg
 from flashgen.errors import CapturedIndexError, LaunchError
+from flashgen.ops.backward import Given, run_backward
+from flashgen.ops.call import Call
+from flashgen.ops.forward import run
 from flashgen.ops.records import calls_of
 
 causal = fg.variant(lambda b, h, q, k: k <= q)
@@ -97,10 +100,51 @@ def test_more_queries_than_keys_have_no_end():
         fg.attention(*draw(kv_len=5), causal, q_offset="end")
 
 
-def test_gradients_are_refused_before_anything_runs():
+def gradients(run, *inputs):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    o, lse = run(*inputs)
+    (o.sin().sum() + lse[lse.isfinite()].sum()).backward()
+    return [x.grad for x in inputs]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_on_a_cpu(deterministic):
     q, k, v = draw()
-    with pytest.raises(LaunchError, match="has no backward yet"):
-        fg.attention(q.requires_grad_(), k, v, causal, q_offset="end")
+    rows, keys = (3, 6), (17, 40)
+    named = {"q_offset": "end", "q_lengths": ints(*rows), "kv_lengths": ints(*keys), "deterministic": deterministic}
+    q[0, :, 3:] = k[0, :, 17:] = np.nan
+    v[0, :, 17:] = np.inf
+
+    def alone(q, k, v):
+        def one(b):
+            first = torch.zeros(1, 2, keys[b] - rows[b], 32)
+            whole = torch.cat([first, q[b : b + 1, :, : rows[b]]], dim=2)
+            of_b = (x[b : b + 1, :, : keys[b]] for x in (k, v))
+            o, lse = fg.attention(whole, *of_b, causal, return_lse=True)
+            return o[:, :, first.shape[2] :].flatten(), lse[:, :, first.shape[2] :].flatten()
+
+        return (torch.cat(parts) for parts in zip(*map(one, range(2)), strict=True))
+
+    got = gradients(lambda *x: fg.attention(*x, causal, return_lse=True, **named), q, k, v)
+    for mine, want in zip(got, gradients(alone, q, k, v), strict=True):
+        torch.testing.assert_close(mine, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
+def test_gradients_on_a_gpu(capability, monkeypatch):
+    gpu = install(monkeypatch, capability)
+    tensors = draw(dtype=torch.bfloat16)
+    keys = ints(17, 40)
+    want = gradients(lambda *x: fg.attention(*x, causal, return_lse=True, q_offset="end", kv_lengths=keys), *tensors)
+    call = Call(causal, None, {"q_offset": -1, "kv_lengths": gpu.put(keys)})
+    q, k, v = map(gpu.put, tensors)
+    o, lse = run(q, k, v, call)
+    do = gpu.put(o.as_subclass(torch.Tensor).float().cos().bfloat16())
+    found = run_backward(Given(do, gpu.put(torch.ones(lse.shape)), q, k, v, o, lse), call, ())
+    for mine, other in zip(found[:3], want, strict=True):
+        pair = (x.as_subclass(torch.Tensor).float() for x in (mine, other))
+        torch.testing.assert_close(*pair, rtol=0.05, atol=0.05)
 
 
 def test_compiled():

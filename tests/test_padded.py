@@ -150,16 +150,80 @@ def test_a_kernel_without_sequences_holds_nothing_of_them():
         assert not any(word in text for word in ("q_offset", "q_lengths", "leaner", "Tail", "q_rows"))
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_a_backward_is_refused(arch):
-    with pytest.raises(PlanError, match="no sequences with lengths or positions of their own"):
-        backward_menu(load_spec("causal").bind(), arch, "bfloat16", 64, layout=Padded())
+def test_the_backward_of_pipeline_hopper_is_refused_and_ampere_stands_in():
+    variant = load_spec("causal").bind()
+    with pytest.raises(PlanError, match="no sequences with lengths or positions of their own") as refused:
+        backward_menu(variant, "sm_90a", "bfloat16", 64, layout=Padded(), pipeline="hopper")
+    assert "nearest: pipeline 'ampere', or sequences that fill their tensors" in str(refused.value)
+    plan = backward_menu(variant, "sm_90a", "bfloat16", 64, layout=Padded()).plans[0]
+    assert plan.pipeline == "ampere" and [one.pipeline for one in plan.fallbacks] == ["hopper"]
+
+
+def check_gradients(w, **options):
+    found, want = w.backward(**options)
+    for name in ("dq", "dk", "dv"):
+        got, walk = getattr(found, name), getattr(want, name)
+        np.testing.assert_allclose(got, walk, rtol=2**-8, atol=2**-8 * abs(walk).max())
+        for b, own in enumerate(w.sequences):
+            assert not got[b, :, own.q_rows if name == "dq" else own.kv_len :].any(), (name, b)
+    for name, gradient in want.captured.items():
+        np.testing.assert_allclose(found.captured[name], gradient, rtol=1e-3, atol=1e-3 * abs(gradient).max())
+    for report in found.reports.values():
+        assert report.conflicts == []
+    return found
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients(deterministic):
+    check_gradients(batch("causal", "ampere", q_offset="end", **LENGTHS), deterministic=deterministic)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"q_offset": (5, 90)},
+        {"kv_lengths": (64, 0), "q_lengths": (0, 64)},
+        {"kv_lengths": (1, 128), "q_lengths": (64, 1), "heads": 4, "kv_heads": 2},
+        {"q_offset": "end", "kv_lengths": (130, 211), "head_dim": 72, "v_head_dim": 40},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("spec", ["full", "blocks", "softcap", "relative_bias"])
+def test_gradients_of_shapes(spec, shape):
+    check_gradients(batch(spec, "ampere", **shape))
+
+
+@pytest.mark.slow
+def test_gradients_with_options():
+    w = batch("causal", "ampere", q_offset="end", dropout=Dropout(p=0.3, seed=1, offset=0), **LENGTHS)
+    check_gradients(w)
+    for deterministic in (False, True):
+        w = batch("alibi", "ampere", q_offset="end", **LENGTHS)
+        check_gradients(w, gradients=("slopes",), deterministic=deterministic)
+    check_gradients(batch("relative_bias", "ampere", q_offset=(5, 90)), gradients=("table",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("p.q_offset + step.tile * TILE_Q + query", "step.tile * TILE_Q + query"),
+        ("mine.k_last = min(mine.k_first + TILE_KV, all.kv_len) - 1;", ""),
+        ("load_tile<THREADS, V_HEAD_DIM>(shared.d_o[stage], d_o, p.d_o_row, p.q_len - p.q_offset - first", None),
+        ("(q_first - p.q_offset) / TILE_Q", "q_first / TILE_Q"),
+    ],
+)
+def test_every_step_of_the_backward_counts(old, new):
+    new = old.replace("p.q_len - p.q_offset", "p.q_rows") if new is None else new
+    with pytest.raises((AssertionError, Trap)):
+        w = batch("causal", "ampere", q_offset=(37, 60), q_lengths=(33, 100), kv_lengths=(160, 130), kv_len=160)
+        check_gradients(w, edit=replace(old, new))
 
 
 MUTATIONS = [
     ("ampere", "p.q_len = p.q_offset + queries;", "p.q_len = p.q_rows;"),
     ("ampere", "p.kv_len = own_length(p.kv_lengths, b, p.kv_len);", ""),
-    ("ampere", "if (first >= queries) p.kv_len = 0;", ""),
     ("ampere", "store_beyond(rows_of_block(p), p);", ""),
     ("ampere", "? p.kv_len - queries : p.q_offset", "? 0 : p.q_offset"),
     ("hopper", "rows[i] = {};", ";"),

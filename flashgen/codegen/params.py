@@ -122,6 +122,9 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     pointers += [Field(f"grad_{name}", "float*") for name in plan.gradients]
     pointers += [Field(f"exact_{name}", "i64*") for name in plan.gradients if plan.deterministic]
     numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles"]
+    if plan.layout.own:
+        pointers += [Field(name, "const int*") for name in POINTERS]
+        numbers += ["q_rows", "q_offset"]
     if mapped and (plan.variant.mask is not None or plan.deterministic):
         numbers.append("l2_heads")
     if how.dq_in_main_kernel:

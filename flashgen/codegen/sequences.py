@@ -29,6 +29,30 @@ class SequenceCode:
         """What pipeline hopper's loader is told of the sequence of a tile of V."""
         return "work" if self.own else "work.b"
 
+    @property
+    def first_query(self) -> str:
+        """The position of the first query."""
+        return "p.q_offset" if self.own else "0"
+
+    @property
+    def queries(self) -> str:
+        """How many the sequence has."""
+        return "p.q_len - p.q_offset" if self.own else "p.q_len"
+
+    @property
+    def and_params(self) -> str:
+        """The last parameter of a function that needs the sequence for a position."""
+        return ", const Params& p" if self.own else ""
+
+    @property
+    def and_p(self) -> str:
+        """Its argument."""
+        return ", p" if self.own else ""
+
+    def row(self, position: str) -> str:
+        """Where the query at a position lies among the sequence's."""
+        return f"({position} - p.q_offset)" if self.own else position
+
     def kv_len(self, work: str) -> str:
         """The keys of the sequence of a tile of pipeline hopper."""
         return f"{work}.kv_len" if self.own else "p.kv_len"

@@ -160,6 +160,13 @@ class _Tensors:
         """A tensor to be written, NaN at first."""
         return self.add(name, stored(np.full(shape, np.nan, np.float32), dtype), writable=True)
 
+    def add_sequences(self, given: Mapping[str, np.ndarray]) -> None:
+        """What the plan's layout has of each sequence; what is not given is null."""
+        for name in layout.POINTERS if self.plan.layout.own else ():
+            self.addresses[name] = 0
+            if name in given:
+                self.add(name, np.ascontiguousarray(given[name], np.int32))
+
     def run(
         self,
         facts: Mapping[str, object],
@@ -238,10 +245,7 @@ def simulate(
     rows = case.sizes["batch"], case.sizes["heads"], case.sizes["q_len"]
     o = tensors.result("o", (*rows, plan.v_head_dim), plan.dtype)
     lse = tensors.result("lse", rows, "float32")
-    for name in layout.POINTERS if plan.layout.own else ():
-        tensors.addresses[name] = 0
-        if name in sequences:
-            tensors.add(name, np.ascontiguousarray(sequences[name], np.int32))
+    tensors.add_sequences(sequences)
     facts = {"scale": scale, "dropout": dropout, "sms": sms, "l2_kv_heads": l2_kv_heads, "q_offset": q_offset}
     _, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)
     return Simulated(loaded(o, plan.dtype), lse, reports[main_entry(plan)])
@@ -268,6 +272,8 @@ def simulate_backward(
     l2_kv_heads: int | None = 2,
     clear_distance: int | None = 2,
     change: Callable[[Launch], Launch] | None = None,
+    sequences: Mapping[str, np.ndarray] = MappingProxyType({}),
+    q_offset: int = 0,
 ) -> SimulatedBackward:
     """Run the kernels of a backward plan, in their order, on the results of a forward.
 
@@ -293,6 +299,8 @@ def simulate_backward(
         "sms": sms,
         "l2_kv_heads": l2_kv_heads,
         "clear_distance": clear_distance,
+        "q_offset": q_offset,
     }
+    tensors.add_sequences(sequences)
     workspaces, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)
     return SimulatedBackward(*(loaded(result, plan.dtype) for result in results), captured, workspaces, reports)

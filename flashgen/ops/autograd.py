@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from flashgen.errors import LaunchError
-from flashgen.ops import library, sequences
+from flashgen.ops import library
 from flashgen.ops.backward import SECOND, Given, with_gradient
 from flashgen.ops.call import Call
 from flashgen.ops.forward import run
@@ -20,12 +20,6 @@ FORWARD_MODE = (
     "  nearest: backward(), torch.func.grad or torch.func.vjp, or attention in plain PyTorch for tangents"
 )
 
-#: What a call whose sequences have lengths or positions of their own is told.
-OWN_SEQUENCES = (
-    "attention with q_offset, q_lengths or kv_lengths has no backward yet\n"
-    "  nearest: torch.no_grad() for inference, or a mask of captured lengths (specs/padding.py) for training"
-)
-
 #: What torch.func.vmap is told.
 BATCHED = (
     "flashgen's attention is not mapped by torch.func.vmap (which jacrev and hessian map gradients with)\n"
@@ -35,8 +29,6 @@ BATCHED = (
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of one eager call, differentiable; arguments, results and errors as in `ops.attention.attention`."""
-    if sequences.of_call(call.variant, call.named):
-        raise LaunchError(OWN_SEQUENCES)
     call, tensors = call.apart()
     function = _Transformed if transformed() else _Attention
     return function.apply(call, tuple(tensors), q, k, v, *tensors.values())  # type: ignore[no-untyped-call]

@@ -12,12 +12,13 @@ import torch
 from flashgen.analysis.derivative import differentiable
 from flashgen.analysis.facts import analyse
 from flashgen.lang.variant import Variant
-from flashgen.ops import memory
+from flashgen.ops import memory, sequences
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_rows, checked
 from flashgen.ops.forward import array, cpu_case, strides_like, strides_of
 from flashgen.ops.menus import addressable, cpu_request, gpu_menu
 from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
 from flashgen.planning import planner
+from flashgen.planning.layout import POINTERS
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime import driver, kernel
 from flashgen.runtime.tiles_backward import walk_backward
@@ -90,6 +91,7 @@ def plan_of(given: Given, request: Request, deterministic: bool, wanted: tuple[s
     """The plan of a backward where q lies; PlanError where there is none."""
     problem, variant = request.problem, request.variant
     options = {"deterministic": deterministic, "dropout": request.dropout is not None, "gradients": wanted}
+    options["layout"] = request.layout
     if given.q.is_cuda:
         menu = gpu_menu(given.q, given.k, given.v, variant, problem, backward=True, **options)
         return planner.choose(menu, problem, driver.gpu(given.q.device.index).sms)
@@ -145,7 +147,7 @@ class _Record:
     """The launches for one set of shapes, strides and dtypes: call it with the tensors and numbers of a call."""
 
     __slots__ = (
-        *("_dtype", "_index", "_numbers", "_pick", "_places", "_record", "_results", "_room", "_sums"),
+        *("_dtype", "_index", "_numbers", "_own", "_pick", "_places", "_record", "_results", "_room", "_sums"),
         *("_tensors", "_wanted"),
     )
 
@@ -167,7 +169,9 @@ class _Record:
         self._sums = [(tuple(x.shape), memory.contiguous(x.shape)) for x in [request.tensors[name] for name in wanted]]
         self._numbers = Numbers(request)
         made = (*("q", "k", "v", "o", "d_o", "lse", "dlse"), *_RESULTS, *(part.name for part in launch.workspaces))
+        self._own = request.sequences is not None
         named = (*(f"tensor_{name}" for name in self._tensors), *(f"grad_{name}" for name in wanted))
+        named = (*named, *(POINTERS if self._own else ()))
         self._pick = operator.itemgetter(*map((*made, *named).index, launch.pointers))
 
     def __call__(self, given: Given, call: Call) -> Gradients:
@@ -192,6 +196,7 @@ class _Record:
             *[start + place for place in self._places],
             *[call.named[name].data_ptr() for name in self._tensors],
             *[x.data_ptr() for x in sums],
+            *(sequences.addresses(call.named) if self._own else ()),
         )
         self._record(self._pick(addresses), numbers, torch._C._cuda_getCurrentRawStream(self._index))
         captured = tuple(x.to(call.named[name].dtype) for x, name in zip(sums, self._wanted, strict=True))
@@ -215,6 +220,7 @@ def _walk(given: Given, request: Request, deterministic: bool, wanted: tuple[str
         dtype=request.problem.dtype,
         dlse=None if dlse is None else array(dlse),
         dropout=request.dropout,
+        sequences=None if request.sequences is None else sequences.of_batch(request.sequences, request.problem),
     )
     found = results(q, k, v)
     for result, gradient in zip(found, walked[:3], strict=True):

@@ -113,13 +113,12 @@ class Numbers:
         _, scale, named, dropout, _ = call
         given, numbers = self._last
         now: Key = (scale, *map(named.get, self._params)) if self._params else (scale,)
-        if self._first is not None:
-            now = *now, self._first(named)
+        first = () if self._first is None else (self._first(named),)
+        if first:
+            now = *now, *first
         if given != now:
             values = self._variant.values({name: named[name] for name in self._params if name in named})
-            numbers = abs(factor(scale, self._head_dim)), *[values[name] for name in self._params]
-            if self._first is not None:
-                numbers = *numbers, now[-1]
+            numbers = abs(factor(scale, self._head_dim)), *[values[name] for name in self._params], *first
             if 0 not in now:  # 0.0 and -0.0 are equal and not the same
                 self._last = now, numbers
         return numbers if dropout is None else (*numbers, *dropout_scalars(dropout))

@@ -39,7 +39,7 @@ class Sequences(NamedTuple):
 
 def names_of(variant: Variant) -> tuple[str, ...]:
     """The names that calls of a variant have for it."""
-    own = {x.name for x in (*variant.params, *variant.constants, *variant.tensors)}
+    own = [x.name for x in variant.params] + [x.name for x in variant.constants] + [x.name for x in variant.tensors]
     return tuple(name for name in NAMES if name not in own)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -43,6 +43,11 @@ class Visits:
     elements: int = 0
     visible: int = 0
 
+    def count(self, other: Visits) -> None:
+        """Count what another walk visited as well."""
+        for name in ("total", "empty", "partial", "full", "elements", "visible"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 @dataclass(slots=True, kw_only=True)
 class Traffic(Visits):
@@ -65,8 +70,9 @@ class Traffic(Visits):
 
     def add(self, other: Traffic) -> None:
         """Count what another walk visited and moved as well."""
-        for part in fields(self):
-            setattr(self, part.name, getattr(self, part.name) + getattr(other, part.name))
+        self.count(other)
+        for name in ("q", "k", "v", "captured", "o", "lse"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class Sequence(NamedTuple):

@@ -12,9 +12,6 @@ from flashgen.planning.request import KernelRequest
 if TYPE_CHECKING:
     from flashgen.planning.pipelines.protocol import Candidate
 
-#: Why a backward is refused.
-OWN_SEQUENCES = "its backward has no sequences with lengths or positions of their own"
-
 #: Float operations of the softmax on one score: scale and subtract (one FMA), maximum, sum, half a conversion, and one
 #: of moves and predicates.
 SOFTMAX_OPS = 4.5

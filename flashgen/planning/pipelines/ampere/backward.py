@@ -19,7 +19,7 @@ from flashgen.planning.members import OneBarrier, OneStage, StepEnd, TwoBarriers
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.ampere import programs
 from flashgen.planning.pipelines.ampere.forward import MMA_DEPTH, MMA_ROWS
-from flashgen.planning.pipelines.shared import OWN_SEQUENCES, make_plan, total
+from flashgen.planning.pipelines.shared import make_plan, total
 from flashgen.planning.plan import ITEM, Backward, ByQuery, KernelPlan, Part, Tile
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
@@ -331,8 +331,8 @@ def _layout(plan: KernelPlan) -> Backward:
 
 
 def unsupported_reason(request: KernelRequest) -> str | None:
-    """Why the pipeline has no such backward, or None: the planner says where a tile does not fit."""
-    return OWN_SEQUENCES if request.layout.own else None
+    """Why the pipeline has no such backward: it has every one, and the planner says where a tile does not fit."""
+    return None
 
 
 def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:

@@ -41,7 +41,7 @@ from flashgen.planning.members import (
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.pipelines.hopper.forward import boxed, padded
-from flashgen.planning.pipelines.shared import OWN_SEQUENCES, make_plan, total
+from flashgen.planning.pipelines.shared import make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, SpecializedBackward, Tile, staged
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
 from flashgen.planning.problem import ITEMSIZE, Problem
@@ -161,7 +161,7 @@ def unsupported_reason(request: KernelRequest) -> str | None:
     asked, tile, stages = request.profile, request.fixed.tile, request.fixed.stages
     wide = request.widest > OWN_KEYS
     if request.layout.own:
-        return OWN_SEQUENCES
+        return "its backward has no sequences with lengths or positions of their own"
     if request.dropout and wide:
         return f"its backward has dropout for head dims up to {OWN_KEYS}"
     if request.gradients and wide:
