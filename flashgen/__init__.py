@@ -21,6 +21,7 @@ _EXPORTS = {
     "variant": ("flashgen.lang.variant", "variant"),
     "load_spec": ("flashgen.lang.load", "load_spec"),
     "attention": ("flashgen.ops.attention", "attention"),
+    "attention_varlen": ("flashgen.ops.attention", "attention_varlen"),
     "merge": ("flashgen.ops.merge", "merge"),
     "supports": ("flashgen.ops.supports", "supports"),
     "plan": ("flashgen.ops.stages", "plan"),

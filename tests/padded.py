@@ -15,7 +15,7 @@ from flashgen.codegen import emit
 from flashgen.interpreter.simulate import Simulated, SimulatedBackward, simulate, simulate_backward
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
-from flashgen.planning.layout import AT_END, Dense, Padded
+from flashgen.planning.layout import AT_END, Dense, Layout, Padded
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.planner import backward_menu, menu
@@ -28,11 +28,25 @@ from flashgen.runtime.tiles_backward import WalkedBackward, walk_backward
 
 @dataclass(frozen=True)
 class Sequence:
-    """One of a batch: how many queries and keys it has, and where its queries begin."""
+    """One of a batch: how many queries and keys it has, where its queries begin, and its first rows in memory."""
 
     q_rows: int
     kv_len: int
     q_offset: int
+    q_start: int = 0
+    k_start: int = 0
+
+    def walked(self, at: int) -> runtime.Sequence:
+        """As the walk takes it, in this batch of the arrays."""
+        return runtime.Sequence(self.q_offset, self.q_offset + self.q_rows, self.kv_len, at, self.q_start, self.k_start)
+
+    @property
+    def queries(self) -> slice:
+        return slice(self.q_start, self.q_start + self.q_rows)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.k_start, self.k_start + self.kv_len)
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,7 @@ class Batch:
         request = {"tile": tile, "pipeline": "ampere", "layout": Padded(), "dropout": self.dropout is not None}
         plan = backward_menu(self.variant, "sm_80", p.dtype, p.head_dim, p.v_head_dim, **request, **options).plans[0]
         given = {"scale": self.scale, "dropout": self.dropout}
-        own = tuple(runtime.Sequence(x.q_offset, x.q_offset + x.q_rows, x.kv_len) for x in self.sequences)
+        own = tuple(x.walked(b) for b, x in enumerate(self.sequences))
         walks = {**given, "dtype": p.dtype, "sequences": own}
         o, lse, _ = runtime.walk(self.plan, self.facts, self.case, q, k, v, **walks)
         rng = np.random.default_rng(1)
@@ -88,9 +102,10 @@ class Batch:
     def alone(self, b: int) -> Simulated:
         """The rows of sequence b by the kernel without layouts, of a problem whose first queries are others."""
         own, (q, k, v), rng = self.sequences[b], self.qkv, np.random.default_rng(b)
+        i = 0 if self.plan.layout.joined else b
         shape = (1, self.problem.heads, own.q_offset + own.q_rows, self.problem.head_dim)
         whole = rng.standard_normal(shape, np.float32)
-        whole[:, :, own.q_offset :] = q[b : b + 1, :, : own.q_rows]
+        whole[:, :, own.q_offset :] = q[i : i + 1, :, own.queries]
         lengths = {"q": shape[2], "kv": own.kv_len}
         tensors = {}
         for tensor in self.variant.tensors:
@@ -103,7 +118,7 @@ class Batch:
             tensors[tensor.name] = x
         sizes = {**self.case.sizes, "batch": 1, "q_len": shape[2], "kv_len": own.kv_len}
         case = Case(sizes=sizes, params=self.case.params, tensors=tensors)
-        k, v = k[b : b + 1, :, : own.kv_len], v[b : b + 1, :, : own.kv_len]
+        k, v = (x[i : i + 1, :, own.keys] for x in (k, v))
         plan = replace(self.plan, layout=Dense())
         if plan.specialized is not None:
             plan = _hopper(plan, self.variant, self.problem, Dense())
@@ -114,19 +129,22 @@ class Batch:
         """Where a result differs from each sequence alone, bit by bit, and from nothing beyond."""
         found = []
         for b, own in enumerate(self.sequences):
-            o, lse = result.o[b], result.lse[b]
+            i = 0 if self.plan.layout.joined else b
+            o, lse = result.o[i], result.lse[i]
             if own.q_rows:
                 alone = self.alone(b)
-                if not np.array_equal(o[:, : own.q_rows], alone.o[0]):
+                if not np.array_equal(o[:, own.queries], alone.o[0], equal_nan=True):
                     found.append(f"o of {b}")
-                if not np.array_equal(lse[:, : own.q_rows], alone.lse[0]):
+                if not np.array_equal(lse[:, own.queries], alone.lse[0], equal_nan=True):
                     found.append(f"lse of {b}")
+            if self.plan.layout.joined:
+                continue
             if o[:, own.q_rows :].any() or not (lse[:, own.q_rows :] == -np.inf).all():
                 found.append(f"beyond {b}")
         return found
 
 
-def _hopper(plan: KernelPlan, variant: Variant, p: Problem, layout: Dense | Padded) -> KernelPlan:
+def _hopper(plan: KernelPlan, variant: Variant, p: Problem, layout: Layout) -> KernelPlan:
     """The same tile and stages with another layout."""
     candidate = hopper.Candidate(tile=plan.tile, stages=plan.stages, q_stages=plan.q_stages)
     request = KernelRequest.of(variant, plan.arch, p.dtype, p.head_dim, p.v_head_dim, layout=layout)
@@ -146,11 +164,16 @@ def batch(
     dropout: Dropout | None = None,
     tile: tuple[int, int] | None = None,
     beyond: float = np.nan,
+    poisoned: int = 0,
     seed: int = 0,
+    layout: Layout = Padded(),  # noqa: B008 (it is frozen)
     **shape,
 ) -> Batch:
-    """Sequences of a spec; `shape` overrides 2 heads over 1, 100 queries, 211 keys, head_dim 64, and lengths are of all
-    sequences alike, of two of them, unless given."""
+    """Sequences of a spec, behind each other where the layout joins them.
+
+    `shape` overrides 2 heads over 1, 100 queries, 211 keys, head_dim 64; two sequences have the same lengths unless
+    given.  Rows beyond a sequence hold `beyond`, and where they are joined the keys of one that is `poisoned` do.
+    """
     given = next((x for x in (q_lengths, kv_lengths, q_offset) if isinstance(x, tuple)), (0, 0))
     shape = {"heads": 2, "kv_heads": 1, "q_len": 100, "kv_len": 211, "head_dim": 64, **shape, "batch": len(given)}
     shape.setdefault("v_head_dim", shape["head_dim"])
@@ -187,11 +210,22 @@ def batch(
         stages=2,
         pipeline=pipeline,
         dropout=dropout is not None,
-        layout=Padded(),
+        layout=layout,
     ).plans[0]
     if pipeline == "hopper":
-        plan = _hopper(replace(plan, **{"q_stages": q_stages}), variant, problem, Padded())
+        plan = _hopper(replace(plan, **{"q_stages": q_stages}), variant, problem, layout)
         plan = hopper.packed(plan) if packed else plan
+    if layout.joined:
+        starts = [np.cumsum([0, *lengths]).tolist() for lengths in (rows, keys)]
+        each = list(zip(sequences, *starts, strict=False))
+        q, k, v = (
+            np.concatenate([x[b : b + 1, :, : getattr(own, of)] for b, own in enumerate(sequences)], axis=2)
+            for x, of in ((q, "q_rows"), (k, "kv_len"), (v, "kv_len"))
+        )
+        sequences = tuple(replace(own, q_start=at, k_start=at_k) for own, at, at_k in each)
+        told = {name: x for name, x in told.items() if name == "q_offsets"}
+        told |= {f"cu_seqlens_{of}": np.array(x, np.int32) for of, x in zip("qk", starts, strict=True)}
+        k[:, :, sequences[poisoned].keys] = v[:, :, sequences[poisoned].keys] = beyond
     first = AT_END if q_offset == "end" else q_offset if isinstance(q_offset, int) else 0
     return Batch(
         *(plan, variant, analyse(variant), problem, case, (q, k, v), p.head_dim**-0.5),

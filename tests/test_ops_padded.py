@@ -75,7 +75,7 @@ REFUSED = [
     ({"q_offset": "start"}, "an int32 tensor"),
     ({"q_offset": True}, "an int32 tensor"),
     ({"q_offset": 1 << 24}, r"nearest: q_offset=16777209"),
-    ({"q_offset": ints(3)}, "one number for each of 2 sequences"),
+    ({"q_offset": ints(3)}, "nearest: 2 numbers"),
     ({"q_offset": ints(3, -1)}, r"q_offset\[1\] is -1"),
     ({"q_offset": ints(3, 1 << 24)}, r"nearest: q_offset\[1\] = 16777209"),
     ({"kv_lengths": ints(41, 3)}, r"kv_lengths\[0\] is 41: lengths are 0 to kv_len = 40"),

@@ -13,7 +13,7 @@ from flashgen.codegen import device, params
 from flashgen.codegen.backward import sized, transposed
 from flashgen.codegen.fold import folded
 from flashgen.codegen.reachable import reachable
-from flashgen.codegen.sequences import sequence_code
+from flashgen.codegen.sequences import SequenceCode
 from flashgen.codegen.variant_code import VariantCode, variant_code
 from flashgen.planning.backward import lookups
 from flashgen.planning.plan import KernelPlan, Tile
@@ -47,7 +47,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     context = {
         "plan": plan,
         "code": found,
-        "seq": sequence_code(plan.layout),
+        "seq": SequenceCode(plan.layout),
         "banner": banner(plan, found),
         "fields": params.fields(plan),
         "params_bytes": params.sizeof(plan),

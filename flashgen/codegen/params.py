@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from flashgen.lang.variant import Variant
 from flashgen.planning.backward import layout
-from flashgen.planning.layout import DENSE, POINTERS, Layout
+from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.plan import KernelPlan, Specialized, SpecializedBackward
 from flashgen.planning.program import CTYPES
 
@@ -83,8 +83,8 @@ def fields_of(
     Strides count elements.  A captured tensor has `tensor_NAME`, and for each dimension i `stride<i>_NAME` and
     `size<i>_NAME`; a parameter is `param_NAME`.  Pipeline hopper has tensor maps (`maps`) in front of the
     struct, and two counters of tiles where it hands them out; where heads are packed `packs` counts what stands in
-    their place, and a pack is 1 << `pack_log2` heads.  Of padded sequences there are `q_rows` and `kv_len` rows each,
-    and where no `q_offsets` say it `q_offset` is the position of the first query.
+    their place, and a pack is 1 << `pack_log2` heads.  Where sequences have lengths of their own `q_rows` are those of
+    q in memory, and `q_offset` is the position of the first query where no `q_offsets` say it.
     """
     element = ELEMENT[dtype]
     mapped = specialized is not None
@@ -96,9 +96,8 @@ def fields_of(
         numbers.append("l2_heads")
     if specialized is not None and specialized.rows.packed:
         numbers += ["packs", "pack_log2"]
-    if sequences.own:
-        pointers += [Field(name, "const int*") for name in POINTERS]
-        numbers += ["q_rows", "q_offset"]
+    pointers += [Field(name, "const int*") for name in sequences.pointers]
+    numbers += sequences.numbers
     return _members(variant, pointers, "o" if mapped else "qkvo", numbers, dropout)
 
 
@@ -122,9 +121,8 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     pointers += [Field(f"grad_{name}", "float*") for name in plan.gradients]
     pointers += [Field(f"exact_{name}", "i64*") for name in plan.gradients if plan.deterministic]
     numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles"]
-    if plan.layout.own:
-        pointers += [Field(name, "const int*") for name in POINTERS]
-        numbers += ["q_rows", "q_offset"]
+    pointers += [Field(name, "const int*") for name in plan.layout.pointers]
+    numbers += plan.layout.numbers
     if mapped and (plan.variant.mask is not None or plan.deterministic):
         numbers.append("l2_heads")
     if how.dq_in_main_kernel:

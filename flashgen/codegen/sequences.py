@@ -7,27 +7,33 @@ from dataclasses import dataclass
 from flashgen.planning.layout import Layout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SequenceCode:
-    """Fragments of CUDA.
+    """Fragments of CUDA by a plan's layout.
 
-    own        whether a tile has a problem of its own, in place of the kernel's
-    problem    the parameter of a kernel whose tile's problem is `p`
-    origin     what stands before a row of q in memory, to make it a position
-    q_rows     the rows of q in memory
-    enter      what a member of pipeline hopper's roles begins with: `p` is that of `work`
+    Where a tile has a problem of its `own`, the kernel's parameter is `all` and the tile's problem is `p`; its rows lie
+    behind those of other sequences where they are `joined`.
     """
 
-    own: bool
-    problem: str
-    origin: str
-    q_rows: str
-    enter: str
+    layout: Layout
 
     @property
-    def whose_v(self) -> str:
-        """What pipeline hopper's loader is told of the sequence of a tile of V."""
-        return "work" if self.own else "work.b"
+    def own(self) -> bool:
+        return self.layout.own
+
+    @property
+    def joined(self) -> bool:
+        return self.layout.joined
+
+    @property
+    def problem(self) -> str:
+        """The kernel's parameter."""
+        return "all" if self.own else "p"
+
+    @property
+    def origin(self) -> str:
+        """What stands before a row of the sequence, to make it a position."""
+        return "p.q_offset + " if self.own else ""
 
     @property
     def first_query(self) -> str:
@@ -38,6 +44,11 @@ class SequenceCode:
     def queries(self) -> str:
         """How many the sequence has."""
         return "p.q_len - p.q_offset" if self.own else "p.q_len"
+
+    @property
+    def q_rows(self) -> str:
+        """The rows of q in memory, for a head."""
+        return "p.q_rows" if self.own else "p.q_len"
 
     @property
     def and_params(self) -> str:
@@ -53,19 +64,52 @@ class SequenceCode:
         """Where the query at a position lies among the sequence's."""
         return f"({position} - p.q_offset)" if self.own else position
 
+    def head_of_lse(self, tile: str) -> str:
+        """Where the lse of a tile's head begins."""
+        head = f"(i64){tile}.h" if self.joined else f"((i64){tile}.b * p.heads + {tile}.h)"
+        return f"{head} * {self.q_rows}"
+
+    # -- pipeline hopper
+
+    @property
+    def enter(self) -> str:
+        """What a member of a role begins with: `p` is the problem of `work`."""
+        return "\n    const Params p = of_work(this->p, work);" if self.own else ""
+
+    @property
+    def whose_v(self) -> str:
+        """What the loader is told of the sequence of a tile of V."""
+        return "work" if self.own else "work.b"
+
+    @property
+    def whose_k(self) -> str:
+        """And of one of K: its number, or its first row."""
+        return "work.k_start" if self.joined else "work.b"
+
+    @property
+    def of_k(self) -> str:
+        """The name of that."""
+        return "k_start" if self.joined else "b"
+
+    def of_keys(self, b: str, k_start: str) -> str:
+        """The coordinates of a tile of keys behind its columns."""
+        return f"{k_start} + tile * TILE_KV, kv_head, 0" if self.joined else f"tile * TILE_KV, kv_head, {b}"
+
+    @property
+    def q_start(self) -> str:
+        """What stands before a row of the sequence's queries, to make it one of the tensor."""
+        return "work.q_start + " if self.joined else ""
+
+    @property
+    def q_batch(self) -> str:
+        """The last coordinate of a tile of queries."""
+        return "0" if self.joined else "work.b"
+
+    @property
+    def q_end(self) -> str:
+        """One past the last row of a tile's tensor, or sequence, that is written."""
+        return "work.queries" if self.joined else self.q_rows
+
     def kv_len(self, work: str) -> str:
-        """The keys of the sequence of a tile of pipeline hopper."""
+        """The keys of the sequence of a tile."""
         return f"{work}.kv_len" if self.own else "p.kv_len"
-
-
-def sequence_code(layout: Layout) -> SequenceCode:
-    """The fragments of a layout."""
-    if not layout.own:
-        return SequenceCode(own=False, problem="p", origin="", q_rows="p.q_len", enter="")
-    return SequenceCode(
-        own=True,
-        problem="all",
-        origin="p.q_offset + ",
-        q_rows="p.q_rows",
-        enter="\n    const Params p = of_work(this->p, work);",
-    )

@@ -17,7 +17,6 @@ from flashgen.interpreter.machine import STEP_LIMIT, Module, load
 from flashgen.interpreter.memory import Memory
 from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
 from flashgen.interpreter.tensormap import BFLOAT16, FLOAT16, SWIZZLE_SPAN, TensorMap
-from flashgen.planning import layout
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
 from flashgen.runtime.launch import Captured, Launch, LaunchGrid, TensorMapDesc, main_entry, make_launch
@@ -162,7 +161,7 @@ class _Tensors:
 
     def add_sequences(self, given: Mapping[str, np.ndarray]) -> None:
         """What the plan's layout has of each sequence; what is not given is null."""
-        for name in layout.POINTERS if self.plan.layout.own else ():
+        for name in self.plan.layout.pointers:
             self.addresses[name] = 0
             if name in given:
                 self.add(name, np.ascontiguousarray(given[name], np.int32))
@@ -230,7 +229,8 @@ def simulate(
     sequences: Mapping[str, np.ndarray] = MappingProxyType({}),
     q_offset: int = 0,
 ) -> Simulated:
-    """Run a plan's forward kernel on [batch, heads, length, dim] float arrays, rounded to the plan's dtype.
+    """Run a plan's forward kernel on [batch, heads, length, dim] float arrays, rounded to the plan's dtype; joined
+    sequences are a batch of 1.
 
     `source` replaces the emitted text and `change` the launch (mutations, probes).  `seed` and `check` are those of
     Module.launch; buffers named in `track` have the addresses of their accesses recorded; `sms` and `l2_kv_heads` are
@@ -242,11 +242,12 @@ def simulate(
     tensors.memory.track = frozenset(track)
     for name, array in (("q", q), ("k", k), ("v", v)):
         tensors.add(name, stored(array, plan.dtype))
-    rows = case.sizes["batch"], case.sizes["heads"], case.sizes["q_len"]
+    rows = np.shape(q)[:-1]
     o = tensors.result("o", (*rows, plan.v_head_dim), plan.dtype)
     lse = tensors.result("lse", rows, "float32")
     tensors.add_sequences(sequences)
     facts = {"scale": scale, "dropout": dropout, "sms": sms, "l2_kv_heads": l2_kv_heads, "q_offset": q_offset}
+    facts["rows"] = rows[-1], np.shape(k)[-2]
     _, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)
     return Simulated(loaded(o, plan.dtype), lse, reports[main_entry(plan)])
 

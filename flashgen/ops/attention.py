@@ -10,9 +10,9 @@ from flashgen.ops import autograd, library
 from flashgen.ops.call import Call
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
-from flashgen.ops.sequences import joined
+from flashgen.ops.sequences import BOUNDS, VARLEN, joined, position
 from flashgen.ops.tracing import traced, transformed
-from flashgen.ops.values import no_flag
+from flashgen.ops.values import no_flag, no_tensor
 
 
 def attention(
@@ -72,6 +72,79 @@ def attention(
     """
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
+    return _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named)
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    q_offset: int | str | torch.Tensor | None = None,
+    **named: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`attention` of sequences that lie behind each other: o, and with `return_lse` (o, lse).
+
+    q is [total_q, heads, head_dim], k [total_k, kv_heads, head_dim], v [total_k, kv_heads, v_head_dim].  The queries of
+    sequence b are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, its keys those of cu_seqlens_k (that of q unless
+    given): int32 [sequences + 1], read on the device.  No sequence is longer than `max_seqlen_q` and `max_seqlen_k`,
+    whole numbers from above; it may have no row at all.  To a spec b is the sequence, q and k are positions in it, and
+    q_len and kv_len its own; a dimension "kv" of a captured tensor is `max_seqlen_k`, and one "q" any that positions
+    reach.  What one sequence holds changes no other.  Everything else is as in `attention`, `q_offset` too.
+
+    o is [total_q, heads, v_head_dim], lse [heads, total_q]: the rows of a head lie side by side, as kernels write them.
+    Rows of no sequence are not written on a GPU.  It has no gradients yet.  Raises LaunchError and PlanError before
+    anything runs; where FLASHGEN_CHECK=1 is in the environment, and on a CPU always, for cumulative lengths that
+    decrease, leave the tensor or pass their bounds too.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise LaunchError(no_tensor(name, x))
+        if x.dim() != 3:
+            raise LaunchError(
+                f"{name} has {x.dim()} dimensions {list(x.shape)}: attention_varlen takes [rows, heads, head_dim]\n"
+                "  nearest: attention() for [batch, heads, seqlen, head_dim]"
+            )
+    tensors = (q, k, v, *named.values())
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
+        raise LaunchError(
+            "attention_varlen has no backward yet, and something requires a gradient\n"
+            "  nearest: torch.no_grad(), or attention() with q_lengths and kv_lengths on padded tensors"
+        )
+    own = dict.fromkeys(VARLEN[:2], cu_seqlens_q) | dict.fromkeys(BOUNDS, max_seqlen_q)
+    keys = (VARLEN[1], cu_seqlens_k), (BOUNDS[1], max_seqlen_k)
+    own |= {name: x for name, x in keys if x is not None}
+    if q_offset is not None:
+        own[VARLEN[2]] = position(q_offset)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, False, {**named, **own})
+    if isinstance(found, tuple):
+        return found[0][0].transpose(0, 1), found[1][0]
+    return found[0].transpose(0, 1)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    scale: float | None,
+    return_lse: bool,
+    dropout: float,
+    seed: int | None,
+    deterministic: bool,
+    named: dict[str, object],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The call, by whoever runs it."""
     compiling = torch.compiler.is_compiling()
     under_transform = not compiling and transformed()
     if compiling or (not under_transform and traced(q, k, v)):

@@ -18,7 +18,6 @@ from flashgen.ops.forward import array, cpu_case, strides_like, strides_of
 from flashgen.ops.menus import addressable, cpu_request, gpu_menu
 from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
 from flashgen.planning import planner
-from flashgen.planning.layout import POINTERS
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime import driver, kernel
 from flashgen.runtime.tiles_backward import walk_backward
@@ -169,9 +168,9 @@ class _Record:
         self._sums = [(tuple(x.shape), memory.contiguous(x.shape)) for x in [request.tensors[name] for name in wanted]]
         self._numbers = Numbers(request)
         made = (*("q", "k", "v", "o", "d_o", "lse", "dlse"), *_RESULTS, *(part.name for part in launch.workspaces))
-        self._own = request.sequences is not None
+        self._own = () if request.sequences is None else sequences.names(request.sequences.layout)
         named = (*(f"tensor_{name}" for name in self._tensors), *(f"grad_{name}" for name in wanted))
-        named = (*named, *(POINTERS if self._own else ()))
+        named = (*named, *request.layout.pointers)
         self._pick = operator.itemgetter(*map((*made, *named).index, launch.pointers))
 
     def __call__(self, given: Given, call: Call) -> Gradients:
@@ -196,7 +195,7 @@ class _Record:
             *[start + place for place in self._places],
             *[call.named[name].data_ptr() for name in self._tensors],
             *[x.data_ptr() for x in sums],
-            *(sequences.addresses(call.named) if self._own else ()),
+            *sequences.addresses(self._own, call.named),
         )
         self._record(self._pick(addresses), numbers, torch._C._cuda_getCurrentRawStream(self._index))
         captured = tuple(x.to(call.named[name].dtype) for x, name in zip(sums, self._wanted, strict=True))

@@ -17,7 +17,7 @@ from flashgen.ops import sequences
 from flashgen.ops.menus import gpu_menu
 from flashgen.ops.tracing import watched
 from flashgen.ops.values import no_number, no_tensor
-from flashgen.planning.layout import Dense, Layout, Padded
+from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.problem import Problem
 from flashgen.runtime.philox import Dropout
 
@@ -78,7 +78,7 @@ class Request:
 
     @property
     def layout(self) -> Layout:
-        return Dense() if self.sequences is None else Padded()
+        return DENSE if self.sequences is None else self.sequences.layout
 
 
 def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Request:
@@ -90,7 +90,7 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
         _check_tensor(name, tensor)
     _check_together(q, k, v)
     problem = _problem(q, k, v)
-    found = sequences.checked(own, problem, q.device)
+    found, problem = sequences.checked(own, problem, q.device)
     captured = {t.name: named[t.name] for t in variant.tensors if t.name in named}
     constants = {c.name: named[c.name] for c in variant.constants if c.name in named}
     params = variant.values({name: x for name, x in named.items() if name not in captured and name not in constants})
@@ -101,7 +101,7 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
     bound = bound.with_flipped_score() if signed < 0 else bound
     if q.is_cuda:
         # Refuses head dims and pins that no kernel takes.
-        layout: Layout = Dense() if found is None else Padded()
+        layout: Layout = DENSE if found is None else found.layout
         gpu_menu(q, k, v, bound, problem, dropout=call.dropout is not None, layout=layout)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rows(name, tensor)

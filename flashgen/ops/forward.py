@@ -42,7 +42,7 @@ def run(
         record = None  # something is no tensor, has no strides, or is no number: said below
     if record is None:
         request = checked(q, k, v, call)
-        empty = request.problem.empty or request.problem.kv_len == 0
+        empty = request.problem.empty or request.problem.kv_len == 0 or 0 in (q.shape[2], k.shape[2])
         if empty or not q.is_cuda:
             o, lse = _nothing(q, v) if empty else _walk(q, k, v, request)
             return (o, lse) if return_lse else o
@@ -104,7 +104,7 @@ class _Record:
         self._lse_shape, self._lse_strides = self._o_shape[:3], memory.contiguous(self._o_shape[:3])
         self._many_rows = math.prod(self._lse_shape) > memory.ROWS
         self._tensors = tuple(request.tensors)
-        self._own = request.sequences is not None
+        self._own = () if request.sequences is None else sequences.names(request.sequences.layout)
         self._numbers = Numbers(request)
 
     def __call__(
@@ -131,7 +131,7 @@ class _Record:
             at_lse = shared.data_ptr() + memory.ROWS_START
         own: tuple[int, ...] = ()
         if self._own:
-            own = sequences.addresses(call.named)
+            own = sequences.addresses(self._own, call.named)
             if sequences.watched():
                 self._check(q, k, v, call)
         addresses = at_q, at_k, at_v, o.data_ptr(), at_lse, *own, *captured

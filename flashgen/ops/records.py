@@ -83,7 +83,7 @@ def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, call
         if isinstance(x, torch.Tensor):
             key = *key, x.shape, x.stride(), x.dtype, x.device
         elif x is not None:
-            key = *key, x == AT_END
+            key = *key, x if name in sequences.BOUNDS else x == AT_END
     return key
 
 
@@ -105,8 +105,8 @@ class Numbers:
     def __init__(self, request: Request) -> None:
         self._variant, self._head_dim = request.variant, request.problem.head_dim
         self._params = tuple(request.params)
-        own = request.sequences is not None
-        self._first = sequences.First(request.problem, request.tensors, self._variant) if own else None
+        own, dims = request.sequences, {t.name: t.dims for t in self._variant.tensors}
+        self._first = own and sequences.First(own, request.problem, request.tensors, dims)
         self._last: tuple[Key, tuple[float, ...]] = ((), ())
 
     def __call__(self, call: Call) -> tuple[float, ...]:
@@ -137,5 +137,6 @@ def launch_of(request: Request, plan: KernelPlan, strides: Mapping[str, tuple[in
         scale=request.scale,
         params=request.params,
         dropout=request.dropout,
+        rows=None if request.sequences is None else request.sequences.rows,
         sms=sms,
     )

@@ -12,23 +12,23 @@ from flashgen.lang.ranges import MAX_LENGTH
 class Dense:
     """Sequences fill [batch, heads, length] and are all of one length; queries begin at position 0."""
 
-    name: ClassVar[str] = "dense"
     own: ClassVar[bool] = False
+    joined: ClassVar[bool] = False
+    pointers: ClassVar[tuple[str, ...]] = ()
+    numbers: ClassVar[tuple[str, ...]] = ()
 
     def starts(self, tile_q: int) -> int:
         """A position whose multiples are where tiles of so many queries start, if anywhere."""
         return tile_q
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Padded:
-    """Sequences lie in [batch, heads, length] and each has a number of queries, a number of keys and the position of
-    its first query, which kernels read on the device.
+class _Own:
+    """What layouts share in which a sequence has lengths and positions of its own, which kernels read on the device.
 
     The positions of a sequence's queries end where the language's `q_len` does.
     """
 
-    name: ClassVar[str] = "padded"
+    __slots__ = ()
     own: ClassVar[bool] = True
 
     def starts(self, tile_q: int) -> int:
@@ -36,13 +36,37 @@ class Padded:
         return MAX_LENGTH
 
 
-Layout = Dense | Padded
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padded(_Own):
+    """Sequences lie in [batch, heads, length], which they need not fill.
+
+    Kernels take their numbers of queries and of keys and the positions of their first queries: int32 [batch] or null.
+    """
+
+    joined: ClassVar[bool] = False
+    template: ClassVar[str] = "padded.cu.j2"
+    pointers: ClassVar[tuple[str, ...]] = ("q_lengths", "kv_lengths", "q_offsets")
+    numbers: ClassVar[tuple[str, ...]] = ("q_rows", "q_offset")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Varlen(_Own):
+    """Sequences lie behind each other in [heads, rows].
+
+    Kernels take where each begins and the last ends, of queries and of keys: int32 [batch + 1].  `q_len` and `kv_len`
+    bound their lengths from above.
+    """
+
+    joined: ClassVar[bool] = True
+    template: ClassVar[str] = "varlen.cu.j2"
+    pointers: ClassVar[tuple[str, ...]] = ("cu_seqlens_q", "cu_seqlens_k", "q_offsets")
+    numbers: ClassVar[tuple[str, ...]] = ("q_rows", "kv_rows", "q_offset", "q_start", "k_start")
+
+
+Layout = Dense | Padded | Varlen
 
 #: What kernels are made for unless asked.
 DENSE = Dense()
 
 #: The position of the first query that stands for: the last query is beside the last key.
 AT_END = -1
-
-#: What kernels of padded sequences take: int32 [batch] or null, in this order.
-POINTERS = ("q_lengths", "kv_lengths", "q_offsets")

@@ -12,16 +12,15 @@ from flashgen.planning.members import (
     BlockOrder,
     Consumers,
     DqSum,
-    DynamicScheduler,
     FullTilesApart,
     OByTma,
     OFromRegisters,
     OwnKeys,
     PackedQueries,
     Queries,
+    Scheduler,
     SharedKeys,
     SplitDkDv,
-    StaticScheduler,
     StepEnd,
     TilesAlike,
 )
@@ -83,7 +82,7 @@ class Specialized:
     score_emitted_twice: bool  # registers are left for a score function that is emitted twice
     full_tiles: FullTilesApart | TilesAlike
     o: OByTma | OFromRegisters
-    scheduler: DynamicScheduler | StaticScheduler
+    scheduler: Scheduler
     rows: Queries | PackedQueries
 
 

@@ -123,6 +123,7 @@ def make_launch(
     params: Mapping[str, int | float],
     dropout: Dropout | None = None,
     q_offset: int = 0,
+    rows: tuple[int, int] | None = None,
     sms: int,
     l2_kv_heads: int | None = None,
     clear_distance: int | None = None,
@@ -131,9 +132,10 @@ def make_launch(
 
     `strides` are those of q, k, v and o, and in a backward of d_o, dq, dk and dv, in elements over (batch, heads,
     rows); a row's elements lie side by side.  `q_offset` is the first query's position where the layout of the plan has
-    one.  `sms` are those of the GPU.  `l2_kv_heads`, the key heads whose tensors
-    its L2 holds, and `clear_distance`, the key heads that a backward clears dq of in advance, follow from the plan and
-    the problem unless given: small problems on few SMs then show what large ones do.
+    one, `rows` are those of q and of k in memory where they are not q_len and kv_len.  `sms` are those of the GPU.
+    `l2_kv_heads`, the key heads whose tensors its L2 holds, and `clear_distance`, the key heads that a backward clears
+    dq of in advance, follow from the plan and the problem unless given: small problems on few SMs then show what large
+    ones do.
     """
     heads = problem.batch * problem.kv_heads
     together = min(_l2_kv_heads(plan, problem) if l2_kv_heads is None else l2_kv_heads, heads)
@@ -142,16 +144,22 @@ def make_launch(
             backward.clear_distance(plan, problem, sms, together) if clear_distance is None else clear_distance, heads
         )
     pack = plan.pack(problem.group)
+    q_rows, kv_rows = (problem.q_len, problem.kv_len) if rows is None else rows
+    if plan.layout.joined:
+        strides = {name: (0, *of_tensor[1:]) for name, of_tensor in strides.items()}
     numbers: dict[str, int | float] = {
         **problem.sizes(),
-        "q_tiles": _q_tiles(plan, problem),
+        "q_tiles": _q_tiles(plan, problem, q_rows),
         "kv_tiles": _kv_tiles(plan, problem),
         "l2_heads": together if plan.backward is not None else together * problem.group // pack,
         "clear_distance": clear_distance,
         "packs": problem.heads // pack,
         "pack_log2": pack.bit_length() - 1,
-        "q_rows": problem.q_len,
+        "q_rows": q_rows,
+        "kv_rows": kv_rows,
         "q_offset": q_offset,
+        "q_start": 0,
+        "k_start": 0,
         "scale": scale,
         **{f"param_{name}": value for name, value in params.items()},
     }
@@ -168,9 +176,9 @@ def make_launch(
     shapes = {name: captured[name].sizes for name in plan.gradients}
     return Launch(
         plan=plan,
-        grids=grids(plan, problem, sms),
+        grids=grids(plan, problem, sms, q_rows),
         values=MappingProxyType({f.name: numbers[f.name] for f in fields if not f.ctype.endswith("*")}),
-        maps=tuple(_tensor_map(name, plan, problem, strides[name]) for name in members.maps(plan)),
+        maps=tuple(_tensor_map(name, plan, problem, strides[name], (q_rows, kv_rows)) for name in members.maps(plan)),
         workspaces=backward.workspaces(plan, problem, shapes) if plan.backward is not None else (),
         cleared=tuple(COUNTERS for f in fields if f.name == COUNTERS.name),
     )
@@ -186,14 +194,15 @@ def dropout_scalars(dropout: Dropout) -> tuple[int | float, ...]:
     return dropout.seed, dropout.offset, dropout.threshold, dropout.scale
 
 
-def grids(plan: KernelPlan, problem: Problem, sms: int) -> tuple[LaunchGrid, ...]:
-    """The kernels of a pass on a GPU of so many SMs, in the order in which they run on one stream."""
-    found = _forward_grids(plan, problem, sms) if plan.backward is None else _backward_grids(plan, problem, sms)
+def grids(plan: KernelPlan, problem: Problem, sms: int, q_rows: int | None = None) -> tuple[LaunchGrid, ...]:
+    """The kernels of a pass on a GPU of so many SMs, in the order in which they run on one stream; q has `q_rows`."""
+    found = _forward_grids(plan, problem, sms, q_rows) if plan.backward is None else _backward_grids(plan, problem, sms)
     return tuple(grid for grid in found if grid.blocks)
 
 
-def _forward_grids(plan: KernelPlan, problem: Problem, sms: int) -> list[LaunchGrid]:
-    blocks = _q_tiles(plan, problem) * problem.heads // plan.pack(problem.group) * problem.batch
+def _forward_grids(plan: KernelPlan, problem: Problem, sms: int, q_rows: int | None) -> list[LaunchGrid]:
+    blocks = _q_tiles(plan, problem, q_rows) * (problem.heads // plan.pack(problem.group))
+    blocks *= 1 if plan.layout.joined else problem.batch
     if plan.specialized is not None:  # each block takes tile after tile
         blocks = min(blocks, sms)
     return [_main_grid(plan, blocks)]
@@ -225,8 +234,13 @@ def _main_grid(plan: KernelPlan, blocks: int) -> LaunchGrid:
     return LaunchGrid(entry=main_entry(plan), blocks=blocks, threads=plan.threads, smem_bytes=plan.smem_bytes)
 
 
-def _q_tiles(plan: KernelPlan, problem: Problem) -> int:
-    return -(-problem.q_len // plan.tile_queries(problem.group))
+def _q_tiles(plan: KernelPlan, problem: Problem, q_rows: int | None = None) -> int:
+    """Tiles of queries of a sequence; where sequences are joined, the most that all of them may have."""
+    queries = plan.tile_queries(problem.group)
+    if plan.layout.joined:  # each may end inside a tile, and none has more than its rows
+        rows = problem.q_len * problem.batch if q_rows is None else q_rows
+        return min(rows // queries + problem.batch, rows)
+    return -(-problem.q_len // queries)
 
 
 def _kv_tiles(plan: KernelPlan, problem: Problem) -> int:
@@ -241,20 +255,22 @@ def _l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
     return ARCHS[plan.arch].l2_holds(problem.kv_len * (problem.head_dim + problem.v_head_dim) * problem.itemsize)
 
 
-def _tensor_map(name: str, plan: KernelPlan, problem: Problem, strides: tuple[int, int, int]) -> TensorMapDesc:
-    """That of q, k, v, o or d_o."""
+def _tensor_map(
+    name: str, plan: KernelPlan, problem: Problem, strides: tuple[int, int, int], in_memory: tuple[int, int]
+) -> TensorMapDesc:
+    """That of q, k, v, o or d_o, with so many rows of q, and of k, in memory."""
     columns = problem.head_dim if name in "qk" else problem.v_head_dim
     if name in ("k", "v"):
-        rows, heads, box = problem.kv_len, problem.kv_heads, (plan.tile.kv, 1)
+        rows, heads, box = in_memory[1], problem.kv_heads, (plan.tile.kv, 1)
     else:
-        rows, heads = problem.q_len, problem.heads
+        rows, heads = in_memory[0], problem.heads
         box = (WARPGROUP_ROWS if plan.backward is None else plan.tile.q, 1)  # of a forward, those of one warpgroup
     batch, of_head, of_row = strides
     sizes, of_axes = (rows, heads), (of_row, of_head)
     if plan.packed and name in "qo":  # the heads of a query side by side
         pack = plan.pack(problem.group)
         sizes, of_axes, box = sizes[::-1], of_axes[::-1], (pack, WARPGROUP_ROWS // pack)
-    sizes, of_axes = (*sizes, problem.batch), (*of_axes, batch)
+    sizes, of_axes = (*sizes, 1 if plan.layout.joined else problem.batch), (*of_axes, batch)
     least = -(-columns * problem.itemsize // 16) * 16  # of a size of 1 any stride will do
     return TensorMapDesc(
         tensor=name,

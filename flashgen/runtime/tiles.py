@@ -76,11 +76,32 @@ class Traffic(Visits):
 
 
 class Sequence(NamedTuple):
-    """One of a batch: its queries sit at q_offset to q_len - 1, and it has kv_len keys."""
+    """One of a batch: its queries sit at q_offset to q_len - 1, and it has kv_len keys.
+
+    Its rows begin at q_start and k_start of the arrays, in their batch `at`.
+    """
 
     q_offset: int
     q_len: int
     kv_len: int
+    at: int
+    q_start: int = 0
+    k_start: int = 0
+
+    @property
+    def queries(self) -> tuple[slice, slice, slice]:
+        """Where its queries lie."""
+        rows = self.q_len - self.q_offset
+        return slice(self.at, self.at + 1), slice(None), slice(self.q_start, self.q_start + rows)
+
+    @property
+    def keys(self) -> tuple[slice, slice, slice]:
+        """Where its keys lie."""
+        return slice(self.at, self.at + 1), slice(None), slice(self.k_start, self.k_start + self.kv_len)
+
+    def case(self, case: Case) -> Case:
+        """The case of the sequence, of that of a batch."""
+        return replace(case, sizes={**case.sizes, "q_len": self.q_len, "kv_len": self.kv_len}, q_offset=self.q_offset)
 
 
 class Walked(NamedTuple):
@@ -123,15 +144,13 @@ def walk(
     o = np.zeros((*q.shape[:-1], v.shape[-1]), np.float64 if dtype == "float64" else np.float32)
     lse, traffic = np.full(q.shape[:-1], -np.inf, o.dtype), Traffic()
     for b, own in enumerate(sequences):
-        rows, keys = own.q_len - own.q_offset, own.kv_len
-        mine, k_own, v_own = q[b : b + 1, :, :rows], k[b : b + 1, :, :keys], v[b : b + 1, :, :keys]
-        sizes = {**case.sizes, "q_len": own.q_len, "kv_len": keys}
-        case_own = replace(case, sizes=sizes, q_offset=own.q_offset)
-        found = _Walk(plan, facts, case_own, mine, k_own, v_own, first=b, **options).run()
-        o[b : b + 1, :, :rows], lse[b : b + 1, :, :rows] = found.o, found.lse
+        operands = q[own.queries], k[own.keys], v[own.keys]
+        found = _Walk(plan, facts, own.case(case), *operands, first=b, **options).run()
+        o[own.queries], lse[own.queries] = found.o, found.lse
         traffic.add(found.traffic)
     traffic.captured //= max(len(sequences), 1)  # they are shared
-    traffic.o, traffic.lse = o.size * ITEMSIZE[dtype], lse.size * 4  # rows that are no query are written too
+    if not plan.layout.joined:  # rows that are no query are written too
+        traffic.o, traffic.lse = o.size * ITEMSIZE[dtype], lse.size * 4
     return Walked(o, lse, traffic)
 
 

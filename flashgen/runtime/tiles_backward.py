@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -115,12 +115,10 @@ def walk_backward(
     captured = {name: np.zeros(case.tensors[name].shape, precision) for name in plan.gradients}
     traffic = BackwardTraffic()
     for b, own in enumerate(sequences):
-        rows, keys = ((slice(b, b + 1), slice(None), slice(n)) for n in (own.q_len - own.q_offset, own.kv_len))
-        sizes = {**case.sizes, "q_len": own.q_len, "kv_len": own.kv_len}
-        by_query = (x if x is None else x[rows] for x in (o, lse, do, dlse))
-        mine = replace(case, sizes=sizes, q_offset=own.q_offset)
-        found = _Backward(plan, facts, mine, q[rows], k[keys], v[keys], *by_query, first=b, **options).run()
-        dq[rows], dk[keys], dv[keys] = found.dq, found.dk, found.dv
+        by_query = (x if x is None else x[own.queries] for x in (o, lse, do, dlse))
+        operands = q[own.queries], k[own.keys], v[own.keys], *by_query
+        found = _Backward(plan, facts, own.case(case), *operands, first=b, **options).run()
+        dq[own.queries], dk[own.keys], dv[own.keys] = found.dq, found.dk, found.dv
         for name, gradient in found.captured.items():
             captured[name] += gradient
         traffic.add(found.traffic)
