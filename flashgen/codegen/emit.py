@@ -120,6 +120,8 @@ def _command(plan: KernelPlan, spec: str, width: int) -> list[str]:
         options.append(("v-head-dim", plan.v_head_dim))
     options.append(("tile", plan.tile))
     options += [(name.replace("_", "-"), value) for name, value in plan.integers().items()]
+    if plan.layout.own:
+        options.append(("layout", plan.layout.name))
     options += [("param", f"{name}={value}") for name, value in variant.bound]
     flags = {"backward": plan.backward is not None, "deterministic": plan.deterministic, "dropout": plan.dropout}
     flags["packed"] = plan.packed

@@ -12,6 +12,7 @@ from flashgen.lang.variant import Variant
 from flashgen.ops.options import apart, option, variant_of
 from flashgen.ops.stages import default_arch, default_dtype, default_head_dim
 from flashgen.planning import planner
+from flashgen.planning.layout import DENSE
 from flashgen.planning.request import KernelRequest
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def supports(
     q_stages: int | None = None,
     dropout: bool = False,
     packed: bool = False,
+    layout: str = "dense",
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
@@ -73,11 +75,12 @@ def supports(
         "dtype": default_dtype(variant),
         "head_dim": default_head_dim(variant),
         **dict.fromkeys(("v_head_dim", "pipeline", "tile", *integers)),
-        **{"dropout": False, "packed": False, "backward": False, "deterministic": False, "gradients": ()},
+        **{"dropout": False, "packed": False, "layout": DENSE},
+        **{"backward": False, "deterministic": False, "gradients": ()},
     }
     given = {
         **{"arch": arch, "dtype": dtype, "head_dim": head_dim, "v_head_dim": v_head_dim, "pipeline": pipeline},
-        **{"tile": tile, **integers, "dropout": dropout, "packed": packed},
+        **{"tile": tile, **integers, "dropout": dropout, "packed": packed, "layout": layout},
         **{"backward": backward, "deterministic": deterministic},
         "gradients": gradients,
     }

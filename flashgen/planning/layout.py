@@ -12,6 +12,7 @@ from flashgen.lang.ranges import MAX_LENGTH
 class Dense:
     """Sequences fill [batch, heads, length] and are all of one length; queries begin at position 0."""
 
+    name: ClassVar[str] = "dense"
     own: ClassVar[bool] = False
     joined: ClassVar[bool] = False
     pointers: ClassVar[tuple[str, ...]] = ()
@@ -43,6 +44,7 @@ class Padded(_Own):
     Kernels take their numbers of queries and of keys and the positions of their first queries: int32 [batch] or null.
     """
 
+    name: ClassVar[str] = "padded"
     joined: ClassVar[bool] = False
     template: ClassVar[str] = "padded.cu.j2"
     pointers: ClassVar[tuple[str, ...]] = ("q_lengths", "kv_lengths", "q_offsets")
@@ -57,6 +59,7 @@ class Varlen(_Own):
     bound their lengths from above.
     """
 
+    name: ClassVar[str] = "varlen"
     joined: ClassVar[bool] = True
     template: ClassVar[str] = "varlen.cu.j2"
     pointers: ClassVar[tuple[str, ...]] = ("cu_seqlens_q", "cu_seqlens_k", "q_offsets")
@@ -67,6 +70,9 @@ Layout = Dense | Padded | Varlen
 
 #: What kernels are made for unless asked.
 DENSE = Dense()
+
+#: By the names that options have for them.
+LAYOUTS = {layout.name: layout for layout in (DENSE, Padded(), Varlen())}
 
 #: The position of the first query that stands for: the last query is beside the last key.
 AT_END = -1
