@@ -40,7 +40,7 @@ def plan(
     q_stages: int | None = None,
     dropout: bool = False,
     packed: bool = False,
-    layout: str = "dense",
+    layout: str | None = None,
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
@@ -52,11 +52,11 @@ def plan(
     if it declares it; the arch that it pins, else that of the first GPU, else sm_90a.  `tile` (queries, keys), `stages`
     (of keys, in shared memory), `q_stages` (of queries: 1 or 2, on Hopper) and `pipeline` fix what the planner would
     choose; `packed` asks for tiles that hold all heads which share keys, as problems with few queries get them.
-    `layout` "padded" is that of calls with `q_offset`, `q_lengths` or `kv_lengths`, "varlen" that of attention_varlen;
-    sizes then bound those of each sequence.  With `backward` the kernels of its gradients, those of the captured
-    tensors in `gradients` too, and with `deterministic` in one order of sums.  `fallbacks` of the result name the better
-    pipelines of the arch that do not serve this, and why.  Raises PlanError with the limit that the request hits and
-    the nearest thing that works, and SpecError for a file that is no spec.
+    `layout` "padded" is that of calls with `q_offset` or lengths, "varlen" that of attention_varlen: sizes then bound
+    those of each sequence.  With `backward` the kernels of its gradients, those of the captured tensors in `gradients`
+    too, and with `deterministic` in one order of sums.  `fallbacks` of the result name the better pipelines of the arch
+    that do not serve this, and why.  Raises PlanError with the limit that the request hits and the nearest thing that
+    works, and SpecError for a file that is no spec.
     """
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen, "kv_seqlen": kv_seqlen}
     sizes = {name: option(name, value) for name, value in sizes.items()}

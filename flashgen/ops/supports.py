@@ -45,7 +45,7 @@ def supports(
     q_stages: int | None = None,
     dropout: bool = False,
     packed: bool = False,
-    layout: str = "dense",
+    layout: str | None = None,
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
