@@ -84,16 +84,17 @@ class Batch:
     ) -> tuple[SimulatedBackward, WalkedBackward]:
         """The gradients of all sequences by the backward's kernels, and by the walk; dO is NaN where no query is."""
         p, (q, k, v) = self.problem, self.qkv
-        request = {"tile": tile, "pipeline": "ampere", "layout": Padded(), "dropout": self.dropout is not None}
+        request = {"tile": tile, "pipeline": "ampere", "layout": self.plan.layout, "dropout": self.dropout is not None}
         plan = backward_menu(self.variant, "sm_80", p.dtype, p.head_dim, p.v_head_dim, **request, **options).plans[0]
         given = {"scale": self.scale, "dropout": self.dropout}
-        own = tuple(x.walked(b) for b, x in enumerate(self.sequences))
+        joined = self.plan.layout.joined
+        own = tuple(x.walked(0 if joined else b) for b, x in enumerate(self.sequences))
         walks = {**given, "dtype": p.dtype, "sequences": own}
         o, lse, _ = runtime.walk(self.plan, self.facts, self.case, q, k, v, **walks)
         rng = np.random.default_rng(1)
         do, dlse = rng.standard_normal(o.shape, np.float32), rng.standard_normal(lse.shape, np.float32)
         do, o = (torch.from_numpy(x).to(getattr(torch, p.dtype)).float().numpy() for x in (do, o))
-        for b, one in enumerate(self.sequences):
+        for b, one in enumerate(() if joined else self.sequences):
             do[b, :, one.q_rows :] = dlse[b, :, one.q_rows :] = np.nan
         walked = walk_backward(plan, self.facts, self.case, q, k, v, o, lse, do, dlse=dlse, **walks)
         told = {"sequences": self.tensors, "q_offset": self.q_offset, "source": edit(emit(plan))}

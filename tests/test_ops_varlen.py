@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 from emulated_gpu import install
-from test_ops_padded import biased, causal, ints
+from test_ops_padded import biased, causal, gradients, ints
 
 import flashgen as fg
 from flashgen.errors import LaunchError
+from flashgen.ops.backward import Given, run_backward
+from flashgen.ops.call import Call
+from flashgen.ops.forward import run
 from flashgen.ops.records import calls_of
 
 #: One sequence has no query, one no key.
@@ -100,12 +103,47 @@ def test_what_is_refused(given, message):
     assert "nearest" in str(refused.value)
 
 
-def test_other_shapes_and_gradients_are_refused():
+def test_other_shapes_are_refused():
     q, k, v = draw()
     with pytest.raises(LaunchError, match=r"takes \[rows, heads, head_dim\]"):
         fg.attention_varlen(q[None], k, v, causal, Q, K, max_seqlen_q=7)
-    with pytest.raises(LaunchError, match="no backward yet"):
-        fg.attention_varlen(q.requires_grad_(), k, v, causal, Q, K, max_seqlen_q=7, max_seqlen_k=20)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_on_a_cpu(deterministic):
+    q, k, v = draw()
+    q, k, v = torch.cat([q, q[:2]]), torch.cat([k, k[:3]]), torch.cat([v, v[:3]])  # rows of no sequence
+    bounds = {"max_seqlen_q": 7, "max_seqlen_k": 20, "return_lse": True, "deterministic": deterministic}
+
+    def joined(*x):
+        o, lse = fg.attention_varlen(*x, causal, Q, K, **bounds)
+        return o[:15], lse[:, :15]
+
+    def apart(*x):
+        o, lse = zip(*(alone(*x, causal, b) for b in range(4)), strict=True)
+        return torch.cat(o), torch.cat(lse, dim=1)
+
+    for got, want in zip(gradients(joined, q, k, v), gradients(apart, q, k, v), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
+def test_gradients_on_a_gpu(capability, monkeypatch):
+    gpu = install(monkeypatch, capability)
+    tensors = draw(torch.bfloat16)
+    bounds = {"max_seqlen_q": 7, "max_seqlen_k": 20}
+    want = gradients(lambda *x: fg.attention_varlen(*x, causal, Q, K, return_lse=True, **bounds), *tensors)
+    own = {"cu_seqlens_q": gpu.put(Q), "cu_seqlens_k": gpu.put(K), **bounds}
+    call = Call(causal, None, {f"varlen.{name}": x for name, x in own.items()})
+    q, k, v = (gpu.put(x.transpose(0, 1).unsqueeze(0)) for x in tensors)
+    o, lse = run(q, k, v, call)
+    do = gpu.put(o.as_subclass(torch.Tensor).float().cos().bfloat16())
+    dlse = gpu.put(lse.as_subclass(torch.Tensor).isfinite().float())
+    found = run_backward(Given(do, dlse, q, k, v, o, lse), call, ())
+    for mine, other in zip(found[:3], want, strict=True):
+        pair = mine.as_subclass(torch.Tensor).float()[0].transpose(0, 1), other.as_subclass(torch.Tensor).float()
+        torch.testing.assert_close(*pair, rtol=0.05, atol=0.05)
 
 
 def test_compiled():
@@ -129,8 +167,8 @@ def test_records_of_a_gpu(capability, monkeypatch):
         want = fg.attention_varlen(*tensors, causal, *starts, **bounds)
         torch.testing.assert_close(*(x.as_subclass(torch.Tensor) for x in (got, want)), rtol=0.03, atol=0.03)
     assert len(gpu.plans) == len(calls_of(causal).records) == 1
-    wrong = gpu.put(ints(0, 30, 10, 15, 15))  # no address outside of the tensors follows from it
+    wrong = gpu.put(ints(0, 30, 41, -7, 90))  # no address outside of the tensors follows from it
     fg.attention_varlen(q, k, v, causal, wrong, wrong, **bounds)
     monkeypatch.setenv("FLASHGEN_CHECK", "1")
-    with pytest.raises(LaunchError, match="decreases from 30 to 10"):
+    with pytest.raises(LaunchError, match="decreases from 41 to -7"):
         fg.attention_varlen(q, k, v, causal, wrong, wrong, **bounds)

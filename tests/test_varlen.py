@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from padded import batch
 from ptx_attention import replace
-from test_padded import walked
+from test_padded import check_gradients, walked
 from tiers import thinned
 
-from flashgen.errors import PlanError
 from flashgen.interpreter.errors import Trap
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning.layout import DENSE, Varlen
@@ -93,14 +92,45 @@ def test_the_walk_and_its_bytes():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_plans(arch):
-    """Sums are taken in the order of dense kernels; there is no backward yet."""
+    """Sums are taken in the order of dense kernels; pipeline ampere has the backward."""
     for spec in ("full", "causal", "relative_bias", "softcap"):
         variant = load_spec(spec).bind()
         dense, joined = (menu(variant, arch, "bfloat16", 128, layout=layout).plans for layout in (DENSE, Varlen()))
         assert [plan.order_of_sums for plan in joined] == [plan.order_of_sums for plan in dense]
         assert joined[0].pipeline == dense[0].pipeline
-        with pytest.raises(PlanError, match="no sequences that lie behind each other"):
-            backward_menu(variant, arch, "bfloat16", 128, layout=Varlen())
+        assert backward_menu(variant, arch, "bfloat16", 128, layout=Varlen()).plans[0].pipeline == "ampere"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients(deterministic):
+    w = batch("causal", "ampere", layout=Varlen(), **{**LENGTHS, "poisoned": 2})
+    check_gradients(w, deterministic=deterministic)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"q_lengths": (33, 0, 70), "kv_lengths": (70, 10, 0), "poisoned": 1},
+        {"q_lengths": (33, 100), "kv_lengths": (70, 150), "q_offset": "end", "heads": 4, "kv_heads": 2, "beyond": 1.0},
+        {"q_lengths": tuple(i % 3 for i in range(40)), "kv_lengths": tuple(i % 5 for i in range(40)), "beyond": 1.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("spec", ["full", "blocks"])
+def test_gradients_of_shapes(spec, deterministic, shape):
+    check_gradients(batch(spec, "ampere", layout=Varlen(), **shape), deterministic=deterministic)
+
+
+@pytest.mark.slow
+def test_gradients_with_options():
+    lengths = {**LENGTHS, "poisoned": 2}
+    dropout = Dropout(p=0.3, seed=1, offset=0)
+    check_gradients(batch("causal", "ampere", layout=Varlen(), dropout=dropout, **lengths))
+    for deterministic in (False, True):
+        w = batch("alibi", "ampere", layout=Varlen(), **lengths)
+        check_gradients(w, gradients=("slopes",), deterministic=deterministic)
 
 
 MUTATIONS = [

@@ -69,6 +69,23 @@ class SequenceCode:
         head = f"(i64){tile}.h" if self.joined else f"((i64){tile}.b * p.heads + {tile}.h)"
         return f"{head} * {self.q_rows}"
 
+    @property
+    def tile_of(self) -> str:
+        """In workspaces of a backward, the first tile of queries of a step's head."""
+        if self.joined:
+            return "(i64)step.head * p.q_tiles + first_tile(p.q_start, keys.b)"
+        return "(i64)(keys.b * p.heads + step.head) * p.q_tiles"
+
+    @property
+    def of_rows(self) -> str:
+        """What a block's tile in workspaces is found by."""
+        return "rows, p" if self.joined else ""
+
+    @property
+    def shift(self) -> str:
+        """From a position to its row of q in memory."""
+        return "p.q_start - p.q_offset" if self.joined else "-p.q_offset"
+
     # -- pipeline hopper
 
     @property

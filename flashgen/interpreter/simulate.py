@@ -301,6 +301,7 @@ def simulate_backward(
         "l2_kv_heads": l2_kv_heads,
         "clear_distance": clear_distance,
         "q_offset": q_offset,
+        "rows": (np.shape(q)[-2], np.shape(k)[-2]),
     }
     tensors.add_sequences(sequences)
     workspaces, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)

@@ -89,6 +89,7 @@ def attention_varlen(
     return_lse: bool = False,
     dropout: float = 0.0,
     seed: int | None = None,
+    deterministic: bool = False,
     q_offset: int | str | torch.Tensor | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +103,7 @@ def attention_varlen(
     reach.  What one sequence holds changes no other.  Everything else is as in `attention`, `q_offset` too.
 
     o is [total_q, heads, v_head_dim], lse [heads, total_q]: the rows of a head lie side by side, as kernels write them.
-    Rows of no sequence are not written on a GPU.  It has no gradients yet.  Raises LaunchError and PlanError before
+    Rows of no sequence are not written on a GPU, and have gradients of 0.  Raises LaunchError and PlanError before
     anything runs; where FLASHGEN_CHECK=1 is in the environment, and on a CPU always, for cumulative lengths that
     decrease, leave the tensor or pass their bounds too.
     """
@@ -114,19 +115,13 @@ def attention_varlen(
                 f"{name} has {x.dim()} dimensions {list(x.shape)}: attention_varlen takes [rows, heads, head_dim]\n"
                 "  nearest: attention() for [batch, heads, seqlen, head_dim]"
             )
-    tensors = (q, k, v, *named.values())
-    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
-        raise LaunchError(
-            "attention_varlen has no backward yet, and something requires a gradient\n"
-            "  nearest: torch.no_grad(), or attention() with q_lengths and kv_lengths on padded tensors"
-        )
     own = dict.fromkeys(VARLEN[:2], cu_seqlens_q) | dict.fromkeys(BOUNDS, max_seqlen_q)
     keys = (VARLEN[1], cu_seqlens_k), (BOUNDS[1], max_seqlen_k)
     own |= {name: x for name, x in keys if x is not None}
     if q_offset is not None:
         own[VARLEN[2]] = position(q_offset)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, False, {**named, **own})
+    found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, {**named, **own})
     if isinstance(found, tuple):
         return found[0][0].transpose(0, 1), found[1][0]
     return found[0].transpose(0, 1)

@@ -75,7 +75,7 @@ def run_backward(given: Given, call: Call, wanted: Sequence[str]) -> Gradients:
     record = calls.backward.get(key)
     if record is None:
         request = checked(q, k, v, call)
-        if request.problem.empty or request.problem.kv_len == 0:
+        if request.problem.empty or request.problem.kv_len == 0 or 0 in (q.shape[2], k.shape[2]):
             tensors = [request.tensors[name] for name in wanted]
             dq, dk, dv = (x.zero_() for x in results(q, k, v))
             return Gradients(dq, dk, dv, tuple(map(torch.zeros_like, tensors)))
@@ -146,7 +146,19 @@ class _Record:
     """The launches for one set of shapes, strides and dtypes: call it with the tensors and numbers of a call."""
 
     __slots__ = (
-        *("_dtype", "_index", "_numbers", "_own", "_pick", "_places", "_record", "_results", "_room", "_sums"),
+        *(
+            "_dtype",
+            "_index",
+            "_joined",
+            "_numbers",
+            "_own",
+            "_pick",
+            "_places",
+            "_record",
+            "_results",
+            "_room",
+            "_sums",
+        ),
         *("_tensors", "_wanted"),
     )
 
@@ -168,6 +180,7 @@ class _Record:
         self._sums = [(tuple(x.shape), memory.contiguous(x.shape)) for x in [request.tensors[name] for name in wanted]]
         self._numbers = Numbers(request)
         made = (*("q", "k", "v", "o", "d_o", "lse", "dlse"), *_RESULTS, *(part.name for part in launch.workspaces))
+        self._joined = request.layout.joined
         self._own = () if request.sequences is None else sequences.names(request.sequences.layout)
         named = (*(f"tensor_{name}" for name in self._tensors), *(f"grad_{name}" for name in wanted))
         named = (*named, *request.layout.pointers)
@@ -185,6 +198,8 @@ class _Record:
             for name, tensor in (("q", q), ("k", k), ("v", v)):
                 check_rows(name, tensor)
         dq, dk, dv = [memory.empty_strided(shape, strides, self._dtype) for shape, strides in self._results]
+        if self._joined:  # rows of no sequence
+            dq.zero_(), dk.zero_(), dv.zero_()
         room = memory.empty_strided((self._room,), (1,), torch.uint8)
         start = room.data_ptr()
         sums = [memory.empty_strided(shape, strides, torch.float32) for shape, strides in self._sums]

@@ -150,7 +150,7 @@ def make_launch(
     numbers: dict[str, int | float] = {
         **problem.sizes(),
         "q_tiles": _q_tiles(plan, problem, q_rows),
-        "kv_tiles": _kv_tiles(plan, problem),
+        "kv_tiles": _kv_tiles(plan, problem, kv_rows),
         "l2_heads": together if plan.backward is not None else together * problem.group // pack,
         "clear_distance": clear_distance,
         "packs": problem.heads // pack,
@@ -174,12 +174,13 @@ def make_launch(
             numbers[f"stride{axis}_{name}"] = stride if size > 1 else 0  # of size 1: it broadcasts
     fields = members.fields(plan)
     shapes = {name: captured[name].sizes for name in plan.gradients}
+    of_all = _q_tiles(plan, problem, q_rows) if plan.layout.joined else None
     return Launch(
         plan=plan,
-        grids=grids(plan, problem, sms, q_rows),
+        grids=grids(plan, problem, sms, (q_rows, kv_rows)),
         values=MappingProxyType({f.name: numbers[f.name] for f in fields if not f.ctype.endswith("*")}),
         maps=tuple(_tensor_map(name, plan, problem, strides[name], (q_rows, kv_rows)) for name in members.maps(plan)),
-        workspaces=backward.workspaces(plan, problem, shapes) if plan.backward is not None else (),
+        workspaces=backward.workspaces(plan, problem, shapes, of_all) if plan.backward is not None else (),
         cleared=tuple(COUNTERS for f in fields if f.name == COUNTERS.name),
     )
 
@@ -194,34 +195,42 @@ def dropout_scalars(dropout: Dropout) -> tuple[int | float, ...]:
     return dropout.seed, dropout.offset, dropout.threshold, dropout.scale
 
 
-def grids(plan: KernelPlan, problem: Problem, sms: int, q_rows: int | None = None) -> tuple[LaunchGrid, ...]:
-    """The kernels of a pass on a GPU of so many SMs, in the order in which they run on one stream; q has `q_rows`."""
-    found = _forward_grids(plan, problem, sms, q_rows) if plan.backward is None else _backward_grids(plan, problem, sms)
+def grids(
+    plan: KernelPlan, problem: Problem, sms: int, rows: tuple[int | None, int | None] = (None, None)
+) -> tuple[LaunchGrid, ...]:
+    """The kernels of a pass on a GPU of so many SMs, in the order in which they run on one stream; `rows` are those of
+    make_launch."""
+    make = _forward_grids if plan.backward is None else _backward_grids
+    found = make(plan, problem, sms, rows)
     return tuple(grid for grid in found if grid.blocks)
 
 
-def _forward_grids(plan: KernelPlan, problem: Problem, sms: int, q_rows: int | None) -> list[LaunchGrid]:
-    blocks = _q_tiles(plan, problem, q_rows) * (problem.heads // plan.pack(problem.group))
+_Rows = tuple[int | None, int | None]
+
+
+def _forward_grids(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows) -> list[LaunchGrid]:
+    blocks = _q_tiles(plan, problem, rows[0]) * (problem.heads // plan.pack(problem.group))
     blocks *= 1 if plan.layout.joined else problem.batch
     if plan.specialized is not None:  # each block takes tile after tile
         blocks = min(blocks, sms)
     return [_main_grid(plan, blocks)]
 
 
-def _backward_grids(plan: KernelPlan, problem: Problem, sms: int) -> list[LaunchGrid]:
-    layout, heads = plan.backward, problem.heads * problem.batch
-    q_blocks = _q_tiles(plan, problem) * heads
+def _backward_grids(plan: KernelPlan, problem: Problem, sms: int, in_memory: _Rows) -> list[LaunchGrid]:
+    layout, batch = plan.backward, 1 if plan.layout.joined else problem.batch
+    heads = problem.heads * batch
+    q_blocks = _q_tiles(plan, problem, in_memory[0]) * heads
     rows = {"threads": layout.row_threads, "smem_bytes": 0}
     found = [
         LaunchGrid(entry="attention_backward_prepare", blocks=q_blocks, **rows),
-        _main_grid(plan, _kv_tiles(plan, problem) * problem.kv_heads * problem.batch),
+        _main_grid(plan, _kv_tiles(plan, problem, in_memory[1]) * problem.kv_heads * batch),
     ]
     if layout.by_query is None:
         blocks = min(q_blocks, FINISH_BLOCKS * sms) if layout.dq_in_main_kernel else q_blocks
         found.append(LaunchGrid(entry="attention_backward_finish", blocks=blocks, **rows))
     else:
         size = {"threads": layout.by_query.threads, "smem_bytes": layout.by_query.smem_bytes}
-        blocks = -(-problem.q_len // layout.by_query.tile_q) * heads
+        blocks = _tiles(plan, problem, layout.by_query.tile_q, problem.q_len, in_memory[0]) * heads
         found.append(LaunchGrid(entry="attention_backward_dq", blocks=blocks, **size))
     if plan.gradients:
         found.insert(0, LaunchGrid(entry="attention_backward_clear", blocks=ELEMENT_BLOCKS, **rows))
@@ -236,15 +245,19 @@ def _main_grid(plan: KernelPlan, blocks: int) -> LaunchGrid:
 
 def _q_tiles(plan: KernelPlan, problem: Problem, q_rows: int | None = None) -> int:
     """Tiles of queries of a sequence; where sequences are joined, the most that all of them may have."""
-    queries = plan.tile_queries(problem.group)
-    if plan.layout.joined:  # each may end inside a tile, and none has more than its rows
-        rows = problem.q_len * problem.batch if q_rows is None else q_rows
-        return min(rows // queries + problem.batch, rows)
-    return -(-problem.q_len // queries)
+    return _tiles(plan, problem, plan.tile_queries(problem.group), problem.q_len, q_rows)
 
 
-def _kv_tiles(plan: KernelPlan, problem: Problem) -> int:
-    return -(-problem.kv_len // plan.tile.kv)
+def _kv_tiles(plan: KernelPlan, problem: Problem, kv_rows: int | None = None) -> int:
+    """The same of keys."""
+    return _tiles(plan, problem, plan.tile.kv, problem.kv_len, kv_rows)
+
+
+def _tiles(plan: KernelPlan, problem: Problem, size: int, length: int, rows: int | None) -> int:
+    if plan.layout.joined:  # each sequence may end inside a tile
+        rows = length * problem.batch if rows is None else rows
+        return rows // size + problem.batch
+    return -(-length // size)
 
 
 def _l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:

@@ -331,8 +331,8 @@ def _layout(plan: KernelPlan) -> Backward:
 
 
 def unsupported_reason(request: KernelRequest) -> str | None:
-    """Why the pipeline has no such backward, or None: the planner says where a tile does not fit."""
-    return "its backward has no sequences that lie behind each other" if request.layout.joined else None
+    """Why the pipeline has no such backward: it has every one, and the planner says where a tile does not fit."""
+    return None
 
 
 def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
