@@ -278,14 +278,14 @@ DEVICE Span queries_of(const Params& p, int b) { return span(p.cu_seqlens_q, b, 
 
 DEVICE Span keys_of(const Params& p, int b) { return span(p.cu_seqlens_k, b, p.kv_rows, p.kv_len); }
 
-struct Place { int b, tile; };  // a tile of queries of a sequence; b < 0: there is none
+struct Place { int b, tile; };  // a tile of a sequence; b < 0: there is none
 
-// The tile of this number among those of all sequences, each sequence's late queries first.  A lane counts the tiles of
-// one of 32 sequences at a time; the whole warp takes part.
-DEVICE Place find_tile(int number, int tile_queries, const Params& p) {
+// The tile of this number among those of all sequences, each one's late rows first.  A lane counts the tiles of one of
+// 32 sequences at a time; the whole warp takes part.
+template <typename Lengths> DEVICE Place find_tile(int number, int tile_rows, Lengths span_of, const Params& p) {
   const int lane = threadIdx.x % 32;
   for (int b = 0; b < p.batch; b += 32) {
-    const int tiles = b + lane < p.batch ? (queries_of(p, b + lane).length + tile_queries - 1) / tile_queries : 0;
+    const int tiles = b + lane < p.batch ? (span_of(p, b + lane).length + tile_rows - 1) / tile_rows : 0;
     int end = tiles;  // behind the last of this sequence
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -300,6 +300,10 @@ DEVICE Place find_tile(int number, int tile_queries, const Params& p) {
     number -= __shfl_sync(~0u, end, 31);
   }
   return {-1, 0};
+}
+
+DEVICE Place find_queries(int number, int tile_rows, const Params& p) {
+  return find_tile(number, tile_rows, [](const Params& p, int b) { return queries_of(p, b); }, p);
 }
 
 // The problem of sequence b, whose queries sit at q_offset to q_len - 1.  A tile from row `first` on, in which the
@@ -331,7 +335,7 @@ struct Start { int b, h, first; };  // of a tile: its first row is this one of t
 // The tile of this block, and its sequence's problem, in which rows of q, o and lse are found by position.
 // Heads that share keys and values are neighbours.
 DEVICE Start start_of_block(const Params& p) {
-  const Place at = find_tile(block_index() / p.heads, TILE_Q, p);
+  const Place at = find_queries(block_index() / p.heads, TILE_Q, p);
   return {at.b, block_index() % p.heads, at.tile * TILE_Q};
 }
 

@@ -432,14 +432,14 @@ DEVICE Span queries_of(const Params& p, int b) { return span(p.cu_seqlens_q, b, 
 
 DEVICE Span keys_of(const Params& p, int b) { return span(p.cu_seqlens_k, b, p.kv_rows, p.kv_len); }
 
-struct Place { int b, tile; };  // a tile of queries of a sequence; b < 0: there is none
+struct Place { int b, tile; };  // a tile of a sequence; b < 0: there is none
 
-// The tile of this number among those of all sequences, each sequence's late queries first.  A lane counts the tiles of
-// one of 32 sequences at a time; the whole warp takes part.
-DEVICE Place find_tile(int number, int tile_queries, const Params& p) {
+// The tile of this number among those of all sequences, each one's late rows first.  A lane counts the tiles of one of
+// 32 sequences at a time; the whole warp takes part.
+template <typename Lengths> DEVICE Place find_tile(int number, int tile_rows, Lengths span_of, const Params& p) {
   const int lane = threadIdx.x % 32;
   for (int b = 0; b < p.batch; b += 32) {
-    const int tiles = b + lane < p.batch ? (queries_of(p, b + lane).length + tile_queries - 1) / tile_queries : 0;
+    const int tiles = b + lane < p.batch ? (span_of(p, b + lane).length + tile_rows - 1) / tile_rows : 0;
     int end = tiles;  // behind the last of this sequence
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -454,6 +454,10 @@ DEVICE Place find_tile(int number, int tile_queries, const Params& p) {
     number -= __shfl_sync(~0u, end, 31);
   }
   return {-1, 0};
+}
+
+DEVICE Place find_queries(int number, int tile_rows, const Params& p) {
+  return find_tile(number, tile_rows, [](const Params& p, int b) { return queries_of(p, b); }, p);
 }
 
 // The problem of sequence b, whose queries sit at q_offset to q_len - 1.  A tile from row `first` on, in which the
@@ -541,7 +545,7 @@ struct Scheduler {
   // Heads that share keys and values are neighbours.
   DEVICE Work locate(int index) {
     const int head = index % p.heads;
-    const Place at = find_tile(index / p.heads, TILE_Q, p);
+    const Place at = find_queries(index / p.heads, TILE_Q, p);
     if (at.b < 0) return {-1, 0, 0, 0};
     return with_lengths({at.tile, head % p.heads, at.b, 1});
   }
