@@ -77,6 +77,11 @@ class SequenceCode:
         return "(i64)(keys.b * p.heads + step.head) * p.q_tiles"
 
     @property
+    def prefix(self) -> str:
+        """Of the functions of a backward that find what a block works on."""
+        return "joined_" if self.joined else ""
+
+    @property
     def of_rows(self) -> str:
         """What a block's tile in workspaces is found by."""
         return "rows, p" if self.joined else ""

@@ -17,7 +17,6 @@ from flashgen.lang.variant import Variant
 from flashgen.ops import sequences
 from flashgen.ops.call import Call, Request, factor
 from flashgen.ops.values import no_variant
-from flashgen.planning.layout import AT_END
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime.launch import Captured, Launch, dropout_scalars, make_launch
 
@@ -38,7 +37,7 @@ class _Calls:
 
     constants: tuple[str, ...]
     tensors: tuple[str, ...]
-    sequences: tuple[str, ...]
+    sequences: frozenset[str]
     records: dict[Key, Any] = field(default_factory=dict)
     backward: dict[Key, Any] = field(default_factory=dict)
 
@@ -55,7 +54,7 @@ def calls_of(variant: Variant) -> _Calls:
     if calls is None:
         with _calls_lock:
             constants, tensors = (tuple(x.name for x in declared) for declared in (variant.constants, variant.tensors))
-            calls = _calls.setdefault(variant.token, _Calls(constants, tensors, sequences.names_of(variant)))
+            calls = _calls.setdefault(variant.token, _Calls(constants, tensors, frozenset(sequences.names_of(variant))))
             if len(_calls) > MAX_VARIANTS:
                 del _calls[next(iter(_calls))]
     return calls
@@ -78,13 +77,7 @@ def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, call
         if name in named:
             x = named[name]
             key = *key, x.shape, x.stride(), x.dtype, x.device, x.is_neg()
-    for name in calls.sequences:
-        x = named.get(name)
-        if isinstance(x, torch.Tensor):
-            key = *key, x.shape, x.stride(), x.dtype, x.device
-        elif x is not None:
-            key = *key, x if name in sequences.BOUNDS else x == AT_END
-    return key
+    return key if calls.sequences.isdisjoint(named) else (*key, *sequences.key(named))
 
 
 def remember(records: dict[Key, Any], key: Key, record: object) -> None:

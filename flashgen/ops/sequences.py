@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -183,6 +183,16 @@ class First:
 def names(layout: Padded | Varlen) -> tuple[str, ...]:
     """The names of a call's values for what kernels point to, in the order of `layout.pointers`."""
     return VARLEN if layout.joined else PADDED
+
+
+def key(named: Mapping[str, Any]) -> Iterator[object]:
+    """What the launches of a call depend on in these of its values: not where queries sit, but for AT_END."""
+    for name in (*PADDED, *VARLEN, *BOUNDS):
+        x = named.get(name)
+        if isinstance(x, torch.Tensor):
+            yield from (x.shape, x.stride(), x.dtype, x.device)
+        elif x is not None:
+            yield x if name in BOUNDS else x == AT_END
 
 
 def addresses(names: tuple[str, ...], named: Mapping[str, Any]) -> tuple[int, ...]:

@@ -40,7 +40,6 @@ def plan(
     q_stages: int | None = None,
     dropout: bool = False,
     packed: bool = False,
-    layout: str | None = None,
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
@@ -51,12 +50,11 @@ def plan(
     Unless given: batch 1 and 8 heads for a problem, head_dim 128 if the variant declares it, else its largest; bfloat16
     if it declares it; the arch that it pins, else that of the first GPU, else sm_90a.  `tile` (queries, keys), `stages`
     (of keys, in shared memory), `q_stages` (of queries: 1 or 2, on Hopper) and `pipeline` fix what the planner would
-    choose; `packed` asks for tiles that hold all heads which share keys, as problems with few queries get them.
-    `layout` "padded" is that of calls with `q_offset` or lengths, "varlen" that of attention_varlen: sizes then bound
-    those of each sequence.  With `backward` the kernels of its gradients, those of the captured tensors in `gradients`
-    too, and with `deterministic` in one order of sums.  `fallbacks` of the result name the better pipelines of the arch
-    that do not serve this, and why.  Raises PlanError with the limit that the request hits and the nearest thing that
-    works, and SpecError for a file that is no spec.
+    choose; `packed` asks for tiles that hold all heads which share keys, as problems with few queries get them.  With
+    `backward` the kernels of its gradients, those of the captured tensors in `gradients` too, and with `deterministic`
+    in one order of sums.  `fallbacks` of the result name the better pipelines of the arch that do not serve this, and
+    why.  Raises PlanError with the limit that the request hits and the nearest thing that works, and SpecError for a
+    file that is no spec.
     """
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen, "kv_seqlen": kv_seqlen}
     sizes = {name: option(name, value) for name, value in sizes.items()}
@@ -74,7 +72,6 @@ def plan(
         tile=option("tile", tile),
         dropout=option("dropout", dropout),
         packed=option("packed", packed),
-        layout=option("layout", layout),
         backward=option("backward", backward),
         deterministic=option("deterministic", deterministic),
         gradients=option("gradients", gradients),

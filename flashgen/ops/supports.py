@@ -12,7 +12,6 @@ from flashgen.lang.variant import Variant
 from flashgen.ops.options import apart, option, variant_of
 from flashgen.ops.stages import default_arch, default_dtype, default_head_dim
 from flashgen.planning import planner
-from flashgen.planning.layout import DENSE
 from flashgen.planning.request import KernelRequest
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ def supports(
     q_stages: int | None = None,
     dropout: bool = False,
     packed: bool = False,
-    layout: str | None = None,
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
@@ -75,12 +73,11 @@ def supports(
         "dtype": default_dtype(variant),
         "head_dim": default_head_dim(variant),
         **dict.fromkeys(("v_head_dim", "pipeline", "tile", *integers)),
-        **{"dropout": False, "packed": False, "layout": DENSE},
-        **{"backward": False, "deterministic": False, "gradients": ()},
+        **{"dropout": False, "packed": False, "backward": False, "deterministic": False, "gradients": ()},
     }
     given = {
         **{"arch": arch, "dtype": dtype, "head_dim": head_dim, "v_head_dim": v_head_dim, "pipeline": pipeline},
-        **{"tile": tile, **integers, "dropout": dropout, "packed": packed, "layout": layout},
+        **{"tile": tile, **integers, "dropout": dropout, "packed": packed},
         **{"backward": backward, "deterministic": deterministic},
         "gradients": gradients,
     }
