@@ -21,6 +21,7 @@ _EXPORTS = {
     "variant": ("flashgen.lang.variant", "variant"),
     "load_spec": ("flashgen.lang.load", "load_spec"),
     "attention": ("flashgen.ops.attention", "attention"),
+    "attention_varlen": ("flashgen.ops.attention", "attention_varlen"),
     "scaled_dot_product_attention": ("flashgen.integrations.sdpa", "scaled_dot_product_attention"),
     **{name: ("flashgen.integrations.activation", name) for name in ("activate", "deactivate")},
     "last_backend": ("flashgen.integrations.backends", "last_backend"),

@@ -64,7 +64,8 @@ def compare(q, k, v, **options):
 
 
 @pytest.mark.parametrize(
-    ("causal", "window", "softcap", "slopes"), itertools.product((False, True), WINDOWS, (0.0, 2.5), (None, 1, 2))
+    ("causal", "window", "softcap", "slopes"),
+    list(itertools.product((False, True), WINDOWS, (0.0, 2.5), (None, 1, 2))),
 )
 def test_every_combination(causal, window, softcap, slopes):
     alibi = None if slopes is None else torch.rand((2, 4)[2 - slopes :], generator=torch.Generator().manual_seed(1))

@@ -32,7 +32,7 @@ LENGTH = 11
 
 
 def nightly(names):
-    test = "test_forward_and_backward[Llama-left]"
+    test = "test_forward_and_backward"
     return [name if name in CI else pytest.param(name, marks=pytest.mark.nightly(sibling=test)) for name in names]
 
 

@@ -64,11 +64,13 @@ class Tiling(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
     """What evaluating an expression needs: `sizes` (batch, heads, kv_heads, q_len, kv_len), the value of each
-    parameter, and each captured tensor as a NumPy array (float16 and bfloat16 as any float type)."""
+    parameter, and each captured tensor as a NumPy array (float16 and bfloat16 as any float type).  Queries sit at
+    `q_offset` to q_len - 1, and tiles of them are counted from there."""
 
     sizes: Mapping[str, int]
     params: Mapping[str, int | float]
     tensors: Mapping[str, np.ndarray]
+    q_offset: int = 0
 
     def evaluate(self, root: Node, *, b: Any, h: Any, q: Any = None, k: Any = None, live: Any = None) -> np.ndarray:
         """The value of a mask or of a part of it at positions that broadcast (see `lang.evaluate`)."""
@@ -233,10 +235,16 @@ def tile_ends(tile: Any, size: int, length: int) -> tuple:
     return first, np.minimum(first + size, length) - 1
 
 
+def query_ends(q_tile: Any, size: int, case: Case) -> tuple:
+    """The positions of the first and last query of a tile."""
+    first, last = tile_ends(q_tile, size, case.sizes["q_len"] - case.q_offset)
+    return first + case.q_offset, last + case.q_offset
+
+
 def runs_of(known: list[Known], case: Case, tile: Tiling, q_tile: Any) -> tuple[np.ndarray, np.ndarray]:
     if not known:
         return (np.zeros((0, *np.shape(q_tile)), np.int64),) * 2
-    q = tile_ends(q_tile, tile.q, case.sizes["q_len"])
+    q = query_ends(q_tile, tile.q, case)
     first, last = [], []
     for term in known:
         lo, hi = zones.key_span(term.bounds.within(*q, 0, case.sizes["kv_len"] - 1))
@@ -263,7 +271,7 @@ def schedule(facts: Facts, case: Case, tile: Tiling, q_tile: int, b: int = 0, h:
     if not touched:
         return []
     kv_tiles = np.unique(np.concatenate(touched))[::-1]
-    q0, q1 = tile_ends(q_tile, tile.q, case.sizes["q_len"])
+    q0, q1 = query_ends(q_tile, tile.q, case)
     k0, k1 = tile_ends(kv_tiles, tile.kv, case.sizes["kv_len"])
     classes = classify(facts, case, b=b, h=h, q0=q0, q1=q1, k0=k0, k1=k1)
     kept = classes != EMPTY
@@ -278,18 +286,18 @@ def schedule_queries(
 
     Their runs are those of `zones.query_span`.
     """
-    if case.sizes["q_len"] == 0:
+    if case.sizes["q_len"] == case.q_offset:
         return []
     keys = tile_ends(kv_tile, tile.kv, case.sizes["kv_len"])
     touched = []
     for term in known_terms(facts.visible, case, b, h):
-        first, last = zones.query_span(term.bounds.within(0, case.sizes["q_len"] - 1, *keys))
+        first, last = zones.query_span(term.bounds.within(case.q_offset, case.sizes["q_len"] - 1, *keys))
         if term.holds and first <= last:
-            touched.append(np.arange(first // tile.q, last // tile.q + 1))
+            touched.append(np.arange((first - case.q_offset) // tile.q, (last - case.q_offset) // tile.q + 1))
     if not touched:
         return []
     q_tiles = np.unique(np.concatenate(touched))
-    q0, q1 = tile_ends(q_tiles, tile.q, case.sizes["q_len"])
+    q0, q1 = query_ends(q_tiles, tile.q, case)
     classes = np.broadcast_to(classify(facts, case, b=b, h=h, q0=q0, q1=q1, k0=keys[0], k1=keys[1]), q_tiles.shape)
     kept = classes != EMPTY
     return list(zip(q_tiles[kept].tolist(), classes[kept].tolist(), strict=True))
@@ -301,8 +309,8 @@ def schedule_queries(
 
 def grid(facts: Facts, case: Case, tile: Tiling, b: int = 0, h: int = 0) -> np.ndarray:
     """Classes of all tiles of one (batch, head): int8 [Q tiles, KV tiles]."""
-    q_len, kv_len = case.sizes["q_len"], case.sizes["kv_len"]
-    q = tile_ends(np.arange(tiles_of(q_len, tile.q))[:, None], tile.q, q_len)
+    rows, kv_len = case.sizes["q_len"] - case.q_offset, case.sizes["kv_len"]
+    q = query_ends(np.arange(tiles_of(rows, tile.q))[:, None], tile.q, case)
     k = tile_ends(np.arange(tiles_of(kv_len, tile.kv)), tile.kv, kv_len)
     classes = classify(facts, case, b=b, h=h, q0=q[0], q1=q[1], k0=k[0], k1=k[1])
     return np.broadcast_to(classes, (len(q[0]), len(k[0])))
@@ -310,11 +318,12 @@ def grid(facts: Facts, case: Case, tile: Tiling, b: int = 0, h: int = 0) -> np.n
 
 def true_grid(facts: Facts, case: Case, tile: Tiling, b: int = 0, h: int = 0) -> np.ndarray:
     """As `grid`, by evaluating the mask at every pair: O(q_len * kv_len), for tests and small pictures."""
-    q_len, kv_len = case.sizes["q_len"], case.sizes["kv_len"]
+    kv_len = case.sizes["kv_len"]
     edges = np.arange(0, kv_len, tile.kv)
-    found = np.empty((tiles_of(q_len, tile.q), len(edges)), np.int8)
+    found = np.empty((tiles_of(case.sizes["q_len"] - case.q_offset, tile.q), len(edges)), np.int8)
     for row in range(len(found)):
-        q = np.arange(row * tile.q, min((row + 1) * tile.q, q_len))[:, None]
+        first, last = query_ends(row, tile.q, case)
+        q = np.arange(first, last + 1)[:, None]
         kept = np.ones((len(q), kv_len), np.bool_)
         if facts.variant.mask is not None:
             kept &= case.evaluate(facts.variant.mask, b=b, h=h, q=q, k=np.arange(kv_len))

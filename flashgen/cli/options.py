@@ -188,6 +188,10 @@ class Pass:
         bool,
         _pass("--packed", help="Forward tiles that hold all heads which share keys, as few queries get them."),
     ] = False
+    layout: Annotated[
+        str,
+        _pass(metavar="NAME", help="How sequences lie: dense, padded (lengths or positions of their own), varlen."),
+    ] = "dense"
     integers: Mapping[str, int | None] = field(default_factory=dict)
     gradient: Annotated[
         list[str] | None,
@@ -205,9 +209,12 @@ class Pass:
 
     def asked(self) -> dict[str, object]:
         """As a request takes it."""
+        from flashgen.ops.options import option
+
         backward = {"deterministic": self.deterministic, "gradients": tuple(self.gradient or ())}
         return {
             **{"backward": self.backward, "dropout": self.dropout, "packed": self.packed},
+            "layout": option("layout", self.layout),
             **backward,
             **self.integers,
         }

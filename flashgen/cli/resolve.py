@@ -80,6 +80,11 @@ def resolve(
     from flashgen.planning.request import KernelRequest
 
     which = which or Pass()
+    if data and which.layout != "dense":
+        raise PlanError(
+            f"--layout {which.layout}: what it moves and how long it takes is predicted for dense sequences alone\n"
+            f"  nearest: flashgen emit or flashgen compile with --layout {which.layout}"
+        )
     variant, params = _bound(load_spec(spec) if isinstance(spec, str) else spec, request.param or (), data)
     arch = default_arch(variant) if request.arch is None else archs.find(request.arch).name
     fixed = {"pipeline": request.pipeline, "tile": options.tile_shape(request.tile), "stages": request.stages}

@@ -13,6 +13,7 @@ from flashgen.codegen import device, params
 from flashgen.codegen.backward import sized, transposed
 from flashgen.codegen.fold import folded
 from flashgen.codegen.reachable import reachable
+from flashgen.codegen.sequences import SequenceCode
 from flashgen.codegen.variant_code import VariantCode, variant_code
 from flashgen.planning.backward import lookups
 from flashgen.planning.plan import KernelPlan, Tile
@@ -40,12 +41,13 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     """
     facts = facts or analyse(plan.variant)
     staged = plan.backward is not None and plan.backward.lookup_stages > 0
-    found = variant_code(facts, _tiles(plan), lookups(plan.variant) if staged else ())
+    found = variant_code(facts, _tiles(plan), lookups(plan.variant) if staged else (), plan.layout)
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type = _PTX_TYPE[plan.dtype]
     context = {
         "plan": plan,
         "code": found,
+        "seq": SequenceCode(plan.layout),
         "banner": banner(plan, found),
         "fields": params.fields(plan),
         "params_bytes": params.sizeof(plan),
@@ -118,6 +120,8 @@ def _command(plan: KernelPlan, spec: str, width: int) -> list[str]:
         options.append(("v-head-dim", plan.v_head_dim))
     options.append(("tile", plan.tile))
     options += [(name.replace("_", "-"), value) for name, value in plan.integers().items()]
+    if plan.layout.own:
+        options.append(("layout", plan.layout.name))
     options += [("param", f"{name}={value}") for name, value in variant.bound]
     flags = {"backward": plan.backward is not None, "deterministic": plan.deterministic, "dropout": plan.dropout}
     flags["packed"] = plan.packed

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from flashgen.lang.variant import Variant
 from flashgen.planning.backward import layout
+from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.plan import KernelPlan, Specialized, SpecializedBackward
 from flashgen.planning.program import CTYPES
 
@@ -66,19 +67,24 @@ def fields(plan: KernelPlan) -> tuple[Field, ...]:
     """The members of a plan's `Params`, in order."""
     if plan.backward is not None:
         return _backward_fields(plan)
-    return fields_of(plan.variant, plan.dtype, plan.specialized, plan.dropout)
+    return fields_of(plan.variant, plan.dtype, plan.specialized, plan.dropout, plan.layout)
 
 
 @lru_cache(maxsize=256)
 def fields_of(
-    variant: Variant, dtype: str, specialized: Specialized | None = None, dropout: bool = False
+    variant: Variant,
+    dtype: str,
+    specialized: Specialized | None = None,
+    dropout: bool = False,
+    sequences: Layout = DENSE,
 ) -> tuple[Field, ...]:
     """The members of a forward's `Params`: pointers, then 64-bit, then 32-bit numbers, so that none needs padding.
 
     Strides count elements.  A captured tensor has `tensor_NAME`, and for each dimension i `stride<i>_NAME` and
     `size<i>_NAME`; a parameter is `param_NAME`.  Pipeline hopper has tensor maps (`maps`) in front of the
     struct, and two counters of tiles where it hands them out; where heads are packed `packs` counts what stands in
-    their place, and a pack is 1 << `pack_log2` heads.
+    their place, and a pack is 1 << `pack_log2` heads.  Where sequences have lengths of their own `q_rows` are those of
+    q in memory, and `q_offset` is the position of the first query where no `q_offsets` say it.
     """
     element = ELEMENT[dtype]
     mapped = specialized is not None
@@ -90,6 +96,8 @@ def fields_of(
         numbers.append("l2_heads")
     if specialized is not None and specialized.rows.packed:
         numbers += ["packs", "pack_log2"]
+    pointers += [Field(name, "const int*") for name in sequences.pointers]
+    numbers += sequences.numbers
     return _members(variant, pointers, "o" if mapped else "qkvo", numbers, dropout)
 
 
@@ -113,6 +121,8 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     pointers += [Field(f"grad_{name}", "float*") for name in plan.gradients]
     pointers += [Field(f"exact_{name}", "i64*") for name in plan.score_gradients if plan.deterministic]
     numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles"]
+    pointers += [Field(name, "const int*") for name in plan.layout.pointers]
+    numbers += plan.layout.numbers
     if mapped and (plan.variant.mask is not None or plan.deterministic):
         numbers.append("l2_heads")
     if how.dq_in_main_kernel:

@@ -41,6 +41,8 @@ from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, depend
 from flashgen.lang.loops import LOOPS
 from flashgen.lang.ops import OPS
 from flashgen.planning.backward import lookup_names
+from flashgen.planning.layout import DENSE, Layout
+from flashgen.planning.plan import Tile
 from flashgen.planning.program import CTYPES
 
 #: Bounds within this need no clamp: sums and differences of two of them and a position fit an int32.
@@ -233,19 +235,24 @@ class VariantCode:
         return f"min({at}, {last})" if self.clamp_k else at
 
 
-def variant_code(facts: Facts, tile: Tiling, lookups: tuple[Node, ...] = ()) -> VariantCode:
+def variant_code(facts: Facts, tile: Tiling, lookups: tuple[Node, ...] = (), layout: Layout = DENSE) -> VariantCode:
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
-    `keep` is given these elements of captured tensors."""
+    `keep` is given these elements of captured tensors.
+
+    Where sequences have positions of their own, tiles start at any query, and captured tensors may be shorter than
+    positions reach.
+    """
     mask, score = _printed(facts)
     sink = facts.variant.sink_node
     masked = mask is not None
     loads = _loads(root for root in (mask, score) if root is not None)
     given = _lookups(lookups, facts) if masked else {}
     conditions = GivenPrinter({n: f"at.{one.name}" for n, one in given.items()}, wide=facts.int64, exact=True)
+    tile = Tile(q=layout.starts(tile.q), kv=tile.kv)
     cut = facts.cells.within(tile.q, tile.kv) if masked and facts.cells is not None else None
     cornered = _cornered(facts, tile, cut)
     return VariantCode(
-        readers=_readers(facts, cornered),
+        readers=_readers(facts, cornered, layout),
         score=None if score is None else Printer(wide=facts.int64).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
         keep=None if mask is None else conditions.body(mask),
@@ -362,20 +369,29 @@ def _cornered(facts: Facts, tile: Tiling, cut: Cells | None) -> frozenset[Node]:
     return frozenset(n for n in found if not all(single(o, spans) for o in n.operands))
 
 
-def _readers(facts: Facts, cornered: frozenset[Node]) -> tuple[Reader, ...]:
+def _readers(facts: Facts, cornered: frozenset[Node], layout: Layout) -> tuple[Reader, ...]:
     indices = _indices(facts)
     judged = frozenset(n for n in _loads(_judged(facts)) if depends_on(n, "q", "k")) if facts.hidden else frozenset()
     return tuple(
-        _reader(tensor, sites, indices[tensor], judged.intersection(sites), cornered.intersection(sites))
+        _reader(tensor, sites, indices[tensor], judged.intersection(sites), cornered.intersection(sites), layout)
         for tensor, sites in _sites(facts).items()
     )
 
 
 def _reader(
-    tensor: Tensor, sites: list[Node], indices: tuple[str, ...], judged: frozenset[Node], cornered: frozenset[Node]
+    tensor: Tensor,
+    sites: list[Node],
+    indices: tuple[str, ...],
+    judged: frozenset[Node],
+    cornered: frozenset[Node],
+    layout: Layout,
 ) -> Reader:
-    clamped = tuple(i for i, dim in enumerate(tensor.dims) if not all(inside(n.operands[i], dim) for n in sites))
-    offsets = (f"i{i} * p.stride{i}_{tensor.name}" for i in range(len(tensor.dims)))
+    offsets, clamped = [], []
+    for i, dimension in enumerate(tensor.dims):
+        at = [n.operands[i] for n in sites]
+        if (layout.own and dimension == OWN_DIMENSION["q"]) or not all(inside(n, dimension) for n in at):
+            clamped.append(i)
+        offsets.append(f"i{i} * p.stride{i}_{tensor.name}")
     element = f"__ldg(&p.tensor_{tensor.name}[{' + '.join(offsets)}])"
     dtype = TENSOR_DTYPES[tensor.dtype]
     range_type, one = RangePrinter.types(dtype)
@@ -384,7 +400,7 @@ def _reader(
         shape=f"{tensor.dtype} [{', '.join('any' if d is None else str(d) for d in tensor.dims)}]",
         ctype=CTYPES[dtype],
         indices=indices,
-        clamped=clamped,
+        clamped=tuple(clamped),
         lines=tuple(f"i{i} = clamp_index(i{i}, p.size{i}_{tensor.name});" for i in clamped),
         value=WIDENED.get(tensor.dtype, "{}").format(element),
         ranged=bool(judged - cornered),

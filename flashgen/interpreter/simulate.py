@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -158,6 +159,13 @@ class _Tensors:
         """A tensor to be written, NaN at first."""
         return self.add(name, stored(np.full(shape, np.nan, np.float32), dtype), writable=True)
 
+    def add_sequences(self, given: Mapping[str, np.ndarray]) -> None:
+        """What the plan's layout has of each sequence; what is not given is null."""
+        for name in self.plan.layout.pointers:
+            self.addresses[name] = 0
+            if name in given:
+                self.add(name, np.ascontiguousarray(given[name], np.int32))
+
     def run(
         self,
         facts: Mapping[str, object],
@@ -218,22 +226,28 @@ def simulate(
     sms: int = 2,
     l2_kv_heads: int | None = 2,
     change: Callable[[Launch], Launch] | None = None,
+    sequences: Mapping[str, np.ndarray] = MappingProxyType({}),
+    q_offset: int = 0,
 ) -> Simulated:
-    """Run a plan's forward kernel on [batch, heads, length, dim] float arrays, rounded to the plan's dtype.
+    """Run a plan's forward kernel on [batch, heads, length, dim] float arrays, rounded to the plan's dtype; joined
+    sequences are a batch of 1.
 
     `source` replaces the emitted text and `change` the launch (mutations, probes).  `seed` and `check` are those of
     Module.launch; buffers named in `track` have the addresses of their accesses recorded; `sms` and `l2_kv_heads` are
-    those of make_launch, of a GPU as small as the problems that can be run here.  o and lse start as NaN.  Raises
-    CompileError, LaunchError for a problem without any output, and a Trap for what the kernel does wrong.
+    those of make_launch, of a GPU as small as the problems that can be run here.  `sequences` are the int32 [batch]
+    tensors of a layout that has them, by pointer, and `q_offset` is that of make_launch.  o and lse start as NaN.
+    Raises CompileError, LaunchError for a problem without any output, and a Trap for what the kernel does wrong.
     """
     tensors = _Tensors(plan, case)
     tensors.memory.track = frozenset(track)
     for name, array in (("q", q), ("k", k), ("v", v)):
         tensors.add(name, stored(array, plan.dtype))
-    rows = case.sizes["batch"], case.sizes["heads"], case.sizes["q_len"]
+    rows = np.shape(q)[:-1]
     o = tensors.result("o", (*rows, plan.v_head_dim), plan.dtype)
     lse = tensors.result("lse", rows, "float32")
-    facts = {"scale": scale, "dropout": dropout, "sms": sms, "l2_kv_heads": l2_kv_heads}
+    tensors.add_sequences(sequences)
+    facts = {"scale": scale, "dropout": dropout, "sms": sms, "l2_kv_heads": l2_kv_heads, "q_offset": q_offset}
+    facts["rows"] = rows[-1], np.shape(k)[-2]
     _, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)
     return Simulated(loaded(o, plan.dtype), lse, reports[main_entry(plan)])
 
@@ -259,6 +273,8 @@ def simulate_backward(
     l2_kv_heads: int | None = 2,
     clear_distance: int | None = 2,
     change: Callable[[Launch], Launch] | None = None,
+    sequences: Mapping[str, np.ndarray] = MappingProxyType({}),
+    q_offset: int = 0,
 ) -> SimulatedBackward:
     """Run the kernels of a backward plan, in their order, on the results of a forward.
 
@@ -284,6 +300,9 @@ def simulate_backward(
         "sms": sms,
         "l2_kv_heads": l2_kv_heads,
         "clear_distance": clear_distance,
+        "q_offset": q_offset,
+        "rows": (np.shape(q)[-2], np.shape(k)[-2]),
     }
+    tensors.add_sequences(sequences)
     workspaces, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)
     return SimulatedBackward(*(loaded(result, plan.dtype) for result in results), captured, workspaces, reports)

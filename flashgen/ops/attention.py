@@ -10,9 +10,10 @@ from flashgen.ops import autograd, library
 from flashgen.ops.call import Call
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
+from flashgen.ops.sequences import BOUNDS, VARLEN, joined, position
 from flashgen.ops.sinks import with_given_sink
 from flashgen.ops.tracing import any_autocast, autocast, traced, transformed
-from flashgen.ops.values import no_flag
+from flashgen.ops.values import no_flag, no_tensor
 
 
 def attention(
@@ -26,6 +27,9 @@ def attention(
     dropout: float = 0.0,
     seed: int | None = None,
     deterministic: bool = False,
+    q_offset: int | str | torch.Tensor | None = None,
+    q_lengths: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """o = softmax(mask(score(scale * q k^T))) v of a variant; with `return_lse` (o, lse).
@@ -46,6 +50,16 @@ def attention(
     CUDA graph, and repeated calls give the same bits.  On a GPU, without dropout, the bits of a row are its own: they
     depend on no other row, batch, head or length, and on no choice between kernels of one pipeline.
 
+    `q_offset` says where queries sit that attend to a cache: at this position and those behind it, at one for each
+    sequence (int32 [batch], read on the device), or with "end" so that the last one sits beside the last key.  A spec's
+    q is that position, and q_len one past the last: masks, scores and captured tensors indexed by q mean what they
+    mean where all of the sequence's queries are given, and o has the same bits.  `q_lengths` and `kv_lengths` (int32
+    [batch], read on the device) say how many queries and keys of its rows each sequence has, q_len and kv_len to a
+    spec.  What lies beyond changes nothing, whatever it holds, and o is 0 and lse -inf there.  A dimension "q" of a
+    captured tensor has at least as many positions as the host knows of; others are clamped.  On a GPU lengths count
+    from 0 to what a tensor has, and a position below 0 as 0; FLASHGEN_CHECK=1 in the environment refuses others, for
+    which the host waits.  Names that the variant declares are its own.
+
     With `dropout` each probability is dropped by that chance and the others grow by 1 / (1 - dropout); lse is that of
     none dropped.  What is dropped follows from torch's generator of the device (torch.manual_seed repeats it), or from
     `seed`, and from a pair's own batch, head, query and key: not from tiles, pipelines or other heads and lengths.
@@ -60,6 +74,76 @@ def attention(
     once for each such kernel.
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
+    if q_offset is not None or q_lengths is not None or kv_lengths is not None:
+        named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
+    return _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named)
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    deterministic: bool = False,
+    q_offset: int | str | torch.Tensor | None = None,
+    **named: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`attention` of sequences that lie behind each other: o, and with `return_lse` (o, lse).
+
+    q is [total_q, heads, head_dim], k [total_k, kv_heads, head_dim], v [total_k, kv_heads, v_head_dim].  The queries of
+    sequence b are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, its keys those of cu_seqlens_k (that of q unless
+    given): int32 [sequences + 1], read on the device.  No sequence is longer than `max_seqlen_q` and `max_seqlen_k`,
+    whole numbers from above; it may have no row at all.  To a spec b is the sequence, q and k are positions in it, and
+    q_len and kv_len its own; a dimension "kv" of a captured tensor is `max_seqlen_k`, and one "q" any that positions
+    reach.  What one sequence holds changes no other.  Everything else is as in `attention`, `q_offset` too.
+
+    o is [total_q, heads, v_head_dim], lse [heads, total_q]: the rows of a head lie side by side, as kernels write them.
+    Rows of no sequence are not written on a GPU, and have gradients of 0.  Raises LaunchError and PlanError before
+    anything runs; where FLASHGEN_CHECK=1 is in the environment, and on a CPU always, for cumulative lengths that
+    decrease, leave the tensor or pass their bounds too.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise LaunchError(no_tensor(name, x))
+        if x.dim() != 3:
+            raise LaunchError(
+                f"{name} has {x.dim()} dimensions {list(x.shape)}: attention_varlen takes [rows, heads, head_dim]\n"
+                "  nearest: attention() for [batch, heads, seqlen, head_dim]"
+            )
+    own = dict.fromkeys(VARLEN[:2], cu_seqlens_q) | dict.fromkeys(BOUNDS, max_seqlen_q)
+    keys = (VARLEN[1], cu_seqlens_k), (BOUNDS[1], max_seqlen_k)
+    own |= {name: x for name, x in keys if x is not None}
+    if q_offset is not None:
+        own[VARLEN[2]] = position(q_offset)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, {**named, **own})
+    if isinstance(found, tuple):
+        return found[0][0].transpose(0, 1), found[1][0]
+    return found[0].transpose(0, 1)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    scale: float | None,
+    return_lse: bool,
+    dropout: float,
+    seed: int | None,
+    deterministic: bool,
+    named: dict[str, object],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The call, by whoever runs it."""
     if "sink" in named and named["sink"] is None:
         named = {name: value for name, value in named.items() if name != "sink"}
     if isinstance(variant, Variant) and variant.given:

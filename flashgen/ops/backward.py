@@ -13,7 +13,7 @@ import torch
 from flashgen.analysis.derivative import differentiable_of
 from flashgen.analysis.facts import analyse
 from flashgen.lang.variant import Variant
-from flashgen.ops import memory
+from flashgen.ops import memory, sequences
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_rows, checked
 from flashgen.ops.forward import array, cpu_case, strides_like, strides_of
 from flashgen.ops.menus import addressable, cpu_request, gpu_menu
@@ -76,7 +76,7 @@ def run_backward(given: Given, call: Call, wanted: Sequence[str]) -> Gradients:
     record = calls.backward.get(key)
     if record is None:
         request = checked(q, k, v, call)
-        if request.problem.empty or request.problem.kv_len == 0:
+        if request.problem.empty or request.problem.kv_len == 0 or 0 in (q.shape[2], k.shape[2]):
             dq, dk, dv = (x.zero_() for x in results(q, k, v))
             return Gradients(dq, dk, dv, tuple(_of_nothing(request, name, dlse) for name in wanted))
         if not q.is_cuda:
@@ -99,6 +99,7 @@ def plan_of(given: Given, request: Request, deterministic: bool, wanted: tuple[s
     """The plan of a backward where q lies; PlanError where there is none."""
     problem, variant = request.problem, request.variant
     options = {"deterministic": deterministic, "dropout": request.dropout is not None, "gradients": wanted}
+    options["layout"] = request.layout
     if given.q.is_cuda:
         menu = gpu_menu(given.q, given.k, given.v, variant, problem, backward=True, **options)
         return planner.choose(menu, problem, driver.gpu(given.q.device.index).sms)
@@ -154,7 +155,19 @@ class _Record:
     """The launches for one set of shapes, strides and dtypes: call it with the tensors and numbers of a call."""
 
     __slots__ = (
-        *("_dtype", "_index", "_numbers", "_pick", "_places", "_record", "_results", "_room", "_sums"),
+        *(
+            "_dtype",
+            "_index",
+            "_joined",
+            "_numbers",
+            "_own",
+            "_pick",
+            "_places",
+            "_record",
+            "_results",
+            "_room",
+            "_sums",
+        ),
         *("_tensors", "_wanted"),
     )
 
@@ -176,7 +189,10 @@ class _Record:
         self._sums = [(tuple(x.shape), memory.contiguous(x.shape)) for x in [request.tensors[name] for name in wanted]]
         self._numbers = Numbers(request)
         made = (*("q", "k", "v", "o", "d_o", "lse", "dlse"), *_RESULTS, *(part.name for part in launch.workspaces))
+        self._joined = request.layout.joined
+        self._own = () if request.sequences is None else sequences.names(request.sequences.layout)
         named = (*(f"tensor_{name}" for name in self._tensors), *(f"grad_{name}" for name in wanted))
+        named = (*named, *request.layout.pointers)
         self._pick = operator.itemgetter(*map((*made, *named).index, launch.pointers))
 
     def __call__(self, given: Given, call: Call) -> Gradients:
@@ -191,6 +207,8 @@ class _Record:
             for name, tensor in (("q", q), ("k", k), ("v", v)):
                 check_rows(name, tensor)
         dq, dk, dv = [memory.empty_strided(shape, strides, self._dtype) for shape, strides in self._results]
+        if self._joined:  # rows of no sequence
+            dq.zero_(), dk.zero_(), dv.zero_()
         room = memory.empty_strided((self._room,), (1,), torch.uint8)
         start = room.data_ptr()
         sums = [memory.empty_strided(shape, strides, torch.float32) for shape, strides in self._sums]
@@ -201,6 +219,7 @@ class _Record:
             *[start + place for place in self._places],
             *[call.named[name].data_ptr() for name in self._tensors],
             *[x.data_ptr() for x in sums],
+            *sequences.addresses(self._own, call.named),
         )
         self._record(self._pick(addresses), numbers, torch._C._cuda_getCurrentRawStream(self._index))
         captured = tuple(x.to(call.named[name].dtype) for x, name in zip(sums, self._wanted, strict=True))
@@ -224,6 +243,7 @@ def _walk(given: Given, request: Request, deterministic: bool, wanted: tuple[str
         dtype=request.problem.dtype,
         dlse=None if dlse is None else array(dlse),
         dropout=request.dropout,
+        sequences=None if request.sequences is None else sequences.of_batch(request.sequences, request.problem),
     )
     found = results(q, k, v)
     for result, gradient in zip(found, walked[:3], strict=True):

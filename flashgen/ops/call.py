@@ -13,9 +13,11 @@ import torch
 from flashgen.errors import LaunchError, shown
 from flashgen.lang.expr import Tensor as Declared
 from flashgen.lang.variant import Variant
+from flashgen.ops import sequences
 from flashgen.ops.menus import gpu_menu
 from flashgen.ops.tracing import watched
 from flashgen.ops.values import no_number, no_tensor
+from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.problem import Problem
 from flashgen.runtime.philox import Dropout
 
@@ -34,7 +36,7 @@ ALIGNMENT = 16
 
 class Call(NamedTuple):
     """What a call asks for beside q, k and v, not checked yet: `named` are its parameters, constants and captured
-    tensors, `dropout` is drawn.
+    tensors, and what its sequences have of their own (`sequences.NAMES`); `dropout` is drawn.
 
     A tuple, because every eager call makes one: a frozen dataclass takes three times as long.
     """
@@ -72,26 +74,35 @@ class Request:
     params: dict[str, int | float]
     tensors: dict[str, torch.Tensor]
     dropout: Dropout | None
+    sequences: sequences.Sequences | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return DENSE if self.sequences is None else self.sequences.layout
 
 
 def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Request:
     """The request of a call, or LaunchError or PlanError for what is wrong with it."""
     variant, named = call.variant, call.named
+    own = sequences.of_call(variant, named)
+    named = {name: x for name, x in named.items() if name not in own} if own else named
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor)
     _check_together(q, k, v)
     problem = _problem(q, k, v)
+    found, problem = sequences.checked(own, problem, q.device)
     captured = {t.name: named[t.name] for t in variant.tensors if t.name in named}
     constants = {c.name: named[c.name] for c in variant.constants if c.name in named}
     params = variant.values({name: x for name, x in named.items() if name not in captured and name not in constants})
     for declared in variant.tensors:
-        _check_captured(variant, declared, captured.get(declared.name), problem, q.device)
+        _check_captured(variant, declared, captured.get(declared.name), problem, q.device, found)
     signed = factor(call.scale, problem.head_dim)
     bound = variant.bind(**constants)
     bound = bound.with_flipped_score() if signed < 0 else bound
     if q.is_cuda:
         # Refuses head dims and pins that no kernel takes.
-        gpu_menu(q, k, v, bound, problem, dropout=call.dropout is not None)
+        layout: Layout = DENSE if found is None else found.layout
+        gpu_menu(q, k, v, bound, problem, dropout=call.dropout is not None, layout=layout)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rows(name, tensor)
     return Request(
@@ -101,6 +112,7 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
         params=params,
         tensors={name: captured[name] for name in sorted(captured)},
         dropout=call.dropout,
+        sequences=found,
     )
 
 
@@ -224,7 +236,12 @@ def _misaligned(name: str, tensor: torch.Tensor) -> NoReturn:
 
 
 def _check_captured(
-    variant: Variant, declared: Declared, given: object, problem: Problem, device: torch.device
+    variant: Variant,
+    declared: Declared,
+    given: object,
+    problem: Problem,
+    device: torch.device,
+    own: sequences.Sequences | None,
 ) -> None:
     title = f"captured tensor {declared.name!r} of {variant.name!r}"
     dims = ", ".join("any" if dim is None else str(dim) for dim in declared.dims)
@@ -247,6 +264,9 @@ def _check_captured(
     if given.dim() != len(declared.dims):
         raise LaunchError(f"{title} has {given.dim()} dimensions {shape} and is declared [{dims}]")
     sizes = {"q": problem.q_len, "kv": problem.kv_len, **problem.sizes()}
+    if own is not None:  # positions may reach less far than the tensor
+        reach = sequences.reach(own, problem)
+        sizes["q"] = max([reach, *(n for n, dim in zip(shape, declared.dims, strict=True) if dim == "q")])
     for axis, dim in enumerate(declared.dims):
         wanted = sizes[dim] if isinstance(dim, str) else dim
         if wanted is not None and shape[axis] != wanted and not (isinstance(dim, str) and shape[axis] == 1):

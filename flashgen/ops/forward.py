@@ -12,7 +12,7 @@ from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.errors import LaunchError
 from flashgen.lang.stored import broken_promise
-from flashgen.ops import memory
+from flashgen.ops import memory, sequences
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_memory, check_rows, checked
 from flashgen.ops.menus import cpu_request, gpu_menu
 from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
@@ -42,7 +42,7 @@ def run(
         record = None  # something is no tensor, has no strides, or is no number: said below
     if record is None:
         request = checked(q, k, v, call)
-        empty = request.problem.empty or request.problem.kv_len == 0
+        empty = request.problem.empty or request.problem.kv_len == 0 or 0 in (q.shape[2], k.shape[2])
         if empty or not q.is_cuda:
             o, lse = _nothing(q, v, request) if empty else _walk(q, k, v, request)
             return (o, lse) if return_lse else o
@@ -96,7 +96,7 @@ class _Record:
 
     __slots__ = (
         *("_counts", "_dtype", "_index", "_lse_shape", "_lse_strides", "_many_rows", "_numbers", "_o_shape"),
-        *("_o_strides", "_record", "_tensors"),
+        *("_o_strides", "_own", "_record", "_tensors"),
     )
 
     def __init__(self, q: torch.Tensor, v: torch.Tensor, request: Request, record: kernel.Record) -> None:
@@ -106,6 +106,7 @@ class _Record:
         self._lse_shape, self._lse_strides = self._o_shape[:3], memory.contiguous(self._o_shape[:3])
         self._many_rows = math.prod(self._lse_shape) > memory.ROWS
         self._tensors = tuple(request.tensors)
+        self._own = () if request.sequences is None else sequences.names(request.sequences.layout)
         self._numbers = Numbers(request)
 
     def __call__(
@@ -130,12 +131,23 @@ class _Record:
             result = (o, lse) if return_lse else o
         else:
             at_lse = shared.data_ptr() + memory.ROWS_START
-        addresses = at_q, at_k, at_v, o.data_ptr(), at_lse, *captured
+        own: tuple[int, ...] = ()
+        if self._own:
+            own = sequences.addresses(self._own, call.named)
+            if sequences.watched():
+                self._check(q, k, v, call)
+        addresses = at_q, at_k, at_v, o.data_ptr(), at_lse, *own, *captured
         if self._counts:
             counters = memory.counters() if shared is None else shared
             addresses = *addresses, counters.data_ptr()
         self._record(addresses, numbers, stream)
         return result
+
+    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
+        """Raise LaunchError for lengths and positions out of their bounds, which the host waits to read."""
+        request = checked(q, k, v, call)
+        if request.sequences is not None:
+            sequences.of_batch(request.sequences, request.problem)
 
     def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
         """Raise LaunchError if the tensors of a call have no memory, or rows that a kernel cannot load."""
@@ -155,7 +167,7 @@ def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
 def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
     problem, index = request.problem, q.device.index
-    menu = gpu_menu(q, k, v, request.variant, problem, dropout=request.dropout is not None)
+    menu = gpu_menu(q, k, v, request.variant, problem, dropout=request.dropout is not None, layout=request.layout)
     sms = driver.gpu(index).sms
     loaded = kernel.load(planner.choose(menu, problem, sms))
     strides = {"q": strides_of(q), "k": strides_of(k), "v": strides_of(v), "o": o_layout(q, v)[1][:3]}
@@ -174,7 +186,7 @@ def _walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -
     for declared in variant.tensors:
         if broken := broken_promise(declared, case.tensors[declared.name]):
             raise LaunchError(f"captured tensor {declared.name!r} of {variant.name!r} {broken}")
-    asked = cpu_request(variant, problem, dropout=request.dropout is not None)
+    asked = cpu_request(variant, problem, dropout=request.dropout is not None, layout=request.layout)
     walked = tiles.walk(
         planner.choose(planner.menu_of(asked), problem, asked.arch.sms),
         analyse(variant),
@@ -183,6 +195,7 @@ def _walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -
         scale=request.scale,
         dtype=problem.dtype,
         dropout=request.dropout,
+        sequences=None if request.sequences is None else sequences.of_batch(request.sequences, problem),
     )
     o, lse = outputs(q, v)
     return o.copy_(torch.from_numpy(walked.o)), lse.copy_(torch.from_numpy(walked.lse))

@@ -12,6 +12,7 @@ from flashgen.errors import PlanError, shown
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
 from flashgen.planning.integers import INTEGERS, Integer
+from flashgen.planning.layout import DENSE, LAYOUTS, Layout
 from flashgen.planning.plan import KernelPlan
 
 
@@ -58,6 +59,10 @@ def _dtype(value: object) -> str | None:
     return str(value).removeprefix("torch.") if isinstance(value, str) or str(value).startswith("torch.") else None
 
 
+def _layout(value: object) -> Layout | None:
+    return LAYOUTS.get(value) if isinstance(value, str) else None
+
+
 def _names(value: object) -> tuple[str, ...] | None:
     if not isinstance(value, (tuple, list)) or not all(isinstance(name, str) for name in value):
         return None
@@ -86,6 +91,7 @@ _KINDS = {
     "arch": _Kind("a name", _of(str), lambda value: "sm_80"),
     "pipeline": _Kind("a name", _of(str), lambda value: "ampere"),
     "tile": _Kind("(queries, keys), whole numbers", _tile, _near_tile),
+    "layout": _Kind(", ".join(LAYOUTS), _layout, lambda value: "dense", unless=DENSE),
     "gradients": _Kind("a tuple of names", _names, lambda value: (str(value),), unless=()),
 }
 

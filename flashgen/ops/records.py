@@ -14,6 +14,7 @@ import torch
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
+from flashgen.ops import sequences
 from flashgen.ops.call import Call, Request, factor
 from flashgen.ops.values import no_variant
 from flashgen.planning.plan import KernelPlan
@@ -31,11 +32,12 @@ MAX_VARIANTS = 1024
 
 @dataclass(slots=True)
 class _Calls:
-    """What is remembered of the calls of one variant: the names of its constants and captured tensors, and its records
-    on GPUs, of both passes."""
+    """What is remembered of the calls of one variant: the names of its constants and captured tensors, those of what
+    sequences may have of their own, and its records on GPUs, of both passes."""
 
     constants: tuple[str, ...]
     tensors: tuple[str, ...]
+    sequences: frozenset[str]
     records: dict[Key, Any] = field(default_factory=dict)
     backward: dict[Key, Any] = field(default_factory=dict)
 
@@ -52,7 +54,7 @@ def calls_of(variant: Variant) -> _Calls:
     if calls is None:
         with _calls_lock:
             constants, tensors = (tuple(x.name for x in declared) for declared in (variant.constants, variant.tensors))
-            calls = _calls.setdefault(variant.token, _Calls(constants, tensors))
+            calls = _calls.setdefault(variant.token, _Calls(constants, tensors, frozenset(sequences.names_of(variant))))
             if len(_calls) > MAX_VARIANTS:
                 del _calls[next(iter(_calls))]
     return calls
@@ -75,7 +77,7 @@ def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, call
         if name in named:
             x = named[name]
             key = *key, x.shape, x.stride(), x.dtype, x.device, x.is_neg()
-    return key
+    return key if calls.sequences.isdisjoint(named) else (*key, *sequences.key(named))
 
 
 def remember(records: dict[Key, Any], key: Key, record: object) -> None:
@@ -91,19 +93,25 @@ class Numbers:
     The same ones are the same tuple again.
     """
 
-    __slots__ = ("_head_dim", "_last", "_params", "_variant")
+    __slots__ = ("_first", "_head_dim", "_last", "_params", "_variant")
 
     def __init__(self, request: Request) -> None:
         self._variant, self._head_dim = request.variant, request.problem.head_dim
         self._params = tuple(request.params)
+        own, dims = request.sequences, {t.name: t.dims for t in self._variant.tensors}
+        self._first = own and sequences.First(own, request.problem, request.tensors, dims)
         self._last: tuple[Key, tuple[float, ...]] = ((), ())
 
     def __call__(self, call: Call) -> tuple[float, ...]:
         _, scale, named, dropout, _ = call
         given, numbers = self._last
-        if given != (now := (scale, *map(named.get, self._params)) if self._params else (scale,)):
+        now: Key = (scale, *map(named.get, self._params)) if self._params else (scale,)
+        first = () if self._first is None else (self._first(named),)
+        if first:
+            now = *now, *first
+        if given != now:
             values = self._variant.values({name: named[name] for name in self._params if name in named})
-            numbers = abs(factor(scale, self._head_dim)), *[values[name] for name in self._params]
+            numbers = abs(factor(scale, self._head_dim)), *[values[name] for name in self._params], *first
             if 0 not in now:  # 0.0 and -0.0 are equal and not the same
                 self._last = now, numbers
         return numbers if dropout is None else (*numbers, *dropout_scalars(dropout))
@@ -122,5 +130,6 @@ def launch_of(request: Request, plan: KernelPlan, strides: Mapping[str, tuple[in
         scale=request.scale,
         params=request.params,
         dropout=request.dropout,
+        rows=None if request.sequences is None else request.sequences.rows,
         sms=sms,
     )

@@ -93,13 +93,18 @@ def clear_distance(plan: KernelPlan, problem: Problem, sms: int | None = None, t
 
 
 def workspaces(
-    plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    plan: KernelPlan,
+    problem: Problem,
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    q_tiles: int | None = None,
 ) -> tuple[Part, ...]:
     """Device memory that a backward pass needs beside its inputs and results, in bytes by the name of the pointer.
 
-    `shapes` are those of the captured tensors whose gradients are asked for.
+    `shapes` are those of the captured tensors whose gradients are asked for, `q_tiles` a head's tiles of queries in all
+    sequences unless each has those of q_len.
     """
-    rows = -(-problem.q_len // plan.tile.q) * plan.tile.q * problem.heads * problem.batch
+    q_tiles = -(-problem.q_len // plan.tile.q) * problem.batch if q_tiles is None else q_tiles
+    rows = q_tiles * plan.tile.q * problem.heads
     parts = [
         Part(name="lse_log2", amount=4 * rows, why="float32 per row"),
         Part(name="delta", amount=4 * rows, why="float32 per row"),

@@ -180,6 +180,16 @@ class StaticScheduler:
     dynamic: ClassVar[bool] = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceScheduler:
+    """A counter in memory; of a tile's number it finds the sequence in the cumulative lengths."""
+
+    template: ClassVar[str] = "hopper/forward_sequence_scheduler.cu.j2"
+    dynamic: ClassVar[bool] = True
+
+
+Scheduler = DynamicScheduler | StaticScheduler | SequenceScheduler
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, forward: how O leaves, and what a row is
 

@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from flashgen.lang.expr import walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.integers import Integers
+from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import (
     BlockOrder,
     Consumers,
     DqSum,
-    DynamicScheduler,
     FullTilesApart,
     OByTma,
     OFromRegisters,
     OwnKeys,
     PackedQueries,
     Queries,
+    Scheduler,
     SharedKeys,
     SplitDkDv,
-    StaticScheduler,
     StepEnd,
     TilesAlike,
 )
@@ -87,7 +87,7 @@ class Specialized:
     score_emitted_twice: bool  # registers are left for a score function that is emitted twice
     full_tiles: FullTilesApart | TilesAlike
     o: OByTma | OFromRegisters
-    scheduler: DynamicScheduler | StaticScheduler
+    scheduler: Scheduler
     rows: Queries | PackedQueries
 
 
@@ -254,6 +254,7 @@ class KernelPlan(Integers):
     deterministic: bool = False  # the same bits in every run
     dropout: bool = False
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
+    layout: Layout = DENSE  # of sequences in q, k, v and o
     fallbacks: tuple[Fallback, ...] = field(default=(), compare=False)  # how it was chosen, not what is emitted
 
     @property

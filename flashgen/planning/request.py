@@ -13,6 +13,7 @@ from flashgen.lang.variant import Variant
 from flashgen.planning import arch as archs
 from flashgen.planning.arch import Arch
 from flashgen.planning.integers import INTEGERS, Integers
+from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.plan import KernelPlan, Tile, without_sink
 from flashgen.planning.profile import Profile, profile
 
@@ -61,6 +62,7 @@ class KernelRequest:
     v_head_dim: int
     asked: Forward | Backward = Forward()
     fixed: Fixed = Fixed()
+    layout: Layout = DENSE
 
     @classmethod
     def of(
@@ -78,6 +80,7 @@ class KernelRequest:
         gradients: Iterable[str] = (),
         pipeline: str | None = None,
         tile: tuple[int, int] | None = None,
+        layout: Layout = DENSE,
         **integers: int | None,
     ) -> KernelRequest:
         """The request for what a call names; `tile` is (query rows, key rows), `integers` are those of `INTEGERS`.
@@ -91,7 +94,9 @@ class KernelRequest:
         if backward:
             _only_of("forward", "backward", {"packed": packed}, fixed)
             asked = Backward(
-                dropout=dropout, deterministic=deterministic, gradients=_differentiable(variant, tuple(gradients))
+                dropout=dropout,
+                deterministic=deterministic,
+                gradients=_differentiable(variant, tuple(gradients), layout),
             )
         else:
             _only_of("backward", "forward", {"deterministic": deterministic, "gradients": gradients}, fixed)
@@ -105,6 +110,7 @@ class KernelRequest:
             v_head_dim=head_dim if v_head_dim is None else v_head_dim,
             asked=asked,
             fixed=fixed,
+            layout=layout,
         )
 
     @classmethod
@@ -122,6 +128,7 @@ class KernelRequest:
             head_dim=plan.head_dim,
             v_head_dim=plan.v_head_dim,
             asked=asked,
+            layout=plan.layout,
         )
 
     @property
@@ -171,6 +178,8 @@ class KernelRequest:
             default: dict[str, Any] = {option.name: option.default}
             if getattr(self.asked, option.name) != option.default:
                 found[f"{option.name}={option.default}"] = replace(self, asked=replace(self.asked, **default))
+        if self.layout.own:
+            found["sequences that fill their tensors and begin at position 0"] = replace(self, layout=DENSE)
         return found
 
     def __str__(self) -> str:
@@ -191,8 +200,13 @@ def _only_of(other: str, this: str, options: dict[str, object], fixed: Fixed) ->
             raise PlanError(f"{name} is of a {other}, and a {this} was asked for\n  nearest: {name}=None")
 
 
-def _differentiable(variant: Variant, gradients: tuple[str, ...]) -> tuple[str, ...]:
+def _differentiable(variant: Variant, gradients: tuple[str, ...], layout: Layout) -> tuple[str, ...]:
     """The names, each once and in order, where the score has derivatives by them."""
+    if layout.own and variant.sink is not None and variant.sink.name in gradients:
+        raise PlanError(
+            f"{variant.sink.name!r} has no gradient where sequences have lengths or positions of their own\n"
+            "  nearest: dense sequences, or a sink that wants no gradient"
+        )
     known = differentiable_of(variant) if gradients else ()
     for name in gradients:
         if name not in known:

@@ -101,7 +101,8 @@ class Launch:
     def scalars(self) -> tuple[str, ...]:
         """The fields that each call writes anew: scale, parameters, and what dropout draws."""
         of_variant = (f"param_{p.name}" for p in self.plan.variant.params)
-        return ("scale", *of_variant, *(_DROPOUT if self.plan.dropout else ()))
+        of_layout = ("q_offset",) * self.plan.layout.own
+        return ("scale", *of_variant, *of_layout, *(_DROPOUT if self.plan.dropout else ()))
 
     def maps_of(self, grid: LaunchGrid) -> tuple[TensorMapDesc, ...]:
         """Those that a kernel takes."""
@@ -121,6 +122,8 @@ def make_launch(
     scale: float,
     params: Mapping[str, int | float],
     dropout: Dropout | None = None,
+    q_offset: int = 0,
+    rows: tuple[int, int] | None = None,
     sms: int,
     l2_kv_heads: int | None = None,
     clear_distance: int | None = None,
@@ -128,9 +131,11 @@ def make_launch(
     """The launch of a plan on a problem with queries.
 
     `strides` are those of q, k, v and o, and in a backward of d_o, dq, dk and dv, in elements over (batch, heads,
-    rows); a row's elements lie side by side.  `sms` are those of the GPU.  `l2_kv_heads`, the key heads whose tensors
-    its L2 holds, and `clear_distance`, the key heads that a backward clears dq of in advance, follow from the plan and
-    the problem unless given: small problems on few SMs then show what large ones do.
+    rows); a row's elements lie side by side.  `q_offset` is the first query's position where the layout of the plan has
+    one, `rows` are those of q and of k in memory where they are not q_len and kv_len.  `sms` are those of the GPU.
+    `l2_kv_heads`, the key heads whose tensors its L2 holds, and `clear_distance`, the key heads that a backward clears
+    dq of in advance, follow from the plan and the problem unless given: small problems on few SMs then show what large
+    ones do.
     """
     heads = problem.batch * problem.kv_heads
     together = min(_l2_kv_heads(plan, problem) if l2_kv_heads is None else l2_kv_heads, heads)
@@ -139,14 +144,22 @@ def make_launch(
             backward.clear_distance(plan, problem, sms, together) if clear_distance is None else clear_distance, heads
         )
     pack = plan.pack(problem.group)
+    q_rows, kv_rows = (problem.q_len, problem.kv_len) if rows is None else rows
+    if plan.layout.joined:
+        strides = {name: (0, *of_tensor[1:]) for name, of_tensor in strides.items()}
     numbers: dict[str, int | float] = {
         **problem.sizes(),
-        "q_tiles": _q_tiles(plan, problem),
-        "kv_tiles": _kv_tiles(plan, problem),
+        "q_tiles": _q_tiles(plan, problem, q_rows),
+        "kv_tiles": _kv_tiles(plan, problem, kv_rows),
         "l2_heads": together if plan.backward is not None else together * problem.group // pack,
         "clear_distance": clear_distance,
         "packs": problem.heads // pack,
         "pack_log2": pack.bit_length() - 1,
+        "q_rows": q_rows,
+        "kv_rows": kv_rows,
+        "q_offset": q_offset,
+        "q_start": 0,
+        "k_start": 0,
         "scale": scale,
         **{f"param_{name}": value for name, value in params.items()},
     }
@@ -161,12 +174,13 @@ def make_launch(
             numbers[f"stride{axis}_{name}"] = stride if size > 1 else 0  # of size 1: it broadcasts
     fields = members.fields(plan)
     shapes = {name: captured[name].sizes for name in plan.gradients}
+    of_all = _q_tiles(plan, problem, q_rows) if plan.layout.joined else None
     return Launch(
         plan=plan,
-        grids=grids(plan, problem, sms),
+        grids=grids(plan, problem, sms, (q_rows, kv_rows)),
         values=MappingProxyType({f.name: numbers[f.name] for f in fields if not f.ctype.endswith("*")}),
-        maps=tuple(_tensor_map(name, plan, problem, strides[name]) for name in members.maps(plan)),
-        workspaces=backward.workspaces(plan, problem, shapes) if plan.backward is not None else (),
+        maps=tuple(_tensor_map(name, plan, problem, strides[name], (q_rows, kv_rows)) for name in members.maps(plan)),
+        workspaces=backward.workspaces(plan, problem, shapes, of_all) if plan.backward is not None else (),
         cleared=tuple(COUNTERS for f in fields if f.name == COUNTERS.name),
     )
 
@@ -181,33 +195,42 @@ def dropout_scalars(dropout: Dropout) -> tuple[int | float, ...]:
     return dropout.seed, dropout.offset, dropout.threshold, dropout.scale
 
 
-def grids(plan: KernelPlan, problem: Problem, sms: int) -> tuple[LaunchGrid, ...]:
-    """The kernels of a pass on a GPU of so many SMs, in the order in which they run on one stream."""
-    found = _forward_grids(plan, problem, sms) if plan.backward is None else _backward_grids(plan, problem, sms)
+def grids(
+    plan: KernelPlan, problem: Problem, sms: int, rows: tuple[int | None, int | None] = (None, None)
+) -> tuple[LaunchGrid, ...]:
+    """The kernels of a pass on a GPU of so many SMs, in the order in which they run on one stream; `rows` are those of
+    make_launch."""
+    make = _forward_grids if plan.backward is None else _backward_grids
+    found = make(plan, problem, sms, rows)
     return tuple(grid for grid in found if grid.blocks)
 
 
-def _forward_grids(plan: KernelPlan, problem: Problem, sms: int) -> list[LaunchGrid]:
-    blocks = _q_tiles(plan, problem) * problem.heads // plan.pack(problem.group) * problem.batch
+_Rows = tuple[int | None, int | None]
+
+
+def _forward_grids(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows) -> list[LaunchGrid]:
+    blocks = _q_tiles(plan, problem, rows[0]) * (problem.heads // plan.pack(problem.group))
+    blocks *= 1 if plan.layout.joined else problem.batch
     if plan.specialized is not None:  # each block takes tile after tile
         blocks = min(blocks, sms)
     return [_main_grid(plan, blocks)]
 
 
-def _backward_grids(plan: KernelPlan, problem: Problem, sms: int) -> list[LaunchGrid]:
-    layout, heads = plan.backward, problem.heads * problem.batch
-    q_blocks = _q_tiles(plan, problem) * heads
+def _backward_grids(plan: KernelPlan, problem: Problem, sms: int, in_memory: _Rows) -> list[LaunchGrid]:
+    layout, batch = plan.backward, 1 if plan.layout.joined else problem.batch
+    heads = problem.heads * batch
+    q_blocks = _q_tiles(plan, problem, in_memory[0]) * heads
     rows = {"threads": layout.row_threads, "smem_bytes": 0}
     found = [
         LaunchGrid(entry="attention_backward_prepare", blocks=q_blocks, **rows),
-        _main_grid(plan, _kv_tiles(plan, problem) * problem.kv_heads * problem.batch),
+        _main_grid(plan, _kv_tiles(plan, problem, in_memory[1]) * problem.kv_heads * batch),
     ]
     if layout.by_query is None:
         blocks = min(q_blocks, FINISH_BLOCKS * sms) if layout.dq_in_main_kernel else q_blocks
         found.append(LaunchGrid(entry="attention_backward_finish", blocks=blocks, **rows))
     else:
         size = {"threads": layout.by_query.threads, "smem_bytes": layout.by_query.smem_bytes}
-        blocks = -(-problem.q_len // layout.by_query.tile_q) * heads
+        blocks = _tiles(plan, problem, layout.by_query.tile_q, problem.q_len, in_memory[0]) * heads
         found.append(LaunchGrid(entry="attention_backward_dq", blocks=blocks, **size))
     if plan.sink_gradient:
         found.insert(1, LaunchGrid(entry="attention_backward_sink", blocks=ELEMENT_BLOCKS, **rows))
@@ -222,12 +245,21 @@ def _main_grid(plan: KernelPlan, blocks: int) -> LaunchGrid:
     return LaunchGrid(entry=main_entry(plan), blocks=blocks, threads=plan.threads, smem_bytes=plan.smem_bytes)
 
 
-def _q_tiles(plan: KernelPlan, problem: Problem) -> int:
-    return -(-problem.q_len // plan.tile_queries(problem.group))
+def _q_tiles(plan: KernelPlan, problem: Problem, q_rows: int | None = None) -> int:
+    """Tiles of queries of a sequence; where sequences are joined, the most that all of them may have."""
+    return _tiles(plan, problem, plan.tile_queries(problem.group), problem.q_len, q_rows)
 
 
-def _kv_tiles(plan: KernelPlan, problem: Problem) -> int:
-    return -(-problem.kv_len // plan.tile.kv)
+def _kv_tiles(plan: KernelPlan, problem: Problem, kv_rows: int | None = None) -> int:
+    """The same of keys."""
+    return _tiles(plan, problem, plan.tile.kv, problem.kv_len, kv_rows)
+
+
+def _tiles(plan: KernelPlan, problem: Problem, size: int, length: int, rows: int | None) -> int:
+    if plan.layout.joined:  # each sequence may end inside a tile
+        rows = length * problem.batch if rows is None else rows
+        return rows // size + problem.batch
+    return -(-length // size)
 
 
 def _l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
@@ -238,20 +270,22 @@ def _l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
     return ARCHS[plan.arch].l2_holds(problem.kv_len * (problem.head_dim + problem.v_head_dim) * problem.itemsize)
 
 
-def _tensor_map(name: str, plan: KernelPlan, problem: Problem, strides: tuple[int, int, int]) -> TensorMapDesc:
-    """That of q, k, v, o or d_o."""
+def _tensor_map(
+    name: str, plan: KernelPlan, problem: Problem, strides: tuple[int, int, int], in_memory: tuple[int, int]
+) -> TensorMapDesc:
+    """That of q, k, v, o or d_o, with so many rows of q, and of k, in memory."""
     columns = problem.head_dim if name in "qk" else problem.v_head_dim
     if name in ("k", "v"):
-        rows, heads, box = problem.kv_len, problem.kv_heads, (plan.tile.kv, 1)
+        rows, heads, box = in_memory[1], problem.kv_heads, (plan.tile.kv, 1)
     else:
-        rows, heads = problem.q_len, problem.heads
+        rows, heads = in_memory[0], problem.heads
         box = (WARPGROUP_ROWS if plan.backward is None else plan.tile.q, 1)  # of a forward, those of one warpgroup
     batch, of_head, of_row = strides
     sizes, of_axes = (rows, heads), (of_row, of_head)
     if plan.packed and name in "qo":  # the heads of a query side by side
         pack = plan.pack(problem.group)
         sizes, of_axes, box = sizes[::-1], of_axes[::-1], (pack, WARPGROUP_ROWS // pack)
-    sizes, of_axes = (*sizes, problem.batch), (*of_axes, batch)
+    sizes, of_axes = (*sizes, 1 if plan.layout.joined else problem.batch), (*of_axes, batch)
     least = -(-columns * problem.itemsize // 16) * 16  # of a size of 1 any stride will do
     return TensorMapDesc(
         tensor=name,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -47,6 +47,11 @@ class Visits:
     elements: int = 0
     visible: int = 0
 
+    def count(self, other: Visits) -> None:
+        """Count what another walk visited as well."""
+        for name in ("total", "empty", "partial", "full", "elements", "visible"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 @dataclass(slots=True, kw_only=True)
 class Traffic(Visits):
@@ -66,6 +71,41 @@ class Traffic(Visits):
     @property
     def write_bytes(self) -> int:
         return self.o + self.lse
+
+    def add(self, other: Traffic) -> None:
+        """Count what another walk visited and moved as well."""
+        self.count(other)
+        for name in ("q", "k", "v", "captured", "o", "lse"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class Sequence(NamedTuple):
+    """One of a batch: its queries sit at q_offset to q_len - 1, and it has kv_len keys.
+
+    Its rows begin at q_start and k_start of the arrays, in their batch `at`.
+    """
+
+    q_offset: int
+    q_len: int
+    kv_len: int
+    at: int
+    q_start: int = 0
+    k_start: int = 0
+
+    @property
+    def queries(self) -> tuple[slice, slice, slice]:
+        """Where its queries lie."""
+        rows = self.q_len - self.q_offset
+        return slice(self.at, self.at + 1), slice(None), slice(self.q_start, self.q_start + rows)
+
+    @property
+    def keys(self) -> tuple[slice, slice, slice]:
+        """Where its keys lie."""
+        return slice(self.at, self.at + 1), slice(None), slice(self.k_start, self.k_start + self.kv_len)
+
+    def case(self, case: Case) -> Case:
+        """The case of the sequence, of that of a batch."""
+        return replace(case, sizes={**case.sizes, "q_len": self.q_len, "kv_len": self.kv_len}, q_offset=self.q_offset)
 
 
 class Walked(NamedTuple):
@@ -88,6 +128,7 @@ def walk(
     scale: float,
     dtype: str,
     dropout: Dropout | None = None,
+    sequences: tuple[Sequence, ...] | None = None,
 ) -> Walked:
     """Attention by FlashAttention-2's forward (Dao 2023, Algorithm 1) over the plan's tiles.
 
@@ -97,8 +138,24 @@ def walk(
     row with nothing to attend gives 0 and lse = -inf, or its sink.  With `dropout` o is that of the kept probabilities
     (FlashAttention, Dao et al. 2022, Algorithm 4), lse that of all.  o has the precision of the sums: rounding it to
     `dtype` is the caller's.  Raises IndexError where a captured tensor is read outside its dimension.
+
+    Where the batch's `sequences` are given, the first rows and keys of each are read, and o is 0 and lse -inf in rows
+    that are no query.
     """
-    return _Walk(plan, facts, case, q, k, v, scale=scale, dtype=dtype, dropout=dropout).run()
+    options = {"scale": scale, "dtype": dtype, "dropout": dropout}
+    if sequences is None:
+        return _Walk(plan, facts, case, q, k, v, **options).run()
+    o = np.zeros((*q.shape[:-1], v.shape[-1]), np.float64 if dtype == "float64" else np.float32)
+    lse, traffic = np.full(q.shape[:-1], -np.inf, o.dtype), Traffic()
+    for b, own in enumerate(sequences):
+        operands = q[own.queries], k[own.keys], v[own.keys]
+        found = _Walk(plan, facts, own.case(case), *operands, first=b, **options).run()
+        o[own.queries], lse[own.queries] = found.o, found.lse
+        traffic.add(found.traffic)
+    traffic.captured //= max(len(sequences), 1)  # they are shared
+    if not plan.layout.joined:  # rows that are no query are written too
+        traffic.o, traffic.lse = o.size * ITEMSIZE[dtype], lse.size * 4
+    return Walked(o, lse, traffic)
 
 
 def count(plan: KernelPlan, facts: Facts, case: Case, *, head_dim: int, v_head_dim: int, dtype: str) -> Traffic:
@@ -172,8 +229,8 @@ class _Rows:
 class Tiles:
     """What both passes do with a tile: query heads beside the key/value head they share, positions, mask and scores.
 
-    It is made of what `walk` takes.  q is [batch, kv_heads, group, length, dim], k and v [batch, kv_heads, 1, length,
-    dim].
+    It is made of what `walk` takes, and its arrays begin with sequence `first`.  q is [batch, kv_heads, group, length,
+    dim], k and v [batch, kv_heads, 1, length, dim].
     """
 
     def __init__(
@@ -188,15 +245,16 @@ class Tiles:
         scale: float,
         dtype: str,
         dropout: Dropout | None = None,
+        first: int = 0,
     ) -> None:
         self.plan, self.facts, self.case, self.dropout = plan, facts, case, dropout
         self.variant = facts.variant
         self.precision = np.float64 if dtype == "float64" else np.float32
         self.scale, self.dtype, self.itemsize = scale, dtype, ITEMSIZE[dtype]
         sizes = case.sizes
-        self.batch, self.kv_heads = sizes["batch"], sizes["kv_heads"]
+        self.first, self.batch, self.kv_heads = first, q.shape[0], sizes["kv_heads"]
         self.group = sizes["heads"] // max(self.kv_heads, 1)
-        self.q_len, self.kv_len = sizes["q_len"], sizes["kv_len"]
+        self.q_len, self.kv_len = sizes["q_len"] - case.q_offset, sizes["kv_len"]  # rows of queries, and of keys
         self.pack = plan.pack(self.group)
         self.tile = Tile(q=plan.tile_queries(self.group), kv=plan.tile.kv)  # queries and keys
         self.q = self.grouped(q)
@@ -277,9 +335,9 @@ class Tiles:
         """b, h, q and k of a tile, shaped to broadcast to [batch, kv_heads, group, rows, keys]."""
         heads = np.arange(self.kv_heads * self.group).reshape(self.kv_heads, self.group)
         return {
-            "b": np.arange(self.batch)[at[0], None, None, None, None],
+            "b": np.arange(self.first, self.first + self.batch)[at[0], None, None, None, None],
             "h": heads[at[1], at[2]][None, :, :, None, None],
-            "q": np.arange(rows.start, rows.stop)[:, None],
+            "q": np.arange(rows.start, rows.stop)[:, None] + self.case.q_offset,
             "k": np.arange(keys.start, keys.stop),
         }
 
@@ -323,7 +381,7 @@ class _Walk(Tiles):
         """Each Q tile's batches and heads, rows and KV schedule."""
         for q_tile in range(-(-self.q_len // self.tile.q)):
             for b, h in self.places():
-                schedule = tiles.schedule(self.facts, self.case, self.tile, q_tile, b or 0, h or 0)
+                schedule = tiles.schedule(self.facts, self.case, self.tile, q_tile, self.first + (b or 0), h or 0)
                 yield self.at(b, h), self.rows(q_tile), schedule
 
     def _walk_row(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from flashgen.analysis.tiles import Case
     from flashgen.planning.plan import KernelPlan
     from flashgen.runtime.philox import Dropout
+    from flashgen.runtime.tiles import Sequence
 
 #: Bytes of lse, delta, dlse and of a workspace's element, and of the exact sum of one captured element's gradient.
 _FLOAT, _EXACT = 4, 64
@@ -50,6 +51,14 @@ class BackwardTraffic(Visits):
     """
 
     kernels: dict[str, Moved] = field(default_factory=dict)
+
+    def add(self, other: BackwardTraffic) -> None:
+        """Count what another walk visited and moved as well."""
+        self.count(other)
+        for name, moved in other.kernels.items():
+            mine = self.kernels.setdefault(name, Moved())
+            mine.read.update(moved.read)
+            mine.written.update(moved.written)
 
     @property
     def read_bytes(self) -> int:
@@ -86,6 +95,7 @@ def walk_backward(
     dtype: str,
     dlse: np.ndarray | None = None,
     dropout: Dropout | None = None,
+    sequences: tuple[Sequence, ...] | None = None,
 ) -> WalkedBackward:
     """Gradients of sum(o * do) + sum(lse * dlse) by FlashAttention-2's backward (Dao 2023, Algorithm 2).
 
@@ -94,10 +104,25 @@ def walk_backward(
     `dtype` before their products.  A row whose lse is -inf, a masked pair and a score of -inf add exactly 0.  Results
     have the precision of the sums; without queries or without keys they are 0 and nothing moves.
     With `plan.backward.by_query` dq is computed in a walk of its own; `plan.gradients` names the captured tensors whose
-    gradient is wanted.  Raises IndexError where one is read outside its dimension.
+    gradient is wanted.  Raises IndexError where one is read outside its dimension.  `sequences` are those of the walk:
+    dq is 0 in rows that are no query, dk and dv in rows that are no key.
     """
     options = {"scale": scale, "dtype": dtype, "dropout": dropout}
-    return _Backward(plan, facts, case, q, k, v, o, lse, do, dlse, **options).run()
+    if sequences is None:
+        return _Backward(plan, facts, case, q, k, v, o, lse, do, dlse, **options).run()
+    precision = np.float64 if dtype == "float64" else np.float32
+    dq, dk, dv = (np.zeros(x.shape, precision) for x in (q, k, v))
+    captured = {name: np.zeros(case.tensors[name].shape, precision) for name in plan.gradients}
+    traffic = BackwardTraffic()
+    for b, own in enumerate(sequences):
+        by_query = (x if x is None else x[own.queries] for x in (o, lse, do, dlse))
+        operands = q[own.queries], k[own.keys], v[own.keys], *by_query
+        found = _Backward(plan, facts, own.case(case), *operands, first=b, **options).run()
+        dq[own.queries], dk[own.keys], dv[own.keys] = found.dq, found.dk, found.dv
+        for name, gradient in found.captured.items():
+            captured[name] += gradient
+        traffic.add(found.traffic)
+    return WalkedBackward(dq, dk, dv, captured, traffic)
 
 
 def count_backward(
@@ -147,8 +172,9 @@ class _Backward(Tiles):
         self.factor = 1.0 if self.dropout is None else self.dropout.scale
         self.arithmetic = True
         self.adds_dq = plan.backward.adds_dq
-        sizes = {**case.sizes, "head_dim": q.shape[-1], "v_head_dim": v.shape[-1], "dtype": plan.dtype}
-        self.heads = case.sizes["batch"] * case.sizes["kv_heads"]
+        dims = {"head_dim": q.shape[-1], "v_head_dim": v.shape[-1], "dtype": plan.dtype}
+        sizes = {**case.sizes, "batch": self.batch, "q_len": self.q_len, **dims}
+        self.heads = self.batch * self.kv_heads
         # Of so many the main kernel does not clear, and of so many not finish, the sums of dq.
         self.ends = backward.clear_distance(plan, Problem(**sizes))
 
@@ -240,7 +266,9 @@ class _Backward(Tiles):
                 k = v = None
                 dk, dv = (np.zeros((), self.precision),) * 2
                 for b, h, at in heads:
-                    schedule = tiles.schedule_queries(self.facts, self.case, self.plan.tile, kv_tile, b or 0, h or 0)
+                    schedule = tiles.schedule_queries(
+                        self.facts, self.case, self.plan.tile, kv_tile, self.first + (b or 0), h or 0
+                    )
                     if schedule and k is None:  # keys that no query sees are not even loaded
                         k, v = self._read("k", self.k[at_keys]), self._read("v", self.v[at_keys])
                     walks = self.lse[at].shape[0] * self.lse[at].shape[1]
@@ -275,7 +303,7 @@ class _Backward(Tiles):
             rows = self.rows(q_tile, tile.q)
             for b, h in self.places():
                 at = self.at(b, h)
-                schedule = tiles.schedule(self.facts, self.case, tile, q_tile, b or 0, h or 0)
+                schedule = tiles.schedule(self.facts, self.case, tile, q_tile, self.first + (b or 0), h or 0)
                 dq = np.zeros((), self.precision)
                 if schedule:
                     q, do = self._read_rows(at, rows)

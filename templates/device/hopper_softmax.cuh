@@ -49,6 +49,12 @@ template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const
   }
 }
 
+// A factor of 0 clears a row whatever it holds.
+template <int N> DEVICE void clear_or_multiply_rows(float (&o)[N], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) o[i] = factor[i / 2 % 2] == 0.f ? 0.f : o[i] * factor[i / 2 % 2];
+}
+
 template <int N> DEVICE void multiply_rows(float (&o)[N], const float (&factor)[2]) {
 #pragma unroll
   for (int i = 0; i < N; i++) o[i] *= factor[i / 2 % 2];

@@ -41,6 +41,7 @@ def make_plan(c: Candidate, request: KernelRequest, padded: tuple[int, int], **f
         dropout=request.dropout,
         deterministic=request.deterministic,
         gradients=request.gradients,
+        layout=request.layout,
         **{name: getattr(c, name) for name in INTEGERS if hasattr(c, name)},
         **fields,
     )

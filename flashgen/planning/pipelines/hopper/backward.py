@@ -160,6 +160,8 @@ def unsupported_reason(request: KernelRequest) -> str | None:
     """Why the pipeline has no such backward, or None."""
     asked, tile, stages = request.profile, request.fixed.tile, request.fixed.stages
     wide = request.widest > OWN_KEYS
+    if request.layout.own:
+        return "its backward has no sequences with lengths or positions of their own"
     if request.dropout and wide:
         return f"its backward has dropout for head dims up to {OWN_KEYS}"
     if request.score_gradients and wide:

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from flashgen.planning.arch import KIB, Arch, find
 from flashgen.planning.integers import Allowed
+from flashgen.planning.layout import Layout
 from flashgen.planning.members import (
     DynamicScheduler,
     FullTilesApart,
@@ -21,6 +22,8 @@ from flashgen.planning.members import (
     OFromRegisters,
     PackedQueries,
     Queries,
+    Scheduler,
+    SequenceScheduler,
     StaticScheduler,
     TilesAlike,
 )
@@ -188,10 +191,10 @@ def candidates(fixed: Fixed) -> Iterator[Candidate]:
 
 
 def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
-    """Bytes of shared memory of a block.  With two stages for Q, a tile of O leaves through the room of its Q."""
+    """Bytes of shared memory of a block.  Where TMA stores O, a tile leaves through the room of its Q."""
     d, dv = boxed(request.head_dim), boxed(request.v_head_dim)
-    room = d if c.q_stages == 1 else max(d, dv)
-    control = _control(c.tile.q, c.stages, c.q_stages, request.profile.hides)
+    room = max(d, dv) if _stored(c, request.layout) else d
+    control = _control(c.tile.q, c.stages, c.q_stages, request.profile.hides, request.layout)
     return (
         staged("q", c.q_stages, c.tile.q, room),
         staged("k", c.stages, c.tile.kv, d),
@@ -201,20 +204,28 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 
 
 @lru_cache
-def _control(tile_q: int, stages: int, q_stages: int, masked: bool) -> int:
+def _control(tile_q: int, stages: int, q_stages: int, masked: bool, layout: Layout) -> int:
     """Bytes of barriers and messages, which neither the size of tiles nor that of registers changes."""
     c = Candidate(tile=Tile(q=tile_q, kv=DEPTH), stages=stages, q_stages=q_stages)
-    return _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False).control_bytes(programs.ALIGNMENT)
+    found = _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False, layout=layout)
+    return found.control_bytes(programs.ALIGNMENT)
 
 
 def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program:
     """What the warps of a candidate do."""
     columns, registers = (boxed(request.head_dim), boxed(request.v_head_dim)), division(c, request)
-    return _program(c, columns, registers, masked=request.profile.hides, ping_pong=ping_pong)
+    masked = request.profile.hides
+    return _program(c, columns, registers, masked=masked, ping_pong=ping_pong, layout=request.layout)
 
 
 def _program(
-    c: Candidate, columns: tuple[int, int], registers: tuple[int, int], *, masked: bool, ping_pong: bool
+    c: Candidate,
+    columns: tuple[int, int],
+    registers: tuple[int, int],
+    *,
+    masked: bool,
+    ping_pong: bool,
+    layout: Layout,
 ) -> Program:
     return programs.forward(
         tile=c.tile,
@@ -223,8 +234,9 @@ def _program(
         q_stages=c.q_stages,
         registers=registers,
         masked=masked,
-        stored=c.q_stages > 1,
+        stored=_stored(c, layout),
         ping_pong=ping_pong,
+        layout=layout,
     )
 
 
@@ -264,7 +276,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
     producer = JUDGE_REGISTERS if request.profile.judged else 40 if c.warpgroups == 2 else 32
-    if request.profile.cuts(c.tile):
+    if request.profile.cuts(Tile(q=request.layout.starts(c.tile.q), kv=c.tile.kv)):
         fewer = consumer_registers(request.arch, c.warpgroups, PARTS_REGISTERS)
         if total(registers(c, request)) <= fewer:
             return PARTS_REGISTERS, fewer
@@ -314,11 +326,22 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             ping_pong=ping_pong,
             score_emitted_twice=score_emitted_twice,
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
-            o=OByTma() if c.q_stages > 1 else OFromRegisters(),
-            scheduler=DynamicScheduler() if request.profile.masked else StaticScheduler(),
+            o=OByTma() if _stored(c, request.layout) else OFromRegisters(),
+            scheduler=_scheduler(request),
             rows=Queries(),
         ),
     )
+
+
+def _stored(c: Candidate, layout: Layout) -> bool:
+    """Whether TMA stores O: a tile of it, which may reach over the rows of the next sequence where they are joined."""
+    return c.q_stages > 1 and not layout.joined
+
+
+def _scheduler(request: KernelRequest) -> Scheduler:
+    if request.layout.joined:
+        return SequenceScheduler()
+    return DynamicScheduler() if request.profile.masked else StaticScheduler()
 
 
 def _layout(plan: KernelPlan) -> Specialized:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.plan import ITEM, Tile
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
 from flashgen.planning.program import (
@@ -46,14 +47,19 @@ def forward(
     masked: bool,
     stored: bool,
     ping_pong: bool,
+    layout: Layout = DENSE,
 ) -> Program:
     """A forward's program: `columns` of q and k, and of v, in shared memory; `registers` per thread of the producer
-    warpgroup and of a consumer; O is `stored` by TMA from the shared memory of Q, or by the consumers themselves."""
+    warpgroup and of a consumer; O is `stored` by TMA from the shared memory of Q, or by the consumers
+    themselves; where sequences have lengths of
+    their own, V ends inside a tile."""
     producer, consumer = registers
     warpgroups = tile.q // ROWS
     names = ["scheduler", "loader", *(["storer"] if stored else [])]
     roles = [Role(name=name, warps=1, threads=WARP if name == "scheduler" else 1, registers=producer) for name in names]
-    roles.append(_idle(WARPS - len(names), producer))
+    roles.append(_idle(WARPS - len(names) - layout.own, producer))
+    if layout.own:
+        roles.append(Role(name="cleaner", warps=1, threads=WARP, registers=producer))
     roles.append(Role(name="consumer", warps=WARPS * warpgroups, threads=128 * warpgroups, registers=consumer))
     stage = Axis(size=stages, text="STAGES", index="stage")
     q_stage = Axis(size=q_stages, text="Q_STAGES", index="stage")
@@ -114,13 +120,24 @@ def forward(
             consumers=loader,
         )
         rings.append(next_step)
+    if layout.own:
+        tail = Ring(
+            name="tail",
+            barrier="tail_pipe",
+            carries="a tile of V with rows that are no keys, which become 0",
+            stages=Axis(size=1, text="1"),
+            producers=loader,
+            consumers=(Party(role="cleaner", arrivals=1),),
+        )
+        rings.append(tail)
     of = {ring.name: ring.member for ring in rings}
     room = max(columns) if stored else columns[0]
+    size, alignment = (40, 8) if layout.joined else (32, 16) if layout.own else (16, 16)
     shared = (
         declared(_tile("QorO", "q_or_o", ROWS * room, q_stage, each)),
         declared(_tile("KTile", "k", tile.kv * columns[0], stage)),
         declared(_tile("VTile", "v", tile.kv * columns[1], stage)),
-        declared(Member(ctype="Work", name="work", size=16, alignment=16, axes=(work_stage,))),
+        declared(Member(ctype="Work", name="work", size=size, alignment=alignment, axes=(work_stage,))),
         *(
             (
                 declared(_steps("next", _TWO), _steps("step", stage), note="what to load next, what k holds"),
@@ -133,6 +150,11 @@ def forward(
         declared(of["q"]),
         *((declared(of["o"]),) if stored else ()),
         declared(of["k"], of["v"]),
+        *(
+            (declared(Member(ctype="Tail", name="tail", size=8, alignment=8)), declared(of["tail"]))
+            if layout.own
+            else ()
+        ),
     )
     meet = [_start(roles)]
     if ping_pong:
@@ -146,7 +168,7 @@ def forward(
         rings=tuple(rings),
         named_barriers=tuple(meet),
         shared=shared,
-        dispatch=_chains(roles, ("scheduler", "loader"), ("storer",)),
+        dispatch=_chains(roles, ("scheduler", "loader"), ("storer",), ("cleaner",)),
         names=(Axis(size=WARPS * warpgroups, text="4 * WARPGROUPS"),),
     )
 

@@ -1,0 +1,137 @@
+"""What kernel templates write where a sequence has lengths and positions of its own, and where it has none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.planning.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceCode:
+    """Fragments of CUDA by a plan's layout.
+
+    Where a tile has a problem of its `own`, the kernel's parameter is `all` and the tile's problem is `p`; its rows lie
+    behind those of other sequences where they are `joined`.
+    """
+
+    layout: Layout
+
+    @property
+    def own(self) -> bool:
+        return self.layout.own
+
+    @property
+    def joined(self) -> bool:
+        return self.layout.joined
+
+    @property
+    def problem(self) -> str:
+        """The kernel's parameter."""
+        return "all" if self.own else "p"
+
+    @property
+    def origin(self) -> str:
+        """What stands before a row of the sequence, to make it a position."""
+        return "p.q_offset + " if self.own else ""
+
+    @property
+    def first_query(self) -> str:
+        """The position of the first query."""
+        return "p.q_offset" if self.own else "0"
+
+    @property
+    def queries(self) -> str:
+        """How many the sequence has."""
+        return "p.q_len - p.q_offset" if self.own else "p.q_len"
+
+    @property
+    def q_rows(self) -> str:
+        """The rows of q in memory, for a head."""
+        return "p.q_rows" if self.own else "p.q_len"
+
+    @property
+    def and_params(self) -> str:
+        """The last parameter of a function that needs the sequence for a position."""
+        return ", const Params& p" if self.own else ""
+
+    @property
+    def and_p(self) -> str:
+        """Its argument."""
+        return ", p" if self.own else ""
+
+    def row(self, position: str) -> str:
+        """Where the query at a position lies among the sequence's."""
+        return f"({position} - p.q_offset)" if self.own else position
+
+    def head_of_lse(self, tile: str) -> str:
+        """Where the lse of a tile's head begins."""
+        head = f"(i64){tile}.h" if self.joined else f"((i64){tile}.b * p.heads + {tile}.h)"
+        return f"{head} * {self.q_rows}"
+
+    @property
+    def tile_of(self) -> str:
+        """In workspaces of a backward, the first tile of queries of a step's head."""
+        if self.joined:
+            return "(i64)step.head * p.q_tiles + first_tile(p.q_start, keys.b)"
+        return "(i64)(keys.b * p.heads + step.head) * p.q_tiles"
+
+    @property
+    def prefix(self) -> str:
+        """Of the functions of a backward that find what a block works on."""
+        return "joined_" if self.joined else ""
+
+    @property
+    def of_rows(self) -> str:
+        """What a block's tile in workspaces is found by."""
+        return "rows, p" if self.joined else ""
+
+    @property
+    def shift(self) -> str:
+        """From a position to its row of q in memory."""
+        return "p.q_start - p.q_offset" if self.joined else "-p.q_offset"
+
+    # -- pipeline hopper
+
+    @property
+    def enter(self) -> str:
+        """What a member of a role begins with: `p` is the problem of `work`."""
+        return "\n    const Params p = of_work(this->p, work);" if self.own else ""
+
+    @property
+    def whose_v(self) -> str:
+        """What the loader is told of the sequence of a tile of V."""
+        return "work" if self.own else "work.b"
+
+    @property
+    def whose_k(self) -> str:
+        """And of one of K: its number, or its first row."""
+        return "work.k_start" if self.joined else "work.b"
+
+    @property
+    def of_k(self) -> str:
+        """The name of that."""
+        return "k_start" if self.joined else "b"
+
+    def of_keys(self, b: str, k_start: str) -> str:
+        """The coordinates of a tile of keys behind its columns."""
+        return f"{k_start} + tile * TILE_KV, kv_head, 0" if self.joined else f"tile * TILE_KV, kv_head, {b}"
+
+    @property
+    def q_start(self) -> str:
+        """What stands before a row of the sequence's queries, to make it one of the tensor."""
+        return "work.q_start + " if self.joined else ""
+
+    @property
+    def q_batch(self) -> str:
+        """The last coordinate of a tile of queries."""
+        return "0" if self.joined else "work.b"
+
+    @property
+    def q_end(self) -> str:
+        """One past the last row of a tile's tensor, or sequence, that is written."""
+        return "work.queries" if self.joined else self.q_rows
+
+    def kv_len(self, work: str) -> str:
+        """The keys of the sequence of a tile."""
+        return f"{work}.kv_len" if self.own else "p.kv_len"

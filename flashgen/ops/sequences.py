@@ -1,0 +1,297 @@
+"""What each sequence of a call has of its own: numbers of queries and keys, and the position of its first query."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from flashgen.errors import LaunchError, shown
+from flashgen.lang.ranges import MAX_LENGTH
+from flashgen.lang.variant import Variant
+from flashgen.planning.layout import AT_END, Padded, Varlen
+from flashgen.planning.problem import Problem
+from flashgen.runtime.tiles import Sequence
+
+#: The names of a call of attention() for it, which are a variant's own where it declares them: those of
+#: `Padded.pointers`, in their order.
+PADDED = ("q_lengths", "kv_lengths", "q_offset")
+
+#: What attention_varlen() calls its own among named values, which no variant can: those of `Varlen.pointers` in their
+#: order, and the bounds of lengths.
+VARLEN = ("varlen.cu_seqlens_q", "varlen.cu_seqlens_k", "varlen.q_offset")
+BOUNDS = ("varlen.max_seqlen_q", "varlen.max_seqlen_k")
+
+#: Set to 1 in the environment, the values of tensors on a GPU are checked too, for which the host waits.
+CHECK = "FLASHGEN_CHECK"
+
+
+class Sequences(NamedTuple):
+    """Tensors that kernels take, int32 or None, in the order of `layout.pointers`; where the last of them is None all
+    first queries sit at `q_offset`, or AT_END.  `rows` are those of q and of k."""
+
+    layout: Padded | Varlen
+    tensors: tuple[torch.Tensor | None, ...]
+    q_offset: int
+    rows: tuple[int, int]
+
+
+def names_of(variant: Variant) -> tuple[str, ...]:
+    """The names that calls of a variant have for it."""
+    own = [x.name for x in variant.params] + [x.name for x in variant.constants] + [x.name for x in variant.tensors]
+    return (*(name for name in PADDED if name not in own), *VARLEN, *BOUNDS)
+
+
+def joined(variant: Variant, named: dict[str, Any], **given: object) -> dict[str, Any]:
+    """A call's named values with these of its sequences, or of the variant where it declares the name.
+
+    Raises LaunchError for a `q_offset` that is no position.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    if "q_offset" in given and (not isinstance(variant, Variant) or "q_offset" in names_of(variant)):
+        given["q_offset"] = position(given["q_offset"])
+    return {**named, **given}
+
+
+def position(first: object) -> int | torch.Tensor:
+    """Where the first query sits, AT_END for "end", as graphs hold no words.  Raises LaunchError for anything else."""
+    if isinstance(first, str) and first == "end":
+        return AT_END
+    if not isinstance(first, (int, torch.Tensor)) or isinstance(first, bool):
+        raise LaunchError(
+            f'q_offset is {shown(first)}: it is a position, an int32 tensor [batch] of them, or "end"\n'
+            '  nearest: q_offset="end", which puts the last query beside the last key'
+        )
+    if isinstance(first, int) and first < 0:
+        raise LaunchError(
+            f"q_offset is {shown(first)}: positions are not negative\n"
+            '  nearest: q_offset=0, or q_offset="end", which puts the last query beside the last key'
+        )
+    return first
+
+
+def of_call(variant: Variant, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a call's named values that say what sequences have of their own."""
+    return {name: named[name] for name in names_of(variant) if name in named}
+
+
+def checked(given: Mapping[str, Any], problem: Problem, device: torch.device) -> tuple[Sequences | None, Problem]:
+    """The sequences of a call on a device, None where they are alike, and the problem that they are of, of that of the
+    tensors; or LaunchError for what is wrong with them.  What tensors on a GPU hold is not looked at."""
+    if not given:
+        return None, problem
+    names = VARLEN if VARLEN[0] in given else PADDED
+    layout = Varlen() if names is VARLEN else Padded()
+    first, rows = given.get(names[2], 0), (problem.q_len, problem.kv_len)
+    if layout.joined:
+        problem = _joined_problem(given, problem, device)
+    tensors = [given.get(name) for name in names[:2]] + [first if isinstance(first, torch.Tensor) else None]
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is not None:
+            _check_tensor(name, tensor, problem.batch + (name in VARLEN[:2]), device)
+    found = Sequences(layout, tuple(tensors), 0 if tensors[2] is not None else first, rows)
+    check_offset(found.q_offset, problem.q_len)
+    if found.q_offset == AT_END and tensors[0] is None and problem.q_len > problem.kv_len:
+        raise LaunchError(
+            f'q_offset="end" of {problem.q_len} queries over {problem.kv_len} keys: the first query would sit before'
+            f" position 0\n  nearest: at most {problem.kv_len} queries"
+        )
+    if device.type == "cpu":
+        of_batch(found, problem)
+    return found, problem
+
+
+def _joined_problem(given: Mapping[str, Any], problem: Problem, device: torch.device) -> Problem:
+    """The problem of sequences that lie behind each other in the tensors of one."""
+    starts, bounds = given[VARLEN[0]], [given[name] for name in BOUNDS]
+    for name, bound in zip(BOUNDS, bounds, strict=True):
+        if isinstance(bound, bool) or not isinstance(bound, int) or not 0 <= bound < MAX_LENGTH:
+            raise LaunchError(
+                f"{_said(name)} is {shown(bound)}: it is a whole number that no sequence is longer than, below 2^24\n"
+                f"  nearest: {_said(name)}={max(problem.q_len, problem.kv_len)}, that of all rows"
+            )
+    if not isinstance(starts, torch.Tensor) or starts.dim() != 1 or starts.numel() == 0:
+        raise LaunchError(
+            f"cu_seqlens_q is {_shape(starts)}: it is an int32 tensor [sequences + 1], on q's device ({device})\n"
+            "  nearest: torch.tensor([0, length of the first, length of the first two ...], dtype=torch.int32)"
+        )
+    return replace(problem, batch=starts.numel() - 1, q_len=bounds[0], kv_len=bounds[1])
+
+
+def _said(name: str) -> str:
+    """A name as a call has it."""
+    return name.removeprefix("varlen.")
+
+
+def _shape(x: object) -> object:
+    return list(x.shape) if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+
+
+def reach(found: Sequences, problem: Problem) -> int:
+    """One past the last position that the host knows queries to sit at, which a dimension "q" of a captured tensor must
+    hold.  Kernels clamp an index beyond; on a CPU it is a CapturedIndexError."""
+    if found.layout.joined or found.q_offset == AT_END or found.tensors[0] is not None or found.tensors[2] is not None:
+        return 0
+    return found.q_offset + problem.q_len
+
+
+def check_offset(q_offset: int, q_len: int) -> None:
+    """Raise LaunchError for a position that reaches too far with so many queries."""
+    if q_offset + q_len >= MAX_LENGTH:
+        raise LaunchError(
+            f"q_offset is {shown(q_offset)} with {q_len} queries: positions stay below 2^24\n"
+            f"  nearest: q_offset={MAX_LENGTH - 1 - q_len}"
+        )
+
+
+_Dims = Mapping[str, tuple[str | int | None, ...]]
+
+
+class First:
+    """The number that calls of one set of shapes give the position of the first query as; call it with named values.
+
+    Raises LaunchError where positions reach too far for a captured tensor, or at all.
+    """
+
+    __slots__ = ("_least", "_name", "_q_len")
+
+    def __init__(self, found: Sequences, problem: Problem, captured: Mapping[str, torch.Tensor], dims: _Dims) -> None:
+        self._q_len, self._name = problem.q_len, names(found.layout)[2]
+        by_query = ((name, axis) for name, of in dims.items() for axis, dim in enumerate(of) if dim == "q")
+        sizes = [(captured[name].shape[axis], name) for name, axis in by_query if captured[name].shape[axis] > 1]
+        known = not found.layout.joined and found.tensors[0] is None
+        self._least = min(sizes, default=(MAX_LENGTH, "")) if known else (MAX_LENGTH, "")
+
+    def __call__(self, named: Mapping[str, Any]) -> int:
+        first = named.get(self._name, 0)
+        if isinstance(first, torch.Tensor):
+            return 0
+        check_offset(first, self._q_len)
+        least, name = self._least
+        if first + self._q_len > least:
+            raise LaunchError(
+                f"q_offset is {first} with {self._q_len} queries, and {name} has {least} positions\n"
+                f"  nearest: {name} of at least {first + self._q_len}"
+            )
+        return int(first)
+
+
+def names(layout: Padded | Varlen) -> tuple[str, ...]:
+    """The names of a call's values for what kernels point to, in the order of `layout.pointers`."""
+    return VARLEN if layout.joined else PADDED
+
+
+def key(named: Mapping[str, Any]) -> Iterator[object]:
+    """What the launches of a call depend on in these of its values: not where queries sit, but for AT_END."""
+    for name in (*PADDED, *VARLEN, *BOUNDS):
+        x = named.get(name)
+        if isinstance(x, torch.Tensor):
+            yield from (x.shape, x.stride(), x.dtype, x.device)
+        elif x is not None:
+            yield x if name in BOUNDS else x == AT_END
+
+
+def addresses(names: tuple[str, ...], named: Mapping[str, Any]) -> tuple[int, ...]:
+    """Where the tensors of these names lie; 0 for none."""
+    given = (named.get(name) for name in names)
+    return tuple(x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in given)
+
+
+def _check_tensor(name: str, tensor: object, size: int, device: torch.device) -> None:
+    wanted = f"an int32 tensor [{'sequences + 1' if name in VARLEN[:2] else 'batch'}], on q's device ({device})"
+    name = _said(name)
+    if not isinstance(tensor, torch.Tensor):
+        cure = f"torch.tensor({name}, dtype=torch.int32, device={str(device)!r})"
+        raise LaunchError(f"{name} is a {type(tensor).__name__}: it is {wanted}\n  nearest: {cure}")
+    if tensor.dtype != torch.int32:
+        raise LaunchError(
+            f"{name} is {str(tensor.dtype).removeprefix('torch.')}: it is {wanted}\n  nearest: {name}.to(torch.int32)"
+        )
+    if tensor.device != device:
+        raise LaunchError(
+            f"{name} is on {tensor.device}: it is {wanted}\n  nearest: {name}.to({str(device)!r}), a copy"
+        )
+    if tensor.layout != torch.strided or tuple(tensor.shape) != (size,):
+        raise LaunchError(f"{name} is {list(tensor.shape)}: it is {wanted}\n  nearest: {size} numbers")
+    if size > 1 and tensor.stride(0) != 1:
+        raise LaunchError(
+            f"{name} has stride {tensor.stride(0)}: its numbers lie side by side\n  nearest: {name}.contiguous()"
+        )
+
+
+def watched() -> bool:
+    """Whether values on a GPU are to be checked."""
+    return os.environ.get(CHECK) == "1"
+
+
+def of_batch(found: Sequences, problem: Problem) -> tuple[Sequence, ...]:
+    """Each sequence by its numbers, read from where the tensors are; LaunchError for what is outside of its bounds."""
+    of_q, of_k, q_offsets = (_read(x) for x in found.tensors)
+    q_start, k_start = np.zeros((2, problem.batch), np.int64)
+    if found.layout.joined:
+        q_start, rows = _spans("cu_seqlens_q", of_q, found.rows[0], problem.q_len, "max_seqlen_q")
+        k_start, keys = _spans("cu_seqlens_k", of_k, found.rows[1], problem.kv_len, "max_seqlen_k")
+    else:
+        rows = _bounded("q_lengths", of_q, problem.q_len, "q_len", problem.batch)
+        keys = _bounded("kv_lengths", of_k, problem.kv_len, "kv_len", problem.batch)
+    if q_offsets is not None:
+        first, most = q_offsets, MAX_LENGTH - 1 - problem.q_len
+        _refuse_outside("q_offset", first, most, f"positions are 0 to {most}, so that all queries stay below 2^24")
+    elif found.q_offset == AT_END:
+        first = keys - rows
+        for b in np.flatnonzero(first < 0)[:1]:
+            raise LaunchError(
+                f'q_offset="end" of {rows[b]} queries over {keys[b]} keys in sequence {b}: the first query would sit'
+                f" before position 0\n  nearest: at most {keys[b]} queries there"
+            )
+    else:
+        first = np.full(problem.batch, found.q_offset)
+    each = zip(*(x.tolist() for x in (first, rows, keys, q_start, k_start)), strict=True)
+    return tuple(
+        Sequence(at, at + n, kv_len, 0 if found.layout.joined else b, *starts)
+        for b, (at, n, kv_len, *starts) in enumerate(each)
+    )
+
+
+def _spans(name: str, starts: np.ndarray | None, rows: int, most: int, bound: str) -> tuple[np.ndarray, np.ndarray]:
+    """Where sequences begin, and how long they are."""
+    assert starts is not None  # joined sequences have them
+    lengths = np.diff(starts)
+    for b in np.flatnonzero(lengths < 0)[:1]:
+        raise LaunchError(
+            f"{name} decreases from {starts[b]} to {starts[b + 1]} behind sequence {b}: it is a sum of lengths\n"
+            f"  nearest: {name} in order"
+        )
+    for b in np.flatnonzero(lengths > most)[:1]:
+        raise LaunchError(
+            f"sequence {b} of {name} has {lengths[b]} rows and {bound} is {most}: no sequence is longer than that\n"
+            f"  nearest: {bound}={lengths.max()}"
+        )
+    if starts[0] < 0 or starts[-1] > rows:
+        raise LaunchError(
+            f"{name} goes from {starts[0]} to {starts[-1]}: the tensor has rows 0 to {rows}\n"
+            f"  nearest: {name} that ends with {rows}"
+        )
+    return starts[:-1], lengths
+
+
+def _read(tensor: torch.Tensor | None) -> np.ndarray | None:
+    return None if tensor is None else tensor.detach().cpu().numpy().astype(np.int64)
+
+
+def _bounded(name: str, given: np.ndarray | None, most: int, what: str, batch: int) -> np.ndarray:
+    if given is None:
+        return np.full(batch, most)
+    _refuse_outside(name, given, most, f"lengths are 0 to {what} = {most}")
+    return given
+
+
+def _refuse_outside(name: str, values: np.ndarray, most: int, why: str) -> None:
+    for b in np.flatnonzero((values < 0) | (values > most))[:1]:
+        raise LaunchError(
+            f"{name}[{b}] is {values[b]}: {why}\n  nearest: {name}[{b}] = {min(max(int(values[b]), 0), most)}"
+        )

@@ -1,0 +1,78 @@
+"""How sequences lie in q, k, v and o, and what each has of its own: a value that requests, plans and launches carry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flashgen.lang.ranges import MAX_LENGTH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """Sequences fill [batch, heads, length] and are all of one length; queries begin at position 0."""
+
+    name: ClassVar[str] = "dense"
+    own: ClassVar[bool] = False
+    joined: ClassVar[bool] = False
+    pointers: ClassVar[tuple[str, ...]] = ()
+    numbers: ClassVar[tuple[str, ...]] = ()
+
+    def starts(self, tile_q: int) -> int:
+        """A position whose multiples are where tiles of so many queries start, if anywhere."""
+        return tile_q
+
+
+class _Own:
+    """What layouts share in which a sequence has lengths and positions of its own, which kernels read on the device.
+
+    The positions of a sequence's queries end where the language's `q_len` does.
+    """
+
+    __slots__ = ()
+    own: ClassVar[bool] = True
+
+    def starts(self, tile_q: int) -> int:
+        """Tiles start at any position: no multiple of this but 0 is one."""
+        return MAX_LENGTH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padded(_Own):
+    """Sequences lie in [batch, heads, length], which they need not fill.
+
+    Kernels take their numbers of queries and of keys and the positions of their first queries: int32 [batch] or null.
+    """
+
+    name: ClassVar[str] = "padded"
+    joined: ClassVar[bool] = False
+    template: ClassVar[str] = "padded.cu.j2"
+    pointers: ClassVar[tuple[str, ...]] = ("q_lengths", "kv_lengths", "q_offsets")
+    numbers: ClassVar[tuple[str, ...]] = ("q_rows", "q_offset")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Varlen(_Own):
+    """Sequences lie behind each other in [heads, rows].
+
+    Kernels take where each begins and the last ends, of queries and of keys: int32 [batch + 1].  `q_len` and `kv_len`
+    bound their lengths from above.
+    """
+
+    name: ClassVar[str] = "varlen"
+    joined: ClassVar[bool] = True
+    template: ClassVar[str] = "varlen.cu.j2"
+    pointers: ClassVar[tuple[str, ...]] = ("cu_seqlens_q", "cu_seqlens_k", "q_offsets")
+    numbers: ClassVar[tuple[str, ...]] = ("q_rows", "kv_rows", "q_offset", "q_start", "k_start")
+
+
+Layout = Dense | Padded | Varlen
+
+#: What kernels are made for unless asked.
+DENSE = Dense()
+
+#: By the names that options have for them.
+LAYOUTS = {layout.name: layout for layout in (DENSE, Padded(), Varlen())}
+
+#: The position of the first query that stands for: the last query is beside the last key.
+AT_END = -1
