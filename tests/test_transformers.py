@@ -141,7 +141,7 @@ def test_a_compiled_model_without_padding():
     torch.testing.assert_close(compiled(ids()).logits, model(ids()).logits)
 
 
-@pytest.mark.nightly(sibling="test_forward_and_backward[Llama-left]")
+@pytest.mark.nightly(sibling="test_forward_and_backward")
 @pytest.mark.parametrize("side", [None, "left", "right"])
 def test_an_encoder(side):
     sizes = SIZES | {"local_attention": 4, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
@@ -151,7 +151,7 @@ def test_an_encoder(side):
     compare(model, {"input_ids": ids(), **({"attention_mask": seen} if side else {})}, seen)
 
 
-@pytest.mark.nightly(sibling="test_forward_and_backward[Llama-left]")
+@pytest.mark.nightly(sibling="test_forward_and_backward")
 def test_a_prefix_that_sees_itself():
     """PaliGemma: an image and a prefix in both directions, then text."""
     torch.manual_seed(0)

@@ -36,6 +36,11 @@ class SequenceCode:
         return "p.q_offset + " if self.own else ""
 
     @property
+    def rows_again(self) -> str:
+        """A block's rows of queries behind its loop, where registers are dear: of one problem they are found again."""
+        return "rows" if self.own else "rows_of_block(p)"
+
+    @property
     def first_query(self) -> str:
         """The position of the first query."""
         return "p.q_offset" if self.own else "0"
