@@ -23,15 +23,19 @@ may have or not, because their number is a range, may change what is found or no
 Few elements.  Where `cells.cornered` says that indices may have few values over a tile, rules 1 and 2 take an index of
 two values as well as one of a single value: the value then lies in the smallest range that holds those at all ends.
 
-Parts.  A PARTIAL tile is judged again by its parts where the mask has `cells`: it is cut at multiples of them.  It is
-EMPTY if all parts are, FULL if all parts are.
+Summaries.  A part of the mask that has one (see `summaries`) lies between its least and its greatest value over the
+tile's queries, or keys; a NaN among them makes it anything, and a condition may be what it is for some of them.
+
+Parts.  A PARTIAL tile is judged again by its parts where the mask has `cells`: it is cut at multiples of them; and where
+a summary has groups of values: each is judged as if the tile's keys had no others.  It is EMPTY if all parts are, FULL
+if all parts are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, field
+from functools import partial, reduce
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
@@ -41,11 +45,12 @@ from flashgen.analysis import zones
 from flashgen.analysis.abstract import Intervals
 from flashgen.analysis.cells import Cells, cornered
 from flashgen.analysis.facts import Facts, Term
+from flashgen.analysis.summaries import Group, Summary
 from flashgen.analysis.zones import Bounds
 from flashgen.lang import ranges
 from flashgen.lang.bounds import bounds
 from flashgen.lang.evaluate import evaluate
-from flashgen.lang.expr import Node, depends_on
+from flashgen.lang.expr import DType, Node, depends_on
 from flashgen.lang.ranges import Range, Truth
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -64,11 +69,15 @@ class Tiling(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
     """What evaluating an expression needs: `sizes` (batch, heads, kv_heads, q_len, kv_len), the value of each
-    parameter, and each captured tensor as a NumPy array (float16 and bfloat16 as any float type)."""
+    parameter, and each captured tensor as a NumPy array (float16 and bfloat16 as any float type).
+
+    `found` keeps what summaries are made of.
+    """
 
     sizes: Mapping[str, int]
     params: Mapping[str, int | float]
     tensors: Mapping[str, np.ndarray]
+    found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def evaluate(self, root: Node, *, b: Any, h: Any, q: Any = None, k: Any = None, live: Any = None) -> np.ndarray:
         """The value of a mask or of a part of it at positions that broadcast (see `lang.evaluate`)."""
@@ -98,8 +107,11 @@ def _every(conditions: Iterable[np.ndarray]) -> np.ndarray:
     return reduce(np.logical_and, conditions, np.True_)
 
 
-def intervals(case: Case, b: Any, h: Any, q: tuple, k: tuple) -> Intervals:
-    """Abstract values over tiles: b and h are points, q and k (first, last) pairs, all arrays that broadcast."""
+def intervals(facts: Facts, case: Case, b: Any, h: Any, q: tuple, k: tuple, group: Group = Group.ALL) -> Intervals:
+    """Abstract values over tiles: b and h are points, q and k (first, last) pairs, all arrays that broadcast.
+
+    Of the summary that has groups of values, those of `group`.
+    """
     places = {"b": ranges.ints(b), "h": ranges.ints(h), "q": ranges.ints(*q), "k": ranges.ints(*k)}
 
     def leaf(n: Node, operands: tuple[Range | Truth, ...]) -> Range | Truth:
@@ -116,7 +128,11 @@ def intervals(case: Case, b: Any, h: Any, q: tuple, k: tuple) -> Intervals:
             return loaded(n, operands, case.tensors[n.attr.name])
         return bounds(n)
 
-    return Intervals(leaf, by_round=True)
+    given = {
+        one.value: partial(summarised, one, case, b, h, *(q if one.side == "q" else k), group)
+        for one in facts.summaries
+    }
+    return Intervals(leaf, by_round=True, given=given)
 
 
 def loaded(load: Node, indices: tuple[Range, ...], array: np.ndarray) -> Range | Truth:
@@ -154,6 +170,46 @@ def _between(first: np.ndarray, last: np.ndarray, declared: Range | Truth) -> Ra
     return ranges.floats(first, last, np.isnan(first) | np.isnan(last))
 
 
+def summarised(one: Summary, case: Case, b: Any, h: Any, first: Any, last: Any, group: Group) -> Range | Truth:
+    """What a summarised part may be over positions from first to last, of a group of its values where it has groups."""
+    b, h = (x if used else 0 for x, used in ((b, one.by_batch), (h, one.by_head)))
+    places = np.broadcast_arrays(b, h, first, last)
+    shape, length = places[0].shape, case.sizes["q_len" if one.side == "q" else "kv_len"]
+    dims = max(case.sizes["batch"], 1), max(case.sizes["heads"], 1), length, length
+    codes, where = np.unique(np.ravel_multi_index([x.ravel() for x in places], dims), return_inverse=True)
+    known = case.found.setdefault(one.value, {})
+    for code, *place in zip(codes.tolist(), *(x.tolist() for x in np.unravel_index(codes, dims)), strict=True):
+        if code not in known:
+            known[code] = _extremes(_values(one, case, *place[:2]), *place[2:])
+    of = group if one.grouped else Group.ALL
+    lo, hi, nan = (np.array([known[code][of][i] for code in codes.tolist()])[where].reshape(shape) for i in range(3))
+    if one.value.dtype is DType.BOOL:
+        return Truth(hi, ~lo)
+    return ranges.floats(lo, hi, nan) if one.value.dtype.is_float else ranges.ints(lo, hi)
+
+
+def _values(one: Summary, case: Case, b: int, h: int) -> np.ndarray:
+    """A summarised part at each query, or key.  Positions that no visible pair has may select elements outside."""
+    key = (one.value, b, h)
+    if key not in case.found:
+        at = np.arange(case.sizes["q_len" if one.side == "q" else "kv_len"])
+        values = case.evaluate(one.value, b=b, h=h, **{one.side: at}, live=False)
+        case.found[key] = np.broadcast_to(values, at.shape)
+    return case.found[key]
+
+
+def _extremes(values: np.ndarray, first: int, last: int) -> tuple[tuple[Any, Any, bool], ...]:
+    """The least and greatest of values from first to last, and whether one is NaN: of all, and of both groups."""
+    found = values[first : last + 1]
+    if found.dtype.kind != "i":
+        nan = bool(np.isnan(found).any())
+        return ((-np.inf, np.inf, True) if nan else (found.min(), found.max(), False),)
+    lo, hi = int(found.min()), int(found.max())
+    low = found <= lo + (hi - lo) // 2
+    below, above = int(found[low].max()), hi if low.all() else int(found[~low].min())
+    return (lo, hi, False), (lo, below, False), (above, hi, False)
+
+
 def _possible(terms: list[Known], value: Intervals, q: tuple, k: tuple) -> np.ndarray:
     found = np.zeros(np.broadcast_shapes(*map(np.shape, (*q, *k))), np.bool_)
     for term in terms:
@@ -172,18 +228,20 @@ def classify(facts: Facts, case: Case, *, b: Any, h: Any, q0: Any, q1: Any, k0: 
     All arguments are ints or int arrays that broadcast against each other.
     """
     found = _classified(facts, case, b, h, (q0, q1), (k0, k1))
-    if facts.cells is None or not (found == PARTIAL).any():
+    if not facts.by_parts or not (found == PARTIAL).any():
         return found
     found, *places = map(np.array, np.broadcast_arrays(found, b, h, q0, q1, k0, k1))
     unsettled = found == PARTIAL
-    found[unsettled] = _by_parts(facts, case, facts.cells, *(x[unsettled] for x in places))
+    found[unsettled] = _by_parts(facts, case, facts.cells or Cells(), *(x[unsettled] for x in places))
     return found
 
 
-def _classified(facts: Facts, case: Case, b: Any, h: Any, q: tuple, k: tuple) -> np.ndarray:
-    """The same of tiles that are judged whole."""
+def _classified(
+    facts: Facts, case: Case, b: Any, h: Any, q: tuple, k: tuple, group: Group = Group.ALL
+) -> np.ndarray:
+    """The same of tiles that are judged whole, by a group of values."""
     visible, hidden = known_terms(facts.visible, case, b, h), known_terms(facts.hidden, case, b, h)
-    return classes_of(visible, hidden, intervals(case, b, h, q, k), q, k)
+    return classes_of(visible, hidden, intervals(facts, case, b, h, q, k, group), q, k)
 
 
 def classes_of(visible: list[Known], hidden: list[Known], value: Intervals, q: tuple, k: tuple) -> np.ndarray:
@@ -195,15 +253,17 @@ def classes_of(visible: list[Known], hidden: list[Known], value: Intervals, q: t
 def _by_parts(facts: Facts, case: Case, cells: Cells, b: Any, h: Any, q0: Any, q1: Any, k0: Any, k1: Any) -> np.ndarray:
     """The classes of tiles (flat arrays) by those of their parts."""
     seen, cut = np.zeros(len(q0), np.bool_), np.zeros(len(q0), np.bool_)
-    for q_first, q_last in _parts(q0, q1, cells.q):
-        for k_first, k_last in _parts(k0, k1, cells.k):
-            left = (q_first <= q_last) & (k_first <= k_last) & ~(seen & cut)
-            if not left.any():
-                continue
-            places, ends = (b[left], h[left]), ((q_first[left], q_last[left]), (k_first[left], k_last[left]))
-            found = _classified(facts, case, *places, *ends)
-            seen[left] |= found != EMPTY
-            cut[left] |= found != FULL
+    groups = (Group.LOW, Group.HIGH) if facts.grouped else (Group.ALL,)
+    for (q_first, q_last), (k_first, k_last), group in product(
+        _parts(q0, q1, cells.q), _parts(k0, k1, cells.k), groups
+    ):
+        left = (q_first <= q_last) & (k_first <= k_last) & ~(seen & cut)
+        if not left.any():
+            continue
+        places, ends = (b[left], h[left]), ((q_first[left], q_last[left]), (k_first[left], k_last[left]))
+        found = _classified(facts, case, *places, *ends, group)
+        seen[left] |= found != EMPTY
+        cut[left] |= found != FULL
     return np.where(seen, np.where(cut, PARTIAL, FULL), EMPTY).astype(np.int8)
 
 
