@@ -14,6 +14,8 @@ from flashgen.codegen.emit import environment
 from flashgen.codegen.variant_code import variant_code
 from flashgen.interpreter.simulate import stored
 from flashgen.planning.plan import Tile
+from flashgen.planning.problem import Problem
+from flashgen.planning.summaries import ENTRY, THREADS, count, tile_summaries
 from flashgen.runtime import nvrtc
 
 TEMPLATE = """{{ device }}
@@ -55,10 +57,16 @@ extern "C" __global__ void probe(const __grid_constant__ Params p, int* visited,
 
 def emitted(facts: Facts, tile: Tile) -> str:
     """The code of a variant with a kernel that records what it decides."""
-    members = params.fields_of(facts.variant, "bfloat16")
-    context = {"code": variant_code(facts, tile), "tile": tile, "fields": members}
+    members = members_of(facts, tile)
+    code = variant_code(facts, tile, summaries=tile_summaries(facts, tile))
+    context = {"code": code, "tile": tile, "fields": members}
     template = environment().from_string(TEMPLATE)
     return template.render(context, device=device.used_by(template.render(context, device="")))
+
+
+def members_of(facts: Facts, tile: Tile) -> tuple[params.Field, ...]:
+    """The members of the kernel's `Params`."""
+    return params.fields_of(facts.variant, "bfloat16", summaries=tile_summaries(facts, tile))
 
 
 @lru_cache(maxsize=4)
@@ -71,7 +79,7 @@ def run(facts: Facts, case: Case, tile: Tile, scores: np.ndarray | None = None) 
     sizes = case.sizes
     batch, heads, q_len, kv_len = (sizes[n] for n in ("batch", "heads", "q_len", "kv_len"))
     q_tiles, kv_tiles = -(-q_len // tile.q), -(-kv_len // tile.kv)
-    members = params.fields_of(facts.variant, "bfloat16")
+    members = members_of(facts, tile)
     memory = interpreter.Memory()
     values = dict.fromkeys((field.name for field in members), 0) | sizes | {"q_tiles": q_tiles}
     values |= {f"param_{name}": value for name, value in case.params.items()}
@@ -81,6 +89,10 @@ def run(facts: Facts, case: Case, tile: Tile, scores: np.ndarray | None = None) 
         for axis, (size, step) in enumerate(zip(array.shape, array.strides, strict=True)):
             values[f"size{axis}_{tensor.name}"] = size
             values[f"stride{axis}_{tensor.name}"] = step // array.itemsize if size > 1 else 0
+    shape = {"head_dim": 64, "v_head_dim": 64}
+    for one in tile_summaries(facts, tile):
+        room = np.full(count(one, Problem(**sizes, **shape)) * one.itemsize, 0xFF, np.uint8)
+        values[one.pointer] = memory.add(one.pointer, room, writable=True)
     visited = np.zeros((batch, heads, q_tiles, kv_tiles), np.int32)
     kept = np.ones((batch, heads, q_len, kv_len), np.uint8)
     scores = np.zeros(kept.shape, np.float32) if scores is None else scores.astype(np.float32)
@@ -88,5 +100,7 @@ def run(facts: Facts, case: Case, tile: Tile, scores: np.ndarray | None = None) 
     packed = params.packed(members, values)
     module = compiled(emitted(facts, tile))
     arguments = [packed, *(int(address).to_bytes(8, "little") for address in out)]
+    if tile_summaries(facts, tile):
+        module.launch(ENTRY, 2, THREADS, 0, [packed], memory)
     module.launch("probe", q_tiles * heads * batch, 32, 0, arguments, memory)
     return visited, kept.astype(bool), scores

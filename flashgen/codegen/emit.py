@@ -40,7 +40,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     """
     facts = facts or analyse(plan.variant)
     staged = plan.backward is not None and plan.backward.lookup_stages > 0
-    found = variant_code(facts, _tiles(plan), lookups(plan.variant) if staged else ())
+    found = variant_code(facts, _tiles(plan), lookups(plan.variant) if staged else (), plan.summaries)
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type = _PTX_TYPE[plan.dtype]
     context = {

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from flashgen.lang.variant import Variant
 from flashgen.planning.backward import layout
-from flashgen.planning.plan import KernelPlan, Specialized, SpecializedBackward
+from flashgen.planning.plan import KernelPlan, Specialized, SpecializedBackward, TileSummary
 from flashgen.planning.program import CTYPES
 
 #: C++ name of the 16-bit element type, a bit pattern to the compiler.
@@ -66,12 +66,16 @@ def fields(plan: KernelPlan) -> tuple[Field, ...]:
     """The members of a plan's `Params`, in order."""
     if plan.backward is not None:
         return _backward_fields(plan)
-    return fields_of(plan.variant, plan.dtype, plan.specialized, plan.dropout)
+    return fields_of(plan.variant, plan.dtype, plan.specialized, plan.dropout, plan.summaries)
 
 
 @lru_cache(maxsize=256)
 def fields_of(
-    variant: Variant, dtype: str, specialized: Specialized | None = None, dropout: bool = False
+    variant: Variant,
+    dtype: str,
+    specialized: Specialized | None = None,
+    dropout: bool = False,
+    summaries: tuple[TileSummary, ...] = (),
 ) -> tuple[Field, ...]:
     """The members of a forward's `Params`: pointers, then 64-bit, then 32-bit numbers, so that none needs padding.
 
@@ -90,6 +94,7 @@ def fields_of(
         numbers.append("l2_heads")
     if specialized is not None and specialized.rows.packed:
         numbers += ["packs", "pack_log2"]
+    pointers += _summaries(summaries)
     return _members(variant, pointers, "o" if mapped else "qkvo", numbers, dropout)
 
 
@@ -109,6 +114,7 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     pointers += [Field(name, "float*") for name in workspaces]
     pointers += [Field("dq_semaphore", "u32*")] if how.adds_dq and plan.deterministic else []
     pointers += [Field("progress", "u32*")] if how.dq_in_main_kernel else []
+    pointers += _summaries(plan.summaries)
     pointers += [Field(name, f"{element}*") for name in ("dq", "dk", "dv")]
     pointers += [Field(f"grad_{name}", "float*") for name in plan.gradients]
     pointers += [Field(f"exact_{name}", "i64*") for name in plan.gradients if plan.deterministic]
@@ -118,6 +124,10 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     if how.dq_in_main_kernel:
         numbers.append("clear_distance")
     return _members(plan.variant, pointers, (*loaded, "dq", "dk", "dv"), numbers, plan.dropout)
+
+
+def _summaries(summaries: tuple[TileSummary, ...]) -> list[Field]:
+    return [Field(one.pointer, f"{one.ctype}*") for one in summaries]
 
 
 def _members(

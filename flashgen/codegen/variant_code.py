@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from flashgen.analysis.abstract import Intervals, anywhere, finite_at_zero
 from flashgen.analysis.cells import Cells, cornered, single
 from flashgen.analysis.facts import Facts, Term
+from flashgen.analysis.summaries import Summary
 from flashgen.analysis.tiles import Tiling
 from flashgen.analysis.zones import REACH, Zone
 from flashgen.codegen.device import identifiers
@@ -41,7 +43,9 @@ from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, depend
 from flashgen.lang.loops import LOOPS
 from flashgen.lang.ops import OPS
 from flashgen.planning.backward import lookup_names
+from flashgen.planning.plan import TileSummary
 from flashgen.planning.program import CTYPES
+from flashgen.planning.summaries import THREADS
 
 #: Bounds within this need no clamp: sums and differences of two of them and a position fit an int32.
 NEAR = 2 * REACH
@@ -143,18 +147,51 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts that a tile is judged by: where the mask may jump, for a person, the loops over them, and the rows, and
-    first and last key, of one."""
+    """The parts that a tile is judged by: what they are, for a person, the loops over them, and the rows, and first and
+    last key, of one; `grouped`: keys whose values are of one group."""
 
     where: str
     loops: tuple[str, ...]
     rows: str
     keys: str
+    grouped: bool
 
     @property
     def margin(self) -> str:
         """Of what stands inside the loops."""
         return "  " * (len(self.loops) - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummaryCode:
+    """A part of the mask that is summarised over tiles (see `planning.plan.TileSummary`).
+
+    `value` is the part at the position `at`, of C++ type `ctype`; `parameters` and `arguments` are the batch and head
+    beside it, `place` where those of one begin, `heads` declare them and the positions from `first` to `last` of number
+    i of `number`.  `several`: a tile, or a part of one, may hold more than one.
+    """
+
+    name: str
+    at: str
+    value: Body
+    ctype: str
+    range_type: str
+    single: str
+    either: str
+    stored: str
+    pointer: str
+    positions: int
+    grouped: bool
+    several: bool
+    parameters: str
+    arguments: str
+    place: str
+    number: str
+    heads: tuple[str, ...]
+
+    @property
+    def what(self) -> str:
+        return "queries" if self.at == "q" else "keys"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +214,7 @@ class VariantCode:
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
     finite_at_zero   without it P of rows beyond the last query, whose lse is infinite, has to be made 0
     lookups   what `keep` is given of captured tensors; empty: it reads them itself
+    summaries   what `classify` reads that a kernel before it has found
     formula   (kind, text) lines for the banner
     """
 
@@ -193,7 +231,13 @@ class VariantCode:
     long_score: bool
     finite_at_zero: bool
     lookups: tuple[Lookup, ...]
+    summaries: tuple[SummaryCode, ...]
     formula: tuple[tuple[str, str], ...]
+
+    @property
+    def summary_threads(self) -> int:
+        """Of a block of the kernel that makes summaries."""
+        return THREADS
 
     @property
     def may_skip(self) -> bool:
@@ -230,9 +274,11 @@ class VariantCode:
         return f"min({at}, {last})" if self.clamp_k else at
 
 
-def variant_code(facts: Facts, tile: Tiling, lookups: tuple[Node, ...] = ()) -> VariantCode:
+def variant_code(
+    facts: Facts, tile: Tiling, lookups: tuple[Node, ...] = (), summaries: tuple[TileSummary, ...] = ()
+) -> VariantCode:
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
-    `keep` is given these elements of captured tensors."""
+    `keep` is given these elements of captured tensors, and whose `classify` has these summaries."""
     mask, score = _printed(facts)
     masked = mask is not None
     loads = _loads(root for root in (mask, score) if root is not None)
@@ -240,25 +286,30 @@ def variant_code(facts: Facts, tile: Tiling, lookups: tuple[Node, ...] = ()) -> 
     conditions = GivenPrinter({n: f"at.{one.name}" for n, one in given.items()}, wide=facts.int64, exact=True)
     cut = facts.cells.within(tile.q, tile.kv) if masked and facts.cells is not None else None
     cornered = _cornered(facts, tile, cut)
+    made = {one.name: one for one in summaries}
+    found = {one: made[one.name] for one in facts.summaries if one.name in made}
+    group = next((one for one in found.values() if one.grouped), None)
+    known = {one.value: _over(how) for one, how in found.items()}
     return VariantCode(
         readers=_readers(facts, cornered),
         score=None if score is None else Printer(wide=facts.int64).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
         keep=None if mask is None else conditions.body(mask),
         runs=Decider(facts).runs() if masked else None,
-        classes=Decider(facts, cornered).classes(by_parts=cut is not None) if masked else None,
-        parts=None if cut is None else _parts(cut),
+        classes=Decider(facts, cornered, known).classes(by_parts=bool(cut or group)) if masked else None,
+        parts=_parts(cut or Cells(), group) if cut or group else None,
         clamp_q=any(depends_on(n, "q") for n in loads),
         clamp_k=any(depends_on(n, "k") for n in loads),
         long_keep=masked and not facts.exact,
         long_score=score is not None and any(map(_takes_long, walk([score]))),
         finite_at_zero=score is None or finite_at_zero(score),
         lookups=tuple(given.values()),
+        summaries=tuple(_summary(one, how, tile, cut, facts) for one, how in found.items()),
         formula=_formula(mask, score),
     )
 
 
-def _parts(cut: Cells) -> Parts:
+def _parts(cut: Cells, group: TileSummary | None) -> Parts:
     def last(at: str, cell: int, end: str) -> str:
         return f"min({at} / {cell} * {cell} + {cell - 1}, {end})"
 
@@ -274,7 +325,53 @@ def _parts(cut: Cells) -> Parts:
         where.append(f"{cut.k} keys")
         loops.append(loop("k", cut.k, "k_first", "k_last"))
         keys = f"k, {last('k', cut.k, 'k_last')}"
-    return Parts(where=" and of ".join(where), loops=tuple(loops), rows=rows, keys=keys)
+    told = [f"its parts: the mask may jump at multiples of {' and of '.join(where)}"] if where else []
+    if group is not None:
+        told.append(f"its keys of low values and those of high ones: {group.name} may have none in between")
+        loops.append("for (Group group = LOW_VALUES; group <= HIGH_VALUES; group = Group(group + 1))")
+    return Parts(where=", and by ".join(told), loops=tuple(loops), rows=rows, keys=keys, grouped=group is not None)
+
+
+def _over(one: TileSummary) -> str:
+    """The call that gives what a summarised part is over a tile, or a part of one."""
+    places = [place for place, used in (("b", one.by_batch), ("h", one.by_head)) if used]
+    return f"{one.name}_over({', '.join([*places, one.side, *(['group'] if one.grouped else []), 'p'])})"
+
+
+def _summary(one: Summary, how: TileSummary, tile: Tiling, cut: Cells | None, facts: Facts) -> SummaryCode:
+    printer, positions = Printer(wide=facts.int64, exact=True), how.positions
+    length = f"p.{'q' if how.side == 'q' else 'kv'}_len"
+    parts = f"(({length} + {positions - 1}) / {positions})"
+    dims = [(place, size) for place, size, used in (("b", "p.batch", how.by_batch), ("h", "p.heads", how.by_head)) if used]
+    place = " * p.heads + ".join(name for name, _ in dims)
+    start = f"i % {parts}" if dims else "i"
+    heads = [f"const int first = int({start}) * {positions}, last = min(first + {positions}, {length}) - 1;"]
+    of_place = {"b": f"int(i / {parts}{' / p.heads' if how.by_head else ''})"}
+    of_place["h"] = f"int(i / {parts}{' % p.heads' if how.by_batch else ''})"
+    heads += [f"const int {name} = {of_place[name]};" for name, _ in dims]
+    single, either = {"Truth": ("truth", "either_bool"), "FloatRange": ("single_f32", "either_f32")}.get(
+        how.range_type, ("single", "either")
+    )
+    whole = tile.q if how.side == "q" else tile.kv
+    return SummaryCode(
+        name=how.name,
+        at=how.side,
+        value=printer.body(one.value),
+        ctype=printer.ctype(one.value),
+        range_type=how.range_type,
+        single=single,
+        either=either,
+        stored=how.ctype,
+        pointer=how.pointer,
+        positions=positions,
+        grouped=how.grouped,
+        several=positions < whole,
+        parameters="".join(f"int {name}, " for name, _ in dims),
+        arguments="".join(f"{name}, " for name, _ in dims),
+        place=f" + (i64)({place}) * {parts}" if dims else "",
+        number=" * ".join(["(i64)" + dims[0][1], *(size for _, size in dims[1:]), parts]) if dims else parts[1:-1],
+        heads=tuple(heads),
+    )
 
 
 def _lookups(loads: tuple[Node, ...], facts: Facts) -> dict[Node, Lookup]:
@@ -467,9 +564,12 @@ class _Clipped(NamedTuple):
 class Decider:
     """Prints what the facts' terms say about one tile."""
 
-    def __init__(self, facts: Facts, cornered: frozenset[Node] = frozenset()) -> None:
+    def __init__(
+        self, facts: Facts, cornered: frozenset[Node] = frozenset(), given: Mapping[Node, str] = MappingProxyType({})
+    ) -> None:
         self.facts = facts
-        self.printer = RangePrinter(wide=facts.int64, exact=True, indices=_indices(facts), cornered=cornered)
+        options: dict[str, Any] = {"wide": facts.int64, "indices": _indices(facts)}
+        self.printer = RangePrinter(exact=True, cornered=cornered, given=given, **options)
         self.known: Mapping[Node, Text] = {}
         self._extent = Intervals(anywhere).range
 

@@ -61,6 +61,32 @@ def staged(name: str, stages: int, rows: int, columns: int) -> Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TileSummary:
+    """A part of the mask of which a kernel of its own finds the least and the greatest value over each `positions`
+    queries ("q") or keys ("k"), before tiles are classified by them (see `analysis.summaries`)."""
+
+    name: str
+    side: str
+    positions: int
+    range_type: str  # the C++ type of what bounds a value
+    itemsize: int
+    grouped: bool  # the bounds of two groups of values
+    by_batch: bool
+    by_head: bool
+    tensors: tuple[str, ...]  # captured tensors that it reads
+
+    @property
+    def pointer(self) -> str:
+        """The name of the memory that holds it."""
+        return f"summary_{self.name}"
+
+    @property
+    def ctype(self) -> str:
+        """The C++ type of one."""
+        return f"Grouped<{self.range_type}>" if self.grouped else self.range_type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fallback:
     """A better pipeline of the architecture that does not serve a request, why, and the nearest that it serves."""
 
@@ -249,6 +275,7 @@ class KernelPlan(Integers):
     deterministic: bool = False  # the same bits in every run
     dropout: bool = False
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
+    summaries: tuple[TileSummary, ...] = ()  # of the mask, made before tiles are classified
     fallbacks: tuple[Fallback, ...] = field(default=(), compare=False)  # how it was chosen, not what is emitted
 
     @property
