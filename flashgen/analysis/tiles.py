@@ -26,9 +26,9 @@ two values as well as one of a single value: the value then lies in the smallest
 Summaries.  A part of the mask that has one (see `summaries`) lies between its least and its greatest value over the
 tile's queries, or keys; a NaN among them makes it anything, and a condition may be what it is for some of them.
 
-Parts.  A PARTIAL tile is judged again by its parts where the mask has `cells`: it is cut at multiples of them; and where
-a summary has groups of values: each is judged as if the tile's keys had no others.  It is EMPTY if all parts are, FULL
-if all parts are.
+Parts.  A PARTIAL tile is judged again by its parts where the mask has `cells`: it is cut at multiples of them; and
+where a summary has groups of values: each is judged as if the tile's keys had no others.  It is EMPTY if all parts are,
+FULL if all parts are.
 """
 
 from __future__ import annotations
@@ -236,9 +236,7 @@ def classify(facts: Facts, case: Case, *, b: Any, h: Any, q0: Any, q1: Any, k0: 
     return found
 
 
-def _classified(
-    facts: Facts, case: Case, b: Any, h: Any, q: tuple, k: tuple, group: Group = Group.ALL
-) -> np.ndarray:
+def _classified(facts: Facts, case: Case, b: Any, h: Any, q: tuple, k: tuple, group: Group = Group.ALL) -> np.ndarray:
     """The same of tiles that are judged whole, by a group of values."""
     visible, hidden = known_terms(facts.visible, case, b, h), known_terms(facts.hidden, case, b, h)
     return classes_of(visible, hidden, intervals(facts, case, b, h, q, k, group), q, k)

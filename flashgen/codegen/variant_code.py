@@ -342,7 +342,8 @@ def _summary(one: Summary, how: TileSummary, tile: Tiling, cut: Cells | None, fa
     printer, positions = Printer(wide=facts.int64, exact=True), how.positions
     length = f"p.{'q' if how.side == 'q' else 'kv'}_len"
     parts = f"(({length} + {positions - 1}) / {positions})"
-    dims = [(place, size) for place, size, used in (("b", "p.batch", how.by_batch), ("h", "p.heads", how.by_head)) if used]
+    sizes = ("b", "p.batch", how.by_batch), ("h", "p.heads", how.by_head)
+    dims = [(place, size) for place, size, used in sizes if used]
     place = " * p.heads + ".join(name for name, _ in dims)
     start = f"i % {parts}" if dims else "i"
     heads = [f"const int first = int({start}) * {positions}, last = min(first + {positions}, {length}) - 1;"]

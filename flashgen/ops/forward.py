@@ -94,7 +94,7 @@ class _Record:
 
     __slots__ = (
         *("_counts", "_dtype", "_index", "_lse_shape", "_lse_strides", "_many_rows", "_numbers", "_o_shape"),
-        *("_o_strides", "_record", "_tensors"),
+        *("_o_strides", "_places", "_record", "_room", "_tensors"),
     )
 
     def __init__(self, q: torch.Tensor, v: torch.Tensor, request: Request, record: kernel.Record) -> None:
@@ -102,6 +102,7 @@ class _Record:
         self._index, self._dtype = q.device.index, q.dtype
         self._o_shape, self._o_strides = o_layout(q, v)
         self._lse_shape, self._lse_strides = self._o_shape[:3], memory.contiguous(self._o_shape[:3])
+        self._places, self._room = memory.places(record.launch.workspaces)
         self._many_rows = math.prod(self._lse_shape) > memory.ROWS
         self._tensors = tuple(request.tensors)
         self._numbers = Numbers(request)
@@ -129,6 +130,10 @@ class _Record:
         else:
             at_lse = shared.data_ptr() + memory.ROWS_START
         addresses = at_q, at_k, at_v, o.data_ptr(), at_lse, *captured
+        if self._places:
+            room = memory.empty_strided((self._room,), (1,), torch.uint8)
+            start = room.data_ptr()
+            addresses = *addresses[:5], *[start + place for place in self._places], *captured
         if self._counts:
             counters = memory.counters() if shared is None else shared
             addresses = *addresses, counters.data_ptr()

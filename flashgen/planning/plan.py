@@ -75,6 +75,11 @@ class TileSummary:
     by_head: bool
     tensors: tuple[str, ...]  # captured tensors that it reads
 
+    def __str__(self) -> str:
+        what = "keys" if self.side == "k" else "queries"
+        groups = ", and of low and of high values" if self.grouped else ""
+        return f"{self.name}, its least and greatest value over {self.positions} {what}{groups}"
+
     @property
     def pointer(self) -> str:
         """The name of the memory that holds it."""

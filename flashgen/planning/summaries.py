@@ -7,6 +7,7 @@ the one that visits tiles.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flashgen.lang.expr import DType
@@ -63,6 +64,12 @@ def count(one: TileSummary, problem: Problem) -> int:
     length = problem.q_len if one.side == "q" else problem.kv_len
     places = (problem.batch if one.by_batch else 1) * (problem.heads if one.by_head else 1)
     return -(-length // one.positions) * places
+
+
+def moved(plan: KernelPlan, problem: Problem, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Bytes that making them reads and writes; `sizes` are those of captured tensors, each of which counts once."""
+    read = {name for one in plan.summaries for name in one.tensors}
+    return sum(sizes[name] for name in read), sum(count(one, problem) * one.itemsize for one in plan.summaries)
 
 
 def workspaces(plan: KernelPlan, problem: Problem) -> tuple[Part, ...]:

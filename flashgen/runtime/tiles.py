@@ -50,7 +50,7 @@ class Visits:
 
 @dataclass(slots=True, kw_only=True)
 class Traffic(Visits):
-    """What a walk visited, and the bytes of each operand that it moved."""
+    """What a walk visited, and the bytes of each operand that it moved; of `summaries` those written."""
 
     q: int = 0
     k: int = 0
@@ -58,14 +58,15 @@ class Traffic(Visits):
     captured: int = 0
     o: int = 0
     lse: int = 0
+    summaries: int = 0
 
     @property
     def read_bytes(self) -> int:
-        return self.q + self.k + self.v + self.captured
+        return self.q + self.k + self.v + self.captured + self.summaries  # by whoever classifies tiles
 
     @property
     def write_bytes(self) -> int:
-        return self.o + self.lse
+        return self.o + self.lse + self.summaries
 
 
 class Walked(NamedTuple):
@@ -267,6 +268,17 @@ class Tiles:
             "k": np.arange(keys.start, keys.stop),
         }
 
+    def summarised(self) -> tuple[int, int]:
+        """Bytes that the kernel of summaries reads, of each captured tensor once, and writes."""
+        read, written = set(), 0
+        for one in self.plan.summaries:
+            places = (self.batch if one.by_batch else 1) * (self.kv_heads * self.group if one.by_head else 1)
+            starts = range(0, self.q_len if one.side == "q" else self.kv_len, one.positions)
+            written += places * len(starts) * one.itemsize
+            read.update(one.tensors)
+        tensors = [t for t in self.variant.tensors if t.name in read]
+        return sum(self.case.tensors[t.name].size * STORED_BYTES[t.dtype] for t in tensors), written
+
     def captured_bytes(self) -> int:
         """Captured tensors count once: a kernel's repeated reads of them are left to the caches."""
         return sum(self.case.tensors[t.name].size * STORED_BYTES[t.dtype] for t in self.variant.tensors)
@@ -289,7 +301,7 @@ class _Walk(Tiles):
                 self._walk_row(at, rows, schedule, running)
                 o[*at, rows], lse[*at, rows] = running.finish(1.0 if self.dropout is None else self.dropout.scale)
                 self._wrote(o[*at, rows], lse[*at, rows])
-        self.traffic.captured += self.captured_bytes()
+        self._count_captured()
         shape = (self.batch, sizes["heads"], self.q_len)
         return Walked(o.reshape(*shape, dim), lse.reshape(shape), self.traffic)
 
@@ -298,8 +310,14 @@ class _Walk(Tiles):
         for at, rows, schedule in self._q_tiles():
             self._walk_row(at, rows, schedule, None)
             self._wrote(o[*at, rows], o[*at, rows, 0])
-        self.traffic.captured += self.captured_bytes()
+        self._count_captured()
         return self.traffic
+
+    def _count_captured(self) -> None:
+        self.traffic.captured += self.captured_bytes()
+        if self.q.size and self.kv_len:  # else no kernel runs
+            read, self.traffic.summaries = self.summarised()
+            self.traffic.captured += read
 
     def _q_tiles(self) -> Iterator[tuple[tuple[slice, slice, slice], slice, list[tuple[int, int]]]]:
         """Each Q tile's batches and heads, rows and KV schedule."""

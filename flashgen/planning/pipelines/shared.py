@@ -46,7 +46,7 @@ def make_plan(c: Candidate, request: KernelRequest, padded: tuple[int, int], **f
         dropout=request.dropout,
         deterministic=request.deterministic,
         gradients=request.gradients,
-        summaries=tile_summaries(request.profile.facts, Tile(q=queries, kv=c.tile.kv)) if request.profile.masked else (),
+        summaries=tile_summaries(request.profile.facts, Tile(q=queries, kv=c.tile.kv)),
         **{name: getattr(c, name) for name in INTEGERS if hasattr(c, name)},
         **fields,
     )
