@@ -18,7 +18,7 @@ from flashgen.analysis import widths
 from flashgen.analysis.cells import Cells, cells
 from flashgen.analysis.equalities import chain, substituted
 from flashgen.analysis.linear import LENGTH, Algebra, K, Linear, Q, Unspeakable, comparison, expression, term
-from flashgen.analysis.summaries import Summary, separated, summaries
+from flashgen.analysis.summaries import Group, Summary, separated, summaries
 from flashgen.analysis.zones import Zone
 from flashgen.lang.build import apply
 from flashgen.lang.expr import DType, Node, const, walk
@@ -81,14 +81,9 @@ class Facts:
     summaries: tuple[Summary, ...] = ()
 
     @property
-    def grouped(self) -> bool:
-        """Whether a summary has groups of values."""
-        return any(one.grouped for one in self.summaries)
-
-    @property
-    def by_parts(self) -> bool:
-        """Whether a PARTIAL tile may be judged again."""
-        return self.cells is not None or self.grouped
+    def groups(self) -> tuple[Group, ...]:
+        """Groups of values that a tile is judged by; without any of a summary, all are one."""
+        return tuple(Group) if any(one.grouped for one in self.summaries) else (Group.LOW,)
 
     def notes(self) -> tuple[str, ...]:
         """For a person: which parts of the mask were too large to take apart, and what that costs."""

@@ -4,9 +4,9 @@ A part of a condition that a query alone decides, or a key alone, and that reads
 promises, has no bounds but those of its values.  They are found in O(length), once a call: over each tile of queries,
 or of keys.  A condition on a tile is then judged by these (see `tiles`), never by its pairs.
 
-Where a summary of keys is of integers, its values over a tile are two groups as well: those up to the middle of their
-range, and those above.  A PARTIAL tile is judged again by the groups: a cache that goes round has a tile of its oldest
-and newest positions, and none in between.
+Where a summary of keys is of integers, its values over a tile are two groups: those up to the middle of their range,
+and those above.  The tile is judged by both: a cache that goes round has a tile of its oldest and its newest positions,
+and none in between.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ _MONOTONE = ("add", "sub", "neg", "minimum", "maximum", "logical_not", "le", "lt
 
 
 class Group(IntEnum):
-    """Values over a tile: all, those up to the middle of their range, and those above."""
+    """Values over a tile: those up to the middle of their range, and those above; both where all are equal."""
 
-    ALL = 0
-    LOW = 1
-    HIGH = 2
+    LOW = 0
+    HIGH = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """A part of a mask whose values are bounded tile by tile: of queries ("q") or of keys ("k").
 
-    `name` tells it from the mask's others; `grouped`: it has groups of values, by which PARTIAL tiles are judged.
+    `name` tells it from the mask's others; `grouped`: its values are two groups.
     """
 
     name: str

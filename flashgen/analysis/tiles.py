@@ -26,9 +26,11 @@ two values as well as one of a single value: the value then lies in the smallest
 Summaries.  A part of the mask that has one (see `summaries`) lies between its least and its greatest value over the
 tile's queries, or keys; a NaN among them makes it anything, and a condition may be what it is for some of them.
 
-Parts.  A PARTIAL tile is judged again by its parts where the mask has `cells`: it is cut at multiples of them; and
-where a summary has groups of values: each is judged as if the tile's keys had no others.  It is EMPTY if all parts are,
-FULL if all parts are.
+Groups.  Where a summary has groups of values each is judged as if the tile's keys had no others.  The tile is EMPTY if
+both are, FULL if both are.
+
+Parts.  A PARTIAL tile is judged again by its parts where the mask has `cells`: it is cut at multiples of them.  It is
+EMPTY if all parts are, FULL if all parts are.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ def _every(conditions: Iterable[np.ndarray]) -> np.ndarray:
     return reduce(np.logical_and, conditions, np.True_)
 
 
-def intervals(facts: Facts, case: Case, b: Any, h: Any, q: tuple, k: tuple, group: Group = Group.ALL) -> Intervals:
+def intervals(facts: Facts, case: Case, b: Any, h: Any, q: tuple, k: tuple, group: Group) -> Intervals:
     """Abstract values over tiles: b and h are points, q and k (first, last) pairs, all arrays that broadcast.
 
     Of the summary that has groups of values, those of `group`.
@@ -181,7 +183,7 @@ def summarised(one: Summary, case: Case, b: Any, h: Any, first: Any, last: Any, 
     for code, *place in zip(codes.tolist(), *(x.tolist() for x in np.unravel_index(codes, dims)), strict=True):
         if code not in known:
             known[code] = _extremes(_values(one, case, *place[:2]), *place[2:])
-    of = group if one.grouped else Group.ALL
+    of = group if one.grouped else None
     lo, hi, nan = (np.array([known[code][of][i] for code in codes.tolist()])[where].reshape(shape) for i in range(3))
     if one.value.dtype is DType.BOOL:
         return Truth(hi, ~lo)
@@ -198,16 +200,16 @@ def _values(one: Summary, case: Case, b: int, h: int) -> np.ndarray:
     return case.found[key]
 
 
-def _extremes(values: np.ndarray, first: int, last: int) -> tuple[tuple[Any, Any, bool], ...]:
+def _extremes(values: np.ndarray, first: int, last: int) -> dict[Group | None, tuple[Any, Any, bool]]:
     """The least and greatest of values from first to last, and whether one is NaN: of all, and of both groups."""
     found = values[first : last + 1]
     if found.dtype.kind != "i":
         nan = bool(np.isnan(found).any())
-        return ((-np.inf, np.inf, True) if nan else (found.min(), found.max(), False),)
+        return {None: (-np.inf, np.inf, True) if nan else (found.min(), found.max(), False)}
     lo, hi = int(found.min()), int(found.max())
     low = found <= lo + (hi - lo) // 2
     below, above = int(found[low].max()), hi if low.all() else int(found[~low].min())
-    return (lo, hi, False), (lo, below, False), (above, hi, False)
+    return {None: (lo, hi, False), Group.LOW: (lo, below, False), Group.HIGH: (above, hi, False)}
 
 
 def _possible(terms: list[Known], value: Intervals, q: tuple, k: tuple) -> np.ndarray:
@@ -228,40 +230,44 @@ def classify(facts: Facts, case: Case, *, b: Any, h: Any, q0: Any, q1: Any, k0: 
     All arguments are ints or int arrays that broadcast against each other.
     """
     found = _classified(facts, case, b, h, (q0, q1), (k0, k1))
-    if not facts.by_parts or not (found == PARTIAL).any():
+    if facts.cells is None or not (found == PARTIAL).any():
         return found
     found, *places = map(np.array, np.broadcast_arrays(found, b, h, q0, q1, k0, k1))
     unsettled = found == PARTIAL
-    found[unsettled] = _by_parts(facts, case, facts.cells or Cells(), *(x[unsettled] for x in places))
+    found[unsettled] = _by_parts(facts, case, facts.cells, *(x[unsettled] for x in places))
     return found
 
 
-def _classified(facts: Facts, case: Case, b: Any, h: Any, q: tuple, k: tuple, group: Group = Group.ALL) -> np.ndarray:
-    """The same of tiles that are judged whole, by a group of values."""
+def _classified(facts: Facts, case: Case, b: Any, h: Any, q: tuple, k: tuple) -> np.ndarray:
+    """The same of tiles that are judged whole."""
     visible, hidden = known_terms(facts.visible, case, b, h), known_terms(facts.hidden, case, b, h)
-    return classes_of(visible, hidden, intervals(facts, case, b, h, q, k, group), q, k)
+    return classes_of(facts, case, visible, hidden, b, h, q, k)
 
 
-def classes_of(visible: list[Known], hidden: list[Known], value: Intervals, q: tuple, k: tuple) -> np.ndarray:
-    seen = _possible(visible, value, q, k)
-    cut = _possible(hidden, value, q, k)
+def classes_of(
+    facts: Facts, case: Case, visible: list[Known], hidden: list[Known], b: Any, h: Any, q: tuple, k: tuple
+) -> np.ndarray:
+    """The same, of terms that are known."""
+    seen, cut = np.False_, np.False_
+    for group in facts.groups:
+        value = intervals(facts, case, b, h, q, k, group)
+        visibly = _possible(visible, value, q, k)
+        seen, cut = seen | visibly, cut | _possible(hidden, value, q, k) | ~visibly
     return np.where(seen, np.where(cut, PARTIAL, FULL), EMPTY).astype(np.int8)
 
 
 def _by_parts(facts: Facts, case: Case, cells: Cells, b: Any, h: Any, q0: Any, q1: Any, k0: Any, k1: Any) -> np.ndarray:
     """The classes of tiles (flat arrays) by those of their parts."""
     seen, cut = np.zeros(len(q0), np.bool_), np.zeros(len(q0), np.bool_)
-    groups = (Group.LOW, Group.HIGH) if facts.grouped else (Group.ALL,)
-    for (q_first, q_last), (k_first, k_last), group in product(
-        _parts(q0, q1, cells.q), _parts(k0, k1, cells.k), groups
-    ):
-        left = (q_first <= q_last) & (k_first <= k_last) & ~(seen & cut)
-        if not left.any():
-            continue
-        places, ends = (b[left], h[left]), ((q_first[left], q_last[left]), (k_first[left], k_last[left]))
-        found = _classified(facts, case, *places, *ends, group)
-        seen[left] |= found != EMPTY
-        cut[left] |= found != FULL
+    for q_first, q_last in _parts(q0, q1, cells.q):
+        for k_first, k_last in _parts(k0, k1, cells.k):
+            left = (q_first <= q_last) & (k_first <= k_last) & ~(seen & cut)
+            if not left.any():
+                continue
+            places, ends = (b[left], h[left]), ((q_first[left], q_last[left]), (k_first[left], k_last[left]))
+            found = _classified(facts, case, *places, *ends)
+            seen[left] |= found != EMPTY
+            cut[left] |= found != FULL
     return np.where(seen, np.where(cut, PARTIAL, FULL), EMPTY).astype(np.int8)
 
 

@@ -147,14 +147,13 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts that a tile is judged by: what they are, for a person, the loops over them, and the rows, and first and
-    last key, of one; `grouped`: keys whose values are of one group."""
+    """The parts that a tile is judged by: where the mask may jump, for a person, the loops over them, and the rows, and
+    first and last key, of one."""
 
     where: str
     loops: tuple[str, ...]
     rows: str
     keys: str
-    grouped: bool
 
     @property
     def margin(self) -> str:
@@ -245,9 +244,19 @@ class VariantCode:
         return self.classes is not None and len(self.classes.conclusions) == 2
 
     @property
-    def judged(self) -> Literal["whole", "parts"]:
+    def judged(self) -> Literal["whole", "groups", "parts"]:
         """Which template has `classify`."""
-        return "whole" if self.parts is None else "parts"
+        return "parts" if self.parts is not None else "whole" if self.group is None else "groups"
+
+    @property
+    def part(self) -> Literal["part", "group"]:
+        """Which template has `classify_part`."""
+        return "part" if self.group is None else "group"
+
+    @property
+    def group(self) -> SummaryCode | None:
+        """The summary whose groups of values tiles are judged by."""
+        return next((one for one in self.summaries if one.grouped), None)
 
     @property
     def walk(self) -> Walk:
@@ -288,16 +297,16 @@ def variant_code(
     cornered = _cornered(facts, tile, cut)
     made = {one.name: one for one in summaries}
     found = {one: made[one.name] for one in facts.summaries if one.name in made}
-    group = next((one for one in found.values() if one.grouped), None)
     known = {one.value: _over(how) for one, how in found.items()}
+    by_parts = cut is not None or any(one.grouped for one in found)
     return VariantCode(
         readers=_readers(facts, cornered),
         score=None if score is None else Printer(wide=facts.int64).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
         keep=None if mask is None else conditions.body(mask),
         runs=Decider(facts).runs() if masked else None,
-        classes=Decider(facts, cornered, known).classes(by_parts=bool(cut or group)) if masked else None,
-        parts=_parts(cut or Cells(), group) if cut or group else None,
+        classes=Decider(facts, cornered, known).classes(by_parts=by_parts) if masked else None,
+        parts=None if cut is None else _parts(cut),
         clamp_q=any(depends_on(n, "q") for n in loads),
         clamp_k=any(depends_on(n, "k") for n in loads),
         long_keep=masked and not facts.exact,
@@ -309,7 +318,7 @@ def variant_code(
     )
 
 
-def _parts(cut: Cells, group: TileSummary | None) -> Parts:
+def _parts(cut: Cells) -> Parts:
     def last(at: str, cell: int, end: str) -> str:
         return f"min({at} / {cell} * {cell} + {cell - 1}, {end})"
 
@@ -325,11 +334,7 @@ def _parts(cut: Cells, group: TileSummary | None) -> Parts:
         where.append(f"{cut.k} keys")
         loops.append(loop("k", cut.k, "k_first", "k_last"))
         keys = f"k, {last('k', cut.k, 'k_last')}"
-    told = [f"its parts: the mask may jump at multiples of {' and of '.join(where)}"] if where else []
-    if group is not None:
-        told.append(f"its keys of low values and those of high ones: {group.name} may have none in between")
-        loops.append("for (Group group = LOW_VALUES; group <= HIGH_VALUES; group = Group(group + 1))")
-    return Parts(where=", and by ".join(told), loops=tuple(loops), rows=rows, keys=keys, grouped=group is not None)
+    return Parts(where=" and of ".join(where), loops=tuple(loops), rows=rows, keys=keys)
 
 
 def _over(one: TileSummary) -> str:

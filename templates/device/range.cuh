@@ -243,11 +243,9 @@ DEVICE Range<int> range_cast_bool(Truth a) { return {!a.may_false, a.may_true}; 
 // Integers in two groups, up to the middle of all of them and above: where there is one alone, it is in both.
 template <typename T> struct Grouped { T low, high; };
 
-enum Group { ALL_VALUES, LOW_VALUES, HIGH_VALUES };
+enum Group { LOW_VALUES, HIGH_VALUES };
 
-template <typename T> DEVICE Range<T> of_group(const Grouped<Range<T>>& a, Group group) {
-  return group == LOW_VALUES ? a.low : group == HIGH_VALUES ? a.high : Range<T>{a.low.lo, a.high.hi};
-}
+template <typename T> DEVICE T of_group(const Grouped<T>& a, Group group) { return group == LOW_VALUES ? a.low : a.high; }
 
 template <typename T> DEVICE T middle(Range<T> a) { return T(u64(a.lo) + (u64(a.hi) - u64(a.lo)) / 2); }
 
