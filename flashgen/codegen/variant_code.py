@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 from flashgen.analysis.abstract import Intervals, anywhere, finite_at_zero
 from flashgen.analysis.cells import Cells, cornered, single
 from flashgen.analysis.facts import Facts, Term
-from flashgen.analysis.summaries import Summary
 from flashgen.analysis.tiles import Tiling
 from flashgen.analysis.zones import REACH, Zone
 from flashgen.codegen.device import identifiers
@@ -38,6 +37,7 @@ from flashgen.codegen.printer import (
     lines_of,
     used_lines,
 )
+from flashgen.codegen.summary_code import SummaryCode, summary_code
 from flashgen.lang import ranges
 from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, depends_on, loop_indices, walk
 from flashgen.lang.loops import LOOPS
@@ -126,6 +126,23 @@ class Decision:
         seen = (line for said in visible for line in (f"const bool visible = {said};", "if (!visible) return EMPTY;"))
         return (*self.lines, *seen, f"const bool hidden = {hidden};", "return hidden ? PARTIAL : FULL;")
 
+    def by_groups(self, name: str) -> tuple[str, ...]:
+        """The same by both groups of values of a summary."""
+        *visible, hidden = self.conclusions
+        if "&&" in hidden and "||" not in hidden:
+            hidden = f"({hidden})"
+        return (
+            f"// By keys whose {name} is low, and by those whose it is high: there may be none in between.",
+            "bool seen = false, cut = false;",
+            "for (Group group = LOW_VALUES; group <= HIGH_VALUES; group = Group(group + 1)) {",
+            *(f"  {line}" for line in self.lines),
+            f"  const bool visible = {visible[0] if visible else 'true'};",
+            "  seen |= visible;",
+            f"  cut |= !visible || {hidden};",
+            "}",
+            "return !seen ? EMPTY : cut ? PARTIAL : FULL;",
+        )
+
     def extreme(self, function: str) -> tuple[str, ...]:
         """The body of a function that returns the least (`min`) or the greatest (`max`) of what is concluded."""
         first, *rest = self.conclusions
@@ -159,38 +176,6 @@ class Parts:
     def margin(self) -> str:
         """Of what stands inside the loops."""
         return "  " * (len(self.loops) - 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SummaryCode:
-    """A part of the mask that is summarised over tiles (see `planning.plan.TileSummary`).
-
-    `value` is the part at the position `at`, of C++ type `ctype`; `parameters` and `arguments` are the batch and head
-    beside it, `place` where those of one begin, `heads` declare them and the positions from `first` to `last` of number
-    i of `number`.  `several`: a tile, or a part of one, may hold more than one.
-    """
-
-    name: str
-    at: str
-    value: Body
-    ctype: str
-    range_type: str
-    single: str
-    either: str
-    stored: str
-    pointer: str
-    positions: int
-    grouped: bool
-    several: bool
-    parameters: str
-    arguments: str
-    place: str
-    number: str
-    heads: tuple[str, ...]
-
-    @property
-    def what(self) -> str:
-        return "queries" if self.at == "q" else "keys"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,19 +229,21 @@ class VariantCode:
         return self.classes is not None and len(self.classes.conclusions) == 2
 
     @property
-    def judged(self) -> Literal["whole", "groups", "parts"]:
+    def judged(self) -> Literal["whole", "parts"]:
         """Which template has `classify`."""
-        return "parts" if self.parts is not None else "whole" if self.group is None else "groups"
+        return "whole" if self.parts is None else "parts"
 
     @property
-    def part(self) -> Literal["part", "group"]:
-        """Which template has `classify_part`."""
-        return "part" if self.group is None else "group"
+    def judgement(self) -> tuple[str, ...]:
+        """The body of a function that returns the class of a tile, or of a part of one."""
+        assert self.classes is not None
+        group = next((one for one in self.summaries if one.grouped), None)
+        return self.classes.judgement if group is None else self.classes.by_groups(group.name)
 
     @property
-    def group(self) -> SummaryCode | None:
-        """The summary whose groups of values tiles are judged by."""
-        return next((one for one in self.summaries if one.grouped), None)
+    def summarised(self) -> tuple[str, ...]:
+        """The statements that make the summaries."""
+        return tuple(f"summarise_{one.name}(warp, warps, p);" for one in self.summaries)
 
     @property
     def walk(self) -> Walk:
@@ -295,17 +282,14 @@ def variant_code(
     conditions = GivenPrinter({n: f"at.{one.name}" for n, one in given.items()}, wide=facts.int64, exact=True)
     cut = facts.cells.within(tile.q, tile.kv) if masked and facts.cells is not None else None
     cornered = _cornered(facts, tile, cut)
-    made = {one.name: one for one in summaries}
-    found = {one: made[one.name] for one in facts.summaries if one.name in made}
-    known = {one.value: _over(how) for one, how in found.items()}
-    by_parts = cut is not None or any(one.grouped for one in found)
+    made, known = summary_code(facts, tile, summaries)
     return VariantCode(
         readers=_readers(facts, cornered),
         score=None if score is None else Printer(wide=facts.int64).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
         keep=None if mask is None else conditions.body(mask),
         runs=Decider(facts).runs() if masked else None,
-        classes=Decider(facts, cornered, known).classes(by_parts=by_parts) if masked else None,
+        classes=Decider(facts, cornered, known).classes(by_parts=cut is not None) if masked else None,
         parts=None if cut is None else _parts(cut),
         clamp_q=any(depends_on(n, "q") for n in loads),
         clamp_k=any(depends_on(n, "k") for n in loads),
@@ -313,7 +297,7 @@ def variant_code(
         long_score=score is not None and any(map(_takes_long, walk([score]))),
         finite_at_zero=score is None or finite_at_zero(score),
         lookups=tuple(given.values()),
-        summaries=tuple(_summary(one, how, tile, cut, facts) for one, how in found.items()),
+        summaries=made,
         formula=_formula(mask, score),
     )
 
@@ -335,49 +319,6 @@ def _parts(cut: Cells) -> Parts:
         loops.append(loop("k", cut.k, "k_first", "k_last"))
         keys = f"k, {last('k', cut.k, 'k_last')}"
     return Parts(where=" and of ".join(where), loops=tuple(loops), rows=rows, keys=keys)
-
-
-def _over(one: TileSummary) -> str:
-    """The call that gives what a summarised part is over a tile, or a part of one."""
-    places = [place for place, used in (("b", one.by_batch), ("h", one.by_head)) if used]
-    return f"{one.name}_over({', '.join([*places, one.side, *(['group'] if one.grouped else []), 'p'])})"
-
-
-def _summary(one: Summary, how: TileSummary, tile: Tiling, cut: Cells | None, facts: Facts) -> SummaryCode:
-    printer, positions = Printer(wide=facts.int64, exact=True), how.positions
-    length = f"p.{'q' if how.side == 'q' else 'kv'}_len"
-    parts = f"(({length} + {positions - 1}) / {positions})"
-    sizes = ("b", "p.batch", how.by_batch), ("h", "p.heads", how.by_head)
-    dims = [(place, size) for place, size, used in sizes if used]
-    place = " * p.heads + ".join(name for name, _ in dims)
-    start = f"i % {parts}" if dims else "i"
-    heads = [f"const int first = int({start}) * {positions}, last = min(first + {positions}, {length}) - 1;"]
-    of_place = {"b": f"int(i / {parts}{' / p.heads' if how.by_head else ''})"}
-    of_place["h"] = f"int(i / {parts}{' % p.heads' if how.by_batch else ''})"
-    heads += [f"const int {name} = {of_place[name]};" for name, _ in dims]
-    single, either = {"Truth": ("truth", "either_bool"), "FloatRange": ("single_f32", "either_f32")}.get(
-        how.range_type, ("single", "either")
-    )
-    whole = tile.q if how.side == "q" else tile.kv
-    return SummaryCode(
-        name=how.name,
-        at=how.side,
-        value=printer.body(one.value),
-        ctype=printer.ctype(one.value),
-        range_type=how.range_type,
-        single=single,
-        either=either,
-        stored=how.ctype,
-        pointer=how.pointer,
-        positions=positions,
-        grouped=how.grouped,
-        several=positions < whole,
-        parameters="".join(f"int {name}, " for name, _ in dims),
-        arguments="".join(f"{name}, " for name, _ in dims),
-        place=f" + (i64)({place}) * {parts}" if dims else "",
-        number=" * ".join(["(i64)" + dims[0][1], *(size for _, size in dims[1:]), parts]) if dims else parts[1:-1],
-        heads=tuple(heads),
-    )
 
 
 def _lookups(loads: tuple[Node, ...], facts: Facts) -> dict[Node, Lookup]:

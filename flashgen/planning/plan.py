@@ -88,7 +88,7 @@ class TileSummary:
     @property
     def ctype(self) -> str:
         """The C++ type of one."""
-        return f"Grouped<{self.range_type}>" if self.grouped else self.range_type
+        return self.range_type.replace("Range", "Grouped") if self.grouped else self.range_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

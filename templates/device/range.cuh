@@ -240,24 +240,6 @@ DEVICE Range<int> range_cast_int(Range<i64> a) {
 
 DEVICE Range<int> range_cast_bool(Truth a) { return {!a.may_false, a.may_true}; }
 
-// Integers in two groups, up to the middle of all of them and above: where there is one alone, it is in both.
-template <typename T> struct Grouped { T low, high; };
-
-enum Group { LOW_VALUES, HIGH_VALUES };
-
-template <typename T> DEVICE T of_group(const Grouped<T>& a, Group group) { return group == LOW_VALUES ? a.low : a.high; }
-
-template <typename T> DEVICE T middle(Range<T> a) { return T(u64(a.lo) + (u64(a.hi) - u64(a.lo)) / 2); }
-
-// What is possible over all lanes of a warp.
-template <typename T> DEVICE Range<T> over_warp(Range<T> a) {
-#pragma unroll
-  for (int i = 1; i < 32; i *= 2) a = either(a, {__shfl_xor_sync(~0u, a.lo, i), __shfl_xor_sync(~0u, a.hi, i)});
-  return a;
-}
-
-DEVICE Truth over_warp(Truth a) { return {__ballot_sync(~0u, a.may_true) != 0, __ballot_sync(~0u, a.may_false) != 0}; }
-
 // Floats from lo to hi, both float32 values or infinite; `nan`: also none of them.
 struct FloatRange { double lo, hi; bool nan; };
 
@@ -317,16 +299,6 @@ DEVICE Truth range_ne_f32(FloatRange a, FloatRange b) { return range_logical_not
 
 DEVICE FloatRange either_f32(FloatRange a, FloatRange b) {
   return {fmin(a.lo, b.lo), fmax(a.hi, b.hi), a.nan || b.nan};
-}
-
-DEVICE FloatRange over_warp(FloatRange a) {
-#pragma unroll
-  for (int i = 1; i < 32; i *= 2) {
-    const float lo = float(a.lo), hi = float(a.hi);
-    a = either_f32(a, {__shfl_xor_sync(~0u, lo, i), __shfl_xor_sync(~0u, hi, i), false});
-  }
-  a.nan = __ballot_sync(~0u, a.nan) != 0;
-  return a;
 }
 
 DEVICE FloatRange range_where_f32(Truth condition, FloatRange a, FloatRange b) {
