@@ -123,12 +123,17 @@ def _names(chosen: Iterable[tuple[Node, str]]) -> Iterator[str]:
 
 def separated(condition: Node, algebra: Algebra) -> Node:
     """The condition with comparisons of ints written so that what one position decides stands together, where that is
-    more than a captured element: `q <= k + position[q]` as `q - position[q] <= k`."""
+    more than a captured element: `q <= k + position[q]` as `q - position[q] <= k`.  What one position decides is equal
+    or not: never both, which would be summarised twice."""
     if not _reads(condition):
         return condition
 
     def regrouped(n: Node) -> Node | None:
-        return _regrouped(n, algebra) if n.op in _COMPARISONS and n.operands[0].dtype.is_int and _reads(n) else None
+        if n.op not in _COMPARISONS or n.operands[0].dtype is DType.BOOL or not _reads(n):
+            return None
+        if n.op == "ne" and len(positions_of(n) & {"q", "k"}) == 1:
+            return apply("logical_not", apply("eq", *n.operands))
+        return _regrouped(n, algebra) if n.operands[0].dtype.is_int else None
 
     return rebuild(condition, regrouped)
 
