@@ -48,6 +48,9 @@ def parts(mask):
         (lambda b, h, q, k: position[k] <= q, [("position_k", "position[k]", True)]),
         (lambda b, h, q, k: ~flag[b, k], [("flag_k", "flag[b, k]", False)]),
         (lambda b, h, q, k: flag[b, q] & (k < 7) | flag[b, k], [("flag_q", None, False), ("flag_k", None, False)]),
+        # bits of one position, of which a range forgets which go with which
+        (lambda b, h, q, k: (k | k >> 1) & 5 <= q ^ k, [("bits_k", None, False)]),
+        (lambda b, h, q, k: ((q // 8) ^ (k // 8)) < 4, []),
         # monotone in an element: what is known of the element says as much, and serves other conditions
         (lambda b, h, q, k: (position[k] + 5 <= q) & (q - position[k] < 9), [("position_k", "position[k]", True)]),
         # not monotone: the condition itself

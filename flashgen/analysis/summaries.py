@@ -1,8 +1,9 @@
-"""Summaries: what of a mask only data tell, bounded over each tile by its least and its greatest value.
+"""Summaries: what of a mask only its values tell, bounded over each tile by the least and the greatest of them.
 
 A part of a condition that a query alone decides, or a key alone, and that reads elements in an order that nothing
-promises, has no bounds but those of its values.  They are found in O(length), once a call: over each tile of queries,
-or of keys.  A condition on a tile is then judged by these (see `tiles`), never by its pairs.
+promises, or mixes the bits of the position, has no bounds but those of its values.  They are found in O(length), once a
+call: over each tile of queries, or of keys.  A condition on a tile is then judged by these (see `tiles`), never by its
+pairs.
 
 Where a summary of keys is of integers, its values over a tile are two groups: those up to the middle of their range,
 and those above.  The tile is judged by both: a cache that goes round has a tile of its oldest and its newest positions,
@@ -23,6 +24,8 @@ from flashgen.lang.expr import DType, Node, depends_on, digest, loop_indices, po
 
 #: Parts of one mask that are summarised at most; of more, the others are bounded by what is declared.
 MOST = 8
+
+_MIXES = ("bit_or", "bit_xor")
 
 _COMPARISONS = ("le", "lt", "eq", "ne", "ge", "gt")
 
@@ -78,7 +81,7 @@ def summaries(conditions: Iterable[Node], *, groups: bool) -> tuple[Summary, ...
     stack, seen = list(conditions)[::-1], set()
     while stack:
         n = stack.pop()
-        if n in seen or not _reads(n):
+        if n in seen or not _holds_loose(n):
             continue
         seen.add(n)
         side = positions_of(n) & {"q", "k"}
@@ -94,15 +97,24 @@ def summaries(conditions: Iterable[Node], *, groups: bool) -> tuple[Summary, ...
     )
 
 
-def _reads(n: Node) -> bool:
-    return any(m.op == "load" and unknown(m) for m in walk([n]))
+def _holds_loose(n: Node) -> bool:
+    return any(map(_loose, walk([n])))
+
+
+def _loose(n: Node) -> bool:
+    """Whether ranges of operands say little of a value: an element of many, or bits of one position put together, of
+    which a range forgets which go with which."""
+    if n.op == "load":
+        return unknown(n)
+    mixed = n.op in _MIXES and all(depends_on(o, "q", "k") for o in n.operands)
+    return mixed and len(positions_of(n) & {"q", "k"}) == 1
 
 
 def _core(n: Node) -> Node:
     """What a part is a monotone function of."""
     while n.op in _MONOTONE:
         moving = [o for o in n.operands if depends_on(o, "q", "k")]
-        if len(moving) != 1 or not _reads(moving[0]) or (n.op in _COMPARISONS and moving[0].dtype is DType.BOOL):
+        if len(moving) != 1 or not _holds_loose(moving[0]) or (n.op in _COMPARISONS and moving[0].dtype is DType.BOOL):
             return n
         n = moving[0]
     return n
@@ -112,7 +124,8 @@ def _names(chosen: Iterable[tuple[Node, str]]) -> Iterator[str]:
     """A name of its own for each: of the first tensor that it reads, and of its position."""
     taken: dict[str, int] = {}
     for n, side in chosen:
-        stem = f"{next(m.attr.name for m in walk([n]) if m.op == 'load' and unknown(m))}_{side}"
+        read = (m.attr.name for m in walk([n]) if m.op == "load" and unknown(m))
+        stem = f"{next(read, 'bits')}_{side}"
         number = taken[stem] = taken.get(stem, 0) + 1
         yield stem if number == 1 else f"{stem}_{number}"
 
@@ -125,11 +138,11 @@ def separated(condition: Node, algebra: Algebra) -> Node:
     """The condition with comparisons of ints written so that what one position decides stands together, where that is
     more than a captured element: `q <= k + position[q]` as `q - position[q] <= k`.  What one position decides is equal
     or not: never both, which would be summarised twice."""
-    if not _reads(condition):
+    if not _holds_loose(condition):
         return condition
 
     def regrouped(n: Node) -> Node | None:
-        if n.op not in _COMPARISONS or n.operands[0].dtype is DType.BOOL or not _reads(n):
+        if n.op not in _COMPARISONS or n.operands[0].dtype is DType.BOOL or not _holds_loose(n):
             return None
         if n.op == "ne" and len(positions_of(n) & {"q", "k"}) == 1:
             return apply("logical_not", apply("eq", *n.operands))
@@ -145,7 +158,7 @@ def _regrouped(comparison: Node, algebra: Algebra) -> Node | None:
     for n, c in form.terms.items():
         side = positions_of(n) & {"q", "k"}
         sides[side] = sides.get(side, Linear()) + Linear({n: c})
-    together = [part for side, part in sides.items() if len(side) == 1 and len(part.terms) > 1 and _of_data(part)]
+    together = [part for side, part in sides.items() if len(side) == 1 and len(part.terms) > 1 and _of_values(part)]
     whole = sum(abs(c) * algebra.largest(n) for n, c in form.terms.items()) + abs(form.constant)
     if not together or any(loop_indices(n) for n in form.terms) or whole > FITS:
         return None
@@ -167,8 +180,8 @@ def _in_order(form: Linear) -> Linear:
     return Linear(dict(sorted(form.terms.items(), key=lambda pair: (pair[0] not in LENGTH, digest([pair[0]])))))
 
 
-def _of_data(form: Linear) -> bool:
-    return any(map(_reads, form.terms))
+def _of_values(form: Linear) -> bool:
+    return any(map(_holds_loose, form.terms))
 
 
 def _sum(parts: list[tuple[bool, Node]], left: bool, rest: Linear) -> Node:

@@ -51,7 +51,8 @@ class Part:
             sides = ((self.cells.q, "queries"), (self.cells.k, "keys"))
             said += ", by parts of " + " and ".join(f"{cell} {what}" for cell, what in sides if cell is not None)
         if self.way == "summaries":
-            said += f"; those of {', '.join(map(repr, self.unknown))} are found for each tile first, in the same call"
+            named = ", ".join(map(repr, self.unknown)) or "bits that are put together"
+            said += f"; those of {named} are found for each tile first, in the same call"
         return said
 
 
@@ -82,7 +83,7 @@ def _part(variant: Variant, condition: Node) -> Part:
     left = (n for n in walk([condition], into=lambda n: n not in known) if n not in known)
     unbounded = _named(left) if not facts.exact else ()
     summarised = _named(walk(known)) if not facts.exact else ()
-    way: Any = "bounds" if facts.exact else "pairs" if unbounded else "summaries" if summarised else "ranges"
+    way: Any = "bounds" if facts.exact else "pairs" if unbounded else "summaries" if known else "ranges"
     return Part(condition=condition, way=way, cells=facts.cells, unknown=unbounded or summarised)
 
 
