@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashgen.lang.expr import DType, Node, depends_on, walk
+from flashgen.lang.ranges import MAX_LENGTH
 
 #: Cells of fewer queries or keys are judged together: a tile of 128 x 128 has sixteen parts at most.
 LEAST = 32
@@ -78,7 +79,8 @@ def cells(conditions: Iterable[Node]) -> Cells | None:
     for n in walk(conditions):
         steps[n] = _steps(n, steps)
         for place, cell in _jumps(n, steps):
-            found[place].add(cell)
+            if cell < MAX_LENGTH:  # else no position passes a border
+                found[place].add(cell)
     q, k = _common(found["q"]), _common(found["k"])
     return None if q is None and k is None else Cells(q=q, k=k)
 
