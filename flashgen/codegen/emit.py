@@ -83,6 +83,7 @@ def banner(plan: KernelPlan, found: VariantCode) -> str:
         ("plan", f"{plan.pipeline} on {plan.arch}, {plan.dtype}, {dims}"),
         ("tile", f"{plan.tile.q} {rows} x {plan.tile.kv} keys, {plan.stages} stages{q_home}"),
         ("roles", plan.program.text()),
+        *([("summaries", "; ".join(map(str, plan.summaries)))] if plan.summaries else []),
         ("shared", " + ".join(f"{part.name} {part.amount}" for part in plan.smem) + f" = {plan.smem_bytes} bytes"),
     ]
     width = max(len(kind) for kind in (*dict(entries), _MADE_BY))
