@@ -34,9 +34,13 @@ class Cells:
     k: int | None = None
 
     def within(self, tile_q: int, tile_kv: int) -> Cells | None:
-        """Those that cut tiles of so many queries and keys, which start at multiples of them; None: no tile is cut."""
+        """Those that cut tiles of so many queries and keys, which start at multiples of them; None: no tile is cut.
+
+        No position passes a border beyond every length.
+        """
         q, k = (
-            None if cell is None or cell % size == 0 else cell for cell, size in ((self.q, tile_q), (self.k, tile_kv))
+            None if cell is None or cell % size == 0 or cell >= MAX_LENGTH else cell
+            for cell, size in ((self.q, tile_q), (self.k, tile_kv))
         )
         return None if q is None and k is None else Cells(q=q, k=k)
 
@@ -79,8 +83,7 @@ def cells(conditions: Iterable[Node]) -> Cells | None:
     for n in walk(conditions):
         steps[n] = _steps(n, steps)
         for place, cell in _jumps(n, steps):
-            if cell < MAX_LENGTH:  # else no position passes a border
-                found[place].add(cell)
+            found[place].add(cell)
     q, k = _common(found["q"]), _common(found["k"])
     return None if q is None and k is None else Cells(q=q, k=k)
 
