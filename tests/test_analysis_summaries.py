@@ -12,7 +12,7 @@ from test_codegen_variant_code import scheduled
 import flashgen as fg
 from flashgen.analysis import counts, tiles
 from flashgen.analysis.facts import analyse
-from flashgen.analysis.summaries import MOST
+from flashgen.analysis.summaries import MOST, Group
 from flashgen.analysis.tiles import EMPTY, FULL, PARTIAL, Case
 from flashgen.codegen.printer import Formula
 from flashgen.planning import planner, summaries, traffic
@@ -160,6 +160,42 @@ def test_emitted_classes_are_those_of_python(name):
 
 def test_emitted_classes_of_flags_by_batch():
     assert set(np.unique(emitted("flags"))) >= {EMPTY, PARTIAL}
+
+
+#: What bounds a value, as it lies in memory; of a condition whether it may be true, and false.
+STORED = {
+    "Truth": np.dtype([("hi", bool), ("lo", bool)]),
+    "Range<int>": np.dtype([("lo", np.int32), ("hi", np.int32)]),
+    "Range<i64>": np.dtype([("lo", np.int64), ("hi", np.int64)]),
+    "FloatRange": np.dtype([("lo", np.float64), ("hi", np.float64), ("nan", bool), ("", "V7")]),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("rotated", "flags") else pytest.mark.slow) for name in MASKS]
+)
+def test_what_a_kernel_finds_is_what_the_values_are(name):
+    """Of tiles with more and with fewer positions than a warp has lanes, cut at the length."""
+    variant, rng, tile = fg.variant(MASKS[name]), np.random.default_rng(4), Tile(q=48, kv=80)
+    case = case_of(109, 91, 2, 2)
+    case = dataclasses.replace(case, tensors=drawn(variant, rng, case.sizes))
+    facts = analyse(variant)
+    _, _, rooms = variant_kernel.prepared(facts, case, tile)
+    for one, how in zip(facts.summaries, summaries.tile_summaries(facts, tile), strict=True):
+        groups = Group if one.grouped else (Group.LOW,)
+        found = rooms[one.name].view(STORED[how.range_type]).reshape(-1, len(groups))
+        length = case.sizes["q_len" if one.side == "q" else "kv_len"]
+        first = np.arange(0, length, how.positions)
+        last = np.minimum(first + how.positions, length) - 1
+        b, h = np.ogrid[: 2 if one.by_batch else 1, : 2 if one.by_head else 1]
+        for i, group in enumerate(groups):
+            known = tiles.summarised(one, case, b[..., None], h[..., None], first, last, group)
+            if how.range_type == "Truth":
+                known = {"hi": known.may_true, "lo": known.may_false}
+            else:
+                known = {"lo": known.lo, "hi": known.hi, "nan": known.nan}
+            for end in [end for end in ("lo", "hi", "nan") if end in found.dtype.names]:
+                np.testing.assert_array_equal(found[end][:, i], known[end].ravel())
 
 
 def test_cells_are_summarised_in_parts_that_divide_tiles():

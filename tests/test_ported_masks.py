@@ -79,8 +79,17 @@ blocks_of_48 = fg.variant(lambda b, h, q, k: layout[q // 48, k // 48], name="blo
 
 
 @pytest.mark.slow
-def test_a_dq_by_itself_judges_its_own_tiles_by_parts():
-    test_ptx_backward.check(test_ptx_backward.Backward(blocks_of_48, deterministic=True))
+@pytest.mark.parametrize("name", ["global_flags", "restarts", None])
+def test_a_dq_by_itself_judges_its_own_tiles(name):
+    """By parts, and by summaries of what divides the tiles of both kernels."""
+    variant = blocks_of_48 if name is None else ported.variant(name)
+    test_ptx_backward.check(test_ptx_backward.Backward(variant, deterministic=True))
+
+
+@pytest.mark.slow
+def test_packed_heads_share_summaries_of_keys():
+    work = ptx_attention.work(ported.variant("key_padding"), "hopper", packed=True, heads=4, kv_heads=1)
+    test_ptx_attention.check(work)
 
 
 @pytest.mark.slow

@@ -74,14 +74,11 @@ def compiled(source: str) -> interpreter.Module:
     return interpreter.load(nvrtc.ptx(source, "sm_80"), target="sm_80")
 
 
-def run(facts: Facts, case: Case, tile: Tile, scores: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
-    """Classes of visited tiles [b, h, q tile, kv tile] (0: not visited), `keep` and `score` [b, h, q, k]."""
-    sizes = case.sizes
-    batch, heads, q_len, kv_len = (sizes[n] for n in ("batch", "heads", "q_len", "kv_len"))
-    q_tiles, kv_tiles = -(-q_len // tile.q), -(-kv_len // tile.kv)
-    members = members_of(facts, tile)
-    memory = interpreter.Memory()
-    values = dict.fromkeys((field.name for field in members), 0) | sizes | {"q_tiles": q_tiles}
+def prepared(facts: Facts, case: Case, tile: Tile) -> tuple[interpreter.Memory, dict, dict[str, np.ndarray]]:
+    """Memory that holds what is captured, the values of `Params`, and the bytes of summaries, which are made."""
+    memory, members = interpreter.Memory(), members_of(facts, tile)
+    values = dict.fromkeys((field.name for field in members), 0) | case.sizes
+    values |= {"q_tiles": -(-case.sizes["q_len"] // tile.q)}
     values |= {f"param_{name}": value for name, value in case.params.items()}
     for tensor in facts.variant.tensors:
         array = stored(case.tensors[tensor.name], tensor.dtype)
@@ -89,18 +86,27 @@ def run(facts: Facts, case: Case, tile: Tile, scores: np.ndarray | None = None) 
         for axis, (size, step) in enumerate(zip(array.shape, array.strides, strict=True)):
             values[f"size{axis}_{tensor.name}"] = size
             values[f"stride{axis}_{tensor.name}"] = step // array.itemsize if size > 1 else 0
-    shape = {"head_dim": 64, "v_head_dim": 64}
+    rooms, problem = {}, Problem(**case.sizes, head_dim=64, v_head_dim=64)
     for one in tile_summaries(facts, tile):
-        room = np.full(count(one, Problem(**sizes, **shape)) * one.itemsize, 0xFF, np.uint8)
-        values[one.pointer] = memory.add(one.pointer, room, writable=True)
+        rooms[one.name] = np.full(count(one, problem) * one.itemsize, 0xFF, np.uint8)
+        values[one.pointer] = memory.add(one.pointer, rooms[one.name], writable=True)
+    if rooms:
+        compiled(emitted(facts, tile)).launch(ENTRY, 2, THREADS, 0, [params.packed(members, values)], memory)
+    return memory, values, rooms
+
+
+def run(facts: Facts, case: Case, tile: Tile, scores: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
+    """Classes of visited tiles [b, h, q tile, kv tile] (0: not visited), `keep` and `score` [b, h, q, k]."""
+    sizes = case.sizes
+    batch, heads, q_len, kv_len = (sizes[n] for n in ("batch", "heads", "q_len", "kv_len"))
+    q_tiles, kv_tiles = -(-q_len // tile.q), -(-kv_len // tile.kv)
+    memory, values, _ = prepared(facts, case, tile)
     visited = np.zeros((batch, heads, q_tiles, kv_tiles), np.int32)
     kept = np.ones((batch, heads, q_len, kv_len), np.uint8)
     scores = np.zeros(kept.shape, np.float32) if scores is None else scores.astype(np.float32)
     out = [memory.add(n, a, writable=True) for n, a in (("visited", visited), ("kept", kept), ("scores", scores))]
-    packed = params.packed(members, values)
+    packed = params.packed(members_of(facts, tile), values)
     module = compiled(emitted(facts, tile))
     arguments = [packed, *(int(address).to_bytes(8, "little") for address in out)]
-    if tile_summaries(facts, tile):
-        module.launch(ENTRY, 2, THREADS, 0, [packed], memory)
     module.launch("probe", q_tiles * heads * batch, 32, 0, arguments, memory)
     return visited, kept.astype(bool), scores
