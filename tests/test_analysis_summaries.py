@@ -30,6 +30,7 @@ height = fg.tensor("height", dims=("heads", "kv"), dtype="float32")
 table = fg.tensor("table", dims=(None,), dtype="int32")
 in_order = fg.tensor("in_order", dims=("kv",), dtype="int32", sorted=True)
 pairs = fg.tensor("pairs", dims=(None, None), dtype="bool")
+levels = fg.tensor("levels", dims=("batch", None, None), dtype="float32")
 
 TILE = Tile(q=16, kv=16)
 
@@ -107,7 +108,9 @@ def drawn(variant, rng, sizes):
         "height": np.where(rng.random((sizes["heads"], length)) < 0.02, np.nan, steps(sizes["heads"])),
         "table": rng.integers(0, length, 5),
     }
-    dtypes = {"large": np.int64, "flag": bool, "height": np.float32}
+    near = np.abs(np.subtract.outer(np.arange(length), np.arange(length) * 2 % length)) < rng.integers(1, 30)
+    tensors |= {"pairs": near, "levels": near[None].repeat(sizes["batch"], 0) * 4 + (rng.random(near.shape) < 0.001)}
+    dtypes = {"large": np.int64, "flag": bool, "pairs": bool, "height": np.float32, "levels": np.float32}
     return {t.name: tensors[t.name].astype(dtypes.get(t.name, np.int32)) for t in variant.tensors}
 
 
@@ -122,6 +125,8 @@ MASKS = {
     "heights": lambda b, h, q, k: (height[h, k] < 4.0) & ~(height[h, q] * 0.5 > 1.5),
     "blocks": lambda b, h, q, k: (kind[k] <= q // 32) & (k // 24 <= q // 24),
     "blocks of queries": lambda b, h, q, k: (position[k] <= q // 32 * 32) & (position[k] + 40 > q // 32),
+    "dense": lambda b, h, q, k: pairs[q, k] & (k <= q),
+    "table": lambda b, h, q, k: (levels[b, k // 8, q // 5 + 1] < 3) | (k == q),
     "loop": lambda b, h, q, k: fg.any(3, lambda i: kind[k] == i + 1) & (k <= q),
 }
 
@@ -162,6 +167,12 @@ def test_emitted_classes_of_flags_by_batch():
     assert set(np.unique(emitted("flags"))) >= {EMPTY, PARTIAL}
 
 
+def ends(length, positions):
+    """The first and last positions of tiles."""
+    first = np.arange(0, length, positions)
+    return first, np.minimum(first + positions, length) - 1
+
+
 #: What bounds a value, as it lies in memory; of a condition whether it may be true, and false.
 STORED = {
     "Truth": np.dtype([("hi", bool), ("lo", bool)]),
@@ -184,12 +195,11 @@ def test_what_a_kernel_finds_is_what_the_values_are(name):
     for one, how in zip(facts.summaries, summaries.tile_summaries(facts, tile), strict=True):
         groups = Group if one.grouped else (Group.LOW,)
         found = rooms[one.name].view(STORED[how.range_type]).reshape(-1, len(groups))
-        length = case.sizes["q_len" if one.side == "q" else "kv_len"]
-        first = np.arange(0, length, how.positions)
-        last = np.minimum(first + how.positions, length) - 1
         b, h = np.ogrid[: 2 if one.by_batch else 1, : 2 if one.by_head else 1]
+        q, k = ends(case.sizes["q_len"], how.positions), ends(case.sizes["kv_len"], how.keys or how.positions)
+        at = {"q": (q, (0, 0)), "k": ((0, 0), k), "qk": (tuple(x[:, None] for x in q), k)}[one.side]
         for i, group in enumerate(groups):
-            known = tiles.summarised(one, case, b[..., None], h[..., None], first, last, group)
+            known = tiles.summarised(one, case, b[..., None, None], h[..., None, None], *at, group)
             if how.range_type == "Truth":
                 known = {"hi": known.may_true, "lo": known.may_false}
             else:

@@ -180,6 +180,18 @@ def cornered(load: Node) -> bool:
 _cornered: weakref.WeakKeyDictionary[Node, bool] = weakref.WeakKeyDictionary()
 
 
+def quotient(n: Node) -> tuple[str, int] | None:
+    """The position and the divisor of an int that is a position divided by a constant, which may be 1, but for a
+    constant that is added; None: it is none."""
+    steps: dict[Node, _Steps | None] = {}
+    for m in walk([n]):
+        steps[m] = _steps(m, steps)
+    found = steps[n]
+    if found is None or not found.plain or found.shift % found.size:
+        return None
+    return found.position, found.size
+
+
 def single(n: Node, spans: Mapping[str, int]) -> bool:
     """Whether an index is known to have one value over every part of a tile, which lies between two neighbouring
     multiples of so many queries, and keys."""

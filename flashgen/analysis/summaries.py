@@ -5,6 +5,8 @@ promises, or mixes the bits of the position, has no bounds but those of its valu
 call: over each tile of queries, or of keys.  A condition on a tile is then judged by these (see `tiles`), never by its
 pairs.
 
+So is an element of a table that both select, each by a quotient: over each tile, in O(elements) of the table.
+
 Where a summary of keys is of integers, its values over a tile are two groups: those up to the middle of their range,
 and those above.  The tile is judged by both: a cache that goes round has a tile of its oldest and its newest positions,
 and none in between.
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
-from flashgen.analysis.cells import cornered
+from flashgen.analysis.cells import cornered, quotient
 from flashgen.analysis.linear import FITS, LENGTH, Algebra, Linear, expression
 from flashgen.lang.build import apply, rebuild
 from flashgen.lang.expr import DType, Node, depends_on, digest, loop_indices, positions_of, walk
@@ -43,14 +45,16 @@ class Group(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A part of a mask whose values are bounded tile by tile: of queries ("q") or of keys ("k").
+    """A part of a mask whose values are bounded tile by tile: of queries ("q"), of keys ("k"), or of both ("qk"): then
+    it changes at multiples of `steps` queries, and keys.
 
     `name` tells it from the mask's others; `grouped`: its values are two groups.
     """
 
     name: str
     value: Node
-    side: Literal["q", "k"]
+    side: Literal["q", "k", "qk"]
+    steps: tuple[int, int] = (1, 1)
     grouped: bool = False
 
     @property
@@ -87,12 +91,14 @@ def summaries(conditions: Iterable[Node], *, groups: bool) -> tuple[Summary, ...
         side = positions_of(n) & {"q", "k"}
         if len(side) == 1 and not loop_indices(n):
             found[_core(n)] = min(side)
+        elif _table(n) is not None:
+            found[n] = "qk"
         else:
             stack.extend(reversed(n.operands))
     chosen = list(found.items())[:MOST]
     first = next((n for n, side in chosen if groups and side == "k" and n.dtype.is_int), None)
     return tuple(
-        Summary(name=name, value=n, side=side, grouped=n is first)
+        Summary(name=name, value=n, side=side, steps=_table(n) or (1, 1), grouped=n is first)
         for name, (n, side) in zip(_names(chosen), chosen, strict=True)
     )
 
@@ -108,6 +114,17 @@ def _loose(n: Node) -> bool:
         return unknown(n)
     mixed = n.op in _MIXES and all(depends_on(o, "q", "k") for o in n.operands)
     return mixed and len(positions_of(n) & {"q", "k"}) == 1
+
+
+def _table(n: Node) -> tuple[int, int] | None:
+    """The positions at whose multiples an element that queries and keys select changes; None: it is none of a table by
+    quotients, and a tile might read elements again that others read."""
+    if n.op != "load" or loop_indices(n):
+        return None
+    moving = [quotient(o) for o in n.operands if depends_on(o, "q", "k")]
+    if None in moving or sorted(position for position, _ in moving) != ["k", "q"]:
+        return None
+    return dict(moving)["q"], dict(moving)["k"]
 
 
 def _core(n: Node) -> Node:

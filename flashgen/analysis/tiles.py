@@ -130,10 +130,7 @@ def intervals(facts: Facts, case: Case, b: Any, h: Any, q: tuple, k: tuple, grou
             return loaded(n, operands, case.tensors[n.attr.name])
         return bounds(n)
 
-    given = {
-        one.value: partial(summarised, one, case, b, h, *(q if one.side == "q" else k), group)
-        for one in facts.summaries
-    }
+    given = {one.value: partial(summarised, one, case, b, h, q, k, group) for one in facts.summaries}
     return Intervals(leaf, by_round=True, given=given)
 
 
@@ -172,10 +169,12 @@ def _between(first: np.ndarray, last: np.ndarray, declared: Range | Truth) -> Ra
     return ranges.floats(first, last, np.isnan(first) | np.isnan(last))
 
 
-def summarised(one: Summary, case: Case, b: Any, h: Any, first: Any, last: Any, group: Group) -> Range | Truth:
-    """What a summarised part may be over positions from first to last, of a group of its values where it has groups."""
+def summarised(one: Summary, case: Case, b: Any, h: Any, q: tuple, k: tuple, group: Group) -> Range | Truth:
+    """What a summarised part may be over tiles as of `intervals`, of a group of its values where it has groups."""
     b, h = (x if used else 0 for x, used in ((b, one.by_batch), (h, one.by_head)))
-    places = np.broadcast_arrays(b, h, first, last)
+    if one.side == "qk":
+        return _bounded(one, *_of_table(one, case, b, h, q, k))
+    places = np.broadcast_arrays(b, h, *(q if one.side == "q" else k))
     shape, length = places[0].shape, case.sizes["q_len" if one.side == "q" else "kv_len"]
     dims = max(case.sizes["batch"], 1), max(case.sizes["heads"], 1), length, length
     codes, where = np.unique(np.ravel_multi_index([x.ravel() for x in places], dims), return_inverse=True)
@@ -184,10 +183,40 @@ def summarised(one: Summary, case: Case, b: Any, h: Any, first: Any, last: Any, 
         if code not in known:
             known[code] = _extremes(_values(one, case, *place[:2]), *place[2:])
     of = group if one.grouped else None
-    lo, hi, nan = (np.array([known[code][of][i] for code in codes.tolist()])[where].reshape(shape) for i in range(3))
+    ends = (np.array([known[code][of][i] for code in codes.tolist()])[where].reshape(shape) for i in range(3))
+    return _bounded(one, *ends)
+
+
+def _bounded(one: Summary, lo: np.ndarray, hi: np.ndarray, nan: np.ndarray) -> Range | Truth:
     if one.value.dtype is DType.BOOL:
         return Truth(hi, ~lo)
     return ranges.floats(lo, hi, nan) if one.value.dtype.is_float else ranges.ints(lo, hi)
+
+
+def _of_table(one: Summary, case: Case, b: Any, h: Any, q: tuple, k: tuple) -> Iterator[np.ndarray]:
+    """The ends of an element that queries and keys select, and whether it may be NaN, in tiles."""
+    places = np.broadcast_arrays(b, h, *q, *k)
+    known = case.found.setdefault(one.value, {})
+    tiles, where = np.unique(np.stack([x.ravel() for x in places]), axis=1, return_inverse=True)
+    for tile in map(tuple, tiles.T.tolist()):
+        if tile not in known:
+            *rows, k_first, k_last = tile
+            lo, hi = (x[k_first // one.steps[1] : k_last // one.steps[1] + 1] for x in _rows_of_table(one, case, *rows))
+            nan = bool(np.isnan(lo).any())
+            known[tile] = (-np.inf, np.inf, True) if nan else (lo.min(), hi.max(), False)
+    found = [known[tile] for tile in map(tuple, tiles.T.tolist())]
+    return (np.array([ends[i] for ends in found])[where.reshape(-1)].reshape(places[0].shape) for i in range(3))
+
+
+def _rows_of_table(one: Summary, case: Case, b: int, h: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the greatest element of queries from first to last, for each step of keys."""
+    key = (one.value, b, h, first, last)
+    if key not in case.found:
+        q = np.minimum(np.arange(first, last + one.steps[0], one.steps[0]), last)[:, None]
+        k = np.arange(0, case.sizes["kv_len"], one.steps[1])
+        values = np.broadcast_to(case.evaluate(one.value, b=b, h=h, q=q, k=k, live=False), (len(q), len(k)))
+        case.found[key] = values.min(axis=0), values.max(axis=0)
+    return case.found[key]
 
 
 def _values(one: Summary, case: Case, b: int, h: int) -> np.ndarray:

@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 class SummaryCode:
     """A part of the mask that is summarised over tiles (see `planning.plan.TileSummary`).
 
-    `value` is the part at the position `at`, of C++ type `ctype`; `parameters` and `arguments` are the batch and head
-    beside it, `heads` declare them and the positions from `first` to `last` of number i of `number`; `read` gives what
-    is known over a range of positions.
+    `value` is the part, of C++ type `ctype`, at `positions`; `parameters` and `arguments` are the batch and head beside
+    them.  `heads` declare these and, of number i of `number`, what its values are, from `first` to `last`: each at
+    `place`, by its `index`.  `read` gives what is known over `ranges` of positions.
     """
 
     name: str
-    at: str
+    decided_by: str
+    positions: str
+    ranges: str
+    index: str
+    place: str
     value: Body
     ctype: str
     range_type: str
@@ -39,9 +43,28 @@ class SummaryCode:
     number: str
     heads: tuple[str, ...]
 
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The tiles, or parts of them, along queries or keys: how many positions one has, and how many there are."""
+
+    at: str
+    positions: int
+
     @property
-    def position(self) -> str:
-        return "query" if self.at == "q" else "key"
+    def length(self) -> str:
+        return f"p.{'q' if self.at == 'q' else 'kv'}_len"
+
+    @property
+    def count(self) -> str:
+        return f"(({self.length} + {self.positions - 1}) / {self.positions})"
+
+    def bounds(self, first: str, last: str, number: str) -> str:
+        """The declaration of the first and last position of one."""
+        return (
+            f"const int {first} = {number} * {self.positions},"
+            f" {last} = min({first} + {self.positions}, {self.length}) - 1;"
+        )
 
 
 def summary_code(
@@ -56,34 +79,38 @@ def summary_code(
 def _over(one: TileSummary) -> str:
     """The call that gives what a summarised part is over a tile, or a part of one."""
     places = [place for place, used in (("b", one.by_batch), ("h", one.by_head)) if used]
-    return f"{one.name}_over({', '.join([*places, one.side, *(['group'] if one.grouped else []), 'p'])})"
+    return f"{one.name}_over({', '.join([*places, *one.side, *(['group'] if one.grouped else []), 'p'])})"
 
 
 def _summary(one: Summary, how: TileSummary, tile: Tiling, facts: Facts) -> SummaryCode:
-    printer, positions = Printer(wide=facts.int64, exact=True), how.positions
-    ctype = printer.ctype(one.value)
-    length = f"p.{'q' if how.side == 'q' else 'kv'}_len"
-    parts = f"(({length} + {positions - 1}) / {positions})"
+    printer = Printer(wide=facts.int64, exact=True)
+    ctype, suffix = printer.ctype(one.value), {"Truth": "_bool", "FloatRange": "_f32"}.get(how.range_type, "")
+    sides = [_Side(how.side[0], how.positions), *([_Side("k", how.keys)] if how.keys else [])]
+    count = " * ".join(side.count for side in sides)
+    of_one = f"({count})" if how.keys else count
     sizes = ("b", "p.batch", how.by_batch), ("h", "p.heads", how.by_head)
-    dims = [(place, size) for place, size, used in sizes if used]
-    place = " * p.heads + ".join(name for name, _ in dims)
-    start = f"i % {parts}" if dims else "i"
-    heads = [f"const int first = int({start}) * {positions}, last = min(first + {positions}, {length}) - 1;"]
-    of_place = {"b": f"int(i / {parts}{' / p.heads' if how.by_head else ''})"}
-    of_place["h"] = f"int(i / {parts}{' % p.heads' if how.by_batch else ''})"
-    heads += [f"const int {name} = {of_place[name]};" for name, _ in dims]
-    suffix = {"Truth": "_bool", "FloatRange": "_f32"}.get(how.range_type, "")
-    offset = f" + (i64)({place}) * {parts}" if dims else ""
-    if positions < (tile.q if how.side == "q" else tile.kv):
-        value = f"over_all{suffix}(found, {how.side}.lo / {positions}, {how.side}.hi / {positions})"
+    dims = [(name, size) for name, size, used in sizes if used]
+    of_place = {"b": f"int(i / {of_one}{' / p.heads' if how.by_head else ''})"}
+    of_place["h"] = f"int(i / {of_one}{' % p.heads' if how.by_batch else ''})"
+    heads = [f"const int {name} = {of_place[name]};" for name, _ in dims]
+    number = f"int(i % {of_one})" if dims else "int(i)"
+    index, place = how.side, how.side
+    if how.keys:
+        heads += _elements(how, sides, number)
+        index, place = "j", _element(how)
     else:
-        value = f"found[{how.side}.lo / {positions}]"
-    value = f"of_group({value}, group)" if how.grouped else value
+        heads.append(sides[0].bounds("first", "last", number))
+    start = " * p.heads + ".join(name for name, _ in dims)
+    offset = f" + (i64)({start}) * {of_one}" if dims else ""
+    several = any(side.positions < (tile.q if side.at == "q" else tile.kv) for side in sides)
     extremes = f"extremes{suffix}" if suffix else f"{'groups_of' if how.grouped else 'extremes'}<{ctype}>"
-    read = f"const {how.ctype}* found = p.{how.pointer}{offset};", f"return {value};"
     return SummaryCode(
         name=how.name,
-        at=how.side,
+        decided_by="query and key select" if how.keys else f"a {'query' if how.side == 'q' else 'key'} alone decides",
+        positions=", ".join(f"int {side.at}" for side in sides),
+        ranges=", ".join(f"Range<int> {side.at}" for side in sides),
+        index=index,
+        place=place,
         value=printer.body(one.value),
         ctype=ctype,
         range_type=how.range_type,
@@ -93,7 +120,48 @@ def _summary(one: Summary, how: TileSummary, tile: Tiling, facts: Facts) -> Summ
         grouped=how.grouped,
         parameters="".join(f"int {name}, " for name, _ in dims),
         arguments="".join(f"{name}, " for name, _ in dims),
-        read=read,
-        number=" * ".join(["(i64)" + dims[0][1], *(size for _, size in dims[1:]), parts]) if dims else parts[1:-1],
+        read=(f"const {how.ctype}* found = p.{how.pointer}{offset};", *_read(how, sides, suffix, several)),
+        number=" * ".join(["(i64)" + dims[0][1], *(s for _, s in dims[1:]), of_one]) if dims else _bare(count, how),
         heads=tuple(heads),
     )
+
+
+def _bare(count: str, how: TileSummary) -> str:
+    """A number without what stands around it; of a table in 64 bits."""
+    return f"(i64){count}" if how.keys else count[1:-1]
+
+
+def _elements(how: TileSummary, sides: list[_Side], number: str) -> list[str]:
+    """Declarations of the tile that a number is of, and of the elements that it selects, row by row."""
+    q, k = sides
+    steps = ((at, step) for at, step in zip("qk", how.steps, strict=True))
+    counted = (f"{at}_count = ({at}_last - {at}_first + {step - 1}) / {step} + 1" for at, step in steps)
+    return [
+        f"const int tile = {number};",
+        q.bounds("q_first", "q_last", f"tile / {k.count}"),
+        k.bounds("k_first", "k_last", f"tile % {k.count}"),
+        f"const int {', '.join(counted)};",
+        "const int first = 0, last = q_count * k_count - 1;",
+    ]
+
+
+def _element(how: TileSummary) -> str:
+    """The query and the key of element j."""
+    q, k = how.steps
+    return f"min(q_first + j / k_count * {q}, q_last), min(k_first + j % k_count * {k}, k_last)"
+
+
+def _read(how: TileSummary, sides: list[_Side], suffix: str, several: bool) -> list[str]:
+    """Statements that give what is known over ranges of positions, of what has been `found`."""
+    first, last = ([f"{side.at}.{end} / {side.positions}" for side in sides] for end in ("lo", "hi"))
+    if not how.keys:
+        value = f"over_all{suffix}(found, {first[0]}, {last[0]})" if several else f"found[{first[0]}]"
+        return [f"return of_group({value}, group);" if how.grouped else f"return {value};"]
+    if not several:
+        return [f"return found[{first[0]} * {sides[1].count} + {first[1]}];"]
+    rows = f"over_all{suffix}(found + {{}} * {sides[1].count}, {first[1]}, {last[1]})"
+    return [
+        f"{how.range_type} all = {rows.format(first[0])};",
+        f"for (int i = {first[0]} + 1; i <= {last[0]}; i++) all = either{suffix}(all, {rows.format('i')});",
+        "return all;",
+    ]

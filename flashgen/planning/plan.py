@@ -63,11 +63,14 @@ def staged(name: str, stages: int, rows: int, columns: int) -> Part:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileSummary:
     """A part of the mask of which a kernel of its own finds the least and the greatest value over each `positions`
-    queries ("q") or keys ("k"), before tiles are classified by them (see `analysis.summaries`)."""
+    queries ("q") or keys ("k"), or so many queries and `keys` ("qk"), before tiles are classified by them (see
+    `analysis.summaries`)."""
 
     name: str
     side: str
     positions: int
+    keys: int
+    steps: tuple[int, int]  # at whose multiples it changes: queries, and keys
     range_type: str  # the C++ type of what bounds a value
     itemsize: int
     grouped: bool  # the bounds of two groups of values
@@ -76,9 +79,14 @@ class TileSummary:
     tensors: tuple[str, ...]  # captured tensors that it reads
 
     def __str__(self) -> str:
-        what = "keys" if self.side == "k" else "queries"
-        groups = ", and of low and of high values" if self.grouped else ""
-        return f"{self.name}, its least and greatest value over {self.positions} {what}{groups}"
+        return f"{self.name}, its least and greatest value over {self.what}{' in two groups' if self.grouped else ''}"
+
+    @property
+    def what(self) -> str:
+        """What one is made of, for a person."""
+        if self.side == "qk":
+            return f"{self.positions} queries and {self.keys} keys"
+        return f"{self.positions} {'queries' if self.side == 'q' else 'keys'}"
 
     @property
     def pointer(self) -> str:

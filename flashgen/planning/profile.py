@@ -85,7 +85,7 @@ class Profile:
     @property
     def summarised_by_query(self) -> bool:
         """Whether a part of the mask is bounded over tiles of queries by what data are."""
-        return self.masked and any(one.side == "q" for one in self.facts.summaries)
+        return self.masked and any("q" in one.side for one in self.facts.summaries)
 
     @cached_property
     def mask_ops(self) -> int:

@@ -39,7 +39,9 @@ def tile_summaries(facts: Facts, tile: Tile) -> tuple[TileSummary, ...]:
         TileSummary(
             name=one.name,
             side=one.side,
-            positions=of[one.side],
+            positions=of[one.side[0]],
+            keys=of["k"] if one.side == "qk" else 0,
+            steps=one.steps,
             range_type=(kind := _range_type(one, facts)),
             itemsize=_BYTES[kind] * (2 if one.grouped else 1),
             grouped=one.grouped,
@@ -61,9 +63,9 @@ def _range_type(one: Summary, facts: Facts) -> str:
 
 def count(one: TileSummary, problem: Problem) -> int:
     """How many there are in a problem."""
-    length = problem.q_len if one.side == "q" else problem.kv_len
     places = (problem.batch if one.by_batch else 1) * (problem.heads if one.by_head else 1)
-    return -(-length // one.positions) * places
+    tiles = -(-(problem.kv_len if one.side == "k" else problem.q_len) // one.positions)
+    return tiles * (-(-problem.kv_len // one.keys) if one.keys else 1) * places
 
 
 def moved(plan: KernelPlan, problem: Problem, sizes: Mapping[str, int]) -> tuple[int, int]:
@@ -76,7 +78,7 @@ def workspaces(plan: KernelPlan, problem: Problem) -> tuple[Part, ...]:
     """Device memory that they need, in bytes by the name of the pointer."""
     found = []
     for one in plan.summaries:
-        number, what = count(one, problem), "queries" if one.side == "q" else "keys"
-        why = f"{number} x {one.itemsize} bytes: least and greatest value over {one.positions} {what}"
+        number = count(one, problem)
+        why = f"{number} x {one.itemsize} bytes: least and greatest value over {one.what}"
         found.append(Part(name=one.pointer, amount=-(-number * one.itemsize // 4) * 4, why=why))
     return tuple(found)

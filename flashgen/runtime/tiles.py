@@ -273,8 +273,9 @@ class Tiles:
         read, written = set(), 0
         for one in self.plan.summaries:
             places = (self.batch if one.by_batch else 1) * (self.kv_heads * self.group if one.by_head else 1)
-            starts = range(0, self.q_len if one.side == "q" else self.kv_len, one.positions)
-            written += places * len(starts) * one.itemsize
+            starts = range(0, self.kv_len if one.side == "k" else self.q_len, one.positions)
+            tiles_each = len(range(0, self.kv_len, one.keys)) if one.keys else 1
+            written += places * len(starts) * tiles_each * one.itemsize
             read.update(one.tensors)
         tensors = [t for t in self.variant.tensors if t.name in read]
         return sum(self.case.tensors[t.name].size * STORED_BYTES[t.dtype] for t in tensors), written
