@@ -45,7 +45,12 @@ def parts(mask):
     [
         (lambda b, h, q, k: k <= q, []),
         (lambda b, h, q, k: in_order[q] == in_order[k], []),
-        (lambda b, h, q, k: pairs[q % 64, k % 64], []),
+        (lambda b, h, q, k: pairs[q % 64, k % 64], []),  # tiles would read elements that others read
+        (lambda b, h, q, k: pairs[q + k, k], []),
+        (lambda b, h, q, k: pairs[(q + 3) // 8, k], []),
+        (lambda b, h, q, k: ~pairs[q // 64, k // 64], []),  # two blocks a side are looked at themselves
+        (lambda b, h, q, k: ~pairs[q // 16, k // 16 + 1] & (k <= q), [("pairs_qk", None, False)]),
+        (lambda b, h, q, k: pairs[k, q], [("pairs_qk", "pairs[k, q]", False)]),
         (lambda b, h, q, k: position[k] <= q, [("position_k", "position[k]", True)]),
         (lambda b, h, q, k: ~flag[b, k], [("flag_k", "flag[b, k]", False)]),
         (lambda b, h, q, k: flag[b, q] & (k < 7) | flag[b, k], [("flag_q", None, False), ("flag_k", None, False)]),
@@ -108,7 +113,7 @@ def drawn(variant, rng, sizes):
         "height": np.where(rng.random((sizes["heads"], length)) < 0.02, np.nan, steps(sizes["heads"])),
         "table": rng.integers(0, length, 5),
     }
-    near = np.abs(np.subtract.outer(np.arange(length), np.arange(length) * 2 % length)) < rng.integers(1, 30)
+    near = np.abs(np.subtract.outer(np.arange(length + 1), np.arange(length + 1) * 2 % length)) < rng.integers(1, 30)
     tensors |= {"pairs": near, "levels": near[None].repeat(sizes["batch"], 0) * 4 + (rng.random(near.shape) < 0.001)}
     dtypes = {"large": np.int64, "flag": bool, "pairs": bool, "height": np.float32, "levels": np.float32}
     return {t.name: tensors[t.name].astype(dtypes.get(t.name, np.int32)) for t in variant.tensors}
@@ -225,6 +230,24 @@ def test_a_tile_without_values_in_between_is_empty_there():
     assert not counts.loss(tiles.grid(whole, case, TILE), tiles.true_grid(facts, case, TILE)).exact
 
 
+def test_a_table_is_read_once_an_element():
+    variant, read = fg.variant(lambda b, h, q, k: pairs[q // 16, k // 8]), []
+
+    class Counted(Case):
+        def evaluate(self, root, **positions):
+            read.append(np.size(positions.get("k", 0)) * np.size(positions.get("q", 0)))
+            return super().evaluate(root, **positions)
+
+    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 1024, "kv_len": 1024}
+    case = Counted(sizes=sizes, params={}, tensors={"pairs": np.eye(64, 128, dtype=bool)})
+    facts = analyse(variant)
+    judged = tiles.classify(
+        facts, case, b=0, h=0, q0=np.arange(0, 1024, 128)[:, None], q1=np.arange(127, 1024, 128)[:, None], k0=0, k1=127
+    )
+    assert judged.ravel().tolist() == 2 * [PARTIAL] + 6 * [EMPTY]
+    assert sum(read) <= 4 * 64 * 128
+
+
 def test_elements_are_read_once_each_and_not_once_a_pair():
     variant, read = fg.variant(MASKS["rotated"]), []
 
@@ -253,7 +276,7 @@ def test_an_element_that_no_pair_needs_may_lie_outside():
 
 
 @pytest.mark.parametrize("pipeline", ["ampere", "hopper"])
-@pytest.mark.parametrize("name", ["rotated", "restarts", "flags", "heights", "blocks"])
+@pytest.mark.parametrize("name", ["rotated", "restarts", "flags", "heights", "blocks", "dense", "table"])
 def test_bytes_are_those_of_the_walk(name, pipeline):
     variant = fg.variant(MASKS[name])
     problem = Problem(batch=2, heads=2, kv_heads=1, q_len=300, kv_len=331, head_dim=64, v_head_dim=64)
@@ -279,8 +302,9 @@ def test_queries_of_packed_heads_are_not_summarised():
     by_query, by_key = (fg.variant(lambda b, h, q, k, at=at: flag[b, at(q, k)]) for at in (first_of, last_of))
     assert planner.menu(by_key, "sm_90a", "bfloat16", 64).packed is not None
     assert planner.menu(by_query, "sm_90a", "bfloat16", 64).packed is None
-    with pytest.raises(fg.PlanError, match="summarised over tiles of queries"):
-        planner.menu(by_query, "sm_90a", "bfloat16", 64, packed=True)
+    for variant in (by_query, fg.variant(MASKS["dense"])):
+        with pytest.raises(fg.PlanError, match="summarised over tiles of queries"):
+            planner.menu(variant, "sm_90a", "bfloat16", 64, packed=True)
 
 
 def first_of(q, k):

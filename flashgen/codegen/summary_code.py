@@ -20,8 +20,8 @@ class SummaryCode:
     """A part of the mask that is summarised over tiles (see `planning.plan.TileSummary`).
 
     `value` is the part, of C++ type `ctype`, at `positions`; `parameters` and `arguments` are the batch and head beside
-    them.  `heads` declare these and, of number i of `number`, what its values are, from `first` to `last`: each at
-    `place`, by its `index`.  `read` gives what is known over `ranges` of positions.
+    them.  `counts` declare what `number` is made of, `heads` batch, head and, of number i of `number`, what its values
+    are, from `first` to `last`: each at `place`, by its `index`.  `read` gives what is known over `ranges`.
     """
 
     name: str
@@ -40,6 +40,7 @@ class SummaryCode:
     parameters: str
     arguments: str
     read: tuple[str, ...]
+    counts: tuple[str, ...]
     number: str
     heads: tuple[str, ...]
 
@@ -57,7 +58,7 @@ class _Side:
 
     @property
     def count(self) -> str:
-        return f"(({self.length} + {self.positions - 1}) / {self.positions})"
+        return f"({self.length} + {self.positions - 1}) / {self.positions}"
 
     def bounds(self, first: str, last: str, number: str) -> str:
         """The declaration of the first and last position of one."""
@@ -86,22 +87,22 @@ def _summary(one: Summary, how: TileSummary, tile: Tiling, facts: Facts) -> Summ
     printer = Printer(wide=facts.int64, exact=True)
     ctype, suffix = printer.ctype(one.value), {"Truth": "_bool", "FloatRange": "_f32"}.get(how.range_type, "")
     sides = [_Side(how.side[0], how.positions), *([_Side("k", how.keys)] if how.keys else [])]
-    count = " * ".join(side.count for side in sides)
-    of_one = f"({count})" if how.keys else count
     sizes = ("b", "p.batch", how.by_batch), ("h", "p.heads", how.by_head)
     dims = [(name, size) for name, size, used in sizes if used]
-    of_place = {"b": f"int(i / {of_one}{' / p.heads' if how.by_head else ''})"}
-    of_place["h"] = f"int(i / {of_one}{' % p.heads' if how.by_batch else ''})"
+    of_place = {"b": f"int(i / parts{' / p.heads' if how.by_head else ''})"}
+    of_place["h"] = f"int(i / parts{' % p.heads' if how.by_batch else ''})"
     heads = [f"const int {name} = {of_place[name]};" for name, _ in dims]
-    number = f"int(i % {of_one})" if dims else "int(i)"
     index, place = how.side, how.side
     if how.keys:
-        heads += _elements(how, sides, number)
+        counts = [f"const int columns = {sides[1].count};", f"const i64 parts = {sides[0].count} * (i64)columns;"]
+        heads += _elements(how, sides)
         index, place = "j", _element(how)
     else:
-        heads.append(sides[0].bounds("first", "last", number))
-    start = " * p.heads + ".join(name for name, _ in dims)
-    offset = f" + (i64)({start}) * {of_one}" if dims else ""
+        counts = [f"const int parts = {sides[0].count};"]
+        heads.append(sides[0].bounds("first", "last", "int(i % parts)" if dims else "int(i)"))
+    start = "(i64)(b * p.heads + h)" if len(dims) == 2 else "(i64)" + "".join(name for name, _ in dims)
+    needed = counts if dims else counts[:1] if how.keys else []
+    offset = f" + {start} * parts" if dims else ""
     several = any(side.positions < (tile.q if side.at == "q" else tile.kv) for side in sides)
     extremes = f"extremes{suffix}" if suffix else f"{'groups_of' if how.grouped else 'extremes'}<{ctype}>"
     return SummaryCode(
@@ -120,35 +121,35 @@ def _summary(one: Summary, how: TileSummary, tile: Tiling, facts: Facts) -> Summ
         grouped=how.grouped,
         parameters="".join(f"int {name}, " for name, _ in dims),
         arguments="".join(f"{name}, " for name, _ in dims),
-        read=(f"const {how.ctype}* found = p.{how.pointer}{offset};", *_read(how, sides, suffix, several)),
-        number=" * ".join(["(i64)" + dims[0][1], *(s for _, s in dims[1:]), of_one]) if dims else _bare(count, how),
+        read=(*needed, f"const {how.ctype}* found = p.{how.pointer}{offset};", *_read(how, sides, suffix, several)),
+        counts=tuple(counts),
+        number=" * ".join(["(i64)" + dims[0][1], *(s for _, s in dims[1:]), "parts"]) if dims else "parts",
         heads=tuple(heads),
     )
 
 
-def _bare(count: str, how: TileSummary) -> str:
-    """A number without what stands around it; of a table in 64 bits."""
-    return f"(i64){count}" if how.keys else count[1:-1]
-
-
-def _elements(how: TileSummary, sides: list[_Side], number: str) -> list[str]:
-    """Declarations of the tile that a number is of, and of the elements that it selects, row by row."""
+def _elements(how: TileSummary, sides: list[_Side]) -> list[str]:
+    """Declarations of the tile that number i is of, and of the elements that it selects, row by row."""
     q, k = sides
-    steps = ((at, step) for at, step in zip("qk", how.steps, strict=True))
-    counted = (f"{at}_count = ({at}_last - {at}_first + {step - 1}) / {step} + 1" for at, step in steps)
+
+    def count(at: str, step: int) -> str:
+        counted = f"{at}_last - {at}_first"
+        return f"{counted} + 1" if step == 1 else f"({counted} + {step - 1}) / {step} + 1"
+
+    rows, of_row = map(count, "qk", how.steps)
     return [
-        f"const int tile = {number};",
-        q.bounds("q_first", "q_last", f"tile / {k.count}"),
-        k.bounds("k_first", "k_last", f"tile % {k.count}"),
-        f"const int {', '.join(counted)};",
-        "const int first = 0, last = q_count * k_count - 1;",
+        q.bounds("q_first", "q_last", "int(i % parts / columns)"),
+        k.bounds("k_first", "k_last", "int(i % parts % columns)"),
+        f"const int rows = {rows}, of_row = {of_row}, first = 0, last = rows * of_row - 1;",
     ]
 
 
 def _element(how: TileSummary) -> str:
     """The query and the key of element j."""
-    q, k = how.steps
-    return f"min(q_first + j / k_count * {q}, q_last), min(k_first + j % k_count * {k}, k_last)"
+    at = zip("qk", ("j / of_row", "j % of_row"), how.steps, strict=True)
+    return ", ".join(
+        f"{side}_first + {i}" if step == 1 else f"min({side}_first + {i} * {step}, {side}_last)" for side, i, step in at
+    )
 
 
 def _read(how: TileSummary, sides: list[_Side], suffix: str, several: bool) -> list[str]:
@@ -158,8 +159,8 @@ def _read(how: TileSummary, sides: list[_Side], suffix: str, several: bool) -> l
         value = f"over_all{suffix}(found, {first[0]}, {last[0]})" if several else f"found[{first[0]}]"
         return [f"return of_group({value}, group);" if how.grouped else f"return {value};"]
     if not several:
-        return [f"return found[{first[0]} * {sides[1].count} + {first[1]}];"]
-    rows = f"over_all{suffix}(found + {{}} * {sides[1].count}, {first[1]}, {last[1]})"
+        return [f"return found[(i64)({first[0]}) * columns + {first[1]}];"]
+    rows = f"over_all{suffix}(found + (i64)({{}}) * columns, {first[1]}, {last[1]})"
     return [
         f"{how.range_type} all = {rows.format(first[0])};",
         f"for (int i = {first[0]} + 1; i <= {last[0]}; i++) all = either{suffix}(all, {rows.format('i')});",
