@@ -25,7 +25,7 @@ TILES = (
 )
 
 #: Masks of which only values tell more: flags, tables and positions whose order nothing promises, bits put together.
-BY_VALUES = ("gist_flags", "global_flags", "key_padding", "morton", "restarts", "rotated")
+BY_VALUES = ("dense", "gist_flags", "global_flags", "key_padding", "morton", "restarts", "rotated", "small_blocks")
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -43,7 +43,7 @@ def test_tiles_are_those_of_a_block_mask(name, tile):
 #: One of each way in which classes are found: parts of one side and of both, elements at the ends of two indices and
 #: of one, an equality, a score; summaries of conditions, of queries, and in groups.
 SOME = ("flamingo", "bigbird", "paged_blocks", "mixed_kinds", "document_offsets", "score_window")
-SOME = (*SOME, "global_flags", "restarts", "rotated")
+SOME = (*SOME, "global_flags", "restarts", "rotated", "dense", "small_blocks")
 
 
 @pytest.mark.slow
