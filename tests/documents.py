@@ -36,6 +36,9 @@ SHOW = ("show", *PLAN[1:2], "--param", "window=300", "--seqlen", "1024", "--arch
 
 CAPTURED_PLAN = ("plan", "specs/document.py", "--batch", "2", "--seqlen", "1024", "--arch", "sm_80", "--tile", "64x64")
 
+#: How the masks of the gallery are drawn.
+GALLERY = ("--seqlen", "1024", "--heads", "1", "--arch", "sm_80", "--tile", "64x64")
+
 #: Commands whose output holds numbers that the machine decides.
 RUN = ("run", *PLAN[1:2], "--seqlen", "300", "--head-dim", "64", "--backward", "--device", "cpu", "--arch", "sm_80")
 SIMULATE = ("simulate", "causal", "--seqlen", "100", "--heads", "1", "--head-dim", "64", "--arch", "sm_80")
@@ -184,6 +187,20 @@ def show() -> str:
     return fenced("text", output(SHOW))
 
 
+def masks() -> str:
+    """Of each mask of tests/masks what it says of itself, its code, its picture and how its tiles are judged."""
+    found = []
+    for file in sorted((ROOT / "tests" / "masks").glob("*.py")):
+        doc, code = load_spec(file).doc, file.read_text()
+        shown = output(("show", file.relative_to(ROOT).as_posix(), *GALLERY)).splitlines(keepends=True)
+        first = next(i for i, line in enumerate(shown) if line.startswith("╭"))
+        picture = "".join([shown[0], *shown[first:]])
+        # The declarations of what is captured and how an example is made are in the file.
+        mask = code[code.index("@fg.variant") :]
+        found.append(f"## {file.stem}\n\n{doc}\n\n{fenced('python', mask)}\n{fenced('text', picture)}")
+    return "\n".join(found)
+
+
 def program_forward() -> str:
     return fenced("text", output(FORWARD_PROGRAM))
 
@@ -252,6 +269,7 @@ BLOCKS = {
     "compile": compile_,
     "refusal": refusal,
     "show": show,
+    "masks": masks,
     "program_forward": program_forward,
     "program_backward": program_backward,
     "program_ampere": program_ampere,

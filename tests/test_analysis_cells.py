@@ -50,6 +50,7 @@ def test_cells(mask, found):
 def test_only_what_is_cut_is_judged_by_parts():
     found = Cells(q=128, k=192)
     assert found.within(128, 64) is None and found.within(64, 96) is None
+    assert Cells(q=128, k=1 << 31).within(96, 96) == Cells(q=128, k=None)
     assert found.within(192, 64) == Cells(q=128, k=None) and found.within(128, 128) == Cells(q=None, k=192)
 
 

@@ -140,7 +140,7 @@ JUDGED = {
         lambda b, h, q, k: (k <= q) & ((q - k) % 4 == 0),
         ["d >= 0, [(q - k) % 4 == 0]"],
     ),
-    "a captured window of known bound": (lambda b, h, q, k: q - k <= reach[q], ["d <= 512, [q <= k + reach[q]]"]),
+    "a captured window of known bound": (lambda b, h, q, k: q - k <= reach[q], ["d <= 512, [q - reach[q] <= k]"]),
     "strided causal": (lambda b, h, q, k: 2 * k <= q, ["k <= (q_len - 1) // 2, [k*2 <= q]"]),
     "documents": (lambda b, h, q, k: (ids[b, q] == ids[b, k]) & (k <= q), ["d >= 0, [ids[b, q] == ids[b, k]]"]),
     "a captured condition": (lambda b, h, q, k: ~layout[q // 8, k // 8], ["[layout[q // 8, k // 8] == 0]"]),

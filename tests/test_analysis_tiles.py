@@ -162,6 +162,7 @@ def test_block_layouts_are_exact_where_blocks_are_multiples_of_tiles(name, tile_
 ids = fg.tensor("ids", dims=("batch", "kv"), dtype="int32", sorted=True)
 loose = fg.tensor("loose", dims=("kv",), dtype="int32")
 tight = fg.tensor("tight", dims=("kv",), dtype="int32", min=0, max=3)
+pairs = fg.tensor("pairs", dims=(None, None), dtype="int32")
 heights = fg.tensor("heights", dims=("kv",), dtype="float32", sorted=True)
 
 
@@ -181,14 +182,19 @@ def test_a_sorted_tensor_is_bounded_by_its_ends():
     ]
 
 
-def test_an_unsorted_tensor_tells_only_its_declared_bounds():
+def test_an_unsorted_tensor_is_bounded_by_its_elements_of_a_tile():
     values = np.array([3, 0, 1, 2], np.int32)
     case = case_of(4, 4, tensors={"loose": values, "tight": values})
     tile = Tile(q=2, kv=2)
-    assert grid_of(lambda b, h, q, k: loose[k] < 4, case, tile) == [[PARTIAL] * 2] * 2
-    assert grid_of(lambda b, h, q, k: tight[k] < 4, case, tile) == [[FULL] * 2] * 2
+    assert grid_of(lambda b, h, q, k: loose[k] < 4, case, tile) == [[FULL] * 2] * 2
+    assert grid_of(lambda b, h, q, k: loose[k] < 3, case, tile) == [[PARTIAL, FULL]] * 2
     assert grid_of(lambda b, h, q, k: tight[k] < 0, case, tile) == [[EMPTY] * 2] * 2
     assert grid_of(lambda b, h, q, k: tight[k] < 3, case, Tile(q=4, kv=1)) == [[EMPTY, FULL, FULL, FULL]]
+
+
+def test_one_that_both_positions_select_tells_only_its_declared_bounds():
+    case, tile = case_of(8, 8, tensors={"pairs": np.zeros((4, 4), np.int32)}), Tile(q=4, kv=4)
+    assert grid_of(lambda b, h, q, k: pairs[q % 4, k % 4] < 4, case, tile) == [[PARTIAL] * 2] * 2
 
 
 def test_a_nan_tells_nothing():

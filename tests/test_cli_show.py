@@ -57,16 +57,42 @@ def images(b, h, q, k):
 """
 
 
+PAIRS = """
+import numpy as np
+
+import flashgen as fg
+
+level = fg.tensor("level", dims=(None, None), dtype="int32", {promise}
+                  example=lambda p, rng: np.zeros((256, 256), np.int32))
+
+
+@fg.variant
+def pairs(b, h, q, k):
+    return (k <= q) & (level[q % 256, k % 256] < 1)
+"""
+
+
 def test_a_promise_that_would_settle_tiles_is_named(tmp_path):
     asked = ("--seqlen", 1024, "--arch", "sm_80", "--tile", "64x64")
-    for promise, hinted in (("", True), ("sorted=True,", False)):
+    for promise, hinted in (("", True), ("min=0, max=0,", False)):
+        (tmp_path / "pairs.py").write_text(PAIRS.format(promise=promise))
+        out = flashgen("show", tmp_path / "pairs.py", *asked).out
+        assert ("0.0% misclassified" in out) != hinted
+        assert ("fg.tensor('level', ..., min=0, max=0) would settle more tiles: these data keep it" in out) == hinted
+        assert ("level[q % 256, k % 256] < 1: pair by pair: of a tile's elements of 'level'" in out) == hinted
+        assert ("the tiles of a block mask visited" in out) == hinted
+
+
+def test_what_data_alone_tell_needs_no_promise(tmp_path):
+    asked = ("--seqlen", 1024, "--arch", "sm_80", "--tile", "64x64")
+    said = "; those of 'image' are found for each tile first, in the same call"
+    for promise, found in (("", said), ("sorted=True,", "")):
         (tmp_path / "images.py").write_text(IMAGES.format(promise=promise))
         out = flashgen("show", tmp_path / "images.py", *asked).out
-        assert ("0.0% misclassified" in out) != hinted
-        assert ("fg.tensor('image', ..., sorted=True) would settle more tiles: these data keep it" in out) == hinted
-        way = "pair by pair: of a tile's elements of 'image'" if hinted else "tile by tile, over ranges of values"
-        assert f"image[q] == image[k]: {way}" in out
-        assert ("the tiles of a block mask visited" in out) == hinted
+        assert "0.0% misclassified" in out and "would settle" not in out
+        assert f"image[q] == image[k]: tile by tile, over ranges of values{found}\n" in out
+        plan = flashgen("plan", tmp_path / "images.py", *asked).out
+        assert ("summaries" in plan) == ("summary_image_q" in plan) == ("attention_summaries" in plan) == bool(found)
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))

@@ -156,3 +156,36 @@ def test_gradients(gpu):
             torch.testing.assert_close(mine.as_subclass(torch.Tensor).double(), wanted, rtol=0.03, atol=0.06)
     assert len(calls_of(captured).backward) == 1
     assert {plan.pipeline for plan, *_ in gpu.launches} == {gpu.pipeline}
+
+
+flag = fg.tensor("flag", dims=("batch", "kv"), dtype="bool")
+position = fg.tensor("position", dims=("kv",), dtype="int32")
+
+
+@fg.variant
+def rotated_with_flags(b, h, q, k):
+    return (position[k] <= q) & (q - position[k] < 24) | flag[b, k] & flag[b, q]
+
+
+@pytest.mark.slow
+def test_summaries_of_each_call(gpu):
+    """Made anew in both passes, of whatever the tensors hold by then, in memory that is the call's own."""
+    for seed, turn in ((0, 40), (1, 70)):
+        q, k, v = inputs(gpu, seed=seed, kv_len=90, q_len=90)
+        arrays = {"flag": torch.zeros(2, 90, dtype=torch.bool), "position": torch.arange(90).int().roll(turn)}
+        arrays["flag"][seed, 3] = True
+        named = {name: gpu.put(x) for name, x in arrays.items()}
+        arrays = {name: x.numpy() for name, x in arrays.items()}
+        o, lse = attention(q, k, v, rotated_with_flags, return_lse=True, **named)
+        check((o, lse), rotated_with_flags, (q, k, v), arrays=arrays)
+        do = gpu.put(torch.ones(o.shape, dtype=o.dtype))
+        got = run_backward(Given(do, None, q, k, v, o, lse), Call(rotated_with_flags, None, named, None, False), ())
+        sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "q_len": 90, "kv_len": 90}
+        case = Case(sizes=sizes, params={}, tensors=arrays)
+        plain = [x.as_subclass(torch.Tensor) for x in (q, k, v, do)]
+        expected = reference_gradients(rotated_with_flags.bind(), case, *plain, scale=32**-0.5)
+        for name in ("dq", "dk", "dv"):
+            mine = getattr(got, name).as_subclass(torch.Tensor)
+            torch.testing.assert_close(mine.double(), getattr(expected, name), rtol=0.05, atol=0.05)
+    assert len(gpu.plans) == 2
+    assert gpu.launches[-1][0].summaries

@@ -24,7 +24,7 @@ from flashgen.runtime import cache, driver, kernel, nvrtc
 
 window = fg.param("window", default=8, min=1)
 block = fg.constant("block", default=4, min=1)
-doc = fg.tensor("doc", dims=("batch", "kv"), dtype="int32", example=lambda problem, rng: None)
+doc = fg.tensor("doc", dims=("batch", "kv"), dtype="int32", sorted=True, example=lambda problem, rng: None)
 
 
 # What these tests read is Params of pipeline ampere, on either GPU; tests/test_ops_emulated.py has tensor maps.

@@ -27,7 +27,7 @@ DOC = Captured(sizes=(1, 777), strides=(777, 1))
 
 window = fg.param("window", default=8, min=1)
 factor = fg.param("factor", default=0.5)
-doc = fg.tensor("doc", dims=("batch", "kv"), dtype="int32", example=lambda problem, rng: None)
+doc = fg.tensor("doc", dims=("batch", "kv"), dtype="int32", sorted=True, example=lambda problem, rng: None)
 
 
 @fg.variant(head_dims=(64,))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -19,13 +20,19 @@ class Intervals:
 
     by_round   loops are judged round by round, so that what an index selects is one element; else by the range of the
                index
+    given      nodes of which something else says what they may be, when they are asked for
     """
 
     def __init__(
-        self, leaf: Callable[[Node, tuple[Range | Truth, ...]], Range | Truth], *, by_round: bool = False
+        self,
+        leaf: Callable[[Node, tuple[Range | Truth, ...]], Range | Truth],
+        *,
+        by_round: bool = False,
+        given: Mapping[Node, Callable[[], Range | Truth]] = MappingProxyType({}),
     ) -> None:
         self._leaf = leaf
         self._by_round = by_round
+        self._given = given
         self._known: dict[Node, Range | Truth] = {}
 
     def __call__(self, root: Node) -> Range | Truth:
@@ -52,10 +59,14 @@ class Intervals:
 
     def _before(self, n: Node) -> Sequence[Node]:
         """What has to be known before a node outside of loops."""
+        if n in self._given:
+            return ()
         return layer(n.operands) if self._by_round and n.op in LOOPS else n.operands
 
     def _value(self, n: Node, loops: tuple[LoopIndex, ...] = ()) -> Range | Truth:
         """The value of a node in the innermost of `loops`."""
+        if n in self._given:
+            return self._given[n]()
         if n.op == "const":
             return ranges.constant(n.attr, n.dtype)
         if self._by_round and n.op in LOOPS:

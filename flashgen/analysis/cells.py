@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashgen.lang.expr import DType, Node, depends_on, walk
+from flashgen.lang.ranges import MAX_LENGTH
 
 #: Cells of fewer queries or keys are judged together: a tile of 128 x 128 has sixteen parts at most.
 LEAST = 32
@@ -33,9 +34,13 @@ class Cells:
     k: int | None = None
 
     def within(self, tile_q: int, tile_kv: int) -> Cells | None:
-        """Those that cut tiles of so many queries and keys, which start at multiples of them; None: no tile is cut."""
+        """Those that cut tiles of so many queries and keys, which start at multiples of them; None: no tile is cut.
+
+        No position passes a border beyond every length.
+        """
         q, k = (
-            None if cell is None or cell % size == 0 else cell for cell, size in ((self.q, tile_q), (self.k, tile_kv))
+            None if cell is None or cell % size == 0 or cell >= MAX_LENGTH else cell
+            for cell, size in ((self.q, tile_q), (self.k, tile_kv))
         )
         return None if q is None and k is None else Cells(q=q, k=k)
 
@@ -177,6 +182,18 @@ def cornered(load: Node) -> bool:
 
 
 _cornered: weakref.WeakKeyDictionary[Node, bool] = weakref.WeakKeyDictionary()
+
+
+def quotient(n: Node) -> tuple[str, int] | None:
+    """The position and the divisor of an int that is a position divided by a constant, which may be 1, but for a
+    constant that is added; None: it is none."""
+    steps: dict[Node, _Steps | None] = {}
+    for m in walk([n]):
+        steps[m] = _steps(m, steps)
+    found = steps[n]
+    if found is None or not found.plain or found.shift % found.size:
+        return None
+    return found.position, found.size
 
 
 def single(n: Node, spans: Mapping[str, int]) -> bool:

@@ -26,7 +26,6 @@ from flashgen.analysis.tiles import (
     classes_of,
     classify,
     grid,
-    intervals,
     known_terms,
     runs,
     runs_of,
@@ -342,7 +341,7 @@ def _blocks(facts: Facts, case: Case, tile: Tiling, places: _Places) -> Iterator
         visible, hidden = known_terms(facts.visible, case, b, h), known_terms(facts.hidden, case, b, h)
 
         def whole(q: tuple, k: tuple, known: Any = (visible, hidden), b: Any = b, h: Any = h) -> np.ndarray:
-            found = classes_of(*known, intervals(case, b, h, q, k), q, k)
+            found = classes_of(facts, case, *known, b, h, q, k)
             return np.broadcast_to(found, (len(b), len(q[0]), len(k[0])))
 
         def classes(q: tuple, k: tuple, b: Any = b, h: Any = h) -> np.ndarray:

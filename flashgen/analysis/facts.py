@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from flashgen.analysis import widths
 from flashgen.analysis.cells import Cells, cells
 from flashgen.analysis.equalities import chain, substituted
 from flashgen.analysis.linear import LENGTH, Algebra, K, Linear, Q, Unspeakable, comparison, expression, term
+from flashgen.analysis.summaries import Group, Summary, separated, summaries
 from flashgen.analysis.zones import Zone
 from flashgen.lang.build import apply
 from flashgen.lang.expr import DType, Node, const, walk
@@ -65,6 +66,7 @@ class Facts:
     disjunctions, whose values may leave int32 (see `widths`).  `judged_whole` are the conditions of the mask, as they
     were written, that were too large to take apart: a tile that one fills or empties may be PARTIAL.  `cells` are those
     of conditions that are judged by abstract evaluation: a PARTIAL tile that they cut is judged again by its parts.
+    `summaries` are those of the parts of such conditions that only data bound.
     """
 
     variant: Variant
@@ -76,6 +78,12 @@ class Facts:
     int64: frozenset[Node]
     judged_whole: tuple[Node, ...] = ()
     cells: Cells | None = None
+    summaries: tuple[Summary, ...] = ()
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Groups of values that a tile is judged by; without any of a summary, all are one."""
+        return tuple(Group) if any(one.grouped for one in self.summaries) else (Group.LOW,)
 
     def notes(self) -> tuple[str, ...]:
         """For a person: which parts of the mask were too large to take apart, and what that costs."""
@@ -95,8 +103,16 @@ def _place(n: Node) -> str:
 def analyse(variant: Variant) -> Facts:
     """The facts of a variant; its constants must be bound."""
     visible, hidden, too_large = ((Term(),), (), {}) if variant.mask is None else _disjunctions(variant.mask)
+    whole = tuple(dict.fromkeys(too_large[n] for t in (*visible, *hidden) for n in t.others if n in too_large))
+    algebra = Algebra()
+    visible, hidden = (
+        tuple(replace(t, others=tuple(separated(n, algebra) for n in t.others)) for t in side)
+        for side in (visible, hidden)
+    )
     terms = (*visible, *hidden)
     nodes = [n for t in terms for n in t.nodes()]
+    others = [n for t in terms for n in t.others]
+    found = cells(others)
     symbols = {n.attr for n in walk(nodes) if n.op == "index"}
     return Facts(
         variant=variant,
@@ -106,8 +122,9 @@ def analyse(variant: Variant) -> Facts:
         uses_head="h" in symbols,
         exact=not any(t.others for t in terms),
         int64=widths.wide([*variant.roots, *nodes]),
-        judged_whole=tuple(dict.fromkeys(too_large[n] for t in terms for n in t.others if n in too_large)),
-        cells=cells([n for t in terms for n in t.others]),
+        judged_whole=whole,
+        cells=found,
+        summaries=summaries(others, groups=found is None or found.k is None),
     )
 
 

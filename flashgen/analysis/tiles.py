@@ -23,6 +23,12 @@ may have or not, because their number is a range, may change what is found or no
 Few elements.  Where `cells.cornered` says that indices may have few values over a tile, rules 1 and 2 take an index of
 two values as well as one of a single value: the value then lies in the smallest range that holds those at all ends.
 
+Summaries.  A part of the mask that has one (see `summaries`) lies between its least and its greatest value over the
+tile's queries, or keys; a NaN among them makes it anything, and a condition may be what it is for some of them.
+
+Groups.  Where a summary has groups of values each is judged as if the tile's keys had no others.  The tile is EMPTY if
+both are, FULL if both are.
+
 Parts.  A PARTIAL tile is judged again by its parts where the mask has `cells`: it is cut at multiples of them.  It is
 EMPTY if all parts are, FULL if all parts are.
 """
@@ -30,8 +36,8 @@ EMPTY if all parts are, FULL if all parts are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, field
+from functools import partial, reduce
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
@@ -41,11 +47,12 @@ from flashgen.analysis import zones
 from flashgen.analysis.abstract import Intervals
 from flashgen.analysis.cells import Cells, cornered
 from flashgen.analysis.facts import Facts, Term
+from flashgen.analysis.summaries import Group, Summary
 from flashgen.analysis.zones import Bounds
 from flashgen.lang import ranges
 from flashgen.lang.bounds import bounds
 from flashgen.lang.evaluate import evaluate
-from flashgen.lang.expr import Node, depends_on
+from flashgen.lang.expr import DType, Node, depends_on
 from flashgen.lang.ranges import Range, Truth
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -65,12 +72,16 @@ class Tiling(Protocol):
 class Case:
     """What evaluating an expression needs: `sizes` (batch, heads, kv_heads, q_len, kv_len), the value of each
     parameter, and each captured tensor as a NumPy array (float16 and bfloat16 as any float type).  Queries sit at
-    `q_offset` to q_len - 1, and tiles of them are counted from there."""
+    `q_offset` to q_len - 1, and tiles of them are counted from there.
+
+    `found` keeps what summaries are made of.
+    """
 
     sizes: Mapping[str, int]
     params: Mapping[str, int | float]
     tensors: Mapping[str, np.ndarray]
     q_offset: int = 0
+    found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def evaluate(self, root: Node, *, b: Any, h: Any, q: Any = None, k: Any = None, live: Any = None) -> np.ndarray:
         """The value of a mask or of a part of it at positions that broadcast (see `lang.evaluate`)."""
@@ -100,8 +111,11 @@ def _every(conditions: Iterable[np.ndarray]) -> np.ndarray:
     return reduce(np.logical_and, conditions, np.True_)
 
 
-def intervals(case: Case, b: Any, h: Any, q: tuple, k: tuple) -> Intervals:
-    """Abstract values over tiles: b and h are points, q and k (first, last) pairs, all arrays that broadcast."""
+def intervals(facts: Facts, case: Case, b: Any, h: Any, q: tuple, k: tuple, group: Group) -> Intervals:
+    """Abstract values over tiles: b and h are points, q and k (first, last) pairs, all arrays that broadcast.
+
+    Of the summary that has groups of values, those of `group`.
+    """
     places = {"b": ranges.ints(b), "h": ranges.ints(h), "q": ranges.ints(*q), "k": ranges.ints(*k)}
 
     def leaf(n: Node, operands: tuple[Range | Truth, ...]) -> Range | Truth:
@@ -118,7 +132,8 @@ def intervals(case: Case, b: Any, h: Any, q: tuple, k: tuple) -> Intervals:
             return loaded(n, operands, case.tensors[n.attr.name])
         return bounds(n)
 
-    return Intervals(leaf, by_round=True)
+    given = {one.value: partial(summarised, one, case, b, h, q, k, group) for one in facts.summaries}
+    return Intervals(leaf, by_round=True, given=given)
 
 
 def loaded(load: Node, indices: tuple[Range, ...], array: np.ndarray) -> Range | Truth:
@@ -156,6 +171,78 @@ def _between(first: np.ndarray, last: np.ndarray, declared: Range | Truth) -> Ra
     return ranges.floats(first, last, np.isnan(first) | np.isnan(last))
 
 
+def summarised(one: Summary, case: Case, b: Any, h: Any, q: tuple, k: tuple, group: Group) -> Range | Truth:
+    """What a summarised part may be over tiles as of `intervals`, of a group of its values where it has groups."""
+    b, h = (x if used else 0 for x, used in ((b, one.by_batch), (h, one.by_head)))
+    if one.side == "qk":
+        return _bounded(one, *_of_table(one, case, b, h, q, k))
+    places = np.broadcast_arrays(b, h, *(q if one.side == "q" else k))
+    shape, length = places[0].shape, case.sizes["q_len" if one.side == "q" else "kv_len"]
+    dims = max(case.sizes["batch"], 1), max(case.sizes["heads"], 1), length, length
+    codes, where = np.unique(np.ravel_multi_index([x.ravel() for x in places], dims), return_inverse=True)
+    known = case.found.setdefault(one.value, {})
+    for code, *place in zip(codes.tolist(), *(x.tolist() for x in np.unravel_index(codes, dims)), strict=True):
+        if code not in known:
+            known[code] = _extremes(_values(one, case, *place[:2]), *place[2:])
+    of = group if one.grouped else None
+    ends = (np.array([known[code][of][i] for code in codes.tolist()])[where].reshape(shape) for i in range(3))
+    return _bounded(one, *ends)
+
+
+def _bounded(one: Summary, lo: np.ndarray, hi: np.ndarray, nan: np.ndarray) -> Range | Truth:
+    if one.value.dtype is DType.BOOL:
+        return Truth(hi, ~lo)
+    return ranges.floats(lo, hi, nan) if one.value.dtype.is_float else ranges.ints(lo, hi)
+
+
+def _of_table(one: Summary, case: Case, b: Any, h: Any, q: tuple, k: tuple) -> Iterator[np.ndarray]:
+    """The ends of an element that queries and keys select, and whether it may be NaN, in tiles."""
+    places = np.broadcast_arrays(b, h, *q, *k)
+    known = case.found.setdefault(one.value, {})
+    tiles, where = np.unique(np.stack([x.ravel() for x in places]), axis=1, return_inverse=True)
+    for tile in map(tuple, tiles.T.tolist()):
+        if tile not in known:
+            *rows, k_first, k_last = tile
+            lo, hi = (x[k_first // one.steps[1] : k_last // one.steps[1] + 1] for x in _rows_of_table(one, case, *rows))
+            nan = bool(np.isnan(lo).any())
+            known[tile] = (-np.inf, np.inf, True) if nan else (lo.min(), hi.max(), False)
+    found = [known[tile] for tile in map(tuple, tiles.T.tolist())]
+    return (np.array([ends[i] for ends in found])[where.reshape(-1)].reshape(places[0].shape) for i in range(3))
+
+
+def _rows_of_table(one: Summary, case: Case, b: int, h: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the greatest element of queries from first to last, for each step of keys."""
+    key = (one.value, b, h, first, last)
+    if key not in case.found:
+        q = np.minimum(np.arange(first, last + one.steps[0], one.steps[0]), last)[:, None]
+        k = np.arange(0, case.sizes["kv_len"], one.steps[1])
+        values = np.broadcast_to(case.evaluate(one.value, b=b, h=h, q=q, k=k, live=False), (len(q), len(k)))
+        case.found[key] = values.min(axis=0), values.max(axis=0)
+    return case.found[key]
+
+
+def _values(one: Summary, case: Case, b: int, h: int) -> np.ndarray:
+    """A summarised part at each query, or key.  Positions that no visible pair has may select elements outside."""
+    key = (one.value, b, h)
+    if key not in case.found:
+        at = np.arange(case.sizes["q_len" if one.side == "q" else "kv_len"])
+        values = case.evaluate(one.value, b=b, h=h, **{one.side: at}, live=False)
+        case.found[key] = np.broadcast_to(values, at.shape)
+    return case.found[key]
+
+
+def _extremes(values: np.ndarray, first: int, last: int) -> dict[Group | None, tuple[Any, Any, bool]]:
+    """The least and greatest of values from first to last, and whether one is NaN: of all, and of both groups."""
+    found = values[first : last + 1]
+    if found.dtype.kind != "i":
+        nan = bool(np.isnan(found).any())
+        return {None: (-np.inf, np.inf, True) if nan else (found.min(), found.max(), False)}
+    lo, hi = int(found.min()), int(found.max())
+    low = found <= lo + (hi - lo) // 2
+    below, above = int(found[low].max()), hi if low.all() else int(found[~low].min())
+    return {None: (lo, hi, False), Group.LOW: (lo, below, False), Group.HIGH: (above, hi, False)}
+
+
 def _possible(terms: list[Known], value: Intervals, q: tuple, k: tuple) -> np.ndarray:
     found = np.zeros(np.broadcast_shapes(*map(np.shape, (*q, *k))), np.bool_)
     for term in terms:
@@ -185,12 +272,18 @@ def classify(facts: Facts, case: Case, *, b: Any, h: Any, q0: Any, q1: Any, k0: 
 def _classified(facts: Facts, case: Case, b: Any, h: Any, q: tuple, k: tuple) -> np.ndarray:
     """The same of tiles that are judged whole."""
     visible, hidden = known_terms(facts.visible, case, b, h), known_terms(facts.hidden, case, b, h)
-    return classes_of(visible, hidden, intervals(case, b, h, q, k), q, k)
+    return classes_of(facts, case, visible, hidden, b, h, q, k)
 
 
-def classes_of(visible: list[Known], hidden: list[Known], value: Intervals, q: tuple, k: tuple) -> np.ndarray:
-    seen = _possible(visible, value, q, k)
-    cut = _possible(hidden, value, q, k)
+def classes_of(
+    facts: Facts, case: Case, visible: list[Known], hidden: list[Known], b: Any, h: Any, q: tuple, k: tuple
+) -> np.ndarray:
+    """The same, of terms that are known."""
+    seen, cut = np.False_, np.False_
+    for group in facts.groups:
+        value = intervals(facts, case, b, h, q, k, group)
+        visibly = _possible(visible, value, q, k)
+        seen, cut = seen | visibly, cut | _possible(hidden, value, q, k) | ~visibly
     return np.where(seen, np.where(cut, PARTIAL, FULL), EMPTY).astype(np.int8)
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from flashgen.analysis import tiles
-from flashgen.analysis.cells import Cells, cornered
+from flashgen.analysis.cells import Cells
 from flashgen.analysis.counts import Loss
 from flashgen.analysis.equalities import substituted
 from flashgen.analysis.facts import analyse
+from flashgen.analysis.summaries import unknown
 from flashgen.analysis.tiles import Case, Tiling
 from flashgen.lang.build import rebuild
-from flashgen.lang.expr import DType, Node, Tensor, depends_on, node, walk
+from flashgen.lang.expr import Node, Tensor, node, walk
 from flashgen.lang.variant import Variant
 
 #: A change is named where it takes away this share of what is visited, or masked, for nothing.
@@ -28,13 +29,14 @@ MOST_TILES = 1 << 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """A condition of a mask, and how it is decided: by `bounds` of the keys that a tile of queries sees; over a tile by
-    `ranges` of values; or only pair by pair, where tensors are read of which a tile knows no more than is declared.
+    `ranges` of values; so, with `summaries` of what only data tell; or only pair by pair, where tensors are read of
+    which a tile knows no more than is declared.
 
-    `cells` are those by which tiles are cut, `unknown` the names of such tensors.
+    `cells` are those by which tiles are cut, `unknown` the names of such tensors, and of those that are summarised.
     """
 
     condition: Node
-    way: Literal["bounds", "ranges", "pairs"]
+    way: Literal["bounds", "ranges", "summaries", "pairs"]
     cells: Cells | None
     unknown: tuple[str, ...]
 
@@ -44,12 +46,14 @@ class Part:
         if self.way == "pairs":
             named = ", ".join(map(repr, self.unknown))
             return f"pair by pair: of a tile's elements of {named} no more is known than what is declared"
-        if self.cells is None:
-            return "tile by tile, over ranges of values"
-        sides = ((self.cells.q, "queries"), (self.cells.k, "keys"))
-        return "tile by tile, over ranges of values, by parts of " + " and ".join(
-            f"{cell} {what}" for cell, what in sides if cell is not None
-        )
+        said = "tile by tile, over ranges of values"
+        if self.cells is not None:
+            sides = ((self.cells.q, "queries"), (self.cells.k, "keys"))
+            said += ", by parts of " + " and ".join(f"{cell} {what}" for cell, what in sides if cell is not None)
+        if self.way == "summaries":
+            named = ", ".join(map(repr, self.unknown)) or "bits that are put together"
+            said += f"; those of {named} are found for each tile first, in the same call"
+        return said
 
 
 def parts(variant: Variant) -> tuple[Part, ...]:
@@ -75,16 +79,17 @@ def _conditions(mask: Node) -> Iterator[Node]:
 
 def _part(variant: Variant, condition: Node) -> Part:
     facts = analyse(replace(variant, mask=condition, score_node=None))
-    unknown = tuple(dict.fromkeys(n.attr.name for n in walk([condition]) if n.op == "load" and _unknown(n)))
-    way: Any = "bounds" if facts.exact else "pairs" if unknown else "ranges"
-    return Part(condition=condition, way=way, cells=facts.cells, unknown=unknown)
+    known = {one.value for one in facts.summaries}
+    left = (n for n in walk([condition], into=lambda n: n not in known) if n not in known)
+    unbounded = _named(left) if not facts.exact else ()
+    summarised = _named(walk(known)) if not facts.exact else ()
+    way: Any = "bounds" if facts.exact else "pairs" if unbounded else "summaries" if known else "ranges"
+    return Part(condition=condition, way=way, cells=facts.cells, unknown=unbounded or summarised)
 
 
-def _unknown(load: Node) -> bool:
-    """Whether a tile meets many elements that nothing orders."""
-    moving = [depends_on(o, "q", "k") for o in load.operands]
-    in_order = load.attr.sorted and load.dtype is not DType.BOOL and not any(moving[:-1])
-    return any(moving) and not in_order and not cornered(load)
+def _named(nodes: Iterable[Node]) -> tuple[str, ...]:
+    """The tensors of which a tile meets many elements that nothing orders."""
+    return tuple(dict.fromkeys(n.attr.name for n in nodes if n.op == "load" and unknown(n)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -97,11 +102,12 @@ def cure(variant: Variant, case: Case, tile: Tiling, loss: Loss, *, b: int = 0, 
 
     A promise is named only if the data keep it and it was tried.
     """
-    unknown = {name for part in parts(variant) if part.way == "pairs" for name in part.unknown}
+    told = parts(variant)
+    unsettled = {name for part in told for name in part.unknown}
     counted = tiles.tiles_of(case.sizes["q_len"], tile.q) * tiles.tiles_of(case.sizes["kv_len"], tile.kv)
     if loss.exact or counted > MOST_TILES:
         return None
-    tensors = [tensor for tensor in variant.tensors if tensor.name in unknown]
+    tensors = [tensor for tensor in variant.tensors if tensor.name in unsettled]
     before = _cost(variant, case, tile, b, h)
     truth = loss.seen + loss.cut
     wasted = before * (1 - truth / (loss.visited + loss.masked))  # of this batch and head
@@ -113,7 +119,10 @@ def cure(variant: Variant, case: Case, tile: Tiling, loss: Loss, *, b: int = 0, 
         if (said := _recaptured(tensor, case.tensors[tensor.name])) is not None:
             return said
     names = ", ".join(repr(tensor.name) for tensor in tensors)
-    return f"no promise about {names} would settle more tiles: only its elements tell" if names else None
+    if not names:
+        return None
+    why = "only its elements tell" if any(part.way == "pairs" for part in told) else "elements of a tile lie far apart"
+    return f"no promise about {names} would settle more tiles: {why}"
 
 
 def _cost(variant: Variant, case: Case, tile: Tiling, b: int, h: int) -> int:

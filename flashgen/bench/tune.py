@@ -291,6 +291,8 @@ def _call(kernel: Any, problem: Problem, q: Any, k: Any, v: Any, case: Any) -> t
     record = kernel.record(launch, device.index or 0)
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **{f"tensor_{n}": t for n, t in captured.items()}}
     tensors[COUNTERS.name] = torch.zeros(COUNTERS.amount // 4, dtype=torch.int32, device=device)
+    for part in launch.workspaces:
+        tensors[part.name] = torch.empty(part.amount, dtype=torch.uint8, device=device)
     numbers = tuple(launch.values[name] for name in launch.scalars)
 
     def call() -> torch.Tensor:

@@ -9,7 +9,8 @@ from flashgen.analysis import widths
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import Facts
 from flashgen.codegen.printer import Body, Printer, Text, binary, call, constant
-from flashgen.codegen.variant_code import Decider, Decision, inside
+from flashgen.codegen.readers import inside
+from flashgen.codegen.variant_code import Decider, Decision
 from flashgen.lang.expr import DType, Node, Tensor, const, depends_on, walk
 from flashgen.planning.backward import captured_grads
 from flashgen.planning.plan import without_sink

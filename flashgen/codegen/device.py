@@ -22,7 +22,7 @@ WRAPPERS = (
 )
 LIBRARY = (
     *("math", "swizzle", "softmax", "progress", "exact", "philox"),
-    *("ring", "hopper_softmax", "hopper_epilogue", "range"),
+    *("ring", "hopper_softmax", "hopper_epilogue", "range", "summary"),
 )
 FILES = (*WRAPPERS, *LIBRARY)
 

@@ -41,7 +41,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     """
     facts = facts or analyse(plan.variant)
     staged = plan.backward is not None and plan.backward.lookup_stages > 0
-    found = variant_code(facts, _tiles(plan), lookups(plan.variant) if staged else (), plan.layout)
+    found = variant_code(facts, _tiles(plan), lookups(plan.variant) if staged else (), plan.layout, plan.summaries)
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type = _PTX_TYPE[plan.dtype]
     context = {
@@ -85,6 +85,7 @@ def banner(plan: KernelPlan, found: VariantCode) -> str:
         ("plan", f"{plan.pipeline} on {plan.arch}, {plan.dtype}, {dims}"),
         ("tile", f"{plan.tile.q} {rows} x {plan.tile.kv} keys, {plan.stages} stages{q_home}"),
         ("roles", plan.program.text()),
+        *([("summaries", "; ".join(map(str, plan.summaries)))] if plan.summaries else []),
         ("shared", " + ".join(f"{part.name} {part.amount}" for part in plan.smem) + f" = {plan.smem_bytes} bytes"),
     ]
     width = max(len(kind) for kind in (*dict(entries), _MADE_BY))

@@ -10,7 +10,7 @@ from functools import lru_cache
 from flashgen.lang.variant import Variant
 from flashgen.planning.backward import layout
 from flashgen.planning.layout import DENSE, Layout
-from flashgen.planning.plan import KernelPlan, Specialized, SpecializedBackward
+from flashgen.planning.plan import KernelPlan, Specialized, SpecializedBackward, TileSummary
 from flashgen.planning.program import CTYPES
 
 #: C++ name of the 16-bit element type, a bit pattern to the compiler.
@@ -67,7 +67,7 @@ def fields(plan: KernelPlan) -> tuple[Field, ...]:
     """The members of a plan's `Params`, in order."""
     if plan.backward is not None:
         return _backward_fields(plan)
-    return fields_of(plan.variant, plan.dtype, plan.specialized, plan.dropout, plan.layout)
+    return fields_of(plan.variant, plan.dtype, plan.specialized, plan.dropout, plan.layout, plan.summaries)
 
 
 @lru_cache(maxsize=256)
@@ -77,6 +77,7 @@ def fields_of(
     specialized: Specialized | None = None,
     dropout: bool = False,
     sequences: Layout = DENSE,
+    summaries: tuple[TileSummary, ...] = (),
 ) -> tuple[Field, ...]:
     """The members of a forward's `Params`: pointers, then 64-bit, then 32-bit numbers, so that none needs padding.
 
@@ -97,6 +98,7 @@ def fields_of(
     if specialized is not None and specialized.rows.packed:
         numbers += ["packs", "pack_log2"]
     pointers += [Field(name, "const int*") for name in sequences.pointers]
+    pointers += _summaries(summaries)
     numbers += sequences.numbers
     return _members(variant, pointers, "o" if mapped else "qkvo", numbers, dropout)
 
@@ -117,6 +119,7 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     pointers += [Field(name, "float*") for name in workspaces]
     pointers += [Field("dq_semaphore", "u32*")] if how.adds_dq and plan.deterministic else []
     pointers += [Field("progress", "u32*")] if how.dq_in_main_kernel else []
+    pointers += _summaries(plan.summaries)
     pointers += [Field(name, f"{element}*") for name in ("dq", "dk", "dv")]
     pointers += [Field(f"grad_{name}", "float*") for name in plan.gradients]
     pointers += [Field(f"exact_{name}", "i64*") for name in plan.score_gradients if plan.deterministic]
@@ -128,6 +131,10 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     if how.dq_in_main_kernel:
         numbers.append("clear_distance")
     return _members(plan.variant, pointers, (*loaded, "dq", "dk", "dv"), numbers, plan.dropout)
+
+
+def _summaries(summaries: tuple[TileSummary, ...]) -> list[Field]:
+    return [Field(one.pointer, f"{one.ctype}*") for one in summaries]
 
 
 def _members(

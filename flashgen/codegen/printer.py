@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -132,16 +132,27 @@ class Printer:
     def body(self, *roots: Node) -> Body:
         """The roots as statements; a subexpression that several others use, or that is long, is named."""
         known: dict[Node, Text] = {}
-        uses = Counter(operand for n in walk(roots) for operand in n.operands)
+        uses = Counter(operand for n in self.printed(roots) for operand in self.below(n))
         work = _Printing(known, uses, Names(), roots[-1] if roots else None, carried(roots))
         declarations = self._declared(roots, (), work)
         return Body(tuple(declarations), known[roots[-1]] if roots else Text(""), known)
 
+    def below(self, n: Node) -> tuple[Node, ...]:
+        """The operands that a node's text is made of."""
+        return n.operands
+
+    def printed(self, roots: Iterable[Node]) -> Iterator[Node]:
+        """Every node that is printed, operands first."""
+        return walk(roots, into=lambda n: bool(self.below(n)))
+
     def _declared(self, roots: Iterable[Node], loops: tuple[LoopIndex, ...], work: _Printing) -> list[str]:
         """The declarations of what is computed in the innermost of these loops."""
         lines = []
+        printed = set(self.printed(roots))
         for n in layer(roots, loops):
-            if n.op in LOOPS:
+            if n not in printed:
+                continue
+            if n.op in LOOPS and self.below(n):
                 name = work.names.new(n)
                 lines.append(self._looped(n, name, loops, work))
                 work.known[n] = Text(name)
@@ -302,7 +313,8 @@ class RangePrinter(Printer):
 
     Everything else stays a number.  The functions are those of device/range.cuh, one for each op of the language.
     `indices` are the C++ types of the indices that readers of captured tensors take: their ranges convert to no other.
-    `cornered` are elements that are looked for at the ends of these ranges.
+    `cornered` are elements that are looked for at the ends of these ranges.  `given` has the texts of nodes that
+    something else says more of.
     """
 
     def __init__(
@@ -310,10 +322,11 @@ class RangePrinter(Printer):
         *,
         indices: Mapping[Tensor, tuple[str, ...]] = MappingProxyType({}),
         cornered: Set[Node] = frozenset(),
+        given: Mapping[Node, str] = MappingProxyType({}),
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.indices, self.cornered = indices, cornered
+        self.indices, self.cornered, self.given = indices, cornered, given
 
     #: Ops whose 64-bit results may overflow, which their functions check.
     CHECKED: ClassVar = frozenset(("add", "sub", "neg", "mul", "abs", "shift_left", "floor_div"))
@@ -327,10 +340,15 @@ class RangePrinter(Printer):
             return "FloatRange", "single_f32"
         return f"Range<{'i64' if wide or dtype is DType.INT64 else 'int'}>", "single"
 
+    def below(self, n: Node) -> tuple[Node, ...]:
+        return () if n in self.given else n.operands
+
     def ctype(self, n: Node) -> str:
         return self.types(n.dtype, wide=self.is_wide(n))[0] if depends_on(n, "q", "k") else Printer.ctype(self, n)
 
     def one(self, n: Node, known: Mapping[Node, Text]) -> Text:
+        if n in self.given:
+            return Text(self.given[n])
         if not n.operands or not depends_on(n, "q", "k"):
             return Printer.one(self, n, known)
         if n.op == "load":

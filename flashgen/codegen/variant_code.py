@@ -8,13 +8,13 @@ the second back end of `analysis.tiles` and follow the rules at the head of that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from flashgen.analysis.abstract import Intervals, anywhere, finite_at_zero
-from flashgen.analysis.cells import Cells, cornered, single
+from flashgen.analysis.cells import Cells
 from flashgen.analysis.facts import Facts, Term
 from flashgen.analysis.tiles import Tiling
 from flashgen.analysis.zones import REACH, Zone
@@ -30,76 +30,34 @@ from flashgen.codegen.printer import (
     Text,
     binary,
     call,
-    constant,
     filled,
     joined,
     lines_of,
     used_lines,
 )
+from flashgen.codegen.readers import (
+    Reader,
+    found_at_corners,
+    index_types,
+    loads_of,
+    printed_of,
+    readers,
+)
+from flashgen.codegen.summary_code import SummaryCode, summary_code
 from flashgen.lang import ranges
-from flashgen.lang.expr import TENSOR_DTYPES, DType, Node, Tensor, const, depends_on, loop_indices, walk
+from flashgen.lang.expr import Node, const, depends_on, loop_indices, walk
 from flashgen.lang.loops import LOOPS
 from flashgen.lang.ops import OPS
 from flashgen.planning.backward import lookup_names
 from flashgen.planning.layout import DENSE, Layout
-from flashgen.planning.plan import Tile
-from flashgen.planning.program import CTYPES
+from flashgen.planning.plan import Tile, TileSummary
+from flashgen.planning.summaries import THREADS
 
 #: Bounds within this need no clamp: sums and differences of two of them and a position fit an int32.
 NEAR = 2 * REACH
 
-#: The dimension that each position lies inside of.
-OWN_DIMENSION = {"b": "batch", "h": "heads", "q": "q", "k": "kv"}
-
-#: How a stored element becomes what expressions see.
-WIDENED = {"bool": "{} != 0", "float16": "from_f16({})", "bfloat16": "from_bf16({})"}
-
 #: Longer formulas are left to the code.
 MAX_FORMULA = 160
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Corners:
-    """The function that looks for an element at the ends of ranges of indices: the body, and the `places` that it looks
-    at, for a person."""
-
-    places: str
-    statements: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reader:
-    """The function that reads an element of a captured tensor, and its twins over ranges of indices.
-
-    `lines` clamp the indices that may lie outside their dimensions, the `clamped` ones; `value` is the element.
-    `range_type` is the type of the twins: `ranged`, whether tiles are judged by an element that ranges of indices
-    select as such, and `corners`, by those at the ends of few indices.  `declared` is what an element may be.
-    """
-
-    name: str
-    shape: str
-    ctype: str
-    indices: tuple[str, ...]
-    clamped: tuple[int, ...]
-    lines: tuple[str, ...]
-    value: str
-    ranged: bool
-    corners: Corners | None
-    range_type: str
-    single: str
-    declared: str
-    sorted: bool
-
-    @property
-    def statements(self) -> tuple[str, ...]:
-        """The body of the function that reads an element."""
-        return (*self.lines, f"return {self.value};")
-
-    @property
-    def outward(self) -> bool:
-        """Whether an end of a range may be NaN."""
-        return self.ctype == CTYPES[DType.FLOAT32]
-
 
 #: Which tiles a walk visits: all; those of the runs that the mask shows; of these, what `classify` does not find EMPTY.
 Walk = Literal["every_tile", "runs", "classified"]
@@ -124,6 +82,23 @@ class Decision:
         *visible, hidden = self.conclusions
         seen = (line for said in visible for line in (f"const bool visible = {said};", "if (!visible) return EMPTY;"))
         return (*self.lines, *seen, f"const bool hidden = {hidden};", "return hidden ? PARTIAL : FULL;")
+
+    def by_groups(self, name: str) -> tuple[str, ...]:
+        """The same by both groups of values of a summary."""
+        *visible, hidden = self.conclusions
+        if "&&" in hidden and "||" not in hidden:
+            hidden = f"({hidden})"
+        return (
+            f"// By keys whose {name} is low, and by those whose it is high: there may be none in between.",
+            "bool seen = false, cut = false;",
+            "for (Group group = LOW_VALUES; group <= HIGH_VALUES; group = Group(group + 1)) {",
+            *(f"  {line}" for line in self.lines),
+            f"  const bool visible = {visible[0] if visible else 'true'};",
+            "  seen |= visible;",
+            f"  cut |= !visible || {hidden};",
+            "}",
+            "return !seen ? EMPTY : cut ? PARTIAL : FULL;",
+        )
 
     def extreme(self, function: str) -> tuple[str, ...]:
         """The body of a function that returns the least (`min`) or the greatest (`max`) of what is concluded."""
@@ -181,6 +156,7 @@ class VariantCode:
     sink      a logit beside the keys of a row
     finite_at_zero   without it P of rows beyond the last query, whose lse is infinite, has to be made 0
     lookups   what `keep` is given of captured tensors; empty: it reads them itself
+    summaries   what `classify` reads that a kernel before it has found
     formula   (kind, text) lines for the banner
     """
 
@@ -198,7 +174,13 @@ class VariantCode:
     long_score: bool
     finite_at_zero: bool
     lookups: tuple[Lookup, ...]
+    summaries: tuple[SummaryCode, ...]
     formula: tuple[tuple[str, str], ...]
+
+    @property
+    def summary_threads(self) -> int:
+        """Of a block of the kernel that makes summaries."""
+        return THREADS
 
     @property
     def may_skip(self) -> bool:
@@ -209,6 +191,18 @@ class VariantCode:
     def judged(self) -> Literal["whole", "parts"]:
         """Which template has `classify`."""
         return "whole" if self.parts is None else "parts"
+
+    @property
+    def judgement(self) -> tuple[str, ...]:
+        """The body of a function that returns the class of a tile, or of a part of one."""
+        assert self.classes is not None
+        group = next((one for one in self.summaries if one.grouped), None)
+        return self.classes.judgement if group is None else self.classes.by_groups(group.name)
+
+    @property
+    def summarised(self) -> tuple[str, ...]:
+        """The statements that make the summaries."""
+        return tuple(f"summarise_{one.name}(warp, warps, p);" for one in self.summaries)
 
     @property
     def walk(self) -> Walk:
@@ -235,29 +229,36 @@ class VariantCode:
         return f"min({at}, {last})" if self.clamp_k else at
 
 
-def variant_code(facts: Facts, tile: Tiling, lookups: tuple[Node, ...] = (), layout: Layout = DENSE) -> VariantCode:
+def variant_code(
+    facts: Facts,
+    tile: Tiling,
+    lookups: tuple[Node, ...] = (),
+    layout: Layout = DENSE,
+    summaries: tuple[TileSummary, ...] = (),
+) -> VariantCode:
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
-    `keep` is given these elements of captured tensors.
+    `keep` is given these elements of captured tensors, and whose `classify` has these summaries.
 
     Where sequences have positions of their own, tiles start at any query, and captured tensors may be shorter than
     positions reach.
     """
-    mask, score = _printed(facts)
+    mask, score = printed_of(facts)
     sink = facts.variant.sink_node
     masked = mask is not None
-    loads = _loads(root for root in (mask, score) if root is not None)
+    loads = loads_of(root for root in (mask, score) if root is not None)
     given = _lookups(lookups, facts) if masked else {}
     conditions = GivenPrinter({n: f"at.{one.name}" for n, one in given.items()}, wide=facts.int64, exact=True)
     tile = Tile(q=layout.starts(tile.q), kv=tile.kv)
     cut = facts.cells.within(tile.q, tile.kv) if masked and facts.cells is not None else None
-    cornered = _cornered(facts, tile, cut)
+    cornered = found_at_corners(facts, tile, cut)
+    made, known = summary_code(facts, tile, summaries)
     return VariantCode(
-        readers=_readers(facts, cornered, layout),
+        readers=readers(facts, cornered, layout),
         score=None if score is None else Printer(wide=facts.int64).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
         keep=None if mask is None else conditions.body(mask),
         runs=Decider(facts).runs() if masked else None,
-        classes=Decider(facts, cornered).classes(by_parts=cut is not None) if masked else None,
+        classes=Decider(facts, cornered, known).classes(by_parts=cut is not None) if masked else None,
         parts=None if cut is None else _parts(cut),
         sink=None if sink is None else Printer(wide=facts.int64).body(sink),
         clamp_q=any(depends_on(n, "q") for n in loads),
@@ -266,6 +267,7 @@ def variant_code(facts: Facts, tile: Tiling, lookups: tuple[Node, ...] = (), lay
         long_score=score is not None and any(map(_takes_long, walk([score]))),
         finite_at_zero=score is None or finite_at_zero(score),
         lookups=tuple(given.values()),
+        summaries=made,
         formula=_formula(mask, score, sink),
     )
 
@@ -323,155 +325,6 @@ def _formula(mask: Node | None, score: Node | None, sink: Node | None) -> tuple[
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Captured tensors
-
-
-def _printed(facts: Facts) -> tuple[Node | None, Node | None]:
-    """The mask, where it hides anything, and the score."""
-    return facts.variant.mask if facts.hidden else None, facts.variant.score_node
-
-
-def _judged(facts: Facts) -> list[Node]:
-    """Everything that the choice of tiles evaluates."""
-    return [n for term in (*facts.visible, *facts.hidden) for n in term.nodes()]
-
-
-def _loads(roots: Iterable[Node]) -> list[Node]:
-    return [n for n in walk(roots) if n.op == "load"]
-
-
-def _sites(facts: Facts) -> dict[Tensor, list[Node]]:
-    """Where each captured tensor is read, by name."""
-    found: dict[Tensor, list[Node]] = {}
-    printed = (*_printed(facts), facts.variant.sink_node)
-    for n in _loads([*filter(None, printed), *(_judged(facts) if facts.hidden else ())]):
-        found.setdefault(n.attr, []).append(n)
-    return dict(sorted(found.items(), key=lambda item: item[0].name))
-
-
-def _indices(facts: Facts) -> dict[Tensor, tuple[str, ...]]:
-    """The C++ types of the indices of each captured tensor's reader: one that needs 64 bits anywhere has them."""
-    printer = Printer(wide=facts.int64)
-    by_dimension = {tensor: zip(*(n.operands for n in sites), strict=True) for tensor, sites in _sites(facts).items()}
-    return {
-        tensor: tuple("i64" if any(map(printer.is_wide, at)) else "int" for at in dimensions)
-        for tensor, dimensions in by_dimension.items()
-    }
-
-
-def _cornered(facts: Facts, tile: Tiling, cut: Cells | None) -> frozenset[Node]:
-    """The elements that are looked for at the ends of ranges of few indices: not those of which every part of a tile
-    has one, since then the parts are judged by it."""
-    if not facts.hidden:
-        return frozenset()
-    spans = {"q": (cut and cut.q) or tile.q, "k": (cut and cut.k) or tile.kv}
-    found = (n for n in _loads(_judged(facts)) if cornered(n))
-    return frozenset(n for n in found if not all(single(o, spans) for o in n.operands))
-
-
-def _readers(facts: Facts, cornered: frozenset[Node], layout: Layout) -> tuple[Reader, ...]:
-    indices = _indices(facts)
-    judged = frozenset(n for n in _loads(_judged(facts)) if depends_on(n, "q", "k")) if facts.hidden else frozenset()
-    return tuple(
-        _reader(tensor, sites, indices[tensor], judged.intersection(sites), cornered.intersection(sites), layout)
-        for tensor, sites in _sites(facts).items()
-    )
-
-
-def _reader(
-    tensor: Tensor,
-    sites: list[Node],
-    indices: tuple[str, ...],
-    judged: frozenset[Node],
-    cornered: frozenset[Node],
-    layout: Layout,
-) -> Reader:
-    offsets, clamped = [], []
-    for i, dimension in enumerate(tensor.dims):
-        at = [n.operands[i] for n in sites]
-        if (layout.own and dimension == OWN_DIMENSION["q"]) or not all(inside(n, dimension) for n in at):
-            clamped.append(i)
-        offsets.append(f"i{i} * p.stride{i}_{tensor.name}")
-    element = f"__ldg(&p.tensor_{tensor.name}[{' + '.join(offsets)}])"
-    dtype = TENSOR_DTYPES[tensor.dtype]
-    range_type, one = RangePrinter.types(dtype)
-    reader = Reader(
-        name=tensor.name,
-        shape=f"{tensor.dtype} [{', '.join('any' if d is None else str(d) for d in tensor.dims)}]",
-        ctype=CTYPES[dtype],
-        indices=indices,
-        clamped=tuple(clamped),
-        lines=tuple(f"i{i} = clamp_index(i{i}, p.size{i}_{tensor.name});" for i in clamped),
-        value=WIDENED.get(tensor.dtype, "{}").format(element),
-        ranged=bool(judged - cornered),
-        corners=None,
-        range_type=range_type,
-        single=one,
-        declared=_declared(tensor),
-        sorted=tensor.sorted and dtype is not DType.BOOL,
-    )
-    moving = {i for n in cornered for i, o in enumerate(n.operands) if depends_on(o, "q", "k")}
-    return replace(reader, corners=_corners(reader, sorted(moving))) if cornered else reader
-
-
-def _corners(reader: Reader, moving: list[int]) -> Corners:
-    """The body that looks at both ends of these indices, and of one in order at all between them."""
-    count, name = len(reader.indices), reader.name
-    few = [i for i in moving if not (reader.sorted and i == count - 1)]
-    lines = [f"i{i} = range_clamp_index(i{i}, p.size{i}_{name});" for i in reader.clamped]
-    lines += [f"if (i{i}.hi - i{i}.lo > 1) return {reader.declared};" for i in few]
-
-    def read(ends: tuple[str, ...]) -> str:
-        return f"read_{name}({', '.join(f'i{i}.{end}' for i, end in enumerate(ends))}, p)"
-
-    values: list[str] = []
-    for ends in product(*(("lo", "hi") if i in few else ("lo",) for i in range(count))):
-        if reader.sorted:
-            first, last = f"first{len(values) + 1}", f"last{len(values) + 1}"
-            lines.append(f"const {reader.ctype} {first} = {read(ends)}, {last} = {read((*ends[:-1], 'hi'))};")
-            outward = f"outward({first}, {last}, isnan({first}) || isnan({last}))"
-            values.append(outward if reader.outward else f"{reader.range_type}{{{first}, {last}}}")
-        else:
-            values.append(f"{reader.single}({read(ends)})")
-    lines.append(f"{reader.range_type} found = {values[0]};")
-    either = {"Truth": "either_bool", "FloatRange": "either_f32"}.get(reader.range_type, "either")
-    lines += [f"found = {either}(found, {value});" for value in values[1:]]
-    places = "both ends of those" if len(few) > 1 else "both ends of that"
-    told = " and ".join(f"i{i}" for i in few)
-    return Corners(places=f"{places} of {told}, where {told}", statements=(*lines, "return found;"))
-
-
-def inside(index: Node, dimension: str | int | None) -> bool:
-    """Whether an index is known to lie in its dimension for every position of a problem and whatever tensors hold.
-
-    Bounds of parameters are checked at each call and count.  Those of a captured tensor are promises that no kernel
-    checks: an index that reads one is computed in widths and by operators that trust them, and proves nothing.
-    """
-    if index.op == "index":
-        return OWN_DIMENSION[index.attr] == dimension
-    if not isinstance(dimension, int) or any(n.op == "load" and _promised(n.attr) for n in walk((index,))):
-        return False
-    known = Intervals(anywhere).range(index)
-    return bool(known.lo >= 0 and known.hi < dimension)
-
-
-def _promised(tensor: Tensor) -> bool:
-    """Whether less is taken to be in a tensor than its stored type holds."""
-    return tensor.min is not None or tensor.max is not None
-
-
-def _declared(tensor: Tensor) -> str:
-    known = ranges.stored(tensor)
-    if isinstance(known, ranges.Truth):
-        return "{true, true}"
-    dtype = TENSOR_DTYPES[tensor.dtype]
-    if not dtype.is_float:
-        return f"{{{constant(int(known.lo), dtype)}, {constant(int(known.hi), dtype)}}}"
-    ends = ", ".join(str(constant(float(end), dtype)) for end in (known.lo, known.hi))
-    return f"{{{ends}, {'true' if known.nan else 'false'}}}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Tiles
 
 
@@ -486,9 +339,12 @@ class _Clipped(NamedTuple):
 class Decider:
     """Prints what the facts' terms say about one tile."""
 
-    def __init__(self, facts: Facts, cornered: frozenset[Node] = frozenset()) -> None:
+    def __init__(
+        self, facts: Facts, cornered: frozenset[Node] = frozenset(), given: Mapping[Node, str] = MappingProxyType({})
+    ) -> None:
         self.facts = facts
-        self.printer = RangePrinter(wide=facts.int64, exact=True, indices=_indices(facts), cornered=cornered)
+        options: dict[str, Any] = {"wide": facts.int64, "indices": index_types(facts)}
+        self.printer = RangePrinter(exact=True, cornered=cornered, given=given, **options)
         self.known: Mapping[Node, Text] = {}
         self._extent = Intervals(anywhere).range
 

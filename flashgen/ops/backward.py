@@ -32,9 +32,6 @@ SECOND = (
 #: The gradients of q, k and v.
 _RESULTS = ("dq", "dk", "dv")
 
-#: Workspaces start at multiples of this many bytes of one allocation.
-_ROOM = 256
-
 
 class Given(NamedTuple):
     """The tensors of a backward beside the captured ones: gradients of o and lse (None: 0), the inputs, the results."""
@@ -181,10 +178,7 @@ class _Record:
         strides |= {name: of[:3] for name, (_, of) in zip(_RESULTS, self._results, strict=True)}
         launch = launch_of(request, plan, strides, driver.gpu(self._index).sms)
         self._record = kernel.load(plan).record(launch, self._index)
-        self._places, self._room = [], 0
-        for part in launch.workspaces:
-            self._places.append(self._room)
-            self._room += -(-part.amount // _ROOM) * _ROOM
+        self._places, self._room = memory.places(launch.workspaces)
         self._tensors, self._wanted = tuple(request.tensors), wanted
         self._sums = [(tuple(x.shape), memory.contiguous(x.shape)) for x in [request.tensors[name] for name in wanted]]
         self._numbers = Numbers(request)

@@ -96,7 +96,7 @@ class _Record:
 
     __slots__ = (
         *("_counts", "_dtype", "_index", "_lse_shape", "_lse_strides", "_many_rows", "_numbers", "_o_shape"),
-        *("_o_strides", "_own", "_record", "_tensors"),
+        *("_o_strides", "_own", "_places", "_record", "_room", "_tensors"),
     )
 
     def __init__(self, q: torch.Tensor, v: torch.Tensor, request: Request, record: kernel.Record) -> None:
@@ -104,6 +104,7 @@ class _Record:
         self._index, self._dtype = q.device.index, q.dtype
         self._o_shape, self._o_strides = o_layout(q, v)
         self._lse_shape, self._lse_strides = self._o_shape[:3], memory.contiguous(self._o_shape[:3])
+        self._places, self._room = memory.places(record.launch.workspaces)
         self._many_rows = math.prod(self._lse_shape) > memory.ROWS
         self._tensors = tuple(request.tensors)
         self._own = () if request.sequences is None else sequences.names(request.sequences.layout)
@@ -136,6 +137,10 @@ class _Record:
             own = sequences.addresses(self._own, call.named)
             if sequences.watched():
                 self._check(q, k, v, call)
+        if self._places:
+            room = memory.empty_strided((self._room,), (1,), torch.uint8)
+            start = room.data_ptr()
+            own = *own, *[start + place for place in self._places]
         addresses = at_q, at_k, at_v, o.data_ptr(), at_lse, *own, *captured
         if self._counts:
             counters = memory.counters() if shared is None else shared

@@ -11,10 +11,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch._C._dynamo import guards
 
+from flashgen.planning.plan import Part
 from flashgen.runtime.launch import COUNTERS
 
 #: Rows whose lse a call that does not return it leaves in the memory of its stream; where there are more it allocates.
 ROWS = 1 << 18
+
+#: Workspaces start at multiples of this many bytes of one allocation.
+_ROOM = 256
 
 #: Bytes before those rows, which counters have.
 ROWS_START = 256
@@ -30,6 +34,15 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(stride)
         stride *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def places(parts: Sequence[Part]) -> tuple[list[int], int]:
+    """Where each workspace starts in one allocation, in bytes, and how many bytes that has."""
+    starts, end = [], 0
+    for part in parts:
+        starts.append(end)
+        end += -(-part.amount // _ROOM) * _ROOM
+    return starts, end
 
 
 def of_stream(index: int, stream: int) -> torch.Tensor | None:

@@ -66,6 +66,45 @@ def staged(name: str, stages: int, rows: int, columns: int) -> Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TileSummary:
+    """A part of the mask of which a kernel of its own finds the least and the greatest value over each `positions`
+    queries ("q") or keys ("k"), or so many queries and `keys` ("qk"), before tiles are classified by them (see
+    `analysis.summaries`)."""
+
+    name: str
+    side: str
+    positions: int
+    keys: int
+    steps: tuple[int, int]  # at whose multiples it changes: queries, and keys
+    range_type: str  # the C++ type of what bounds a value
+    itemsize: int
+    grouped: bool  # the bounds of two groups of values
+    by_batch: bool
+    by_head: bool
+    tensors: tuple[str, ...]  # captured tensors that it reads
+
+    def __str__(self) -> str:
+        return f"{self.name}, its least and greatest value over {self.what}{' in two groups' if self.grouped else ''}"
+
+    @property
+    def what(self) -> str:
+        """What one is made of, for a person."""
+        if self.side == "qk":
+            return f"{self.positions} queries and {self.keys} keys"
+        return f"{self.positions} {'queries' if self.side == 'q' else 'keys'}"
+
+    @property
+    def pointer(self) -> str:
+        """The name of the memory that holds it."""
+        return f"summary_{self.name}"
+
+    @property
+    def ctype(self) -> str:
+        """The C++ type of one."""
+        return self.range_type.replace("Range", "Grouped") if self.grouped else self.range_type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fallback:
     """A better pipeline of the architecture that does not serve a request, why, and the nearest that it serves."""
 
@@ -255,6 +294,7 @@ class KernelPlan(Integers):
     dropout: bool = False
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
     layout: Layout = DENSE  # of sequences in q, k, v and o
+    summaries: tuple[TileSummary, ...] = ()  # of the mask, made before tiles are classified
     fallbacks: tuple[Fallback, ...] = field(default=(), compare=False)  # how it was chosen, not what is emitted
 
     @property

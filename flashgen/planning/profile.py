@@ -78,7 +78,14 @@ class Profile:
         """The expressions that classes of tiles are found by; none for zones alone."""
         if not self.judged:
             return ()
-        return tuple(walk([n for term in (*self.facts.visible, *self.facts.hidden) for n in term.nodes()]))
+        known = {one.value for one in self.facts.summaries}
+        nodes = [n for term in (*self.facts.visible, *self.facts.hidden) for n in term.nodes()]
+        return tuple(walk(nodes, into=lambda n: n not in known))
+
+    @property
+    def summarised_by_query(self) -> bool:
+        """Whether a part of the mask is bounded over tiles of queries by what data are."""
+        return self.masked and any("q" in one.side for one in self.facts.summaries)
 
     @cached_property
     def mask_ops(self) -> int:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.analysis import counts
 from flashgen.analysis import facts as analysis
 from flashgen.errors import PlanError
-from flashgen.planning import backward, traffic_backward
+from flashgen.planning import backward, summaries, traffic_backward
 from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.integers import shown
 from flashgen.planning.plan import KernelPlan, Part, Tile
@@ -111,9 +111,10 @@ class Prediction:
     visited tile and `flops_useful` for each visible pair.  That and the lower bound are None where only reading a huge
     mask pair by pair would tell.
 
-    Of a backward plan `hbm` is the sum of its `kernels` (by entry), `compulsory` each of q, k, v, o, do, lse and the
+    Where there are several, `hbm` is the sum of the plan's `kernels` (by entry), and `workspaces` is the memory that
+    they need beside inputs and results.  Of a backward plan `compulsory` is each of q, k, v, o, do, lse and the
     captured tensors read once, every gradient written once; `standard` its Algorithm 3; and FLOPs are those of its five
-    products (see `traffic_backward`).  `workspaces` is the memory that it needs beside inputs and results.
+    products (see `traffic_backward`).
     """
 
     plan: KernelPlan
@@ -165,6 +166,7 @@ class Prediction:
                     *((f"instead of {fallback.pipeline}", str(fallback)) for fallback in plan.fallbacks),
                     ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {shown(plan)}"),
                     *([("packed", self._packing())] if plan.packed else []),
+                    *([("summaries", "; ".join(map(str, plan.summaries)))] if plan.summaries else []),
                     ("warps", plan.program.text()),
                     ("blocks per SM", str(plan.blocks_per_sm)),
                     ("chosen by", f"measured times ({self.measured.record})" if self.measured else "predicted times"),
@@ -259,6 +261,9 @@ class Prediction:
             "fallbacks": [asdict(fallback) for fallback in plan.fallbacks],
             "passed_over": "; ".join(f"pipeline {f.pipeline}: {f.reason}" for f in plan.fallbacks) or None,
             "judged_whole": list(analysis.analyse(plan.variant).notes()),
+            "summaries": [asdict(one) for one in plan.summaries],
+            "kernels": [{"entry": entry, **moved.as_json()} for entry, moved in self.kernels],
+            "workspaces": [{"name": part.name, "bytes": part.amount} for part in self.workspaces],
             "too_large": _listed(limits(plan)),
             "others": [{"tile": {"q": p.tile.q, "kv": p.tile.kv}, "stages": p.stages} for p in self.others],
             "rejected": _listed(self.rejected),
@@ -267,8 +272,6 @@ class Prediction:
             found |= {
                 "deterministic": plan.deterministic,
                 "gradients": list(plan.gradients),
-                "kernels": [{"entry": entry, **moved.as_json()} for entry, moved in self.kernels],
-                "workspaces": [{"name": part.name, "bytes": part.amount} for part in self.workspaces],
             }
         if formulas:
             names = ("read_bytes", "write_bytes", "flops", "flops_useful")
@@ -322,7 +325,9 @@ def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, Any]:
     """Fields of the prediction of a forward."""
     tiles = _tiles(plan, problem, case)
     captured = _stored(plan.variant.tensors, case)
-    moved, compulsory = _moved(problem, tiles, captured), _compulsory(problem, captured)
+    of_summaries, read_again = _summaries(plan, problem, case)
+    visits, compulsory = _moved(problem, tiles, captured + read_again), _compulsory(problem, captured)
+    moved = _bytes(visits.read_bytes + of_summaries.read_bytes, visits.write_bytes + of_summaries.write_bytes)
     per_pair = 2 * (problem.head_dim + problem.v_head_dim)
     scores = (tiles.partial + tiles.full) * plan.tile.q * plan.tile.kv
     special, _ = profile(plan.variant).score_ops
@@ -336,7 +341,19 @@ def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, Any]:
         "tiles": tiles,
         "times": _times(plan, padded, scores * (1 + special), moved, compulsory),
         "pace": _pace(plan, scores),
+        "kernels": ((summaries.ENTRY, of_summaries), ("attention_forward", visits)) if plan.summaries else (),
+        "workspaces": summaries.workspaces(plan, problem),
     }
+
+
+def _summaries(plan: KernelPlan, problem: Problem, case: Case) -> tuple[Bytes, int]:
+    """What making the summaries moves, and what each kernel that classifies tiles by them reads; nothing where there
+    are no queries or no keys, as no kernel runs."""
+    sizes = {t.name: case.tensors[t.name].size * STORED_BYTES[t.dtype] for t in plan.variant.tensors}
+    if problem.empty or problem.kv_len == 0:
+        return _bytes(0, 0), 0
+    made = _bytes(*summaries.moved(plan, problem, sizes))
+    return made, made.write_bytes
 
 
 def _tiles(plan: KernelPlan, problem: Problem, case: Case) -> TileCounts:
@@ -365,7 +382,11 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
     of_score = sum(math.prod(shapes[name]) for name in plan.score_gradients)
     sink = _stored([variant.sink] if plan.sink_gradient and variant.sink else [], case), elements - of_score
     captured = of_pairs + sink[0]
-    by_entry = traffic_backward.moved(plan, problem, keys, queries, of_pairs, of_score, sink, dlse=dlse)
+    of_summaries, read_again = _summaries(plan, problem, case)
+    given = of_pairs + read_again
+    by_entry = traffic_backward.moved(plan, problem, keys, queries, given, of_score, sink, dlse=dlse)
+    if plan.summaries and by_entry:
+        by_entry = {summaries.ENTRY: (of_summaries.read_bytes, of_summaries.write_bytes)} | by_entry
     moved = _bytes(*map(sum, zip((0, 0), *by_entry.values(), strict=True)))
     # Without queries or keys no kernel runs.
     ends = traffic_backward.compulsory(problem, captured, elements, dlse=dlse) if by_entry else (0, 0)
@@ -390,7 +411,9 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
         ),
         "pace": _pace(plan, scores),
         "kernels": tuple((entry, _bytes(*pair)) for entry, pair in by_entry.items()),
-        "workspaces": backward.workspaces(plan, problem, shapes) if by_entry else (),
+        "workspaces": (
+            (*backward.workspaces(plan, problem, shapes), *summaries.workspaces(plan, problem)) if by_entry else ()
+        ),
     }
 
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from flashgen.codegen import params as members
-from flashgen.planning import backward
+from flashgen.planning import backward, summaries
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.plan import WARPGROUP_ROWS, Part
 
@@ -30,7 +30,7 @@ COUNTERS = Part(name="counters", amount=8, why="two int32, 0 between launches")
 #: Blocks of the kernels that work on the elements of captured tensors.
 ELEMENT_BLOCKS = 256
 
-#: Blocks per SM that finish what the main kernel of a backward left.
+#: Blocks per SM that finish what the main kernel of a backward left, or that make summaries.
 FINISH_BLOCKS = 8
 
 _DROPOUT = tuple(f.name for f in members.DROPOUT)
@@ -180,7 +180,10 @@ def make_launch(
         grids=grids(plan, problem, sms, (q_rows, kv_rows)),
         values=MappingProxyType({f.name: numbers[f.name] for f in fields if not f.ctype.endswith("*")}),
         maps=tuple(_tensor_map(name, plan, problem, strides[name], (q_rows, kv_rows)) for name in members.maps(plan)),
-        workspaces=backward.workspaces(plan, problem, shapes, of_all) if plan.backward is not None else (),
+        workspaces=(
+            *(backward.workspaces(plan, problem, shapes, of_all) if plan.backward is not None else ()),
+            *summaries.workspaces(plan, problem),
+        ),
         cleared=tuple(COUNTERS for f in fields if f.name == COUNTERS.name),
     )
 
@@ -202,7 +205,13 @@ def grids(
     make_launch."""
     make = _forward_grids if plan.backward is None else _backward_grids
     found = make(plan, problem, sms, rows)
-    return tuple(grid for grid in found if grid.blocks)
+    return tuple(grid for grid in (_summaries_grid(plan, problem, sms), *found) if grid.blocks)
+
+
+def _summaries_grid(plan: KernelPlan, problem: Problem, sms: int) -> LaunchGrid:
+    most = max((summaries.count(one, problem) for one in plan.summaries), default=0)
+    blocks = min(-(-32 * most // summaries.THREADS), FINISH_BLOCKS * sms)
+    return LaunchGrid(entry=summaries.ENTRY, blocks=blocks, threads=summaries.THREADS, smem_bytes=0)
 
 
 _Rows = tuple[int | None, int | None]

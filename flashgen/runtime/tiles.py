@@ -55,7 +55,7 @@ class Visits:
 
 @dataclass(slots=True, kw_only=True)
 class Traffic(Visits):
-    """What a walk visited, and the bytes of each operand that it moved."""
+    """What a walk visited, and the bytes of each operand that it moved; of `summaries` those written."""
 
     q: int = 0
     k: int = 0
@@ -63,14 +63,15 @@ class Traffic(Visits):
     captured: int = 0
     o: int = 0
     lse: int = 0
+    summaries: int = 0
 
     @property
     def read_bytes(self) -> int:
-        return self.q + self.k + self.v + self.captured
+        return self.q + self.k + self.v + self.captured + self.summaries  # by whoever classifies tiles
 
     @property
     def write_bytes(self) -> int:
-        return self.o + self.lse
+        return self.o + self.lse + self.summaries
 
     def add(self, other: Traffic) -> None:
         """Count what another walk visited and moved as well."""
@@ -247,6 +248,8 @@ class Tiles:
         dropout: Dropout | None = None,
         first: int = 0,
     ) -> None:
+        if plan.layout.own:  # its kernels have no summaries
+            facts = replace(facts, summaries=())
         self.plan, self.facts, self.case, self.dropout = plan, facts, case, dropout
         self.variant = facts.variant
         self.precision = np.float64 if dtype == "float64" else np.float32
@@ -341,6 +344,17 @@ class Tiles:
             "k": np.arange(keys.start, keys.stop),
         }
 
+    def summarised(self) -> tuple[int, int]:
+        """Bytes that the kernel of summaries reads, of each captured tensor once, and writes."""
+        read, written = set(), 0
+        for one in self.plan.summaries:
+            places = (self.batch if one.by_batch else 1) * (self.kv_heads * self.group if one.by_head else 1)
+            starts = range(0, self.kv_len if one.side == "k" else self.q_len, one.positions)
+            tiles_each = len(range(0, self.kv_len, one.keys)) if one.keys else 1
+            written += places * len(starts) * tiles_each * one.itemsize
+            read.update(one.tensors)
+        return self.captured_bytes(t for t in self.variant.tensors if t.name in read), written
+
     def captured_bytes(self, tensors: Iterable[Tensor]) -> int:
         """Captured tensors count once: a kernel's repeated reads of them are left to the caches."""
         return sum(self.case.tensors[t.name].size * STORED_BYTES[t.dtype] for t in tensors)
@@ -365,7 +379,7 @@ class _Walk(Tiles):
                     running.join(sinks)
                 o[*at, rows], lse[*at, rows] = running.finish(1.0 if self.dropout is None else self.dropout.scale)
                 self._wrote(o[*at, rows], lse[*at, rows])
-        self.traffic.captured += self.captured_bytes(self.variant.tensors)
+        self._count_captured()
         shape = (self.batch, sizes["heads"], self.q_len)
         return Walked(o.reshape(*shape, dim), lse.reshape(shape), self.traffic)
 
@@ -374,8 +388,14 @@ class _Walk(Tiles):
         for at, rows, schedule in self._q_tiles():
             self._walk_row(at, rows, schedule, None)
             self._wrote(o[*at, rows], o[*at, rows, 0])
-        self.traffic.captured += self.captured_bytes(self.variant.tensors)
+        self._count_captured()
         return self.traffic
+
+    def _count_captured(self) -> None:
+        self.traffic.captured += self.captured_bytes(self.variant.tensors)
+        if self.q.size and self.kv_len:  # else no kernel runs
+            read, self.traffic.summaries = self.summarised()
+            self.traffic.captured += read
 
     def _q_tiles(self) -> Iterator[tuple[tuple[slice, slice, slice], slice, list[tuple[int, int]]]]:
         """Each Q tile's batches and heads, rows and KV schedule."""

@@ -201,6 +201,9 @@ class _Backward(Tiles):
     def _walk(self) -> None:
         if 0 in self.lse.shape or self.kv_len == 0:  # every gradient is 0, and no kernel runs
             return
+        if self.plan.summaries:
+            self._enter("attention_summaries")
+            self.moved.read["captured"], self.moved.written["summaries"] = self.summarised()
         gradients = bool(self.plan.score_gradients)
         if gradients:
             self._enter("attention_backward_clear")
@@ -387,6 +390,7 @@ class _Backward(Tiles):
         self.moved = self.traffic.kernels[kernel] = Moved()
         if captured and self.variant.pair_tensors:
             self.moved.read["captured"] += self.captured_bytes(self.variant.pair_tensors)
+            self.moved.read["summaries"] += self.summarised()[1]
 
     def _counted(
         self, symbols: Mapping[str, np.ndarray], tile_class: int, walks: int, rows: int, keys: int

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from flashgen.planning.integers import INTEGERS
-from flashgen.planning.plan import KernelPlan, Part
+from flashgen.planning.plan import KernelPlan, Part, Tile
 from flashgen.planning.request import KernelRequest
+from flashgen.planning.summaries import tile_summaries
 
 if TYPE_CHECKING:
     from flashgen.planning.pipelines.protocol import Candidate
@@ -28,6 +30,9 @@ def total(parts: Iterable[Part]) -> int:
 def make_plan(c: Candidate, request: KernelRequest, padded: tuple[int, int], **fields: Any) -> KernelPlan:
     """A candidate as a plan: what was asked for, the columns that tiles of q and k and of v hold, the candidate's tile
     and integers, and the pipeline's own fields."""
+    layout = fields.get("backward")
+    by_query = None if layout is None else layout.by_query
+    queries = c.tile.q if by_query is None else math.gcd(c.tile.q, by_query.tile_q)
     return KernelPlan(
         variant=request.variant,
         pass_name=request.pass_name,
@@ -42,6 +47,7 @@ def make_plan(c: Candidate, request: KernelRequest, padded: tuple[int, int], **f
         deterministic=request.deterministic,
         gradients=request.gradients,
         layout=request.layout,
+        summaries=() if request.layout.own else tile_summaries(request.profile.facts, Tile(q=queries, kv=c.tile.kv)),
         **{name: getattr(c, name) for name in INTEGERS if hasattr(c, name)},
         **fields,
     )

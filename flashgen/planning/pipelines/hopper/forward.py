@@ -354,6 +354,8 @@ def cannot_pack(request: KernelRequest) -> str | None:
     """Why no tile of a request can hold several heads, or None."""
     if request.dropout:
         return "drops probabilities of each head by itself: its heads share no tile"
+    if request.profile.summarised_by_query:
+        return "is summarised over tiles of queries, of which a packed tile has no fixed number"
     return "tells heads apart, which then share no tile" if request.profile.uses_head else None
 
 

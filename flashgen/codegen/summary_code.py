@@ -1,0 +1,168 @@
+"""The code of summaries: what the kernel that makes them computes, and what `classify` reads of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashgen.codegen.printer import Body, Printer
+
+if TYPE_CHECKING:
+    from flashgen.analysis.facts import Facts
+    from flashgen.analysis.summaries import Summary
+    from flashgen.analysis.tiles import Tiling
+    from flashgen.lang.expr import Node
+    from flashgen.planning.plan import TileSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummaryCode:
+    """A part of the mask that is summarised over tiles (see `planning.plan.TileSummary`).
+
+    `value` is the part, of C++ type `ctype`, at `positions`; `parameters` and `arguments` are the batch and head beside
+    them.  `counts` declare what `number` is made of, `heads` batch, head and, of number i of `number`, what its values
+    are, from `first` to `last`: each at `place`, by its `index`.  `read` gives what is known over `ranges`.
+    """
+
+    name: str
+    decided_by: str
+    positions: str
+    ranges: str
+    index: str
+    place: str
+    value: Body
+    ctype: str
+    range_type: str
+    extremes: str
+    stored: str
+    pointer: str
+    grouped: bool
+    parameters: str
+    arguments: str
+    read: tuple[str, ...]
+    counts: tuple[str, ...]
+    number: str
+    heads: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The tiles, or parts of them, along queries or keys: how many positions one has, and how many there are."""
+
+    at: str
+    positions: int
+
+    @property
+    def length(self) -> str:
+        return f"p.{'q' if self.at == 'q' else 'kv'}_len"
+
+    @property
+    def count(self) -> str:
+        return f"({self.length} + {self.positions - 1}) / {self.positions}"
+
+    def bounds(self, first: str, last: str, number: str) -> str:
+        """The declaration of the first and last position of one."""
+        return (
+            f"const int {first} = {number} * {self.positions},"
+            f" {last} = min({first} + {self.positions}, {self.length}) - 1;"
+        )
+
+
+def summary_code(
+    facts: Facts, tile: Tiling, plans: tuple[TileSummary, ...]
+) -> tuple[tuple[SummaryCode, ...], dict[Node, str]]:
+    """The code of the summaries that a plan has, and of what they say of parts of the mask."""
+    made = {one.name: one for one in plans}
+    found = [(one, made[one.name]) for one in facts.summaries if one.name in made]
+    return tuple(_summary(one, how, tile, facts) for one, how in found), {one.value: _over(how) for one, how in found}
+
+
+def _over(one: TileSummary) -> str:
+    """The call that gives what a summarised part is over a tile, or a part of one."""
+    places = [place for place, used in (("b", one.by_batch), ("h", one.by_head)) if used]
+    return f"{one.name}_over({', '.join([*places, *one.side, *(['group'] if one.grouped else []), 'p'])})"
+
+
+def _summary(one: Summary, how: TileSummary, tile: Tiling, facts: Facts) -> SummaryCode:
+    printer = Printer(wide=facts.int64, exact=True)
+    ctype, suffix = printer.ctype(one.value), {"Truth": "_bool", "FloatRange": "_f32"}.get(how.range_type, "")
+    sides = [_Side(how.side[0], how.positions), *([_Side("k", how.keys)] if how.keys else [])]
+    sizes = ("b", "p.batch", how.by_batch), ("h", "p.heads", how.by_head)
+    dims = [(name, size) for name, size, used in sizes if used]
+    of_place = {"b": f"int(i / parts{' / p.heads' if how.by_head else ''})"}
+    of_place["h"] = f"int(i / parts{' % p.heads' if how.by_batch else ''})"
+    heads = [f"const int {name} = {of_place[name]};" for name, _ in dims]
+    index, place = how.side, how.side
+    if how.keys:
+        counts = [f"const int columns = {sides[1].count};", f"const i64 parts = {sides[0].count} * (i64)columns;"]
+        heads += _elements(how, sides)
+        index, place = "j", _element(how)
+    else:
+        counts = [f"const int parts = {sides[0].count};"]
+        heads.append(sides[0].bounds("first", "last", "int(i % parts)" if dims else "int(i)"))
+    start = "(i64)(b * p.heads + h)" if len(dims) == 2 else "(i64)" + "".join(name for name, _ in dims)
+    needed = counts if dims else counts[:1] if how.keys else []
+    offset = f" + {start} * parts" if dims else ""
+    several = any(side.positions < (tile.q if side.at == "q" else tile.kv) for side in sides)
+    extremes = f"extremes{suffix}" if suffix else f"{'groups_of' if how.grouped else 'extremes'}<{ctype}>"
+    return SummaryCode(
+        name=how.name,
+        decided_by="query and key select" if how.keys else f"a {'query' if how.side == 'q' else 'key'} alone decides",
+        positions=", ".join(f"int {side.at}" for side in sides),
+        ranges=", ".join(f"Range<int> {side.at}" for side in sides),
+        index=index,
+        place=place,
+        value=printer.body(one.value),
+        ctype=ctype,
+        range_type=how.range_type,
+        extremes=extremes,
+        stored=how.ctype,
+        pointer=how.pointer,
+        grouped=how.grouped,
+        parameters="".join(f"int {name}, " for name, _ in dims),
+        arguments="".join(f"{name}, " for name, _ in dims),
+        read=(*needed, f"const {how.ctype}* found = p.{how.pointer}{offset};", *_read(how, sides, suffix, several)),
+        counts=tuple(counts),
+        number=" * ".join(["(i64)" + dims[0][1], *(s for _, s in dims[1:]), "parts"]) if dims else "parts",
+        heads=tuple(heads),
+    )
+
+
+def _elements(how: TileSummary, sides: list[_Side]) -> list[str]:
+    """Declarations of the tile that number i is of, and of the elements that it selects, row by row."""
+    q, k = sides
+
+    def count(at: str, step: int) -> str:
+        counted = f"{at}_last - {at}_first"
+        return f"{counted} + 1" if step == 1 else f"({counted} + {step - 1}) / {step} + 1"
+
+    rows, of_row = map(count, "qk", how.steps)
+    return [
+        q.bounds("q_first", "q_last", "int(i % parts / columns)"),
+        k.bounds("k_first", "k_last", "int(i % parts % columns)"),
+        f"const int rows = {rows}, of_row = {of_row}, first = 0, last = rows * of_row - 1;",
+    ]
+
+
+def _element(how: TileSummary) -> str:
+    """The query and the key of element j."""
+    at = zip("qk", ("j / of_row", "j % of_row"), how.steps, strict=True)
+    return ", ".join(
+        f"{side}_first + {i}" if step == 1 else f"min({side}_first + {i} * {step}, {side}_last)" for side, i, step in at
+    )
+
+
+def _read(how: TileSummary, sides: list[_Side], suffix: str, several: bool) -> list[str]:
+    """Statements that give what is known over ranges of positions, of what has been `found`."""
+    first, last = ([f"{side.at}.{end} / {side.positions}" for side in sides] for end in ("lo", "hi"))
+    if not how.keys:
+        value = f"over_all{suffix}(found, {first[0]}, {last[0]})" if several else f"found[{first[0]}]"
+        return [f"return of_group({value}, group);" if how.grouped else f"return {value};"]
+    if not several:
+        return [f"return found[(i64)({first[0]}) * columns + {first[1]}];"]
+    rows = f"over_all{suffix}(found + (i64)({{}}) * columns, {first[1]}, {last[1]})"
+    return [
+        f"{how.range_type} all = {rows.format(first[0])};",
+        f"for (int i = {first[0]} + 1; i <= {last[0]}; i++) all = either{suffix}(all, {rows.format('i')});",
+        "return all;",
+    ]

@@ -1,0 +1,84 @@
+"""Summaries of a plan: over how many positions each is made, and the memory that holds them.
+
+What is summarised follows from the mask (`analysis.summaries`).  A kernel of its own finds it in the same call, before
+the one that visits tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from flashgen.lang.expr import DType
+from flashgen.planning.plan import Part, Tile, TileSummary
+
+if TYPE_CHECKING:
+    from flashgen.analysis.facts import Facts
+    from flashgen.analysis.summaries import Summary
+    from flashgen.planning.plan import KernelPlan
+    from flashgen.planning.problem import Problem
+
+#: The kernel that makes them.
+ENTRY = "attention_summaries"
+
+#: Threads of its blocks, a warp for each summary.
+THREADS = 256
+
+#: Bytes of what bounds a value, by its C++ type.
+_BYTES = {"Truth": 2, "FloatRange": 24, "Range<int>": 8, "Range<i64>": 16}
+
+
+def tile_summaries(facts: Facts, tile: Tile) -> tuple[TileSummary, ...]:
+    """Those of a mask over tiles of so many queries and keys: where cells cut tiles, over what divides both."""
+    if not facts.hidden:
+        return ()
+    cells = facts.cells and facts.cells.within(tile.q, tile.kv)
+    of = {"q": math.gcd(tile.q, (cells and cells.q) or 0), "k": math.gcd(tile.kv, (cells and cells.k) or 0)}
+    return tuple(
+        TileSummary(
+            name=one.name,
+            side=one.side,
+            positions=of[one.side[0]],
+            keys=of["k"] if one.side == "qk" else 0,
+            steps=one.steps,
+            range_type=(kind := _range_type(one, facts)),
+            itemsize=_BYTES[kind] * (2 if one.grouped else 1),
+            grouped=one.grouped,
+            by_batch=one.by_batch,
+            by_head=one.by_head,
+            tensors=one.tensors,
+        )
+        for one in facts.summaries
+    )
+
+
+def _range_type(one: Summary, facts: Facts) -> str:
+    if one.value.dtype is DType.BOOL:
+        return "Truth"
+    if one.value.dtype.is_float:
+        return "FloatRange"
+    return "Range<i64>" if one.value.dtype is DType.INT64 or one.value in facts.int64 else "Range<int>"
+
+
+def count(one: TileSummary, problem: Problem) -> int:
+    """How many there are in a problem."""
+    places = (problem.batch if one.by_batch else 1) * (problem.heads if one.by_head else 1)
+    tiles = -(-(problem.kv_len if one.side == "k" else problem.q_len) // one.positions)
+    return tiles * (-(-problem.kv_len // one.keys) if one.keys else 1) * places
+
+
+def moved(plan: KernelPlan, problem: Problem, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Bytes that making them reads and writes; `sizes` are those of captured tensors, each of which counts once."""
+    read = {name for one in plan.summaries for name in one.tensors}
+    return sum(sizes[name] for name in read), sum(count(one, problem) * one.itemsize for one in plan.summaries)
+
+
+def workspaces(plan: KernelPlan, problem: Problem) -> tuple[Part, ...]:
+    """Device memory that they need, in bytes by the name of the pointer."""
+    found = []
+    for one in plan.summaries:
+        number = count(one, problem)
+        why = f"{number} x {one.itemsize} bytes: least and greatest value over {one.what}"
+        found.append(Part(name=one.pointer, amount=-(-number * one.itemsize // 4) * 4, why=why))
+    return tuple(found)
