@@ -10,11 +10,13 @@ from emulated_gpu import install
 from torch._dynamo.utils import counters
 
 import flashgen
-from flashgen.compat import flash_attn
 from flashgen.compat.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
 from flashgen.errors import FlashgenError
@@ -144,11 +146,52 @@ def test_what_serving_lacks_is_refused_by_name(name):
         flash_attn_with_kvcache(X, X, X, **{name: LACKS[name]})
 
 
-@pytest.mark.parametrize("name", [name for name in dir(flash_attn) if name.startswith("flash_attn_varlen")])
-def test_sequences_side_by_side_are_refused(name):
-    lengths = torch.tensor([0, 5], dtype=torch.int32)
-    with pytest.raises(FlashgenError, match=f"{name}: flashgen takes no cu_seqlens yet"):
-        getattr(flash_attn, name)(X[0], X[0], X[0], lengths, lengths, 5, 5, causal=True)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "window_size": (2, 0), "softcap": 2.5},
+        {"window_size": (1, 2), "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
+    ],
+)
+def test_sequences_behind_each_other(options):
+    """Each as it is alone, one of them without a query and one without a key."""
+    lengths, of_keys = (5, 0, 3, 9), (8, 4, 0, 11)
+    starts, key_starts = (torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) for x in (lengths, of_keys))
+    random = torch.Generator().manual_seed(0)
+    shapes = (sum(lengths), 4, 16), (sum(of_keys), 2, 16), (sum(of_keys), 2, 16)
+    q, k, v = (torch.randn(shape, generator=random, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    bounds = starts, key_starts, max(lengths), max(of_keys)
+    o, lse, _ = flash_attn_varlen_func(q, k, v, *bounds, return_attn_probs=True, **options)
+    assert lse.shape == (4, sum(lengths)) and o.shape == q.shape
+    alone, alone_lse = [], []
+    for b in range(len(lengths)):
+        rows, keys = (slice(int(x[b]), int(x[b + 1])) for x in (starts, key_starts))
+        found = written_out(q[None, rows], k[None, keys], v[None, keys], **options)
+        alone.append(found[0][0])
+        alone_lse.append(found[1][0])
+    right = torch.cat(alone)
+    torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, torch.cat(alone_lse, -1), rtol=1e-5, atol=1e-5)
+    gradients = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (o, right))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+    packed = flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), *bounds, **options)
+    assert torch.equal(packed, o)
+
+
+def test_sequences_of_one_packed_tensor():
+    qkv = torch.randn(14, 3, 4, 16, generator=torch.Generator().manual_seed(0))
+    starts = torch.tensor([0, 5, 14], dtype=torch.int32)
+    o = flash_attn_varlen_qkvpacked_func(qkv, starts, 9, causal=True)
+    right = flash_attn_varlen_func(*qkv.unbind(1), starts, starts, 9, 9, causal=True)
+    assert torch.equal(o, right)
+    with pytest.raises(FlashgenError, match=r"qkv is \[14, 4, 16\]: it is \[rows, 3, heads, head_dim\]"):
+        flash_attn_varlen_qkvpacked_func(qkv[:, 0], starts, 9)
+    with pytest.raises(FlashgenError, match=r"^flash_attn_varlen_func has no block_table in flashgen yet"):
+        flash_attn_varlen_qkvpacked_func(qkv, starts, 9, block_table=starts)
+    with pytest.raises(FlashgenError, match=r"^flash_attn_varlen_func: q is .*: it is \[rows, heads, head_dim"):
+        flash_attn_varlen_func(qkv, qkv, qkv, starts, starts, 9, 9)
 
 
 WRONG = [

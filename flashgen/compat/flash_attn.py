@@ -7,8 +7,8 @@ key, and windows count from there too.  A row that sees nothing gives 0, and -in
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from flashgen.lang.declare import param, tensor
 from flashgen.lang.functions import absolute, kv_len, q_len, tanh
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant, variant
-from flashgen.ops.attention import attention
+from flashgen.ops.attention import attention, attention_varlen
 
 FULL = load_spec("full")
 CAUSAL = load_spec("causal_bottom_right")
@@ -48,11 +48,7 @@ def flash_attn_func(
 
     Raises LaunchError and PlanError as flashgen.attention does.
     """
-    if return_attn_probs and dropout_p != 0:
-        raise LaunchError(
-            "return_attn_probs beside dropout asks for the matrix of probabilities, which no kernel writes\n"
-            "  nearest: return_attn_probs=True without dropout, for the lse"
-        )
+    _no_probabilities(return_attn_probs, dropout_p)
     o, lse = _attend(
         *("flash_attn_func", q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, None),
         dropout=dropout_p,
@@ -122,34 +118,85 @@ def flash_attn_with_kvcache(
     return (o, lse) if return_softmax_lse else o
 
 
-def flash_attn_varlen_func(*_: Any, **__: Any) -> NoReturn:
-    """Refused: flashgen has no sequences of different lengths side by side yet."""
-    _no_varlen("flash_attn_varlen_func")
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Result:
+    """`flash_attn_func` of sequences that lie behind each other: q [total_q, heads, head_dim], k and v [total_k,
+    kv_heads, head_dim]; rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 are those of sequence b, int32 [batch + 1].
 
-
-def flash_attn_varlen_kvpacked_func(*_: Any, **__: Any) -> NoReturn:
-    """Refused: flashgen has no sequences of different lengths side by side yet."""
-    _no_varlen("flash_attn_varlen_kvpacked_func")
-
-
-def flash_attn_varlen_qkvpacked_func(*_: Any, **__: Any) -> NoReturn:
-    """Refused: flashgen has no sequences of different lengths side by side yet."""
-    _no_varlen("flash_attn_varlen_qkvpacked_func")
-
-
-def _no_varlen(name: str) -> NoReturn:
-    raise LaunchError(
-        f"{name}: flashgen takes no cu_seqlens yet, sequences of different lengths side by side\n"
-        "  nearest: one sequence of them all under the spec 'document' with an id for each token, or padded ones by"
-        " flash_attn_with_kvcache with cache_seqlens"
+    The result is [total_q, heads, head_dim], with `return_attn_probs` (result, lse [heads, total_q], an empty tensor).
+    Pages are refused.
+    """
+    name = "flash_attn_varlen_func"
+    if block_table is not None:
+        raise LaunchError(f"{name} has no block_table in flashgen yet\n  nearest: k and v without pages")
+    _no_probabilities(return_attn_probs, dropout_p)
+    _check(name, (q, k, v), "rows", "heads", "head_dim")
+    rule, named = _rule(causal, window_size, softcap, alibi_slopes, None)
+    o, lse = attention_varlen(
+        *(q, k, v, rule, cu_seqlens_q, cu_seqlens_k),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        scale=softmax_scale,
+        return_lse=True,
+        dropout=dropout_p,
+        deterministic=deterministic,
+        **named,
     )
+    note(name)
+    return (o, lse, q.new_empty(0)) if return_attn_probs else o
 
 
-def _apart(name: str, packed: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    if not isinstance(packed, torch.Tensor) or packed.dim() != 5 or packed.shape[2] != count:
+def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *others: Any, **named: Any) -> Result:
+    """`flash_attn_varlen_func` of k and v in one tensor [total_k, 2, kv_heads, head_dim], then its other arguments."""
+    k, v = _apart("kv", kv, 2, "rows")
+    return flash_attn_varlen_func(q, k, v, *others, **named)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *others: Any, **named: Any
+) -> Result:
+    """`flash_attn_varlen_func` of q, k and v in one [total, 3, heads, head_dim], its other arguments after it."""
+    q, k, v = _apart("qkv", qkv, 3, "rows")
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *others, **named)
+
+
+def _no_probabilities(asked: bool, dropout: float) -> None:
+    if asked and dropout != 0:
+        raise LaunchError(
+            "return_attn_probs beside dropout asks for the matrix of probabilities, which no kernel writes\n"
+            "  nearest: return_attn_probs=True without dropout, for the lse"
+        )
+
+
+def _check(name: str, tensors: Sequence[torch.Tensor], *dimensions: str) -> None:
+    for what, x in zip("qkv", tensors, strict=True):
+        if not isinstance(x, torch.Tensor) or x.dim() != len(dimensions):
+            shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise LaunchError(f"{name}: {what} is {shape}: it is [{', '.join(dimensions)}]")
+
+
+def _apart(name: str, packed: torch.Tensor, count: int, *rows: str) -> tuple[torch.Tensor, ...]:
+    rows = rows or ("batch", "seqlen")
+    if not isinstance(packed, torch.Tensor) or packed.dim() != len(rows) + 3 or packed.shape[len(rows)] != count:
         shape = list(packed.shape) if isinstance(packed, torch.Tensor) else type(packed).__name__
-        raise LaunchError(f"{name} is {shape}: it is [batch, seqlen, {count}, heads, head_dim]")
-    return packed.unbind(2)
+        raise LaunchError(f"{name} is {shape}: it is [{', '.join(rows)}, {count}, heads, head_dim]")
+    return packed.unbind(len(rows))
 
 
 def _attend(
@@ -166,10 +213,7 @@ def _attend(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result [batch, q_len, heads, head_dim] and its lse."""
-    for what, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor) or x.dim() != 4:
-            shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise LaunchError(f"{name}: {what} is {shape}: it is [batch, seqlen, heads, head_dim]")
+    _check(name, (q, k, v), "batch", "seqlen", "heads", "head_dim")
     rule, named = _rule(causal, window, softcap, slopes, lengths)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o, lse = attention(q, k, v, rule, scale=scale, return_lse=True, **options, **named)
