@@ -223,4 +223,4 @@ def test_on_a_gpu(monkeypatch, capability, kind):
     mine = scaled_dot_product_attention(*map(gpu.put, (q, k, v, mask)))
     right = F.scaled_dot_product_attention(*(x.float() for x in (q, k, v)), mask)
     torch.testing.assert_close(mine.as_subclass(torch.Tensor).float(), right, rtol=0.03, atol=0.03)
-    assert len(gpu.launches) == 1
+    assert len(gpu.launches) == (2 if kind == "bool" else 1)  # extremes of the mask by tile, first

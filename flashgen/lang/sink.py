@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from flashgen.errors import SourceLine
@@ -28,9 +28,10 @@ class Sink:
 
     @property
     def node(self) -> Node:
-        """The element of a row: its head's, or its batch's and its head's."""
+        """The element of a row: its head's, or its batch's and its head's; without the example, as all nodes."""
         at = [node("index", DType.INT32, (), POSITIONS[str(dim)]) for dim in self.tensor.dims]
-        return node("load", TENSOR_DTYPES[self.tensor.dtype], at, self.tensor, self.where)
+        held = replace(self.tensor, example=None)
+        return node("load", TENSOR_DTYPES[held.dtype], at, held, self.where)
 
     def __getitem__(self, index: object) -> NoReturn:
         name = self.tensor.name
