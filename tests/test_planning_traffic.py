@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -115,7 +114,9 @@ def counted(plan, problem, case):
 def test_counts_equal_a_loop_over_tiles(name, problem, tile, seed):
     variant = MASKS[name]
     case = make_case(variant, problem, seed)
-    plan = replace(make_plan(variant, problem, tile=tile).plans[0], summaries=())  # counted in their own tests
+    plan = dataclasses.replace(
+        make_plan(variant, problem, tile=tile).plans[0], summaries=()
+    )  # counted in their own tests
     p = traffic.predict(plan, problem, case)
     n = counted(plan, problem, case)
     captured = sum(a.size * {"doc": 4, "bias": 2}[name] for name, a in case.tensors.items())
