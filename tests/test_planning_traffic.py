@@ -114,9 +114,8 @@ def counted(plan, problem, case):
 def test_counts_equal_a_loop_over_tiles(name, problem, tile, seed):
     variant = MASKS[name]
     case = make_case(variant, problem, seed)
-    plan = dataclasses.replace(
-        make_plan(variant, problem, tile=tile).plans[0], summaries=()
-    )  # counted in their own tests
+    plan = make_plan(variant, problem, tile=tile).plans[0]
+    plan = dataclasses.replace(plan, summaries=())  # which tests of their own count
     p = traffic.predict(plan, problem, case)
     n = counted(plan, problem, case)
     captured = sum(a.size * {"doc": 4, "bias": 2}[name] for name, a in case.tensors.items())
