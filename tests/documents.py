@@ -194,7 +194,7 @@ def masks() -> str:
         doc, code = load_spec(file).doc, file.read_text()
         shown = output(("show", file.relative_to(ROOT).as_posix(), *GALLERY)).splitlines(keepends=True)
         first = next(i for i, line in enumerate(shown) if line.startswith("╭"))
-        picture = "".join([shown[0], *shown[first:]])
+        picture = "".join([shown[0], *shown[first:]]).replace(f"{ROOT}/", "")
         # The declarations of what is captured and how an example is made are in the file.
         mask = code[code.index("@fg.variant") :]
         found.append(f"## {file.stem}\n\n{doc}\n\n{fenced('python', mask)}\n{fenced('text', picture)}")

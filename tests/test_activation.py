@@ -236,7 +236,7 @@ def test_the_patched_function(gpu, caplog):
     with flashgen.activate(patch=True):
         assert F.scaled_dot_product_attention is not before
         close(F.scaled_dot_product_attention(q, k, v, mask), before(*plain(q, k, v), mask.as_subclass(torch.Tensor)))
-        assert flashgen.last_backend().name == "flashgen" and len(gpu.launches) == 1
+        assert flashgen.last_backend().name == "flashgen" and len(gpu.launches) == 2  # extremes of the mask first
         torch.testing.assert_close(F.scaled_dot_product_attention(*plain(q, k, v)), before(*plain(q, k, v)))
         assert flashgen.last_backend().reason == "tensors are not on a GPU"
         narrow = inputs(gpu, dim=12)

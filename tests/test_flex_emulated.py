@@ -55,8 +55,8 @@ def test_a_kernel_reads_what_a_function_captured(gpu):
         *tensors, keep, lambda s: cap * torch.tanh((s + bias[:, at[:, None] - at].double()) / cap.double())
     )
     torch.testing.assert_close(plain(found).double(), wanted, rtol=0.03, atol=0.03)
-    assert len(gpu.launches) == 1
+    assert len(gpu.launches) == 2  # extremes by tile, first
     with torch.no_grad():
         plain(on_gpu[0]).copy_(ids.roll(7))
     flashgen.attention(*tensors, flashgen.from_flex(*mods(*on_gpu)))
-    assert len(gpu.plans) == 1 and len(gpu.launches) == 2
+    assert len(gpu.plans) == 1 and len(gpu.launches) == 4

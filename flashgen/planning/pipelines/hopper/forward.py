@@ -85,6 +85,9 @@ READING_KEYS = 6
 #: beside the maxima, with which ptxas mixes them.  So no shipped spec spills.
 DROPOUT_REGISTERS, DROPOUT_BESIDE = 16, 22
 
+#: And beside a mask with three stages: without these `causal` at head_dim 128 spilled 56 bytes.
+DROPOUT_THIRD_STAGE = 8
+
 #: Registers that a score function wants beside those counted where it is emitted twice.
 ROOM = 16
 
@@ -260,6 +263,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         parts.append(Part(name="score", amount=SCORE_REGISTERS + reads, why="what the score function keeps"))
     if request.dropout:
         amount = DROPOUT_REGISTERS + DROPOUT_BESIDE * min(c.tile.kv, BOX) // BOX
+        amount += DROPOUT_THIRD_STAGE if asked.masked and c.stages > 2 else 0
         parts.append(Part(name="dropout", amount=amount, why="what is kept, random numbers"))
     if asked.reads_by_key:
         keys = c.tile.kv // 4
