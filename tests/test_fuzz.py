@@ -22,7 +22,7 @@ from flashgen.lang.expr import walk
 from flashgen.ops import supports
 
 SEED = int(os.environ["FLASHGEN_FUZZ_SEED"])
-SECONDS = float(os.environ.get("FLASHGEN_FUZZ_SECONDS", "10"))
+SECONDS = float(os.environ.get("FLASHGEN_FUZZ_SECONDS", "6"))
 SHRINK = 60.0
 NAMES = [name for name in JUDGES if name != "gpu"]
 
