@@ -161,6 +161,24 @@ class TilesAlike:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: how the highest score of a row is found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HighestAsInteger:
+    """Scores are compared as integers, three by one instruction, and again where a thread's are all negative."""
+
+    find: ClassVar[str] = "highest_by_integers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HighestAsFloat:
+    """Scores are compared as floats, two by one instruction: registers are short."""
+
+    find: ClassVar[str] = "highest_by_floats"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, forward: who hands out tiles of queries
 
 

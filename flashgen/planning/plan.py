@@ -13,6 +13,8 @@ from flashgen.planning.members import (
     Consumers,
     DqSum,
     FullTilesApart,
+    HighestAsFloat,
+    HighestAsInteger,
     OByTma,
     OFromRegisters,
     OwnKeys,
@@ -125,6 +127,7 @@ class Specialized:
     ping_pong: bool  # warpgroups take turns to issue products
     score_emitted_twice: bool  # registers are left for a score function that is emitted twice
     full_tiles: FullTilesApart | TilesAlike
+    highest: HighestAsInteger | HighestAsFloat
     o: OByTma | OFromRegisters
     scheduler: Scheduler
     rows: Queries | PackedQueries

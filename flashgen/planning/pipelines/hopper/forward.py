@@ -18,6 +18,8 @@ from flashgen.planning.layout import Layout
 from flashgen.planning.members import (
     DynamicScheduler,
     FullTilesApart,
+    HighestAsFloat,
+    HighestAsInteger,
     OByTma,
     OFromRegisters,
     PackedQueries,
@@ -330,6 +332,8 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             ping_pong=ping_pong,
             score_emitted_twice=score_emitted_twice,
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
+            # Two registers spill beside dropout at head_dim 128 (16 bytes, outside of loops).
+            highest=HighestAsFloat() if request.dropout else HighestAsInteger(),
             o=OByTma() if _stored(c, request.layout) else OFromRegisters(),
             scheduler=_scheduler(request),
             rows=Queries(),
