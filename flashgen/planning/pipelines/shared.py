@@ -44,6 +44,7 @@ def make_plan(c: Candidate, request: KernelRequest, padded: tuple[int, int], **f
         padded_v_head_dim=padded[1],
         tile=c.tile,
         dropout=request.dropout,
+        keys=request.keys,
         deterministic=request.deterministic,
         gradients=request.gradients,
         layout=request.layout,

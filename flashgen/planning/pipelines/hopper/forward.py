@@ -16,10 +16,13 @@ from flashgen.planning.arch import KIB, Arch, find
 from flashgen.planning.integers import Allowed
 from flashgen.planning.layout import Layout
 from flashgen.planning.members import (
+    ALL_KEYS,
     DynamicScheduler,
     FullTilesApart,
+    Keys,
     OByTma,
     OFromRegisters,
+    OInParts,
     PackedQueries,
     Queries,
     Scheduler,
@@ -196,8 +199,8 @@ def candidates(fixed: Fixed) -> Iterator[Candidate]:
 def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """Bytes of shared memory of a block.  Where TMA stores O, a tile leaves through the room of its Q."""
     d, dv = boxed(request.head_dim), boxed(request.v_head_dim)
-    room = max(d, dv) if _stored(c, request.layout) else d
-    control = _control(c.tile.q, c.stages, c.q_stages, request.profile.hides, request.layout)
+    room = max(d, dv) if _stored(c, request.layout, request.keys) else d
+    control = _control(c.tile.q, c.stages, c.q_stages, request.profile.hides, request.layout, request.keys)
     return (
         staged("q", c.q_stages, c.tile.q, room),
         staged("k", c.stages, c.tile.kv, d),
@@ -207,18 +210,18 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 
 
 @lru_cache
-def _control(tile_q: int, stages: int, q_stages: int, masked: bool, layout: Layout) -> int:
+def _control(tile_q: int, stages: int, q_stages: int, masked: bool, layout: Layout, keys: Keys) -> int:
     """Bytes of barriers and messages, which neither the size of tiles nor that of registers changes."""
     c = Candidate(tile=Tile(q=tile_q, kv=DEPTH), stages=stages, q_stages=q_stages)
-    found = _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False, layout=layout)
+    found = _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False, layout=layout, keys=keys)
     return found.control_bytes(programs.ALIGNMENT)
 
 
 def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program:
     """What the warps of a candidate do."""
     columns, registers = (boxed(request.head_dim), boxed(request.v_head_dim)), division(c, request)
-    masked = request.profile.hides
-    return _program(c, columns, registers, masked=masked, ping_pong=ping_pong, layout=request.layout)
+    asked = {"masked": request.profile.hides, "layout": request.layout, "keys": request.keys}
+    return _program(c, columns, registers, ping_pong=ping_pong, **asked)
 
 
 def _program(
@@ -229,6 +232,7 @@ def _program(
     masked: bool,
     ping_pong: bool,
     layout: Layout,
+    keys: Keys,
 ) -> Program:
     return programs.forward(
         tile=c.tile,
@@ -237,9 +241,10 @@ def _program(
         q_stages=c.q_stages,
         registers=registers,
         masked=masked,
-        stored=_stored(c, layout),
+        stored=_stored(c, layout, keys),
         ping_pong=ping_pong,
         layout=layout,
+        split=keys.split,
     )
 
 
@@ -330,22 +335,30 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             ping_pong=ping_pong,
             score_emitted_twice=score_emitted_twice,
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
-            o=OByTma() if _stored(c, request.layout) else OFromRegisters(),
+            o=_o(c, request),
             scheduler=_scheduler(request),
             rows=Queries(),
         ),
     )
 
 
-def _stored(c: Candidate, layout: Layout) -> bool:
+def _stored(c: Candidate, layout: Layout, keys: Keys = ALL_KEYS) -> bool:
     """Whether TMA stores O: a tile of it, which may reach over the rows of the next sequence where they are joined."""
-    return c.q_stages > 1 and not layout.joined
+    return c.q_stages > 1 and not layout.joined and not keys.split
+
+
+def _o(c: Candidate, request: KernelRequest) -> OByTma | OFromRegisters | OInParts:
+    if request.keys.split:
+        return OInParts()
+    return OByTma() if _stored(c, request.layout) else OFromRegisters()
 
 
 def _scheduler(request: KernelRequest) -> Scheduler:
     if request.layout.joined:
         return SequenceScheduler()
-    return DynamicScheduler() if request.profile.masked else StaticScheduler()
+    # Where sequences have lengths of their own, so have the parts of their keys.
+    uneven = request.profile.masked or (request.keys.split and request.layout.own)
+    return DynamicScheduler() if uneven else StaticScheduler()
 
 
 def _layout(plan: KernelPlan) -> Specialized:
