@@ -19,6 +19,9 @@ COMBINE_WARPS = 4
 #: Bytes of an element of a part of o, and of the maximum and the sum of a row of it.
 PART_ITEM, PART_ROW = 4, 8
 
+#: Parts whose maxima are found at once: those of a warp's lanes.
+GROUP = 32
+
 #: Blocks that keys are split among at most.
 MAX_SPLITS = 512
 

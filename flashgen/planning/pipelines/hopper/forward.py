@@ -31,7 +31,7 @@ from flashgen.planning.members import (
     TilesAlike,
 )
 from flashgen.planning.pipelines.hopper import programs
-from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
+from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, cannot_split, make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Specialized, Tile, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
@@ -131,6 +131,9 @@ INTEGERS = {
 #: queries sees typically.
 Q_LOAD_CLOCKS, KV_LOAD_CLOCKS, TYPICAL_KEYS = 2000, 1500, 2048
 
+#: Clocks from the copy of a tile of keys until it has come from memory that is busy.
+MEMORY_CLOCKS = 1500
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -183,8 +186,8 @@ def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def unsupported_reason(request: KernelRequest) -> str | None:
-    """None: the pipeline has every forward of the language."""
-    return None
+    """Why the pipeline has no such forward, or None: it has every one of the language."""
+    return cannot_split(request)
 
 
 def candidates(fixed: Fixed) -> Iterator[Candidate]:
@@ -411,6 +414,8 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     exposed = max(0.0, SOFTMAX_STRETCH * softmax - (warpgroups - 1) * busiest)
     step = STEP_CLOCKS / (tile.q * tile.kv)
     between = (plan.q_stages == 1) * Q_LOAD_CLOCKS + (plan.stages == 2) * KV_LOAD_CLOCKS
+    if plan.keys.split:  # a block has one tile of queries, and waits for each of keys: less where more are on their way
+        between, step = 0, step + MEMORY_CLOCKS / (plan.stages * tile.q * tile.kv)
     pace = busiest + INTERFERENCE * second + exposed + step + between / (tile.q * TYPICAL_KEYS)
     wide = warpgroups > 2 and max(plan.head_dim, plan.v_head_dim) > SHORT_COLUMNS
     tail = -(-TYPICAL_KEYS // tile.kv) * tile.kv / TYPICAL_KEYS
@@ -445,6 +450,8 @@ def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: in
         group = problem.group
         q_tiles = -(-problem.q_len // one.tile_queries(group))
         tiles = q_tiles * problem.heads * problem.batch // one.pack(group)
+        if one.keys.split:  # among as many blocks as fill the SMs
+            return one.tile.q * tiles / sms
         return one.tile.q * (max(1.0, tiles / sms) if _layout(one).scheduler.dynamic else -(-tiles // sms))
 
     arch = find(plan.arch)
