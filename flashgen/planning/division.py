@@ -13,6 +13,8 @@ from flashgen.analysis import counts
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.errors import PlanError, shown
+from flashgen.lang.expr import walk
+from flashgen.lang.variant import Variant
 from flashgen.planning import planner, split_keys
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.layout import DENSE, Layout
@@ -64,6 +66,12 @@ def asks(q_len: int, kv_len: int) -> bool:
     return 0 < q_len <= MOST_QUERIES and kv_len >= LEAST_KEYS
 
 
+def mask_parameters(variant: Variant) -> tuple[str, ...]:
+    """The parameters of a variant's mask, by which the keys that it shows are counted."""
+    used = [] if variant.mask is None else [n.attr for n in walk([variant.mask]) if n.op == "param"]
+    return tuple(p.name for p in variant.params if p in used)
+
+
 def divide(
     ask: Callable[[Keys], Menu],
     problem: Problem,
@@ -97,11 +105,12 @@ def _whole(ask: Callable[[Keys], Menu], problem: Problem, sms: int, why: str) ->
 
 
 def steps(plan: KernelPlan, problem: Problem, params: Mapping[str, int | float], layout: Layout) -> int:
-    """Tiles of keys that the last tile of queries sees, as far as the host knows: of a mask that reads captured
-    tensors, batches or heads all.  Queries with positions of their own are taken to be the last ones."""
+    """Tiles of keys that the last tile of queries sees, as far as is known: of a mask that reads captured tensors,
+    batches, heads or a parameter without a value all.  Queries with positions of their own are taken to be the last ones."""
     all_tiles = -(-problem.kv_len // plan.tile.kv)
     facts = analyse(plan.variant)
-    if plan.variant.mask is None or plan.variant.pair_tensors or facts.uses_batch or facts.uses_head:
+    unknown = plan.variant.pair_tensors or any(name not in params for name in mask_parameters(plan.variant))
+    if plan.variant.mask is None or unknown or facts.uses_batch or facts.uses_head:
         return all_tiles
     sizes, first = problem.sizes(), 0
     if layout.own:

@@ -179,6 +179,10 @@ class KernelRequest:
         """The same with these fixed in place of what was; None: left to the planner."""
         return replace(self, fixed=replace(self.fixed, **fixed))
 
+    def visiting(self, keys: Keys) -> KernelRequest:
+        """The same forward with blocks that visit these keys."""
+        return replace(self, asked=replace(self.asked, keys=keys))
+
     def less(self) -> dict[str, KernelRequest]:
         """The requests that leave out one option, or leave open one thing that is fixed, by how a call writes that."""
         fixed: dict[str, object] = {"tile": self.fixed.tile, **self.fixed.integers()}
