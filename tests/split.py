@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 from padded import Batch, batch
-from ptx_attention import ARCH, TILES, Work, work
+from ptx_attention import Work, work
 
 from flashgen.codegen import emit
 from flashgen.lang.variant import Variant
 from flashgen.planning.members import SplitKeys
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import KernelPlan
-from flashgen.planning.planner import menu
 from flashgen.planning.request import Forward, KernelRequest
 
 

@@ -97,10 +97,12 @@ Chance = Annotated[
 ]
 
 
-#: A --kv-splits of what runs or is planned for a problem; a kernel alone, which --split-keys asks for, serves any number.
+#: A --kv-splits of what runs or is planned for a problem; a kernel alone (--split-keys) serves any number.
 Splits = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Blocks that divide the keys of a tile of queries. [dim]default: flashgen chooses[/]"),
+    typer.Option(
+        metavar="N", help="Blocks that divide the keys of a tile of queries. [dim]default: flashgen chooses[/]"
+    ),
 ]
 
 

@@ -27,7 +27,8 @@ class Resolved:
     """A spec and a request as values: what is planned, on which data, and by which kernel.
 
     `variant` has its constants bound; `menu` holds every plan for it and `plan` the one that serves `problem`; `case`
-    has the data that were asked for.  `splits` blocks divide the keys of a tile of queries, and `why_splits` says why.
+    has the data that were asked for.  `splits` blocks divide the keys of a tile of queries, and `why_splits` says why
+    that many.
     """
 
     variant: Variant
@@ -73,8 +74,8 @@ def resolve(
 
     `device` is where the problem runs ("cpu", "cuda"; None: not at all, planned for the GPU where there is one); `seed`
     is that of the captured tensors' examples.  Without `data` nothing is made that no kernel depends on: parameters and
-    captured tensors that the request gives are checked, and others not asked for.  `kv_splits` blocks divide keys, as many
-    as flashgen chooses where it is None.  Raises SpecError and PlanError.
+    captured tensors that the request gives are checked, and others not asked for.  `kv_splits` blocks divide keys, as
+    many as flashgen chooses where it is None.  Raises SpecError and PlanError.
     """
     from flashgen.analysis.facts import analyse
     from flashgen.analysis.tiles import Case

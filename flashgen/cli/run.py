@@ -227,9 +227,7 @@ def check(
         return _check(resolved, device, seed, dropout, timed, kv_splits)
 
 
-def _check(
-    resolved: Resolved, device: str, seed: int, dropout: float, timed: bool, kv_splits: int | None
-) -> Checked:
+def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bool, kv_splits: int | None) -> Checked:
     import torch
 
     from flashgen.ops.attention import attention

@@ -238,8 +238,8 @@ def simulate(
     `source` replaces the emitted text and `change` the launch (mutations, probes).  `seed` and `check` are those of
     Module.launch; buffers named in `track` have the addresses of their accesses recorded; `sms` and `l2_kv_heads` are
     those of make_launch, of a GPU as small as the problems that can be run here.  `sequences` are the int32 [batch]
-    tensors of a layout that has them, by pointer, `q_offset` and `kv_splits` are those of make_launch.  o and lse start as
-    NaN.
+    tensors of a layout that has them, by pointer, `q_offset` and `kv_splits` are those of make_launch.  o and lse start
+    as NaN.
     Raises CompileError, LaunchError for a problem without any output, and a Trap for what the kernel does wrong.
     """
     tensors = _Tensors(plan, case)

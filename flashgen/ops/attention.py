@@ -84,7 +84,7 @@ def attention(
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
     if kv_splits is not None:
-        named = splits.joined(variant, named, kv_splits)
+        named = splits.joined(named, kv_splits)
     return _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named)
 
 
@@ -128,11 +128,7 @@ def attention_varlen(
                 f"{name} has {x.dim()} dimensions {list(x.shape)}: attention_varlen takes [rows, heads, head_dim]\n"
                 "  nearest: attention() for [batch, heads, seqlen, head_dim]"
             )
-    if splits.refused(variant, named):
-        raise LaunchError(
-            f"kv_splits={named['kv_splits']} of attention_varlen: keys of sequences that lie behind each other are not split"
-            "\n  nearest: attention() of padded sequences, with kv_lengths"
-        )
+    splits.refuse(named)
     own = dict.fromkeys(VARLEN[:2], cu_seqlens_q) | dict.fromkeys(BOUNDS, max_seqlen_q)
     keys = (VARLEN[1], cu_seqlens_k), (BOUNDS[1], max_seqlen_k)
     own |= {name: x for name, x in keys if x is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import overload
 
 import numpy as np
@@ -12,11 +13,12 @@ from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.errors import LaunchError
 from flashgen.lang.stored import broken_promise
-from flashgen.ops import memory, sequences, splits
+from flashgen.ops import memory, sequences
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_memory, check_rows, checked
 from flashgen.ops.menus import cpu_request, gpu_menu
 from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
 from flashgen.planning import planner
+from flashgen.planning.division import Divided, divide
 from flashgen.planning.members import Keys
 from flashgen.runtime import driver, kernel, tiles
 
@@ -164,6 +166,11 @@ class _Record:
             check_memory(name, name, call.named[name])
 
 
+def _divided(ask: Callable[[Keys], planner.Menu], request: Request, sms: int) -> Divided:
+    """The plan of a request, of the menu that `ask` gives for the keys that a block visits."""
+    return divide(ask, request.problem, sms, kv_splits=request.kv_splits, params=request.params, layout=request.layout)
+
+
 def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
     """Over batch, heads and rows, in elements."""
     batch, head, row, _ = x.stride()
@@ -179,7 +186,7 @@ def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Reques
         return gpu_menu(q, k, v, request.variant, problem, keys=keys, **asked)
 
     sms = driver.gpu(index).sms
-    found = splits.divided(request, ask, sms)
+    found = _divided(ask, request, sms)
     loaded = kernel.load(found.plan)
     strides = {"q": strides_of(q), "k": strides_of(k), "v": strides_of(v), "o": o_layout(q, v)[1][:3]}
     launch = launch_of(request, loaded.plan, strides, sms, kv_splits=found.splits)
@@ -202,7 +209,7 @@ def _walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -
     def ask(keys: Keys) -> planner.Menu:
         return planner.menu_of(cpu_request(variant, problem, keys=keys, **asked))
 
-    found = splits.divided(request, ask, cpu_request(variant, problem, **asked).arch.sms)
+    found = _divided(ask, request, cpu_request(variant, problem, **asked).arch.sms)
     walked = tiles.walk(
         found.plan,
         analyse(variant),

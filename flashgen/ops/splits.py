@@ -1,50 +1,27 @@
-"""How many blocks divide the keys of a call: what it says, where it says so, and the kernel that follows."""
+"""The number of blocks that divide the keys of a call, where the call says it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-from flashgen.lang.variant import Variant
-from flashgen.planning import division
-from flashgen.planning.division import Divided
-from flashgen.planning.members import Keys
-from flashgen.planning.planner import Menu
+from flashgen.errors import LaunchError
+from flashgen.planning.division import check_splits
 
-if TYPE_CHECKING:
-    from flashgen.ops.call import Request
-
-#: What attention() calls it among named values, which no variant can.
+#: What it is called among named values, which no variant can.
 SPLITS = "call.kv_splits"
 
 
-def joined(variant: Variant, named: dict[str, Any], kv_splits: object) -> dict[str, Any]:
-    """A call's named values with its `kv_splits`, or that of the variant where it declares the name.
-
-    Raises PlanError for what is no number of blocks.
-    """
-    if isinstance(variant, Variant) and "kv_splits" in _declared(variant):
-        return {**named, "kv_splits": kv_splits}
-    division.check_splits(kv_splits)
+def joined(named: dict[str, Any], kv_splits: object) -> dict[str, Any]:
+    """A call's named values with its `kv_splits`.  Raises PlanError for what is no number of blocks."""
+    check_splits(kv_splits)
     return {**named, SPLITS: kv_splits}
 
 
-def refused(variant: Variant, named: Mapping[str, Any]) -> bool:
-    """Whether a call that takes no `kv_splits` is given one."""
-    return "kv_splits" in named and isinstance(variant, Variant) and "kv_splits" not in _declared(variant)
-
-
-def _declared(variant: Variant) -> set[str]:
-    return {x.name for declared in (variant.params, variant.constants, variant.tensors) for x in declared}
-
-
-def divided(request: Request, ask: Callable[[Keys], Menu], sms: int) -> Divided:
-    """The plan of a call on so many SMs, of the menu that `ask` gives for the keys that a block visits."""
-    return division.divide(
-        ask,
-        request.problem,
-        sms,
-        kv_splits=request.kv_splits,
-        params=request.params,
-        layout=request.layout,
-    )
+def refuse(named: Mapping[str, Any]) -> None:
+    """Raise LaunchError where a call of sequences that lie behind each other says it."""
+    if named.get("kv_splits") is not None:
+        raise LaunchError(
+            f"kv_splits={named['kv_splits']} of attention_varlen: keys of sequences that lie behind each other are not"
+            " split\n  nearest: attention() of padded sequences, with kv_lengths"
+        )

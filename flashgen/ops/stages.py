@@ -56,8 +56,8 @@ def plan(
     `kv_splits` above 1 the kernel whose keys so many blocks divide, with 1 one that visits all: of a problem flashgen
     chooses unless it is given, and a plan holds the choice, not the number.  With `backward` the kernels of its
     gradients, those of the captured tensors in `gradients` too, and with `deterministic` in one order of sums.
-    `fallbacks` of the result name the better pipelines of the arch that do not serve this, and why.  Raises PlanError with the limit that the request hits and the nearest thing that works, and SpecError for a
-    file that is no spec.
+    `fallbacks` of the result name the better pipelines of the arch that do not serve this, and why.  Raises PlanError
+    with the limit that the request hits and the nearest thing that works, and SpecError for a file that is no spec.
     """
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen, "kv_seqlen": kv_seqlen}
     sizes = {name: option(name, value) for name, value in sizes.items()}

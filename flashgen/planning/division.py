@@ -106,7 +106,7 @@ def _whole(ask: Callable[[Keys], Menu], problem: Problem, sms: int, why: str) ->
 
 def steps(plan: KernelPlan, problem: Problem, params: Mapping[str, int | float], layout: Layout) -> int:
     """Tiles of keys that the last tile of queries sees, as far as is known: of a mask that reads captured tensors,
-    batches, heads or a parameter without a value all.  Queries with positions of their own are taken to be the last ones."""
+    batches, heads or a parameter without a value all.  Queries with positions of their own count as the last ones."""
     all_tiles = -(-problem.kv_len // plan.tile.kv)
     facts = analyse(plan.variant)
     unknown = plan.variant.pair_tensors or any(name not in params for name in mask_parameters(plan.variant))

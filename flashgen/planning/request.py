@@ -181,6 +181,7 @@ class KernelRequest:
 
     def visiting(self, keys: Keys) -> KernelRequest:
         """The same forward with blocks that visit these keys."""
+        assert isinstance(self.asked, Forward)
         return replace(self, asked=replace(self.asked, keys=keys))
 
     def less(self) -> dict[str, KernelRequest]:

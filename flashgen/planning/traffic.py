@@ -348,9 +348,7 @@ def _costs(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> dict[
         visits, combined = _parts(plan, problem, case, splits, visits, tiles)
     kernels = {summaries.ENTRY: of_summaries} if plan.summaries else {}
     kernels |= {"attention_forward": visits} | ({split_keys.ENTRY: combined} if plan.keys.split else {})
-    moved = _bytes(
-        sum(one.read_bytes for one in kernels.values()), sum(one.write_bytes for one in kernels.values())
-    )
+    moved = _bytes(sum(one.read_bytes for one in kernels.values()), sum(one.write_bytes for one in kernels.values()))
     per_pair = 2 * (problem.head_dim + problem.v_head_dim)
     scores = (tiles.partial + tiles.full) * plan.tile.q * plan.tile.kv
     special, _ = profile(plan.variant).score_ops

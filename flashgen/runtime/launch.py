@@ -133,8 +133,8 @@ def make_launch(
 
     `strides` are those of q, k, v and o, and in a backward of d_o, dq, dk and dv, in elements over (batch, heads,
     rows); a row's elements lie side by side.  `q_offset` is the first query's position where the layout of the plan has
-    one, `rows` are those of q and of k in memory where they are not q_len and kv_len.  `kv_splits` blocks divide the keys
-    of a tile of queries where the plan splits keys.  `sms` are those of the GPU.
+    one, `rows` are those of q and of k in memory where they are not q_len and kv_len.  `kv_splits` blocks divide the
+    keys of a tile of queries where the plan splits keys.  `sms` are those of the GPU.
     `l2_kv_heads`, the key heads whose tensors its L2 holds, and `clear_distance`, the key heads that a backward clears
     dq of in advance, follow from the plan and the problem unless given: small problems on few SMs then show what large
     ones do.

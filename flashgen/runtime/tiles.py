@@ -461,7 +461,7 @@ class _Walk(Tiles):
         self, at: tuple[slice, slice, slice], rows: slice, schedule: list[tuple[int, int]], running: _Rows | None
     ) -> None:
         """One Q tile over the KV tiles of a block; without `running` only counted."""
-        tile, traffic, q = self.tile, self.traffic, self.q[*at, rows]
+        traffic, q = self.traffic, self.q[*at, rows]
         walks = math.prod(q.shape[:3]) // self.pack
         if schedule:  # a Q tile that sees nothing is not even loaded
             self._read("q", q)

@@ -223,8 +223,8 @@ def _control(tile_q: int, stages: int, q_stages: int, masked: bool, layout: Layo
 def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program:
     """What the warps of a candidate do."""
     columns, registers = (boxed(request.head_dim), boxed(request.v_head_dim)), division(c, request)
-    asked = {"masked": request.profile.hides, "layout": request.layout, "keys": request.keys}
-    return _program(c, columns, registers, ping_pong=ping_pong, **asked)
+    masked, layout, keys = request.profile.hides, request.layout, request.keys
+    return _program(c, columns, registers, masked=masked, ping_pong=ping_pong, layout=layout, keys=keys)
 
 
 def _program(
