@@ -43,11 +43,13 @@ _STRIDED = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
 
 
 class Simulated(NamedTuple):
-    """o [batch, heads, q_len, v_head_dim] and lse [batch, heads, q_len] as float32, and what the kernel did."""
+    """o [batch, heads, q_len, v_head_dim] and lse [batch, heads, q_len] as float32, and what the kernel that visits
+    tiles did; `reports` has what each did, by its entry."""
 
     o: np.ndarray
     lse: np.ndarray
     report: Report
+    reports: dict[str, Report]
 
 
 class SimulatedBackward(NamedTuple):
@@ -228,6 +230,7 @@ def simulate(
     change: Callable[[Launch], Launch] | None = None,
     sequences: Mapping[str, np.ndarray] = MappingProxyType({}),
     q_offset: int = 0,
+    kv_splits: int = 1,
 ) -> Simulated:
     """Run a plan's forward kernel on [batch, heads, length, dim] float arrays, rounded to the plan's dtype; joined
     sequences are a batch of 1.
@@ -235,7 +238,8 @@ def simulate(
     `source` replaces the emitted text and `change` the launch (mutations, probes).  `seed` and `check` are those of
     Module.launch; buffers named in `track` have the addresses of their accesses recorded; `sms` and `l2_kv_heads` are
     those of make_launch, of a GPU as small as the problems that can be run here.  `sequences` are the int32 [batch]
-    tensors of a layout that has them, by pointer, and `q_offset` is that of make_launch.  o and lse start as NaN.
+    tensors of a layout that has them, by pointer, `q_offset` and `kv_splits` are those of make_launch.  o and lse start
+    as NaN.
     Raises CompileError, LaunchError for a problem without any output, and a Trap for what the kernel does wrong.
     """
     tensors = _Tensors(plan, case)
@@ -247,9 +251,9 @@ def simulate(
     lse = tensors.result("lse", rows, "float32")
     tensors.add_sequences(sequences)
     facts = {"scale": scale, "dropout": dropout, "sms": sms, "l2_kv_heads": l2_kv_heads, "q_offset": q_offset}
-    facts["rows"] = rows[-1], np.shape(k)[-2]
+    facts["rows"], facts["kv_splits"] = (rows[-1], np.shape(k)[-2]), kv_splits
     _, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)
-    return Simulated(loaded(o, plan.dtype), lse, reports[main_entry(plan)])
+    return Simulated(loaded(o, plan.dtype), lse, reports[main_entry(plan)], reports)
 
 
 def simulate_backward(

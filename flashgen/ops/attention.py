@@ -6,7 +6,7 @@ import torch
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
-from flashgen.ops import autograd, library
+from flashgen.ops import autograd, library, splits
 from flashgen.ops.call import Call
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
@@ -30,6 +30,7 @@ def attention(
     q_offset: int | str | torch.Tensor | None = None,
     q_lengths: torch.Tensor | None = None,
     kv_lengths: torch.Tensor | None = None,
+    kv_splits: int | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """o = softmax(mask(score(scale * q k^T))) v of a variant; with `return_lse` (o, lse).
@@ -48,7 +49,13 @@ def attention(
     row that attends to nothing gives 0 and lse -inf.  A sink (`fg.sink`) is one exponential more of that sum: lse has
     it, and is the sink where a row attends to nothing else.  Runs on torch's current stream, may be captured into a
     CUDA graph, and repeated calls give the same bits.  On a GPU, without dropout, the bits of a row are its own: they
-    depend on no other row, batch, head or length, and on no choice between kernels of one pipeline.
+    depend on no other row, batch, head or length, and on no choice between kernels of one pipeline; but for calls whose
+    keys are split.
+
+    `kv_splits` is the number of blocks that divide the keys of a tile of queries, whose parts a second kernel combines:
+    1 for one block that visits all, and then the bits of a row are its own; None where flashgen chooses, which splits
+    keys where a sequence has few queries and many keys and the GPU would idle (`flashgen plan` says why).  The bits
+    then depend on that number, and on the queries beside a row.
 
     `q_offset` says where queries sit that attend to a cache: at this position and those behind it, at one for each
     sequence (int32 [batch], read on the device), or with "end" so that the last one sits beside the last key.  A spec's
@@ -76,6 +83,8 @@ def attention(
     """
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
+    if kv_splits is not None:
+        named = splits.joined(named, kv_splits)
     return _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named)
 
 
@@ -119,6 +128,7 @@ def attention_varlen(
                 f"{name} has {x.dim()} dimensions {list(x.shape)}: attention_varlen takes [rows, heads, head_dim]\n"
                 "  nearest: attention() for [batch, heads, seqlen, head_dim]"
             )
+    splits.refuse(named)
     own = dict.fromkeys(VARLEN[:2], cu_seqlens_q) | dict.fromkeys(BOUNDS, max_seqlen_q)
     keys = (VARLEN[1], cu_seqlens_k), (BOUNDS[1], max_seqlen_k)
     own |= {name: x for name, x in keys if x is not None}

@@ -15,6 +15,7 @@ from flashgen.lang.expr import Tensor as Declared
 from flashgen.lang.variant import Variant
 from flashgen.ops import sequences
 from flashgen.ops.menus import gpu_menu
+from flashgen.ops.splits import SPLITS
 from flashgen.ops.tracing import watched
 from flashgen.ops.values import no_number, no_tensor
 from flashgen.planning.layout import DENSE, Layout
@@ -75,6 +76,7 @@ class Request:
     tensors: dict[str, torch.Tensor]
     dropout: Dropout | None
     sequences: sequences.Sequences | None = None
+    kv_splits: int | None = None  # that divide its keys; None: flashgen chooses
 
     @property
     def layout(self) -> Layout:
@@ -85,7 +87,9 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
     """The request of a call, or LaunchError or PlanError for what is wrong with it."""
     variant, named = call.variant, call.named
     own = sequences.of_call(variant, named)
-    named = {name: x for name, x in named.items() if name not in own} if own else named
+    kv_splits = named.get(SPLITS)
+    if own or kv_splits is not None:
+        named = {name: x for name, x in named.items() if name not in own and name != SPLITS}
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor)
     _check_together(q, k, v)
@@ -113,6 +117,7 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
         tensors={name: captured[name] for name in sorted(captured)},
         dropout=call.dropout,
         sequences=found,
+        kv_splits=kv_splits,
     )
 
 

@@ -9,14 +9,17 @@ from flashgen.lang.variant import Variant
 from flashgen.planning.integers import Integers
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import (
+    ALL_KEYS,
     BlockOrder,
     Consumers,
     DqSum,
     FullTilesApart,
     HighestAsFloat,
     HighestAsInteger,
+    Keys,
     OByTma,
     OFromRegisters,
+    OInParts,
     OwnKeys,
     PackedQueries,
     Queries,
@@ -128,7 +131,7 @@ class Specialized:
     score_emitted_twice: bool  # registers are left for a score function that is emitted twice
     full_tiles: FullTilesApart | TilesAlike
     highest: HighestAsInteger | HighestAsFloat
-    o: OByTma | OFromRegisters
+    o: OByTma | OFromRegisters | OInParts
     scheduler: Scheduler
     rows: Queries | PackedQueries
 
@@ -295,6 +298,7 @@ class KernelPlan(Integers):
     backward: Backward | SpecializedBackward | None = None  # of pass "backward"
     deterministic: bool = False  # the same bits in every run
     dropout: bool = False
+    keys: Keys = ALL_KEYS  # that a block of a forward visits
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
     layout: Layout = DENSE  # of sequences in q, k, v and o
     summaries: tuple[TileSummary, ...] = ()  # of the mask, made before tiles are classified

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from flashgen.codegen import params as members
-from flashgen.planning import backward, summaries
+from flashgen.planning import backward, split_keys, summaries
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.plan import WARPGROUP_ROWS, Part
 
@@ -124,6 +124,7 @@ def make_launch(
     dropout: Dropout | None = None,
     q_offset: int = 0,
     rows: tuple[int, int] | None = None,
+    kv_splits: int = 1,
     sms: int,
     l2_kv_heads: int | None = None,
     clear_distance: int | None = None,
@@ -132,7 +133,8 @@ def make_launch(
 
     `strides` are those of q, k, v and o, and in a backward of d_o, dq, dk and dv, in elements over (batch, heads,
     rows); a row's elements lie side by side.  `q_offset` is the first query's position where the layout of the plan has
-    one, `rows` are those of q and of k in memory where they are not q_len and kv_len.  `sms` are those of the GPU.
+    one, `rows` are those of q and of k in memory where they are not q_len and kv_len.  `kv_splits` blocks divide the
+    keys of a tile of queries where the plan splits keys.  `sms` are those of the GPU.
     `l2_kv_heads`, the key heads whose tensors its L2 holds, and `clear_distance`, the key heads that a backward clears
     dq of in advance, follow from the plan and the problem unless given: small problems on few SMs then show what large
     ones do.
@@ -158,6 +160,7 @@ def make_launch(
         "q_rows": q_rows,
         "kv_rows": kv_rows,
         "q_offset": q_offset,
+        "splits": kv_splits,
         "q_start": 0,
         "k_start": 0,
         "scale": scale,
@@ -177,11 +180,12 @@ def make_launch(
     of_all = _q_tiles(plan, problem, q_rows) if plan.layout.joined else None
     return Launch(
         plan=plan,
-        grids=grids(plan, problem, sms, (q_rows, kv_rows)),
+        grids=grids(plan, problem, sms, (q_rows, kv_rows), kv_splits),
         values=MappingProxyType({f.name: numbers[f.name] for f in fields if not f.ctype.endswith("*")}),
         maps=tuple(_tensor_map(name, plan, problem, strides[name], (q_rows, kv_rows)) for name in members.maps(plan)),
         workspaces=(
             *(backward.workspaces(plan, problem, shapes, of_all) if plan.backward is not None else ()),
+            *split_keys.workspaces(plan, problem, kv_splits),
             *summaries.workspaces(plan, problem),
         ),
         cleared=tuple(COUNTERS for f in fields if f.name == COUNTERS.name),
@@ -199,12 +203,18 @@ def dropout_scalars(dropout: Dropout) -> tuple[int | float, ...]:
 
 
 def grids(
-    plan: KernelPlan, problem: Problem, sms: int, rows: tuple[int | None, int | None] = (None, None)
+    plan: KernelPlan,
+    problem: Problem,
+    sms: int,
+    rows: tuple[int | None, int | None] = (None, None),
+    kv_splits: int = 1,
 ) -> tuple[LaunchGrid, ...]:
-    """The kernels of a pass on a GPU of so many SMs, in the order in which they run on one stream; `rows` are those of
-    make_launch."""
-    make = _forward_grids if plan.backward is None else _backward_grids
-    found = make(plan, problem, sms, rows)
+    """The kernels of a pass on a GPU of so many SMs, in the order in which they run on one stream; `rows` and
+    `kv_splits` are those of make_launch."""
+    if plan.backward is None:
+        found = _forward_grids(plan, problem, sms, rows, kv_splits)
+    else:
+        found = _backward_grids(plan, problem, sms, rows)
     return tuple(grid for grid in (_summaries_grid(plan, problem, sms), *found) if grid.blocks)
 
 
@@ -217,12 +227,18 @@ def _summaries_grid(plan: KernelPlan, problem: Problem, sms: int) -> LaunchGrid:
 _Rows = tuple[int | None, int | None]
 
 
-def _forward_grids(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows) -> list[LaunchGrid]:
+def _forward_grids(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows, kv_splits: int) -> list[LaunchGrid]:
     blocks = _q_tiles(plan, problem, rows[0]) * (problem.heads // plan.pack(problem.group))
-    blocks *= 1 if plan.layout.joined else problem.batch
+    blocks *= (1 if plan.layout.joined else problem.batch) * (kv_splits if plan.keys.split else 1)
     if plan.specialized is not None:  # each block takes tile after tile
         blocks = min(blocks, sms)
-    return [_main_grid(plan, blocks)]
+    return [_main_grid(plan, blocks), *([_combine_grid(problem)] if plan.keys.split else [])]
+
+
+def _combine_grid(problem: Problem) -> LaunchGrid:
+    warps = split_keys.COMBINE_WARPS
+    blocks = -(-split_keys.rows(problem) // warps)
+    return LaunchGrid(entry=split_keys.ENTRY, blocks=blocks, threads=32 * warps, smem_bytes=0)
 
 
 def _backward_grids(plan: KernelPlan, problem: Problem, sms: int, in_memory: _Rows) -> list[LaunchGrid]:

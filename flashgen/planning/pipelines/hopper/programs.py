@@ -48,11 +48,12 @@ def forward(
     stored: bool,
     ping_pong: bool,
     layout: Layout = DENSE,
+    split: bool = False,
 ) -> Program:
     """A forward's program: `columns` of q and k, and of v, in shared memory; `registers` per thread of the producer
     warpgroup and of a consumer; O is `stored` by TMA from the shared memory of Q, or by the consumers
     themselves; where sequences have lengths of
-    their own, V ends inside a tile."""
+    their own, V ends inside a tile; where keys are `split`, a tile of queries is one with a part of them."""
     producer, consumer = registers
     warpgroups = tile.q // ROWS
     names = ["scheduler", "loader", *(["storer"] if stored else [])]
@@ -132,7 +133,7 @@ def forward(
         rings.append(tail)
     of = {ring.name: ring.member for ring in rings}
     room = max(columns) if stored else columns[0]
-    size, alignment = (40, 8) if layout.joined else (32, 16) if layout.own else (16, 16)
+    size, alignment = (40, 8) if layout.joined else (32 + 16 * split, 16) if layout.own else (16 + 16 * split, 16)
     shared = (
         declared(_tile("QorO", "q_or_o", ROWS * room, q_stage, each)),
         declared(_tile("KTile", "k", tile.kv * columns[0], stage)),
