@@ -12,6 +12,7 @@ from flashgen.analysis.facts import Facts, analyse
 from flashgen.codegen import device, params
 from flashgen.codegen.backward import sized, transposed
 from flashgen.codegen.fold import folded
+from flashgen.codegen.keys import KeysCode
 from flashgen.codegen.reachable import reachable
 from flashgen.codegen.sequences import SequenceCode
 from flashgen.codegen.variant_code import VariantCode, variant_code
@@ -48,6 +49,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "plan": plan,
         "code": found,
         "seq": SequenceCode(plan.layout),
+        "kv": KeysCode(plan.layout),
         "banner": banner(plan, found),
         "fields": params.fields(plan),
         "params_bytes": params.sizeof(plan),
