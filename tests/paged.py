@@ -30,10 +30,11 @@ class PagedBatch(Batch):
         return runtime.walk(self.plan, self.facts, self.case, *self.qkv, **options)
 
 
-def in_pages(w: Batch, page_size: int, *, spare: int = 2, beyond: float = np.nan, seed: int = 0) -> PagedBatch:
+def in_pages(w: Batch, page_size: int, *, spare: int = 2, unused: int = 2, beyond: float = np.nan, seed: int = 0) -> PagedBatch:
     """The same queries and keys, these in pages of a cache in another order than positions.
 
-    Rows and pages of no key hold `beyond`, and entries of the table for them what no page is.
+    Rows and pages of no key hold `beyond`; `spare` are such pages.  `unused` entries at the end of each row of the
+    table, and those that its sequence has no key for, hold what no page is.
     """
     rng = np.random.default_rng(seed)
     q, *kv = w.qkv
@@ -41,7 +42,7 @@ def in_pages(w: Batch, page_size: int, *, spare: int = 2, beyond: float = np.nan
     counts = [-(-own.kv_len // page_size) for own in w.sequences]
     order = rng.permutation(sum(counts) + spare).tolist()
     tables = tuple(tuple(order[sum(counts[:b]) :][:n]) for b, n in enumerate(counts))
-    table = rng.choice(NOTHING, (len(counts), max(counts) + 2)).astype(np.int32)
+    table = rng.choice(NOTHING, (len(counts), max(counts) + unused)).astype(np.int32)
     caches = [np.full((len(order), x.shape[1], page_size, x.shape[3]), beyond, np.float32) for x in kv]
     for b, (own, pages) in enumerate(zip(w.sequences, tables, strict=True)):
         table[b, : len(pages)] = pages

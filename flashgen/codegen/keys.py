@@ -8,7 +8,7 @@ from flashgen.planning.layout import Layout
 
 #: Which rows of a tile a lane copies, in one box: none of a tile's end beyond the last key, which then is zero.
 _BOX_OF_LANE = """\
-  // The rows of a tile that this lane copies: those from `first` on, which are of one page, and lie there from `row` on.
+  // The rows of a tile that this lane copies, from `first` on: they are of one page and lie there from `row` on.
   struct Box { int first, page, row; };
 
   DEVICE Box box_of_lane(int tile, const Work& work) {

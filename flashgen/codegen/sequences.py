@@ -103,11 +103,6 @@ class SequenceCode:
         where = {"q_start": "queries", "k_start": "keys"}
         return "".join(f"\n  p.{name} = {where[name]}.first;" for name in self.layout.origins)
 
-    @property
-    def queries_template(self) -> str:
-        """Where queries lie is as it is without pages."""
-        return (self.layout.queries if self.layout.paged else self.layout).template
-
     # -- pipeline hopper
 
     def and_origins(self, owner: str) -> str:

@@ -131,5 +131,6 @@ def launch_of(request: Request, plan: KernelPlan, strides: Mapping[str, tuple[in
         params=request.params,
         dropout=request.dropout,
         rows=None if request.sequences is None else request.sequences.rows,
+        cache=None if request.sequences is None else request.sequences.cache,
         sms=sms,
     )

@@ -36,7 +36,6 @@ class _Own:
     __slots__ = ()
     own: ClassVar[bool] = True
     paged: ClassVar[bool] = False
-    origins: ClassVar[tuple[str, ...]] = ()
     strides: ClassVar[tuple[str, ...]] = ()
 
     def starts(self, tile_q: int) -> int:
@@ -54,8 +53,10 @@ class Padded(_Own):
     name: ClassVar[str] = "padded"
     joined: ClassVar[bool] = False
     template: ClassVar[str] = "padded.cu.j2"
+    tile_template: ClassVar[str] = "ampere/padded.cu.j2"
     pointers: ClassVar[tuple[str, ...]] = ("q_lengths", "kv_lengths", "q_offsets")
     numbers: ClassVar[tuple[str, ...]] = ("q_rows", "q_offset")
+    origins: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ class Varlen(_Own):
     name: ClassVar[str] = "varlen"
     joined: ClassVar[bool] = True
     template: ClassVar[str] = "varlen.cu.j2"
+    tile_template: ClassVar[str] = "ampere/varlen.cu.j2"
     pointers: ClassVar[tuple[str, ...]] = ("cu_seqlens_q", "cu_seqlens_k", "q_offsets")
     numbers: ClassVar[tuple[str, ...]] = ("q_rows", "kv_rows", "q_offset", "q_start", "k_start")
     origins: ClassVar[tuple[str, ...]] = ("q_start", "k_start")
@@ -101,6 +103,10 @@ class Paged(_Own):
         return f"{self.name}.cu.j2"
 
     @property
+    def tile_template(self) -> str:
+        return self.queries.tile_template
+
+    @property
     def pointers(self) -> tuple[str, ...]:
         return (self.queries.pointers[0], "kv_lengths", "q_offsets", "page_table")
 
@@ -129,6 +135,7 @@ def division(divisor: int) -> tuple[int, int]:
     """(magic, shift) with n // divisor == n * magic >> shift for each position n (Granlund and Montgomery 1994)."""
     shift = _POSITION_BITS + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
+
 
 #: The position of the first query that stands for: the last query is beside the last key.
 AT_END = -1
