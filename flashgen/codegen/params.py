@@ -106,7 +106,7 @@ def fields_of(
         numbers.append("splits")
     pointers += _summaries(summaries)
     numbers += sequences.numbers
-    return _members(variant, pointers, "o" if mapped else "qkvo", numbers, dropout)
+    return _members(variant, pointers, "o" if mapped else "qkvo", numbers, dropout, sequences.strides)
 
 
 @lru_cache(maxsize=256)
@@ -144,12 +144,18 @@ def _summaries(summaries: tuple[TileSummary, ...]) -> list[Field]:
 
 
 def _members(
-    variant: Variant, pointers: Iterable[Field], strided: Iterable[str], counts: Iterable[str], dropout: bool
+    variant: Variant,
+    pointers: Iterable[Field],
+    strided: Iterable[str],
+    counts: Iterable[str],
+    dropout: bool,
+    strides: Iterable[str] = (),
 ) -> tuple[Field, ...]:
     """Those of one kernel, with what all of a variant take: scale, parameters, captured tensors, dropout."""
     tensors = variant.tensors
     pointers = [*pointers, *(Field(f"tensor_{t.name}", f"const {STORED[t.dtype]}*") for t in tensors)]
     words = [Field(f"{t}_{dimension}", "i64") for t in strided for dimension in ("batch", "head", "row")]
+    words += [Field(name, "i64") for name in strides]
     words += [Field(f"stride{i}_{t.name}", "i64") for t in tensors for i in range(len(t.dims))]
     numbers = [*(Field(name, "int") for name in counts), Field("scale", "float")]
     for p in variant.params:

@@ -143,5 +143,6 @@ def launch_of(
         dropout=request.dropout,
         rows=None if request.sequences is None else request.sequences.rows,
         kv_splits=kv_splits,
+        cache=None if request.sequences is None else request.sequences.cache,
         sms=sms,
     )

@@ -97,6 +97,11 @@ class KernelRequest:
         asked: Forward | Backward
         if backward:
             _only_of("forward", "backward", {"packed": packed, "kv_splits": keys.split}, fixed)
+            if layout.paged:
+                raise PlanError(
+                    "keys and values in the pages of a cache have no gradients\n"
+                    "  nearest: a forward under torch.no_grad(), or k and v without pages"
+                )
             asked = Backward(
                 dropout=dropout,
                 deterministic=deterministic,

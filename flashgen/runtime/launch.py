@@ -6,6 +6,7 @@ they put addresses in place.  So what the interpreter checks is the launch that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from flashgen.codegen import params as members
 from flashgen.planning import backward, split_keys, summaries
 from flashgen.planning.arch import ARCHS
+from flashgen.planning.layout import division
 from flashgen.planning.plan import WARPGROUP_ROWS, Part
 
 if TYPE_CHECKING:
@@ -42,6 +44,27 @@ class Captured:
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """Shape of a cache in pages: their number, the rows of each, and the elements between rows of the page table."""
+
+    pages: int
+    page_size: int
+    table_row: int
+
+    def numbers(self, tile_kv: int) -> dict[str, int]:
+        """Fields of `Params`: one copy moves the most rows that lie side by side in each page and in each tile."""
+        magic, shift = division(self.page_size)
+        return {
+            "pages": self.pages,
+            "page_size": self.page_size,
+            "page_rows": math.gcd(self.page_size, tile_kv),
+            "page_magic": magic,
+            "page_shift": shift,
+            "table_row": self.table_row,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +148,7 @@ def make_launch(
     q_offset: int = 0,
     rows: tuple[int, int] | None = None,
     kv_splits: int = 1,
+    cache: Cache | None = None,
     sms: int,
     l2_kv_heads: int | None = None,
     clear_distance: int | None = None,
@@ -133,8 +157,9 @@ def make_launch(
 
     `strides` are those of q, k, v and o, and in a backward of d_o, dq, dk and dv, in elements over (batch, heads,
     rows); a row's elements lie side by side.  `q_offset` is the first query's position where the layout of the plan has
-    one, `rows` are those of q and of k in memory where they are not q_len and kv_len.  `kv_splits` blocks divide the
-    keys of a tile of queries where the plan splits keys.  `sms` are those of the GPU.
+    one, `rows` are those of q and of k in memory where they are not q_len and kv_len, `cache` what k and v are pages
+    of where the layout says so.  `kv_splits` blocks divide the keys of a tile of queries where the plan splits keys.
+    `sms` are those of the GPU.
     `l2_kv_heads`, the key heads whose tensors its L2 holds, and `clear_distance`, the key heads that a backward clears
     dq of in advance, follow from the plan and the problem unless given: small problems on few SMs then show what large
     ones do.
@@ -148,7 +173,8 @@ def make_launch(
     pack = plan.pack(problem.group)
     q_rows, kv_rows = (problem.q_len, problem.kv_len) if rows is None else rows
     if plan.layout.joined:
-        strides = {name: (0, *of_tensor[1:]) for name, of_tensor in strides.items()}
+        in_pages = () if cache is None else ("k", "v")
+        strides = {name: of if name in in_pages else (0, *of[1:]) for name, of in strides.items()}
     numbers: dict[str, int | float] = {
         **problem.sizes(),
         "q_tiles": _q_tiles(plan, problem, q_rows),
@@ -166,6 +192,8 @@ def make_launch(
         "scale": scale,
         **{f"param_{name}": value for name, value in params.items()},
     }
+    if cache is not None:
+        numbers |= cache.numbers(plan.tile.kv)
     if dropout is not None:
         numbers |= zip(_DROPOUT, dropout_scalars(dropout), strict=True)
     for name, of_tensor in strides.items():
@@ -182,7 +210,9 @@ def make_launch(
         plan=plan,
         grids=grids(plan, problem, sms, (q_rows, kv_rows), kv_splits),
         values=MappingProxyType({f.name: numbers[f.name] for f in fields if not f.ctype.endswith("*")}),
-        maps=tuple(_tensor_map(name, plan, problem, strides[name], (q_rows, kv_rows)) for name in members.maps(plan)),
+        maps=tuple(
+            _tensor_map(name, plan, problem, strides[name], (q_rows, kv_rows), cache) for name in members.maps(plan)
+        ),
         workspaces=(
             *(backward.workspaces(plan, problem, shapes, of_all) if plan.backward is not None else ()),
             *split_keys.workspaces(plan, problem, kv_splits),
@@ -296,12 +326,20 @@ def _l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
 
 
 def _tensor_map(
-    name: str, plan: KernelPlan, problem: Problem, strides: tuple[int, int, int], in_memory: tuple[int, int]
+    name: str,
+    plan: KernelPlan,
+    problem: Problem,
+    strides: tuple[int, int, int],
+    in_memory: tuple[int, int],
+    cache: Cache | None,
 ) -> TensorMapDesc:
-    """That of q, k, v, o or d_o, with so many rows of q, and of k, in memory."""
+    """That of q, k, v, o or d_o, with so many rows of q, and of k, in memory: of each page where there is a cache."""
     columns = problem.head_dim if name in "qk" else problem.v_head_dim
+    batch_size = 1 if plan.layout.joined else problem.batch
     if name in ("k", "v"):
         rows, heads, box = in_memory[1], problem.kv_heads, (plan.tile.kv, 1)
+        if cache is not None:
+            rows, batch_size, box = cache.page_size, cache.pages, (math.gcd(cache.page_size, plan.tile.kv), 1)
     else:
         rows, heads = in_memory[0], problem.heads
         box = (WARPGROUP_ROWS if plan.backward is None else plan.tile.q, 1)  # of a forward, those of one warpgroup
@@ -310,7 +348,7 @@ def _tensor_map(
     if plan.packed and name in "qo":  # the heads of a query side by side
         pack = plan.pack(problem.group)
         sizes, of_axes, box = sizes[::-1], of_axes[::-1], (pack, WARPGROUP_ROWS // pack)
-    sizes, of_axes = (*sizes, 1 if plan.layout.joined else problem.batch), (*of_axes, batch)
+    sizes, of_axes = (*sizes, batch_size), (*of_axes, batch)
     least = -(-columns * problem.itemsize // 16) * 16  # of a size of 1 any stride will do
     return TensorMapDesc(
         tensor=name,

@@ -87,7 +87,8 @@ class Traffic(Visits):
 class Sequence(NamedTuple):
     """One of a batch: its queries sit at q_offset to q_len - 1, and it has kv_len keys.
 
-    Its rows begin at q_start and k_start of the arrays, in their batch `at`.
+    Its rows begin at q_start and k_start of the arrays, in their batch `at`; where the arrays of keys are those of a
+    cache, they lie in these `pages`, one after the other.
     """
 
     q_offset: int
@@ -96,6 +97,7 @@ class Sequence(NamedTuple):
     at: int
     q_start: int = 0
     k_start: int = 0
+    pages: tuple[int, ...] | None = None
 
     @property
     def queries(self) -> tuple[slice, slice, slice]:
@@ -107,6 +109,13 @@ class Sequence(NamedTuple):
     def keys(self) -> tuple[slice, slice, slice]:
         """Where its keys lie."""
         return slice(self.at, self.at + 1), slice(None), slice(self.k_start, self.k_start + self.kv_len)
+
+    def own_keys(self, x: np.ndarray) -> np.ndarray:
+        """Its rows of keys or of values, [1, kv_heads, kv_len, dim]: no other row is looked at."""
+        if self.pages is None:
+            return x[self.keys]
+        rows = x[list(self.pages)].swapaxes(0, 1)  # [kv_heads, pages, page_size, dim]
+        return rows.reshape(1, rows.shape[0], -1, rows.shape[-1])[:, :, : self.kv_len]
 
     def case(self, case: Case) -> Case:
         """The case of the sequence, of that of a batch."""
@@ -146,8 +155,9 @@ def walk(
     `dtype` is the caller's.  Raises IndexError where a captured tensor is read outside its dimension.
 
     Where the batch's `sequences` are given, the first rows and keys of each are read, and o is 0 and lse -inf in rows
-    that are no query.  Where the plan splits keys, `kv_splits` parts take turns over the tiles of a schedule, and are
-    combined as its kernel combines them.
+    that are no query; where they have pages k and v are caches, [pages, kv_heads, page_size, head_dim | v_head_dim].
+    Where the plan splits keys, `kv_splits` parts take turns over the tiles of a schedule, and are combined as by its
+    kernel.
     """
     options = {"scale": scale, "dtype": dtype, "dropout": dropout, "kv_splits": kv_splits}
     if sequences is None:
@@ -155,7 +165,7 @@ def walk(
     o = np.zeros((*q.shape[:-1], v.shape[-1]), np.float64 if dtype == "float64" else np.float32)
     lse, traffic = np.full(q.shape[:-1], -np.inf, o.dtype), Traffic()
     for b, own in enumerate(sequences):
-        operands = q[own.queries], k[own.keys], v[own.keys]
+        operands = q[own.queries], own.own_keys(k), own.own_keys(v)
         found = _Walk(plan, facts, own.case(case), *operands, first=b, **options).run()
         o[own.queries], lse[own.queries] = found.o, found.lse
         traffic.add(found.traffic)

@@ -117,6 +117,11 @@ def cannot_address(sizes: Sequence[int], strides: Sequence[int], itemsize: int) 
     return None
 
 
+def cannot_page(page_size: int) -> str | None:
+    """Why cp.async cannot load tiles from pages: each row has an address of its own."""
+    return None
+
+
 def padded(head_dim: int) -> int:
     """Columns a tile holds: head_dim rounded up to the depth of one mma."""
     return -(-head_dim // MMA_DEPTH) * MMA_DEPTH

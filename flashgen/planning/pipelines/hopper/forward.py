@@ -55,6 +55,9 @@ ROWS, DEPTH = 64, 16
 #: Columns of a box that TMA copies: 128 bytes, the widest swizzle.  A narrower row is padded with zeros.
 BOX = 64
 
+#: Rows after which the swizzle repeats: a box that begins and ends there may lie anywhere in a tile.
+BOX_ROWS = 8
+
 #: Consumer warpgroups that share an SM.
 WARPGROUPS = (2, 3)
 
@@ -167,6 +170,13 @@ def cannot_address(sizes: Sequence[int], strides: Sequence[int], itemsize: int) 
             return f"its {word} stride is 0 (expanded)"
         if sizes[axis] > 1 and strides[axis] * itemsize >= TMA_STRIDE_BYTES:
             return f"its {word} stride is {strides[axis] * itemsize} bytes, and TMA's stay below 2^40"
+    return None
+
+
+def cannot_page(page_size: int) -> str | None:
+    """Why TMA cannot load tiles of keys from pages of so many rows, or None."""
+    if page_size % BOX_ROWS:
+        return f"pages of {page_size} rows are no boxes of a swizzled tile, which have multiples of {BOX_ROWS} rows"
     return None
 
 
