@@ -14,8 +14,8 @@ from flashgen.errors import LaunchError
 from flashgen.lang.stored import broken_promise
 from flashgen.ops import memory, sequences
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_memory, check_rows, checked
-from flashgen.ops.menus import cpu_request, gpu_menu
-from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
+from flashgen.ops.menus import cpu_request
+from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember, request_of
 from flashgen.planning import planner
 from flashgen.runtime import driver, kernel, tiles
 
@@ -35,19 +35,21 @@ def run(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of one eager call, or o alone, which autograd does not see; arguments and errors as in `attention`."""
     calls = calls_of(call.variant)
+    key = record = None
     try:
-        key = call_key(q, k, v, call, calls)
-        record = calls.records.get(key)
+        record = calls.records.get(found := call_key(q, k, v, call, calls))
+        key = found
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        record = None  # something is no tensor, has no strides, or is no number: said below
+        pass  # something is no tensor, has no strides, or is no number: said below
     if record is None:
-        request = checked(q, k, v, call)
+        request = request_of(q, k, v, call, calls, key)
         empty = request.problem.empty or request.problem.kv_len == 0 or 0 in (q.shape[2], k.shape[2])
         if empty or not q.is_cuda:
             o, lse = _nothing(q, v, request) if empty else _walk(q, k, v, request)
             return (o, lse) if return_lse else o
         record = _recorded(q, k, v, request)
-        remember(calls.records, key, record)
+        if key is not None:
+            remember(calls.records, key, record)
     return record(q, k, v, call, return_lse)
 
 
@@ -172,9 +174,9 @@ def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
 def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
     problem, index = request.problem, q.device.index
-    menu = gpu_menu(q, k, v, request.variant, problem, dropout=request.dropout is not None, layout=request.layout)
+    assert request.menu is not None  # q lies on a GPU
     sms = driver.gpu(index).sms
-    loaded = kernel.load(planner.choose(menu, problem, sms))
+    loaded = kernel.load(planner.choose(request.menu, problem, sms))
     strides = {"q": strides_of(q), "k": strides_of(k), "v": strides_of(v), "o": o_layout(q, v)[1][:3]}
     launch = launch_of(request, loaded.plan, strides, sms)
     return _Record(q, v, request, loaded.record(launch, index))

@@ -76,7 +76,7 @@ def position(first: object) -> int | torch.Tensor:
 
 def of_call(variant: Variant, named: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a call's named values that say what sequences have of their own."""
-    return {name: named[name] for name in names_of(variant) if name in named}
+    return {name: named[name] for name in names_of(variant) if name in named} if named else {}
 
 
 def checked(given: Mapping[str, Any], problem: Problem, device: torch.device) -> tuple[Sequences | None, Problem]:
