@@ -88,6 +88,8 @@ def _of_nothing(request: Request, name: str, dlse: torch.Tensor | None) -> torch
     x, sink = request.tensors[name], request.variant.sink
     if sink is None or name != sink.name or dlse is None:
         return torch.zeros_like(x)
+    if (beyond := sequences.beyond(request.sequences, dlse.shape[2])) is not None:
+        dlse = dlse.masked_fill(beyond, 0.0)
     of_rows = dlse.sum(-1).masked_fill(x == -math.inf, 0.0)
     return of_rows.sum_to_size(x.shape).to(x.dtype)
 

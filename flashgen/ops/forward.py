@@ -80,10 +80,15 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
 
 
 def _nothing(q: torch.Tensor, v: torch.Tensor, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    """Without a key: rows have nothing but their sinks."""
+    """Without a key: rows of a sequence have nothing but their sinks."""
     o, lse = outputs(q, v)
     sink = request.variant.sink
-    return o.zero_(), lse.fill_(-math.inf) if sink is None else lse.copy_(request.tensors[sink.name].unsqueeze(-1))
+    if sink is None:
+        return o.zero_(), lse.fill_(-math.inf)
+    lse.copy_(request.tensors[sink.name].unsqueeze(-1))
+    if (beyond := sequences.beyond(request.sequences, q.shape[2])) is not None:
+        lse.masked_fill_(beyond, -math.inf)
+    return o.zero_(), lse
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -223,6 +223,18 @@ def _check_tensor(name: str, tensor: object, size: int, device: torch.device) ->
         )
 
 
+def beyond(found: Sequences | None, rows: int) -> torch.Tensor | None:
+    """Which of a tensor's rows of queries are no query of any sequence, [batch or 1, 1, rows], without a wait; None
+    where all are one's."""
+    lengths = None if found is None else found.tensors[0]
+    if found is None or lengths is None:
+        return None
+    at = torch.arange(rows, device=lengths.device)
+    if found.layout.joined:
+        return ((at < lengths[0]) | (at >= lengths[-1]))[None, None]
+    return (at >= lengths[:, None])[:, None]
+
+
 def watched() -> bool:
     """Whether values on a GPU are to be checked."""
     return os.environ.get(CHECK) == "1"
