@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import threading
@@ -102,6 +103,9 @@ class Variant:
             _by_token[token] = _by_token.pop(token, self)
             if len(_by_token) > MAX_TOKENS:
                 del _by_token[next(iter(_by_token))]
+
+    def __hash__(self) -> int:
+        return hash(self.token)  # that equal variants share; every request and plan is found by its variant
 
     def __copy__(self) -> Variant:
         return self
@@ -231,7 +235,8 @@ class Variant:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(replace(t, example=self.examples.get(t.name)) for t in self._symbols(Tensor))
+        declared, examples = self._symbols(Tensor), self.examples
+        return tuple(t if t.example is (e := examples.get(t.name)) else replace(t, example=e) for t in declared)
 
     @property
     def pair_tensors(self) -> tuple[Tensor, ...]:
@@ -316,11 +321,9 @@ class Variant:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _symbols(self, kind: type, roots: Iterable[Node] | None = None) -> tuple:
+    def _symbols(self, kind: type, roots: tuple[Node, ...] | None = None) -> tuple:
         """What is declared of a kind in these expressions, all unless given, by name."""
-        nodes = walk(self.roots if roots is None else roots)
-        found = {declared for n in nodes if isinstance(declared := symbol_of(n), kind)}
-        return tuple(sorted(found, key=lambda symbol: symbol.name))
+        return _declared(kind, self.roots if roots is None else roots)
 
     def _unify(self) -> list[Symbol]:
         """One name is one declaration; every declaration, by name."""
@@ -443,6 +446,13 @@ class Variant:
     @staticmethod
     def _refused(message: str) -> SpecError:
         return SpecError(message, where=source.caller())
+
+
+@functools.lru_cache(maxsize=1024)
+def _declared(kind: type, roots: tuple[Node, ...]) -> tuple:
+    """What is declared of a kind in expressions, by name; each is looked through once."""
+    found = {declared for n in walk(roots) if isinstance(declared := symbol_of(n), kind)}
+    return tuple(sorted(found, key=lambda symbol: symbol.name))
 
 
 def _restored(kept: Mapping[str, object]) -> Variant:

@@ -16,7 +16,7 @@ from flashgen.lang.stored import broken_promise
 from flashgen.ops import memory, sequences
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_memory, check_rows, checked
 from flashgen.ops.menus import cpu_request, gpu_menu
-from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
+from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember, request_of
 from flashgen.planning import planner
 from flashgen.planning.division import Divided, divide
 from flashgen.planning.members import Keys
@@ -38,19 +38,21 @@ def run(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of one eager call, or o alone, which autograd does not see; arguments and errors as in `attention`."""
     calls = calls_of(call.variant)
+    key = record = None
     try:
-        key = call_key(q, k, v, call, calls)
-        record = calls.records.get(key)
+        record = calls.records.get(found := call_key(q, k, v, call, calls))
+        key = found
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        record = None  # something is no tensor, has no strides, or is no number: said below
+        pass  # something is no tensor, has no strides, or is no number: said below
     if record is None:
-        request = checked(q, k, v, call)
+        request = request_of(q, k, v, call, calls, key)
         empty = request.problem.empty or request.problem.kv_len == 0 or 0 in (q.shape[2], k.shape[2])
         if empty or not q.is_cuda:
             o, lse = _nothing(q, v, request) if empty else _walk(q, k, v, request)
             return (o, lse) if return_lse else o
         record = _recorded(q, k, v, request)
-        remember(calls.records, key, record)
+        if key is not None:
+            remember(calls.records, key, record)
     return record(q, k, v, call, return_lse)
 
 
@@ -81,10 +83,15 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
 
 
 def _nothing(q: torch.Tensor, v: torch.Tensor, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    """Without a key: rows have nothing but their sinks."""
+    """Without a key: rows of a sequence have nothing but their sinks."""
     o, lse = outputs(q, v)
     sink = request.variant.sink
-    return o.zero_(), lse.fill_(-math.inf) if sink is None else lse.copy_(request.tensors[sink.name].unsqueeze(-1))
+    if sink is None:
+        return o.zero_(), lse.fill_(-math.inf)
+    lse.copy_(request.tensors[sink.name].unsqueeze(-1))
+    if (beyond := sequences.beyond(request.sequences, q.shape[2])) is not None:
+        lse.masked_fill_(beyond, -math.inf)
+    return o.zero_(), lse
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,10 +187,11 @@ def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
 def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
     problem, index = request.problem, q.device.index
-    asked = {"dropout": request.dropout is not None, "layout": request.layout}
+    assert request.menu is not None  # q lies on a GPU
+    whole, asked = request.menu, {"dropout": request.dropout is not None, "layout": request.layout}
 
     def ask(keys: Keys) -> planner.Menu:
-        return gpu_menu(q, k, v, request.variant, problem, keys=keys, **asked)
+        return gpu_menu(q, k, v, request.variant, problem, keys=keys, **asked) if keys.split else whole
 
     sms = driver.gpu(index).sms
     found = _divided(ask, request, sms)
