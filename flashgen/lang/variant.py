@@ -62,6 +62,7 @@ class Variant:
     bound       the constants that were folded to other values than their defaults
     given       captured tensors and parameters' values that a call takes where it passes none, by name
     token       a text that equal variants share and others do not, in every process (see `of_token`)
+    names       those of parameters, constants, captured tensors and sink, which calls take
     without     the variant that gives nothing, where this one does (see `bare`)
     """
 
@@ -82,6 +83,7 @@ class Variant:
     bound: tuple[tuple[str, int | float], ...] = field(default=(), repr=False)
     given: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
     token: str = field(init=False, compare=False, repr=False)
+    names: tuple[str, ...] = field(init=False, compare=False, repr=False)
     without: Variant | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -90,9 +92,10 @@ class Variant:
         made = (*named, self.spec, self.bound, self.digest())
         token = hashlib.sha256(f"{made}".encode()).hexdigest()[:32]
         object.__setattr__(self, "token", token)
-        without, names = None, {symbol.name for symbol in declared}
-        if not self.given.keys() <= names:  # what an operator left out
-            object.__setattr__(self, "given", {name: x for name, x in self.given.items() if name in names})
+        object.__setattr__(self, "names", tuple(dict.fromkeys(symbol.name for symbol in declared)))
+        without = None
+        if not self.given.keys() <= set(self.names):  # what an operator left out
+            object.__setattr__(self, "given", {name: x for name, x in self.given.items() if name in self.names})
         if self.given:
             without = replace(self, given={}, parents=tuple(parent.bare for parent in self.parents))
         object.__setattr__(self, "without", without)

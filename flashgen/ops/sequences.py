@@ -51,8 +51,7 @@ class Sequences(NamedTuple):
 
 def names_of(variant: Variant) -> tuple[str, ...]:
     """The names that calls of a variant have for it."""
-    own = [x.name for x in variant.params] + [x.name for x in variant.constants] + [x.name for x in variant.tensors]
-    return (*(name for name in PAGED if name not in own), *dict.fromkeys((*VARLEN, *PAGED_VARLEN)), *BOUNDS)
+    return (*(name for name in PAGED if name not in variant.names), *dict.fromkeys((*VARLEN, *PAGED_VARLEN)), *BOUNDS)
 
 
 def paged(given: Mapping[str, Any]) -> bool:

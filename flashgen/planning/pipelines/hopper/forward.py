@@ -86,6 +86,9 @@ OVERHEAD, VARIANT_REGISTERS, DESCRIPTOR_COLUMNS = 19, 2, 12
 #: Registers that a score function needs beside S; those of a captured element and its address, and of finding them.
 SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
 
+#: And more where query and key select it together: `tree` at head_dim 128 spilled 12 bytes with one left.
+PAIR_REGISTERS = 4
+
 #: A score function that reads an element for each key, in every tile, takes one more register for so many keys.
 READING_KEYS = 6
 
@@ -290,7 +293,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         parts.append(
             Part(
                 name="captured",
-                amount=CAPTURED_REGISTERS + ELEMENT_REGISTERS * keys,
+                amount=CAPTURED_REGISTERS + PAIR_REGISTERS * asked.mask_reads_pairs + ELEMENT_REGISTERS * keys,
                 why=f"an element and its address for each of {keys} keys, and what leads to them",
             )
         )
