@@ -94,7 +94,8 @@ def flash_attn_with_kvcache(
 
     Arguments otherwise as `flash_attn_func` has them, where kv_len is the number of those keys.  The result, or with
     `return_softmax_lse` (result, lse).  What is not there yet is refused by name: writing k and v into the cache,
-    rotary embeddings, caches by index or in pages, padding on the left, and splits that are chosen by the caller.
+    rotary embeddings, caches by index or in pages, and padding on the left.  `num_splits` is `attention`'s `kv_splits`,
+    and 0 leaves it to flashgen.
     """
     missing = {
         "k": (k, "write it into the cache before the call, as k_cache[:, n : n + new] = k"),
@@ -104,7 +105,6 @@ def flash_attn_with_kvcache(
         "cache_batch_idx": (cache_batch_idx, "k_cache[cache_batch_idx], a copy"),
         "cache_leftpad": (cache_leftpad, "padding on the right, with cache_seqlens"),
         "block_table": (block_table, "a cache [batch, kv_len, heads, head_dim] without pages"),
-        "num_splits": (num_splits if num_splits > 1 else None, "num_splits=0: flashgen chooses"),
     }
     for name, (given, cure) in missing.items():
         if given is not None:
@@ -114,6 +114,7 @@ def flash_attn_with_kvcache(
     o, lse = _attend(
         *("flash_attn_with_kvcache", q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, alibi_slopes),
         cache_seqlens,
+        kv_splits=num_splits or None,
     )
     return (o, lse) if return_softmax_lse else o
 
