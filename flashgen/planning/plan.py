@@ -15,6 +15,8 @@ from flashgen.planning.members import (
     DqSum,
     FullTilesApart,
     Keys,
+    KeysLeave,
+    KeysStay,
     OByTma,
     OFromRegisters,
     OInParts,
@@ -131,6 +133,7 @@ class Specialized:
     o: OByTma | OFromRegisters | OInParts
     scheduler: Scheduler
     rows: Queries | PackedQueries
+    l2: KeysStay | KeysLeave = KeysStay()  # noqa: RUF009 (it is frozen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
