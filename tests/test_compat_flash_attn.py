@@ -130,6 +130,8 @@ def test_a_cache_that_is_filled_in_part(causal, options):
     torch.testing.assert_close(lse, right_lse, rtol=1e-5, atol=1e-5)
     one = flash_attn_with_kvcache(q, k, v.nan_to_num(), cache_seqlens=4, causal=causal, **options)
     assert torch.equal(one[0], o[0])
+    split = flash_attn_with_kvcache(q, k, v.nan_to_num(), cache_seqlens=lengths, causal=causal, num_splits=2, **options)
+    torch.testing.assert_close(split, o)
     whole = flash_attn_with_kvcache(q, k, v.nan_to_num(), causal=causal, **options)
     assert torch.equal(whole, flash_attn_func(q, k, v.nan_to_num(), causal=causal, **options))
 
@@ -163,10 +165,7 @@ def test_caches_in_blocks(causal, options):
 
 
 X = torch.zeros(2, 5, 4, 16)
-LACKS = {
-    **dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad"), X),
-    "num_splits": 2,
-}
+LACKS = dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad"), X)
 
 
 @pytest.mark.parametrize("name", LACKS)

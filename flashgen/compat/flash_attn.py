@@ -95,8 +95,8 @@ def flash_attn_with_kvcache(
     Arguments otherwise as `flash_attn_func` has them, where kv_len is the number of those keys.  With a `block_table`
     (int32 [batch, blocks]) caches are [blocks, block_size, kv_heads, head_dim], and a row of the table names those of a
     sequence in order; nothing else of table and caches is read.  The result, or with `return_softmax_lse` (result,
-    lse).  What is not there yet is refused by name: writing k and v into the cache, rotary embeddings, caches by index,
-    padding on the left, and splits that are chosen by the caller.
+    lse).  What is not there yet is refused by name: writing k and v into the cache, rotary embeddings, caches by index
+    and padding on the left.  `num_splits` is `attention`'s `kv_splits`, and 0 leaves it to flashgen.
     """
     missing = {
         "k": (k, "write it into the cache before the call, as k_cache[:, n : n + new] = k"),
@@ -105,7 +105,6 @@ def flash_attn_with_kvcache(
         "rotary_sin": (rotary_sin, "rotate q and k before the call"),
         "cache_batch_idx": (cache_batch_idx, "k_cache[cache_batch_idx], a copy"),
         "cache_leftpad": (cache_leftpad, "padding on the right, with cache_seqlens"),
-        "num_splits": (num_splits if num_splits > 1 else None, "num_splits=0: flashgen chooses"),
     }
     for name, (given, cure) in missing.items():
         if given is not None:
@@ -117,7 +116,7 @@ def flash_attn_with_kvcache(
         _check(name, (q,), "batch", "seqlen", "heads", "head_dim", of="q")
         _check(name, (k_cache, v_cache), "blocks", "block_size", "heads", "head_dim", of="kv")
         rule, named = _rule(causal, window_size, softcap, alibi_slopes, None)
-        pages = {"page_table": block_table, "kv_lengths": cache_seqlens}
+        pages = {"page_table": block_table, "kv_lengths": cache_seqlens, "kv_splits": num_splits or None}
         given = {"scale": softmax_scale, "return_lse": True, **pages, **named}
         o, lse = attention(q.transpose(1, 2), k_cache, v_cache, rule, **given)
         note(name)
@@ -125,6 +124,7 @@ def flash_attn_with_kvcache(
     o, lse = _attend(
         *("flash_attn_with_kvcache", q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, alibi_slopes),
         cache_seqlens,
+        kv_splits=num_splits or None,
     )
     return (o, lse) if return_softmax_lse else o
 

@@ -278,3 +278,21 @@ class PackedQueries:
 
     template: ClassVar[str] = "hopper/forward_rows_of_packs.cu.j2"
     packed: ClassVar[bool] = True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: what L2 does with the keys that TMA has loaded, by which function of the device library
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysStay:
+    """They stay as others do: more tiles of queries load them."""
+
+    load: ClassVar[str] = "tma_load_4d"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysLeave:
+    """They are the first to leave: nobody loads them again, and parts of o may stay instead."""
+
+    load: ClassVar[str] = "tma_load_4d_once"

@@ -22,6 +22,8 @@ from flashgen.planning.members import (
     HighestAsFloat,
     HighestAsInteger,
     Keys,
+    KeysLeave,
+    KeysStay,
     OByTma,
     OFromRegisters,
     OInParts,
@@ -407,7 +409,9 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
         registers += (Part(name="packed", amount=PACKED_REGISTERS, why="the queries of two rows"),)
         if total(registers) > (plan.program.consumer_registers or 0):
             return None
-    return replace(plan, registers=registers, specialized=replace(_layout(plan), rows=PackedQueries()))
+    # A few queries are one tile: its blocks alone load these keys, each once.
+    l2 = KeysLeave() if plan.keys.split else KeysStay()
+    return replace(plan, registers=registers, specialized=replace(_layout(plan), rows=PackedQueries(), l2=l2))
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
