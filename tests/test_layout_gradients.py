@@ -185,3 +185,18 @@ def test_the_planner_takes_pipeline_hopper(layout, spec, head_dim, deterministic
     plan = backward_menu(variant, "sm_90a", "bfloat16", head_dim, layout=layout, deterministic=deterministic).plans[0]
     assert plan.pipeline == "hopper" and plan.fallbacks == ()
     assert "sequence" in emit(plan)
+
+
+@pytest.mark.parametrize("pipeline", ["ampere", "hopper"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"layout": Varlen(), "q_lengths": (33, 0, 70), "kv_lengths": (70, 10, 0), "poisoned": 1},
+        {"q_lengths": (70, 30), "kv_lengths": (63, 0)},
+    ],
+    ids=["varlen", "padded"],
+)
+def test_gradients_of_a_sink(given, pipeline):
+    """A sequence without keys has the sink alone: its lse moves with it."""
+    found = check("gpt_oss", given, pipeline=pipeline, gradients=("sink",))
+    assert abs(found.captured["sink"]).min() > 0.1
