@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
-from flashgen.ops import autograd, library
+from flashgen.ops import autograd, library, nested
 from flashgen.ops.call import Call
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
+from flashgen.ops.out import WITH_GRADIENTS
 from flashgen.ops.sequences import BOUNDS, VARLEN, joined, position
 from flashgen.ops.sinks import with_given_sink
 from flashgen.ops.tracing import any_autocast, autocast, traced, transformed
@@ -30,6 +33,7 @@ def attention(
     q_offset: int | str | torch.Tensor | None = None,
     q_lengths: torch.Tensor | None = None,
     kv_lengths: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """o = softmax(mask(score(scale * q k^T))) v of a variant; with `return_lse` (o, lse).
@@ -60,6 +64,11 @@ def attention(
     from 0 to what a tensor has, and a position below 0 as 0; FLASHGEN_CHECK=1 in the environment refuses others, for
     which the host waits.  Names that the variant declares are its own.
 
+    o is written to `out` where that is given, a tensor of o's shape, dtype and device that shares no memory with the
+    inputs; it is refused where a gradient is wanted.  q, k and v may be jagged nested tensors [batch, heads, rows,
+    head_dim] (torch.nested, layout torch.jagged): they are served as those of `attention_varlen`, and o, lse and
+    gradients are nested as q is.
+
     With `dropout` each probability is dropped by that chance and the others grow by 1 / (1 - dropout); lse is that of
     none dropped.  What is dropped follows from torch's generator of the device (torch.manual_seed repeats it), or from
     `seed`, and from a pair's own batch, head, query and key: not from tiles, pipelines or other heads and lengths.
@@ -74,9 +83,13 @@ def attention(
     once for each such kernel.
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
+    if type(q) is not torch.Tensor and nested.is_jagged(q, k, v):
+        options = {"scale": scale, "dropout": dropout, "seed": seed, "deterministic": deterministic}
+        lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out}
+        return _nested(q, k, v, variant, return_lse, lengths, {**options, "q_offset": q_offset, **named})
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
-    return _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named)
+    return _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named, out)
 
 
 def attention_varlen(
@@ -95,6 +108,7 @@ def attention_varlen(
     seed: int | None = None,
     deterministic: bool = False,
     q_offset: int | str | torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` of sequences that lie behind each other: o, and with `return_lse` (o, lse).
@@ -111,7 +125,7 @@ def attention_varlen(
     anything runs; where FLASHGEN_CHECK=1 is in the environment, and on a CPU always, for cumulative lengths that
     decrease, leave the tensor or pass their bounds too.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in (("q", q), ("k", k), ("v", v), *((("out", out),) if out is not None else ())):
         if not isinstance(x, torch.Tensor):
             raise LaunchError(no_tensor(name, x))
         if x.dim() != 3:
@@ -125,10 +139,36 @@ def attention_varlen(
     if q_offset is not None:
         own[VARLEN[2]] = position(q_offset)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, {**named, **own})
+    to = None if out is None else out.transpose(0, 1).unsqueeze(0)
+    found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, {**named, **own}, to)
+    if out is not None:
+        return (out, found[1][0]) if isinstance(found, tuple) else out
     if isinstance(found, tuple):
         return found[0][0].transpose(0, 1), found[1][0]
     return found[0].transpose(0, 1)
+
+
+def _nested(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    return_lse: bool,
+    refused: dict[str, object],
+    given: dict[str, Any],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The call of jagged nested tensors: their rows lie behind each other."""
+    for name, x in refused.items():
+        if x is not None:
+            raise LaunchError(f"{name} was given beside nested tensors, which have lengths\n  nearest: no {name}")
+    nested.check_together(k, v)
+    of_q, of_k, of_v = (nested.apart(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    bounds = {"max_seqlen_q": of_q.longest, "max_seqlen_k": of_k.longest, "return_lse": return_lse}
+    rows = of_q.rows, of_k.rows, of_v.rows
+    found = attention_varlen(*rows, variant, of_q.starts, of_k.starts, **bounds, **given)
+    if isinstance(found, tuple):
+        return nested.like(found[0], q), nested.like(found[1].transpose(0, 1), q)
+    return nested.like(found, q)
 
 
 def _attend(
@@ -142,6 +182,7 @@ def _attend(
     seed: int | None,
     deterministic: bool,
     named: dict[str, object],
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The call, by whoever runs it."""
     if "sink" in named and named["sink"] is None:
@@ -154,15 +195,29 @@ def _attend(
     under_transform = not compiling and transformed()
     if compiling or (not under_transform and traced(q, k, v)):
         call = Call(variant, scale, named, deterministic=deterministic)
+        if out is not None:
+            lse = library.through_op_into(out, q, k, v, call, dropout, seed)
+            return (out, lse) if return_lse else out
         o, lse = library.through_op(q, k, v, call, dropout, seed)
         return (o, lse) if return_lse else o
     if deterministic is not False and (wrong := no_flag("deterministic", deterministic)):
         raise LaunchError(wrong)
     call = Call(with_given_sink(variant, named), scale, named, drawn(dropout, seed, q), deterministic)
+    if out is not None:
+        return _into(out, q, k, v, call, return_lse, under_transform)
     if under_transform or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *named.values())):
         o, lse = autograd.attention(q, k, v, call)
         return (o, lse) if return_lse else o
     return run(q, k, v, call, return_lse)
+
+
+def _into(
+    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool, transform: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """An eager call whose result has its place."""
+    if transform or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *call.named.values())):
+        raise LaunchError(WITH_GRADIENTS)
+    return run(q, k, v, call, return_lse, out)
 
 
 def _given(variant: Variant) -> dict[str, object]:
