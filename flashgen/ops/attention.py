@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ def _nested(
     v: torch.Tensor,
     variant: Variant,
     return_lse: bool,
-    refused: dict[str, object],
+    refused: Mapping[str, object],
     given: dict[str, Any],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The call of jagged nested tensors: their rows lie behind each other."""
@@ -163,9 +164,14 @@ def _nested(
             raise LaunchError(f"{name} was given beside nested tensors, which have lengths\n  nearest: no {name}")
     nested.check_together(k, v)
     of_q, of_k, of_v = (nested.apart(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    bounds = {"max_seqlen_q": of_q.longest, "max_seqlen_k": of_k.longest, "return_lse": return_lse}
-    rows = of_q.rows, of_k.rows, of_v.rows
-    found = attention_varlen(*rows, variant, of_q.starts, of_k.starts, **bounds, **given)
+    found = attention_varlen(
+        *(of_q.rows, of_k.rows, of_v.rows),
+        *(variant, of_q.starts, of_k.starts),
+        max_seqlen_q=of_q.longest,
+        max_seqlen_k=of_k.longest,
+        return_lse=return_lse,
+        **given,
+    )
     if isinstance(found, tuple):
         return nested.like(found[0], q), nested.like(found[1].transpose(0, 1), q)
     return nested.like(found, q)
