@@ -133,7 +133,15 @@ class InGroups:
     late_first: bool
 
 
-BlockOrder = HeadByHead | InGroups
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequencesInGroups:
+    """The same where sequences lie behind each other: keys of one, then those of the next."""
+
+    template: ClassVar[str] = "hopper/backward_sequences_in_groups.cu.j2"
+    late_first: bool
+
+
+BlockOrder = HeadByHead | InGroups | SequencesInGroups
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, backward: how dq is added up in memory, by which function of consumers
