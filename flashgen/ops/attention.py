@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from flashgen.errors import LaunchError
@@ -12,7 +15,7 @@ from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
 from flashgen.ops.sequences import BOUNDS, VARLEN, joined, position
 from flashgen.ops.sinks import with_given_sink
-from flashgen.ops.tracing import any_autocast, autocast, traced, transformed
+from flashgen.ops.tracing import any_autocast, autocast, sharded, traced, transformed
 from flashgen.ops.values import no_flag, no_tensor
 
 
@@ -154,6 +157,9 @@ def _attend(
     under_transform = not compiling and transformed()
     if compiling or (not under_transform and traced(q, k, v)):
         call = Call(variant, scale, named, deterministic=deterministic)
+        if sharded(q, k, v):
+            o, lse = _of_shards(compiling)(q, k, v, call, dropout, seed)
+            return (o, lse) if return_lse else o
         o, lse = library.through_op(q, k, v, call, dropout, seed)
         return (o, lse) if return_lse else o
     if deterministic is not False and (wrong := no_flag("deterministic", deterministic)):
@@ -163,6 +169,17 @@ def _attend(
         o, lse = autograd.attention(q, k, v, call)
         return (o, lse) if return_lse else o
     return run(q, k, v, call, return_lse)
+
+
+def _of_shards(compiling: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """What computes calls of DTensors; torch.compile breaks its graph there."""
+    from flashgen.ops.shards import attend
+
+    if not compiling:
+        return attend
+    from flashgen.frontends.eager import apart
+
+    return functools.partial(apart, attend)
 
 
 def _given(variant: Variant) -> dict[str, object]:
