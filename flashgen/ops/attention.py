@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 
 from flashgen.errors import LaunchError
@@ -158,7 +155,9 @@ def _attend(
     if compiling or (not under_transform and traced(q, k, v)):
         call = Call(variant, scale, named, deterministic=deterministic)
         if sharded(q, k, v):
-            o, lse = _of_shards(compiling)(q, k, v, call, dropout, seed)
+            from flashgen.ops import shards
+
+            o, lse = shards.attend(q, k, v, call, dropout, seed)
             return (o, lse) if return_lse else o
         o, lse = library.through_op(q, k, v, call, dropout, seed)
         return (o, lse) if return_lse else o
@@ -169,17 +168,6 @@ def _attend(
         o, lse = autograd.attention(q, k, v, call)
         return (o, lse) if return_lse else o
     return run(q, k, v, call, return_lse)
-
-
-def _of_shards(compiling: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """What computes calls of DTensors; torch.compile breaks its graph there."""
-    from flashgen.ops.shards import attend
-
-    if not compiling:
-        return attend
-    from flashgen.frontends.eager import apart
-
-    return functools.partial(apart, attend)
 
 
 def _given(variant: Variant) -> dict[str, object]:

@@ -25,14 +25,10 @@ from flashgen.ops.dropout import check, drawn
 from flashgen.ops.forward import o_layout, run
 from flashgen.ops.sinks import with_given_sink
 from flashgen.ops.tracing import traced, transformed
+from flashgen.runtime.philox import Dropout
 
 #: What a dimension of a captured tensor is the size of, and the axis of q and k that is cut with it.
 _AXIS_OF = {"batch": 0, "heads": 1, "kv_heads": 1}
-
-_UNDER = (
-    "under a tracer, a mode of torch's dispatcher or a transform of torch.func is not served\n"
-    "  nearest: the call outside of it, or q.to_local(), k.to_local() and v.to_local() where neither b nor h is read"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +55,19 @@ class _Part:
         return tuple(name for name, axis in _AXIS_OF.items() if axis in axes)
 
 
-def attend(
-    q: Any, k: Any, v: Any, call: Call, dropout: Any, seed: int | None
-) -> tuple[DTensor, DTensor]:
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile breaks its graph at such a call
+def attend(q: Any, k: Any, v: Any, call: Call, dropout: Any, seed: int | None) -> tuple[DTensor, DTensor]:
     """(o, lse) as DTensors of q's placements, of a call whose dropout is not drawn yet; differentiable as that of
     plain tensors is.  Raises LaunchError for placements that cut what a kernel needs whole."""
     if transformed():
-        raise LaunchError(f"attention of DTensors {_UNDER}")
+        raise LaunchError(library.SHARDED)
     part = _part(q, k, v)
-    call = call._replace(variant=with_given_sink(call.variant, call.named), dropout=_drawn(part, dropout, seed))
+    call = call._replace(variant=with_given_sink(call.variant, call.named), dropout=_drawn(part, dropout, seed, q))
     call = _moved(part, call)
-    own = tuple(x.to_local() for x in (q, k, v))
+    own = q.to_local(), k.to_local(), v.to_local()
     if traced(*own):
         if call.dropout is not None:
-            raise LaunchError(f"dropout of DTensors {_UNDER}")
+            raise LaunchError(library.SHARDED)  # an op has no place for where dropout counts from
         o, lse = library.attend(*own, call)
     elif torch.is_grad_enabled() and torch._C._any_requires_grad(*own, *call.named.values()):
         o, lse = autograd.attention(*own, call)
@@ -87,7 +82,7 @@ def attend(
     return o, lse
 
 
-def _drawn(part: _Part, dropout: Any, seed: int | None) -> Any:
+def _drawn(part: _Part, dropout: Any, seed: int | None, like: torch.Tensor) -> Dropout | None:
     """The dropout of this part: heads are counted over all."""
     if type(dropout) is float and dropout == 0.0 and seed is None:
         return None
@@ -97,7 +92,7 @@ def _drawn(part: _Part, dropout: Any, seed: int | None) -> Any:
             "dropout of DTensors has no seed: processes would draw by generators of their own\n"
             "  nearest: seed=..., the same number in each process, and another one in each call"
         )
-    found = drawn(dropout, seed, None)
+    found = drawn(dropout, seed, like)
     if found is None:
         return None
     batch, heads = part.spans["batch"], part.spans["heads"]
@@ -117,7 +112,9 @@ def _part(q: Any, k: Any, v: Any) -> _Part:
                 f"  nearest: distribute_tensor({name}, mesh, placements), as the others are"
             )
         if x.dim() != 4:
-            raise LaunchError(f"{name} has {x.dim()} dimensions {list(x.shape)}: DTensors are [batch, heads, seqlen, dim]")
+            raise LaunchError(
+                f"{name} has {x.dim()} dimensions {list(x.shape)}: DTensors are [batch, heads, seqlen, dim]"
+            )
         if x.device_mesh != q.device_mesh or x.placements != q.placements:
             raise LaunchError(
                 f"q is {_placed(q)} and {name} {_placed(x)}: q, k and v are sharded alike\n"
@@ -223,7 +220,7 @@ _Place = tuple[str, int]
 def _shifted(variant: Variant, cut: tuple[str, ...], own: frozenset[_Place], free: frozenset[_Place]) -> _Shifted:
     """A variant whose b and h are those of all processes where these dimensions are cut; of captured tensors it reads
     the part in the places `own`, and the whole in others, of which those that are `free` have any size."""
-    taken = {x.name for x in (*variant.params, *variant.constants, *variant.tensors)}
+    taken = {x.name for declared in (variant.params, variant.constants, variant.tensors) for x in declared}
     numbers: dict[str, tuple[str, str]] = {}
     changed: dict[Node, Node] = {_GROUP: _GROUP}
 
@@ -247,9 +244,7 @@ def _shifted(variant: Variant, cut: tuple[str, ...], own: frozenset[_Place], fre
             return node("size", n.dtype, (), (tensors[n.attr[0]], n.attr[1]), n.where)
         if n.op != "load":
             return None
-        operands = (
-            back.get(at, at) if (n.attr.name, axis) in own else at for axis, at in enumerate(n.operands)
-        )
+        operands = (back.get(at, at) if (n.attr.name, axis) in own else at for axis, at in enumerate(n.operands))
         return node("load", n.dtype, operands, tensors.get(n.attr, n.attr), n.where)
 
     def rewritten(root: Node | None) -> Node | None:
@@ -331,15 +326,15 @@ def _local(part: _Part, name: str, x: torch.Tensor, axes: Mapping[int, str]) -> 
     for axis, dim in axes.items():
         if x.shape[axis] != part.spans[dim].all:
             raise LaunchError(
-                f"{name} is {list(x.shape)}: dimension {axis} must be {dim} = {part.spans[dim].all}, those of all processes"
+                f"{name} is {list(x.shape)}: dimension {axis} must be {dim} = {part.spans[dim].all}, that of all"
             )
     cuts = {axis: [i for i, p in enumerate(part.placements) if p == Shard(_AXIS_OF[dim])] for axis, dim in axes.items()}
     for i, placement in enumerate(placements):
         known = type(placement) is Shard and i in cuts.get(placement.dim, ())
         if type(placement) is not Replicate and not known:
             raise LaunchError(
-                f"{name} is {list(placements)} and q {list(part.placements)}: a captured tensor is replicated, or sharded"
-                " where q is, in a dimension that the own b or h alone selects\n"
+                f"{name} is {list(placements)} and q {list(part.placements)}: a captured tensor is replicated, or"
+                " sharded where q is, in a dimension that the own b or h alone selects\n"
                 f"  nearest: {name}.redistribute(placements=[Replicate()] * {len(placements)})"
             )
     summed = tuple(
