@@ -147,7 +147,7 @@ def flash_attn_varlen_func(
         raise LaunchError(f"{name} has no block_table in flashgen yet\n  nearest: k and v without pages")
     _no_probabilities(return_attn_probs, dropout_p)
     _check(name, (q, k, v), "rows", "heads", "head_dim")
-    rule, named = _rule(causal, window_size, softcap, alibi_slopes, None)
+    rule, named = rule_of(causal, window_size, softcap, alibi_slopes, None)
     o, lse = attention_varlen(
         *(q, k, v, rule, cu_seqlens_q, cu_seqlens_k),
         max_seqlen_q=max_seqlen_q,
@@ -214,14 +214,14 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result [batch, q_len, heads, head_dim] and its lse."""
     _check(name, (q, k, v), "batch", "seqlen", "heads", "head_dim")
-    rule, named = _rule(causal, window, softcap, slopes, lengths)
+    rule, named = rule_of(causal, window, softcap, slopes, lengths)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o, lse = attention(q, k, v, rule, scale=scale, return_lse=True, **options, **named)
     note(name)
     return o.transpose(1, 2), lse
 
 
-def _rule(
+def rule_of(
     causal: bool,
     window: tuple[int, int],
     softcap: float,

@@ -281,7 +281,7 @@ def _moved(part: _Part, call: Call) -> Call:
     for name, x in call.named.items():
         if not isinstance(x, torch.Tensor):
             continue
-        if name in lengths:
+        if name in lengths and name in (*sequences.PADDED, *sequences.VARLEN):
             dims: tuple[str | int | None, ...] = ("batch",) if name in sequences.PADDED else (None,)
             selected: tuple[str | None, ...] = dims  # type: ignore[assignment]
         elif name in declared:
