@@ -170,7 +170,7 @@ def test_a_block_mask_is_asked_about_once(monkeypatch):
 
 
 def test_blocks_are_left_out_while_mask_mod_reads_what_they_were_made_of(monkeypatch):
-    """A mask_mod that reads tensors is asked once for each of their contents; where it disagrees the blocks say more."""
+    """A mask_mod that reads tensors is asked once for each of their contents; blocks that it disagrees with stay."""
     asked = []
     asks = ours._follows
     monkeypatch.setattr(ours, "_follows", lambda *given: asked.append(1) or asks(*given))

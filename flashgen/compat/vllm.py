@@ -1,7 +1,7 @@
 """The operator that engines of serving call, by the argument names of vLLM's `flash_attn_varlen_func`.
 
-An engine's backend is then a thin class: it writes new keys and values into its cache, as it does today, and hands the
-metadata of its batch over as it has it.  Prompts that are read, chunks of them and sequences that decode go in one call.
+An engine's backend is then a thin class: it writes new keys and values into its cache, as it does today, and hands over
+the metadata of its batch as it has it.  Prompts that are read, chunks of them and sequences that decode go in one call.
 """
 
 from __future__ import annotations
@@ -82,11 +82,12 @@ def flash_attn_varlen_func(
         "cp_rank": (cp_rank or None, "cp_rank=0"),
         "cp_tot_seqused_k": (cp_tot_seqused_k, "a call for each part, and flashgen.merge"),
     }
-    for name, (given, cure) in missing.items():
-        if given is not None:
+    for name, (asked, cure) in missing.items():
+        if asked is not None:
             raise LaunchError(f"{NAME} serves no {name} in flashgen\n  nearest: {cure}")
-    window = (-1, -1) if window_size is None else tuple(window_size)
-    rule, named = flash_attn.rule_of(causal, window, softcap, alibi_slopes, None)  # type: ignore[arg-type]
+    window: Any = (-1, -1) if window_size is None else tuple(window_size)
+    rule, named = flash_attn.rule_of(causal, window, softcap, alibi_slopes, None)
+    given: dict[str, Any] = {**named, **_keys(cu_seqlens_k, seqused_k, block_table)}
     o, lse = attention_varlen(
         *(q, k, v, rule, cu_seqlens_q),
         max_seqlen_q=max_seqlen_q,
@@ -96,8 +97,7 @@ def flash_attn_varlen_func(
         dropout=dropout_p,
         deterministic=deterministic,
         sink=s_aux,
-        **_keys(cu_seqlens_k, seqused_k, block_table),
-        **named,
+        **given,
     )
     note(NAME)
     if out is not None:
