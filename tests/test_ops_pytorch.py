@@ -8,7 +8,6 @@ import torch
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import flashgen as fg
@@ -259,13 +258,6 @@ def test_fully_sharded_parameters(mesh):
             o.square().sum().backward()
         found.append((o.detach(), *(getattr(p.grad, "to_local", lambda p=p: p.grad)() for p in block.parameters())))
     torch.testing.assert_close(*found)
-
-
-def test_dtensors_are_refused(mesh):
-    q = distribute_tensor(torch.randn(2, 2, 5, 16), mesh, [Shard(0)])
-    for given in (q, q.detach().requires_grad_()):
-        with pytest.raises(LaunchError, match=r"^q, k and v are DTensors(?s:.*)nearest: q.to_local\(\)"):
-            fg.attention(given, given, given, full)
 
 
 def test_calls_leave_memory_resizable():

@@ -52,6 +52,8 @@ DROPOUT = (
     Field("dropout_offset", "u64"),
     Field("dropout_threshold", "u32"),
     Field("dropout_scale", "float"),
+    Field("dropout_first", "u32"),
+    Field("dropout_heads", "u32"),
 )
 
 

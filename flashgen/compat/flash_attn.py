@@ -115,7 +115,7 @@ def flash_attn_with_kvcache(
         name = "flash_attn_with_kvcache"
         _check(name, (q,), "batch", "seqlen", "heads", "head_dim", of="q")
         _check(name, (k_cache, v_cache), "blocks", "block_size", "heads", "head_dim", of="kv")
-        rule, named = _rule(causal, window_size, softcap, alibi_slopes, None)
+        rule, named = rule_of(causal, window_size, softcap, alibi_slopes, None)
         pages = {"page_table": block_table, "kv_lengths": cache_seqlens, "kv_splits": num_splits or None}
         options: dict[str, Any] = {"scale": softmax_scale, "return_lse": True, **pages, **named}
         o, lse = attention(q.transpose(1, 2), k_cache, v_cache, rule, **options)
@@ -156,7 +156,7 @@ def flash_attn_varlen_func(
     """
     name = "flash_attn_varlen_func"
     _no_probabilities(return_attn_probs, dropout_p)
-    rule, named = _rule(causal, window_size, softcap, alibi_slopes, None)
+    rule, named = rule_of(causal, window_size, softcap, alibi_slopes, None)
     if block_table is None:
         _check(name, (q, k, v), "rows", "heads", "head_dim")
         keys: dict[str, Any] = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
@@ -235,14 +235,14 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result [batch, q_len, heads, head_dim] and its lse."""
     _check(name, (q, k, v), "batch", "seqlen", "heads", "head_dim")
-    rule, named = _rule(causal, window, softcap, slopes, lengths)
+    rule, named = rule_of(causal, window, softcap, slopes, lengths)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o, lse = attention(q, k, v, rule, scale=scale, return_lse=True, **options, **named)
     note(name)
     return o.transpose(1, 2), lse
 
 
-def _rule(
+def rule_of(
     causal: bool,
     window: tuple[int, int],
     softcap: float,

@@ -17,7 +17,7 @@ from flashgen.ops.out import WITH_GRADIENTS
 from flashgen.ops.pages import heads_first
 from flashgen.ops.sequences import BOUNDS, PAGED, VARLEN, in_pages, joined, names_of, position, refuse_gradients
 from flashgen.ops.sinks import with_given_sink
-from flashgen.ops.tracing import any_autocast, autocast, traced, transformed
+from flashgen.ops.tracing import any_autocast, autocast, sharded, traced, transformed
 from flashgen.ops.values import no_flag, no_tensor
 
 
@@ -242,6 +242,13 @@ def _attend(
     under_transform = not compiling and transformed()
     if compiling or (not under_transform and traced(q, k, v)):
         call = Call(variant, scale, named, deterministic=deterministic)
+        if sharded(q, k, v):
+            if out is not None:
+                raise LaunchError("out is given beside DTensors\n  nearest: the result, which is a DTensor as q is")
+            from flashgen.ops import shards
+
+            o, lse = shards.attend(q, k, v, call, dropout, seed)
+            return (o, lse) if return_lse else o
         if out is not None:
             lse = library.through_op_into(out, q, k, v, call, dropout, seed)
             return (out, lse) if return_lse else out

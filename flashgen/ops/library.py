@@ -61,10 +61,10 @@ TRANSFORMED = (
     " forward-mode AD\n  nearest: torch.func.grad and torch.func.vjp without torch.compile, or backward() with it"
 )
 
-#: What DTensors are told.
+#: What DTensors are told where they are not plain calls.
 SHARDED = (
-    "q, k and v are DTensors: a kernel reads tensors of one device, and its b and h would be those of a shard\n"
-    "  nearest: q.to_local() of each, sharded alike by batch or by heads, under a variant that reads neither b nor h"
+    "attention of DTensors under a tracer, a mode of torch's dispatcher or a transform of torch.func is not served\n"
+    "  nearest: the call outside of it, or q.to_local(), k.to_local() and v.to_local() where neither b nor h is read"
 )
 
 #: The variants of graphs that were traced, which may live as long as the process.
@@ -126,8 +126,6 @@ def _checked(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise LaunchError(no_tensor(name, tensor))
-    if not torch.compiler.is_compiling() and sharded(q, k, v):
-        raise LaunchError(SHARDED)
     return _wrong(call, dropout, seed)
 
 

@@ -139,11 +139,11 @@ class Numbers:
     The same ones are the same tuple again.
     """
 
-    __slots__ = ("_first", "_head_dim", "_last", "_params", "_variant")
+    __slots__ = ("_first", "_head_dim", "_heads", "_last", "_params", "_variant")
 
     def __init__(self, request: Request) -> None:
         self._variant, self._head_dim = request.variant, request.problem.head_dim
-        self._params = tuple(request.params)
+        self._params, self._heads = tuple(request.params), request.problem.heads
         own, dims = request.sequences, {t.name: t.dims for t in self._variant.tensors}
         self._first = own and sequences.First(own, request.problem, request.tensors, dims)
         self._last: tuple[Key, tuple[float, ...]] = ((), ())
@@ -160,7 +160,7 @@ class Numbers:
             numbers = abs(factor(scale, self._head_dim)), *[values[name] for name in self._params], *first
             if 0 not in now:  # 0.0 and -0.0 are equal and not the same
                 self._last = now, numbers
-        return numbers if dropout is None else (*numbers, *dropout_scalars(dropout))
+        return numbers if dropout is None else (*numbers, *dropout_scalars(dropout, self._heads))
 
 
 def launch_of(

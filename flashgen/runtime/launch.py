@@ -214,7 +214,7 @@ def make_launch(
     if cache is not None:
         numbers |= cache.numbers(plan.tile.kv)
     if dropout is not None:
-        numbers |= zip(_DROPOUT, dropout_scalars(dropout), strict=True)
+        numbers |= zip(_DROPOUT, dropout_scalars(dropout, problem.heads), strict=True)
     for name, of_tensor in strides.items():
         for axis, stride in zip(("batch", "head", "row"), of_tensor, strict=True):
             numbers[f"{name}_{axis}"] = stride
@@ -245,9 +245,9 @@ def main_entry(plan: KernelPlan) -> str:
     return f"attention_{plan.pass_name}"
 
 
-def dropout_scalars(dropout: Dropout) -> tuple[int | float, ...]:
+def dropout_scalars(dropout: Dropout, heads: int) -> tuple[int | float, ...]:
     """What kernels that drop probabilities take beside the other scalars, in the order of `Launch.scalars`."""
-    return dropout.seed, dropout.offset, dropout.threshold, dropout.scale
+    return dropout.seed, dropout.offset, dropout.threshold, dropout.scale, dropout.first, dropout.stride(heads)
 
 
 def grids(
