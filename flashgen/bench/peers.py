@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,14 +160,32 @@ def from_file(path: Path, entry: str) -> Callable[..., Callable[[], object] | No
     return functions(path, entry)[entry]
 
 
-def functions(path: Path, entry: str, *optional: str) -> dict[str, Callable[..., Callable[[], object] | None]]:
-    """As `from_file`, with those of the `optional` names that the file has: by name."""
+def some(path: Path, entries: Sequence[str]) -> dict[str, Callable[..., Callable[[], object] | None]]:
+    """Those of these functions that a peer's file has, by name.  Raises LaunchError where it has none of them."""
+    made = _run(path)
+    if not (found := {name: made[name] for name in entries if name in made}):
+        known = ", ".join(entries)
+        raise LaunchError(
+            f"{path} defines none of the functions that this benchmark calls\n  nearest: {known}"
+            if known
+            else f"this benchmark calls no function of a peer's file, and was given {path}"
+        )
+    return found
+
+
+def _run(path: Path) -> dict[str, Any]:
+    """What a peer's file defines."""
     try:
-        made = runpy.run_path(str(path))
+        return runpy.run_path(str(path))
     except OSError as error:
         raise LaunchError(f"the peer {path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # whatever a person's file raises
         raise LaunchError(f"the peer {path} cannot be run: {type(error).__name__}: {error}") from error
+
+
+def functions(path: Path, entry: str, *optional: str) -> dict[str, Callable[..., Callable[[], object] | None]]:
+    """As `from_file`, with those of the `optional` names that the file has: by name."""
+    made = _run(path)
     if entry not in made:
         raise LaunchError(f"{path} defines no function {entry}")
     return {name: made[name] for name in (entry, *optional) if name in made}

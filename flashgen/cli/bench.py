@@ -1,4 +1,4 @@
-"""`flashgen bench`: forward, backward, both on harder data, or the host's part beside peers, checked and recorded."""
+"""`flashgen bench`: kernels of a pipeline, harder data, the host's part, or a suite beside peers, checked and recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from flashgen.bench.protocol import MIN_ROUNDS
-from flashgen.cli import options
+from flashgen.cli import options, suite
 from flashgen.cli.console import err, progress, size, tabulate, times_faster, write_json
 from flashgen.errors import LaunchError, PlanError
 
@@ -27,12 +27,26 @@ HOST = "host"
 DATA = "data"
 
 
+#: Options that not every benchmark takes, and those that do.
+OF_SOME = {
+    "--backward": ("ampere", "hopper", DATA, *suite.SUITES),
+    "--peer-file": ("ampere", "hopper", DATA, *suite.SUITES),
+    "--inputs": (DATA,),
+    "--draws": (DATA,),
+    "--seqlen": (DATA,),
+    "--pipeline": (DATA,),
+    "--part": tuple(suite.SUITES),
+    "--budget": tuple(suite.SUITES),
+}
+
+
 def command(
     pipeline: Annotated[
         str,
         typer.Argument(
             help="ampere or hopper: which kernels are measured. host: the host's part of a call, a plan, an import."
-            " data: accuracy and speed on inputs as trained models have them."
+            " data: accuracy and speed on inputs as trained models have them. "
+            + " ".join(f"{name}: {what}." for name, what in suite.WHAT.items())
         ),
     ],
     backward: Annotated[bool, typer.Option("--backward", help="The gradients, instead of the forward.")] = False,
@@ -57,14 +71,18 @@ def command(
         str | None,
         typer.Option("--pipeline", help="data: which kernels are measured. [dim]default: what the planner takes[/]"),
     ] = None,
+    part: Annotated[str, typer.Option(help="A suite's parts, e.g. decode,pages; commas between.")] = "",
+    budget: Annotated[
+        float | None,
+        typer.Option(min=1, help="A suite: begin no row after so many seconds; the record says which were left."),
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Where raw results go.", callback=options.results)] = Path(
         "generated/bench"
     ),
     seed: options.Seed = 0,
     as_json: options.as_json("path, cells (as the record holds them)") = False,
 ) -> None:
-    """Time the forward, the backward, or the host's part of both, beside their peers on this GPU; exit 1 where a
-    result is wrong."""
+    """Time kernels, calls or the host's part of both beside their peers on this GPU; exit 1 where a result is wrong."""
     import torch
 
     from flashgen.bench import cells as tables
@@ -80,41 +98,42 @@ def command(
         from flashgen.bench import forward as bench
 
         name, table = "forward", tables.FORWARD
-    if pipeline not in (*table, HOST, DATA):
-        raise PlanError(
-            f"there is no benchmark of pipeline {pipeline!r}\n  nearest: {', '.join(table)}, {HOST}, {DATA}"
-        )
+    if pipeline not in (known := (*table, HOST, DATA, *suite.SUITES)):
+        raise PlanError(f"there is no benchmark of pipeline {pipeline!r}\n  nearest: {', '.join(known)}")
     names = tuple(name for name in peers.split(",") if name)
     if unknown := [name for name in names if name not in (*SDPA, "flex")]:
         raise PlanError(
             f"there is no peer {unknown[0]!r}\n  nearest: {', '.join(SDPA)}, flex, or --peer-file NAME=FILE"
         )
-    of_data = {"--inputs": inputs, "--draws": draws, "--seqlen": seqlen, "--pipeline": on}
-    if pipeline != DATA and (strange := [option for option, value in of_data.items() if value]):
-        raise PlanError(
-            f"flashgen bench {pipeline} takes no {strange[0]}: that is of flashgen bench {DATA}\n"
-            f"  nearest: flashgen bench {DATA} {strange[0]} {of_data[strange[0]]}"
-        )
-    if pipeline == HOST:
-        for option, asked in (("--backward", backward), ("--peer-file", peer_file)):
-            if asked:
-                raise PlanError(
-                    f"flashgen bench {HOST} takes no {option}: it measures the forward and both passes, of flashgen and"
-                    f" of packages\n  nearest: flashgen bench {HOST} --peers {peers or 'fa2'}"
-                )
-        host.measure(cells=cells, rounds=rounds, peers=names, folder=folder, seed=seed, as_json=as_json)
-        return
     given = [options.pair(text, "--peer-file", "NAME=FILE.py") for text in peer_file or ()]
+    asked = {"--inputs": inputs, "--draws": draws, "--seqlen": seqlen, "--pipeline": on, "--part": part}
+    asked |= {"--budget": budget, "--backward": backward, "--peer-file": peer_file}
+    for option, value in asked.items():
+        if value and pipeline not in OF_SOME[option]:
+            raise PlanError(
+                f"flashgen bench {pipeline} takes no {option}: that is of {', '.join(OF_SOME[option])}\n"
+                f"  nearest: flashgen bench {OF_SOME[option][0]} {option}"
+                + ("" if value is True else f" {value[0] if isinstance(value, list) else value}")
+            )
+    common = {"cells": cells, "rounds": rounds, "peers": names, "folder": folder, "seed": seed, "as_json": as_json}
+    if pipeline == HOST:
+        host.measure(**common)
+        return
+    if pipeline in suite.SUITES:
+        parts = [one for one in part.split(",") if one]
+        suite.measure(
+            pipeline, **common, backward=backward, parts=parts, budget=budget, peer_files=given, slack=BAR
+        )
+        return
     if pipeline == DATA:
-        asked = {"inputs": inputs, "cells": cells, "pipeline": on, "rounds": rounds, "peers": names, "seed": seed}
         data.measure(
-            **asked,
+            **common,
+            inputs=inputs,
+            pipeline=on,
             backward=backward,
             seqlen=seqlen or data.SEQLEN,
             draws=draws or data.DRAWS,
             peer_files=given,
-            folder=folder,
-            as_json=as_json,
             bar=BAR,
         )
         return

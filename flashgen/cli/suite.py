@@ -1,0 +1,177 @@
+"""`flashgen bench SUITE`: rows that set a call beside others, measured and recorded one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.table import Table
+
+from flashgen.cli.console import err, progress, seconds, tabulate, times_faster, write_json
+from flashgen.errors import LaunchError, PlanError
+
+if TYPE_CHECKING:
+    from flashgen.bench.suite import Found, Row, Suite
+
+#: The modules of suites, each of which has a SUITE; by the word that asks for it.
+SUITES = {
+    "serving": "flashgen.bench.serving",
+}
+
+#: What each measures, for `--help`, which loads none of them.
+WHAT = {
+    "serving": "decoding, pages, mixed lengths, trees, sequences behind each other",
+}
+
+
+def load(name: str) -> Suite:
+    """A suite by its name."""
+    return import_module(SUITES[name]).SUITE
+
+
+def measure(
+    name: str,
+    *,
+    backward: bool,
+    parts: Sequence[str],
+    cells: str,
+    rounds: int,
+    budget: float | None,
+    peers: Sequence[str],
+    peer_files: Sequence[tuple[str, str]],
+    folder: Path,
+    seed: int,
+    as_json: bool,
+    slack: float,
+) -> None:
+    """Measure the chosen rows until the budget of seconds is spent; exit 1 where a result is wrong.
+
+    A bar holds at this much (`slack`) of it.
+    """
+    import torch
+
+    from flashgen.bench import record
+    from flashgen.bench.suite import Ground
+    from flashgen.bench.suite import measure as one
+
+    suite = load(name)
+    if backward and not suite.backward:
+        raise PlanError(f"flashgen bench {name} has no --backward\n  nearest: flashgen bench {name}")
+    chosen = choose(suite, suite.rows(backward), parts, cells)
+    files = {peer: _functions(Path(file), suite.entries) for peer, file in peer_files}
+    if not torch.cuda.is_available():
+        raise LaunchError("a benchmark needs a GPU that PyTorch can use, and there is none")
+    path = folder / f"{'_'.join([name, *(['backward'] if backward else []), *parts])}.json"
+    ground = Ground(seed=seed, names=tuple(x for x in peers if x in suite.peers), files=files)
+    asked = [
+        f"flashgen bench {name}{' --backward' if backward else ''} --rounds {rounds} --seed {seed}",
+        *([f"--part {','.join(parts)}"] if parts else []),
+        *([f"--cells '{cells}'"] if cells else []),
+        *([f"--budget {budget:g}"] if budget is not None else []),
+        *([f"--peers {','.join(ground.names)}"] if ground.names else []),
+        *(f"--peer-file {peer}=..." for peer in files),
+    ]
+    err.print(f"{len(chosen)} rows; all of {name} take about {suite.minutes:g} minutes on an H200", markup=False)
+    found: list[Found] = []
+    start = time.monotonic()
+    with progress() as bar:
+        task = bar.add_task("measuring", total=len(chosen))
+        for row in chosen:
+            if budget is not None and time.monotonic() - start > budget:
+                break
+            bar.update(task, description=str(row))
+            found.append(one(row, ground, rounds=rounds))
+            bar.console.print(line(found[-1], slack), markup=True)
+            bar.advance(task)
+            # A run that is cut off leaves what it has.
+            told = [each.as_json() for each in found]
+            left = [str(row) for row in chosen[len(found) :]]
+            record.write(path, command=" ".join(asked), protocol=_protocol(suite, rounds, left), cells=told)
+    if not found:
+        raise LaunchError(f"a budget of {budget:g} s is no time at all\n  nearest: --budget 60")
+    if left:
+        err.print(f"the budget was spent before {len(left)} rows: {', '.join(left)}", markup=False)
+    if not as_json:
+        tabulate(table(suite, found, slack))
+    for each in found:
+        for reason in each.reasons:
+            err.print(f"{each.row}: {reason}", markup=False)
+        for who, why in each.absent.items():
+            err.print(f"{each.row}: without {who}: {why}", markup=False)
+    err.print(f"wrote {path}")
+    if as_json:
+        write_json({"path": str(path), "cells": told, "left": left})
+    if any(each.reasons for each in found):
+        raise typer.Exit(1)
+
+
+def choose(suite: Suite, rows: Sequence[Row], parts: Sequence[str], cells: str) -> list[Row]:
+    """The rows of some parts (none: all) whose name contains a text.  Raises PlanError where there is none."""
+    known = list(dict.fromkeys(row.part for row in rows))
+    if unknown := [part for part in parts if part not in known]:
+        raise PlanError(f"flashgen bench {suite.name} has no part {unknown[0]!r}\n  nearest: {', '.join(known)}")
+    whole = [row for row in rows if not parts or row.part in parts]
+    if chosen := [row for row in whole if cells in row.name]:
+        return chosen
+    raise PlanError(f"no cell's name contains {cells!r}\n  cells: {', '.join(row.name for row in whole)}")
+
+
+def _functions(path: Path, entries: Sequence[str]) -> Mapping[str, Callable]:
+    from flashgen.bench.peers import some
+
+    return some(path, entries)
+
+
+def _protocol(suite: Suite, rounds: int, left: Sequence[str]) -> dict[str, object]:
+    return {
+        "measures": suite.doc,
+        "rounds": f"at least {rounds}, in whole turns of the contenders' order",
+        "ratio": "median of per-round (time of another / time of the subject), low, high",
+        "more_us": "median of per-round (time of the subject - time of another)",
+        "bars": "what the ratio must be at least",
+        "reasons": "what is wrong with results, against float64 and between contenders",
+        "absent": "who is missing in a row, and why",
+        **({"left": list(left)} if left else {}),
+    }
+
+
+def table(suite: Suite, found: Sequence[Found], slack: float) -> Table:
+    """Time and rate of each row's subject, and how many times faster it is than each other; below a bar in red."""
+    shown = Table(title=f"{suite.name}: time of a call; times faster than others \\[low, high over rounds]")
+    for column in ("part", "cell"):
+        shown.add_column(column, no_wrap=True)
+    for column in ("time", "rate"):
+        shown.add_column(column, no_wrap=True, justify="right")
+    shown.add_column("times faster than")
+    for each in found:
+        shown.add_row(each.row.part, each.row.name, *_numbers(each), "\n".join(_beside(each, slack)))
+    return shown
+
+
+def line(found: Found, slack: float) -> str:
+    """A row in one line, as it is printed when it is done."""
+    when, rate = _numbers(found)
+    return f"{found.row}: {' '.join(x for x in (when, rate) if x)}  {', '.join(_beside(found, slack))}"
+
+
+def _numbers(found: Found) -> tuple[str, str]:
+    if found.timings is None:
+        return ("[bold red]failed[/]" if found.reasons else "[yellow]refused[/]"), ""
+    wrong = " [bold red]wrong[/]" if found.reasons else ""
+    rate = found.rate()
+    when = seconds(1e-3 * found.timings.median_ms(found.subject))
+    return when + wrong, "" if rate is None else f"{rate[0]:.4g} {rate[1]}"
+
+
+def _beside(found: Found, slack: float) -> list[str]:
+    """Each other contender, with the bar where there is one."""
+    told = []
+    for name in found.others:
+        bar = found.row.bars.get(name)
+        ratio = times_faster(found.ratio(name), slack * bar if bar else 0.0)
+        told.append(f"{name} {ratio}" + (f" of {bar:g}" if bar else ""))
+    return told
