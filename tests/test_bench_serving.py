@@ -45,7 +45,9 @@ def spoilt(*given):
 
 
 def test_decoding_is_checked_and_its_peers_too():
-    peer = {"decode": lambda q, k, v: lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)}
+    peer = {
+        "decode": lambda q, k, v: lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    }
     off = {"decode": lambda q, k, v: lambda: 1.05 * peer["decode"](q, k, v)()}
     found = measure(serving.decode, small(96, 96), ground=Ground(device="cpu", files={"mine": peer, "off": off}))
     assert list(found.timings.rounds) == ["flashgen", "causal at the end", "mine", "off"]

@@ -21,7 +21,8 @@ ALLOWED["frontends"] = {"lang", "frontends"}
 for sink in SINKS:
     ALLOWED[sink] = {*ORDER, "frontends", sink}
 ALLOWED["cli"] |= set(SINKS)
-ALLOWED["compat"] |= {"integrations"}
+for sink in ("compat", "bench"):
+    ALLOWED[sink] |= {"integrations"}
 
 #: Modules of the package itself that every stage may use.
 COMMON = {"errors", "resources", "files", "jsonfile"}

@@ -107,9 +107,7 @@ class Contender:
             return self.call()
 
 
-def slot(
-    contender: Contender, settle: Callable[[], None], *, calls: int = CALLS, warm: int = WARM_CALLS
-) -> float:
+def slot(contender: Contender, settle: Callable[[], None], *, calls: int = CALLS, warm: int = WARM_CALLS) -> float:
     """Seconds of the host in one of so many calls, behind `warm` that are not timed."""
     call = contender.call
     with contender.around():

@@ -124,10 +124,8 @@ def backward(of: Documents, mask: str, ground: Ground) -> Contest:
             return []
         b = min(range(len(of.lengths)), key=of.lengths.__getitem__)
         span = slice(of.starts[b], of.starts[b + 1])
-        problem = Problem(
-            batch=1, heads=1, kv_heads=1, q_len=of.lengths[b], kv_len=of.lengths[b], head_dim=of.head_dim,
-            v_head_dim=of.head_dim,
-        )  # fmt: skip
+        sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": of.lengths[b], "kv_len": of.lengths[b]}
+        problem = Problem(**sizes, head_dim=of.head_dim, v_head_dim=of.head_dim)
         case = Case(sizes=problem.sizes(), params={}, tensors={})
         asked = [x[None, span, :1].transpose(1, 2) for x in (q, k, v, do)]
         pairs = Pairs((0,), (0,))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.bench import host, peers, sampled
+from flashgen.bench import host, joined, peers, sampled
 from flashgen.bench.sampled import Sample
 from flashgen.bench.suite import Builder, Contest, Ground, Row, Suite
 from flashgen.bench.timers import Call, Cold, Eager, Host, Timer
@@ -412,8 +412,6 @@ def _mixed_lengths(batch: int, low: int, high: int) -> tuple[int, ...]:
 
 
 def _rows(backward: bool = False) -> Sequence[Row]:
-    from flashgen.bench import joined
-
     cold, k = Cold(), 1024
 
     def row(part: str, name: str, make: Callable, *given: object, timer: Timer = cold, **bars: float) -> Row:

@@ -139,9 +139,7 @@ class Found:
             "timed": self.row.timer.doc,
             "subject": self.subject,
             "us": {name: round(1e3 * self.timings.median_ms(name), 3) for name in known},
-            "ratio": {
-                name: [round(x, 4) for x in dataclasses.astuple(self.ratio(name))] for name in self.others
-            },
+            "ratio": {name: [round(x, 4) for x in dataclasses.astuple(self.ratio(name))] for name in self.others},
             "more_us": {name: round(self.more_us(name), 3) for name in self.others},
             "bars": {name: bar for name, bar in self.row.bars.items() if name in self.others},
             **({} if rate is None else {"rate": round(rate[0], 4), "unit": rate[1]}),

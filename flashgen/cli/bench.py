@@ -1,4 +1,4 @@
-"""`flashgen bench`: kernels of a pipeline, harder data, the host's part, or a suite beside peers, checked and recorded."""
+"""`flashgen bench`: kernels, harder data, the host's part, or a suite beside peers, checked and recorded."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def command(
     rounds: Annotated[
         int, typer.Option(min=MIN_ROUNDS, help="Rounds, at least; each times every contender.")
     ] = MIN_ROUNDS,
-    peers: Annotated[str, typer.Option(help="Of fa2, cudnn, flex; commas between.")] = "fa2,cudnn,flex",
+    peers: Annotated[
+        str | None,
+        typer.Option(help="Packages, commas between. [dim]default: fa2,cudnn,flex; of a suite all that it knows[/]"),
+    ] = None,
     peer_file: Annotated[
         list[str] | None,
         typer.Option(
@@ -100,8 +103,9 @@ def command(
         name, table = "forward", tables.FORWARD
     if pipeline not in (known := (*table, HOST, DATA, *suite.SUITES)):
         raise PlanError(f"there is no benchmark of pipeline {pipeline!r}\n  nearest: {', '.join(known)}")
-    names = tuple(name for name in peers.split(",") if name)
-    if unknown := [name for name in names if name not in (*SDPA, "flex")]:
+    chosen_peers = None if peers is None else tuple(name for name in peers.split(",") if name)
+    names = (*SDPA, "flex") if chosen_peers is None else chosen_peers
+    if pipeline not in suite.SUITES and (unknown := [name for name in names if name not in (*SDPA, "flex")]):
         raise PlanError(
             f"there is no peer {unknown[0]!r}\n  nearest: {', '.join(SDPA)}, flex, or --peer-file NAME=FILE"
         )
@@ -122,7 +126,13 @@ def command(
     if pipeline in suite.SUITES:
         parts = [one for one in part.split(",") if one]
         suite.measure(
-            pipeline, **common, backward=backward, parts=parts, budget=budget, peer_files=given, slack=BAR
+            pipeline,
+            **{**common, "peers": chosen_peers},
+            backward=backward,
+            parts=parts,
+            budget=budget,
+            peer_files=given,
+            slack=BAR,
         )
         return
     if pipeline == DATA:
@@ -159,7 +169,7 @@ def command(
         err.print(f"pipeline {pipeline} has no {name} for some of these cells: they ran on pipeline {other}")
     path = folder / f"{name}_{pipeline}.json"
     asked = [f"flashgen bench {pipeline}", *(["--backward"] if backward else [])]
-    asked += [f"--rounds {rounds} --peers {peers} --seed {seed}", *([f"--cells '{cells}'"] if cells else [])]
+    asked += [f"--rounds {rounds} --peers {','.join(names)} --seed {seed}", *([f"--cells '{cells}'"] if cells else [])]
     record.write(
         path,
         command=" ".join([*asked, *(f"--peer-file {name}=..." for name in files)]),

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from flashgen.bench.suite import Found, Row, Suite
 
 #: The modules of suites, each of which has a SUITE; by the word that asks for it.
-SUITES = {
-    "serving": "flashgen.bench.serving",
-}
+SUITES = {name: f"flashgen.bench.{name}" for name in ("serving", "short", "masks", "flex")}
 
 #: What each measures, for `--help`, which loads none of them.
 WHAT = {
     "serving": "decoding, pages, mixed lengths, trees, sequences behind each other",
+    "short": "problems that do not fill a GPU",
+    "masks": "masks that data decide, beside FlexAttention",
+    "flex": "FlexAttention's call, and what a new mask, length or number costs",
 }
 
 
@@ -41,7 +42,7 @@ def measure(
     cells: str,
     rounds: int,
     budget: float | None,
-    peers: Sequence[str],
+    peers: Sequence[str] | None,
     peer_files: Sequence[tuple[str, str]],
     folder: Path,
     seed: int,
@@ -50,7 +51,7 @@ def measure(
 ) -> None:
     """Measure the chosen rows until the budget of seconds is spent; exit 1 where a result is wrong.
 
-    A bar holds at this much (`slack`) of it.
+    All of the suite's packages take part where `peers` is None.  A bar holds at this much (`slack`) of it.
     """
     import torch
 
@@ -59,6 +60,8 @@ def measure(
     from flashgen.bench.suite import measure as one
 
     suite = load(name)
+    if unknown := [peer for peer in peers or () if peer not in suite.peers]:
+        raise PlanError(f"flashgen bench {name} has no peer {unknown[0]!r}\n  nearest: {', '.join(suite.peers)}")
     if backward and not suite.backward:
         raise PlanError(f"flashgen bench {name} has no --backward\n  nearest: flashgen bench {name}")
     chosen = choose(suite, suite.rows(backward), parts, cells)
@@ -66,7 +69,7 @@ def measure(
     if not torch.cuda.is_available():
         raise LaunchError("a benchmark needs a GPU that PyTorch can use, and there is none")
     path = folder / f"{'_'.join([name, *(['backward'] if backward else []), *parts])}.json"
-    ground = Ground(seed=seed, names=tuple(x for x in peers if x in suite.peers), files=files)
+    ground = Ground(seed=seed, names=suite.peers if peers is None else tuple(peers), files=files)
     asked = [
         f"flashgen bench {name}{' --backward' if backward else ''} --rounds {rounds} --seed {seed}",
         *([f"--part {','.join(parts)}"] if parts else []),
