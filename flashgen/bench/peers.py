@@ -21,6 +21,9 @@ Call = Callable[[], "torch.Tensor"]
 #: SDPA's backends by the name they have in a table: FLASH is FlashAttention-2, CUDNN is cuDNN's fused kernel.
 SDPA = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 
+#: flashgen's own form beside the one that drops.
+UNDROPPED = "no dropout"
+
 #: Those whose results and speed are what others have at best: the bars of `flashgen bench data`.
 BEST = ("cudnn", "fa3")
 
@@ -46,6 +49,21 @@ def of(name: str) -> Callable[..., Call | None]:
     return flex if name == "flex" else functools.partial(sdpa, name)
 
 
+def builders(
+    names: Sequence[str],
+    cell: Cell,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    inputs: Mapping[str, object],
+    dropout: float = 0.0,
+) -> dict[str, Callable[[], Call | None]]:
+    """What makes the forward of each of these packages; of those alone that can drop, where that is asked for."""
+    if dropout:
+        return {name: functools.partial(sdpa, name, cell, q, k, v, inputs, dropout) for name in names if name in SDPA}
+    return {name: functools.partial(of(name), cell, q, k, v, inputs) for name in names}
+
+
 def bare(name: str) -> Callable[..., Call | None]:
     """As `of`, but the forward belongs into `with backend(name)`: choosing a backend takes the host longer than it."""
     return flex if name == "flex" else unchosen
@@ -61,10 +79,16 @@ def backend(name: str) -> AbstractContextManager:
 
 
 def sdpa(
-    name: str, cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Mapping[str, object]
+    name: str,
+    cell: Cell,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    inputs: Mapping[str, object],
+    dropout: float = 0.0,
 ) -> Call | None:
     """Scaled-dot-product attention on one backend; None where SDPA has no such mask."""
-    call = unchosen(cell, q, k, v, inputs)
+    call = unchosen(cell, q, k, v, inputs, dropout)
     if call is None:
         return None
 
@@ -76,7 +100,12 @@ def sdpa(
 
 
 def unchosen(
-    cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Mapping[str, object]
+    cell: Cell,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    inputs: Mapping[str, object],
+    dropout: float = 0.0,
 ) -> Call | None:
     """Scaled-dot-product attention on whichever backend is the chosen one; None where SDPA has no such mask."""
     import torch
@@ -87,7 +116,8 @@ def unchosen(
     gqa = cell.problem.group > 1
 
     def call() -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(q, k, v, is_causal=causal, enable_gqa=gqa, dropout_p=dropout)
 
     return call
 

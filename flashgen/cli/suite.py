@@ -8,10 +8,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
 from rich.table import Table
 
-from flashgen.cli.console import err, progress, seconds, tabulate, times_faster, write_json
+from flashgen.cli.console import err, progress, seconds, tabulate, times_faster
+from flashgen.cli.measuring import conclude, matching, need_gpu
 from flashgen.errors import LaunchError, PlanError
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ def measure(
 
     All of the suite's packages take part where `peers` is None.  A bar holds at this much (`slack`) of it.
     """
-    import torch
-
     from flashgen.bench import record
     from flashgen.bench.suite import Ground
     from flashgen.bench.suite import measure as one
@@ -66,8 +64,7 @@ def measure(
         raise PlanError(f"flashgen bench {name} has no --backward\n  nearest: flashgen bench {name}")
     chosen = choose(suite, suite.rows(backward), parts, cells)
     files = {peer: _functions(Path(file), suite.entries) for peer, file in peer_files}
-    if not torch.cuda.is_available():
-        raise LaunchError("a benchmark needs a GPU that PyTorch can use, and there is none")
+    need_gpu()
     path = folder / f"{'_'.join([name, *(['backward'] if backward else []), *parts])}.json"
     ground = Ground(seed=seed, names=suite.peers if peers is None else tuple(peers), files=files)
     asked = [
@@ -96,20 +93,13 @@ def measure(
             record.write(path, command=" ".join(asked), protocol=_protocol(suite, rounds, left), cells=told)
     if not found:
         raise LaunchError(f"a budget of {budget:g} s is no time at all\n  nearest: --budget 60")
-    if left:
-        err.print(f"the budget was spent before {len(left)} rows: {', '.join(left)}", markup=False)
     if not as_json:
         tabulate(table(suite, found, slack))
-    for each in found:
-        for reason in each.reasons:
-            err.print(f"{each.row}: {reason}", markup=False)
-        for who, why in each.absent.items():
-            err.print(f"{each.row}: without {who}: {why}", markup=False)
-    err.print(f"wrote {path}")
-    if as_json:
-        write_json({"path": str(path), "cells": told, "left": left})
-    if any(each.reasons for each in found):
-        raise typer.Exit(1)
+    wrong = (f"{each.row}: {reason}" for each in found for reason in each.reasons)
+    notes = [f"{each.row}: without {who}: {why}" for each in found for who, why in each.absent.items()]
+    if left:
+        notes.append(f"the budget was spent before {len(left)} rows: {', '.join(left)}")
+    conclude(path, told, wrong, notes, as_json, left=left)
 
 
 def choose(suite: Suite, rows: Sequence[Row], parts: Sequence[str], cells: str) -> list[Row]:
@@ -117,10 +107,7 @@ def choose(suite: Suite, rows: Sequence[Row], parts: Sequence[str], cells: str) 
     known = list(dict.fromkeys(row.part for row in rows))
     if unknown := [part for part in parts if part not in known]:
         raise PlanError(f"flashgen bench {suite.name} has no part {unknown[0]!r}\n  nearest: {', '.join(known)}")
-    whole = [row for row in rows if not parts or row.part in parts]
-    if chosen := [row for row in whole if cells in row.name]:
-        return chosen
-    raise PlanError(f"no cell's name contains {cells!r}\n  cells: {', '.join(row.name for row in whole)}")
+    return matching([row for row in rows if not parts or row.part in parts], cells)
 
 
 def _functions(path: Path, entries: Sequence[str]) -> Mapping[str, Callable]:
