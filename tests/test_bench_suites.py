@@ -9,7 +9,7 @@ from cli import flashgen
 from stub_timer import Stub
 from test_bench_serving import GROUND, measure
 
-from flashgen.bench import cells, flex, functions, masks, record, serving, short, suite
+from flashgen.bench import cells, flex, functions, masks, models, record, serving, short, suite
 from flashgen.bench.functions import Functions, problem
 from flashgen.bench.protocol import Timings
 from flashgen.bench.suite import Contest, Ground, Row, Suite
@@ -271,3 +271,18 @@ def test_a_peers_file_needs_one_of_the_functions(tmp_path):
 def test_without_a_gpu(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "needs a GPU" in flashgen("bench", name, code=2).err
+
+
+@pytest.mark.parametrize("make", [models.prefill, models.training])
+@pytest.mark.parametrize("family, options", [("Llama", {}), ("Mistral", {"sliding_window": 4})])
+def test_models_are_compared_with_sdpas(make, family, options):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    of = models.Model(family=family, batch=2, length=11, sizes=sizes, options=options)
+    found = measure(models.contest, of, make, ground=Ground(device="cpu", names=("sdpa", "fa2")))
+    assert found.reasons == () and list(found.timings.rounds) == ["flashgen", "sdpa"]
+    assert "fa2" in found.absent
+    ready = models.contest(of, make, Ground(device="cpu"))
+    (reason,) = ready.wrong("flashgen", 2 * ready.forms["flashgen"]())
+    assert reason.startswith("flashgen: it differs from sdpa by ")

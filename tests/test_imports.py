@@ -41,6 +41,7 @@ LAZY = {
     "flashgen.ops.memory",  # torch
     "flashgen.ops.sites",  # torch._dynamo
     "flashgen.frontends.eager",  # and so does this
+    *("transformers", "flashgen.integrations.transformers"),
 }
 
 NO_TORCH = ("lang", "analysis", "planning", "codegen", "interpreter")
