@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cli import flashgen
+from documents import ROOT
 from rich.console import Console
 
 from flashgen.analysis.tiles import Case
@@ -279,3 +280,36 @@ def test_dropout_is_checked_with_the_pairs_that_it_drops(monkeypatch, bench):
 def test_cells_of_dropout():
     chosen = [str(c) for c in dropping(FORWARD["hopper"])]
     assert len(chosen) == 12 and "d128 causal s8192 b2 h16" in chosen
+
+
+def test_another_checkouts_kernels_are_timed_between_ours(tmp_path):
+    """A process of its own with the package of another folder: here with this one's."""
+    c = cell("causal", 64, 64, batch=1, heads=1)
+    asked = {"rounds": MIN_ROUNDS, "names": (), "files": {}, "device": "cpu"}
+    slots = []
+
+    def clock(contenders, *, rounds):
+        slots.extend(contenders["before"].slot(1.0) for _ in range(2)) if "before" in contenders else None
+        return Timings(rounds={name: (2.0,) * rounds for name in contenders})
+
+    one = forward.measure(c, "ampere", before=ROOT, time=clock, **asked)
+    assert one.reasons == () and list(one.timings.rounds) == ["flashgen", "before"]
+    assert len(slots) == 2 and all(ms > 0 for ms in slots) and one.as_json()["ratio"]["before"] == [1.0] * 3
+    package = tmp_path / "flashgen"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('an older torch')\n")
+    broken = backward.measure(c, "ampere", before=tmp_path, time=clock, **asked)
+    assert "before" not in broken.timings.rounds and "an older torch" in broken.absent["before"]
+
+
+def test_a_contender_elsewhere_is_asked_for_its_slots():
+    class Elsewhere:
+        def slot(self, slot_ms):
+            return slot_ms / 4
+
+    assert interleave({"a": Elsewhere()}, rounds=MIN_ROUNDS, slot_ms=8.0).rounds == {"a": (2.0,) * MIN_ROUNDS}
+
+
+def test_a_folder_without_a_checkout_is_refused(tmp_path):
+    told = flashgen("bench", "ampere", "--against", tmp_path, code=2).err
+    assert "is no checkout of flashgen" in told and "nearest: git worktree add" in told

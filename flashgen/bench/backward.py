@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen.bench import contest, peers
+from flashgen.bench.against import Against
 from flashgen.bench.contest import Measured, Setting
-from flashgen.bench.protocol import Timings, interleave, whole_turns
+from flashgen.bench.protocol import Timings, interleave
 from flashgen.ops.attention import attention
 from flashgen.planning.traffic_backward import useful_flops
 from flashgen.runtime.gradients import OF_INPUTS, baseline_gradients, judge_gradients, reference_gradients
@@ -45,11 +47,12 @@ def measure(
     files: Mapping[str, Callable[..., Callable[[], object] | None]],
     seed: int = 0,
     dropout: float = 0.0,
+    before: Path | None = None,
     device: str = "cuda",
     time: Callable[..., Timings] = interleave,
 ) -> Measured:
     """Check and time one cell on the current GPU, with fresh random input.  With dropout, peers drop other pairs: their
-    results are not compared, and files take no part."""
+    results are not compared, and files take no part.  `before` is another checkout, whose kernels take part."""
     import torch
 
     at = contest.prepare(cell, pipeline, seed, device=device, dropout=dropout)
@@ -93,16 +96,22 @@ def measure(
     }
     absent, wrong = contest.join(contenders, builders, compare)
     plan = at.plan(backward=True)
+    extra = {name: contest.extra_bytes(call) for name, call in contenders.items() if name not in files and at.q.is_cuda}
+    timings = contest.timed(
+        contenders,
+        absent,
+        time,
+        rounds=rounds,
+        before=before and Against(before, cell, pipeline, backward=True, seed=seed),
+    )
     return Measured(
         cell=cell,
-        timings=time(contenders, rounds=whole_turns(rounds, len(contenders))),
+        timings=timings,
         flops=useful_flops(p, at.visible(plan)),
         plan=plan,
         reasons=(*reasons, *wrong),
         absent=absent,
-        extra={
-            name: contest.extra_bytes(call) for name, call in contenders.items() if name not in files and at.q.is_cuda
-        },
+        extra=extra,
         checked=f"{len(pairs.batches)} of {p.batch} batches, {len(pairs.kv_heads)} of {p.kv_heads} kv_heads",
         own=own,
     )

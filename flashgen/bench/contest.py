@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING
 from flashgen.analysis.counts import count
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
+from flashgen.bench.against import BEFORE, Against
 from flashgen.bench.inputs import draw
-from flashgen.bench.protocol import Ratio, Timings
-from flashgen.errors import FlashgenError
+from flashgen.bench.protocol import Ratio, Timings, whole_turns
+from flashgen.errors import FlashgenError, LaunchError
 from flashgen.ops import stages
 from flashgen.runtime import captured
 from flashgen.runtime.philox import Dropout
@@ -157,6 +159,24 @@ def join(
         reasons += compare(name, theirs)
         contenders[name] = call
     return absent, reasons
+
+
+def timed(
+    contenders: Mapping[str, Callable[[], object]],
+    absent: dict[str, str],
+    time: Callable[..., Timings],
+    *,
+    rounds: int,
+    before: Against | None,
+) -> Timings:
+    """Time contenders, and the kernels of another checkout where there are such; why not, where that fails."""
+    with contextlib.ExitStack() as stack:
+        if before is not None:
+            try:
+                contenders = {**contenders, BEFORE: stack.enter_context(before)}
+            except LaunchError as error:
+                absent[BEFORE] = str(error)
+        return time(contenders, rounds=whole_turns(rounds, len(contenders)))
 
 
 def difference(name: str, theirs: torch.Tensor, ours: torch.Tensor, about: str = "") -> list[str]:

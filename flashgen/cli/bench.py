@@ -33,6 +33,7 @@ OF_SOME = {
     "--seqlen": (DATA,),
     "--pipeline": (DATA,),
     "--dropout": PIPELINES,
+    "--against": PIPELINES,
     "--part": tuple(suite.SUITES),
     "--budget": tuple(suite.SUITES),
 }
@@ -75,6 +76,10 @@ def command(
     dropout: Annotated[
         float, typer.Option(min=0, max=0.99, help="ampere, hopper: the chance of dropping a probability.")
     ] = 0.0,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="ampere, hopper: another checkout, whose kernels are timed in the same rounds."),
+    ] = None,
     part: Annotated[str, typer.Option(help="A suite's parts, e.g. decode,pages; commas between.")] = "",
     budget: Annotated[
         float | None,
@@ -100,7 +105,8 @@ def command(
         )
     given = [options.pair(text, "--peer-file", "NAME=FILE.py") for text in peer_file or ()]
     asked = {"--inputs": inputs, "--draws": draws, "--seqlen": seqlen, "--pipeline": on, "--part": part}
-    asked |= {"--budget": budget, "--backward": backward, "--peer-file": peer_file, "--dropout": dropout}
+    asked |= {"--budget": budget, "--backward": backward, "--peer-file": peer_file}
+    asked |= {"--dropout": dropout, "--against": against}
     for option, value in asked.items():
         if value and pipeline not in OF_SOME[option]:
             raise PlanError(
@@ -136,4 +142,4 @@ def command(
             bar=BAR,
         )
         return
-    kernels.measure(pipeline, **common, backward=backward, dropout=dropout, peer_files=given, bar=BAR)
+    kernels.measure(pipeline, **common, backward=backward, dropout=dropout, against=against, peer_files=given, bar=BAR)

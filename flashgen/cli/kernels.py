@@ -21,6 +21,7 @@ def measure(
     *,
     backward: bool,
     dropout: float,
+    against: Path | None,
     cells: str,
     rounds: int,
     peers: tuple[str, ...],
@@ -30,9 +31,11 @@ def measure(
     as_json: bool,
     bar: float,
 ) -> None:
-    """Check and time the cells of a pass, with a chance of dropout; exit 1 where a result is wrong."""
+    """Check and time the cells of a pass, with a chance of dropout, beside those of another checkout; exit 1 where a
+    result is wrong."""
     from flashgen.bench import cells as tables
     from flashgen.bench import record
+    from flashgen.bench.against import BEFORE, check
     from flashgen.bench.peers import from_file
 
     if backward:
@@ -45,10 +48,13 @@ def measure(
         name, whole = "forward", tables.FORWARD[pipeline]
     files = {name: from_file(Path(file), bench.ENTRY) for name, file in peer_files}
     chosen = matching(tables.dropping(whole) if dropout else whole, cells)
+    if against is not None:
+        check(against)
     need_gpu()
-    path = folder / f"{name}_{pipeline}{'_dropout' if dropout else ''}.json"
+    path = folder / f"{name}_{pipeline}{'_dropout' if dropout else ''}{'_against' if against else ''}.json"
     asked = [f"flashgen bench {pipeline}", *(["--backward"] if backward else [])]
     asked += [f"--dropout {dropout:g}"] if dropout else []
+    asked += ["--against ..."] if against is not None else []
     asked += [f"--rounds {rounds} --peers {','.join(peers)} --seed {seed}", *([f"--cells '{cells}'"] if cells else [])]
     protocol = {
         "rounds": f"at least {rounds}, in whole turns of the contenders' order",
@@ -58,7 +64,8 @@ def measure(
         "extra_bytes": "peak of torch's allocator during one call, less its results",
         "bar": bar,
     }
-    given = {"rounds": rounds, "names": peers, "files": files, "seed": seed, "dropout": dropout}
+    given = {"rounds": rounds, "names": peers, "files": files, "seed": seed, "dropout": dropout, "before": against}
+    columns = [*peers, *files, *([BEFORE] if against is not None else [])]
     measured: list[Measured] = []
     with progress() as shown:
         task = shown.add_task("measuring", total=len(chosen))
@@ -71,7 +78,7 @@ def measure(
             told = [one.as_json() for one in measured]
             record.write(path, command=command, protocol=protocol, cells=told)
     if not as_json:
-        tabulate(table(name, measured, [*peers, *files], bar))
+        tabulate(table(name, measured, columns, bar))
     others = sorted({one.plan.pipeline for one in measured} - {pipeline})
     notes = [f"pipeline {pipeline} has no {name} for some of these cells: they ran on pipeline {x}" for x in others]
     conclude(path, told, (f"{one.cell}: {reason}" for one in measured for reason in one.reasons), notes, as_json)

@@ -69,13 +69,14 @@ def quantize(
     """q, k and v in 8 bits (e4m3): each scaled so that its peak is 448, rounded to nearest even.
 
     q is [batch, heads, q_len, head_dim], k and v [batch, kv_heads, kv_len, ...], of bfloat16 or float16, on a GPU or a
-    CPU, which give the same bits; head dims 16 to 256 in steps of 16.  `block` rows of a head share a scale: 64, 128 or
-    a multiple of it; unless given all rows of a head, for which q, k and v are read twice.  With `hadamard` q and k are
-    rotated alike, which leaves scores as they are and spreads outliers: signs that `seed` draws, then a Walsh-Hadamard
-    transform over head_dim, in blocks of the largest powers of two where it is none (96 = 64 + 32).  Keys that join a
-    cache later need the same seed; unless given it is 0.  With `smooth_k` keys lose their mean over kv_len, or that
-    which is given ([batch, kv_heads, head_dim], the `k_mean` of an earlier call): o does not change where the score is
-    scale * (q . k) plus what does not depend on it, and `corrected_lse` gives lse.
+    CPU, which give the same bits; head dims 16 to 256 in steps of 16.  `block` rows of a head share a scale, a power
+    of two from 128 on; where they are more, or (None) all of a head, tensors are read twice.
+
+    With `hadamard` q and k are rotated alike, which leaves scores as they are and spreads outliers: signs that `seed`
+    draws, then a Walsh-Hadamard transform over head_dim, in blocks of the largest powers of two where it is none
+    (96 = 64 + 32).  Keys that join a cache later need the same seed; unless given it is 0.  With `smooth_k` keys lose
+    their mean over kv_len, or that which is given ([batch, kv_heads, head_dim], the `k_mean` of an earlier call): o
+    does not change where the score is scale * (q . k) plus what does not depend on it, and `corrected_lse` gives lse.
 
     The peak is that of finite values.  A NaN stays one, an infinity becomes one; in a rotated row all elements do.
     No gradient flows.  Raises LaunchError and PlanError before anything runs.

@@ -12,11 +12,8 @@ from flashgen.planning.arch import find
 #: Elements of a thread: as float32 they and what works on them fit its registers without spills.
 ELEMENTS = 64
 
-#: Rows of a thread block, and of a scale where its blocks are not smaller.
+#: Rows of a thread block, and of a scale at least.
 ROWS = 128
-
-#: The least block of rows that has a scale of its own.
-LEAST_ROWS = 64
 
 #: Lanes that share a row, at most: fewer exchange less, more load more at a time.
 LANES = 4
@@ -129,13 +126,12 @@ def plan(arch: str, dtype: str, head_dim: int, *, block: int | None, rotated: bo
             f"head_dim {head_dim} cannot be quantised: 8-bit kernels have 16 to 256, in steps of 16\n"
             f"  nearest: head_dim {nearest}"
         )
-    if block is not None and block != LEAST_ROWS and (block < ROWS or block % ROWS):
-        nearest = LEAST_ROWS if block < LEAST_ROWS + ROWS // 4 else max(ROWS, round(block / ROWS) * ROWS)
+    if block is not None and (block < ROWS or block & block - 1):
+        nearest = max(ROWS, 1 << max(block, 1).bit_length() - 1)
         raise PlanError(
-            f"block={block}: a scale is that of {LEAST_ROWS} rows, of {ROWS} or a multiple of them, or (None) of a"
-            f" head\n  nearest: block={nearest}"
+            f"block={block}: a scale is that of a power of two of rows, {ROWS} or more, or (None) of a head\n"
+            f"  nearest: block={nearest}"
         )
-    rows = LEAST_ROWS if block == LEAST_ROWS else ROWS
     widths = parts(head_dim)
     lanes = min(LANES, widths[-1] // 8)
     chunks = [width // 8 // lanes for width in widths]
@@ -145,11 +141,11 @@ def plan(arch: str, dtype: str, head_dim: int, *, block: int | None, rotated: bo
         arch=arch,
         dtype=dtype,
         head_dim=head_dim,
-        rows=rows,
+        rows=ROWS,
         lanes=lanes,
-        rows_per_lane=max(1, min(ELEMENTS // (head_dim // lanes), rows * lanes // WARP)),
+        rows_per_lane=max(1, min(ELEMENTS // (head_dim // lanes), ROWS * lanes // WARP)),
         rotation=rotation if rotated else (),
         centred=centred,
-        scale=OwnScale() if block == rows else SharedScale(),
+        scale=OwnScale() if block == ROWS else SharedScale(),
         conversion=ByInstruction() if digits >= CONVERTS_SINCE else ByBits(),
     )

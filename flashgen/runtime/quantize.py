@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from dataclasses import dataclass
 
@@ -50,8 +51,6 @@ def functions(plan: QuantizePlan, device: int) -> tuple[driver.Function, ...]:
 
 def launch(plan: QuantizePlan, sizes: Sizes, packed: bytes, *, device: int, stream: int) -> None:
     """Start its kernels on a stream."""
-    import ctypes
-
     buffer = ctypes.create_string_buffer(packed, len(packed))
     for function in functions(plan, device):
         blocks = sizes.grid(plan)
