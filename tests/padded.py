@@ -122,7 +122,7 @@ class Batch:
         k, v = (x[i : i + 1, :, own.keys] for x in (k, v))
         plan = replace(self.plan, layout=Dense())
         if plan.specialized is not None:
-            plan = _hopper(plan, self.variant, self.problem, Dense())
+            plan = hopper_plan(plan, self.variant, self.problem, Dense())
         found = simulate(plan, case, whole, k, v, scale=self.scale)
         return found._replace(o=found.o[:, :, own.q_offset :], lse=found.lse[:, :, own.q_offset :])
 
@@ -145,7 +145,7 @@ class Batch:
         return found
 
 
-def _hopper(plan: KernelPlan, variant: Variant, p: Problem, layout: Layout) -> KernelPlan:
+def hopper_plan(plan: KernelPlan, variant: Variant, p: Problem, layout: Layout) -> KernelPlan:
     """The same tile and stages with another layout."""
     candidate = hopper.Candidate(tile=plan.tile, stages=plan.stages, q_stages=plan.q_stages)
     request = KernelRequest.of(variant, plan.arch, p.dtype, p.head_dim, p.v_head_dim, layout=layout)
@@ -214,7 +214,7 @@ def batch(
         layout=layout,
     ).plans[0]
     if pipeline == "hopper":
-        plan = _hopper(replace(plan, **{"q_stages": q_stages}), variant, problem, layout)
+        plan = hopper_plan(replace(plan, **{"q_stages": q_stages}), variant, problem, layout)
         plan = hopper.packed(plan) if packed else plan
     if layout.joined:
         starts = [np.cumsum([0, *lengths]).tolist() for lengths in (rows, keys)]

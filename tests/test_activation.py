@@ -133,6 +133,28 @@ def test_a_backward_is_of_whoever_ran_the_forward(gpu):
     assert other.calls == ["forward", "backward"] and all((x == 2).all() for x in found)
 
 
+def test_no_kernel_is_traced(gpu, monkeypatch):
+    """A frame that dynamo gives up calls the operator at run time, and dynamo looks at all that it calls."""
+    traced = []
+    for name in ("run", "run_backward"):
+        served = getattr(activation, name)
+        watched = lambda *given, served=served: traced.append(torch.compiler.is_compiling()) or served(*given)  # noqa: E731
+        monkeypatch.setattr(activation, name, watched)
+    tensors, do = [x.requires_grad_() for x in inputs(gpu)], inputs(gpu, seed=1)[0]
+
+    @torch.compiler.disable(recursive=False)
+    def given_up():
+        o, *_ = flash(*tensors)
+        return o, *torch.autograd.grad(o, tensors, do)
+
+    with flashgen.activate():
+        right = given_up()
+        found = torch.compile(lambda: given_up(), backend="eager")()
+    assert traced == [False] * 4
+    for mine, x in zip(found, right, strict=True):
+        close(mine, x)
+
+
 def test_dropout_is_that_of_the_forward(gpu):
     tensors = [x.requires_grad_() for x in inputs(gpu)]
     with flashgen.activate():

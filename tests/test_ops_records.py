@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import struct
+import threading
 import weakref
 from random import Random
 
@@ -339,6 +340,21 @@ def test_lse_that_nobody_asked_for_lies_in_memory_of_its_stream(machine, monkeyp
     assert allocated[-1].shape != (2, 4, 70)
     lse_of(machine, tensors(q_len=71))
     assert allocated[-1].shape == (2, 4, 71)
+
+
+def test_memory_of_a_stream_is_in_no_graph_s_pool(machine, monkeypatch):
+    """torch.compile warms a CUDA graph up under a pool for what the thread allocates, and nothing may stay in there."""
+    real, by_thread = memory.empty_strided, {}
+    monkeypatch.setattr(
+        memory,
+        "empty_strided",
+        lambda *given: by_thread.setdefault(threading.get_ident(), []).append(x := real(*given)) or x,
+    )
+    lse_of(machine, tensors())
+    mine = by_thread.pop(threading.get_ident())
+    assert [x.shape for x in mine] == [(2, 4, 70, 64)], "o is the call's"
+    ((kept,),) = by_thread.values()
+    assert kept is memory._of_streams[1, 101]
 
 
 def test_one_record_a_set_of_shapes(machine):

@@ -179,6 +179,32 @@ def count_keys(facts: Facts, case: Case, tile: Tiling, visited: int) -> KeyCount
     return KeyCounts(rows=rows, keys=keys * (places.weight if facts.uses_head else places.weight // group))
 
 
+def count_parts(facts: Facts, case: Case, tile: Tiling, splits: int) -> int:
+    """Queries of Q tiles, over the parts that visit any of their KV tiles where `splits` parts take turns; summed over
+    batch and query heads."""
+    places = _Places.of(facts, case)
+    q_len, kv_len = case.sizes["q_len"], case.sizes["kv_len"]
+    if not places.weight or not len(places.b) or not q_len or not kv_len:
+        return 0
+    rows = np.minimum(tile.q, q_len - np.arange(tiles_of(q_len, tile.q)) * tile.q)
+    if facts.exact:
+        b, h, q_tiles = places.b[:, None], places.h[:, None], np.arange(len(rows))
+        visited = np.broadcast_to(_union(*runs(facts, case, tile, q_tiles, b, h)), (len(b), len(rows)))
+        return int((rows * np.minimum(visited, splits)).sum()) * places.weight
+    found = 0
+    for block in _blocks(facts, case, tile, places):
+        parts = np.minimum((block.classes != EMPTY).sum(axis=2), splits)
+        found += int((rows[block.q_tiles] * parts).sum())
+    return found * places.weight
+
+
+def visited_by(facts: Facts, case: Case, tile: Tiling, q_tile: int) -> int:
+    """KV tiles in the runs that a Q tile sees of the first batch and head."""
+    if not case.sizes["kv_len"]:
+        return 0
+    return int(_union(*runs(facts, case, tile, q_tile)))
+
+
 def _keys_of_zones(facts: Facts, case: Case, tile: Tiling, places: _Places) -> tuple[int, int]:
     """KV tiles that the last Q tile visits, over the places; and keys of the KV tiles visited at all."""
     q_len, kv_len = case.sizes["q_len"], case.sizes["kv_len"]

@@ -97,6 +97,15 @@ Chance = Annotated[
 ]
 
 
+#: A --kv-splits of what runs or is planned for a problem; a kernel alone (--split-keys) serves any number.
+Splits = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="Blocks that divide the keys of a tile of queries. [dim]default: flashgen chooses[/]"
+    ),
+]
+
+
 def drops(chance: float, seed: int) -> Dropout | None:
     """What a --dropout drops; None where nothing.  Raises LaunchError for what is no chance in [0, 1)."""
     from flashgen.ops.dropout import check
@@ -188,6 +197,10 @@ class Pass:
         bool,
         _pass("--packed", help="Forward tiles that hold all heads which share keys, as few queries get them."),
     ] = False
+    split_keys: Annotated[
+        bool,
+        _pass("--split-keys", help="A forward kernel whose keys are divided among blocks, by any number."),
+    ] = False
     layout: Annotated[
         str,
         _pass(metavar="NAME", help="How sequences lie: dense, padded (lengths or positions of their own), varlen."),
@@ -203,18 +216,20 @@ class Pass:
             if given and not self.backward:
                 raise PlanError(f"{option} is of the backward\n  nearest: {option} with --backward")
         fixed = {_flag(name): value is not None for name, value in self.integers.items() if of_forward(name)}
-        for option, given in {"--packed": self.packed, **fixed}.items():
+        for option, given in {"--packed": self.packed, "--split-keys": self.split_keys, **fixed}.items():
             if given and self.backward:
                 raise PlanError(f"{option} is of the forward\n  nearest: {option} without --backward")
 
     def asked(self) -> dict[str, object]:
         """As a request takes it."""
         from flashgen.ops.options import option
+        from flashgen.planning.members import ALL_KEYS, SplitKeys
 
         backward = {"deterministic": self.deterministic, "gradients": tuple(self.gradient or ())}
         return {
             **{"backward": self.backward, "dropout": self.dropout, "packed": self.packed},
             "layout": option("layout", self.layout),
+            "keys": SplitKeys() if self.split_keys else ALL_KEYS,
             **backward,
             **self.integers,
         }

@@ -26,6 +26,7 @@ def command(
     spec: Spec,
     request: Request,
     which: Pass,
+    kv_splits: options.Splits = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object: bytes, counts and milliseconds.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Every rejected candidate.")] = False,
     formulas: Annotated[
@@ -34,7 +35,7 @@ def command(
 ) -> None:
     """Plan a kernel: tile, sums of shared memory and registers, predicted HBM traffic and time."""
     with err.status("planning"):
-        asked = resolve(spec, request, which)
+        asked = resolve(spec, request, which, kv_splits=kv_splits)
         resolved = _forward(asked, request, which) if which.backward else asked
         prediction = resolved.predict()
         back = asked.predict() if which.backward else None

@@ -27,7 +27,8 @@ class Resolved:
     """A spec and a request as values: what is planned, on which data, and by which kernel.
 
     `variant` has its constants bound; `menu` holds every plan for it and `plan` the one that serves `problem`; `case`
-    has the data that were asked for.
+    has the data that were asked for.  `splits` blocks divide the keys of a tile of queries, and `why_splits` says why
+    that many.
     """
 
     variant: Variant
@@ -36,6 +37,8 @@ class Resolved:
     facts: Facts
     menu: Menu
     plan: KernelPlan
+    splits: int = 1
+    why_splits: str = ""
 
     def __str__(self) -> str:
         p = self.problem
@@ -52,7 +55,9 @@ class Resolved:
         plan = dataclasses.replace(self.plan, head_dim=self.problem.head_dim, v_head_dim=self.problem.v_head_dim)
         measured = None if plan.packed else self.menu.measured  # no packed form was measured against others
         others = (other for other in self.menu.forms if other != self.plan)
-        return predict(plan, self.problem, self.case, rejected=self.menu.rejected, measured=measured, others=others)
+        splits = {"splits": self.splits, "why_splits": self.why_splits}
+        known = {"rejected": self.menu.rejected, "measured": measured, "others": others}
+        return predict(plan, self.problem, self.case, **known, **splits)
 
 
 def resolve(
@@ -63,19 +68,21 @@ def resolve(
     device: str | None = None,
     seed: int = 0,
     data: bool = True,
+    kv_splits: int | None = None,
 ) -> Resolved:
     """Load a spec, settle what the request leaves open, make its data and plan one pass of it.
 
     `device` is where the problem runs ("cpu", "cuda"; None: not at all, planned for the GPU where there is one); `seed`
     is that of the captured tensors' examples.  Without `data` nothing is made that no kernel depends on: parameters and
-    captured tensors that the request gives are checked, and others not asked for.  Raises SpecError and PlanError.
+    captured tensors that the request gives are checked, and others not asked for.  `kv_splits` blocks divide keys, as
+    many as flashgen chooses where it is None.  Raises SpecError and PlanError.
     """
     from flashgen.analysis.facts import analyse
     from flashgen.analysis.tiles import Case
     from flashgen.lang.load import load_spec
     from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, sm_count
     from flashgen.planning import arch as archs
-    from flashgen.planning import planner
+    from flashgen.planning import division, planner
     from flashgen.planning.problem import Problem
     from flashgen.planning.request import KernelRequest
 
@@ -85,6 +92,12 @@ def resolve(
             f"--layout {which.layout}: what it moves and how long it takes is predicted for dense sequences alone\n"
             f"  nearest: flashgen emit or flashgen compile with --layout {which.layout}"
         )
+    if which.split_keys:
+        raise PlanError(
+            "--split-keys is of a kernel alone, and a problem has a number of blocks\n  nearest: --kv-splits 4, or none"
+        )
+    if which.backward and kv_splits is not None:
+        raise PlanError("--kv-splits is of the forward\n  nearest: --kv-splits without --backward")
     variant, params = _bound(load_spec(spec) if isinstance(spec, str) else spec, request.param or (), data)
     arch = default_arch(variant) if request.arch is None else archs.find(request.arch).name
     fixed = {"pipeline": request.pipeline, "tile": options.tile_shape(request.tile), "stages": request.stages}
@@ -112,14 +125,22 @@ def resolve(
         dims = problem.head_dim, problem.v_head_dim
         asked = KernelRequest.of(variant, arch, problem.dtype, *dims, **fixed, **which.asked())
         sms = sm_count(arch)
-    menu = planner.menu_of(asked)
+    if which.backward:
+        menu = planner.menu_of(asked)
+        found = division.Divided(menu=menu, plan=planner.choose(menu, problem, sms))
+    else:
+        found = division.divide(
+            lambda keys: planner.menu_of(asked.visiting(keys)), problem, sms, kv_splits=kv_splits, params=params
+        )
     return Resolved(
         variant=variant,
         problem=problem,
         case=Case(sizes=problem.sizes(), params=params, tensors=tensors),
         facts=analyse(variant),
-        menu=menu,
-        plan=planner.choose(menu, problem, sms),
+        menu=found.menu,
+        plan=found.plan,
+        splits=found.splits,
+        why_splits=found.why,
     )
 
 

@@ -75,6 +75,7 @@ def command(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="With --backward: gradients whose reruns give the same bits.")
     ] = False,
+    kv_splits: options.Splits = None,
     dropout: options.Chance = 0.0,
     seed: options.Seed = 0,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. [dim]default: the GPU where there is one[/]")] = None,
@@ -88,6 +89,8 @@ def command(
     """Run on random input, on the GPU where there is one, and check against float64; exit 1 where the check fails."""
     if backward and sweep:
         raise PlanError("--sweep takes the forward through its cases\n  nearest: --backward without --sweep")
+    if sweep and kv_splits is not None:
+        raise PlanError("--sweep leaves --kv-splits to flashgen\n  nearest: --kv-splits without --sweep")
     if deterministic and not backward:
         raise PlanError("--deterministic is of the backward\n  nearest: --deterministic with --backward")
     if Path(spec).is_dir() and not sweep:
@@ -96,7 +99,7 @@ def command(
     if sweep:
         ok = _sweep(spec, request, seed, dropout, device, as_json)
     else:
-        ok = _single(spec, request, seed, dropout, device, backward, deterministic, as_json)
+        ok = _single(spec, request, seed, dropout, device, backward, deterministic, as_json, kv_splits)
     if not ok:
         raise typer.Exit(1)
 
@@ -110,13 +113,14 @@ def _single(
     backward: bool,
     deterministic: bool,
     as_json: bool,
+    kv_splits: int | None,
 ) -> bool:
     with err.status("planning"):
-        resolved = resolve(spec, request, _dropping(dropout, seed), device=device, seed=seed)
+        resolved = resolve(spec, request, _dropping(dropout, seed), device=device, seed=seed, kv_splits=kv_splits)
         prediction = resolved.predict()
     start = time.perf_counter()
     with err.status(f"running on the {'GPU' if device == 'cuda' else 'CPU'}, then in float64"):
-        checked = check(resolved, device, seed, dropout, timed=True)
+        checked = check(resolved, device, seed, dropout, timed=True, kv_splits=kv_splits)
         verdicts = check_gradients(resolved, device, seed, dropout, deterministic) if backward else {}
     taken = time.perf_counter() - start
     counted = _counted(resolved) if device == "cpu" else None
@@ -181,9 +185,8 @@ def _counted(resolved: Resolved) -> int:
     from flashgen.runtime import tiles
 
     p = resolved.problem
-    traffic = tiles.count(
-        resolved.plan, resolved.facts, resolved.case, head_dim=p.head_dim, v_head_dim=p.v_head_dim, dtype=p.dtype
-    )
+    sizes = {"head_dim": p.head_dim, "v_head_dim": p.v_head_dim, "dtype": p.dtype, "kv_splits": resolved.splits}
+    traffic = tiles.count(resolved.plan, resolved.facts, resolved.case, **sizes)
     return traffic.read_bytes + traffic.write_bytes
 
 
@@ -206,17 +209,25 @@ def room(problem: Problem, device: str) -> Iterator[None]:
         ) from None
 
 
-def check(resolved: Resolved, device: str, seed: int, dropout: float = 0.0, *, timed: bool = False) -> Checked:
+def check(
+    resolved: Resolved,
+    device: str,
+    seed: int,
+    dropout: float = 0.0,
+    *,
+    timed: bool = False,
+    kv_splits: int | None = None,
+) -> Checked:
     """Run a variant on random normal input, each probability dropped with this chance, and judge it; shapes of few
     elements are drawn several times.
 
     Raises LaunchError where memory runs out.
     """
     with room(resolved.problem, device):
-        return _check(resolved, device, seed, dropout, timed)
+        return _check(resolved, device, seed, dropout, timed, kv_splits)
 
 
-def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bool) -> Checked:
+def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bool, kv_splits: int | None) -> Checked:
     import torch
 
     from flashgen.ops.attention import attention
@@ -225,6 +236,7 @@ def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bo
     p, case, variant = resolved.problem, resolved.case, resolved.variant
     dtype = getattr(torch, p.dtype)
     named = {**case.params, **on_device(variant, case.tensors, device)}
+    named |= {} if kv_splits is None else {"kv_splits": kv_splits}
     elements = p.batch * p.heads * p.q_len * p.v_head_dim
     scale = 1 / math.sqrt(p.head_dim)
     outs, bases, refs, lses, ref_lses, taken = [], [], [], [], [], math.inf

@@ -32,6 +32,7 @@ _MOST = 12
 def command(
     spec: Spec,
     request: Request,
+    kv_splits: options.Splits = None,
     dropout: options.Chance = 0.0,
     seed: options.Seed = 0,
     late: Annotated[
@@ -54,7 +55,7 @@ def command(
     """
     request = request if request.seqlen is not None else dataclasses.replace(request, seqlen=SEQLEN)
     dropped = options.drops(dropout, seed)
-    resolved = resolve(spec, request, Pass(dropout=dropped is not None), seed=seed)
+    resolved = resolve(spec, request, Pass(dropout=dropped is not None), seed=seed, kv_splits=kv_splits)
     start = time.perf_counter()
     with err.status("executing"), room(resolved.problem, "cpu"):
         report, reasons = _run(resolved, seed, dropped, None if late else seed, step_limit)
@@ -117,7 +118,8 @@ def _run(
     q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     asked = {"scale": scale, "dropout": dropped}
     arrays = (x.float().numpy() for x in (q, k, v))
-    done = simulate(resolved.plan, case, *arrays, **asked, seed=order, step_limit=step_limit)
+    options = {"seed": order, "step_limit": step_limit, "kv_splits": resolved.splits}
+    done = simulate(resolved.plan, case, *arrays, **asked, **options)
     ref, ref_lse = reference(variant, case, q, k, v, **asked)
     base, _ = baseline(variant, case, q, k, v, **asked)
     verdict = judge(torch.from_numpy(done.o).to(dtype), base, ref, p.dtype)

@@ -12,10 +12,14 @@ from flashgen.analysis.facts import Facts, analyse
 from flashgen.codegen import device, params
 from flashgen.codegen.backward import sized, transposed
 from flashgen.codegen.fold import folded
+from flashgen.codegen.keys import KeysCode
 from flashgen.codegen.reachable import reachable
 from flashgen.codegen.sequences import SequenceCode
+from flashgen.codegen.split_keys import KeyCode
 from flashgen.codegen.variant_code import VariantCode, variant_code
+from flashgen.planning import split_keys
 from flashgen.planning.backward import lookups
+from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.resources import folder
 
@@ -48,6 +52,10 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "plan": plan,
         "code": found,
         "seq": SequenceCode(plan.layout),
+        "keys": KeyCode(plan.keys),
+        "work_alignment": programs.work_layout(plan.layout, split=plan.keys.split)[1],
+        "combine_warps": split_keys.COMBINE_WARPS,
+        "kv": KeysCode(plan.layout),
         "banner": banner(plan, found),
         "fields": params.fields(plan),
         "params_bytes": params.sizeof(plan),
@@ -125,7 +133,7 @@ def _command(plan: KernelPlan, spec: str, width: int) -> list[str]:
         options.append(("layout", plan.layout.name))
     options += [("param", f"{name}={value}") for name, value in variant.bound]
     flags = {"backward": plan.backward is not None, "deterministic": plan.deterministic, "dropout": plan.dropout}
-    flags["packed"] = plan.packed
+    flags |= {"packed": plan.packed, "split-keys": plan.keys.split}
     words = [f"--{name} {shlex.quote(str(value))}" for name, value in options]
     words += [f"--{name}" for name, given in flags.items() if given]
     words += [f"--gradient {name}" for name in plan.gradients]

@@ -10,6 +10,7 @@ from functools import lru_cache
 from flashgen.lang.variant import Variant
 from flashgen.planning.backward import layout
 from flashgen.planning.layout import DENSE, Layout
+from flashgen.planning.members import ALL_KEYS, Keys
 from flashgen.planning.plan import KernelPlan, Specialized, SpecializedBackward, TileSummary
 from flashgen.planning.program import CTYPES
 
@@ -67,7 +68,7 @@ def fields(plan: KernelPlan) -> tuple[Field, ...]:
     """The members of a plan's `Params`, in order."""
     if plan.backward is not None:
         return _backward_fields(plan)
-    return fields_of(plan.variant, plan.dtype, plan.specialized, plan.dropout, plan.layout, plan.summaries)
+    return fields_of(plan.variant, plan.dtype, plan.specialized, plan.dropout, plan.layout, plan.summaries, plan.keys)
 
 
 @lru_cache(maxsize=256)
@@ -78,6 +79,7 @@ def fields_of(
     dropout: bool = False,
     sequences: Layout = DENSE,
     summaries: tuple[TileSummary, ...] = (),
+    keys: Keys = ALL_KEYS,
 ) -> tuple[Field, ...]:
     """The members of a forward's `Params`: pointers, then 64-bit, then 32-bit numbers, so that none needs padding.
 
@@ -85,7 +87,8 @@ def fields_of(
     `size<i>_NAME`; a parameter is `param_NAME`.  Pipeline hopper has tensor maps (`maps`) in front of the
     struct, and two counters of tiles where it hands them out; where heads are packed `packs` counts what stands in
     their place, and a pack is 1 << `pack_log2` heads.  Where sequences have lengths of their own `q_rows` are those of
-    q in memory, and `q_offset` is the position of the first query where no `q_offsets` say it.
+    q in memory, and `q_offset` is the position of the first query where no `q_offsets` say it.  Where keys are split
+    among `splits` blocks, `part_o` and `part_rows` are what these leave.
     """
     element = ELEMENT[dtype]
     mapped = specialized is not None
@@ -98,9 +101,12 @@ def fields_of(
     if specialized is not None and specialized.rows.packed:
         numbers += ["packs", "pack_log2"]
     pointers += [Field(name, "const int*") for name in sequences.pointers]
+    if keys.split:
+        pointers += [Field("part_o", "float*"), Field("part_rows", "float2*")]
+        numbers.append("splits")
     pointers += _summaries(summaries)
     numbers += sequences.numbers
-    return _members(variant, pointers, "o" if mapped else "qkvo", numbers, dropout)
+    return _members(variant, pointers, "o" if mapped else "qkvo", numbers, dropout, sequences.strides)
 
 
 @lru_cache(maxsize=256)
@@ -138,12 +144,18 @@ def _summaries(summaries: tuple[TileSummary, ...]) -> list[Field]:
 
 
 def _members(
-    variant: Variant, pointers: Iterable[Field], strided: Iterable[str], counts: Iterable[str], dropout: bool
+    variant: Variant,
+    pointers: Iterable[Field],
+    strided: Iterable[str],
+    counts: Iterable[str],
+    dropout: bool,
+    strides: Iterable[str] = (),
 ) -> tuple[Field, ...]:
     """Those of one kernel, with what all of a variant take: scale, parameters, captured tensors, dropout."""
     tensors = variant.tensors
     pointers = [*pointers, *(Field(f"tensor_{t.name}", f"const {STORED[t.dtype]}*") for t in tensors)]
     words = [Field(f"{t}_{dimension}", "i64") for t in strided for dimension in ("batch", "head", "row")]
+    words += [Field(name, "i64") for name in strides]
     words += [Field(f"stride{i}_{t.name}", "i64") for t in tensors for i in range(len(t.dims))]
     numbers = [*(Field(name, "int") for name in counts), Field("scale", "float")]
     for p in variant.params:

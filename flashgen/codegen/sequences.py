@@ -96,7 +96,17 @@ class SequenceCode:
         """From a position to its row of q in memory."""
         return "p.q_start - p.q_offset" if self.joined else "-p.q_offset"
 
+    @property
+    def set_origins(self) -> str:
+        """The first rows of a sequence that is joined to others, for its problem."""
+        where = {"q_start": "queries", "k_start": "keys"}
+        return "".join(f"\n  p.{name} = {where[name]}.first;" for name in self.layout.origins)
+
     # -- pipeline hopper
+
+    def and_origins(self, owner: str) -> str:
+        """The first rows of a tile's sequence, of an owner of such names."""
+        return "".join(f", {owner}{name}" for name in self.layout.origins)
 
     @property
     def enter(self) -> str:
@@ -107,20 +117,6 @@ class SequenceCode:
     def whose_v(self) -> str:
         """What the loader is told of the sequence of a tile of V."""
         return "work" if self.own else "work.b"
-
-    @property
-    def whose_k(self) -> str:
-        """And of one of K: its number, or its first row."""
-        return "work.k_start" if self.joined else "work.b"
-
-    @property
-    def of_k(self) -> str:
-        """The name of that."""
-        return "k_start" if self.joined else "b"
-
-    def of_keys(self, b: str, k_start: str) -> str:
-        """The coordinates of a tile of keys behind its columns."""
-        return f"{k_start} + tile * TILE_KV, kv_head, 0" if self.joined else f"tile * TILE_KV, kv_head, {b}"
 
     @property
     def q_start(self) -> str:

@@ -128,7 +128,9 @@ class _Kernel:
         except RuntimeError:
             before = None  # a build without CUDA has none
         self._library = torch.library.Library("aten", "IMPL")
-        self._library.impl(operator, functools.partial(kernel, before), KEY, with_keyset=True)
+        # Dynamo would trace it where a frame that it gave up calls the operator, and kernels read addresses.
+        untraced = torch.compiler.disable(functools.partial(kernel, before))
+        self._library.impl(operator, untraced, KEY, with_keyset=True)
 
     def remove(self) -> None:
         self._library._destroy()

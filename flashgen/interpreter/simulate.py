@@ -19,7 +19,7 @@ from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
 from flashgen.interpreter.tensormap import BFLOAT16, FLOAT16, SWIZZLE_SPAN, TensorMap
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
-from flashgen.runtime.launch import Captured, Launch, LaunchGrid, TensorMapDesc, main_entry, make_launch
+from flashgen.runtime.launch import Cache, Captured, Launch, LaunchGrid, TensorMapDesc, main_entry, make_launch
 
 if TYPE_CHECKING:
     from flashgen.analysis.tiles import Case
@@ -43,11 +43,13 @@ _STRIDED = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
 
 
 class Simulated(NamedTuple):
-    """o [batch, heads, q_len, v_head_dim] and lse [batch, heads, q_len] as float32, and what the kernel did."""
+    """o [batch, heads, q_len, v_head_dim] and lse [batch, heads, q_len] as float32, and what the kernel that visits
+    tiles did; `reports` has what each did, by its entry."""
 
     o: np.ndarray
     lse: np.ndarray
     report: Report
+    reports: dict[str, Report]
 
 
 class SimulatedBackward(NamedTuple):
@@ -228,14 +230,16 @@ def simulate(
     change: Callable[[Launch], Launch] | None = None,
     sequences: Mapping[str, np.ndarray] = MappingProxyType({}),
     q_offset: int = 0,
+    kv_splits: int = 1,
 ) -> Simulated:
     """Run a plan's forward kernel on [batch, heads, length, dim] float arrays, rounded to the plan's dtype; joined
-    sequences are a batch of 1.
+    sequences are a batch of 1, and a cache has pages in place of a batch.
 
     `source` replaces the emitted text and `change` the launch (mutations, probes).  `seed` and `check` are those of
     Module.launch; buffers named in `track` have the addresses of their accesses recorded; `sms` and `l2_kv_heads` are
     those of make_launch, of a GPU as small as the problems that can be run here.  `sequences` are the int32 [batch]
-    tensors of a layout that has them, by pointer, and `q_offset` is that of make_launch.  o and lse start as NaN.
+    tensors of a layout that has them, by pointer, `q_offset` and `kv_splits` are those of make_launch.  o and lse start
+    as NaN.
     Raises CompileError, LaunchError for a problem without any output, and a Trap for what the kernel does wrong.
     """
     tensors = _Tensors(plan, case)
@@ -247,9 +251,12 @@ def simulate(
     lse = tensors.result("lse", rows, "float32")
     tensors.add_sequences(sequences)
     facts = {"scale": scale, "dropout": dropout, "sms": sms, "l2_kv_heads": l2_kv_heads, "q_offset": q_offset}
-    facts["rows"] = rows[-1], np.shape(k)[-2]
+    facts["rows"], facts["kv_splits"] = (rows[-1], np.shape(k)[-2]), kv_splits
+    if plan.layout.paged:
+        table_row = sequences["page_table"].shape[1]
+        facts["cache"] = Cache(pages=np.shape(k)[0], page_size=np.shape(k)[-2], table_row=table_row)
     _, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)
-    return Simulated(loaded(o, plan.dtype), lse, reports[main_entry(plan)])
+    return Simulated(loaded(o, plan.dtype), lse, reports[main_entry(plan)], reports)
 
 
 def simulate_backward(

@@ -19,7 +19,7 @@ RESERVED = frozenset(
     | {"seed", "deterministic", "causal", "is_causal", "enable_gqa"}
     | {"batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim"}
     | {"seqlen", "kv_seqlen", "v_head_dim", "dtype", "arch", "pipeline", "tile", "stages", "backward", "gradients"}
-    | {"packed", "q_stages"}
+    | {"packed", "q_stages", "kv_splits"}
 )
 
 #: The largest size of a captured tensor's dimension.

@@ -6,11 +6,12 @@ import torch
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
-from flashgen.ops import autograd, library
+from flashgen.ops import autograd, library, splits
 from flashgen.ops.call import Call
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
-from flashgen.ops.sequences import BOUNDS, VARLEN, joined, position
+from flashgen.ops.pages import heads_first
+from flashgen.ops.sequences import BOUNDS, PAGED, VARLEN, in_pages, joined, names_of, position, refuse_gradients
 from flashgen.ops.sinks import with_given_sink
 from flashgen.ops.tracing import any_autocast, autocast, traced, transformed
 from flashgen.ops.values import no_flag, no_tensor
@@ -30,6 +31,9 @@ def attention(
     q_offset: int | str | torch.Tensor | None = None,
     q_lengths: torch.Tensor | None = None,
     kv_lengths: torch.Tensor | None = None,
+    kv_splits: int | None = None,
+    page_table: torch.Tensor | None = None,
+    page_layout: str | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """o = softmax(mask(score(scale * q k^T))) v of a variant; with `return_lse` (o, lse).
@@ -48,7 +52,13 @@ def attention(
     row that attends to nothing gives 0 and lse -inf.  A sink (`fg.sink`) is one exponential more of that sum: lse has
     it, and is the sink where a row attends to nothing else.  Runs on torch's current stream, may be captured into a
     CUDA graph, and repeated calls give the same bits.  On a GPU, without dropout, the bits of a row are its own: they
-    depend on no other row, batch, head or length, and on no choice between kernels of one pipeline.
+    depend on no other row, batch, head or length, and on no choice between kernels of one pipeline; but for calls whose
+    keys are split.
+
+    `kv_splits` is the number of blocks that divide the keys of a tile of queries, whose parts a second kernel combines:
+    1 for one block that visits all, and then the bits of a row are its own; None where flashgen chooses, which splits
+    keys where a sequence has few queries and many keys and the GPU would idle (`flashgen plan` says why).  The bits
+    then depend on that number, and on the queries beside a row.
 
     `q_offset` says where queries sit that attend to a cache: at this position and those behind it, at one for each
     sequence (int32 [batch], read on the device), or with "end" so that the last one sits beside the last key.  A spec's
@@ -59,6 +69,14 @@ def attention(
     captured tensor has at least as many positions as the host knows of; others are clamped.  On a GPU lengths count
     from 0 to what a tensor has, and a position below 0 as 0; FLASHGEN_CHECK=1 in the environment refuses others, for
     which the host waits.  Names that the variant declares are its own.
+
+    With a `page_table` k and v are caches in pages, [pages, page_size, kv_heads, head_dim | v_head_dim], or
+    [pages, kv_heads, page_size, ...] where `page_layout` is "hpd" (unless given "phd"), in memory as they lie: views of
+    one tensor too.  Row b of the table (int32 [batch, entries], rows any distance apart, read on the device) names the
+    pages of sequence b in the order of positions, and `kv_lengths` says how many keys they hold, all that they have
+    room for unless given.  Other entries, other pages and other rows change nothing, whatever they hold.  A dimension
+    "kv" of a captured tensor is entries * page_size long.  On a GPU an entry that is no page reads as zeros.  Pages of
+    a multiple of 8 rows are loaded by TMA on Hopper; others by pipeline ampere, which is logged.  Without gradients.
 
     With `dropout` each probability is dropped by that chance and the others grow by 1 / (1 - dropout); lse is that of
     none dropped.  What is dropped follows from torch's generator of the device (torch.manual_seed repeats it), or from
@@ -76,6 +94,12 @@ def attention(
     """
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
+    if kv_splits is not None:
+        named = splits.joined(named, kv_splits)
+    if page_table is not None or page_layout is not None:
+        named = joined(variant, named, page_table=page_table)
+        if not isinstance(variant, Variant) or PAGED[-1] in names_of(variant):
+            k, v = heads_first(k, v, page_layout, page_table)
     return _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named)
 
 
@@ -95,6 +119,9 @@ def attention_varlen(
     seed: int | None = None,
     deterministic: bool = False,
     q_offset: int | str | torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    page_layout: str | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` of sequences that lie behind each other: o, and with `return_lse` (o, lse).
@@ -106,12 +133,18 @@ def attention_varlen(
     q_len and kv_len its own; a dimension "kv" of a captured tensor is `max_seqlen_k`, and one "q" any that positions
     reach.  What one sequence holds changes no other.  Everything else is as in `attention`, `q_offset` too.
 
+    With a `page_table` and a `page_layout`, as `attention` has them, k and v are the pages of a cache, and `kv_lengths`
+    (int32 [sequences]) says how many keys each sequence has there, in place of cu_seqlens_k: so one call serves
+    sequences of which some read a prompt and others decode.  `max_seqlen_k` is what a row of the table has room for
+    unless given.
+
     o is [total_q, heads, v_head_dim], lse [heads, total_q]: the rows of a head lie side by side, as kernels write them.
     Rows of no sequence are not written on a GPU, and have gradients of 0.  Raises LaunchError and PlanError before
     anything runs; where FLASHGEN_CHECK=1 is in the environment, and on a CPU always, for cumulative lengths that
     decrease, leave the tensor or pass their bounds too.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    paged = page_table is not None
+    for name, x in (("q", q),) if paged else (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise LaunchError(no_tensor(name, x))
         if x.dim() != 3:
@@ -119,12 +152,20 @@ def attention_varlen(
                 f"{name} has {x.dim()} dimensions {list(x.shape)}: attention_varlen takes [rows, heads, head_dim]\n"
                 "  nearest: attention() for [batch, heads, seqlen, head_dim]"
             )
-    own = dict.fromkeys(VARLEN[:2], cu_seqlens_q) | dict.fromkeys(BOUNDS, max_seqlen_q)
-    keys = (VARLEN[1], cu_seqlens_k), (BOUNDS[1], max_seqlen_k)
-    own |= {name: x for name, x in keys if x is not None}
+    k, v = heads_first(k, v, page_layout, page_table)
+    splits.refuse(named)
+    if paged:
+        own = in_pages(cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table, max_seqlen_q)
+    else:
+        own = dict.fromkeys(VARLEN[:2], cu_seqlens_q) | dict.fromkeys(BOUNDS, max_seqlen_q)
+        own |= {} if cu_seqlens_k is None else {VARLEN[1]: cu_seqlens_k}
+        named |= {} if kv_lengths is None else {"kv_lengths": kv_lengths}  # the variant's, or refused
+        k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
+    if max_seqlen_k is not None:
+        own[BOUNDS[1]] = max_seqlen_k
     if q_offset is not None:
         own[VARLEN[2]] = position(q_offset)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    q = q.transpose(0, 1).unsqueeze(0)
     found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, {**named, **own})
     if isinstance(found, tuple):
         return found[0][0].transpose(0, 1), found[1][0]
@@ -160,6 +201,8 @@ def _attend(
         raise LaunchError(wrong)
     call = Call(with_given_sink(variant, named), scale, named, drawn(dropout, seed, q), deterministic)
     if under_transform or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *named.values())):
+        if not under_transform:
+            refuse_gradients(variant, named)
         o, lse = autograd.attention(q, k, v, call)
         return (o, lse) if return_lse else o
     return run(q, k, v, call, return_lse)

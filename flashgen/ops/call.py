@@ -15,6 +15,7 @@ from flashgen.lang.expr import Tensor as Declared
 from flashgen.lang.variant import Variant
 from flashgen.ops import sequences
 from flashgen.ops.menus import gpu_menu
+from flashgen.ops.splits import SPLITS
 from flashgen.ops.tracing import watched
 from flashgen.ops.values import no_number, no_tensor
 from flashgen.planning.layout import DENSE, Layout
@@ -75,6 +76,7 @@ class Request:
     tensors: dict[str, torch.Tensor]
     dropout: Dropout | None
     sequences: sequences.Sequences | None = None
+    kv_splits: int | None = None  # that divide its keys; None: flashgen chooses
 
     @property
     def layout(self) -> Layout:
@@ -85,12 +87,14 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
     """The request of a call, or LaunchError or PlanError for what is wrong with it."""
     variant, named = call.variant, call.named
     own = sequences.of_call(variant, named)
-    named = {name: x for name, x in named.items() if name not in own} if own else named
+    kv_splits = named.get(SPLITS)
+    if own or kv_splits is not None:
+        named = {name: x for name, x in named.items() if name not in own and name != SPLITS}
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor)
     _check_together(q, k, v)
-    problem = _problem(q, k, v)
-    found, problem = sequences.checked(own, problem, q.device)
+    problem = _problem(q, k, v, paged=sequences.paged(own))
+    found, problem = sequences.checked(own, problem, q.device, k.shape[0])
     captured = {t.name: named[t.name] for t in variant.tensors if t.name in named}
     constants = {c.name: named[c.name] for c in variant.constants if c.name in named}
     params = variant.values({name: x for name, x in named.items() if name not in captured and name not in constants})
@@ -113,6 +117,7 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
         tensors={name: captured[name] for name in sorted(captured)},
         dropout=call.dropout,
         sequences=found,
+        kv_splits=kv_splits,
     )
 
 
@@ -177,15 +182,18 @@ def _check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         )
 
 
-def _problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Problem:
+def _problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, paged: bool) -> Problem:
+    """That of the tensors; where k and v are pages, a sequence of one of them."""
     batch, heads, q_len, head_dim = q.shape
-    for name, tensor in (("k", k), ("v", v)):
+    if paged and k.shape[0] != v.shape[0]:
+        raise LaunchError(f"k has {k.shape[0]} pages and v {v.shape[0]}: one table says where both lie")
+    for name, tensor in () if paged else (("k", k), ("v", v)):
         if tensor.shape[0] != batch:
             raise LaunchError(
                 f"q has batch {batch} and {name} batch {tensor.shape[0]}: they have one batch size"
                 + (f"\n  nearest: {name}.expand({batch}, -1, -1, -1), no copy" if tensor.shape[0] == 1 else "")
             )
-    for axis, word in ((1, "kv_heads"), (2, "kv_len")):
+    for axis, word in ((1, "kv_heads"), (2, "page_size" if paged else "kv_len")):
         if k.shape[axis] != v.shape[axis]:
             raise LaunchError(f"k has {word} {k.shape[axis]} and v {v.shape[axis]}: k and v share their {word}")
     if k.shape[3] != head_dim:

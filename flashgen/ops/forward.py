@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import overload
 
 import numpy as np
@@ -17,6 +18,8 @@ from flashgen.ops.call import ALIGNMENT, Call, Request, check_memory, check_rows
 from flashgen.ops.menus import cpu_request, gpu_menu
 from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
 from flashgen.planning import planner
+from flashgen.planning.division import Divided, divide
+from flashgen.planning.members import Keys
 from flashgen.runtime import driver, kernel, tiles
 
 
@@ -163,6 +166,11 @@ class _Record:
             check_memory(name, name, call.named[name])
 
 
+def _divided(ask: Callable[[Keys], planner.Menu], request: Request, sms: int) -> Divided:
+    """The plan of a request, of the menu that `ask` gives for the keys that a block visits."""
+    return divide(ask, request.problem, sms, kv_splits=request.kv_splits, params=request.params, layout=request.layout)
+
+
 def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
     """Over batch, heads and rows, in elements."""
     batch, head, row, _ = x.stride()
@@ -172,11 +180,16 @@ def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
 def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
     problem, index = request.problem, q.device.index
-    menu = gpu_menu(q, k, v, request.variant, problem, dropout=request.dropout is not None, layout=request.layout)
+    asked = {"dropout": request.dropout is not None, "layout": request.layout}
+
+    def ask(keys: Keys) -> planner.Menu:
+        return gpu_menu(q, k, v, request.variant, problem, keys=keys, **asked)
+
     sms = driver.gpu(index).sms
-    loaded = kernel.load(planner.choose(menu, problem, sms))
+    found = _divided(ask, request, sms)
+    loaded = kernel.load(found.plan)
     strides = {"q": strides_of(q), "k": strides_of(k), "v": strides_of(v), "o": o_layout(q, v)[1][:3]}
-    launch = launch_of(request, loaded.plan, strides, sms)
+    launch = launch_of(request, loaded.plan, strides, sms, kv_splits=found.splits)
     return _Record(q, v, request, loaded.record(launch, index))
 
 
@@ -191,9 +204,14 @@ def _walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -
     for declared in variant.tensors:
         if broken := broken_promise(declared, case.tensors[declared.name]):
             raise LaunchError(f"captured tensor {declared.name!r} of {variant.name!r} {broken}")
-    asked = cpu_request(variant, problem, dropout=request.dropout is not None, layout=request.layout)
+    asked = {"dropout": request.dropout is not None, "layout": request.layout}
+
+    def ask(keys: Keys) -> planner.Menu:
+        return planner.menu_of(cpu_request(variant, problem, keys=keys, **asked))
+
+    found = _divided(ask, request, cpu_request(variant, problem, **asked).arch.sms)
     walked = tiles.walk(
-        planner.choose(planner.menu_of(asked), problem, asked.arch.sms),
+        found.plan,
         analyse(variant),
         case,
         *(array(tensor) for tensor in (q, k, v)),
@@ -201,6 +219,7 @@ def _walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -
         dtype=problem.dtype,
         dropout=request.dropout,
         sequences=None if request.sequences is None else sequences.of_batch(request.sequences, problem),
+        kv_splits=found.splits,
     )
     o, lse = outputs(q, v)
     return o.copy_(torch.from_numpy(walked.o)), lse.copy_(torch.from_numpy(walked.lse))

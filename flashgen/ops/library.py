@@ -301,11 +301,14 @@ def _no_second(ctx: object, *_: object) -> NoReturn:
 
 _library.impl("call", _call, "CompositeImplicitAutograd")
 _library.impl("call", _transformed, "FuncTorchBatched")
-for _device in ("CPU", "CUDA"):
-    _library.impl("draw", _draw, _device)
-    _library.impl("refuse", _refuse, _device)
-    _library.impl("attention", _attention, _device)
-    _library.impl("attention_backward", _attention_backward, _device)
+# Dynamo traces none of these where a frame that it gave up calls them; it would all that `Library.impl` registers.
+for _name, _kernel in (
+    ("draw", _draw),
+    ("refuse", _refuse),
+    ("attention", _attention),
+    ("attention_backward", _attention_backward),
+):
+    torch.library.register_kernel(f"flashgen::{_name}", ("cpu", "cuda"), _kernel, lib=_library)
 torch.library.register_fake("flashgen::draw", lambda *_: torch.empty(2, dtype=torch.int64, device="cpu"), lib=_library)
 torch.library.register_fake("flashgen::refuse", _results, lib=_library)
 torch.library.register_fake("flashgen::attention", _shapes, lib=_library)

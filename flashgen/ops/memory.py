@@ -7,6 +7,7 @@ GPU, in half the host's time: torch's dispatcher is not asked, and nothing that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch._C._dynamo import guards
@@ -55,10 +56,23 @@ def of_stream(index: int, stream: int) -> torch.Tensor | None:
         return None
     found = _of_streams.get((index, stream))
     if found is None:
-        found = empty_strided(((ROWS_START + 4 * ROWS) // 4,), (1,), torch.int32)
-        found[: COUNTERS.amount // 4].zero_()
+        found = _lasting(index)
+        found[: COUNTERS.amount // 4].zero_()  # on the stream that reads it
         _of_streams[index, stream] = found
     return found
+
+
+def _lasting(index: int) -> torch.Tensor:
+    """Memory of one stream on GPU `index`, allocated by a thread of its own: torch may be told to give what this thread
+    allocates out of the pool of a CUDA graph (torch.compile does while it warms one up), where nothing may last."""
+
+    def allocate() -> torch.Tensor:
+        if torch._C._cuda_getDevice() != index:  # a new thread begins with GPU 0
+            torch.cuda.set_device(index)
+        return empty_strided(((ROWS_START + 4 * ROWS) // 4,), (1,), torch.int32)
+
+    with ThreadPoolExecutor(1) as alone:
+        return alone.submit(allocate).result()
 
 
 def counters() -> torch.Tensor:

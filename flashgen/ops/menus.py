@@ -11,11 +11,15 @@ import torch
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
 from flashgen.planning import arch, planner
+from flashgen.planning.layout import Layout
 from flashgen.planning.pipelines.protocol import Pipeline
 from flashgen.planning.plan import Fallback
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
 from flashgen.runtime import driver
+
+#: Pages of a multiple of so many rows suit every pipeline.
+_PAGE_ROWS = 16
 
 #: Architecture whose plan the CPU walks where the variant pins none.
 CPU_ARCH = "sm_80"
@@ -29,18 +33,14 @@ _told: dict[tuple[KernelRequest, str], object] = {}
 def gpu_menu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, problem: Problem, **options: Any
 ) -> planner.Menu:
-    """The plans for a problem on q's GPU, with the options of `KernelRequest.of`, of its best pipeline that can address
+    """The plans for a problem on q's GPU, with the options of `KernelRequest.of`, of its best pipeline that can load
     the tensors; the planner memoises.  That a better one does not serve is logged, once for a request."""
     dims = problem.head_dim, problem.v_head_dim
     request = KernelRequest.of(variant, gpu_arch(q), problem.dtype, *dims, **options)
     menu = planner.menu_of(request)
     serving = planner.pipeline_of(menu.plans[0])
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        limit = serving.cannot_address(tensor.shape, tensor.stride(), tensor.itemsize)
-        if limit is None:
-            continue
-        able = next(other for other in planner.others(serving, request) if _addresses(other, q, k, v))
-        reason, nearest = f"{serving.COPIES} cannot address {name}: {limit}", f"{name}.contiguous(), a copy"
+    for reason, nearest in _limits(serving, request.layout, q, k, v):
+        able = next(other for other in planner.others(serving, request) if not _limits(other, request.layout, q, k, v))
         if request.fixed.pipeline is not None:
             raise LaunchError(
                 f"{variant.name!r} is pinned to pipeline {serving.NAME}, whose {reason}\n"
@@ -65,9 +65,18 @@ def _tell(request: KernelRequest, menu: planner.Menu) -> None:
             )
 
 
-def _addresses(pipeline: Pipeline[Any], *tensors: torch.Tensor) -> bool:
-    """Whether a pipeline can load all of these."""
-    return all(pipeline.cannot_address(x.shape, x.stride(), x.itemsize) is None for x in tensors)
+def _limits(
+    pipeline: Pipeline[Any], layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> list[tuple[str, str]]:
+    """Why a pipeline cannot load all of these, each with the nearest that it can."""
+    found = []
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if limit := pipeline.cannot_address(x.shape, x.stride(), x.itemsize):
+            found.append((f"{pipeline.COPIES} cannot address {name}: {limit}", f"{name}.contiguous(), a copy"))
+    if layout.paged and (limit := pipeline.cannot_page(k.shape[2])):
+        fit = max(_PAGE_ROWS, _PAGE_ROWS * round(k.shape[2] / _PAGE_ROWS))
+        found.append((f"{pipeline.COPIES} cannot load pages: {limit}", f"pages of {fit} rows"))
+    return found
 
 
 def addressable(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:

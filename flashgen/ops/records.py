@@ -16,7 +16,9 @@ from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
 from flashgen.ops import sequences
 from flashgen.ops.call import Call, Request, factor
+from flashgen.ops.splits import SPLITS
 from flashgen.ops.values import no_variant
+from flashgen.planning.division import asks, mask_parameters
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime.launch import Captured, Launch, dropout_scalars, make_launch
 
@@ -33,11 +35,12 @@ MAX_VARIANTS = 1024
 @dataclass(slots=True)
 class _Calls:
     """What is remembered of the calls of one variant: the names of its constants and captured tensors, those of what
-    sequences may have of their own, and its records on GPUs, of both passes."""
+    sequences may have of their own, the parameters of its mask, and its records on GPUs, of both passes."""
 
     constants: tuple[str, ...]
     tensors: tuple[str, ...]
     sequences: frozenset[str]
+    mask_params: tuple[str, ...]
     records: dict[Key, Any] = field(default_factory=dict)
     backward: dict[Key, Any] = field(default_factory=dict)
 
@@ -54,7 +57,8 @@ def calls_of(variant: Variant) -> _Calls:
     if calls is None:
         with _calls_lock:
             constants, tensors = (tuple(x.name for x in declared) for declared in (variant.constants, variant.tensors))
-            calls = _calls.setdefault(variant.token, _Calls(constants, tensors, frozenset(sequences.names_of(variant))))
+            own = frozenset(sequences.names_of(variant))
+            calls = _calls.setdefault(variant.token, _Calls(constants, tensors, own, mask_parameters(variant)))
             if len(_calls) > MAX_VARIANTS:
                 del _calls[next(iter(_calls))]
     return calls
@@ -77,6 +81,10 @@ def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, call
         if name in named:
             x = named[name]
             key = *key, x.shape, x.stride(), x.dtype, x.device, x.is_neg()
+    if SPLITS in named:
+        key = *key, named[SPLITS]
+    elif calls.mask_params and asks(q.shape[2], k.shape[2]):
+        key = *key, *map(named.get, calls.mask_params)
     return key if calls.sequences.isdisjoint(named) else (*key, *sequences.key(named))
 
 
@@ -117,8 +125,11 @@ class Numbers:
         return numbers if dropout is None else (*numbers, *dropout_scalars(dropout))
 
 
-def launch_of(request: Request, plan: KernelPlan, strides: Mapping[str, tuple[int, int, int]], sms: int) -> Launch:
-    """The launch of a plan on a call's tensors, of these strides in elements, on a GPU of so many SMs."""
+def launch_of(
+    request: Request, plan: KernelPlan, strides: Mapping[str, tuple[int, int, int]], sms: int, *, kv_splits: int = 1
+) -> Launch:
+    """The launch of a plan on a call's tensors, of these strides in elements, on a GPU of so many SMs; `kv_splits`
+    blocks divide keys where the plan splits them."""
     return make_launch(
         plan,
         request.problem,
@@ -131,5 +142,7 @@ def launch_of(request: Request, plan: KernelPlan, strides: Mapping[str, tuple[in
         params=request.params,
         dropout=request.dropout,
         rows=None if request.sequences is None else request.sequences.rows,
+        kv_splits=kv_splits,
+        cache=None if request.sequences is None else request.sequences.cache,
         sms=sms,
     )

@@ -13,8 +13,10 @@ import torch
 from flashgen.errors import LaunchError, shown
 from flashgen.lang.ranges import MAX_LENGTH
 from flashgen.lang.variant import Variant
-from flashgen.planning.layout import AT_END, Padded, Varlen
+from flashgen.ops.pages import cache_of, checked_table, pages_of
+from flashgen.planning.layout import AT_END, Padded, Paged, Varlen
 from flashgen.planning.problem import Problem
+from flashgen.runtime.launch import Cache
 from flashgen.runtime.tiles import Sequence
 
 #: The names of a call of attention() for it, which are a variant's own where it declares them: those of
@@ -26,24 +28,36 @@ PADDED = ("q_lengths", "kv_lengths", "q_offset")
 VARLEN = ("varlen.cu_seqlens_q", "varlen.cu_seqlens_k", "varlen.q_offset")
 BOUNDS = ("varlen.max_seqlen_q", "varlen.max_seqlen_k")
 
+#: Those of `Paged.pointers`, where queries are padded and where they are joined; a page table is the last.
+PAGED = (*PADDED, "page_table")
+PAGED_VARLEN = (VARLEN[0], "varlen.kv_lengths", VARLEN[2], "varlen.page_table")
+
+_NAMES = {"padded": PADDED, "varlen": VARLEN, "paged": PAGED, "paged_varlen": PAGED_VARLEN}
+
 #: Set to 1 in the environment, the values of tensors on a GPU are checked too, for which the host waits.
 CHECK = "FLASHGEN_CHECK"
 
 
 class Sequences(NamedTuple):
-    """Tensors that kernels take, int32 or None, in the order of `layout.pointers`; where the last of them is None all
-    first queries sit at `q_offset`, or AT_END.  `rows` are those of q and of k."""
+    """Tensors that kernels take, int32 or None, in the order of `layout.pointers`; where the third of them is None all
+    first queries sit at `q_offset`, or AT_END.  `rows` are those of q and of k, or of each page of a cache."""
 
-    layout: Padded | Varlen
+    layout: Padded | Varlen | Paged
     tensors: tuple[torch.Tensor | None, ...]
     q_offset: int
     rows: tuple[int, int]
+    cache: Cache | None = None
 
 
 def names_of(variant: Variant) -> tuple[str, ...]:
     """The names that calls of a variant have for it."""
     own = [x.name for x in variant.params] + [x.name for x in variant.constants] + [x.name for x in variant.tensors]
-    return (*(name for name in PADDED if name not in own), *VARLEN, *BOUNDS)
+    return (*(name for name in PAGED if name not in own), *dict.fromkeys((*VARLEN, *PAGED_VARLEN)), *BOUNDS)
+
+
+def paged(given: Mapping[str, Any]) -> bool:
+    """Whether these values of a call, of its own, say that keys lie in pages."""
+    return PAGED[-1] in given or PAGED_VARLEN[-1] in given
 
 
 def joined(variant: Variant, named: dict[str, Any], **given: object) -> dict[str, Any]:
@@ -55,6 +69,29 @@ def joined(variant: Variant, named: dict[str, Any], **given: object) -> dict[str
     if "q_offset" in given and (not isinstance(variant, Variant) or "q_offset" in names_of(variant)):
         given["q_offset"] = position(given["q_offset"])
     return {**named, **given}
+
+
+def in_pages(
+    cu_seqlens_q: object, cu_seqlens_k: object, kv_lengths: object, table: object, most: int
+) -> dict[str, Any]:
+    """Named values of a call with joined queries, at most so many of each sequence, over keys in pages."""
+    if cu_seqlens_k is not None:
+        raise LaunchError(
+            "cu_seqlens_k says where keys lie behind each other, and page_table that they lie in pages\n"
+            "  nearest: kv_lengths=cu_seqlens_k.diff() in its place"
+        )
+    values = (cu_seqlens_q, kv_lengths, None, table)
+    found: dict[str, Any] = {name: x for name, x in zip(PAGED_VARLEN, values, strict=True) if x is not None}
+    return {**found, BOUNDS[0]: most}
+
+
+def refuse_gradients(variant: Variant, named: Mapping[str, Any]) -> None:
+    """Raise LaunchError where keys lie in pages: no backward reads them there."""
+    if paged(of_call(variant, named)):
+        raise LaunchError(
+            "q, k, v or a captured tensor requires a gradient, and keys and values in pages have none\n"
+            "  nearest: the call under torch.no_grad(), or k and v without pages"
+        )
 
 
 def position(first: object) -> int | torch.Tensor:
@@ -79,21 +116,31 @@ def of_call(variant: Variant, named: Mapping[str, Any]) -> dict[str, Any]:
     return {name: named[name] for name in names_of(variant) if name in named}
 
 
-def checked(given: Mapping[str, Any], problem: Problem, device: torch.device) -> tuple[Sequences | None, Problem]:
+def checked(
+    given: Mapping[str, Any], problem: Problem, device: torch.device, pages: int
+) -> tuple[Sequences | None, Problem]:
     """The sequences of a call on a device, None where they are alike, and the problem that they are of, of that of the
-    tensors; or LaunchError for what is wrong with them.  What tensors on a GPU hold is not looked at."""
+    tensors, k of which has so many pages if any; or LaunchError for what is wrong with them.  What tensors on a GPU
+    hold is not looked at."""
     if not given:
         return None, problem
-    names = VARLEN if VARLEN[0] in given else PADDED
-    layout = Varlen() if names is VARLEN else Padded()
-    first, rows = given.get(names[2], 0), (problem.q_len, problem.kv_len)
+    queries: Padded | Varlen = Varlen() if VARLEN[0] in given else Padded()
+    layout = Paged(queries=queries) if paged(given) else queries
+    own, rows = names(layout), (problem.q_len, problem.kv_len)
+    first, table, cache = given.get(own[2], 0), given.get(own[-1]), None
     if layout.joined:
         problem = _joined_problem(given, problem, device)
-    tensors = [given.get(name) for name in names[:2]] + [first if isinstance(first, torch.Tensor) else None]
-    for name, tensor in zip(names, tensors, strict=True):
+    if layout.paged:
+        table = checked_table(table, problem.batch, device)
+        cache, most = cache_of(table, pages, rows[1])
+        problem = replace(problem, kv_len=_bounded_by_table(given, most))
+    tensors = [given.get(name) for name in own[:2]] + [first if isinstance(first, torch.Tensor) else None]
+    for name, tensor in zip(own, tensors, strict=False):
         if tensor is not None:
             _check_tensor(name, tensor, problem.batch + (name in VARLEN[:2]), device)
-    found = Sequences(layout, tuple(tensors), 0 if tensors[2] is not None else first, rows)
+    if layout.paged:
+        tensors.append(table)
+    found = Sequences(layout, tuple(tensors), 0 if tensors[2] is not None else first, rows, cache)
     check_offset(found.q_offset, problem.q_len)
     if found.q_offset == AT_END and tensors[0] is None and problem.q_len > problem.kv_len:
         raise LaunchError(
@@ -107,7 +154,7 @@ def checked(given: Mapping[str, Any], problem: Problem, device: torch.device) ->
 
 def _joined_problem(given: Mapping[str, Any], problem: Problem, device: torch.device) -> Problem:
     """The problem of sequences that lie behind each other in the tensors of one."""
-    starts, bounds = given[VARLEN[0]], [given[name] for name in BOUNDS]
+    starts, bounds = given[VARLEN[0]], [given.get(name, 0) for name in BOUNDS]
     for name, bound in zip(BOUNDS, bounds, strict=True):
         if isinstance(bound, bool) or not isinstance(bound, int) or not 0 <= bound < MAX_LENGTH:
             raise LaunchError(
@@ -120,6 +167,16 @@ def _joined_problem(given: Mapping[str, Any], problem: Problem, device: torch.de
             "  nearest: torch.tensor([0, length of the first, length of the first two ...], dtype=torch.int32)"
         )
     return replace(problem, batch=starts.numel() - 1, q_len=bounds[0], kv_len=bounds[1])
+
+
+def _bounded_by_table(given: Mapping[str, Any], most: int) -> int:
+    """The most keys that a sequence may have: what a page table has room for, unless the call says less."""
+    bound = int(given.get(BOUNDS[1], most))
+    if bound > most:
+        raise LaunchError(
+            f"max_seqlen_k is {bound}: a row of page_table has room for {most} keys\n  nearest: max_seqlen_k={most}"
+        )
+    return bound
 
 
 def _said(name: str) -> str:
@@ -180,14 +237,14 @@ class First:
         return int(first)
 
 
-def names(layout: Padded | Varlen) -> tuple[str, ...]:
+def names(layout: Padded | Varlen | Paged) -> tuple[str, ...]:
     """The names of a call's values for what kernels point to, in the order of `layout.pointers`."""
-    return VARLEN if layout.joined else PADDED
+    return _NAMES[layout.name]
 
 
 def key(named: Mapping[str, Any]) -> Iterator[object]:
     """What the launches of a call depend on in these of its values: not where queries sit, but for AT_END."""
-    for name in (*PADDED, *VARLEN, *BOUNDS):
+    for name in (*PAGED, *VARLEN, *PAGED_VARLEN, *BOUNDS):
         x = named.get(name)
         if isinstance(x, torch.Tensor):
             yield from (x.shape, x.stride(), x.dtype, x.device)
@@ -230,14 +287,18 @@ def watched() -> bool:
 
 def of_batch(found: Sequences, problem: Problem) -> tuple[Sequence, ...]:
     """Each sequence by its numbers, read from where the tensors are; LaunchError for what is outside of its bounds."""
-    of_q, of_k, q_offsets = (_read(x) for x in found.tensors)
+    of_q, of_k, q_offsets, *table = (_read(x) for x in found.tensors)
     q_start, k_start = np.zeros((2, problem.batch), np.int64)
     if found.layout.joined:
         q_start, rows = _spans("cu_seqlens_q", of_q, found.rows[0], problem.q_len, "max_seqlen_q")
-        k_start, keys = _spans("cu_seqlens_k", of_k, found.rows[1], problem.kv_len, "max_seqlen_k")
     else:
         rows = _bounded("q_lengths", of_q, problem.q_len, "q_len", problem.batch)
-        keys = _bounded("kv_lengths", of_k, problem.kv_len, "kv_len", problem.batch)
+    if found.layout.joined and not found.layout.paged:
+        k_start, keys = _spans("cu_seqlens_k", of_k, found.rows[1], problem.kv_len, "max_seqlen_k")
+    else:
+        what = "the most keys that pages hold" if found.layout.paged else "kv_len"
+        keys = _bounded("kv_lengths", of_k, problem.kv_len, what, problem.batch)
+    pages = (None,) * problem.batch if found.cache is None else pages_of(table[0], keys, found.cache)
     if q_offsets is not None:
         first, most = q_offsets, MAX_LENGTH - 1 - problem.q_len
         _refuse_outside("q_offset", first, most, f"positions are 0 to {most}, so that all queries stay below 2^24")
@@ -250,7 +311,7 @@ def of_batch(found: Sequences, problem: Problem) -> tuple[Sequence, ...]:
             )
     else:
         first = np.full(problem.batch, found.q_offset)
-    each = zip(*(x.tolist() for x in (first, rows, keys, q_start, k_start)), strict=True)
+    each = zip(*(x.tolist() for x in (first, rows, keys, q_start, k_start)), pages, strict=True)
     return tuple(
         Sequence(at, at + n, kv_len, 0 if found.layout.joined else b, *starts)
         for b, (at, n, kv_len, *starts) in enumerate(each)

@@ -10,8 +10,9 @@ from flashgen import codegen
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
 from flashgen.ops.options import apart, option, plan_of, variant_of
-from flashgen.planning import planner
+from flashgen.planning import division, planner
 from flashgen.planning.arch import find, newest, of_device
+from flashgen.planning.members import ALL_KEYS, SplitKeys
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
@@ -40,6 +41,7 @@ def plan(
     q_stages: int | None = None,
     dropout: bool = False,
     packed: bool = False,
+    kv_splits: int | None = None,
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
@@ -51,10 +53,11 @@ def plan(
     if it declares it; the arch that it pins, else that of the first GPU, else sm_90a.  `tile` (queries, keys), `stages`
     (of keys, in shared memory), `q_stages` (of queries: 1 or 2, on Hopper) and `pipeline` fix what the planner would
     choose; `packed` asks for tiles that hold all heads which share keys, as problems with few queries get them.  With
-    `backward` the kernels of its gradients, those of the captured tensors in `gradients` too, and with `deterministic`
-    in one order of sums.  `fallbacks` of the result name the better pipelines of the arch that do not serve this, and
-    why.  Raises PlanError with the limit that the request hits and the nearest thing that works, and SpecError for a
-    file that is no spec.
+    `kv_splits` above 1 the kernel whose keys so many blocks divide, with 1 one that visits all: of a problem flashgen
+    chooses unless it is given, and a plan holds the choice, not the number.  With `backward` the kernels of its
+    gradients, those of the captured tensors in `gradients` too, and with `deterministic` in one order of sums.
+    `fallbacks` of the result name the better pipelines of the arch that do not serve this, and why.  Raises PlanError
+    with the limit that the request hits and the nearest thing that works, and SpecError for a file that is no spec.
     """
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen, "kv_seqlen": kv_seqlen}
     sizes = {name: option(name, value) for name, value in sizes.items()}
@@ -66,8 +69,11 @@ def plan(
     width: int = default_head_dim(variant) if head_dim is None else option("head_dim", head_dim)
     kind: str = default_dtype(variant) if dtype is None else option("dtype", dtype)
     integers, constants = apart({"stages": stages, "q_stages": q_stages, **constants})
+    splits = option("kv_splits", kv_splits)
+    division.check_splits(splits)
+    bound = variant.bind(**constants)
     request = KernelRequest.of(
-        *(variant.bind(**constants), where, kind, width, option("v_head_dim", v_head_dim)),
+        *(bound, where, kind, width, option("v_head_dim", v_head_dim)),
         pipeline=option("pipeline", pipeline),
         tile=option("tile", tile),
         dropout=option("dropout", dropout),
@@ -75,6 +81,7 @@ def plan(
         backward=option("backward", backward),
         deterministic=option("deterministic", deterministic),
         gradients=option("gradients", gradients),
+        keys=SplitKeys() if splits is not None and splits > 1 else ALL_KEYS,
         **{name: option(name, value) for name, value in integers.items()},
     )
     menu = planner.menu_of(request)
@@ -92,7 +99,11 @@ def plan(
         v_head_dim=menu.plans[0].v_head_dim,
         dtype=kind,
     )
-    return planner.choose(menu, problem, sm_count(where))
+    sms = sm_count(where)
+    if backward or splits is not None:
+        return planner.choose(menu, problem, sms)
+    params = bound.values({}, complete=False)
+    return division.divide(lambda keys: planner.menu_of(request.visiting(keys)), problem, sms, params=params).plan
 
 
 def emit(plan: KernelPlan) -> str:

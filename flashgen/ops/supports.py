@@ -11,7 +11,8 @@ from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
 from flashgen.ops.options import apart, option, variant_of
 from flashgen.ops.stages import default_arch, default_dtype, default_head_dim
-from flashgen.planning import planner
+from flashgen.planning import division, planner
+from flashgen.planning.members import ALL_KEYS, SplitKeys
 from flashgen.planning.request import KernelRequest
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def supports(
     q_stages: int | None = None,
     dropout: bool = False,
     packed: bool = False,
+    kv_splits: int | None = None,
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
@@ -72,12 +74,12 @@ def supports(
         "arch": default_arch(variant),
         "dtype": default_dtype(variant),
         "head_dim": default_head_dim(variant),
-        **dict.fromkeys(("v_head_dim", "pipeline", "tile", *integers)),
+        **dict.fromkeys(("v_head_dim", "pipeline", "tile", "kv_splits", *integers)),
         **{"dropout": False, "packed": False, "backward": False, "deterministic": False, "gradients": ()},
     }
     given = {
         **{"arch": arch, "dtype": dtype, "head_dim": head_dim, "v_head_dim": v_head_dim, "pipeline": pipeline},
-        **{"tile": tile, **integers, "dropout": dropout, "packed": packed},
+        **{"tile": tile, **integers, "dropout": dropout, "packed": packed, "kv_splits": kv_splits},
         **{"backward": backward, "deterministic": deterministic},
         "gradients": gradients,
     }
@@ -106,9 +108,13 @@ def supports(
     return (*reasons, *(alone or [_reason("combination", together, failed)]))
 
 
-def _refusal(variant: Variant, options: dict[str, Any]) -> PlanError | None:
+def _refusal(variant: Variant, asked: dict[str, Any]) -> PlanError | None:
+    options = dict(asked)
+    splits = options.pop("kv_splits")
     try:
-        planner.menu_of(KernelRequest.of(variant, **options))
+        division.check_splits(splits)
+        keys = SplitKeys() if splits is not None and splits > 1 else ALL_KEYS
+        planner.menu_of(KernelRequest.of(variant, keys=keys, **options))
     except PlanError as error:
         return error
     return None

@@ -15,8 +15,11 @@ class Dense:
     name: ClassVar[str] = "dense"
     own: ClassVar[bool] = False
     joined: ClassVar[bool] = False
+    paged: ClassVar[bool] = False
     pointers: ClassVar[tuple[str, ...]] = ()
     numbers: ClassVar[tuple[str, ...]] = ()
+    origins: ClassVar[tuple[str, ...]] = ()
+    strides: ClassVar[tuple[str, ...]] = ()
 
     def starts(self, tile_q: int) -> int:
         """A position whose multiples are where tiles of so many queries start, if anywhere."""
@@ -26,11 +29,14 @@ class Dense:
 class _Own:
     """What layouts share in which a sequence has lengths and positions of its own, which kernels read on the device.
 
-    The positions of a sequence's queries end where the language's `q_len` does.
+    The positions of a sequence's queries end where the language's `q_len` does.  `origins` are the first rows of joined
+    sequences in the tensors.
     """
 
     __slots__ = ()
     own: ClassVar[bool] = True
+    paged: ClassVar[bool] = False
+    strides: ClassVar[tuple[str, ...]] = ()
 
     def starts(self, tile_q: int) -> int:
         """Tiles start at any position: no multiple of this but 0 is one."""
@@ -47,8 +53,10 @@ class Padded(_Own):
     name: ClassVar[str] = "padded"
     joined: ClassVar[bool] = False
     template: ClassVar[str] = "padded.cu.j2"
+    tile_template: ClassVar[str] = "ampere/padded.cu.j2"
     pointers: ClassVar[tuple[str, ...]] = ("q_lengths", "kv_lengths", "q_offsets")
     numbers: ClassVar[tuple[str, ...]] = ("q_rows", "q_offset")
+    origins: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +70,72 @@ class Varlen(_Own):
     name: ClassVar[str] = "varlen"
     joined: ClassVar[bool] = True
     template: ClassVar[str] = "varlen.cu.j2"
+    tile_template: ClassVar[str] = "ampere/varlen.cu.j2"
     pointers: ClassVar[tuple[str, ...]] = ("cu_seqlens_q", "cu_seqlens_k", "q_offsets")
     numbers: ClassVar[tuple[str, ...]] = ("q_rows", "kv_rows", "q_offset", "q_start", "k_start")
+    origins: ClassVar[tuple[str, ...]] = ("q_start", "k_start")
 
 
-Layout = Dense | Padded | Varlen
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paged(_Own):
+    """Keys and values lie in the pages of a cache, [pages, kv_heads, page_size]; `queries` lie as they do there.
+
+    Kernels take the numbers of keys and the pages of each sequence in the order of positions: int32 [batch], or null,
+    and [batch, most pages], whose rows lie `table_row` apart.  Entries of keys that a sequence does not have are never
+    read.  `page_magic` and `page_shift` divide a position by `page_size`; one copy moves `page_rows` rows.
+    """
+
+    paged: ClassVar[bool] = True
+    strides: ClassVar[tuple[str, ...]] = ("table_row",)
+    queries: Padded | Varlen = Padded()
+
+    @property
+    def name(self) -> str:
+        return "paged_varlen" if self.joined else "paged"
+
+    @property
+    def joined(self) -> bool:
+        """Whether queries lie behind those of other sequences."""
+        return self.queries.joined
+
+    @property
+    def template(self) -> str:
+        return f"{self.name}.cu.j2"
+
+    @property
+    def tile_template(self) -> str:
+        return self.queries.tile_template
+
+    @property
+    def pointers(self) -> tuple[str, ...]:
+        return (self.queries.pointers[0], "kv_lengths", "q_offsets", "page_table")
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        return ("q_rows", "q_offset", *self.origins, "pages", "page_size", "page_rows", "page_magic", "page_shift")
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return self.queries.origins[:1]
+
+
+Layout = Dense | Padded | Varlen | Paged
 
 #: What kernels are made for unless asked.
 DENSE = Dense()
 
 #: By the names that options have for them.
-LAYOUTS = {layout.name: layout for layout in (DENSE, Padded(), Varlen())}
+LAYOUTS = {layout.name: layout for layout in (DENSE, Padded(), Varlen(), Paged(), Paged(queries=Varlen()))}
+
+#: What a position is multiplied by before the shift that divides it by a page's size has this many bits more than that.
+_POSITION_BITS = (MAX_LENGTH - 1).bit_length()
+
+
+def division(divisor: int) -> tuple[int, int]:
+    """(magic, shift) with n // divisor == n * magic >> shift for each position n (Granlund and Montgomery 1994)."""
+    shift = _POSITION_BITS + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
+
 
 #: The position of the first query that stands for: the last query is beside the last key.
 AT_END = -1

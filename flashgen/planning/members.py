@@ -10,6 +10,32 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Forward: which keys a block visits, of those that its queries see
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllKeys:
+    """All: it finishes o."""
+
+    name: ClassVar[str] = "all"
+    split: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitKeys:
+    """Each of `splits` blocks visits every so many-th tile of them, and leaves a part of o in float32, with the maximum
+    and the sum of each row; a second kernel of the call combines the parts of a row in their order."""
+
+    name: ClassVar[str] = "split"
+    split: ClassVar[bool] = True
+
+
+Keys = AllKeys | SplitKeys
+
+#: What kernels do unless asked.
+ALL_KEYS = AllKeys()
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Pipeline ampere, backward: whose keys a warp works on
 
 
@@ -161,6 +187,24 @@ class TilesAlike:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: how the highest score of a row is found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HighestAsInteger:
+    """Scores are compared as integers, three by one instruction, and again where a thread's are all negative."""
+
+    find: ClassVar[str] = "highest_by_integers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HighestAsFloat:
+    """Scores are compared as floats, two by one instruction: registers are short."""
+
+    find: ClassVar[str] = "highest_by_floats"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, forward: who hands out tiles of queries
 
 
@@ -199,6 +243,7 @@ class OByTma:
     """Through the shared memory of q, from which a thread of its own copies it."""
 
     template: ClassVar[str] = "hopper/forward_o_by_tma.cu.j2"
+    store: ClassVar[str] = "hopper/forward_store.cu.j2"
     by_tma: ClassVar[bool] = True
 
 
@@ -207,6 +252,15 @@ class OFromRegisters:
     """From the registers of consumers."""
 
     template: ClassVar[str] = "hopper/forward_o_from_registers.cu.j2"
+    store: ClassVar[str] = "hopper/forward_store.cu.j2"
+    by_tma: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OInParts:
+    """A part of it in float32, from the registers of consumers, where keys are split."""
+
+    store: ClassVar[str] = "hopper/forward_store_part.cu.j2"
     by_tma: ClassVar[bool] = False
 
 

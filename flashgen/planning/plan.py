@@ -9,12 +9,17 @@ from flashgen.lang.variant import Variant
 from flashgen.planning.integers import Integers
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import (
+    ALL_KEYS,
     BlockOrder,
     Consumers,
     DqSum,
     FullTilesApart,
+    HighestAsFloat,
+    HighestAsInteger,
+    Keys,
     OByTma,
     OFromRegisters,
+    OInParts,
     OwnKeys,
     PackedQueries,
     Queries,
@@ -125,7 +130,8 @@ class Specialized:
     ping_pong: bool  # warpgroups take turns to issue products
     score_emitted_twice: bool  # registers are left for a score function that is emitted twice
     full_tiles: FullTilesApart | TilesAlike
-    o: OByTma | OFromRegisters
+    highest: HighestAsInteger | HighestAsFloat
+    o: OByTma | OFromRegisters | OInParts
     scheduler: Scheduler
     rows: Queries | PackedQueries
 
@@ -292,6 +298,7 @@ class KernelPlan(Integers):
     backward: Backward | SpecializedBackward | None = None  # of pass "backward"
     deterministic: bool = False  # the same bits in every run
     dropout: bool = False
+    keys: Keys = ALL_KEYS  # that a block of a forward visits
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
     layout: Layout = DENSE  # of sequences in q, k, v and o
     summaries: tuple[TileSummary, ...] = ()  # of the mask, made before tiles are classified

@@ -352,6 +352,8 @@ def _fitting(pipeline: Pipeline[Any], request: KernelRequest) -> tuple[list[Kern
     plans: list[KernelPlan] = []
     rejected: dict[_Key, str] = {}
     for c in pipeline.candidates(request.fixed):
+        if request.keys.split and request.fixed.tile is None and c.tile.q > min(PIPELINES[pipeline.NAME].QUERIES):
+            continue  # queries are few
         reason = pipeline.does_not_fit_reason(c, request)
         if reason is None:
             plans.append(pipeline.plan(c, request))
@@ -409,7 +411,7 @@ def _measured(pipeline: Pipeline[Any], request: KernelRequest) -> Menu | None:
     None without an entry for the class of the variant, for kernels with options, which were not measured, and where
     cells of the mask cut tiles of one candidate and not those of another: the entry is of one that has none.
     """
-    if request.pass_name == "backward" or request.dropout:
+    if request.pass_name == "backward" or request.dropout or request.keys.split:
         return None
     entry = records.find(pipeline.NAME, request)
     if entry is None:

@@ -274,6 +274,15 @@ class Program:
     def first_thread(self, name: str) -> int:
         return WARP * self.first_warp(name)
 
+    def threads_of(self, name: str) -> str:
+        """What tells the threads of a role of the first warpgroup, by threadIdx.x, from those that come behind it."""
+        role, first = self.role(name), self.first_thread(name)
+        if role.single:
+            return f"== {first}"
+        if first == 0:
+            return f"< {role.threads}"
+        return f">= {first}" if first + role.threads == WARPGROUP else f"/ {WARP} == {first // WARP}"
+
     def ring(self, name: str) -> Ring:
         return _named(self.rings, name)
 

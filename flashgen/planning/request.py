@@ -14,6 +14,7 @@ from flashgen.planning import arch as archs
 from flashgen.planning.arch import Arch
 from flashgen.planning.integers import INTEGERS, Integers
 from flashgen.planning.layout import DENSE, Layout
+from flashgen.planning.members import ALL_KEYS, Keys
 from flashgen.planning.plan import KernelPlan, Tile, without_sink
 from flashgen.planning.profile import Profile, profile
 
@@ -23,10 +24,12 @@ MAX_ELEMENTS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """A forward; `packed`: the form alone whose tiles hold all heads that share keys."""
+    """A forward; `packed`: the form alone whose tiles hold all heads that share keys; `keys`: those that a block
+    visits."""
 
     dropout: bool = False
     packed: bool = False
+    keys: Keys = ALL_KEYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,7 @@ class KernelRequest:
         pipeline: str | None = None,
         tile: tuple[int, int] | None = None,
         layout: Layout = DENSE,
+        keys: Keys = ALL_KEYS,
         **integers: int | None,
     ) -> KernelRequest:
         """The request for what a call names; `tile` is (query rows, key rows), `integers` are those of `INTEGERS`.
@@ -92,7 +96,12 @@ class KernelRequest:
         fixed = Fixed(pipeline=pipeline, tile=None if tile is None else Tile(q=tile[0], kv=tile[1]), **integers)
         asked: Forward | Backward
         if backward:
-            _only_of("forward", "backward", {"packed": packed}, fixed)
+            _only_of("forward", "backward", {"packed": packed, "kv_splits": keys.split}, fixed)
+            if layout.paged:
+                raise PlanError(
+                    "keys and values in the pages of a cache have no gradients\n"
+                    "  nearest: a forward under torch.no_grad(), or k and v without pages"
+                )
             asked = Backward(
                 dropout=dropout,
                 deterministic=deterministic,
@@ -100,7 +109,7 @@ class KernelRequest:
             )
         else:
             _only_of("backward", "forward", {"deterministic": deterministic, "gradients": gradients}, fixed)
-            asked = Forward(dropout=dropout, packed=packed)
+            asked = Forward(dropout=dropout, packed=packed, keys=keys)
             fixed = _with_pins(fixed, variant)
         return cls(
             variant=variant,
@@ -118,7 +127,7 @@ class KernelRequest:
         """The request that a plan serves, with nothing fixed."""
         asked: Forward | Backward
         if plan.backward is None:
-            asked = Forward(dropout=plan.dropout, packed=plan.packed)
+            asked = Forward(dropout=plan.dropout, packed=plan.packed, keys=plan.keys)
         else:
             asked = Backward(dropout=plan.dropout, deterministic=plan.deterministic, gradients=plan.gradients)
         return cls(
@@ -142,6 +151,11 @@ class KernelRequest:
     @property
     def packed(self) -> bool:
         return isinstance(self.asked, Forward) and self.asked.packed
+
+    @property
+    def keys(self) -> Keys:
+        """The keys that a block visits."""
+        return self.asked.keys if isinstance(self.asked, Forward) else ALL_KEYS
 
     @property
     def deterministic(self) -> bool:
@@ -170,6 +184,11 @@ class KernelRequest:
         """The same with these fixed in place of what was; None: left to the planner."""
         return replace(self, fixed=replace(self.fixed, **fixed))
 
+    def visiting(self, keys: Keys) -> KernelRequest:
+        """The same forward with blocks that visit these keys."""
+        assert isinstance(self.asked, Forward)
+        return replace(self, asked=replace(self.asked, keys=keys))
+
     def less(self) -> dict[str, KernelRequest]:
         """The requests that leave out one option, or leave open one thing that is fixed, by how a call writes that."""
         fixed: dict[str, object] = {"tile": self.fixed.tile, **self.fixed.integers()}
@@ -177,7 +196,8 @@ class KernelRequest:
         for option in fields(self.asked):
             default: dict[str, Any] = {option.name: option.default}
             if getattr(self.asked, option.name) != option.default:
-                found[f"{option.name}={option.default}"] = replace(self, asked=replace(self.asked, **default))
+                said = "kv_splits=1" if option.name == "keys" else f"{option.name}={option.default}"
+                found[said] = replace(self, asked=replace(self.asked, **default))
         if self.layout.own:
             found["sequences that fill their tensors and begin at position 0"] = replace(self, layout=DENSE)
         return found

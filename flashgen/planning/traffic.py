@@ -8,6 +8,9 @@ schedule.  Then, summed over batch and query heads, at the caller's head dims an
            every captured tensor once
     write  o once, lse (float32) once
 
+Where keys are split, q is read by each part that visits any key, which writes its part of o in float32; every part
+writes the maximum and the sum of its rows.  The kernel that combines them reads all that and writes o and lse.
+
 A backward is counted kernel by kernel: see `traffic_backward`.
 """
 
@@ -21,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.analysis import counts
 from flashgen.analysis import facts as analysis
 from flashgen.errors import PlanError
-from flashgen.planning import backward, summaries, traffic_backward
+from flashgen.planning import backward, split_keys, summaries, traffic_backward
 from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.integers import shown
 from flashgen.planning.plan import KernelPlan, Part, Tile
@@ -134,6 +137,8 @@ class Prediction:
     workspaces: tuple[Part, ...] = ()
     measured: Measured | None = None  # what the plan was chosen by; None: by predicted times
     others: tuple[KernelPlan, ...] = ()  # of the same menu, faster on problems of other sizes
+    splits: int = 1  # blocks that divide the keys of a tile of queries
+    why_splits: str = ""
 
     @property
     def predicted_ms(self) -> float:
@@ -166,6 +171,7 @@ class Prediction:
                     *((f"instead of {fallback.pipeline}", str(fallback)) for fallback in plan.fallbacks),
                     ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {shown(plan)}"),
                     *([("packed", self._packing())] if plan.packed else []),
+                    *([("kv splits", f"{self.splits}: {self.why_splits}")] if self.why_splits else []),
                     *([("summaries", "; ".join(map(str, plan.summaries)))] if plan.summaries else []),
                     ("warps", plan.program.text()),
                     ("blocks per SM", str(plan.blocks_per_sm)),
@@ -239,6 +245,8 @@ class Prediction:
             "q_in_registers": plan.q_in_registers,
             "dropout": plan.dropout,
             "pack": plan.pack(problem.group),
+            "kv_splits": self.splits,
+            "kv_splits_why": self.why_splits or None,
             "smem_bytes": plan.smem_bytes,
             "registers_estimate": plan.registers_estimate,
             "hbm": self.hbm.as_json(),
@@ -289,11 +297,14 @@ def predict(
     dlse: bool = False,
     measured: Measured | None = None,
     others: Iterable[KernelPlan] = (),
+    splits: int = 1,
+    why_splits: str = "",
 ) -> Prediction:
     """What `plan` costs on `problem`; `case` carries the sizes, parameters and captured tensors of the same call.
 
     Closed form where the mask allows, never a walk.  `dlse` says that a backward is given the gradient of lse too;
-    `measured` and `rejected` are those of the menu that the plan comes from, `others` its other plans.
+    `measured` and `rejected` are those of the menu that the plan comes from, `others` its other plans; `splits` blocks
+    divide keys where the plan splits them, and `why_splits` says why so many.
     Raises PlanError where problem and plan disagree on head dims.
     """
     asked, planned = (problem.head_dim, problem.v_head_dim), (plan.head_dim, plan.v_head_dim)
@@ -302,7 +313,10 @@ def predict(
             f"the plan is for head_dim {planned[0]} and v_head_dim {planned[1]}, the problem has {asked[0]} and"
             f" {asked[1]}\n  nearest: a menu for the problem's head dims"
         )
-    costs = _backward_costs(plan, problem, case, dlse) if plan.pass_name == "backward" else _costs(plan, problem, case)
+    if plan.pass_name == "backward":
+        costs = _backward_costs(plan, problem, case, dlse)
+    else:
+        costs = _costs(plan, problem, case, splits)
     arch, tiles = ARCHS[plan.arch], costs["tiles"]
     return Prediction(
         plan=plan,
@@ -312,6 +326,8 @@ def predict(
         rejected=tuple(rejected),
         measured=measured,
         others=tuple(others),
+        splits=splits,
+        why_splits=why_splits,
         **costs,
     )
 
@@ -321,13 +337,18 @@ def _shape(plan: KernelPlan) -> str:
     return f"{plan.tile}, {shown(plan)}{', heads packed' if plan.packed else ''}"
 
 
-def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, Any]:
+def _costs(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> dict[str, Any]:
     """Fields of the prediction of a forward."""
     tiles = _tiles(plan, problem, case)
     captured = _stored(plan.variant.tensors, case)
     of_summaries, read_again = _summaries(plan, problem, case)
     visits, compulsory = _moved(problem, tiles, captured + read_again), _compulsory(problem, captured)
-    moved = _bytes(visits.read_bytes + of_summaries.read_bytes, visits.write_bytes + of_summaries.write_bytes)
+    combined = _bytes(0, 0)
+    if plan.keys.split and not problem.empty:
+        visits, combined = _parts(plan, problem, case, splits, visits, tiles)
+    kernels = {summaries.ENTRY: of_summaries} if plan.summaries else {}
+    kernels |= {"attention_forward": visits} | ({split_keys.ENTRY: combined} if plan.keys.split else {})
+    moved = _bytes(sum(one.read_bytes for one in kernels.values()), sum(one.write_bytes for one in kernels.values()))
     per_pair = 2 * (problem.head_dim + problem.v_head_dim)
     scores = (tiles.partial + tiles.full) * plan.tile.q * plan.tile.kv
     special, _ = profile(plan.variant).score_ops
@@ -341,9 +362,26 @@ def _costs(plan: KernelPlan, problem: Problem, case: Case) -> dict[str, Any]:
         "tiles": tiles,
         "times": _times(plan, padded, scores * (1 + special), moved, compulsory),
         "pace": _pace(plan, scores),
-        "kernels": ((summaries.ENTRY, of_summaries), ("attention_forward", visits)) if plan.summaries else (),
-        "workspaces": summaries.workspaces(plan, problem),
+        "kernels": tuple(kernels.items()) if len(kernels) > 1 else (),
+        "workspaces": (*split_keys.workspaces(plan, problem, splits), *summaries.workspaces(plan, problem)),
     }
+
+
+def _parts(
+    plan: KernelPlan, problem: Problem, case: Case, splits: int, visits: Bytes, tiles: TileCounts
+) -> tuple[Bytes, Bytes]:
+    """What visiting tiles in parts moves, in place of `visits`, and what combining these does."""
+    tile = Tile(q=plan.tile_queries(problem.group), kv=plan.tile.kv)
+    rows = counts.count_parts(analysis.analyse(plan.variant), case, tile, splits)
+    again = (rows - tiles.visited_rows) * problem.head_dim * problem.itemsize
+    parts = rows * problem.v_head_dim * split_keys.PART_ITEM
+    parts += split_keys.rows(problem) * splits * split_keys.PART_ROW
+    sink = plan.variant.sink
+    of_sink = 0 if sink is None else case.tensors[sink.name].size * STORED_BYTES[sink.dtype]
+    return (
+        _bytes(visits.read_bytes + again - of_sink, parts),
+        _bytes(parts + of_sink, visits.write_bytes),
+    )
 
 
 def _summaries(plan: KernelPlan, problem: Problem, case: Case) -> tuple[Bytes, int]:

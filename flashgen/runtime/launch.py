@@ -6,14 +6,16 @@ they put addresses in place.  So what the interpreter checks is the launch that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from flashgen.codegen import params as members
-from flashgen.planning import backward, summaries
+from flashgen.planning import backward, split_keys, summaries
 from flashgen.planning.arch import ARCHS
+from flashgen.planning.layout import division
 from flashgen.planning.plan import WARPGROUP_ROWS, Part
 
 if TYPE_CHECKING:
@@ -42,6 +44,27 @@ class Captured:
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """Shape of a cache in pages: their number, the rows of each, and the elements between rows of the page table."""
+
+    pages: int
+    page_size: int
+    table_row: int
+
+    def numbers(self, tile_kv: int) -> dict[str, int]:
+        """Fields of `Params`: one copy moves the most rows that lie side by side in each page and in each tile."""
+        magic, shift = division(self.page_size)
+        return {
+            "pages": self.pages,
+            "page_size": self.page_size,
+            "page_rows": math.gcd(self.page_size, tile_kv),
+            "page_magic": magic,
+            "page_shift": shift,
+            "table_row": self.table_row,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +147,8 @@ def make_launch(
     dropout: Dropout | None = None,
     q_offset: int = 0,
     rows: tuple[int, int] | None = None,
+    kv_splits: int = 1,
+    cache: Cache | None = None,
     sms: int,
     l2_kv_heads: int | None = None,
     clear_distance: int | None = None,
@@ -132,7 +157,9 @@ def make_launch(
 
     `strides` are those of q, k, v and o, and in a backward of d_o, dq, dk and dv, in elements over (batch, heads,
     rows); a row's elements lie side by side.  `q_offset` is the first query's position where the layout of the plan has
-    one, `rows` are those of q and of k in memory where they are not q_len and kv_len.  `sms` are those of the GPU.
+    one, `rows` are those of q and of k in memory where they are not q_len and kv_len, `cache` what k and v are pages
+    of where the layout says so.  `kv_splits` blocks divide the keys of a tile of queries where the plan splits keys.
+    `sms` are those of the GPU.
     `l2_kv_heads`, the key heads whose tensors its L2 holds, and `clear_distance`, the key heads that a backward clears
     dq of in advance, follow from the plan and the problem unless given: small problems on few SMs then show what large
     ones do.
@@ -146,7 +173,8 @@ def make_launch(
     pack = plan.pack(problem.group)
     q_rows, kv_rows = (problem.q_len, problem.kv_len) if rows is None else rows
     if plan.layout.joined:
-        strides = {name: (0, *of_tensor[1:]) for name, of_tensor in strides.items()}
+        in_pages = () if cache is None else ("k", "v")
+        strides = {name: of if name in in_pages else (0, *of[1:]) for name, of in strides.items()}
     numbers: dict[str, int | float] = {
         **problem.sizes(),
         "q_tiles": _q_tiles(plan, problem, q_rows),
@@ -158,11 +186,14 @@ def make_launch(
         "q_rows": q_rows,
         "kv_rows": kv_rows,
         "q_offset": q_offset,
+        "splits": kv_splits,
         "q_start": 0,
         "k_start": 0,
         "scale": scale,
         **{f"param_{name}": value for name, value in params.items()},
     }
+    if cache is not None:
+        numbers |= cache.numbers(plan.tile.kv)
     if dropout is not None:
         numbers |= zip(_DROPOUT, dropout_scalars(dropout), strict=True)
     for name, of_tensor in strides.items():
@@ -177,11 +208,14 @@ def make_launch(
     of_all = _q_tiles(plan, problem, q_rows) if plan.layout.joined else None
     return Launch(
         plan=plan,
-        grids=grids(plan, problem, sms, (q_rows, kv_rows)),
+        grids=grids(plan, problem, sms, (q_rows, kv_rows), kv_splits),
         values=MappingProxyType({f.name: numbers[f.name] for f in fields if not f.ctype.endswith("*")}),
-        maps=tuple(_tensor_map(name, plan, problem, strides[name], (q_rows, kv_rows)) for name in members.maps(plan)),
+        maps=tuple(
+            _tensor_map(name, plan, problem, strides[name], (q_rows, kv_rows), cache) for name in members.maps(plan)
+        ),
         workspaces=(
             *(backward.workspaces(plan, problem, shapes, of_all) if plan.backward is not None else ()),
+            *split_keys.workspaces(plan, problem, kv_splits),
             *summaries.workspaces(plan, problem),
         ),
         cleared=tuple(COUNTERS for f in fields if f.name == COUNTERS.name),
@@ -199,12 +233,18 @@ def dropout_scalars(dropout: Dropout) -> tuple[int | float, ...]:
 
 
 def grids(
-    plan: KernelPlan, problem: Problem, sms: int, rows: tuple[int | None, int | None] = (None, None)
+    plan: KernelPlan,
+    problem: Problem,
+    sms: int,
+    rows: tuple[int | None, int | None] = (None, None),
+    kv_splits: int = 1,
 ) -> tuple[LaunchGrid, ...]:
-    """The kernels of a pass on a GPU of so many SMs, in the order in which they run on one stream; `rows` are those of
-    make_launch."""
-    make = _forward_grids if plan.backward is None else _backward_grids
-    found = make(plan, problem, sms, rows)
+    """The kernels of a pass on a GPU of so many SMs, in the order in which they run on one stream; `rows` and
+    `kv_splits` are those of make_launch."""
+    if plan.backward is None:
+        found = _forward_grids(plan, problem, sms, rows, kv_splits)
+    else:
+        found = _backward_grids(plan, problem, sms, rows)
     return tuple(grid for grid in (_summaries_grid(plan, problem, sms), *found) if grid.blocks)
 
 
@@ -217,12 +257,18 @@ def _summaries_grid(plan: KernelPlan, problem: Problem, sms: int) -> LaunchGrid:
 _Rows = tuple[int | None, int | None]
 
 
-def _forward_grids(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows) -> list[LaunchGrid]:
+def _forward_grids(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows, kv_splits: int) -> list[LaunchGrid]:
     blocks = _q_tiles(plan, problem, rows[0]) * (problem.heads // plan.pack(problem.group))
-    blocks *= 1 if plan.layout.joined else problem.batch
+    blocks *= (1 if plan.layout.joined else problem.batch) * (kv_splits if plan.keys.split else 1)
     if plan.specialized is not None:  # each block takes tile after tile
         blocks = min(blocks, sms)
-    return [_main_grid(plan, blocks)]
+    return [_main_grid(plan, blocks), *([_combine_grid(problem)] if plan.keys.split else [])]
+
+
+def _combine_grid(problem: Problem) -> LaunchGrid:
+    warps = split_keys.COMBINE_WARPS
+    blocks = -(-split_keys.rows(problem) // warps)
+    return LaunchGrid(entry=split_keys.ENTRY, blocks=blocks, threads=32 * warps, smem_bytes=0)
 
 
 def _backward_grids(plan: KernelPlan, problem: Problem, sms: int, in_memory: _Rows) -> list[LaunchGrid]:
@@ -280,12 +326,20 @@ def _l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
 
 
 def _tensor_map(
-    name: str, plan: KernelPlan, problem: Problem, strides: tuple[int, int, int], in_memory: tuple[int, int]
+    name: str,
+    plan: KernelPlan,
+    problem: Problem,
+    strides: tuple[int, int, int],
+    in_memory: tuple[int, int],
+    cache: Cache | None,
 ) -> TensorMapDesc:
-    """That of q, k, v, o or d_o, with so many rows of q, and of k, in memory."""
+    """That of q, k, v, o or d_o, with so many rows of q, and of k, in memory: of each page where there is a cache."""
     columns = problem.head_dim if name in "qk" else problem.v_head_dim
+    batch_size = 1 if plan.layout.joined else problem.batch
     if name in ("k", "v"):
         rows, heads, box = in_memory[1], problem.kv_heads, (plan.tile.kv, 1)
+        if cache is not None:
+            rows, batch_size, box = cache.page_size, cache.pages, (math.gcd(cache.page_size, plan.tile.kv), 1)
     else:
         rows, heads = in_memory[0], problem.heads
         box = (WARPGROUP_ROWS if plan.backward is None else plan.tile.q, 1)  # of a forward, those of one warpgroup
@@ -294,7 +348,7 @@ def _tensor_map(
     if plan.packed and name in "qo":  # the heads of a query side by side
         pack = plan.pack(problem.group)
         sizes, of_axes, box = sizes[::-1], of_axes[::-1], (pack, WARPGROUP_ROWS // pack)
-    sizes, of_axes = (*sizes, 1 if plan.layout.joined else problem.batch), (*of_axes, batch)
+    sizes, of_axes = (*sizes, batch_size), (*of_axes, batch)
     least = -(-columns * problem.itemsize // 16) * 16  # of a size of 1 any stride will do
     return TensorMapDesc(
         tensor=name,

@@ -18,6 +18,7 @@ from flashgen.analysis import tiles
 from flashgen.analysis.tiles import FULL
 from flashgen.lang.evaluate import check_positions, evaluate
 from flashgen.lang.stored import rounded
+from flashgen.planning import split_keys
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import ITEMSIZE, STORED_BYTES
 from flashgen.runtime import philox
@@ -55,7 +56,8 @@ class Visits:
 
 @dataclass(slots=True, kw_only=True)
 class Traffic(Visits):
-    """What a walk visited, and the bytes of each operand that it moved; of `summaries` those written."""
+    """What a walk visited, and the bytes of each operand that it moved; of `summaries`, and of `parts` where keys are
+    split, those written."""
 
     q: int = 0
     k: int = 0
@@ -64,26 +66,29 @@ class Traffic(Visits):
     o: int = 0
     lse: int = 0
     summaries: int = 0
+    parts: int = 0
 
     @property
     def read_bytes(self) -> int:
-        return self.q + self.k + self.v + self.captured + self.summaries  # by whoever classifies tiles
+        # Summaries by whoever classifies tiles, parts by whoever combines them.
+        return self.q + self.k + self.v + self.captured + self.summaries + self.parts
 
     @property
     def write_bytes(self) -> int:
-        return self.o + self.lse + self.summaries
+        return self.o + self.lse + self.summaries + self.parts
 
     def add(self, other: Traffic) -> None:
         """Count what another walk visited and moved as well."""
         self.count(other)
-        for name in ("q", "k", "v", "captured", "o", "lse"):
+        for name in ("q", "k", "v", "captured", "o", "lse", "parts"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class Sequence(NamedTuple):
     """One of a batch: its queries sit at q_offset to q_len - 1, and it has kv_len keys.
 
-    Its rows begin at q_start and k_start of the arrays, in their batch `at`.
+    Its rows begin at q_start and k_start of the arrays, in their batch `at`; where the arrays of keys are those of a
+    cache, they lie in these `pages`, one after the other.
     """
 
     q_offset: int
@@ -92,6 +97,7 @@ class Sequence(NamedTuple):
     at: int
     q_start: int = 0
     k_start: int = 0
+    pages: tuple[int, ...] | None = None
 
     @property
     def queries(self) -> tuple[slice, slice, slice]:
@@ -103,6 +109,13 @@ class Sequence(NamedTuple):
     def keys(self) -> tuple[slice, slice, slice]:
         """Where its keys lie."""
         return slice(self.at, self.at + 1), slice(None), slice(self.k_start, self.k_start + self.kv_len)
+
+    def own_keys(self, x: np.ndarray) -> np.ndarray:
+        """Its rows of keys or of values, [1, kv_heads, kv_len, dim]: no other row is looked at."""
+        if self.pages is None:
+            return x[self.keys]
+        rows = x[list(self.pages)].swapaxes(0, 1)  # [kv_heads, pages, page_size, dim]
+        return rows.reshape(1, rows.shape[0], -1, rows.shape[-1])[:, :, : self.kv_len]
 
     def case(self, case: Case) -> Case:
         """The case of the sequence, of that of a batch."""
@@ -130,6 +143,7 @@ def walk(
     dtype: str,
     dropout: Dropout | None = None,
     sequences: tuple[Sequence, ...] | None = None,
+    kv_splits: int = 1,
 ) -> Walked:
     """Attention by FlashAttention-2's forward (Dao 2023, Algorithm 1) over the plan's tiles.
 
@@ -141,15 +155,17 @@ def walk(
     `dtype` is the caller's.  Raises IndexError where a captured tensor is read outside its dimension.
 
     Where the batch's `sequences` are given, the first rows and keys of each are read, and o is 0 and lse -inf in rows
-    that are no query.
+    that are no query; where they have pages k and v are caches, [pages, kv_heads, page_size, head_dim | v_head_dim].
+    Where the plan splits keys, `kv_splits` parts take turns over the tiles of a schedule, and are combined as by its
+    kernel.
     """
-    options = {"scale": scale, "dtype": dtype, "dropout": dropout}
+    options = {"scale": scale, "dtype": dtype, "dropout": dropout, "kv_splits": kv_splits}
     if sequences is None:
         return _Walk(plan, facts, case, q, k, v, **options).run()
     o = np.zeros((*q.shape[:-1], v.shape[-1]), np.float64 if dtype == "float64" else np.float32)
     lse, traffic = np.full(q.shape[:-1], -np.inf, o.dtype), Traffic()
     for b, own in enumerate(sequences):
-        operands = q[own.queries], k[own.keys], v[own.keys]
+        operands = q[own.queries], own.own_keys(k), own.own_keys(v)
         found = _Walk(plan, facts, own.case(case), *operands, first=b, **options).run()
         o[own.queries], lse[own.queries] = found.o, found.lse
         traffic.add(found.traffic)
@@ -159,13 +175,15 @@ def walk(
     return Walked(o, lse, traffic)
 
 
-def count(plan: KernelPlan, facts: Facts, case: Case, *, head_dim: int, v_head_dim: int, dtype: str) -> Traffic:
+def count(
+    plan: KernelPlan, facts: Facts, case: Case, *, head_dim: int, v_head_dim: int, dtype: str, kv_splits: int = 1
+) -> Traffic:
     """What `walk` would move and visit, without the arithmetic: the same tiles of operands that hold no memory."""
     sizes, zero = case.sizes, np.zeros((), np.float32)
     keys = (sizes["batch"], sizes["kv_heads"], sizes["kv_len"])
     q = np.broadcast_to(zero, (sizes["batch"], sizes["heads"], sizes["q_len"], head_dim))
     k, v = np.broadcast_to(zero, (*keys, head_dim)), np.broadcast_to(zero, (*keys, v_head_dim))
-    return _Walk(plan, facts, case, q, k, v, scale=1.0, dtype=dtype).count()
+    return _Walk(plan, facts, case, q, k, v, scale=1.0, dtype=dtype, kv_splits=kv_splits).count()
 
 
 def by_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -213,6 +231,21 @@ class _Rows:
         p = p if kept is None else np.where(of_length(kept, self.keys, -1, False), p, 0)
         self.acc = self.acc * decay[..., None] + by_rows(rounded(p, dtype), v)
         self.m = m
+
+    def combine(self, parts: list[_Rows]) -> None:
+        """Parts of the same rows, in their order; this has seen nothing.  They are multiplied by what follows the
+        highest maximum so far of groups of them."""
+        for first in range(0, len(parts), split_keys.GROUP):
+            group = parts[first : first + split_keys.GROUP]
+            sees = [~(part.l <= 0) for part in group]
+            highest = np.stack([np.where(seen, part.m, -np.inf) for seen, part in zip(sees, group, strict=True)])
+            m = np.fmax(self.m, np.fmax.reduce(highest)).astype(self.m.dtype)
+            decay = np.where(m == self.m, 1, np.exp(self.m - m)).astype(self.m.dtype)
+            self.l, self.acc, self.m = self.l * decay, self.acc * decay[..., None], m
+            for seen, part in zip(sees, group, strict=True):
+                weight = np.where(seen, np.exp(part.m - m), 0).astype(m.dtype)
+                self.l = self.l + weight * part.l
+                self.acc = self.acc + weight[..., None] * part.acc
 
     def join(self, sink: np.ndarray) -> None:
         """The rows' sinks; -inf: none."""
@@ -361,9 +394,9 @@ class Tiles:
 
 
 class _Walk(Tiles):
-    def __init__(self, *operands: Any, **options: Any) -> None:
+    def __init__(self, *operands: Any, kv_splits: int = 1, **options: Any) -> None:
         super().__init__(*operands, **options)
-        self.traffic = Traffic()
+        self.traffic, self.splits = Traffic(), kv_splits
 
     def run(self) -> Walked:
         if (mask := self.plan.variant.mask) is not None:
@@ -373,8 +406,7 @@ class _Walk(Tiles):
         lse = np.full(self.q.shape[:-1], -np.inf, self.precision)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for at, rows, schedule in self._q_tiles():
-                running = _Rows(self.q[*at, rows].astype(self.precision, copy=False), dim, self.plan)
-                self._walk_row(at, rows, schedule, running)
+                running = self._walk_rows(at, rows, schedule, dim)
                 if (sinks := self.row_sinks(at)) is not None:
                     running.join(sinks)
                 o[*at, rows], lse[*at, rows] = running.finish(1.0 if self.dropout is None else self.dropout.scale)
@@ -386,7 +418,8 @@ class _Walk(Tiles):
     def count(self) -> Traffic:
         o = np.broadcast_to(np.zeros((), self.precision), (*self.q.shape[:-1], self.v.shape[-1]))
         for at, rows, schedule in self._q_tiles():
-            self._walk_row(at, rows, schedule, None)
+            for of_block in self._of_blocks(at, rows, schedule):
+                self._walk_row(at, rows, of_block, None)
             self._wrote(o[*at, rows], o[*at, rows, 0])
         self._count_captured()
         return self.traffic
@@ -404,15 +437,42 @@ class _Walk(Tiles):
                 schedule = tiles.schedule(self.facts, self.case, self.tile, q_tile, self.first + (b or 0), h or 0)
                 yield self.at(b, h), self.rows(q_tile), schedule
 
+    def _walk_rows(
+        self, at: tuple[slice, slice, slice], rows: slice, schedule: list[tuple[int, int]], columns: int
+    ) -> _Rows:
+        """One Q tile by the blocks that work on it."""
+        parts = []
+        for of_block in self._of_blocks(at, rows, schedule):
+            parts.append(_Rows(self.q[*at, rows].astype(self.precision, copy=False), columns, self.plan))
+            self._walk_row(at, rows, of_block, parts[-1])
+        if not self.plan.keys.split:
+            return parts[0]
+        combined = _Rows(self.q[*at, rows].astype(self.precision, copy=False), columns, self.plan)
+        combined.combine(parts)
+        return combined
+
+    def _of_blocks(
+        self, at: tuple[slice, slice, slice], rows: slice, schedule: list[tuple[int, int]]
+    ) -> list[list[tuple[int, int]]]:
+        """The KV tiles of each block that works on a Q tile; where keys are split, of those that visit any."""
+        q = self.q[*at, rows]
+        walks, kv_tiles = math.prod(q.shape[:3]) // self.pack, -(-self.kv_len // self.tile.kv)
+        self.traffic.total += walks * kv_tiles
+        self.traffic.empty += walks * (kv_tiles - len(schedule))
+        if not self.plan.keys.split:
+            return [schedule]
+        parts = [schedule[i :: self.splits] for i in range(min(self.splits, len(schedule)))]
+        lines = math.prod(q.shape[:4])
+        self.traffic.parts += lines * (len(parts) * self.v.shape[-1] * split_keys.PART_ITEM)
+        self.traffic.parts += lines * (self.splits * split_keys.PART_ROW)
+        return parts
+
     def _walk_row(
         self, at: tuple[slice, slice, slice], rows: slice, schedule: list[tuple[int, int]], running: _Rows | None
     ) -> None:
-        """One Q tile over its KV tiles; without `running` only counted."""
-        tile, traffic, q = self.tile, self.traffic, self.q[*at, rows]
+        """One Q tile over the KV tiles of a block; without `running` only counted."""
+        traffic, q = self.traffic, self.q[*at, rows]
         walks = math.prod(q.shape[:3]) // self.pack
-        kv_tiles = -(-self.kv_len // tile.kv)
-        traffic.total += walks * kv_tiles
-        traffic.empty += walks * (kv_tiles - len(schedule))
         if schedule:  # a Q tile that sees nothing is not even loaded
             self._read("q", q)
         for kv_tile, tile_class in schedule:

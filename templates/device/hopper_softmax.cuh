@@ -9,26 +9,55 @@ struct RowState { float row_max[2], sum[2]; };
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
 DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}}; }
 
-// The highest of row r over the four lanes that share it.
-template <int N> DEVICE float highest_of_row(const float (&s)[N], int r) {
-  float even = s[2 * r], odd = s[2 * r + 1];
+// The highest of each row over the four lanes that share it.
+template <int N> DEVICE void highest_by_floats(const float (&s)[N], float (&highest)[2]) {
 #pragma unroll
-  for (int i = 2 * r + 4; i < N; i += 4) {
-    even = fmaxf(even, s[i]);
-    odd = fmaxf(odd, s[i + 1]);
+  for (int r = 0; r < 2; r++) {
+    float even = s[2 * r], odd = s[2 * r + 1];
+#pragma unroll
+    for (int i = 2 * r + 4; i < N; i += 4) {
+      even = fmaxf(even, s[i]);
+      odd = fmaxf(odd, s[i + 1]);
+    }
+    highest[r] = quad_max(fmaxf(even, odd));
   }
-  return quad_max(fmaxf(even, odd));
 }
 
-// The maxima follow the highest of scale * S where its P is more than the row's limit: true if one of this lane's did.
-template <int N> DEVICE bool follow(float (&row_max)[2], const float (&s)[N], float scale, const float (&limit)[2]) {
+// The highest and the lowest of this lane's elements of row r, as integers.
+template <int N> DEVICE int highest_bits(const float (&s)[N], int r) {
+  int highest = __float_as_int(s[2 * r]);
+#pragma unroll
+  for (int i = 2 * r; i < N; i += 4) highest = max(max(highest, __float_as_int(s[i])), __float_as_int(s[i + 1]));
+  return highest;
+}
+
+template <int N> DEVICE int lowest_bits(const float (&s)[N], int r) {
+  int lowest = __float_as_int(s[2 * r]);
+#pragma unroll
+  for (int i = 2 * r; i < N; i += 4) lowest = min(min(lowest, __float_as_int(s[i])), __float_as_int(s[i + 1]));
+  return lowest;
+}
+
+// The same, three elements by one instruction (VIMNMX3; of floats FMNMX takes two).  Among floats that are not all
+// negative the highest has the highest bits; among negative ones, which a lane's of a row seldom all are, the lowest.
+template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&highest)[2]) {
+  int bits[2] = {highest_bits(s, 0), highest_bits(s, 1)};
+  if (__any_sync(~0u, min(bits[0], bits[1]) < 0)) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) bits[r] = bits[r] < 0 ? lowest_bits(s, r) : bits[r];
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) highest[r] = quad_max(__int_as_float(bits[r]));
+}
+
+// The maxima follow the highest of S, scaled, where its P is more than the row's limit: true if one of this lane's did.
+DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, const float (&limit)[2]) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const float highest = highest_of_row(s, r);
-    moves[r] = ex2(fmaf(highest, scale, -row_max[r])) > limit[r];
+    moves[r] = ex2(fmaf(highest[r], scale, -row_max[r])) > limit[r];
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
-    if (moves[r]) row_max[r] = fmaf(highest, scale, 0.f);
+    if (moves[r]) row_max[r] = fmaf(highest[r], scale, 0.f);
   }
   return moves[0] || moves[1];
 }

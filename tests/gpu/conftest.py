@@ -1,12 +1,17 @@
-"""GPU tests compile their own kernels, into a cache of their own."""
+"""GPU tests compile their own kernels, into a cache of their own that the processes of a run share."""
+
+import os
 
 import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker's folder lies in that of the run
+        folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path_factory.mktemp("cubins")))
+        patch.setenv("FLASHGEN_CACHE_DIR", str(folder / "cubins"))
         yield
 
 

@@ -62,6 +62,9 @@ class Pipeline(Protocol[C]):
         """Why that cannot load a tensor [batch, heads, rows, columns] with these strides in elements, or None; rows are
         known to start at multiples of 16 bytes."""
 
+    def cannot_page(self, page_size: int) -> str | None:
+        """Why that cannot load tiles of keys from pages of so many rows, or None."""
+
     @property
     def EXAMPLES(self) -> Sequence[tuple[int, int]]:
         """Tiles whose sums a message shows where a head dim is too large."""

@@ -26,6 +26,7 @@ from flashgen.planning.profile import profile
 from flashgen.planning.request import Fixed, KernelRequest
 
 NAME, COPIES, cannot_address = ampere.NAME, ampere.COPIES, ampere.cannot_address
+cannot_page = ampere.cannot_page
 
 HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = ampere.HEAD_DIM_STEP, ampere.MIN_HEAD_DIM, ampere.MAX_HEAD_DIM
 

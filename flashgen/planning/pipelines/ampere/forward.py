@@ -15,7 +15,7 @@ from typing import Protocol
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.integers import Allowed
 from flashgen.planning.pipelines.ampere import programs
-from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
+from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, cannot_split, make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Tile, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import Profile, profile
@@ -117,6 +117,11 @@ def cannot_address(sizes: Sequence[int], strides: Sequence[int], itemsize: int) 
     return None
 
 
+def cannot_page(page_size: int) -> str | None:
+    """Why cp.async cannot load tiles from pages: each row has an address of its own."""
+    return None
+
+
 def padded(head_dim: int) -> int:
     """Columns a tile holds: head_dim rounded up to the depth of one mma."""
     return -(-head_dim // MMA_DEPTH) * MMA_DEPTH
@@ -130,7 +135,7 @@ def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
 
 def unsupported_reason(request: KernelRequest) -> str | None:
     """Why the pipeline has no such forward: it has every one, and the planner says where a tile does not fit."""
-    return None
+    return cannot_split(request)
 
 
 def candidates(fixed: Fixed) -> Iterator[Candidate]:

@@ -50,6 +50,7 @@ from flashgen.planning.program import CTYPES, Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
 
 NAME, COPIES, cannot_address = hopper.NAME, hopper.COPIES, hopper.cannot_address
+cannot_page = hopper.cannot_page
 
 HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = hopper.HEAD_DIM_STEP, hopper.MIN_HEAD_DIM, hopper.MAX_HEAD_DIM
 

@@ -16,10 +16,15 @@ from flashgen.planning.arch import KIB, Arch, find
 from flashgen.planning.integers import Allowed
 from flashgen.planning.layout import Layout
 from flashgen.planning.members import (
+    ALL_KEYS,
     DynamicScheduler,
     FullTilesApart,
+    HighestAsFloat,
+    HighestAsInteger,
+    Keys,
     OByTma,
     OFromRegisters,
+    OInParts,
     PackedQueries,
     Queries,
     Scheduler,
@@ -28,7 +33,7 @@ from flashgen.planning.members import (
     TilesAlike,
 )
 from flashgen.planning.pipelines.hopper import programs
-from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
+from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, cannot_split, make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Specialized, Tile, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
@@ -49,6 +54,9 @@ ROWS, DEPTH = 64, 16
 
 #: Columns of a box that TMA copies: 128 bytes, the widest swizzle.  A narrower row is padded with zeros.
 BOX = 64
+
+#: Rows after which the swizzle repeats: a box that begins and ends there may lie anywhere in a tile.
+BOX_ROWS = 8
 
 #: Consumer warpgroups that share an SM.
 WARPGROUPS = (2, 3)
@@ -128,6 +136,9 @@ INTEGERS = {
 #: queries sees typically.
 Q_LOAD_CLOCKS, KV_LOAD_CLOCKS, TYPICAL_KEYS = 2000, 1500, 2048
 
+#: Clocks from the copy of a tile of keys until it has come from memory that is busy.
+MEMORY_CLOCKS = 1500
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -162,6 +173,13 @@ def cannot_address(sizes: Sequence[int], strides: Sequence[int], itemsize: int) 
     return None
 
 
+def cannot_page(page_size: int) -> str | None:
+    """Why TMA cannot load tiles of keys from pages of so many rows, or None."""
+    if page_size % BOX_ROWS:
+        return f"pages of {page_size} rows are no boxes of a swizzled tile, which have multiples of {BOX_ROWS} rows"
+    return None
+
+
 def padded(head_dim: int) -> int:
     """Columns of a product: head_dim rounded up to the depth of one wgmma."""
     return -(-head_dim // DEPTH) * DEPTH
@@ -180,8 +198,8 @@ def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def unsupported_reason(request: KernelRequest) -> str | None:
-    """None: the pipeline has every forward of the language."""
-    return None
+    """Why the pipeline has no such forward, or None: it has every one of the language."""
+    return cannot_split(request)
 
 
 def candidates(fixed: Fixed) -> Iterator[Candidate]:
@@ -196,8 +214,8 @@ def candidates(fixed: Fixed) -> Iterator[Candidate]:
 def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """Bytes of shared memory of a block.  Where TMA stores O, a tile leaves through the room of its Q."""
     d, dv = boxed(request.head_dim), boxed(request.v_head_dim)
-    room = max(d, dv) if _stored(c, request.layout) else d
-    control = _control(c.tile.q, c.stages, c.q_stages, request.profile.hides, request.layout)
+    room = max(d, dv) if _stored(c, request.layout, request.keys) else d
+    control = _control(c.tile.q, c.stages, c.q_stages, request.profile.hides, request.layout, request.keys)
     return (
         staged("q", c.q_stages, c.tile.q, room),
         staged("k", c.stages, c.tile.kv, d),
@@ -207,18 +225,18 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 
 
 @lru_cache
-def _control(tile_q: int, stages: int, q_stages: int, masked: bool, layout: Layout) -> int:
+def _control(tile_q: int, stages: int, q_stages: int, masked: bool, layout: Layout, keys: Keys) -> int:
     """Bytes of barriers and messages, which neither the size of tiles nor that of registers changes."""
     c = Candidate(tile=Tile(q=tile_q, kv=DEPTH), stages=stages, q_stages=q_stages)
-    found = _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False, layout=layout)
+    found = _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False, layout=layout, keys=keys)
     return found.control_bytes(programs.ALIGNMENT)
 
 
 def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program:
     """What the warps of a candidate do."""
     columns, registers = (boxed(request.head_dim), boxed(request.v_head_dim)), division(c, request)
-    masked = request.profile.hides
-    return _program(c, columns, registers, masked=masked, ping_pong=ping_pong, layout=request.layout)
+    masked, layout, keys = request.profile.hides, request.layout, request.keys
+    return _program(c, columns, registers, masked=masked, ping_pong=ping_pong, layout=layout, keys=keys)
 
 
 def _program(
@@ -229,6 +247,7 @@ def _program(
     masked: bool,
     ping_pong: bool,
     layout: Layout,
+    keys: Keys,
 ) -> Program:
     return programs.forward(
         tile=c.tile,
@@ -237,9 +256,10 @@ def _program(
         q_stages=c.q_stages,
         registers=registers,
         masked=masked,
-        stored=_stored(c, layout),
+        stored=_stored(c, layout, keys),
         ping_pong=ping_pong,
         layout=layout,
+        split=keys.split,
     )
 
 
@@ -330,22 +350,32 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             ping_pong=ping_pong,
             score_emitted_twice=score_emitted_twice,
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
-            o=OByTma() if _stored(c, request.layout) else OFromRegisters(),
+            # Two registers spill beside dropout at head_dim 128 (16 bytes, outside of loops).
+            highest=HighestAsFloat() if request.dropout else HighestAsInteger(),
+            o=_o(c, request),
             scheduler=_scheduler(request),
             rows=Queries(),
         ),
     )
 
 
-def _stored(c: Candidate, layout: Layout) -> bool:
+def _stored(c: Candidate, layout: Layout, keys: Keys = ALL_KEYS) -> bool:
     """Whether TMA stores O: a tile of it, which may reach over the rows of the next sequence where they are joined."""
-    return c.q_stages > 1 and not layout.joined
+    return c.q_stages > 1 and not layout.joined and not keys.split
+
+
+def _o(c: Candidate, request: KernelRequest) -> OByTma | OFromRegisters | OInParts:
+    if request.keys.split:
+        return OInParts()
+    return OByTma() if _stored(c, request.layout) else OFromRegisters()
 
 
 def _scheduler(request: KernelRequest) -> Scheduler:
     if request.layout.joined:
         return SequenceScheduler()
-    return DynamicScheduler() if request.profile.masked else StaticScheduler()
+    # Where sequences have lengths of their own, so have the parts of their keys.
+    uneven = request.profile.masked or (request.keys.split and request.layout.own)
+    return DynamicScheduler() if uneven else StaticScheduler()
 
 
 def _layout(plan: KernelPlan) -> Specialized:
@@ -398,6 +428,8 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     exposed = max(0.0, SOFTMAX_STRETCH * softmax - (warpgroups - 1) * busiest)
     step = STEP_CLOCKS / (tile.q * tile.kv)
     between = (plan.q_stages == 1) * Q_LOAD_CLOCKS + (plan.stages == 2) * KV_LOAD_CLOCKS
+    if plan.keys.split:  # a block has one tile of queries, and waits for each of keys: less where more are on their way
+        between, step = 0, step + MEMORY_CLOCKS / (plan.stages * tile.q * tile.kv)
     pace = busiest + INTERFERENCE * second + exposed + step + between / (tile.q * TYPICAL_KEYS)
     wide = warpgroups > 2 and max(plan.head_dim, plan.v_head_dim) > SHORT_COLUMNS
     tail = -(-TYPICAL_KEYS // tile.kv) * tile.kv / TYPICAL_KEYS
@@ -432,6 +464,8 @@ def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: in
         group = problem.group
         q_tiles = -(-problem.q_len // one.tile_queries(group))
         tiles = q_tiles * problem.heads * problem.batch // one.pack(group)
+        if one.keys.split:  # among as many blocks as fill the SMs
+            return one.tile.q * tiles / sms
         return one.tile.q * (max(1.0, tiles / sms) if _layout(one).scheduler.dynamic else -(-tiles // sms))
 
     arch = find(plan.arch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from flashgen.planning.layout import DENSE, Layout
@@ -48,15 +49,17 @@ def forward(
     stored: bool,
     ping_pong: bool,
     layout: Layout = DENSE,
+    split: bool = False,
 ) -> Program:
     """A forward's program: `columns` of q and k, and of v, in shared memory; `registers` per thread of the producer
     warpgroup and of a consumer; O is `stored` by TMA from the shared memory of Q, or by the consumers
     themselves; where sequences have lengths of
-    their own, V ends inside a tile."""
+    their own, V ends inside a tile; where keys are `split`, a tile of queries is one with a part of them."""
     producer, consumer = registers
     warpgroups = tile.q // ROWS
     names = ["scheduler", "loader", *(["storer"] if stored else [])]
-    roles = [Role(name=name, warps=1, threads=WARP if name == "scheduler" else 1, registers=producer) for name in names]
+    whole = ("scheduler", "loader") if layout.paged else ("scheduler",)
+    roles = [Role(name=name, warps=1, threads=WARP if name in whole else 1, registers=producer) for name in names]
     roles.append(_idle(WARPS - len(names) - layout.own, producer))
     if layout.own:
         roles.append(Role(name="cleaner", warps=1, threads=WARP, registers=producer))
@@ -132,7 +135,7 @@ def forward(
         rings.append(tail)
     of = {ring.name: ring.member for ring in rings}
     room = max(columns) if stored else columns[0]
-    size, alignment = (40, 8) if layout.joined else (32, 16) if layout.own else (16, 16)
+    size, alignment = work_layout(layout, split=split)
     shared = (
         declared(_tile("QorO", "q_or_o", ROWS * room, q_stage, each)),
         declared(_tile("KTile", "k", tile.kv * columns[0], stage)),
@@ -171,6 +174,14 @@ def forward(
         dispatch=_chains(roles, ("scheduler", "loader"), ("storer",), ("cleaner",)),
         names=(Axis(size=WARPS * warpgroups, text="4 * WARPGROUPS"),),
     )
+
+
+def work_layout(layout: Layout, *, split: bool) -> tuple[int, int]:
+    """Bytes of a tile of queries as the scheduler hands it out, a struct of int32, and their alignment; where keys are
+    `split` it has a part of them."""
+    numbers = 4 + 4 * layout.own + len(layout.origins) + split
+    size = 4 * numbers if numbers % 2 == 0 else 16 * math.ceil(numbers / 4)  # an odd number is filled up to be aligned
+    return size, math.gcd(size, 16)
 
 
 def backward(

@@ -1,0 +1,133 @@
+"""What kernel templates write where keys and values lie in a tensor, and where they lie in the pages of a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.planning.layout import Layout
+
+#: Which rows of a tile a lane copies, in one box: none of a tile's end beyond the last key, which then is zero.
+_BOX_OF_LANE = """\
+  // The rows of a tile that this lane copies, from `first` on: they are of one page and lie there from `row` on.
+  struct Box { int first, page, row; };
+
+  DEVICE Box box_of_lane(int tile, const Work& work) {
+    const int first = threadIdx.x % 32 * p.page_rows;
+    if (first >= TILE_KV) return {TILE_KV, -1, 0};
+    const InPage at = find_key(tile * TILE_KV + first, work.kv_len, p.page_table + work.b * p.table_row, p);
+    return {first, at.page, at.row};
+  }
+
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class KeysCode:
+    """Fragments of CUDA by a plan's layout.
+
+    On pipeline hopper the loader is a warp where there are pages, of which each lane copies a box of rows, else one
+    thread.  Boxes of no page lie outside of the tensor map, so that they become zero.
+    """
+
+    layout: Layout
+
+    @property
+    def paged(self) -> bool:
+        return self.layout.paged
+
+    # -- pipeline ampere
+
+    @property
+    def own_table(self) -> str:
+        """A tile's problem has the table of its own sequence."""
+        return "\n  p.page_table += at.b * p.table_row;" if self.paged else ""
+
+    @property
+    def own_keys(self) -> str:
+        """The keys of a tile's own sequence, where queries are joined."""
+        if self.paged:
+            return "  p.page_table += at.b * p.table_row;"
+        return "  p.k += p.k_start * p.k_row;\n  p.v += p.k_start * p.v_row;"
+
+    def batch_of(self, name: str) -> str:
+        """What leads to a sequence in k or v."""
+        return "" if self.paged else f"rows.b * p.{name}_batch + "
+
+    def load(self, name: str, columns: str) -> str:
+        """Starts to copy a tile of k or v."""
+        if self.paged:
+            return f"load_pages<{columns}>(shared.{name}[stage], {name}, p.{name}_batch, p.{name}_row, first, p);"
+        source = f"{name} + first * p.{name}_row, p.{name}_row, p.kv_len - first"
+        return f"load_tile<THREADS, {columns}>(shared.{name}[stage], {source});"
+
+    # -- pipeline hopper
+
+    @property
+    def loader(self) -> str:
+        return "one warp that copies tiles to consumers" if self.paged else "one thread that copies tiles to consumers"
+
+    @property
+    def by_one(self) -> str:
+        """What stands before what one lane does for all."""
+        return "if (threadIdx.x % 32 == 0) " if self.paged else ""
+
+    @property
+    def wait_for_one(self) -> str:
+        return "\n    __syncwarp();" if self.paged else ""
+
+    @property
+    def read_by_all(self) -> str:
+        """What stands before a stage is released that all lanes have read."""
+        return "__syncwarp();\n    " if self.paged else ""
+
+    @property
+    def whose_k(self) -> str:
+        """What the loader is told of the sequence of a tile of K: its number, its first row, or all of it."""
+        if self.paged:
+            return "work"
+        return "work.k_start" if self.layout.joined else "work.b"
+
+    @property
+    def k_argument(self) -> str:
+        """The parameter for that."""
+        if self.paged:
+            return "const Work& work"
+        return "int k_start" if self.layout.joined else "int b"
+
+    @property
+    def box_of_lane(self) -> str:
+        return _BOX_OF_LANE if self.paged else ""
+
+    def find_box(self, tile: str) -> str:
+        """What stands before the loader waits for a free stage: the table is read meanwhile."""
+        return f"const Box box = box_of_lane({tile}, work);\n    " if self.paged else ""
+
+    @property
+    def tile_to_copy(self) -> str:
+        """The parameters that say which tile of K is to be copied."""
+        return "const Box& box, int kv_head" if self.paged else f"int tile, int kv_head, {self.k_argument}"
+
+    def copied(self, tile: str) -> str:
+        """Their arguments."""
+        return "box, kv_head" if self.paged else f"{tile}, kv_head, {self.k_argument.removeprefix('int ')}"
+
+    @property
+    def if_any(self) -> str:
+        """What stands before a copy."""
+        return "if (box.first < TILE_KV) " if self.paged else ""
+
+    @property
+    def from_row(self) -> str:
+        """The row of the tile in shared memory from which on rows are copied to."""
+        return "[box.first]" if self.paged else ""
+
+    def of_keys(self, b: str, k_start: str) -> str:
+        """The coordinates of what is copied, behind its columns."""
+        if self.paged:
+            return "box.row, kv_head, box.page"
+        return f"{k_start} + tile * TILE_KV, kv_head, 0" if self.layout.joined else f"tile * TILE_KV, kv_head, {b}"
+
+    @property
+    def ends_with_tensor(self) -> bool:
+        """Whether rows behind a sequence that fills its tensor are none of it, which TMA copies as zeros."""
+        return not self.layout.joined and not self.paged

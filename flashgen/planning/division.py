@@ -1,0 +1,167 @@
+"""Whether the keys of a call are split among blocks, and among how many: a few integer operations, and why.
+
+A tile of queries is worked on by one block unless there are too few of them for the SMs of a GPU.  Keys are then split:
+more blocks load at once, and their parts of o are written, read and combined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from flashgen.analysis import counts
+from flashgen.analysis.facts import analyse
+from flashgen.analysis.tiles import Case
+from flashgen.errors import PlanError, shown
+from flashgen.lang.expr import walk
+from flashgen.lang.variant import Variant
+from flashgen.planning import planner, split_keys
+from flashgen.planning.arch import ARCHS
+from flashgen.planning.layout import DENSE, Layout
+from flashgen.planning.members import ALL_KEYS, Keys, SplitKeys
+from flashgen.planning.plan import KernelPlan, Tile
+from flashgen.planning.planner import Menu
+from flashgen.planning.problem import Problem
+
+#: Keys are split of themselves where a sequence has at most so many queries and at least so many keys.
+MOST_QUERIES, LEAST_KEYS = 256, 1024
+
+#: And where that is predicted to be faster by this factor.
+GAIN = 1.1
+
+#: Seconds in which a block starts: its first copies, and the end of its last product; and those of one kernel more.
+START, COMBINE = 2e-6, 3e-6
+
+#: Rounds of blocks that a division may fill the SMs with.
+ROUNDS = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divided:
+    """The plan that a call gets, of its menu; `splits` blocks divide the keys of a tile of queries.
+
+    `why` says how that number was found, for a person; it is empty where splitting was no question.
+    """
+
+    menu: Menu
+    plan: KernelPlan
+    splits: int = 1
+    why: str = ""
+
+
+def check_splits(given: object) -> None:
+    """Raise PlanError for what is no number of blocks."""
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, int) or not 1 <= given <= split_keys.MAX_SPLITS:
+        number = given if isinstance(given, int) and not isinstance(given, bool) else 1
+        raise PlanError(
+            f"kv_splits is {shown(given)}: it is a number of blocks that divide keys, 1 to {split_keys.MAX_SPLITS}\n"
+            f"  nearest: kv_splits={min(max(number, 1), split_keys.MAX_SPLITS)}, or None: flashgen chooses"
+        )
+
+
+def asks(q_len: int, kv_len: int) -> bool:
+    """Whether splitting is a question where nobody says so."""
+    return 0 < q_len <= MOST_QUERIES and kv_len >= LEAST_KEYS
+
+
+def mask_parameters(variant: Variant) -> tuple[str, ...]:
+    """The parameters of a variant's mask, by which the keys that it shows are counted."""
+    used = [] if variant.mask is None else [n.attr for n in walk([variant.mask]) if n.op == "param"]
+    return tuple(p.name for p in variant.params if p in used)
+
+
+def divide(
+    ask: Callable[[Keys], Menu],
+    problem: Problem,
+    sms: int,
+    *,
+    kv_splits: int | None = None,
+    params: Mapping[str, int | float],
+    layout: Layout = DENSE,
+) -> Divided:
+    """The plan for a problem on so many SMs, of the menu that `ask` gives for blocks that visit all keys or a part.
+
+    `kv_splits` is what a call says, None where it leaves that open.  Raises PlanError where keys cannot be split and a
+    call says so.
+    """
+    check_splits(kv_splits)
+    if kv_splits is None and (layout.joined or not asks(problem.q_len, problem.kv_len)):
+        return _whole(ask, problem, sms, "")
+    if kv_splits == 1:
+        return _whole(ask, problem, sms, "as asked")
+    menu = ask(SplitKeys())
+    plan = planner.choose(menu, problem, sms)
+    if kv_splits is not None:
+        return Divided(menu=menu, plan=plan, splits=kv_splits, why="as asked")
+    splits, why = number(plan, problem, steps(plan, problem, params, layout), sms)
+    return Divided(menu=menu, plan=plan, splits=splits, why=why) if splits > 1 else _whole(ask, problem, sms, why)
+
+
+def _whole(ask: Callable[[Keys], Menu], problem: Problem, sms: int, why: str) -> Divided:
+    menu = ask(ALL_KEYS)
+    return Divided(menu=menu, plan=planner.choose(menu, problem, sms), why=why)
+
+
+def steps(plan: KernelPlan, problem: Problem, params: Mapping[str, int | float], layout: Layout) -> int:
+    """Tiles of keys that the last tile of queries sees, as far as is known: of a mask that reads captured tensors,
+    batches, heads or a parameter without a value all.  Queries with positions of their own count as the last ones."""
+    all_tiles = -(-problem.kv_len // plan.tile.kv)
+    facts = analyse(plan.variant)
+    unknown = plan.variant.pair_tensors or any(name not in params for name in mask_parameters(plan.variant))
+    if plan.variant.mask is None or unknown or facts.uses_batch or facts.uses_head:
+        return all_tiles
+    sizes, first = problem.sizes(), 0
+    if layout.own:
+        sizes["q_len"] = max(problem.kv_len, problem.q_len)
+        first = sizes["q_len"] - problem.q_len
+    case = Case(sizes=sizes, params=params, tensors={}, q_offset=first)
+    tile = Tile(q=plan.tile_queries(problem.group), kv=plan.tile.kv)
+    return counts.visited_by(facts, case, tile, -(-problem.q_len // tile.q) - 1)
+
+
+def number(plan: KernelPlan, problem: Problem, visible: int, sms: int) -> tuple[int, str]:
+    """Among how many blocks the `visible` tiles of keys are best divided, and why."""
+    tiles = _tiles(plan, problem)
+    if not tiles or not visible:
+        return 1, ""
+    filled = (rounds * sms * plan.blocks_per_sm // tiles for rounds in ROUNDS)
+    most = min(visible, split_keys.MAX_SPLITS)
+    tried = {1, most, *(min(most, max(1, n)) for n in filled)}
+    times = {n: seconds(plan, problem, visible, n, sms) for n in sorted(tried)}
+    best = min(times, key=lambda n: times[n])
+    gain = times[1] / times[best]
+    found = f"{tiles} tiles of queries on {sms} SMs, {visible} tiles of keys each"
+    if gain < GAIN:
+        return 1, f"{found}: {best} blocks for each would bring {gain:.2f}x" if best > 1 else found
+    each = -(-visible // best)
+    return best, f"{found}: {each} a block, predicted {gain:.3g}x as fast as by one"
+
+
+def seconds(plan: KernelPlan, problem: Problem, visible: int, splits: int, sms: int) -> float:
+    """Seconds of the kernels of a call whose tiles of queries see so many tiles of keys each.
+
+    A block loads as fast as its share of L2 allows, and of HBM, from which tiles of queries that share keys load them
+    once; or it computes for longer.
+    """
+    arch, tiles = ARCHS[plan.arch], _tiles(plan, problem)
+    room = sms * plan.blocks_per_sm
+    blocks = tiles * min(splits, visible)
+    active = min(blocks, room)
+    sharing = max(1, tiles // max(1, problem.batch * problem.kv_heads))
+    moved = plan.tile.kv * (problem.head_dim + problem.v_head_dim) * problem.itemsize
+    load = moved / min(arch.l2_bytes_per_s / max(active, sms), arch.hbm_bytes_per_s * sharing / active)
+    compute = planner.pipeline_of(plan).seconds_per_score(plan, arch)[-1] * plan.tile.q * plan.tile.kv
+    rounds = -(-blocks // room)
+    found = rounds * (START + -(-visible // splits) * max(load, compute))
+    if splits == 1:
+        return found
+    parts = split_keys.rows(problem) * min(splits, visible) * (problem.v_head_dim * split_keys.PART_ITEM)
+    return found + COMBINE + 2 * parts / arch.l2_bytes_per_s
+
+
+def _tiles(plan: KernelPlan, problem: Problem) -> int:
+    """Tiles of queries, of all heads and batches."""
+    q_tiles = -(-problem.q_len // plan.tile_queries(problem.group))
+    return q_tiles * problem.heads * problem.batch // plan.pack(problem.group)

@@ -1,0 +1,47 @@
+"""Keys that are split among blocks: the kernel that combines their parts, and the memory that holds these."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flashgen.planning.plan import Part
+
+if TYPE_CHECKING:
+    from flashgen.planning.plan import KernelPlan
+    from flashgen.planning.problem import Problem
+
+#: The kernel that combines the parts of a row.
+ENTRY = "attention_combine"
+
+#: Warps of its blocks, each with a row.
+COMBINE_WARPS = 4
+
+#: Bytes of an element of a part of o, and of the maximum and the sum of a row of it.
+PART_ITEM, PART_ROW = 4, 8
+
+#: Parts whose maxima are found at once: those of a warp's lanes.
+GROUP = 32
+
+#: Blocks that keys are split among at most.
+MAX_SPLITS = 512
+
+
+def rows(problem: Problem) -> int:
+    """Rows of o."""
+    return problem.batch * problem.heads * problem.q_len
+
+
+def workspaces(plan: KernelPlan, problem: Problem, splits: int) -> tuple[Part, ...]:
+    """Device memory that parts need, in bytes by the name of the pointer."""
+    if not plan.keys.split:
+        return ()
+    number = rows(problem) * splits
+    columns = plan.v_head_dim
+    return (
+        Part(
+            name="part_o",
+            amount=number * columns * PART_ITEM,
+            why=f"{number} parts of rows x {columns} columns x {PART_ITEM} bytes",
+        ),
+        Part(name="part_rows", amount=number * PART_ROW, why=f"{number} maxima and sums, float32"),
+    )

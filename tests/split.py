@@ -1,0 +1,40 @@
+"""Kernels whose keys are split among blocks, on the PTX interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from padded import Batch, batch
+from ptx_attention import Work, work
+
+from flashgen.codegen import emit
+from flashgen.lang.variant import Variant
+from flashgen.planning.members import SplitKeys
+from flashgen.planning.pipelines.hopper import forward as hopper
+from flashgen.planning.plan import KernelPlan
+from flashgen.planning.request import Forward, KernelRequest
+
+
+def split(plan: KernelPlan) -> KernelPlan:
+    """The same tile and integers with keys that are split."""
+    asked = Forward(dropout=plan.dropout, keys=SplitKeys())
+    request = dataclasses.replace(KernelRequest.of_plan(plan), asked=asked)
+    if plan.pipeline == "hopper":
+        found = hopper.plan(hopper.Candidate(tile=plan.tile, stages=plan.stages, q_stages=plan.q_stages), request)
+        found = hopper.packed(found) if plan.packed else found
+        assert found is not None
+        return found
+    return dataclasses.replace(plan, keys=SplitKeys())
+
+
+def split_work(spec: str | Variant, pipeline: str, **shape) -> Work:
+    """`work` with keys that are split."""
+    found = work(spec, pipeline, **shape)
+    plan = split(found.plan)
+    return dataclasses.replace(found, plan=plan, source=emit(plan))
+
+
+def split_batch(spec: str | Variant, pipeline: str, **shape) -> Batch:
+    """`batch` with keys that are split."""
+    found = batch(spec, pipeline, **shape)
+    return dataclasses.replace(found, plan=split(found.plan))

@@ -1,0 +1,146 @@
+"""Keys in the pages of a cache: each sequence has the bits that it has alone, whatever lies in other rows and entries."""
+
+import numpy as np
+import pytest
+from padded import batch
+from paged import in_pages
+from ptx_attention import replace
+from tiers import thinned
+
+from flashgen.errors import PlanError
+from flashgen.interpreter.errors import Trap
+from flashgen.lang.load import load_spec, shipped
+from flashgen.lang.ranges import MAX_LENGTH
+from flashgen.planning.layout import DENSE, Padded, Paged, Varlen, division
+from flashgen.planning.planner import backward_menu, menu
+from flashgen.runtime.philox import Dropout
+
+PIPELINES = ("ampere", "hopper")
+
+#: One has no query, one ends with a page of 16, one inside a tile and a page.
+LENGTHS = {"q_lengths": (100, 33, 0), "kv_lengths": (130, 48, 20)}
+
+
+def check(w, page_size, edit=lambda text: text, **options):
+    """A batch in pages gives what its sequences give alone."""
+    result = in_pages(w, page_size, **options).run(edit)
+    assert w.wrong(result) == []
+    assert result.report.conflicts == []
+    return result
+
+
+@pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_pages_in_another_order(pipeline, layout):
+    check(batch("causal", pipeline, layout=layout, **LENGTHS), 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [8, 16, 48, 64, 256, 1, 7])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_sizes_of_pages(pipeline, page_size):
+    """The copies of pipeline hopper have multiples of 8 rows, those of pipeline ampere one."""
+    if pipeline == "hopper" and page_size % 8:
+        return
+    check(batch("full", pipeline, q_offset="end", q_len=3, kv_lengths=(130, 64, 5), heads=4), page_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec",
+    thinned(sorted(shipped()), kept=("relative_bias", "document", "tree"), sibling="test_every_spec"),
+)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_every_spec(pipeline, spec):
+    check(batch(spec, pipeline, layout=Varlen(), **LENGTHS), 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"q_offset": 37},
+        {"kv_lengths": (1, 129), "q_lengths": (64, 100), "q_stages": 2, "head_dim": 128},
+        {"kv_lengths": (63, 0, 211), "q_lengths": (0, 70, 64), "layout": Varlen()},
+        {"kv_lengths": (60, 211), "head_dim": 72, "v_head_dim": 40, "dtype": "float16"},
+        {"q_offset": (69, 5), "q_lengths": (1, 3), "kv_lengths": (70, 150), "layout": Varlen(), "heads": 4},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("spec", ["full", "causal"])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_shapes(pipeline, spec, shape):
+    check(batch(spec, pipeline, **shape), 32, beyond=np.inf)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
+def test_packed_heads(layout):
+    lengths = {"q_lengths": (1, 4, 2), "kv_lengths": (130, 48, 211)}
+    check(batch("causal", "hopper", packed=True, heads=4, q_offset="end", layout=layout, **lengths), 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_dropout_and_any_order_of_warps(pipeline):
+    w = in_pages(batch("causal", pipeline, dropout=Dropout(p=0.3, seed=5, offset=0), **LENGTHS), 16)
+    found = w.walked().o
+    for seed in (None, 1):
+        np.testing.assert_allclose(w.run(seed=seed).o, found, atol=0.05)
+
+
+@pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
+def test_the_walk_and_its_bytes(layout):
+    """The CPU's walk reads what the kernel of pipeline ampere reads, and gives what it gives."""
+    w = in_pages(batch("causal", "ampere", layout=layout, **LENGTHS), 16)
+    result, found = w.run(), w.walked()
+    np.testing.assert_allclose(result.o, found.o, atol=0.04)
+    for name in ("q", "k", "v", "o", "lse"):
+        assert result.report.bytes(buffer=name) == getattr(found.traffic, name), name
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_plans(arch):
+    """Sums are taken in the order of dense kernels; no backward reads pages."""
+    for spec in ("full", "causal", "softcap"):
+        variant = load_spec(spec).bind()
+        layouts = DENSE, Paged(), Paged(queries=Varlen())
+        dense, *others = (menu(variant, arch, "bfloat16", 128, layout=layout).plans for layout in layouts)
+        for plans in others:
+            assert [plan.order_of_sums for plan in plans] == [plan.order_of_sums for plan in dense]
+            assert plans[0].pipeline == dense[0].pipeline
+    with pytest.raises(PlanError, match="pages of a cache have no gradients"):
+        backward_menu(load_spec("causal").bind(), arch, "bfloat16", 64, layout=Paged())
+
+
+def test_division_by_the_size_of_a_page():
+    rng = np.random.default_rng(0)
+    for page_size in (*range(1, 300), 1000, 4096, 65537, (1 << 23) + 1, MAX_LENGTH - 1):
+        magic, shift = division(page_size)
+        some = rng.integers(0, MAX_LENGTH, 200)
+        n = np.concatenate([some, some // page_size * page_size, np.maximum(some // page_size * page_size - 1, 0)])
+        assert magic < 1 << 31
+        assert np.array_equal(n * magic >> shift, n // page_size), page_size
+
+
+MUTATIONS = [
+    ("ampere", "if (key >= keys) return {-1, 0};", "if (key >= (keys + 15) / 16 * 16) return {-1, 0};"),
+    ("ampere", "p.page_table += at.b * p.table_row;", ""),
+    ("ampere", "key - entry * p.page_size}", "key}"),
+    ("hopper", "if (key >= keys) return {-1, 0};", ""),
+    ("hopper", "p.page_table + work.b * p.table_row", "p.page_table"),
+    ("hopper", "if (keys >= TILE_KV) return", "if (true) return"),
+    ("hopper", "threadIdx.x % 32 * p.page_rows;", "0;"),
+    ("hopper", "if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, sizeof(KTile));", ""),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pipeline", "old", "new"), MUTATIONS, ids=[f"{on} {old}" for on, old, _ in MUTATIONS])
+def test_every_step_counts(pipeline, old, new):
+    w = batch("full", pipeline, q_lengths=(100, 33, 1), kv_lengths=(20, 48, 130))
+    try:
+        wrong = w.wrong(in_pages(w, 16, unused=0).run(replace(old, new)))
+    except Trap as trap:
+        wrong = [type(trap).__name__]
+    assert wrong
