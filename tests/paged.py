@@ -30,7 +30,9 @@ class PagedBatch(Batch):
         return runtime.walk(self.plan, self.facts, self.case, *self.qkv, **options)
 
 
-def in_pages(w: Batch, page_size: int, *, spare: int = 2, unused: int = 2, beyond: float = np.nan, seed: int = 0) -> PagedBatch:
+def in_pages(
+    w: Batch, page_size: int, *, spare: int = 2, unused: int = 2, beyond: float = np.nan, seed: int = 0
+) -> PagedBatch:
     """The same queries and keys, these in pages of a cache in another order than positions.
 
     Rows and pages of no key hold `beyond`; `spare` are such pages.  `unused` entries at the end of each row of the

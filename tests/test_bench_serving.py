@@ -55,16 +55,16 @@ def test_decoding_is_checked_and_its_peers_too():
     assert found.bytes == 2 * 2 * 96 * 2 * 64 * 2  # k and v, batch, keys, heads, head_dim, bytes
 
 
-def test_pages_hold_what_dense_tensors_hold():
-    ground = Ground(device="cpu", files={"mine": {"paged": paged}, "off": {"paged": spoilt}})
-    for make, of in ((serving.pages, small(96, 96, q_len=4)), (serving.mixed, small(30, 100, 17))):
-        contest = make(of, 16, ground)
-        calls = {name: build() for name, build in contest.peers.items()}
-        assert contest.wrong("mine", calls["mine"]()) == []
-        assert contest.wrong("off", calls["off"]())
-        for name in ("dense", "equal lengths"):
-            if name == "dense" and name in contest.forms:
-                assert contest.wrong(name, contest.forms[name]()) == []
+@pytest.mark.parametrize(
+    "make, of, other",
+    [(serving.pages, small(96, 96, q_len=4), "dense"), (serving.mixed, small(30, 100, 17), "equal lengths")],
+)
+def test_pages_hold_what_dense_tensors_hold(make, of, other):
+    found = measure(
+        make, of, 16, ground=Ground(device="cpu", files={"mine": {"paged": paged}, "off": {"paged": spoilt}})
+    )
+    assert list(found.timings.rounds) == ["flashgen", other, "mine", "off"] and found.absent == {}
+    assert found.reasons and all(reason.startswith("off: ") for reason in found.reasons)
 
 
 def test_unused_entries_of_a_table_are_no_pages():
@@ -130,7 +130,8 @@ def test_wrong_gradients_of_sequences_are_said(monkeypatch):
 
 def test_bits_that_differ_are_counted(monkeypatch):
     found = measure(serving.bits, small(64, 64, q_len=64), 32, {})
-    assert found.about["other bits"].keys() >= {"batch 1", "chunks of 32", "decoded"}
+    forms = {"batch 1", "chunks of 32", "decoded", "decoded, 1 split", "decoded, 4 splits", "pages of 16"}
+    assert found.about["other bits"].keys() == forms
     assert set(found.about["other bits"].values()) == {0}
     right = serving.attention
 

@@ -15,7 +15,6 @@ from flashgen.bench import host, joined, peers, sampled
 from flashgen.bench.sampled import Sample
 from flashgen.bench.suite import Builder, Contest, Ground, Row, Suite
 from flashgen.bench.timers import Call, Cold, Eager, Host, Timer
-from flashgen.frontends.flex import from_flex
 from flashgen.lang.load import load_spec
 from flashgen.ops.attention import attention
 
@@ -330,17 +329,16 @@ def tree(of: Cache, ground: Ground) -> Contest:
         seen[i] |= seen[int(torch.randint(i, (), generator=generator))]
     seen = seen.to(ground.device)
 
-    def drafts(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return (k < before) | seen[(q - before).clamp(min=0), (k - before).clamp(min=0)]
+    def sees(q: Any, k: Any) -> Any:
+        return (k < before) | seen[q - before, (k - before).clamp(min=0)]
 
     dense = functools.partial(attention, filled.q, k, v, q_offset="end")
-    judge = filled.wrong(lambda q, k: drafts(None, None, q, k))
     return Contest(
         forms={
-            "flashgen": functools.partial(dense, variant=from_flex(drafts)),
+            "flashgen": functools.partial(dense, variant=load_spec("tree"), drafts=seen),
             "causal": functools.partial(dense, variant=load_spec("causal")),
         },
-        wrong=judged({"causal": filled.wrong(causal)}, judge),
+        wrong=judged({"causal": filled.wrong(causal)}, filled.wrong(sees)),
         bytes=of.kv_bytes,
     )
 
