@@ -282,6 +282,7 @@ def test_cells_of_dropout():
     assert len(chosen) == 12 and "d128 causal s8192 b2 h16" in chosen
 
 
+@pytest.mark.nightly(sibling="test_a_contender_elsewhere_is_asked_for_its_slots")
 def test_another_checkouts_kernels_are_timed_between_ours(tmp_path):
     """A process of its own with the package of another folder: here with this one's."""
     c = cell("causal", 64, 64, batch=1, heads=1)

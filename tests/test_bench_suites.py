@@ -44,9 +44,19 @@ def test_a_refusal_is_recorded_and_a_failure_is_wrong():
     assert found.absent.keys() == {"refused", "broken"}
     assert found.reasons == ("broken failed: RuntimeError: an illegal access",)
     found = measure(lambda ground: failing())
-    assert found.timings is None and found.reasons == ("it could not be made: RuntimeError: an illegal access",)
+    assert found.timings is None and found.reasons == ("it could not be measured: RuntimeError: an illegal access",)
     found = measure(lambda ground: refusing())
     assert found.timings is None and found.reasons == ()
+
+
+def test_a_row_that_cannot_be_timed_is_wrong_and_the_next_is_measured():
+    class Broken(Stub):
+        def time(self, calls, *, rounds):
+            failing()
+
+    row = Row(part="p", name="n", make=lambda ground: contest_of(flashgen=lambda: "right"), timer=Broken())
+    found = suite.measure(row, GROUND, rounds=7)
+    assert found.timings is None and found.reasons == ("it could not be measured: RuntimeError: an illegal access",)
 
 
 def test_a_peer_that_fails_is_absent_and_one_that_lacks_a_row_is_not_named():

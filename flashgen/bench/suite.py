@@ -6,7 +6,9 @@ peers.  What a tree or a library refuses is recorded with its reason, and the ru
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -151,30 +153,49 @@ class Found:
 
 
 def measure(row: Row, ground: Ground, *, rounds: int) -> Found:
-    """Make, check and time one row.  What fails is recorded: of flashgen as what is wrong, unless it is a refusal."""
+    """Make, check and time one row, and give its memory back.  What fails is recorded: of flashgen as what is wrong,
+    unless it is a refusal."""
+    try:
+        with row.timer.around():
+            return _measured(row, ground, rounds)
+    except Exception as error:  # a kernel that ended the GPU's context takes all rows with it: each says so
+        return _without(row, error)
+    finally:
+        _give_back(ground.device)
+
+
+def _give_back(device: str) -> None:
+    """What a row held: graphs and compiled functions hold tensors in circles."""
+    import torch
+
+    gc.collect()
+    if device != "cpu":
+        with contextlib.suppress(RuntimeError):  # of a context that ended
+            torch.cuda.empty_cache()
+
+
+def _measured(row: Row, ground: Ground, rounds: int) -> Found:
     timer, absent, reasons = row.timer, {}, []
-    with timer.around():
+    try:
+        contest = row.make(ground)
+    except Exception as error:
+        return _without(row, error)
+    ready: dict[str, Call] = {}
+    builders = {name: lambda call=call: call for name, call in contest.forms.items()} | dict(contest.peers)
+    for name, build in builders.items():
         try:
-            contest = row.make(ground)
-        except Exception as error:
-            return _without(row, error)
-        ready: dict[str, Call] = {}
-        builders = {name: lambda call=call: call for name, call in contest.forms.items()} | dict(contest.peers)
-        for name, build in builders.items():
-            try:
-                if (call := build()) is None:
-                    continue
-                reasons += contest.wrong(name, call())
-                ready[name] = timer.ready(call)
-            except Exception as error:  # what a peer refuses is a fact about the peer, what a tree refuses one about it
-                absent[name] = said(error)
-                if name in contest.forms and not isinstance(error, FlashgenError):
-                    reasons.append(f"{name} failed: {absent[name]}")
-        subject = next(iter(contest.forms))
-        timings = None
-        if subject in ready:
-            timings = timer.time(ready, rounds=whole_turns(rounds, len(ready)))
-            timings = with_sums(timings, contest.sums)
+            if (call := build()) is None:
+                continue
+            reasons += contest.wrong(name, call())
+            ready[name] = timer.ready(call)
+        except Exception as error:  # what a peer refuses is a fact about the peer, what a tree refuses one about it
+            absent[name] = said(error)
+            if name in contest.forms and not isinstance(error, FlashgenError):
+                reasons.append(f"{name} failed: {absent[name]}")
+    subject = next(iter(contest.forms))
+    timings = None
+    if subject in ready:
+        timings = with_sums(timer.time(ready, rounds=whole_turns(rounds, len(ready))), contest.sums)
     return Found(
         row=row,
         subject=subject,
@@ -188,9 +209,9 @@ def measure(row: Row, ground: Ground, *, rounds: int) -> Found:
 
 
 def _without(row: Row, error: Exception) -> Found:
-    """A row that could not be made at all."""
+    """A row that could not be made, or timed."""
     why = said(error)
-    reasons = () if isinstance(error, FlashgenError) else (f"it could not be made: {why}",)
+    reasons = () if isinstance(error, FlashgenError) else (f"it could not be measured: {why}",)
     return Found(row=row, subject="flashgen", timings=None, reasons=reasons, absent={"flashgen": why})
 
 

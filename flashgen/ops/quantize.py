@@ -107,6 +107,10 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: object, had
                 f"{name} is {str(x.dtype).removeprefix('torch.')}: bfloat16 and float16 can be quantised\n"
                 f"  nearest: {name}.bfloat16()"
             )
+        if x.device.type not in ("cpu", "cuda"):
+            raise LaunchError(
+                f"{name} is on {x.device}: kernels run on NVIDIA GPUs and on a CPU\n  nearest: {name}.cpu()"
+            )
         if x.device != q.device:
             raise LaunchError(f"{name} is on {x.device} and q on {q.device}\n  nearest: {name}.to(q.device)")
         if x.stride(-1) != 1 and x.numel():
