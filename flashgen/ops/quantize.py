@@ -162,12 +162,13 @@ def _one(
     plan = planning.plan(arch, dtype, head_dim, block=block, rotated=signs is not None, centred=mean is not None)
     sizes = Sizes(batch=batch, heads=heads, length=length, block=block or 0)
     codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    descales = torch.full((batch, heads, sizes.scales(plan)), _LEAST / _LARGEST, dtype=torch.float32, device=x.device)
-    if x.numel():
-        if x.is_cuda:
-            _on_gpu(plan, sizes, x, codes, descales, signs, mean)
-        else:
-            _on_cpu(plan, sizes, x, codes, descales, signs, mean)
+    descales = torch.empty((batch, heads, sizes.scales(plan)), dtype=torch.float32, device=x.device)
+    if not x.numel():
+        descales.fill_(_LEAST / _LARGEST)
+    elif x.is_cuda:
+        _on_gpu(plan, sizes, x, codes, descales, signs, mean)
+    else:
+        _on_cpu(plan, sizes, x, codes, descales, signs, mean)
     return codes, descales if block is not None else descales.view(batch, heads, -1)[..., 0]
 
 
