@@ -28,6 +28,7 @@ _EXPORTS = {
     "from_flex": ("flashgen.frontends.flex", "from_flex"),
     "flex_attention": ("flashgen.integrations.flex_attention", "flex_attention"),
     "merge": ("flashgen.ops.merge", "merge"),
+    "quantize": ("flashgen.ops.quantize", "quantize"),
     "supports": ("flashgen.ops.supports", "supports"),
     "plan": ("flashgen.ops.stages", "plan"),
     "emit": ("flashgen.ops.stages", "emit"),

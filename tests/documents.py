@@ -14,6 +14,7 @@ import limits
 from cli import flashgen
 
 from flashgen.bench import report
+from flashgen.cli.suite import SUITES
 from flashgen.lang import language
 from flashgen.lang.load import load_spec, shipped
 from flashgen.runtime import driver
@@ -237,6 +238,10 @@ def on_data() -> str:
     return report.on_data(RECORDS)
 
 
+def suites() -> str:
+    return report.of_suites(RECORDS, SUITES)
+
+
 def counters() -> str:
     return report.counted(RECORDS) + "\n"
 
@@ -283,6 +288,7 @@ BLOCKS = {
     "measured": measured,
     "measured_forward": measured_forward,
     "on_data": on_data,
+    "suites": suites,
     "counters": counters,
     "slower": slower,
     "architectures": limits.architectures,

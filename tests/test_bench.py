@@ -1,5 +1,6 @@
 """The benchmark's arithmetic, records and refusals; the timing itself needs a GPU."""
 
+import contextlib
 import itertools
 import json
 from collections import Counter
@@ -8,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 from cli import flashgen
+from documents import ROOT
 from rich.console import Console
 
 from flashgen.analysis.tiles import Case
 from flashgen.bench import backward, forward, record
 from flashgen.bench.backward import sample
-from flashgen.bench.cells import BACKWARD, FORWARD, TOKENS, WIDTH, cell
+from flashgen.bench.cells import BACKWARD, FORWARD, TOKENS, WIDTH, cell, dropping
 from flashgen.bench.contest import Measured, Setting, difference, join
 from flashgen.bench.peers import flex, from_file, has_kernel, same_maths, sdpa
 from flashgen.bench.protocol import MIN_ROUNDS, Timings, interleave, rotation, whole_turns
-from flashgen.cli.bench import _table
+from flashgen.cli import kernels
 from flashgen.errors import LaunchError
 from flashgen.planning import planner
 from flashgen.planning.problem import Problem
@@ -208,7 +210,7 @@ def test_other_forms_are_given_as_a_part_of_the_speed():
     assert set(row["ratio"]) == {"peer", "deterministic"}
     console = Console(width=200, highlight=False)
     with console.capture() as captured:
-        console.print(_table("backward", [one], ["peer", "absent"]))
+        console.print(kernels.table("backward", [one], ["peer", "absent"], 0.99))
     assert "each peer [low, high over rounds]; speed of deterministic beside it" in " ".join(captured.get().split())
     line = next(line for line in captured.get().splitlines() if "d64 causal" in line)
     assert [part.strip() for part in line.strip("│").split("│")][3:] == [
@@ -250,3 +252,65 @@ def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for options in ([], ["--backward"]):
         assert "needs a GPU" in flashgen("bench", "ampere", *options, code=2).err
+
+
+@pytest.mark.parametrize("bench", [forward, backward], ids=["forward", "backward"])
+def test_dropout_is_checked_with_the_pairs_that_it_drops(monkeypatch, bench):
+    """Peers drop others and are not compared; the same call without dropout stands beside it."""
+
+    def clock(contenders, *, rounds):
+        for call in contenders.values():
+            call()
+        return Timings(rounds={name: (1.0,) * rounds for name in contenders})
+
+    asked = {"rounds": MIN_ROUNDS, "names": ("cudnn",), "files": {"mine": None}, "device": "cpu", "time": clock}
+    monkeypatch.setattr("flashgen.bench.peers.backend", lambda name: contextlib.nullcontext())
+    c = cell("causal", 64, 96, batch=1, heads=2)
+    one = bench.measure(c, "ampere", dropout=0.25, seed=3, **asked)
+    assert one.reasons == () and "no dropout" in one.own and list(one.timings.rounds)[-1] == "cudnn"
+    right = bench.attention
+
+    def other_pairs(*given, **named):
+        return right(*given, **{**named, **({"seed": 4} if "seed" in named else {})})
+
+    monkeypatch.setattr(bench, "attention", other_pairs)
+    assert bench.measure(c, "ampere", dropout=0.25, seed=3, **asked).reasons
+
+
+def test_cells_of_dropout():
+    chosen = [str(c) for c in dropping(FORWARD["hopper"])]
+    assert len(chosen) == 12 and "d128 causal s8192 b2 h16" in chosen
+
+
+@pytest.mark.nightly(sibling="test_a_contender_elsewhere_is_asked_for_its_slots")
+def test_another_checkouts_kernels_are_timed_between_ours(tmp_path):
+    """A process of its own with the package of another folder: here with this one's."""
+    c = cell("causal", 64, 64, batch=1, heads=1)
+    asked = {"rounds": MIN_ROUNDS, "names": (), "files": {}, "device": "cpu"}
+    slots = []
+
+    def clock(contenders, *, rounds):
+        slots.extend(contenders["before"].slot(1.0) for _ in range(2)) if "before" in contenders else None
+        return Timings(rounds={name: (2.0,) * rounds for name in contenders})
+
+    one = forward.measure(c, "ampere", before=ROOT, time=clock, **asked)
+    assert one.reasons == () and list(one.timings.rounds) == ["flashgen", "before"]
+    assert len(slots) == 2 and all(ms > 0 for ms in slots) and one.as_json()["ratio"]["before"] == [1.0] * 3
+    package = tmp_path / "flashgen"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('an older torch')\n")
+    broken = backward.measure(c, "ampere", before=tmp_path, time=clock, **asked)
+    assert "before" not in broken.timings.rounds and "an older torch" in broken.absent["before"]
+
+
+def test_a_contender_elsewhere_is_asked_for_its_slots():
+    class Elsewhere:
+        def slot(self, slot_ms):
+            return slot_ms / 4
+
+    assert interleave({"a": Elsewhere()}, rounds=MIN_ROUNDS, slot_ms=8.0).rounds == {"a": (2.0,) * MIN_ROUNDS}
+
+
+def test_a_folder_without_a_checkout_is_refused(tmp_path):
+    told = flashgen("bench", "ampere", "--against", tmp_path, code=2).err
+    assert "is no checkout of flashgen" in told and "nearest: git worktree add" in told

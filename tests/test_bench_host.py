@@ -214,7 +214,7 @@ def test_a_wrong_result_ends_with_1(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--backward"], "takes no --backward: it measures the forward and both passes"),
+        (["--backward"], "takes no --backward: that is of ampere"),
         (["--peer-file", "a=b.py"], "takes no --peer-file"),
         (["--cells", "d7"], "no cell's name contains 'd7'\n  cells: d64 causal s64"),
         (["--peers", "fa9"], "no peer 'fa9'"),

@@ -21,7 +21,8 @@ ALLOWED["frontends"] = {"lang", "frontends"}
 for sink in SINKS:
     ALLOWED[sink] = {*ORDER, "frontends", sink}
 ALLOWED["cli"] |= set(SINKS)
-ALLOWED["compat"] |= {"integrations"}
+for sink in ("compat", "bench"):
+    ALLOWED[sink] |= {"integrations"}
 
 #: Modules of the package itself that every stage may use.
 COMMON = {"errors", "resources", "files", "jsonfile"}
@@ -41,6 +42,7 @@ LAZY = {
     "flashgen.ops.sites",  # torch._dynamo
     "flashgen.frontends.eager",  # and so does this
     "flashgen.ops.shards",  # torch.distributed, and so does this
+    *("transformers", "flashgen.integrations.transformers"),
 }
 
 NO_TORCH = ("lang", "analysis", "planning", "codegen", "interpreter")

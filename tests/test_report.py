@@ -201,3 +201,47 @@ def test_a_damaged_record_of_other_inputs_is_said(tmp_path, damage):
     path.write_text(path.read_text().replace(*damage))
     with pytest.raises(FlashgenError, match="is no record of flashgen bench"):
         report.on_data(tmp_path)
+
+
+def suite_row(part, name, ratios, bars=(), absent=()):
+    """A row of a suite: ratios by contender, its bars, and who is absent."""
+    shown = {name: [x, x, x] for name, x in ratios.items()}
+    return {
+        "part": part,
+        "cell": name,
+        "ratio": shown,
+        "bars": dict(bars),
+        "absent": dict(absent),
+        "subject": "flashgen",
+    }
+
+
+SUITE_ROWS = [
+    suite_row("decode", "b1", {"cudnn": 0.5, "fa2": 3.0}, {"cudnn": 1.0}),
+    suite_row("decode", "b8", {"cudnn": 2.0}, {"cudnn": 1.0}),
+    suite_row("pages", "b1 16", {"dense": 0.98}, {"dense": 0.97}),
+    suite_row("pages", "b1 64", {}, absent={"flashgen": "LaunchError: it has no pages"}),
+]
+
+
+def test_the_table_of_suites_has_bars_and_refusals(tmp_path):
+    assert report.of_suites(tmp_path, ["serving"]) == "There is no record of it yet.\n"
+    write(tmp_path, SUITE_ROWS, "serving_decode_pages")
+    lines = report.of_suites(tmp_path, ["masks", "serving"]).splitlines()
+    assert lines[0] == "serving decode pages, A GPU:"
+    assert lines[4:] == [
+        "| decode | cudnn | 2 | 1.00 (0.50 to 2.00) | 1 | 1 |",
+        "| decode | fa2 | 1 | 3.00 | - | - |",
+        "| pages | dense | 1 | 0.98 | 0.97 | 0 |",
+        "| pages | refused | 1 | - | - | - |",
+    ]
+    assert "1.00 (0.50 to 2.00)" in flashgen("report", tmp_path).out
+
+
+@pytest.mark.parametrize("damage", [('"part"', '"parts"'), ("[0.5, 0.5, 0.5]", "[0.5, -1, 0.5]"), ('"bars"', '"bar"')])
+def test_a_damaged_record_of_a_suite_is_said(tmp_path, damage):
+    write(tmp_path, SUITE_ROWS, "serving")
+    path = tmp_path / "serving.json"
+    path.write_text(path.read_text().replace(*damage))
+    with pytest.raises(FlashgenError, match="is no record of flashgen bench"):
+        report.of_suites(tmp_path, ["serving"])

@@ -43,7 +43,7 @@ def tree(name: str) -> nodes.Template:
 
 def of_pipeline(pipeline: str) -> list[str]:
     """Its own files, and those that pipelines share."""
-    others = tuple(f"{other}/" for other in PIPELINES if other != pipeline)
+    others = tuple(f"{other}/" for other in (*PIPELINES, "quantize") if other != pipeline)
     return [name for name in FILES if not name.startswith(others)]
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen.bench import contest, peers
+from flashgen.bench.against import Against
 from flashgen.bench.contest import Measured, Setting
-from flashgen.bench.protocol import interleave, whole_turns
+from flashgen.bench.protocol import Timings, interleave
+from flashgen.ops.attention import attention
 from flashgen.planning.traffic_backward import useful_flops
 from flashgen.runtime.gradients import OF_INPUTS, baseline_gradients, judge_gradients, reference_gradients
 from flashgen.runtime.reference import Pairs
@@ -43,13 +46,16 @@ def measure(
     names: tuple[str, ...],
     files: Mapping[str, Callable[..., Callable[[], object] | None]],
     seed: int = 0,
+    dropout: float = 0.0,
+    before: Path | None = None,
+    device: str = "cuda",
+    time: Callable[..., Timings] = interleave,
 ) -> Measured:
-    """Check and time one cell on the current GPU, with fresh random input."""
+    """Check and time one cell on the current GPU, with fresh random input.  With dropout, peers drop other pairs: their
+    results are not compared, and files take no part.  `before` is another checkout, whose kernels take part."""
     import torch
 
-    from flashgen.ops.attention import attention
-
-    at = contest.prepare(cell, pipeline, seed)
+    at = contest.prepare(cell, pipeline, seed, device=device, dropout=dropout)
     p = cell.problem
     leaves = [x.detach().requires_grad_() for x in (at.q, at.k, at.v)]
 
@@ -59,19 +65,23 @@ def measure(
     def package(name: str) -> Callable[[], object] | None:
         if name == "flex" and peers.has_kernel(cell):
             return None  # compiling it takes ten seconds a cell, and SDPA's kernels are the yardstick there
-        call = peers.of(name)(cell, *leaves, at.inputs)
+        call = known[name]()
         return call and gradient(call())
 
     contenders: dict[str, Callable[[], object]] = {
-        name: gradient(attention(*leaves, at.variant, deterministic=name == DETERMINISTIC, **at.inputs))
+        name: gradient(attention(*leaves, at.variant, deterministic=name == DETERMINISTIC, **at.asked))
         for name in ("flashgen", DETERMINISTIC)
     }
+    own: tuple[str, ...] = (DETERMINISTIC,)
+    if dropout:
+        own += (peers.UNDROPPED,)
+        contenders[peers.UNDROPPED] = gradient(attention(*leaves, at.variant, **at.inputs))
     ours = contenders["flashgen"]()
     pairs = sample(p, CHECKED_SCORES)
     reasons = check(at, {"": ours, "deterministic ": contenders[DETERMINISTIC]()}, pairs)
 
     def compare(name: str, theirs: tuple[torch.Tensor, ...]) -> list[str]:
-        if not peers.same_maths(name, cell):
+        if dropout or not peers.same_maths(name, cell):
             return []
         return [
             reason
@@ -79,20 +89,31 @@ def measure(
             for reason in contest.difference(name, one, other, f"{what}: ")
         ]
 
-    builders = {name: functools.partial(package, name) for name in names}
-    builders |= {name: functools.partial(build, cell, at.q, at.k, at.v, at.do) for name, build in files.items()}
+    known = peers.builders(names, cell, *leaves, at.inputs, dropout)
+    builders = {name: functools.partial(package, name) for name in known}
+    builders |= {
+        name: functools.partial(build, cell, at.q, at.k, at.v, at.do) for name, build in files.items() if not dropout
+    }
     absent, wrong = contest.join(contenders, builders, compare)
     plan = at.plan(backward=True)
+    extra = {name: contest.extra_bytes(call) for name, call in contenders.items() if name not in files and at.q.is_cuda}
+    timings = contest.timed(
+        contenders,
+        absent,
+        time,
+        rounds=rounds,
+        before=before and Against(before, cell, pipeline, backward=True, seed=seed),
+    )
     return Measured(
         cell=cell,
-        timings=interleave(contenders, rounds=whole_turns(rounds, len(contenders))),
+        timings=timings,
         flops=useful_flops(p, at.visible(plan)),
         plan=plan,
         reasons=(*reasons, *wrong),
         absent=absent,
-        extra={name: contest.extra_bytes(call) for name, call in contenders.items() if name not in files},
+        extra=extra,
         checked=f"{len(pairs.batches)} of {p.batch} batches, {len(pairs.kv_heads)} of {p.kv_heads} kv_heads",
-        own=(DETERMINISTIC,),
+        own=own,
     )
 
 
@@ -117,8 +138,8 @@ def check(at: Setting, found: Mapping[str, tuple[torch.Tensor, ...]], pairs: Pai
         return pairs.of(x, p.kv_heads)
 
     asked = at.variant.bind(), at.case, *map(part, (at.q, at.k, at.v, at.do))
-    ref = reference_gradients(*asked, scale=at.scale, pairs=pairs)
-    base = baseline_gradients(*asked, scale=at.scale, pairs=pairs)
+    ref = reference_gradients(*asked, scale=at.scale, pairs=pairs, dropout=at.dropped)
+    base = baseline_gradients(*asked, scale=at.scale, pairs=pairs, dropout=at.dropped)
     return [
         f"{about}{what}: {reason}"
         for about, gradients in found.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -103,3 +104,10 @@ BACKWARD: dict[str, list[Cell]] = {
         cell("causal+document", 128, 8192, batch=2, heads=16),
     ],
 }
+
+
+def dropping(cells: Sequence[Cell]) -> list[Cell]:
+    """Those that say what dropout costs: full and causal of two lengths, in bfloat16."""
+    masks, lengths = (("full",), ("causal",)), (2048, 8192)
+    wide = [c for c in cells if c.problem.head_dim in (64, 128, 256) and c.problem.group == 1]
+    return [c for c in wide if c.specs in masks and c.problem.q_len in lengths and c.problem.dtype == "bfloat16"]

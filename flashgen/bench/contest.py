@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING
 from flashgen.analysis.counts import count
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
+from flashgen.bench.against import BEFORE, Against
 from flashgen.bench.inputs import draw
-from flashgen.bench.protocol import Ratio, Timings
-from flashgen.errors import FlashgenError
+from flashgen.bench.protocol import Ratio, Timings, whole_turns
+from flashgen.errors import FlashgenError, LaunchError
 from flashgen.ops import stages
 from flashgen.runtime import captured
+from flashgen.runtime.philox import Dropout
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +32,7 @@ SAME = 2e-2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Setting:
-    """A cell's variant with its pipeline pinned, and random tensors as a model has them."""
+    """A cell's variant with its pipeline pinned, random tensors as a model has them, and what its calls drop."""
 
     cell: Cell
     variant: Variant
@@ -39,6 +42,13 @@ class Setting:
     k: torch.Tensor
     v: torch.Tensor
     do: torch.Tensor
+    dropped: Dropout | None = None
+
+    @property
+    def asked(self) -> dict[str, object]:
+        """What flashgen's calls are given by name."""
+        dropped = {} if self.dropped is None else {"dropout": self.dropped.p, "seed": self.dropped.seed}
+        return {**self.inputs, **dropped}
 
     @property
     def scale(self) -> float:
@@ -49,16 +59,16 @@ class Setting:
         p = self.cell.problem
         shape = {"batch": p.batch, "heads": p.heads, "kv_heads": p.kv_heads, "seqlen": p.q_len, "kv_seqlen": p.kv_len}
         dims = {"head_dim": p.head_dim, "v_head_dim": p.v_head_dim, "dtype": p.dtype}
-        return stages.plan(self.variant, **shape, **dims, **options)
+        return stages.plan(self.variant, **shape, **dims, dropout=self.dropped is not None, **options)
 
     def visible(self, plan: KernelPlan) -> int:
         """Pairs that the mask keeps, over batch and query heads."""
         return count(analyse(self.variant.bind()), self.case, plan.tile).visible
 
 
-def prepare(cell: Cell, pipeline: str | None, seed: int, *, device: str = "cuda") -> Setting:
+def prepare(cell: Cell, pipeline: str | None, seed: int, *, device: str = "cuda", dropout: float = 0.0) -> Setting:
     """Fresh random input, on the current GPU unless told otherwise, for a pipeline or (None) the one that the planner
-    chooses."""
+    chooses; with a chance of dropout."""
     p = cell.problem
     variant = cell.variant()
     variant = dataclasses.replace(variant, pins=dataclasses.replace(variant.pins, pipeline=pipeline))
@@ -74,6 +84,7 @@ def prepare(cell: Cell, pipeline: str | None, seed: int, *, device: str = "cuda"
         k=k,
         v=v,
         do=do,
+        dropped=Dropout(p=dropout, seed=seed, offset=0) if dropout else None,
     )
 
 
@@ -141,6 +152,24 @@ def join(
         reasons += compare(name, theirs)
         contenders[name] = call
     return absent, reasons
+
+
+def timed(
+    contenders: Mapping[str, Callable[[], object]],
+    absent: dict[str, str],
+    time: Callable[..., Timings],
+    *,
+    rounds: int,
+    before: Against | None,
+) -> Timings:
+    """Time contenders, and the kernels of another checkout where there are such; why not, where that fails."""
+    with contextlib.ExitStack() as stack:
+        if before is not None:
+            try:
+                contenders = {**contenders, BEFORE: stack.enter_context(before)}
+            except LaunchError as error:
+                absent[BEFORE] = str(error)
+        return time(contenders, rounds=whole_turns(rounds, len(contenders)))
 
 
 def difference(name: str, theirs: torch.Tensor, ours: torch.Tensor, about: str = "") -> list[str]:

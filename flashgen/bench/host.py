@@ -112,13 +112,32 @@ class Contender:
     call: Callable[[], object]
     around: Callable[[], AbstractContextManager] = nullcontext
 
-    def once(self) -> object:
+    def __call__(self) -> object:
         with self.around():
             return self.call()
 
 
+def slot(contender: Contender, settle: Callable[[], None], *, calls: int = CALLS, warm: int = WARM_CALLS) -> float:
+    """Seconds of the host in one of so many calls, behind `warm` that are not timed."""
+    call = contender.call
+    with contender.around():
+        for _ in range(warm):
+            call()
+        settle()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        seconds = time.perf_counter() - start
+        settle()
+    return seconds / calls
+
+
 def interleave(
-    contenders: Mapping[str, Contender], settle: Callable[[], None], *, rounds: int
+    contenders: Mapping[str, Contender],
+    settle: Callable[[], None],
+    *,
+    rounds: int,
+    slot: Callable[[Contender, Callable[[], None]], float] = slot,
 ) -> dict[str, tuple[float, ...]]:
     """Microseconds of the host in one call: each round times a slot of every contender, in an order that rotates.
 
@@ -132,26 +151,11 @@ def interleave(
     try:
         for index in range(rounds):
             for name in rotation(names, index):
-                found[name].append(1e6 * _slot(contenders[name], settle))
+                found[name].append(1e6 * slot(contenders[name], settle))
     finally:
         if collecting:
             gc.enable()
     return {name: tuple(values) for name, values in found.items()}
-
-
-def _slot(contender: Contender, settle: Callable[[], None]) -> float:
-    """Seconds of the host in one call."""
-    call = contender.call
-    with contender.around():
-        for _ in range(WARM_CALLS):
-            call()
-        settle()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        seconds = time.perf_counter() - start
-        settle()
-    return seconds / CALLS
 
 
 def calls(at: Cell, *, rounds: int, names: tuple[str, ...], seed: int = 0) -> Iterator[Row]:
@@ -180,7 +184,7 @@ def calls(at: Cell, *, rounds: int, names: tuple[str, ...], seed: int = 0) -> It
             if (call := peer(name)) is None:
                 return None
             made[name] = Contender(call=call, around=functools.partial(peers.backend, name))
-            return made[name].once
+            return made[name]
 
         joined: dict[str, Callable[[], object]] = {}
         builders = {name: functools.partial(build, name) for name in names}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,9 @@ Call = Callable[[], "torch.Tensor"]
 
 #: SDPA's backends by the name they have in a table: FLASH is FlashAttention-2, CUDNN is cuDNN's fused kernel.
 SDPA = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+
+#: flashgen's own form beside the one that drops.
+UNDROPPED = "no dropout"
 
 #: Those whose results and speed are what others have at best: the bars of `flashgen bench data`.
 BEST = ("cudnn", "fa3")
@@ -46,6 +49,21 @@ def of(name: str) -> Callable[..., Call | None]:
     return flex if name == "flex" else functools.partial(sdpa, name)
 
 
+def builders(
+    names: Sequence[str],
+    cell: Cell,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    inputs: Mapping[str, object],
+    dropout: float = 0.0,
+) -> dict[str, Callable[[], Call | None]]:
+    """What makes the forward of each of these packages; of those alone that can drop, where that is asked for."""
+    if dropout:
+        return {name: functools.partial(sdpa, name, cell, q, k, v, inputs, dropout) for name in names if name in SDPA}
+    return {name: functools.partial(of(name), cell, q, k, v, inputs) for name in names}
+
+
 def bare(name: str) -> Callable[..., Call | None]:
     """As `of`, but the forward belongs into `with backend(name)`: choosing a backend takes the host longer than it."""
     return flex if name == "flex" else unchosen
@@ -61,10 +79,16 @@ def backend(name: str) -> AbstractContextManager:
 
 
 def sdpa(
-    name: str, cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Mapping[str, object]
+    name: str,
+    cell: Cell,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    inputs: Mapping[str, object],
+    dropout: float = 0.0,
 ) -> Call | None:
     """Scaled-dot-product attention on one backend; None where SDPA has no such mask."""
-    call = unchosen(cell, q, k, v, inputs)
+    call = unchosen(cell, q, k, v, inputs, dropout)
     if call is None:
         return None
 
@@ -76,7 +100,12 @@ def sdpa(
 
 
 def unchosen(
-    cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Mapping[str, object]
+    cell: Cell,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    inputs: Mapping[str, object],
+    dropout: float = 0.0,
 ) -> Call | None:
     """Scaled-dot-product attention on whichever backend is the chosen one; None where SDPA has no such mask."""
     import torch
@@ -87,7 +116,8 @@ def unchosen(
     gqa = cell.problem.group > 1
 
     def call() -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(q, k, v, is_causal=causal, enable_gqa=gqa, dropout_p=dropout)
 
     return call
 
@@ -160,14 +190,32 @@ def from_file(path: Path, entry: str) -> Callable[..., Callable[[], object] | No
     return functions(path, entry)[entry]
 
 
-def functions(path: Path, entry: str, *optional: str) -> dict[str, Callable[..., Callable[[], object] | None]]:
-    """As `from_file`, with those of the `optional` names that the file has: by name."""
+def some(path: Path, entries: Sequence[str]) -> dict[str, Callable[..., Callable[[], object] | None]]:
+    """Those of these functions that a peer's file has, by name.  Raises LaunchError where it has none of them."""
+    made = _run(path)
+    if not (found := {name: made[name] for name in entries if name in made}):
+        known = ", ".join(entries)
+        raise LaunchError(
+            f"{path} defines none of the functions that this benchmark calls\n  nearest: {known}"
+            if known
+            else f"this benchmark calls no function of a peer's file, and was given {path}"
+        )
+    return found
+
+
+def _run(path: Path) -> dict[str, Any]:
+    """What a peer's file defines."""
     try:
-        made = runpy.run_path(str(path))
+        return runpy.run_path(str(path))
     except OSError as error:
         raise LaunchError(f"the peer {path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # whatever a person's file raises
         raise LaunchError(f"the peer {path} cannot be run: {type(error).__name__}: {error}") from error
+
+
+def functions(path: Path, entry: str, *optional: str) -> dict[str, Callable[..., Callable[[], object] | None]]:
+    """As `from_file`, with those of the `optional` names that the file has: by name."""
+    made = _run(path)
     if entry not in made:
         raise LaunchError(f"{path} defines no function {entry}")
     return {name: made[name] for name in (entry, *optional) if name in made}

@@ -7,9 +7,11 @@ compared; clocks are left alone.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import Protocol
 
 #: Rounds below this say nothing about their own spread.
 MIN_ROUNDS = 7
@@ -73,34 +75,50 @@ def rotation(names: Sequence[str], round_index: int) -> list[str]:
     return order[::-1] if mirrored else order
 
 
+class Elsewhere(Protocol):
+    """A contender that is no call of this process: it times a slot of its own when it is asked to."""
+
+    def slot(self, slot_ms: float) -> float:
+        """Milliseconds of one call, the mean of so many milliseconds of calls."""
+
+
 def interleave(
-    contenders: Mapping[str, Callable[[], object]], *, rounds: int = MIN_ROUNDS, slot_ms: float = 12.0
+    contenders: Mapping[str, Callable[[], object] | Elsewhere], *, rounds: int = MIN_ROUNDS, slot_ms: float = 12.0
 ) -> Timings:
     """Time every contender in every round on torch's current stream.
 
     Each slot repeats its call for about `slot_ms` of device time between two CUDA events, after half as many calls that
     are not counted; the events give the mean of the slot.  Raises ValueError for fewer rounds than `MIN_ROUNDS`.
     """
-    import torch
-
     if rounds < MIN_ROUNDS:
         raise ValueError(f"{rounds} rounds are too few: at least {MIN_ROUNDS}")
     names = list(contenders)
-    repeats = {name: _repeats(call, slot_ms) for name, call in contenders.items()}
+    slots = {
+        name: functools.partial(one.slot, slot_ms)
+        if hasattr(one, "slot")
+        else functools.partial(slot, one, _repeats(one, slot_ms))
+        for name, one in contenders.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in names}
     for index in range(rounds):
         for name in rotation(names, index):
-            call = contenders[name]
-            for _ in range(max(2, repeats[name] // 2)):
-                call()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            for _ in range(repeats[name]):
-                call()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) / repeats[name])
+            times[name].append(slots[name]())
     return Timings(rounds={name: tuple(values) for name, values in times.items()})
+
+
+def slot(call: Callable[[], object], repeats: int) -> float:
+    """Milliseconds of one of so many calls, behind half as many that are not counted."""
+    import torch
+
+    for _ in range(max(2, repeats // 2)):
+        call()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
 
 
 def _repeats(call: Callable[[], object], slot_ms: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -35,7 +36,7 @@ def environment() -> dict[str, object]:
             "name": properties.name,
             "sms": properties.multi_processor_count,
             "memory_bytes": properties.total_memory,
-            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "driver": _driver(),
         }
     told = os.environ.get("FLASHGEN_COMMIT")
     return {
@@ -44,6 +45,12 @@ def environment() -> dict[str, object]:
         "commit": told or _output("git", "rev-parse", "HEAD"),
         "modified": None if told else bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
     }
+
+
+@functools.cache
+def _driver() -> str | None:
+    """The driver's version, asked once: records are written row by row, and nvidia-smi takes its time."""
+    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def write(path: Path, *, command: str, protocol: Mapping[str, object], cells: Sequence[Mapping[str, object]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -174,6 +174,47 @@ def _summary(ratios: list[float]) -> str:
         return "-"
     mean = statistics.geometric_mean(ratios)
     return f"{mean:.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else f"{mean:.2f}"
+
+
+def of_suites(folder: Path, names: Iterable[str]) -> str:
+    """What suites found, record by record: how many times faster than each contender their subjects are, by part; the
+    least that a part must reach, and how many of its rows were refused."""
+    lines = []
+    for path in (path for name in names for path in sorted(folder.glob(f"{name}*.json"))):
+        record, rows = _rows(path)
+        try:
+            gpu = jsonfile.member(jsonfile.member(record, "gpu", dict), "name", str)
+            parts: dict[str, list[dict]] = {}
+            for row in rows:
+                parts.setdefault(jsonfile.member(row, "part", str), []).append(_with_ratios(row))
+            table = [[part, *cells] for part, found in parts.items() for cells in _contenders(found)]
+        except ValueError as error:
+            raise _damaged(path, error) from None
+        heads = ["part", "beside", "cells", "times faster", "must be", "below"]
+        lines += [f"{path.stem.replace('_', ' ')}, {gpu}:", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+        lines += [f"| {' | '.join(cells)} |" for cells in table]
+        lines.append("")
+    return "\n".join(lines) or "There is no record of it yet.\n"
+
+
+def _contenders(rows: list[dict]) -> Iterator[list[str]]:
+    """Of a part: each contender with the number of cells, its ratios, the bars and how many are below; then what was
+    refused."""
+    for name in dict.fromkeys(name for row in rows for name in row["ratio"]):
+        beside = [row for row in rows if name in row["ratio"]]
+        ratios = [row["ratio"][name][0] for row in beside]
+        bars = [jsonfile.member(row, "bars", dict).get(name) for row in beside]
+        known = [bar for bar in bars if bar is not None]
+        below = sum(bar is not None and ratio < bar for ratio, bar in zip(ratios, bars, strict=True))
+        span = f"{min(known):.3g}" + (f" to {max(known):.3g}" if max(known) > min(known) else "") if known else "-"
+        yield [name, str(len(beside)), _summary(ratios), span, str(below) if known else "-"]
+    if refused := sum(not row["ratio"] and bool(jsonfile.member(row, "absent", dict)) for row in rows):
+        yield ["refused", str(refused), "-", "-", "-"]
+
+
+def _with_ratios(row: dict) -> dict:
+    """A row whose ratios can be shown; ValueError for another one."""
+    return _checked({**row, "tflops": {}})
 
 
 def counted(folder: Path) -> str:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
 from rich.table import Table
 
-from flashgen.cli.console import err, progress, tabulate, times_faster, write_json
-from flashgen.errors import LaunchError, PlanError
+from flashgen.cli.console import progress, tabulate, times_faster
+from flashgen.cli.measuring import conclude, matching, need_gpu
+from flashgen.errors import PlanError
 
 if TYPE_CHECKING:
     from flashgen.bench.data import Result
@@ -38,8 +38,6 @@ def measure(
     bar: float,
 ) -> None:
     """Draw, check and time the cells; exit 1 where a result is wrong."""
-    import torch
-
     from flashgen.bench import data, record
     from flashgen.bench.inputs import INPUTS
     from flashgen.bench.peers import functions
@@ -51,13 +49,10 @@ def measure(
     if pipeline not in (None, *PIPELINES):
         raise PlanError(f"there is no pipeline {pipeline!r}\n  nearest: {', '.join(PIPELINES)}")
     whole = [cell for cell in data.table(seqlen) if cell.input in wanted]
-    chosen = [cell for cell in whole if cells in str(cell)]
-    if not chosen:
-        raise PlanError(f"no cell's name contains {cells!r}\n  cells: {', '.join(map(str, whole))}")
+    chosen = matching(whole, cells)
     of, entry, optional = (data.backward, "backward", ()) if backward else (data.forward, "peer", (data.LSE_ENTRY,))
     files = {name: functions(Path(file), entry, *optional) for name, file in peer_files}
-    if not torch.cuda.is_available():
-        raise LaunchError("a benchmark needs a GPU that PyTorch can use, and there is none")
+    need_gpu()
     name = "_".join(["data", *(["backward"] if backward else []), *([pipeline] if pipeline else [])])
     path = folder / f"{name}.json"
     options = {"--inputs": inputs, "--cells": cells, "--pipeline": pipeline}
@@ -94,14 +89,8 @@ def measure(
             record.write(path, command=" ".join(asked_for), protocol=protocol, cells=told)
     if not as_json:
         tabulate(table(results, [*peers, *files], bar, backward=backward))
-    for result in results:
-        for reason in result.reasons:
-            err.print(f"{result.cell}: {reason}", markup=False)
-    err.print(f"wrote {path}")
-    if as_json:
-        write_json({"path": str(path), "cells": told})
-    if any(result.reasons for result in results):
-        raise typer.Exit(1)
+    wrong = (f"{result.cell}: {reason}" for result in results for reason in result.reasons)
+    conclude(path, told, wrong, (), as_json)
 
 
 def table(results: list[Result], peers: list[str], bar: float, *, backward: bool) -> Table:

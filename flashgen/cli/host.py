@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-import typer
 from rich.table import Table
 
 from flashgen.bench import cold, host, record
 from flashgen.bench.host import Row
-from flashgen.cli.console import err, progress, seconds, tabulate, write_json
-from flashgen.errors import PlanError
+from flashgen.cli.console import progress, seconds, tabulate
+from flashgen.cli.measuring import conclude, matching
 
 
 def measure(*, cells: str, rounds: int, peers: tuple[str, ...], folder: Path, seed: int, as_json: bool) -> None:
@@ -19,9 +18,7 @@ def measure(*, cells: str, rounds: int, peers: tuple[str, ...], folder: Path, se
     is wrong."""
     import torch
 
-    chosen = [cell for cell in host.CELLS if cells in str(cell)]
-    if not chosen:
-        raise PlanError(f"no cell's name contains {cells!r}\n  cells: {', '.join(map(str, host.CELLS))}")
+    chosen = matching(host.CELLS, cells)
     gpu, compiled = torch.cuda.is_available(), cold.bytecode()
     with progress() as bar:
         task = bar.add_task("fresh processes", total=1 + gpu * (1 + len(chosen)))
@@ -37,11 +34,6 @@ def measure(*, cells: str, rounds: int, peers: tuple[str, ...], folder: Path, se
             bar.advance(task)
     if not as_json:
         tabulate(_table(rows, peers if gpu else ()))
-    for row in rows:
-        for reason in row.reasons:
-            err.print(f"{row.what}, {row.where}: {reason}", markup=False)
-    if not gpu:
-        err.print("there is no GPU that PyTorch can use: calls were not measured")
     # What a machine without a GPU says never takes the place of what one with a GPU said.
     path = folder / ("host.json" if gpu else "host_without_gpu.json")
     asked = f"flashgen bench host --rounds {rounds} --peers {','.join(peers)} --seed {seed}"
@@ -61,11 +53,9 @@ def measure(*, cells: str, rounds: int, peers: tuple[str, ...], folder: Path, se
         },
         cells=[row.as_json() for row in rows],
     )
-    err.print(f"wrote {path}")
-    if as_json:
-        write_json({"path": str(path), "cells": [row.as_json() for row in rows]})
-    if any(row.reasons for row in rows):
-        raise typer.Exit(1)
+    wrong = (f"{row.what}, {row.where}: {reason}" for row in rows for reason in row.reasons)
+    notes = [] if gpu else ["there is no GPU that PyTorch can use: calls were not measured"]
+    conclude(path, [row.as_json() for row in rows], wrong, notes, as_json)
 
 
 def _table(rows: list[Row], peers: tuple[str, ...]) -> Table:

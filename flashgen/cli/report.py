@@ -9,6 +9,7 @@ import typer
 from rich.markdown import Markdown
 
 from flashgen.cli.console import err, out
+from flashgen.cli.suite import SUITES
 from flashgen.errors import FlashgenError
 
 
@@ -20,11 +21,15 @@ def command(
     from flashgen.bench import report
 
     records = list(report.read(folder))
-    if not records:
+    suites = any(path for name in SUITES for path in folder.glob(f"{name}*.json"))
+    if not records and not suites:
         raise FlashgenError(f"{folder} has no record of flashgen bench\n  nearest: flashgen bench hopper, on a GPU")
-    out.print(Markdown(report.markdown(records)))
+    if records:
+        out.print(Markdown(report.markdown(records)))
     if any(folder.glob("data*.json")):
         out.print(Markdown(report.on_data(folder)))
+    if suites:
+        out.print(Markdown(report.of_suites(folder, SUITES)))
     for record in records if draw else ():
         path = folder / f"{record.pass_name}_{record.pipeline}.svg"
         report.draw(record, path)

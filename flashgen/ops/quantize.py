@@ -1,0 +1,252 @@
+"""quantize(): q, k and v in 8 bits with their scales, as attention in 8 bits takes them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from flashgen.codegen.quantize import SIGN_WORDS, pack
+from flashgen.errors import LaunchError, shown
+from flashgen.planning import quantize as planning
+from flashgen.planning.arch import of_device
+from flashgen.planning.quantize import QuantizePlan
+from flashgen.runtime import driver
+from flashgen.runtime.quantize import Sizes, launch
+
+#: What 8-bit elements are at most, and what a peak counts as at least (2^-100).
+_LARGEST, _LEAST = 448.0, 2.0**-100
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantized:
+    """q, k and v as float8_e4m3fn and the scales that make them what they were: x is about code * descale.
+
+    Descales are float32, [batch, heads] or, by blocks, [batch, heads, blocks].  `k_mean` [batch, kv_heads, head_dim]
+    was subtracted from the keys, or is None.  `signs` [head_dim] of 1 and -1 and a rotation changed q and k alike, or
+    it is None.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_descale: torch.Tensor
+    k_descale: torch.Tensor
+    v_descale: torch.Tensor
+    k_mean: torch.Tensor | None
+    signs: torch.Tensor | None
+
+    @property
+    def descales(self) -> dict[str, torch.Tensor]:
+        """What `flashgen.attention(x.q, x.k, x.v, variant, **x.descales)` takes."""
+        return {"q_descale": self.q_descale, "k_descale": self.k_descale, "v_descale": self.v_descale}
+
+    def corrected_lse(self, lse: torch.Tensor, q: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        """lse [batch, heads, q_len] as it is without the subtracted mean: more by scale * q . k_mean of the q that was
+        quantised.  o needs no correction.  For scores that are scale * (q . k) plus what does not depend on it.
+        """
+        if self.k_mean is None:
+            return lse
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        mean = self.k_mean.repeat_interleave(q.shape[1] // self.k_mean.shape[1], dim=1)
+        return lse + scale * (q.float() @ mean.unsqueeze(-1)).squeeze(-1)
+
+
+def quantize(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    block: int | None = None,
+    hadamard: bool = True,
+    smooth_k: bool | torch.Tensor = False,
+    seed: int | None = None,
+) -> Quantized:
+    """q, k and v in 8 bits (e4m3): each scaled so that its peak is 448, rounded to nearest even.
+
+    q is [batch, heads, q_len, head_dim], k and v [batch, kv_heads, kv_len, ...], of bfloat16 or float16, on a GPU or a
+    CPU, which give the same bits; head dims 16 to 256 in steps of 16.  `block` rows of a head share a scale, a power
+    of two from 128 on; where they are more, or (None) all of a head, tensors are read twice.
+
+    With `hadamard` q and k are rotated alike, which leaves scores as they are and spreads outliers: signs that `seed`
+    draws, then a Walsh-Hadamard transform over head_dim, in blocks of the largest powers of two where it is none
+    (96 = 64 + 32).  Keys that join a cache later need the same seed; unless given it is 0.  With `smooth_k` keys lose
+    their mean over kv_len, or that which is given ([batch, kv_heads, head_dim], the `k_mean` of an earlier call): o
+    does not change where the score is scale * (q . k) plus what does not depend on it, and `corrected_lse` gives lse.
+
+    The peak is that of finite values.  A NaN stays one, an infinity becomes one; in a rotated row all elements do.
+    No gradient flows.  Raises LaunchError and PlanError before anything runs.
+    Source: Shah et al. 2024, "FlashAttention-3", section 3.3 (incoherent processing); Zhang et al. 2024,
+    "SageAttention", section 4.2 (smoothing).
+    """
+    _check(q, k, v, block, hadamard, seed)
+    mean = _mean(k, smooth_k)
+    signs = _signs(q.shape[-1], 0 if seed is None else seed) if hadamard else None
+    codes, descales = {}, {}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        of_keys = name == "k"
+        codes[name], descales[name] = _one(x.detach(), block, signs if name != "v" else None, mean if of_keys else None)
+    return Quantized(
+        **codes,
+        **{f"{name}_descale": descale for name, descale in descales.items()},
+        k_mean=mean,
+        signs=None if signs is None else torch.tensor(1.0 - 2.0 * signs, dtype=torch.float32, device=q.device),
+    )
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: object, hadamard: object, seed: object) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor) or x.dim() != 4:
+            raise LaunchError(f"{name} is no tensor of [batch, heads, seqlen, head_dim]")
+        if x.dtype not in _DTYPES:
+            raise LaunchError(
+                f"{name} is {str(x.dtype).removeprefix('torch.')}: bfloat16 and float16 can be quantised\n"
+                f"  nearest: {name}.bfloat16()"
+            )
+        if x.device.type not in ("cpu", "cuda"):
+            raise LaunchError(
+                f"{name} is on {x.device}: kernels run on NVIDIA GPUs and on a CPU\n  nearest: {name}.cpu()"
+            )
+        if x.device != q.device:
+            raise LaunchError(f"{name} is on {x.device} and q on {q.device}\n  nearest: {name}.to(q.device)")
+        if x.stride(-1) != 1 and x.numel():
+            raise LaunchError(f"{name}'s last dimension has stride {x.stride(-1)}\n  nearest: {name}.contiguous()")
+        if x.is_cuda and (
+            x.data_ptr() % 16 or any(s % 8 for s, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1)
+        ):
+            raise LaunchError(f"rows of {name} do not start at multiples of 16 bytes\n  nearest: {name}.contiguous()")
+    if q.shape[-1] != k.shape[-1] or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
+        raise LaunchError(
+            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not belong together: q and k have one"
+            " head_dim, k and v their batch, kv_heads and kv_len"
+        )
+    for option, value, kinds in (("hadamard", hadamard, bool), ("seed", seed, int), ("block", block, int)):
+        if value is not None and (not isinstance(value, kinds) or (kinds is int and isinstance(value, bool))):
+            raise LaunchError(f"{option} is {shown(value)}: it is {'True or False' if kinds is bool else 'a number'}")
+    if isinstance(seed, int) and seed < 0:
+        raise LaunchError(f"seed is {seed}: it is a number from 0 on\n  nearest: seed=0")
+
+
+def _mean(k: torch.Tensor, smooth_k: bool | torch.Tensor) -> torch.Tensor | None:
+    """What keys lose, in float32: summed in float64, so that no order of sums shows."""
+    if smooth_k is False:
+        return None
+    if smooth_k is True:
+        return k.detach().mean(2, dtype=torch.float64).float().contiguous()
+    shape = (k.shape[0], k.shape[1], k.shape[3])
+    if not isinstance(smooth_k, torch.Tensor) or tuple(smooth_k.shape) != shape or smooth_k.device != k.device:
+        raise LaunchError(
+            f"smooth_k is neither True, False nor a mean {list(shape)} on {k.device}\n"
+            "  nearest: smooth_k=True, or the k_mean of an earlier call"
+        )
+    return smooth_k.detach().float().contiguous()
+
+
+@functools.cache
+def _signs(head_dim: int, seed: int) -> np.ndarray:
+    """1 for each column that changes its sign."""
+    return np.random.default_rng(seed).integers(0, 2, head_dim)
+
+
+def _one(
+    x: torch.Tensor, block: int | None, signs: np.ndarray | None, mean: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of x's shape and layout, and descales."""
+    batch, heads, length, head_dim = x.shape
+    arch = of_device(*driver.gpu(x.device.index).capability).name if x.is_cuda else "sm_90a"
+    dtype = str(x.dtype).removeprefix("torch.")
+    plan = planning.plan(arch, dtype, head_dim, block=block, rotated=signs is not None, centred=mean is not None)
+    sizes = Sizes(batch=batch, heads=heads, length=length, block=block or 0)
+    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    descales = torch.empty((batch, heads, sizes.scales(plan)), dtype=torch.float32, device=x.device)
+    if not x.numel():
+        descales.fill_(_LEAST / _LARGEST)
+    elif x.is_cuda:
+        _on_gpu(plan, sizes, x, codes, descales, signs, mean)
+    else:
+        _on_cpu(plan, sizes, x, codes, descales, signs, mean)
+    return codes, descales if block is not None else descales.view(batch, heads, -1)[..., 0]
+
+
+def _on_gpu(
+    plan: QuantizePlan,
+    sizes: Sizes,
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    descales: torch.Tensor,
+    signs: np.ndarray | None,
+    mean: torch.Tensor | None,
+) -> None:
+    peaks = torch.zeros_like(descales) if isinstance(plan.scale, planning.SharedScale) else None
+    device = x.device.index
+    with torch.cuda.device(device):
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        launch(plan, sizes, packed(plan, sizes, x, codes, descales, peaks, signs, mean), device=device, stream=stream)
+
+
+def packed(
+    plan: QuantizePlan,
+    sizes: Sizes,
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    descales: torch.Tensor,
+    peaks: torch.Tensor | None,
+    signs: np.ndarray | None,
+    mean: torch.Tensor | None,
+) -> bytes:
+    """The parameters of a launch on these tensors."""
+    tensors = {"x": x, "codes": codes, "descales": descales, "peaks": peaks, "mean": mean}
+    values = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+    for name, tensor in (("x", x), ("codes", codes)):
+        values |= {
+            f"{name}_{of}": stride for of, stride in zip(("batch", "head", "row"), tensor.stride(), strict=False)
+        }
+    values |= {"heads": sizes.heads, "length": sizes.length, "blocks_of_scale": sizes.blocks_of_scale(plan)}
+    return pack(values, sign_words(signs))
+
+
+def sign_words(signs: np.ndarray | None) -> tuple[int, ...]:
+    """A bit a column, the first in the lowest place of the first word."""
+    bits = np.zeros(32 * SIGN_WORDS, np.uint8)
+    if signs is not None:
+        bits[: len(signs)] = signs
+    return tuple(int(word) for word in np.packbits(bits, bitorder="little").view("<u4"))
+
+
+def _on_cpu(
+    plan: QuantizePlan,
+    sizes: Sizes,
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    descales: torch.Tensor,
+    signs: np.ndarray | None,
+    mean: torch.Tensor | None,
+) -> None:
+    """The kernel's arithmetic, float by float."""
+    rows = x.float()
+    if mean is not None:
+        rows = rows - mean[:, :, None]
+    if signs is not None:
+        rows = torch.where(torch.from_numpy(signs).bool(), -rows, rows)
+    first = 0
+    for part in plan.rotation:
+        turned = rows[..., first : first + part.columns].clone()
+        apart = 1
+        while apart < part.columns:
+            low, high = turned.unflatten(-1, (-1, 2, apart)).unbind(-2)
+            turned = torch.stack([low + high, low - high], -2).flatten(-3)
+            apart *= 2
+        rows[..., first : first + part.columns] = turned * part.factor
+        first += part.columns
+    count = plan.rows * sizes.blocks_of_scale(plan)
+    size = torch.where(rows.isfinite(), rows.abs(), 0.0)
+    for i, (part_of_rows, part_of_sizes) in enumerate(zip(rows.split(count, 2), size.split(count, 2), strict=True)):
+        peak = part_of_sizes.amax((2, 3)).clamp(min=_LEAST)
+        descales[..., i] = peak / _LARGEST
+        scaled = part_of_rows * (_LARGEST / peak)[..., None, None]
+        scaled = torch.where(scaled.isfinite(), scaled.clamp(-_LARGEST, _LARGEST), torch.nan)
+        codes[:, :, i * count : i * count + part_of_rows.shape[2]] = scaled.to(torch.float8_e4m3fn)

@@ -1,0 +1,300 @@
+"""quantize(): what codes and scales mean, and the emitted kernels beside the CPU's bits in the interpreter."""
+
+import ctypes
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import flashgen
+from flashgen import interpreter
+from flashgen.codegen.quantize import BYTES, emit, pack
+from flashgen.errors import LaunchError, PlanError
+from flashgen.lang import float8
+from flashgen.ops import quantize as ops
+from flashgen.planning import quantize as planning
+from flashgen.planning.quantize import parts
+from flashgen.runtime import nvrtc
+from flashgen.runtime.quantize import Sizes
+
+E4M3 = torch.float8_e4m3fn
+
+
+def drawn(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(length=150, head_dim=64, **options):
+    q = drawn(2, 4, length, head_dim, **options)
+    k, v = (drawn(2, 2, length + 9, head_dim, seed=seed, **options) for seed in (1, 2))
+    return q, k, v
+
+
+def bits(x):
+    return x.view(torch.uint8)
+
+
+def decoded(codes, descale, block=None):
+    """What codes stand for, [batch, heads, length, head_dim] in float32."""
+    x = codes.float()
+    if block is None:
+        return x * descale[..., None, None]
+    rows = descale.repeat_interleave(block, -1)[..., : x.shape[2]]
+    return x * rows[..., None]
+
+
+# -- what they mean
+
+
+@pytest.mark.parametrize("block", [None, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_codes_and_scales_are_what_was_given(block, dtype):
+    q, k, v = inputs(300, dtype=dtype)
+    found = flashgen.quantize(q, k, v, block=block, hadamard=False)
+    for x, codes, descale in zip((q, k, v), (found.q, found.k, found.v), found.descales.values(), strict=True):
+        assert codes.shape == x.shape and codes.stride() == x.stride() and codes.dtype == E4M3
+        scales = () if block is None else (-(-x.shape[2] // block),)
+        assert descale.shape == (*x.shape[:2], *scales) and descale.dtype == torch.float32
+        again = decoded(codes, descale, block)
+        error = (again - x.float()).abs()
+        assert (error <= x.float().abs() * 2.0**-4 + descale.max() * 2.0**-10).all()
+        groups = [x] if block is None else x.split(block, 2)
+        for i, group in enumerate(groups):
+            of = descale if block is None else descale[..., i]
+            torch.testing.assert_close(of, group.float().abs().amax((2, 3)) / 448, rtol=0, atol=0)
+    assert found.k_mean is None and found.signs is None
+
+
+@pytest.mark.parametrize(
+    "head_dim, widths", [(16, (16,)), (64, (64,)), (80, (64, 16)), (96, (64, 32)), (240, (128, 64, 32, 16))]
+)
+def test_a_rotation_leaves_scores_as_they_are(head_dim, widths):
+    assert parts(head_dim) == widths
+    q, k, v = inputs(40, head_dim)
+    found = flashgen.quantize(q, k, v, seed=3)
+    matrix = torch.block_diag(*(hadamard(n) for n in widths))
+    for x, codes, descale in ((q, found.q, found.q_descale), (k, found.k, found.k_descale)):
+        turned = (x.double() * found.signs.double()) @ matrix
+        again = decoded(codes, descale).double()
+        assert float((again - turned).norm() / turned.norm()) < 0.03
+    assert set(found.signs.tolist()) == {1.0, -1.0}
+    plain = flashgen.quantize(q, k, v, hadamard=False)
+    assert torch.equal(bits(found.v), bits(plain.v)) and not torch.equal(bits(found.q), bits(plain.q))
+
+
+def hadamard(n):
+    """Sylvester's matrix, orthogonal."""
+    made = torch.ones(1, 1, dtype=torch.float64)
+    while len(made) < n:
+        made = torch.cat([torch.cat([made, made], 1), torch.cat([made, -made], 1)])
+    return made / math.sqrt(n)
+
+
+def test_a_rotation_spreads_outliers():
+    q, k, v = inputs(128)
+    q[:, :, ::16, 5] = 100
+    plain, rotated = (flashgen.quantize(q, k, v, hadamard=hadamard) for hadamard in (False, True))
+    assert (plain.q_descale == 100 / 448).all() and (rotated.q_descale < 0.2 * plain.q_descale).all()
+
+
+def test_seeds_draw_signs_and_0_is_the_seed_unless_given():
+    q, k, v = inputs(20)
+    default, zero, other = (flashgen.quantize(q, k, v, **seed) for seed in ({}, {"seed": 0}, {"seed": 1}))
+    assert torch.equal(default.signs, zero.signs) and not torch.equal(default.signs, other.signs)
+    assert torch.equal(bits(default.k), bits(zero.k)) and not torch.equal(bits(default.k), bits(other.k))
+
+
+def test_smooth_keys_and_their_lse():
+    q, k, v = inputs(60)
+    k = k + 8 * drawn(1, 2, 1, 64, seed=7)  # a mean that is no rounding
+    smooth, plain = (flashgen.quantize(q, k, v, smooth_k=smooth) for smooth in (True, False))
+    torch.testing.assert_close(smooth.k_mean, k.double().mean(2).float(), rtol=0, atol=0)
+    scale, group = 64**-0.5, 2
+
+    def attend(found):
+        s = (
+            scale
+            * decoded(found.q, found.q_descale).double()
+            @ decoded(found.k, found.k_descale).double().repeat_interleave(group, 1).mT
+        )
+        return s.logsumexp(-1), s.softmax(-1)
+
+    s = scale * q.double() @ k.double().repeat_interleave(group, 1).mT
+    lse, p = attend(smooth)
+    corrected = smooth.corrected_lse(lse, q)
+    assert float((corrected - s.logsumexp(-1)).abs().max()) < 0.3 < float((lse - s.logsumexp(-1)).abs().max())
+    rough = float((attend(plain)[1] - s.softmax(-1)).norm())
+    assert float((p - s.softmax(-1)).norm()) < rough
+    again = flashgen.quantize(q, k[:, :, :30], v[:, :, :30], smooth_k=smooth.k_mean)
+    assert torch.equal(again.k_mean, smooth.k_mean)
+    # Two parts of the keys, merged by their corrected lse, are the whole.
+    halves = [
+        flashgen.quantize(q, x, y, smooth_k=True)
+        for x, y in ((k[:, :, :30], v[:, :, :30]), (k[:, :, 30:], v[:, :, 30:]))
+    ]
+    os, lses = [], []
+    for half in halves:
+        lse, p = attend(half)
+        os.append(p @ decoded(half.v, half.v_descale).double().repeat_interleave(group, 1))
+        lses.append(half.corrected_lse(lse, q))
+    merged, _ = flashgen.merge(os[0].float(), lses[0].float(), os[1].float(), lses[1].float())
+    right = s.softmax(-1) @ v.double().repeat_interleave(group, 1)
+    assert float((merged - right).norm() / right.norm()) < 0.1
+
+
+def test_what_is_not_finite_is_kept():
+    q, k, v = inputs(128)
+    v[0, 0, 3, 4], v[0, 0, 5, 6], q[0, 0, 7, 8] = torch.nan, -torch.inf, torch.inf
+    found = flashgen.quantize(q, k, v, block=128)
+    lost = found.v.float().isnan()
+    assert lost.sum() == 2 and lost[0, 0, 3, 4] and lost[0, 0, 5, 6]
+    assert found.q.float().isnan()[0, 0, 7].all() and found.q.float().isnan().sum() == 64  # a rotated row
+    assert found.v_descale[0, 0, 0] == v[0, 0, :128].float().nan_to_num(0, 0, 0).abs().max() / 448
+
+
+def test_zeros_and_no_rows():
+    q, k, v = inputs(16)
+    found = flashgen.quantize(q, torch.zeros_like(k), v)
+    assert not (bits(found.k) & 0x7F).any() and (found.k_descale > 0).all()
+    empty = flashgen.quantize(q[:, :, :0], k[:, :, :0], v[:, :, :0], block=128)
+    assert empty.q.shape == (2, 4, 0, 64) and empty.q_descale.shape == (2, 4, 0)
+
+
+@pytest.mark.parametrize(
+    "change, options, error, says",
+    [
+        ({}, {"block": 100}, PlanError, "block=100.*\n  nearest: block=128"),
+        ({}, {"block": 384}, PlanError, "nearest: block=256"),
+        ({}, {"block": True}, LaunchError, "block is True: it is a number"),
+        ({}, {"seed": -1}, LaunchError, "nearest: seed=0"),
+        ({}, {"hadamard": 1}, LaunchError, "hadamard is 1: it is True or False"),
+        ({}, {"smooth_k": torch.zeros(3)}, LaunchError, "nearest: smooth_k=True"),
+        ({"q": torch.float32}, {}, LaunchError, "q is float32.*\n  nearest: q.bfloat16"),
+        ({"head_dim": 72}, {}, PlanError, "head_dim 72 cannot be quantised.*\n  nearest: head_dim (64|80)"),
+        ({"transposed": True}, {}, LaunchError, "last dimension has stride.*\n  nearest: q.contiguous"),
+        ({"rows": 3}, {}, LaunchError, "do not belong together"),
+        ({"device": "meta"}, {}, LaunchError, "q is on meta.*\n  nearest: q.cpu"),
+    ],
+)
+def test_refusals(change, options, error, says):
+    q, k, v = inputs(64, change.get("head_dim", 64))
+    q = q.to(change.get("q", q.dtype))
+    q = q.mT if "transposed" in change else q.to(change.get("device", "cpu"))
+    with pytest.raises(error, match=f"(?s){says}"):
+        flashgen.quantize(q, k, v[:, :, change.get("rows", 0) :], **options)
+
+
+# -- the emitted kernels
+
+
+def interpreted(x, plan, block, signs, mean, poison=0xFF):
+    """codes (uint8) and descales of one tensor, by the plan's kernels."""
+    batch, heads, length = x.shape[:3]
+    sizes = Sizes(batch=batch, heads=heads, length=length, block=block or 0)
+    memory = interpreter.Memory()
+    arrays = {
+        "x": x.view(torch.int16).numpy().view(np.uint16),
+        "codes": np.full(x.shape, poison, np.uint8),
+        "descales": np.full((batch, heads, sizes.scales(plan)), np.nan, np.float32),
+        "peaks": np.zeros((batch, heads, sizes.scales(plan)), np.uint32),
+        "mean": np.zeros(1, np.float32) if mean is None else mean.numpy(),
+    }
+    values = {name: memory.add(name, array, writable=name not in ("x", "mean")) for name, array in arrays.items()}
+    for name in ("x", "codes"):
+        values |= {
+            f"{name}_{of}": s // arrays[name].itemsize
+            for of, s in zip(("batch", "head", "row"), arrays[name].strides[:3], strict=True)
+        }
+    values |= {"heads": heads, "length": length, "blocks_of_scale": sizes.blocks_of_scale(plan)}
+    module = interpreter.load(nvrtc.ptx(emit(plan), plan.arch), target=plan.arch)
+    for entry in plan.scale.entries:
+        module.launch(entry, sizes.grid(plan), plan.threads, 0, [pack(values, ops.sign_words(signs))], memory)
+    return arrays["codes"], arrays["descales"]
+
+
+def beside(x, *, block=128, rotated=True, centred=False, arch="sm_90a"):
+    """Codes and descales of the kernel, and of the CPU."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    plan = planning.plan(arch, dtype, x.shape[-1], block=block, rotated=rotated, centred=centred)
+    signs = ops._signs(x.shape[-1], 5) if rotated else None
+    mean = x.double().mean(2).float().contiguous() if centred else None
+    codes, descales = ops._one(x, block, signs, mean)
+    return interpreted(x, plan, block, signs, mean), (codes.view(torch.uint8).numpy(), descales.numpy())
+
+
+def same(found, wanted):
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(mine.reshape(theirs.shape), theirs)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("block", [128, 256, None])
+def test_kernels_give_the_bits_of_the_cpu(arch, block):
+    x = drawn(1, 2, 261, 64)
+    x[0, 1, 3, 5], x[0, 1, 200, 7] = torch.nan, torch.inf
+    same(*beside(x, block=block, arch=arch))
+
+
+@pytest.mark.parametrize(
+    "head_dim", [16, 96, 128, pytest.param(240, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+)
+def test_kernels_of_other_head_dims(head_dim):
+    same(*beside(drawn(1, 1, 70, head_dim, dtype=torch.float16), centred=head_dim == 96))
+
+
+def test_kernels_without_a_rotation_and_with_a_mean():
+    same(*beside(drawn(1, 2, 70, 64) + 3, rotated=False, centred=True))
+
+
+def test_a_mutation_of_a_butterfly_is_seen(monkeypatch):
+    x = drawn(1, 1, 70, 64)
+    text = emit(planning.plan("sm_90a", "bfloat16", 64, block=128, rotated=True, centred=False))
+    for old, new in (
+        ("threadIdx.x & apart ? other - x", "threadIdx.x & apart ? x[r][i][j] - other + 0 * x"),
+        ("size < PLUS_INFINITY ?", "size < 1.f ?"),
+        ("row < p.length ?", "row < p.length - 1 ?"),
+    ):
+        assert text.count(old) == 1
+        with monkeypatch.context() as patch:
+            mutated = text.replace(old, new)
+            patch.setitem(globals(), "emit", lambda plan, mutated=mutated: mutated)
+            found, wanted = beside(x)
+        assert any(not np.array_equal(a.reshape(b.shape), b) for a, b in zip(found, wanted, strict=True)), old
+
+
+@np.errstate(invalid="ignore")  # NaN is among them
+def test_every_float_converts_to_nearest_even_by_bits():
+    """The conversion of architectures without the instruction, of every 16-bit pattern and of ties."""
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    numbers = float8._values("float8_e4m3fn")
+    ties = ((numbers[1:] + numbers[:-1]) / 2).astype(np.float32)
+    halves = halves[~np.isinf(halves)]
+    near = [np.nextafter(ties, np.float32(end)) for end in (0, 1e9)]
+    x = np.concatenate([halves, ties, *near, -ties, np.float32([500.0, -1e9, np.nan])])
+    bits = x.view(np.uint32)
+    size = bits & 0x7FFFFFFF
+    normal = (size + 0x7FFFF + (size >> 20 & 1)) >> 20
+    tiny = (np.abs(x) + np.float32(16384)).view(np.uint32) & 0xFF
+    code = np.minimum(np.where(size < 0x3C800000, tiny, normal - 960), 0x7E)
+    found = np.where(size > 0x7F800000, 0x7F, code | bits >> 24 & 0x80)
+    np.testing.assert_array_equal(found, float8.codes(x, "float8_e4m3fn"))
+    finite = np.clip(x, -448, 448)
+    by_torch = torch.from_numpy(finite).to(E4M3).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(found[~np.isnan(x)], by_torch[~np.isnan(x)])
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_kernels_spill_nothing(arch):
+    for head_dim, block in ((128, None), (240, 128)):
+        plan = planning.plan(arch, "bfloat16", head_dim, block=block, rotated=True, centred=True)
+        compiled = nvrtc.compile(emit(plan), arch)
+        assert compiled.resources.spills == 0 and compiled.performance_losses == ()
+
+
+def test_python_counts_parameters_as_cuda_does():
+    values = dict.fromkeys(("x", "codes", "descales", "peaks", "mean"), 1) | dict.fromkeys(
+        ("heads", "length", "blocks_of_scale"), 2
+    )
+    values |= {f"{name}_{of}": 3 for name in ("x", "codes") for of in ("batch", "head", "row")}
+    assert len(pack(values, tuple(range(8)))) == BYTES == ctypes.sizeof(ctypes.c_uint64) * 11 + 4 * 12
