@@ -110,6 +110,26 @@ class InGroups:
 BlockOrder = HeadByHead | InGroups
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, backward: how elements of a tile are masked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskByElement:
+    """The mask is asked for each where it is used."""
+
+    template: ClassVar[str] = "hopper/backward_mask_by_element.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskAsBits:
+    """It is asked for a few at a time, a bit each, before any is used: registers are short for what it reads."""
+
+    template: ClassVar[str] = "hopper/backward_mask_as_bits.cu.j2"
+
+
+Mask = MaskByElement | MaskAsBits
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, backward: how dq is added up in memory, by which function of consumers
 
 

@@ -13,6 +13,7 @@ from flashgen.planning.members import (
     Consumers,
     DqSum,
     FullTilesApart,
+    Mask,
     OByTma,
     OFromRegisters,
     OwnKeys,
@@ -199,6 +200,11 @@ class Backward:
         return 0
 
     @property
+    def judged_in_turn(self) -> bool:
+        """Registers suffice to judge a tile at once."""
+        return False
+
+    @property
     def score_tiles(self) -> bool:
         """Whether dS goes through shared memory."""
         return self.shares_p or self.adds_dq
@@ -221,6 +227,8 @@ class SpecializedBackward:
     scores_first: bool  # dP is computed when scores and masks have been applied, else beside S
     lookup_stages: int  # tiles of queries whose mask operands shared memory holds; 0: the mask reads them itself
     row_threads: int  # of a block of the entries that work on rows alone
+    mask: Mask
+    judged_in_turn: bool  # a tile's conditions are judged one after another through shared memory, else at once
 
     @property
     def split_dk_dv(self) -> bool:

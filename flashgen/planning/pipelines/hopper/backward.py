@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from flashgen.analysis.conditions import conditions
 from flashgen.lang.expr import Node, depends_on, positions_of, walk
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.backward import ROW_THREADS, lookup_names
@@ -36,6 +37,9 @@ from flashgen.planning.members import (
     HalvesOfKeys,
     HeadByHead,
     InGroups,
+    Mask,
+    MaskAsBits,
+    MaskByElement,
     SplitDkDv,
 )
 from flashgen.planning.pipelines.hopper import forward as hopper
@@ -45,7 +49,7 @@ from flashgen.planning.pipelines.shared import make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, SpecializedBackward, Tile, staged
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
 from flashgen.planning.problem import ITEMSIZE, Problem
-from flashgen.planning.profile import profile
+from flashgen.planning.profile import Profile, profile
 from flashgen.planning.program import CTYPES, Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
 
@@ -75,12 +79,15 @@ P_ITEM = ITEMSIZE["float32"]
 #: the shipped masks and pairs of them all up to 23 fit; of those above a third do not.
 PRODUCER_REGISTERS, JUDGE_REGISTERS, JUDGED_OPS = 24, 40, 23
 
-#: Those of one that goes on to parts of tiles: the most that consumers can spare.
-PARTS_REGISTERS = (72, 56, 40)
+#: Those of one that goes on to parts of tiles: the most that consumers can spare; and the ops that fit without.
+PARTS_REGISTERS, PARTS_OPS = (72, 56, 40), 17
+
+#: Conditions that may be judged in turn where consumers can spare none: two bits each.
+CONDITIONS = 16
 
 #: What ops on ranges cost beyond one: a captured tensor for each dimension but one and for being sorted (both ends are
-#: read), a remainder (a division).
-DIMENSION_OPS, SORTED_OPS, REMAINDER_OPS = 2, 3, 8
+#: read), a remainder (a division), a summary whose parts are looked at (of one position, or of both).
+DIMENSION_OPS, SORTED_OPS, REMAINDER_OPS, SUMMARY_OPS = 2, 3, 8, (4, 12)
 
 #: Tiles of queries whose lookups shared memory holds: those of all stages, two more that are sent, one being found.
 LOOKUP_STAGES = 8
@@ -235,6 +242,13 @@ def waits(c: Candidate, request: KernelRequest) -> bool:
     return request.profile.looks_up_more if lookup_stages(c, request) else request.profile.looks_up
 
 
+def mask(c: Candidate, request: KernelRequest) -> Mask:
+    """How elements are masked: a few at a time where what is read beside them leaves no registers."""
+    short = _needed(registers(c, request)) > _beside(JUDGE_REGISTERS, request) and not c.split_dk_dv
+    heavy = request.profile.masked and (waits(c, request) or judged_in_turn(c, request))
+    return MaskAsBits() if short and heavy else MaskByElement()
+
+
 def lookup_stages(c: Candidate, request: KernelRequest) -> int:
     """Tiles of queries of which shared memory holds what the mask looks up: where tiles are judged at all."""
     item = 0 if c.split_dk_dv else sum(n.dtype.itemsize for n in request.profile.lookups)
@@ -294,6 +308,7 @@ def program(c: Candidate, request: KernelRequest) -> Program:
         ping_pong=ping_pong(c, request),
         deterministic=request.deterministic,
         dq_in_main_kernel=dq_in_main_kernel(c, request),
+        judged_in_turn=judged_in_turn(c, request),
         lookup_stages=lookup_stages(c, request),
         lookups=tuple((name, CTYPES[n.dtype], n.dtype.itemsize, depends_on(n, "q")) for name, n in read),
     )
@@ -352,15 +367,42 @@ def _variant_registers(c: Candidate, request: KernelRequest) -> int:
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread: together those of a block, rounded down to eights.
 
-    Where it judges parts of tiles, which takes some more, a producer has more if consumers can spare them: what it
-    spills else costs less than a slower pipeline.
+    A producer that judges parts of tiles, or by much, has more if consumers can spare them.
     """
-    producer = JUDGE_REGISTERS if _judged_ops(request.profile.judged_nodes) > JUDGED_OPS else PRODUCER_REGISTERS
-    if request.profile.cuts(c.tile):
-        needed = _needed(registers(c, request))
-        spared = (n for n in PARTS_REGISTERS if needed <= consumer_registers(request.arch, WARPGROUPS, n))
-        producer = max(producer, next(spared, producer))
-    return producer, consumer_registers(request.arch, WARPGROUPS, producer)
+    producer = PRODUCER_REGISTERS
+    if request.profile.cuts(c.tile) or not _judges_little(c, request):
+        little = _judges_little(c, request) or judged_in_turn(c, request)
+        producer = _spared(c, request) or (PRODUCER_REGISTERS if little else JUDGE_REGISTERS)
+    return producer, _beside(producer, request)
+
+
+def judged_in_turn(c: Candidate, request: KernelRequest) -> bool:
+    """Whether conditions of a tile are judged one after another: consumers spare no registers for all at once.
+
+    One warp does it for all others, and nothing but positions in dense sequences makes a tile.
+    """
+    asked = request.profile
+    one_judge = asked.hides and asked.conditional and not (request.deterministic or request.layout.own)
+    if not one_judge or _judges_little(c, request) or _spared(c, request) is not None:
+        return False
+    return 0 < len(conditions(asked.facts)) <= CONDITIONS
+
+
+def _judges_little(c: Candidate, request: KernelRequest) -> bool:
+    """Whether the fewest registers are enough to judge a tile."""
+    return _judged_ops(request.profile) <= (PARTS_OPS if request.profile.cuts(c.tile) else JUDGED_OPS)
+
+
+def _spared(c: Candidate, request: KernelRequest) -> int | None:
+    """The most registers for a producer that judges parts of tiles, or by much, which leave consumers theirs."""
+    needed = _needed(registers(c, request))
+    wanted = PARTS_REGISTERS if request.profile.cuts(c.tile) else (JUDGE_REGISTERS,)
+    return next((n for n in wanted if needed <= _beside(n, request)), None)
+
+
+def _beside(producer: int, request: KernelRequest) -> int:
+    """Registers of a consumer beside so many of a producer."""
+    return consumer_registers(request.arch, WARPGROUPS, producer)
 
 
 def _needed(parts: tuple[Part, ...]) -> int:
@@ -368,12 +410,14 @@ def _needed(parts: tuple[Part, ...]) -> int:
     return max(total(parts), total(parts[:2]) + BESIDE)
 
 
-def _judged_ops(nodes: tuple[Node, ...]) -> int:
+def _judged_ops(asked: Profile) -> int:
     """Ops that classes of tiles are found by, weighed by the registers they need."""
+    nodes = asked.judged_nodes
     loads: int = sum(
         DIMENSION_OPS * (len(n.operands) - 1) + SORTED_OPS * n.attr.sorted for n in nodes if n.op == "load"
     )
-    return len(nodes) + loads + REMAINDER_OPS * sum(n.op == "mod" for n in nodes)
+    summaries = sum(SUMMARY_OPS[one.side == "qk"] for one in asked.facts.summaries) if asked.judged else 0
+    return len(nodes) + loads + summaries + REMAINDER_OPS * sum(n.op == "mod" for n in nodes)
 
 
 def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
@@ -409,6 +453,8 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             scores_first=scores_first(c, request),
             lookup_stages=lookup_stages(c, request),
             row_threads=ROW_THREADS,
+            mask=mask(c, request),
+            judged_in_turn=judged_in_turn(c, request),
         ),
     )
 
