@@ -110,21 +110,21 @@ class InGroups:
 BlockOrder = HeadByHead | InGroups
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Pipeline hopper, backward: how elements of a tile are masked
+# Pipeline hopper: how elements of a tile are masked; each pass has a template of that name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskByElement:
     """The mask is asked for each where it is used."""
 
-    template: ClassVar[str] = "hopper/backward_mask_by_element.cu.j2"
+    form: ClassVar[str] = "by_element"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskAsBits:
     """It is asked for a few at a time, a bit each, before any is used: registers are short for what it reads."""
 
-    template: ClassVar[str] = "hopper/backward_mask_as_bits.cu.j2"
+    form: ClassVar[str] = "as_bits"
 
 
 Mask = MaskByElement | MaskAsBits

@@ -125,6 +125,7 @@ class Specialized:
     warpgroups: int  # consumers, 64 query rows each
     ping_pong: bool  # warpgroups take turns to issue products
     score_emitted_twice: bool  # registers are left for a score function that is emitted twice
+    mask: Mask
     full_tiles: FullTilesApart | TilesAlike
     o: OByTma | OFromRegisters
     scheduler: Scheduler

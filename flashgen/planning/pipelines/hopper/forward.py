@@ -18,6 +18,8 @@ from flashgen.planning.layout import Layout
 from flashgen.planning.members import (
     DynamicScheduler,
     FullTilesApart,
+    MaskAsBits,
+    MaskByElement,
     OByTma,
     OFromRegisters,
     PackedQueries,
@@ -94,6 +96,10 @@ ROOM = 16
 #: Registers wanted for the queries of a thread's two rows where heads are packed and mask or score use queries: none
 #: follows from the other any more.  Kernels of 128 x 64 at head_dim 256 spilled with 10 left.
 PACKED_REGISTERS = 12
+
+#: Ops of a mask that reads an element for each key, from which on it is asked for a few elements at a time: those with
+#: fewer do not spill.
+BITS_OPS = 12
 
 #: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone; and of
 #: one that goes on to parts of tiles, if consumers can spare them.
@@ -279,7 +285,8 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
-    producer = JUDGE_REGISTERS if request.profile.judged else 40 if c.warpgroups == 2 else 32
+    fewest = 40 if c.warpgroups == 2 or request.profile.several_runs_read else 32
+    producer = JUDGE_REGISTERS if request.profile.judged else fewest
     if request.profile.cuts(Tile(q=request.layout.starts(c.tile.q), kv=c.tile.kv)):
         fewer = consumer_registers(request.arch, c.warpgroups, PARTS_REGISTERS)
         if total(registers(c, request)) <= fewer:
@@ -329,6 +336,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             warpgroups=c.warpgroups,
             ping_pong=ping_pong,
             score_emitted_twice=score_emitted_twice,
+            mask=MaskAsBits() if _masked_as_bits(request) else MaskByElement(),
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
             o=OByTma() if _stored(c, request.layout) else OFromRegisters(),
             scheduler=_scheduler(request),
@@ -340,6 +348,12 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
 def _stored(c: Candidate, layout: Layout) -> bool:
     """Whether TMA stores O: a tile of it, which may reach over the rows of the next sequence where they are joined."""
     return c.q_stages > 1 and not layout.joined
+
+
+def _masked_as_bits(request: KernelRequest) -> bool:
+    """Whether the mask is asked for a few elements at a time, a bit each."""
+    asked = request.profile
+    return asked.mask_reads_by_key and asked.mask_ops >= BITS_OPS
 
 
 def _scheduler(request: KernelRequest) -> Scheduler:
