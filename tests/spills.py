@@ -16,13 +16,13 @@ from typing import NamedTuple
 from flashgen.analysis.derivative import differentiable_of
 from flashgen.codegen import emit
 from flashgen.errors import PlanError
-from flashgen.lang.load import load_spec, shipped
+from flashgen.lang.load import gallery, load_spec, shipped
 from flashgen.lang.variant import Variant
 from flashgen.planning import planner
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime import nvrtc
 
-FILES = {file.stem: file for file in sorted((Path(__file__).parent / "masks").glob("*.py"))}
+FILES = shipped() | gallery() | {file.stem: file for file in sorted((Path(__file__).parent / "masks").glob("*.py"))}
 
 
 class Asked(NamedTuple):
@@ -40,7 +40,7 @@ class Asked(NamedTuple):
 
 def variants() -> dict[str, Variant]:
     """Every mask of the repository by its name, with its constants bound."""
-    return {name: load_spec(str(file)).bind() for name, file in [*((n, n) for n in shipped()), *FILES.items()]}
+    return {name: load_spec(str(file)).bind() for name, file in FILES.items()}
 
 
 def plans(variant: Variant, asked: Asked) -> tuple[KernelPlan, ...]:
