@@ -1,4 +1,4 @@
-"""Masks as people bring them from other code: `specs/masks`, and more in `masks/`; none was written to be judged well."""
+"""Masks as people bring them: `specs/masks`, and more in `masks/`; none was written to be judged well."""
 
 from __future__ import annotations
 
