@@ -113,8 +113,13 @@ ORDER = 28
 SLOPE_READ = 28
 
 #: For the gradient of a captured element, by what selects it (where a query does, for each stage but one): sums and
-#: addresses.  128 queries would also keep dS in float32 beside what is rounded.
-CAPTURED_GRAD_REGISTERS = {"": 8, "k": 8, "q": 8, "kq": 60}
+#: addresses.  Query and key together select one for each score: of 64 queries ptxas has few on their way, of 128 many.
+#: 128 queries would also keep dS in float32 beside what is rounded.  (An element of three dimensions and no mask spill
+#: 24 bytes at head_dim 128, of what is read once a step, which costs less than a slower pipeline.)
+CAPTURED_GRAD_REGISTERS, PAIR_GRAD_REGISTERS = 8, {ROWS: 11, 2 * ROWS: 60}
+
+#: For such sums in one order, of 64 queries: digits on their way.
+PAIR_GRAD_ORDER = 8
 
 #: What a consumer needs beside fragments on their way: with less ptxas serialises products (C7512).
 BESIDE = 48
@@ -333,7 +338,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     of_dropout += DROPOUT * (waiting and (asked.masked or request.deterministic))
     of_dropout += DROPOUT_READ * (c.tile.q > ROWS and asked.score_reads_by_position)
     of_order = ORDER * (request.deterministic and c.tile.q > ROWS and waiting)
-    of_captured = sum(_captured_grad_registers(c, n) for n, _ in asked.captured_grads)
+    of_captured = sum(_captured_grad_registers(c, n, request) for n, _ in asked.captured_grads)
     return (
         owned,
         fragments,
@@ -349,10 +354,12 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     )
 
 
-def _captured_grad_registers(c: Candidate, element: Node) -> int:
-    selected = "".join(sorted(positions_of(element) & {"q", "k"}))
-    kept = c.tile.q // 2 if c.tile.q > ROWS else 0
-    return CAPTURED_GRAD_REGISTERS[selected] * (c.stages - 1 if "q" in selected else 1) + kept
+def _captured_grad_registers(c: Candidate, element: Node, request: KernelRequest) -> int:
+    selected = positions_of(element) & {"q", "k"}
+    long = c.tile.q > ROWS
+    each = PAIR_GRAD_REGISTERS[c.tile.q] if len(selected) > 1 else CAPTURED_GRAD_REGISTERS
+    of_order = PAIR_GRAD_ORDER if len(selected) > 1 and request.deterministic and not long else 0
+    return each * (c.stages - 1 if "q" in selected else 1) + of_order + (c.tile.q // 2 if long else 0)
 
 
 def _variant_registers(c: Candidate, request: KernelRequest) -> int:
