@@ -118,6 +118,9 @@ SLOPE_READ = 28
 #: 24 bytes at head_dim 128, of what is read once a step, which costs less than a slower pipeline.)
 CAPTURED_GRAD_REGISTERS, PAIR_GRAD_REGISTERS = 8, {ROWS: 11, 2 * ROWS: 60}
 
+#: Captured elements of a score that may have gradients.
+CAPTURED_GRADS = 3
+
 #: For such sums in one order, of 64 queries: digits on their way.
 PAIR_GRAD_ORDER = 8
 
@@ -181,8 +184,8 @@ def unsupported_reason(request: KernelRequest) -> str | None:
     reads = asked.captured_grads
     if reads and (asked.has_slope or any(n.op == "score" for n in walk(chain.from_iterable(reads)))):
         return "its backward keeps no scores, which gradients of captured tensors take where a score is more than a sum"
-    if len(reads) > 1:
-        return "its backward has the gradient of one captured element per score"
+    if len(reads) > CAPTURED_GRADS:
+        return f"its backward has the gradients of at most {CAPTURED_GRADS} captured elements per score"
     if tile is not None and nearest_tile((tile.q, tile.kv)) != (tile.q, tile.kv):
         return TILE_RULE
     if stages is not None and stages not in STAGES:
