@@ -16,7 +16,7 @@ from cli import flashgen
 from flashgen.bench import report
 from flashgen.cli.suite import SUITES
 from flashgen.lang import language
-from flashgen.lang.load import load_spec, shipped
+from flashgen.lang.load import gallery, load_spec, shipped
 from flashgen.runtime import driver
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +36,9 @@ PLAN = ("plan", "specs/sliding_window.py", "--seqlen", "8192", "--arch", "sm_80"
 SHOW = ("show", *PLAN[1:2], "--param", "window=300", "--seqlen", "1024", "--arch", "sm_80", "--tile", "64x64")
 
 CAPTURED_PLAN = ("plan", "specs/document.py", "--batch", "2", "--seqlen", "1024", "--arch", "sm_80", "--tile", "64x64")
+
+#: Masks of the gallery that the README shows: those that most people know and that a line says.
+SIX = ("natten", "top_blocks", "strided", "striped", "rotated", "restarts")
 
 #: How the masks of the gallery are drawn.
 GALLERY = ("--seqlen", "1024", "--heads", "1", "--arch", "sm_80", "--tile", "64x64")
@@ -142,10 +145,12 @@ def plan() -> str:
 
 
 def predicted() -> str:
-    """Of `plan` what a first reader wants: which kernel, its tiles, its traffic and its time."""
+    """Of `plan` what a first reader wants: which kernel, its tiles and its traffic."""
     head, *sections = output(PLAN).split("\n\n")
-    wanted = [s for s in sections if s.startswith(("plan\n", "tiles\n", "HBM traffic\n", "time on "))]
-    assert len(wanted) == 4
+    wanted = [s for s in sections if s.startswith(("plan\n", "tiles\n", "HBM traffic\n"))]
+    assert len(wanted) == 3
+    more = ("warps ", "blocks per SM ", "chosen by ", "other sizes ")
+    wanted[0] = "\n".join(line for line in wanted[0].splitlines() if not line.startswith(more))
     return fenced("text", "\n\n".join([head, *wanted]).rstrip() + "\n")
 
 
@@ -188,16 +193,29 @@ def show() -> str:
     return fenced("text", output(SHOW))
 
 
+def six() -> str:
+    """Masks of real models in a line each."""
+    rows = ["| mask | the spec returns |", "|---|---|"]
+    for name in SIX:
+        file = gallery()[name]
+        line = file.read_text().splitlines()[-1].strip().removeprefix("return ").replace("|", "\\|")
+        doc = load_spec(file).doc.partition("\n")[0].rstrip(".").replace("|", "\\|")
+        rows.append(f"| [{name}]({file.relative_to(ROOT).as_posix()}): {doc} | `{line}` |")
+    return "\n".join(rows) + "\n"
+
+
 def masks() -> str:
-    """Of each mask of tests/masks what it says of itself, its code, its picture and how its tiles are judged."""
+    """Of each shipped mask what it says of itself, its code, its picture and how its tiles are judged."""
     found = []
-    for file in sorted((ROOT / "tests" / "masks").glob("*.py")):
+    for name, file in sorted({**shipped(), **gallery()}.items()):
         doc, code = load_spec(file).doc, file.read_text()
-        shown = output(("show", file.relative_to(ROOT).as_posix(), *GALLERY)).splitlines(keepends=True)
+        if load_spec(file).bind().mask is None:  # of a score alone every tile is full
+            continue
+        shown = output(("show", name, *GALLERY)).splitlines(keepends=True)
         first = next(i for i, line in enumerate(shown) if line.startswith("╭"))
         picture = "".join([shown[0], *shown[first:]]).replace(f"{ROOT}/", "")
         # The declarations of what is captured and how an example is made are in the file.
-        mask = code[code.index("@fg.variant") :]
+        mask = code[code.index("@fg.variant") :] if "@fg.variant" in code else code[code.index("import") :]
         found.append(f"## {file.stem}\n\n{doc}\n\n{fenced('python', mask)}\n{fenced('text', picture)}")
     return "\n".join(found)
 
@@ -275,6 +293,7 @@ BLOCKS = {
     "refusal": refusal,
     "show": show,
     "masks": masks,
+    "six": six,
     "program_forward": program_forward,
     "program_backward": program_backward,
     "program_ampere": program_ampere,

@@ -1,4 +1,4 @@
-"""Masks as people bring them from other code: specs in `masks/`, written without a look at how tiles are judged."""
+"""Masks as people bring them: `specs/masks`, and more in `masks/`; none was written to be judged well."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from flashgen.analysis.tiles import Case
 from flashgen.cli import captured
-from flashgen.lang.load import load_spec
+from flashgen.lang.load import gallery, load_spec
 from flashgen.lang.variant import Variant
 from flashgen.planning.problem import Problem
 
-FILES = {file.stem: file for file in sorted((Path(__file__).parent / "masks").glob("*.py"))}
+FILES = gallery() | {file.stem: file for file in sorted((Path(__file__).parent / "masks").glob("*.py"))}
 
 #: Sizes that are not those of most.
 SIZES = {"tree": {"q_len": 256, "kv_len": 1536}, "zigzag": {"q_len": 1024, "kv_len": 1024}}

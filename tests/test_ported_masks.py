@@ -78,17 +78,45 @@ def test_kernels_move_what_the_walk_counts(name, pipeline):
 
 #: Bytes that the warp which judges tiles spills in the backward of pipeline hopper, where it still does: this may only
 #: go down.
-SPILLED = {"mixed_kinds": 60}
-JUDGED = ("top_blocks", "mixed_kinds", "flamingo", "frames")
+SPILLED = {"small_blocks": 32}
+
+#: Masks that many ops judge, or few: whether their conditions are judged in turn.
+IN_TURN = {
+    **dict.fromkeys(("bigbird", "longnet", "mixed_kinds", "morton", "natten", "remainders"), True),
+    **dict.fromkeys(("small_blocks", "streaming_blocks", "tiles_2d", "tree"), True),
+    **dict.fromkeys(("top_blocks", "flamingo", "frames", "global_flags"), False),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", thinned(JUDGED, kept=("top_blocks",), sibling="test_judging_tiles_spills_nothing"))
+@pytest.mark.parametrize(
+    "name", thinned(tuple(IN_TURN), kept=("bigbird", "top_blocks"), sibling="test_judging_tiles_spills_nothing")
+)
 def test_judging_tiles_spills_nothing(name):
     """It has 24 registers per thread beside consumers that have all others."""
     plan = planner.backward_menu(ported.variant(name), "sm_90a", "bfloat16", 128).plans[0]
     assert plan.pipeline == "hopper" and plan.program.producer_registers == 24
+    assert plan.backward.judged_in_turn == IN_TURN[name]
     assert nvrtc.compile(emit(plan), plan.arch).resources.spills <= SPILLED.get(name, 0)
+
+
+#: Parts of both sides, summaries, elements that nothing in shared memory holds, and lookups.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    thinned(
+        ("morton", "bigbird", "tiles_2d", "mixed_kinds", "streaming_blocks", "tree", "natten", "small_blocks"),
+        kept=("morton",),
+        sibling="test_conditions_judged_in_turn",
+    ),
+)
+def test_conditions_judged_in_turn(name):
+    """Of the backward at head_dim 128, right against float64."""
+    work = test_ptx_backward.Backward(
+        ported.variant(name), pipeline="hopper", head_dim=128, q_len=201, kv_len=233, heads=1
+    )
+    assert work.plan.backward.judged_in_turn
+    test_ptx_backward.check(work)
 
 
 layout = fg.tensor(

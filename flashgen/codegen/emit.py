@@ -45,7 +45,10 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     """
     facts = facts or analyse(plan.variant)
     staged = plan.backward is not None and plan.backward.lookup_stages > 0
-    found = variant_code(facts, _tiles(plan), lookups(plan.variant) if staged else (), plan.layout, plan.summaries)
+    found = variant_code(
+        *(facts, _tiles(plan), lookups(plan.variant) if staged else (), plan.layout, plan.summaries),
+        judged_in_turn=plan.backward is not None and plan.backward.judged_in_turn,
+    )
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type = _PTX_TYPE[plan.dtype]
     context = {

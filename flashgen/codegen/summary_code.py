@@ -160,9 +160,10 @@ def _read(how: TileSummary, sides: list[_Side], suffix: str, several: bool) -> l
         return [f"return of_group({value}, group);" if how.grouped else f"return {value};"]
     if not several:
         return [f"return found[(i64)({first[0]}) * columns + {first[1]}];"]
-    rows = f"over_all{suffix}(found + (i64)({{}}) * columns, {first[1]}, {last[1]})"
     return [
-        f"{how.range_type} all = {rows.format(first[0])};",
-        f"for (int i = {first[0]} + 1; i <= {last[0]}; i++) all = either{suffix}(all, {rows.format('i')});",
+        f"{how.range_type} all = found[(i64)({first[0]}) * columns + {first[1]}];",
+        f"for (int i = {first[0]}; i <= {last[0]}; i++)",
+        "#pragma unroll 1",
+        f"  for (int j = {first[1]}; j <= {last[1]}; j++) all = either{suffix}(all, found[(i64)i * columns + j]);",
         "return all;",
     ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from flashgen.analysis.abstract import Intervals, anywhere, finite_at_zero
@@ -44,6 +43,7 @@ from flashgen.codegen.readers import (
     readers,
 )
 from flashgen.codegen.summary_code import SummaryCode, summary_code
+from flashgen.codegen.turns import Turns, truths, turns
 from flashgen.lang import ranges
 from flashgen.lang.expr import Node, const, depends_on, loop_indices, walk
 from flashgen.lang.loops import LOOPS
@@ -150,6 +150,7 @@ class VariantCode:
     keep, runs, classes   bodies of `keep`, of `previous_tile`, and of `classify`: whether something is hidden, and
               before it, where a tile inside the runs may be EMPTY, whether something is visible
     parts     of a tile that is not settled as a whole; None: there are none to judge
+    turns     of conditions that are judged one after another; None: a tile is judged at once
     small_tanh   where the score has one tanh, and its argument is cheap to look at before
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
@@ -167,6 +168,7 @@ class VariantCode:
     runs: Decision | None
     classes: Decision | None
     parts: Parts | None
+    turns: Turns | None
     sink: Body | None
     clamp_q: bool
     clamp_k: bool
@@ -188,8 +190,10 @@ class VariantCode:
         return self.classes is not None and len(self.classes.conclusions) == 2
 
     @property
-    def judged(self) -> Literal["whole", "parts"]:
+    def judged(self) -> Literal["whole", "parts", "in_turn"]:
         """Which template has `classify`."""
+        if self.turns is not None:
+            return "in_turn"
         return "whole" if self.parts is None else "parts"
 
     @property
@@ -235,12 +239,14 @@ def variant_code(
     lookups: tuple[Node, ...] = (),
     layout: Layout = DENSE,
     summaries: tuple[TileSummary, ...] = (),
+    *,
+    judged_in_turn: bool = False,
 ) -> VariantCode:
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
     `keep` is given these elements of captured tensors, and whose `classify` has these summaries.
 
     Where sequences have positions of their own, tiles start at any query, and captured tensors may be shorter than
-    positions reach.
+    positions reach.  `judged_in_turn`: conditions are judged one after another, through shared memory.
     """
     mask, score = printed_of(facts)
     sink = facts.variant.sink_node
@@ -252,14 +258,18 @@ def variant_code(
     cut = facts.cells.within(tile.q, tile.kv) if masked and facts.cells is not None else None
     cornered = found_at_corners(facts, tile, cut)
     made, known = summary_code(facts, tile, summaries)
+    options: dict[str, Any] = {"wide": facts.int64, "indices": index_types(facts), "exact": True, "cornered": cornered}
+    judged = RangePrinter(given=known | truths(facts) if judged_in_turn else known, **options)
+    in_turn = turns(facts, RangePrinter(given=known, **options), cut, tile) if masked and judged_in_turn else None
     return VariantCode(
         readers=readers(facts, cornered, layout),
         score=None if score is None else Printer(wide=facts.int64).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
         keep=None if mask is None else conditions.body(mask),
         runs=Decider(facts).runs() if masked else None,
-        classes=Decider(facts, cornered, known).classes(by_parts=cut is not None) if masked else None,
+        classes=Decider(facts, judged).classes(by_parts=cut is not None, in_turn=in_turn) if masked else None,
         parts=None if cut is None else _parts(cut),
+        turns=in_turn,
         sink=None if sink is None else Printer(wide=facts.int64).body(sink),
         clamp_q=any(depends_on(n, "q") for n in loads),
         clamp_k=any(depends_on(n, "k") for n in loads),
@@ -336,15 +346,22 @@ class _Clipped(NamedTuple):
     meets: list[Text]
 
 
+class _At(NamedTuple):
+    """Where a decision finds the first and last positions of a tile."""
+
+    q_first: str = "rows.q_first"
+    q_last: str = "rows.q_last"
+    k_first: str = "k_first"
+    k_last: str = "k_last"
+
+
 class Decider:
     """Prints what the facts' terms say about one tile."""
 
-    def __init__(
-        self, facts: Facts, cornered: frozenset[Node] = frozenset(), given: Mapping[Node, str] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, facts: Facts, printer: RangePrinter | None = None) -> None:
         self.facts = facts
-        options: dict[str, Any] = {"wide": facts.int64, "indices": index_types(facts)}
-        self.printer = RangePrinter(exact=True, cornered=cornered, given=given, **options)
+        self.printer = printer or RangePrinter(wide=facts.int64, indices=index_types(facts), exact=True)
+        self.at = _At()
         self.known: Mapping[Node, Text] = {}
         self._extent = Intervals(anywhere).range
 
@@ -368,14 +385,17 @@ class Decider:
         found = list(dict.fromkeys(str(run(term)) for term in terms))
         return _decision(lines, ["tile"] if "tile" in found else found or [none], partial(_heads, heads))
 
-    def classes(self, *, by_parts: bool = False) -> Decision:
+    def classes(self, *, by_parts: bool = False, in_turn: Turns | None = None) -> Decision:
         """Whether something is hidden in a tile, or in a part of one; before it, where runs leave it open, whether
-        something is visible."""
+        something is visible.  `in_turn`: of a tile in shared memory, where all conditions have been judged."""
         asked = [self.facts.hidden]
         if any(term.others for term in self.facts.visible):
             asked.insert(0, self.facts.visible)
         lines = self._declare(n for terms in asked for term in terms for n in term.nodes())
         positions = _positions_of_part if by_parts else _positions
+        if in_turn is not None:
+            self.at = _At(*(f"at.{name}" for name in _At._fields))
+            positions = in_turn.positions
         return _decision(lines, [str(joined("||", map(self._possible, terms), "false")) for terms in asked], positions)
 
     def _declare(self, nodes: Iterable[Node]) -> tuple[str, ...]:
@@ -412,8 +432,8 @@ class Decider:
     def _possible(self, term: Term) -> Text:
         """Whether the tile may hold a pair of the term: all ends of the zone and the tile are in order."""
         zone = term.zone
-        q = self._clipped("rows.q_first", "rows.q_last", zone.q_lo, zone.q_hi)
-        k = self._clipped("k_first", "k_last", zone.k_lo, zone.k_hi)
+        q = self._clipped(self.at.q_first, self.at.q_last, zone.q_lo, zone.q_hi)
+        k = self._clipped(self.at.k_first, self.at.k_last, zone.k_lo, zone.k_hi)
         conditions = [*self._uniform(term), *q.meets, *k.meets]
         conditions += [self._apart(q.first, k.last, "<=", n) for n in zone.d_hi]
         conditions += [self._apart(q.last, k.first, ">=", n) for n in zone.d_lo]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from flashgen.errors import SourceLine, SpecError
 from flashgen.lang import ranges
 from flashgen.lang.bounds import bounds
-from flashgen.lang.expr import DType, Node, const, node, walk
+from flashgen.lang.expr import DType, Node, Param, Tensor, const, node, walk
 from flashgen.lang.loops import LOOPS, MAX_ROUNDS, closed, index_node, opened
 from flashgen.lang.ops import OPS, Op
 
@@ -58,11 +59,11 @@ def literal(value: Operand) -> Node:
     return const(float(value))
 
 
-def rebuild(root: Node, replace: Callable[[Node], Node | None]) -> Node:
-    """The DAG with nodes replaced where `replace` gives one; what lies above them is typed and folded again."""
+def rebuild(root: Node, given: Callable[[Node], Node | None]) -> Node:
+    """The DAG with nodes replaced where `given` gives one; what lies above them is typed and folded again."""
     done: dict[Node, Node] = {}
     for n in walk((opened(root),)):
-        new = replace(n)
+        new = given(n)
         if new is None:
             operands = tuple(done[o] for o in n.operands)
             if n.op in LOOPS:
@@ -144,22 +145,24 @@ def _fold(op: Op, nodes: tuple[Node, ...]) -> Node:
 
 def _check_divisor(op: Op, divisor: Node) -> None:
     known = bounds(divisor)
-    if not known.contains(0):
+    if not known.contains(0) or _of_constants(divisor):
         return
     sign = "//" if op.name == "floor_div" else "%"
     if divisor.op == "const":
         raise SpecError(f"`{sign}` by 0")
-    cure = _declaring(divisor, "min=1", f"declare min= for what it is made of, or write x {sign} fg.maximum(y, 1)")
+    otherwise = _bounding(divisor, lambda r: not r.contains(0), f"write x {sign} fg.maximum(y, 1)")
+    cure = _declaring(divisor, "min=1", otherwise)
     raise SpecError(f"the divisor of `{sign}` may be 0 (it lies in {_interval(known)}); {cure}")
 
 
 def _check_shift(op: Op, value: Node, count: Node) -> None:
     most = 31 if value.dtype is DType.INT32 else 63
     known = bounds(count)
-    if known.lo >= 0 and known.hi <= most:
+    if (known.lo >= 0 and known.hi <= most) or _of_constants(count):
         return
     sign = "<<" if op.name == "shift_left" else ">>"
-    cure = _declaring(count, f"min=0, max={most}", f"write x {sign} fg.clamp(y, 0, {most})")
+    otherwise = _bounding(count, lambda r: bool(r.lo >= 0 and r.hi <= most), f"write x {sign} fg.clamp(y, 0, {most})")
+    cure = _declaring(count, f"min=0, max={most}", otherwise)
     raise SpecError(f"the count of `{sign}` may leave 0..{most} (it lies in {_interval(known)}); {cure}")
 
 
@@ -168,6 +171,43 @@ def _declaring(n: Node, bounds: str, otherwise: str) -> str:
     if n.op not in ("param", "constant", "load"):
         return otherwise
     return f"declare fg.{'tensor' if n.op == 'load' else n.op}({n.attr.name!r}, ..., {bounds})"
+
+
+def _of_constants(n: Node) -> bool:
+    """Whether a value that is not known yet will be when constants are bound: it is checked then."""
+    leaves = {leaf.op for leaf in walk([n]) if not leaf.operands}
+    return "constant" in leaves and leaves <= {"const", "constant"}
+
+
+#: Bounds that may cure a value, the weakest first.
+_MINIMA, _MAXIMA = (0, *(1 << i for i in range(11))), tuple(1 << i for i in range(31, 4, -1))
+
+
+def _bounding(n: Node, cured: Callable[[ranges.Range], bool], otherwise: str) -> str:
+    """The one bound of what a value is made of that cures it, beside what is declared; `otherwise` where none does."""
+    for leaf in dict.fromkeys(leaf for leaf in walk([n]) if leaf.op in ("param", "load")):
+        declared = leaf.attr
+        values = [("min", x) for x in _MINIMA if declared.min is None or x > declared.min]
+        values += [("max", x) for x in _MAXIMA if declared.max is None or x < declared.max]
+        for bound, value in values:
+            if not _holds(declared, bound, value):
+                continue
+            other = node(leaf.op, leaf.dtype, leaf.operands, replace(declared, **{bound: value}), leaf.where)
+            try:
+                found = rebuild(n, lambda m, leaf=leaf, other=other: other if m is leaf else None)
+            except SpecError:
+                continue
+            if cured(bounds(found)):
+                kind = "tensor" if leaf.op == "load" else "param"
+                return f"declare fg.{kind}({declared.name!r}, ..., {bound}={value}), or {otherwise}"
+    return otherwise
+
+
+def _holds(declared: Param | Tensor, bound: str, value: int) -> bool:
+    """Whether a default, if there is one, and the other bound allow this one."""
+    other = declared.max if bound == "min" else declared.min
+    beside = [x for x in (getattr(declared, "default", None), other) if x is not None]
+    return all(value <= x for x in beside) if bound == "min" else all(value >= x for x in beside)
 
 
 def _interval(x: ranges.Range) -> str:

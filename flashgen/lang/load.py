@@ -39,13 +39,22 @@ def load_spec(path: str | os.PathLike) -> Variant:
     file = _find(_path(path))
     with _one_at_a_time, _siblings(file.parent):
         module = _run(file)
-    known = shipped().get(file.stem)
+    known = _known().get(file.stem)
     return replace(_choose(module, file), spec=file.stem if known and known.resolve() == file else file.name)
 
 
 def shipped() -> dict[str, Path]:
-    """The specs that come with flashgen, by name."""
+    """The specs that come with flashgen and whose kernels are kept in `generated`, by name."""
     return {file.stem: file for file in sorted(folder("specs").glob("*.py"))}
+
+
+def gallery() -> dict[str, Path]:
+    """The masks of real models that come with flashgen beside them, by name."""
+    return {file.stem: file for file in sorted((folder("specs") / "masks").glob("*.py"))}
+
+
+def _known() -> dict[str, Path]:
+    return shipped() | gallery()
 
 
 def _path(given: object) -> Path:
@@ -60,11 +69,11 @@ def _path(given: object) -> Path:
 
 
 def _shipped() -> str:
-    return f"shipped specs, by name: {', '.join(shipped())}"
+    return f"shipped specs, by name: {', '.join(_known())}"
 
 
 def _find(path: Path) -> Path:
-    known = shipped()
+    known = _known()
     try:
         if path.is_file():
             return path.resolve()

@@ -144,6 +144,26 @@ class SequencesInGroups:
 BlockOrder = HeadByHead | InGroups | SequencesInGroups
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper: how elements of a tile are masked; each pass has a template of that name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskByElement:
+    """The mask is asked for each where it is used."""
+
+    form: ClassVar[str] = "by_element"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskAsBits:
+    """It is asked for a few at a time, a bit each, before any is used: registers are short for what it reads."""
+
+    form: ClassVar[str] = "as_bits"
+
+
+Mask = MaskByElement | MaskAsBits
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, backward: how dq is added up in memory, by which function of consumers
 
 

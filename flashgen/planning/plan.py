@@ -19,6 +19,7 @@ from flashgen.planning.members import (
     Keys,
     KeysLeave,
     KeysStay,
+    Mask,
     OByTma,
     OFromRegisters,
     OInParts,
@@ -131,6 +132,7 @@ class Specialized:
     warpgroups: int  # consumers, 64 query rows each
     ping_pong: bool  # warpgroups take turns to issue products
     score_emitted_twice: bool  # registers are left for a score function that is emitted twice
+    mask: Mask
     full_tiles: FullTilesApart | TilesAlike
     highest: HighestAsInteger | HighestAsFloat
     o: OByTma | OFromRegisters | OInParts
@@ -208,6 +210,11 @@ class Backward:
         return 0
 
     @property
+    def judged_in_turn(self) -> bool:
+        """Registers suffice to judge a tile at once."""
+        return False
+
+    @property
     def score_tiles(self) -> bool:
         """Whether dS goes through shared memory."""
         return self.shares_p or self.adds_dq
@@ -230,6 +237,8 @@ class SpecializedBackward:
     scores_first: bool  # dP is computed when scores and masks have been applied, else beside S
     lookup_stages: int  # tiles of queries whose mask operands shared memory holds; 0: the mask reads them itself
     row_threads: int  # of a block of the entries that work on rows alone
+    mask: Mask
+    judged_in_turn: bool  # a tile's conditions are judged one after another through shared memory, else at once
 
     @property
     def split_dk_dv(self) -> bool:

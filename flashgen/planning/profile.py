@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import Facts, analyse
-from flashgen.lang.expr import DType, Node, depends_on, loop_indices, node, reads_by, walk
+from flashgen.lang.expr import DType, Node, depends_on, loop_indices, node, positions_of, reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.backward import captured_grads, has_slope, looks_up, lookups
 from flashgen.planning.plan import Tile
@@ -57,6 +57,11 @@ class Profile:
     def band(self) -> bool:
         """Whether the mask is one run of keys and reads nothing."""
         return self.masked and self.exact and len(self.facts.visible) == 1 and not self.variant.pair_tensors
+
+    @cached_property
+    def several_runs_read(self) -> bool:
+        """Whether ends of several runs of keys are read from captured tensors."""
+        return self.masked and len(self.facts.visible) > 1 and bool(self.variant.pair_tensors)
 
     @cached_property
     def hides(self) -> bool:
@@ -154,7 +159,18 @@ class Profile:
     @cached_property
     def reads_by_key(self) -> bool:
         """Whether mask or score read a captured element for each key."""
-        return reads_by(self.variant.mask, "k") or self.score_reads_by_key
+        return self.mask_reads_by_key or self.score_reads_by_key
+
+    @cached_property
+    def mask_reads_by_key(self) -> bool:
+        return reads_by(self.variant.mask, "k")
+
+    @cached_property
+    def reads_far_by_pair(self) -> bool:
+        """Whether query and key together select an element of the mask by way of three dimensions or of another."""
+        roots = () if self.variant.mask is None else (self.variant.mask,)
+        pairs = (n for n in walk(roots) if n.op == "load" and {"q", "k"} <= positions_of(n))
+        return any(len(n.operands) > 2 or any(m.op == "load" for m in walk(n.operands)) for n in pairs)
 
     @cached_property
     def mask_reads_pairs(self) -> bool:

@@ -6,6 +6,9 @@ struct Truth { bool may_true, may_false; };
 
 DEVICE Truth truth(bool value) { return {value, !value}; }
 
+// One of several, two bits each.
+DEVICE Truth truth_in(u32 found, int i) { return {(found >> 2 * i & 1) != 0, (found >> 2 * i & 2) != 0}; }
+
 DEVICE Truth range_logical_and(Truth a, Truth b) { return {a.may_true && b.may_true, a.may_false || b.may_false}; }
 
 DEVICE Truth range_logical_or(Truth a, Truth b) { return {a.may_true || b.may_true, a.may_false && b.may_false}; }

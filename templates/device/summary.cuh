@@ -62,21 +62,24 @@ template <typename T, typename F> DEVICE Grouped<T> groups_of(int first, int las
   return {over_warp(low), over_warp(high)};
 }
 
-// What is possible over tiles, or parts of them, from first to last.
+// What is possible over tiles, or parts of them, from first to last: few, so that one look after the other will do.
 DEVICE Truth over_all_bool(const Truth* found, int first, int last) {
   Truth all = found[first];
+#pragma unroll 1
   while (first < last) all = either_bool(all, found[++first]);
   return all;
 }
 
 template <typename T> DEVICE Range<T> over_all(const Range<T>* found, int first, int last) {
   Range<T> all = found[first];
+#pragma unroll 1
   while (first < last) all = either(all, found[++first]);
   return all;
 }
 
 DEVICE FloatRange over_all_f32(const FloatRange* found, int first, int last) {
   FloatRange all = found[first];
+#pragma unroll 1
   while (first < last) all = either_f32(all, found[++first]);
   return all;
 }

@@ -35,8 +35,9 @@ SCHEDULERS = 4
 #: Registers that a kernel needs beyond its sum where a limit below the architecture's own holds it down.
 TIGHT = 6
 
-#: Registers of elements captured for each key, and of their addresses, on the way.
-CAPTURED = 8
+#: Registers of elements captured for each key, and of their addresses, on the way; and of those that a query and a key
+#: select together by way of three dimensions or of another element: two plans with 129 and 134 in use spilled.
+CAPTURED, CAPTURED_BY_PAIR = 8, 14
 
 
 MAX_TILE = 256
@@ -306,4 +307,5 @@ def _mask_registers(asked: Profile) -> int:
     """Registers that positions, bounds and values of the mask take in a partial tile, by its number of ops; and those
     of captured elements."""
     ops = asked.mask_ops
-    return (CAPTURED if asked.loads_by_key else 0) + (4 + 2 * min(ops, 6) if ops else 0)
+    captured = CAPTURED if asked.loads_by_key else 0
+    return captured + (CAPTURED_BY_PAIR if asked.reads_far_by_pair else 0) + (4 + 2 * min(ops, 6) if ops else 0)

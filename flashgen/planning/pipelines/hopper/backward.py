@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from flashgen.analysis.conditions import conditions
 from flashgen.lang.expr import Node, depends_on, positions_of, walk
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.backward import ROW_THREADS, lookup_names
@@ -36,6 +37,9 @@ from flashgen.planning.members import (
     HalvesOfKeys,
     HeadByHead,
     InGroups,
+    Mask,
+    MaskAsBits,
+    MaskByElement,
     SequencesInGroups,
     SplitDkDv,
 )
@@ -46,7 +50,7 @@ from flashgen.planning.pipelines.shared import make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, SpecializedBackward, Tile, staged
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
 from flashgen.planning.problem import ITEMSIZE, Problem
-from flashgen.planning.profile import profile
+from flashgen.planning.profile import Profile, profile
 from flashgen.planning.program import CTYPES, Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
 
@@ -77,12 +81,15 @@ P_ITEM = ITEMSIZE["float32"]
 #: the shipped masks and pairs of them all up to 23 fit; of those above a third do not.
 PRODUCER_REGISTERS, JUDGE_REGISTERS, JUDGED_OPS = 24, 40, 23
 
-#: Those of one that goes on to parts of tiles: the most that consumers can spare.
-PARTS_REGISTERS = (72, 56, 40)
+#: Those of one that goes on to parts of tiles: the most that consumers can spare; and the ops that fit without.
+PARTS_REGISTERS, PARTS_OPS = (72, 56, 40), 17
+
+#: Conditions that may be judged in turn where consumers can spare none: two bits each.
+CONDITIONS = 16
 
 #: What ops on ranges cost beyond one: a captured tensor for each dimension but one and for being sorted (both ends are
-#: read), a remainder (a division).
-DIMENSION_OPS, SORTED_OPS, REMAINDER_OPS = 2, 3, 8
+#: read), a remainder (a division), a summary whose parts are looked at (of one position, or of both).
+DIMENSION_OPS, SORTED_OPS, REMAINDER_OPS, SUMMARY_OPS = 2, 3, 8, (4, 12)
 
 #: Tiles of queries whose lookups shared memory holds: those of all stages, two more that are sent, one being found.
 LOOKUP_STAGES = 8
@@ -108,8 +115,16 @@ ORDER = 28
 SLOPE_READ = 28
 
 #: For the gradient of a captured element, by what selects it (where a query does, for each stage but one): sums and
-#: addresses.  128 queries would also keep dS in float32 beside what is rounded.
-CAPTURED_GRAD_REGISTERS = {"": 8, "k": 8, "q": 8, "kq": 60}
+#: addresses.  Query and key together select one for each score: of 64 queries ptxas has few on their way, of 128 many.
+#: 128 queries would also keep dS in float32 beside what is rounded.  (An element of three dimensions and no mask spill
+#: 24 bytes at head_dim 128, of what is read once a step, which costs less than a slower pipeline.)
+CAPTURED_GRAD_REGISTERS, PAIR_GRAD_REGISTERS = 8, {ROWS: 11, 2 * ROWS: 60}
+
+#: Captured elements of a score that may have gradients.
+CAPTURED_GRADS = 3
+
+#: For such sums in one order, of 64 queries: digits on their way.
+PAIR_GRAD_ORDER = 8
 
 #: What a consumer needs beside fragments on their way: with less ptxas serialises products (C7512).
 BESIDE = 48
@@ -169,8 +184,8 @@ def unsupported_reason(request: KernelRequest) -> str | None:
     reads = asked.captured_grads
     if reads and (asked.has_slope or any(n.op == "score" for n in walk(chain.from_iterable(reads)))):
         return "its backward keeps no scores, which gradients of captured tensors take where a score is more than a sum"
-    if len(reads) > 1:
-        return "its backward has the gradient of one captured element per score"
+    if len(reads) > CAPTURED_GRADS:
+        return f"its backward has the gradients of at most {CAPTURED_GRADS} captured elements per score"
     if tile is not None and nearest_tile((tile.q, tile.kv)) != (tile.q, tile.kv):
         return TILE_RULE
     if stages is not None and stages not in STAGES:
@@ -237,6 +252,13 @@ def waits(c: Candidate, request: KernelRequest) -> bool:
     return request.profile.looks_up_more if lookup_stages(c, request) else request.profile.looks_up
 
 
+def mask(c: Candidate, request: KernelRequest) -> Mask:
+    """How elements are masked: a few at a time where what is read beside them leaves no registers."""
+    short = _needed(registers(c, request)) > _beside(JUDGE_REGISTERS, request) and not c.split_dk_dv
+    heavy = request.profile.masked and (waits(c, request) or judged_in_turn(c, request))
+    return MaskAsBits() if short and heavy else MaskByElement()
+
+
 def lookup_stages(c: Candidate, request: KernelRequest) -> int:
     """Tiles of queries of which shared memory holds what the mask looks up: where tiles are judged at all."""
     item = 0 if c.split_dk_dv else sum(n.dtype.itemsize for n in request.profile.lookups)
@@ -299,6 +321,7 @@ def program(c: Candidate, request: KernelRequest) -> Program:
         deterministic=request.deterministic,
         dq_in_main_kernel=dq_in_main_kernel(c, request),
         layout=request.layout,
+        judged_in_turn=judged_in_turn(c, request),
         lookup_stages=lookup_stages(c, request),
         lookups=tuple((name, CTYPES[n.dtype], n.dtype.itemsize, depends_on(n, "q")) for name, n in read),
     )
@@ -323,7 +346,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     of_dropout += DROPOUT * (waiting and (asked.masked or request.deterministic))
     of_dropout += DROPOUT_READ * (c.tile.q > ROWS and asked.score_reads_by_position)
     of_order = ORDER * (request.deterministic and c.tile.q > ROWS and waiting)
-    of_captured = sum(_captured_grad_registers(c, n) for n, _ in asked.captured_grads)
+    of_captured = sum(_captured_grad_registers(c, n, request) for n, _ in asked.captured_grads)
     return (
         owned,
         fragments,
@@ -339,10 +362,12 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     )
 
 
-def _captured_grad_registers(c: Candidate, element: Node) -> int:
-    selected = "".join(sorted(positions_of(element) & {"q", "k"}))
-    kept = c.tile.q // 2 if c.tile.q > ROWS else 0
-    return CAPTURED_GRAD_REGISTERS[selected] * (c.stages - 1 if "q" in selected else 1) + kept
+def _captured_grad_registers(c: Candidate, element: Node, request: KernelRequest) -> int:
+    selected = positions_of(element) & {"q", "k"}
+    long = c.tile.q > ROWS
+    each = PAIR_GRAD_REGISTERS[c.tile.q] if len(selected) > 1 else CAPTURED_GRAD_REGISTERS
+    of_order = PAIR_GRAD_ORDER if len(selected) > 1 and request.deterministic and not long else 0
+    return each * (c.stages - 1 if "q" in selected else 1) + of_order + (c.tile.q // 2 if long else 0)
 
 
 def _variant_registers(c: Candidate, request: KernelRequest) -> int:
@@ -357,17 +382,43 @@ def _variant_registers(c: Candidate, request: KernelRequest) -> int:
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread: together those of a block, rounded down to eights.
 
-    Where it judges parts of tiles, or orders additions to dq of sequences with lengths of their own, which takes some
-    more, a producer has more if consumers can spare them: what it spills else costs less than a slower pipeline.
+    A producer that judges parts of tiles, or by much, or orders additions to dq of sequences with lengths of their own,
+    has more if consumers can spare them.
     """
-    producer = JUDGE_REGISTERS if _judged_ops(request.profile.judged_nodes) > JUDGED_OPS else PRODUCER_REGISTERS
-    cuts, ordered = request.profile.cuts(c.tile), request.layout.own and request.deterministic
-    if cuts or ordered:
-        needed = _needed(registers(c, request))
-        wished = PARTS_REGISTERS if cuts else (JUDGE_REGISTERS,)
-        spared = (n for n in wished if needed <= consumer_registers(request.arch, WARPGROUPS, n))
-        producer = max(producer, next(spared, producer))
-    return producer, consumer_registers(request.arch, WARPGROUPS, producer)
+    producer, ordered = PRODUCER_REGISTERS, request.layout.own and request.deterministic
+    if ordered or request.profile.cuts(c.tile) or not _judges_little(c, request):
+        little = _judges_little(c, request) or judged_in_turn(c, request)
+        producer = _spared(c, request) or (PRODUCER_REGISTERS if little else JUDGE_REGISTERS)
+    return producer, _beside(producer, request)
+
+
+def judged_in_turn(c: Candidate, request: KernelRequest) -> bool:
+    """Whether conditions of a tile are judged one after another: consumers spare no registers for all at once.
+
+    One warp does it for all others, and nothing but positions in dense sequences makes a tile.
+    """
+    asked = request.profile
+    one_judge = asked.hides and asked.conditional and not (request.deterministic or request.layout.own)
+    if not one_judge or _judges_little(c, request) or _spared(c, request) is not None:
+        return False
+    return 0 < len(conditions(asked.facts)) <= CONDITIONS
+
+
+def _judges_little(c: Candidate, request: KernelRequest) -> bool:
+    """Whether the fewest registers are enough to judge a tile."""
+    return _judged_ops(request.profile) <= (PARTS_OPS if request.profile.cuts(c.tile) else JUDGED_OPS)
+
+
+def _spared(c: Candidate, request: KernelRequest) -> int | None:
+    """The most registers for a producer that judges parts of tiles, or by much, which leave consumers theirs."""
+    needed = _needed(registers(c, request))
+    wanted = PARTS_REGISTERS if request.profile.cuts(c.tile) else (JUDGE_REGISTERS,)
+    return next((n for n in wanted if needed <= _beside(n, request)), None)
+
+
+def _beside(producer: int, request: KernelRequest) -> int:
+    """Registers of a consumer beside so many of a producer."""
+    return consumer_registers(request.arch, WARPGROUPS, producer)
 
 
 def _needed(parts: tuple[Part, ...]) -> int:
@@ -375,12 +426,14 @@ def _needed(parts: tuple[Part, ...]) -> int:
     return max(total(parts), total(parts[:2]) + BESIDE)
 
 
-def _judged_ops(nodes: tuple[Node, ...]) -> int:
+def _judged_ops(asked: Profile) -> int:
     """Ops that classes of tiles are found by, weighed by the registers they need."""
+    nodes = asked.judged_nodes
     loads: int = sum(
         DIMENSION_OPS * (len(n.operands) - 1) + SORTED_OPS * n.attr.sorted for n in nodes if n.op == "load"
     )
-    return len(nodes) + loads + REMAINDER_OPS * sum(n.op == "mod" for n in nodes)
+    summaries = sum(SUMMARY_OPS[one.side == "qk"] for one in asked.facts.summaries) if asked.judged else 0
+    return len(nodes) + loads + summaries + REMAINDER_OPS * sum(n.op == "mod" for n in nodes)
 
 
 def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
@@ -416,6 +469,8 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             scores_first=scores_first(c, request),
             lookup_stages=lookup_stages(c, request),
             row_threads=ROW_THREADS,
+            mask=mask(c, request),
+            judged_in_turn=judged_in_turn(c, request),
         ),
     )
 

@@ -24,6 +24,8 @@ from flashgen.planning.members import (
     Keys,
     KeysLeave,
     KeysStay,
+    MaskAsBits,
+    MaskByElement,
     OByTma,
     OFromRegisters,
     OInParts,
@@ -107,6 +109,10 @@ ROOM = 16
 #: Registers wanted for the queries of a thread's two rows where heads are packed and mask or score use queries: none
 #: follows from the other any more.  Kernels of 128 x 64 at head_dim 256 spilled with 10 left.
 PACKED_REGISTERS = 12
+
+#: Ops of a mask that reads an element for each key, from which on it is asked for a few elements at a time: those with
+#: fewer do not spill.
+BITS_OPS = 12
 
 #: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone; and of
 #: one that goes on to parts of tiles, if consumers can spare them.
@@ -304,7 +310,8 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
-    producer = JUDGE_REGISTERS if request.profile.judged else 40 if c.warpgroups == 2 else 32
+    fewest = 40 if c.warpgroups == 2 or request.profile.several_runs_read else 32
+    producer = JUDGE_REGISTERS if request.profile.judged else fewest
     if request.profile.cuts(Tile(q=request.layout.starts(c.tile.q), kv=c.tile.kv)):
         fewer = consumer_registers(request.arch, c.warpgroups, PARTS_REGISTERS)
         if total(registers(c, request)) <= fewer:
@@ -354,6 +361,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             warpgroups=c.warpgroups,
             ping_pong=ping_pong,
             score_emitted_twice=score_emitted_twice,
+            mask=MaskAsBits() if _masked_as_bits(request) else MaskByElement(),
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
             # Two registers spill beside dropout at head_dim 128 (16 bytes, outside of loops).
             highest=HighestAsFloat() if request.dropout else HighestAsInteger(),
@@ -373,6 +381,12 @@ def _o(c: Candidate, request: KernelRequest) -> OByTma | OFromRegisters | OInPar
     if request.keys.split:
         return OInParts()
     return OByTma() if _stored(c, request.layout) else OFromRegisters()
+
+
+def _masked_as_bits(request: KernelRequest) -> bool:
+    """Whether the mask is asked for a few elements at a time, a bit each."""
+    asked = request.profile
+    return asked.mask_reads_by_key and asked.mask_ops >= BITS_OPS
 
 
 def _scheduler(request: KernelRequest) -> Scheduler:

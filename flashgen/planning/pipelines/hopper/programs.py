@@ -32,6 +32,9 @@ ALIGNMENT = 1024
 #: steps: at most the stages and 3 are between them and the loader.
 WORK_STAGES, SEMAPHORE_STEPS = 4, 8
 
+#: Bytes of a tile that a lane judges, and of the part of it that is looked at, where these lie in shared memory.
+JUDGED_BYTES = 48
+
 #: The first id of a forward's barriers that let O into the shared memory of Q: those of turns come before.
 O_BARRIER = 4
 
@@ -195,15 +198,17 @@ def backward(
     ping_pong: bool,
     deterministic: bool,
     dq_in_main_kernel: bool,
+    judged_in_turn: bool,
     lookup_stages: int,
     lookups: tuple[tuple[str, str, int, bool], ...],
     layout: Layout = DENSE,
 ) -> Program:
     """A backward's program: `columns` of q and k, and of v and d_o, in shared memory; tiles of queries in which the
-    mask hides everything are skipped by a scheduler, where there may be any (`skips`); `lookups` are what the mask
-    reads: name, C++ type, bytes of an element and whether a query selects it.  Where sequences have lengths of their
-    own the loader's warp clears what it copied from behind a sequence: so it is the last of its warpgroup, whose roles
-    are told by the first of their warps."""
+    mask hides everything are skipped by a scheduler, where there may be any (`skips`), which has them in shared memory
+    where it judges conditions in turn (`judged_in_turn`); `lookups` are what the mask reads: name, C++ type, bytes of
+    an element and whether a query selects it.  Where sequences have lengths of their own the loader's warp clears what
+    it copied from behind a sequence: so it is the last of its warpgroup, whose roles are told by the first of their
+    warps."""
     producer, consumer = registers
     by_query = any(of_query for *_, of_query in lookups)
     roles = [Role(name="scheduler", warps=1, threads=WARP, registers=producer) if skips else _idle(1, producer)]
@@ -239,6 +244,8 @@ def backward(
         )
     )
     helpers = ("dq semaphore", "dq accumulation", "loader")
+    lanes = Axis(size=WARP, text=str(WARP))
+    judged = (Member(ctype="Judged", name="judged", size=JUDGED_BYTES, alignment=4, axes=(lanes,)),) * judged_in_turn
     return Program(
         roles=tuple(roles),
         rings=rings,
@@ -246,7 +253,9 @@ def backward(
             _start(roles),
             *(_meet("turn", 1 + w, 2 * WARPS, names, "a warpgroup computes P and dS") for w in range(2 * ping_pong)),
         ),
-        shared=tuple(_backward_members(shared_axes, {r.name: r.member for r in rings}, tile, columns, lookups, layout)),
+        shared=tuple(
+            _backward_members(shared_axes, {r.name: r.member for r in rings}, tile, columns, judged, lookups, layout)
+        ),
         dispatch=_chains(roles, ("scheduler",), helpers[::-1] if layout.own else helpers),
         names=(Axis(size=2 * WARPS, text="WARPS"), Axis(size=WARPS, text="WARPS / 2")),
     )
@@ -400,6 +409,7 @@ def _backward_members(
     of: dict[str, Member],
     tile: Tile,
     columns: tuple[int, int],
+    judged: tuple[Member, ...],
     lookups: tuple[tuple[str, str, int, bool], ...],
     layout: Layout,
 ) -> Iterator[Declaration]:
@@ -421,6 +431,8 @@ def _backward_members(
         yield declared(
             Member(ctype="Looked", name="looked_at", size=8, alignment=4), note="where it looks for the next"
         )
+    if judged:
+        yield declared(*judged, note="the tile that each lane of its warp judges")
     if "semaphore" in of:
         yield declared(_words("u32", "taken", _TWO), note="of `semaphore_step`, by each of two warps")
     if "next" in of:

@@ -1,4 +1,7 @@
-"""A cache that goes round (Mistral): slot i holds the position that `position` says."""
+"""A cache that goes round (Mistral): slot i holds the position that `position` says.
+
+Source: Jiang et al. 2023, arXiv 2310.06825.
+"""
 
 import numpy as np
 

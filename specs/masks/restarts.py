@@ -1,4 +1,7 @@
-"""Packed sequences, told apart by positions that restart: `start[i]` is where the sequence of token i begins."""
+"""Packed sequences, told apart by positions that restart: `position[i]` is token i's place in its own.
+
+Source: Krell et al. 2021, arXiv 2107.02027; position_ids of Hugging Face's padding-free training.
+"""
 
 import numpy as np
 

@@ -1,4 +1,7 @@
-"""NATTEN in two dimensions: an image 64 patches wide, each sees the 13 x 13 around it."""
+"""NATTEN in two dimensions: an image 64 patches wide, each sees the 13 x 13 around it.
+
+Source: Hassani et al. 2022, arXiv 2204.07143.
+"""
 
 import flashgen as fg
 

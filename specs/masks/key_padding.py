@@ -1,4 +1,7 @@
-"""A key padding mask, as tokenizers give it."""
+"""A key padding mask, as tokenizers give it.
+
+Source: The attention_mask of Hugging Face's tokenizers and of BERT: Devlin et al. 2018, arXiv 1810.04805.
+"""
 
 import numpy as np
 

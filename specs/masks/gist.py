@@ -1,4 +1,7 @@
-"""Gist tokens: what follows a sequence's gist sees of what came before it nothing but the gist."""
+"""Gist tokens: what follows a sequence's gist sees of what came before it nothing but the gist.
+
+Source: Mu et al. 2023, arXiv 2304.08467.
+"""
 
 import numpy as np
 

@@ -1,4 +1,7 @@
-"""Transfusion and the like: which kind of span sees which is a table, and spans come in order."""
+"""Transfusion and the like: which kind of span sees which is a table, and spans come in order.
+
+Source: Zhou et al. 2024, arXiv 2408.11039.
+"""
 
 import numpy as np
 

@@ -1,4 +1,7 @@
-"""BigBird's encoder: blocks of 64 see their neighbours, random blocks, and the first and last block, which see all."""
+"""BigBird's encoder: blocks of 64 see their neighbours, random blocks, and the first and last block, which see all.
+
+Source: Zaheer et al. 2020, arXiv 2007.14062.
+"""
 
 import numpy as np
 

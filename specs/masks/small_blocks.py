@@ -1,4 +1,7 @@
-"""A layout of blocks of 16, of which a tile holds many (sparse attention trained by blocks as small as an mma's)."""
+"""A layout of blocks of 16, of which a tile holds many (sparse attention trained by blocks as small as an mma's).
+
+Source: Gray et al. 2017, GPU kernels for block-sparse weights, and layouts that Child et al. 2019 trained with them.
+"""
 
 import numpy as np
 

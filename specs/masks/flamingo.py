@@ -1,4 +1,7 @@
-"""Flamingo's cross-attention: text sees the 64 latents of the image before it; image i stands at `starts[b, i]`."""
+"""Flamingo's cross-attention: text sees the 64 latents of the image before it; image i stands at `starts[b, i]`.
+
+Source: Alayrac et al. 2022, arXiv 2204.14198.
+"""
 
 import numpy as np
 

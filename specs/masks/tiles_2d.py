@@ -1,4 +1,7 @@
-"""2-D tiles (Swin, sliding tile attention): an image of 32 patches a row, in windows of 8 rows and 32 columns."""
+"""2-D tiles (Swin, sliding tile attention): an image of 32 patches a row, in windows of 8 rows and 32 columns.
+
+Source: Liu et al. 2021, arXiv 2103.14030; Zhang et al. 2025, arXiv 2502.04507.
+"""
 
 import flashgen as fg
 

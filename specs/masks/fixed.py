@@ -1,4 +1,7 @@
-"""Sparse Transformer, fixed: its own block of 128, and the last 8 of each block before it."""
+"""Sparse Transformer, fixed: its own block of 128, and the last 8 of each block before it.
+
+Source: Child et al. 2019, arXiv 1904.10509.
+"""
 
 import flashgen as fg
 

@@ -1,4 +1,7 @@
-"""Top-k blocks (MoBA, NSA): a query's block of 64 sees the blocks that a router chose for it, causally."""
+"""Top-k blocks (MoBA, NSA): a query's block of 64 sees the blocks that a router chose for it, causally.
+
+Source: Lu et al. 2025, arXiv 2502.13189; Yuan et al. 2025, arXiv 2502.11089.
+"""
 
 import numpy as np
 

@@ -1,4 +1,7 @@
-"""LongNet's segments: of a segment of 512 each fourth position, shifted by the head."""
+"""LongNet's segments: of a segment of 512 each fourth position, shifted by the head.
+
+Source: Ding et al. 2023, arXiv 2307.02486.
+"""
 
 import flashgen as fg
 

@@ -1,4 +1,7 @@
-"""Sparse Transformer, strided: a window, and every 128-th key before it."""
+"""Sparse Transformer, strided: a window, and every 128-th key before it.
+
+Source: Child et al. 2019, arXiv 1904.10509.
+"""
 
 import flashgen as fg
 

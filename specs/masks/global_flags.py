@@ -1,4 +1,7 @@
-"""Longformer with global tokens by flag: a window to both sides, and tokens that see all and are seen by all."""
+"""Longformer with global tokens by flag: a window to both sides, and tokens that see all and are seen by all.
+
+Source: Beltagy et al. 2020, arXiv 2004.05150.
+"""
 
 import numpy as np
 

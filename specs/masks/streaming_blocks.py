@@ -1,4 +1,7 @@
-"""MInference's vertical and slash lines by blocks of 64, with the first block and the window of the last."""
+"""MInference's vertical and slash lines by blocks of 64, with the first block and the window of the last.
+
+Source: Jiang et al. 2024, arXiv 2407.02490.
+"""
 
 import flashgen as fg
 

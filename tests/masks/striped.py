@@ -1,8 +1,0 @@
-"""One rank of a striped ring: query i is token 4 i + 1, key j token 4 j + 2."""
-
-import flashgen as fg
-
-
-@fg.variant
-def striped(b, h, q, k):
-    return 4 * k + 2 <= 4 * q + 1
