@@ -192,7 +192,8 @@ def test_the_table_of_other_inputs_has_the_worst_errors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [('"times_error"', '"errors"'), ('"rms": 1.25', '"rms": "x"'), ('"input"', '"output"'), ('"dtype"', '"type"')]
+    "damage",
+    [('"times_error"', '"errors"'), ('"rms": 1.25', '"rms": "x"'), ('"input"', '"output"'), ('"dtype"', '"type"')],
 )
 def test_a_damaged_record_of_other_inputs_is_said(tmp_path, damage):
     write(tmp_path, DATA_ROWS, "data")
