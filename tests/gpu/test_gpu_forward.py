@@ -286,9 +286,7 @@ def part(variant, tensors, o, lse, at, dtype="bfloat16"):
 
 
 @pytest.mark.parametrize("side", ["q", "kv"])
-def test_more_than_two_to_the_31_elements(side):
-    if torch.cuda.mem_get_info()[0] < 40 << 30:
-        pytest.skip("needs 40 GB of GPU memory")
+def test_more_than_two_to_the_31_elements(side, most_of_the_memory):
     batch, heads, long, short, dim = 9, 16, 1 << 17, 33, 128
     lengths = (long, short) if side == "q" else (short, long)
     assert batch * heads * long * dim > 1 << 31
@@ -304,10 +302,8 @@ def test_more_than_two_to_the_31_elements(side):
         part(full, (q, k, v), o, lse, (slice(b, b + 1), slice(h, h + 1)))
 
 
-def test_strides_beyond_two_to_the_31():
+def test_strides_beyond_two_to_the_31(most_of_the_memory):
     """A few rows, far apart: only 64-bit offsets reach them."""
-    if torch.cuda.mem_get_info()[0] < 40 << 30:
-        pytest.skip("needs 40 GB of GPU memory")
     problem = Problem(batch=2, heads=2, kv_heads=2, q_len=130, kv_len=130, head_dim=64, v_head_dim=64)
     q, k, v = random_inputs(problem, 3)
     elements = (1 << 31) + (1 << 28)
