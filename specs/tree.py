@@ -22,7 +22,7 @@ drafts = fg.tensor("drafts", dims=(None, None), dtype="bool", example=ancestors)
 
 @fg.variant
 def tree(b, h, q, k):
-    size = drafts.size(0)
+    size = fg.minimum(drafts.size(0), fg.kv_len)
     first = fg.kv_len - size
     i = fg.minimum(fg.maximum(q - first, 0), size - 1)
     return (k <= q) & ((k < first) | drafts[i, fg.maximum(k - first, 0)])

@@ -12,6 +12,7 @@ from ptx_attention import ARCH, TILES, VALUES
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.analysis.tiles import Case
 from flashgen.codegen import emit
+from flashgen.interpreter.machine import STEP_LIMIT
 from flashgen.interpreter.simulate import Simulated, SimulatedBackward, simulate, simulate_backward
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
@@ -80,25 +81,38 @@ class Batch:
         )
 
     def backward(
-        self, edit: Callable[[str], str] = lambda text: text, tile: tuple[int, int] = (32, 64), **options
+        self,
+        edit: Callable[[str], str] = lambda text: text,
+        tile: tuple[int, int] | None = None,
+        pipeline: str = "ampere",
+        seed: int | None = None,
+        step_limit: int = STEP_LIMIT,
+        given: tuple[np.ndarray, np.ndarray] | None = None,
+        **options,
     ) -> tuple[SimulatedBackward, WalkedBackward]:
-        """The gradients of all sequences by the backward's kernels, and by the walk; dO is NaN where no query is."""
+        """The gradients of all sequences by the backward's kernels, and by the walk; dO is NaN where no query is.
+
+        `given` are the gradients of o and lse, random ones unless given; `options` those of the plan.
+        """
         p, (q, k, v) = self.problem, self.qkv
-        request = {"tile": tile, "pipeline": "ampere", "layout": self.plan.layout, "dropout": self.dropout is not None}
-        plan = backward_menu(self.variant, "sm_80", p.dtype, p.head_dim, p.v_head_dim, **request, **options).plans[0]
-        given = {"scale": self.scale, "dropout": self.dropout}
+        tile = (32, 64) if tile is None and pipeline == "ampere" else tile
+        request = {"tile": tile, "pipeline": pipeline, "layout": self.plan.layout, "dropout": self.dropout is not None}
+        of_arch = ARCH[pipeline], p.dtype, p.head_dim, p.v_head_dim
+        plan = backward_menu(self.variant, *of_arch, **request, **options).plans[0]
+        numbers = {"scale": self.scale, "dropout": self.dropout}
         joined = self.plan.layout.joined
         own = tuple(x.walked(0 if joined else b) for b, x in enumerate(self.sequences))
-        walks = {**given, "dtype": p.dtype, "sequences": own}
+        walks = {**numbers, "dtype": p.dtype, "sequences": own}
         o, lse, _ = runtime.walk(self.plan, self.facts, self.case, q, k, v, **walks)
         rng = np.random.default_rng(1)
-        do, dlse = rng.standard_normal(o.shape, np.float32), rng.standard_normal(lse.shape, np.float32)
+        do, dlse = given or (rng.standard_normal(x.shape, np.float32) for x in (o, lse))
         do, o = (torch.from_numpy(x).to(getattr(torch, p.dtype)).float().numpy() for x in (do, o))
         for b, one in enumerate(() if joined else self.sequences):
             do[b, :, one.q_rows :] = dlse[b, :, one.q_rows :] = np.nan
         walked = walk_backward(plan, self.facts, self.case, q, k, v, o, lse, do, dlse=dlse, **walks)
-        told = {"sequences": self.tensors, "q_offset": self.q_offset, "source": edit(emit(plan))}
-        return simulate_backward(plan, self.case, q, k, v, o, lse, do, dlse=dlse, **given, **told), walked
+        told = {"sequences": self.tensors, "q_offset": self.q_offset, "source": edit(emit(plan)), "seed": seed}
+        told |= {**numbers, "step_limit": step_limit}
+        return simulate_backward(plan, self.case, q, k, v, o, lse, do, dlse=dlse, **told), walked
 
     def alone(self, b: int) -> Simulated:
         """The rows of sequence b by the kernel without layouts, of a problem whose first queries are others."""

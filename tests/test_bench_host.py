@@ -108,6 +108,30 @@ def test_both_passes_of_a_cell_are_checked_and_timed_beside_peers(on_a_cpu, monk
     assert forward.absent == both.absent == {"fa2": "RuntimeError: no fa2 here"}
 
 
+def test_calls_that_differ_from_the_one_before(on_a_cpu, monkeypatch):
+    """Each in one thing, beside the same call again."""
+    from flashgen.ops import attention
+
+    asked = []
+    monkeypatch.setattr(host, "LENGTHS", range(3, 20))
+    real = attention.attention
+    monkeypatch.setattr(attention, "attention", lambda *x, **named: asked.append((x, named)) or real(*x, **named))
+    wanted = {"sliding_window": ["a new length", "a new parameter"], "causal+document": ["new content"]}
+    for specs, changes in wanted.items():
+        params = {"window": 5} if specs == "sliding_window" else {}
+        rows = host.changes(cell(specs, 16, 20, batch=1, heads=2, **params), rounds=MIN_ROUNDS)
+        for what, row in zip(changes, rows, strict=True):
+            assert row.what == what and list(row.us) == ["flashgen", host.REPEATED]
+            turns = len(row.us["flashgen"])
+            lengths = [[x.shape[2] for x in given[:3]] for given, _ in asked]
+            held = [[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in n.values()] for _, n in asked]
+            seen, other = (lengths, held) if what == "a new length" else (held, lengths)
+            assert len(seen) == 1 + 2 * turns and len(set(map(str, other))) == 1
+            # The one again and again, and a first call that is not timed; two copies take turns.
+            assert len(set(map(str, seen))) == (3 if what == "new content" else 2 + turns)
+            asked.clear()
+
+
 def test_a_peer_of_other_results_is_named(on_a_cpu, monkeypatch):
     monkeypatch.setattr(host.peers, "bare", lambda name: lambda cell, q, k, v, inputs: lambda: 2 * (q * k * v))
     rows = host.calls(cell("causal", 16, 20, batch=1, heads=2), rounds=MIN_ROUNDS, names=("fa2",))
@@ -138,7 +162,11 @@ def measured(monkeypatch, *, gpu=True, late=False):
         assert (rounds, names, seed) == (8, ("fa2", "flex"), 0)
         yield row("forward", flashgen=(10.0, 20.0, 40.0), fa2=(15.0, 30.0, 60.0), **{ALLOCATION: (1.0, 2.0, 3.0)})
 
+    def changes(cell, *, rounds, seed):
+        yield row("a new length", flashgen=(50.0, 60.0, 80.0), **{host.REPEATED: (10.0, 20.0, 30.0)})
+
     monkeypatch.setattr(host, "calls", calls)
+    monkeypatch.setattr(host, "changes", changes)
 
 
 def test_the_record(monkeypatch, tmp_path):
@@ -148,15 +176,20 @@ def test_the_record(monkeypatch, tmp_path):
     assert "20 ms [20 ms, 20 ms] of 60 ms" in ran.out
     line = next(line for line in ran.out.splitlines() if "forward" in line)
     assert [part.strip() for part in line.strip("│").split("│")] == [
-        *("forward", "here", "20 us [10 us, 40 us]", "2 us [1 us, 3 us]", "30 us [15 us, 60 us]", "-"),
+        *("forward", "here", "20 us [10 us, 40 us]", "2 us [1 us, 3 us]", "-", "30 us [15 us, 60 us]", "-"),
+    ]
+    line = next(line for line in ran.out.splitlines() if "a new length" in line)
+    assert [part.strip() for part in line.strip("│").split("│")] == [
+        *("a new length", "here", "60 us [50 us, 80 us]", "-", "20 us [10 us, 30 us]", "-", "-"),
     ]
     read = json.loads((tmp_path / "host.json").read_text())
     assert [(one["what"], one["us"]["flashgen"]) for one in read["cells"]] == [
         ("import flashgen", 8 * [20e3]),
         (host.FIRST_CALL, 8 * [9e4]),
         ("forward", [10.0, 20.0, 40.0]),
+        ("a new length", [50.0, 60.0, 80.0]),
     ]
-    assert read["cells"][-1]["ratio"] == {"fa2": [1.5, 1.5, 1.5]}
+    assert [one["ratio"] for one in read["cells"][-2:]] == [{"fa2": [1.5, 1.5, 1.5]}, {}]
     assert read["command"] == "flashgen bench host --rounds 8 --peers fa2,flex --seed 0 --cells 'causal s64'"
     assert read["protocol"]["unit"] == "microseconds" and read["gpu"] == "one"
     assert read["protocol"]["bytecode"] == "compiled beforehand, as pip leaves it"

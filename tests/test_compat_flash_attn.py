@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from caches import cached
 from emulated_gpu import install
 from torch._dynamo.utils import counters
 
@@ -129,15 +130,42 @@ def test_a_cache_that_is_filled_in_part(causal, options):
     torch.testing.assert_close(lse, right_lse, rtol=1e-5, atol=1e-5)
     one = flash_attn_with_kvcache(q, k, v.nan_to_num(), cache_seqlens=4, causal=causal, **options)
     assert torch.equal(one[0], o[0])
+    split = flash_attn_with_kvcache(q, k, v.nan_to_num(), cache_seqlens=lengths, causal=causal, num_splits=2, **options)
+    torch.testing.assert_close(split, o)
     whole = flash_attn_with_kvcache(q, k, v.nan_to_num(), causal=causal, **options)
     assert torch.equal(whole, flash_attn_func(q, k, v.nan_to_num(), causal=causal, **options))
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"window_size": (9, 0), "softcap": 3.0, "alibi_slopes": torch.rand(4)}], ids=str
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_caches_in_blocks(causal, options):
+    """What blocks hold, in any order, gives what a cache in rows gives; one sequence has fewer keys than queries."""
+    cache = cached((40, 3), 16, kv_heads=2, dim=16, dtype=torch.float64)
+    q, k, v = (x.detach() for x in tensors(kv_len=40))
+    for b, n in enumerate((40, 3)):
+        k[b, :n], v[b, :n] = cache.keys[b].transpose(0, 1), cache.values[b].transpose(0, 1)
+    options = {"causal": causal, **options}
+    given = {"block_table": cache.table, "cache_seqlens": cache.lengths, **options}
+    o, lse = flash_attn_with_kvcache(q, cache.k, cache.v, return_softmax_lse=True, **given)
+    right, right_lse = written_out(q, k, v, lengths=cache.lengths, **options)
+    torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, right_lse, rtol=1e-5, atol=1e-5)
+    starts, ends = torch.tensor([0, 5, 6], dtype=torch.int32), torch.tensor([0, 40, 43], dtype=torch.int32)
+    rows = torch.cat([q[0], q[1, 4:]])
+    joined = flash_attn_varlen_func(rows, cache.k, cache.v, starts, ends, 5, 40, block_table=cache.table, **options)
+    torch.testing.assert_close(joined[:5], right[0], rtol=1e-5, atol=1e-6)
+    last, _ = written_out(q[:, 4:], k, v, lengths=cache.lengths, **options)
+    torch.testing.assert_close(joined[5:], last[1], rtol=1e-5, atol=1e-6)
+    with pytest.raises(
+        FlashgenError, match=r"^flash_attn_with_kvcache: k is \[10, 2, 16\]: it is \[blocks, block_size"
+    ):
+        flash_attn_with_kvcache(q, torch.zeros(10, 2, 16), cache.v, block_table=cache.table)
+
+
 X = torch.zeros(2, 5, 4, 16)
-LACKS = {
-    **dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table"), X),
-    "num_splits": 2,
-}
+LACKS = dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad"), X)
 
 
 @pytest.mark.parametrize("name", LACKS)
@@ -188,8 +216,6 @@ def test_sequences_of_one_packed_tensor():
     assert torch.equal(o, right)
     with pytest.raises(FlashgenError, match=r"qkv is \[14, 4, 16\]: it is \[rows, 3, heads, head_dim\]"):
         flash_attn_varlen_qkvpacked_func(qkv[:, 0], starts, 9)
-    with pytest.raises(FlashgenError, match=r"^flash_attn_varlen_func has no block_table in flashgen yet"):
-        flash_attn_varlen_qkvpacked_func(qkv, starts, 9, block_table=starts)
     with pytest.raises(FlashgenError, match=r"^flash_attn_varlen_func: q is .*: it is \[rows, heads, head_dim"):
         flash_attn_varlen_func(qkv, qkv, qkv, starts, starts, 9, 9)
 

@@ -169,15 +169,44 @@ def test_a_block_mask_is_asked_about_once(monkeypatch):
     assert len(asked) == 1
 
 
-def test_blocks_stay_where_mask_mod_reads_tensors():
-    ids = torch.arange(LENGTH) // 37
+def test_blocks_are_left_out_while_mask_mod_reads_what_they_were_made_of(monkeypatch):
+    """A mask_mod that reads tensors is asked once for each of their contents; blocks that it disagrees with stay."""
+    asked = []
+    asks = ours._follows
+    monkeypatch.setattr(ours, "_follows", lambda *given: asked.append(1) or asks(*given))
+    old, new = torch.arange(LENGTH) // 37, torch.arange(LENGTH) // 80
+    ids = old.clone()
     block_mask = create_block_mask(documents(ids), 1, 1, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK)
     q, k, v = inputs()
-    for contents in (ids.clone(), torch.arange(LENGTH) // 80):  # the blocks are still those of the old documents
+    for contents, following in ((old, True), (new, False), (old, True)):
         ids.copy_(contents)
-        found = flashgen.flex_attention(q, k, v, block_mask=block_mask)
-        torch.testing.assert_close(found, masked(q, k, v, rule(block_mask)))
-        assert not follows(block_mask)
+        for _ in range(2):
+            found = flashgen.flex_attention(q, k, v, block_mask=block_mask)
+            torch.testing.assert_close(found, masked(q, k, v, rule(block_mask)))
+        assert follows(block_mask) is following
+    assert len(asked) == 3
+    block_mask.mask_mod = documents(new)
+    torch.testing.assert_close(
+        flashgen.flex_attention(q, k, v, block_mask=block_mask), masked(q, k, v, rule(block_mask))
+    )
+    assert not follows(block_mask)
+
+
+def test_mask_mod_is_asked_about_the_heads_and_batches_that_it_reads():
+    """Blocks of one batch and head, made of the first: another head of mask_mod says more."""
+    q, k, v = inputs()
+    slopes = torch.tensor([150, 20])
+
+    def mod(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx).abs() <= slopes[h]
+
+    for given, following in ((slopes, False), (torch.tensor([20, 150]), False), (torch.tensor([150, 150]), True)):
+        slopes.copy_(given)
+        block_mask = create_block_mask(mod, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK)
+        torch.testing.assert_close(
+            flashgen.flex_attention(q, k, v, block_mask=block_mask), masked(q, k, v, rule(block_mask))
+        )
+        assert follows(block_mask) is following
 
 
 def test_new_contents_of_blocks_are_read():

@@ -29,7 +29,7 @@ COMMON = {"errors", "resources", "files", "jsonfile"}
 
 #: A call of attention() goes up through these, each of which imports those before it.
 CALL = ("values", "tracing", "memory", "sinks", "dropout", "menus", "sequences", "splits", "call", "records", "forward")
-CALL += ("backward", "library", "mapped", "autograd", "attention")
+CALL += ("backward", "library", "mapped", "autograd", "shards", "attention")
 
 #: What a function may import when it runs, because it is slow to import and most processes never need it.  A command
 #: imports any stage so: `flashgen --help` and completion are quick.
@@ -42,6 +42,7 @@ LAZY = {
     "flashgen.ops.sites",  # torch._dynamo
     "flashgen.frontends.eager",  # and so does this
     *("transformers", "flashgen.integrations.transformers"),
+    "flashgen.ops.shards",  # torch.distributed, and so does this
 }
 
 NO_TORCH = ("lang", "analysis", "planning", "codegen", "interpreter")
@@ -160,8 +161,10 @@ def test_functions_import_only_what_is_slow_to_import():
     assert {name for lines in found.values() for _, name in lines} == LAZY, "some of LAZY is imported at once"
 
 
-def test_ops_import_nothing_inside_a_function_but_what_loads_the_compiler_of_torch():
-    assert {name for path in modules(PACKAGE / "ops") for _, name in late(path)} == {"flashgen.ops.sites"}
+def test_ops_import_nothing_inside_a_function_but_what_is_slow_to_import():
+    assert {name for path in modules(PACKAGE / "ops") for _, name in late(path)} == {
+        *("flashgen.ops.sites", "flashgen.ops.shards")
+    }
 
 
 def test_a_call_of_attention_goes_one_way():

@@ -70,6 +70,13 @@ def test_a_call_and_its_repetition(gpu):
     assert {plan.pipeline for plan, *_ in gpu.launches} == {gpu.pipeline}
 
 
+def test_split_keys(gpu):
+    tensors = inputs(gpu, batch=1, q_len=3, kv_len=300)
+    for splits in (3, 2, 3):
+        check(attention(*tensors, full, return_lse=True, kv_splits=splits), full, tensors)
+    assert len(gpu.plans) == 1 and {plan.keys.split for plan, *_ in gpu.launches} == {True}
+
+
 @pytest.mark.slow
 def test_captured_tensors_and_parameters(gpu):
     tensors = inputs(gpu, dtype=torch.float16)

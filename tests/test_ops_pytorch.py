@@ -8,7 +8,6 @@ import torch
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import flashgen as fg
@@ -62,6 +61,10 @@ def calls(operator):
             upstream = torch.randn_like(o), torch.randn_like(lse) if wanted else None
             made.append((*upstream, q, k, v, o, lse, *library._arguments(call), wanted))
         return made
+    if operator == "attention_into":
+        return [(q.new_empty(*q.shape[:3], v.shape[3]), q, k, v, *library._arguments(call)) for call in (plain, whole)]
+    if operator == "call_into":
+        return [(q.new_empty(*q.shape[:3], v.shape[3]), q, k, v, *library._lists(plain, None), None, False)]
     inputs = [x.requires_grad_() for x in (q, k, v)]
     whole.named["table"].requires_grad_()
     if operator == "call":
@@ -75,11 +78,11 @@ def calls(operator):
 
 def test_every_operator_is_checked():
     names = {name.removeprefix("flashgen::") for name in torch._C._dispatch_get_all_op_names() if "flashgen::" in name}
-    assert names == {"attention", "attention_backward", "call", "draw", "refuse"}
+    assert names == {"attention", "attention_backward", "attention_into", "call", "call_into", "draw", "refuse"}
     assert [name for name in names if not calls(name)] == ["refuse"], "it raises and computes nothing"
 
 
-@pytest.mark.parametrize("operator", ["attention", "attention_backward", "call", "draw"])
+@pytest.mark.parametrize("operator", ["attention", "attention_backward", "attention_into", "call", "call_into", "draw"])
 def test_operators(operator):
     for arguments in calls(operator):
         torch.library.opcheck(getattr(torch.ops.flashgen, operator).default, arguments)
@@ -255,13 +258,6 @@ def test_fully_sharded_parameters(mesh):
             o.square().sum().backward()
         found.append((o.detach(), *(getattr(p.grad, "to_local", lambda p=p: p.grad)() for p in block.parameters())))
     torch.testing.assert_close(*found)
-
-
-def test_dtensors_are_refused(mesh):
-    q = distribute_tensor(torch.randn(2, 2, 5, 16), mesh, [Shard(0)])
-    for given in (q, q.detach().requires_grad_()):
-        with pytest.raises(LaunchError, match=r"^q, k and v are DTensors(?s:.*)nearest: q.to_local\(\)"):
-            fg.attention(given, given, given, full)
 
 
 def test_calls_leave_memory_resizable():

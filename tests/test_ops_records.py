@@ -16,7 +16,7 @@ from fake_driver import OK, FakeDriver
 import flashgen as fg
 from flashgen.codegen import params
 from flashgen.errors import FlashgenError
-from flashgen.ops import backward, forward, memory, menus, records
+from flashgen.ops import memory, menus, records
 from flashgen.ops.attention import attention
 from flashgen.ops.backward import Given, run_backward
 from flashgen.ops.call import Call
@@ -169,7 +169,7 @@ def test_a_repeated_call_takes_few_steps(machine):
     """What a GPU waits for in short calls; `flashgen bench host` gives the microseconds."""
     (q, k, v), doc = tensors(), ids()
     q.requires_grad_()
-    for limit, grad in ((60, False), (80, True)):
+    for limit, grad in ((64, False), (84, True)):
         with torch.set_grad_enabled(grad):
             call = functools.partial(attention, q, k, v, called, doc=doc, window=5, scale=0.25)
             call()
@@ -180,7 +180,13 @@ def test_a_repeated_call_checks_and_plans_nothing(machine, monkeypatch):
     """Of both passes: what the record's key proves is not asked again."""
     asked = []
     for module, name in (
-        *((forward, "checked"), (backward, "checked"), (menus, "gpu_menu"), (planner, "choose"), (planner, "menu_of")),
+        *(
+            (records, "checked"),
+            (records, "checked_again"),
+            (menus, "gpu_menu"),
+            (planner, "choose"),
+            (planner, "menu_of"),
+        ),
         *((kernel, "load"), (records, "make_launch"), (params, "fields")),
     ):
         real = getattr(module, name)
@@ -199,6 +205,68 @@ def test_a_repeated_call_checks_and_plans_nothing(machine, monkeypatch):
     for width in (5, 5, 6, 7):
         call(width)
     assert asked == [] and len(machine.launched) > 5
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.1])
+def test_a_new_length_takes_few_steps(machine, dropped):
+    """What differs is checked and launched anew, and nothing else is asked."""
+
+    def call(q_len, kv_len):
+        q, k, v = tensors(q_len=q_len, kv_len=kv_len)
+        attention(q, k, v, called, doc=ids(length=kv_len), window=5, dropout=dropped, seed=1 if dropped else None)
+
+    call(70, 90)
+    first = machine.launched[-1]
+    assert effort(lambda: call(150, 333)).calls < 400
+    other = machine.launched[-1]
+    assert first.function == other.function and len(machine.built) == 1
+    wanted = {"q_len": 150, "kv_len": 333, "size1_doc": 333, "q_row": 64, "q_head": 150 * 64, "param_window": 5}
+    assert {name: fields(machine, other)[name] for name in wanted} == wanted
+
+
+def test_a_new_length_is_planned_once(machine, monkeypatch):
+    """Of calls that differ in lengths, strides, numbers and contents: the first is checked whole, and asks for a
+    menu; others are refused for what is wrong with them alone."""
+    asked = []
+    for module, name in (
+        (records, "checked"),
+        (menus.KernelRequest, "of"),
+        (planner, "menu_of"),
+        (params, "fields_of"),
+    ):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, _name=name, _real=real, **k: asked.append(_name) or _real(*a, **k))
+
+    def call(q_len=70, kv_len=90, dtype=torch.bfloat16, **named):
+        q, k, v = tensors(q_len=q_len, kv_len=kv_len, dtype=dtype)
+        return attention(q, k, v, called, **{"doc": ids(length=kv_len), "window": 5, "scale": 0.5, **named})
+
+    call()
+    assert {"checked", "of", "menu_of"} <= set(asked)
+    asked.clear()
+    for lengths in ((71, 90), (1, 1), (300, 200)):
+        call(*lengths, window=lengths[0])
+    assert not {"checked", "of", "menu_of"} & set(asked)
+    for wrong, reason in (
+        ({"doc": ids(length=80)}, "dimension 1 must be kv = 95"),
+        ({"window": 0}, "the least it may be is 1"),
+        ({"scale": float("inf")}, "it must be finite"),
+    ):
+        with pytest.raises(FlashgenError, match=reason):
+            call(95, 95, **wrong)
+    assert asked == []
+    for other in (
+        {"dtype": torch.float16},
+        {"block": 8},
+        {"scale": -1.0},
+        {"doc": ids(length=90).long()[:, :90].int()},
+    ):
+        call(**{"q_len": 44, **other})
+    assert asked.count("checked") == 3
+    (q, k, v), kinds = tensors(q_len=45), records.calls_of(called).requests
+    assert len(kinds) == 4 and not any(kind.tensors for kind in kinds.values()), "nothing is kept alive"
+    attention(q, k[:, :, :1].expand(-1, -1, 90, -1), v, called, doc=ids(), window=5, scale=0.5)
+    assert asked.count("checked") == 4 and len(kinds) == 4, "strides may choose the pipeline"
 
 
 #: What calls of `Sequence` change, one thing at a time; the first of each works.

@@ -172,3 +172,28 @@ def test_records_of_a_gpu(capability, monkeypatch):
     monkeypatch.setenv("FLASHGEN_CHECK", "1")
     with pytest.raises(LaunchError, match="sequence 0 of cu_seqlens_q has 30 rows and max_seqlen_q is 15"):
         fg.attention_varlen(q, k, v, causal, wrong, wrong, **bounds)
+
+
+@pytest.mark.parametrize("keys", [1, 0])
+def test_rows_of_no_sequence_have_no_sink(keys):
+    """Neither where no sequence has a key, and no kernel runs."""
+    q, k, v = draw()
+    sink, starts = torch.tensor([0.5, -1.0], requires_grad=True), ints(2, 5, 9)
+    of_keys = ints(0, 0, 0)
+    bounds = {"max_seqlen_q": 8, "max_seqlen_k": 8, "return_lse": True}
+    o, lse = fg.attention_varlen(q, k[:keys], v[:keys], causal, starts, of_keys, sink=sink.detach(), **bounds)
+    inside = torch.zeros(15, dtype=torch.bool)
+    inside[2:9] = True
+    assert not o.any() and (lse[:, ~inside] == -torch.inf).all()
+    assert torch.equal(lse[:, inside], sink.detach()[:, None].expand(2, 7))
+    rows = q.transpose(0, 1)[None].repeat(2, 1, 1, 1)
+    none = torch.zeros(2, 1, keys, 32)
+    o, lse = fg.attention(
+        rows, none, none, causal, q_lengths=ints(4, 0), kv_lengths=ints(0, 0), sink=sink.detach(), return_lse=True
+    )
+    assert not o.any() and (lse[0, :, 4:] == -torch.inf).all() and (lse[1] == -torch.inf).all()
+    assert torch.equal(lse[0, :, :4], sink.detach()[:, None].expand(2, 4))
+    if not keys:
+        lse = fg.attention(rows, none, none, causal, q_lengths=ints(4, 0), sink=sink, return_lse=True)[1]
+        (found,) = torch.autograd.grad(lse[0, :, :6].sum(), sink)
+        assert torch.equal(found, torch.tensor([4.0, 4.0]))

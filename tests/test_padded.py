@@ -11,7 +11,6 @@ from tiers import thinned
 import flashgen as fg
 from flashgen.analysis.tiles import EMPTY, FULL, grid, schedule, schedule_queries, true_grid
 from flashgen.codegen import emit
-from flashgen.errors import PlanError
 from flashgen.interpreter.errors import Trap
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning.layout import Dense, Padded
@@ -160,13 +159,11 @@ def test_a_kernel_without_sequences_holds_nothing_of_them():
         assert not any(word in text for word in ("q_offset", "q_lengths", "leaner", "Tail", "q_rows"))
 
 
-def test_the_backward_of_pipeline_hopper_is_refused_and_ampere_stands_in():
+def test_where_pipeline_hopper_has_no_gradients_ampere_stands_in():
     variant = load_spec("causal").bind()
-    with pytest.raises(PlanError, match="no sequences with lengths or positions of their own") as refused:
-        backward_menu(variant, "sm_90a", "bfloat16", 64, layout=Padded(), pipeline="hopper")
-    assert "nearest: pipeline 'ampere', or sequences that fill their tensors" in str(refused.value)
-    plan = backward_menu(variant, "sm_90a", "bfloat16", 64, layout=Padded()).plans[0]
-    assert plan.pipeline == "ampere" and [one.pipeline for one in plan.fallbacks] == ["hopper"]
+    plan = backward_menu(variant, "sm_90a", "bfloat16", 192, layout=Padded(), dropout=True).plans[0]
+    assert plan.pipeline == "ampere"
+    assert [str(one.reason) for one in plan.fallbacks] == ["its backward has dropout for head dims up to 128"]
 
 
 def check_gradients(w, **options):

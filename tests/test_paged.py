@@ -1,4 +1,4 @@
-"""Keys in the pages of a cache: each sequence has the bits that it has alone, whatever lies in other rows and entries."""
+"""Keys in the pages of a cache: each sequence has the bits that it has alone, whatever other rows and entries hold."""
 
 import numpy as np
 import pytest

@@ -161,6 +161,7 @@ def data_row(cell_name, input_name, errors, ratios):
     times = {name: {"rms": x, "largest": 2 * x, "tail": x / 2} for name, x in errors.items()}
     return {
         "cell": f"{cell_name} {input_name}",
+        "dtype": "float16" if "float16" in cell_name.split() else "bfloat16",
         "input": input_name,
         "times_error": {"o": times, "lse": {"fa3": {"rms": 99.0, "largest": 99.0, "tail": 99.0}}},
         "ratio": {name: [x, x, x] for name, x in ratios.items()},
@@ -191,7 +192,8 @@ def test_the_table_of_other_inputs_has_the_worst_errors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [('"times_error"', '"errors"'), ('"rms": 1.25', '"rms": "x"'), ('"input"', '"output"')]
+    "damage",
+    [('"times_error"', '"errors"'), ('"rms": 1.25', '"rms": "x"'), ('"input"', '"output"'), ('"dtype"', '"type"')],
 )
 def test_a_damaged_record_of_other_inputs_is_said(tmp_path, damage):
     write(tmp_path, DATA_ROWS, "data")

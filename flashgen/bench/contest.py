@@ -110,28 +110,21 @@ class Measured:
 
     def tflops(self, name: str) -> float:
         """Useful TFLOP/s of a contender: masked pairs do not count."""
-        return self.flops / self.timings.median_ms(name) * 1e-9
+        return self.timings.tflops(name, self.flops)
 
     def ratio(self, name: str) -> Ratio:
         """How many times faster flashgen is than a peer; of its own other forms, their speed beside it."""
         return self.timings.ratio(name, "flashgen") if name in self.own else self.timings.ratio("flashgen", name)
 
     def as_json(self) -> dict[str, object]:
-        names = list(self.timings.rounds)
         return {
             "cell": str(self.cell),
             "pipeline": self.plan.pipeline,
             "tile": str(self.plan.tile),
             "checked": self.checked,
             "reasons": list(self.reasons),
-            "tflops": {name: round(self.tflops(name), 1) for name in names},
-            "ratio": {
-                name: [round(x, 4) for x in dataclasses.astuple(self.ratio(name))]
-                for name in names
-                if name != "flashgen"
-            },
+            **self.timings.as_json(self.flops, self.ratio),
             "extra_bytes": dict(self.extra),
-            "ms": {name: [round(x, 5) for x in rounds] for name, rounds in self.timings.rounds.items()},
             "absent": dict(self.absent),
         }
 

@@ -138,9 +138,6 @@ class Result:
     reasons: tuple[str, ...]
     absent: Mapping[str, str]
 
-    def tflops(self, name: str) -> float:
-        return self.flops / self.timings.median_ms(name) * 1e-9
-
     def faster(self, name: str) -> Ratio:
         """How many times faster flashgen is than a peer."""
         return self.timings.ratio("flashgen", name)
@@ -160,13 +157,12 @@ class Result:
         return {bar: ratio for bar, ratio in worst.items() if ratio > BARS[bar]}
 
     def as_json(self) -> dict[str, object]:
-        names = list(self.timings.rounds)
-
         def told(errors: Errors) -> dict[str, float]:
             return {name: float(f"{x:.5g}") for name, x in dataclasses.asdict(errors).items()}
 
         return {
             "cell": str(self.cell),
+            "dtype": self.cell.cell.problem.dtype,
             "input": self.cell.input,
             "pipeline": self.plan.pipeline,
             "tile": str(self.plan.tile),
@@ -179,13 +175,7 @@ class Result:
                 what: {name: told(self.beside(what, name)) for name in by if name != "flashgen"}
                 for what, by in self.errors.items()
             },
-            "tflops": {name: round(self.tflops(name), 1) for name in names},
-            "ratio": {
-                name: [round(x, 4) for x in dataclasses.astuple(self.faster(name))]
-                for name in names
-                if name != "flashgen"
-            },
-            "ms": {name: [round(x, 5) for x in rounds] for name, rounds in self.timings.rounds.items()},
+            **self.timings.as_json(self.flops, self.faster),
             "absent": dict(self.absent),
         }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import json
 import subprocess
 import sys
@@ -62,6 +63,15 @@ FIRST_CALL = "first call, warm cache"
 #: Contender of the forward's rows: the allocation of o alone, which is part of every call of flashgen.
 ALLOCATION = "allocation"
 
+#: Contender of the rows of a change: the same call again and again.
+REPEATED = "repeated"
+
+#: What no library but flashgen is timed at.
+OWN = ("flashgen", ALLOCATION, REPEATED)
+
+#: Lengths of q and of k in calls of which each has other ones: more pairs than a run has calls.
+LENGTHS = range(33, 161)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -83,7 +93,7 @@ class Row:
         return Timings(rounds=self.us).ratio("flashgen", name)
 
     def as_json(self) -> dict[str, object]:
-        others = [name for name in self.us if name not in ("flashgen", ALLOCATION)]
+        others = [name for name in self.us if name not in OWN]
         ratios = {name: self.ratio(name) for name in others}
         return {
             "what": self.what,
@@ -216,6 +226,43 @@ def calls(at: Cell, *, rounds: int, names: tuple[str, ...], seed: int = 0) -> It
     everything = backward.sample(at.problem, backward.CHECKED_SCORES)
     reasons = backward.check(setting, {"": right}, everything)
     yield row("forward + backward", {"flashgen": Contender(call=ours)}, theirs, compare, reasons)
+
+
+def changes(at: Cell, *, rounds: int, seed: int = 0) -> Iterator[Row]:
+    """The forward of one cell where each call differs from the one before it, beside the same call again: in a length
+    that none had, in a parameter, in captured tensors that lie elsewhere."""
+    import torch
+
+    from flashgen.ops.attention import attention
+
+    setting = contest.prepare(at, None, seed)
+    q, k, v, variant = setting.q, setting.k, setting.v, setting.variant
+    found: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
+    if not variant.tensors:
+        rows = [x[:, :, :1].repeat(1, 1, LENGTHS.stop, 1) for x in (q, k, v)]
+        pairs = itertools.cycle(itertools.product(LENGTHS, LENGTHS))
+
+        def of_lengths(q_len: int, kv_len: int) -> object:
+            cut = [x[:, :, :length] for x, length in zip(rows, (q_len, kv_len, kv_len), strict=True)]
+            return attention(*cut, variant, **setting.inputs)
+
+        same = at.problem.q_len, at.problem.kv_len
+        found["a new length"] = lambda: of_lengths(*next(pairs)), lambda: of_lengths(*same)
+    run = functools.partial(attention, q, k, v, variant)
+    repeated = functools.partial(run, **setting.inputs)
+    numbers = {p.name: setting.inputs[p.name] for p in variant.params}
+    if numbers:
+        values = ({name: x + 1 + i % len(LENGTHS) for name, x in numbers.items()} for i in itertools.count())
+        found["a new parameter"] = lambda: run(**{**setting.inputs, **next(values)}), repeated
+    if variant.tensors:
+        names = [t.name for t in variant.tensors]
+        copies = itertools.cycle([{name: setting.inputs[name].clone() for name in names} for _ in range(2)])
+        found["new content"] = lambda: run(**{**setting.inputs, **next(copies)}), repeated
+    for what, (changing, again) in found.items():
+        changing()
+        contenders = {"flashgen": Contender(call=changing), REPEATED: Contender(call=again)}
+        us = interleave(contenders, torch.cuda.synchronize, rounds=whole_turns(rounds, len(contenders)))
+        yield Row(what=what, where=str(at), us=us, absent={})
 
 
 def processes(rounds: int) -> list[Row]:

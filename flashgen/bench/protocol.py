@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 #: Rounds below this say nothing about their own spread.
@@ -37,6 +37,18 @@ class Timings:
 
     def median_ms(self, name: str) -> float:
         return statistics.median(self.rounds[name])
+
+    def tflops(self, name: str, flops: int) -> float:
+        """TFLOP/s of a contender whose call computes so much."""
+        return flops / self.median_ms(name) * 1e-9
+
+    def as_json(self, flops: int, ratio: Callable[[str], Ratio]) -> dict[str, object]:
+        """What records have of them: TFLOP/s, the ratio of each but flashgen, and every round."""
+        return {
+            "tflops": {name: round(self.tflops(name, flops), 1) for name in self.rounds},
+            "ratio": {name: [round(x, 4) for x in astuple(ratio(name))] for name in self.rounds if name != "flashgen"},
+            "ms": {name: [round(x, 5) for x in rounds] for name, rounds in self.rounds.items()},
+        }
 
     def ratio(self, name: str, peer: str) -> Ratio:
         """How many times faster `name` is than `peer`, round by round."""

@@ -139,8 +139,8 @@ def on_data(folder: Path) -> str:
             gpu = jsonfile.member(jsonfile.member(record, "gpu", dict), "name", str)
             by_kind: dict[tuple[str, str], list[dict]] = {}
             for row in rows:
-                dtype = "float16" if " float16" in row["cell"] else "bfloat16"
-                by_kind.setdefault((dtype, jsonfile.member(row, "input", str)), []).append(_checked(row))
+                kind = jsonfile.member(row, "dtype", str), jsonfile.member(row, "input", str)
+                by_kind.setdefault(kind, []).append(_checked(row))
             table = [[*kind, *_worst_errors(found), *_speeds(found)] for kind, found in by_kind.items()]
         except ValueError as error:
             raise _damaged(path, error) from None

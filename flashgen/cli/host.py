@@ -30,6 +30,7 @@ def measure(*, cells: str, rounds: int, peers: tuple[str, ...], folder: Path, se
         for cell in chosen if gpu else ():
             bar.update(task, description=str(cell))
             rows += host.calls(cell, rounds=rounds, names=peers, seed=seed)
+            rows += host.changes(cell, rounds=rounds, seed=seed)
             bar.advance(task)
     if not as_json:
         tabulate(_table(rows, peers if gpu else ()))
@@ -44,6 +45,7 @@ def measure(*, cells: str, rounds: int, peers: tuple[str, ...], folder: Path, se
             "timed": f"{host.CALLS} calls on an empty queue, until the last returns to the host; SDPA's backend is"
             " chosen beforehand; Python's collector rests",
             host.ALLOCATION: "the allocation of o, a part of each call of flashgen",
+            host.REPEATED: "the same call again, beside one that differs from the one before it",
             "ratio": "median of per-round (peer time / flashgen time), low, high",
             "unit": "microseconds",
             "import_limit": host.IMPORT_LIMIT,
@@ -59,7 +61,8 @@ def measure(*, cells: str, rounds: int, peers: tuple[str, ...], folder: Path, se
 def _table(rows: list[Row], peers: tuple[str, ...]) -> Table:
     """Host time by contender, median and spread; an import above its limit in red."""
     table = Table(title="host time: median \\[low, high] over rounds")
-    names = ("flashgen", *((host.ALLOCATION,) if peers else ()), *peers)
+    own = [name for name in host.OWN[1:] if any(name in row.us for row in rows)]
+    names = ("flashgen", *own, *peers)
     for column in ("what", "where", *names):
         table.add_column(column, no_wrap=True, justify="right" if column in names else "left")
     for row in rows:

@@ -12,7 +12,8 @@ from rich.text import Text
 from flashgen.cli import masks, options
 from flashgen.cli.console import err, out, tabulate, write_json
 from flashgen.cli.options import Pass, Request, Spec
-from flashgen.cli.resolve import Resolved, resolve
+from flashgen.cli.resolve import Lengths, Resolved, resolve
+from flashgen.errors import PlanError
 
 if TYPE_CHECKING:
     from flashgen.planning import traffic
@@ -32,10 +33,23 @@ def command(
     formulas: Annotated[
         bool, typer.Option("--formulas", help="Traffic and FLOPs as formulas too, for full, causal and banded masks.")
     ] = False,
+    q_lengths: Annotated[
+        str | None, typer.Option(metavar="N,N", help="With --layout: queries of each sequence, commas between them.")
+    ] = None,
+    kv_lengths: Annotated[
+        str | None, typer.Option(metavar="N,N", help="With --layout: keys of each sequence, commas between them.")
+    ] = None,
+    q_offset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", help="With --layout: the first query's position, or end: the last beside the last key."
+        ),
+    ] = None,
 ) -> None:
     """Plan a kernel: tile, sums of shared memory and registers, predicted HBM traffic and time."""
     with err.status("planning"):
-        asked = resolve(spec, request, which, kv_splits=kv_splits)
+        lengths = _lengths(which, q_lengths, kv_lengths, q_offset)
+        asked = resolve(spec, request, which, kv_splits=kv_splits, lengths=lengths)
         resolved = _forward(asked, request, which) if which.backward else asked
         prediction = resolved.predict()
         back = asked.predict() if which.backward else None
@@ -66,6 +80,16 @@ def command(
         out.print("\n[italic]formulas of the forward[/]" if found else "\nno formulas: the mask is no single band")
         for name, text in (found or {}).items():
             out.print(Text(f"{name} = {text}"))
+
+
+def _lengths(which: Pass, q: str | None, kv: str | None, q_offset: str | None) -> Lengths | None:
+    """Those of sequences in a layout that has them; PlanError for lengths without one."""
+    if which.layout != "dense":
+        return Lengths(q=q, kv=kv, q_offset="0" if q_offset is None else q_offset)
+    for name, given in (("--q-lengths", q), ("--kv-lengths", kv), ("--q-offset", q_offset)):
+        if given is not None:
+            raise PlanError(f"{name} is of sequences with lengths of their own\n  nearest: {name} with --layout padded")
+    return None
 
 
 def _hint(resolved: Resolved, prediction: traffic.Prediction) -> str | None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flashgen.planning.planner import Menu
     from flashgen.planning.problem import Problem
     from flashgen.planning.traffic import Prediction
+    from flashgen.planning.traffic_sequences import OwnLengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +40,12 @@ class Resolved:
     plan: KernelPlan
     splits: int = 1
     why_splits: str = ""
+    sequences: tuple[OwnLengths, ...] = ()
 
     def __str__(self) -> str:
         p = self.problem
-        lengths = f"seqlen {p.q_len}" + (f", kv_seqlen {p.kv_len}" if p.kv_len != p.q_len else "")
+        most = "at most " if self.sequences else ""
+        lengths = f"seqlen {most}{p.q_len}" + (f", kv_seqlen {most}{p.kv_len}" if p.kv_len != p.q_len else "")
         heads = f"heads {p.heads}" + (f", kv_heads {p.kv_heads}" if p.kv_heads != p.heads else "")
         values = "".join(f", {name} {value:g}" for name, value in self.case.params.items())
         return f"{self.variant.name}: batch {p.batch}, {heads}, {lengths}, head_dim {p.head_dim}, {p.dtype}{values}"
@@ -55,9 +58,39 @@ class Resolved:
         plan = dataclasses.replace(self.plan, head_dim=self.problem.head_dim, v_head_dim=self.problem.v_head_dim)
         measured = None if plan.packed else self.menu.measured  # no packed form was measured against others
         others = (other for other in self.menu.forms if other != self.plan)
-        splits = {"splits": self.splits, "why_splits": self.why_splits}
+        splits = {"splits": self.splits, "why_splits": self.why_splits, "sequences": self.sequences}
         known = {"rejected": self.menu.rejected, "measured": measured, "others": others}
         return predict(plan, self.problem, self.case, **known, **splits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """What `flashgen plan` is told of the lengths of sequences, as texts: numbers with commas between them, and where
+    the first query sits."""
+
+    q: str | None
+    kv: str | None
+    q_offset: str
+
+    def of(self, problem: Problem) -> tuple[OwnLengths, ...]:
+        """Those of a batch of this problem's sizes; raises PlanError for what is no length."""
+        from flashgen.planning.layout import AT_END
+        from flashgen.planning.traffic_sequences import own_lengths
+
+        first = AT_END if self.q_offset == "end" else _whole("--q-offset", self.q_offset)
+        q, kv = (_numbers(name, text) for name, text in (("--q-lengths", self.q), ("--kv-lengths", self.kv)))
+        return own_lengths(problem.batch, problem.q_len, problem.kv_len, q, kv, first)
+
+
+def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
+    return None if text is None else tuple(_whole(name, one) for one in text.split(","))
+
+
+def _whole(name: str, text: str) -> int:
+    """A number that is not negative."""
+    if not (text := text.strip()).isdecimal():
+        raise PlanError(f"{name}: {text!r} is no whole number\n  nearest: {name} 4096")
+    return int(text)
 
 
 def resolve(
@@ -69,13 +102,15 @@ def resolve(
     seed: int = 0,
     data: bool = True,
     kv_splits: int | None = None,
+    lengths: Lengths | None = None,
 ) -> Resolved:
     """Load a spec, settle what the request leaves open, make its data and plan one pass of it.
 
     `device` is where the problem runs ("cpu", "cuda"; None: not at all, planned for the GPU where there is one); `seed`
     is that of the captured tensors' examples.  Without `data` nothing is made that no kernel depends on: parameters and
     captured tensors that the request gives are checked, and others not asked for.  `kv_splits` blocks divide keys, as
-    many as flashgen chooses where it is None.  Raises SpecError and PlanError.
+    many as flashgen chooses where it is None.  `lengths` are those of sequences in a layout that has them.  Raises
+    SpecError and PlanError.
     """
     from flashgen.analysis.facts import analyse
     from flashgen.analysis.tiles import Case
@@ -87,10 +122,10 @@ def resolve(
     from flashgen.planning.request import KernelRequest
 
     which = which or Pass()
-    if data and which.layout != "dense":
+    if data and which.layout != "dense" and lengths is None:
         raise PlanError(
-            f"--layout {which.layout}: what it moves and how long it takes is predicted for dense sequences alone\n"
-            f"  nearest: flashgen emit or flashgen compile with --layout {which.layout}"
+            f"--layout {which.layout}: this command makes tensors of dense sequences alone\n"
+            f"  nearest: flashgen plan, emit or compile with --layout {which.layout}"
         )
     if which.split_keys:
         raise PlanError(
@@ -116,7 +151,12 @@ def resolve(
         v_head_dim=head_dim if request.v_head_dim is None else request.v_head_dim,
         dtype=default_dtype(variant) if request.dtype is None else request.dtype,
     )
-    tensors = captured.arrays(variant, problem, request.tensor or (), seed=seed, examples=data)
+    sequences = () if lengths is None else lengths.of(problem)
+    if sequences:
+        most = {"q_len": max(x.q_rows for x in sequences), "kv_len": max(x.kv_len for x in sequences)}
+        problem = dataclasses.replace(problem, batch=len(sequences), **most)
+    positions = dataclasses.replace(problem, q_len=max((x.q_len for x in sequences), default=problem.q_len))
+    tensors = captured.arrays(variant, positions, request.tensor or (), seed=seed, examples=data)
     if device == "cpu":
         from flashgen.ops.menus import cpu_request
 
@@ -130,7 +170,11 @@ def resolve(
         found = division.Divided(menu=menu, plan=planner.choose(menu, problem, sms))
     else:
         found = division.divide(
-            lambda keys: planner.menu_of(asked.visiting(keys)), problem, sms, kv_splits=kv_splits, params=params
+            lambda keys: planner.menu_of(asked.visiting(keys)),
+            *(problem, sms),
+            kv_splits=kv_splits,
+            params=params,
+            layout=asked.layout,
         )
     return Resolved(
         variant=variant,
@@ -141,6 +185,7 @@ def resolve(
         plan=found.plan,
         splits=found.splits,
         why_splits=found.why,
+        sequences=sequences,
     )
 
 

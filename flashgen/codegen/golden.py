@@ -11,6 +11,7 @@ from flashgen.codegen.emit import emit
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
 from flashgen.planning.layout import Padded, Varlen
+from flashgen.planning.members import SplitKeys
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.request import KernelRequest
 
@@ -30,6 +31,7 @@ OPTIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "dropout": ("causal", {"dropout": True}),
     "padded": ("causal", {"layout": Padded()}),
     "varlen": ("causal", {"layout": Varlen()}),
+    "split": ("causal_bottom_right", {"keys": SplitKeys()}),
     "deterministic": ("causal", {"backward": True, "deterministic": True}),
     "gradients": ("alibi", {"backward": True, "gradients": ("slopes",)}),
     "sink": ("gpt_oss", {"backward": True, "gradients": ("sink",)}),

@@ -52,6 +52,8 @@ DROPOUT = (
     Field("dropout_offset", "u64"),
     Field("dropout_threshold", "u32"),
     Field("dropout_scale", "float"),
+    Field("dropout_first", "u32"),
+    Field("dropout_heads", "u32"),
 )
 
 
@@ -132,7 +134,7 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles"]
     pointers += [Field(name, "const int*") for name in plan.layout.pointers]
     numbers += plan.layout.numbers
-    if mapped and (plan.variant.mask is not None or plan.deterministic):
+    if mapped and (plan.variant.mask is not None or plan.deterministic or plan.layout.joined):
         numbers.append("l2_heads")
     if how.dq_in_main_kernel:
         numbers.append("clear_distance")

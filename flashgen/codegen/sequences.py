@@ -51,6 +51,11 @@ class SequenceCode:
         return "p.q_len - p.q_offset" if self.own else "p.q_len"
 
     @property
+    def tiles_of_queries(self) -> str:
+        """Those of the sequence, for a head; `p.q_tiles` says how many workspaces have room for."""
+        return "(p.q_len - p.q_offset + TILE_Q - 1) / TILE_Q" if self.own else "p.q_tiles"
+
+    @property
     def q_rows(self) -> str:
         """The rows of q in memory, for a head."""
         return "p.q_rows" if self.own else "p.q_len"
@@ -114,6 +119,11 @@ class SequenceCode:
         return "\n    const Params p = of_work(this->p, work);" if self.own else ""
 
     @property
+    def enter_block(self) -> str:
+        """The same of a backward's block: read anew from shared memory, where registers are dear."""
+        return "\n    const Params p = of_sequence_of_block(this->p, shared.sequence);" if self.own else ""
+
+    @property
     def whose_v(self) -> str:
         """What the loader is told of the sequence of a tile of V."""
         return "work" if self.own else "work.b"
@@ -127,6 +137,41 @@ class SequenceCode:
     def q_batch(self) -> str:
         """The last coordinate of a tile of queries."""
         return "0" if self.joined else "work.b"
+
+    @property
+    def start_of_keys(self) -> str:
+        """Of a backward, what stands before a row of the sequence's keys, to make it one of the tensor."""
+        return "p.k_start + " if self.joined else ""
+
+    @property
+    def start_of_queries(self) -> str:
+        """The same of its queries."""
+        return "p.q_start + " if self.joined else ""
+
+    def landing(self, full: str, rows: str, tile_rows: str) -> str:
+        """The barrier on which bytes of a tile count, of which so many rows are the sequence's."""
+        return f"landing_of({full}, {rows}, {tile_rows})" if self.own else full
+
+    @property
+    def expect(self) -> str:
+        """Which function tells a barrier of bytes to come."""
+        return "expect" if self.own else "mbarrier_arrive_expect_tx"
+
+    def batch(self, b: str) -> str:
+        """The last coordinate of a tile, of a sequence of this number."""
+        return "0" if self.joined else b
+
+    @property
+    def tile_index(self) -> str:
+        """In workspaces of a backward, the first tile of queries of a step's head, counted by an int."""
+        if self.joined:
+            return "step.head * p.q_tiles + first_tile(p.q_start, keys.b)"
+        return "(keys.b * p.heads + step.head) * p.q_tiles"
+
+    @property
+    def last_row(self) -> str:
+        """The last row of dk and dv that a block writes: behind a sequence they are 0."""
+        return "shared.sequence.last_row" if self.own else "keys.k_last"
 
     @property
     def q_end(self) -> str:

@@ -92,9 +92,11 @@ def flash_attn_with_kvcache(
 ) -> Result:
     """Attention of q over the first `cache_seqlens` keys of a cache: [batch] in int32, or a number; else over all.
 
-    Arguments otherwise as `flash_attn_func` has them, where kv_len is the number of those keys.  The result, or with
-    `return_softmax_lse` (result, lse).  What is not there yet is refused by name: writing k and v into the cache,
-    rotary embeddings, caches by index or in pages, padding on the left, and splits that are chosen by the caller.
+    Arguments otherwise as `flash_attn_func` has them, where kv_len is the number of those keys.  With a `block_table`
+    (int32 [batch, blocks]) caches are [blocks, block_size, kv_heads, head_dim], and a row of the table names those of a
+    sequence in order; nothing else of table and caches is read.  The result, or with `return_softmax_lse` (result,
+    lse).  What is not there yet is refused by name: writing k and v into the cache, rotary embeddings, caches by index
+    and padding on the left.  `num_splits` is `attention`'s `kv_splits`, and 0 leaves it to flashgen.
     """
     missing = {
         "k": (k, "write it into the cache before the call, as k_cache[:, n : n + new] = k"),
@@ -103,17 +105,26 @@ def flash_attn_with_kvcache(
         "rotary_sin": (rotary_sin, "rotate q and k before the call"),
         "cache_batch_idx": (cache_batch_idx, "k_cache[cache_batch_idx], a copy"),
         "cache_leftpad": (cache_leftpad, "padding on the right, with cache_seqlens"),
-        "block_table": (block_table, "a cache [batch, kv_len, heads, head_dim] without pages"),
-        "num_splits": (num_splits if num_splits > 1 else None, "num_splits=0: flashgen chooses"),
     }
     for name, (given, cure) in missing.items():
         if given is not None:
             raise LaunchError(f"flash_attn_with_kvcache has no {name} in flashgen yet\n  nearest: {cure}")
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    if block_table is not None:
+        name = "flash_attn_with_kvcache"
+        _check(name, (q,), "batch", "seqlen", "heads", "head_dim", of="q")
+        _check(name, (k_cache, v_cache), "blocks", "block_size", "heads", "head_dim", of="kv")
+        rule, named = rule_of(causal, window_size, softcap, alibi_slopes, None)
+        pages = {"page_table": block_table, "kv_lengths": cache_seqlens, "kv_splits": num_splits or None}
+        options: dict[str, Any] = {"scale": softmax_scale, "return_lse": True, **pages, **named}
+        o, lse = attention(q.transpose(1, 2), k_cache, v_cache, rule, **options)
+        note(name)
+        return (o.transpose(1, 2), lse) if return_softmax_lse else o.transpose(1, 2)
     o, lse = _attend(
         *("flash_attn_with_kvcache", q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, alibi_slopes),
         cache_seqlens,
+        kv_splits=num_splits or None,
     )
     return (o, lse) if return_softmax_lse else o
 
@@ -139,19 +150,29 @@ def flash_attn_varlen_func(
     """`flash_attn_func` of sequences that lie behind each other: q [total_q, heads, head_dim], k and v [total_k,
     kv_heads, head_dim]; rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 are those of sequence b, int32 [batch + 1].
 
-    The result is [total_q, heads, head_dim], with `return_attn_probs` (result, lse [heads, total_q], an empty tensor).
-    Pages are refused.
+    With a `block_table` k and v are caches in pages, as `flash_attn_with_kvcache` has them, and cu_seqlens_k says how
+    many keys each sequence has there.  The result is [total_q, heads, head_dim], with `return_attn_probs` (result, lse
+    [heads, total_q], an empty tensor).
     """
     name = "flash_attn_varlen_func"
-    if block_table is not None:
-        raise LaunchError(f"{name} has no block_table in flashgen yet\n  nearest: k and v without pages")
     _no_probabilities(return_attn_probs, dropout_p)
-    _check(name, (q, k, v), "rows", "heads", "head_dim")
-    rule, named = _rule(causal, window_size, softcap, alibi_slopes, None)
+    rule, named = rule_of(causal, window_size, softcap, alibi_slopes, None)
+    if block_table is None:
+        _check(name, (q, k, v), "rows", "heads", "head_dim")
+        keys: dict[str, Any] = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
+    else:
+        _check(name, (q,), "rows", "heads", "head_dim", of="q")
+        _check(name, (k, v), "blocks", "block_size", "heads", "head_dim", of="kv")
+        most = min(max_seqlen_k, block_table.shape[-1] * k.shape[1])
+        keys = {"page_table": block_table, "kv_lengths": cu_seqlens_k.diff(), "max_seqlen_k": most}
     o, lse = attention_varlen(
-        *(q, k, v, rule, cu_seqlens_q, cu_seqlens_k),
+        q,
+        k,
+        v,
+        rule,
+        cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
+        **keys,
         scale=softmax_scale,
         return_lse=True,
         dropout=dropout_p,
@@ -184,8 +205,8 @@ def _no_probabilities(asked: bool, dropout: float) -> None:
         )
 
 
-def _check(name: str, tensors: Sequence[torch.Tensor], *dimensions: str) -> None:
-    for what, x in zip("qkv", tensors, strict=True):
+def _check(name: str, tensors: Sequence[torch.Tensor], *dimensions: str, of: str = "qkv") -> None:
+    for what, x in zip(of, tensors, strict=True):
         if not isinstance(x, torch.Tensor) or x.dim() != len(dimensions):
             shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise LaunchError(f"{name}: {what} is {shape}: it is [{', '.join(dimensions)}]")
@@ -214,14 +235,14 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result [batch, q_len, heads, head_dim] and its lse."""
     _check(name, (q, k, v), "batch", "seqlen", "heads", "head_dim")
-    rule, named = _rule(causal, window, softcap, slopes, lengths)
+    rule, named = rule_of(causal, window, softcap, slopes, lengths)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o, lse = attention(q, k, v, rule, scale=scale, return_lse=True, **options, **named)
     note(name)
     return o.transpose(1, 2), lse
 
 
-def _rule(
+def rule_of(
     causal: bool,
     window: tuple[int, int],
     softcap: float,

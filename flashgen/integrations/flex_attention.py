@@ -50,9 +50,9 @@ def flex_attention(
     kv_heads, kv_len, head_dim]; kv_heads is heads unless `enable_gqa`.
 
     `score_mod` and the mask_mod of `block_mask` are traced as `from_flex` does.  A pair is visible where its block is
-    listed, and is a full block or mask_mod holds.  Where mask_mod reads positions alone and blocks say no more, as
-    those of create_block_mask do, they are left out: to show that, mask_mod is asked about every pair, once for each
-    BlockMask.
+    listed, and is a full block or mask_mod holds.  Where blocks say no more than mask_mod, as those of
+    create_block_mask do, they are left out: to show that, mask_mod is asked about every pair, once for each BlockMask
+    and each content of the tensors that it reads.
 
     Returns o; with `return_lse` (o, lse), with `return_aux` (o, AuxOutput).  torch.compile breaks its graph at this
     call; `attention` of a variant that was made outside stays in the graph.  Raises LaunchError for block masks of
@@ -134,7 +134,7 @@ def _check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
 class _Blocks:
     """What was found of a BlockMask, while its tensors hold what they held.
 
-    seen     these tensors and the number of writes to each
+    seen     its tensors and those that mask_mod reads, and the number of writes to each
     key      what mask_mod read
     layout   what each block is: [batch or 1, heads or 1, blocks of queries, blocks of keys]
     follows  whether mask_mod says all that the blocks say
@@ -227,20 +227,19 @@ def _check_lengths(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> N
 
 
 def _blocks_of(block_mask: Any, mask_mod: Callable[..., Any], batch: int, heads: int) -> _Blocks:
-    """What is known of a BlockMask; found out where it is not, or where its tensors changed since.
-
-    A mask_mod that reads tensors is not asked: its blocks say at once what the tensors would.
-    """
+    """What is known of a BlockMask; found out where it is not, or where its tensors or mask_mod's changed since."""
     captures = Captures([mask_mod])
     pairs = _pairs(block_mask)
-    tensors = [x for listed, _ in pairs for x in listed]
+    tensors = [x for listed, _ in pairs for x in listed] + [x for _, x in captures.tensors]
     key = (captures.key, tuple(captures.numbers), batch, heads, len(tensors))
     tracked = captures.settled and not any(x.is_inference() for x in tensors)
     known = _found.get(block_mask)
     if known is not None and tracked and known.holds(tensors, key):
         return known
     layout = _layout(block_mask, pairs)
-    follows = tracked and not captures.tensors and _follows(block_mask, mask_mod, layout, batch, heads)
+    if layout.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _Blocks((), key, layout, False)  # nothing is asked while a CUDA graph is captured
+    follows = tracked and _follows(block_mask, mask_mod, layout, batch, heads)
     if not tracked:
         return _Blocks((), key, layout, follows)
     blocks = _Blocks(tuple((weakref.ref(x), x._version) for x in tensors), key, layout, follows)
@@ -271,10 +270,13 @@ def _layout(block_mask: Any, pairs: list[tuple[tuple[torch.Tensor, torch.Tensor]
 
 def _follows(block_mask: Any, mask_mod: Callable[..., Any], layout: torch.Tensor, batch: int, heads: int) -> bool:
     """Whether mask_mod holds for every pair of a full block, and for none of a block that is not listed."""
-    if layout.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
     if mask_mod is torchs.noop_mask:
         return bool((layout != _EMPTY).all())
+    read = from_flex(mask_mod)
+    batch, heads = (
+        max(of_layout, n if read.uses(position) else 1)
+        for of_layout, n, position in zip(layout.shape, (batch, heads), "bh", strict=False)
+    )
     (rows, columns), (q_len, kv_len) = block_mask.BLOCK_SIZE, block_mask.shape[-2:]
     if batch * heads * q_len * kv_len > _MOST_PAIRS:
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import threading
@@ -61,6 +62,7 @@ class Variant:
     bound       the constants that were folded to other values than their defaults
     given       captured tensors and parameters' values that a call takes where it passes none, by name
     token       a text that equal variants share and others do not, in every process (see `of_token`)
+    names       those of parameters, constants, captured tensors and sink, which calls take
     without     the variant that gives nothing, where this one does (see `bare`)
     """
 
@@ -81,6 +83,7 @@ class Variant:
     bound: tuple[tuple[str, int | float], ...] = field(default=(), repr=False)
     given: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
     token: str = field(init=False, compare=False, repr=False)
+    names: tuple[str, ...] = field(init=False, compare=False, repr=False)
     without: Variant | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -89,9 +92,10 @@ class Variant:
         made = (*named, self.spec, self.bound, self.digest())
         token = hashlib.sha256(f"{made}".encode()).hexdigest()[:32]
         object.__setattr__(self, "token", token)
-        without, names = None, {symbol.name for symbol in declared}
-        if not self.given.keys() <= names:  # what an operator left out
-            object.__setattr__(self, "given", {name: x for name, x in self.given.items() if name in names})
+        object.__setattr__(self, "names", tuple(dict.fromkeys(symbol.name for symbol in declared)))
+        without = None
+        if not self.given.keys() <= set(self.names):  # what an operator left out
+            object.__setattr__(self, "given", {name: x for name, x in self.given.items() if name in self.names})
         if self.given:
             without = replace(self, given={}, parents=tuple(parent.bare for parent in self.parents))
         object.__setattr__(self, "without", without)
@@ -102,6 +106,9 @@ class Variant:
             _by_token[token] = _by_token.pop(token, self)
             if len(_by_token) > MAX_TOKENS:
                 del _by_token[next(iter(_by_token))]
+
+    def __hash__(self) -> int:
+        return hash(self.token)  # that equal variants share; every request and plan is found by its variant
 
     def __copy__(self) -> Variant:
         return self
@@ -231,7 +238,8 @@ class Variant:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(replace(t, example=self.examples.get(t.name)) for t in self._symbols(Tensor))
+        declared, examples = self._symbols(Tensor), self.examples
+        return tuple(t if t.example is (e := examples.get(t.name)) else replace(t, example=e) for t in declared)
 
     @property
     def pair_tensors(self) -> tuple[Tensor, ...]:
@@ -316,11 +324,9 @@ class Variant:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _symbols(self, kind: type, roots: Iterable[Node] | None = None) -> tuple:
+    def _symbols(self, kind: type, roots: tuple[Node, ...] | None = None) -> tuple:
         """What is declared of a kind in these expressions, all unless given, by name."""
-        nodes = walk(self.roots if roots is None else roots)
-        found = {declared for n in nodes if isinstance(declared := symbol_of(n), kind)}
-        return tuple(sorted(found, key=lambda symbol: symbol.name))
+        return _declared(kind, self.roots if roots is None else roots)
 
     def _unify(self) -> list[Symbol]:
         """One name is one declaration; every declaration, by name."""
@@ -443,6 +449,13 @@ class Variant:
     @staticmethod
     def _refused(message: str) -> SpecError:
         return SpecError(message, where=source.caller())
+
+
+@functools.lru_cache(maxsize=1024)
+def _declared(kind: type, roots: tuple[Node, ...]) -> tuple:
+    """What is declared of a kind in expressions, by name; each is looked through once."""
+    found = {declared for n in walk(roots) if isinstance(declared := symbol_of(n), kind)}
+    return tuple(sorted(found, key=lambda symbol: symbol.name))
 
 
 def _restored(kept: Mapping[str, object]) -> Variant:

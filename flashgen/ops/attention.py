@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
-from flashgen.ops import autograd, library, splits
+from flashgen.ops import autograd, library, nested, splits
 from flashgen.ops.call import Call
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
+from flashgen.ops.out import WITH_GRADIENTS
 from flashgen.ops.pages import heads_first
 from flashgen.ops.sequences import BOUNDS, PAGED, VARLEN, in_pages, joined, names_of, position, refuse_gradients
 from flashgen.ops.sinks import with_given_sink
-from flashgen.ops.tracing import any_autocast, autocast, traced, transformed
+from flashgen.ops.tracing import any_autocast, autocast, sharded, traced, transformed
 from flashgen.ops.values import no_flag, no_tensor
 
 
@@ -34,6 +38,7 @@ def attention(
     kv_splits: int | None = None,
     page_table: torch.Tensor | None = None,
     page_layout: str | None = None,
+    out: torch.Tensor | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """o = softmax(mask(score(scale * q k^T))) v of a variant; with `return_lse` (o, lse).
@@ -77,6 +82,10 @@ def attention(
     room for unless given.  Other entries, other pages and other rows change nothing, whatever they hold.  A dimension
     "kv" of a captured tensor is entries * page_size long.  On a GPU an entry that is no page reads as zeros.  Pages of
     a multiple of 8 rows are loaded by TMA on Hopper; others by pipeline ampere, which is logged.  Without gradients.
+    o is written to `out` where that is given, a tensor of o's shape, dtype and device that shares no memory with the
+    inputs; it is refused where a gradient is wanted.  q, k and v may be jagged nested tensors [batch, heads, rows,
+    head_dim] (torch.nested, layout torch.jagged): they are served as those of `attention_varlen`, and o, lse and
+    gradients are nested as q is.
 
     With `dropout` each probability is dropped by that chance and the others grow by 1 / (1 - dropout); lse is that of
     none dropped.  What is dropped follows from torch's generator of the device (torch.manual_seed repeats it), or from
@@ -92,6 +101,10 @@ def attention(
     once for each such kernel.
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
+    if type(q) is not torch.Tensor and nested.is_jagged(q, k, v):
+        options = {"scale": scale, "dropout": dropout, "seed": seed, "deterministic": deterministic}
+        lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out}
+        return _nested(q, k, v, variant, return_lse, lengths, {**options, "q_offset": q_offset, **named})
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
     if kv_splits is not None:
@@ -100,7 +113,7 @@ def attention(
         named = joined(variant, named, page_table=page_table)
         if not isinstance(variant, Variant) or PAGED[-1] in names_of(variant):
             k, v = heads_first(k, v, page_layout, page_table)
-    return _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named)
+    return _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named, out)
 
 
 def attention_varlen(
@@ -122,6 +135,7 @@ def attention_varlen(
     kv_lengths: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
     page_layout: str | None = None,
+    out: torch.Tensor | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` of sequences that lie behind each other: o, and with `return_lse` (o, lse).
@@ -144,7 +158,8 @@ def attention_varlen(
     decrease, leave the tensor or pass their bounds too.
     """
     paged = page_table is not None
-    for name, x in (("q", q),) if paged else (("q", q), ("k", k), ("v", v)):
+    given = (("q", q),) if paged else (("q", q), ("k", k), ("v", v))
+    for name, x in (*given, *((("out", out),) if out is not None else ())):
         if not isinstance(x, torch.Tensor):
             raise LaunchError(no_tensor(name, x))
         if x.dim() != 3:
@@ -166,10 +181,41 @@ def attention_varlen(
     if q_offset is not None:
         own[VARLEN[2]] = position(q_offset)
     q = q.transpose(0, 1).unsqueeze(0)
-    found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, {**named, **own})
+    to = None if out is None else out.transpose(0, 1).unsqueeze(0)
+    found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, {**named, **own}, to)
+    if out is not None:
+        return (out, found[1][0]) if isinstance(found, tuple) else out
     if isinstance(found, tuple):
         return found[0][0].transpose(0, 1), found[1][0]
     return found[0].transpose(0, 1)
+
+
+def _nested(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    return_lse: bool,
+    refused: Mapping[str, object],
+    given: dict[str, Any],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The call of jagged nested tensors: their rows lie behind each other."""
+    for name, x in refused.items():
+        if x is not None:
+            raise LaunchError(f"{name} was given beside nested tensors, which have lengths\n  nearest: no {name}")
+    nested.check_together(k, v)
+    of_q, of_k, of_v = (nested.apart(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    found = attention_varlen(
+        *(of_q.rows, of_k.rows, of_v.rows),
+        *(variant, of_q.starts, of_k.starts),
+        max_seqlen_q=of_q.longest,
+        max_seqlen_k=of_k.longest,
+        return_lse=return_lse,
+        **given,
+    )
+    if isinstance(found, tuple):
+        return nested.like(found[0], q), nested.like(found[1].transpose(0, 1), q)
+    return nested.like(found, q)
 
 
 def _attend(
@@ -183,6 +229,7 @@ def _attend(
     seed: int | None,
     deterministic: bool,
     named: dict[str, object],
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The call, by whoever runs it."""
     if "sink" in named and named["sink"] is None:
@@ -195,17 +242,38 @@ def _attend(
     under_transform = not compiling and transformed()
     if compiling or (not under_transform and traced(q, k, v)):
         call = Call(variant, scale, named, deterministic=deterministic)
+        if sharded(q, k, v):
+            if out is not None:
+                raise LaunchError("out is given beside DTensors\n  nearest: the result, which is a DTensor as q is")
+            from flashgen.ops import shards
+
+            o, lse = shards.attend(q, k, v, call, dropout, seed)
+            return (o, lse) if return_lse else o
+        if out is not None:
+            lse = library.through_op_into(out, q, k, v, call, dropout, seed)
+            return (out, lse) if return_lse else out
         o, lse = library.through_op(q, k, v, call, dropout, seed)
         return (o, lse) if return_lse else o
     if deterministic is not False and (wrong := no_flag("deterministic", deterministic)):
         raise LaunchError(wrong)
     call = Call(with_given_sink(variant, named), scale, named, drawn(dropout, seed, q), deterministic)
+    if out is not None:
+        return _into(out, q, k, v, call, return_lse, under_transform)
     if under_transform or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *named.values())):
         if not under_transform:
             refuse_gradients(variant, named)
         o, lse = autograd.attention(q, k, v, call)
         return (o, lse) if return_lse else o
     return run(q, k, v, call, return_lse)
+
+
+def _into(
+    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool, transform: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """An eager call whose result has its place."""
+    if transform or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *call.named.values())):
+        raise LaunchError(WITH_GRADIENTS)
+    return run(q, k, v, call, return_lse, out)
 
 
 def _given(variant: Variant) -> dict[str, object]:

@@ -14,10 +14,10 @@ from flashgen.analysis.derivative import differentiable_of
 from flashgen.analysis.facts import analyse
 from flashgen.lang.variant import Variant
 from flashgen.ops import memory, sequences
-from flashgen.ops.call import ALIGNMENT, Call, Request, check_rows, checked
+from flashgen.ops.call import ALIGNMENT, Call, Request, check_rows
 from flashgen.ops.forward import array, cpu_case, strides_like, strides_of
 from flashgen.ops.menus import addressable, cpu_request, gpu_menu
-from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
+from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember, request_of
 from flashgen.planning import planner
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime import driver, kernel
@@ -72,7 +72,7 @@ def run_backward(given: Given, call: Call, wanted: Sequence[str]) -> Gradients:
     key = (*call_key(q, k, v, call, calls), do.stride(), o.stride(), deterministic, wanted)
     record = calls.backward.get(key)
     if record is None:
-        request = checked(q, k, v, call)
+        request = request_of(q, k, v, call, calls, key[: len(key) - 4])
         if request.problem.empty or request.problem.kv_len == 0 or 0 in (q.shape[2], k.shape[2]):
             dq, dk, dv = (x.zero_() for x in results(q, k, v))
             return Gradients(dq, dk, dv, tuple(_of_nothing(request, name, dlse) for name in wanted))
@@ -88,6 +88,8 @@ def _of_nothing(request: Request, name: str, dlse: torch.Tensor | None) -> torch
     x, sink = request.tensors[name], request.variant.sink
     if sink is None or name != sink.name or dlse is None:
         return torch.zeros_like(x)
+    if (beyond := sequences.beyond(request.sequences, dlse.shape[2])) is not None:
+        dlse = dlse.masked_fill(beyond, 0.0)
     of_rows = dlse.sum(-1).masked_fill(x == -math.inf, 0.0)
     return of_rows.sum_to_size(x.shape).to(x.dtype)
 

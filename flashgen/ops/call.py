@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -18,6 +18,7 @@ from flashgen.ops.menus import gpu_menu
 from flashgen.ops.splits import SPLITS
 from flashgen.ops.tracing import watched
 from flashgen.ops.values import no_number, no_tensor
+from flashgen.planning import planner
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.problem import Problem
 from flashgen.runtime.philox import Dropout
@@ -67,7 +68,7 @@ class Call(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A call that is in order.  `variant` has its constants bound, and its score flipped where the scale is negative:
-    `scale` is not."""
+    `scale` is not.  `menu` has the forward's kernels on a GPU."""
 
     problem: Problem
     variant: Variant
@@ -77,6 +78,7 @@ class Request:
     dropout: Dropout | None
     sequences: sequences.Sequences | None = None
     kv_splits: int | None = None  # that divide its keys; None: flashgen chooses
+    menu: planner.Menu | None = None
 
     @property
     def layout(self) -> Layout:
@@ -103,10 +105,10 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
     signed = factor(call.scale, problem.head_dim)
     bound = variant.bind(**constants)
     bound = bound.with_flipped_score() if signed < 0 else bound
-    if q.is_cuda:
-        # Refuses head dims and pins that no kernel takes.
+    menu = None
+    if q.is_cuda:  # refuses head dims and pins that no kernel takes
         layout: Layout = DENSE if found is None else found.layout
-        gpu_menu(q, k, v, bound, problem, dropout=call.dropout is not None, layout=layout)
+        menu = gpu_menu(q, k, v, bound, problem, dropout=call.dropout is not None, layout=layout)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rows(name, tensor)
     return Request(
@@ -118,6 +120,32 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
         dropout=call.dropout,
         sequences=found,
         kv_splits=kv_splits,
+        menu=menu,
+    )
+
+
+def checked_again(
+    known: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, tensors: Sequence[str]
+) -> Request:
+    """As `checked`, of a call on a GPU that differs from that of `known` in lengths, strides that every pipeline can
+    load, numbers and contents alone; `tensors` names the captured ones."""
+    variant, named = call.variant, call.named
+    problem = _problem(q, k, v, paged=False)
+    captured = {name: named[name] for name in tensors}
+    params = variant.values({p.name: named[p.name] for p in variant.params if p.name in named})
+    for declared in variant.tensors if tensors else ():
+        _check_captured(variant, declared, captured[declared.name], problem, q.device, None)
+    scale = abs(factor(call.scale, problem.head_dim))
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_rows(name, tensor)
+    return replace(
+        known,
+        problem=problem,
+        scale=scale,
+        params=params,
+        tensors=captured,
+        dropout=call.dropout,
+        kv_splits=named.get(SPLITS),
     )
 
 
@@ -215,21 +243,23 @@ def _problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, paged: bool) 
 
 def check_rows(name: str, tensor: torch.Tensor) -> None:
     """Rows that a kernel can load 16 bytes at a time; a CPU asks for the contiguous last dimension alone."""
-    if tensor.numel() == 0:
+    shape, strides = tensor.shape, tensor.stride()
+    if 0 in shape:
         return
     copy = f"\n  nearest: {name}.contiguous(), a copy"
-    if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+    if strides[3] != 1 and shape[3] > 1:
         raise LaunchError(
-            f"{name}'s last dimension is not contiguous (strides {list(tensor.stride())}): elements of a row lie side"
+            f"{name}'s last dimension is not contiguous (strides {list(strides)}): elements of a row lie side"
             f" by side{copy}"
         )
     if not tensor.is_cuda:
         return
+    itemsize = tensor.itemsize
     for axis, word in enumerate(("batch", "head", "row")):
-        bytes_ = tensor.stride(axis) * tensor.itemsize
-        if tensor.shape[axis] > 1 and bytes_ % ALIGNMENT:
+        bytes_ = strides[axis] * itemsize
+        if bytes_ % ALIGNMENT and shape[axis] > 1:
             raise LaunchError(
-                f"{name}'s {word} stride is {bytes_} bytes (strides {list(tensor.stride())}):"
+                f"{name}'s {word} stride is {bytes_} bytes (strides {list(strides)}):"
                 f" rows start at multiples of {ALIGNMENT} bytes{copy}"
             )
     if tensor.data_ptr() % ALIGNMENT:

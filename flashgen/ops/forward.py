@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import overload
 
 import numpy as np
@@ -15,8 +15,9 @@ from flashgen.errors import LaunchError
 from flashgen.lang.stored import broken_promise
 from flashgen.ops import memory, sequences
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_memory, check_rows, checked
-from flashgen.ops.menus import cpu_request, gpu_menu
-from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember
+from flashgen.ops.menus import addressable, cpu_request, gpu_menu
+from flashgen.ops.out import check as check_out
+from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember, request_of
 from flashgen.planning import planner
 from flashgen.planning.division import Divided, divide
 from flashgen.planning.members import Keys
@@ -29,29 +30,55 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[
 
 @overload
 def run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    return_lse: bool,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool = True
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    return_lse: bool = True,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of one eager call, or o alone, which autograd does not see; arguments and errors as in `attention`."""
     calls = calls_of(call.variant)
+    key = record = None
     try:
-        key = call_key(q, k, v, call, calls)
-        record = calls.records.get(key)
+        found = call_key(q, k, v, call, calls)
+        if out is not None:
+            found = *found, "out", out.shape, out.stride(), out.dtype, out.device
+        record = calls.records.get(found)
+        key = found
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        record = None  # something is no tensor, has no strides, or is no number: said below
+        pass  # something is no tensor, has no strides, or is no number: said below
     if record is None:
-        request = checked(q, k, v, call)
+        request = request_of(q, k, v, call, calls, key)
+        if out is not None:
+            check_out(out, o_layout(q, v)[0], q, _inputs(q, k, v, call))
         empty = request.problem.empty or request.problem.kv_len == 0 or 0 in (q.shape[2], k.shape[2])
         if empty or not q.is_cuda:
             o, lse = _nothing(q, v, request) if empty else _walk(q, k, v, request)
+            o = o if out is None else out.copy_(o)
             return (o, lse) if return_lse else o
-        record = _recorded(q, k, v, request)
-        remember(calls.records, key, record)
-    return record(q, k, v, call, return_lse)
+        record = _recorded(q, k, v, request, out)
+        if key is not None:
+            remember(calls.records, key, record)
+    elif out is not None:
+        check_out(out, o_layout(q, v)[0], q, _inputs(q, k, v, call))
+    return record(q, k, v, call, return_lse, out)
+
+
+def _inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Iterator[tuple[str, object]]:
+    """What kernels of a call read."""
+    yield from (("q", q), ("k", k), ("v", v))
+    yield from call.named.items()
 
 
 def strides_like(x: torch.Tensor, columns: int) -> tuple[int, int, int, int]:
@@ -81,10 +108,15 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
 
 
 def _nothing(q: torch.Tensor, v: torch.Tensor, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    """Without a key: rows have nothing but their sinks."""
+    """Without a key: rows of a sequence have nothing but their sinks."""
     o, lse = outputs(q, v)
     sink = request.variant.sink
-    return o.zero_(), lse.fill_(-math.inf) if sink is None else lse.copy_(request.tensors[sink.name].unsqueeze(-1))
+    if sink is None:
+        return o.zero_(), lse.fill_(-math.inf)
+    lse.copy_(request.tensors[sink.name].unsqueeze(-1))
+    if (beyond := sequences.beyond(request.sequences, q.shape[2])) is not None:
+        lse.masked_fill_(beyond, -math.inf)
+    return o.zero_(), lse
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,18 +146,24 @@ class _Record:
         self._numbers = Numbers(request)
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        call: Call,
+        return_lse: bool,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         index = self._index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
-                return self(q, k, v, call, return_lse)
+                return self(q, k, v, call, return_lse, out)
         numbers = self._numbers(call)
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         captured = [call.named[name].data_ptr() for name in self._tensors] if self._tensors else ()
         if (at_q | at_k | at_v) % ALIGNMENT or 0 in (at_q, at_k, at_v, *captured):
             self._refuse(q, k, v, call)
-        o = memory.empty_strided(self._o_shape, self._o_strides, self._dtype)
+        o = memory.empty_strided(self._o_shape, self._o_strides, self._dtype) if out is None else out
         stream = torch._C._cuda_getCurrentRawStream(index)
         shared = memory.of_stream(index, stream) if self._counts or not return_lse else None
         result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = o
@@ -177,18 +215,25 @@ def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
     return batch, head, row
 
 
-def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> _Record:
+def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, out: torch.Tensor | None) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
     problem, index = request.problem, q.device.index
-    asked = {"dropout": request.dropout is not None, "layout": request.layout}
+    if out is not None and not addressable(tuple(out.shape), out.stride(), out.itemsize):
+        raise LaunchError(
+            f"out has strides {list(out.stride())}, which TMA cannot write to\n  nearest: out.contiguous(), a copy"
+        )
+    assert request.menu is not None  # q lies on a GPU
+    whole, asked = request.menu, {"dropout": request.dropout is not None, "layout": request.layout}
 
     def ask(keys: Keys) -> planner.Menu:
-        return gpu_menu(q, k, v, request.variant, problem, keys=keys, **asked)
+        return gpu_menu(q, k, v, request.variant, problem, keys=keys, **asked) if keys.split else whole
 
     sms = driver.gpu(index).sms
     found = _divided(ask, request, sms)
     loaded = kernel.load(found.plan)
     strides = {"q": strides_of(q), "k": strides_of(k), "v": strides_of(v), "o": o_layout(q, v)[1][:3]}
+    if out is not None:
+        strides["o"] = strides_of(out)
     launch = launch_of(request, loaded.plan, strides, sms, kv_splits=found.splits)
     return _Record(q, v, request, loaded.record(launch, index))
 

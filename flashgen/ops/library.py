@@ -17,6 +17,7 @@ from flashgen.ops import dropout as drawing
 from flashgen.ops.backward import SECOND, Given, results, run_backward, with_gradient
 from flashgen.ops.call import Call
 from flashgen.ops.forward import outputs, run
+from flashgen.ops.out import WITH_GRADIENTS
 from flashgen.ops.sinks import with_given_sink
 from flashgen.ops.tracing import sharded, traced, transformed
 from flashgen.ops.values import WORD, no_flag, no_number, no_seed, no_tensor, no_variant, too_long
@@ -44,6 +45,11 @@ _DRAW = "draw(Tensor like, SymInt? seed, bool high, int site) -> Tensor"
 
 _FORWARD = f"attention(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor o, Tensor lse)"
 
+#: The same into memory that the call is given, without gradients: for a traced call, and for a graph.
+_CALL_INTO = f"call_into(Tensor(a!) out, Tensor q, Tensor k, Tensor v, {_GIVEN}, {_LAST}) -> Tensor lse"
+
+_INTO = f"attention_into(Tensor(a!) out, Tensor q, Tensor k, Tensor v, {_REST}) -> Tensor lse"
+
 _BACKWARD = (
     "attention_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
     f" {_REST}, str[] wanted) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] captured)"
@@ -55,10 +61,10 @@ TRANSFORMED = (
     " forward-mode AD\n  nearest: torch.func.grad and torch.func.vjp without torch.compile, or backward() with it"
 )
 
-#: What DTensors are told.
+#: What DTensors are told where they are not plain calls.
 SHARDED = (
-    "q, k and v are DTensors: a kernel reads tensors of one device, and its b and h would be those of a shard\n"
-    "  nearest: q.to_local() of each, sharded alike by batch or by heads, under a variant that reads neither b nor h"
+    "attention of DTensors under a tracer, a mode of torch's dispatcher or a transform of torch.func is not served\n"
+    "  nearest: the call outside of it, or q.to_local(), k.to_local() and v.to_local() where neither b nor h is read"
 )
 
 #: The variants of graphs that were traced, which may live as long as the process.
@@ -69,6 +75,8 @@ _library.define(_DRAW, tags=(torch.Tag.nondeterministic_seeded,))
 _library.define(_CALL)
 _library.define(_REFUSE)
 _library.define(_FORWARD)
+_library.define(_CALL_INTO)
+_library.define(_INTO)
 _library.define(_BACKWARD)
 
 
@@ -91,14 +99,38 @@ def through_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the op, as `attention` traces it, of a call whose dropout the graph draws; what is wrong with a call
     is said when it runs."""
+    wrong = _checked(q, k, v, call, dropout, seed)
+    if wrong is not None:
+        return torch.ops.flashgen.refuse(q, v, wrong)
+    return torch.ops.flashgen.call(q, k, v, *_traced_call(q, call, dropout, seed))
+
+
+def through_op_into(
+    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, dropout: float, seed: int | None
+) -> torch.Tensor:
+    """The same whose o is written to `out`: lse."""
+    wrong = _checked(q, k, v, call, dropout, seed)
+    if not isinstance(out, torch.Tensor):
+        wrong = wrong or no_tensor("out", out)
+    elif torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v, out)):
+        wrong = wrong or WITH_GRADIENTS
+    if wrong is not None:
+        return torch.ops.flashgen.refuse(q, v, wrong)[1]
+    return torch.ops.flashgen.call_into(out, q, k, v, *_traced_call(q, call, dropout, seed))
+
+
+def _checked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, dropout: object, seed: object
+) -> str | None:
+    """What is wrong with a traced call, to be said when it runs; raises LaunchError where it never can."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise LaunchError(no_tensor(name, tensor))
-    if not torch.compiler.is_compiling() and sharded(q, k, v):
-        raise LaunchError(SHARDED)
-    wrong = _wrong(call, dropout, seed)
-    if wrong is not None:
-        return torch.ops.flashgen.refuse(q, v, wrong)
+    return _wrong(call, dropout, seed)
+
+
+def _traced_call(q: torch.Tensor, call: Call, dropout: float, seed: int | None) -> tuple[Any, ...]:
+    """_GIVEN and _LAST of a call whose dropout the graph draws."""
     p = state = None
     if dropout != 0 or isinstance(dropout, bool) or seed is not None:
         from flashgen.ops.sites import site
@@ -107,7 +139,7 @@ def through_op(
         high = seed is not None and seed >= 1 << 63
         word = seed - (1 << 64) if seed is not None and high else seed
         state = torch.ops.flashgen.draw(q, word, high, site())
-    return torch.ops.flashgen.call(q, k, v, *_lists(call, p), state, call.deterministic)
+    return *_lists(call, p), state, call.deterministic
 
 
 def _lists(call: Call, p: float | None) -> tuple[str, list[str], list[torch.Tensor] | None, list[str], list[float]]:
@@ -185,6 +217,17 @@ def _known(token: str) -> Variant:
 def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if transformed():
         _transformed()
+    return torch.ops.flashgen.attention(q, k, v, *_with_symbols(*given))
+
+
+def _call_into(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> torch.Tensor:
+    if transformed():
+        _transformed()
+    return torch.ops.flashgen.attention_into(out, q, k, v, *_with_symbols(*given))
+
+
+def _with_symbols(*given: Any) -> tuple[Any, ...]:
+    """_REST of _GIVEN and _LAST: numbers that a graph does not know are tensors."""
     variant, tensor_names, tensors, names, numbers, state, deterministic = given
     known: dict[str, float] = {}
     symbols: dict[str, torch.Tensor] = {}
@@ -196,7 +239,7 @@ def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> tup
         else:
             known[name] = number
     lists = (list(known), list(known.values()), list(symbols), list(symbols.values()) or None)
-    return torch.ops.flashgen.attention(q, k, v, variant, tensor_names, tensors, *lists, state, deterministic)
+    return variant, tensor_names, tensors, *lists, state, deterministic
 
 
 def _transformed(*_: object) -> NoReturn:
@@ -229,6 +272,10 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) ->
     return run(q, k, v, _call_of(_Arguments(*rest)))
 
 
+def _attention_into(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return run(q, k, v, _call_of(_Arguments(*rest)), True, out)[1]
+
+
 def _attention_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     given, rest, wanted = _of_backward(*arguments)
     found = run_backward(given, _call_of(rest), wanted)
@@ -247,6 +294,10 @@ def _shapes(
     if (known := of_token(variant)) is not None:
         _traced[variant] = known
     return _results(q, v)
+
+
+def _into_shapes(out: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return _shapes(*arguments)[1]
 
 
 def _results(q: torch.Tensor, v: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -301,17 +352,21 @@ def _no_second(ctx: object, *_: object) -> NoReturn:
 
 _library.impl("call", _call, "CompositeImplicitAutograd")
 _library.impl("call", _transformed, "FuncTorchBatched")
+_library.impl("call_into", _call_into, "CompositeImplicitAutograd")
+_library.impl("call_into", _transformed, "FuncTorchBatched")
 # Dynamo traces none of these where a frame that it gave up calls them; it would all that `Library.impl` registers.
 for _name, _kernel in (
     ("draw", _draw),
     ("refuse", _refuse),
     ("attention", _attention),
+    ("attention_into", _attention_into),
     ("attention_backward", _attention_backward),
 ):
     torch.library.register_kernel(f"flashgen::{_name}", ("cpu", "cuda"), _kernel, lib=_library)
 torch.library.register_fake("flashgen::draw", lambda *_: torch.empty(2, dtype=torch.int64, device="cpu"), lib=_library)
 torch.library.register_fake("flashgen::refuse", _results, lib=_library)
 torch.library.register_fake("flashgen::attention", _shapes, lib=_library)
+torch.library.register_fake("flashgen::attention_into", _into_shapes, lib=_library)
 torch.library.register_fake("flashgen::attention_backward", _backward_shapes, lib=_library)
 torch.library.register_autograd("flashgen::attention", _differentiate, setup_context=_keep, lib=_library)
 torch.library.register_autograd("flashgen::attention_backward", _no_second, lib=_library)

@@ -26,8 +26,9 @@ CPU_ARCH = "sm_80"
 
 _log = logging.getLogger("flashgen")
 
-#: What has been logged: requests with the pipeline that does not serve them.
+#: What has been logged: requests with the pipeline that does not serve them.  Nothing is logged beyond so many.
 _told: dict[tuple[KernelRequest, str], object] = {}
+MAX_TOLD = 1024
 
 
 def gpu_menu(
@@ -56,8 +57,10 @@ def gpu_menu(
 def _tell(request: KernelRequest, menu: planner.Menu) -> None:
     """Log, the first time for a request, which pipelines its kernels stand in for; what the variant pins is no news."""
     for fallback in menu.fallbacks:
+        if fallback.pinned or (len(_told) >= MAX_TOLD and (request, fallback.pipeline) not in _told):
+            continue
         new = object()  # of threads that meet one stores its own
-        if not fallback.pinned and _told.setdefault((request, fallback.pipeline), new) is new:
+        if _told.setdefault((request, fallback.pipeline), new) is new:
             _log.warning(
                 "the %s of %s runs on pipeline %s instead of %s: %s\n  nearest: %s",
                 *(request.pass_name, request, menu.plans[0].pipeline),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ import torch
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
 from flashgen.ops import sequences
-from flashgen.ops.call import Call, Request, factor
+from flashgen.ops.call import Call, Request, checked, checked_again, factor
+from flashgen.ops.menus import addressable
 from flashgen.ops.splits import SPLITS
 from flashgen.ops.values import no_variant
 from flashgen.planning.division import asks, mask_parameters
@@ -35,7 +36,8 @@ MAX_VARIANTS = 1024
 @dataclass(slots=True)
 class _Calls:
     """What is remembered of the calls of one variant: the names of its constants and captured tensors, those of what
-    sequences may have of their own, the parameters of its mask, and its records on GPUs, of both passes."""
+    sequences may have of their own, the parameters of its mask, its records on GPUs, of both passes, and a request of
+    each kind of call there: of those that differ in lengths, strides, numbers and contents alone."""
 
     constants: tuple[str, ...]
     tensors: tuple[str, ...]
@@ -43,6 +45,7 @@ class _Calls:
     mask_params: tuple[str, ...]
     records: dict[Key, Any] = field(default_factory=dict)
     backward: dict[Key, Any] = field(default_factory=dict)
+    requests: dict[Key, Request] = field(default_factory=dict)
 
 
 #: By token of the variant, the oldest dropped beyond MAX_VARIANTS: one that is called again is planned again.
@@ -88,6 +91,41 @@ def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, call
     return key if calls.sequences.isdisjoint(named) else (*key, *sequences.key(named))
 
 
+def request_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, calls: _Calls, key: Key | None
+) -> Request:
+    """The request of a call of that key (None: it has none), or LaunchError or PlanError for what is wrong with it.
+
+    Of a kind that was seen, that alone is checked which may differ: a new length is checked and planned at little cost.
+    """
+    kind = None if key is None or not q.is_cuda else _kind(q, k, v, call, calls, key)
+    known = None if kind is None else calls.requests.get(kind)
+    if known is not None:
+        return checked_again(known, q, k, v, call, calls.tensors)
+    request = checked(q, k, v, call)
+    if kind is not None:
+        remember(calls.requests, kind, replace(request, tensors={}))  # whoever owns them may free them
+    return request
+
+
+def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, calls: _Calls, key: Key) -> Key | None:
+    """What calls have in common that differ in lengths, strides, numbers and contents alone, of the key of one; None
+    where strides choose the pipeline, and of sequences with lengths of their own."""
+    named = call.named
+    if not calls.sequences.isdisjoint(named):
+        return None
+    kind: list[object] = [*key[3:7], *named, *map(type, named.values()), *map(named.get, calls.constants)]
+    for x in (q, k, v):
+        shape = x.shape
+        if len(shape) != 4 or not addressable(shape, x.stride(), x.itemsize):
+            return None
+        kind += shape[0], shape[1], shape[3], x.dtype, x.device
+    for name in calls.tensors:
+        if name in named:
+            kind += named[name].dtype, named[name].device, named[name].is_neg()
+    return tuple(kind)
+
+
 def remember(records: dict[Key, Any], key: Key, record: object) -> None:
     """Keep a record; when there are too many they are all dropped."""
     if len(records) >= MAX_RECORDS:
@@ -101,11 +139,11 @@ class Numbers:
     The same ones are the same tuple again.
     """
 
-    __slots__ = ("_first", "_head_dim", "_last", "_params", "_variant")
+    __slots__ = ("_first", "_head_dim", "_heads", "_last", "_params", "_variant")
 
     def __init__(self, request: Request) -> None:
         self._variant, self._head_dim = request.variant, request.problem.head_dim
-        self._params = tuple(request.params)
+        self._params, self._heads = tuple(request.params), request.problem.heads
         own, dims = request.sequences, {t.name: t.dims for t in self._variant.tensors}
         self._first = own and sequences.First(own, request.problem, request.tensors, dims)
         self._last: tuple[Key, tuple[float, ...]] = ((), ())
@@ -122,7 +160,7 @@ class Numbers:
             numbers = abs(factor(scale, self._head_dim)), *[values[name] for name in self._params], *first
             if 0 not in now:  # 0.0 and -0.0 are equal and not the same
                 self._last = now, numbers
-        return numbers if dropout is None else (*numbers, *dropout_scalars(dropout))
+        return numbers if dropout is None else (*numbers, *dropout_scalars(dropout, self._heads))
 
 
 def launch_of(

@@ -51,8 +51,7 @@ class Sequences(NamedTuple):
 
 def names_of(variant: Variant) -> tuple[str, ...]:
     """The names that calls of a variant have for it."""
-    own = [x.name for x in variant.params] + [x.name for x in variant.constants] + [x.name for x in variant.tensors]
-    return (*(name for name in PAGED if name not in own), *dict.fromkeys((*VARLEN, *PAGED_VARLEN)), *BOUNDS)
+    return (*(name for name in PAGED if name not in variant.names), *dict.fromkeys((*VARLEN, *PAGED_VARLEN)), *BOUNDS)
 
 
 def paged(given: Mapping[str, Any]) -> bool:
@@ -113,7 +112,7 @@ def position(first: object) -> int | torch.Tensor:
 
 def of_call(variant: Variant, named: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a call's named values that say what sequences have of their own."""
-    return {name: named[name] for name in names_of(variant) if name in named}
+    return {name: named[name] for name in names_of(variant) if name in named} if named else {}
 
 
 def checked(
@@ -278,6 +277,18 @@ def _check_tensor(name: str, tensor: object, size: int, device: torch.device) ->
         raise LaunchError(
             f"{name} has stride {tensor.stride(0)}: its numbers lie side by side\n  nearest: {name}.contiguous()"
         )
+
+
+def beyond(found: Sequences | None, rows: int) -> torch.Tensor | None:
+    """Which of a tensor's rows of queries are no query of any sequence, [batch or 1, 1, rows], without a wait; None
+    where all are one's."""
+    lengths = None if found is None else found.tensors[0]
+    if found is None or lengths is None:
+        return None
+    at = torch.arange(rows, device=lengths.device)
+    if found.layout.joined:
+        return ((at < lengths[0]) | (at >= lengths[-1]))[None, None]
+    return (at >= lengths[:, None])[:, None]
 
 
 def watched() -> bool:

@@ -12,10 +12,12 @@ from flashgen.lang.variant import Variant
 from flashgen.ops.options import apart, option, plan_of, variant_of
 from flashgen.planning import division, planner
 from flashgen.planning.arch import find, newest, of_device
+from flashgen.planning.layout import Layout
 from flashgen.planning.members import ALL_KEYS, SplitKeys
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
+from flashgen.planning.traffic_sequences import own_lengths
 from flashgen.runtime import driver, kernel
 from flashgen.runtime.kernel import Kernel
 
@@ -45,6 +47,9 @@ def plan(
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
+    layout: str = "dense",
+    q_lengths: Sequence[int] | None = None,
+    kv_lengths: Sequence[int] | None = None,
     **constants: int | float,
 ) -> KernelPlan:
     """The kernel that a variant (or spec file) gets: for a problem where `seqlen` is given, else for long sequences.
@@ -56,11 +61,17 @@ def plan(
     `kv_splits` above 1 the kernel whose keys so many blocks divide, with 1 one that visits all: of a problem flashgen
     chooses unless it is given, and a plan holds the choice, not the number.  With `backward` the kernels of its
     gradients, those of the captured tensors in `gradients` too, and with `deterministic` in one order of sums.
-    `fallbacks` of the result name the better pipelines of the arch that do not serve this, and why.  Raises PlanError
-    with the limit that the request hits and the nearest thing that works, and SpecError for a file that is no spec.
+    `layout` says how sequences lie ("dense", "padded", "varlen" ...), and `q_lengths` and `kv_lengths` how long each is
+    where they have lengths of their own, which are then the problem.  `fallbacks` of the result name the better
+    pipelines of the arch that do not serve this, and why.  Raises PlanError with the limit that the request hits and
+    the nearest thing that works, and SpecError for a file that is no spec.
     """
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen, "kv_seqlen": kv_seqlen}
     sizes = {name: option(name, value) for name, value in sizes.items()}
+    lies: Layout = option("layout", layout)
+    if q_lengths is not None or kv_lengths is not None:
+        sizes |= _of_lengths(lies, sizes, q_lengths, kv_lengths)
+        seqlen = sizes["seqlen"]
     for name, value in sizes.items():
         if value is not None and seqlen is None:
             raise PlanError(f"{name} alone is no problem\n  nearest: give seqlen too")
@@ -82,6 +93,7 @@ def plan(
         deterministic=option("deterministic", deterministic),
         gradients=option("gradients", gradients),
         keys=SplitKeys() if splits is not None and splits > 1 else ALL_KEYS,
+        layout=lies,
         **{name: option(name, value) for name, value in integers.items()},
     )
     menu = planner.menu_of(request)
@@ -103,7 +115,23 @@ def plan(
     if backward or splits is not None:
         return planner.choose(menu, problem, sms)
     params = bound.values({}, complete=False)
-    return division.divide(lambda keys: planner.menu_of(request.visiting(keys)), problem, sms, params=params).plan
+    found = division.divide(
+        lambda keys: planner.menu_of(request.visiting(keys)), problem, sms, params=params, layout=request.layout
+    )
+    return found.plan
+
+
+def _of_lengths(
+    layout: Layout, sizes: dict[str, int | None], q: Sequence[int] | None, kv: Sequence[int] | None
+) -> dict[str, int | None]:
+    """Sizes of the batch that sequences of these lengths make; PlanError for a layout that has none."""
+    if not layout.own:
+        given = "q_lengths" if q is not None else "kv_lengths"
+        raise PlanError(f'{given} are of sequences with lengths of their own\n  nearest: layout="padded"')
+    most, keys = sizes["seqlen"] or max(q or kv or (0,)), sizes["kv_seqlen"]
+    own = own_lengths(sizes["batch"] or 1, most, most if keys is None else keys, q, kv)
+    longest = {"seqlen": max(one.q_rows for one in own), "kv_seqlen": max(one.kv_len for one in own)}
+    return {"batch": len(own), **longest}
 
 
 def emit(plan: KernelPlan) -> str:

@@ -133,7 +133,15 @@ class InGroups:
     late_first: bool
 
 
-BlockOrder = HeadByHead | InGroups
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequencesInGroups:
+    """The same where sequences lie behind each other: keys of one, then those of the next."""
+
+    template: ClassVar[str] = "hopper/backward_sequences_in_groups.cu.j2"
+    late_first: bool
+
+
+BlockOrder = HeadByHead | InGroups | SequencesInGroups
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, backward: how dq is added up in memory, by which function of consumers
@@ -278,3 +286,21 @@ class PackedQueries:
 
     template: ClassVar[str] = "hopper/forward_rows_of_packs.cu.j2"
     packed: ClassVar[bool] = True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: what L2 does with the keys that TMA has loaded, by which function of the device library
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysStay:
+    """They stay as others do: more tiles of queries load them."""
+
+    load: ClassVar[str] = "tma_load_4d"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysLeave:
+    """They are the first to leave: nobody loads them again, and parts of o may stay instead."""
+
+    load: ClassVar[str] = "tma_load_4d_once"

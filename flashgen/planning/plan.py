@@ -17,6 +17,8 @@ from flashgen.planning.members import (
     HighestAsFloat,
     HighestAsInteger,
     Keys,
+    KeysLeave,
+    KeysStay,
     OByTma,
     OFromRegisters,
     OInParts,
@@ -134,6 +136,7 @@ class Specialized:
     o: OByTma | OFromRegisters | OInParts
     scheduler: Scheduler
     rows: Queries | PackedQueries
+    l2: KeysStay | KeysLeave = KeysStay()  # noqa: RUF009 (it is frozen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

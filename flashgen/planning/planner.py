@@ -94,15 +94,15 @@ class Measured:
     def best(self, problem: Problem) -> int:
         """The fastest plan on the measured shape that is most like the problem, by lengths and number of heads."""
 
-        def unlike(shape: Shape) -> float:
-            pairs = (
-                (shape.q_len, problem.q_len),
-                (shape.kv_len, problem.kv_len),
-                (shape.batch * shape.heads, problem.batch * problem.heads),
-            )
-            return sum(abs(math.log2(max(1, theirs) / max(1, ours))) for theirs, ours in pairs)
-
-        j = min(range(len(self.shapes)), key=lambda j: unlike(self.shapes[j]))
+        q_len, kv_len = max(1, problem.q_len), max(1, problem.kv_len)
+        heads, log2 = max(1, problem.batch * problem.heads), math.log2
+        unlike = [
+            abs(log2(max(1, s.q_len) / q_len))
+            + abs(log2(max(1, s.kv_len) / kv_len))
+            + abs(log2(max(1, s.batch * s.heads) / heads))
+            for s in self.shapes
+        ]
+        j = unlike.index(min(unlike))
         return min(range(len(self.ms)), key=lambda i: self.ms[i][j])
 
 

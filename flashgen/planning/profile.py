@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import Facts, analyse
-from flashgen.lang.expr import DType, Node, loop_indices, node, reads_by, walk
+from flashgen.lang.expr import DType, Node, depends_on, loop_indices, node, reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.backward import captured_grads, has_slope, looks_up, lookups
 from flashgen.planning.plan import Tile
@@ -155,6 +155,13 @@ class Profile:
     def reads_by_key(self) -> bool:
         """Whether mask or score read a captured element for each key."""
         return reads_by(self.variant.mask, "k") or self.score_reads_by_key
+
+    @cached_property
+    def mask_reads_pairs(self) -> bool:
+        """Whether the mask reads an element that query and key select together."""
+        mask = self.variant.mask
+        loads = (n for n in walk([mask] if mask is not None else []) if n.op == "load")
+        return any(depends_on(n, "q") and depends_on(n, "k") for n in loads)
 
     @cached_property
     def score_reads_by_position(self) -> bool:

@@ -105,7 +105,7 @@ class KernelRequest:
             asked = Backward(
                 dropout=dropout,
                 deterministic=deterministic,
-                gradients=_differentiable(variant, tuple(gradients), layout),
+                gradients=_differentiable(variant, tuple(gradients)),
             )
         else:
             _only_of("backward", "forward", {"deterministic": deterministic, "gradients": gradients}, fixed)
@@ -220,13 +220,8 @@ def _only_of(other: str, this: str, options: dict[str, object], fixed: Fixed) ->
             raise PlanError(f"{name} is of a {other}, and a {this} was asked for\n  nearest: {name}=None")
 
 
-def _differentiable(variant: Variant, gradients: tuple[str, ...], layout: Layout) -> tuple[str, ...]:
+def _differentiable(variant: Variant, gradients: tuple[str, ...]) -> tuple[str, ...]:
     """The names, each once and in order, where the score has derivatives by them."""
-    if layout.own and variant.sink is not None and variant.sink.name in gradients:
-        raise PlanError(
-            f"{variant.sink.name!r} has no gradient where sequences have lengths or positions of their own\n"
-            "  nearest: dense sequences, or a sink that wants no gradient"
-        )
     known = differentiable_of(variant) if gradients else ()
     for name in gradients:
         if name not in known:

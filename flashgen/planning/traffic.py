@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any
 from flashgen.analysis import counts
 from flashgen.analysis import facts as analysis
 from flashgen.errors import PlanError
-from flashgen.planning import backward, split_keys, summaries, traffic_backward
+from flashgen.planning import backward, split_keys, summaries, traffic_backward, traffic_sequences
 from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.integers import shown
 from flashgen.planning.plan import KernelPlan, Part, Tile
 from flashgen.planning.planner import Measured, Rejected, limits, pipeline_of
 from flashgen.planning.problem import STORED_BYTES, Problem
 from flashgen.planning.profile import profile
+from flashgen.planning.traffic_sequences import OwnLengths
 
 if TYPE_CHECKING:
     from flashgen.analysis.counts import Loss, TileCounts
@@ -139,6 +140,7 @@ class Prediction:
     others: tuple[KernelPlan, ...] = ()  # of the same menu, faster on problems of other sizes
     splits: int = 1  # blocks that divide the keys of a tile of queries
     why_splits: str = ""
+    sequences: tuple[OwnLengths, ...] = ()  # where each has lengths of its own
 
     @property
     def predicted_ms(self) -> float:
@@ -152,6 +154,8 @@ class Prediction:
         """
         if self.plan.pass_name == "backward":
             raise PlanError("formulas are those of a forward\n  nearest: leave the backward or the formulas out")
+        if self.sequences:
+            raise PlanError("formulas are those of sequences of one length\n  nearest: leave the layout out")
         from flashgen.analysis.formula import tile_formulas
 
         return tile_formulas(analysis.analyse(self.plan.variant))
@@ -170,7 +174,8 @@ class Prediction:
                     ("pipeline", f"{plan.pipeline} {plan.pass_name}"),
                     *((f"instead of {fallback.pipeline}", str(fallback)) for fallback in plan.fallbacks),
                     ("tile", f"{plan.tile.q} queries x {plan.tile.kv} keys, {shown(plan)}"),
-                    *([("packed", self._packing())] if plan.packed else []),
+                    *([("sequences", self._said_of_sequences())] if self.sequences else []),
+                    *([("packed", self._packing())] if plan.packed and not self.sequences else []),
                     *([("kv splits", f"{self.splits}: {self.why_splits}")] if self.why_splits else []),
                     *([("summaries", "; ".join(map(str, plan.summaries)))] if plan.summaries else []),
                     ("warps", plan.program.text()),
@@ -214,6 +219,12 @@ class Prediction:
             _rejections("rejected", self.rejected),
         )
 
+    def _said_of_sequences(self) -> str:
+        """How they lie, and how long they are."""
+        rows, keys = ([getattr(own, name) for own in self.sequences] for name in ("q_rows", "kv_len"))
+        lengths = (f"{min(x)} to {max(x)} {what}, {sum(x)} in all" for x, what in ((rows, "queries"), (keys, "keys")))
+        return f"{self.plan.layout.name}: {len(self.sequences)} of {'; '.join(lengths)}"
+
     def _packing(self) -> str:
         """What a tile of packed heads holds, and what that saves."""
         plan, problem = self.plan, self.problem
@@ -244,6 +255,8 @@ class Prediction:
             "blocks_per_sm": plan.blocks_per_sm,
             "q_in_registers": plan.q_in_registers,
             "dropout": plan.dropout,
+            "layout": plan.layout.name,
+            "sequences": [asdict(own) for own in self.sequences],
             "pack": plan.pack(problem.group),
             "kv_splits": self.splits,
             "kv_splits_why": self.why_splits or None,
@@ -299,24 +312,32 @@ def predict(
     others: Iterable[KernelPlan] = (),
     splits: int = 1,
     why_splits: str = "",
+    sequences: Iterable[OwnLengths] = (),
 ) -> Prediction:
     """What `plan` costs on `problem`; `case` carries the sizes, parameters and captured tensors of the same call.
 
     Closed form where the mask allows, never a walk.  `dlse` says that a backward is given the gradient of lse too;
     `measured` and `rejected` are those of the menu that the plan comes from, `others` its other plans; `splits` blocks
-    divide keys where the plan splits them, and `why_splits` says why so many.
-    Raises PlanError where problem and plan disagree on head dims.
+    divide keys where the plan splits them, and `why_splits` says why so many.  Where the plan's layout has lengths of
+    their own, `sequences` are these, and `problem` bounds them: those of a padded batch are counted in its q_len rows.
+    Raises PlanError where problem and plan disagree on head dims, and for a backward of such a layout.
     """
+    own = tuple(sequences)
     asked, planned = (problem.head_dim, problem.v_head_dim), (plan.head_dim, plan.v_head_dim)
     if asked != planned:
         raise PlanError(
             f"the plan is for head_dim {planned[0]} and v_head_dim {planned[1]}, the problem has {asked[0]} and"
             f" {asked[1]}\n  nearest: a menu for the problem's head dims"
         )
+    if plan.layout.own and plan.pass_name == "backward":
+        raise PlanError(
+            f"a backward's traffic is predicted for sequences of one length, and the plan's layout is"
+            f" {plan.layout.name}\n  nearest: the forward, or layout dense"
+        )
     if plan.pass_name == "backward":
         costs = _backward_costs(plan, problem, case, dlse)
     else:
-        costs = _costs(plan, problem, case, splits)
+        costs = _own_costs(plan, problem, case, own) if plan.layout.own else _costs(plan, problem, case, splits)
     arch, tiles = ARCHS[plan.arch], costs["tiles"]
     return Prediction(
         plan=plan,
@@ -328,6 +349,7 @@ def predict(
         others=tuple(others),
         splits=splits,
         why_splits=why_splits,
+        sequences=own,
         **costs,
     )
 
@@ -382,6 +404,36 @@ def _parts(
         _bytes(visits.read_bytes + again - of_sink, parts),
         _bytes(parts + of_sink, visits.write_bytes),
     )
+
+
+def _own_costs(plan: KernelPlan, problem: Problem, case: Case, own: tuple[OwnLengths, ...]) -> dict[str, Any]:
+    """Fields of the prediction of a forward whose sequences have lengths of their own."""
+    tiles = traffic_sequences.count(plan, problem, case, own)
+    captured, columns = _stored(plan.variant.tensors, case), problem.head_dim + problem.v_head_dim
+    read = tiles.visited_rows * problem.head_dim + tiles.visited_columns * columns
+    rows = traffic_sequences.written_rows(plan, problem, own)
+    written = rows * (problem.v_head_dim * problem.itemsize + LSE_BYTES)
+    moved = _bytes(read * problem.itemsize + captured, written)
+    compulsory = _bytes(traffic_sequences.inputs(problem, own) * problem.itemsize + captured, written)
+    standard = [_standard(one.of(problem), 0) for one in own]
+    scores = tiles.visited * plan.tile.q * plan.tile.kv
+    special, _ = profile(plan.variant).score_ops
+    return {
+        "hbm": moved,
+        "compulsory": compulsory,
+        "standard": _bytes(sum(x.read_bytes for x in standard) + captured, sum(x.write_bytes for x in standard)),
+        "flops": 2 * columns * tiles.visited_elements,
+        "flops_useful": None if tiles.visible is None else 2 * columns * tiles.visible,
+        "tiles": tiles,
+        "times": _times(
+            plan,
+            2 * (plan.padded_head_dim + plan.padded_v_head_dim) * scores,
+            scores * (1 + special),
+            moved,
+            compulsory,
+        ),
+        "pace": _pace(plan, scores),
+    }
 
 
 def _summaries(plan: KernelPlan, problem: Problem, case: Case) -> tuple[Bytes, int]:

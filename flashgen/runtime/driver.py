@@ -32,6 +32,10 @@ _FIRST_DRIVER = {12: "525", 13: "580"}
 #: Size of a CUtensorMap, and the alignment that it asks for.
 _TENSOR_MAP_BYTES, _TENSOR_MAP_ALIGNMENT = 128, 64
 
+#: What the driver calls dtypes, and rows of a swizzled pattern of so many bytes.
+_TENSOR_MAP_DTYPES = {name: f"CU_TENSOR_MAP_DATA_TYPE_{name.upper()}" for name in ("float16", "bfloat16")}
+_TENSOR_MAP_SWIZZLES = {size: f"CU_TENSOR_MAP_SWIZZLE_{size}B" for size in (32, 64, 128)}
+
 _loading = threading.Lock()
 
 
@@ -58,32 +62,30 @@ class Function:
 class TensorMap:
     """What TMA needs to know of a tensor, as a kernel parameter; its address may change between launches.
 
-    `device` is the GPU that the tensor lies on: the driver asks for a current context, and a thread that never touched
-    CUDA (autograd's own, at its first node) has none.  Raises LaunchError for a tensor that TMA cannot address.
+    Made by `tensor_maps`, in a context of the GPU that the tensor lies on.
     """
 
     __slots__ = ("_buffer", "_context", "_map", "_replace", "_success", "address", "pointer")
 
-    def __init__(self, desc: TensorMapDesc, *, address: int, device: int) -> None:
-        api = _api()
-        self._context = _primary_context(device)
-        with _current(self._context):
-            made = _ok(
-                api.cuTensorMapEncodeTiled(
-                    getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{desc.dtype.upper()}"),
-                    4,
-                    address,
-                    [api.cuuint64_t(size) for size in desc.sizes],
-                    [api.cuuint64_t(stride) for stride in desc.strides],
-                    [api.cuuint32_t(side) for side in desc.box],
-                    [api.cuuint32_t(1)] * 4,
-                    api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-                    getattr(api.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{desc.swizzle}B"),
-                    api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                    api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-                ),
-                f"address a tensor of {desc.sizes} with strides of {desc.strides} bytes by TMA",
-            )
+    def __init__(self, desc: TensorMapDesc, address: int, context: Any) -> None:
+        api, wide, narrow = _api(), _api().cuuint64_t, _api().cuuint32_t
+        self._context, one = context, narrow(1)
+        returned = api.cuTensorMapEncodeTiled(
+            getattr(api.CUtensorMapDataType, _TENSOR_MAP_DTYPES[desc.dtype]),
+            4,
+            address,
+            [*map(wide, desc.sizes)],
+            [*map(wide, desc.strides)],
+            [*map(narrow, desc.box)],
+            [one, one, one, one],
+            api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            getattr(api.CUtensorMapSwizzle, _TENSOR_MAP_SWIZZLES[desc.swizzle]),
+            api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        if returned[0] != api.CUresult.CUDA_SUCCESS:
+            _ok(returned, f"address a tensor of {desc.sizes} with strides of {desc.strides} bytes by TMA")
+        made = returned[1]
         self._buffer = ctypes.create_string_buffer(_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
         self.pointer = -(-ctypes.addressof(self._buffer) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
         ctypes.memmove(self.pointer, int(made.getPtr()), _TENSOR_MAP_BYTES)
@@ -98,6 +100,19 @@ class TensorMap:
             with _current(self._context):
                 _ok(self._replace(self._map, address), "move a tensor map")
         self.address = address
+
+
+def tensor_maps(descs: Sequence[TensorMapDesc], *, address: int, device: int) -> list[TensorMap]:
+    """Tensor maps of tensors on GPU `device`, all at one address until they move.
+
+    The driver asks for a current context, and a thread that never touched CUDA (autograd's own, at its first node) has
+    none.  Raises LaunchError for a tensor that TMA cannot address.
+    """
+    if not descs:
+        return []
+    context = _primary_context(device)
+    with _current(context):
+        return [TensorMap(desc, address, context) for desc in descs]
 
 
 class Launcher:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from flashgen import codegen
 from flashgen.codegen import params
 from flashgen.runtime import cache, driver, nvrtc
+from flashgen.runtime.launch import pointers, scalars
 
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
@@ -32,32 +33,42 @@ _kernels: dict[KernelPlan, _Slot] = {}
 _slots = threading.Lock()
 
 
-class _Packed:
-    """The packed parameters of a launch in memory that the driver copies each time it starts.
+class _Packing:
+    """How the launches of a plan pack their parameters: what does not depend on a problem.
 
     Addresses are those of `Launch.pointers`, numbers those of `Launch.scalars`.
     """
 
-    __slots__ = ("_pack_pointers", "_pick_pointers", "_slots", "buffer")
+    __slots__ = ("_first", "_numbers", "_pack", "_pack_pointers", "_pick_pointers", "_scalars", "_size", "places")
 
-    def __init__(self, launch: Launch) -> None:
-        packed = launch.packed(dict.fromkeys(launch.pointers, 0))
-        self.buffer = ctypes.create_string_buffer(packed, len(packed))
+    def __init__(self, plan: KernelPlan) -> None:
+        members, known = params.fields(plan), pointers(plan)
         place, end = {}, 0  # the struct has no padding before its end
-        for member in params.fields(launch.plan):
+        for member in members:
             place[member.name] = member.format, end
             end += struct.calcsize(f"<{member.format}")
-        pointers = [m.name for m in params.fields(launch.plan) if m.ctype.endswith("*")]  # they stand first
-        self._pack_pointers = struct.Struct(f"<{len(pointers)}Q").pack_into
-        self._pick_pointers = operator.itemgetter(*map(launch.pointers.index, pointers))
-        self._slots = [(struct.Struct(f"<{place[name][0]}").pack_into, place[name][1]) for name in launch.scalars]
+        of_pointers = [m.name for m in members if m.ctype.endswith("*")]  # they stand first
+        self._numbers, self._size = [m.name for m in members[len(of_pointers) :]], params.sizeof(plan)
+        self._pack_pointers = struct.Struct(f"<{len(of_pointers)}Q").pack_into
+        self._pick_pointers = operator.itemgetter(*map(known.index, of_pointers))
+        self._pack = struct.Struct("<" + "".join(m.format for m in members[len(of_pointers) :])).pack_into
+        self._first = 8 * len(of_pointers)
+        self._scalars = [(struct.Struct(f"<{place[name][0]}").pack_into, place[name][1]) for name in scalars(plan)]
+        #: Where the addresses of the tensors of maps stand among all.
+        self.places = {name: known.index(name) for name in params.maps(plan)}
 
-    def point(self, addresses: tuple[int, ...]) -> None:
-        self._pack_pointers(self.buffer, 0, *self._pick_pointers(addresses))
+    def of(self, launch: Launch) -> ctypes.Array:
+        """The parameters of a launch, without its addresses."""
+        buffer = ctypes.create_string_buffer(self._size)
+        self._pack(buffer, self._first, *map(launch.values.__getitem__, self._numbers))
+        return buffer
 
-    def count(self, numbers: tuple[int | float, ...]) -> None:
-        for (pack_into, offset), number in zip(self._slots, numbers, strict=True):
-            pack_into(self.buffer, offset, number)
+    def point(self, buffer: ctypes.Array, addresses: tuple[int, ...]) -> None:
+        self._pack_pointers(buffer, 0, *self._pick_pointers(addresses))
+
+    def count(self, buffer: ctypes.Array, numbers: tuple[int | float, ...]) -> None:
+        for (pack_into, offset), number in zip(self._scalars, numbers, strict=True):
+            pack_into(buffer, offset, number)
 
 
 class Record:
@@ -66,19 +77,19 @@ class Record:
     What the call before it left in place is not written again.
     """
 
-    __slots__ = ("_addresses", "_launchers", "_lock", "_maps", "_numbers", "_packed", "launch")
+    __slots__ = ("_addresses", "_buffer", "_launchers", "_lock", "_maps", "_numbers", "_packing", "launch")
 
-    def __init__(self, launch: Launch, functions: Sequence[driver.Function], device: int) -> None:
-        self.launch = launch
-        self._packed = _Packed(launch)
-        maps = {desc: driver.TensorMap(desc, address=_ANY_ADDRESS, device=device) for desc in launch.maps}
-        self._maps = [(tensor, launch.pointers.index(desc.tensor)) for desc, tensor in maps.items()]
+    def __init__(self, launch: Launch, packing: _Packing, functions: Sequence[driver.Function], device: int) -> None:
+        self.launch, self._packing = launch, packing
+        self._buffer = packing.of(launch)
+        maps = driver.tensor_maps(launch.maps, address=_ANY_ADDRESS, device=device)
+        self._maps = [(one, packing.places[desc.tensor]) for desc, one in zip(launch.maps, maps, strict=True)]
         self._launchers = [
             driver.Launcher(
                 function,
                 blocks=grid.blocks,
                 threads=grid.threads,
-                arguments=[*(maps[desc] for desc in launch.maps_of(grid)), self._packed.buffer],
+                arguments=[*(maps if launch.maps_of(grid) else ()), self._buffer],
             )
             for grid, function in zip(launch.grids, functions, strict=True)
         ]
@@ -98,11 +109,11 @@ class Record:
                 for tensor, index in self._maps:
                     if addresses[index] != tensor.address:
                         tensor.move(addresses[index])
-                self._packed.point(addresses)
+                self._packing.point(self._buffer, addresses)
                 self._addresses = addresses
             if numbers is not self._numbers:  # equal ones may differ: 0.0 and -0.0
                 self._numbers = None
-                self._packed.count(numbers)
+                self._packing.count(self._buffer, numbers)
                 self._numbers = numbers
             for start in self._launchers:
                 start(stream)
@@ -116,6 +127,10 @@ class Kernel:
     entry: cache.Entry
     _functions: dict[tuple[int, str], driver.Function] = field(default_factory=dict, repr=False, compare=False)
     _loading: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    _packing: _Packing = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_packing", _Packing(self.plan))
 
     @property
     def cubin(self) -> bytes:
@@ -130,10 +145,14 @@ class Kernel:
 
         Raises LaunchError where it cannot be loaded there.
         """
-        with self._loading:
-            if (device, entry) not in self._functions:
-                self._functions[device, entry] = driver.load(self.cubin, entry, smem_bytes=smem_bytes, device=device)
-            return self._functions[device, entry]
+        found = self._functions.get((device, entry))
+        if found is None:
+            with self._loading:
+                found = self._functions.get((device, entry))
+                if found is None:
+                    found = driver.load(self.cubin, entry, smem_bytes=smem_bytes, device=device)
+                    self._functions[device, entry] = found
+        return found
 
     def record(self, launch: Launch, device: int) -> Record:
         """A launch of this kernel's plan on GPU `device`.
@@ -142,7 +161,7 @@ class Kernel:
         (its pipeline's `cannot_address` says so before).
         """
         functions = [self.function(device, grid.entry, grid.smem_bytes) for grid in launch.grids]
-        return Record(launch, functions, device)
+        return Record(launch, self._packing, functions, device)
 
 
 @dataclass(slots=True)
@@ -158,8 +177,12 @@ def load(plan: KernelPlan) -> Kernel:
 
     Raises CompileError.
     """
-    with _slots:
-        slot = _kernels.setdefault(plan, _Slot())
+    slot = _kernels.get(plan)
+    if slot is None:
+        with _slots:
+            slot = _kernels.setdefault(plan, _Slot())
+    if slot.kernel is not None:
+        return slot.kernel
     with slot.lock:
         if slot.kernel is None:
             slot.kernel = Kernel(plan=plan, entry=build(plan))

@@ -6,6 +6,7 @@ they put addresses in place.  So what the interpreter checks is the launch that 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -116,16 +117,12 @@ class Launch:
     def pointers(self) -> tuple[str, ...]:
         """The names of the addresses that executing it takes, in this order: tensors of maps, other pointers of
         `Params`, what is cleared."""
-        cleared = tuple(part.name for part in self.cleared)
-        in_params = (f.name for f in members.fields(self.plan) if f.ctype.endswith("*") and f.name not in cleared)
-        return tuple(dict.fromkeys((*(desc.tensor for desc in self.maps), *in_params, *cleared)))
+        return pointers(self.plan)
 
     @property
     def scalars(self) -> tuple[str, ...]:
         """The fields that each call writes anew: scale, parameters, and what dropout draws."""
-        of_variant = (f"param_{p.name}" for p in self.plan.variant.params)
-        of_layout = ("q_offset",) * self.plan.layout.own
-        return ("scale", *of_variant, *of_layout, *(_DROPOUT if self.plan.dropout else ()))
+        return scalars(self.plan)
 
     def maps_of(self, grid: LaunchGrid) -> tuple[TensorMapDesc, ...]:
         """Those that a kernel takes."""
@@ -134,6 +131,28 @@ class Launch:
     def packed(self, addresses: Mapping[str, int]) -> bytes:
         """`Params` with these addresses; raises KeyError for a pointer without one."""
         return members.pack(self.plan, {**addresses, **self.values})
+
+
+@functools.lru_cache(maxsize=256)
+def _number_names(plan: KernelPlan) -> tuple[str, ...]:
+    """The fields of `Params` that are no addresses."""
+    return tuple(f.name for f in members.fields(plan) if not f.ctype.endswith("*"))
+
+
+@functools.lru_cache(maxsize=256)
+def pointers(plan: KernelPlan) -> tuple[str, ...]:
+    """Those of every launch of a plan."""
+    in_params = [f.name for f in members.fields(plan) if f.ctype.endswith("*")]
+    cleared = [name for name in in_params if name == COUNTERS.name]
+    others = (name for name in in_params if name != COUNTERS.name)
+    return tuple(dict.fromkeys((*members.maps(plan), *others, *cleared)))
+
+
+def scalars(plan: KernelPlan) -> tuple[str, ...]:
+    """Those of every launch of a plan."""
+    of_variant = (f"param_{p.name}" for p in plan.variant.params)
+    of_layout = ("q_offset",) * plan.layout.own
+    return ("scale", *of_variant, *of_layout, *(_DROPOUT if plan.dropout else ()))
 
 
 def make_launch(
@@ -195,7 +214,7 @@ def make_launch(
     if cache is not None:
         numbers |= cache.numbers(plan.tile.kv)
     if dropout is not None:
-        numbers |= zip(_DROPOUT, dropout_scalars(dropout), strict=True)
+        numbers |= zip(_DROPOUT, dropout_scalars(dropout, problem.heads), strict=True)
     for name, of_tensor in strides.items():
         for axis, stride in zip(("batch", "head", "row"), of_tensor, strict=True):
             numbers[f"{name}_{axis}"] = stride
@@ -203,13 +222,12 @@ def make_launch(
         for axis, (size, stride) in enumerate(zip(tensor.sizes, tensor.strides, strict=True)):
             numbers[f"size{axis}_{name}"] = size
             numbers[f"stride{axis}_{name}"] = stride if size > 1 else 0  # of size 1: it broadcasts
-    fields = members.fields(plan)
     shapes = {name: captured[name].sizes for name in plan.gradients}
     of_all = _q_tiles(plan, problem, q_rows) if plan.layout.joined else None
     return Launch(
         plan=plan,
         grids=grids(plan, problem, sms, (q_rows, kv_rows), kv_splits),
-        values=MappingProxyType({f.name: numbers[f.name] for f in fields if not f.ctype.endswith("*")}),
+        values=MappingProxyType({name: numbers[name] for name in _number_names(plan)}),
         maps=tuple(
             _tensor_map(name, plan, problem, strides[name], (q_rows, kv_rows), cache) for name in members.maps(plan)
         ),
@@ -218,7 +236,7 @@ def make_launch(
             *split_keys.workspaces(plan, problem, kv_splits),
             *summaries.workspaces(plan, problem),
         ),
-        cleared=tuple(COUNTERS for f in fields if f.name == COUNTERS.name),
+        cleared=(COUNTERS,) if COUNTERS.name in pointers(plan) else (),
     )
 
 
@@ -227,9 +245,9 @@ def main_entry(plan: KernelPlan) -> str:
     return f"attention_{plan.pass_name}"
 
 
-def dropout_scalars(dropout: Dropout) -> tuple[int | float, ...]:
+def dropout_scalars(dropout: Dropout, heads: int) -> tuple[int | float, ...]:
     """What kernels that drop probabilities take beside the other scalars, in the order of `Launch.scalars`."""
-    return dropout.seed, dropout.offset, dropout.threshold, dropout.scale
+    return dropout.seed, dropout.offset, dropout.threshold, dropout.scale, dropout.first, dropout.stride(heads)
 
 
 def grids(
@@ -334,8 +352,9 @@ def _tensor_map(
     cache: Cache | None,
 ) -> TensorMapDesc:
     """That of q, k, v, o or d_o, with so many rows of q, and of k, in memory: of each page where there is a cache."""
-    columns = problem.head_dim if name in "qk" else problem.v_head_dim
-    batch_size = 1 if plan.layout.joined else problem.batch
+    columns, itemsize, batch_size = problem.v_head_dim, problem.itemsize, 1 if plan.layout.joined else problem.batch
+    if name in "qk":
+        columns = problem.head_dim
     if name in ("k", "v"):
         rows, heads, box = in_memory[1], problem.kv_heads, (plan.tile.kv, 1)
         if cache is not None:
@@ -349,12 +368,12 @@ def _tensor_map(
         pack = plan.pack(problem.group)
         sizes, of_axes, box = sizes[::-1], of_axes[::-1], (pack, WARPGROUP_ROWS // pack)
     sizes, of_axes = (*sizes, batch_size), (*of_axes, batch)
-    least = -(-columns * problem.itemsize // 16) * 16  # of a size of 1 any stride will do
+    least = -(-columns * itemsize // 16) * 16  # of a size of 1 any stride will do
     return TensorMapDesc(
         tensor=name,
         dtype=plan.dtype,
-        sizes=(columns, *(max(n, 1) for n in sizes)),  # without a key nothing is copied
-        strides=tuple(s * problem.itemsize if n > 1 else least for n, s in zip(sizes, of_axes, strict=True)),
-        box=(_SWIZZLE // problem.itemsize, *box, 1),
+        sizes=(columns, *[n or 1 for n in sizes]),  # without a key nothing is copied
+        strides=tuple([s * itemsize if n > 1 else least for n, s in zip(sizes, of_axes, strict=True)]),
+        box=(_SWIZZLE // itemsize, *box, 1),
         swizzle=_SWIZZLE,
     )

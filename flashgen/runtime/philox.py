@@ -20,11 +20,21 @@ _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropout:
-    """Drop each probability with chance `p` in [0, 1); `seed` and `offset` are unsigned 64-bit numbers."""
+    """Drop each probability with chance `p` in [0, 1); `seed` and `offset` are unsigned 64-bit numbers.
+
+    A call that has a part of the batches and heads counts on from those before: `first` is its first head of all
+    batches, and `heads` are those of a batch, its own unless given.
+    """
 
     p: float
     seed: int
     offset: int = 0
+    first: int = 0
+    heads: int | None = None
+
+    def stride(self, heads: int) -> int:
+        """By how many heads batches follow each other, in a call of so many heads."""
+        return heads if self.heads is None else self.heads
 
     @property
     def threshold(self) -> int:
@@ -64,8 +74,9 @@ def keep(dropout: Dropout, *, b: object, h: object, q: object, k: object, heads:
     keys = np.atleast_1d(np.asarray(k, np.int64))
     quads, place = np.unique(keys // 4, return_inverse=True)
     seed, offset = dropout.seed, dropout.offset
+    head = dropout.first + np.asarray(b, np.int64) * dropout.stride(heads) + np.asarray(h, np.int64)
     words = philox(
-        (quads, q, np.asarray(b, np.int64) * heads + np.asarray(h, np.int64), offset & 0xFFFFFFFF),
+        (quads, q, head, offset & 0xFFFFFFFF),
         (seed & 0xFFFFFFFF, (seed >> 32) ^ (offset >> 32)),
     )
     drawn = np.stack(words, axis=-1)[..., place.reshape(keys.shape), keys % 4]

@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from flashgen.runtime.philox import Dropout
 
 
-#: Rows of a matrix product: those of one mma.
-_ROWS = 16
-
-
 @dataclass(slots=True, kw_only=True)
 class Visits:
     """What a walk visited, summed over batch and query heads: `total` to `full` are tiles (visited: partial and full),
@@ -187,13 +183,9 @@ def count(
 
 
 def by_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a @ b [..., rows, columns], each row with the bits that it has beside any other rows: of a matrix of another
-    height a BLAS may add in another order."""
-    *outer, rows, depth = a.shape
-    if (beyond := -rows % _ROWS) != 0:
-        a = np.concatenate([a, np.zeros((*outer, beyond, depth), a.dtype)], axis=-2)
-    found = a.reshape(*outer, -1, _ROWS, depth) @ b[..., None, :, :]
-    return found.reshape(*found.shape[:-3], rows + beyond, -1)[..., :rows, :]
+    """a @ b [..., rows, columns], each row with the bits that it has beside any other rows, and as any of them: where
+    rows are multiplied together, a BLAS may add those of one place in another order than those of another."""
+    return (a[..., None, :] @ b[..., None, :, :])[..., 0, :]
 
 
 def of_length(x: np.ndarray, length: int, axis: int, value: float) -> np.ndarray:

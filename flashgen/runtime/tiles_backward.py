@@ -199,7 +199,12 @@ class _Backward(Tiles):
         return self.traffic
 
     def _walk(self) -> None:
-        if 0 in self.lse.shape or self.kv_len == 0:  # every gradient is 0, and no kernel runs
+        if 0 in self.lse.shape:
+            return
+        if self.kv_len == 0:  # rows have nothing but their sink: every other gradient is 0
+            if self.plan.sink_gradient:
+                self._prepare()
+                self._sink()
             return
         if self.plan.summaries:
             self._enter("attention_summaries")

@@ -36,6 +36,7 @@ from flashgen.planning.members import (
     HalvesOfKeys,
     HeadByHead,
     InGroups,
+    SequencesInGroups,
     SplitDkDv,
 )
 from flashgen.planning.pipelines.hopper import forward as hopper
@@ -161,8 +162,6 @@ def unsupported_reason(request: KernelRequest) -> str | None:
     """Why the pipeline has no such backward, or None."""
     asked, tile, stages = request.profile, request.fixed.tile, request.fixed.stages
     wide = request.widest > OWN_KEYS
-    if request.layout.own:
-        return "its backward has no sequences with lengths or positions of their own"
     if request.dropout and wide:
         return f"its backward has dropout for head dims up to {OWN_KEYS}"
     if request.score_gradients and wide:
@@ -205,6 +204,8 @@ def consumers(c: Candidate) -> Consumers:
 
 def block_order(request: KernelRequest) -> BlockOrder:
     """The order in which blocks start."""
+    if request.layout.joined:
+        return SequencesInGroups(late_first=request.deterministic)
     if request.deterministic or request.profile.hides:
         return InGroups(late_first=request.deterministic)
     return HeadByHead()
@@ -246,9 +247,11 @@ def dq_in_main_kernel(c: Candidate, request: KernelRequest) -> bool:
     """Whether two warps of the producer's clear and finish sums of dq while others multiply: 1 to 3% on an H200.
 
     A dq in one order needs these warps itself; with what looks elements up, drops or adds to gradients, and with a
-    padded head dim, registers are short.
+    padded head dim, registers are short.  Of sequences with lengths of their own a head has no number of slices that
+    the host knows.
     """
     plain = not (request.deterministic or request.dropout or request.score_gradients or request.profile.looks_up)
+    plain = plain and not request.layout.own
     return plain and not c.split_dk_dv and request.head_dim == padded(request.head_dim)
 
 
@@ -295,6 +298,7 @@ def program(c: Candidate, request: KernelRequest) -> Program:
         ping_pong=ping_pong(c, request),
         deterministic=request.deterministic,
         dq_in_main_kernel=dq_in_main_kernel(c, request),
+        layout=request.layout,
         lookup_stages=lookup_stages(c, request),
         lookups=tuple((name, CTYPES[n.dtype], n.dtype.itemsize, depends_on(n, "q")) for name, n in read),
     )
@@ -353,13 +357,15 @@ def _variant_registers(c: Candidate, request: KernelRequest) -> int:
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread: together those of a block, rounded down to eights.
 
-    Where it judges parts of tiles, which takes some more, a producer has more if consumers can spare them: what it
-    spills else costs less than a slower pipeline.
+    Where it judges parts of tiles, or orders additions to dq of sequences with lengths of their own, which takes some
+    more, a producer has more if consumers can spare them: what it spills else costs less than a slower pipeline.
     """
     producer = JUDGE_REGISTERS if _judged_ops(request.profile.judged_nodes) > JUDGED_OPS else PRODUCER_REGISTERS
-    if request.profile.cuts(c.tile):
+    cuts, ordered = request.profile.cuts(c.tile), request.layout.own and request.deterministic
+    if cuts or ordered:
         needed = _needed(registers(c, request))
-        spared = (n for n in PARTS_REGISTERS if needed <= consumer_registers(request.arch, WARPGROUPS, n))
+        wished = PARTS_REGISTERS if cuts else (JUDGE_REGISTERS,)
+        spared = (n for n in wished if needed <= consumer_registers(request.arch, WARPGROUPS, n))
         producer = max(producer, next(spared, producer))
     return producer, consumer_registers(request.arch, WARPGROUPS, producer)
 

@@ -22,6 +22,8 @@ from flashgen.planning.members import (
     HighestAsFloat,
     HighestAsInteger,
     Keys,
+    KeysLeave,
+    KeysStay,
     OByTma,
     OFromRegisters,
     OInParts,
@@ -85,6 +87,9 @@ OVERHEAD, VARIANT_REGISTERS, DESCRIPTOR_COLUMNS = 19, 2, 12
 
 #: Registers that a score function needs beside S; those of a captured element and its address, and of finding them.
 SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
+
+#: And more where query and key select it together: `tree` at head_dim 128 spilled 12 bytes with one left.
+PAIR_REGISTERS = 4
 
 #: A score function that reads an element for each key, in every tile, takes one more register for so many keys.
 READING_KEYS = 6
@@ -290,7 +295,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         parts.append(
             Part(
                 name="captured",
-                amount=CAPTURED_REGISTERS + ELEMENT_REGISTERS * keys,
+                amount=CAPTURED_REGISTERS + PAIR_REGISTERS * asked.mask_reads_pairs + ELEMENT_REGISTERS * keys,
                 why=f"an element and its address for each of {keys} keys, and what leads to them",
             )
         )
@@ -404,7 +409,9 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
         registers += (Part(name="packed", amount=PACKED_REGISTERS, why="the queries of two rows"),)
         if total(registers) > (plan.program.consumer_registers or 0):
             return None
-    return replace(plan, registers=registers, specialized=replace(_layout(plan), rows=PackedQueries()))
+    # A few queries are one tile: its blocks alone load these keys, each once.
+    l2 = KeysLeave() if plan.keys.split else KeysStay()
+    return replace(plan, registers=registers, specialized=replace(_layout(plan), rows=PackedQueries(), l2=l2))
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:

@@ -197,22 +197,27 @@ def backward(
     dq_in_main_kernel: bool,
     lookup_stages: int,
     lookups: tuple[tuple[str, str, int, bool], ...],
+    layout: Layout = DENSE,
 ) -> Program:
     """A backward's program: `columns` of q and k, and of v and d_o, in shared memory; tiles of queries in which the
     mask hides everything are skipped by a scheduler, where there may be any (`skips`); `lookups` are what the mask
-    reads: name, C++ type, bytes of an element and whether a query selects it."""
+    reads: name, C++ type, bytes of an element and whether a query selects it.  Where sequences have lengths of their
+    own the loader's warp clears what it copied from behind a sequence: so it is the last of its warpgroup, whose roles
+    are told by the first of their warps."""
     producer, consumer = registers
     by_query = any(of_query for *_, of_query in lookups)
-    roles = [
-        Role(name="scheduler", warps=1, threads=WARP, registers=producer) if skips else _idle(1, producer),
-        Role(name="loader", warps=1, threads=1, registers=producer),
-    ]
+    roles = [Role(name="scheduler", warps=1, threads=WARP, registers=producer) if skips else _idle(1, producer)]
+    loader = Role(name="loader", warps=1, threads=WARP if layout.own else 1, registers=producer)
+    if not layout.own:
+        roles.append(loader)
     if deterministic:
         roles.append(Role(name="dq semaphore", warps=2, threads=2 * WARP, registers=producer))
     elif dq_in_main_kernel:
         roles.append(Role(name="dq accumulation", warps=2, threads=2 * WARP, registers=producer))
     else:
         roles.append(_idle(2, producer))
+    if layout.own:
+        roles.append(loader)
     names = ("dv consumer", "dk consumer") if split_dk_dv else ("consumer",)
     warps = 2 * WARPS // len(names)
     roles += [Role(name=name, warps=warps, threads=WARP * warps, registers=consumer) for name in names]
@@ -230,8 +235,10 @@ def backward(
             dq_in_main_kernel=dq_in_main_kernel,
             by_query=by_query,
             deterministic=deterministic,
+            own=layout.own,
         )
     )
+    helpers = ("dq semaphore", "dq accumulation", "loader")
     return Program(
         roles=tuple(roles),
         rings=rings,
@@ -239,8 +246,8 @@ def backward(
             _start(roles),
             *(_meet("turn", 1 + w, 2 * WARPS, names, "a warpgroup computes P and dS") for w in range(2 * ping_pong)),
         ),
-        shared=tuple(_backward_members(shared_axes, {r.name: r.member for r in rings}, tile, columns, lookups)),
-        dispatch=_chains(roles, ("scheduler",), ("dq semaphore", "dq accumulation", "loader")),
+        shared=tuple(_backward_members(shared_axes, {r.name: r.member for r in rings}, tile, columns, lookups, layout)),
+        dispatch=_chains(roles, ("scheduler",), helpers[::-1] if layout.own else helpers),
         names=(Axis(size=2 * WARPS, text="WARPS"), Axis(size=WARPS, text="WARPS / 2")),
     )
 
@@ -254,6 +261,7 @@ def _backward_rings(
     dq_in_main_kernel: bool,
     by_query: bool,
     deterministic: bool,
+    own: bool,
 ) -> Iterator[Ring]:
     """In the order in which their barriers are initialised."""
     arriving = tuple(Party(role=name, arrivals=warps) for name in names)
@@ -304,6 +312,16 @@ def _backward_rings(
         consumers=waiting,
         freed="with q",
     )
+    if own:
+        yield Ring(
+            name="landed",
+            barrier="landed",
+            carries="tiles with rows that are none of the sequence's, which become 0",
+            stages=_ONE,
+            producers=loader,
+            consumers=(Party(role="loader", arrivals=0),),
+            freed="by the loader itself",
+        )
     last = len(names) - 1  # whose warpgroup has dS, where one has
     yield Ring(
         name="ds",
@@ -383,6 +401,7 @@ def _backward_members(
     tile: Tile,
     columns: tuple[int, int],
     lookups: tuple[tuple[str, str, int, bool], ...],
+    layout: Layout,
 ) -> Iterator[Declaration]:
     """What `Shared` has, in order."""
     stage, of_queries, of_keys = axes["stage"], Axis(size=tile.q, text="TILE_Q"), Axis(size=tile.kv, text="TILE_KV")
@@ -414,8 +433,10 @@ def _backward_members(
         extents = (axes["lookups"], of_queries) if by_query else (of_keys,)
         yield declared(Member(ctype=ctype, name=name, size=item, alignment=item, axes=extents))
     yield declared(Member(ctype="Keys", name="keys", size=24, alignment=4))
+    if layout.own:
+        yield declared(Member(ctype="Sequence", name="sequence", size=24 if layout.joined else 16, alignment=4))
     yield declared(of["q"], note="full: of q, lse and the step; empty: of all")
-    yield declared(*(of[name] for name in ("d_o", "k", "v", "ds", "p", "lookups") if name in of))
+    yield declared(*(of[name] for name in ("d_o", "k", "v", "landed", "ds", "p", "lookups") if name in of))
     if "semaphore" in of:
         yield declared(of["semaphore"])
         yield declared(

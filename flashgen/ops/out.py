@@ -1,0 +1,57 @@
+"""Memory that a call is given for its result, checked before anything is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from flashgen.errors import LaunchError
+from flashgen.ops.call import check_memory, check_rows
+from flashgen.ops.values import no_tensor
+
+#: What a call is told that wants gradients.
+WITH_GRADIENTS = (
+    "out= is written in place, and a gradient is wanted, which needs a result of its own\n"
+    "  nearest: torch.no_grad(), or no out"
+)
+
+
+def check(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor, inputs: Iterable[tuple[str, object]]) -> None:
+    """Raise LaunchError unless o of a call can be written there: of this shape [batch, heads, q_len, v_head_dim], q's
+    dtype and device, rows that a kernel can write, and memory that none of the inputs shares."""
+    if not isinstance(out, torch.Tensor):
+        raise LaunchError(no_tensor("out", out))
+    check_memory("out", "out", out)
+    if tuple(out.shape) != shape:
+        raise LaunchError(f"out is {list(out.shape)} and o {list(shape)}\n  nearest: out of shape {list(shape)}")
+    if out.dtype != q.dtype or out.device != q.device:
+        raise LaunchError(
+            f"out is {out.dtype} on {out.device} and o {q.dtype} on {q.device}\n"
+            f"  nearest: torch.empty({list(shape)}, dtype={q.dtype}, device={str(q.device)!r})"
+        )
+    if out.requires_grad:
+        raise LaunchError(WITH_GRADIENTS)
+    check_rows("out", out)
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise LaunchError(
+            f"out has strides {list(out.stride())}: rows of it share memory\n  nearest: out.contiguous(), a copy"
+        )
+    for name, x in inputs:
+        if isinstance(x, torch.Tensor) and _overlap(out, x):
+            raise LaunchError(
+                f"out and {name} share memory, which kernels read while they write\n  nearest: a new tensor"
+            )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether bytes from the first to the last element of one lie among those of another."""
+    if one.device != other.device or 0 in (one.numel(), other.numel()):
+        return False
+    (first, end), (start, stop) = (_span(x) for x in (one, other))
+    return first < stop and start < end
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    steps = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (steps + 1) * x.itemsize

@@ -1,0 +1,398 @@
+"""Keys that are split among blocks: emitted kernels executed, their combination bit by bit, the walk, the choice."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from padded import batch
+from ptx_attention import replace
+from split import split_batch, split_work
+from tiers import thinned
+
+import flashgen as fg
+from flashgen.analysis.tiles import Case
+from flashgen.errors import LaunchError, PlanError
+from flashgen.interpreter import simulate
+from flashgen.interpreter.errors import Trap
+from flashgen.lang.load import load_spec, shipped
+from flashgen.planning import division, planner, split_keys
+from flashgen.planning.arch import ARCHS
+from flashgen.planning.layout import Padded, Varlen
+from flashgen.planning.members import ALL_KEYS, SplitKeys
+from flashgen.planning.problem import Problem
+from flashgen.planning.request import KernelRequest
+from flashgen.planning.traffic import predict
+from flashgen.runtime import tiles
+
+PIPELINES = ("ampere", "hopper")
+
+#: Few queries and six tiles of keys, the last of them not full.
+SHAPE = {"q_len": 5, "kv_len": 350}
+
+
+def check(w, splits, **options):
+    """Right against float64, the walk's numbers, and bytes as predicted and as counted."""
+    result = w.run(kv_splits=splits, **options)
+    assert not np.isnan(result.o).any() and w.wrong(result) == ()
+    assert all(report.conflicts == [] for report in result.reports.values())
+    p, dims = w.problem, {"head_dim": w.problem.head_dim, "v_head_dim": w.problem.v_head_dim, "dtype": w.problem.dtype}
+    counted = tiles.count(w.plan, w.facts, w.case, **dims, kv_splits=splits)
+    walked = tiles.walk(
+        *(w.plan, w.facts, w.case, *(x.float().numpy() for x in w.qkv)),
+        **{"scale": w.scale, "dtype": p.dtype, "kv_splits": splits},
+    )
+    assert walked.traffic == counted
+    np.testing.assert_allclose(walked.lse, result.lse, atol=4e-6)
+    predicted = predict(w.plan, p, w.case, splits=splits)
+    assert (predicted.hbm.read_bytes, predicted.hbm.write_bytes) == (counted.read_bytes, counted.write_bytes)
+    visits, combines = (result.reports[entry] for entry in ("attention_forward", split_keys.ENTRY))
+    for name in ("q", "k", "v"):
+        assert visits.bytes(buffer=name) == getattr(counted, name), name
+    for name in ("o", "lse"):
+        assert combines.bytes("st", buffer=name) == getattr(counted, name), name
+    for report, kind in ((visits, "st"), (combines, "ld")):
+        assert sum(report.bytes(kind, buffer=name) for name in ("part_o", "part_rows")) == counted.parts
+    return result
+
+
+# ---------------------------------------------------------------- kernels
+@pytest.mark.parametrize("splits", [1, 3, 9])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_numbers_of_blocks(pipeline, splits):
+    check(split_work("causal_bottom_right", pipeline, **SHAPE), splits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec",
+    thinned(
+        sorted(shipped()), kept=("full", "sliding_window", "alibi", "gpt_oss", "document"), sibling="test_every_spec"
+    ),
+)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_every_spec(pipeline, spec):
+    check(split_work(spec, pipeline, q_len=70, kv_len=211), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", thinned([2, 7, 40], kept=(7,), sibling="test_packed_heads"))
+@pytest.mark.parametrize("shape", [{"heads": 8, "kv_heads": 2, "q_len": 3}, {"heads": 6, "kv_heads": 2, "q_len": 70}])
+def test_packed_heads(shape, splits):
+    check(split_work("causal_bottom_right", "hopper", packed=True, kv_len=350, batch=2, **shape), splits)
+
+
+@pytest.mark.nightly(sibling="test_numbers_of_blocks")
+@pytest.mark.parametrize("dims", [(128, 128), (72, 40), (64, 200)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_head_dims_and_dtypes(pipeline, dtype, dims):
+    head_dim, v_head_dim = dims
+    tile = {"hopper": (128, 64), "ampere": (32, 32)}[pipeline]
+    shape = {**SHAPE, "dtype": dtype, "head_dim": head_dim, "v_head_dim": v_head_dim, "tile": tile, "kv_len": 130}
+    check(split_work("full", pipeline, **shape), 2)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_a_window_reads_its_own_keys_alone(pipeline):
+    w = split_work("sliding_window", pipeline, q_len=1, kv_len=350)
+    w = dataclasses.replace(w, case=dataclasses.replace(w.case, params={"window": 70}))
+    result = check(w, 4)
+    first_keys = tiles.count(w.plan, w.facts, w.case, head_dim=64, v_head_dim=64, dtype="bfloat16", kv_splits=4)
+    assert result.report.bytes(buffer="k") == first_keys.k == 2 * 64 * 64 * 2  # of key 0 alone, by each head
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_blocks_without_a_key(pipeline):
+    """Rows that see nothing, and parts that nothing is written to: the workspace holds NaN."""
+    w = split_work("causal_bottom_right", pipeline, q_len=70, kv_len=10)
+    result = w.run(kv_splits=5)
+    assert w.wrong(result) == ()
+    assert not result.o[:, :, :60].any() and (result.lse[:, :, :60] == -np.inf).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_nan_and_inf_stay(pipeline):
+    w = split_work("full", pipeline, **SHAPE)
+    q, k, v = (x.clone() for x in w.qkv)
+    k[0, 0, 100, 0], v[0, 0, 200, 3] = torch.nan, torch.inf
+    bad = dataclasses.replace(w, qkv=(q, k, v)).run(kv_splits=3)
+    assert np.isnan(bad.o).all() and np.isnan(bad.lse).all()
+    k = w.qkv[1].clone()
+    found = dataclasses.replace(w, qkv=(q, k, v)).run(kv_splits=3).o
+    assert (found[..., 3] == np.inf).all() and np.isfinite(np.delete(found, 3, axis=-1)).all()
+
+
+@pytest.mark.nightly(sibling="test_numbers_of_blocks")
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_any_order_of_blocks_gives_the_same_bits(pipeline, seed):
+    w = split_work("causal_bottom_right", pipeline, **SHAPE)
+    lockstep, result = w.run(kv_splits=3), w.run(kv_splits=3, seed=seed)
+    np.testing.assert_array_equal(result.o, lockstep.o)
+    np.testing.assert_array_equal(result.lse, lockstep.lse)
+
+
+@pytest.mark.parametrize(
+    ("spec", "pipeline", "shape"),
+    [
+        ("causal", "ampere", {"q_lengths": (5, 2, 3), "kv_lengths": (130, 350, 0)}),
+        ("causal", "hopper", {"q_lengths": (5, 2, 0), "kv_lengths": (130, 350, 64), "heads": 8, "packed": True}),
+        ("gpt_oss", "hopper", {"q_lengths": (5, 2), "kv_lengths": (40, 350)}),
+        ("full", "ampere", {"q_lengths": (0, 5), "kv_lengths": (40, 350)}),
+        ("full", "hopper", {"q_lengths": (0, 5), "kv_lengths": (40, 350)}),
+    ],
+)
+def test_lengths_of_their_own(spec, pipeline, shape):
+    """Ranges follow each sequence's own length; what lies beyond is NaN, and the unsplit kernel's result is near."""
+    shape = {"q_offset": "end", **SHAPE, **shape}
+    found, whole = split_batch(spec, pipeline, **shape).run(kv_splits=4), batch(spec, pipeline, **shape).run()
+    np.testing.assert_allclose(found.o, whole.o, atol=2**-8)
+    assert np.array_equal(np.isfinite(found.lse), np.isfinite(whole.lse))
+    seen = np.isfinite(whole.lse)
+    np.testing.assert_allclose(found.lse[seen], whole.lse[seen], atol=4e-6)
+
+
+# ---------------------------------------------------------------- the combination, bit by bit
+def folded(part_o, part_rows, splits):
+    """What the second kernel makes of parts [rows, splits, columns] and [rows, splits, 2]: row by row, part by part."""
+    o = np.zeros((len(part_o), part_o.shape[-1]), np.float32)
+    lse = np.full(len(part_o), -np.inf, np.float32)
+
+    def fma(a, b, c):
+        return np.float32(np.longdouble(a) * np.longdouble(b) + np.longdouble(c))
+
+    for row, (of_row, rows) in enumerate(zip(part_o, part_rows, strict=True)):
+        highest, total, sums = np.float32(-np.inf), np.float32(0), np.zeros(o.shape[-1], np.float32)
+        for first in range(0, splits, 32):
+            group = [i for i in range(first, min(first + 32, splits)) if not rows[i, 1] < 0]
+            before = highest
+            highest = max([highest, *(rows[i, 0] for i in group if rows[i, 1] > 0)])
+            if highest != before:
+                factor = np.exp2(before - highest, dtype=np.float32)
+                total, sums = np.float32(total * factor), sums * factor
+            for i in group:
+                weight = np.exp2(rows[i, 0] - highest, dtype=np.float32) if rows[i, 1] > 0 else np.float32(0)
+                total = fma(weight, rows[i, 1], total)
+                sums = np.array([fma(weight, x, y) for x, y in zip(of_row[i], sums, strict=True)], np.float32)
+        if total:
+            o[row] = sums * (np.float32(1) / total)
+            lse[row] = (highest + np.log2(total, dtype=np.float32)) * np.float32(0.69314718055994530942)
+    return o, lse
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", thinned([3, 40], kept=(3,), sibling="test_parts_are_added_in_their_order"))
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_parts_are_added_in_their_order(pipeline, splits, monkeypatch):
+    kept = {}
+    run = simulate._Tensors.run
+
+    def keeping(self, *args, **options):
+        workspaces, reports = run(self, *args, **options)
+        kept.update(workspaces)
+        return workspaces, reports
+
+    monkeypatch.setattr(simulate._Tensors, "run", keeping)
+    w = split_work("causal_bottom_right", pipeline, q_len=3, kv_len=3000 if splits > 32 else 350)
+    result = w.run(kv_splits=splits)
+    part_o, part_rows = kept["part_o"].reshape(6, splits, 64), kept["part_rows"].reshape(6, splits, 2)
+    written = ~(part_rows[..., 1] < 0)
+    assert not np.isnan(part_o[written]).any() and np.isnan(part_o[~written]).all()
+    o, lse = folded(part_o, part_rows, splits)
+    bits = torch.from_numpy(o).bfloat16().float().numpy()
+    np.testing.assert_array_equal(result.o.reshape(6, 64), bits)
+    np.testing.assert_allclose(result.lse.ravel(), lse, rtol=2e-7)
+
+
+# ---------------------------------------------------------------- mutations
+WRONG = "a wrong result"
+COMBINE = {
+    "a lost part": replace("i < __popc(written)", "i < __popc(written) - 1"),
+    "parts that were not written": replace("__popc(written)", "32"),
+    "a wrong maximum": replace("fmaxf(before, warp_max(sees ? part.x : MINUS_INFINITY))", "fmaxf(before, part.x)"),
+    "sums that follow no maximum": replace("sum *= factor;", ""),
+    "the parts of the row before": replace("* p.splits + part;", "* p.splits + part - p.splits;"),
+    "the sum of one part for all": replace("__shfl_sync(~0u, part.y, i)", "part.y"),
+}
+VISITS = {
+    ("ampere", "others skipped once too often"): replace("others > 0 && seen", "others >= 0 && seen"),
+    ("ampere", "each block from the first tile"): replace(", rows.part, rows", ", 0, rows"),
+    ("ampere", "a part of every tile"): replace("coming[STAGES - 2].tile, p.splits - 1", "coming[STAGES - 2].tile, 0"),
+    ("hopper", "the next tile is another's"): replace("others = p.splits - 1", "others = p.splits"),
+    ("hopper", "each part from the first tile"): replace("int others = work.part;", "int others = 0;"),
+    ("hopper", "parts in one place"): replace("part_of(work.part,", "part_of(0,"),
+}
+
+
+@pytest.mark.parametrize("name", COMBINE)
+def test_a_wrong_combination_is_noticed(name):
+    w = split_work("causal_bottom_right", "ampere", q_len=5, kv_len=2500 if "follow" in name else 350)
+    assert noticed(w, COMBINE[name], 40 if "follow" in name else 3)
+
+
+@pytest.mark.parametrize(("pipeline", "name"), VISITS)
+def test_tiles_of_others_are_noticed(pipeline, name):
+    assert noticed(split_work("causal_bottom_right", pipeline, **SHAPE), VISITS[pipeline, name], 3)
+
+
+def noticed(w, edit, splits):
+    """Whether a kernel with this change does wrong."""
+    try:
+        result = w.run(edit, kv_splits=splits)
+    except Trap:
+        return True
+    return bool(w.wrong(result))
+
+
+def test_a_wrong_walk_is_noticed(monkeypatch):
+    w = split_work("causal_bottom_right", "ampere", **SHAPE)
+    right = tiles._Walk._of_blocks
+
+    def less(self, at, rows, schedule):
+        return right(self, at, rows, schedule)[:-1]
+
+    monkeypatch.setattr(tiles._Walk, "_of_blocks", less)
+    with pytest.raises(AssertionError):
+        check(w, 3)
+
+
+# ---------------------------------------------------------------- the choice
+def decode(kv_len, batch=1, heads=32, kv_heads=8, q_len=1):
+    return Problem(
+        batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=128, v_head_dim=128
+    )
+
+
+def divided(problem, spec="full", arch="sm_90a", **options):
+    variant = load_spec(spec)
+
+    def ask(keys):
+        return planner.menu_of(KernelRequest.of(variant, arch, "bfloat16", 128, keys=keys))
+
+    return division.divide(ask, problem, ARCHS[arch].sms, **{"params": variant.values({}, complete=False), **options})
+
+
+@pytest.mark.parametrize(("problem", "blocks"), [(decode(262144, kv_heads=4), 132), (decode(131072), 128)])
+def test_few_tiles_of_queries_fill_the_gpu(problem, blocks):
+    found = divided(problem)
+    assert found.plan.keys.split and found.plan.packed
+    tiles_of_queries = problem.heads * problem.batch // found.plan.pack(problem.group)
+    assert found.splits * tiles_of_queries == blocks and f"{tiles_of_queries} tiles of queries" in found.why
+
+
+@pytest.mark.parametrize(
+    "problem", [decode(8192, batch=32), decode(2048, batch=128), decode(512), decode(8192, q_len=512)]
+)
+def test_many_tiles_or_few_keys_are_left_whole(problem):
+    found = divided(problem)
+    assert found.splits == 1 and found.plan.keys == ALL_KEYS
+
+
+def test_the_keys_of_a_mask_count():
+    at_end = {"layout": Padded()}
+    wide = divided(decode(131072), "sliding_window", params={"window": 100_000}, **at_end)
+    narrow = divided(decode(131072), "sliding_window", params={"window": 1024}, **at_end)
+    assert wide.splits == 16 and "782 tiles of keys each" in wide.why
+    assert narrow.splits == 8 and "8 tiles of keys each" in narrow.why
+    assert "1024 tiles of keys each" in divided(decode(131072), "padding").why  # data decide
+
+
+def test_a_number_that_is_given_stays():
+    assert divided(decode(300), kv_splits=7).splits == 7
+    one = divided(decode(131072), kv_splits=1)
+    assert one.splits == 1 and one.plan.keys == ALL_KEYS
+    with pytest.raises(PlanError, match=r"kv_splits is 0.*1 to 512\n  nearest: kv_splits=1"):
+        divided(decode(300), kv_splits=0)
+    with pytest.raises(PlanError, match="splits no keys of sequences that lie behind each other"):
+        planner.menu(load_spec("full"), "sm_80", "bfloat16", 64, keys=SplitKeys(), layout=Varlen())
+    with pytest.raises(PlanError, match="kv_splits is of a forward"):
+        KernelRequest.of(load_spec("full"), "sm_80", "bfloat16", 64, backward=True, keys=SplitKeys())
+
+
+def test_a_plan_holds_no_number():
+    plans = {fg.plan("full", arch="sm_90a", head_dim=128, kv_splits=n) for n in (2, 3, 100)}
+    assert len(plans) == 1 and fg.plan("full", arch="sm_90a", head_dim=128, kv_splits=1).keys == ALL_KEYS
+    assert fg.supports("full", arch="sm_90a", kv_splits=4) == ()
+    assert [r.option for r in fg.supports("full", arch="sm_90a", kv_splits=4000)] == ["kv_splits"]
+    shape = {"seqlen": 1, "kv_seqlen": 65536, "heads": 32, "kv_heads": 8, "arch": "sm_90a"}
+    assert fg.plan("full", **shape).keys.split and not fg.plan("full", **shape, kv_splits=1).keys.split
+
+
+def test_prediction_names_parts():
+    found = divided(decode(131072))
+    case = Case(sizes=decode(131072).sizes(), params={}, tensors={})
+    told = predict(found.plan, decode(131072), case, splits=found.splits, why_splits=found.why)
+    assert [entry for entry, _ in told.kernels] == ["attention_forward", "attention_combine"]
+    assert [part.name for part in told.workspaces] == ["part_o", "part_rows"]
+    assert told.as_json()["kv_splits"] == 16
+    rows = 32 * 16
+    assert (
+        sum(part.amount for part in told.workspaces)
+        == rows * (128 * 4 + 8)
+        == dict(told.kernels)["attention_combine"].read_bytes
+    )
+
+
+# ---------------------------------------------------------------- attention()
+@pytest.mark.parametrize("splits", [None, 1, 2, 30])
+def test_attention(splits):
+    q, k, v = (torch.randn(2, heads, n, 64) for heads, n in ((4, 3), (2, 1300), (2, 1300)))
+    o, lse = fg.attention(q, k, v, load_spec("causal"), q_offset="end", return_lse=True, kv_splits=splits)
+    whole, whole_lse = fg.attention(q, k, v, load_spec("causal"), q_offset="end", return_lse=True, kv_splits=1)
+    torch.testing.assert_close(o, whole, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, whole_lse)
+    assert (splits == 1) == torch.equal(o, whole)
+
+
+def test_gradients_follow():
+    q, k, v = (torch.randn(1, 2, n, 32, dtype=torch.float64, requires_grad=True) for n in (4, 300, 300))
+    grads = [
+        torch.autograd.grad(fg.attention(q, k, v, load_spec("full"), kv_splits=n).sum(), (q, k, v)) for n in (1, 5)
+    ]
+    for whole, parts in zip(*grads, strict=True):
+        torch.testing.assert_close(whole, parts)
+
+
+def test_a_graph_holds_the_number():
+    q, k, v = (torch.randn(1, 2, n, 32) for n in (4, 300, 300))
+    full = load_spec("full")
+
+    def call(q, k, v):
+        return fg.attention(q, k, v, full, kv_splits=5)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), call(q, k, v))
+
+
+def test_the_op_is_in_order():
+    q, k, v = (torch.randn(1, 2, n, 32) for n in (4, 300, 300))
+    names = ["call.kv_splits"]
+    arguments = (q, k, v, load_spec("full").token, [], None, names, [5], [], None, None, False)
+    torch.library.opcheck(torch.ops.flashgen.attention.default, arguments)
+
+
+@pytest.mark.parametrize("wrong", [0, 513, True, 2.0, "4"])
+def test_what_is_no_number_is_refused(wrong):
+    x = torch.randn(1, 1, 4, 32)
+    with pytest.raises(PlanError, match=r"kv_splits is .*: it is a number of blocks"):
+        fg.attention(x, x, x, load_spec("full"), kv_splits=wrong)
+
+
+def test_sequences_behind_each_other_are_refused():
+    x, starts = torch.randn(4, 1, 32), torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(LaunchError, match="kv_splits=2 of attention_varlen"):
+        fg.attention_varlen(x, x, x, load_spec("full"), starts, max_seqlen_q=4, kv_splits=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["run", "simulate"])
+def test_command_line(verb):
+    words = ["full", "--seqlen", "3", "--kv-seqlen", "300", "--heads", "2", "--head-dim", "64", "--kv-splits", "3"]
+    done = subprocess.run([sys.executable, "-m", "flashgen", verb, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "checked" in done.stdout, done.stdout + done.stderr

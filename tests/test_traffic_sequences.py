@@ -1,0 +1,123 @@
+"""Predicted traffic of sequences with lengths of their own: what the walk and the emitted kernel count, to the byte."""
+
+import json
+
+import numpy as np
+import pytest
+from cli import flashgen
+from padded import batch
+from test_padded import walked
+from tiers import thinned
+
+import flashgen as fg
+from flashgen.errors import PlanError
+from flashgen.lang.load import load_spec, shipped
+from flashgen.planning.layout import AT_END, Varlen
+from flashgen.planning.planner import backward_menu
+from flashgen.planning.traffic import predict
+from flashgen.planning.traffic_sequences import OwnLengths, own_lengths
+
+PADDED = {"q_offset": "end", "q_lengths": (100, 33), "kv_lengths": (130, 211)}
+VARLEN = {"layout": Varlen(), "q_lengths": (100, 33, 0, 64), "kv_lengths": (130, 33, 20, 0), "poisoned": 2}
+LAYOUTS = {"padded": PADDED, "varlen": VARLEN}
+
+
+def predicted(w):
+    own = [OwnLengths(q_rows=x.q_rows, kv_len=x.kv_len, q_offset=x.q_offset) for x in w.sequences]
+    return predict(w.plan, w.problem, w.case, sequences=own)
+
+
+def check(w):
+    """Tiles, pairs and bytes are those of the walk; both, as there may be keys that are NaN, without its arithmetic."""
+    found = predicted(w)
+    with np.errstate(all="ignore"):
+        counted = walked(w).traffic
+    tiles = found.tiles
+    assert (tiles.total, tiles.empty, tiles.partial, tiles.full) == (
+        *(counted.total, counted.empty, counted.partial, counted.full),
+    )
+    assert (tiles.visited_elements, tiles.visible) == (counted.elements, counted.visible)
+    assert (found.hbm.read_bytes, found.hbm.write_bytes) == (counted.read_bytes, counted.write_bytes)
+    return found
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize(
+    "spec",
+    thinned(
+        sorted(shipped()),
+        kept=("full", "causal_bottom_right", "document", "blocks", "padding", "prefix_lm"),
+        sibling="test_the_prediction_is_what_the_walk_counts",
+    ),
+)
+def test_the_prediction_is_what_the_walk_counts(spec, layout):
+    check(batch(spec, "ampere", **LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_the_prediction_is_what_the_kernel_moves(layout):
+    w = batch("causal", "ampere", **LAYOUTS[layout])
+    found, report = predicted(w).hbm, w.run().report
+    assert sum(report.bytes(buffer=name) for name in ("q", "k", "v")) == found.read_bytes
+    assert sum(report.bytes(buffer=name) for name in ("o", "lse")) == found.write_bytes
+
+
+def test_sequences_that_a_mask_tells_apart_by_their_number():
+    check(batch(fg.variant(mask=lambda b, h, q, k: (k <= q + 64 * b) & (h * 32 <= k)), "ampere", **PADDED))
+
+
+def test_lengths():
+    assert own_lengths(2, 5, 9, None, None) == (OwnLengths(q_rows=5, kv_len=9),) * 2
+    found = own_lengths(1, 5, 9, (1, 0), (7, 30), AT_END)
+    assert [(x.q_offset, x.q_len) for x in found] == [(6, 7), (30, 30)]
+    with pytest.raises(PlanError, match="names 2 sequences and kv_lengths 1"):
+        own_lengths(1, 5, 9, (1, 0), (7,))
+    with pytest.raises(PlanError, match="sequence 0 has 8 queries and 7 keys: at the end"):
+        own_lengths(1, 5, 9, (8,), (7,), AT_END)
+    with pytest.raises(PlanError, match="lengths are 0 to 2"):
+        own_lengths(1, 5, 9, (1 << 24,), None)
+
+
+def test_of_a_backward_nothing_is_predicted():
+    w = batch("causal", "ampere", **PADDED)
+    plan = backward_menu(w.variant, "sm_90a", "bfloat16", 64, layout=w.plan.layout).plans[0]
+    with pytest.raises(PlanError, match="predicted for sequences of one length, and the plan's layout is padded"):
+        predict(plan, w.problem, w.case, sequences=[OwnLengths(q_rows=1, kv_len=1)])
+
+
+def test_decode_reads_keys_once_and_no_more_than_there_are():
+    lengths = (1000, 37, 4096)
+    given = ["--q-lengths", "1,1,1", "--kv-lengths", ",".join(map(str, lengths)), "--q-offset", "end"]
+    sizes = ["--heads", "8", "--kv-heads", "2", "--head-dim", "128", "--arch", "sm_90a"]
+    done = flashgen("plan", "causal", "--layout", "padded", *given, *sizes, "--json")
+    found = json.loads(done.out)
+    assert found["layout"] == "padded"
+    assert [own["q_offset"] for own in found["sequences"]] == [999, 36, 4095]
+    of_pack = 8 // 2 // found["pack"]
+    columns = 2 * 128 * 2
+    assert found["hbm"]["read_bytes"] == 3 * 8 * 128 * 2 + of_pack * 2 * sum(lengths) * columns
+    assert found["hbm"]["write_bytes"] == 3 * 8 * (128 * 2 + 4)
+    text = flashgen("plan", "causal", "--layout", "varlen", *given, *sizes).out
+    assert "varlen: 3 of 1 to 1 queries, 3 in all; 37 to 4096 keys, 5133 in all" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--kv-lengths", "5"], "--kv-lengths is of sequences with lengths of their own"),
+        (["--layout", "varlen", "--q-lengths", "5,x"], "--q-lengths: 'x' is no whole number"),
+        (["--layout", "varlen", "--q-lengths", "5", "--formulas"], "formulas are those of sequences of one length"),
+        (["--layout", "varlen", "--backward"], "a backward's traffic is predicted for sequences of one length"),
+    ],
+)
+def test_what_is_refused(given, message):
+    done = flashgen("plan", "full", "--arch", "sm_90a", *given, code=2)
+    assert message in " ".join(done.err.split())
+
+
+def test_the_plan_of_a_batch():
+    plan = fg.plan("causal", layout="varlen", q_lengths=[1, 1], kv_lengths=[100, 9000], arch="sm_90a", head_dim=128)
+    assert plan.layout == Varlen() and plan.pass_name == "forward"
+    variant = load_spec("causal")
+    with pytest.raises(PlanError, match="q_lengths are of sequences with lengths of their own"):
+        fg.plan(variant, q_lengths=[1, 1], arch="sm_90a")
