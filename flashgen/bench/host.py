@@ -117,19 +117,21 @@ class Contender:
             return self.call()
 
 
-def slot(contender: Contender, settle: Callable[[], None], *, calls: int = CALLS, warm: int = WARM_CALLS) -> float:
-    """Seconds of the host in one of so many calls, behind `warm` that are not timed."""
-    call = contender.call
+def slot(
+    contender: Contender, settle: Callable[[], None], *, calls: int | None = None, warm: int | None = None
+) -> float:
+    """Seconds of the host in one of so many calls (CALLS), behind those that are not timed (WARM_CALLS)."""
+    call, count = contender.call, CALLS if calls is None else calls
     with contender.around():
-        for _ in range(warm):
+        for _ in range(WARM_CALLS if warm is None else warm):
             call()
         settle()
         start = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(count):
             call()
         seconds = time.perf_counter() - start
         settle()
-    return seconds / calls
+    return seconds / count
 
 
 def interleave(
