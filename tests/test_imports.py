@@ -27,8 +27,8 @@ ALLOWED["compat"] |= {"integrations"}
 COMMON = {"errors", "resources", "files", "jsonfile"}
 
 #: A call of attention() goes up through these, each of which imports those before it.
-CALL = ("values", "tracing", "memory", "sinks", "dropout", "menus", "sequences", "call", "records", "forward")
-CALL += ("backward", "library", "mapped", "autograd", "attention")
+CALL = ("values", "tracing", "memory", "sinks", "dropout", "menus", "sequences", "call", "out", "records")
+CALL += ("forward", "backward", "library", "mapped", "autograd", "nested", "attention")
 
 #: What a function may import when it runs, because it is slow to import and most processes never need it.  A command
 #: imports any stage so: `flashgen --help` and completion are quick.
