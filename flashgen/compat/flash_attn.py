@@ -117,9 +117,8 @@ def flash_attn_with_kvcache(
         _check(name, (q,), "batch", "seqlen", "heads", "head_dim", of="q")
         _check(name, (k_cache, v_cache), "blocks", "block_size", "heads", "head_dim", of="kv")
         rule, named = _rule(causal, window_size, softcap, alibi_slopes, None)
-        pages = {"page_table": block_table, "kv_lengths": cache_seqlens}
-        given = {"scale": softmax_scale, "return_lse": True, **pages, **named}
-        o, lse = attention(q.transpose(1, 2), k_cache, v_cache, rule, **given)
+        pages: dict[str, Any] = {"page_table": block_table, "kv_lengths": cache_seqlens, **named}
+        o, lse = attention(q.transpose(1, 2), k_cache, v_cache, rule, scale=softmax_scale, return_lse=True, **pages)
         note(name)
         return (o.transpose(1, 2), lse) if return_softmax_lse else o.transpose(1, 2)
     o, lse = _attend(
@@ -166,7 +165,11 @@ def flash_attn_varlen_func(
         most = min(max_seqlen_k, block_table.shape[-1] * k.shape[1])
         keys = {"page_table": block_table, "kv_lengths": cu_seqlens_k.diff(), "max_seqlen_k": most}
     o, lse = attention_varlen(
-        *(q, k, v, rule, cu_seqlens_q),
+        q,
+        k,
+        v,
+        rule,
+        cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
         **keys,
         scale=softmax_scale,
