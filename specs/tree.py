@@ -1,8 +1,4 @@
-"""A tree of drafts behind a text: a draft sees the drafts that `drafts` says, and all of the text before it.
-
-The last positions are the drafts'.  `drafts[i, j]`: draft i sees draft j, which is itself or comes before it.
-Source: Miao et al. 2023, "SpecInfer: Accelerating Generative LLM Serving with Tree-based Speculative Inference".
-"""
+"""A tree of drafts behind a text: a draft sees the drafts that `drafts` says, and all of the text before it."""
 
 import numpy as np
 
@@ -17,6 +13,8 @@ def ancestors(problem, rng):
     return seen
 
 
+# drafts[i, j]: draft i sees draft j, itself or one before it.  The last positions are the drafts'.  Source: Miao et al.
+# 2023, "SpecInfer: Accelerating Generative LLM Serving with Tree-based Speculative Inference and Verification".
 drafts = fg.tensor("drafts", dims=(None, None), dtype="bool", example=ancestors)
 
 

@@ -203,7 +203,10 @@ class Pass:
     ] = False
     layout: Annotated[
         str,
-        _pass(metavar="NAME", help="How sequences lie: dense, padded (lengths or positions of their own), varlen."),
+        _pass(
+            metavar="NAME",
+            help="How sequences lie: dense, padded (lengths or positions of their own), varlen, paged, paged_varlen.",
+        ),
     ] = "dense"
     integers: Mapping[str, int | None] = field(default_factory=dict)
     gradient: Annotated[

@@ -116,9 +116,9 @@ def flash_attn_with_kvcache(
         _check(name, (q,), "batch", "seqlen", "heads", "head_dim", of="q")
         _check(name, (k_cache, v_cache), "blocks", "block_size", "heads", "head_dim", of="kv")
         rule, named = rule_of(causal, window_size, softcap, alibi_slopes, None)
-        pages = {"page_table": block_table, "kv_lengths": cache_seqlens, "kv_splits": num_splits or None}
-        options: dict[str, Any] = {"scale": softmax_scale, "return_lse": True, **pages, **named}
-        o, lse = attention(q.transpose(1, 2), k_cache, v_cache, rule, **options)
+        pages: dict[str, Any] = {"page_table": block_table, "kv_lengths": cache_seqlens, **named}
+        pages["kv_splits"] = num_splits or None
+        o, lse = attention(q.transpose(1, 2), k_cache, v_cache, rule, scale=softmax_scale, return_lse=True, **pages)
         note(name)
         return (o.transpose(1, 2), lse) if return_softmax_lse else o.transpose(1, 2)
     o, lse = _attend(

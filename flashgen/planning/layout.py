@@ -16,6 +16,7 @@ class Dense:
     own: ClassVar[bool] = False
     joined: ClassVar[bool] = False
     paged: ClassVar[bool] = False
+    parts: ClassVar[tuple[str, ...]] = ()
     pointers: ClassVar[tuple[str, ...]] = ()
     numbers: ClassVar[tuple[str, ...]] = ()
     origins: ClassVar[tuple[str, ...]] = ()
@@ -30,7 +31,7 @@ class _Own:
     """What layouts share in which a sequence has lengths and positions of its own, which kernels read on the device.
 
     The positions of a sequence's queries end where the language's `q_len` does.  `origins` are the first rows of joined
-    sequences in the tensors.
+    sequences in the tensors; `parts` are templates that say what a sequence has, in order.
     """
 
     __slots__ = ()
@@ -52,7 +53,7 @@ class Padded(_Own):
 
     name: ClassVar[str] = "padded"
     joined: ClassVar[bool] = False
-    template: ClassVar[str] = "padded.cu.j2"
+    parts: ClassVar[tuple[str, ...]] = ("own_length", "queries_by_length", "keys_by_length")
     tile_template: ClassVar[str] = "ampere/padded.cu.j2"
     pointers: ClassVar[tuple[str, ...]] = ("q_lengths", "kv_lengths", "q_offsets")
     numbers: ClassVar[tuple[str, ...]] = ("q_rows", "q_offset")
@@ -69,7 +70,7 @@ class Varlen(_Own):
 
     name: ClassVar[str] = "varlen"
     joined: ClassVar[bool] = True
-    template: ClassVar[str] = "varlen.cu.j2"
+    parts: ClassVar[tuple[str, ...]] = ("queries_by_start", "keys_by_start", "find_tile")
     tile_template: ClassVar[str] = "ampere/varlen.cu.j2"
     pointers: ClassVar[tuple[str, ...]] = ("cu_seqlens_q", "cu_seqlens_k", "q_offsets")
     numbers: ClassVar[tuple[str, ...]] = ("q_rows", "kv_rows", "q_offset", "q_start", "k_start")
@@ -99,8 +100,9 @@ class Paged(_Own):
         return self.queries.joined
 
     @property
-    def template(self) -> str:
-        return f"{self.name}.cu.j2"
+    def parts(self) -> tuple[str, ...]:
+        queries = ("queries_by_start", "own_length") if self.joined else self.queries.parts[:2]
+        return (*queries, "keys_by_length", *(("find_tile",) if self.joined else ()), "pages")
 
     @property
     def tile_template(self) -> str:
