@@ -104,6 +104,7 @@ def attention_varlen(
     seed: int | None = None,
     deterministic: bool = False,
     q_offset: int | str | torch.Tensor | None = None,
+    kv_splits: int | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` of sequences that lie behind each other: o, and with `return_lse` (o, lse).
@@ -113,7 +114,8 @@ def attention_varlen(
     given): int32 [sequences + 1], read on the device.  No sequence is longer than `max_seqlen_q` and `max_seqlen_k`,
     whole numbers from above; it may have no row at all.  To a spec b is the sequence, q and k are positions in it, and
     q_len and kv_len its own; a dimension "kv" of a captured tensor is `max_seqlen_k`, and one "q" any that positions
-    reach.  What one sequence holds changes no other.  Everything else is as in `attention`, `q_offset` too.
+    reach.  What one sequence holds changes no other.  Everything else is as in `attention`, `q_offset` and `kv_splits`
+    too.
 
     o is [total_q, heads, v_head_dim], lse [heads, total_q]: the rows of a head lie side by side, as kernels write them.
     Rows of no sequence are not written on a GPU, and have gradients of 0.  Raises LaunchError and PlanError before
@@ -128,12 +130,13 @@ def attention_varlen(
                 f"{name} has {x.dim()} dimensions {list(x.shape)}: attention_varlen takes [rows, heads, head_dim]\n"
                 "  nearest: attention() for [batch, heads, seqlen, head_dim]"
             )
-    splits.refuse(named)
     own = dict.fromkeys(VARLEN[:2], cu_seqlens_q) | dict.fromkeys(BOUNDS, max_seqlen_q)
     keys = (VARLEN[1], cu_seqlens_k), (BOUNDS[1], max_seqlen_k)
     own |= {name: x for name, x in keys if x is not None}
     if q_offset is not None:
         own[VARLEN[2]] = position(q_offset)
+    if kv_splits is not None:
+        own = splits.joined(own, kv_splits)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, {**named, **own})
     if isinstance(found, tuple):

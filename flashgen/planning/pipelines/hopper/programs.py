@@ -133,7 +133,8 @@ def forward(
         rings.append(tail)
     of = {ring.name: ring.member for ring in rings}
     room = max(columns) if stored else columns[0]
-    size, alignment = (40, 8) if layout.joined else (32 + 16 * split, 16) if layout.own else (16 + 16 * split, 16)
+    size, alignment = (40, 8) if layout.joined else (32, 16) if layout.own else (16, 16)
+    size += alignment * split
     shared = (
         declared(_tile("QorO", "q_or_o", ROWS * room, q_stage, each)),
         declared(_tile("KTile", "k", tile.kv * columns[0], stage)),
