@@ -16,7 +16,7 @@ from tiers import thinned
 
 import flashgen as fg
 from flashgen.analysis.tiles import Case
-from flashgen.errors import LaunchError, PlanError
+from flashgen.errors import PlanError
 from flashgen.interpreter import simulate
 from flashgen.interpreter.errors import Trap
 from flashgen.lang.load import load_spec, shipped
@@ -151,6 +151,29 @@ def test_any_order_of_blocks_gives_the_same_bits(pipeline, seed):
 def test_lengths_of_their_own(spec, pipeline, shape):
     """Ranges follow each sequence's own length; what lies beyond is NaN, and the unsplit kernel's result is near."""
     shape = {"q_offset": "end", **SHAPE, **shape}
+    found, whole = split_batch(spec, pipeline, **shape).run(kv_splits=4), batch(spec, pipeline, **shape).run()
+    np.testing.assert_allclose(found.o, whole.o, atol=2**-8)
+    assert np.array_equal(np.isfinite(found.lse), np.isfinite(whole.lse))
+    seen = np.isfinite(whole.lse)
+    np.testing.assert_allclose(found.lse[seen], whole.lse[seen], atol=4e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "pipeline", "shape"),
+    [
+        ("causal", "ampere", {}),
+        ("causal", "hopper", {"heads": 8, "packed": True}),
+        ("gpt_oss", "hopper", {}),
+        ("gpt_oss", "ampere", {}),
+        ("full", "hopper", {}),
+    ],
+)
+def test_sequences_that_lie_behind_each_other(spec, pipeline, shape):
+    """The keys of one sequence are NaN and inf, which no other row has."""
+    lengths = {"q_lengths": (5, 2, 0, 3), "kv_lengths": (130, 350, 40, 0)}
+    shape = {"q_offset": "end", "q_len": 5, "kv_len": 350, **lengths, "layout": Varlen(), "poisoned": 2, **shape}
+    if spec == "causal":
+        shape |= {"kv_lengths": (130, 350, 40, 3)}
     found, whole = split_batch(spec, pipeline, **shape).run(kv_splits=4), batch(spec, pipeline, **shape).run()
     np.testing.assert_allclose(found.o, whole.o, atol=2**-8)
     assert np.array_equal(np.isfinite(found.lse), np.isfinite(whole.lse))
@@ -309,8 +332,6 @@ def test_a_number_that_is_given_stays():
     assert one.splits == 1 and one.plan.keys == ALL_KEYS
     with pytest.raises(PlanError, match=r"kv_splits is 0.*1 to 512\n  nearest: kv_splits=1"):
         divided(decode(300), kv_splits=0)
-    with pytest.raises(PlanError, match="splits no keys of sequences that lie behind each other"):
-        planner.menu(load_spec("full"), "sm_80", "bfloat16", 64, keys=SplitKeys(), layout=Varlen())
     with pytest.raises(PlanError, match="kv_splits is of a forward"):
         KernelRequest.of(load_spec("full"), "sm_80", "bfloat16", 64, backward=True, keys=SplitKeys())
 
@@ -384,10 +405,13 @@ def test_what_is_no_number_is_refused(wrong):
         fg.attention(x, x, x, load_spec("full"), kv_splits=wrong)
 
 
-def test_sequences_behind_each_other_are_refused():
-    x, starts = torch.randn(4, 1, 32), torch.tensor([0, 4], dtype=torch.int32)
-    with pytest.raises(LaunchError, match="kv_splits=2 of attention_varlen"):
-        fg.attention_varlen(x, x, x, load_spec("full"), starts, max_seqlen_q=4, kv_splits=2)
+def test_sequences_behind_each_other():
+    q, k, v = (torch.randn(n, 2, 32) for n in (9, 500, 500))
+    starts = [torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 4, 9], [0, 100, 100, 500])]
+    bounds = {"max_seqlen_q": 5, "max_seqlen_k": 400, "q_offset": "end"}
+    whole, parts = (fg.attention_varlen(q, k, v, load_spec("causal"), *starts, **bounds, kv_splits=n) for n in (1, 5))
+    torch.testing.assert_close(parts, whole, atol=2e-6, rtol=1e-5)
+    assert not torch.equal(parts, whole)
 
 
 @pytest.mark.slow

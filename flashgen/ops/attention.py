@@ -135,6 +135,7 @@ def attention_varlen(
     kv_lengths: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
     page_layout: str | None = None,
+    kv_splits: int | None = None,
     out: torch.Tensor | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -145,7 +146,8 @@ def attention_varlen(
     given): int32 [sequences + 1], read on the device.  No sequence is longer than `max_seqlen_q` and `max_seqlen_k`,
     whole numbers from above; it may have no row at all.  To a spec b is the sequence, q and k are positions in it, and
     q_len and kv_len its own; a dimension "kv" of a captured tensor is `max_seqlen_k`, and one "q" any that positions
-    reach.  What one sequence holds changes no other.  Everything else is as in `attention`, `q_offset` too.
+    reach.  What one sequence holds changes no other.  Everything else is as in `attention`, `q_offset` and `kv_splits`
+    too.
 
     With a `page_table` and a `page_layout`, as `attention` has them, k and v are the pages of a cache, and `kv_lengths`
     (int32 [sequences]) says how many keys each sequence has there, in place of cu_seqlens_k: so one call serves
@@ -168,7 +170,6 @@ def attention_varlen(
                 "  nearest: attention() for [batch, heads, seqlen, head_dim]"
             )
     k, v = heads_first(k, v, page_layout, page_table)
-    splits.refuse(named)
     if paged:
         own = in_pages(cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table, max_seqlen_q)
     else:
@@ -180,6 +181,8 @@ def attention_varlen(
         own[BOUNDS[1]] = max_seqlen_k
     if q_offset is not None:
         own[VARLEN[2]] = position(q_offset)
+    if kv_splits is not None:
+        own = splits.joined(own, kv_splits)
     q = q.transpose(0, 1).unsqueeze(0)
     to = None if out is None else out.transpose(0, 1).unsqueeze(0)
     found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, {**named, **own}, to)

@@ -19,7 +19,7 @@ from flashgen.ops.call import Call, Request, checked, checked_again, factor
 from flashgen.ops.menus import addressable
 from flashgen.ops.splits import SPLITS
 from flashgen.ops.values import no_variant
-from flashgen.planning.division import asks, mask_parameters
+from flashgen.planning.division import LEAST_KEYS, MOST_QUERIES, mask_parameters
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime.launch import Captured, Launch, dropout_scalars, make_launch
 
@@ -86,7 +86,9 @@ def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, call
             key = *key, x.shape, x.stride(), x.dtype, x.device, x.is_neg()
     if SPLITS in named:
         key = *key, named[SPLITS]
-    elif calls.mask_params and asks(q.shape[2], k.shape[2]):
+    elif (
+        calls.mask_params and of_k[0][2] >= LEAST_KEYS and (of_q[0][2] <= MOST_QUERIES or sequences.BOUNDS[0] in named)
+    ):
         key = *key, *map(named.get, calls.mask_params)
     return key if calls.sequences.isdisjoint(named) else (*key, *sequences.key(named))
 

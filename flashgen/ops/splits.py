@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from flashgen.errors import LaunchError
 from flashgen.planning.division import check_splits
 
 #: What it is called among named values, which no variant can.
@@ -16,12 +14,3 @@ def joined(named: dict[str, Any], kv_splits: object) -> dict[str, Any]:
     """A call's named values with its `kv_splits`.  Raises PlanError for what is no number of blocks."""
     check_splits(kv_splits)
     return {**named, SPLITS: kv_splits}
-
-
-def refuse(named: Mapping[str, Any]) -> None:
-    """Raise LaunchError where a call of sequences that lie behind each other says it."""
-    if named.get("kv_splits") is not None:
-        raise LaunchError(
-            f"kv_splits={named['kv_splits']} of attention_varlen: keys of sequences that lie behind each other are not"
-            " split\n  nearest: attention() of padded sequences, with kv_lengths"
-        )

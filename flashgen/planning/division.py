@@ -87,7 +87,7 @@ def divide(
     call says so.
     """
     check_splits(kv_splits)
-    if kv_splits is None and (layout.joined or not asks(problem.q_len, problem.kv_len)):
+    if kv_splits is None and not asks(problem.q_len, problem.kv_len):
         return _whole(ask, problem, sms, "")
     if kv_splits == 1:
         return _whole(ask, problem, sms, "as asked")
@@ -157,7 +157,7 @@ def seconds(plan: KernelPlan, problem: Problem, visible: int, splits: int, sms: 
     found = rounds * (START + -(-visible // splits) * max(load, compute))
     if splits == 1:
         return found
-    parts = split_keys.rows(problem) * min(splits, visible) * (problem.v_head_dim * split_keys.PART_ITEM)
+    parts = split_keys.rows(plan, problem) * min(splits, visible) * (problem.v_head_dim * split_keys.PART_ITEM)
     return found + COMBINE + 2 * parts / arch.l2_bytes_per_s
 
 

@@ -26,16 +26,18 @@ GROUP = 32
 MAX_SPLITS = 512
 
 
-def rows(problem: Problem) -> int:
-    """Rows of o."""
+def rows(plan: KernelPlan, problem: Problem, q_rows: int | None = None) -> int:
+    """Rows of o; `q_rows` are those of q in memory where sequences lie behind each other."""
+    if plan.layout.joined:
+        return problem.heads * (problem.batch * problem.q_len if q_rows is None else q_rows)
     return problem.batch * problem.heads * problem.q_len
 
 
-def workspaces(plan: KernelPlan, problem: Problem, splits: int) -> tuple[Part, ...]:
+def workspaces(plan: KernelPlan, problem: Problem, splits: int, q_rows: int | None = None) -> tuple[Part, ...]:
     """Device memory that parts need, in bytes by the name of the pointer."""
     if not plan.keys.split:
         return ()
-    number = rows(problem) * splits
+    number = rows(plan, problem, q_rows) * splits
     columns = plan.v_head_dim
     return (
         Part(

@@ -397,7 +397,7 @@ def _parts(
     rows = counts.count_parts(analysis.analyse(plan.variant), case, tile, splits)
     again = (rows - tiles.visited_rows) * problem.head_dim * problem.itemsize
     parts = rows * problem.v_head_dim * split_keys.PART_ITEM
-    parts += split_keys.rows(problem) * splits * split_keys.PART_ROW
+    parts += split_keys.rows(plan, problem) * splits * split_keys.PART_ROW
     sink = plan.variant.sink
     of_sink = 0 if sink is None else case.tensors[sink.name].size * STORED_BYTES[sink.dtype]
     return (

@@ -233,7 +233,7 @@ def make_launch(
         ),
         workspaces=(
             *(backward.workspaces(plan, problem, shapes, of_all) if plan.backward is not None else ()),
-            *split_keys.workspaces(plan, problem, kv_splits),
+            *split_keys.workspaces(plan, problem, kv_splits, q_rows),
             *summaries.workspaces(plan, problem),
         ),
         cleared=(COUNTERS,) if COUNTERS.name in pointers(plan) else (),
@@ -280,12 +280,12 @@ def _forward_grids(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows, kv
     blocks *= (1 if plan.layout.joined else problem.batch) * (kv_splits if plan.keys.split else 1)
     if plan.specialized is not None:  # each block takes tile after tile
         blocks = min(blocks, sms)
-    return [_main_grid(plan, blocks), *([_combine_grid(problem)] if plan.keys.split else [])]
+    return [_main_grid(plan, blocks), *([_combine_grid(plan, problem, rows[0])] if plan.keys.split else [])]
 
 
-def _combine_grid(problem: Problem) -> LaunchGrid:
+def _combine_grid(plan: KernelPlan, problem: Problem, q_rows: int | None) -> LaunchGrid:
     warps = split_keys.COMBINE_WARPS
-    blocks = -(-split_keys.rows(problem) // warps)
+    blocks = -(-split_keys.rows(plan, problem, q_rows) // warps)
     return LaunchGrid(entry=split_keys.ENTRY, blocks=blocks, threads=32 * warps, smem_bytes=0)
 
 

@@ -104,6 +104,22 @@ def test_no_call_waits_and_a_graph_takes_other_lengths(splits):
             torch.testing.assert_close(o[b : b + 1], whole, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_sequences_behind_each_other(pipeline):
+    causal = on(load_spec("causal"), pipeline)
+    rows, lengths = (1, 5, 0, 2), (4000, 700, 30, 2)
+    q, k, v = (
+        torch.randn(n, h, 128, device=DEVICE, dtype=torch.bfloat16)
+        for n, h in ((sum(rows), 16), (sum(lengths), 4), (sum(lengths), 4))
+    )
+    starts = [torch.tensor([sum(of[:b]) for b in range(5)], dtype=torch.int32, device=DEVICE) for of in (rows, lengths)]
+    bounds = {"max_seqlen_q": 5, "max_seqlen_k": 4000, "q_offset": "end", "return_lse": True}
+    found = [fg.attention_varlen(q, k, v, causal, *starts, **bounds, kv_splits=n) for n in (1, 3, None)]
+    for o, lse in found[1:]:
+        torch.testing.assert_close(o, found[0][0], rtol=0.02, atol=0.02)
+        torch.testing.assert_close(lse, found[0][1], rtol=1e-5, atol=1e-5)
+
+
 def test_what_lies_beyond_a_length_changes_nothing():
     causal = load_spec("causal")
     q, k, v = (torch.randn(2, h, n, 64, device=DEVICE, dtype=torch.bfloat16) for h, n in ((8, 1), (2, 4000), (2, 4000)))

@@ -27,13 +27,6 @@ def total(parts: Iterable[Part]) -> int:
     return sum(part.amount for part in parts)
 
 
-def cannot_split(request: KernelRequest) -> str | None:
-    """Why no keys of a request can be split among blocks, or None."""
-    if request.keys.split and request.layout.joined:
-        return "splits no keys of sequences that lie behind each other"
-    return None
-
-
 def make_plan(c: Candidate, request: KernelRequest, padded: tuple[int, int], **fields: Any) -> KernelPlan:
     """A candidate as a plan: what was asked for, the columns that tiles of q and k and of v hold, the candidate's tile
     and integers, and the pipeline's own fields."""

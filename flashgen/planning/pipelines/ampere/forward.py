@@ -15,7 +15,7 @@ from typing import Protocol
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.integers import Allowed
 from flashgen.planning.pipelines.ampere import programs
-from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, cannot_split, make_plan, total
+from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Tile, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import Profile, profile
@@ -136,7 +136,7 @@ def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
 
 def unsupported_reason(request: KernelRequest) -> str | None:
     """Why the pipeline has no such forward: it has every one, and the planner says where a tile does not fit."""
-    return cannot_split(request)
+    return None
 
 
 def candidates(fixed: Fixed) -> Iterator[Candidate]:

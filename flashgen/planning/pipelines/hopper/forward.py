@@ -37,7 +37,7 @@ from flashgen.planning.members import (
     TilesAlike,
 )
 from flashgen.planning.pipelines.hopper import programs
-from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, cannot_split, make_plan, total
+from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Specialized, Tile, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
@@ -209,8 +209,8 @@ def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def unsupported_reason(request: KernelRequest) -> str | None:
-    """Why the pipeline has no such forward, or None: it has every one of the language."""
-    return cannot_split(request)
+    """None: the pipeline has every forward of the language."""
+    return None
 
 
 def candidates(fixed: Fixed) -> Iterator[Candidate]:
