@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from flashgen.lang.variant import Variant
 from flashgen.planning.backward import layout
+from flashgen.planning.float8 import DESCALES
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.plan import KernelPlan, Specialized, SpecializedBackward, TileSummary
 from flashgen.planning.program import CTYPES
@@ -67,7 +68,8 @@ def fields(plan: KernelPlan) -> tuple[Field, ...]:
     """The members of a plan's `Params`, in order."""
     if plan.backward is not None:
         return _backward_fields(plan)
-    return fields_of(plan.variant, plan.dtype, plan.specialized, plan.dropout, plan.layout, plan.summaries)
+    eight = plan.float8 is not None
+    return fields_of(plan.variant, plan.out_dtype, plan.specialized, plan.dropout, plan.layout, plan.summaries, eight)
 
 
 @lru_cache(maxsize=256)
@@ -78,6 +80,7 @@ def fields_of(
     dropout: bool = False,
     sequences: Layout = DENSE,
     summaries: tuple[TileSummary, ...] = (),
+    float8: bool = False,
 ) -> tuple[Field, ...]:
     """The members of a forward's `Params`: pointers, then 64-bit, then 32-bit numbers, so that none needs padding.
 
@@ -85,12 +88,16 @@ def fields_of(
     `size<i>_NAME`; a parameter is `param_NAME`.  Pipeline hopper has tensor maps (`maps`) in front of the
     struct, and two counters of tiles where it hands them out; where heads are packed `packs` counts what stands in
     their place, and a pack is 1 << `pack_log2` heads.  Where sequences have lengths of their own `q_rows` are those of
-    q in memory, and `q_offset` is the position of the first query where no `q_offsets` say it.
+    q in memory, and `q_offset` is the position of the first query where no `q_offsets` say it.  In 8 bits (`dtype` is
+    that of o) each of q, k and v has its descale, whose `row` is a block of 1 << `block_log2` rows, and
+    `q_descale_heads` heads share one of q.
     """
     element = ELEMENT[dtype]
     mapped = specialized is not None
     pointers = [] if mapped else [Field(name, f"const {element}*") for name in ("q", "k", "v")]
     pointers += [Field("o", f"{element}*"), Field("lse", "float*")]
+    descales = tuple(DESCALES.values()) if float8 else ()
+    pointers += [Field(name, "const float*") for name in descales]
     numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles"]
     if specialized is not None and specialized.scheduler.dynamic:
         pointers.append(Field("counters", "int*"))
@@ -100,7 +107,8 @@ def fields_of(
     pointers += [Field(name, "const int*") for name in sequences.pointers]
     pointers += _summaries(summaries)
     numbers += sequences.numbers
-    return _members(variant, pointers, "o" if mapped else "qkvo", numbers, dropout)
+    numbers += [*(f"{name}_block_log2" for name in DESCALES), "q_descale_heads"] if float8 else []
+    return _members(variant, pointers, (*("o" if mapped else "qkvo"), *descales), numbers, dropout)
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-#: PTX type -> NumPy dtype.  bf16 has no dtype of its own: its bits travel as uint16.
+#: PTX type -> NumPy dtype.  bf16 and 8-bit floats have none of their own: their bits travel.
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(kind)
     for name, kind in {
@@ -17,6 +17,10 @@ DTYPES: dict[str, np.dtype] = {
         "s16": np.int16,
         "f16": np.float16,
         "bf16": np.uint16,
+        "e4m3": np.uint8,
+        "e5m2": np.uint8,
+        "e4m3x2": np.uint16,
+        "e5m2x2": np.uint16,
         "b32": np.uint32,
         "u32": np.uint32,
         "s32": np.int32,

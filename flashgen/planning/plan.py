@@ -6,15 +6,20 @@ from dataclasses import dataclass, field
 
 from flashgen.lang.expr import walk
 from flashgen.lang.variant import Variant
+from flashgen.planning.float8 import OFFSET, Float8
 from flashgen.planning.integers import Integers
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import (
     BlockOrder,
     Consumers,
     DqSum,
+    ExactP,
     FullTilesApart,
+    LaggingP,
     OByTma,
     OFromRegisters,
+    OneLevel,
+    OOfTurnedV,
     OwnKeys,
     PackedQueries,
     Queries,
@@ -23,6 +28,9 @@ from flashgen.planning.members import (
     SplitDkDv,
     StepEnd,
     TilesAlike,
+    TwoLevels,
+    VAsStored,
+    VTurnedOver,
 )
 from flashgen.planning.program import Program
 
@@ -125,9 +133,12 @@ class Specialized:
     ping_pong: bool  # warpgroups take turns to issue products
     score_emitted_twice: bool  # registers are left for a score function that is emitted twice
     full_tiles: FullTilesApart | TilesAlike
-    o: OByTma | OFromRegisters
+    o: OByTma | OFromRegisters | OOfTurnedV
     scheduler: Scheduler
     rows: Queries | PackedQueries
+    products: OneLevel | TwoLevels = OneLevel()
+    p: LaggingP | ExactP = LaggingP()
+    v: VAsStored | VTurnedOver = VAsStored()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +287,7 @@ class KernelPlan(Integers):
     pass_name: str  # "forward" | "backward"
     pipeline: str  # "ampere" | "hopper"
     arch: str  # "sm_80" ...
-    dtype: str  # "float16" | "bfloat16"
+    dtype: str  # "float16" | "bfloat16" | "float8_e4m3fn", of q
     head_dim: int
     v_head_dim: int
     padded_head_dim: int
@@ -294,6 +305,7 @@ class KernelPlan(Integers):
     dropout: bool = False
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
     layout: Layout = DENSE  # of sequences in q, k, v and o
+    float8: Float8 | None = None  # of tensors of 8 bits
     summaries: tuple[TileSummary, ...] = ()  # of the mask, made before tiles are classified
     fallbacks: tuple[Fallback, ...] = field(default=(), compare=False)  # how it was chosen, not what is emitted
 
@@ -335,6 +347,26 @@ class KernelPlan(Integers):
             return ()
         takes_tanh = any(n.op == "tanh" for n in walk(self.variant.roots))
         return (self.tile.kv, takes_tanh and self.specialized is not None and self.specialized.score_emitted_twice)
+
+    @property
+    def out_dtype(self) -> str:
+        """The dtype of o."""
+        return self.dtype if self.float8 is None else self.float8.out
+
+    @property
+    def p_offset(self) -> int:
+        """P of a row's highest score, as a power of two, where a maximum does not lag."""
+        return OFFSET
+
+    @property
+    def k_step(self) -> int:
+        """Columns of q and k in one product."""
+        return 16 if self.float8 is None else 32
+
+    @property
+    def box_columns(self) -> int:
+        """Columns of q, k and v that TMA copies at a time: rows of 128 bytes."""
+        return 64 if self.float8 is None else 128
 
     @property
     def loads_two_ahead(self) -> bool:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from flashgen.errors import PlanError
 from flashgen.lang.ranges import MAX_LENGTH
+from flashgen.planning.float8 import FLOAT8
 
 #: What a caller knows the lengths as.
 LENGTHS = {"q_len": "seqlen (q_len)", "kv_len": "kv_seqlen (kv_len)"}
 
-#: Bytes of one element of q, k, v and o.
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+#: Bytes of one element of q, k and v, and of o where it has their dtype.
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, **dict.fromkeys(FLOAT8, 1)}
 
 #: Bytes of one element of a captured tensor, by its declared dtype.
 STORED_BYTES = {
@@ -47,6 +48,7 @@ class Problem:
     head_dim: int
     v_head_dim: int
     dtype: str = "bfloat16"
+    out_dtype: str | None = None  # of o; None: that of q, k and v
 
     def __post_init__(self) -> None:
         for name, said in (*((name, name) for name in ("batch", "heads", "kv_heads")), *LENGTHS.items()):
@@ -77,6 +79,11 @@ class Problem:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
+
+    @property
+    def o_itemsize(self) -> int:
+        """Bytes of an element of o."""
+        return ITEMSIZE[self.out_dtype or self.dtype]
 
     @property
     def empty(self) -> bool:

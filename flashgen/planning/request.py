@@ -12,6 +12,7 @@ from flashgen.lang.symbols import line_of
 from flashgen.lang.variant import Variant
 from flashgen.planning import arch as archs
 from flashgen.planning.arch import Arch
+from flashgen.planning.float8 import Float8, float8_of
 from flashgen.planning.integers import INTEGERS, Integers
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.plan import KernelPlan, Tile, without_sink
@@ -63,6 +64,7 @@ class KernelRequest:
     asked: Forward | Backward = Forward()
     fixed: Fixed = Fixed()
     layout: Layout = DENSE
+    float8: Float8 | None = None  # of queries of 8 bits
 
     @classmethod
     def of(
@@ -81,9 +83,15 @@ class KernelRequest:
         pipeline: str | None = None,
         tile: tuple[int, int] | None = None,
         layout: Layout = DENSE,
+        k_dtype: str | None = None,
+        v_dtype: str | None = None,
+        out_dtype: str | None = None,
+        accuracy: str | None = None,
         **integers: int | None,
     ) -> KernelRequest:
         """The request for what a call names; `tile` is (query rows, key rows), `integers` are those of `INTEGERS`.
+
+        `dtype` is that of q, and of k and v unless theirs are given; `out_dtype` and `accuracy` are of 8 bits.
 
         A forward that leaves pipeline, tile or stages open has them from the variant's pins; so has a backward its
         best pipeline alone, since tile and stages are the forward's.  Raises PlanError for an option of the other pass,
@@ -91,7 +99,13 @@ class KernelRequest:
         """
         fixed = Fixed(pipeline=pipeline, tile=None if tile is None else Tile(q=tile[0], kv=tile[1]), **integers)
         asked: Forward | Backward
+        float8 = float8_of(dtype, k_dtype, v_dtype, out_dtype, accuracy)
         if backward:
+            if float8 is not None:
+                raise PlanError(
+                    "no backward in 8 bits: P and dS of e4m3 have too few bits for sums of gradients\n"
+                    f"  nearest: 16 bits throughout, of tensors dequantised to {float8.out}"
+                )
             _only_of("forward", "backward", {"packed": packed}, fixed)
             asked = Backward(
                 dropout=dropout,
@@ -111,6 +125,7 @@ class KernelRequest:
             asked=asked,
             fixed=fixed,
             layout=layout,
+            float8=float8,
         )
 
     @classmethod
@@ -129,6 +144,7 @@ class KernelRequest:
             v_head_dim=plan.v_head_dim,
             asked=asked,
             layout=plan.layout,
+            float8=plan.float8,
         )
 
     @property
@@ -180,6 +196,9 @@ class KernelRequest:
                 found[f"{option.name}={option.default}"] = replace(self, asked=replace(self.asked, **default))
         if self.layout.own:
             found["sequences that fill their tensors and begin at position 0"] = replace(self, layout=DENSE)
+        if self.float8 is not None:
+            change = f"tensors dequantised to {self.float8.out}"
+            found[change] = replace(self, dtype=self.float8.out, float8=None)
         return found
 
     def __str__(self) -> str:

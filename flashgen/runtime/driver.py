@@ -15,6 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import LaunchError
+from flashgen.planning.float8 import FLOAT8
 from flashgen.runtime import nvrtc
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ _FIRST_DRIVER = {12: "525", 13: "580"}
 
 #: Size of a CUtensorMap, and the alignment that it asks for.
 _TENSOR_MAP_BYTES, _TENSOR_MAP_ALIGNMENT = 128, 64
+
+#: What TMA calls elements of 8 bits, which it copies as they are.
+_MAP_TYPES = dict.fromkeys(FLOAT8, "uint8")
 
 _loading = threading.Lock()
 
@@ -70,7 +74,7 @@ class TensorMap:
         with _current(self._context):
             made = _ok(
                 api.cuTensorMapEncodeTiled(
-                    getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{desc.dtype.upper()}"),
+                    getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES.get(desc.dtype, desc.dtype).upper()}"),
                     4,
                     address,
                     [api.cuuint64_t(size) for size in desc.sizes],

@@ -126,6 +126,15 @@ DEVICE u32 cvt_f16x2(float low, float high) {
   return r;
 }
 
+// Four floats as e4m3, the first in the lowest byte; beyond 448 that.
+DEVICE u32 cvt_e4m3x4(float a, float b, float c, float d) {
+  u32 r;
+  asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}"
+      : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
+
 // A stored element as a float.
 DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }
 

@@ -10,6 +10,10 @@ from flashgen.interpreter import types
 from flashgen.interpreter.build import Build, Closure
 from flashgen.interpreter.ops.floats import directed, flush
 from flashgen.interpreter.registers import Mask, Slots
+from flashgen.lang import float8
+
+#: Pairs of 8-bit floats, by the dtype of each.
+_EIGHT = {"e4m3x2": "float8_e4m3fn", "e5m2x2": "float8_e5m2"}
 
 Value = Callable[[np.ndarray], np.ndarray]
 
@@ -83,6 +87,8 @@ def convert(b: Build) -> Closure:
     to = b.type()
     if to in ("f16x2", "bf16x2"):
         return _pack(b, to, source)
+    if to in _EIGHT:
+        return _pack_8_bits(b, _EIGHT[to], source)
     ftz, sat = bool(b.take("ftz")), bool(b.take("sat"))
     rounding = b.take("rn", "rz", "rm", "rp", *_ROUND)
     b.done(2)
@@ -142,6 +148,21 @@ def _pack(b: Build, to: str, source: str) -> Closure:
     def run(V: Slots, m: Mask) -> None:
         word = half(V[high]).astype(np.uint32) << np.uint32(16) | half(V[low])
         np.copyto(V[d], word, where=m)
+
+    return run
+
+
+def _pack_8_bits(b: Build, to: str, source: str) -> Closure:
+    """cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32 d, a, b: a in the upper byte of 16 bits."""
+    rounding, saturates = b.take("rn"), b.take("satfinite")
+    b.done(3)
+    if source != "f32" or not rounding or not saturates:
+        raise b.unknown("this packed conversion")
+    d, high, low = b.write(b.operands[0], "b16"), b.read(b.operands[1], "f32"), b.read(b.operands[2], "f32")
+
+    def run(V: Slots, m: Mask) -> None:
+        upper, lower = (float8.codes(np.asarray(V[x]), to).astype(np.uint16) for x in (high, low))
+        np.copyto(V[d], upper << np.uint16(8) | lower, where=m)
 
     return run
 

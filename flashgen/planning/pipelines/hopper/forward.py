@@ -331,7 +331,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             score_emitted_twice=score_emitted_twice,
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
             o=OByTma() if _stored(c, request.layout) else OFromRegisters(),
-            scheduler=_scheduler(request),
+            scheduler=scheduler(request),
             rows=Queries(),
         ),
     )
@@ -342,7 +342,8 @@ def _stored(c: Candidate, layout: Layout) -> bool:
     return c.q_stages > 1 and not layout.joined
 
 
-def _scheduler(request: KernelRequest) -> Scheduler:
+def scheduler(request: KernelRequest) -> Scheduler:
+    """Who hands out tiles of queries."""
     if request.layout.joined:
         return SequenceScheduler()
     return DynamicScheduler() if request.profile.masked else StaticScheduler()
@@ -356,6 +357,8 @@ def _layout(plan: KernelPlan) -> Specialized:
 
 def cannot_pack(request: KernelRequest) -> str | None:
     """Why no tile of a request can hold several heads, or None."""
+    if request.float8 is not None:
+        return "has descales of its own for each head"
     if request.dropout:
         return "drops probabilities of each head by itself: its heads share no tile"
     if request.profile.summarised_by_query:
