@@ -6,7 +6,7 @@ import torch
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
-from flashgen.ops import autograd, library
+from flashgen.ops import autograd, float8, library
 from flashgen.ops.call import Call
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
@@ -30,6 +30,11 @@ def attention(
     q_offset: int | str | torch.Tensor | None = None,
     q_lengths: torch.Tensor | None = None,
     kv_lengths: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    accuracy: str | None = None,
+    out_dtype: torch.dtype | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """o = softmax(mask(score(scale * q k^T))) v of a variant; with `return_lse` (o, lse).
@@ -60,6 +65,12 @@ def attention(
     from 0 to what a tensor has, and a position below 0 as 0; FLASHGEN_CHECK=1 in the environment refuses others, for
     which the host waits.  Names that the variant declares are its own.
 
+    q, k and v may be of 8 bits on Hopper: q float8_e4m3fn, k and v that or float8_e5m2, head dims 64 to 256 in steps of
+    16.  An element times its descale is its value: `q_descale`, `k_descale` and `v_descale` are float32 and positive,
+    of [1], [batch, heads] or [batch, heads, blocks] (that of q may have the heads of k); a block is a power of two of
+    rows from 128 on, of which so many cover the tensor.  o is bfloat16, or float16 by `out_dtype`; `accuracy` says how
+    P is made ("exact").  There is no gradient in 8 bits, no dropout, and no length of a sequence's own.
+
     With `dropout` each probability is dropped by that chance and the others grow by 1 / (1 - dropout); lse is that of
     none dropped.  What is dropped follows from torch's generator of the device (torch.manual_seed repeats it), or from
     `seed`, and from a pair's own batch, head, query and key: not from tiles, pipelines or other heads and lengths.
@@ -76,6 +87,9 @@ def attention(
     """
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
+    of_eight = q_descale, k_descale, v_descale, accuracy, out_dtype
+    if any(x is not None for x in of_eight):
+        named = float8.joined(variant, named, **dict(zip(float8.ARGUMENTS, of_eight, strict=True)))
     return _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named)
 
 
@@ -149,6 +163,8 @@ def _attend(
     if isinstance(variant, Variant) and variant.given:
         variant, named = variant.bare, {**_given(variant), **named}
     compiling = torch.compiler.is_compiling()
+    if isinstance(q, torch.Tensor) and q.dtype in float8.DTYPES:
+        return _eight_bits(q, k, v, Call(with_given_sink(variant, named), scale, named, None), return_lse, dropout)
     if compiling or any_autocast():
         q, k, v = autocast(q, k, v)
     under_transform = not compiling and transformed()
@@ -162,6 +178,19 @@ def _attend(
     if under_transform or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *named.values())):
         o, lse = autograd.attention(q, k, v, call)
         return (o, lse) if return_lse else o
+    return run(q, k, v, call, return_lse)
+
+
+def _eight_bits(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool, dropout: float
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A call on tensors of 8 bits, which no graph and no gradient sees."""
+    if torch.compiler.is_compiling() or transformed() or traced(q, k, v):
+        raise LaunchError(float8.UNTRACED)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *call.named.values()):
+        raise LaunchError(float8.UNTRACED)
+    if dropout != 0:
+        raise LaunchError("dropout is not there in 8 bits\n  nearest: dropout=0.0, or tensors of 16 bits")
     return run(q, k, v, call, return_lse)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from flashgen.errors import LaunchError, shown
 from flashgen.lang.expr import Tensor as Declared
 from flashgen.lang.variant import Variant
-from flashgen.ops import sequences
+from flashgen.ops import float8, sequences
 from flashgen.ops.menus import gpu_menu
 from flashgen.ops.tracing import watched
 from flashgen.ops.values import no_number, no_tensor
@@ -27,8 +27,9 @@ DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
     torch.float64: "float64",
+    **float8.DTYPES,
 }
-GPU_DTYPES = (torch.float16, torch.bfloat16)
+GPU_DTYPES = (torch.float16, torch.bfloat16, *float8.DTYPES)
 
 #: Rows of q, k and v start at a multiple of this many bytes: kernels move 16 at a time.
 ALIGNMENT = 16
@@ -75,21 +76,33 @@ class Request:
     tensors: dict[str, torch.Tensor]
     dropout: Dropout | None
     sequences: sequences.Sequences | None = None
+    eight: float8.Eight | None = None
 
     @property
     def layout(self) -> Layout:
         return DENSE if self.sequences is None else self.sequences.layout
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of `KernelRequest.of` beside the variant, dtype and head dims."""
+        options = {} if self.eight is None else self.eight.options
+        return {"dropout": self.dropout is not None, "layout": self.layout, **options}
 
 
 def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Request:
     """The request of a call, or LaunchError or PlanError for what is wrong with it."""
     variant, named = call.variant, call.named
     own = sequences.of_call(variant, named)
-    named = {name: x for name, x in named.items() if name not in own} if own else named
+    of_eight = float8.of_call(named)
+    if own or of_eight:
+        named = {name: x for name, x in named.items() if name not in own and name not in of_eight}
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor)
     _check_together(q, k, v)
     problem = _problem(q, k, v)
+    eight = float8.checked(of_eight, q, k, v, problem, read=not q.is_cuda or sequences.watched())
+    if eight is not None:
+        problem = replace(problem, out_dtype=eight.options["out_dtype"])
     found, problem = sequences.checked(own, problem, q.device)
     captured = {t.name: named[t.name] for t in variant.tensors if t.name in named}
     constants = {c.name: named[c.name] for c in variant.constants if c.name in named}
@@ -99,13 +112,7 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
     signed = factor(call.scale, problem.head_dim)
     bound = variant.bind(**constants)
     bound = bound.with_flipped_score() if signed < 0 else bound
-    if q.is_cuda:
-        # Refuses head dims and pins that no kernel takes.
-        layout: Layout = DENSE if found is None else found.layout
-        gpu_menu(q, k, v, bound, problem, dropout=call.dropout is not None, layout=layout)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_rows(name, tensor)
-    return Request(
+    request = Request(
         problem=problem,
         variant=bound,
         scale=abs(signed),
@@ -113,7 +120,13 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
         tensors={name: captured[name] for name in sorted(captured)},
         dropout=call.dropout,
         sequences=found,
+        eight=eight,
     )
+    if q.is_cuda:  # refuses head dims and pins that no kernel takes
+        gpu_menu(q, k, v, bound, problem, **request.options)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_rows(name, tensor)
+    return request
 
 
 def _check_tensor(name: str, tensor: object) -> None:
@@ -161,13 +174,14 @@ def _check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"q is on {q.device} and {name} on {tensor.device}: they share a device\n"
                 f"  nearest: {name}.to({str(q.device)!r}), a copy"
             )
-        if tensor.dtype != q.dtype:
+        if tensor.dtype != q.dtype and not {tensor.dtype, q.dtype} <= float8.DTYPES.keys():
             raise LaunchError(
                 f"q is {_dtype(q)} and {name} {_dtype(tensor)}: they share a dtype\n  nearest: {name}.to({q.dtype})"
             )
     if q.dtype not in DTYPES:
         raise LaunchError(
-            f"q, k and v are {_dtype(q)}: attention takes float16 and bfloat16, on a CPU float32 and float64 too\n"
+            f"q, k and v are {_dtype(q)}: attention takes float16, bfloat16 and 8-bit floats, on a CPU float32 and"
+            " float64 too\n"
             "  nearest: q.to(torch.bfloat16)"
         )
     if q.is_cuda and q.dtype not in GPU_DTYPES:

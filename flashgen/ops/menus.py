@@ -11,6 +11,7 @@ import torch
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
 from flashgen.planning import arch, planner
+from flashgen.planning.float8 import FLOAT8
 from flashgen.planning.pipelines.protocol import Pipeline
 from flashgen.planning.plan import Fallback
 from flashgen.planning.problem import Problem
@@ -19,6 +20,9 @@ from flashgen.runtime import driver
 
 #: Architecture whose plan the CPU walks where the variant pins none.
 CPU_ARCH = "sm_80"
+
+#: The same of 8 bits.
+CPU_ARCH_8_BITS = "sm_90a"
 
 _log = logging.getLogger("flashgen")
 
@@ -39,8 +43,10 @@ def gpu_menu(
         limit = serving.cannot_address(tensor.shape, tensor.stride(), tensor.itemsize)
         if limit is None:
             continue
-        able = next(other for other in planner.others(serving, request) if _addresses(other, q, k, v))
+        able = next((other for other in planner.others(serving, request) if _addresses(other, q, k, v)), None)
         reason, nearest = f"{serving.COPIES} cannot address {name}: {limit}", f"{name}.contiguous(), a copy"
+        if able is None:
+            raise LaunchError(f"{reason}\n  nearest: {nearest}")
         if request.fixed.pipeline is not None:
             raise LaunchError(
                 f"{variant.name!r} is pinned to pipeline {serving.NAME}, whose {reason}\n"
@@ -83,9 +89,10 @@ def gpu_arch(q: torch.Tensor) -> str:
 def cpu_request(variant: Variant, problem: Problem, **options: Any) -> KernelRequest:
     """What a menu is asked for whose tiles are walked, with the options of `KernelRequest.of`.  Where no kernel takes
     the dtype or the head dims, those of the nearest that one takes: the walk needs its tiles and their order only."""
-    name = variant.pins.arch or CPU_ARCH
-    best = planner.PIPELINES[arch.find(name).pipelines[0]]
-    dtype = problem.dtype if problem.itemsize == 2 else variant.dtypes[-1]
+    eight = problem.dtype in FLOAT8
+    name = variant.pins.arch or (CPU_ARCH_8_BITS if eight else CPU_ARCH)
+    best = (planner.FLOAT8 if eight else planner.PIPELINES)[arch.find(name).pipelines[0]]
+    dtype = problem.dtype if problem.itemsize <= 2 else variant.dtypes[-1]
     head_dim, v_head_dim = problem.head_dim, problem.v_head_dim
     if not variant.only or head_dim in variant.head_dims:
         head_dim, v_head_dim = (

@@ -14,7 +14,7 @@ import torch
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
-from flashgen.ops import sequences
+from flashgen.ops import float8, sequences
 from flashgen.ops.call import Call, Request, factor
 from flashgen.ops.values import no_variant
 from flashgen.planning.plan import KernelPlan
@@ -77,6 +77,8 @@ def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, call
         if name in named:
             x = named[name]
             key = *key, x.shape, x.stride(), x.dtype, x.device, x.is_neg()
+    if q.dtype in float8.DTYPES:
+        key = *key, *float8.key(named)
     return key if calls.sequences.isdisjoint(named) else (*key, *sequences.key(named))
 
 
@@ -131,5 +133,6 @@ def launch_of(request: Request, plan: KernelPlan, strides: Mapping[str, tuple[in
         params=request.params,
         dropout=request.dropout,
         rows=None if request.sequences is None else request.sequences.rows,
+        descales=float8.launched(request.eight, request.problem),
         sms=sms,
     )

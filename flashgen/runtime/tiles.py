@@ -195,6 +195,7 @@ class _Rows:
     """
 
     def __init__(self, q: np.ndarray, v_head_dim: int, plan: KernelPlan) -> None:
+        self.offset = None if plan.float8 is None else plan.p_offset
         self.keys, self.share, self.most = plan.tile.kv, plan.lag_share, 2.0**plan.lag_most
         self.m = np.full(q.shape[:-1], -np.inf, q.dtype)
         self.l = np.zeros(q.shape[:-1], q.dtype)
@@ -204,15 +205,22 @@ class _Rows:
         """One KV tile's scores (-inf where masked) and values, and which pairs dropout keeps."""
         s, v = of_length(s, self.keys, -1, -np.inf), of_length(v, self.keys, -2, 0.0)
         highest = s.max(axis=-1)
-        limit = np.where(self.l == 0, self.most, np.clip(self.share * self.l, 1, self.most))
-        m = np.where(np.exp(highest - self.m) > limit, highest, self.m)
+        if self.offset is None:
+            limit = np.where(self.l == 0, self.most, np.clip(self.share * self.l, 1, self.most))
+            m = np.where(np.exp(highest - self.m) > limit, highest, self.m)
+        else:
+            m = np.maximum(highest, self.m)
         base = np.where(m == -np.inf, 0, m)  # nothing visible yet: exp(-inf - 0) is 0, where -inf - -inf is not
         p = np.exp(s - base[..., None])
         decay = np.exp(self.m - base)
         self.l = self.l * decay + p.sum(axis=-1)
         p = p if kept is None else np.where(of_length(kept, self.keys, -1, False), p, 0)
-        self.acc = self.acc * decay[..., None] + by_rows(rounded(p, dtype), v)
+        self.acc = self.acc * decay[..., None] + by_rows(self._rounded(p, dtype), v)
         self.m = m
+
+    def _rounded(self, p: np.ndarray, dtype: str) -> np.ndarray:
+        """P as products take it: of 8 bits times a power of two, which is undone."""
+        return rounded(p, dtype) if self.offset is None else np.ldexp(rounded(np.ldexp(p, self.offset), dtype), -self.offset)
 
     def join(self, sink: np.ndarray) -> None:
         """The rows' sinks; -inf: none."""
@@ -441,5 +449,5 @@ class _Walk(Tiles):
         return tile
 
     def _wrote(self, o: np.ndarray, lse: np.ndarray) -> None:
-        self.traffic.o += o.size * self.itemsize
+        self.traffic.o += o.size * (self.itemsize if self.plan.float8 is None else ITEMSIZE[self.plan.out_dtype])
         self.traffic.lse += lse.size * np.dtype(np.float32).itemsize

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 #: Head dims that the pipeline emits: rows of 16 bytes.  Narrower ones are bound by exponentials, as 16 bits are.
-HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 64, 256
+HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 64, 192
 
 #: Columns of q and k, and keys, in one product; columns of a box that TMA copies.
 DEPTH, BOX = 32, 128
@@ -68,6 +68,9 @@ OVERHEAD, VARIANT_REGISTERS = 20, 4
 
 #: Those of a producer's thread: of those that turn V over one holds four fragments of 4 words.
 PRODUCER_REGISTERS, JUDGE_REGISTERS = 40, 56
+
+#: Three warpgroups hold S, partial sums and O of so many columns of V.
+NARROW = 64
 
 #: 8-bit products beside 16-bit ones.
 RATE = 2
@@ -183,13 +186,19 @@ def registers(c: Candidate, request: KernelRequest, *, ahead: bool = False) -> t
 
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
-    producer = JUDGE_REGISTERS if request.profile.judged else PRODUCER_REGISTERS if c.warpgroups == 2 else 32
+    producer = JUDGE_REGISTERS if request.profile.judged else PRODUCER_REGISTERS
     return producer, consumer_registers(request.arch, c.warpgroups, producer)
 
 
 def _ahead(c: Candidate, request: KernelRequest) -> bool:
     """Whether two warpgroups have registers for the next scores beside partial sums; three fill the tensor cores."""
-    return c.warpgroups == 2 and total(registers(c, request, ahead=True)) <= division(c, request)[1]
+    whole = c.warpgroups == 2 and piece(request) == request.v_head_dim
+    return whole and total(registers(c, request, ahead=True)) <= division(c, request)[1]
+
+
+def _wide_keys(request: KernelRequest) -> int:
+    """Keys of a tile with which nothing spills where P V comes in pieces, found by compiling."""
+    return 128 if request.v_head_dim > 176 else 64
 
 
 def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
@@ -199,6 +208,10 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
         terms = " + ".join(f"{part.name} {part.amount / KIB:.4g}" for part in memory)
         whole = f"{total(memory) / KIB:.4g} KiB ({total(memory):,} bytes)"
         return f"shared memory {terms} = {whole} > {request.arch.smem_per_block / KIB:.4g} KiB"
+    if c.warpgroups > 2 and request.v_head_dim > NARROW:
+        return f"three warpgroups with {request.v_head_dim} columns of v: more than {NARROW} leave them no registers"
+    if PIECE < request.v_head_dim and c.tile.kv != (most := _wide_keys(request)):
+        return f"{request.v_head_dim} columns of v with {c.tile.kv} keys: ptxas spills but with {most}"
     producer, consumer = division(c, request)
     if total(wanted) > consumer:
         terms = " + ".join(f"{part.name} {part.amount}" for part in wanted)

@@ -446,9 +446,8 @@ def _turned_members(columns: int, q_stage: Axis, each: Axis, stage: Axis) -> Ite
     """V turned over, and what the elements of tiles are multiplied by."""
     yield declared(_tile("TurnedTile", "turned", columns * KEYS_ACROSS, stage, item=1))
     yield declared(_words("float", "q_descale", q_stage, each))
-    note = "0: no tile is left"
-    yield declared(_words("float", "k_descale", stage), _words("float", "v_descale", stage), note=note)
-    yield declared(_words("float", "turned_descale", stage))
+    yield declared(*(_words("float", f"{name}_descale", stage) for name in ("k", "v", "turned")))
+    yield declared(_words("int", "v_loaded", stage), note="0: no tile is left")
 
 
 def _tile(ctype: str, name: str, elements: int, *axes: Axis, item: int = ITEM) -> Member:
