@@ -121,6 +121,8 @@ def _command(plan: KernelPlan, spec: str, width: int) -> list[str]:
         options.append(("v-head-dim", plan.v_head_dim))
     options.append(("tile", plan.tile))
     options += [(name.replace("_", "-"), value) for name, value in plan.integers().items()]
+    if plan.float8 is not None:
+        options += plan.float8.options()
     if plan.layout.own:
         options.append(("layout", plan.layout.name))
     options += [("param", f"{name}={value}") for name, value in variant.bound]

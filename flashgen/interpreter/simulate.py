@@ -205,7 +205,7 @@ class _Tensors:
         shape = {**self.case.sizes, "head_dim": self.plan.head_dim, "v_head_dim": self.plan.v_head_dim}
         launch = make_launch(
             self.plan,
-            Problem(**shape, dtype=self.plan.dtype, out_dtype=self.plan.out_dtype),
+            Problem(**shape, dtype=self.plan.dtype),
             strides=self.strides,
             captured=self.captured,
             params=self.case.params,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -101,8 +101,6 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
     _check_together(q, k, v)
     problem = _problem(q, k, v)
     eight = float8.checked(of_eight, q, k, v, problem, read=not q.is_cuda or sequences.watched())
-    if eight is not None:
-        problem = replace(problem, out_dtype=eight.options["out_dtype"])
     found, problem = sequences.checked(own, problem, q.device)
     captured = {t.name: named[t.name] for t in variant.tensors if t.name in named}
     constants = {c.name: named[c.name] for c in variant.constants if c.name in named}

@@ -10,7 +10,7 @@ import torch
 from flashgen.errors import LaunchError, shown
 from flashgen.lang.variant import Variant
 from flashgen.ops.values import no_tensor
-from flashgen.planning.float8 import ACCURACIES, DESCALES, E4M3, E5M2, LEAST_BLOCK, OUT_DTYPES, block_of
+from flashgen.planning.float8 import ACCURACIES, DEFAULT, DESCALES, E4M3, E5M2, LEAST_BLOCK, OUT_DTYPES, block_of
 from flashgen.planning.problem import Problem
 from flashgen.runtime.launch import Descale, descale_of
 
@@ -100,10 +100,14 @@ def checked(
 
 def launched(eight: Eight | None, problem: Problem) -> dict[str, Descale]:
     """How a call's descales lie, for its launch."""
-    return {} if eight is None else {
-        tensor: descale_of(x.shape, x.stride(), problem.q_len if tensor == "q" else problem.kv_len, problem.heads)
-        for tensor, x in eight.descales.items()
-    }
+    return (
+        {}
+        if eight is None
+        else {
+            tensor: descale_of(x.shape, x.stride(), problem.q_len if tensor == "q" else problem.kv_len, problem.heads)
+            for tensor, x in eight.descales.items()
+        }
+    )
 
 
 def dequantised(x: torch.Tensor, descale: torch.Tensor) -> torch.Tensor:
@@ -178,9 +182,9 @@ def _out(given: object) -> str:
 
 def _accuracy(given: object) -> str:
     if given is None or given in ACCURACIES:
-        return ACCURACIES[0] if given is None else str(given)
+        return DEFAULT if given is None else str(given)
     raise LaunchError(
-        f"accuracy is {shown(given)}: it is one of {', '.join(ACCURACIES)}\n  nearest: accuracy={ACCURACIES[0]!r}"
+        f"accuracy is {shown(given)}: it is one of {', '.join(ACCURACIES)}\n  nearest: accuracy={DEFAULT!r}"
     )
 
 

@@ -66,9 +66,7 @@ def o_layout(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int, int, int
     return (batch, heads, q_len, v.shape[3]), strides_like(q, v.shape[3])
 
 
-def outputs(
-    q: torch.Tensor, v: torch.Tensor, eight: float8.Eight | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def outputs(q: torch.Tensor, v: torch.Tensor, eight: float8.Eight | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of a call, not written yet."""
     shape, strides = o_layout(q, v)
     o = torch.empty_strided(shape, strides, dtype=float8.out_dtype(eight, q), device=q.device)

@@ -43,6 +43,10 @@ def plan(
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
+    k_dtype: str | torch.dtype | None = None,
+    v_dtype: str | torch.dtype | None = None,
+    out_dtype: str | torch.dtype | None = None,
+    accuracy: str | None = None,
     **constants: int | float,
 ) -> KernelPlan:
     """The kernel that a variant (or spec file) gets: for a problem where `seqlen` is given, else for long sequences.
@@ -52,7 +56,8 @@ def plan(
     (of keys, in shared memory), `q_stages` (of queries: 1 or 2, on Hopper) and `pipeline` fix what the planner would
     choose; `packed` asks for tiles that hold all heads which share keys, as problems with few queries get them.  With
     `backward` the kernels of its gradients, those of the captured tensors in `gradients` too, and with `deterministic`
-    in one order of sums.  `fallbacks` of the result name the better pipelines of the arch that do not serve this, and
+    in one order of sums.  `k_dtype`, `v_dtype`, `out_dtype` and `accuracy` are of 8-bit queries
+    (`dtype` "float8_e4m3fn").  `fallbacks` of the result name the better pipelines of the arch that do not serve this, and
     why.  Raises PlanError with the limit that the request hits and the nearest thing that works, and SpecError for a
     file that is no spec.
     """
@@ -75,6 +80,10 @@ def plan(
         backward=option("backward", backward),
         deterministic=option("deterministic", deterministic),
         gradients=option("gradients", gradients),
+        k_dtype=option("k_dtype", k_dtype),
+        v_dtype=option("v_dtype", v_dtype),
+        out_dtype=option("out_dtype", out_dtype),
+        accuracy=option("accuracy", accuracy),
         **{name: option(name, value) for name, value in integers.items()},
     )
     menu = planner.menu_of(request)

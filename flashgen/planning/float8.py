@@ -24,6 +24,9 @@ OUT_DTYPES = ("bfloat16", "float16")
 #: How P is made, the most exact first.
 ACCURACIES = ("exact",)
 
+#: How, unless a call says it.
+DEFAULT = "exact"
+
 #: The arguments of a call that hold descales, by the tensor that they are of.
 DESCALES = {"q": "q_descale", "k": "k_descale", "v": "v_descale"}
 
@@ -49,12 +52,18 @@ class Float8:
     k: str = E4M3
     v: str = E4M3
     out: str = OUT_DTYPES[0]
-    accuracy: str = ACCURACIES[0]
+    accuracy: str = DEFAULT
 
     @property
     def ptx_types(self) -> tuple[str, str]:
         """What PTX calls k and v."""
         return PTX_TYPES[self.k], PTX_TYPES[self.v]
+
+    def options(self) -> tuple[tuple[str, str], ...]:
+        """Those of a command that differ from what is taken unless it says so."""
+        usual = Float8()
+        named = (("k-dtype", "k"), ("v-dtype", "v"), ("out-dtype", "out"), ("accuracy", "accuracy"))
+        return tuple((flag, getattr(self, name)) for flag, name in named if getattr(self, name) != getattr(usual, name))
 
     def __str__(self) -> str:
         kinds = "" if (self.k, self.v) == (E4M3, E4M3) else f", k {self.k}, v {self.v}"
@@ -89,7 +98,7 @@ def float8_of(
                 f"  nearest: {name} in {E4M3} or {E5M2}"
             )
     out = OUT_DTYPES[0] if out_dtype is None else _one_of("out_dtype", out_dtype, OUT_DTYPES)
-    how = ACCURACIES[0] if accuracy is None else _one_of("accuracy", accuracy, ACCURACIES)
+    how = DEFAULT if accuracy is None else _one_of("accuracy", accuracy, ACCURACIES)
     return Float8(k=kinds["k"], v=kinds["v"], out=out, accuracy=how)
 
 

@@ -48,7 +48,6 @@ class Problem:
     head_dim: int
     v_head_dim: int
     dtype: str = "bfloat16"
-    out_dtype: str | None = None  # of o; None: that of q, k and v
 
     def __post_init__(self) -> None:
         for name, said in (*((name, name) for name in ("batch", "heads", "kv_heads")), *LENGTHS.items()):
@@ -82,8 +81,8 @@ class Problem:
 
     @property
     def o_itemsize(self) -> int:
-        """Bytes of an element of o."""
-        return ITEMSIZE[self.out_dtype or self.dtype]
+        """Bytes of an element of o: in 8 bits it has 16."""
+        return max(self.itemsize, ITEMSIZE["bfloat16"])
 
     @property
     def empty(self) -> bool:

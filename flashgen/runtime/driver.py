@@ -74,7 +74,10 @@ class TensorMap:
         with _current(self._context):
             made = _ok(
                 api.cuTensorMapEncodeTiled(
-                    getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES.get(desc.dtype, desc.dtype).upper()}"),
+                    getattr(
+                        api.CUtensorMapDataType,
+                        f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES.get(desc.dtype, desc.dtype).upper()}",
+                    ),
                     4,
                     address,
                     [api.cuuint64_t(size) for size in desc.sizes],

@@ -220,7 +220,11 @@ class _Rows:
 
     def _rounded(self, p: np.ndarray, dtype: str) -> np.ndarray:
         """P as products take it: of 8 bits times a power of two, which is undone."""
-        return rounded(p, dtype) if self.offset is None else np.ldexp(rounded(np.ldexp(p, self.offset), dtype), -self.offset)
+        return (
+            rounded(p, dtype)
+            if self.offset is None
+            else np.ldexp(rounded(np.ldexp(p, self.offset), dtype), -self.offset)
+        )
 
     def join(self, sink: np.ndarray) -> None:
         """The rows' sinks; -inf: none."""
@@ -449,5 +453,5 @@ class _Walk(Tiles):
         return tile
 
     def _wrote(self, o: np.ndarray, lse: np.ndarray) -> None:
-        self.traffic.o += o.size * (self.itemsize if self.plan.float8 is None else ITEMSIZE[self.plan.out_dtype])
+        self.traffic.o += o.size * max(self.itemsize, ITEMSIZE["bfloat16"])
         self.traffic.lse += lse.size * np.dtype(np.float32).itemsize

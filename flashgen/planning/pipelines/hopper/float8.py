@@ -16,19 +16,15 @@ from flashgen.planning.layout import DENSE
 from flashgen.planning.members import ExactP, OOfTurnedV, Queries, TilesAlike, TwoLevels, VTurnedOver
 from flashgen.planning.pipelines.hopper import forward, programs
 from flashgen.planning.pipelines.hopper.forward import (
-    COPIES,
     INTERFERENCE,
     NAME,
     QUERIES,
     ROWS,
-    SHARES_SM,
     SOFTMAX_STRETCH,
     STEP_CLOCKS,
     TYPICAL_KEYS,
     WARPGROUPS,
     Candidate,
-    cannot_address,
-    predicted_seconds,
 )
 from flashgen.planning.pipelines.shared import SOFTMAX_OPS, make_plan, total
 from flashgen.planning.plan import KernelPlan, Part, Specialized, Tile
@@ -36,11 +32,9 @@ from flashgen.planning.profile import profile
 from flashgen.planning.program import Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
 
-__all__ = [
-    *("COPIES", "EXAMPLES", "HEAD_DIM_STEP", "INTEGERS", "KEY_STEP", "MAX_HEAD_DIM", "MIN_HEAD_DIM", "NAME", "QUERIES"),
-    *("SHARES_SM", "TILE_RULE", "Candidate", "candidates", "cannot_address", "clocks", "does_not_fit_reason"),
-    *("nearest_tile", "plan", "predicted_seconds", "seconds_per_score", "smem", "unsupported_reason"),
-]
+#: As of 16 bits.
+COPIES, SHARES_SM = forward.COPIES, forward.SHARES_SM
+cannot_address, predicted_seconds = forward.cannot_address, forward.predicted_seconds
 
 #: Head dims that the pipeline emits: rows of 16 bytes.  Narrower ones are bound by exponentials, as 16 bits are.
 HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 64, 192
@@ -49,7 +43,7 @@ HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 64, 192
 DEPTH, BOX = 32, 128
 
 #: Keys of a tile: powers of two, so that blocks of keys with one descale hold whole tiles.
-KEYS = (128, 64, 32)
+KEYS: tuple[int, ...] = (128, 64, 32)
 TILE_RULE = f"tile_q is 128 or 192 (warpgroups of {ROWS} rows), tile_kv 32, 64 or 128 (which divide {LEAST_BLOCK})"
 KEY_STEP = DEPTH
 EXAMPLES = ((128, 128), (128, 64), (128, 32))
@@ -133,9 +127,7 @@ def _control(c: Candidate, masked: bool) -> int:
     return _program(c, (BOX, BOX), BOX, (0, 0), masked).control_bytes(programs.ALIGNMENT)
 
 
-def _program(
-    c: Candidate, columns: tuple[int, int], turned: int, registers: tuple[int, int], masked: bool
-) -> Program:
+def _program(c: Candidate, columns: tuple[int, int], turned: int, registers: tuple[int, int], masked: bool) -> Program:
     return programs.forward(
         tile=c.tile,
         columns=columns,
@@ -160,6 +152,7 @@ def registers(c: Candidate, request: KernelRequest, *, ahead: bool = False) -> t
     """32-bit registers of a consumer's thread; with the next scores `ahead`, these beside the partial sums."""
     asked, dv, keys, partial = request.profile, request.v_head_dim, c.tile.kv, piece(request)
     scores, sums = f"{ROWS} x {keys} float32", f"{ROWS} x {partial} float32"
+    both: tuple[Part, ...]
     if ahead:
         both = (Part(name="s", amount=keys // 2, why=scores), Part(name="partial", amount=partial // 2, why=sums))
     else:
@@ -210,7 +203,7 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
         return f"shared memory {terms} = {whole} > {request.arch.smem_per_block / KIB:.4g} KiB"
     if c.warpgroups > 2 and request.v_head_dim > NARROW:
         return f"three warpgroups with {request.v_head_dim} columns of v: more than {NARROW} leave them no registers"
-    if PIECE < request.v_head_dim and c.tile.kv != (most := _wide_keys(request)):
+    if request.v_head_dim > PIECE and c.tile.kv != (most := _wide_keys(request)):
         return f"{request.v_head_dim} columns of v with {c.tile.kv} keys: ptxas spills but with {most}"
     producer, consumer = division(c, request)
     if total(wanted) > consumer:
