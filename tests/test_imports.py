@@ -27,7 +27,7 @@ ALLOWED["compat"] |= {"integrations"}
 COMMON = {"errors", "resources", "files", "jsonfile"}
 
 #: A call of attention() goes up through these, each of which imports those before it.
-CALL = ("values", "tracing", "memory", "sinks", "dropout", "menus", "sequences", "call", "records", "forward")
+CALL = ("values", "tracing", "memory", "sinks", "dropout", "menus", "float8", "sequences", "call", "records", "forward")
 CALL += ("backward", "library", "mapped", "autograd", "attention")
 
 #: What a function may import when it runs, because it is slow to import and most processes never need it.  A command

@@ -133,12 +133,8 @@ def _run_8_bits(resolved: Resolved, seed: int, order: int | None, step_limit: in
     from flashgen.runtime import reference_float8
     from flashgen.runtime.reference import judge, judge_lse, reference
 
-    plan, case, variant, scale = (
-        resolved.plan,
-        resolved.case,
-        resolved.variant,
-        1 / math.sqrt(resolved.problem.head_dim),
-    )
+    plan, case, variant = resolved.plan, resolved.case, resolved.variant
+    scale = 1 / math.sqrt(resolved.problem.head_dim)
     generator = torch.Generator().manual_seed(seed)
     dtypes = (getattr(torch, operand_dtype(plan, name)) for name in "qkv")
     inputs = [

@@ -51,7 +51,8 @@ class Golden:
 
 def goldens() -> Iterator[Golden]:
     """Every kept file: the main plans of each shipped spec, forward and backward, in bfloat16, at head_dim 128 or the
-    largest it allows, where the pipeline serves them; WIDE backwards, a forward of PACKED heads, forwards of 8 bits, and OPTIONS."""
+    largest it allows, where the pipeline serves them; WIDE backwards, a forward of PACKED heads, forwards of 8 bits,
+    and OPTIONS."""
     for pipeline, arch in KEPT:
         for name, path in sorted(shipped().items()):
             variant = load_spec(path).bind()

@@ -113,7 +113,8 @@ def execute(
     """Run the kernels of a launch on tensors that lie in memory, and say what each did, by its entry.
 
     `addresses` are those of `launch.pointers`.  `source` replaces the emitted text; `seed`, `check` and
-    `accumulator_bits` are those of Module.launch.  Raises CompileError, BadLaunch, and a Trap for what a kernel does wrong.
+    `accumulator_bits` are those of Module.launch.  Raises CompileError, BadLaunch, and a Trap for what a kernel does
+    wrong.
     """
     plan, layout = launch.plan, launch.plan.backward
     in_order = layout is not None and (layout.dq_in_main_kernel or (plan.deterministic and layout.adds_dq))

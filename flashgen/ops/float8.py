@@ -88,7 +88,7 @@ def checked(
         "out_dtype": _out(given.get(NAMES["out_dtype"])),
         "accuracy": _accuracy(given.get(NAMES["accuracy"])),
     }
-    descales = {}
+    descales: dict[str, Any] = {}
     for tensor, name in DESCALES.items():
         heads = {"q": (problem.heads, problem.kv_heads)}.get(tensor, (problem.kv_heads,))
         rows = problem.q_len if tensor == "q" else problem.kv_len
@@ -142,7 +142,7 @@ def _check_descale(
             f"  nearest: {name}=torch.ones(1, device=q.device) where {tensor} holds the values themselves"
         )
     if not isinstance(given, torch.Tensor):
-        raise LaunchError(no_tensor(name, given))
+        raise LaunchError(f"{no_tensor(name, given)}\n  nearest: torch.tensor([1.0], device=q.device)")
     if given.dtype != torch.float32:
         raise LaunchError(f"{name} is {_name(given.dtype)}: descales are float32\n  nearest: {name}.float()")
     if given.device != device:

@@ -57,9 +57,9 @@ def plan(
     choose; `packed` asks for tiles that hold all heads which share keys, as problems with few queries get them.  With
     `backward` the kernels of its gradients, those of the captured tensors in `gradients` too, and with `deterministic`
     in one order of sums.  `k_dtype`, `v_dtype`, `out_dtype` and `accuracy` are of 8-bit queries
-    (`dtype` "float8_e4m3fn").  `fallbacks` of the result name the better pipelines of the arch that do not serve this, and
-    why.  Raises PlanError with the limit that the request hits and the nearest thing that works, and SpecError for a
-    file that is no spec.
+    (`dtype` "float8_e4m3fn").  `fallbacks` of the result name the better pipelines of the arch that do not serve this,
+    and why.  Raises PlanError with the limit that the request hits and the nearest thing that works, and SpecError for
+    a file that is no spec.
     """
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen, "kv_seqlen": kv_seqlen}
     sizes = {name: option(name, value) for name, value in sizes.items()}

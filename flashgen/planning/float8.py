@@ -110,7 +110,7 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> str:
 
 
 def block_of(length: int, blocks: int) -> int | None:
-    """Rows of a block of which `blocks` cover so many rows: a power of two from LEAST_BLOCK on; None where none does."""
+    """Rows of a block of which `blocks` cover `length`: a power of two from LEAST_BLOCK on; None where none does."""
     block = LEAST_BLOCK
     while -(-length // block) > blocks:
         block *= 2

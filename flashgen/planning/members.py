@@ -307,3 +307,7 @@ class VTurnedOver:
 
     turned: ClassVar[bool] = True
     warps: ClassVar[int] = 2
+
+
+#: What 16 bits have.
+ONE_LEVEL, LAGGING_P, V_AS_STORED = OneLevel(), LaggingP(), VAsStored()

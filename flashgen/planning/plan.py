@@ -10,6 +10,9 @@ from flashgen.planning.float8 import OFFSET, Float8
 from flashgen.planning.integers import Integers
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import (
+    LAGGING_P,
+    ONE_LEVEL,
+    V_AS_STORED,
     BlockOrder,
     Consumers,
     DqSum,
@@ -136,9 +139,9 @@ class Specialized:
     o: OByTma | OFromRegisters | OOfTurnedV
     scheduler: Scheduler
     rows: Queries | PackedQueries
-    products: OneLevel | TwoLevels = OneLevel()
-    p: LaggingP | ExactP = LaggingP()
-    v: VAsStored | VTurnedOver = VAsStored()
+    products: OneLevel | TwoLevels = ONE_LEVEL
+    p: LaggingP | ExactP = LAGGING_P
+    v: VAsStored | VTurnedOver = V_AS_STORED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,13 +71,11 @@ class TensorMap:
     def __init__(self, desc: TensorMapDesc, *, address: int, device: int) -> None:
         api = _api()
         self._context = _primary_context(device)
+        kind = _MAP_TYPES.get(desc.dtype, desc.dtype)
         with _current(self._context):
             made = _ok(
                 api.cuTensorMapEncodeTiled(
-                    getattr(
-                        api.CUtensorMapDataType,
-                        f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES.get(desc.dtype, desc.dtype).upper()}",
-                    ),
+                    getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind.upper()}"),
                     4,
                     address,
                     [api.cuuint64_t(size) for size in desc.sizes],

@@ -50,8 +50,8 @@ def baseline(
     scale: float,
     out: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o, rounded to `out`, and lse: P in e4m3 beside the exact maximum of the keys taken so far, tile after tile from the
-    last to the first; partial sums of a tile and scores as the hardware adds them up, all else in float32."""
+    """o, rounded to `out`, and lse: P in e4m3 beside the exact maximum of the keys taken so far, tile after tile from
+    the last to the first; partial sums of a tile and scores as the hardware adds them up, all else in float32."""
     import torch
 
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q.codes.shape, k.codes.shape

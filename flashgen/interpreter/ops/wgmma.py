@@ -357,7 +357,7 @@ def _chain(block: Block, products: list[Product], warps: list[int]) -> None:
 
 
 def _spread(total: np.ndarray, n: int) -> np.ndarray:
-    """[16 rows of each warp, n] -> [registers, warps, lanes]; d[4 j + 2 r + e]: row 8r + l/4, column 8j + 2(l%4) + e."""
+    """[rows of warps, n] -> [registers, warps, lanes]; d[4 j + 2 r + e]: row 8r + l/4, column 8j + 2(l%4) + e."""
     spread = total.reshape(-1, 2, 8, n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
     return np.ascontiguousarray(spread.reshape(n // 2, -1, LANES))
 

@@ -17,8 +17,6 @@ from flashgen.planning.members import ExactP, OOfTurnedV, Queries, TilesAlike, T
 from flashgen.planning.pipelines.hopper import forward, programs
 from flashgen.planning.pipelines.hopper.forward import (
     INTERFERENCE,
-    NAME,
-    QUERIES,
     ROWS,
     SOFTMAX_STRETCH,
     STEP_CLOCKS,
@@ -33,7 +31,7 @@ from flashgen.planning.program import Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
 
 #: As of 16 bits.
-COPIES, SHARES_SM = forward.COPIES, forward.SHARES_SM
+NAME, COPIES, QUERIES, SHARES_SM = forward.NAME, forward.COPIES, forward.QUERIES, forward.SHARES_SM
 cannot_address, predicted_seconds = forward.cannot_address, forward.predicted_seconds
 
 #: Head dims that the pipeline emits: rows of 16 bytes.  Narrower ones are bound by exponentials, as 16 bits are.
