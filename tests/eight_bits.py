@@ -16,10 +16,11 @@ from flashgen.interpreter.simulate import Simulated, simulate
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
 from flashgen.planning import planner
+from flashgen.planning.float8 import WORDS_BY_BITS
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
-from flashgen.runtime.reference_float8 import Quantised, baseline, quantised
+from flashgen.runtime.reference_float8 import Quantised, accumulated, baseline, quantised
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Eight:
         """What breaks the tolerance rule, against float64."""
         out = getattr(torch, self.plan.out_dtype)
         ref, ref_lse = self.exact
-        base, base_lse = baseline(self.variant, self.case, *self.qkv, scale=self.scale, out=out)
+        words = WORDS_BY_BITS[self.plan.float8.accuracy]
+        base, base_lse = baseline(self.variant, self.case, *self.qkv, scale=self.scale, out=out, words=words)
         verdict = judge(torch.from_numpy(found.o).to(out), base, ref, self.plan.out_dtype)
         return verdict.reasons + judge_lse(torch.from_numpy(found.lse), ref_lse, base_lse)
 
@@ -94,3 +96,17 @@ def eight(
     )
     case = Case(sizes=p.sizes(), params=params, tensors=tensors)
     return Eight(planner.menu_of(request).plans[0], variant, p, case, qkv, given)
+
+
+def errors_of_forms(keys: int = 2048, rows: int = 64) -> dict[str, tuple[float, ...]]:
+    """RMS error of o over that of the exact form, by form, on scores of standard deviation 1, 4 and 8: emulated."""
+    g = torch.Generator().manual_seed(0)
+    scores, v = torch.randn(4, rows, keys, generator=g), torch.randn(4, keys, 16, generator=g)
+    v = v.to(torch.float8_e4m3fn).float()
+    found: dict[str, list[float]] = {name: [] for name in WORDS_BY_BITS}
+    for deviation in (1.0, 4.0, 8.0):
+        right = torch.softmax(scores.double() * deviation, -1) @ v.double()
+        for name, words in WORDS_BY_BITS.items():
+            o, total, _ = accumulated(scores * deviation, v, words, torch.arange(rows)[:, None])
+            found[name].append(float(((o / total).double() - right).square().mean().sqrt()))
+    return {name: tuple(x / y for x, y in zip(of, found["exact"], strict=True)) for name, of in found.items()}

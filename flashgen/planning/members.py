@@ -279,6 +279,7 @@ class LaggingP:
     """Exponentials, rounded to 16 bits; a row's maximum follows keys that outweigh a share of their row."""
 
     template: ClassVar[str] = "hopper/forward_p_lagging.cu.j2"
+    sums_late: ClassVar[bool] = False
     before: ClassVar[str] = "find_limits"  # what is found under a product
 
 
@@ -288,6 +289,21 @@ class ExactP:
 
     template: ClassVar[str] = "hopper/forward_p_exact.cu.j2"
     before: ClassVar[str] = "find_scale"
+    sums_late: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PByBits:
+    """Of eight words of P in a register each `words` hold codes of e4m3 made of the scores by one FMA and a rounding,
+    the others exponentials; maxima as above.  Sums are those of rounded P, which products with ones give."""
+
+    template: ClassVar[str] = "hopper/forward_p_by_bits.cu.j2"
+    before: ClassVar[str] = "find_scale"
+    sums_late: ClassVar[bool] = True  # they come with P V
+    words: int
+
+
+P8 = ExactP | PByBits
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 
 from flashgen.lang.expr import walk
 from flashgen.lang.variant import Variant
-from flashgen.planning.float8 import OFFSET, Float8
+from flashgen.planning.float8 import CODE_BIAS, OFFSET, Float8
 from flashgen.planning.integers import Integers
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import (
     LAGGING_P,
     ONE_LEVEL,
+    P8,
     V_AS_STORED,
     BlockOrder,
     Consumers,
     DqSum,
-    ExactP,
     FullTilesApart,
     LaggingP,
     OByTma,
@@ -140,7 +140,7 @@ class Specialized:
     scheduler: Scheduler
     rows: Queries | PackedQueries
     products: OneLevel | TwoLevels = ONE_LEVEL
-    p: LaggingP | ExactP = LAGGING_P
+    p: LaggingP | P8 = LAGGING_P
     v: VAsStored | VTurnedOver = V_AS_STORED
 
 
@@ -360,6 +360,12 @@ class KernelPlan(Integers):
     def p_offset(self) -> int:
         """P of a row's highest score, as a power of two, where a maximum does not lag."""
         return OFFSET
+
+    @property
+    def code_of_one(self) -> str:
+        """The code of 1 in e4m3 where codes are made of logarithms, in units of 2^-24, with what makes their mean
+        right: f is taken for log2(1 + f), which is more."""
+        return f"{(8 * 7 + CODE_BIAS) * 2.0**-24!r}"
 
     @property
     def k_step(self) -> int:

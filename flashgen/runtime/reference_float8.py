@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen.planning.float8 import ACCUMULATOR_BITS, OFFSET
+from flashgen.lang.float8 import taken_by_bits
+from flashgen.planning.float8 import ACCUMULATOR_BITS, CODE_BIAS, OFFSET
 from flashgen.runtime.reference import KEYS_AT_A_TIME, Evaluator, blocks
 
 if TYPE_CHECKING:
@@ -49,12 +50,16 @@ def baseline(
     *,
     scale: float,
     out: torch.dtype,
+    words: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o, rounded to `out`, and lse: P in e4m3 beside the exact maximum of the keys taken so far, tile after tile from
-    the last to the first; partial sums of a tile and scores as the hardware adds them up, all else in float32."""
+    the last to the first; partial sums of a tile and scores as the hardware adds them up, all else in float32.
+
+    Of P's words of eight `words` are made of the scores' bits, and its sum is then that of rounded P.
+    """
     import torch
 
-    (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q.codes.shape, k.codes.shape
+    (batch, heads, q_len, _), kv_heads = q.codes.shape, k.codes.shape[1]
     group, dim = heads // max(kv_heads, 1), v.codes.shape[3]
     o = torch.zeros((batch, kv_heads, group, q_len, dim), device=q.codes.device)
     lse = torch.full(o.shape[:-1], -math.inf, device=o.device)
@@ -67,17 +72,8 @@ def baseline(
             s = evaluator(variant.score_node, precision, {**block.symbols, "s": s}).expand_as(s)
         if variant.mask is not None:
             s = torch.where(evaluator(variant.mask, precision, block.symbols), s, -math.inf)
-        m = torch.full((*s.shape[:-1], 1), -math.inf, device=s.device)
-        total, found = torch.zeros_like(m), s.new_zeros((*s.shape[:-1], dim))
-        for first in reversed(range(0, kv_len, KEYS_AT_A_TIME)):
-            at = slice(first, min(first + KEYS_AT_A_TIME, kv_len))
-            top = torch.maximum(m, s[..., at].amax(-1, keepdim=True))
-            base = torch.where(top == -math.inf, 0.0, top)
-            p, decay = torch.exp(s[..., at] - base), torch.exp(m - base)
-            rounded = (p * 2.0**OFFSET).to(torch.float8_e4m3fn).float()
-            partial = cut_products(rounded, values[..., at, :].mT) * 2.0**-OFFSET
-            total, m = total * decay + p.sum(-1, keepdim=True), top
-            found = found * decay + partial * v.descale[:, :, None, None, None]
+        found, total, m = accumulated(s, values, words, block.symbols["q"])
+        found = found * v.descale[:, :, None, None, None]
         sink = evaluator.row_sinks(variant, precision, block.symbols)
         if sink is not None:
             top = torch.maximum(m, sink)
@@ -87,6 +83,34 @@ def baseline(
         o[..., block.at, :] = found / torch.where(total == 0, 1.0, total)
         lse[..., block.at] = (m + torch.log(total)).squeeze(-1)
     return o.flatten(1, 2).to(out), lse.flatten(1, 2)
+
+
+def accumulated(
+    s: torch.Tensor, values: torch.Tensor, words: int, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """P V of scores [..., rows, keys] and V [..., keys, columns] in 8 bits, the sums of P and what was subtracted;
+    `rows` [rows, 1] count them."""
+    import torch
+
+    m = torch.full((*s.shape[:-1], 1), -math.inf, device=s.device)
+    total, found = torch.zeros_like(m), s.new_zeros((*s.shape[:-1], values.shape[-1]))
+    for first in reversed(range(0, s.shape[-1], KEYS_AT_A_TIME)):
+        at = slice(first, min(first + KEYS_AT_A_TIME, s.shape[-1]))
+        top = torch.maximum(m, s[..., at].amax(-1, keepdim=True))
+        base = torch.where(top == -math.inf, 0.0, top)
+        p, decay = torch.exp(s[..., at] - base), torch.exp(m - base)
+        rounded = (p * 2.0**OFFSET).to(torch.float8_e4m3fn).float()
+        if words:
+            power = (s[..., at] - base) * math.log2(math.e) + OFFSET
+            codes = (8 * (power + 7) + CODE_BIAS).round().clamp(0, 0x7E).to(torch.uint8)
+            columns = torch.arange(p.shape[-1], device=p.device)
+            by_bits = codes.view(torch.float8_e4m3fn).float()
+            rounded = torch.where(taken_by_bits(rows, columns, words), by_bits, rounded)
+            p = rounded * 2.0**-OFFSET
+        partial = cut_products(rounded, values[..., at, :].mT) * 2.0**-OFFSET
+        total, m = total * decay + p.sum(-1, keepdim=True), top
+        found = found * decay + partial
+    return found, total, m
 
 
 def cut_products(a: torch.Tensor, b: torch.Tensor, bits: int = ACCUMULATOR_BITS) -> torch.Tensor:

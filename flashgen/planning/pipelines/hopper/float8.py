@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.float8 import LEAST_BLOCK
+from flashgen.planning.float8 import LEAST_BLOCK, WORDS_BY_BITS
 from flashgen.planning.integers import Allowed
 from flashgen.planning.layout import DENSE
-from flashgen.planning.members import ExactP, OOfTurnedV, Queries, TilesAlike, TwoLevels, VTurnedOver
+from flashgen.planning.members import P8, ExactP, OOfTurnedV, PByBits, Queries, TilesAlike, TwoLevels, VTurnedOver
 from flashgen.planning.pipelines.hopper import forward, programs
 from flashgen.planning.pipelines.hopper.forward import (
     INTERFERENCE,
@@ -56,7 +56,7 @@ FREE_STAGES = (4, 3, 2)
 PIECE = 128
 
 #: Registers of a consumer's thread beside fragments, two more where there is a mask or a score.
-OVERHEAD, VARIANT_REGISTERS = 20, 4
+OVERHEAD, VARIANT_REGISTERS = 12, 4
 
 #: Those of a producer's thread: of those that turn V over one holds four fragments of 4 words.
 PRODUCER_REGISTERS, JUDGE_REGISTERS = 40, 56
@@ -115,17 +115,29 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         staged("k", c.stages, c.tile.kv, d),
         staged("v", c.stages, c.tile.kv, dv),
         staged("v turned over", c.stages, request.v_head_dim, programs.KEYS_ACROSS),
-        Part(name="control", amount=_control(c, request.profile.hides), why="barriers, messages and descales"),
+        *(() if isinstance(_p(request), ExactP) else (staged("ones", 1, 8, programs.KEYS_ACROSS),)),
+        Part(
+            name="control",
+            amount=_control(c, request.profile.hides, isinstance(_p(request), PByBits)),
+            why="barriers, messages and descales",
+        ),
     )
 
 
 @lru_cache
-def _control(c: Candidate, masked: bool) -> int:
+def _control(c: Candidate, masked: bool, ones: bool) -> int:
     """Bytes of barriers and messages, which neither the size of tiles nor that of registers changes."""
-    return _program(c, (BOX, BOX), BOX, (0, 0), masked).control_bytes(programs.ALIGNMENT)
+    return _program(c, (BOX, BOX), BOX, (0, 0), masked, ones).control_bytes(programs.ALIGNMENT)
 
 
-def _program(c: Candidate, columns: tuple[int, int], turned: int, registers: tuple[int, int], masked: bool) -> Program:
+def _program(
+    c: Candidate,
+    columns: tuple[int, int],
+    turned: int,
+    registers: tuple[int, int],
+    masked: bool,
+    ones: bool,
+) -> Program:
     return programs.forward(
         tile=c.tile,
         columns=columns,
@@ -137,6 +149,7 @@ def _program(c: Candidate, columns: tuple[int, int], turned: int, registers: tup
         ping_pong=False,
         layout=DENSE,
         turned=(turned, VTurnedOver.warps),
+        ones=ones,
     )
 
 
@@ -160,6 +173,7 @@ def registers(c: Candidate, request: KernelRequest, *, ahead: bool = False) -> t
         Part(name="o", amount=dv // 2, why=f"{ROWS} x {dv} float32 over 128 threads"),
         *both,
         Part(name="p", amount=keys // 8, why=f"{ROWS} x {keys} in 8 bits"),
+        *(() if isinstance(_p(request), ExactP) else (Part(name="sums", amount=4, why="of rows of P"),)),
         Part(
             name="overhead",
             amount=OVERHEAD + (0 if asked.plain else VARIANT_REGISTERS),
@@ -218,7 +232,9 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     return make_plan(
         *(c, request, (padded(request.head_dim, DEPTH), request.v_head_dim)),
         pipeline=NAME,
-        program=_program(c, columns, request.v_head_dim, division(c, request), masked),
+        program=_program(
+            c, columns, request.v_head_dim, division(c, request), masked, isinstance(_p(request), PByBits)
+        ),
         q_in_registers=False,
         blocks_per_sm=1,
         smem=smem(c, request),
@@ -232,10 +248,17 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             scheduler=forward.scheduler(request),
             rows=Queries(),
             products=TwoLevels(piece=piece(request), ahead=ahead),
-            p=ExactP(),
+            p=_p(request),
             v=VTurnedOver(),
         ),
     )
+
+
+def _p(request: KernelRequest) -> P8:
+    """How P is made."""
+    assert request.float8 is not None
+    words = WORDS_BY_BITS[request.float8.accuracy]
+    return PByBits(words=words) if words else ExactP()
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
@@ -246,15 +269,21 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     """
     special, arithmetic = profile(plan.variant).score_ops
     sm_clocks = arch.sms * arch.clock_hz
+    exponentials = 1 - _words(plan) / 8
     dims = plan.padded_head_dim + plan.padded_v_head_dim
     once = plan.padded_head_dim + 3 * plan.padded_v_head_dim
     fold = FOLD_OPS * plan.padded_v_head_dim / plan.tile.kv
     return {
         "tensor": 2 * dims * sm_clocks / (RATE * arch.tensor_flops[NAME]),
-        "special": (1 + special) / arch.special_per_clock,
+        "special": (exponentials + special) / arch.special_per_clock,
         "arithmetic": (SOFTMAX_OPS + arithmetic + fold) / arch.fp32_lanes,
         "shared memory": (dims / ROWS + once / plan.tile.q) / arch.smem_per_clock,
     }
+
+
+def _words(plan: KernelPlan) -> int:
+    """Of eight words of P those that take no exponentials."""
+    return 0 if plan.float8 is None else WORDS_BY_BITS[plan.float8.accuracy]
 
 
 def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:

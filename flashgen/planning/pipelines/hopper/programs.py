@@ -52,12 +52,13 @@ def forward(
     ping_pong: bool,
     layout: Layout = DENSE,
     turned: tuple[int, int] | None = None,
+    ones: bool = False,
 ) -> Program:
     """A forward's program: `columns` of q and k, and of v, in shared memory; `registers` per thread of the producer
     warpgroup and of a consumer; O is `stored` by TMA from the shared memory of Q, or by the consumers
     themselves; where sequences have lengths of
     their own, V ends inside a tile.  With elements of 8 bits `turned` has the columns of V once it is turned over, and
-    the warps that do it."""
+    the warps that do it; with `ones` there is a matrix of them."""
     producer, consumer = registers
     warpgroups = tile.q // ROWS
     names = ["scheduler", "loader", *(["storer"] if stored else [])]
@@ -163,7 +164,7 @@ def forward(
         declared(_tile("QorO", "q_or_o", ROWS * room, q_stage, each, item=item)),
         declared(_tile("KTile", "k", tile.kv * columns[0], stage, item=item)),
         declared(_tile("VTile", "v", tile.kv * columns[1], stage, item=item)),
-        *(_turned_members(turned[0], q_stage, each, stage) if turned is not None else ()),
+        *(_turned_members(turned[0], q_stage, each, stage, ones) if turned is not None else ()),
         declared(Member(ctype="Work", name="work", size=size, alignment=alignment, axes=(work_stage,))),
         *(
             (
@@ -442,9 +443,11 @@ def _backward_members(
         yield declared(of["ending"], of["added"], note="the last tile of queries is being loaded; all of dq is added")
 
 
-def _turned_members(columns: int, q_stage: Axis, each: Axis, stage: Axis) -> Iterator[Declaration]:
+def _turned_members(columns: int, q_stage: Axis, each: Axis, stage: Axis, ones: bool) -> Iterator[Declaration]:
     """V turned over, and what the elements of tiles are multiplied by."""
     yield declared(_tile("TurnedTile", "turned", columns * KEYS_ACROSS, stage, item=1))
+    if ones:
+        yield declared(_tile("OnesTile", "ones", 8 * KEYS_ACROSS, item=1))
     yield declared(_words("float", "q_descale", q_stage, each))
     yield declared(*(_words("float", f"{name}_descale", stage) for name in ("k", "v", "turned")))
     yield declared(_words("int", "v_loaded", stage), note="0: no tile is left")
