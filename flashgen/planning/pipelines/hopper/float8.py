@@ -196,9 +196,9 @@ def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
 
 
 def _ahead(c: Candidate, request: KernelRequest) -> bool:
-    """Whether two warpgroups have registers for the next scores beside partial sums; three fill the tensor cores."""
-    whole = c.warpgroups == 2 and piece(request) == request.v_head_dim
-    return whole and total(registers(c, request, ahead=True)) <= division(c, request)[1]
+    """Whether the next scores are on their way beside partial sums: with two warpgroups, where these come in one piece.
+    Three fill the tensor cores without."""
+    return c.warpgroups == 2 and piece(request) == request.v_head_dim
 
 
 def _wide_keys(request: KernelRequest) -> int:
@@ -208,7 +208,7 @@ def _wide_keys(request: KernelRequest) -> int:
 
 def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
     """Why the candidate cannot run on the architecture, or None."""
-    memory, wanted = smem(c, request), registers(c, request)
+    memory, wanted = smem(c, request), registers(c, request, ahead=_ahead(c, request))
     if total(memory) > request.arch.smem_per_block:
         terms = " + ".join(f"{part.name} {part.amount / KIB:.4g}" for part in memory)
         whole = f"{total(memory) / KIB:.4g} KiB ({total(memory):,} bytes)"
