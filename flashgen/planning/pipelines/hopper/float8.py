@@ -215,6 +215,8 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
         return f"shared memory {terms} = {whole} > {request.arch.smem_per_block / KIB:.4g} KiB"
     if c.warpgroups > 2 and request.v_head_dim > NARROW:
         return f"three warpgroups with {request.v_head_dim} columns of v: more than {NARROW} leave them no registers"
+    if c.warpgroups > 2 and request.profile.masked and not request.profile.band:
+        return "three warpgroups: a mask that is no band leaves them too few registers"
     if request.v_head_dim > PIECE and c.tile.kv != (most := _wide_keys(request)):
         return f"{request.v_head_dim} columns of v with {c.tile.kv} keys: ptxas spills but with {most}"
     producer, consumer = division(c, request)
