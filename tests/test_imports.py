@@ -28,8 +28,8 @@ for sink in ("compat", "bench"):
 COMMON = {"errors", "resources", "files", "jsonfile"}
 
 #: A call of attention() goes up through these, each of which imports those before it.
-CALL = ("values", "tracing", "memory", "sinks", "dropout", "menus", "pages", "sequences", "splits", "call", "out")
-CALL += ("records", "forward", "backward", "library", "mapped", "autograd", "shards", "nested", "attention")
+CALL = ("values", "tracing", "memory", "sinks", "dropout", "menus", "float8", "pages", "sequences", "splits", "call")
+CALL += ("out", "records", "forward", "backward", "library", "mapped", "autograd", "shards", "nested", "attention")
 
 #: What a function may import when it runs, because it is slow to import and most processes never need it.  A command
 #: imports any stage so: `flashgen --help` and completion are quick.

@@ -17,6 +17,7 @@ import typer
 from flashgen.cli.console import err
 from flashgen.errors import PlanError, SpecError
 from flashgen.lang.variant import Pins
+from flashgen.planning.float8 import ACCURACIES, DEFAULT
 from flashgen.planning.integers import INTEGERS
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ class Request:
     dtype: Annotated[
         str | None,
         _problem(
-            help="float16, bfloat16; on a CPU float32 and float64 too. [dim]default: bfloat16 if the spec names it[/]"
+            help="float16, bfloat16, float8_e4m3fn (on Hopper); on a CPU float32 and float64 too."
+            " [dim]default: bfloat16 if the spec names it[/]"
         ),
     ] = None
     arch: Annotated[
@@ -208,6 +210,22 @@ class Pass:
             help="How sequences lie: dense, padded (lengths or positions of their own), varlen, paged, paged_varlen.",
         ),
     ] = "dense"
+    k_dtype: Annotated[
+        str | None,
+        _pass(metavar="NAME", help="Of k, where q has 8 bits. [dim]default: --dtype[/]"),
+    ] = None
+    v_dtype: Annotated[
+        str | None,
+        _pass(metavar="NAME", help="Of v, where q has 8 bits. [dim]default: --dtype[/]"),
+    ] = None
+    out_dtype: Annotated[
+        str | None,
+        _pass(metavar="NAME", help="Of o, where q has 8 bits: bfloat16, float16. [dim]default: bfloat16[/]"),
+    ] = None
+    accuracy: Annotated[
+        str | None,
+        _pass(metavar="NAME", help=f"How P is made in 8 bits: {', '.join(ACCURACIES)}. [dim]default: {DEFAULT}[/]"),
+    ] = None
     integers: Mapping[str, int | None] = field(default_factory=dict)
     gradient: Annotated[
         list[str] | None,
@@ -233,6 +251,8 @@ class Pass:
             **{"backward": self.backward, "dropout": self.dropout, "packed": self.packed},
             "layout": option("layout", self.layout),
             "keys": SplitKeys() if self.split_keys else ALL_KEYS,
+            **{"k_dtype": self.k_dtype, "v_dtype": self.v_dtype},
+            **{"out_dtype": self.out_dtype, "accuracy": self.accuracy},
             **backward,
             **self.integers,
         }

@@ -20,6 +20,7 @@ from flashgen.cli.console import err, out, progress, seconds, share, size, tabul
 from flashgen.cli.options import Pass, Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
 from flashgen.errors import FlashgenError, LaunchError, PlanError
+from flashgen.planning.float8 import WORDS_BY_BITS
 from flashgen.runtime.captured import on_device
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def room(problem: Problem, device: str) -> Iterator[None]:
         told = any(words in str(error) for words in ("can't allocate memory", "Storage size calculation overflowed"))
         if not told and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             raise
-        elements = sum(math.prod(shape) for shape in (*_shapes(problem), _shapes(problem)[0]))
+        elements = sum(math.prod(shape) for shape in (*shapes(problem), shapes(problem)[0]))
         raise LaunchError(
             f"{options.device_name(device)} has no room for this problem: q, k, v and o take"
             f" {size(elements * problem.itemsize)}, and checking them in float64 several times as much"
@@ -231,20 +232,33 @@ def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bo
     import torch
 
     from flashgen.ops.attention import attention
+    from flashgen.runtime import reference_float8
     from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
     p, case, variant = resolved.problem, resolved.case, resolved.variant
-    dtype = getattr(torch, p.dtype)
+    dtype, eight = getattr(torch, p.dtype), resolved.plan.float8
     named = {**case.params, **on_device(variant, case.tensors, device)}
     named |= {} if kv_splits is None else {"kv_splits": kv_splits}
     elements = p.batch * p.heads * p.q_len * p.v_head_dim
     scale = 1 / math.sqrt(p.head_dim)
-    outs, bases, refs, lses, ref_lses, taken = [], [], [], [], [], math.inf
+    draws: list[tuple[torch.Tensor, ...]] = []
+    taken = math.inf
     for draw in range(_draws(elements, device)):
         generator = torch.Generator(device).manual_seed(seed + draw)
-        q, k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in _shapes(p))
+        values = [torch.randn(shape, generator=generator, device=device) for shape in shapes(p)]
         dropped = options.drops(dropout, seed + draw)
         inputs = named | _asking(dropped)
+        if eight is None:
+            values = [x.to(dtype) for x in values]
+            q, k, v = values
+            base = baseline(variant, case, q, k, v, scale=scale, dropout=dropped)
+        else:
+            of = [reference_float8.quantised(x, dtype) for x in values]
+            values, (q, k, v) = [x.values for x in of], (x.codes for x in of)
+            inputs |= {f"{name}_descale": x.descale for name, x in zip("qkv", of, strict=True)}
+            base = reference_float8.baseline(
+                *(variant, case, *of), scale=scale, out=getattr(torch, eight.out), words=WORDS_BY_BITS[eight.accuracy]
+            )
         start = time.perf_counter()
         o, lse = attention(q, k, v, variant, return_lse=True, **inputs)
         if device == "cuda":
@@ -252,14 +266,12 @@ def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bo
         taken = min(taken, time.perf_counter() - start)
         if timed and device == "cuda":
             taken = _gpu_seconds(lambda: attention(q, k, v, variant, **inputs))  # noqa: B023
-        ref, ref_lse = reference(variant, case, q, k, v, scale=scale, dropout=dropped)
-        outs.append(o.flatten())
-        bases.append(baseline(variant, case, q, k, v, scale=scale, dropout=dropped)[0].flatten())
-        refs.append(ref.flatten())
-        lses.append(lse.flatten())
-        ref_lses.append(ref_lse.flatten())
-    verdict = judge(torch.cat(outs), torch.cat(bases), torch.cat(refs), p.dtype)
-    return Checked(verdict=verdict, lse_reasons=judge_lse(torch.cat(lses), torch.cat(ref_lses)), seconds=taken)
+        ref = reference(variant, case, *values, scale=scale, dropout=dropped)
+        draws.append(tuple(x.flatten() for x in (o, base[0], ref[0], lse, ref[1], base[1])))
+    out, base_out, ref_out, lse, ref_lse, base_lse = (torch.cat(found) for found in zip(*draws, strict=True))
+    verdict = judge(out, base_out, ref_out, p.dtype if eight is None else eight.out)
+    lse_reasons = judge_lse(lse, ref_lse, None if eight is None else base_lse)
+    return Checked(verdict=verdict, lse_reasons=lse_reasons, seconds=taken)
 
 
 def _asking(dropped: Dropout | None) -> dict[str, object]:
@@ -291,15 +303,15 @@ def _check_gradients(
     tensors = on_device(variant, case.tensors, device)
     captured = {name: tensors[name].requires_grad_() for name in differentiable_of(variant)}
     inputs = {**case.params, **tensors}
-    shapes = _shapes(p)
-    fewest = min(math.prod(shape) for shape in shapes)
+    of_inputs = shapes(p)
+    fewest = min(math.prod(shape) for shape in of_inputs)
     few = min((x.numel() for x in captured.values()), default=_CAPTURED_ELEMENTS)
     draws, of_captured = [], {name: [] for name in captured}
     for draw in range(max(_draws(fewest, device), min(-(-_CAPTURED_ELEMENTS // max(few, 1)), _CAPTURED_DRAWS))):
         generator = torch.Generator(device).manual_seed(seed + draw)
         *qkv, do = (
             torch.randn(shape, generator=generator, device=device).to(getattr(torch, p.dtype))
-            for shape in (*shapes, (*shapes[0][:3], p.v_head_dim))
+            for shape in (*of_inputs, (*of_inputs[0][:3], p.v_head_dim))
         )
         leaves = [x.requires_grad_() for x in qkv]
         dropped = options.drops(dropout, seed + draw)
@@ -329,7 +341,8 @@ def _draws(elements: int, device: str) -> int:
     return max(1, math.ceil(_SHARE[device] * POOL / elements)) if elements else 1
 
 
-def _shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
+def shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
+    """Those of q, k and v."""
     keys = (p.batch, p.kv_heads, p.kv_len)
     return (p.batch, p.heads, p.q_len, p.head_dim), (*keys, p.head_dim), (*keys, p.v_head_dim)
 

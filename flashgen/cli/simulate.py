@@ -14,7 +14,9 @@ from flashgen.cli import options
 from flashgen.cli.console import err, many, out, seconds, share, tabulate, write_json
 from flashgen.cli.options import Pass, Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
-from flashgen.cli.run import room
+from flashgen.cli.run import room, shapes
+from flashgen.planning.float8 import WORDS_BY_BITS
+from flashgen.runtime.launch import operand_dtype
 
 if TYPE_CHECKING:
     from flashgen.interpreter.counters import Report
@@ -111,11 +113,11 @@ def _run(
     from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
     p, case, variant = resolved.problem, resolved.case, resolved.variant
+    if resolved.plan.float8 is not None:
+        return _run_8_bits(resolved, seed, order, step_limit)
     dtype, scale = getattr(torch, p.dtype), 1 / math.sqrt(p.head_dim)
     generator = torch.Generator().manual_seed(seed)
-    keys = (p.batch, p.kv_heads, p.kv_len)
-    shapes = (p.batch, p.heads, p.q_len, p.head_dim), (*keys, p.head_dim), (*keys, p.v_head_dim)
-    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes(p))
     asked = {"scale": scale, "dropout": dropped}
     arrays = (x.float().numpy() for x in (q, k, v))
     options = {"seed": order, "step_limit": step_limit, "kv_splits": resolved.splits}
@@ -124,6 +126,37 @@ def _run(
     base, _ = baseline(variant, case, q, k, v, **asked)
     verdict = judge(torch.from_numpy(done.o).to(dtype), base, ref, p.dtype)
     return done.report, verdict.reasons + judge_lse(torch.from_numpy(done.lse), ref_lse)
+
+
+def _run_8_bits(resolved: Resolved, seed: int, order: int | None, step_limit: int) -> tuple[Report, tuple[str, ...]]:
+    """The same in 8 bits: of inputs with a descale for each head, beside the algorithm that adds up as Hopper does."""
+    import torch
+
+    from flashgen.interpreter.simulate import simulate
+    from flashgen.runtime import reference_float8
+    from flashgen.runtime.reference import judge, judge_lse, reference
+
+    plan, case, variant = resolved.plan, resolved.case, resolved.variant
+    scale = 1 / math.sqrt(resolved.problem.head_dim)
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = (getattr(torch, operand_dtype(plan, name)) for name in "qkv")
+    inputs = [
+        reference_float8.quantised(torch.randn(shape, generator=generator), dtype)
+        for shape, dtype in zip(shapes(resolved.problem), dtypes, strict=True)
+    ]
+    done = simulate(
+        *(plan, case, *(x.codes.float().numpy() for x in inputs)),
+        scale=scale,
+        descales={name: x.descale.numpy() for name, x in zip("qkv", inputs, strict=True)},
+        seed=order,
+        step_limit=step_limit,
+    )
+    out = getattr(torch, plan.out_dtype)
+    ref, ref_lse = reference(variant, case, *(x.values for x in inputs), scale=scale)
+    words = WORDS_BY_BITS[plan.float8.accuracy]
+    base, base_lse = reference_float8.baseline(variant, case, *inputs, scale=scale, out=out, words=words)
+    verdict = judge(torch.from_numpy(done.o).to(out), base, ref, plan.out_dtype)
+    return done.report, verdict.reasons + judge_lse(torch.from_numpy(done.lse), ref_lse, base_lse)
 
 
 def _predicted(resolved: Resolved) -> Bytes:

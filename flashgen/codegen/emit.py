@@ -50,7 +50,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         judged_in_turn=plan.backward is not None and plan.backward.judged_in_turn,
     )
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
-    ptx_type = _PTX_TYPE[plan.dtype]
+    ptx_type = _PTX_TYPE[plan.out_dtype]
     context = {
         "plan": plan,
         "code": found,
@@ -62,7 +62,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "banner": banner(plan, found),
         "fields": params.fields(plan),
         "params_bytes": params.sizeof(plan),
-        "element": params.ELEMENT[plan.dtype],
+        "element": params.ELEMENT[plan.out_dtype],
         "ptx_type": ptx_type,
         "from": f"from_{ptx_type}",
         "mma": f"mma_m16n8k16_{ptx_type}",
@@ -93,7 +93,7 @@ def banner(plan: KernelPlan, found: VariantCode) -> str:
         dims += f", v_head_dim {plan.v_head_dim}"
     entries = [
         *found.formula,
-        ("plan", f"{plan.pipeline} on {plan.arch}, {plan.dtype}, {dims}"),
+        ("plan", f"{plan.pipeline} on {plan.arch}, {plan.dtype}, {dims}" + (f"; {plan.float8}" if plan.float8 else "")),
         ("tile", f"{plan.tile.q} {rows} x {plan.tile.kv} keys, {plan.stages} stages{q_home}"),
         ("roles", plan.program.text()),
         *([("summaries", "; ".join(map(str, plan.summaries)))] if plan.summaries else []),
@@ -132,6 +132,8 @@ def _command(plan: KernelPlan, spec: str, width: int) -> list[str]:
         options.append(("v-head-dim", plan.v_head_dim))
     options.append(("tile", plan.tile))
     options += [(name.replace("_", "-"), value) for name, value in plan.integers().items()]
+    if plan.float8 is not None:
+        options += plan.float8.options()
     if plan.layout.own:
         options.append(("layout", plan.layout.name))
     options += [("param", f"{name}={value}") for name, value in variant.bound]

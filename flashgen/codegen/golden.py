@@ -10,6 +10,7 @@ from typing import Any
 from flashgen.codegen.emit import emit
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
+from flashgen.planning.float8 import E4M3
 from flashgen.planning.layout import Padded, Varlen
 from flashgen.planning.members import SplitKeys
 from flashgen.planning.plan import KernelPlan
@@ -25,6 +26,9 @@ WIDE, WIDE_SPECS = 256, ("causal", "full", "softcap")
 
 #: The spec whose forward of packed heads is kept too.
 PACKED = "causal_bottom_right"
+
+#: The spec whose forward in 8 bits is kept, and its head dims: with three warpgroups, two, and P V in pieces.
+FLOAT8, FLOAT8_DIMS = "causal", (64, 128, 192)
 
 #: Options whose kernels differ in kind, by the folder that keeps them: the spec, and what is asked.
 OPTIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -49,7 +53,8 @@ class Golden:
 
 def goldens() -> Iterator[Golden]:
     """Every kept file: the main plans of each shipped spec, forward and backward, in bfloat16, at head_dim 128 or the
-    largest it allows, where the pipeline serves them; WIDE backwards, a forward of PACKED heads, and OPTIONS."""
+    largest it allows, where the pipeline serves them; WIDE backwards, a forward of PACKED heads, forwards of 8 bits,
+    and OPTIONS."""
     for pipeline, arch in KEPT:
         for name, path in sorted(shipped().items()):
             variant = load_spec(path).bind()
@@ -66,6 +71,11 @@ def goldens() -> Iterator[Golden]:
         yield Golden(path=path, text=emit(plan), plan=plan)
     plan = planner.menu(load_spec(shipped()[PACKED]).bind(), "sm_90a", DTYPE, HEAD_DIM, packed=True).plans[0]
     yield Golden(path=Path(plan.arch, plan.pass_name, "packed", f"{PACKED}.cu"), text=emit(plan), plan=plan)
+    variant = load_spec(shipped()[FLOAT8]).bind()
+    for head_dim in FLOAT8_DIMS:
+        plan = planner.menu(variant, "sm_90a", E4M3, head_dim).plans[0]
+        path = Path(plan.arch, plan.pass_name, "float8", f"head_dim_{head_dim}", f"{FLOAT8}.cu")
+        yield Golden(path=path, text=emit(plan), plan=plan)
     for folder, (name, asked) in OPTIONS.items():
         variant = load_spec(shipped()[name]).bind()
         for pipeline, arch in KEPT:

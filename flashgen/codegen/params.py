@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from flashgen.lang.variant import Variant
 from flashgen.planning.backward import layout
+from flashgen.planning.float8 import DESCALES
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import ALL_KEYS, Keys
 from flashgen.planning.plan import KernelPlan, Specialized, SpecializedBackward, TileSummary
@@ -70,7 +71,8 @@ def fields(plan: KernelPlan) -> tuple[Field, ...]:
     """The members of a plan's `Params`, in order."""
     if plan.backward is not None:
         return _backward_fields(plan)
-    return fields_of(plan.variant, plan.dtype, plan.specialized, plan.dropout, plan.layout, plan.summaries, plan.keys)
+    shape = plan.specialized, plan.dropout, plan.layout, plan.summaries, plan.keys, plan.float8 is not None
+    return fields_of(plan.variant, plan.out_dtype, *shape)
 
 
 @lru_cache(maxsize=256)
@@ -82,6 +84,7 @@ def fields_of(
     sequences: Layout = DENSE,
     summaries: tuple[TileSummary, ...] = (),
     keys: Keys = ALL_KEYS,
+    float8: bool = False,
 ) -> tuple[Field, ...]:
     """The members of a forward's `Params`: pointers, then 64-bit, then 32-bit numbers, so that none needs padding.
 
@@ -90,12 +93,15 @@ def fields_of(
     struct, and two counters of tiles where it hands them out; where heads are packed `packs` counts what stands in
     their place, and a pack is 1 << `pack_log2` heads.  Where sequences have lengths of their own `q_rows` are those of
     q in memory, and `q_offset` is the position of the first query where no `q_offsets` say it.  Where keys are split
-    among `splits` blocks, `part_o` and `part_rows` are what these leave.
+    among `splits` blocks, `part_o` and `part_rows` are what these leave.  In 8 bits (`dtype` is that of o) each of q, k
+    and v has its descale, whose `row` is a block of 1 << `block_log2` rows, and `q_descale_heads` heads share one of q.
     """
     element = ELEMENT[dtype]
     mapped = specialized is not None
     pointers = [] if mapped else [Field(name, f"const {element}*") for name in ("q", "k", "v")]
     pointers += [Field("o", f"{element}*"), Field("lse", "float*")]
+    descales = tuple(DESCALES.values()) if float8 else ()
+    pointers += [Field(name, "const float*") for name in descales]
     numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles"]
     if specialized is not None and specialized.scheduler.dynamic:
         pointers.append(Field("counters", "int*"))
@@ -108,7 +114,8 @@ def fields_of(
         numbers.append("splits")
     pointers += _summaries(summaries)
     numbers += sequences.numbers
-    return _members(variant, pointers, "o" if mapped else "qkvo", numbers, dropout, sequences.strides)
+    numbers += [*(f"{name}_block_log2" for name in DESCALES), "q_descale_heads"] if float8 else []
+    return _members(variant, pointers, (*("o" if mapped else "qkvo"), *descales), numbers, dropout, sequences.strides)
 
 
 @lru_cache(maxsize=256)

@@ -19,6 +19,7 @@ from flashgen.interpreter.parser import Entry, Source, Variable, parse
 from flashgen.interpreter.scheduler import check_progress, run_cluster
 from flashgen.interpreter.shared import BASE as SHARED_BASE
 from flashgen.interpreter.translate import Program, translate
+from flashgen.planning.float8 import ACCUMULATOR_BITS
 
 #: Warp instructions after which a launch is given up.
 STEP_LIMIT = 200_000_000
@@ -55,6 +56,7 @@ class Launch:
     executed: list[int]
     leaving: tuple[Callable[[Block, int], None], ...]
     in_order: bool = False
+    accumulator_bits: int | None = ACCUMULATOR_BITS
     steps: int = 0
     constants: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
 
@@ -112,6 +114,7 @@ class Module:
         resident: int = 4,
         registers: int | None = None,
         in_order: bool = False,
+        accumulator_bits: int | None = ACCUMULATOR_BITS,
     ) -> Report:
         """Run a kernel to its end on the buffers of `memory`.
 
@@ -120,7 +123,8 @@ class Module:
         random.  `check=False` leaves out the race shadow (bounds and barriers are always checked).  `resident` clusters
         run at a time; with a seed they start in a random order, but for `in_order`: of a kernel whose blocks wait for
         those before them.  `registers` a thread has at launch (setmaxnreg's pool), by default what the block size
-        allows.
+        allows.  `accumulator_bits` are those that products of 8 bits keep of an addend below the largest of a step;
+        None: all.
 
         Raises BadLaunch for what a driver would refuse, StepLimit, and a Trap for what the kernel does wrong.
         """
@@ -129,6 +133,7 @@ class Module:
         launch = self._prepare(program, _dim(grid), _dim(block), _dim(cluster), smem_bytes, params, memory)
         launch.rng = None if seed is None else np.random.default_rng(seed)
         launch.step_limit, launch.check, launch.resident, launch.in_order = step_limit, check, resident, in_order
+        launch.accumulator_bits = accumulator_bits
         launch.registers = registers or min(255, _REGISTER_FILE // (32 * launch.warps) // 8 * 8)
         memory.place([(v.name, at, v.data or bytes(v.size)) for v, at in _globals(self.source)])
         try:

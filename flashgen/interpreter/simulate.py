@@ -16,10 +16,23 @@ from flashgen.interpreter.errors import NotCleared
 from flashgen.interpreter.machine import STEP_LIMIT, Module, load
 from flashgen.interpreter.memory import Memory
 from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
-from flashgen.interpreter.tensormap import BFLOAT16, FLOAT16, SWIZZLE_SPAN, TensorMap
+from flashgen.interpreter.tensormap import BFLOAT16, FLOAT16, SWIZZLE_SPAN, UINT8, TensorMap
+from flashgen.lang import float8
+from flashgen.planning.float8 import ACCUMULATOR_BITS, DESCALES, FLOAT8
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
-from flashgen.runtime.launch import Cache, Captured, Launch, LaunchGrid, TensorMapDesc, main_entry, make_launch
+from flashgen.runtime.launch import (
+    Cache,
+    Captured,
+    Descale,
+    Launch,
+    LaunchGrid,
+    TensorMapDesc,
+    descale_of,
+    main_entry,
+    make_launch,
+    operand_dtype,
+)
 
 if TYPE_CHECKING:
     from flashgen.analysis.tiles import Case
@@ -36,7 +49,7 @@ _STORED = {
     "float16": np.float16,
     "float32": np.float32,
 }
-_ENUMERATORS = {"float16": FLOAT16, "bfloat16": BFLOAT16}
+_ENUMERATORS = {"float16": FLOAT16, "bfloat16": BFLOAT16, **dict.fromkeys(FLOAT8, UINT8)}
 
 #: Tensors whose strides a launch is made of.
 _STRIDED = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
@@ -68,14 +81,18 @@ class SimulatedBackward(NamedTuple):
 
 
 def stored(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Values as a kernel finds them in memory: bfloat16 as its bits."""
+    """Values as a kernel finds them in memory: bfloat16 and 8-bit floats as their bits."""
+    if dtype in FLOAT8:
+        return float8.codes(np.asarray(values, np.float32), dtype)
     if dtype == "bfloat16":
         return bf16_bits(np.asarray(values, np.float32))
     return np.ascontiguousarray(values, _STORED[dtype])
 
 
 def loaded(bits: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 values of a stored float16 or bfloat16 array."""
+    """float32 values of a stored array of 8- or 16-bit floats."""
+    if dtype in FLOAT8:
+        return float8.values(bits, dtype)
     return bf16_value(bits) if dtype == "bfloat16" else bits.astype(np.float32)
 
 
@@ -94,11 +111,13 @@ def execute(
     seed: int | None = None,
     check: bool = True,
     step_limit: int = STEP_LIMIT,
+    accumulator_bits: int | None = ACCUMULATOR_BITS,
 ) -> dict[str, Report]:
     """Run the kernels of a launch on tensors that lie in memory, and say what each did, by its entry.
 
-    `addresses` are those of `launch.pointers`.  `source` replaces the emitted text; `seed` and `check` are those of
-    Module.launch.  Raises CompileError, BadLaunch, and a Trap for what a kernel does wrong.
+    `addresses` are those of `launch.pointers`.  `source` replaces the emitted text; `seed`, `check` and
+    `accumulator_bits` are those of Module.launch.  Raises CompileError, BadLaunch, and a Trap for what a kernel does
+    wrong.
     """
     plan, layout = launch.plan, launch.plan.backward
     in_order = layout is not None and (layout.dq_in_main_kernel or (plan.deterministic and layout.adds_dq))
@@ -115,6 +134,7 @@ def execute(
             check=check,
             step_limit=step_limit,
             in_order=in_order,
+            accumulator_bits=accumulator_bits,
         )
         for grid in launch.grids
     }
@@ -160,6 +180,14 @@ class _Tensors:
     def result(self, name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         """A tensor to be written, NaN at first."""
         return self.add(name, stored(np.full(shape, np.nan, np.float32), dtype), writable=True)
+
+    def add_descale(self, name: str, array: np.ndarray) -> Descale:
+        """What the elements of q, k or v count by: [1], [batch, heads] or [batch, heads, blocks]."""
+        array = np.ascontiguousarray(array, np.float32)
+        self.add(DESCALES[name], array)
+        sizes = self.case.sizes
+        rows = sizes["q_len"] if name == "q" else sizes["kv_len"]
+        return descale_of(array.shape, _strides(array), rows, sizes["heads"])
 
     def add_sequences(self, given: Mapping[str, np.ndarray]) -> None:
         """What the plan's layout has of each sequence; what is not given is null."""
@@ -231,23 +259,25 @@ def simulate(
     sequences: Mapping[str, np.ndarray] = MappingProxyType({}),
     q_offset: int = 0,
     kv_splits: int = 1,
+    descales: Mapping[str, np.ndarray] = MappingProxyType({}),
+    accumulator_bits: int | None = ACCUMULATOR_BITS,
 ) -> Simulated:
     """Run a plan's forward kernel on [batch, heads, length, dim] float arrays, rounded to the plan's dtype; joined
     sequences are a batch of 1, and a cache has pages in place of a batch.
 
     `source` replaces the emitted text and `change` the launch (mutations, probes).  `seed` and `check` are those of
     Module.launch; buffers named in `track` have the addresses of their accesses recorded; `sms` and `l2_kv_heads` are
-    those of make_launch, of a GPU as small as the problems that can be run here.  `sequences` are the int32 [batch]
-    tensors of a layout that has them, by pointer, `q_offset` and `kv_splits` are those of make_launch.  o and lse start
-    as NaN.
+    those of make_launch, of a GPU as small as the problems that can be run here.  `descales` are those of q, k and v
+    in 8 bits, by tensor.  `sequences` are the int32 [batch] tensors of a layout that has them, by pointer, `q_offset`
+    and `kv_splits` are those of make_launch.  o and lse start as NaN.
     Raises CompileError, LaunchError for a problem without any output, and a Trap for what the kernel does wrong.
     """
     tensors = _Tensors(plan, case)
     tensors.memory.track = frozenset(track)
     for name, array in (("q", q), ("k", k), ("v", v)):
-        tensors.add(name, stored(array, plan.dtype))
+        tensors.add(name, stored(array, operand_dtype(plan, name)))
     rows = np.shape(q)[:-1]
-    o = tensors.result("o", (*rows, plan.v_head_dim), plan.dtype)
+    o = tensors.result("o", (*rows, plan.v_head_dim), plan.out_dtype)
     lse = tensors.result("lse", rows, "float32")
     tensors.add_sequences(sequences)
     facts = {"scale": scale, "dropout": dropout, "sms": sms, "l2_kv_heads": l2_kv_heads, "q_offset": q_offset}
@@ -255,8 +285,11 @@ def simulate(
     if plan.layout.paged:
         table_row = sequences["page_table"].shape[1]
         facts["cache"] = Cache(pages=np.shape(k)[0], page_size=np.shape(k)[-2], table_row=table_row)
-    _, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)
-    return Simulated(loaded(o, plan.dtype), lse, reports[main_entry(plan)], reports)
+    if plan.float8 is not None:
+        facts["descales"] = {name: tensors.add_descale(name, descales[name]) for name in DESCALES}
+    options = {"seed": seed, "check": check, "step_limit": step_limit, "accumulator_bits": accumulator_bits}
+    _, reports = tensors.run(facts, change, source=source, **options)
+    return Simulated(loaded(o, plan.out_dtype), lse, reports[main_entry(plan)], reports)
 
 
 def simulate_backward(

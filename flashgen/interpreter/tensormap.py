@@ -11,7 +11,7 @@ from flashgen.interpreter.errors import BadLaunch, Trap
 
 #: CUtensorMapDataType -> bytes of an element.
 ITEMSIZE = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2, 10: 4, 11: 4, 12: 4}
-FLOAT16, FLOAT32, BFLOAT16 = 6, 7, 9
+UINT8, FLOAT16, FLOAT32, BFLOAT16 = 0, 6, 7, 9
 #: CUtensorMapSwizzle -> bytes of a row of the pattern.
 SWIZZLE_SPAN = {0: 16, 1: 32, 2: 64, 3: 128}
 #: CUtensorMapSwizzle -> how many address bits from bit 7 are mixed into those from bit 4.

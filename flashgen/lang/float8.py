@@ -52,3 +52,22 @@ def codes(x: np.ndarray, dtype: str) -> np.ndarray:
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     """Numbers as an 8-bit type holds them, in the precision that they have."""
     return values(codes(x, dtype), dtype).astype(x.dtype)
+
+
+def by_bits(logarithms: np.ndarray, bias: float) -> np.ndarray:
+    """About 2 to the power of these, as e4m3 (8 (x + 7) rounded to a whole number is nearly its code), in the precision
+    that they have; `bias` is added to the code."""
+    with np.errstate(invalid="ignore"):
+        code = np.clip(np.rint(8 * (logarithms + 7) + bias), 0, 0x7E)
+    found = values(np.where(np.isnan(code), _NAN, code).astype(np.uint8), "float8_e4m3fn")
+    return found.astype(logarithms.dtype)
+
+
+def word_of(rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Which of eight words of P in a register of Hopper a row and a key of a tile belong to."""
+    return (2 * (keys // 16) + rows // 8 % 2) % 8
+
+
+def taken_by_bits(rows: np.ndarray, keys: np.ndarray, words: int) -> np.ndarray:
+    """Whether P of a row and a key of a tile is made by bits, where `words` of each eight are."""
+    return word_of(rows, keys) * 5 % 8 < words

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from flashgen.lang import float8
 from flashgen.lang.expr import TENSOR_DTYPES, Tensor
 
 #: The largest finite number of each stored float type.
@@ -15,7 +16,9 @@ LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120, "float32": 2.0**
 
 
 def rounded(p: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 values as a 16-bit type would hold them, to nearest even; wider types keep them as they are."""
+    """float32 values as a type of 8 or 16 bits would hold them, to nearest even; wider types keep them as they are."""
+    if dtype.startswith("float8"):
+        return float8.rounded(p, dtype)
     if dtype == "float16":
         return p.astype(np.float16).astype(p.dtype)
     if dtype == "bfloat16":

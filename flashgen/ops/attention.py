@@ -9,7 +9,7 @@ import torch
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
-from flashgen.ops import autograd, library, nested, splits
+from flashgen.ops import autograd, float8, library, nested, splits
 from flashgen.ops.call import Call
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
@@ -39,6 +39,11 @@ def attention(
     page_table: torch.Tensor | None = None,
     page_layout: str | None = None,
     out: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    accuracy: str | None = None,
+    out_dtype: torch.dtype | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """o = softmax(mask(score(scale * q k^T))) v of a variant; with `return_lse` (o, lse).
@@ -87,6 +92,12 @@ def attention(
     head_dim] (torch.nested, layout torch.jagged): they are served as those of `attention_varlen`, and o, lse and
     gradients are nested as q is.
 
+    q, k and v may be of 8 bits on Hopper: q float8_e4m3fn, k and v that or float8_e5m2, head dims 64 to 256 in steps of
+    16.  An element times its descale is its value: `q_descale`, `k_descale` and `v_descale` are float32 and positive,
+    of [1], [batch, heads] or [batch, heads, blocks] (that of q may have the heads of k); a block is a power of two of
+    rows from 128 on, of which so many cover the tensor.  o is bfloat16, or float16 by `out_dtype`; `accuracy` says how
+    P is made ("exact").  There is no gradient in 8 bits, no dropout, and no length of a sequence's own.
+
     With `dropout` each probability is dropped by that chance and the others grow by 1 / (1 - dropout); lse is that of
     none dropped.  What is dropped follows from torch's generator of the device (torch.manual_seed repeats it), or from
     `seed`, and from a pair's own batch, head, query and key: not from tiles, pipelines or other heads and lengths.
@@ -109,6 +120,9 @@ def attention(
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
     if kv_splits is not None:
         named = splits.joined(named, kv_splits)
+    of_eight = q_descale, k_descale, v_descale, accuracy, out_dtype
+    if any(x is not None for x in of_eight):
+        named = float8.joined(variant, named, **dict(zip(float8.ARGUMENTS, of_eight, strict=True)))
     if page_table is not None or page_layout is not None:
         named = joined(variant, named, page_table=page_table)
         if not isinstance(variant, Variant) or PAGED[-1] in names_of(variant):
@@ -240,6 +254,10 @@ def _attend(
     if isinstance(variant, Variant) and variant.given:
         variant, named = variant.bare, {**_given(variant), **named}
     compiling = torch.compiler.is_compiling()
+    if isinstance(q, torch.Tensor) and q.dtype in float8.DTYPES:
+        if out is not None:
+            raise LaunchError("out is not there in 8 bits\n  nearest: out.copy_(flashgen.attention(...))")
+        return _eight_bits(q, k, v, Call(with_given_sink(variant, named), scale, named, None), return_lse, dropout)
     if compiling or any_autocast():
         q, k, v = autocast(q, k, v)
     under_transform = not compiling and transformed()
@@ -277,6 +295,19 @@ def _into(
     if transform or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *call.named.values())):
         raise LaunchError(WITH_GRADIENTS)
     return run(q, k, v, call, return_lse, out)
+
+
+def _eight_bits(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool, dropout: float
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A call on tensors of 8 bits, which no graph and no gradient sees."""
+    if torch.compiler.is_compiling() or transformed() or traced(q, k, v):
+        raise LaunchError(float8.UNTRACED)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *call.named.values()):
+        raise LaunchError(float8.UNTRACED)
+    if dropout != 0:
+        raise LaunchError("dropout is not there in 8 bits\n  nearest: dropout=0.0, or tensors of 16 bits")
+    return run(q, k, v, call, return_lse)
 
 
 def _given(variant: Variant) -> dict[str, object]:

@@ -13,7 +13,7 @@ import torch
 from flashgen.errors import LaunchError, shown
 from flashgen.lang.expr import Tensor as Declared
 from flashgen.lang.variant import Variant
-from flashgen.ops import sequences
+from flashgen.ops import float8, sequences
 from flashgen.ops.menus import gpu_menu
 from flashgen.ops.splits import SPLITS
 from flashgen.ops.tracing import watched
@@ -29,8 +29,9 @@ DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
     torch.float64: "float64",
+    **float8.DTYPES,
 }
-GPU_DTYPES = (torch.float16, torch.bfloat16)
+GPU_DTYPES = (torch.float16, torch.bfloat16, *float8.DTYPES)
 
 #: Rows of q, k and v start at a multiple of this many bytes: kernels move 16 at a time.
 ALIGNMENT = 16
@@ -79,23 +80,32 @@ class Request:
     sequences: sequences.Sequences | None = None
     kv_splits: int | None = None  # that divide its keys; None: flashgen chooses
     menu: planner.Menu | None = None
+    eight: float8.Eight | None = None
 
     @property
     def layout(self) -> Layout:
         return DENSE if self.sequences is None else self.sequences.layout
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of `KernelRequest.of` beside the variant, dtype and head dims."""
+        options = {} if self.eight is None else self.eight.options
+        return {"dropout": self.dropout is not None, "layout": self.layout, **options}
 
 
 def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Request:
     """The request of a call, or LaunchError or PlanError for what is wrong with it."""
     variant, named = call.variant, call.named
     own = sequences.of_call(variant, named)
-    kv_splits = named.get(SPLITS)
-    if own or kv_splits is not None:
-        named = {name: x for name, x in named.items() if name not in own and name != SPLITS}
+    kv_splits, of_eight = named.get(SPLITS), float8.of_call(named)
+    if own or of_eight or kv_splits is not None:
+        apart = {*own, *of_eight, SPLITS}
+        named = {name: x for name, x in named.items() if name not in apart}
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor)
     _check_together(q, k, v)
     problem = _problem(q, k, v, paged=sequences.paged(own))
+    eight = float8.checked(of_eight, q, k, v, problem, read=not q.is_cuda or sequences.watched())
     found, problem = sequences.checked(own, problem, q.device, k.shape[0])
     captured = {t.name: named[t.name] for t in variant.tensors if t.name in named}
     constants = {c.name: named[c.name] for c in variant.constants if c.name in named}
@@ -105,13 +115,7 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
     signed = factor(call.scale, problem.head_dim)
     bound = variant.bind(**constants)
     bound = bound.with_flipped_score() if signed < 0 else bound
-    menu = None
-    if q.is_cuda:  # refuses head dims and pins that no kernel takes
-        layout: Layout = DENSE if found is None else found.layout
-        menu = gpu_menu(q, k, v, bound, problem, dropout=call.dropout is not None, layout=layout)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_rows(name, tensor)
-    return Request(
+    request = Request(
         problem=problem,
         variant=bound,
         scale=abs(signed),
@@ -120,8 +124,13 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
         dropout=call.dropout,
         sequences=found,
         kv_splits=kv_splits,
-        menu=menu,
+        eight=eight,
     )
+    if q.is_cuda:  # refuses head dims and pins that no kernel takes
+        request = replace(request, menu=gpu_menu(q, k, v, bound, problem, **request.options))
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_rows(name, tensor)
+    return request
 
 
 def checked_again(
@@ -194,13 +203,14 @@ def _check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"q is on {q.device} and {name} on {tensor.device}: they share a device\n"
                 f"  nearest: {name}.to({str(q.device)!r}), a copy"
             )
-        if tensor.dtype != q.dtype:
+        if tensor.dtype != q.dtype and not {tensor.dtype, q.dtype} <= float8.DTYPES.keys():
             raise LaunchError(
                 f"q is {_dtype(q)} and {name} {_dtype(tensor)}: they share a dtype\n  nearest: {name}.to({q.dtype})"
             )
     if q.dtype not in DTYPES:
         raise LaunchError(
-            f"q, k and v are {_dtype(q)}: attention takes float16 and bfloat16, on a CPU float32 and float64 too\n"
+            f"q, k and v are {_dtype(q)}: attention takes float16, bfloat16 and 8-bit floats, on a CPU float32 and"
+            " float64 too\n"
             "  nearest: q.to(torch.bfloat16)"
         )
     if q.is_cuda and q.dtype not in GPU_DTYPES:

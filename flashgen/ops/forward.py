@@ -13,7 +13,7 @@ from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.errors import LaunchError
 from flashgen.lang.stored import broken_promise
-from flashgen.ops import memory, sequences
+from flashgen.ops import float8, memory, sequences
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_memory, check_rows, checked
 from flashgen.ops.menus import addressable, cpu_request, gpu_menu
 from flashgen.ops.out import check as check_out
@@ -96,10 +96,10 @@ def o_layout(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int, int, int
     return (batch, heads, q_len, v.shape[3]), strides_like(q, v.shape[3])
 
 
-def outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def outputs(q: torch.Tensor, v: torch.Tensor, eight: float8.Eight | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of a call, not written yet."""
     shape, strides = o_layout(q, v)
-    o = torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device)
+    o = torch.empty_strided(shape, strides, dtype=float8.out_dtype(eight, q), device=q.device)
     return o, torch.empty(shape[:3], dtype=_lse_dtype(q), device=q.device)
 
 
@@ -109,7 +109,7 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
 
 def _nothing(q: torch.Tensor, v: torch.Tensor, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """Without a key: rows of a sequence have nothing but their sinks."""
-    o, lse = outputs(q, v)
+    o, lse = outputs(q, v, request.eight)
     sink = request.variant.sink
     if sink is None:
         return o.zero_(), lse.fill_(-math.inf)
@@ -131,12 +131,13 @@ class _Record:
 
     __slots__ = (
         *("_counts", "_dtype", "_index", "_lse_shape", "_lse_strides", "_many_rows", "_numbers", "_o_shape"),
-        *("_o_strides", "_own", "_places", "_record", "_room", "_tensors"),
+        *("_eight", "_o_strides", "_own", "_places", "_record", "_room", "_tensors"),
     )
 
     def __init__(self, q: torch.Tensor, v: torch.Tensor, request: Request, record: kernel.Record) -> None:
         self._record, self._counts = record, bool(record.launch.cleared)
-        self._index, self._dtype = q.device.index, q.dtype
+        self._index, self._dtype = q.device.index, float8.out_dtype(request.eight, q)
+        self._eight = request.eight is not None
         self._o_shape, self._o_strides = o_layout(q, v)
         self._lse_shape, self._lse_strides = self._o_shape[:3], memory.contiguous(self._o_shape[:3])
         self._places, self._room = memory.places(record.launch.workspaces)
@@ -173,9 +174,11 @@ class _Record:
             result = (o, lse) if return_lse else o
         else:
             at_lse = shared.data_ptr() + memory.ROWS_START
-        own: tuple[int, ...] = ()
+        own: tuple[int, ...] = float8.addresses(call.named) if self._eight else ()
+        if self._eight and sequences.watched():
+            self._check(q, k, v, call)
         if self._own:
-            own = sequences.addresses(self._own, call.named)
+            own = *own, *sequences.addresses(self._own, call.named)
             if sequences.watched():
                 self._check(q, k, v, call)
         if self._places:
@@ -223,10 +226,10 @@ def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Reques
             f"out has strides {list(out.stride())}, which TMA cannot write to\n  nearest: out.contiguous(), a copy"
         )
     assert request.menu is not None  # q lies on a GPU
-    whole, asked = request.menu, {"dropout": request.dropout is not None, "layout": request.layout}
+    whole = request.menu
 
     def ask(keys: Keys) -> planner.Menu:
-        return gpu_menu(q, k, v, request.variant, problem, keys=keys, **asked) if keys.split else whole
+        return gpu_menu(q, k, v, request.variant, problem, keys=keys, **request.options) if keys.split else whole
 
     sms = driver.gpu(index).sms
     found = _divided(ask, request, sms)
@@ -249,25 +252,34 @@ def _walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -
     for declared in variant.tensors:
         if broken := broken_promise(declared, case.tensors[declared.name]):
             raise LaunchError(f"captured tensor {declared.name!r} of {variant.name!r} {broken}")
-    asked = {"dropout": request.dropout is not None, "layout": request.layout}
 
     def ask(keys: Keys) -> planner.Menu:
-        return planner.menu_of(cpu_request(variant, problem, keys=keys, **asked))
+        return planner.menu_of(cpu_request(variant, problem, keys=keys, **request.options))
 
-    found = _divided(ask, request, cpu_request(variant, problem, **asked).arch.sms)
+    found = _divided(ask, request, cpu_request(variant, problem, **request.options).arch.sms)
     walked = tiles.walk(
         found.plan,
         analyse(variant),
         case,
-        *(array(tensor) for tensor in (q, k, v)),
+        *(array(tensor) for tensor in operands(q, k, v, request.eight)),
         scale=request.scale,
         dtype=problem.dtype,
         dropout=request.dropout,
         sequences=None if request.sequences is None else sequences.of_batch(request.sequences, problem),
         kv_splits=found.splits,
     )
-    o, lse = outputs(q, v)
+    o, lse = outputs(q, v, request.eight)
     return o.copy_(torch.from_numpy(walked.o)), lse.copy_(torch.from_numpy(walked.lse))
+
+
+def operands(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, eight: float8.Eight | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v; of 8 bits their values."""
+    if eight is None:
+        return q, k, v
+    q, k, v = (float8.dequantised(x, eight.descales[name]) for name, x in (("q", q), ("k", k), ("v", v)))
+    return q, k, v
 
 
 def cpu_case(request: Request) -> Case:

@@ -11,6 +11,7 @@ import torch
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
 from flashgen.planning import arch, planner
+from flashgen.planning.float8 import FLOAT8
 from flashgen.planning.layout import Layout
 from flashgen.planning.pipelines.protocol import Pipeline
 from flashgen.planning.plan import Fallback
@@ -23,6 +24,9 @@ _PAGE_ROWS = 16
 
 #: Architecture whose plan the CPU walks where the variant pins none.
 CPU_ARCH = "sm_80"
+
+#: The same of 8 bits.
+CPU_ARCH_8_BITS = "sm_90a"
 
 _log = logging.getLogger("flashgen")
 
@@ -41,7 +45,10 @@ def gpu_menu(
     menu = planner.menu_of(request)
     serving = planner.pipeline_of(menu.plans[0])
     for reason, nearest in _limits(serving, request.layout, q, k, v):
-        able = next(other for other in planner.others(serving, request) if not _limits(other, request.layout, q, k, v))
+        others = planner.others(serving, request)
+        able = next((other for other in others if not _limits(other, request.layout, q, k, v)), None)
+        if able is None:
+            raise LaunchError(f"{reason}\n  nearest: {nearest}")
         if request.fixed.pipeline is not None:
             raise LaunchError(
                 f"{variant.name!r} is pinned to pipeline {serving.NAME}, whose {reason}\n"
@@ -95,9 +102,10 @@ def gpu_arch(q: torch.Tensor) -> str:
 def cpu_request(variant: Variant, problem: Problem, **options: Any) -> KernelRequest:
     """What a menu is asked for whose tiles are walked, with the options of `KernelRequest.of`.  Where no kernel takes
     the dtype or the head dims, those of the nearest that one takes: the walk needs its tiles and their order only."""
-    name = variant.pins.arch or CPU_ARCH
-    best = planner.PIPELINES[arch.find(name).pipelines[0]]
-    dtype = problem.dtype if problem.itemsize == 2 else variant.dtypes[-1]
+    eight = problem.dtype in FLOAT8
+    name = variant.pins.arch or (CPU_ARCH_8_BITS if eight else CPU_ARCH)
+    best = (planner.FLOAT8 if eight else planner.PIPELINES)[arch.find(name).pipelines[0]]
+    dtype = problem.dtype if problem.itemsize <= 2 else variant.dtypes[-1]
     head_dim, v_head_dim = problem.head_dim, problem.v_head_dim
     if not variant.only or head_dim in variant.head_dims:
         head_dim, v_head_dim = (

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from flashgen.errors import PlanError, shown
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
+from flashgen.planning.float8 import DEFAULT
 from flashgen.planning.integers import INTEGERS, Integer
 from flashgen.planning.layout import DENSE, LAYOUTS, Layout
 from flashgen.planning.plan import KernelPlan
@@ -89,7 +90,9 @@ _KINDS = {
     ),
     **{name: _integer(row) for name, row in INTEGERS.items()},
     **dict.fromkeys(("dropout", "packed", "backward", "deterministic"), _FLAG),
-    "dtype": _Kind("a name or a torch.dtype", _dtype, lambda value: "bfloat16"),
+    **dict.fromkeys(("dtype", "out_dtype"), _Kind("a name or a torch.dtype", _dtype, lambda value: "bfloat16")),
+    **dict.fromkeys(("k_dtype", "v_dtype"), _Kind("a name or a torch.dtype", _dtype, lambda value: "float8_e4m3fn")),
+    "accuracy": _Kind("a name", _of(str), lambda value: DEFAULT),
     "arch": _Kind("a name", _of(str), lambda value: "sm_80"),
     "pipeline": _Kind("a name", _of(str), lambda value: "ampere"),
     "tile": _Kind("(queries, keys), whole numbers", _tile, _near_tile),

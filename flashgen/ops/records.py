@@ -14,7 +14,7 @@ import torch
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
-from flashgen.ops import sequences
+from flashgen.ops import float8, sequences
 from flashgen.ops.call import Call, Request, checked, checked_again, factor
 from flashgen.ops.menus import addressable
 from flashgen.ops.splits import SPLITS
@@ -90,6 +90,8 @@ def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, call
         calls.mask_params and of_k[0][2] >= LEAST_KEYS and (of_q[0][2] <= MOST_QUERIES or sequences.BOUNDS[0] in named)
     ):
         key = *key, *map(named.get, calls.mask_params)
+    if q.dtype in float8.DTYPES:
+        key = *key, *float8.key(named)
     return key if calls.sequences.isdisjoint(named) else (*key, *sequences.key(named))
 
 
@@ -184,5 +186,6 @@ def launch_of(
         rows=None if request.sequences is None else request.sequences.rows,
         kv_splits=kv_splits,
         cache=None if request.sequences is None else request.sequences.cache,
+        descales=float8.launched(request.eight, request.problem),
         sms=sms,
     )

@@ -50,6 +50,10 @@ def plan(
     layout: str = "dense",
     q_lengths: Sequence[int] | None = None,
     kv_lengths: Sequence[int] | None = None,
+    k_dtype: str | torch.dtype | None = None,
+    v_dtype: str | torch.dtype | None = None,
+    out_dtype: str | torch.dtype | None = None,
+    accuracy: str | None = None,
     **constants: int | float,
 ) -> KernelPlan:
     """The kernel that a variant (or spec file) gets: for a problem where `seqlen` is given, else for long sequences.
@@ -62,9 +66,10 @@ def plan(
     chooses unless it is given, and a plan holds the choice, not the number.  With `backward` the kernels of its
     gradients, those of the captured tensors in `gradients` too, and with `deterministic` in one order of sums.
     `layout` says how sequences lie ("dense", "padded", "varlen" ...), and `q_lengths` and `kv_lengths` how long each is
-    where they have lengths of their own, which are then the problem.  `fallbacks` of the result name the better
-    pipelines of the arch that do not serve this, and why.  Raises PlanError with the limit that the request hits and
-    the nearest thing that works, and SpecError for a file that is no spec.
+    where they have lengths of their own, which are then the problem.  `k_dtype`, `v_dtype`, `out_dtype` and
+    `accuracy` are of 8-bit queries (`dtype` "float8_e4m3fn").  `fallbacks` of the result name the better pipelines of
+    the arch that do not serve this, and why.  Raises PlanError with the limit that the request hits and the nearest
+    thing that works, and SpecError for a file that is no spec.
     """
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen, "kv_seqlen": kv_seqlen}
     sizes = {name: option(name, value) for name, value in sizes.items()}
@@ -94,6 +99,10 @@ def plan(
         gradients=option("gradients", gradients),
         keys=SplitKeys() if splits is not None and splits > 1 else ALL_KEYS,
         layout=lies,
+        k_dtype=option("k_dtype", k_dtype),
+        v_dtype=option("v_dtype", v_dtype),
+        out_dtype=option("out_dtype", out_dtype),
+        accuracy=option("accuracy", accuracy),
         **{name: option(name, value) for name, value in integers.items()},
     )
     menu = planner.menu_of(request)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 
+#: Options of 8-bit queries.
+_OF_8_BITS = ("k_dtype", "v_dtype", "out_dtype", "accuracy")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
     """One thing that stands in the way: the option, what it was asked to be, the limit, and the nearest that works.
@@ -49,6 +53,10 @@ def supports(
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
+    k_dtype: str | torch.dtype | None = None,
+    v_dtype: str | torch.dtype | None = None,
+    out_dtype: str | torch.dtype | None = None,
+    accuracy: str | None = None,
     **constants: int | float,
 ) -> tuple[Reason, ...]:
     """The reasons why plan(), emit() and compile() with these options would fail; none where they succeed.
@@ -74,7 +82,7 @@ def supports(
         "arch": default_arch(variant),
         "dtype": default_dtype(variant),
         "head_dim": default_head_dim(variant),
-        **dict.fromkeys(("v_head_dim", "pipeline", "tile", "kv_splits", *integers)),
+        **dict.fromkeys(("v_head_dim", "pipeline", "tile", "kv_splits", *_OF_8_BITS, *integers)),
         **{"dropout": False, "packed": False, "backward": False, "deterministic": False, "gradients": ()},
     }
     given = {
@@ -82,6 +90,7 @@ def supports(
         **{"tile": tile, **integers, "dropout": dropout, "packed": packed, "kv_splits": kv_splits},
         **{"backward": backward, "deterministic": deterministic},
         "gradients": gradients,
+        **dict(zip(_OF_8_BITS, (k_dtype, v_dtype, out_dtype, accuracy), strict=True)),
     }
     asked = dict(usual)
     for name, value in given.items():

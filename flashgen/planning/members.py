@@ -293,6 +293,15 @@ class OInParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OOfTurnedV:
+    """From the registers of consumers, in the order of columns in which V was turned over."""
+
+    template: ClassVar[str] = "hopper/forward_o_of_turned_v.cu.j2"
+    store: ClassVar[str] = "hopper/forward_store.cu.j2"
+    by_tma: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Queries:
     """A row of a tile is a query of one head."""
 
@@ -324,3 +333,98 @@ class KeysLeave:
     """They are the first to leave: nobody loads them again, and parts of o may stay instead."""
 
     load: ClassVar[str] = "tma_load_4d_once"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: how P V is added up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneLevel:
+    """In the accumulators of wgmma, which hold O: 16-bit products are added up exactly enough."""
+
+    template: ClassVar[str] = "hopper/forward_products.cu.j2"
+    wgmma: ClassVar[str] = "hopper/forward_wgmma.cu.j2"
+    keys_per_word: ClassVar[int] = 2  # of P, in a register
+    awaited_late: ClassVar[bool] = True  # P V of the tile before runs under the softmax
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoLevels:
+    """Partial sums of one tile of keys in the accumulators, `piece` columns at a time, and O by float32 additions:
+    8-bit wgmma cuts each addend off at 2^-13 of the largest.
+
+    With `ahead` the next scores are on their way while the last partial sums are added; else these come first, for
+    which fewer registers will do, and other warpgroups multiply meanwhile.
+    """
+
+    template: ClassVar[str] = "hopper/forward_products_8_bits.cu.j2"
+    wgmma: ClassVar[str] = "hopper/forward_wgmma_8_bits.cu.j2"
+    keys_per_word: ClassVar[int] = 4
+    awaited_late: ClassVar[bool] = False
+    piece: int
+    ahead: bool
+
+    @property
+    def order(self) -> str:
+        """The template of what is issued when."""
+        return f"hopper/forward_scores_{'ahead' if self.ahead else 'behind'}.cu.j2"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: how P is made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaggingP:
+    """Exponentials, rounded to 16 bits; a row's maximum follows keys that outweigh a share of their row."""
+
+    template: ClassVar[str] = "hopper/forward_p_lagging.cu.j2"
+    sums_late: ClassVar[bool] = False
+    before: ClassVar[str] = "find_limits"  # what is found under a product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactP:
+    """Exponentials, rounded to e4m3; a row's maximum is exact in each tile, and its P is 2^8."""
+
+    template: ClassVar[str] = "hopper/forward_p_exact.cu.j2"
+    before: ClassVar[str] = "find_scale"
+    sums_late: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PByBits:
+    """Of eight words of P in a register each `words` hold codes of e4m3 made of the scores by one FMA and a rounding,
+    the others exponentials; maxima as above.  Sums are those of rounded P, which products with ones give."""
+
+    template: ClassVar[str] = "hopper/forward_p_by_bits.cu.j2"
+    before: ClassVar[str] = "find_scale"
+    sums_late: ClassVar[bool] = True  # they come with P V
+    words: int
+
+
+P8 = ExactP | PByBits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: the V that consumers multiply by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VAsStored:
+    """Rows of keys, as TMA loads them: 16-bit wgmma takes either order."""
+
+    turned: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VTurnedOver:
+    """Rows of columns, which `warps` of the producers make of V as stored: 8-bit wgmma takes no other order."""
+
+    turned: ClassVar[bool] = True
+    warps: ClassVar[int] = 2
+
+
+#: What 16 bits have.
+ONE_LEVEL, LAGGING_P, V_AS_STORED = OneLevel(), LaggingP(), VAsStored()

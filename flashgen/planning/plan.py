@@ -6,10 +6,15 @@ from dataclasses import dataclass, field
 
 from flashgen.lang.expr import walk
 from flashgen.lang.variant import Variant
+from flashgen.planning.float8 import CODE_BIAS, OFFSET, Float8
 from flashgen.planning.integers import Integers
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import (
     ALL_KEYS,
+    LAGGING_P,
+    ONE_LEVEL,
+    P8,
+    V_AS_STORED,
     BlockOrder,
     Consumers,
     DqSum,
@@ -19,10 +24,13 @@ from flashgen.planning.members import (
     Keys,
     KeysLeave,
     KeysStay,
+    LaggingP,
     Mask,
     OByTma,
     OFromRegisters,
     OInParts,
+    OneLevel,
+    OOfTurnedV,
     OwnKeys,
     PackedQueries,
     Queries,
@@ -31,6 +39,9 @@ from flashgen.planning.members import (
     SplitDkDv,
     StepEnd,
     TilesAlike,
+    TwoLevels,
+    VAsStored,
+    VTurnedOver,
 )
 from flashgen.planning.program import Program
 
@@ -135,10 +146,13 @@ class Specialized:
     mask: Mask
     full_tiles: FullTilesApart | TilesAlike
     highest: HighestAsInteger | HighestAsFloat
-    o: OByTma | OFromRegisters | OInParts
+    o: OByTma | OFromRegisters | OInParts | OOfTurnedV
     scheduler: Scheduler
     rows: Queries | PackedQueries
     l2: KeysStay | KeysLeave = KeysStay()  # noqa: RUF009 (it is frozen)
+    products: OneLevel | TwoLevels = ONE_LEVEL
+    p: LaggingP | P8 = LAGGING_P
+    v: VAsStored | VTurnedOver = V_AS_STORED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +308,7 @@ class KernelPlan(Integers):
     pass_name: str  # "forward" | "backward"
     pipeline: str  # "ampere" | "hopper"
     arch: str  # "sm_80" ...
-    dtype: str  # "float16" | "bfloat16"
+    dtype: str  # "float16" | "bfloat16" | "float8_e4m3fn", of q
     head_dim: int
     v_head_dim: int
     padded_head_dim: int
@@ -313,6 +327,7 @@ class KernelPlan(Integers):
     keys: Keys = ALL_KEYS  # that a block of a forward visits
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
     layout: Layout = DENSE  # of sequences in q, k, v and o
+    float8: Float8 | None = None  # of tensors of 8 bits
     summaries: tuple[TileSummary, ...] = ()  # of the mask, made before tiles are classified
     fallbacks: tuple[Fallback, ...] = field(default=(), compare=False)  # how it was chosen, not what is emitted
 
@@ -354,6 +369,32 @@ class KernelPlan(Integers):
             return ()
         takes_tanh = any(n.op == "tanh" for n in walk(self.variant.roots))
         return (self.tile.kv, takes_tanh and self.specialized is not None and self.specialized.score_emitted_twice)
+
+    @property
+    def out_dtype(self) -> str:
+        """The dtype of o."""
+        return self.dtype if self.float8 is None else self.float8.out
+
+    @property
+    def p_offset(self) -> int:
+        """P of a row's highest score, as a power of two, where a maximum does not lag."""
+        return OFFSET
+
+    @property
+    def code_of_one(self) -> str:
+        """The code of 1 in e4m3 where codes are made of logarithms, in units of 2^-24, with what makes their mean
+        right: f is taken for log2(1 + f), which is more."""
+        return f"{(8 * 7 + CODE_BIAS) * 2.0**-24!r}"
+
+    @property
+    def k_step(self) -> int:
+        """Columns of q and k in one product."""
+        return 16 if self.float8 is None else 32
+
+    @property
+    def box_columns(self) -> int:
+        """Columns of q, k and v that TMA copies at a time: rows of 128 bytes."""
+        return 64 if self.float8 is None else 128
 
     @property
     def loads_two_ahead(self) -> bool:

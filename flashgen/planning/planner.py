@@ -16,10 +16,12 @@ from flashgen.lang.variant import Variant
 from flashgen.planning import arch as archs
 from flashgen.planning import records, visits
 from flashgen.planning.arch import ARCHS
+from flashgen.planning.float8 import E4M3
 from flashgen.planning.integers import INTEGERS
 from flashgen.planning.pipelines.ampere import backward as ampere_backward
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.hopper import backward as hopper_backward
+from flashgen.planning.pipelines.hopper import float8 as hopper_float8
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.pipelines.protocol import ForwardPipeline, Packing, Pipeline
 from flashgen.planning.pipelines.shared import total
@@ -28,10 +30,11 @@ from flashgen.planning.problem import Problem, check_dtype
 from flashgen.planning.records import Shape, Timed
 from flashgen.planning.request import Fixed, KernelRequest
 
-DTYPES = ("float16", "bfloat16")
+DTYPES = ("float16", "bfloat16", E4M3)
 
-#: Forwards and backwards by the name of their pipeline, and the forwards that can pack heads.
+#: Forwards and backwards by the name of their pipeline, forwards of 8 bits, and the forwards that can pack heads.
 PIPELINES: Mapping[str, ForwardPipeline[Any]] = {ampere.NAME: ampere, hopper.NAME: hopper}
+FLOAT8: Mapping[str, ForwardPipeline[Any]] = {ampere.NAME: ampere, hopper.NAME: hopper_float8}
 BACKWARDS: Mapping[str, Pipeline[Any]] = {ampere_backward.NAME: ampere_backward, hopper_backward.NAME: hopper_backward}
 PACKINGS: Mapping[str, Packing] = {hopper.NAME: hopper}
 
@@ -184,12 +187,17 @@ def menu_of(request: KernelRequest) -> Menu:
 
 def pipeline_of(plan: KernelPlan) -> Pipeline[Any]:
     """The pipeline that a plan comes from, and that knows its clocks, seconds per score and predicted seconds."""
-    return pipelines(plan.pass_name)[plan.pipeline]
+    return pipelines(plan)[plan.pipeline]
 
 
-def pipelines(pass_name: str) -> Mapping[str, Pipeline[Any]]:
-    """Those of a pass, by name."""
-    return PIPELINES if pass_name == "forward" else BACKWARDS
+def pipelines(of: KernelPlan | KernelRequest) -> Mapping[str, Pipeline[Any]]:
+    """Those of a pass and a width of elements, by name."""
+    return forwards(of) if of.pass_name == "forward" else BACKWARDS
+
+
+def forwards(of: KernelPlan | KernelRequest) -> Mapping[str, ForwardPipeline[Any]]:
+    """The forwards for a width of elements, by name."""
+    return PIPELINES if of.float8 is None else FLOAT8
 
 
 def limits(plan: KernelPlan) -> tuple[Rejected, ...]:
@@ -197,7 +205,7 @@ def limits(plan: KernelPlan) -> tuple[Rejected, ...]:
     not fit, each with the sum that passes a limit; what fits and is only slower is in the menu's `rejected`."""
     if plan.backward is not None or plan.dropout:
         return ()
-    pipeline, request, tile = PIPELINES[plan.pipeline], KernelRequest.of_plan(plan), plan.tile
+    pipeline, request, tile = forwards(plan)[plan.pipeline], KernelRequest.of_plan(plan), plan.tile
     step, of_stages = pipeline.KEY_STEP, pipeline.INTEGERS["stages"].values
     larger = (
         [(Tile(q=tile.q, kv=kv), plan.stages) for kv in range(tile.kv + step, 2 * tile.kv + 1, step)],
@@ -248,7 +256,7 @@ def _of_single_heads(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
 def _pipeline(request: KernelRequest) -> tuple[Pipeline[Any], tuple[Fallback, ...]]:
     """The pipeline that is fixed, or the best one of the architecture, that has such kernels; and the better ones that
     have not."""
-    arch, name, known = request.arch, request.fixed.pipeline, pipelines(request.pass_name)
+    arch, name, known = request.arch, request.fixed.pipeline, pipelines(request)
     if name is not None:
         chosen = known[archs.pipeline(arch, name)]
         if reason := chosen.unsupported_reason(request):
@@ -266,7 +274,9 @@ def _pipeline(request: KernelRequest) -> tuple[Pipeline[Any], tuple[Fallback, ..
         else:
             return known[candidate], tuple(fallbacks)
     reasons = (f"pipeline {f.pipeline}: {f.reason}" for f in fallbacks)
-    raise PlanError(f"no {request.pass_name} of {request.variant.name!r} as asked for\n  " + "\n  ".join(reasons))
+    nearest = f"\n  nearest: {fallbacks[0].nearest}" if request.float8 else ""
+    lines = "\n  ".join(reasons)
+    raise PlanError(f"no {request.pass_name} of {request.variant.name!r} as asked for\n  {lines}{nearest}")
 
 
 def _lacking(request: KernelRequest, pipeline: Pipeline[Any], reason: str) -> str:
@@ -295,7 +305,7 @@ def _served(pipeline: Pipeline[Any], request: KernelRequest) -> list[str]:
 
 def others(pipeline: Pipeline[Any], request: KernelRequest) -> list[Pipeline[Any]]:
     """The architecture's other pipelines that have such kernels."""
-    known = pipelines(request.pass_name)
+    known = pipelines(request)
     others = [known[name] for name in request.arch.pipelines if name != pipeline.NAME]
     return [other for other in others if other.unsupported_reason(request) is None]
 
@@ -306,7 +316,7 @@ def _packed(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> Ker
     packing = PACKINGS.get(pipeline.NAME) if request.pass_name == "forward" else None
     if packing is None or packing.cannot_pack(request):
         return None
-    tile, least = request.fixed.tile, min(PIPELINES[pipeline.NAME].QUERIES)
+    tile, least = request.fixed.tile, min(forwards(request)[pipeline.NAME].QUERIES)
 
     def forms(plans: Iterable[KernelPlan]) -> list[KernelPlan]:
         few = [plan for plan in plans if tile is not None or plan.tile.q == least]
@@ -411,12 +421,13 @@ def _measured(pipeline: Pipeline[Any], request: KernelRequest) -> Menu | None:
     None without an entry for the class of the variant, for kernels with options, which were not measured, and where
     cells of the mask cut tiles of one candidate and not those of another: the entry is of one that has none.
     """
-    if request.pass_name == "backward" or request.dropout or request.keys.split:
+    unmeasured = request.dropout or request.keys.split or request.float8 is not None
+    if request.pass_name == "backward" or unmeasured:
         return None
     entry = records.find(pipeline.NAME, request)
     if entry is None:
         return None
-    forward = PIPELINES[pipeline.NAME]
+    forward = forwards(request)[pipeline.NAME]
     plans = {t: plan for t in entry.candidates if (plan := _plan_of(forward, request, t))}
     if not plans or len({visits.share(request.variant, plan.tile) for plan in plans.values()}) > 1:
         return None

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from flashgen.errors import PlanError
 from flashgen.lang.ranges import MAX_LENGTH
+from flashgen.planning.float8 import FLOAT8
 
 #: What a caller knows the lengths as.
 LENGTHS = {"q_len": "seqlen (q_len)", "kv_len": "kv_seqlen (kv_len)"}
 
-#: Bytes of one element of q, k, v and o.
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+#: Bytes of one element of q, k and v, and of o where it has their dtype.
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, **dict.fromkeys(FLOAT8, 1)}
 
 #: Bytes of one element of a captured tensor, by its declared dtype.
 STORED_BYTES = {
@@ -77,6 +78,11 @@ class Problem:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
+
+    @property
+    def o_itemsize(self) -> int:
+        """Bytes of an element of o: in 8 bits it has 16."""
+        return max(self.itemsize, ITEMSIZE["bfloat16"])
 
     @property
     def empty(self) -> bool:

@@ -149,6 +149,18 @@ class Ring:
         return "".join(axis.loop for axis in self.axes[:-1])
 
     @property
+    def initialised(self) -> str:
+        """The function that initialises its barriers."""
+        if not self.empty:
+            return "mbarrier_init"
+        return "init" if self.full == 1 else "init_filled_by"
+
+    @property
+    def more(self) -> str:
+        """What that takes beside the arrivals which end a phase of `empty`."""
+        return f", {self.full}" if self.empty and self.full > 1 else ""
+
+    @property
     def member(self) -> Member:
         """The barriers in shared memory."""
         if self.empty:

@@ -12,6 +12,7 @@ from flashgen.lang.symbols import line_of
 from flashgen.lang.variant import Variant
 from flashgen.planning import arch as archs
 from flashgen.planning.arch import Arch
+from flashgen.planning.float8 import Float8, float8_of
 from flashgen.planning.integers import INTEGERS, Integers
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import ALL_KEYS, Keys
@@ -66,6 +67,7 @@ class KernelRequest:
     asked: Forward | Backward = Forward()
     fixed: Fixed = Fixed()
     layout: Layout = DENSE
+    float8: Float8 | None = None  # of queries of 8 bits
 
     @classmethod
     def of(
@@ -85,9 +87,15 @@ class KernelRequest:
         tile: tuple[int, int] | None = None,
         layout: Layout = DENSE,
         keys: Keys = ALL_KEYS,
+        k_dtype: str | None = None,
+        v_dtype: str | None = None,
+        out_dtype: str | None = None,
+        accuracy: str | None = None,
         **integers: int | None,
     ) -> KernelRequest:
         """The request for what a call names; `tile` is (query rows, key rows), `integers` are those of `INTEGERS`.
+
+        `dtype` is that of q, and of k and v unless theirs are given; `out_dtype` and `accuracy` are of 8 bits.
 
         A forward that leaves pipeline, tile or stages open has them from the variant's pins; so has a backward its
         best pipeline alone, since tile and stages are the forward's.  Raises PlanError for an option of the other pass,
@@ -95,8 +103,14 @@ class KernelRequest:
         """
         fixed = Fixed(pipeline=pipeline, tile=None if tile is None else Tile(q=tile[0], kv=tile[1]), **integers)
         asked: Forward | Backward
+        float8 = float8_of(dtype, k_dtype, v_dtype, out_dtype, accuracy)
         if backward:
             _only_of("forward", "backward", {"packed": packed, "kv_splits": keys.split}, fixed)
+            if float8 is not None:
+                raise PlanError(
+                    "no backward in 8 bits: P and dS of e4m3 have too few bits for sums of gradients\n"
+                    f"  nearest: 16 bits throughout, of tensors dequantised to {float8.out}"
+                )
             if layout.paged:
                 raise PlanError(
                     "keys and values in the pages of a cache have no gradients\n"
@@ -120,6 +134,7 @@ class KernelRequest:
             asked=asked,
             fixed=fixed,
             layout=layout,
+            float8=float8,
         )
 
     @classmethod
@@ -138,6 +153,7 @@ class KernelRequest:
             v_head_dim=plan.v_head_dim,
             asked=asked,
             layout=plan.layout,
+            float8=plan.float8,
         )
 
     @property
@@ -200,6 +216,9 @@ class KernelRequest:
                 found[said] = replace(self, asked=replace(self.asked, **default))
         if self.layout.own:
             found["sequences that fill their tensors and begin at position 0"] = replace(self, layout=DENSE)
+        if self.float8 is not None:
+            change = f"tensors dequantised to {self.float8.out}"
+            found[change] = replace(self, dtype=self.float8.out, float8=None)
         return found
 
     def __str__(self) -> str:

@@ -534,7 +534,7 @@ def _stored(tensors: Iterable[Tensor], case: Case) -> int:
 
 def _written(problem: Problem) -> tuple[int, int]:
     rows = problem.batch * problem.heads * problem.q_len
-    return rows * problem.v_head_dim * problem.itemsize, rows * LSE_BYTES
+    return rows * problem.v_head_dim * problem.o_itemsize, rows * LSE_BYTES
 
 
 def _moved(problem: Problem, tiles: TileCounts, captured: int) -> Bytes:

@@ -15,6 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import LaunchError
+from flashgen.planning.float8 import FLOAT8
 from flashgen.runtime import nvrtc
 
 if TYPE_CHECKING:
@@ -32,8 +33,12 @@ _FIRST_DRIVER = {12: "525", 13: "580"}
 #: Size of a CUtensorMap, and the alignment that it asks for.
 _TENSOR_MAP_BYTES, _TENSOR_MAP_ALIGNMENT = 128, 64
 
-#: What the driver calls dtypes, and rows of a swizzled pattern of so many bytes.
-_TENSOR_MAP_DTYPES = {name: f"CU_TENSOR_MAP_DATA_TYPE_{name.upper()}" for name in ("float16", "bfloat16")}
+#: What the driver calls dtypes, and rows of a swizzled pattern of so many bytes.  Elements of 8 bits are copied as they
+#: are.
+_TENSOR_MAP_DTYPES = {
+    **{name: f"CU_TENSOR_MAP_DATA_TYPE_{name.upper()}" for name in ("float16", "bfloat16")},
+    **dict.fromkeys(FLOAT8, "CU_TENSOR_MAP_DATA_TYPE_UINT8"),
+}
 _TENSOR_MAP_SWIZZLES = {size: f"CU_TENSOR_MAP_SWIZZLE_{size}B" for size in (32, 64, 128)}
 
 _loading = threading.Lock()

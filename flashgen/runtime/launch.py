@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from flashgen.codegen import params as members
 from flashgen.planning import backward, split_keys, summaries
 from flashgen.planning.arch import ARCHS
+from flashgen.planning.float8 import DESCALES, block_of
 from flashgen.planning.layout import division
 from flashgen.planning.plan import WARPGROUP_ROWS, Part
 
@@ -35,6 +36,9 @@ ELEMENT_BLOCKS = 256
 
 #: Blocks per SM that finish what the main kernel of a backward left, or that make summaries.
 FINISH_BLOCKS = 8
+
+#: Of a tensor that one descale serves: any row shifted by so many bits is 0.
+WHOLE_LOG2 = 31
 
 _DROPOUT = tuple(f.name for f in members.DROPOUT)
 
@@ -66,6 +70,16 @@ class Cache:
             "page_shift": shift,
             "table_row": self.table_row,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descale:
+    """How what the elements of q, k or v count by lies: strides over (batch, head, block) in elements, 0 where one
+    serves all; blocks of 1 << `block_log2` rows; `heads` query heads that share one of q."""
+
+    strides: tuple[int, int, int]
+    block_log2: int
+    heads: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +182,7 @@ def make_launch(
     rows: tuple[int, int] | None = None,
     kv_splits: int = 1,
     cache: Cache | None = None,
+    descales: Mapping[str, Descale] = MappingProxyType({}),
     sms: int,
     l2_kv_heads: int | None = None,
     clear_distance: int | None = None,
@@ -215,6 +230,11 @@ def make_launch(
         numbers |= cache.numbers(plan.tile.kv)
     if dropout is not None:
         numbers |= zip(_DROPOUT, dropout_scalars(dropout, problem.heads), strict=True)
+    for name, descale in descales.items():
+        numbers[f"{name}_block_log2"] = descale.block_log2
+    if "q" in descales:
+        numbers["q_descale_heads"] = descales["q"].heads
+    strides = {**strides, **{DESCALES[name]: descale.strides for name, descale in descales.items()}}
     for name, of_tensor in strides.items():
         for axis, stride in zip(("batch", "head", "row"), of_tensor, strict=True):
             numbers[f"{name}_{axis}"] = stride
@@ -343,6 +363,25 @@ def _l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
     return ARCHS[plan.arch].l2_holds(problem.kv_len * (problem.head_dim + problem.v_head_dim) * problem.itemsize)
 
 
+def descale_of(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, heads: int) -> Descale:
+    """How a tensor of descales, [1], [batch, heads] or [batch, heads, blocks], serves so many rows and query heads; a
+    dimension of size 1 serves all.  The shape is one that broadcasts."""
+    shape, strides = (*shape, *(1,) * (3 - len(shape))), (*strides, *(0,) * (3 - len(strides)))
+    block = block_of(rows, shape[2]) or 1
+    return Descale(
+        strides=tuple(stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)),
+        block_log2=block.bit_length() - 1 if shape[2] > 1 else WHOLE_LOG2,
+        heads=heads // shape[1] if heads % shape[1] == 0 else 1,
+    )
+
+
+def operand_dtype(plan: KernelPlan, name: str) -> str:
+    """That of q, k, v, o or d_o as an operand."""
+    if plan.float8 is None:
+        return plan.dtype
+    return {"k": plan.float8.k, "v": plan.float8.v}.get(name, plan.dtype)
+
+
 def _tensor_map(
     name: str,
     plan: KernelPlan,
@@ -371,7 +410,7 @@ def _tensor_map(
     least = -(-columns * itemsize // 16) * 16  # of a size of 1 any stride will do
     return TensorMapDesc(
         tensor=name,
-        dtype=plan.dtype,
+        dtype=operand_dtype(plan, name),
         sizes=(columns, *[n or 1 for n in sizes]),  # without a key nothing is copied
         strides=tuple([s * itemsize if n > 1 else least for n, s in zip(sizes, of_axes, strict=True)]),
         box=(_SWIZZLE // itemsize, *box, 1),

@@ -218,8 +218,10 @@ def judge(out: torch.Tensor, base: torch.Tensor, ref: torch.Tensor, dtype: str) 
     )
 
 
-def judge_lse(lse: torch.Tensor, ref: torch.Tensor) -> tuple[str, ...]:
-    """What is wrong with `lse` (natural log, float32 or wider) against float64: rows that see nothing, and values."""
+def judge_lse(lse: torch.Tensor, ref: torch.Tensor, base: torch.Tensor | None = None) -> tuple[str, ...]:
+    """What is wrong with `lse` (natural log, float32 or wider) against float64: rows that see nothing, and values.  In
+    8 bits scores are as exact as Hopper adds up products: the baseline's largest error is allowed beside the limit.
+    """
     import torch
 
     lse = lse.double()
@@ -229,8 +231,12 @@ def judge_lse(lse: torch.Tensor, ref: torch.Tensor) -> tuple[str, ...]:
     seen = ref != -math.inf
     if not seen.any():
         return ()
-    error = ((lse - ref).abs() / ref.abs().clamp(min=1.0))[seen].max()
-    return () if error <= 1e-4 else (f"lse is off by {float(error):.3g} of max(1, |lse|), more than 1e-4",)
+
+    def largest(x: torch.Tensor) -> float:
+        return float(((x.double() - ref).abs() / ref.abs().clamp(min=1.0))[seen].max())
+
+    error, limit = largest(lse), 1e-4 + (0.0 if base is None else 1.25 * largest(base))
+    return () if error <= limit else (f"lse is off by {error:.3g} of max(1, |lse|), more than {limit:.3g}",)
 
 
 def _ulp(size: float, dtype: str) -> float:
@@ -308,8 +314,9 @@ class Pairs(NamedTuple):
         return x.unflatten(1, (kv_heads, -1))[list(self.batches)][:, list(self.kv_heads)].flatten(1, 2)
 
 
-def blocks(q: torch.Tensor, k: torch.Tensor, pairs: Pairs | None = None) -> Iterator[Block]:
-    """The queries of a problem in blocks that hold a bounded number of scores; none where nothing is to attend.
+def blocks(q: torch.Tensor, k: torch.Tensor, pairs: Pairs | None = None, fewer: int = 1) -> Iterator[Block]:
+    """The queries of a problem in blocks that hold a bounded number of scores, so many times `fewer` than usual; none
+    where nothing is to attend.
 
     With `pairs`, q and k are of these batches and heads of a larger problem, and `symbols` count as that does.
     """
@@ -327,7 +334,7 @@ def blocks(q: torch.Tensor, k: torch.Tensor, pairs: Pairs | None = None) -> Iter
         "h": (first_heads + torch.arange(group, device=q.device))[None, :, :, None, None],
         "k": torch.arange(kv_len, device=q.device),
     }
-    rows = max(1, _BLOCK.get(q.device.type, _BLOCK["cpu"]) // (batch * heads * kv_len))
+    rows = max(1, _BLOCK.get(q.device.type, _BLOCK["cpu"]) // (fewer * batch * heads * kv_len))
     for first in range(0, q_len, rows):
         at = slice(first, min(first + rows, q_len))
         yield Block(at, {**columns, "q": torch.arange(at.start, at.stop, device=q.device)[:, None]}, kv_heads)

@@ -31,6 +31,9 @@ PROMISED: dict[tuple[str, str], tuple[str, ...]] = {
     ("hopper", "backward"): ("HGMMA", "UTMALDG", "USETMAXREG"),
 }
 
+#: Those of 8-bit forwards, which turn V over.
+PROMISED_8_BITS = ("QGMMA", "UTMALDG", "USETMAXREG", "LDSM", "STSM")
+
 #: How far the planner's sum of registers may be from what ptxas uses.
 ESTIMATE = 0.12
 
@@ -176,7 +179,8 @@ def check(plan: KernelPlan, compiled: Compiled) -> tuple[str, ...]:
     main = codes.get(f"attention_{plan.pass_name}")
     if main is None:
         return (*reasons, f"no kernel attention_{plan.pass_name}, but {', '.join(codes) or 'none'}")
-    missing = [opcode for opcode in PROMISED[plan.pipeline, plan.pass_name] if not main.count(opcode)]
+    promised = PROMISED_8_BITS if plan.float8 else PROMISED[plan.pipeline, plan.pass_name]
+    missing = [opcode for opcode in promised if not main.count(opcode)]
     if missing:
         reasons.append(f"no {', '.join(missing)} in {main.name}")
     if plan.program.specialised:

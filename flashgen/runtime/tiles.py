@@ -16,9 +16,11 @@ import numpy as np
 
 from flashgen.analysis import tiles
 from flashgen.analysis.tiles import FULL
+from flashgen.lang import float8
 from flashgen.lang.evaluate import check_positions, evaluate
 from flashgen.lang.stored import rounded
 from flashgen.planning import split_keys
+from flashgen.planning.float8 import CODE_BIAS, E4M3, WORDS_BY_BITS
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import ITEMSIZE, STORED_BYTES
 from flashgen.runtime import philox
@@ -205,6 +207,8 @@ class _Rows:
     """
 
     def __init__(self, q: np.ndarray, v_head_dim: int, plan: KernelPlan) -> None:
+        self.offset = None if plan.float8 is None else plan.p_offset
+        self.words = 0 if plan.float8 is None else WORDS_BY_BITS[plan.float8.accuracy]
         self.keys, self.share, self.most = plan.tile.kv, plan.lag_share, 2.0**plan.lag_most
         self.m = np.full(q.shape[:-1], -np.inf, q.dtype)
         self.l = np.zeros(q.shape[:-1], q.dtype)
@@ -214,14 +218,17 @@ class _Rows:
         """One KV tile's scores (-inf where masked) and values, and which pairs dropout keeps."""
         s, v = of_length(s, self.keys, -1, -np.inf), of_length(v, self.keys, -2, 0.0)
         highest = s.max(axis=-1)
-        limit = np.where(self.l == 0, self.most, np.clip(self.share * self.l, 1, self.most))
-        m = np.where(np.exp(highest - self.m) > limit, highest, self.m)
+        if self.offset is None:
+            limit = np.where(self.l == 0, self.most, np.clip(self.share * self.l, 1, self.most))
+            m = np.where(np.exp(highest - self.m) > limit, highest, self.m)
+        else:
+            m = np.maximum(highest, self.m)
         base = np.where(m == -np.inf, 0, m)  # nothing visible yet: exp(-inf - 0) is 0, where -inf - -inf is not
-        p = np.exp(s - base[..., None])
+        p = self._by_bits(s, base) if self.words else np.exp(s - base[..., None])
         decay = np.exp(self.m - base)
         self.l = self.l * decay + p.sum(axis=-1)
         p = p if kept is None else np.where(of_length(kept, self.keys, -1, False), p, 0)
-        self.acc = self.acc * decay[..., None] + by_rows(rounded(p, dtype), v)
+        self.acc = self.acc * decay[..., None] + by_rows(self._rounded(p, dtype), v)
         self.m = m
 
     def combine(self, parts: list[_Rows]) -> None:
@@ -238,6 +245,22 @@ class _Rows:
                 weight = np.where(seen, np.exp(part.m - m), 0).astype(m.dtype)
                 self.l = self.l + weight * part.l
                 self.acc = self.acc + weight[..., None] * part.acc
+
+    def _by_bits(self, s: np.ndarray, base: np.ndarray) -> np.ndarray:
+        """P in e4m3, part of it made of the scores' bits."""
+        power = (s - base[..., None]) * math.log2(math.e) + self.offset
+        rows, keys = np.arange(s.shape[-2])[:, None], np.arange(s.shape[-1])
+        exact = float8.rounded(np.exp2(power), E4M3)
+        found = np.where(float8.taken_by_bits(rows, keys, self.words), float8.by_bits(power, CODE_BIAS), exact)
+        return np.ldexp(found, -self.offset)
+
+    def _rounded(self, p: np.ndarray, dtype: str) -> np.ndarray:
+        """P as products take it: of 8 bits times a power of two, which is undone."""
+        return (
+            rounded(p, dtype)
+            if self.offset is None
+            else np.ldexp(rounded(np.ldexp(p, self.offset), dtype), -self.offset)
+        )
 
     def join(self, sink: np.ndarray) -> None:
         """The rows' sinks; -inf: none."""
@@ -493,5 +516,5 @@ class _Walk(Tiles):
         return tile
 
     def _wrote(self, o: np.ndarray, lse: np.ndarray) -> None:
-        self.traffic.o += o.size * self.itemsize
+        self.traffic.o += o.size * max(self.itemsize, ITEMSIZE["bfloat16"])
         self.traffic.lse += lse.size * np.dtype(np.float32).itemsize

@@ -26,3 +26,8 @@ DEVICE void stmatrix_x4_trans(void* row, u32 left, u32 right, u32 left_below, u3
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                :: "r"(shared_address(row)), "r"(left), "r"(right), "r"(left_below), "r"(right_below) : "memory");
 }
+
+// Of two pairs of words the bytes at even places, and those at odd ones.
+DEVICE u32 even_bytes(u32 low, u32 high) { return __byte_perm(low, high, 0x6420); }
+
+DEVICE u32 odd_bytes(u32 low, u32 high) { return __byte_perm(low, high, 0x7531); }

@@ -62,6 +62,14 @@ DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, 
   return moves[0] || moves[1];
 }
 
+// The maxima follow the highest of scale * S in any case, so that its P is 2^offset: true if one of this lane's rows did.
+DEVICE bool follow_exactly(float (&row_max)[2], const float (&highest)[2], float scale, float offset) {
+  const float before[2] = {row_max[0], row_max[1]};
+#pragma unroll
+  for (int r = 0; r < 2; r++) row_max[r] = fmaxf(row_max[r], fmaf(highest[r], scale, -offset));
+  return row_max[0] != before[0] || row_max[1] != before[1];
+}
+
 // S becomes P = 2^(scale * S - row_max); what it adds up to.
 template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const float (&row_max)[2], float (&sum)[2]) {
 #pragma unroll

@@ -126,6 +126,13 @@ DEVICE u32 cvt_f16x2(float low, float high) {
   return r;
 }
 
+// The same, of negative numbers 0.
+DEVICE u32 cvt_relu_f16x2(float low, float high) {
+  u32 r;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
 // Four floats as e4m3, the first in the lowest byte; beyond 448 that.
 DEVICE u32 cvt_e4m3x4(float a, float b, float c, float d) {
   u32 r;

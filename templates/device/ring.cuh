@@ -16,6 +16,14 @@ template <int STAGES> DEVICE void init(Pipe<STAGES>& pipe, int consumers) {
   }
 }
 
+// The same where several warps fill a stage.
+template <int STAGES> DEVICE void init_filled_by(Pipe<STAGES>& pipe, int consumers, int producers) {
+  for (int stage = 0; stage < STAGES; stage++) {
+    mbarrier_init(pipe.full[stage], producers);
+    mbarrier_init(pipe.empty[stage], consumers);
+  }
+}
+
 template <int STAGES> DEVICE void await_full(Pipe<STAGES>& pipe, const Ring<STAGES>& at) {
   mbarrier_wait(pipe.full[at.stage()], at.parity());
 }

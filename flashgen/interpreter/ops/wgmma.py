@@ -23,8 +23,12 @@ from flashgen.interpreter.ops.matrix import halves
 from flashgen.interpreter.parser import Imm, Vec
 from flashgen.interpreter.registers import LANES, Group, Mask, Slots
 from flashgen.interpreter.shared import BASE
+from flashgen.lang import float8
 
-_SHAPE = re.compile(r"m64n(\d+)k16")
+_SHAPE = re.compile(r"m64n(\d+)k(16|32)")
+
+#: 8-bit floats, by what PTX calls them.
+_EIGHT = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +36,8 @@ class Form:
     """One wgmma instruction: registers (bank indices and in-flight numbers) and how its operands lie."""
 
     n: int
-    kind: str
+    a_kind: str
+    b_kind: str
     d: np.ndarray
     a: np.ndarray | None
     d_numbers: tuple[int, ...]
@@ -72,9 +77,11 @@ def multiply(b: Build) -> Closure:
     b_kind, a_kind, d_kind = b.type(), b.type(), b.type()
     match = _SHAPE.fullmatch(b.mods.pop(0)) if b.mods else None
     from_registers = isinstance(b.operands[1], Vec)
-    b.done(7 if from_registers else 8)
+    eight = a_kind in _EIGHT
+    b.done(6 if eight else 7 if from_registers else 8)
     n = int(match[1]) if match else 0
-    if not match or n % 8 or not 8 <= n <= 256 or a_kind != b_kind or a_kind not in ("f16", "bf16") or d_kind != "f32":
+    kinds = b_kind in _EIGHT if eight else a_kind == b_kind and a_kind in ("f16", "bf16")
+    if not match or n % 8 or not 8 <= n <= 256 or not kinds or d_kind != "f32" or match[2] != ("32" if eight else "16"):
         raise b.unknown("this shape or type")
     scale_a, scale_b, *transposed = (b.immediate(operand) for operand in b.operands[4:])
     if scale_a not in (1, -1) or scale_b not in (1, -1) or any(t not in (0, 1) for t in transposed):
@@ -96,14 +103,15 @@ def multiply(b: Build) -> Closure:
     form = Form(
         n,
         a_kind,
+        b_kind,
         d,
         a,
         tuple(number[reg.name] for reg in b.operands[0].items),
         tuple(number[reg.name] for reg in b.operands[1].items) if from_registers else (),
         float(scale_a),
         float(scale_b),
-        not from_registers and bool(transposed[0]),
-        bool(transposed[-1]),
+        not from_registers and not eight and bool(transposed[0]),
+        not eight and bool(transposed[-1]),
         b.instruction.line,
     )
     a_slot = None if from_registers else b.read(b.operands[1], "b64")
@@ -172,12 +180,20 @@ def _operand(block: Block, word: int, rows: int, mn_major: bool) -> np.ndarray:
 
 
 def _matrix(block: Block, word: int, rows: int, mn_major: bool, kind: str) -> np.ndarray:
-    """An operand as [rows, 16] float32."""
+    """An operand as [rows, 16] float32; of 8 bits [rows, 32]."""
     chunks, _ = _operand(block, word, rows, mn_major)
+    if kind in _EIGHT:
+        return _bytes(block.shared.rows16[chunks], kind).reshape(rows, 32)
     values = halves(block.shared.rows16[chunks], kind)  # [..., 4, 2]
     if mn_major:
         return values.reshape(rows // 8, 16, 8).transpose(0, 2, 1).reshape(rows, 16)
     return values.reshape(rows, 16)
+
+
+def _bytes(words: np.ndarray, kind: str) -> np.ndarray:
+    """Packed 8-bit floats [...] (uint32) -> [..., 4] float32, the lowest byte first."""
+    packed = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
+    return float8.values(packed, _EIGHT[kind])
 
 
 def _note_reads(block: Block, product: Product, warps: list[int]) -> None:
@@ -296,7 +312,8 @@ def _compute(block: Block, products: list[tuple[Product, list[int]]]) -> None:
 
 
 def _chain(block: Block, products: list[Product], warps: list[int]) -> None:
-    """Add (or set) the sum of several products for some warps: exact products, summed in float64 and rounded once."""
+    """Add (or set) the sum of several products for some warps: exact products, summed in float64 and rounded once; of
+    8 bits as the hardware sums them."""
     form, n = products[0].form, products[0].form.n
     bank = block.banks.bank[32]
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -309,26 +326,59 @@ def _chain(block: Block, products: list[Product], warps: list[int]) -> None:
         left, right = [], []
         for product in products:
             f = product.form
-            right.append(f.b_sign * _matrix(block, product.b_words[members[0]], n, f.b_mn_major, f.kind))
+            right.append(f.b_sign * _matrix(block, product.b_words[members[0]], n, f.b_mn_major, f.b_kind))
             if f.a is None:
-                whole = _matrix(block, product.a_words[members[0]], 64, f.a_mn_major, f.kind)
-                part = whole.reshape(4, 16, 16)[rows % 4]
+                whole = _matrix(block, product.a_words[members[0]], 64, f.a_mn_major, f.a_kind)
+                part = whole.reshape(4, 16, -1)[rows % 4]
+            elif f.a_kind in _EIGHT:
+                words = bank[f.a[:, None], rows]  # a[2 i + r]: row 8r + l/4, columns 16i + 4(l%4) + e
+                part = _bytes(words, f.a_kind).reshape(2, 2, len(rows), 8, 4, 4).transpose(2, 1, 3, 0, 4, 5)
+                part = part.reshape(len(rows), 16, 32)
             else:
                 words = bank[f.a[:, None], rows]  # a[2 i + r]: row 8r + l/4, columns 8i + 2(l%4) + e
-                part = halves(words, f.kind).reshape(2, 2, len(rows), 8, 4, 2).transpose(2, 1, 3, 0, 4, 5)
+                part = halves(words, f.a_kind).reshape(2, 2, len(rows), 8, 4, 2).transpose(2, 1, 3, 0, 4, 5)
                 part = part.reshape(len(rows), 16, 16)
             left.append(f.a_sign * part)
         a = np.concatenate(left, axis=2, dtype=np.float64).reshape(len(rows) * 16, -1)
         b = np.concatenate(right, axis=1, dtype=np.float64)
-        # d[4 j + 2 r + e]: row 8r + l/4, column 8j + 2(l%4) + e
-        total = (a @ b.T).reshape(len(rows), 2, 8, n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
-        total = total.reshape(n // 2, len(rows), LANES)
         where = form.d[:, None], rows
         keep = np.array([products[0].accumulate[w] for w in members])
+        bits = block.cluster.launch.accumulator_bits
+        if form.a_kind in _EIGHT and bits is not None:
+            old = _rows_of(bank[where].view(np.float32).astype(np.float64), n) if keep.any() else 0.0
+            start = np.where(np.repeat(keep, 16)[:, None], old, 0.0)
+            bank[where] = _spread(_cut_sum(a, b, start, bits), n).astype(np.float32).view(np.uint32)
+            continue
+        total = _spread(a @ b.T, n)
         if keep.any():
             old = bank[where].view(np.float32)
             total = total + (old if keep.all() else np.where(keep[:, None], old, np.float32(0)))
         bank[where] = np.ascontiguousarray(total, np.float32).view(np.uint32)
+
+
+def _spread(total: np.ndarray, n: int) -> np.ndarray:
+    """[rows of warps, n] -> [registers, warps, lanes]; d[4 j + 2 r + e]: row 8r + l/4, column 8j + 2(l%4) + e."""
+    spread = total.reshape(-1, 2, 8, n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+    return np.ascontiguousarray(spread.reshape(n // 2, -1, LANES))
+
+
+def _rows_of(spread: np.ndarray, n: int) -> np.ndarray:
+    """The inverse of _spread."""
+    return spread.reshape(n // 8, 2, 2, -1, 8, 4).transpose(3, 1, 4, 0, 5, 2).reshape(-1, n)
+
+
+def _cut_sum(a: np.ndarray, b: np.ndarray, start: np.ndarray, bits: int) -> np.ndarray:
+    """start + a @ b.T as Hopper adds up products of 8 bits: in a step of 32, each addend, the sum so far among them, is
+    cut off toward zero at 2^-bits of the largest power of two among them."""
+    total = np.broadcast_to(start, (a.shape[0], b.shape[0]))
+    for k in range(0, a.shape[1], 32):
+        addends = a[:, None, k : k + 32] * b[None, :, k : k + 32]
+        largest = np.maximum(np.abs(addends).max(axis=2), np.abs(total))
+        finite = np.isfinite(largest) & (largest > 0)
+        unit = np.exp2(np.floor(np.log2(np.where(finite, largest, 1.0))) - bits)
+        cut = (np.trunc(addends / unit[..., None]).sum(axis=2) + np.trunc(total / unit)) * unit
+        total = np.where(finite | (largest == 0), cut, addends.sum(axis=2) + total)
+    return total
 
 
 TABLE: dict[str, Callable[[Build], Closure]] = {

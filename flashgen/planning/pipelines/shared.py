@@ -48,6 +48,7 @@ def make_plan(c: Candidate, request: KernelRequest, padded: tuple[int, int], **f
         deterministic=request.deterministic,
         gradients=request.gradients,
         layout=request.layout,
+        float8=request.float8,
         summaries=() if request.layout.own else tile_summaries(request.profile.facts, Tile(q=queries, kv=c.tile.kv)),
         **{name: getattr(c, name) for name in INTEGERS if hasattr(c, name)},
         **fields,

@@ -135,7 +135,9 @@ def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def unsupported_reason(request: KernelRequest) -> str | None:
-    """Why the pipeline has no such forward: it has every one, and the planner says where a tile does not fit."""
+    """Why the pipeline has no such forward, or None; the planner says where a tile does not fit."""
+    if request.float8 is not None:
+        return "multiplies elements of 16 bits"
     return None
 
 

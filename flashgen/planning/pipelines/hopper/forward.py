@@ -366,7 +366,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             # Two registers spill beside dropout at head_dim 128 (16 bytes, outside of loops).
             highest=HighestAsFloat() if request.dropout else HighestAsInteger(),
             o=_o(c, request),
-            scheduler=_scheduler(request),
+            scheduler=scheduler(request),
             rows=Queries(),
         ),
     )
@@ -389,7 +389,8 @@ def _masked_as_bits(request: KernelRequest) -> bool:
     return asked.mask_reads_by_key and asked.mask_ops >= BITS_OPS
 
 
-def _scheduler(request: KernelRequest) -> Scheduler:
+def scheduler(request: KernelRequest) -> Scheduler:
+    """Who hands out tiles of queries."""
     if request.layout.joined:
         return SequenceScheduler()
     # Where sequences have lengths of their own, so have the parts of their keys.
@@ -405,6 +406,8 @@ def _layout(plan: KernelPlan) -> Specialized:
 
 def cannot_pack(request: KernelRequest) -> str | None:
     """Why no tile of a request can hold several heads, or None."""
+    if request.float8 is not None:
+        return "has descales of its own for each head"
     if request.dropout:
         return "drops probabilities of each head by itself: its heads share no tile"
     if request.profile.summarised_by_query:

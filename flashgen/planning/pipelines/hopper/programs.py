@@ -38,6 +38,9 @@ JUDGED_BYTES = 48
 #: The first id of a forward's barriers that let O into the shared memory of Q: those of turns come before.
 O_BARRIER = 4
 
+#: Keys in a row of V that is turned over: 128 bytes, whatever the tile.
+KEYS_ACROSS = 128
+
 _TWO, _ONE = Axis(size=2, text="2"), Axis(size=1, text="")
 
 
@@ -53,17 +56,24 @@ def forward(
     ping_pong: bool,
     layout: Layout = DENSE,
     split: bool = False,
+    turned: tuple[int, int] | None = None,
+    ones: bool = False,
 ) -> Program:
     """A forward's program: `columns` of q and k, and of v, in shared memory; `registers` per thread of the producer
     warpgroup and of a consumer; O is `stored` by TMA from the shared memory of Q, or by the consumers
     themselves; where sequences have lengths of
-    their own, V ends inside a tile; where keys are `split`, a tile of queries is one with a part of them."""
+    their own, V ends inside a tile; where keys are `split`, a tile of queries is one with a part of them.  In 8 bits
+    `turned` has the columns of V once it is turned over, and the warps that do it; with `ones` there is a matrix of
+    them."""
     producer, consumer = registers
     warpgroups = tile.q // ROWS
     names = ["scheduler", "loader", *(["storer"] if stored else [])]
     whole = ("scheduler", "loader") if layout.paged else ("scheduler",)
     roles = [Role(name=name, warps=1, threads=WARP if name in whole else 1, registers=producer) for name in names]
-    roles.append(_idle(WARPS - len(names) - layout.own, producer))
+    transposers = 0 if turned is None else turned[1]
+    roles.append(_idle(WARPS - len(names) - layout.own - transposers, producer))
+    if turned is not None:
+        roles.append(Role(name="transposer", warps=transposers, threads=WARP * transposers, registers=producer))
     if layout.own:
         roles.append(Role(name="cleaner", warps=1, threads=WARP, registers=producer))
     roles.append(Role(name="consumer", warps=WARPS * warpgroups, threads=128 * warpgroups, registers=consumer))
@@ -106,7 +116,14 @@ def forward(
             producers=loader,
             consumers=of_all,
         ),
-        Ring(name="v", barrier="v_pipe", carries="a tile of V", stages=stage, producers=loader, consumers=of_all),
+        Ring(
+            name="v",
+            barrier="v_pipe",
+            carries="a tile of V",
+            stages=stage,
+            producers=loader,
+            consumers=of_all if turned is None else (Party(role="transposer", arrivals=transposers),),
+        ),
         Ring(
             name="work",
             barrier="work_pipe",
@@ -136,13 +153,25 @@ def forward(
             consumers=(Party(role="cleaner", arrivals=1),),
         )
         rings.append(tail)
+    if turned is not None:
+        turned_v = Ring(
+            name="turned",
+            barrier="turned_pipe",
+            carries="a tile of V, turned over",
+            stages=stage,
+            producers=(Party(role="transposer", arrivals=transposers),),
+            consumers=of_all,
+        )
+        rings.append(turned_v)
     of = {ring.name: ring.member for ring in rings}
     room = max(columns) if stored else columns[0]
+    item = ITEM if turned is None else 1
     size, alignment = work_layout(layout, split=split)
     shared = (
-        declared(_tile("QorO", "q_or_o", ROWS * room, q_stage, each)),
-        declared(_tile("KTile", "k", tile.kv * columns[0], stage)),
-        declared(_tile("VTile", "v", tile.kv * columns[1], stage)),
+        declared(_tile("QorO", "q_or_o", ROWS * room, q_stage, each, item=item)),
+        declared(_tile("KTile", "k", tile.kv * columns[0], stage, item=item)),
+        declared(_tile("VTile", "v", tile.kv * columns[1], stage, item=item)),
+        *(_turned_members(turned[0], q_stage, each, stage, ones) if turned is not None else ()),
         declared(Member(ctype="Work", name="work", size=size, alignment=alignment, axes=(work_stage,))),
         *(
             (
@@ -156,6 +185,7 @@ def forward(
         declared(of["q"]),
         *((declared(of["o"]),) if stored else ()),
         declared(of["k"], of["v"]),
+        *((declared(of["turned"]),) if turned is not None else ()),
         *(
             (declared(Member(ctype="Tail", name="tail", size=8, alignment=8)), declared(of["tail"]))
             if layout.own
@@ -174,7 +204,7 @@ def forward(
         rings=tuple(rings),
         named_barriers=tuple(meet),
         shared=shared,
-        dispatch=_chains(roles, ("scheduler", "loader"), ("storer",), ("cleaner",)),
+        dispatch=_chains(roles, ("scheduler", "loader"), ("storer",), ("cleaner",), ("transposer",)),
         names=(Axis(size=WARPS * warpgroups, text="4 * WARPGROUPS"),),
     )
 
@@ -458,8 +488,18 @@ def _backward_members(
         yield declared(of["ending"], of["added"], note="the last tile of queries is being loaded; all of dq is added")
 
 
-def _tile(ctype: str, name: str, elements: int, *axes: Axis) -> Member:
-    return Member(ctype=ctype, name=name, size=ITEM * elements, alignment=ALIGNMENT, axes=axes)
+def _turned_members(columns: int, q_stage: Axis, each: Axis, stage: Axis, ones: bool) -> Iterator[Declaration]:
+    """V turned over, and what the elements of tiles are multiplied by."""
+    yield declared(_tile("TurnedTile", "turned", columns * KEYS_ACROSS, stage, item=1))
+    if ones:
+        yield declared(_tile("OnesTile", "ones", 8 * KEYS_ACROSS, item=1))
+    yield declared(_words("float", "q_descale", q_stage, each))
+    yield declared(*(_words("float", f"{name}_descale", stage) for name in ("k", "v", "turned")))
+    yield declared(_words("int", "v_loaded", stage), note="0: no tile is left")
+
+
+def _tile(ctype: str, name: str, elements: int, *axes: Axis, item: int = ITEM) -> Member:
+    return Member(ctype=ctype, name=name, size=item * elements, alignment=ALIGNMENT, axes=axes)
 
 
 def _steps(name: str, *axes: Axis, ctype: str = "Step") -> Member:

@@ -1,0 +1,192 @@
+"""Calls on tensors of 8 bits: their descales, and what o is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from flashgen.errors import LaunchError, shown
+from flashgen.lang.variant import Variant
+from flashgen.ops.values import no_tensor
+from flashgen.planning.float8 import ACCURACIES, DEFAULT, DESCALES, E4M3, E5M2, LEAST_BLOCK, OUT_DTYPES, block_of
+from flashgen.planning.problem import Problem
+from flashgen.runtime.launch import Descale, descale_of
+
+#: torch's dtypes by name.
+DTYPES = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+_OUT = {torch.bfloat16: OUT_DTYPES[0], torch.float16: OUT_DTYPES[1]}
+
+#: The names of a call of attention() for it, which are a variant's own where it declares them, and what the call has
+#: among its named values, which no variant can declare.
+ARGUMENTS = (*DESCALES.values(), "accuracy", "out_dtype")
+NAMES = {name: f"float8.{name}" for name in ARGUMENTS}
+_DESCALES = {tensor: NAMES[name] for tensor, name in DESCALES.items()}
+_KNOWN = frozenset(NAMES.values())
+
+#: What autograd, tracers and transforms are told.
+UNTRACED = (
+    "attention in 8 bits has no gradient, and graphs do not hold it: P and dS of e4m3 have too few bits for sums of"
+    " gradients\n  nearest: 16 bits, (q.float() * q_descale).to(torch.bfloat16) and so on; or torch.no_grad()"
+)
+
+
+class Eight(NamedTuple):
+    """A call's own of 8 bits: descales by tensor, and the options of `KernelRequest.of`."""
+
+    descales: dict[str, torch.Tensor]
+    options: dict[str, str]
+
+
+def joined(variant: Variant, named: dict[str, Any], **given: object) -> dict[str, Any]:
+    """A call's named values with these of 8 bits, or of the variant where it declares the name."""
+    own: set[str] = set()
+    if isinstance(variant, Variant):
+        own = {x.name for declared in (variant.params, variant.constants, variant.tensors) for x in declared}
+    return {
+        **named,
+        **{name if name in own else NAMES[name]: value for name, value in given.items() if value is not None},
+    }
+
+
+def of_call(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a call's named values that are of 8 bits."""
+    return {name: named[name] for name in NAMES.values() if name in named} if _KNOWN & named.keys() else {}
+
+
+def key(named: Mapping[str, Any]) -> Iterator[object]:
+    """All that a record depends on."""
+    for name in NAMES.values():
+        x = named.get(name)
+        yield (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
+
+
+def addresses(named: Mapping[str, Any]) -> tuple[int, ...]:
+    """Those of the descales, in the order of a kernel's pointers."""
+    return tuple(named[name].data_ptr() for name in _DESCALES.values())
+
+
+def out_dtype(eight: Eight | None, q: torch.Tensor) -> torch.dtype:
+    """The dtype of o."""
+    return q.dtype if eight is None else next(d for d, name in _OUT.items() if name == eight.options["out_dtype"])
+
+
+def checked(
+    given: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, *, read: bool
+) -> Eight | None:
+    """A call's own of 8 bits, or LaunchError for what is wrong with it; None: q, k and v have more bits.  With `read`
+    the descales' values are looked at too, for which the host waits."""
+    if q.dtype not in DTYPES:
+        for name in given:
+            said = name.removeprefix("float8.")
+            raise LaunchError(f"{said} is of 8-bit tensors, and q is {_name(q.dtype)}\n  nearest: {said}=None")
+        return None
+    options = {
+        "k_dtype": DTYPES[k.dtype],
+        "v_dtype": DTYPES[v.dtype],
+        "out_dtype": _out(given.get(NAMES["out_dtype"])),
+        "accuracy": _accuracy(given.get(NAMES["accuracy"])),
+    }
+    descales: dict[str, Any] = {}
+    for tensor, name in DESCALES.items():
+        heads = {"q": (problem.heads, problem.kv_heads)}.get(tensor, (problem.kv_heads,))
+        rows = problem.q_len if tensor == "q" else problem.kv_len
+        found = given.get(_DESCALES[tensor])
+        _check_descale(name, found, tensor, problem.batch, heads, rows, q.device, read)
+        descales[tensor] = found
+    return Eight(descales, options)
+
+
+def launched(eight: Eight | None, problem: Problem) -> dict[str, Descale]:
+    """How a call's descales lie, for its launch."""
+    return (
+        {}
+        if eight is None
+        else {
+            tensor: descale_of(x.shape, x.stride(), problem.q_len if tensor == "q" else problem.kv_len, problem.heads)
+            for tensor, x in eight.descales.items()
+        }
+    )
+
+
+def dequantised(x: torch.Tensor, descale: torch.Tensor) -> torch.Tensor:
+    """The values of x [batch, heads, rows, columns], in float32."""
+    shape = (*descale.shape, *(1,) * (3 - descale.dim()))
+    whole = descale.reshape(shape)
+    heads, rows = x.shape[1], x.shape[2]
+    if shape[1] not in (1, heads):  # of q: one for the heads that share keys
+        whole = whole.repeat_interleave(heads // shape[1], dim=1)
+    if shape[2] > 1:
+        block = block_of(rows, shape[2])
+        assert block is not None  # it was checked
+        whole = whole.repeat_interleave(block, dim=2)[:, :, :rows]
+    return x.float() * whole.unsqueeze(-1)
+
+
+def _check_descale(
+    name: str,
+    given: object,
+    tensor: str,
+    batch: int,
+    heads: tuple[int, ...],
+    rows: int,
+    device: torch.device,
+    read: bool,
+) -> None:
+    """Raise LaunchError for what is no descale of a tensor [batch, heads, rows, columns]."""
+    wanted = f"[1], [batch, heads] = [{batch}, {heads[0]}] or [batch, heads, blocks]"
+    if given is None:
+        raise LaunchError(
+            f"{name} is missing: an element of 8 bits times its descale is its value\n"
+            f"  nearest: {name}=torch.ones(1, device=q.device) where {tensor} holds the values themselves"
+        )
+    if not isinstance(given, torch.Tensor):
+        raise LaunchError(f"{no_tensor(name, given)}\n  nearest: torch.tensor([1.0], device=q.device)")
+    if given.dtype != torch.float32:
+        raise LaunchError(f"{name} is {_name(given.dtype)}: descales are float32\n  nearest: {name}.float()")
+    if given.device != device:
+        raise LaunchError(f"{name} is on {given.device} and q on {device}\n  nearest: {name}.to({str(device)!r})")
+    shape = tuple(given.shape)
+    whole = (*shape, *(1,) * (3 - len(shape)))
+    fits = shape == (1,) or (len(shape) in (2, 3) and whole[0] in (1, batch) and whole[1] in (1, *heads))
+    if not fits or len(whole) > 3:
+        raise LaunchError(f"{name} is {list(shape)} and must broadcast from {wanted}\n  nearest: {name} of [1]")
+    if whole[2] > 1 and block_of(rows, whole[2]) is None:
+        blocks = -(-rows // LEAST_BLOCK)
+        raise LaunchError(
+            f"{name} has {whole[2]} blocks for {rows} rows: a block is a power of two of rows from {LEAST_BLOCK} on\n"
+            f"  nearest: {blocks} blocks of {LEAST_BLOCK} rows"
+        )
+    if whole[2] == 0:
+        raise LaunchError(f"{name} is {list(shape)}: it has no block\n  nearest: {name} of [1]")
+    if read and not bool((given > 0).all() & given.isfinite().all()):
+        raise LaunchError(
+            f"{name} holds {shown(float(given.min()))}: descales are positive and finite\n"
+            f"  nearest: 1 where all elements of a block are 0"
+        )
+
+
+def _out(given: object) -> str:
+    if given is None:
+        return OUT_DTYPES[0]
+    if isinstance(given, torch.dtype) and given in _OUT:
+        return _OUT[given]
+    if given in OUT_DTYPES:
+        return str(given)
+    raise LaunchError(
+        f"out_dtype is {shown(given)}: o of 8-bit tensors is {' or '.join(OUT_DTYPES)}\n"
+        "  nearest: out_dtype=torch.bfloat16"
+    )
+
+
+def _accuracy(given: object) -> str:
+    if given is None or given in ACCURACIES:
+        return DEFAULT if given is None else str(given)
+    raise LaunchError(
+        f"accuracy is {shown(given)}: it is one of {', '.join(ACCURACIES)}\n  nearest: accuracy={DEFAULT!r}"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

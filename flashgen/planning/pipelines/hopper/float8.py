@@ -1,0 +1,320 @@
+"""The forward of pipeline hopper on tensors of 8 bits: what its candidates cost, where that differs from 16 bits.
+
+P V is added up in two levels: partial sums of a tile of keys by wgmma, O in float32 by additions.  V is turned over by
+two warps of the producers, since 8-bit wgmma takes keys side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from flashgen.planning.arch import KIB, Arch
+from flashgen.planning.float8 import LEAST_BLOCK, WORDS_BY_BITS
+from flashgen.planning.integers import Allowed
+from flashgen.planning.layout import DENSE
+from flashgen.planning.members import (
+    P8,
+    ExactP,
+    HighestAsInteger,
+    MaskByElement,
+    OOfTurnedV,
+    PByBits,
+    Queries,
+    TilesAlike,
+    TwoLevels,
+    VTurnedOver,
+)
+from flashgen.planning.pipelines.hopper import forward, programs
+from flashgen.planning.pipelines.hopper.forward import (
+    INTERFERENCE,
+    ROWS,
+    SOFTMAX_STRETCH,
+    STEP_CLOCKS,
+    TYPICAL_KEYS,
+    WARPGROUPS,
+    Candidate,
+)
+from flashgen.planning.pipelines.shared import SOFTMAX_OPS, make_plan, total
+from flashgen.planning.plan import KernelPlan, Part, Specialized, Tile
+from flashgen.planning.profile import profile
+from flashgen.planning.program import Program, consumer_registers
+from flashgen.planning.request import Fixed, KernelRequest
+
+#: As of 16 bits.
+NAME, COPIES, QUERIES, SHARES_SM = forward.NAME, forward.COPIES, forward.QUERIES, forward.SHARES_SM
+cannot_address, cannot_page = forward.cannot_address, forward.cannot_page
+predicted_seconds = forward.predicted_seconds
+
+#: Head dims that the pipeline emits: rows of 16 bytes.  Narrower ones are bound by exponentials, as 16 bits are.
+HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 64, 192
+
+#: Columns of q and k, and keys, in one product; columns of a box that TMA copies.
+DEPTH, BOX = 32, 128
+
+#: Keys of a tile: powers of two, so that blocks of keys with one descale hold whole tiles.
+KEYS: tuple[int, ...] = (128, 64, 32)
+TILE_RULE = f"tile_q is 128 or 192 (warpgroups of {ROWS} rows), tile_kv 32, 64 or 128 (which divide {LEAST_BLOCK})"
+KEY_STEP = DEPTH
+EXAMPLES = ((128, 128), (128, 64), (128, 32))
+
+INTEGERS = {
+    "stages": Allowed(values=(2, 3, 4), rule="TMA fills one stage while another is used"),
+    "q_stages": Allowed(values=(1, 2), rule="while one is worked on, one more is loaded"),
+}
+FREE_STAGES = (4, 3, 2)
+
+#: Columns of P V that are multiplied at a time: partial sums take as many registers as scores of a tile.
+PIECE = 128
+
+#: Registers of a consumer's thread beside fragments, two more where there is a mask or a score.
+OVERHEAD, VARIANT_REGISTERS = 12, 4
+
+#: Those of a producer's thread: of those that turn V over one holds four fragments of 4 words.
+PRODUCER_REGISTERS, JUDGE_REGISTERS = 40, 56
+
+#: Three warpgroups hold S, partial sums and O of so many columns of V.
+NARROW = 64
+
+#: 8-bit products beside 16-bit ones.
+RATE = 2
+
+#: Float operations more on one element of O for each tile of keys: partial sums join it.
+FOLD_OPS = 1
+
+
+def unsupported_reason(request: KernelRequest) -> str | None:
+    """Why there is no such 8-bit kernel, or None."""
+    if request.dropout:
+        return "drops no probabilities in 8 bits"
+    if request.layout.own:
+        return "takes no lengths and positions of sequences in 8 bits"
+    if request.keys.split:
+        return "splits no keys among blocks in 8 bits"
+    if request.packed:
+        return "packs no heads in 8 bits: each has descales of its own"
+    return None
+
+
+def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
+    """The tile that TILE_RULE allows and that comes closest."""
+    q, kv = tile
+    return min(QUERIES, key=lambda rows: abs(rows - q)), min(KEYS, key=lambda keys: abs(keys - kv))
+
+
+def candidates(fixed: Fixed) -> Iterator[Candidate]:
+    """Every candidate that has what is fixed, and else what the planner may choose freely."""
+    free = [Tile(q=ROWS * w, kv=kv) for w in WARPGROUPS for kv in KEYS]
+    for tile in [fixed.tile] if fixed.tile else free:
+        for stages in fixed.among("stages", FREE_STAGES):
+            for q_stages in fixed.among("q_stages", (2, 1)):
+                yield Candidate(tile=tile, stages=stages, q_stages=q_stages)
+
+
+def padded(head_dim: int, step: int) -> int:
+    """Head dim rounded up to whole steps of a product."""
+    return -(-head_dim // step) * step
+
+
+def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
+    """Bytes of shared memory of a block."""
+    d, dv = padded(request.head_dim, BOX), padded(request.v_head_dim, BOX)
+
+    def staged(name: str, stages: int, rows: int, columns: int) -> Part:
+        why = f"{stages} stages x {rows} rows x {columns} bytes"
+        return Part(name=name, amount=stages * rows * columns, why=why)
+
+    return (
+        staged("q", c.q_stages, c.tile.q, d),
+        staged("k", c.stages, c.tile.kv, d),
+        staged("v", c.stages, c.tile.kv, dv),
+        staged("v turned over", c.stages, request.v_head_dim, programs.KEYS_ACROSS),
+        *(() if isinstance(_p(request), ExactP) else (staged("ones", 1, 8, programs.KEYS_ACROSS),)),
+        Part(
+            name="control",
+            amount=_control(c, request.profile.hides, isinstance(_p(request), PByBits)),
+            why="barriers, messages and descales",
+        ),
+    )
+
+
+@lru_cache
+def _control(c: Candidate, masked: bool, ones: bool) -> int:
+    """Bytes of barriers and messages, which neither the size of tiles nor that of registers changes."""
+    return _program(c, (BOX, BOX), BOX, (0, 0), masked, ones).control_bytes(programs.ALIGNMENT)
+
+
+def _program(
+    c: Candidate,
+    columns: tuple[int, int],
+    turned: int,
+    registers: tuple[int, int],
+    masked: bool,
+    ones: bool,
+) -> Program:
+    return programs.forward(
+        tile=c.tile,
+        columns=columns,
+        stages=c.stages,
+        q_stages=c.q_stages,
+        registers=registers,
+        masked=masked,
+        stored=False,
+        ping_pong=False,
+        layout=DENSE,
+        turned=(turned, VTurnedOver.warps),
+        ones=ones,
+    )
+
+
+def piece(request: KernelRequest) -> int:
+    """Columns of P V that are multiplied at a time: equal parts of all."""
+    parts = -(-request.v_head_dim // PIECE)
+    return request.v_head_dim // parts
+
+
+def registers(c: Candidate, request: KernelRequest, *, ahead: bool = False) -> tuple[Part, ...]:
+    """32-bit registers of a consumer's thread; with the next scores `ahead`, these beside the partial sums."""
+    asked, dv, keys, partial = request.profile, request.v_head_dim, c.tile.kv, piece(request)
+    scores, sums = f"{ROWS} x {keys} float32", f"{ROWS} x {partial} float32"
+    both: tuple[Part, ...]
+    if ahead:
+        both = (Part(name="s", amount=keys // 2, why=scores), Part(name="partial", amount=partial // 2, why=sums))
+    else:
+        one = max(keys, partial) // 2
+        both = (Part(name="s or partial", amount=one, why=f"{scores}, or {sums}, one after the other"),)
+    parts = [
+        Part(name="o", amount=dv // 2, why=f"{ROWS} x {dv} float32 over 128 threads"),
+        *both,
+        Part(name="p", amount=keys // 8, why=f"{ROWS} x {keys} in 8 bits"),
+        *(() if isinstance(_p(request), ExactP) else (Part(name="sums", amount=4, why="of rows of P"),)),
+        Part(
+            name="overhead",
+            amount=OVERHEAD + (0 if asked.plain else VARIANT_REGISTERS),
+            why="softmax, addresses, loop state, descriptors",
+        ),
+    ]
+    if asked.scored:
+        reads = keys // forward.READING_KEYS if asked.score_reads_by_key else 0
+        parts.append(Part(name="score", amount=forward.SCORE_REGISTERS + reads, why="what the score function keeps"))
+    if asked.reads_by_key:
+        amount = forward.CAPTURED_REGISTERS + forward.ELEMENT_REGISTERS * (keys // 4)
+        parts.append(Part(name="captured", amount=amount, why="elements that are read for each key"))
+    return tuple(parts)
+
+
+def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
+    """Registers of a producer's and of a consumer's thread."""
+    producer = JUDGE_REGISTERS if request.profile.judged else PRODUCER_REGISTERS
+    return producer, consumer_registers(request.arch, c.warpgroups, producer)
+
+
+def _ahead(c: Candidate, request: KernelRequest) -> bool:
+    """Whether the next scores are on their way beside partial sums: with two warpgroups, where these come in one piece.
+    Three fill the tensor cores without."""
+    return c.warpgroups == 2 and piece(request) == request.v_head_dim
+
+
+def _wide_keys(request: KernelRequest) -> int:
+    """Keys of a tile with which nothing spills where P V comes in pieces, found by compiling."""
+    return 128 if request.v_head_dim > 176 else 64
+
+
+def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
+    """Why the candidate cannot run on the architecture, or None."""
+    memory, wanted = smem(c, request), registers(c, request, ahead=_ahead(c, request))
+    if total(memory) > request.arch.smem_per_block:
+        terms = " + ".join(f"{part.name} {part.amount / KIB:.4g}" for part in memory)
+        whole = f"{total(memory) / KIB:.4g} KiB ({total(memory):,} bytes)"
+        return f"shared memory {terms} = {whole} > {request.arch.smem_per_block / KIB:.4g} KiB"
+    if c.warpgroups > 2 and request.v_head_dim > NARROW:
+        return f"three warpgroups with {request.v_head_dim} columns of v: more than {NARROW} leave them no registers"
+    if c.warpgroups > 2 and request.profile.masked and not request.profile.band:
+        return "three warpgroups: a mask that is no band leaves them too few registers"
+    if request.v_head_dim > PIECE and c.tile.kv != (most := _wide_keys(request)):
+        return f"{request.v_head_dim} columns of v with {c.tile.kv} keys: ptxas spills but with {most}"
+    producer, consumer = division(c, request)
+    if total(wanted) > consumer:
+        terms = " + ".join(f"{part.name} {part.amount}" for part in wanted)
+        return f"registers {terms} = {total(wanted)} > {consumer} of a consumer beside {producer} of a producer"
+    return None
+
+
+def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
+    """The plan of a candidate that fits."""
+    ahead = _ahead(c, request)
+    columns = padded(request.head_dim, BOX), padded(request.v_head_dim, BOX)
+    masked = request.profile.hides
+    return make_plan(
+        *(c, request, (padded(request.head_dim, DEPTH), request.v_head_dim)),
+        pipeline=NAME,
+        program=_program(
+            c, columns, request.v_head_dim, division(c, request), masked, isinstance(_p(request), PByBits)
+        ),
+        q_in_registers=False,
+        blocks_per_sm=1,
+        smem=smem(c, request),
+        registers=registers(c, request, ahead=ahead),
+        specialized=Specialized(
+            warpgroups=c.warpgroups,
+            ping_pong=False,
+            score_emitted_twice=False,
+            mask=MaskByElement(),
+            full_tiles=TilesAlike(),
+            highest=HighestAsInteger(),
+            o=OOfTurnedV(),
+            scheduler=forward.scheduler(request),
+            rows=Queries(),
+            products=TwoLevels(piece=piece(request), ahead=ahead),
+            p=_p(request),
+            v=VTurnedOver(),
+        ),
+    )
+
+
+def _p(request: KernelRequest) -> P8:
+    """How P is made."""
+    assert request.float8 is not None
+    words = WORDS_BY_BITS[request.float8.accuracy]
+    return PByBits(words=words) if words else ExactP()
+
+
+def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
+    """Clocks an SM spends on one score (one query, one key), by the unit that spends them.
+
+    Shared memory: a tile of K and of V turned over for each warpgroup's product, what TMA writes, and what turning V
+    over reads and writes.
+    """
+    special, arithmetic = profile(plan.variant).score_ops
+    sm_clocks = arch.sms * arch.clock_hz
+    exponentials = 1 - _words(plan) / 8
+    dims = plan.padded_head_dim + plan.padded_v_head_dim
+    once = plan.padded_head_dim + 3 * plan.padded_v_head_dim
+    fold = FOLD_OPS * plan.padded_v_head_dim / plan.tile.kv
+    return {
+        "tensor": 2 * dims * sm_clocks / (RATE * arch.tensor_flops[NAME]),
+        "special": (exponentials + special) / arch.special_per_clock,
+        "arithmetic": (SOFTMAX_OPS + arithmetic + fold) / arch.fp32_lanes,
+        "shared memory": (dims / ROWS + once / plan.tile.q) / arch.smem_per_clock,
+    }
+
+
+def _words(plan: KernelPlan) -> int:
+    """Of eight words of P those that take no exponentials."""
+    return 0 if plan.float8 is None else WORDS_BY_BITS[plan.float8.accuracy]
+
+
+def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
+    """Seconds an SM needs for one score, which rank the plan; one block shares it."""
+    by_unit = clocks(plan, arch)
+    softmax = by_unit["special"] + by_unit["arithmetic"]
+    busiest, second = sorted(by_unit.values(), reverse=True)[:2]
+    specialized, tile = plan.specialized, plan.tile
+    assert specialized is not None and isinstance(specialized.products, TwoLevels)
+    exposed = max(0.0, SOFTMAX_STRETCH * softmax - (specialized.warpgroups - 1) * busiest)
+    # Without scores ahead a warpgroup's own products stand one after another.
+    exposed += 0.0 if specialized.products.ahead else by_unit["tensor"] / specialized.warpgroups
+    step = STEP_CLOCKS / (tile.q * tile.kv)
+    between = (plan.q_stages == 1) * forward.Q_LOAD_CLOCKS + (plan.stages == 2) * forward.KV_LOAD_CLOCKS
+    pace = busiest + INTERFERENCE * second + exposed + step + between / (tile.q * TYPICAL_KEYS)
+    return (pace / arch.clock_hz,)

@@ -1,0 +1,130 @@
+"""What results in 8 bits are checked against: the kernels' algorithm with an exact row max, whose products are added up
+as Hopper does, and random inputs with their descales."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashgen.lang.float8 import taken_by_bits
+from flashgen.planning.float8 import ACCUMULATOR_BITS, CODE_BIAS, OFFSET
+from flashgen.runtime.reference import KEYS_AT_A_TIME, Evaluator, blocks
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashgen.analysis.tiles import Case
+    from flashgen.lang.variant import Variant
+
+#: Products that Hopper adds up in one step, and how many fewer scores are held at once than elsewhere.
+_STEP = 32
+
+
+class Quantised(NamedTuple):
+    """A tensor [batch, heads, rows, columns] of 8-bit elements and its descales [batch, heads]."""
+
+    codes: torch.Tensor
+    descale: torch.Tensor
+
+    @property
+    def values(self) -> torch.Tensor:
+        """In float32."""
+        return self.codes.float() * self.descale[..., None, None]
+
+
+def quantised(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
+    """Values as 8 bits hold them best: a descale for each head, by which its largest value is the dtype's largest."""
+    import torch
+
+    most = x.abs().amax((-2, -1)).clamp(min=torch.finfo(torch.float32).tiny) if x.numel() else x.new_ones(x.shape[:2])
+    descale = most.float() / torch.finfo(dtype).max
+    return Quantised((x / descale[..., None, None]).to(dtype), descale)
+
+
+def baseline(
+    variant: Variant,
+    case: Case,
+    q: Quantised,
+    k: Quantised,
+    v: Quantised,
+    *,
+    scale: float,
+    out: torch.dtype,
+    words: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o, rounded to `out`, and lse: P in e4m3 beside the exact maximum of the keys taken so far, tile after tile from
+    the last to the first; partial sums of a tile and scores as the hardware adds them up, all else in float32.
+
+    Of P's words of eight `words` are made of the scores' bits, and its sum is then that of rounded P.
+    """
+    import torch
+
+    (batch, heads, q_len, _), kv_heads = q.codes.shape, k.codes.shape[1]
+    group, dim = heads // max(kv_heads, 1), v.codes.shape[3]
+    o = torch.zeros((batch, kv_heads, group, q_len, dim), device=q.codes.device)
+    lse = torch.full(o.shape[:-1], -math.inf, device=o.device)
+    evaluator, precision = Evaluator(case, o.device), torch.float32
+    keys, values = k.codes.float()[:, :, None], v.codes.float()[:, :, None]
+    factor = scale * q.descale.unflatten(1, (kv_heads, group)) * k.descale[:, :, None] if heads else q.descale
+    for block in blocks(q.codes, k.codes, fewer=_STEP):
+        s = cut_products(block.rows_of(q.codes).float(), keys) * factor[..., None, None]
+        if variant.score_node is not None:
+            s = evaluator(variant.score_node, precision, {**block.symbols, "s": s}).expand_as(s)
+        if variant.mask is not None:
+            s = torch.where(evaluator(variant.mask, precision, block.symbols), s, -math.inf)
+        found, total, m = accumulated(s, values, words, block.symbols["q"])
+        found = found * v.descale[:, :, None, None, None]
+        sink = evaluator.row_sinks(variant, precision, block.symbols)
+        if sink is not None:
+            top = torch.maximum(m, sink)
+            base = torch.where(top == -math.inf, 0.0, top)
+            decay = torch.exp(m - base)
+            total, found, m = total * decay + torch.exp(sink - base), found * decay, top
+        o[..., block.at, :] = found / torch.where(total == 0, 1.0, total)
+        lse[..., block.at] = (m + torch.log(total)).squeeze(-1)
+    return o.flatten(1, 2).to(out), lse.flatten(1, 2)
+
+
+def accumulated(
+    s: torch.Tensor, values: torch.Tensor, words: int, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """P V of scores [..., rows, keys] and V [..., keys, columns] in 8 bits, the sums of P and what was subtracted;
+    `rows` [rows, 1] count them."""
+    import torch
+
+    m = torch.full((*s.shape[:-1], 1), -math.inf, device=s.device)
+    total, found = torch.zeros_like(m), s.new_zeros((*s.shape[:-1], values.shape[-1]))
+    for first in reversed(range(0, s.shape[-1], KEYS_AT_A_TIME)):
+        at = slice(first, min(first + KEYS_AT_A_TIME, s.shape[-1]))
+        top = torch.maximum(m, s[..., at].amax(-1, keepdim=True))
+        base = torch.where(top == -math.inf, 0.0, top)
+        p, decay = torch.exp(s[..., at] - base), torch.exp(m - base)
+        rounded = (p * 2.0**OFFSET).to(torch.float8_e4m3fn).float()
+        if words:
+            power = (s[..., at] - base) * math.log2(math.e) + OFFSET
+            codes = (8 * (power + 7) + CODE_BIAS).round().clamp(0, 0x7E).to(torch.uint8)
+            columns = torch.arange(p.shape[-1], device=p.device)
+            by_bits = codes.view(torch.float8_e4m3fn).float()
+            rounded = torch.where(taken_by_bits(rows, columns, words), by_bits, rounded)
+            p = rounded * 2.0**-OFFSET
+        partial = cut_products(rounded, values[..., at, :].mT) * 2.0**-OFFSET
+        total, m = total * decay + p.sum(-1, keepdim=True), top
+        found = found * decay + partial
+    return found, total, m
+
+
+def cut_products(a: torch.Tensor, b: torch.Tensor, bits: int = ACCUMULATOR_BITS) -> torch.Tensor:
+    """a [..., m, n] times the transpose of b [..., l, n] as Hopper adds up products of 8 bits: of 32 at a time each
+    addend, the sum so far among them, is cut off toward zero at 2^-bits of the largest power of two among them."""
+    import torch
+
+    total = a.new_zeros((*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-2]))
+    for first in range(0, a.shape[-1], _STEP):
+        at = slice(first, first + _STEP)
+        addends = a[..., :, None, at] * b[..., None, :, at]
+        largest = torch.maximum(addends.abs().amax(-1), total.abs())
+        exponent = torch.frexp(largest).exponent - 1 - bits
+        one = torch.ones_like(largest)
+        cut = torch.ldexp(addends, -exponent[..., None]).trunc().sum(-1) + torch.ldexp(total, -exponent).trunc()
+        total = torch.where(largest > 0, cut * torch.ldexp(one, exponent), 0.0)
+    return total

@@ -1,0 +1,165 @@
+"""Forwards of 8 bits on a GPU: every spec against float64, at any length and mean of V, the same bits in every run."""
+
+import numpy as np
+import pytest
+import torch
+from gpu_checks import DEVICE
+
+import flashgen as fg
+from flashgen.analysis.tiles import Case
+from flashgen.lang.load import load_spec
+from flashgen.planning.problem import Problem
+from flashgen.runtime.captured import on_device
+from flashgen.runtime.reference import judge, judge_lse, reference
+from flashgen.runtime.reference_float8 import Quantised, baseline, quantised
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="8 bits are of Hopper"
+    ),
+]
+
+VALUES = {"sliding_window": {"window": 200}, "chunked": {"chunk": 256}, "prefix_lm": {"prefix": 100}}
+SPECS = ["full", "causal", "causal_bottom_right", "sliding_window", "alibi", "softcap", "document", "gpt_oss"]
+SPECS += ["prefix_lm", "chunked", "padding", "butterfly"]
+
+
+def draw(*shape, dtype=torch.float8_e4m3fn, mean=0.0, std=1.0, seed=0):
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    return quantised(torch.randn(*shape, device=DEVICE, generator=g) * std + mean, dtype)
+
+
+def descales(of):
+    return {f"{name}_descale": x.descale for name, x in zip("qkv", of, strict=True)}
+
+
+def case_of(variant, problem, values):
+    tensors = {t.name: np.asarray(t.example(problem, np.random.default_rng(0))) for t in variant.tensors}
+    return Case(sizes=problem.sizes(), params=variant.values(values), tensors=tensors)
+
+
+def checked(spec, q_len, kv_len, head_dim, *, heads=4, kv_heads=2, v_head_dim=None, dtypes=None, std=1.0):
+    values = VALUES.get(spec, {})
+    variant = load_spec(spec)
+    constants = {c.name: values[c.name] for c in variant.constants if c.name in values}
+    bound, params = variant.bind(**constants), {n: x for n, x in values.items() if n not in constants}
+    wide = v_head_dim or head_dim
+    shapes = (2, heads, q_len, head_dim), (2, kv_heads, kv_len, head_dim), (2, kv_heads, kv_len, wide)
+    dtypes = dtypes or (torch.float8_e4m3fn,) * 3
+    of = [
+        draw(*shape, dtype=dtype, std=std if i == 0 else 1.0, seed=i)
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+    problem = Problem(
+        batch=2,
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=head_dim,
+        v_head_dim=wide,
+        dtype="float8_e4m3fn",
+    )
+    case = case_of(bound, problem, params)
+    named = {**case.params, **on_device(bound, case.tensors, DEVICE)}
+    o, lse = fg.attention(*(x.codes for x in of), bound, return_lse=True, **descales(of), **named)
+    scale = head_dim**-0.5
+    ref, ref_lse = reference(bound, case, *(x.values for x in of), scale=scale)
+    base, base_lse = baseline(bound, case, *of, scale=scale, out=torch.bfloat16)
+    return judge(o, base, ref, "bfloat16").reasons + judge_lse(lse, ref_lse, base_lse)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_spec(spec, head_dim):
+    assert checked(spec, 700, 700, head_dim) == ()
+
+
+@pytest.mark.parametrize("head_dim", [80, 96, 112, 144, 160, 176, 192])
+@pytest.mark.parametrize("spec", ["full", "causal"])
+def test_every_head_dim(spec, head_dim):
+    assert checked(spec, 300, 500, head_dim) == ()
+
+
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(64, 128), (128, 64), (192, 128), (64, 192)])
+def test_v_of_another_width(head_dim, v_head_dim):
+    assert checked("full", 300, 500, head_dim, v_head_dim=v_head_dim) == ()
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (1, 4096), (63, 127), (129, 128), (300, 100), (100, 300)])
+@pytest.mark.parametrize("spec", ["full", "causal", "causal_bottom_right"])
+def test_lengths(spec, q_len, kv_len):
+    assert checked(spec, q_len, kv_len, 128) == ()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_heads_that_share_keys(kv_heads):
+    assert checked("causal", 400, 400, 128, heads=8, kv_heads=kv_heads) == ()
+
+
+@pytest.mark.parametrize("std", [4.0, 8.0])
+def test_peaked_scores(std):
+    assert checked("full", 512, 1024, 128, std=std) == ()
+
+
+def test_e5m2_keys_and_values():
+    assert checked("full", 300, 500, 128, dtypes=(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e5m2)) == ()
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_error_is_flat_in_length(head_dim, mean):
+    """Relative error of o at 2k and 64k keys, of the mean that V has: no more at length, and its length is kept."""
+    kept = []
+    for keys in (2048, 16384, 65536):
+        q, k = draw(1, 1, 256, head_dim), draw(1, 1, keys, head_dim, seed=1)
+        v = draw(1, 1, keys, head_dim, mean=mean, seed=2)
+        o = fg.attention(*(x.codes for x in (q, k, v)), load_spec("full"), **descales((q, k, v))).double()
+        s = (q.values.double() @ k.values.double().mT) * head_dim**-0.5
+        right = torch.softmax(s, -1) @ v.values.double()
+        kept.append(float((o * right).sum() / (right * right).sum()))
+    assert all(abs(x - 1) < 0.003 for x in kept), kept
+
+
+def test_blocks_of_descales():
+    heads, rows = 4, 1000
+    of = [draw(2, heads, rows, 128, seed=i) for i in range(3)]
+    blocks = [torch.rand(2, heads, 8, device=DEVICE) + 0.5 for _ in of]
+    given = {f"{name}_descale": x * 0.01 for name, x in zip("qkv", blocks, strict=True)}
+    factors = [(b * 0.01).repeat_interleave(128, 2)[:, :, :rows, None] for b in blocks]
+    q, k, v = (x.codes.double() * factor for x, factor in zip(of, factors, strict=True))
+    right = torch.softmax(q @ k.mT * 128**-0.5, -1) @ v
+    o = fg.attention(*(x.codes for x in of), load_spec("full"), **given).double()
+    assert float((o - right).norm() / right.norm()) < 0.03
+
+
+def test_reruns_and_batches_have_the_same_bits():
+    of = [draw(3, 4, 900, 128, seed=i) for i in range(3)]
+    first = fg.attention(*(x.codes for x in of), load_spec("causal"), **descales(of))
+    for _ in range(200):
+        assert torch.equal(fg.attention(*(x.codes for x in of), load_spec("causal"), **descales(of)), first)
+    one = [Quantised(x.codes[1:2], x.descale[1:2]) for x in of]
+    assert torch.equal(fg.attention(*(x.codes for x in one), load_spec("causal"), **descales(one)), first[1:2])
+
+
+def test_float16_results():
+    of = [draw(1, 2, 300, 64, seed=i) for i in range(3)]
+    o = fg.attention(*(x.codes for x in of), load_spec("full"), out_dtype=torch.float16, **descales(of))
+    wide = fg.attention(*(x.codes for x in of), load_spec("full"), **descales(of))
+    assert o.dtype == torch.float16 and float((o.float() - wide.float()).abs().max()) < 0.02
+
+
+def test_rows_without_a_key():
+    of = [draw(1, 2, rows, 64, seed=i) for i, rows in enumerate((200, 50, 50))]
+    o, lse = fg.attention(*(x.codes for x in of), load_spec("causal_bottom_right"), return_lse=True, **descales(of))
+    assert not o[:, :, :150].any() and bool((lse[:, :, :150] == -torch.inf).all())
+    assert bool(lse[:, :, 150:].isfinite().all())
+
+
+def test_descales_are_looked_at_when_asked_for(monkeypatch):
+    of = [draw(1, 2, 300, 64, seed=i) for i in range(3)]
+    monkeypatch.setenv("FLASHGEN_CHECK", "1")
+    with pytest.raises(fg.FlashgenError, match="positive and finite"):
+        given = {**descales(of), "v_descale": torch.zeros(1, device=DEVICE)}
+        fg.attention(*(x.codes for x in of), load_spec("full"), **given)

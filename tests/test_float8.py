@@ -1,0 +1,293 @@
+"""Forwards of 8 bits on Hopper, on the interpreter whose products add up as the hardware's do, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from eight_bits import eight, errors_of_forms
+from ptx_attention import replace
+from tiers import thinned
+
+import flashgen as fg
+from flashgen.codegen import emit
+from flashgen.errors import FlashgenError
+from flashgen.interpreter.ops.wgmma import _cut_sum
+from flashgen.interpreter.simulate import simulate
+from flashgen.lang import float8
+from flashgen.lang.load import load_spec, shipped
+from flashgen.planning import planner
+from flashgen.planning.float8 import E4M3, E5M2, ERRORS, block_of
+from flashgen.planning.request import KernelRequest
+from flashgen.runtime import nvrtc, sass
+from flashgen.runtime.reference_float8 import Quantised, cut_products, quantised
+
+TORCH = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+
+
+# ---------------------------------------------------------------- numbers
+@pytest.mark.parametrize("dtype", TORCH)
+def test_codes_are_those_of_torch(dtype):
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 2, 4096)
+    ties = float8.values(np.arange(0x70, dtype=np.uint8), dtype)
+    x = torch.cat([x.clamp(-440, 440), torch.from_numpy((ties[1:] + ties[:-1]) / 2), torch.tensor([0.0, -0.0])])
+    assert np.array_equal(float8.codes(x.numpy(), dtype), x.to(TORCH[dtype]).view(torch.uint8).numpy())
+    every = torch.arange(256, dtype=torch.uint8)
+    assert np.array_equal(float8.values(every.numpy(), dtype), every.view(TORCH[dtype]).float().numpy(), equal_nan=True)
+
+
+def test_codes_saturate_and_keep_a_nan():
+    largest = float8.codes(np.array([1e9, np.inf, -1e9], np.float32), E4M3)
+    assert float8.values(largest, E4M3).tolist() == [448, 448, -448]
+    assert np.isnan(float8.values(float8.codes(np.array([np.nan]), E5M2), E5M2)).all()
+
+
+def test_sums_are_cut_as_measured_on_hopper():
+    """One level over 8,192 keys of V = |N(0, 1)| keeps 87% of its length on the hardware, 128 keys 99.9%."""
+    rng = np.random.default_rng(0)
+    p = float8.rounded(np.exp2(rng.standard_normal((1, 8192)) * 1.44 + 2).astype(np.float32), E4M3).astype(float)
+    v = float8.rounded(np.abs(rng.standard_normal((32, 8192))).astype(np.float32), E4M3).astype(float)
+
+    def kept(got, n):
+        return float((got / (p[:, :n] @ v[:, :n].T)).mean())
+
+    assert kept(_cut_sum(p, v, np.zeros(1), 13), 8192) == pytest.approx(0.87, abs=0.02)
+    few = _cut_sum(p[:, :128], v[:, :128], np.zeros(1), 13)
+    assert kept(few, 128) == pytest.approx(0.9994, abs=0.0006)
+    ours = cut_products(torch.from_numpy(p[:, :128]).float(), torch.from_numpy(v[:, :128]).float())
+    assert np.array_equal(ours.double().numpy(), few)
+
+
+@pytest.mark.parametrize(("length", "blocks", "block"), [(300, 3, 128), (300, 2, 256), (300, 1, 512), (128, 1, 128)])
+def test_blocks_are_powers_of_two(length, blocks, block):
+    assert block_of(length, blocks) == block
+
+
+# ---------------------------------------------------------------- the kernel
+#: V with a mean over many keys: where one level of sums is too short.
+LONG = {"mean": 1.0, "heads": 1, "kv_heads": 1, "q_len": 20, "kv_len": 1200, "tile": (128, 128)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        ("full", {"options": {"accuracy": "exact"}}),
+        ("full", LONG),
+        pytest.param("full", {"options": {"accuracy": "fast"}, "head_dim": 128}, marks=pytest.mark.slow),
+        pytest.param("causal", {"options": {"accuracy": "exact"}, "head_dim": 128}, marks=pytest.mark.slow),
+        pytest.param("full", {"options": {"accuracy": "fast"}, **LONG}, marks=pytest.mark.slow),
+        pytest.param("full", {"options": {"accuracy": "exact"}, **LONG}, marks=pytest.mark.slow),
+        ("causal", {"head_dim": 128, "q_len": 140, "kv_len": 140}),
+        ("document", {"kv_len": 150, "q_len": 150, "heads": 1}),  # tiles judged by summaries
+        pytest.param("softcap", {"head_dim": 96, "batch": 2}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {"head_dim": 64, "heads": 4, "kv_heads": 2}, marks=pytest.mark.slow),
+        pytest.param("alibi", {"head_dim": 128}, marks=pytest.mark.slow),
+        pytest.param("sliding_window", {"head_dim": 80, "q_len": 300, "kv_len": 300}, marks=pytest.mark.slow),
+        pytest.param("full", {"head_dim": 192, "heads": 1}, marks=pytest.mark.slow),
+        pytest.param("full", {"head_dim": 160, "heads": 1}, marks=pytest.mark.slow),
+        pytest.param("full", {"head_dim": 128, "v_head_dim": 64}, marks=pytest.mark.slow),
+        pytest.param("full", {"head_dim": 64, "v_head_dim": 128}, marks=pytest.mark.slow),
+        pytest.param("causal_bottom_right", {"head_dim": 128, "q_len": 300, "kv_len": 100}, marks=pytest.mark.slow),
+        pytest.param("full", {"of_keys": (E5M2, E5M2)}, marks=pytest.mark.slow),
+        pytest.param("full", {"of_keys": (E4M3, E5M2), "options": {"out_dtype": "float16"}}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_kernels_are_right(spec, shape):
+    w = eight(spec, **shape)
+    assert w.wrong(w.run()) == ()
+
+
+def test_the_errors_that_a_plan_prints_are_those_of_an_emulation():
+    found = errors_of_forms()
+    for name, said in ERRORS.items():
+        for one, emulated in zip(said[:2], found[name][:2], strict=True):
+            assert one == pytest.approx(emulated, abs=0.02), name
+        assert found[name][2] <= said[2] + 0.05
+    assert "error of o 1.1x exact's" in str(plan_of("full", 64).float8)
+
+
+@pytest.mark.slow
+def test_warps_in_any_order():
+    w = eight("causal", q_len=200, tile=(128, 64))
+    assert w.wrong(w.run(seed=5)) == ()
+
+
+def test_descales_of_blocks():
+    """Each block of rows, head and batch counts by its own."""
+    w = eight("full", batch=2, heads=2, kv_heads=2, q_len=140, kv_len=140, tile=(128, 64))
+    rng = np.random.default_rng(1)
+    given = {name: rng.uniform(0.5, 2, (2, 2, 2)).astype(np.float32) for name in "qkv"}
+    q, k, v = (
+        x.codes.double() * torch.from_numpy(given[name]).repeat_interleave(128, 2)[:, :, :140, None]
+        for name, x in zip("qkv", w.qkv, strict=True)
+    )
+    scale = 1e-4  # codes reach 448
+    right = torch.softmax(q @ k.mT * scale, -1) @ v
+    arrays = [x.codes.float().numpy() for x in w.qkv]
+    found = torch.from_numpy(simulate(w.plan, w.case, *arrays, scale=scale, descales=given).o).double()
+    assert float((found - right).norm() / right.norm()) < 0.03
+
+
+def one_level(source):
+    """O in the accumulators of wgmma, tile after tile."""
+    start = "    wgmma_fence();\n#pragma unroll\n    for (int n = 0; n < TILE_KV; n += 32) {"
+    again = "    for (int i = 0; i < PIECE / 2; i++) partial[i] = o[column / 2 + i] / v_descale;\n"
+    source = replace(start, again + start)(source)
+    source = replace("if (n == 0) wgmma_pv_first(partial, a, v);", "if (n == 0) wgmma_pv(partial, a, v);")(source)
+    return replace("fmaf(partial[i], v_descale, o[column / 2 + i])", "partial[i] * v_descale")(source)
+
+
+#: Mutations of the emitted text, and the data that show them.
+WRONG = {
+    "one level of sums": (one_level, LONG),
+    "keys of V in another order": (replace("v[d / 128][lane]", "v[d / 128][lane ^ 1]"), {}),
+    "columns of V in another order": (replace("turned[d + lane % 16]", "turned[d + (lane + 8) % 16]"), {}),
+    "P that saturates": (replace("OFFSET = 8.f", "OFFSET = 10.f"), {}),
+    "the descale of another tensor": (replace("q_descale(work, first", "k_descale(0, 0, 0) + 0 * (first"), {}),
+    "O that does not follow its maxima": (replace("if (moved) rescale();", ""), {}),
+    "V that is read before it is turned over": (replace("full(shared.turned_pipe", "full(shared.v_pipe"), {}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", thinned(list(WRONG), list(WRONG)[:4], sibling="test_what_is_wrong_is_seen on the first four")
+)
+def test_what_is_wrong_is_seen(name):
+    edit, shape = WRONG[name]
+    w = eight("full", **shape)
+    try:
+        wrong = w.wrong(w.run(edit))
+    except Exception as trap:  # the interpreter's
+        wrong = (str(trap),)
+    assert wrong
+
+
+# ---------------------------------------------------------------- what ptxas makes of it
+GATED = [("causal", 64), ("causal", 128), ("full", 192)]
+AT_NIGHT = [(spec, head_dim) for spec in sorted(shipped()) for head_dim in (64, 80, 96, 128, 144, 160, 176, 192)]
+
+
+def plan_of(spec, head_dim, **options):
+    return planner.menu_of(KernelRequest.of(load_spec(spec).bind(), "sm_90a", E4M3, head_dim, **options)).plans[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "head_dim"), thinned(AT_NIGHT, GATED, sibling="test_no_kernel_spills on three of them")
+)
+def test_no_kernel_spills(spec, head_dim):
+    """Nor is wgmma put one after another, of which compile() raises."""
+    try:
+        plan = plan_of(spec, head_dim)
+    except FlashgenError as refused:
+        assert "fits" in str(refused) or "no kernel" in str(refused) or "declared" in str(refused)
+        return
+    found = sass.check(plan, nvrtc.compile(emit(plan), "sm_90a"))
+    assert [reason for reason in found if "where the plan estimates" not in reason] == []
+
+
+# ---------------------------------------------------------------- calls
+def draw(dtype=torch.float8_e4m3fn):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 150, 64, generator=g) for heads in (4, 2, 2))
+    return [quantised(x, dtype) for x in (q, k, v)]
+
+
+def call(of, **options):
+    q, k, v = (x.codes for x in of)
+    given = {f"{name}_descale": x.descale for name, x in zip("qkv", of, strict=True)}
+    return fg.attention(q, k, v, load_spec("causal"), **{**given, **options})
+
+
+@pytest.mark.parametrize("out", [None, torch.float16, "bfloat16"])
+def test_the_walk_on_a_cpu(out):
+    of = draw()
+    o, lse = call(of, out_dtype=out, return_lse=True)
+    assert o.dtype == (torch.float16 if out is torch.float16 else torch.bfloat16) and lse.dtype == torch.float32
+    right, right_lse = fg.attention(*(x.values.double() for x in of), load_spec("causal"), return_lse=True)
+    errors = {}
+    for accuracy in ("exact", "default", "fast"):
+        o, lse = call(of, accuracy=accuracy, return_lse=True)
+        errors[accuracy] = float((o.double() - right).norm() / right.norm())
+        assert float((lse - right_lse).abs().max()) < (1e-5 if accuracy == "exact" else 0.06)
+    assert errors["exact"] < errors["default"] < errors["fast"] < 0.03
+
+
+def test_descales_broadcast():
+    of = draw()
+    q, k, v = (x.descale for x in of)
+    one = torch.tensor([0.01])
+    by_head, whole = call(of), call(of, q_descale=one, k_descale=one, v_descale=one)
+    blocks = {f"{name}_descale": x[:, :, None].expand(-1, -1, 2) for name, x in (("q", q), ("k", k), ("v", v))}
+    assert torch.equal(call(of, **blocks), by_head)
+    everywhere = {name: one.expand(2, heads) for name, heads in (("q_descale", 4), ("k_descale", 2), ("v_descale", 2))}
+    assert torch.equal(call(of, **everywhere), whole)
+    of_groups = q.unflatten(1, (2, 2)).amax(-1)  # one for the heads that share keys
+    assert torch.equal(call(of, q_descale=of_groups), call(of, q_descale=of_groups.repeat_interleave(2, 1)))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"q_descale": None}, "q_descale is missing"),
+        ({"k_descale": torch.ones(3)}, "must broadcast from [1], [batch, heads] = [2, 2]"),
+        ({"q_descale": torch.ones(2, 3)}, "must broadcast"),
+        ({"v_descale": torch.ones(2, 2, 3)}, "nearest: 2 blocks of 128 rows"),
+        ({"v_descale": torch.zeros(1)}, "positive and finite"),
+        ({"v_descale": torch.tensor([float("nan")])}, "positive and finite"),
+        ({"k_descale": torch.ones(1, dtype=torch.float64)}, "nearest: k_descale.float()"),
+        ({"k_descale": torch.ones(1, device="meta")}, "nearest: k_descale.to('cpu')"),
+        ({"k_descale": 1.0}, "k_descale"),
+        ({"accuracy": "precise"}, "accuracy is 'precise'"),
+        ({"out_dtype": torch.float32}, "nearest: out_dtype=torch.bfloat16"),
+        ({"dropout": 0.1}, "dropout is not there in 8 bits"),
+        ({"kv_lengths": torch.tensor([3, 4], dtype=torch.int32)}, "lengths and positions"),
+    ],
+    ids=str,
+)
+def test_refused(options, said):
+    with pytest.raises(FlashgenError) as refused:
+        call(draw(), **options)
+    assert said in str(refused.value) and "nearest:" in str(refused.value)
+
+
+def test_dtypes_that_are_refused():
+    q, k, v = draw()
+    with pytest.raises(FlashgenError, match="queries of 8 bits are float8_e4m3fn"):
+        call(draw(torch.float8_e5m2))
+    call([q, *(Quantised(x.codes.float().to(torch.float8_e5m2), x.descale) for x in (k, v))])
+    with pytest.raises(FlashgenError, match="q_descale is of 8-bit tensors, and q is bfloat16"):
+        call([Quantised(x.values.bfloat16(), x.descale) for x in (q, k, v)])
+
+
+def test_gradients_and_graphs_are_refused():
+    of = draw()
+    with pytest.raises(FlashgenError, match=r"no gradient.*\n  nearest: 16 bits"):
+        call(of, q_descale=of[0].descale.requires_grad_())
+    for backward in ({"backward": True}, {"backward": True, "deterministic": True}):
+        with pytest.raises(FlashgenError, match="no backward in 8 bits"):
+            KernelRequest.of(load_spec("full"), "sm_90a", E4M3, 64, **backward)
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "options", "said"),
+    [
+        ("sm_80", 64, {}, "nearest: tensors dequantised to bfloat16"),
+        ("sm_90a", 48, {}, "nearest: head_dim 64"),
+        ("sm_90a", 72, {}, "nearest: head_dim 64 or 80"),
+        ("sm_90a", 256, {}, "nearest: head_dim <= 192"),
+        ("sm_90a", 64, {"dropout": True}, "nearest: dropout=False"),
+        ("sm_90a", 64, {"packed": True}, "descales"),
+        ("sm_90a", 64, {"v_dtype": "bfloat16"}, "multiply 8 bits by 8 bits"),
+    ],
+)
+def test_plans_that_are_refused(arch, head_dim, options, said):
+    with pytest.raises(FlashgenError) as refused:
+        planner.menu_of(KernelRequest.of(load_spec("full"), arch, E4M3, head_dim, **options))
+    assert said in str(refused.value)
+
+
+def test_the_command_in_a_banner_gives_the_kernel_again():
+    plan = plan_of("causal", 64, k_dtype=E5M2, out_dtype="float16")
+    head = emit(plan).partition("\n\n")[0]
+    assert "--dtype float8_e4m3fn" in head and "--k-dtype float8_e5m2" in head and "--out-dtype float16" in head
