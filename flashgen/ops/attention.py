@@ -89,7 +89,7 @@ def attention(
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
     of_eight = q_descale, k_descale, v_descale, accuracy, out_dtype
     if any(x is not None for x in of_eight):
-        named = float8.joined(variant, named, **dict(zip(float8.ARGUMENTS, of_eight, strict=True)))
+        named = float8.joined(named, **dict(zip(float8.ARGUMENTS, of_eight, strict=True)))
     return _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named)
 
 
