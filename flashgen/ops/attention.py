@@ -122,7 +122,7 @@ def attention(
         named = splits.joined(named, kv_splits)
     of_eight = q_descale, k_descale, v_descale, accuracy, out_dtype
     if any(x is not None for x in of_eight):
-        named = float8.joined(variant, named, **dict(zip(float8.ARGUMENTS, of_eight, strict=True)))
+        named = float8.joined(named, **dict(zip(float8.ARGUMENTS, of_eight, strict=True)))
     if page_table is not None or page_layout is not None:
         named = joined(variant, named, page_table=page_table)
         if not isinstance(variant, Variant) or PAGED[-1] in names_of(variant):

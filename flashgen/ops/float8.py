@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from flashgen.errors import LaunchError, shown
-from flashgen.lang.variant import Variant
 from flashgen.ops.values import no_tensor
 from flashgen.planning.float8 import ACCURACIES, DEFAULT, DESCALES, E4M3, E5M2, LEAST_BLOCK, OUT_DTYPES, block_of
 from flashgen.planning.problem import Problem
@@ -18,8 +17,7 @@ from flashgen.runtime.launch import Descale, descale_of
 DTYPES = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 _OUT = {torch.bfloat16: OUT_DTYPES[0], torch.float16: OUT_DTYPES[1]}
 
-#: The names of a call of attention() for it, which are a variant's own where it declares them, and what the call has
-#: among its named values, which no variant can declare.
+#: The arguments of attention() for it, and what a call has among its named values, which no variant can declare.
 ARGUMENTS = (*DESCALES.values(), "accuracy", "out_dtype")
 NAMES = {name: f"float8.{name}" for name in ARGUMENTS}
 _DESCALES = {tensor: NAMES[name] for tensor, name in DESCALES.items()}
@@ -39,15 +37,9 @@ class Eight(NamedTuple):
     options: dict[str, str]
 
 
-def joined(variant: Variant, named: dict[str, Any], **given: object) -> dict[str, Any]:
-    """A call's named values with these of 8 bits, or of the variant where it declares the name."""
-    own: set[str] = set()
-    if isinstance(variant, Variant):
-        own = {x.name for declared in (variant.params, variant.constants, variant.tensors) for x in declared}
-    return {
-        **named,
-        **{name if name in own else NAMES[name]: value for name, value in given.items() if value is not None},
-    }
+def joined(named: dict[str, Any], **given: object) -> dict[str, Any]:
+    """A call's named values with these of 8 bits."""
+    return {**named, **{NAMES[name]: value for name, value in given.items() if value is not None}}
 
 
 def of_call(named: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,8 +108,9 @@ def supports(
     if _refusal(bound, usual) is None:
         on_arch = usual | {"arch": asked["arch"]}
         of_arch = on_arch if _refusal(bound, on_arch) is None else usual  # a pipeline is one of the arch asked for
+        of_dtype = usual | {name: asked[name] for name in ("arch", "dtype")}
         for name, value in asked.items():
-            beside = of_arch if name == "pipeline" else usual
+            beside = of_arch if name == "pipeline" else of_dtype if name in _OF_8_BITS else usual
             if value != usual[name] and (refused := _refusal(bound, {**beside, name: value})) is not None:
                 alone.append(_reason(name, value, refused))
     nothing = (type(None), None), (bool, False), (tuple, ())

@@ -76,6 +76,9 @@ PRODUCER_REGISTERS, JUDGE_REGISTERS = 40, 56
 #: Three warpgroups hold S, partial sums and O of so many columns of V.
 NARROW = 64
 
+#: Keys of a tile with which partial sums may follow scores where both of them would fit one after the other.
+NARROW_KEYS = 64
+
 #: 8-bit products beside 16-bit ones.
 RATE = 2
 
@@ -210,9 +213,10 @@ def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
 
 
 def _ahead(c: Candidate, request: KernelRequest) -> bool:
-    """Whether the next scores are on their way beside partial sums: with two warpgroups, where these come in one piece.
-    Three fill the tensor cores without."""
-    return c.warpgroups == 2 and piece(request) == request.v_head_dim
+    """Whether the next scores are on their way beside partial sums: with two warpgroups, where these come in one piece
+    and registers hold both.  Three fill the tensor cores without."""
+    whole = c.warpgroups == 2 and piece(request) == request.v_head_dim
+    return whole and total(registers(c, request, ahead=True)) <= division(c, request)[1]
 
 
 def _wide_keys(request: KernelRequest) -> int:
@@ -222,7 +226,9 @@ def _wide_keys(request: KernelRequest) -> int:
 
 def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
     """Why the candidate cannot run on the architecture, or None."""
-    memory, wanted = smem(c, request), registers(c, request, ahead=_ahead(c, request))
+    # Of one piece and many keys ptxas spills where scores are not ahead.
+    both = c.warpgroups == 2 and request.v_head_dim <= PIECE and c.tile.kv > NARROW_KEYS
+    memory, wanted = smem(c, request), registers(c, request, ahead=both)
     if total(memory) > request.arch.smem_per_block:
         terms = " + ".join(f"{part.name} {part.amount / KIB:.4g}" for part in memory)
         whole = f"{total(memory) / KIB:.4g} KiB ({total(memory):,} bytes)"
@@ -231,6 +237,8 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
         return f"three warpgroups with {request.v_head_dim} columns of v: more than {NARROW} leave them no registers"
     if c.warpgroups > 2 and request.profile.masked and not request.profile.band:
         return "three warpgroups: a mask that is no band leaves them too few registers"
+    if request.v_head_dim > PIECE and request.profile.judged:
+        return f"{request.v_head_dim} columns of v beside a mask that is judged tile by tile: registers for {PIECE}"
     if request.v_head_dim > PIECE and c.tile.kv != (most := _wide_keys(request)):
         return f"{request.v_head_dim} columns of v with {c.tile.kv} keys: ptxas spills but with {most}"
     producer, consumer = division(c, request)
