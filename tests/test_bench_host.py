@@ -204,6 +204,17 @@ def test_without_a_gpu_what_needs_none_is_measured_and_recorded_apart(monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["host_without_gpu.json"]
 
 
+def test_a_run_that_is_cut_off_leaves_what_it_has(monkeypatch, tmp_path):
+    measured(monkeypatch)
+
+    def cut(cell, **_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(host, "changes", cut)
+    flashgen("bench", "host", "--folder", tmp_path, code=None)
+    assert [one["what"] for one in json.loads((tmp_path / "host.json").read_text())["cells"]][-1] == host.FIRST_CALL
+
+
 def test_a_wrong_result_ends_with_1(monkeypatch, tmp_path):
     measured(monkeypatch)
     wrong = Row(what="forward", where="here", us={"flashgen": (1.0,)}, reasons=("it is wrong",), absent={})

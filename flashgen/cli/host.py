@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.table import Table
@@ -20,39 +22,40 @@ def measure(*, cells: str, rounds: int, peers: tuple[str, ...], folder: Path, se
 
     chosen = matching(host.CELLS, cells)
     gpu, compiled = torch.cuda.is_available(), cold.bytecode()
-    with progress() as bar:
-        task = bar.add_task("fresh processes", total=1 + gpu * (1 + len(chosen)))
-        rows = host.processes(rounds)
-        bar.advance(task)
-        if gpu:
-            rows.append(host.first_call(rounds))
-            bar.advance(task)
-        for cell in chosen if gpu else ():
-            bar.update(task, description=str(cell))
-            rows += host.calls(cell, rounds=rounds, names=peers, seed=seed)
-            rows += host.changes(cell, rounds=rounds, seed=seed)
-            bar.advance(task)
-    if not as_json:
-        tabulate(_table(rows, peers if gpu else ()))
     # What a machine without a GPU says never takes the place of what one with a GPU said.
     path = folder / ("host.json" if gpu else "host_without_gpu.json")
     asked = f"flashgen bench host --rounds {rounds} --peers {','.join(peers)} --seed {seed}"
-    record.write(
-        path,
-        command=asked + (f" --cells '{cells}'" if cells else ""),
-        protocol={
-            "rounds": f"at least {rounds}, in whole turns of the contenders' order; of fresh processes {rounds}",
-            "timed": f"{host.CALLS} calls on an empty queue, until the last returns to the host; SDPA's backend is"
-            " chosen beforehand; Python's collector rests",
-            host.ALLOCATION: "the allocation of o, a part of each call of flashgen",
-            host.REPEATED: "the same call again, beside one that differs from the one before it",
-            "ratio": "median of per-round (peer time / flashgen time), low, high",
-            "unit": "microseconds",
-            "import_limit": host.IMPORT_LIMIT,
-            "bytecode": "compiled beforehand, as pip leaves it" if compiled else "compiled by each process",
-        },
-        cells=[row.as_json() for row in rows],
-    )
+    protocol = {
+        "rounds": f"at least {rounds}, in whole turns of the contenders' order; of fresh processes {rounds}",
+        "timed": f"{host.CALLS} calls on an empty queue, until the last returns to the host; SDPA's backend is"
+        " chosen beforehand; Python's collector rests",
+        host.ALLOCATION: "the allocation of o, a part of each call of flashgen",
+        host.REPEATED: "the same call again, beside one that differs from the one before it",
+        "ratio": "median of per-round (peer time / flashgen time), low, high",
+        "unit": "microseconds",
+        "import_limit": host.IMPORT_LIMIT,
+        "bytecode": "compiled beforehand, as pip leaves it" if compiled else "compiled by each process",
+    }
+    rows: list[Row] = []
+    with progress() as bar:
+        task = bar.add_task("fresh processes", total=1 + gpu * (1 + len(chosen)))
+
+        def keep(more: Iterable[Row]) -> None:
+            """A run that is cut off leaves what it has."""
+            rows.extend(more)
+            told = [row.as_json() for row in rows]
+            record.write(path, command=asked + (f" --cells '{cells}'" if cells else ""), protocol=protocol, cells=told)
+            bar.advance(task)
+
+        keep(host.processes(rounds))
+        if gpu:
+            keep([host.first_call(rounds)])
+        for cell in chosen if gpu else ():
+            bar.update(task, description=str(cell))
+            calls = host.calls(cell, rounds=rounds, names=peers, seed=seed)
+            keep(itertools.chain(calls, host.changes(cell, rounds=rounds, seed=seed)))
+    if not as_json:
+        tabulate(_table(rows, peers if gpu else ()))
     wrong = (f"{row.what}, {row.where}: {reason}" for row in rows for reason in row.reasons)
     notes = [] if gpu else ["there is no GPU that PyTorch can use: calls were not measured"]
     conclude(path, [row.as_json() for row in rows], wrong, notes, as_json)
