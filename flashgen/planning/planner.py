@@ -454,8 +454,8 @@ def _measured(pipeline: Pipeline[Any], request: KernelRequest) -> Menu | None:
 def _plan_of(pipeline: ForwardPipeline[Any], request: KernelRequest, timed: Timed) -> KernelPlan | None:
     """The plan of a measured candidate; None where the pipeline has no such candidate any more, or none that fits.
 
-    The model of registers is not asked: those that spill were not measured, and it rules out faster ones than it allows.
-    Fields that a record does not name, because candidates had none then, have their default.
+    The model of registers is not asked: those that spill were not measured, and it rules out faster ones than it
+    allows.  Fields that a record does not name, because candidates had none then, have their default.
     """
     named = dict(timed.form)
     q, kv = named["tile"]
