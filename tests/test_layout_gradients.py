@@ -11,7 +11,7 @@ from test_varlen import LENGTHS as JOINED
 from tiers import thinned
 
 from flashgen.codegen import emit
-from flashgen.interpreter.errors import Trap
+from flashgen.interpreter.errors import StepLimit, Trap
 from flashgen.lang.load import load_spec
 from flashgen.planning.layout import Padded, Varlen
 from flashgen.planning.planner import backward_menu
@@ -56,6 +56,7 @@ def test_tiles_behind_a_sequence_are_not_visited(layout):
         check("padding", LAYOUTS[layout], pipeline=pipeline)
 
 
+@pytest.mark.nightly(sibling="test_gradients")
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
@@ -87,6 +88,7 @@ def test_gradients_of_captured_tensors(deterministic):
     check("relative_bias", {"q_offset": (5, 90)}, gradients=("table",), deterministic=deterministic)
 
 
+@pytest.mark.nightly(sibling="test_gradients")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_any_order_of_warps(layout):
@@ -143,8 +145,8 @@ def test_one_order_of_sums_gives_each_sequence_the_bits_that_it_has_alone():
 
 
 MUTATIONS = [
-    ("varlen", "clear_rows(shared.q[stage], queries_here(step));", ""),
-    ("varlen", "clear_rows(shared.d_o[stage], queries_here(step));", ""),
+    ("padded", "clear_rows(shared.q[stage], queries_here(step));", ""),
+    ("padded", "clear_rows(shared.d_o[stage], queries_here(step));", ""),
     ("varlen", "clear_rows(shared.k, keys_here());", ""),
     ("varlen", "clear_rows(shared.v, keys_here());", ""),
     ("varlen", "fence_proxy_async();\n    __syncwarp();\n    if (thread", "__syncwarp();\n    if (thread"),
@@ -153,7 +155,6 @@ MUTATIONS = [
     ("varlen", "d, p.q_start + step.tile", "d, step.tile"),
     ("varlen", "first_tile(p.q_start, keys.b)", "0"),
     ("varlen", "row <= rows.q_last", "true"),
-    ("varlen", "if (keys.k_last < keys.k_first) keys.end_head = keys.first_head;", ""),
     ("padded", "p.kv_tiles = (p.kv_len + TILE_KV - 1) / TILE_KV;", ""),
     ("padded", "<= shared.sequence.last_row", "<= keys.k_last"),
     ("padded", "{p.q_offset + step.tile * TILE_Q", "{step.tile * TILE_Q"),
@@ -167,18 +168,19 @@ ENDS = {
 }
 
 
+@pytest.mark.nightly(sibling="test_a_neighbour_of_nothing_but_nan_changes_no_bit")
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "old", "new"), MUTATIONS, ids=[old for _, old, _ in MUTATIONS])
 def test_every_step_counts(layout, old, new):
     w = batch("full" if "kv_tiles" in old else "causal", "ampere", **ENDS[layout])
     options = {"deterministic": True, "step_limit": 2_000_000}
-    with pytest.raises((AssertionError, Trap)):
+    with pytest.raises((AssertionError, StepLimit, Trap)):
         check_gradients(w, pipeline="hopper", edit=replace(old, new), **options)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("spec", ["full", "causal", "relative_bias"])
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("spec", ["causal", "relative_bias"])
 @pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
 def test_the_planner_takes_pipeline_hopper(layout, spec, head_dim, deterministic):
     variant = load_spec(spec).bind()

@@ -111,3 +111,48 @@ def test_no_call_waits_and_a_graph_takes_other_lengths():
         keys.copy_(ints(lengths))
         graph.replay()
         assert torch.equal(o, call())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("spec", ["full", "causal", "softcap"])
+def test_gradients_of_joined_sequences_are_those_of_each_alone(spec, head_dim, deterministic):
+    """A neighbour of nothing but NaN changes none; with one order of sums they have the bits of each alone."""
+    variant, named = load_spec(spec), given(spec)
+    q, k, v = draw(torch.bfloat16, head_dim)
+    joined = [
+        torch.cat([x[b, :, :n] for b, n in enumerate(of)], dim=1).transpose(0, 1).contiguous()
+        for x, of in ((q, ROWS), (k, KEYS), (v, KEYS))
+    ]
+    starts = [[sum(of[:b]) for b in range(len(of) + 1)] for of in (ROWS, KEYS)]
+    for x, of in zip(joined, (starts[0], starts[1], starts[1]), strict=True):
+        x[of[3] : of[4]] = torch.nan
+    leaves = [x.requires_grad_() for x in joined]
+    bounds = {"max_seqlen_q": max(ROWS), "max_seqlen_k": max(KEYS), "deterministic": deterministic}
+    o = fg.attention_varlen(*leaves, variant, *map(ints, starts), q_offset="end", **bounds, **named)
+    do = torch.randn_like(o)
+    got = torch.autograd.grad(o, leaves, do)
+    for b in (0, 1, 4):
+        spans = [slice(of[b], of[b + 1]) for of in (starts[0], starts[1], starts[1])]
+        mine = [x.detach()[span].requires_grad_() for x, span in zip(leaves, spans, strict=True)]
+        own = [ints([0, of[b + 1] - of[b]]) for of in starts]
+        alone_o = fg.attention_varlen(*mine, variant, *own, q_offset="end", **bounds, **named)
+        want = torch.autograd.grad(alone_o, mine, do[spans[0]])
+        for one, span, other in zip(got, spans, want, strict=True):
+            if deterministic:
+                assert torch.equal(one[span], other)
+            else:
+                torch.testing.assert_close(one[span], other, rtol=0.02, atol=0.02)
+
+
+def test_out_and_jagged_tensors():
+    variant, (q, k, v) = load_spec("causal"), draw(torch.bfloat16, 128)
+    want = fg.attention(q, k, v, variant)
+    out = torch.full_like(want, torch.nan)
+    assert fg.attention(q, k, v, variant, out=out) is out and torch.equal(out, want)
+    starts = torch.tensor([0, 700, 701, 1201], device=DEVICE)
+    rows = [torch.randn(1201, heads, 128, device=DEVICE, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    nested = [torch.nested.nested_tensor_from_jagged(x, starts).transpose(1, 2) for x in rows]
+    o = fg.attention(*nested, variant)
+    joined = fg.attention_varlen(*rows, variant, ints([0, 700, 701, 1201]), max_seqlen_q=1201)
+    assert torch.equal(o.values().transpose(0, 1), joined)
