@@ -10,7 +10,7 @@ from typing import Any
 from flashgen.codegen.emit import emit
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
-from flashgen.planning.layout import Padded, Varlen
+from flashgen.planning.layout import Padded, Paged, Varlen
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.request import KernelRequest
 
@@ -30,6 +30,7 @@ OPTIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "dropout": ("causal", {"dropout": True}),
     "padded": ("causal", {"layout": Padded()}),
     "varlen": ("causal", {"layout": Varlen()}),
+    "paged": ("causal", {"layout": Paged(queries=Varlen())}),
     "deterministic": ("causal", {"backward": True, "deterministic": True}),
     "gradients": ("alibi", {"backward": True, "gradients": ("slopes",)}),
     "sink": ("gpt_oss", {"backward": True, "gradients": ("sink",)}),
