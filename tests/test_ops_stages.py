@@ -279,7 +279,8 @@ def test_what_is_no_variant_and_no_plan():
 
 
 def test_names_that_the_calls_use_are_no_names_of_constants():
-    later = {*sequences.PADDED}  # a variant's own stands before these, so that specs that have them keep their meaning
+    # A variant's own stands before these, so that specs that have them keep their meaning.
+    later = {*sequences.PAGED}
     for call in (fg.plan, fg.supports, fg.attention):
         for name, parameter in inspect.signature(call).parameters.items():
             if parameter.kind is not parameter.VAR_KEYWORD and name not in later:

@@ -36,7 +36,7 @@ def test_pages_in_another_order(pipeline, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [8, 16, 48, 64, 256, 1, 7])
+@pytest.mark.parametrize("page_size", thinned((8, 48, 64, 256, 1, 7), kept=(48, 1), sibling="test_sizes_of_pages"))
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_sizes_of_pages(pipeline, page_size):
     """The copies of pipeline hopper have multiples of 8 rows, those of pipeline ampere one."""
@@ -48,7 +48,7 @@ def test_sizes_of_pages(pipeline, page_size):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
-    thinned(sorted(shipped()), kept=("relative_bias", "document", "tree"), sibling="test_every_spec"),
+    thinned(sorted(shipped()), kept=("document", "tree"), sibling="test_every_spec"),
 )
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_every_spec(pipeline, spec):
@@ -67,16 +67,20 @@ def test_every_spec(pipeline, spec):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("spec", ["full", "causal"])
+@pytest.mark.parametrize("spec", thinned(("full", "causal"), kept=("causal",), sibling="test_shapes"))
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_shapes(pipeline, spec, shape):
     check(batch(spec, pipeline, **shape), 32, beyond=np.inf)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    thinned((Padded(), Varlen()), kept=(Varlen(),), sibling="test_packed_heads"),
+    ids=lambda layout: layout.name,
+)
 def test_packed_heads(layout):
-    lengths = {"q_lengths": (1, 4, 2), "kv_lengths": (130, 48, 211)}
+    lengths = {"q_lengths": (1, 4, 2), "kv_lengths": (130, 48, 70)}
     check(batch("causal", "hopper", packed=True, heads=4, q_offset="end", layout=layout, **lengths), 16)
 
 

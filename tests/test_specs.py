@@ -183,3 +183,12 @@ def test_relative_bias_reads_the_table_at_the_clipped_distance():
     got = score("relative_bias", np.zeros((2, 4, 24, 24)), tensors={"table": table})
     for b, h, q, k in [(0, 0, 5, 5), (1, 2, 5, 7), (0, 3, 20, 1), (0, 3, 1, 20)]:
         assert got[b, h, q, k] == table[h, min(max(k - q, -3), 3) + 3]
+
+
+def test_tree():
+    """Drafts after five positions of text; where keys are fewer than drafts, all are drafts."""
+    seen = np.tril(np.random.default_rng(0).random((19, 19)) < 0.5) | np.eye(19, dtype=bool)
+    wanted = brute(lambda b, h, q, k: k <= q and (k < 5 or seen[max(q - 5, 0), k - 5]))
+    assert np.array_equal(mask("tree", tensors={"drafts": seen}), wanted)
+    seen = np.tril(np.ones((40, 40), bool))
+    assert np.array_equal(mask("tree", tensors={"drafts": seen}), brute(lambda b, h, q, k: k <= q))

@@ -11,7 +11,7 @@ from flashgen.codegen.emit import emit
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
 from flashgen.planning.float8 import E4M3
-from flashgen.planning.layout import Padded, Varlen
+from flashgen.planning.layout import Padded, Paged, Varlen
 from flashgen.planning.members import SplitKeys
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.request import KernelRequest
@@ -36,6 +36,7 @@ OPTIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "padded": ("causal", {"layout": Padded()}),
     "varlen": ("causal", {"layout": Varlen()}),
     "split": ("causal_bottom_right", {"keys": SplitKeys()}),
+    "paged": ("causal", {"layout": Paged(queries=Varlen())}),
     "deterministic": ("causal", {"backward": True, "deterministic": True}),
     "gradients": ("alibi", {"backward": True, "gradients": ("slopes",)}),
     "sink": ("gpt_oss", {"backward": True, "gradients": ("sink",)}),

@@ -16,7 +16,7 @@ from flashgen.lang.stored import LARGEST, exceeds, held
 #: Names that attention(), plan(), supports() or the language already uses.
 RESERVED = frozenset(
     {"q", "k", "v", "variant", "scale", "return_lse", "s", "b", "h", "o", "lse", "dlse", "out", "dropout", "dropout_p"}
-    | {"seed", "deterministic", "causal", "is_causal", "enable_gqa"}
+    | {"seed", "deterministic", "page_layout", "causal", "is_causal", "enable_gqa"}
     | {"q_descale", "k_descale", "v_descale", "k_dtype", "v_dtype", "out_dtype", "accuracy"}
     | {"batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim"}
     | {"seqlen", "kv_seqlen", "v_head_dim", "dtype", "arch", "pipeline", "tile", "stages", "backward", "gradients"}
