@@ -332,6 +332,9 @@ def test_a_number_that_is_given_stays():
     assert one.splits == 1 and one.plan.keys == ALL_KEYS
     with pytest.raises(PlanError, match=r"kv_splits is 0.*1 to 512\n  nearest: kv_splits=1"):
         divided(decode(300), kv_splits=0)
+    many = decode(1 << 20, batch=1 << 10, heads=64, kv_heads=64, q_len=1 << 14)
+    with pytest.raises(PlanError, match=r"kv_splits=512 of \d+ tiles of queries.*\n  nearest: kv_splits=255"):
+        divided(many, kv_splits=512)
     with pytest.raises(PlanError, match="kv_splits is of a forward"):
         KernelRequest.of(load_spec("full"), "sm_80", "bfloat16", 64, backward=True, keys=SplitKeys())
 
