@@ -33,6 +33,9 @@ GAIN = 1.1
 #: Seconds in which a block starts: its first copies, and the end of its last product; and those of one kernel more.
 START, COMBINE = 2e-6, 3e-6
 
+#: Tiles of queries times blocks for each, and rows: kernels count them in 32 bits.
+MAX_PLACES = (1 << 31) - 1
+
 #: Rounds of blocks that a division may fill the SMs with.
 ROUNDS = (1, 2, 3, 4)
 
@@ -95,9 +98,21 @@ def divide(
     menu = ask(SplitKeys())
     plan = planner.choose(menu, problem, sms)
     if kv_splits is not None:
+        _check_places(plan, problem, kv_splits)
         return Divided(menu=menu, plan=plan, splits=kv_splits, why="as asked")
     splits, why = number(plan, problem, steps(plan, problem, params, layout), sms)
     return Divided(menu=menu, plan=plan, splits=splits, why=why) if splits > 1 else _whole(ask, problem, sms, why)
+
+
+def _check_places(plan: KernelPlan, problem: Problem, kv_splits: int) -> None:
+    """Raise PlanError for more tiles, each with a part of the keys, or more rows than kernels count."""
+    tiles, rows = _tiles(plan, problem), split_keys.rows(plan, problem)
+    most = max(1, MAX_PLACES // max(1, tiles)) if rows <= MAX_PLACES else 1
+    if kv_splits > most:
+        raise PlanError(
+            f"kv_splits={kv_splits} of {tiles} tiles of queries and {rows} rows: kernels count rows, and tiles times"
+            f" kv_splits, below 2^31\n  nearest: kv_splits={most}"
+        )
 
 
 def _whole(ask: Callable[[Keys], Menu], problem: Problem, sms: int, why: str) -> Divided:
