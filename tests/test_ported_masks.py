@@ -18,6 +18,7 @@ from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import PARTIAL
 from flashgen.codegen import emit
 from flashgen.planning import planner
+from flashgen.planning.members import MaskAsBits
 from flashgen.planning.plan import Tile
 from flashgen.runtime import nvrtc
 
@@ -117,6 +118,18 @@ def test_conditions_judged_in_turn(name):
     )
     assert work.plan.backward.judged_in_turn
     test_ptx_backward.check(work)
+
+
+#: Of the forward: what is read by query and key together, and many ops.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", thinned(("tree", "streaming_blocks", "morton"), kept=("tree",), sibling="test_a_forward_asks_by_bits")
+)
+def test_a_forward_asks_by_bits(name):
+    work = ptx_attention.work(ported.variant(name), "hopper", q_len=211, kv_len=211)
+    assert work.plan.specialized.mask == MaskAsBits()
+    test_ptx_attention.check(work)
+    assert nvrtc.compile(work.source, work.plan.arch).resources.spills == 0
 
 
 layout = fg.tensor(

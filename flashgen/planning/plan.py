@@ -26,6 +26,7 @@ from flashgen.planning.members import (
     KeysStay,
     LaggingP,
     Mask,
+    MaskByElement,
     OByTma,
     OFromRegisters,
     OInParts,
@@ -143,7 +144,7 @@ class Specialized:
     warpgroups: int  # consumers, 64 query rows each
     ping_pong: bool  # warpgroups take turns to issue products
     score_emitted_twice: bool  # registers are left for a score function that is emitted twice
-    mask: Mask
+    mask: Mask = field(default_factory=MaskByElement)
     full_tiles: FullTilesApart | TilesAlike
     highest: HighestAsInteger | HighestAsFloat
     o: OByTma | OFromRegisters | OInParts | OOfTurnedV
@@ -251,8 +252,8 @@ class SpecializedBackward:
     scores_first: bool  # dP is computed when scores and masks have been applied, else beside S
     lookup_stages: int  # tiles of queries whose mask operands shared memory holds; 0: the mask reads them itself
     row_threads: int  # of a block of the entries that work on rows alone
-    mask: Mask
-    judged_in_turn: bool  # a tile's conditions are judged one after another through shared memory, else at once
+    mask: Mask = field(default_factory=MaskByElement)
+    judged_in_turn: bool = False  # a tile's conditions are judged one after another through shared memory, else at once
 
     @property
     def split_dk_dv(self) -> bool:

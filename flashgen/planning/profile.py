@@ -159,11 +159,13 @@ class Profile:
     @cached_property
     def reads_by_key(self) -> bool:
         """Whether mask or score read a captured element for each key."""
-        return self.mask_reads_by_key or self.score_reads_by_key
+        return self.mask_reads_by_key > 0 or self.score_reads_by_key
 
     @cached_property
-    def mask_reads_by_key(self) -> bool:
-        return reads_by(self.variant.mask, "k")
+    def mask_reads_by_key(self) -> int:
+        """How many captured elements the mask reads for each key."""
+        roots = () if self.variant.mask is None else (self.variant.mask,)
+        return sum(n.op == "load" and "k" in positions_of(n) for n in walk(roots))
 
     @cached_property
     def reads_far_by_pair(self) -> bool:

@@ -110,9 +110,9 @@ ROOM = 16
 #: follows from the other any more.  Kernels of 128 x 64 at head_dim 256 spilled with 10 left.
 PACKED_REGISTERS = 12
 
-#: Ops of a mask that reads an element for each key, from which on it is asked for a few elements at a time: those with
-#: fewer do not spill.
-BITS_OPS = 12
+#: Ops of a mask from which on it is asked for a few elements at a time: those with fewer do not spill.  What an element
+#: that is read for each key costs beyond one.
+BITS_OPS, READ_OPS = 14, 2
 
 #: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone; and of
 #: one that goes on to parts of tiles, if consumers can spare them.
@@ -386,7 +386,7 @@ def _o(c: Candidate, request: KernelRequest) -> OByTma | OFromRegisters | OInPar
 def _masked_as_bits(request: KernelRequest) -> bool:
     """Whether the mask is asked for a few elements at a time, a bit each."""
     asked = request.profile
-    return asked.mask_reads_by_key and asked.mask_ops >= BITS_OPS
+    return asked.judged and asked.mask_ops + READ_OPS * asked.mask_reads_by_key >= BITS_OPS
 
 
 def scheduler(request: KernelRequest) -> Scheduler:
