@@ -12,7 +12,7 @@ from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
 from flashgen.ops.sequences import BOUNDS, VARLEN, joined, position
 from flashgen.ops.sinks import with_given_sink
-from flashgen.ops.tracing import any_autocast, autocast, sharded, traced, transformed
+from flashgen.ops.tracing import any_autocast, any_requires_grad, autocast, sharded, traced, transformed
 from flashgen.ops.values import no_flag, no_tensor
 
 
@@ -127,8 +127,8 @@ def attention_varlen(
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, {**named, **own})
     if isinstance(found, tuple):
-        return found[0][0].transpose(0, 1), found[1][0]
-    return found[0].transpose(0, 1)
+        return found[0].squeeze(0).transpose(0, 1), found[1].squeeze(0)
+    return found.squeeze(0).transpose(0, 1)
 
 
 def _attend(
@@ -164,7 +164,7 @@ def _attend(
     if deterministic is not False and (wrong := no_flag("deterministic", deterministic)):
         raise LaunchError(wrong)
     call = Call(with_given_sink(variant, named), scale, named, drawn(dropout, seed, q), deterministic)
-    if under_transform or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *named.values())):
+    if under_transform or (torch.is_grad_enabled() and any_requires_grad(q, k, v, *named.values())):
         o, lse = autograd.attention(q, k, v, call)
         return (o, lse) if return_lse else o
     return run(q, k, v, call, return_lse)
