@@ -128,7 +128,7 @@ class _Kernel:
         except RuntimeError:
             before = None  # a build without CUDA has none
         self._library = torch.library.Library("aten", "IMPL")
-        self._library.impl(operator, functools.partial(kernel, before), KEY, with_keyset=True)
+        self._library.impl(operator, functools.partial(kernel, before), KEY, with_keyset=True, allow_override=True)
 
     def remove(self) -> None:
         self._library._destroy()
