@@ -278,10 +278,10 @@ def test_a_refused_function_is_refused_again():
 
 
 def test_traced_values_say_so_when_they_are_used_later():
-    kept = []
-    flashgen.from_flex(lambda b, h, q, k: kept.append(q) or q >= k)
+    kept = {}
+    flashgen.from_flex(lambda b, h, q, k: kept.setdefault("q", q) is None or q >= k)
     with pytest.raises(flashgen.SpecError, match="when its function had ended"):
-        torch.exp(kept[0])
+        torch.exp(kept["q"])
 
 
 def test_a_captured_tensor_of_another_device_is_refused_by_its_name():
@@ -290,3 +290,35 @@ def test_a_captured_tensor_of_another_device_is_refused_by_its_name():
     q = torch.randn(1, 4, 8, 16)
     with pytest.raises(flashgen.LaunchError, match=r"'table'.*is on meta and q on cpu"):
         flashgen.attention(q, q, q, variant)
+
+
+def test_what_a_function_changes_is_refused():
+    """A kernel does not call the function: what it counts or keeps would stand still."""
+    kept, counter = [], {"calls": 0}
+
+    def keeps(b, h, q_idx, kv_idx):
+        kept.append(q_idx)
+        return q_idx >= kv_idx
+
+    def counts(b, h, q_idx, kv_idx):
+        counter["calls"] += 1
+        return q_idx >= kv_idx + counter["calls"]
+
+    with pytest.raises(flashgen.SpecError, match=r"^'keeps' changes a container(?s:.*)nearest: compute it before"):
+        flashgen.from_flex(keeps)
+    with pytest.raises(flashgen.SpecError, match=r"^'counts' changes the number 'calls' that it reads"):
+        flashgen.from_flex(counts)
+
+
+def test_what_a_function_makes_once_is_kept():
+    class Window:
+        size = None
+
+        def __call__(self, b, h, q_idx, kv_idx):
+            if self.size is None:
+                self.size = 3
+            return q_idx - kv_idx < self.size
+
+    q = torch.randn(1, 1, 8, 4, dtype=torch.float64)
+    found = flashgen.attention(q, q, q, flashgen.from_flex(Window()))
+    torch.testing.assert_close(found, flashgen.attention(q, q, q, flashgen.from_flex(lambda b, h, q, k: q - k < 3)))

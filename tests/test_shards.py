@@ -16,7 +16,7 @@ import torch
 from ptx_attention import work
 from sharded import DROPOUT, VARIANTS, captured, inputs, part, placed, run
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, debug
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flashgen as fg
@@ -29,11 +29,19 @@ from flashgen.runtime.philox import Dropout
 BATCHES, HEADS = [Shard(0)], [Shard(1)]
 
 
+def forget():
+    """Clear what torch keeps of operations on DTensors: it has the mesh of the process before, equal to this one's."""
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+    else:
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+
+
 @contextmanager
 def process(rank, *sizes):
     """The mesh of such sizes, as its process of that rank has it."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(sizes))
-    debug._clear_sharding_prop_cache()  # it has the mesh of the process before, which equals this one's
+    forget()
     try:
         yield init_device_mesh("cpu", sizes)
     finally:

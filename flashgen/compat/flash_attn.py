@@ -260,7 +260,8 @@ def rule_of(
         named["left"] = left
     if right >= 0 and not causal:
         named["right"] = right
-    if softcap:
+    capped = softcap != 0
+    if capped:
         named["softcap"] = softcap
     rank = 0
     if slopes is not None:
@@ -269,7 +270,7 @@ def rule_of(
             raise LaunchError(f"alibi_slopes is {list(slopes.shape)}: it is [heads] or [batch, heads]")
     if lengths is not None:
         named["cache_seqlens"] = lengths
-    return _VARIANTS[causal, left >= 0, right >= 0, bool(softcap), rank, lengths is not None], named
+    return _VARIANTS[causal, left >= 0, right >= 0, capped, rank, lengths is not None], named
 
 
 def _variant(causal: bool, left: bool, right: bool, softcap: bool, slopes: int, lengths: bool) -> Variant:

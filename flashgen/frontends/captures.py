@@ -71,6 +71,12 @@ class Captures:
     def key(self) -> tuple[Any, ...]:
         return tuple(self.skeleton)
 
+    def alike(self, other: Captures) -> bool:
+        """Whether another walk found the same, tensors too."""
+        mine, theirs = ([x for _, x in found.tensors] for found in (self, other))
+        same = len(mine) == len(theirs) and all(x is y for x, y in zip(mine, theirs, strict=True))
+        return same and self.skeleton == other.skeleton and self.numbers == other.numbers
+
     # -----------------------------------------------------------------------------------------------------------------
 
     def _visit(self, value: Any, name: str, holder: int | None = None) -> None:

@@ -121,8 +121,13 @@ def _remembered(captures: Captures) -> _Trace | None:
         return next((trace for trace in known.traces[numbers] if trace.serves(captures)), None)
 
 
-def _made(mask_mod: Any, score_mod: Any, names: tuple[str, ...], captures: Captures) -> Variant:
-    """A trace, remembered where all that it may depend on was found."""
+def _made(
+    mask_mod: Any, score_mod: Any, names: tuple[str, ...], captures: Captures, *, changed: bool = False
+) -> Variant:
+    """A trace, remembered where all that it may depend on was found; `changed` says that an earlier one changed that.
+
+    What a first call makes once, as an attribute that is kept, is there for the next: that one is the trace then.
+    """
     global traces
     traces += 1
     by = {key: _parameter(name, value) for key, (name, value) in captures.params.items()}
@@ -146,6 +151,11 @@ def _made(mask_mod: Any, score_mod: Any, names: tuple[str, ...], captures: Captu
         if tracer.sizes_met:
             break
         tracer = Tracer(captures.tensors, tracer.fixed)  # once more, with the shapes declared
+    after = Captures((mask_mod, score_mod), names)
+    if not after.alike(captures):
+        if changed:
+            raise SpecError(_changing(mask_mod, score_mod, captures, after))
+        return _made(mask_mod, score_mod, names, after, changed=True)
     places = {name: place for place, (name, _) in enumerate(captures.tensors)}
     read = [t.name for t in bare.tensors]
     found = _Trace(
@@ -159,6 +169,15 @@ def _made(mask_mod: Any, score_mod: Any, names: tuple[str, ...], captures: Captu
     made = found.giving(captures)
     unseen = {name: tracer.read[name] for name in read if name not in places}
     return made.giving({**made.given, **unseen}) if unseen else made
+
+
+def _changing(mask_mod: Any, score_mod: Any, before: Captures, after: Captures) -> str:
+    counted = sorted({name for (name, now), (_, was) in zip(after.numbers, before.numbers, strict=False) if now != was})
+    what = f"the number {counted[0]!r}" if counted else "a container, a tensor or an object"
+    return (
+        f"{_titles(mask_mod, score_mod)} changes {what} that it reads, each time it is called: a function of positions"
+        " is called once, and its kernel many times\n  nearest: compute it before, and capture the result"
+    )
 
 
 def _remember(captures: Captures, trace: _Trace, titles: str) -> None:

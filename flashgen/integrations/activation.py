@@ -130,7 +130,7 @@ class _Kernel:
         self._library = torch.library.Library("aten", "IMPL")
         # Dynamo would trace it where a frame that it gave up calls the operator, and kernels read addresses.
         untraced = torch.compiler.disable(functools.partial(kernel, before))
-        self._library.impl(operator, untraced, KEY, with_keyset=True)
+        self._library.impl(operator, untraced, KEY, with_keyset=True, allow_override=True)
 
     def remove(self) -> None:
         self._library._destroy()

@@ -142,7 +142,7 @@ def _mask(mask: torch.Tensor, lead: tuple[int, ...], last: tuple[int, int, int])
     if not fits:
         raise LaunchError(
             f"attn_mask is {list(mask.shape)}: it broadcasts to {list(whole)}, [..., heads, q_len, kv_len] of query"
-            " and key"
+            f" and key\n  nearest: attn_mask of {list(last[-2:])}, or of 1 where it is the same for all"
         )
     mask = mask.reshape(*[1] * missing, *mask.shape)
     before = mask.shape[: len(lead)]

@@ -17,7 +17,7 @@ from flashgen.ops.out import WITH_GRADIENTS
 from flashgen.ops.pages import heads_first
 from flashgen.ops.sequences import BOUNDS, PAGED, VARLEN, in_pages, joined, names_of, position, refuse_gradients
 from flashgen.ops.sinks import with_given_sink
-from flashgen.ops.tracing import any_autocast, autocast, sharded, traced, transformed
+from flashgen.ops.tracing import any_autocast, any_requires_grad, autocast, sharded, traced, transformed
 from flashgen.ops.values import no_flag, no_tensor
 
 
@@ -203,8 +203,8 @@ def attention_varlen(
     if out is not None:
         return (out, found[1][0]) if isinstance(found, tuple) else out
     if isinstance(found, tuple):
-        return found[0][0].transpose(0, 1), found[1][0]
-    return found[0].transpose(0, 1)
+        return found[0].squeeze(0).transpose(0, 1), found[1].squeeze(0)
+    return found.squeeze(0).transpose(0, 1)
 
 
 def _nested(
@@ -280,7 +280,7 @@ def _attend(
     call = Call(with_given_sink(variant, named), scale, named, drawn(dropout, seed, q), deterministic)
     if out is not None:
         return _into(out, q, k, v, call, return_lse, under_transform)
-    if under_transform or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *named.values())):
+    if under_transform or (torch.is_grad_enabled() and any_requires_grad(q, k, v, *named.values())):
         if not under_transform:
             refuse_gradients(variant, named)
         o, lse = autograd.attention(q, k, v, call)
@@ -292,7 +292,7 @@ def _into(
     out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool, transform: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """An eager call whose result has its place."""
-    if transform or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *call.named.values())):
+    if transform or (torch.is_grad_enabled() and any_requires_grad(q, k, v, *call.named.values())):
         raise LaunchError(WITH_GRADIENTS)
     return run(q, k, v, call, return_lse, out)
 
@@ -303,7 +303,7 @@ def _eight_bits(
     """A call on tensors of 8 bits, which no graph and no gradient sees."""
     if torch.compiler.is_compiling() or transformed() or traced(q, k, v):
         raise LaunchError(float8.UNTRACED)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *call.named.values()):
+    if torch.is_grad_enabled() and any_requires_grad(q, k, v, *call.named.values()):
         raise LaunchError(float8.UNTRACED)
     if dropout != 0:
         raise LaunchError("dropout is not there in 8 bits\n  nearest: dropout=0.0, or tensors of 16 bits")

@@ -24,7 +24,7 @@ from flashgen.ops.call import Call
 from flashgen.ops.dropout import check, drawn
 from flashgen.ops.forward import o_layout, run
 from flashgen.ops.sinks import with_given_sink
-from flashgen.ops.tracing import traced, transformed
+from flashgen.ops.tracing import any_requires_grad, traced, transformed
 from flashgen.runtime.philox import Dropout
 
 #: What a dimension of a captured tensor is the size of, and the axis of q and k that is cut with it.
@@ -69,7 +69,7 @@ def attend(q: Any, k: Any, v: Any, call: Call, dropout: Any, seed: int | None) -
         if call.dropout is not None:
             raise LaunchError(library.SHARDED)  # an op has no place for where dropout counts from
         o, lse = library.attend(*own, call)
-    elif torch.is_grad_enabled() and torch._C._any_requires_grad(*own, *call.named.values()):
+    elif torch.is_grad_enabled() and any_requires_grad(*own, *call.named.values()):
         o, lse = autograd.attention(*own, call)
     else:
         o, lse = run(*own, call)

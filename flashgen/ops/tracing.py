@@ -13,6 +13,14 @@ _Tensor = torch.Tensor
 any_autocast = torch._C._is_any_autocast_enabled
 
 
+def _one_requires_grad(*values: object) -> bool:
+    return any(isinstance(x, _Tensor) and x.requires_grad for x in values)
+
+
+#: Whether one of these values is a tensor that requires a gradient.
+any_requires_grad = getattr(torch._C, "_any_requires_grad", _one_requires_grad)
+
+
 def transformed() -> bool:
     """Whether a torch.func transform or forward-mode AD is under way, which sees autograd.Functions alone."""
     return _transforms() or forward_ad._current_level >= 0
