@@ -29,9 +29,8 @@ DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
     torch.float64: "float64",
-    **float8.DTYPES,
 }
-GPU_DTYPES = (torch.float16, torch.bfloat16, *float8.DTYPES)
+GPU_DTYPES = (torch.float16, torch.bfloat16)
 
 #: Rows of q, k and v start at a multiple of this many bytes: kernels move 16 at a time.
 ALIGNMENT = 16
@@ -207,11 +206,12 @@ def _check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise LaunchError(
                 f"q is {_dtype(q)} and {name} {_dtype(tensor)}: they share a dtype\n  nearest: {name}.to({q.dtype})"
             )
+    if q.dtype in float8.DTYPES:
+        return
     if q.dtype not in DTYPES:
         raise LaunchError(
-            f"q, k and v are {_dtype(q)}: attention takes float16, bfloat16 and 8-bit floats, on a CPU float32 and"
-            " float64 too\n"
-            "  nearest: q.to(torch.bfloat16)"
+            f"q, k and v are {_dtype(q)}: attention takes float16 and bfloat16, 8-bit floats with descales, and on a"
+            " CPU float32 and float64 too\n  nearest: q.to(torch.bfloat16)"
         )
     if q.is_cuda and q.dtype not in GPU_DTYPES:
         raise LaunchError(
@@ -247,7 +247,7 @@ def _problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, paged: bool) 
         kv_len=k.shape[2],
         head_dim=head_dim,
         v_head_dim=v.shape[3],
-        dtype=DTYPES[q.dtype],
+        dtype=float8.DTYPES[q.dtype] if q.dtype in float8.DTYPES else DTYPES[q.dtype],
     )
 
 

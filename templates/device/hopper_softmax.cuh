@@ -62,7 +62,7 @@ DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, 
   return moves[0] || moves[1];
 }
 
-// The maxima follow the highest of scale * S in any case, so that its P is 2^offset: true if one of this lane's rows did.
+// The maxima follow the highest of scale * S in any case: its P is 2^offset.  True if one of this lane's rows did.
 DEVICE bool follow_exactly(float (&row_max)[2], const float (&highest)[2], float scale, float offset) {
   const float before[2] = {row_max[0], row_max[1]};
 #pragma unroll
