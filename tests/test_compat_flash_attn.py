@@ -137,7 +137,9 @@ def test_a_cache_that_is_filled_in_part(causal, options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window_size": (9, 0), "softcap": 3.0, "alibi_slopes": torch.rand(4)}], ids=str
+    "options",
+    [{}, {"window_size": (9, 0), "softcap": 3.0, "alibi_slopes": torch.rand(4)}],
+    ids=["plain", "window, softcap and slopes"],
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_caches_in_blocks(causal, options):
