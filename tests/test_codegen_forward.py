@@ -75,7 +75,7 @@ def reference(variant, case, q, k, v, scale):
 def check(variant, case, plan, *, scale=None, seed=None, values=None):
     q, k, v = values or inputs(case, plan)
     scale = plan.head_dim**-0.5 if scale is None else scale
-    o, lse, report = simulate(plan, case, q, k, v, scale=scale, seed=seed)
+    o, lse, report, _ = simulate(plan, case, q, k, v, scale=scale, seed=seed)
     expected, expected_lse = reference(plan.variant, case, q, k, v, scale)
     np.testing.assert_allclose(o, expected, rtol=2e-2, atol=2e-2)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
@@ -136,7 +136,7 @@ def test_nan_and_infinite_scores_reach_their_rows_only(value, at):
     variant = fg.variant(score=lambda s, b, h, q, k: fg.where((q == 7) & (k == at), s + math.inf, s))
     if np.isnan(value):
         variant = variant.then(lambda s, b, h, q, k: s - fg.where((q == 7) & (k == at), math.inf, 0.0))
-    o, _, _ = simulate(plan_of(variant), case, q, k, v, scale=0.2)
+    o, *_ = simulate(plan_of(variant), case, q, k, v, scale=0.2)
     assert np.isnan(o[:, :, 7]).all()
     assert np.isfinite(np.delete(o, 7, axis=2)).all()
 

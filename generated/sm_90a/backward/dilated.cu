@@ -457,37 +457,6 @@ DEVICE int slices_of_head(const Params& p) { return DQ_ACCUMULATOR_WARPS * p.kv_
 
 DEVICE int added_of_head(const Params& p) { return (DQ_ACCUMULATOR_WARPS + 1) * p.kv_tiles; }
 
-// One warp makes rows of dq of a part of the sums: dq = scale * sum.  The four lanes of a row of two blocks transpose
-// their words, so that each writes 16 bytes.
-DEVICE void finish_part(int part, const Params& p) {
-  const int tile = part / PARTS, warp = part % PARTS, head = tile / p.q_tiles, lane = thread_index() % 32;
-  const int row = tile % p.q_tiles * TILE_Q + warp % 4 * 16 + lane % 2 * 8 + lane / 4;
-  const float4* sum = (const float4*)(p.dq_sum + i64(part) * PART) + lane;
-  bf16* dq = p.dq + head / p.heads * p.dq_batch + head % p.heads * p.dq_head + row * p.dq_row;
-#pragma unroll 1
-  for (int i = 0; i < DQ_COLUMNS; i += 16) {
-    const int column = warp / 4 * DQ_COLUMNS + i + lane % 4 / 2 * 8;
-    const float4 left = sum[i * 4], right = sum[i * 4 + 32];
-    u32 word[4] = {
-        cvt_bf16x2(p.scale * left.x, p.scale * left.y), cvt_bf16x2(p.scale * left.z, p.scale * left.w),
-        cvt_bf16x2(p.scale * right.x, p.scale * right.y), cvt_bf16x2(p.scale * right.z, p.scale * right.w)};
-    transpose_quad(word);
-    if (row < p.q_len && column < HEAD_DIM) *(Chunk*)(dq + column) = {{word[0], word[1], word[2], word[3]}};
-  }
-}
-
-// After the products: the parts that nobody took.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS)
-attention_backward_finish(const __grid_constant__ Params p) {
-  const int first = blockIdx.x * PARTS + threadIdx.x / 32;
-  const int heads = p.kv_heads * p.batch, parts = parts_of_head(p), added = added_of_head(p);
-#pragma unroll 1
-  for (int part = p.progress[heads] * parts + first; part < heads * parts; part += gridDim.x * PARTS) {
-    const int head = part / parts;
-    if (part - head * parts >= int(p.progress[head]) - added) finish_part(part, p);
-  }
-}
-
 // ---------------------------------------------------------------- before the products: what each row needs
 // The rows of this block: one tile of queries of one head.
 DEVICE Rows rows_of_block(const Params& p) {
@@ -546,6 +515,49 @@ attention_backward_prepare(const __grid_constant__ Params p) {
   float4* dq_sum = (float4*)(p.dq_sum + tile_of_block() * (TILE_Q * DQ_SUM_COLUMNS));
   for (int i = threadIdx.x; i < TILE_Q * DQ_SUM_COLUMNS / 4; i += ROW_THREADS) dq_sum[i] = make_float4(0.f, 0.f, 0.f,
       0.f);
+}
+
+// ---------------------------------------------------------------- dq, after the products
+// One warp makes rows of dq of a part of the sums: dq = scale * sum.  `dq` is this lane's row, if that is `inside`.
+// The four lanes of a row of two blocks transpose their words, so that each writes 16 bytes.
+DEVICE void finish_rows(i64 part, int warp, bf16* dq, bool inside, const Params& p) {
+  const int lane = thread_index() % 32;
+  const float4* sum = (const float4*)(p.dq_sum + part * PART) + lane;
+#pragma unroll 1
+  for (int i = 0; i < DQ_COLUMNS; i += 16) {
+    const int column = warp / 4 * DQ_COLUMNS + i + lane % 4 / 2 * 8;
+    const float4 left = sum[i * 4], right = sum[i * 4 + 32];
+    u32 word[4] = {
+        cvt_bf16x2(p.scale * left.x, p.scale * left.y), cvt_bf16x2(p.scale * left.z, p.scale * left.w),
+        cvt_bf16x2(p.scale * right.x, p.scale * right.y), cvt_bf16x2(p.scale * right.z, p.scale * right.w)};
+    transpose_quad(word);
+    if (inside && column < HEAD_DIM) *(Chunk*)(dq + column) = {{word[0], word[1], word[2], word[3]}};
+  }
+}
+
+// Which of a tile's rows is this lane's.
+DEVICE int row_of_lane(int warp) {
+  const int lane = thread_index() % 32;
+  return warp % 4 * 16 + lane % 2 * 8 + lane / 4;
+}
+
+DEVICE void finish_part(int part, const Params& p) {
+  const int tile = part / PARTS, warp = part % PARTS, head = tile / p.q_tiles;
+  const int row = tile % p.q_tiles * TILE_Q + row_of_lane(warp);
+  bf16* dq = p.dq + head / p.heads * p.dq_batch + head % p.heads * p.dq_head + row * p.dq_row;
+  finish_rows(part, warp, dq, row < p.q_len, p);
+}
+
+// After the products: the parts that nobody took.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+attention_backward_finish(const __grid_constant__ Params p) {
+  const int first = blockIdx.x * PARTS + threadIdx.x / 32;
+  const int heads = p.kv_heads * p.batch, parts = parts_of_head(p), added = added_of_head(p);
+#pragma unroll 1
+  for (int part = p.progress[heads] * parts + first; part < heads * parts; part += gridDim.x * PARTS) {
+    const int head = part / parts;
+    if (part - head * parts >= int(p.progress[head]) - added) finish_part(part, p);
+  }
 }
 
 // ---------------------------------------------------------------- schedule
@@ -696,17 +708,19 @@ struct Loader {
     return step;
   }
   DEVICE void load_k(const Keys& keys) {
-    mbarrier_arrive_expect_tx(shared.k_full, sizeof(KTile));
+    u64& full = shared.k_full;
+    mbarrier_arrive_expect_tx(full, sizeof(KTile));
 #pragma unroll
     for (int d = 0; d < QK_COLUMNS; d += 64)
-      tma_load_4d(shared.k[d / 64], map_k, shared.k_full, d, keys.k_first, keys.kv_head, keys.b);
+      tma_load_4d(shared.k[d / 64], map_k, full, d, keys.k_first, keys.kv_head, keys.b);
   }
 
   DEVICE void load_v(const Keys& keys) {
-    mbarrier_arrive_expect_tx(shared.v_full, sizeof(VTile));
+    u64& full = shared.v_full;
+    mbarrier_arrive_expect_tx(full, sizeof(VTile));
 #pragma unroll
     for (int d = 0; d < V_COLUMNS; d += 64)
-      tma_load_4d(shared.v[d / 64], map_v, shared.v_full, d, keys.k_first, keys.kv_head, keys.b);
+      tma_load_4d(shared.v[d / 64], map_v, full, d, keys.k_first, keys.kv_head, keys.b);
   }
 
   DEVICE void load_q(const SharedStep& step, int b, i64 row) {
@@ -729,6 +743,22 @@ struct Loader {
     bulk_load(shared.delta[stage], p.delta + row, full, sizeof(shared.delta[0]));
   }
 
+  // The next stage gets what a step needs.
+  DEVICE void load(const SharedStep& step) {
+    const Keys& keys = shared.keys;
+    const i64 row = i64(step.index) * TILE_Q;  // its first, in workspaces
+    shared.step[ring.stage()] = step;
+    if (step.last) mbarrier_arrive(shared.ending);
+    if (step.tile < 0) {
+      mbarrier_arrive(shared.pipe.full[0]);
+      return;
+    }
+    if (ring.passed == 0) load_k(keys);
+    load_q(step, keys.b, row);
+    if (ring.passed == 0) load_v(keys);
+    load_d_o(step, keys.b, row);
+  }
+
   DEVICE void run() {
     const Keys& keys = shared.keys;
     SharedStep step = {};
@@ -736,18 +766,8 @@ struct Loader {
     while (!step.last) {
       step = next();
       step.index = (keys.b * p.heads + step.head) * p.q_tiles + step.tile;
-      const i64 row = i64(step.index) * TILE_Q;  // its first, in workspaces
       await_empty(shared.pipe, ring);
-      shared.step[ring.stage()] = step;
-      if (step.last) mbarrier_arrive(shared.ending);
-      if (step.tile < 0) {
-        mbarrier_arrive(shared.pipe.full[0]);
-        break;
-      }
-      if (ring.passed == 0) load_k(keys);
-      load_q(step, keys.b, row);
-      if (ring.passed == 0) load_v(keys);
-      load_d_o(step, keys.b, row);
+      load(step);
       ring.passed++;
     }
   }

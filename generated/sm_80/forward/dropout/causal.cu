@@ -61,6 +61,7 @@ DEVICE void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) 
 constexpr float LOG2E = 1.44269504088896340736f;
 constexpr float LN2 = 0.69314718055994530942f;
 constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
+#define PLUS_INFINITY __int_as_float(0x7f800000)
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 // 2^x and the logarithm to base 2.
@@ -128,6 +129,19 @@ DEVICE float quad_max(float x) {
 DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// ln(2^row_max * sum) of a row that sees a key.  What is as large as the result is rounded once, by the last fmaf: the
+// exponent of the sum, an integer, joins the maximum, and what that rounds off, which is exact, joins the logarithm of
+// the rest, which is below 1.  Of 2,048 rows of 8,192 scores of N(0, 1) the largest error is computed as 0.74e-6.  That
+// of (row_max + lg2(sum)) * LN2 is 1.1e-6, or 2.4e-6 where lg2 errs by the 2^-22 that PTX allows, and that of an exact
+// maximum and a rounded logarithm, all in float32, 0.95e-6.
+DEVICE float lse_of(float row_max, float sum) {
+  if (!(sum < PLUS_INFINITY)) return sum;  // nor is it NaN below
+  const int bits = __float_as_int(sum);
+  const float exponent = float((bits >> 23) - 127), rest = lg2(__int_as_float(bits & 0x7fffff | 0x3f800000));
+  const float whole = row_max + exponent, rounded_off = row_max - (whole - exponent);
+  return fmaf(whole, LN2, (rounded_off + rest) * LN2);
 }
 
 // P of a key beyond which its row's maximum follows it: `share` of what the row has added up, from 1 to `most`.
@@ -234,8 +248,10 @@ struct Params {
   float scale;
   u32 dropout_threshold;
   float dropout_scale;
+  u32 dropout_first;
+  u32 dropout_heads;
 };
-static_assert(sizeof(Params) == 192, "what the host packs");
+static_assert(sizeof(Params) == 200, "what the host packs");
 
 typedef SwizzledTile<TILE_Q, QK_COLUMNS> QTile;
 
@@ -280,10 +296,11 @@ DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
 
 // ---------------------------------------------------------------- dropout
 // A bit for each of the keys 4 * group to 4 * group + 3: whether dropout keeps it for a query.  The numbers belong to
-// (b, h, q, k) alone, whatever the tiles and the pass.
+// (b, h, q, k) alone, whatever the tiles and the pass; where others have the rest of a batch, to those of all.
 DEVICE u32 kept_keys(int group, int q, int b, int h, const Params& p) {
   const u32 seed = u32(p.dropout_seed), rest = u32(p.dropout_seed >> 32) ^ u32(p.dropout_offset >> 32);
-  const Words random = philox_4x32_10({u32(group), u32(q), u32(b * p.heads + h), u32(p.dropout_offset)}, seed, rest);
+  const u32 head = p.dropout_first + b * p.dropout_heads + h;
+  const Words random = philox_4x32_10({u32(group), u32(q), head, u32(p.dropout_offset)}, seed, rest);
   u32 kept = 0;
 #pragma unroll
   for (int i = 0; i < 4; i++) kept |= u32(random.word[i] >= p.dropout_threshold) << i;
@@ -458,7 +475,7 @@ DEVICE void store(Shared& shared, O& o, const OnlineSoftmax (&softmax)[M], const
       const float sum = quad_sum(softmax[m].sum[r]);
       factor[r] = sum == 0.f ? 0.f : p.dropout_scale * rcp(sum);
       if (lane % 4 == 0 && row < tile_rows)
-        lse[row] = sum == 0.f ? MINUS_INFINITY : (softmax[m].row_max[r] + lg2(sum)) * LN2;
+        lse[row] = sum == 0.f ? MINUS_INFINITY : lse_of(softmax[m].row_max[r], sum);
     }
     scale_rows(o[m], factor);
 #pragma unroll

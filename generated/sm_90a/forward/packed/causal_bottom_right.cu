@@ -196,6 +196,7 @@ DEVICE void wgmma_pv(float (&d)[64], const u32 (&a)[4], u64 b) {
 constexpr float LOG2E = 1.44269504088896340736f;
 constexpr float LN2 = 0.69314718055994530942f;
 constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
+#define PLUS_INFINITY __int_as_float(0x7f800000)
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 // 2^x and the logarithm to base 2.
@@ -221,6 +222,19 @@ DEVICE float quad_max(float x) {
 DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// ln(2^row_max * sum) of a row that sees a key.  What is as large as the result is rounded once, by the last fmaf: the
+// exponent of the sum, an integer, joins the maximum, and what that rounds off, which is exact, joins the logarithm of
+// the rest, which is below 1.  Of 2,048 rows of 8,192 scores of N(0, 1) the largest error is computed as 0.74e-6.  That
+// of (row_max + lg2(sum)) * LN2 is 1.1e-6, or 2.4e-6 where lg2 errs by the 2^-22 that PTX allows, and that of an exact
+// maximum and a rounded logarithm, all in float32, 0.95e-6.
+DEVICE float lse_of(float row_max, float sum) {
+  if (!(sum < PLUS_INFINITY)) return sum;  // nor is it NaN below
+  const int bits = __float_as_int(sum);
+  const float exponent = float((bits >> 23) - 127), rest = lg2(__int_as_float(bits & 0x7fffff | 0x3f800000));
+  const float whole = row_max + exponent, rounded_off = row_max - (whole - exponent);
+  return fmaf(whole, LN2, (rounded_off + rest) * LN2);
 }
 
 // P of a key beyond which its row's maximum follows it: `share` of what the row has added up, from 1 to `most`.
@@ -272,26 +286,41 @@ struct RowState { float row_max[2], sum[2]; };
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
 DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}}; }
 
-// The highest of row r over the four lanes that share it.
-template <int N> DEVICE float highest_of_row(const float (&s)[N], int r) {
-  float even = s[2 * r], odd = s[2 * r + 1];
+// The highest and the lowest of this lane's elements of row r, as integers.
+template <int N> DEVICE int highest_bits(const float (&s)[N], int r) {
+  int highest = __float_as_int(s[2 * r]);
 #pragma unroll
-  for (int i = 2 * r + 4; i < N; i += 4) {
-    even = fmaxf(even, s[i]);
-    odd = fmaxf(odd, s[i + 1]);
-  }
-  return quad_max(fmaxf(even, odd));
+  for (int i = 2 * r; i < N; i += 4) highest = max(max(highest, __float_as_int(s[i])), __float_as_int(s[i + 1]));
+  return highest;
 }
 
-// The maxima follow the highest of scale * S where its P is more than the row's limit: true if one of this lane's did.
-template <int N> DEVICE bool follow(float (&row_max)[2], const float (&s)[N], float scale, const float (&limit)[2]) {
+template <int N> DEVICE int lowest_bits(const float (&s)[N], int r) {
+  int lowest = __float_as_int(s[2 * r]);
+#pragma unroll
+  for (int i = 2 * r; i < N; i += 4) lowest = min(min(lowest, __float_as_int(s[i])), __float_as_int(s[i + 1]));
+  return lowest;
+}
+
+// The same, three elements by one instruction (VIMNMX3; of floats FMNMX takes two).  Among floats that are not all
+// negative the highest has the highest bits; among negative ones, which a lane's of a row seldom all are, the lowest.
+template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&highest)[2]) {
+  int bits[2] = {highest_bits(s, 0), highest_bits(s, 1)};
+  if (__any_sync(~0u, min(bits[0], bits[1]) < 0)) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) bits[r] = bits[r] < 0 ? lowest_bits(s, r) : bits[r];
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) highest[r] = quad_max(__int_as_float(bits[r]));
+}
+
+// The maxima follow the highest of S, scaled, where its P is more than the row's limit: true if one of this lane's did.
+DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, const float (&limit)[2]) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const float highest = highest_of_row(s, r);
-    moves[r] = ex2(fmaf(highest, scale, -row_max[r])) > limit[r];
+    moves[r] = ex2(fmaf(highest[r], scale, -row_max[r])) > limit[r];
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
-    if (moves[r]) row_max[r] = fmaf(highest, scale, 0.f);
+    if (moves[r]) row_max[r] = fmaf(highest[r], scale, 0.f);
   }
   return moves[0] || moves[1];
 }
@@ -757,7 +786,9 @@ struct Consumer {
   DEVICE void softmax(S& s) {
     before[0] = state.row_max[0];
     before[1] = state.row_max[1];
-    moved = __ballot_sync(~0u, follow(state.row_max, s, scale, limit));
+    float highest[2];
+    highest_by_integers(s, highest);
+    moved = __ballot_sync(~0u, follow(state.row_max, highest, scale, limit));
     release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
     exponentiate_rows(s, scale, state.row_max, added);
@@ -886,7 +917,7 @@ struct Consumer {
       const float sum = quad_sum(done.sum[r]);
       factor[r] = sum == 0.f ? 0.f : 1.f / sum;
       if (line + 8 * r < lines())
-        store_lse(work, line + 8 * r, sum == 0.f ? MINUS_INFINITY : (done.row_max[r] + lg2(sum)) * LN2);
+        store_lse(work, line + 8 * r, sum == 0.f ? MINUS_INFINITY : lse_of(done.row_max[r], sum));
     }
     multiply_rows(o, factor);
     // Into the shared memory of q, in rows as TMA reads them, when no warp of the warpgroup multiplies by q any more.
