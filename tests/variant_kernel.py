@@ -11,8 +11,10 @@ from flashgen.analysis.facts import Facts
 from flashgen.analysis.tiles import Case
 from flashgen.codegen import device, params
 from flashgen.codegen.emit import environment
+from flashgen.codegen.split_keys import KeyCode
 from flashgen.codegen.variant_code import variant_code
 from flashgen.interpreter.simulate import stored
+from flashgen.planning.members import ALL_KEYS
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import Problem
 from flashgen.planning.summaries import ENTRY, THREADS, count, tile_summaries
@@ -59,7 +61,7 @@ def emitted(facts: Facts, tile: Tile) -> str:
     """The code of a variant with a kernel that records what it decides."""
     members = members_of(facts, tile)
     code = variant_code(facts, tile, summaries=tile_summaries(facts, tile))
-    context = {"code": code, "tile": tile, "fields": members}
+    context = {"code": code, "tile": tile, "fields": members, "keys": KeyCode(ALL_KEYS)}
     template = environment().from_string(TEMPLATE)
     return template.render(context, device=device.used_by(template.render(context, device="")))
 
