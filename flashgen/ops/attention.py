@@ -112,7 +112,7 @@ def attention(
     once for each such kernel.
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
-    if type(q) is not torch.Tensor and nested.is_jagged(q, k, v):
+    if type(q) is not torch.Tensor and getattr(q, "is_nested", False) and nested.is_jagged(k, v):
         refused = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out}
         refused |= {"page_table": page_table, "page_layout": page_layout}
         refused |= dict(zip(float8.ARGUMENTS, (q_descale, k_descale, v_descale, accuracy, out_dtype), strict=True))
@@ -123,9 +123,9 @@ def attention(
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
     if kv_splits is not None:
         named = splits.joined(named, kv_splits)
-    of_eight = q_descale, k_descale, v_descale, accuracy, out_dtype
-    if any(x is not None for x in of_eight):
-        named = float8.joined(named, **dict(zip(float8.ARGUMENTS, of_eight, strict=True)))
+    scaled = q_descale is not None or k_descale is not None or v_descale is not None
+    if scaled or accuracy is not None or out_dtype is not None:
+        named = float8.joined(named, (q_descale, k_descale, v_descale, accuracy, out_dtype))
     if page_table is not None or page_layout is not None:
         named = joined(variant, named, page_table=page_table)
         if not isinstance(variant, Variant) or PAGED[-1] in names_of(variant):
