@@ -113,10 +113,10 @@ def attention(
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
     if type(q) is not torch.Tensor and getattr(q, "is_nested", False) and nested.is_jagged(k, v):
-        refused = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out}
+        of_eight = zip(float8.ARGUMENTS, (q_descale, k_descale, v_descale, accuracy, out_dtype), strict=True)
+        refused: dict[str, object] = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out, **dict(of_eight)}
         refused |= {"page_table": page_table, "page_layout": page_layout}
-        refused |= dict(zip(float8.ARGUMENTS, (q_descale, k_descale, v_descale, accuracy, out_dtype), strict=True))
-        options = {"scale": scale, "dropout": dropout, "seed": seed, "deterministic": deterministic}
+        options: dict[str, object] = {"scale": scale, "dropout": dropout, "seed": seed, "deterministic": deterministic}
         options |= {"q_offset": q_offset, "kv_splits": kv_splits}
         return _nested(q, k, v, variant, return_lse, refused, {**options, **named})
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
