@@ -209,6 +209,7 @@ def made_up(monkeypatch):
         monkeypatch.setattr(serving, "SUITE", made)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(suite, "_give_back", lambda device: None)
     monkeypatch.setattr(record, "environment", lambda: {"gpu": {"name": "A GPU"}, "versions": {}})
     return install
 

@@ -7,6 +7,8 @@ from test_compat_flash_attn import written_out
 import flashgen
 from flashgen.compat.vllm import flash_attn_varlen_func
 from flashgen.errors import FlashgenError, LaunchError
+from flashgen.ops import splits
+from flashgen.planning.division import check_splits
 
 #: A prompt that is read, a chunk behind 9 keys, two sequences that decode, and one without queries.
 QUERIES, KEYS, BLOCK = (7, 4, 1, 1, 0), (7, 13, 21, 1, 5), 8
@@ -94,13 +96,7 @@ def test_keys_in_the_blocks_of_a_cache(options):
     (k_cache, table), (v_cache, _) = cache(k, 1), cache(v, 1)
     used = torch.tensor(KEYS, dtype=torch.int32)
     given = asked(seqused_k=used, block_table=table, **options)
-    try:
-        found = flash_attn_varlen_func(q, k_cache, v_cache, **given)
-    except LaunchError as error:
-        if "attention_varlen takes [rows, heads, head_dim]" in str(error):
-            pytest.skip("attention_varlen has no page_table yet")
-        raise
-    check(found, right(q, k, v, **names(options)))
+    check(flash_attn_varlen_func(q, k_cache, v_cache, **given), right(q, k, v, **names(options)))
 
 
 def test_out_is_written_and_returned():
@@ -113,6 +109,17 @@ def test_out_is_written_and_returned():
         flash_attn_varlen_func(q, k, v, out=out.float(), **given)
 
 
+def test_keys_are_divided_as_asked(monkeypatch):
+    """By one block where an engine asks for bits that depend on no other row."""
+    asked_for = []
+    monkeypatch.setattr(splits, "check_splits", lambda number: asked_for.append(number) or check_splits(number))
+    given = asked(cu_seqlens_k=starts(KEYS), causal=True, return_softmax_lse=False)
+    whole, parts = (flash_attn_varlen_func(*batch(), num_splits=n, **given) for n in (1, 2))
+    flash_attn_varlen_func(*batch(), num_splits=0, **given)
+    assert asked_for == [1, 2]
+    torch.testing.assert_close(parts, whole)
+
+
 ONE = torch.ones(1)
 REFUSED = {
     "q_v": ONE,
@@ -121,7 +128,6 @@ REFUSED = {
     "q_descale": ONE,
     "k_descale": ONE,
     "v_descale": ONE,
-    "num_splits": 4,
     "cp_world_size": 2,
     "cp_rank": 1,
     "cp_tot_seqused_k": ONE,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.errors import LaunchError
+from flashgen.errors import FlashgenError, LaunchError
 from flashgen.lang.load import load_spec
 
 causal = load_spec("causal")
@@ -58,6 +58,9 @@ REFUSED = [
         "kv_lengths was given beside",
     ),
     (lambda n: [n.transpose(1, 2)] * 3, {"out": torch.empty(1)}, "out was given beside nested tensors"),
+    (lambda n: [n.transpose(1, 2)] * 3, {"page_layout": "phd"}, "page_layout was given beside nested tensors"),
+    (lambda n: [n.transpose(1, 2)] * 3, {"k_descale": torch.ones(1)}, "k_descale was given beside nested tensors"),
+    (lambda n: [n.transpose(1, 2)] * 3, {"kv_splits": 0}, "kv_splits is 0: it is a number of blocks"),
     (
         lambda n: [*[n.transpose(1, 2)] * 2, jagged(starts=STARTS.clone()).transpose(1, 2)],
         {},
@@ -69,7 +72,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("make", "named", "message"), REFUSED, ids=[message for *_, message in REFUSED])
 def test_what_is_refused(make, named, message):
-    with pytest.raises(LaunchError, match=message) as refused:
+    with pytest.raises(FlashgenError, match=message) as refused:
         fg.attention(*make(jagged()), causal, **named)
     assert "nearest" in str(refused.value)
 

@@ -16,7 +16,7 @@ from fake_driver import OK, FakeDriver
 import flashgen as fg
 from flashgen.codegen import params
 from flashgen.errors import FlashgenError
-from flashgen.ops import memory, menus, records
+from flashgen.ops import forward, memory, menus, records
 from flashgen.ops.attention import attention
 from flashgen.ops.backward import Given, run_backward
 from flashgen.ops.call import Call
@@ -556,3 +556,37 @@ def test_a_backward_follows_how_results_and_their_gradients_lie(machine):
             assert strides == rows[x.stride(1) < x.stride(2)]
             assert (got[name] == x.data_ptr()) == (x.data_ptr() % 16 == 0), "what a kernel cannot load is copied"
     assert len(machine.built) == 1
+
+
+EIGHT = [
+    {"length": 70, "blocks": (1,), "accuracy": "exact", "out_dtype": torch.float16},
+    {"length": 300, "blocks": (1, 1, 3), "accuracy": "exact", "out_dtype": torch.float16},
+    {"length": 71, "blocks": (1,), "accuracy": "fast", "out_dtype": torch.float16},
+    {"length": 72, "blocks": (1,), "accuracy": "exact", "out_dtype": torch.bfloat16},
+]
+
+
+def test_descales_and_options_of_8_bits_are_a_call_s_own(machine, monkeypatch):
+    """At another length too, where all that may differ is checked again."""
+    seen, full = [], fg.variant()
+    monkeypatch.setattr(forward, "_recorded", lambda q, k, v, request, out: seen.append(request) or (lambda *_: None))
+    for of in EIGHT:
+        given = tensors(q_len=of["length"], kv_len=of["length"], dtype=torch.float8_e4m3fn)
+        descales = {f"{name}_descale": on_gpu(torch.ones(of["blocks"])) for name in "qkv"}
+        attention(*given, full, accuracy=of["accuracy"], out_dtype=of["out_dtype"], **descales)
+        eight = seen[-1].eight
+        assert all(eight.descales[name] is descales[f"{name}_descale"] for name in "qkv")
+        assert eight.options["accuracy"] == of["accuracy"]
+        assert eight.options["out_dtype"] == str(of["out_dtype"]).removeprefix("torch.")
+
+
+def test_a_window_over_pages_divides_keys_whoever_called_before(machine):
+    band = fg.variant(lambda b, h, q, k: (k <= q) & (q - k < window), name="band", pipeline="ampere")
+    q, _, _ = tensors(q_len=1)
+    k, v = (on_gpu(torch.zeros(8, 2, 16, 64, dtype=torch.bfloat16)) for _ in "kv")
+    table, kernels = on_gpu(torch.zeros(2, 1024, dtype=torch.int32)), []
+    for reach in (16, 10000, 16):
+        before = len(machine.launched)
+        attention(q, k, v, band, page_table=table, page_layout="hpd", q_offset="end", window=reach)
+        kernels.append(len(machine.launched) - before)
+    assert kernels == [1, 2, 1], "the second one combines parts"

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from cli import flashgen
 from padded import batch
 from ptx_attention import replace
 from split import split_batch, split_work
@@ -424,3 +425,12 @@ def test_command_line(verb):
     words = ["full", "--seqlen", "3", "--kv-seqlen", "300", "--heads", "2", "--head-dim", "64", "--kv-splits", "3"]
     done = subprocess.run([sys.executable, "-m", "flashgen", verb, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "checked" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_command_in_a_banner_gives_the_kernel_again():
+    for words in (["--split-keys"], ["--seqlen", 1, "--kv-seqlen", 65536]):
+        text = flashgen("emit", "full", "--arch", "sm_90a", "--head-dim", 64, *words).out
+        banner = " ".join(line.removeprefix("//").strip() for line in text.partition("\n\n")[0].splitlines())
+        command = banner.partition("made by  flashgen ")[2].split()
+        assert "--split-keys" in command and flashgen(*command).out == text
+    assert "of a kernel alone" in flashgen("plan", "full", "--split-keys", code=2).err

@@ -165,13 +165,14 @@ def measure(row: Row, ground: Ground, *, rounds: int) -> Found:
 
 
 def _give_back(device: str) -> None:
-    """What a row held: graphs and compiled functions hold tensors in circles."""
+    """What a row held on a GPU: graphs and compiled functions hold tensors in circles."""
     import torch
 
+    if device == "cpu":
+        return
     gc.collect()
-    if device != "cpu":
-        with contextlib.suppress(RuntimeError):  # of a context that ended
-            torch.cuda.empty_cache()
+    with contextlib.suppress(RuntimeError):  # of a context that ended
+        torch.cuda.empty_cache()
 
 
 def _measured(row: Row, ground: Ground, rounds: int) -> Found:

@@ -127,7 +127,7 @@ def resolve(
             f"--layout {which.layout}: this command makes tensors of dense sequences alone\n"
             f"  nearest: flashgen plan, emit or compile with --layout {which.layout}"
         )
-    if which.split_keys:
+    if which.split_keys and data:
         raise PlanError(
             "--split-keys is of a kernel alone, and a problem has a number of blocks\n  nearest: --kv-splits 4, or none"
         )
@@ -165,7 +165,7 @@ def resolve(
         dims = problem.head_dim, problem.v_head_dim
         asked = KernelRequest.of(variant, arch, problem.dtype, *dims, **fixed, **which.asked())
         sms = sm_count(arch)
-    if which.backward:
+    if which.backward or which.split_keys:
         menu = planner.menu_of(asked)
         found = division.Divided(menu=menu, plan=planner.choose(menu, problem, sms))
     else:

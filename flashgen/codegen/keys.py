@@ -114,7 +114,7 @@ class KeysCode:
     @property
     def if_any(self) -> str:
         """What stands before a copy."""
-        return "if (box.first < TILE_KV) " if self.paged else ""
+        return "if (box.first < TILE_KV)\n        " if self.paged else ""
 
     @property
     def from_row(self) -> str:

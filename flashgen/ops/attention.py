@@ -112,17 +112,20 @@ def attention(
     once for each such kernel.
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
-    if type(q) is not torch.Tensor and nested.is_jagged(q, k, v):
-        options = {"scale": scale, "dropout": dropout, "seed": seed, "deterministic": deterministic}
-        lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out}
-        return _nested(q, k, v, variant, return_lse, lengths, {**options, "q_offset": q_offset, **named})
+    if type(q) is not torch.Tensor and getattr(q, "is_nested", False) and nested.is_jagged(k, v):
+        of_eight = zip(float8.ARGUMENTS, (q_descale, k_descale, v_descale, accuracy, out_dtype), strict=True)
+        refused: dict[str, object] = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out, **dict(of_eight)}
+        refused |= {"page_table": page_table, "page_layout": page_layout}
+        options: dict[str, object] = {"scale": scale, "dropout": dropout, "seed": seed, "deterministic": deterministic}
+        options |= {"q_offset": q_offset, "kv_splits": kv_splits}
+        return _nested(q, k, v, variant, return_lse, refused, {**options, **named})
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
     if kv_splits is not None:
         named = splits.joined(named, kv_splits)
-    of_eight = q_descale, k_descale, v_descale, accuracy, out_dtype
-    if any(x is not None for x in of_eight):
-        named = float8.joined(named, **dict(zip(float8.ARGUMENTS, of_eight, strict=True)))
+    scaled = q_descale is not None or k_descale is not None or v_descale is not None
+    if scaled or accuracy is not None or out_dtype is not None:
+        named = float8.joined(named, (q_descale, k_descale, v_descale, accuracy, out_dtype))
     if page_table is not None or page_layout is not None:
         named = joined(variant, named, page_table=page_table)
         if not isinstance(variant, Variant) or PAGED[-1] in names_of(variant):
@@ -219,7 +222,7 @@ def _nested(
     """The call of jagged nested tensors: their rows lie behind each other."""
     for name, x in refused.items():
         if x is not None:
-            raise LaunchError(f"{name} was given beside nested tensors, which have lengths\n  nearest: no {name}")
+            raise LaunchError(f"{name} was given beside nested tensors, whose calls have none\n  nearest: no {name}")
     nested.check_together(k, v)
     of_q, of_k, of_v = (nested.apart(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     found = attention_varlen(

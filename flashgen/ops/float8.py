@@ -37,9 +37,9 @@ class Eight(NamedTuple):
     options: dict[str, str]
 
 
-def joined(named: dict[str, Any], **given: object) -> dict[str, Any]:
-    """A call's named values with these of 8 bits."""
-    return {**named, **{NAMES[name]: value for name, value in given.items() if value is not None}}
+def joined(named: dict[str, Any], given: tuple[object, ...]) -> dict[str, Any]:
+    """A call's named values with these of 8 bits, None or a value for each of ARGUMENTS."""
+    return {**named, **{name: x for name, x in zip(NAMES.values(), given, strict=True) if x is not None}}
 
 
 def of_call(named: Mapping[str, Any]) -> dict[str, Any]:

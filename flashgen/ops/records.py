@@ -84,15 +84,14 @@ def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, call
         if name in named:
             x = named[name]
             key = *key, x.shape, x.stride(), x.dtype, x.device, x.is_neg()
+    alike = calls.sequences.isdisjoint(named)
     if SPLITS in named:
         key = *key, named[SPLITS]
-    elif (
-        calls.mask_params and of_k[0][2] >= LEAST_KEYS and (of_q[0][2] <= MOST_QUERIES or sequences.BOUNDS[0] in named)
-    ):
+    elif calls.mask_params and (not alike or (of_k[0][2] >= LEAST_KEYS and of_q[0][2] <= MOST_QUERIES)):
         key = *key, *map(named.get, calls.mask_params)
     if q.dtype in float8.DTYPES:
         key = *key, *float8.key(named)
-    return key if calls.sequences.isdisjoint(named) else (*key, *sequences.key(named))
+    return key if alike else (*key, *sequences.key(named))
 
 
 def request_of(
@@ -114,9 +113,10 @@ def request_of(
 
 def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, calls: _Calls, key: Key) -> Key | None:
     """What calls have in common that differ in lengths, strides, numbers and contents alone, of the key of one; None
-    where strides choose the pipeline, and of sequences with lengths of their own."""
+    where strides choose the pipeline, of sequences with lengths of their own, and of 8 bits, whose descales have shapes
+    by lengths."""
     named = call.named
-    if not calls.sequences.isdisjoint(named):
+    if not calls.sequences.isdisjoint(named) or q.dtype in float8.DTYPES:
         return None
     kind: list[object] = [*key[3:7], *named, *map(type, named.values()), *map(named.get, calls.constants)]
     for x in (q, k, v):

@@ -86,7 +86,7 @@ def in_pages(
 
 def refuse_gradients(variant: Variant, named: Mapping[str, Any]) -> None:
     """Raise LaunchError where keys lie in pages: no backward reads them there."""
-    if paged(of_call(variant, named)):
+    if paged(named) and paged(of_call(variant, named)):
         raise LaunchError(
             "q, k, v or a captured tensor requires a gradient, and keys and values in pages have none\n"
             "  nearest: the call under torch.no_grad(), or k and v without pages"

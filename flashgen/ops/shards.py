@@ -61,6 +61,8 @@ def attend(q: Any, k: Any, v: Any, call: Call, dropout: Any, seed: int | None) -
     plain tensors is.  Raises LaunchError for placements that cut what a kernel needs whole."""
     if transformed():
         raise LaunchError(library.SHARDED)
+    if sequences.paged(sequences.of_call(call.variant, call.named)):
+        raise LaunchError(_beside("page_table"))
     part = _part(q, k, v)
     call = call._replace(variant=with_given_sink(call.variant, call.named), dropout=_drawn(part, dropout, seed, q))
     call = _moved(part, call)
@@ -287,10 +289,7 @@ def _moved(part: _Part, call: Call) -> Call:
         elif name in declared:
             dims, selected = declared[name].dims, _selected(variant)[name]
         else:
-            raise LaunchError(
-                f"{name} is a tensor beside DTensors, which have captured tensors, lengths and positions alone\n"
-                f"  nearest: q.to_local(), k.to_local() and v.to_local(), with this process's part of {name}"
-            )
+            raise LaunchError(_beside(name))
         if x.dim() != len(dims):
             raise LaunchError(f"{name} has {x.dim()} dimensions {list(x.shape)}, and is declared with {len(dims)}")
         axes = {}
@@ -305,6 +304,14 @@ def _moved(part: _Part, call: Call) -> Call:
     found = _shifted(variant, part.cut, frozenset(own), frozenset(free))
     named |= {name: getattr(part.spans[of], field) for name, (field, of) in found.numbers.items()}
     return call._replace(variant=found.variant, named=named)
+
+
+def _beside(name: str) -> str:
+    """What a call is told of a tensor that has no part for each process."""
+    return (
+        f"{name} is a tensor beside DTensors, which have captured tensors, lengths and positions alone\n"
+        f"  nearest: q.to_local(), k.to_local() and v.to_local(), with this process's part of {name}"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -287,13 +287,16 @@ class Program:
         return WARP * self.first_warp(name)
 
     def threads_of(self, name: str) -> str:
-        """What tells the threads of a role of the first warpgroup, by threadIdx.x, from those that come behind it."""
+        """What tells the threads of a role of the first warpgroup from all others, by threadIdx.x."""
         role, first = self.role(name), self.first_thread(name)
+        end = first + WARP * role.warps
         if role.single:
             return f"== {first}"
         if first == 0:
-            return f"< {role.threads}"
-        return f">= {first}" if first + role.threads == WARPGROUP else f"/ {WARP} == {first // WARP}"
+            return f"< {end}"
+        if end == WARPGROUP:
+            return f">= {first}"
+        return f"/ {WARP} == {first // WARP}" if role.warps == 1 else f">= {first} && threadIdx.x < {end}"
 
     def ring(self, name: str) -> Ring:
         return _named(self.rings, name)

@@ -8,6 +8,7 @@ from gpu_checks import DEVICE
 import flashgen as fg
 from flashgen.analysis.tiles import Case
 from flashgen.lang.load import load_spec
+from flashgen.planning.float8 import DEFAULT, WORDS_BY_BITS
 from flashgen.planning.problem import Problem
 from flashgen.runtime.captured import on_device
 from flashgen.runtime.reference import judge, judge_lse, reference
@@ -66,7 +67,8 @@ def checked(spec, q_len, kv_len, head_dim, *, heads=4, kv_heads=2, v_head_dim=No
     o, lse = fg.attention(*(x.codes for x in of), bound, return_lse=True, **descales(of), **named)
     scale = head_dim**-0.5
     ref, ref_lse = reference(bound, case, *(x.values for x in of), scale=scale)
-    base, base_lse = baseline(bound, case, *of, scale=scale, out=torch.bfloat16)
+    words = WORDS_BY_BITS[DEFAULT]
+    base, base_lse = baseline(bound, case, *of, scale=scale, out=torch.bfloat16, words=words)
     return judge(o, base, ref, "bfloat16").reasons + judge_lse(lse, ref_lse, base_lse)
 
 
