@@ -114,8 +114,11 @@ def attention(
     """
     if type(q) is not torch.Tensor and nested.is_jagged(q, k, v):
         options = {"scale": scale, "dropout": dropout, "seed": seed, "deterministic": deterministic}
-        lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out}
-        return _nested(q, k, v, variant, return_lse, lengths, {**options, "q_offset": q_offset, **named})
+        others = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out}
+        others |= {"page_table": page_table, "page_layout": page_layout}
+        others |= dict(zip(float8.ARGUMENTS, (q_descale, k_descale, v_descale, accuracy, out_dtype), strict=True))
+        own = {"q_offset": q_offset, "kv_splits": kv_splits}
+        return _nested(q, k, v, variant, return_lse, others, {**options, **own, **named})
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
     if kv_splits is not None:
@@ -219,7 +222,10 @@ def _nested(
     """The call of jagged nested tensors: their rows lie behind each other."""
     for name, x in refused.items():
         if x is not None:
-            raise LaunchError(f"{name} was given beside nested tensors, which have lengths\n  nearest: no {name}")
+            raise LaunchError(
+                f"{name} was given beside nested tensors, which have lengths, rows and a result of their own\n"
+                f"  nearest: no {name}"
+            )
     nested.check_together(k, v)
     of_q, of_k, of_v = (nested.apart(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     found = attention_varlen(

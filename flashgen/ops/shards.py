@@ -61,6 +61,11 @@ def attend(q: Any, k: Any, v: Any, call: Call, dropout: Any, seed: int | None) -
     plain tensors is.  Raises LaunchError for placements that cut what a kernel needs whole."""
     if transformed():
         raise LaunchError(library.SHARDED)
+    if sequences.paged(sequences.of_call(call.variant, call.named)):
+        raise LaunchError(
+            "page_table is given beside DTensors: the pages of a cache are those of one process\n"
+            "  nearest: q.to_local(), and the cache and the page_table of this process"
+        )
     part = _part(q, k, v)
     call = call._replace(variant=with_given_sink(call.variant, call.named), dropout=_drawn(part, dropout, seed, q))
     call = _moved(part, call)
