@@ -114,9 +114,10 @@ def attention(
     """
     if type(q) is not torch.Tensor and nested.is_jagged(q, k, v):
         options = {"scale": scale, "dropout": dropout, "seed": seed, "deterministic": deterministic}
-        others = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out}
+        others: dict[str, object] = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out}
         others |= {"page_table": page_table, "page_layout": page_layout}
-        others |= dict(zip(float8.ARGUMENTS, (q_descale, k_descale, v_descale, accuracy, out_dtype), strict=True))
+        of_eight = (q_descale, k_descale, v_descale, accuracy, out_dtype)
+        others |= dict(zip(float8.ARGUMENTS, of_eight, strict=True))
         own = {"q_offset": q_offset, "kv_splits": kv_splits}
         return _nested(q, k, v, variant, return_lse, others, {**options, **own, **named})
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
