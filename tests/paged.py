@@ -20,13 +20,14 @@ class PagedBatch(Batch):
 
     tables: tuple[tuple[int, ...], ...] = ()
 
-    def walked(self) -> runtime.Walked:
+    def walked(self, kv_splits: int = 1) -> runtime.Walked:
         joined = self.plan.layout.joined
         own = tuple(
             x.walked(0 if joined else b)._replace(k_start=0, pages=table)
             for b, (x, table) in enumerate(zip(self.sequences, self.tables, strict=True))
         )
         options = {"scale": self.scale, "dtype": self.problem.dtype, "dropout": self.dropout, "sequences": own}
+        options["kv_splits"] = kv_splits
         return runtime.walk(self.plan, self.facts, self.case, *self.qkv, **options)
 
 

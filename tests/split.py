@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from padded import Batch, batch
+from paged import PagedBatch, in_pages
 from ptx_attention import Work, work
 
 from flashgen.codegen import emit
@@ -37,4 +38,10 @@ def split_work(spec: str | Variant, pipeline: str, **shape) -> Work:
 def split_batch(spec: str | Variant, pipeline: str, **shape) -> Batch:
     """`batch` with keys that are split."""
     found = batch(spec, pipeline, **shape)
+    return dataclasses.replace(found, plan=split(found.plan))
+
+
+def split_pages(spec: str | Variant, pipeline: str, page_size: int, **shape) -> PagedBatch:
+    """`in_pages` of a `batch` with keys that are split."""
+    found = in_pages(batch(spec, pipeline, **shape), page_size)
     return dataclasses.replace(found, plan=split(found.plan))

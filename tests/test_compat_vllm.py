@@ -6,7 +6,7 @@ from test_compat_flash_attn import written_out
 
 import flashgen
 from flashgen.compat.vllm import flash_attn_varlen_func
-from flashgen.errors import FlashgenError, LaunchError
+from flashgen.errors import FlashgenError, LaunchError, PlanError
 from flashgen.ops import splits
 from flashgen.planning.division import check_splits
 
@@ -96,7 +96,12 @@ def test_keys_in_the_blocks_of_a_cache(options):
     (k_cache, table), (v_cache, _) = cache(k, 1), cache(v, 1)
     used = torch.tensor(KEYS, dtype=torch.int32)
     given = asked(seqused_k=used, block_table=table, **options)
-    check(flash_attn_varlen_func(q, k_cache, v_cache, **given), right(q, k, v, **names(options)))
+    expected = right(q, k, v, **names(options))
+    check(flash_attn_varlen_func(q, k_cache, v_cache, **given), expected)
+    out = torch.full_like(q, torch.nan)
+    found, lse = flash_attn_varlen_func(q, k_cache, v_cache, **given, num_splits=2, out=out)
+    assert found is out
+    check((out, lse), expected)
 
 
 def test_out_is_written_and_returned():
@@ -105,6 +110,11 @@ def test_out_is_written_and_returned():
     given = asked(cu_seqlens_k=starts(KEYS), causal=True, return_softmax_lse=False)
     assert flash_attn_varlen_func(q, k, v, out=out, **given) is out
     torch.testing.assert_close(out, flash_attn_varlen_func(q, k, v, fa_version=3, num_splits=1, **given))
+    parts = flash_attn_varlen_func(q, k, v, num_splits=2, **given)
+    torch.testing.assert_close(out, parts)
+    assert flash_attn_varlen_func(q, k, v, out=out, num_splits=2, **given) is out and torch.equal(out, parts)
+    with pytest.raises(PlanError, match="kv_splits is -1"):
+        flash_attn_varlen_func(q, k, v, num_splits=-1, **given)
     with pytest.raises(LaunchError, match=r"^out is torch.float32"):
         flash_attn_varlen_func(q, k, v, out=out.float(), **given)
 

@@ -50,6 +50,14 @@ def test_keys_of_other_lengths():
     torch.testing.assert_close(o.values()[:, 5:], fg.attention(*(x[None] for x in rows), load_spec("full"))[0])
 
 
+def test_keys_are_split():
+    long = torch.tensor([0, 5, 5, 305])
+    q, k, v = (jagged(heads, long, seed=i).detach().transpose(1, 2) for i, heads in enumerate((4, 2, 2)))
+    one, three = (fg.attention(q, k, v, causal, kv_splits=n).values() for n in (1, 3))
+    torch.testing.assert_close(one, three)
+    assert not torch.equal(one, three)
+
+
 REFUSED = [
     (lambda n: (n, n, n), {}, "q is nested with 4 dimensions, and sequences differ in number 1"),
     (
@@ -57,10 +65,17 @@ REFUSED = [
         {"kv_lengths": torch.ones(3, dtype=torch.int32)},
         "kv_lengths was given beside",
     ),
-    (lambda n: [n.transpose(1, 2)] * 3, {"out": torch.empty(1)}, "out was given beside nested tensors"),
-    (lambda n: [n.transpose(1, 2)] * 3, {"page_layout": "phd"}, "page_layout was given beside nested tensors"),
-    (lambda n: [n.transpose(1, 2)] * 3, {"k_descale": torch.ones(1)}, "k_descale was given beside nested tensors"),
     (lambda n: [n.transpose(1, 2)] * 3, {"kv_splits": 0}, "kv_splits is 0: it is a number of blocks"),
+    *(
+        (lambda n: [n.transpose(1, 2)] * 3, {name: x}, f"{name} was given beside nested tensors")
+        for name, x in (
+            ("out", torch.empty(1)),
+            ("page_table", torch.zeros(3, 1, dtype=torch.int32)),
+            ("page_layout", "phd"),
+            ("q_descale", torch.ones(1)),
+            ("accuracy", "exact"),
+        )
+    ),
     (
         lambda n: [*[n.transpose(1, 2)] * 2, jagged(starts=STARTS.clone()).transpose(1, 2)],
         {},

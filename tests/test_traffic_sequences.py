@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cli import flashgen
 from padded import batch
+from split import split_batch
 from test_padded import walked
 from tiers import thinned
 
@@ -16,6 +17,7 @@ from flashgen.planning.layout import AT_END, Varlen
 from flashgen.planning.planner import backward_menu
 from flashgen.planning.traffic import predict
 from flashgen.planning.traffic_sequences import OwnLengths, own_lengths
+from flashgen.runtime import tiles
 
 PADDED = {"q_offset": "end", "q_lengths": (100, 33), "kv_lengths": (130, 211)}
 VARLEN = {"layout": Varlen(), "q_lengths": (100, 33, 0, 64), "kv_lengths": (130, 33, 20, 0), "poisoned": 2}
@@ -32,11 +34,11 @@ def check(w):
     found = predicted(w)
     with np.errstate(all="ignore"):
         counted = walked(w).traffic
-    tiles = found.tiles
-    assert (tiles.total, tiles.empty, tiles.partial, tiles.full) == (
+    told = found.tiles
+    assert (told.total, told.empty, told.partial, told.full) == (
         *(counted.total, counted.empty, counted.partial, counted.full),
     )
-    assert (tiles.visited_elements, tiles.visible) == (counted.elements, counted.visible)
+    assert (told.visited_elements, told.visible) == (counted.elements, counted.visible)
     assert (found.hbm.read_bytes, found.hbm.write_bytes) == (counted.read_bytes, counted.write_bytes)
     return found
 
@@ -89,7 +91,7 @@ def test_decode_reads_keys_once_and_no_more_than_there_are():
     lengths = (1000, 37, 4096)
     given = ["--q-lengths", "1,1,1", "--kv-lengths", ",".join(map(str, lengths)), "--q-offset", "end"]
     sizes = ["--heads", "8", "--kv-heads", "2", "--head-dim", "128", "--arch", "sm_90a"]
-    done = flashgen("plan", "causal", "--layout", "padded", *given, *sizes, "--json")
+    done = flashgen("plan", "causal", "--layout", "padded", *given, *sizes, "--kv-splits", "1", "--json")
     found = json.loads(done.out)
     assert found["layout"] == "padded"
     assert [own["q_offset"] for own in found["sequences"]] == [999, 36, 4095]
@@ -101,9 +103,65 @@ def test_decode_reads_keys_once_and_no_more_than_there_are():
     assert "varlen: 3 of 1 to 1 queries, 3 in all; 37 to 4096 keys, 5133 in all" in text
 
 
+def test_decode_from_pages_whose_keys_are_split():
+    lengths = (1000, 37, 4096)
+    given = ["--q-lengths", "1,1,1", "--kv-lengths", ",".join(map(str, lengths)), "--q-offset", "end"]
+    given += ["--layout", "paged_varlen", "--page-size", "64"]
+    sizes = ["--heads", "8", "--kv-heads", "8", "--head-dim", "128", "--arch", "sm_90a"]
+    found = json.loads(flashgen("plan", "causal", *given, *sizes, "--kv-splits", "7", "--json").out)
+    assert (found["layout"], found["page_size"], found["pages"]) == ("paged_varlen", 64, 16 + 1 + 64)
+    assert (found["kv_splits"], found["kv_splits_why"]) == (7, "as asked")
+    visits, combines = found["kernels"]
+    of_keys = [-(-n // found["tile"]["kv"]) for n in lengths]
+    rows = 8 * sum(min(7, n) for n in of_keys)  # of parts that see a key
+    parts = rows * 128 * 4 + 3 * 8 * 7 * 8
+    assert visits["read_bytes"] == rows * 128 * 2 + 8 * sum(lengths) * 2 * 128 * 2 + 4 * found["pages"]
+    assert visits["write_bytes"] == combines["read_bytes"] == parts
+    assert combines["write_bytes"] == 3 * 8 * (128 * 2 + 4)
+    text = flashgen("plan", "causal", *given, *sizes).out
+    assert "37 to 4096 keys, 5133 in all; 81 pages of 64 rows" in text and "attention_combine" in text
+    assert "tiles of queries on 132 SMs" in text
+
+
+def test_a_window_reads_entries_of_its_own_keys_alone():
+    given = ["--layout", "paged", "--kv-lengths", "5000", "--q-lengths", "1", "--q-offset", "end", "--kv-splits", "1"]
+    sizes = ["--heads", "4", "--head-dim", "64", "--arch", "sm_80", "--json"]
+    for spec, own, window in (("sliding_window", ["--param", "window=100"], 100), ("full", [], 5000)):
+        found = json.loads(flashgen("plan", spec, *given, *sizes, *own).out)
+        tile = found["tile"]["kv"]
+        first = (5000 - window) // tile * tile
+        of_table = found["hbm"]["read_bytes"] - 4 * 64 * 2 - 4 * (5000 - first) * 2 * 64 * 2
+        assert of_table == 4 * (found["pages"] - first // 16)
+
+
+def test_pages_that_a_pipeline_cannot_load():
+    given = ["full", "--arch", "sm_90a", "--layout", "paged", "--kv-lengths", "70"]
+    found = json.loads(flashgen("plan", *given, "--page-size", "5", "--json").out)
+    assert found["pipeline"] == "ampere" and "pages of 5 rows are no boxes" in found["passed_over"]
+    plan = fg.plan("full", arch="sm_90a", layout="paged", page_size=5)
+    assert (plan.pipeline, fg.plan("full", arch="sm_90a", layout="paged").pipeline) == ("ampere", "hopper")
+    with pytest.raises(PlanError, match=r"pipeline hopper: .*pages of 5 rows.*\n  nearest: pages of 16 rows, or"):
+        fg.plan("full", arch="sm_90a", layout="paged", page_size=5, pipeline="hopper")
+    with pytest.raises(PlanError, match="page_size is of keys that lie in pages, and the layout is padded"):
+        fg.plan("full", arch="sm_90a", layout="padded", page_size=16)
+    with pytest.raises(PlanError, match="pages have 1 to 2"):
+        fg.plan("full", arch="sm_90a", layout="paged", page_size=0)
+
+
+def test_split_keys_of_a_batch():
+    """The walk's bytes, where parts of keys are added."""
+    w = split_batch("causal", "ampere", **PADDED)
+    own = [OwnLengths(q_rows=x.q_rows, kv_len=x.kv_len, q_offset=x.q_offset) for x in w.sequences]
+    told = predict(w.plan, w.problem, w.case, sequences=own, splits=3).hbm
+    run = {"scale": w.scale, "dtype": "bfloat16", "sequences": tuple(x.walked(b) for b, x in enumerate(w.sequences))}
+    counted = tiles.walk(w.plan, w.facts, w.case, *w.qkv, **run, kv_splits=3).traffic
+    assert counted.parts and (told.read_bytes, told.write_bytes) == (counted.read_bytes, counted.write_bytes)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (["--page-size", "16"], "--page-size is of keys that lie in pages"),
         (["--kv-lengths", "5"], "--kv-lengths is of sequences with lengths of their own"),
         (["--layout", "varlen", "--q-lengths", "5,x"], "--q-lengths: 'x' is no whole number"),
         (["--layout", "varlen", "--q-lengths", "5", "--formulas"], "formulas are those of sequences of one length"),

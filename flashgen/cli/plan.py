@@ -45,10 +45,13 @@ def command(
             metavar="N", help="With --layout: the first query's position, or end: the last beside the last key."
         ),
     ] = None,
+    page_size: Annotated[
+        int | None, typer.Option(metavar="N", help="With --layout paged: rows of a page. [dim]default: 16[/]")
+    ] = None,
 ) -> None:
     """Plan a kernel: tile, sums of shared memory and registers, predicted HBM traffic and time."""
     with err.status("planning"):
-        lengths = _lengths(which, q_lengths, kv_lengths, q_offset)
+        lengths = _lengths(which, q_lengths, kv_lengths, q_offset, page_size)
         asked = resolve(spec, request, which, kv_splits=kv_splits, lengths=lengths)
         resolved = _forward(asked, request, which) if which.backward else asked
         prediction = resolved.predict()
@@ -82,10 +85,12 @@ def command(
             out.print(Text(f"{name} = {text}"))
 
 
-def _lengths(which: Pass, q: str | None, kv: str | None, q_offset: str | None) -> Lengths | None:
+def _lengths(which: Pass, q: str | None, kv: str | None, q_offset: str | None, page_size: int | None) -> Lengths | None:
     """Those of sequences in a layout that has them; PlanError for lengths without one."""
     if which.layout != "dense":
-        return Lengths(q=q, kv=kv, q_offset="0" if q_offset is None else q_offset)
+        return Lengths(q=q, kv=kv, q_offset="0" if q_offset is None else q_offset, page_size=page_size)
+    if page_size is not None:
+        raise PlanError("--page-size is of keys that lie in pages\n  nearest: --page-size with --layout paged")
     for name, given in (("--q-lengths", q), ("--kv-lengths", kv), ("--q-offset", q_offset)):
         if given is not None:
             raise PlanError(f"{name} is of sequences with lengths of their own\n  nearest: {name} with --layout padded")

@@ -29,7 +29,7 @@ class Resolved:
 
     `variant` has its constants bound; `menu` holds every plan for it and `plan` the one that serves `problem`; `case`
     has the data that were asked for.  `splits` blocks divide the keys of a tile of queries, and `why_splits` says why
-    that many.
+    that many.  Where keys lie in pages these have `page_size` rows.
     """
 
     variant: Variant
@@ -41,6 +41,7 @@ class Resolved:
     splits: int = 1
     why_splits: str = ""
     sequences: tuple[OwnLengths, ...] = ()
+    page_size: int | None = None
 
     def __str__(self) -> str:
         p = self.problem
@@ -59,6 +60,7 @@ class Resolved:
         measured = None if plan.packed else self.menu.measured  # no packed form was measured against others
         others = (other for other in self.menu.forms if other != self.plan)
         splits = {"splits": self.splits, "why_splits": self.why_splits, "sequences": self.sequences}
+        splits["page_size"] = self.page_size
         known = {"rejected": self.menu.rejected, "measured": measured, "others": others}
         return predict(plan, self.problem, self.case, **known, **splits)
 
@@ -66,11 +68,12 @@ class Resolved:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
     """What `flashgen plan` is told of the lengths of sequences, as texts: numbers with commas between them, and where
-    the first query sits."""
+    the first query sits; and of the rows of a page."""
 
     q: str | None
     kv: str | None
     q_offset: str
+    page_size: int | None = None
 
     def of(self, problem: Problem) -> tuple[OwnLengths, ...]:
         """Those of a batch of this problem's sizes; raises PlanError for what is no length."""
@@ -117,7 +120,7 @@ def resolve(
     from flashgen.lang.load import load_spec
     from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, sm_count
     from flashgen.planning import arch as archs
-    from flashgen.planning import division, planner
+    from flashgen.planning import division, paging, planner
     from flashgen.planning.problem import Problem
     from flashgen.planning.request import KernelRequest
 
@@ -165,12 +168,14 @@ def resolve(
         dims = problem.head_dim, problem.v_head_dim
         asked = KernelRequest.of(variant, arch, problem.dtype, *dims, **fixed, **which.asked())
         sms = sm_count(arch)
+    told = None if lengths is None else lengths.page_size
+    page_size = paging.rows_of_pages(asked.layout.name, asked.layout.paged, told)
     if which.backward or which.split_keys:
         menu = planner.menu_of(asked)
         found = division.Divided(menu=menu, plan=planner.choose(menu, problem, sms))
     else:
         found = division.divide(
-            lambda keys: planner.menu_of(asked.visiting(keys)),
+            lambda keys: paging.menu_of_pages(asked.visiting(keys), page_size),
             *(problem, sms),
             kv_splits=kv_splits,
             params=params,
@@ -186,6 +191,7 @@ def resolve(
         splits=found.splits,
         why_splits=found.why,
         sequences=sequences,
+        page_size=page_size,
     )
 
 

@@ -12,7 +12,7 @@ from flashgen.analysis.facts import Facts, analyse
 from flashgen.codegen import device, params
 from flashgen.codegen.backward import sized, transposed
 from flashgen.codegen.fold import folded
-from flashgen.codegen.keys import KeysCode
+from flashgen.codegen.pages import PagesCode
 from flashgen.codegen.reachable import reachable
 from flashgen.codegen.sequences import SequenceCode
 from flashgen.codegen.split_keys import KeyCode
@@ -58,7 +58,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "keys": KeyCode(plan.keys),
         "work_alignment": programs.work_layout(plan.layout, split=plan.keys.split)[1],
         "combine_warps": split_keys.COMBINE_WARPS,
-        "kv": KeysCode(plan.layout),
+        "pages": PagesCode(plan.layout),
         "banner": banner(plan, found),
         "fields": params.fields(plan),
         "params_bytes": params.sizeof(plan),

@@ -178,6 +178,11 @@ class SequenceCode:
         """One past the last row of a tile's tensor, or sequence, that is written."""
         return "work.queries" if self.joined else self.q_rows
 
+    @property
+    def part_end(self) -> str:
+        """One past the last row of a tile's tensor, or sequence, of which a part is written: the last query's."""
+        return "work.q_len - work.q_offset" if self.own and not self.joined else self.q_end
+
     def kv_len(self, work: str) -> str:
         """The keys of the sequence of a tile."""
         return f"{work}.kv_len" if self.own else "p.kv_len"

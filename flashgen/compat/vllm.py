@@ -62,12 +62,13 @@ def flash_attn_varlen_func(
     The last query of a sequence sits beside its last key: `causal`, `window_size` (before, after; -1 sets no end),
     `softcap` and `alibi_slopes` count from there, as flashgen.compat.flash_attn.flash_attn_func says.  `s_aux` are the
     learned sinks, a logit for each head.  Returns [total_q, heads, head_dim], with `return_softmax_lse` (that, lse
-    [heads, total_q]); `out`, where it is given, is written and returned.  `fa_version` names which of FlashAttention's
-    kernels an engine would take: it changes nothing here.  `num_splits` is attention's `kv_splits`, and 0 leaves it to
-    flashgen.
+    [heads, total_q]); `out`, where it is given, is what kernels write, and is returned.  `num_splits` is
+    `attention_varlen`'s `kv_splits`, and 0 leaves it to flashgen.  `fa_version` names which of FlashAttention's kernels
+    an engine would take: it changes nothing here.
 
     Raises LaunchError by the argument's name for what is not served: 8-bit inputs and their descales, q_v, metadata of
-    another scheduler, context parallelism, probabilities.  Else raises what flashgen.attention_varlen does.
+    another scheduler, context parallelism, probabilities.  Else raises what
+    flashgen.attention_varlen does.
     """
     missing = {
         "q_v": (q_v, "q and k of one head dim"),
@@ -87,12 +88,12 @@ def flash_attn_varlen_func(
     window: Any = (-1, -1) if window_size is None else tuple(window_size)
     rule, named = flash_attn.rule_of(causal, window, softcap, alibi_slopes, None)
     given: dict[str, Any] = {**named, **_keys(cu_seqlens_k, seqused_k, block_table)}
-    o, lse = attention_varlen(
+    found = attention_varlen(
         *(q, k, v, rule, cu_seqlens_q),
         max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
+        max_seqlen_k=max_seqlen_k if block_table is None else min(max_seqlen_k, block_table.shape[-1] * k.shape[1]),
         scale=softmax_scale,
-        return_lse=True,
+        return_lse=return_softmax_lse,
         dropout=dropout_p,
         deterministic=deterministic,
         sink=s_aux,
@@ -101,7 +102,7 @@ def flash_attn_varlen_func(
         **given,
     )
     note(NAME)
-    return (o, lse) if return_softmax_lse else o
+    return found
 
 
 def _keys(

@@ -86,7 +86,8 @@ def _integer(row: Integer) -> _Kind:
 _FLAG = _Kind("True or False", _of(bool), lambda value: True, unless=False)
 _KINDS = {
     **dict.fromkeys(
-        ("batch", "heads", "kv_heads", "seqlen", "kv_seqlen", "head_dim", "v_head_dim", "kv_splits"), _WHOLE
+        ("batch", "heads", "kv_heads", "seqlen", "kv_seqlen", "head_dim", "v_head_dim", "kv_splits", "page_size"),
+        _WHOLE,
     ),
     **{name: _integer(row) for name, row in INTEGERS.items()},
     **dict.fromkeys(("dropout", "packed", "backward", "deterministic"), _FLAG),

@@ -10,7 +10,7 @@ from flashgen import codegen
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
 from flashgen.ops.options import apart, option, plan_of, variant_of
-from flashgen.planning import division, planner
+from flashgen.planning import division, paging, planner
 from flashgen.planning.arch import find, newest, of_device
 from flashgen.planning.layout import Layout
 from flashgen.planning.members import ALL_KEYS, SplitKeys
@@ -50,6 +50,7 @@ def plan(
     layout: str = "dense",
     q_lengths: Sequence[int] | None = None,
     kv_lengths: Sequence[int] | None = None,
+    page_size: int | None = None,
     k_dtype: str | torch.dtype | None = None,
     v_dtype: str | torch.dtype | None = None,
     out_dtype: str | torch.dtype | None = None,
@@ -66,7 +67,8 @@ def plan(
     chooses unless it is given, and a plan holds the choice, not the number.  With `backward` the kernels of its
     gradients, those of the captured tensors in `gradients` too, and with `deterministic` in one order of sums.
     `layout` says how sequences lie ("dense", "padded", "varlen" ...), and `q_lengths` and `kv_lengths` how long each is
-    where they have lengths of their own, which are then the problem.  `k_dtype`, `v_dtype`, `out_dtype` and
+    where they have lengths of their own, which are then the problem; pages have `page_size` rows, 16 unless given.
+    `k_dtype`, `v_dtype`, `out_dtype` and
     `accuracy` are of 8-bit queries (`dtype` "float8_e4m3fn").  `fallbacks` of the result name the better pipelines of
     the arch that do not serve this, and why.  Raises PlanError with the limit that the request hits and the nearest
     thing that works, and SpecError for a file that is no spec.
@@ -105,7 +107,8 @@ def plan(
         accuracy=option("accuracy", accuracy),
         **{name: option(name, value) for name, value in integers.items()},
     )
-    menu = planner.menu_of(request)
+    rows = paging.rows_of_pages(lies.name, lies.paged, option("page_size", page_size))
+    menu = paging.menu_of_pages(request, rows)
     if seqlen is None:
         return menu.plans[0]
     given = {name: value for name, value in sizes.items() if value is not None}
@@ -125,7 +128,11 @@ def plan(
         return planner.choose(menu, problem, sms)
     params = bound.values({}, complete=False)
     found = division.divide(
-        lambda keys: planner.menu_of(request.visiting(keys)), problem, sms, params=params, layout=request.layout
+        lambda keys: paging.menu_of_pages(request.visiting(keys), rows),
+        problem,
+        sms,
+        params=params,
+        layout=request.layout,
     )
     return found.plan
 

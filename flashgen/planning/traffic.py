@@ -9,7 +9,8 @@ schedule.  Then, summed over batch and query heads, at the caller's head dims an
     write  o once, lse (float32) once
 
 Where keys are split, q is read by each part that visits any key, which writes its part of o in float32; every part
-writes the maximum and the sum of its rows.  The kernel that combines them reads all that and writes o and lse.
+writes the maximum and the sum of its rows.  The kernel that combines them reads all that and writes o and lse.  Where
+keys lie in pages, each entry of the page table that leads to a visited key is read once.
 
 A backward is counted kernel by kernel: see `traffic_backward`.
 """
@@ -141,6 +142,7 @@ class Prediction:
     splits: int = 1  # blocks that divide the keys of a tile of queries
     why_splits: str = ""
     sequences: tuple[OwnLengths, ...] = ()  # where each has lengths of its own
+    page_size: int | None = None  # rows of a page, where keys lie in pages
 
     @property
     def predicted_ms(self) -> float:
@@ -223,7 +225,13 @@ class Prediction:
         """How they lie, and how long they are."""
         rows, keys = ([getattr(own, name) for own in self.sequences] for name in ("q_rows", "kv_len"))
         lengths = (f"{min(x)} to {max(x)} {what}, {sum(x)} in all" for x, what in ((rows, "queries"), (keys, "keys")))
-        return f"{self.plan.layout.name}: {len(self.sequences)} of {'; '.join(lengths)}"
+        pages = f"; {self.pages} pages of {self.page_size} rows" if self.page_size else ""
+        return f"{self.plan.layout.name}: {len(self.sequences)} of {'; '.join(lengths)}{pages}"
+
+    @property
+    def pages(self) -> int:
+        """Pages that keys lie in; 0 where they lie in none."""
+        return sum(-(-own.kv_len // self.page_size) for own in self.sequences) if self.page_size else 0
 
     def _packing(self) -> str:
         """What a tile of packed heads holds, and what that saves."""
@@ -257,6 +265,8 @@ class Prediction:
             "dropout": plan.dropout,
             "layout": plan.layout.name,
             "sequences": [asdict(own) for own in self.sequences],
+            "page_size": self.page_size,
+            "pages": self.pages,
             "pack": plan.pack(problem.group),
             "kv_splits": self.splits,
             "kv_splits_why": self.why_splits or None,
@@ -313,14 +323,16 @@ def predict(
     splits: int = 1,
     why_splits: str = "",
     sequences: Iterable[OwnLengths] = (),
+    page_size: int | None = None,
 ) -> Prediction:
     """What `plan` costs on `problem`; `case` carries the sizes, parameters and captured tensors of the same call.
 
     Closed form where the mask allows, never a walk.  `dlse` says that a backward is given the gradient of lse too;
     `measured` and `rejected` are those of the menu that the plan comes from, `others` its other plans; `splits` blocks
     divide keys where the plan splits them, and `why_splits` says why so many.  Where the plan's layout has lengths of
-    their own, `sequences` are these, and `problem` bounds them: those of a padded batch are counted in its q_len rows.
-    Raises PlanError where problem and plan disagree on head dims, and for a backward of such a layout.
+    their own, `sequences` are these, and `problem` bounds them: those of a padded batch are counted in its q_len rows;
+    a layout of pages has a `page_size`.  Raises PlanError where problem and plan disagree on head dims or pages, and
+    for a backward of such a layout.
     """
     own = tuple(sequences)
     asked, planned = (problem.head_dim, problem.v_head_dim), (plan.head_dim, plan.v_head_dim)
@@ -328,6 +340,11 @@ def predict(
         raise PlanError(
             f"the plan is for head_dim {planned[0]} and v_head_dim {planned[1]}, the problem has {asked[0]} and"
             f" {asked[1]}\n  nearest: a menu for the problem's head dims"
+        )
+    if plan.layout.paged != (page_size is not None):
+        raise PlanError(
+            f"the plan's layout is {plan.layout.name} and page_size is {page_size}: pages have a number of rows\n"
+            f"  nearest: {'page_size=16' if plan.layout.paged else 'no page_size, or layout paged'}"
         )
     if plan.layout.own and plan.pass_name == "backward":
         raise PlanError(
@@ -337,7 +354,8 @@ def predict(
     if plan.pass_name == "backward":
         costs = _backward_costs(plan, problem, case, dlse)
     else:
-        costs = _own_costs(plan, problem, case, own) if plan.layout.own else _costs(plan, problem, case, splits)
+        of_own = (own, splits, page_size)
+        costs = _own_costs(plan, problem, case, *of_own) if plan.layout.own else _costs(plan, problem, case, splits)
     arch, tiles = ARCHS[plan.arch], costs["tiles"]
     return Prediction(
         plan=plan,
@@ -350,6 +368,7 @@ def predict(
         splits=splits,
         why_splits=why_splits,
         sequences=own,
+        page_size=page_size,
         **costs,
     )
 
@@ -364,76 +383,87 @@ def _costs(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> dict[
     tiles = _tiles(plan, problem, case)
     captured = _stored(plan.variant.tensors, case)
     of_summaries, read_again = _summaries(plan, problem, case)
-    visits, compulsory = _moved(problem, tiles, captured + read_again), _compulsory(problem, captured)
-    combined = _bytes(0, 0)
+    visits = _moved(problem, tiles, captured + read_again)
+    parts = None
     if plan.keys.split and not problem.empty:
-        visits, combined = _parts(plan, problem, case, splits, visits, tiles)
+        tile = Tile(q=plan.tile_queries(problem.group), kv=plan.tile.kv)
+        rows = counts.count_parts(analysis.analyse(plan.variant), case, tile, splits)
+        parts = rows, split_keys.rows(plan, problem) * splits
+    compulsory, standard = _compulsory(problem, captured), _standard(problem, captured)
+    found = _costs_of(plan, problem, case, tiles, visits, parts, of_summaries, compulsory)
+    workspaces = (*split_keys.workspaces(plan, problem, splits), *summaries.workspaces(plan, problem))
+    return {**found, "standard": standard, "workspaces": workspaces}
+
+
+def _own_costs(
+    plan: KernelPlan, problem: Problem, case: Case, own: tuple[OwnLengths, ...], splits: int, page_size: int | None
+) -> dict[str, Any]:
+    """Fields of the prediction of a forward whose sequences have lengths of their own."""
+    tiles = traffic_sequences.count(plan, problem, case, own)
+    captured, columns = _stored(plan.variant.tensors, case), problem.head_dim + problem.v_head_dim
+    read = tiles.visited_rows * problem.head_dim + tiles.visited_columns * columns
+    rows = traffic_sequences.written_rows(plan, problem, own)
+    written = rows * (problem.v_head_dim * problem.o_itemsize + LSE_BYTES)
+    table = 0 if page_size is None else traffic_sequences.table_bytes(plan, problem, case, own, page_size)
+    visits = _bytes(read * problem.itemsize + captured + table, written)
+    compulsory = _bytes(traffic_sequences.inputs(problem, own) * problem.itemsize + captured + table, written)
+    alone = [_standard(one.of(problem), 0) for one in own]
+    standard = _bytes(sum(x.read_bytes for x in alone) + captured, sum(x.write_bytes for x in alone))
+    q_rows, parts = sum(one.q_rows for one in own), None
+    if plan.keys.split:
+        of_q = traffic_sequences.count_parts(plan, problem, case, own, splits)
+        parts = of_q, q_rows * problem.heads * splits
+    found = _costs_of(plan, problem, case, tiles, visits, parts, _bytes(0, 0), compulsory)
+    workspaces = split_keys.workspaces(plan, problem, splits, q_rows)
+    return {**found, "standard": standard, "workspaces": workspaces}
+
+
+def _costs_of(
+    plan: KernelPlan,
+    problem: Problem,
+    case: Case,
+    tiles: TileCounts,
+    visits: Bytes,
+    parts: tuple[int, int] | None,
+    of_summaries: Bytes,
+    compulsory: Bytes,
+) -> dict[str, Any]:
+    """Fields of the prediction of a forward that visits these tiles, for which one kernel moves so much where keys are
+    not split; `parts` are the rows of o of all parts, and their maxima and sums."""
+    combined = _bytes(0, 0)
+    if parts is not None:
+        visits, combined = _parts(plan, problem, case, visits, tiles, *parts)
     kernels = {summaries.ENTRY: of_summaries} if plan.summaries else {}
     kernels |= {"attention_forward": visits} | ({split_keys.ENTRY: combined} if plan.keys.split else {})
     moved = _bytes(sum(one.read_bytes for one in kernels.values()), sum(one.write_bytes for one in kernels.values()))
     per_pair = 2 * (problem.head_dim + problem.v_head_dim)
-    scores = (tiles.partial + tiles.full) * plan.tile.q * plan.tile.kv
+    scores = tiles.visited * plan.tile.q * plan.tile.kv
     special, _ = profile(plan.variant).score_ops
     padded = 2 * (plan.padded_head_dim + plan.padded_v_head_dim) * scores
     return {
         "hbm": moved,
         "compulsory": compulsory,
-        "standard": _standard(problem, captured),
         "flops": per_pair * tiles.visited_elements,
         "flops_useful": None if tiles.visible is None else per_pair * tiles.visible,
         "tiles": tiles,
         "times": _times(plan, padded, scores * (1 + special), moved, compulsory),
         "pace": _pace(plan, scores),
         "kernels": tuple(kernels.items()) if len(kernels) > 1 else (),
-        "workspaces": (*split_keys.workspaces(plan, problem, splits), *summaries.workspaces(plan, problem)),
     }
 
 
 def _parts(
-    plan: KernelPlan, problem: Problem, case: Case, splits: int, visits: Bytes, tiles: TileCounts
+    plan: KernelPlan, problem: Problem, case: Case, visits: Bytes, tiles: TileCounts, rows: int, of_rows: int
 ) -> tuple[Bytes, Bytes]:
     """What visiting tiles in parts moves, in place of `visits`, and what combining these does."""
-    tile = Tile(q=plan.tile_queries(problem.group), kv=plan.tile.kv)
-    rows = counts.count_parts(analysis.analyse(plan.variant), case, tile, splits)
     again = (rows - tiles.visited_rows) * problem.head_dim * problem.itemsize
-    parts = rows * problem.v_head_dim * split_keys.PART_ITEM
-    parts += split_keys.rows(plan, problem) * splits * split_keys.PART_ROW
+    parts = rows * problem.v_head_dim * split_keys.PART_ITEM + of_rows * split_keys.PART_ROW
     sink = plan.variant.sink
     of_sink = 0 if sink is None else case.tensors[sink.name].size * STORED_BYTES[sink.dtype]
     return (
         _bytes(visits.read_bytes + again - of_sink, parts),
         _bytes(parts + of_sink, visits.write_bytes),
     )
-
-
-def _own_costs(plan: KernelPlan, problem: Problem, case: Case, own: tuple[OwnLengths, ...]) -> dict[str, Any]:
-    """Fields of the prediction of a forward whose sequences have lengths of their own."""
-    tiles = traffic_sequences.count(plan, problem, case, own)
-    captured, columns = _stored(plan.variant.tensors, case), problem.head_dim + problem.v_head_dim
-    read = tiles.visited_rows * problem.head_dim + tiles.visited_columns * columns
-    rows = traffic_sequences.written_rows(plan, problem, own)
-    written = rows * (problem.v_head_dim * problem.itemsize + LSE_BYTES)
-    moved = _bytes(read * problem.itemsize + captured, written)
-    compulsory = _bytes(traffic_sequences.inputs(problem, own) * problem.itemsize + captured, written)
-    standard = [_standard(one.of(problem), 0) for one in own]
-    scores = tiles.visited * plan.tile.q * plan.tile.kv
-    special, _ = profile(plan.variant).score_ops
-    return {
-        "hbm": moved,
-        "compulsory": compulsory,
-        "standard": _bytes(sum(x.read_bytes for x in standard) + captured, sum(x.write_bytes for x in standard)),
-        "flops": 2 * columns * tiles.visited_elements,
-        "flops_useful": None if tiles.visible is None else 2 * columns * tiles.visible,
-        "tiles": tiles,
-        "times": _times(
-            plan,
-            2 * (plan.padded_head_dim + plan.padded_v_head_dim) * scores,
-            scores * (1 + special),
-            moved,
-            compulsory,
-        ),
-        "pace": _pace(plan, scores),
-    }
 
 
 def _summaries(plan: KernelPlan, problem: Problem, case: Case) -> tuple[Bytes, int]:

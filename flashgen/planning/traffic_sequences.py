@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from flashgen.analysis.tiles import Case
     from flashgen.planning.plan import KernelPlan
     from flashgen.planning.problem import Problem
+
+#: Bytes of an entry of a page table.
+TABLE_ENTRY = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,19 +80,69 @@ def own_lengths(
     return tuple(found)
 
 
-def count(plan: KernelPlan, problem: Problem, case: Case, sequences: Sequence[OwnLengths]) -> TileCounts:
-    """The tiles of a forward of these sequences, as `analysis.counts` counts those of a dense problem."""
-    facts, pack = analysis.analyse(plan.variant), plan.pack(problem.group)
-    tile = Tile(q=plan.tile_queries(problem.group), kv=plan.tile.kv)
-    found = TileCounts()
+class _Grid(NamedTuple):
+    """Classes [tiles of queries, tiles of keys] of a sequence and a head; so many sequences and heads share them."""
+
+    own: OwnLengths
+    case: Case
+    b: int
+    h: int
+    classes: np.ndarray
+    sequences: int
+    heads: int
+
+
+def _grids(plan: KernelPlan, problem: Problem, case: Case, sequences: Sequence[OwnLengths]) -> Iterator[_Grid]:
+    """Those that a mask may tell apart; heads of one sequence come one after the other."""
+    facts, tile = analysis.analyse(plan.variant), _tile(plan, problem)
     for (own, b), times in _kinds(facts, sequences):
         sizes = {**case.sizes, "batch": len(sequences), "q_len": own.q_len, "kv_len": own.kv_len}
         mine = replace(case, sizes=sizes, q_offset=own.q_offset)
         for h in range(problem.heads if facts.uses_head else 1):
-            one = _count_one(facts, mine, tile, own, b, h)
-            found = _sum(found, one, times * (1 if facts.uses_head else problem.heads))
+            if own.q_rows and own.kv_len:
+                classes = grid(facts, mine, tile, b, h)
+            else:
+                classes = np.zeros((-(-own.q_rows // tile.q), -(-own.kv_len // tile.kv)), np.int8)
+            yield _Grid(own, mine, b, h, classes, times, 1 if facts.uses_head else problem.heads)
+
+
+def _tile(plan: KernelPlan, problem: Problem) -> Tile:
+    """Queries and keys of a tile."""
+    return Tile(q=plan.tile_queries(problem.group), kv=plan.tile.kv)
+
+
+def count(plan: KernelPlan, problem: Problem, case: Case, sequences: Sequence[OwnLengths]) -> TileCounts:
+    """The tiles of a forward of these sequences, as `analysis.counts` counts those of a dense problem."""
+    facts, pack, tile = analysis.analyse(plan.variant), plan.pack(problem.group), _tile(plan, problem)
+    found = TileCounts()
+    for one in _grids(plan, problem, case, sequences):
+        found = _sum(found, _count_one(facts, tile, one), one.sequences * one.heads)
     shared = ("total", "empty", "partial", "full", "visited_columns")
     return replace(found, **{name: getattr(found, name) // pack for name in shared})
+
+
+def count_parts(plan: KernelPlan, problem: Problem, case: Case, sequences: Sequence[OwnLengths], splits: int) -> int:
+    """Queries of tiles, over the parts that visit any of their keys where `splits` parts take turns; summed over
+    sequences and query heads."""
+    size, found = _tile(plan, problem).q, 0
+    for one in _grids(plan, problem, case, sequences):
+        parts = np.minimum((one.classes != EMPTY).sum(axis=1), splits)
+        found += int((_parts(one.own.q_rows, size) * parts).sum()) * one.sequences * one.heads
+    return found
+
+
+def table_bytes(plan: KernelPlan, problem: Problem, case: Case, sequences: Sequence[OwnLengths], page_size: int) -> int:
+    """Bytes of the entries of a page table that lead to visited keys, each once."""
+    tile, entries = plan.tile.kv, 0
+    for (own, _), grids in groupby(_grids(plan, problem, case, sequences), key=lambda one: (one.own, one.b)):
+        of_heads = list(grids)
+        read = np.zeros(-(-own.kv_len // page_size), bool)
+        visited = np.logical_or.reduce([(one.classes != EMPTY).any(axis=0) for one in of_heads])
+        for first in (np.flatnonzero(visited) * tile).tolist():
+            last = min(first + tile, own.kv_len) - 1
+            read[first // page_size : last // page_size + 1] = True
+        entries += int(read.sum()) * of_heads[0].sequences
+    return entries * TABLE_ENTRY
 
 
 def _kinds(facts: Facts, sequences: Sequence[OwnLengths]) -> Iterator[tuple[tuple[OwnLengths, int], int]]:
@@ -96,10 +150,8 @@ def _kinds(facts: Facts, sequences: Sequence[OwnLengths]) -> Iterator[tuple[tupl
     yield from Counter((own, b if facts.uses_batch else 0) for b, own in enumerate(sequences)).items()
 
 
-def _count_one(facts: Facts, case: Case, tile: Tile, own: OwnLengths, b: int, h: int) -> TileCounts:
-    if not own.q_rows or not own.kv_len:
-        return TileCounts(unseen=None, uncut=None)
-    found = grid(facts, case, tile, b, h)
+def _count_one(facts: Facts, tile: Tile, one: _Grid) -> TileCounts:
+    own, found = one.own, one.classes
     rows, keys = (_parts(length, size) for length, size in ((own.q_rows, tile.q), (own.kv_len, tile.kv)))
     visited, area = found != EMPTY, rows[:, None] * keys
     return TileCounts(
@@ -110,7 +162,7 @@ def _count_one(facts: Facts, case: Case, tile: Tile, own: OwnLengths, b: int, h:
         visited_rows=int(rows[visited.any(axis=1)].sum()),
         visited_columns=int((visited * keys).sum()),
         visited_elements=int(area[visited].sum()),
-        visible=_visible(facts, case, tile, found, area, b, h),
+        visible=_visible(facts, one.case, tile, found, area, one.b, one.h),
         unseen=None,
         uncut=None,
     )

@@ -55,7 +55,7 @@ class Visits:
 @dataclass(slots=True, kw_only=True)
 class Traffic(Visits):
     """What a walk visited, and the bytes of each operand that it moved; of `summaries`, and of `parts` where keys are
-    split, those written."""
+    split, those written; of the page `table` those of the entries that lead to visited keys, each once."""
 
     q: int = 0
     k: int = 0
@@ -65,11 +65,12 @@ class Traffic(Visits):
     lse: int = 0
     summaries: int = 0
     parts: int = 0
+    table: int = 0
 
     @property
     def read_bytes(self) -> int:
         # Summaries by whoever classifies tiles, parts by whoever combines them.
-        return self.q + self.k + self.v + self.captured + self.summaries + self.parts
+        return self.q + self.k + self.v + self.captured + self.table + self.summaries + self.parts
 
     @property
     def write_bytes(self) -> int:
@@ -78,7 +79,7 @@ class Traffic(Visits):
     def add(self, other: Traffic) -> None:
         """Count what another walk visited and moved as well."""
         self.count(other)
-        for name in ("q", "k", "v", "captured", "o", "lse", "parts"):
+        for name in ("q", "k", "v", "captured", "o", "lse", "parts", "table"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
@@ -164,9 +165,11 @@ def walk(
     lse, traffic = np.full(q.shape[:-1], -np.inf, o.dtype), Traffic()
     for b, own in enumerate(sequences):
         operands = q[own.queries], own.own_keys(k), own.own_keys(v)
-        found = _Walk(plan, facts, own.case(case), *operands, first=b, **options).run()
-        o[own.queries], lse[own.queries] = found.o, found.lse
-        traffic.add(found.traffic)
+        one = _Walk(plan, facts, own.case(case), *operands, first=b, **options)
+        o[own.queries], lse[own.queries], _ = one.run()
+        traffic.add(one.traffic)
+        if own.pages is not None:
+            traffic.table += 4 * len({key // k.shape[2] for key in one.visited_keys()})
     traffic.captured //= max(len(sequences), 1)  # they are shared
     if not plan.layout.joined:  # rows that are no query are written too
         traffic.o, traffic.lse = o.size * ITEMSIZE[dtype], lse.size * 4
@@ -411,7 +414,13 @@ class Tiles:
 class _Walk(Tiles):
     def __init__(self, *operands: Any, kv_splits: int = 1, **options: Any) -> None:
         super().__init__(*operands, **options)
-        self.traffic, self.splits = Traffic(), kv_splits
+        self.traffic, self.splits, self.visited = Traffic(), kv_splits, set[int]()
+
+    def visited_keys(self) -> Iterator[int]:
+        """Those of all tiles that were visited."""
+        for kv_tile in self.visited:
+            keys = self.keys(kv_tile)
+            yield from range(keys.start, keys.stop)
 
     def run(self) -> Walked:
         if (mask := self.plan.variant.mask) is not None:
@@ -491,6 +500,7 @@ class _Walk(Tiles):
         if schedule:  # a Q tile that sees nothing is not even loaded
             self._read("q", q)
         for kv_tile, tile_class in schedule:
+            self.visited.add(kv_tile)
             keys = self.keys(kv_tile)
             # Every query head reads its own copy of the K and V tile that its group shares, packed heads one together.
             copies = q.shape[2] // self.pack

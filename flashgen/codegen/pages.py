@@ -22,7 +22,7 @@ _BOX_OF_LANE = """\
 
 
 @dataclass(frozen=True, slots=True)
-class KeysCode:
+class PagesCode:
     """Fragments of CUDA by a plan's layout.
 
     On pipeline hopper the loader is a warp where there are pages, of which each lane copies a box of rows, else one
