@@ -125,12 +125,13 @@ def attention(
     """
     if type(q) is not torch.Tensor and nested.is_jagged(q, k, v):
         options = {"scale": scale, "dropout": dropout, "seed": seed, "deterministic": deterministic}
-        options |= {"q_offset": q_offset, "kv_splits": kv_splits}
-        refused = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out}
-        refused |= {"page_table": page_table, "page_layout": page_layout}
-        refused |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-        refused |= {"accuracy": accuracy, "out_dtype": out_dtype}
-        return _nested(q, k, v, variant, return_lse, refused, {**options, **named})
+        lies = {"q_offset": q_offset, "kv_splits": kv_splits}
+        refused = {
+            **{"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out},
+            **{"page_table": page_table, "page_layout": page_layout},
+            **dict(zip(float8.ARGUMENTS, (q_descale, k_descale, v_descale, accuracy, out_dtype), strict=True)),
+        }
+        return _nested(q, k, v, variant, return_lse, refused, {**options, **lies, **named})
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
     if kv_splits is not None:

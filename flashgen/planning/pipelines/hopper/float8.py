@@ -223,7 +223,12 @@ def _ahead(c: Candidate, request: KernelRequest) -> bool:
 
 def _wide_keys(request: KernelRequest) -> int:
     """Keys of a tile with which nothing spills where P V comes in pieces, found by compiling."""
-    return 128 if request.v_head_dim > 176 else 64
+    if request.v_head_dim > 176:
+        return 128
+    if request.v_head_dim > 160:
+        scored = 32 if request.profile.scored else 64
+        return scored if isinstance(_p(request), ExactP) else 128
+    return 64
 
 
 def _highest(c: Candidate, request: KernelRequest) -> HighestAsInteger | HighestAsFloat:
