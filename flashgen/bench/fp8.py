@@ -22,8 +22,10 @@ from flashgen.bench.inputs import NORMAL, draw
 from flashgen.bench.suite import Contest, Ground, Row, Suite
 from flashgen.bench.timers import Cold, Eager
 from flashgen.lang.load import load_spec
+from flashgen.ops import float8
 from flashgen.ops.attention import attention
 from flashgen.ops.quantize import Quantized, quantize
+from flashgen.planning.float8 import OFFSET
 from flashgen.runtime.reference import rms, softmax
 
 if TYPE_CHECKING:
@@ -43,9 +45,6 @@ LENGTHS, MEANS = (2048, 16_384, 65_536, 131_072), (0.0, 0.5, 1.0)
 #: What a peer's file may define: `fp8(cell, q, k, v, q_descale, k_descale, v_descale)` gives a call that gives o.
 ENTRIES = ("fp8",)
 
-#: P of a row's highest score, in 8 bits: 2^8 is below the largest, 448.
-OFFSET = 8.0
-
 #: Rows of queries whose errors are measured, and heads.
 ROWS, HEADS = 128, 2
 
@@ -63,11 +62,10 @@ class Error:
 
 
 def dequantised(codes: torch.Tensor, descale: torch.Tensor) -> torch.Tensor:
-    """What codes [batch, heads, rows, columns] stand for, in float64; descales are those of `quantize`."""
-    if descale.dim() == 2:
-        return codes.double() * descale.double()[..., None, None]
-    rows = next(n for n in (128 << i for i in range(32)) if -(-codes.shape[2] // n) == descale.shape[2])
-    return codes.double() * descale.double().repeat_interleave(rows, -1)[..., : codes.shape[2], None]
+    """What codes [batch, heads, rows, columns] stand for, in float64."""
+    import torch
+
+    return float8.dequantised(codes, descale, torch.float64)
 
 
 def error_of(

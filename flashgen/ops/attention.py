@@ -15,7 +15,17 @@ from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
 from flashgen.ops.out import WITH_GRADIENTS
 from flashgen.ops.pages import heads_first
-from flashgen.ops.sequences import BOUNDS, PAGED, VARLEN, in_pages, joined, names_of, position, refuse_gradients
+from flashgen.ops.sequences import (
+    BOUNDS,
+    PAGED,
+    VARLEN,
+    in_pages,
+    joined,
+    names_of,
+    of_call,
+    position,
+    refuse_gradients,
+)
 from flashgen.ops.sinks import with_given_sink
 from flashgen.ops.tracing import any_autocast, any_requires_grad, autocast, sharded, traced, transformed
 from flashgen.ops.values import no_flag, no_tensor
@@ -92,11 +102,12 @@ def attention(
     head_dim] (torch.nested, layout torch.jagged): they are served as those of `attention_varlen`, and o, lse and
     gradients are nested as q is.
 
-    q, k and v may be of 8 bits on Hopper: q float8_e4m3fn, k and v that or float8_e5m2, head dims 64 to 256 in steps of
+    q, k and v may be of 8 bits on Hopper: q float8_e4m3fn, k and v that or float8_e5m2, head dims 64 to 192 in steps of
     16.  An element times its descale is its value: `q_descale`, `k_descale` and `v_descale` are float32 and positive,
     of [1], [batch, heads] or [batch, heads, blocks] (that of q may have the heads of k); a block is a power of two of
     rows from 128 on, of which so many cover the tensor.  o is bfloat16, or float16 by `out_dtype`; `accuracy` says how
-    P is made ("exact").  There is no gradient in 8 bits, no dropout, and no length of a sequence's own.
+    P is made: "exact", "default" or "fast".  `flashgen.quantize` makes such tensors.  In 8 bits there is no gradient,
+    no dropout, no graph of torch.compile, no split keys, and no length of a sequence's own.
 
     With `dropout` each probability is dropped by that chance and the others grow by 1 / (1 - dropout); lse is that of
     none dropped.  What is dropped follows from torch's generator of the device (torch.manual_seed repeats it), or from
@@ -220,6 +231,8 @@ def _nested(
     given: dict[str, Any],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The call of jagged nested tensors: their rows lie behind each other."""
+    if q.dtype in float8.DTYPES:
+        raise LaunchError(float8.NESTED)
     for name, x in refused.items():
         if x is not None:
             raise LaunchError(f"{name} was given beside nested tensors, whose calls have none\n  nearest: no {name}")
@@ -258,9 +271,11 @@ def _attend(
         variant, named = variant.bare, {**_given(variant), **named}
     compiling = torch.compiler.is_compiling()
     if isinstance(q, torch.Tensor) and q.dtype in float8.DTYPES:
-        if out is not None:
-            raise LaunchError("out is not there in 8 bits\n  nearest: out.copy_(flashgen.attention(...))")
-        return _eight_bits(q, k, v, Call(with_given_sink(variant, named), scale, named, None), return_lse, dropout)
+        if deterministic is not False and (wrong := no_flag("deterministic", deterministic)):
+            raise LaunchError(wrong)
+        _refuse_of_8_bits(q, k, v, variant, named, dropout, out)
+        drawn(dropout, seed, q)  # refuses a seed that is none
+        return run(q, k, v, Call(with_given_sink(variant, named), scale, named), return_lse)
     if compiling or any_autocast():
         q, k, v = autocast(q, k, v)
     under_transform = not compiling and transformed()
@@ -300,17 +315,28 @@ def _into(
     return run(q, k, v, call, return_lse, out)
 
 
-def _eight_bits(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool, dropout: float
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """A call on tensors of 8 bits, which no graph and no gradient sees."""
+def _refuse_of_8_bits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    named: Mapping[str, object],
+    dropout: float,
+    out: torch.Tensor | None,
+) -> None:
+    """Raise LaunchError for what no call on tensors of 8 bits may ask for."""
+    if sharded(q, k, v):
+        raise LaunchError(float8.SHARDED)
     if torch.compiler.is_compiling() or transformed() or traced(q, k, v):
-        raise LaunchError(float8.UNTRACED)
-    if torch.is_grad_enabled() and any_requires_grad(q, k, v, *call.named.values()):
-        raise LaunchError(float8.UNTRACED)
+        raise LaunchError(float8.IN_GRAPHS)
+    if out is not None:
+        raise LaunchError(float8.INTO)
+    if isinstance(variant, Variant) and (why := float8.of_sequences(of_call(variant, named))):
+        raise LaunchError(why)
+    if torch.is_grad_enabled() and any_requires_grad(q, k, v, *named.values()):
+        raise LaunchError(float8.WITH_GRADIENTS)
     if dropout != 0:
-        raise LaunchError("dropout is not there in 8 bits\n  nearest: dropout=0.0, or tensors of 16 bits")
-    return run(q, k, v, call, return_lse)
+        raise LaunchError(float8.WITH_DROPOUT)
 
 
 def _given(variant: Variant) -> dict[str, object]:

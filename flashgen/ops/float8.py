@@ -23,10 +23,34 @@ NAMES = {name: f"float8.{name}" for name in ARGUMENTS}
 _DESCALES = {tensor: NAMES[name] for tensor, name in DESCALES.items()}
 _KNOWN = frozenset(NAMES.values())
 
-#: What autograd, tracers and transforms are told.
-UNTRACED = (
-    "attention in 8 bits has no gradient, and graphs do not hold it: P and dS of e4m3 have too few bits for sums of"
-    " gradients\n  nearest: 16 bits, (q.float() * q_descale).to(torch.bfloat16) and so on; or torch.no_grad()"
+#: What calls are told that want what 8 bits do not have.
+_IN_16_BITS = "q, k and v of 16 bits: (q.float() * q_descale).to(torch.bfloat16) and so on"
+WITH_GRADIENTS = (
+    "a gradient is wanted, and attention in 8 bits has no gradient: P and dS of e4m3 have too few bits for sums of"
+    f" gradients\n  nearest: torch.no_grad(), or {_IN_16_BITS}"
+)
+IN_GRAPHS = (
+    "graphs (torch.compile, torch.export, make_fx) and transforms of torch.func do not hold attention in 8 bits\n"
+    f"  nearest: the call outside of them, as under torch.compiler.disable, or {_IN_16_BITS}"
+)
+SHARDED = (
+    "DTensors are not served in 8 bits\n"
+    "  nearest: q.to_local(), k.to_local() and v.to_local() where neither b nor h is read, or DTensors of 16 bits"
+)
+NESTED = (
+    "nested tensors are not served in 8 bits, where all sequences have the rows of their tensors\n"
+    "  nearest: nested tensors of 16 bits, or q.to_padded_tensor(0.0) and so on, and a mask of the lengths"
+)
+INTO = "out= is not there in 8 bits\n  nearest: out.copy_(flashgen.attention(...))"
+WITH_DROPOUT = "dropout is not there in 8 bits\n  nearest: dropout=0.0, or tensors of 16 bits"
+
+#: The same by what a call has of its sequences: what it is called, and the nearest.
+_OF_SEQUENCES = (
+    ("page_table", "page_table", "a cache of 16 bits, or the keys of each sequence in one tensor of 8"),
+    ("cu_seqlens_q", "attention_varlen", "attention(), where all sequences have one length, or 16 bits"),
+    ("q_lengths", "q_lengths", "a mask of the lengths, as that of the spec padding, or 16 bits"),
+    ("kv_lengths", "kv_lengths", "a mask of the lengths, as that of the spec padding, or 16 bits"),
+    ("q_offset", "q_offset", "a mask of q + the offset, as that of the spec causal_bottom_right, or 16 bits"),
 )
 
 
@@ -35,6 +59,15 @@ class Eight(NamedTuple):
 
     descales: dict[str, torch.Tensor]
     options: dict[str, str]
+
+
+def of_sequences(own: Mapping[str, object]) -> str | None:
+    """Why a call whose sequences have these of their own is refused, or None."""
+    names = {name.rpartition(".")[2] for name in own}
+    for name, said, nearest in _OF_SEQUENCES:
+        if name in names:
+            return f"{said} is not there in 8 bits: sequences fill their tensors\n  nearest: {nearest}"
+    return None
 
 
 def joined(named: dict[str, Any], given: tuple[object, ...]) -> dict[str, Any]:
@@ -52,6 +85,11 @@ def key(named: Mapping[str, Any]) -> Iterator[object]:
     for name in NAMES.values():
         x = named.get(name)
         yield (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
+
+
+def options(named: Mapping[str, Any]) -> tuple[object, ...]:
+    """What of a call's own chooses its kernels beside dtypes."""
+    return tuple(named.get(NAMES[name]) for name in ("accuracy", "out_dtype"))
 
 
 def addresses(named: Mapping[str, Any]) -> tuple[int, ...]:
@@ -102,8 +140,8 @@ def launched(eight: Eight | None, problem: Problem) -> dict[str, Descale]:
     )
 
 
-def dequantised(x: torch.Tensor, descale: torch.Tensor) -> torch.Tensor:
-    """The values of x [batch, heads, rows, columns], in float32."""
+def dequantised(x: torch.Tensor, descale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The values of x [batch, heads, rows, columns]; in float64 they are exact."""
     shape = (*descale.shape, *(1,) * (3 - descale.dim()))
     whole = descale.reshape(shape)
     heads, rows = x.shape[1], x.shape[2]
@@ -113,7 +151,7 @@ def dequantised(x: torch.Tensor, descale: torch.Tensor) -> torch.Tensor:
         block = block_of(rows, shape[2])
         assert block is not None  # it was checked
         whole = whole.repeat_interleave(block, dim=2)[:, :, :rows]
-    return x.float() * whole.unsqueeze(-1)
+    return x.to(dtype) * whole.to(dtype).unsqueeze(-1)
 
 
 def _check_descale(

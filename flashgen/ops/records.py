@@ -107,7 +107,7 @@ def request_of(
         return checked_again(known, q, k, v, call, calls.tensors)
     request = checked(q, k, v, call)
     if kind is not None:
-        remember(calls.requests, kind, replace(request, tensors={}))  # whoever owns them may free them
+        remember(calls.requests, kind, replace(request, tensors={}, eight=None))  # whoever owns them may free them
     return request
 
 
@@ -124,6 +124,8 @@ def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, calls: 
         if len(shape) != 4 or not addressable(shape, x.stride(), x.itemsize):
             return None
         kind += shape[0], shape[1], shape[3], x.dtype, x.device
+    if q.dtype in float8.DTYPES:
+        kind += float8.options(named)
     for name in calls.tensors:
         if name in named:
             kind += named[name].dtype, named[name].device, named[name].is_neg()

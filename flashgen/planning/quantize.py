@@ -21,9 +21,6 @@ LANES = 4
 #: Threads of a warp, which exchange peaks: a thread block has no fewer.
 WARP = 32
 
-#: Threads of a warp, which exchange peaks: a thread block has no fewer.
-WARP = 32
-
 #: Head dims that attention in 8 bits has.
 HEAD_DIMS = range(16, 257, 16)
 

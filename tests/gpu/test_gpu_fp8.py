@@ -8,7 +8,8 @@ from gpu_checks import DEVICE
 import flashgen as fg
 from flashgen.analysis.tiles import Case
 from flashgen.lang.load import load_spec
-from flashgen.planning.float8 import DEFAULT, WORDS_BY_BITS
+from flashgen.ops.float8 import dequantised
+from flashgen.planning.float8 import WORDS_BY_BITS
 from flashgen.planning.problem import Problem
 from flashgen.runtime.captured import on_device
 from flashgen.runtime.reference import judge, judge_lse, reference
@@ -40,7 +41,9 @@ def case_of(variant, problem, values):
     return Case(sizes=problem.sizes(), params=variant.values(values), tensors=tensors)
 
 
-def checked(spec, q_len, kv_len, head_dim, *, heads=4, kv_heads=2, v_head_dim=None, dtypes=None, std=1.0):
+def checked(
+    spec, q_len, kv_len, head_dim, *, heads=4, kv_heads=2, v_head_dim=None, dtypes=None, std=1.0, accuracy="default"
+):
     values = VALUES.get(spec, {})
     variant = load_spec(spec)
     constants = {c.name: values[c.name] for c in variant.constants if c.name in values}
@@ -64,24 +67,26 @@ def checked(spec, q_len, kv_len, head_dim, *, heads=4, kv_heads=2, v_head_dim=No
     )
     case = case_of(bound, problem, params)
     named = {**case.params, **on_device(bound, case.tensors, DEVICE)}
-    o, lse = fg.attention(*(x.codes for x in of), bound, return_lse=True, **descales(of), **named)
+    o, lse = fg.attention(*(x.codes for x in of), bound, accuracy=accuracy, return_lse=True, **descales(of), **named)
     scale = head_dim**-0.5
     ref, ref_lse = reference(bound, case, *(x.values for x in of), scale=scale)
-    words = WORDS_BY_BITS[DEFAULT]
+    words = WORDS_BY_BITS[accuracy]
     base, base_lse = baseline(bound, case, *of, scale=scale, out=torch.bfloat16, words=words)
     return judge(o, base, ref, "bfloat16").reasons + judge_lse(lse, ref_lse, base_lse)
 
 
+@pytest.mark.parametrize("accuracy", WORDS_BY_BITS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("spec", SPECS)
-def test_every_spec(spec, head_dim):
-    assert checked(spec, 700, 700, head_dim) == ()
+def test_every_spec(spec, head_dim, accuracy):
+    assert checked(spec, 700, 700, head_dim, accuracy=accuracy) == ()
 
 
+@pytest.mark.parametrize("accuracy", WORDS_BY_BITS)
 @pytest.mark.parametrize("head_dim", [80, 96, 112, 144, 160, 176, 192])
 @pytest.mark.parametrize("spec", ["full", "causal"])
-def test_every_head_dim(spec, head_dim):
-    assert checked(spec, 300, 500, head_dim) == ()
+def test_every_head_dim(spec, head_dim, accuracy):
+    assert checked(spec, 300, 500, head_dim, accuracy=accuracy) == ()
 
 
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(64, 128), (128, 64), (192, 128), (64, 192)])
@@ -100,24 +105,28 @@ def test_heads_that_share_keys(kv_heads):
     assert checked("causal", 400, 400, 128, heads=8, kv_heads=kv_heads) == ()
 
 
+@pytest.mark.parametrize("accuracy", WORDS_BY_BITS)
 @pytest.mark.parametrize("std", [4.0, 8.0])
-def test_peaked_scores(std):
-    assert checked("full", 512, 1024, 128, std=std) == ()
+def test_peaked_scores(std, accuracy):
+    assert checked("full", 512, 1024, 128, std=std, accuracy=accuracy) == ()
 
 
 def test_e5m2_keys_and_values():
     assert checked("full", 300, 500, 128, dtypes=(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e5m2)) == ()
 
 
+@pytest.mark.parametrize("accuracy", WORDS_BY_BITS)
 @pytest.mark.parametrize("mean", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_error_is_flat_in_length(head_dim, mean):
+def test_error_is_flat_in_length(head_dim, mean, accuracy):
     """Relative error of o at 2k and 64k keys, of the mean that V has: no more at length, and its length is kept."""
     kept = []
     for keys in (2048, 16384, 65536):
         q, k = draw(1, 1, 256, head_dim), draw(1, 1, keys, head_dim, seed=1)
         v = draw(1, 1, keys, head_dim, mean=mean, seed=2)
-        o = fg.attention(*(x.codes for x in (q, k, v)), load_spec("full"), **descales((q, k, v))).double()
+        o = fg.attention(
+            *(x.codes for x in (q, k, v)), load_spec("full"), accuracy=accuracy, **descales((q, k, v))
+        ).double()
         s = (q.values.double() @ k.values.double().mT) * head_dim**-0.5
         right = torch.softmax(s, -1) @ v.values.double()
         kept.append(float((o * right).sum() / (right * right).sum()))
@@ -143,6 +152,22 @@ def test_reruns_and_batches_have_the_same_bits():
         assert torch.equal(fg.attention(*(x.codes for x in of), load_spec("causal"), **descales(of)), first)
     one = [Quantised(x.codes[1:2], x.descale[1:2]) for x in of]
     assert torch.equal(fg.attention(*(x.codes for x in one), load_spec("causal"), **descales(one)), first[1:2])
+
+
+@pytest.mark.parametrize("accuracy", WORDS_BY_BITS)
+@pytest.mark.parametrize("block", [None, 128, 256])
+def test_what_quantize_makes(block, accuracy):
+    """Against float64 of what codes and scales stand for; other lengths have blocks of their own."""
+    for length in (1000, 700):
+        g = torch.Generator(DEVICE).manual_seed(length)
+        q, k, v = (torch.randn(2, heads, length, 128, device=DEVICE, generator=g).bfloat16() for heads in (4, 2, 2))
+        x = fg.quantize(q, k, v, block=block, smooth_k=True)
+        o = fg.attention(x.q, x.k, x.v, load_spec("causal"), accuracy=accuracy, **x.descales).cpu().double()
+        wide = [
+            dequantised(*pair, torch.float64).cpu() for pair in zip((x.q, x.k, x.v), x.descales.values(), strict=True)
+        ]
+        right = fg.attention(*wide, load_spec("causal"))
+        assert float((o - right).norm() / right.norm()) < 0.04
 
 
 def test_float16_results():

@@ -16,6 +16,7 @@ from flashgen.planning.layout import DENSE
 from flashgen.planning.members import (
     P8,
     ExactP,
+    HighestAsFloat,
     HighestAsInteger,
     MaskByElement,
     OOfTurnedV,
@@ -201,7 +202,8 @@ def registers(c: Candidate, request: KernelRequest, *, ahead: bool = False) -> t
         reads = keys // forward.READING_KEYS if asked.score_reads_by_key else 0
         parts.append(Part(name="score", amount=forward.SCORE_REGISTERS + reads, why="what the score function keeps"))
     if asked.reads_by_key:
-        amount = forward.CAPTURED_REGISTERS + forward.ELEMENT_REGISTERS * (keys // 4)
+        of_pairs = forward.PAIR_REGISTERS * asked.mask_reads_pairs
+        amount = forward.CAPTURED_REGISTERS + of_pairs + forward.ELEMENT_REGISTERS * (keys // 4)
         parts.append(Part(name="captured", amount=amount, why="elements that are read for each key"))
     return tuple(parts)
 
@@ -221,13 +223,26 @@ def _ahead(c: Candidate, request: KernelRequest) -> bool:
 
 def _wide_keys(request: KernelRequest) -> int:
     """Keys of a tile with which nothing spills where P V comes in pieces, found by compiling."""
-    return 128 if request.v_head_dim > 176 else 64
+    if request.v_head_dim > 176:
+        return 128
+    if request.v_head_dim > 160:
+        scored = 32 if request.profile.scored else 64
+        return scored if isinstance(_p(request), ExactP) else 128
+    return 64
+
+
+def _highest(c: Candidate, request: KernelRequest) -> HighestAsInteger | HighestAsFloat:
+    """How the highest score of a row is found: by floats where P V comes in pieces beside many keys, found by compiling
+    (1,800 to 2,000 bytes of spills by integers)."""
+    pieces = request.v_head_dim > PIECE and c.tile.kv > NARROW_KEYS
+    return HighestAsFloat() if pieces else HighestAsInteger()
 
 
 def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
     """Why the candidate cannot run on the architecture, or None."""
-    # Of one piece and many keys ptxas spills where scores are not ahead.
-    both = c.warpgroups == 2 and request.v_head_dim <= PIECE and c.tile.kv > NARROW_KEYS
+    # Of one piece and many keys, or elements of pairs, ptxas spills where scores are not ahead.
+    many = c.tile.kv > NARROW_KEYS or request.profile.mask_reads_pairs
+    both = c.warpgroups == 2 and request.v_head_dim <= PIECE and many
     memory, wanted = smem(c, request), registers(c, request, ahead=both)
     if total(memory) > request.arch.smem_per_block:
         terms = " + ".join(f"{part.name} {part.amount / KIB:.4g}" for part in memory)
@@ -237,6 +252,11 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
         return f"three warpgroups with {request.v_head_dim} columns of v: more than {NARROW} leave them no registers"
     if c.warpgroups > 2 and request.profile.masked and not request.profile.band:
         return "three warpgroups: a mask that is no band leaves them too few registers"
+    if c.warpgroups > 2 and request.profile.score_reads_by_key:
+        return "three warpgroups: a score that reads an element for each key leaves them too few registers"
+    if request.v_head_dim > PIECE and request.profile.score_reads_by_key:
+        wide = f"{request.v_head_dim} columns of v beside a score that reads an element for each key"
+        return f"{wide}: registers for {PIECE}"
     if request.v_head_dim > PIECE and request.profile.judged:
         return f"{request.v_head_dim} columns of v beside a mask that is judged tile by tile: registers for {PIECE}"
     if request.v_head_dim > PIECE and c.tile.kv != (most := _wide_keys(request)):
@@ -269,7 +289,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             score_emitted_twice=False,
             mask=MaskByElement(),
             full_tiles=TilesAlike(),
-            highest=HighestAsInteger(),
+            highest=_highest(c, request),
             o=OOfTurnedV(),
             scheduler=forward.scheduler(request),
             rows=Queries(),

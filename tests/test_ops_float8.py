@@ -1,0 +1,193 @@
+"""Calls in 8 bits: of what quantize() makes, on an emulated GPU, and what is refused beside them."""
+
+import pytest
+import torch
+from emulated_gpu import install
+from torch.distributed import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import flashgen as fg
+from flashgen.errors import FlashgenError
+from flashgen.lang.load import load_spec
+from flashgen.ops.float8 import dequantised
+from flashgen.planning import planner
+from flashgen.planning.division import divide
+from flashgen.planning.float8 import E4M3
+from flashgen.planning.members import SplitKeys
+from flashgen.planning.problem import Problem
+from flashgen.planning.request import KernelRequest
+
+CAUSAL = load_spec("causal")
+
+
+def drawn(q_len=300, kv_len=300, dim=64, batch=2, heads=4, kv_heads=2, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shapes = (batch, heads, q_len, dim), (batch, kv_heads, kv_len, dim), (batch, kv_heads, kv_len, dim)
+    return [torch.randn(shape, generator=g).bfloat16() for shape in shapes]
+
+
+def off(found, right):
+    return float((found.double() - right).norm() / right.norm())
+
+
+def wide(x):
+    """What codes and scales stand for."""
+    return [dequantised(*pair, torch.float64) for pair in zip((x.q, x.k, x.v), x.descales.values(), strict=True)]
+
+
+# ---------------------------------------------------------------- what quantize() makes
+@pytest.mark.parametrize("block", [None, 128, 256])
+@pytest.mark.parametrize(("hadamard", "smooth_k"), [(False, False), (True, True)])
+def test_attention_takes_what_quantize_makes(block, hadamard, smooth_k):
+    """Against float64 of what codes and scales stand for, and of what was quantised."""
+    q, k, v = drawn()
+    k = k + 4 * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(9)).bfloat16()
+    x = fg.quantize(q, k, v, block=block, hadamard=hadamard, smooth_k=smooth_k)
+    o, lse = fg.attention(x.q, x.k, x.v, CAUSAL, **x.descales, accuracy="exact", return_lse=True)
+    right, right_lse = fg.attention(*wide(x), CAUSAL, return_lse=True)
+    assert o.dtype == torch.bfloat16 and off(o, right) < 0.03
+    assert float((lse - right_lse).abs().max()) < 2e-5
+    given, given_lse = fg.attention(*(x.double() for x in (q, k, v)), CAUSAL, return_lse=True)
+    assert off(o, given) < (0.06 if smooth_k else 0.12)  # keys have a mean
+    assert float((x.corrected_lse(lse, q) - given_lse).abs().mean()) < 0.1
+
+
+# ---------------------------------------------------------------- on an emulated GPU
+def on_gpu(gpu, x, variant, **options):
+    q, k, v = (gpu.put(t) for t in (x.q, x.k, x.v))
+    descales = {name: gpu.put(t) for name, t in x.descales.items()}
+    named = {name: gpu.put(t) if isinstance(t, torch.Tensor) else t for name, t in options.items()}
+    return fg.attention(q, k, v, variant, **descales, **named)
+
+
+def test_descales_and_summaries_do_not_meet(monkeypatch):
+    """A mask by data has summaries, which a kernel of the call writes: each pointer reaches its own tensor."""
+    gpu = install(monkeypatch, (9, 0))
+    x = fg.quantize(*drawn(q_len=150, kv_len=150, heads=1, kv_heads=1), block=128)
+    flags = torch.rand(2, 150, generator=torch.Generator().manual_seed(3)) < 0.5
+    flags[1, 64:] = False
+    seen = fg.tensor("seen", dims=("batch", "kv"), dtype="bool")
+    hidden = fg.variant(lambda b, h, q, k: seen[b, k] & (k <= q), name="hidden")
+    o = on_gpu(gpu, x, hidden, seen=flags)
+    ((plan, *_), *_) = gpu.launches
+    assert plan.summaries and plan.float8
+    assert off(o, fg.attention(*wide(x), hidden, seen=flags)) < 0.04
+
+
+def test_another_length_and_form_have_their_own_launch(monkeypatch):
+    """Blocks of scales follow the length, and kernels the form, of calls that are alike in all else."""
+    gpu = install(monkeypatch, (9, 0))
+    for length, block, accuracy in ((100, 128, "fast"), (260, 256, "exact"), (260, 128, "exact")):
+        x = fg.quantize(*drawn(q_len=length, kv_len=length, batch=1, heads=1, kv_heads=1), block=block)
+        x.k_descale.mul_(torch.linspace(1, 4, x.k_descale.shape[2]))
+        o = on_gpu(gpu, x, CAUSAL, accuracy=accuracy)
+        assert off(o, fg.attention(*wide(x), CAUSAL)) < 0.04
+    assert [plan.float8.accuracy for plan, *_ in gpu.launches] == ["fast", "exact", "exact"]
+
+
+# ---------------------------------------------------------------- what is refused
+X = fg.quantize(*drawn(q_len=40, kv_len=40))
+INTS = torch.tensor([30, 40], dtype=torch.int32)
+TABLE = torch.zeros(2, 3, dtype=torch.int32)
+
+
+def attend(x=X, **options):
+    return fg.attention(x.q, x.k, x.v, CAUSAL, **{**x.descales, **options})
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """Whatever would compute fails."""
+    for where in ("flashgen.ops.forward._walk", "flashgen.ops.forward._recorded"):
+        monkeypatch.setattr(where, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "nearest"),
+    [
+        ({"page_table": TABLE}, "page_table is not there in 8 bits", "a cache of 16 bits"),
+        ({"q_lengths": INTS}, "q_lengths is not there in 8 bits", "a mask of the lengths"),
+        ({"kv_lengths": INTS}, "kv_lengths is not there in 8 bits", "a mask of the lengths"),
+        ({"q_offset": "end"}, "q_offset is not there in 8 bits", "causal_bottom_right"),
+        ({"out": torch.empty(2, 4, 40, 64).bfloat16()}, "out= is not there in 8 bits", "out.copy_"),
+        ({"dropout": 0.1}, "dropout is not there in 8 bits", "dropout=0.0"),
+        ({"q_descale": X.q_descale.clone().requires_grad_()}, "a gradient is wanted", "torch.no_grad()"),
+        ({"seed": -1}, "seed", "nearest"),
+        ({"deterministic": 1}, "deterministic", "True or False"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_refused(nothing_runs, options, said, nearest):
+    with pytest.raises(FlashgenError) as refused:
+        attend(**options)
+    assert said in str(refused.value) and nearest in str(refused.value)
+
+
+def test_split_keys_are_refused_and_never_chosen():
+    with pytest.raises(FlashgenError, match="splits no keys among blocks in 8 bits") as refused:
+        attend(kv_splits=4)
+    assert "nearest: kv_splits=1" in str(refused.value)
+    assert torch.equal(attend(kv_splits=1), attend())
+    with pytest.raises(FlashgenError, match="splits no keys"):
+        fg.plan("causal", dtype=E4M3, arch="sm_90a", kv_splits=4)
+    # One query over many keys, for which 16 bits split.
+    asked = []
+
+    def ask(dtype):
+        def menu(keys):
+            asked.append(keys)
+            return planner.menu_of(KernelRequest.of(load_spec("full"), "sm_90a", dtype, 128, keys=keys))
+
+        return menu
+
+    for dtype, several in (("bfloat16", True), (E4M3, False)):
+        asked.clear()
+        sizes = {"batch": 1, "heads": 32, "kv_heads": 8, "q_len": 1, "kv_len": 65536, "head_dim": 128}
+        found = divide(ask(dtype), Problem(**sizes, v_head_dim=128, dtype=dtype), 132, params={})
+        assert (found.splits > 1) == (SplitKeys() in asked) == several
+
+
+def test_sequences_behind_each_other_are_refused(nothing_runs):
+    rows = [x[0].transpose(0, 1) for x in (X.q, X.k, X.v)]
+    starts = torch.tensor([0, 15, 40], dtype=torch.int32)
+    with pytest.raises(FlashgenError, match="attention_varlen is not there in 8 bits") as refused:
+        fg.attention_varlen(*rows, CAUSAL, starts, max_seqlen_q=25, **X.descales)
+    assert "nearest: attention()" in str(refused.value)
+    starts = torch.tensor([0, 15, 40])
+    nested = [torch.nested.nested_tensor_from_jagged(x, starts).transpose(1, 2) for x in rows]
+    with pytest.raises(FlashgenError, match="nested tensors are not served in 8 bits"):
+        fg.attention(*nested, CAUSAL, **X.descales)
+    of_32_bits = [torch.nested.nested_tensor_from_jagged(x.float(), starts).transpose(1, 2) for x in rows]
+    for name, value in {**X.descales, "accuracy": "exact", "page_table": TABLE}.items():
+        with pytest.raises(FlashgenError, match=f"{name} was given beside nested tensors"):
+            fg.attention(*of_32_bits, CAUSAL, **{name: value})
+
+
+def test_dtensors_are_refused(nothing_runs, tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole = [DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in (X.q, X.k, X.v)]
+        with pytest.raises(FlashgenError, match="DTensors are not served in 8 bits"):
+            fg.attention(*whole, CAUSAL, **X.descales)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_graphs_are_refused(nothing_runs):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def call(q, k, v):
+        return fg.attention(q, k, v, CAUSAL, **X.descales)
+
+    with pytest.raises(FlashgenError, match=r"graphs .* do not hold attention in 8 bits"):
+        make_fx(call)(X.q, X.k, X.v)
+    with pytest.raises(Exception, match="do not hold attention in 8 bits"):
+        torch.compile(call, backend="eager", fullgraph=True)(X.q, X.k, X.v)
+
+
+@pytest.mark.parametrize("layout", ["padded", "varlen", "paged"])
+def test_plans_of_other_layouts_are_refused(layout):
+    with pytest.raises(FlashgenError, match="lengths and positions of sequences in 8 bits") as refused:
+        fg.plan("causal", dtype=E4M3, arch="sm_90a", layout=layout)
+    assert "nearest: " in str(refused.value)
