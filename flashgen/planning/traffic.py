@@ -27,6 +27,7 @@ from flashgen.errors import PlanError
 from flashgen.planning import backward, split_keys, summaries, traffic_backward, traffic_sequences
 from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.integers import shown
+from flashgen.planning.members import Leaves
 from flashgen.planning.plan import KernelPlan, Part, Tile
 from flashgen.planning.planner import Measured, Rejected, limits, pipeline_of
 from flashgen.planning.problem import STORED_BYTES, Problem
@@ -394,7 +395,11 @@ def _parts(
 ) -> tuple[Bytes, Bytes]:
     """What visiting tiles in parts moves, in place of `visits`, and what combining these does."""
     tile = Tile(q=plan.tile_queries(problem.group), kv=plan.tile.kv)
-    rows = counts.count_parts(analysis.analyse(plan.variant), case, tile, splits)
+    facts = analysis.analyse(plan.variant)
+    if isinstance(plan.keys, Leaves):
+        rows = counts.count_leaves(facts, case, tile, plan.keys.keys // tile.kv)
+    else:
+        rows = counts.count_parts(facts, case, tile, splits)
     again = (rows - tiles.visited_rows) * problem.head_dim * problem.itemsize
     parts = rows * problem.v_head_dim * split_keys.PART_ITEM
     parts += split_keys.rows(plan, problem) * splits * split_keys.PART_ROW
