@@ -14,7 +14,6 @@ from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.request import Forward, KernelRequest
 
-
 #: Blocks take turns over tiles.
 IN_TURNS = SplitKeys()
 

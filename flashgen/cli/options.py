@@ -246,7 +246,9 @@ class Pass:
             if given and self.backward:
                 raise PlanError(f"{option} is of the forward\n  nearest: {option} without --backward")
         if self.invariant and self.split_keys:
-            raise PlanError("--split-keys beside --invariant, which splits keys by itself\n  nearest: --invariant alone")
+            raise PlanError(
+                "--split-keys beside --invariant, which splits keys by itself\n  nearest: --invariant alone"
+            )
 
     def asked(self) -> dict[str, object]:
         """As a request takes it."""

@@ -119,7 +119,9 @@ def attention(
     if type(q) is not torch.Tensor and nested.is_jagged(q, k, v):
         options = {"scale": scale, "dropout": dropout, "seed": seed, "deterministic": deterministic}
         lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out}
-        return _nested(q, k, v, variant, return_lse, lengths, {**options, "q_offset": q_offset, "invariant": invariant, **named})
+        return _nested(
+            q, k, v, variant, return_lse, lengths, {**options, "q_offset": q_offset, "invariant": invariant, **named}
+        )
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
     if kv_splits is not None or invariant is not False:

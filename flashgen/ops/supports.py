@@ -83,7 +83,14 @@ def supports(
         "dtype": default_dtype(variant),
         "head_dim": default_head_dim(variant),
         **dict.fromkeys(("v_head_dim", "pipeline", "tile", "kv_splits", *_OF_8_BITS, *integers)),
-        **{"dropout": False, "packed": False, "invariant": False, "backward": False, "deterministic": False, "gradients": ()},
+        **{
+            "dropout": False,
+            "packed": False,
+            "invariant": False,
+            "backward": False,
+            "deterministic": False,
+            "gradients": (),
+        },
     }
     given = {
         **{"arch": arch, "dtype": dtype, "head_dim": head_dim, "v_head_dim": v_head_dim, "pipeline": pipeline},

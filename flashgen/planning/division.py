@@ -69,8 +69,8 @@ def check_together(kv_splits: object, invariant: bool) -> None:
     """Raise PlanError for a number of blocks beside leaves."""
     if invariant and kv_splits is not None:
         raise PlanError(
-            f"kv_splits={shown(kv_splits)} beside invariant=True: keys are then cut at multiples of {Leaves().keys}, and a"
-            " part is that of a leaf\n  nearest: invariant=True alone"
+            f"kv_splits={shown(kv_splits)} beside invariant=True: keys are then cut at multiples of {Leaves().keys}, and"
+            " each leaf is a part\n  nearest: invariant=True alone"
         )
 
 
@@ -97,8 +97,8 @@ def divide(
 ) -> Divided:
     """The plan for a problem on so many SMs, of the menu that `ask` gives for blocks that visit all keys or a part.
 
-    `kv_splits` is what a call says, None where it leaves that open; `invariant` asks for leaves.  Raises PlanError where
-    keys cannot be split and a call says so.
+    `kv_splits` is what a call says, None where it leaves that open; `invariant` asks for leaves.  Raises PlanError
+    where keys cannot be split and a call says so.
     """
     check_splits(kv_splits)
     check_together(kv_splits, invariant)
@@ -123,8 +123,8 @@ def _in_leaves(ask: Callable[[Keys], Menu], problem: Problem, sms: int, keys: Le
     tiles, rows = _tiles(plan, problem), split_keys.rows(plan, problem)
     if max(tiles * leaves, rows) > MAX_PLACES:
         raise PlanError(
-            f"invariant=True of {tiles} tiles of queries, {rows} rows and {leaves} leaves of {keys.keys} keys: kernels count"
-            " rows, and tiles times leaves, below 2^31\n  nearest: fewer queries a call, which have the same bits"
+            f"invariant=True of {tiles} tiles of queries, {rows} rows and {leaves} leaves of {keys.keys} keys: kernels"
+            " count rows, and tiles times leaves, below 2^31\n  nearest: fewer queries a call, which have the same bits"
         )
     return Divided(menu=menu, plan=plan, splits=leaves, why=f"a part for each leaf of {keys.keys} keys, as asked")
 

@@ -105,7 +105,9 @@ class KernelRequest:
         asked: Forward | Backward
         float8 = float8_of(dtype, k_dtype, v_dtype, out_dtype, accuracy)
         if backward:
-            _only_of("forward", "backward", {"packed": packed, "kv_splits": keys.turns, "invariant": keys.invariant}, fixed)
+            _only_of(
+                "forward", "backward", {"packed": packed, "kv_splits": keys.turns, "invariant": keys.invariant}, fixed
+            )
             if float8 is not None:
                 raise PlanError(
                     "no backward in 8 bits: P and dS of e4m3 have too few bits for sums of gradients\n"

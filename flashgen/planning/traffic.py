@@ -335,6 +335,11 @@ def predict(
             f"a backward's traffic is predicted for sequences of one length, and the plan's layout is"
             f" {plan.layout.name}\n  nearest: the forward, or layout dense"
         )
+    if plan.layout.own and plan.keys.invariant:
+        raise PlanError(
+            "what leaves move is predicted for sequences of one length, and the plan's layout is"
+            f" {plan.layout.name}\n  nearest: invariant=False, or layout dense"
+        )
     if plan.pass_name == "backward":
         costs = _backward_costs(plan, problem, case, dlse)
     else:

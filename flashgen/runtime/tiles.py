@@ -471,7 +471,8 @@ class _Walk(Tiles):
     def _of_blocks(
         self, at: tuple[slice, slice, slice], rows: slice, schedule: list[tuple[int, int]]
     ) -> list[list[tuple[int, int]]]:
-        """The KV tiles of each block that works on a Q tile; where keys are split, of those that visit any, and of every leaf."""
+        """The KV tiles of each block that works on a Q tile; where keys are split, of those that visit any, and where
+        they are in leaves, of each leaf."""
         q = self.q[*at, rows]
         walks, kv_tiles = math.prod(q.shape[:3]) // self.pack, -(-self.kv_len // self.tile.kv)
         self.traffic.total += walks * kv_tiles
