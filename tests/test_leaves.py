@@ -165,7 +165,7 @@ COMBINE = {
 }
 VISITS = {
     ("ampere", "a leaf that ends late"): replace("(rows.part + 1) * LEAF_TILES", "(rows.part + 1) * LEAF_TILES + 1"),
-    ("ampere", "a leaf that begins early"): replace(">= first)", ">= first - 1)"),
+    ("ampere", "a leaf that begins early"): replace("lane <= tile - first", "lane <= tile"),
     ("hopper", "a leaf that ends late"): replace("(work.part + 1) * LEAF_TILES", "(work.part + 1) * LEAF_TILES + 1"),
     ("hopper", "a leaf that begins late"): replace(
         "rows, p)) >= work.part * LEAF_TILES", "rows, p)) > work.part * LEAF_TILES"

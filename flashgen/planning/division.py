@@ -69,7 +69,7 @@ def check_together(kv_splits: object, invariant: bool) -> None:
     """Raise PlanError for a number of blocks beside leaves."""
     if invariant and kv_splits is not None:
         raise PlanError(
-            f"kv_splits={shown(kv_splits)} beside invariant=True: keys are then cut at multiples of {Leaves().keys}, and"
+            f"kv_splits={shown(kv_splits)} beside invariant=True: keys are cut at multiples of {Leaves().keys}, and"
             " each leaf is a part\n  nearest: invariant=True alone"
         )
 

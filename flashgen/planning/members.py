@@ -22,6 +22,10 @@ class AllKeys:
     turns: ClassVar[bool] = False
     invariant: ClassVar[bool] = False
 
+    def unfit(self, tile_kv: int) -> str | None:
+        """Why tiles of so many keys are not visited, or None."""
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitKeys:
@@ -32,6 +36,10 @@ class SplitKeys:
     split: ClassVar[bool] = True
     turns: ClassVar[bool] = True
     invariant: ClassVar[bool] = False
+
+    def unfit(self, tile_kv: int) -> str | None:
+        """Why tiles of so many keys are not visited, or None."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +61,9 @@ class Leaves:
         """Leaves of so many keys."""
         return max(1, -(-kv_len // self.keys))
 
-    def cut(self, tile_kv: int) -> bool:
-        """Whether a tile of so many keys may lie in two."""
-        return self.keys % tile_kv != 0
+    def unfit(self, tile_kv: int) -> str | None:
+        """Why tiles of so many keys are not visited, or None."""
+        return f"its keys divide no leaf of {self.keys}, at whose ends rows are cut" if self.keys % tile_kv else None
 
 
 Keys = AllKeys | SplitKeys | Leaves

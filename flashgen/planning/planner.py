@@ -18,7 +18,6 @@ from flashgen.planning import records, visits
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.float8 import E4M3
 from flashgen.planning.integers import INTEGERS
-from flashgen.planning.members import Leaves
 from flashgen.planning.pipelines.ampere import backward as ampere_backward
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.hopper import backward as hopper_backward
@@ -363,17 +362,13 @@ def _fitting(pipeline: Pipeline[Any], request: KernelRequest) -> tuple[list[Kern
     plans: list[KernelPlan] = []
     rejected: dict[_Key, str] = {}
     for c in pipeline.candidates(request.fixed):
-        if isinstance(request.keys, Leaves) and request.keys.cut(c.tile.kv):
-            reason = f"its keys divide no leaf of {request.keys.keys}, at whose ends rows are cut"
-            rejected.setdefault((c.tile, c.stages, c.warps), reason)
-            continue
         if request.keys.turns and request.fixed.tile is None and c.tile.q > min(PIPELINES[pipeline.NAME].QUERIES):
             continue  # queries are few
-        unfit = pipeline.does_not_fit_reason(c, request)
-        if unfit is None:
+        reason = request.keys.unfit(c.tile.kv) or pipeline.does_not_fit_reason(c, request)
+        if reason is None:
             plans.append(pipeline.plan(c, request))
         else:  # of the forms of one candidate the first needs least
-            rejected.setdefault((c.tile, c.stages, c.warps), unfit)
+            rejected.setdefault((c.tile, c.stages, c.warps), reason)
     fits = {_key(plan) for plan in plans}
     return plans, [
         Rejected(tile=key[0], stages=key[1], warps=key[2], reason=reason)
