@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from emulated_gpu import install
 from paged import in_pages
 from ptx_attention import replace
 from split import split_batch, split_work
@@ -331,6 +332,32 @@ def test_what_cannot_be_is_refused():
         fg.attention(x, x, x, full, kv_splits=2, invariant=True)
     with pytest.raises(LaunchError, match="invariant is a int and must be True or False"):
         fg.attention(x, x, x, full, invariant=1)
+
+
+@pytest.mark.slow
+def test_pages_that_tma_cannot_load_are_refused(monkeypatch):
+    """Pipeline ampere, which serves other calls, has other bits."""
+    gpu, full = install(monkeypatch, (9, 0)), load_spec("full")
+    tensors = [torch.randn(1, 2, 1, 32), *torch.randn(2, 9, 1, 2, 32)]
+    q, k, v = (gpu.put(x.bfloat16()) for x in tensors)
+    table = gpu.put(torch.arange(9, dtype=torch.int32)[None])
+    with pytest.raises(LaunchError, match="invariant=True has the bits of pipeline hopper"):
+        fg.attention(q, k, v, full, page_table=table, invariant=True)
+
+
+@pytest.mark.slow
+def test_records_of_a_gpu(monkeypatch):
+    """Calls on an emulated GPU: a chunk has the rows of its prompt."""
+    gpu, causal = install(monkeypatch, (9, 0)), load_spec("causal")
+    q, k, v = (torch.randn(1, h, 600, 32).bfloat16() for h in (2, 1, 1))
+
+    def call(rows, keys, **given):
+        tensors = [gpu.put(x.contiguous()) for x in (q[:, :, rows], k[:, :, keys], v[:, :, keys])]
+        return fg.attention(*tensors, causal, invariant=True, **given).as_subclass(torch.Tensor)
+
+    whole = call(slice(600), slice(600))
+    assert torch.equal(call(slice(500, 520), slice(520), q_offset=500), whole[:, :, 500:520])
+    assert torch.equal(call(slice(599, 600), slice(600), q_offset="end"), whole[:, :, 599:])
 
 
 @pytest.mark.slow
