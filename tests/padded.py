@@ -17,6 +17,7 @@ from flashgen.interpreter.simulate import Simulated, SimulatedBackward, simulate
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
 from flashgen.planning.layout import AT_END, Dense, Layout, Padded
+from flashgen.planning.members import Leaves
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.planner import backward_menu, menu
@@ -137,7 +138,8 @@ class Batch:
         plan = replace(self.plan, layout=Dense())
         if plan.specialized is not None:
             plan = hopper_plan(plan, self.variant, self.problem, Dense())
-        found = simulate(plan, case, whole, k, v, scale=self.scale)
+        splits = plan.keys.number(own.kv_len) if isinstance(plan.keys, Leaves) else 1
+        found = simulate(plan, case, whole, k, v, scale=self.scale, kv_splits=splits)
         return found._replace(o=found.o[:, :, own.q_offset :], lse=found.lse[:, :, own.q_offset :])
 
     def wrong(self, result: Simulated) -> list[str]:
@@ -163,7 +165,8 @@ def hopper_plan(plan: KernelPlan, variant: Variant, p: Problem, layout: Layout) 
     """The same tile and stages with another layout."""
     candidate = hopper.Candidate(tile=plan.tile, stages=plan.stages, q_stages=plan.q_stages)
     request = KernelRequest.of(variant, plan.arch, p.dtype, p.head_dim, p.v_head_dim, layout=layout)
-    found = hopper.plan(candidate, replace(request, asked=replace(request.asked, dropout=plan.dropout)))
+    asked = replace(request.asked, dropout=plan.dropout, keys=plan.keys)
+    found = hopper.plan(candidate, replace(request, asked=asked))
     return hopper.packed(found) if plan.packed else found
 
 

@@ -198,6 +198,27 @@ def count_parts(facts: Facts, case: Case, tile: Tiling, splits: int) -> int:
     return found * places.weight
 
 
+def count_leaves(facts: Facts, case: Case, tile: Tiling, leaf_tiles: int) -> int:
+    """As `count_parts`, where a part visits the KV tiles of one leaf, so many."""
+    places = _Places.of(facts, case)
+    q_len, kv_len = case.sizes["q_len"], case.sizes["kv_len"]
+    if not places.weight or not len(places.b) or not q_len or not kv_len:
+        return 0
+    rows = np.minimum(tile.q, q_len - np.arange(tiles_of(q_len, tile.q)) * tile.q)
+    if facts.exact:
+        b, h, q_tiles = places.b[:, None], places.h[:, None], np.arange(len(rows))
+        first, last = runs(facts, case, tile, q_tiles, b, h)
+        start = np.floor_divide(first, leaf_tiles)
+        end = np.where(last < first, start - 1, np.floor_divide(last, leaf_tiles))
+        visited = np.broadcast_to(_union(start, end), (len(b), len(rows)))
+        return int((rows * visited).sum()) * places.weight
+    found, starts = 0, np.arange(0, tiles_of(kv_len, tile.kv), leaf_tiles)
+    for block in _blocks(facts, case, tile, places):
+        parts = np.logical_or.reduceat(block.classes != EMPTY, starts, axis=2).sum(axis=2)
+        found += int((rows[block.q_tiles] * parts).sum())
+    return found * places.weight
+
+
 def visited_by(facts: Facts, case: Case, tile: Tiling, q_tile: int) -> int:
     """KV tiles in the runs that a Q tile sees of the first batch and head."""
     if not case.sizes["kv_len"]:

@@ -203,6 +203,10 @@ class Pass:
         bool,
         _pass("--split-keys", help="A forward kernel whose keys are divided among blocks, by any number."),
     ] = False
+    invariant: Annotated[
+        bool,
+        _pass("--invariant", help="A forward whose keys are cut into leaves: one set of bits in every kind of call."),
+    ] = False
     layout: Annotated[
         str,
         _pass(
@@ -237,20 +241,26 @@ class Pass:
             if given and not self.backward:
                 raise PlanError(f"{option} is of the backward\n  nearest: {option} with --backward")
         fixed = {_flag(name): value is not None for name, value in self.integers.items() if of_forward(name)}
-        for option, given in {"--packed": self.packed, "--split-keys": self.split_keys, **fixed}.items():
+        flags = {"--packed": self.packed, "--split-keys": self.split_keys, "--invariant": self.invariant}
+        for option, given in {**flags, **fixed}.items():
             if given and self.backward:
                 raise PlanError(f"{option} is of the forward\n  nearest: {option} without --backward")
+        if self.invariant and self.split_keys:
+            raise PlanError(
+                "--split-keys beside --invariant, which splits keys by itself\n  nearest: --invariant alone"
+            )
 
     def asked(self) -> dict[str, object]:
         """As a request takes it."""
         from flashgen.ops.options import option
-        from flashgen.planning.members import ALL_KEYS, SplitKeys
+        from flashgen.planning.members import ALL_KEYS, Leaves, SplitKeys
 
+        keys = Leaves() if self.invariant else SplitKeys() if self.split_keys else ALL_KEYS
         backward = {"deterministic": self.deterministic, "gradients": tuple(self.gradient or ())}
         return {
             **{"backward": self.backward, "dropout": self.dropout, "packed": self.packed},
             "layout": option("layout", self.layout),
-            "keys": SplitKeys() if self.split_keys else ALL_KEYS,
+            "keys": keys,
             **{"k_dtype": self.k_dtype, "v_dtype": self.v_dtype},
             **{"out_dtype": self.out_dtype, "accuracy": self.accuracy},
             **backward,

@@ -180,6 +180,7 @@ def resolve(
             kv_splits=kv_splits,
             params=params,
             layout=asked.layout,
+            invariant=which.invariant,
         )
     return Resolved(
         variant=variant,

@@ -55,7 +55,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "plan": plan,
         "code": found,
         "seq": SequenceCode(plan.layout),
-        "keys": KeyCode(plan.keys),
+        "keys": KeyCode(plan.keys, plan.tile.kv),
         "work_alignment": programs.work_layout(plan.layout, split=plan.keys.split)[1],
         "combine_warps": split_keys.COMBINE_WARPS,
         "pages": PagesCode(plan.layout),
@@ -138,7 +138,7 @@ def _command(plan: KernelPlan, spec: str, width: int) -> list[str]:
         options.append(("layout", plan.layout.name))
     options += [("param", f"{name}={value}") for name, value in variant.bound]
     flags = {"backward": plan.backward is not None, "deterministic": plan.deterministic, "dropout": plan.dropout}
-    flags |= {"packed": plan.packed, "split-keys": plan.keys.split}
+    flags |= {"packed": plan.packed, "split-keys": plan.keys.turns, "invariant": plan.keys.invariant}
     words = [f"--{name} {shlex.quote(str(value))}" for name, value in options]
     words += [f"--{name}" for name, given in flags.items() if given]
     words += [f"--gradient {name}" for name in plan.gradients]

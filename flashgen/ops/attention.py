@@ -46,6 +46,7 @@ def attention(
     q_lengths: torch.Tensor | None = None,
     kv_lengths: torch.Tensor | None = None,
     kv_splits: int | None = None,
+    invariant: bool = False,
     page_table: torch.Tensor | None = None,
     page_layout: str | None = None,
     out: torch.Tensor | None = None,
@@ -78,7 +79,10 @@ def attention(
     `kv_splits` is the number of blocks that divide the keys of a tile of queries, whose parts a second kernel combines:
     1 for one block that visits all, and then the bits of a row are its own; None where flashgen chooses, which splits
     keys where a sequence has few queries and many keys and the GPU would idle (`flashgen plan` says why).  The bits
-    then depend on that number, and on the queries beside a row.
+    then depend on that number, and on the queries beside a row.  With `invariant` keys are cut at positions that are
+    multiples of a leaf of 512, each leaf is a part, and parts are added in their order: the bits of a row are then its
+    own in every call with it, however few or many queries, whatever chunk, batch, layout or pages.  They are not those
+    of calls without it.  All parts are in memory at once: 4 v_head_dim + 8 bytes for each row and leaf.
 
     `q_offset` says where queries sit that attend to a cache: at this position and those behind it, at one for each
     sequence (int32 [batch], read on the device), or with "end" so that the last one sits beside the last key.  A spec's
@@ -128,12 +132,12 @@ def attention(
         refused: dict[str, object] = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out, **dict(of_eight)}
         refused |= {"page_table": page_table, "page_layout": page_layout}
         options: dict[str, object] = {"scale": scale, "dropout": dropout, "seed": seed, "deterministic": deterministic}
-        options |= {"q_offset": q_offset, "kv_splits": kv_splits}
+        options |= {"q_offset": q_offset, "kv_splits": kv_splits, "invariant": invariant}
         return _nested(q, k, v, variant, return_lse, refused, {**options, **named})
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
-    if kv_splits is not None:
-        named = splits.joined(named, kv_splits)
+    if kv_splits is not None or invariant is not False:
+        named = splits.joined(named, kv_splits, invariant)
     scaled = q_descale is not None or k_descale is not None or v_descale is not None
     if scaled or accuracy is not None or out_dtype is not None:
         named = float8.joined(named, (q_descale, k_descale, v_descale, accuracy, out_dtype))
@@ -164,6 +168,7 @@ def attention_varlen(
     page_table: torch.Tensor | None = None,
     page_layout: str | None = None,
     kv_splits: int | None = None,
+    invariant: bool = False,
     out: torch.Tensor | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -174,8 +179,8 @@ def attention_varlen(
     given): int32 [sequences + 1], read on the device.  No sequence is longer than `max_seqlen_q` and `max_seqlen_k`,
     whole numbers from above; it may have no row at all.  To a spec b is the sequence, q and k are positions in it, and
     q_len and kv_len its own; a dimension "kv" of a captured tensor is `max_seqlen_k`, and one "q" any that positions
-    reach.  What one sequence holds changes no other.  Everything else is as in `attention`, `q_offset` and `kv_splits`
-    too.
+    reach.  What one sequence holds changes no other.  Everything else is as in `attention`, `q_offset`, `kv_splits`
+    and `invariant` too.
 
     With a `page_table` and a `page_layout`, as `attention` has them, k and v are the pages of a cache, and `kv_lengths`
     (int32 [sequences]) says how many keys each sequence has there, in place of cu_seqlens_k: so one call serves
@@ -209,8 +214,8 @@ def attention_varlen(
         own[BOUNDS[1]] = max_seqlen_k
     if q_offset is not None:
         own[VARLEN[2]] = position(q_offset)
-    if kv_splits is not None:
-        own = splits.joined(own, kv_splits)
+    if kv_splits is not None or invariant is not False:
+        own = splits.joined(own, kv_splits, invariant)
     q = q.transpose(0, 1).unsqueeze(0)
     to = None if out is None else out.transpose(0, 1).unsqueeze(0)
     found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, {**named, **own}, to)

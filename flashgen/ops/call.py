@@ -15,7 +15,7 @@ from flashgen.lang.expr import Tensor as Declared
 from flashgen.lang.variant import Variant
 from flashgen.ops import float8, sequences
 from flashgen.ops.menus import gpu_menu
-from flashgen.ops.splits import SPLITS
+from flashgen.ops.splits import INVARIANT, SPLITS
 from flashgen.ops.tracing import watched
 from flashgen.ops.values import no_number, no_tensor
 from flashgen.planning import planner
@@ -78,6 +78,7 @@ class Request:
     dropout: Dropout | None
     sequences: sequences.Sequences | None = None
     kv_splits: int | None = None  # that divide its keys; None: flashgen chooses
+    invariant: bool = False  # keys are cut into leaves
     menu: planner.Menu | None = None
     eight: float8.Eight | None = None
 
@@ -97,8 +98,9 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
     variant, named = call.variant, call.named
     own = sequences.of_call(variant, named)
     kv_splits, of_eight = named.get(SPLITS), float8.of_call(named)
-    if own or of_eight or kv_splits is not None:
-        apart = {*own, *of_eight, SPLITS}
+    invariant = INVARIANT in named
+    if own or of_eight or invariant or kv_splits is not None:
+        apart = {*own, *of_eight, SPLITS, INVARIANT}
         named = {name: x for name, x in named.items() if name not in apart}
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor)
@@ -123,6 +125,7 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
         dropout=call.dropout,
         sequences=found,
         kv_splits=kv_splits,
+        invariant=invariant,
         eight=eight,
     )
     if q.is_cuda:  # refuses head dims and pins that no kernel takes

@@ -209,7 +209,13 @@ class _Record:
 
 def _divided(ask: Callable[[Keys], planner.Menu], request: Request, sms: int) -> Divided:
     """The plan of a request, of the menu that `ask` gives for the keys that a block visits."""
-    return divide(ask, request.problem, sms, kv_splits=request.kv_splits, params=request.params, layout=request.layout)
+    return divide(
+        *(ask, request.problem, sms),
+        kv_splits=request.kv_splits,
+        params=request.params,
+        layout=request.layout,
+        invariant=request.invariant,
+    )
 
 
 def strides_of(x: torch.Tensor) -> tuple[int, int, int]:

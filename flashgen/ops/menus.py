@@ -45,6 +45,10 @@ def gpu_menu(
     menu = planner.menu_of(request)
     serving = planner.pipeline_of(menu.plans[0])
     for reason, nearest in _limits(serving, request.layout, q, k, v):
+        if request.keys.invariant:  # another pipeline has other bits
+            raise LaunchError(
+                f"{reason}, and invariant=True has the bits of pipeline {serving.NAME}\n  nearest: {nearest}"
+            )
         others = planner.others(serving, request)
         able = next((other for other in others if not _limits(other, request.layout, q, k, v)), None)
         if able is None:

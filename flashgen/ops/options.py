@@ -90,7 +90,7 @@ _KINDS = {
         _WHOLE,
     ),
     **{name: _integer(row) for name, row in INTEGERS.items()},
-    **dict.fromkeys(("dropout", "packed", "backward", "deterministic"), _FLAG),
+    **dict.fromkeys(("dropout", "packed", "invariant", "backward", "deterministic"), _FLAG),
     **dict.fromkeys(("dtype", "out_dtype"), _Kind("a name or a torch.dtype", _dtype, lambda value: "bfloat16")),
     **dict.fromkeys(("k_dtype", "v_dtype"), _Kind("a name or a torch.dtype", _dtype, lambda value: "float8_e4m3fn")),
     "accuracy": _Kind("a name", _of(str), lambda value: DEFAULT),

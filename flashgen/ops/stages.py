@@ -13,7 +13,7 @@ from flashgen.ops.options import apart, option, plan_of, variant_of
 from flashgen.planning import division, paging, planner
 from flashgen.planning.arch import find, newest, of_device
 from flashgen.planning.layout import Layout
-from flashgen.planning.members import ALL_KEYS, SplitKeys
+from flashgen.planning.members import ALL_KEYS, Keys, Leaves, SplitKeys
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
@@ -44,6 +44,7 @@ def plan(
     dropout: bool = False,
     packed: bool = False,
     kv_splits: int | None = None,
+    invariant: bool = False,
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
@@ -64,7 +65,8 @@ def plan(
     (of keys, in shared memory), `q_stages` (of queries: 1 or 2, on Hopper) and `pipeline` fix what the planner would
     choose; `packed` asks for tiles that hold all heads which share keys, as problems with few queries get them.  With
     `kv_splits` above 1 the kernel whose keys so many blocks divide, with 1 one that visits all: of a problem flashgen
-    chooses unless it is given, and a plan holds the choice, not the number.  With `backward` the kernels of its
+    chooses unless it is given, and a plan holds the choice, not the number; with `invariant` the kernel whose keys are
+    cut into leaves.  With `backward` the kernels of its
     gradients, those of the captured tensors in `gradients` too, and with `deterministic` in one order of sums.
     `layout` says how sequences lie ("dense", "padded", "varlen" ...), and `q_lengths` and `kv_lengths` how long each is
     where they have lengths of their own, which are then the problem; pages have `page_size` rows, 16 unless given.
@@ -88,7 +90,7 @@ def plan(
     kind: str = default_dtype(variant) if dtype is None else option("dtype", dtype)
     integers, constants = apart({"stages": stages, "q_stages": q_stages, **constants})
     splits = option("kv_splits", kv_splits)
-    division.check_splits(splits)
+    leaves: bool = option("invariant", invariant)
     bound = variant.bind(**constants)
     request = KernelRequest.of(
         *(bound, where, kind, width, option("v_head_dim", v_head_dim)),
@@ -99,7 +101,7 @@ def plan(
         backward=option("backward", backward),
         deterministic=option("deterministic", deterministic),
         gradients=option("gradients", gradients),
-        keys=SplitKeys() if splits is not None and splits > 1 else ALL_KEYS,
+        keys=keys_of(splits, leaves),
         layout=lies,
         k_dtype=option("k_dtype", k_dtype),
         v_dtype=option("v_dtype", v_dtype),
@@ -124,7 +126,7 @@ def plan(
         dtype=kind,
     )
     sms = sm_count(where)
-    if backward or splits is not None:
+    if backward or leaves or splits is not None:
         return planner.choose(menu, problem, sms)
     params = bound.values({}, complete=False)
     found = division.divide(
@@ -135,6 +137,15 @@ def plan(
         layout=request.layout,
     )
     return found.plan
+
+
+def keys_of(splits: int | None, invariant: bool) -> Keys:
+    """The keys that a block of a kernel visits; PlanError for what is no number of blocks."""
+    division.check_splits(splits)
+    division.check_together(splits, invariant)
+    if invariant:
+        return Leaves()
+    return SplitKeys() if splits is not None and splits > 1 else ALL_KEYS
 
 
 def _of_lengths(

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
 from flashgen.ops.options import apart, option, variant_of
-from flashgen.ops.stages import default_arch, default_dtype, default_head_dim
-from flashgen.planning import division, planner
-from flashgen.planning.members import ALL_KEYS, SplitKeys
+from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, keys_of
+from flashgen.planning import planner
 from flashgen.planning.request import KernelRequest
 
 if TYPE_CHECKING:
@@ -50,6 +49,7 @@ def supports(
     dropout: bool = False,
     packed: bool = False,
     kv_splits: int | None = None,
+    invariant: bool = False,
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
@@ -83,12 +83,19 @@ def supports(
         "dtype": default_dtype(variant),
         "head_dim": default_head_dim(variant),
         **dict.fromkeys(("v_head_dim", "pipeline", "tile", "kv_splits", *_OF_8_BITS, *integers)),
-        **{"dropout": False, "packed": False, "backward": False, "deterministic": False, "gradients": ()},
+        **{
+            "dropout": False,
+            "packed": False,
+            "invariant": False,
+            "backward": False,
+            "deterministic": False,
+            "gradients": (),
+        },
     }
     given = {
         **{"arch": arch, "dtype": dtype, "head_dim": head_dim, "v_head_dim": v_head_dim, "pipeline": pipeline},
         **{"tile": tile, **integers, "dropout": dropout, "packed": packed, "kv_splits": kv_splits},
-        **{"backward": backward, "deterministic": deterministic},
+        **{"invariant": invariant, "backward": backward, "deterministic": deterministic},
         "gradients": gradients,
         **dict(zip(_OF_8_BITS, (k_dtype, v_dtype, out_dtype, accuracy), strict=True)),
     }
@@ -120,10 +127,9 @@ def supports(
 
 def _refusal(variant: Variant, asked: dict[str, Any]) -> PlanError | None:
     options = dict(asked)
-    splits = options.pop("kv_splits")
+    splits, invariant = options.pop("kv_splits"), options.pop("invariant")
     try:
-        division.check_splits(splits)
-        keys = SplitKeys() if splits is not None and splits > 1 else ALL_KEYS
+        keys = keys_of(splits, invariant)
         planner.menu_of(KernelRequest.of(variant, keys=keys, **options))
     except PlanError as error:
         return error

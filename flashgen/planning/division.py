@@ -19,7 +19,7 @@ from flashgen.planning import planner, split_keys
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.float8 import FLOAT8
 from flashgen.planning.layout import DENSE, Layout
-from flashgen.planning.members import ALL_KEYS, Keys, SplitKeys
+from flashgen.planning.members import ALL_KEYS, Keys, Leaves, SplitKeys
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.planner import Menu
 from flashgen.planning.problem import Problem
@@ -65,6 +65,15 @@ def check_splits(given: object) -> None:
         )
 
 
+def check_together(kv_splits: object, invariant: bool) -> None:
+    """Raise PlanError for a number of blocks beside leaves."""
+    if invariant and kv_splits is not None:
+        raise PlanError(
+            f"kv_splits={shown(kv_splits)} beside invariant=True: keys are cut at multiples of {Leaves().keys}, and"
+            " each leaf is a part\n  nearest: invariant=True alone"
+        )
+
+
 def asks(q_len: int, kv_len: int) -> bool:
     """Whether splitting is a question where nobody says so."""
     return 0 < q_len <= MOST_QUERIES and kv_len >= LEAST_KEYS
@@ -84,13 +93,17 @@ def divide(
     kv_splits: int | None = None,
     params: Mapping[str, int | float],
     layout: Layout = DENSE,
+    invariant: bool = False,
 ) -> Divided:
     """The plan for a problem on so many SMs, of the menu that `ask` gives for blocks that visit all keys or a part.
 
-    `kv_splits` is what a call says, None where it leaves that open.  Raises PlanError where keys cannot be split and a
-    call says so.
+    `kv_splits` is what a call says, None where it leaves that open; `invariant` asks for leaves.  Raises PlanError
+    where keys cannot be split and a call says so.
     """
     check_splits(kv_splits)
+    check_together(kv_splits, invariant)
+    if invariant:
+        return _in_leaves(ask, problem, sms, Leaves())
     if kv_splits is None and (problem.dtype in FLOAT8 or not asks(problem.q_len, problem.kv_len)):
         return _whole(ask, problem, sms, "")
     if kv_splits == 1:
@@ -102,6 +115,18 @@ def divide(
         return Divided(menu=menu, plan=plan, splits=kv_splits, why="as asked")
     splits, why = number(plan, problem, steps(plan, problem, params, layout), sms)
     return Divided(menu=menu, plan=plan, splits=splits, why=why) if splits > 1 else _whole(ask, problem, sms, why)
+
+
+def _in_leaves(ask: Callable[[Keys], Menu], problem: Problem, sms: int, keys: Leaves) -> Divided:
+    menu = ask(keys)
+    plan, leaves = planner.choose(menu, problem, sms), keys.number(problem.kv_len)
+    tiles, rows = _tiles(plan, problem), split_keys.rows(plan, problem)
+    if max(tiles * leaves, rows) > MAX_PLACES:
+        raise PlanError(
+            f"invariant=True of {tiles} tiles of queries, {rows} rows and {leaves} leaves of {keys.keys} keys: kernels"
+            " count rows, and tiles times leaves, below 2^31\n  nearest: fewer queries a call, which have the same bits"
+        )
+    return Divided(menu=menu, plan=plan, splits=leaves, why=f"a part for each leaf of {keys.keys} keys, as asked")
 
 
 def _check_places(plan: KernelPlan, problem: Problem, kv_splits: int) -> None:

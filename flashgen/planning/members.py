@@ -19,6 +19,12 @@ class AllKeys:
 
     name: ClassVar[str] = "all"
     split: ClassVar[bool] = False
+    turns: ClassVar[bool] = False
+    invariant: ClassVar[bool] = False
+
+    def unfit(self, tile_kv: int) -> str | None:
+        """Why tiles of so many keys are not visited, or None."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +34,39 @@ class SplitKeys:
 
     name: ClassVar[str] = "split"
     split: ClassVar[bool] = True
+    turns: ClassVar[bool] = True
+    invariant: ClassVar[bool] = False
+
+    def unfit(self, tile_kv: int) -> str | None:
+        """Why tiles of so many keys are not visited, or None."""
+        return None
 
 
-Keys = AllKeys | SplitKeys
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaves:
+    """Those of one leaf: `keys` of them from an absolute multiple of that number on.  A part is that of a leaf, and the
+    second kernel adds leaves in their order: what a row becomes depends on the row alone, in every kind of call.
+
+    Parts go through memory, those of a prompt too, which can afford no smaller leaves; larger ones leave SMs idle where
+    one sequence is decoded.
+    """
+
+    name: ClassVar[str] = "leaves"
+    split: ClassVar[bool] = True
+    turns: ClassVar[bool] = False
+    invariant: ClassVar[bool] = True
+    keys: int = 512
+
+    def number(self, kv_len: int) -> int:
+        """Leaves of so many keys."""
+        return max(1, -(-kv_len // self.keys))
+
+    def unfit(self, tile_kv: int) -> str | None:
+        """Why tiles of so many keys are not visited, or None."""
+        return f"its keys divide no leaf of {self.keys}, at whose ends rows are cut" if self.keys % tile_kv else None
+
+
+Keys = AllKeys | SplitKeys | Leaves
 
 #: What kernels do unless asked.
 ALL_KEYS = AllKeys()

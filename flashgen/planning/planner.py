@@ -362,9 +362,9 @@ def _fitting(pipeline: Pipeline[Any], request: KernelRequest) -> tuple[list[Kern
     plans: list[KernelPlan] = []
     rejected: dict[_Key, str] = {}
     for c in pipeline.candidates(request.fixed):
-        if request.keys.split and request.fixed.tile is None and c.tile.q > min(PIPELINES[pipeline.NAME].QUERIES):
+        if request.keys.turns and request.fixed.tile is None and c.tile.q > min(PIPELINES[pipeline.NAME].QUERIES):
             continue  # queries are few
-        reason = pipeline.does_not_fit_reason(c, request)
+        reason = request.keys.unfit(c.tile.kv) or pipeline.does_not_fit_reason(c, request)
         if reason is None:
             plans.append(pipeline.plan(c, request))
         else:  # of the forms of one candidate the first needs least

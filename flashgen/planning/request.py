@@ -105,7 +105,9 @@ class KernelRequest:
         asked: Forward | Backward
         float8 = float8_of(dtype, k_dtype, v_dtype, out_dtype, accuracy)
         if backward:
-            _only_of("forward", "backward", {"packed": packed, "kv_splits": keys.split}, fixed)
+            _only_of(
+                "forward", "backward", {"packed": packed, "kv_splits": keys.turns, "invariant": keys.invariant}, fixed
+            )
             if float8 is not None:
                 raise PlanError(
                     "no backward in 8 bits: P and dS of e4m3 have too few bits for sums of gradients\n"
@@ -212,7 +214,9 @@ class KernelRequest:
         for option in fields(self.asked):
             default: dict[str, Any] = {option.name: option.default}
             if getattr(self.asked, option.name) != option.default:
-                said = "kv_splits=1" if option.name == "keys" else f"{option.name}={option.default}"
+                said = f"{option.name}={option.default}"
+                if option.name == "keys":
+                    said = "invariant=False" if self.keys.invariant else "kv_splits=1"
                 found[said] = replace(self, asked=replace(self.asked, **default))
         if self.layout.own:
             found["sequences that fill their tensors and begin at position 0"] = replace(self, layout=DENSE)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashgen.planning.plan import Part
+from flashgen.analysis import counts
+from flashgen.analysis.facts import analyse
+from flashgen.planning.members import Leaves
+from flashgen.planning.plan import Part, Tile
 
 if TYPE_CHECKING:
+    from flashgen.analysis.tiles import Case
     from flashgen.planning.plan import KernelPlan
     from flashgen.planning.problem import Problem
 
@@ -31,6 +35,14 @@ def rows(plan: KernelPlan, problem: Problem, q_rows: int | None = None) -> int:
     if plan.layout.joined:
         return problem.heads * (problem.batch * problem.q_len if q_rows is None else q_rows)
     return problem.batch * problem.heads * problem.q_len
+
+
+def rows_of_parts(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> int:
+    """Queries of tiles of queries, over the parts of these that visit any key; of sequences of one length."""
+    facts, tile = analyse(plan.variant), Tile(q=plan.tile_queries(problem.group), kv=plan.tile.kv)
+    if isinstance(plan.keys, Leaves):
+        return counts.count_leaves(facts, case, tile, plan.keys.keys // tile.kv)
+    return counts.count_parts(facts, case, tile, splits)
 
 
 def workspaces(plan: KernelPlan, problem: Problem, splits: int, q_rows: int | None = None) -> tuple[Part, ...]:

@@ -351,6 +351,11 @@ def predict(
             f"a backward's traffic is predicted for sequences of one length, and the plan's layout is"
             f" {plan.layout.name}\n  nearest: the forward, or layout dense"
         )
+    if plan.layout.own and plan.keys.invariant:
+        raise PlanError(
+            "what leaves move is predicted for sequences of one length, and the plan's layout is"
+            f" {plan.layout.name}\n  nearest: invariant=False, or layout dense"
+        )
     if plan.pass_name == "backward":
         costs = _backward_costs(plan, problem, case, dlse)
     else:
@@ -386,9 +391,7 @@ def _costs(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> dict[
     visits = _moved(problem, tiles, captured + read_again)
     parts = None
     if plan.keys.split and not problem.empty:
-        tile = Tile(q=plan.tile_queries(problem.group), kv=plan.tile.kv)
-        rows = counts.count_parts(analysis.analyse(plan.variant), case, tile, splits)
-        parts = rows, split_keys.rows(plan, problem) * splits
+        parts = split_keys.rows_of_parts(plan, problem, case, splits), split_keys.rows(plan, problem) * splits
     compulsory, standard = _compulsory(problem, captured), _standard(problem, captured)
     found = _costs_of(plan, problem, case, tiles, visits, parts, of_summaries, compulsory)
     workspaces = (*split_keys.workspaces(plan, problem, splits), *summaries.workspaces(plan, problem))

@@ -21,6 +21,7 @@ from flashgen.lang.evaluate import check_positions, evaluate
 from flashgen.lang.stored import rounded
 from flashgen.planning import split_keys
 from flashgen.planning.float8 import CODE_BIAS, E4M3, WORDS_BY_BITS
+from flashgen.planning.members import Leaves
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import ITEMSIZE, STORED_BYTES
 from flashgen.runtime import philox
@@ -234,9 +235,9 @@ class _Rows:
         self.acc = self.acc * decay[..., None] + by_rows(self._rounded(p, dtype), v)
         self.m = m
 
-    def combine(self, parts: list[_Rows]) -> None:
+    def combine(self, parts: list[_Rows], leaves: bool) -> None:
         """Parts of the same rows, in their order; this has seen nothing.  They are multiplied by what follows the
-        highest maximum so far of groups of them."""
+        highest maximum so far of groups of them; of `leaves` those are left out of which a row sees nothing."""
         for first in range(0, len(parts), split_keys.GROUP):
             group = parts[first : first + split_keys.GROUP]
             sees = [~(part.l <= 0) for part in group]
@@ -247,7 +248,8 @@ class _Rows:
             for seen, part in zip(sees, group, strict=True):
                 weight = np.where(seen, np.exp(part.m - m), 0).astype(m.dtype)
                 self.l = self.l + weight * part.l
-                self.acc = self.acc + weight[..., None] * part.acc
+                acc = self.acc + weight[..., None] * part.acc
+                self.acc = np.where(seen[..., None], acc, self.acc) if leaves else acc
 
     def _by_bits(self, s: np.ndarray, base: np.ndarray) -> np.ndarray:
         """P in e4m3, part of it made of the scores' bits."""
@@ -472,22 +474,27 @@ class _Walk(Tiles):
         if not self.plan.keys.split:
             return parts[0]
         combined = _Rows(self.q[*at, rows].astype(self.precision, copy=False), columns, self.plan)
-        combined.combine(parts)
+        combined.combine(parts, self.plan.keys.invariant)
         return combined
 
     def _of_blocks(
         self, at: tuple[slice, slice, slice], rows: slice, schedule: list[tuple[int, int]]
     ) -> list[list[tuple[int, int]]]:
-        """The KV tiles of each block that works on a Q tile; where keys are split, of those that visit any."""
+        """The KV tiles of each block that works on a Q tile; where keys are split, of those that visit any, and where
+        they are in leaves, of each leaf."""
         q = self.q[*at, rows]
         walks, kv_tiles = math.prod(q.shape[:3]) // self.pack, -(-self.kv_len // self.tile.kv)
         self.traffic.total += walks * kv_tiles
         self.traffic.empty += walks * (kv_tiles - len(schedule))
         if not self.plan.keys.split:
             return [schedule]
-        parts = [schedule[i :: self.splits] for i in range(min(self.splits, len(schedule)))]
+        if isinstance(self.plan.keys, Leaves):
+            leaf = self.plan.keys.keys // self.tile.kv
+            parts = [[step for step in schedule if step[0] // leaf == i] for i in range(self.splits)]
+        else:
+            parts = [schedule[i :: self.splits] for i in range(min(self.splits, len(schedule)))]
         lines = math.prod(q.shape[:4])
-        self.traffic.parts += lines * (len(parts) * self.v.shape[-1] * split_keys.PART_ITEM)
+        self.traffic.parts += lines * (sum(map(bool, parts)) * self.v.shape[-1] * split_keys.PART_ITEM)
         self.traffic.parts += lines * (self.splits * split_keys.PART_ROW)
         return parts
 
