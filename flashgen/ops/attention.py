@@ -260,7 +260,8 @@ def _attend(
     if isinstance(q, torch.Tensor) and q.dtype in float8.DTYPES:
         if out is not None:
             raise LaunchError("out is not there in 8 bits\n  nearest: out.copy_(flashgen.attention(...))")
-        return _eight_bits(q, k, v, Call(with_given_sink(variant, named), scale, named, None), return_lse, dropout)
+        attend = _untraced if compiling else _eight_bits
+        return attend(q, k, v, Call(with_given_sink(variant, named), scale, named, None), return_lse, dropout)
     if compiling or any_autocast():
         q, k, v = autocast(q, k, v)
     under_transform = not compiling and transformed()
@@ -304,13 +305,17 @@ def _eight_bits(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool, dropout: float
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """A call on tensors of 8 bits, which no graph and no gradient sees."""
-    if torch.compiler.is_compiling() or transformed() or traced(q, k, v):
+    if transformed() or traced(q, k, v):
         raise LaunchError(float8.UNTRACED)
     if torch.is_grad_enabled() and any_requires_grad(q, k, v, *call.named.values()):
         raise LaunchError(float8.UNTRACED)
     if dropout != 0:
         raise LaunchError("dropout is not there in 8 bits\n  nearest: dropout=0.0, or tensors of 16 bits")
     return run(q, k, v, call, return_lse)
+
+
+#: The same where torch.compile traces: its graph breaks there.
+_untraced = torch.compiler.disable(_eight_bits)
 
 
 def _given(variant: Variant) -> dict[str, object]:
