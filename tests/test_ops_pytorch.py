@@ -264,3 +264,16 @@ def test_calls_leave_memory_resizable():
     given = [*tensors(), rows()]
     fg.attention(*given[:3], learned, table=given[3])
     assert all(x.untyped_storage().resizable() for x in given)
+
+
+def test_a_graph_breaks_at_a_call_of_8_bits():
+    """And what it computes around that call stays."""
+    full, one = fg.variant(), torch.ones(1)
+    q, k, v = (torch.randn(1, 2, n, 64).to(torch.float8_e4m3fn) for n in (5, 9, 9))
+
+    def call(factor):
+        o = fg.attention(q, k, v, full, q_descale=one, k_descale=one, v_descale=one)
+        return o * factor
+
+    two = torch.tensor(2.0)
+    assert torch.equal(torch.compile(call, backend="eager")(two), call(two))

@@ -276,11 +276,8 @@ def _attend(
         variant, named = variant.bare, {**_given(variant), **named}
     compiling = torch.compiler.is_compiling()
     if isinstance(q, torch.Tensor) and q.dtype in float8.DTYPES:
-        if deterministic is not False and (wrong := no_flag("deterministic", deterministic)):
-            raise LaunchError(wrong)
-        _refuse_of_8_bits(q, k, v, variant, named, dropout, out)
-        drawn(dropout, seed, q)  # refuses a seed that is none
-        return run(q, k, v, Call(with_given_sink(variant, named), scale, named), return_lse)
+        attend = _untraced if compiling else _eight_bits
+        return attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named, out)
     if compiling or any_autocast():
         q, k, v = autocast(q, k, v)
     under_transform = not compiling and transformed()
@@ -320,19 +317,25 @@ def _into(
     return run(q, k, v, call, return_lse, out)
 
 
-def _refuse_of_8_bits(
+def _eight_bits(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     variant: Variant,
-    named: Mapping[str, object],
+    scale: float | None,
+    return_lse: bool,
     dropout: float,
+    seed: int | None,
+    deterministic: bool,
+    named: dict[str, Any],
     out: torch.Tensor | None,
-) -> None:
-    """Raise LaunchError for what no call on tensors of 8 bits may ask for."""
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A call on tensors of 8 bits, which no graph and no gradient sees; LaunchError for what none may ask for."""
+    if deterministic is not False and (wrong := no_flag("deterministic", deterministic)):
+        raise LaunchError(wrong)
     if sharded(q, k, v):
         raise LaunchError(float8.SHARDED)
-    if torch.compiler.is_compiling() or transformed() or traced(q, k, v):
+    if transformed() or traced(q, k, v):
         raise LaunchError(float8.IN_GRAPHS)
     if out is not None:
         raise LaunchError(float8.INTO)
@@ -342,6 +345,12 @@ def _refuse_of_8_bits(
         raise LaunchError(float8.WITH_GRADIENTS)
     if dropout != 0:
         raise LaunchError(float8.WITH_DROPOUT)
+    drawn(dropout, seed, q)  # refuses a seed that is none
+    return run(q, k, v, Call(with_given_sink(variant, named), scale, named), return_lse)
+
+
+#: The same where torch.compile traces: its graph breaks there.
+_untraced = torch.compiler.disable(_eight_bits)
 
 
 def _given(variant: Variant) -> dict[str, object]:

@@ -30,7 +30,7 @@ WITH_GRADIENTS = (
     f" gradients\n  nearest: torch.no_grad(), or {_IN_16_BITS}"
 )
 IN_GRAPHS = (
-    "graphs (torch.compile, torch.export, make_fx) and transforms of torch.func do not hold attention in 8 bits\n"
+    "graphs (torch.export, make_fx) and transforms of torch.func do not hold attention in 8 bits\n"
     f"  nearest: the call outside of them, as under torch.compiler.disable, or {_IN_16_BITS}"
 )
 SHARDED = (
