@@ -130,7 +130,7 @@ def resolve(
             f"--layout {which.layout}: this command makes tensors of dense sequences alone\n"
             f"  nearest: flashgen plan, emit or compile with --layout {which.layout}"
         )
-    if which.split_keys:
+    if data and which.split_keys:
         raise PlanError(
             "--split-keys is of a kernel alone, and a problem has a number of blocks\n  nearest: --kv-splits 4, or none"
         )
@@ -170,8 +170,8 @@ def resolve(
         sms = sm_count(arch)
     told = None if lengths is None else lengths.page_size
     page_size = paging.rows_of_pages(asked.layout.name, asked.layout.paged, told)
-    if which.backward:
-        menu = planner.menu_of(asked)
+    if which.backward or which.split_keys:
+        menu = paging.menu_of_pages(asked, page_size)
         found = division.Divided(menu=menu, plan=planner.choose(menu, problem, sms))
     else:
         found = division.divide(
