@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from cli import flashgen
 
+import flashgen as fg
 from flashgen.lang.load import load_spec
 from flashgen.planning.planner import menu
 from flashgen.runtime import kernel
@@ -174,3 +175,15 @@ def test_a_cache_that_cannot_be_used_is_one_message(tmp_path, monkeypatch):
     assert "CacheWarning: flashgen cannot write its kernel cache" in ran.err
     assert "cache.py" not in ran.err and "_warn" not in ran.err
     assert "index hit         none: there is no cache that can be written" in ran.out
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_emit_of_split_keys_in_pages(arch):
+    """A kernel for any number of blocks, which the banner's command makes again."""
+    kind = ("--arch", arch, "--layout", "paged_varlen", "--split-keys")
+    text = flashgen("emit", "causal", *kind).out
+    assert "attention_combine" in text and "page_table" in text
+    assert text == fg.emit(fg.plan("causal", arch=arch, layout="paged_varlen", kv_splits=2))
+    made_by = " ".join(re.search(r"^// made by +((?:.*\n)(?://          .*\n)*)", text, re.MULTILINE)[1].split())
+    assert "--layout paged_varlen --split-keys" in made_by
+    flashgen("plan", "causal", *kind, code=2)

@@ -88,8 +88,8 @@ def test_lengths_of_their_own(pipeline, layout):
     check(split_pages("causal", pipeline, 16, q_offset=first, layout=layout, **SHAPE), 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("splits", thinned([1, 9, 40], kept=(9,), sibling="test_numbers_of_blocks"))
+@pytest.mark.nightly(sibling="test_lengths_of_their_own")
+@pytest.mark.parametrize("splits", [1, 9, 40])
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_numbers_of_blocks(pipeline, splits):
     check(split_pages("full", pipeline, 48, layout=Varlen(), **SHAPE), splits)

@@ -130,7 +130,7 @@ def resolve(
             f"--layout {which.layout}: this command makes tensors of dense sequences alone\n"
             f"  nearest: flashgen plan, emit or compile with --layout {which.layout}"
         )
-    if which.split_keys and data:
+    if data and which.split_keys:
         raise PlanError(
             "--split-keys is of a kernel alone, and a problem has a number of blocks\n  nearest: --kv-splits 4, or none"
         )
@@ -171,7 +171,7 @@ def resolve(
     told = None if lengths is None else lengths.page_size
     page_size = paging.rows_of_pages(asked.layout.name, asked.layout.paged, told)
     if which.backward or which.split_keys:
-        menu = planner.menu_of(asked)
+        menu = paging.menu_of_pages(asked, page_size)
         found = division.Divided(menu=menu, plan=planner.choose(menu, problem, sms))
     else:
         found = division.divide(
