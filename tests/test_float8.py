@@ -64,7 +64,7 @@ def test_blocks_are_powers_of_two(length, blocks, block):
 
 
 # ---------------------------------------------------------------- the kernel
-AT_NIGHT = pytest.mark.nightly("test_kernels_are_right")
+AT_NIGHT = pytest.mark.nightly(sibling="test_kernels_are_right")
 
 #: V with a mean over many keys: where one level of sums is too short.
 LONG = {"mean": 1.0, "heads": 1, "kv_heads": 1, "q_len": 20, "kv_len": 1200, "tile": (128, 128)}
