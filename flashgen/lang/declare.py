@@ -20,7 +20,7 @@ RESERVED = frozenset(
     | {"q_descale", "k_descale", "v_descale", "k_dtype", "v_dtype", "out_dtype", "accuracy"}
     | {"batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim"}
     | {"seqlen", "kv_seqlen", "v_head_dim", "dtype", "arch", "pipeline", "tile", "stages", "backward", "gradients"}
-    | {"packed", "q_stages", "kv_splits"}
+    | {"packed", "q_stages", "kv_splits", "invariant"}
 )
 
 #: The largest size of a captured tensor's dimension.
