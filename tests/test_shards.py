@@ -171,7 +171,7 @@ def test_kernels_count_heads_over_all(pipeline):
     assert (o(own, Dropout(p=0.5, seed=3)) - whole).abs().max() > 0.1
 
 
-@pytest.mark.nightly("test_parts_are_those_of_the_whole")
+@pytest.mark.nightly(sibling="test_parts_are_those_of_the_whole")
 @pytest.mark.parametrize("dim", [0, 1])
 def test_two_processes_equal_one(tmp_path, dim):
     command = [sys.executable, sharded.__file__]
