@@ -153,9 +153,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", thinned(list(WRONG), list(WRONG)[:4], sibling="test_what_is_wrong_is_seen on the first four")
-)
+@pytest.mark.parametrize("name", thinned(list(WRONG), list(WRONG)[:4], sibling="test_what_is_wrong_is_seen"))
 def test_what_is_wrong_is_seen(name):
     edit, shape = WRONG[name]
     w = eight("full", **shape)
@@ -185,9 +183,7 @@ def plan_of(spec, head_dim, **options):
     return menu_of(spec, head_dim, **options).plans[0]
 
 
-@pytest.mark.parametrize(
-    ("spec", "head_dim", "accuracy"), thinned(EVERY, GATED, sibling="test_no_kernel_spills on three of them")
-)
+@pytest.mark.parametrize(("spec", "head_dim", "accuracy"), thinned(EVERY, GATED, sibling="test_no_kernel_spills"))
 def test_no_kernel_spills(spec, head_dim, accuracy):
     """Nor is wgmma put one after another, of which compile() raises."""
     try:
