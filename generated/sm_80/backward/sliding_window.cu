@@ -260,7 +260,8 @@ attention_backward_prepare(const __grid_constant__ Params p) {
     }
   }
   float4* dq_sum = (float4*)(p.dq_sum + tile_of_block() * (TILE_Q * QK_COLUMNS));
-  for (int i = threadIdx.x; i < TILE_Q * QK_COLUMNS / 4; i += ROW_THREADS) dq_sum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int i = threadIdx.x; i < TILE_Q * QK_COLUMNS / 4; i += ROW_THREADS)
+    dq_sum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
 // ---------------------------------------------------------------- after the products: dq = scale * dq_sum

@@ -460,8 +460,8 @@ attention_backward_prepare(const __grid_constant__ Params p) {
   if (counter <= p.kv_heads * p.batch) p.progress[counter] = counter < p.clear_distance ? slices_of_head(p) : 0;
   if (blockIdx.x / p.q_tiles / (p.heads / p.kv_heads) >= p.clear_distance) return;
   float4* dq_sum = (float4*)(p.dq_sum + tile_of_block() * (TILE_Q * DQ_SUM_COLUMNS));
-  for (int i = threadIdx.x; i < TILE_Q * DQ_SUM_COLUMNS / 4; i += ROW_THREADS) dq_sum[i] = make_float4(0.f, 0.f, 0.f,
-      0.f);
+  for (int i = threadIdx.x; i < TILE_Q * DQ_SUM_COLUMNS / 4; i += ROW_THREADS)
+    dq_sum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
 // ---------------------------------------------------------------- dq, after the products
@@ -574,6 +574,7 @@ struct Loader {
     coming = next_step(coming, shared.keys, p);
     return {now.head, now.tile, 0, now.masked, !is_left(coming, shared.keys)};
   }
+
   DEVICE void load_k(const Keys& keys) {
     u64& full = shared.k_full;
     mbarrier_arrive_expect_tx(full, sizeof(KTile));

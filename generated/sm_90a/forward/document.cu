@@ -874,15 +874,15 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < V_COLUMNS / 2; i++) o[i] = 0.f;
 #pragma unroll 1
-      while (!last) {
-        S s;
-        issue_products(s);
-        const Step step = shared.step[k_ring.stage()];
-        last = step.last;
-        find_limits();
-        await_scores(s);
-        if (step.masked) apply_mask(s, work_at(work_ring), step.tile);
-        to_probabilities(s);
+        while (!last) {
+          S s;
+          issue_products(s);
+          const Step step = shared.step[k_ring.stage()];
+          last = step.last;
+          find_limits();
+          await_scores(s);
+          if (step.masked) apply_mask(s, work_at(work_ring), step.tile);
+          to_probabilities(s);
           if (moved) rescale();
           accumulate();
         }

@@ -755,13 +755,13 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < V_COLUMNS / 2; i++) o[i] = 0.f;
 #pragma unroll 1
-      for (int tile = (p.kv_len - 1) / TILE_KV - 1; tile >= 0; tile--) {
-        S s;
-        issue_products(s);
-        find_limits();
-        await_scores(s);
-        apply_score(s, work_at(work_ring), tile);
-        to_probabilities(s);
+        for (int tile = (p.kv_len - 1) / TILE_KV - 1; tile >= 0; tile--) {
+          S s;
+          issue_products(s);
+          find_limits();
+          await_scores(s);
+          apply_score(s, work_at(work_ring), tile);
+          to_probabilities(s);
           if (moved) rescale();
           accumulate();
         }
