@@ -29,7 +29,19 @@ COMMON = {"errors", "resources", "files", "jsonfile"}
 
 #: A call of attention() goes up through these, each of which imports those before it.
 CALL = ("values", "tracing", "memory", "sinks", "dropout", "menus", "float8", "pages", "sequences", "splits", "call")
-CALL += ("out", "records", "forward", "backward", "library", "mapped", "autograd", "shards", "nested", "attention")
+CALL += (
+    "out",
+    "records",
+    "forward",
+    "backward",
+    "library",
+    "mapped",
+    "autograd",
+    "shards",
+    "nested",
+    "untraced",
+    "attention",
+)
 
 #: What a function may import when it runs, because it is slow to import and most processes never need it.  A command
 #: imports any stage so: `flashgen --help` and completion are quick.
@@ -42,6 +54,7 @@ LAZY = {
     "flashgen.ops.sites",  # torch._dynamo
     "flashgen.frontends.eager",  # and so does this
     "flashgen.ops.shards",  # torch.distributed, and so does this
+    "flashgen.ops.untraced",  # torch._dynamo
     *("transformers", "flashgen.integrations.transformers"),
 }
 
@@ -163,7 +176,7 @@ def test_functions_import_only_what_is_slow_to_import():
 
 def test_ops_import_nothing_inside_a_function_but_what_is_slow_to_import():
     assert {name for path in modules(PACKAGE / "ops") for _, name in late(path)} == {
-        *("flashgen.ops.sites", "flashgen.ops.shards")
+        *("flashgen.ops.sites", "flashgen.ops.shards", "flashgen.ops.untraced")
     }
 
 

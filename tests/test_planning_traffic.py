@@ -103,7 +103,7 @@ def counted(plan, problem, case):
                     if cls != tiles.EMPTY:
                         n["read"] += len(k) * (problem.head_dim + problem.v_head_dim) * item
                         n["elements"] += len(q) * len(k)
-                n["written"] += len(q) * (problem.v_head_dim * item + 4)
+                n["written"] += len(q) * (problem.v_head_dim * problem.o_itemsize + 4)
     return n
 
 

@@ -23,6 +23,9 @@ RESERVED = frozenset(
     | {"packed", "q_stages", "kv_splits", "invariant"}
 )
 
+#: Names of plan()'s options alone, which no constant may have; captured tensors and parameters may.
+OF_PLANS = frozenset({"layout", "page_size"})
+
 #: The largest size of a captured tensor's dimension.
 MAX_SIZE = 2**31 - 1
 
@@ -134,7 +137,7 @@ def _scalar(
     dtype: object,
     doc: str,
 ) -> Expr:
-    _check_name(name)
+    _check_name(name, RESERVED | OF_PLANS if kind is Constant else RESERVED)
     _check_doc(name, doc)
     given = [value for value in (default, low, high) if value is not None]
     for value in given:
@@ -199,14 +202,14 @@ def _check_order(name: str, low: float | None, high: float | None) -> None:
         raise refused(f"{name!r}: min={low} is above max={high}")
 
 
-def _check_name(name: object) -> None:
+def _check_name(name: object, taken: frozenset[str] = RESERVED) -> None:
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise refused(f"{name!r} is not a Python name: it is passed as a keyword at the call")
     if not name.isascii():
         raise refused(f"the name {name!r} is not ASCII, and CUDA takes no other: write it in a-z, 0-9 and _")
     if name.startswith("_"):
         raise refused(f"the name {name!r} starts with an underscore: choose {name.lstrip('_') or 'another'!r}")
-    if name in RESERVED:
+    if name in taken:
         raise refused(f"the name {name!r} belongs to the call or to the language: choose another")
 
 

@@ -276,8 +276,12 @@ def _attend(
         variant, named = variant.bare, {**_given(variant), **named}
     compiling = torch.compiler.is_compiling()
     if isinstance(q, torch.Tensor) and q.dtype in float8.DTYPES:
-        attend = _untraced if compiling else _eight_bits
-        return attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named, out)
+        given = (q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named, out)
+        if not compiling:
+            return _eight_bits(*given)
+        from flashgen.ops import untraced
+
+        return untraced.run(_eight_bits, *given)
     if compiling or any_autocast():
         q, k, v = autocast(q, k, v)
     under_transform = not compiling and transformed()
@@ -347,10 +351,6 @@ def _eight_bits(
         raise LaunchError(float8.WITH_DROPOUT)
     drawn(dropout, seed, q)  # refuses a seed that is none
     return run(q, k, v, Call(with_given_sink(variant, named), scale, named), return_lse)
-
-
-#: The same where torch.compile traces: its graph breaks there.
-_untraced = torch.compiler.disable(_eight_bits)
 
 
 def _given(variant: Variant) -> dict[str, object]:
