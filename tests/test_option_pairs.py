@@ -38,7 +38,7 @@ KEPT = [("hopper", False, "causal", 128, "bfloat16"), ("ampere", True, "alibi", 
 @cache
 def pairs(pipeline: str, backward: bool, spec: str) -> list[dict[str, object]]:
     """No option, each alone, and each two together."""
-    of = planner.pipelines("backward" if backward else "forward")[pipeline]
+    of = (planner.BACKWARDS if backward else planner.PIPELINES)[pipeline]
     offered: dict[str, tuple[object, ...]] = dict(BACKWARD if backward else FORWARD)
     if of.NAME not in planner.PACKINGS:
         offered.pop("packed", None)
