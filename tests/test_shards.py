@@ -195,7 +195,7 @@ def test_what_is_refused():
     refused([HEADS, BATCHES, BATCHES], "q, k and v are sharded alike", "k.redistribute(")
     refused([HEADS] * 3, "no seed", "seed=...", dropout=0.1)
     for at in (HEADS, BATCHES):
-        refused([at] * 3, "page_table is given beside DTensors", page_table=torch.zeros(3, 2, dtype=torch.int32))
+        refused([at] * 3, "page_table is a tensor beside DTensors", page_table=torch.zeros(3, 2, dtype=torch.int32))
     one = (1, 4, 8, 8), (1, 1, 8, 8), (1, 1, 8, 8)
     refused([HEADS] * 3, "4 heads over 1 key heads", "heads stay with the key head that they share", q=one)
     groups = (1, 6, 8, 8), (1, 3, 8, 8), (1, 3, 8, 8)
