@@ -127,12 +127,12 @@ def test_counts_equal_a_loop_over_tiles(name, problem, tile, seed):
         assert found == {key: n[key] for key in found}
 
     q, k, v, o = (
-        problem.batch * heads * length * dim * problem.itemsize
-        for heads, length, dim in (
-            (problem.heads, problem.q_len, problem.head_dim),
-            (problem.kv_heads, problem.kv_len, problem.head_dim),
-            (problem.kv_heads, problem.kv_len, problem.v_head_dim),
-            (problem.heads, problem.q_len, problem.v_head_dim),
+        problem.batch * heads * length * dim * item
+        for heads, length, dim, item in (
+            (problem.heads, problem.q_len, problem.head_dim, problem.itemsize),
+            (problem.kv_heads, problem.kv_len, problem.head_dim, problem.itemsize),
+            (problem.kv_heads, problem.kv_len, problem.v_head_dim, problem.itemsize),
+            (problem.heads, problem.q_len, problem.v_head_dim, problem.o_itemsize),
         )
     )
     rows = problem.batch * problem.heads * problem.q_len
