@@ -147,7 +147,6 @@ def checked_again(
     for declared in variant.tensors if tensors else ():
         _check_captured(variant, declared, captured[declared.name], problem, q.device, None)
     scale = abs(factor(call.scale, problem.head_dim))
-    eight = float8.checked(float8.of_call(named), q, k, v, problem, read=sequences.watched())
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rows(name, tensor)
     return replace(
@@ -158,7 +157,6 @@ def checked_again(
         tensors=captured,
         dropout=call.dropout,
         kv_splits=named.get(SPLITS),
-        eight=eight,
     )
 
 

@@ -107,7 +107,7 @@ def request_of(
         return checked_again(known, q, k, v, call, calls.tensors)
     request = checked(q, k, v, call)
     if kind is not None:
-        remember(calls.requests, kind, replace(request, tensors={}, eight=None))  # whoever owns them may free them
+        remember(calls.requests, kind, replace(request, tensors={}))  # whoever owns them may free them
     return request
 
 
