@@ -18,7 +18,7 @@ from flashgen.resources import folder
 #: each definition wraps an instruction of PTX, with the types that they take.
 WRAPPERS = (
     *("types", "index", "cp_async", "ldmatrix", "st_shared", "mma", "red"),
-    *("mbarrier", "tma", "setmaxnreg", "named_barrier", "wgmma"),
+    *("mbarrier", "tma", "setmaxnreg", "named_barrier", "griddepcontrol", "wgmma"),
 )
 LIBRARY = (
     *("math", "swizzle", "softmax", "progress", "exact", "philox"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +16,7 @@ from flashgen.interpreter.block import Block, Cluster
 from flashgen.interpreter.counters import Report
 from flashgen.interpreter.errors import BadLaunch, WrongTarget
 from flashgen.interpreter.memory import BASE as GLOBALS_BASE
-from flashgen.interpreter.memory import GLOBALS_BYTES, Memory
+from flashgen.interpreter.memory import GLOBALS_BYTES, Early, Memory
 from flashgen.interpreter.parser import Entry, Source, Variable, parse
 from flashgen.interpreter.scheduler import check_progress, run_cluster
 from flashgen.interpreter.shared import BASE as SHARED_BASE
@@ -57,6 +59,8 @@ class Launch:
     leaving: tuple[Callable[[Block, int], None], ...]
     in_order: bool = False
     accumulator_bits: int | None = ACCUMULATOR_BITS
+    early: bool = False
+    alone: bool = True  # the kernel before has ended
     steps: int = 0
     constants: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
 
@@ -72,6 +76,20 @@ class Launch:
     def clusters(self) -> Dim:
         x, y, z = (g // c for g, c in zip(self.grid, self.cluster, strict=True))
         return x, y, z
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One of the kernels that run on a stream: its entry, grid, block, dynamic shared memory and parameters; an `early`
+    one starts before the one before it has ended."""
+
+    entry: str
+    grid: int | Sequence[int]
+    block: int | Sequence[int]
+    smem_bytes: int
+    params: bytes | Sequence[bytes]
+    cluster: int | Sequence[int] = 1
+    early: bool = False
 
 
 class Module:
@@ -128,37 +146,33 @@ class Module:
 
         Raises BadLaunch for what a driver would refuse, StepLimit, and a Trap for what the kernel does wrong.
         """
-        start = time.perf_counter()
-        program = self.program(entry)
-        launch = self._prepare(program, _dim(grid), _dim(block), _dim(cluster), smem_bytes, params, memory)
-        launch.rng = None if seed is None else np.random.default_rng(seed)
-        launch.step_limit, launch.check, launch.resident, launch.in_order = step_limit, check, resident, in_order
-        launch.accumulator_bits = accumulator_bits
-        launch.registers = registers or min(255, _REGISTER_FILE // (32 * launch.warps) // 8 * 8)
+        kernel = Kernel(entry=entry, grid=grid, block=block, smem_bytes=smem_bytes, params=params, cluster=cluster)
+        options = {"seed": seed, "step_limit": step_limit, "check": check, "resident": resident}
+        options |= {"registers": registers, "in_order": in_order, "accumulator_bits": accumulator_bits}
+        return self.launch_all([kernel], memory, **options)[0]
+
+    def launch_all(self, kernels: Sequence[Kernel], memory: Memory, **options: Any) -> list[Report]:
+        """Run kernels in their order on one stream, with the options of `launch`.
+
+        One that starts `early` runs as far as it can without its griddepcontrol.wait before the one before it runs: what
+        it would read too early, and any write, is a Trap.  The first one stands behind kernels that are not known, which
+        may write anything.
+        """
         memory.place([(v.name, at, v.data or bytes(v.size)) for v, at in _globals(self.source)])
+        running = [_Running(self._prepare(kernel, memory), **options) for kernel in kernels]
         try:
             with np.errstate(all="ignore"):
-                _run(launch)
+                running[0].start(known=False)
+                for one, behind in itertools.zip_longest(running, running[1:]):
+                    one.account.behind = behind and behind.start(known=True)
+                    one.finish()
         finally:
             memory.take_back()
-        report = launch.report
-        report.traffic, report.touched, report.steps = memory.traffic, memory.touched, launch.steps
-        for code, count in zip(program.blocks, launch.executed, strict=True):
-            for instruction in code.instructions:
-                report.instructions[instruction.opcode] += count
-        report.seconds = time.perf_counter() - start
-        return report
+        return [one.report() for one in running]
 
-    def _prepare(
-        self,
-        program: Program,
-        grid: Dim,
-        block: Dim,
-        cluster: Dim,
-        smem_bytes: int,
-        params: bytes | Sequence[bytes],
-        memory: Memory,
-    ) -> Launch:
+    def _prepare(self, kernel: Kernel, memory: Memory) -> Launch:
+        program, params, smem_bytes = self.program(kernel.entry), kernel.params, kernel.smem_bytes
+        grid, block, cluster = _dim(kernel.grid), _dim(kernel.block), _dim(kernel.cluster)
         entry = program.entry
         threads = block[0] * block[1] * block[2]
         limit = int(np.prod(entry.limits.get("maxntid", (_MAX_THREADS,))))
@@ -186,11 +200,66 @@ class Module:
             report=Report(),
             executed=[0] * len(program.blocks),
             leaving=ops.LEAVING,
+            early=kernel.early,
+            alone=not kernel.early,
         )
 
 
-def _run(launch: Launch) -> None:
-    """Keep `resident` clusters in flight until the grid is done."""
+class _Running:
+    """A kernel in execution, which may stop once: where it waits for the one before it."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        seed: int | None = None,
+        step_limit: int = STEP_LIMIT,
+        check: bool = True,
+        resident: int = 4,
+        registers: int | None = None,
+        in_order: bool = False,
+        accumulator_bits: int | None = ACCUMULATOR_BITS,
+    ) -> None:
+        launch.rng = None if seed is None else np.random.default_rng(seed)
+        launch.step_limit, launch.check, launch.resident, launch.in_order = step_limit, check, resident, in_order
+        launch.accumulator_bits = accumulator_bits
+        launch.registers = registers or min(255, _REGISTER_FILE // (32 * launch.warps) // 8 * 8)
+        self.launch, self.account, self.seconds = launch, launch.memory.new_account(), 0.0
+        self.parts = _run(launch)
+
+    def start(self, *, known: bool) -> Early | None:
+        """What it does before it waits, if it starts early; the kernel before is `known` not to write what it must not."""
+        if self.launch.alone:
+            return None
+        self.account.early = early = Early(self.launch.memory.data.size, known=known)
+        self._go_on()
+        self.account.early = None
+        self.launch.alone = True
+        return early
+
+    def finish(self) -> None:
+        """The rest: the kernel before has ended."""
+        self._go_on()
+
+    def _go_on(self) -> None:
+        start = time.perf_counter()
+        self.launch.memory.account = self.account
+        next(self.parts, None)
+        self.seconds += time.perf_counter() - start
+
+    def report(self) -> Report:
+        """What it did, once it has ended."""
+        launch, report = self.launch, self.launch.report
+        report.traffic, report.touched, report.steps = self.account.traffic, self.account.touched, launch.steps
+        for code, count in zip(launch.program.blocks, launch.executed, strict=True):
+            for instruction in code.instructions:
+                report.instructions[instruction.opcode] += count
+        report.seconds = self.seconds
+        return report
+
+
+def _run(launch: Launch) -> Iterator[None]:
+    """Keep `resident` clusters in flight until the grid is done; stops once where all wait for the kernel before."""
     count = int(np.prod(launch.clusters))
     order = np.arange(count)
     if launch.rng is not None and not launch.in_order:
@@ -207,8 +276,13 @@ def _run(launch: Launch) -> None:
                 run_cluster(cluster, 64 if launch.rng is None else int(launch.rng.integers(1, 64)))
                 if cluster.done:
                     slots[slot] = None
-        if any(slots):
-            check_progress([cluster for cluster in slots if cluster is not None])
+        running = [cluster for cluster in slots if cluster is not None]
+        if running and all(cluster.parked for cluster in running):
+            yield
+            for cluster in running:
+                cluster.events += 1
+        elif running:
+            check_progress(running)
 
 
 def _pack(entry: Entry, params: bytes | Sequence[bytes]) -> np.ndarray:

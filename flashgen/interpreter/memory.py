@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashgen.interpreter.errors import BadLaunch, Misaligned, OutOfBounds, Race, ReadOnly
+from flashgen.interpreter.errors import BadLaunch, Misaligned, NotComplete, OutOfBounds, Race, ReadOnly
 from flashgen.interpreter.registers import LANES, Mask
 
 #: Address of the first buffer: above 4 GiB, so that a pointer cut to 32 bits is out of bounds.
@@ -28,8 +28,46 @@ class Buffer:
     writable: bool
 
 
+class Early:
+    """What a kernel does before the kernel before it on the stream has ended, as accesses to global memory: it writes
+    nothing, and what it reads the other does not write any more; nothing at all behind kernels that are not known."""
+
+    def __init__(self, size: int, *, known: bool) -> None:
+        self.known = known
+        self.read = np.zeros(size, bool)
+
+    def check(self, active: np.ndarray, width: int, kind: str, write: bool, memory: Memory) -> None:
+        """An access by the kernel that has not waited."""
+        at = memory.describe(int(active[0]))
+        if write:
+            raise NotComplete(f"global {kind} into {at} before griddepcontrol.wait: the kernel before may still use it")
+        if not self.known:
+            raise NotComplete(f"global {kind} of {at} before griddepcontrol.wait: the kernel before may still write it")
+        for shift in range(width):
+            self.read[active + shift] = True
+
+    def check_before(self, active: np.ndarray, width: int, kind: str, memory: Memory) -> None:
+        """A write by the kernel before."""
+        for shift in range(width):
+            read = self.read[active + shift]
+            if read.any():
+                at = memory.describe(int(active[int(read.argmax())]))
+                raise NotComplete(f"global {kind} into {at}: the kernel behind has read it before griddepcontrol.wait")
+
+
+@dataclass(slots=True)
+class Account:
+    """What one kernel did: bytes by buffer and kind, addresses of buffers that are tracked, who wrote a byte."""
+
+    traffic: Counter[tuple[str, str]]
+    touched: dict[str, np.ndarray]
+    writer: np.ndarray
+    early: Early | None = None  # what it does before it has waited
+    behind: Early | None = None  # what the kernel behind has done so far
+
+
 class Memory:
-    """Buffers of one launch.  `add` returns the device address; writable arrays are updated when the launch ends."""
+    """Buffers of launches.  `add` returns the device address; writable arrays are updated when the launches end."""
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
@@ -37,11 +75,14 @@ class Memory:
         self.next = BASE + GLOBALS_BYTES
         self.data = np.zeros(0, np.uint8)
         self.owner = np.zeros(0, np.int16)
-        self.writer = np.zeros(0, np.int32)
         self.views: dict[int, np.ndarray] = {}
-        self.traffic: Counter[tuple[str, str]] = Counter()
-        self.touched: dict[str, np.ndarray] = {}
         self.track: frozenset[str] = frozenset()
+        self.account = self.new_account()
+
+    def new_account(self) -> Account:
+        """That of a kernel which has done nothing."""
+        touched = {name: np.zeros(0, np.int64) for name in self.track}
+        return Account(Counter(), touched, np.zeros(self.data.size, np.int32))
 
     def add(self, name: str, array: np.ndarray, *, writable: bool = False) -> int:
         """Place a C-contiguous array.  Raises BadLaunch for a name used twice or another memory order."""
@@ -55,15 +96,12 @@ class Memory:
         return address
 
     def place(self, variables: list[tuple[str, int, bytes]]) -> None:
-        """Copy the arrays, and a module's variables (name, address, bytes), into one arena: the start of a launch."""
+        """Copy the arrays, and a module's variables (name, address, bytes), into one arena: the start of launches."""
         size = -(-(self.next - BASE) // 16) * 16
         self.data = np.zeros(size, np.uint8)
         self.owner = np.full(size, -1, np.int16)
-        self.writer = np.zeros(size, np.int32)
         self.views = {1: self.data, **{n: self.data.view(f"u{n}") for n in (2, 4, 8)}}
         self.rows16 = self.data.view(np.uint32).reshape(-1, 4)
-        self.traffic = Counter()
-        self.touched = {name: np.zeros(0, np.int64) for name in self.track}
         self.named = [
             *self.buffers,
             *(
@@ -78,7 +116,7 @@ class Memory:
             self.owner[at : at + raw.size] = n
 
     def take_back(self) -> None:
-        """Copy the arena back into the writable arrays, at the end of a launch."""
+        """Copy the arena back into the writable arrays, at the end of launches."""
         for buffer in self.buffers:
             if buffer.writable and buffer.array.nbytes:
                 at = buffer.address - BASE
@@ -129,25 +167,30 @@ class Memory:
         else:
             for n in np.unique(owner):
                 self._count(int(n), kind, active[owner == n], width, write)
+        if self.account.early is not None:
+            self.account.early.check(active, width, kind, write, self)
+        if write and self.account.behind is not None:
+            self.account.behind.check_before(active, width, kind, self)
 
     def _count(self, n: int, kind: str, active: np.ndarray, width: int, write: bool) -> None:
         buffer = self.named[n]
         if write and not buffer.writable:
             raise ReadOnly(f"global {kind} into {buffer.name}, which the kernel may only read")
-        self.traffic[buffer.name, kind] += active.size * width
+        self.account.traffic[buffer.name, kind] += active.size * width
         if buffer.name in self.track:
             at = np.unique((active + BASE - buffer.address) // width * width)
-            self.touched[buffer.name] = np.union1d(self.touched[buffer.name], at)
+            self.account.touched[buffer.name] = np.union1d(self.account.touched[buffer.name], at)
 
     def own(self, offsets: np.ndarray, width: int, block: int) -> None:
         """Block number `block` writes (not atomically): no other block may write the same bytes in this launch."""
+        writer = self.account.writer
         for shift in range(0, width, 2 if width > 1 else 1):
-            before = self.writer[offsets + shift]
+            before = writer[offsets + shift]
             clash = (before != 0) & (before != block + 1)
             if clash.any():
                 at = int(clash.argmax())
                 raise Race(f"blocks {int(before[at]) - 1} and {block} both write {self.describe(int(offsets[at]))}")
-            self.writer[offsets + shift] = block + 1
+            writer[offsets + shift] = block + 1
 
     def describe(self, offset: int) -> str:
         """Where an arena offset lies, in words."""

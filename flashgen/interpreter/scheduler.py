@@ -38,6 +38,8 @@ def run_cluster(cluster: Cluster, quantum: int) -> None:
                 break
         else:
             if not cluster.in_flight:
+                if cluster.parked:  # until the kernel before has ended
+                    return
                 if cluster.wake():  # they look again when other clusters have had their turn
                     return
                 _stuck(cluster)

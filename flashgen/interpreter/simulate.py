@@ -13,7 +13,7 @@ from flashgen.codegen import emit
 from flashgen.errors import LaunchError
 from flashgen.interpreter.counters import Report
 from flashgen.interpreter.errors import NotCleared
-from flashgen.interpreter.machine import STEP_LIMIT, Module, load
+from flashgen.interpreter.machine import STEP_LIMIT, Kernel, Module, load
 from flashgen.interpreter.memory import Memory
 from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
 from flashgen.interpreter.tensormap import BFLOAT16, FLOAT16, SWIZZLE_SPAN, UINT8, TensorMap
@@ -122,22 +122,27 @@ def execute(
     plan, layout = launch.plan, launch.plan.backward
     in_order = layout is not None and (layout.dq_in_main_kernel or (plan.deterministic and layout.adds_dq))
     kernel = module(source if source is not None else emit(plan), plan.arch)
-    return {
-        grid.entry: kernel.launch(
-            grid.entry,
-            grid.blocks,
-            grid.threads,
-            grid.smem_bytes,
-            arguments(launch, grid, addresses),
-            memory,
-            seed=seed,
-            check=check,
-            step_limit=step_limit,
-            in_order=in_order,
-            accumulator_bits=accumulator_bits,
+    kernels = [
+        Kernel(
+            entry=grid.entry,
+            grid=grid.blocks,
+            block=grid.threads,
+            smem_bytes=grid.smem_bytes,
+            params=arguments(launch, grid, addresses),
+            early=grid.early,
         )
         for grid in launch.grids
-    }
+    ]
+    reports = kernel.launch_all(
+        kernels,
+        memory,
+        seed=seed,
+        check=check,
+        step_limit=step_limit,
+        in_order=in_order,
+        accumulator_bits=accumulator_bits,
+    )
+    return {grid.entry: report for grid, report in zip(launch.grids, reports, strict=True)}
 
 
 def arguments(launch: Launch, grid: LaunchGrid, addresses: Mapping[str, int]) -> list[bytes]:

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flashgen.errors import PlanError
+from flashgen.planning.members import IN_TURN, Launches, Overlapping
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -53,6 +54,7 @@ class Arch:
     special_per_clock: int = 16
     smem_per_clock: int = 128
     smem_reserved: int = KIB
+    launches: Launches = IN_TURN
 
     @property
     def pipelines(self) -> tuple[str, ...]:
@@ -142,6 +144,7 @@ _TABLE = (
         hbm_bytes_per_s=4.8e12,
         l2_bytes_per_s=5.5e12,
         l2_bytes=60 * MIB,
+        launches=Overlapping(),
     ),
     _arch(
         name="sm_120",

@@ -72,6 +72,38 @@ Keys = AllKeys | SplitKeys | Leaves
 ALL_KEYS = AllKeys()
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Every kernel: when it starts, beside the one before it on its stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InTurn:
+    """It starts when the one before it has ended."""
+
+    template: ClassVar[str] = "launch_in_turn.cu.j2"
+    early: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return "in turn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlapping:
+    """Its blocks start while those of the one before leave, and wait for its end before they touch memory (programmatic
+    dependent launch); the one behind starts likewise."""
+
+    template: ClassVar[str] = "launch_overlapping.cu.j2"
+    early: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return "overlapping: each kernel of a call starts while the one before it on the stream ends, and waits for it"
+
+
+Launches = InTurn | Overlapping
+
+#: What kernels do where the architecture has no other way.
+IN_TURN = InTurn()
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Pipeline ampere, backward: whose keys a warp works on
 
 

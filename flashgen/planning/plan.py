@@ -11,6 +11,7 @@ from flashgen.planning.integers import Integers
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import (
     ALL_KEYS,
+    IN_TURN,
     LAGGING_P,
     ONE_LEVEL,
     P8,
@@ -25,6 +26,7 @@ from flashgen.planning.members import (
     KeysLeave,
     KeysStay,
     LaggingP,
+    Launches,
     Mask,
     MaskByElement,
     OByTma,
@@ -326,6 +328,7 @@ class KernelPlan(Integers):
     deterministic: bool = False  # the same bits in every run
     dropout: bool = False
     keys: Keys = ALL_KEYS  # that a block of a forward visits
+    launches: Launches = IN_TURN  # when its kernels start
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
     layout: Layout = DENSE  # of sequences in q, k, v and o
     float8: Float8 | None = None  # of tensors of 8 bits

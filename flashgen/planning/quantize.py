@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from flashgen.errors import PlanError
 from flashgen.planning.arch import find
+from flashgen.planning.members import Launches
 
 #: Elements of a thread: as float32 they and what works on them fit its registers without spills.
 ELEMENTS = 64
@@ -92,6 +93,7 @@ class QuantizePlan:
     centred: bool
     scale: OwnScale | SharedScale
     conversion: ByInstruction | ByBits
+    launches: Launches
 
     @property
     def threads(self) -> int:
@@ -116,7 +118,7 @@ def plan(arch: str, dtype: str, head_dim: int, *, block: int | None, rotated: bo
 
     Raises PlanError for a head_dim or a block that there is no kernel for.
     """
-    find(arch)
+    launches = find(arch).launches
     if head_dim not in HEAD_DIMS:
         nearest = min(HEAD_DIMS, key=lambda n: abs(n - head_dim))
         raise PlanError(
@@ -145,4 +147,5 @@ def plan(arch: str, dtype: str, head_dim: int, *, block: int | None, rotated: bo
         centred=centred,
         scale=OwnScale() if block == ROWS else SharedScale(),
         conversion=ByInstruction() if digits >= CONVERTS_SINCE else ByBits(),
+        launches=launches,
     )

@@ -124,13 +124,21 @@ class Launcher:
     """Starts one function, with its grid, block and arguments in place: call it with a stream.
 
     `arguments` are ctypes buffers and tensor maps, one per kernel parameter; the caller writes their contents and the
-    driver copies them during the call, so they may change between calls (not during one: hold a lock).
+    driver copies them during the call, so they may change between calls (not during one: hold a lock).  An `early` one
+    starts before the kernel before it on the stream has ended, and waits for that itself; a CUDA graph keeps that as a
+    programmatic edge.
     """
 
     __slots__ = ("_api", "_arguments", "_config", "_context", "_entry", "_given", "_start", "_stream", "_success")
 
     def __init__(
-        self, function: Function, *, blocks: int, threads: int, arguments: Sequence[ctypes.Array | TensorMap]
+        self,
+        function: Function,
+        *,
+        blocks: int,
+        threads: int,
+        arguments: Sequence[ctypes.Array | TensorMap],
+        early: bool = False,
     ) -> None:
         api = _api()
         if blocks > MAX_BLOCKS:
@@ -142,6 +150,9 @@ class Launcher:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = function.smem_bytes
         config.hStream = self._stream = 0
+        if early:
+            config.attrs = [_early()]
+            config.numAttrs = 1
         pointers = [a.pointer if isinstance(a, TensorMap) else ctypes.addressof(a) for a in arguments]
         array = (ctypes.c_void_p * len(pointers))(*pointers)
         self._api, self._config = api, config
@@ -243,6 +254,19 @@ def check_version(driver: int, compiler: str) -> None:
             " newer one):\n  pip uninstall -y nvidia-cuda-nvrtc &&"
             f" pip install 'nvidia-cuda-nvrtc-cu{has}' 'cuda-bindings<{has + 1}'"
         )
+
+
+@cache
+def _early() -> Any:
+    """The attribute of a launch whose kernel waits by itself (griddepcontrol.wait) for the one before it.
+
+    The driver reads it at each launch from memory that the launch's config owns: no call makes it anew.
+    """
+    api = _api()
+    attribute = api.CUlaunchAttribute()
+    attribute.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 @cache

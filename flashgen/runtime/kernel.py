@@ -89,6 +89,7 @@ class Record:
                 function,
                 blocks=grid.blocks,
                 threads=grid.threads,
+                early=grid.early,
                 arguments=[*(maps if launch.maps_of(grid) else ()), self._buffer],
             )
             for grid, function in zip(launch.grids, functions, strict=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -101,12 +101,14 @@ class TensorMapDesc:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchGrid:
-    """One kernel of a launch: its entry, its grid and block (one dimension each), its dynamic shared memory."""
+    """One kernel of a launch: its entry, its grid and block (one dimension each), its dynamic shared memory; whether it
+    starts before the one before it on the stream has ended, for which it then waits itself."""
 
     entry: str
     blocks: int
     threads: int
     smem_bytes: int
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +285,8 @@ def grids(
         found = _forward_grids(plan, problem, sms, rows, kv_splits)
     else:
         found = _backward_grids(plan, problem, sms, rows)
-    return tuple(grid for grid in (_summaries_grid(plan, problem, sms), *found) if grid.blocks)
+    all_of_them = (_summaries_grid(plan, problem, sms), *found)
+    return tuple(replace(grid, early=plan.launches.early) for grid in all_of_them if grid.blocks)
 
 
 def _summaries_grid(plan: KernelPlan, problem: Problem, sms: int) -> LaunchGrid:

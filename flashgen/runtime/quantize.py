@@ -52,6 +52,6 @@ def functions(plan: QuantizePlan, device: int) -> tuple[driver.Function, ...]:
 def launch(plan: QuantizePlan, sizes: Sizes, packed: bytes, *, device: int, stream: int) -> None:
     """Start its kernels on a stream."""
     buffer = ctypes.create_string_buffer(packed, len(packed))
+    size = {"blocks": sizes.grid(plan), "threads": plan.threads, "early": plan.launches.early}
     for function in functions(plan, device):
-        blocks = sizes.grid(plan)
-        driver.Launcher(function, blocks=blocks, threads=plan.threads, arguments=[buffer])(stream)
+        driver.Launcher(function, arguments=[buffer], **size)(stream)

@@ -13,6 +13,7 @@ from flashgen.interpreter.ops import (
     cp_async,
     fences,
     floats,
+    griddepcontrol,
     integers,
     loads,
     matrix,
@@ -34,6 +35,7 @@ TABLE: dict[str, Callable[..., Any]] = {
         cp_async,
         fences,
         floats,
+        griddepcontrol,
         integers,
         loads,
         matrix,
@@ -49,11 +51,17 @@ TABLE: dict[str, Callable[..., Any]] = {
 #: Opcode prefixes after which a warp may have to wait: they end a basic block.
 SUSPENDING: tuple[tuple[str, ...], ...] = tuple(
     tuple(prefix.split("."))
-    for prefix in (*barriers.SUSPENDING, *mbarrier.SUSPENDING, *moves.SUSPENDING, *setmaxnreg.SUSPENDING)
+    for prefix in (
+        *barriers.SUSPENDING,
+        *griddepcontrol.SUSPENDING,
+        *mbarrier.SUSPENDING,
+        *moves.SUSPENDING,
+        *setmaxnreg.SUSPENDING,
+    )
 )
 
 #: Called with (block, warp) when a warp has left the kernel.
-LEAVING = (cp_async.leaving, bulk.leaving, wgmma.leaving, barriers.leaving)
+LEAVING = (cp_async.leaving, bulk.leaving, wgmma.leaving, barriers.leaving, griddepcontrol.leaving)
 
 
 def find_builder(item: Instruction) -> tuple[Callable[..., Any] | None, int]:

@@ -45,6 +45,7 @@ def make_plan(c: Candidate, request: KernelRequest, padded: tuple[int, int], **f
         tile=c.tile,
         dropout=request.dropout,
         keys=request.keys,
+        launches=request.arch.launches,
         deterministic=request.deterministic,
         gradients=request.gradients,
         layout=request.layout,
