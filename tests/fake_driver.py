@@ -15,6 +15,8 @@ class FakeDriver:
     CUfunction_attribute = real.CUfunction_attribute
     CUdevice_attribute = real.CUdevice_attribute
     CUstreamCaptureMode = real.CUstreamCaptureMode
+    CUlaunchAttribute = real.CUlaunchAttribute
+    CUlaunchAttributeID = real.CUlaunchAttributeID
 
     def __init__(self, *, cuda=13000, init=OK, parameter_bytes=0):
         self.cuda, self.init, self.parameter_bytes = cuda, init, parameter_bytes
@@ -34,7 +36,7 @@ class FakeDriver:
         return call
 
     def CUlaunchConfig(self):
-        return SimpleNamespace()
+        return SimpleNamespace(attrs=[], numAttrs=0)
 
     def cuInit(self, flags):
         return (self.init,)

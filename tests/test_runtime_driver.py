@@ -90,6 +90,22 @@ def test_launch_passes_grid_stream_and_bytes(fake, ready):
     assert first.context == []
 
 
+def test_an_early_launch_says_so_in_its_config(fake, ready):
+    """Once, when it is made; the driver's struct has the attribute at the place where its header has it."""
+    ready[0](0)
+    function = driver.load(b"cubin", "attention_forward", smem_bytes=0, device=1)
+    early = driver.Launcher(function, blocks=1, threads=128, arguments=[ctypes.create_string_buffer(8)], early=True)
+    for _ in range(2):
+        early(0)
+    plain, *launched = fake.launched
+    assert (plain.attrs, plain.numAttrs) == ([], 0)
+    for config in launched:
+        (attribute,) = config.attrs
+        assert config.numAttrs == 1 and attribute is launched[0].attrs[0]
+        assert attribute.id.name == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+        assert ctypes.c_int.from_address(int(attribute.getPtr()) + 8).value == 1
+
+
 @pytest.mark.parametrize("refusal", ["CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_HANDLE"])
 def test_a_thread_without_a_context_is_lent_one(fake, ready, refusal):
     fake.refusals["cuLaunchKernelEx"] = [getattr(fake.CUresult, refusal)]

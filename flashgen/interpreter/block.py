@@ -105,7 +105,9 @@ class Cluster:
     @property
     def parked(self) -> bool:
         """Whether nothing goes on here before the kernel before has ended."""
-        return not self.launch.alone and not self.in_flight and all(b.wait for block in self.blocks for b in block.bundles)
+        return (
+            not self.launch.alone and not self.in_flight and all(b.wait for block in self.blocks for b in block.bundles)
+        )
 
     @property
     def done(self) -> bool:

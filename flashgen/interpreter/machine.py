@@ -154,9 +154,9 @@ class Module:
     def launch_all(self, kernels: Sequence[Kernel], memory: Memory, **options: Any) -> list[Report]:
         """Run kernels in their order on one stream, with the options of `launch`.
 
-        One that starts `early` runs as far as it can without its griddepcontrol.wait before the one before it runs: what
-        it would read too early, and any write, is a Trap.  The first one stands behind kernels that are not known, which
-        may write anything.
+        One that starts `early` runs as far as it can without its griddepcontrol.wait before the one before it runs:
+        what it would read too early, and any write, is a Trap.  The first one stands behind kernels that are not known,
+        which may write anything.
         """
         memory.place([(v.name, at, v.data or bytes(v.size)) for v, at in _globals(self.source)])
         running = [_Running(self._prepare(kernel, memory), **options) for kernel in kernels]
@@ -228,7 +228,8 @@ class _Running:
         self.parts = _run(launch)
 
     def start(self, *, known: bool) -> Early | None:
-        """What it does before it waits, if it starts early; the kernel before is `known` not to write what it must not."""
+        """What it does before it waits, if it starts early; whether the kernel before is `known`, whose writes
+        are seen."""
         if self.launch.alone:
             return None
         self.account.early = early = Early(self.launch.memory.data.size, known=known)

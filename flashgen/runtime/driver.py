@@ -151,7 +151,7 @@ class Launcher:
         config.sharedMemBytes = function.smem_bytes
         config.hStream = self._stream = 0
         if early:
-            config.attrs = [_early()]
+            config.attrs = [_early(api)]
             config.numAttrs = 1
         pointers = [a.pointer if isinstance(a, TensorMap) else ctypes.addressof(a) for a in arguments]
         array = (ctypes.c_void_p * len(pointers))(*pointers)
@@ -257,12 +257,11 @@ def check_version(driver: int, compiler: str) -> None:
 
 
 @cache
-def _early() -> Any:
+def _early(api: Any) -> Any:
     """The attribute of a launch whose kernel waits by itself (griddepcontrol.wait) for the one before it.
 
-    The driver reads it at each launch from memory that the launch's config owns: no call makes it anew.
+    A config keeps a copy: no call makes it anew.
     """
-    api = _api()
     attribute = api.CUlaunchAttribute()
     attribute.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1

@@ -45,8 +45,8 @@ def launch_dependents(b: Build) -> Closure:
         block = V[0].block
         if block.launch.early and "waited" not in block.state:
             raise NotComplete(
-                "griddepcontrol.launch_dependents before griddepcontrol.wait: the kernel behind may then start while the"
-                " one before still writes what both read"
+                "griddepcontrol.launch_dependents before griddepcontrol.wait: the kernel behind may then start while"
+                " the one before still writes what both read"
             )
 
     return run
@@ -56,7 +56,7 @@ def leaving(block: Block, row: int) -> None:
     """Of a kernel that started early each block waits, so that its end is also the end of all kernels before."""
     if block.launch.early and "waited" not in block.state and not block.alive.any():
         raise NotComplete(
-            "the block ends without griddepcontrol.wait: the kernel behind would not wait for the kernels before this one"
+            "the block ends without griddepcontrol.wait: the kernel behind would not wait for those before this one"
         )
 
 

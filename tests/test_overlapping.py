@@ -1,0 +1,121 @@
+"""Kernels that start before the one before them on the stream has ended: which do, and that each waits where it must.
+
+The interpreter runs such a kernel as far as it goes without its wait before it runs the kernel before.  What a wrong
+place of griddepcontrol would do on a GPU, on some days, is then a trap on every day.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from ptx_attention import work
+from split import split_work
+from test_ptx_backward import Backward
+
+from flashgen.codegen import emit
+from flashgen.interpreter import errors
+from flashgen.lang.load import load_spec
+from flashgen.planning import planner, quantize
+from flashgen.planning.arch import ARCHS
+from flashgen.planning.members import InTurn, Overlapping
+from flashgen.runtime.launch import grids
+
+WAIT, LAUNCH = "  griddepcontrol_wait();\n", "  griddepcontrol_launch_dependents();\n"
+
+#: Small problems of one tile or two: what happens before the wait is the same in all blocks.
+FORWARD = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 40, "kv_len": 70}
+BACKWARD = {**FORWARD, "head_dim": 64}
+
+
+def within(entry, old, new):
+    """An edit of one kernel of a file."""
+
+    def change(text):
+        at = re.search(rf"^ *{entry}\(", text, re.MULTILINE).start()
+        assert old in text[at:]
+        return text[:at] + text[at:].replace(old, new, 1)
+
+    return change
+
+
+#: What is wrong with a kernel, and what the trap says.
+MUTATIONS = {
+    "no wait": (WAIT, "", "launch_dependents before griddepcontrol.wait"),
+    "neither": (WAIT + LAUNCH, "", "before griddepcontrol.wait"),
+    "the other order": (WAIT + LAUNCH, LAUNCH + WAIT, "launch_dependents before griddepcontrol.wait"),
+}
+
+
+def of(name):
+    """Parameters of a test: the edit of each mutation in the kernel of this name."""
+    return [
+        pytest.param(within(name, old, new), words, id=f"{name}, {what}")
+        for what, (old, new, words) in MUTATIONS.items()
+    ]
+
+
+# ---------------------------------------------------------------- which kernels do
+def test_kernels_of_hopper_overlap_and_no_others():
+    for name, arch in ARCHS.items():
+        expected = Overlapping() if name == "sm_90a" else InTurn()
+        for pipeline in arch.pipelines:
+            for pass_ in (planner.menu, planner.backward_menu):
+                plan = pass_(load_spec("causal"), name, "bfloat16", 64, pipeline=pipeline).plans[0]
+                assert plan.launches == expected
+                problem = work("causal", "ampere", **FORWARD).problem
+                assert {grid.early for grid in grids(plan, problem, 4)} == {expected.early}
+                assert ("griddepcontrol" in emit(plan)) == expected.early
+        plan = quantize.plan(name, "bfloat16", 64, block=None, rotated=True, centred=False)
+        assert plan.launches == expected
+
+
+def test_each_kernel_waits_and_lets_the_next_one_start():
+    """Of every file: no entry is without."""
+    for plan in (
+        work("document", "hopper", **FORWARD).plan,
+        split_work("causal", "hopper", **FORWARD).plan,
+        *(
+            planner.backward_menu(load_spec("alibi"), "sm_90a", "bfloat16", 64, **options).plans[0]
+            for options in ({"gradients": ("slopes",), "deterministic": True}, {"pipeline": "ampere"})
+        ),
+    ):
+        text = emit(plan)
+        entries = text.count('extern "C" __global__')
+        assert entries >= 1 and text.count(WAIT) == text.count(LAUNCH) == entries
+
+
+# ---------------------------------------------------------------- each wait is needed, and where it stands
+@pytest.mark.parametrize("edit, words", of("attention_forward"))
+def test_a_forward(edit, words):
+    with pytest.raises(errors.NotComplete, match=words):
+        work("causal", "hopper", **FORWARD).run(edit)
+
+
+@pytest.mark.parametrize("edit, words", [*of("attention_forward"), *of("attention_combine")])
+def test_a_combination(edit, words):
+    with pytest.raises(errors.NotComplete, match=words):
+        split_work("causal", "hopper", **FORWARD).run(edit, kv_splits=2)
+
+
+@pytest.mark.parametrize(
+    "edit, words",
+    [m for name in ("prepare", "finish") for m in of(f"attention_backward_{name}")] + of("attention_backward"),
+)
+def test_a_backward(edit, words):
+    b = Backward("causal", pipeline="hopper", **BACKWARD)
+    with pytest.raises(errors.NotComplete, match=words):
+        b.run(edit)
+
+
+def test_what_the_kernel_behind_reads_too_early():
+    """It is named where it is written, whatever values lie there before."""
+    edit = within("attention_combine", WAIT, "  if (p.part_rows[0].y == 0.5f) __trap();\n" + WAIT)
+    with pytest.raises(errors.NotComplete, match=r"into byte .* of part_rows .*: the kernel behind has read it"):
+        split_work("causal", "hopper", **FORWARD).run(edit, kv_splits=2)
+
+
+def test_nobody_writes_before_the_wait():
+    edit = within("attention_combine", WAIT, "  p.part_rows[0] = NO_PART;\n" + WAIT)
+    with pytest.raises(errors.NotComplete, match=r"st into byte .* of part_rows .* may still use it"):
+        split_work("causal", "hopper", **FORWARD).run(edit, kv_splits=2)
