@@ -248,8 +248,8 @@ class Program:
 
     @property
     def consumers(self) -> tuple[Role, ...]:
-        """The roles of all warpgroups but the first, which take registers from that."""
-        return tuple(role for role in self.roles if role.registers == self.consumer_registers)
+        """The roles of all warpgroups but the first, which may take registers from that."""
+        return tuple(role for role in self.roles if self.first_thread(role.name) >= WARPGROUP)
 
     @property
     def producer_registers(self) -> int | None:

@@ -153,7 +153,6 @@ TABLE: dict[str, Callable[[Build], Closure]] = {
     "prefetch": advice,
     "prefetchu": advice,
     "nanosleep": sleep,
-    "griddepcontrol": advice,
     "discard": advice,
     "applypriority": advice,
     "createpolicy": policy,
