@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 from flashgen.errors import PlanError
@@ -18,6 +18,9 @@ from flashgen.planning import records, visits
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.float8 import E4M3
 from flashgen.planning.integers import INTEGERS
+from flashgen.planning.menu import Measured as Measured
+from flashgen.planning.menu import Menu as Menu
+from flashgen.planning.menu import Rejected as Rejected
 from flashgen.planning.pipelines.ampere import backward as ampere_backward
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.hopper import backward as hopper_backward
@@ -27,7 +30,7 @@ from flashgen.planning.pipelines.protocol import ForwardPipeline, Packing, Pipel
 from flashgen.planning.pipelines.shared import total
 from flashgen.planning.plan import Fallback, KernelPlan, Tile
 from flashgen.planning.problem import Problem, check_dtype
-from flashgen.planning.records import Shape, Timed
+from flashgen.planning.records import Timed
 from flashgen.planning.request import Fixed, KernelRequest
 
 DTYPES = ("float16", "bfloat16", E4M3)
@@ -57,96 +60,6 @@ NEAR = 1.03
 VISIBLE = 0.005
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
-    """A candidate that is not in the menu, and why."""
-
-    tile: Tile
-    stages: int
-    warps: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.tile.q} x {self.tile.kv}, {self.stages} stages, {self.warps} warps: {self.reason}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """The record that a menu was taken from: `ms[i][j]` is what plan i of the menu took on shape j, and `least[j]` what
-    the fastest of all `candidates` took there."""
-
-    record: str
-    shapes: tuple[Shape, ...]
-    ms: tuple[tuple[float, ...], ...]
-    least: tuple[float, ...]
-    candidates: int
-
-    @property
-    def losses(self) -> tuple[float, ...]:
-        """By how much the menu's fastest plan is slower than the fastest candidate, on each shape: 0.01 is 1%."""
-        return tuple(
-            min(column) / least - 1 for column, least in zip(zip(*self.ms, strict=True), self.least, strict=True)
-        )
-
-    @property
-    def covers(self) -> str:
-        """How near the menu comes to the fastest candidate, for a person."""
-        within = f"within {max(self.losses):.2%} of the fastest of {self.candidates} candidates"
-        return f"{len(self.shapes)} shapes, each {within}"
-
-    def best(self, problem: Problem) -> int:
-        """The fastest plan on the measured shape that is most like the problem, by lengths and number of heads."""
-
-        q_len, kv_len = max(1, problem.q_len), max(1, problem.kv_len)
-        heads, log2 = max(1, problem.batch * problem.heads), math.log2
-        unlike = [
-            abs(log2(max(1, s.q_len) / q_len))
-            + abs(log2(max(1, s.kv_len) / kv_len))
-            + abs(log2(max(1, s.batch * s.heads) / heads))
-            for s in self.shapes
-        ]
-        j = unlike.index(min(unlike))
-        return min(range(len(self.ms)), key=lambda i: self.ms[i][j])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Menu:
-    """At most four plans for (variant, arch, dtype, head dims), the one for long sequences first.
-
-    `seconds_per_score[i][n - 1]` is the time in seconds that an SM needs for one score while n blocks of plans[i] share
-    it, times the share of scores that its tiles are expected to visit (`visits.share`).  Beside them stands `packed`,
-    for few queries of heads that share keys; None where there is no such form.
-    """
-
-    plans: tuple[KernelPlan, ...]
-    seconds_per_score: tuple[tuple[float, ...], ...]
-    rejected: tuple[Rejected, ...]
-    packed: KernelPlan | None = None
-    measured: Measured | None = None  # None: the order is predicted
-
-    @property
-    def forms(self) -> tuple[KernelPlan, ...]:
-        """Every plan that a call may pick."""
-        return self.plans if self.packed is None or self.packed in self.plans else (*self.plans, self.packed)
-
-    @property
-    def record(self) -> str | None:
-        """The record that decided, or None where the model did."""
-        return self.measured.record if self.measured else None
-
-    @property
-    def fallbacks(self) -> tuple[Fallback, ...]:
-        """The better pipelines of the architecture that do not serve what the menu is of; each plan has them."""
-        return self.plans[0].fallbacks
-
-    def instead_of(self, *fallbacks: Fallback) -> Menu:
-        """The same menu, of plans that stand in for these pipelines."""
-        if not fallbacks:
-            return self
-        plans = tuple(replace(plan, fallbacks=fallbacks) for plan in self.plans)
-        return replace(self, plans=plans, packed=self.packed and replace(self.packed, fallbacks=fallbacks))
-
-
 def menu(variant: Variant, arch: str, dtype: str, head_dim: int, v_head_dim: int | None = None, **options: Any) -> Menu:
     """`menu_of` a forward, with the options of `KernelRequest.of`."""
     return menu_of(KernelRequest.of(variant, arch, dtype, head_dim, v_head_dim, **options))
@@ -173,7 +86,7 @@ def menu_of(request: KernelRequest) -> Menu:
     found = _menu_of(pipeline, request)
     packed = _packed(pipeline, request, found)
     if not request.packed:
-        return replace(found, packed=packed).instead_of(*fallbacks)
+        return replace(found, packed=packed, small=_small(pipeline, request, found)).instead_of(*fallbacks)
     if packed is None:
         raise PlanError(_no_packing(pipeline, request))
     return replace(
@@ -234,10 +147,23 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     keys take the packed form.
     """
     plan = _of_single_heads(menu, problem, sms)
+    if menu.small is not None and not problem.empty:
+        times = [_predicted(one, problem, sms) for one in (menu.small, plan)]
+        plan = menu.small if times[0] < times[1] else plan
     if menu.packed is None or menu.packed.pack(problem.group) == 1 or problem.empty:
         return plan
     gain = PACKINGS[menu.packed.pipeline].packing_gain(menu.packed, plan, problem, sms)
     return menu.packed if gain >= PACKING_GAIN else plan
+
+
+@functools.lru_cache(maxsize=4096)
+def _pace(plan: KernelPlan) -> tuple[float, ...]:
+    """Seconds for each score, of a plan beside a menu."""
+    return pipeline_of(plan).seconds_per_score(plan, ARCHS[plan.arch])
+
+
+def _predicted(plan: KernelPlan, problem: Problem, sms: int) -> float:
+    return pipeline_of(plan).predicted_seconds(plan, _pace(plan), problem, sms)
 
 
 def _of_single_heads(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
@@ -327,6 +253,19 @@ def _packed(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> Ker
     if not few and tile is None and (fitting := forms(_fitting(pipeline, request)[0])):
         few = [timed.plan for timed in _select(pipeline, request, fitting)[0]]
     return packing.packed(few[0]) if few else None
+
+
+def _small(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> KernelPlan | None:
+    """A plan that adds up as the menu's do, with fewer queries in a tile than any of them: for problems that are short
+    of blocks.  None where a tile is fixed, and where the pipeline has no such tiles."""
+    if request.pass_name == "backward" or request.fixed.tile or request.fixed.integers():
+        return None
+    queries = forwards(request)[pipeline.NAME].SMALL_QUERIES
+    if queries is None or request.keys.split or request.layout.joined:
+        return None
+    plans = _fitting(pipeline, request.fixing(tile=Tile(q=queries, kv=found.plans[0].tile.kv)))[0]
+    alike = [plan for plan in plans if plan.order_of_sums == found.plans[0].order_of_sums]
+    return min(alike, key=lambda plan: _seconds(pipeline, plan, request), default=None)
 
 
 def _no_packing(pipeline: Pipeline[Any], request: KernelRequest) -> str:

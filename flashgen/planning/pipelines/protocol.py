@@ -105,6 +105,10 @@ class ForwardPipeline(Pipeline[C], Protocol[C]):
         """Queries of a tile, ascending."""
 
     @property
+    def SMALL_QUERIES(self) -> int | None:
+        """Those of a tile of problems that leave SMs without a block, fewer than any of QUERIES."""
+
+    @property
     def SHARES_SM(self) -> bool:
         """Whether several blocks may share an SM."""
 

@@ -48,6 +48,9 @@ INTEGERS = {"stages": Allowed(values=STAGES, rule="cp.async fills one stage whil
 #: Queries of a tile that are tried, and the step of keys at which a plan shows a sum that no longer fits: mma's depth.
 QUERIES, KEY_STEP = (32, 64, 128), 16
 
+#: Menus have small tiles of their own.
+SMALL_QUERIES = None
+
 #: Several blocks share an SM, and hide each other's waiting.
 SHARES_SM = True
 

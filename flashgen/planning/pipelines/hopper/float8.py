@@ -57,6 +57,9 @@ DEPTH, BOX = 32, 128
 KEYS: tuple[int, ...] = (128, 64, 32)
 TILE_RULE = f"tile_q is 128 or 192 (warpgroups of {ROWS} rows), tile_kv 32, 64 or 128 (which divide {LEAST_BLOCK})"
 KEY_STEP = DEPTH
+
+#: No tile has fewer queries than those of QUERIES.
+SMALL_QUERIES = None
 EXAMPLES = ((128, 128), (128, 64), (128, 32))
 
 INTEGERS = {

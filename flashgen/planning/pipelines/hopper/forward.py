@@ -72,6 +72,9 @@ STAGES = (2, 3, 4)
 #: Queries of a tile, and the step of keys at which a plan shows the sum that no longer fits: wgmma's n.
 QUERIES, KEY_STEP = tuple(ROWS * w for w in WARPGROUPS), 8
 
+#: Queries of a tile where SMs would be left without a block.
+SMALL_QUERIES = ROWS * ALONE
+
 #: A block has an SM to itself.
 SHARES_SM = False
 

@@ -1,0 +1,107 @@
+"""The menu of kernels for a variant: what planning gives, and what a call picks from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from flashgen.planning.plan import Fallback, KernelPlan, Tile
+from flashgen.planning.problem import Problem
+from flashgen.planning.records import Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """A candidate that is not in the menu, and why."""
+
+    tile: Tile
+    stages: int
+    warps: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.tile.q} x {self.tile.kv}, {self.stages} stages, {self.warps} warps: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The record that a menu was taken from: `ms[i][j]` is what plan i of the menu took on shape j, and `least[j]` what
+    the fastest of all `candidates` took there."""
+
+    record: str
+    shapes: tuple[Shape, ...]
+    ms: tuple[tuple[float, ...], ...]
+    least: tuple[float, ...]
+    candidates: int
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """By how much the menu's fastest plan is slower than the fastest candidate, on each shape: 0.01 is 1%."""
+        return tuple(
+            min(column) / least - 1 for column, least in zip(zip(*self.ms, strict=True), self.least, strict=True)
+        )
+
+    @property
+    def covers(self) -> str:
+        """How near the menu comes to the fastest candidate, for a person."""
+        within = f"within {max(self.losses):.2%} of the fastest of {self.candidates} candidates"
+        return f"{len(self.shapes)} shapes, each {within}"
+
+    def best(self, problem: Problem) -> int:
+        """The fastest plan on the measured shape that is most like the problem, by lengths and number of heads."""
+
+        q_len, kv_len = max(1, problem.q_len), max(1, problem.kv_len)
+        heads, log2 = max(1, problem.batch * problem.heads), math.log2
+        unlike = [
+            abs(log2(max(1, s.q_len) / q_len))
+            + abs(log2(max(1, s.kv_len) / kv_len))
+            + abs(log2(max(1, s.batch * s.heads) / heads))
+            for s in self.shapes
+        ]
+        j = unlike.index(min(unlike))
+        return min(range(len(self.ms)), key=lambda i: self.ms[i][j])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Menu:
+    """At most four plans for (variant, arch, dtype, head dims), the one for long sequences first.
+
+    `seconds_per_score[i][n - 1]` is the time in seconds that an SM needs for one score while n blocks of plans[i] share
+    it, times the share of scores that its tiles are expected to visit (`visits.share`).  Beside them stand `packed`,
+    for few queries of heads that share keys, and `small`, whose tiles have fewer queries, for problems that leave SMs
+    without a block; None where there is no such form.
+    """
+
+    plans: tuple[KernelPlan, ...]
+    seconds_per_score: tuple[tuple[float, ...], ...]
+    rejected: tuple[Rejected, ...]
+    packed: KernelPlan | None = None
+    small: KernelPlan | None = None
+    measured: Measured | None = None  # None: the order is predicted
+
+    @property
+    def forms(self) -> tuple[KernelPlan, ...]:
+        """Every plan that a call may pick."""
+        beside = (self.small, self.packed)
+        return (*self.plans, *(plan for plan in beside if plan is not None and plan not in self.plans))
+
+    @property
+    def record(self) -> str | None:
+        """The record that decided, or None where the model did."""
+        return self.measured.record if self.measured else None
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """The better pipelines of the architecture that do not serve what the menu is of; each plan has them."""
+        return self.plans[0].fallbacks
+
+    def instead_of(self, *fallbacks: Fallback) -> Menu:
+        """The same menu, of plans that stand in for these pipelines."""
+        if not fallbacks:
+            return self
+
+        def of(plan: KernelPlan | None) -> KernelPlan | None:
+            return plan and replace(plan, fallbacks=fallbacks)
+
+        plans = tuple(replace(plan, fallbacks=fallbacks) for plan in self.plans)
+        return replace(self, plans=plans, packed=of(self.packed), small=of(self.small))
