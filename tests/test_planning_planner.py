@@ -269,7 +269,7 @@ def test_the_nearest_tile_of_a_backward_works():
 
 def test_another_pipeline_that_takes_a_tile_is_named():
     asked = {"arch": "sm_90a", "head_dim": 64}
-    refused("nearest: 128x64, or pipeline 'ampere', which takes 64x64", tile=(64, 64), **asked)
+    refused("nearest: 64x64, or pipeline 'ampere', which takes 32x64", tile=(32, 64), **asked)
     refused("nearest: 128x96, or pipeline 'ampere', which takes 96x96", tile=(96, 96), **asked)
 
 

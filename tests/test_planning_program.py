@@ -55,7 +55,7 @@ def faults(program) -> list[str]:
     groups = [{role.registers for role in owners[i : i + 4]} for i in range(0, len(owners), 4)]
     if len(owners) % 4 or any(len(group) > 1 for group in groups):
         found.append("the warps of a warpgroup differ in registers")
-    if sum(32 * role.warps * role.registers for role in program.roles) > ARCH.registers_per_sm:
+    if program.specialised and sum(32 * r.warps * r.registers for r in program.roles) > ARCH.registers_per_sm:
         found.append("more registers than an SM has")
     ids = [barrier.id for barrier in program.named_barriers]
     if len(set(ids)) < len(ids) or not all(0 <= one < NAMED_BARRIERS for one in ids):
@@ -87,7 +87,11 @@ def test_every_program_is_sound():
 
 
 def test_a_block_gives_no_more_registers_than_it_starts_with():
+    alone = [plan for plan in plans() if not plan.program.specialised]  # one warpgroup: any thread may have the most
+    assert alone and all(plan.threads * ARCH.registers_per_thread <= ARCH.registers_per_sm for plan in alone)
     for plan in plans():
+        if plan in alone:
+            continue
         started = ARCH.registers_per_sm // plan.threads // 8 * 8
         taken = sum(32 * role.warps * role.registers for role in plan.program.roles)
         assert taken <= started * plan.threads
@@ -149,7 +153,7 @@ def test_each_thread_of_the_producer_warpgroup_finds_its_role():
     struct = {}  # by role
     for plan in plans():
         program = plan.program
-        _, _, dispatch = text_of(plan).partition("setmaxnreg_dec<PRODUCER_REGISTERS>();\n")
+        _, _, dispatch = text_of(plan).partition("  if (warpgroup == 0) {\n")
         chosen = re.findall(r"if \(threadIdx\.x (<|==|>=) (\d+)\) (\w+)\{", dispatch.partition("} else {")[0])
         owners = [role for role in program.roles for _ in range(32 * role.warps)][:128]
         for thread, role in enumerate(owners):

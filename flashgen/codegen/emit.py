@@ -19,6 +19,7 @@ from flashgen.codegen.split_keys import KeyCode
 from flashgen.codegen.variant_code import VariantCode, variant_code
 from flashgen.planning import split_keys
 from flashgen.planning.backward import lookups
+from flashgen.planning.members import Launches
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.resources import folder
@@ -60,6 +61,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "combine_warps": split_keys.COMBINE_WARPS,
         "pages": PagesCode(plan.layout),
         "banner": banner(plan, found),
+        "enter": entered(plan.launches),
         "fields": params.fields(plan),
         "params_bytes": params.sizeof(plan),
         "element": params.ELEMENT[plan.out_dtype],
@@ -76,6 +78,11 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     for place, files in _PLACES.values():
         text = text.replace(place, device.used_by(kernel, files), 1)
     return folded(text)
+
+
+def entered(launches: Launches) -> str:
+    """What stands behind the first line of a kernel."""
+    return "".join(f"\n  {call}();" for call in launches.calls)
 
 
 def _tiles(plan: KernelPlan) -> Tile:

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping
 
 from flashgen.codegen import device
-from flashgen.codegen.emit import environment
+from flashgen.codegen.emit import entered, environment
 from flashgen.codegen.params import Field
 from flashgen.codegen.reachable import reachable
 from flashgen.planning.quantize import QuantizePlan
@@ -44,6 +44,7 @@ def emit(plan: QuantizePlan) -> str:
                 "banner": "\n".join(f"// {line}" for line in _banner(plan)),
                 "fields": [*FIELDS, Field(f"signs[{SIGN_WORDS}]", "u32")],
                 "params_bytes": BYTES,
+                "enter": entered(plan.launches),
                 "from": _FROM[plan.dtype],
             }
         )

@@ -79,8 +79,8 @@ ALL_KEYS = AllKeys()
 class InTurn:
     """It starts when the one before it has ended."""
 
-    template: ClassVar[str] = "launch_in_turn.cu.j2"
     early: ClassVar[bool] = False
+    calls: ClassVar[tuple[str, ...]] = ()  # functions of the device library that it calls first
 
     def __str__(self) -> str:
         return "in turn"
@@ -91,8 +91,8 @@ class Overlapping:
     """Its blocks start while those of the one before leave, and wait for its end before they touch memory (programmatic
     dependent launch); the one behind starts likewise."""
 
-    template: ClassVar[str] = "launch_overlapping.cu.j2"
     early: ClassVar[bool] = True
+    calls: ClassVar[tuple[str, ...]] = ("griddepcontrol_wait", "griddepcontrol_launch_dependents")
 
     def __str__(self) -> str:
         return "overlapping: each kernel of a call starts while the one before it on the stream ends, and waits for it"

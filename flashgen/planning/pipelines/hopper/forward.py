@@ -207,7 +207,7 @@ def boxed(head_dim: int) -> int:
 def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
     """The tile that TILE_RULE allows and that comes closest."""
     q, kv = tile
-    rows = min((ROWS * w for w in (ALONE, *WARPGROUPS)), key=lambda r: abs(r - q))
+    rows = min((ROWS * w for w in (*WARPGROUPS, ALONE)), key=lambda r: abs(r - q))
     return rows, min(MAX_TILE_KV, max(DEPTH, DEPTH * round(kv / DEPTH)))
 
 
