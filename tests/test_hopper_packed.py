@@ -206,18 +206,19 @@ def test_no_benchmark_cell_of_equal_lengths_is_packed():
 def test_a_menu_has_at_most_one_packed_form_and_a_command_names_it(spec, head_dim):
     variant = load_spec(spec).bind()
     menu = planner.menu(variant, "sm_90a", "bfloat16", head_dim)
+    small = () if menu.small is None else (menu.small,)
     if profile(variant).uses_head:
-        assert menu.packed is None and menu.forms == (*menu.plans, menu.small)
+        assert menu.packed is None and menu.forms == (*menu.plans, *small)
         with pytest.raises(PlanError, match="tells heads apart, which then share no tile\n  nearest: packed=False"):
             planner.menu(variant, "sm_90a", "bfloat16", head_dim, packed=True)
         return
     plan = menu.packed
     assert (plan is None) == ((spec, head_dim) in UNPACKED)
     if plan is None:
-        assert menu.forms == (*menu.plans, menu.small)
+        assert menu.forms == (*menu.plans, *small)
         return
     assert plan.order_of_sums == menu.plans[0].order_of_sums
-    assert menu.forms == (*menu.plans, menu.small, plan) and not any(p.packed for p in menu.plans)
+    assert menu.forms == (*menu.plans, *small, plan) and not any(p.packed for p in menu.plans)
     tile = (plan.tile.q, plan.tile.kv)
     for fixed in ({}, {"tile": tile, "stages": plan.stages, "q_stages": plan.q_stages}):
         assert planner.menu(variant, "sm_90a", "bfloat16", head_dim, packed=True, **fixed).plans == (plan,)
