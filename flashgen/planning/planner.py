@@ -122,12 +122,14 @@ class Menu:
     seconds_per_score: tuple[tuple[float, ...], ...]
     rejected: tuple[Rejected, ...]
     packed: KernelPlan | None = None
+    few: tuple[KernelPlan, ...] = ()  # for calls whose rows fill one tile of a warpgroup: packed, and of single heads
     measured: Measured | None = None  # None: the order is predicted
 
     @property
     def forms(self) -> tuple[KernelPlan, ...]:
         """Every plan that a call may pick."""
-        return self.plans if self.packed is None or self.packed in self.plans else (*self.plans, self.packed)
+        beside = () if self.packed is None or self.packed in self.plans else (self.packed,)
+        return *self.plans, *beside, *self.few
 
     @property
     def record(self) -> str | None:
@@ -144,7 +146,8 @@ class Menu:
         if not fallbacks:
             return self
         plans = tuple(replace(plan, fallbacks=fallbacks) for plan in self.plans)
-        return replace(self, plans=plans, packed=self.packed and replace(self.packed, fallbacks=fallbacks))
+        few = tuple(replace(plan, fallbacks=fallbacks) for plan in self.few)
+        return replace(self, plans=plans, packed=self.packed and replace(self.packed, fallbacks=fallbacks), few=few)
 
 
 def menu(variant: Variant, arch: str, dtype: str, head_dim: int, v_head_dim: int | None = None, **options: Any) -> Menu:
@@ -173,7 +176,7 @@ def menu_of(request: KernelRequest) -> Menu:
     found = _menu_of(pipeline, request)
     packed = _packed(pipeline, request, found)
     if not request.packed:
-        return replace(found, packed=packed).instead_of(*fallbacks)
+        return replace(found, packed=packed, few=_few(pipeline, request, found)).instead_of(*fallbacks)
     if packed is None:
         raise PlanError(_no_packing(pipeline, request))
     return replace(
@@ -233,6 +236,9 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     queries; in a backward, of keys), so that there are blocks for every SM; few queries of heads that share
     keys take the packed form.
     """
+    for few in () if problem.empty else menu.few:
+        if problem.q_len * few.pack(problem.group) <= few.tile.q:
+            return few
     plan = _of_single_heads(menu, problem, sms)
     if menu.packed is None or menu.packed.pack(problem.group) == 1 or problem.empty:
         return plan
@@ -327,6 +333,20 @@ def _packed(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> Ker
     if not few and tile is None and (fitting := forms(_fitting(pipeline, request)[0])):
         few = [timed.plan for timed in _select(pipeline, request, fitting)[0]]
     return packing.packed(few[0]) if few else None
+
+
+def _few(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> tuple[KernelPlan, ...]:
+    """The forms whose tiles have the rows of one warpgroup, of a menu that fixes no tile."""
+    if request.pass_name != "forward" or pipeline is not hopper or request.fixed.tile is not None:
+        return ()
+    first = found.plans[0]
+    alone = request.fixing(tile=Tile(q=hopper.FEW_QUERIES, kv=first.tile.kv))
+    fitting = [plan for plan in _fitting(pipeline, alone)[0] if plan.order_of_sums == first.order_of_sums]
+    if not fitting:
+        return ()
+    plan = _select(pipeline, alone, fitting)[0][0].plan
+    packed = None if hopper.cannot_pack(request) else hopper.packed(plan)
+    return (plan,) if packed is None else (packed, plan)
 
 
 def _no_packing(pipeline: Pipeline[Any], request: KernelRequest) -> str:

@@ -21,6 +21,9 @@ from flashgen.planning.arch import Arch
 #: Threads of a warp, and of a warpgroup, whose warps have as many registers each.
 WARP, WARPGROUP = 32, 128
 
+#: What a thread may hold at most, as setmaxnreg counts it.
+MAX_REGISTERS = 256
+
 #: The C++ type of an element, by its dtype.
 CTYPES = {DType.BOOL: "bool", DType.INT32: "int", DType.INT64: "i64", DType.FLOAT32: "float"}
 
@@ -369,4 +372,4 @@ def consumer_registers(arch: Arch, warpgroups: int, producer: int) -> int:
     """
     threads = WARPGROUP * (1 + warpgroups)
     pool = arch.registers_per_sm // threads // 8 * 8 * threads
-    return (pool - WARPGROUP * producer) // (WARPGROUP * warpgroups) // 8 * 8
+    return min(MAX_REGISTERS, (pool - WARPGROUP * producer) // (WARPGROUP * warpgroups) // 8 * 8)

@@ -62,15 +62,17 @@ BOX = 64
 #: Rows after which the swizzle repeats: a box that begins and ends there may lie anywhere in a tile.
 BOX_ROWS = 8
 
-#: Consumer warpgroups that share an SM.
-WARPGROUPS = (2, 3)
+#: Consumer warpgroups that share an SM; and the one that is enough for all rows of few queries: a second one multiplied
+#: rows of nothing for 0.6 of the time in which a tile of keys arrives.
+WARPGROUPS, FEW = (2, 3), 1
 
 MAX_TILE_KV = 256
-TILE_RULE = f"tile_q is 128 or 192 (warpgroups of {ROWS} rows), tile_kv a multiple of {DEPTH} up to {MAX_TILE_KV}"
+TILE_RULE = f"tile_q is 64, 128 or 192 (warpgroups of {ROWS} rows), tile_kv a multiple of {DEPTH} up to {MAX_TILE_KV}"
 STAGES = (2, 3, 4)
 
-#: Queries of a tile, and the step of keys at which a plan shows the sum that no longer fits: wgmma's n.
-QUERIES, KEY_STEP = tuple(ROWS * w for w in WARPGROUPS), 8
+#: Queries of a tile, and the step of keys at which a plan shows the sum that no longer fits: wgmma's n; queries of the
+#: tile that few of them get.
+QUERIES, KEY_STEP, FEW_QUERIES = tuple(ROWS * w for w in WARPGROUPS), 8, ROWS * FEW
 
 #: A block has an SM to itself.
 SHARES_SM = False
@@ -204,7 +206,7 @@ def boxed(head_dim: int) -> int:
 def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
     """The tile that TILE_RULE allows and that comes closest."""
     q, kv = tile
-    rows = min((ROWS * w for w in WARPGROUPS), key=lambda r: abs(r - q))
+    rows = min((ROWS * w for w in (FEW, *WARPGROUPS)), key=lambda r: abs(r - q))
     return rows, min(MAX_TILE_KV, max(DEPTH, DEPTH * round(kv / DEPTH)))
 
 
@@ -310,7 +312,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
-    fewest = 40 if c.warpgroups == 2 or request.profile.several_runs_read else 32
+    fewest = 40 if c.warpgroups <= 2 or request.profile.several_runs_read else 32
     producer = JUDGE_REGISTERS if request.profile.judged else fewest
     if request.profile.cuts(Tile(q=request.layout.starts(c.tile.q), kv=c.tile.kv)):
         fewer = consumer_registers(request.arch, c.warpgroups, PARTS_REGISTERS)
@@ -453,7 +455,7 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     step = STEP_CLOCKS / (tile.q * tile.kv)
     between = (plan.q_stages == 1) * Q_LOAD_CLOCKS + (plan.stages == 2) * KV_LOAD_CLOCKS
     if plan.keys.split:  # a block has one tile of queries, and waits for each of keys: less where more are on their way
-        between, step = 0, step + MEMORY_CLOCKS / (plan.stages * tile.q * tile.kv)
+        between, step = plan.q_stages == 1, step + MEMORY_CLOCKS / (plan.stages * tile.q * tile.kv)
     pace = busiest + INTERFERENCE * second + exposed + step + between / (tile.q * TYPICAL_KEYS)
     wide = warpgroups > 2 and max(plan.head_dim, plan.v_head_dim) > SHORT_COLUMNS
     tail = -(-TYPICAL_KEYS // tile.kv) * tile.kv / TYPICAL_KEYS
