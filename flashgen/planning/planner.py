@@ -340,7 +340,7 @@ def _few(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> tuple[
     if request.pass_name != "forward" or pipeline is not hopper or request.fixed.tile is not None:
         return ()
     first = found.plans[0]
-    alone = request.fixing(tile=Tile(q=hopper.FEW_QUERIES, kv=first.tile.kv))
+    alone = request.fixing(tile=Tile(q=hopper.ROWS * hopper.ALONE, kv=first.tile.kv))
     fitting = [plan for plan in _fitting(pipeline, alone)[0] if plan.order_of_sums == first.order_of_sums]
     if not fitting:
         return ()

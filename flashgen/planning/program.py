@@ -21,9 +21,6 @@ from flashgen.planning.arch import Arch
 #: Threads of a warp, and of a warpgroup, whose warps have as many registers each.
 WARP, WARPGROUP = 32, 128
 
-#: What a thread may hold at most, as setmaxnreg counts it.
-MAX_REGISTERS = 256
-
 #: The C++ type of an element, by its dtype.
 CTYPES = {DType.BOOL: "bool", DType.INT32: "int", DType.INT64: "i64", DType.FLOAT32: "float"}
 
@@ -251,8 +248,8 @@ class Program:
 
     @property
     def consumers(self) -> tuple[Role, ...]:
-        """The roles of all warpgroups but the first, which take registers from that."""
-        return tuple(role for role in self.roles if role.registers == self.consumer_registers)
+        """The roles of all warpgroups but the first, which may take registers from that."""
+        return tuple(role for role in self.roles if self.first_thread(role.name) >= WARPGROUP)
 
     @property
     def producer_registers(self) -> int | None:
@@ -372,4 +369,4 @@ def consumer_registers(arch: Arch, warpgroups: int, producer: int) -> int:
     """
     threads = WARPGROUP * (1 + warpgroups)
     pool = arch.registers_per_sm // threads // 8 * 8 * threads
-    return min(MAX_REGISTERS, (pool - WARPGROUP * producer) // (WARPGROUP * warpgroups) // 8 * 8)
+    return (pool - WARPGROUP * producer) // (WARPGROUP * warpgroups) // 8 * 8

@@ -62,17 +62,15 @@ BOX = 64
 #: Rows after which the swizzle repeats: a box that begins and ends there may lie anywhere in a tile.
 BOX_ROWS = 8
 
-#: Consumer warpgroups that share an SM; and the one that is enough for all rows of few queries: a second one multiplied
-#: rows of nothing for 0.6 of the time in which a tile of keys arrives.
-WARPGROUPS, FEW = (2, 3), 1
+#: Consumer warpgroups that share an SM; and one alone, for problems that are short of blocks.
+WARPGROUPS, ALONE = (2, 3), 1
 
 MAX_TILE_KV = 256
 TILE_RULE = f"tile_q is 64, 128 or 192 (warpgroups of {ROWS} rows), tile_kv a multiple of {DEPTH} up to {MAX_TILE_KV}"
 STAGES = (2, 3, 4)
 
-#: Queries of a tile, and the step of keys at which a plan shows the sum that no longer fits: wgmma's n; queries of the
-#: tile that few of them get.
-QUERIES, KEY_STEP, FEW_QUERIES = tuple(ROWS * w for w in WARPGROUPS), 8, ROWS * FEW
+#: Queries of a tile, and the step of keys at which a plan shows the sum that no longer fits: wgmma's n.
+QUERIES, KEY_STEP = tuple(ROWS * w for w in WARPGROUPS), 8
 
 #: A block has an SM to itself.
 SHARES_SM = False
@@ -206,7 +204,7 @@ def boxed(head_dim: int) -> int:
 def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
     """The tile that TILE_RULE allows and that comes closest."""
     q, kv = tile
-    rows = min((ROWS * w for w in (FEW, *WARPGROUPS)), key=lambda r: abs(r - q))
+    rows = min((ROWS * w for w in (ALONE, *WARPGROUPS)), key=lambda r: abs(r - q))
     return rows, min(MAX_TILE_KV, max(DEPTH, DEPTH * round(kv / DEPTH)))
 
 
@@ -247,7 +245,8 @@ def _control(tile_q: int, stages: int, q_stages: int, masked: bool, layout: Layo
 
 def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program:
     """What the warps of a candidate do."""
-    columns, registers = (boxed(request.head_dim), boxed(request.v_head_dim)), division(c, request)
+    columns = boxed(request.head_dim), boxed(request.v_head_dim)
+    registers = (None, None) if c.warpgroups == ALONE else division(c, request)
     masked, layout, keys = request.profile.hides, request.layout, request.keys
     return _program(c, columns, registers, masked=masked, ping_pong=ping_pong, layout=layout, keys=keys)
 
@@ -255,7 +254,7 @@ def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program
 def _program(
     c: Candidate,
     columns: tuple[int, int],
-    registers: tuple[int, int],
+    registers: tuple[int | None, int | None],
     *,
     masked: bool,
     ping_pong: bool,
@@ -311,8 +310,11 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 
 
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
-    """Registers of a producer's and of a consumer's thread."""
-    fewest = 40 if c.warpgroups <= 2 or request.profile.several_runs_read else 32
+    """Registers of a producer's and of a consumer's thread; where one warpgroup consumes alone, no thread could have more
+    than the compiler gives it."""
+    if c.warpgroups == ALONE:
+        return request.arch.registers_per_thread, request.arch.registers_per_thread
+    fewest = 40 if c.warpgroups == 2 or request.profile.several_runs_read else 32
     producer = JUDGE_REGISTERS if request.profile.judged else fewest
     if request.profile.cuts(Tile(q=request.layout.starts(c.tile.q), kv=c.tile.kv)):
         fewer = consumer_registers(request.arch, c.warpgroups, PARTS_REGISTERS)

@@ -50,7 +50,7 @@ def forward(
     columns: tuple[int, int],
     stages: int,
     q_stages: int,
-    registers: tuple[int, int],
+    registers: tuple[int | None, int | None],
     masked: bool,
     stored: bool,
     ping_pong: bool,
@@ -60,7 +60,7 @@ def forward(
     ones: bool = False,
 ) -> Program:
     """A forward's program: `columns` of q and k, and of v, in shared memory; `registers` per thread of the producer
-    warpgroup and of a consumer; O is `stored` by TMA from the shared memory of Q, or by the consumers
+    warpgroup and of a consumer, None where none change hands; O is `stored` by TMA from the shared memory of Q, or by the consumers
     themselves; where sequences have lengths of
     their own, V ends inside a tile; where keys are `split`, a tile of queries is one with a part of them.  In 8 bits
     `turned` has the columns of V once it is turned over, and the warps that do it; with `ones` there is a matrix of
@@ -510,7 +510,7 @@ def _words(ctype: str, name: str, *axes: Axis) -> Member:
     return Member(ctype=ctype, name=name, size=4, alignment=4, axes=axes)
 
 
-def _idle(warps: int, registers: int) -> Role:
+def _idle(warps: int, registers: int | None) -> Role:
     return Role(name=IDLE, warps=warps, threads=0, registers=registers)
 
 
