@@ -428,7 +428,7 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
     registers = plan.registers
     if profile(plan.variant).uses_query:
         registers += (Part(name="packed", amount=PACKED_REGISTERS, why="the queries of two rows"),)
-        if total(registers) > (plan.program.consumer_registers or 0):
+        if total(registers) > (plan.program.consumer_registers or find(plan.arch).registers_per_thread):
             return None
     # A few queries are one tile: its blocks alone load these keys, each once.
     l2 = KeysLeave() if plan.keys.split else KeysStay()
