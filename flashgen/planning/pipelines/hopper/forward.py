@@ -93,6 +93,10 @@ SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
 #: And more where query and key select it together: `tree` at head_dim 128 spilled 12 bytes with one left.
 PAIR_REGISTERS = 4
 
+#: Elements on their way at once where the mask is asked for a few at a time: `tree` at head_dim 128, heads packed, does
+#: not spill in tiles of 128 keys.
+READ_AT_ONCE = 4
+
 #: A score function that reads an element for each key, in every tile, takes one more register for so many keys.
 READING_KEYS = 6
 
@@ -298,7 +302,8 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         amount += DROPOUT_THIRD_STAGE if asked.masked and c.stages > 2 else 0
         parts.append(Part(name="dropout", amount=amount, why="what is kept, random numbers"))
     if asked.reads_by_key:
-        keys = c.tile.kv // 4
+        alone = c.warpgroups <= min(WARPGROUPS) and _masked_as_bits(request) and not asked.score_reads_by_key
+        keys = min(c.tile.kv // 4, READ_AT_ONCE) if alone else c.tile.kv // 4
         parts.append(
             Part(
                 name="captured",
