@@ -114,22 +114,22 @@ class Menu:
     """At most four plans for (variant, arch, dtype, head dims), the one for long sequences first.
 
     `seconds_per_score[i][n - 1]` is the time in seconds that an SM needs for one score while n blocks of plans[i] share
-    it, times the share of scores that its tiles are expected to visit (`visits.share`).  Beside them stands `packed`,
-    for few queries of heads that share keys; None where there is no such form.
+    it, times the share of scores that its tiles are expected to visit (`visits.share`).  Beside them stand `packed`,
+    for queries of heads that share keys, and `few`; None where there is no such form.
     """
 
     plans: tuple[KernelPlan, ...]
     seconds_per_score: tuple[tuple[float, ...], ...]
     rejected: tuple[Rejected, ...]
     packed: KernelPlan | None = None
-    few: tuple[KernelPlan, ...] = ()  # for calls whose rows fill one tile of a warpgroup: packed, and of single heads
+    few: KernelPlan | None = None  # for calls whose rows fill one tile of one warpgroup, packed where heads can be
     measured: Measured | None = None  # None: the order is predicted
 
     @property
     def forms(self) -> tuple[KernelPlan, ...]:
         """Every plan that a call may pick."""
-        beside = () if self.packed is None or self.packed in self.plans else (self.packed,)
-        return *self.plans, *beside, *self.few
+        beside = (plan for plan in (self.packed, self.few) if plan is not None and plan not in self.plans)
+        return *self.plans, *beside
 
     @property
     def record(self) -> str | None:
@@ -146,8 +146,8 @@ class Menu:
         if not fallbacks:
             return self
         plans = tuple(replace(plan, fallbacks=fallbacks) for plan in self.plans)
-        few = tuple(replace(plan, fallbacks=fallbacks) for plan in self.few)
-        return replace(self, plans=plans, packed=self.packed and replace(self.packed, fallbacks=fallbacks), few=few)
+        packed, few = (one and replace(one, fallbacks=fallbacks) for one in (self.packed, self.few))
+        return replace(self, plans=plans, packed=packed, few=few)
 
 
 def menu(variant: Variant, arch: str, dtype: str, head_dim: int, v_head_dim: int | None = None, **options: Any) -> Menu:
@@ -203,32 +203,6 @@ def forwards(of: KernelPlan | KernelRequest) -> Mapping[str, ForwardPipeline[Any
     return PIPELINES if of.float8 is None else FLOAT8
 
 
-def limits(plan: KernelPlan) -> tuple[Rejected, ...]:
-    """Why a forward's tile and stages are no larger: the least with more keys, more stages or more queries that does
-    not fit, each with the sum that passes a limit; what fits and is only slower is in the menu's `rejected`."""
-    if plan.backward is not None or plan.dropout:
-        return ()
-    pipeline, request, tile = forwards(plan)[plan.pipeline], KernelRequest.of_plan(plan), plan.tile
-    step, of_stages = pipeline.KEY_STEP, pipeline.INTEGERS["stages"].values
-    larger = (
-        [(Tile(q=tile.q, kv=kv), plan.stages) for kv in range(tile.kv + step, 2 * tile.kv + 1, step)],
-        [(tile, stages) for stages in of_stages if stages > plan.stages],
-        [(Tile(q=q, kv=tile.kv), plan.stages) for q in pipeline.QUERIES if q > tile.q],
-    )
-    found = []
-    for direction in larger:
-        for one, stages in direction:
-            reasons: list[Rejected] = []
-            for c in pipeline.candidates(Fixed(tile=one, stages=stages)):  # of its forms the first needs least
-                if (reason := pipeline.does_not_fit_reason(c, request)) is None:
-                    break
-                reasons.append(Rejected(tile=one, stages=stages, warps=c.warps, reason=reason))
-            else:
-                found.append(reasons[0])
-                break
-    return tuple(found)
-
-
 def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     """The entry of the menu with the least predicted time for `problem` on `sms` SMs.
 
@@ -236,14 +210,21 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     queries; in a backward, of keys), so that there are blocks for every SM; few queries of heads that share
     keys take the packed form.
     """
-    for few in () if problem.empty else menu.few:
-        if problem.q_len * few.pack(problem.group) <= few.tile.q:
-            return few
+    few = _of_few(menu, problem)
+    if few is not None:
+        return few
     plan = _of_single_heads(menu, problem, sms)
     if menu.packed is None or menu.packed.pack(problem.group) == 1 or problem.empty:
         return plan
     gain = PACKINGS[menu.packed.pipeline].packing_gain(menu.packed, plan, problem, sms)
     return menu.packed if gain >= PACKING_GAIN else plan
+
+
+def _of_few(menu: Menu, problem: Problem) -> KernelPlan | None:
+    """The form whose tiles have one warpgroup's rows, where all queries of the heads that share one fill no more."""
+    few = menu.few
+    fills = few is not None and problem.q_len * few.pack(problem.group) <= few.tile.q
+    return few if fills and not problem.empty else None
 
 
 def _of_single_heads(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
@@ -335,18 +316,17 @@ def _packed(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> Ker
     return packing.packed(few[0]) if few else None
 
 
-def _few(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> tuple[KernelPlan, ...]:
-    """The forms whose tiles have the rows of one warpgroup, of a menu that fixes no tile."""
+def _few(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> KernelPlan | None:
+    """The form whose tiles have the rows of one warpgroup, of a menu that fixes no tile; its bits are the menu's."""
     if request.pass_name != "forward" or pipeline is not hopper or request.fixed.tile is not None:
-        return ()
+        return None
     first = found.plans[0]
     alone = request.fixing(tile=Tile(q=hopper.ROWS * hopper.ALONE, kv=first.tile.kv))
     fitting = [plan for plan in _fitting(pipeline, alone)[0] if plan.order_of_sums == first.order_of_sums]
     if not fitting:
-        return ()
+        return None
     plan = _select(pipeline, alone, fitting)[0][0].plan
-    packed = None if hopper.cannot_pack(request) else hopper.packed(plan)
-    return (plan,) if packed is None else (packed, plan)
+    return (None if hopper.cannot_pack(request) else hopper.packed(plan)) or plan
 
 
 def _no_packing(pipeline: Pipeline[Any], request: KernelRequest) -> str:

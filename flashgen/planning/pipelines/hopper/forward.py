@@ -315,8 +315,8 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 
 
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
-    """Registers of a producer's and of a consumer's thread; where one warpgroup consumes alone, no thread could have more
-    than the compiler gives it."""
+    """Registers of a producer's and of a consumer's thread; where one warpgroup consumes alone, no thread could have
+    more than the compiler gives it."""
     if c.warpgroups == ALONE:
         return request.arch.registers_per_thread, request.arch.registers_per_thread
     fewest = 40 if c.warpgroups == 2 or request.profile.several_runs_read else 32

@@ -60,11 +60,10 @@ def forward(
     ones: bool = False,
 ) -> Program:
     """A forward's program: `columns` of q and k, and of v, in shared memory; `registers` per thread of the producer
-    warpgroup and of a consumer, None where none change hands; O is `stored` by TMA from the shared memory of Q, or by the consumers
-    themselves; where sequences have lengths of
-    their own, V ends inside a tile; where keys are `split`, a tile of queries is one with a part of them.  In 8 bits
-    `turned` has the columns of V once it is turned over, and the warps that do it; with `ones` there is a matrix of
-    them."""
+    warpgroup and of a consumer, None where none change hands; O is `stored` by TMA from the shared memory of Q, or by
+    the consumers themselves; where sequences have lengths of their own, V ends inside a tile; where keys are `split`, a
+    tile of queries is one with a part of them.  In 8 bits `turned` has the columns of V once it is turned over, and the
+    warps that do it; with `ones` there is a matrix of them."""
     producer, consumer = registers
     warpgroups = tile.q // ROWS
     names = ["scheduler", "loader", *(["storer"] if stored else [])]
