@@ -145,12 +145,23 @@ def menu_text(menu) -> str:
             *map(told, menu.forms),
             *map(repr, menu.seconds_per_score),
             *map(str, menu.rejected),
-            *(f"too large: {one}" for one in planner.limits(menu.plans[0])),
+            *(f"too large: {one}" for one in too_large(menu.plans[0])),
             f"measured: {menu.measured}",
             f"passed over: {passed_over(menu)}",
             f"chosen: {[chosen(*call) for call in CALLS]}",
         ]
     )
+
+
+def too_large(plan):
+    """Why a plan's tile is no larger."""
+    try:
+        from flashgen.planning import limits
+    except ImportError:  # a tree where the planner said so
+        from flashgen.planning.planner import limits as found
+
+        return found(plan)
+    return limits.of(plan)
 
 
 def passed_over(menu) -> str | None:

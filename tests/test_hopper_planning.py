@@ -10,7 +10,7 @@ import flashgen as fg
 from flashgen.codegen import emit
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
-from flashgen.planning import planner
+from flashgen.planning import limits, planner
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import Tile
@@ -48,7 +48,7 @@ def test_why_80_keys_and_not_88_at_head_dim_256():
     assert reason_of(candidate(128, 80), 256) is None
     reason = "shared memory q 64 + k 88 + v 88 + control 1 = 241 KiB (246,784 bytes) > 227 KiB"
     assert reason_of(candidate(128, 88), 256) == reason
-    found = planner.limits(menu(FULL, 256, tile=(128, 80), stages=2).plans[0])
+    found = limits.of(menu(FULL, 256, tile=(128, 80), stages=2).plans[0])
     assert str(found[0]) == f"128 x 88, 2 stages, 12 warps: {reason}"
     assert [(str(r.tile), r.stages) for r in found] == [("128x88", 2), ("128x80", 3), ("192x80", 2)]
 
@@ -222,7 +222,7 @@ def test_a_score_function_is_paced_slower():
 @pytest.mark.parametrize(("variant", "head_dim"), [(v, d) for v in (FULL, CAUSAL) for d in (64, 96, 128, 256)])
 def test_what_is_too_large_does_not_fit(variant, head_dim):
     for plan in menu(variant, head_dim).plans:
-        for r in planner.limits(plan):
+        for r in limits.of(plan):
             larger = [r.tile.q > plan.tile.q, r.tile.kv > plan.tile.kv, r.stages > plan.stages]
             assert sum(larger) == 1 and ">" in r.reason
             with pytest.raises(PlanError):

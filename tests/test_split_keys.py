@@ -238,12 +238,12 @@ def test_parts_are_added_in_their_order(pipeline, splits, monkeypatch):
 # ---------------------------------------------------------------- mutations
 WRONG = "a wrong result"
 COMBINE = {
-    "a lost part": replace("i < __popc(written)", "i < __popc(written) - 1"),
+    "a lost part": replace("count = __popc(written)", "count = __popc(written) - 1"),
     "parts that were not written": replace("__popc(written)", "32"),
     "a wrong maximum": replace("fmaxf(before, warp_max(sees ? part.x : MINUS_INFINITY))", "fmaxf(before, part.x)"),
     "sums that follow no maximum": replace("sum *= factor;", ""),
     "the parts of the row before": replace("* p.splits + part;", "* p.splits + part - p.splits;"),
-    "the sum of one part for all": replace("__shfl_sync(~0u, part.y, i)", "part.y"),
+    "the sum of one part for all": replace("__shfl_sync(~0u, part.y, start + i)", "part.y"),
 }
 VISITS = {
     ("ampere", "others skipped once too often"): replace("others > 0 && seen", "others >= 0 && seen"),

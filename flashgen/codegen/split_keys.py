@@ -33,6 +33,15 @@ class KeyCode:
         """Tiles of a leaf."""
         return self.keys.keys // self.tile_kv if isinstance(self.keys, Leaves) else 0
 
+    # -- the kernel that combines parts
+
+    @property
+    def combined(self) -> str:
+        """The template that adds them up."""
+        return f"combine_{'leaves' if self.leaves else 'in_turns'}.cu.j2"
+
+    # -- which tiles
+
     def first(self, work: str) -> str:
         """The first tile that may be visited."""
         return f"{work}.part * LEAF_TILES" if self.leaves else "0"

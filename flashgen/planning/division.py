@@ -30,8 +30,19 @@ MOST_QUERIES, LEAST_KEYS = 256, 1024
 #: And where that is predicted to be faster by this factor.
 GAIN = 1.1
 
-#: Seconds in which a block starts: its first copies, and the end of its last product; and those of one kernel more.
-START, COMBINE = 2e-6, 3e-6
+#: Seconds in which a block starts: its first copies, and the end of its last product; those of one kernel more, and of
+#: each further `AT_ONCE` parts of a row, which are the ones that it has on their way at once.  On an H200, 1 sequence,
+#: 32:4 heads, 4,096 keys: 14.1 us with 8 parts, 12.7 with 16, 13.2 with 32.
+START, COMBINE, AGAIN, AT_ONCE = 2e-6, 3e-6, 1.5e-6, 16
+
+#: How many times its share of the bandwidth of memory one SM takes where others are idle (1,024 keys, 32:8 heads:
+#: 10.7 us on 64 SMs, 11.3 on 32).
+ALONE = 1.5
+
+#: Tiles of keys that a part has at least where sequences have lengths of their own, and are split because one of them
+#: may be longer than others, and the share of SMs that such a one fills alone.  On an H200, 64 sequences of 256 to
+#: 65,536 keys, 32:8 heads: 860 us unsplit, 745 in 8 parts, 741 in 16, 1,002 in 32; as many keys in equal lengths: 747.
+LEAST_TILES, FILLED = 16, 0.5
 
 #: Tiles of queries times blocks for each, and rows: kernels count them in 32 bits.
 MAX_PLACES = (1 << 31) - 1
@@ -113,7 +124,7 @@ def divide(
     if kv_splits is not None:
         _check_places(plan, problem, kv_splits)
         return Divided(menu=menu, plan=plan, splits=kv_splits, why="as asked")
-    splits, why = number(plan, problem, steps(plan, problem, params, layout), sms)
+    splits, why = number(plan, problem, steps(plan, problem, params, layout), sms, layout)
     return Divided(menu=menu, plan=plan, splits=splits, why=why) if splits > 1 else _whole(ask, problem, sms, why)
 
 
@@ -162,29 +173,42 @@ def steps(plan: KernelPlan, problem: Problem, params: Mapping[str, int | float],
     return counts.visited_by(facts, case, tile, -(-problem.q_len // tile.q) - 1)
 
 
-def number(plan: KernelPlan, problem: Problem, visible: int, sms: int) -> tuple[int, str]:
+def number(plan: KernelPlan, problem: Problem, visible: int, sms: int, layout: Layout = DENSE) -> tuple[int, str]:
     """Among how many blocks the `visible` tiles of keys are best divided, and why."""
     tiles = _tiles(plan, problem)
     if not tiles or not visible:
         return 1, ""
-    filled = (rounds * sms * plan.blocks_per_sm // tiles for rounds in ROUNDS)
+    filled = [rounds * sms * plan.blocks_per_sm // tiles for rounds in ROUNDS]
+    filled += [AT_ONCE, *(n // AT_ONCE * AT_ONCE for n in filled)]
     most = min(visible, split_keys.MAX_SPLITS)
     tried = {1, most, *(min(most, max(1, n)) for n in filled)}
     times = {n: seconds(plan, problem, visible, n, sms) for n in sorted(tried)}
     best = min(times, key=lambda n: times[n])
     gain = times[1] / times[best]
     found = f"{tiles} tiles of queries on {sms} SMs, {visible} tiles of keys each"
+    uneven = _uneven(tiles, problem, visible, sms) if layout.own else 1
+    if gain < GAIN and uneven > 1:
+        each = -(-visible // uneven)
+        return uneven, f"{found}: at most {each} a block, as one of {problem.batch} sequences may be longer than others"
     if gain < GAIN:
         return 1, f"{found}: {best} blocks for each would bring {gain:.2f}x" if best > 1 else found
     each = -(-visible // best)
     return best, f"{found}: {each} a block, predicted {gain:.3g}x as fast as by one"
 
 
+def _uneven(tiles: int, problem: Problem, visible: int, sms: int) -> int:
+    """Among how many blocks the keys of sequences are divided whose lengths the device alone knows: the longest one
+    fills so many SMs by itself."""
+    if problem.batch < 2:
+        return 1
+    return max(1, min(int(FILLED * sms) * problem.batch // tiles, visible // LEAST_TILES))
+
+
 def seconds(plan: KernelPlan, problem: Problem, visible: int, splits: int, sms: int) -> float:
     """Seconds of the kernels of a call whose tiles of queries see so many tiles of keys each.
 
     A block loads as fast as its share of L2 allows, and of HBM, from which tiles of queries that share keys load them
-    once; or it computes for longer.
+    once, and no faster than an SM that has few others beside it; or it computes for longer.
     """
     arch, tiles = ARCHS[plan.arch], _tiles(plan, problem)
     room = sms * plan.blocks_per_sm
@@ -192,14 +216,16 @@ def seconds(plan: KernelPlan, problem: Problem, visible: int, splits: int, sms: 
     active = min(blocks, room)
     sharing = max(1, tiles // max(1, problem.batch * problem.kv_heads))
     moved = plan.tile.kv * (problem.head_dim + problem.v_head_dim) * problem.itemsize
-    load = moved / min(arch.l2_bytes_per_s / max(active, sms), arch.hbm_bytes_per_s * sharing / active)
+    alone = ALONE * arch.hbm_bytes_per_s / sms
+    load = moved / min(arch.l2_bytes_per_s / max(active, sms), arch.hbm_bytes_per_s * sharing / active, alone * sharing)
     compute = planner.pipeline_of(plan).seconds_per_score(plan, arch)[-1] * plan.tile.q * plan.tile.kv
     rounds = -(-blocks // room)
     found = rounds * (START + -(-visible // splits) * max(load, compute))
     if splits == 1:
         return found
     parts = split_keys.rows(plan, problem) * min(splits, visible) * (problem.v_head_dim * split_keys.PART_ITEM)
-    return found + COMBINE + 2 * parts / arch.l2_bytes_per_s
+    again = (min(splits, visible) - 1) // AT_ONCE * AGAIN
+    return found + COMBINE + again + 2 * parts / arch.l2_bytes_per_s
 
 
 def _tiles(plan: KernelPlan, problem: Problem) -> int:

@@ -68,8 +68,9 @@ class Menu:
 
     `seconds_per_score[i][n - 1]` is the time in seconds that an SM needs for one score while n blocks of plans[i] share
     it, times the share of scores that its tiles are expected to visit (`visits.share`).  Beside them stand `packed`,
-    for few queries of heads that share keys, and `small`, whose tiles have fewer queries, for problems that leave SMs
-    without a block; None where there is no such form.
+    for queries of heads that share keys, and two forms whose tiles have the rows of one warpgroup: `small` for problems
+    that leave SMs without a block, `few` for calls whose rows fill one such tile, packed where heads can be; None where
+    there is no such form.
     """
 
     plans: tuple[KernelPlan, ...]
@@ -77,13 +78,14 @@ class Menu:
     rejected: tuple[Rejected, ...]
     packed: KernelPlan | None = None
     small: KernelPlan | None = None
+    few: KernelPlan | None = None
     measured: Measured | None = None  # None: the order is predicted
 
     @property
     def forms(self) -> tuple[KernelPlan, ...]:
         """Every plan that a call may pick."""
-        beside = (self.small, self.packed)
-        return (*self.plans, *(plan for plan in beside if plan is not None and plan not in self.plans))
+        beside = dict.fromkeys(plan for plan in (self.small, self.packed, self.few) if plan is not None)
+        return (*self.plans, *(plan for plan in beside if plan not in self.plans))
 
     @property
     def record(self) -> str | None:
@@ -104,4 +106,4 @@ class Menu:
             return plan and replace(plan, fallbacks=fallbacks)
 
         plans = tuple(replace(plan, fallbacks=fallbacks) for plan in self.plans)
-        return replace(self, plans=plans, packed=of(self.packed), small=of(self.small))
+        return replace(self, plans=plans, packed=of(self.packed), small=of(self.small), few=of(self.few))

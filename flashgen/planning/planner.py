@@ -86,7 +86,8 @@ def menu_of(request: KernelRequest) -> Menu:
     found = _menu_of(pipeline, request)
     packed = _packed(pipeline, request, found)
     if not request.packed:
-        return replace(found, packed=packed, small=_small(pipeline, request, found)).instead_of(*fallbacks)
+        small, few = _small(pipeline, request, found), _few(pipeline, request, found)
+        return replace(found, packed=packed, small=small, few=few).instead_of(*fallbacks)
     if packed is None:
         raise PlanError(_no_packing(pipeline, request))
     return replace(
@@ -113,32 +114,6 @@ def forwards(of: KernelPlan | KernelRequest) -> Mapping[str, ForwardPipeline[Any
     return PIPELINES if of.float8 is None else FLOAT8
 
 
-def limits(plan: KernelPlan) -> tuple[Rejected, ...]:
-    """Why a forward's tile and stages are no larger: the least with more keys, more stages or more queries that does
-    not fit, each with the sum that passes a limit; what fits and is only slower is in the menu's `rejected`."""
-    if plan.backward is not None or plan.dropout:
-        return ()
-    pipeline, request, tile = forwards(plan)[plan.pipeline], KernelRequest.of_plan(plan), plan.tile
-    step, of_stages = pipeline.KEY_STEP, pipeline.INTEGERS["stages"].values
-    larger = (
-        [(Tile(q=tile.q, kv=kv), plan.stages) for kv in range(tile.kv + step, 2 * tile.kv + 1, step)],
-        [(tile, stages) for stages in of_stages if stages > plan.stages],
-        [(Tile(q=q, kv=tile.kv), plan.stages) for q in pipeline.QUERIES if q > tile.q],
-    )
-    found = []
-    for direction in larger:
-        for one, stages in direction:
-            reasons: list[Rejected] = []
-            for c in pipeline.candidates(Fixed(tile=one, stages=stages)):  # of its forms the first needs least
-                if (reason := pipeline.does_not_fit_reason(c, request)) is None:
-                    break
-                reasons.append(Rejected(tile=one, stages=stages, warps=c.warps, reason=reason))
-            else:
-                found.append(reasons[0])
-                break
-    return tuple(found)
-
-
 def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     """The entry of the menu with the least predicted time for `problem` on `sms` SMs.
 
@@ -146,6 +121,9 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     queries; in a backward, of keys), so that there are blocks for every SM; few queries of heads that share
     keys take the packed form.
     """
+    few = _of_few(menu, problem)
+    if few is not None:
+        return few
     plan = _of_single_heads(menu, problem, sms)
     if menu.small is not None and not problem.empty:
         times = [_predicted(one, problem, sms) for one in (menu.small, plan)]
@@ -164,6 +142,13 @@ def _pace(plan: KernelPlan) -> tuple[float, ...]:
 
 def _predicted(plan: KernelPlan, problem: Problem, sms: int) -> float:
     return pipeline_of(plan).predicted_seconds(plan, _pace(plan), problem, sms)
+
+
+def _of_few(menu: Menu, problem: Problem) -> KernelPlan | None:
+    """The form whose tiles have one warpgroup's rows, where all queries of the heads that share one fill no more."""
+    few = menu.few
+    fills = few is not None and problem.q_len * few.pack(problem.group) <= few.tile.q
+    return few if fills and not problem.empty else None
 
 
 def _of_single_heads(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
@@ -255,17 +240,31 @@ def _packed(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> Ker
     return packing.packed(few[0]) if few else None
 
 
-def _small(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> KernelPlan | None:
-    """A plan that adds up as the menu's do, with fewer queries in a tile than any of them: for problems that are short
-    of blocks.  None where a tile is fixed, and where the pipeline has no such tiles."""
+def _of_one_warpgroup(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> KernelPlan | None:
+    """A plan that adds up as the menu's do, with fewer queries in a tile than any of them.  None where a tile or a form
+    is fixed, and where the pipeline has no such tiles."""
     if request.pass_name == "backward" or request.fixed.tile or request.fixed.integers():
         return None
     queries = forwards(request)[pipeline.NAME].SMALL_QUERIES
-    if queries is None or request.keys.split or request.layout.joined:
+    if queries is None:
         return None
     plans = _fitting(pipeline, request.fixing(tile=Tile(q=queries, kv=found.plans[0].tile.kv)))[0]
     alike = [plan for plan in plans if plan.order_of_sums == found.plans[0].order_of_sums]
     return min(alike, key=lambda plan: _seconds(pipeline, plan, request), default=None)
+
+
+def _small(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> KernelPlan | None:
+    """The form of one warpgroup's rows for problems that are short of blocks: of single heads, whose keys one block
+    visits."""
+    return None if request.keys.split or request.layout.joined else _of_one_warpgroup(pipeline, request, found)
+
+
+def _few(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> KernelPlan | None:
+    """The form of one warpgroup's rows for few queries: packed, where heads that share keys can be."""
+    plan, packing = _of_one_warpgroup(pipeline, request, found), PACKINGS.get(pipeline.NAME)
+    if plan is None or packing is None or packing.cannot_pack(request):
+        return plan
+    return packing.packed(plan) or plan
 
 
 def _no_packing(pipeline: Pipeline[Any], request: KernelRequest) -> str:

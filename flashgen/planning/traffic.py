@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 from flashgen.analysis import counts
 from flashgen.analysis import facts as analysis
 from flashgen.errors import PlanError
-from flashgen.planning import backward, split_keys, summaries, traffic_backward, traffic_sequences
+from flashgen.planning import backward, limits, split_keys, summaries, traffic_backward, traffic_sequences
 from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.integers import shown
 from flashgen.planning.plan import KernelPlan, Part, Tile
-from flashgen.planning.planner import Measured, Rejected, limits, pipeline_of
+from flashgen.planning.planner import Measured, Rejected, pipeline_of
 from flashgen.planning.problem import STORED_BYTES, Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.traffic_sequences import OwnLengths
@@ -218,7 +218,7 @@ class Prediction:
                 ),
             ),
             *([] if self.measured else [_pace_table(self)]),
-            *([_rejections("too large", found)] if (found := limits(plan)) else []),
+            *([_rejections("too large", found)] if (found := limits.of(plan)) else []),
             _rejections("rejected", self.rejected),
         )
 
@@ -296,7 +296,7 @@ class Prediction:
             "summaries": [asdict(one) for one in plan.summaries],
             "kernels": [{"entry": entry, **moved.as_json()} for entry, moved in self.kernels],
             "workspaces": [{"name": part.name, "bytes": part.amount} for part in self.workspaces],
-            "too_large": _listed(limits(plan)),
+            "too_large": _listed(limits.of(plan)),
             "others": [{"tile": {"q": p.tile.q, "kv": p.tile.kv}, "stages": p.stages} for p in self.others],
             "rejected": _listed(self.rejected),
         }

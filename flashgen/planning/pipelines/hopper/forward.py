@@ -96,6 +96,10 @@ SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
 #: And more where query and key select it together: `tree` at head_dim 128 spilled 12 bytes with one left.
 PAIR_REGISTERS = 4
 
+#: Elements on their way at once where the mask is asked for a few at a time: `tree` at head_dim 128, heads packed, does
+#: not spill in tiles of 128 keys.
+READ_AT_ONCE = 4
+
 #: A score function that reads an element for each key, in every tile, takes one more register for so many keys.
 READING_KEYS = 6
 
@@ -301,7 +305,8 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         amount += DROPOUT_THIRD_STAGE if asked.masked and c.stages > 2 else 0
         parts.append(Part(name="dropout", amount=amount, why="what is kept, random numbers"))
     if asked.reads_by_key:
-        keys = c.tile.kv // 4
+        alone = c.warpgroups <= min(WARPGROUPS) and _masked_as_bits(request) and not asked.score_reads_by_key
+        keys = min(c.tile.kv // 4, READ_AT_ONCE) if alone else c.tile.kv // 4
         parts.append(
             Part(
                 name="captured",
@@ -431,7 +436,7 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
     registers = plan.registers
     if profile(plan.variant).uses_query:
         registers += (Part(name="packed", amount=PACKED_REGISTERS, why="the queries of two rows"),)
-        if total(registers) > (plan.program.consumer_registers or 0):
+        if total(registers) > (plan.program.consumer_registers or find(plan.arch).registers_per_thread):
             return None
     # A few queries are one tile: its blocks alone load these keys, each once.
     l2 = KeysLeave() if plan.keys.split else KeysStay()
@@ -460,7 +465,7 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     step = STEP_CLOCKS / (tile.q * tile.kv)
     between = (plan.q_stages == 1) * Q_LOAD_CLOCKS + (plan.stages == 2) * KV_LOAD_CLOCKS
     if plan.keys.split:  # a block has one tile of queries, and waits for each of keys: less where more are on their way
-        between, step = 0, step + MEMORY_CLOCKS / (plan.stages * tile.q * tile.kv)
+        between, step = plan.q_stages == 1, step + MEMORY_CLOCKS / (plan.stages * tile.q * tile.kv)
     pace = busiest + INTERFERENCE * second + exposed + step + between / (tile.q * TYPICAL_KEYS)
     wide = warpgroups > 2 and max(plan.head_dim, plan.v_head_dim) > SHORT_COLUMNS
     tail = -(-TYPICAL_KEYS // tile.kv) * tile.kv / TYPICAL_KEYS
