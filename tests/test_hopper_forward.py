@@ -66,7 +66,7 @@ def test_a_query_that_is_no_number_ends(dtype):
 
 def test_maxima_that_stay_overflow():
     w = climbing(work("full", "hopper", dtype="float16", **SHAPE), 40)
-    share, most = replace("SHARE = -4.f", "SHARE = 100.f"), replace("MOST = 15.f", "MOST = 100.f")
+    share, most = replace("SHARE = 0.0625f", "SHARE = 1e30f"), replace("MOST = 0x1p15f", "MOST = 0x1p100f")
     assert w.wrong(w.run(lambda source: share(most(source))))
 
 
