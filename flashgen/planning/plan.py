@@ -349,7 +349,7 @@ class KernelPlan(Integers):
 
     @property
     def lag_share_log2(self) -> int:
-        """Share of what a row has added up, a power of two, that P of a key must pass before the row's maximum follows it.
+        """Share of what a row has added up that a key's P must pass before the row's maximum follows it: a power of two.
 
         A key that dominates a row is then multiplied as 1, which is exact; of others the roundings average out, as they
         do beside an exact maximum.  RMS error in units of that with an exact maximum (bfloat16, head_dim 128, 8,192
