@@ -19,10 +19,7 @@ from flashgen.planning.plan import KernelPlan
 TILES = {"hopper": {"tile": (128, 128)}, "ampere": {"tile": (64, 64)}}
 
 #: Maxima that follow only what would overflow.
-LAGGING = {
-    "hopper": replace("SHARE = -4.f", "SHARE = 60.f"),
-    "ampere": replace("SHARE = 0.0625f", "SHARE = 0x1p60f"),
-}
+LAGGING = {name: replace("SHARE = 0.0625f", "SHARE = 0x1p60f") for name in TILES}
 
 #: Two heads that share keys, and tiles enough that a row's maximum is passed after its first.
 SHAPE = {"q_len": 200, "kv_len": 520, "heads": 2, "kv_heads": 1}
@@ -110,8 +107,8 @@ def test_other_rows_and_later_keys_leave_no_trace(pipeline):
 
 #: What a row's bits hang on; without it rows that others stand beside differ.
 OWN_MAXIMUM = replace(
-    "moves[r] = fmaf(of_row, scale, -row_max[r]) > reach[r];",
-    "moves[r] = __any_sync(~0u, fmaf(of_row, scale, -row_max[r]) > reach[r]);",
+    "ex2(fmaf(highest[r], scale, -row_max[r])) > limit[r];",
+    "__any_sync(~0u, ex2(fmaf(highest[r], scale, -row_max[r])) > limit[r]);",
 )
 
 

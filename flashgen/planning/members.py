@@ -259,7 +259,6 @@ class HighestAsInteger:
     """Scores are compared as integers, three by one instruction, and again where a thread's are all negative."""
 
     find: ClassVar[str] = "highest_by_integers"
-    settle: ClassVar[str] = "settle_by_integers"  # where P lags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +266,6 @@ class HighestAsFloat:
     """Scores are compared as floats, two by one instruction: registers are short."""
 
     find: ClassVar[str] = "highest_by_floats"
-    settle: ClassVar[str] = "settle_by_floats"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -419,7 +417,7 @@ class LaggingP:
 
     template: ClassVar[str] = "hopper/forward_p_lagging.cu.j2"
     sums_late: ClassVar[bool] = False
-    before: ClassVar[str] = "find_reach"  # what is found under a product
+    before: ClassVar[str] = "find_limits"  # what is found under a product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -344,19 +344,14 @@ class KernelPlan(Integers):
 
     @property
     def lag_share(self) -> float:
-        """`lag_share_log2` as a number."""
-        return 2.0**self.lag_share_log2
-
-    @property
-    def lag_share_log2(self) -> int:
-        """Share of what a row has added up that a key's P must pass before the row's maximum follows it: a power of two.
+        """Share of what a row has added up that a key's P must pass before the row's maximum follows it.
 
         A key that dominates a row is then multiplied as 1, which is exact; of others the roundings average out, as they
         do beside an exact maximum.  RMS error in units of that with an exact maximum (bfloat16, head_dim 128, 8,192
         keys): N(0, 1) 1.02, scores of standard deviation 2 1.03, all other inputs of `flashgen bench data` at most
         1.01; emulated with shares of 1/8 and 1/2, 1.07 and 1.15.  Of rows of N(0, 1) almost none moves late.
         """
-        return -4
+        return 1 / 16
 
     @property
     def lag_most(self) -> int:

@@ -50,64 +50,14 @@ template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&hi
   for (int r = 0; r < 2; r++) highest[r] = quad_max(__int_as_float(bits[r]));
 }
 
-// How many powers of two above its maximum a key of a row may be before the maximum follows it: as many as `share`, a
-// logarithm, of what the row has added up, from 0 to `most`.
-DEVICE float lag_reach(float sum, float share, float most) {
-  return fminf(fmaxf(lg2(quad_sum(sum)) + share, 0.f), most);
-}
-
-// The highest of 0 and this lane's elements of row r, as integers: among floats that are not negative it has the most.
-template <int N> DEVICE int highest_or_zero(const float (&s)[N], int r) {
-  int highest = 0;
-#pragma unroll
-  for (int i = 2 * r; i < N; i += 4) highest = max(max(highest, __float_as_int(s[i])), __float_as_int(s[i + 1]));
-  return highest;
-}
-
-// Whether a key of this lane may be out of its row's reach.  This is asked of every tile, so it takes no shuffle, and for
-// a lane that has nothing above 0 it asks of 0.
-DEVICE bool may_follow(const int (&found)[2], const float (&row_max)[2], float scale, const float (&reach)[2]) {
-  return fmaf(__int_as_float(found[0]), scale, -row_max[0]) > reach[0] ||
-         fmaf(__int_as_float(found[1]), scale, -row_max[1]) > reach[1];
-}
-
-// What is highest in truth, of a lane that has nothing above 0 too: among such floats that with the least bits.
-template <int N> DEVICE void settle_by_integers(const float (&s)[N], const int (&found)[2], float (&highest)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; r++) highest[r] = __int_as_float(found[r]);
-  if (__all_sync(~0u, min(found[0], found[1]) > 0)) return;
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    u32 least = ~0u;
-#pragma unroll
-    for (int i = 2 * r; i < N; i += 4) least = min(min(least, __float_as_uint(s[i])), __float_as_uint(s[i + 1]));
-    if (found[r] == 0) highest[r] = __uint_as_float(least);
-  }
-}
-
-// The same, two by one instruction.
-template <int N> DEVICE void settle_by_floats(const float (&s)[N], const int (&found)[2], float (&highest)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    highest[r] = __int_as_float(found[r]);
-    if (__all_sync(~0u, found[r] > 0)) continue;
-    float most = s[2 * r];
-#pragma unroll
-    for (int i = 2 * r; i < N; i += 4) most = fmaxf(fmaxf(most, s[i]), s[i + 1]);
-    if (found[r] == 0) highest[r] = most;
-  }
-}
-
-// The maxima follow the highest of S, scaled, where that is out of the row's reach: true if one of this lane's did.  A
-// row's own keys alone decide that: where they do, one of its lanes has called for this.
-DEVICE bool follow(const float (&highest)[2], float (&row_max)[2], float scale, const float (&reach)[2]) {
+// The maxima follow the highest of S, scaled, where its P is more than the row's limit: true if one of this lane's did.
+DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, const float (&limit)[2]) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const float of_row = quad_max(highest[r]);
-    moves[r] = fmaf(of_row, scale, -row_max[r]) > reach[r];
+    moves[r] = ex2(fmaf(highest[r], scale, -row_max[r])) > limit[r];
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
-    if (moves[r]) row_max[r] = fmaf(of_row, scale, 0.f);
+    if (moves[r]) row_max[r] = fmaf(highest[r], scale, 0.f);
   }
   return moves[0] || moves[1];
 }
