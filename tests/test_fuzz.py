@@ -127,6 +127,15 @@ def test_the_evaluator_reads_the_language(rule):
     assert visible.all() and decided.all()
 
 
+@pytest.mark.parametrize("condition", ["fg.cos({}) == fg.float32(k)", "fg.sin({}) != 0.0 * k", "fg.cos({}) < 1.0 + 0 * k"])
+def test_a_mask_hangs_on_no_wave_that_a_kernel_does_not_promise(condition):
+    """Of cos(2^61) an H200 gives 1, which is that of whole turns."""
+    for argument, known in (("2.0**61 + 0 * k", False), ("1.0 + 0 * k", True)):
+        text = f"import flashgen as fg\nx = fg.variant(lambda b, h, q, k: {condition.format(argument)})\n"
+        _, decided = evaluator.Spec(text, dict.fromkeys(evaluator.SIZES, 2), {}, {}).mask()
+        assert bool(decided.all()) == known
+
+
 def test_both_forms_of_the_evaluators_gradients_agree():
     """By autograd, and by the formulas that round to 16 bits: to float64 they round nothing."""
     text = (

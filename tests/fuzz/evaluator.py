@@ -27,18 +27,23 @@ FLOAT32 = torch.finfo(torch.float32)
 #: Dimension names of captured tensors; such a dimension of size 1 broadcasts, which clamping an index does too.
 SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len")
 
+#: What sin and cos may be of arguments whose turns a kernel loses count of: of whole turns one of the last three.
+WILD = (None, -1.0, 0.0, 1.0)
+
 
 @dataclass(frozen=True)
 class Wobble:
     """Random errors: `arithmetic` and `functions` are relative sizes, and the second is an absolute one as well.
 
     `alike` is what two floats that differ by no more than that are said to be, equal or not; None: what they are.
+    `wild` is what sin and cos of arguments are for which a kernel promises nothing; None: those of others near them.
     """
 
     random: torch.Generator
     arithmetic: float
     functions: float
     alike: bool | None = None
+    wild: float | None = None
 
     def moved(self, x: torch.Tensor, relative, absolute: float = 0.0) -> torch.Tensor:
         sign = torch.randint(0, 2, x.shape, generator=self.random, dtype=torch.int8) * 2 - 1
@@ -408,9 +413,13 @@ def stand_in(world: World) -> types.ModuleType:
     def wave(of):
         def call(x):  # beyond 2^24 a kernel, which counts turns in float32, promises nothing
             x = world.floats(value(x))
-            if world.wobble is not None and world.narrow:
-                x = world.wobble.moved(x, torch.where(x.abs() > 2.0**24, 0.5, 0.0))
-            return world.settled(of(x), functions=1.0, absolute=8.0)
+            beyond, wobble = (x.abs() > 2.0**24) & x.isfinite(), world.wobble if world.narrow else None
+            if wobble is not None:
+                x = wobble.moved(x, torch.where(beyond, 0.5, 0.0))
+            found = world.settled(of(x), functions=1.0, absolute=8.0)
+            if wobble is not None and wobble.wild is not None:  # whole turns may be all that a kernel finds
+                found.x = torch.where(beyond, torch.full_like(found.x, wobble.wild), found.x)
+            return found
 
         return call
 
@@ -508,15 +517,15 @@ class Spec:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.sizes[name] for name in ("batch", "heads", "q_len", "kv_len"))
 
-    def mask(self, rounds: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    def mask(self, rounds: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
         """Which pairs are visible, and of which of them float arithmetic decides that: bool [b, h, q, k]."""
         world = self.world()
         visible = self._mask(world)
         decided = torch.ones(self.shape, dtype=torch.bool)
         if world.rough:
             random = torch.Generator().manual_seed(0)
-            for _ in range(rounds):
-                wobble = Wobble(random, arithmetic=0.0, functions=2.0**-19)
+            for i in range(rounds):
+                wobble = Wobble(random, arithmetic=0.0, functions=2.0**-19, wild=WILD[i % len(WILD)])
                 decided &= self._mask(self.world(wobble=wobble)) == visible
         return visible, decided
 
