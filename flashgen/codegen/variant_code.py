@@ -151,6 +151,7 @@ class VariantCode:
               before it, where a tile inside the runs may be EMPTY, whether something is visible
     parts     of a tile that is not settled as a whole; None: there are none to judge
     turns     of conditions that are judged one after another; None: a tile is judged at once
+    uniform   the mask is the same for all pairs of a tile: its first pair tells the class
     small_tanh   where the score has one tanh, and its argument is cheap to look at before
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
@@ -169,6 +170,7 @@ class VariantCode:
     classes: Decision | None
     parts: Parts | None
     turns: Turns | None
+    uniform: bool
     sink: Body | None
     clamp_q: bool
     clamp_k: bool
@@ -190,8 +192,10 @@ class VariantCode:
         return self.classes is not None and len(self.classes.conclusions) == 2
 
     @property
-    def judged(self) -> Literal["whole", "parts", "in_turn"]:
+    def judged(self) -> Literal["whole", "parts", "in_turn", "by_one_pair"]:
         """Which template has `classify`."""
+        if self.uniform:
+            return "by_one_pair"
         if self.turns is not None:
             return "in_turn"
         return "whole" if self.parts is None else "parts"
@@ -241,12 +245,14 @@ def variant_code(
     summaries: tuple[TileSummary, ...] = (),
     *,
     judged_in_turn: bool = False,
+    uniform: bool = False,
 ) -> VariantCode:
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
     `keep` is given these elements of captured tensors, and whose `classify` has these summaries.
 
     Where sequences have positions of their own, tiles start at any query, and captured tensors may be shorter than
-    positions reach.  `judged_in_turn`: conditions are judged one after another, through shared memory.
+    positions reach.  `judged_in_turn`: conditions are judged one after another, through shared memory.  `uniform`: the
+    mask is the same for all pairs of a tile.
     """
     mask, score = printed_of(facts)
     sink = facts.variant.sink_node
@@ -270,6 +276,7 @@ def variant_code(
         classes=Decider(facts, judged).classes(by_parts=cut is not None, in_turn=in_turn) if masked else None,
         parts=None if cut is None else _parts(cut),
         turns=in_turn,
+        uniform=uniform,
         sink=None if sink is None else Printer(wide=facts.int64).body(sink),
         clamp_q=any(depends_on(n, "q") for n in loads),
         clamp_k=any(depends_on(n, "k") for n in loads),

@@ -197,7 +197,14 @@ class MaskAsBits:
     form: ClassVar[str] = "as_bits"
 
 
-Mask = MaskByElement | MaskAsBits
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskByTile:
+    """Nowhere: it is the same for all elements of a tile, which is visited as a whole or not at all."""
+
+    form: ClassVar[str] = "by_tile"
+
+
+Mask = MaskByElement | MaskAsBits | MaskByTile
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, backward: how dq is added up in memory, by which function of consumers

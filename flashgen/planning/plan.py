@@ -27,6 +27,7 @@ from flashgen.planning.members import (
     LaggingP,
     Mask,
     MaskByElement,
+    MaskByTile,
     OByTma,
     OFromRegisters,
     OInParts,
@@ -411,6 +412,12 @@ class KernelPlan(Integers):
     def packed(self) -> bool:
         """Whether the rows of a tile are pairs of a query and one of several heads that share keys."""
         return self.specialized is not None and self.specialized.rows.packed
+
+    @property
+    def masked_by_tile(self) -> bool:
+        """Whether the mask is the same all over each tile."""
+        of = self.specialized if isinstance(self.specialized, Specialized) else self.backward
+        return isinstance(getattr(of, "mask", None), MaskByTile)
 
     def pack(self, group: int) -> int:
         """Heads in a tile, of a `group` that shares keys: the largest power of two that divides it and the rows of a

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from flashgen.analysis.cells import single
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.lang.expr import DType, Node, depends_on, loop_indices, node, positions_of, reads_by, walk
@@ -77,6 +78,12 @@ class Profile:
         """Whether cells of the mask cut tiles of this size, which are then judged by their parts."""
         cells = self.facts.cells if self.hides else None
         return cells is not None and cells.within(tile.q, tile.kv) is not None
+
+    def uniform(self, tile: Tile) -> bool:
+        """Whether the mask is the same for all pairs of a tile of this size, whatever data hold: a block mask's, of
+        blocks that tiles divide."""
+        mask = self.variant.mask
+        return mask is not None and self.judged and single(mask, {"q": tile.q, "k": tile.kv})
 
     @cached_property
     def judged_nodes(self) -> tuple[Node, ...]:

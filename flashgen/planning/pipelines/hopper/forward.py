@@ -24,8 +24,10 @@ from flashgen.planning.members import (
     Keys,
     KeysLeave,
     KeysStay,
+    Mask,
     MaskAsBits,
     MaskByElement,
+    MaskByTile,
     OByTma,
     OFromRegisters,
     OInParts,
@@ -296,7 +298,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         amount = DROPOUT_REGISTERS + DROPOUT_BESIDE * min(c.tile.kv, BOX) // BOX
         amount += DROPOUT_THIRD_STAGE if asked.masked and c.stages > 2 else 0
         parts.append(Part(name="dropout", amount=amount, why="what is kept, random numbers"))
-    if asked.reads_by_key:
+    if asked.score_reads_by_key if _uniform(c, request) else asked.reads_by_key:
         keys = c.tile.kv // 4
         parts.append(
             Part(
@@ -361,7 +363,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             warpgroups=c.warpgroups,
             ping_pong=ping_pong,
             score_emitted_twice=score_emitted_twice,
-            mask=MaskAsBits() if _masked_as_bits(request) else MaskByElement(),
+            mask=_mask(c, request),
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
             # Two registers spill beside dropout at head_dim 128 (16 bytes, outside of loops).
             highest=HighestAsFloat() if request.dropout else HighestAsInteger(),
@@ -383,10 +385,18 @@ def _o(c: Candidate, request: KernelRequest) -> OByTma | OFromRegisters | OInPar
     return OByTma() if _stored(c, request.layout) else OFromRegisters()
 
 
-def _masked_as_bits(request: KernelRequest) -> bool:
-    """Whether the mask is asked for a few elements at a time, a bit each."""
+def _mask(c: Candidate, request: KernelRequest) -> Mask:
+    """How elements are masked: by many ops a few at a time, a bit each."""
     asked = request.profile
-    return asked.judged and asked.mask_ops + READ_OPS * asked.mask_reads_by_key >= BITS_OPS
+    if _uniform(c, request):
+        return MaskByTile()
+    many = asked.judged and asked.mask_ops + READ_OPS * asked.mask_reads_by_key >= BITS_OPS
+    return MaskAsBits() if many else MaskByElement()
+
+
+def _uniform(c: Candidate, request: KernelRequest) -> bool:
+    """Whether the mask is the same all over a tile."""
+    return request.profile.uniform(Tile(q=request.layout.starts(c.tile.q), kv=c.tile.kv))
 
 
 def scheduler(request: KernelRequest) -> Scheduler:
