@@ -17,6 +17,7 @@ from flashgen.analysis.cells import Cells
 from flashgen.analysis.facts import Facts, Term
 from flashgen.analysis.tiles import Tiling
 from flashgen.analysis.zones import REACH, Zone
+from flashgen.codegen import remainders
 from flashgen.codegen.device import identifiers
 from flashgen.codegen.printer import (
     CALL,
@@ -149,6 +150,7 @@ class VariantCode:
 
     keep, runs, classes   bodies of `keep`, of `previous_tile`, and of `classify`: whether something is hidden, and
               before it, where a tile inside the runs may be EMPTY, whether something is visible
+    divides   `keep` has quotients or remainders, which are quick of what is known not to be negative
     parts     of a tile that is not settled as a whole; None: there are none to judge
     turns     of conditions that are judged one after another; None: a tile is judged at once
     uniform   the mask is the same for all pairs of a tile: its first pair tells the class
@@ -166,6 +168,7 @@ class VariantCode:
     score: Body | None
     small_tanh: SmallTanh | None
     keep: Body | None
+    divides: bool
     runs: Decision | None
     classes: Decision | None
     parts: Parts | None
@@ -271,7 +274,8 @@ def variant_code(
         readers=readers(facts, cornered, layout),
         score=None if score is None else Printer(wide=facts.int64).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
-        keep=None if mask is None else conditions.body(mask),
+        keep=None if mask is None else conditions.body(remainders.apart(mask, facts.int64)),
+        divides=masked and remainders.divides(mask),
         runs=Decider(facts).runs() if masked else None,
         classes=Decider(facts, judged).classes(by_parts=cut is not None, in_turn=in_turn) if masked else None,
         parts=None if cut is None else _parts(cut),
