@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashgen.codegen.printer import Body, Printer
+from flashgen.planning.summaries import WORD
 
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 class SummaryCode:
     """A part of the mask that is summarised over tiles (see `planning.plan.TileSummary`).
 
-    `value` is the part, of C++ type `ctype`, at `positions`; `parameters` and `arguments` are the batch and head beside
-    them.  `counts` declare what `number` is made of, `heads` batch, head and, of number i of `number`, what its values
+    `value` is the part, of C++ type `ctype`, at `positions`; `places` are the batch and head beside them.  `bits` give
+    the word of a row's bits, where they are kept.  `counts` declare what `number` is made of, `heads` batch, head and, of number i of `number`, what its values
     are, from `first` to `last`: each at `place`, by its `index`.  `read` gives what is known over `ranges`.
     """
 
@@ -33,16 +34,27 @@ class SummaryCode:
     value: Body
     ctype: str
     range_type: str
-    extremes: str
     stored: str
     pointer: str
     grouped: bool
+    found: str
+    bits: tuple[str, ...]
     parameters: str
-    arguments: str
+    places: tuple[str, ...]
     read: tuple[str, ...]
     counts: tuple[str, ...]
     number: str
     heads: tuple[str, ...]
+
+
+    @property
+    def arguments(self) -> str:
+        """Batch and head before other arguments."""
+        return self.arguments_of("")
+
+    def arguments_of(self, of: str) -> str:
+        """Members of something."""
+        return "".join(f"{of}{name}, " for name in self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +105,25 @@ def _summary(one: Summary, how: TileSummary, tile: Tiling, facts: Facts) -> Summ
     of_place["h"] = f"int(i / parts{' % p.heads' if how.by_batch else ''})"
     heads = [f"const int {name} = {of_place[name]};" for name, _ in dims]
     index, place = how.side, how.side
-    if how.keys:
+    offset_of = _place(dims)
+    if how.row_keys:
+        counts = [f"const int columns = {sides[1].count};", f"const i64 parts = {sides[0].count} * (i64)columns;"]
+        heads += [
+            sides[0].bounds("q_first", "q_last", "int(i % parts / columns)"),
+            sides[1].bounds("k_first", "k_last", "int(i % parts % columns)"),
+            f"const i64 words = {_words(how)};",
+            f"u32* bits = p.{how.bits_pointer} + {offset_of + ' * p.q_len * words + ' if dims else ''}q_first * words + k_first / 32;",
+        ]
+        index, place = "q, int k", "q, k"
+    elif how.keys:
         counts = [f"const int columns = {sides[1].count};", f"const i64 parts = {sides[0].count} * (i64)columns;"]
         heads += _elements(how, sides)
         index, place = "j", _element(how)
     else:
         counts = [f"const int parts = {sides[0].count};"]
         heads.append(sides[0].bounds("first", "last", "int(i % parts)" if dims else "int(i)"))
-    start = "(i64)(b * p.heads + h)" if len(dims) == 2 else "(i64)" + "".join(name for name, _ in dims)
     needed = counts if dims else counts[:1] if how.keys else []
-    offset = f" + {start} * parts" if dims else ""
+    offset = f" + {offset_of} * parts" if dims else ""
     several = any(side.positions < (tile.q if side.at == "q" else tile.kv) for side in sides)
     extremes = f"extremes{suffix}" if suffix else f"{'groups_of' if how.grouped else 'extremes'}<{ctype}>"
     return SummaryCode(
@@ -115,17 +136,38 @@ def _summary(one: Summary, how: TileSummary, tile: Tiling, facts: Facts) -> Summ
         value=printer.body(one.value),
         ctype=ctype,
         range_type=how.range_type,
-        extremes=extremes,
+        found="rows_of_bits(q_first, q_last, k_first, k_last, value, bits, words)"
+        if how.row_keys
+        else f"{extremes}(first, last, value)",
+        bits=_bits(how, offset_of if dims else ""),
         stored=how.ctype,
         pointer=how.pointer,
         grouped=how.grouped,
         parameters="".join(f"int {name}, " for name, _ in dims),
-        arguments="".join(f"{name}, " for name, _ in dims),
+        places=tuple(name for name, _ in dims),
         read=(*needed, f"const {how.ctype}* found = p.{how.pointer}{offset};", *_read(how, sides, suffix, several)),
         counts=tuple(counts),
         number=" * ".join(["(i64)" + dims[0][1], *(s for _, s in dims[1:]), "parts"]) if dims else "parts",
         heads=tuple(heads),
     )
+
+
+def _place(dims: list[tuple[str, str]]) -> str:
+    """The number of a batch and head."""
+    return "(i64)(b * p.heads + h)" if len(dims) == 2 else "(i64)" + "".join(name for name, _ in dims)
+
+
+def _words(how: TileSummary) -> str:
+    """Words of bits in a row, of whole tiles."""
+    return f"(p.kv_len + {how.row_keys - 1}) / {how.row_keys} * {how.row_keys // WORD}"
+
+
+def _bits(how: TileSummary, place: str) -> tuple[str, ...]:
+    """Statements that give a word of the bits of row q."""
+    if not how.row_keys:
+        return ()
+    row = f"({place} * p.q_len + q)" if place else "(i64)q"
+    return (f"return __ldg(&p.{how.bits_pointer}[{row} * ({_words(how)}) + word]);",)
 
 
 def _elements(how: TileSummary, sides: list[_Side]) -> list[str]:

@@ -211,6 +211,16 @@ class VariantCode:
         return self.classes.judgement if group is None else self.classes.by_groups(group.name)
 
     @property
+    def bits(self) -> tuple[SummaryCode, ...]:
+        """What `keep` is given as bits."""
+        return tuple(one for one in self.summaries if one.bits)
+
+    @property
+    def bit_parameters(self) -> str:
+        """Parameters of `keep` for these."""
+        return "".join(f"bool {one.name}, " for one in self.bits)
+
+    @property
     def summarised(self) -> tuple[str, ...]:
         """The statements that make the summaries."""
         return tuple(f"summarise_{one.name}(warp, warps, p);" for one in self.summaries)
@@ -262,7 +272,10 @@ def variant_code(
     masked = mask is not None
     loads = loads_of(root for root in (mask, score) if root is not None)
     given = _lookups(lookups, facts) if masked else {}
-    conditions = GivenPrinter({n: f"at.{one.name}" for n, one in given.items()}, wide=facts.int64, exact=True)
+    kept = {one.name for one in summaries if one.row_keys}
+    bits = {one.value: one.name for one in facts.summaries if one.name in kept}
+    read = {n: f"at.{one.name}" for n, one in given.items()}
+    conditions = GivenPrinter(read | bits, wide=facts.int64, exact=True)
     tile = Tile(q=layout.starts(tile.q), kv=tile.kv)
     cut = facts.cells.within(tile.q, tile.kv) if masked and facts.cells is not None else None
     cornered = found_at_corners(facts, tile, cut)

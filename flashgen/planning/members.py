@@ -198,13 +198,21 @@ class MaskAsBits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MaskFromBits:
+    """It is asked for each, and elements of tables that query and key select are bits by then, which the kernel of
+    summaries has made: one word for 32 keys of a row."""
+
+    form: ClassVar[str] = "from_bits"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MaskByTile:
     """Nowhere: it is the same for all elements of a tile, which is visited as a whole or not at all."""
 
     form: ClassVar[str] = "by_tile"
 
 
-Mask = MaskByElement | MaskAsBits | MaskByTile
+Mask = MaskByElement | MaskAsBits | MaskFromBits | MaskByTile
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, backward: how dq is added up in memory, by which function of consumers

@@ -103,9 +103,12 @@ class TileSummary:
     by_batch: bool
     by_head: bool
     tensors: tuple[str, ...]  # captured tensors that it reads
+    row_keys: int = 0  # of a condition: its values are kept as bits, in rows of tiles of so many keys; 0: they are not
 
     def __str__(self) -> str:
-        return f"{self.name}, its least and greatest value over {self.what}{' in two groups' if self.grouped else ''}"
+        bits = " and its bits" if self.row_keys else ""
+        in_groups = " in two groups" if self.grouped else ""
+        return f"{self.name}, its least and greatest value over {self.what}{in_groups}{bits}"
 
     @property
     def what(self) -> str:
@@ -118,6 +121,11 @@ class TileSummary:
     def pointer(self) -> str:
         """The name of the memory that holds it."""
         return f"summary_{self.name}"
+
+    @property
+    def bits_pointer(self) -> str:
+        """The name of the memory that holds its bits."""
+        return f"bits_{self.name}"
 
     @property
     def ctype(self) -> str:

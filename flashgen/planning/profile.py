@@ -13,6 +13,7 @@ from flashgen.lang.expr import DType, Node, depends_on, loop_indices, node, posi
 from flashgen.lang.variant import Variant
 from flashgen.planning.backward import captured_grads, has_slope, looks_up, lookups
 from flashgen.planning.plan import Tile
+from flashgen.planning.summaries import pair_tables
 
 #: Special-function results that one op of a score function needs.
 SPECIAL = {
@@ -180,6 +181,19 @@ class Profile:
         roots = () if self.variant.mask is None else (self.variant.mask,)
         pairs = (n for n in walk(roots) if n.op == "load" and {"q", "k"} <= positions_of(n))
         return any(len(n.operands) > 2 or any(m.op == "load" for m in walk(n.operands)) for n in pairs)
+
+    @cached_property
+    def pair_tables(self) -> tuple[Node, ...]:
+        """The conditions of the mask that are elements of a table of all pairs."""
+        return tuple(one.value for one in pair_tables(self.facts)) if self.hides else ()
+
+    @cached_property
+    def reads_by_key_beside_tables(self) -> bool:
+        """Whether mask or score read an element for each key that is of none of these tables."""
+        roots = () if self.variant.mask is None else (self.variant.mask,)
+        known = set(self.pair_tables)
+        found = (n for n in walk(roots, into=lambda n: n not in known) if n.op == "load" and n not in known)
+        return self.score_reads_by_key or any("k" in positions_of(n) for n in found)
 
     @cached_property
     def mask_reads_pairs(self) -> bool:

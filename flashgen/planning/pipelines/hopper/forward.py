@@ -28,6 +28,7 @@ from flashgen.planning.members import (
     MaskAsBits,
     MaskByElement,
     MaskByTile,
+    MaskFromBits,
     OByTma,
     OFromRegisters,
     OInParts,
@@ -44,6 +45,7 @@ from flashgen.planning.plan import ITEM, KernelPlan, Part, Specialized, Tile, st
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.program import Program, consumer_registers
+from flashgen.planning.summaries import WORD
 from flashgen.planning.request import Fixed, KernelRequest
 
 NAME, COPIES = "hopper", "TMA"
@@ -94,6 +96,9 @@ SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
 
 #: And more where query and key select it together: `tree` at head_dim 128 spilled 12 bytes with one left.
 PAIR_REGISTERS = 4
+
+#: Registers for where rows of bits lie that are made of a table of all pairs.
+BITS_REGISTERS = 4
 
 #: A score function that reads an element for each key, in every tile, takes one more register for so many keys.
 READING_KEYS = 6
@@ -298,12 +303,17 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         amount = DROPOUT_REGISTERS + DROPOUT_BESIDE * min(c.tile.kv, BOX) // BOX
         amount += DROPOUT_THIRD_STAGE if asked.masked and c.stages > 2 else 0
         parts.append(Part(name="dropout", amount=amount, why="what is kept, random numbers"))
-    if asked.score_reads_by_key if _uniform(c, request) else asked.reads_by_key:
-        keys = c.tile.kv // 4
+    form = _mask(c, request)
+    if isinstance(form, MaskFromBits):
+        words = 2 * c.tile.kv // WORD
+        parts.append(Part(name="bits", amount=BITS_REGISTERS + words, why=f"{words} words of bits, and their address"))
+    reads = {MaskByTile: asked.score_reads_by_key, MaskFromBits: asked.reads_by_key_beside_tables}
+    if reads.get(type(form), asked.reads_by_key):
+        keys, of_pairs = c.tile.kv // 4, asked.mask_reads_pairs and not isinstance(form, MaskFromBits)
         parts.append(
             Part(
                 name="captured",
-                amount=CAPTURED_REGISTERS + PAIR_REGISTERS * asked.mask_reads_pairs + ELEMENT_REGISTERS * keys,
+                amount=CAPTURED_REGISTERS + PAIR_REGISTERS * of_pairs + ELEMENT_REGISTERS * keys,
                 why=f"an element and its address for each of {keys} keys, and what leads to them",
             )
         )
@@ -390,6 +400,8 @@ def _mask(c: Candidate, request: KernelRequest) -> Mask:
     asked = request.profile
     if _uniform(c, request):
         return MaskByTile()
+    if asked.pair_tables and c.tile.kv % WORD == 0 and not request.layout.own:
+        return MaskFromBits()
     many = asked.judged and asked.mask_ops + READ_OPS * asked.mask_reads_by_key >= BITS_OPS
     return MaskAsBits() if many else MaskByElement()
 
