@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flashgen.analysis.summaries import Summary
     from flashgen.analysis.tiles import Tiling
     from flashgen.lang.expr import Node
-    from flashgen.planning.plan import TileSummary
+    from flashgen.planning.plan import RowBits, TileSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,11 @@ class SummaryCode:
     @property
     def arguments(self) -> str:
         """Batch and head before other arguments."""
-        return self.arguments_of("")
+        return self.arguments_at("b", "h")
 
-    def arguments_of(self, of: str) -> str:
-        """Members of something."""
-        return "".join(f"{of}{name}, " for name in self.places)
+    def arguments_at(self, b: str, h: str) -> str:
+        """The same, of this batch and head."""
+        return "".join(f"{b if name == 'b' else h}, " for name in self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +106,21 @@ def _summary(one: Summary, how: TileSummary, tile: Tiling, facts: Facts) -> Summ
     heads = [f"const int {name} = {of_place[name]};" for name, _ in dims]
     index, place = how.side, how.side
     offset_of = _place(dims)
-    if how.row_keys:
+    extremes = f"extremes{suffix}" if suffix else f"{'groups_of' if how.grouped else 'extremes'}<{ctype}>"
+    found = f"{extremes}(first, last, value)"
+    if how.bits is not None:
+        of_parts = "i % parts" if dims else "i"
         counts = [f"const int columns = {sides[1].count};", f"const i64 parts = {sides[0].count} * (i64)columns;"]
+        row, column = ("q", "k") if how.bits.by == "q" else ("k", "q")
+        start = f"({offset_of} * {_Side(row, 1).length} + {row}_first)" if dims else f"{row}_first"
         heads += [
-            sides[0].bounds("q_first", "q_last", "int(i % parts / columns)"),
-            sides[1].bounds("k_first", "k_last", "int(i % parts % columns)"),
-            f"const i64 words = {_words(how)};",
-            f"u32* bits = p.{how.bits_pointer} + {offset_of + ' * p.q_len * words + ' if dims else ''}q_first * words + k_first / 32;",
+            sides[0].bounds("q_first", "q_last", f"int({of_parts} / columns)"),
+            sides[1].bounds("k_first", "k_last", f"int({of_parts} % columns)"),
+            f"const i64 words = {_words(how.bits)};",
+            f"u32* bits = p.{how.bits_pointer} + {start} * words + {column}_first / {WORD};",
         ]
-        index, place = "q, int k", "q, k"
+        index, place = f"{row}, int {column}", "q, k"
+        found = f"rows_of_bits({row}_first, {row}_last, {column}_first, {column}_last, {how.keys if column == 'k' else how.positions}, value, bits, words)"
     elif how.keys:
         counts = [f"const int columns = {sides[1].count};", f"const i64 parts = {sides[0].count} * (i64)columns;"]
         heads += _elements(how, sides)
@@ -125,7 +131,6 @@ def _summary(one: Summary, how: TileSummary, tile: Tiling, facts: Facts) -> Summ
     needed = counts if dims else counts[:1] if how.keys else []
     offset = f" + {offset_of} * parts" if dims else ""
     several = any(side.positions < (tile.q if side.at == "q" else tile.kv) for side in sides)
-    extremes = f"extremes{suffix}" if suffix else f"{'groups_of' if how.grouped else 'extremes'}<{ctype}>"
     return SummaryCode(
         name=how.name,
         decided_by="query and key select" if how.keys else f"a {'query' if how.side == 'q' else 'key'} alone decides",
@@ -136,9 +141,7 @@ def _summary(one: Summary, how: TileSummary, tile: Tiling, facts: Facts) -> Summ
         value=printer.body(one.value),
         ctype=ctype,
         range_type=how.range_type,
-        found="rows_of_bits(q_first, q_last, k_first, k_last, value, bits, words)"
-        if how.row_keys
-        else f"{extremes}(first, last, value)",
+        found=found,
         bits=_bits(how, offset_of if dims else ""),
         stored=how.ctype,
         pointer=how.pointer,
@@ -157,17 +160,18 @@ def _place(dims: list[tuple[str, str]]) -> str:
     return "(i64)(b * p.heads + h)" if len(dims) == 2 else "(i64)" + "".join(name for name, _ in dims)
 
 
-def _words(how: TileSummary) -> str:
-    """Words of bits in a row, of whole tiles."""
-    return f"(p.kv_len + {how.row_keys - 1}) / {how.row_keys} * {how.row_keys // WORD}"
+def _words(bits: RowBits) -> str:
+    """Words in a row, of whole tiles."""
+    length = _Side("k" if bits.by == "q" else "q", 1).length
+    return f"({length} + {bits.columns - 1}) / {bits.columns} * {bits.columns // WORD}"
 
 
 def _bits(how: TileSummary, place: str) -> tuple[str, ...]:
-    """Statements that give a word of the bits of row q."""
-    if not how.row_keys:
+    """Statements that give a word of a row's bits."""
+    if how.bits is None:
         return ()
-    row = f"({place} * p.q_len + q)" if place else "(i64)q"
-    return (f"return __ldg(&p.{how.bits_pointer}[{row} * ({_words(how)}) + word]);",)
+    row = f"({place} * {_Side(how.bits.by, 1).length} + row)" if place else "(i64)row"
+    return (f"return __ldg(&p.{how.bits_pointer}[{row} * ({_words(how.bits)}) + word]);",)
 
 
 def _elements(how: TileSummary, sides: list[_Side]) -> list[str]:

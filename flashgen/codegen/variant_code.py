@@ -272,7 +272,7 @@ def variant_code(
     masked = mask is not None
     loads = loads_of(root for root in (mask, score) if root is not None)
     given = _lookups(lookups, facts) if masked else {}
-    kept = {one.name for one in summaries if one.row_keys}
+    kept = {one.name for one in summaries if one.bits is not None}
     bits = {one.value: one.name for one in facts.summaries if one.name in kept}
     read = {n: f"at.{one.name}" for n, one in given.items()}
     conditions = GivenPrinter(read | bits, wide=facts.int64, exact=True)

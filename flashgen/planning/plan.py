@@ -87,6 +87,18 @@ def staged(name: str, stages: int, rows: int, columns: int) -> Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowBits:
+    """The values of a condition as bits: a row for each query ("q") or key ("k"), of whole tiles of so many `columns`
+    of the other."""
+
+    by: str
+    columns: int
+
+    def __str__(self) -> str:
+        return f"a row for each {'query' if self.by == 'q' else 'key'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TileSummary:
     """A part of the mask of which a kernel of its own finds the least and the greatest value over each `positions`
     queries ("q") or keys ("k"), or so many queries and `keys` ("qk"), before tiles are classified by them (see
@@ -103,10 +115,10 @@ class TileSummary:
     by_batch: bool
     by_head: bool
     tensors: tuple[str, ...]  # captured tensors that it reads
-    row_keys: int = 0  # of a condition: its values are kept as bits, in rows of tiles of so many keys; 0: they are not
+    bits: RowBits | None = None  # how its values are kept; None: they are not
 
     def __str__(self) -> str:
-        bits = " and its bits" if self.row_keys else ""
+        bits = f", and its bits, {self.bits}" if self.bits else ""
         in_groups = " in two groups" if self.grouped else ""
         return f"{self.name}, its least and greatest value over {self.what}{in_groups}{bits}"
 

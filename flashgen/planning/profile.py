@@ -216,11 +216,6 @@ class Profile:
         """The elements that the mask reads by the query alone, or by the key and no query head."""
         return lookups(self.variant)
 
-    @cached_property
-    def looks_up_more(self) -> bool:
-        """The same as `looks_up`, of what `lookups` does not hold."""
-        return looks_up(self.variant, known=set(walk(self.lookups)))
-
 
 def special(*roots: Node) -> int:
     """Special-function results that expressions need."""

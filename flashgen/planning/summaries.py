@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flashgen.lang.expr import DType
-from flashgen.planning.plan import Part, Tile, TileSummary
+from flashgen.planning.plan import Part, RowBits, Tile, TileSummary
 
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
@@ -32,20 +32,21 @@ _BYTES = {"Truth": 2, "FloatRange": 24, "Range<int>": 8, "Range<i64>": 16}
 WORD, ROWS = 32, 32
 
 
-def tile_summaries(facts: Facts, tile: Tile, *, bits: bool = False) -> tuple[TileSummary, ...]:
+def tile_summaries(facts: Facts, tile: Tile, bits: RowBits | None = None) -> tuple[TileSummary, ...]:
     """Those of a mask over tiles of so many queries and keys: where cells cut tiles, over what divides both.  `bits`:
-    the values of `pair_tables` are kept."""
+    how the values of `pair_tables` are kept."""
     if not facts.hidden:
         return ()
     cells = facts.cells and facts.cells.within(tile.q, tile.kv)
     of = {"q": math.gcd(tile.q, (cells and cells.q) or 0), "k": math.gcd(tile.kv, (cells and cells.k) or 0)}
-    kept = pair_tables(facts) if bits else ()
+    parts = {side: math.gcd(size, ROWS) if bits is not None and bits.by == side else size for side, size in of.items()}
+    kept = pair_tables(facts) if bits is not None else ()
     return tuple(
         TileSummary(
             name=one.name,
             side=one.side,
-            positions=math.gcd(of["q"], ROWS) if one in kept else of[one.side[0]],
-            keys=of["k"] if one.side == "qk" else 0,
+            positions=(parts if one in kept else of)[one.side[0]],
+            keys=(parts if one in kept else of)["k"] if one.side == "qk" else 0,
             steps=one.steps,
             range_type=(kind := _range_type(one, facts)),
             itemsize=_BYTES[kind] * (2 if one.grouped else 1),
@@ -53,7 +54,7 @@ def tile_summaries(facts: Facts, tile: Tile, *, bits: bool = False) -> tuple[Til
             by_batch=one.by_batch,
             by_head=one.by_head,
             tensors=one.tensors,
-            row_keys=tile.kv if one in kept else 0,
+            bits=bits if one in kept else None,
         )
         for one in facts.summaries
     )
@@ -80,11 +81,12 @@ def count(one: TileSummary, problem: Problem) -> int:
 
 
 def words(one: TileSummary, problem: Problem) -> int:
-    """How many words of bits there are: rows of whole tiles."""
-    if not one.row_keys:
+    """How many words of bits there are."""
+    if one.bits is None:
         return 0
     places = (problem.batch if one.by_batch else 1) * (problem.heads if one.by_head else 1)
-    return places * problem.q_len * (-(-problem.kv_len // one.row_keys) * (one.row_keys // WORD))
+    rows, columns = (problem.q_len, problem.kv_len)[:: 1 if one.bits.by == "q" else -1]
+    return places * rows * -(-columns // one.bits.columns) * (one.bits.columns // WORD)
 
 
 def moved(plan: KernelPlan, problem: Problem, sizes: Mapping[str, int]) -> tuple[int, int]:
@@ -103,7 +105,7 @@ def workspaces(plan: KernelPlan, problem: Problem) -> tuple[Part, ...]:
         why = f"{number} x {one.itemsize} bytes: least and greatest value over {one.what}"
         found.append(Part(name=one.pointer, amount=-(-number * one.itemsize // 4) * 4, why=why))
     for one in plan.summaries:
-        if one.row_keys:
-            why = f"a bit for each pair of {problem.q_len} queries and keys in tiles of {one.row_keys}"
+        if one.bits is not None:
+            why = f"a bit for each pair of a query and a key, {one.bits}"
             found.append(Part(name=one.bits_pointer, amount=4 * words(one, problem), why=why))
     return tuple(found)

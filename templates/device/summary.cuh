@@ -40,30 +40,32 @@ template <typename F> DEVICE FloatRange extremes_f32(int first, int last, const 
   return over_warp_f32(found);
 }
 
-// What a condition may be over pairs, of 32 keys of a row at a time, each looked at by one lane.  Its bits are kept, a
-// word for each 32, in rows of so many words.
+// What a condition may be over rows of so many pairs at most, of which each lane looks at one of 32.  Its bits are kept,
+// a word for each 32, in rows of so many words.
 template <typename F>
-DEVICE Truth rows_of_bits(int q_first, int q_last, int k_first, int k_last, const F& value, u32* bits, i64 words) {
-  constexpr int ROWS = 16;  // on their way together
+DEVICE Truth rows_of_bits(
+    int row_first, int row_last, int first, int last, int pairs, const F& value, u32* bits, i64 words
+) {
+  constexpr int ROWS = 8;  // on their way together
   const int lane = threadIdx.x % 32;
-  Truth found = {false, false};
-  for (int k = k_first; k <= k_last; k += 32) {
-    const u32 keys = __ballot_sync(~0u, k + lane <= k_last);
-    for (int q = q_first; q <= q_last; q += ROWS) {
-      bool row[ROWS];
+  Truth all = {false, false};
+  for (int at = first; at < first + pairs; at += 32) {
+    const u32 inside = __ballot_sync(~0u, at + lane <= last);
+    for (int row = row_first; row <= row_last; row += ROWS) {
+      bool found[ROWS];
 #pragma unroll
-      for (int i = 0; i < ROWS; i++) row[i] = value(min(q + i, q_last), min(k + lane, k_last));
+      for (int i = 0; i < ROWS; i++) found[i] = value(min(row + i, row_last), min(at + lane, last));
       u32 mine = 0;
 #pragma unroll
       for (int i = 0; i < ROWS; i++) {
-        const u32 word = __ballot_sync(~0u, row[i]) & keys;
-        found = either_bool(found, {word != 0, word != keys});
+        const u32 word = __ballot_sync(~0u, found[i]) & inside;
+        all = either_bool(all, {word != 0, word != inside});
         if (i == lane) mine = word;
       }
-      if (lane < ROWS && q + lane <= q_last) bits[(q - q_first + lane) * words + (k - k_first) / 32] = mine;
+      if (lane < ROWS && row + lane <= row_last) bits[(row - row_first + lane) * words + (at - first) / 32] = mine;
     }
   }
-  return found;
+  return all;
 }
 
 // Integers in two groups, up to the middle of their range and above; where all are equal both hold them.
