@@ -1,8 +1,8 @@
 """Remainders of a mask, written so that what each pair computes is little.
 
-`(q - k) % 4 == 1` asks for a remainder for each pair.  `q % 4 == (k + 1) % 4` says the same: a thread finds the left side
-once for each of its queries and the right side once for each of its keys, and of a power of two the compiler finds it
-once for all keys that lie so many apart.  Of `dilated`, 11.6 instructions for each score become 3.6.
+`(q - k) % 4 == 1` asks for a remainder for each pair.  `q % 4 == (k + 1) % 4` says the same: a thread finds the left
+side once for each of its queries and the right side once for each of its keys, and of a power of two the compiler finds
+it once for all keys that lie so many apart.  Of `dilated`, 11.6 instructions for each score become 3.6.
 """
 
 from __future__ import annotations

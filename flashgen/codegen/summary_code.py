@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 class SummaryCode:
     """A part of the mask that is summarised over tiles (see `planning.plan.TileSummary`).
 
-    `value` is the part, of C++ type `ctype`, at `positions`; `places` are the batch and head beside them.  `bits` give
-    the word of a row's bits, where they are kept.  `counts` declare what `number` is made of, `heads` batch, head and, of number i of `number`, what its values
-    are, from `first` to `last`: each at `place`, by its `index`.  `read` gives what is known over `ranges`.
+    `value` is the part, of C++ type `ctype`, at `positions`; `places` are the batch and head beside them.  `counts`
+    declare what `number` is made of, `heads` batch, head and, of number i of `number`, where its values lie: each at
+    `place`, by its `index`.  `found` is what is known of them; `read` gives what is known over `ranges`, and `bits` the
+    word of a row's bits, where they are kept.
     """
 
     name: str
@@ -45,7 +46,6 @@ class SummaryCode:
     counts: tuple[str, ...]
     number: str
     heads: tuple[str, ...]
-
 
     @property
     def arguments(self) -> str:
@@ -120,7 +120,9 @@ def _summary(one: Summary, how: TileSummary, tile: Tiling, facts: Facts) -> Summ
             f"u32* bits = p.{how.bits_pointer} + {start} * words + {column}_first / {WORD};",
         ]
         index, place = f"{row}, int {column}", "q, k"
-        found = f"rows_of_bits({row}_first, {row}_last, {column}_first, {column}_last, {how.keys if column == 'k' else how.positions}, value, bits, words)"
+        pairs = how.keys if column == "k" else how.positions
+        ends = f"{row}_first, {row}_last, {column}_first, {column}_last"
+        found = f"rows_of_bits({ends}, {pairs}, value, bits, words)"
     elif how.keys:
         counts = [f"const int columns = {sides[1].count};", f"const i64 parts = {sides[0].count} * (i64)columns;"]
         heads += _elements(how, sides)

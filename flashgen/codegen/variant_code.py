@@ -288,7 +288,7 @@ def variant_code(
         score=None if score is None else Printer(wide=facts.int64).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
         keep=None if mask is None else conditions.body(remainders.apart(mask, facts.int64)),
-        divides=masked and remainders.divides(mask),
+        divides=mask is not None and remainders.divides(mask),
         runs=Decider(facts).runs() if masked else None,
         classes=Decider(facts, judged).classes(by_parts=cut is not None, in_turn=in_turn) if masked else None,
         parts=None if cut is None else _parts(cut),

@@ -25,7 +25,7 @@ from itertools import chain
 from flashgen.analysis.conditions import conditions
 from flashgen.lang.expr import Node, depends_on, positions_of, walk
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.backward import ROW_THREADS, lookup_names, looks_up
+from flashgen.planning.backward import ROW_THREADS, looks_up, lookup_names
 from flashgen.planning.integers import Allowed
 from flashgen.planning.members import (
     BlockOrder,

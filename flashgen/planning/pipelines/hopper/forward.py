@@ -45,8 +45,8 @@ from flashgen.planning.plan import ITEM, KernelPlan, Part, Specialized, Tile, st
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.program import Program, consumer_registers
-from flashgen.planning.summaries import WORD
 from flashgen.planning.request import Fixed, KernelRequest
+from flashgen.planning.summaries import WORD
 
 NAME, COPIES = "hopper", "TMA"
 
@@ -307,8 +307,8 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     if isinstance(form, MaskFromBits):
         words = 2 * c.tile.kv // WORD
         parts.append(Part(name="bits", amount=BITS_REGISTERS + words, why=f"{words} words of bits, and their address"))
-    reads = {MaskByTile: asked.score_reads_by_key, MaskFromBits: asked.reads_by_key_beside_tables}
-    if reads.get(type(form), asked.reads_by_key):
+    beside = {MaskByTile: asked.score_reads_by_key, MaskFromBits: asked.reads_by_key_beside_tables}
+    if beside.get(type(form), asked.reads_by_key):
         keys, of_pairs = c.tile.kv // 4, asked.mask_reads_pairs and not isinstance(form, MaskFromBits)
         parts.append(
             Part(
