@@ -209,9 +209,10 @@ def _read(how: TileSummary, sides: list[_Side], suffix: str, several: bool) -> l
     if not several:
         return [f"return found[(i64)({first[0]}) * columns + {first[1]}];"]
     return [
-        f"{how.range_type} all = found[(i64)({first[0]}) * columns + {first[1]}];",
-        f"for (int i = {first[0]}; i <= {last[0]}; i++)",
+        f"found += (i64)({first[0]}) * columns;",
+        f"{how.range_type} all = found[{first[1]}];",
+        f"for (int i = {first[0]}; i <= {last[0]}; i++, found += columns)",
         "#pragma unroll 1",
-        f"  for (int j = {first[1]}; j <= {last[1]}; j++) all = either{suffix}(all, found[(i64)i * columns + j]);",
+        f"  for (int j = {first[1]}; j <= {last[1]}; j++) all = either{suffix}(all, found[j]);",
         "return all;",
     ]

@@ -97,6 +97,10 @@ SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
 #: And more where query and key select it together: `tree` at head_dim 128 spilled 12 bytes with one left.
 PAIR_REGISTERS = 4
 
+#: Registers that must be left where a mask reads several elements for each key at once: `gist_flags` and
+#: `document_offsets` at head_dim 128 spilled 24 bytes with one left.
+SEVERAL_READ_REGISTERS = 2
+
 #: Registers for where rows of bits lie that are made of a table of all pairs.
 BITS_REGISTERS = 4
 
@@ -373,7 +377,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             warpgroups=c.warpgroups,
             ping_pong=ping_pong,
             score_emitted_twice=score_emitted_twice,
-            mask=_mask(c, request),
+            mask=_few_at_a_time(c, request) or _mask(c, request),
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
             # Two registers spill beside dropout at head_dim 128 (16 bytes, outside of loops).
             highest=HighestAsFloat() if request.dropout else HighestAsInteger(),
@@ -404,6 +408,13 @@ def _mask(c: Candidate, request: KernelRequest) -> Mask:
         return MaskFromBits()
     many = asked.judged and asked.mask_ops + READ_OPS * asked.mask_reads_by_key >= BITS_OPS
     return MaskAsBits() if many else MaskByElement()
+
+
+def _few_at_a_time(c: Candidate, request: KernelRequest) -> MaskAsBits | None:
+    """Bits where a mask reads several elements for each key and leaves next to no register: one spilled there."""
+    several = request.profile.judged and request.profile.mask_reads_by_key > 1
+    tight = division(c, request)[1] - total(registers(c, request)) < SEVERAL_READ_REGISTERS
+    return MaskAsBits() if several and tight and isinstance(_mask(c, request), MaskByElement) else None
 
 
 def _uniform(c: Candidate, request: KernelRequest) -> bool:
