@@ -195,18 +195,19 @@ class VariantCode:
         return self.classes is not None and len(self.classes.conclusions) == 2
 
     @property
-    def judged(self) -> Literal["whole", "parts", "in_turn", "by_one_pair"]:
+    def judged(self) -> Literal["whole", "parts", "in_turn"]:
         """Which template has `classify`."""
-        if self.uniform:
-            return "by_one_pair"
         if self.turns is not None:
             return "in_turn"
-        return "whole" if self.parts is None else "parts"
+        return "whole" if self.parts is None or self.uniform else "parts"
 
     @property
     def judgement(self) -> tuple[str, ...]:
         """The body of a function that returns the class of a tile, or of a part of one."""
         assert self.classes is not None
+        if self.uniform:
+            pair = "rows.b, rows.h, rows.q_first, kv_tile * TILE_KV"
+            return ("// The mask is the same for all pairs of a tile.", f"return keep({pair}, p) ? FULL : EMPTY;")
         group = next((one for one in self.summaries if one.grouped), None)
         return self.classes.judgement if group is None else self.classes.by_groups(group.name)
 

@@ -122,8 +122,9 @@ ROOM = 16
 PACKED_REGISTERS = 12
 
 #: Ops of a mask from which on it is asked for a few elements at a time: those with fewer do not spill.  What an element
-#: that is read for each key costs beyond one.
-BITS_OPS, READ_OPS = 14, 2
+#: that is read for each key costs beyond one, and where query and key select it: a tree of drafts behind a cache, at
+#: head_dim 128, spilled 24 bytes with 13.
+BITS_OPS, READ_OPS, PAIR_READ_OPS = 14, 2, 1
 
 #: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone; and of
 #: one that goes on to parts of tiles, if consumers can spare them.
@@ -406,8 +407,8 @@ def _mask(c: Candidate, request: KernelRequest) -> Mask:
         return MaskByTile()
     if asked.pair_tables and c.tile.kv % WORD == 0 and not request.layout.own:
         return MaskFromBits()
-    many = asked.judged and asked.mask_ops + READ_OPS * asked.mask_reads_by_key >= BITS_OPS
-    return MaskAsBits() if many else MaskByElement()
+    ops = asked.mask_ops + READ_OPS * asked.mask_reads_by_key + PAIR_READ_OPS * asked.mask_reads_pairs
+    return MaskAsBits() if asked.judged and ops >= BITS_OPS else MaskByElement()
 
 
 def _few_at_a_time(c: Candidate, request: KernelRequest) -> MaskAsBits | None:
