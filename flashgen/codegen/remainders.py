@@ -11,7 +11,7 @@ from collections.abc import Set
 
 from flashgen.analysis.abstract import Intervals, anywhere
 from flashgen.lang.build import apply, rebuild
-from flashgen.lang.expr import Node, positions_of, walk
+from flashgen.lang.expr import Node, depends_on, positions_of, walk
 
 #: Sums of two numbers within this stay in 32 bits.
 _FITS = 1 << 30
@@ -25,8 +25,11 @@ def apart(mask: Node, wide: Set[Node]) -> Node:
         if n.op not in ("eq", "ne") or n.operands[0].op != "mod" or n.operands[1].op != "const":
             return None
         difference, by = n.operands[0].operands
-        rest = n.operands[1].attr
-        if difference.op != "sub" or by.op != "const" or not 0 <= rest < by.attr < _FITS:
+        rest, least = n.operands[1].attr, Intervals(anywhere).range(by).lo
+        # Of a divisor that a call gives, only 0 is known to be a remainder.
+        if difference.op != "sub" or depends_on(by, "q", "k") or not (0 <= rest < least if rest else least > 0):
+            return None
+        if by in wide or by.dtype.itemsize > 4 or rest >= _FITS:
             return None
         sides = [positions_of(o) & {"q", "k"} for o in difference.operands]
         if sorted(map(sorted, sides)) != [["k"], ["q"]] or not all(_small(o, wide) for o in difference.operands):

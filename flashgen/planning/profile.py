@@ -183,6 +183,12 @@ class Profile:
         return any(len(n.operands) > 2 or any(m.op == "load" for m in walk(n.operands)) for n in pairs)
 
     @cached_property
+    def mask_divides(self) -> bool:
+        """Whether the mask divides by a number that is not known when a kernel is made."""
+        nodes = walk([self.variant.mask] if self.variant.mask is not None else [])
+        return any(n.op in ("floor_div", "mod") and n.operands[1].op != "const" for n in nodes)
+
+    @cached_property
     def pair_tables(self) -> tuple[Node, ...]:
         """The conditions of the mask that are elements of a table of all pairs."""
         return tuple(one.value for one in pair_tables(self.facts)) if self.hides else ()

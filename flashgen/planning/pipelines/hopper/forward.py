@@ -101,6 +101,9 @@ PAIR_REGISTERS = 4
 #: `document_offsets` at head_dim 128 spilled 24 bytes with one left.
 SEVERAL_READ_REGISTERS = 2
 
+#: Registers of a mask that divides by what a call gives: `dilated` at head_dim 256 spilled 24 bytes with six left.
+DIVISOR_REGISTERS = 8
+
 #: Registers for where rows of bits lie that are made of a table of all pairs.
 BITS_REGISTERS = 4
 
@@ -308,6 +311,8 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         amount = DROPOUT_REGISTERS + DROPOUT_BESIDE * min(c.tile.kv, BOX) // BOX
         amount += DROPOUT_THIRD_STAGE if asked.masked and c.stages > 2 else 0
         parts.append(Part(name="dropout", amount=amount, why="what is kept, random numbers"))
+    if asked.judged and asked.mask_divides:
+        parts.append(Part(name="divisor", amount=DIVISOR_REGISTERS, why="quotients by a parameter, of the mask"))
     form = _mask(c, request)
     if isinstance(form, MaskFromBits):
         words = 2 * c.tile.kv // WORD

@@ -1,0 +1,142 @@
+"""How elements of a tile are masked: by bits of a table, by tile where the mask is the same all over one, and by
+remainders that are taken of each side."""
+
+import numpy as np
+import ported
+import ptx_attention
+import pytest
+import test_ptx_attention
+import test_ptx_backward
+
+import flashgen as fg
+from flashgen.analysis.tiles import Case
+from flashgen.codegen import emit
+from flashgen.codegen.remainders import apart
+from flashgen.lang.load import load_spec
+from flashgen.planning import planner
+from flashgen.planning.layout import Padded
+from flashgen.planning.members import MaskAsBits, MaskByElement, MaskByTile, MaskFromBits
+from flashgen.planning.plan import RowBits, Tile
+from flashgen.planning.profile import profile
+from flashgen.runtime import nvrtc
+
+
+def some_of(*shape):
+    return lambda p, rng: rng.random([getattr(p, n) if isinstance(n, str) else n for n in shape]) < 0.3
+
+
+mask = fg.tensor(
+    "mask", dims=("batch", "heads", "q", "kv"), dtype="bool", example=some_of("batch", "heads", "q_len", "kv_len")
+)
+flag = fg.tensor("flag", dims=("kv",), dtype="bool", example=some_of("kv_len"))
+layout = fg.tensor(
+    "layout", dims=(None, None), dtype="bool", example=lambda p, rng: (rng.random((5, 5)) < 0.4) | np.eye(5, dtype=bool)
+)
+by_head = fg.variant(lambda b, h, q, k: mask[b, h, q, k] & ((k <= q) | flag[k]), name="by_head")
+blocks = {n: fg.variant(lambda b, h, q, k, n=n: layout[q // n, k // n], name=f"blocks_of_{n}") for n in (48, 64, 128)}
+
+
+def first(variant, **asked):
+    return planner.menu(variant.bind(), "sm_90a", "bfloat16", 128, **asked).plans[0]
+
+
+def first_backward(variant, **asked):
+    return planner.backward_menu(variant.bind(), "sm_90a", "bfloat16", 128, **asked).plans[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables of pairs
+
+
+def test_a_table_of_pairs_is_read_as_bits():
+    """By rows of S, which are queries, and of S^T, which are keys."""
+    forward, backward = first(ported.variant("dense")), first_backward(ported.variant("dense"))
+    assert forward.specialized.mask == backward.backward.mask == MaskFromBits()
+    assert (forward.tile, forward.summaries[0].bits) == (Tile(q=128, kv=128), RowBits(by="q", columns=128))
+    assert backward.summaries[0].bits == RowBits(by="k", columns=backward.tile.q)
+    assert "read_mask" not in emit(forward).partition("struct Consumer")[2]
+    assert [nvrtc.compile(emit(plan), plan.arch).resources.spills for plan in (forward, backward)] == [0, 0]
+
+
+@pytest.mark.parametrize("lengths", [(97, 130), pytest.param((161, 71), marks=pytest.mark.slow)])
+def test_bits_of_each_batch_and_head(lengths):
+    """Beside an element by key, a causal mask, and rows and tiles that end within a word."""
+    q_len, kv_len = lengths
+    work = ptx_attention.work(by_head, "hopper", q_len=q_len, kv_len=kv_len, batch=2, heads=2)
+    assert work.plan.specialized.mask == MaskFromBits()
+    test_ptx_attention.check(work)
+
+
+def test_bits_of_each_batch_and_head_backward():
+    work = test_ptx_backward.Backward(by_head, pipeline="hopper", q_len=97, kv_len=150)
+    assert work.plan.backward.mask == MaskFromBits()
+    test_ptx_backward.check(work)
+
+
+def test_a_tile_of_no_whole_words_reads_the_table():
+    plan = first(ported.variant("dense"), tile=(128, 80))
+    assert plan.specialized.mask == MaskByElement() and plan.summaries[0].bits is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masks that are the same all over a tile
+
+
+def test_blocks_that_tiles_divide_have_no_code_for_pairs():
+    plans = first(blocks[128]), first_backward(blocks[128])
+    assert plans[0].specialized.mask == plans[1].backward.mask == MaskByTile()
+    assert plans[0].tile == Tile(q=128, kv=128) and not any(plan.summaries for plan in plans)
+    assert all(plan.masked_by_tile for plan in plans)
+    for n in (48, 64):
+        assert first(blocks[n]).specialized.mask == MaskByElement()
+        assert first_backward(blocks[n]).backward.mask == MaskAsBits()
+
+
+def test_uniform_is_what_each_tile_lies_in_one_block_of():
+    causal_blocks = fg.variant(lambda b, h, q, k: layout[q // 128, k // 128] & (k <= q), name="causal_blocks")
+    shifted = fg.variant(lambda b, h, q, k: layout[(q + 64) // 128, k // 128], name="shifted")
+    square = Tile(q=128, kv=128)
+    assert profile(blocks[128].bind()).uniform(square)
+    assert profile(shifted.bind()).uniform(Tile(q=64, kv=128))
+    assert not any(profile(v.bind()).uniform(square) for v in (causal_blocks, shifted, blocks[48], blocks[64]))
+    own = first(blocks[128], layout=Padded())  # whose tiles start anywhere
+    assert own.specialized.mask != MaskByTile()
+
+
+@pytest.mark.parametrize("lengths", [(130, 300), (257, 129)])
+def test_tiles_of_one_block_each(lengths):
+    q_len, kv_len = lengths
+    work = ptx_attention.work(blocks[128], "hopper", q_len=q_len, kv_len=kv_len)
+    assert work.plan.masked_by_tile
+    test_ptx_attention.check(work)
+
+
+def test_tiles_of_one_block_each_backward():
+    work = test_ptx_backward.Backward(blocks[128], pipeline="hopper", q_len=257, kv_len=150)
+    assert work.plan.masked_by_tile
+    test_ptx_backward.check(work)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Remainders
+
+
+@pytest.mark.parametrize("rest", range(-1, 4))
+@pytest.mark.parametrize("sign", ["==", "!="])
+def test_remainders_of_each_side_say_the_same(sign, rest):
+    def said(b, h, q, k):
+        left = (q - k) % 3
+        return (left == rest) if sign == "==" else ((k - q) % 3 != rest)
+
+    asked = fg.variant(said, name="asked").bind().mask
+    found = apart(asked, frozenset())
+    assert (found is not asked) == (0 <= rest < 3)
+    case = Case(sizes={"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 40, "kv_len": 40}, params={}, tensors={})
+    at = {"b": 0, "h": 0, "q": np.arange(40)[:, None], "k": np.arange(40)}
+    np.testing.assert_array_equal(case.evaluate(found, **at), case.evaluate(asked, **at))
+
+
+def test_dilated_takes_remainders_of_each_side():
+    fourth = fg.variant(lambda b, h, q, k: (k <= q) & ((q - k) % 4 == 0), name="each_fourth")
+    assert "q % 4 == k % 4" in emit(first(fourth))
+    assert "q % p.param_dilation == k % p.param_dilation" in emit(first(load_spec("dilated")))
