@@ -15,7 +15,7 @@ from flashgen.codegen.remainders import apart
 from flashgen.lang.load import load_spec
 from flashgen.planning import planner
 from flashgen.planning.layout import Padded
-from flashgen.planning.members import MaskAsBits, MaskByElement, MaskByTile, MaskFromBits
+from flashgen.planning.members import MaskAsBits, MaskByElement, MaskByTile, MaskByWarpgroup, MaskFromBits
 from flashgen.planning.plan import RowBits, Tile
 from flashgen.planning.profile import profile
 from flashgen.runtime import nvrtc
@@ -87,9 +87,14 @@ def test_blocks_that_tiles_divide_have_no_code_for_pairs():
     assert plans[0].specialized.mask == plans[1].backward.mask == MaskByTile()
     assert plans[0].tile == Tile(q=128, kv=128) and not any(plan.summaries for plan in plans)
     assert all(plan.masked_by_tile for plan in plans)
-    for n in (48, 64):
-        assert first(blocks[n]).specialized.mask == MaskByElement()
-        assert first_backward(blocks[n]).backward.mask == MaskAsBits()
+    assert first(blocks[48]).specialized.mask == MaskByElement()
+    assert first_backward(blocks[48]).backward.mask == MaskAsBits()
+
+
+def test_blocks_that_rows_of_a_warpgroup_divide_are_asked_once_for_each():
+    forward, backward = first(blocks[64]), first_backward(blocks[64])
+    assert forward.specialized.mask == backward.backward.mask == MaskByWarpgroup()
+    assert (forward.tile, backward.tile) == (Tile(q=128, kv=64), Tile(q=64, kv=128))
 
 
 def test_uniform_is_what_each_tile_lies_in_one_block_of():
@@ -103,17 +108,20 @@ def test_uniform_is_what_each_tile_lies_in_one_block_of():
     assert own.specialized.mask != MaskByTile()
 
 
-@pytest.mark.parametrize("lengths", [(130, 300), (257, 129)])
-def test_tiles_of_one_block_each(lengths):
+@pytest.mark.parametrize("n", [64, 128])
+@pytest.mark.parametrize("lengths", [(130, 300), pytest.param((257, 129), marks=pytest.mark.slow)])
+def test_tiles_of_few_blocks_each(lengths, n):
     q_len, kv_len = lengths
-    work = ptx_attention.work(blocks[128], "hopper", q_len=q_len, kv_len=kv_len)
-    assert work.plan.masked_by_tile
+    work = ptx_attention.work(blocks[n], "hopper", q_len=q_len, kv_len=kv_len)
+    assert isinstance(work.plan.specialized.mask, MaskByTile if n == 128 else MaskByWarpgroup)
     test_ptx_attention.check(work)
 
 
-def test_tiles_of_one_block_each_backward():
-    work = test_ptx_backward.Backward(blocks[128], pipeline="hopper", q_len=257, kv_len=150)
-    assert work.plan.masked_by_tile
+@pytest.mark.parametrize("n", [64, 128])
+def test_tiles_of_few_blocks_each_backward(n):
+    options = {"head_dim": 128, "heads": 1} if n == 64 else {}  # tiles of 64 queries
+    work = test_ptx_backward.Backward(blocks[n], pipeline="hopper", q_len=200, kv_len=201, **options)
+    assert isinstance(work.plan.backward.mask, MaskByTile if n == 128 else MaskByWarpgroup)
     test_ptx_backward.check(work)
 
 

@@ -101,28 +101,28 @@ def _summary(one: Summary, how: TileSummary, tile: Tiling, facts: Facts) -> Summ
     sides = [_Side(how.side[0], how.positions), *([_Side("k", how.keys)] if how.keys else [])]
     sizes = ("b", "p.batch", how.by_batch), ("h", "p.heads", how.by_head)
     dims = [(name, size) for name, size, used in sizes if used]
-    of_place = {"b": f"int(i / parts{' / p.heads' if how.by_head else ''})"}
-    of_place["h"] = f"int(i / parts{' % p.heads' if how.by_batch else ''})"
-    heads = [f"const int {name} = {of_place[name]};" for name, _ in dims]
+    heads = _batch_and_head(how, "i", "parts")
     index, place = how.side, how.side
     offset_of = _place(dims)
     extremes = f"extremes{suffix}" if suffix else f"{'groups_of' if how.grouped else 'extremes'}<{ctype}>"
     found = f"{extremes}(first, last, value)"
     if how.bits is not None:
-        of_parts = "i % parts" if dims else "i"
+        # 2^31 parts of a table have 2^43 elements: no more fit in memory, and 64-bit division is a call.
         counts = [f"const int columns = {sides[1].count};", f"const i64 parts = {sides[0].count} * (i64)columns;"]
+        heads = _batch_and_head(how, "u32(i)", "u32(parts)")
+        heads.append(f"const u32 part = {'u32(i) % u32(parts)' if dims else 'u32(i)'};")
         row, column = ("q", "k") if how.bits.by == "q" else ("k", "q")
         start = f"({offset_of} * {_Side(row, 1).length} + {row}_first)" if dims else f"{row}_first"
         heads += [
-            sides[0].bounds("q_first", "q_last", f"int({of_parts} / columns)"),
-            sides[1].bounds("k_first", "k_last", f"int({of_parts} % columns)"),
+            sides[0].bounds("q_first", "q_last", "int(part / columns)"),
+            sides[1].bounds("k_first", "k_last", "int(part % columns)"),
             f"const i64 words = {_words(how.bits)};",
             f"u32* bits = p.{how.bits_pointer} + {start} * words + {column}_first / {WORD};",
         ]
         index, place = f"{row}, int {column}", "q, k"
         pairs = how.keys if column == "k" else how.positions
         ends = f"{row}_first, {row}_last, {column}_first, {column}_last"
-        found = f"rows_of_bits({ends}, {pairs}, value, bits, words)"
+        found = f"rows_of_bits<{pairs}>({ends}, value, bits, words)"
     elif how.keys:
         counts = [f"const int columns = {sides[1].count};", f"const i64 parts = {sides[0].count} * (i64)columns;"]
         heads += _elements(how, sides)
@@ -155,6 +155,13 @@ def _summary(one: Summary, how: TileSummary, tile: Tiling, facts: Facts) -> Summ
         number=" * ".join(["(i64)" + dims[0][1], *(s for _, s in dims[1:]), "parts"]) if dims else "parts",
         heads=tuple(heads),
     )
+
+
+def _batch_and_head(how: TileSummary, number: str, parts: str) -> list[str]:
+    """Declarations of those that a number is of."""
+    of = {"b": " / p.heads" if how.by_head else "", "h": " % p.heads" if how.by_batch else ""}
+    used = (("b", how.by_batch), ("h", how.by_head))
+    return [f"const int {name} = int({number} / {parts}{of[name]});" for name, is_used in used if is_used]
 
 
 def _place(dims: list[tuple[str, str]]) -> str:

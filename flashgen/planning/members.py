@@ -206,13 +206,20 @@ class MaskFromBits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MaskByWarpgroup:
+    """It is the same for all elements of a tile that a warpgroup has, and asked for once."""
+
+    form: ClassVar[str] = "by_warpgroup"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MaskByTile:
     """Nowhere: it is the same for all elements of a tile, which is visited as a whole or not at all."""
 
     form: ClassVar[str] = "by_tile"
 
 
-Mask = MaskByElement | MaskAsBits | MaskFromBits | MaskByTile
+Mask = MaskByElement | MaskAsBits | MaskFromBits | MaskByWarpgroup | MaskByTile
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, backward: how dq is added up in memory, by which function of consumers

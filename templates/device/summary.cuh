@@ -42,27 +42,33 @@ template <typename F> DEVICE FloatRange extremes_f32(int first, int last, const 
 
 // What a condition may be over rows of so many pairs at most, of which each lane looks at one of 32.  Its bits are kept,
 // a word for each 32, in rows of so many words.
-template <typename F>
-DEVICE Truth rows_of_bits(
-    int row_first, int row_last, int first, int last, int pairs, const F& value, u32* bits, i64 words
-) {
-  constexpr int ROWS = 8;  // on their way together
+template <int PAIRS, typename F>
+DEVICE Truth rows_of_bits(int row_first, int row_last, int first, int last, const F& value, u32* bits, i64 words) {
+  constexpr int ROWS = 8, WORDS = (PAIRS + 31) / 32;  // on their way together
   const int lane = threadIdx.x % 32;
   Truth all = {false, false};
-  for (int at = first; at < first + pairs; at += 32) {
-    const u32 inside = __ballot_sync(~0u, at + lane <= last);
-    for (int row = row_first; row <= row_last; row += ROWS) {
-      bool found[ROWS];
+#pragma unroll 1
+  for (int row = row_first; row <= row_last; row += ROWS) {
+    bool found[WORDS][ROWS];
 #pragma unroll
-      for (int i = 0; i < ROWS; i++) found[i] = value(min(row + i, row_last), min(at + lane, last));
-      u32 mine = 0;
+    for (int j = 0; j < WORDS; j++) {
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) found[j][i] = value(min(row + i, row_last), min(first + j * 32 + lane, last));
+    }
+    u32 mine[WORDS] = {};
+#pragma unroll
+    for (int j = 0; j < WORDS; j++) {
+      const u32 inside = __ballot_sync(~0u, first + j * 32 + lane <= last);
 #pragma unroll
       for (int i = 0; i < ROWS; i++) {
-        const u32 word = __ballot_sync(~0u, found[i]) & inside;
+        const u32 word = __ballot_sync(~0u, found[j][i]) & inside;
         all = either_bool(all, {word != 0, word != inside});
-        if (i == lane) mine = word;
+        if (i == lane) mine[j] = word;
       }
-      if (lane < ROWS && row + lane <= row_last) bits[(row - row_first + lane) * words + (at - first) / 32] = mine;
+    }
+    if (lane < ROWS && row + lane <= row_last) {
+#pragma unroll
+      for (int j = 0; j < WORDS; j++) bits[(row - row_first + lane) * words + j] = mine[j];
     }
   }
   return all;

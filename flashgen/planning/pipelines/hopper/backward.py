@@ -41,6 +41,7 @@ from flashgen.planning.members import (
     MaskAsBits,
     MaskByElement,
     MaskByTile,
+    MaskByWarpgroup,
     MaskFromBits,
     SequencesInGroups,
     SplitDkDv,
@@ -253,7 +254,7 @@ def scores_first(c: Candidate, request: KernelRequest) -> bool:
 def waits(c: Candidate, request: KernelRequest) -> bool:
     """Whether mask or score read elements by position that neither shared memory holds for them nor bits."""
     asked = request.profile
-    if _uniform(c, request):
+    if _uniform_by_warpgroup(c, request):
         return asked.score_reads_by_position
     tables = asked.pair_tables if _from_bits(c, request) else ()
     return looks_up(asked.variant, known={*tables, *walk(asked.lookups if lookup_stages(c, request) else ())})
@@ -266,6 +267,12 @@ def _uniform(c: Candidate, request: KernelRequest) -> bool:
     return one_judge and asked.uniform(c.tile)
 
 
+def _uniform_by_warpgroup(c: Candidate, request: KernelRequest) -> bool:
+    """Whether it is the same for all elements that a warpgroup has."""
+    asked, dense = request.profile, not request.layout.own
+    return dense and not c.split_dk_dv and asked.uniform(Tile(q=c.tile.q, kv=ROWS))
+
+
 def _from_bits(c: Candidate, request: KernelRequest) -> bool:
     """Whether tables of all pairs are read as bits."""
     dense = not (c.split_dk_dv or request.deterministic or request.layout.own)
@@ -276,6 +283,8 @@ def mask(c: Candidate, request: KernelRequest) -> Mask:
     """How elements are masked: a few at a time where what is read beside them leaves no registers."""
     if _uniform(c, request):
         return MaskByTile()
+    if _uniform_by_warpgroup(c, request):
+        return MaskByWarpgroup()
     if _from_bits(c, request):
         return MaskFromBits()
     short = _needed(registers(c, request)) > _beside(JUDGE_REGISTERS, request) and not c.split_dk_dv

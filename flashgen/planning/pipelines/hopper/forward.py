@@ -28,6 +28,7 @@ from flashgen.planning.members import (
     MaskAsBits,
     MaskByElement,
     MaskByTile,
+    MaskByWarpgroup,
     MaskFromBits,
     OByTma,
     OFromRegisters,
@@ -317,8 +318,8 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     if isinstance(form, MaskFromBits):
         words = 2 * c.tile.kv // WORD
         parts.append(Part(name="bits", amount=BITS_REGISTERS + words, why=f"{words} words of bits, and their address"))
-    beside = {MaskByTile: asked.score_reads_by_key, MaskFromBits: asked.reads_by_key_beside_tables}
-    if beside.get(type(form), asked.reads_by_key):
+    at_once = dict.fromkeys((MaskByTile, MaskByWarpgroup), asked.score_reads_by_key)
+    if {**at_once, MaskFromBits: asked.reads_by_key_beside_tables}.get(type(form), asked.reads_by_key):
         keys, of_pairs = c.tile.kv // 4, asked.mask_reads_pairs and not isinstance(form, MaskFromBits)
         parts.append(
             Part(
@@ -410,6 +411,8 @@ def _mask(c: Candidate, request: KernelRequest) -> Mask:
     asked = request.profile
     if _uniform(c, request):
         return MaskByTile()
+    if asked.uniform(Tile(q=request.layout.starts(ROWS), kv=c.tile.kv)):
+        return MaskByWarpgroup()
     if asked.pair_tables and c.tile.kv % WORD == 0 and not request.layout.own:
         return MaskFromBits()
     ops = asked.mask_ops + READ_OPS * asked.mask_reads_by_key + PAIR_READ_OPS * asked.mask_reads_pairs
