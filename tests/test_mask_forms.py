@@ -1,6 +1,8 @@
 """How elements of a tile are masked: by bits of a table, by tile where the mask is the same all over one, and by
 remainders that are taken of each side."""
 
+import operator
+
 import numpy as np
 import ported
 import ptx_attention
@@ -9,9 +11,11 @@ import test_ptx_attention
 import test_ptx_backward
 
 import flashgen as fg
+from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.codegen import emit
-from flashgen.codegen.remainders import apart
+from flashgen.codegen.per_pair import cheaper
+from flashgen.lang.expr import walk
 from flashgen.lang.load import load_spec
 from flashgen.planning import planner
 from flashgen.planning.layout import Padded
@@ -137,11 +141,35 @@ def test_remainders_of_each_side_say_the_same(sign, rest):
         return (left == rest) if sign == "==" else ((k - q) % 3 != rest)
 
     asked = fg.variant(said, name="asked").bind().mask
-    found = apart(asked, frozenset())
+    found = cheaper(asked, frozenset())
     assert (found is not asked) == (0 <= rest < 3)
     case = Case(sizes={"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 40, "kv_len": 40}, params={}, tensors={})
     at = {"b": 0, "h": 0, "q": np.arange(40)[:, None], "k": np.arange(40)}
     np.testing.assert_array_equal(case.evaluate(found, **at), case.evaluate(asked, **at))
+
+
+#: Values of int32 at the ends of what it holds, and near positions.
+position = fg.tensor("position", dims=("kv",), dtype="int32")
+ENDS = np.array([-(2**31), 1 - 2**31, -(2**30), -3, 0, 5, 39, 2**30, 2**31 - 2, 2**31 - 1], np.int32)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("op", ["lt", "le", "eq", "ne", "ge", "gt"])
+def test_one_large_term_alone_says_the_same(op, sign):
+    compared = getattr(operator, op)
+    asked = fg.variant(lambda b, h, q, k: compared(q + sign * position[k], 7 - q), name="asked").bind()
+    found = cheaper(asked.mask, analyse(asked).int64)
+    assert found is not asked.mask and all(n.dtype.itemsize <= 4 for n in walk([found]))
+    case = Case(
+        sizes={"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 40, "kv_len": 10}, params={}, tensors={"position": ENDS}
+    )
+    at = {"b": 0, "h": 0, "q": np.arange(40)[:, None], "k": np.arange(10)}
+    np.testing.assert_array_equal(case.evaluate(found, **at), case.evaluate(asked.mask, **at))
+
+
+def test_two_large_terms_stay():
+    asked = fg.variant(lambda b, h, q, k: q - position[q] >= k - position[k], name="asked").bind()
+    assert cheaper(asked.mask, analyse(asked).int64) is asked.mask
 
 
 def test_dilated_takes_remainders_of_each_side():

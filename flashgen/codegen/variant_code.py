@@ -17,7 +17,7 @@ from flashgen.analysis.cells import Cells
 from flashgen.analysis.facts import Facts, Term
 from flashgen.analysis.tiles import Tiling
 from flashgen.analysis.zones import REACH, Zone
-from flashgen.codegen import remainders
+from flashgen.codegen import per_pair
 from flashgen.codegen.device import identifiers
 from flashgen.codegen.printer import (
     CALL,
@@ -288,8 +288,8 @@ def variant_code(
         readers=readers(facts, cornered, layout),
         score=None if score is None else Printer(wide=facts.int64).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
-        keep=None if mask is None else conditions.body(remainders.apart(mask, facts.int64)),
-        divides=mask is not None and remainders.divides(mask),
+        keep=None if mask is None else conditions.body(per_pair.cheaper(mask, facts.int64)),
+        divides=mask is not None and per_pair.divides(mask),
         runs=Decider(facts).runs() if masked else None,
         classes=Decider(facts, judged).classes(by_parts=cut is not None, in_turn=in_turn) if masked else None,
         parts=None if cut is None else _parts(cut),
