@@ -288,7 +288,8 @@ def test_bytes_are_those_of_the_walk(name, pipeline):
     moved = counted.read_bytes, counted.write_bytes
     assert (predicted.hbm.read_bytes, predicted.hbm.write_bytes) == moved
     assert dict(predicted.kernels)["attention_summaries"].write_bytes == counted.summaries > 0
-    assert [part.name for part in predicted.workspaces] == [one.pointer for one in plan.summaries]
+    of_bits = [one.bits_pointer for one in plan.summaries if one.bits is not None]
+    assert [part.name for part in predicted.workspaces] == [*(one.pointer for one in plan.summaries), *of_bits]
     for deterministic in (False, True):
         menu = planner.backward_menu(variant, "sm_90a", "bfloat16", 64, pipeline=pipeline, deterministic=deterministic)
         plan = menu.plans[0]

@@ -66,6 +66,11 @@ class Summary:
         return depends_on(self.value, "h")
 
     @property
+    def pairs(self) -> bool:
+        """Whether it is a condition that has an element for each pair."""
+        return self.side == "qk" and self.steps == (1, 1) and self.value.dtype is DType.BOOL
+
+    @property
     def tensors(self) -> tuple[str, ...]:
         """The names of the captured tensors that it reads."""
         return tuple(dict.fromkeys(n.attr.name for n in walk([self.value]) if n.op == "load"))

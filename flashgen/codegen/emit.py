@@ -49,6 +49,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     found = variant_code(
         *(facts, _tiles(plan), lookups(plan.variant) if staged else (), plan.layout, plan.summaries),
         judged_in_turn=plan.backward is not None and plan.backward.judged_in_turn,
+        uniform=plan.masked_by_tile,
     )
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type = _PTX_TYPE[plan.out_dtype]

@@ -149,7 +149,8 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
 
 
 def _summaries(summaries: tuple[TileSummary, ...]) -> list[Field]:
-    return [Field(one.pointer, f"{one.ctype}*") for one in summaries]
+    found = [Field(one.pointer, f"{one.ctype}*") for one in summaries]
+    return [*found, *(Field(one.bits_pointer, "u32*") for one in summaries if one.bits)]
 
 
 def _members(

@@ -6,22 +6,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashgen.codegen.printer import Body, Printer
+from flashgen.planning.summaries import WORD
 
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
     from flashgen.analysis.summaries import Summary
     from flashgen.analysis.tiles import Tiling
     from flashgen.lang.expr import Node
-    from flashgen.planning.plan import TileSummary
+    from flashgen.planning.plan import RowBits, TileSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryCode:
     """A part of the mask that is summarised over tiles (see `planning.plan.TileSummary`).
 
-    `value` is the part, of C++ type `ctype`, at `positions`; `parameters` and `arguments` are the batch and head beside
-    them.  `counts` declare what `number` is made of, `heads` batch, head and, of number i of `number`, what its values
-    are, from `first` to `last`: each at `place`, by its `index`.  `read` gives what is known over `ranges`.
+    `value` is the part, of C++ type `ctype`, at `positions`; `places` are the batch and head beside them.  `counts`
+    declare what `number` is made of, `heads` batch, head and, of number i of `number`, where its values lie: each at
+    `place`, by its `index`.  `found` is what is known of them; `read` gives what is known over `ranges`, and `bits` the
+    word of a row's bits, where they are kept.
     """
 
     name: str
@@ -33,16 +35,26 @@ class SummaryCode:
     value: Body
     ctype: str
     range_type: str
-    extremes: str
     stored: str
     pointer: str
     grouped: bool
+    found: str
+    bits: tuple[str, ...]
     parameters: str
-    arguments: str
+    places: tuple[str, ...]
     read: tuple[str, ...]
     counts: tuple[str, ...]
     number: str
     heads: tuple[str, ...]
+
+    @property
+    def arguments(self) -> str:
+        """Batch and head before other arguments."""
+        return self.arguments_at("b", "h")
+
+    def arguments_at(self, b: str, h: str) -> str:
+        """The same, of this batch and head."""
+        return "".join(f"{b if name == 'b' else h}, " for name in self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +101,38 @@ def _summary(one: Summary, how: TileSummary, tile: Tiling, facts: Facts) -> Summ
     sides = [_Side(how.side[0], how.positions), *([_Side("k", how.keys)] if how.keys else [])]
     sizes = ("b", "p.batch", how.by_batch), ("h", "p.heads", how.by_head)
     dims = [(name, size) for name, size, used in sizes if used]
-    of_place = {"b": f"int(i / parts{' / p.heads' if how.by_head else ''})"}
-    of_place["h"] = f"int(i / parts{' % p.heads' if how.by_batch else ''})"
-    heads = [f"const int {name} = {of_place[name]};" for name, _ in dims]
+    heads = _batch_and_head(how, "i", "parts")
     index, place = how.side, how.side
-    if how.keys:
+    offset_of = _place(dims)
+    extremes = f"extremes{suffix}" if suffix else f"{'groups_of' if how.grouped else 'extremes'}<{ctype}>"
+    found = f"{extremes}(first, last, value)"
+    if how.bits is not None:
+        # 2^31 parts of a table have 2^43 elements: no more fit in memory, and 64-bit division is a call.
+        counts = [f"const int columns = {sides[1].count};", f"const i64 parts = {sides[0].count} * (i64)columns;"]
+        heads = _batch_and_head(how, "u32(i)", "u32(parts)")
+        heads.append(f"const u32 part = {'u32(i) % u32(parts)' if dims else 'u32(i)'};")
+        row, column = ("q", "k") if how.bits.by == "q" else ("k", "q")
+        start = f"({offset_of} * {_Side(row, 1).length} + {row}_first)" if dims else f"{row}_first"
+        heads += [
+            sides[0].bounds("q_first", "q_last", "int(part / columns)"),
+            sides[1].bounds("k_first", "k_last", "int(part % columns)"),
+            f"const i64 words = {_words(how.bits)};",
+            f"u32* bits = p.{how.bits_pointer} + {start} * words + {column}_first / {WORD};",
+        ]
+        index, place = f"{row}, int {column}", "q, k"
+        pairs = how.keys if column == "k" else how.positions
+        ends = f"{row}_first, {row}_last, {column}_first, {column}_last"
+        found = f"rows_of_bits<{pairs}>({ends}, value, bits, words)"
+    elif how.keys:
         counts = [f"const int columns = {sides[1].count};", f"const i64 parts = {sides[0].count} * (i64)columns;"]
         heads += _elements(how, sides)
         index, place = "j", _element(how)
     else:
         counts = [f"const int parts = {sides[0].count};"]
         heads.append(sides[0].bounds("first", "last", "int(i % parts)" if dims else "int(i)"))
-    start = "(i64)(b * p.heads + h)" if len(dims) == 2 else "(i64)" + "".join(name for name, _ in dims)
     needed = counts if dims else counts[:1] if how.keys else []
-    offset = f" + {start} * parts" if dims else ""
+    offset = f" + {offset_of} * parts" if dims else ""
     several = any(side.positions < (tile.q if side.at == "q" else tile.kv) for side in sides)
-    extremes = f"extremes{suffix}" if suffix else f"{'groups_of' if how.grouped else 'extremes'}<{ctype}>"
     return SummaryCode(
         name=how.name,
         decided_by="query and key select" if how.keys else f"a {'query' if how.side == 'q' else 'key'} alone decides",
@@ -115,17 +143,44 @@ def _summary(one: Summary, how: TileSummary, tile: Tiling, facts: Facts) -> Summ
         value=printer.body(one.value),
         ctype=ctype,
         range_type=how.range_type,
-        extremes=extremes,
+        found=found,
+        bits=_bits(how, offset_of if dims else ""),
         stored=how.ctype,
         pointer=how.pointer,
         grouped=how.grouped,
         parameters="".join(f"int {name}, " for name, _ in dims),
-        arguments="".join(f"{name}, " for name, _ in dims),
+        places=tuple(name for name, _ in dims),
         read=(*needed, f"const {how.ctype}* found = p.{how.pointer}{offset};", *_read(how, sides, suffix, several)),
         counts=tuple(counts),
         number=" * ".join(["(i64)" + dims[0][1], *(s for _, s in dims[1:]), "parts"]) if dims else "parts",
         heads=tuple(heads),
     )
+
+
+def _batch_and_head(how: TileSummary, number: str, parts: str) -> list[str]:
+    """Declarations of those that a number is of."""
+    of = {"b": " / p.heads" if how.by_head else "", "h": " % p.heads" if how.by_batch else ""}
+    used = (("b", how.by_batch), ("h", how.by_head))
+    return [f"const int {name} = int({number} / {parts}{of[name]});" for name, is_used in used if is_used]
+
+
+def _place(dims: list[tuple[str, str]]) -> str:
+    """The number of a batch and head."""
+    return "(i64)(b * p.heads + h)" if len(dims) == 2 else "(i64)" + "".join(name for name, _ in dims)
+
+
+def _words(bits: RowBits) -> str:
+    """Words in a row, of whole tiles."""
+    length = _Side("k" if bits.by == "q" else "q", 1).length
+    return f"({length} + {bits.columns - 1}) / {bits.columns} * {bits.columns // WORD}"
+
+
+def _bits(how: TileSummary, place: str) -> tuple[str, ...]:
+    """Statements that give a word of a row's bits."""
+    if how.bits is None:
+        return ()
+    row = f"({place} * {_Side(how.bits.by, 1).length} + row)" if place else "(i64)row"
+    return (f"return __ldg(&p.{how.bits_pointer}[{row} * ({_words(how.bits)}) + word]);",)
 
 
 def _elements(how: TileSummary, sides: list[_Side]) -> list[str]:
@@ -161,9 +216,10 @@ def _read(how: TileSummary, sides: list[_Side], suffix: str, several: bool) -> l
     if not several:
         return [f"return found[(i64)({first[0]}) * columns + {first[1]}];"]
     return [
-        f"{how.range_type} all = found[(i64)({first[0]}) * columns + {first[1]}];",
-        f"for (int i = {first[0]}; i <= {last[0]}; i++)",
+        f"found += (i64)({first[0]}) * columns;",
+        f"{how.range_type} all = found[{first[1]}];",
+        f"for (int i = {first[0]}; i <= {last[0]}; i++, found += columns)",
         "#pragma unroll 1",
-        f"  for (int j = {first[1]}; j <= {last[1]}; j++) all = either{suffix}(all, found[(i64)i * columns + j]);",
+        f"  for (int j = {first[1]}; j <= {last[1]}; j++) all = either{suffix}(all, found[j]);",
         "return all;",
     ]

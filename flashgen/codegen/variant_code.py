@@ -17,6 +17,7 @@ from flashgen.analysis.cells import Cells
 from flashgen.analysis.facts import Facts, Term
 from flashgen.analysis.tiles import Tiling
 from flashgen.analysis.zones import REACH, Zone
+from flashgen.codegen import per_pair
 from flashgen.codegen.device import identifiers
 from flashgen.codegen.printer import (
     CALL,
@@ -149,8 +150,10 @@ class VariantCode:
 
     keep, runs, classes   bodies of `keep`, of `previous_tile`, and of `classify`: whether something is hidden, and
               before it, where a tile inside the runs may be EMPTY, whether something is visible
+    divides   `keep` has quotients or remainders, which are quick of what is known not to be negative
     parts     of a tile that is not settled as a whole; None: there are none to judge
     turns     of conditions that are judged one after another; None: a tile is judged at once
+    uniform   the mask is the same for all pairs of a tile: its first pair tells the class
     small_tanh   where the score has one tanh, and its argument is cheap to look at before
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
@@ -165,10 +168,12 @@ class VariantCode:
     score: Body | None
     small_tanh: SmallTanh | None
     keep: Body | None
+    divides: bool
     runs: Decision | None
     classes: Decision | None
     parts: Parts | None
     turns: Turns | None
+    uniform: bool
     sink: Body | None
     clamp_q: bool
     clamp_k: bool
@@ -194,14 +199,27 @@ class VariantCode:
         """Which template has `classify`."""
         if self.turns is not None:
             return "in_turn"
-        return "whole" if self.parts is None else "parts"
+        return "whole" if self.parts is None or self.uniform else "parts"
 
     @property
     def judgement(self) -> tuple[str, ...]:
         """The body of a function that returns the class of a tile, or of a part of one."""
         assert self.classes is not None
+        if self.uniform:
+            pair = "rows.b, rows.h, rows.q_first, kv_tile * TILE_KV"
+            return ("// The mask is the same for all pairs of a tile.", f"return keep({pair}, p) ? FULL : EMPTY;")
         group = next((one for one in self.summaries if one.grouped), None)
         return self.classes.judgement if group is None else self.classes.by_groups(group.name)
+
+    @property
+    def bits(self) -> tuple[SummaryCode, ...]:
+        """What `keep` is given as bits."""
+        return tuple(one for one in self.summaries if one.bits)
+
+    @property
+    def bit_parameters(self) -> str:
+        """Parameters of `keep` for these."""
+        return "".join(f"bool {one.name}, " for one in self.bits)
 
     @property
     def summarised(self) -> tuple[str, ...]:
@@ -241,19 +259,24 @@ def variant_code(
     summaries: tuple[TileSummary, ...] = (),
     *,
     judged_in_turn: bool = False,
+    uniform: bool = False,
 ) -> VariantCode:
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
     `keep` is given these elements of captured tensors, and whose `classify` has these summaries.
 
     Where sequences have positions of their own, tiles start at any query, and captured tensors may be shorter than
-    positions reach.  `judged_in_turn`: conditions are judged one after another, through shared memory.
+    positions reach.  `judged_in_turn`: conditions are judged one after another, through shared memory.  `uniform`: the
+    mask is the same for all pairs of a tile.
     """
     mask, score = printed_of(facts)
     sink = facts.variant.sink_node
     masked = mask is not None
     loads = loads_of(root for root in (mask, score) if root is not None)
     given = _lookups(lookups, facts) if masked else {}
-    conditions = GivenPrinter({n: f"at.{one.name}" for n, one in given.items()}, wide=facts.int64, exact=True)
+    kept = {one.name for one in summaries if one.bits is not None}
+    bits = {one.value: one.name for one in facts.summaries if one.name in kept}
+    read = {n: f"at.{one.name}" for n, one in given.items()}
+    conditions = GivenPrinter(read | bits, wide=facts.int64, exact=True)
     tile = Tile(q=layout.starts(tile.q), kv=tile.kv)
     cut = facts.cells.within(tile.q, tile.kv) if masked and facts.cells is not None else None
     cornered = found_at_corners(facts, tile, cut)
@@ -265,11 +288,13 @@ def variant_code(
         readers=readers(facts, cornered, layout),
         score=None if score is None else Printer(wide=facts.int64).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
-        keep=None if mask is None else conditions.body(mask),
+        keep=None if mask is None else conditions.body(per_pair.cheaper(mask, facts.int64)),
+        divides=mask is not None and per_pair.divides(mask),
         runs=Decider(facts).runs() if masked else None,
         classes=Decider(facts, judged).classes(by_parts=cut is not None, in_turn=in_turn) if masked else None,
         parts=None if cut is None else _parts(cut),
         turns=in_turn,
+        uniform=uniform,
         sink=None if sink is None else Printer(wide=facts.int64).body(sink),
         clamp_q=any(depends_on(n, "q") for n in loads),
         clamp_k=any(depends_on(n, "k") for n in loads),

@@ -229,7 +229,29 @@ class MaskAsBits:
     form: ClassVar[str] = "as_bits"
 
 
-Mask = MaskByElement | MaskAsBits
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskFromBits:
+    """It is asked for each, and elements of tables that query and key select are bits by then, which the kernel of
+    summaries has made: one word for 32 keys of a row."""
+
+    form: ClassVar[str] = "from_bits"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskByWarpgroup:
+    """It is the same for all elements of a tile that a warpgroup has, and asked for once."""
+
+    form: ClassVar[str] = "by_warpgroup"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskByTile:
+    """Nowhere: it is the same for all elements of a tile, which is visited as a whole or not at all."""
+
+    form: ClassVar[str] = "by_tile"
+
+
+Mask = MaskByElement | MaskAsBits | MaskFromBits | MaskByWarpgroup | MaskByTile
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, backward: how dq is added up in memory, by which function of consumers

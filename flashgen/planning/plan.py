@@ -29,6 +29,7 @@ from flashgen.planning.members import (
     Launches,
     Mask,
     MaskByElement,
+    MaskByTile,
     OByTma,
     OFromRegisters,
     OInParts,
@@ -88,6 +89,18 @@ def staged(name: str, stages: int, rows: int, columns: int) -> Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowBits:
+    """The values of a condition as bits: a row for each query ("q") or key ("k"), of whole tiles of so many `columns`
+    of the other."""
+
+    by: str
+    columns: int
+
+    def __str__(self) -> str:
+        return f"a row for each {'query' if self.by == 'q' else 'key'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TileSummary:
     """A part of the mask of which a kernel of its own finds the least and the greatest value over each `positions`
     queries ("q") or keys ("k"), or so many queries and `keys` ("qk"), before tiles are classified by them (see
@@ -104,9 +117,12 @@ class TileSummary:
     by_batch: bool
     by_head: bool
     tensors: tuple[str, ...]  # captured tensors that it reads
+    bits: RowBits | None = None  # how its values are kept; None: they are not
 
     def __str__(self) -> str:
-        return f"{self.name}, its least and greatest value over {self.what}{' in two groups' if self.grouped else ''}"
+        bits = f", and its bits, {self.bits}" if self.bits else ""
+        in_groups = " in two groups" if self.grouped else ""
+        return f"{self.name}, its least and greatest value over {self.what}{in_groups}{bits}"
 
     @property
     def what(self) -> str:
@@ -119,6 +135,11 @@ class TileSummary:
     def pointer(self) -> str:
         """The name of the memory that holds it."""
         return f"summary_{self.name}"
+
+    @property
+    def bits_pointer(self) -> str:
+        """The name of the memory that holds its bits."""
+        return f"bits_{self.name}"
 
     @property
     def ctype(self) -> str:
@@ -414,6 +435,12 @@ class KernelPlan(Integers):
     def packed(self) -> bool:
         """Whether the rows of a tile are pairs of a query and one of several heads that share keys."""
         return self.specialized is not None and self.specialized.rows.packed
+
+    @property
+    def masked_by_tile(self) -> bool:
+        """Whether the mask is the same all over each tile."""
+        of = self.specialized if isinstance(self.specialized, Specialized) else self.backward
+        return isinstance(getattr(of, "mask", None), MaskByTile)
 
     def pack(self, group: int) -> int:
         """Heads in a tile, of a `group` that shares keys: the largest power of two that divides it and the rows of a

@@ -6,12 +6,14 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from flashgen.analysis.cells import single
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.lang.expr import DType, Node, depends_on, loop_indices, node, positions_of, reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.backward import captured_grads, has_slope, looks_up, lookups
 from flashgen.planning.plan import Tile
+from flashgen.planning.summaries import pair_tables
 
 #: Special-function results that one op of a score function needs.
 SPECIAL = {
@@ -77,6 +79,12 @@ class Profile:
         """Whether cells of the mask cut tiles of this size, which are then judged by their parts."""
         cells = self.facts.cells if self.hides else None
         return cells is not None and cells.within(tile.q, tile.kv) is not None
+
+    def uniform(self, tile: Tile) -> bool:
+        """Whether the mask is the same for all pairs of a tile of this size, whatever data hold: a block mask's, of
+        blocks that tiles divide."""
+        mask = self.variant.mask
+        return mask is not None and self.judged and single(mask, {"q": tile.q, "k": tile.kv})
 
     @cached_property
     def judged_nodes(self) -> tuple[Node, ...]:
@@ -175,6 +183,25 @@ class Profile:
         return any(len(n.operands) > 2 or any(m.op == "load" for m in walk(n.operands)) for n in pairs)
 
     @cached_property
+    def mask_divides(self) -> bool:
+        """Whether the mask divides by a number that is not known when a kernel is made."""
+        nodes = walk([self.variant.mask] if self.variant.mask is not None else [])
+        return any(n.op in ("floor_div", "mod") and n.operands[1].op != "const" for n in nodes)
+
+    @cached_property
+    def pair_tables(self) -> tuple[Node, ...]:
+        """The conditions of the mask that are elements of a table of all pairs."""
+        return tuple(one.value for one in pair_tables(self.facts)) if self.hides else ()
+
+    @cached_property
+    def reads_by_key_beside_tables(self) -> bool:
+        """Whether mask or score read an element for each key that is of none of these tables."""
+        roots = () if self.variant.mask is None else (self.variant.mask,)
+        known = set(self.pair_tables)
+        found = (n for n in walk(roots, into=lambda n: n not in known) if n.op == "load" and n not in known)
+        return self.score_reads_by_key or any("k" in positions_of(n) for n in found)
+
+    @cached_property
     def mask_reads_pairs(self) -> bool:
         """Whether the mask reads an element that query and key select together."""
         mask = self.variant.mask
@@ -194,11 +221,6 @@ class Profile:
     def lookups(self) -> tuple[Node, ...]:
         """The elements that the mask reads by the query alone, or by the key and no query head."""
         return lookups(self.variant)
-
-    @cached_property
-    def looks_up_more(self) -> bool:
-        """The same as `looks_up`, of what `lookups` does not hold."""
-        return looks_up(self.variant, known=set(walk(self.lookups)))
 
 
 def special(*roots: Node) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flashgen.lang.expr import DType
-from flashgen.planning.plan import Part, Tile, TileSummary
+from flashgen.planning.plan import Part, RowBits, Tile, TileSummary
 
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
@@ -28,19 +28,25 @@ THREADS = 256
 #: Bytes of what bounds a value, by its C++ type.
 _BYTES = {"Truth": 2, "FloatRange": 24, "Range<int>": 8, "Range<i64>": 16}
 
+#: Keys whose bits are a word; queries whose rows of bits a warp makes: enough warps that reading waits little.
+WORD, ROWS = 32, 32
 
-def tile_summaries(facts: Facts, tile: Tile) -> tuple[TileSummary, ...]:
-    """Those of a mask over tiles of so many queries and keys: where cells cut tiles, over what divides both."""
+
+def tile_summaries(facts: Facts, tile: Tile, bits: RowBits | None = None) -> tuple[TileSummary, ...]:
+    """Those of a mask over tiles of so many queries and keys: where cells cut tiles, over what divides both.  `bits`:
+    how the values of `pair_tables` are kept."""
     if not facts.hidden:
         return ()
     cells = facts.cells and facts.cells.within(tile.q, tile.kv)
     of = {"q": math.gcd(tile.q, (cells and cells.q) or 0), "k": math.gcd(tile.kv, (cells and cells.k) or 0)}
+    parts = {side: math.gcd(size, ROWS) if bits is not None and bits.by == side else size for side, size in of.items()}
+    kept = pair_tables(facts) if bits is not None else ()
     return tuple(
         TileSummary(
             name=one.name,
             side=one.side,
-            positions=of[one.side[0]],
-            keys=of["k"] if one.side == "qk" else 0,
+            positions=(parts if one in kept else of)[one.side[0]],
+            keys=(parts if one in kept else of)["k"] if one.side == "qk" else 0,
             steps=one.steps,
             range_type=(kind := _range_type(one, facts)),
             itemsize=_BYTES[kind] * (2 if one.grouped else 1),
@@ -48,9 +54,15 @@ def tile_summaries(facts: Facts, tile: Tile) -> tuple[TileSummary, ...]:
             by_batch=one.by_batch,
             by_head=one.by_head,
             tensors=one.tensors,
+            bits=bits if one in kept else None,
         )
         for one in facts.summaries
     )
+
+
+def pair_tables(facts: Facts) -> tuple[Summary, ...]:
+    """Conditions that are elements of a table of all pairs: one for each query and key."""
+    return tuple(one for one in facts.summaries if one.side == "qk" and one.pairs)
 
 
 def _range_type(one: Summary, facts: Facts) -> str:
@@ -68,10 +80,21 @@ def count(one: TileSummary, problem: Problem) -> int:
     return tiles * (-(-problem.kv_len // one.keys) if one.keys else 1) * places
 
 
+def words(one: TileSummary, problem: Problem) -> int:
+    """How many words of bits there are."""
+    if one.bits is None:
+        return 0
+    places = (problem.batch if one.by_batch else 1) * (problem.heads if one.by_head else 1)
+    rows, columns = (problem.q_len, problem.kv_len)[:: 1 if one.bits.by == "q" else -1]
+    return places * rows * -(-columns // one.bits.columns) * (one.bits.columns // WORD)
+
+
 def moved(plan: KernelPlan, problem: Problem, sizes: Mapping[str, int]) -> tuple[int, int]:
     """Bytes that making them reads and writes; `sizes` are those of captured tensors, each of which counts once."""
     read = {name for one in plan.summaries for name in one.tensors}
-    return sum(sizes[name] for name in read), sum(count(one, problem) * one.itemsize for one in plan.summaries)
+    return sum(sizes[name] for name in read), sum(
+        count(one, problem) * one.itemsize + 4 * words(one, problem) for one in plan.summaries
+    )
 
 
 def workspaces(plan: KernelPlan, problem: Problem) -> tuple[Part, ...]:
@@ -81,4 +104,8 @@ def workspaces(plan: KernelPlan, problem: Problem) -> tuple[Part, ...]:
         number = count(one, problem)
         why = f"{number} x {one.itemsize} bytes: least and greatest value over {one.what}"
         found.append(Part(name=one.pointer, amount=-(-number * one.itemsize // 4) * 4, why=why))
+    for one in plan.summaries:
+        if one.bits is not None:
+            why = f"a bit for each pair of a query and a key, {one.bits}"
+            found.append(Part(name=one.bits_pointer, amount=4 * words(one, problem), why=why))
     return tuple(found)

@@ -405,6 +405,9 @@ class Tiles:
             starts = range(0, self.kv_len if one.side == "k" else self.q_len, one.positions)
             tiles_each = len(range(0, self.kv_len, one.keys)) if one.keys else 1
             written += places * len(starts) * tiles_each * one.itemsize
+            if one.bits is not None:
+                rows, length = (self.q_len, self.kv_len) if one.bits.by == "q" else (self.kv_len, self.q_len)
+                written += places * rows * len(range(0, length, one.bits.columns)) * one.bits.columns // 8
             read.update(one.tensors)
         return self.captured_bytes(t for t in self.variant.tensors if t.name in read), written
 

@@ -81,6 +81,7 @@ template <typename T> DEVICE T floor_div(T a, T b) {
 }
 
 template <typename T> DEVICE T floor_mod(T a, T b) {
+  if (b > 0 && (b & (b - 1)) == 0) return a & (b - 1);
   const T remainder = a % b;
   return remainder != 0 && (remainder < 0) != (b < 0) ? remainder + b : remainder;
 }

@@ -40,6 +40,40 @@ template <typename F> DEVICE FloatRange extremes_f32(int first, int last, const 
   return over_warp_f32(found);
 }
 
+// What a condition may be over rows of so many pairs at most, of which each lane looks at one of 32.  Its bits are kept,
+// a word for each 32, in rows of so many words.
+template <int PAIRS, typename F>
+DEVICE Truth rows_of_bits(int row_first, int row_last, int first, int last, const F& value, u32* bits, i64 words) {
+  constexpr int ROWS = 8, WORDS = (PAIRS + 31) / 32;  // on their way together
+  const int lane = threadIdx.x % 32;
+  Truth all = {false, false};
+#pragma unroll 1
+  for (int row = row_first; row <= row_last; row += ROWS) {
+    bool found[WORDS][ROWS];
+#pragma unroll
+    for (int j = 0; j < WORDS; j++) {
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) found[j][i] = value(min(row + i, row_last), min(first + j * 32 + lane, last));
+    }
+    u32 mine[WORDS] = {};
+#pragma unroll
+    for (int j = 0; j < WORDS; j++) {
+      const u32 inside = __ballot_sync(~0u, first + j * 32 + lane <= last);
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) {
+        const u32 word = __ballot_sync(~0u, found[j][i]) & inside;
+        all = either_bool(all, {word != 0, word != inside});
+        if (i == lane) mine[j] = word;
+      }
+    }
+    if (lane < ROWS && row + lane <= row_last) {
+#pragma unroll
+      for (int j = 0; j < WORDS; j++) bits[(row - row_first + lane) * words + j] = mine[j];
+    }
+  }
+  return all;
+}
+
 // Integers in two groups, up to the middle of their range and above; where all are equal both hold them.
 template <typename T> struct Grouped { Range<T> low, high; };
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from flashgen.planning.integers import INTEGERS
-from flashgen.planning.plan import KernelPlan, Part, Tile
+from flashgen.planning.members import MaskFromBits
+from flashgen.planning.plan import KernelPlan, Part, RowBits, Tile
 from flashgen.planning.request import KernelRequest
 from flashgen.planning.summaries import tile_summaries
 
@@ -33,6 +34,10 @@ def make_plan(c: Candidate, request: KernelRequest, padded: tuple[int, int], **f
     layout = fields.get("backward")
     by_query = None if layout is None else layout.by_query
     queries = c.tile.q if by_query is None else math.gcd(c.tile.q, by_query.tile_q)
+    mask = getattr(fields.get("specialized") or layout, "mask", None)
+    by = ("q", c.tile.kv) if layout is None else ("k", c.tile.q)  # a thread has two rows of S, or of S^T
+    bits = RowBits(by=by[0], columns=by[1]) if isinstance(mask, MaskFromBits) else None
+    tile = Tile(q=queries, kv=c.tile.kv)
     return KernelPlan(
         variant=request.variant,
         pass_name=request.pass_name,
@@ -50,7 +55,7 @@ def make_plan(c: Candidate, request: KernelRequest, padded: tuple[int, int], **f
         gradients=request.gradients,
         layout=request.layout,
         float8=request.float8,
-        summaries=() if request.layout.own else tile_summaries(request.profile.facts, Tile(q=queries, kv=c.tile.kv)),
+        summaries=() if request.layout.own else tile_summaries(request.profile.facts, tile, bits),
         **{name: getattr(c, name) for name in INTEGERS if hasattr(c, name)},
         **fields,
     )

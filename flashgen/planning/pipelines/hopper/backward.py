@@ -25,7 +25,7 @@ from itertools import chain
 from flashgen.analysis.conditions import conditions
 from flashgen.lang.expr import Node, depends_on, positions_of, walk
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.backward import ROW_THREADS, lookup_names
+from flashgen.planning.backward import ROW_THREADS, looks_up, lookup_names
 from flashgen.planning.integers import Allowed
 from flashgen.planning.members import (
     BlockOrder,
@@ -40,6 +40,9 @@ from flashgen.planning.members import (
     Mask,
     MaskAsBits,
     MaskByElement,
+    MaskByTile,
+    MaskByWarpgroup,
+    MaskFromBits,
     SequencesInGroups,
     SplitDkDv,
 )
@@ -53,6 +56,7 @@ from flashgen.planning.problem import ITEMSIZE, Problem
 from flashgen.planning.profile import Profile, profile
 from flashgen.planning.program import CTYPES, Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
+from flashgen.planning.summaries import WORD
 
 NAME, COPIES, cannot_address = hopper.NAME, hopper.COPIES, hopper.cannot_address
 cannot_page = hopper.cannot_page
@@ -244,16 +248,45 @@ def ping_pong(c: Candidate, request: KernelRequest) -> bool:
 
 def scores_first(c: Candidate, request: KernelRequest) -> bool:
     """Whether dP waits for scores and masks: what they need leaves no registers for both S and dP."""
-    return c.split_dk_dv or waits(c, request) or request.profile.has_slope
+    return c.split_dk_dv or waits(c, request) or request.profile.has_slope or _from_bits(c, request)
 
 
 def waits(c: Candidate, request: KernelRequest) -> bool:
-    """Whether mask or score read elements by position that no shared memory holds for them."""
-    return request.profile.looks_up_more if lookup_stages(c, request) else request.profile.looks_up
+    """Whether mask or score read elements by position that neither shared memory holds for them nor bits."""
+    asked = request.profile
+    if _uniform_by_warpgroup(c, request):
+        return asked.score_reads_by_position
+    tables = asked.pair_tables if _from_bits(c, request) else ()
+    return looks_up(asked.variant, known={*tables, *walk(asked.lookups if lookup_stages(c, request) else ())})
+
+
+def _uniform(c: Candidate, request: KernelRequest) -> bool:
+    """Whether the mask is the same all over a tile, which one kernel judges."""
+    asked = request.profile
+    one_judge = asked.conditional and not (request.deterministic or request.layout.own)
+    return one_judge and asked.uniform(c.tile)
+
+
+def _uniform_by_warpgroup(c: Candidate, request: KernelRequest) -> bool:
+    """Whether it is the same for all elements that a warpgroup has."""
+    asked, dense = request.profile, not request.layout.own
+    return dense and not c.split_dk_dv and asked.uniform(Tile(q=c.tile.q, kv=ROWS))
+
+
+def _from_bits(c: Candidate, request: KernelRequest) -> bool:
+    """Whether tables of all pairs are read as bits."""
+    dense = not (c.split_dk_dv or request.deterministic or request.layout.own)
+    return dense and bool(request.profile.pair_tables) and c.tile.q % WORD == 0
 
 
 def mask(c: Candidate, request: KernelRequest) -> Mask:
     """How elements are masked: a few at a time where what is read beside them leaves no registers."""
+    if _uniform(c, request):
+        return MaskByTile()
+    if _uniform_by_warpgroup(c, request):
+        return MaskByWarpgroup()
+    if _from_bits(c, request):
+        return MaskFromBits()
     short = _needed(registers(c, request)) > _beside(JUDGE_REGISTERS, request) and not c.split_dk_dv
     heavy = request.profile.masked and (waits(c, request) or judged_in_turn(c, request))
     return MaskAsBits() if short and heavy else MaskByElement()
@@ -261,7 +294,7 @@ def mask(c: Candidate, request: KernelRequest) -> Mask:
 
 def lookup_stages(c: Candidate, request: KernelRequest) -> int:
     """Tiles of queries of which shared memory holds what the mask looks up: where tiles are judged at all."""
-    item = 0 if c.split_dk_dv else sum(n.dtype.itemsize for n in request.profile.lookups)
+    item = 0 if c.split_dk_dv or _uniform(c, request) else sum(n.dtype.itemsize for n in request.profile.lookups)
     return LOOKUP_STAGES if 0 < item <= LOOKUP_BYTES and request.profile.conditional else 0
 
 
@@ -386,6 +419,8 @@ def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     has more if consumers can spare them.
     """
     producer, ordered = PRODUCER_REGISTERS, request.layout.own and request.deterministic
+    if _uniform(c, request):
+        return producer, _beside(producer, request)
     if ordered or request.profile.cuts(c.tile) or not _judges_little(c, request):
         little = _judges_little(c, request) or judged_in_turn(c, request)
         producer = _spared(c, request) or (PRODUCER_REGISTERS if little else JUDGE_REGISTERS)
@@ -399,7 +434,7 @@ def judged_in_turn(c: Candidate, request: KernelRequest) -> bool:
     """
     asked = request.profile
     one_judge = asked.hides and asked.conditional and not (request.deterministic or request.layout.own)
-    if not one_judge or _judges_little(c, request) or _spared(c, request) is not None:
+    if not one_judge or _uniform(c, request) or _judges_little(c, request) or _spared(c, request) is not None:
         return False
     return 0 < len(conditions(asked.facts)) <= CONDITIONS
 

@@ -24,8 +24,12 @@ from flashgen.planning.members import (
     Keys,
     KeysLeave,
     KeysStay,
+    Mask,
     MaskAsBits,
     MaskByElement,
+    MaskByTile,
+    MaskByWarpgroup,
+    MaskFromBits,
     OByTma,
     OFromRegisters,
     OInParts,
@@ -43,6 +47,7 @@ from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.program import Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
+from flashgen.planning.summaries import WORD
 
 NAME, COPIES = "hopper", "TMA"
 
@@ -100,6 +105,16 @@ PAIR_REGISTERS = 4
 #: not spill in tiles of 128 keys.
 READ_AT_ONCE = 4
 
+#: Registers that must be left where a mask reads several elements for each key at once: `gist_flags` and
+#: `document_offsets` at head_dim 128 spilled 24 bytes with one left.
+SEVERAL_READ_REGISTERS = 2
+
+#: Registers of a mask that divides by what a call gives: `dilated` at head_dim 256 spilled 24 bytes with six left.
+DIVISOR_REGISTERS = 8
+
+#: Registers for where rows of bits lie that are made of a table of all pairs.
+BITS_REGISTERS = 4
+
 #: A score function that reads an element for each key, in every tile, takes one more register for so many keys.
 READING_KEYS = 6
 
@@ -118,8 +133,9 @@ ROOM = 16
 PACKED_REGISTERS = 12
 
 #: Ops of a mask from which on it is asked for a few elements at a time: those with fewer do not spill.  What an element
-#: that is read for each key costs beyond one.
-BITS_OPS, READ_OPS = 14, 2
+#: that is read for each key costs beyond one, and where query and key select it: a tree of drafts behind a cache, at
+#: head_dim 128, spilled 24 bytes with 13.
+BITS_OPS, READ_OPS, PAIR_READ_OPS = 14, 2, 1
 
 #: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone; and of
 #: one that goes on to parts of tiles, if consumers can spare them.
@@ -304,13 +320,21 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         amount = DROPOUT_REGISTERS + DROPOUT_BESIDE * min(c.tile.kv, BOX) // BOX
         amount += DROPOUT_THIRD_STAGE if asked.masked and c.stages > 2 else 0
         parts.append(Part(name="dropout", amount=amount, why="what is kept, random numbers"))
-    if asked.reads_by_key:
-        alone = c.warpgroups <= min(WARPGROUPS) and _masked_as_bits(request) and not asked.score_reads_by_key
+    if asked.judged and asked.mask_divides:
+        parts.append(Part(name="divisor", amount=DIVISOR_REGISTERS, why="quotients by a parameter, of the mask"))
+    form = _mask(c, request)
+    if isinstance(form, MaskFromBits):
+        words = 2 * c.tile.kv // WORD
+        parts.append(Part(name="bits", amount=BITS_REGISTERS + words, why=f"{words} words of bits, and their address"))
+    at_once = dict.fromkeys((MaskByTile, MaskByWarpgroup), asked.score_reads_by_key)
+    if {**at_once, MaskFromBits: asked.reads_by_key_beside_tables}.get(type(form), asked.reads_by_key):
+        alone = isinstance(form, MaskAsBits) and c.warpgroups <= min(WARPGROUPS) and not asked.score_reads_by_key
         keys = min(c.tile.kv // 4, READ_AT_ONCE) if alone else c.tile.kv // 4
+        of_pairs = asked.mask_reads_pairs and not isinstance(form, MaskFromBits)
         parts.append(
             Part(
                 name="captured",
-                amount=CAPTURED_REGISTERS + PAIR_REGISTERS * asked.mask_reads_pairs + ELEMENT_REGISTERS * keys,
+                amount=CAPTURED_REGISTERS + PAIR_REGISTERS * of_pairs + ELEMENT_REGISTERS * keys,
                 why=f"an element and its address for each of {keys} keys, and what leads to them",
             )
         )
@@ -373,7 +397,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             warpgroups=c.warpgroups,
             ping_pong=ping_pong,
             score_emitted_twice=score_emitted_twice,
-            mask=MaskAsBits() if _masked_as_bits(request) else MaskByElement(),
+            mask=_few_at_a_time(c, request) or _mask(c, request),
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
             # Two registers spill beside dropout at head_dim 128 (16 bytes, outside of loops).
             highest=HighestAsFloat() if request.dropout else HighestAsInteger(),
@@ -395,10 +419,29 @@ def _o(c: Candidate, request: KernelRequest) -> OByTma | OFromRegisters | OInPar
     return OByTma() if _stored(c, request.layout) else OFromRegisters()
 
 
-def _masked_as_bits(request: KernelRequest) -> bool:
-    """Whether the mask is asked for a few elements at a time, a bit each."""
+def _mask(c: Candidate, request: KernelRequest) -> Mask:
+    """How elements are masked: by many ops a few at a time, a bit each."""
     asked = request.profile
-    return asked.judged and asked.mask_ops + READ_OPS * asked.mask_reads_by_key >= BITS_OPS
+    if _uniform(c, request):
+        return MaskByTile()
+    if asked.uniform(Tile(q=request.layout.starts(ROWS), kv=c.tile.kv)):
+        return MaskByWarpgroup()
+    if asked.pair_tables and c.tile.kv % WORD == 0 and not request.layout.own:
+        return MaskFromBits()
+    ops = asked.mask_ops + READ_OPS * asked.mask_reads_by_key + PAIR_READ_OPS * asked.mask_reads_pairs
+    return MaskAsBits() if asked.judged and ops >= BITS_OPS else MaskByElement()
+
+
+def _few_at_a_time(c: Candidate, request: KernelRequest) -> MaskAsBits | None:
+    """Bits where a mask reads several elements for each key and leaves next to no register: one spilled there."""
+    several = request.profile.judged and request.profile.mask_reads_by_key > 1
+    tight = division(c, request)[1] - total(registers(c, request)) < SEVERAL_READ_REGISTERS
+    return MaskAsBits() if several and tight and isinstance(_mask(c, request), MaskByElement) else None
+
+
+def _uniform(c: Candidate, request: KernelRequest) -> bool:
+    """Whether the mask is the same all over a tile."""
+    return request.profile.uniform(Tile(q=request.layout.starts(c.tile.q), kv=c.tile.kv))
 
 
 def scheduler(request: KernelRequest) -> Scheduler:
