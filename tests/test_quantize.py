@@ -261,6 +261,19 @@ def test_kernels_give_the_bits_of_the_cpu(arch, block):
     same(*beside(x, block=block, arch=arch))
 
 
+def test_ties_round_as_in_the_kernel():
+    """448 over the peak is rounded once: beside a peak of 3 mantissa bits 3/8 of it are a tie of e4m3."""
+    peaks = torch.arange(1, 2, 2.0**-6).bfloat16()
+    x = torch.zeros(1, len(peaks), 2, 16, dtype=torch.bfloat16)
+    x[0, :, 0, 0], x[0, :, 1, :] = peaks, (3 * peaks)[:, None] * torch.logspace(-3, -10, 16, base=2).bfloat16()
+    found, wanted = beside(x, rotated=False)
+    same(found, wanted)
+    quotients = torch.full((64,), 448.0) / peaks.float()
+    assert (448 * peaks.float().reciprocal() != quotients).any()  # two roundings: the peaks can tell
+    scaled = x.float() * (448 * peaks.float().reciprocal())[:, None, None]
+    assert not np.array_equal(scaled.to(E4M3).view(torch.uint8).numpy(), wanted[0])
+
+
 @pytest.mark.parametrize(
     "head_dim", [16, 96, 128, pytest.param(240, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
 )

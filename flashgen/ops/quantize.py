@@ -258,6 +258,7 @@ def _on_cpu(
     for i, (part_of_rows, part_of_sizes) in enumerate(zip(rows.split(count, 2), size.split(count, 2), strict=True)):
         peak = part_of_sizes.amax((2, 3)).clamp(min=_LEAST)
         descales[..., i] = peak / _LARGEST
-        scaled = part_of_rows * (_LARGEST / peak)[..., None, None]
+        factor = torch.full_like(peak, _LARGEST) / peak  # a number over a tensor is its reciprocal's product, in torch
+        scaled = part_of_rows * factor[..., None, None]
         scaled = torch.where(scaled.isfinite(), scaled.clamp(-_LARGEST, _LARGEST), torch.nan)
         codes[:, :, i * count : i * count + part_of_rows.shape[2]] = scaled.to(torch.float8_e4m3fn)
