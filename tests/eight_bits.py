@@ -38,8 +38,8 @@ class Eight:
         """The kernel, its CUDA text changed by `edit`."""
         source = emit(self.plan)
         arrays = [x.codes.float().numpy() for x in self.qkv]
-        options = {"descales": self.descales, **options}
-        return simulate(self.plan, self.case, *arrays, scale=self.scale, source=(edit or str)(source), **options)
+        options = {"descales": self.descales, "scale": self.scale, **options}
+        return simulate(self.plan, self.case, *arrays, source=(edit or str)(source), **options)
 
     @property
     def scale(self) -> float:

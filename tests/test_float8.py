@@ -18,6 +18,7 @@ from flashgen.lang import float8
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
 from flashgen.planning.float8 import E4M3, E5M2, ERRORS, block_of
+from flashgen.planning.members import Leaves
 from flashgen.planning.request import KernelRequest
 from flashgen.runtime import nvrtc, sass
 from flashgen.runtime.reference_float8 import Quantised, cut_products, quantised
@@ -330,7 +331,7 @@ def test_gradients_and_graphs_are_refused():
         ("sm_90a", 72, {}, "nearest: head_dim 64 or 80"),
         ("sm_90a", 256, {}, "nearest: head_dim <= 192"),
         ("sm_90a", 64, {"dropout": True}, "nearest: dropout=False"),
-        ("sm_90a", 64, {"packed": True}, "descales"),
+        ("sm_90a", 64, {"keys": Leaves()}, "cuts no rows into leaves in 8 bits"),
         ("sm_90a", 64, {"v_dtype": "bfloat16"}, "multiply 8 bits by 8 bits"),
     ],
 )
