@@ -54,8 +54,8 @@ class Eight:
         """What breaks the tolerance rule, against float64."""
         out = getattr(torch, self.plan.out_dtype)
         ref, ref_lse = self.exact
-        words = WORDS_BY_BITS[self.plan.float8.accuracy]
-        base, base_lse = baseline(self.variant, self.case, *self.qkv, scale=self.scale, out=out, words=words)
+        alike = {"words": WORDS_BY_BITS[self.plan.float8.accuracy], "tile_kv": self.plan.tile.kv}
+        base, base_lse = baseline(self.variant, self.case, *self.qkv, scale=self.scale, out=out, **alike)
         verdict = judge(torch.from_numpy(found.o).to(out), base, ref, self.plan.out_dtype)
         return verdict.reasons + judge_lse(torch.from_numpy(found.lse), ref_lse, base_lse)
 
