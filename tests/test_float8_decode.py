@@ -3,6 +3,8 @@ emitted kernels executed, and what a call takes."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,12 @@ from eight_bits import eight
 from ptx_attention import replace
 
 import flashgen as fg
+from flashgen.interpreter.simulate import simulate
 from flashgen.lang.load import load_spec
 from flashgen.planning import division, planner
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.float8 import E4M3
+from flashgen.planning.layout import AT_END, Padded
 from flashgen.planning.members import ALL_KEYS, SplitKeys
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
@@ -168,3 +172,38 @@ def test_the_walk_on_a_cpu():
         o, lse = fg.attention(*codes, causal, **given, kv_splits=splits, accuracy="exact", return_lse=True)
         assert float((o.double() - right).norm() / right.norm()) < 0.03
         torch.testing.assert_close(lse.double(), right_lse, atol=1e-5, rtol=0)
+
+
+# ---------------------------------------------------------------- lengths of a sequence's own
+@pytest.mark.parametrize(
+    ("options", "splits", "shape"),
+    [
+        ({}, 1, {}),
+        (PACKED, 3, {"heads": 4, "q_len": 5}),
+        pytest.param({"accuracy": "exact"}, 1, {"q_len": 150, "head_dim": 192}, marks=AT_NIGHT),
+        pytest.param({"accuracy": "fast", "packed": True}, 1, {"heads": 4, "head_dim": 128}, marks=AT_NIGHT),
+    ],
+    ids=str,
+)
+def test_sequences_of_their_own_lengths(options, splits, shape):
+    """Each has the bits that it has alone; what lies behind it is NaN."""
+    shape = {"heads": 2, "kv_heads": 1, "q_len": 70, "kv_len": 350, "head_dim": 64, "batch": 3, **shape}
+    w = eight("causal", options={**options, "layout": Padded()}, **shape)
+    alone = eight("causal_bottom_right", options=options, **shape)
+    q_lengths, kv_lengths = (shape["q_len"], 3, 0), (shape["kv_len"], 131, 40)
+    codes = [x.codes.clone() for x in w.qkv]
+    for b, (rows, keys) in enumerate(zip(q_lengths, kv_lengths, strict=True)):
+        codes[0][b, :, rows:] = codes[1][b, :, keys:] = codes[2][b, :, keys:] = torch.nan
+    w = dataclasses.replace(w, qkv=tuple(x._replace(codes=y) for x, y in zip(w.qkv, codes, strict=True)))
+    lengths = {"q_lengths": np.array(q_lengths, np.int32), "kv_lengths": np.array(kv_lengths, np.int32)}
+    found = w.run(sequences=lengths, q_offset=AT_END, kv_splits=splits)
+    for b, (rows, keys) in enumerate(zip(q_lengths, kv_lengths, strict=True)):
+        assert not found.o[b, :, rows:].any() and (found.lse[b, :, rows:] == -np.inf).all()
+        if not rows:
+            continue
+        sizes = {**w.case.sizes, "batch": 1, "q_len": rows, "kv_len": keys}
+        case = dataclasses.replace(w.case, sizes=sizes)
+        arrays = [x[b : b + 1, :, :n].float().numpy() for x, n in zip(codes, (rows, keys, keys), strict=True)]
+        descales = {name: x[b : b + 1] for name, x in w.descales.items()}
+        one = simulate(alone.plan, case, *arrays, scale=w.scale, descales=descales, kv_splits=splits)
+        assert np.array_equal(found.o[b, :, :rows], one.o[0]) and np.array_equal(found.lse[b, :, :rows], one.lse[0])

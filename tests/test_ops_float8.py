@@ -10,12 +10,7 @@ import flashgen as fg
 from flashgen.errors import FlashgenError
 from flashgen.lang.load import load_spec
 from flashgen.ops.float8 import dequantised
-from flashgen.planning import planner
-from flashgen.planning.division import divide
 from flashgen.planning.float8 import E4M3
-from flashgen.planning.members import SplitKeys
-from flashgen.planning.problem import Problem
-from flashgen.planning.request import KernelRequest
 
 CAUSAL = load_spec("causal")
 
@@ -85,9 +80,23 @@ def test_another_length_and_form_have_their_own_launch(monkeypatch):
     assert [plan.float8.accuracy for plan, *_ in gpu.launches] == ["fast", "exact", "exact"]
 
 
+@pytest.mark.parametrize("splits", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_lengths_and_split_keys_have_their_own_pointers(splits, monkeypatch):
+    """Each pointer of a call reaches its own tensor: descales, lengths, parts."""
+    gpu = install(monkeypatch, (9, 0))
+    x = fg.quantize(*drawn(q_len=3, kv_len=300, heads=8))
+    lengths = torch.tensor([300, 140], dtype=torch.int32)
+    given = {"kv_lengths": lengths, "q_offset": "end", "kv_splits": splits}
+    o = on_gpu(gpu, x, CAUSAL, **given)
+    ((plan, *_), *_) = gpu.launches
+    assert plan.packed and plan.keys.split == (splits > 1) and plan.layout.own
+    right = fg.attention(*wide(x), CAUSAL, **{**given, "kv_splits": 1})
+    assert off(o, right) < 0.04
+    assert off(fg.attention(x.q, x.k, x.v, CAUSAL, **x.descales, **given), right) < 0.04  # by the walk
+
+
 # ---------------------------------------------------------------- what is refused
 X = fg.quantize(*drawn(q_len=40, kv_len=40))
-INTS = torch.tensor([30, 40], dtype=torch.int32)
 TABLE = torch.zeros(2, 3, dtype=torch.int32)
 
 
@@ -106,9 +115,6 @@ def nothing_runs(monkeypatch):
     ("options", "said", "nearest"),
     [
         ({"page_table": TABLE}, "page_table is not there in 8 bits", "a cache of 16 bits"),
-        ({"q_lengths": INTS}, "q_lengths is not there in 8 bits", "a mask of the lengths"),
-        ({"kv_lengths": INTS}, "kv_lengths is not there in 8 bits", "a mask of the lengths"),
-        ({"q_offset": "end"}, "q_offset is not there in 8 bits", "causal_bottom_right"),
         ({"out": torch.empty(2, 4, 40, 64).bfloat16()}, "out= is not there in 8 bits", "out.copy_"),
         ({"dropout": 0.1}, "dropout is not there in 8 bits", "dropout=0.0"),
         ({"q_descale": X.q_descale.clone().requires_grad_()}, "a gradient is wanted", "torch.no_grad()"),
@@ -121,30 +127,6 @@ def test_refused(nothing_runs, options, said, nearest):
     with pytest.raises(FlashgenError) as refused:
         attend(**options)
     assert said in str(refused.value) and nearest in str(refused.value)
-
-
-def test_split_keys_are_refused_and_never_chosen():
-    with pytest.raises(FlashgenError, match="splits no keys among blocks in 8 bits") as refused:
-        attend(kv_splits=4)
-    assert "nearest: kv_splits=1" in str(refused.value)
-    assert torch.equal(attend(kv_splits=1), attend())
-    with pytest.raises(FlashgenError, match="splits no keys"):
-        fg.plan("causal", dtype=E4M3, arch="sm_90a", kv_splits=4)
-    # One query over many keys, for which 16 bits split.
-    asked = []
-
-    def ask(dtype):
-        def menu(keys):
-            asked.append(keys)
-            return planner.menu_of(KernelRequest.of(load_spec("full"), "sm_90a", dtype, 128, keys=keys))
-
-        return menu
-
-    for dtype, several in (("bfloat16", True), (E4M3, False)):
-        asked.clear()
-        sizes = {"batch": 1, "heads": 32, "kv_heads": 8, "q_len": 1, "kv_len": 65536, "head_dim": 128}
-        found = divide(ask(dtype), Problem(**sizes, v_head_dim=128, dtype=dtype), 132, params={})
-        assert (found.splits > 1) == (SplitKeys() in asked) == several
 
 
 def test_sequences_behind_each_other_are_refused(nothing_runs):
@@ -186,8 +168,8 @@ def test_graphs_are_refused(nothing_runs):
         torch.compile(call, backend="eager", fullgraph=True)(X.q, X.k, X.v)
 
 
-@pytest.mark.parametrize("layout", ["padded", "varlen", "paged"])
+@pytest.mark.parametrize("layout", ["varlen", "paged", "paged_varlen"])
 def test_plans_of_other_layouts_are_refused(layout):
-    with pytest.raises(FlashgenError, match="lengths and positions of sequences in 8 bits") as refused:
+    with pytest.raises(FlashgenError, match="no sequences behind each other, and none in pages, in 8 bits") as refused:
         fg.plan("causal", dtype=E4M3, arch="sm_90a", layout=layout)
     assert "nearest: " in str(refused.value)

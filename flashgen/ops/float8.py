@@ -38,8 +38,8 @@ SHARDED = (
     "  nearest: q.to_local(), k.to_local() and v.to_local() where neither b nor h is read, or DTensors of 16 bits"
 )
 NESTED = (
-    "nested tensors are not served in 8 bits, where all sequences have the rows of their tensors\n"
-    "  nearest: nested tensors of 16 bits, or q.to_padded_tensor(0.0) and so on, and a mask of the lengths"
+    "nested tensors are not served in 8 bits, where a sequence has rows of q, k and v to itself\n"
+    "  nearest: nested tensors of 16 bits, or padded ones with q_lengths and kv_lengths"
 )
 INTO = "out= is not there in 8 bits\n  nearest: out.copy_(flashgen.attention(...))"
 WITH_DROPOUT = "dropout is not there in 8 bits\n  nearest: dropout=0.0, or tensors of 16 bits"
@@ -47,10 +47,7 @@ WITH_DROPOUT = "dropout is not there in 8 bits\n  nearest: dropout=0.0, or tenso
 #: The same by what a call has of its sequences: what it is called, and the nearest.
 _OF_SEQUENCES = (
     ("page_table", "page_table", "a cache of 16 bits, or the keys of each sequence in one tensor of 8"),
-    ("cu_seqlens_q", "attention_varlen", "attention(), where all sequences have one length, or 16 bits"),
-    ("q_lengths", "q_lengths", "a mask of the lengths, as that of the spec padding, or 16 bits"),
-    ("kv_lengths", "kv_lengths", "a mask of the lengths, as that of the spec padding, or 16 bits"),
-    ("q_offset", "q_offset", "a mask of q + the offset, as that of the spec causal_bottom_right, or 16 bits"),
+    ("cu_seqlens_q", "attention_varlen", "attention() with q_lengths and kv_lengths, or 16 bits"),
 )
 
 
@@ -66,7 +63,7 @@ def of_sequences(own: Mapping[str, object]) -> str | None:
     names = {name.rpartition(".")[2] for name in own}
     for name, said, nearest in _OF_SEQUENCES:
         if name in names:
-            return f"{said} is not there in 8 bits: sequences fill their tensors\n  nearest: {nearest}"
+            return f"{said} is not there in 8 bits: a sequence has rows of q, k and v to itself\n  nearest: {nearest}"
     return None
 
 
