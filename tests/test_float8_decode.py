@@ -17,7 +17,7 @@ from flashgen.lang.load import load_spec
 from flashgen.planning import division, planner
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.float8 import E4M3
-from flashgen.planning.layout import AT_END, Padded
+from flashgen.planning.layout import AT_END, Padded, Paged
 from flashgen.planning.members import ALL_KEYS, SplitKeys
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
@@ -175,27 +175,52 @@ def test_the_walk_on_a_cpu():
 
 
 # ---------------------------------------------------------------- lengths of a sequence's own
+def pages_of(batch, kv_len, page_size):
+    """A page table: the last page of all is that of the first keys of the first sequence."""
+    each = -(-kv_len // page_size)
+    return np.arange(batch * each, dtype=np.int32)[::-1].reshape(batch, each).copy()
+
+
+def in_pages(x, page_size):
+    """[batch, heads, rows, columns] of codes as [pages, heads, page_size, columns]; rows of no key are NaN."""
+    batch, heads, rows, columns = x.shape
+    table = pages_of(batch, rows, page_size)
+    room = torch.full((batch, heads, table.shape[1] * page_size, columns), torch.nan).to(x.dtype)
+    room[:, :, :rows] = x
+    pages = room.unflatten(2, (-1, page_size)).transpose(1, 2).flatten(0, 1)
+    return pages.view(torch.uint8)[table.ravel().argsort().copy()].view(x.dtype)
+
+
 @pytest.mark.parametrize(
-    ("options", "splits", "shape"),
+    ("options", "splits", "shape", "page_size"),
     [
-        ({}, 1, {}),
-        (PACKED, 3, {"heads": 4, "q_len": 5}),
-        pytest.param({"accuracy": "exact"}, 1, {"q_len": 150, "head_dim": 192}, marks=AT_NIGHT),
-        pytest.param({"accuracy": "fast", "packed": True}, 1, {"heads": 4, "head_dim": 128}, marks=AT_NIGHT),
+        ({}, 1, {}, None),
+        (PACKED, 3, {"heads": 4, "q_len": 5}, None),
+        (PACKED, 2, {"heads": 4, "q_len": 5}, 16),
+        pytest.param({}, 1, {"head_dim": 128}, 64, marks=pytest.mark.slow),
+        pytest.param({"accuracy": "exact"}, 1, {"q_len": 150, "head_dim": 192}, None, marks=AT_NIGHT),
+        pytest.param({"accuracy": "fast", "packed": True}, 1, {"heads": 4, "head_dim": 128}, None, marks=AT_NIGHT),
+        pytest.param({"accuracy": "exact"}, 1, {"q_len": 150}, 256, marks=AT_NIGHT),
     ],
     ids=str,
 )
-def test_sequences_of_their_own_lengths(options, splits, shape):
-    """Each has the bits that it has alone; what lies behind it is NaN."""
+def test_sequences_of_their_own_lengths(options, splits, shape, page_size):
+    """Each has the bits that it has alone; what lies behind it, or in other pages, is NaN."""
     shape = {"heads": 2, "kv_heads": 1, "q_len": 70, "kv_len": 350, "head_dim": 64, "batch": 3, **shape}
-    w = eight("causal", options={**options, "layout": Padded()}, **shape)
+    layout = Padded() if page_size is None else Paged()
+    w = eight("causal", options={**options, "layout": layout}, **shape)
     alone = eight("causal_bottom_right", options=options, **shape)
     q_lengths, kv_lengths = (shape["q_len"], 3, 0), (shape["kv_len"], 131, 40)
     codes = [x.codes.clone() for x in w.qkv]
     for b, (rows, keys) in enumerate(zip(q_lengths, kv_lengths, strict=True)):
         codes[0][b, :, rows:] = codes[1][b, :, keys:] = codes[2][b, :, keys:] = torch.nan
-    w = dataclasses.replace(w, qkv=tuple(x._replace(codes=y) for x, y in zip(w.qkv, codes, strict=True)))
+    of_kernel = codes if page_size is None else [codes[0], *(in_pages(x, page_size) for x in codes[1:])]
+    w = dataclasses.replace(w, qkv=tuple(x._replace(codes=y) for x, y in zip(w.qkv, of_kernel, strict=True)))
     lengths = {"q_lengths": np.array(q_lengths, np.int32), "kv_lengths": np.array(kv_lengths, np.int32)}
+    if page_size is not None:
+        lengths["page_table"] = table = pages_of(shape["batch"], shape["kv_len"], page_size)
+        sizes = {**w.case.sizes, "kv_len": table.shape[1] * page_size}
+        w = dataclasses.replace(w, case=dataclasses.replace(w.case, sizes=sizes))
     found = w.run(sequences=lengths, q_offset=AT_END, kv_splits=splits)
     for b, (rows, keys) in enumerate(zip(q_lengths, kv_lengths, strict=True)):
         assert not found.o[b, :, rows:].any() and (found.lse[b, :, rows:] == -np.inf).all()
