@@ -38,8 +38,8 @@ class Eight:
         """The kernel, its CUDA text changed by `edit`."""
         source = emit(self.plan)
         arrays = [x.codes.float().numpy() for x in self.qkv]
-        options = {"descales": self.descales, **options}
-        return simulate(self.plan, self.case, *arrays, scale=self.scale, source=(edit or str)(source), **options)
+        options = {"descales": self.descales, "scale": self.scale, **options}
+        return simulate(self.plan, self.case, *arrays, source=(edit or str)(source), **options)
 
     @property
     def scale(self) -> float:
@@ -54,8 +54,8 @@ class Eight:
         """What breaks the tolerance rule, against float64."""
         out = getattr(torch, self.plan.out_dtype)
         ref, ref_lse = self.exact
-        words = WORDS_BY_BITS[self.plan.float8.accuracy]
-        base, base_lse = baseline(self.variant, self.case, *self.qkv, scale=self.scale, out=out, words=words)
+        alike = {"words": WORDS_BY_BITS[self.plan.float8.accuracy], "tile_kv": self.plan.tile.kv}
+        base, base_lse = baseline(self.variant, self.case, *self.qkv, scale=self.scale, out=out, **alike)
         verdict = judge(torch.from_numpy(found.o).to(out), base, ref, self.plan.out_dtype)
         return verdict.reasons + judge_lse(torch.from_numpy(found.lse), ref_lse, base_lse)
 
@@ -65,13 +65,14 @@ def eight(
     *,
     tile: tuple[int, int] | None = None,
     mean: float = 0.0,
+    std: float = 1.0,
     of_keys: tuple[str, str] = ("float8_e4m3fn", "float8_e4m3fn"),
     seed: int = 0,
     options: dict[str, object] | None = None,
     **shape: int,
 ) -> Eight:
-    """A spec's kernel on random normal input, whose V has this mean; `of_keys` are the dtypes of k and v.  `shape`
-    overrides 2 heads over 1, 70 queries, 200 keys, head_dim 64."""
+    """A spec's kernel on random normal input, whose V has this mean and whose scores this standard deviation; `of_keys`
+    are the dtypes of k and v.  `shape` overrides 2 heads over 1, 70 queries, 200 keys, head_dim 64."""
     shape = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 70, "kv_len": 200, "head_dim": 64, **shape}
     shape.setdefault("v_head_dim", shape["head_dim"])
     p = Problem(**shape, dtype="float8_e4m3fn")
@@ -85,7 +86,7 @@ def eight(
     sizes = (p.heads, p.q_len, p.head_dim), (p.kv_heads, p.kv_len, p.head_dim), (p.kv_heads, p.kv_len, p.v_head_dim)
     q, k, v = (torch.randn((p.batch, *size), generator=g) for size in sizes)
     dtypes = (p.dtype, *of_keys)
-    qkv = tuple(quantised(x, getattr(torch, dtype)) for x, dtype in zip((q, k, v + mean), dtypes, strict=True))
+    qkv = tuple(quantised(x, getattr(torch, dtype)) for x, dtype in zip((q * std, k, v + mean), dtypes, strict=True))
     given = {name: x.descale.numpy() for name, x in zip("qkv", qkv, strict=True)}
     request = KernelRequest.of(
         *(variant, "sm_90a", p.dtype, p.head_dim, p.v_head_dim),
@@ -107,6 +108,6 @@ def errors_of_forms(keys: int = 2048, rows: int = 64) -> dict[str, tuple[float, 
     for deviation in (1.0, 4.0, 8.0):
         right = torch.softmax(scores.double() * deviation, -1) @ v.double()
         for name, words in WORDS_BY_BITS.items():
-            o, total, _ = accumulated(scores * deviation, v, words, torch.arange(rows)[:, None])
+            o, total, _ = accumulated(scores * deviation, v, words, torch.arange(rows)[:, None], torch.float8_e4m3fn)
             found[name].append(float(((o / total).double() - right).square().mean().sqrt()))
     return {name: tuple(x / y for x, y in zip(of, found["exact"], strict=True)) for name, of in found.items()}

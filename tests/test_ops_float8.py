@@ -1,5 +1,7 @@
 """Calls in 8 bits: of what quantize() makes, on an emulated GPU, and what is refused beside them."""
 
+import dataclasses
+
 import pytest
 import torch
 from emulated_gpu import install
@@ -10,12 +12,7 @@ import flashgen as fg
 from flashgen.errors import FlashgenError
 from flashgen.lang.load import load_spec
 from flashgen.ops.float8 import dequantised
-from flashgen.planning import planner
-from flashgen.planning.division import divide
 from flashgen.planning.float8 import E4M3
-from flashgen.planning.members import SplitKeys
-from flashgen.planning.problem import Problem
-from flashgen.planning.request import KernelRequest
 
 CAUSAL = load_spec("causal")
 
@@ -85,9 +82,45 @@ def test_another_length_and_form_have_their_own_launch(monkeypatch):
     assert [plan.float8.accuracy for plan, *_ in gpu.launches] == ["fast", "exact", "exact"]
 
 
+def paged(x, page_size, table):
+    """A tensor [batch, heads, rows, columns] as a cache [pages, page_size, heads, columns]."""
+    batch, heads, _, columns = x.shape
+    pages = x.view(torch.uint8).view(batch, heads, -1, page_size, columns).permute(0, 2, 3, 1, 4)
+    cache = torch.empty((table.numel(), page_size, heads, columns), dtype=torch.uint8)
+    cache[table.flatten().long()] = pages.flatten(0, 1)
+    return cache.view(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("splits", "page_size", "block"),
+    [
+        (3, 32, 128),
+        pytest.param(1, 16, None, marks=pytest.mark.slow),
+        pytest.param(3, None, 128, marks=pytest.mark.slow),
+        pytest.param(1, None, None, marks=pytest.mark.slow),
+    ],
+)
+def test_lengths_pages_and_split_keys_have_their_own_pointers(splits, page_size, block, monkeypatch):
+    """Each pointer of a call reaches its own tensor: descales, lengths, pages, parts.  The walk agrees."""
+    gpu = install(monkeypatch, (9, 0))
+    x = fg.quantize(*drawn(q_len=3, kv_len=320, heads=8), block=block)
+    lengths = torch.tensor([320, 140], dtype=torch.int32)
+    given = {"kv_lengths": lengths, "q_offset": "end"}
+    right = fg.attention(*wide(x), CAUSAL, **given)
+    given["kv_splits"] = splits
+    if page_size is not None:
+        given["page_table"] = torch.randperm(640 // page_size).to(torch.int32).view(2, -1)
+        k, v = (paged(of, page_size, given["page_table"]) for of in (x.k, x.v))
+        x = dataclasses.replace(x, k=k, v=v)
+    o = on_gpu(gpu, x, CAUSAL, **given)
+    ((plan, *_), *_) = gpu.launches
+    assert plan.packed and plan.keys.split == (splits > 1) and plan.layout.paged == (page_size is not None)
+    assert off(o, right) < 0.04
+    assert off(fg.attention(x.q, x.k, x.v, CAUSAL, **x.descales, **given), right) < 0.04
+
+
 # ---------------------------------------------------------------- what is refused
 X = fg.quantize(*drawn(q_len=40, kv_len=40))
-INTS = torch.tensor([30, 40], dtype=torch.int32)
 TABLE = torch.zeros(2, 3, dtype=torch.int32)
 
 
@@ -105,10 +138,6 @@ def nothing_runs(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said", "nearest"),
     [
-        ({"page_table": TABLE}, "page_table is not there in 8 bits", "a cache of 16 bits"),
-        ({"q_lengths": INTS}, "q_lengths is not there in 8 bits", "a mask of the lengths"),
-        ({"kv_lengths": INTS}, "kv_lengths is not there in 8 bits", "a mask of the lengths"),
-        ({"q_offset": "end"}, "q_offset is not there in 8 bits", "causal_bottom_right"),
         ({"out": torch.empty(2, 4, 40, 64).bfloat16()}, "out= is not there in 8 bits", "out.copy_"),
         ({"dropout": 0.1}, "dropout is not there in 8 bits", "dropout=0.0"),
         ({"q_descale": X.q_descale.clone().requires_grad_()}, "a gradient is wanted", "torch.no_grad()"),
@@ -121,30 +150,6 @@ def test_refused(nothing_runs, options, said, nearest):
     with pytest.raises(FlashgenError) as refused:
         attend(**options)
     assert said in str(refused.value) and nearest in str(refused.value)
-
-
-def test_split_keys_are_refused_and_never_chosen():
-    with pytest.raises(FlashgenError, match="splits no keys among blocks in 8 bits") as refused:
-        attend(kv_splits=4)
-    assert "nearest: kv_splits=1" in str(refused.value)
-    assert torch.equal(attend(kv_splits=1), attend())
-    with pytest.raises(FlashgenError, match="splits no keys"):
-        fg.plan("causal", dtype=E4M3, arch="sm_90a", kv_splits=4)
-    # One query over many keys, for which 16 bits split.
-    asked = []
-
-    def ask(dtype):
-        def menu(keys):
-            asked.append(keys)
-            return planner.menu_of(KernelRequest.of(load_spec("full"), "sm_90a", dtype, 128, keys=keys))
-
-        return menu
-
-    for dtype, several in (("bfloat16", True), (E4M3, False)):
-        asked.clear()
-        sizes = {"batch": 1, "heads": 32, "kv_heads": 8, "q_len": 1, "kv_len": 65536, "head_dim": 128}
-        found = divide(ask(dtype), Problem(**sizes, v_head_dim=128, dtype=dtype), 132, params={})
-        assert (found.splits > 1) == (SplitKeys() in asked) == several
 
 
 def test_sequences_behind_each_other_are_refused(nothing_runs):
@@ -186,8 +191,8 @@ def test_graphs_are_refused(nothing_runs):
         torch.compile(call, backend="eager", fullgraph=True)(X.q, X.k, X.v)
 
 
-@pytest.mark.parametrize("layout", ["padded", "varlen", "paged"])
+@pytest.mark.parametrize("layout", ["varlen", "paged_varlen"])
 def test_plans_of_other_layouts_are_refused(layout):
-    with pytest.raises(FlashgenError, match="lengths and positions of sequences in 8 bits") as refused:
+    with pytest.raises(FlashgenError, match="no sequences behind each other in 8 bits") as refused:
         fg.plan("causal", dtype=E4M3, arch="sm_90a", layout=layout)
     assert "nearest: " in str(refused.value)

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashgen
 from flashgen import interpreter
@@ -103,6 +104,30 @@ def test_seeds_draw_signs_and_0_is_the_seed_unless_given():
     default, zero, other = (flashgen.quantize(q, k, v, **seed) for seed in ({}, {"seed": 0}, {"seed": 1}))
     assert torch.equal(default.signs, zero.signs) and not torch.equal(default.signs, other.signs)
     assert torch.equal(bits(default.k), bits(zero.k)) and not torch.equal(bits(default.k), bits(other.k))
+    drawn_by_other = 1.0 - 2.0 * ops._signs(64, 1)
+    assert other.signs.dtype == torch.float32 and np.array_equal(other.signs.numpy(), drawn_by_other)
+    assert flashgen.quantize(*inputs(20, 240)).signs.shape == (240,)
+
+
+@pytest.mark.parametrize("options", [{}, {"block": 128, "smooth_k": True}], ids=str)
+def test_nothing_is_copied_from_the_host(options):
+    """A CUDA graph takes no such copy: no tensor is made of the host's numbers, which on a GPU would be one."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function._schema.name)
+            return function(*args, **(kwargs or {}))
+
+    q, k, v = inputs(20)
+    found, seen = flashgen.quantize(q, k, v, **options), []
+    with Watch():
+        signs = found.signs
+        corrected = found.corrected_lse(torch.zeros(2, 4, 20), q)
+    assert signs.shape == (64,) and corrected.shape == (2, 4, 20)
+    assert seen and not {"aten::lift_fresh", "aten::_local_scalar_dense", "aten::item"} & set(seen), seen
+    with Watch():
+        torch.tensor([1.0])
+    assert "aten::lift_fresh" in seen  # what a tensor of the host's numbers shows
 
 
 def test_smooth_keys_and_their_lse():
@@ -234,6 +259,19 @@ def test_kernels_give_the_bits_of_the_cpu(arch, block):
     x = drawn(1, 2, 261, 64)
     x[0, 1, 3, 5], x[0, 1, 200, 7] = torch.nan, torch.inf
     same(*beside(x, block=block, arch=arch))
+
+
+def test_ties_round_as_in_the_kernel():
+    """448 over the peak is rounded once: beside a peak of 3 mantissa bits 3/8 of it are a tie of e4m3."""
+    peaks = torch.arange(1, 2, 2.0**-6).bfloat16()
+    x = torch.zeros(1, len(peaks), 2, 16, dtype=torch.bfloat16)
+    x[0, :, 0, 0], x[0, :, 1, :] = peaks, (3 * peaks)[:, None] * torch.logspace(-3, -10, 16, base=2).bfloat16()
+    found, wanted = beside(x, rotated=False)
+    same(found, wanted)
+    quotients = torch.full((64,), 448.0) / peaks.float()
+    assert (448 * peaks.float().reciprocal() != quotients).any()  # two roundings: the peaks can tell
+    scaled = x.float() * (448 * peaks.float().reciprocal())[:, None, None]
+    assert not np.array_equal(scaled.to(E4M3).view(torch.uint8).numpy(), wanted[0])
 
 
 @pytest.mark.parametrize(

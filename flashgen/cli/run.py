@@ -256,9 +256,8 @@ def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bo
             of = [reference_float8.quantised(x, dtype) for x in values]
             values, (q, k, v) = [x.values for x in of], (x.codes for x in of)
             inputs |= {f"{name}_descale": x.descale for name, x in zip("qkv", of, strict=True)}
-            base = reference_float8.baseline(
-                *(variant, case, *of), scale=scale, out=getattr(torch, eight.out), words=WORDS_BY_BITS[eight.accuracy]
-            )
+            alike = {"words": WORDS_BY_BITS[eight.accuracy], "tile_kv": resolved.plan.tile.kv}
+            base = reference_float8.baseline(variant, case, *of, scale=scale, out=getattr(torch, eight.out), **alike)
         start = time.perf_counter()
         o, lse = attention(q, k, v, variant, return_lse=True, **inputs)
         if device == "cuda":

@@ -150,11 +150,12 @@ def _run_8_bits(resolved: Resolved, seed: int, order: int | None, step_limit: in
         descales={name: x.descale.numpy() for name, x in zip("qkv", inputs, strict=True)},
         seed=order,
         step_limit=step_limit,
+        kv_splits=resolved.splits,
     )
     out = getattr(torch, plan.out_dtype)
     ref, ref_lse = reference(variant, case, *(x.values for x in inputs), scale=scale)
-    words = WORDS_BY_BITS[plan.float8.accuracy]
-    base, base_lse = reference_float8.baseline(variant, case, *inputs, scale=scale, out=out, words=words)
+    alike = {"words": WORDS_BY_BITS[plan.float8.accuracy], "tile_kv": plan.tile.kv}
+    base, base_lse = reference_float8.baseline(variant, case, *inputs, scale=scale, out=out, **alike)
     verdict = judge(torch.from_numpy(done.o).to(out), base, ref, plan.out_dtype)
     return done.report, verdict.reasons + judge_lse(torch.from_numpy(done.lse), ref_lse, base_lse)
 

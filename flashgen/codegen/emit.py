@@ -14,6 +14,7 @@ from flashgen.codegen.backward import sized, transposed
 from flashgen.codegen.fold import folded
 from flashgen.codegen.pages import PagesCode
 from flashgen.codegen.reachable import reachable
+from flashgen.codegen.scales import ScaleCode
 from flashgen.codegen.sequences import SequenceCode
 from flashgen.codegen.split_keys import KeyCode
 from flashgen.codegen.variant_code import VariantCode, variant_code
@@ -61,6 +62,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "work_alignment": programs.work_layout(plan.layout, split=plan.keys.split)[1],
         "combine_warps": split_keys.COMBINE_WARPS,
         "pages": PagesCode(plan.layout),
+        "scales": ScaleCode(plan.float8 is not None, plan.packed, found.score is not None),
         "banner": banner(plan, found),
         "enter": entered(plan.launches),
         "fields": params.fields(plan),

@@ -88,6 +88,11 @@ class PagesCode:
         return "work.k_start" if self.layout.joined else "work.b"
 
     @property
+    def b_of_k(self) -> str:
+        """The number of the sequence of a tile of K, for its descale."""
+        return "work.b" if self.paged else "b"
+
+    @property
     def k_argument(self) -> str:
         """The parameter for that."""
         if self.paged:

@@ -129,6 +129,11 @@ class SequenceCode:
         return "work" if self.own else "work.b"
 
     @property
+    def b_of_v(self) -> str:
+        """The number of the sequence of a tile of V, for the loader."""
+        return "work.b" if self.own else "b"
+
+    @property
     def q_start(self) -> str:
         """What stands before a row of the sequence's queries, to make it one of the tensor."""
         return "work.q_start + " if self.joined else ""

@@ -111,7 +111,8 @@ def attention(
     of [1], [batch, heads] or [batch, heads, blocks] (that of q may have the heads of k); a block is a power of two of
     rows from 128 on, of which so many cover the tensor.  o is bfloat16, or float16 by `out_dtype`; `accuracy` says how
     P is made: "exact", "default" or "fast".  `flashgen.quantize` makes such tensors.  In 8 bits there is no gradient,
-    no dropout, no graph of torch.compile, no split keys, and no length of a sequence's own.
+    no dropout, no graph of torch.compile, no leaf, and no sequence behind another.  Descales of pages are those of the
+    sequences that have them.
 
     With `dropout` each probability is dropped by that chance and the others grow by 1 / (1 - dropout); lse is that of
     none dropped.  What is dropped follows from torch's generator of the device (torch.manual_seed repeats it), or from

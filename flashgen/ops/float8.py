@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from flashgen.ops.values import no_tensor
 from flashgen.planning.float8 import ACCURACIES, DEFAULT, DESCALES, E4M3, E5M2, LEAST_BLOCK, OUT_DTYPES, block_of
 from flashgen.planning.problem import Problem
 from flashgen.runtime.launch import Descale, descale_of
+from flashgen.runtime.tiles import Sequence
 
 #: torch's dtypes by name.
 DTYPES = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
@@ -38,20 +40,14 @@ SHARDED = (
     "  nearest: q.to_local(), k.to_local() and v.to_local() where neither b nor h is read, or DTensors of 16 bits"
 )
 NESTED = (
-    "nested tensors are not served in 8 bits, where all sequences have the rows of their tensors\n"
-    "  nearest: nested tensors of 16 bits, or q.to_padded_tensor(0.0) and so on, and a mask of the lengths"
+    "nested tensors are not served in 8 bits, where a sequence has rows of q, k and v to itself\n"
+    "  nearest: nested tensors of 16 bits, or padded ones with q_lengths and kv_lengths"
 )
 INTO = "out= is not there in 8 bits\n  nearest: out.copy_(flashgen.attention(...))"
 WITH_DROPOUT = "dropout is not there in 8 bits\n  nearest: dropout=0.0, or tensors of 16 bits"
 
 #: The same by what a call has of its sequences: what it is called, and the nearest.
-_OF_SEQUENCES = (
-    ("page_table", "page_table", "a cache of 16 bits, or the keys of each sequence in one tensor of 8"),
-    ("cu_seqlens_q", "attention_varlen", "attention(), where all sequences have one length, or 16 bits"),
-    ("q_lengths", "q_lengths", "a mask of the lengths, as that of the spec padding, or 16 bits"),
-    ("kv_lengths", "kv_lengths", "a mask of the lengths, as that of the spec padding, or 16 bits"),
-    ("q_offset", "q_offset", "a mask of q + the offset, as that of the spec causal_bottom_right, or 16 bits"),
-)
+_OF_SEQUENCES = (("cu_seqlens_q", "attention_varlen", "attention() with q_lengths and kv_lengths, or 16 bits"),)
 
 
 class Eight(NamedTuple):
@@ -66,7 +62,7 @@ def of_sequences(own: Mapping[str, object]) -> str | None:
     names = {name.rpartition(".")[2] for name in own}
     for name, said, nearest in _OF_SEQUENCES:
         if name in names:
-            return f"{said} is not there in 8 bits: sequences fill their tensors\n  nearest: {nearest}"
+            return f"{said} is not there in 8 bits: a sequence has rows of q, k and v to itself\n  nearest: {nearest}"
     return None
 
 
@@ -152,6 +148,29 @@ def dequantised(x: torch.Tensor, descale: torch.Tensor, dtype: torch.dtype = tor
         assert block is not None  # it was checked
         whole = whole.repeat_interleave(block, dim=2)[:, :, :rows]
     return x.to(dtype) * whole.to(dtype).unsqueeze(-1)
+
+
+def of_pages(
+    k: torch.Tensor, v: torch.Tensor, eight: Eight, own: tuple[Sequence, ...], rows: int
+) -> tuple[torch.Tensor, torch.Tensor, tuple[Sequence, ...]]:
+    """The values of those pages of k and v that sequences of at most so many rows have, one sequence's behind those of
+    another, and the sequences over these: pages that two share may count by other descales."""
+    starts = list(itertools.accumulate((len(of.pages or ()) for of in own), initial=0))
+    wide = []
+    for name, x in (("k", k), ("v", v)):
+        descale = eight.descales[name]
+        whole = descale.reshape(*descale.shape, *(1,) * (3 - descale.dim())).expand(len(own), -1, -1)
+        found = [x.new_empty((0, *x.shape[1:]), dtype=torch.float32)]
+        for b, of in enumerate(own):
+            pages = x[list(of.pages or ())].transpose(0, 1)  # [kv_heads, pages, page_size, columns]
+            room = -(-rows // x.shape[2]) * x.shape[2]
+            padded = torch.nn.functional.pad(pages.flatten(1, 2).float(), (0, 0, 0, room - pages[0, ..., 0].numel()))
+            values = dequantised(padded[None, :, :rows], whole[b : b + 1])[0]
+            values = torch.nn.functional.pad(values, (0, 0, 0, room - rows)).unflatten(1, (-1, x.shape[2]))
+            found.append(values.transpose(0, 1)[: pages.shape[1]])
+        wide.append(torch.cat(found))
+    numbered = [of._replace(pages=tuple(range(i, j))) for of, i, j in zip(own, starts, starts[1:], strict=False)]
+    return wide[0], wide[1], tuple(numbered)
 
 
 def _check_descale(

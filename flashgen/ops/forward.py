@@ -263,6 +263,9 @@ def _walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -
         return planner.menu_of(cpu_request(variant, problem, keys=keys, **request.options))
 
     found = _divided(ask, request, cpu_request(variant, problem, **request.options).arch.sms)
+    own = None if request.sequences is None else sequences.of_batch(request.sequences, problem)
+    if own is not None and request.eight is not None and request.layout.paged:
+        k, v, own = float8.of_pages(k, v, request.eight, own, problem.kv_len)
     walked = tiles.walk(
         found.plan,
         analyse(variant),
@@ -271,7 +274,7 @@ def _walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -
         scale=request.scale,
         dtype=problem.dtype,
         dropout=request.dropout,
-        sequences=None if request.sequences is None else sequences.of_batch(request.sequences, problem),
+        sequences=own,
         kv_splits=found.splits,
     )
     o, lse = outputs(q, v, request.eight)
@@ -284,7 +287,8 @@ def operands(
     """q, k and v; of 8 bits their values."""
     if eight is None:
         return q, k, v
-    q, k, v = (float8.dequantised(x, eight.descales[name]) for name, x in (("q", q), ("k", k), ("v", v)))
+    narrow = ((x, eight.descales[name]) for name, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (float8.dequantised(x, of) if x.dtype in float8.DTYPES else x for x, of in narrow)
     return q, k, v
 
 

@@ -28,7 +28,7 @@ class Quantized:
 
     Descales are float32, [batch, heads] or, by blocks, [batch, heads, blocks].  `k_mean` [batch, kv_heads, head_dim]
     was subtracted from the keys, or is None.  `signs` [head_dim] of 1 and -1 and a rotation changed q and k alike, or
-    it is None.
+    it is None; `seed` drew them.
     """
 
     q: torch.Tensor
@@ -38,7 +38,17 @@ class Quantized:
     k_descale: torch.Tensor
     v_descale: torch.Tensor
     k_mean: torch.Tensor | None
-    signs: torch.Tensor | None
+    seed: int | None
+
+    @property
+    def signs(self) -> torch.Tensor | None:
+        """Made when asked for, on the device itself: a CUDA graph takes no copy from the host."""
+        if self.seed is None:
+            return None
+        device, head_dim = self.q.device, self.q.shape[-1]
+        words = [torch.full((32,), word, device=device) for word in sign_words(_signs(head_dim, self.seed))]
+        changed = torch.cat(words).bitwise_right_shift(torch.arange(32 * SIGN_WORDS, device=device) % 32).bitwise_and(1)
+        return (1 - 2 * changed[:head_dim]).float()
 
     @property
     def descales(self) -> dict[str, torch.Tensor]:
@@ -85,7 +95,8 @@ def quantize(
     """
     _check(q, k, v, block, hadamard, seed)
     mean = _mean(k, smooth_k)
-    signs = _signs(q.shape[-1], 0 if seed is None else seed) if hadamard else None
+    drawn_by = (0 if seed is None else seed) if hadamard else None
+    signs = None if drawn_by is None else _signs(q.shape[-1], drawn_by)
     codes, descales = {}, {}
     for name, x in (("q", q), ("k", k), ("v", v)):
         of_keys = name == "k"
@@ -94,7 +105,7 @@ def quantize(
         **codes,
         **{f"{name}_descale": descale for name, descale in descales.items()},
         k_mean=mean,
-        signs=None if signs is None else torch.tensor(1.0 - 2.0 * signs, dtype=torch.float32, device=q.device),
+        seed=drawn_by,
     )
 
 
@@ -247,6 +258,7 @@ def _on_cpu(
     for i, (part_of_rows, part_of_sizes) in enumerate(zip(rows.split(count, 2), size.split(count, 2), strict=True)):
         peak = part_of_sizes.amax((2, 3)).clamp(min=_LEAST)
         descales[..., i] = peak / _LARGEST
-        scaled = part_of_rows * (_LARGEST / peak)[..., None, None]
+        factor = torch.full_like(peak, _LARGEST) / peak  # a number over a tensor is its reciprocal's product, in torch
+        scaled = part_of_rows * factor[..., None, None]
         scaled = torch.where(scaled.isfinite(), scaled.clamp(-_LARGEST, _LARGEST), torch.nan)
         codes[:, :, i * count : i * count + part_of_rows.shape[2]] = scaled.to(torch.float8_e4m3fn)

@@ -17,7 +17,6 @@ from flashgen.lang.expr import walk
 from flashgen.lang.variant import Variant
 from flashgen.planning import planner, split_keys
 from flashgen.planning.arch import ARCHS
-from flashgen.planning.float8 import FLOAT8
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import ALL_KEYS, Keys, Leaves, SplitKeys
 from flashgen.planning.plan import KernelPlan, Tile
@@ -115,7 +114,7 @@ def divide(
     check_together(kv_splits, invariant)
     if invariant:
         return _in_leaves(ask, problem, sms, Leaves())
-    if kv_splits is None and (problem.dtype in FLOAT8 or not asks(problem.q_len, problem.kv_len)):
+    if kv_splits is None and not asks(problem.q_len, problem.kv_len):
         return _whole(ask, problem, sms, "")
     if kv_splits == 1:
         return _whole(ask, problem, sms, "as asked")

@@ -378,6 +378,7 @@ class OFromRegisters:
 class OInParts:
     """A part of it in float32, from the registers of consumers, where keys are split."""
 
+    template: ClassVar[str] = "hopper/forward_part_of_o.cu.j2"
     store: ClassVar[str] = "hopper/forward_store_part.cu.j2"
     by_tma: ClassVar[bool] = False
 
@@ -392,10 +393,20 @@ class OOfTurnedV:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OInPartsOfTurnedV:
+    """A part of it in float32, in that order."""
+
+    template: ClassVar[str] = "hopper/forward_part_of_turned_o.cu.j2"
+    store: ClassVar[str] = "hopper/forward_store_part.cu.j2"
+    by_tma: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Queries:
     """A row of a tile is a query of one head."""
 
     template: ClassVar[str] = "hopper/forward_rows_of_queries.cu.j2"
+    scale: ClassVar[str] = "hopper/forward_scale_of_tile.cu.j2"  # of 8 bits
     packed: ClassVar[bool] = False
 
 
@@ -404,6 +415,7 @@ class PackedQueries:
     """A row of a tile is a query of one of several heads that share keys."""
 
     template: ClassVar[str] = "hopper/forward_rows_of_packs.cu.j2"
+    scale: ClassVar[str] = "hopper/forward_scales_of_rows.cu.j2"
     packed: ClassVar[bool] = True
 
 

@@ -33,6 +33,7 @@ from flashgen.planning.members import (
     OByTma,
     OFromRegisters,
     OInParts,
+    OInPartsOfTurnedV,
     OneLevel,
     OOfTurnedV,
     OwnKeys,
@@ -170,7 +171,7 @@ class Specialized:
     mask: Mask = field(default_factory=MaskByElement)
     full_tiles: FullTilesApart | TilesAlike
     highest: HighestAsInteger | HighestAsFloat
-    o: OByTma | OFromRegisters | OInParts | OOfTurnedV
+    o: OByTma | OFromRegisters | OInParts | OOfTurnedV | OInPartsOfTurnedV
     scheduler: Scheduler
     rows: Queries | PackedQueries
     l2: KeysStay | KeysLeave = KeysStay()  # noqa: RUF009 (it is frozen)

@@ -35,11 +35,11 @@ from flashgen.planning.request import Fixed, KernelRequest
 
 DTYPES = ("float16", "bfloat16", E4M3)
 
-#: Forwards and backwards by the name of their pipeline, forwards of 8 bits, and the forwards that can pack heads.
+#: Forwards and backwards by the name of their pipeline, forwards of 8 bits, and what packs heads, of 16 bits and of 8.
 PIPELINES: Mapping[str, ForwardPipeline[Any]] = {ampere.NAME: ampere, hopper.NAME: hopper}
 FLOAT8: Mapping[str, ForwardPipeline[Any]] = {ampere.NAME: ampere, hopper.NAME: hopper_float8}
 BACKWARDS: Mapping[str, Pipeline[Any]] = {ampere_backward.NAME: ampere_backward, hopper_backward.NAME: hopper_backward}
-PACKINGS: Mapping[str, Packing] = {hopper.NAME: hopper}
+PACKINGS: Mapping[str, tuple[Packing, Packing]] = {hopper.NAME: (hopper, hopper_float8)}
 
 T = TypeVar("T")
 
@@ -54,7 +54,6 @@ PACKING_GAIN = 1.1
 
 #: Predicted times this close are equal; more rows per block, which move fewer bytes, are then preferred.
 NEAR = 1.03
-
 
 #: How much more or less than another tile one must visit for a reason to say so.
 VISIBLE = 0.005
@@ -130,7 +129,7 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
         plan = menu.small if times[0] < times[1] else plan
     if menu.packed is None or menu.packed.pack(problem.group) == 1 or problem.empty:
         return plan
-    gain = PACKINGS[menu.packed.pipeline].packing_gain(menu.packed, plan, problem, sms)
+    gain = PACKINGS[menu.packed.pipeline][plan.float8 is not None].packing_gain(menu.packed, plan, problem, sms)
     return menu.packed if gain >= PACKING_GAIN else plan
 
 
@@ -224,8 +223,8 @@ def others(pipeline: Pipeline[Any], request: KernelRequest) -> list[Pipeline[Any
 def _packed(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> KernelPlan | None:
     """The packed form of a menu's first plan with the least rows that tiles may have, so that the fewest are empty;
     where it has none and no tile is fixed, of the best such candidate."""
-    packing = PACKINGS.get(pipeline.NAME) if request.pass_name == "forward" else None
-    if packing is None or packing.cannot_pack(request):
+    packing = PACKINGS[pipeline.NAME][request.float8 is not None] if pipeline.NAME in PACKINGS else None
+    if request.pass_name == "backward" or packing is None or packing.cannot_pack(request):
         return None
     tile, least = request.fixed.tile, min(forwards(request)[pipeline.NAME].QUERIES)
 
@@ -269,13 +268,13 @@ def _few(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> Kernel
 
 def _no_packing(pipeline: Pipeline[Any], request: KernelRequest) -> str:
     """Why there is no packed form."""
-    packing, tile = PACKINGS.get(pipeline.NAME), request.fixed.tile
-    if packing is None:
+    tile = request.fixed.tile
+    if pipeline.NAME not in PACKINGS:
         able = [other.NAME for other in others(pipeline, request) if other.NAME in PACKINGS]
         elsewhere = next(arch.name for arch in ARCHS.values() if PACKINGS.keys() & set(arch.pipelines))
         nearest = f"pipeline {able[0]!r}" if able else "packed=False" if request.dropout else f"arch {elsewhere}"
         return f"pipeline {pipeline.NAME!r} packs no heads into one tile\n  nearest: {nearest}"
-    if reason := packing.cannot_pack(request):
+    if reason := PACKINGS[pipeline.NAME][request.float8 is not None].cannot_pack(request):
         return f"{request.variant.name!r} {reason}\n  nearest: packed=False"
     free = request.fixing(tile=None, stages=None)
     near = _packed(pipeline, free, _free(pipeline, free)) if tile else None
@@ -300,7 +299,7 @@ def _fitting(pipeline: Pipeline[Any], request: KernelRequest) -> tuple[list[Kern
     plans: list[KernelPlan] = []
     rejected: dict[_Key, str] = {}
     for c in pipeline.candidates(request.fixed):
-        if request.keys.turns and request.fixed.tile is None and c.tile.q > min(PIPELINES[pipeline.NAME].QUERIES):
+        if request.keys.turns and not request.fixed.tile and c.tile.q > min(forwards(request)[pipeline.NAME].QUERIES):
             continue  # queries are few
         reason = request.keys.unfit(c.tile.kv) or pipeline.does_not_fit_reason(c, request)
         if reason is None:

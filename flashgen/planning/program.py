@@ -279,6 +279,10 @@ class Program:
     def role(self, name: str) -> Role:
         return _named(self.roles, name)
 
+    def has(self, name: str) -> bool:
+        """Whether there is a role of this name."""
+        return any(role.name == name for role in self.roles)
+
     def first_warp(self, name: str) -> int:
         """The number of a role's first warp."""
         return sum(role.warps for role in self.roles[: self.roles.index(self.role(name))])

@@ -51,11 +51,14 @@ def baseline(
     scale: float,
     out: torch.dtype,
     words: int = 0,
+    tile_kv: int = KEYS_AT_A_TIME,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o, rounded to `out`, and lse: P in e4m3 beside the exact maximum of the keys taken so far, tile after tile from
-    the last to the first; partial sums of a tile and scores as the hardware adds them up, all else in float32.
+    the last to the first, of `tile_kv` keys each; partial sums of a tile and scores as the hardware adds them up, all
+    else in float32.
 
-    Of P's words of eight `words` are made of the scores' bits, and its sum is then that of rounded P.
+    Of P's words of eight `words` are made of the scores' bits; its sum is then that of rounded P, a product with ones,
+    which the hardware adds up too: what it cuts off there makes o longer.
     """
     import torch
 
@@ -67,12 +70,12 @@ def baseline(
     keys, values = k.codes.float()[:, :, None], v.codes.float()[:, :, None]
     factor = scale * q.descale.unflatten(1, (kv_heads, group)) * k.descale[:, :, None] if heads else q.descale
     for block in blocks(q.codes, k.codes, fewer=_STEP):
-        s = cut_products(block.rows_of(q.codes).float(), keys) * factor[..., None, None]
+        s = cut_products(block.rows_of(q.codes).float(), keys, k.codes.dtype) * factor[..., None, None]
         if variant.score_node is not None:
             s = evaluator(variant.score_node, precision, {**block.symbols, "s": s}).expand_as(s)
         if variant.mask is not None:
             s = torch.where(evaluator(variant.mask, precision, block.symbols), s, -math.inf)
-        found, total, m = accumulated(s, values, words, block.symbols["q"])
+        found, total, m = accumulated(s, values, words, block.symbols["q"], v.codes.dtype, tile_kv)
         found = found * v.descale[:, :, None, None, None]
         sink = evaluator.row_sinks(variant, precision, block.symbols)
         if sink is not None:
@@ -86,16 +89,21 @@ def baseline(
 
 
 def accumulated(
-    s: torch.Tensor, values: torch.Tensor, words: int, rows: torch.Tensor
+    s: torch.Tensor,
+    values: torch.Tensor,
+    words: int,
+    rows: torch.Tensor,
+    dtype: torch.dtype,
+    tile_kv: int = KEYS_AT_A_TIME,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """P V of scores [..., rows, keys] and V [..., keys, columns] in 8 bits, the sums of P and what was subtracted;
-    `rows` [rows, 1] count them."""
+    """P V of scores [..., rows, keys] and V [..., keys, columns] of `dtype`, the sums of P and what was subtracted;
+    `rows` [rows, 1] count them, and sums are folded every `tile_kv` keys."""
     import torch
 
     m = torch.full((*s.shape[:-1], 1), -math.inf, device=s.device)
     total, found = torch.zeros_like(m), s.new_zeros((*s.shape[:-1], values.shape[-1]))
-    for first in reversed(range(0, s.shape[-1], KEYS_AT_A_TIME)):
-        at = slice(first, min(first + KEYS_AT_A_TIME, s.shape[-1]))
+    for first in reversed(range(0, s.shape[-1], tile_kv)):
+        at = slice(first, min(first + tile_kv, s.shape[-1]))
         top = torch.maximum(m, s[..., at].amax(-1, keepdim=True))
         base = torch.where(top == -math.inf, 0.0, top)
         p, decay = torch.exp(s[..., at] - base), torch.exp(m - base)
@@ -106,25 +114,44 @@ def accumulated(
             columns = torch.arange(p.shape[-1], device=p.device)
             by_bits = codes.view(torch.float8_e4m3fn).float()
             rounded = torch.where(taken_by_bits(rows, columns, words), by_bits, rounded)
-            p = rounded * 2.0**-OFFSET
-        partial = cut_products(rounded, values[..., at, :].mT) * 2.0**-OFFSET
-        total, m = total * decay + p.sum(-1, keepdim=True), top
+            ones = rounded.new_ones((1, rounded.shape[-1]))
+            added = cut_products(rounded, ones, torch.float8_e4m3fn) * 2.0**-OFFSET
+        else:
+            added = p.sum(-1, keepdim=True)
+        partial = cut_products(rounded, values[..., at, :].mT, dtype) * 2.0**-OFFSET
+        total, m = total * decay + added, top
         found = found * decay + partial
     return found, total, m
 
 
-def cut_products(a: torch.Tensor, b: torch.Tensor, bits: int = ACCUMULATOR_BITS) -> torch.Tensor:
-    """a [..., m, n] times the transpose of b [..., l, n] as Hopper adds up products of 8 bits: of 32 at a time each
-    addend, the sum so far among them, is cut off toward zero at 2^-bits of the largest power of two among them."""
+def cut_products(a: torch.Tensor, b: torch.Tensor, of_b: torch.dtype, bits: int = ACCUMULATOR_BITS) -> torch.Tensor:
+    """a [..., m, n] times the transpose of b [..., l, n] as Hopper adds up products of 8 bits: numbers that e4m3 and
+    `of_b` hold, in float32.
+
+    Of 32 at a time each addend, the sum so far among them, is cut off toward zero at 2^-bits of the largest power of
+    two among them; that of a product is the product of its factors', a subnormal counting as the least normal number.
+    The sum is cut off at 2^-bits of its own.
+    """
     import torch
 
     total = a.new_zeros((*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-2]))
+    power_a, power_b = _power(a, torch.float8_e4m3fn), _power(b, of_b)
     for first in range(0, a.shape[-1], _STEP):
         at = slice(first, first + _STEP)
+        largest = (power_a[..., :, None, at] * power_b[..., None, :, at]).amax(-1)
+        unit = torch.maximum(largest, _power(total)) * 2.0**-bits
         addends = a[..., :, None, at] * b[..., None, :, at]
-        largest = torch.maximum(addends.abs().amax(-1), total.abs())
-        exponent = torch.frexp(largest).exponent - 1 - bits
-        one = torch.ones_like(largest)
-        cut = torch.ldexp(addends, -exponent[..., None]).trunc().sum(-1) + torch.ldexp(total, -exponent).trunc()
-        total = torch.where(largest > 0, cut * torch.ldexp(one, exponent), 0.0)
+        inverse = torch.where(unit > 0, 1 / unit, 0.0)
+        added = ((addends * inverse[..., None]).trunc().sum(-1) + (total * inverse).trunc()) * unit
+        own = torch.where(added == 0, 1.0, _power(added) * 2.0**-bits)
+        total = (added / own).trunc() * own
     return total
+
+
+def _power(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The largest power of two that is no more than |x|, which float32's exponent alone stands for, and no less than
+    the least normal number of `dtype`; 0 of 0."""
+    import torch
+
+    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return power if dtype is None else torch.where(x == 0, 0.0, power.clamp(min=torch.finfo(dtype).smallest_normal))

@@ -70,6 +70,14 @@ DEVICE bool follow_exactly(float (&row_max)[2], const float (&highest)[2], float
   return row_max[0] != before[0] || row_max[1] != before[1];
 }
 
+// The same where each row has a scale of its own.
+DEVICE bool follow_exactly_each(float (&row_max)[2], const float (&highest)[2], const float (&scale)[2], float offset) {
+  const float before[2] = {row_max[0], row_max[1]};
+#pragma unroll
+  for (int r = 0; r < 2; r++) row_max[r] = fmaxf(row_max[r], fmaf(highest[r], scale[r], -offset));
+  return row_max[0] != before[0] || row_max[1] != before[1];
+}
+
 // S becomes P = 2^(scale * S - row_max); what it adds up to.
 template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const float (&row_max)[2], float (&sum)[2]) {
 #pragma unroll
@@ -79,6 +87,23 @@ template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const
     for (int i = 2 * r; i < N; i += 4) {
       s[i] = ex2(fmaf(s[i], scale, -row_max[r]));
       s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_max[r]));
+      even += s[i];
+      odd += s[i + 1];
+    }
+    sum[r] = even + odd;
+  }
+}
+
+// The same where each row has a scale of its own.
+template <int N>
+DEVICE void exponentiate_rows_each(float (&s)[N], const float (&scale)[2], const float (&row_max)[2], float (&sum)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float even = 0.f, odd = 0.f;
+#pragma unroll
+    for (int i = 2 * r; i < N; i += 4) {
+      s[i] = ex2(fmaf(s[i], scale[r], -row_max[r]));
+      s[i + 1] = ex2(fmaf(s[i + 1], scale[r], -row_max[r]));
       even += s[i];
       odd += s[i + 1];
     }

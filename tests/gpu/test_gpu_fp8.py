@@ -9,8 +9,10 @@ import flashgen as fg
 from flashgen.analysis.tiles import Case
 from flashgen.lang.load import load_spec
 from flashgen.ops.float8 import dequantised
+from flashgen.planning import planner
 from flashgen.planning.float8 import WORDS_BY_BITS
 from flashgen.planning.problem import Problem
+from flashgen.planning.request import KernelRequest
 from flashgen.runtime.captured import on_device
 from flashgen.runtime.reference import judge, judge_lse, reference
 from flashgen.runtime.reference_float8 import Quantised, baseline, quantised
@@ -70,8 +72,11 @@ def checked(
     o, lse = fg.attention(*(x.codes for x in of), bound, accuracy=accuracy, return_lse=True, **descales(of), **named)
     scale = head_dim**-0.5
     ref, ref_lse = reference(bound, case, *(x.values for x in of), scale=scale)
-    words = WORDS_BY_BITS[accuracy]
-    base, base_lse = baseline(bound, case, *of, scale=scale, out=torch.bfloat16, words=words)
+    kinds = {f"{name}_dtype": str(x.codes.dtype).removeprefix("torch.") for name, x in zip("kv", of[1:], strict=True)}
+    request = KernelRequest.of(bound, "sm_90a", problem.dtype, head_dim, wide, accuracy=accuracy, **kinds)
+    # Folded where the kernel folds: maxima and roundings of P are then the kernel's.
+    alike = {"words": WORDS_BY_BITS[accuracy], "tile_kv": planner.menu_of(request).plans[0].tile.kv}
+    base, base_lse = baseline(bound, case, *of, scale=scale, out=torch.bfloat16, **alike)
     return judge(o, base, ref, "bfloat16").reasons + judge_lse(lse, ref_lse, base_lse)
 
 

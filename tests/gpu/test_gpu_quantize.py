@@ -46,13 +46,17 @@ def test_the_bits_are_those_of_the_cpu(head_dim, block, options):
 
 def test_a_cuda_graph_quantises_what_tensors_hold_then():
     q, k, v = inputs(500, 128, torch.bfloat16)
+    lse = torch.zeros(q.shape[:3], device="cuda")
     for block in (None, 128):
-        flashgen.quantize(q, k, v, block=block)
+        flashgen.quantize(q, k, v, block=block, smooth_k=True).corrected_lse(lse, q)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = flashgen.quantize(q, k, v, block=block)
+            found = flashgen.quantize(q, k, v, block=block, smooth_k=True)
+            signs, corrected = found.signs, found.corrected_lse(lse, q)
         q.mul_(3)
         graph.replay()
-        for ours, wanted in zip(fields(found), fields(flashgen.quantize(q, k, v, block=block)), strict=True):
+        right = flashgen.quantize(q, k, v, block=block, smooth_k=True)
+        for ours, wanted in zip(fields(found), fields(right), strict=True):
             assert torch.equal(ours, wanted)
+        assert torch.equal(signs, right.signs) and torch.equal(corrected, right.corrected_lse(lse, q))

@@ -30,6 +30,9 @@ _SHAPE = re.compile(r"m64n(\d+)k(16|32)")
 #: 8-bit floats, by what PTX calls them.
 _EIGHT = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
+#: Their least normal numbers.
+_LEAST = {"e4m3": 2.0**-6, "e5m2": 2.0**-14}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
@@ -347,7 +350,8 @@ def _chain(block: Block, products: list[Product], warps: list[int]) -> None:
         if form.a_kind in _EIGHT and bits is not None:
             old = _rows_of(bank[where].view(np.float32).astype(np.float64), n) if keep.any() else 0.0
             start = np.where(np.repeat(keep, 16)[:, None], old, 0.0)
-            bank[where] = _spread(_cut_sum(a, b, start, bits), n).astype(np.float32).view(np.uint32)
+            added = _cut_sum(a, b, start, bits, (form.a_kind, form.b_kind))
+            bank[where] = _spread(added, n).astype(np.float32).view(np.uint32)
             continue
         total = _spread(a @ b.T, n)
         if keep.any():
@@ -367,18 +371,32 @@ def _rows_of(spread: np.ndarray, n: int) -> np.ndarray:
     return spread.reshape(n // 8, 2, 2, -1, 8, 4).transpose(3, 1, 4, 0, 5, 2).reshape(-1, n)
 
 
-def _cut_sum(a: np.ndarray, b: np.ndarray, start: np.ndarray, bits: int) -> np.ndarray:
+def _cut_sum(
+    a: np.ndarray, b: np.ndarray, start: np.ndarray, bits: int, kinds: tuple[str, str] = ("e4m3", "e4m3")
+) -> np.ndarray:
     """start + a @ b.T as Hopper adds up products of 8 bits: in a step of 32, each addend, the sum so far among them, is
-    cut off toward zero at 2^-bits of the largest power of two among them."""
+    cut off toward zero at 2^-bits of the largest power of two among them; that of a product is the product of its
+    factors', a subnormal counting as the least normal number.  The sum is cut off at 2^-bits of its own."""
     total = np.broadcast_to(start, (a.shape[0], b.shape[0]))
+    power_a, power_b = (_power(x, _LEAST[kind]) for x, kind in zip((a, b), kinds, strict=True))
     for k in range(0, a.shape[1], 32):
-        addends = a[:, None, k : k + 32] * b[None, :, k : k + 32]
-        largest = np.maximum(np.abs(addends).max(axis=2), np.abs(total))
+        at = slice(k, k + 32)
+        addends = a[:, None, at] * b[None, :, at]
+        largest = np.maximum((power_a[:, None, at] * power_b[None, :, at]).max(axis=2), _power(total))
         finite = np.isfinite(largest) & (largest > 0)
-        unit = np.exp2(np.floor(np.log2(np.where(finite, largest, 1.0))) - bits)
-        cut = (np.trunc(addends / unit[..., None]).sum(axis=2) + np.trunc(total / unit)) * unit
-        total = np.where(finite | (largest == 0), cut, addends.sum(axis=2) + total)
+        unit = np.where(finite, largest, 1.0) * 2.0**-bits
+        added = (np.trunc(addends / unit[..., None]).sum(axis=2) + np.trunc(total / unit)) * unit
+        own = np.where(finite & (added != 0), _power(added), 1.0) * 2.0**-bits
+        total = np.where(finite | (largest == 0), np.trunc(added / own) * own, addends.sum(axis=2) + total)
     return total
+
+
+def _power(x: np.ndarray, least: float = 0.0) -> np.ndarray:
+    """The largest power of two that is no more than |x|, and no less than `least`; 0 and what is not finite stay."""
+    size = np.abs(x)
+    seen = np.isfinite(size) & (size > 0)
+    power = np.exp2(np.frexp(np.where(seen, size, 1.0))[1] - 1.0)
+    return np.where(seen, np.maximum(power, least), size)
 
 
 TABLE: dict[str, Callable[[Build], Closure]] = {

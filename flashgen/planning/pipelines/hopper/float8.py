@@ -7,19 +7,25 @@ two warps of the producers, since 8-bit wgmma takes keys side by side.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
-from flashgen.planning.arch import KIB, Arch
+from flashgen.planning.arch import KIB, Arch, find
 from flashgen.planning.float8 import LEAST_BLOCK, WORDS_BY_BITS
 from flashgen.planning.integers import Allowed
-from flashgen.planning.layout import DENSE
+from flashgen.planning.layout import Layout
 from flashgen.planning.members import (
     P8,
     ExactP,
     HighestAsFloat,
     HighestAsInteger,
+    Keys,
+    KeysLeave,
+    KeysStay,
     MaskByElement,
+    OInPartsOfTurnedV,
     OOfTurnedV,
+    PackedQueries,
     PByBits,
     Queries,
     TilesAlike,
@@ -33,19 +39,24 @@ from flashgen.planning.pipelines.hopper.forward import (
     SOFTMAX_STRETCH,
     STEP_CLOCKS,
     TYPICAL_KEYS,
-    WARPGROUPS,
     Candidate,
 )
 from flashgen.planning.pipelines.shared import SOFTMAX_OPS, make_plan, total
 from flashgen.planning.plan import KernelPlan, Part, Specialized, Tile
+from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.program import Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
 
 #: As of 16 bits.
-NAME, COPIES, QUERIES, SHARES_SM = forward.NAME, forward.COPIES, forward.QUERIES, forward.SHARES_SM
+NAME, COPIES, SHARES_SM = forward.NAME, forward.COPIES, forward.SHARES_SM
 cannot_address, cannot_page = forward.cannot_address, forward.cannot_page
 predicted_seconds = forward.predicted_seconds
+
+#: Consumer warpgroups, and the queries of a tile.  One is for decoding: products of 128 rows, few of which are queries,
+#: would take longer than the keys of a tile need from memory.
+WARPGROUPS = (1, *forward.WARPGROUPS)
+QUERIES = tuple(ROWS * w for w in WARPGROUPS)
 
 #: Head dims that the pipeline emits: rows of 16 bytes.  Narrower ones are bound by exponentials, as 16 bits are.
 HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 64, 192
@@ -55,7 +66,7 @@ DEPTH, BOX = 32, 128
 
 #: Keys of a tile: powers of two, so that blocks of keys with one descale hold whole tiles.
 KEYS: tuple[int, ...] = (128, 64, 32)
-TILE_RULE = f"tile_q is 128 or 192 (warpgroups of {ROWS} rows), tile_kv 32, 64 or 128 (which divide {LEAST_BLOCK})"
+TILE_RULE = f"tile_q is 64, 128 or 192 (warpgroups of {ROWS} rows), tile_kv 32, 64 or 128 (which divide {LEAST_BLOCK})"
 KEY_STEP = DEPTH
 
 #: No tile has fewer queries than those of QUERIES.
@@ -77,6 +88,12 @@ OVERHEAD, VARIANT_REGISTERS = 12, 4
 #: Those of a producer's thread: of those that turn V over one holds four fragments of 4 words.
 PRODUCER_REGISTERS, JUDGE_REGISTERS = 40, 56
 
+#: Registers that a thread can have: all that one warpgroup of consumers starts with.
+MOST_REGISTERS = 256
+
+#: Registers of a consumer's thread for scales and descales of two rows, where heads are packed.
+SCALE_REGISTERS = 3
+
 #: Three warpgroups hold S, partial sums and O of so many columns of V.
 NARROW = 64
 
@@ -94,12 +111,10 @@ def unsupported_reason(request: KernelRequest) -> str | None:
     """Why there is no such 8-bit kernel, or None."""
     if request.dropout:
         return "drops no probabilities in 8 bits"
-    if request.layout.own:
-        return "takes no lengths and positions of sequences in 8 bits"
-    if request.keys.split:
-        return f"{'cuts no rows into leaves' if request.keys.invariant else 'splits no keys among blocks'} in 8 bits"
-    if request.packed:
-        return "packs no heads in 8 bits: each has descales of its own"
+    if request.layout.joined:
+        return "takes no sequences behind each other in 8 bits"
+    if request.keys.invariant:
+        return "cuts no rows into leaves in 8 bits"
     return None
 
 
@@ -139,16 +154,16 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         *(() if isinstance(_p(request), ExactP) else (staged("ones", 1, 8, programs.KEYS_ACROSS),)),
         Part(
             name="control",
-            amount=_control(c, request.profile.hides, isinstance(_p(request), PByBits)),
+            amount=_control(c, request.profile.hides, isinstance(_p(request), PByBits), request.keys, request.layout),
             why="barriers, messages and descales",
         ),
     )
 
 
 @lru_cache
-def _control(c: Candidate, masked: bool, ones: bool) -> int:
+def _control(c: Candidate, masked: bool, ones: bool, keys: Keys, layout: Layout) -> int:
     """Bytes of barriers and messages, which neither the size of tiles nor that of registers changes."""
-    return _program(c, (BOX, BOX), BOX, (0, 0), masked, ones).control_bytes(programs.ALIGNMENT)
+    return _program(c, (BOX, BOX), BOX, (0, 0), masked, ones, keys, layout).control_bytes(programs.ALIGNMENT)
 
 
 def _program(
@@ -158,6 +173,8 @@ def _program(
     registers: tuple[int, int],
     masked: bool,
     ones: bool,
+    keys: Keys,
+    layout: Layout,
 ) -> Program:
     return programs.forward(
         tile=c.tile,
@@ -168,7 +185,8 @@ def _program(
         masked=masked,
         stored=False,
         ping_pong=False,
-        layout=DENSE,
+        layout=layout,
+        split=keys.split,
         turned=(turned, VTurnedOver.warps),
         ones=ones,
     )
@@ -214,18 +232,20 @@ def registers(c: Candidate, request: KernelRequest, *, ahead: bool = False) -> t
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
     producer = JUDGE_REGISTERS if request.profile.judged else PRODUCER_REGISTERS
-    return producer, consumer_registers(request.arch, c.warpgroups, producer)
+    return producer, min(MOST_REGISTERS, consumer_registers(request.arch, c.warpgroups, producer))
 
 
 def _ahead(c: Candidate, request: KernelRequest) -> bool:
-    """Whether the next scores are on their way beside partial sums: with two warpgroups, where these come in one piece
-    and registers hold both.  Three fill the tensor cores without."""
-    whole = c.warpgroups == 2 and piece(request) == request.v_head_dim
+    """Whether the next scores are on their way beside partial sums: with one warpgroup or two, where these come in one
+    piece and registers hold both.  Three fill the tensor cores without."""
+    whole = c.warpgroups < 3 and piece(request) == request.v_head_dim
     return whole and total(registers(c, request, ahead=True)) <= division(c, request)[1]
 
 
-def _wide_keys(request: KernelRequest) -> int:
+def _wide_keys(c: Candidate, request: KernelRequest) -> int:
     """Keys of a tile with which nothing spills where P V comes in pieces, found by compiling."""
+    if c.warpgroups == 1:
+        return NARROW_KEYS
     if request.v_head_dim > 176:
         return 128
     if request.v_head_dim > 160:
@@ -245,7 +265,7 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
     """Why the candidate cannot run on the architecture, or None."""
     # Of one piece and many keys, or elements of pairs, ptxas spills where scores are not ahead.
     many = c.tile.kv > NARROW_KEYS or request.profile.mask_reads_pairs
-    both = c.warpgroups == 2 and request.v_head_dim <= PIECE and many
+    both = c.warpgroups < 3 and request.v_head_dim <= PIECE and many
     memory, wanted = smem(c, request), registers(c, request, ahead=both)
     if total(memory) > request.arch.smem_per_block:
         terms = " + ".join(f"{part.name} {part.amount / KIB:.4g}" for part in memory)
@@ -262,7 +282,7 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
         return f"{wide}: registers for {PIECE}"
     if request.v_head_dim > PIECE and request.profile.judged:
         return f"{request.v_head_dim} columns of v beside a mask that is judged tile by tile: registers for {PIECE}"
-    if request.v_head_dim > PIECE and c.tile.kv != (most := _wide_keys(request)):
+    if request.v_head_dim > PIECE and c.tile.kv != (most := _wide_keys(c, request)):
         return f"{request.v_head_dim} columns of v with {c.tile.kv} keys: ptxas spills but with {most}"
     producer, consumer = division(c, request)
     if total(wanted) > consumer:
@@ -280,7 +300,8 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
         *(c, request, (padded(request.head_dim, DEPTH), request.v_head_dim)),
         pipeline=NAME,
         program=_program(
-            c, columns, request.v_head_dim, division(c, request), masked, isinstance(_p(request), PByBits)
+            *(c, columns, request.v_head_dim, division(c, request), masked),
+            *(isinstance(_p(request), PByBits), request.keys, request.layout),
         ),
         q_in_registers=False,
         blocks_per_sm=1,
@@ -293,7 +314,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             mask=MaskByElement(),
             full_tiles=TilesAlike(),
             highest=_highest(c, request),
-            o=OOfTurnedV(),
+            o=OInPartsOfTurnedV() if request.keys.split else OOfTurnedV(),
             scheduler=forward.scheduler(request),
             rows=Queries(),
             products=TwoLevels(piece=piece(request), ahead=ahead),
@@ -308,6 +329,32 @@ def _p(request: KernelRequest) -> P8:
     assert request.float8 is not None
     words = WORDS_BY_BITS[request.float8.accuracy]
     return PByBits(words=words) if words else ExactP()
+
+
+def cannot_pack(request: KernelRequest) -> str | None:
+    """Why no tile of a request can hold several heads, or None."""
+    return forward.cannot_pack(request)
+
+
+def packed(plan: KernelPlan) -> KernelPlan | None:
+    """The form of a plan whose tiles have rows of all heads that share keys; None where registers do not allow it.
+
+    The rows of a thread are of two heads, each with a descale of q.
+    """
+    assert plan.specialized is not None
+    amount = SCALE_REGISTERS + forward.PACKED_REGISTERS * profile(plan.variant).uses_query
+    registers = (*plan.registers, Part(name="packed", amount=amount, why="the scales and the queries of two rows"))
+    if total(registers) > (plan.program.consumer_registers or 0):
+        return None
+    l2 = KeysLeave() if plan.keys.split else KeysStay()
+    return replace(plan, registers=registers, specialized=replace(plan.specialized, rows=PackedQueries(), l2=l2))
+
+
+def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: int) -> float:
+    """As of 16 bits."""
+    arch = find(plan.arch)
+    faster = seconds_per_score(plan, arch)[0] / seconds_per_score(packed, arch)[0]
+    return forward.gain_by_rows(packed, plan, problem, sms, faster)
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
@@ -347,5 +394,7 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     exposed += 0.0 if specialized.products.ahead else by_unit["tensor"] / specialized.warpgroups
     step = STEP_CLOCKS / (tile.q * tile.kv)
     between = (plan.q_stages == 1) * forward.Q_LOAD_CLOCKS + (plan.stages == 2) * forward.KV_LOAD_CLOCKS
+    if plan.keys.split:  # as in 16 bits, but that a fourth stage brings nothing: 1.02 to 1.03x the time on an H200
+        between, step = 0, step + forward.MEMORY_CLOCKS / (min(plan.stages, 3) * tile.q * tile.kv)
     pace = busiest + INTERFERENCE * second + exposed + step + between / (tile.q * TYPICAL_KEYS)
     return (pace / arch.clock_hz,)

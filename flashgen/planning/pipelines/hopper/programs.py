@@ -70,10 +70,11 @@ def forward(
     whole = ("scheduler", "loader") if layout.paged else ("scheduler",)
     roles = [Role(name=name, warps=1, threads=WARP if name in whole else 1, registers=producer) for name in names]
     transposers = 0 if turned is None else turned[1]
-    roles.append(_idle(WARPS - len(names) - layout.own - transposers, producer))
+    cleaners = 1 if layout.own and turned is None else 0  # who turns V over clears it too
+    roles.append(_idle(WARPS - len(names) - cleaners - transposers, producer))
     if turned is not None:
         roles.append(Role(name="transposer", warps=transposers, threads=WARP * transposers, registers=producer))
-    if layout.own:
+    if cleaners:
         roles.append(Role(name="cleaner", warps=1, threads=WARP, registers=producer))
     roles.append(Role(name="consumer", warps=WARPS * warpgroups, threads=128 * warpgroups, registers=consumer))
     stage = Axis(size=stages, text="STAGES", index="stage")
@@ -142,7 +143,7 @@ def forward(
             consumers=loader,
         )
         rings.append(next_step)
-    if layout.own:
+    if cleaners:
         tail = Ring(
             name="tail",
             barrier="tail_pipe",
@@ -185,11 +186,7 @@ def forward(
         *((declared(of["o"]),) if stored else ()),
         declared(of["k"], of["v"]),
         *((declared(of["turned"]),) if turned is not None else ()),
-        *(
-            (declared(Member(ctype="Tail", name="tail", size=8, alignment=8)), declared(of["tail"]))
-            if layout.own
-            else ()
-        ),
+        *((declared(Member(ctype="Tail", name="tail", size=8, alignment=8)), declared(of["tail"])) if cleaners else ()),
     )
     meet = [_start(roles)]
     if ping_pong:
@@ -494,7 +491,7 @@ def _turned_members(columns: int, q_stage: Axis, each: Axis, stage: Axis, ones: 
         yield declared(_tile("OnesTile", "ones", 8 * KEYS_ACROSS, item=1))
     yield declared(_words("float", "q_descale", q_stage, each))
     yield declared(*(_words("float", f"{name}_descale", stage) for name in ("k", "v", "turned")))
-    yield declared(_words("int", "v_loaded", stage), note="0: no tile is left")
+    yield declared(_words("int", "v_keys", stage), note="of a tile of V; 0: none is left")
 
 
 def _tile(ctype: str, name: str, elements: int, *axes: Axis, item: int = ITEM) -> Member:
