@@ -39,7 +39,8 @@ DTYPES = ("float16", "bfloat16", E4M3)
 PIPELINES: Mapping[str, ForwardPipeline[Any]] = {ampere.NAME: ampere, hopper.NAME: hopper}
 FLOAT8: Mapping[str, ForwardPipeline[Any]] = {ampere.NAME: ampere, hopper.NAME: hopper_float8}
 BACKWARDS: Mapping[str, Pipeline[Any]] = {ampere_backward.NAME: ampere_backward, hopper_backward.NAME: hopper_backward}
-PACKINGS: Mapping[str, tuple[Packing, Packing]] = {hopper.NAME: (hopper, hopper_float8)}
+PACKINGS: Mapping[str, Packing] = {hopper.NAME: hopper}
+PACKINGS_FLOAT8: Mapping[str, Packing] = {hopper.NAME: hopper_float8}
 
 T = TypeVar("T")
 
@@ -113,6 +114,11 @@ def forwards(of: KernelPlan | KernelRequest) -> Mapping[str, ForwardPipeline[Any
     return PIPELINES if of.float8 is None else FLOAT8
 
 
+def packings(of: KernelPlan | KernelRequest) -> Mapping[str, Packing]:
+    """The pipelines that put rows of heads that share keys into one tile, of its dtype."""
+    return PACKINGS if of.float8 is None else PACKINGS_FLOAT8
+
+
 def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     """The entry of the menu with the least predicted time for `problem` on `sms` SMs.
 
@@ -129,7 +135,7 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
         plan = menu.small if times[0] < times[1] else plan
     if menu.packed is None or menu.packed.pack(problem.group) == 1 or problem.empty:
         return plan
-    gain = PACKINGS[menu.packed.pipeline][plan.float8 is not None].packing_gain(menu.packed, plan, problem, sms)
+    gain = packings(plan)[menu.packed.pipeline].packing_gain(menu.packed, plan, problem, sms)
     return menu.packed if gain >= PACKING_GAIN else plan
 
 
@@ -223,7 +229,7 @@ def others(pipeline: Pipeline[Any], request: KernelRequest) -> list[Pipeline[Any
 def _packed(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> KernelPlan | None:
     """The packed form of a menu's first plan with the least rows that tiles may have, so that the fewest are empty;
     where it has none and no tile is fixed, of the best such candidate."""
-    packing = PACKINGS[pipeline.NAME][request.float8 is not None] if pipeline.NAME in PACKINGS else None
+    packing = packings(request).get(pipeline.NAME)
     if request.pass_name == "backward" or packing is None or packing.cannot_pack(request):
         return None
     tile, least = request.fixed.tile, min(forwards(request)[pipeline.NAME].QUERIES)
@@ -260,7 +266,7 @@ def _small(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> Kern
 
 def _few(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> KernelPlan | None:
     """The form of one warpgroup's rows for few queries: packed, where heads that share keys can be."""
-    plan, packing = _of_one_warpgroup(pipeline, request, found), PACKINGS.get(pipeline.NAME)
+    plan, packing = _of_one_warpgroup(pipeline, request, found), packings(request).get(pipeline.NAME)
     if plan is None or packing is None or packing.cannot_pack(request):
         return plan
     return packing.packed(plan) or plan
@@ -269,12 +275,13 @@ def _few(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> Kernel
 def _no_packing(pipeline: Pipeline[Any], request: KernelRequest) -> str:
     """Why there is no packed form."""
     tile = request.fixed.tile
-    if pipeline.NAME not in PACKINGS:
-        able = [other.NAME for other in others(pipeline, request) if other.NAME in PACKINGS]
-        elsewhere = next(arch.name for arch in ARCHS.values() if PACKINGS.keys() & set(arch.pipelines))
+    known = packings(request)
+    if pipeline.NAME not in known:
+        able = [other.NAME for other in others(pipeline, request) if other.NAME in known]
+        elsewhere = next(arch.name for arch in ARCHS.values() if known.keys() & set(arch.pipelines))
         nearest = f"pipeline {able[0]!r}" if able else "packed=False" if request.dropout else f"arch {elsewhere}"
         return f"pipeline {pipeline.NAME!r} packs no heads into one tile\n  nearest: {nearest}"
-    if reason := PACKINGS[pipeline.NAME][request.float8 is not None].cannot_pack(request):
+    if reason := known[pipeline.NAME].cannot_pack(request):
         return f"{request.variant.name!r} {reason}\n  nearest: packed=False"
     free = request.fixing(tile=None, stages=None)
     near = _packed(pipeline, free, _free(pipeline, free)) if tile else None
