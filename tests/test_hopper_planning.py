@@ -227,3 +227,34 @@ def test_what_is_too_large_does_not_fit(variant, head_dim):
             assert sum(larger) == 1 and ">" in r.reason
             with pytest.raises(PlanError):
                 menu(variant, head_dim, tile=(r.tile.q, r.tile.kv), stages=r.stages)
+
+
+# ---------------------------------------------------------------- few queries
+def few_of(spec="full", head_dim=128, **options):
+    return planner.menu(load_spec(spec), "sm_90a", "bfloat16", head_dim, **options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("spec", ["full", "causal", "alibi", "tree"])
+def test_few_queries_have_the_bits_of_many(spec, head_dim):
+    found = few_of(spec, head_dim)
+    assert found.few.tile.q == 64 and found.few in found.forms
+    assert {plan.order_of_sums for plan in found.forms} == {found.plans[0].order_of_sums}
+    assert found.few.packed == (spec != "alibi")  # which tells heads apart
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len", "few"), [((32, 8), 1, True), ((32, 8), 16, True), ((32, 8), 17, False), ((8, 8), 64, True)]
+)
+def test_who_gets_tiles_of_one_warpgroup(heads, q_len, few):
+    """Calls whose queries of all heads that share keys fill no more: one more tile would load the keys once more."""
+    found = few_of()
+    problem = Problem(
+        batch=4, heads=heads[0], kv_heads=heads[1], q_len=q_len, kv_len=4096, head_dim=128, v_head_dim=128
+    )
+    assert (planner.choose(found, problem, 132) == found.few) == few
+
+
+def test_a_tile_that_is_asked_for_stays():
+    assert few_of(tile=(128, 128)).few is None
+    assert few_of(tile=(64, 128)).plans[0].program.text() == "1 scheduler, 1 loader, 1 storer, 4 consumer, 1 idle warp"

@@ -35,6 +35,9 @@ PIPELINES = ("ampere", "hopper")
 OWN_AT_NIGHT = pytest.mark.nightly(sibling="test_lengths_of_their_own")
 JOINED_AT_NIGHT = pytest.mark.nightly(sibling="test_sequences_that_lie_behind_each_other")
 
+#: Packed heads in tiles of 64 rows.
+ONE_WARPGROUP = {"packed": True, "tile": (64, 64)}
+
 #: Few queries and six tiles of keys, the last of them not full.
 SHAPE = {"q_len": 5, "kv_len": 350}
 
@@ -69,6 +72,13 @@ def check(w, splits, **options):
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_numbers_of_blocks(pipeline, splits):
     check(split_work("causal_bottom_right", pipeline, **SHAPE), splits)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dims", [{}, {"tile": (64, 128), "head_dim": 128, "stages": 3, "q_stages": 2}])
+def test_tiles_of_one_warpgroup(dims, splits):
+    shape = {"heads": 8, "kv_heads": 2, "q_len": 3, "kv_len": 300, "batch": 2, "packed": True, "tile": (64, 64)}
+    check(split_work("causal_bottom_right", "hopper", **{**shape, **dims}), splits)
 
 
 @pytest.mark.slow
@@ -146,6 +156,7 @@ def test_any_order_of_blocks_gives_the_same_bits(pipeline, seed):
         ("causal", "ampere", {"q_lengths": (5, 2, 3), "kv_lengths": (130, 350, 0)}),
         ("causal", "hopper", {"q_lengths": (5, 2, 0), "kv_lengths": (130, 350, 64), "heads": 8, "packed": True}),
         ("gpt_oss", "hopper", {"q_lengths": (5, 2), "kv_lengths": (40, 350)}),
+        ("causal", "hopper", {"q_lengths": (5, 2, 0), "kv_lengths": (130, 350, 64), "heads": 8, **ONE_WARPGROUP}),
         pytest.param("full", "ampere", {"q_lengths": (0, 5), "kv_lengths": (40, 350)}, marks=OWN_AT_NIGHT),
         pytest.param("full", "hopper", {"q_lengths": (0, 5), "kv_lengths": (40, 350)}, marks=OWN_AT_NIGHT),
     ],
@@ -303,12 +314,18 @@ def divided(problem, spec="full", arch="sm_90a", **options):
     return division.divide(ask, problem, ARCHS[arch].sms, **{"params": variant.values({}, complete=False), **options})
 
 
-@pytest.mark.parametrize(("problem", "blocks"), [(decode(262144, kv_heads=4), 132), (decode(131072), 128)])
+@pytest.mark.parametrize(("problem", "blocks"), [(decode(262144, kv_heads=4), 128), (decode(131072), 128)])
 def test_few_tiles_of_queries_fill_the_gpu(problem, blocks):
     found = divided(problem)
     assert found.plan.keys.split and found.plan.packed
     tiles_of_queries = problem.heads * problem.batch // found.plan.pack(problem.group)
     assert found.splits * tiles_of_queries == blocks and f"{tiles_of_queries} tiles of queries" in found.why
+
+
+@pytest.mark.parametrize("kv_len", [2048, 4096])
+def test_a_block_has_two_tiles_where_more_parts_cost_more(kv_len):
+    """A row's parts are combined 16 at a time."""
+    assert divided(decode(kv_len, kv_heads=4)).splits == 16
 
 
 @pytest.mark.parametrize(
@@ -317,6 +334,17 @@ def test_few_tiles_of_queries_fill_the_gpu(problem, blocks):
 def test_many_tiles_or_few_keys_are_left_whole(problem):
     found = divided(problem)
     assert found.splits == 1 and found.plan.keys == ALL_KEYS
+
+
+def test_sequences_that_may_be_longer_than_others_are_split():
+    """Where lengths are the device's, a long one would keep one block busy when all others are done."""
+    of_own = {"spec": "causal", "layout": Padded()}
+    long = divided(decode(65536, batch=64), **of_own)
+    assert long.splits == 8 and "at most 64 a block, as one of 64 sequences may be longer" in long.why
+    assert divided(decode(8192, batch=32), **of_own).splits == 4  # no part is shorter than 16 tiles
+    assert divided(decode(2048, batch=64), **of_own).splits == 1
+    assert divided(decode(65536, batch=64), "causal").splits == 1
+    assert divided(decode(65536, batch=64), **of_own, kv_splits=3).splits == 3
 
 
 def test_the_keys_of_a_mask_count():
