@@ -240,8 +240,8 @@ def test_decoding(head_dim, splits, accuracy):
 @pytest.mark.parametrize("page_size", [None, 16, 64, 256])
 @pytest.mark.parametrize(("head_dim", "q_len"), [(128, 1), (64, 70), (192, 3)])
 def test_lengths_and_pages(head_dim, q_len, page_size, splits):
-    """Each sequence has the bits that it has alone; what lies behind it, or in other pages, is NaN.  Exact P: which words
-    are made by bits depends on a row's place in its tile."""
+    """Each sequence has the bits that it has alone; what lies behind it, or in other pages, is NaN.  P is exact: which
+    words are made by bits depends on a row's place in its tile."""
     causal, lengths = load_spec("causal"), torch.tensor([2048, 130, 77], dtype=torch.int32, device=DEVICE)
     of = [draw(3, h, n, head_dim, seed=n + h) for h, n in ((8, q_len), (2, 2048), (2, 2048))]
     codes = [x.codes.clone() for x in of]
