@@ -195,3 +195,70 @@ def test_descales_are_looked_at_when_asked_for(monkeypatch):
     with pytest.raises(fg.FlashgenError, match="positive and finite"):
         given = {**descales(of), "v_descale": torch.zeros(1, device=DEVICE)}
         fg.attention(*(x.codes for x in of), load_spec("full"), **given)
+
+
+# ---------------------------------------------------------------- decoding
+def cached(x, page_size, table):
+    """[batch, heads, rows, columns] of codes as a cache [pages, page_size, heads, columns], other pages NaN."""
+    _, heads, _, columns = x.shape
+    pages = (
+        x.view(torch.uint8).unflatten(2, (-1, page_size)).permute(0, 2, 3, 1, 4).reshape(-1, page_size, heads, columns)
+    )
+    cache = torch.full((table.numel() + 3, page_size, heads, columns), 0x7F, dtype=torch.uint8, device=DEVICE)
+    cache[table.flatten().long()] = pages
+    return cache.view(x.dtype)
+
+
+@pytest.mark.parametrize("accuracy", WORDS_BY_BITS)
+@pytest.mark.parametrize("splits", [None, 1, 3, 40])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_decoding(head_dim, splits, accuracy):
+    """Few queries of heads that share keys, or of one that does not: against float64."""
+    for heads, kv_heads, q_len in ((32, 2, 1), (8, 2, 5), (2, 2, 1)):
+        of = [draw(2, h, n, head_dim, seed=n + h) for h, n in ((heads, q_len), (kv_heads, 5000), (kv_heads, 5000))]
+        o, lse = fg.attention(
+            *(x.codes for x in of),
+            load_spec("full"),
+            **descales(of),
+            accuracy=accuracy,
+            kv_splits=splits,
+            return_lse=True,
+        )
+        q, k, v = (x.values.double() for x in of)
+        k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+        s = q @ k.mT * head_dim**-0.5
+        right = torch.softmax(s, -1) @ v
+        assert float((o - right).norm() / right.norm()) < 0.04
+        assert float((lse - s.logsumexp(-1)).abs().max()) < (1e-3 if accuracy == "exact" else 0.02)
+        again = fg.attention(
+            *(x.codes for x in of), load_spec("full"), **descales(of), accuracy=accuracy, kv_splits=splits
+        )
+        assert torch.equal(again, o)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("page_size", [None, 16, 64, 256])
+@pytest.mark.parametrize(("head_dim", "q_len"), [(128, 1), (64, 70), (192, 3)])
+def test_lengths_and_pages(head_dim, q_len, page_size, splits):
+    """Each sequence has the bits that it has alone; what lies behind it, or in other pages, is NaN.  P is exact: which
+    words are made by bits depends on a row's place in its tile."""
+    causal, lengths = load_spec("causal"), torch.tensor([2048, 130, 77], dtype=torch.int32, device=DEVICE)
+    of = [draw(3, h, n, head_dim, seed=n + h) for h, n in ((8, q_len), (2, 2048), (2, 2048))]
+    codes = [x.codes.clone() for x in of]
+    for b, n in enumerate(lengths.tolist()):
+        for x in codes[1:]:
+            x.view(torch.uint8)[b, :, n:] = 0x7F
+    given = {"kv_lengths": lengths, "q_offset": "end", "kv_splits": splits, "accuracy": "exact", **descales(of)}
+    padded = fg.attention(*codes, causal, **given, return_lse=True)
+    if page_size is not None:
+        table = torch.randperm(3 * 2048 // page_size, device=DEVICE).to(torch.int32).view(3, -1)
+        caches = [cached(x, page_size, table) for x in codes[1:]]
+        found = fg.attention(codes[0], *caches, causal, **given, page_table=table, return_lse=True)
+        assert all(torch.equal(x, y) for x, y in zip(found, padded, strict=True))
+    for b, n in enumerate(lengths.tolist()):
+        one = [x[b : b + 1, :, :rows].contiguous() for x, rows in zip(codes, (q_len, n, n), strict=True)]
+        of_one = {name: x[b : b + 1] for name, x in descales(of).items()}
+        alone = fg.attention(
+            *one, load_spec("causal_bottom_right"), **of_one, kv_splits=splits, accuracy="exact", return_lse=True
+        )
+        assert all(torch.equal(x[b : b + 1], y) for x, y in zip(padded, alone, strict=True))
