@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import overload
@@ -20,7 +21,7 @@ from flashgen.ops.out import check as check_out
 from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember, request_of
 from flashgen.planning import planner
 from flashgen.planning.division import Divided, divide
-from flashgen.planning.members import Keys
+from flashgen.planning.members import ALL_KEYS, Keys
 from flashgen.runtime import driver, kernel, tiles
 
 
@@ -144,7 +145,7 @@ class _Record:
         self._many_rows = math.prod(self._lse_shape) > memory.ROWS
         self._tensors = tuple(request.tensors)
         self._own = () if request.sequences is None else sequences.names(request.sequences.layout)
-        self._numbers = Numbers(request)
+        self._numbers = request.numbers or Numbers(request)
 
     def __call__(
         self,
@@ -234,8 +235,11 @@ def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Reques
     assert request.menu is not None  # q lies on a GPU
     whole = request.menu
 
+    def asked(keys: Keys) -> planner.Menu:
+        return gpu_menu(q, k, v, request.variant, problem, keys=keys, **request.options)
+
     def ask(keys: Keys) -> planner.Menu:
-        return gpu_menu(q, k, v, request.variant, problem, keys=keys, **request.options) if keys.split else whole
+        return request.menu_of(keys, functools.partial(asked, keys)) if keys != ALL_KEYS else whole
 
     sms = driver.gpu(index).sms
     found = _divided(ask, request, sms)

@@ -38,6 +38,7 @@ from flashgen.planning.members import (
 )
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
+from flashgen.planning.once import once
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Specialized, Tile, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
@@ -176,6 +177,9 @@ def cannot_address(sizes: Sequence[int], strides: Sequence[int], itemsize: int) 
 
     Rows are known to start at multiples of 16 bytes.
     """
+    batch, head, row = strides[:3]
+    if batch and head and row and max(batch, head, row) * itemsize < TMA_STRIDE_BYTES:
+        return None
     for axis, word in enumerate(("batch", "head", "row")):
         if sizes[axis] > 1 and strides[axis] == 0:
             return f"its {word} stride is 0 (expanded)"
@@ -484,18 +488,25 @@ def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: in
     where it says 2 to 6, 1.13 to 1.4 where it says 1.14 to 1.5, and 0.98 to 1.02 where it says 1.
     """
 
+    group, heads = problem.group, problem.heads * problem.batch
+
     def rows(one: KernelPlan) -> float:
-        group = problem.group
-        q_tiles = -(-problem.q_len // one.tile_queries(group))
-        tiles = q_tiles * problem.heads * problem.batch // one.pack(group)
+        pack = one.pack(group)
+        tiles = -(-problem.q_len * pack // one.tile.q) * heads // pack
         if one.keys.split:  # among as many blocks as fill the SMs
             return one.tile.q * tiles / sms
         return one.tile.q * (max(1.0, tiles / sms) if _layout(one).scheduler.dynamic else -(-tiles // sms))
 
-    arch = find(plan.arch)
-    faster = seconds_per_score(plan, arch)[0] / seconds_per_score(packed, arch)[0]
-    # A packed tile has more rows, and no form is slower than it is believed to be.
-    return min(1.0, faster) * rows(plan) / rows(packed)
+    fewer = rows(plan) / rows(packed)
+    if fewer <= 1:  # and no form is slower than it is believed to be
+        return fewer
+    return min(1.0, _pace(plan) / _pace(packed)) * fewer  # a packed tile has more rows
+
+
+@once
+def _pace(plan: KernelPlan) -> float:
+    """Seconds per score of one block."""
+    return seconds_per_score(plan, find(plan.arch))[0]
 
 
 def _score_emitted_twice(c: Candidate, request: KernelRequest) -> bool:
