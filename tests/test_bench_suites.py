@@ -51,7 +51,7 @@ def test_a_refusal_is_recorded_and_a_failure_is_wrong():
 
 def test_a_row_that_cannot_be_timed_is_wrong_and_the_next_is_measured():
     class Broken(Stub):
-        def time(self, calls, *, rounds):
+        def time(self, calls, *, rounds, until=None):
             failing()
 
     row = Row(part="p", name="n", make=lambda ground: contest_of(flashgen=lambda: "right"), timer=Broken())

@@ -150,8 +150,8 @@ def steps(plan: KernelPlan, problem: Problem, params: Mapping[str, int | float],
     """Tiles of keys that the last tile of queries sees, as far as is known: of a mask that reads captured tensors,
     batches, heads or a parameter without a value all.  Queries with positions of their own count as the last ones.
 
-    Of lengths that end inside of one tile of keys it is what the shortest of them says: a cache that grows by a key at a
-    time asks anew with each tile.
+    Of lengths that end inside of one tile of keys it is what the shortest of them says: a cache that grows by a key at
+    a time asks anew with each tile.
     """
     all_tiles, whole = -(-problem.kv_len // plan.tile.kv), problem.kv_len % plan.tile.kv == 0
     by_tiles = _visible(plan)

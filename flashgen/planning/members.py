@@ -188,6 +188,7 @@ class MaskByElement:
     """The mask is asked for each where it is used."""
 
     form: ClassVar[str] = "by_element"
+    looks_up: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,9 +196,19 @@ class MaskAsBits:
     """It is asked for a few at a time, a bit each, before any is used: registers are short for what it reads."""
 
     form: ClassVar[str] = "as_bits"
+    looks_up: ClassVar[bool] = False
 
 
-Mask = MaskByElement | MaskAsBits
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskByLookups:
+    """It is asked for each where it is used; what it reads by a query or a key alone is read before, while products run,
+    of each key by one lane of a warp, which passes it on."""
+
+    form: ClassVar[str] = "by_lookups"
+    looks_up: ClassVar[bool] = True
+
+
+Mask = MaskByElement | MaskAsBits | MaskByLookups
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, backward: how dq is added up in memory, by which function of consumers

@@ -412,6 +412,13 @@ class KernelPlan(Integers):
         """Whether the rows of a tile are pairs of a query and one of several heads that share keys."""
         return self.specialized is not None and self.specialized.rows.packed
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether the mask is given what it reads by a query or a key alone."""
+        if self.backward is not None:
+            return self.backward.lookup_stages > 0
+        return isinstance(self.specialized, Specialized) and self.specialized.mask.looks_up
+
     def pack(self, group: int) -> int:
         """Heads in a tile, of a `group` that shares keys: the largest power of two that divides it and the rows of a
         warpgroup, which one copy moves; 1 where nothing is packed."""

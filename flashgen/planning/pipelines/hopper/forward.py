@@ -24,8 +24,10 @@ from flashgen.planning.members import (
     Keys,
     KeysLeave,
     KeysStay,
+    Mask,
     MaskAsBits,
     MaskByElement,
+    MaskByLookups,
     OByTma,
     OFromRegisters,
     OInParts,
@@ -114,6 +116,9 @@ PACKED_REGISTERS = 12
 #: Ops of a mask from which on it is asked for a few elements at a time: those with fewer do not spill.  What an element
 #: that is read for each key costs beyond one.
 BITS_OPS, READ_OPS = 14, 2
+
+#: Bytes that a mask may look up of a query and a key: they lie in registers under a product.
+LOOKUP_BYTES = 16
 
 #: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone; and of
 #: one that goes on to parts of tiles, if consumers can spare them.
@@ -365,7 +370,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             warpgroups=c.warpgroups,
             ping_pong=ping_pong,
             score_emitted_twice=score_emitted_twice,
-            mask=MaskAsBits() if _masked_as_bits(request) else MaskByElement(),
+            mask=_mask(request),
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
             # Two registers spill beside dropout at head_dim 128 (16 bytes, outside of loops).
             highest=HighestAsFloat() if request.dropout else HighestAsInteger(),
@@ -387,10 +392,15 @@ def _o(c: Candidate, request: KernelRequest) -> OByTma | OFromRegisters | OInPar
     return OByTma() if _stored(c, request.layout) else OFromRegisters()
 
 
-def _masked_as_bits(request: KernelRequest) -> bool:
-    """Whether the mask is asked for a few elements at a time, a bit each."""
+def _mask(request: KernelRequest) -> Mask:
+    """How elements are masked: by many ops a few at a time, a bit each."""
     asked = request.profile
-    return asked.judged and asked.mask_ops + READ_OPS * asked.mask_reads_by_key >= BITS_OPS
+    many = asked.judged and asked.mask_ops + READ_OPS * asked.mask_reads_by_key >= BITS_OPS
+    if many:
+        return MaskAsBits()
+    # By elements of 16 bytes or less, as many as registers hold.
+    item = sum(n.dtype.itemsize for n in asked.lookups)
+    return MaskByLookups() if 0 < item <= LOOKUP_BYTES and asked.judged else MaskByElement()
 
 
 def scheduler(request: KernelRequest) -> Scheduler:
