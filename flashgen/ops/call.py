@@ -154,9 +154,12 @@ def checked_again(
     """As `checked`, of a call on a GPU that differs from that of `known` in lengths, strides that every pipeline can
     load, numbers and contents alone; `tensors` names the captured ones."""
     variant, named = call.variant, call.named
-    own = {} if known.sequences is None else sequences.of_call(variant, named)
-    problem = _problem(q, k, v, paged=sequences.paged(own))
-    found, problem = sequences.checked(own, problem, q.device, k.shape[0])
+    if known.sequences is None and k.shape[2] == v.shape[2]:
+        found, problem = None, known.problem.of_lengths(q.shape[2], k.shape[2])
+    else:
+        own = sequences.of_call(variant, named)
+        problem = _problem(q, k, v, paged=sequences.paged(own))
+        found, problem = sequences.checked(own, problem, q.device, k.shape[0])
     captured, params = known.tensors, known.params
     if tensors:
         captured = {name: named[name] for name in tensors}
@@ -166,7 +169,8 @@ def checked_again(
         params = variant.values({name: named[name] for name in params if name in named})
     scale = abs(factor(call.scale, problem.head_dim))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_rows(name, tensor)
+        if tensor.data_ptr() % ALIGNMENT:
+            check_rows(name, tensor)
     return known._replace(
         problem=problem,
         scale=scale,
@@ -272,15 +276,20 @@ def _problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, paged: bool) 
     )
 
 
+def lies_in_rows(strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether elements of a row lie side by side, and rows of whatever sizes start at multiples of 16 bytes if the
+    first does."""
+    batch, head, row, column = strides
+    return column == 1 and (batch | head | row) * itemsize % ALIGNMENT == 0
+
+
 def check_rows(name: str, tensor: torch.Tensor) -> None:
     """Rows that a kernel can load 16 bytes at a time; a CPU asks for the contiguous last dimension alone."""
     shape, strides = tensor.shape, tensor.stride()
     if 0 in shape:
         return
-    if strides[3] == 1 and tensor.is_cuda:
-        batch, head, row, _ = strides
-        if ((batch | head | row) * tensor.itemsize | tensor.data_ptr()) % ALIGNMENT == 0:
-            return
+    if lies_in_rows(strides, tensor.itemsize) and tensor.data_ptr() % ALIGNMENT == 0:
+        return
     copy = f"\n  nearest: {name}.contiguous(), a copy"
     if strides[3] != 1 and shape[3] > 1:
         raise LaunchError(

@@ -15,7 +15,7 @@ import torch
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
 from flashgen.ops import float8, sequences
-from flashgen.ops.call import Call, Request, checked, checked_again, factor
+from flashgen.ops.call import Call, Request, checked, checked_again, factor, lies_in_rows
 from flashgen.ops.menus import addressable
 from flashgen.ops.splits import SPLITS
 from flashgen.ops.values import no_variant
@@ -117,7 +117,7 @@ def request_of(
 
 def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, calls: _Calls, key: Key) -> Key | None:
     """What calls have in common that differ in lengths, strides, numbers and contents alone, of the key of one; None
-    where strides choose the pipeline, and of 8 bits, whose descales have shapes by lengths."""
+    where strides choose the pipeline or are refused, and of 8 bits, whose descales have shapes by lengths."""
     named = call.named
     if q.dtype in float8.DTYPES:
         return None
@@ -126,7 +126,7 @@ def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, calls: 
         kind.append(k.shape[2])  # pipelines load pages of some sizes
     for x, of in zip((q, k, v), key, strict=False):
         shape, strides, dtype, device = of  # type: ignore[misc]
-        if len(shape) != 4 or not addressable(shape, strides, x.itemsize):
+        if len(shape) != 4 or not (lies_in_rows(strides, x.itemsize) and addressable(shape, strides, x.itemsize)):
             return None
         kind += shape[0], shape[1], shape[3], dtype, device
     if named:

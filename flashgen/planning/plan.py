@@ -422,7 +422,9 @@ class KernelPlan(Integers):
     def pack(self, group: int) -> int:
         """Heads in a tile, of a `group` that shares keys: the largest power of two that divides it and the rows of a
         warpgroup, which one copy moves; 1 where nothing is packed."""
-        return max(1, min(group & -group, WARPGROUP_ROWS)) if self.packed else 1
+        if self.specialized is None or not self.specialized.rows.packed:
+            return 1
+        return max(1, min(group & -group, WARPGROUP_ROWS))
 
     def tile_queries(self, group: int) -> int:
         """Queries in a tile of `tile.q` rows."""

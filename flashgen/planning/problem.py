@@ -75,6 +75,19 @@ class Problem:
                 f" (kv_heads that work: {', '.join(map(str, divisors))})"
             )
 
+    def of_lengths(self, q_len: int, kv_len: int) -> Problem:
+        """The same with other lengths."""
+        return Problem(
+            batch=self.batch,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            q_len=q_len,
+            kv_len=kv_len,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            dtype=self.dtype,
+        )
+
     @property
     def group(self) -> int:
         """Query heads that share one key/value head."""

@@ -355,7 +355,8 @@ _Rows = tuple[int | None, int | None]
 
 
 def _forward_grids(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows, kv_splits: int) -> list[LaunchGrid]:
-    blocks = _q_tiles(plan, problem, rows[0]) * (problem.heads // plan.pack(problem.group))
+    pack = plan.pack(problem.group)
+    blocks = _tiles(plan, problem, plan.tile.q // pack, problem.q_len, rows[0]) * (problem.heads // pack)
     blocks *= (1 if plan.layout.joined else problem.batch) * (kv_splits if plan.keys.split else 1)
     if plan.specialized is not None:  # each block takes tile after tile
         blocks = min(blocks, sms)
