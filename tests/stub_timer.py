@@ -14,7 +14,7 @@ class Stub:
     def ready(self, call):
         return call
 
-    def time(self, calls, *, rounds):
+    def time(self, calls, *, rounds, until=None):
         for call in calls.values():
             call()
         return Timings(rounds={name: (float(i + 1),) * rounds for i, name in enumerate(calls)})

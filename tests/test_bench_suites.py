@@ -11,7 +11,7 @@ from test_bench_serving import GROUND, measure
 
 from flashgen.bench import cells, flex, functions, masks, models, record, serving, short, suite
 from flashgen.bench.functions import Functions, problem
-from flashgen.bench.protocol import Timings
+from flashgen.bench.protocol import Timings, in_time
 from flashgen.bench.suite import Contest, Ground, Row, Suite
 from flashgen.cli import suite as command
 from flashgen.errors import LaunchError
@@ -51,7 +51,7 @@ def test_a_refusal_is_recorded_and_a_failure_is_wrong():
 
 def test_a_row_that_cannot_be_timed_is_wrong_and_the_next_is_measured():
     class Broken(Stub):
-        def time(self, calls, *, rounds):
+        def time(self, calls, *, rounds, until=None):
             failing()
 
     row = Row(part="p", name="n", make=lambda ground: contest_of(flashgen=lambda: "right"), timer=Broken())
@@ -246,12 +246,48 @@ def test_a_run_that_is_cut_off_leaves_what_it_has(made_up, tmp_path):
 
 
 def test_a_budget_leaves_rows_and_names_them(made_up, tmp_path, monkeypatch):
-    made_up(*rows_of("a 1", "a 2", "a 3"))
-    clock = iter([0.0, 1.0, 3.0])
-    monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
+    rows, now = rows_of("a 1", "a 2", "a 3"), [0.0]
+
+    def slowly(row, ground, **how):
+        now[0] += 3.0
+        return real(row, ground, **how)
+
+    made_up(*rows)
+    real = suite.measure
+    monkeypatch.setattr(suite, "measure", slowly)
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
     ran = flashgen("bench", "serving", "--budget", 2, "--folder", tmp_path)
     assert "the budget was spent before 2 rows: a: a 2, a: a 3" in ran.err
     assert json.loads((tmp_path / "serving.json").read_text())["protocol"]["left"] == ["a: a 2", "a: a 3"]
+
+
+def test_a_row_ends_with_its_budget(made_up, tmp_path, monkeypatch):
+    """Peers that are not made yet are left out, and rounds that have not begun."""
+    now = [0.0]
+
+    class Slow(Stub):
+        def time(self, calls, *, rounds, until=None):
+            begun = []
+            for index in in_time(rounds, until):
+                begun.append(index)
+                now[0] += 1.5
+            return Timings(rounds={name: (1.0,) * len(begun) for name in calls})
+
+    def peer(seconds):
+        now[0] += seconds
+        return lambda: "right"
+
+    peers = {"quick": lambda: peer(0.0), "slow": lambda: peer(3.0), "late": lambda: peer(0.0)}
+    made = Contest(forms={"flashgen": lambda: "right"}, peers=peers, wrong=lambda name, found: [])
+    made_up(Row(part="a", name="one", make=lambda ground: made, timer=Slow()))
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+    for budget, rounds, absent in ((2, 1, {"late"}), (6, 3, set()), (90, 8, set())):
+        now[0] = 0.0
+        ran = flashgen("bench", "serving", "--budget", budget, "--folder", tmp_path)
+        (read,) = json.loads((tmp_path / "serving.json").read_text())["cells"]
+        assert {len(each) for each in read["ms"].values()} == {rounds}
+        assert read["absent"] == dict.fromkeys(absent, suite.SPENT)
+        assert (f"a: one: {rounds} of 7 rounds, as the budget was spent" in ran.err) == (rounds < 7)
 
 
 @pytest.mark.parametrize(

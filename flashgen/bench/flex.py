@@ -158,8 +158,7 @@ def another_length(at: Problem, ground: Ground) -> Contest:
     lengths = _in_turn(range(at.q_len, max(at.q_len - OTHERS, at.q_len // 2), -1))
     variant = from_flex(causal)
 
-    def other() -> torch.Tensor:
-        n = next(lengths)
+    def of(n: int) -> torch.Tensor:
         return attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], variant)
 
     def wrong(name: str, o: torch.Tensor) -> list[str]:
@@ -167,7 +166,8 @@ def another_length(at: Problem, ground: Ground) -> Contest:
         right = attention(q, k, v, variant)[:, :, :n]  # causal: a row does not see what lies behind
         return contest.difference(name, o, right)
 
-    return Contest(forms={"flashgen": other, "the same": functools.partial(attention, q, k, v, variant)}, wrong=wrong)
+    forms = {"flashgen": lambda: of(next(lengths)), "the same": lambda: of(at.q_len)}
+    return Contest(forms=forms, wrong=wrong)
 
 
 def another_number(at: Problem, ground: Ground) -> Contest:

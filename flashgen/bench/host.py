@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.bench import backward, cold, contest, forward, peers
 from flashgen.bench.cells import Cell, cell
-from flashgen.bench.protocol import Ratio, Timings, rotation, whole_turns
+from flashgen.bench.protocol import Ratio, Timings, in_time, rotation, whole_turns
 from flashgen.errors import LaunchError
 from flashgen.runtime.gradients import OF_INPUTS
 
@@ -140,18 +140,19 @@ def interleave(
     *,
     rounds: int,
     slot: Callable[[Contender, Callable[[], None]], float] = slot,
+    until: float | None = None,
 ) -> dict[str, tuple[float, ...]]:
     """Microseconds of the host in one call: each round times a slot of every contender, in an order that rotates.
 
     `settle` waits for the GPU: before a slot, so that its queue is empty, and after it.  Python's collector rests
-    meanwhile.
+    meanwhile.  No round but the first begins after `until`, a moment of time.monotonic().
     """
     names, collecting = list(contenders), gc.isenabled()
     found: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
     try:
-        for index in range(rounds):
+        for index in in_time(rounds, until):
             for name in rotation(names, index):
                 found[name].append(1e6 * slot(contenders[name], settle))
     finally:

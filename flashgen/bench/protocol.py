@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Protocol
 
@@ -83,12 +84,17 @@ class Elsewhere(Protocol):
 
 
 def interleave(
-    contenders: Mapping[str, Callable[[], object] | Elsewhere], *, rounds: int = MIN_ROUNDS, slot_ms: float = 12.0
+    contenders: Mapping[str, Callable[[], object] | Elsewhere],
+    *,
+    rounds: int = MIN_ROUNDS,
+    slot_ms: float = 12.0,
+    until: float | None = None,
 ) -> Timings:
     """Time every contender in every round on torch's current stream.
 
     Each slot repeats its call for about `slot_ms` of device time between two CUDA events, after half as many calls that
-    are not counted; the events give the mean of the slot.  Raises ValueError for fewer rounds than `MIN_ROUNDS`.
+    are not counted; the events give the mean of the slot.  No round but the first begins after `until`, a moment of
+    time.monotonic().  Raises ValueError for fewer rounds than `MIN_ROUNDS`.
     """
     if rounds < MIN_ROUNDS:
         raise ValueError(f"{rounds} rounds are too few: at least {MIN_ROUNDS}")
@@ -100,10 +106,18 @@ def interleave(
         for name, one in contenders.items()
     }
     times: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(rounds):
+    for index in in_time(rounds, until):
         for name in rotation(names, index):
             times[name].append(slots[name]())
     return Timings(rounds={name: tuple(values) for name, values in times.items()})
+
+
+def in_time(rounds: int, until: float | None) -> Iterator[int]:
+    """The rounds, as far as they begin before a moment of time.monotonic(): at least one."""
+    for index in range(rounds):
+        if index and until is not None and time.monotonic() > until:
+            return
+        yield index
 
 
 def slot(call: Callable[[], object], repeats: int) -> float:

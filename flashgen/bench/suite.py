@@ -10,12 +10,16 @@ import contextlib
 import dataclasses
 import gc
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flashgen.bench.protocol import Ratio, Timings, whole_turns
 from flashgen.bench.timers import Call, Timer
 from flashgen.errors import FlashgenError
+
+#: Why a peer is absent that was not made any more.
+SPENT = "the budget was spent before"
 
 #: Makes a peer's call; None where the peer lacks such a row.  What it raises says why the peer is absent.
 Builder = Callable[[], Call | None]
@@ -152,12 +156,13 @@ class Found:
         }
 
 
-def measure(row: Row, ground: Ground, *, rounds: int) -> Found:
+def measure(row: Row, ground: Ground, *, rounds: int, until: float | None = None) -> Found:
     """Make, check and time one row, and give its memory back.  What fails is recorded: of flashgen as what is wrong,
-    unless it is a refusal."""
+    unless it is a refusal.  After `until`, a moment of time.monotonic(), no peer is made and no round but the first
+    begins."""
     try:
         with row.timer.around():
-            return _measured(row, ground, rounds)
+            return _measured(row, ground, rounds, until)
     except Exception as error:  # a kernel that ended the GPU's context takes all rows with it: each says so
         return _without(row, error)
     finally:
@@ -175,7 +180,7 @@ def _give_back(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _measured(row: Row, ground: Ground, rounds: int) -> Found:
+def _measured(row: Row, ground: Ground, rounds: int, until: float | None) -> Found:
     timer, absent, reasons = row.timer, {}, []
     try:
         contest = row.make(ground)
@@ -184,6 +189,9 @@ def _measured(row: Row, ground: Ground, rounds: int) -> Found:
     ready: dict[str, Call] = {}
     builders = {name: lambda call=call: call for name, call in contest.forms.items()} | dict(contest.peers)
     for name, build in builders.items():
+        if until is not None and time.monotonic() > until and name not in contest.forms:
+            absent[name] = SPENT
+            continue
         try:
             if (call := build()) is None:
                 continue
@@ -196,7 +204,7 @@ def _measured(row: Row, ground: Ground, rounds: int) -> Found:
     subject = next(iter(contest.forms))
     timings = None
     if subject in ready:
-        timings = with_sums(timer.time(ready, rounds=whole_turns(rounds, len(ready))), contest.sums)
+        timings = with_sums(timer.time(ready, rounds=whole_turns(rounds, len(ready)), until=until), contest.sums)
     return Found(
         row=row,
         subject=subject,

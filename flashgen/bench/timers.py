@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flashgen.bench import host, protocol
-from flashgen.bench.protocol import Timings, rotation
+from flashgen.bench.protocol import Timings, in_time, rotation
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +40,9 @@ class Timer(Protocol):
     def ready(self, call: Call) -> Call:
         """The call as it is timed.  Raises what the call raises there."""
 
-    def time(self, calls: Mapping[str, Call], *, rounds: int) -> Timings:
-        """Milliseconds of one call, by contender and round."""
+    def time(self, calls: Mapping[str, Call], *, rounds: int, until: float | None = None) -> Timings:
+        """Milliseconds of one call, by contender and round; no round but the first begins after `until`, a moment of
+        time.monotonic()."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,8 @@ class Eager:
     def ready(self, call: Call) -> Call:
         return call
 
-    def time(self, calls: Mapping[str, Call], *, rounds: int) -> Timings:
-        return protocol.interleave(calls, rounds=rounds, slot_ms=self.slot_ms)
+    def time(self, calls: Mapping[str, Call], *, rounds: int, until: float | None = None) -> Timings:
+        return protocol.interleave(calls, rounds=rounds, slot_ms=self.slot_ms, until=until)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,8 @@ class Graph:
     def ready(self, call: Call) -> Call:
         return captured(call, self.calls).replay
 
-    def time(self, calls: Mapping[str, Call], *, rounds: int) -> Timings:
-        found = protocol.interleave(calls, rounds=rounds)
+    def time(self, calls: Mapping[str, Call], *, rounds: int, until: float | None = None) -> Timings:
+        found = protocol.interleave(calls, rounds=rounds, until=until)
         return Timings(rounds={name: tuple(ms / self.calls for ms in each) for name, each in found.rounds.items()})
 
 
@@ -102,7 +103,7 @@ class Cold:
     def ready(self, call: Call) -> Call:
         return captured(call, 1).replay
 
-    def time(self, calls: Mapping[str, Call], *, rounds: int) -> Timings:
+    def time(self, calls: Mapping[str, Call], *, rounds: int, until: float | None = None) -> Timings:
         import torch
 
         flushed = torch.empty(FLUSHED_BYTES // 4, dtype=torch.int32, device="cuda")
@@ -112,7 +113,7 @@ class Cold:
             alone = statistics.median(_cold(call, flushed, FEWEST))
             repeats[name] = max(FEWEST, min(MOST, round(SLOT_MS / max(alone, 1e-3))))
         times: dict[str, list[float]] = {name: [] for name in names}
-        for index in range(rounds):
+        for index in in_time(rounds, until):
             for name in rotation(names, index):
                 times[name].append(statistics.median(_cold(calls[name], flushed, repeats[name])))
         return Timings(rounds={name: tuple(values) for name, values in times.items()})
@@ -135,7 +136,7 @@ class Host:
     def ready(self, call: Call) -> Call:
         return call
 
-    def time(self, calls: Mapping[str, Call], *, rounds: int) -> Timings:
+    def time(self, calls: Mapping[str, Call], *, rounds: int, until: float | None = None) -> Timings:
         import torch
 
         contenders = {
@@ -143,7 +144,7 @@ class Host:
             for name, call in calls.items()
         }
         slot = functools.partial(host.slot, calls=self.calls, warm=self.warm)
-        us = host.interleave(contenders, torch.cuda.synchronize, rounds=rounds, slot=slot)
+        us = host.interleave(contenders, torch.cuda.synchronize, rounds=rounds, slot=slot, until=until)
         return Timings(rounds={name: tuple(1e-3 * x for x in values) for name, values in us.items()})
 
 

@@ -83,7 +83,9 @@ def command(
     part: Annotated[str, typer.Option(help="A suite's parts, e.g. decode,pages; commas between.")] = "",
     budget: Annotated[
         float | None,
-        typer.Option(min=1, help="A suite: begin no row after so many seconds; the record says which were left."),
+        typer.Option(
+            min=1, help="A suite: begin no row, peer or round after so many seconds; the record says what was left."
+        ),
     ] = None,
     folder: Annotated[Path, typer.Option(help="Where raw results go.", callback=options.results)] = Path(
         "generated/bench"

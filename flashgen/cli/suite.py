@@ -51,7 +51,8 @@ def measure(
     as_json: bool,
     slack: float,
 ) -> None:
-    """Measure the chosen rows until the budget of seconds is spent; exit 1 where a result is wrong.
+    """Measure the chosen rows until the budget of seconds is spent: the row that is at work then ends with the rounds
+    that it has; exit 1 where a result is wrong.
 
     All of the suite's packages take part where `peers` is None.  A bar holds at this much (`slack`) of it.
     """
@@ -79,14 +80,14 @@ def measure(
     ]
     err.print(f"{len(chosen)} rows; all of {name} take about {suite.minutes:g} minutes on an H200", markup=False)
     found: list[Found] = []
-    start = time.monotonic()
+    until = None if budget is None else time.monotonic() + budget
     with progress() as bar:
         task = bar.add_task("measuring", total=len(chosen))
         for row in chosen:
-            if budget is not None and time.monotonic() - start > budget:
+            if until is not None and time.monotonic() > until:
                 break
             bar.update(task, description=str(row))
-            found.append(one(row, ground, rounds=rounds))
+            found.append(one(row, ground, rounds=rounds, until=until))
             bar.console.print(line(found[-1], slack), markup=True)
             bar.advance(task)
             # A run that is cut off leaves what it has.
@@ -99,6 +100,9 @@ def measure(
         tabulate(table(suite, found, slack))
     wrong = (f"{each.row}: {reason}" for each in found for reason in each.reasons)
     notes = [f"{each.row}: without {who}: {why}" for each in found for who, why in each.absent.items()]
+    for each in found:
+        if each.timings is not None and (had := len(each.timings.rounds[each.subject])) < rounds:
+            notes.append(f"{each.row}: {had} of {rounds} rounds, as the budget was spent")
     if left:
         notes.append(f"the budget was spent before {len(left)} rows: {', '.join(left)}")
     conclude(path, told, wrong, notes, as_json, left=left)
@@ -121,7 +125,7 @@ def _functions(path: Path, entries: Sequence[str]) -> Mapping[str, Callable]:
 def _protocol(suite: Suite, rounds: int, left: Sequence[str]) -> dict[str, object]:
     return {
         "measures": suite.doc,
-        "rounds": f"at least {rounds}, in whole turns of the contenders' order",
+        "rounds": f"at least {rounds}, in whole turns of the contenders' order; fewer where the budget was spent",
         "ratio": "median of per-round (time of another / time of the subject), low, high",
         "more_us": "median of per-round (time of the subject - time of another)",
         "bars": "what the ratio must be at least",

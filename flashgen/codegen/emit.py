@@ -46,9 +46,8 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     The text depends on the plan alone: never on a length, a batch, a number of heads or a parameter's value.
     """
     facts = facts or analyse(plan.variant)
-    staged = plan.backward is not None and plan.backward.lookup_stages > 0
     found = variant_code(
-        *(facts, _tiles(plan), lookups(plan.variant) if staged else (), plan.layout, plan.summaries),
+        *(facts, _tiles(plan), lookups(plan.variant) if plan.looks_up else (), plan.layout, plan.summaries),
         judged_in_turn=plan.backward is not None and plan.backward.judged_in_turn,
         uniform=plan.masked_by_tile,
     )

@@ -100,7 +100,11 @@ def plan_of(given: Given, request: Request, deterministic: bool, wanted: tuple[s
     options = {"deterministic": deterministic, "dropout": request.dropout is not None, "gradients": wanted}
     options["layout"] = request.layout
     if given.q.is_cuda:
-        menu = gpu_menu(given.q, given.k, given.v, variant, problem, backward=True, **options)
+
+        def ask() -> planner.Menu:
+            return gpu_menu(given.q, given.k, given.v, variant, problem, backward=True, **options)
+
+        menu = request.menu_of(("backward", deterministic, wanted), ask)
         return planner.choose(menu, problem, driver.gpu(given.q.device.index).sms)
     asked = cpu_request(variant, problem, backward=True, **options)
     return planner.choose(planner.menu_of(asked), problem, asked.arch.sms)
@@ -183,7 +187,7 @@ class _Record:
         self._places, self._room = memory.places(launch.workspaces)
         self._tensors, self._wanted = tuple(request.tensors), wanted
         self._sums = [(tuple(x.shape), memory.contiguous(x.shape)) for x in [request.tensors[name] for name in wanted]]
-        self._numbers = Numbers(request)
+        self._numbers = request.numbers or Numbers(request)
         made = (*("q", "k", "v", "o", "d_o", "lse", "dlse"), *_RESULTS, *(part.name for part in launch.workspaces))
         self._joined = request.layout.joined
         self._own = () if request.sequences is None else sequences.names(request.sequences.layout)

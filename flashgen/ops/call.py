@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -65,10 +64,12 @@ class Call(NamedTuple):
         return Call(self.variant, self.scale, named, self.dropout, self.deterministic)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(NamedTuple):
     """A call that is in order.  `variant` has its constants bound, and its score flipped where the scale is negative:
-    `scale` is not.  `menu` has the forward's kernels on a GPU."""
+    `scale` is not.  `menu` has the forward's kernels on a GPU.
+
+    A tuple, as each new length makes one.
+    """
 
     problem: Problem
     variant: Variant
@@ -81,6 +82,18 @@ class Request:
     invariant: bool = False  # keys are cut into leaves
     menu: planner.Menu | None = None
     eight: float8.Eight | None = None
+    #: What calls of one kind share: other menus by what they are of, and the `records.Numbers` of all.
+    menus: dict[object, planner.Menu] | None = None
+    numbers: Any = None
+
+    def menu_of(self, what: object, ask: Callable[[], planner.Menu]) -> planner.Menu:
+        """Another menu than the forward's of whole keys: what `ask` gives, once for calls of one kind."""
+        if self.menus is None:
+            return ask()
+        found = self.menus.get(what)
+        if found is None:
+            found = self.menus[what] = ask()
+        return found
 
     @property
     def layout(self) -> Layout:
@@ -129,7 +142,7 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
         eight=eight,
     )
     if q.is_cuda:  # refuses head dims and pins that no kernel takes
-        request = replace(request, menu=gpu_menu(q, k, v, bound, problem, **request.options))
+        request = request._replace(menu=gpu_menu(q, k, v, bound, problem, **request.options))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rows(name, tensor)
     return request
@@ -141,21 +154,30 @@ def checked_again(
     """As `checked`, of a call on a GPU that differs from that of `known` in lengths, strides that every pipeline can
     load, numbers and contents alone; `tensors` names the captured ones."""
     variant, named = call.variant, call.named
-    problem = _problem(q, k, v, paged=False)
-    captured = {name: named[name] for name in tensors}
-    params = variant.values({p.name: named[p.name] for p in variant.params if p.name in named})
-    for declared in variant.tensors if tensors else ():
-        _check_captured(variant, declared, captured[declared.name], problem, q.device, None)
+    if known.sequences is None and k.shape[2] == v.shape[2]:
+        found, problem = None, known.problem.of_lengths(q.shape[2], k.shape[2])
+    else:
+        own = sequences.of_call(variant, named)
+        problem = _problem(q, k, v, paged=sequences.paged(own))
+        found, problem = sequences.checked(own, problem, q.device, k.shape[0])
+    captured, params = known.tensors, known.params
+    if tensors:
+        captured = {name: named[name] for name in tensors}
+        for declared in variant.tensors:
+            _check_shape(variant, declared, captured[declared.name], problem, found)
+    if params:
+        params = variant.values({name: named[name] for name in params if name in named})
     scale = abs(factor(call.scale, problem.head_dim))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_rows(name, tensor)
-    return replace(
-        known,
+        if tensor.data_ptr() % ALIGNMENT:
+            check_rows(name, tensor)
+    return known._replace(
         problem=problem,
         scale=scale,
         params=params,
         tensors=captured,
         dropout=call.dropout,
+        sequences=found,
         kv_splits=named.get(SPLITS),
     )
 
@@ -254,10 +276,19 @@ def _problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, paged: bool) 
     )
 
 
+def lies_in_rows(strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether elements of a row lie side by side, and rows of whatever sizes start at multiples of 16 bytes if the
+    first does."""
+    batch, head, row, column = strides
+    return column == 1 and (batch | head | row) * itemsize % ALIGNMENT == 0
+
+
 def check_rows(name: str, tensor: torch.Tensor) -> None:
     """Rows that a kernel can load 16 bytes at a time; a CPU asks for the contiguous last dimension alone."""
     shape, strides = tensor.shape, tensor.stride()
     if 0 in shape:
+        return
+    if lies_in_rows(strides, tensor.itemsize) and tensor.data_ptr() % ALIGNMENT == 0:
         return
     copy = f"\n  nearest: {name}.contiguous(), a copy"
     if strides[3] != 1 and shape[3] > 1:
@@ -295,7 +326,6 @@ def _check_captured(
     own: sequences.Sequences | None,
 ) -> None:
     title = f"captured tensor {declared.name!r} of {variant.name!r}"
-    dims = ", ".join("any" if dim is None else str(dim) for dim in declared.dims)
     if given is None:
         raise LaunchError(variant.missing(declared))
     if not isinstance(given, torch.Tensor):
@@ -311,8 +341,17 @@ def _check_captured(
         raise LaunchError(
             f"{title} is on {given.device} and q on {device}\n  nearest: {declared.name}.to({str(device)!r})"
         )
+    _check_shape(variant, declared, given, problem, own)
+
+
+def _check_shape(
+    variant: Variant, declared: Declared, given: torch.Tensor, problem: Problem, own: sequences.Sequences | None
+) -> None:
+    """Raise LaunchError for a captured tensor of another shape than the one declared."""
     shape = list(given.shape)
+    title = f"captured tensor {declared.name!r} of {variant.name!r}"
     if given.dim() != len(declared.dims):
+        dims = ", ".join("any" if dim is None else str(dim) for dim in declared.dims)
         raise LaunchError(f"{title} has {given.dim()} dimensions {shape} and is declared [{dims}]")
     sizes = {"q": problem.q_len, "kv": problem.kv_len, **problem.sizes()}
     if own is not None:  # positions may reach less far than the tensor
@@ -323,6 +362,7 @@ def _check_captured(
         if wanted is not None and shape[axis] != wanted and not (isinstance(dim, str) and shape[axis] == 1):
             named = f"{dim} = {wanted}" if isinstance(dim, str) else f"{wanted}"
             alternative = " (or 1: it broadcasts)" if isinstance(dim, str) else ""
+            dims = ", ".join("any" if dim is None else str(dim) for dim in declared.dims)
             raise LaunchError(
                 f"{title} is {shape} and declared [{dims}]: dimension {axis} must be {named}{alternative}"
             )

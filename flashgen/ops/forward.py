@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import overload
@@ -20,7 +21,7 @@ from flashgen.ops.out import check as check_out
 from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember, request_of
 from flashgen.planning import planner
 from flashgen.planning.division import Divided, divide
-from flashgen.planning.members import Keys
+from flashgen.planning.members import ALL_KEYS, Keys
 from flashgen.runtime import driver, kernel, tiles
 
 
@@ -90,7 +91,11 @@ def strides_like(x: torch.Tensor, columns: int) -> tuple[int, int, int, int]:
     return heads * rows * columns, rows * columns, columns, 1
 
 
-def o_layout(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+#: Sizes and strides.
+_Shape = tuple[tuple[int, int, int, int], tuple[int, int, int, int]]
+
+
+def o_layout(q: torch.Tensor, v: torch.Tensor) -> _Shape:
     """Shape and strides of o."""
     batch, heads, q_len, _ = q.shape
     return (batch, heads, q_len, v.shape[3]), strides_like(q, v.shape[3])
@@ -134,17 +139,17 @@ class _Record:
         *("_eight", "_o_strides", "_own", "_places", "_record", "_room", "_tensors"),
     )
 
-    def __init__(self, q: torch.Tensor, v: torch.Tensor, request: Request, record: kernel.Record) -> None:
+    def __init__(self, q: torch.Tensor, o: _Shape, request: Request, record: kernel.Record) -> None:
         self._record, self._counts = record, bool(record.launch.cleared)
         self._index, self._dtype = q.device.index, float8.out_dtype(request.eight, q)
         self._eight = request.eight is not None
-        self._o_shape, self._o_strides = o_layout(q, v)
+        self._o_shape, self._o_strides = o
         self._lse_shape, self._lse_strides = self._o_shape[:3], memory.contiguous(self._o_shape[:3])
         self._places, self._room = memory.places(record.launch.workspaces)
         self._many_rows = math.prod(self._lse_shape) > memory.ROWS
         self._tensors = tuple(request.tensors)
         self._own = () if request.sequences is None else sequences.names(request.sequences.layout)
-        self._numbers = Numbers(request)
+        self._numbers = request.numbers or Numbers(request)
 
     def __call__(
         self,
@@ -220,8 +225,7 @@ def _divided(ask: Callable[[Keys], planner.Menu], request: Request, sms: int) ->
 
 def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
     """Over batch, heads and rows, in elements."""
-    batch, head, row, _ = x.stride()
-    return batch, head, row
+    return x.stride()[:3]  # type: ignore[return-value]
 
 
 def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, out: torch.Tensor | None) -> _Record:
@@ -234,17 +238,20 @@ def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Reques
     assert request.menu is not None  # q lies on a GPU
     whole = request.menu
 
+    def asked(keys: Keys) -> planner.Menu:
+        return gpu_menu(q, k, v, request.variant, problem, keys=keys, **request.options)
+
     def ask(keys: Keys) -> planner.Menu:
-        return gpu_menu(q, k, v, request.variant, problem, keys=keys, **request.options) if keys.split else whole
+        return request.menu_of(keys, functools.partial(asked, keys)) if keys != ALL_KEYS else whole
 
     sms = driver.gpu(index).sms
     found = _divided(ask, request, sms)
     loaded = kernel.load(found.plan)
-    strides = {"q": strides_of(q), "k": strides_of(k), "v": strides_of(v), "o": o_layout(q, v)[1][:3]}
-    if out is not None:
-        strides["o"] = strides_of(out)
+    o = o_layout(q, v)
+    of_o = o[1][:3] if out is None else strides_of(out)
+    strides = {"q": strides_of(q), "k": strides_of(k), "v": strides_of(v), "o": of_o}
     launch = launch_of(request, loaded.plan, strides, sms, kv_splits=found.splits)
-    return _Record(q, v, request, loaded.record(launch, index))
+    return _Record(q, o, request, loaded.record(launch, index))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

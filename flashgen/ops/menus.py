@@ -95,7 +95,8 @@ def _limits(
 
 def addressable(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
     """Whether every pipeline can load a tensor of aligned rows that lies like this, in elements."""
-    return all(pipeline.cannot_address(shape, strides, itemsize) is None for pipeline in planner.PIPELINES.values())
+    limits = [pipeline.cannot_address(shape, strides, itemsize) for pipeline in planner.PIPELINES.values()]
+    return not any(limits)
 
 
 def gpu_arch(q: torch.Tensor) -> str:

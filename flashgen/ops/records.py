@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
 from flashgen.ops import float8, sequences
-from flashgen.ops.call import Call, Request, checked, checked_again, factor
+from flashgen.ops.call import Call, Request, checked, checked_again, factor, lies_in_rows
 from flashgen.ops.menus import addressable
 from flashgen.ops.splits import SPLITS
 from flashgen.ops.values import no_variant
@@ -107,28 +107,34 @@ def request_of(
         return checked_again(known, q, k, v, call, calls.tensors)
     request = checked(q, k, v, call)
     if kind is not None:
-        remember(calls.requests, kind, replace(request, tensors={}))  # whoever owns them may free them
+        own = request.sequences
+        request = request._replace(menus={}, numbers=Numbers(request) if own is None else None)
+        # Whoever owns the tensors may free them.
+        kept = request._replace(tensors={}, sequences=own and own._replace(tensors=()))
+        remember(calls.requests, kind, kept)
     return request
 
 
 def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, calls: _Calls, key: Key) -> Key | None:
     """What calls have in common that differ in lengths, strides, numbers and contents alone, of the key of one; None
-    where strides choose the pipeline, of sequences with lengths of their own, and of 8 bits, whose descales have shapes
-    by lengths."""
+    where strides choose the pipeline or are refused, and of 8 bits, whose descales have shapes by lengths."""
     named = call.named
-    if not calls.sequences.isdisjoint(named) or q.dtype in float8.DTYPES:
-        return None
-    kind: list[object] = [*key[3:7], *named, *map(type, named.values()), *map(named.get, calls.constants)]
-    for x in (q, k, v):
-        shape = x.shape
-        if len(shape) != 4 or not addressable(shape, x.stride(), x.itemsize):
-            return None
-        kind += shape[0], shape[1], shape[3], x.dtype, x.device
     if q.dtype in float8.DTYPES:
-        kind += float8.options(named)
-    for name in calls.tensors:
-        if name in named:
-            kind += named[name].dtype, named[name].device, named[name].is_neg()
+        return None
+    kind: list[object] = [*key[3:7]]
+    if sequences.paged(named):
+        kind.append(k.shape[2])  # pipelines load pages of some sizes
+    for x, of in zip((q, k, v), key, strict=False):
+        shape, strides, dtype, device = of  # type: ignore[misc]
+        if len(shape) != 4 or not (lies_in_rows(strides, x.itemsize) and addressable(shape, strides, x.itemsize)):
+            return None
+        kind += shape[0], shape[1], shape[3], dtype, device
+    if named:
+        kind += [*named, *map(type, named.values()), *map(named.get, calls.constants)]
+        for name in calls.tensors:
+            if name in named:
+                x = named[name]
+                kind += x.dtype, x.device, x.is_neg()
     return tuple(kind)
 
 

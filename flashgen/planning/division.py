@@ -19,6 +19,7 @@ from flashgen.planning import planner, split_keys
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import ALL_KEYS, Keys, Leaves, SplitKeys
+from flashgen.planning.once import once
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.planner import Menu
 from flashgen.planning.problem import Problem
@@ -157,23 +158,72 @@ def _whole(ask: Callable[[Keys], Menu], problem: Problem, sms: int, why: str) ->
 
 def steps(plan: KernelPlan, problem: Problem, params: Mapping[str, int | float], layout: Layout) -> int:
     """Tiles of keys that the last tile of queries sees, as far as is known: of a mask that reads captured tensors,
-    batches, heads or a parameter without a value all.  Queries with positions of their own count as the last ones."""
-    all_tiles = -(-problem.kv_len // plan.tile.kv)
-    facts = analyse(plan.variant)
-    unknown = plan.variant.pair_tensors or any(name not in params for name in mask_parameters(plan.variant))
-    if plan.variant.mask is None or unknown or facts.uses_batch or facts.uses_head:
+    batches, heads or a parameter without a value all.  Queries with positions of their own count as the last ones.
+
+    Of lengths that end inside of one tile of keys it is what the shortest of them says: a cache that grows by a key at
+    a time asks anew with each tile.
+    """
+    all_tiles, whole = -(-problem.kv_len // plan.tile.kv), problem.kv_len % plan.tile.kv == 0
+    by_tiles = _visible(plan)
+    if by_tiles is None:
         return all_tiles
+    named = tuple(params.items())
+    at = problem.batch, problem.heads, problem.kv_heads, problem.q_len, all_tiles, whole, layout.own, named
+    found = by_tiles.get(at)
+    if found is None:
+        if len(by_tiles) >= MAX_REMEMBERED:
+            by_tiles.clear()
+        found = by_tiles[at] = _steps(plan, problem, params, layout)
+    return found
+
+
+#: What is remembered of a plan: when there is more all of it is forgotten.
+MAX_REMEMBERED = 4096
+
+
+@once
+def _visible(plan: KernelPlan) -> dict[tuple[object, ...], int] | None:
+    """What `steps` has found of a plan; None where all tiles of keys are visible as far as is known."""
+    facts = analyse(plan.variant)
+    if plan.variant.mask is None or plan.variant.pair_tensors or facts.uses_batch or facts.uses_head:
+        return None
+    return {}
+
+
+def _steps(plan: KernelPlan, problem: Problem, params: Mapping[str, int | float], layout: Layout) -> int:
+    kv = plan.tile.kv
+    if any(name not in params for name in mask_parameters(plan.variant)):
+        return -(-problem.kv_len // kv)
     sizes, first = problem.sizes(), 0
+    if problem.kv_len % kv:
+        sizes["kv_len"] = problem.kv_len // kv * kv + 1
     if layout.own:
-        sizes["q_len"] = max(problem.kv_len, problem.q_len)
+        sizes["q_len"] = max(sizes["kv_len"], problem.q_len)
         first = sizes["q_len"] - problem.q_len
     case = Case(sizes=sizes, params=params, tensors={}, q_offset=first)
-    tile = Tile(q=plan.tile_queries(problem.group), kv=plan.tile.kv)
-    return counts.visited_by(facts, case, tile, -(-problem.q_len // tile.q) - 1)
+    tile = Tile(q=plan.tile_queries(problem.group), kv=kv)
+    return counts.visited_by(analyse(plan.variant), case, tile, -(-problem.q_len // tile.q) - 1)
 
 
 def number(plan: KernelPlan, problem: Problem, visible: int, sms: int, layout: Layout = DENSE) -> tuple[int, str]:
     """Among how many blocks the `visible` tiles of keys are best divided, and why."""
+    known = _divisions(plan)
+    at = problem.batch, problem.heads, problem.kv_heads, problem.q_len, visible, sms, layout.own
+    found = known.get(at)
+    if found is None:
+        if len(known) >= MAX_REMEMBERED:
+            known.clear()
+        found = known[at] = _number(plan, problem, visible, sms, layout)
+    return found
+
+
+@once
+def _divisions(plan: KernelPlan) -> dict[tuple[int, ...], tuple[int, str]]:
+    """What `number` has found of a plan: it does not depend on the number of keys."""
+    return {}
+
+
+def _number(plan: KernelPlan, problem: Problem, visible: int, sms: int, layout: Layout) -> tuple[int, str]:
     tiles = _tiles(plan, problem)
     if not tiles or not visible:
         return 1, ""

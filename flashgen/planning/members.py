@@ -220,6 +220,7 @@ class MaskByElement:
     """The mask is asked for each where it is used."""
 
     form: ClassVar[str] = "by_element"
+    looks_up: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +228,7 @@ class MaskAsBits:
     """It is asked for a few at a time, a bit each, before any is used: registers are short for what it reads."""
 
     form: ClassVar[str] = "as_bits"
+    looks_up: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +237,7 @@ class MaskFromBits:
     summaries has made: one word for 32 keys of a row."""
 
     form: ClassVar[str] = "from_bits"
+    looks_up: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +245,7 @@ class MaskByWarpgroup:
     """It is the same for all elements of a tile that a warpgroup has, and asked for once."""
 
     form: ClassVar[str] = "by_warpgroup"
+    looks_up: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,9 +253,19 @@ class MaskByTile:
     """Nowhere: it is the same for all elements of a tile, which is visited as a whole or not at all."""
 
     form: ClassVar[str] = "by_tile"
+    looks_up: ClassVar[bool] = False
 
 
-Mask = MaskByElement | MaskAsBits | MaskFromBits | MaskByWarpgroup | MaskByTile
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskByLookups:
+    """It is asked for each where it is used; what it reads by a query or a key alone is read before, while products
+    run, of each key by one lane of a warp, which passes it on."""
+
+    form: ClassVar[str] = "by_lookups"
+    looks_up: ClassVar[bool] = True
+
+
+Mask = MaskByElement | MaskAsBits | MaskFromBits | MaskByWarpgroup | MaskByTile | MaskByLookups
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, backward: how dq is added up in memory, by which function of consumers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -50,16 +51,20 @@ class Measured:
     def best(self, problem: Problem) -> int:
         """The fastest plan on the measured shape that is most like the problem, by lengths and number of heads."""
 
-        q_len, kv_len = max(1, problem.q_len), max(1, problem.kv_len)
-        heads, log2 = max(1, problem.batch * problem.heads), math.log2
-        unlike = [
-            abs(log2(max(1, s.q_len) / q_len))
-            + abs(log2(max(1, s.kv_len) / kv_len))
-            + abs(log2(max(1, s.batch * s.heads) / heads))
-            for s in self.shapes
-        ]
+        at = _log2(problem.q_len, problem.kv_len, problem.batch * problem.heads)
+        unlike = [abs(a - at[0]) + abs(b - at[1]) + abs(c - at[2]) for a, b, c in _of_shapes(self.shapes)]
         j = unlike.index(min(unlike))
         return min(range(len(self.ms)), key=lambda i: self.ms[i][j])
+
+
+def _log2(*numbers: int) -> tuple[float, ...]:
+    return tuple([math.log2(n) if n > 1 else 0.0 for n in numbers])
+
+
+@functools.lru_cache(maxsize=64)
+def _of_shapes(shapes: tuple[Shape, ...]) -> tuple[tuple[float, ...], ...]:
+    """What shapes are compared by."""
+    return tuple(_log2(s.q_len, s.kv_len, s.batch * s.heads) for s in shapes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

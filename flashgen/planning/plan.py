@@ -443,10 +443,19 @@ class KernelPlan(Integers):
         of = self.specialized if isinstance(self.specialized, Specialized) else self.backward
         return isinstance(getattr(of, "mask", None), MaskByTile)
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether the mask is given what it reads by a query or a key alone."""
+        if self.backward is not None:
+            return self.backward.lookup_stages > 0
+        return isinstance(self.specialized, Specialized) and self.specialized.mask.looks_up
+
     def pack(self, group: int) -> int:
         """Heads in a tile, of a `group` that shares keys: the largest power of two that divides it and the rows of a
         warpgroup, which one copy moves; 1 where nothing is packed."""
-        return max(1, min(group & -group, WARPGROUP_ROWS)) if self.packed else 1
+        if self.specialized is None or not self.specialized.rows.packed:
+            return 1
+        return max(1, min(group & -group, WARPGROUP_ROWS))
 
     def tile_queries(self, group: int) -> int:
         """Queries in a tile of `tile.q` rows."""

@@ -21,6 +21,7 @@ from flashgen.planning.integers import INTEGERS
 from flashgen.planning.menu import Measured as Measured
 from flashgen.planning.menu import Menu as Menu
 from flashgen.planning.menu import Rejected as Rejected
+from flashgen.planning.once import once
 from flashgen.planning.pipelines.ampere import backward as ampere_backward
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.hopper import backward as hopper_backward
@@ -139,7 +140,7 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     return menu.packed if gain >= PACKING_GAIN else plan
 
 
-@functools.lru_cache(maxsize=4096)
+@once
 def _pace(plan: KernelPlan) -> tuple[float, ...]:
     """Seconds for each score, of a plan beside a menu."""
     return pipeline_of(plan).seconds_per_score(plan, ARCHS[plan.arch])

@@ -50,6 +50,11 @@ class Problem:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
+        counts = self.batch, self.heads, self.kv_heads, self.q_len, self.kv_len
+        dims = self.head_dim, self.v_head_dim
+        known = min(counts) >= 0 and max(counts) < MAX_LENGTH and min(dims) > 0 and max(dims) < MAX_LENGTH
+        if known and self.dtype in ITEMSIZE and self.kv_heads and self.heads % self.kv_heads == 0:
+            return
         for name, said in (*((name, name) for name in ("batch", "heads", "kv_heads")), *LENGTHS.items()):
             value = getattr(self, name)
             if value < 0:
@@ -69,6 +74,19 @@ class Problem:
                 f"{self.heads} heads cannot share {self.kv_heads} kv_heads: heads must be a multiple of kv_heads"
                 f" (kv_heads that work: {', '.join(map(str, divisors))})"
             )
+
+    def of_lengths(self, q_len: int, kv_len: int) -> Problem:
+        """The same with other lengths."""
+        return Problem(
+            batch=self.batch,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            q_len=q_len,
+            kv_len=kv_len,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            dtype=self.dtype,
+        )
 
     @property
     def group(self) -> int:

@@ -11,7 +11,7 @@ import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import LaunchError
@@ -64,66 +64,62 @@ class Function:
     smem_bytes: int
 
 
-class TensorMap:
-    """What TMA needs to know of a tensor, as a kernel parameter; its address may change between launches.
+class TensorMaps:
+    """What TMA needs to know of tensors, as kernel parameters at `pointers`; their addresses may change between launches.
 
-    Made by `tensor_maps`, in a context of the GPU that the tensor lies on.
+    All are at one address until they move.  The driver asks for a current context, and a thread that never touched CUDA
+    (autograd's own, at its first node) has none: it is lent that of GPU `device`.  Raises LaunchError for a tensor that
+    TMA cannot address.
     """
 
-    __slots__ = ("_buffer", "_context", "_map", "_replace", "_success", "address", "pointer")
+    __slots__ = ("_buffer", "_device", "_maps", "_replace", "_success", "addresses", "pointers")
 
-    def __init__(self, desc: TensorMapDesc, address: int, context: Any) -> None:
-        api, wide, narrow = _api(), _api().cuuint64_t, _api().cuuint32_t
-        self._context, one = context, narrow(1)
-        returned = api.cuTensorMapEncodeTiled(
-            getattr(api.CUtensorMapDataType, _TENSOR_MAP_DTYPES[desc.dtype]),
-            4,
-            address,
-            [*map(wide, desc.sizes)],
-            [*map(wide, desc.strides)],
-            [*map(narrow, desc.box)],
-            [one, one, one, one],
-            api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            getattr(api.CUtensorMapSwizzle, _TENSOR_MAP_SWIZZLES[desc.swizzle]),
-            api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-        if returned[0] != api.CUresult.CUDA_SUCCESS:
-            _ok(returned, f"address a tensor of {desc.sizes} with strides of {desc.strides} bytes by TMA")
-        made = returned[1]
-        self._buffer = ctypes.create_string_buffer(_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
-        self.pointer = -(-ctypes.addressof(self._buffer) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
-        ctypes.memmove(self.pointer, int(made.getPtr()), _TENSOR_MAP_BYTES)
-        self._map = api.CUtensorMap(_ptr=self.pointer)
-        self._replace, self._success = api.cuTensorMapReplaceAddress, api.CUresult.CUDA_SUCCESS
-        self.address = address
+    def __init__(self, descs: Sequence[TensorMapDesc], *, address: int, device: int) -> None:
+        api, count = _api(), len(descs)
+        encode, wide, success = api.cuTensorMapEncodeTiled, api.cuuint64_t, api.CUresult.CUDA_SUCCESS
+        self._buffer = ctypes.create_string_buffer(_TENSOR_MAP_BYTES * count + _TENSOR_MAP_ALIGNMENT)
+        at = -(-ctypes.addressof(self._buffer) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
+        self.pointers, self.addresses = range(at, at + _TENSOR_MAP_BYTES * count, _TENSOR_MAP_BYTES), [address] * count
+        self._device, self._success, self._replace = device, success, api.cuTensorMapReplaceAddress
+        for pointer, (_, dtype, sizes, strides, box, swizzle) in zip(self.pointers, descs, strict=True):
+            kind, boxes, *rest = _encoding(api.cuuint32_t, dtype, box, swizzle)
+            given = (kind, 4, address, [*map(wide, sizes)], [*map(wide, strides)], boxes, *rest)
+            returned = encode(*given)
+            if returned[0] != success:
+                with _current(_primary_context(device)):
+                    returned = encode(*given)
+                    _ok(returned, f"address a tensor of {sizes} with strides of {strides} bytes by TMA")
+            ctypes.memmove(pointer, int(returned[1].getPtr()), _TENSOR_MAP_BYTES)
+        self._maps = [api.CUtensorMap(_ptr=pointer) for pointer in self.pointers]
 
-    def move(self, address: int) -> None:
-        """Point at another tensor of the same sizes and strides."""
-        status = self._replace(self._map, address)[0]
+    def move(self, index: int, address: int) -> None:
+        """Point one at another tensor of the same sizes and strides."""
+        status = self._replace(self._maps[index], address)[0]
         if status != self._success:
-            with _current(self._context):
-                _ok(self._replace(self._map, address), "move a tensor map")
-        self.address = address
+            with _current(_primary_context(self._device)):
+                _ok(self._replace(self._maps[index], address), "move a tensor map")
+        self.addresses[index] = address
 
 
-def tensor_maps(descs: Sequence[TensorMapDesc], *, address: int, device: int) -> list[TensorMap]:
-    """Tensor maps of tensors on GPU `device`, all at one address until they move.
-
-    The driver asks for a current context, and a thread that never touched CUDA (autograd's own, at its first node) has
-    none.  Raises LaunchError for a tensor that TMA cannot address.
-    """
-    if not descs:
-        return []
-    context = _primary_context(device)
-    with _current(context):
-        return [TensorMap(desc, address, context) for desc in descs]
+@lru_cache(maxsize=256)
+def _encoding(narrow: Any, dtype: str, box: tuple[int, ...], swizzle: int) -> tuple[Any, ...]:
+    """What does not depend on a problem, as the driver takes it; `narrow` is its number of 32 bits."""
+    api = _api()
+    return (
+        getattr(api.CUtensorMapDataType, _TENSOR_MAP_DTYPES[dtype]),
+        [*map(narrow, box)],
+        [narrow(1)] * 4,
+        api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(api.CUtensorMapSwizzle, _TENSOR_MAP_SWIZZLES[swizzle]),
+        api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
 
 
 class Launcher:
     """Starts one function, with its grid, block and arguments in place: call it with a stream.
 
-    `arguments` are ctypes buffers and tensor maps, one per kernel parameter; the caller writes their contents and the
+    `arguments` are ctypes buffers and addresses, one per kernel parameter; the caller writes their contents and the
     driver copies them during the call, so they may change between calls (not during one: hold a lock).  An `early` one
     starts before the kernel before it on the stream has ended, and waits for that itself; a CUDA graph keeps that as a
     programmatic edge.
@@ -137,7 +133,7 @@ class Launcher:
         *,
         blocks: int,
         threads: int,
-        arguments: Sequence[ctypes.Array | TensorMap],
+        arguments: Sequence[ctypes.Array | int],
         early: bool = False,
     ) -> None:
         api = _api()
@@ -153,7 +149,7 @@ class Launcher:
         if early:
             config.attrs = [_early(api)]
             config.numAttrs = 1
-        pointers = [a.pointer if isinstance(a, TensorMap) else ctypes.addressof(a) for a in arguments]
+        pointers = [a if isinstance(a, int) else ctypes.addressof(a) for a in arguments]
         array = (ctypes.c_void_p * len(pointers))(*pointers)
         self._api, self._config = api, config
         self._entry, self._context = function.entry, function.context

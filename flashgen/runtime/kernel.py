@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 #: Where a tensor map points until its first launch; an address has to be a multiple of 16.
 _ANY_ADDRESS = 1 << 32
 
-_kernels: dict[KernelPlan, _Slot] = {}
+#: By plan, and by the id of the plan that its slot keeps: to hash one takes microseconds.
+_kernels: dict[KernelPlan | int, _Slot] = {}
 _slots = threading.Lock()
 
 
@@ -55,7 +56,7 @@ class _Packing:
         self._first = 8 * len(of_pointers)
         self._scalars = [(struct.Struct(f"<{place[name][0]}").pack_into, place[name][1]) for name in scalars(plan)]
         #: Where the addresses of the tensors of maps stand among all.
-        self.places = {name: known.index(name) for name in params.maps(plan)}
+        self.places = [known.index(name) for name in params.maps(plan)]
 
     def of(self, launch: Launch) -> ctypes.Array:
         """The parameters of a launch, without its addresses."""
@@ -81,16 +82,19 @@ class Record:
 
     def __init__(self, launch: Launch, packing: _Packing, functions: Sequence[driver.Function], device: int) -> None:
         self.launch, self._packing = launch, packing
+        pointers: Sequence[int] = ()
         self._buffer = packing.of(launch)
-        maps = driver.tensor_maps(launch.maps, address=_ANY_ADDRESS, device=device)
-        self._maps = [(one, packing.places[desc.tensor]) for desc, one in zip(launch.maps, maps, strict=True)]
+        self._maps: driver.TensorMaps | None = None
+        if launch.maps:
+            self._maps = driver.TensorMaps(launch.maps, address=_ANY_ADDRESS, device=device)
+            pointers = self._maps.pointers
         self._launchers = [
             driver.Launcher(
                 function,
                 blocks=grid.blocks,
                 threads=grid.threads,
                 early=grid.early,
-                arguments=[*(maps if launch.maps_of(grid) else ()), self._buffer],
+                arguments=[*(pointers if launch.maps_of(grid) else ()), self._buffer],
             )
             for grid, function in zip(launch.grids, functions, strict=True)
         ]
@@ -107,9 +111,10 @@ class Record:
         with self._lock:
             if addresses != self._addresses:
                 self._addresses = None  # until all of them are in place
-                for tensor, index in self._maps:
-                    if addresses[index] != tensor.address:
-                        tensor.move(addresses[index])
+                if self._maps is not None:
+                    for i, (index, known) in enumerate(zip(self._packing.places, self._maps.addresses, strict=True)):
+                        if addresses[index] != known:
+                            self._maps.move(i, addresses[index])
                 self._packing.point(self._buffer, addresses)
                 self._addresses = addresses
             if numbers is not self._numbers:  # equal ones may differ: 0.0 and -0.0
@@ -169,6 +174,7 @@ class Kernel:
 class _Slot:
     """A kernel of this process, or the place where the first thread that needs it builds it."""
 
+    plan: KernelPlan
     lock: threading.Lock = field(default_factory=threading.Lock)
     kernel: Kernel | None = None
 
@@ -178,10 +184,11 @@ def load(plan: KernelPlan) -> Kernel:
 
     Raises CompileError.
     """
-    slot = _kernels.get(plan)
+    slot = _kernels.get(id(plan)) or _kernels.get(plan)
     if slot is None:
         with _slots:
-            slot = _kernels.setdefault(plan, _Slot())
+            slot = _kernels.setdefault(plan, _Slot(plan))
+            _kernels.setdefault(id(slot.plan), slot)
     if slot.kernel is not None:
         return slot.kernel
     with slot.lock:

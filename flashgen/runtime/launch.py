@@ -11,13 +11,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.codegen import params as members
 from flashgen.planning import backward, split_keys, summaries
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.float8 import DESCALES, block_of
 from flashgen.planning.layout import division
+from flashgen.planning.once import once
 from flashgen.planning.plan import WARPGROUP_ROWS, Part
 
 if TYPE_CHECKING:
@@ -82,13 +83,14 @@ class Descale:
     heads: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorMapDesc:
+class TensorMapDesc(NamedTuple):
     """What TMA is told of a 4-D tensor, but for its address: the arguments of cuTensorMapEncodeTiled.
 
     `sizes` are (columns, rows, heads, batch) in elements, or heads before rows; `strides` the bytes between all but
     columns, multiples of 16 in any order; `box` what one copy moves, in elements; `swizzle` the bytes of a row of the
     pattern in shared memory.  What lies outside reads as 0.
+
+    A tuple, as each new length makes four: a frozen dataclass takes three times as long.
     """
 
     tensor: str
@@ -149,19 +151,42 @@ class Launch:
         return members.pack(self.plan, {**addresses, **self.values})
 
 
-@functools.lru_cache(maxsize=256)
-def _number_names(plan: KernelPlan) -> tuple[str, ...]:
-    """The fields of `Params` that are no addresses."""
-    return tuple(f.name for f in members.fields(plan) if not f.ctype.endswith("*"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outline:
+    """What no problem decides of the launches of a plan, worked out once: a new length is a few integer operations.
+
+    numbers   the fields of `Params` that are no addresses
+    pointers  those of `Launch.pointers`
+    maps      the tensors of tensor maps, and the dtypes of their elements
+    threads, smem_bytes  of the kernel that visits tiles
+    """
+
+    numbers: tuple[str, ...]
+    pointers: tuple[str, ...]
+    maps: tuple[tuple[str, str], ...]
+    threads: int
+    smem_bytes: int
 
 
-@functools.lru_cache(maxsize=256)
-def pointers(plan: KernelPlan) -> tuple[str, ...]:
-    """Those of every launch of a plan."""
-    in_params = [f.name for f in members.fields(plan) if f.ctype.endswith("*")]
+@once
+def _outline(plan: KernelPlan) -> _Outline:
+    fields = members.fields(plan)
+    in_params = [f.name for f in fields if f.ctype.endswith("*")]
     cleared = [name for name in in_params if name == COUNTERS.name]
     others = (name for name in in_params if name != COUNTERS.name)
-    return tuple(dict.fromkeys((*members.maps(plan), *others, *cleared)))
+    mapped = members.maps(plan)
+    return _Outline(
+        numbers=tuple(f.name for f in fields if not f.ctype.endswith("*")),
+        pointers=tuple(dict.fromkeys((*mapped, *others, *cleared))),
+        maps=tuple((name, operand_dtype(plan, name)) for name in mapped),
+        threads=plan.threads,
+        smem_bytes=plan.smem_bytes,
+    )
+
+
+def pointers(plan: KernelPlan) -> tuple[str, ...]:
+    """Those of every launch of a plan."""
+    return _outline(plan).pointers
 
 
 def scalars(plan: KernelPlan) -> tuple[str, ...]:
@@ -200,22 +225,28 @@ def make_launch(
     dq of in advance, follow from the plan and the problem unless given: small problems on few SMs then show what large
     ones do.
     """
+    outline, group = _outline(plan), problem.group
+    pack = plan.pack(group)
     heads = problem.batch * problem.kv_heads
     together = min(_l2_kv_heads(plan, problem) if l2_kv_heads is None else l2_kv_heads, heads)
     if plan.backward is not None:
         clear_distance = min(
             backward.clear_distance(plan, problem, sms, together) if clear_distance is None else clear_distance, heads
         )
-    pack = plan.pack(problem.group)
     q_rows, kv_rows = (problem.q_len, problem.kv_len) if rows is None else rows
     if plan.layout.joined:
         in_pages = () if cache is None else ("k", "v")
         strides = {name: of if name in in_pages else (0, *of[1:]) for name, of in strides.items()}
-    numbers: dict[str, int | float] = {
-        **problem.sizes(),
-        "q_tiles": _q_tiles(plan, problem, q_rows),
-        "kv_tiles": _kv_tiles(plan, problem, kv_rows),
-        "l2_heads": together if plan.backward is not None else together * problem.group // pack,
+    q_tiles, kv_tiles = _tiles_of(plan, problem, pack, q_rows, kv_rows)
+    numbers: dict[str, int | float | None] = {
+        "batch": problem.batch,
+        "heads": problem.heads,
+        "kv_heads": problem.kv_heads,
+        "q_len": problem.q_len,
+        "kv_len": problem.kv_len,
+        "q_tiles": q_tiles,
+        "kv_tiles": kv_tiles,
+        "l2_heads": together if plan.backward is not None else together * group // pack,
         "clear_distance": clear_distance,
         "packs": problem.heads // pack,
         "pack_log2": pack.bit_length() - 1,
@@ -226,40 +257,66 @@ def make_launch(
         "q_start": 0,
         "k_start": 0,
         "scale": scale,
-        **{f"param_{name}": value for name, value in params.items()},
     }
+    for name, value in params.items():
+        numbers[f"param_{name}"] = value
     if cache is not None:
         numbers |= cache.numbers(plan.tile.kv)
     if dropout is not None:
         numbers |= zip(_DROPOUT, dropout_scalars(dropout, problem.heads), strict=True)
-    for name, descale in descales.items():
-        numbers[f"{name}_block_log2"] = descale.block_log2
-    if "q" in descales:
-        numbers["q_descale_heads"] = descales["q"].heads
-    strides = {**strides, **{DESCALES[name]: descale.strides for name, descale in descales.items()}}
+    if descales:
+        for name, descale in descales.items():
+            numbers[f"{name}_block_log2"] = descale.block_log2
+        if "q" in descales:
+            numbers["q_descale_heads"] = descales["q"].heads
+        strides = {**strides, **{DESCALES[name]: descale.strides for name, descale in descales.items()}}
     for name, of_tensor in strides.items():
-        for axis, stride in zip(("batch", "head", "row"), of_tensor, strict=True):
-            numbers[f"{name}_{axis}"] = stride
+        numbers |= zip(_axes(name), of_tensor, strict=True)
     for name, tensor in captured.items():
-        for axis, (size, stride) in enumerate(zip(tensor.sizes, tensor.strides, strict=True)):
-            numbers[f"size{axis}_{name}"] = size
-            numbers[f"stride{axis}_{name}"] = stride if size > 1 else 0  # of size 1: it broadcasts
-    shapes = {name: captured[name].sizes for name in plan.gradients}
-    of_all = _q_tiles(plan, problem, q_rows) if plan.layout.joined else None
+        for (of_size, of_stride), size, stride in zip(
+            _dimensions(name, len(tensor.sizes)), tensor.sizes, tensor.strides, strict=True
+        ):
+            numbers[of_size] = size
+            numbers[of_stride] = stride if size > 1 else 0  # of size 1: it broadcasts
+    workspaces: tuple[Part, ...] = ()
+    if plan.backward is not None:
+        shapes = {name: captured[name].sizes for name in plan.gradients}
+        workspaces = backward.workspaces(plan, problem, shapes, q_tiles if plan.layout.joined else None)
     return Launch(
         plan=plan,
         grids=grids(plan, problem, sms, (q_rows, kv_rows), kv_splits),
-        values=MappingProxyType({name: numbers[name] for name in _number_names(plan)}),
+        values=MappingProxyType({name: numbers[name] for name in outline.numbers}),
         maps=tuple(
-            _tensor_map(name, plan, problem, strides[name], (q_rows, kv_rows), cache) for name in members.maps(plan)
+            [
+                _tensor_map(name, dtype, plan, problem, pack, strides[name], (q_rows, kv_rows), cache)
+                for name, dtype in outline.maps
+            ]
         ),
         workspaces=(
-            *(backward.workspaces(plan, problem, shapes, of_all) if plan.backward is not None else ()),
-            *split_keys.workspaces(plan, problem, kv_splits, q_rows),
-            *summaries.workspaces(plan, problem),
+            *workspaces,
+            *(split_keys.workspaces(plan, problem, kv_splits, q_rows) if plan.keys.split else ()),
+            *(summaries.workspaces(plan, problem) if plan.summaries else ()),
         ),
-        cleared=(COUNTERS,) if COUNTERS.name in pointers(plan) else (),
+        cleared=(COUNTERS,) if outline.pointers[-1] == COUNTERS.name else (),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _axes(name: str) -> tuple[str, str, str]:
+    """The fields of a tensor's strides."""
+    return f"{name}_batch", f"{name}_head", f"{name}_row"
+
+
+@functools.lru_cache(maxsize=256)
+def _dimensions(name: str, count: int) -> tuple[tuple[str, str], ...]:
+    """The fields of a captured tensor's sizes and strides, by dimension."""
+    return tuple((f"size{axis}_{name}", f"stride{axis}_{name}") for axis in range(count))
+
+
+def _tiles_of(plan: KernelPlan, problem: Problem, pack: int, q_rows: int, kv_rows: int) -> tuple[int, int]:
+    """Tiles of queries, and of keys, of a sequence."""
+    of_q = _tiles(plan, problem, plan.tile.q // pack, problem.q_len, q_rows)
+    return of_q, _tiles(plan, problem, plan.tile.kv, problem.kv_len, kv_rows)
 
 
 def main_entry(plan: KernelPlan) -> str:
@@ -285,12 +342,14 @@ def grids(
         found = _forward_grids(plan, problem, sms, rows, kv_splits)
     else:
         found = _backward_grids(plan, problem, sms, rows)
-    all_of_them = (_summaries_grid(plan, problem, sms), *found)
-    return tuple(replace(grid, early=plan.launches.early) for grid in all_of_them if grid.blocks)
+    if plan.summaries:
+        found.insert(0, _summaries_grid(plan, problem, sms))
+    started = [grid for grid in found if grid.blocks]
+    return tuple([replace(grid, early=True) for grid in started] if plan.launches.early else started)
 
 
 def _summaries_grid(plan: KernelPlan, problem: Problem, sms: int) -> LaunchGrid:
-    most = max((summaries.count(one, problem) for one in plan.summaries), default=0)
+    most = max(summaries.count(one, problem) for one in plan.summaries)
     blocks = min(-(-32 * most // summaries.THREADS), FINISH_BLOCKS * sms)
     return LaunchGrid(entry=summaries.ENTRY, blocks=blocks, threads=summaries.THREADS, smem_bytes=0)
 
@@ -299,7 +358,8 @@ _Rows = tuple[int | None, int | None]
 
 
 def _forward_grids(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows, kv_splits: int) -> list[LaunchGrid]:
-    blocks = _q_tiles(plan, problem, rows[0]) * (problem.heads // plan.pack(problem.group))
+    pack = plan.pack(problem.group)
+    blocks = _tiles(plan, problem, plan.tile.q // pack, problem.q_len, rows[0]) * (problem.heads // pack)
     blocks *= (1 if plan.layout.joined else problem.batch) * (kv_splits if plan.keys.split else 1)
     if plan.specialized is not None:  # each block takes tile after tile
         blocks = min(blocks, sms)
@@ -338,7 +398,8 @@ def _backward_grids(plan: KernelPlan, problem: Problem, sms: int, in_memory: _Ro
 
 
 def _main_grid(plan: KernelPlan, blocks: int) -> LaunchGrid:
-    return LaunchGrid(entry=main_entry(plan), blocks=blocks, threads=plan.threads, smem_bytes=plan.smem_bytes)
+    outline = _outline(plan)
+    return LaunchGrid(entry=main_entry(plan), blocks=blocks, threads=outline.threads, smem_bytes=outline.smem_bytes)
 
 
 def _q_tiles(plan: KernelPlan, problem: Problem, q_rows: int | None = None) -> int:
@@ -387,35 +448,41 @@ def operand_dtype(plan: KernelPlan, name: str) -> str:
 
 def _tensor_map(
     name: str,
+    dtype: str,
     plan: KernelPlan,
     problem: Problem,
+    pack: int,
     strides: tuple[int, int, int],
     in_memory: tuple[int, int],
     cache: Cache | None,
 ) -> TensorMapDesc:
     """That of q, k, v, o or d_o, with so many rows of q, and of k, in memory: of each page where there is a cache."""
-    columns, itemsize, batch_size = problem.v_head_dim, problem.itemsize, 1 if plan.layout.joined else problem.batch
-    if name in "qk":
-        columns = problem.head_dim
+    item = problem.itemsize
+    columns = problem.head_dim if name in "qk" else problem.v_head_dim
+    batch, of_head, of_row = strides
+    batch_size = 1 if plan.layout.joined else problem.batch
     if name in ("k", "v"):
-        rows, heads, box = in_memory[1], problem.kv_heads, (plan.tile.kv, 1)
+        rows, heads, box = in_memory[1], problem.kv_heads, (_SWIZZLE // item, plan.tile.kv, 1, 1)
         if cache is not None:
-            rows, batch_size, box = cache.page_size, cache.pages, (math.gcd(cache.page_size, plan.tile.kv), 1)
+            rows, batch_size = cache.page_size, cache.pages
+            box = (_SWIZZLE // item, math.gcd(cache.page_size, plan.tile.kv), 1, 1)
     else:
         rows, heads = in_memory[0], problem.heads
-        box = (WARPGROUP_ROWS if plan.backward is None else plan.tile.q, 1)  # of a forward, those of one warpgroup
-    batch, of_head, of_row = strides
-    sizes, of_axes = (rows, heads), (of_row, of_head)
-    if plan.packed and name in "qo":  # the heads of a query side by side
-        pack = plan.pack(problem.group)
-        sizes, of_axes, box = sizes[::-1], of_axes[::-1], (pack, WARPGROUP_ROWS // pack)
-    sizes, of_axes = (*sizes, batch_size), (*of_axes, batch)
-    least = -(-columns * itemsize // 16) * 16  # of a size of 1 any stride will do
+        # Of a forward, those of one warpgroup.
+        box = (_SWIZZLE // item, WARPGROUP_ROWS if plan.backward is None else plan.tile.q, 1, 1)
+        if plan.packed and name in "qo":  # the heads of a query side by side
+            rows, heads, of_row, of_head = heads, rows, of_head, of_row
+            box = (_SWIZZLE // item, pack, WARPGROUP_ROWS // pack, 1)
+    least = -(-columns * item // 16) * 16  # of a size of 1 any stride will do
     return TensorMapDesc(
-        tensor=name,
-        dtype=operand_dtype(plan, name),
-        sizes=(columns, *[n or 1 for n in sizes]),  # without a key nothing is copied
-        strides=tuple([s * itemsize if n > 1 else least for n, s in zip(sizes, of_axes, strict=True)]),
-        box=(_SWIZZLE // itemsize, *box, 1),
-        swizzle=_SWIZZLE,
+        name,
+        dtype,
+        (columns, rows or 1, heads or 1, batch_size or 1),  # without a key nothing is copied
+        (
+            of_row * item if rows > 1 else least,
+            of_head * item if heads > 1 else least,
+            batch * item if batch_size > 1 else least,
+        ),
+        box,
+        _SWIZZLE,
     )

@@ -32,6 +32,7 @@ from flashgen.planning.members import (
     TwoLevels,
     VTurnedOver,
 )
+from flashgen.planning.once import once
 from flashgen.planning.pipelines.hopper import forward, programs
 from flashgen.planning.pipelines.hopper.forward import (
     INTERFERENCE,
@@ -352,9 +353,13 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
 
 def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: int) -> float:
     """As of 16 bits."""
-    arch = find(plan.arch)
-    faster = seconds_per_score(plan, arch)[0] / seconds_per_score(packed, arch)[0]
-    return forward.gain_by_rows(packed, plan, problem, sms, faster)
+    return forward.gain_by_rows(packed, plan, problem, sms, _pace)
+
+
+@once
+def _pace(plan: KernelPlan) -> float:
+    """Seconds per score of one block."""
+    return seconds_per_score(plan, find(plan.arch))[0]
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:

@@ -8,7 +8,7 @@ registers.  A block takes tile after tile of queries, so that the first product 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -27,6 +27,7 @@ from flashgen.planning.members import (
     Mask,
     MaskAsBits,
     MaskByElement,
+    MaskByLookups,
     MaskByTile,
     MaskByWarpgroup,
     MaskFromBits,
@@ -40,6 +41,7 @@ from flashgen.planning.members import (
     StaticScheduler,
     TilesAlike,
 )
+from flashgen.planning.once import once
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Specialized, Tile, staged
@@ -137,6 +139,9 @@ PACKED_REGISTERS = 12
 #: head_dim 128, spilled 24 bytes with 13.
 BITS_OPS, READ_OPS, PAIR_READ_OPS = 14, 2, 1
 
+#: Bytes that a mask may look up of a query and a key: they lie in registers under a product.
+LOOKUP_BYTES = 16
+
 #: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone; and of
 #: one that goes on to parts of tiles, if consumers can spare them.
 JUDGE_REGISTERS, PARTS_REGISTERS = 56, 64
@@ -199,6 +204,9 @@ def cannot_address(sizes: Sequence[int], strides: Sequence[int], itemsize: int) 
 
     Rows are known to start at multiples of 16 bytes.
     """
+    batch, head, row = strides[:3]
+    if batch and head and row and max(batch, head, row) * itemsize < TMA_STRIDE_BYTES:
+        return None
     for axis, word in enumerate(("batch", "head", "row")):
         if sizes[axis] > 1 and strides[axis] == 0:
             return f"its {word} stride is 0 (expanded)"
@@ -429,7 +437,11 @@ def _mask(c: Candidate, request: KernelRequest) -> Mask:
     if asked.pair_tables and c.tile.kv % WORD == 0 and not request.layout.own:
         return MaskFromBits()
     ops = asked.mask_ops + READ_OPS * asked.mask_reads_by_key + PAIR_READ_OPS * asked.mask_reads_pairs
-    return MaskAsBits() if asked.judged and ops >= BITS_OPS else MaskByElement()
+    if asked.judged and ops >= BITS_OPS:
+        return MaskAsBits()
+    # By elements of 16 bytes or less, as many as registers hold.
+    item = sum(n.dtype.itemsize for n in asked.lookups)
+    return MaskByLookups() if 0 < item <= LOOKUP_BYTES and asked.judged else MaskByElement()
 
 
 def _few_at_a_time(c: Candidate, request: KernelRequest) -> MaskAsBits | None:
@@ -532,29 +544,37 @@ def predicted_seconds(plan: KernelPlan, seconds_per_score: tuple[float, ...], pr
 def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: int) -> float:
     """How many times as long as on the tiles of a packed form the SM with most to do works on those of
     `plan`, where each sees the same keys; O(1)."""
-    arch = find(plan.arch)
-    return gain_by_rows(
-        packed, plan, problem, sms, seconds_per_score(plan, arch)[0] / seconds_per_score(packed, arch)[0]
-    )
+    return gain_by_rows(packed, plan, problem, sms, _pace)
 
 
-def gain_by_rows(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: int, faster: float) -> float:
-    """The same, of a form whose scores take so many times less.
+@once
+def _pace(plan: KernelPlan) -> float:
+    """Seconds per score of one block."""
+    return seconds_per_score(plan, find(plan.arch))[0]
+
+
+def gain_by_rows(
+    packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: int, pace: Callable[[KernelPlan], float]
+) -> float:
+    """The same, of forms that need so many seconds for a score.
 
     Of an H200 (32 heads over 8 and 4, 8,192 keys, 1 to 200 queries; head_dim 64 and 128, full and causal): 1.75 to 4.5
     where it says 2 to 6, 1.13 to 1.4 where it says 1.14 to 1.5, and 0.98 to 1.02 where it says 1.
     """
 
+    group, heads = problem.group, problem.heads * problem.batch
+
     def rows(one: KernelPlan) -> float:
-        group = problem.group
-        q_tiles = -(-problem.q_len // one.tile_queries(group))
-        tiles = q_tiles * problem.heads * problem.batch // one.pack(group)
+        pack = one.pack(group)
+        tiles = -(-problem.q_len * pack // one.tile.q) * heads // pack
         if one.keys.split:  # among as many blocks as fill the SMs
             return one.tile.q * tiles / sms
         return one.tile.q * (max(1.0, tiles / sms) if _layout(one).scheduler.dynamic else -(-tiles // sms))
 
-    # A packed tile has more rows, and no form is slower than it is believed to be.
-    return min(1.0, faster) * rows(plan) / rows(packed)
+    fewer = rows(plan) / rows(packed)
+    if fewer <= 1:  # and no form is slower than it is believed to be
+        return fewer
+    return min(1.0, pace(plan) / pace(packed)) * fewer  # a packed tile has more rows
 
 
 def _score_emitted_twice(c: Candidate, request: KernelRequest) -> bool:
