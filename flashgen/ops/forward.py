@@ -20,7 +20,7 @@ from flashgen.ops.out import check as check_out
 from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember, request_of
 from flashgen.planning import planner
 from flashgen.planning.division import Divided, divide
-from flashgen.planning.members import Keys
+from flashgen.planning.members import ALL_KEYS, Keys
 from flashgen.runtime import driver, kernel, tiles
 
 
@@ -235,7 +235,7 @@ def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Reques
     whole = request.menu
 
     def ask(keys: Keys) -> planner.Menu:
-        return gpu_menu(q, k, v, request.variant, problem, keys=keys, **request.options) if keys.split else whole
+        return gpu_menu(q, k, v, request.variant, problem, keys=keys, **request.options) if keys != ALL_KEYS else whole
 
     sms = driver.gpu(index).sms
     found = _divided(ask, request, sms)

@@ -13,7 +13,7 @@ from flashgen.ops.options import apart, option, plan_of, variant_of
 from flashgen.planning import division, paging, planner
 from flashgen.planning.arch import find, newest, of_device
 from flashgen.planning.layout import Layout
-from flashgen.planning.members import ALL_KEYS, Keys, Leaves, SplitKeys
+from flashgen.planning.members import ALL_KEYS, FoldedLeaves, Keys, SplitKeys
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
@@ -126,7 +126,7 @@ def plan(
         dtype=kind,
     )
     sms = sm_count(where)
-    if backward or leaves or splits is not None:
+    if backward or splits is not None:
         return planner.choose(menu, problem, sms)
     params = bound.values({}, complete=False)
     found = division.divide(
@@ -135,6 +135,7 @@ def plan(
         sms,
         params=params,
         layout=request.layout,
+        invariant=leaves,
     )
     return found.plan
 
@@ -144,7 +145,7 @@ def keys_of(splits: int | None, invariant: bool) -> Keys:
     division.check_splits(splits)
     division.check_together(splits, invariant)
     if invariant:
-        return Leaves()
+        return FoldedLeaves()
     return SplitKeys() if splits is not None and splits > 1 else ALL_KEYS
 
 

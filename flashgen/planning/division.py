@@ -19,7 +19,7 @@ from flashgen.planning import planner, split_keys
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.float8 import FLOAT8
 from flashgen.planning.layout import DENSE, Layout
-from flashgen.planning.members import ALL_KEYS, Keys, Leaves, SplitKeys
+from flashgen.planning.members import ALL_KEYS, LEAF, FoldedLeaves, Keys, SplitKeys
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.planner import Menu
 from flashgen.planning.problem import Problem
@@ -69,7 +69,7 @@ def check_together(kv_splits: object, invariant: bool) -> None:
     """Raise PlanError for a number of blocks beside leaves."""
     if invariant and kv_splits is not None:
         raise PlanError(
-            f"kv_splits={shown(kv_splits)} beside invariant=True: keys are cut at multiples of {Leaves().keys}, and"
+            f"kv_splits={shown(kv_splits)} beside invariant=True: keys are cut at multiples of {LEAF}, and"
             " each leaf is a part\n  nearest: invariant=True alone"
         )
 
@@ -103,7 +103,7 @@ def divide(
     check_splits(kv_splits)
     check_together(kv_splits, invariant)
     if invariant:
-        return _in_leaves(ask, problem, sms, Leaves())
+        return _in_leaves(ask, problem, sms, FoldedLeaves(), params, layout)
     if kv_splits is None and (problem.dtype in FLOAT8 or not asks(problem.q_len, problem.kv_len)):
         return _whole(ask, problem, sms, "")
     if kv_splits == 1:
@@ -117,16 +117,36 @@ def divide(
     return Divided(menu=menu, plan=plan, splits=splits, why=why) if splits > 1 else _whole(ask, problem, sms, why)
 
 
-def _in_leaves(ask: Callable[[Keys], Menu], problem: Problem, sms: int, keys: Leaves) -> Divided:
-    menu = ask(keys)
-    plan, leaves = planner.choose(menu, problem, sms), keys.number(problem.kv_len)
-    tiles, rows = _tiles(plan, problem), split_keys.rows(plan, problem)
+def _in_leaves(
+    ask: Callable[[Keys], Menu],
+    problem: Problem,
+    sms: int,
+    keys: FoldedLeaves,
+    params: Mapping[str, int | float],
+    layout: Layout,
+) -> Divided:
+    """Leaves that blocks fold, or that each go through memory where that is faster or the pipeline folds none: the
+    bits are the same."""
+    menu, parts = ask(keys), ask(keys.in_parts)
+    plan, apart = planner.choose(menu, problem, sms), planner.choose(parts, problem, sms)
+    leaves = keys.in_parts.number(problem.kv_len)
+    cut = f"leaves of {keys.keys} keys, as asked"
+    if plan.keys.folds and plan.specialized is not None:
+        visible = steps(plan, problem, params, layout)
+        folded, divided = (seconds(plan, problem, visible, 1, sms), seconds(apart, problem, visible, leaves, sms))
+        if folded <= divided:
+            why = f"{cut}: a block folds those of its queries in {plan.specialized.fold.where}"
+            return Divided(menu=menu, plan=plan, why=why)
+        why = f"{cut}: predicted {folded / divided:.3g}x as fast as a block that folds those of its queries"
+    else:
+        why = f"{cut}: pipeline {plan.pipeline} folds them through memory"
+    tiles, rows = _tiles(apart, problem), split_keys.rows(apart, problem)
     if max(tiles * leaves, rows) > MAX_PLACES:
         raise PlanError(
             f"invariant=True of {tiles} tiles of queries, {rows} rows and {leaves} leaves of {keys.keys} keys: kernels"
             " count rows, and tiles times leaves, below 2^31\n  nearest: fewer queries a call, which have the same bits"
         )
-    return Divided(menu=menu, plan=plan, splits=leaves, why=f"a part for each leaf of {keys.keys} keys, as asked")
+    return Divided(menu=parts, plan=apart, splits=leaves, why=why)
 
 
 def _check_places(plan: KernelPlan, problem: Problem, kv_splits: int) -> None:

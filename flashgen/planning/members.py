@@ -21,6 +21,7 @@ class AllKeys:
     split: ClassVar[bool] = False
     turns: ClassVar[bool] = False
     invariant: ClassVar[bool] = False
+    folds: ClassVar[bool] = False
 
     def unfit(self, tile_kv: int) -> str | None:
         """Why tiles of so many keys are not visited, or None."""
@@ -36,26 +37,33 @@ class SplitKeys:
     split: ClassVar[bool] = True
     turns: ClassVar[bool] = True
     invariant: ClassVar[bool] = False
+    folds: ClassVar[bool] = False
 
     def unfit(self, tile_kv: int) -> str | None:
         """Why tiles of so many keys are not visited, or None."""
         return None
 
 
+#: Keys of a leaf, of every kind of call: see `Leaves`.
+LEAF = 512
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaves:
     """Those of one leaf: `keys` of them from an absolute multiple of that number on.  A part is that of a leaf, and the
-    second kernel adds leaves in their order: what a row becomes depends on the row alone, in every kind of call.
+    second kernel folds leaves from the last to the first: what a row becomes depends on the row alone, in every kind of
+    call.
 
-    Parts go through memory, those of a prompt too, which can afford no smaller leaves; larger ones leave SMs idle where
-    one sequence is decoded.
+    A prompt, whose blocks fold leaves themselves (`FoldedLeaves`), can afford no smaller leaves; larger ones leave SMs
+    idle where one sequence is decoded.
     """
 
     name: ClassVar[str] = "leaves"
     split: ClassVar[bool] = True
     turns: ClassVar[bool] = False
     invariant: ClassVar[bool] = True
-    keys: int = 512
+    folds: ClassVar[bool] = False
+    keys: int = LEAF
 
     def number(self, kv_len: int) -> int:
         """Leaves of so many keys."""
@@ -63,13 +71,46 @@ class Leaves:
 
     def unfit(self, tile_kv: int) -> str | None:
         """Why tiles of so many keys are not visited, or None."""
-        return f"its keys divide no leaf of {self.keys}, at whose ends rows are cut" if self.keys % tile_kv else None
+        return _cuts(self.keys, tile_kv)
 
 
-Keys = AllKeys | SplitKeys | Leaves
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedLeaves:
+    """All, leaf by leaf from the last to the first: the block folds each into those behind it, by the steps of the
+    second kernel of `Leaves`, and finishes o with the same bits."""
+
+    name: ClassVar[str] = "folded leaves"
+    split: ClassVar[bool] = False
+    turns: ClassVar[bool] = False
+    invariant: ClassVar[bool] = True
+    folds: ClassVar[bool] = True
+    keys: int = LEAF
+
+    @property
+    def in_parts(self) -> Leaves:
+        """The same leaves, each a part."""
+        return Leaves(keys=self.keys)
+
+    def unfit(self, tile_kv: int) -> str | None:
+        """Why tiles of so many keys are not visited, or None."""
+        return _cuts(self.keys, tile_kv)
+
+
+def _cuts(leaf: int, tile_kv: int) -> str | None:
+    return f"its keys divide no leaf of {leaf}, at whose ends rows are cut" if leaf % tile_kv else None
+
+
+Keys = AllKeys | SplitKeys | Leaves | FoldedLeaves
 
 #: What kernels do unless asked.
 ALL_KEYS = AllKeys()
+
+
+def keys_of(*, invariant: bool, split: bool) -> Keys:
+    """The keys that a block visits: of leaves, and whether others visit the rest."""
+    if invariant:
+        return Leaves() if split else FoldedLeaves()
+    return SplitKeys() if split else ALL_KEYS
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline ampere, backward: whose keys a warp works on
@@ -335,6 +376,46 @@ class OOfTurnedV:
     template: ClassVar[str] = "hopper/forward_o_of_turned_v.cu.j2"
     store: ClassVar[str] = "hopper/forward_store.cu.j2"
     by_tma: ClassVar[bool] = False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: where O of the leaves so far lies while the next one is worked on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoFold:
+    """A block has no leaves to fold."""
+
+    where: ClassVar[str] = ""
+    room: ClassVar[str] = ""
+    shared: ClassVar[bool] = False
+    pointer: ClassVar[str] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldInShared:
+    """In shared memory, in float32, the elements of a thread where it alone reads and writes them."""
+
+    where: ClassVar[str] = "shared memory"
+    room: ClassVar[str] = "shared.folded[warpgroup][0] + threadIdx.x % 128"
+    shared: ClassVar[bool] = True
+    pointer: ClassVar[str] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldInMemory:
+    """In memory of the block, which L2 holds: shared memory does not suffice."""
+
+    where: ClassVar[str] = "memory of the block"
+    room: ClassVar[str] = (
+        "(float4*)p.folded + ((i64)blockIdx.x * WARPGROUPS + warpgroup) * (16 * V_COLUMNS) + threadIdx.x % 128"
+    )
+    shared: ClassVar[bool] = False
+    pointer: ClassVar[str] = "folded"
+
+
+Fold = NoFold | FoldInShared | FoldInMemory
+NO_FOLD = NoFold()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.analysis import counts
 from flashgen.analysis.facts import analyse
+from flashgen.planning.arch import ARCHS
 from flashgen.planning.members import Leaves
 from flashgen.planning.plan import Part, Tile
 
@@ -45,8 +46,16 @@ def rows_of_parts(plan: KernelPlan, problem: Problem, case: Case, splits: int) -
     return counts.count_parts(facts, case, tile, splits)
 
 
-def workspaces(plan: KernelPlan, problem: Problem, splits: int, q_rows: int | None = None) -> tuple[Part, ...]:
-    """Device memory that parts need, in bytes by the name of the pointer."""
+def workspaces(
+    plan: KernelPlan, problem: Problem, splits: int, q_rows: int | None = None, sms: int | None = None
+) -> tuple[Part, ...]:
+    """Device memory that parts need, or blocks that fold leaves there, on so many SMs; in bytes by the name of the
+    pointer."""
+    if plan.specialized is not None and plan.specialized.fold.pointer:
+        blocks, columns = ARCHS[plan.arch].sms if sms is None else sms, plan.padded_v_head_dim
+        amount = blocks * plan.tile.q * columns * PART_ITEM
+        why = f"{blocks} blocks x {plan.tile.q} rows x {columns} columns x {PART_ITEM} bytes, which stay in L2"
+        return (Part(name=plan.specialized.fold.pointer, amount=amount, why=why),)
     if not plan.keys.split:
         return ()
     number = rows(plan, problem, q_rows) * splits

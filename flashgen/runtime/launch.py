@@ -253,7 +253,7 @@ def make_launch(
         ),
         workspaces=(
             *(backward.workspaces(plan, problem, shapes, of_all) if plan.backward is not None else ()),
-            *split_keys.workspaces(plan, problem, kv_splits, q_rows),
+            *split_keys.workspaces(plan, problem, kv_splits, q_rows, sms),
             *summaries.workspaces(plan, problem),
         ),
         cleared=(COUNTERS,) if COUNTERS.name in pointers(plan) else (),

@@ -93,7 +93,7 @@ def unsupported_reason(request: KernelRequest) -> str | None:
         return "drops no probabilities in 8 bits"
     if request.layout.own:
         return "takes no lengths and positions of sequences in 8 bits"
-    if request.keys.split:
+    if request.keys.name != "all":
         return f"{'cuts no rows into leaves' if request.keys.invariant else 'splits no keys among blocks'} in 8 bits"
     if request.packed:
         return "packs no heads in 8 bits: each has descales of its own"

@@ -17,7 +17,12 @@ from flashgen.planning.integers import Allowed
 from flashgen.planning.layout import Layout
 from flashgen.planning.members import (
     ALL_KEYS,
+    NO_FOLD,
     DynamicScheduler,
+    Fold,
+    FoldedLeaves,
+    FoldInMemory,
+    FoldInShared,
     FullTilesApart,
     HighestAsFloat,
     HighestAsInteger,
@@ -71,6 +76,9 @@ STAGES = (2, 3, 4)
 
 #: Queries of a tile, and the step of keys at which a plan shows the sum that no longer fits: wgmma's n.
 QUERIES, KEY_STEP = tuple(ROWS * w for w in WARPGROUPS), 8
+
+#: Bytes of an element of O of the leaves so far, and those that shared memory moves in a clock.
+FOLD_ITEM, SHARED_BYTES = 4, 128
 
 #: A block has an SM to itself.
 SHARES_SM = False
@@ -224,6 +232,11 @@ def candidates(fixed: Fixed) -> Iterator[Candidate]:
 
 def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """Bytes of shared memory of a block.  Where TMA stores O, a tile leaves through the room of its Q."""
+    found = _tiles_and_messages(c, request)
+    return (*found, *((_folded(c, request),) if fold(c, request).shared else ()))
+
+
+def _tiles_and_messages(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     d, dv = boxed(request.head_dim), boxed(request.v_head_dim)
     room = max(d, dv) if _stored(c, request.layout, request.keys) else d
     control = _control(c.tile.q, c.stages, c.q_stages, request.profile.hides, request.layout, request.keys)
@@ -233,6 +246,20 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         staged("v", c.stages, c.tile.kv, dv),
         Part(name="control", amount=control, why="barriers and messages"),
     )
+
+
+def fold(c: Candidate, request: KernelRequest) -> Fold:
+    """Where a block keeps O of the leaves so far: in shared memory if that suffices."""
+    if not request.keys.folds:
+        return NO_FOLD
+    needed = total((*_tiles_and_messages(c, request), _folded(c, request)))
+    return FoldInShared() if needed <= request.arch.smem_per_block else FoldInMemory()
+
+
+def _folded(c: Candidate, request: KernelRequest) -> Part:
+    columns = padded(request.v_head_dim)
+    why = f"{c.tile.q} rows x {columns} columns x {FOLD_ITEM} bytes of the leaves so far"
+    return Part(name="folded", amount=c.tile.q * columns * FOLD_ITEM, why=why)
 
 
 @lru_cache
@@ -247,7 +274,8 @@ def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program
     """What the warps of a candidate do."""
     columns, registers = (boxed(request.head_dim), boxed(request.v_head_dim)), division(c, request)
     masked, layout, keys = request.profile.hides, request.layout, request.keys
-    return _program(c, columns, registers, masked=masked, ping_pong=ping_pong, layout=layout, keys=keys)
+    folded = padded(request.v_head_dim) if fold(c, request).shared else 0
+    return _program(c, columns, registers, masked=masked, ping_pong=ping_pong, layout=layout, keys=keys, folded=folded)
 
 
 def _program(
@@ -259,6 +287,7 @@ def _program(
     ping_pong: bool,
     layout: Layout,
     keys: Keys,
+    folded: int = 0,
 ) -> Program:
     return programs.forward(
         tile=c.tile,
@@ -271,6 +300,7 @@ def _program(
         ping_pong=ping_pong,
         layout=layout,
         split=keys.split,
+        folded=folded,
     )
 
 
@@ -334,7 +364,17 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
             there = f"{needed - p} registers and {(smem_bytes + p_bytes) / KIB:.4g} KiB"
             text += f"; P would have to go through shared memory: {there}"
         return text
+    if request.keys.invariant and request.fixed.tile is None:
+        return _narrow(c, request)
     return None
+
+
+def _narrow(c: Candidate, request: KernelRequest) -> str | None:
+    """Why a tile is not that of leaves: all lives of a row take the same steps, those of the widest tile that fits."""
+    wider = (kv for kv in FREE_TILE_KV if kv > c.tile.kv and request.keys.unfit(kv) is None)
+    least = (Candidate(tile=Tile(q=c.tile.q, kv=kv), stages=min(FREE_STAGES), q_stages=1) for kv in wider)
+    found = next((one.tile.kv for one in least if does_not_fit_reason(one, request) is None), None)
+    return None if found is None else f"{found} keys fit, and leaves are cut into tiles of one size"
 
 
 def _terms(parts: tuple[Part, ...], unit: int = 1) -> str:
@@ -368,6 +408,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             o=_o(c, request),
             scheduler=scheduler(request),
             rows=Queries(),
+            fold=fold(c, request),
         ),
     )
 
@@ -454,10 +495,19 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     between = (plan.q_stages == 1) * Q_LOAD_CLOCKS + (plan.stages == 2) * KV_LOAD_CLOCKS
     if plan.keys.split:  # a block has one tile of queries, and waits for each of keys: less where more are on their way
         between, step = 0, step + MEMORY_CLOCKS / (plan.stages * tile.q * tile.kv)
+    step += _fold_clocks(plan, arch)
     pace = busiest + INTERFERENCE * second + exposed + step + between / (tile.q * TYPICAL_KEYS)
     wide = warpgroups > 2 and max(plan.head_dim, plan.v_head_dim) > SHORT_COLUMNS
     tail = -(-TYPICAL_KEYS // tile.kv) * tile.kv / TYPICAL_KEYS
     return (pace * tail * (THREE_WIDE if wide else 1.0) / arch.clock_hz,)
+
+
+def _fold_clocks(plan: KernelPlan, arch: Arch) -> float:
+    """Clocks of a score in which O of the leaves so far is read and written, once a leaf."""
+    if not isinstance(plan.keys, FoldedLeaves):
+        return 0.0
+    per_clock = SHARED_BYTES if _layout(plan).fold.shared else arch.l2_bytes_per_s / arch.sms / arch.clock_hz
+    return 2 * plan.padded_v_head_dim * FOLD_ITEM / per_clock / plan.keys.keys
 
 
 def predicted_seconds(plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int) -> float:
