@@ -390,6 +390,7 @@ class NoFold:
     room: ClassVar[str] = ""
     shared: ClassVar[bool] = False
     pointer: ClassVar[str] = ""
+    pause: ClassVar[str] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,6 +401,7 @@ class FoldInShared:
     room: ClassVar[str] = "shared.folded[warpgroup][0] + threadIdx.x % 128"
     shared: ClassVar[bool] = True
     pointer: ClassVar[str] = ""
+    pause: ClassVar[str] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,6 +414,7 @@ class FoldInMemory:
     )
     shared: ClassVar[bool] = False
     pointer: ClassVar[str] = "folded"
+    pause: ClassVar[str] = "      if (i % 4 == 3) __syncwarp();  // no more loads are on their way than registers hold\n"
 
 
 Fold = NoFold | FoldInShared | FoldInMemory
