@@ -15,7 +15,7 @@ from flashgen.analysis.tiles import Case
 from flashgen.errors import PlanError, shown
 from flashgen.lang.expr import walk
 from flashgen.lang.variant import Variant
-from flashgen.planning import planner, split_keys
+from flashgen.planning import leaf_times, planner, split_keys
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.float8 import FLOAT8
 from flashgen.planning.layout import DENSE, Layout
@@ -125,28 +125,29 @@ def _in_leaves(
     params: Mapping[str, int | float],
     layout: Layout,
 ) -> Divided:
-    """Leaves that blocks fold, or that each go through memory where that is faster or the pipeline folds none: the
-    bits are the same."""
+    """Leaves that a block folds on its way, or that each are a part of a row: the bits are the same."""
     menu, parts = ask(keys), ask(keys.in_parts)
     plan, apart = planner.choose(menu, problem, sms), planner.choose(parts, problem, sms)
     leaves = keys.in_parts.number(problem.kv_len)
-    cut = f"leaves of {keys.keys} keys, as asked"
-    if plan.keys.folds and plan.specialized is not None:
-        visible = steps(plan, problem, params, layout)
-        folded, divided = (seconds(plan, problem, visible, 1, sms), seconds(apart, problem, visible, leaves, sms))
-        if folded <= divided:
-            why = f"{cut}: a block folds those of its queries in {plan.specialized.fold.where}"
-            return Divided(menu=menu, plan=plan, why=why)
-        why = f"{cut}: predicted {folded / divided:.3g}x as fast as a block that folds those of its queries"
+    found = f"leaves of {keys.keys} keys, as asked"
+    if plan.specialized is None or not plan.keys.folds:
+        why = f"a part for each, as pipeline {plan.pipeline} folds them through memory"
+    elif layout.own and asks(problem.q_len, problem.kv_len):
+        why = "a part for each, as one block might have the longest sequence"
     else:
-        why = f"{cut}: pipeline {plan.pipeline} folds them through memory"
+        visible = steps(plan, problem, params, layout)
+        alone, divided = (leaf_times.seconds(one, problem, visible, leaves, sms) for one in (plan, apart))
+        if alone <= divided:
+            why = f"{found}: a block folds those that its queries see, in {plan.specialized.fold.where}"
+            return Divided(menu=menu, plan=plan, why=why)
+        why = f"a part for each, predicted {alone / divided:.3g}x as fast as a block that folds them"
     tiles, rows = _tiles(apart, problem), split_keys.rows(apart, problem)
     if max(tiles * leaves, rows) > MAX_PLACES:
         raise PlanError(
             f"invariant=True of {tiles} tiles of queries, {rows} rows and {leaves} leaves of {keys.keys} keys: kernels"
             " count rows, and tiles times leaves, below 2^31\n  nearest: fewer queries a call, which have the same bits"
         )
-    return Divided(menu=parts, plan=apart, splits=leaves, why=why)
+    return Divided(menu=parts, plan=apart, splits=leaves, why=f"{found}: {why}")
 
 
 def _check_places(plan: KernelPlan, problem: Problem, kv_splits: int) -> None:
