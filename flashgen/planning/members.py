@@ -112,6 +112,7 @@ def keys_of(*, invariant: bool, split: bool) -> Keys:
         return Leaves() if split else FoldedLeaves()
     return SplitKeys() if split else ALL_KEYS
 
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline ampere, backward: whose keys a warp works on
 
@@ -414,7 +415,7 @@ class FoldInMemory:
     )
     shared: ClassVar[bool] = False
     pointer: ClassVar[str] = "folded"
-    pause: ClassVar[str] = "      if (i % 4 == 3) __syncwarp();  // no more loads are on their way than registers hold\n"
+    pause: ClassVar[str] = "      if (i % 4 == 3) __syncwarp();  // no more loads than registers hold\n"
 
 
 Fold = NoFold | FoldInShared | FoldInMemory
