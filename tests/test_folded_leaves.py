@@ -38,10 +38,10 @@ PARTS = FOLDED.in_parts
 #: Three leaves, the last of them not full.
 SHAPE = {"q_len": 70, "kv_len": 350}
 
-PLACES = (FoldInShared(), FoldInMemory())
+PLACES = (FoldInShared(columns=64), FoldInMemory(columns=0), FoldInMemory(columns=32))
 
 
-@pytest.fixture(params=PLACES, ids=lambda place: type(place).__name__)
+@pytest.fixture(params=PLACES, ids=str)
 def place(request, monkeypatch):
     """Where O of the leaves so far lies."""
     plain = hopper.fold
@@ -160,7 +160,7 @@ EDITS = {
     "roundings of another order": replace(
         "__fmaf_rn(weights.leaf, leaf, kept)", "__fmaf_rn(weights.before, before, weights.leaf * leaf)"
     ),
-    "the first leaf is read": replace("first ? float4{} : room", "room"),
+    "the first leaf is read": replace("first ? float4{} : folded_o(i)", "folded_o(i)"),
     "a leaf that ends late": replace("step.tile / LEAF_TILES !=", "(step.tile + 1) / LEAF_TILES !="),
 }
 
@@ -214,9 +214,10 @@ def test_the_sum_of_shared_memory():
     """O of the leaves so far is a term of it, beside tiles, as long as it fits."""
     plan = fg.plan("full", arch="sm_90a", seqlen=8192, head_dim=128, invariant=True)
     assert {part.name: part.amount for part in plan.smem}["folded"] == 128 * 128 * 4
-    assert plan.specialized.fold == FoldInShared() and plan.smem_bytes <= 227 << 10
+    assert plan.specialized.fold == FoldInShared(columns=128) and plan.smem_bytes <= 227 << 10
     wide = fg.plan("full", arch="sm_90a", seqlen=8192, head_dim=256, invariant=True)
-    assert wide.specialized.fold == FoldInMemory() and "folded" not in {part.name for part in wide.smem}
+    assert wide.specialized.fold == FoldInMemory(columns=64)
+    assert {part.name: part.amount for part in wide.smem}["folded"] == 128 * 64 * 4
 
 
 def chosen(arch="sm_90a", head_dim=128, layout="dense", **sizes):
@@ -234,18 +235,18 @@ def chosen(arch="sm_90a", head_dim=128, layout="dense", **sizes):
 def test_who_folds():
     """A block, where blocks are enough for all SMs; else each leaf is a part, and so on the other pipeline."""
     problem, found = chosen(batch=2, q_len=8192, kv_len=8192)
-    assert found.plan.keys == FoldedLeaves() and "a block folds those that its queries see, in shared" in found.why
+    assert found.plan.keys == FoldedLeaves(keys=512) and "a block folds those that its queries see, in shared" in found.why
     told = predict(found.plan, problem, Case(sizes=problem.sizes(), params={}, tensors={}), why_splits=found.why)
     assert told.workspaces == ()
     problem, found = chosen(head_dim=256, batch=2, q_len=8192, kv_len=8192)
     told = predict(found.plan, problem, Case(sizes=problem.sizes(), params={}, tensors={}))
-    assert [(part.name, part.amount) for part in told.workspaces] == [("folded", 132 * 128 * 256 * 4)]
+    assert [(part.name, part.amount) for part in told.workspaces] == [("folded", 132 * 128 * 192 * 4)]
     _, found = chosen(layout="padded", batch=64, q_len=1, kv_len=65536)
-    assert found.plan.keys == Leaves() and "one block might have the longest sequence" in found.why
+    assert found.plan.keys == Leaves(keys=512) and "one block might have the longest sequence" in found.why
     _, found = chosen(layout="varlen", q_len=512, kv_len=1 << 17)
-    assert found.plan.keys == Leaves() and "as fast as a block that folds them" in found.why
+    assert found.plan.keys == Leaves(keys=512) and "as fast as a block that folds them" in found.why
     _, found = chosen(arch="sm_80", batch=2, q_len=8192, kv_len=8192)
-    assert found.plan.keys == Leaves() and "pipeline ampere folds them through memory" in found.why
+    assert found.plan.keys == Leaves(keys=512) and "pipeline ampere folds them through memory" in found.why
 
 
 def test_commands():

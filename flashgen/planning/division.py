@@ -19,7 +19,7 @@ from flashgen.planning import leaf_times, planner, split_keys
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.float8 import FLOAT8
 from flashgen.planning.layout import DENSE, Layout
-from flashgen.planning.members import ALL_KEYS, LEAF, FoldedLeaves, Keys, SplitKeys
+from flashgen.planning.members import ALL_KEYS, FoldedLeaves, Keys, SplitKeys
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.planner import Menu
 from flashgen.planning.problem import Problem
@@ -69,7 +69,7 @@ def check_together(kv_splits: object, invariant: bool) -> None:
     """Raise PlanError for a number of blocks beside leaves."""
     if invariant and kv_splits is not None:
         raise PlanError(
-            f"kv_splits={shown(kv_splits)} beside invariant=True: keys are cut at multiples of {LEAF}, and"
+            f"kv_splits={shown(kv_splits)} beside invariant=True: keys are cut at fixed positions, and"
             " each leaf is a part\n  nearest: invariant=True alone"
         )
 
@@ -126,6 +126,7 @@ def _in_leaves(
     layout: Layout,
 ) -> Divided:
     """Leaves that a block folds on its way, or that each are a part of a row: the bits are the same."""
+    keys = keys.of_columns(problem.v_head_dim)
     menu, parts = ask(keys), ask(keys.in_parts)
     plan, apart = planner.choose(menu, problem, sms), planner.choose(parts, problem, sms)
     leaves = keys.in_parts.number(problem.kv_len)

@@ -23,6 +23,10 @@ class AllKeys:
     invariant: ClassVar[bool] = False
     folds: ClassVar[bool] = False
 
+    def of_columns(self, v_head_dim: int) -> AllKeys:
+        """The same of a head dim."""
+        return self
+
     def unfit(self, tile_kv: int) -> str | None:
         """Why tiles of so many keys are not visited, or None."""
         return None
@@ -39,13 +43,22 @@ class SplitKeys:
     invariant: ClassVar[bool] = False
     folds: ClassVar[bool] = False
 
+    def of_columns(self, v_head_dim: int) -> SplitKeys:
+        """The same of a head dim."""
+        return self
+
     def unfit(self, tile_kv: int) -> str | None:
         """Why tiles of so many keys are not visited, or None."""
         return None
 
 
-#: Keys of a leaf, of every kind of call: see `Leaves`.
-LEAF = 512
+#: Keys of a leaf up to so many columns of v, and of more: there O of the leaves so far does not fit shared memory.
+LEAF, WIDE_LEAF, NARROW = 512, 1024, 128
+
+
+def leaf_of(v_head_dim: int) -> int:
+    """Keys of a leaf, one number for every kind of call."""
+    return LEAF if v_head_dim <= NARROW else WIDE_LEAF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +68,7 @@ class Leaves:
     call.
 
     A prompt, whose blocks fold leaves themselves (`FoldedLeaves`), can afford no smaller leaves; larger ones leave SMs
-    idle where one sequence is decoded.
+    idle where one sequence is decoded.  With `keys` 0 a request finds the number that the head dim has.
     """
 
     name: ClassVar[str] = "leaves"
@@ -63,11 +76,15 @@ class Leaves:
     turns: ClassVar[bool] = False
     invariant: ClassVar[bool] = True
     folds: ClassVar[bool] = False
-    keys: int = LEAF
+    keys: int = 0
 
     def number(self, kv_len: int) -> int:
         """Leaves of so many keys."""
         return max(1, -(-kv_len // self.keys))
+
+    def of_columns(self, v_head_dim: int) -> Leaves:
+        """The same of a head dim."""
+        return self if self.keys else Leaves(keys=leaf_of(v_head_dim))
 
     def unfit(self, tile_kv: int) -> str | None:
         """Why tiles of so many keys are not visited, or None."""
@@ -84,12 +101,16 @@ class FoldedLeaves:
     turns: ClassVar[bool] = False
     invariant: ClassVar[bool] = True
     folds: ClassVar[bool] = True
-    keys: int = LEAF
+    keys: int = 0
 
     @property
     def in_parts(self) -> Leaves:
         """The same leaves, each a part."""
         return Leaves(keys=self.keys)
+
+    def of_columns(self, v_head_dim: int) -> FoldedLeaves:
+        """The same of a head dim."""
+        return self if self.keys else FoldedLeaves(keys=leaf_of(v_head_dim))
 
     def unfit(self, tile_kv: int) -> str | None:
         """Why tiles of so many keys are not visited, or None."""
@@ -388,34 +409,47 @@ class NoFold:
     """A block has no leaves to fold."""
 
     where: ClassVar[str] = ""
-    room: ClassVar[str] = ""
-    shared: ClassVar[bool] = False
-    pointer: ClassVar[str] = ""
+    place: ClassVar[str] = ""
     pause: ClassVar[str] = ""
+    pointer: ClassVar[str] = ""
+    columns: ClassVar[int] = 0
+
+
+_OWN = "threadIdx.x % 128"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldInShared:
-    """In shared memory, in float32, the elements of a thread where it alone reads and writes them."""
+    """In shared memory, in float32, all `columns` of it: a thread alone reads and writes its elements."""
 
     where: ClassVar[str] = "shared memory"
-    room: ClassVar[str] = "shared.folded[warpgroup][0] + threadIdx.x % 128"
-    shared: ClassVar[bool] = True
-    pointer: ClassVar[str] = ""
+    place: ClassVar[str] = f"shared.folded[warpgroup][i][{_OWN}]"
     pause: ClassVar[str] = ""
+    pointer: ClassVar[str] = ""
+    columns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldInMemory:
-    """In memory of the block, which L2 holds: shared memory does not suffice."""
+    """The first `columns` of it there, as many as fit, and the others in memory of the block, which L2 holds."""
 
-    where: ClassVar[str] = "memory of the block"
-    room: ClassVar[str] = (
-        "(float4*)p.folded + ((i64)blockIdx.x * WARPGROUPS + warpgroup) * (16 * V_COLUMNS) + threadIdx.x % 128"
-    )
-    shared: ClassVar[bool] = False
-    pointer: ClassVar[str] = "folded"
     pause: ClassVar[str] = "      if (i % 4 == 3) __syncwarp();  // no more loads than registers hold\n"
+    pointer: ClassVar[str] = "folded"
+    columns: int
+
+    @property
+    def where(self) -> str:
+        """For a person."""
+        return f"shared memory ({self.columns} columns) and L2" if self.columns else "L2"
+
+    @property
+    def place(self) -> str:
+        """Where elements 4 i to 4 i + 3 of a thread lie."""
+        there = self.columns // 8
+        groups, i = (f"(V_COLUMNS / 8 - {there})", f"(i - {there})") if there else ("(V_COLUMNS / 8)", "i")
+        block = "((i64)blockIdx.x * WARPGROUPS + warpgroup)"
+        beyond = f"((float4*)p.folded)[({block} * {groups} + {i}) * 128 + {_OWN}]"
+        return f"i < {there} ? {FoldInShared.place} : {beyond}" if there else beyond
 
 
 Fold = NoFold | FoldInShared | FoldInMemory

@@ -77,8 +77,9 @@ STAGES = (2, 3, 4)
 #: Queries of a tile, and the step of keys at which a plan shows the sum that no longer fits: wgmma's n.
 QUERIES, KEY_STEP = tuple(ROWS * w for w in WARPGROUPS), 8
 
-#: Bytes of an element of O of the leaves so far, and those that shared memory moves in a clock.
-FOLD_ITEM, SHARED_BYTES = 4, 128
+#: Bytes of an element of O of the leaves so far, those that shared memory moves in a clock, and the columns in steps of
+#: which it lies there.
+FOLD_ITEM, SHARED_BYTES, FOLD_COLUMNS = 4, 128, 32
 
 #: A block has an SM to itself.
 SHARES_SM = False
@@ -232,8 +233,8 @@ def candidates(fixed: Fixed) -> Iterator[Candidate]:
 
 def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """Bytes of shared memory of a block.  Where TMA stores O, a tile leaves through the room of its Q."""
-    found = _tiles_and_messages(c, request)
-    return (*found, *((_folded(c, request),) if fold(c, request).shared else ()))
+    found, columns = _tiles_and_messages(c, request), fold(c, request).columns
+    return (*found, *((_folded(c, columns),) if columns else ()))
 
 
 def _tiles_and_messages(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
@@ -249,15 +250,16 @@ def _tiles_and_messages(c: Candidate, request: KernelRequest) -> tuple[Part, ...
 
 
 def fold(c: Candidate, request: KernelRequest) -> Fold:
-    """Where a block keeps O of the leaves so far: in shared memory if that suffices."""
+    """Where a block keeps O of the leaves so far: as many columns in shared memory as fit."""
     if not request.keys.folds:
         return NO_FOLD
-    needed = total((*_tiles_and_messages(c, request), _folded(c, request)))
-    return FoldInShared() if needed <= request.arch.smem_per_block else FoldInMemory()
-
-
-def _folded(c: Candidate, request: KernelRequest) -> Part:
     columns = padded(request.v_head_dim)
+    left = request.arch.smem_per_block - total(_tiles_and_messages(c, request))
+    fit = left // (c.tile.q * FOLD_ITEM) // FOLD_COLUMNS * FOLD_COLUMNS
+    return FoldInShared(columns=columns) if columns <= fit else FoldInMemory(columns=max(0, fit))
+
+
+def _folded(c: Candidate, columns: int) -> Part:
     why = f"{c.tile.q} rows x {columns} columns x {FOLD_ITEM} bytes of the leaves so far"
     return Part(name="folded", amount=c.tile.q * columns * FOLD_ITEM, why=why)
 
@@ -274,7 +276,7 @@ def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program
     """What the warps of a candidate do."""
     columns, registers = (boxed(request.head_dim), boxed(request.v_head_dim)), division(c, request)
     masked, layout, keys = request.profile.hides, request.layout, request.keys
-    folded = padded(request.v_head_dim) if fold(c, request).shared else 0
+    folded = fold(c, request).columns
     return _program(c, columns, registers, masked=masked, ping_pong=ping_pong, layout=layout, keys=keys, folded=folded)
 
 
@@ -506,8 +508,9 @@ def _fold_clocks(plan: KernelPlan, arch: Arch) -> float:
     """Clocks of a score in which O of the leaves so far is read and written, once a leaf."""
     if not isinstance(plan.keys, FoldedLeaves):
         return 0.0
-    per_clock = SHARED_BYTES if _layout(plan).fold.shared else arch.l2_bytes_per_s / arch.sms / arch.clock_hz
-    return 2 * plan.padded_v_head_dim * FOLD_ITEM / per_clock / plan.keys.keys
+    there, l2_bytes = _layout(plan).fold.columns, arch.l2_bytes_per_s / arch.sms / arch.clock_hz
+    clocks = there / SHARED_BYTES + (plan.padded_v_head_dim - there) / l2_bytes
+    return 2 * FOLD_ITEM * clocks / plan.keys.keys
 
 
 def predicted_seconds(plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int) -> float:

@@ -506,7 +506,7 @@ def _tile(ctype: str, name: str, elements: int, *axes: Axis, item: int = ITEM) -
 
 def _folded(columns: int, each: Axis) -> Member:
     """Four elements of each thread of a warpgroup side by side, then the next four of each."""
-    axes = each, Axis(size=columns // 8, text="V_COLUMNS / 8"), Axis(size=128, text="128")
+    axes = each, Axis(size=columns // 8, text=f"{columns // 8}"), Axis(size=128, text="128")
     return Member(ctype="float4", name="folded", size=16, alignment=ALIGNMENT, axes=axes)
 
 
