@@ -162,10 +162,10 @@ def test_pages(pipeline):
 COMBINE = {
     "a lost leaf": replace("32 - __clz(seen)", "31 - __clz(seen)"),
     "leaves that were not written": lambda text: replace("weights.leaf == 0.f ? kept :", "")(
-        replace("seen >> i & 1 ?", "true ?")(text)
+        replace("seen >> (start + i) & 1 && ", "")(text)
     ),
     "a wrong maximum": replace("fmaxf(row_max, highest_before(sees ? leaf.x : MINUS_INFINITY))", "row_max"),
-    "another order": replace("parts + last - lane]", "parts + lane]"),
+    "another order": replace("parts + leaves - 1 - lane]", "parts + lane]"),
 }
 VISITS = {
     ("ampere", "a leaf that ends late"): replace("(rows.part + 1) * LEAF_TILES", "(rows.part + 1) * LEAF_TILES + 1"),

@@ -50,6 +50,8 @@ class KeyCode:
             " far."
         )
 
+    # -- which tiles
+
     def first(self, work: str) -> str:
         """The first tile that may be visited."""
         return f"{work}.part * LEAF_TILES" if self.leaves else "0"

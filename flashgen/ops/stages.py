@@ -65,8 +65,8 @@ def plan(
     (of keys, in shared memory), `q_stages` (of queries: 1 or 2, on Hopper) and `pipeline` fix what the planner would
     choose; `packed` asks for tiles that hold all heads which share keys, as problems with few queries get them.  With
     `kv_splits` above 1 the kernel whose keys so many blocks divide, with 1 one that visits all: of a problem flashgen
-    chooses unless it is given, and a plan holds the choice, not the number; with `invariant` the kernel whose keys are
-    cut into leaves.  With `backward` the kernels of its
+    chooses unless it is given, and a plan holds the choice, not the number; with `invariant` the kernel that
+    folds leaves of keys, or of which each leaf is a part.  With `backward` the kernels of its
     gradients, those of the captured tensors in `gradients` too, and with `deterministic` in one order of sums.
     `layout` says how sequences lie ("dense", "padded", "varlen" ...), and `q_lengths` and `kv_lengths` how long each is
     where they have lengths of their own, which are then the problem; pages have `page_size` rows, 16 unless given.

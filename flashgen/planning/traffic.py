@@ -348,8 +348,8 @@ def predict(
         )
     if plan.layout.own and plan.pass_name == "backward":
         raise PlanError(
-            f"a backward's traffic is predicted for sequences of one length, and the plan's layout is {plan.layout.name}"
-            "\n  nearest: the forward, or layout dense"
+            f"a backward's traffic is predicted for sequences of one length, and the plan's layout is"
+            f" {plan.layout.name}\n  nearest: the forward, or layout dense"
         )
     if plan.layout.own and plan.keys.invariant and plan.keys.split:
         raise PlanError(
@@ -439,8 +439,7 @@ def _costs_of(
     kernels = {summaries.ENTRY: of_summaries} if plan.summaries else {}
     kernels |= {"attention_forward": visits} | ({split_keys.ENTRY: combined} if plan.keys.split else {})
     moved = _bytes(sum(one.read_bytes for one in kernels.values()), sum(one.write_bytes for one in kernels.values()))
-    per_pair = 2 * (problem.head_dim + problem.v_head_dim)
-    scores = tiles.visited * plan.tile.q * plan.tile.kv
+    per_pair, scores = 2 * (problem.head_dim + problem.v_head_dim), tiles.visited * plan.tile.q * plan.tile.kv
     special, _ = profile(plan.variant).score_ops
     padded = 2 * (plan.padded_head_dim + plan.padded_v_head_dim) * scores
     at_l2 = moved.total + split_keys.folded_bytes(plan, tiles.visited_elements)
