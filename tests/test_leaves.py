@@ -24,7 +24,7 @@ from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import division, planner
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.layout import LAYOUTS, Varlen
-from flashgen.planning.members import Leaves
+from flashgen.planning.members import FoldedLeaves, Leaves
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
 from flashgen.planning.traffic import predict
@@ -160,9 +160,12 @@ def test_pages(pipeline):
 
 # ---------------------------------------------------------------- mutations
 COMBINE = {
-    "a lost leaf": replace("32 - __clz(written)", "31 - __clz(written)"),
-    "leaves that were not written": replace("written >> i & 1 ?", "true ?"),
-    "a wrong maximum": replace("fmaxf(before, warp_max(sees ? part.x : MINUS_INFINITY))", "fmaxf(before, part.x)"),
+    "a lost leaf": replace("32 - __clz(seen)", "31 - __clz(seen)"),
+    "leaves that were not written": lambda text: replace("weights.leaf == 0.f ? kept :", "")(
+        replace("seen >> (start + i) & 1 && ", "")(text)
+    ),
+    "a wrong maximum": replace("fmaxf(row_max, highest_before(sees ? leaf.x : MINUS_INFINITY))", "row_max"),
+    "another order": replace("parts + leaves - 1 - lane]", "parts + lane]"),
 }
 VISITS = {
     ("ampere", "a leaf that ends late"): replace("(rows.part + 1) * LEAF_TILES", "(rows.part + 1) * LEAF_TILES + 1"),
@@ -215,7 +218,7 @@ def test_every_menu_adds_up_in_one_order(arch, head_dim):
         ]
         forms = [plan for menu in menus for plan in menu.forms]
         assert len({(plan.pipeline, plan.order_of_sums) for plan in forms}) == 1
-        assert all(Leaves().keys % plan.tile.kv == 0 for plan in forms)
+        assert {plan.keys.keys for plan in forms} == {512 if head_dim <= 128 else 1024}
 
 
 def test_a_tile_that_leaves_cut_is_refused():
@@ -226,7 +229,8 @@ def test_a_tile_that_leaves_cut_is_refused():
 def test_plans():
     whole = fg.plan("full", arch="sm_90a", seqlen=8192, head_dim=128, invariant=True)
     token = fg.plan("full", arch="sm_90a", seqlen=1, kv_seqlen=8192, heads=32, kv_heads=8, head_dim=128, invariant=True)
-    assert whole.keys == token.keys == Leaves() and token.packed and whole.order_of_sums == token.order_of_sums
+    assert whole.keys == FoldedLeaves(keys=512) and token.keys == Leaves(keys=512) and token.packed
+    assert whole.order_of_sums == token.order_of_sums
     assert fg.supports("full", arch="sm_90a", invariant=True) == ()
     assert [r.option for r in fg.supports("full", arch="sm_90a", invariant=True, backward=True)] == ["invariant"]
     with pytest.raises(PlanError, match="kv_splits=4 beside invariant=True"):
@@ -235,19 +239,19 @@ def test_plans():
         fg.plan("full", arch="sm_90a", dtype="float8_e4m3fn", invariant=True)
 
 
-def divided(**sizes):
+def divided(layout="dense", **sizes):
     problem = Problem(batch=1, kv_heads=8, head_dim=128, v_head_dim=128, **sizes)
-    variant = load_spec("full")
+    variant, lies = load_spec("full"), LAYOUTS[layout]
 
     def ask(keys):
-        return planner.menu_of(KernelRequest.of(variant, "sm_90a", "bfloat16", 128, keys=keys))
+        return planner.menu_of(KernelRequest.of(variant, "sm_90a", "bfloat16", 128, layout=lies, keys=keys))
 
-    return problem, division.divide(ask, problem, ARCHS["sm_90a"].sms, params={}, invariant=True)
+    return problem, division.divide(ask, problem, ARCHS["sm_90a"].sms, params={}, layout=lies, invariant=True)
 
 
 def test_numbers_of_leaves_and_their_memory():
     problem, found = divided(heads=32, q_len=1, kv_len=8000)
-    assert found.splits == 16 and "leaf of 512 keys" in found.why
+    assert found.splits == 16 and "leaves of 512 keys" in found.why
     case = Case(sizes=problem.sizes(), params={}, tensors={})
     told = predict(found.plan, problem, case, splits=found.splits, why_splits=found.why)
     assert sum(part.amount for part in told.workspaces) == 32 * 16 * (4 * 128 + 8)
@@ -257,7 +261,7 @@ def test_numbers_of_leaves_and_their_memory():
     with pytest.raises(PlanError, match="what leaves move is predicted for sequences of one length"):
         predict(padded, problem, case)
     with pytest.raises(PlanError, match=r"kernels count rows(.|\n)*nearest: fewer queries a call"):
-        divided(heads=1 << 20, q_len=1 << 16, kv_len=1 << 20)
+        divided(layout="padded", heads=1 << 23, q_len=200, kv_len=1 << 20)
 
 
 # ---------------------------------------------------------------- attention()
@@ -366,4 +370,6 @@ def test_command_line():
     done = subprocess.run(
         [sys.executable, "-m", "flashgen", "plan", *words], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0 and "6: a part for each leaf of 512 keys" in " ".join(done.stdout.split()), done.stdout
+    assert done.returncode == 0 and "6: leaves of 512 keys, as asked: a part for each" in " ".join(
+        done.stdout.split()
+    ), done.stdout

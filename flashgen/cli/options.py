@@ -245,17 +245,13 @@ class Pass:
         for option, given in {**flags, **fixed}.items():
             if given and self.backward:
                 raise PlanError(f"{option} is of the forward\n  nearest: {option} without --backward")
-        if self.invariant and self.split_keys:
-            raise PlanError(
-                "--split-keys beside --invariant, which splits keys by itself\n  nearest: --invariant alone"
-            )
 
     def asked(self) -> dict[str, object]:
         """As a request takes it."""
         from flashgen.ops.options import option
-        from flashgen.planning.members import ALL_KEYS, Leaves, SplitKeys
+        from flashgen.planning.members import keys_of
 
-        keys = Leaves() if self.invariant else SplitKeys() if self.split_keys else ALL_KEYS
+        keys = keys_of(invariant=self.invariant, split=self.split_keys)
         backward = {"deterministic": self.deterministic, "gradients": tuple(self.gradient or ())}
         return {
             **{"backward": self.backward, "dropout": self.dropout, "packed": self.packed},

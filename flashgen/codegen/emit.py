@@ -148,7 +148,7 @@ def _command(plan: KernelPlan, spec: str, width: int) -> list[str]:
         options.append(("layout", plan.layout.name))
     options += [("param", f"{name}={value}") for name, value in variant.bound]
     flags = {"backward": plan.backward is not None, "deterministic": plan.deterministic, "dropout": plan.dropout}
-    flags |= {"packed": plan.packed, "split-keys": plan.keys.turns, "invariant": plan.keys.invariant}
+    flags |= {"packed": plan.packed, "split-keys": plan.keys.split, "invariant": plan.keys.invariant}
     words = [f"--{name} {shlex.quote(str(value))}" for name, value in options]
     words += [f"--{name}" for name, given in flags.items() if given]
     words += [f"--gradient {name}" for name in plan.gradients]

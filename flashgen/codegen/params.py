@@ -112,6 +112,8 @@ def fields_of(
     if keys.split:
         pointers += [Field("part_o", "float*"), Field("part_rows", "float2*")]
         numbers.append("splits")
+    if specialized is not None and specialized.fold.pointer:
+        pointers.append(Field(specialized.fold.pointer, "float*"))
     pointers += _summaries(summaries)
     numbers += sequences.numbers
     numbers += [*(f"{name}_block_log2" for name in DESCALES), "q_descale_heads"] if float8 else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashgen.planning.members import Keys, Leaves
+from flashgen.planning.members import FoldedLeaves, Keys, Leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class KeyCode:
     @property
     def leaf_tiles(self) -> int:
         """Tiles of a leaf."""
-        return self.keys.keys // self.tile_kv if isinstance(self.keys, Leaves) else 0
+        return self.keys.keys // self.tile_kv if isinstance(self.keys, Leaves | FoldedLeaves) else 0
 
     # -- the kernel that combines parts
 
@@ -39,6 +39,16 @@ class KeyCode:
     def combined(self) -> str:
         """The template that adds them up."""
         return f"combine_{'leaves' if self.leaves else 'in_turns'}.cu.j2"
+
+    @property
+    def combining(self) -> str:
+        """What a reader is told of it."""
+        if self.leaves:
+            return "Leaves are folded from the last to the first, as blocks fold them that visit all."
+        return (
+            "Parts are added in their order, 32 at a time: what they are multiplied by follows the highest maximum so"
+            " far."
+        )
 
     # -- which tiles
 
@@ -99,11 +109,25 @@ class KeyCode:
 
     # -- pipeline hopper
 
-    def start(self, last: str, work: str) -> str:
-        """The first tile that is visited, of the last tile of keys."""
+    def start(self, kv_len: str, work: str) -> str:
+        """The first tile that is visited."""
+        last = f"({kv_len} - 1) / TILE_KV"
         if self.leaves:
             return f"min({last}, {work}.part * LEAF_TILES + LEAF_TILES - 1)"
         return f"{last} - {work}.part" if self.split else last
+
+    def first_tile(self, kv_len: str, work: str) -> str:
+        """The tile that a consumer begins with where all are visited: of a leaf, of which many have the one before."""
+        if self.keys.folds:
+            return f"tile = tile == 0 ? ({kv_len} - 1) / TILE_KV : tile - 1"
+        return f"const int tile = {self.start(kv_len, work)}"
+
+    def each_tile(self, kv_len: str, work: str) -> str:
+        """The loop of a consumer over the tiles behind it."""
+        if self.keys.folds:
+            return "while (tile % LEAF_TILES != 0) {\n          tile--;"
+        first = f"{self.start(kv_len, work)} - {self.step}"
+        return f"for (int tile = {first}; tile >= {self.first(work)}; {self.on}) {{"
 
     @property
     def step(self) -> str:
@@ -119,3 +143,68 @@ class KeyCode:
     def and_part(self) -> str:
         """What stands behind `visible` in a `Work`."""
         return ", part" if self.split else ""
+
+    # -- pipeline hopper, where a block folds leaves
+
+    @property
+    def ends(self) -> str:
+        """The template of what follows the tiles of keys that a consumer adds up in the accumulators."""
+        return f"hopper/forward_{'leaf' if self.keys.folds else 'tile'}_ends.cu.j2"
+
+    def members(self, masked: bool) -> str:
+        """What a consumer has beside."""
+        if not self.keys.folds:
+            return ""
+        tile = "" if masked else "  int tile = 0;  // of keys, in hand\n"
+        return (
+            "  RowState folded = nothing_folded();  // of the leaves so far of a tile of queries: whole sums\n"
+            f"  bool first = true;  // whether a leaf is the first of its tile of queries\n{tile}"
+        )
+
+    @property
+    def of_which(self) -> str:
+        """What `last` of a `Step` tells."""
+        return ": 1 of its leaf, 2 of all" if self.keys.folds else ""
+
+    @property
+    def flag(self) -> str:
+        """Its type in a consumer."""
+        return "int" if self.keys.folds else "bool"
+
+    @property
+    def truth(self) -> str:
+        """And what it is, for a reader."""
+        return "above 0" if self.keys.folds else "true"
+
+    def send_step(self, behind: str) -> str:
+        """How a step is sent on when the tile behind it is known."""
+        if not self.keys.folds:
+            return "send_step(step);"
+        return (
+            "{\n"
+            f"          step.last = step.tile / LEAF_TILES != ({behind}) / LEAF_TILES;\n"
+            "          send_step(step);\n"
+            "        }"
+        )
+
+    @property
+    def last_of_all(self) -> str:
+        return "2" if self.keys.folds else "1"
+
+    @property
+    def goes_on(self) -> str:
+        """Whether a loader has tiles left."""
+        return "step.last < 2" if self.keys.folds else "!step.last"
+
+    def row_sum(self, sum_of_lane: str) -> str:
+        """The sum of a row where o is finished."""
+        return f"4.f * {sum_of_lane}" if self.keys.folds else f"quad_sum({sum_of_lane})"
+
+    @property
+    def over_sum(self) -> str:
+        """How that divides."""
+        return " * rcp(sum)" if self.keys.folds else " / sum"
+
+    def lse_of_sink(self, sink: str) -> str:
+        """lse of a row that sees no key."""
+        return f"lse_of_sink({sink})" if self.keys.folds else sink

@@ -13,7 +13,7 @@ from flashgen.ops.options import apart, option, plan_of, variant_of
 from flashgen.planning import division, paging, planner
 from flashgen.planning.arch import find, newest, of_device
 from flashgen.planning.layout import Layout
-from flashgen.planning.members import ALL_KEYS, Keys, Leaves, SplitKeys
+from flashgen.planning.members import ALL_KEYS, FoldedLeaves, Keys, SplitKeys
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
@@ -65,8 +65,8 @@ def plan(
     (of keys, in shared memory), `q_stages` (of queries: 1 or 2, on Hopper) and `pipeline` fix what the planner would
     choose; `packed` asks for tiles that hold all heads which share keys, as problems with few queries get them.  With
     `kv_splits` above 1 the kernel whose keys so many blocks divide, with 1 one that visits all: of a problem flashgen
-    chooses unless it is given, and a plan holds the choice, not the number; with `invariant` the kernel whose keys are
-    cut into leaves.  With `backward` the kernels of its
+    chooses unless it is given, and a plan holds the choice, not the number; with `invariant` the kernel that
+    folds leaves of keys, or of which each leaf is a part.  With `backward` the kernels of its
     gradients, those of the captured tensors in `gradients` too, and with `deterministic` in one order of sums.
     `layout` says how sequences lie ("dense", "padded", "varlen" ...), and `q_lengths` and `kv_lengths` how long each is
     where they have lengths of their own, which are then the problem; pages have `page_size` rows, 16 unless given.
@@ -126,7 +126,7 @@ def plan(
         dtype=kind,
     )
     sms = sm_count(where)
-    if backward or leaves or splits is not None:
+    if backward or splits is not None:
         return planner.choose(menu, problem, sms)
     params = bound.values({}, complete=False)
     found = division.divide(
@@ -135,6 +135,7 @@ def plan(
         sms,
         params=params,
         layout=request.layout,
+        invariant=leaves,
     )
     return found.plan
 
@@ -144,7 +145,7 @@ def keys_of(splits: int | None, invariant: bool) -> Keys:
     division.check_splits(splits)
     division.check_together(splits, invariant)
     if invariant:
-        return Leaves()
+        return FoldedLeaves()
     return SplitKeys() if splits is not None and splits > 1 else ALL_KEYS
 
 

@@ -15,10 +15,10 @@ from flashgen.analysis.tiles import Case
 from flashgen.errors import PlanError, shown
 from flashgen.lang.expr import walk
 from flashgen.lang.variant import Variant
-from flashgen.planning import planner, split_keys
+from flashgen.planning import leaf_times, planner, split_keys
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.layout import DENSE, Layout
-from flashgen.planning.members import ALL_KEYS, Keys, Leaves, SplitKeys
+from flashgen.planning.members import ALL_KEYS, FoldedLeaves, Keys, SplitKeys
 from flashgen.planning.once import once
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.planner import Menu
@@ -80,7 +80,7 @@ def check_together(kv_splits: object, invariant: bool) -> None:
     """Raise PlanError for a number of blocks beside leaves."""
     if invariant and kv_splits is not None:
         raise PlanError(
-            f"kv_splits={shown(kv_splits)} beside invariant=True: keys are cut at multiples of {Leaves().keys}, and"
+            f"kv_splits={shown(kv_splits)} beside invariant=True: keys are cut at fixed positions, and"
             " each leaf is a part\n  nearest: invariant=True alone"
         )
 
@@ -114,7 +114,7 @@ def divide(
     check_splits(kv_splits)
     check_together(kv_splits, invariant)
     if invariant:
-        return _in_leaves(ask, problem, sms, Leaves())
+        return _in_leaves(ask, problem, sms, FoldedLeaves(), params, layout)
     if kv_splits is None and not asks(problem.q_len, problem.kv_len):
         return _whole(ask, problem, sms, "")
     if kv_splits == 1:
@@ -128,16 +128,38 @@ def divide(
     return Divided(menu=menu, plan=plan, splits=splits, why=why) if splits > 1 else _whole(ask, problem, sms, why)
 
 
-def _in_leaves(ask: Callable[[Keys], Menu], problem: Problem, sms: int, keys: Leaves) -> Divided:
-    menu = ask(keys)
-    plan, leaves = planner.choose(menu, problem, sms), keys.number(problem.kv_len)
-    tiles, rows = _tiles(plan, problem), split_keys.rows(plan, problem)
+def _in_leaves(
+    ask: Callable[[Keys], Menu],
+    problem: Problem,
+    sms: int,
+    keys: FoldedLeaves,
+    params: Mapping[str, int | float],
+    layout: Layout,
+) -> Divided:
+    """Leaves that a block folds on its way, or that each are a part of a row: the bits are the same."""
+    keys = keys.of_columns(problem.v_head_dim)
+    menu, parts = ask(keys), ask(keys.in_parts)
+    plan, apart = planner.choose(menu, problem, sms), planner.choose(parts, problem, sms)
+    leaves = keys.in_parts.number(problem.kv_len)
+    found = f"leaves of {keys.keys} keys, as asked"
+    if plan.specialized is None or not plan.keys.folds:
+        why = f"a part for each, as pipeline {plan.pipeline} folds them through memory"
+    elif layout.own and asks(problem.q_len, problem.kv_len):
+        why = "a part for each, as one block might have the longest sequence"
+    else:
+        visible = steps(plan, problem, params, layout)
+        alone, divided = (leaf_times.seconds(one, problem, visible, leaves, sms) for one in (plan, apart))
+        if alone <= divided:
+            why = f"{found}: a block folds those that its queries see, in {plan.specialized.fold.where}"
+            return Divided(menu=menu, plan=plan, why=why)
+        why = f"a part for each, predicted {alone / divided:.3g}x as fast as a block that folds them"
+    tiles, rows = _tiles(apart, problem), split_keys.rows(apart, problem)
     if max(tiles * leaves, rows) > MAX_PLACES:
         raise PlanError(
             f"invariant=True of {tiles} tiles of queries, {rows} rows and {leaves} leaves of {keys.keys} keys: kernels"
             " count rows, and tiles times leaves, below 2^31\n  nearest: fewer queries a call, which have the same bits"
         )
-    return Divided(menu=menu, plan=plan, splits=leaves, why=f"a part for each leaf of {keys.keys} keys, as asked")
+    return Divided(menu=parts, plan=apart, splits=leaves, why=f"{found}: {why}")
 
 
 def _check_places(plan: KernelPlan, problem: Problem, kv_splits: int) -> None:

@@ -21,6 +21,11 @@ class AllKeys:
     split: ClassVar[bool] = False
     turns: ClassVar[bool] = False
     invariant: ClassVar[bool] = False
+    folds: ClassVar[bool] = False
+
+    def of_columns(self, v_head_dim: int) -> AllKeys:
+        """The same of a head dim."""
+        return self
 
     def unfit(self, tile_kv: int) -> str | None:
         """Why tiles of so many keys are not visited, or None."""
@@ -36,40 +41,98 @@ class SplitKeys:
     split: ClassVar[bool] = True
     turns: ClassVar[bool] = True
     invariant: ClassVar[bool] = False
+    folds: ClassVar[bool] = False
+
+    def of_columns(self, v_head_dim: int) -> SplitKeys:
+        """The same of a head dim."""
+        return self
 
     def unfit(self, tile_kv: int) -> str | None:
         """Why tiles of so many keys are not visited, or None."""
         return None
 
 
+#: Keys of a leaf up to so many columns of v, and of more: there O of the leaves so far does not fit shared memory.
+LEAF, WIDE_LEAF, NARROW = 512, 1024, 128
+
+
+def leaf_of(v_head_dim: int) -> int:
+    """Keys of a leaf, one number for every kind of call."""
+    return LEAF if v_head_dim <= NARROW else WIDE_LEAF
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaves:
     """Those of one leaf: `keys` of them from an absolute multiple of that number on.  A part is that of a leaf, and the
-    second kernel adds leaves in their order: what a row becomes depends on the row alone, in every kind of call.
+    second kernel folds leaves from the last to the first: what a row becomes depends on the row alone, in every kind of
+    call.
 
-    Parts go through memory, those of a prompt too, which can afford no smaller leaves; larger ones leave SMs idle where
-    one sequence is decoded.
+    A prompt, whose blocks fold leaves themselves (`FoldedLeaves`), can afford no smaller leaves; larger ones leave SMs
+    idle where one sequence is decoded.  With `keys` 0 a request finds the number that the head dim has.
     """
 
     name: ClassVar[str] = "leaves"
     split: ClassVar[bool] = True
     turns: ClassVar[bool] = False
     invariant: ClassVar[bool] = True
-    keys: int = 512
+    folds: ClassVar[bool] = False
+    keys: int = 0
 
     def number(self, kv_len: int) -> int:
         """Leaves of so many keys."""
         return max(1, -(-kv_len // self.keys))
 
+    def of_columns(self, v_head_dim: int) -> Leaves:
+        """The same of a head dim."""
+        return self if self.keys else Leaves(keys=leaf_of(v_head_dim))
+
     def unfit(self, tile_kv: int) -> str | None:
         """Why tiles of so many keys are not visited, or None."""
-        return f"its keys divide no leaf of {self.keys}, at whose ends rows are cut" if self.keys % tile_kv else None
+        return _cuts(self.keys, tile_kv)
 
 
-Keys = AllKeys | SplitKeys | Leaves
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedLeaves:
+    """All, leaf by leaf from the last to the first: the block folds each into those behind it, by the steps of the
+    second kernel of `Leaves`, and finishes o with the same bits."""
+
+    name: ClassVar[str] = "folded leaves"
+    split: ClassVar[bool] = False
+    turns: ClassVar[bool] = False
+    invariant: ClassVar[bool] = True
+    folds: ClassVar[bool] = True
+    keys: int = 0
+
+    @property
+    def in_parts(self) -> Leaves:
+        """The same leaves, each a part."""
+        return Leaves(keys=self.keys)
+
+    def of_columns(self, v_head_dim: int) -> FoldedLeaves:
+        """The same of a head dim."""
+        return self if self.keys else FoldedLeaves(keys=leaf_of(v_head_dim))
+
+    def unfit(self, tile_kv: int) -> str | None:
+        """Why tiles of so many keys are not visited, or None."""
+        return _cuts(self.keys, tile_kv)
+
+
+def _cuts(leaf: int, tile_kv: int) -> str | None:
+    return f"its keys divide no leaf of {leaf}, at whose ends rows are cut" if leaf % tile_kv else None
+
+
+Keys = AllKeys | SplitKeys | Leaves | FoldedLeaves
 
 #: What kernels do unless asked.
 ALL_KEYS = AllKeys()
+
+
+def keys_of(*, invariant: bool, split: bool) -> Keys:
+    """The keys that a block visits: of leaves, and whether others visit the rest."""
+    if invariant:
+        return Leaves() if split else FoldedLeaves()
+    return SplitKeys() if split else ALL_KEYS
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Every kernel: when it starts, beside the one before it on its stream
@@ -404,6 +467,62 @@ class OOfTurnedV:
     template: ClassVar[str] = "hopper/forward_o_of_turned_v.cu.j2"
     store: ClassVar[str] = "hopper/forward_store.cu.j2"
     by_tma: ClassVar[bool] = False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: where O of the leaves so far lies while the next one is worked on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoFold:
+    """A block has no leaves to fold."""
+
+    where: ClassVar[str] = ""
+    place: ClassVar[str] = ""
+    pause: ClassVar[str] = ""
+    pointer: ClassVar[str] = ""
+    columns: ClassVar[int] = 0
+
+
+_OWN = "threadIdx.x % 128"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldInShared:
+    """In shared memory, in float32, all `columns` of it: a thread alone reads and writes its elements."""
+
+    where: ClassVar[str] = "shared memory"
+    place: ClassVar[str] = f"shared.folded[warpgroup][i][{_OWN}]"
+    pause: ClassVar[str] = ""
+    pointer: ClassVar[str] = ""
+    columns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldInMemory:
+    """The first `columns` of it there, as many as fit, and the others in memory of the block, which L2 holds."""
+
+    pause: ClassVar[str] = "      if (i % 4 == 3) __syncwarp();  // no more loads than registers hold\n"
+    pointer: ClassVar[str] = "folded"
+    columns: int
+
+    @property
+    def where(self) -> str:
+        """For a person."""
+        return f"shared memory ({self.columns} columns) and L2" if self.columns else "L2"
+
+    @property
+    def place(self) -> str:
+        """Where elements 4 i to 4 i + 3 of a thread lie."""
+        there = self.columns // 8
+        groups, i = (f"(V_COLUMNS / 8 - {there})", f"(i - {there})") if there else ("(V_COLUMNS / 8)", "i")
+        block = "((i64)blockIdx.x * WARPGROUPS + warpgroup)"
+        beyond = f"((float4*)p.folded)[({block} * {groups} + {i}) * 128 + {_OWN}]"
+        return f"i < {there} ? {FoldInShared.place} : {beyond}" if there else beyond
+
+
+Fold = NoFold | FoldInShared | FoldInMemory
+NO_FOLD = NoFold()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

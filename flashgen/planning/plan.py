@@ -13,12 +13,14 @@ from flashgen.planning.members import (
     ALL_KEYS,
     IN_TURN,
     LAGGING_P,
+    NO_FOLD,
     ONE_LEVEL,
     P8,
     V_AS_STORED,
     BlockOrder,
     Consumers,
     DqSum,
+    Fold,
     FullTilesApart,
     HighestAsFloat,
     HighestAsInteger,
@@ -178,6 +180,7 @@ class Specialized:
     products: OneLevel | TwoLevels = ONE_LEVEL
     p: LaggingP | P8 = LAGGING_P
     v: VAsStored | VTurnedOver = V_AS_STORED
+    fold: Fold = NO_FOLD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

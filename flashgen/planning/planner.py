@@ -366,7 +366,7 @@ def _measured(pipeline: Pipeline[Any], request: KernelRequest) -> Menu | None:
     None without an entry for the class of the variant, for kernels with options, which were not measured, and where
     cells of the mask cut tiles of one candidate and not those of another: the entry is of one that has none.
     """
-    unmeasured = request.dropout or request.keys.split or request.float8 is not None
+    unmeasured = request.dropout or request.keys.name != "all" or request.float8 is not None
     if request.pass_name == "backward" or unmeasured:
         return None
     entry = records.find(pipeline.NAME, request)

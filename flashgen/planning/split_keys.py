@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from flashgen.analysis import counts
 from flashgen.analysis.facts import analyse
-from flashgen.planning.members import Leaves
+from flashgen.planning.arch import ARCHS
+from flashgen.planning.members import FoldedLeaves, Leaves
 from flashgen.planning.plan import Part, Tile
 
 if TYPE_CHECKING:
@@ -45,8 +46,25 @@ def rows_of_parts(plan: KernelPlan, problem: Problem, case: Case, splits: int) -
     return counts.count_parts(facts, case, tile, splits)
 
 
-def workspaces(plan: KernelPlan, problem: Problem, splits: int, q_rows: int | None = None) -> tuple[Part, ...]:
-    """Device memory that parts need, in bytes by the name of the pointer."""
+def folded_bytes(plan: KernelPlan, pairs: int) -> int:
+    """What L2 moves beside where blocks fold leaves in memory: O of the leaves so far, read and written for each leaf;
+    `pairs` are those of a query and a key that are visited, counted as if leaves were full."""
+    if not isinstance(plan.keys, FoldedLeaves) or plan.specialized is None or not plan.specialized.fold.pointer:
+        return 0
+    return 2 * pairs // plan.keys.keys * (plan.padded_v_head_dim - plan.specialized.fold.columns) * PART_ITEM
+
+
+def workspaces(
+    plan: KernelPlan, problem: Problem, splits: int, q_rows: int | None = None, sms: int | None = None
+) -> tuple[Part, ...]:
+    """Device memory that parts need, or blocks that fold leaves there, on so many SMs; in bytes by the name of the
+    pointer."""
+    if plan.specialized is not None and plan.specialized.fold.pointer:
+        blocks = ARCHS[plan.arch].sms if sms is None else sms
+        columns = plan.padded_v_head_dim - plan.specialized.fold.columns
+        amount = blocks * plan.tile.q * columns * PART_ITEM
+        why = f"{blocks} blocks x {plan.tile.q} rows x {columns} columns x {PART_ITEM} bytes, which stay in L2"
+        return (Part(name=plan.specialized.fold.pointer, amount=amount, why=why),)
     if not plan.keys.split:
         return ()
     number = rows(plan, problem, q_rows) * splits

@@ -352,7 +352,7 @@ def predict(
             f"a backward's traffic is predicted for sequences of one length, and the plan's layout is"
             f" {plan.layout.name}\n  nearest: the forward, or layout dense"
         )
-    if plan.layout.own and plan.keys.invariant:
+    if plan.layout.own and plan.keys.invariant and plan.keys.split:
         raise PlanError(
             "what leaves move is predicted for sequences of one length, and the plan's layout is"
             f" {plan.layout.name}\n  nearest: invariant=False, or layout dense"
@@ -440,17 +440,17 @@ def _costs_of(
     kernels = {summaries.ENTRY: of_summaries} if plan.summaries else {}
     kernels |= {"attention_forward": visits} | ({split_keys.ENTRY: combined} if plan.keys.split else {})
     moved = _bytes(sum(one.read_bytes for one in kernels.values()), sum(one.write_bytes for one in kernels.values()))
-    per_pair = 2 * (problem.head_dim + problem.v_head_dim)
-    scores = tiles.visited * plan.tile.q * plan.tile.kv
+    per_pair, scores = 2 * (problem.head_dim + problem.v_head_dim), tiles.visited * plan.tile.q * plan.tile.kv
     special, _ = profile(plan.variant).score_ops
     padded = 2 * (plan.padded_head_dim + plan.padded_v_head_dim) * scores
+    at_l2 = moved.total + split_keys.folded_bytes(plan, tiles.visited_elements)
     return {
         "hbm": moved,
         "compulsory": compulsory,
         "flops": per_pair * tiles.visited_elements,
         "flops_useful": None if tiles.visible is None else per_pair * tiles.visible,
         "tiles": tiles,
-        "times": _times(plan, padded, scores * (1 + special), moved, compulsory),
+        "times": _times(plan, padded, scores * (1 + special), at_l2, compulsory.total),
         "pace": _pace(plan, scores),
         "kernels": tuple(kernels.items()) if len(kernels) > 1 else (),
     }
@@ -530,8 +530,8 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
             plan,
             traffic_backward.flops(padded, scores, None if queries is None else again),
             (scores + again) * special,
-            moved,
-            compulsory,
+            moved.total,
+            compulsory.total,
         ),
         "pace": _pace(plan, scores),
         "kernels": tuple((entry, _bytes(*pair)) for entry, pair in by_entry.items()),
@@ -594,15 +594,15 @@ def _standard(problem: Problem, captured: int) -> Bytes:
     return Bytes(read_bytes=_inputs(problem) + captured + 2 * scores, write_bytes=2 * scores + o)
 
 
-def _times(plan: KernelPlan, flops: int, special: int, moved: Bytes, compulsory: Bytes) -> Times:
+def _times(plan: KernelPlan, flops: int, special: int, moved: int, compulsory: int) -> Times:
     """FLOPs and special results of whole tiles at padded head dims for the units that work on them, bytes for the
     memories."""
     arch = ARCHS[plan.arch]
     return Times(
         tensor=1e3 * flops / arch.tensor_flops[plan.pipeline],
         exponential=1e3 * special / arch.special_per_s,
-        l2=1e3 * moved.total / arch.l2_bytes_per_s,
-        dram=1e3 * compulsory.total / arch.hbm_bytes_per_s,
+        l2=1e3 * moved / arch.l2_bytes_per_s,
+        dram=1e3 * compulsory / arch.hbm_bytes_per_s,
     )
 
 

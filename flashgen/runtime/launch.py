@@ -294,7 +294,7 @@ def make_launch(
         ),
         workspaces=(
             *workspaces,
-            *(split_keys.workspaces(plan, problem, kv_splits, q_rows) if plan.keys.split else ()),
+            *split_keys.workspaces(plan, problem, kv_splits, q_rows, sms),
             *(summaries.workspaces(plan, problem) if plan.summaries else ()),
         ),
         cleared=(COUNTERS,) if outline.pointers[-1] == COUNTERS.name else (),

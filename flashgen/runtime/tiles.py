@@ -21,7 +21,7 @@ from flashgen.lang.evaluate import check_positions, evaluate
 from flashgen.lang.stored import rounded
 from flashgen.planning import split_keys
 from flashgen.planning.float8 import CODE_BIAS, E4M3, WORDS_BY_BITS
-from flashgen.planning.members import Leaves
+from flashgen.planning.members import FoldedLeaves, Leaves
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import ITEMSIZE, STORED_BYTES
 from flashgen.runtime import philox
@@ -235,9 +235,9 @@ class _Rows:
         self.acc = self.acc * decay[..., None] + by_rows(self._rounded(p, dtype), v)
         self.m = m
 
-    def combine(self, parts: list[_Rows], leaves: bool) -> None:
+    def combine(self, parts: list[_Rows]) -> None:
         """Parts of the same rows, in their order; this has seen nothing.  They are multiplied by what follows the
-        highest maximum so far of groups of them; of `leaves` those are left out of which a row sees nothing."""
+        highest maximum so far of groups of them."""
         for first in range(0, len(parts), split_keys.GROUP):
             group = parts[first : first + split_keys.GROUP]
             sees = [~(part.l <= 0) for part in group]
@@ -248,8 +248,20 @@ class _Rows:
             for seen, part in zip(sees, group, strict=True):
                 weight = np.where(seen, np.exp(part.m - m), 0).astype(m.dtype)
                 self.l = self.l + weight * part.l
-                acc = self.acc + weight[..., None] * part.acc
-                self.acc = np.where(seen[..., None], acc, self.acc) if leaves else acc
+                self.acc = self.acc + weight[..., None] * part.acc
+
+    def fold(self, leaves: list[_Rows]) -> None:
+        """Leaves of the same rows, from the last to the first; this has seen nothing.  One of which a row sees nothing
+        leaves it as it is."""
+        for leaf in reversed(leaves):
+            seen = ~(leaf.l <= 0)
+            m = np.where(seen, np.fmax(self.m, leaf.m), self.m)
+            before = np.where(m == self.m, 1, np.exp(self.m - m)).astype(m.dtype)
+            weight = np.where(seen, np.exp(leaf.m - m), 0).astype(m.dtype)
+            kept, acc = before * self.l, before[..., None] * self.acc
+            self.l = np.where(weight == 0, kept, kept + weight * leaf.l)
+            self.acc = np.where(weight[..., None] == 0, acc, acc + weight[..., None] * leaf.acc)
+            self.m = m
 
     def _by_bits(self, s: np.ndarray, base: np.ndarray) -> np.ndarray:
         """P in e4m3, part of it made of the scores' bits."""
@@ -474,26 +486,32 @@ class _Walk(Tiles):
         for of_block in self._of_blocks(at, rows, schedule):
             parts.append(_Rows(self.q[*at, rows].astype(self.precision, copy=False), columns, self.plan))
             self._walk_row(at, rows, of_block, parts[-1])
-        if not self.plan.keys.split:
+        if not self.plan.keys.split and not self.plan.keys.invariant:
             return parts[0]
         combined = _Rows(self.q[*at, rows].astype(self.precision, copy=False), columns, self.plan)
-        combined.combine(parts, self.plan.keys.invariant)
+        if self.plan.keys.invariant:
+            combined.fold(parts)
+        else:
+            combined.combine(parts)
         return combined
 
     def _of_blocks(
         self, at: tuple[slice, slice, slice], rows: slice, schedule: list[tuple[int, int]]
     ) -> list[list[tuple[int, int]]]:
         """The KV tiles of each block that works on a Q tile; where keys are split, of those that visit any, and where
-        they are in leaves, of each leaf."""
+        they are in leaves, of each leaf, whose Q one block reads once if it folds them."""
         q = self.q[*at, rows]
         walks, kv_tiles = math.prod(q.shape[:3]) // self.pack, -(-self.kv_len // self.tile.kv)
         self.traffic.total += walks * kv_tiles
         self.traffic.empty += walks * (kv_tiles - len(schedule))
-        if not self.plan.keys.split:
-            return [schedule]
         if isinstance(self.plan.keys, Leaves):
-            leaf = self.plan.keys.keys // self.tile.kv
-            parts = [[step for step in schedule if step[0] // leaf == i] for i in range(self.splits)]
+            parts = self._by_leaf(schedule, self.plan.keys.keys, self.splits)
+        elif isinstance(self.plan.keys, FoldedLeaves):  # of one block
+            if schedule:
+                self._read("q", q)
+            return self._by_leaf(schedule, self.plan.keys.keys, self.plan.keys.in_parts.number(self.kv_len))
+        elif not self.plan.keys.split:
+            return [schedule]
         else:
             parts = [schedule[i :: self.splits] for i in range(min(self.splits, len(schedule)))]
         lines = math.prod(q.shape[:4])
@@ -501,13 +519,17 @@ class _Walk(Tiles):
         self.traffic.parts += lines * (self.splits * split_keys.PART_ROW)
         return parts
 
+    def _by_leaf(self, schedule: list[tuple[int, int]], keys: int, leaves: int) -> list[list[tuple[int, int]]]:
+        """The KV tiles of each leaf of so many keys."""
+        return [[step for step in schedule if step[0] * self.tile.kv // keys == i] for i in range(leaves)]
+
     def _walk_row(
         self, at: tuple[slice, slice, slice], rows: slice, schedule: list[tuple[int, int]], running: _Rows | None
     ) -> None:
         """One Q tile over the KV tiles of a block; without `running` only counted."""
         traffic, q = self.traffic, self.q[*at, rows]
         walks = math.prod(q.shape[:3]) // self.pack
-        if schedule:  # a Q tile that sees nothing is not even loaded
+        if schedule and not self.plan.keys.folds:  # a Q tile that sees nothing is not even loaded
             self._read("q", q)
         for kv_tile, tile_class in schedule:
             self.visited.add(kv_tile)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.integers import Allowed
+from flashgen.planning.members import FoldedLeaves
 from flashgen.planning.pipelines.ampere import programs
 from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Tile, staged
@@ -239,6 +240,8 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
 
 def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     """The plan of a candidate that fits, with as many blocks per SM as memory, registers and warps allow."""
+    if isinstance(request.keys, FoldedLeaves):  # registers are for o of one leaf
+        request = request.visiting(request.keys.in_parts)
     arch, memory, wanted = request.arch, smem(c, request), registers(c, request)
     by_memory = arch.smem_per_sm // (total(memory) + arch.smem_reserved)
     by_warps = max(1, min(arch.max_warps, USEFUL_WARPS) // c.warps)

@@ -17,7 +17,12 @@ from flashgen.planning.integers import Allowed
 from flashgen.planning.layout import Layout
 from flashgen.planning.members import (
     ALL_KEYS,
+    NO_FOLD,
     DynamicScheduler,
+    Fold,
+    FoldedLeaves,
+    FoldInMemory,
+    FoldInShared,
     FullTilesApart,
     HighestAsFloat,
     HighestAsInteger,
@@ -81,6 +86,10 @@ QUERIES, KEY_STEP = tuple(ROWS * w for w in WARPGROUPS), 8
 
 #: Queries of a tile where SMs would be left without a block.
 SMALL_QUERIES = ROWS * ALONE
+
+#: Bytes of an element of O of the leaves so far, those that shared memory moves in a clock, and the columns in steps of
+#: which it lies there.
+FOLD_ITEM, SHARED_BYTES, FOLD_COLUMNS = 4, 128, 32
 
 #: A block has an SM to itself.
 SHARES_SM = False
@@ -255,6 +264,11 @@ def candidates(fixed: Fixed) -> Iterator[Candidate]:
 
 def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """Bytes of shared memory of a block.  Where TMA stores O, a tile leaves through the room of its Q."""
+    found, columns = _tiles_and_messages(c, request), fold(c, request).columns
+    return (*found, *((_folded(c, columns),) if columns else ()))
+
+
+def _tiles_and_messages(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     d, dv = boxed(request.head_dim), boxed(request.v_head_dim)
     room = max(d, dv) if _stored(c, request.layout, request.keys) else d
     control = _control(c.tile.q, c.stages, c.q_stages, request.profile.hides, request.layout, request.keys)
@@ -264,6 +278,21 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         staged("v", c.stages, c.tile.kv, dv),
         Part(name="control", amount=control, why="barriers and messages"),
     )
+
+
+def fold(c: Candidate, request: KernelRequest) -> Fold:
+    """Where a block keeps O of the leaves so far: as many columns in shared memory as fit."""
+    if not request.keys.folds:
+        return NO_FOLD
+    columns = padded(request.v_head_dim)
+    left = request.arch.smem_per_block - total(_tiles_and_messages(c, request))
+    fit = left // (c.tile.q * FOLD_ITEM) // FOLD_COLUMNS * FOLD_COLUMNS
+    return FoldInShared(columns=columns) if columns <= fit else FoldInMemory(columns=max(0, fit))
+
+
+def _folded(c: Candidate, columns: int) -> Part:
+    why = f"{c.tile.q} rows x {columns} columns x {FOLD_ITEM} bytes of the leaves so far"
+    return Part(name="folded", amount=c.tile.q * columns * FOLD_ITEM, why=why)
 
 
 @lru_cache
@@ -279,7 +308,8 @@ def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program
     columns = boxed(request.head_dim), boxed(request.v_head_dim)
     registers = (None, None) if c.warpgroups == ALONE else division(c, request)
     masked, layout, keys = request.profile.hides, request.layout, request.keys
-    return _program(c, columns, registers, masked=masked, ping_pong=ping_pong, layout=layout, keys=keys)
+    folded = fold(c, request).columns
+    return _program(c, columns, registers, masked=masked, ping_pong=ping_pong, layout=layout, keys=keys, folded=folded)
 
 
 def _program(
@@ -291,6 +321,7 @@ def _program(
     ping_pong: bool,
     layout: Layout,
     keys: Keys,
+    folded: int = 0,
 ) -> Program:
     return programs.forward(
         tile=c.tile,
@@ -303,6 +334,7 @@ def _program(
         ping_pong=ping_pong,
         layout=layout,
         split=keys.split,
+        folded=folded,
     )
 
 
@@ -378,7 +410,17 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
             there = f"{needed - p} registers and {(smem_bytes + p_bytes) / KIB:.4g} KiB"
             text += f"; P would have to go through shared memory: {there}"
         return text
+    if request.keys.invariant and request.fixed.tile is None:
+        return _narrow(c, request)
     return None
+
+
+def _narrow(c: Candidate, request: KernelRequest) -> str | None:
+    """Why a tile is not that of leaves: all lives of a row take the same steps, those of the widest tile that fits."""
+    wider = (kv for kv in FREE_TILE_KV if kv > c.tile.kv and request.keys.unfit(kv) is None)
+    least = (Candidate(tile=Tile(q=c.tile.q, kv=kv), stages=min(FREE_STAGES), q_stages=1) for kv in wider)
+    found = next((one.tile.kv for one in least if does_not_fit_reason(one, request) is None), None)
+    return None if found is None else f"{found} keys fit, and leaves are cut into tiles of one size"
 
 
 def _terms(parts: tuple[Part, ...], unit: int = 1) -> str:
@@ -412,6 +454,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             o=_o(c, request),
             scheduler=scheduler(request),
             rows=Queries(),
+            fold=fold(c, request),
         ),
     )
 
@@ -519,10 +562,20 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     between = (plan.q_stages == 1) * Q_LOAD_CLOCKS + (plan.stages == 2) * KV_LOAD_CLOCKS
     if plan.keys.split:  # a block has one tile of queries, and waits for each of keys: less where more are on their way
         between, step = plan.q_stages == 1, step + MEMORY_CLOCKS / (plan.stages * tile.q * tile.kv)
+    step += _fold_clocks(plan, arch)
     pace = busiest + INTERFERENCE * second + exposed + step + between / (tile.q * TYPICAL_KEYS)
     wide = warpgroups > 2 and max(plan.head_dim, plan.v_head_dim) > SHORT_COLUMNS
     tail = -(-TYPICAL_KEYS // tile.kv) * tile.kv / TYPICAL_KEYS
     return (pace * tail * (THREE_WIDE if wide else 1.0) / arch.clock_hz,)
+
+
+def _fold_clocks(plan: KernelPlan, arch: Arch) -> float:
+    """Clocks of a score in which O of the leaves so far is read and written, once a leaf."""
+    if not isinstance(plan.keys, FoldedLeaves):
+        return 0.0
+    there, l2_bytes = _layout(plan).fold.columns, arch.l2_bytes_per_s / arch.sms / arch.clock_hz
+    clocks = there / SHARED_BYTES + (plan.padded_v_head_dim - there) / l2_bytes
+    return 2 * FOLD_ITEM * clocks / plan.keys.keys
 
 
 def predicted_seconds(plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int) -> float:

@@ -58,12 +58,14 @@ def forward(
     split: bool = False,
     turned: tuple[int, int] | None = None,
     ones: bool = False,
+    folded: int = 0,
 ) -> Program:
     """A forward's program: `columns` of q and k, and of v, in shared memory; `registers` per thread of the producer
     warpgroup and of a consumer, None where none change hands; O is `stored` by TMA from the shared memory of Q, or by
     the consumers themselves; where sequences have lengths of their own, V ends inside a tile; where keys are `split`, a
-    tile of queries is one with a part of them. In 8 bits `turned` has the columns of V once it is turned over, and the
-    warps that do it; with `ones` there is a matrix of them."""
+    tile of queries is one with a part of them.  In 8 bits `turned` has the columns of V once it is turned over, and
+    the warps that do it; with `ones` there is a matrix of them.  `folded` are the columns of O of the leaves so far that
+    lie there in float32."""
     producer, consumer = registers
     warpgroups = tile.q // ROWS
     names = ["scheduler", "loader", *(["storer"] if stored else [])]
@@ -172,6 +174,7 @@ def forward(
         declared(_tile("KTile", "k", tile.kv * columns[0], stage, item=item)),
         declared(_tile("VTile", "v", tile.kv * columns[1], stage, item=item)),
         *(_turned_members(turned[0], q_stage, each, stage, ones) if turned is not None else ()),
+        *((declared(_folded(folded, each), note="O of the leaves so far"),) if folded else ()),
         declared(Member(ctype="Work", name="work", size=size, alignment=alignment, axes=(work_stage,))),
         *(
             (
@@ -496,6 +499,12 @@ def _turned_members(columns: int, q_stage: Axis, each: Axis, stage: Axis, ones: 
 
 def _tile(ctype: str, name: str, elements: int, *axes: Axis, item: int = ITEM) -> Member:
     return Member(ctype=ctype, name=name, size=item * elements, alignment=ALIGNMENT, axes=axes)
+
+
+def _folded(columns: int, each: Axis) -> Member:
+    """Four elements of each thread of a warpgroup side by side, then the next four of each."""
+    axes = each, Axis(size=columns // 8, text=f"{columns // 8}"), Axis(size=128, text="128")
+    return Member(ctype="float4", name="folded", size=16, alignment=ALIGNMENT, axes=axes)
 
 
 def _steps(name: str, *axes: Axis, ctype: str = "Step") -> Member:
