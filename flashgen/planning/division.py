@@ -39,10 +39,10 @@ START, COMBINE, AGAIN, AT_ONCE = 2e-6, 3e-6, 1.5e-6, 16
 #: 10.7 us on 64 SMs, 11.3 on 32).
 ALONE = 1.5
 
-#: Tiles of keys that a part has at least where sequences have lengths of their own, and are split because one of them
-#: may be longer than others, and the share of SMs that such a one fills alone.  On an H200, 64 sequences of 256 to
-#: 65,536 keys, 32:8 heads: 860 us unsplit, 745 in 8 parts, 741 in 16, 1,002 in 32; as many keys in equal lengths: 747.
-LEAST_TILES, FILLED = 16, 0.5
+#: Tiles of keys that a part has at least where sequences with lengths of their own are split because one of them may be
+#: longer than others: that one fills the SMs by itself.  On an H200, 64 sequences of 256 to 65,536 keys, 32:8 heads: 860
+#: us unsplit, 745 in 8 parts, 741 in 16; as many keys in equal lengths: 747.
+LEAST_TILES = 16
 
 #: Tiles of queries times blocks for each, and rows: kernels count them in 32 bits.
 MAX_PLACES = (1 << 31) - 1
@@ -268,11 +268,8 @@ def _number(plan: KernelPlan, problem: Problem, visible: int, sms: int, layout: 
 
 
 def _uneven(tiles: int, problem: Problem, visible: int, sms: int) -> int:
-    """Among how many blocks the keys of sequences are divided whose lengths the device alone knows: the longest one
-    fills so many SMs by itself."""
-    if problem.batch < 2:
-        return 1
-    return max(1, min(int(FILLED * sms) * problem.batch // tiles, visible // LEAST_TILES))
+    """Among how many blocks the keys of sequences are divided whose lengths the device alone knows."""
+    return max(1, min(sms * problem.batch // tiles, visible // LEAST_TILES)) if problem.batch > 1 else 1
 
 
 def seconds(plan: KernelPlan, problem: Problem, visible: int, splits: int, sms: int) -> float:

@@ -427,7 +427,15 @@ class SequenceScheduler:
     dynamic: ClassVar[bool] = True
 
 
-Scheduler = DynamicScheduler | StaticScheduler | SequenceScheduler
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartScheduler:
+    """A counter in memory; of a number it finds the sequence by the parts of its keys: those that have a tile."""
+
+    template: ClassVar[str] = "hopper/forward_part_scheduler.cu.j2"
+    dynamic: ClassVar[bool] = True
+
+
+Scheduler = DynamicScheduler | StaticScheduler | SequenceScheduler | PartScheduler
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, forward: how O leaves, and what a row is

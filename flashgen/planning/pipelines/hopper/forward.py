@@ -40,6 +40,7 @@ from flashgen.planning.members import (
     OFromRegisters,
     OInParts,
     PackedQueries,
+    PartScheduler,
     Queries,
     Scheduler,
     SequenceScheduler,
@@ -503,6 +504,8 @@ def scheduler(request: KernelRequest) -> Scheduler:
     """Who hands out tiles of queries."""
     if request.layout.joined:
         return SequenceScheduler()
+    if request.keys.turns and request.layout.own:
+        return PartScheduler()
     # Where sequences have lengths of their own, so have the parts of their keys.
     uneven = request.profile.masked or (request.keys.split and request.layout.own)
     return DynamicScheduler() if uneven else StaticScheduler()
