@@ -82,6 +82,13 @@ def test_a_tile_of_no_whole_words_reads_the_table():
     assert plan.specialized.mask == MaskByElement() and plan.summaries[0].bits is None
 
 
+def test_parts_of_a_tile_of_no_whole_words_read_the_table():
+    """Blocks of 48 cut tiles into parts of 16 keys."""
+    cut = fg.variant(lambda b, h, q, k: mask[b, h, q, k] & layout[q // 48, k // 48], name="cut")
+    assert first(cut).specialized.mask == MaskByElement()
+    assert first_backward(cut).summaries[0].bits is None
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Masks that are the same all over a tile
 

@@ -37,8 +37,7 @@ def tile_summaries(facts: Facts, tile: Tile, bits: RowBits | None = None) -> tup
     how the values of `pair_tables` are kept."""
     if not facts.hidden:
         return ()
-    cells = facts.cells and facts.cells.within(tile.q, tile.kv)
-    of = {"q": math.gcd(tile.q, (cells and cells.q) or 0), "k": math.gcd(tile.kv, (cells and cells.k) or 0)}
+    of = _parts(facts, tile)
     parts = {side: math.gcd(size, ROWS) if bits is not None and bits.by == side else size for side, size in of.items()}
     kept = pair_tables(facts) if bits is not None else ()
     return tuple(
@@ -58,6 +57,17 @@ def tile_summaries(facts: Facts, tile: Tile, bits: RowBits | None = None) -> tup
         )
         for one in facts.summaries
     )
+
+
+def _parts(facts: Facts, tile: Tile) -> dict[str, int]:
+    """The queries and the keys that a summary is over."""
+    cells = facts.cells and facts.cells.within(tile.q, tile.kv)
+    return {"q": math.gcd(tile.q, (cells and cells.q) or 0), "k": math.gcd(tile.kv, (cells and cells.k) or 0)}
+
+
+def keeps_bits(facts: Facts, tile: Tile, columns: str) -> bool:
+    """Whether there are tables of all pairs, and a summary's queries ("q") or keys ("k") are whole words of a row."""
+    return bool(facts.hidden and pair_tables(facts)) and _parts(facts, tile)[columns] % WORD == 0
 
 
 def pair_tables(facts: Facts) -> tuple[Summary, ...]:

@@ -56,7 +56,7 @@ from flashgen.planning.problem import ITEMSIZE, Problem
 from flashgen.planning.profile import Profile, profile
 from flashgen.planning.program import CTYPES, Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
-from flashgen.planning.summaries import WORD
+from flashgen.planning.summaries import keeps_bits
 
 NAME, COPIES, cannot_address = hopper.NAME, hopper.COPIES, hopper.cannot_address
 cannot_page = hopper.cannot_page
@@ -276,7 +276,7 @@ def _uniform_by_warpgroup(c: Candidate, request: KernelRequest) -> bool:
 def _from_bits(c: Candidate, request: KernelRequest) -> bool:
     """Whether tables of all pairs are read as bits."""
     dense = not (c.split_dk_dv or request.deterministic or request.layout.own)
-    return dense and bool(request.profile.pair_tables) and c.tile.q % WORD == 0
+    return dense and keeps_bits(request.profile.facts, c.tile, "q")
 
 
 def mask(c: Candidate, request: KernelRequest) -> Mask:

@@ -55,7 +55,7 @@ from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.program import Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
-from flashgen.planning.summaries import WORD
+from flashgen.planning.summaries import WORD, keeps_bits
 
 NAME, COPIES = "hopper", "TMA"
 
@@ -478,7 +478,7 @@ def _mask(c: Candidate, request: KernelRequest) -> Mask:
         return MaskByTile()
     if asked.uniform(Tile(q=request.layout.starts(ROWS), kv=c.tile.kv)):
         return MaskByWarpgroup()
-    if asked.pair_tables and c.tile.kv % WORD == 0 and not request.layout.own:
+    if not request.layout.own and keeps_bits(asked.facts, c.tile, "k"):
         return MaskFromBits()
     ops = asked.mask_ops + READ_OPS * asked.mask_reads_by_key + PAIR_READ_OPS * asked.mask_reads_pairs
     if asked.judged and ops >= BITS_OPS:
