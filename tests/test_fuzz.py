@@ -127,7 +127,9 @@ def test_the_evaluator_reads_the_language(rule):
     assert visible.all() and decided.all()
 
 
-@pytest.mark.parametrize("condition", ["fg.cos({}) == fg.float32(k)", "fg.sin({}) != 0.0 * k", "fg.cos({}) < 1.0 + 0 * k"])
+@pytest.mark.parametrize(
+    "condition", ["fg.cos({}) == fg.float32(k)", "fg.sin({}) != 0.0 * k", "fg.cos({}) < 1.0 + 0 * k"]
+)
 def test_a_mask_hangs_on_no_wave_that_a_kernel_does_not_promise(condition):
     """Of cos(2^61) an H200 gives 1, which is that of whole turns."""
     for argument, known in (("2.0**61 + 0 * k", False), ("1.0 + 0 * k", True)):
