@@ -286,6 +286,29 @@ def noticed(w, edit, splits):
     return bool(w.wrong(result))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "edit",
+    [
+        replace("if (part == 0) leave_out(work, of_this);", ""),
+        replace("leave_out(work, of_this)", "leave_out(work, of_this + 1)"),
+        replace("keys_of(p, b).length + TILE_KV - 1) / TILE_KV", "keys_of(p, b).length) / TILE_KV"),
+        replace("first += 32;\n    }\n    return {-1", "first += 33;\n    }\n    return {-1"),
+    ],
+)
+def test_parts_without_a_tile_are_noticed(edit):
+    """Of more sequences than a warp counts at once: what nobody leaves out is NaN, what is left out is missed."""
+    shape = {"q_lengths": (1,) * 40, "kv_lengths": (60, 70, 0, 200) * 10, "q_len": 1, "kv_len": 200, **ONE_WARPGROUP}
+    w = split_batch("full", "hopper", heads=2, kv_heads=2, batch=40, **shape)
+    right = w.run(kv_splits=3)
+    assert np.isfinite(right.o).all() and not right.o[2::4].any()
+    try:
+        wrong = w.run(edit, kv_splits=3)
+    except Trap:
+        return
+    assert not np.array_equal(wrong.o, right.o)
+
+
 def test_a_wrong_walk_is_noticed(monkeypatch):
     w = split_work("causal_bottom_right", "ampere", **SHAPE)
     right = tiles._Walk._of_blocks

@@ -40,8 +40,8 @@ START, COMBINE, AGAIN, AT_ONCE = 2e-6, 3e-6, 1.5e-6, 16
 ALONE = 1.5
 
 #: Tiles of keys that a part has at least where sequences with lengths of their own are split because one of them may be
-#: longer than others: that one fills the SMs by itself.  On an H200, 64 sequences of 256 to 65,536 keys, 32:8 heads: 860
-#: us unsplit, 745 in 8 parts, 741 in 16; as many keys in equal lengths: 747.
+#: longer than others: that one fills the SMs by itself.  On an H200, 64 sequences of 256 to 65,536 keys, 32:8 heads:
+#: 860 us unsplit, 745 in 8 parts, 741 in 16; as many keys in equal lengths: 747.
 LEAST_TILES = 16
 
 #: Tiles of queries times blocks for each, and rows: kernels count them in 32 bits.
