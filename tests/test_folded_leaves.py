@@ -10,6 +10,7 @@ from paged import in_pages
 from ptx_attention import replace
 from split import split_batch, split_work
 from test_leaves import differing
+from test_traffic_sequences import check
 from tiers import thinned
 
 import flashgen as fg
@@ -144,6 +145,13 @@ def test_lengths_of_their_own(spec, layout):
     parts, w = (split_batch(spec, "hopper", keys, **shape) for keys in (PARTS, FOLDED))
     w = in_pages(w, 16) if layout == "paged" else w
     assert w.plan.keys == FOLDED and differing(w.run(), parts.run(kv_splits=3)) == 0
+
+
+def test_traffic_of_lengths_of_their_own():
+    """What blocks fold moves as much as what they add up at once: no part goes through memory."""
+    shape = {"q_lengths": (5, 40), "kv_lengths": (130, 350), "q_offset": "end", "q_len": 40, "kv_len": 350}
+    w = split_batch("causal", "hopper", FOLDED, **shape)
+    assert check(w).workspaces == ()
 
 
 def test_dropout():

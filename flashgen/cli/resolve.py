@@ -170,7 +170,7 @@ def resolve(
         sms = sm_count(arch)
     told = None if lengths is None else lengths.page_size
     page_size = paging.rows_of_pages(asked.layout.name, asked.layout.paged, told)
-    if which.backward or which.split_keys:
+    if which.backward or which.split_keys or (which.invariant and not data):  # a kernel alone is the one that is named
         menu = paging.menu_of_pages(asked, page_size)
         found = division.Divided(menu=menu, plan=planner.choose(menu, problem, sms))
     else:
