@@ -99,3 +99,11 @@ def test_ways_of_parts():
         "tile by tile, over ranges of values, by parts of 96 queries and 64 keys",
     ]
     assert ways.parts(fg.variant()) == ()
+
+
+def test_a_promise_about_what_selects_an_element():
+    rank, seen = tensor("rank", min=0), fg.tensor("seen", dims=(None, None), dtype="bool")
+    data = {"rank": np.repeat(np.arange(9, dtype=np.int32), 57)[:LENGTH], "seen": np.eye(9, dtype=bool)}
+    loss, found = cure(lambda b, h, q, k: seen[rank[q], rank[k]], **data)
+    assert not loss.exact
+    assert found == "fg.tensor('rank', ..., sorted=True) would settle more tiles: these data keep it"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -107,7 +107,9 @@ def cure(variant: Variant, case: Case, tile: Tiling, loss: Loss, *, b: int = 0, 
     counted = tiles.tiles_of(case.sizes["q_len"], tile.q) * tiles.tiles_of(case.sizes["kv_len"], tile.kv)
     if loss.exact or counted > MOST_TILES:
         return None
-    tensors = [tensor for tensor in variant.tensors if tensor.name in unsettled]
+    # A promise about what selects elements of a tensor may settle what none about the tensor does.
+    asked = unsettled | _selecting(variant, unsettled)
+    tensors = [tensor for tensor in variant.tensors if tensor.name in asked]
     before = _cost(variant, case, tile, b, h)
     truth = loss.seen + loss.cut
     wasted = before * (1 - truth / (loss.visited + loss.masked))  # of this batch and head
@@ -118,11 +120,18 @@ def cure(variant: Variant, case: Case, tile: Tiling, loss: Loss, *, b: int = 0, 
     for tensor in tensors:
         if (said := _recaptured(tensor, case.tensors[tensor.name])) is not None:
             return said
-    names = ", ".join(repr(tensor.name) for tensor in tensors)
+    names = ", ".join(repr(tensor.name) for tensor in tensors if tensor.name in unsettled)
     if not names:
         return None
     why = "only its elements tell" if any(part.way == "pairs" for part in told) else "elements of a tile lie far apart"
     return f"no promise about {names} would settle more tiles: {why}"
+
+
+def _selecting(variant: Variant, names: Set[str]) -> set[str]:
+    """The tensors whose elements select elements of these."""
+    loads = (n for n in walk([variant.mask] if variant.mask is not None else []) if n.op == "load")
+    inner = walk([o for n in loads if n.attr.name in names for o in n.operands])
+    return {n.attr.name for n in inner if n.op == "load"}
 
 
 def _cost(variant: Variant, case: Case, tile: Tiling, b: int, h: int) -> int:

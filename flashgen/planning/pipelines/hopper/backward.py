@@ -95,6 +95,10 @@ CONDITIONS = 16
 #: read), a remainder (a division), a summary whose parts are looked at (of one position, or of both).
 DIMENSION_OPS, SORTED_OPS, REMAINDER_OPS, SUMMARY_OPS = 2, 3, 8, (4, 12)
 
+#: Ops of a mask that is asked once for all elements of a warpgroup, beside which S and dP both fit: `bigbird` has 24,
+#: and spilled 8 bytes.
+ONCE_OPS = 12
+
 #: Tiles of queries whose lookups shared memory holds: those of all stages, two more that are sent, one being found.
 LOOKUP_STAGES = 8
 
@@ -252,10 +256,11 @@ def scores_first(c: Candidate, request: KernelRequest) -> bool:
 
 
 def waits(c: Candidate, request: KernelRequest) -> bool:
-    """Whether mask or score read elements by position that neither shared memory holds for them nor bits."""
+    """Whether mask or score read elements by position that neither shared memory holds for them nor bits; where the
+    mask is asked once, whether that is much."""
     asked = request.profile
     if _uniform_by_warpgroup(c, request):
-        return asked.score_reads_by_position
+        return asked.score_reads_by_position or asked.mask_ops > ONCE_OPS
     tables = asked.pair_tables if _from_bits(c, request) else ()
     return looks_up(asked.variant, known={*tables, *walk(asked.lookups if lookup_stages(c, request) else ())})
 
