@@ -52,7 +52,7 @@ class Problem:
     def __post_init__(self) -> None:
         counts = self.batch, self.heads, self.kv_heads, self.q_len, self.kv_len
         dims = self.head_dim, self.v_head_dim
-        known = 0 <= min(counts) and max(counts) < MAX_LENGTH and 0 < min(dims) and max(dims) < MAX_LENGTH
+        known = min(counts) >= 0 and max(counts) < MAX_LENGTH and min(dims) > 0 and max(dims) < MAX_LENGTH
         if known and self.dtype in ITEMSIZE and self.kv_heads and self.heads % self.kv_heads == 0:
             return
         for name, said in (*((name, name) for name in ("batch", "heads", "kv_heads")), *LENGTHS.items()):

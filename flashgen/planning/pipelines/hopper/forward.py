@@ -38,9 +38,9 @@ from flashgen.planning.members import (
     StaticScheduler,
     TilesAlike,
 )
+from flashgen.planning.once import once
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
-from flashgen.planning.once import once
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Specialized, Tile, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
