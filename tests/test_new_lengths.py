@@ -1,5 +1,5 @@
-"""What a call costs that differs from the one before in a length, a number or a content: steps of the host, counted on
-an emulated Hopper that runs nothing, beside a call that repeats.  `flashgen bench flex` and `host` give microseconds."""
+"""What a call costs that differs from the one before in a length, a number or a content: steps of the host beside those
+of a call that repeats, on an emulated Hopper that runs nothing.  `flashgen bench flex` and `host` give microseconds."""
 
 import ctypes
 import itertools

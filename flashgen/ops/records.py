@@ -124,8 +124,8 @@ def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, calls: 
     kind: list[object] = [*key[3:7]]
     if sequences.paged(named):
         kind.append(k.shape[2])  # pipelines load pages of some sizes
-    for x, of in zip((q, k, v), key, strict=False):
-        shape, strides, dtype, device = of  # type: ignore[misc]
+    of_tensors: Any = key[:3]
+    for x, (shape, strides, dtype, device) in zip((q, k, v), of_tensors, strict=True):
         if len(shape) != 4 or not (lies_in_rows(strides, x.itemsize) and addressable(shape, strides, x.itemsize)):
             return None
         kind += shape[0], shape[1], shape[3], dtype, device

@@ -321,8 +321,8 @@ class MaskByTile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskByLookups:
-    """It is asked for each where it is used; what it reads by a query or a key alone is read before, while products
-    run, of each key by one lane of a warp, which passes it on."""
+    """It is asked for each where it is used.  What it reads by a query or a key alone is read before, while products
+    run: of each key by one lane of a warp, which passes it on."""
 
     form: ClassVar[str] = "by_lookups"
     looks_up: ClassVar[bool] = True

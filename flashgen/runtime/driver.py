@@ -65,7 +65,7 @@ class Function:
 
 
 class TensorMaps:
-    """What TMA needs to know of tensors, as kernel parameters at `pointers`; their addresses may change between launches.
+    """What TMA needs to know of tensors, as kernel parameters at `pointers`; tensors may move between launches.
 
     All are at one address until they move.  The driver asks for a current context, and a thread that never touched CUDA
     (autograd's own, at its first node) has none: it is lent that of GPU `device`.  Raises LaunchError for a tensor that

@@ -64,8 +64,8 @@ def forward(
     warpgroup and of a consumer, None where none change hands; O is `stored` by TMA from the shared memory of Q, or by
     the consumers themselves; where sequences have lengths of their own, V ends inside a tile; where keys are `split`, a
     tile of queries is one with a part of them.  In 8 bits `turned` has the columns of V once it is turned over, and
-    the warps that do it; with `ones` there is a matrix of them.  `folded` are the columns of O of the leaves so far that
-    lie there in float32."""
+    the warps that do it; with `ones` there is a matrix of them.  `folded` are the columns of O of the leaves so far
+    that lie there in float32."""
     producer, consumer = registers
     warpgroups = tile.q // ROWS
     names = ["scheduler", "loader", *(["storer"] if stored else [])]
