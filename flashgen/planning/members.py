@@ -275,6 +275,33 @@ class SequencesInGroups:
 BlockOrder = HeadByHead | InGroups | SequencesInGroups
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, backward: how many tiles of keys a block has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneTile:
+    """One: what it looks up or puts in order is of these keys."""
+
+    in_turn: ClassVar[bool] = False
+    load: ClassVar[str] = "hopper/backward_load_one_tile.cu.j2"
+    consume: ClassVar[str] = "hopper/backward_consume_one_tile.cu.j2"
+    accumulate: ClassVar[str] = "hopper/backward_accumulate_one_tile.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilesInTurn:
+    """One after another, as many blocks as SMs: the next keys and their first queries are on their way while the
+    gradients of these leave."""
+
+    in_turn: ClassVar[bool] = True
+    load: ClassVar[str] = "hopper/backward_load_tiles_in_turn.cu.j2"
+    consume: ClassVar[str] = "hopper/backward_consume_tiles_in_turn.cu.j2"
+    accumulate: ClassVar[str] = "hopper/backward_accumulate_tiles_in_turn.cu.j2"
+
+
+Tiles = OneTile | TilesInTurn
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper: how elements of a tile are masked; each pass has a template of that name
 
 

@@ -37,6 +37,7 @@ from flashgen.planning.members import (
     OInParts,
     OInPartsOfTurnedV,
     OneLevel,
+    OneTile,
     OOfTurnedV,
     OwnKeys,
     PackedQueries,
@@ -45,6 +46,7 @@ from flashgen.planning.members import (
     SharedKeys,
     SplitDkDv,
     StepEnd,
+    Tiles,
     TilesAlike,
     TwoLevels,
     VAsStored,
@@ -247,6 +249,11 @@ class Backward:
         return False
 
     @property
+    def in_turn(self) -> bool:
+        """A block has one tile of keys."""
+        return False
+
+    @property
     def lookup_stages(self) -> int:
         """The mask looks up itself what it reads."""
         return 0
@@ -281,6 +288,12 @@ class SpecializedBackward:
     row_threads: int  # of a block of the entries that work on rows alone
     mask: Mask = field(default_factory=MaskByElement)
     judged_in_turn: bool = False  # a tile's conditions are judged one after another through shared memory, else at once
+    tiles: Tiles = OneTile()  # noqa: RUF009 (it is frozen)
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether a block has tiles of keys one after another."""
+        return self.tiles.in_turn
 
     @property
     def split_dk_dv(self) -> bool:

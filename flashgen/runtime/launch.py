@@ -377,9 +377,10 @@ def _backward_grids(plan: KernelPlan, problem: Problem, sms: int, in_memory: _Ro
     heads = problem.heads * batch
     q_blocks = _q_tiles(plan, problem, in_memory[0]) * heads
     rows = {"threads": layout.row_threads, "smem_bytes": 0}
+    tiles = _kv_tiles(plan, problem, in_memory[1]) * problem.kv_heads * batch
     found = [
         LaunchGrid(entry="attention_backward_prepare", blocks=q_blocks, **rows),
-        _main_grid(plan, _kv_tiles(plan, problem, in_memory[1]) * problem.kv_heads * batch),
+        _main_grid(plan, min(tiles, sms) if layout.in_turn else tiles),
     ]
     if layout.by_query is None:
         blocks = min(q_blocks, FINISH_BLOCKS * sms) if layout.dq_in_main_kernel else q_blocks

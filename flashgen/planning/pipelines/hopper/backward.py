@@ -43,8 +43,10 @@ from flashgen.planning.members import (
     MaskByTile,
     MaskByWarpgroup,
     MaskFromBits,
+    OneTile,
     SequencesInGroups,
     SplitDkDv,
+    TilesInTurn,
 )
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.pipelines.hopper import programs
@@ -361,8 +363,16 @@ def program(c: Candidate, request: KernelRequest) -> Program:
         layout=request.layout,
         judged_in_turn=judged_in_turn(c, request),
         lookup_stages=lookup_stages(c, request),
+        in_turn=tiles(c, request).in_turn,
         lookups=tuple((name, CTYPES[n.dtype], n.dtype.itemsize, depends_on(n, "q")) for name, n in read),
     )
+
+
+def tiles(c: Candidate, request: KernelRequest) -> OneTile | TilesInTurn:
+    """How many tiles of keys a block has: more than one where nothing is kept of its keys but themselves."""
+    skips = request.profile.hides and request.profile.conditional
+    kept = skips or lookup_stages(c, request) or request.profile.scored or request.layout.own or c.split_dk_dv
+    return OneTile() if kept or not dq_in_main_kernel(c, request) else TilesInTurn()
 
 
 def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
@@ -508,6 +518,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             ping_pong=ping_pong(c, request),
             scores_first=scores_first(c, request),
             lookup_stages=lookup_stages(c, request),
+            tiles=tiles(c, request),
             row_threads=ROW_THREADS,
             mask=mask(c, request),
             judged_in_turn=judged_in_turn(c, request),

@@ -1,0 +1,84 @@
+"""Blocks of a backward that have tiles of keys one after another: executed, in any order, and what they wait for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ptx_attention import replace
+from test_ptx_backward import STEPS, Backward
+
+from flashgen.interpreter import errors
+from flashgen.lang.load import load_spec
+from flashgen.planning import planner
+from flashgen.planning.members import OneTile, TilesInTurn
+
+#: Five tiles of keys for two blocks, the last of them in part; under a causal mask two of them that no query sees.
+SHAPE = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 300, "kv_len": 600, "head_dim": 64}
+
+
+def backward(spec="causal", **shape):
+    found = Backward(spec, pipeline="hopper", **{**SHAPE, **shape})
+    assert found.plan.backward.tiles == TilesInTurn()
+    return found
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("spec", ["causal", "full"])
+def test_gradients(spec, seed):
+    b = backward(spec)
+    result = b.run(sms=2, seed=seed)
+    assert b.wrong(result) == []
+    assert result.reports["attention_backward"].conflicts == []
+
+
+def test_as_many_blocks_as_tiles():
+    """Each has one, and the gradients of keys have the bits of any other number of blocks."""
+    b = backward(q_len=130, kv_len=260)
+    few, many = (b.run(sms=sms) for sms in (2, 8))
+    assert np.array_equal(few.dk, many.dk) and np.array_equal(few.dv, many.dv)
+
+
+@pytest.mark.parametrize(
+    "edit, trapped",
+    [
+        (replace("      mbarrier_wait(shared.keys_done, done % 2);\n", ""), (errors.Race, errors.BarrierMisuse)),
+        (
+            replace(
+                "      if (thread_index() % 32 == 0) mbarrier_arrive(shared.keys_done);\n      store", "      store"
+            ),
+            (errors.Deadlock,),
+        ),
+        (
+            replace("        mbarrier_wait(shared.k_full, shared.turn % 2);\n", ""),
+            (errors.NotComplete, errors.Uninitialised),
+        ),
+        (replace(" dv[i] = 0.f;\n", " dv[i] += 0.f;\n"), ()),
+    ],
+    ids=[
+        "keys that are overwritten",
+        "keys that nobody gives back",
+        "keys that are not there yet",
+        "sums of other keys",
+    ],
+)
+def test_what_it_waits_for(edit, trapped):
+    b = backward(q_len=130, kv_len=260)
+    try:
+        result = b.run(edit, sms=1, seed=0, step_limit=STEPS)
+    except errors.Trap as trap:
+        assert isinstance(trap, trapped)
+    else:
+        assert not trapped and b.wrong(result) != []
+
+
+def test_who_has_tiles_in_turn():
+    """Those that keep nothing of their keys but themselves."""
+    for spec, options, expected in (
+        ("causal", {}, TilesInTurn()),
+        ("full", {}, TilesInTurn()),
+        ("causal", {"deterministic": True}, OneTile()),
+        ("document", {}, OneTile()),
+        ("alibi", {"gradients": ("slopes",)}, OneTile()),
+    ):
+        plans = planner.backward_menu(load_spec(spec), "sm_90a", "bfloat16", 128, **options).plans
+        assert {plan.backward.tiles for plan in plans} == {expected}, (spec, options)
