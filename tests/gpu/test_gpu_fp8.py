@@ -15,7 +15,7 @@ from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
 from flashgen.runtime.captured import on_device
 from flashgen.runtime.reference import judge, judge_lse, reference
-from flashgen.runtime.reference_float8 import Quantised, baseline, quantised
+from flashgen.runtime.reference_float8 import Quantised, baseline, cut_products, quantised
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,6 +78,19 @@ def checked(
     alike = {"words": WORDS_BY_BITS[accuracy], "tile_kv": planner.menu_of(request).plans[0].tile.kv}
     base, base_lse = baseline(bound, case, *of, scale=scale, out=torch.bfloat16, **alike)
     return judge(o, base, ref, "bfloat16").reasons + judge_lse(lse, ref_lse, base_lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("std", [0.004, 1.0, 30.0])
+@pytest.mark.parametrize("columns", [32, 128])
+def test_products_add_up_as_in_the_baseline(columns, std, dtype):
+    """Bit by bit, subnormals too: by cuBLASLt, which adds up in the tensor cores alone where it may."""
+    g, one = torch.Generator(DEVICE).manual_seed(0), torch.ones((), device=DEVICE)
+    a, b = (torch.randn(256, columns, device=DEVICE, generator=g) * size for size in (std, 1.0))
+    a, b = a.to(torch.float8_e4m3fn), (b.exp() * b.sign()).to(dtype)
+    found = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=True)
+    assert torch.equal(found, cut_products(a.float(), b.float(), dtype))
+    assert not torch.equal(found.double(), a.double() @ b.double().t())
 
 
 @pytest.mark.parametrize("accuracy", WORDS_BY_BITS)
