@@ -161,7 +161,7 @@ def test_pages(pipeline):
 # ---------------------------------------------------------------- mutations
 COMBINE = {
     "a lost leaf": replace("32 - __clz(written)", "31 - __clz(written)"),
-    "leaves that were not written": replace("written >> i & 1 ?", "true ?"),
+    "leaves that were not written": replace("written >> (start + i) & 1", "true"),
     "a wrong maximum": replace("fmaxf(before, warp_max(sees ? part.x : MINUS_INFINITY))", "fmaxf(before, part.x)"),
 }
 VISITS = {
