@@ -176,6 +176,7 @@ def test_lengths_of_their_own(spec, pipeline, shape):
     [
         ("causal", "ampere", {}),
         ("causal", "hopper", {"heads": 8, "packed": True}),
+        ("causal", "hopper", {"heads": 8, **ONE_WARPGROUP}),
         pytest.param("gpt_oss", "hopper", {}, marks=JOINED_AT_NIGHT),
         ("gpt_oss", "ampere", {}),
         pytest.param("full", "hopper", {}, marks=JOINED_AT_NIGHT),
