@@ -10,6 +10,7 @@ from test_ptx_backward import STEPS, Backward
 from flashgen.interpreter import errors
 from flashgen.lang.load import load_spec
 from flashgen.planning import planner
+from flashgen.planning.backward import clear_distance
 from flashgen.planning.members import OneTile, TilesInTurn
 
 #: Five tiles of keys for two blocks, the last of them in part; under a causal mask two of them that no query sees.
@@ -69,6 +70,12 @@ def test_what_it_waits_for(edit, trapped):
         assert isinstance(trap, trapped)
     else:
         assert not trapped and b.wrong(result) != []
+
+
+def test_no_block_waits_for_one_that_may_not_have_started():
+    """Kernels of two streams may hold SMs that the other's blocks need: sums of dq are cleared before."""
+    b = backward()
+    assert clear_distance(b.plan, b.forward.problem, sms=132) == b.forward.problem.kv_heads * b.forward.problem.batch
 
 
 def test_who_has_tiles_in_turn():

@@ -105,7 +105,7 @@ def banner(plan: KernelPlan, found: VariantCode) -> str:
         ("plan", f"{plan.pipeline} on {plan.arch}, {plan.dtype}, {dims}" + (f"; {plan.float8}" if plan.float8 else "")),
         ("tile", f"{plan.tile.q} {rows} x {plan.tile.kv} keys, {plan.stages} stages{q_home}"),
         ("roles", plan.program.text()),
-        *([("launches", str(plan.launches))] if plan.launches.early else []),
+        *([("launch", str(plan.launches))] if plan.launches.early else []),
         *([("summaries", "; ".join(map(str, plan.summaries)))] if plan.summaries else []),
         ("shared", " + ".join(f"{part.name} {part.amount}" for part in plan.smem) + f" = {plan.smem_bytes} bytes"),
     ]

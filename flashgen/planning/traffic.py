@@ -181,7 +181,7 @@ class Prediction:
                     *([("kv splits", f"{self.splits}: {self.why_splits}")] if self.why_splits else []),
                     *([("summaries", "; ".join(map(str, plan.summaries)))] if plan.summaries else []),
                     ("warps", plan.program.text()),
-                    *([("launches", str(plan.launches))] if plan.launches.early else []),
+                    *([("launch", str(plan.launches))] if plan.launches.early else []),
                     ("blocks per SM", str(plan.blocks_per_sm)),
                     ("chosen by", f"measured times ({self.measured.record})" if self.measured else "predicted times"),
                     *([("menu covers", self.measured.covers)] if self.measured else []),
