@@ -427,6 +427,26 @@ class ExactP:
     template: ClassVar[str] = "hopper/forward_p_exact.cu.j2"
     before: ClassVar[str] = "find_scale"
     sums_late: ClassVar[bool] = False
+    ones_behind_v: ClassVar[int] = 0
+    ones_apart: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnesBehindV:
+    """Eight rows of ones behind those of V turned over: sums come with the columns of P V, by products of N + 8."""
+
+    template: ClassVar[str] = "hopper/forward_sums_behind_v.cu.j2"
+    fill: ClassVar[str] = "hopper/forward_ones_behind_v.cu.j2"
+    rows: ClassVar[int] = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnesApart:
+    """A matrix of ones, and products of their own: P V comes in pieces."""
+
+    template: ClassVar[str] = "hopper/forward_sums_apart.cu.j2"
+    fill: ClassVar[str] = "hopper/forward_ones_apart.cu.j2"
+    rows: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,6 +458,17 @@ class PByBits:
     before: ClassVar[str] = "find_scale"
     sums_late: ClassVar[bool] = True  # they come with P V
     words: int
+    sums: OnesBehindV | OnesApart
+
+    @property
+    def ones_behind_v(self) -> int:
+        """Rows of ones behind those of V turned over."""
+        return self.sums.rows
+
+    @property
+    def ones_apart(self) -> bool:
+        """Whether there is a matrix of ones."""
+        return not self.sums.rows
 
 
 P8 = ExactP | PByBits

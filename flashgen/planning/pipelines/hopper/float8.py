@@ -19,6 +19,8 @@ from flashgen.planning.members import (
     HighestAsFloat,
     HighestAsInteger,
     MaskByElement,
+    OnesApart,
+    OnesBehindV,
     OOfTurnedV,
     PByBits,
     Queries,
@@ -132,11 +134,11 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         staged("q", c.q_stages, c.tile.q, d),
         staged("k", c.stages, c.tile.kv, d),
         staged("v", c.stages, c.tile.kv, dv),
-        staged("v turned over", c.stages, request.v_head_dim, programs.KEYS_ACROSS),
-        *(() if isinstance(_p(request), ExactP) else (staged("ones", 1, 8, programs.KEYS_ACROSS),)),
+        staged("v turned over", c.stages, request.v_head_dim + _p(request).ones_behind_v, programs.KEYS_ACROSS),
+        *((staged("ones", 1, 8, programs.KEYS_ACROSS),) if _p(request).ones_apart else ()),
         Part(
             name="control",
-            amount=_control(c, request.profile.hides, isinstance(_p(request), PByBits)),
+            amount=_control(c, request.profile.hides, _p(request).ones_apart),
             why="barriers, messages and descales",
         ),
     )
@@ -277,7 +279,8 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
         *(c, request, (padded(request.head_dim, DEPTH), request.v_head_dim)),
         pipeline=NAME,
         program=_program(
-            c, columns, request.v_head_dim, division(c, request), masked, isinstance(_p(request), PByBits)
+            *(c, columns, request.v_head_dim + _p(request).ones_behind_v, division(c, request)),
+            *(masked, _p(request).ones_apart),
         ),
         q_in_registers=False,
         blocks_per_sm=1,
@@ -304,7 +307,9 @@ def _p(request: KernelRequest) -> P8:
     """How P is made."""
     assert request.float8 is not None
     words = WORDS_BY_BITS[request.float8.accuracy]
-    return PByBits(words=words) if words else ExactP()
+    if not words:
+        return ExactP()
+    return PByBits(words=words, sums=OnesBehindV() if piece(request) == request.v_head_dim else OnesApart())
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
