@@ -18,6 +18,9 @@ FLOAT8 = (E4M3, E5M2)
 #: What PTX calls them, and the bits of their mantissas.
 PTX_TYPES = {E4M3: "e4m3", E5M2: "e5m2"}
 
+#: Their codes of 1.
+ONE = {E4M3: 0x38, E5M2: 0x3C}
+
 #: Dtypes of o, the first unless another is asked for.
 OUT_DTYPES = ("bfloat16", "float16")
 
@@ -69,6 +72,11 @@ class Float8:
     def ptx_types(self) -> tuple[str, str]:
         """What PTX calls k and v."""
         return PTX_TYPES[self.k], PTX_TYPES[self.v]
+
+    @property
+    def four_ones_of_v(self) -> str:
+        """A word of ones of v's dtype."""
+        return f"0x{ONE[self.v] * 0x01010101:08x}"
 
     def options(self) -> tuple[tuple[str, str], ...]:
         """Those of a command that differ from what is taken unless it says so."""

@@ -299,6 +299,36 @@ class SequenceScheduler:
 Scheduler = DynamicScheduler | StaticScheduler | SequenceScheduler
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: who loads what the scheduler hands out
+
+_SCHEDULER, _LOADER = "hopper/forward_scheduler.cu.j2", "hopper/forward_loader.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendsToLoader:
+    """A warp of its own, which the scheduler's is ahead of."""
+
+    template: ClassVar[str] = "hopper/forward_send_to_loader.cu.j2"
+    parts: ClassVar[tuple[str, ...]] = (_SCHEDULER, _LOADER)
+    loads: ClassVar[bool] = False
+    told: ClassVar[str] = ""  # in the names of the loader's templates
+    run: ClassVar[str] = "Loader{shared, map_q, map_k, map_v, p}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendsAndLoads:
+    """The scheduler's warp: one more turns V over."""
+
+    template: ClassVar[str] = "hopper/forward_send_and_load.cu.j2"
+    parts: ClassVar[tuple[str, ...]] = (_LOADER, _SCHEDULER)
+    loads: ClassVar[bool] = True
+    told: ClassVar[str] = "told_"
+    run: ClassVar[str] = "Scheduler{shared, p, {shared, map_q, map_k, map_v, p}}"
+
+
+Sender = SendsToLoader | SendsAndLoads
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, forward: how O leaves, and what a row is
 
 
@@ -425,6 +455,7 @@ class ExactP:
     """Exponentials, rounded to e4m3; a row's maximum is exact in each tile, and its P is 2^8."""
 
     template: ClassVar[str] = "hopper/forward_p_exact.cu.j2"
+    lags: ClassVar[bool] = False
     before: ClassVar[str] = "find_scale"
     sums_late: ClassVar[bool] = False
     ones_behind_v: ClassVar[int] = 0
@@ -455,6 +486,7 @@ class PByBits:
     the others exponentials; maxima as above.  Sums are those of rounded P, which products with ones give."""
 
     template: ClassVar[str] = "hopper/forward_p_by_bits.cu.j2"
+    lags: ClassVar[bool] = False
     before: ClassVar[str] = "find_scale"
     sums_late: ClassVar[bool] = True  # they come with P V
     words: int
@@ -471,7 +503,17 @@ class PByBits:
         return not self.sums.rows
 
 
-P8 = ExactP | PByBits
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaggingPByBits(PByBits):
+    """The same, but maxima are looked at where P leaves the range of e4m3 alone: `slack` is how far the highest score
+    of a row may be above that whose P is 2^8, as a power of two."""
+
+    template: ClassVar[str] = "hopper/forward_p_lagging_by_bits.cu.j2"
+    lags: ClassVar[bool] = True
+    slack: float
+
+
+P8 = ExactP | PByBits | LaggingPByBits
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -490,8 +532,8 @@ class VTurnedOver:
     """Rows of columns, which `warps` of the producers make of V as stored: 8-bit wgmma takes no other order."""
 
     turned: ClassVar[bool] = True
-    warps: ClassVar[int] = 2
+    warps: int
 
 
 #: What 16 bits have.
-ONE_LEVEL, LAGGING_P, V_AS_STORED = OneLevel(), LaggingP(), VAsStored()
+ONE_LEVEL, LAGGING_P, V_AS_STORED, SENDS_TO_LOADER = OneLevel(), LaggingP(), VAsStored(), SendsToLoader()

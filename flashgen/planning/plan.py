@@ -14,6 +14,7 @@ from flashgen.planning.members import (
     LAGGING_P,
     ONE_LEVEL,
     P8,
+    SENDS_TO_LOADER,
     V_AS_STORED,
     BlockOrder,
     Consumers,
@@ -36,6 +37,7 @@ from flashgen.planning.members import (
     PackedQueries,
     Queries,
     Scheduler,
+    Sender,
     SharedKeys,
     SplitDkDv,
     StepEnd,
@@ -154,6 +156,7 @@ class Specialized:
     products: OneLevel | TwoLevels = ONE_LEVEL
     p: LaggingP | P8 = LAGGING_P
     v: VAsStored | VTurnedOver = V_AS_STORED
+    sender: Sender = SENDS_TO_LOADER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

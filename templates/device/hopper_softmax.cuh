@@ -70,6 +70,13 @@ DEVICE bool follow_exactly(float (&row_max)[2], const float (&highest)[2], float
   return row_max[0] != before[0] || row_max[1] != before[1];
 }
 
+// The maxima follow the highest of scale * S where its P is beyond 2^(offset + slack): that is 2^offset then.
+DEVICE void follow_beyond(float (&row_max)[2], const float (&highest)[2], float scale, float offset, float slack) {
+#pragma unroll
+  for (int r = 0; r < 2; r++)
+    if (fmaf(highest[r], scale, -row_max[r]) > offset + slack) row_max[r] = fmaf(highest[r], scale, -offset);
+}
+
 // S becomes P = 2^(scale * S - row_max); what it adds up to.
 template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const float (&row_max)[2], float (&sum)[2]) {
 #pragma unroll

@@ -1,7 +1,7 @@
 """The forward of pipeline hopper on tensors of 8 bits: what its candidates cost, where that differs from 16 bits.
 
 P V is added up in two levels: partial sums of a tile of keys by wgmma, O in float32 by additions.  V is turned over by
-two warps of the producers, since 8-bit wgmma takes keys side by side.
+two or three warps of the producers, since 8-bit wgmma takes keys side by side.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from flashgen.planning.members import (
     ExactP,
     HighestAsFloat,
     HighestAsInteger,
+    LaggingPByBits,
     MaskByElement,
     OnesApart,
     OnesBehindV,
     OOfTurnedV,
     PByBits,
     Queries,
+    Sender,
+    SendsAndLoads,
+    SendsToLoader,
     TilesAlike,
     TwoLevels,
     VTurnedOver,
@@ -73,8 +77,15 @@ PIECE = 128
 #: Registers of a consumer's thread beside fragments, two more where there is a mask or a score.
 OVERHEAD, VARIANT_REGISTERS = 12, 4
 
-#: Those of a producer's thread: of those that turn V over one holds four fragments of 4 words.
-PRODUCER_REGISTERS, JUDGE_REGISTERS = 40, 56
+#: Those of a producer's thread: of those that turn V over one holds four fragments of 4 words.  Beside three warpgroups
+#: there are fewer, which the consumers need.
+PRODUCER_REGISTERS, JUDGE_REGISTERS, FEW_PRODUCER_REGISTERS = 40, 56, 32
+
+#: Warps that turn V over, where the scheduler's warp does not load, and where it does.
+TURNING_WARPS = (2, 3)
+
+#: How far the highest score of a row may be above that whose P is 2^8, as a power of two: 448 ends e4m3.
+SLACK = 0.7
 
 #: Three warpgroups hold S, partial sums and O of so many columns of V.
 NARROW = 64
@@ -138,16 +149,16 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         *((staged("ones", 1, 8, programs.KEYS_ACROSS),) if _p(request).ones_apart else ()),
         Part(
             name="control",
-            amount=_control(c, request.profile.hides, _p(request).ones_apart),
+            amount=_control(c, request.profile.hides, _p(request).ones_apart, _sender(request)),
             why="barriers, messages and descales",
         ),
     )
 
 
 @lru_cache
-def _control(c: Candidate, masked: bool, ones: bool) -> int:
+def _control(c: Candidate, masked: bool, ones: bool, sender: Sender) -> int:
     """Bytes of barriers and messages, which neither the size of tiles nor that of registers changes."""
-    return _program(c, (BOX, BOX), BOX, (0, 0), masked, ones).control_bytes(programs.ALIGNMENT)
+    return _program(c, (BOX, BOX), BOX, (0, 0), masked, ones, sender).control_bytes(programs.ALIGNMENT)
 
 
 def _program(
@@ -157,6 +168,7 @@ def _program(
     registers: tuple[int, int],
     masked: bool,
     ones: bool,
+    sender: Sender,
 ) -> Program:
     return programs.forward(
         tile=c.tile,
@@ -168,8 +180,9 @@ def _program(
         stored=False,
         ping_pong=False,
         layout=DENSE,
-        turned=(turned, VTurnedOver.warps),
+        turned=(turned, TURNING_WARPS[sender.loads]),
         ones=ones,
+        loads=sender.loads,
     )
 
 
@@ -212,7 +225,8 @@ def registers(c: Candidate, request: KernelRequest, *, ahead: bool = False) -> t
 
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
-    producer = JUDGE_REGISTERS if request.profile.judged else PRODUCER_REGISTERS
+    few = PRODUCER_REGISTERS if c.warpgroups == 2 else FEW_PRODUCER_REGISTERS
+    producer = JUDGE_REGISTERS if request.profile.judged else few
     return producer, consumer_registers(request.arch, c.warpgroups, producer)
 
 
@@ -280,7 +294,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
         pipeline=NAME,
         program=_program(
             *(c, columns, request.v_head_dim + _p(request).ones_behind_v, division(c, request)),
-            *(masked, _p(request).ones_apart),
+            *(masked, _p(request).ones_apart, _sender(request)),
         ),
         q_in_registers=False,
         blocks_per_sm=1,
@@ -298,9 +312,15 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             rows=Queries(),
             products=TwoLevels(piece=piece(request), ahead=ahead),
             p=_p(request),
-            v=VTurnedOver(),
+            v=VTurnedOver(warps=TURNING_WARPS[_sender(request).loads]),
+            sender=_sender(request),
         ),
     )
+
+
+def _sender(request: KernelRequest) -> Sender:
+    """Who loads: a warp of its own where conditions are judged tile by tile, which would keep tiles waiting."""
+    return SendsToLoader() if request.profile.judged else SendsAndLoads()
 
 
 def _p(request: KernelRequest) -> P8:
@@ -309,7 +329,10 @@ def _p(request: KernelRequest) -> P8:
     words = WORDS_BY_BITS[request.float8.accuracy]
     if not words:
         return ExactP()
-    return PByBits(words=words, sums=OnesBehindV() if piece(request) == request.v_head_dim else OnesApart())
+    sums = OnesBehindV() if piece(request) == request.v_head_dim else OnesApart()
+    if request.float8.accuracy == "fast":
+        return LaggingPByBits(words=words, sums=sums, slack=SLACK)
+    return PByBits(words=words, sums=sums)
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:

@@ -58,17 +58,18 @@ def forward(
     split: bool = False,
     turned: tuple[int, int] | None = None,
     ones: bool = False,
+    loads: bool = False,
 ) -> Program:
     """A forward's program: `columns` of q and k, and of v, in shared memory; `registers` per thread of the producer
     warpgroup and of a consumer; O is `stored` by TMA from the shared memory of Q, or by the consumers
     themselves; where sequences have lengths of
     their own, V ends inside a tile; where keys are `split`, a tile of queries is one with a part of them.  In 8 bits
     `turned` has the columns of V once it is turned over, and the warps that do it; with `ones` there is a matrix of
-    them."""
+    them; the scheduler's warp `loads` too where one more is needed to turn V over."""
     producer, consumer = registers
     warpgroups = tile.q // ROWS
-    names = ["scheduler", "loader", *(["storer"] if stored else [])]
-    whole = ("scheduler", "loader") if layout.paged else ("scheduler",)
+    names = [*([] if loads else ["scheduler"]), "loader", *(["storer"] if stored else [])]
+    whole = ("scheduler", "loader") if layout.paged or loads else ("scheduler",)
     roles = [Role(name=name, warps=1, threads=WARP if name in whole else 1, registers=producer) for name in names]
     transposers = 0 if turned is None else turned[1]
     roles.append(_idle(WARPS - len(names) - layout.own - transposers, producer))
@@ -82,7 +83,8 @@ def forward(
     work_stage, each = Axis(size=WORK_STAGES, text="WORK_STAGES"), Axis(size=warpgroups, text="WARPGROUPS", index="w")
     of_all, waiting = (Party(role="consumer", arrivals=WARPS * warpgroups),), (Party(role="consumer", arrivals=0),)
     of_one, loader = (Party(role="consumer", arrivals=WARPS),), (Party(role="loader", arrivals=1),)
-    scheduler, storer = (Party(role="scheduler", arrivals=1),), (Party(role="storer", arrivals=1),) * stored
+    scheduler = loader if loads else (Party(role="scheduler", arrivals=1),)
+    storer = (Party(role="storer", arrivals=1),) * stored
     rings = [
         Ring(
             name="q",
@@ -130,10 +132,10 @@ def forward(
             carries="a tile of queries to work on",
             stages=work_stage,
             producers=scheduler,
-            consumers=(*of_all, *loader, *storer),
+            consumers=(*of_all, *(() if loads else loader), *storer),
         ),
     ]
-    if masked:
+    if masked and not loads:
         next_step = Ring(
             name="next",
             barrier="next_pipe",
@@ -173,14 +175,7 @@ def forward(
         declared(_tile("VTile", "v", tile.kv * columns[1], stage, item=item)),
         *(_turned_members(turned[0], q_stage, each, stage, ones) if turned is not None else ()),
         declared(Member(ctype="Work", name="work", size=size, alignment=alignment, axes=(work_stage,))),
-        *(
-            (
-                declared(_steps("next", _TWO), _steps("step", stage), note="what to load next, what k holds"),
-                declared(of["next"]),
-            )
-            if masked
-            else ()
-        ),
+        *(_step_members(stage, of.get("next")) if masked else ()),
         declared(of["work"]),
         declared(of["q"]),
         *((declared(of["o"]),) if stored else ()),
@@ -496,6 +491,15 @@ def _turned_members(columns: int, q_stage: Axis, each: Axis, stage: Axis, ones: 
     yield declared(_words("float", "q_descale", q_stage, each))
     yield declared(*(_words("float", f"{name}_descale", stage) for name in ("k", "v", "turned")))
     yield declared(_words("int", "v_loaded", stage), note="0: no tile is left")
+
+
+def _step_members(stage: Axis, following: Member | None) -> Iterator[Declaration]:
+    """The tiles of keys that are loaded, and the ring of those to load next, if another warp says which."""
+    if following is None:
+        yield declared(_steps("step", stage), note="what k holds")
+        return
+    yield declared(_steps("next", _TWO), _steps("step", stage), note="what to load next, what k holds")
+    yield declared(following)
 
 
 def _tile(ctype: str, name: str, elements: int, *axes: Axis, item: int = ITEM) -> Member:
