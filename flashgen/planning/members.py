@@ -411,6 +411,7 @@ class OneLevel:
 
     template: ClassVar[str] = "hopper/forward_products.cu.j2"
     wgmma: ClassVar[str] = "hopper/forward_wgmma.cu.j2"
+    run: ClassVar[str] = "hopper/forward_run_across_tiles.cu.j2"
     keys_per_word: ClassVar[int] = 2  # of P, in a register
     awaited_late: ClassVar[bool] = True  # P V of the tile before runs under the softmax
 
@@ -430,6 +431,11 @@ class TwoLevels:
     awaited_late: ClassVar[bool] = False
     piece: int
     ahead: bool
+
+    @property
+    def run(self) -> str:
+        """The template of a consumer's loops: with nothing ahead there is nothing to overlap across tiles of queries."""
+        return f"hopper/forward_run_{'across_tiles' if self.ahead else 'tile_by_tile'}.cu.j2"
 
     @property
     def order(self) -> str:

@@ -54,7 +54,7 @@ cannot_address, cannot_page = forward.cannot_address, forward.cannot_page
 predicted_seconds = forward.predicted_seconds
 
 #: Head dims that the pipeline emits: rows of 16 bytes.  Narrower ones are bound by exponentials, as 16 bits are.
-HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 64, 192
+HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 64, 256
 
 #: Columns of q and k, and keys, in one product; columns of a box that TMA copies.
 DEPTH, BOX = 32, 128
@@ -79,7 +79,7 @@ OVERHEAD, VARIANT_REGISTERS = 12, 4
 
 #: Those of a producer's thread: of those that turn V over one holds four fragments of 4 words.  Beside three warpgroups
 #: there are fewer, which the consumers need.
-PRODUCER_REGISTERS, JUDGE_REGISTERS, FEW_PRODUCER_REGISTERS = 40, 56, 32
+PRODUCER_REGISTERS, JUDGE_REGISTERS, FEW_PRODUCER_REGISTERS = 40, 56, 40
 
 #: Warps that turn V over, where the scheduler's warp does not load, and where it does.
 TURNING_WARPS = (2, 3)
