@@ -66,6 +66,9 @@ class Tile:
 #: Bytes of float16 and bfloat16.
 ITEM = 2
 
+#: Bytes of a row of the widest pattern by which TMA swizzles.
+SWIZZLE = 128
+
 
 def without_sink(variant: Variant, gradients: tuple[str, ...]) -> tuple[str, ...]:
     """The captured tensors whose gradients are asked for, but for the sink's."""
@@ -137,6 +140,32 @@ class Fallback:
 
     def __str__(self) -> str:
         return f"{self.reason} (nearest: {self.nearest})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedRows:
+    """Rows of a tile as TMA writes them: the columns of a box, and its bytes, by which they are swizzled."""
+
+    columns: int
+    bytes: int
+
+    @property
+    def descriptor(self) -> str:
+        """The function that describes such an operand to wgmma."""
+        return "matrix_descriptor" if self.bytes == SWIZZLE else "narrow_matrix_descriptor"
+
+    @property
+    def twist(self) -> str:
+        """By what the number of a 16-byte chunk of row `lane` is swizzled."""
+        return "lane % 8" if self.bytes == SWIZZLE else "lane / 2 % 4"
+
+
+def rows_of(columns: int, itemsize: int) -> SharedRows:
+    """Rows of 128 bytes, or of 64 where 8-bit tensors have no more: half of wider ones would be zeros, which TMA
+    writes."""
+    narrow = itemsize == 1 and columns * 2 <= SWIZZLE
+    width = SWIZZLE // 2 if narrow else SWIZZLE
+    return SharedRows(columns=width // itemsize, bytes=width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,9 +425,22 @@ class KernelPlan(Integers):
         return 16 if self.float8 is None else 32
 
     @property
-    def box_columns(self) -> int:
-        """Columns of q, k and v that TMA copies at a time: rows of 128 bytes."""
-        return 64 if self.float8 is None else 128
+    def qk_rows(self) -> SharedRows:
+        """Rows of q and k in shared memory."""
+        return rows_of(self.padded_head_dim, 2 if self.float8 is None else 1)
+
+    @property
+    def v_rows(self) -> SharedRows:
+        """Rows of v in shared memory, as stored."""
+        return rows_of(self.padded_v_head_dim, 2 if self.float8 is None else 1)
+
+    @property
+    def said_boxes(self) -> str:
+        """How wide boxes are, for a person."""
+        qk, v = self.qk_rows, self.v_rows
+        if qk == v:
+            return f"{qk.columns} columns, rows of {qk.bytes} bytes"
+        return f"{qk.columns} columns of q and k and {v.columns} of v, rows of {qk.bytes} and {v.bytes} bytes"
 
     @property
     def loads_two_ahead(self) -> bool:

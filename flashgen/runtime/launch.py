@@ -18,15 +18,12 @@ from flashgen.planning import backward, split_keys, summaries
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.float8 import DESCALES, block_of
 from flashgen.planning.layout import division
-from flashgen.planning.plan import WARPGROUP_ROWS, Part
+from flashgen.planning.plan import WARPGROUP_ROWS, Part, rows_of
 
 if TYPE_CHECKING:
     from flashgen.planning.plan import KernelPlan
     from flashgen.planning.problem import Problem
     from flashgen.runtime.philox import Dropout
-
-#: Bytes of a row of the pattern that TMA and wgmma mix addresses of shared memory by.
-_SWIZZLE = 128
 
 #: Of the forward that hands out tiles: the next tile, and the blocks that found none left.
 COUNTERS = Part(name="counters", amount=8, why="two int32, 0 between launches")
@@ -408,11 +405,12 @@ def _tensor_map(
         sizes, of_axes, box = sizes[::-1], of_axes[::-1], (pack, WARPGROUP_ROWS // pack)
     sizes, of_axes = (*sizes, batch_size), (*of_axes, batch)
     least = -(-columns * itemsize // 16) * 16  # of a size of 1 any stride will do
+    wide = rows_of(columns, itemsize)
     return TensorMapDesc(
         tensor=name,
         dtype=operand_dtype(plan, name),
         sizes=(columns, *[n or 1 for n in sizes]),  # without a key nothing is copied
         strides=tuple([s * itemsize if n > 1 else least for n, s in zip(sizes, of_axes, strict=True)]),
-        box=(_SWIZZLE // itemsize, *box, 1),
-        swizzle=_SWIZZLE,
+        box=(wide.columns, *box, 1),
+        swizzle=wide.bytes,
     )

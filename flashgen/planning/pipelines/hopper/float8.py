@@ -43,7 +43,7 @@ from flashgen.planning.pipelines.hopper.forward import (
     Candidate,
 )
 from flashgen.planning.pipelines.shared import SOFTMAX_OPS, make_plan, total
-from flashgen.planning.plan import KernelPlan, Part, Specialized, Tile
+from flashgen.planning.plan import KernelPlan, Part, Specialized, Tile, rows_of
 from flashgen.planning.profile import profile
 from flashgen.planning.program import Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
@@ -133,9 +133,15 @@ def padded(head_dim: int, step: int) -> int:
     return -(-head_dim // step) * step
 
 
+def _columns(request: KernelRequest) -> tuple[int, int]:
+    """Those of q and k, and of v, in shared memory: whole boxes."""
+    qk, v = (padded(dim, rows_of(dim, 1).columns) for dim in (request.head_dim, request.v_head_dim))
+    return qk, v
+
+
 def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """Bytes of shared memory of a block."""
-    d, dv = padded(request.head_dim, BOX), padded(request.v_head_dim, BOX)
+    d, dv = _columns(request)
 
     def staged(name: str, stages: int, rows: int, columns: int) -> Part:
         why = f"{stages} stages x {rows} rows x {columns} bytes"
@@ -287,7 +293,7 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
 def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     """The plan of a candidate that fits."""
     ahead = _ahead(c, request)
-    columns = padded(request.head_dim, BOX), padded(request.v_head_dim, BOX)
+    columns = _columns(request)
     masked = request.profile.hides
     return make_plan(
         *(c, request, (padded(request.head_dim, DEPTH), request.v_head_dim)),
