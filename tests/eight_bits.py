@@ -16,7 +16,7 @@ from flashgen.interpreter.simulate import Simulated, simulate
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
 from flashgen.planning import planner
-from flashgen.planning.float8 import WORDS_BY_BITS
+from flashgen.planning.float8 import SLACK, WORDS_BY_BITS
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
@@ -54,8 +54,10 @@ class Eight:
         """What breaks the tolerance rule, against float64."""
         out = getattr(torch, self.plan.out_dtype)
         ref, ref_lse = self.exact
-        words = WORDS_BY_BITS[self.plan.float8.accuracy]
-        base, base_lse = baseline(self.variant, self.case, *self.qkv, scale=self.scale, out=out, words=words)
+        words, slack = (of[self.plan.float8.accuracy] for of in (WORDS_BY_BITS, SLACK))
+        base, base_lse = baseline(
+            self.variant, self.case, *self.qkv, scale=self.scale, out=out, words=words, slack=slack
+        )
         verdict = judge(torch.from_numpy(found.o).to(out), base, ref, self.plan.out_dtype)
         return verdict.reasons + judge_lse(torch.from_numpy(found.lse), ref_lse, base_lse)
 
@@ -107,6 +109,6 @@ def errors_of_forms(keys: int = 2048, rows: int = 64) -> dict[str, tuple[float, 
     for deviation in (1.0, 4.0, 8.0):
         right = torch.softmax(scores.double() * deviation, -1) @ v.double()
         for name, words in WORDS_BY_BITS.items():
-            o, total, _ = accumulated(scores * deviation, v, words, torch.arange(rows)[:, None])
+            o, total, _ = accumulated(scores * deviation, v, words, torch.arange(rows)[:, None], SLACK[name])
             found[name].append(float(((o / total).double() - right).square().mean().sqrt()))
     return {name: tuple(x / y for x, y in zip(of, found["exact"], strict=True)) for name, of in found.items()}

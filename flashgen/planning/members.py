@@ -453,6 +453,8 @@ class LaggingP:
 
     template: ClassVar[str] = "hopper/forward_p_lagging.cu.j2"
     sums_late: ClassVar[bool] = False
+    ones_behind_v: ClassVar[int] = 0
+    ones_apart: ClassVar[bool] = False
     before: ClassVar[str] = "find_limits"  # what is found under a product
 
 

@@ -51,11 +51,13 @@ def baseline(
     scale: float,
     out: torch.dtype,
     words: int = 0,
+    slack: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o, rounded to `out`, and lse: P in e4m3 beside the exact maximum of the keys taken so far, tile after tile from
     the last to the first; partial sums of a tile and scores as the hardware adds them up, all else in float32.
 
-    Of P's words of eight `words` are made of the scores' bits, and its sum is then that of rounded P.
+    Of P's words of eight `words` are made of the scores' bits, and its sum is then that of rounded P.  A maximum follows
+    scores that are more than `slack` above it, as a power of two.
     """
     import torch
 
@@ -72,7 +74,7 @@ def baseline(
             s = evaluator(variant.score_node, precision, {**block.symbols, "s": s}).expand_as(s)
         if variant.mask is not None:
             s = torch.where(evaluator(variant.mask, precision, block.symbols), s, -math.inf)
-        found, total, m = accumulated(s, values, words, block.symbols["q"])
+        found, total, m = accumulated(s, values, words, block.symbols["q"], slack)
         found = found * v.descale[:, :, None, None, None]
         sink = evaluator.row_sinks(variant, precision, block.symbols)
         if sink is not None:
@@ -86,7 +88,7 @@ def baseline(
 
 
 def accumulated(
-    s: torch.Tensor, values: torch.Tensor, words: int, rows: torch.Tensor
+    s: torch.Tensor, values: torch.Tensor, words: int, rows: torch.Tensor, slack: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """P V of scores [..., rows, keys] and V [..., keys, columns] in 8 bits, the sums of P and what was subtracted;
     `rows` [rows, 1] count them."""
@@ -96,7 +98,8 @@ def accumulated(
     total, found = torch.zeros_like(m), s.new_zeros((*s.shape[:-1], values.shape[-1]))
     for first in reversed(range(0, s.shape[-1], KEYS_AT_A_TIME)):
         at = slice(first, min(first + KEYS_AT_A_TIME, s.shape[-1]))
-        top = torch.maximum(m, s[..., at].amax(-1, keepdim=True))
+        highest = s[..., at].amax(-1, keepdim=True)
+        top = torch.where((highest - m) * math.log2(math.e) > slack, highest, m)
         base = torch.where(top == -math.inf, 0.0, top)
         p, decay = torch.exp(s[..., at] - base), torch.exp(m - base)
         rounded = (p * 2.0**OFFSET).to(torch.float8_e4m3fn).float()

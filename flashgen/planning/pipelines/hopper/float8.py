@@ -7,10 +7,11 @@ two or three warps of the producers, since 8-bit wgmma takes keys side by side.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.float8 import LEAST_BLOCK, WORDS_BY_BITS
+from flashgen.planning.float8 import LEAST_BLOCK, SLACK, WORDS_BY_BITS
 from flashgen.planning.integers import Allowed
 from flashgen.planning.layout import DENSE
 from flashgen.planning.members import (
@@ -83,9 +84,6 @@ PRODUCER_REGISTERS, JUDGE_REGISTERS, FEW_PRODUCER_REGISTERS = 40, 56, 40
 
 #: Warps that turn V over, where the scheduler's warp does not load, and where it does.
 TURNING_WARPS = (2, 3)
-
-#: How far the highest score of a row may be above that whose P is 2^8, as a power of two: 448 ends e4m3.
-SLACK = 0.7
 
 #: Three warpgroups hold S, partial sums and O of so many columns of V.
 NARROW = 64
@@ -243,14 +241,11 @@ def _ahead(c: Candidate, request: KernelRequest) -> bool:
     return whole and total(registers(c, request, ahead=True)) <= division(c, request)[1]
 
 
-def _wide_keys(request: KernelRequest) -> int:
-    """Keys of a tile with which nothing spills where P V comes in pieces, found by compiling."""
-    if request.v_head_dim > 176:
-        return 128
-    if request.v_head_dim > 160:
-        scored = 32 if request.profile.scored else 64
-        return scored if isinstance(_p(request), ExactP) else 128
-    return 64
+def _most_keys(c: Candidate, request: KernelRequest) -> int:
+    """The most keys of a tile whose fragments registers hold."""
+    tiles = (replace(c, tile=Tile(q=c.tile.q, kv=keys)) for keys in KEYS)
+    wanted = {t.tile.kv: total(registers(t, request)) for t in tiles}
+    return next((keys for keys in KEYS if wanted[keys] <= division(c, request)[1]), KEYS[-1])
 
 
 def _highest(c: Candidate, request: KernelRequest) -> HighestAsInteger | HighestAsFloat:
@@ -272,17 +267,8 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
         return f"shared memory {terms} = {whole} > {request.arch.smem_per_block / KIB:.4g} KiB"
     if c.warpgroups > 2 and request.v_head_dim > NARROW:
         return f"three warpgroups with {request.v_head_dim} columns of v: more than {NARROW} leave them no registers"
-    if c.warpgroups > 2 and request.profile.masked and not request.profile.band:
-        return "three warpgroups: a mask that is no band leaves them too few registers"
-    if c.warpgroups > 2 and request.profile.score_reads_by_key:
-        return "three warpgroups: a score that reads an element for each key leaves them too few registers"
-    if request.v_head_dim > PIECE and request.profile.score_reads_by_key:
-        wide = f"{request.v_head_dim} columns of v beside a score that reads an element for each key"
-        return f"{wide}: registers for {PIECE}"
-    if request.v_head_dim > PIECE and request.profile.judged:
-        return f"{request.v_head_dim} columns of v beside a mask that is judged tile by tile: registers for {PIECE}"
-    if request.v_head_dim > PIECE and c.tile.kv != (most := _wide_keys(request)):
-        return f"{request.v_head_dim} columns of v with {c.tile.kv} keys: ptxas spills but with {most}"
+    if request.v_head_dim > PIECE and c.tile.kv != (most := _most_keys(c, request)):
+        return f"{request.v_head_dim} columns of v with {c.tile.kv} keys: registers and steps are best used with {most}"
     producer, consumer = division(c, request)
     if total(wanted) > consumer:
         terms = " + ".join(f"{part.name} {part.amount}" for part in wanted)
@@ -325,8 +311,10 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
 
 
 def _sender(request: KernelRequest) -> Sender:
-    """Who loads: a warp of its own where conditions are judged tile by tile, which would keep tiles waiting."""
-    return SendsToLoader() if request.profile.judged else SendsAndLoads()
+    """Who loads: a warp of its own where conditions are judged tile by tile or tensors read, which would keep tiles
+    waiting and registers do not hold (found by compiling), and where rows of V are cleared."""
+    apart = request.profile.judged or request.profile.mask_reads or request.layout.own
+    return SendsToLoader() if apart else SendsAndLoads()
 
 
 def _p(request: KernelRequest) -> P8:
@@ -336,9 +324,8 @@ def _p(request: KernelRequest) -> P8:
     if not words:
         return ExactP()
     sums = OnesBehindV() if piece(request) == request.v_head_dim else OnesApart()
-    if request.float8.accuracy == "fast":
-        return LaggingPByBits(words=words, sums=sums, slack=SLACK)
-    return PByBits(words=words, sums=sums)
+    slack = SLACK[request.float8.accuracy]
+    return LaggingPByBits(words=words, sums=sums, slack=slack) if slack else PByBits(words=words, sums=sums)
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
@@ -374,8 +361,9 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     specialized, tile = plan.specialized, plan.tile
     assert specialized is not None and isinstance(specialized.products, TwoLevels)
     exposed = max(0.0, SOFTMAX_STRETCH * softmax - (specialized.warpgroups - 1) * busiest)
-    # Without scores ahead a warpgroup's own products stand one after another.
-    exposed += 0.0 if specialized.products.ahead else by_unit["tensor"] / specialized.warpgroups
+    # Without scores ahead a warpgroup's own products stand one after another: two others multiply meanwhile, one does not.
+    alone = specialized.warpgroups == 2 and not specialized.products.ahead
+    exposed += by_unit["tensor"] / 2 if alone else 0.0
     step = STEP_CLOCKS / (tile.q * tile.kv)
     between = (plan.q_stages == 1) * forward.Q_LOAD_CLOCKS + (plan.stages == 2) * forward.KV_LOAD_CLOCKS
     pace = busiest + INTERFERENCE * second + exposed + step + between / (tile.q * TYPICAL_KEYS)
