@@ -412,6 +412,7 @@ class OneLevel:
     template: ClassVar[str] = "hopper/forward_products.cu.j2"
     wgmma: ClassVar[str] = "hopper/forward_wgmma.cu.j2"
     run: ClassVar[str] = "hopper/forward_run_across_tiles.cu.j2"
+    take: ClassVar[str] = "await_scores"  # what a step of a schedule does when S is there
     keys_per_word: ClassVar[int] = 2  # of P, in a register
     awaited_late: ClassVar[bool] = True  # P V of the tile before runs under the softmax
 
@@ -427,6 +428,7 @@ class TwoLevels:
 
     template: ClassVar[str] = "hopper/forward_products_8_bits.cu.j2"
     wgmma: ClassVar[str] = "hopper/forward_wgmma_8_bits.cu.j2"
+    take: ClassVar[str] = "take_scores"
     keys_per_word: ClassVar[int] = 4
     awaited_late: ClassVar[bool] = False
     piece: int
@@ -514,10 +516,12 @@ class PByBits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaggingPByBits(PByBits):
     """The same, but maxima are looked at where P leaves the range of e4m3 alone: `slack` is how far the highest score
-    of a row may be above that whose P is 2^8, as a power of two."""
+    of a row may be above that whose P is 2^8, as a power of two.  The `young` tiles behind the first of a schedule, most
+    of which move maxima, are looked at first."""
 
     template: ClassVar[str] = "hopper/forward_p_lagging_by_bits.cu.j2"
     lags: ClassVar[bool] = True
+    young: ClassVar[int] = 8
     slack: float
 
 

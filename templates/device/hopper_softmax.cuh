@@ -70,11 +70,16 @@ DEVICE bool follow_exactly(float (&row_max)[2], const float (&highest)[2], float
   return row_max[0] != before[0] || row_max[1] != before[1];
 }
 
-// The maxima follow the highest of scale * S where its P is beyond 2^(offset + slack): that is 2^offset then.
-DEVICE void follow_beyond(float (&row_max)[2], const float (&highest)[2], float scale, float offset, float slack) {
+// The maxima follow the highest of scale * S where its P is beyond 2^(offset + slack): that is 2^offset then.  True if one
+// of this lane's rows did.
+DEVICE bool follow_beyond(float (&row_max)[2], const float (&highest)[2], float scale, float offset, float slack) {
+  bool moves[2];
 #pragma unroll
-  for (int r = 0; r < 2; r++)
-    if (fmaf(highest[r], scale, -row_max[r]) > offset + slack) row_max[r] = fmaf(highest[r], scale, -offset);
+  for (int r = 0; r < 2; r++) {
+    moves[r] = fmaf(highest[r], scale, -row_max[r]) > offset + slack;
+    if (moves[r]) row_max[r] = fmaf(highest[r], scale, -offset);
+  }
+  return moves[0] || moves[1];
 }
 
 // S becomes P = 2^(scale * S - row_max); what it adds up to.
