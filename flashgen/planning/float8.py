@@ -39,7 +39,7 @@ SLACK = {"exact": 0.0, "default": 0.0, "fast": 0.86}
 
 #: RMS error of o over that of the exact form, on scores of standard deviation 1, 4 and 8: found by emulation, which a
 #: test repeats.
-ERRORS = {"exact": (1.0, 1.0, 1.0), "default": (1.1, 1.1, 1.0), "fast": (1.2, 1.22, 1.0)}
+ERRORS = {"exact": (1.0, 1.0, 1.0), "default": (1.1, 1.1, 1.0), "fast": (1.25, 1.43, 1.2)}
 
 #: What is added to the code of a number that is made of its logarithm, so that the mean of all is right.
 CODE_BIAS = -0.458
