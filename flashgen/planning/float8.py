@@ -62,10 +62,10 @@ ACCUMULATOR_BITS = 13
 class Float8:
     """Of a forward whose q is float8_e4m3fn: the dtypes of k, v and o, and how P is made.
 
-    Whatever the `accuracy`, partial sums of a tile are added in float32.  "exact" has exponentials, and lse of unrounded
-    P; the others have codes made of the scores' bits for half of P ("default") or all of it ("fast"), and o and lse of
-    rounded P.  The row's maximum is exact in each tile of keys, but for "fast": there it follows scores whose P would
-    leave the range of e4m3.
+    Whatever the `accuracy`, partial sums of a tile are added in float32.  "exact" has exponentials, and lse of
+    unrounded P; the others have codes made of the scores' bits for half of P ("default") or all of it ("fast"), and o
+    and lse of rounded P.  The row's maximum is exact in each tile of keys, but for "fast": there it follows scores
+    whose P would leave the range of e4m3.
     """
 
     k: str = E4M3

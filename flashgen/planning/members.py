@@ -436,7 +436,7 @@ class TwoLevels:
 
     @property
     def run(self) -> str:
-        """The template of a consumer's loops: with nothing ahead there is nothing to overlap across tiles of queries."""
+        """The template of a consumer's loops: without scores ahead nothing overlaps across tiles of queries."""
         return f"hopper/forward_run_{'across_tiles' if self.ahead else 'tile_by_tile'}.cu.j2"
 
     @property
@@ -516,8 +516,8 @@ class PByBits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaggingPByBits(PByBits):
     """The same, but maxima are looked at where P leaves the range of e4m3 alone: `slack` is how far the highest score
-    of a row may be above that whose P is 2^8, as a power of two.  The `young` tiles behind the first of a schedule, most
-    of which move maxima, are looked at first."""
+    of a row may be above that whose P is 2^8, as a power of two.  The `young` tiles behind the first of a schedule,
+    most of which move maxima, are looked at first."""
 
     template: ClassVar[str] = "hopper/forward_p_lagging_by_bits.cu.j2"
     lags: ClassVar[bool] = True

@@ -170,7 +170,8 @@ class Profile:
     @cached_property
     def mask_reads(self) -> bool:
         """Whether the mask reads any captured element."""
-        return self.masked and any(n.op == "load" for n in walk([self.variant.mask]))
+        mask = self.variant.mask
+        return mask is not None and any(n.op == "load" for n in walk([mask]))
 
     @cached_property
     def reads_far_by_pair(self) -> bool:

@@ -56,8 +56,8 @@ def baseline(
     """o, rounded to `out`, and lse: P in e4m3 beside the exact maximum of the keys taken so far, tile after tile from
     the last to the first; partial sums of a tile and scores as the hardware adds them up, all else in float32.
 
-    Of P's words of eight `words` are made of the scores' bits, and its sum is then that of rounded P.  A maximum follows
-    scores that are more than `slack` above it, as a power of two.
+    Of P's words of eight `words` are made of the scores' bits, and its sum is then that of rounded P.  A maximum
+    follows scores that are more than `slack` above it, as a power of two.
     """
     import torch
 

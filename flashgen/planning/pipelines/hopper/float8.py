@@ -361,7 +361,7 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     specialized, tile = plan.specialized, plan.tile
     assert specialized is not None and isinstance(specialized.products, TwoLevels)
     exposed = max(0.0, SOFTMAX_STRETCH * softmax - (specialized.warpgroups - 1) * busiest)
-    # Without scores ahead a warpgroup's own products stand one after another: two others multiply meanwhile, one does not.
+    # Without scores ahead a warpgroup's own products stand one after another, which one other does not fill.
     alone = specialized.warpgroups == 2 and not specialized.products.ahead
     exposed += by_unit["tensor"] / 2 if alone else 0.0
     step = STEP_CLOCKS / (tile.q * tile.kv)
