@@ -78,12 +78,15 @@ PIECE = 128
 #: Registers of a consumer's thread beside fragments, two more where there is a mask or a score.
 OVERHEAD, VARIANT_REGISTERS = 12, 4
 
-#: Those of a producer's thread: of those that turn V over one holds four fragments of 4 words.  Beside three warpgroups
-#: there are fewer, which the consumers need.
-PRODUCER_REGISTERS, JUDGE_REGISTERS, FEW_PRODUCER_REGISTERS = 40, 56, 40
+#: Those of a producer's thread: of those that turn V over one holds four fragments of 4 words.  Where tiles are judged
+#: there are more, and beside three warpgroups, which leave as many: theirs come by eights.
+PRODUCER_REGISTERS, JUDGE_REGISTERS = 40, 56
 
 #: Warps that turn V over, where the scheduler's warp does not load, and where it does.
 TURNING_WARPS = (2, 3)
+
+#: Clocks that positions in rings of three stages cost a step more than in those of a power of two: by SASS.
+RING_CLOCKS = 10
 
 #: Three warpgroups hold S, partial sums and O of so many columns of V.
 NARROW = 64
@@ -148,7 +151,7 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     return (
         staged("q", c.q_stages, c.tile.q, d),
         staged("k", c.stages, c.tile.kv, d),
-        staged("v", c.stages, c.tile.kv, dv),
+        staged("v", programs.V_STAGES, c.tile.kv, dv),
         staged("v turned over", c.stages, request.v_head_dim + _p(request).ones_behind_v, programs.KEYS_ACROSS),
         *((staged("ones", 1, 8, programs.KEYS_ACROSS),) if _p(request).ones_apart else ()),
         Part(
@@ -229,8 +232,8 @@ def registers(c: Candidate, request: KernelRequest, *, ahead: bool = False) -> t
 
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
-    few = PRODUCER_REGISTERS if c.warpgroups == 2 else FEW_PRODUCER_REGISTERS
-    producer = JUDGE_REGISTERS if request.profile.judged else few
+    many = request.profile.judged or c.warpgroups > 2
+    producer = JUDGE_REGISTERS if many else PRODUCER_REGISTERS
     return producer, consumer_registers(request.arch, c.warpgroups, producer)
 
 
@@ -364,7 +367,7 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     # Without scores ahead a warpgroup's own products stand one after another, which one other does not fill.
     alone = specialized.warpgroups == 2 and not specialized.products.ahead
     exposed += by_unit["tensor"] / 2 if alone else 0.0
-    step = STEP_CLOCKS / (tile.q * tile.kv)
+    step = (STEP_CLOCKS + (plan.stages == 3) * RING_CLOCKS) / (tile.q * tile.kv)
     between = (plan.q_stages == 1) * forward.Q_LOAD_CLOCKS + (plan.stages == 2) * forward.KV_LOAD_CLOCKS
     pace = busiest + INTERFERENCE * second + exposed + step + between / (tile.q * TYPICAL_KEYS)
     return (pace / arch.clock_hz,)

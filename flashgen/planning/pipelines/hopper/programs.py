@@ -41,6 +41,9 @@ O_BARRIER = 4
 #: Keys in a row of V that is turned over: 128 bytes, whatever the tile.
 KEYS_ACROSS = 128
 
+#: Tiles of V as stored where warps turn them over: one is read while the next is loaded.
+V_STAGES = 2
+
 _TWO, _ONE = Axis(size=2, text="2"), Axis(size=1, text="")
 
 
@@ -79,6 +82,7 @@ def forward(
         roles.append(Role(name="cleaner", warps=1, threads=WARP, registers=producer))
     roles.append(Role(name="consumer", warps=WARPS * warpgroups, threads=128 * warpgroups, registers=consumer))
     stage = Axis(size=stages, text="STAGES", index="stage")
+    v_stage = stage if turned is None else Axis(size=V_STAGES, text="V_STAGES", index="stage")
     q_stage = Axis(size=q_stages, text="Q_STAGES", index="stage")
     work_stage, each = Axis(size=WORK_STAGES, text="WORK_STAGES"), Axis(size=warpgroups, text="WARPGROUPS", index="w")
     of_all, waiting = (Party(role="consumer", arrivals=WARPS * warpgroups),), (Party(role="consumer", arrivals=0),)
@@ -122,7 +126,7 @@ def forward(
             name="v",
             barrier="v_pipe",
             carries="a tile of V",
-            stages=stage,
+            stages=v_stage,
             producers=loader,
             consumers=of_all if turned is None else (Party(role="transposer", arrivals=transposers),),
         ),
@@ -172,14 +176,14 @@ def forward(
     shared = (
         declared(_tile("QorO", "q_or_o", ROWS * room, q_stage, each, item=item)),
         declared(_tile("KTile", "k", tile.kv * columns[0], stage, item=item)),
-        declared(_tile("VTile", "v", tile.kv * columns[1], stage, item=item)),
-        *(_turned_members(turned[0], q_stage, each, stage, ones) if turned is not None else ()),
+        declared(_tile("VTile", "v", tile.kv * columns[1], v_stage, item=item)),
+        *(_turned_members(turned[0], (q_stage, each), stage, v_stage, ones) if turned is not None else ()),
         declared(Member(ctype="Work", name="work", size=size, alignment=alignment, axes=(work_stage,))),
         *(_step_members(stage, of.get("next")) if masked else ()),
         declared(of["work"]),
         declared(of["q"]),
         *((declared(of["o"]),) if stored else ()),
-        declared(of["k"], of["v"]),
+        *((declared(of["k"], of["v"]),) if turned is None else (declared(of["k"]), declared(of["v"]))),
         *((declared(of["turned"]),) if turned is not None else ()),
         *(
             (declared(Member(ctype="Tail", name="tail", size=8, alignment=8)), declared(of["tail"]))
@@ -483,14 +487,17 @@ def _backward_members(
         yield declared(of["ending"], of["added"], note="the last tile of queries is being loaded; all of dq is added")
 
 
-def _turned_members(columns: int, q_stage: Axis, each: Axis, stage: Axis, ones: bool) -> Iterator[Declaration]:
+def _turned_members(
+    columns: int, of_q: tuple[Axis, Axis], stage: Axis, v_stage: Axis, ones: bool
+) -> Iterator[Declaration]:
     """V turned over, and what the elements of tiles are multiplied by."""
     yield declared(_tile("TurnedTile", "turned", columns * KEYS_ACROSS, stage, item=1))
     if ones:
         yield declared(_tile("OnesTile", "ones", 8 * KEYS_ACROSS, item=1))
-    yield declared(_words("float", "q_descale", q_stage, each))
-    yield declared(*(_words("float", f"{name}_descale", stage) for name in ("k", "v", "turned")))
-    yield declared(_words("int", "v_loaded", stage), note="0: no tile is left")
+    yield declared(_words("float", "q_descale", *of_q))
+    yield declared(*(_words("float", f"{name}_descale", stage) for name in ("k", "turned")))
+    yield declared(_words("float", "v_descale", v_stage))
+    yield declared(_words("int", "v_loaded", v_stage), note="0: no tile is left")
 
 
 def _step_members(stage: Axis, following: Member | None) -> Iterator[Declaration]:
