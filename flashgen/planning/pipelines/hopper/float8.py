@@ -78,9 +78,9 @@ PIECE = 128
 #: Registers of a consumer's thread beside fragments, two more where there is a mask or a score.
 OVERHEAD, VARIANT_REGISTERS = 12, 4
 
-#: Those of a producer's thread: of those that turn V over one holds four fragments of 4 words.  Where tiles are judged
-#: there are more, and beside three warpgroups, which leave as many: theirs come by eights.
-PRODUCER_REGISTERS, JUDGE_REGISTERS = 40, 56
+#: Those of a producer's thread: of those that turn V over one holds four fragments of 4 words.  More where tiles are
+#: judged, and where consumers leave them: under some masks a warp that schedules and loads spills a few bytes with 40.
+PRODUCER_REGISTERS, MANY_PRODUCER_REGISTERS = 40, 56
 
 #: Warps that turn V over, where the scheduler's warp does not load, and where it does.
 TURNING_WARPS = (2, 3)
@@ -232,8 +232,9 @@ def registers(c: Candidate, request: KernelRequest, *, ahead: bool = False) -> t
 
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
-    many = request.profile.judged or c.warpgroups > 2
-    producer = JUDGE_REGISTERS if many else PRODUCER_REGISTERS
+    rest = consumer_registers(request.arch, c.warpgroups, MANY_PRODUCER_REGISTERS)
+    many = request.profile.judged or c.warpgroups > 2 or total(registers(c, request, ahead=True)) < rest
+    producer = MANY_PRODUCER_REGISTERS if many else PRODUCER_REGISTERS
     return producer, consumer_registers(request.arch, c.warpgroups, producer)
 
 
