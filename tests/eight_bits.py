@@ -16,7 +16,7 @@ from flashgen.interpreter.simulate import Simulated, simulate
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
 from flashgen.planning import planner
-from flashgen.planning.float8 import WORDS_BY_BITS
+from flashgen.planning.float8 import SLACK, WORDS_BY_BITS
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
@@ -54,7 +54,8 @@ class Eight:
         """What breaks the tolerance rule, against float64."""
         out = getattr(torch, self.plan.out_dtype)
         ref, ref_lse = self.exact
-        alike = {"words": WORDS_BY_BITS[self.plan.float8.accuracy], "tile_kv": self.plan.tile.kv}
+        accuracy = self.plan.float8.accuracy
+        alike = {"words": WORDS_BY_BITS[accuracy], "slack": SLACK[accuracy], "tile_kv": self.plan.tile.kv}
         base, base_lse = baseline(self.variant, self.case, *self.qkv, scale=self.scale, out=out, **alike)
         verdict = judge(torch.from_numpy(found.o).to(out), base, ref, self.plan.out_dtype)
         return verdict.reasons + judge_lse(torch.from_numpy(found.lse), ref_lse, base_lse)
@@ -108,6 +109,7 @@ def errors_of_forms(keys: int = 2048, rows: int = 64) -> dict[str, tuple[float, 
     for deviation in (1.0, 4.0, 8.0):
         right = torch.softmax(scores.double() * deviation, -1) @ v.double()
         for name, words in WORDS_BY_BITS.items():
-            o, total, _ = accumulated(scores * deviation, v, words, torch.arange(rows)[:, None], torch.float8_e4m3fn)
+            q_rows = torch.arange(rows)[:, None]
+            o, total, _ = accumulated(scores * deviation, v, words, q_rows, torch.float8_e4m3fn, slack=SLACK[name])
             found[name].append(float(((o / total).double() - right).square().mean().sqrt()))
     return {name: tuple(x / y for x, y in zip(of, found["exact"], strict=True)) for name, of in found.items()}

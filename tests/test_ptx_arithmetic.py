@@ -174,6 +174,8 @@ def test_32_bit_integers(a, b, c):
     check("mul.wide.u32 %o, %a, %b;", [(x % 2**32) * (y % 2**32) for x, y, _ in triples], np.uint64, 64)
     check("min.s32 %o, %a, %b;", [min(x, y) for x, y, _ in triples])
     check("max.u32 %o, %a, %b;", [max(x % 2**32, y % 2**32) for x, y, _ in triples], np.uint32)
+    halves = [[max((x >> at) % 2**16, (y >> at) % 2**16) << at for at in (0, 16)] for x, y, _ in triples]
+    check("max.u16x2 %o, %a, %b;", [low | high for low, high in halves], np.uint32)
     check("div.s32 %o, %a, %b;", [_truncated(x, y)[0] if y else -1 for x, y, _ in triples])
     check("rem.s32 %o, %a, %b;", [_truncated(x, y)[1] if y else x for x, y, _ in triples])
     check("div.u32 %o, %a, %b;", [x % 2**32 // (y % 2**32) if y else -1 for x, y, _ in triples], np.uint32)

@@ -25,6 +25,7 @@ DTYPES: dict[str, np.dtype] = {
         "u32": np.uint32,
         "s32": np.int32,
         "f32": np.float32,
+        "u16x2": np.uint32,
         "f16x2": np.uint32,
         "bf16x2": np.uint32,
         "b64": np.uint64,

@@ -468,6 +468,36 @@ class PartScheduler:
 Scheduler = DynamicScheduler | StaticScheduler | SequenceScheduler | PartScheduler
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Pipeline hopper, forward: who loads what the scheduler hands out
+
+_SCHEDULER, _LOADER = "hopper/forward_scheduler.cu.j2", "hopper/forward_loader.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendsToLoader:
+    """A warp of its own, which the scheduler's is ahead of."""
+
+    template: ClassVar[str] = "hopper/forward_send_to_loader.cu.j2"
+    parts: ClassVar[tuple[str, ...]] = (_SCHEDULER, _LOADER)
+    loads: ClassVar[bool] = False
+    told: ClassVar[str] = ""  # in the names of the loader's templates
+    run: ClassVar[str] = "Loader{shared, map_q, map_k, map_v, p}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendsAndLoads:
+    """The scheduler's warp: one more turns V over."""
+
+    template: ClassVar[str] = "hopper/forward_send_and_load.cu.j2"
+    parts: ClassVar[tuple[str, ...]] = (_LOADER, _SCHEDULER)
+    loads: ClassVar[bool] = True
+    told: ClassVar[str] = "told_"
+    run: ClassVar[str] = "Scheduler{shared, p, {shared, map_q, map_k, map_v, p}}"
+
+
+Sender = SendsToLoader | SendsAndLoads
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, forward: how O leaves, and what a row is
 
 
@@ -618,6 +648,8 @@ class OneLevel:
 
     template: ClassVar[str] = "hopper/forward_products.cu.j2"
     wgmma: ClassVar[str] = "hopper/forward_wgmma.cu.j2"
+    run: ClassVar[str] = "hopper/forward_run_across_tiles.cu.j2"
+    take: ClassVar[str] = "await_scores"  # what a step of a schedule does when S is there
     keys_per_word: ClassVar[int] = 2  # of P, in a register
     awaited_late: ClassVar[bool] = True  # P V of the tile before runs under the softmax
 
@@ -633,10 +665,16 @@ class TwoLevels:
 
     template: ClassVar[str] = "hopper/forward_products_8_bits.cu.j2"
     wgmma: ClassVar[str] = "hopper/forward_wgmma_8_bits.cu.j2"
+    take: ClassVar[str] = "take_scores"
     keys_per_word: ClassVar[int] = 4
     awaited_late: ClassVar[bool] = False
     piece: int
     ahead: bool
+
+    @property
+    def run(self) -> str:
+        """The template of a consumer's loops: without scores ahead nothing overlaps across tiles of queries."""
+        return f"hopper/forward_run_{'across_tiles' if self.ahead else 'tile_by_tile'}.cu.j2"
 
     @property
     def order(self) -> str:
@@ -654,6 +692,8 @@ class LaggingP:
 
     template: ClassVar[str] = "hopper/forward_p_lagging.cu.j2"
     sums_late: ClassVar[bool] = False
+    ones_behind_v: ClassVar[int] = 0
+    ones_apart: ClassVar[bool] = False
     before: ClassVar[str] = "find_limits"  # what is found under a product
 
 
@@ -662,8 +702,29 @@ class ExactP:
     """Exponentials, rounded to e4m3; a row's maximum is exact in each tile, and its P is 2^8."""
 
     template: ClassVar[str] = "hopper/forward_p_exact.cu.j2"
+    lags: ClassVar[bool] = False
     before: ClassVar[str] = "find_scale"
     sums_late: ClassVar[bool] = False
+    ones_behind_v: ClassVar[int] = 0
+    ones_apart: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnesBehindV:
+    """Eight rows of ones behind those of V turned over: sums come with the columns of P V, by products of N + 8."""
+
+    template: ClassVar[str] = "hopper/forward_sums_behind_v.cu.j2"
+    fill: ClassVar[str] = "hopper/forward_ones_behind_v.cu.j2"
+    rows: ClassVar[int] = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnesApart:
+    """A matrix of ones, and products of their own: P V comes in pieces."""
+
+    template: ClassVar[str] = "hopper/forward_sums_apart.cu.j2"
+    fill: ClassVar[str] = "hopper/forward_ones_apart.cu.j2"
+    rows: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -672,12 +733,36 @@ class PByBits:
     the others exponentials; maxima as above.  Sums are those of rounded P, which products with ones give."""
 
     template: ClassVar[str] = "hopper/forward_p_by_bits.cu.j2"
+    lags: ClassVar[bool] = False
     before: ClassVar[str] = "find_scale"
     sums_late: ClassVar[bool] = True  # they come with P V
     words: int
+    sums: OnesBehindV | OnesApart
+
+    @property
+    def ones_behind_v(self) -> int:
+        """Rows of ones behind those of V turned over."""
+        return self.sums.rows
+
+    @property
+    def ones_apart(self) -> bool:
+        """Whether there is a matrix of ones."""
+        return not self.sums.rows
 
 
-P8 = ExactP | PByBits
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaggingPByBits(PByBits):
+    """The same, but maxima are looked at where P leaves the range of e4m3 alone: `slack` is how far the highest score
+    of a row may be above that whose P is 2^8, as a power of two.  The `young` tiles behind the first of a schedule,
+    most of which move maxima, are looked at first."""
+
+    template: ClassVar[str] = "hopper/forward_p_lagging_by_bits.cu.j2"
+    lags: ClassVar[bool] = True
+    young: ClassVar[int] = 8
+    slack: float
+
+
+P8 = ExactP | PByBits | LaggingPByBits
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -696,8 +781,8 @@ class VTurnedOver:
     """Rows of columns, which `warps` of the producers make of V as stored: 8-bit wgmma takes no other order."""
 
     turned: ClassVar[bool] = True
-    warps: ClassVar[int] = 2
+    warps: int
 
 
 #: What 16 bits have.
-ONE_LEVEL, LAGGING_P, V_AS_STORED = OneLevel(), LaggingP(), VAsStored()
+ONE_LEVEL, LAGGING_P, V_AS_STORED, SENDS_TO_LOADER = OneLevel(), LaggingP(), VAsStored(), SendsToLoader()

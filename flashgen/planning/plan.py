@@ -16,6 +16,7 @@ from flashgen.planning.members import (
     NO_FOLD,
     ONE_LEVEL,
     P8,
+    SENDS_TO_LOADER,
     V_AS_STORED,
     BlockOrder,
     Consumers,
@@ -43,6 +44,7 @@ from flashgen.planning.members import (
     PackedQueries,
     Queries,
     Scheduler,
+    Sender,
     SharedKeys,
     SplitDkDv,
     StepEnd,
@@ -71,6 +73,9 @@ class Tile:
 
 #: Bytes of float16 and bfloat16.
 ITEM = 2
+
+#: Bytes of a row of the widest pattern by which TMA swizzles.
+SWIZZLE = 128
 
 
 def without_sink(variant: Variant, gradients: tuple[str, ...]) -> tuple[str, ...]:
@@ -166,6 +171,32 @@ class Fallback:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedRows:
+    """Rows of a tile as TMA writes them: the columns of a box, and its bytes, by which they are swizzled."""
+
+    columns: int
+    bytes: int
+
+    @property
+    def descriptor(self) -> str:
+        """The function that describes such an operand to wgmma."""
+        return "matrix_descriptor" if self.bytes == SWIZZLE else "narrow_matrix_descriptor"
+
+    @property
+    def twist(self) -> str:
+        """By what the number of a 16-byte chunk of row `lane` is swizzled."""
+        return "lane % 8" if self.bytes == SWIZZLE else "lane / 2 % 4"
+
+
+def rows_of(columns: int, itemsize: int) -> SharedRows:
+    """Rows of 128 bytes, or of 64 where 8-bit tensors have no more: half of wider ones would be zeros, which TMA
+    writes."""
+    narrow = itemsize == 1 and columns * 2 <= SWIZZLE
+    width = SWIZZLE // 2 if narrow else SWIZZLE
+    return SharedRows(columns=width // itemsize, bytes=width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Specialized:
     """How the warps of a block divide work on pipeline hopper: some hand out and load tiles, warpgroups consume."""
 
@@ -183,6 +214,7 @@ class Specialized:
     p: LaggingP | P8 = LAGGING_P
     v: VAsStored | VTurnedOver = V_AS_STORED
     fold: Fold = NO_FOLD
+    sender: Sender = SENDS_TO_LOADER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,9 +466,22 @@ class KernelPlan(Integers):
         return 16 if self.float8 is None else 32
 
     @property
-    def box_columns(self) -> int:
-        """Columns of q, k and v that TMA copies at a time: rows of 128 bytes."""
-        return 64 if self.float8 is None else 128
+    def qk_rows(self) -> SharedRows:
+        """Rows of q and k in shared memory."""
+        return rows_of(self.padded_head_dim, 2 if self.float8 is None else 1)
+
+    @property
+    def v_rows(self) -> SharedRows:
+        """Rows of v in shared memory, as stored."""
+        return rows_of(self.padded_v_head_dim, 2 if self.float8 is None else 1)
+
+    @property
+    def said_boxes(self) -> str:
+        """How wide boxes are, for a person."""
+        qk, v = self.qk_rows, self.v_rows
+        if qk == v:
+            return f"{qk.columns} columns, rows of {qk.bytes} bytes"
+        return f"{qk.columns} columns of q and k and {v.columns} of v, rows of {qk.bytes} and {v.bytes} bytes"
 
     @property
     def loads_two_ahead(self) -> bool:

@@ -176,6 +176,12 @@ class Profile:
         return sum(n.op == "load" and "k" in positions_of(n) for n in walk(roots))
 
     @cached_property
+    def mask_reads(self) -> bool:
+        """Whether the mask reads any captured element."""
+        mask = self.variant.mask
+        return mask is not None and any(n.op == "load" for n in walk([mask]))
+
+    @cached_property
     def reads_far_by_pair(self) -> bool:
         """Whether query and key together select an element of the mask by way of three dimensions or of another."""
         roots = () if self.variant.mask is None else (self.variant.mask,)

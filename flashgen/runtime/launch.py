@@ -19,15 +19,12 @@ from flashgen.planning.arch import ARCHS
 from flashgen.planning.float8 import DESCALES, block_of
 from flashgen.planning.layout import division
 from flashgen.planning.once import once
-from flashgen.planning.plan import WARPGROUP_ROWS, Part
+from flashgen.planning.plan import WARPGROUP_ROWS, Part, rows_of
 
 if TYPE_CHECKING:
     from flashgen.planning.plan import KernelPlan
     from flashgen.planning.problem import Problem
     from flashgen.runtime.philox import Dropout
-
-#: Bytes of a row of the pattern that TMA and wgmma mix addresses of shared memory by.
-_SWIZZLE = 128
 
 #: Of the forward that hands out tiles: the next tile, and the blocks that found none left.
 COUNTERS = Part(name="counters", amount=8, why="two int32, 0 between launches")
@@ -460,20 +457,21 @@ def _tensor_map(
     """That of q, k, v, o or d_o, with so many rows of q, and of k, in memory: of each page where there is a cache."""
     item = problem.itemsize
     columns = problem.head_dim if name in "qk" else problem.v_head_dim
+    wide = rows_of(columns, item)
     batch, of_head, of_row = strides
     batch_size = 1 if plan.layout.joined else problem.batch
     if name in ("k", "v"):
-        rows, heads, box = in_memory[1], problem.kv_heads, (_SWIZZLE // item, plan.tile.kv, 1, 1)
+        rows, heads, box = in_memory[1], problem.kv_heads, (wide.columns, plan.tile.kv, 1, 1)
         if cache is not None:
             rows, batch_size = cache.page_size, cache.pages
-            box = (_SWIZZLE // item, math.gcd(cache.page_size, plan.tile.kv), 1, 1)
+            box = (wide.columns, math.gcd(cache.page_size, plan.tile.kv), 1, 1)
     else:
         rows, heads = in_memory[0], problem.heads
         # Of a forward, those of one warpgroup.
-        box = (_SWIZZLE // item, WARPGROUP_ROWS if plan.backward is None else plan.tile.q, 1, 1)
+        box = (wide.columns, WARPGROUP_ROWS if plan.backward is None else plan.tile.q, 1, 1)
         if plan.packed and name in "qo":  # the heads of a query side by side
             rows, heads, of_row, of_head = heads, rows, of_head, of_row
-            box = (_SWIZZLE // item, pack, WARPGROUP_ROWS // pack, 1)
+            box = (wide.columns, pack, WARPGROUP_ROWS // pack, 1)
     least = -(-columns * item // 16) * 16  # of a size of 1 any stride will do
     return TensorMapDesc(
         name,
@@ -485,5 +483,5 @@ def _tensor_map(
             batch * item if batch_size > 1 else least,
         ),
         box,
-        _SWIZZLE,
+        wide.bytes,
     )

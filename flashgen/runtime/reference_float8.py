@@ -52,13 +52,15 @@ def baseline(
     out: torch.dtype,
     words: int = 0,
     tile_kv: int = KEYS_AT_A_TIME,
+    slack: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o, rounded to `out`, and lse: P in e4m3 beside the exact maximum of the keys taken so far, tile after tile from
     the last to the first, of `tile_kv` keys each; partial sums of a tile and scores as the hardware adds them up, all
     else in float32.
 
     Of P's words of eight `words` are made of the scores' bits; its sum is then that of rounded P, a product with ones,
-    which the hardware adds up too: what it cuts off there makes o longer.
+    which the hardware adds up too: what it cuts off there makes o longer.  A maximum follows scores that are more than
+    `slack` above it, as a power of two.
     """
     import torch
 
@@ -75,7 +77,7 @@ def baseline(
             s = evaluator(variant.score_node, precision, {**block.symbols, "s": s}).expand_as(s)
         if variant.mask is not None:
             s = torch.where(evaluator(variant.mask, precision, block.symbols), s, -math.inf)
-        found, total, m = accumulated(s, values, words, block.symbols["q"], v.codes.dtype, tile_kv)
+        found, total, m = accumulated(s, values, words, block.symbols["q"], v.codes.dtype, tile_kv, slack)
         found = found * v.descale[:, :, None, None, None]
         sink = evaluator.row_sinks(variant, precision, block.symbols)
         if sink is not None:
@@ -95,6 +97,7 @@ def accumulated(
     rows: torch.Tensor,
     dtype: torch.dtype,
     tile_kv: int = KEYS_AT_A_TIME,
+    slack: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """P V of scores [..., rows, keys] and V [..., keys, columns] of `dtype`, the sums of P and what was subtracted;
     `rows` [rows, 1] count them, and sums are folded every `tile_kv` keys."""
@@ -104,7 +107,8 @@ def accumulated(
     total, found = torch.zeros_like(m), s.new_zeros((*s.shape[:-1], values.shape[-1]))
     for first in reversed(range(0, s.shape[-1], tile_kv)):
         at = slice(first, min(first + tile_kv, s.shape[-1]))
-        top = torch.maximum(m, s[..., at].amax(-1, keepdim=True))
+        highest = s[..., at].amax(-1, keepdim=True)
+        top = torch.where((highest - m) * math.log2(math.e) > slack, highest, m)
         base = torch.where(top == -math.inf, 0.0, top)
         p, decay = torch.exp(s[..., at] - base), torch.exp(m - base)
         rounded = (p * 2.0**OFFSET).to(torch.float8_e4m3fn).float()

@@ -20,7 +20,7 @@ from flashgen.lang import float8
 from flashgen.lang.evaluate import check_positions, evaluate
 from flashgen.lang.stored import rounded
 from flashgen.planning import split_keys
-from flashgen.planning.float8 import CODE_BIAS, E4M3, WORDS_BY_BITS
+from flashgen.planning.float8 import CODE_BIAS, E4M3, SLACK, WORDS_BY_BITS
 from flashgen.planning.members import FoldedLeaves, Leaves
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import ITEMSIZE, STORED_BYTES
@@ -213,6 +213,7 @@ class _Rows:
     def __init__(self, q: np.ndarray, v_head_dim: int, plan: KernelPlan) -> None:
         self.offset = None if plan.float8 is None else plan.p_offset
         self.words = 0 if plan.float8 is None else WORDS_BY_BITS[plan.float8.accuracy]
+        self.slack = 0.0 if plan.float8 is None else SLACK[plan.float8.accuracy]
         self.keys, self.share, self.most = plan.tile.kv, plan.lag_share, 2.0**plan.lag_most
         self.m = np.full(q.shape[:-1], -np.inf, q.dtype)
         self.l = np.zeros(q.shape[:-1], q.dtype)
@@ -226,7 +227,7 @@ class _Rows:
             limit = np.where(self.l == 0, self.most, np.clip(self.share * self.l, 1, self.most))
             m = np.where(np.exp(highest - self.m) > limit, highest, self.m)
         else:
-            m = np.maximum(highest, self.m)
+            m = np.where((highest - self.m) * math.log2(math.e) > self.slack, highest, self.m)
         base = np.where(m == -np.inf, 0, m)  # nothing visible yet: exp(-inf - 0) is 0, where -inf - -inf is not
         p = self._by_bits(s, base) if self.words else np.exp(s - base[..., None])
         decay = np.exp(self.m - base)

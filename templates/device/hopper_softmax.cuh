@@ -82,6 +82,30 @@ DEVICE bool follow_exactly_each(float (&row_max)[2], const float (&highest)[2], 
   return row_max[0] != before[0] || row_max[1] != before[1];
 }
 
+// The maxima follow the highest of scale * S where its P is beyond 2^(offset + slack): that is 2^offset then.  True if one
+// of this lane's rows did.
+DEVICE bool follow_beyond(float (&row_max)[2], const float (&highest)[2], float scale, float offset, float slack) {
+  bool moves[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    moves[r] = fmaf(highest[r], scale, -row_max[r]) > offset + slack;
+    if (moves[r]) row_max[r] = fmaf(highest[r], scale, -offset);
+  }
+  return moves[0] || moves[1];
+}
+
+// The same where each row has a scale of its own.
+DEVICE bool follow_beyond_each(float (&row_max)[2], const float (&highest)[2], const float (&scale)[2], float offset,
+                               float slack) {
+  bool moves[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    moves[r] = fmaf(highest[r], scale[r], -row_max[r]) > offset + slack;
+    if (moves[r]) row_max[r] = fmaf(highest[r], scale[r], -offset);
+  }
+  return moves[0] || moves[1];
+}
+
 // S becomes P = 2^(scale * S - row_max); what it adds up to.
 template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const float (&row_max)[2], float (&sum)[2]) {
 #pragma unroll

@@ -134,6 +134,13 @@ DEVICE u32 cvt_relu_f16x2(float low, float high) {
   return r;
 }
 
+// The larger of each half.
+DEVICE u32 max_u16x2(u32 a, u32 b) {
+  u32 r;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
 // Four floats as e4m3, the first in the lowest byte; beyond 448 that.
 DEVICE u32 cvt_e4m3x4(float a, float b, float c, float d) {
   u32 r;

@@ -30,4 +30,11 @@ DEVICE u64 matrix_descriptor(const void* operand, u32 leading_bytes) {
          SWIZZLE_128B;
 }
 
+// The same of rows of 64 bytes, K-major.
+DEVICE u64 narrow_matrix_descriptor(const void* operand, u32 leading_bytes) {
+  constexpr u64 SWIZZLE_64B = 2ull << 62;
+  return (u64)((shared_address(operand) & 0x3FFFF) >> 4) | (u64)(leading_bytes >> 4) << 16 | (u64)(512 >> 4) << 32 |
+         SWIZZLE_64B;
+}
+
 DEVICE u64 advance_bytes(u64 descriptor, int bytes) { return descriptor + (bytes >> 4); }

@@ -158,11 +158,20 @@ def _extreme(on_integers: np.ufunc, on_floats: np.ufunc, nan: np.ufunc) -> Calla
         if kind in types.FLOATS:
             return floats.extreme(b, kind, on_floats, nan)
         b.done(3)
+        if kind == "u16x2":
+            x, y = b.read(b.operands[1], kind), b.read(b.operands[2], kind)
+            return assign(b, kind, lambda V: _of_halves(on_integers, V[x], V[y]))
         if kind not in types.INTEGERS:
             raise b.unknown(f"type {kind}")
         return ufunc2(b, on_integers, kind)
 
     return build
+
+
+def _of_halves(ufunc: np.ufunc, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Of the upper and the lower 16 bits of words, each by itself."""
+    upper, lower = np.uint32(0xFFFF0000), np.uint32(0xFFFF)
+    return ufunc(x & upper, y & upper) | ufunc(x & lower, y & lower)
 
 
 def _one(on_integers: np.ufunc, on_floats: Callable[[Build, str], Closure]) -> Callable[[Build], Closure]:

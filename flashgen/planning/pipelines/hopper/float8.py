@@ -1,7 +1,7 @@
 """The forward of pipeline hopper on tensors of 8 bits: what its candidates cost, where that differs from 16 bits.
 
 P V is added up in two levels: partial sums of a tile of keys by wgmma, O in float32 by additions.  V is turned over by
-two warps of the producers, since 8-bit wgmma takes keys side by side.
+two or three warps of the producers, since 8-bit wgmma takes keys side by side.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from flashgen.planning.arch import KIB, Arch, find
-from flashgen.planning.float8 import LEAST_BLOCK, WORDS_BY_BITS
+from flashgen.planning.float8 import LEAST_BLOCK, SLACK, WORDS_BY_BITS
 from flashgen.planning.integers import Allowed
 from flashgen.planning.layout import Layout
 from flashgen.planning.members import (
@@ -22,12 +22,18 @@ from flashgen.planning.members import (
     Keys,
     KeysLeave,
     KeysStay,
+    LaggingPByBits,
     MaskByElement,
     OInPartsOfTurnedV,
+    OnesApart,
+    OnesBehindV,
     OOfTurnedV,
     PackedQueries,
     PByBits,
     Queries,
+    Sender,
+    SendsAndLoads,
+    SendsToLoader,
     TilesAlike,
     TwoLevels,
     VTurnedOver,
@@ -43,7 +49,7 @@ from flashgen.planning.pipelines.hopper.forward import (
     Candidate,
 )
 from flashgen.planning.pipelines.shared import SOFTMAX_OPS, make_plan, total
-from flashgen.planning.plan import KernelPlan, Part, Specialized, Tile
+from flashgen.planning.plan import KernelPlan, Part, Specialized, Tile, rows_of
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.program import Program, consumer_registers
@@ -60,7 +66,7 @@ WARPGROUPS = (1, *forward.WARPGROUPS)
 QUERIES = tuple(ROWS * w for w in WARPGROUPS)
 
 #: Head dims that the pipeline emits: rows of 16 bytes.  Narrower ones are bound by exponentials, as 16 bits are.
-HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 64, 192
+HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 64, 256
 
 #: Columns of q and k, and keys, in one product; columns of a box that TMA copies.
 DEPTH, BOX = 32, 128
@@ -86,8 +92,15 @@ PIECE = 128
 #: Registers of a consumer's thread beside fragments, two more where there is a mask or a score.
 OVERHEAD, VARIANT_REGISTERS = 12, 4
 
-#: Those of a producer's thread: of those that turn V over one holds four fragments of 4 words.
-PRODUCER_REGISTERS, JUDGE_REGISTERS = 40, 56
+#: Those of a producer's thread: of those that turn V over one holds four fragments of 4 words.  More where tiles are
+#: judged, and where consumers leave them: under some masks a warp that schedules and loads spills a few bytes with 40.
+PRODUCER_REGISTERS, MANY_PRODUCER_REGISTERS = 40, 56
+
+#: Warps that turn V over, where the scheduler's warp does not load, and where it does.
+TURNING_WARPS = (2, 3)
+
+#: Clocks that positions in rings of three stages cost a step more than in those of a power of two: by SASS.
+RING_CLOCKS = 10
 
 #: Registers that a thread can have: all that one warpgroup of consumers starts with.
 MOST_REGISTERS = 256
@@ -139,9 +152,15 @@ def padded(head_dim: int, step: int) -> int:
     return -(-head_dim // step) * step
 
 
+def _columns(request: KernelRequest) -> tuple[int, int]:
+    """Those of q and k, and of v, in shared memory: whole boxes."""
+    qk, v = (padded(dim, rows_of(dim, 1).columns) for dim in (request.head_dim, request.v_head_dim))
+    return qk, v
+
+
 def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """Bytes of shared memory of a block."""
-    d, dv = padded(request.head_dim, BOX), padded(request.v_head_dim, BOX)
+    d, dv = _columns(request)
 
     def staged(name: str, stages: int, rows: int, columns: int) -> Part:
         why = f"{stages} stages x {rows} rows x {columns} bytes"
@@ -150,21 +169,23 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     return (
         staged("q", c.q_stages, c.tile.q, d),
         staged("k", c.stages, c.tile.kv, d),
-        staged("v", c.stages, c.tile.kv, dv),
-        staged("v turned over", c.stages, request.v_head_dim, programs.KEYS_ACROSS),
-        *(() if isinstance(_p(request), ExactP) else (staged("ones", 1, 8, programs.KEYS_ACROSS),)),
+        staged("v", programs.V_STAGES, c.tile.kv, dv),
+        staged("v turned over", c.stages, request.v_head_dim + _p(request).ones_behind_v, programs.KEYS_ACROSS),
+        *((staged("ones", 1, 8, programs.KEYS_ACROSS),) if _p(request).ones_apart else ()),
         Part(
             name="control",
-            amount=_control(c, request.profile.hides, isinstance(_p(request), PByBits), request.keys, request.layout),
+            amount=_control(
+                *(c, request.profile.hides, _p(request).ones_apart, _sender(request)), request.keys, request.layout
+            ),
             why="barriers, messages and descales",
         ),
     )
 
 
 @lru_cache
-def _control(c: Candidate, masked: bool, ones: bool, keys: Keys, layout: Layout) -> int:
+def _control(c: Candidate, masked: bool, ones: bool, sender: Sender, keys: Keys, layout: Layout) -> int:
     """Bytes of barriers and messages, which neither the size of tiles nor that of registers changes."""
-    return _program(c, (BOX, BOX), BOX, (0, 0), masked, ones, keys, layout).control_bytes(programs.ALIGNMENT)
+    return _program(c, (BOX, BOX), BOX, (0, 0), masked, ones, sender, keys, layout).control_bytes(programs.ALIGNMENT)
 
 
 def _program(
@@ -174,6 +195,7 @@ def _program(
     registers: tuple[int, int],
     masked: bool,
     ones: bool,
+    sender: Sender,
     keys: Keys,
     layout: Layout,
 ) -> Program:
@@ -188,8 +210,9 @@ def _program(
         ping_pong=False,
         layout=layout,
         split=keys.split,
-        turned=(turned, VTurnedOver.warps),
+        turned=(turned, TURNING_WARPS[sender.loads]),
         ones=ones,
+        loads=sender.loads,
     )
 
 
@@ -232,7 +255,9 @@ def registers(c: Candidate, request: KernelRequest, *, ahead: bool = False) -> t
 
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
-    producer = JUDGE_REGISTERS if request.profile.judged else PRODUCER_REGISTERS
+    rest = min(MOST_REGISTERS, consumer_registers(request.arch, c.warpgroups, MANY_PRODUCER_REGISTERS))
+    many = request.profile.judged or c.warpgroups > 2 or total(registers(c, request, ahead=True)) < rest
+    producer = MANY_PRODUCER_REGISTERS if many else PRODUCER_REGISTERS
     return producer, min(MOST_REGISTERS, consumer_registers(request.arch, c.warpgroups, producer))
 
 
@@ -243,16 +268,13 @@ def _ahead(c: Candidate, request: KernelRequest) -> bool:
     return whole and total(registers(c, request, ahead=True)) <= division(c, request)[1]
 
 
-def _wide_keys(c: Candidate, request: KernelRequest) -> int:
-    """Keys of a tile with which nothing spills where P V comes in pieces, found by compiling."""
+def _most_keys(c: Candidate, request: KernelRequest) -> int:
+    """The most keys of a tile whose fragments registers hold; one warpgroup spills with more, found by compiling."""
     if c.warpgroups == 1:
         return NARROW_KEYS
-    if request.v_head_dim > 176:
-        return 128
-    if request.v_head_dim > 160:
-        scored = 32 if request.profile.scored else 64
-        return scored if isinstance(_p(request), ExactP) else 128
-    return 64
+    tiles = (replace(c, tile=Tile(q=c.tile.q, kv=keys)) for keys in KEYS)
+    wanted = {t.tile.kv: total(registers(t, request)) for t in tiles}
+    return next((keys for keys in KEYS if wanted[keys] <= division(c, request)[1]), KEYS[-1])
 
 
 def _highest(c: Candidate, request: KernelRequest) -> HighestAsInteger | HighestAsFloat:
@@ -274,17 +296,8 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
         return f"shared memory {terms} = {whole} > {request.arch.smem_per_block / KIB:.4g} KiB"
     if c.warpgroups > 2 and request.v_head_dim > NARROW:
         return f"three warpgroups with {request.v_head_dim} columns of v: more than {NARROW} leave them no registers"
-    if c.warpgroups > 2 and request.profile.masked and not request.profile.band:
-        return "three warpgroups: a mask that is no band leaves them too few registers"
-    if c.warpgroups > 2 and request.profile.score_reads_by_key:
-        return "three warpgroups: a score that reads an element for each key leaves them too few registers"
-    if request.v_head_dim > PIECE and request.profile.score_reads_by_key:
-        wide = f"{request.v_head_dim} columns of v beside a score that reads an element for each key"
-        return f"{wide}: registers for {PIECE}"
-    if request.v_head_dim > PIECE and request.profile.judged:
-        return f"{request.v_head_dim} columns of v beside a mask that is judged tile by tile: registers for {PIECE}"
-    if request.v_head_dim > PIECE and c.tile.kv != (most := _wide_keys(c, request)):
-        return f"{request.v_head_dim} columns of v with {c.tile.kv} keys: ptxas spills but with {most}"
+    if request.v_head_dim > PIECE and c.tile.kv != (most := _most_keys(c, request)):
+        return f"{request.v_head_dim} columns of v with {c.tile.kv} keys: registers and steps are best used with {most}"
     producer, consumer = division(c, request)
     if total(wanted) > consumer:
         terms = " + ".join(f"{part.name} {part.amount}" for part in wanted)
@@ -295,14 +308,18 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
 def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     """The plan of a candidate that fits."""
     ahead = _ahead(c, request)
-    columns = padded(request.head_dim, BOX), padded(request.v_head_dim, BOX)
+    columns = _columns(request)
     masked = request.profile.hides
     return make_plan(
         *(c, request, (padded(request.head_dim, DEPTH), request.v_head_dim)),
         pipeline=NAME,
         program=_program(
-            *(c, columns, request.v_head_dim, division(c, request), masked),
-            *(isinstance(_p(request), PByBits), request.keys, request.layout),
+            *(c, columns, request.v_head_dim + _p(request).ones_behind_v, division(c, request)),
+            masked=masked,
+            ones=_p(request).ones_apart,
+            sender=_sender(request),
+            keys=request.keys,
+            layout=request.layout,
         ),
         q_in_registers=False,
         blocks_per_sm=1,
@@ -320,16 +337,28 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             rows=Queries(),
             products=TwoLevels(piece=piece(request), ahead=ahead),
             p=_p(request),
-            v=VTurnedOver(),
+            v=VTurnedOver(warps=TURNING_WARPS[_sender(request).loads]),
+            sender=_sender(request),
         ),
     )
+
+
+def _sender(request: KernelRequest) -> Sender:
+    """Who loads: a warp of its own where conditions are judged tile by tile or tensors read, which would keep tiles
+    waiting and registers do not hold (found by compiling), where rows of V are cleared, and where keys are split."""
+    apart = request.profile.judged or request.profile.mask_reads or request.layout.own or request.keys.split
+    return SendsToLoader() if apart else SendsAndLoads()
 
 
 def _p(request: KernelRequest) -> P8:
     """How P is made."""
     assert request.float8 is not None
     words = WORDS_BY_BITS[request.float8.accuracy]
-    return PByBits(words=words) if words else ExactP()
+    if not words:
+        return ExactP()
+    sums = OnesBehindV() if piece(request) == request.v_head_dim else OnesApart()
+    slack = SLACK[request.float8.accuracy]
+    return LaggingPByBits(words=words, sums=sums, slack=slack) if slack else PByBits(words=words, sums=sums)
 
 
 def cannot_pack(request: KernelRequest) -> str | None:
@@ -395,9 +424,10 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     specialized, tile = plan.specialized, plan.tile
     assert specialized is not None and isinstance(specialized.products, TwoLevels)
     exposed = max(0.0, SOFTMAX_STRETCH * softmax - (specialized.warpgroups - 1) * busiest)
-    # Without scores ahead a warpgroup's own products stand one after another.
-    exposed += 0.0 if specialized.products.ahead else by_unit["tensor"] / specialized.warpgroups
-    step = STEP_CLOCKS / (tile.q * tile.kv)
+    # Without scores ahead a warpgroup's own products stand one after another, which one other does not fill.
+    alone = specialized.warpgroups == 2 and not specialized.products.ahead
+    exposed += by_unit["tensor"] / 2 if alone else 0.0
+    step = (STEP_CLOCKS + (plan.stages == 3) * RING_CLOCKS) / (tile.q * tile.kv)
     between = (plan.q_stages == 1) * forward.Q_LOAD_CLOCKS + (plan.stages == 2) * forward.KV_LOAD_CLOCKS
     if plan.keys.split:  # as in 16 bits, but that a fourth stage brings nothing: 1.02 to 1.03x the time on an H200
         between, step = 0, step + forward.MEMORY_CLOCKS / (min(plan.stages, 3) * tile.q * tile.kv)

@@ -41,6 +41,9 @@ O_BARRIER = 4
 #: Keys in a row of V that is turned over: 128 bytes, whatever the tile.
 KEYS_ACROSS = 128
 
+#: Tiles of V as stored where warps turn them over: one is read while the next is loaded.
+V_STAGES = 2
+
 _TWO, _ONE = Axis(size=2, text="2"), Axis(size=1, text="")
 
 
@@ -59,17 +62,18 @@ def forward(
     turned: tuple[int, int] | None = None,
     ones: bool = False,
     folded: int = 0,
+    loads: bool = False,
 ) -> Program:
     """A forward's program: `columns` of q and k, and of v, in shared memory; `registers` per thread of the producer
     warpgroup and of a consumer, None where none change hands; O is `stored` by TMA from the shared memory of Q, or by
     the consumers themselves; where sequences have lengths of their own, V ends inside a tile; where keys are `split`, a
     tile of queries is one with a part of them.  In 8 bits `turned` has the columns of V once it is turned over, and
-    the warps that do it; with `ones` there is a matrix of them.  `folded` are the columns of O of the leaves so far
-    that lie there in float32."""
+    the warps that do it; with `ones` there is a matrix of them; the scheduler's warp `loads` too where one more is
+    needed to turn V over.  `folded` are the columns of O of the leaves so far that lie there in float32."""
     producer, consumer = registers
     warpgroups = tile.q // ROWS
-    names = ["scheduler", "loader", *(["storer"] if stored else [])]
-    whole = ("scheduler", "loader") if layout.paged else ("scheduler",)
+    names = [*([] if loads else ["scheduler"]), "loader", *(["storer"] if stored else [])]
+    whole = ("scheduler", "loader") if layout.paged or loads else ("scheduler",)
     roles = [Role(name=name, warps=1, threads=WARP if name in whole else 1, registers=producer) for name in names]
     transposers = 0 if turned is None else turned[1]
     cleaners = 1 if layout.own and turned is None else 0  # who turns V over clears it too
@@ -80,11 +84,13 @@ def forward(
         roles.append(Role(name="cleaner", warps=1, threads=WARP, registers=producer))
     roles.append(Role(name="consumer", warps=WARPS * warpgroups, threads=128 * warpgroups, registers=consumer))
     stage = Axis(size=stages, text="STAGES", index="stage")
+    v_stage = stage if turned is None else Axis(size=V_STAGES, text="V_STAGES", index="stage")
     q_stage = Axis(size=q_stages, text="Q_STAGES", index="stage")
     work_stage, each = Axis(size=WORK_STAGES, text="WORK_STAGES"), Axis(size=warpgroups, text="WARPGROUPS", index="w")
     of_all, waiting = (Party(role="consumer", arrivals=WARPS * warpgroups),), (Party(role="consumer", arrivals=0),)
     of_one, loader = (Party(role="consumer", arrivals=WARPS),), (Party(role="loader", arrivals=1),)
-    scheduler, storer = (Party(role="scheduler", arrivals=1),), (Party(role="storer", arrivals=1),) * stored
+    scheduler = loader if loads else (Party(role="scheduler", arrivals=1),)
+    storer = (Party(role="storer", arrivals=1),) * stored
     rings = [
         Ring(
             name="q",
@@ -122,7 +128,7 @@ def forward(
             name="v",
             barrier="v_pipe",
             carries="a tile of V",
-            stages=stage,
+            stages=v_stage,
             producers=loader,
             consumers=of_all if turned is None else (Party(role="transposer", arrivals=transposers),),
         ),
@@ -132,10 +138,10 @@ def forward(
             carries="a tile of queries to work on",
             stages=work_stage,
             producers=scheduler,
-            consumers=(*of_all, *loader, *storer),
+            consumers=(*of_all, *(() if loads else loader), *storer),
         ),
     ]
-    if masked:
+    if masked and not loads:
         next_step = Ring(
             name="next",
             barrier="next_pipe",
@@ -172,22 +178,15 @@ def forward(
     shared = (
         declared(_tile("QorO", "q_or_o", ROWS * room, q_stage, each, item=item)),
         declared(_tile("KTile", "k", tile.kv * columns[0], stage, item=item)),
-        declared(_tile("VTile", "v", tile.kv * columns[1], stage, item=item)),
-        *(_turned_members(turned[0], q_stage, each, stage, ones) if turned is not None else ()),
+        declared(_tile("VTile", "v", tile.kv * columns[1], v_stage, item=item)),
+        *(_turned_members(turned[0], (q_stage, each), stage, v_stage, ones) if turned is not None else ()),
         *((declared(_folded(folded, each), note="O of the leaves so far"),) if folded else ()),
         declared(Member(ctype="Work", name="work", size=size, alignment=alignment, axes=(work_stage,))),
-        *(
-            (
-                declared(_steps("next", _TWO), _steps("step", stage), note="what to load next, what k holds"),
-                declared(of["next"]),
-            )
-            if masked
-            else ()
-        ),
+        *(_step_members(stage, of.get("next")) if masked else ()),
         declared(of["work"]),
         declared(of["q"]),
         *((declared(of["o"]),) if stored else ()),
-        declared(of["k"], of["v"]),
+        *((declared(of["k"], of["v"]),) if turned is None else (declared(of["k"]), declared(of["v"]))),
         *((declared(of["turned"]),) if turned is not None else ()),
         *((declared(Member(ctype="Tail", name="tail", size=8, alignment=8)), declared(of["tail"])) if cleaners else ()),
     )
@@ -497,14 +496,26 @@ def _backward_members(
         yield declared(_words("u32", "counted", _TWO), note="which of the block's keys each warp that adds up dq is at")
 
 
-def _turned_members(columns: int, q_stage: Axis, each: Axis, stage: Axis, ones: bool) -> Iterator[Declaration]:
+def _turned_members(
+    columns: int, of_q: tuple[Axis, Axis], stage: Axis, v_stage: Axis, ones: bool
+) -> Iterator[Declaration]:
     """V turned over, and what the elements of tiles are multiplied by."""
     yield declared(_tile("TurnedTile", "turned", columns * KEYS_ACROSS, stage, item=1))
     if ones:
         yield declared(_tile("OnesTile", "ones", 8 * KEYS_ACROSS, item=1))
-    yield declared(_words("float", "q_descale", q_stage, each))
-    yield declared(*(_words("float", f"{name}_descale", stage) for name in ("k", "v", "turned")))
-    yield declared(_words("int", "v_keys", stage), note="of a tile of V; 0: none is left")
+    yield declared(_words("float", "q_descale", *of_q))
+    yield declared(*(_words("float", f"{name}_descale", stage) for name in ("k", "turned")))
+    yield declared(_words("float", "v_descale", v_stage))
+    yield declared(_words("int", "v_keys", v_stage), note="of a tile of V; 0: none is left")
+
+
+def _step_members(stage: Axis, following: Member | None) -> Iterator[Declaration]:
+    """The tiles of keys that are loaded, and the ring of those to load next, if another warp says which."""
+    if following is None:
+        yield declared(_steps("step", stage), note="what k holds")
+        return
+    yield declared(_steps("next", _TWO), _steps("step", stage), note="what to load next, what k holds")
+    yield declared(following)
 
 
 def _tile(ctype: str, name: str, elements: int, *axes: Axis, item: int = ITEM) -> Member:
