@@ -278,6 +278,23 @@ def test_no_kernel_spills(spec, head_dim, accuracy):
         assert [reason for reason in found if "where the plan estimates" not in reason] == [], plan.tile
 
 
+@pytest.mark.parametrize(
+    ("spec", "roles"), [("causal", {"loader": 1, "transposer": 3}), ("document", None), ("padding", None)]
+)
+def test_who_turns_v_over(spec, roles):
+    """Three warps, where one warp can schedule and load; masks that are judged or read have one for each."""
+    found = {role.name: role.warps for role in plan_of(spec, 64).program.roles if role.name != "consumer"}
+    assert found == (roles or {"scheduler": 1, "loader": 1, "transposer": 2})
+
+
+def test_tiles_that_the_planner_picks():
+    """Three warpgroups where V is narrow, whatever the form; scores ahead where registers hold them."""
+    for accuracy in ("exact", "default", "fast"):
+        of = {d: plan_of("full", d, accuracy=accuracy) for d in (64, 128, 256)}
+        assert [str(plan.tile) for plan in of.values()] == ["192x128", "128x128", "128x128"]
+        assert [plan.specialized.products.ahead for plan in of.values()] == [False, True, False]
+
+
 # ---------------------------------------------------------------- calls
 def draw(dtype=torch.float8_e4m3fn):
     g = torch.Generator().manual_seed(0)

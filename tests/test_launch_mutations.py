@@ -35,7 +35,7 @@ def tensor_map(tensor, **changes):
 
     def change(launch):
         (desc,) = (d for d in launch.maps if d.tensor == tensor)
-        changed = dataclasses.replace(desc, **{name: value(getattr(desc, name)) for name, value in changes.items()})
+        changed = desc._replace(**{name: value(getattr(desc, name)) for name, value in changes.items()})
         assert changed != desc
         return dataclasses.replace(launch, maps=tuple(changed if d is desc else d for d in launch.maps))
 
