@@ -20,7 +20,7 @@ from flashgen.planning.float8 import SLACK, WORDS_BY_BITS
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
-from flashgen.runtime.reference_float8 import Quantised, accumulated, baseline, quantised
+from flashgen.runtime.reference_float8 import Quantised, accumulated, alike, baseline, quantised
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,7 @@ class Eight:
         """What breaks the tolerance rule, against float64."""
         out = getattr(torch, self.plan.out_dtype)
         ref, ref_lse = self.exact
-        accuracy = self.plan.float8.accuracy
-        alike = {"words": WORDS_BY_BITS[accuracy], "slack": SLACK[accuracy], "tile_kv": self.plan.tile.kv}
-        base, base_lse = baseline(self.variant, self.case, *self.qkv, scale=self.scale, out=out, **alike)
+        base, base_lse = baseline(self.variant, self.case, *self.qkv, scale=self.scale, out=out, **alike(self.plan))
         verdict = judge(torch.from_numpy(found.o).to(out), base, ref, self.plan.out_dtype)
         return verdict.reasons + judge_lse(torch.from_numpy(found.lse), ref_lse, base_lse)
 

@@ -20,7 +20,6 @@ from flashgen.cli.console import err, out, progress, seconds, share, size, tabul
 from flashgen.cli.options import Pass, Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
 from flashgen.errors import FlashgenError, LaunchError, PlanError
-from flashgen.planning.float8 import WORDS_BY_BITS
 from flashgen.runtime.captured import on_device
 
 if TYPE_CHECKING:
@@ -256,8 +255,8 @@ def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bo
             of = [reference_float8.quantised(x, dtype) for x in values]
             values, (q, k, v) = [x.values for x in of], (x.codes for x in of)
             inputs |= {f"{name}_descale": x.descale for name, x in zip("qkv", of, strict=True)}
-            alike = {"words": WORDS_BY_BITS[eight.accuracy], "tile_kv": resolved.plan.tile.kv}
-            base = reference_float8.baseline(variant, case, *of, scale=scale, out=getattr(torch, eight.out), **alike)
+            alike, rounded = reference_float8.alike(resolved.plan), getattr(torch, eight.out)
+            base = reference_float8.baseline(variant, case, *of, scale=scale, out=rounded, **alike)
         start = time.perf_counter()
         o, lse = attention(q, k, v, variant, return_lse=True, **inputs)
         if device == "cuda":

@@ -15,7 +15,6 @@ from flashgen.cli.console import err, many, out, seconds, share, tabulate, write
 from flashgen.cli.options import Pass, Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
 from flashgen.cli.run import room, shapes
-from flashgen.planning.float8 import WORDS_BY_BITS
 from flashgen.runtime.launch import operand_dtype
 
 if TYPE_CHECKING:
@@ -154,8 +153,8 @@ def _run_8_bits(resolved: Resolved, seed: int, order: int | None, step_limit: in
     )
     out = getattr(torch, plan.out_dtype)
     ref, ref_lse = reference(variant, case, *(x.values for x in inputs), scale=scale)
-    alike = {"words": WORDS_BY_BITS[plan.float8.accuracy], "tile_kv": plan.tile.kv}
-    base, base_lse = reference_float8.baseline(variant, case, *inputs, scale=scale, out=out, **alike)
+    of_kernel = reference_float8.alike(plan)
+    base, base_lse = reference_float8.baseline(variant, case, *inputs, scale=scale, out=out, **of_kernel)
     verdict = judge(torch.from_numpy(done.o).to(out), base, ref, plan.out_dtype)
     return done.report, verdict.reasons + judge_lse(torch.from_numpy(done.lse), ref_lse, base_lse)
 

@@ -4,10 +4,10 @@ as Hopper does, and random inputs with their descales."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.lang.float8 import taken_by_bits
-from flashgen.planning.float8 import ACCUMULATOR_BITS, CODE_BIAS, OFFSET
+from flashgen.planning.float8 import ACCUMULATOR_BITS, CODE_BIAS, OFFSET, SLACK, WORDS_BY_BITS
 from flashgen.runtime.reference import KEYS_AT_A_TIME, Evaluator, blocks
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from flashgen.analysis.tiles import Case
     from flashgen.lang.variant import Variant
+    from flashgen.planning.plan import KernelPlan
 
 #: Products that Hopper adds up in one step, and how many fewer scores are held at once than elsewhere.
 _STEP = 32
@@ -88,6 +89,13 @@ def baseline(
         o[..., block.at, :] = found / torch.where(total == 0, 1.0, total)
         lse[..., block.at] = (m + torch.log(total)).squeeze(-1)
     return o.flatten(1, 2).to(out), lse.flatten(1, 2)
+
+
+def alike(plan: KernelPlan) -> dict[str, Any]:
+    """What `baseline` is to have in common with a plan's kernel, by the names of its arguments."""
+    assert plan.float8 is not None
+    accuracy = plan.float8.accuracy
+    return {"words": WORDS_BY_BITS[accuracy], "slack": SLACK[accuracy], "tile_kv": plan.tile.kv}
 
 
 def accumulated(

@@ -15,7 +15,7 @@ from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
 from flashgen.runtime.captured import on_device
 from flashgen.runtime.reference import judge, judge_lse, reference
-from flashgen.runtime.reference_float8 import Quantised, baseline, cut_products, quantised
+from flashgen.runtime.reference_float8 import Quantised, alike, baseline, cut_products, quantised
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,8 +75,9 @@ def checked(
     kinds = {f"{name}_dtype": str(x.codes.dtype).removeprefix("torch.") for name, x in zip("kv", of[1:], strict=True)}
     request = KernelRequest.of(bound, "sm_90a", problem.dtype, head_dim, wide, accuracy=accuracy, **kinds)
     # Folded where the kernel folds: maxima and roundings of P are then the kernel's.
-    alike = {"words": WORDS_BY_BITS[accuracy], "tile_kv": planner.menu_of(request).plans[0].tile.kv}
-    base, base_lse = baseline(bound, case, *of, scale=scale, out=torch.bfloat16, **alike)
+    base, base_lse = baseline(
+        bound, case, *of, scale=scale, out=torch.bfloat16, **alike(planner.menu_of(request).plans[0])
+    )
     return judge(o, base, ref, "bfloat16").reasons + judge_lse(lse, ref_lse, base_lse)
 
 
