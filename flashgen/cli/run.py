@@ -20,7 +20,7 @@ from flashgen.cli.console import err, out, progress, seconds, share, size, tabul
 from flashgen.cli.options import Pass, Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
 from flashgen.errors import FlashgenError, LaunchError, PlanError
-from flashgen.planning.float8 import WORDS_BY_BITS
+from flashgen.planning.float8 import SLACK, WORDS_BY_BITS
 from flashgen.runtime.captured import on_device
 
 if TYPE_CHECKING:
@@ -257,7 +257,11 @@ def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bo
             values, (q, k, v) = [x.values for x in of], (x.codes for x in of)
             inputs |= {f"{name}_descale": x.descale for name, x in zip("qkv", of, strict=True)}
             base = reference_float8.baseline(
-                *(variant, case, *of), scale=scale, out=getattr(torch, eight.out), words=WORDS_BY_BITS[eight.accuracy]
+                *(variant, case, *of),
+                scale=scale,
+                out=getattr(torch, eight.out),
+                words=WORDS_BY_BITS[eight.accuracy],
+                slack=SLACK[eight.accuracy],
             )
         start = time.perf_counter()
         o, lse = attention(q, k, v, variant, return_lse=True, **inputs)

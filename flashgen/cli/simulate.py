@@ -154,7 +154,8 @@ def _run_8_bits(resolved: Resolved, seed: int, order: int | None, step_limit: in
     out = getattr(torch, plan.out_dtype)
     ref, ref_lse = reference(variant, case, *(x.values for x in inputs), scale=scale)
     words = WORDS_BY_BITS[plan.float8.accuracy]
-    base, base_lse = reference_float8.baseline(variant, case, *inputs, scale=scale, out=out, words=words)
+    asked = {"scale": scale, "out": out, "words": words, "slack": plan.p_slack}
+    base, base_lse = reference_float8.baseline(variant, case, *inputs, **asked)
     verdict = judge(torch.from_numpy(done.o).to(out), base, ref, plan.out_dtype)
     return done.report, verdict.reasons + judge_lse(torch.from_numpy(done.lse), ref_lse, base_lse)
 
