@@ -758,7 +758,7 @@ class LaggingPByBits(PByBits):
 
     template: ClassVar[str] = "hopper/forward_p_lagging_by_bits.cu.j2"
     lags: ClassVar[bool] = True
-    young: ClassVar[int] = 8
+    young: int
     slack: float
 
 

@@ -29,6 +29,7 @@ from flashgen.planning.members import (
     KeysLeave,
     KeysStay,
     LaggingP,
+    LaggingPByBits,
     Launches,
     Mask,
     MaskByElement,
@@ -464,6 +465,12 @@ class KernelPlan(Integers):
     def k_step(self) -> int:
         """Columns of q and k in one product."""
         return 16 if self.float8 is None else 32
+
+    @property
+    def p_slack(self) -> float:
+        """How far a score may be above a row's maximum before that follows, in 8 bits, as a power of two."""
+        p = None if self.specialized is None else self.specialized.p
+        return p.slack if isinstance(p, LaggingPByBits) else 0.0
 
     @property
     def qk_rows(self) -> SharedRows:

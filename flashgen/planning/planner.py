@@ -128,16 +128,17 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     keys take the packed form.
     """
     few = _of_few(menu, problem)
-    if few is not None:
+    if few is not None and few.keys.split:  # blocks for every SM come from the keys
         return few
     plan = _of_single_heads(menu, problem, sms)
     if menu.small is not None and not problem.empty:
         times = [_predicted(one, problem, sms) for one in (menu.small, plan)]
         plan = menu.small if times[0] < times[1] else plan
-    if menu.packed is None or menu.packed.pack(problem.group) == 1 or problem.empty:
+    packed = few or menu.packed
+    if packed is None or packed.pack(problem.group) == 1 or problem.empty:
         return plan
-    gain = packings(plan)[menu.packed.pipeline].packing_gain(menu.packed, plan, problem, sms)
-    return menu.packed if gain >= PACKING_GAIN else plan
+    gain = packings(plan)[packed.pipeline].packing_gain(packed, plan, problem, sms)
+    return packed if gain >= PACKING_GAIN else plan
 
 
 @once

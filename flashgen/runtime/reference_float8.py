@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.lang.float8 import taken_by_bits
-from flashgen.planning.float8 import ACCUMULATOR_BITS, CODE_BIAS, OFFSET, SLACK, WORDS_BY_BITS
+from flashgen.planning.float8 import ACCUMULATOR_BITS, CODE_BIAS, OFFSET, WORDS_BY_BITS
 from flashgen.runtime.reference import KEYS_AT_A_TIME, Evaluator, blocks
 
 if TYPE_CHECKING:
@@ -94,8 +94,7 @@ def baseline(
 def alike(plan: KernelPlan) -> dict[str, Any]:
     """What `baseline` is to have in common with a plan's kernel, by the names of its arguments."""
     assert plan.float8 is not None
-    accuracy = plan.float8.accuracy
-    return {"words": WORDS_BY_BITS[accuracy], "slack": SLACK[accuracy], "tile_kv": plan.tile.kv}
+    return {"words": WORDS_BY_BITS[plan.float8.accuracy], "slack": plan.p_slack, "tile_kv": plan.tile.kv}
 
 
 def accumulated(

@@ -20,7 +20,7 @@ from flashgen.lang import float8
 from flashgen.lang.evaluate import check_positions, evaluate
 from flashgen.lang.stored import rounded
 from flashgen.planning import split_keys
-from flashgen.planning.float8 import CODE_BIAS, E4M3, SLACK, WORDS_BY_BITS
+from flashgen.planning.float8 import CODE_BIAS, E4M3, WORDS_BY_BITS
 from flashgen.planning.members import FoldedLeaves, Leaves
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import ITEMSIZE, STORED_BYTES
@@ -213,7 +213,7 @@ class _Rows:
     def __init__(self, q: np.ndarray, v_head_dim: int, plan: KernelPlan) -> None:
         self.offset = None if plan.float8 is None else plan.p_offset
         self.words = 0 if plan.float8 is None else WORDS_BY_BITS[plan.float8.accuracy]
-        self.slack = 0.0 if plan.float8 is None else SLACK[plan.float8.accuracy]
+        self.slack = plan.p_slack
         self.keys, self.share, self.most = plan.tile.kv, plan.lag_share, 2.0**plan.lag_most
         self.m = np.full(q.shape[:-1], -np.inf, q.dtype)
         self.l = np.zeros(q.shape[:-1], q.dtype)

@@ -96,6 +96,10 @@ OVERHEAD, VARIANT_REGISTERS = 12, 4
 #: judged, and where consumers leave them: under some masks a warp that schedules and loads spills a few bytes with 40.
 PRODUCER_REGISTERS, MANY_PRODUCER_REGISTERS = 40, 56
 
+#: Tiles behind the first of a schedule that have their maxima looked at first: more than half of them move these, by
+#: an emulation of scores of N(0, 1).
+YOUNG = 8
+
 #: Warps that turn V over, where the scheduler's warp does not load, and where it does.
 TURNING_WARPS = (2, 3)
 
@@ -357,8 +361,12 @@ def _p(request: KernelRequest) -> P8:
     if not words:
         return ExactP()
     sums = OnesBehindV() if piece(request) == request.v_head_dim else OnesApart()
-    slack = SLACK[request.float8.accuracy]
-    return LaggingPByBits(words=words, sums=sums, slack=slack) if slack else PByBits(words=words, sums=sums)
+    slack, asked = SLACK[request.float8.accuracy], request.profile
+    # Where P V comes in pieces beside a score function or a mask of several runs, ptxas spills 4 to 8 bytes.
+    if not slack or (not sums.rows and (asked.scored or (asked.masked and not asked.band))):
+        return PByBits(words=words, sums=sums)
+    # Where P V comes in pieces a counter of tiles is a register too many, found by compiling.
+    return LaggingPByBits(words=words, sums=sums, slack=slack, young=YOUNG if sums.rows else 0)
 
 
 def cannot_pack(request: KernelRequest) -> str | None:
