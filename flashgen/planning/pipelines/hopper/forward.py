@@ -81,8 +81,8 @@ QUERIES, KEY_STEP = tuple(ROWS * w for w in WARPGROUPS), 8
 #: which it lies there.
 FOLD_ITEM, SHARED_BYTES, FOLD_COLUMNS = 4, 128, 32
 
-#: Registers for leaves beside those of three warpgroups, and more where the mask is no band: `alibi` and `sink_window` at
-#: head_dim 64 spilled 16 and 28 bytes.
+#: Registers for leaves beside those of three warpgroups, and more where the mask is no band: `alibi` and `sink_window`
+#: at head_dim 64 spilled 16 and 28 bytes.
 FOLD_REGISTERS, RUNS_REGISTERS = 4, 4
 
 #: A block has an SM to itself.
