@@ -92,6 +92,10 @@ SMALL_QUERIES = ROWS * ALONE
 #: which it lies there.
 FOLD_ITEM, SHARED_BYTES, FOLD_COLUMNS = 4, 128, 32
 
+#: Registers for leaves beside those of three warpgroups, and more where the mask is no band: `alibi` and `sink_window`
+#: at head_dim 64 spilled 16 and 28 bytes.
+FOLD_REGISTERS, RUNS_REGISTERS = 4, 4
+
 #: A block has an SM to itself.
 SHARES_SM = False
 
@@ -357,6 +361,10 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     if asked.scored:
         reads = c.tile.kv // READING_KEYS if asked.score_reads_by_key else 0
         parts.append(Part(name="score", amount=SCORE_REGISTERS + reads, why="what the score function keeps"))
+    if request.keys.invariant and c.warpgroups > min(WARPGROUPS) and not asked.plain:
+        # Of both forms, which have tiles of one size.
+        why = "maxima and sums of the leaves so far"
+        parts.append(Part(name="fold", amount=FOLD_REGISTERS + RUNS_REGISTERS * (not asked.band), why=why))
     if request.dropout:
         amount = DROPOUT_REGISTERS + DROPOUT_BESIDE * min(c.tile.kv, BOX) // BOX
         amount += DROPOUT_THIRD_STAGE if asked.masked and c.stages > 2 else 0
@@ -419,7 +427,7 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
 def _narrow(c: Candidate, request: KernelRequest) -> str | None:
     """Why a tile is not that of leaves: all lives of a row take the same steps, those of the widest tile that fits."""
     wider = (kv for kv in FREE_TILE_KV if kv > c.tile.kv and request.keys.unfit(kv) is None)
-    least = (Candidate(tile=Tile(q=c.tile.q, kv=kv), stages=min(FREE_STAGES), q_stages=1) for kv in wider)
+    least = (Candidate(tile=Tile(q=min(QUERIES), kv=kv), stages=min(FREE_STAGES), q_stages=1) for kv in wider)
     found = next((one.tile.kv for one in least if does_not_fit_reason(one, request) is None), None)
     return None if found is None else f"{found} keys fit, and leaves are cut into tiles of one size"
 
