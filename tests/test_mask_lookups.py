@@ -9,7 +9,7 @@ import flashgen
 from flashgen.codegen import emit
 from flashgen.ops.attention import attention
 from flashgen.planning import planner
-from flashgen.planning.members import MaskAsBits, MaskByElement, MaskByLookups
+from flashgen.planning.members import MaskAsBits, MaskByElement, MaskByLookups, MaskFromBits
 from flashgen.runtime import nvrtc
 
 DIM = 64
@@ -69,7 +69,7 @@ def test_masks_that_read_by_a_query_or_a_key_look_up():
     looking = chosen(lambda b, h, q, k: doc[b, q] == doc[b, k])
     assert isinstance(looking.specialized.mask, MaskByLookups)
     assert isinstance(chosen(lambda b, h, q, k: k <= q).specialized.mask, MaskByElement), "it reads nothing"
-    assert isinstance(chosen(lambda b, h, q, k: pairs[q, k]).specialized.mask, MaskByElement), "both select"
+    assert isinstance(chosen(lambda b, h, q, k: pairs[q, k]).specialized.mask, MaskFromBits), "both select"
     many = chosen(lambda b, h, q, k: (wide[q] == wide[k]).all(-1))
     assert isinstance(many.specialized.mask, MaskAsBits), "it reads more than registers hold"
     dropping = chosen(lambda b, h, q, k: doc[b, q] == doc[b, k], dropout=True)
