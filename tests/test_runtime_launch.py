@@ -28,6 +28,8 @@ def test_a_forward_on_a_gpu_of_few_sms():
     assert (large.values["l2_heads"], small.values["l2_heads"]) == (16, 4)  # query heads: all of both batches, 2 x 2
     assert large.values["q_tiles"] == small.values["q_tiles"] == -(-3000 // large.plan.tile.q)
     assert large.cleared == (COUNTERS,) and large.workspaces == ()
+    alone = made(planner.menu, Problem(**{**SHAPE, "q_len": 500, "kv_len": 500}))
+    assert alone.cleared == (), "each block has one tile: nobody counts, and a CUDA graph clears nothing"
 
 
 def test_a_backward_on_a_gpu_of_few_sms():
@@ -35,7 +37,7 @@ def test_a_backward_on_a_gpu_of_few_sms():
     finish = [launch.grids[-1].blocks for launch in (large, small)]
     assert finish == [min(8 * 132, 8 * 2 * large.values["q_tiles"]), 8 * 3]
     assert large.values["clear_distance"] == backward.clear_distance(large.plan, Problem(**SHAPE)) == 8
-    assert small.values["clear_distance"] == 2 + 1  # the heads that share L2, and those that 3 SMs work on
+    assert small.values["clear_distance"] == 8  # blocks that take tiles in turn wait for nobody: all are cleared before
     assert made(planner.backward_menu, clear_distance=100).values["clear_distance"] == 8
     names = {part.name for part in large.workspaces}
     assert names == {"lse_log2", "delta", "dq_sum", "progress"} and names < set(large.pointers)

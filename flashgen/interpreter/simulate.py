@@ -22,6 +22,7 @@ from flashgen.planning.float8 import ACCUMULATOR_BITS, DESCALES, FLOAT8
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
 from flashgen.runtime.launch import (
+    COUNTERS,
     Cache,
     Captured,
     Descale,
@@ -221,6 +222,7 @@ class _Tensors:
             **facts,
         )
         launch = launch if change is None else change(launch)
+        self.addresses[COUNTERS.name] = 0  # unless somebody counts
         zeros = [np.zeros(part.amount // 4, np.int32) for part in launch.cleared]
         for part, array in zip(launch.cleared, zeros, strict=True):
             self.add(part.name, array, writable=True)

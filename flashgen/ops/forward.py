@@ -23,6 +23,7 @@ from flashgen.planning import planner
 from flashgen.planning.division import Divided, divide
 from flashgen.planning.members import ALL_KEYS, Keys
 from flashgen.runtime import driver, kernel, tiles
+from flashgen.runtime.launch import COUNTERS, pointers
 
 
 @overload
@@ -135,12 +136,13 @@ class _Record:
     """
 
     __slots__ = (
-        *("_counts", "_dtype", "_index", "_lse_shape", "_lse_strides", "_many_rows", "_numbers", "_o_shape"),
-        *("_eight", "_o_strides", "_own", "_places", "_record", "_room", "_tensors"),
+        *("_counted", "_counts", "_dtype", "_index", "_lse_shape", "_lse_strides", "_many_rows", "_numbers"),
+        *("_eight", "_o_shape", "_o_strides", "_own", "_places", "_record", "_room", "_tensors"),
     )
 
     def __init__(self, q: torch.Tensor, o: _Shape, request: Request, record: kernel.Record) -> None:
         self._record, self._counts = record, bool(record.launch.cleared)
+        self._counted = COUNTERS.name in pointers(record.launch.plan)
         self._index, self._dtype = q.device.index, float8.out_dtype(request.eight, q)
         self._eight = request.eight is not None
         self._o_shape, self._o_strides = o
@@ -194,6 +196,8 @@ class _Record:
         if self._counts:
             counters = memory.counters() if shared is None else shared
             addresses = *addresses, counters.data_ptr()
+        elif self._counted:
+            addresses = *addresses, 0
         self._record(addresses, numbers, stream)
         return result
 

@@ -439,6 +439,7 @@ class DynamicScheduler:
 
     template: ClassVar[str] = "hopper/forward_dynamic_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
+    always_counts: ClassVar[bool] = False  # not where each block has but one tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,6 +448,7 @@ class StaticScheduler:
 
     template: ClassVar[str] = "hopper/forward_static_scheduler.cu.j2"
     dynamic: ClassVar[bool] = False
+    always_counts: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -455,6 +457,7 @@ class SequenceScheduler:
 
     template: ClassVar[str] = "hopper/forward_sequence_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
+    always_counts: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,6 +466,7 @@ class PartScheduler:
 
     template: ClassVar[str] = "hopper/forward_part_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
+    always_counts: ClassVar[bool] = True
 
 
 Scheduler = DynamicScheduler | StaticScheduler | SequenceScheduler | PartScheduler

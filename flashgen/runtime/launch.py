@@ -118,7 +118,8 @@ class Launch:
     values      the numbers of `Params` by field; those of `scalars` may change from call to call
     maps        what the main kernel takes before `Params`
     workspaces  memory beside inputs and results, in bytes by the name of the pointer; it may hold anything
-    cleared     memory that is 0 before the first kernel, and left so; launches that may overlap need their own
+    cleared     memory that is 0 before the first kernel, and left so; launches that may overlap need their own: in a
+                CUDA graph a kernel more, so there is none where nobody counts, and its pointer is null
     """
 
     plan: KernelPlan
@@ -294,7 +295,7 @@ def make_launch(
             *split_keys.workspaces(plan, problem, kv_splits, q_rows, sms),
             *(summaries.workspaces(plan, problem) if plan.summaries else ()),
         ),
-        cleared=(COUNTERS,) if outline.pointers[-1] == COUNTERS.name else (),
+        cleared=(COUNTERS,) if _counts(plan, problem, sms, (q_rows, kv_rows), kv_splits) else (),
     )
 
 
@@ -355,12 +356,25 @@ _Rows = tuple[int | None, int | None]
 
 
 def _forward_grids(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows, kv_splits: int) -> list[LaunchGrid]:
-    pack = plan.pack(problem.group)
-    blocks = _tiles(plan, problem, plan.tile.q // pack, problem.q_len, rows[0]) * (problem.heads // pack)
-    blocks *= (1 if plan.layout.joined else problem.batch) * (kv_splits if plan.keys.split else 1)
+    blocks = _handed_out(plan, problem, rows, kv_splits)
     if plan.specialized is not None:  # each block takes tile after tile
         blocks = min(blocks, sms)
     return [_main_grid(plan, blocks), *([_combine_grid(plan, problem, rows[0])] if plan.keys.split else [])]
+
+
+def _handed_out(plan: KernelPlan, problem: Problem, rows: _Rows, kv_splits: int) -> int:
+    """Tiles of queries, one for each part of their keys, that blocks of a forward take."""
+    pack = plan.pack(problem.group)
+    tiles = _tiles(plan, problem, plan.tile.q // pack, problem.q_len, rows[0]) * (problem.heads // pack)
+    return tiles * (1 if plan.layout.joined else problem.batch) * (kv_splits if plan.keys.split else 1)
+
+
+def _counts(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows, kv_splits: int) -> bool:
+    """Whether blocks count the tiles that they take."""
+    if _outline(plan).pointers[-1] != COUNTERS.name:
+        return False
+    assert plan.specialized is not None
+    return plan.specialized.scheduler.always_counts or _handed_out(plan, problem, rows, kv_splits) > sms
 
 
 def _combine_grid(plan: KernelPlan, problem: Problem, q_rows: int | None) -> LaunchGrid:

@@ -251,6 +251,8 @@ DEVICE Truth read_layout_range(Range<int> i0, Range<int> i1, const Params& p) {
 }
 
 DEVICE bool keep(int b, int h, int q, int k, const Params& p) {
+  __builtin_assume(q >= 0);
+  __builtin_assume(k >= 0);
   return read_layout(q / 128, k / 128, p);
 }
 

@@ -267,6 +267,8 @@ struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped
 
 // ---------------------------------------------------------------- variant
 DEVICE bool keep(int b, int h, int q, int k, const Params& p) {
+  __builtin_assume(q >= 0);
+  __builtin_assume(k >= 0);
   const int t = (q / 128) ^ (k / 128);
   return (t & (t - 1)) == 0;
 }

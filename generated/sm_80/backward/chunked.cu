@@ -227,6 +227,8 @@ struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped
 
 // ---------------------------------------------------------------- variant
 DEVICE bool keep(int b, int h, int q, int k, const Params& p) {
+  __builtin_assume(q >= 0);
+  __builtin_assume(k >= 0);
   return (k <= q) & (q / 512 == k / 512);
 }
 

@@ -80,6 +80,7 @@ constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 template <typename T> DEVICE T floor_mod(T a, T b) {
+  if (b > 0 && (b & (b - 1)) == 0) return a & (b - 1);
   const T remainder = a % b;
   return remainder != 0 && (remainder < 0) != (b < 0) ? remainder + b : remainder;
 }
@@ -234,9 +235,11 @@ struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped
 
 // ---------------------------------------------------------------- variant
 DEVICE bool keep(int b, int h, int q, int k, const Params& p) {
+  __builtin_assume(q >= 0);
+  __builtin_assume(k >= 0);
   const int distance = q - k;
   return ((distance >= 0) & (distance < i64(p.param_window) * p.param_dilation)) &
-      (floor_mod(distance, p.param_dilation) == 0);
+      (q % p.param_dilation == k % p.param_dilation);
 }
 
 DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {

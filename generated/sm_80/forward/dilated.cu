@@ -71,6 +71,7 @@ DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) 
 DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 template <typename T> DEVICE T floor_mod(T a, T b) {
+  if (b > 0 && (b & (b - 1)) == 0) return a & (b - 1);
   const T remainder = a % b;
   return remainder != 0 && (remainder < 0) != (b < 0) ? remainder + b : remainder;
 }
@@ -288,9 +289,11 @@ struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped
 
 // ---------------------------------------------------------------- variant
 DEVICE bool keep(int b, int h, int q, int k, const Params& p) {
+  __builtin_assume(q >= 0);
+  __builtin_assume(k >= 0);
   const int distance = q - k;
   return ((distance >= 0) & (distance < i64(p.param_window) * p.param_dilation)) &
-      (floor_mod(distance, p.param_dilation) == 0);
+      (q % p.param_dilation == k % p.param_dilation);
 }
 
 // The last tile, not above `tile`, of the keys from k_first to k_last; -1: there is none.

@@ -5,6 +5,7 @@
 // plan     hopper on sm_90a, bfloat16, head_dim 128
 // tile     64 queries x 128 keys, 2 stages
 // roles    1 scheduler, 1 loader, 2 idle warps of 24 registers per thread; 8 consumer warps of 240
+// launch   overlapping: each kernel of a call starts while the one before it on the stream ends, and waits for it
 // shared   k 32768 + v 32768 + q 32768 + d_o 32768 + ds 32768 + lse, delta 1024 + control 1024 = 165888 bytes
 // made by  flashgen emit blocks --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 64x128
 //          --stages 2 --backward
@@ -23,6 +24,11 @@ DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)
 
 // Of the four threads that share rows of an accumulator.  Opaque, so that offsets from it stay in instructions.
 DEVICE int quad_lane() { int i; asm volatile("mov.u32 %0, %%tid.x;\n\tand.b32 %0, %0, 3;" : "=r"(i)); return i; }
+
+// The same of what is known of the problem.
+DEVICE int anew(int x) { asm volatile("" : "+r"(x)); return x; }
+
+template <typename T> DEVICE T* address_anew(T* x) { asm volatile("" : "+l"(x)); return x; }
 
 // ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
@@ -66,6 +72,9 @@ DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
 // ---------------------------------------------------------------- TMA: boxes of a tensor to shared memory
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap, passed by value
 
+// On its way to where copies look it up.
+DEVICE void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" :: "l"(&map)); }
+
 // The box at these coordinates of a four-dimensional tensor, innermost first; what lies outside the tensor becomes
 // zero.  Its bytes count on `barrier`.
 DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0, int c1, int c2, int c3) {
@@ -92,6 +101,22 @@ template <int REGISTERS> DEVICE void setmaxnreg_inc() {
 template <int REGISTERS> DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
+
+// ---------------------------------------------------------------- named barriers: 16 a block, 0 is __syncthreads
+DEVICE void bar_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
+DEVICE void bar_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
+// ---------------------------------------------------------------- griddepcontrol: kernels that start before others end
+// Until the kernel before this one on its stream has ended, and all that it wrote is there to see.
+DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The kernel behind this one may start once all blocks have come here: its blocks take the places of those that leave.
+DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
 // Orders the registers and shared memory that this thread wrote before the products that follow.
@@ -217,12 +242,6 @@ constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
 // 2^x and the logarithm to base 2.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
-// Division that rounds down, and its remainder, which has the sign of the divisor.
-template <typename T> DEVICE T floor_div(T a, T b) {
-  const T quotient = a / b;
-  return quotient - (a % b != 0 && (a < 0) != (b < 0));
-}
-
 // The nearest index of a dimension.
 template <typename T> DEVICE T clamp_index(T i, int size) { return min(max(i, T(0)), T(size - 1)); }
 
@@ -294,32 +313,6 @@ DEVICE void stmatrix_x4_trans(void* row, u32 left, u32 right, u32 left_below, u3
 // ---------------------------------------------------------------- what a tile lets an expression be
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
 
-// Which of the two truth values are possible.
-struct Truth { bool may_true, may_false; };
-
-DEVICE Truth truth(bool value) { return {value, !value}; }
-DEVICE Truth range_logical_not(Truth a) { return {a.may_false, a.may_true}; }
-
-// Integers from lo to hi, both included.
-template <typename T> struct Range { T lo, hi; };
-
-template <typename T> DEVICE Range<T> single(T value) { return {value, value}; }
-
-// The smallest range that holds four values.
-template <typename T> DEVICE Range<T> hull(T w, T x, T y, T z) {
-  return {min(min(w, x), min(y, z)), max(max(w, x), max(y, z))};
-}
-
-// The divisor's range holds no 0.
-template <typename T> DEVICE Range<T> range_floor_div(Range<T> a, Range<T> b) {
-  return hull(floor_div(a.lo, b.lo), floor_div(a.lo, b.hi), floor_div(a.hi, b.lo), floor_div(a.hi, b.hi));
-}
-
-// An index clamped into a dimension.
-template <typename T> DEVICE Range<T> range_clamp_index(Range<T> i, int size) {
-  return {clamp_index(i.lo, size), clamp_index(i.hi, size)};
-}
-
 // ---------------------------------------------------------------- plan
 constexpr int TILE_Q = 64, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
 constexpr int HEAD_DIM = 128, V_HEAD_DIM = 128;  // columns of q and k, and of v and o
@@ -385,28 +378,15 @@ DEVICE bool read_layout(int i0, int i1, const Params& p) {
   return __ldg(&p.tensor_layout[i0 * p.stride0_layout + i1 * p.stride1_layout]) != 0;
 }
 
-// What it may be over ranges of its indices: known for a single element.
-DEVICE Truth read_layout_range(Range<int> i0, Range<int> i1, const Params& p) {
-  i0 = range_clamp_index(i0, p.size0_layout);
-  i1 = range_clamp_index(i1, p.size1_layout);
-  if (i0.lo != i0.hi) return {true, true};
-  if (i1.lo != i1.hi) return {true, true};
-  return truth(read_layout(i0.lo, i1.lo, p));
-}
-
 DEVICE bool keep(int b, int h, int q, int k, const Params& p) {
+  __builtin_assume(q >= 0);
+  __builtin_assume(k >= 0);
   return read_layout(q / 128, k / 128, p);
 }
 
 DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
-  const int k_first = kv_tile * TILE_KV, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
-  const Range<int> q = {rows.q_first, rows.q_last};
-  const Range<int> k = {k_first, k_last};
-  const Truth layout_at = read_layout_range(range_floor_div(q, single(128)), range_floor_div(k, single(128)), p);
-  const bool visible = layout_at.may_true;
-  if (!visible) return EMPTY;
-  const bool hidden = range_logical_not(layout_at).may_true;
-  return hidden ? PARTIAL : FULL;
+  // The mask is the same for all pairs of a tile.
+  return keep(rows.b, rows.h, rows.q_first, kv_tile * TILE_KV, p) ? FULL : EMPTY;
 }
 
 // ---------------------------------------------------------------- dq: sums in memory, which blocks add to in any order
@@ -439,6 +419,8 @@ DEVICE float dot(const Chunk& a, const Chunk& b) {
 // lse = inf and delta = 0: their P and dS are 0.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 attention_backward_prepare(const __grid_constant__ Params p) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   constexpr int LANES = 8;  // of a row
   const Rows rows = rows_of_block(p);
   const int lane = threadIdx.x % LANES;
@@ -476,7 +458,7 @@ attention_backward_prepare(const __grid_constant__ Params p) {
 // The four lanes of a row of two blocks transpose their words, so that each writes 16 bytes.
 DEVICE void finish_rows(i64 part, int warp, bf16* dq, bool inside, const Params& p) {
   const int lane = thread_index() % 32;
-  const float4* sum = (const float4*)(p.dq_sum + part * PART) + lane;
+  const float4* sum = (const float4*)(address_anew(p.dq_sum) + part * PART) + lane;
 #pragma unroll 1
   for (int i = 0; i < DQ_COLUMNS; i += 16) {
     const int column = warp / 4 * DQ_COLUMNS + i + lane % 4 / 2 * 8;
@@ -496,7 +478,7 @@ DEVICE int row_of_lane(int warp) {
 }
 
 DEVICE void finish_part(int part, const Params& p) {
-  const int tile = part / PARTS, warp = part % PARTS, head = tile / p.q_tiles;
+  const int tile = part / PARTS, warp = part % PARTS, head = tile / anew(p.q_tiles);
   const int row = tile % p.q_tiles * TILE_Q + row_of_lane(warp);
   bf16* dq = p.dq + head / p.heads * p.dq_batch + head % p.heads * p.dq_head + row * p.dq_row;
   finish_rows(part, warp, dq, row < p.q_len, p);
@@ -505,6 +487,8 @@ DEVICE void finish_part(int part, const Params& p) {
 // After the products: all parts.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 attention_backward_finish(const __grid_constant__ Params p) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int first = blockIdx.x * PARTS + threadIdx.x / 32;
   finish_part(first, p);
 }
@@ -532,12 +516,14 @@ DEVICE TileBits classify_32(int tile, int head, const Keys& keys, const Params& 
 
 // The keys of this block.
 // Early keys first, within groups of heads whose queries and dq stay in L2: under a causal mask most queries see them.
-DEVICE Keys keys_of_block(const Params& p) {
-  const int group = blockIdx.x / (p.kv_tiles * p.l2_heads) * p.l2_heads, rest = blockIdx.x - group * p.kv_tiles;
-  const int width = min(p.l2_heads, p.kv_heads * p.batch - group);
+DEVICE Keys keys_of_block(int block, const Params& p) {
+  const int tiles = anew(p.kv_tiles), together = anew(p.l2_heads);
+  const int group = block / (tiles * together) * together, rest = block - group * tiles;
+  const int width = min(together, anew(p.kv_heads) * p.batch - group);
   const int head = group + rest % width, k_first = rest / width * TILE_KV;
-  const int kv_head = head % p.kv_heads, heads = p.heads / p.kv_heads, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
-  return {head / p.kv_heads, kv_head, kv_head * heads, (kv_head + 1) * heads, k_first, k_last};
+  const int kv_heads = anew(p.kv_heads), kv_head = head % kv_heads, heads = p.heads / kv_heads,
+      k_last = min(k_first + TILE_KV, p.kv_len) - 1;
+  return {head / kv_heads, kv_head, kv_head * heads, (kv_head + 1) * heads, k_first, k_last};
 }
 
 // ---------------------------------------------------------------- shared memory
@@ -664,39 +650,53 @@ struct Loader {
       tma_load_4d(shared.v[d / 64], map_v, full, d, keys.k_first, keys.kv_head, keys.b);
   }
 
-  DEVICE void load_q(const SharedStep& step, int b, i64 row) {
+  DEVICE void load_q(const SharedStep& step, int b) {
     const int stage = ring.stage();
     u64& full = shared.pipe.full[stage];
     mbarrier_arrive_expect_tx(full, sizeof(QTile) + sizeof(shared.lse[0]));
 #pragma unroll
     for (int d = 0; d < QK_COLUMNS; d += 64)
       tma_load_4d(shared.q[stage][d / 64], map_q, full, d, step.tile * TILE_Q, step.head, b);
-    bulk_load(shared.lse[stage], p.lse_log2 + row, full, sizeof(shared.lse[0]));
   }
 
-  DEVICE void load_d_o(const SharedStep& step, int b, i64 row) {
+  DEVICE void load_d_o(const SharedStep& step, int b) {
     const int stage = ring.stage();
     u64& full = shared.d_o_full[stage];
     mbarrier_arrive_expect_tx(full, sizeof(OTile) + sizeof(shared.delta[0]));
 #pragma unroll
     for (int d = 0; d < V_COLUMNS; d += 64)
       tma_load_4d(shared.d_o[stage][d / 64], map_d_o, full, d, step.tile * TILE_Q, step.head, b);
-    bulk_load(shared.delta[stage], p.delta + row, full, sizeof(shared.delta[0]));
+  }
+
+  // What the kernel before this one has found for each row; those of q and d_o count the bytes.
+  DEVICE void load_rows(const SharedStep& step) {
+    const int stage = ring.stage();
+    const i64 row = i64(step.index) * TILE_Q;  // its first, in workspaces
+    bulk_load(shared.lse[stage], p.lse_log2 + row, shared.pipe.full[stage], sizeof(shared.lse[0]));
+    bulk_load(shared.delta[stage], p.delta + row, shared.d_o_full[stage], sizeof(shared.delta[0]));
+  }
+
+  // Once: k, v and the first q and d_o, which no kernel of the call writes, may be on their way before.
+  DEVICE void wait_for_rows() {
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
   }
 
   // The next stage gets what a step needs.
   DEVICE void load(const SharedStep& step) {
     const Keys& keys = shared.keys;
-    const i64 row = i64(step.index) * TILE_Q;  // its first, in workspaces
     shared.step[ring.stage()] = step;
     if (step.tile < 0) {
-      mbarrier_arrive(shared.pipe.full[0]);
+      wait_for_rows();
+      mbarrier_arrive(shared.pipe.full[ring.stage()]);
       return;
     }
     if (ring.passed == 0) load_k(keys);
-    load_q(step, keys.b, row);
+    load_q(step, keys.b);
     if (ring.passed == 0) load_v(keys);
-    load_d_o(step, keys.b, row);
+    load_d_o(step, keys.b);
+    if (ring.passed == 0) wait_for_rows();
+    load_rows(step);
   }
 
   DEVICE void run() {
@@ -801,30 +801,12 @@ struct Consumer {
     return {step.tile * TILE_Q + thread % 4 * 2, shared.keys.k_first + thread / 32 * 16 - 64 + thread % 32 / 4};
   }
 
-  // Whether element i has a key that the mask shows.  Without branches: a document mask lost 1 us per step by them.
-  DEVICE bool is_visible(int i, const Position& first, const SharedStep& step) {
-    const bool is_key = first.k + i / 2 % 2 * 8 <= shared.keys.k_last;
-    const int q = min(first.q + i / 4 * 8 + i % 2, p.q_len - 1), k = min(first.k + i / 2 % 2 * 8, shared.keys.k_last);
-    return is_key & keep(shared.keys.b, step.head, q, k, p);
-  }
-
-  // A bit for each element that is visible: a few at a time, since registers are short for what the mask reads.
-  DEVICE void find_visible(u32 (&visible)[TILE_Q / 64], const SharedStep& step) {
+  // S becomes -inf where no key is: of a tile that is visited the mask shows all.
+  DEVICE void apply_mask(S& s, const SharedStep& step) {
     const Position first = position_of(step);
 #pragma unroll
-    for (int i = 0; i < TILE_Q / 64; i++) {
-      visible[i] = 0;
-#pragma unroll 8
-      for (int j = 0; j < 32; j++) visible[i] |= u32(is_visible(32 * i + j, first, step)) << j;
-    }
-  }
-
-  // S becomes -inf where the mask hides a key, and no key is.
-  DEVICE void apply_mask(S& s, const SharedStep& step) {
-    u32 visible[TILE_Q / 64];
-    find_visible(visible, step);
-#pragma unroll
-    for (int i = 0; i < TILE_Q / 2; i++) s[i] = visible[i / 32] >> i % 32 & 1 ? s[i] : MINUS_INFINITY;
+    for (int i = 0; i < TILE_Q / 2; i++)
+      s[i] = first.k + i / 2 % 2 * 8 <= shared.keys.k_last ? s[i] : MINUS_INFINITY;
   }
 
   // S becomes P = 2^(scale * S - lse).
@@ -875,6 +857,11 @@ struct Consumer {
     if (thread_index() % 32 == 0) mbarrier_arrive(shared.ds_full[to.stage()]);
   }
 
+  // One warpgroup computes P and dS while the other's products run: a tenth faster on an H200 than as they come.
+  DEVICE void take_turn() { bar_sync(1 + warpgroup, 256); }
+
+  DEVICE void pass_turn() { bar_arrive(2 - warpgroup, 256); }
+
   // One tile of queries; true if it is the last.  dQ is of the tile before, whose dS both warpgroups have written; it
   // leaves under dV and dK of this one, and dK is complete in the next step.
   DEVICE bool step() {
@@ -888,14 +875,16 @@ struct Consumer {
     pin(dk);
     pin_fragments(ds);
     if (ring.passed > 0) release(shared.pipe, Ring<STAGES>{ring.passed - 1});
-    wgmma_wait_group<0>();
-    pin(s);
-    if (now.masked) apply_mask(s, now);
     issue_dp(dp);
+    wgmma_wait_group<1>();
+    pin(s);
+    take_turn();
+    if (now.masked) apply_mask(s, now);
     exponentiate(s);
     wgmma_wait_group<0>();
     pin(dp);
     differentiate(s, dp);
+    pass_turn();
     await_ds();
     share_ds();
     issue_dq(dq);
@@ -942,9 +931,11 @@ struct Consumer {
     await_full(shared.pipe, ring);
     if (shared.step[0].tile >= 0) {
       mbarrier_wait(shared.k_full, 0);
+      if (warpgroup == 1) pass_turn();
       bool last = false;
 #pragma unroll 1
       while (!last) last = step();
+      if (warpgroup == 0) take_turn();
       wgmma_wait_group<0>();
       pin(dk);
       await_ds();
@@ -971,7 +962,7 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
   if (threadIdx.x == 0) {
-    shared.keys = keys_of_block(p);
+    shared.keys = keys_of_block(blockIdx.x, p);
     shared.sent = 0;
     init(shared.next_pipe, 1);
     init(shared.pipe, WARPS);
@@ -981,7 +972,17 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
     for (int i = 0; i < 2; i++) mbarrier_init(shared.ds_full[i], WARPS);
     fence_mbarrier_init();
   }
+  if (threadIdx.x == 32) {
+    prefetch_tensor_map(map_q);
+    prefetch_tensor_map(map_k);
+    prefetch_tensor_map(map_v);
+    prefetch_tensor_map(map_d_o);
+  }
   __syncthreads();
+  if (threadIdx.x >= 32 && threadIdx.x / 32 != 1) {  // the loader waits when it has to
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+  }
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {

@@ -6,6 +6,7 @@
 // plan     hopper on sm_90a, bfloat16, head_dim 128
 // tile     64 queries x 128 keys, 2 stages
 // roles    1 scheduler, 1 loader, 2 idle warps of 24 registers per thread; 8 consumer warps of 240
+// launch   overlapping: each kernel of a call starts while the one before it on the stream ends, and waits for it
 // shared   k 32768 + v 32768 + q 32768 + d_o 32768 + ds 32768 + lse, delta 1024 + lookups 2560 + control 512 = 167936
 //          bytes
 // made by  flashgen emit packed_softcap --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 64x128
@@ -25,6 +26,11 @@ DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)
 
 // Of the four threads that share rows of an accumulator.  Opaque, so that offsets from it stay in instructions.
 DEVICE int quad_lane() { int i; asm volatile("mov.u32 %0, %%tid.x;\n\tand.b32 %0, %0, 3;" : "=r"(i)); return i; }
+
+// The same of what is known of the problem.
+DEVICE int anew(int x) { asm volatile("" : "+r"(x)); return x; }
+
+template <typename T> DEVICE T* address_anew(T* x) { asm volatile("" : "+l"(x)); return x; }
 
 // ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
@@ -68,6 +74,9 @@ DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
 // ---------------------------------------------------------------- TMA: boxes of a tensor to shared memory
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap, passed by value
 
+// On its way to where copies look it up.
+DEVICE void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" :: "l"(&map)); }
+
 // The box at these coordinates of a four-dimensional tensor, innermost first; what lies outside the tensor becomes
 // zero.  Its bytes count on `barrier`.
 DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0, int c1, int c2, int c3) {
@@ -103,6 +112,13 @@ DEVICE void bar_sync(int barrier, int threads) {
 DEVICE void bar_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
+
+// ---------------------------------------------------------------- griddepcontrol: kernels that start before others end
+// Until the kernel before this one on its stream has ended, and all that it wrote is there to see.
+DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The kernel behind this one may start once all blocks have come here: its blocks take the places of those that leave.
+DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
 // Orders the registers and shared memory that this thread wrote before the products that follow.
@@ -470,6 +486,8 @@ DEVICE float dot(const Chunk& a, const Chunk& b) {
 // lse = inf and delta = 0: their P and dS are 0.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 attention_backward_prepare(const __grid_constant__ Params p) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   constexpr int LANES = 8;  // of a row
   const Rows rows = rows_of_block(p);
   const int lane = threadIdx.x % LANES;
@@ -507,7 +525,7 @@ attention_backward_prepare(const __grid_constant__ Params p) {
 // The four lanes of a row of two blocks transpose their words, so that each writes 16 bytes.
 DEVICE void finish_rows(i64 part, int warp, bf16* dq, bool inside, const Params& p) {
   const int lane = thread_index() % 32;
-  const float4* sum = (const float4*)(p.dq_sum + part * PART) + lane;
+  const float4* sum = (const float4*)(address_anew(p.dq_sum) + part * PART) + lane;
 #pragma unroll 1
   for (int i = 0; i < DQ_COLUMNS; i += 16) {
     const int column = warp / 4 * DQ_COLUMNS + i + lane % 4 / 2 * 8;
@@ -527,7 +545,7 @@ DEVICE int row_of_lane(int warp) {
 }
 
 DEVICE void finish_part(int part, const Params& p) {
-  const int tile = part / PARTS, warp = part % PARTS, head = tile / p.q_tiles;
+  const int tile = part / PARTS, warp = part % PARTS, head = tile / anew(p.q_tiles);
   const int row = tile % p.q_tiles * TILE_Q + row_of_lane(warp);
   bf16* dq = p.dq + head / p.heads * p.dq_batch + head % p.heads * p.dq_head + row * p.dq_row;
   finish_rows(part, warp, dq, row < p.q_len, p);
@@ -536,6 +554,8 @@ DEVICE void finish_part(int part, const Params& p) {
 // After the products: all parts.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 attention_backward_finish(const __grid_constant__ Params p) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int first = blockIdx.x * PARTS + threadIdx.x / 32;
   finish_part(first, p);
 }
@@ -571,12 +591,14 @@ DEVICE TileBits classify_32(int tile, int head, const Keys& keys, const Params& 
 
 // The keys of this block.
 // Early keys first, within groups of heads whose queries and dq stay in L2: under a causal mask most queries see them.
-DEVICE Keys keys_of_block(const Params& p) {
-  const int group = blockIdx.x / (p.kv_tiles * p.l2_heads) * p.l2_heads, rest = blockIdx.x - group * p.kv_tiles;
-  const int width = min(p.l2_heads, p.kv_heads * p.batch - group);
+DEVICE Keys keys_of_block(int block, const Params& p) {
+  const int tiles = anew(p.kv_tiles), together = anew(p.l2_heads);
+  const int group = block / (tiles * together) * together, rest = block - group * tiles;
+  const int width = min(together, anew(p.kv_heads) * p.batch - group);
   const int head = group + rest % width, k_first = rest / width * TILE_KV;
-  const int kv_head = head % p.kv_heads, heads = p.heads / p.kv_heads, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
-  return {head / p.kv_heads, kv_head, kv_head * heads, (kv_head + 1) * heads, k_first, k_last};
+  const int kv_heads = anew(p.kv_heads), kv_head = head % kv_heads, heads = p.heads / kv_heads,
+      k_last = min(k_first + TILE_KV, p.kv_len) - 1;
+  return {head / kv_heads, kv_head, kv_head * heads, (kv_head + 1) * heads, k_first, k_last};
 }
 
 // ---------------------------------------------------------------- shared memory
@@ -720,39 +742,53 @@ struct Loader {
       tma_load_4d(shared.v[d / 64], map_v, full, d, keys.k_first, keys.kv_head, keys.b);
   }
 
-  DEVICE void load_q(const SharedStep& step, int b, i64 row) {
+  DEVICE void load_q(const SharedStep& step, int b) {
     const int stage = ring.stage();
     u64& full = shared.pipe.full[stage];
     mbarrier_arrive_expect_tx(full, sizeof(QTile) + sizeof(shared.lse[0]));
 #pragma unroll
     for (int d = 0; d < QK_COLUMNS; d += 64)
       tma_load_4d(shared.q[stage][d / 64], map_q, full, d, step.tile * TILE_Q, step.head, b);
-    bulk_load(shared.lse[stage], p.lse_log2 + row, full, sizeof(shared.lse[0]));
   }
 
-  DEVICE void load_d_o(const SharedStep& step, int b, i64 row) {
+  DEVICE void load_d_o(const SharedStep& step, int b) {
     const int stage = ring.stage();
     u64& full = shared.d_o_full[stage];
     mbarrier_arrive_expect_tx(full, sizeof(OTile) + sizeof(shared.delta[0]));
 #pragma unroll
     for (int d = 0; d < V_COLUMNS; d += 64)
       tma_load_4d(shared.d_o[stage][d / 64], map_d_o, full, d, step.tile * TILE_Q, step.head, b);
-    bulk_load(shared.delta[stage], p.delta + row, full, sizeof(shared.delta[0]));
+  }
+
+  // What the kernel before this one has found for each row; those of q and d_o count the bytes.
+  DEVICE void load_rows(const SharedStep& step) {
+    const int stage = ring.stage();
+    const i64 row = i64(step.index) * TILE_Q;  // its first, in workspaces
+    bulk_load(shared.lse[stage], p.lse_log2 + row, shared.pipe.full[stage], sizeof(shared.lse[0]));
+    bulk_load(shared.delta[stage], p.delta + row, shared.d_o_full[stage], sizeof(shared.delta[0]));
+  }
+
+  // Once: k, v and the first q and d_o, which no kernel of the call writes, may be on their way before.
+  DEVICE void wait_for_rows() {
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
   }
 
   // The next stage gets what a step needs.
   DEVICE void load(const SharedStep& step) {
     const Keys& keys = shared.keys;
-    const i64 row = i64(step.index) * TILE_Q;  // its first, in workspaces
     shared.step[ring.stage()] = step;
     if (step.tile < 0) {
-      mbarrier_arrive(shared.pipe.full[0]);
+      wait_for_rows();
+      mbarrier_arrive(shared.pipe.full[ring.stage()]);
       return;
     }
     if (ring.passed == 0) load_k(keys);
-    load_q(step, keys.b, row);
+    load_q(step, keys.b);
     if (ring.passed == 0) load_v(keys);
-    load_d_o(step, keys.b, row);
+    load_d_o(step, keys.b);
+    if (ring.passed == 0) wait_for_rows();
+    load_rows(step);
   }
 
   DEVICE void run() {
@@ -1056,7 +1092,7 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
   if (threadIdx.x == 0) {
-    shared.keys = keys_of_block(p);
+    shared.keys = keys_of_block(blockIdx.x, p);
     shared.sent = 0;
     init(shared.next_pipe, 1);
     init(shared.pipe, WARPS);
@@ -1067,7 +1103,17 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
     for (int i = 0; i < 2; i++) mbarrier_init(shared.ds_full[i], WARPS);
     fence_mbarrier_init();
   }
+  if (threadIdx.x == 32) {
+    prefetch_tensor_map(map_q);
+    prefetch_tensor_map(map_k);
+    prefetch_tensor_map(map_v);
+    prefetch_tensor_map(map_d_o);
+  }
   __syncthreads();
+  if (threadIdx.x >= 32 && threadIdx.x / 32 != 1) {  // the loader waits when it has to
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+  }
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {

@@ -5,6 +5,7 @@
 // plan     hopper on sm_90a, bfloat16, head_dim 128
 // tile     64 queries x 128 keys, 2 stages
 // roles    1 loader, 2 dq accumulation, 1 idle warp of 24 registers per thread; 8 consumer warps of 240
+// launch   overlapping: each kernel of a call starts while the one before it on the stream ends, and waits for it
 // shared   k 32768 + v 32768 + q 32768 + d_o 32768 + ds 32768 + lse, delta 1024 + control 1024 = 165888 bytes
 // made by  flashgen emit sliding_window --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 64x128
 //          --stages 2 --backward
@@ -23,6 +24,14 @@ DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)
 
 // Of the four threads that share rows of an accumulator.  Opaque, so that offsets from it stay in instructions.
 DEVICE int quad_lane() { int i; asm volatile("mov.u32 %0, %%tid.x;\n\tand.b32 %0, %0, 3;" : "=r"(i)); return i; }
+
+DEVICE int block_index() { int i; asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i)); return i; }
+
+// The same of what is known of the problem.
+DEVICE int anew(int x) { asm volatile("" : "+r"(x)); return x; }
+
+template <typename T> DEVICE T* address_anew(T* x) { asm volatile("" : "+l"(x)); return x; }
+DEVICE u32 grid_size() { u32 n; asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(n)); return n; }
 
 // ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
@@ -74,6 +83,9 @@ DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
 // ---------------------------------------------------------------- TMA: boxes of a tensor to shared memory
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap, passed by value
 
+// On its way to where copies look it up.
+DEVICE void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" :: "l"(&map)); }
+
 // The box at these coordinates of a four-dimensional tensor, innermost first; what lies outside the tensor becomes
 // zero.  Its bytes count on `barrier`.
 DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0, int c1, int c2, int c3) {
@@ -109,6 +121,13 @@ DEVICE void bar_sync(int barrier, int threads) {
 DEVICE void bar_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
+
+// ---------------------------------------------------------------- griddepcontrol: kernels that start before others end
+// Until the kernel before this one on its stream has ended, and all that it wrote is there to see.
+DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The kernel behind this one may start once all blocks have come here: its blocks take the places of those that leave.
+DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
 // Orders the registers and shared memory that this thread wrote before the products that follow.
@@ -406,13 +425,16 @@ DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
 constexpr int PART = 16 * DQ_COLUMNS, PARTS = ROW_THREADS / 32;  // floats of a part, parts of a tile
 static_assert(PARTS * PART == TILE_Q * DQ_SUM_COLUMNS, "a warp per part");
 
-DEVICE int parts_of_head(const Params& p) { return p.heads / p.kv_heads * p.q_tiles * PARTS; }
+DEVICE int parts_of_head(const Params& p) { return p.heads / anew(p.kv_heads) * p.q_tiles * PARTS; }
 
 // What `progress` of a head of keys counts: slices of its sum that are cleared, then its blocks that have added all of
 // theirs, then its parts that are taken.  Behind those of all heads stands the first head of which parts may be left.
-DEVICE int slices_of_head(const Params& p) { return DQ_ACCUMULATOR_WARPS * p.kv_tiles; }
+DEVICE int slices_of_head(const Params& p) { return DQ_ACCUMULATOR_WARPS * anew(p.kv_tiles); }
 
-DEVICE int added_of_head(const Params& p) { return (DQ_ACCUMULATOR_WARPS + 1) * p.kv_tiles; }
+DEVICE int added_of_head(const Params& p) { return (DQ_ACCUMULATOR_WARPS + 1) * anew(p.kv_tiles); }
+
+// Tiles of keys of all heads.
+DEVICE u32 blocks_of_keys(const Params& p) { return anew(p.kv_tiles) * p.kv_heads * p.batch; }
 
 // ---------------------------------------------------------------- before the products: what each row needs
 // The rows of this block: one tile of queries of one head.
@@ -438,6 +460,8 @@ DEVICE float dot(const Chunk& a, const Chunk& b) {
 // lse = inf and delta = 0: their P and dS are 0.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 attention_backward_prepare(const __grid_constant__ Params p) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   constexpr int LANES = 8;  // of a row
   const Rows rows = rows_of_block(p);
   const int lane = threadIdx.x % LANES;
@@ -479,7 +503,7 @@ attention_backward_prepare(const __grid_constant__ Params p) {
 // The four lanes of a row of two blocks transpose their words, so that each writes 16 bytes.
 DEVICE void finish_rows(i64 part, int warp, bf16* dq, bool inside, const Params& p) {
   const int lane = thread_index() % 32;
-  const float4* sum = (const float4*)(p.dq_sum + part * PART) + lane;
+  const float4* sum = (const float4*)(address_anew(p.dq_sum) + part * PART) + lane;
 #pragma unroll 1
   for (int i = 0; i < DQ_COLUMNS; i += 16) {
     const int column = warp / 4 * DQ_COLUMNS + i + lane % 4 / 2 * 8;
@@ -499,7 +523,7 @@ DEVICE int row_of_lane(int warp) {
 }
 
 DEVICE void finish_part(int part, const Params& p) {
-  const int tile = part / PARTS, warp = part % PARTS, head = tile / p.q_tiles;
+  const int tile = part / PARTS, warp = part % PARTS, head = tile / anew(p.q_tiles);
   const int row = tile % p.q_tiles * TILE_Q + row_of_lane(warp);
   bf16* dq = p.dq + head / p.heads * p.dq_batch + head % p.heads * p.dq_head + row * p.dq_row;
   finish_rows(part, warp, dq, row < p.q_len, p);
@@ -508,6 +532,8 @@ DEVICE void finish_part(int part, const Params& p) {
 // After the products: the parts that nobody took.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 attention_backward_finish(const __grid_constant__ Params p) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int first = blockIdx.x * PARTS + threadIdx.x / 32;
   const int heads = p.kv_heads * p.batch, parts = parts_of_head(p), added = added_of_head(p);
 #pragma unroll 1
@@ -555,12 +581,14 @@ DEVICE Step next_step(Step step, const Keys& keys, const Params& p) {
 
 // The keys of this block.
 // Early keys first, within groups of heads whose queries and dq stay in L2: under a causal mask most queries see them.
-DEVICE Keys keys_of_block(const Params& p) {
-  const int group = blockIdx.x / (p.kv_tiles * p.l2_heads) * p.l2_heads, rest = blockIdx.x - group * p.kv_tiles;
-  const int width = min(p.l2_heads, p.kv_heads * p.batch - group);
+DEVICE Keys keys_of_block(int block, const Params& p) {
+  const int tiles = anew(p.kv_tiles), together = anew(p.l2_heads);
+  const int group = block / (tiles * together) * together, rest = block - group * tiles;
+  const int width = min(together, anew(p.kv_heads) * p.batch - group);
   const int head = group + rest % width, k_first = rest / width * TILE_KV;
-  const int kv_head = head % p.kv_heads, heads = p.heads / p.kv_heads, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
-  return {head / p.kv_heads, kv_head, kv_head * heads, (kv_head + 1) * heads, k_first, k_last};
+  const int kv_heads = anew(p.kv_heads), kv_head = head % kv_heads, heads = p.heads / kv_heads,
+      k_last = min(k_first + TILE_KV, p.kv_len) - 1;
+  return {head / kv_heads, kv_head, kv_head * heads, (kv_head + 1) * heads, k_first, k_last};
 }
 
 // ---------------------------------------------------------------- shared memory
@@ -589,8 +617,10 @@ struct alignas(1024) Shared {
   SharedStep step[STAGES];
   Keys keys;
   Pipe<STAGES> pipe;  // full: of q, lse and the step; empty: of all
-  u64 d_o_full[STAGES], k_full, v_full, ds_full[2];
+  u64 d_o_full[STAGES], k_full, v_full, keys_done, ds_full[2];
   u64 ending, added;  // the last tile of queries is being loaded; all of dq is added
+  u32 turn;  // which of the block's these keys are
+  u32 counted[2];  // which of the block's keys each warp that adds up dq is at
 };
 static_assert(sizeof(Shared) == 165888, "what the plan counted");
 
@@ -600,6 +630,7 @@ struct Loader {
   const TensorMap &map_q, &map_k, &map_v, &map_d_o;
   const Params& p;
   Ring<STAGES> ring = {};
+  bool first = true;  // of the steps of its keys
   Step coming = next_step({shared.keys.first_head, -1, false}, shared.keys, p);  // what to load next
 
   DEVICE SharedStep next() {
@@ -625,52 +656,79 @@ struct Loader {
       tma_load_4d(shared.v[d / 64], map_v, full, d, keys.k_first, keys.kv_head, keys.b);
   }
 
-  DEVICE void load_q(const SharedStep& step, int b, i64 row) {
+  DEVICE void load_q(const SharedStep& step, int b) {
     const int stage = ring.stage();
     u64& full = shared.pipe.full[stage];
     mbarrier_arrive_expect_tx(full, sizeof(QTile) + sizeof(shared.lse[0]));
 #pragma unroll
     for (int d = 0; d < QK_COLUMNS; d += 64)
       tma_load_4d(shared.q[stage][d / 64], map_q, full, d, step.tile * TILE_Q, step.head, b);
-    bulk_load(shared.lse[stage], p.lse_log2 + row, full, sizeof(shared.lse[0]));
   }
 
-  DEVICE void load_d_o(const SharedStep& step, int b, i64 row) {
+  DEVICE void load_d_o(const SharedStep& step, int b) {
     const int stage = ring.stage();
     u64& full = shared.d_o_full[stage];
     mbarrier_arrive_expect_tx(full, sizeof(OTile) + sizeof(shared.delta[0]));
 #pragma unroll
     for (int d = 0; d < V_COLUMNS; d += 64)
       tma_load_4d(shared.d_o[stage][d / 64], map_d_o, full, d, step.tile * TILE_Q, step.head, b);
-    bulk_load(shared.delta[stage], p.delta + row, full, sizeof(shared.delta[0]));
+  }
+
+  // What the kernel before this one has found for each row; those of q and d_o count the bytes.
+  DEVICE void load_rows(const SharedStep& step) {
+    const int stage = ring.stage();
+    const i64 row = i64(step.index) * TILE_Q;  // its first, in workspaces
+    bulk_load(shared.lse[stage], p.lse_log2 + row, shared.pipe.full[stage], sizeof(shared.lse[0]));
+    bulk_load(shared.delta[stage], p.delta + row, shared.d_o_full[stage], sizeof(shared.delta[0]));
+  }
+
+  // Once: k, v and the first q and d_o, which no kernel of the call writes, may be on their way before.
+  DEVICE void wait_for_rows() {
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
   }
 
   // The next stage gets what a step needs.
   DEVICE void load(const SharedStep& step) {
     const Keys& keys = shared.keys;
-    const i64 row = i64(step.index) * TILE_Q;  // its first, in workspaces
     shared.step[ring.stage()] = step;
-    if (step.last) mbarrier_arrive(shared.ending);
     if (step.tile < 0) {
-      mbarrier_arrive(shared.pipe.full[0]);
+      wait_for_rows();
+      mbarrier_arrive(shared.k_full);
+      mbarrier_arrive(shared.v_full);
+      mbarrier_arrive(shared.pipe.full[ring.stage()]);
+      mbarrier_arrive(shared.ending);
       return;
     }
-    if (ring.passed == 0) load_k(keys);
-    load_q(step, keys.b, row);
-    if (ring.passed == 0) load_v(keys);
-    load_d_o(step, keys.b, row);
+    if (first) load_k(keys);
+    load_q(step, keys.b);
+    if (first) load_v(keys);
+    load_d_o(step, keys.b);
+    if (ring.passed == 0) wait_for_rows();
+    load_rows(step);
+    if (step.last) mbarrier_arrive(shared.ending);
   }
 
   DEVICE void run() {
-    const Keys& keys = shared.keys;
-    SharedStep step = {};
+    for (u32 done = 0;; done++) {
+      const Keys& keys = shared.keys;
+      SharedStep step = {};
+      shared.turn = done;
+      first = true;
 #pragma unroll 1
-    while (!step.last) {
-      step = next();
-      step.index = (keys.b * p.heads + step.head) * p.q_tiles + step.tile;
-      await_empty(shared.pipe, ring);
-      load(step);
-      ring.passed++;
+      while (!step.last) {
+        step = next();
+        step.index = (keys.b * p.heads + step.head) * p.q_tiles + step.tile;
+        await_empty(shared.pipe, ring);
+        load(step);
+        ring.passed++;
+        first = false;
+      }
+      const u32 block = blockIdx.x + (done + 1) * gridDim.x;
+      if (block >= blocks_of_keys(p)) return;
+      mbarrier_wait(shared.keys_done, done % 2);
+      shared.keys = keys_of_block(block, p);
+      coming = next_step({shared.keys.first_head, -1, false}, shared.keys, p);
     }
   }
 };
@@ -682,42 +740,45 @@ struct DqAccumulator {
   Shared& shared;
   const Params& p;
 
-  // Of this block's own head.
-  DEVICE u32* progress() { return p.progress + shared.keys.b * p.kv_heads + shared.keys.kv_head; }
+  // Of the head of a block's keys.
+  DEVICE u32* progress(int block) {
+    const Keys keys = keys_of_block(block, p);
+    return address_anew(p.progress) + keys.b * anew(p.kv_heads) + keys.kv_head;
+  }
 
   // Blocks start in order, and earlier ones have cleared what this one will add to.
-  DEVICE void await_cleared() {
-    await_count(progress(), slices_of_head(p));
+  DEVICE void await_cleared(int block) {
+    await_count(progress(block), slices_of_head(p));
     mbarrier_arrive(shared.v_full);
   }
 
   // This warp's slice of the sum of a head to come.
-  DEVICE void clear() {
-    const int head = blockIdx.x / p.kv_tiles + p.clear_distance, lane = thread_index() % 32;
-    if (head >= p.kv_heads * p.batch) return;
+  DEVICE void clear(int block) {
+    const int head = block / anew(p.kv_tiles) + p.clear_distance, lane = thread_index() % 32;
+    if (head >= anew(p.kv_heads) * p.batch) return;
     const int parts = parts_of_head(p), share = (parts + slices_of_head(p) - 1) / slices_of_head(p);
-    const int first = (blockIdx.x % p.kv_tiles * DQ_ACCUMULATOR_WARPS + thread_index() / 32 % DQ_ACCUMULATOR_WARPS) *
+    const int first = (block % anew(p.kv_tiles) * DQ_ACCUMULATOR_WARPS + thread_index() / 32 % DQ_ACCUMULATOR_WARPS) *
         share;
     const int end = min(first + share, parts);
 #pragma unroll 1
     for (int part = first; part < end; part++) {
-      float4* sum = (float4*)(p.dq_sum + (i64(head) * parts + part) * PART) + lane;
+      float4* sum = (float4*)(address_anew(p.dq_sum) + (i64(head) * parts + part) * PART) + lane;
 #pragma unroll
       for (int i = 0; i < PART / 4; i += 32) sum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
     __syncwarp();
-    if (lane == 0) red_add_release(p.progress + head, 1);
+    if (lane == 0) red_add_release(address_anew(p.progress) + head, 1);
   }
 
   // A part whose sum is complete, for this warp alone; negative: there is none yet.
   DEVICE int take_part(int& head, bool& complete) {
-    const int heads = p.kv_heads * p.batch, parts = parts_of_head(p), added = added_of_head(p);
+    const int heads = anew(p.kv_heads) * p.batch, parts = parts_of_head(p), added = added_of_head(p);
     while (head < heads) {
-      complete = complete || int(load_acquire(p.progress + head)) >= added;
+      complete = complete || int(load_acquire(address_anew(p.progress) + head)) >= added;
       if (!complete) return -1;
-      const int part = int(atom_add(p.progress + head, 1)) - added;
+      const int part = int(atom_add(address_anew(p.progress) + head, 1)) - added;
       if (part < parts) return head * parts + part;
-      red_max(p.progress + heads, ++head);
+      red_max(address_anew(p.progress) + heads, ++head);
       complete = false;
     }
     return -1;
@@ -726,12 +787,12 @@ struct DqAccumulator {
   // Parts one by one until the last tile of queries comes, so that no block takes longer for it.
   DEVICE void finish() {
     const int lane = thread_index() % 32;
-    int head = load_acquire(p.progress + p.kv_heads * p.batch);
+    int head = load_acquire(address_anew(p.progress) + anew(p.kv_heads) * p.batch);
     bool complete = false;
 #pragma unroll 1
     while (true) {
       int part = 0;
-      if (lane == 0) part = mbarrier_test_wait(shared.ending, 0) ? OVER : take_part(head, complete);
+      if (lane == 0) part = mbarrier_test_wait(shared.ending, phase()) ? OVER : take_part(head, complete);
       part = __shfl_sync(~0u, part, 0);
       __syncwarp();
       if (part == OVER) return;
@@ -740,17 +801,42 @@ struct DqAccumulator {
     }
   }
 
-  DEVICE void run() {
-    if (thread_index() == 64) await_cleared();
+  // The number of this warp's keys among those of its block.
+  DEVICE u32& turn() { return shared.counted[thread_index() / 32 % 2]; }
+
+  DEVICE u32 phase() { return turn() % 2; }
+
+  DEVICE u32 block() { return block_index() + turn() * grid_size(); }
+
+  DEVICE bool more() { return block() + grid_size() < blocks_of_keys(p); }
+
+  DEVICE void set_turn(u32 to) {
     __syncwarp();
-    clear();
-    finish();
-    if (thread_index() == 64) {
-      mbarrier_wait(shared.added, 0);
-      red_add_release(progress(), 1);
-    }
+    if (thread_index() % 32 == 0) turn() = to;
+    __syncwarp();
   }
 
+  // What the next keys add to is awaited before it is said that these have added: that takes as long as memory does.
+  DEVICE void run() {
+    set_turn(0);
+    if (thread_index() == 64) await_cleared(block());
+    __syncwarp();
+#pragma unroll 1
+    while (true) {
+      clear(block());
+      finish();
+      __syncwarp();
+      if (thread_index() % 32 == 0) mbarrier_arrive(shared.keys_done);
+      if (thread_index() == 64) {
+        mbarrier_wait(shared.v_full, phase());
+        mbarrier_wait(shared.added, phase());
+        if (more()) await_cleared(block() + grid_size());
+        red_add_release(progress(block()), 1);
+      }
+      if (!more()) return;
+      set_turn(turn() + 1);
+    }
+  }
   static constexpr int OVER = -2;
 };
 
@@ -977,33 +1063,58 @@ struct Consumer {
       }
   }
 
+  // No query sees these keys.  Once all warps have come here none is still at the tile before.
+  DEVICE void pass_over() {
+    if (ring.passed > 0) release(shared.pipe, Ring<STAGES>{ring.passed - 1});
+    await_ds();
+    announce_ds(ds_ring(1));
+    ring.passed++;
+    await_ds();
+  }
+
   DEVICE void run() {
-    // There is no step before the first: its dS is 0.
-    for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) ((Chunk*)shared.ds[0][warpgroup])[i] = {};
+    // There is no step before the first: its dS is 0, and so is the other one, which a tile that no query sees passes
+    // on.
+    for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128)
+      ((Chunk*)shared.ds[0][warpgroup])[i] = ((Chunk*)shared.ds[1][warpgroup])[i] = {};
     announce_ds(ds_ring());
-    await_full(shared.pipe, ring);
-    if (shared.step[0].tile >= 0) {
-      mbarrier_wait(shared.k_full, 0);
-      if (warpgroup == 1) pass_turn();
-      bool last = false;
 #pragma unroll 1
-      while (!last) last = step();
-      if (warpgroup == 0) take_turn();
-      wgmma_wait_group<0>();
-      pin(dk);
-      await_ds();
-      DQ dq;
-      issue_dq(dq);
-      wgmma_wait_group<0>();
-      pin(dq);
-      add_dq(dq);
+    for (bool more = true; more;) {
+#pragma unroll
+      for (int i = 0; i < QK_COLUMNS / 2; i++) dk[i] = 0.f;
+#pragma unroll
+      for (int i = 0; i < V_COLUMNS / 2; i++) dv[i] = 0.f;
+      await_full(shared.pipe, ring);
+      if (shared.step[ring.stage()].tile < 0) {
+        pass_over();
+      } else {
+        mbarrier_wait(shared.k_full, shared.turn % 2);
+        mbarrier_wait(shared.v_full, shared.turn % 2);
+        if (warpgroup == 1) pass_turn();
+        bool last = false;
+#pragma unroll 1
+        while (!last) last = step();
+        if (warpgroup == 0) take_turn();
+        wgmma_wait_group<0>();
+        pin(dk);
+        await_ds();
+        DQ dq;
+        issue_dq(dq);
+        wgmma_wait_group<0>();
+        pin(dq);
+        add_dq(dq);
+        dq_tile = -1;
+      }
+      announce_added();
+      const Keys keys = shared.keys;
+      more = blockIdx.x + (shared.turn + 1) * gridDim.x < blocks_of_keys(p);
+      __syncwarp();
+      if (thread_index() % 32 == 0) mbarrier_arrive(shared.keys_done);
+      store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, dv,
+          1.f, keys);
+      store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, dk,
+          p.scale, keys);
     }
-    const Keys keys = shared.keys;
-    store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, dv,
-        1.f, keys);
-    announce_added();
-    store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, dk,
-        p.scale, keys);
   }
 };
 
@@ -1016,17 +1127,28 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
   if (threadIdx.x == 0) {
-    shared.keys = keys_of_block(p);
+    shared.keys = keys_of_block(blockIdx.x, p);
     init(shared.pipe, WARPS);
     mbarrier_init(shared.k_full, 1);
     mbarrier_init(shared.v_full, 2);  // v is here, and dq may be added
+    mbarrier_init(shared.keys_done, WARPS + 2);
     mbarrier_init(shared.ending, 1);
     mbarrier_init(shared.added, WARPS);
     for (int stage = 0; stage < STAGES; stage++) mbarrier_init(shared.d_o_full[stage], 1);
     for (int i = 0; i < 2; i++) mbarrier_init(shared.ds_full[i], WARPS);
     fence_mbarrier_init();
   }
+  if (threadIdx.x == 32) {
+    prefetch_tensor_map(map_q);
+    prefetch_tensor_map(map_k);
+    prefetch_tensor_map(map_v);
+    prefetch_tensor_map(map_d_o);
+  }
   __syncthreads();
+  if (threadIdx.x >= 32 && threadIdx.x / 32 != 1) {  // the loader waits when it has to
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+  }
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {

@@ -3,11 +3,12 @@
 //
 // visible  layout[q // 128, k // 128]
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     128 queries x 64 keys, 3 stages, q in shared memory
+// tile     128 queries x 128 keys, 2 stages, q in shared memory
 // roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 56 registers per thread; 8 consumer warps of 224
-// shared   q 65536 + k 49152 + v 49152 + control 1024 = 164864 bytes
-// made by  flashgen emit blocks --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x64
-//          --stages 3 --q-stages 2
+// launch   overlapping: each kernel of a call starts while the one before it on the stream ends, and waits for it
+// shared   q 65536 + k 65536 + v 65536 + control 1024 = 197632 bytes
+// made by  flashgen emit blocks --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x128
+//          --stages 2 --q-stages 2
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__
@@ -53,6 +54,9 @@ DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
 // ---------------------------------------------------------------- TMA: boxes of a tensor to shared memory
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap, passed by value
 
+// On its way to where copies look it up.
+DEVICE void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" :: "l"(&map)); }
+
 // The box at these coordinates of a four-dimensional tensor, innermost first; what lies outside the tensor becomes
 // zero.  Its bytes count on `barrier`.
 DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0, int c1, int c2, int c3) {
@@ -95,6 +99,13 @@ DEVICE void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
+// ---------------------------------------------------------------- griddepcontrol: kernels that start before others end
+// Until the kernel before this one on its stream has ended, and all that it wrote is there to see.
+DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The kernel behind this one may start once all blocks have come here: its blocks take the places of those that leave.
+DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
 // Orders the registers and shared memory that this thread wrote before the products that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -130,32 +141,44 @@ DEVICE u64 matrix_descriptor(const void* operand, u32 leading_bytes) {
 DEVICE u64 advance_bytes(u64 descriptor, int bytes) { return descriptor + (bytes >> 4); }
 
 // s = q k^T over the first 16 columns: what s held is not read.
-DEVICE void wgmma_qk_first(float (&d)[32], u64 a, u64 b) {
+DEVICE void wgmma_qk_first(float (&d)[64], u64 a, u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0;\n}"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 0;\n}"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
         "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
         "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]),
-        "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31])
+        "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]),
+        "=f"(d[32]), "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39]),
+        "=f"(d[40]), "=f"(d[41]), "=f"(d[42]), "=f"(d[43]), "=f"(d[44]), "=f"(d[45]), "=f"(d[46]), "=f"(d[47]),
+        "=f"(d[48]), "=f"(d[49]), "=f"(d[50]), "=f"(d[51]), "=f"(d[52]), "=f"(d[53]), "=f"(d[54]), "=f"(d[55]),
+        "=f"(d[56]), "=f"(d[57]), "=f"(d[58]), "=f"(d[59]), "=f"(d[60]), "=f"(d[61]), "=f"(d[62]), "=f"(d[63])
       : "l"(a), "l"(b));
 }
 
 // s += q k^T over 16 columns.
-DEVICE void wgmma_qk(float (&d)[32], u64 a, u64 b) {
+DEVICE void wgmma_qk(float (&d)[64], u64 a, u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0;\n}"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 0;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(a), "l"(b));
 }
 
@@ -191,12 +214,6 @@ constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-
-// Division that rounds down, and its remainder, which has the sign of the divisor.
-template <typename T> DEVICE T floor_div(T a, T b) {
-  const T quotient = a / b;
-  return quotient - (a % b != 0 && (a < 0) != (b < 0));
-}
 
 // The nearest index of a dimension.
 template <typename T> DEVICE T clamp_index(T i, int size) { return min(max(i, T(0)), T(size - 1)); }
@@ -311,13 +328,17 @@ template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&hi
 }
 
 // The maxima follow the highest of S, scaled, where its P is more than the row's limit: true if one of this lane's did.
-DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, const float (&limit)[2]) {
+// What was added up so far is to be multiplied by `factor`, which the comparison takes: it is there when O is.
+DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, const float (&limit)[2],
+                   float (&factor)[2]) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    moves[r] = ex2(fmaf(highest[r], scale, -row_max[r])) > limit[r];
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
-    if (moves[r]) row_max[r] = fmaf(highest[r], scale, 0.f);
+    const float to = fmaf(highest[r], scale, 0.f), down = ex2(row_max[r] - to);
+    moves[r] = down * limit[r] < 1.f;
+    if (moves[r]) row_max[r] = to;
+    factor[r] = moves[r] ? down : 1.f;
   }
   return moves[0] || moves[1];
 }
@@ -353,37 +374,11 @@ DEVICE void stmatrix_x4(void* row, u32 left, u32 left_below, u32 right, u32 righ
 // ---------------------------------------------------------------- what a tile lets an expression be
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
 
-// Which of the two truth values are possible.
-struct Truth { bool may_true, may_false; };
-
-DEVICE Truth truth(bool value) { return {value, !value}; }
-DEVICE Truth range_logical_not(Truth a) { return {a.may_false, a.may_true}; }
-
-// Integers from lo to hi, both included.
-template <typename T> struct Range { T lo, hi; };
-
-template <typename T> DEVICE Range<T> single(T value) { return {value, value}; }
-
-// The smallest range that holds four values.
-template <typename T> DEVICE Range<T> hull(T w, T x, T y, T z) {
-  return {min(min(w, x), min(y, z)), max(max(w, x), max(y, z))};
-}
-
-// The divisor's range holds no 0.
-template <typename T> DEVICE Range<T> range_floor_div(Range<T> a, Range<T> b) {
-  return hull(floor_div(a.lo, b.lo), floor_div(a.lo, b.hi), floor_div(a.hi, b.lo), floor_div(a.hi, b.hi));
-}
-
-// An index clamped into a dimension.
-template <typename T> DEVICE Range<T> range_clamp_index(Range<T> i, int size) {
-  return {clamp_index(i.lo, size), clamp_index(i.hi, size)};
-}
-
 // ---------------------------------------------------------------- plan
-constexpr int WARPGROUPS = 2, TILE_Q = 64 * WARPGROUPS, TILE_KV = 64;  // rows of q and o, and of k and v, in a tile
+constexpr int WARPGROUPS = 2, TILE_Q = 64 * WARPGROUPS, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
 constexpr int V_HEAD_DIM = 128;  // columns of v and o
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // of q and k, and of v and o, in a product: whole steps of 16
-constexpr int STAGES = 3, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
+constexpr int STAGES = 2, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
 constexpr int O_BARRIER = 4;  // named barriers of the warpgroups
@@ -445,7 +440,7 @@ struct alignas(1024) Shared {
   u64 o_full[Q_STAGES][WARPGROUPS];
   Pipe<STAGES> k_pipe, v_pipe;
 };
-static_assert(sizeof(Shared) == 164864, "what the plan counted");
+static_assert(sizeof(Shared) == 197632, "what the plan counted");
 
 struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped to the problem
 
@@ -457,16 +452,9 @@ DEVICE bool read_layout(int i0, int i1, const Params& p) {
   return __ldg(&p.tensor_layout[i0 * p.stride0_layout + i1 * p.stride1_layout]) != 0;
 }
 
-// What it may be over ranges of its indices: known for a single element.
-DEVICE Truth read_layout_range(Range<int> i0, Range<int> i1, const Params& p) {
-  i0 = range_clamp_index(i0, p.size0_layout);
-  i1 = range_clamp_index(i1, p.size1_layout);
-  if (i0.lo != i0.hi) return {true, true};
-  if (i1.lo != i1.hi) return {true, true};
-  return truth(read_layout(i0.lo, i1.lo, p));
-}
-
 DEVICE bool keep(int b, int h, int q, int k, const Params& p) {
+  __builtin_assume(q >= 0);
+  __builtin_assume(k >= 0);
   return read_layout(q / 128, k / 128, p);
 }
 
@@ -476,14 +464,8 @@ DEVICE int previous_tile(int tile, const Rows& rows, const Params& p) {
 }
 
 DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
-  const int k_first = kv_tile * TILE_KV, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
-  const Range<int> q = {rows.q_first, rows.q_last};
-  const Range<int> k = {k_first, k_last};
-  const Truth layout_at = read_layout_range(range_floor_div(q, single(128)), range_floor_div(k, single(128)), p);
-  const bool visible = layout_at.may_true;
-  if (!visible) return EMPTY;
-  const bool hidden = range_logical_not(layout_at).may_true;
-  return hidden ? PARTIAL : FULL;
+  // The mask is the same for all pairs of a tile.
+  return keep(rows.b, rows.h, rows.q_first, kv_tile * TILE_KV, p) ? FULL : EMPTY;
 }
 
 // ---------------------------------------------------------------- scheduler: one warp that hands out tiles
@@ -543,17 +525,18 @@ struct Scheduler {
     return {p.q_tiles - 1 - rest / width, head % p.heads, head / p.heads, 1};
   }
 
+  // The first one by the block's own number; nobody counts where each block has but one.
   DEVICE void run() {
-    while (true) {
-      int index;
-      if (threadIdx.x == 0) index = atomicAdd(&p.counters[0], 1);
-      index = __shfl_sync(~0u, index, 0);
-      if (index >= p.q_tiles * p.heads * p.batch) break;
+    const int all = p.q_tiles * p.heads * p.batch, blocks = gridDim.x;
+    for (int index = blockIdx.x; index < all; index = __shfl_sync(~0u, index, 0)) {
       send_all(locate(index));
+      if (all <= blocks) break;
+      if (threadIdx.x == 0) index = blocks + atomicAdd(&p.counters[0], 1);
     }
     send(Work{-1, 0, 0, 0});
     // The last block leaves the counters as it found them, for the next launch.
-    if (threadIdx.x == 0 && atomicAdd(&p.counters[1], 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;
+    if (all > blocks && threadIdx.x == 0 &&
+        atomicAdd(&p.counters[1], 1) == blocks - 1) p.counters[0] = p.counters[1] = 0;
   }
 };
 
@@ -693,8 +676,9 @@ struct Consumer {
   u32 probabilities[TILE_KV / 4] = {};
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
-  float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
+  float factor[2] = {};  // of O and of the sums, to follow their maxima
   float limit[2] = {};  // of P, beyond which a row's maximum follows
+  float added[2] = {};  // to the sums by a tile
   u32 moved = 0;  // lanes whose maxima are not those of O any more
 
   // Read where it is used: registers are for fragments.
@@ -769,21 +753,8 @@ struct Consumer {
     v_ring.passed++;
   }
 
-  // The query and the key of element i of S, inside the problem.
-  DEVICE int query(const Work& work, int i) {
-    return min(work.q_tile * TILE_Q + row + i / 2 % 2 * 8, p.q_len - 1);
-  }
-
-  DEVICE int key(int tile, int i) {
-    return min(tile * TILE_KV + column + i / 4 * 8 + i % 2, p.kv_len - 1);
-  }
-
-  // S becomes -inf where the mask hides the key.
-  DEVICE void apply_mask(S& s, const Work work, int tile) {
-#pragma unroll
-    for (int i = 0; i < TILE_KV / 2; i++)
-      if (!keep(work.b, work.h, query(work, i), key(tile, i), p)) s[i] = MINUS_INFINITY;
-  }
+  // A tile that is visited is visible as a whole.
+  DEVICE void apply_mask(S&, const Work&, int) {}
 
   // S becomes -inf beyond the last key: in the first tile of a schedule, if anywhere.
   DEVICE void cut(S& s, int tile) {
@@ -802,12 +773,8 @@ struct Consumer {
 
   // O and the sums follow the maxima.
   DEVICE void rescale() {
-    float factor[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      factor[r] = ex2(before[r] - state.row_max[r]);
-      state.sum[r] *= factor[r];
-    }
+    state.sum[0] *= factor[0];
+    state.sum[1] *= factor[1];
     multiply_rows(o, factor);
   }
 
@@ -820,11 +787,9 @@ struct Consumer {
   // S becomes P after a look at its maxima.  Lane 0 or 1 releases K: which one depends on the maxima, since ptxas moves
   // the wait for O up to here, and these at least shall be found under the product.
   DEVICE void softmax(S& s) {
-    before[0] = state.row_max[0];
-    before[1] = state.row_max[1];
     float highest[2];
     highest_by_integers(s, highest);
-    moved = __ballot_sync(~0u, follow(state.row_max, highest, scale, limit));
+    moved = __ballot_sync(~0u, follow(state.row_max, highest, scale, limit, factor));
     release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
     exponentiate_rows(s, scale, state.row_max, added);
@@ -983,7 +948,14 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     init(shared.next_pipe, 1);
     fence_mbarrier_init();
   }
+  if (threadIdx.x == 32) {
+    prefetch_tensor_map(map_q);
+    prefetch_tensor_map(map_k);
+    prefetch_tensor_map(map_v);
+  }
   __syncthreads();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {

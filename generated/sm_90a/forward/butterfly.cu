@@ -5,6 +5,7 @@
 // plan     hopper on sm_90a, bfloat16, head_dim 128
 // tile     128 queries x 128 keys, 2 stages, q in shared memory
 // roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 56 registers per thread; 8 consumer warps of 224
+// launch   overlapping: each kernel of a call starts while the one before it on the stream ends, and waits for it
 // shared   q 65536 + k 65536 + v 65536 + control 1024 = 197632 bytes
 // made by  flashgen emit butterfly --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x128
 //          --stages 2 --q-stages 2
@@ -53,6 +54,9 @@ DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
 // ---------------------------------------------------------------- TMA: boxes of a tensor to shared memory
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap, passed by value
 
+// On its way to where copies look it up.
+DEVICE void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" :: "l"(&map)); }
+
 // The box at these coordinates of a four-dimensional tensor, innermost first; what lies outside the tensor becomes
 // zero.  Its bytes count on `barrier`.
 DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0, int c1, int c2, int c3) {
@@ -94,6 +98,13 @@ template <int REGISTERS> DEVICE void setmaxnreg_dec() {
 DEVICE void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
+
+// ---------------------------------------------------------------- griddepcontrol: kernels that start before others end
+// Until the kernel before this one on its stream has ended, and all that it wrote is there to see.
+DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The kernel behind this one may start once all blocks have come here: its blocks take the places of those that leave.
+DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
 // Orders the registers and shared memory that this thread wrote before the products that follow.
@@ -203,12 +214,6 @@ constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-
-// Division that rounds down, and its remainder, which has the sign of the divisor.
-template <typename T> DEVICE T floor_div(T a, T b) {
-  const T quotient = a / b;
-  return quotient - (a % b != 0 && (a < 0) != (b < 0));
-}
 
 // Two floats rounded to nearest, the first in the low half.
 DEVICE u32 cvt_bf16x2(float low, float high) {
@@ -320,13 +325,17 @@ template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&hi
 }
 
 // The maxima follow the highest of S, scaled, where its P is more than the row's limit: true if one of this lane's did.
-DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, const float (&limit)[2]) {
+// What was added up so far is to be multiplied by `factor`, which the comparison takes: it is there when O is.
+DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, const float (&limit)[2],
+                   float (&factor)[2]) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    moves[r] = ex2(fmaf(highest[r], scale, -row_max[r])) > limit[r];
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
-    if (moves[r]) row_max[r] = fmaf(highest[r], scale, 0.f);
+    const float to = fmaf(highest[r], scale, 0.f), down = ex2(row_max[r] - to);
+    moves[r] = down * limit[r] < 1.f;
+    if (moves[r]) row_max[r] = to;
+    factor[r] = moves[r] ? down : 1.f;
   }
   return moves[0] || moves[1];
 }
@@ -361,72 +370,6 @@ DEVICE void stmatrix_x4(void* row, u32 left, u32 left_below, u32 right, u32 righ
 
 // ---------------------------------------------------------------- what a tile lets an expression be
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
-
-// Which of the two truth values are possible.
-struct Truth { bool may_true, may_false; };
-
-DEVICE Truth range_logical_not(Truth a) { return {a.may_false, a.may_true}; }
-
-// Integers from lo to hi, both included.
-template <typename T> struct Range { T lo, hi; };
-
-template <typename T> DEVICE Range<T> single(T value) { return {value, value}; }
-
-template <typename T> DEVICE Truth range_eq(Range<T> a, Range<T> b) {
-  return {a.lo <= b.hi && b.lo <= a.hi, !(a.lo == a.hi && b.lo == b.hi && a.lo == b.lo)};
-}
-
-template <typename T> DEVICE Truth range_ne(Range<T> a, Range<T> b) { return range_logical_not(range_eq(a, b)); }
-
-// The smallest range that holds four values.
-template <typename T> DEVICE Range<T> hull(T w, T x, T y, T z) {
-  return {min(min(w, x), min(y, z)), max(max(w, x), max(y, z))};
-}
-
-template <typename T> DEVICE Range<T> range_sub(Range<T> a, Range<T> b) { return {a.lo - b.hi, a.hi - b.lo}; }
-
-// The divisor's range holds no 0.
-template <typename T> DEVICE Range<T> range_floor_div(Range<T> a, Range<T> b) {
-  return hull(floor_div(a.lo, b.lo), floor_div(a.lo, b.hi), floor_div(a.hi, b.lo), floor_div(a.hi, b.hi));
-}
-
-// Every bit from the highest one of x down.
-template <typename T> DEVICE T smeared(T x) {
-  if constexpr (sizeof(T) == 4) return x == 0 ? 0 : T(0xffffffffu >> __clz(x));
-  return x == 0 ? 0 : T(0xffffffffffffffffull >> __clzll(x));
-}
-
-// The low bits in which values of the range differ.
-template <typename T> DEVICE T differing_bits(Range<T> a) { return smeared(a.lo ^ a.hi); }
-
-// The bits of x that differ from its sign.
-template <typename T> DEVICE T magnitude_bits(T x) { return x ^ (x >> (8 * sizeof(T) - 1)); }
-
-// `found` cut to what the magnitude bits of a and b can reach: a bit operation needs no more than they have.
-template <typename T> DEVICE Range<T> range_no_wider(Range<T> found, Range<T> a, Range<T> b) {
-  const T used = smeared(magnitude_bits(a.lo) | magnitude_bits(a.hi) | magnitude_bits(b.lo) | magnitude_bits(b.hi));
-  return {max(found.lo, ~used), min(found.hi, used)};
-}
-
-// Values with all bits of `ones` and none outside `allowed`; a sign that varies reaches both ways.
-template <typename T> DEVICE Range<T> range_of_bits(T ones, T allowed) {
-  const T sign = T(1) << (8 * sizeof(T) - 1);
-  return ones >= 0 && allowed < 0 ? Range<T>{ones | sign, allowed & ~sign} : Range<T>{ones, allowed};
-}
-
-template <typename T> DEVICE Range<T> range_bit_and(Range<T> a, Range<T> b) {
-  const T vary_a = differing_bits(a), vary_b = differing_bits(b);
-  Range<T> found = range_of_bits(a.lo & ~vary_a & b.lo & ~vary_b, (a.lo | vary_a) & (b.lo | vary_b));
-  if (a.lo >= 0) found.hi = min(found.hi, a.hi);
-  if (b.lo >= 0) found.hi = min(found.hi, b.hi);
-  if (a.lo >= 0 || b.lo >= 0) found.lo = max(found.lo, T(0));
-  return range_no_wider(found, a, b);
-}
-
-template <typename T> DEVICE Range<T> range_bit_xor(Range<T> a, Range<T> b) {
-  const T vary = differing_bits(a) | differing_bits(b), differ = a.lo ^ b.lo;
-  return range_no_wider(range_of_bits(differ & ~vary, differ | vary), a, b);
-}
 
 // ---------------------------------------------------------------- plan
 constexpr int WARPGROUPS = 2, TILE_Q = 64 * WARPGROUPS, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
@@ -495,6 +438,8 @@ struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped
 
 // ---------------------------------------------------------------- variant
 DEVICE bool keep(int b, int h, int q, int k, const Params& p) {
+  __builtin_assume(q >= 0);
+  __builtin_assume(k >= 0);
   const int t = (q / 128) ^ (k / 128);
   return (t & (t - 1)) == 0;
 }
@@ -505,15 +450,8 @@ DEVICE int previous_tile(int tile, const Rows& rows, const Params& p) {
 }
 
 DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
-  const int k_first = kv_tile * TILE_KV, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
-  const Range<int> q = {rows.q_first, rows.q_last};
-  const Range<int> k = {k_first, k_last};
-  const Range<int> t = range_bit_xor(range_floor_div(q, single(128)), range_floor_div(k, single(128)));
-  const Range<int> t2 = range_bit_and(t, range_sub(t, single(1)));
-  const bool visible = range_eq(t2, single(0)).may_true;
-  if (!visible) return EMPTY;
-  const bool hidden = range_ne(t2, single(0)).may_true;
-  return hidden ? PARTIAL : FULL;
+  // The mask is the same for all pairs of a tile.
+  return keep(rows.b, rows.h, rows.q_first, kv_tile * TILE_KV, p) ? FULL : EMPTY;
 }
 
 // ---------------------------------------------------------------- scheduler: one warp that hands out tiles
@@ -573,17 +511,18 @@ struct Scheduler {
     return {p.q_tiles - 1 - rest / width, head % p.heads, head / p.heads, 1};
   }
 
+  // The first one by the block's own number; nobody counts where each block has but one.
   DEVICE void run() {
-    while (true) {
-      int index;
-      if (threadIdx.x == 0) index = atomicAdd(&p.counters[0], 1);
-      index = __shfl_sync(~0u, index, 0);
-      if (index >= p.q_tiles * p.heads * p.batch) break;
+    const int all = p.q_tiles * p.heads * p.batch, blocks = gridDim.x;
+    for (int index = blockIdx.x; index < all; index = __shfl_sync(~0u, index, 0)) {
       send_all(locate(index));
+      if (all <= blocks) break;
+      if (threadIdx.x == 0) index = blocks + atomicAdd(&p.counters[0], 1);
     }
     send(Work{-1, 0, 0, 0});
     // The last block leaves the counters as it found them, for the next launch.
-    if (threadIdx.x == 0 && atomicAdd(&p.counters[1], 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;
+    if (all > blocks && threadIdx.x == 0 &&
+        atomicAdd(&p.counters[1], 1) == blocks - 1) p.counters[0] = p.counters[1] = 0;
   }
 };
 
@@ -723,8 +662,9 @@ struct Consumer {
   u32 probabilities[TILE_KV / 4] = {};
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
-  float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
+  float factor[2] = {};  // of O and of the sums, to follow their maxima
   float limit[2] = {};  // of P, beyond which a row's maximum follows
+  float added[2] = {};  // to the sums by a tile
   u32 moved = 0;  // lanes whose maxima are not those of O any more
 
   // Read where it is used: registers are for fragments.
@@ -799,21 +739,8 @@ struct Consumer {
     v_ring.passed++;
   }
 
-  // The query and the key of element i of S.
-  DEVICE int query(const Work& work, int i) {
-    return work.q_tile * TILE_Q + row + i / 2 % 2 * 8;
-  }
-
-  DEVICE int key(int tile, int i) {
-    return tile * TILE_KV + column + i / 4 * 8 + i % 2;
-  }
-
-  // S becomes -inf where the mask hides the key.
-  DEVICE void apply_mask(S& s, const Work work, int tile) {
-#pragma unroll
-    for (int i = 0; i < TILE_KV / 2; i++)
-      if (!keep(work.b, work.h, query(work, i), key(tile, i), p)) s[i] = MINUS_INFINITY;
-  }
+  // A tile that is visited is visible as a whole.
+  DEVICE void apply_mask(S&, const Work&, int) {}
 
   // S becomes -inf beyond the last key: in the first tile of a schedule, if anywhere.
   DEVICE void cut(S& s, int tile) {
@@ -832,12 +759,8 @@ struct Consumer {
 
   // O and the sums follow the maxima.
   DEVICE void rescale() {
-    float factor[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      factor[r] = ex2(before[r] - state.row_max[r]);
-      state.sum[r] *= factor[r];
-    }
+    state.sum[0] *= factor[0];
+    state.sum[1] *= factor[1];
     multiply_rows(o, factor);
   }
 
@@ -850,11 +773,9 @@ struct Consumer {
   // S becomes P after a look at its maxima.  Lane 0 or 1 releases K: which one depends on the maxima, since ptxas moves
   // the wait for O up to here, and these at least shall be found under the product.
   DEVICE void softmax(S& s) {
-    before[0] = state.row_max[0];
-    before[1] = state.row_max[1];
     float highest[2];
     highest_by_integers(s, highest);
-    moved = __ballot_sync(~0u, follow(state.row_max, highest, scale, limit));
+    moved = __ballot_sync(~0u, follow(state.row_max, highest, scale, limit, factor));
     release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
     exponentiate_rows(s, scale, state.row_max, added);
@@ -1013,7 +934,14 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     init(shared.next_pipe, 1);
     fence_mbarrier_init();
   }
+  if (threadIdx.x == 32) {
+    prefetch_tensor_map(map_q);
+    prefetch_tensor_map(map_k);
+    prefetch_tensor_map(map_v);
+  }
   __syncthreads();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {

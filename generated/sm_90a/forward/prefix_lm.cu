@@ -5,6 +5,7 @@
 // plan     hopper on sm_90a, bfloat16, head_dim 128
 // tile     128 queries x 128 keys, 2 stages, q in shared memory
 // roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 40 registers per thread; 8 consumer warps of 232
+// launch   overlapping: each kernel of a call starts while the one before it on the stream ends, and waits for it
 // shared   q 65536 + k 65536 + v 65536 + control 1024 = 197632 bytes
 // made by  flashgen emit prefix_lm --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x128
 //          --stages 2 --q-stages 2
@@ -53,6 +54,9 @@ DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
 // ---------------------------------------------------------------- TMA: boxes of a tensor to shared memory
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap, passed by value
 
+// On its way to where copies look it up.
+DEVICE void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" :: "l"(&map)); }
+
 // The box at these coordinates of a four-dimensional tensor, innermost first; what lies outside the tensor becomes
 // zero.  Its bytes count on `barrier`.
 DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0, int c1, int c2, int c3) {
@@ -94,6 +98,13 @@ template <int REGISTERS> DEVICE void setmaxnreg_dec() {
 DEVICE void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
+
+// ---------------------------------------------------------------- griddepcontrol: kernels that start before others end
+// Until the kernel before this one on its stream has ended, and all that it wrote is there to see.
+DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The kernel behind this one may start once all blocks have come here: its blocks take the places of those that leave.
+DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
 // Orders the registers and shared memory that this thread wrote before the products that follow.
@@ -317,13 +328,17 @@ template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&hi
 }
 
 // The maxima follow the highest of S, scaled, where its P is more than the row's limit: true if one of this lane's did.
-DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, const float (&limit)[2]) {
+// What was added up so far is to be multiplied by `factor`, which the comparison takes: it is there when O is.
+DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, const float (&limit)[2],
+                   float (&factor)[2]) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    moves[r] = ex2(fmaf(highest[r], scale, -row_max[r])) > limit[r];
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
-    if (moves[r]) row_max[r] = fmaf(highest[r], scale, 0.f);
+    const float to = fmaf(highest[r], scale, 0.f), down = ex2(row_max[r] - to);
+    moves[r] = down * limit[r] < 1.f;
+    if (moves[r]) row_max[r] = to;
+    factor[r] = moves[r] ? down : 1.f;
   }
   return moves[0] || moves[1];
 }
@@ -508,17 +523,18 @@ struct Scheduler {
     return {p.q_tiles - 1 - rest / width, head % p.heads, head / p.heads, 1};
   }
 
+  // The first one by the block's own number; nobody counts where each block has but one.
   DEVICE void run() {
-    while (true) {
-      int index;
-      if (threadIdx.x == 0) index = atomicAdd(&p.counters[0], 1);
-      index = __shfl_sync(~0u, index, 0);
-      if (index >= p.q_tiles * p.heads * p.batch) break;
+    const int all = p.q_tiles * p.heads * p.batch, blocks = gridDim.x;
+    for (int index = blockIdx.x; index < all; index = __shfl_sync(~0u, index, 0)) {
       send_all(locate(index));
+      if (all <= blocks) break;
+      if (threadIdx.x == 0) index = blocks + atomicAdd(&p.counters[0], 1);
     }
     send(Work{-1, 0, 0, 0});
     // The last block leaves the counters as it found them, for the next launch.
-    if (threadIdx.x == 0 && atomicAdd(&p.counters[1], 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;
+    if (all > blocks && threadIdx.x == 0 &&
+        atomicAdd(&p.counters[1], 1) == blocks - 1) p.counters[0] = p.counters[1] = 0;
   }
 };
 
@@ -658,8 +674,9 @@ struct Consumer {
   u32 probabilities[TILE_KV / 4] = {};
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
-  float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
+  float factor[2] = {};  // of O and of the sums, to follow their maxima
   float limit[2] = {};  // of P, beyond which a row's maximum follows
+  float added[2] = {};  // to the sums by a tile
   u32 moved = 0;  // lanes whose maxima are not those of O any more
 
   // Read where it is used: registers are for fragments.
@@ -767,12 +784,8 @@ struct Consumer {
 
   // O and the sums follow the maxima.
   DEVICE void rescale() {
-    float factor[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      factor[r] = ex2(before[r] - state.row_max[r]);
-      state.sum[r] *= factor[r];
-    }
+    state.sum[0] *= factor[0];
+    state.sum[1] *= factor[1];
     multiply_rows(o, factor);
   }
 
@@ -785,11 +798,9 @@ struct Consumer {
   // S becomes P after a look at its maxima.  Lane 0 or 1 releases K: which one depends on the maxima, since ptxas moves
   // the wait for O up to here, and these at least shall be found under the product.
   DEVICE void softmax(S& s) {
-    before[0] = state.row_max[0];
-    before[1] = state.row_max[1];
     float highest[2];
     highest_by_integers(s, highest);
-    moved = __ballot_sync(~0u, follow(state.row_max, highest, scale, limit));
+    moved = __ballot_sync(~0u, follow(state.row_max, highest, scale, limit, factor));
     release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
     exponentiate_rows(s, scale, state.row_max, added);
@@ -948,7 +959,14 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     init(shared.next_pipe, 1);
     fence_mbarrier_init();
   }
+  if (threadIdx.x == 32) {
+    prefetch_tensor_map(map_q);
+    prefetch_tensor_map(map_k);
+    prefetch_tensor_map(map_v);
+  }
   __syncthreads();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {

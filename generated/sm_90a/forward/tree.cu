@@ -2,11 +2,12 @@
 // A tree of drafts behind a text: a draft sees the drafts that `drafts` says, and all of the text before it.
 //
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     128 queries x 80 keys, 3 stages, q in shared memory
+// tile     128 queries x 128 keys, 2 stages, q in shared memory
 // roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 56 registers per thread; 8 consumer warps of 224
-// shared   q 65536 + k 61440 + v 61440 + control 1024 = 189440 bytes
-// made by  flashgen emit tree --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x80 --stages 3
-//          --q-stages 2
+// launch   overlapping: each kernel of a call starts while the one before it on the stream ends, and waits for it
+// shared   q 65536 + k 65536 + v 65536 + control 1024 = 197632 bytes
+// made by  flashgen emit tree --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x128
+//          --stages 2 --q-stages 2
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__
@@ -52,6 +53,9 @@ DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
 // ---------------------------------------------------------------- TMA: boxes of a tensor to shared memory
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap, passed by value
 
+// On its way to where copies look it up.
+DEVICE void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" :: "l"(&map)); }
+
 // The box at these coordinates of a four-dimensional tensor, innermost first; what lies outside the tensor becomes
 // zero.  Its bytes count on `barrier`.
 DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0, int c1, int c2, int c3) {
@@ -94,6 +98,13 @@ DEVICE void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
+// ---------------------------------------------------------------- griddepcontrol: kernels that start before others end
+// Until the kernel before this one on its stream has ended, and all that it wrote is there to see.
+DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The kernel behind this one may start once all blocks have come here: its blocks take the places of those that leave.
+DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
 // Orders the registers and shared memory that this thread wrote before the products that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -129,36 +140,44 @@ DEVICE u64 matrix_descriptor(const void* operand, u32 leading_bytes) {
 DEVICE u64 advance_bytes(u64 descriptor, int bytes) { return descriptor + (bytes >> 4); }
 
 // s = q k^T over the first 16 columns: what s held is not read.
-DEVICE void wgmma_qk_first(float (&d)[40], u64 a, u64 b) {
+DEVICE void wgmma_qk_first(float (&d)[64], u64 a, u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39"
-      "}, %40, %41, p, 1, 1, 0, 0;\n}"
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 0;\n}"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
         "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
         "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]),
         "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]),
-        "=f"(d[32]), "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39])
+        "=f"(d[32]), "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39]),
+        "=f"(d[40]), "=f"(d[41]), "=f"(d[42]), "=f"(d[43]), "=f"(d[44]), "=f"(d[45]), "=f"(d[46]), "=f"(d[47]),
+        "=f"(d[48]), "=f"(d[49]), "=f"(d[50]), "=f"(d[51]), "=f"(d[52]), "=f"(d[53]), "=f"(d[54]), "=f"(d[55]),
+        "=f"(d[56]), "=f"(d[57]), "=f"(d[58]), "=f"(d[59]), "=f"(d[60]), "=f"(d[61]), "=f"(d[62]), "=f"(d[63])
       : "l"(a), "l"(b));
 }
 
 // s += q k^T over 16 columns.
-DEVICE void wgmma_qk(float (&d)[40], u64 a, u64 b) {
+DEVICE void wgmma_qk(float (&d)[64], u64 a, u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39"
-      "}, %40, %41, p, 1, 1, 0, 0;\n}"
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 0;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
         "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(a), "l"(b));
 }
 
@@ -308,13 +327,17 @@ template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&hi
 }
 
 // The maxima follow the highest of S, scaled, where its P is more than the row's limit: true if one of this lane's did.
-DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, const float (&limit)[2]) {
+// What was added up so far is to be multiplied by `factor`, which the comparison takes: it is there when O is.
+DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, const float (&limit)[2],
+                   float (&factor)[2]) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    moves[r] = ex2(fmaf(highest[r], scale, -row_max[r])) > limit[r];
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
-    if (moves[r]) row_max[r] = fmaf(highest[r], scale, 0.f);
+    const float to = fmaf(highest[r], scale, 0.f), down = ex2(row_max[r] - to);
+    moves[r] = down * limit[r] < 1.f;
+    if (moves[r]) row_max[r] = to;
+    factor[r] = moves[r] ? down : 1.f;
   }
   return moves[0] || moves[1];
 }
@@ -377,10 +400,10 @@ template <typename T> DEVICE Range<T> range_clamp_index(Range<T> i, int size) {
 }
 
 // ---------------------------------------------------------------- plan
-constexpr int WARPGROUPS = 2, TILE_Q = 64 * WARPGROUPS, TILE_KV = 80;  // rows of q and o, and of k and v, in a tile
+constexpr int WARPGROUPS = 2, TILE_Q = 64 * WARPGROUPS, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
 constexpr int V_HEAD_DIM = 128;  // columns of v and o
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // of q and k, and of v and o, in a product: whole steps of 16
-constexpr int STAGES = 3, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
+constexpr int STAGES = 2, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
 constexpr int O_BARRIER = 4;  // named barriers of the warpgroups
@@ -442,7 +465,7 @@ struct alignas(1024) Shared {
   u64 o_full[Q_STAGES][WARPGROUPS];
   Pipe<STAGES> k_pipe, v_pipe;
 };
-static_assert(sizeof(Shared) == 189440, "what the plan counted");
+static_assert(sizeof(Shared) == 197632, "what the plan counted");
 
 struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped to the problem
 
@@ -557,17 +580,18 @@ struct Scheduler {
     return {p.q_tiles - 1 - rest / width, head % p.heads, head / p.heads, 1};
   }
 
+  // The first one by the block's own number; nobody counts where each block has but one.
   DEVICE void run() {
-    while (true) {
-      int index;
-      if (threadIdx.x == 0) index = atomicAdd(&p.counters[0], 1);
-      index = __shfl_sync(~0u, index, 0);
-      if (index >= p.q_tiles * p.heads * p.batch) break;
+    const int all = p.q_tiles * p.heads * p.batch, blocks = gridDim.x;
+    for (int index = blockIdx.x; index < all; index = __shfl_sync(~0u, index, 0)) {
       send_all(locate(index));
+      if (all <= blocks) break;
+      if (threadIdx.x == 0) index = blocks + atomicAdd(&p.counters[0], 1);
     }
     send(Work{-1, 0, 0, 0});
     // The last block leaves the counters as it found them, for the next launch.
-    if (threadIdx.x == 0 && atomicAdd(&p.counters[1], 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;
+    if (all > blocks && threadIdx.x == 0 &&
+        atomicAdd(&p.counters[1], 1) == blocks - 1) p.counters[0] = p.counters[1] = 0;
   }
 };
 
@@ -707,8 +731,9 @@ struct Consumer {
   u32 probabilities[TILE_KV / 4] = {};
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
-  float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
+  float factor[2] = {};  // of O and of the sums, to follow their maxima
   float limit[2] = {};  // of P, beyond which a row's maximum follows
+  float added[2] = {};  // to the sums by a tile
   u32 moved = 0;  // lanes whose maxima are not those of O any more
 
   // Read where it is used: registers are for fragments.
@@ -827,12 +852,8 @@ struct Consumer {
 
   // O and the sums follow the maxima.
   DEVICE void rescale() {
-    float factor[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      factor[r] = ex2(before[r] - state.row_max[r]);
-      state.sum[r] *= factor[r];
-    }
+    state.sum[0] *= factor[0];
+    state.sum[1] *= factor[1];
     multiply_rows(o, factor);
   }
 
@@ -845,11 +866,9 @@ struct Consumer {
   // S becomes P after a look at its maxima.  Lane 0 or 1 releases K: which one depends on the maxima, since ptxas moves
   // the wait for O up to here, and these at least shall be found under the product.
   DEVICE void softmax(S& s) {
-    before[0] = state.row_max[0];
-    before[1] = state.row_max[1];
     float highest[2];
     highest_by_integers(s, highest);
-    moved = __ballot_sync(~0u, follow(state.row_max, highest, scale, limit));
+    moved = __ballot_sync(~0u, follow(state.row_max, highest, scale, limit, factor));
     release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
     exponentiate_rows(s, scale, state.row_max, added);
@@ -1008,7 +1027,14 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     init(shared.next_pipe, 1);
     fence_mbarrier_init();
   }
+  if (threadIdx.x == 32) {
+    prefetch_tensor_map(map_q);
+    prefetch_tensor_map(map_k);
+    prefetch_tensor_map(map_v);
+  }
   __syncthreads();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {

@@ -499,8 +499,9 @@ attention_forward(const __grid_constant__ Params p) {
 
 // ---------------------------------------------------------------- combine: o of its parts, by a warp for each row
 constexpr int COMBINE_WARPS = 4;  // of a block
-constexpr int COMBINE_BLOCKS = 8;  // of an SM: registers for as many loads as are unrolled
+constexpr int COMBINE_BLOCKS = 4;  // of an SM: registers for as many parts as are on their way
 constexpr int GROUPS = (V_HEAD_DIM + 127) / 128;  // of four columns of o in a lane
+constexpr int COMBINE_PARTS = 16 / GROUPS;  // of a row, on their way at once
 
 DEVICE float warp_max(float x) {
 #pragma unroll
@@ -543,14 +544,27 @@ attention_combine(const __grid_constant__ Params p) {
       for (int i = 0; i < GROUPS; i++) scale_part(o[i], factor);
     }
     const float weight = sees ? ex2(part.x - row_max) : 0.f;
-#pragma unroll 8
-    for (int i = 0; i < __popc(written); i++) {  // the first ones
-      const float of_part = __shfl_sync(~0u, weight, i);
-      sum = fmaf(of_part, __shfl_sync(~0u, part.y, i), sum);
-      const float4* const from = (const float4*)(p.part_o + (parts + first + i) * V_HEAD_DIM);
+    const int count = __popc(written);  // the first ones
+#pragma unroll 1
+    for (int start = 0; start < count; start += COMBINE_PARTS) {
+      float4 parts_of_o[COMBINE_PARTS][GROUPS];
 #pragma unroll
-      for (int group = 0; group < GROUPS; group++)
-        if (32 * group + lane < V_HEAD_DIM / 4) add_part(o[group], of_part, from[32 * group + lane]);
+      for (int i = 0; i < COMBINE_PARTS; i++)
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++)
+          if (start + i < count && 32 * group + lane < V_HEAD_DIM / 4)
+            parts_of_o[i][group] =
+                ((const float4*)(p.part_o + (parts + first + start + i) * V_HEAD_DIM))[32 * group + lane];
+          else parts_of_o[i][group] = {};
+#pragma unroll
+      for (int i = 0; i < COMBINE_PARTS; i++) {
+        const float of_part = __shfl_sync(~0u, weight, start + i);
+        const float sum_of_part = __shfl_sync(~0u, part.y, start + i);
+        if (start + i >= count) break;
+        sum = fmaf(of_part, sum_of_part, sum);
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) add_part(o[group], of_part, parts_of_o[i][group]);
+      }
     }
   }
   const float factor = sum == 0.f ? 0.f : rcp(sum);

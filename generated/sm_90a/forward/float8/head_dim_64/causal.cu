@@ -4,11 +4,12 @@
 // visible  k <= q
 // plan     hopper on sm_90a, float8_e4m3fn, head_dim 64; o bfloat16, default P (error of o 1.1x exact's; 1.1x, 1.0x on
 //          peaked rows)
-// tile     192 queries x 128 keys, 3 stages, q in shared memory
-// roles    1 scheduler, 1 loader, 2 transposer warps of 40 registers per thread; 12 consumer warps of 152
-// shared   q 49152 + k 49152 + v 49152 + v turned over 24576 + ones 1024 + control 1024 = 174080 bytes
+// tile     192 queries x 128 keys, 4 stages, q in shared memory
+// roles    1 loader, 3 transposer warps of 56 registers per thread; 12 consumer warps of 152
+// launch   overlapping: each kernel of a call starts while the one before it on the stream ends, and waits for it
+// shared   q 24576 + k 32768 + v 16384 + v turned over 36864 + control 1024 = 111616 bytes
 // made by  flashgen emit causal --arch sm_90a --pipeline hopper --dtype float8_e4m3fn --head-dim 64 --tile 192x128
-//          --stages 3 --q-stages 2
+//          --stages 4 --q-stages 2
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__
@@ -59,6 +60,9 @@ DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
 // ---------------------------------------------------------------- TMA: boxes of a tensor to shared memory
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap, passed by value
 
+// On its way to where copies look it up.
+DEVICE void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" :: "l"(&map)); }
+
 // The box at these coordinates of a four-dimensional tensor, innermost first; what lies outside the tensor becomes
 // zero.  Its bytes count on `barrier`.
 DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0, int c1, int c2, int c3) {
@@ -79,6 +83,13 @@ template <int REGISTERS> DEVICE void setmaxnreg_inc() {
 template <int REGISTERS> DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
+
+// ---------------------------------------------------------------- griddepcontrol: kernels that start before others end
+// Until the kernel before this one on its stream has ended, and all that it wrote is there to see.
+DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The kernel behind this one may start once all blocks have come here: its blocks take the places of those that leave.
+DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
 // Orders the registers and shared memory that this thread wrote before the products that follow.
@@ -110,6 +121,13 @@ DEVICE u64 matrix_descriptor(const void* operand, u32 leading_bytes) {
   constexpr u64 SWIZZLE_128B = 1ull << 62;
   return (u64)((shared_address(operand) & 0x3FFFF) >> 4) | (u64)(leading_bytes >> 4) << 16 | (u64)(1024 >> 4) << 32 |
          SWIZZLE_128B;
+}
+
+// The same of rows of 64 bytes, K-major.
+DEVICE u64 narrow_matrix_descriptor(const void* operand, u32 leading_bytes) {
+  constexpr u64 SWIZZLE_64B = 2ull << 62;
+  return (u64)((shared_address(operand) & 0x3FFFF) >> 4) | (u64)(leading_bytes >> 4) << 16 | (u64)(512 >> 4) << 32 |
+         SWIZZLE_64B;
 }
 
 DEVICE u64 advance_bytes(u64 descriptor, int bytes) { return descriptor + (bytes >> 4); }
@@ -157,54 +175,36 @@ DEVICE void wgmma_qk(float (&d)[64], u64 a, u64 b) {
 }
 
 // partial = p v over the first 32 keys: what partial held is not read.
-DEVICE void wgmma_pv_first(float (&d)[32], const u32 (&a)[4], u64 b) {
+DEVICE void wgmma_pv_first(float (&d)[36], const u32 (&a)[4], u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+      "wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e4m3 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, %36, p, 1, 1;\n}"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35"
+      "}, {%36, %37, %38, %39}, %40, p, 1, 1;\n}"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
         "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
         "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]),
-        "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31])
+        "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]),
+        "=f"(d[32]), "=f"(d[33]), "=f"(d[34]), "=f"(d[35])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // partial += p v over 32 keys.
-DEVICE void wgmma_pv(float (&d)[32], const u32 (&a)[4], u64 b) {
+DEVICE void wgmma_pv(float (&d)[36], const u32 (&a)[4], u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+      "wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e4m3 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, %36, p, 1, 1;\n}"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35"
+      "}, {%36, %37, %38, %39}, %40, p, 1, 1;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-// sums = p times ones over the first 32 keys: what sums held is not read.
-DEVICE void wgmma_sums_first(float (&d)[4], const u32 (&a)[4], u64 b) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3"
-      "}, {%4, %5, %6, %7}, %8, p, 1, 1;\n}"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-// sums += p times ones over 32 keys.
-DEVICE void wgmma_sums(float (&d)[4], const u32 (&a)[4], u64 b) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3"
-      "}, {%4, %5, %6, %7}, %8, p, 1, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
@@ -379,15 +379,17 @@ enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visi
 constexpr int WARPGROUPS = 3, TILE_Q = 64 * WARPGROUPS, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
 constexpr int V_HEAD_DIM = 64;  // columns of v and o
 constexpr int QK_COLUMNS = 64, V_COLUMNS = 64;  // of q and k, and of v and o, in a product: whole steps of 32
-constexpr int STAGES = 3, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
+constexpr int STAGES = 4, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
 constexpr int PIECE = 64;  // columns of P V that are multiplied at a time
 constexpr int KEYS_ACROSS = 128;  // in a row of V that is turned over
+constexpr int V_STAGES = 2;  // tiles of v as stored
 constexpr float OFFSET = 8.f;  // P of a row's highest score, as a power of two: e4m3 ends at 448
+constexpr int ONES = 8;  // rows of ones behind those of V turned over: P times them is the sums of P
 constexpr int BITS = 4;  // of eight words of P those whose code is 8 (7 + log2 P), rounded in the last bits of a half
 constexpr float CODE = 0x1p-21f, CODE_OF_ONE = 3.310561180114746e-06f;  // 8 and 56 as such bits: least is 2^-24
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 152;
+constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 152;
 
 typedef u16 bf16;
 
@@ -427,16 +429,14 @@ struct Params {
 };
 static_assert(sizeof(Params) == 192, "what the host packs");
 
-// Tiles as TMA writes and wgmma reads them: boxes of 128 columns, rows of 128 bytes, swizzled.
-typedef fp8 QTile[(QK_COLUMNS + 127) / 128][64][128];  // the rows of one warpgroup
+// Tiles as TMA writes and wgmma reads them: boxes of 64 columns, rows of 64 bytes, swizzled.
+typedef fp8 QTile[(QK_COLUMNS + 63) / 64][64][64];  // the rows of one warpgroup
 
-typedef fp8 KTile[(QK_COLUMNS + 127) / 128][TILE_KV][128];
+typedef fp8 KTile[(QK_COLUMNS + 63) / 64][TILE_KV][64];
 
-typedef fp8 VTile[(V_COLUMNS + 127) / 128][TILE_KV][128];
+typedef fp8 VTile[(V_COLUMNS + 63) / 64][TILE_KV][64];
 
-typedef fp8 TurnedTile[V_COLUMNS][KEYS_ACROSS];  // V^T: a row is a column of v
-
-typedef fp8 OnesTile[8][KEYS_ACROSS];
+typedef fp8 TurnedTile[V_COLUMNS + ONES][KEYS_ACROSS];  // V^T: a row is a column of v
 
 struct QorO { QTile q; };
 
@@ -449,21 +449,21 @@ struct alignas(16) Step { int tile, masked, last; };
 struct alignas(1024) Shared {
   QorO q_or_o[Q_STAGES][WARPGROUPS];
   KTile k[STAGES];
-  VTile v[STAGES];
+  VTile v[V_STAGES];
   TurnedTile turned[STAGES];
-  OnesTile ones;
   float q_descale[Q_STAGES][WARPGROUPS];
-  float k_descale[STAGES], v_descale[STAGES], turned_descale[STAGES];
-  int v_loaded[STAGES];  // 0: no tile is left
+  float k_descale[STAGES], turned_descale[STAGES];
+  float v_descale[V_STAGES];
+  int v_keys[V_STAGES];  // of a tile of V; 0: none is left
   Work work[WORK_STAGES];
-  Step next[2], step[STAGES];  // what to load next, what k holds
-  Pipe<2> next_pipe;
+  Step step[STAGES];  // what k holds
   Pipe<WORK_STAGES> work_pipe;
   Pipe<Q_STAGES> q_pipe[WARPGROUPS];
-  Pipe<STAGES> k_pipe, v_pipe;
+  Pipe<STAGES> k_pipe;
+  Pipe<V_STAGES> v_pipe;
   Pipe<STAGES> turned_pipe;
 };
-static_assert(sizeof(Shared) == 174080, "what the plan counted");
+static_assert(sizeof(Shared) == 111616, "what the plan counted");
 
 struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped to the problem
 
@@ -491,29 +491,125 @@ DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
   return hidden ? PARTIAL : FULL;
 }
 
+// ---------------------------------------------------------------- loader: one thread that copies tiles to consumers
+struct Loader {
+  Shared& shared;
+  const TensorMap &map_q, &map_k, &map_v;
+  const Params& p;
+  Ring<Q_STAGES> q_ring = {};
+  Ring<STAGES> k_ring = {};
+  Ring<V_STAGES> v_ring = {};
+
+  DEVICE void load_q(const Work& work) {
+    const int first = work.q_tile * TILE_Q;
+#pragma unroll 1
+    for (int w = 0; w < WARPGROUPS; w++) {
+      u64& full = shared.q_pipe[w].full[q_ring.stage()];
+      await_empty(shared.q_pipe[w], q_ring);
+      shared.q_descale[q_ring.stage()][w] = q_descale(work, first + w * 64);
+      mbarrier_arrive_expect_tx(full, sizeof(QTile));
+#pragma unroll
+      for (int d = 0; d < QK_COLUMNS; d += 64)
+        tma_load_4d(shared.q_or_o[q_ring.stage()][w].q[d / 64], map_q, full, d, first + w * 64, work.h, work.b);
+    }
+    q_ring.passed++;
+  }
+
+  // Into the stage that `full` is of, which is empty.
+  DEVICE void copy_k(u64& full, int tile, int kv_head, int b) {
+    mbarrier_arrive_expect_tx(full, sizeof(KTile));
+#pragma unroll
+    for (int d = 0; d < QK_COLUMNS; d += 64)
+      tma_load_4d(shared.k[k_ring.stage()][d / 64], map_k, full, d, tile * TILE_KV, kv_head, b);
+    k_ring.passed++;
+  }
+
+  DEVICE void load_v(int tile, int kv_head, int b) {
+    u64& full = shared.v_pipe.full[v_ring.stage()];
+    const float descale = v_descale(tile, kv_head, b);
+    await_empty(shared.v_pipe, v_ring);
+    shared.v_descale[v_ring.stage()] = descale;
+    shared.v_keys[v_ring.stage()] = min(p.kv_len - tile * TILE_KV, TILE_KV);
+    mbarrier_arrive_expect_tx(full, sizeof(VTile));
+#pragma unroll
+    for (int d = 0; d < V_COLUMNS; d += 64)
+      tma_load_4d(shared.v[v_ring.stage()][d / 64], map_v, full, d, tile * TILE_KV, kv_head, b);
+    v_ring.passed++;
+  }
+
+  // What elements of 64 rows of q count by, which may lie beyond the last, and those of a tile of K and of V.
+  DEVICE float q_descale(const Work& work, int row) {
+    const i64 head = work.h / p.q_descale_heads * p.q_descale_head;
+    return p.q_descale[work.b * p.q_descale_batch + head + (min(row, p.q_len - 1) >> p.q_block_log2) * p.q_descale_row];
+  }
+
+  DEVICE float k_descale(int tile, int kv_head, int b) {
+    const i64 block = tile * TILE_KV >> p.k_block_log2;
+    return p.k_descale[b * p.k_descale_batch + kv_head * p.k_descale_head + block * p.k_descale_row];
+  }
+
+  DEVICE float v_descale(int tile, int kv_head, int b) {
+    const i64 block = tile * TILE_KV >> p.v_block_log2;
+    return p.v_descale[b * p.v_descale_batch + kv_head * p.v_descale_head + block * p.v_descale_row];
+  }
+
+  // Tells those who turn V over that there is no more.
+  DEVICE void end_v() {
+    await_empty(shared.v_pipe, v_ring);
+    shared.v_keys[v_ring.stage()] = 0;
+    mbarrier_arrive(shared.v_pipe.full[v_ring.stage()]);
+  }
+
+  Work of = {};  // the tile of queries whose keys are loaded
+  int kv_head = 0;
+  int before = -1;  // the tile of K before, whose V is to follow; -1: there was none
+
+  // What follows is of this tile of queries, or nothing does.
+  DEVICE void load(const Work& work) {
+    if (work.q_tile < 0) end_v();
+    of = work;
+    kv_head = work.h / (p.heads / p.kv_heads);
+  }
+
+  // K one tile ahead of V: the order in which the consumers use them.
+  DEVICE void load_step(const Step& step) {
+    const float descale = k_descale(step.tile, kv_head, of.b);
+    await_empty(shared.k_pipe, k_ring);
+    shared.k_descale[k_ring.stage()] = descale;
+    shared.step[k_ring.stage()] = step;
+    copy_k(shared.k_pipe.full[k_ring.stage()], step.tile, kv_head, of.b);
+    if (before < 0) load_q(of);
+    else load_v(before, kv_head, of.b);
+    before = step.tile;
+    if (!step.last) return;
+    load_v(step.tile, kv_head, of.b);
+    before = -1;
+  }
+
+};
+
 // ---------------------------------------------------------------- scheduler: one warp that hands out tiles
 struct Scheduler {
   Shared& shared;
   const Params& p;
-  Ring<2> next_ring = {};
+  Loader loader;
   Ring<WORK_STAGES> work_ring = {};
 
+  // Lane 0 loads what it tells the consumers of.
   DEVICE void send(const Work& work) {
     if (threadIdx.x == 0) {
       await_empty(shared.work_pipe, work_ring);
       shared.work[work_ring.stage()] = work;
       mbarrier_arrive(shared.work_pipe.full[work_ring.stage()]);
+      loader.load(work);
     }
+    __syncwarp();
     work_ring.passed++;
   }
 
   DEVICE void send_step(const Step& step) {
-    if (threadIdx.x == 0) {
-      await_empty(shared.next_pipe, next_ring);
-      shared.next[next_ring.stage()] = step;
-      mbarrier_arrive(shared.next_pipe.full[next_ring.stage()]);
-    }
-    next_ring.passed++;
+    if (threadIdx.x == 0) loader.load_step(step);
+    __syncwarp();
   }
 
   // The tiles of keys that see a tile of queries, from the last to the first: 32 at a time, each judged by one lane.
@@ -548,143 +644,27 @@ struct Scheduler {
     return {p.q_tiles - 1 - rest / width, head % p.heads, head / p.heads, 1};
   }
 
+  // The first one by the block's own number; nobody counts where each block has but one.
   DEVICE void run() {
-    while (true) {
-      int index;
-      if (threadIdx.x == 0) index = atomicAdd(&p.counters[0], 1);
-      index = __shfl_sync(~0u, index, 0);
-      if (index >= p.q_tiles * p.heads * p.batch) break;
+    const int all = p.q_tiles * p.heads * p.batch, blocks = gridDim.x;
+    for (int index = blockIdx.x; index < all; index = __shfl_sync(~0u, index, 0)) {
       send_all(locate(index));
+      if (all <= blocks) break;
+      if (threadIdx.x == 0) index = blocks + atomicAdd(&p.counters[0], 1);
     }
     send(Work{-1, 0, 0, 0});
     // The last block leaves the counters as it found them, for the next launch.
-    if (threadIdx.x == 0 && atomicAdd(&p.counters[1], 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;
-  }
-};
-
-// ---------------------------------------------------------------- loader: one thread that copies tiles to consumers
-struct Loader {
-  Shared& shared;
-  const TensorMap &map_q, &map_k, &map_v;
-  const Params& p;
-  Ring<WORK_STAGES> work_ring = {};
-  Ring<2> next_ring = {};
-  Ring<Q_STAGES> q_ring = {};
-  Ring<STAGES> k_ring = {}, v_ring = {};
-
-  DEVICE Work receive() {
-    await_full(shared.work_pipe, work_ring);
-    const Work work = shared.work[work_ring.stage()];
-    release(shared.work_pipe, work_ring);
-    work_ring.passed++;
-    return work;
-  }
-
-  DEVICE void load_q(const Work& work) {
-    const int first = work.q_tile * TILE_Q;
-#pragma unroll 1
-    for (int w = 0; w < WARPGROUPS; w++) {
-      u64& full = shared.q_pipe[w].full[q_ring.stage()];
-      await_empty(shared.q_pipe[w], q_ring);
-      shared.q_descale[q_ring.stage()][w] = q_descale(work, first + w * 64);
-      mbarrier_arrive_expect_tx(full, sizeof(QTile));
-#pragma unroll
-      for (int d = 0; d < QK_COLUMNS; d += 128)
-        tma_load_4d(shared.q_or_o[q_ring.stage()][w].q[d / 128], map_q, full, d, first + w * 64, work.h, work.b);
-    }
-    q_ring.passed++;
-  }
-
-  // Into the stage that `full` is of, which is empty.
-  DEVICE void copy_k(u64& full, int tile, int kv_head, int b) {
-    mbarrier_arrive_expect_tx(full, sizeof(KTile));
-#pragma unroll
-    for (int d = 0; d < QK_COLUMNS; d += 128)
-      tma_load_4d(shared.k[k_ring.stage()][d / 128], map_k, full, d, tile * TILE_KV, kv_head, b);
-    k_ring.passed++;
-  }
-
-  DEVICE void load_v(int tile, int kv_head, int b) {
-    u64& full = shared.v_pipe.full[v_ring.stage()];
-    const float descale = v_descale(tile, kv_head, b);
-    await_empty(shared.v_pipe, v_ring);
-    shared.v_descale[v_ring.stage()] = descale;
-    shared.v_loaded[v_ring.stage()] = 1;
-    mbarrier_arrive_expect_tx(full, sizeof(VTile));
-#pragma unroll
-    for (int d = 0; d < V_COLUMNS; d += 128)
-      tma_load_4d(shared.v[v_ring.stage()][d / 128], map_v, full, d, tile * TILE_KV, kv_head, b);
-    v_ring.passed++;
-  }
-
-  // What elements of 64 rows of q count by, and those of a tile of K and of V.
-  DEVICE float q_descale(const Work& work, int row) {
-    const i64 head = work.h / p.q_descale_heads * p.q_descale_head;
-    return p.q_descale[work.b * p.q_descale_batch + head + (row >> p.q_block_log2) * p.q_descale_row];
-  }
-
-  DEVICE float k_descale(int tile, int kv_head, int b) {
-    const i64 block = tile * TILE_KV >> p.k_block_log2;
-    return p.k_descale[b * p.k_descale_batch + kv_head * p.k_descale_head + block * p.k_descale_row];
-  }
-
-  DEVICE float v_descale(int tile, int kv_head, int b) {
-    const i64 block = tile * TILE_KV >> p.v_block_log2;
-    return p.v_descale[b * p.v_descale_batch + kv_head * p.v_descale_head + block * p.v_descale_row];
-  }
-
-  // Tells those who turn V over that there is no more.
-  DEVICE void end_v() {
-    await_empty(shared.v_pipe, v_ring);
-    shared.v_loaded[v_ring.stage()] = 0;
-    mbarrier_arrive(shared.v_pipe.full[v_ring.stage()]);
-  }
-
-  DEVICE Step next() {
-    await_full(shared.next_pipe, next_ring);
-    const Step step = shared.next[next_ring.stage()];
-    release(shared.next_pipe, next_ring);
-    next_ring.passed++;
-    return step;
-  }
-
-  DEVICE void load_k(const Step& step, int kv_head, int b) {
-    u64& full = shared.k_pipe.full[k_ring.stage()];
-    const float descale = k_descale(step.tile, kv_head, b);
-    await_empty(shared.k_pipe, k_ring);
-    shared.k_descale[k_ring.stage()] = descale;
-    shared.step[k_ring.stage()] = step;
-    copy_k(full, step.tile, kv_head, b);
-  }
-
-  // K one tile ahead of V: the order in which the consumers use them.
-  DEVICE void load_tiles(const Work& work, int kv_head) {
-    Step step = {};
-#pragma unroll 1
-    for (int before = -1; !step.last; before = step.tile) {
-      step = next();
-      load_k(step, kv_head, work.b);
-      if (before < 0) load_q(work);
-      else load_v(before, kv_head, work.b);
-    }
-    load_v(step.tile, kv_head, work.b);
-  }
-
-  DEVICE void run() {
-    while (true) {
-      const Work work = receive();
-      if (work.q_tile < 0) break;
-      if (work.visible) load_tiles(work, work.h / (p.heads / p.kv_heads));
-    }
-    end_v();
+    if (all > blocks && threadIdx.x == 0 &&
+        atomicAdd(&p.counters[1], 1) == blocks - 1) p.counters[0] = p.counters[1] = 0;
   }
 };
 
 // ---------------------------------------------------------------- transposers: warps that turn V over
 struct Transposer {
   Shared& shared;
-  static constexpr int WARPS = 2, FIRST = 2;
-  Ring<STAGES> v_ring = {};
+  static constexpr int WARPS = 3, FIRST = 1;
+  Ring<V_STAGES> v_ring = {};
+  Ring<STAGES> turned_ring = {};
 
   // V [key][column] becomes V^T [column][key], 32 keys by 16 columns at a time: read as pairs of bytes and turned over
   // by ldmatrix, bytes sorted, written by stmatrix.  Nothing is shuffled, since two orders are taken as they come:
@@ -694,11 +674,11 @@ struct Transposer {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int d = (threadIdx.x / 32 - FIRST) * 16; d < V_COLUMNS; d += WARPS * 16) {
-      const fp8* const from = &v[d / 128][lane][(d % 128 / 16 ^ lane % 8) * 16];
+      const fp8* const from = &v[d / 64][lane][(d % 64 / 16 ^ lane / 2 % 4) * 16];
       fp8(&to)[KEYS_ACROSS] = turned[d + lane % 16];
       u32 x[TILE_KV / 32][4];
 #pragma unroll
-      for (int i = 0; i < TILE_KV / 32; i++) ldmatrix_x4_trans(x[i], shared_address(from + i * 32 * 128));
+      for (int i = 0; i < TILE_KV / 32; i++) ldmatrix_x4_trans(x[i], shared_address(from + i * 32 * 64));
 #pragma unroll
       for (int i = 0; i < TILE_KV / 32; i++)
         stmatrix_x4(&to[((2 * i + lane / 16) ^ lane % 8) * 16],
@@ -709,18 +689,20 @@ struct Transposer {
 
   DEVICE void run() {
     while (true) {
-      const int stage = v_ring.stage();
+      const int stage = v_ring.stage(), to = turned_ring.stage();
       await_full(shared.v_pipe, v_ring);
-      if (!shared.v_loaded[stage]) break;
+      const int keys = shared.v_keys[stage];
+      if (keys == 0) break;
       const float descale = shared.v_descale[stage];
-      await_empty(shared.turned_pipe, v_ring);
-      turn(shared.v[stage], shared.turned[stage]);
-      if (threadIdx.x == FIRST * 32) shared.turned_descale[stage] = descale;
+      await_empty(shared.turned_pipe, turned_ring);
+      turn(shared.v[stage], shared.turned[to]);
+      if (threadIdx.x == FIRST * 32) shared.turned_descale[to] = descale;
       fence_proxy_async();
       __syncwarp();
       release(shared.v_pipe, v_ring);
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.turned_pipe.full[stage]);
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.turned_pipe.full[to]);
       v_ring.passed++;
+      turned_ring.passed++;
     }
   }
 };
@@ -735,15 +717,15 @@ struct Consumer {
   // This thread's first row and column of a tile.
   const int row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
   float scale = 0.f;  // of S of the tile in hand, in the exponent
-  float v_descale = 0.f, partial[PIECE / 2] = {};  // of P V of the tile before
-  float row_sums[4] = {};  // of P of the tile before
+  float v_descale = 0.f, partial[PIECE / 2 + ONES / 2] = {};  // of P V of the tile before
   Ring<WORK_STAGES> work_ring = {};
   Ring<Q_STAGES> q_ring = {};
   Ring<STAGES> k_ring = {}, v_ring = {};
   u32 probabilities[TILE_KV / 8] = {};
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
-  float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
+  float before[2] = {};  // the maxima of O and of the sums
+  float added[2] = {};  // to the sums by a tile
   u32 moved = 0;  // lanes whose maxima are not those of O any more
 
   // Read where it is used: registers are for fragments.
@@ -779,14 +761,15 @@ struct Consumer {
 
   // S = Q K^T, on its way
   DEVICE void issue_qk(S& s) {
-    const u64 k = advance_bytes(matrix_descriptor(shared.k, 16), k_ring.stage() * sizeof(KTile));
+    const u64 k = advance_bytes(narrow_matrix_descriptor(shared.k, 16), k_ring.stage() * sizeof(KTile));
     const u64 q =
-        advance_bytes(matrix_descriptor(&shared.q_or_o[0][warpgroup], 16), q_ring.stage() * sizeof(shared.q_or_o[0]));
+        advance_bytes(narrow_matrix_descriptor(&shared.q_or_o[0][warpgroup], 16),
+            q_ring.stage() * sizeof(shared.q_or_o[0]));
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < QK_COLUMNS; d += 32) {
-      const u64 q_part = advance_bytes(q, d / 128 * 64 * 128 + d % 128);
-      const u64 k_part = advance_bytes(k, d / 128 * TILE_KV * 128 + d % 128);
+      const u64 q_part = advance_bytes(q, d / 64 * 64 * 64 + d % 64);
+      const u64 k_part = advance_bytes(k, d / 64 * TILE_KV * 64 + d % 64);
       if (d == 0) wgmma_qk_first(s, q_part, k_part);
       else wgmma_qk(s, q_part, k_part);
     }
@@ -807,23 +790,10 @@ struct Consumer {
     wgmma_commit_group();
   }
 
-  // The sums of P of one tile of keys, on their way: P times a matrix of ones.
-  DEVICE void issue_sums() {
-    const u64 ones = matrix_descriptor(shared.ones, 16);
-    wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < TILE_KV; n += 32) {
-      const u32(&a)[4] = *(u32 (*)[4])&probabilities[n / 8];
-      if (n == 0) wgmma_sums_first(row_sums, a, ones);
-      else wgmma_sums(row_sums, a, advance_bytes(ones, n));
-    }
-  }
-
-  // The rows' sums grow by these; each of four lanes has all of a row's.
+  // The rows' sums grow by P times ones; each of four lanes has all of a row's.
   DEVICE void add_sums() {
-    pin(row_sums);
-    state.sum[0] = fmaf(row_sums[0], 0.25f, state.sum[0]);
-    state.sum[1] = fmaf(row_sums[2], 0.25f, state.sum[1]);
+    state.sum[0] = fmaf(partial[PIECE / 2], 0.25f, state.sum[0]);
+    state.sum[1] = fmaf(partial[PIECE / 2 + 2], 0.25f, state.sum[1]);
   }
 
   // O grows by these partial sums, in float32, by V's descale.
@@ -838,7 +808,6 @@ struct Consumer {
     await_full(shared.turned_pipe, v_ring);
     v_descale = shared.turned_descale[v_ring.stage()];
     pin_fragments(probabilities);
-    issue_sums();
 #pragma unroll
     for (int column = 0; column < V_COLUMNS; column += PIECE) {
       issue_piece(column);
@@ -858,16 +827,11 @@ struct Consumer {
     add_sums();
   }
 
-  // O of the tile before, then S of this K tile, on its way: registers hold one of them at a time.
-  DEVICE void issue_products(S& s) {
-    issue_pv();
-    await_pv();
-    await_full(shared.k_pipe, k_ring);
-    issue_qk(s);
-  }
-
-  DEVICE void await_scores(S& s) {
+  // The same, and K is released: before what S is used for, or ptxas does it last.
+  DEVICE void take_scores(S& s) {
     wgmma_wait_group<0>();
+    release(shared.k_pipe, k_ring);
+    k_ring.passed++;
     pin(s);
   }
 
@@ -898,25 +862,22 @@ struct Consumer {
 
   // O and the sums follow the maxima.
   DEVICE void rescale() {
-    float factor[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      factor[r] = ex2(before[r] - state.row_max[r]);
-      state.sum[r] *= factor[r];
-    }
+    const float factor[2] = {ex2(before[0] - state.row_max[0]), ex2(before[1] - state.row_max[1])};
+    state.sum[0] *= factor[0];
+    state.sum[1] *= factor[1];
     multiply_rows(o, factor);
   }
 
   // Maxima, which are exact: P of a row's highest score is 2^OFFSET.
-  DEVICE void softmax(S& s) {
-    release(shared.k_pipe, k_ring);
-    k_ring.passed++;
+  DEVICE void look(const S& s) {
     before[0] = state.row_max[0];
     before[1] = state.row_max[1];
     float highest[2];
     highest_by_integers(s, highest);
     moved = __ballot_sync(~0u, follow_exactly(state.row_max, highest, scale, OFFSET));
   }
+
+  DEVICE void forget() { state = nothing_seen(); }
 
   // S becomes P as products take it: of eight words BITS without an exponential.  The order of V's keys is that of S.
   DEVICE void round(const S& s) {
@@ -942,80 +903,41 @@ struct Consumer {
 
   // S becomes P; it is added up by the product with ones.
   DEVICE void to_probabilities(S& s) {
-    softmax(s);
+    look(s);
     round(s);
   }
 
-  // Score, mask and softmax of the first tile of a schedule; true if it is the last too.
-  DEVICE bool begin(S& s, Ring<WORK_STAGES> at) {
-    const Step step = shared.step[k_ring.stage()];
-    find_scale();
-    if (step.masked) apply_mask(s, work_at(at), step.tile);
-    cut(s, step.tile);
-    state = nothing_seen();
-    softmax(s);
-    return step.last;
-  }
-
   DEVICE void run() {
-    bool last;
 #pragma unroll 1
     while (true) {
       work_ring = await_visible(work_ring);
       if (work_at(work_ring).q_tile < 0) return;
       await_full(shared.q_pipe[warpgroup], q_ring);
-      {
+      forget();
+#pragma unroll
+      for (int i = 0; i < V_COLUMNS / 2; i++) o[i] = 0.f;
+      bool last = false;
+#pragma unroll 1
+      while (!last) {
         S s;
         await_full(shared.k_pipe, k_ring);
         issue_qk(s);
-        wgmma_wait_group<0>();
-        pin(s);
-        last = begin(s, work_ring);
-        round(s);
+        const Step step = shared.step[k_ring.stage()];
+        // a vote: so that ptxas knows all lanes to agree, and counts rings in uniform registers
+        last = __any_sync(~0u, step.last);
+        find_scale();
+        take_scores(s);
+        if (step.masked) apply_mask(s, work_at(work_ring), step.tile);
+        cut(s, step.tile);
+        to_probabilities(s);
+        if (moved) rescale();
+        issue_pv();
+        await_pv();
       }
-      bool more = true;
-      while (more) {
-#pragma unroll
-        for (int i = 0; i < V_COLUMNS / 2; i++) o[i] = 0.f;
-#pragma unroll 1
-        while (!last) {
-          S s;
-          issue_products(s);
-          const Step step = shared.step[k_ring.stage()];
-          last = step.last;
-          find_scale();
-          await_scores(s);
-          if (step.masked) apply_mask(s, work_at(work_ring), step.tile);
-          to_probabilities(s);
-          if (moved) rescale();
-        }
-        release(shared.q_pipe[warpgroup], q_ring);
-        q_ring.passed++;
-
-        // The last product of this tile runs beside the first of the next, if that sees a key.  No look beyond it: this
-        // tile has its stage until O is stored.
-        RowState done = state;
-        const Ring<WORK_STAGES> next = {work_ring.passed + 1};
-        const Work coming = await_work(next);
-        more = coming.q_tile >= 0 && coming.visible;
-        if (more) {
-          S s;
-          await_full(shared.q_pipe[warpgroup], q_ring);
-          issue_products(s);
-          await_scores(s);
-          done = state;
-          last = begin(s, next);
-          round(s);
-        } else {
-          pin(o);
-          pin_fragments(probabilities);
-          issue_pv();
-          await_pv();
-          done = state;
-        }
-        store(done);
-        work_ring = next;
-      }
+      release(shared.q_pipe[warpgroup], q_ring);
+      q_ring.passed++;
+      store(state);
+      work_ring.passed++;
     }
   }
 
@@ -1052,7 +974,8 @@ struct Consumer {
     }
     multiply_rows(o, factor);
     // A lane has four columns side by side of every 16.
-    bf16* const out = output(work, q) + threadIdx.x % 4 * 4;
+    const int lane = threadIdx.x % 4;
+    bf16* const out = output(work, q) + lane * 4;
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll
@@ -1064,10 +987,12 @@ struct Consumer {
   }
 };
 
-// Every element is 1.
-DEVICE void fill(OnesTile& ones) {
+// Rows of ones behind those of V, in each stage: e4m3, as it is.
+DEVICE void fill_ones(Shared& shared) {
+  constexpr int CHUNKS = ONES * KEYS_ACROSS / 16;
   constexpr u32 FOUR = 0x38383838;
-  if (threadIdx.x < sizeof(ones) / 16) ((uint4*)ones)[threadIdx.x] = make_uint4(FOUR, FOUR, FOUR, FOUR);
+  for (int i = threadIdx.x; i < STAGES * CHUNKS; i += THREADS)
+    ((uint4*)shared.turned[i / CHUNKS][V_COLUMNS])[i % CHUNKS] = make_uint4(FOUR, FOUR, FOUR, FOUR);
   fence_proxy_async();
 }
 
@@ -1080,21 +1005,26 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
   if (threadIdx.x == 0) {
     for (int w = 0; w < WARPGROUPS; w++) init(shared.q_pipe[w], 4);
     init(shared.k_pipe, 4 * WARPGROUPS);
-    init(shared.v_pipe, 2);
-    init(shared.work_pipe, 4 * WARPGROUPS + 1);
-    init(shared.next_pipe, 1);
-    init_filled_by(shared.turned_pipe, 4 * WARPGROUPS, 2);
+    init(shared.v_pipe, 3);
+    init(shared.work_pipe, 4 * WARPGROUPS);
+    init_filled_by(shared.turned_pipe, 4 * WARPGROUPS, 3);
     fence_mbarrier_init();
   }
-  fill(shared.ones);
+  if (threadIdx.x == 32) {
+    prefetch_tensor_map(map_q);
+    prefetch_tensor_map(map_k);
+    prefetch_tensor_map(map_v);
+  }
+  fill_ones(shared);
   __syncthreads();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x < 32) Scheduler{shared, p}.run();
-    else if (threadIdx.x == 32) Loader{shared, map_q, map_k, map_v, p}.run();
-    if (threadIdx.x >= 64) Transposer{shared}.run();
+    if (threadIdx.x < 32) Scheduler{shared, p, {shared, map_q, map_k, map_v, p}}.run();
+    if (threadIdx.x >= 32) Transposer{shared}.run();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     Consumer{shared, p, warpgroup - 1}.run();
