@@ -329,12 +329,12 @@ def test_a_plan_names_the_better_pipelines_that_do_not_serve_it():
     """And fixing the better one gives the same reason; `supports` has none where something serves."""
     factor = fg.tensor("factor", dims=("heads",), dtype="float32")
     scaled = fg.variant(score=lambda s, b, h, q, k: s * factor[h], name="scaled")
-    judged = {"head_dim": 128, "dropout": True}
+    judged = {"head_dim": 136, "dropout": True}
     for variant, options, nearest in (
         ("causal", {"head_dim": 192, "dropout": True}, ["head_dim 128", "dropout=False"]),
         ("causal", {"head_dim": 64, "v_head_dim": 136, "dropout": True}, ["v_head_dim 128", "dropout=False"]),
         ("causal", {"head_dim": 128, "tile": (64, 64)}, ["tile=None"]),
-        ("blocks", judged, ["head_dim 112", "dropout=False"]),
+        ("blocks", judged, ["head_dim 128", "dropout=False"]),
         ("relative_bias", {"head_dim": 192, "gradients": ("table",)}, ["head_dim 128", "gradients=()"]),
         (scaled, {"head_dim": 64, "gradients": ("factor",)}, ["gradients=()"]),
         (scaled, {"head_dim": 192, "gradients": ("factor",), "dropout": True}, ["no single change"]),

@@ -153,7 +153,9 @@ def test_few_queries_of_heads_that_share_keys(packing, name, heads, kv_heads, q_
     variant, dtype = packing[name], BOTH[q_len % 2]
     dims = {"head_dim": PACKED_AT.get(name, 128 if heads == 8 else 64), "dtype": dtype}
     shape = {"batch": 480 // heads, "heads": heads, "kv_heads": kv_heads}
-    assert fg.plan(variant, **shape, **dims, seqlen=q_len, kv_seqlen=1500).packed
+    plan = fg.plan(variant, **shape, **dims, seqlen=q_len, kv_seqlen=1500)
+    # Rows of two heads that need a tile of two warpgroups leave no fewer tiles than those of each in one of its own.
+    assert plan.packed or (q_len * plan.pack(heads // kv_heads) > 32 and plan.tile.q == 64)
     check(variant, q_len=q_len, kv_len=1500, **shape, **dims, seed=q_len)
     problem = Problem(**shape, **dims, v_head_dim=dims["head_dim"], q_len=q_len, kv_len=1500)
     tensors = random_inputs(problem, 1)
