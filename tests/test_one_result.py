@@ -107,8 +107,8 @@ def test_other_rows_and_later_keys_leave_no_trace(pipeline):
 
 #: What a row's bits hang on; without it rows that others stand beside differ.
 OWN_MAXIMUM = replace(
-    "moves[r] = down * limit[r] < 1.f;",
-    "moves[r] = __any_sync(~0u, down * limit[r] < 1.f);",
+    "ex2(fmaf(highest[r], scale, -row_max[r])) > limit[r];",
+    "__any_sync(~0u, ex2(fmaf(highest[r], scale, -row_max[r])) > limit[r]);",
 )
 
 

@@ -51,17 +51,13 @@ template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&hi
 }
 
 // The maxima follow the highest of S, scaled, where its P is more than the row's limit: true if one of this lane's did.
-// What was added up so far is to be multiplied by `factor`, which the comparison takes: it is there when O is.
-DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, const float (&limit)[2],
-                   float (&factor)[2]) {
+DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, const float (&limit)[2]) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
+    moves[r] = ex2(fmaf(highest[r], scale, -row_max[r])) > limit[r];
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
-    const float to = fmaf(highest[r], scale, 0.f), down = ex2(row_max[r] - to);
-    moves[r] = down * limit[r] < 1.f;
-    if (moves[r]) row_max[r] = to;
-    factor[r] = moves[r] ? down : 1.f;
+    if (moves[r]) row_max[r] = fmaf(highest[r], scale, 0.f);
   }
   return moves[0] || moves[1];
 }
