@@ -61,7 +61,7 @@ def emitted(facts: Facts, tile: Tile) -> str:
     """The code of a variant with a kernel that records what it decides."""
     members = members_of(facts, tile)
     code = variant_code(facts, tile, summaries=tile_summaries(facts, tile))
-    context = {"code": code, "tile": tile, "fields": members, "keys": KeyCode(ALL_KEYS, tile.kv)}
+    context = {"code": code, "tile": tile, "fields": members, "keys": KeyCode(ALL_KEYS, tile.kv), "enter": ""}
     template = environment().from_string(TEMPLATE)
     return template.render(context, device=device.used_by(template.render(context, device="")))
 

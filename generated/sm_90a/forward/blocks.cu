@@ -328,17 +328,13 @@ template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&hi
 }
 
 // The maxima follow the highest of S, scaled, where its P is more than the row's limit: true if one of this lane's did.
-// What was added up so far is to be multiplied by `factor`, which the comparison takes: it is there when O is.
-DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, const float (&limit)[2],
-                   float (&factor)[2]) {
+DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, const float (&limit)[2]) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
+    moves[r] = ex2(fmaf(highest[r], scale, -row_max[r])) > limit[r];
     // By the instruction of the exponents: of a plain product ptxas makes a worse plan of registers (2%, head_dim 128).
-    const float to = fmaf(highest[r], scale, 0.f), down = ex2(row_max[r] - to);
-    moves[r] = down * limit[r] < 1.f;
-    if (moves[r]) row_max[r] = to;
-    factor[r] = moves[r] ? down : 1.f;
+    if (moves[r]) row_max[r] = fmaf(highest[r], scale, 0.f);
   }
   return moves[0] || moves[1];
 }
@@ -676,9 +672,8 @@ struct Consumer {
   u32 probabilities[TILE_KV / 4] = {};
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
-  float factor[2] = {};  // of O and of the sums, to follow their maxima
+  float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
   float limit[2] = {};  // of P, beyond which a row's maximum follows
-  float added[2] = {};  // to the sums by a tile
   u32 moved = 0;  // lanes whose maxima are not those of O any more
 
   // Read where it is used: registers are for fragments.
@@ -773,8 +768,12 @@ struct Consumer {
 
   // O and the sums follow the maxima.
   DEVICE void rescale() {
-    state.sum[0] *= factor[0];
-    state.sum[1] *= factor[1];
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      factor[r] = ex2(before[r] - state.row_max[r]);
+      state.sum[r] *= factor[r];
+    }
     multiply_rows(o, factor);
   }
 
@@ -787,9 +786,11 @@ struct Consumer {
   // S becomes P after a look at its maxima.  Lane 0 or 1 releases K: which one depends on the maxima, since ptxas moves
   // the wait for O up to here, and these at least shall be found under the product.
   DEVICE void softmax(S& s) {
+    before[0] = state.row_max[0];
+    before[1] = state.row_max[1];
     float highest[2];
     highest_by_integers(s, highest);
-    moved = __ballot_sync(~0u, follow(state.row_max, highest, scale, limit, factor));
+    moved = __ballot_sync(~0u, follow(state.row_max, highest, scale, limit));
     release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
     exponentiate_rows(s, scale, state.row_max, added);

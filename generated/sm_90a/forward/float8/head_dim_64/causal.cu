@@ -724,8 +724,7 @@ struct Consumer {
   u32 probabilities[TILE_KV / 8] = {};
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
-  float before[2] = {};  // the maxima of O and of the sums
-  float added[2] = {};  // to the sums by a tile
+  float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
   u32 moved = 0;  // lanes whose maxima are not those of O any more
 
   // Read where it is used: registers are for fragments.
@@ -862,9 +861,12 @@ struct Consumer {
 
   // O and the sums follow the maxima.
   DEVICE void rescale() {
-    const float factor[2] = {ex2(before[0] - state.row_max[0]), ex2(before[1] - state.row_max[1])};
-    state.sum[0] *= factor[0];
-    state.sum[1] *= factor[1];
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      factor[r] = ex2(before[r] - state.row_max[r]);
+      state.sum[r] *= factor[r];
+    }
     multiply_rows(o, factor);
   }
 
