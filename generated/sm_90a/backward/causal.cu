@@ -25,13 +25,10 @@ DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)
 // Of the four threads that share rows of an accumulator.  Opaque, so that offsets from it stay in instructions.
 DEVICE int quad_lane() { int i; asm volatile("mov.u32 %0, %%tid.x;\n\tand.b32 %0, %0, 3;" : "=r"(i)); return i; }
 
-DEVICE int block_index() { int i; asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i)); return i; }
-
 // The same of what is known of the problem.
 DEVICE int anew(int x) { asm volatile("" : "+r"(x)); return x; }
 
 template <typename T> DEVICE T* address_anew(T* x) { asm volatile("" : "+l"(x)); return x; }
-DEVICE u32 grid_size() { u32 n; asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(n)); return n; }
 
 // ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
@@ -429,9 +426,6 @@ DEVICE int slices_of_head(const Params& p) { return DQ_ACCUMULATOR_WARPS * anew(
 
 DEVICE int added_of_head(const Params& p) { return (DQ_ACCUMULATOR_WARPS + 1) * anew(p.kv_tiles); }
 
-// Tiles of keys of all heads.
-DEVICE u32 blocks_of_keys(const Params& p) { return anew(p.kv_tiles) * p.kv_heads * p.batch; }
-
 // ---------------------------------------------------------------- before the products: what each row needs
 // The rows of this block: one tile of queries of one head.
 DEVICE Rows rows_of_block(const Params& p) {
@@ -613,10 +607,8 @@ struct alignas(1024) Shared {
   SharedStep step[STAGES];
   Keys keys;
   Pipe<STAGES> pipe;  // full: of q, lse and the step; empty: of all
-  u64 d_o_full[STAGES], k_full, v_full, keys_done, ds_full[2];
+  u64 d_o_full[STAGES], k_full, v_full, ds_full[2];
   u64 ending, added;  // the last tile of queries is being loaded; all of dq is added
-  u32 turn;  // which of the block's these keys are
-  u32 counted[2];  // which of the block's keys each warp that adds up dq is at
 };
 static_assert(sizeof(Shared) == 165888, "what the plan counted");
 
@@ -626,7 +618,6 @@ struct Loader {
   const TensorMap &map_q, &map_k, &map_v, &map_d_o;
   const Params& p;
   Ring<STAGES> ring = {};
-  bool first = true;  // of the steps of its keys
   Step coming = next_step({shared.keys.first_head, -1, false}, shared.keys, p);  // what to load next
 
   DEVICE SharedStep next() {
@@ -690,15 +681,13 @@ struct Loader {
     shared.step[ring.stage()] = step;
     if (step.tile < 0) {
       wait_for_rows();
-      mbarrier_arrive(shared.k_full);
-      mbarrier_arrive(shared.v_full);
       mbarrier_arrive(shared.pipe.full[ring.stage()]);
       mbarrier_arrive(shared.ending);
       return;
     }
-    if (first) load_k(keys);
+    if (ring.passed == 0) load_k(keys);
     load_q(step, keys.b);
-    if (first) load_v(keys);
+    if (ring.passed == 0) load_v(keys);
     load_d_o(step, keys.b);
     if (ring.passed == 0) wait_for_rows();
     load_rows(step);
@@ -706,25 +695,15 @@ struct Loader {
   }
 
   DEVICE void run() {
-    for (u32 done = 0;; done++) {
-      const Keys& keys = shared.keys;
-      SharedStep step = {};
-      shared.turn = done;
-      first = true;
+    const Keys& keys = shared.keys;
+    SharedStep step = {};
 #pragma unroll 1
-      while (!step.last) {
-        step = next();
-        step.index = (keys.b * p.heads + step.head) * p.q_tiles + step.tile;
-        await_empty(shared.pipe, ring);
-        load(step);
-        ring.passed++;
-        first = false;
-      }
-      const u32 block = blockIdx.x + (done + 1) * gridDim.x;
-      if (block >= blocks_of_keys(p)) return;
-      mbarrier_wait(shared.keys_done, done % 2);
-      shared.keys = keys_of_block(block, p);
-      coming = next_step({shared.keys.first_head, -1, false}, shared.keys, p);
+    while (!step.last) {
+      step = next();
+      step.index = (keys.b * p.heads + step.head) * p.q_tiles + step.tile;
+      await_empty(shared.pipe, ring);
+      load(step);
+      ring.passed++;
     }
   }
 };
@@ -797,40 +776,16 @@ struct DqAccumulator {
     }
   }
 
-  // The number of this warp's keys among those of its block.
-  DEVICE u32& turn() { return shared.counted[thread_index() / 32 % 2]; }
+  DEVICE u32 phase() { return 0; }
 
-  DEVICE u32 phase() { return turn() % 2; }
-
-  DEVICE u32 block() { return block_index() + turn() * grid_size(); }
-
-  DEVICE bool more() { return block() + grid_size() < blocks_of_keys(p); }
-
-  DEVICE void set_turn(u32 to) {
-    __syncwarp();
-    if (thread_index() % 32 == 0) turn() = to;
-    __syncwarp();
-  }
-
-  // What the next keys add to is awaited before it is said that these have added: that takes as long as memory does.
   DEVICE void run() {
-    set_turn(0);
-    if (thread_index() == 64) await_cleared(block());
+    if (thread_index() == 64) await_cleared(blockIdx.x);
     __syncwarp();
-#pragma unroll 1
-    while (true) {
-      clear(block());
-      finish();
-      __syncwarp();
-      if (thread_index() % 32 == 0) mbarrier_arrive(shared.keys_done);
-      if (thread_index() == 64) {
-        mbarrier_wait(shared.v_full, phase());
-        mbarrier_wait(shared.added, phase());
-        if (more()) await_cleared(block() + grid_size());
-        red_add_release(progress(block()), 1);
-      }
-      if (!more()) return;
-      set_turn(turn() + 1);
+    clear(blockIdx.x);
+    finish();
+    if (thread_index() == 64) {
+      mbarrier_wait(shared.added, 0);
+      red_add_release(progress(blockIdx.x), 1);
     }
   }
   static constexpr int OVER = -2;
@@ -1059,58 +1014,33 @@ struct Consumer {
       }
   }
 
-  // No query sees these keys.  Once all warps have come here none is still at the tile before.
-  DEVICE void pass_over() {
-    if (ring.passed > 0) release(shared.pipe, Ring<STAGES>{ring.passed - 1});
-    await_ds();
-    announce_ds(ds_ring(1));
-    ring.passed++;
-    await_ds();
-  }
-
   DEVICE void run() {
-    // There is no step before the first: its dS is 0, and so is the other one, which a tile that no query sees passes
-    // on.
-    for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128)
-      ((Chunk*)shared.ds[0][warpgroup])[i] = ((Chunk*)shared.ds[1][warpgroup])[i] = {};
+    // There is no step before the first: its dS is 0.
+    for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) ((Chunk*)shared.ds[0][warpgroup])[i] = {};
     announce_ds(ds_ring());
+    await_full(shared.pipe, ring);
+    if (shared.step[0].tile >= 0) {
+      mbarrier_wait(shared.k_full, 0);
+      if (warpgroup == 1) pass_turn();
+      bool last = false;
 #pragma unroll 1
-    for (bool more = true; more;) {
-#pragma unroll
-      for (int i = 0; i < QK_COLUMNS / 2; i++) dk[i] = 0.f;
-#pragma unroll
-      for (int i = 0; i < V_COLUMNS / 2; i++) dv[i] = 0.f;
-      await_full(shared.pipe, ring);
-      if (shared.step[ring.stage()].tile < 0) {
-        pass_over();
-      } else {
-        mbarrier_wait(shared.k_full, shared.turn % 2);
-        mbarrier_wait(shared.v_full, shared.turn % 2);
-        if (warpgroup == 1) pass_turn();
-        bool last = false;
-#pragma unroll 1
-        while (!last) last = step();
-        if (warpgroup == 0) take_turn();
-        wgmma_wait_group<0>();
-        pin(dk);
-        await_ds();
-        DQ dq;
-        issue_dq(dq);
-        wgmma_wait_group<0>();
-        pin(dq);
-        add_dq(dq);
-        dq_tile = -1;
-      }
-      announce_added();
-      const Keys keys = shared.keys;
-      more = blockIdx.x + (shared.turn + 1) * gridDim.x < blocks_of_keys(p);
-      __syncwarp();
-      if (thread_index() % 32 == 0) mbarrier_arrive(shared.keys_done);
-      store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, dv,
-          1.f, keys);
-      store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, dk,
-          p.scale, keys);
+      while (!last) last = step();
+      if (warpgroup == 0) take_turn();
+      wgmma_wait_group<0>();
+      pin(dk);
+      await_ds();
+      DQ dq;
+      issue_dq(dq);
+      wgmma_wait_group<0>();
+      pin(dq);
+      add_dq(dq);
     }
+    const Keys keys = shared.keys;
+    store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, dv,
+        1.f, keys);
+    announce_added();
+    store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, dk,
+        p.scale, keys);
   }
 };
 
@@ -1127,7 +1057,6 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
     init(shared.pipe, WARPS);
     mbarrier_init(shared.k_full, 1);
     mbarrier_init(shared.v_full, 2);  // v is here, and dq may be added
-    mbarrier_init(shared.keys_done, WARPS + 2);
     mbarrier_init(shared.ending, 1);
     mbarrier_init(shared.added, WARPS);
     for (int stage = 0; stage < STAGES; stage++) mbarrier_init(shared.d_o_full[stage], 1);

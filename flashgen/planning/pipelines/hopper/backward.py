@@ -369,10 +369,11 @@ def program(c: Candidate, request: KernelRequest) -> Program:
 
 
 def tiles(c: Candidate, request: KernelRequest) -> OneTile | TilesInTurn:
-    """How many tiles of keys a block has: more than one where nothing is kept of its keys but themselves."""
-    skips = request.profile.hides and request.profile.conditional
-    kept = skips or lookup_stages(c, request) or request.profile.scored or request.layout.own or c.split_dk_dv
-    return OneTile() if kept or not dq_in_main_kernel(c, request) else TilesInTurn()
+    """How many tiles of keys a block has: more than one where nothing is kept of its keys but themselves, and where all
+    take as long: a share that is settled before is uneven under a mask."""
+    uneven = request.profile.hides
+    kept = lookup_stages(c, request) or request.profile.scored or request.layout.own or c.split_dk_dv
+    return OneTile() if uneven or kept or not dq_in_main_kernel(c, request) else TilesInTurn()
 
 
 def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
