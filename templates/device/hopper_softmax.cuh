@@ -78,8 +78,8 @@ DEVICE bool follow_exactly_each(float (&row_max)[2], const float (&highest)[2], 
   return row_max[0] != before[0] || row_max[1] != before[1];
 }
 
-// The maxima follow the highest of scale * S where its P is beyond 2^(offset + slack): that is 2^offset then.  True if one
-// of this lane's rows did.
+// The maxima follow the highest of scale * S where its P is beyond 2^(offset + slack): that is 2^offset then.  True if
+// one of this lane's rows did.
 DEVICE bool follow_beyond(float (&row_max)[2], const float (&highest)[2], float scale, float offset, float slack) {
   bool moves[2];
 #pragma unroll

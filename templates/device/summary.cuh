@@ -40,8 +40,8 @@ template <typename F> DEVICE FloatRange extremes_f32(int first, int last, const 
   return over_warp_f32(found);
 }
 
-// What a condition may be over rows of so many pairs at most, of which each lane looks at one of 32.  Its bits are kept,
-// a word for each 32, in rows of so many words.
+// What a condition may be over rows of so many pairs at most, of which each lane looks at one of 32.  Its bits are
+// kept, a word for each 32, in rows of so many words.
 template <int PAIRS, typename F>
 DEVICE Truth rows_of_bits(int row_first, int row_last, int first, int last, const F& value, u32* bits, i64 words) {
   constexpr int ROWS = 8, WORDS = (PAIRS + 31) / 32;  // on their way together
