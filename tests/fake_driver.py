@@ -71,6 +71,9 @@ class FakeDriver:
         self.contexts.append(context)
         return (OK,)
 
+    def _cuCtxGetCurrent(self):
+        return OK, len(self.contexts)  # 0: none
+
     def _cuCtxPopCurrent(self):
         return OK, self.contexts.pop()
 

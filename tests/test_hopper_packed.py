@@ -111,7 +111,7 @@ MUTATIONS = {
         {WRONG},
     ),
     "packs counted as heads": (
-        replace("index >= p.q_tiles * p.packs * p.batch", "index >= p.q_tiles * p.heads * p.batch"),
+        replace("all = p.q_tiles * p.packs * p.batch", "all = p.q_tiles * p.heads * p.batch"),
         {WRONG, errors.Race, errors.OutOfBounds, errors.Trap},
     ),
     "rows beyond the last query stored": (

@@ -12,6 +12,7 @@ from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
 from flashgen.planning import limits, planner
 from flashgen.planning.arch import ARCHS
+from flashgen.planning.members import SplitKeys
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import Problem
@@ -247,8 +248,9 @@ def test_few_queries_have_the_bits_of_many(spec, head_dim):
     ("heads", "q_len", "few"), [((32, 8), 1, True), ((32, 8), 16, True), ((32, 8), 17, False), ((8, 8), 64, True)]
 )
 def test_who_gets_tiles_of_one_warpgroup(heads, q_len, few):
-    """Calls whose queries of all heads that share keys fill no more: one more tile would load the keys once more."""
-    found = few_of()
+    """Calls whose queries of all heads that share keys fill no more: one more tile would load the keys once more.
+    Blocks for every SM come from the keys, which are split."""
+    found = few_of(keys=SplitKeys())
     problem = Problem(
         batch=4, heads=heads[0], kv_heads=heads[1], q_len=q_len, kv_len=4096, head_dim=128, v_head_dim=128
     )

@@ -385,7 +385,8 @@ def test_a_loop_is_a_loop_in_the_kernel_and_what_it_carries_stands_before_it():
     scored = variant.score(lambda s, b, h, q, k: s + fg.sum(3, lambda i: w[h, i] * fg.tanh(s * 0.5)))
     work_ = work(scored, "ampere", case=case_of(9, 11, 2, 3, TENSORS), batch=2, heads=3, q_len=9, kv_len=11)
     body = re.search(r"DEVICE bool keep\(.*?\n}", work_.source, re.DOTALL)[0]
-    assert body.splitlines()[1:] == [
+    lines = [line for line in body.splitlines()[1:] if "__builtin_assume" not in line]
+    assert lines == [
         "  const int count_q = read_count(b, q, p);",
         "  const int q_block = q / 4;",
         "  const int k_block = k / 4;",

@@ -103,13 +103,6 @@ class Cluster:
         return bool(asleep)
 
     @property
-    def parked(self) -> bool:
-        """Whether nothing goes on here before the kernel before has ended."""
-        return (
-            not self.launch.alone and not self.in_flight and all(b.wait for block in self.blocks for b in block.bundles)
-        )
-
-    @property
     def done(self) -> bool:
         return not any(block.bundles for block in self.blocks)
 

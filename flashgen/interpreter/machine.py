@@ -18,7 +18,7 @@ from flashgen.interpreter.errors import BadLaunch, WrongTarget
 from flashgen.interpreter.memory import BASE as GLOBALS_BASE
 from flashgen.interpreter.memory import GLOBALS_BYTES, Early, Memory
 from flashgen.interpreter.parser import Entry, Source, Variable, parse
-from flashgen.interpreter.scheduler import check_progress, run_cluster
+from flashgen.interpreter.scheduler import check_progress, parked, run_cluster
 from flashgen.interpreter.shared import BASE as SHARED_BASE
 from flashgen.interpreter.translate import Program, translate
 from flashgen.planning.float8 import ACCUMULATOR_BITS
@@ -278,7 +278,7 @@ def _run(launch: Launch) -> Iterator[None]:
                 if cluster.done:
                     slots[slot] = None
         running = [cluster for cluster in slots if cluster is not None]
-        if running and all(cluster.parked for cluster in running):
+        if running and all(parked(cluster) for cluster in running):
             yield
             for cluster in running:
                 cluster.events += 1

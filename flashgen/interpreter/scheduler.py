@@ -38,12 +38,19 @@ def run_cluster(cluster: Cluster, quantum: int) -> None:
                 break
         else:
             if not cluster.in_flight:
-                if cluster.parked:  # until the kernel before has ended
+                if not cluster.launch.alone:  # until the kernel before has ended
                     return
                 if cluster.wake():  # they look again when other clusters have had their turn
                     return
                 _stuck(cluster)
             cluster.land(0 if rng is None else int(rng.integers(len(cluster.in_flight))))
+
+
+def parked(cluster: Cluster) -> bool:
+    """Whether nothing goes on here before the kernel before has ended."""
+    if cluster.launch.alone or cluster.in_flight:
+        return False
+    return all(_choose(block) is None for block in cluster.blocks if block.bundles)
 
 
 def check_progress(clusters: list[Cluster]) -> None:

@@ -81,15 +81,14 @@ class TensorMaps:
         at = -(-ctypes.addressof(self._buffer) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
         self.pointers, self.addresses = range(at, at + _TENSOR_MAP_BYTES * count, _TENSOR_MAP_BYTES), [address] * count
         self._device, self._success, self._replace = device, success, api.cuTensorMapReplaceAddress
-        for pointer, (_, dtype, sizes, strides, box, swizzle) in zip(self.pointers, descs, strict=True):
-            kind, boxes, *rest = _encoding(api.cuuint32_t, dtype, box, swizzle)
-            given = (kind, 4, address, [*map(wide, sizes)], [*map(wide, strides)], boxes, *rest)
-            returned = encode(*given)
-            if returned[0] != success:
-                with _current(_primary_context(device)):
-                    returned = encode(*given)
+        lent = contextlib.nullcontext() if _has_context() else _current(_primary_context(device))
+        with lent:
+            for pointer, (_, dtype, sizes, strides, box, swizzle) in zip(self.pointers, descs, strict=True):
+                kind, boxes, *rest = _encoding(api.cuuint32_t, dtype, box, swizzle)
+                returned = encode(kind, 4, address, [*map(wide, sizes)], [*map(wide, strides)], boxes, *rest)
+                if returned[0] != success:
                     _ok(returned, f"address a tensor of {sizes} with strides of {strides} bytes by TMA")
-            ctypes.memmove(pointer, int(returned[1].getPtr()), _TENSOR_MAP_BYTES)
+                ctypes.memmove(pointer, int(returned[1].getPtr()), _TENSOR_MAP_BYTES)
         self._maps = [api.CUtensorMap(_ptr=pointer) for pointer in self.pointers]
 
     def move(self, index: int, address: int) -> None:
@@ -269,6 +268,12 @@ def _primary_context(device: int) -> Any:
     api = _api()
     handle = _ok(api.cuDeviceGet(device), f"find GPU {device}")
     return _ok(api.cuDevicePrimaryCtxRetain(handle), f"enter GPU {device}")
+
+
+def _has_context() -> bool:
+    """Whether this thread has a current context: asked, since a call that fails is an error to compute-sanitizer."""
+    status, context = _api().cuCtxGetCurrent()
+    return status == _api().CUresult.CUDA_SUCCESS and int(context) != 0
 
 
 @contextlib.contextmanager
