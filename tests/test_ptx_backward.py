@@ -502,13 +502,13 @@ SWEEPING_MUTATIONS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SWEEPING_MUTATIONS)
 def test_sweeping_mutations_are_noticed(name):
-    b = sweeping("full")
+    b = sweeping("alibi")
     assert any(b.fails(SWEEPING_MUTATIONS[name], seed=seed, clear_distance=1) for seed in range(4))
 
 
 @pytest.mark.slow
 def test_sums_cleared_late_are_awaited():
-    b = sweeping("full")
+    b = sweeping("alibi")
     assert b.wrong(b.run(CLEARED_LATE, seed=0, clear_distance=1)) == []
 
 
