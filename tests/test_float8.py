@@ -203,7 +203,9 @@ def growing(accuracy, mean=0.0, **shape):
     return dataclasses.replace(w, qkv=(w.qkv[0], new, w.qkv[2]))
 
 
-@pytest.mark.parametrize("dim", thinned([64, 128, 256], [64], sibling="test_maxima_that_lag"))
+@pytest.mark.parametrize(
+    "dim", thinned([64, 128, 256], [64], sibling="test_maxima_that_lag_follow_before_p_leaves_its_range")
+)
 def test_maxima_that_lag_follow_before_p_leaves_its_range(dim):
     w = growing("fast", head_dim=dim)
     found = w.run()

@@ -21,8 +21,8 @@ PIPELINES = ("ampere", "hopper")
 
 #: Control lines among all lines of a pipeline's files and of those that pipelines share, in percent.  Goal: 15.
 CONTROL_PERCENT: dict[str, float] = {
-    "ampere": 12.6,
-    "hopper": 12.0,
+    "ampere": 12.4,
+    "hopper": 11.4,
 }
 
 #: How deep conditions, loops and macros of a file are nested, where deeper than the goal, which is 2.
