@@ -489,7 +489,7 @@ def _mask(c: Candidate, request: KernelRequest) -> Mask:
     if not request.layout.own and keeps_bits(asked.facts, c.tile, "k"):
         return MaskFromBits()
     ops = asked.mask_ops + READ_OPS * asked.mask_reads_by_key + PAIR_READ_OPS * asked.mask_reads_pairs
-    # Where sequences start anywhere the mask is not the same all over a tile: their tiles are those of dense ones still.
+    # Where sequences start anywhere it is not the same all over a tile: their tiles are those of dense ones still.
     alike = request.layout.own and asked.uniform(c.tile)
     if asked.judged and (ops >= BITS_OPS or alike):
         return MaskAsBits()
