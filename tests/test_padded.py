@@ -1,6 +1,7 @@
 """Sequences with lengths and positions of their own: each has the bits that it has alone, whatever lies beyond it."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from flashgen.analysis.tiles import EMPTY, FULL, grid, schedule, schedule_querie
 from flashgen.codegen import emit
 from flashgen.interpreter.errors import Trap
 from flashgen.lang.load import load_spec, shipped
-from flashgen.planning.layout import Dense, Padded
+from flashgen.planning.layout import Dense, Padded, Varlen
 from flashgen.planning.plan import Tile
 from flashgen.planning.planner import backward_menu, menu
 from flashgen.runtime import tiles
@@ -21,6 +22,7 @@ from flashgen.runtime.philox import Dropout
 from flashgen.runtime.tiles import Sequence
 
 PIPELINES = ("ampere", "hopper")
+ROOT = Path(__file__).parents[1]
 
 #: One sequence ends inside a tile of queries and one of keys, the other fills its keys.
 LENGTHS = {"q_lengths": (100, 33), "kv_lengths": (130, 211)}
@@ -151,6 +153,18 @@ def test_the_planner_takes_sums_in_the_order_of_dense_kernels(arch, pipeline, sp
     dense, padded = (menu(variant, arch, "bfloat16", head_dim, layout=layout).plans for layout in (Dense(), Padded()))
     assert [plan.order_of_sums for plan in padded] == [plan.order_of_sums for plan in dense]
     assert padded[0].pipeline == pipeline
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", ["tests/masks/dense.py", "specs/masks/mixed_kinds.py"])
+def test_masks_of_several_reads_have_tiles_that_every_layout_holds(mask, head_dim):
+    """Where sequences start anywhere such a mask takes more registers: dense kernels go without the wider tiles too."""
+    variant = load_spec(str(ROOT / mask)).bind()
+    orders = {
+        menu(variant, "sm_90a", "bfloat16", head_dim, layout=layout).plans[0].order_of_sums
+        for layout in (Dense(), Padded(), Varlen())
+    }
+    assert len(orders) == 1
 
 
 def test_a_kernel_without_sequences_holds_nothing_of_them():

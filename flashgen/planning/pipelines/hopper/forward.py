@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from flashgen.planning.arch import KIB, Arch, find
 from flashgen.planning.integers import Allowed
-from flashgen.planning.layout import Layout
+from flashgen.planning.layout import Layout, Padded
 from flashgen.planning.members import (
     ALL_KEYS,
     NO_FOLD,
@@ -419,9 +419,12 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
             there = f"{needed - p} registers and {(smem_bytes + p_bytes) / KIB:.4g} KiB"
             text += f"; P would have to go through shared memory: {there}"
         return text
-    if request.keys.invariant and request.fixed.tile is None:
-        return _narrow(c, request)
-    return None
+    if request.fixed.tile is not None:
+        return None
+    if not request.layout.own and _lighter(c, request):
+        found = does_not_fit_reason(c, replace(request, layout=Padded()))
+        return found and f"{found}, in tiles of sequences with lengths of their own, which add up in the same order"
+    return _narrow(c, request) if request.keys.invariant else None
 
 
 def _narrow(c: Candidate, request: KernelRequest) -> str | None:
@@ -489,13 +492,17 @@ def _mask(c: Candidate, request: KernelRequest) -> Mask:
     if not request.layout.own and keeps_bits(asked.facts, c.tile, "k"):
         return MaskFromBits()
     ops = asked.mask_ops + READ_OPS * asked.mask_reads_by_key + PAIR_READ_OPS * asked.mask_reads_pairs
-    # Where sequences start anywhere it is not the same all over a tile: their tiles are those of dense ones still.
-    alike = request.layout.own and asked.uniform(c.tile)
-    if asked.judged and (ops >= BITS_OPS or alike):
+    if asked.judged and (ops >= BITS_OPS or (request.layout.own and _lighter(c, request))):
         return MaskAsBits()
     # By elements of 16 bytes or less, as many as registers hold.
     item = sum(n.dtype.itemsize for n in asked.lookups)
     return MaskByLookups() if 0 < item <= LOOKUP_BYTES and asked.judged else MaskByElement()
+
+
+def _lighter(c: Candidate, request: KernelRequest) -> bool:
+    """Whether a mask takes fewer registers where sequences start at tiles: it is the same there, or read from bits."""
+    asked = request.profile
+    return asked.uniform(Tile(q=ROWS, kv=c.tile.kv)) or keeps_bits(asked.facts, c.tile, "k")
 
 
 def _few_at_a_time(c: Candidate, request: KernelRequest) -> MaskAsBits | None:
