@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 SHAPES = ((65_536, 512), (16_384, 2048), (4096, 8192), (2048, 16_384), (1024, 512), (1024, 2048), (1024, 8192))
 
 #: Keys in a tile, beside those that the planner tries by itself.
-TILE_KV = range(32, 129, 16)
+TILE_KV = range(32, 193, 16)
 
 #: Candidates that are compiled, best predicted first; those that are timed in full after one quick round; those kept.
 COMPILED, TIMED, KEPT = 64, 12, 10
