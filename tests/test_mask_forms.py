@@ -19,7 +19,14 @@ from flashgen.lang.expr import walk
 from flashgen.lang.load import load_spec
 from flashgen.planning import planner
 from flashgen.planning.layout import Padded
-from flashgen.planning.members import MaskAsBits, MaskByElement, MaskByTile, MaskByWarpgroup, MaskFromBits
+from flashgen.planning.members import (
+    MaskAsBits,
+    MaskByElement,
+    MaskByTile,
+    MaskByWarpgroup,
+    MaskFromBits,
+    MaskWithinBounds,
+)
 from flashgen.planning.plan import RowBits, Tile
 from flashgen.planning.profile import profile
 from flashgen.runtime import nvrtc
@@ -87,6 +94,38 @@ def test_parts_of_a_tile_of_no_whole_words_read_the_table():
     cut = fg.variant(lambda b, h, q, k: mask[b, h, q, k] & layout[q // 48, k // 48], name="cut")
     assert first(cut).specialized.mask == MaskByElement()
     assert first_backward(cut).summaries[0].bits is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bounds of positions apart from the rest of a mask
+
+lattice = fg.variant(lambda b, h, q, k: (k <= q) & (q - k < 150) & ((q - k) % 3 == 0), name="lattice")
+
+
+def test_bounds_are_asked_apart_from_what_every_tile_has():
+    """Not where all is bounds, where tiles lie in one block of the rest, where something is read, or where sequences
+    have positions of their own."""
+    assert first(lattice).specialized.mask == MaskWithinBounds()
+    window = fg.variant(lambda b, h, q, k: (k <= q) & (q - k < 150), name="window")
+    flags = fg.variant(lambda b, h, q, k: (k <= q) & flag[k], name="flags")
+    either = fg.variant(lambda b, h, q, k: (k <= q) | ((q - k) % 3 == 0), name="either")
+    chunks = fg.variant(lambda b, h, q, k: (k <= q) & (q // 512 == k // 512), name="chunks")
+    assert not any(isinstance(first(v).specialized.mask, MaskWithinBounds) for v in (window, flags, either, chunks))
+    assert first(lattice, layout=Padded()).specialized.mask == MaskByElement()
+
+
+@pytest.mark.parametrize("lengths", [(200, 333), pytest.param((333, 129), marks=pytest.mark.slow)])
+def test_tiles_on_bounds_and_within(lengths):
+    q_len, kv_len = lengths
+    work = ptx_attention.work(lattice, "hopper", q_len=q_len, kv_len=kv_len)
+    assert work.plan.specialized.mask == MaskWithinBounds()
+    test_ptx_attention.check(work)
+
+
+def test_a_bound_that_is_not_asked_is_missed():
+    work = ptx_attention.work(lattice, "hopper", q_len=200, kv_len=333)
+    never = ptx_attention.replace("classify_bounds(rows, tile, p) != FULL", "false")
+    assert work.wrong(work.run(never))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

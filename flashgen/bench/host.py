@@ -200,7 +200,7 @@ def calls(at: Cell, *, rounds: int, names: tuple[str, ...], seed: int = 0) -> It
     o, lse = run(return_lse=True)
 
     def allocate() -> None:
-        memory.empty_strided(o.shape, o.stride(), o.dtype)
+        memory.empty_strided(tuple(o.shape), o.stride(), o.dtype)
 
     yield row(
         "forward",

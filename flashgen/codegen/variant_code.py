@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from flashgen.analysis.abstract import Intervals, anywhere, finite_at_zero
+from flashgen.analysis.bounds import bounded
 from flashgen.analysis.cells import Cells
 from flashgen.analysis.facts import Facts, Term
 from flashgen.analysis.tiles import Tiling
@@ -145,6 +146,16 @@ class SmallTanh:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WithinBounds:
+    """A mask whose bounds are asked apart: bodies of what says whether a pair is inside of them, whether the rest of
+    the mask shows it, and the class of a tile by bounds alone."""
+
+    bounds: Body
+    rest: Body
+    classes: Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VariantCode:
     """A variant as a kernel template sees it; what is None or False is not emitted.
 
@@ -154,6 +165,7 @@ class VariantCode:
     parts     of a tile that is not settled as a whole; None: there are none to judge
     turns     of conditions that are judged one after another; None: a tile is judged at once
     uniform   the mask is the same for all pairs of a tile: its first pair tells the class
+    within    bounds of the mask apart from the rest of it; None: they are asked together
     small_tanh   where the score has one tanh, and its argument is cheap to look at before
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
@@ -174,6 +186,7 @@ class VariantCode:
     parts: Parts | None
     turns: Turns | None
     uniform: bool
+    within: WithinBounds | None
     sink: Body | None
     clamp_q: bool
     clamp_k: bool
@@ -260,13 +273,14 @@ def variant_code(
     *,
     judged_in_turn: bool = False,
     uniform: bool = False,
+    within_bounds: bool = False,
 ) -> VariantCode:
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
     `keep` is given these elements of captured tensors, and whose `classify` has these summaries.
 
     Where sequences have positions of their own, tiles start at any query, and captured tensors may be shorter than
     positions reach.  `judged_in_turn`: conditions are judged one after another, through shared memory.  `uniform`: the
-    mask is the same for all pairs of a tile.
+    mask is the same for all pairs of a tile.  `within_bounds`: bounds are asked apart.
     """
     mask, score = printed_of(facts)
     sink = facts.variant.sink_node
@@ -295,6 +309,7 @@ def variant_code(
         parts=None if cut is None else _parts(cut),
         turns=in_turn,
         uniform=uniform,
+        within=_within_bounds(facts) if within_bounds else None,
         sink=None if sink is None else Printer(wide=facts.int64).body(sink),
         clamp_q=any(depends_on(n, "q") for n in loads),
         clamp_k=any(depends_on(n, "k") for n in loads),
@@ -304,6 +319,19 @@ def variant_code(
         lookups=tuple(given.values()),
         summaries=made,
         formula=_formula(mask, score, sink),
+    )
+
+
+def _within_bounds(facts: Facts) -> WithinBounds | None:
+    found = bounded(facts.variant)
+    if found is None:
+        return None
+    inside, rest = found.bounds.variant.mask, per_pair.cheaper(found.rest, facts.int64)
+    assert inside is not None
+    return WithinBounds(
+        bounds=Printer(wide=found.bounds.int64, exact=True).body(inside),
+        rest=Printer(wide=facts.int64, exact=True).body(rest),
+        classes=Decider(found.bounds).classes(),
     )
 
 

@@ -317,6 +317,14 @@ class MaskByElement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MaskWithinBounds:
+    """Its bounds of positions are asked of tiles that one of them cuts alone, and the rest of it of each element."""
+
+    form: ClassVar[str] = "within_bounds"
+    looks_up: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MaskAsBits:
     """It is asked for a few at a time, a bit each, before any is used: registers are short for what it reads."""
 
@@ -358,7 +366,7 @@ class MaskByLookups:
     looks_up: ClassVar[bool] = True
 
 
-Mask = MaskByElement | MaskAsBits | MaskFromBits | MaskByWarpgroup | MaskByTile | MaskByLookups
+Mask = MaskByElement | MaskWithinBounds | MaskAsBits | MaskFromBits | MaskByWarpgroup | MaskByTile | MaskByLookups
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper, backward: how dq is added up in memory, by which function of consumers

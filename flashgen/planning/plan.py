@@ -34,6 +34,7 @@ from flashgen.planning.members import (
     Mask,
     MaskByElement,
     MaskByTile,
+    MaskWithinBounds,
     OByTma,
     OFromRegisters,
     OInParts,
@@ -510,6 +511,11 @@ class KernelPlan(Integers):
         """Whether the mask is the same all over each tile."""
         of = self.specialized if isinstance(self.specialized, Specialized) else self.backward
         return isinstance(getattr(of, "mask", None), MaskByTile)
+
+    @property
+    def masked_within_bounds(self) -> bool:
+        """Whether elements are asked for the bounds of the mask apart from the rest of it."""
+        return isinstance(self.specialized, Specialized) and isinstance(self.specialized.mask, MaskWithinBounds)
 
     @property
     def looks_up(self) -> bool:

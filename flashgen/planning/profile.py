@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from flashgen.analysis.bounds import bounded
 from flashgen.analysis.cells import single
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import Facts, analyse
@@ -79,6 +80,12 @@ class Profile:
         """Whether cells of the mask cut tiles of this size, which are then judged by their parts."""
         cells = self.facts.cells if self.hides else None
         return cells is not None and cells.within(tile.q, tile.kv) is not None
+
+    def bounded(self, tile: Tile) -> bool:
+        """Whether the mask is bounds of positions and something else that reads nothing, and which tiles of this size
+        are not the same all over by."""
+        found = bounded(self.variant) if self.hides and self.judged else None
+        return found is not None and not single(found.rest, {"q": tile.q, "k": tile.kv})
 
     def uniform(self, tile: Tile) -> bool:
         """Whether the mask is the same for all pairs of a tile of this size, whatever data hold: a block mask's, of

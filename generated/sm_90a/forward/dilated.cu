@@ -472,12 +472,22 @@ static_assert(sizeof(Shared) == 197632, "what the plan counted");
 struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped to the problem
 
 // ---------------------------------------------------------------- variant
-DEVICE bool keep(int b, int h, int q, int k, const Params& p) {
+// The bounds of positions that the mask has; the rest of it; and whether one of the bounds cuts a tile.
+DEVICE bool in_bounds(int b, int h, int q, int k, const Params& p) {
+  const int distance = q - k;
+  return (distance >= 0) & (distance < i64(p.param_window) * p.param_dilation);
+}
+
+DEVICE bool keep_in_bounds(int b, int h, int q, int k, const Params& p) {
   __builtin_assume(q >= 0);
   __builtin_assume(k >= 0);
-  const int distance = q - k;
-  return ((distance >= 0) & (distance < i64(p.param_window) * p.param_dilation)) &
-      (q % p.param_dilation == k % p.param_dilation);
+  return q % p.param_dilation == k % p.param_dilation;
+}
+
+DEVICE TileClass classify_bounds(const Rows& rows, int kv_tile, const Params& p) {
+  const int k_first = kv_tile * TILE_KV, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
+  const bool hidden = rows.q_first < k_last || rows.q_last - k_first >= i64(p.param_window) * p.param_dilation;
+  return hidden ? PARTIAL : FULL;
 }
 
 // The last tile, not above `tile`, of the keys from k_first to k_last; -1: there is none.
@@ -799,11 +809,18 @@ struct Consumer {
     return tile * TILE_KV + column + i / 4 * 8 + i % 2;
   }
 
-  // S becomes -inf where the mask hides the key.
+  // S becomes -inf where the mask hides the key.  Few tiles lie on a bound: in others its comparison for each element
+  // would bring nothing.
   DEVICE void apply_mask(S& s, const Work work, int tile) {
+    const Rows rows = {work.b, work.h, query(work, 0), query(work, 2)};
+    if (classify_bounds(rows, tile, p) != FULL) {
+#pragma unroll
+      for (int i = 0; i < TILE_KV / 2; i++)
+        if (!in_bounds(work.b, work.h, query(work, i), key(tile, i), p)) s[i] = MINUS_INFINITY;
+    }
 #pragma unroll
     for (int i = 0; i < TILE_KV / 2; i++)
-      if (!keep(work.b, work.h, query(work, i), key(tile, i), p)) s[i] = MINUS_INFINITY;
+      if (!keep_in_bounds(work.b, work.h, query(work, i), key(tile, i), p)) s[i] = MINUS_INFINITY;
   }
 
   // S becomes -inf beyond the last key: in the first tile of a schedule, if anywhere.

@@ -36,6 +36,7 @@ from flashgen.planning.members import (
     MaskByTile,
     MaskByWarpgroup,
     MaskFromBits,
+    MaskWithinBounds,
     OByTma,
     OFromRegisters,
     OInParts,
@@ -496,7 +497,10 @@ def _mask(c: Candidate, request: KernelRequest) -> Mask:
         return MaskAsBits()
     # By elements of 16 bytes or less, as many as registers hold.
     item = sum(n.dtype.itemsize for n in asked.lookups)
-    return MaskByLookups() if 0 < item <= LOOKUP_BYTES and asked.judged else MaskByElement()
+    if 0 < item <= LOOKUP_BYTES and asked.judged:
+        return MaskByLookups()
+    # Of `dilated` at head_dim 128 an element takes 1 instruction for 2.5 so.
+    return MaskWithinBounds() if not request.layout.own and asked.bounded(c.tile) else MaskByElement()
 
 
 def _lighter(c: Candidate, request: KernelRequest) -> bool:
