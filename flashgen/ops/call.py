@@ -152,7 +152,8 @@ def checked_again(
     known: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, tensors: Sequence[str]
 ) -> Request:
     """As `checked`, of a call on a GPU that differs from that of `known` in lengths, strides that every pipeline can
-    load, numbers and contents alone; `tensors` names the captured ones."""
+    load, numbers and contents alone; `tensors` names the captured ones.  Where tensors start is looked at by whoever
+    launches."""
     variant, named = call.variant, call.named
     if known.sequences is None and k.shape[2] == v.shape[2]:
         found, problem = None, known.problem.of_lengths(q.shape[2], k.shape[2])
@@ -167,10 +168,7 @@ def checked_again(
             _check_shape(variant, declared, captured[declared.name], problem, found)
     if params:
         params = variant.values({name: named[name] for name in params if name in named})
-    scale = abs(factor(call.scale, problem.head_dim))
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.data_ptr() % ALIGNMENT:
-            check_rows(name, tensor)
+    scale = known.scale if call.scale is None else abs(factor(call.scale, problem.head_dim))
     return known._replace(
         problem=problem,
         scale=scale,
@@ -348,28 +346,35 @@ def _check_shape(
     variant: Variant, declared: Declared, given: torch.Tensor, problem: Problem, own: sequences.Sequences | None
 ) -> None:
     """Raise LaunchError for a captured tensor of another shape than the one declared."""
-    shape = list(given.shape)
-    title = f"captured tensor {declared.name!r} of {variant.name!r}"
-    if given.dim() != len(declared.dims):
-        dims = ", ".join("any" if dim is None else str(dim) for dim in declared.dims)
-        raise LaunchError(f"{title} has {given.dim()} dimensions {shape} and is declared [{dims}]")
+    shape = given.shape
+    if len(shape) != len(declared.dims):
+        title, dims = _declared(variant, declared)
+        raise LaunchError(f"{title} has {len(shape)} dimensions {list(shape)} and is declared {dims}")
     sizes = {"q": problem.q_len, "kv": problem.kv_len, **problem.sizes()}
     if own is not None:  # positions may reach less far than the tensor
         reach = sequences.reach(own, problem)
         sizes["q"] = max([reach, *(n for n, dim in zip(shape, declared.dims, strict=True) if dim == "q")])
     for axis, dim in enumerate(declared.dims):
-        wanted = sizes[dim] if isinstance(dim, str) else dim
-        if wanted is not None and shape[axis] != wanted and not (isinstance(dim, str) and shape[axis] == 1):
+        wanted, size = sizes[dim] if isinstance(dim, str) else dim, shape[axis]
+        if size == wanted != 0:
+            continue
+        title, dims = _declared(variant, declared)
+        if wanted is not None and size != wanted and not (isinstance(dim, str) and size == 1):
             named = f"{dim} = {wanted}" if isinstance(dim, str) else f"{wanted}"
             alternative = " (or 1: it broadcasts)" if isinstance(dim, str) else ""
-            dims = ", ".join("any" if dim is None else str(dim) for dim in declared.dims)
             raise LaunchError(
-                f"{title} is {shape} and declared [{dims}]: dimension {axis} must be {named}{alternative}"
+                f"{title} is {list(shape)} and declared {dims}: dimension {axis} must be {named}{alternative}"
             )
-        if shape[axis] == 0 and wanted != 0:
-            raise LaunchError(f"{title} is {shape}: dimension {axis} is empty, so there is nothing to read")
-        if shape[axis] >= 1 << 31:
-            raise LaunchError(f"{title} is {shape}: sizes stay below 2^31")
+        if size == 0 and wanted != 0:
+            raise LaunchError(f"{title} is {list(shape)}: dimension {axis} is empty, so there is nothing to read")
+        if size >= 1 << 31:
+            raise LaunchError(f"{title} is {list(shape)}: sizes stay below 2^31")
+
+
+def _declared(variant: Variant, declared: Declared) -> tuple[str, str]:
+    """What a captured tensor is called, and the dimensions that it is declared with."""
+    dims = ", ".join("any" if dim is None else str(dim) for dim in declared.dims)
+    return f"captured tensor {declared.name!r} of {variant.name!r}", f"[{dims}]"
 
 
 def factor(scale: Any, head_dim: int) -> float:

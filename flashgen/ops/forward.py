@@ -146,9 +146,10 @@ class _Record:
         self._index, self._dtype = q.device.index, float8.out_dtype(request.eight, q)
         self._eight = request.eight is not None
         self._o_shape, self._o_strides = o
-        self._lse_shape, self._lse_strides = self._o_shape[:3], memory.contiguous(self._o_shape[:3])
+        batch, heads, rows, _ = self._o_shape
+        self._lse_shape, self._lse_strides = (batch, heads, rows), (heads * rows, rows, 1)
         self._places, self._room = memory.places(record.launch.workspaces)
-        self._many_rows = math.prod(self._lse_shape) > memory.ROWS
+        self._many_rows = batch * heads * rows > memory.ROWS
         self._tensors = tuple(request.tensors)
         self._own = () if request.sequences is None else sequences.names(request.sequences.layout)
         self._numbers = request.numbers or Numbers(request)
@@ -246,14 +247,14 @@ def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Reques
         return gpu_menu(q, k, v, request.variant, problem, keys=keys, **request.options)
 
     def ask(keys: Keys) -> planner.Menu:
-        return request.menu_of(keys, functools.partial(asked, keys)) if keys != ALL_KEYS else whole
+        return whole if keys is ALL_KEYS else request.menu_of(keys, functools.partial(asked, keys))
 
     sms = driver.gpu(index).sms
     found = _divided(ask, request, sms)
     loaded = kernel.load(found.plan)
     o = o_layout(q, v)
-    of_o = o[1][:3] if out is None else strides_of(out)
-    strides = {"q": strides_of(q), "k": strides_of(k), "v": strides_of(v), "o": of_o}
+    lie = {"q": q.stride(), "k": k.stride(), "v": v.stride(), "o": o[1] if out is None else out.stride()}
+    strides = {name: of[:3] for name, of in lie.items()}
     launch = launch_of(request, loaded.plan, strides, sms, kv_splits=found.splits)
     return _Record(q, o, request, loaded.record(launch, index))
 

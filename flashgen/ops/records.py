@@ -124,10 +124,13 @@ def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, calls: 
     kind: list[object] = [*key[3:7]]
     if sequences.paged(named):
         kind.append(k.shape[2])  # pipelines load pages of some sizes
-    of_tensors: Any = key[:3]
-    for x, (shape, strides, dtype, device) in zip((q, k, v), of_tensors, strict=True):
-        if len(shape) != 4 or not (lies_in_rows(strides, x.itemsize) and addressable(shape, strides, x.itemsize)):
-            return None
+    of_tensors, known = key[:3], None
+    for of_tensor in of_tensors:
+        shape, strides, dtype, device = of_tensor
+        if of_tensor != known:  # k and v often lie alike
+            item, known = dtype.itemsize, of_tensor
+            if len(shape) != 4 or not (lies_in_rows(strides, item) and addressable(shape, strides, item)):
+                return None
         kind += shape[0], shape[1], shape[3], dtype, device
     if named:
         kind += [*named, *map(type, named.values()), *map(named.get, calls.constants)]
@@ -184,10 +187,7 @@ def launch_of(
         plan,
         request.problem,
         strides=strides,
-        captured={
-            name: Captured(sizes=tuple(tensor.shape), strides=tensor.stride())
-            for name, tensor in request.tensors.items()
-        },
+        captured={name: Captured(tuple(tensor.shape), tensor.stride()) for name, tensor in request.tensors.items()},
         scale=request.scale,
         params=request.params,
         dropout=request.dropout,
