@@ -1,6 +1,5 @@
 """What a launch is made of, by hand: what follows from the GPU, and strides that matter to nobody."""
 
-
 import numpy as np
 import pytest
 from ptx_attention import work

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -149,17 +149,24 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
 
 
 def checked_again(
-    known: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, tensors: Sequence[str]
+    known: Request,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    tensors: Sequence[str],
+    of_sequences: Set[str],
 ) -> Request:
     """As `checked`, of a call on a GPU that differs from that of `known` in lengths, strides that every pipeline can
-    load, numbers and contents alone; `tensors` names the captured ones.  Where tensors start is looked at by whoever
-    launches."""
-    variant, named = call.variant, call.named
-    if known.sequences is None and k.shape[2] == v.shape[2]:
-        found, problem = None, known.problem.of_lengths(q.shape[2], k.shape[2])
+    load, numbers and contents alone; `tensors` names the captured ones, `of_sequences` what sequences may have of
+    their own.  Where tensors start is looked at by whoever launches."""
+    variant, named, found = call.variant, call.named, known.sequences
+    if k.shape[2] == v.shape[2] and not known.layout.paged:
+        problem = known.problem.of_lengths(q.shape[2], k.shape[2])
     else:
-        own = sequences.of_call(variant, named)
-        problem = _problem(q, k, v, paged=sequences.paged(own))
+        problem = _problem(q, k, v, paged=known.layout.paged)
+    if found is not None:
+        own = {name: x for name, x in named.items() if name in of_sequences}
         found, problem = sequences.checked(own, problem, q.device, k.shape[0])
     captured, params = known.tensors, known.params
     if tensors:
@@ -356,18 +363,18 @@ def _check_shape(
         sizes["q"] = max([reach, *(n for n, dim in zip(shape, declared.dims, strict=True) if dim == "q")])
     for axis, dim in enumerate(declared.dims):
         wanted, size = sizes[dim] if isinstance(dim, str) else dim, shape[axis]
-        if size == wanted != 0:
-            continue
-        title, dims = _declared(variant, declared)
         if wanted is not None and size != wanted and not (isinstance(dim, str) and size == 1):
             named = f"{dim} = {wanted}" if isinstance(dim, str) else f"{wanted}"
             alternative = " (or 1: it broadcasts)" if isinstance(dim, str) else ""
+            title, dims = _declared(variant, declared)
             raise LaunchError(
                 f"{title} is {list(shape)} and declared {dims}: dimension {axis} must be {named}{alternative}"
             )
         if size == 0 and wanted != 0:
+            title, _ = _declared(variant, declared)
             raise LaunchError(f"{title} is {list(shape)}: dimension {axis} is empty, so there is nothing to read")
         if size >= 1 << 31:
+            title, _ = _declared(variant, declared)
             raise LaunchError(f"{title} is {list(shape)}: sizes stay below 2^31")
 
 

@@ -228,11 +228,6 @@ def _divided(ask: Callable[[Keys], planner.Menu], request: Request, sms: int) ->
     )
 
 
-def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
-    """Over batch, heads and rows, in elements."""
-    return x.stride()[:3]  # type: ignore[return-value]
-
-
 def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, out: torch.Tensor | None) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
     problem, index = request.problem, q.device.index

@@ -104,7 +104,7 @@ def request_of(
     kind = None if key is None or not q.is_cuda else _kind(q, k, v, call, calls, key)
     known = None if kind is None else calls.requests.get(kind)
     if known is not None:
-        return checked_again(known, q, k, v, call, calls.tensors)
+        return checked_again(known, q, k, v, call, calls.tensors, calls.sequences)
     request = checked(q, k, v, call)
     if kind is not None:
         own = request.sequences
@@ -124,7 +124,8 @@ def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, calls: 
     kind: list[object] = [*key[3:7]]
     if sequences.paged(named):
         kind.append(k.shape[2])  # pipelines load pages of some sizes
-    of_tensors, known = key[:3], None
+    of_tensors: Any = key[:3]
+    known = None
     for of_tensor in of_tensors:
         shape, strides, dtype, device = of_tensor
         if of_tensor != known:  # k and v often lie alike
@@ -179,7 +180,7 @@ class Numbers:
 
 
 def launch_of(
-    request: Request, plan: KernelPlan, strides: Mapping[str, tuple[int, int, int]], sms: int, *, kv_splits: int = 1
+    request: Request, plan: KernelPlan, strides: Mapping[str, tuple[int, ...]], sms: int, *, kv_splits: int = 1
 ) -> Launch:
     """The launch of a plan on a call's tensors, of these strides in elements, on a GPU of so many SMs; `kv_splits`
     blocks divide keys where the plan splits them."""

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 #: Values that a function remembers; when there are more they are all forgotten.
 MAX_VALUES = 1024

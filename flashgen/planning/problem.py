@@ -81,10 +81,10 @@ class Problem:
                 f" (kv_heads that work: {', '.join(map(str, divisors))})"
             )
 
-    def of_lengths(self, q_len: int, kv_len: int) -> Problem:
-        """The same with other lengths."""
+    def of_lengths(self, q_len: int, kv_len: int, *, batch: int | None = None) -> Problem:
+        """The same with other lengths, and of another batch where that is given."""
         return Problem(
-            batch=self.batch,
+            batch=self.batch if batch is None else batch,
             heads=self.heads,
             kv_heads=self.kv_heads,
             q_len=q_len,

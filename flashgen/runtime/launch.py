@@ -230,7 +230,7 @@ def make_launch(
     plan: KernelPlan,
     problem: Problem,
     *,
-    strides: Mapping[str, tuple[int, int, int]],
+    strides: Mapping[str, tuple[int, ...]],
     captured: Mapping[str, Captured],
     scale: float,
     params: Mapping[str, int | float],
@@ -487,7 +487,7 @@ def _tensor_map(
     outline: _MapOutline,
     plan: KernelPlan,
     problem: Problem,
-    strides: tuple[int, int, int],
+    strides: tuple[int, ...],
     in_memory: tuple[int, int],
     cache: Cache | None,
 ) -> TensorMapDesc:
