@@ -77,7 +77,8 @@ class TensorMaps:
         self._buffer = (ctypes.c_char * (_TENSOR_MAP_BYTES * count + _TENSOR_MAP_ALIGNMENT))()
         at = -(-ctypes.addressof(self._buffer) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
         self.pointers = range(at, at + _TENSOR_MAP_BYTES * count, _TENSOR_MAP_BYTES)
-        self._descs, self._device = descs, device
+        self._descs: Sequence[TensorMapDesc] = descs
+        self._device = device
         self._success, self._replace = api.CUresult.CUDA_SUCCESS, api.cuTensorMapReplaceAddress
         self._maps: list[Any] = [None] * count
         self.addresses: list[int] = []
@@ -105,7 +106,7 @@ class TensorMaps:
                     made[desc[1:]] = pointer, address
                 ctypes.memmove(pointer, same[0], _TENSOR_MAP_BYTES)
                 found.append(same[1])
-        self.addresses = found
+        self.addresses, self._descs = found, ()  # they are not kept
 
     def move(self, index: int, address: int) -> None:
         """Point one at another tensor of the same sizes and strides."""

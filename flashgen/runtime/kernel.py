@@ -76,13 +76,14 @@ class _Packing:
 class Record:
     """A launch on one GPU with everything in place but addresses and scalars; any thread may call it.
 
-    What the call before it left in place is not written again.
+    What the call before it left in place is not written again, and the launch is not kept: a new length is one more of
+    thousands.
     """
 
-    __slots__ = ("_addresses", "_buffer", "_launchers", "_lock", "_maps", "_numbers", "_packing", "launch")
+    __slots__ = ("_addresses", "_buffer", "_launchers", "_lock", "_maps", "_numbers", "_packing")
 
     def __init__(self, launch: Launch, packing: _Packing, functions: Sequence[driver.Function], device: int) -> None:
-        self.launch, self._packing = launch, packing
+        self._packing = packing
         self._buffer = packing.of(launch)
         self._maps = driver.TensorMaps(launch.maps, device=device) if launch.maps else None
         maps, params = () if self._maps is None else self._maps.pointers, ctypes.addressof(self._buffer)
