@@ -25,7 +25,7 @@ def number(name, value):
     """Another value of a field of Params; `value` of the one that it has."""
 
     def change(launch):
-        return dataclasses.replace(launch, values={**launch.values, name: value(launch.values[name])})
+        return launch._replace(values={**launch.values, name: value(launch.values[name])})
 
     return change
 
@@ -37,7 +37,7 @@ def tensor_map(tensor, **changes):
         (desc,) = (d for d in launch.maps if d.tensor == tensor)
         changed = desc._replace(**{name: value(getattr(desc, name)) for name, value in changes.items()})
         assert changed != desc
-        return dataclasses.replace(launch, maps=tuple(changed if d is desc else d for d in launch.maps))
+        return launch._replace(maps=tuple(changed if d is desc else d for d in launch.maps))
 
     return change
 
@@ -47,8 +47,8 @@ def grid(entry, **changes):
 
     def change(launch):
         (found,) = (g for g in launch.grids if g.entry == f"attention_{entry}")
-        changed = dataclasses.replace(found, **{name: value(getattr(found, name)) for name, value in changes.items()})
-        return dataclasses.replace(launch, grids=tuple(changed if g is found else g for g in launch.grids))
+        changed = found._replace(**{name: value(getattr(found, name)) for name, value in changes.items()})
+        return launch._replace(grids=tuple(changed if g is found else g for g in launch.grids))
 
     return change
 
@@ -61,7 +61,7 @@ def room(name, amount):
             return tuple(dataclasses.replace(p, amount=amount(p.amount)) if p.name == name else p for p in parts)
 
         assert any(p.name == name for p in (*launch.workspaces, *launch.cleared))
-        return dataclasses.replace(launch, workspaces=changed(launch.workspaces), cleared=changed(launch.cleared))
+        return launch._replace(workspaces=changed(launch.workspaces), cleared=changed(launch.cleared))
 
     return change
 
@@ -97,14 +97,14 @@ def without(entry):
     def change(launch):
         left = tuple(g for g in launch.grids if g.entry != f"attention_{entry}")
         assert len(left) == len(launch.grids) - 1
-        return dataclasses.replace(launch, grids=left)
+        return launch._replace(grids=left)
 
     return change
 
 
 def last_two_exchanged(launch):
     *before, first, second = launch.grids
-    return dataclasses.replace(launch, grids=(*before, second, first))
+    return launch._replace(grids=(*before, second, first))
 
 
 AMPERE = {
@@ -176,7 +176,7 @@ AMPERE_BACKWARD = {
 
 DETERMINISTIC = {
     "a block of queries too few": (grid("backward_dq", blocks=less), {RESULT}),
-    "kernels in another order": (lambda x: dataclasses.replace(x, grids=x.grids[::-1]), {RESULT}),
+    "kernels in another order": (lambda x: x._replace(grids=x.grids[::-1]), {RESULT}),
     "sums of a captured tensor not rounded": (without("backward_gradients"), {RESULT}),
     "room for exact sums": (room("exact_table", half), {errors.OutOfBounds}),
 }

@@ -98,11 +98,11 @@ def of_content(gpu, seed):
 
 #: How many steps more than a repeated call each may take.
 MOST = {
-    of_attention: 310,
-    of_documents: 305,
-    of_sequences: 340,
-    of_growing_cache: 405,
-    of_gradients: 315,
+    of_attention: 235,
+    of_documents: 238,
+    of_sequences: 265,
+    of_growing_cache: 320,
+    of_gradients: 258,
     of_number: 30,
     of_content: 10,
 }

@@ -75,7 +75,7 @@ def test_refusals_of_a_load(fake, call, reason):
 def ready(fake):
     function = driver.load(b"cubin", "attention_forward", smem_bytes=1_024, device=1)
     buffer = ctypes.create_string_buffer(b"abcdefgh", 8)
-    return driver.Launcher(function, blocks=70_000, threads=128, arguments=[buffer]), buffer
+    return driver.Launcher(function, blocks=70_000, threads=128, arguments=[ctypes.addressof(buffer)]), buffer
 
 
 def test_launch_passes_grid_stream_and_bytes(fake, ready):
@@ -94,7 +94,8 @@ def test_an_early_launch_says_so_in_its_config(fake, ready):
     """Once, when it is made; the driver's struct has the attribute at the place where its header has it."""
     ready[0](0)
     function = driver.load(b"cubin", "attention_forward", smem_bytes=0, device=1)
-    early = driver.Launcher(function, blocks=1, threads=128, arguments=[ctypes.create_string_buffer(8)], early=True)
+    buffer = ctypes.create_string_buffer(8)
+    early = driver.Launcher(function, blocks=1, threads=128, arguments=[ctypes.addressof(buffer)], early=True)
     for _ in range(2):
         early(0)
     plain, *launched = fake.launched
@@ -127,7 +128,7 @@ def test_a_launch_that_fails_says_why(fake, ready):
 def test_a_grid_that_is_too_wide(fake):
     function = driver.load(b"cubin", "attention_forward", smem_bytes=0, device=0)
     with pytest.raises(LaunchError, match="needs 2,147,483,648 blocks and a grid holds 2,147,483,647"):
-        driver.Launcher(function, blocks=1 << 31, threads=128, arguments=[ctypes.create_string_buffer(8)])
+        driver.Launcher(function, blocks=1 << 31, threads=128, arguments=[])
 
 
 @pytest.fixture

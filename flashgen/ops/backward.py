@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,8 +14,8 @@ from flashgen.analysis.derivative import differentiable_of
 from flashgen.analysis.facts import analyse
 from flashgen.lang.variant import Variant
 from flashgen.ops import memory, sequences
-from flashgen.ops.call import ALIGNMENT, Call, Request, check_rows
-from flashgen.ops.forward import array, cpu_case, strides_like, strides_of
+from flashgen.ops.call import ALIGNMENT, Call, Request, check_rows, lies_in_rows
+from flashgen.ops.forward import array, cpu_case, strides_like
 from flashgen.ops.menus import addressable, cpu_request, gpu_menu
 from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember, request_of
 from flashgen.planning import planner
@@ -149,9 +149,9 @@ def _loadable(x: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _lies_loadable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    rows = zip(shape[:3], strides[:3], strict=True)
-    aligned = strides[3] == 1 and all(size == 1 or stride * itemsize % ALIGNMENT == 0 for size, stride in rows)
-    return aligned and addressable(shape, strides, itemsize)
+    # The stride of one row, head or sequence may be any.
+    apart = tuple([0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)])
+    return lies_in_rows((*apart[:3], strides[3]), itemsize) and addressable(shape, strides, itemsize)
 
 
 class _Record:
@@ -180,7 +180,7 @@ class _Record:
         plan = plan_of(given, request, deterministic, wanted)
         self._index, self._dtype = q.device.index, q.dtype
         self._results = [(tuple(x.shape), strides_like(x, x.shape[3])) for x in (q, k, v)]
-        strides = {name: strides_of(x) for name, x in {"q": q, "k": k, "v": v, "o": o, "d_o": do}.items()}
+        strides = {name: x.stride()[:3] for name, x in {"q": q, "k": k, "v": v, "o": o, "d_o": do}.items()}
         strides |= {name: of[:3] for name, (_, of) in zip(_RESULTS, self._results, strict=True)}
         launch = launch_of(request, plan, strides, driver.gpu(self._index).sms)
         self._record = kernel.load(plan).record(launch, self._index)
@@ -193,7 +193,7 @@ class _Record:
         self._own = () if request.sequences is None else sequences.names(request.sequences.layout)
         named = (*(f"tensor_{name}" for name in self._tensors), *(f"grad_{name}" for name in wanted))
         named = (*named, *request.layout.pointers)
-        self._pick = operator.itemgetter(*map((*made, *named).index, launch.pointers))
+        self._pick = _picker((*made, *named), launch.pointers)
 
     def __call__(self, given: Given, call: Call) -> Gradients:
         if torch._C._cuda_getDevice() != self._index:
@@ -224,6 +224,12 @@ class _Record:
         self._record(self._pick(addresses), numbers, torch._C._cuda_getCurrentRawStream(self._index))
         captured = tuple(x.to(call.named[name].dtype) for x, name in zip(sums, self._wanted, strict=True))
         return Gradients(dq, dk, dv, captured)
+
+
+@functools.lru_cache(maxsize=256)
+def _picker(given: tuple[str, ...], wanted: tuple[str, ...]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+    """What picks the wanted addresses, by name, out of those that are given."""
+    return operator.itemgetter(*map(given.index, wanted))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -149,16 +149,24 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
 
 
 def checked_again(
-    known: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, tensors: Sequence[str]
+    known: Request,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    tensors: Sequence[str],
+    of_sequences: Set[str],
 ) -> Request:
     """As `checked`, of a call on a GPU that differs from that of `known` in lengths, strides that every pipeline can
-    load, numbers and contents alone; `tensors` names the captured ones."""
-    variant, named = call.variant, call.named
-    if known.sequences is None and k.shape[2] == v.shape[2]:
-        found, problem = None, known.problem.of_lengths(q.shape[2], k.shape[2])
+    load, numbers and contents alone; `tensors` names the captured ones, `of_sequences` what sequences may have of
+    their own.  Where tensors start is looked at by whoever launches."""
+    variant, named, found = call.variant, call.named, known.sequences
+    if k.shape[2] == v.shape[2] and not known.layout.paged:
+        problem = known.problem.of_lengths(q.shape[2], k.shape[2])
     else:
-        own = sequences.of_call(variant, named)
-        problem = _problem(q, k, v, paged=sequences.paged(own))
+        problem = _problem(q, k, v, paged=known.layout.paged)
+    if found is not None:
+        own = {name: x for name, x in named.items() if name in of_sequences}
         found, problem = sequences.checked(own, problem, q.device, k.shape[0])
     captured, params = known.tensors, known.params
     if tensors:
@@ -167,10 +175,7 @@ def checked_again(
             _check_shape(variant, declared, captured[declared.name], problem, found)
     if params:
         params = variant.values({name: named[name] for name in params if name in named})
-    scale = abs(factor(call.scale, problem.head_dim))
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.data_ptr() % ALIGNMENT:
-            check_rows(name, tensor)
+    scale = known.scale if call.scale is None else abs(factor(call.scale, problem.head_dim))
     return known._replace(
         problem=problem,
         scale=scale,
@@ -348,28 +353,35 @@ def _check_shape(
     variant: Variant, declared: Declared, given: torch.Tensor, problem: Problem, own: sequences.Sequences | None
 ) -> None:
     """Raise LaunchError for a captured tensor of another shape than the one declared."""
-    shape = list(given.shape)
-    title = f"captured tensor {declared.name!r} of {variant.name!r}"
-    if given.dim() != len(declared.dims):
-        dims = ", ".join("any" if dim is None else str(dim) for dim in declared.dims)
-        raise LaunchError(f"{title} has {given.dim()} dimensions {shape} and is declared [{dims}]")
+    shape = given.shape
+    if len(shape) != len(declared.dims):
+        title, dims = _declared(variant, declared)
+        raise LaunchError(f"{title} has {len(shape)} dimensions {list(shape)} and is declared {dims}")
     sizes = {"q": problem.q_len, "kv": problem.kv_len, **problem.sizes()}
     if own is not None:  # positions may reach less far than the tensor
         reach = sequences.reach(own, problem)
         sizes["q"] = max([reach, *(n for n, dim in zip(shape, declared.dims, strict=True) if dim == "q")])
     for axis, dim in enumerate(declared.dims):
-        wanted = sizes[dim] if isinstance(dim, str) else dim
-        if wanted is not None and shape[axis] != wanted and not (isinstance(dim, str) and shape[axis] == 1):
+        wanted, size = sizes[dim] if isinstance(dim, str) else dim, shape[axis]
+        if wanted is not None and size != wanted and not (isinstance(dim, str) and size == 1):
             named = f"{dim} = {wanted}" if isinstance(dim, str) else f"{wanted}"
             alternative = " (or 1: it broadcasts)" if isinstance(dim, str) else ""
-            dims = ", ".join("any" if dim is None else str(dim) for dim in declared.dims)
+            title, dims = _declared(variant, declared)
             raise LaunchError(
-                f"{title} is {shape} and declared [{dims}]: dimension {axis} must be {named}{alternative}"
+                f"{title} is {list(shape)} and declared {dims}: dimension {axis} must be {named}{alternative}"
             )
-        if shape[axis] == 0 and wanted != 0:
-            raise LaunchError(f"{title} is {shape}: dimension {axis} is empty, so there is nothing to read")
-        if shape[axis] >= 1 << 31:
-            raise LaunchError(f"{title} is {shape}: sizes stay below 2^31")
+        if size == 0 and wanted != 0:
+            title, _ = _declared(variant, declared)
+            raise LaunchError(f"{title} is {list(shape)}: dimension {axis} is empty, so there is nothing to read")
+        if size >= 1 << 31:
+            title, _ = _declared(variant, declared)
+            raise LaunchError(f"{title} is {list(shape)}: sizes stay below 2^31")
+
+
+def _declared(variant: Variant, declared: Declared) -> tuple[str, str]:
+    """What a captured tensor is called, and the dimensions that it is declared with."""
+    dims = ", ".join("any" if dim is None else str(dim) for dim in declared.dims)
+    return f"captured tensor {declared.name!r} of {variant.name!r}", f"[{dims}]"
 
 
 def factor(scale: Any, head_dim: int) -> float:

@@ -28,6 +28,9 @@ CPU_ARCH = "sm_80"
 #: The same of 8 bits.
 CPU_ARCH_8_BITS = "sm_90a"
 
+#: Why a pipeline cannot load a tensor, of each.
+_CANNOT_ADDRESS = tuple(pipeline.cannot_address for pipeline in planner.PIPELINES.values())
+
 _log = logging.getLogger("flashgen")
 
 #: What has been logged: requests with the pipeline that does not serve them.  Nothing is logged beyond so many.
@@ -95,8 +98,7 @@ def _limits(
 
 def addressable(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
     """Whether every pipeline can load a tensor of aligned rows that lies like this, in elements."""
-    limits = [pipeline.cannot_address(shape, strides, itemsize) for pipeline in planner.PIPELINES.values()]
-    return not any(limits)
+    return not any([cannot(shape, strides, itemsize) for cannot in _CANNOT_ADDRESS])
 
 
 def gpu_arch(q: torch.Tensor) -> str:

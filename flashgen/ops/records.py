@@ -104,7 +104,7 @@ def request_of(
     kind = None if key is None or not q.is_cuda else _kind(q, k, v, call, calls, key)
     known = None if kind is None else calls.requests.get(kind)
     if known is not None:
-        return checked_again(known, q, k, v, call, calls.tensors)
+        return checked_again(known, q, k, v, call, calls.tensors, calls.sequences)
     request = checked(q, k, v, call)
     if kind is not None:
         own = request.sequences
@@ -125,9 +125,13 @@ def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, calls: 
     if sequences.paged(named):
         kind.append(k.shape[2])  # pipelines load pages of some sizes
     of_tensors: Any = key[:3]
-    for x, (shape, strides, dtype, device) in zip((q, k, v), of_tensors, strict=True):
-        if len(shape) != 4 or not (lies_in_rows(strides, x.itemsize) and addressable(shape, strides, x.itemsize)):
-            return None
+    known = None
+    for of_tensor in of_tensors:
+        shape, strides, dtype, device = of_tensor
+        if of_tensor != known:  # k and v often lie alike
+            item, known = dtype.itemsize, of_tensor
+            if len(shape) != 4 or not (lies_in_rows(strides, item) and addressable(shape, strides, item)):
+                return None
         kind += shape[0], shape[1], shape[3], dtype, device
     if named:
         kind += [*named, *map(type, named.values()), *map(named.get, calls.constants)]
@@ -176,7 +180,7 @@ class Numbers:
 
 
 def launch_of(
-    request: Request, plan: KernelPlan, strides: Mapping[str, tuple[int, int, int]], sms: int, *, kv_splits: int = 1
+    request: Request, plan: KernelPlan, strides: Mapping[str, tuple[int, ...]], sms: int, *, kv_splits: int = 1
 ) -> Launch:
     """The launch of a plan on a call's tensors, of these strides in elements, on a GPU of so many SMs; `kv_splits`
     blocks divide keys where the plan splits them."""
@@ -184,10 +188,7 @@ def launch_of(
         plan,
         request.problem,
         strides=strides,
-        captured={
-            name: Captured(sizes=tuple(tensor.shape), strides=tensor.stride())
-            for name, tensor in request.tensors.items()
-        },
+        captured={name: Captured(tuple(tensor.shape), tensor.stride()) for name, tensor in request.tensors.items()},
         scale=request.scale,
         params=request.params,
         dropout=request.dropout,

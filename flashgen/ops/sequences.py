@@ -165,7 +165,7 @@ def _joined_problem(given: Mapping[str, Any], problem: Problem, device: torch.de
             f"cu_seqlens_q is {_shape(starts)}: it is an int32 tensor [sequences + 1], on q's device ({device})\n"
             "  nearest: torch.tensor([0, length of the first, length of the first two ...], dtype=torch.int32)"
         )
-    return replace(problem, batch=starts.numel() - 1, q_len=bounds[0], kv_len=bounds[1])
+    return problem.of_lengths(bounds[0], bounds[1], batch=starts.numel() - 1)
 
 
 def _bounded_by_table(given: Mapping[str, Any], most: int) -> int:

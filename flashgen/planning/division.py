@@ -7,7 +7,7 @@ more blocks load at once, and their parts of o are written, read and combined.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flashgen.analysis import counts
 from flashgen.analysis.facts import analyse
@@ -19,7 +19,7 @@ from flashgen.planning import leaf_times, planner, split_keys
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import ALL_KEYS, FoldedLeaves, Keys, SplitKeys
-from flashgen.planning.once import once
+from flashgen.planning.once import Remembered, once
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.planner import Menu
 from flashgen.planning.problem import Problem
@@ -51,11 +51,11 @@ MAX_PLACES = (1 << 31) - 1
 ROUNDS = (1, 2, 3, 4)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Divided:
+class Divided(NamedTuple):
     """The plan that a call gets, of its menu; `splits` blocks divide the keys of a tile of queries.
 
-    `why` says how that number was found, for a person; it is empty where splitting was no question.
+    `why` says how that number was found, for a person; it is empty where splitting was no question.  A tuple, as each
+    new length makes one.
     """
 
     menu: Menu
@@ -111,12 +111,12 @@ def divide(
     `kv_splits` is what a call says, None where it leaves that open; `invariant` asks for leaves.  Raises PlanError
     where keys cannot be split and a call says so.
     """
+    if kv_splits is None and not invariant and not asks(problem.q_len, problem.kv_len):
+        return _whole(ask, problem, sms, "")
     check_splits(kv_splits)
     check_together(kv_splits, invariant)
     if invariant:
         return _in_leaves(ask, problem, sms, FoldedLeaves(), params, layout)
-    if kv_splits is None and not asks(problem.q_len, problem.kv_len):
-        return _whole(ask, problem, sms, "")
     if kv_splits == 1:
         return _whole(ask, problem, sms, "as asked")
     menu = ask(SplitKeys())
@@ -192,24 +192,16 @@ def steps(plan: KernelPlan, problem: Problem, params: Mapping[str, int | float],
     named = tuple(params.items())
     at = problem.batch, problem.heads, problem.kv_heads, problem.q_len, all_tiles, whole, layout.own, named
     found = by_tiles.get(at)
-    if found is None:
-        if len(by_tiles) >= MAX_REMEMBERED:
-            by_tiles.clear()
-        found = by_tiles[at] = _steps(plan, problem, params, layout)
-    return found
-
-
-#: What is remembered of a plan: when there is more all of it is forgotten.
-MAX_REMEMBERED = 4096
+    return by_tiles.keep(at, _steps(plan, problem, params, layout)) if found is None else found
 
 
 @once
-def _visible(plan: KernelPlan) -> dict[tuple[object, ...], int] | None:
+def _visible(plan: KernelPlan) -> Remembered[tuple[object, ...], int] | None:
     """What `steps` has found of a plan; None where all tiles of keys are visible as far as is known."""
     facts = analyse(plan.variant)
     if plan.variant.mask is None or plan.variant.pair_tensors or facts.uses_batch or facts.uses_head:
         return None
-    return {}
+    return Remembered()
 
 
 def _steps(plan: KernelPlan, problem: Problem, params: Mapping[str, int | float], layout: Layout) -> int:
@@ -232,17 +224,13 @@ def number(plan: KernelPlan, problem: Problem, visible: int, sms: int, layout: L
     known = _divisions(plan)
     at = problem.batch, problem.heads, problem.kv_heads, problem.q_len, visible, sms, layout.own
     found = known.get(at)
-    if found is None:
-        if len(known) >= MAX_REMEMBERED:
-            known.clear()
-        found = known[at] = _number(plan, problem, visible, sms, layout)
-    return found
+    return known.keep(at, _number(plan, problem, visible, sms, layout)) if found is None else found
 
 
 @once
-def _divisions(plan: KernelPlan) -> dict[tuple[int, ...], tuple[int, str]]:
+def _divisions(plan: KernelPlan) -> Remembered[tuple[int, ...], tuple[int, str]]:
     """What `number` has found of a plan: it does not depend on the number of keys."""
-    return {}
+    return Remembered()
 
 
 def _number(plan: KernelPlan, problem: Problem, visible: int, sms: int, layout: Layout) -> tuple[int, str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, replace
 
+from flashgen.planning.once import Remembered, once
 from flashgen.planning.plan import Fallback, KernelPlan, Tile
 from flashgen.planning.problem import Problem
 from flashgen.planning.records import Shape
@@ -50,21 +50,37 @@ class Measured:
 
     def best(self, problem: Problem) -> int:
         """The fastest plan on the measured shape that is most like the problem, by lengths and number of heads."""
+        heads, known = problem.batch * problem.heads, _known(self)
+        shapes = known.get(heads) or known.keep(heads, self._beside(heads))
+        q, kv = _log2(problem.q_len), _log2(problem.kv_len)
+        unlike = [abs(a - q) + abs(b - kv) + c for a, b, c, _ in shapes]
+        return shapes[unlike.index(min(unlike))][3]
 
-        at = _log2(problem.q_len, problem.kv_len, problem.batch * problem.heads)
-        unlike = [abs(a - at[0]) + abs(b - at[1]) + abs(c - at[2]) for a, b, c in _of_shapes(self.shapes)]
-        j = unlike.index(min(unlike))
-        return min(range(len(self.ms)), key=lambda i: self.ms[i][j])
+    def _beside(self, heads: int) -> list[_Shape]:
+        """The shapes that may be most like a problem of so many heads: of equal lengths those of the nearest number."""
+        found = []
+        for j, s in enumerate(self.shapes):
+            fastest = min(range(len(self.ms)), key=lambda i: self.ms[i][j])
+            unlike = abs(_log2(s.batch * s.heads) - _log2(heads))
+            found.append((_log2(s.q_len), _log2(s.kv_len), unlike, fastest))
+        return [a for a in found if not any(a[:2] == b[:2] and a[2] - b[2] > ROUNDING for b in found)]
 
 
-def _log2(*numbers: int) -> tuple[float, ...]:
-    return tuple([math.log2(n) if n > 1 else 0.0 for n in numbers])
+#: Differences of logarithms that are none.
+ROUNDING = 1e-9
+
+#: Logarithms of lengths, how unlike the number of heads is, and the plan that is fastest there.
+_Shape = tuple[float, float, float, int]
 
 
-@functools.lru_cache(maxsize=64)
-def _of_shapes(shapes: tuple[Shape, ...]) -> tuple[tuple[float, ...], ...]:
-    """What shapes are compared by."""
-    return tuple(_log2(s.q_len, s.kv_len, s.batch * s.heads) for s in shapes)
+@once
+def _known(measured: Measured) -> Remembered[int, list[_Shape]]:
+    """What shapes are compared by, by the number of heads of a problem."""
+    return Remembered()
+
+
+def _log2(number: int) -> float:
+    return math.log2(number) if number > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.hopper import backward as hopper_backward
 from flashgen.planning.pipelines.hopper import float8 as hopper_float8
 from flashgen.planning.pipelines.hopper import forward as hopper
-from flashgen.planning.pipelines.protocol import ForwardPipeline, Packing, Pipeline
+from flashgen.planning.pipelines.protocol import ForwardPipeline, Packing, Pipeline, Predictor
 from flashgen.planning.pipelines.shared import total
 from flashgen.planning.plan import Fallback, KernelPlan, Tile
 from flashgen.planning.problem import Problem, check_dtype
@@ -87,7 +87,10 @@ def menu_of(request: KernelRequest) -> Menu:
     found = _menu_of(pipeline, request)
     packed = _packed(pipeline, request, found)
     if not request.packed:
-        small, few = _small(pipeline, request, found), _few(pipeline, request, found)
+        least = _of_one_warpgroup(pipeline, request, found)
+        # Problems that are short of blocks have single heads, whose keys one block visits.
+        small = None if request.keys.split or request.layout.joined else least
+        few = least and _packed_if_possible(pipeline, request, least)
         return replace(found, packed=packed, small=small, few=few).instead_of(*fallbacks)
     if packed is None:
         raise PlanError(_no_packing(pipeline, request))
@@ -127,47 +130,43 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     queries; in a backward, of keys), so that there are blocks for every SM; few queries of heads that share
     keys take the packed form.
     """
-    few = _of_few(menu, problem)
+    if problem.empty:
+        return menu.plans[0]
+    group, few = problem.group, menu.few
+    if few is not None and problem.q_len * few.pack(group) > few.tile.q:
+        few = None  # the queries of heads that share keys are more than its tile has rows
     if few is not None and few.keys.split:  # blocks for every SM come from the keys
         return few
     plan = _of_single_heads(menu, problem, sms)
-    if menu.small is not None and not problem.empty:
-        times = [_predicted(one, problem, sms) for one in (menu.small, plan)]
-        plan = menu.small if times[0] < times[1] else plan
+    if menu.small is not None:
+        plan = min((plan, menu.small), key=lambda one: _predictor(one)(problem, sms))
     packed = few or menu.packed
-    if packed is None or packed.pack(problem.group) == 1 or problem.empty:
+    if packed is None or group == 1 or packed.pack(group) == 1:
         return plan
     gain = packings(plan)[packed.pipeline].packing_gain(packed, plan, problem, sms)
     return packed if gain >= PACKING_GAIN else plan
 
 
 @once
-def _pace(plan: KernelPlan) -> tuple[float, ...]:
-    """Seconds for each score, of a plan beside a menu."""
-    return pipeline_of(plan).seconds_per_score(plan, ARCHS[plan.arch])
+def _predictor(plan: KernelPlan) -> Predictor:
+    """That of a plan beside a menu."""
+    pipeline = pipeline_of(plan)
+    return pipeline.predictor(plan, pipeline.seconds_per_score(plan, ARCHS[plan.arch]))
 
 
-def _predicted(plan: KernelPlan, problem: Problem, sms: int) -> float:
-    return pipeline_of(plan).predicted_seconds(plan, _pace(plan), problem, sms)
-
-
-def _of_few(menu: Menu, problem: Problem) -> KernelPlan | None:
-    """The form whose tiles have one warpgroup's rows, where all queries of the heads that share one fill no more."""
-    few = menu.few
-    fills = few is not None and problem.q_len * few.pack(problem.group) <= few.tile.q
-    return few if fills and not problem.empty else None
+@once
+def _predictors(menu: Menu) -> tuple[Predictor, ...]:
+    """Those of a menu's plans."""
+    pipeline, pairs = pipeline_of(menu.plans[0]), zip(menu.plans, menu.seconds_per_score, strict=True)
+    return tuple(pipeline.predictor(plan, seconds_per_score) for plan, seconds_per_score in pairs)
 
 
 def _of_single_heads(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
-    if len(menu.plans) == 1 or problem.empty:
+    if len(menu.plans) == 1:
         return menu.plans[0]
     if menu.measured:
         return menu.plans[menu.measured.best(problem)]
-    pipeline = pipeline_of(menu.plans[0])
-    times = [
-        pipeline.predicted_seconds(plan, seconds_per_score, problem, sms)
-        for plan, seconds_per_score in zip(menu.plans, menu.seconds_per_score, strict=True)
-    ]
+    times = [seconds(problem, sms) for seconds in _predictors(menu)]
     return menu.plans[times.index(min(times))]
 
 
@@ -260,16 +259,10 @@ def _of_one_warpgroup(pipeline: Pipeline[Any], request: KernelRequest, found: Me
     return min(alike, key=lambda plan: _seconds(pipeline, plan, request), default=None)
 
 
-def _small(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> KernelPlan | None:
-    """The form of one warpgroup's rows for problems that are short of blocks: of single heads, whose keys one block
-    visits."""
-    return None if request.keys.split or request.layout.joined else _of_one_warpgroup(pipeline, request, found)
-
-
-def _few(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> KernelPlan | None:
-    """The form of one warpgroup's rows for few queries: packed, where heads that share keys can be."""
-    plan, packing = _of_one_warpgroup(pipeline, request, found), packings(request).get(pipeline.NAME)
-    if plan is None or packing is None or packing.cannot_pack(request):
+def _packed_if_possible(pipeline: Pipeline[Any], request: KernelRequest, plan: KernelPlan) -> KernelPlan:
+    """The packed form of a plan, where heads that share keys can be; else the plan."""
+    packing = packings(request).get(pipeline.NAME)
+    if packing is None or packing.cannot_pack(request):
         return plan
     return packing.packed(plan) or plan
 

@@ -50,10 +50,16 @@ class Problem:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        counts = self.batch, self.heads, self.kv_heads, self.q_len, self.kv_len
-        dims = self.head_dim, self.v_head_dim
-        known = min(counts) >= 0 and max(counts) < MAX_LENGTH and min(dims) > 0 and max(dims) < MAX_LENGTH
-        if known and self.dtype in ITEMSIZE and self.kv_heads and self.heads % self.kv_heads == 0:
+        if (
+            0 <= self.q_len < MAX_LENGTH
+            and 0 <= self.kv_len < MAX_LENGTH
+            and 0 <= self.batch < MAX_LENGTH
+            and 0 < self.kv_heads <= (heads := self.heads) < MAX_LENGTH
+            and heads % self.kv_heads == 0
+            and 0 < self.head_dim < MAX_LENGTH
+            and 0 < self.v_head_dim < MAX_LENGTH
+            and self.dtype in ITEMSIZE
+        ):
             return
         for name, said in (*((name, name) for name in ("batch", "heads", "kv_heads")), *LENGTHS.items()):
             value = getattr(self, name)
@@ -75,10 +81,10 @@ class Problem:
                 f" (kv_heads that work: {', '.join(map(str, divisors))})"
             )
 
-    def of_lengths(self, q_len: int, kv_len: int) -> Problem:
-        """The same with other lengths."""
+    def of_lengths(self, q_len: int, kv_len: int, *, batch: int | None = None) -> Problem:
+        """The same with other lengths, and of another batch where that is given."""
         return Problem(
-            batch=self.batch,
+            batch=self.batch if batch is None else batch,
             heads=self.heads,
             kv_heads=self.kv_heads,
             q_len=q_len,

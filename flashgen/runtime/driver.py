@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -67,36 +67,55 @@ class Function:
 class TensorMaps:
     """What TMA needs to know of tensors, as kernel parameters at `pointers`; tensors may move between launches.
 
-    All are at one address until they move.  The driver asks for a current context, and a thread that never touched CUDA
-    (autograd's own, at its first node) has none: it is lent that of GPU `device`.  Raises LaunchError for a tensor that
-    TMA cannot address.
+    `addresses` says where they are, and is empty until they are encoded.
     """
 
-    __slots__ = ("_buffer", "_device", "_maps", "_replace", "_success", "addresses", "pointers")
+    __slots__ = ("_buffer", "_descs", "_device", "_maps", "_replace", "_success", "addresses", "pointers")
 
-    def __init__(self, descs: Sequence[TensorMapDesc], *, address: int, device: int) -> None:
+    def __init__(self, descs: Sequence[TensorMapDesc], *, device: int) -> None:
         api, count = _api(), len(descs)
-        encode, wide, success = api.cuTensorMapEncodeTiled, api.cuuint64_t, api.CUresult.CUDA_SUCCESS
-        self._buffer = ctypes.create_string_buffer(_TENSOR_MAP_BYTES * count + _TENSOR_MAP_ALIGNMENT)
+        self._buffer = (ctypes.c_char * (_TENSOR_MAP_BYTES * count + _TENSOR_MAP_ALIGNMENT))()
         at = -(-ctypes.addressof(self._buffer) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
-        self.pointers, self.addresses = range(at, at + _TENSOR_MAP_BYTES * count, _TENSOR_MAP_BYTES), [address] * count
-        self._device, self._success, self._replace = device, success, api.cuTensorMapReplaceAddress
-        lent = contextlib.nullcontext() if _has_context() else _current(_primary_context(device))
-        with lent:
-            for pointer, (_, dtype, sizes, strides, box, swizzle) in zip(self.pointers, descs, strict=True):
-                kind, boxes, *rest = _encoding(api.cuuint32_t, dtype, box, swizzle)
-                returned = encode(kind, 4, address, [*map(wide, sizes)], [*map(wide, strides)], boxes, *rest)
-                if returned[0] != success:
-                    _ok(returned, f"address a tensor of {sizes} with strides of {strides} bytes by TMA")
-                ctypes.memmove(pointer, int(returned[1].getPtr()), _TENSOR_MAP_BYTES)
-        self._maps = [api.CUtensorMap(_ptr=pointer) for pointer in self.pointers]
+        self.pointers = range(at, at + _TENSOR_MAP_BYTES * count, _TENSOR_MAP_BYTES)
+        self._descs: Sequence[TensorMapDesc] = descs
+        self._device = device
+        self._success, self._replace = api.CUresult.CUDA_SUCCESS, api.cuTensorMapReplaceAddress
+        self._maps: list[Any] = [None] * count
+        self.addresses: list[int] = []
+
+    def encode(self, addresses: Iterable[int]) -> None:
+        """Make them, of tensors at these addresses; those that differ in nothing else are at the address of the first.
+
+        The driver asks for a current context, and a thread that never touched CUDA (autograd's own, at its first node)
+        has none: it is lent that of the GPU.  Raises LaunchError for a tensor that TMA cannot address.
+        """
+        api = _api()
+        made: dict[tuple[object, ...], tuple[int, int]] = {}
+        found = []
+        with contextlib.nullcontext() if _has_context() else _current(_primary_context(self._device)):
+            for pointer, desc, address in zip(self.pointers, self._descs, addresses, strict=True):
+                same = made.get(desc[1:])
+                if same is None:
+                    _, dtype, sizes, strides, box, swizzle = desc
+                    kind, boxes, *rest = _encoding(api.cuuint32_t, dtype, box, swizzle)
+                    lengths, steps = [*map(api.cuuint64_t, sizes)], [*map(api.cuuint64_t, strides)]
+                    returned = api.cuTensorMapEncodeTiled(kind, 4, address, lengths, steps, boxes, *rest)
+                    if returned[0] != self._success:
+                        _ok(returned, f"address a tensor of {sizes} with strides of {strides} bytes by TMA")
+                    same = int(returned[1].getPtr()), address
+                    made[desc[1:]] = pointer, address
+                ctypes.memmove(pointer, same[0], _TENSOR_MAP_BYTES)
+                found.append(same[1])
+        self.addresses, self._descs = found, ()  # they are not kept
 
     def move(self, index: int, address: int) -> None:
         """Point one at another tensor of the same sizes and strides."""
-        status = self._replace(self._maps[index], address)[0]
-        if status != self._success:
+        moved = self._maps[index]
+        if moved is None:
+            moved = self._maps[index] = _api().CUtensorMap(_ptr=self.pointers[index])
+        if self._replace(moved, address)[0] != self._success:
             with _current(_primary_context(self._device)):
-                _ok(self._replace(self._maps[index], address), "move a tensor map")
+                _ok(self._replace(moved, address), "move a tensor map")
         self.addresses[index] = address
 
 
@@ -118,10 +137,10 @@ def _encoding(narrow: Any, dtype: str, box: tuple[int, ...], swizzle: int) -> tu
 class Launcher:
     """Starts one function, with its grid, block and arguments in place: call it with a stream.
 
-    `arguments` are ctypes buffers and addresses, one per kernel parameter; the caller writes their contents and the
-    driver copies them during the call, so they may change between calls (not during one: hold a lock).  An `early` one
-    starts before the kernel before it on the stream has ended, and waits for that itself; a CUDA graph keeps that as a
-    programmatic edge.
+    `arguments` are the addresses of the kernel's parameters, whose memory the caller keeps; it writes their contents
+    and the driver copies them during the call, so they may change between calls (not during one: hold a lock).  An
+    `early` one starts before the kernel before it on the stream has ended, and waits for that itself; a CUDA graph
+    keeps that as a programmatic edge.
     """
 
     __slots__ = ("_api", "_arguments", "_config", "_context", "_entry", "_given", "_start", "_stream", "_success")
@@ -132,7 +151,7 @@ class Launcher:
         *,
         blocks: int,
         threads: int,
-        arguments: Sequence[ctypes.Array | int],
+        arguments: Sequence[int],
         early: bool = False,
     ) -> None:
         api = _api()
@@ -148,11 +167,10 @@ class Launcher:
         if early:
             config.attrs = [_early(api)]
             config.numAttrs = 1
-        pointers = [a if isinstance(a, int) else ctypes.addressof(a) for a in arguments]
-        array = (ctypes.c_void_p * len(pointers))(*pointers)
+        array = (ctypes.c_void_p * len(arguments))(*arguments)
         self._api, self._config = api, config
         self._entry, self._context = function.entry, function.context
-        self._arguments = (*arguments, array)  # alive as long as the addresses of them
+        self._arguments = array  # alive as long as its address
         self._given = config, function.handle, ctypes.addressof(array), 0
         self._start = api.cuLaunchKernelEx
         self._success = api.CUresult.CUDA_SUCCESS

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from flashgen.planning.plan import KernelPlan
     from flashgen.runtime.launch import Launch
 
-#: Where a tensor map points until its first launch; an address has to be a multiple of 16.
-_ANY_ADDRESS = 1 << 32
-
 #: By plan, and by the id of the plan that its slot keeps: to hash one takes microseconds.
 _kernels: dict[KernelPlan | int, _Slot] = {}
 _slots = threading.Lock()
@@ -40,7 +37,9 @@ class _Packing:
     Addresses are those of `Launch.pointers`, numbers those of `Launch.scalars`.
     """
 
-    __slots__ = ("_first", "_numbers", "_pack", "_pack_pointers", "_pick_pointers", "_scalars", "_size", "places")
+    __slots__ = (
+        *("_buffer", "_first", "_pack", "_pack_pointers", "_pick_numbers", "_pick_pointers", "_scalars", "places"),
+    )
 
     def __init__(self, plan: KernelPlan) -> None:
         members, known = params.fields(plan), pointers(plan)
@@ -49,10 +48,12 @@ class _Packing:
             place[member.name] = member.format, end
             end += struct.calcsize(f"<{member.format}")
         of_pointers = [m.name for m in members if m.ctype.endswith("*")]  # they stand first
-        self._numbers, self._size = [m.name for m in members[len(of_pointers) :]], params.sizeof(plan)
+        self._buffer = ctypes.c_char * params.sizeof(plan)
         self._pack_pointers = struct.Struct(f"<{len(of_pointers)}Q").pack_into
         self._pick_pointers = operator.itemgetter(*map(known.index, of_pointers))
-        self._pack = struct.Struct("<" + "".join(m.format for m in members[len(of_pointers) :])).pack_into
+        numbers = members[len(of_pointers) :]
+        self._pick_numbers = operator.itemgetter(*[m.name for m in numbers])
+        self._pack = struct.Struct("<" + "".join(m.format for m in numbers)).pack_into
         self._first = 8 * len(of_pointers)
         self._scalars = [(struct.Struct(f"<{place[name][0]}").pack_into, place[name][1]) for name in scalars(plan)]
         #: Where the addresses of the tensors of maps stand among all.
@@ -60,8 +61,8 @@ class _Packing:
 
     def of(self, launch: Launch) -> ctypes.Array:
         """The parameters of a launch, without its addresses."""
-        buffer = ctypes.create_string_buffer(self._size)
-        self._pack(buffer, self._first, *map(launch.values.__getitem__, self._numbers))
+        buffer = self._buffer()
+        self._pack(buffer, self._first, *self._pick_numbers(launch.values))
         return buffer
 
     def point(self, buffer: ctypes.Array, addresses: tuple[int, ...]) -> None:
@@ -75,26 +76,24 @@ class _Packing:
 class Record:
     """A launch on one GPU with everything in place but addresses and scalars; any thread may call it.
 
-    What the call before it left in place is not written again.
+    What the call before it left in place is not written again, and the launch is not kept: a new length is one more of
+    thousands.
     """
 
-    __slots__ = ("_addresses", "_buffer", "_launchers", "_lock", "_maps", "_numbers", "_packing", "launch")
+    __slots__ = ("_addresses", "_buffer", "_launchers", "_lock", "_maps", "_numbers", "_packing")
 
     def __init__(self, launch: Launch, packing: _Packing, functions: Sequence[driver.Function], device: int) -> None:
-        self.launch, self._packing = launch, packing
-        pointers: Sequence[int] = ()
+        self._packing = packing
         self._buffer = packing.of(launch)
-        self._maps: driver.TensorMaps | None = None
-        if launch.maps:
-            self._maps = driver.TensorMaps(launch.maps, address=_ANY_ADDRESS, device=device)
-            pointers = self._maps.pointers
+        self._maps = driver.TensorMaps(launch.maps, device=device) if launch.maps else None
+        maps, params = () if self._maps is None else self._maps.pointers, ctypes.addressof(self._buffer)
         self._launchers = [
             driver.Launcher(
                 function,
                 blocks=grid.blocks,
                 threads=grid.threads,
                 early=grid.early,
-                arguments=[*(pointers if launch.maps_of(grid) else ()), self._buffer],
+                arguments=(*maps, params) if launch.maps_of(grid) else (params,),
             )
             for grid, function in zip(launch.grids, functions, strict=True)
         ]
@@ -106,13 +105,17 @@ class Record:
         """Start its kernels, one after the other, on a stream of the GPU that the record is for.
 
         `addresses` are those of `launch.pointers`, `numbers` those of `launch.scalars`: the tuple of an earlier call
-        stands for what is in it.  Raises LaunchError with the driver's reason.
+        stands for what is in it.  Raises LaunchError with the driver's reason, the first time where TMA cannot address
+        a tensor (its pipeline's `cannot_address` says so before).
         """
         with self._lock:
             if addresses != self._addresses:
                 self._addresses = None  # until all of them are in place
                 if self._maps is not None:
-                    for i, (index, known) in enumerate(zip(self._packing.places, self._maps.addresses, strict=True)):
+                    places = self._packing.places
+                    if not self._maps.addresses:
+                        self._maps.encode(map(addresses.__getitem__, places))
+                    for i, (index, known) in enumerate(zip(places, self._maps.addresses, strict=True)):
                         if addresses[index] != known:
                             self._maps.move(i, addresses[index])
                 self._packing.point(self._buffer, addresses)
@@ -163,8 +166,7 @@ class Kernel:
     def record(self, launch: Launch, device: int) -> Record:
         """A launch of this kernel's plan on GPU `device`.
 
-        Raises LaunchError where a kernel cannot be loaded, a grid would be too wide, or TMA cannot address a tensor
-        (its pipeline's `cannot_address` says so before).
+        Raises LaunchError where a kernel cannot be loaded, or a grid would be too wide.
         """
         functions = [self.function(device, grid.entry, grid.smem_bytes) for grid in launch.grids]
         return Record(launch, self._packing, functions, device)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +21,7 @@ from flashgen.planning.float8 import DESCALES, block_of
 from flashgen.planning.layout import division
 from flashgen.planning.once import once
 from flashgen.planning.plan import WARPGROUP_ROWS, Part, rows_of
+from flashgen.planning.problem import ITEMSIZE
 
 if TYPE_CHECKING:
     from flashgen.planning.plan import KernelPlan
@@ -38,11 +40,12 @@ FINISH_BLOCKS = 8
 #: Of a tensor that one descale serves: any row shifted by so many bits is 0.
 WHOLE_LOG2 = 31
 
+_MAIN_ENTRIES = {name: f"attention_{name}" for name in ("forward", "backward")}
+
 _DROPOUT = tuple(f.name for f in members.DROPOUT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
+class Captured(NamedTuple):
     """Shape of a captured tensor: its sizes, and its strides in elements."""
 
     sizes: tuple[int, ...]
@@ -98,8 +101,7 @@ class TensorMapDesc(NamedTuple):
     swizzle: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchGrid:
+class LaunchGrid(NamedTuple):
     """One kernel of a launch: its entry, its grid and block (one dimension each), its dynamic shared memory; whether it
     starts before the one before it on the stream has ended, for which it then waits itself."""
 
@@ -107,24 +109,25 @@ class LaunchGrid:
     blocks: int
     threads: int
     smem_bytes: int
-    early: bool = False
+    early: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class Launch(NamedTuple):
     """All that executing a plan on one problem takes, but addresses.
 
     grids       its kernels, in the order in which they run on one stream; all take the plan's `Params`
-    values      the numbers of `Params` by field; those of `scalars` may change from call to call
+    values      numbers by name, of which `Params` has some; those of `scalars` may change from call to call
     maps        what the main kernel takes before `Params`
     workspaces  memory beside inputs and results, in bytes by the name of the pointer; it may hold anything
     cleared     memory that is 0 before the first kernel, and left so; launches that may overlap need their own: in a
                 CUDA graph a kernel more, so there is none where nobody counts, and its pointer is null
+
+    A tuple, as each new length makes one.
     """
 
     plan: KernelPlan
     grids: tuple[LaunchGrid, ...]
-    values: Mapping[str, int | float] = field(hash=False)
+    values: Mapping[str, int | float]
     maps: tuple[TensorMapDesc, ...]
     workspaces: tuple[Part, ...]
     cleared: tuple[Part, ...]
@@ -142,43 +145,72 @@ class Launch:
 
     def maps_of(self, grid: LaunchGrid) -> tuple[TensorMapDesc, ...]:
         """Those that a kernel takes."""
-        return self.maps if grid.entry == main_entry(self.plan) else ()
+        return self.maps if grid.entry == _MAIN_ENTRIES[self.plan.pass_name] else ()
 
     def packed(self, addresses: Mapping[str, int]) -> bytes:
         """`Params` with these addresses; raises KeyError for a pointer without one."""
         return members.pack(self.plan, {**addresses, **self.values})
 
 
+class _MapOutline(NamedTuple):
+    """What no problem decides of a tensor map, but for packed heads and pages."""
+
+    tensor: str
+    dtype: str
+    item: int
+    columns: int
+    box: tuple[int, int, int, int]
+    swizzle: int
+    least: int  # bytes between the elements of a dimension of size 1: any stride will do
+    of_keys: bool
+    packed: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outline:
     """What no problem decides of the launches of a plan, worked out once: a new length is a few integer operations.
 
-    numbers   the fields of `Params` that are no addresses
     pointers  those of `Launch.pointers`
-    maps      the tensors of tensor maps, and the dtypes of their elements
-    threads, smem_bytes  of the kernel that visits tiles
+    counted   whether `COUNTERS` are among them
+    main      the kernel that visits tiles, of no block
     """
 
-    numbers: tuple[str, ...]
     pointers: tuple[str, ...]
-    maps: tuple[tuple[str, str], ...]
-    threads: int
-    smem_bytes: int
+    counted: bool
+    maps: tuple[_MapOutline, ...]
+    main: LaunchGrid
 
 
 @once
 def _outline(plan: KernelPlan) -> _Outline:
-    fields = members.fields(plan)
-    in_params = [f.name for f in fields if f.ctype.endswith("*")]
+    in_params = [f.name for f in members.fields(plan) if f.ctype.endswith("*")]
     cleared = [name for name in in_params if name == COUNTERS.name]
     others = (name for name in in_params if name != COUNTERS.name)
-    mapped = members.maps(plan)
+    maps = members.maps(plan)
     return _Outline(
-        numbers=tuple(f.name for f in fields if not f.ctype.endswith("*")),
-        pointers=tuple(dict.fromkeys((*mapped, *others, *cleared))),
-        maps=tuple((name, operand_dtype(plan, name)) for name in mapped),
-        threads=plan.threads,
-        smem_bytes=plan.smem_bytes,
+        pointers=tuple(dict.fromkeys((*maps, *others, *cleared))),
+        counted=bool(cleared),
+        maps=tuple(_map_outline(plan, name) for name in maps),
+        main=_grid(plan, main_entry(plan), 0, plan.threads, plan.smem_bytes),
+    )
+
+
+def _map_outline(plan: KernelPlan, name: str) -> _MapOutline:
+    """That of q, k, v, o or d_o."""
+    item, of_keys = ITEMSIZE[plan.dtype], name in ("k", "v")
+    columns = plan.head_dim if name in ("q", "k") else plan.v_head_dim
+    wide = rows_of(columns, item)
+    of_q = WARPGROUP_ROWS if plan.backward is None else plan.tile.q  # of a forward, those of one warpgroup
+    return _MapOutline(
+        tensor=name,
+        dtype=operand_dtype(plan, name),
+        item=item,
+        columns=columns,
+        box=(wide.columns, plan.tile.kv if of_keys else of_q, 1, 1),
+        swizzle=wide.bytes,
+        least=-(-columns * item // 16) * 16,
+        of_keys=of_keys,
+        packed=plan.packed and name in ("q", "o"),
     )
 
 
@@ -198,7 +230,7 @@ def make_launch(
     plan: KernelPlan,
     problem: Problem,
     *,
-    strides: Mapping[str, tuple[int, int, int]],
+    strides: Mapping[str, tuple[int, ...]],
     captured: Mapping[str, Captured],
     scale: float,
     params: Mapping[str, int | float],
@@ -226,30 +258,25 @@ def make_launch(
     outline, group = _outline(plan), problem.group
     pack = plan.pack(group)
     heads = problem.batch * problem.kv_heads
+    rows = (problem.q_len, problem.kv_len) if rows is None else rows
     together = min(_l2_kv_heads(plan, problem) if l2_kv_heads is None else l2_kv_heads, heads)
-    if plan.backward is not None:
-        clear_distance = min(
-            backward.clear_distance(plan, problem, sms, together) if clear_distance is None else clear_distance, heads
-        )
-    q_rows, kv_rows = (problem.q_len, problem.kv_len) if rows is None else rows
     if plan.layout.joined:
         in_pages = () if cache is None else ("k", "v")
         strides = {name: of if name in in_pages else (0, *of[1:]) for name, of in strides.items()}
-    q_tiles, kv_tiles = _tiles_of(plan, problem, pack, q_rows, kv_rows)
-    numbers: dict[str, int | float | None] = {
+    q_tiles = _tiles(plan, problem, plan.tile.q // pack, problem.q_len, rows[0])
+    numbers: dict[str, int | float] = {
         "batch": problem.batch,
         "heads": problem.heads,
         "kv_heads": problem.kv_heads,
         "q_len": problem.q_len,
         "kv_len": problem.kv_len,
         "q_tiles": q_tiles,
-        "kv_tiles": kv_tiles,
+        "kv_tiles": _kv_tiles(plan, problem, rows[1]),
         "l2_heads": together if plan.backward is not None else together * group // pack,
-        "clear_distance": clear_distance,
         "packs": problem.heads // pack,
         "pack_log2": pack.bit_length() - 1,
-        "q_rows": q_rows,
-        "kv_rows": kv_rows,
+        "q_rows": rows[0],
+        "kv_rows": rows[1],
         "q_offset": q_offset,
         "splits": kv_splits,
         "q_start": 0,
@@ -268,8 +295,7 @@ def make_launch(
         if "q" in descales:
             numbers["q_descale_heads"] = descales["q"].heads
         strides = {**strides, **{DESCALES[name]: descale.strides for name, descale in descales.items()}}
-    for name, of_tensor in strides.items():
-        numbers |= zip(_axes(name), of_tensor, strict=True)
+    numbers |= zip(_axes(*strides), chain(*strides.values()), strict=True)
     for name, tensor in captured.items():
         for (of_size, of_stride), size, stride in zip(
             _dimensions(name, len(tensor.sizes)), tensor.sizes, tensor.strides, strict=True
@@ -278,31 +304,30 @@ def make_launch(
             numbers[of_stride] = stride if size > 1 else 0  # of size 1: it broadcasts
     workspaces: tuple[Part, ...] = ()
     if plan.backward is not None:
+        if clear_distance is None:
+            clear_distance = backward.clear_distance(plan, problem, sms, together)
+        numbers["clear_distance"] = min(clear_distance, heads)
         shapes = {name: captured[name].sizes for name in plan.gradients}
         workspaces = backward.workspaces(plan, problem, shapes, q_tiles if plan.layout.joined else None)
+    taken = _taken(plan, problem, q_tiles, pack, kv_splits)
     return Launch(
         plan=plan,
-        grids=grids(plan, problem, sms, (q_rows, kv_rows), kv_splits),
-        values=MappingProxyType({name: numbers[name] for name in outline.numbers}),
-        maps=tuple(
-            [
-                _tensor_map(name, dtype, plan, problem, pack, strides[name], (q_rows, kv_rows), cache)
-                for name, dtype in outline.maps
-            ]
-        ),
+        grids=_grids(plan, problem, sms, rows, taken),
+        values=MappingProxyType(numbers),
+        maps=tuple([_tensor_map(one, plan, problem, strides[one.tensor], rows, cache) for one in outline.maps]),
         workspaces=(
             *workspaces,
-            *split_keys.workspaces(plan, problem, kv_splits, q_rows, sms),
+            *split_keys.workspaces(plan, problem, kv_splits, rows[0], sms),
             *(summaries.workspaces(plan, problem) if plan.summaries else ()),
         ),
-        cleared=(COUNTERS,) if _counts(plan, problem, sms, (q_rows, kv_rows), kv_splits) else (),
+        cleared=(COUNTERS,) if outline.counted and _counts(plan, taken, sms) else (),
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _axes(name: str) -> tuple[str, str, str]:
-    """The fields of a tensor's strides."""
-    return f"{name}_batch", f"{name}_head", f"{name}_row"
+def _axes(*names: str) -> tuple[str, ...]:
+    """The fields of tensors' strides."""
+    return tuple(f"{name}_{axis}" for name in names for axis in ("batch", "head", "row"))
 
 
 @functools.lru_cache(maxsize=256)
@@ -311,15 +336,9 @@ def _dimensions(name: str, count: int) -> tuple[tuple[str, str], ...]:
     return tuple((f"size{axis}_{name}", f"stride{axis}_{name}") for axis in range(count))
 
 
-def _tiles_of(plan: KernelPlan, problem: Problem, pack: int, q_rows: int, kv_rows: int) -> tuple[int, int]:
-    """Tiles of queries, and of keys, of a sequence."""
-    of_q = _tiles(plan, problem, plan.tile.q // pack, problem.q_len, q_rows)
-    return of_q, _tiles(plan, problem, plan.tile.kv, problem.kv_len, kv_rows)
-
-
 def main_entry(plan: KernelPlan) -> str:
     """The kernel that visits tiles."""
-    return f"attention_{plan.pass_name}"
+    return _MAIN_ENTRIES[plan.pass_name]
 
 
 def dropout_scalars(dropout: Dropout, heads: int) -> tuple[int | float, ...]:
@@ -336,82 +355,87 @@ def grids(
 ) -> tuple[LaunchGrid, ...]:
     """The kernels of a pass on a GPU of so many SMs, in the order in which they run on one stream; `rows` and
     `kv_splits` are those of make_launch."""
-    if plan.backward is None:
-        found = _forward_grids(plan, problem, sms, rows, kv_splits)
-    else:
-        found = _backward_grids(plan, problem, sms, rows)
-    if plan.summaries:
-        found.insert(0, _summaries_grid(plan, problem, sms))
-    started = [grid for grid in found if grid.blocks]
-    return tuple([replace(grid, early=True) for grid in started] if plan.launches.early else started)
-
-
-def _summaries_grid(plan: KernelPlan, problem: Problem, sms: int) -> LaunchGrid:
-    most = max(summaries.count(one, problem) for one in plan.summaries)
-    blocks = min(-(-32 * most // summaries.THREADS), FINISH_BLOCKS * sms)
-    return LaunchGrid(entry=summaries.ENTRY, blocks=blocks, threads=summaries.THREADS, smem_bytes=0)
+    pack = plan.pack(problem.group)
+    q_tiles = _tiles(plan, problem, plan.tile.q // pack, problem.q_len, rows[0])
+    return _grids(plan, problem, sms, rows, _taken(plan, problem, q_tiles, pack, kv_splits))
 
 
 _Rows = tuple[int | None, int | None]
 
 
-def _forward_grids(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows, kv_splits: int) -> list[LaunchGrid]:
-    blocks = _handed_out(plan, problem, rows, kv_splits)
-    if plan.specialized is not None:  # each block takes tile after tile
-        blocks = min(blocks, sms)
-    return [_main_grid(plan, blocks), *([_combine_grid(plan, problem, rows[0])] if plan.keys.split else [])]
+def _grids(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows, taken: int) -> tuple[LaunchGrid, ...]:
+    if plan.backward is None:
+        found = _forward_grids(plan, problem, sms, rows, taken)
+    else:
+        found = _backward_grids(plan, problem, sms, rows)
+    if plan.summaries:
+        found.insert(0, _summaries_grid(plan, problem, sms))
+    return tuple([grid for grid in found if grid.blocks])
 
 
-def _handed_out(plan: KernelPlan, problem: Problem, rows: _Rows, kv_splits: int) -> int:
+def _grid(plan: KernelPlan, entry: str, blocks: int, threads: int, smem_bytes: int = 0) -> LaunchGrid:
+    return LaunchGrid(entry, blocks, threads, smem_bytes, plan.launches.early)
+
+
+def _summaries_grid(plan: KernelPlan, problem: Problem, sms: int) -> LaunchGrid:
+    most = max(summaries.count(one, problem) for one in plan.summaries)
+    blocks = min(-(-32 * most // summaries.THREADS), FINISH_BLOCKS * sms)
+    return _grid(plan, summaries.ENTRY, blocks, summaries.THREADS)
+
+
+def _forward_grids(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows, taken: int) -> list[LaunchGrid]:
+    # On pipeline hopper each block takes tile after tile.
+    main = _main_grid(plan, taken if plan.specialized is None or taken < sms else sms)
+    return [main, _combine_grid(plan, problem, rows[0])] if plan.keys.split else [main]
+
+
+def _taken(plan: KernelPlan, problem: Problem, q_tiles: int, pack: int, kv_splits: int) -> int:
     """Tiles of queries, one for each part of their keys, that blocks of a forward take."""
-    pack = plan.pack(problem.group)
-    tiles = _tiles(plan, problem, plan.tile.q // pack, problem.q_len, rows[0]) * (problem.heads // pack)
+    tiles = q_tiles * (problem.heads // pack)
     return tiles * (1 if plan.layout.joined else problem.batch) * (kv_splits if plan.keys.split else 1)
 
 
-def _counts(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows, kv_splits: int) -> bool:
-    """Whether blocks count the tiles that they take."""
-    if _outline(plan).pointers[-1] != COUNTERS.name:
-        return False
-    assert plan.specialized is not None
-    return plan.specialized.scheduler.always_counts or _handed_out(plan, problem, rows, kv_splits) > sms
+def _counts(plan: KernelPlan, taken: int, sms: int) -> bool:
+    """Whether blocks that are handed out tiles count them."""
+    return taken > sms or (plan.specialized is not None and plan.specialized.scheduler.always_counts)
 
 
 def _combine_grid(plan: KernelPlan, problem: Problem, q_rows: int | None) -> LaunchGrid:
     warps = split_keys.COMBINE_WARPS
     blocks = -(-split_keys.rows(plan, problem, q_rows) // warps)
-    return LaunchGrid(entry=split_keys.ENTRY, blocks=blocks, threads=32 * warps, smem_bytes=0)
+    return _grid(plan, split_keys.ENTRY, blocks, 32 * warps)
 
 
 def _backward_grids(plan: KernelPlan, problem: Problem, sms: int, in_memory: _Rows) -> list[LaunchGrid]:
     layout, batch = plan.backward, 1 if plan.layout.joined else problem.batch
     heads = problem.heads * batch
     q_blocks = _q_tiles(plan, problem, in_memory[0]) * heads
-    rows = {"threads": layout.row_threads, "smem_bytes": 0}
     tiles = _kv_tiles(plan, problem, in_memory[1]) * problem.kv_heads * batch
     found = [
-        LaunchGrid(entry="attention_backward_prepare", blocks=q_blocks, **rows),
+        _grid(plan, "attention_backward_prepare", q_blocks, layout.row_threads),
         _main_grid(plan, min(tiles, sms) if layout.in_turn else tiles),
     ]
     if layout.by_query is None:
         blocks = min(q_blocks, FINISH_BLOCKS * sms) if layout.dq_in_main_kernel else q_blocks
-        found.append(LaunchGrid(entry="attention_backward_finish", blocks=blocks, **rows))
+        found.append(_grid(plan, "attention_backward_finish", blocks, layout.row_threads))
     else:
-        size = {"threads": layout.by_query.threads, "smem_bytes": layout.by_query.smem_bytes}
-        blocks = _tiles(plan, problem, layout.by_query.tile_q, problem.q_len, in_memory[0]) * heads
-        found.append(LaunchGrid(entry="attention_backward_dq", blocks=blocks, **size))
-    if plan.sink_gradient:
-        found.insert(1, LaunchGrid(entry="attention_backward_sink", blocks=ELEMENT_BLOCKS, **rows))
-    if plan.score_gradients:
-        found.insert(0, LaunchGrid(entry="attention_backward_clear", blocks=ELEMENT_BLOCKS, **rows))
-        if plan.deterministic:
-            found.append(LaunchGrid(entry="attention_backward_gradients", blocks=ELEMENT_BLOCKS, **rows))
+        own = layout.by_query
+        blocks = _tiles(plan, problem, own.tile_q, problem.q_len, in_memory[0]) * heads
+        found.append(_grid(plan, "attention_backward_dq", blocks, own.threads, own.smem_bytes))
+    if plan.gradients:
+        by_element = functools.partial(_grid, plan, blocks=ELEMENT_BLOCKS, threads=layout.row_threads)
+        if plan.sink_gradient:
+            found.insert(1, by_element("attention_backward_sink"))
+        if plan.score_gradients:
+            found.insert(0, by_element("attention_backward_clear"))
+            if plan.deterministic:
+                found.append(by_element("attention_backward_gradients"))
     return found
 
 
 def _main_grid(plan: KernelPlan, blocks: int) -> LaunchGrid:
-    outline = _outline(plan)
-    return LaunchGrid(entry=main_entry(plan), blocks=blocks, threads=outline.threads, smem_bytes=outline.smem_bytes)
+    entry, _, *size = _outline(plan).main
+    return LaunchGrid(entry, blocks, *size)
 
 
 def _q_tiles(plan: KernelPlan, problem: Problem, q_rows: int | None = None) -> int:
@@ -425,6 +449,7 @@ def _kv_tiles(plan: KernelPlan, problem: Problem, kv_rows: int | None = None) ->
 
 
 def _tiles(plan: KernelPlan, problem: Problem, size: int, length: int, rows: int | None) -> int:
+    """Tiles of so many queries or keys."""
     if plan.layout.joined:  # each sequence may end inside a tile
         rows = length * problem.batch if rows is None else rows
         return rows // size + problem.batch
@@ -459,36 +484,30 @@ def operand_dtype(plan: KernelPlan, name: str) -> str:
 
 
 def _tensor_map(
-    name: str,
-    dtype: str,
+    outline: _MapOutline,
     plan: KernelPlan,
     problem: Problem,
-    pack: int,
-    strides: tuple[int, int, int],
+    strides: tuple[int, ...],
     in_memory: tuple[int, int],
     cache: Cache | None,
 ) -> TensorMapDesc:
-    """That of q, k, v, o or d_o, with so many rows of q, and of k, in memory: of each page where there is a cache."""
-    item = problem.itemsize
-    columns = problem.head_dim if name in "qk" else problem.v_head_dim
-    wide = rows_of(columns, item)
+    """That of a tensor with so many rows of q, and of k, in memory: of each page where there is a cache."""
+    tensor, dtype, item, columns, box, swizzle, least, of_keys, packed = outline
     batch, of_head, of_row = strides
     batch_size = 1 if plan.layout.joined else problem.batch
-    if name in ("k", "v"):
-        rows, heads, box = in_memory[1], problem.kv_heads, (wide.columns, plan.tile.kv, 1, 1)
+    if of_keys:
+        rows, heads = in_memory[1], problem.kv_heads
         if cache is not None:
             rows, batch_size = cache.page_size, cache.pages
-            box = (wide.columns, math.gcd(cache.page_size, plan.tile.kv), 1, 1)
+            box = (box[0], math.gcd(cache.page_size, plan.tile.kv), 1, 1)
     else:
         rows, heads = in_memory[0], problem.heads
-        # Of a forward, those of one warpgroup.
-        box = (wide.columns, WARPGROUP_ROWS if plan.backward is None else plan.tile.q, 1, 1)
-        if plan.packed and name in "qo":  # the heads of a query side by side
+        if packed:  # the heads of a query side by side
             rows, heads, of_row, of_head = heads, rows, of_head, of_row
-            box = (wide.columns, pack, WARPGROUP_ROWS // pack, 1)
-    least = -(-columns * item // 16) * 16  # of a size of 1 any stride will do
+            pack = plan.pack(problem.group)
+            box = (box[0], pack, WARPGROUP_ROWS // pack, 1)
     return TensorMapDesc(
-        name,
+        tensor,
         dtype,
         (columns, rows or 1, heads or 1, batch_size or 1),  # without a key nothing is copied
         (
@@ -497,5 +516,5 @@ def _tensor_map(
             batch * item if batch_size > 1 else least,
         ),
         box,
-        wide.bytes,
+        swizzle,
     )

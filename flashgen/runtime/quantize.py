@@ -54,4 +54,4 @@ def launch(plan: QuantizePlan, sizes: Sizes, packed: bytes, *, device: int, stre
     buffer = ctypes.create_string_buffer(packed, len(packed))
     size = {"blocks": sizes.grid(plan), "threads": plan.threads, "early": plan.launches.early}
     for function in functions(plan, device):
-        driver.Launcher(function, arguments=[buffer], **size)(stream)
+        driver.Launcher(function, arguments=[ctypes.addressof(buffer)], **size)(stream)

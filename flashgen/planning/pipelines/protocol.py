@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from flashgen.planning.arch import Arch
@@ -28,6 +28,9 @@ class Candidate(Protocol):
 
 
 C = TypeVar("C", bound=Candidate)
+
+#: Predicted seconds of a plan, by the problem and the number of SMs; O(1).
+Predictor = Callable[[Problem, int], float]
 
 
 class Pipeline(Protocol[C]):
@@ -91,10 +94,8 @@ class Pipeline(Protocol[C]):
     def seconds_per_score(self, plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
         """Seconds that it needs for one score while 1, 2 ... blocks share it; the last one ranks the plan."""
 
-    def predicted_seconds(
-        self, plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int
-    ) -> float:
-        """Seconds of the SM with most to do; O(1)."""
+    def predictor(self, plan: KernelPlan, seconds_per_score: tuple[float, ...]) -> Predictor:
+        """Seconds of the SM with most to do; what follows from the plan alone is worked out here."""
 
 
 class ForwardPipeline(Pipeline[C], Protocol[C]):

@@ -19,6 +19,7 @@ from flashgen.planning.members import OneBarrier, OneStage, StepEnd, TwoBarriers
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.ampere import programs
 from flashgen.planning.pipelines.ampere.forward import MMA_DEPTH, MMA_ROWS
+from flashgen.planning.pipelines.protocol import Predictor
 from flashgen.planning.pipelines.shared import make_plan, total
 from flashgen.planning.plan import ITEM, Backward, ByQuery, KernelPlan, Part, Tile
 from flashgen.planning.problem import Problem
@@ -437,10 +438,14 @@ def _waiting(plan: KernelPlan, arch: Arch) -> float:
     return clocks / (q * plan.tile.kv)
 
 
-def predicted_seconds(plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int) -> float:
-    """Seconds of the SM with most blocks, if every block visits every query; O(1)."""
-    blocks = -(-problem.kv_len // plan.tile.kv) * problem.kv_heads * problem.batch
-    full = len(seconds_per_score)
-    waves, rest = divmod(-(-blocks // sms), full)
-    scores = plan.tile.kv * max(1, -(-problem.q_len // plan.tile.q)) * plan.tile.q * problem.group
-    return scores * (waves * full * seconds_per_score[-1] + (rest * seconds_per_score[rest - 1] if rest else 0.0))
+def predictor(plan: KernelPlan, seconds_per_score: tuple[float, ...]) -> Predictor:
+    """Seconds of the SM with most blocks, if every block visits every query."""
+    q, kv, full = plan.tile.q, plan.tile.kv, len(seconds_per_score)
+
+    def seconds(problem: Problem, sms: int) -> float:
+        blocks = -(-problem.kv_len // kv) * problem.kv_heads * problem.batch
+        waves, rest = divmod(-(-blocks // sms), full)
+        scores = kv * max(1, -(-problem.q_len // q)) * q * problem.group
+        return scores * (waves * full * seconds_per_score[-1] + (rest * seconds_per_score[rest - 1] if rest else 0.0))
+
+    return seconds

@@ -16,6 +16,7 @@ from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.integers import Allowed
 from flashgen.planning.members import FoldedLeaves
 from flashgen.planning.pipelines.ampere import programs
+from flashgen.planning.pipelines.protocol import Predictor
 from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Tile, staged
 from flashgen.planning.problem import Problem
@@ -288,13 +289,17 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     return tuple(_pace(plan, arch, blocks) for blocks in range(1, plan.blocks_per_sm + 1))
 
 
-def predicted_seconds(plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int) -> float:
-    """Seconds of the SM with most blocks, if every block visits every key; O(1)."""
-    blocks = -(-problem.q_len // plan.tile.q) * problem.heads * problem.batch
-    full = len(seconds_per_score)
-    waves, rest = divmod(-(-blocks // sms), full)
-    scores = plan.tile.q * max(1, -(-problem.kv_len // plan.tile.kv)) * plan.tile.kv
-    return scores * (waves * full * seconds_per_score[-1] + (rest * seconds_per_score[rest - 1] if rest else 0.0))
+def predictor(plan: KernelPlan, seconds_per_score: tuple[float, ...]) -> Predictor:
+    """Seconds of the SM with most blocks, if every block visits every key."""
+    q, kv, full = plan.tile.q, plan.tile.kv, len(seconds_per_score)
+
+    def seconds(problem: Problem, sms: int) -> float:
+        blocks = -(-problem.q_len // q) * problem.heads * problem.batch
+        waves, rest = divmod(-(-blocks // sms), full)
+        scores = q * max(1, -(-problem.kv_len // kv)) * kv
+        return scores * (waves * full * seconds_per_score[-1] + (rest * seconds_per_score[rest - 1] if rest else 0.0))
+
+    return seconds
 
 
 def _pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:

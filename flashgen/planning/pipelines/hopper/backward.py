@@ -17,7 +17,6 @@ slower nevertheless, 0.83x: one buffer of dS is all that fits, and each step wai
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -51,6 +50,7 @@ from flashgen.planning.members import (
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.pipelines.hopper.forward import boxed, padded
+from flashgen.planning.pipelines.protocol import Predictor
 from flashgen.planning.pipelines.shared import make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, SpecializedBackward, Tile, staged
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
@@ -558,8 +558,13 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     return ((busiest + INTERFERENCE * (total - busiest) + step) / arch.clock_hz,)
 
 
-def predicted_seconds(plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int) -> float:
-    """Seconds of the SM with most blocks, if every block visits every query; O(1)."""
-    blocks = -(-problem.kv_len // plan.tile.kv) * problem.kv_heads * problem.batch
-    scores = plan.tile.kv * max(1, -(-problem.q_len // plan.tile.q)) * plan.tile.q * problem.group
-    return math.ceil(blocks / sms) * scores * seconds_per_score[0]
+def predictor(plan: KernelPlan, seconds_per_score: tuple[float, ...]) -> Predictor:
+    """Seconds of the SM with most blocks, if every block visits every query."""
+    q, kv = plan.tile.q, plan.tile.kv
+
+    def seconds(problem: Problem, sms: int) -> float:
+        blocks = -(-problem.kv_len // kv) * problem.kv_heads * problem.batch
+        scores = kv * max(1, -(-problem.q_len // q)) * q * problem.group
+        return -(-blocks // sms) * scores * seconds_per_score[0]
+
+    return seconds

@@ -58,7 +58,7 @@ from flashgen.planning.request import Fixed, KernelRequest
 #: As of 16 bits.
 NAME, COPIES, SHARES_SM = forward.NAME, forward.COPIES, forward.SHARES_SM
 cannot_address, cannot_page = forward.cannot_address, forward.cannot_page
-predicted_seconds = forward.predicted_seconds
+predictor = forward.predictor
 
 #: Consumer warpgroups, and the queries of a tile.  One is for decoding: products of 128 rows, few of which are queries,
 #: would take longer than the keys of a tile need from memory.

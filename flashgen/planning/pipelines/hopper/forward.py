@@ -50,6 +50,7 @@ from flashgen.planning.members import (
 )
 from flashgen.planning.once import once
 from flashgen.planning.pipelines.hopper import programs
+from flashgen.planning.pipelines.protocol import Predictor
 from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Specialized, Tile, staged
 from flashgen.planning.problem import Problem
@@ -602,20 +603,25 @@ def _fold_clocks(plan: KernelPlan, arch: Arch) -> float:
     return 2 * FOLD_ITEM * clocks / plan.keys.keys
 
 
-def predicted_seconds(plan: KernelPlan, seconds_per_score: tuple[float, ...], problem: Problem, sms: int) -> float:
-    """Seconds of the SM with most to do, where a mask hides what lies above a diagonal; O(1).
+def predictor(plan: KernelPlan, seconds_per_score: tuple[float, ...]) -> Predictor:
+    """Seconds of the SM with most to do, where a mask hides what lies above a diagonal.
 
     From one tile of queries to the next a step's time passes.
     """
-    tile, keys = plan.tile, -(-problem.kv_len // plan.tile.kv) * plan.tile.kv
-    q_tiles = -(-problem.q_len // tile.q)
-    tiles = q_tiles * problem.heads * problem.batch
-    if plan.variant.mask is None:
-        return -(-tiles // sms) * tile.q * (keys + tile.kv) * seconds_per_score[0]
-    # On average half of the keys, and half of what the tiles on the diagonal hold beyond it.
-    jagged = tile.kv - math.gcd(tile.q, tile.kv)
-    seen = min(keys, (q_tiles * tile.q + tile.q + jagged) / 2)
-    return max(1.0, tiles / sms) * tile.q * (seen + tile.kv) * seconds_per_score[0]
+    q, kv, of_score = plan.tile.q, plan.tile.kv, seconds_per_score[0]
+    jagged = kv - math.gcd(q, kv)
+
+    def unmasked(problem: Problem, sms: int) -> float:
+        tiles = -(-problem.q_len // q) * problem.heads * problem.batch
+        return -(-tiles // sms) * q * (-(-problem.kv_len // kv) * kv + kv) * of_score
+
+    def masked(problem: Problem, sms: int) -> float:
+        q_tiles = -(-problem.q_len // q)
+        # On average half of the keys, and half of what the tiles on the diagonal hold beyond it.
+        seen = min(-(-problem.kv_len // kv) * kv, (q_tiles * q + q + jagged) / 2)
+        return max(1.0, q_tiles * problem.heads * problem.batch / sms) * q * (seen + kv) * of_score
+
+    return unmasked if plan.variant.mask is None else masked
 
 
 def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: int) -> float:
