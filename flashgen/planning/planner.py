@@ -137,7 +137,7 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     packed = few or menu.packed
     if packed is None or packed.pack(problem.group) == 1 or problem.empty:
         return plan
-    gain = packings(plan)[packed.pipeline].packing_gain(packed, plan, problem, sms)
+    gain = packings(plan)[packed.pipeline].packing_gain(packed, plan, _pace, problem, sms)
     return packed if gain >= PACKING_GAIN else plan
 
 
