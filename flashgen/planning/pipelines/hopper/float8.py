@@ -340,7 +340,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             rows=Queries(),
             products=TwoLevels(piece=piece(request), ahead=ahead),
             p=_p(request),
-            v=VTurnedOver(warps=TURNING_WARPS[_sender(request).loads]),
+            v=VTurnedOver(),
             sender=_sender(request),
         ),
     )
