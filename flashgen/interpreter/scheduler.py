@@ -175,10 +175,9 @@ def _execute(block: Block, bundle: Bundle) -> None:
     warps = group.n if m is True else int(m.any(1).sum())
     launch.steps += warps * (len(code.instructions) or 1)
     launch.executed[bundle.pc] += warps
-    if launch.steps > launch.step_limit:
-        raise StepLimit(
-            f"more than {launch.step_limit} warp instructions: the kernel may never end (raise step_limit if it does)"
-        )
+    limit = launch.options.step_limit
+    if launch.steps > limit:
+        raise StepLimit(f"more than {limit} warp instructions: the kernel may never end (raise step_limit if it does)")
     bundle.turns += 1
     at = 0
     end = code.end
