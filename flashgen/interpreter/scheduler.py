@@ -258,6 +258,7 @@ def _who_waits(cluster: Cluster) -> str:
             code = block.launch.program.blocks
             before = [c for c in code if type(c.end) is Suspend and c.end.next == bundle.pc]
             line = f", PTX line {before[0].instructions[-1].line}" if before else ""
-            what = bundle.wait.describe() if bundle.wait else "the other lanes of their warp"
+            awake = "the other lanes of their warp" if code[bundle.pc].meets else "another block"  # looks again
+            what = bundle.wait.describe() if bundle.wait else awake
             lines.append(f"  {place(block)} warps {bundle.a}..{bundle.b - 1}{lanes} wait for {what}{line}")
     return "\n".join(lines)
