@@ -4,6 +4,7 @@ remainders that are taken of each side."""
 import operator
 
 import numpy as np
+import padded
 import ported
 import ptx_attention
 import pytest
@@ -29,6 +30,9 @@ from flashgen.planning.members import (
 )
 from flashgen.planning.plan import RowBits, Tile
 from flashgen.planning.profile import profile
+from flashgen.planning.summaries import tensors_beside
+from flashgen.planning.traffic import predict
+from flashgen.planning.traffic_sequences import OwnLengths
 from flashgen.runtime import nvrtc
 
 
@@ -81,7 +85,47 @@ def test_bits_of_each_batch_and_head(lengths):
 def test_bits_of_each_batch_and_head_backward():
     work = test_ptx_backward.Backward(by_head, pipeline="hopper", q_len=97, kv_len=150)
     assert work.plan.backward.mask == MaskFromBits()
-    test_ptx_backward.check(work)
+    report = test_ptx_backward.check(work).reports["attention_backward"]
+    read = {name for name in ("mask", "flag") if report.bytes(buffer=name)}
+    assert read == {tensor.name for tensor in tensors_beside(work.plan)} == {"flag"}
+
+
+def bytes_read(report, names):
+    """What a kernel reads, of captured tensors of bytes and of what is made of them each byte once."""
+    once = sum(len(report.touched[name]) * (4 if name.startswith("bits_") else 1) for name in names)
+    return once + sum(report.bytes(buffer=name) for name in "qkv")
+
+
+def square(n):
+    """A table of all pairs of n blocks of 128 queries and keys, some of which are hidden."""
+    table = fg.tensor("table", dims=(None, None), dtype="bool", example=lambda p, rng: rng.random((n, n)) < 0.7)
+    return fg.variant(lambda b, h, q, k: table[q // 128, k // 128], name="square")
+
+
+pairs = fg.variant(lambda b, h, q, k: mask[b, h, q, k], name="pairs")
+
+
+@pytest.mark.parametrize(("variant", "form", "length"), [(pairs, MaskFromBits, 128), (square(2), MaskByTile, 256)])
+def test_what_is_predicted_of_a_table_is_what_each_kernel_reads(variant, form, length):
+    work = ptx_attention.work(variant, "hopper", q_len=length, kv_len=length, heads=1, tile=(128, 128))
+    assert isinstance(work.plan.specialized.mask, form)
+    found = predict(work.plan, work.problem, work.case)
+    tables, made = [t.name for t in work.variant.tensors], [part.name for part in found.workspaces]
+    result = work.run(track=(*tables, *made))
+    predicted = dict(found.kernels) or {"attention_forward": found.hbm}
+    assert bytes_read(result.report, [*tables, *made]) == predicted["attention_forward"].read_bytes
+    if form is MaskFromBits:
+        making, told = result.reports["attention_summaries"], predicted["attention_summaries"]
+        assert bytes_read(making, tables) == told.read_bytes
+        assert sum(making.bytes("st", buffer=name) for name in made) == told.write_bytes
+
+
+def test_of_sequences_with_lengths_a_table_is_read_by_pairs():
+    """Nothing is summarised where a tile of one sequence is none of another."""
+    work = padded.batch(pairs, "hopper", q_lengths=(64, 64), kv_lengths=(128, 128), heads=1, q_len=64, kv_len=128)
+    own = [OwnLengths(q_rows=x.q_rows, kv_len=x.kv_len, q_offset=x.q_offset) for x in work.sequences]
+    found = predict(work.plan, work.problem, work.case, sequences=own)
+    assert bytes_read(work.run(track=("mask",)).report, ["mask"]) == found.hbm.read_bytes
 
 
 def test_a_tile_of_no_whole_words_reads_the_table():

@@ -125,6 +125,55 @@ def test_reasons_are_empty_exactly_when_there_is_a_plan_of_either_pass():
     assert min(seen.values()) > 10
 
 
+LAYOUTS = list(
+    itertools.product(
+        ["dense", "padded", "varlen", "paged", "paged_varlen", "elsewhere"],
+        [None, 16, 12, 0],
+        [None, "hopper", "ampere"],
+        ["bfloat16", "float8_e4m3fn"],
+        [{}, {"backward": True}, {"dropout": True}, {"kv_splits": 4}, {"invariant": True}, {"packed": True}],
+    )
+)
+
+
+def refused(**case):
+    """Whether there is no such plan, which supports() gives reasons for, and for nothing else."""
+    reasons = fg.supports(**case)
+    try:
+        fg.plan(**case)
+    except PlanError:
+        assert reasons, case
+    else:
+        assert not reasons, (case, reasons)
+    return bool(reasons)
+
+
+@pytest.mark.parametrize("step", [37, pytest.param(5, marks=pytest.mark.slow)])
+def test_reasons_are_empty_exactly_when_there_is_a_plan_of_a_layout(step):
+    cases = [
+        {"layout": layout, "page_size": size, "pipeline": pipeline, "dtype": dtype, **options}
+        for layout, size, pipeline, dtype, options in LAYOUTS[::step]
+    ]
+    found = [refused(variant="causal", arch="sm_90a", head_dim=64, **case) for case in cases]
+    assert min(found.count(True), found.count(False)) > 2
+
+
+def test_reasons_of_a_layout():
+    asked = {"arch": "sm_90a", "pipeline": "hopper"}
+    for layout in ("dense", "padded", "varlen", "paged", "paged_varlen"):
+        assert fg.supports("causal", layout=layout, **asked) == ()
+    (reason,) = fg.supports("causal", layout="paged", page_size=12, **asked)
+    assert reason.option == "combination" and "TMA cannot load pages" in reason.limit
+    assert (reason.asked["layout"], reason.asked["page_size"]) == ("paged", 12)
+    assert fg.supports("causal", layout="paged", page_size=12, arch="sm_90a") == ()
+    (reason,) = fg.supports("causal", layout="varlen", page_size=16, **asked)
+    assert reason.option == "page_size" and reason.nearest == "layout paged, or no page_size"
+    (reason,) = fg.supports("causal", layout="paged", backward=True, **asked)
+    assert (reason.option, reason.asked) == ("layout", "paged") and "have no gradients" in reason.limit
+    (reason,) = fg.supports("causal", layout="elsewhere", **asked)
+    assert (reason.option, reason.asked, reason.nearest) == ("layout", "elsewhere", "layout='dense'")
+
+
 @pytest.mark.slow
 def test_a_backward_emits_and_compiles():
     for options in ({}, {"deterministic": True}, {"dropout": True, "gradients": ("learned",)}):

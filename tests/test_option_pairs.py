@@ -15,6 +15,8 @@ from flashgen.codegen import emit
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
+from flashgen.planning.layout import LAYOUTS
+from flashgen.planning.members import FoldedLeaves, Leaves, SplitKeys
 from flashgen.planning.request import KernelRequest
 from flashgen.runtime import nvrtc
 from tests.tiers import thinned
@@ -33,6 +35,18 @@ GRID = [
     for dtype in DTYPES
 ]
 KEPT = [("hopper", False, "causal", 128, "bfloat16"), ("ampere", True, "alibi", 64, "float16")]
+
+#: What serving asks for: which keys a block visits, beside another layout or an option.
+KEYS = {"split": SplitKeys(), "leaves": FoldedLeaves(), "leaves in parts": Leaves()}
+BESIDE = {
+    **{name: {"layout": layout} for name, layout in LAYOUTS.items()},
+    **{name: {name: True} for name in ("dropout", "packed")},
+}
+SERVED = list(itertools.product(("ampere", "hopper"), ("causal", "alibi"), HEAD_DIMS, KEYS, BESIDE))
+KEPT_SERVED = [("hopper", "causal", 128, "split", "paged"), ("ampere", "alibi", 64, "leaves", "paged_varlen")]
+
+#: Bytes that forms of single heads spill of each of these, which may only go down: goal 0.
+SPILLS = {("hopper", "split", "padded"): 52, ("hopper", "split", "paged"): 52}
 
 
 @cache
@@ -75,6 +89,30 @@ def test_what_is_accepted_spills_nothing(pipeline, backward, spec, head_dim, dty
         for plan in forms(request):
             resources = nvrtc.compile(emit(plan), "sm_90a").resources
             assert (resources.spills, resources.stack_bytes) == (0, 0), (request.asked, request.fixed, plan.tile)
+
+
+def served(pipeline: str, spec: str, head_dim: int, keys: str, beside: str) -> KernelRequest:
+    variant, asked = load_spec(shipped()[spec]).bind(), {"keys": KEYS[keys], **BESIDE[beside]}
+    return KernelRequest.of(variant, "sm_90a", "bfloat16", head_dim, pipeline=pipeline, **asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pipeline", "spec", "head_dim", "keys", "beside"),
+    thinned(SERVED, KEPT_SERVED, "test_what_is_served_of_a_part_of_the_keys_spills_nothing"),
+)
+def test_what_is_served_of_a_part_of_the_keys_spills_nothing(pipeline, spec, head_dim, keys, beside):
+    request = served(pipeline, spec, head_dim, keys, beside)
+    for plan in forms(request):
+        assert (plan.keys.invariant, plan.layout) == (request.keys.invariant, request.layout)
+        most = 0 if plan.packed else SPILLS.get((pipeline, keys, beside), 0)
+        assert nvrtc.compile(emit(plan), "sm_90a").resources.spills <= most, (request.asked, plan.tile)
+
+
+def test_layouts_are_served_beside_each_choice_of_keys():
+    """Only what an option refuses in any layout is refused: dropout beside leaves, say, and packs of ampere."""
+    for pipeline, keys, layout in itertools.product(("ampere", "hopper"), KEYS, LAYOUTS):
+        assert forms(served(pipeline, "causal", 128, keys, layout)), (pipeline, keys, layout)
 
 
 @pytest.mark.slow

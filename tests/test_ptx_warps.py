@@ -191,6 +191,18 @@ def test_barriers_that_never_open_are_a_deadlock():
     assert "PTX line" in text
 
 
+def test_who_looks_for_what_never_comes_is_told_from_who_waits_for_its_warp():
+    source = """extern "C" __global__ void k(volatile int* out) {
+      if (threadIdx.x == 0) while (out[0] == 0) asm volatile("nanosleep.u32 20;");
+      __syncwarp();
+      out[1] = 1; }"""
+    with pytest.raises(errors.Deadlock) as trap:
+        run(source)
+    text = str(trap.value)
+    assert "warps 0..0 (1 lanes) wait for another block" in text
+    assert "warps 0..0 (31 lanes) wait for the other lanes of their warp" in text
+
+
 def test_barrier_counts_must_agree():
     source = """extern "C" __global__ void k(int* out) {
       if (threadIdx.x < 32) asm volatile("bar.sync 3, 96;" ::: "memory");

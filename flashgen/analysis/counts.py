@@ -7,7 +7,7 @@ with other conditions are classified tile by tile, in NumPy blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -182,24 +182,39 @@ def count_keys(facts: Facts, case: Case, tile: Tiling, visited: int) -> KeyCount
 def count_parts(facts: Facts, case: Case, tile: Tiling, splits: int) -> int:
     """Queries of Q tiles, over the parts that visit any of their KV tiles where `splits` parts take turns; summed over
     batch and query heads."""
-    places = _Places.of(facts, case)
-    q_len, kv_len = case.sizes["q_len"], case.sizes["kv_len"]
-    if not places.weight or not len(places.b) or not q_len or not kv_len:
-        return 0
-    rows = np.minimum(tile.q, q_len - np.arange(tiles_of(q_len, tile.q)) * tile.q)
-    if facts.exact:
-        b, h, q_tiles = places.b[:, None], places.h[:, None], np.arange(len(rows))
-        visited = np.broadcast_to(_union(*runs(facts, case, tile, q_tiles, b, h)), (len(b), len(rows)))
-        return int((rows * np.minimum(visited, splits)).sum()) * places.weight
-    found = 0
-    for block in _blocks(facts, case, tile, places):
-        parts = np.minimum((block.classes != EMPTY).sum(axis=2), splits)
-        found += int((rows[block.q_tiles] * parts).sum())
-    return found * places.weight
+
+    def of_runs(first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        return np.minimum(_union(first, last), splits)
+
+    def of_tiles(visited: np.ndarray) -> np.ndarray:
+        return np.minimum(visited.sum(axis=2), splits)
+
+    return _count_by_parts(facts, case, tile, of_runs, of_tiles)
 
 
 def count_leaves(facts: Facts, case: Case, tile: Tiling, leaf_tiles: int) -> int:
     """As `count_parts`, where a part visits the KV tiles of one leaf, so many."""
+
+    def of_runs(first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        start = np.floor_divide(first, leaf_tiles)
+        return _union(start, np.where(last < first, start - 1, np.floor_divide(last, leaf_tiles)))
+
+    def of_tiles(visited: np.ndarray) -> np.ndarray:
+        starts = np.arange(0, visited.shape[2], leaf_tiles)
+        return np.logical_or.reduceat(visited, starts, axis=2).sum(axis=2)
+
+    return _count_by_parts(facts, case, tile, of_runs, of_tiles)
+
+
+def _count_by_parts(
+    facts: Facts,
+    case: Case,
+    tile: Tiling,
+    of_runs: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    of_tiles: Callable[[np.ndarray], np.ndarray],
+) -> int:
+    """Queries of Q tiles, each as often as parts visit its KV tiles: by the first and last of the runs of these, or by
+    which of them are visited."""
     places = _Places.of(facts, case)
     q_len, kv_len = case.sizes["q_len"], case.sizes["kv_len"]
     if not places.weight or not len(places.b) or not q_len or not kv_len:
@@ -207,15 +222,11 @@ def count_leaves(facts: Facts, case: Case, tile: Tiling, leaf_tiles: int) -> int
     rows = np.minimum(tile.q, q_len - np.arange(tiles_of(q_len, tile.q)) * tile.q)
     if facts.exact:
         b, h, q_tiles = places.b[:, None], places.h[:, None], np.arange(len(rows))
-        first, last = runs(facts, case, tile, q_tiles, b, h)
-        start = np.floor_divide(first, leaf_tiles)
-        end = np.where(last < first, start - 1, np.floor_divide(last, leaf_tiles))
-        visited = np.broadcast_to(_union(start, end), (len(b), len(rows)))
-        return int((rows * visited).sum()) * places.weight
-    found, starts = 0, np.arange(0, tiles_of(kv_len, tile.kv), leaf_tiles)
+        parts = np.broadcast_to(of_runs(*runs(facts, case, tile, q_tiles, b, h)), (len(b), len(rows)))
+        return int((rows * parts).sum()) * places.weight
+    found = 0
     for block in _blocks(facts, case, tile, places):
-        parts = np.logical_or.reduceat(block.classes != EMPTY, starts, axis=2).sum(axis=2)
-        found += int((rows[block.q_tiles] * parts).sum())
+        found += int((rows[block.q_tiles] * of_tiles(block.classes != EMPTY)).sum())
     return found * places.weight
 
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashgen.codegen import quantize
 from flashgen.codegen.emit import emit
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
 from flashgen.planning.float8 import E4M3
 from flashgen.planning.layout import Padded, Paged, Varlen
-from flashgen.planning.members import SplitKeys
+from flashgen.planning.members import FoldedLeaves, Leaves, SplitKeys
 from flashgen.planning.plan import KernelPlan
+from flashgen.planning.quantize import QuantizePlan
+from flashgen.planning.quantize import plan as quantize_plan
 from flashgen.planning.request import KernelRequest
 
 #: (pipeline, arch) whose kernels are kept.
@@ -36,10 +39,20 @@ OPTIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "padded": ("causal", {"layout": Padded()}),
     "varlen": ("causal", {"layout": Varlen()}),
     "split": ("causal_bottom_right", {"keys": SplitKeys()}),
+    "leaves": ("causal_bottom_right", {"keys": FoldedLeaves()}),
+    "leaves_in_parts": ("causal_bottom_right", {"keys": Leaves()}),
     "paged": ("causal", {"layout": Paged(queries=Varlen())}),
     "deterministic": ("causal", {"backward": True, "deterministic": True}),
     "gradients": ("alibi", {"backward": True, "gradients": ("slopes",)}),
     "sink": ("gpt_oss", {"backward": True, "gradients": ("sink",)}),
+}
+
+#: The folder of kernels that make tensors of 8 bits, and what is asked of each: the one that has a pass over memory,
+#: and the one that has two and does all that there is.
+QUANTIZE = "quantize"
+QUANTIZED: Mapping[str, dict[str, Any]] = {
+    "own_scale": {"block": 128, "rotated": True, "centred": False},
+    "shared_scale": {"block": None, "rotated": True, "centred": True},
 }
 
 
@@ -49,13 +62,18 @@ class Golden:
 
     path: Path
     text: str
-    plan: KernelPlan
+    plan: KernelPlan | QuantizePlan
+
+    @property
+    def attends(self) -> bool:
+        """Whether it is attention's, of a spec."""
+        return isinstance(self.plan, KernelPlan)
 
 
 def goldens() -> Iterator[Golden]:
     """Every kept file: the main plans of each shipped spec, forward and backward, in bfloat16, at head_dim 128 or the
     largest it allows, where the pipeline serves them; WIDE backwards, a forward of PACKED heads, forwards of 8 bits,
-    and OPTIONS."""
+    and OPTIONS; and kernels that make tensors of 8 bits."""
     for pipeline, arch in KEPT:
         for name, path in sorted(shipped().items()):
             variant = load_spec(path).bind()
@@ -83,6 +101,10 @@ def goldens() -> Iterator[Golden]:
             request = KernelRequest.of(variant, arch, DTYPE, HEAD_DIM, pipeline=pipeline, **asked)
             plan = planner.menu_of(request).plans[0]
             yield Golden(path=Path(arch, plan.pass_name, folder, f"{name}.cu"), text=emit(plan), plan=plan)
+    for name, asked in QUANTIZED.items():
+        for _, arch in KEPT:
+            quantizes = quantize_plan(arch, DTYPE, HEAD_DIM, **asked)
+            yield Golden(path=Path(arch, QUANTIZE, f"{name}.cu"), text=quantize.emit(quantizes), plan=quantizes)
 
 
 def stale(folder: Path) -> dict[Path, str | None]:

@@ -67,7 +67,7 @@ class Cluster:
         self.launch, self.index, self.slot = launch, index, slot
         count = int(np.prod(launch.cluster))
         warps = launch.warps
-        self.races = Races(count * warps) if launch.check else None
+        self.races = Races(count * warps) if launch.options.check else None
         self.events = 0
         self.in_flight: list[Callable[[], None]] = []
         self.polls = 0

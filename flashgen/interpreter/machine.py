@@ -37,6 +37,35 @@ def _dim(value: int | Sequence[int]) -> Dim:
     return x, y, z
 
 
+def _warps(threads: int) -> int:
+    return -(-threads // 32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How kernels are executed, beside what a driver is told.
+
+    `seed`: None runs warps in lockstep and lets asynchronous copies land as late as they can; a number picks warps one
+    by one and lands copies at random.  `check=False` leaves out the race shadow (bounds and barriers are always
+    checked).  A launch is given up after `step_limit` warp instructions.  `resident` clusters run at a time; with a
+    seed they start in a random order, but for `in_order`: of a kernel whose blocks wait for those before them.
+    `registers` a thread has at launch (setmaxnreg's pool), by default what the block size allows.  `accumulator_bits`
+    are those that products of 8 bits keep of an addend below the largest of a step; None: all.
+    """
+
+    seed: int | None = None
+    check: bool = True
+    step_limit: int = STEP_LIMIT
+    resident: int = 4
+    registers: int | None = None
+    in_order: bool = False
+    accumulator_bits: int | None = ACCUMULATOR_BITS
+
+
+#: In lockstep, and everything is checked.
+LOCKSTEP = Options()
+
+
 @dataclass(slots=True)
 class Launch:
     """One launch in progress."""
@@ -49,16 +78,12 @@ class Launch:
     smem_total: int
     params: np.ndarray
     memory: Memory
+    options: Options
     rng: np.random.Generator | None
-    step_limit: int
-    check: bool
-    resident: int
     registers: int
     report: Report
     executed: list[int]
     leaving: tuple[Callable[[Block, int], None], ...]
-    in_order: bool = False
-    accumulator_bits: int | None = ACCUMULATOR_BITS
     early: bool = False
     alone: bool = True  # the kernel before has ended
     steps: int = 0
@@ -70,7 +95,7 @@ class Launch:
 
     @property
     def warps(self) -> int:
-        return -(-self.threads // 32)
+        return _warps(self.threads)
 
     @property
     def clusters(self) -> Dim:
@@ -126,40 +151,25 @@ class Module:
         memory: Memory,
         *,
         cluster: int | Sequence[int] = 1,
-        seed: int | None = None,
-        step_limit: int = STEP_LIMIT,
-        check: bool = True,
-        resident: int = 4,
-        registers: int | None = None,
-        in_order: bool = False,
-        accumulator_bits: int | None = ACCUMULATOR_BITS,
+        **options: Any,
     ) -> Report:
         """Run a kernel to its end on the buffers of `memory`.
 
-        `params` is one byte string per kernel parameter (or one for all of them).  `seed`: None runs warps in lockstep
-        and lets asynchronous copies land as late as they can; a number picks warps one by one and lands copies at
-        random.  `check=False` leaves out the race shadow (bounds and barriers are always checked).  `resident` clusters
-        run at a time; with a seed they start in a random order, but for `in_order`: of a kernel whose blocks wait for
-        those before them.  `registers` a thread has at launch (setmaxnreg's pool), by default what the block size
-        allows.  `accumulator_bits` are those that products of 8 bits keep of an addend below the largest of a step;
-        None: all.
-
+        `params` is one byte string per kernel parameter (or one for all of them); `options` are those of `Options`.
         Raises BadLaunch for what a driver would refuse, StepLimit, and a Trap for what the kernel does wrong.
         """
         kernel = Kernel(entry=entry, grid=grid, block=block, smem_bytes=smem_bytes, params=params, cluster=cluster)
-        options = {"seed": seed, "step_limit": step_limit, "check": check, "resident": resident}
-        options |= {"registers": registers, "in_order": in_order, "accumulator_bits": accumulator_bits}
-        return self.launch_all([kernel], memory, **options)[0]
+        return self.launch_all([kernel], memory, Options(**options))[0]
 
-    def launch_all(self, kernels: Sequence[Kernel], memory: Memory, **options: Any) -> list[Report]:
-        """Run kernels in their order on one stream, with the options of `launch`.
+    def launch_all(self, kernels: Sequence[Kernel], memory: Memory, options: Options = LOCKSTEP) -> list[Report]:
+        """Run kernels in their order on one stream; errors are those of `launch`.
 
         One that starts `early` runs as far as it can without its griddepcontrol.wait before the one before it runs:
         what it would read too early, and any write, is a Trap.  The first one stands behind kernels that are not known,
         which may write anything.
         """
         memory.place([(v.name, at, v.data or bytes(v.size)) for v, at in _globals(self.source)])
-        running = [_Running(self._prepare(kernel, memory), **options) for kernel in kernels]
+        running = [_Running(self._prepare(kernel, memory, options)) for kernel in kernels]
         try:
             with np.errstate(all="ignore"):
                 running[0].start(known=False)
@@ -170,7 +180,7 @@ class Module:
             memory.take_back()
         return [one.report() for one in running]
 
-    def _prepare(self, kernel: Kernel, memory: Memory) -> Launch:
+    def _prepare(self, kernel: Kernel, memory: Memory, options: Options) -> Launch:
         program, params, smem_bytes = self.program(kernel.entry), kernel.params, kernel.smem_bytes
         grid, block, cluster = _dim(kernel.grid), _dim(kernel.block), _dim(kernel.cluster)
         entry = program.entry
@@ -192,11 +202,9 @@ class Module:
             smem_total=_shared_layout(self.source, entry)[1] + smem_bytes,
             params=_pack(entry, params),
             memory=memory,
-            rng=None,
-            step_limit=STEP_LIMIT,
-            check=True,
-            resident=1,
-            registers=0,
+            options=options,
+            rng=None if options.seed is None else np.random.default_rng(options.seed),
+            registers=options.registers or min(255, _REGISTER_FILE // (32 * _warps(threads)) // 8 * 8),
             report=Report(),
             executed=[0] * len(program.blocks),
             leaving=ops.LEAVING,
@@ -208,22 +216,7 @@ class Module:
 class _Running:
     """A kernel in execution, which may stop once: where it waits for the one before it."""
 
-    def __init__(
-        self,
-        launch: Launch,
-        *,
-        seed: int | None = None,
-        step_limit: int = STEP_LIMIT,
-        check: bool = True,
-        resident: int = 4,
-        registers: int | None = None,
-        in_order: bool = False,
-        accumulator_bits: int | None = ACCUMULATOR_BITS,
-    ) -> None:
-        launch.rng = None if seed is None else np.random.default_rng(seed)
-        launch.step_limit, launch.check, launch.resident, launch.in_order = step_limit, check, resident, in_order
-        launch.accumulator_bits = accumulator_bits
-        launch.registers = registers or min(255, _REGISTER_FILE // (32 * launch.warps) // 8 * 8)
+    def __init__(self, launch: Launch) -> None:
         self.launch, self.account, self.seconds = launch, launch.memory.new_account(), 0.0
         self.parts = _run(launch)
 
@@ -260,13 +253,13 @@ class _Running:
 
 
 def _run(launch: Launch) -> Iterator[None]:
-    """Keep `resident` clusters in flight until the grid is done; stops once where all wait for the kernel before."""
+    """Keep as many clusters in flight as asked until the grid is done; stops once where all wait for the one before."""
     count = int(np.prod(launch.clusters))
     order = np.arange(count)
-    if launch.rng is not None and not launch.in_order:
+    if launch.rng is not None and not launch.options.in_order:
         launch.rng.shuffle(order)
     waiting = [int(n) for n in order[::-1]]
-    slots: list[Cluster | None] = [None] * max(1, min(launch.resident, count))
+    slots: list[Cluster | None] = [None] * max(1, min(launch.options.resident, count))
     while waiting or any(slots):
         for slot, cluster in enumerate(slots):
             if cluster is None and waiting:

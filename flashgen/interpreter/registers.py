@@ -180,7 +180,7 @@ _SPECIAL: dict[str, Callable[[Block, Group], Any]] = {
     "%cluster_ctarank": lambda block, group: block.rank,
     "%cluster_nctarank": lambda block, group: len(block.cluster.blocks),
     "%smid": lambda block, group: block.cluster.slot,
-    "%nsmid": lambda block, group: block.launch.resident,
+    "%nsmid": lambda block, group: block.launch.options.resident,
     "%dynamic_smem_size": lambda block, group: block.launch.smem_bytes,
 }
 

@@ -175,10 +175,9 @@ def _execute(block: Block, bundle: Bundle) -> None:
     warps = group.n if m is True else int(m.any(1).sum())
     launch.steps += warps * (len(code.instructions) or 1)
     launch.executed[bundle.pc] += warps
-    if launch.steps > launch.step_limit:
-        raise StepLimit(
-            f"more than {launch.step_limit} warp instructions: the kernel may never end (raise step_limit if it does)"
-        )
+    limit = launch.options.step_limit
+    if launch.steps > limit:
+        raise StepLimit(f"more than {limit} warp instructions: the kernel may never end (raise step_limit if it does)")
     bundle.turns += 1
     at = 0
     end = code.end
@@ -259,6 +258,7 @@ def _who_waits(cluster: Cluster) -> str:
             code = block.launch.program.blocks
             before = [c for c in code if type(c.end) is Suspend and c.end.next == bundle.pc]
             line = f", PTX line {before[0].instructions[-1].line}" if before else ""
-            what = bundle.wait.describe() if bundle.wait else "the other lanes of their warp"
+            awake = "the other lanes of their warp" if code[bundle.pc].meets else "another block"  # looks again
+            what = bundle.wait.describe() if bundle.wait else awake
             lines.append(f"  {place(block)} warps {bundle.a}..{bundle.b - 1}{lanes} wait for {what}{line}")
     return "\n".join(lines)

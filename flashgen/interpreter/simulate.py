@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +14,7 @@ from flashgen.codegen import emit
 from flashgen.errors import LaunchError
 from flashgen.interpreter.counters import Report
 from flashgen.interpreter.errors import NotCleared
-from flashgen.interpreter.machine import STEP_LIMIT, Kernel, Module, load
+from flashgen.interpreter.machine import LOCKSTEP, STEP_LIMIT, Kernel, Module, Options, load
 from flashgen.interpreter.memory import Memory
 from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
 from flashgen.interpreter.tensormap import BFLOAT16, FLOAT16, SWIZZLE_SPAN, UINT8, TensorMap
@@ -109,15 +110,12 @@ def execute(
     addresses: Mapping[str, int],
     *,
     source: str | None = None,
-    seed: int | None = None,
-    check: bool = True,
-    step_limit: int = STEP_LIMIT,
-    accumulator_bits: int | None = ACCUMULATOR_BITS,
+    options: Options = LOCKSTEP,
 ) -> dict[str, Report]:
     """Run the kernels of a launch on tensors that lie in memory, and say what each did, by its entry.
 
-    `addresses` are those of `launch.pointers`.  `source` replaces the emitted text; `seed`, `check` and
-    `accumulator_bits` are those of Module.launch.  Raises CompileError, BadLaunch, and a Trap for what a kernel does
+    `addresses` are those of `launch.pointers`.  `source` replaces the emitted text; whether blocks start in order
+    follows from the plan, whatever `options` say.  Raises CompileError, BadLaunch, and a Trap for what a kernel does
     wrong.
     """
     plan, layout = launch.plan, launch.plan.backward
@@ -134,15 +132,7 @@ def execute(
         )
         for grid in launch.grids
     ]
-    reports = kernel.launch_all(
-        kernels,
-        memory,
-        seed=seed,
-        check=check,
-        step_limit=step_limit,
-        in_order=in_order,
-        accumulator_bits=accumulator_bits,
-    )
+    reports = kernel.launch_all(kernels, memory, replace(options, in_order=in_order))
     return {grid.entry: report for grid, report in zip(launch.grids, reports, strict=True)}
 
 
@@ -206,11 +196,12 @@ class _Tensors:
         self,
         facts: Mapping[str, object],
         change: Callable[[Launch], Launch] | None,
-        **options: object,
+        source: str | None,
+        options: Options,
     ) -> tuple[dict[str, np.ndarray], dict[str, Report]]:
         """Make the launch, `change` it and execute it; its workspaces by name, which start as NaN, and reports.
 
-        `facts` are what make_launch is told beside the tensors, `options` those of `execute`.
+        `facts` are what make_launch is told beside the tensors, `source` and `options` those of `execute`.
         """
         shape = {**self.case.sizes, "head_dim": self.plan.head_dim, "v_head_dim": self.plan.v_head_dim}
         launch = make_launch(
@@ -230,7 +221,7 @@ class _Tensors:
             part.name: self.add(part.name, np.full(part.amount // 4, np.nan, np.float32), writable=True)
             for part in launch.workspaces
         }
-        reports = execute(launch, self.memory, self.addresses, **options)
+        reports = execute(launch, self.memory, self.addresses, source=source, options=options)
         for part, array in zip(launch.cleared, zeros, strict=True):
             if array.any():
                 raise NotCleared(f"{part.name} is left as {array.tolist()}: the next launch needs zeros there")
@@ -272,11 +263,11 @@ def simulate(
     """Run a plan's forward kernel on [batch, heads, length, dim] float arrays, rounded to the plan's dtype; joined
     sequences are a batch of 1, and a cache has pages in place of a batch.
 
-    `source` replaces the emitted text and `change` the launch (mutations, probes).  `seed` and `check` are those of
-    Module.launch; buffers named in `track` have the addresses of their accesses recorded; `sms` and `l2_kv_heads` are
-    those of make_launch, of a GPU as small as the problems that can be run here.  `descales` are those of q, k and v
-    in 8 bits, by tensor.  `sequences` are the int32 [batch] tensors of a layout that has them, by pointer, `q_offset`
-    and `kv_splits` are those of make_launch.  o and lse start as NaN.
+    `source` replaces the emitted text and `change` the launch (mutations, probes).  `seed`, `check`, `step_limit` and
+    `accumulator_bits` are those of `Options`; buffers named in `track` have the addresses of their accesses recorded;
+    `sms` and `l2_kv_heads` are those of make_launch, of a GPU as small as the problems that can be run here.
+    `descales` are those of q, k and v in 8 bits, by tensor.  `sequences` are the int32 [batch] tensors of a layout that
+    has them, by pointer, `q_offset` and `kv_splits` are those of make_launch.  o and lse start as NaN.
     Raises CompileError, LaunchError for a problem without any output, and a Trap for what the kernel does wrong.
     """
     tensors = _Tensors(plan, case)
@@ -294,8 +285,8 @@ def simulate(
         facts["cache"] = Cache(pages=np.shape(k)[0], page_size=np.shape(k)[-2], table_row=table_row)
     if plan.float8 is not None:
         facts["descales"] = {name: tensors.add_descale(name, descales[name]) for name in DESCALES}
-    options = {"seed": seed, "check": check, "step_limit": step_limit, "accumulator_bits": accumulator_bits}
-    _, reports = tensors.run(facts, change, source=source, **options)
+    options = Options(seed=seed, check=check, step_limit=step_limit, accumulator_bits=accumulator_bits)
+    _, reports = tensors.run(facts, change, source, options)
     return Simulated(loaded(o, plan.out_dtype), lse, reports[main_entry(plan)], reports)
 
 
@@ -351,5 +342,6 @@ def simulate_backward(
         "rows": (np.shape(q)[-2], np.shape(k)[-2]),
     }
     tensors.add_sequences(sequences)
-    workspaces, reports = tensors.run(facts, change, source=source, seed=seed, check=check, step_limit=step_limit)
+    options = Options(seed=seed, check=check, step_limit=step_limit)
+    workspaces, reports = tensors.run(facts, change, source, options)
     return SimulatedBackward(*(loaded(result, plan.dtype) for result in results), captured, workspaces, reports)

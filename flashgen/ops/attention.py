@@ -138,8 +138,7 @@ def attention(
         return _nested(q, k, v, variant, return_lse, refused, {**options, **named})
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
-    if kv_splits is not None or invariant is not False:
-        named = splits.joined(named, kv_splits, invariant)
+    named = splits.joined(named, kv_splits, invariant)
     scaled = q_descale is not None or k_descale is not None or v_descale is not None
     if scaled or accuracy is not None or out_dtype is not None:
         named = float8.joined(named, (q_descale, k_descale, v_descale, accuracy, out_dtype))
@@ -216,8 +215,7 @@ def attention_varlen(
         own[BOUNDS[1]] = max_seqlen_k
     if q_offset is not None:
         own[VARLEN[2]] = position(q_offset)
-    if kv_splits is not None or invariant is not False:
-        own = splits.joined(own, kv_splits, invariant)
+    own = splits.joined(own, kv_splits, invariant)
     q = q.transpose(0, 1).unsqueeze(0)
     to = None if out is None else out.transpose(0, 1).unsqueeze(0)
     found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, {**named, **own}, to)
@@ -278,12 +276,12 @@ def _attend(
         variant, named = variant.bare, {**_given(variant), **named}
     compiling = torch.compiler.is_compiling()
     if isinstance(q, torch.Tensor) and q.dtype in float8.DTYPES:
-        given = (q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named, out)
+        call = Call(variant, scale, named, deterministic=deterministic)
         if not compiling:
-            return _eight_bits(*given)
+            return _eight_bits(q, k, v, call, return_lse, dropout, seed, out)
         from flashgen.ops import untraced
 
-        return untraced.run(_eight_bits, *given)
+        return untraced.run(_eight_bits, q, k, v, call, return_lse, dropout, seed, out)
     if compiling or any_autocast():
         q, k, v = autocast(q, k, v)
     under_transform = not compiling and transformed()
@@ -327,17 +325,15 @@ def _eight_bits(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    variant: Variant,
-    scale: float | None,
+    call: Call,
     return_lse: bool,
     dropout: float,
     seed: int | None,
-    deterministic: bool,
-    named: dict[str, Any],
     out: torch.Tensor | None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """A call on tensors of 8 bits, which no graph and no gradient sees; LaunchError for what none may ask for."""
-    if deterministic is not False and (wrong := no_flag("deterministic", deterministic)):
+    variant, named = call.variant, call.named
+    if call.deterministic is not False and (wrong := no_flag("deterministic", call.deterministic)):
         raise LaunchError(wrong)
     if sharded(q, k, v):
         raise LaunchError(float8.SHARDED)
@@ -352,7 +348,7 @@ def _eight_bits(
     if dropout != 0:
         raise LaunchError(float8.WITH_DROPOUT)
     drawn(dropout, seed, q)  # refuses a seed that is none
-    return run(q, k, v, Call(with_given_sink(variant, named), scale, named), return_lse)
+    return run(q, k, v, Call(with_given_sink(variant, named), call.scale, named), return_lse)
 
 
 def _given(variant: Variant) -> dict[str, object]:

@@ -15,6 +15,8 @@ SPLITS, INVARIANT = "call.kv_splits", "call.invariant"
 def joined(named: dict[str, Any], kv_splits: object, invariant: object = False) -> dict[str, Any]:
     """A call's named values with its `kv_splits`, where it has any, and `invariant`.  Raises PlanError for what is no
     number of blocks or is given beside leaves, and LaunchError for what is no flag."""
+    if kv_splits is None and invariant is False:  # as of most calls
+        return named
     if wrong := no_flag("invariant", invariant):
         raise LaunchError(wrong)
     check_together(kv_splits, bool(invariant))

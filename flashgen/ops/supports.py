@@ -11,7 +11,8 @@ from flashgen.errors import PlanError
 from flashgen.lang.variant import Variant
 from flashgen.ops.options import apart, option, variant_of
 from flashgen.ops.stages import default_arch, default_dtype, default_head_dim, keys_of
-from flashgen.planning import planner
+from flashgen.planning import paging
+from flashgen.planning.layout import DENSE, Dense, Layout
 from flashgen.planning.request import KernelRequest
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def supports(
     backward: bool = False,
     deterministic: bool = False,
     gradients: Sequence[str] = (),
+    layout: str = "dense",
+    page_size: int | None = None,
     k_dtype: str | torch.dtype | None = None,
     v_dtype: str | torch.dtype | None = None,
     out_dtype: str | torch.dtype | None = None,
@@ -61,7 +64,8 @@ def supports(
 ) -> tuple[Reason, ...]:
     """The reasons why plan(), emit() and compile() with these options would fail; none where they succeed.
 
-    With `backward` those of the kernels of gradients; without it those of a forward.
+    With `backward` those of the kernels of gradients; without it those of a forward.  `layout` says how sequences lie,
+    as `plan` takes it: "dense", "padded", "varlen", "paged" or "paged_varlen", whose pages have `page_size` rows.
 
     Every option that cannot work even beside the defaults of the others gives its own reason.  Unknown constants and
     values outside their bounds are reasons too.  With `pipeline` the reasons why that one does not serve what another
@@ -82,7 +86,7 @@ def supports(
         "arch": default_arch(variant),
         "dtype": default_dtype(variant),
         "head_dim": default_head_dim(variant),
-        **dict.fromkeys(("v_head_dim", "pipeline", "tile", "kv_splits", *_OF_8_BITS, *integers)),
+        **dict.fromkeys(("v_head_dim", "pipeline", "tile", "kv_splits", "page_size", *_OF_8_BITS, *integers)),
         **{
             "dropout": False,
             "packed": False,
@@ -90,13 +94,14 @@ def supports(
             "backward": False,
             "deterministic": False,
             "gradients": (),
+            "layout": DENSE,
         },
     }
     given = {
         **{"arch": arch, "dtype": dtype, "head_dim": head_dim, "v_head_dim": v_head_dim, "pipeline": pipeline},
         **{"tile": tile, **integers, "dropout": dropout, "packed": packed, "kv_splits": kv_splits},
         **{"invariant": invariant, "backward": backward, "deterministic": deterministic},
-        "gradients": gradients,
+        **{"gradients": gradients, "layout": layout, "page_size": page_size},
         **dict(zip(_OF_8_BITS, (k_dtype, v_dtype, out_dtype, accuracy), strict=True)),
     }
     asked = dict(usual)
@@ -116,21 +121,25 @@ def supports(
         on_arch = usual | {"arch": asked["arch"]}
         of_arch = on_arch if _refusal(bound, on_arch) is None else usual  # a pipeline is one of the arch asked for
         of_dtype = usual | {name: asked[name] for name in ("arch", "dtype")}
+        besides = {"pipeline": of_arch, "page_size": usual | {"layout": asked["layout"]}}
+        besides |= dict.fromkeys(_OF_8_BITS, of_dtype)
         for name, value in asked.items():
-            beside = of_arch if name == "pipeline" else of_dtype if name in _OF_8_BITS else usual
+            beside = besides.get(name, usual)
             if value != usual[name] and (refused := _refusal(bound, {**beside, name: value})) is not None:
                 alone.append(_reason(name, value, refused))
-    nothing = (type(None), None), (bool, False), (tuple, ())
-    together = {name: value for name, value in asked.items() if (type(value), value) not in nothing}
+    nothing = (type(None), None), (bool, False), (tuple, ()), (Dense, DENSE)
+    together = {name: _said(value) for name, value in asked.items() if (type(value), value) not in nothing}
     return (*reasons, *(alone or [_reason("combination", together, failed)]))
 
 
 def _refusal(variant: Variant, asked: dict[str, Any]) -> PlanError | None:
     options = dict(asked)
-    splits, invariant = options.pop("kv_splits"), options.pop("invariant")
+    splits, invariant, page_size = (options.pop(name) for name in ("kv_splits", "invariant", "page_size"))
+    layout: Layout = options["layout"]
     try:
         keys = keys_of(splits, invariant)
-        planner.menu_of(KernelRequest.of(variant, keys=keys, **options))
+        request = KernelRequest.of(variant, keys=keys, **options)
+        paging.menu_of_pages(request, paging.rows_of_pages(layout.name, layout.paged, page_size))
     except PlanError as error:
         return error
     return None
@@ -138,4 +147,9 @@ def _refusal(variant: Variant, asked: dict[str, Any]) -> PlanError | None:
 
 def _reason(option: str, asked: object, error: PlanError) -> Reason:
     limit, _, nearest = str(error).partition("\n  nearest: ")
-    return Reason(option=option, asked=asked, limit=limit, nearest=nearest)
+    return Reason(option=option, asked=_said(asked), limit=limit, nearest=nearest)
+
+
+def _said(asked: object) -> object:
+    """A value as a call writes it."""
+    return asked.name if isinstance(asked, Layout) else asked

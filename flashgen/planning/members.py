@@ -790,10 +790,9 @@ class VAsStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VTurnedOver:
-    """Rows of columns, which `warps` of the producers make of V as stored: 8-bit wgmma takes no other order."""
+    """Rows of columns, which warps of the producers make of V as stored: 8-bit wgmma takes no other order."""
 
     turned: ClassVar[bool] = True
-    warps: int
 
 
 #: What 16 bits have.

@@ -143,15 +143,20 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     packed = few or menu.packed
     if packed is None or group == 1 or packed.pack(group) == 1:
         return plan
-    gain = packings(plan)[packed.pipeline].packing_gain(packed, plan, problem, sms)
+    gain = packings(plan)[packed.pipeline].packing_gain(packed, plan, _pace, problem, sms)
     return packed if gain >= PACKING_GAIN else plan
+
+
+@once
+def _pace(plan: KernelPlan) -> tuple[float, ...]:
+    """Seconds for each score, of a plan beside a menu."""
+    return pipeline_of(plan).seconds_per_score(plan, ARCHS[plan.arch])
 
 
 @once
 def _predictor(plan: KernelPlan) -> Predictor:
     """That of a plan beside a menu."""
-    pipeline = pipeline_of(plan)
-    return pipeline.predictor(plan, pipeline.seconds_per_score(plan, ARCHS[plan.arch]))
+    return pipeline_of(plan).predictor(plan, _pace(plan))
 
 
 @once

@@ -7,15 +7,17 @@ the one that visits tiles.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from flashgen.lang.expr import DType
+from flashgen.analysis.facts import analyse
+from flashgen.lang.expr import DType, walk
 from flashgen.planning.plan import Part, RowBits, Tile, TileSummary
 
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
     from flashgen.analysis.summaries import Summary
+    from flashgen.lang.expr import Node, Tensor
     from flashgen.planning.plan import KernelPlan
     from flashgen.planning.problem import Problem
 
@@ -73,6 +75,26 @@ def keeps_bits(facts: Facts, tile: Tile, columns: str) -> bool:
 def pair_tables(facts: Facts) -> tuple[Summary, ...]:
     """Conditions that are elements of a table of all pairs: one for each query and key."""
     return tuple(one for one in facts.summaries if one.side == "qk" and one.pairs)
+
+
+def tensors_beside(plan: KernelPlan) -> tuple[Tensor, ...]:
+    """The captured tensors that kernels which visit tiles read beside summaries: those of the score, those that tell
+    the class of a tile, those of the mask of a pair where it is asked for, but for what is bits by then, and in a
+    forward the sink."""
+    variant, facts = plan.variant, analyse(plan.variant)
+    made = {one.name: one.bits for one in plan.summaries}
+    summarised = {one.value: made[one.name] for one in facts.summaries if one.name in made}
+    pairs = [root for root in variant.pair_roots if root is not variant.mask or not plan.masked_by_tile]
+    classes = [n for term in (*facts.visible, *facts.hidden) for n in term.nodes()]
+    read = _loaded(pairs, {n for n, bits in summarised.items() if bits}) | _loaded(classes, set(summarised))
+    if variant.sink is not None and plan.pass_name == "forward":
+        read.add(variant.sink.name)
+    return tuple(tensor for tensor in variant.tensors if tensor.name in read)
+
+
+def _loaded(roots: Iterable[Node], known: set[Node]) -> set[str]:
+    """The names of the tensors that expressions read but for those that are `known`."""
+    return {n.attr.name for n in walk(roots, into=lambda n: n not in known) if n.op == "load" and n not in known}
 
 
 def _range_type(one: Summary, facts: Facts) -> str:

@@ -4,8 +4,7 @@ Bytes are counted as the papers count them, as if there were no L2.  Let a Q til
 schedule.  Then, summed over batch and query heads, at the caller's head dims and in-bounds rows only:
 
     read   q once a Q tile that visits any key, k and v once a visited (Q tile, KV tile) and query head (of packed
-           heads once for all of a tile),
-           every captured tensor once
+           heads once for all of a tile), every captured tensor once, or the summaries and bits in its place
     write  o once, lse (float32) once
 
 Where keys are split, q is read by each part that visits any key, which writes its part of o in float32; every part
@@ -389,7 +388,7 @@ def _costs(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> dict[
     tiles = _tiles(plan, problem, case)
     captured = _stored(plan.variant.tensors, case)
     of_summaries, read_again = _summaries(plan, problem, case)
-    visits = _moved(problem, tiles, captured + read_again)
+    visits = _moved(problem, tiles, _stored(summaries.tensors_beside(plan), case) + read_again)
     parts = None
     if plan.keys.split and not problem.empty:
         parts = split_keys.rows_of_parts(plan, problem, case, splits), split_keys.rows(plan, problem) * splits
@@ -409,7 +408,8 @@ def _own_costs(
     rows = traffic_sequences.written_rows(plan, problem, own)
     written = rows * (problem.v_head_dim * problem.o_itemsize + LSE_BYTES)
     table = 0 if page_size is None else traffic_sequences.table_bytes(plan, problem, case, own, page_size)
-    visits = _bytes(read * problem.itemsize + captured + table, written)
+    beside = _stored(summaries.tensors_beside(plan), case) + table
+    visits = _bytes(read * problem.itemsize + beside, written)
     compulsory = _bytes(traffic_sequences.inputs(problem, own) * problem.itemsize + captured + table, written)
     alone = [_standard(one.of(problem), 0) for one in own]
     standard = _bytes(sum(x.read_bytes for x in alone) + captured, sum(x.write_bytes for x in alone))
@@ -507,7 +507,7 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
     sink = _stored([variant.sink] if plan.sink_gradient and variant.sink else [], case), elements - of_score
     captured = of_pairs + sink[0]
     of_summaries, read_again = _summaries(plan, problem, case)
-    given = of_pairs + read_again
+    given = _stored(summaries.tensors_beside(plan), case) + read_again
     by_entry = traffic_backward.moved(plan, problem, keys, queries, given, of_score, sink, dlse=dlse)
     if plan.summaries and by_entry:
         by_entry = {summaries.ENTRY: (of_summaries.read_bytes, of_summaries.write_bytes)} | by_entry

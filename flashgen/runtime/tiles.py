@@ -19,7 +19,7 @@ from flashgen.analysis.tiles import FULL
 from flashgen.lang import float8
 from flashgen.lang.evaluate import check_positions, evaluate
 from flashgen.lang.stored import rounded
-from flashgen.planning import split_keys
+from flashgen.planning import split_keys, summaries
 from flashgen.planning.float8 import CODE_BIAS, E4M3, WORDS_BY_BITS
 from flashgen.planning.members import FoldedLeaves, Leaves
 from flashgen.planning.plan import Tile
@@ -467,7 +467,7 @@ class _Walk(Tiles):
         return self.traffic
 
     def _count_captured(self) -> None:
-        self.traffic.captured += self.captured_bytes(self.variant.tensors)
+        self.traffic.captured += self.captured_bytes(summaries.tensors_beside(self.plan))
         if self.q.size and self.kv_len:  # else no kernel runs
             read, self.traffic.summaries = self.summarised()
             self.traffic.captured += read

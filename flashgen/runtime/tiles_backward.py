@@ -18,7 +18,7 @@ from flashgen.analysis.derivative import derive
 from flashgen.analysis.tiles import FULL
 from flashgen.lang.expr import DIMS, Node
 from flashgen.lang.stored import rounded
-from flashgen.planning import backward
+from flashgen.planning import backward, summaries
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import STORED_BYTES, Problem
 from flashgen.runtime.threads import one_blas_thread
@@ -395,7 +395,7 @@ class _Backward(Tiles):
     def _enter(self, kernel: str, *, captured: bool = False) -> None:
         self.moved = self.traffic.kernels[kernel] = Moved()
         if captured and self.variant.pair_tensors:
-            self.moved.read["captured"] += self.captured_bytes(self.variant.pair_tensors)
+            self.moved.read["captured"] += self.captured_bytes(summaries.tensors_beside(self.plan))
             self.moved.read["summaries"] += self.summarised()[1]
 
     def _counted(

@@ -346,7 +346,7 @@ def _chain(block: Block, products: list[Product], warps: list[int]) -> None:
         b = np.concatenate(right, axis=1, dtype=np.float64)
         where = form.d[:, None], rows
         keep = np.array([products[0].accumulate[w] for w in members])
-        bits = block.cluster.launch.accumulator_bits
+        bits = block.cluster.launch.options.accumulator_bits
         if form.a_kind in _EIGHT and bits is not None:
             old = _rows_of(bank[where].view(np.float32).astype(np.float64), n) if keep.any() else 0.0
             start = np.where(np.repeat(keep, 16)[:, None], old, 0.0)

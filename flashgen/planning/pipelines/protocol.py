@@ -130,5 +130,12 @@ class Packing(Protocol):
     def packed(self, plan: KernelPlan) -> KernelPlan | None:
         """The packed form of a plan, or None where registers do not allow it."""
 
-    def packing_gain(self, packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: int) -> float:
+    def packing_gain(
+        self,
+        packed: KernelPlan,
+        plan: KernelPlan,
+        seconds_per_score: Callable[[KernelPlan], tuple[float, ...]],
+        problem: Problem,
+        sms: int,
+    ) -> float:
         """How many times as long as with a packed form the SM with most to do works with `plan`; O(1)."""

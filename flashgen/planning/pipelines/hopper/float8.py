@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from flashgen.planning.arch import KIB, Arch, find
+from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.float8 import LEAST_BLOCK, SLACK, WORDS_BY_BITS
 from flashgen.planning.integers import Allowed
 from flashgen.planning.layout import Layout
@@ -38,7 +38,6 @@ from flashgen.planning.members import (
     TwoLevels,
     VTurnedOver,
 )
-from flashgen.planning.once import once
 from flashgen.planning.pipelines.hopper import forward, programs
 from flashgen.planning.pipelines.hopper.forward import (
     INTERFERENCE,
@@ -50,7 +49,6 @@ from flashgen.planning.pipelines.hopper.forward import (
 )
 from flashgen.planning.pipelines.shared import SOFTMAX_OPS, make_plan, total
 from flashgen.planning.plan import KernelPlan, Part, Specialized, Tile, rows_of
-from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.program import Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
@@ -59,6 +57,7 @@ from flashgen.planning.request import Fixed, KernelRequest
 NAME, COPIES, SHARES_SM = forward.NAME, forward.COPIES, forward.SHARES_SM
 cannot_address, cannot_page = forward.cannot_address, forward.cannot_page
 predictor = forward.predictor
+cannot_pack, packing_gain = forward.cannot_pack, forward.packing_gain
 
 #: Consumer warpgroups, and the queries of a tile.  One is for decoding: products of 128 rows, few of which are queries,
 #: would take longer than the keys of a tile need from memory.
@@ -341,7 +340,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             rows=Queries(),
             products=TwoLevels(piece=piece(request), ahead=ahead),
             p=_p(request),
-            v=VTurnedOver(warps=TURNING_WARPS[_sender(request).loads]),
+            v=VTurnedOver(),
             sender=_sender(request),
         ),
     )
@@ -369,11 +368,6 @@ def _p(request: KernelRequest) -> P8:
     return LaggingPByBits(words=words, sums=sums, slack=slack, young=YOUNG if sums.rows else 0)
 
 
-def cannot_pack(request: KernelRequest) -> str | None:
-    """Why no tile of a request can hold several heads, or None."""
-    return forward.cannot_pack(request)
-
-
 def packed(plan: KernelPlan) -> KernelPlan | None:
     """The form of a plan whose tiles have rows of all heads that share keys; None where registers do not allow it.
 
@@ -386,17 +380,6 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
         return None
     l2 = KeysLeave() if plan.keys.split else KeysStay()
     return replace(plan, registers=registers, specialized=replace(plan.specialized, rows=PackedQueries(), l2=l2))
-
-
-def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: int) -> float:
-    """As of 16 bits."""
-    return forward.gain_by_rows(packed, plan, problem, sms, _pace)
-
-
-@once
-def _pace(plan: KernelPlan) -> float:
-    """Seconds per score of one block."""
-    return seconds_per_score(plan, find(plan.arch))[0]
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:

@@ -48,7 +48,6 @@ from flashgen.planning.members import (
     StaticScheduler,
     TilesAlike,
 )
-from flashgen.planning.once import once
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.pipelines.protocol import Predictor
 from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
@@ -624,22 +623,15 @@ def predictor(plan: KernelPlan, seconds_per_score: tuple[float, ...]) -> Predict
     return unmasked if plan.variant.mask is None else masked
 
 
-def packing_gain(packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: int) -> float:
-    """How many times as long as on the tiles of a packed form the SM with most to do works on those of
-    `plan`, where each sees the same keys; O(1)."""
-    return gain_by_rows(packed, plan, problem, sms, _pace)
-
-
-@once
-def _pace(plan: KernelPlan) -> float:
-    """Seconds per score of one block."""
-    return seconds_per_score(plan, find(plan.arch))[0]
-
-
-def gain_by_rows(
-    packed: KernelPlan, plan: KernelPlan, problem: Problem, sms: int, pace: Callable[[KernelPlan], float]
+def packing_gain(
+    packed: KernelPlan,
+    plan: KernelPlan,
+    seconds_per_score: Callable[[KernelPlan], tuple[float, ...]],
+    problem: Problem,
+    sms: int,
 ) -> float:
-    """The same, of forms that need so many seconds for a score.
+    """How many times as long as on the tiles of a packed form the SM with most to do works on those of
+    `plan`, where each sees the same keys; O(1).
 
     Of an H200 (32 heads over 8 and 4, 8,192 keys, 1 to 200 queries; head_dim 64 and 128, full and causal): 1.75 to 4.5
     where it says 2 to 6, 1.13 to 1.4 where it says 1.14 to 1.5, and 0.98 to 1.02 where it says 1.
@@ -657,7 +649,7 @@ def gain_by_rows(
     fewer = rows(plan) / rows(packed)
     if fewer <= 1:  # and no form is slower than it is believed to be
         return fewer
-    return min(1.0, pace(plan) / pace(packed)) * fewer  # a packed tile has more rows
+    return min(1.0, seconds_per_score(plan)[0] / seconds_per_score(packed)[0]) * fewer  # a packed tile has more rows
 
 
 def _score_emitted_twice(c: Candidate, request: KernelRequest) -> bool:
