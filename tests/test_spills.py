@@ -32,6 +32,7 @@ SHIPPED = [
     for head_dim in (64, 128)
 ]
 
+
 #: What did spill: who schedules tiles on Hopper, and who judges them on Ampere.
 @pytest.mark.slow
 @pytest.mark.parametrize(
