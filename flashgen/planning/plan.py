@@ -217,6 +217,7 @@ class Specialized:
     v: VAsStored | VTurnedOver = V_AS_STORED
     fold: Fold = NO_FOLD
     sender: Sender = SENDS_TO_LOADER
+    runs_anew: bool = False  # who schedules finds the ends of runs of keys for each 32 tiles, else keeps them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

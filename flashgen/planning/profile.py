@@ -22,6 +22,10 @@ SPECIAL = {
     **dict.fromkeys(("log1p", "pow", "erf", "tanh", "sigmoid"), 2),
 }
 
+#: What ops on ranges cost beyond one: a captured tensor for each dimension but one and for being sorted (both ends are
+#: read), a remainder (a division), a summary whose parts are looked at (of one position, or of both).
+DIMENSION_OPS, SORTED_OPS, REMAINDER_OPS, SUMMARY_OPS = 2, 3, 8, (4, 12)
+
 _KEY = node("index", DType.INT32, (), "k")
 
 
@@ -101,6 +105,16 @@ class Profile:
         known = {one.value for one in self.facts.summaries}
         nodes = [n for term in (*self.facts.visible, *self.facts.hidden) for n in term.nodes()]
         return tuple(walk(nodes, into=lambda n: n not in known))
+
+    @cached_property
+    def judged_ops(self) -> int:
+        """Ops that classes of tiles are found by, weighed by the registers they need."""
+        nodes = self.judged_nodes
+        loads: int = sum(
+            DIMENSION_OPS * (len(n.operands) - 1) + SORTED_OPS * n.attr.sorted for n in nodes if n.op == "load"
+        )
+        summaries = sum(SUMMARY_OPS[one.side == "qk"] for one in self.facts.summaries) if self.judged else 0
+        return len(nodes) + loads + summaries + REMAINDER_OPS * sum(n.op == "mod" for n in nodes)
 
     @property
     def summarised_by_query(self) -> bool:

@@ -10,6 +10,9 @@ DEVICE int block_index() { int i; asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i
 // Tells the compiler that the values are new: what follows from them is computed where it is used.
 DEVICE void renew(int& a, int& b, int& c, int& d) { asm volatile("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d)); }
 
+// The same of the first and the last of a range.
+DEVICE void renew_range(int& first, int& last) { asm volatile("" : "+r"(first), "+r"(last)); }
+
 // The same of one.
 DEVICE void renew_one(u32& a) { asm volatile("" : "+r"(a)); }
 

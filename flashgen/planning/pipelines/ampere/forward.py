@@ -41,6 +41,9 @@ TIGHT = 6
 #: select together by way of three dimensions or of another element: two plans with 129 and 134 in use spilled.
 CAPTURED, CAPTURED_BY_PAIR = 8, 14
 
+#: Registers of a mask that judges tiles by more than so many ops over ranges: `bigbird` (50 of them) at head_dim 64
+#: spilled 8 bytes, `longnet` (43) nothing.
+JUDGE_REGISTERS, JUDGED_OPS = 14, 45
 
 MAX_TILE = 256
 TILE_RULE = f"both sides are multiples of {MMA_ROWS} (the rows and the depth of one mma) up to {MAX_TILE}"
@@ -317,8 +320,10 @@ def _pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:
 
 
 def _mask_registers(asked: Profile) -> int:
-    """Registers that positions, bounds and values of the mask take in a partial tile, by its number of ops; and those
-    of captured elements."""
+    """Registers that positions, bounds and values of the mask take in a partial tile, by its number of ops; those of
+    captured elements, and of judging tiles."""
     ops = asked.mask_ops
     captured = CAPTURED if asked.loads_by_key else 0
-    return captured + (CAPTURED_BY_PAIR if asked.reads_far_by_pair else 0) + (4 + 2 * min(ops, 6) if ops else 0)
+    captured += CAPTURED_BY_PAIR if asked.reads_far_by_pair else 0
+    judged = JUDGE_REGISTERS if asked.judged_ops > JUDGED_OPS else 0
+    return captured + judged + (4 + 2 * min(ops, 6) if ops else 0)

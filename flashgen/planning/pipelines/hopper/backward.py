@@ -55,7 +55,7 @@ from flashgen.planning.pipelines.shared import make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, SpecializedBackward, Tile, staged
 from flashgen.planning.plan import WARPGROUP_ROWS as ROWS
 from flashgen.planning.problem import ITEMSIZE, Problem
-from flashgen.planning.profile import Profile, profile
+from flashgen.planning.profile import profile
 from flashgen.planning.program import CTYPES, Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
 from flashgen.planning.summaries import keeps_bits
@@ -92,10 +92,6 @@ PARTS_REGISTERS, PARTS_OPS = (72, 56, 40), 17
 
 #: Conditions that may be judged in turn where consumers can spare none: two bits each.
 CONDITIONS = 16
-
-#: What ops on ranges cost beyond one: a captured tensor for each dimension but one and for being sorted (both ends are
-#: read), a remainder (a division), a summary whose parts are looked at (of one position, or of both).
-DIMENSION_OPS, SORTED_OPS, REMAINDER_OPS, SUMMARY_OPS = 2, 3, 8, (4, 12)
 
 #: Ops of a mask that is asked once for all elements of a warpgroup, beside which S and dP both fit: `bigbird` has 24,
 #: and spilled 8 bytes.
@@ -457,7 +453,7 @@ def judged_in_turn(c: Candidate, request: KernelRequest) -> bool:
 
 def _judges_little(c: Candidate, request: KernelRequest) -> bool:
     """Whether the fewest registers are enough to judge a tile."""
-    return _judged_ops(request.profile) <= (PARTS_OPS if request.profile.cuts(c.tile) else JUDGED_OPS)
+    return request.profile.judged_ops <= (PARTS_OPS if request.profile.cuts(c.tile) else JUDGED_OPS)
 
 
 def _spared(c: Candidate, request: KernelRequest) -> int | None:
@@ -475,16 +471,6 @@ def _beside(producer: int, request: KernelRequest) -> int:
 def _needed(parts: tuple[Part, ...]) -> int:
     """Of a consumer, all of its registers."""
     return max(total(parts), total(parts[:2]) + BESIDE)
-
-
-def _judged_ops(asked: Profile) -> int:
-    """Ops that classes of tiles are found by, weighed by the registers they need."""
-    nodes = asked.judged_nodes
-    loads: int = sum(
-        DIMENSION_OPS * (len(n.operands) - 1) + SORTED_OPS * n.attr.sorted for n in nodes if n.op == "load"
-    )
-    summaries = sum(SUMMARY_OPS[one.side == "qk"] for one in asked.facts.summaries) if asked.judged else 0
-    return len(nodes) + loads + summaries + REMAINDER_OPS * sum(n.op == "mod" for n in nodes)
 
 
 def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:

@@ -161,6 +161,11 @@ LOOKUP_BYTES = 16
 #: one that goes on to parts of tiles, if consumers can spare them.
 JUDGE_REGISTERS, PARTS_REGISTERS = 56, 64
 
+#: Registers of one that keeps what follows from a tile's rows: for each condition of a tile that is visible or that is
+#: partial, and for going on to parts.  `sink_window` (4 of them), `longformer` and `zigzag` at head_dim 64 spilled 8 to
+#: 44 bytes with 32 registers, `streaming_blocks` (6) 32 bytes with 56, `bigbird` (16) 184 bytes with 64.
+SCHEDULER_REGISTERS, RUN_REGISTERS, PART_REGISTERS = 29, 1, 22
+
 #: Up to so many columns a product is short: the softmax of a warpgroup must run under the products of two others, which
 #: take turns to issue them.  Wider ones need no turns.
 SHORT_COLUMNS = 64
@@ -398,7 +403,7 @@ def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
         return request.arch.registers_per_thread, request.arch.registers_per_thread
     fewest = 40 if c.warpgroups == 2 or request.profile.several_runs_read else 32
     producer = JUDGE_REGISTERS if request.profile.judged else fewest
-    if request.profile.cuts(Tile(q=request.layout.starts(c.tile.q), kv=c.tile.kv)):
+    if _cuts(c, request):
         fewer = consumer_registers(request.arch, c.warpgroups, PARTS_REGISTERS)
         if total(registers(c, request)) <= fewer:
             return PARTS_REGISTERS, fewer
@@ -468,8 +473,24 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             scheduler=scheduler(request),
             rows=Queries(),
             fold=fold(c, request),
+            runs_anew=runs_anew(c, request),
         ),
     )
+
+
+def runs_anew(c: Candidate, request: KernelRequest) -> bool:
+    """Whether who schedules has no registers to keep all that follows from a tile's rows."""
+    asked = request.profile
+    if not asked.hides:
+        return False
+    runs = len(asked.facts.visible) + len(asked.facts.hidden)
+    needed = SCHEDULER_REGISTERS + RUN_REGISTERS * runs + PART_REGISTERS * _cuts(c, request)
+    return needed > division(c, request)[0]
+
+
+def _cuts(c: Candidate, request: KernelRequest) -> bool:
+    """Whether tiles are judged by their parts."""
+    return request.profile.cuts(Tile(q=request.layout.starts(c.tile.q), kv=c.tile.kv))
 
 
 def _stored(c: Candidate, layout: Layout, keys: Keys = ALL_KEYS) -> bool:
