@@ -56,7 +56,7 @@ class SplitKeys:
 #: On an H200, of the speed of the default form, with leaves of 512 and 1,024 keys: causal prompts of 8,192 tokens 0.84
 #: and 0.88 (head_dim 64), 0.80 and 0.86 (128), 0.72 and 0.83 (256); decoding 8,192 keys 0.99 and 0.88, 1,024 keys 0.72
 #: and 0.57.
-LEAF, WIDE_LEAF, NARROW = 512, 1024, 128
+LEAF, WIDE_LEAF, NARROW = 1024, 1024, 128
 
 
 def leaf_of(v_head_dim: int) -> int:
