@@ -246,20 +246,19 @@ def chosen(arch="sm_90a", head_dim=128, layout="dense", **sizes):
 def test_who_folds():
     """A block, where blocks are enough for all SMs; else each leaf is a part, and so on the other pipeline."""
     problem, found = chosen(batch=2, q_len=8192, kv_len=8192)
-    assert (
-        found.plan.keys == FoldedLeaves(keys=512) and "a block folds those that its queries see, in shared" in found.why
-    )
+    assert found.plan.keys == FoldedLeaves()
+    assert "a block folds those that its queries see, in shared" in found.why
     told = predict(found.plan, problem, Case(sizes=problem.sizes(), params={}, tensors={}), why_splits=found.why)
     assert told.workspaces == ()
     problem, found = chosen(head_dim=256, batch=2, q_len=8192, kv_len=8192)
     told = predict(found.plan, problem, Case(sizes=problem.sizes(), params={}, tensors={}))
     assert [(part.name, part.amount) for part in told.workspaces] == [("folded", 132 * 128 * 192 * 4)]
     _, found = chosen(layout="padded", batch=64, q_len=1, kv_len=65536)
-    assert found.plan.keys == Leaves(keys=512) and "one block might have the longest sequence" in found.why
+    assert found.plan.keys == Leaves() and "one block might have the longest sequence" in found.why
     _, found = chosen(layout="varlen", q_len=512, kv_len=1 << 17)
-    assert found.plan.keys == Leaves(keys=512) and "as fast as a block that folds them" in found.why
+    assert found.plan.keys == Leaves() and "as fast as a block that folds them" in found.why
     _, found = chosen(arch="sm_80", batch=2, q_len=8192, kv_len=8192)
-    assert found.plan.keys == Leaves(keys=512) and "pipeline ampere folds them through memory" in found.why
+    assert found.plan.keys == Leaves() and "pipeline ampere folds them through memory" in found.why
 
 
 def test_commands():
@@ -271,7 +270,7 @@ def test_commands():
 
 
 def test_tiles_that_leaves_cut_are_refused():
-    with pytest.raises(PlanError, match="its keys divide no leaf of 512"):
+    with pytest.raises(PlanError, match="its keys divide no leaf of 1024"):
         planner.menu_of(
             KernelRequest.of(load_spec("full").bind(), "sm_90a", "bfloat16", 64, tile=(128, 96), keys=FoldedLeaves())
         )

@@ -24,7 +24,7 @@ from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import division, planner
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.layout import LAYOUTS, Varlen
-from flashgen.planning.members import FoldedLeaves, Leaves
+from flashgen.planning.members import LEAF, FoldedLeaves, Leaves
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
 from flashgen.planning.traffic import predict
@@ -218,18 +218,18 @@ def test_every_menu_adds_up_in_one_order(arch, head_dim):
         ]
         forms = [plan for menu in menus for plan in menu.forms]
         assert len({(plan.pipeline, plan.order_of_sums) for plan in forms}) == 1
-        assert {plan.keys.keys for plan in forms} == {512 if head_dim <= 128 else 1024}
+        assert {plan.keys.keys for plan in forms} == {LEAF}
 
 
 def test_a_tile_that_leaves_cut_is_refused():
-    with pytest.raises(PlanError, match="its keys divide no leaf of 512"):
+    with pytest.raises(PlanError, match="its keys divide no leaf of 1024"):
         fg.plan("full", arch="sm_90a", head_dim=64, tile=(128, 96), invariant=True)
 
 
 def test_plans():
     whole = fg.plan("full", arch="sm_90a", seqlen=8192, head_dim=128, invariant=True)
     token = fg.plan("full", arch="sm_90a", seqlen=1, kv_seqlen=8192, heads=32, kv_heads=8, head_dim=128, invariant=True)
-    assert whole.keys == FoldedLeaves(keys=512) and token.keys == Leaves(keys=512) and token.packed
+    assert whole.keys == FoldedLeaves() and token.keys == Leaves() and token.packed
     assert whole.order_of_sums == token.order_of_sums
     assert fg.supports("full", arch="sm_90a", invariant=True) == ()
     assert [r.option for r in fg.supports("full", arch="sm_90a", invariant=True, backward=True)] == ["invariant"]
@@ -251,10 +251,10 @@ def divided(layout="dense", **sizes):
 
 def test_numbers_of_leaves_and_their_memory():
     problem, found = divided(heads=32, q_len=1, kv_len=8000)
-    assert found.splits == 16 and "leaves of 512 keys" in found.why
+    assert found.splits == 8 and "leaves of 1024 keys" in found.why
     case = Case(sizes=problem.sizes(), params={}, tensors={})
     told = predict(found.plan, problem, case, splits=found.splits, why_splits=found.why)
-    assert sum(part.amount for part in told.workspaces) == 32 * 16 * (4 * 128 + 8)
+    assert sum(part.amount for part in told.workspaces) == 32 * 8 * (4 * 128 + 8)
     padded = planner.menu(load_spec("full"), "sm_90a", "bfloat16", 128, layout=LAYOUTS["padded"], keys=Leaves()).plans[
         0
     ]
@@ -267,7 +267,7 @@ def test_numbers_of_leaves_and_their_memory():
 # ---------------------------------------------------------------- attention()
 @pytest.fixture(scope="module")
 def prompt():
-    """A prompt of three leaves, and what it gives."""
+    """A prompt of two leaves, and what it gives."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 1300, 32, generator=g) for h in (4, 2, 2))
     causal = load_spec("causal")
@@ -370,6 +370,6 @@ def test_command_line():
     done = subprocess.run(
         [sys.executable, "-m", "flashgen", "plan", *words], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0 and "6: leaves of 512 keys, as asked: a part for each" in " ".join(
+    assert done.returncode == 0 and "3: leaves of 1024 keys, as asked: a part for each" in " ".join(
         done.stdout.split()
     ), done.stdout

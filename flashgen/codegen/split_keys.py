@@ -146,20 +146,29 @@ class KeyCode:
 
     # -- pipeline hopper, where a block folds leaves
 
-    @property
-    def ends(self) -> str:
-        """The template of what follows the tiles of keys that a consumer adds up in the accumulators."""
-        return f"hopper/forward_{'leaf' if self.keys.folds else 'tile'}_ends.cu.j2"
+    def run(self, across_tiles: str) -> str:
+        """The template of a consumer's loops."""
+        return "hopper/forward_run_across_leaves.cu.j2" if self.keys.folds else across_tiles
 
     def members(self, masked: bool) -> str:
         """What a consumer has beside."""
         if not self.keys.folds:
             return ""
-        tile = "" if masked else "  int tile = 0;  // of keys, in hand\n"
+        where = "last = 0;  // what the step in hand told" if masked else "tile = 0;  // of keys, in hand"
         return (
             "  RowState folded = nothing_folded();  // of the leaves so far of a tile of queries: whole sums\n"
-            f"  bool first = true;  // whether a leaf is the first of its tile of queries\n{tile}"
+            f"  bool first = true;  // whether a leaf is the first of its tile of queries\n  int {where}\n"
         )
+
+    def over(self, masked: bool) -> str:
+        """Whether the tile of keys in hand is the last that its queries see."""
+        return "last == 2" if masked else "tile == 0"
+
+    def q_read(self, masked: bool) -> str:
+        """What follows a product with the queries: the last one of all releases them, so that the next are loaded while
+        leaves are folded."""
+        release = "release(shared.q_pipe[warpgroup], q_ring, moved & 1);"
+        return f"    if ({self.over(masked)}) {release}\n" if self.keys.folds else ""
 
     @property
     def of_which(self) -> str:
@@ -167,14 +176,24 @@ class KeyCode:
         return ": 1 of its leaf, 2 of all" if self.keys.folds else ""
 
     @property
-    def flag(self) -> str:
-        """Its type in a consumer."""
-        return "int" if self.keys.folds else "bool"
+    def begin_gives(self) -> str:
+        """The type of what a consumer's `begin` returns."""
+        return "void" if self.keys.folds else "bool"
 
     @property
-    def truth(self) -> str:
+    def begin_tells(self) -> str:
         """And what it is, for a reader."""
-        return "above 0" if self.keys.folds else "true"
+        return "" if self.keys.folds else "; true if it is the last too"
+
+    @property
+    def begin_step(self) -> str:
+        """What is kept of its step before the softmax."""
+        return "\n    last = step.last;" if self.keys.folds else ""
+
+    @property
+    def begin_ends(self) -> str:
+        """Its last line."""
+        return "" if self.keys.folds else "    return step.last;\n"
 
     def send_step(self, behind: str) -> str:
         """How a step is sent on when the tile behind it is known."""

@@ -76,14 +76,14 @@ def attention(
     depend on no other row, batch, head or length, and on no choice between kernels of one pipeline; but for calls whose
     keys are split.
 
-    `kv_splits` is the number of blocks that divide the keys of a tile of queries, whose parts a second kernel combines:
-    1 for one block that visits all, and then the bits of a row are its own; None where flashgen chooses, which splits
-    keys where a sequence has few queries and many keys and the GPU would idle (`flashgen plan` says why).  The bits
-    then depend on that number, and on the queries beside a row.  With `invariant` keys are cut at positions that are
-    multiples of a leaf (512, or 1,024 beyond 128 columns of v), and leaves are folded in one order, by a block that
-    visits all or as parts: the bits of a row are then its own in every call with it, however few or many queries,
-    whatever chunk, batch, layout or pages.  They are not those of calls without it.  Where each leaf is a part, as for
-    few queries, all are in memory at once: 4 v_head_dim + 8 bytes for each row and leaf.
+    `kv_splits` is the number of blocks that divide the keys of a tile of queries, whose parts a second kernel
+    combines: 1 for one block that visits all, and then the bits of a row are its own; None where flashgen chooses,
+    which splits keys where a sequence has few queries and many keys and the GPU would idle (`flashgen plan` says why).
+    The bits then depend on that number, and on the queries beside a row.  With `invariant` keys are cut at positions
+    that are multiples of a leaf (1,024), and leaves are folded in one order, by a block that visits all or as parts:
+    the bits of a row are then its own in every call with it, however few or many queries, whatever chunk, batch,
+    layout or pages.  They are not those of calls without it.  Where each leaf is a part, as for few queries, all are
+    in memory at once: 4 v_head_dim + 8 bytes for each row and leaf.
 
     `q_offset` says where queries sit that attend to a cache: at this position and those behind it, at one for each
     sequence (int32 [batch], read on the device), or with "end" so that the last one sits beside the last key.  A spec's

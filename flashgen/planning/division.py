@@ -137,7 +137,6 @@ def _in_leaves(
     layout: Layout,
 ) -> Divided:
     """Leaves that a block folds on its way, or that each are a part of a row: the bits are the same."""
-    keys = keys.of_columns(problem.v_head_dim)
     menu, parts = ask(keys), ask(keys.in_parts)
     plan, apart = planner.choose(menu, problem, sms), planner.choose(parts, problem, sms)
     leaves = keys.in_parts.number(problem.kv_len)

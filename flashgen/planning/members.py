@@ -23,10 +23,6 @@ class AllKeys:
     invariant: ClassVar[bool] = False
     folds: ClassVar[bool] = False
 
-    def of_columns(self, v_head_dim: int) -> AllKeys:
-        """The same of a head dim."""
-        return self
-
     def unfit(self, tile_kv: int) -> str | None:
         """Why tiles of so many keys are not visited, or None."""
         return None
@@ -43,25 +39,16 @@ class SplitKeys:
     invariant: ClassVar[bool] = False
     folds: ClassVar[bool] = False
 
-    def of_columns(self, v_head_dim: int) -> SplitKeys:
-        """The same of a head dim."""
-        return self
-
     def unfit(self, tile_kv: int) -> str | None:
         """Why tiles of so many keys are not visited, or None."""
         return None
 
 
-#: Keys of a leaf up to so many columns of v, and of more: there O of the leaves so far does not fit shared memory.
-#: On an H200, of the speed of the default form, with leaves of 512 and 1,024 keys: causal prompts of 8,192 tokens 0.84
-#: and 0.88 (head_dim 64), 0.80 and 0.86 (128), 0.72 and 0.83 (256); decoding 8,192 keys 0.99 and 0.88, 1,024 keys 0.72
-#: and 0.57.
-LEAF, WIDE_LEAF, NARROW = 512, 1024, 128
-
-
-def leaf_of(v_head_dim: int) -> int:
-    """Keys of a leaf, one number for every kind of call."""
-    return LEAF if v_head_dim <= NARROW else WIDE_LEAF
+#: Keys of a leaf, one number for every kind of call.
+#: On an H200, of the speed of the default form.  Decoding 8,192 keys of one sequence 1.07, 32,768 1.00, 131,072 0.95,
+#: 1,024 keys, which are one leaf, 0.72 to 0.74; a causal prompt of 8,192 tokens, before rings were counted in uniform
+#: registers, 0.88 (head_dim 64), 0.84 (128) and 0.82 (256), with leaves of 512 keys 0.84 and 0.79 (64 and 128).
+LEAF = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +58,7 @@ class Leaves:
     call.
 
     A prompt, whose blocks fold leaves themselves (`FoldedLeaves`), can afford no smaller leaves; larger ones leave SMs
-    idle where one sequence is decoded.  With `keys` 0 a request finds the number that the head dim has.
+    idle where one sequence is decoded.
     """
 
     name: ClassVar[str] = "leaves"
@@ -79,15 +66,11 @@ class Leaves:
     turns: ClassVar[bool] = False
     invariant: ClassVar[bool] = True
     folds: ClassVar[bool] = False
-    keys: int = 0
+    keys: int = LEAF
 
     def number(self, kv_len: int) -> int:
         """Leaves of so many keys."""
         return max(1, -(-kv_len // self.keys))
-
-    def of_columns(self, v_head_dim: int) -> Leaves:
-        """The same of a head dim."""
-        return self if self.keys else Leaves(keys=leaf_of(v_head_dim))
 
     def unfit(self, tile_kv: int) -> str | None:
         """Why tiles of so many keys are not visited, or None."""
@@ -104,16 +87,12 @@ class FoldedLeaves:
     turns: ClassVar[bool] = False
     invariant: ClassVar[bool] = True
     folds: ClassVar[bool] = True
-    keys: int = 0
+    keys: int = LEAF
 
     @property
     def in_parts(self) -> Leaves:
         """The same leaves, each a part."""
         return Leaves(keys=self.keys)
-
-    def of_columns(self, v_head_dim: int) -> FoldedLeaves:
-        """The same of a head dim."""
-        return self if self.keys else FoldedLeaves(keys=leaf_of(v_head_dim))
 
     def unfit(self, tile_kv: int) -> str | None:
         """Why tiles of so many keys are not visited, or None."""

@@ -125,7 +125,7 @@ class KernelRequest:
             )
         else:
             _only_of("backward", "forward", {"deterministic": deterministic, "gradients": gradients}, fixed)
-            asked = Forward(dropout=dropout, packed=packed, keys=keys.of_columns(v_head_dim or head_dim))
+            asked = Forward(dropout=dropout, packed=packed, keys=keys)
             fixed = _with_pins(fixed, variant)
         return cls(
             variant=variant,
@@ -205,7 +205,7 @@ class KernelRequest:
     def visiting(self, keys: Keys) -> KernelRequest:
         """The same forward with blocks that visit these keys."""
         assert isinstance(self.asked, Forward)
-        return replace(self, asked=replace(self.asked, keys=keys.of_columns(self.v_head_dim)))
+        return replace(self, asked=replace(self.asked, keys=keys))
 
     def less(self) -> dict[str, KernelRequest]:
         """The requests that leave out one option, or leave open one thing that is fixed, by how a call writes that."""
