@@ -1,0 +1,207 @@
+"""Sequences behind each other in 8 bits: each has the bits that it has alone, whatever its neighbours hold; emitted kernels
+executed, their bytes predicted, and calls of attention_varlen and of nested tensors."""
+
+import json
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from cli import flashgen
+from eight_bits import Eight, eight
+from emulated_gpu import install
+from ptx_attention import replace as changed
+from test_float8_decode import in_pages, pages_of
+
+import flashgen as fg
+from flashgen.errors import FlashgenError
+from flashgen.interpreter.errors import Trap
+from flashgen.interpreter.simulate import simulate
+from flashgen.lang.load import load_spec
+from flashgen.ops.float8 import dequantised
+from flashgen.planning.float8 import E4M3
+from flashgen.planning.layout import AT_END, Paged, Varlen
+from flashgen.planning.members import SplitKeys
+from flashgen.planning.traffic import predict
+from flashgen.planning.traffic_sequences import OwnLengths
+
+AT_NIGHT = pytest.mark.nightly(sibling="test_each_has_the_bits_that_it_has_alone")
+PACKED = {"keys": SplitKeys(), "packed": True}
+
+#: A sequence has no query, one no key, one ends with a tile; keys and values of the third are no numbers.
+QUERIES, KEYS, POISONED = (70, 33, 0, 3, 64), (150, 33, 20, 0, 128), 2
+
+
+def of_heads(shape, kv_heads):
+    """Heads and columns of q, k and v."""
+    return (shape["heads"], shape["head_dim"]), (kv_heads, shape["head_dim"]), (kv_heads, shape["head_dim"])
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A kernel, codes of each sequence [1, heads, rows, columns] by tensor, and descales of all."""
+
+    w: Eight
+    alone: Eight
+    codes: tuple[tuple[torch.Tensor, ...], ...]
+    descales: dict[str, np.ndarray]
+    page_size: int | None
+
+    def tensors(self):
+        """q, k and v as the kernel has them, and what it is told of sequences."""
+        q, k, v = (torch.cat([x.view(torch.uint8) for x in of], 2).view(of[0].dtype) for of in self.codes)
+        told = {"cu_seqlens_q": np.cumsum([0, *self.lengths[0]], dtype=np.int32)}
+        if self.page_size is None:
+            told["cu_seqlens_k"] = np.cumsum([0, *self.lengths[1]], dtype=np.int32)
+            return (q, k, v), told
+        most = max(self.lengths[1])
+        padded = [torch.full((len(self.codes[0]), *x[0].shape[1:2], most, x[0].shape[3]), torch.nan) for x in self.codes[1:]]
+        for room, of in zip(padded, self.codes[1:], strict=True):
+            for b, x in enumerate(of):
+                room[b, :, : x.shape[2]] = x[0].float()
+        k, v = (in_pages(room.to(k.dtype), self.page_size) for room in padded)
+        told |= {"kv_lengths": np.array(self.lengths[1], np.int32)}
+        told["page_table"] = pages_of(len(self.codes[0]), most, self.page_size)
+        return (q, k, v), told
+
+    @property
+    def lengths(self):
+        return tuple(tuple(x.shape[2] for x in of) for of in self.codes[:2])
+
+    def run(self, edit=None, **options):
+        (q, k, v), told = self.tensors()
+        w, (rows, keys) = self.w, self.lengths
+        kv_len = told["page_table"].shape[1] * self.page_size if self.page_size else max(keys)
+        sizes = {**w.case.sizes, "batch": len(rows), "q_len": max(rows), "kv_len": kv_len}
+        w = replace(w, case=replace(w.case, sizes=sizes))
+        w = replace(w, qkv=tuple(of._replace(codes=x) for of, x in zip(w.qkv, (q, k, v), strict=True)))
+        return w.run(edit, sequences=told, descales=self.descales, **options)
+
+    def wrong(self, found, **options):
+        """Where a result differs from each sequence alone, bit by bit."""
+        wrong, start = [], 0
+        for b, (rows, keys) in enumerate(zip(*self.lengths, strict=True)):
+            here, start = slice(start, start + rows), start + rows
+            if not rows:
+                continue
+            o, lse = found.o[0][:, here], found.lse[0][:, here]
+            if not keys:
+                wrong += [f"{b} without keys"] * bool(o.any() or not (lse == -np.inf).all())
+                continue
+            sizes = {**self.alone.case.sizes, "batch": 1, "q_len": rows, "kv_len": keys}
+            case = replace(self.alone.case, sizes=sizes)
+            arrays = [of[b].float().numpy() for of in self.codes]
+            descales = {name: self.of_one(name, b, n) for name, n in zip("qkv", (rows, keys, keys), strict=True)}
+            one = simulate(self.alone.plan, case, *arrays, scale=self.w.scale, descales=descales, **options)
+            wrong += [f"o of {b}"] * (not np.array_equal(o, one.o[0], equal_nan=True))
+            wrong += [f"lse of {b}"] * (not np.array_equal(lse, one.lse[0], equal_nan=True))
+        return wrong
+
+    def of_one(self, name, b, rows):
+        x = self.descales[name]
+        x = x[b : b + 1] if x.shape[0] > 1 else x
+        return x[:, :, : -(-rows // 128)] if x.ndim == 3 else x
+
+
+def joined(spec="causal", options=None, *, queries=QUERIES, keys=KEYS, poisoned=POISONED, blocks=False, page_size=None,
+           value=np.nan, **shape):  # fmt: skip
+    """Random codes; the keys and values of one sequence hold `value`."""
+    shape = {"heads": 2, "kv_heads": 1, "head_dim": 64, **shape}
+    layout = Varlen() if page_size is None else Paged(queries=Varlen())
+    w, alone = (
+        eight(of, options={**(options or {}), **given}, q_len=max(queries), kv_len=max(keys), **shape)
+        for of, given in ((spec, {"layout": layout}), (spec, {}))
+    )
+    g, count = torch.Generator().manual_seed(3), len(queries)
+    codes, descales = [], {}
+    for name, lengths, (heads, columns) in zip("qkv", (queries, keys, keys), of_heads(shape, shape["kv_heads"]), strict=True):
+        of = [(torch.randn((1, heads, n, columns), generator=g) * 100).to(torch.float8_e4m3fn) for n in lengths]
+        if name != "q" and poisoned is not None:
+            of[poisoned] = torch.full(of[poisoned].shape, value).to(torch.float8_e4m3fn)
+        codes.append(tuple(of))
+        size = (count, heads, -(-max(lengths) // 128)) if blocks else (count, heads)
+        descales[name] = (torch.rand(size, generator=g) * 0.01 + 0.005).numpy()
+    return Joined(w, alone, tuple(codes), descales, page_size)
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "splits", "shape"),
+    [
+        ("causal", {}, 1, {}),
+        ("full", {"accuracy": "exact"}, 1, {"blocks": True, "queries": (140, 33, 1), "keys": (200, 33, 60)}),
+        ("full", PACKED, 3, {"heads": 4, "queries": (5, 1, 0, 2), "keys": (350, 131, 0, 20), "poisoned": 3}),
+        ("causal", {}, 1, {"page_size": 16, "queries": (70, 33, 2), "keys": (150, 33, 0), "poisoned": None}),
+        pytest.param("causal", {"accuracy": "fast"}, 1, {"head_dim": 128}, marks=pytest.mark.slow),
+        pytest.param("full", {"packed": True}, 1, {"heads": 4, "blocks": True, "queries": (140, 70, 3),
+                     "keys": (150, 200, 33)}, marks=pytest.mark.slow),  # fmt: skip
+        pytest.param("full", PACKED, 2, {"page_size": 32, "heads": 4, "blocks": True, "queries": (3, 1, 2),
+                     "keys": (350, 140, 129), "poisoned": None}, marks=AT_NIGHT),  # fmt: skip
+        pytest.param("causal", {"accuracy": "exact"}, 1, {"head_dim": 192, "value": np.inf}, marks=AT_NIGHT),
+        pytest.param("softcap", {"accuracy": "exact"}, 1, {"head_dim": 96}, marks=AT_NIGHT),
+        pytest.param("gpt_oss", {"accuracy": "exact"}, 1, {"heads": 4, "kv_heads": 2}, marks=AT_NIGHT),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_has_the_bits_that_it_has_alone(spec, options, splits, shape):
+    w = joined(spec, options, **shape)
+    found = w.run(kv_splits=splits)
+    assert w.wrong(found, kv_splits=splits) == []
+    assert all(report.conflicts == [] for report in found.reports.values())
+
+
+def test_queries_at_the_end_of_their_keys():
+    """The mask sees positions: what causal_bottom_right sees of a sequence alone."""
+    lengths = {"queries": (5, 33, 1), "keys": (150, 40, 1), "poisoned": None}
+    w, alone = joined("causal", **lengths), joined("causal_bottom_right", **lengths)
+    assert replace(w, alone=alone.alone).wrong(w.run(q_offset=AT_END)) == []
+
+
+#: Mutations of the emitted text: rows of V behind a sequence are the next one's, and here no numbers.
+WRONG = {
+    "rows of the next V are not cleared": ("clear(shared.v[stage], keys);", ";"),
+    "every row counts as a key": ("min(work.kv_len - tile * TILE_KV, TILE_KV)", "TILE_KV"),
+    "keys of the first sequence": ("work.k_start + tile * TILE_KV", "tile * TILE_KV"),
+    "the descale of the first sequence": ("p.k_descale[b * p.k_descale_batch", "p.k_descale[0 * p.k_descale_batch"),
+    "q's descale of the first sequence": ("p.q_descale[work.b * p.q_d", "p.q_descale[0 * p.q_d"),
+    "v's descale of the first sequence": ("p.v_descale[b * p.v_descale_batch", "p.v_descale[0 * p.v_descale_batch"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_seen(name):
+    w = joined("full", {"accuracy": "exact"}, queries=(40, 3), keys=(40, 20), poisoned=None)
+    k, v = w.codes[1:]
+    if "V" in name or "row" in name:  # the second sequence's
+        w = replace(w, codes=(w.codes[0], (k[0], k[1] * torch.nan), (v[0], v[1] * torch.nan)))
+    try:
+        wrong = w.wrong(w.run(changed(*WRONG[name])))
+    except Trap as trap:
+        wrong = [str(trap)]
+    assert wrong
+
+
+# ---------------------------------------------------------------- bytes
+@pytest.mark.parametrize(("spec", "head_dim"), [("causal", 64), pytest.param("full", 128, marks=pytest.mark.slow)])
+def test_bytes_are_predicted(spec, head_dim):
+    w = joined(spec, head_dim=head_dim)
+    own = [OwnLengths(q_rows=rows, kv_len=keys) for rows, keys in zip(*w.lengths, strict=True)]
+    problem = replace(w.w.problem, batch=len(own))
+    predicted = predict(w.w.plan, problem, replace(w.w.case, sizes=problem.sizes()), sequences=own).hbm
+    report = w.run().report
+    assert sum(report.bytes(buffer=name) for name in ("o", "lse")) == predicted.write_bytes
+    # TMA copies whole tiles, rows of the next sequence among them; kernels of 16 bits count as much.
+    read = sum(report.bytes(buffer=name) for name in ("q", "k", "v"))
+    assert read >= predicted.read_bytes > 0
+
+
+# ---------------------------------------------------------------- calls
+CAUSAL = load_spec("causal")
+Q, K = (torch.tensor(np.cumsum([0, *x]), dtype=torch.int32) for x in (QUERIES, KEYS))
+GIVEN = {"max_seqlen_q": max(QUERIES), "max_seqlen_k": max(KEYS)}
+
+
+def drawn(heads=2, kv_heads=1, dim=64, blocks=True):
+    """Rows [rows, heads, head_dim] of q, k and v, and descales of sequences."""
+    w = joined(heads=heads, kv_heads=kv_heads, head_dim=dim, blocks=blocks)
+    rows = [x[0].transpose(0, 1) for x in w.tensors()[0]]
+    return rows, {f"{name}_descale": torch.from_numpy(x) for name, x in w.descales.items()}
