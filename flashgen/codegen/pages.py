@@ -26,8 +26,8 @@ class PagesCode:
     """Fragments of CUDA by a plan's layout.
 
     On pipeline hopper the loader is a warp where there are pages, of which each lane copies a box of rows, else one
-    thread.  Boxes of no page lie outside of the tensor map, so that they become zero.  Tiles of K are `scaled` in 8 bits:
-    the loader finds their descales too.
+    thread.  Boxes of no page lie outside of the tensor map, so that they become zero.  In 8 bits tiles of K are
+    `scaled`: the loader finds their descales too.
     """
 
     layout: Layout

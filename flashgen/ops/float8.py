@@ -112,9 +112,9 @@ def checked(
         rows = problem.q_len if tensor == "q" else problem.kv_len
         found = given.get(_DESCALES[tensor])
         _check_descale(name, found, tensor, problem.batch, heads, rows, q.device, read)
-        if layout.joined and (tensor == "q" or not layout.paged):
-            _check_blocks_of_sequences(name, found, problem.batch)
         descales[tensor] = found
+        if layout.joined and (tensor == "q" or not layout.paged):
+            _check_blocks_of_sequences(name, descales[tensor], problem.batch)
     return Eight(descales, options)
 
 
@@ -169,8 +169,8 @@ def of_sequences(
 
 
 def _of_rows(x: torch.Tensor, descale: torch.Tensor, spans: list[tuple[int, int]], most: int) -> torch.Tensor:
-    """The values of x [1, heads, rows, columns] whose sequences, of at most so many rows, begin and are as long as that;
-    rows of none are 0."""
+    """The values of x [1, heads, rows, columns] whose sequences, of at most so many rows, begin and are as long as
+    that; rows of none are 0."""
     wide = torch.zeros(x.shape, dtype=torch.float32)
     whole = descale.reshape(*descale.shape, *(1,) * (3 - descale.dim())).expand(len(spans), -1, -1)
     for b, (first, length) in enumerate(spans):
@@ -249,7 +249,7 @@ def _check_blocks_of_sequences(name: str, given: torch.Tensor, sequences: int) -
     """Raise LaunchError for blocks of all rows, where each sequence has blocks from its own first row on."""
     if given.dim() == 3 and given.shape[2] > 1 and given.shape[0] != sequences:
         raise LaunchError(
-            f"{name} is {list(given.shape)}: blocks are of {sequences} sequences, each one's from its own first row on\n"
+            f"{name} is {list(given.shape)}: blocks are of {sequences} sequences, each one's from its first row on\n"
             f"  nearest: [sequences, heads, blocks], or one for all rows of a head, [1, heads]"
         )
 
