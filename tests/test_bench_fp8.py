@@ -69,6 +69,9 @@ def test_other_parts(results):
     assert found.reasons == () and found.bytes == 3 * 3 * 2048 * 20
     ms = {name: each[0] for name, each in found.timings.rounds.items()}
     assert ms["the copy's rate"] == 0.75 * ms["copy"]
+    turned = measure(functools.partial(fp8.quantising, 64, 128, elements=3 * 2048 * 20, turned=True))
+    assert turned.reasons == () and list(turned.timings.rounds) == ["flashgen", "without", "copy", "the copy's rate"]
+    assert turned.bytes == found.bytes + 2 * 2 * 20 * 32 * 2  # of q and of k, cos and sin of 20 rows
     of = Functions(name="window", problem=problem(160, batch=1, heads=2, head_dim=64), make=window)
     assert measure(fp8.masked, of).reasons == ()
     assert measure(functools.partial(fp8.decoding, 2, 96, heads=4, kv_heads=2)).reasons == ()

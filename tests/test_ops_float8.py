@@ -12,7 +12,6 @@ import flashgen as fg
 from flashgen.errors import FlashgenError
 from flashgen.lang.load import load_spec
 from flashgen.ops.float8 import dequantised
-from flashgen.planning.float8 import E4M3
 
 CAUSAL = load_spec("causal")
 
@@ -152,20 +151,17 @@ def test_refused(nothing_runs, options, said, nearest):
     assert said in str(refused.value) and nearest in str(refused.value)
 
 
-def test_sequences_behind_each_other_are_refused(nothing_runs):
-    rows = [x[0].transpose(0, 1) for x in (X.q, X.k, X.v)]
-    starts = torch.tensor([0, 15, 40], dtype=torch.int32)
-    with pytest.raises(FlashgenError, match="attention_varlen is not there in 8 bits") as refused:
-        fg.attention_varlen(*rows, CAUSAL, starts, max_seqlen_q=25, **X.descales)
-    assert "nearest: attention()" in str(refused.value)
+def test_nested_tensors_of_other_widths_and_in_pages_are_refused(nothing_runs):
     starts = torch.tensor([0, 15, 40])
-    nested = [torch.nested.nested_tensor_from_jagged(x, starts).transpose(1, 2) for x in rows]
-    with pytest.raises(FlashgenError, match="nested tensors are not served in 8 bits"):
-        fg.attention(*nested, CAUSAL, **X.descales)
-    of_32_bits = [torch.nested.nested_tensor_from_jagged(x.float(), starts).transpose(1, 2) for x in rows]
-    for name, value in {**X.descales, "accuracy": "exact", "page_table": TABLE}.items():
-        with pytest.raises(FlashgenError, match=f"{name} was given beside nested tensors"):
+    of_32_bits = [
+        torch.nested.nested_tensor_from_jagged(x[0].transpose(0, 1).float(), starts).transpose(1, 2)
+        for x in (X.q, X.k, X.v)
+    ]
+    for name, value in {**X.descales, "accuracy": "exact"}.items():
+        with pytest.raises(FlashgenError, match=f"{name} is of 8-bit tensors, and q is float32"):
             fg.attention(*of_32_bits, CAUSAL, **{name: value})
+    with pytest.raises(FlashgenError, match="page_table was given beside nested tensors"):
+        fg.attention(*of_32_bits, CAUSAL, page_table=TABLE)
 
 
 def test_dtensors_are_refused(nothing_runs, tmp_path):
@@ -189,10 +185,3 @@ def test_graphs_are_refused(nothing_runs):
         make_fx(call)(X.q, X.k, X.v)
     with pytest.raises(Exception, match="disable"):  # the graph breaks there, and the whole is asked for
         torch.compile(call, backend="eager", fullgraph=True)(X.q, X.k, X.v)
-
-
-@pytest.mark.parametrize("layout", ["varlen", "paged_varlen"])
-def test_plans_of_other_layouts_are_refused(layout):
-    with pytest.raises(FlashgenError, match="no sequences behind each other in 8 bits") as refused:
-        fg.plan("causal", dtype=E4M3, arch="sm_90a", layout=layout)
-    assert "nearest: " in str(refused.value)

@@ -72,8 +72,6 @@ REFUSED = [
             ("out", torch.empty(1)),
             ("page_table", torch.zeros(3, 1, dtype=torch.int32)),
             ("page_layout", "phd"),
-            ("q_descale", torch.ones(1)),
-            ("accuracy", "exact"),
         )
     ),
     (

@@ -1,6 +1,7 @@
 """quantize(): what codes and scales mean, and the emitted kernels beside the CPU's bits in the interpreter."""
 
 import ctypes
+import dataclasses
 import math
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashgen
 from flashgen import interpreter
-from flashgen.codegen.quantize import BYTES, emit, pack
+from flashgen.codegen.quantize import emit, pack, params_bytes
 from flashgen.errors import LaunchError, PlanError
 from flashgen.lang import float8
 from flashgen.ops import quantize as ops
@@ -213,8 +214,8 @@ def test_refusals(change, options, error, says):
 # -- the emitted kernels
 
 
-def interpreted(x, plan, block, signs, mean, poison=0xFF):
-    """codes (uint8) and descales of one tensor, by the plan's kernels."""
+def interpreted(x, plan, block, signs, mean, rope=None, poison=0xFF):
+    """codes (uint8) and descales of one tensor, by the plan's kernels, and the report of each."""
     batch, heads, length = x.shape[:3]
     sizes = Sizes(batch=batch, heads=heads, length=length, block=block or 0)
     memory = interpreter.Memory()
@@ -226,6 +227,11 @@ def interpreted(x, plan, block, signs, mean, poison=0xFF):
         "mean": np.zeros(1, np.float32) if mean is None else mean.numpy(),
     }
     values = {name: memory.add(name, array, writable=name not in ("x", "mean")) for name, array in arrays.items()}
+    if rope is not None:
+        for name, angles in (("cos", rope.cos), ("sin", rope.sin)):
+            array = angles.contiguous().view(torch.uint8).numpy()
+            values[name] = memory.add(name, array, writable=False)
+        values |= dataclasses.replace(rope, cos=rope.cos.contiguous(), sin=rope.sin.contiguous()).strides
     for name in ("x", "codes"):
         values |= {
             f"{name}_{of}": s // arrays[name].itemsize
@@ -233,19 +239,20 @@ def interpreted(x, plan, block, signs, mean, poison=0xFF):
         }
     values |= {"heads": heads, "length": length, "blocks_of_scale": sizes.blocks_of_scale(plan)}
     module = interpreter.load(nvrtc.ptx(emit(plan), plan.arch), target=plan.arch)
-    for entry in plan.scale.entries:
-        module.launch(entry, sizes.grid(plan), plan.threads, 0, [pack(values, ops.sign_words(signs))], memory)
-    return arrays["codes"], arrays["descales"]
+    packed = [pack(plan, values, ops.sign_words(signs))]
+    reports = [module.launch(entry, sizes.grid(plan), plan.threads, 0, packed, memory) for entry in plan.scale.entries]
+    return arrays["codes"], arrays["descales"], reports
 
 
-def beside(x, *, block=128, rotated=True, centred=False, arch="sm_90a"):
+def beside(x, *, block=128, rotated=True, centred=False, arch="sm_90a", rope=None):
     """Codes and descales of the kernel, and of the CPU."""
     dtype = str(x.dtype).removeprefix("torch.")
-    plan = planning.plan(arch, dtype, x.shape[-1], block=block, rotated=rotated, centred=centred)
+    made = {"block": block, "rotated": rotated, "centred": centred}
+    plan = planning.plan(arch, dtype, x.shape[-1], **made, angles=rope and rope.angles(x.shape[-1]))
     signs = ops._signs(x.shape[-1], 5) if rotated else None
     mean = x.double().mean(2).float().contiguous() if centred else None
-    codes, descales = ops._one(x, block, signs, mean)
-    return interpreted(x, plan, block, signs, mean), (codes.view(torch.uint8).numpy(), descales.numpy())
+    codes, descales = ops._one(x, block, signs, mean, rope)
+    return interpreted(x, plan, block, signs, mean, rope)[:2], (codes.view(torch.uint8).numpy(), descales.numpy())
 
 
 def same(found, wanted):
@@ -331,8 +338,11 @@ def test_kernels_spill_nothing(arch):
 
 
 def test_python_counts_parameters_as_cuda_does():
+    plan = planning.plan("sm_90a", "bfloat16", 64, block=128, rotated=True, centred=False)
     values = dict.fromkeys(("x", "codes", "descales", "peaks", "mean"), 1) | dict.fromkeys(
         ("heads", "length", "blocks_of_scale"), 2
     )
     values |= {f"{name}_{of}": 3 for name in ("x", "codes") for of in ("batch", "head", "row")}
-    assert len(pack(values, tuple(range(8)))) == BYTES == ctypes.sizeof(ctypes.c_uint64) * 11 + 4 * 12
+    assert (
+        len(pack(plan, values, tuple(range(8)))) == params_bytes(plan) == ctypes.sizeof(ctypes.c_uint64) * 11 + 4 * 12
+    )

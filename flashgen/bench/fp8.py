@@ -182,15 +182,21 @@ def outliers(at: Cell, ground: Ground) -> Contest:
     return Contest(forms=forms, wrong=wrong, about={"rms": told, "must be lower": 2.6})
 
 
-def quantising(head_dim: int, block: int | None, ground: Ground, *, elements: int = 1 << 25) -> Contest:
+def quantising(
+    head_dim: int, block: int | None, ground: Ground, *, elements: int = 1 << 25, turned: bool = False
+) -> Contest:
     """quantize of one tensor's worth of q, k and v beside a copy of them, at the copy's rate: 3 bytes an element
-    instead of 4."""
+    instead of 4.  With `turned` by cos and sin in bfloat16, as models have them, whose bytes count once for q and once
+    for k; and beside quantize without."""
     import torch
 
     heads = max(1, 2048 // head_dim)
     length = elements // 3 // (heads * head_dim)
     q, k, v, _ = draw(problem(length, batch=1, heads=heads, head_dim=head_dim), ground.seed, device=ground.device)
     made = [torch.empty_like(x) for x in (q, k, v)]
+    per_row = 10_000.0 ** -(torch.arange(head_dim // 2, device=q.device) * 2 / head_dim)
+    angles = torch.arange(length, device=q.device)[:, None] * per_row
+    of = {"cos": angles.cos().to(q.dtype), "sin": angles.sin().to(q.dtype)} if turned else {}
 
     def copy() -> list[torch.Tensor]:
         return [to.copy_(x) for to, x in zip(made, (q, k, v), strict=True)]
@@ -202,11 +208,14 @@ def quantising(head_dim: int, block: int | None, ground: Ground, *, elements: in
         error = rms(again - v[:, :1].double()) / rms(v[:, :1])
         return [] if error < 0.05 else [f"values are off by {error:.3g} of their RMS"]
 
+    plain = functools.partial(quantize, q, k, v, block=block)
+    copied = 4 * (q.numel() + k.numel() + v.numel())
+    moved = copied * 3 // 4 + sum(2 * x.numel() * x.itemsize for x in of.values())
     return Contest(
-        forms={"flashgen": functools.partial(quantize, q, k, v, block=block), "copy": copy},
+        forms={"flashgen": functools.partial(plain, **of), **({"without": plain} if turned else {}), "copy": copy},
         wrong=wrong,
-        sums={"the copy's rate": {"copy": 0.75}},
-        bytes=3 * (q.numel() + k.numel() + v.numel()),
+        sums={"the copy's rate": {"copy": moved / copied}},
+        bytes=moved,
     )
 
 
@@ -298,6 +307,8 @@ def _rows(_: bool = False) -> list[Row]:
         for block in (128, None):
             make = functools.partial(quantising, head_dim, block)
             rows.append(row("quantize", f"d{head_dim} block {block}", make, cold, {"the copy's rate": 0.8}))
+        make = functools.partial(quantising, head_dim, 128, turned=True)
+        rows.append(row("quantize", f"d{head_dim} block 128 rope", make, cold, {"the copy's rate": 0.8}))
     for named in MASKS:
         if named.__name__ in ("window", "document", "alibi", "softcap"):
             of = Functions(name=named.__name__, problem=problem(), make=named)

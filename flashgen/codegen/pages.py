@@ -26,10 +26,12 @@ class PagesCode:
     """Fragments of CUDA by a plan's layout.
 
     On pipeline hopper the loader is a warp where there are pages, of which each lane copies a box of rows, else one
-    thread.  Boxes of no page lie outside of the tensor map, so that they become zero.
+    thread.  Boxes of no page lie outside of the tensor map, so that they become zero.  In 8 bits tiles of K are
+    `scaled`: the loader finds their descales too.
     """
 
     layout: Layout
+    scaled: bool = False
 
     @property
     def paged(self) -> bool:
@@ -83,21 +85,29 @@ class PagesCode:
     @property
     def whose_k(self) -> str:
         """What the loader is told of the sequence of a tile of K: its number, its first row, or all of it."""
-        if self.paged:
+        if self._several_of_k:
             return "work"
-        return "work.k_start" if self.layout.joined else "work.b"
+        return f"work.{self._one_of_k}"
 
     @property
     def b_of_k(self) -> str:
         """The number of the sequence of a tile of K, for its descale."""
-        return "work.b" if self.paged else "b"
+        return "work.b" if self._several_of_k else "b"
 
     @property
     def k_argument(self) -> str:
         """The parameter for that."""
-        if self.paged:
-            return "const Work& work"
-        return "int k_start" if self.layout.joined else "int b"
+        return "const Work& work" if self._several_of_k else f"int {self._one_of_k}"
+
+    @property
+    def _one_of_k(self) -> str:
+        """What of a sequence says where its keys lie, but for pages."""
+        return "k_start" if self.layout.joined else "b"
+
+    @property
+    def _several_of_k(self) -> bool:
+        """Whether more of a sequence is asked for: its pages, or a number for its descale beside its first row."""
+        return self.paged or (self.scaled and self.layout.joined)
 
     @property
     def box_of_lane(self) -> str:
@@ -110,11 +120,13 @@ class PagesCode:
     @property
     def tile_to_copy(self) -> str:
         """The parameters that say which tile of K is to be copied."""
-        return "const Box& box, int kv_head" if self.paged else f"int tile, int kv_head, {self.k_argument}"
+        return "const Box& box, int kv_head" if self.paged else f"int tile, int kv_head, int {self._one_of_k}"
 
     def copied(self, tile: str) -> str:
         """Their arguments."""
-        return "box, kv_head" if self.paged else f"{tile}, kv_head, {self.k_argument.removeprefix('int ')}"
+        if self.paged:
+            return "box, kv_head"
+        return f"{tile}, kv_head, {'work.' if self._several_of_k else ''}{self._one_of_k}"
 
     @property
     def if_any(self) -> str:

@@ -22,7 +22,6 @@ from flashgen.ops.sequences import (
     in_pages,
     joined,
     names_of,
-    of_call,
     position,
     refuse_gradients,
 )
@@ -112,8 +111,7 @@ def attention(
     of [1], [batch, heads] or [batch, heads, blocks] (that of q may have the heads of k); a block is a power of two of
     rows from 128 on, of which so many cover the tensor.  o is bfloat16, or float16 by `out_dtype`; `accuracy` says how
     P is made: "exact", "default" or "fast".  `flashgen.quantize` makes such tensors.  In 8 bits there is no gradient,
-    no dropout, no graph of torch.compile, no leaf, and no sequence behind another.  Descales of pages are those of the
-    sequences that have them.
+    no dropout, no graph of torch.compile and no leaf.  Descales of pages are those of the sequences that have them.
 
     With `dropout` each probability is dropped by that chance and the others grow by 1 / (1 - dropout); lse is that of
     none dropped.  What is dropped follows from torch's generator of the device (torch.manual_seed repeats it), or from
@@ -130,18 +128,16 @@ def attention(
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
     if type(q) is not torch.Tensor and getattr(q, "is_nested", False) and nested.is_jagged(k, v):
-        of_eight = zip(float8.ARGUMENTS, (q_descale, k_descale, v_descale, accuracy, out_dtype), strict=True)
-        refused: dict[str, object] = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out, **dict(of_eight)}
+        refused: dict[str, object] = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out}
         refused |= {"page_table": page_table, "page_layout": page_layout}
         options: dict[str, object] = {"scale": scale, "dropout": dropout, "seed": seed, "deterministic": deterministic}
         options |= {"q_offset": q_offset, "kv_splits": kv_splits, "invariant": invariant}
+        options |= zip(float8.ARGUMENTS, (q_descale, k_descale, v_descale, accuracy, out_dtype), strict=True)
         return _nested(q, k, v, variant, return_lse, refused, {**options, **named})
     if q_offset is not None or q_lengths is not None or kv_lengths is not None:
         named = joined(variant, named, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths)
     named = splits.joined(named, kv_splits, invariant)
-    scaled = q_descale is not None or k_descale is not None or v_descale is not None
-    if scaled or accuracy is not None or out_dtype is not None:
-        named = float8.joined(named, (q_descale, k_descale, v_descale, accuracy, out_dtype))
+    named = float8.joined(named, q_descale, k_descale, v_descale, accuracy, out_dtype)
     if page_table is not None or page_layout is not None:
         named = joined(variant, named, page_table=page_table)
         if not isinstance(variant, Variant) or PAGED[-1] in names_of(variant):
@@ -171,6 +167,11 @@ def attention_varlen(
     kv_splits: int | None = None,
     invariant: bool = False,
     out: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    accuracy: str | None = None,
+    out_dtype: torch.dtype | None = None,
     **named: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` of sequences that lie behind each other: o, and with `return_lse` (o, lse).
@@ -187,6 +188,9 @@ def attention_varlen(
     (int32 [sequences]) says how many keys each sequence has there, in place of cu_seqlens_k: so one call serves
     sequences of which some read a prompt and others decode.  `max_seqlen_k` is what a row of the table has room for
     unless given.
+
+    In 8 bits `q_descale`, `k_descale` and `v_descale` are of [1], [sequences, heads] or [sequences, heads, blocks]: of
+    blocks so many cover `max_seqlen_q` or `max_seqlen_k`, from the first row of each sequence on.
 
     o is [total_q, heads, v_head_dim], lse [heads, total_q]: the rows of a head lie side by side, as kernels write them.
     Rows of no sequence are not written on a GPU, and have gradients of 0.  Raises LaunchError and PlanError before
@@ -216,6 +220,7 @@ def attention_varlen(
     if q_offset is not None:
         own[VARLEN[2]] = position(q_offset)
     own = splits.joined(own, kv_splits, invariant)
+    own = float8.joined(own, q_descale, k_descale, v_descale, accuracy, out_dtype)
     q = q.transpose(0, 1).unsqueeze(0)
     to = None if out is None else out.transpose(0, 1).unsqueeze(0)
     found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, {**named, **own}, to)
@@ -236,8 +241,6 @@ def _nested(
     given: dict[str, Any],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The call of jagged nested tensors: their rows lie behind each other."""
-    if q.dtype in float8.DTYPES:
-        raise LaunchError(float8.NESTED)
     for name, x in refused.items():
         if x is not None:
             raise LaunchError(f"{name} was given beside nested tensors, whose calls have none\n  nearest: no {name}")
@@ -341,8 +344,6 @@ def _eight_bits(
         raise LaunchError(float8.IN_GRAPHS)
     if out is not None:
         raise LaunchError(float8.INTO)
-    if isinstance(variant, Variant) and (why := float8.of_sequences(of_call(variant, named))):
-        raise LaunchError(why)
     if torch.is_grad_enabled() and any_requires_grad(q, k, v, *named.values()):
         raise LaunchError(float8.WITH_GRADIENTS)
     if dropout != 0:

@@ -120,7 +120,8 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
     _check_together(q, k, v)
     problem = _problem(q, k, v, paged=sequences.paged(own))
     found, problem = sequences.checked(own, problem, q.device, k.shape[0])
-    eight = float8.checked(of_eight, q, k, v, problem, read=not q.is_cuda or sequences.watched())
+    layout = DENSE if found is None else found.layout
+    eight = float8.checked(of_eight, q, k, v, problem, layout, read=not q.is_cuda or sequences.watched())
     captured = {t.name: named[t.name] for t in variant.tensors if t.name in named}
     constants = {c.name: named[c.name] for c in variant.constants if c.name in named}
     params = variant.values({name: x for name, x in named.items() if name not in captured and name not in constants})

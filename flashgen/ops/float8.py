@@ -11,6 +11,7 @@ import torch
 from flashgen.errors import LaunchError, shown
 from flashgen.ops.values import no_tensor
 from flashgen.planning.float8 import ACCURACIES, DEFAULT, DESCALES, E4M3, E5M2, LEAST_BLOCK, OUT_DTYPES, block_of
+from flashgen.planning.layout import Layout
 from flashgen.planning.problem import Problem
 from flashgen.runtime.launch import Descale, descale_of
 from flashgen.runtime.tiles import Sequence
@@ -39,15 +40,8 @@ SHARDED = (
     "DTensors are not served in 8 bits\n"
     "  nearest: q.to_local(), k.to_local() and v.to_local() where neither b nor h is read, or DTensors of 16 bits"
 )
-NESTED = (
-    "nested tensors are not served in 8 bits, where a sequence has rows of q, k and v to itself\n"
-    "  nearest: nested tensors of 16 bits, or padded ones with q_lengths and kv_lengths"
-)
 INTO = "out= is not there in 8 bits\n  nearest: out.copy_(flashgen.attention(...))"
 WITH_DROPOUT = "dropout is not there in 8 bits\n  nearest: dropout=0.0, or tensors of 16 bits"
-
-#: The same by what a call has of its sequences: what it is called, and the nearest.
-_OF_SEQUENCES = (("cu_seqlens_q", "attention_varlen", "attention() with q_lengths and kv_lengths, or 16 bits"),)
 
 
 class Eight(NamedTuple):
@@ -57,17 +51,13 @@ class Eight(NamedTuple):
     options: dict[str, str]
 
 
-def of_sequences(own: Mapping[str, object]) -> str | None:
-    """Why a call whose sequences have these of their own is refused, or None."""
-    names = {name.rpartition(".")[2] for name in own}
-    for name, said, nearest in _OF_SEQUENCES:
-        if name in names:
-            return f"{said} is not there in 8 bits: a sequence has rows of q, k and v to itself\n  nearest: {nearest}"
-    return None
-
-
-def joined(named: dict[str, Any], given: tuple[object, ...]) -> dict[str, Any]:
-    """A call's named values with these of 8 bits, None or a value for each of ARGUMENTS."""
+def joined(
+    named: dict[str, Any], q_descale: object, k_descale: object, v_descale: object, accuracy: object, out_dtype: object
+) -> dict[str, Any]:
+    """A call's named values with these of 8 bits, where it has any."""
+    if q_descale is None and k_descale is None and v_descale is None and accuracy is None and out_dtype is None:
+        return named  # as of most calls
+    given = (q_descale, k_descale, v_descale, accuracy, out_dtype)
     return {**named, **{name: x for name, x in zip(NAMES.values(), given, strict=True) if x is not None}}
 
 
@@ -99,7 +89,14 @@ def out_dtype(eight: Eight | None, q: torch.Tensor) -> torch.dtype:
 
 
 def checked(
-    given: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, *, read: bool
+    given: Mapping[str, Any],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    layout: Layout,
+    *,
+    read: bool,
 ) -> Eight | None:
     """A call's own of 8 bits, or LaunchError for what is wrong with it; None: q, k and v have more bits.  With `read`
     the descales' values are looked at too, for which the host waits."""
@@ -121,6 +118,8 @@ def checked(
         found = given.get(_DESCALES[tensor])
         _check_descale(name, found, tensor, problem.batch, heads, rows, q.device, read)
         descales[tensor] = found
+        if layout.joined and (tensor == "q" or not layout.paged):
+            _check_blocks_of_sequences(name, descales[tensor], problem.batch)
     return Eight(descales, options)
 
 
@@ -136,18 +135,53 @@ def launched(eight: Eight | None, problem: Problem) -> dict[str, Descale]:
     )
 
 
-def dequantised(x: torch.Tensor, descale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The values of x [batch, heads, rows, columns]; in float64 they are exact."""
+def dequantised(
+    x: torch.Tensor, descale: torch.Tensor, dtype: torch.dtype = torch.float32, *, covered: int | None = None
+) -> torch.Tensor:
+    """The values of x [batch, heads, rows, columns]; in float64 they are exact.  Blocks cover so many rows, those of x
+    unless given."""
     shape = (*descale.shape, *(1,) * (3 - descale.dim()))
     whole = descale.reshape(shape)
     heads, rows = x.shape[1], x.shape[2]
     if shape[1] not in (1, heads):  # of q: one for the heads that share keys
         whole = whole.repeat_interleave(heads // shape[1], dim=1)
     if shape[2] > 1:
-        block = block_of(rows, shape[2])
+        block = block_of(rows if covered is None else covered, shape[2])
         assert block is not None  # it was checked
         whole = whole.repeat_interleave(block, dim=2)[:, :, :rows]
     return x.to(dtype) * whole.to(dtype).unsqueeze(-1)
+
+
+def of_sequences(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    eight: Eight,
+    own: tuple[Sequence, ...],
+    layout: Layout,
+    problem: Problem,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Sequence, ...]]:
+    """The values of q, k and v where several sequences lie in one row of heads, and the sequences over these."""
+    if layout.joined:
+        queries = [(of.q_start, of.q_len - of.q_offset) for of in own]
+        q = _of_rows(q, eight.descales["q"], queries, problem.q_len)
+    if layout.paged:
+        return q, *of_pages(k, v, eight, own, problem.kv_len)
+    if layout.joined:
+        keys = [(of.k_start, of.kv_len) for of in own]
+        k, v = (_of_rows(x, eight.descales[name], keys, problem.kv_len) for name, x in (("k", k), ("v", v)))
+    return q, k, v, own
+
+
+def _of_rows(x: torch.Tensor, descale: torch.Tensor, spans: list[tuple[int, int]], most: int) -> torch.Tensor:
+    """The values of x [1, heads, rows, columns] whose sequences, of at most so many rows, begin and are as long as
+    that; rows of none are 0."""
+    wide = torch.zeros(x.shape, dtype=torch.float32)
+    whole = descale.reshape(*descale.shape, *(1,) * (3 - descale.dim())).expand(len(spans), -1, -1)
+    for b, (first, length) in enumerate(spans):
+        rows = slice(first, first + length)
+        wide[:, :, rows] = dequantised(x[:, :, rows], whole[b : b + 1], covered=most)
+    return wide
 
 
 def of_pages(
@@ -213,6 +247,15 @@ def _check_descale(
         raise LaunchError(
             f"{name} holds {shown(float(given.min()))}: descales are positive and finite\n"
             f"  nearest: 1 where all elements of a block are 0"
+        )
+
+
+def _check_blocks_of_sequences(name: str, given: torch.Tensor, sequences: int) -> None:
+    """Raise LaunchError for blocks of all rows, where each sequence has blocks from its own first row on."""
+    if given.dim() == 3 and given.shape[2] > 1 and given.shape[0] != sequences:
+        raise LaunchError(
+            f"{name} is {list(given.shape)}: blocks are of {sequences} sequences, each one's from its first row on\n"
+            f"  nearest: [sequences, heads, blocks], or one for all rows of a head, [1, heads]"
         )
 
 

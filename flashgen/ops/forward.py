@@ -271,8 +271,8 @@ def _walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -
 
     found = _divided(ask, request, cpu_request(variant, problem, **request.options).arch.sms)
     own = None if request.sequences is None else sequences.of_batch(request.sequences, problem)
-    if own is not None and request.eight is not None and request.layout.paged:
-        k, v, own = float8.of_pages(k, v, request.eight, own, problem.kv_len)
+    if own is not None and request.eight is not None:
+        q, k, v, own = float8.of_sequences(q, k, v, request.eight, own, request.layout, problem)
     walked = tiles.walk(
         found.plan,
         analyse(variant),

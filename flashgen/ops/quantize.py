@@ -10,6 +10,8 @@ import torch
 
 from flashgen.codegen.quantize import SIGN_WORDS, pack
 from flashgen.errors import LaunchError, shown
+from flashgen.ops import rope as ropes
+from flashgen.ops.rope import Rope
 from flashgen.planning import quantize as planning
 from flashgen.planning.arch import of_device
 from flashgen.planning.quantize import QuantizePlan
@@ -28,7 +30,7 @@ class Quantized:
 
     Descales are float32, [batch, heads] or, by blocks, [batch, heads, blocks].  `k_mean` [batch, kv_heads, head_dim]
     was subtracted from the keys, or is None.  `signs` [head_dim] of 1 and -1 and a rotation changed q and k alike, or
-    it is None; `seed` drew them.
+    it is None; `seed` drew them.  By `rope` q turned before all that, if it did.
     """
 
     q: torch.Tensor
@@ -39,6 +41,7 @@ class Quantized:
     v_descale: torch.Tensor
     k_mean: torch.Tensor | None
     seed: int | None
+    rope: Rope | None = None
 
     @property
     def signs(self) -> torch.Tensor | None:
@@ -57,10 +60,12 @@ class Quantized:
 
     def corrected_lse(self, lse: torch.Tensor, q: torch.Tensor, scale: float | None = None) -> torch.Tensor:
         """lse [batch, heads, q_len] as it is without the subtracted mean: more by scale * q . k_mean of the q that was
-        quantised.  o needs no correction.  For scores that are scale * (q . k) plus what does not depend on it.
+        quantised, as it was given.  o needs no correction.  For scores that are scale * (q . k) plus what does not
+        depend on it.
         """
         if self.k_mean is None:
             return lse
+        q = q if self.rope is None else self.rope.turned(q)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         mean = self.k_mean.repeat_interleave(q.shape[1] // self.k_mean.shape[1], dim=1)
         return lse + scale * (q.float() @ mean.unsqueeze(-1)).squeeze(-1)
@@ -75,6 +80,9 @@ def quantize(
     hadamard: bool = True,
     smooth_k: bool | torch.Tensor = False,
     seed: int | None = None,
+    cos: ropes.Given = None,
+    sin: ropes.Given = None,
+    interleaved: bool = False,
 ) -> Quantized:
     """q, k and v in 8 bits (e4m3): each scaled so that its peak is 448, rounded to nearest even.
 
@@ -88,24 +96,32 @@ def quantize(
     their mean over kv_len, or that which is given ([batch, kv_heads, head_dim], the `k_mean` of an earlier call): o
     does not change where the score is scale * (q . k) plus what does not depend on it, and `corrected_lse` gives lse.
 
+    With `cos` and `sin` q and k are turned first, in float32, as a rotary embedding turns them: column c with column
+    c + head_dim / 2 (`rotate_half`), or `interleaved` columns 2 c and 2 c + 1.  They are [seqlen, head_dim / 2], or
+    [seqlen, head_dim] where both columns of a pair have their angle, which is one; or [batch, seqlen, ...]; float32,
+    bfloat16 or float16, a row for each row of q and k.  Where these sit elsewhere each is a pair, of q and of k, None
+    for what does not turn: `cos=(cos_q, None)` beside keys that did.  A mean that `smooth_k` finds is that of turned
+    keys, of which it makes a copy in float32.
+
     The peak is that of finite values.  A NaN stays one, an infinity becomes one; in a rotated row all elements do.
     No gradient flows.  Raises LaunchError and PlanError before anything runs.
     Source: Shah et al. 2024, "FlashAttention-3", section 3.3 (incoherent processing); Zhang et al. 2024,
-    "SageAttention", section 4.2 (smoothing).
+    "SageAttention", section 4.2 (smoothing); Su et al. 2021, "RoFormer", section 3.2.2 (rotary embedding).
     """
     _check(q, k, v, block, hadamard, seed)
-    mean = _mean(k, smooth_k)
+    of_q, of_k = ropes.checked(cos, sin, interleaved, q, k)
+    mean = _mean(k, smooth_k, of_k)
     drawn_by = (0 if seed is None else seed) if hadamard else None
     signs = None if drawn_by is None else _signs(q.shape[-1], drawn_by)
     codes, descales = {}, {}
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        of_keys = name == "k"
-        codes[name], descales[name] = _one(x.detach(), block, signs if name != "v" else None, mean if of_keys else None)
+    for name, x, own in (("q", q, (signs, None, of_q)), ("k", k, (signs, mean, of_k)), ("v", v, (None, None, None))):
+        codes[name], descales[name] = _one(x.detach(), block, *own)
     return Quantized(
         **codes,
         **{f"{name}_descale": descale for name, descale in descales.items()},
         k_mean=mean,
         seed=drawn_by,
+        rope=of_q,
     )
 
 
@@ -142,12 +158,13 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: object, had
         raise LaunchError(f"seed is {seed}: it is a number from 0 on\n  nearest: seed=0")
 
 
-def _mean(k: torch.Tensor, smooth_k: bool | torch.Tensor) -> torch.Tensor | None:
+def _mean(k: torch.Tensor, smooth_k: bool | torch.Tensor, rope: Rope | None) -> torch.Tensor | None:
     """What keys lose, in float32: summed in float64, so that no order of sums shows."""
     if smooth_k is False:
         return None
     if smooth_k is True:
-        return k.detach().mean(2, dtype=torch.float64).float().contiguous()
+        k = k.detach() if rope is None else rope.turned(k.detach())
+        return k.mean(2, dtype=torch.float64).float().contiguous()
     shape = (k.shape[0], k.shape[1], k.shape[3])
     if not isinstance(smooth_k, torch.Tensor) or tuple(smooth_k.shape) != shape or smooth_k.device != k.device:
         raise LaunchError(
@@ -164,22 +181,28 @@ def _signs(head_dim: int, seed: int) -> np.ndarray:
 
 
 def _one(
-    x: torch.Tensor, block: int | None, signs: np.ndarray | None, mean: torch.Tensor | None
+    x: torch.Tensor,
+    block: int | None,
+    signs: np.ndarray | None,
+    mean: torch.Tensor | None,
+    rope: Rope | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of x's shape and layout, and descales."""
     batch, heads, length, head_dim = x.shape
     arch = of_device(*driver.gpu(x.device.index).capability).name if x.is_cuda else "sm_90a"
     dtype = str(x.dtype).removeprefix("torch.")
-    plan = planning.plan(arch, dtype, head_dim, block=block, rotated=signs is not None, centred=mean is not None)
+    angles = None if rope is None else rope.angles(head_dim)
+    made = {"rotated": signs is not None, "centred": mean is not None}
+    plan = planning.plan(arch, dtype, head_dim, block=block, **made, angles=angles)
     sizes = Sizes(batch=batch, heads=heads, length=length, block=block or 0)
     codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     descales = torch.empty((batch, heads, sizes.scales(plan)), dtype=torch.float32, device=x.device)
     if not x.numel():
         descales.fill_(_LEAST / _LARGEST)
     elif x.is_cuda:
-        _on_gpu(plan, sizes, x, codes, descales, signs, mean)
+        _on_gpu(plan, sizes, x, codes, descales, signs, mean, rope)
     else:
-        _on_cpu(plan, sizes, x, codes, descales, signs, mean)
+        _on_cpu(plan, sizes, x, codes, descales, signs, mean, rope)
     return codes, descales if block is not None else descales.view(batch, heads, -1)[..., 0]
 
 
@@ -191,12 +214,14 @@ def _on_gpu(
     descales: torch.Tensor,
     signs: np.ndarray | None,
     mean: torch.Tensor | None,
+    rope: Rope | None,
 ) -> None:
     peaks = torch.zeros_like(descales) if isinstance(plan.scale, planning.SharedScale) else None
     device = x.device.index
     with torch.cuda.device(device):
         stream = torch._C._cuda_getCurrentRawStream(device)
-        launch(plan, sizes, packed(plan, sizes, x, codes, descales, peaks, signs, mean), device=device, stream=stream)
+        given = packed(plan, sizes, x, codes, descales, peaks, signs, mean, rope)
+        launch(plan, sizes, given, device=device, stream=stream)
 
 
 def packed(
@@ -208,6 +233,7 @@ def packed(
     peaks: torch.Tensor | None,
     signs: np.ndarray | None,
     mean: torch.Tensor | None,
+    rope: Rope | None,
 ) -> bytes:
     """The parameters of a launch on these tensors."""
     tensors = {"x": x, "codes": codes, "descales": descales, "peaks": peaks, "mean": mean}
@@ -216,8 +242,10 @@ def packed(
         values |= {
             f"{name}_{of}": stride for of, stride in zip(("batch", "head", "row"), tensor.stride(), strict=False)
         }
+    if rope is not None:
+        values |= {"cos": rope.cos.data_ptr(), "sin": rope.sin.data_ptr(), **rope.strides}
     values |= {"heads": sizes.heads, "length": sizes.length, "blocks_of_scale": sizes.blocks_of_scale(plan)}
-    return pack(values, sign_words(signs))
+    return pack(plan, values, sign_words(signs))
 
 
 def sign_words(signs: np.ndarray | None) -> tuple[int, ...]:
@@ -236,9 +264,10 @@ def _on_cpu(
     descales: torch.Tensor,
     signs: np.ndarray | None,
     mean: torch.Tensor | None,
+    rope: Rope | None,
 ) -> None:
     """The kernel's arithmetic, float by float."""
-    rows = x.float()
+    rows = x.float() if rope is None else rope.turned(x)
     if mean is not None:
         rows = rows - mean[:, :, None]
     if signs is not None:

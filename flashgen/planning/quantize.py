@@ -22,6 +22,12 @@ LANES = 4
 #: Threads of a warp, which exchange peaks: a thread block has no fewer.
 WARP = 32
 
+#: Bytes of an element that is quantised: it has 16 bits.
+ELEMENT_BYTES = 2
+
+#: Bytes of an element of cos and of sin, by the dtypes that they may have.
+ANGLE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 #: Head dims that attention in 8 bits has.
 HEAD_DIMS = range(16, 257, 16)
 
@@ -74,9 +80,87 @@ class Rotated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Angles:
+    """How cos and sin of a rotary embedding are given: their `dtype`; whether columns side by side turn together
+    (`interleaved`) or those of two halves; whether both of a pair have their angle, which is one (`repeated`)."""
+
+    dtype: str
+    interleaved: bool = False
+    repeated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turned:
+    """Columns that turn together, by angles of a dtype.
+
+    `angles` elements of cos and of sin are side by side beside a chunk, one for `columns_per_angle` columns.
+    """
+
+    dtype: str
+    angles: ClassVar[int] = 8
+    columns_per_angle: ClassVar[int] = 1
+
+    @property
+    def words(self) -> int:
+        """32-bit words that hold them."""
+        return self.angles * ANGLE_BYTES[self.dtype] // 4
+
+    @property
+    def alignment(self) -> int:
+        """Of what is loaded together, in bytes."""
+        return min(16, 4 * self.words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalvesInLane(_Turned):
+    """Columns c and c + head_dim / 2, which a lane has both."""
+
+    template: ClassVar[str] = "quantize/rope_halves_in_lane.cu.j2"
+
+    def __str__(self) -> str:
+        return f"halves, {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalvesAcrossLanes(_Turned):
+    """Columns c and c + head_dim / 2, of which a lane loads the other and their angles once more, from L1."""
+
+    template: ClassVar[str] = "quantize/rope_halves_across_lanes.cu.j2"
+
+    def __str__(self) -> str:
+        return f"halves, {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs(_Turned):
+    """Columns side by side."""
+
+    template: ClassVar[str] = "quantize/rope_pairs.cu.j2"
+    angles: ClassVar[int] = 4
+    columns_per_angle: ClassVar[int] = 2
+    repeated: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return f"pairs, {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedPairs(Pairs):
+    """Columns side by side, each with an angle of its own, which is that of the other."""
+
+    angles: ClassVar[int] = 8
+    columns_per_angle: ClassVar[int] = 1
+    repeated: ClassVar[bool] = True
+
+
+Rope = HalvesInLane | HalvesAcrossLanes | Pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizePlan:
     """One kernel that quantises, decided; it knows no length.
 
+    rope           which columns turn by angles first, if any do
     rows           of a thread block
     lanes          that share a row, which have `rows_per_lane` rows each
     rotation       what is rotated, in order; nothing where it is empty
@@ -91,6 +175,7 @@ class QuantizePlan:
     rows_per_lane: int
     rotation: tuple[Rotated, ...]
     centred: bool
+    rope: Rope | None = None
     scale: OwnScale | SharedScale
     conversion: ByInstruction | ByBits
     launches: Launches
@@ -113,8 +198,27 @@ def parts(head_dim: int) -> tuple[int, ...]:
     return tuple(1 << bit for bit in reversed(range(head_dim.bit_length())) if head_dim >> bit & 1)
 
 
-def plan(arch: str, dtype: str, head_dim: int, *, block: int | None, rotated: bool, centred: bool) -> QuantizePlan:
-    """The kernel for one tensor; `block` rows share a scale, all of a head where it is None.
+def _rope(given: Angles | None, head_dim: int, lanes: int) -> Rope | None:
+    """How columns turn, in a kernel whose lanes have every so manieth chunk of a row."""
+    if given is None:
+        return None
+    if given.interleaved:
+        return RepeatedPairs(dtype=given.dtype) if given.repeated else Pairs(dtype=given.dtype)
+    in_lane = head_dim // 16 % lanes == 0  # chunks of half a row
+    return HalvesInLane(dtype=given.dtype) if in_lane else HalvesAcrossLanes(dtype=given.dtype)
+
+
+def plan(
+    arch: str,
+    dtype: str,
+    head_dim: int,
+    *,
+    block: int | None,
+    rotated: bool,
+    centred: bool,
+    angles: Angles | None = None,
+) -> QuantizePlan:
+    """The kernel for one tensor; `block` rows share a scale, all of a head where it is None; rows turn by `angles`.
 
     Raises PlanError for a head_dim or a block that there is no kernel for.
     """
@@ -145,7 +249,28 @@ def plan(arch: str, dtype: str, head_dim: int, *, block: int | None, rotated: bo
         rows_per_lane=max(1, min(ELEMENTS // (head_dim // lanes), ROWS * lanes // WARP)),
         rotation=rotation if rotated else (),
         centred=centred,
+        rope=_rope(angles, head_dim, lanes),
         scale=OwnScale() if block == ROWS else SharedScale(),
         conversion=ByInstruction() if digits >= CONVERTS_SINCE else ByBits(),
         launches=launches,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """Bytes that a launch moves if L2 held nothing."""
+
+    read_bytes: int
+    write_bytes: int
+
+
+def moved(plan: QuantizePlan, *, batch: int, heads: int, length: int, scales: int) -> Moved:
+    """What quantising [batch, heads, length, head_dim] with so many scales of a head moves: each pass reads the rows,
+    and for each head their cos and sin; the last writes codes and descales.  A mean and peaks are few: not counted."""
+    rows, passes = batch * heads * length, len(plan.scale.entries)
+    angles = 2 * (plan.head_dim // 2) * ANGLE_BYTES[plan.rope.dtype] if plan.rope else 0
+    angles *= 2 if isinstance(plan.rope, RepeatedPairs) else 1
+    return Moved(
+        read_bytes=passes * rows * (plan.head_dim * ELEMENT_BYTES + angles),
+        write_bytes=rows * plan.head_dim + batch * heads * scales * 4,
     )

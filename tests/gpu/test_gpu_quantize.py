@@ -44,6 +44,78 @@ def test_the_bits_are_those_of_the_cpu(head_dim, block, options):
         assert mine.q.stride() == q.stride()
 
 
+def angles(length, head_dim, form):
+    """cos and sin of positions, [length, columns] or [2, length, columns]."""
+    at = torch.arange(length, device="cuda", dtype=torch.float32)
+    at = torch.stack([at, at + 1000]) if form.get("batch") else at
+    turns = at[..., None] * 1e4 ** (-torch.arange(head_dim // 2, device="cuda") / (head_dim / 2))
+    if form.get("wide"):
+        turns = turns.repeat_interleave(2, -1) if form.get("interleaved") else torch.cat([turns, turns], -1)
+    dtype = form.get("dtype", torch.float32)
+    return turns.cos().to(dtype), turns.sin().to(dtype)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"wide": True, "dtype": torch.bfloat16, "batch": True},
+        {"interleaved": True},
+        {"interleaved": True, "wide": True, "dtype": torch.float16, "batch": True},
+        {"interleaved": True, "dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("block", [None, 128, 512])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 160, 192, 224, 240, 256])
+def test_rows_that_turn_have_the_bits_of_the_cpu(head_dim, block, form):
+    interleaved = form.get("interleaved", False)
+    for length, dtype, layout in ((1, torch.bfloat16, "bhsd"), (777, torch.float16, "bshd")):
+        q, k, v = inputs(length, head_dim, dtype, layout)
+        q[1, 2, 0, 5] = torch.inf
+        of_q, of_k = (angles(x.shape[2], head_dim, form) for x in (q, k))
+        mine, right = (
+            flashgen.quantize(
+                *(x.to(device) for x in (q, k, v)),
+                cos=tuple(x[0].to(device) for x in (of_q, of_k)),
+                sin=tuple(x[1].to(device) for x in (of_q, of_k)),
+                block=block,
+                interleaved=interleaved,
+            )
+            for device in ("cuda", "cpu")
+        )
+        for ours, wanted in zip(fields(mine), fields(right), strict=True):
+            assert torch.equal(ours.cpu(), wanted)
+
+
+def test_turned_rows_against_float64():
+    q, k, v = inputs(1000, 128, torch.bfloat16)
+    q, half = torch.randn(2, 8, 1065, 128, device="cuda").bfloat16(), 64
+    cos, sin = angles(1065, 128, {"wide": True})
+    x = flashgen.quantize(q, k, v, block=128, cos=cos, sin=sin, hadamard=False)
+    for of, codes, descale in ((q, x.q, x.q_descale), (k, x.k, x.k_descale)):
+        wide = of.double()
+        right = wide * cos + torch.cat([-wide[..., half:], wide[..., :half]], -1) * sin
+        found = codes.double() * descale.repeat_interleave(128, -1)[..., :1065, None]
+        assert float((found - right).norm() / right.norm()) < 0.04
+
+
+def test_a_cuda_graph_turns_by_what_angles_hold_then():
+    q, k, v = inputs(500, 128, torch.bfloat16)
+    q = torch.randn(2, 8, 565, 128, device="cuda").bfloat16()
+    cos, sin = angles(565, 128, {"dtype": torch.bfloat16})
+    given = {"cos": cos, "sin": sin, "block": 128, "smooth_k": True}
+    flashgen.quantize(q, k, v, **given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = flashgen.quantize(q, k, v, **given)
+    cos.copy_(-sin), q.mul_(3)
+    graph.replay()
+    for ours, wanted in zip(fields(found), fields(flashgen.quantize(q, k, v, **given)), strict=True):
+        assert torch.equal(ours, wanted)
+
+
 def test_a_cuda_graph_quantises_what_tensors_hold_then():
     q, k, v = inputs(500, 128, torch.bfloat16)
     lse = torch.zeros(q.shape[:3], device="cuda")

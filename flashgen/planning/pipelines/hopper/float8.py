@@ -128,8 +128,6 @@ def unsupported_reason(request: KernelRequest) -> str | None:
     """Why there is no such 8-bit kernel, or None."""
     if request.dropout:
         return "drops no probabilities in 8 bits"
-    if request.layout.joined:
-        return "takes no sequences behind each other in 8 bits"
     if request.keys.invariant:
         return "cuts no rows into leaves in 8 bits"
     return None
