@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from jinja2 import UndefinedError
+from kept import KEPT
 from random_masks import random_mask, seeded
 
 import flashgen as fg
-from flashgen.codegen import device, emit, fold, golden, params
+from flashgen.codegen import device, emit, fold, params
 from flashgen.codegen.emit import environment
 from flashgen.codegen.fold import WIDTH
 from flashgen.codegen.golden import Golden
@@ -21,8 +22,7 @@ from flashgen.planning.problem import Problem
 from flashgen.resources import folder
 from flashgen.runtime import nvrtc
 
-KEPT = {g.path: g for g in golden.goldens()}
-GOLDENS = {p.stem: g for p, g in KEPT.items() if p.parent == Path("sm_80", "forward")}
+GOLDENS = {p.stem: p for p in KEPT if p.parent == Path("sm_80", "forward")}
 every_golden = pytest.mark.parametrize("name", sorted(GOLDENS))
 
 
@@ -82,14 +82,14 @@ def test_a_kernel_template_declares_no_name_of_the_device_library(path):
 
 @every_golden
 def test_the_struct_sizes_are_proven(name):
-    plan, text = GOLDENS[name].plan, GOLDENS[name].text
+    plan, text = KEPT[GOLDENS[name]].plan, KEPT[GOLDENS[name]].text
     assert f"static_assert(sizeof(Params) == {params.sizeof(plan)}, " in text
     assert f"static_assert(sizeof(Shared) == {plan.smem_bytes}, " in text
 
 
 @every_golden
 def test_the_file_needs_no_header_and_has_no_loose_ends(name):
-    text = GOLDENS[name].text
+    text = KEPT[GOLDENS[name]].text
     assert "#include" not in text and "{{" not in text and "//%" not in text
     assert not re.search(r"[ \t]+$", text, re.MULTILINE) and "\n\n\n" not in text and text.endswith("}\n")
     assert max(map(len, text.splitlines())) <= WIDTH
@@ -132,10 +132,10 @@ def test_a_line_breaks_between_conditions_first_and_then_where_parentheses_nest_
 
 
 def test_the_banner_says_what_how_and_how_again():
-    lines = GOLDENS["sliding_window"].text.splitlines()
+    lines = KEPT[GOLDENS["sliding_window"]].text.splitlines()
     assert lines[0] == "// sliding_window: attention forward"
     head = "\n".join(lines[:10])
-    plan = GOLDENS["sliding_window"].plan
+    plan = KEPT[GOLDENS["sliding_window"]].plan
     assert "visible  k <= q && q - k < window" in head
     assert f"= {plan.smem_bytes} bytes" in head
     assert "flashgen emit sliding_window --arch sm_80 --pipeline ampere --dtype bfloat16 --head-dim 128" in head
@@ -154,7 +154,7 @@ def test_every_length_that_picks_a_plan_gets_the_same_text():
 
 @every_golden
 def test_a_full_tile_runs_no_mask_code(name):
-    text = GOLDENS[name].text
+    text = KEPT[GOLDENS[name]].text
     uses = re.findall(r".*\bapply_mask\(s.*", text)
     assert uses in ([], ["    if (step.partial) apply_mask(s, rows, first, p);"])
     assert len(re.findall(r"\bkeep\(rows", text)) == len(uses)

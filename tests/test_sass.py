@@ -6,24 +6,24 @@ import dataclasses
 import itertools
 
 import pytest
+from kept import KEPT
 from ptx_attention import replace, work
 from tiers import thinned
 
 from flashgen.codegen import emit
-from flashgen.codegen.golden import goldens
 from flashgen.errors import CompileError
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
 from flashgen.planning.plan import Part
 from flashgen.runtime import nvrtc, sass
 
-GOLDENS = {f"{golden.path.parent}-{golden.path.stem}": golden for golden in goldens()}
+GOLDENS = {f"{path.parent}-{path.stem}": path for path in KEPT}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GOLDENS)
 def test_every_kept_kernel_keeps_to_its_plan(name):
-    golden = GOLDENS[name]
+    golden = KEPT[GOLDENS[name]]
     compiled = nvrtc.compile(golden.text, golden.plan.arch, name=name)
     if golden.attends:
         assert sass.check(golden.plan, compiled) == ()
