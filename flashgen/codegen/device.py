@@ -21,7 +21,7 @@ WRAPPERS = (
     *("mbarrier", "tma", "setmaxnreg", "named_barrier", "griddepcontrol", "wgmma"),
 )
 LIBRARY = (
-    *("math", "swizzle", "softmax", "progress", "exact", "philox"),
+    *("math", "float8", "swizzle", "softmax", "progress", "exact", "philox"),
     *("ring", "hopper_softmax", "hopper_epilogue", "range", "summary"),
 )
 FILES = (*WRAPPERS, *LIBRARY)

@@ -38,7 +38,10 @@ def check_dtype(name: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Shapes of q [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [..., v_head_dim]."""
+    """Shapes of q [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [..., v_head_dim].
+
+    `dtype` is that of q; k and v have as many bits unless theirs, `kv_dtype`, is given.
+    """
 
     batch: int
     heads: int
@@ -48,11 +51,13 @@ class Problem:
     head_dim: int
     v_head_dim: int
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         counts = self.batch, self.heads, self.kv_heads, self.q_len, self.kv_len
         dims = self.head_dim, self.v_head_dim
         known = min(counts) >= 0 and max(counts) < MAX_LENGTH and min(dims) > 0 and max(dims) < MAX_LENGTH
+        known = known and (self.kv_dtype is None or self.kv_dtype in ITEMSIZE)
         if known and self.dtype in ITEMSIZE and self.kv_heads and self.heads % self.kv_heads == 0:
             return
         for name, said in (*((name, name) for name in ("batch", "heads", "kv_heads")), *LENGTHS.items()):
@@ -68,6 +73,7 @@ class Problem:
             if value >= MAX_LENGTH:
                 raise PlanError(f"{name} is {value}: head dims stay below 2^24\n  nearest: 128")
         check_dtype(self.dtype)
+        check_dtype(self.dtype if self.kv_dtype is None else self.kv_dtype)
         if self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads):
             divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise PlanError(
@@ -86,6 +92,7 @@ class Problem:
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
         )
 
     @property
@@ -96,6 +103,11 @@ class Problem:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
+
+    @property
+    def kv_itemsize(self) -> int:
+        """Bytes of an element of k, and of v."""
+        return self.itemsize if self.kv_dtype is None else ITEMSIZE[self.kv_dtype]
 
     @property
     def o_itemsize(self) -> int:

@@ -405,12 +405,13 @@ def _own_costs(
     """Fields of the prediction of a forward whose sequences have lengths of their own."""
     tiles = traffic_sequences.count(plan, problem, case, own)
     captured, columns = _stored(plan.variant.tensors, case), problem.head_dim + problem.v_head_dim
-    read = tiles.visited_rows * problem.head_dim + tiles.visited_columns * columns
+    read = tiles.visited_rows * problem.head_dim * problem.itemsize
+    read += tiles.visited_columns * columns * problem.kv_itemsize
     rows = traffic_sequences.written_rows(plan, problem, own)
     written = rows * (problem.v_head_dim * problem.o_itemsize + LSE_BYTES)
     table = 0 if page_size is None else traffic_sequences.table_bytes(plan, problem, case, own, page_size)
-    visits = _bytes(read * problem.itemsize + captured + table, written)
-    compulsory = _bytes(traffic_sequences.inputs(problem, own) * problem.itemsize + captured + table, written)
+    visits = _bytes(read + captured + table, written)
+    compulsory = _bytes(traffic_sequences.inputs(problem, own) + captured + table, written)
     alone = [_standard(one.of(problem), 0) for one in own]
     standard = _bytes(sum(x.read_bytes for x in alone) + captured, sum(x.write_bytes for x in alone))
     q_rows, parts = sum(one.q_rows for one in own), None
@@ -557,7 +558,7 @@ def lower_bound(problem: Problem, arch: Arch, visible: int | None, moved: Bytes,
     if visible is None:
         return None
     once = compulsory.write_bytes + min(compulsory.read_bytes, moved.read_bytes)
-    squares = visible * (problem.head_dim + problem.v_head_dim) ** 2 * problem.itemsize**2
+    squares = visible * (problem.head_dim + problem.v_head_dim) ** 2 * problem.kv_itemsize**2
     return max(once, squares // arch.on_chip_bytes)
 
 
@@ -572,16 +573,16 @@ def _written(problem: Problem) -> tuple[int, int]:
 
 
 def _moved(problem: Problem, tiles: TileCounts, captured: int) -> Bytes:
-    q = tiles.visited_rows * problem.head_dim
-    kv = tiles.visited_columns * (problem.head_dim + problem.v_head_dim)
-    return Bytes(read_bytes=(q + kv) * problem.itemsize + captured, write_bytes=sum(_written(problem)))
+    q = tiles.visited_rows * problem.head_dim * problem.itemsize
+    kv = tiles.visited_columns * (problem.head_dim + problem.v_head_dim) * problem.kv_itemsize
+    return Bytes(read_bytes=q + kv + captured, write_bytes=sum(_written(problem)))
 
 
 def _inputs(problem: Problem) -> int:
     """Bytes of q, k and v."""
-    q = problem.heads * problem.q_len * problem.head_dim
-    kv = problem.kv_heads * problem.kv_len * (problem.head_dim + problem.v_head_dim)
-    return problem.batch * (q + kv) * problem.itemsize
+    q = problem.heads * problem.q_len * problem.head_dim * problem.itemsize
+    kv = problem.kv_heads * problem.kv_len * (problem.head_dim + problem.v_head_dim) * problem.kv_itemsize
+    return problem.batch * (q + kv)
 
 
 def _compulsory(problem: Problem, captured: int) -> Bytes:

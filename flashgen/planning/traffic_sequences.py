@@ -198,10 +198,10 @@ def _sum(one: TileCounts, other: TileCounts, times: int) -> TileCounts:
 
 
 def inputs(problem: Problem, sequences: Sequence[OwnLengths]) -> int:
-    """Elements of q, k and v that are there."""
-    q = sum(own.q_rows for own in sequences) * problem.heads * problem.head_dim
+    """Bytes of q, k and v that are there."""
+    q = sum(own.q_rows for own in sequences) * problem.heads * problem.head_dim * problem.itemsize
     keys = sum(own.kv_len for own in sequences) * problem.kv_heads
-    return q + keys * (problem.head_dim + problem.v_head_dim)
+    return q + keys * (problem.head_dim + problem.v_head_dim) * problem.kv_itemsize
 
 
 def written_rows(plan: KernelPlan, problem: Problem, sequences: Sequence[OwnLengths]) -> int:
