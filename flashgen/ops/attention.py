@@ -238,7 +238,7 @@ def _nested(
     given: dict[str, Any],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The call of jagged nested tensors: their rows lie behind each other."""
-    if q.dtype in float8.DTYPES:
+    if float8.any_narrow(q, k):
         raise LaunchError(float8.NESTED)
     for name, x in refused.items():
         if x is not None:
@@ -277,7 +277,7 @@ def _attend(
     if isinstance(variant, Variant) and variant.given:
         variant, named = variant.bare, {**_given(variant), **named}
     compiling = torch.compiler.is_compiling()
-    if isinstance(q, torch.Tensor) and q.dtype in float8.DTYPES:
+    if float8.any_narrow(q, k):
         given = (q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named, out)
         if not compiling:
             return _eight_bits(*given)

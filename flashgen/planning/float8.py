@@ -118,6 +118,9 @@ def float8_of(
     kinds = {"k": k_dtype or dtype, "v": v_dtype or dtype}
     if dtype not in FLOAT8:
         if not any(kind in FLOAT8 for kind in kinds.values()):
+            for name, kind in kinds.items():
+                if kind != dtype:
+                    raise PlanError(f"q is {dtype} and {name} {kind}: they share a dtype\n  nearest: {name} in {dtype}")
             for name, value in (("out_dtype", out_dtype), ("accuracy", accuracy)):
                 if value is not None:
                     raise PlanError(f"{name} is of 8-bit tensors, and q is {dtype}\n  nearest: {name}=None")

@@ -110,6 +110,11 @@ class Problem:
         return self.itemsize if self.kv_dtype is None else ITEMSIZE[self.kv_dtype]
 
     @property
+    def wide_queries(self) -> bool:
+        """Whether q has more bits than k and v."""
+        return self.kv_itemsize < self.itemsize
+
+    @property
     def o_itemsize(self) -> int:
         """Bytes of an element of o: in 8 bits it has 16."""
         return max(self.itemsize, ITEMSIZE["bfloat16"])
