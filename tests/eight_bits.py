@@ -72,8 +72,9 @@ def eight(
     options: dict[str, object] | None = None,
     **shape: int,
 ) -> Eight:
-    """A spec's kernel on random normal input, whose V has this mean and whose scores this standard deviation; `of_keys`
-    are the dtypes of k and v, `of_q` that of q.  `shape` overrides 2 heads over 1, 70 queries, 200 keys, head_dim 64."""
+    """A spec's kernel on random normal input, whose V has this mean and whose scores this standard deviation; `of_q`
+    is the dtype of q, `of_keys` those of k and v.  `shape` overrides 2 heads over 1, 70 queries, 200 keys, head_dim 64.
+    """
     shape = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 70, "kv_len": 200, "head_dim": 64, **shape}
     shape.setdefault("v_head_dim", shape["head_dim"])
     p = Problem(**shape, dtype=of_q, kv_dtype=of_keys[0])

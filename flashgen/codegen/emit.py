@@ -22,7 +22,6 @@ from flashgen.codegen.variant_code import VariantCode, variant_code
 from flashgen.planning import split_keys
 from flashgen.planning.backward import lookups
 from flashgen.planning.members import Launches
-from flashgen.planning.operands import Widened
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.resources import folder
@@ -100,10 +99,10 @@ def banner(plan: KernelPlan, found: VariantCode) -> str:
     dims = f"head_dim {plan.head_dim}"
     if plan.v_head_dim != plan.head_dim:
         dims += f", v_head_dim {plan.v_head_dim}"
+    eight = plan.said_of_8_bits
     entries = [
         *found.formula,
-        ("plan", f"{plan.pipeline} on {plan.arch}, {plan.dtype}, {dims}" + (f"; {plan.float8}" if plan.float8 else "")),
-        *([("operands", str(plan.operands))] if isinstance(plan.operands, Widened) else []),
+        ("plan", f"{plan.pipeline} on {plan.arch}, {plan.dtype}, {dims}" + (f"; {eight}" if eight else "")),
         ("tile", f"{plan.tile.q} {rows} x {plan.tile.kv} keys, {plan.stages} stages{q_home}"),
         ("roles", plan.program.text()),
         *([("launch", str(plan.launches))] if plan.launches.early else []),

@@ -114,10 +114,8 @@ class OperandCode:
         in_exponent = "LOG2E;" if self.scored else f"fmaxf(p.scale * LOG2E, {_FLOOR}"
         if not self._widened:
             return f"const float scale = {in_exponent}"
-        lines = [
-            f"const float* const {x}_descale = p.{x}_descale + rows.b * p.{x}_descale_batch + kv_head * p.{x}_descale_head;"
-            for x in ("k", "v")
-        ]
+        head = "p.{x}_descale + rows.b * p.{x}_descale_batch + kv_head * p.{x}_descale_head;"
+        lines = [f"const float* const {x}_descale = {head.format(x=x)}" for x in ("k", "v")]
         q = " * q_descale(rows, p)" * self.narrow("q")
         if self.scored:
             lines += ["const float scale = LOG2E;", f"const float block_scale = p.scale{q};"]

@@ -59,8 +59,10 @@ class PagesCode:
         if self.paged:
             strides = f"p.{name}_batch{half}, p.{name}_row{half}"
             return f"load_pages<{columns}{half}>(shared.{name}[stage], {source}, {strides}, first, p);"
-        source = f"(const u16*)({name} + first * p.{name}_row)" if narrow else f"{name} + first * p.{name}_row"
-        return f"load_tile<THREADS, {columns}{half}>(shared.{name}[stage], {source}, p.{name}_row{half}, p.kv_len - first);"
+        first = f"{name} + first * p.{name}_row"
+        source = f"(const u16*)({first})" if narrow else first
+        rows = f"p.{name}_row{half}, p.kv_len - first"
+        return f"load_tile<THREADS, {columns}{half}>(shared.{name}[stage], {source}, {rows});"
 
     # -- pipeline hopper
 

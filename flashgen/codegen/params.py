@@ -101,13 +101,14 @@ def fields_of(
     struct, and two counters of tiles where it hands them out; where heads are packed `packs` counts what stands in
     their place, and a pack is 1 << `pack_log2` heads.  Where sequences have lengths of their own `q_rows` are those of
     q in memory, and `q_offset` is the position of the first query where no `q_offsets` say it.  Where keys are split
-    among `splits` blocks, `part_o` and `part_rows` are what these leave.  Of q, k and v those of 8 bits (`dtype` is that
-    of o) have descales, whose `row` is a block of 1 << `block_log2` rows, and `q_descale_heads` heads share one of q.
+    among `splits` blocks, `part_o` and `part_rows` are what these leave.  Of q, k and v those of 8 bits (`dtype` is
+    that of o) have descales, whose `row` is a block of 1 << `block_log2` rows; `q_descale_heads` heads share one of q.
     """
     element = ELEMENT[dtype]
     mapped = specialized is not None
     scaled = () if float8 is None else float8.scaled
-    pointers = [] if mapped else [Field(name, f"const {element_of(name, dtype, scaled)}*") for name in ("q", "k", "v")]
+    operands = () if mapped else ("q", "k", "v")
+    pointers = [Field(name, f"const {element_of(name, dtype, scaled)}*") for name in operands]
     pointers += [Field("o", f"{element}*"), Field("lse", "float*")]
     descales = tuple(DESCALES[name] for name in scaled)
     pointers += [Field(name, "const float*") for name in descales]

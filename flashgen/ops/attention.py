@@ -107,8 +107,9 @@ def attention(
     head_dim] (torch.nested, layout torch.jagged): they are served as those of `attention_varlen`, and o, lse and
     gradients are nested as q is.
 
-    q, k and v may be of 8 bits on Hopper: q float8_e4m3fn, k and v that or float8_e5m2, head dims 64 to 192 in steps of
-    16.  An element times its descale is its value: `q_descale`, `k_descale` and `v_descale` are float32 and positive,
+    k and v may be of 8 bits, float8_e4m3fn or float8_e5m2, beside q of 16, whose dtype o has, or float8_e4m3fn; head
+    dims are steps of 16, on Hopper from 64 on beside q of 8 bits.  Elsewhere, and beside q of 16, they are widened in
+    the kernel, and P has 16 bits.  An element times its descale is its value: `q_descale`, `k_descale` and `v_descale` are float32 and positive,
     of [1], [batch, heads] or [batch, heads, blocks] (that of q may have the heads of k); a block is a power of two of
     rows from 128 on, of which so many cover the tensor.  o is bfloat16, or float16 by `out_dtype`; `accuracy` says how
     P is made: "exact", "default" or "fast".  `flashgen.quantize` makes such tensors.  In 8 bits there is no gradient,

@@ -124,7 +124,11 @@ def checked(
             said = name.removeprefix("float8.")
             raise LaunchError(f"{said} is of 8-bit tensors, and q is {_name(q.dtype)}\n  nearest: {said}=None")
         return None
-    options = {"k_dtype": DTYPES[k.dtype], "v_dtype": DTYPES[v.dtype], "accuracy": _accuracy(given.get(NAMES["accuracy"]))}
+    options = {
+        "k_dtype": DTYPES[k.dtype],
+        "v_dtype": DTYPES[v.dtype],
+        "accuracy": _accuracy(given.get(NAMES["accuracy"])),
+    }
     if q.dtype in DTYPES:
         options["out_dtype"] = _out(given.get(NAMES["out_dtype"]))
     else:

@@ -63,10 +63,10 @@ class Float8:
     """Of a forward whose k and v have 8 bits: the dtypes of q, k, v and o, and how P is made.
 
     Where q has 16 bits, and where an architecture multiplies 16 bits alone, k and v are widened in the kernel: P then
-    has 16 bits and is "exact".  Else q is float8_e4m3fn, and whatever the `accuracy`, partial sums of a tile are added in float32.  "exact" has exponentials, and lse of
-    unrounded P; the others have codes made of the scores' bits for half of P ("default") or all of it ("fast"), and o
-    and lse of rounded P.  The row's maximum is exact in each tile of keys, but for "fast": there it follows scores
-    whose P would leave the range of e4m3.
+    has 16 bits and is "exact".  Else q is float8_e4m3fn, and whatever the `accuracy`, partial sums of a tile are added
+    in float32.  "exact" has exponentials, and lse of unrounded P; the others have codes made of the scores' bits for
+    half of P ("default") or all of it ("fast"), and o and lse of rounded P.  The row's maximum is exact in each tile of
+    keys, but for "fast": there it follows scores whose P would leave the range of e4m3.
     """
 
     q: str = E4M3
@@ -97,7 +97,7 @@ class Float8:
 
     def options(self) -> tuple[tuple[str, str], ...]:
         """Those of a command that differ from what is taken unless it says so."""
-        usual = Float8(k=self.q, v=self.q, **({} if self.q in FLOAT8 else {"out": self.out, "accuracy": self.accuracy}))
+        usual = Float8() if self.q in FLOAT8 else replace(self, k=self.q, v=self.q)
         named = (("k-dtype", "k"), ("v-dtype", "v"), ("out-dtype", "out"), ("accuracy", "accuracy"))
         return tuple((flag, getattr(self, name)) for flag, name in named if getattr(self, name) != getattr(usual, name))
 

@@ -453,6 +453,12 @@ class KernelPlan(Integers):
         return self.dtype if self.float8 is None else self.float8.out
 
     @property
+    def said_of_8_bits(self) -> str:
+        """What has which dtype, and how P is made, for a person."""
+        widened = f"; {self.operands}" if isinstance(self.operands, Widened) else ""
+        return f"{self.float8}{widened}" if self.float8 else ""
+
+    @property
     def p_dtype(self) -> str:
         """The dtype to which P is rounded."""
         return WIDE if isinstance(self.operands, Widened) else self.dtype

@@ -119,6 +119,10 @@ class Problem:
         """Bytes of an element of o: in 8 bits it has 16."""
         return max(self.itemsize, ITEMSIZE["bfloat16"])
 
+    def read_bytes(self, q_rows: int, kv_rows: int) -> int:
+        """Bytes of so many rows of q, and of k and v."""
+        return q_rows * self.head_dim * self.itemsize + kv_rows * (self.head_dim + self.v_head_dim) * self.kv_itemsize
+
     @property
     def empty(self) -> bool:
         """True where there is no output element at all."""

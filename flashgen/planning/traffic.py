@@ -181,6 +181,7 @@ class Prediction:
                     *([("kv splits", f"{self.splits}: {self.why_splits}")] if self.why_splits else []),
                     *([("summaries", "; ".join(map(str, plan.summaries)))] if plan.summaries else []),
                     ("warps", plan.program.text()),
+                    *([("8 bits", plan.said_of_8_bits)] if plan.float8 else []),
                     *([("launch", str(plan.launches))] if plan.launches.early else []),
                     ("blocks per SM", str(plan.blocks_per_sm)),
                     ("chosen by", f"measured times ({self.measured.record})" if self.measured else "predicted times"),
@@ -250,12 +251,14 @@ class Prediction:
         that is no band.
         """
         plan, problem, tiles = self.plan, self.problem, self.tiles
-        found = {
+        found: dict[str, object] = {
             "variant": plan.variant.name,
             "pass": plan.pass_name,
             "arch": plan.arch,
             "pipeline": plan.pipeline,
             "dtype": problem.dtype,
+            "kv_dtype": problem.kv_dtype,
+            "8_bits": plan.said_of_8_bits or None,
             "shape": problem.sizes() | {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim},
             "tile": {"q": plan.tile.q, "kv": plan.tile.kv},
             "stages": plan.stages,
@@ -404,9 +407,8 @@ def _own_costs(
 ) -> dict[str, Any]:
     """Fields of the prediction of a forward whose sequences have lengths of their own."""
     tiles = traffic_sequences.count(plan, problem, case, own)
-    captured, columns = _stored(plan.variant.tensors, case), problem.head_dim + problem.v_head_dim
-    read = tiles.visited_rows * problem.head_dim * problem.itemsize
-    read += tiles.visited_columns * columns * problem.kv_itemsize
+    captured = _stored(plan.variant.tensors, case)
+    read = problem.read_bytes(tiles.visited_rows, tiles.visited_columns)
     rows = traffic_sequences.written_rows(plan, problem, own)
     written = rows * (problem.v_head_dim * problem.o_itemsize + LSE_BYTES)
     table = 0 if page_size is None else traffic_sequences.table_bytes(plan, problem, case, own, page_size)
@@ -573,16 +575,13 @@ def _written(problem: Problem) -> tuple[int, int]:
 
 
 def _moved(problem: Problem, tiles: TileCounts, captured: int) -> Bytes:
-    q = tiles.visited_rows * problem.head_dim * problem.itemsize
-    kv = tiles.visited_columns * (problem.head_dim + problem.v_head_dim) * problem.kv_itemsize
-    return Bytes(read_bytes=q + kv + captured, write_bytes=sum(_written(problem)))
+    read = problem.read_bytes(tiles.visited_rows, tiles.visited_columns)
+    return Bytes(read_bytes=read + captured, write_bytes=sum(_written(problem)))
 
 
 def _inputs(problem: Problem) -> int:
     """Bytes of q, k and v."""
-    q = problem.heads * problem.q_len * problem.head_dim * problem.itemsize
-    kv = problem.kv_heads * problem.kv_len * (problem.head_dim + problem.v_head_dim) * problem.kv_itemsize
-    return problem.batch * (q + kv)
+    return problem.batch * problem.read_bytes(problem.heads * problem.q_len, problem.kv_heads * problem.kv_len)
 
 
 def _compulsory(problem: Problem, captured: int) -> Bytes:

@@ -199,9 +199,8 @@ def _sum(one: TileCounts, other: TileCounts, times: int) -> TileCounts:
 
 def inputs(problem: Problem, sequences: Sequence[OwnLengths]) -> int:
     """Bytes of q, k and v that are there."""
-    q = sum(own.q_rows for own in sequences) * problem.heads * problem.head_dim * problem.itemsize
-    keys = sum(own.kv_len for own in sequences) * problem.kv_heads
-    return q + keys * (problem.head_dim + problem.v_head_dim) * problem.kv_itemsize
+    q, keys = sum(own.q_rows for own in sequences), sum(own.kv_len for own in sequences)
+    return problem.read_bytes(q * problem.heads, keys * problem.kv_heads)
 
 
 def written_rows(plan: KernelPlan, problem: Problem, sequences: Sequence[OwnLengths]) -> int:

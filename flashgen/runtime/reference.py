@@ -89,7 +89,16 @@ def baseline(
 
     precision = torch.float64 if q.dtype == torch.float64 else torch.float32
     o, lse = _attend(
-        variant, case, q, k, v, scale, dropout, pairs, precision, functools.partial(online_softmax, dtype=p_dtype or q.dtype)
+        variant,
+        case,
+        q,
+        k,
+        v,
+        scale,
+        dropout,
+        pairs,
+        precision,
+        functools.partial(online_softmax, dtype=p_dtype or q.dtype),
     )
     return o.to(q.dtype), lse
 

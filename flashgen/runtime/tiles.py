@@ -149,10 +149,11 @@ def walk(
 
     q is [batch, heads, q_len, head_dim], k and v [batch, kv_heads, kv_len, head_dim | v_head_dim], float32, or float64
     where `dtype` is "float64"; `dtype` is what the caller's tensors hold, or q alone where the plan is of 8-bit keys:
-    it sizes the traffic, and p is rounded to it before P V, or to the plan's own.  s = scale * (q . k), then the score function, then the mask; a sink joins the sum of its row last; a
-    row with nothing to attend gives 0 and lse = -inf, or its sink.  With `dropout` o is that of the kept probabilities
-    (FlashAttention, Dao et al. 2022, Algorithm 4), lse that of all.  o has the precision of the sums: rounding it to
-    `dtype` is the caller's.  Raises IndexError where a captured tensor is read outside its dimension.
+    it sizes the traffic, and p is rounded to it before P V, or to what the plan says of 8 bits.  s = scale * (q . k),
+    then the score function, then the mask; a sink joins the sum of its row last; a row with nothing to attend gives 0
+    and lse = -inf, or its sink.  With `dropout` o is that of the kept probabilities (FlashAttention, Dao et al. 2022,
+    Algorithm 4), lse that of all.  o has the precision of the sums: rounding it is the caller's.  Raises
+    IndexError where a captured tensor is read outside its dimension.
 
     Where the batch's `sequences` are given, the first rows and keys of each are read, and o is 0 and lse -inf in rows
     that are no query; where they have pages k and v are caches, [pages, kv_heads, page_size, head_dim | v_head_dim].

@@ -93,7 +93,7 @@ _BINARY_AS_FMA: dict[np.ufunc, Callable[..., tuple]] = {
 
 
 def halves(b: Build, terms: int, compute: Callable[..., np.ndarray]) -> Closure:
-    """Arithmetic on both float16 of a word: what `compute` gives in float64 rounds to float16 as the exact value would."""
+    """Arithmetic on both float16 of a word: what `compute` gives in float64 rounds as the exact value would."""
     rounding = b.take("rn", "rz", "rm", "rp")
     b.done(1 + terms)
     if rounding not in ("", "rn"):

@@ -1,4 +1,4 @@
-"""The forward of pipeline ampere on keys and values of 8 bits: what its candidates cost, where that differs from 16 bits.
+"""The forward of pipeline ampere on keys and values of 8 bits: what its candidates cost, beside those of 16 bits.
 
 Tiles of 8-bit elements lie in shared memory, and each warp widens what it multiplies on the way to its registers: half
 the bytes to copy and to read, and a few instructions for each element.  Queries have 16 bits, or 8 bits too.
