@@ -68,11 +68,19 @@ class OperandCode:
         return inner if to == PTX_TYPE[WIDE] else f"{to}_of_f16({inner})"
 
     @property
-    def four_of_q(self) -> str:
-        """Four columns of a row of q, side by side, from column 16 d + 4 (lane % 4) on."""
+    def first_of_q(self) -> str:
+        """The address of a lane's first four columns of a row of q."""
         if self.narrow("q"):
-            return self.widen("q", "*(u32*)(q.at(row, d) + lane % 4 * 2)")
-        return "*(uint2*)(q.at(row, 2 * d + lane % 4 / 2) + lane % 2 * 4)"
+            return "shared_address(q.at(row, 0)) + lane % 4 * 4"
+        return "shared_address(q.at(row, lane % 4 / 2)) + lane % 2 * 8"
+
+    @property
+    def four_of_q(self) -> str:
+        """Four columns of row 16 m + 8 r, side by side, 16 d columns from the first."""
+        row = "+ (2 * m + r) * (QTile::BLOCK / 2)"
+        if self.narrow("q"):
+            return self.widen("q", f"ld_shared(QTile::right(first, d) {row})")
+        return f"ld_shared_v2(QTile::right(first, 2 * d) {row})"
 
     @property
     def mma_qk(self) -> str:

@@ -30,8 +30,11 @@ TILE_QUERIES, KEYS = (16, 32, 64, 128), (32, 64, 128)
 TILE_RULE = f"tile_q is 16, 32, 64 or 128, tile_kv 32, 64 or 128 (which divide {LEAST_BLOCK})"
 KEY_STEP = KEYS[0]
 
-#: Registers of a thread for descales, their addresses, and words on their way from 8 bits to 16.
-WIDENING = 12
+#: Registers of a thread for descales and words on their way from 8 bits to 16, by the 16-row blocks of a warp; and for
+#: each key and block, as P waits in 16 bits for all columns of V.  Where Q is in registers ptxas takes more beside many
+#: keys.  All found by compiling.
+WIDENING = {1: 2, 2: 12}
+OF_KEYS, FEW_KEYS = 3 / 8, 32
 
 #: Instructions by which a lane makes two float16 of two elements, with and without a conversion, of e5m2 in any case,
 #: and two bfloat16 of those.
@@ -87,7 +90,9 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """32-bit registers of a thread at the widest point of the loop, as of 16 bits: P and partial sums of a few columns
     stand where S stood."""
     *others, ahead = forward.registers(c, request)
-    return (*others, Part(name="widening", amount=WIDENING, why="descales, and words that become 16 bits"), ahead)
+    m = c.rows_per_warp // forward.MMA_ROWS
+    amount = WIDENING[m] + m * (round(OF_KEYS * c.tile.kv) + c.q_in_registers * (c.tile.kv - FEW_KEYS))
+    return (*others, Part(name="widening", amount=amount, why="descales, and words that become 16 bits"), ahead)
 
 
 def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
