@@ -109,10 +109,11 @@ def attention(
 
     k and v may be of 8 bits, float8_e4m3fn or float8_e5m2, beside q of 16, whose dtype o has, or float8_e4m3fn; head
     dims are steps of 16, on Hopper from 64 on beside q of 8 bits.  Elsewhere, and beside q of 16, they are widened in
-    the kernel, and P has 16 bits.  An element times its descale is its value: `q_descale`, `k_descale` and `v_descale` are float32 and positive,
-    of [1], [batch, heads] or [batch, heads, blocks] (that of q may have the heads of k); a block is a power of two of
-    rows from 128 on, of which so many cover the tensor.  o is bfloat16, or float16 by `out_dtype`; `accuracy` says how
-    P is made: "exact", "default" or "fast".  `flashgen.quantize` makes such tensors.  In 8 bits there is no gradient,
+    the kernel, and P has 16 bits.  An element times its descale is its value: `k_descale`, `v_descale`, and of 8-bit
+    queries `q_descale` are float32 and positive, of [1], [batch, heads] or [batch, heads, blocks] (that of q may have
+    the heads of k); a block is a power of two of rows from 128 on, of which so many cover the tensor.  Of 8-bit queries
+    o is bfloat16, or float16 by `out_dtype`; `accuracy` says how P is made: "exact", "default" or "fast".
+    `flashgen.quantize` makes such tensors.  In 8 bits there is no gradient,
     no dropout, no graph of torch.compile, no leaf, and no sequence behind another.  Descales of pages are those of the
     sequences that have them.
 

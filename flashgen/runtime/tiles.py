@@ -320,7 +320,7 @@ class Tiles:
         self.plan, self.facts, self.case, self.dropout = plan, facts, case, dropout
         self.variant = facts.variant
         self.precision = np.float64 if dtype == "float64" else np.float32
-        self.scale, self.itemsize = scale, ITEMSIZE[dtype]
+        self.scale, self.dtype, self.itemsize = scale, dtype, ITEMSIZE[dtype]
         self.p_dtype = dtype if plan.float8 is None else plan.p_dtype
         self.itemsizes = {"q": self.itemsize, **dict.fromkeys("kv", self.itemsize if plan.float8 is None else 1)}
         sizes = case.sizes

@@ -30,11 +30,11 @@ TILE_QUERIES, KEYS = (16, 32, 64, 128), (32, 64, 128)
 TILE_RULE = f"tile_q is 16, 32, 64 or 128, tile_kv 32, 64 or 128 (which divide {LEAST_BLOCK})"
 KEY_STEP = KEYS[0]
 
-#: Registers of a thread for descales and words on their way from 8 bits to 16, by the 16-row blocks of a warp; and for
-#: each key and block, as P waits in 16 bits for all columns of V.  Where Q is in registers ptxas takes more beside many
-#: keys.  All found by compiling.
-WIDENING = {1: 2, 2: 12}
-OF_KEYS, FEW_KEYS = 3 / 8, 32
+#: Registers of a thread for descales, words on their way from 8 bits to 16, and P, which waits in 16 bits for all
+#: columns of V: by the keys of a tile, of a block of 16 rows; those of a second block; and one for each key beyond
+#: FEW_KEYS where Q is in registers.  Found by compiling.
+WIDENING, SECOND_BLOCK = {32: 12, 64: 40, 128: 72}, 10
+FEW_KEYS = 32
 
 #: Instructions by which a lane makes two float16 of two elements, with and without a conversion, of e5m2 in any case,
 #: and two bfloat16 of those.
@@ -62,7 +62,7 @@ def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
 
 def candidates(fixed: Fixed) -> Iterator[Candidate]:
     """Every candidate that has what is fixed, and else what the planner may choose freely."""
-    yield from (c for c in forward.candidates(fixed) if c.tile.kv in KEYS)
+    yield from (c for c in forward.candidates(fixed) if fixed.tile or c.tile.kv in KEYS)
 
 
 def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
@@ -91,7 +91,8 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     stand where S stood."""
     *others, ahead = forward.registers(c, request)
     m = c.rows_per_warp // forward.MMA_ROWS
-    amount = WIDENING[m] + m * (round(OF_KEYS * c.tile.kv) + c.q_in_registers * (c.tile.kv - FEW_KEYS))
+    of_keys = next((amount for keys, amount in WIDENING.items() if keys >= c.tile.kv), WIDENING[KEYS[-1]])
+    amount = m * (of_keys + c.q_in_registers * (c.tile.kv - FEW_KEYS)) + (m - 1) * SECOND_BLOCK
     return (*others, Part(name="widening", amount=amount, why="descales, and words that become 16 bits"), ahead)
 
 
