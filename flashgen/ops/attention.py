@@ -240,7 +240,7 @@ def _nested(
     given: dict[str, Any],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The call of jagged nested tensors: their rows lie behind each other."""
-    if float8.any_narrow(q, k):
+    if q.dtype in float8.DTYPES or k.dtype in float8.DTYPES:
         raise LaunchError(float8.NESTED)
     for name, x in refused.items():
         if x is not None:
@@ -279,7 +279,8 @@ def _attend(
     if isinstance(variant, Variant) and variant.given:
         variant, named = variant.bare, {**_given(variant), **named}
     compiling = torch.compiler.is_compiling()
-    if float8.any_narrow(q, k):
+    tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor)  # others are refused further on
+    if tensors and (k.dtype in float8.DTYPES or q.dtype in float8.DTYPES):
         given = (q, k, v, variant, scale, return_lse, dropout, seed, deterministic, named, out)
         if not compiling:
             return _eight_bits(*given)

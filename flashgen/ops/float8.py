@@ -57,11 +57,6 @@ class Eight(NamedTuple):
     options: dict[str, str]
 
 
-def any_narrow(q: object, k: object) -> bool:
-    """Whether queries or keys have 8 bits."""
-    return getattr(k, "dtype", None) in DTYPES or getattr(q, "dtype", None) in DTYPES
-
-
 def check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise LaunchError for dtypes, of which some have 8 bits, that do not go together."""
     if {k.dtype, v.dtype} <= DTYPES.keys() and (q.dtype in DTYPES or q.dtype in _OUT):
