@@ -20,7 +20,7 @@ from flashgen.planning.float8 import SLACK, WORDS_BY_BITS
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
-from flashgen.runtime.reference_float8 import Quantised, accumulated, alike, baseline, quantised
+from flashgen.runtime.reference_float8 import Quantised, accumulated, beside, quantised
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Eight:
         """What breaks the tolerance rule, against float64."""
         out = getattr(torch, self.plan.out_dtype)
         ref, ref_lse = self.exact
-        base, base_lse = baseline(self.variant, self.case, *self.qkv, scale=self.scale, out=out, **alike(self.plan))
+        base, base_lse = beside(self.plan, self.variant, self.case, self.qkv, scale=self.scale)
         verdict = judge(torch.from_numpy(found.o).to(out), base, ref, self.plan.out_dtype)
         return verdict.reasons + judge_lse(torch.from_numpy(found.lse), ref_lse, base_lse)
 
@@ -66,15 +66,18 @@ def eight(
     mean: float = 0.0,
     std: float = 1.0,
     of_keys: tuple[str, str] = ("float8_e4m3fn", "float8_e4m3fn"),
+    of_q: str = "float8_e4m3fn",
+    arch: str = "sm_90a",
     seed: int = 0,
     options: dict[str, object] | None = None,
     **shape: int,
 ) -> Eight:
-    """A spec's kernel on random normal input, whose V has this mean and whose scores this standard deviation; `of_keys`
-    are the dtypes of k and v.  `shape` overrides 2 heads over 1, 70 queries, 200 keys, head_dim 64."""
+    """A spec's kernel on random normal input, whose V has this mean and whose scores this standard deviation; `of_q`
+    is the dtype of q, `of_keys` those of k and v.  `shape` overrides 2 heads over 1, 70 queries, 200 keys, head_dim 64.
+    """
     shape = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 70, "kv_len": 200, "head_dim": 64, **shape}
     shape.setdefault("v_head_dim", shape["head_dim"])
-    p = Problem(**shape, dtype="float8_e4m3fn")
+    p = Problem(**shape, dtype=of_q, kv_dtype=of_keys[0])
     variant = load_spec(spec) if isinstance(spec, str) else spec
     values = VALUES.get(spec, {}) if isinstance(spec, str) else {}
     constants = {c.name: values[c.name] for c in variant.constants if c.name in values}
@@ -88,7 +91,7 @@ def eight(
     qkv = tuple(quantised(x, getattr(torch, dtype)) for x, dtype in zip((q * std, k, v + mean), dtypes, strict=True))
     given = {name: x.descale.numpy() for name, x in zip("qkv", qkv, strict=True)}
     request = KernelRequest.of(
-        *(variant, "sm_90a", p.dtype, p.head_dim, p.v_head_dim),
+        *(variant, arch, p.dtype, p.head_dim, p.v_head_dim),
         tile=tile,
         k_dtype=of_keys[0],
         v_dtype=of_keys[1],

@@ -383,7 +383,9 @@ def test_gradients_and_graphs_are_refused():
 @pytest.mark.parametrize(
     ("arch", "head_dim", "options", "said"),
     [
-        ("sm_80", 64, {}, "nearest: tensors dequantised to bfloat16"),
+        ("sm_80", 64, {"accuracy": "fast"}, "nearest: accuracy='exact'"),
+        ("sm_80", 72, {}, "nearest: head_dim 64 or 80"),
+        ("sm_80", 64, {"keys": Leaves()}, "nearest: invariant=False"),
         ("sm_90a", 48, {}, "nearest: head_dim 64"),
         ("sm_90a", 72, {}, "nearest: head_dim 64 or 80"),
         ("sm_90a", 272, {}, "nearest: head_dim <= 256"),

@@ -239,11 +239,18 @@ def masked(of: Functions, ground: Ground) -> Contest:
     return Contest(forms={"flashgen": narrow, "bfloat16": wide}, wrong=wrong, flops=flops)
 
 
-def decoding(batch: int, keys: int, ground: Ground, *, heads: int = 32, kv_heads: int = 8) -> Contest:
-    """One query a sequence over a cache of 8 bits beside one of 16."""
+def decoding(
+    batch: int, keys: int, ground: Ground, *, heads: int = 32, kv_heads: int = 8, wide: bool = False
+) -> Contest:
+    """One query a sequence, of 8 bits or of 16 (`wide`), over a cache of 8 bits beside one of 16."""
+    import torch
+
     at = cell("full", 128, 1, batch=batch, heads=heads, kv_heads=kv_heads, kv_len=keys)
     q, k, v, _ = draw(at.problem, ground.seed, device=ground.device)
-    x = quantize(q, k, v)
+    x = quantize(q, k, v, hadamard=not wide)  # queries would be rotated too
+    given = {name: found for name, found in x.descales.items() if not (wide and name == "q_descale")}
+    if wide:
+        x = dataclasses.replace(x, q=q, q_descale=torch.ones(q.shape[:2], device=q.device))
     full, told = load_spec("full"), {}
 
     def wrong(who: str, o: torch.Tensor) -> list[str]:
@@ -253,7 +260,7 @@ def decoding(batch: int, keys: int, ground: Ground, *, heads: int = 32, kv_heads
 
     return Contest(
         forms={
-            "flashgen": functools.partial(attention, x.q, x.k, x.v, full, **x.descales),
+            "flashgen": functools.partial(attention, x.q, x.k, x.v, full, **given),
             "bfloat16": functools.partial(attention, q, k, v, full),
         },
         wrong=wrong,
@@ -313,9 +320,10 @@ def _rows(_: bool = False) -> list[Row]:
         if named.__name__ in ("window", "document", "alibi", "softcap"):
             of = Functions(name=named.__name__, problem=problem(), make=named)
             rows.append(row("masks", of.name, functools.partial(masked, of), bars={"bfloat16": 1.2}))
-    for batch, n in ((8, 32_768), (32, 8192)):
-        make = functools.partial(decoding, batch, n)
-        rows.append(row("decode", f"b{batch} 32:8 {n // 1024}k", make, cold, {"bfloat16": 1 / 0.62}))
+    for wide, said in ((False, ""), (True, ", 16-bit queries")):
+        for batch, n in ((8, 32_768), (32, 8192)):
+            make = functools.partial(decoding, batch, n, wide=wide)
+            rows.append(row("decode", f"b{batch} 32:8 {n // 1024}k{said}", make, cold, {"bfloat16": 1 / 0.62}))
     return rows
 
 

@@ -86,7 +86,8 @@ def described(plan: KernelPlan) -> dict[str, object]:
 def posed(problem: Problem) -> dict[str, object]:
     """A problem in a verb's JSON."""
     shape = dataclasses.asdict(problem)
-    return {"dtype": shape.pop("dtype"), "shape": shape}
+    of_keys = shape.pop("kv_dtype")
+    return {"dtype": shape.pop("dtype"), **({} if of_keys is None else {"kv_dtype": of_keys}), "shape": shape}
 
 
 #: A --seed, as NumPy and PyTorch both take one.
@@ -148,9 +149,13 @@ class Request:
     dtype: Annotated[
         str | None,
         _problem(
-            help="float16, bfloat16, float8_e4m3fn (on Hopper); on a CPU float32 and float64 too."
+            help="float16, bfloat16, float8_e4m3fn; on a CPU float32 and float64 too."
             " [dim]default: bfloat16 if the spec names it[/]"
         ),
+    ] = None
+    kv_dtype: Annotated[
+        str | None,
+        _problem(help="Of k and v: float8_e4m3fn or float8_e5m2 beside q of 8 or 16 bits. [dim]default: --dtype[/]"),
     ] = None
     arch: Annotated[
         str | None,
@@ -216,11 +221,11 @@ class Pass:
     ] = "dense"
     k_dtype: Annotated[
         str | None,
-        _pass(metavar="NAME", help="Of k, where q has 8 bits. [dim]default: --dtype[/]"),
+        _pass(metavar="NAME", help="Of k, of 8 bits. [dim]default: --dtype[/]"),
     ] = None
     v_dtype: Annotated[
         str | None,
-        _pass(metavar="NAME", help="Of v, where q has 8 bits. [dim]default: --dtype[/]"),
+        _pass(metavar="NAME", help="Of v, of 8 bits. [dim]default: --dtype[/]"),
     ] = None
     out_dtype: Annotated[
         str | None,

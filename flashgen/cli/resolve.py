@@ -49,7 +49,8 @@ class Resolved:
         lengths = f"seqlen {most}{p.q_len}" + (f", kv_seqlen {most}{p.kv_len}" if p.kv_len != p.q_len else "")
         heads = f"heads {p.heads}" + (f", kv_heads {p.kv_heads}" if p.kv_heads != p.heads else "")
         values = "".join(f", {name} {value:g}" for name, value in self.case.params.items())
-        return f"{self.variant.name}: batch {p.batch}, {heads}, {lengths}, head_dim {p.head_dim}, {p.dtype}{values}"
+        dtypes = p.dtype if p.kv_dtype is None else f"{p.dtype}, k and v {p.kv_dtype}"
+        return f"{self.variant.name}: batch {p.batch}, {heads}, {lengths}, head_dim {p.head_dim}, {dtypes}{values}"
 
     def predict(self) -> Prediction:
         """The plan's cost on the problem, with the candidates that were rejected for it."""
@@ -154,6 +155,9 @@ def resolve(
         v_head_dim=head_dim if request.v_head_dim is None else request.v_head_dim,
         dtype=default_dtype(variant) if request.dtype is None else request.dtype,
     )
+    of_keys = {"k_dtype": which.k_dtype or request.kv_dtype, "v_dtype": which.v_dtype or request.kv_dtype}
+    kv_dtype = of_keys["k_dtype"] if of_keys["k_dtype"] != problem.dtype else None
+    problem = dataclasses.replace(problem, kv_dtype=kv_dtype)
     sequences = () if lengths is None else lengths.of(problem)
     if sequences:
         most = {"q_len": max(x.q_rows for x in sequences), "kv_len": max(x.kv_len for x in sequences)}
@@ -163,10 +167,10 @@ def resolve(
     if device == "cpu":
         from flashgen.ops.menus import cpu_request
 
-        asked, sms = cpu_request(variant, problem, dropout=which.dropout), archs.find(arch).sms
+        asked, sms = cpu_request(variant, problem, dropout=which.dropout, **of_keys), archs.find(arch).sms
     else:
         dims = problem.head_dim, problem.v_head_dim
-        asked = KernelRequest.of(variant, arch, problem.dtype, *dims, **fixed, **which.asked())
+        asked = KernelRequest.of(variant, arch, problem.dtype, *dims, **fixed, **{**which.asked(), **of_keys})
         sms = sm_count(arch)
     told = None if lengths is None else lengths.page_size
     page_size = paging.rows_of_pages(asked.layout.name, asked.layout.paged, told)

@@ -231,6 +231,7 @@ def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bo
     import torch
 
     from flashgen.ops.attention import attention
+    from flashgen.planning.float8 import DESCALES
     from flashgen.runtime import reference_float8
     from flashgen.runtime.reference import baseline, judge, judge_lse, reference
 
@@ -252,11 +253,11 @@ def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bo
             q, k, v = values
             base = baseline(variant, case, q, k, v, scale=scale, dropout=dropped)
         else:
-            of = [reference_float8.quantised(x, dtype) for x in values]
+            dtypes = (getattr(torch, kind) for kind in (eight.q, eight.k, eight.v))
+            of = [reference_float8.quantised(x, kind) for x, kind in zip(values, dtypes, strict=True)]
             values, (q, k, v) = [x.values for x in of], (x.codes for x in of)
-            inputs |= {f"{name}_descale": x.descale for name, x in zip("qkv", of, strict=True)}
-            alike, rounded = reference_float8.alike(resolved.plan), getattr(torch, eight.out)
-            base = reference_float8.baseline(variant, case, *of, scale=scale, out=rounded, **alike)
+            inputs |= {DESCALES[name]: of["qkv".index(name)].descale for name in eight.scaled}
+            base = reference_float8.beside(resolved.plan, variant, case, of, scale=scale)
         start = time.perf_counter()
         o, lse = attention(q, k, v, variant, return_lse=True, **inputs)
         if device == "cuda":

@@ -17,11 +17,11 @@ from flashgen.resources import folder
 #: The files in the order in which they are emitted: a definition uses only what stands above it.  First those of which
 #: each definition wraps an instruction of PTX, with the types that they take.
 WRAPPERS = (
-    *("types", "index", "cp_async", "ldmatrix", "st_shared", "mma", "red"),
+    *("types", "index", "cp_async", "ldmatrix", "ld_shared", "st_shared", "mma", "red"),
     *("mbarrier", "tma", "setmaxnreg", "named_barrier", "griddepcontrol", "wgmma"),
 )
 LIBRARY = (
-    *("math", "swizzle", "softmax", "progress", "exact", "philox"),
+    *("math", "float8", "swizzle", "softmax", "progress", "exact", "philox"),
     *("ring", "hopper_softmax", "hopper_epilogue", "range", "summary"),
 )
 FILES = (*WRAPPERS, *LIBRARY)

@@ -12,6 +12,7 @@ from flashgen.analysis.facts import Facts, analyse
 from flashgen.codegen import device, params
 from flashgen.codegen.backward import sized, transposed
 from flashgen.codegen.fold import folded
+from flashgen.codegen.operands import PTX_TYPE, OperandCode
 from flashgen.codegen.pages import PagesCode
 from flashgen.codegen.reachable import reachable
 from flashgen.codegen.scales import ScaleCode
@@ -27,9 +28,6 @@ from flashgen.resources import folder
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-#: What the names of mma and cvt wrappers call the element type.
-_PTX_TYPE = {"float16": "f16", "bfloat16": "bf16"}
 
 #: What stands in the place of files of the device library until it is known which of it is used.
 _PLACES = {"wrappers": ("// PTX wrappers", device.WRAPPERS), "library": ("// library", device.LIBRARY)}
@@ -53,7 +51,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         within_bounds=plan.masked_within_bounds,
     )
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
-    ptx_type = _PTX_TYPE[plan.out_dtype]
+    ptx_type = PTX_TYPE[plan.out_dtype]
     context = {
         "plan": plan,
         "code": found,
@@ -63,6 +61,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "combine_warps": split_keys.COMBINE_WARPS,
         "pages": PagesCode(plan.layout, scaled=plan.float8 is not None),
         "scales": ScaleCode(plan.float8 is not None, plan.packed, found.score is not None),
+        "operands": OperandCode(plan, found.score is not None),
         "banner": banner(plan, found),
         "enter": entered(plan.launches),
         "fields": params.fields(plan),
@@ -101,9 +100,10 @@ def banner(plan: KernelPlan, found: VariantCode) -> str:
     dims = f"head_dim {plan.head_dim}"
     if plan.v_head_dim != plan.head_dim:
         dims += f", v_head_dim {plan.v_head_dim}"
+    eight = plan.said_of_8_bits
     entries = [
         *found.formula,
-        ("plan", f"{plan.pipeline} on {plan.arch}, {plan.dtype}, {dims}" + (f"; {plan.float8}" if plan.float8 else "")),
+        ("plan", f"{plan.pipeline} on {plan.arch}, {plan.dtype}, {dims}" + (f"; {eight}" if eight else "")),
         ("tile", f"{plan.tile.q} {rows} x {plan.tile.kv} keys, {plan.stages} stages{q_home}"),
         ("roles", plan.program.text()),
         *([("launch", str(plan.launches))] if plan.launches.early else []),

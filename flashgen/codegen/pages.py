@@ -55,12 +55,16 @@ class PagesCode:
         """What leads to a sequence in k or v."""
         return "" if self.paged else f"rows.b * p.{name}_batch + "
 
-    def load(self, name: str, columns: str) -> str:
-        """Starts to copy a tile of k or v."""
+    def load(self, name: str, columns: str, narrow: bool = False) -> str:
+        """Starts to copy a tile of k or v; two elements of 8 bits as one of 16."""
+        half, source = (" / 2", f"(const u16*){name}") if narrow else ("", name)
         if self.paged:
-            return f"load_pages<{columns}>(shared.{name}[stage], {name}, p.{name}_batch, p.{name}_row, first, p);"
-        source = f"{name} + first * p.{name}_row, p.{name}_row, p.kv_len - first"
-        return f"load_tile<THREADS, {columns}>(shared.{name}[stage], {source});"
+            strides = f"p.{name}_batch{half}, p.{name}_row{half}"
+            return f"load_pages<{columns}{half}>(shared.{name}[stage], {source}, {strides}, first, p);"
+        first = f"{name} + first * p.{name}_row"
+        source = f"(const u16*)({first})" if narrow else first
+        rows = f"p.{name}_row{half}, p.kv_len - first"
+        return f"load_tile<THREADS, {columns}{half}>(shared.{name}[stage], {source}, {rows});"
 
     # -- pipeline hopper
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from flashgen.lang.variant import Variant
 from flashgen.planning.backward import layout
-from flashgen.planning.float8 import DESCALES
+from flashgen.planning.float8 import DESCALES, Float8
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import ALL_KEYS, Keys
 from flashgen.planning.plan import KernelPlan, Specialized, SpecializedBackward, TileSummary
@@ -17,6 +17,9 @@ from flashgen.planning.program import CTYPES
 
 #: C++ name of the 16-bit element type, a bit pattern to the compiler.
 ELEMENT = {"float16": "fp16", "bfloat16": "bf16"}
+
+#: The same of 8 bits.
+ELEMENT_8_BITS = "fp8"
 
 #: C++ type of a captured tensor's element in memory; the 16-bit floats are read as bits.
 STORED = {
@@ -71,8 +74,13 @@ def fields(plan: KernelPlan) -> tuple[Field, ...]:
     """The members of a plan's `Params`, in order."""
     if plan.backward is not None:
         return _backward_fields(plan)
-    shape = plan.specialized, plan.dropout, plan.layout, plan.summaries, plan.keys, plan.float8 is not None
+    shape = plan.specialized, plan.dropout, plan.layout, plan.summaries, plan.keys, plan.float8
     return fields_of(plan.variant, plan.out_dtype, *shape)
+
+
+def element_of(name: str, dtype: str, narrow: Collection[str]) -> str:
+    """The C++ type of an element of q, k or v, of which some have 8 bits, the others `dtype`."""
+    return ELEMENT_8_BITS if name in narrow else ELEMENT[dtype]
 
 
 @lru_cache(maxsize=256)
@@ -84,7 +92,7 @@ def fields_of(
     sequences: Layout = DENSE,
     summaries: tuple[TileSummary, ...] = (),
     keys: Keys = ALL_KEYS,
-    float8: bool = False,
+    float8: Float8 | None = None,
 ) -> tuple[Field, ...]:
     """The members of a forward's `Params`: pointers, then 64-bit, then 32-bit numbers, so that none needs padding.
 
@@ -93,14 +101,16 @@ def fields_of(
     struct, and two counters of tiles where it hands them out; where heads are packed `packs` counts what stands in
     their place, and a pack is 1 << `pack_log2` heads.  Where sequences have lengths of their own `q_rows` are those of
     q in memory, and `q_offset` is the position of the first query where no `q_offsets` say it.  Where keys are split
-    among `splits` blocks, `part_o` and `part_rows` are what these leave.  In 8 bits (`dtype` is that of o) each of q, k
-    and v has its descale, whose `row` is a block of 1 << `block_log2` rows, and `q_descale_heads` heads share one of q.
+    among `splits` blocks, `part_o` and `part_rows` are what these leave.  Of q, k and v those of 8 bits (`dtype` is
+    that of o) have descales, whose `row` is a block of 1 << `block_log2` rows; `q_descale_heads` heads share one of q.
     """
     element = ELEMENT[dtype]
     mapped = specialized is not None
-    pointers = [] if mapped else [Field(name, f"const {element}*") for name in ("q", "k", "v")]
+    scaled = () if float8 is None else float8.scaled
+    operands = () if mapped else ("q", "k", "v")
+    pointers = [Field(name, f"const {element_of(name, dtype, scaled)}*") for name in operands]
     pointers += [Field("o", f"{element}*"), Field("lse", "float*")]
-    descales = tuple(DESCALES.values()) if float8 else ()
+    descales = tuple(DESCALES[name] for name in scaled)
     pointers += [Field(name, "const float*") for name in descales]
     numbers = ["batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles"]
     if specialized is not None and specialized.scheduler.dynamic:
@@ -116,7 +126,7 @@ def fields_of(
         pointers.append(Field(specialized.fold.pointer, "float*"))
     pointers += _summaries(summaries)
     numbers += sequences.numbers
-    numbers += [*(f"{name}_block_log2" for name in DESCALES), "q_descale_heads"] if float8 else []
+    numbers += [*(f"{name}_block_log2" for name in scaled), *(["q_descale_heads"] if "q" in scaled else [])]
     return _members(variant, pointers, (*("o" if mapped else "qkvo"), *descales), numbers, dropout, sequences.strides)
 
 

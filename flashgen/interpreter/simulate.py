@@ -206,7 +206,7 @@ class _Tensors:
         shape = {**self.case.sizes, "head_dim": self.plan.head_dim, "v_head_dim": self.plan.v_head_dim}
         launch = make_launch(
             self.plan,
-            Problem(**shape, dtype=self.plan.dtype),
+            Problem(**shape, dtype=self.plan.dtype, kv_dtype=operand_dtype(self.plan, "k")),
             strides=self.strides,
             captured=self.captured,
             params=self.case.params,
@@ -284,7 +284,7 @@ def simulate(
         table_row = sequences["page_table"].shape[1]
         facts["cache"] = Cache(pages=np.shape(k)[0], page_size=np.shape(k)[-2], table_row=table_row)
     if plan.float8 is not None:
-        facts["descales"] = {name: tensors.add_descale(name, descales[name]) for name in DESCALES}
+        facts["descales"] = {name: tensors.add_descale(name, descales[name]) for name in plan.float8.scaled}
     options = Options(seed=seed, check=check, step_limit=step_limit, accumulator_bits=accumulator_bits)
     _, reports = tensors.run(facts, change, source, options)
     return Simulated(loaded(o, plan.out_dtype), lse, reports[main_entry(plan)], reports)

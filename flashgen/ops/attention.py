@@ -106,12 +106,14 @@ def attention(
     head_dim] (torch.nested, layout torch.jagged): they are served as those of `attention_varlen`, and o, lse and
     gradients are nested as q is.
 
-    q, k and v may be of 8 bits on Hopper: q float8_e4m3fn, k and v that or float8_e5m2, head dims 64 to 192 in steps of
-    16.  An element times its descale is its value: `q_descale`, `k_descale` and `v_descale` are float32 and positive,
-    of [1], [batch, heads] or [batch, heads, blocks] (that of q may have the heads of k); a block is a power of two of
-    rows from 128 on, of which so many cover the tensor.  o is bfloat16, or float16 by `out_dtype`; `accuracy` says how
-    P is made: "exact", "default" or "fast".  `flashgen.quantize` makes such tensors.  In 8 bits there is no gradient,
-    no dropout, no graph of torch.compile and no leaf.  Descales of pages are those of the sequences that have them.
+    k and v may be of 8 bits, float8_e4m3fn or float8_e5m2, beside q of 16, whose dtype o has, or float8_e4m3fn; head
+    dims are steps of 16, on Hopper from 64 on beside q of 8 bits.  Elsewhere, and beside q of 16, they are widened in
+    the kernel, and P has 16 bits.  An element times its descale is its value: `k_descale`, `v_descale`, and of 8-bit
+    queries `q_descale` are float32 and positive, of [1], [batch, heads] or [batch, heads, blocks] (that of q may have
+    the heads of k); a block is a power of two of rows from 128 on, of which so many cover the tensor.  Of 8-bit queries
+    o is bfloat16, or float16 by `out_dtype`; `accuracy` says how P is made: "exact", "default" or "fast".
+    `flashgen.quantize` makes such tensors.  In 8 bits there is no gradient, no dropout, no graph of torch.compile and
+    no leaf.  Descales of pages are those of the sequences that have them.
 
     With `dropout` each probability is dropped by that chance and the others grow by 1 / (1 - dropout); lse is that of
     none dropped.  What is dropped follows from torch's generator of the device (torch.manual_seed repeats it), or from
@@ -278,7 +280,8 @@ def _attend(
     if isinstance(variant, Variant) and variant.given:
         variant, named = variant.bare, {**_given(variant), **named}
     compiling = torch.compiler.is_compiling()
-    if isinstance(q, torch.Tensor) and q.dtype in float8.DTYPES:
+    tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor)  # others are refused further on
+    if tensors and (k.dtype in float8.DTYPES or q.dtype in float8.DTYPES):
         call = Call(variant, scale, named, deterministic=deterministic)
         if not compiling:
             return _eight_bits(q, k, v, call, return_lse, dropout, seed, out)

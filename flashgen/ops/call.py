@@ -227,17 +227,19 @@ def check_memory(title: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    narrow = any(x.dtype in float8.DTYPES for x in (q, k, v))
     for name, tensor in (("k", k), ("v", v)):
         if tensor.device != q.device:
             raise LaunchError(
                 f"q is on {q.device} and {name} on {tensor.device}: they share a device\n"
                 f"  nearest: {name}.to({str(q.device)!r}), a copy"
             )
-        if tensor.dtype != q.dtype and not {tensor.dtype, q.dtype} <= float8.DTYPES.keys():
+        if tensor.dtype != q.dtype and not narrow:
             raise LaunchError(
                 f"q is {_dtype(q)} and {name} {_dtype(tensor)}: they share a dtype\n  nearest: {name}.to({q.dtype})"
             )
-    if q.dtype in float8.DTYPES:
+    if narrow:
+        float8.check_together(q, k, v)
         return
     if q.dtype not in DTYPES:
         raise LaunchError(
@@ -279,6 +281,7 @@ def _problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, paged: bool) 
         head_dim=head_dim,
         v_head_dim=v.shape[3],
         dtype=float8.DTYPES[q.dtype] if q.dtype in float8.DTYPES else DTYPES[q.dtype],
+        kv_dtype=float8.DTYPES.get(k.dtype),
     )
 
 

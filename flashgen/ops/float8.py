@@ -1,4 +1,4 @@
-"""Calls on tensors of 8 bits: their descales, and what o is."""
+"""Calls on keys and values of 8 bits, and queries of 8 or 16: their descales, and what o is."""
 
 from __future__ import annotations
 
@@ -45,10 +45,21 @@ WITH_DROPOUT = "dropout is not there in 8 bits\n  nearest: dropout=0.0, or tenso
 
 
 class Eight(NamedTuple):
-    """A call's own of 8 bits: descales by tensor, and the options of `KernelRequest.of`."""
+    """A call's own of 8 bits: descales by tensor of 8 bits, and the options of `KernelRequest.of`."""
 
     descales: dict[str, torch.Tensor]
     options: dict[str, str]
+
+
+def check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise LaunchError for dtypes, of which some have 8 bits, that do not go together."""
+    if {k.dtype, v.dtype} <= DTYPES.keys() and (q.dtype in DTYPES or q.dtype in _OUT):
+        return
+    kinds = ", ".join(f"{name} is {_name(x.dtype)}" for name, x in (("q", q), ("k", k), ("v", v)))
+    raise LaunchError(
+        f"{kinds}: keys and values have 8 bits together, beside queries of 8 bits or of 16\n"
+        f"  nearest: k and v in {E4M3} or {E5M2} with descales, q in one of {', '.join((E4M3, *OUT_DTYPES))}"
+    )
 
 
 def joined(
@@ -80,7 +91,7 @@ def options(named: Mapping[str, Any]) -> tuple[object, ...]:
 
 def addresses(named: Mapping[str, Any]) -> tuple[int, ...]:
     """Those of the descales, in the order of a kernel's pointers."""
-    return tuple(named[name].data_ptr() for name in _DESCALES.values())
+    return tuple(named[name].data_ptr() for name in _DESCALES.values() if name in named)
 
 
 def out_dtype(eight: Eight | None, q: torch.Tensor) -> torch.dtype:
@@ -100,7 +111,7 @@ def checked(
 ) -> Eight | None:
     """A call's own of 8 bits, or LaunchError for what is wrong with it; None: q, k and v have more bits.  With `read`
     the descales' values are looked at too, for which the host waits."""
-    if q.dtype not in DTYPES:
+    if k.dtype not in DTYPES:
         for name in given:
             said = name.removeprefix("float8.")
             raise LaunchError(f"{said} is of 8-bit tensors, and q is {_name(q.dtype)}\n  nearest: {said}=None")
@@ -108,19 +119,45 @@ def checked(
     options = {
         "k_dtype": DTYPES[k.dtype],
         "v_dtype": DTYPES[v.dtype],
-        "out_dtype": _out(given.get(NAMES["out_dtype"])),
         "accuracy": _accuracy(given.get(NAMES["accuracy"])),
     }
+    if q.dtype in DTYPES:
+        options["out_dtype"] = _out(given.get(NAMES["out_dtype"]))
+    else:
+        options |= _of_wide_queries(given, q)
     descales: dict[str, Any] = {}
-    for tensor, name in DESCALES.items():
+    for tensor, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in DTYPES:
+            continue
         heads = {"q": (problem.heads, problem.kv_heads)}.get(tensor, (problem.kv_heads,))
         rows = problem.q_len if tensor == "q" else problem.kv_len
         found = given.get(_DESCALES[tensor])
-        _check_descale(name, found, tensor, problem.batch, heads, rows, q.device, read)
+        _check_descale(DESCALES[tensor], found, tensor, problem.batch, heads, rows, q.device, read)
         descales[tensor] = found
         if layout.joined and (tensor == "q" or not layout.paged):
             _check_blocks_of_sequences(name, descales[tensor], problem.batch)
     return Eight(descales, options)
+
+
+def _of_wide_queries(given: Mapping[str, Any], q: torch.Tensor) -> dict[str, str]:
+    """The options of a call whose queries have 16 bits, or LaunchError for one that these do not have."""
+    if given.get(_DESCALES["q"]) is not None:
+        raise LaunchError(
+            f"q_descale is of queries of 8 bits, and q is {_name(q.dtype)}, which holds its values\n"
+            "  nearest: q_descale=None"
+        )
+    out, accuracy = given.get(NAMES["out_dtype"]), given.get(NAMES["accuracy"])
+    if out is not None and _out(out) != _OUT[q.dtype]:
+        raise LaunchError(
+            f"out_dtype is {_out(out)}, and q {_name(q.dtype)}: o has the dtype of queries of 16 bits\n"
+            "  nearest: out_dtype=None"
+        )
+    if accuracy == ACCURACIES[-1]:
+        raise LaunchError(
+            f"accuracy is {accuracy!r} beside q in {_name(q.dtype)}: P has 16 bits there, and no form is faster\n"
+            f"  nearest: accuracy={ACCURACIES[0]!r}"
+        )
+    return {"out_dtype": _OUT[q.dtype]}
 
 
 def launched(eight: Eight | None, problem: Problem) -> dict[str, Descale]:

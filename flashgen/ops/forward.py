@@ -294,8 +294,8 @@ def operands(
     """q, k and v; of 8 bits their values."""
     if eight is None:
         return q, k, v
-    narrow = ((x, eight.descales[name]) for name, x in (("q", q), ("k", k), ("v", v)))
-    q, k, v = (float8.dequantised(x, of) if x.dtype in float8.DTYPES else x for x, of in narrow)
+    given = (("q", q), ("k", k), ("v", v))
+    q, k, v = (float8.dequantised(x, eight.descales[name]) if x.dtype in float8.DTYPES else x for name, x in given)
     return q, k, v
 
 

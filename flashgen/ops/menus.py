@@ -109,9 +109,9 @@ def gpu_arch(q: torch.Tensor) -> str:
 def cpu_request(variant: Variant, problem: Problem, **options: Any) -> KernelRequest:
     """What a menu is asked for whose tiles are walked, with the options of `KernelRequest.of`.  Where no kernel takes
     the dtype or the head dims, those of the nearest that one takes: the walk needs its tiles and their order only."""
-    eight = problem.dtype in FLOAT8
-    name = variant.pins.arch or (CPU_ARCH_8_BITS if eight else CPU_ARCH)
-    best = (planner.FLOAT8 if eight else planner.PIPELINES)[arch.find(name).pipelines[0]]
+    name = variant.pins.arch or (CPU_ARCH_8_BITS if problem.dtype in FLOAT8 else CPU_ARCH)
+    known = planner.FLOAT8 if problem.kv_dtype in FLOAT8 else planner.PIPELINES
+    best = known[arch.find(name).pipelines[-1 if problem.wide_queries else 0]]
     dtype = problem.dtype if problem.itemsize <= 2 else variant.dtypes[-1]
     head_dim, v_head_dim = problem.head_dim, problem.v_head_dim
     if not variant.only or head_dim in variant.head_dims:

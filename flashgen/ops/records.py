@@ -89,7 +89,7 @@ def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, call
         key = *key, named[SPLITS]
     elif calls.mask_params and (not alike or (of_k[0][2] >= LEAST_KEYS and of_q[0][2] <= MOST_QUERIES)):
         key = *key, *map(named.get, calls.mask_params)
-    if q.dtype in float8.DTYPES:
+    if k.dtype in float8.DTYPES:
         key = *key, *float8.key(named)
     return key if alike else (*key, *sequences.key(named))
 
@@ -119,7 +119,7 @@ def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, calls: 
     """What calls have in common that differ in lengths, strides, numbers and contents alone, of the key of one; None
     where strides choose the pipeline or are refused, and of 8 bits, whose descales have shapes by lengths."""
     named = call.named
-    if q.dtype in float8.DTYPES:
+    if k.dtype in float8.DTYPES:
         return None
     kind: list[object] = [*key[3:7]]
     if sequences.paged(named):

@@ -70,8 +70,8 @@ def plan(
     gradients, those of the captured tensors in `gradients` too, and with `deterministic` in one order of sums.
     `layout` says how sequences lie ("dense", "padded", "varlen" ...), and `q_lengths` and `kv_lengths` how long each is
     where they have lengths of their own, which are then the problem; pages have `page_size` rows, 16 unless given.
-    `k_dtype`, `v_dtype`, `out_dtype` and
-    `accuracy` are of 8-bit queries (`dtype` "float8_e4m3fn").  `fallbacks` of the result name the better pipelines of
+    `k_dtype` and `v_dtype` are those of keys and values of 8 bits, beside queries (`dtype`) of 8 or 16; `out_dtype` and
+    `accuracy` are of 8-bit queries ("float8_e4m3fn").  `fallbacks` of the result name the better pipelines of
     the arch that do not serve this, and why.  Raises PlanError with the limit that the request hits and the nearest
     thing that works, and SpecError for a file that is no spec.
     """
@@ -124,6 +124,7 @@ def plan(
         head_dim=menu.plans[0].head_dim,
         v_head_dim=menu.plans[0].v_head_dim,
         dtype=kind,
+        kv_dtype=None if request.float8 is None else request.float8.k,
     )
     sms = sm_count(where)
     if backward or splits is not None:

@@ -55,6 +55,7 @@ class Arch:
     smem_per_clock: int = 128
     smem_reserved: int = KIB
     launches: Launches = IN_TURN
+    converts_e4m3: bool = True  # to float16, by one instruction: PTX ISA, "cvt", from sm_89 on
 
     @property
     def pipelines(self) -> tuple[str, ...]:
@@ -100,6 +101,7 @@ _TABLE = (
         hbm_bytes_per_s=2.039e12,
         l2_bytes_per_s=7.2e12,  # 5,120 bytes x 1.41 GHz
         l2_bytes=40 * MIB,
+        converts_e4m3=False,
     ),
     _arch(
         name="sm_86",
@@ -114,6 +116,7 @@ _TABLE = (
         hbm_bytes_per_s=0.936e12,
         l2_bytes_per_s=2.4e12,
         l2_bytes=6 * MIB,
+        converts_e4m3=False,
     ),
     _arch(
         name="sm_89",

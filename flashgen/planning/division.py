@@ -270,7 +270,7 @@ def seconds(plan: KernelPlan, problem: Problem, visible: int, splits: int, sms: 
     blocks = tiles * min(splits, visible)
     active = min(blocks, room)
     sharing = max(1, tiles // max(1, problem.batch * problem.kv_heads))
-    moved = plan.tile.kv * (problem.head_dim + problem.v_head_dim) * problem.itemsize
+    moved = problem.read_bytes(0, plan.tile.kv)
     alone = ALONE * arch.hbm_bytes_per_s / sms
     load = moved / min(arch.l2_bytes_per_s / max(active, sms), arch.hbm_bytes_per_s * sharing / active, alone * sharing)
     compute = planner.pipeline_of(plan).seconds_per_score(plan, arch)[-1] * plan.tile.q * plan.tile.kv

@@ -7,7 +7,7 @@ or a block of rows.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashgen.errors import PlanError
 
@@ -60,18 +60,30 @@ ACCUMULATOR_BITS = 13
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Float8:
-    """Of a forward whose q is float8_e4m3fn: the dtypes of k, v and o, and how P is made.
+    """Of a forward whose k and v have 8 bits: the dtypes of q, k, v and o, and how P is made.
 
-    Whatever the `accuracy`, partial sums of a tile are added in float32.  "exact" has exponentials, and lse of
-    unrounded P; the others have codes made of the scores' bits for half of P ("default") or all of it ("fast"), and o
-    and lse of rounded P.  The row's maximum is exact in each tile of keys, but for "fast": there it follows scores
-    whose P would leave the range of e4m3.
+    Where q has 16 bits, and where an architecture multiplies 16 bits alone, k and v are widened in the kernel: P then
+    has 16 bits and is "exact".  Else q is float8_e4m3fn, and whatever the `accuracy`, partial sums of a tile are added
+    in float32.  "exact" has exponentials, and lse of unrounded P; the others have codes made of the scores' bits for
+    half of P ("default") or all of it ("fast"), and o and lse of rounded P.  The row's maximum is exact in each tile of
+    keys, but for "fast": there it follows scores whose P would leave the range of e4m3.
     """
 
+    q: str = E4M3
     k: str = E4M3
     v: str = E4M3
     out: str = OUT_DTYPES[0]
     accuracy: str = DEFAULT
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        """Which of q, k and v have descales: those of 8 bits."""
+        return tuple(name for name in DESCALES if getattr(self, name) in FLOAT8)
+
+    @property
+    def exactly(self) -> Float8:
+        """The same with exact P."""
+        return replace(self, accuracy=ACCURACIES[0])
 
     @property
     def ptx_types(self) -> tuple[str, str]:
@@ -85,12 +97,12 @@ class Float8:
 
     def options(self) -> tuple[tuple[str, str], ...]:
         """Those of a command that differ from what is taken unless it says so."""
-        usual = Float8()
+        usual = Float8() if self.q in FLOAT8 else replace(self, k=self.q, v=self.q)
         named = (("k-dtype", "k"), ("v-dtype", "v"), ("out-dtype", "out"), ("accuracy", "accuracy"))
         return tuple((flag, getattr(self, name)) for flag, name in named if getattr(self, name) != getattr(usual, name))
 
     def __str__(self) -> str:
-        kinds = "" if (self.k, self.v) == (E4M3, E4M3) else f", k {self.k}, v {self.v}"
+        kinds = "" if {self.q, self.k, self.v} == {E4M3} else f", k {self.k}, v {self.v}"
         normal, four, eight = ERRORS[self.accuracy]
         errors = (
             "" if self.accuracy == "exact" else f" (error of o {normal}x exact's; {four}x, {eight}x on peaked rows)"
@@ -105,15 +117,15 @@ def float8_of(
     width, and for what no 8-bit kernel takes."""
     kinds = {"k": k_dtype or dtype, "v": v_dtype or dtype}
     if dtype not in FLOAT8:
-        for name, kind in kinds.items():
-            if kind in FLOAT8:
-                raise PlanError(
-                    f"q is {dtype} and {name} {kind}: 8-bit keys and values take 8-bit queries\n  nearest: q in {E4M3}"
-                )
-        for name, value in (("out_dtype", out_dtype), ("accuracy", accuracy)):
-            if value is not None:
-                raise PlanError(f"{name} is of 8-bit tensors, and q is {dtype}\n  nearest: {name}=None")
-        return None
+        if not any(kind in FLOAT8 for kind in kinds.values()):
+            for name, kind in kinds.items():
+                if kind != dtype:
+                    raise PlanError(f"q is {dtype} and {name} {kind}: they share a dtype\n  nearest: {name} in {dtype}")
+            for name, value in (("out_dtype", out_dtype), ("accuracy", accuracy)):
+                if value is not None:
+                    raise PlanError(f"{name} is of 8-bit tensors, and q is {dtype}\n  nearest: {name}=None")
+            return None
+        return _of_wide_queries(dtype, kinds, out_dtype, accuracy)
     if dtype != E4M3:
         raise PlanError(
             f"q is {dtype}: queries of 8 bits are {E4M3}, whose three bits of mantissa scores need\n"
@@ -128,6 +140,32 @@ def float8_of(
     out = OUT_DTYPES[0] if out_dtype is None else _one_of("out_dtype", out_dtype, OUT_DTYPES)
     how = DEFAULT if accuracy is None else _one_of("accuracy", accuracy, ACCURACIES)
     return Float8(k=kinds["k"], v=kinds["v"], out=out, accuracy=how)
+
+
+def _of_wide_queries(dtype: str, kinds: dict[str, str], out_dtype: str | None, accuracy: str | None) -> Float8:
+    """The same of queries of 16 bits beside k or v of 8."""
+    if dtype not in OUT_DTYPES:
+        name, kind = next((name, kind) for name, kind in kinds.items() if kind in FLOAT8)
+        raise PlanError(
+            f"q is {dtype} and {name} {kind}: beside 8-bit keys and values q has 8 or 16 bits\n  nearest: q in bfloat16"
+        )
+    for name, kind in kinds.items():
+        if kind not in FLOAT8:
+            other = next(other for other in kinds if other != name)
+            raise PlanError(
+                f"{name} is {kind} and {other} {kinds[other]}: keys and values have 8 bits together\n"
+                f"  nearest: {name} in {E4M3}"
+            )
+    if out_dtype not in (None, dtype):
+        raise PlanError(
+            f"out_dtype is {out_dtype} and q {dtype}: o has the dtype of queries of 16 bits\n  nearest: out_dtype=None"
+        )
+    if accuracy is not None and _one_of("accuracy", accuracy, ACCURACIES) == ACCURACIES[-1]:
+        raise PlanError(
+            f"accuracy {accuracy!r} beside q in {dtype}: P has 16 bits there, and no form is faster\n"
+            f"  nearest: accuracy={ACCURACIES[0]!r}"
+        )
+    return Float8(q=dtype, k=kinds["k"], v=kinds["v"], out=dtype, accuracy=ACCURACIES[0])
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> str:

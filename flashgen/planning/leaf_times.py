@@ -24,7 +24,7 @@ def seconds(plan: KernelPlan, problem: Problem, visible: int, leaves: int, sms: 
     blocks, each = (tiles * leaves, -(-visible // leaves)) if plan.keys.split else (tiles, visible)
     active = max(1, min(blocks, room))
     sharing = max(1, tiles // max(1, problem.batch * problem.kv_heads))
-    moved = plan.tile.kv * (problem.head_dim + problem.v_head_dim) * problem.itemsize
+    moved = problem.read_bytes(0, plan.tile.kv)
     load = moved / min(arch.l2_bytes_per_s / max(active, sms), arch.hbm_bytes_per_s * sharing / active)
     compute = planner.pipeline_of(plan).seconds_per_score(plan, arch)[-1] * plan.tile.q * plan.tile.kv
     found = -(-blocks // room) * each * max(load, compute)

@@ -56,6 +56,7 @@ from flashgen.planning.members import (
     VAsStored,
     VTurnedOver,
 )
+from flashgen.planning.operands import AS_STORED, WIDE, Operands, Widened
 from flashgen.planning.program import Program
 
 #: Rows of a product of one warpgroup (wgmma's m).
@@ -404,7 +405,8 @@ class KernelPlan(Integers):
     launches: Launches = IN_TURN  # when its kernels start
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
     layout: Layout = DENSE  # of sequences in q, k, v and o
-    float8: Float8 | None = None  # of tensors of 8 bits
+    float8: Float8 | None = None  # of keys and values of 8 bits
+    operands: Operands = AS_STORED  # of the products of pipeline ampere's forward
     summaries: tuple[TileSummary, ...] = ()  # of the mask, made before tiles are classified
     fallbacks: tuple[Fallback, ...] = field(default=(), compare=False)  # how it was chosen, not what is emitted
 
@@ -433,7 +435,7 @@ class KernelPlan(Integers):
     def lag_most(self) -> int:
         """The power of two beyond which P makes a maximum follow in any case: P and O stay finite for 2^24 keys and
         values up to 2^39 in bfloat16, which has the range of float32, and P in float16."""
-        return 15 if self.dtype == "float16" else 64
+        return 15 if self.p_dtype == "float16" else 64
 
     @property
     def order_of_sums(self) -> tuple[object, ...]:
@@ -451,6 +453,17 @@ class KernelPlan(Integers):
     def out_dtype(self) -> str:
         """The dtype of o."""
         return self.dtype if self.float8 is None else self.float8.out
+
+    @property
+    def said_of_8_bits(self) -> str:
+        """What has which dtype, and how P is made, for a person."""
+        widened = f"; {self.operands}" if isinstance(self.operands, Widened) else ""
+        return f"{self.float8}{widened}" if self.float8 else ""
+
+    @property
+    def p_dtype(self) -> str:
+        """The dtype to which P is rounded."""
+        return WIDE if isinstance(self.operands, Widened) else self.dtype
 
     @property
     def p_offset(self) -> int:
@@ -499,8 +512,9 @@ class KernelPlan(Integers):
 
     @property
     def equal_columns(self) -> bool:
-        """Whether rows of q and k are as wide as those of v and o."""
-        return self.padded_head_dim == self.padded_v_head_dim
+        """Whether rows of q take as many bytes as those of o."""
+        q = 1 if "q" in self.operands.narrow else ITEM
+        return self.padded_head_dim * q == self.padded_v_head_dim * ITEM
 
     @property
     def packed(self) -> bool:

@@ -23,6 +23,7 @@ from flashgen.planning.menu import Menu as Menu
 from flashgen.planning.menu import Rejected as Rejected
 from flashgen.planning.once import once
 from flashgen.planning.pipelines.ampere import backward as ampere_backward
+from flashgen.planning.pipelines.ampere import float8 as ampere_float8
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.hopper import backward as hopper_backward
 from flashgen.planning.pipelines.hopper import float8 as hopper_float8
@@ -36,9 +37,10 @@ from flashgen.planning.request import Fixed, KernelRequest
 
 DTYPES = ("float16", "bfloat16", E4M3)
 
-#: Forwards and backwards by the name of their pipeline, forwards of 8 bits, and what packs heads, of 16 bits and of 8.
+#: Forwards and backwards by the name of their pipeline, forwards of keys and values of 8 bits, and what packs heads, of
+#: 16 bits and of 8.
 PIPELINES: Mapping[str, ForwardPipeline[Any]] = {ampere.NAME: ampere, hopper.NAME: hopper}
-FLOAT8: Mapping[str, ForwardPipeline[Any]] = {ampere.NAME: ampere, hopper.NAME: hopper_float8}
+FLOAT8: Mapping[str, ForwardPipeline[Any]] = {ampere.NAME: ampere_float8, hopper.NAME: hopper_float8}
 BACKWARDS: Mapping[str, Pipeline[Any]] = {ampere_backward.NAME: ampere_backward, hopper_backward.NAME: hopper_backward}
 PACKINGS: Mapping[str, Packing] = {hopper.NAME: hopper}
 PACKINGS_FLOAT8: Mapping[str, Packing] = {hopper.NAME: hopper_float8}

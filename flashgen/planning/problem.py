@@ -38,7 +38,10 @@ def check_dtype(name: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Shapes of q [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [..., v_head_dim]."""
+    """Shapes of q [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [..., v_head_dim].
+
+    `dtype` is that of q; k and v have as many bits unless theirs, `kv_dtype`, is given.
+    """
 
     batch: int
     heads: int
@@ -48,6 +51,7 @@ class Problem:
     head_dim: int
     v_head_dim: int
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if (
@@ -59,6 +63,7 @@ class Problem:
             and 0 < self.head_dim < MAX_LENGTH
             and 0 < self.v_head_dim < MAX_LENGTH
             and self.dtype in ITEMSIZE
+            and (self.kv_dtype is None or self.kv_dtype in ITEMSIZE)
         ):
             return
         for name, said in (*((name, name) for name in ("batch", "heads", "kv_heads")), *LENGTHS.items()):
@@ -74,6 +79,7 @@ class Problem:
             if value >= MAX_LENGTH:
                 raise PlanError(f"{name} is {value}: head dims stay below 2^24\n  nearest: 128")
         check_dtype(self.dtype)
+        check_dtype(self.dtype if self.kv_dtype is None else self.kv_dtype)
         if self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads):
             divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise PlanError(
@@ -92,6 +98,7 @@ class Problem:
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
         )
 
     @property
@@ -104,9 +111,23 @@ class Problem:
         return ITEMSIZE[self.dtype]
 
     @property
+    def kv_itemsize(self) -> int:
+        """Bytes of an element of k, and of v."""
+        return self.itemsize if self.kv_dtype is None else ITEMSIZE[self.kv_dtype]
+
+    @property
+    def wide_queries(self) -> bool:
+        """Whether q has more bits than k and v."""
+        return self.kv_itemsize < self.itemsize
+
+    @property
     def o_itemsize(self) -> int:
         """Bytes of an element of o: in 8 bits it has 16."""
         return max(self.itemsize, ITEMSIZE["bfloat16"])
+
+    def read_bytes(self, q_rows: int, kv_rows: int) -> int:
+        """Bytes of so many rows of q, and of k and v."""
+        return q_rows * self.head_dim * self.itemsize + kv_rows * (self.head_dim + self.v_head_dim) * self.kv_itemsize
 
     @property
     def empty(self) -> bool:

@@ -12,7 +12,7 @@ from flashgen.lang.symbols import line_of
 from flashgen.lang.variant import Variant
 from flashgen.planning import arch as archs
 from flashgen.planning.arch import Arch
-from flashgen.planning.float8 import Float8, float8_of
+from flashgen.planning.float8 import FLOAT8, Float8, float8_of
 from flashgen.planning.integers import INTEGERS, Integers
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import ALL_KEYS, Keys
@@ -67,7 +67,7 @@ class KernelRequest:
     asked: Forward | Backward = Forward()
     fixed: Fixed = Fixed()
     layout: Layout = DENSE
-    float8: Float8 | None = None  # of queries of 8 bits
+    float8: Float8 | None = None  # of keys and values of 8 bits
 
     @classmethod
     def of(
@@ -95,7 +95,8 @@ class KernelRequest:
     ) -> KernelRequest:
         """The request for what a call names; `tile` is (query rows, key rows), `integers` are those of `INTEGERS`.
 
-        `dtype` is that of q, and of k and v unless theirs are given; `out_dtype` and `accuracy` are of 8 bits.
+        `dtype` is that of q, and of k and v unless theirs are given, of 8 bits beside queries of 8 or 16; `out_dtype`
+        and `accuracy` are of 8 bits.
 
         A forward that leaves pipeline, tile or stages open has them from the variant's pins; so has a backward its
         best pipeline alone, since tile and stages are the forward's.  Raises PlanError for an option of the other pass,
@@ -207,6 +208,10 @@ class KernelRequest:
         assert isinstance(self.asked, Forward)
         return replace(self, asked=replace(self.asked, keys=keys))
 
+    def with_float8(self, float8: Float8) -> KernelRequest:
+        """The same with other options of 8 bits."""
+        return replace(self, float8=float8)
+
     def less(self) -> dict[str, KernelRequest]:
         """The requests that leave out one option, or leave open one thing that is fixed, by how a call writes that."""
         fixed: dict[str, object] = {"tile": self.fixed.tile, **self.fixed.integers()}
@@ -221,6 +226,8 @@ class KernelRequest:
         if self.layout.own:
             found["sequences that fill their tensors and begin at position 0"] = replace(self, layout=DENSE)
         if self.float8 is not None:
+            if self.float8.accuracy != self.float8.exactly.accuracy:
+                found[f"accuracy={self.float8.exactly.accuracy!r}"] = self.with_float8(self.float8.exactly)
             change = f"tensors dequantised to {self.float8.out}"
             found[change] = replace(self, dtype=self.float8.out, float8=None)
         return found
@@ -229,7 +236,8 @@ class KernelRequest:
         dims = f"head_dim {self.head_dim}"
         if self.v_head_dim != self.head_dim:
             dims += f", v_head_dim {self.v_head_dim}"
-        return f"{self.variant.name!r} ({dims}, {self.dtype})"
+        of_keys = "" if self.float8 is None or self.float8.q in FLOAT8 else f", k {self.float8.k}, v {self.float8.v}"
+        return f"{self.variant.name!r} ({dims}, {self.dtype}{of_keys})"
 
 
 def _only_of(other: str, this: str, options: dict[str, object], fixed: Fixed) -> None:

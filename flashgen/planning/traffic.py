@@ -180,6 +180,7 @@ class Prediction:
                     *([("kv splits", f"{self.splits}: {self.why_splits}")] if self.why_splits else []),
                     *([("summaries", "; ".join(map(str, plan.summaries)))] if plan.summaries else []),
                     ("warps", plan.program.text()),
+                    *([("8 bits", plan.said_of_8_bits)] if plan.float8 else []),
                     *([("launch", str(plan.launches))] if plan.launches.early else []),
                     ("blocks per SM", str(plan.blocks_per_sm)),
                     ("chosen by", f"measured times ({self.measured.record})" if self.measured else "predicted times"),
@@ -249,12 +250,14 @@ class Prediction:
         that is no band.
         """
         plan, problem, tiles = self.plan, self.problem, self.tiles
-        found = {
+        found: dict[str, object] = {
             "variant": plan.variant.name,
             "pass": plan.pass_name,
             "arch": plan.arch,
             "pipeline": plan.pipeline,
             "dtype": problem.dtype,
+            "kv_dtype": problem.kv_dtype,
+            "8_bits": plan.said_of_8_bits or None,
             "shape": problem.sizes() | {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim},
             "tile": {"q": plan.tile.q, "kv": plan.tile.kv},
             "stages": plan.stages,
@@ -403,14 +406,14 @@ def _own_costs(
 ) -> dict[str, Any]:
     """Fields of the prediction of a forward whose sequences have lengths of their own."""
     tiles = traffic_sequences.count(plan, problem, case, own)
-    captured, columns = _stored(plan.variant.tensors, case), problem.head_dim + problem.v_head_dim
-    read = tiles.visited_rows * problem.head_dim + tiles.visited_columns * columns
+    captured = _stored(plan.variant.tensors, case)
+    read = problem.read_bytes(tiles.visited_rows, tiles.visited_columns)
     rows = traffic_sequences.written_rows(plan, problem, own)
     written = rows * (problem.v_head_dim * problem.o_itemsize + LSE_BYTES)
     table = 0 if page_size is None else traffic_sequences.table_bytes(plan, problem, case, own, page_size)
     beside = _stored(summaries.tensors_beside(plan), case) + table
-    visits = _bytes(read * problem.itemsize + beside, written)
-    compulsory = _bytes(traffic_sequences.inputs(problem, own) * problem.itemsize + captured + table, written)
+    visits = _bytes(read + beside, written)
+    compulsory = _bytes(traffic_sequences.inputs(problem, own) + captured + table, written)
     alone = [_standard(one.of(problem), 0) for one in own]
     standard = _bytes(sum(x.read_bytes for x in alone) + captured, sum(x.write_bytes for x in alone))
     q_rows, parts = sum(one.q_rows for one in own), None
@@ -557,7 +560,7 @@ def lower_bound(problem: Problem, arch: Arch, visible: int | None, moved: Bytes,
     if visible is None:
         return None
     once = compulsory.write_bytes + min(compulsory.read_bytes, moved.read_bytes)
-    squares = visible * (problem.head_dim + problem.v_head_dim) ** 2 * problem.itemsize**2
+    squares = visible * (problem.head_dim + problem.v_head_dim) ** 2 * problem.kv_itemsize**2
     return max(once, squares // arch.on_chip_bytes)
 
 
@@ -572,16 +575,13 @@ def _written(problem: Problem) -> tuple[int, int]:
 
 
 def _moved(problem: Problem, tiles: TileCounts, captured: int) -> Bytes:
-    q = tiles.visited_rows * problem.head_dim
-    kv = tiles.visited_columns * (problem.head_dim + problem.v_head_dim)
-    return Bytes(read_bytes=(q + kv) * problem.itemsize + captured, write_bytes=sum(_written(problem)))
+    read = problem.read_bytes(tiles.visited_rows, tiles.visited_columns)
+    return Bytes(read_bytes=read + captured, write_bytes=sum(_written(problem)))
 
 
 def _inputs(problem: Problem) -> int:
     """Bytes of q, k and v."""
-    q = problem.heads * problem.q_len * problem.head_dim
-    kv = problem.kv_heads * problem.kv_len * (problem.head_dim + problem.v_head_dim)
-    return problem.batch * (q + kv) * problem.itemsize
+    return problem.batch * problem.read_bytes(problem.heads * problem.q_len, problem.kv_heads * problem.kv_len)
 
 
 def _compulsory(problem: Problem, captured: int) -> Bytes:

@@ -198,10 +198,9 @@ def _sum(one: TileCounts, other: TileCounts, times: int) -> TileCounts:
 
 
 def inputs(problem: Problem, sequences: Sequence[OwnLengths]) -> int:
-    """Elements of q, k and v that are there."""
-    q = sum(own.q_rows for own in sequences) * problem.heads * problem.head_dim
-    keys = sum(own.kv_len for own in sequences) * problem.kv_heads
-    return q + keys * (problem.head_dim + problem.v_head_dim)
+    """Bytes of q, k and v that are there."""
+    q, keys = sum(own.q_rows for own in sequences), sum(own.kv_len for own in sequences)
+    return problem.read_bytes(q * problem.heads, keys * problem.kv_heads)
 
 
 def written_rows(plan: KernelPlan, problem: Problem, sequences: Sequence[OwnLengths]) -> int:

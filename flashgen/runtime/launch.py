@@ -461,7 +461,7 @@ def _l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
     queries and outputs."""
     if plan.backward is not None:
         return backward.l2_kv_heads(plan, problem)
-    return ARCHS[plan.arch].l2_holds(problem.kv_len * (problem.head_dim + problem.v_head_dim) * problem.itemsize)
+    return ARCHS[plan.arch].l2_holds(problem.kv_len * (problem.head_dim + problem.v_head_dim) * problem.kv_itemsize)
 
 
 def descale_of(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, heads: int) -> Descale:

@@ -78,8 +78,10 @@ def baseline(
     scale: float,
     dropout: Dropout | None = None,
     pairs: Pairs | None = None,
+    p_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashAttention-3's forward: p and o rounded to q's dtype, all else in float32 (float64), the running max too.
+    """FlashAttention-3's forward: p and o rounded to q's dtype, all else in float32 (float64), the running max too;
+    p to another, `p_dtype`, where that is given.
 
     p is rounded as P V takes it, beside the largest score so far; its sum is that of unrounded p.
     """
@@ -87,7 +89,16 @@ def baseline(
 
     precision = torch.float64 if q.dtype == torch.float64 else torch.float32
     o, lse = _attend(
-        variant, case, q, k, v, scale, dropout, pairs, precision, functools.partial(online_softmax, dtype=q.dtype)
+        variant,
+        case,
+        q,
+        k,
+        v,
+        scale,
+        dropout,
+        pairs,
+        precision,
+        functools.partial(online_softmax, dtype=p_dtype or q.dtype),
     )
     return o.to(q.dtype), lse
 

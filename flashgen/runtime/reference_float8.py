@@ -1,5 +1,5 @@
 """What results in 8 bits are checked against: the kernels' algorithm with an exact row max, whose products are added up
-as Hopper does, and random inputs with their descales."""
+as Hopper does or in float32, and random inputs with their descales."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.lang.float8 import taken_by_bits
 from flashgen.planning.float8 import ACCUMULATOR_BITS, CODE_BIAS, OFFSET, WORDS_BY_BITS
+from flashgen.planning.operands import Widened
+from flashgen.runtime import reference
 from flashgen.runtime.reference import KEYS_AT_A_TIME, Evaluator, blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from flashgen.analysis.tiles import Case
@@ -34,12 +38,30 @@ class Quantised(NamedTuple):
 
 
 def quantised(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    """Values as 8 bits hold them best: a descale for each head, by which its largest value is the dtype's largest."""
+    """Values as 8 bits hold them best: a descale for each head, by which its largest value is the dtype's largest; of
+    16 bits they are rounded, and count by 1."""
     import torch
+
+    if dtype.itemsize > 1:
+        return Quantised(x.to(dtype), x.new_ones(x.shape[:2]))
 
     most = x.abs().amax((-2, -1)).clamp(min=torch.finfo(torch.float32).tiny) if x.numel() else x.new_ones(x.shape[:2])
     descale = most.float() / torch.finfo(dtype).max
     return Quantised((x / descale[..., None, None]).to(dtype), descale)
+
+
+def beside(
+    plan: KernelPlan, variant: Variant, case: Case, inputs: Sequence[Quantised], *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a plan's kernel is checked against: its algorithm with an exact row max, on q, k and v."""
+    import torch
+
+    out = getattr(torch, plan.out_dtype)
+    if isinstance(plan.operands, Widened):
+        p_dtype = getattr(torch, plan.p_dtype)
+        o, lse = reference.baseline(variant, case, *(x.values for x in inputs), scale=scale, p_dtype=p_dtype)
+        return o.to(out), lse
+    return baseline(variant, case, *inputs, scale=scale, out=out, **alike(plan))
 
 
 def baseline(

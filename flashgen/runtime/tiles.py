@@ -20,7 +20,7 @@ from flashgen.lang import float8
 from flashgen.lang.evaluate import check_positions, evaluate
 from flashgen.lang.stored import rounded
 from flashgen.planning import split_keys, summaries
-from flashgen.planning.float8 import CODE_BIAS, E4M3, WORDS_BY_BITS
+from flashgen.planning.float8 import CODE_BIAS, E4M3, FLOAT8, WORDS_BY_BITS
 from flashgen.planning.members import FoldedLeaves, Leaves
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import ITEMSIZE, STORED_BYTES
@@ -148,11 +148,12 @@ def walk(
     """Attention by FlashAttention-2's forward (Dao 2023, Algorithm 1) over the plan's tiles.
 
     q is [batch, heads, q_len, head_dim], k and v [batch, kv_heads, kv_len, head_dim | v_head_dim], float32, or float64
-    where `dtype` is "float64"; `dtype` is what the caller's tensors hold: it sizes the traffic, and p is rounded to it
-    before P V.  s = scale * (q . k), then the score function, then the mask; a sink joins the sum of its row last; a
-    row with nothing to attend gives 0 and lse = -inf, or its sink.  With `dropout` o is that of the kept probabilities
-    (FlashAttention, Dao et al. 2022, Algorithm 4), lse that of all.  o has the precision of the sums: rounding it to
-    `dtype` is the caller's.  Raises IndexError where a captured tensor is read outside its dimension.
+    where `dtype` is "float64"; `dtype` is what the caller's tensors hold, or q alone where the plan is of 8-bit keys:
+    it sizes the traffic, and p is rounded to it before P V, or to what the plan says of 8 bits.  s = scale * (q . k),
+    then the score function, then the mask; a sink joins the sum of its row last; a row with nothing to attend gives 0
+    and lse = -inf, or its sink.  With `dropout` o is that of the kept probabilities (FlashAttention, Dao et al. 2022,
+    Algorithm 4), lse that of all.  o has the precision of the sums: rounding it is the caller's.  Raises
+    IndexError where a captured tensor is read outside its dimension.
 
     Where the batch's `sequences` are given, the first rows and keys of each are read, and o is 0 and lse -inf in rows
     that are no query; where they have pages k and v are caches, [pages, kv_heads, page_size, head_dim | v_head_dim].
@@ -173,7 +174,7 @@ def walk(
             traffic.table += 4 * len({key // k.shape[2] for key in one.visited_keys()})
     traffic.captured //= max(len(sequences), 1)  # they are shared
     if not plan.layout.joined:  # rows that are no query are written too
-        traffic.o, traffic.lse = o.size * ITEMSIZE[dtype], lse.size * 4
+        traffic.o, traffic.lse = o.size * max(ITEMSIZE[dtype], ITEMSIZE["bfloat16"]), lse.size * 4
     return Walked(o, lse, traffic)
 
 
@@ -211,7 +212,7 @@ class _Rows:
     """
 
     def __init__(self, q: np.ndarray, v_head_dim: int, plan: KernelPlan) -> None:
-        self.offset = None if plan.float8 is None else plan.p_offset
+        self.offset = plan.p_offset if plan.p_dtype in FLOAT8 else None
         self.words = 0 if plan.float8 is None else WORDS_BY_BITS[plan.float8.accuracy]
         self.slack = plan.p_slack
         self.keys, self.share, self.most = plan.tile.kv, plan.lag_share, 2.0**plan.lag_most
@@ -320,6 +321,8 @@ class Tiles:
         self.variant = facts.variant
         self.precision = np.float64 if dtype == "float64" else np.float32
         self.scale, self.dtype, self.itemsize = scale, dtype, ITEMSIZE[dtype]
+        self.p_dtype = dtype if plan.float8 is None else plan.p_dtype
+        self.itemsizes = {"q": self.itemsize, **dict.fromkeys("kv", self.itemsize if plan.float8 is None else 1)}
         sizes = case.sizes
         self.first, self.batch, self.kv_heads = first, q.shape[0], sizes["kv_heads"]
         self.group = sizes["heads"] // max(self.kv_heads, 1)
@@ -552,10 +555,10 @@ class _Walk(Tiles):
                 traffic.visible += int(np.broadcast_to(keep, (*q.shape[:4], k.shape[3])).sum())
             if running is not None:
                 _, s = self.scores(q, k, symbols, keep)
-                running.add(s if keep is None else np.where(keep, s, -np.inf), v, self.dtype, self.kept(symbols))
+                running.add(s if keep is None else np.where(keep, s, -np.inf), v, self.p_dtype, self.kept(symbols))
 
     def _read(self, name: str, tile: np.ndarray, copies: int = 1) -> np.ndarray:
-        setattr(self.traffic, name, getattr(self.traffic, name) + copies * tile.size * self.itemsize)
+        setattr(self.traffic, name, getattr(self.traffic, name) + copies * tile.size * self.itemsizes[name])
         return tile
 
     def _wrote(self, o: np.ndarray, lse: np.ndarray) -> None:

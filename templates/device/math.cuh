@@ -150,6 +150,25 @@ DEVICE u32 cvt_e4m3x4(float a, float b, float c, float d) {
   return r;
 }
 
+// Two elements of e4m3 as float16, which holds each.
+DEVICE u32 cvt_f16x2_e4m3x2(u16 x) {
+  u32 r;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(x));
+  return r;
+}
+
+DEVICE u32 mul_f16x2(u32 a, u32 b) {
+  u32 r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
+DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+
 // A stored element as a float.
 DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }
 

@@ -85,6 +85,8 @@ def convert(b: Build) -> Closure:
     """cvt.d.s and its packed forms."""
     source = b.type()
     to = b.type()
+    if to == "f16x2" and source in _EIGHT:
+        return _unpack_8_bits(b, _EIGHT[source])
     if to in ("f16x2", "bf16x2"):
         return _pack(b, to, source)
     if to in _EIGHT:
@@ -163,6 +165,25 @@ def _pack_8_bits(b: Build, to: str, source: str) -> Closure:
     def run(V: Slots, m: Mask) -> None:
         upper, lower = (float8.codes(np.asarray(V[x]), to).astype(np.uint16) for x in (high, low))
         np.copyto(V[d], upper << np.uint16(8) | lower, where=m)
+
+    return run
+
+
+def _unpack_8_bits(b: Build, source: str) -> Closure:
+    """cvt.rn.f16x2.{e4m3x2,e5m2x2} d, a: float16 holds each element."""
+    rounding, relu = b.take("rn"), b.take("relu")
+    b.done(2)
+    if not rounding or relu:
+        raise b.unknown("this packed conversion")
+    d, x = b.write(b.operands[0], "b32"), b.read(b.operands[1], "b16")
+
+    def run(V: Slots, m: Mask) -> None:
+        two = np.asarray(V[x], np.uint16)
+        low, high = (
+            float8.values(np.asarray(part, np.uint8), source).astype(np.float16).view(np.uint16).astype(np.uint32)
+            for part in (two & np.uint16(0xFF), two >> np.uint16(8))
+        )
+        np.copyto(V[d], high << np.uint32(16) | low, where=m)
 
     return run
 

@@ -92,7 +92,29 @@ _BINARY_AS_FMA: dict[np.ufunc, Callable[..., tuple]] = {
 }
 
 
+def halves(b: Build, terms: int, compute: Callable[..., np.ndarray]) -> Closure:
+    """Arithmetic on both float16 of a word: what `compute` gives in float64 rounds as the exact value would."""
+    rounding = b.take("rn", "rz", "rm", "rp")
+    b.done(1 + terms)
+    if rounding not in ("", "rn"):
+        raise b.unknown(f"arithmetic on f16x2 with rounding {rounding}")
+    d = b.write(b.operands[0], "b32")
+    words = [b.read(operand, "b32") for operand in b.operands[1:]]
+
+    def run(V: Slots, m: Mask) -> None:
+        found = np.uint32(0)
+        for shift in (np.uint32(0), np.uint32(16)):
+            parts = [(np.asarray(V[x], np.uint32) >> shift).astype(np.uint16).view(np.float16) for x in words]
+            half = compute(*(part.astype(np.float64) for part in parts)).astype(np.float16)
+            found = found | half.view(np.uint16).astype(np.uint32) << shift
+        np.copyto(V[d], found, where=m)
+
+    return run
+
+
 def binary(b: Build, kind: str, ufunc: np.ufunc) -> Closure:
+    if kind == "f16x2":
+        return halves(b, 2, ufunc)
     mode = _rounding(b, kind)
     if mode:
         terms, exact = _BINARY_AS_FMA[ufunc], _fma_directed(mode)
@@ -124,6 +146,8 @@ def _saturate(x: np.ndarray) -> np.ndarray:
 
 
 def fma_of(b: Build, kind: str) -> Closure:
+    if kind == "f16x2":
+        return halves(b, 3, lambda x, y, z: _round_to_odd(x * y, z, x * y + z))
     mode = _rounding(b, kind)
     compute = _fma_directed(mode) if mode else fma
     ftz, sat = b.take("ftz"), b.take("sat")

@@ -15,6 +15,7 @@ from typing import Protocol
 from flashgen.planning.arch import KIB, Arch
 from flashgen.planning.integers import Allowed
 from flashgen.planning.members import FoldedLeaves
+from flashgen.planning.operands import AS_STORED, Operands
 from flashgen.planning.pipelines.ampere import programs
 from flashgen.planning.pipelines.protocol import Predictor
 from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
@@ -144,8 +145,6 @@ def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
 
 def unsupported_reason(request: KernelRequest) -> str | None:
     """Why the pipeline has no such forward, or None; the planner says where a tile does not fit."""
-    if request.float8 is not None:
-        return "multiplies elements of 16 bits"
     return None
 
 
@@ -195,7 +194,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         Part(name="q", amount=q, why="all of the warp's rows" if c.q_in_registers else "fragments of one step"),
         Part(name="softmax", amount=4 * m, why=f"running maximum and sum of {2 * m} rows"),
         Part(name="addresses", amount=20 + swizzles, why="of the copies, strides, loop state; the swizzle's columns"),
-        Part(name="mask", amount=_mask_registers(request.profile), why="positions, bounds and values in partial tiles"),
+        Part(name="mask", amount=mask_registers(request.profile), why="positions, bounds and values in partial tiles"),
         *((Part(name="dropout", amount=words, why="random words ahead of their use"),) if request.dropout else ()),
         Part(
             name="loads ahead",
@@ -231,10 +230,17 @@ def budget(c: Block, arch: Arch, blocks: int) -> int:
 
 def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
     """Why the candidate cannot run on the architecture, or None."""
-    arch, smem_bytes = request.arch, total(smem(c, request))
+    return beyond_limits(c, request, smem(c, request), registers(c, request))
+
+
+def beyond_limits(
+    c: Candidate, request: KernelRequest, memory: tuple[Part, ...], wanted: tuple[Part, ...]
+) -> str | None:
+    """The limit that shared memory or registers pass, or None."""
+    arch, smem_bytes = request.arch, total(memory)
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
-    count = needed(c, registers(c, request), request)
+    count = needed(c, wanted, request)
     if count > arch.registers_per_thread:
         return f"registers {count} > {arch.registers_per_thread}"
     if count > budget(c, arch, 1):
@@ -246,7 +252,18 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     """The plan of a candidate that fits, with as many blocks per SM as memory, registers and warps allow."""
     if isinstance(request.keys, FoldedLeaves):  # registers are for o of one leaf
         request = request.visiting(request.keys.in_parts)
-    arch, memory, wanted = request.arch, smem(c, request), registers(c, request)
+    return plan_of(c, request, smem(c, request), registers(c, request))
+
+
+def plan_of(
+    c: Candidate,
+    request: KernelRequest,
+    memory: tuple[Part, ...],
+    wanted: tuple[Part, ...],
+    operands: Operands = AS_STORED,
+) -> KernelPlan:
+    """The plan of a candidate that takes so much."""
+    arch = request.arch
     by_memory = arch.smem_per_sm // (total(memory) + arch.smem_reserved)
     by_warps = max(1, min(arch.max_warps, USEFUL_WARPS) // c.warps)
     most = min(by_memory, by_warps, arch.max_blocks)
@@ -259,6 +276,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
         blocks_per_sm=blocks,
         smem=memory,
         registers=within(wanted, budget(c, arch, blocks)),
+        operands=operands,
     )
 
 
@@ -289,7 +307,7 @@ def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
 
 def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     """Seconds an SM needs for one score while 1, 2 ... blocks share it; the last one ranks the plan."""
-    return tuple(_pace(plan, arch, blocks) for blocks in range(1, plan.blocks_per_sm + 1))
+    return tuple(pace(clocks(plan, arch), plan, arch, blocks) for blocks in range(1, plan.blocks_per_sm + 1))
 
 
 def predictor(plan: KernelPlan, seconds_per_score: tuple[float, ...]) -> Predictor:
@@ -305,13 +323,12 @@ def predictor(plan: KernelPlan, seconds_per_score: tuple[float, ...]) -> Predict
     return seconds
 
 
-def _pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:
-    """Seconds an SM needs for one score while `blocks` blocks share it.
+def pace(by_unit: dict[str, float], plan: KernelPlan, arch: Arch, blocks: int) -> float:
+    """Seconds an SM needs for one score while `blocks` blocks share it, of the clocks of its units.
 
     One warp a scheduler runs product, softmax and loads one after another; n warps hide all but the slowest unit
     n-fold.  Loads from L2 run behind all of it.
     """
-    by_unit = clocks(plan, arch)
     l2 = by_unit.pop("l2")
     warps_a_scheduler = blocks * plan.warps / 4
     slowest, total = max(by_unit.values()), sum(by_unit.values())
@@ -319,7 +336,7 @@ def _pace(plan: KernelPlan, arch: Arch, blocks: int) -> float:
     return max(hidden / min(warps_a_scheduler, 1), l2) / arch.clock_hz
 
 
-def _mask_registers(asked: Profile) -> int:
+def mask_registers(asked: Profile) -> int:
     """Registers that positions, bounds and values of the mask take in a partial tile, by its number of ops; those of
     captured elements, and of judging tiles."""
     ops = asked.mask_ops

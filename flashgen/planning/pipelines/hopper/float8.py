@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.float8 import LEAST_BLOCK, SLACK, WORDS_BY_BITS
+from flashgen.planning.float8 import FLOAT8, LEAST_BLOCK, SLACK, WORDS_BY_BITS
 from flashgen.planning.integers import Allowed
 from flashgen.planning.layout import Layout
 from flashgen.planning.members import (
@@ -126,6 +126,8 @@ FOLD_OPS = 1
 
 def unsupported_reason(request: KernelRequest) -> str | None:
     """Why there is no such 8-bit kernel, or None."""
+    if request.float8 is not None and request.float8.q not in FLOAT8:
+        return f"multiplies 8-bit keys and values by queries of 8 bits, not by {request.float8.q}"
     if request.dropout:
         return "drops no probabilities in 8 bits"
     if request.keys.invariant:
