@@ -33,8 +33,8 @@ KEY_STEP = KEYS[0]
 #: Registers of a thread for descales, words on their way from 8 bits to 16, and P, which waits in 16 bits for all
 #: columns of V: by the keys of a tile, of a block of 16 rows; those of a second block; and one for each key beyond
 #: FEW_KEYS where Q is in registers.  Found by compiling.
-WIDENING, SECOND_BLOCK = {32: 12, 64: 40, 128: 72}, 10
-FEW_KEYS = 32
+WIDENING, SECOND_BLOCK = {32: 2, 64: 40, 128: 72}, 30
+FEW_KEYS = 16
 
 #: Instructions by which a lane makes two float16 of two elements, with and without a conversion, of e5m2 in any case,
 #: and two bfloat16 of those.
