@@ -135,7 +135,7 @@ def checked(
         _check_descale(DESCALES[tensor], found, tensor, problem.batch, heads, rows, q.device, read)
         descales[tensor] = found
         if layout.joined and (tensor == "q" or not layout.paged):
-            _check_blocks_of_sequences(name, descales[tensor], problem.batch)
+            _check_blocks_of_sequences(DESCALES[tensor], descales[tensor], problem.batch)
     return Eight(descales, options)
 
 

@@ -132,9 +132,8 @@ def test_lengths_and_pages(head_dim, q_len, page_size, splits):
         assert all(torch.equal(x, y) for x, y in zip(found, padded, strict=True))
     for b, n in enumerate(lengths.tolist()):
         one = [x[b : b + 1, :, :m].contiguous() for x, m in zip(codes, (q_len, n, n), strict=True)]
-        of_one = {name: x[b : b + 1] for name, x in named(of).items()}
-        bottom = load_spec("causal_bottom_right")
-        alone = fg.attention(*one, bottom, **of_one, kv_splits=splits, return_lse=True)
+        of_one = {name: x[b : b + 1] for name, x in named(of).items()} | {"kv_lengths": lengths[b : b + 1]}
+        alone = fg.attention(*one, causal, **of_one, q_offset="end", kv_splits=splits, return_lse=True)
         assert all(torch.equal(x[b : b + 1], y) for x, y in zip(padded, alone, strict=True))
 
 
