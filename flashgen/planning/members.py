@@ -47,7 +47,7 @@ class SplitKeys:
 #: Keys of a leaf, one number for every kind of call.
 #: On an H200, of the speed of the default form.  Decoding 8,192 keys of one sequence 1.07, 32,768 1.00, 131,072 0.95,
 #: 1,024 keys, which are one leaf, 0.72 to 0.74; a causal prompt of 8,192 tokens 0.93 (head_dim 64), 0.91 (128) and 0.85
-#: (256).  Where rings were not counted in uniform registers: 0.88, 0.84 and 0.82, and of leaves of 512 keys 0.84 and 0.79.
+#: (256); before rings were counted in uniform registers 0.88, 0.84 and 0.82, and of leaves of 512 keys 0.84 and 0.79.
 LEAF = 1024
 
 
