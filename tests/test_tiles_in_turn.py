@@ -38,6 +38,13 @@ def test_as_many_blocks_as_tiles():
     assert np.array_equal(few.dk, many.dk) and np.array_equal(few.dv, many.dv)
 
 
+def test_many_heads_for_few_blocks():
+    """Whatever a simulation is asked to clear ahead: none of them may wait for another."""
+    b = backward(batch=2, heads=4, kv_heads=4, q_len=64, kv_len=256)
+    result = b.run(sms=3, seed=1)
+    assert b.wrong(result) == []
+
+
 @pytest.mark.parametrize(
     "edit, trapped",
     [

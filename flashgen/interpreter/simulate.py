@@ -19,6 +19,7 @@ from flashgen.interpreter.memory import Memory
 from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
 from flashgen.interpreter.tensormap import BFLOAT16, FLOAT16, SWIZZLE_SPAN, UINT8, TensorMap
 from flashgen.lang import float8
+from flashgen.planning.backward import layout
 from flashgen.planning.float8 import ACCUMULATOR_BITS, DESCALES, FLOAT8
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
@@ -318,7 +319,7 @@ def simulate_backward(
 
     Arrays are [batch, heads, length, dim] floats, rounded to the plan's dtype, lse and dlse [batch, heads, q_len].
     Results and workspaces start as NaN.  Options and errors are those of `simulate`; `clear_distance` is that
-    of make_launch.
+    of make_launch, which blocks that have tiles in turn take as it plans it.
     """
     tensors = _Tensors(plan, case)
     for name, array in (("q", q), ("k", k), ("v", v), ("o", o), ("d_o", d_o)):
@@ -337,7 +338,7 @@ def simulate_backward(
         "dropout": dropout,
         "sms": sms,
         "l2_kv_heads": l2_kv_heads,
-        "clear_distance": clear_distance,
+        "clear_distance": None if layout(plan).in_turn else clear_distance,
         "q_offset": q_offset,
         "rows": (np.shape(q)[-2], np.shape(k)[-2]),
     }
