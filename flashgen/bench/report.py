@@ -198,8 +198,8 @@ def of_suites(folder: Path, names: Iterable[str]) -> str:
 
 
 def _contenders(rows: list[dict]) -> Iterator[list[str]]:
-    """Of a part: each contender with the number of cells, its ratios, the bars and how many are below; then what was
-    refused."""
+    """Of a part: each contender with the number of cells, its ratios, the bars and how many are below; then the cells
+    that have none: of a subject that was timed alone, or refused."""
     for name in dict.fromkeys(name for row in rows for name in row["ratio"]):
         beside = [row for row in rows if name in row["ratio"]]
         ratios = [row["ratio"][name][0] for row in beside]
@@ -208,8 +208,10 @@ def _contenders(rows: list[dict]) -> Iterator[list[str]]:
         below = sum(bar is not None and ratio < bar for ratio, bar in zip(ratios, bars, strict=True))
         span = f"{min(known):.3g}" + (f" to {max(known):.3g}" if max(known) > min(known) else "") if known else "-"
         yield [name, str(len(beside)), _summary(ratios), span, str(below) if known else "-"]
-    if refused := sum(not row["ratio"] and bool(jsonfile.member(row, "absent", dict)) for row in rows):
-        yield ["refused", str(refused), "-", "-", "-"]
+    without = [bool(row.get("us")) for row in rows if not row["ratio"] and jsonfile.member(row, "absent", dict)]
+    for said, timed in (("nobody", True), ("refused", False)):
+        if count := without.count(timed):
+            yield [said, str(count), "-", "-", "-"]
 
 
 def _with_ratios(row: dict) -> dict:
