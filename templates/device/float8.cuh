@@ -1,8 +1,10 @@
-// ---------------------------------------------------------------- four elements of 8 bits as two words of two 16-bit ones
+// ---------------------------------------------------------------- four elements of 8 bits as two words of 16-bit ones
 // float16 holds each of them: e5m2 is its upper byte.
 DEVICE uint2 f16_of_e5m2(u32 four) { return make_uint2(__byte_perm(four, 0, 0x1404), __byte_perm(four, 0, 0x3424)); }
 
-DEVICE uint2 f16_of_e4m3(u32 four) { return make_uint2(cvt_f16x2_e4m3x2(u16(four)), cvt_f16x2_e4m3x2(u16(four >> 16))); }
+DEVICE uint2 f16_of_e4m3(u32 four) {
+  return make_uint2(cvt_f16x2_e4m3x2(u16(four)), cvt_f16x2_e4m3x2(u16(four >> 16)));
+}
 
 // Two elements in the upper bytes of halves: exponent and mantissa moved to their places are the value times 2^-8,
 // subnormals too.  480 times 144 is infinite, and no other element is: so it becomes NaN, which its code stands for.
