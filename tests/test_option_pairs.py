@@ -34,7 +34,7 @@ GRID = [
     for head_dim in HEAD_DIMS
     for dtype in DTYPES
 ]
-KEPT = [("hopper", False, "causal", 128, "bfloat16"), ("ampere", True, "alibi", 64, "float16")]
+KEPT = [("hopper", False, "causal", 128, "bfloat16")]
 
 #: What serving asks for: which keys a block visits, beside another layout or an option.
 KEYS = {"split": SplitKeys(), "leaves": FoldedLeaves(), "leaves in parts": Leaves()}
