@@ -16,7 +16,7 @@ from flashgen.interpreter.simulate import Simulated, simulate
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
 from flashgen.planning import planner
-from flashgen.planning.float8 import SLACK, WORDS_BY_BITS
+from flashgen.planning.float8 import HEADROOM, SLACK, WORDS_BY_BITS
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
@@ -111,6 +111,7 @@ def errors_of_forms(keys: int = 2048, rows: int = 64) -> dict[str, tuple[float, 
         right = torch.softmax(scores.double() * deviation, -1) @ v.double()
         for name, words in WORDS_BY_BITS.items():
             q_rows = torch.arange(rows)[:, None]
-            o, total, _ = accumulated(scores * deviation, v, words, q_rows, torch.float8_e4m3fn, slack=SLACK[name])
+            lag = {"slack": SLACK[name], "headroom": HEADROOM if SLACK[name] else 0.0}
+            o, total, _ = accumulated(scores * deviation, v, words, q_rows, torch.float8_e4m3fn, **lag)
             found[name].append(float(((o / total).double() - right).square().mean().sqrt()))
     return {name: tuple(x / y for x, y in zip(of, found["exact"], strict=True)) for name, of in found.items()}

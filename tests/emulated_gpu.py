@@ -40,7 +40,6 @@ class EmulatedGpu(FakeDriver):
     CUtensorMapSwizzle = real.CUtensorMapSwizzle
     CUtensorMapL2promotion = real.CUtensorMapL2promotion
     CUtensorMapFloatOOBfill = real.CUtensorMapFloatOOBfill
-    cuuint32_t = cuuint64_t = int
 
     class CUtensorMap:
         """A map that lies at a host address."""
@@ -48,13 +47,10 @@ class EmulatedGpu(FakeDriver):
         def __init__(self, _ptr: int) -> None:
             self.address = _ptr
 
-        def getPtr(self) -> int:
-            return self.address
-
     def __init__(self, capability: tuple[int, int] = (8, 0)) -> None:
         super().__init__()
-        self.capability, self.plans, self.held, self.launches = capability, {}, [], []
-        self.memory, self.placed = interpreter.Memory(), {}
+        self.capability, self.plans, self.launches = capability, {}, []
+        self.memory, self.placed, self.entry = interpreter.Memory(), {}, None
 
     # Memory
 
@@ -87,12 +83,36 @@ class EmulatedGpu(FakeDriver):
     def _cuModuleLoadData(self, cubin):
         return OK, ("module", cubin)
 
+    def _cuGetProcAddress(self, name, version, flags):
+        """Of what flashgen calls at its address: a function that does as the driver's, and is called by our name."""
+        assert name == b"cuTensorMapEncodeTiled"
+        if self.entry is None:
+
+            def encode(pointer, kind, rank, address, sizes, strides, box, steps, *kinds):
+                given = [
+                    (ctypes.c_uint64 * rank).from_address(sizes),
+                    (ctypes.c_uint64 * (rank - 1)).from_address(strides),
+                ]
+                given += [(ctypes.c_uint32 * rank).from_address(at) for at in (box, steps)]
+                interleave, swizzle, promotion, fill = kinds
+                made = (
+                    *(real.CUtensorMapDataType(kind), rank, address, *map(tuple, given)),
+                    *(real.CUtensorMapInterleave(interleave), real.CUtensorMapSwizzle(swizzle)),
+                    *(real.CUtensorMapL2promotion(promotion), real.CUtensorMapFloatOOBfill(fill)),
+                )
+                status, *content = self.cuTensorMapEncodeTiled(*made)
+                if status == OK:
+                    ctypes.memmove(pointer, content[0], 128)
+                return int(status)
+
+            types = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, *5 * [ctypes.c_void_p], *4 * [ctypes.c_int]]
+            self.entry = ctypes.PYFUNCTYPE(ctypes.c_int, *types)(encode)
+        return OK, ctypes.cast(self.entry, ctypes.c_void_p).value, None
+
     def _cuTensorMapEncodeTiled(self, *arguments):
         if not self.contexts:  # as the driver does
             return real.CUresult.CUDA_ERROR_INVALID_CONTEXT, None
-        buffer = ctypes.create_string_buffer(TensorMap.encode_tiled(*arguments).to_bytes(), 128)
-        self.held.append(buffer)
-        return OK, self.CUtensorMap(ctypes.addressof(buffer))
+        return OK, TensorMap.encode_tiled(*arguments).to_bytes()
 
     def _cuTensorMapReplaceAddress(self, tensor_map, address):
         before = TensorMap.from_bytes(ctypes.string_at(tensor_map.address, 128))

@@ -18,6 +18,7 @@ from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
 from flashgen.planning.layout import AT_END, Dense, Layout, Padded
 from flashgen.planning.members import Leaves
+from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.planner import backward_menu, menu
@@ -232,7 +233,8 @@ def batch(
     ).plans[0]
     if pipeline == "hopper":
         plan = hopper_plan(replace(plan, **{"q_stages": q_stages}), variant, problem, layout)
-        plan = hopper.packed(plan) if packed else plan
+    if packed:
+        plan = {"ampere": ampere, "hopper": hopper}[pipeline].packed(plan)
     if layout.joined:
         starts = [np.cumsum([0, *lengths]).tolist() for lengths in (rows, keys)]
         each = list(zip(sequences, *starts, strict=False))

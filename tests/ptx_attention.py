@@ -15,6 +15,7 @@ from flashgen.codegen import emit
 from flashgen.interpreter.simulate import Simulated, simulate
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
+from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.planner import menu
@@ -74,12 +75,14 @@ def plan_of(
     q_stages: int = 1,
     packed: bool = False,
 ) -> KernelPlan:
-    """The planner's plan with this tile (by default that of TILES); `q_stages` and `packed` of pipeline hopper."""
+    """The planner's plan with this tile (by default that of TILES); `q_stages` of pipeline hopper."""
     p, arch = problem, ARCH[pipeline]
     plans = menu(
         variant, arch, p.dtype, p.head_dim, p.v_head_dim, tile=tile or TILES[pipeline], stages=stages, pipeline=pipeline
     ).plans
-    if pipeline == "ampere" or (plans[0].q_stages == q_stages and not packed):
+    if pipeline == "ampere":
+        return ampere.packed(plans[0]) if packed else plans[0]
+    if plans[0].q_stages == q_stages and not packed:
         return plans[0]
     candidate = hopper.Candidate(tile=plans[0].tile, stages=stages, q_stages=q_stages)
     plan = hopper.plan(candidate, KernelRequest.of(variant, arch, p.dtype, p.head_dim, p.v_head_dim))

@@ -102,6 +102,7 @@ def reference(tensors, do, **options):
         return torch.autograd.grad(F.scaled_dot_product_attention(*inputs, **options), inputs, do.float())
 
 
+@pytest.mark.slow
 def test_the_flash_backend_is_flashgen_s(gpu):
     q, k, v = inputs(gpu)
     with flashgen.activate():
@@ -113,6 +114,7 @@ def test_the_flash_backend_is_flashgen_s(gpu):
     assert providers.current_flash_attention_impl() is None
 
 
+@pytest.mark.slow
 def test_a_backward_is_of_whoever_ran_the_forward(gpu):
     other = Other()
     providers.activate_flash_attention_impl("other")
@@ -133,6 +135,7 @@ def test_a_backward_is_of_whoever_ran_the_forward(gpu):
     assert other.calls == ["forward", "backward"] and all((x == 2).all() for x in found)
 
 
+@pytest.mark.slow
 def test_no_kernel_is_traced(gpu, monkeypatch):
     """A frame that dynamo gives up calls the operator at run time, and dynamo looks at all that it calls."""
     traced = []
@@ -155,6 +158,7 @@ def test_no_kernel_is_traced(gpu, monkeypatch):
         close(mine, x)
 
 
+@pytest.mark.slow
 def test_dropout_is_that_of_the_forward(gpu):
     tensors = [x.requires_grad_() for x in inputs(gpu)]
     with flashgen.activate():
@@ -238,6 +242,7 @@ def test_threads_and_what_each_of_them_ran(gpu):
         assert seen == {32: "flashgen", 20: "torch"} and flashgen.last_backend().name == "torch"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("q_len", "kv_len"), [(20, 33), (33, 20)])
 def test_causal_where_lengths_differ(gpu, q_len, kv_len):
     """The function counts from the first positions, the flash backend's operator from the last."""
@@ -251,6 +256,7 @@ def test_causal_where_lengths_differ(gpu, q_len, kv_len):
     close(o, F.scaled_dot_product_attention(*plain(q, k, v), columns <= rows))
 
 
+@pytest.mark.slow
 def test_the_patched_function(gpu, caplog):
     q, k, v = inputs(gpu)
     mask = gpu.put(torch.randn(33, 33).bfloat16() > 0)

@@ -54,6 +54,7 @@ def test_only_what_is_cut_is_judged_by_parts():
     assert found.within(192, 64) == Cells(q=128, k=None) and found.within(128, 128) == Cells(q=None, k=192)
 
 
+@pytest.mark.slow
 def test_a_value_has_one_cell_where_it_is_said_to():
     """Every int below a mask of quotients and remainders, against its values."""
     q, source = np.arange(4096), seeded(3)

@@ -83,6 +83,7 @@ def slope(root, s):
     return np.zeros_like(s) if found is None else value(found, s)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_finite_differences(data):
@@ -95,6 +96,7 @@ def test_finite_differences(data):
     assert np.all(np.abs(slope(root, s) - (ahead + behind) / 2)[smooth] < 1e-3 * size[smooth])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_sympy(seed):
     root = score(floats(seeded(seed), 3))

@@ -189,6 +189,7 @@ def test_a_mask_of_many_terms_is_judged_where_it_does_not_fit():
     assert len(facts.hidden) <= MAX_TERMS
 
 
+@pytest.mark.slow
 def test_a_deep_chain_of_conditions_does_not_recurse():
     def deep(b, h, q, k):
         mask = k >= 1
@@ -218,6 +219,7 @@ def test_bounds_and_uniform_conditions_are_free_of_the_position():
             assert all(n.dtype is DType.BOOL for n in (*term.uniform, *term.others))
 
 
+@pytest.mark.slow
 def test_facts_are_the_same_in_every_process():
     script = textwrap.dedent(
         """

@@ -136,6 +136,7 @@ MASKS = {
 }
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(sorted(MASKS)), st.integers(0, 1 << 20), st.integers(1, 80), st.integers(1, 80))
 def test_classes_are_sound(name, seed, q_len, kv_len):
@@ -275,6 +276,7 @@ def test_an_element_that_no_pair_needs_may_lie_outside():
 # Plans
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["ampere", "hopper"])
 @pytest.mark.parametrize("name", ["rotated", "restarts", "flags", "heights", "blocks", "dense", "table"])
 def test_bytes_are_those_of_the_walk(name, pipeline):

@@ -7,6 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from nested_masks import MASKS
 from random_masks import drawn, random_case, random_mask, seeded
+from tiers import thinned
 
 import flashgen as fg
 from flashgen.analysis import counts, tiles
@@ -59,6 +60,7 @@ def check(variant, case, tile):
     return exact
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_random_masks(data):
@@ -68,7 +70,7 @@ def test_random_masks(data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(0, 400, 20))
+@pytest.mark.parametrize("seed", thinned(range(0, 400, 20), range(0, 200, 20), "test_random_masks_of_a_seed"))
 def test_random_masks_of_a_seed(seed, monkeypatch):
     monkeypatch.setattr(counts, "_SQUARE", 1 + seed // 20 % 4)  # small problems have squares too
     for n in range(seed, seed + 20):
@@ -79,13 +81,14 @@ def test_random_masks_of_a_seed(seed, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [3, 12, 40])
+@pytest.mark.parametrize("depth", thinned((3, 12, 40), (3, 40), "test_nested_masks"))
 @pytest.mark.parametrize("name", MASKS)
 def test_nested_masks(name, depth):
     for q_len, kv_len, tile in ((23, 19, Tile(q=4, kv=3)), (64, 90, Tile(q=8, kv=16))):
         check(fg.variant(MASKS[name](depth)), case_of(q_len, kv_len), tile)
 
 
+@pytest.mark.slow
 def test_what_is_too_large_is_named_and_the_rest_still_taken_apart():
     rounds = MASKS["rounds"](16)
     variant = fg.variant(lambda b, h, q, k: rounds(b, h, q, k) & (k <= q))
@@ -122,6 +125,7 @@ def pieces(draw):
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(st.lists(pieces(), min_size=1, max_size=3), st.data())
 def test_unions_of_three_bands_and_prefixes_are_exact(parts, data):
@@ -147,6 +151,7 @@ LAYOUTS = {
 layout = fg.tensor("layout", dims=(None, None), dtype="bool")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 @settings(deadline=None, max_examples=25)
 @given(tile_q=st.integers(1, 4), tile_kv=st.integers(1, 4), times=st.integers(1, 3), data=st.data())
@@ -302,6 +307,7 @@ def test_floor_sums_agree_with_the_count_by_q_tile(name):
         assert counts.count(band, case, tile) == counts.count(union, case, tile)
 
 
+@pytest.mark.slow
 def test_documents_of_a_million_tokens_are_counted_without_looking_at_every_tile():
     facts, tile = analyse(fg.load_spec("packed_softcap").bind()), Tile(q=128, kv=64)
 

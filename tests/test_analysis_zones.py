@@ -33,6 +33,7 @@ def members(z, rows=12, columns=12):
     return inside & np.ones((rows, columns), bool)
 
 
+@pytest.mark.slow
 @bounded
 @given(bounds())
 def test_a_zone_is_judged_spanned_and_counted_exactly(z):
@@ -82,6 +83,7 @@ def brute(band, q_len, kv_len, tile_q, tile_kv):
     return BandTiles(**found)
 
 
+@pytest.mark.slow
 @bounded
 @given(bounds(), st.integers(1, 30), st.integers(1, 30), st.integers(1, 7), st.integers(1, 7), st.booleans())
 def test_band_tiles_count_as_brute_force_does(z, q_len, kv_len, tile_q, tile_kv, whole):

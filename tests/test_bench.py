@@ -254,6 +254,7 @@ def test_without_a_gpu(monkeypatch):
         assert "needs a GPU" in flashgen("bench", "ampere", *options, code=2).err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bench", [forward, backward], ids=["forward", "backward"])
 def test_dropout_is_checked_with_the_pairs_that_it_drops(monkeypatch, bench):
     """Peers drop others and are not compared; the same call without dropout stands beside it."""

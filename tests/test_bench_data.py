@@ -245,6 +245,7 @@ def test_what_is_above_its_bar():
 # -- the command
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_record(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(record, "environment", lambda: {"gpu": {"name": "none"}, "versions": {}})

@@ -29,6 +29,7 @@ def test_every_dtype_of_the_cpu(dtype):
     assert f"exact row max in {dtype}" in run("causal", "--seqlen", 70, "--head-dim", 64, "--dtype", dtype).out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_every_shipped_spec(name):
     options = ("--batch", 2, "--heads", 4, "--kv-heads", 2, "--seqlen", 67, "--head-dim", 64, "--v-head-dim", 32)
@@ -200,6 +201,7 @@ def test_an_index_outside_a_captured_tensor_is_one_message(tmp_path):
     assert "tensor 'ids': index 5 is outside dimension 0 of size 5" in err
 
 
+@pytest.mark.slow
 def test_a_sweep_on_the_cpu(tmp_path):
     for name in ("causal", "alibi"):
         (tmp_path / f"{name}.py").write_text(shipped()[name].read_text())

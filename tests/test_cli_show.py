@@ -151,7 +151,10 @@ def test_the_program_of_a_forward():
 @pytest.mark.parametrize(
     "options, found",
     [
-        (("--arch", "sm_90a", "--backward"), ("dq accumulation", "with q", "a warpgroup computes P and dS")),
+        (
+            ("--arch", "sm_90a", "--backward", "--seqlen", "4096"),
+            ("dq accumulation", "with q", "a warpgroup computes P and dS"),
+        ),
         (("--arch", "sm_90a", "--backward", "--deterministic"), ("dq semaphore", "before", "order")),
         (("--arch", "sm_90a", "--backward", "--head-dim", 256), ("dv consumer", "dk consumer", "leave to write dS")),
         (("--arch", "sm_90a", "--tile", "128x64", "--packed"), ("storer", "64 rows of O in the shared memory of Q")),

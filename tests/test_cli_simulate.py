@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 from cli import flashgen
 
 from flashgen.interpreter import simulate
@@ -31,6 +32,7 @@ def test_a_kernel_that_drops_is_checked_on_the_pairs_that_it_keeps(monkeypatch):
     assert "nearest: dropout=0.99" in flashgen("simulate", "causal", *SMALL, "--dropout", "1", code=2).err
 
 
+@pytest.mark.slow
 def test_copies_may_end_late():
     assert "no trap" in flashgen("simulate", "full", *SMALL, "--late").out
 

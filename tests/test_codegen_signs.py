@@ -79,6 +79,7 @@ def test_the_gradient_of_an_element_goes_to_its_own_place(at):
     check(Backward(variant, head_dim=32, **SHAPE))
 
 
+@pytest.mark.slow
 def test_the_gradient_of_an_element_that_the_score_selects():
     variant = fg.variant().score(lambda s, b, h, q, k: s + bias[h, fg.int32(fg.clamp(s + 4, 0, 7))])
     check(Backward(variant, head_dim=32, **SHAPE))

@@ -36,6 +36,7 @@ def test_each_round_has_a_folder_of_its_own(monkeypatch):
     assert not any(folder.exists() for _, folder, _ in folders)
 
 
+@pytest.mark.slow
 def test_bytecode_is_there_for_every_process(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
     assert cold.bytecode()

@@ -66,6 +66,7 @@ def compare(q, k, v, **options):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("causal", "window", "softcap", "slopes"),
     list(itertools.product((False, True), WINDOWS, (0.0, 2.5), (None, 1, 2))),
@@ -247,6 +248,7 @@ def test_what_ran():
     assert flashgen.last_backend().call == "flash_attn_func" and flashgen.last_backend().name == "flashgen"
 
 
+@pytest.mark.slow
 def test_one_graph_for_lengths_windows_caps_and_slopes():
     torch._dynamo.reset()
     counters.clear()

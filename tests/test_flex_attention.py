@@ -223,6 +223,7 @@ def test_new_contents_of_blocks_are_read():
     torch.testing.assert_close(found, masked(q, k, v, rule(block_mask)))
 
 
+@pytest.mark.slow
 def test_a_block_mask_is_held_weakly():
     ids = torch.arange(LENGTH) // 37
     block_mask = create_block_mask(documents(ids), 1, 1, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK)

@@ -29,6 +29,7 @@ def attention(q, k, v, keep, scores=lambda s: s):
     return torch.where(keep.any(-1, keepdim=True), torch.softmax(s, -1), 0) @ v
 
 
+@pytest.mark.slow
 def test_a_kernel_reads_what_a_function_captured(gpu):
     generator = torch.Generator().manual_seed(1)
     ids, marks = (

@@ -380,6 +380,7 @@ def test_partials_and_callable_objects_are_not_traced_again():
     assert traces(all_of) == 2
 
 
+@pytest.mark.slow
 def test_many_functions_leave_nothing_behind():
     dead = []
 
@@ -397,6 +398,7 @@ def test_many_functions_leave_nothing_behind():
     assert [(len(flex._known), len(known.traces)) for known in flex._known.values()] == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("combined", [False, True])
 def test_a_call_leaves_no_tensor_behind(combined):
     number = 1000 + combined  # what equals an earlier variant would be planned already
@@ -423,6 +425,7 @@ def test_numbers_are_kept_to_a_limit():
     assert [len(known.traces) for known in flex._known.values()] == [flex.MAX_TRACES]
 
 
+@pytest.mark.slow
 def test_code_is_held_weakly():
     def make():
         scope = {}

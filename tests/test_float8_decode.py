@@ -35,6 +35,7 @@ def work(spec="full", options=SPLIT, **shape):
     return eight(spec, options=options, **{**SHAPE, **shape})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "splits", "options", "shape"),
     [
@@ -60,6 +61,7 @@ def test_kernels_are_right(spec, splits, options, shape):
     assert w.wrong(found) == () and all(report.conflicts == [] for report in found.reports.values())
 
 
+@pytest.mark.slow
 def test_blocks_without_a_key():
     """Rows that see nothing, and parts that nothing is written to: the workspace holds NaN."""
     w = work("causal_bottom_right", q_len=70, kv_len=10, options={**PACKED, "accuracy": "exact"})
@@ -68,6 +70,7 @@ def test_blocks_without_a_key():
     assert not found.o[:, :, :60].any() and (found.lse[:, :, :60] == -np.inf).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "shape", "edit"),
     [
@@ -113,6 +116,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_seen(name):
     w = work(options={**PACKED, "accuracy": "exact"}, heads=4, q_len=12, head_dim=64)
@@ -148,6 +152,7 @@ def test_many_queries_have_more_warpgroups():
     assert divided(2, 8192, 16, 16, q_len=4096).plan.tile.q == 128
 
 
+@pytest.mark.slow
 def test_bytes_of_parts_are_predicted():
     w = work(heads=4, options=PACKED)
     found = w.run(kv_splits=2)
@@ -191,6 +196,7 @@ def in_pages(x, page_size):
     return pages.view(torch.uint8)[table.ravel().argsort().copy()].view(x.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "splits", "shape", "page_size"),
     [

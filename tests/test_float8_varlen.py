@@ -134,6 +134,7 @@ def joined(
     return Joined(w, alone, tuple(codes), descales, page_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "options", "splits", "shape"),
     [
@@ -202,6 +203,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*list(WRONG)[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in list(WRONG)[3:])]
 )
@@ -323,6 +325,7 @@ def test_one_descale_for_all_and_pages():
     assert off(paged, flat().double()) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_on_an_emulated_gpu(monkeypatch, blocks):
     gpu = install(monkeypatch, (9, 0))

@@ -65,6 +65,7 @@ def test_the_generator_writes_every_operation():
     assert missing == set()
 
 
+@pytest.mark.slow
 def test_few_texts_are_refused():
     refused = 0
     cases = drawn("analysis", 150)

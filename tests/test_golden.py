@@ -23,6 +23,7 @@ def emitted(made):
     return {golden.path: golden.text for golden in made}
 
 
+@pytest.mark.slow
 def test_every_shipped_spec_has_its_file_and_nothing_else_has(made, emitted):
     assert {golden.path.stem for golden in made if golden.attends} == set(shipped())
     assert {golden.path.stem for golden in made if not golden.attends} == set(QUANTIZED)

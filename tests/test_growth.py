@@ -117,6 +117,7 @@ def squares(depth):
     return fg.variant(score=score)
 
 
+@pytest.mark.slow
 def test_formulas_and_reprs():
     variant = squares(60)
     assert Formula().inline(variant.score_node, MAX_FORMULA) is None
@@ -173,6 +174,7 @@ def test_a_chain_of_additions_compiles(length):
     assert nvrtc.compile(text, "sm_80").cubin
 
 
+@pytest.mark.slow
 def test_a_chain_of_20000_operations_is_shown_pickled_and_copied():
     def score(s, b, h, q, k):
         for i in range(20_000):

@@ -32,10 +32,20 @@ def climbing(w, factor):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["full", "causal"])
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "factor"),
-    [("bfloat16", 64, 2), ("bfloat16", 128, 40), ("float16", 96, 8), ("float16", 64, 80)],
+    ("dtype", "head_dim", "factor", "spec"),
+    thinned(
+        [
+            (*inputs, spec)
+            for inputs in (("bfloat16", 64, 2), ("bfloat16", 128, 40), ("float16", 96, 8), ("float16", 64, 80))
+            for spec in ("full", "causal")
+        ],
+        kept=[
+            *(("bfloat16", 64, 2, "causal"), ("bfloat16", 128, 40, "full")),
+            *(("float16", 96, 8, "full"), ("float16", 64, 80, "causal")),
+        ],
+        sibling="test_scores_that_jump_move_the_maxima",
+    ),
 )
 def test_scores_that_jump_move_the_maxima(spec, dtype, head_dim, factor):
     w = climbing(work(spec, "hopper", dtype=dtype, head_dim=head_dim, **CLIMB), factor)
@@ -64,12 +74,14 @@ def test_a_query_that_is_no_number_ends(dtype):
     assert np.array_equal(result.o[:, :, rest], w.run().o[:, :, rest])
 
 
+@pytest.mark.slow
 def test_maxima_that_stay_overflow():
     w = climbing(work("full", "hopper", dtype="float16", **SHAPE), 40)
     share, most = replace("SHARE = 0.0625f", "SHARE = 1e30f"), replace("MOST = 0x1p15f", "MOST = 0x1p100f")
     assert w.wrong(w.run(lambda source: share(most(source))))
 
 
+@pytest.mark.slow
 def test_o_and_the_sums_follow_the_maxima():
     w = climbing(work("full", "hopper", dtype="float16", **SHAPE), 40)
     assert w.wrong(w.run(replace("        if (moved) rescale();\n", "")))
@@ -109,6 +121,7 @@ def three_warpgroups():
     return work("alibi", "hopper", tile=(192, 64), q_len=200, kv_len=230, q_stages=2)
 
 
+@pytest.mark.slow
 def test_three_warpgroups_take_turns():
     w = three_warpgroups()
     assert w.plan.specialized.ping_pong
@@ -122,6 +135,7 @@ def test_turns_that_are_not_kept_are_noticed(name):
         three_warpgroups().run(TURNS[name], step_limit=2_000_000)
 
 
+@pytest.mark.slow
 def test_a_block_that_asks_for_more_registers_than_there_are_waits_forever():
     w = three_warpgroups()
     with pytest.raises(errors.Deadlock):
@@ -145,6 +159,7 @@ def test_queries_behind_their_window_see_nothing_and_load_nothing():
     assert result.report.bytes(buffer="q") == 2 * 128 * 64 * 2  # the first tile of two heads
 
 
+@pytest.mark.slow
 def test_tiles_that_see_nothing_behind_one_that_does():
     """More of them than the ring of work has stages: a block that looked past them all would wait for itself."""
     w = work("causal_bottom_right", "hopper", q_len=700, kv_len=100)

@@ -187,6 +187,7 @@ def test_q_stages_are_checked():
         assert "q_stages is of a forward" in reason.limit
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from(["full", "causal", "document", "alibi", "relative_bias", "blocks", "softcap"]),
@@ -239,9 +240,13 @@ def few_of(spec="full", head_dim=128, **options):
 @pytest.mark.parametrize("spec", ["full", "causal", "alibi", "tree"])
 def test_few_queries_have_the_bits_of_many(spec, head_dim):
     found = few_of(spec, head_dim)
-    assert found.few.tile.q == 64 and found.few in found.forms
+    (plan,) = found.few
+    assert plan.tile.q == 64 and plan in found.forms
     assert {plan.order_of_sums for plan in found.forms} == {found.plans[0].order_of_sums}
-    assert found.few.packed == (spec != "alibi")  # which tells heads apart
+    assert plan.packed == (spec != "alibi")  # which tells heads apart
+    of_stage = 2 * 2 * plan.tile.kv * head_dim  # bytes of keys and values, of which 128 KiB are enough
+    assert plan.stages == min(3, max(2, -(-(128 << 10) // of_stage)))
+    assert planner.menu(load_spec(spec), "sm_90a", "bfloat16", 128, keys=SplitKeys()).few[0].stages == 2
 
 
 @pytest.mark.parametrize(
@@ -254,9 +259,9 @@ def test_who_gets_tiles_of_one_warpgroup(heads, q_len, few):
     problem = Problem(
         batch=4, heads=heads[0], kv_heads=heads[1], q_len=q_len, kv_len=4096, head_dim=128, v_head_dim=128
     )
-    assert (planner.choose(found, problem, 132) == found.few) == few
+    assert (planner.choose(found, problem, 132) in found.few) == few
 
 
 def test_a_tile_that_is_asked_for_stays():
-    assert few_of(tile=(128, 128)).few is None
+    assert few_of(tile=(128, 128)).few == ()
     assert few_of(tile=(64, 128)).plans[0].program.text() == "1 scheduler, 1 loader, 1 storer, 4 consumer, 1 idle warp"

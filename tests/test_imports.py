@@ -143,6 +143,7 @@ def late(path: Path) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_no_modules_import_each_other():
     assert circles() == []
 
@@ -163,6 +164,7 @@ def test_a_circle_is_caught_inside_functions_too(tmp_path, monkeypatch):
     assert circles() == ["flashgen.a", "flashgen.b"]
 
 
+@pytest.mark.slow
 def test_functions_import_only_what_is_slow_to_import():
     found = {path: late(path) for path in modules() if stage_of(path) != "cli"}
     assert [
@@ -192,6 +194,7 @@ def test_every_folder_has_a_place_in_the_order():
     assert folders <= set(ALLOWED), f"no arrow is known for {folders - set(ALLOWED)}"
 
 
+@pytest.mark.slow
 def test_imports_point_one_way():
     assert [line for path in modules() for line in backward_imports(path)] == []
 
@@ -216,6 +219,7 @@ def test_folders_that_need_no_gpu_never_import_torch_or_cuda(stage):
     assert found == []
 
 
+@pytest.mark.slow
 def test_cuda_python_is_imported_in_the_runtime_only():
     users = {
         str(path.relative_to(PACKAGE))
@@ -241,6 +245,7 @@ def test_import_is_light():
     assert len(library) < 10, library
 
 
+@pytest.mark.slow
 def test_an_eager_call_leaves_the_compiler_of_torch_alone():
     """They take seconds to import, which a first call would wait for."""
     script = (
@@ -257,25 +262,60 @@ def test_an_eager_call_leaves_the_compiler_of_torch_alone():
 OPTIONAL = {"flashgen.integrations.transformers": "transformers"}
 
 
+def first_import(path: Path) -> str | None:
+    """The module of flashgen that a file imports before any other; none where its package imports some."""
+    if path.parent != PACKAGE and imports(path.parent / "__init__.py"):
+        return None
+    top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    found = (module_of(name) for line, name in sorted(imports(path)) if any(line == node.lineno for node in top))
+    return next((name for name in found if name and name != "flashgen"), None)
+
+
+#: Each module in a fork of the process that has imported alone what the module imports first: what comes after is as
+#: in a process of its own, and none pays again for what came before, nor for PyTorch and SymPy.
+FORK = """
+import importlib, json, os, sys, traceback
+import jinja2, numpy, rich.console, sympy, torch, typer
+
+after = json.loads(sys.argv[1])
+
+def visit(names):
+    right = True
+    for name in names:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                importlib.import_module(name)
+                print(name, flush=True)
+                status = 0 if visit(after.get(name, ())) else 1
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            finally:
+                os._exit(status)
+        if os.waitpid(child, 0)[1]:
+            print(name, "or what imports it first does not import alone", file=sys.stderr, flush=True)
+            right = False
+    return right
+
+sys.exit(not visit(after[""]))
+"""
+
+
 @pytest.mark.slow
 def test_every_stage_imports_alone():
     """No stage leans on another having been imported first (no cycles, no side effects at import)."""
-    names = [
-        ".".join(["flashgen", *path.relative_to(PACKAGE).with_suffix("").parts])
+    paths = {
+        ".".join(["flashgen", *path.relative_to(PACKAGE).with_suffix("").parts]): path
         for path in modules()
         if path.name not in ("__init__.py", "__main__.py")
-    ]
-    names = [name for name in names if name not in OPTIONAL or importlib.util.find_spec(OPTIONAL[name])]
-    # A fork a module: each starts without flashgen, and none pays for importing PyTorch again.
-    script = (
-        "import importlib, os, sys, numpy, torch\n"
-        "for name in sys.argv[1:]:\n"
-        "    child = os.fork()\n"
-        "    if child == 0:\n"
-        "        importlib.import_module(name)\n"
-        "        os._exit(0)\n"
-        "    if os.waitpid(child, 0)[1]:\n"
-        "        sys.exit(f'{name} does not import alone')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True)
+    }
+    names = [name for name in paths if name not in OPTIONAL or importlib.util.find_spec(OPTIONAL[name])]
+    after = {}
+    for name in names:
+        first = first_import(paths[name])
+        after.setdefault(first if first in names else "", []).append(name)
+    done = subprocess.run([sys.executable, "-c", FORK, json.dumps(after)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == sorted(names)

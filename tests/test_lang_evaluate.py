@@ -96,6 +96,7 @@ TRACED = {
 PLAIN = {"minimum": min, "maximum": max, "where": lambda c, x, y: x if c else y, "negate": operator.not_}
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(conditions, st.integers(-20, 20))
 def test_a_random_mask_means_what_python_computes_and_stays_in_its_declared_bounds(text, n):

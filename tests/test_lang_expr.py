@@ -67,6 +67,7 @@ def test_a_deep_expression_does_not_recurse():
     assert build.rebuild(root, lambda n: const(0) if n.op == "index" else None).op == "const"
 
 
+@pytest.mark.slow
 def test_nodes_that_nothing_holds_are_forgotten(monkeypatch):
     monkeypatch.setattr(variant_module, "_by_token", {})
     monkeypatch.setattr(variant_module, "MAX_TOKENS", 4)

@@ -13,6 +13,7 @@ import torch
 from ptx_attention import work
 from test_analysis_tiles import case_of
 from test_ptx_backward import Backward
+from tiers import thinned
 from variant_kernel import run as run_variant
 
 import flashgen as fg
@@ -454,8 +455,14 @@ def data(heads=2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [looped_scores, summed_scores], ids=["looped", "summed"])
-@pytest.mark.parametrize("pipeline", ["ampere", "hopper"])
+@pytest.mark.parametrize(
+    ("pipeline", "variant"),
+    thinned(
+        [(pipeline, variant) for pipeline in ("ampere", "hopper") for variant in (looped_scores, summed_scores)],
+        kept=[("ampere", looped_scores), ("hopper", summed_scores)],
+        sibling="test_kernels_of_loops",
+    ),
+)
 def test_kernels_of_loops(pipeline, variant):
     w_ = work(variant, pipeline, case=data(), q_len=130, kv_len=150)
     result = w_.run()
@@ -463,8 +470,18 @@ def test_kernels_of_loops(pipeline, variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [looped_scores, summed_scores], ids=["looped", "summed"])
-@pytest.mark.parametrize(("pipeline", "gradients"), [("ampere", ("w",)), ("hopper", ())])
+@pytest.mark.parametrize(
+    ("pipeline", "gradients", "variant"),
+    thinned(
+        [
+            (pipeline, gradients, variant)
+            for pipeline, gradients in (("ampere", ("w",)), ("hopper", ()))
+            for variant in (looped_scores, summed_scores)
+        ],
+        kept=[("ampere", ("w",), summed_scores), ("hopper", (), looped_scores)],
+        sibling="test_backward_kernels_of_loops",
+    ),
+)
 def test_backward_kernels_of_loops(pipeline, gradients, variant):
     b = Backward(variant, pipeline=pipeline, case=data(), gradients=gradients, q_len=130, kv_len=150)
     result = b.run()

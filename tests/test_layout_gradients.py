@@ -28,6 +28,7 @@ def check(spec, given, **options):
     return check_gradients(batch(spec, "ampere", **given), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_gradients(layout, deterministic):
@@ -49,6 +50,7 @@ def test_every_kind_of_spec(spec, layout, deterministic):
     check(spec, LAYOUTS[layout], deterministic=deterministic)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_tiles_behind_a_sequence_are_not_visited(layout):
     """A mask of keys alone says nothing of queries: the sequence says where they end, on either pipeline."""
@@ -106,6 +108,7 @@ def poisoned(w, b):
     return dataclasses.replace(w, qkv=(q, k, v)), own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_neighbour_of_nothing_but_nan_changes_no_bit(deterministic):
     """Of one order of sums, bit by bit; else as close as sums in another order are."""
@@ -133,6 +136,7 @@ def alone(w, b):
     return dataclasses.replace(single, qkv=qkv)
 
 
+@pytest.mark.slow
 def test_one_order_of_sums_gives_each_sequence_the_bits_that_it_has_alone():
     w = batch("causal", "ampere", **TWO, q_lengths=(33, 140), kv_lengths=(70, 290))
     rng = np.random.default_rng(3)
@@ -191,6 +195,7 @@ def test_the_planner_takes_pipeline_hopper(layout, spec, head_dim, deterministic
     assert "sequence" in emit(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["ampere", "hopper"])
 @pytest.mark.parametrize(
     "given",

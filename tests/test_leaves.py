@@ -43,6 +43,7 @@ SHAPE = {"q_len": 70, "kv_len": 350}
 
 
 # ---------------------------------------------------------------- kernels
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
     thinned(sorted(shipped()), kept=("sliding_window", "gpt_oss", "document", "full"), sibling="test_every_spec"),
@@ -63,6 +64,7 @@ def test_head_dims_and_dtypes(pipeline, dtype, dims):
     check(split_work("full", pipeline, SMALL, **shape), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_leaves_without_a_key(pipeline):
     """Rows that see nothing, and parts that nothing is written to: the workspace holds NaN."""
@@ -81,6 +83,7 @@ def differing(one, other):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_leaves_behind_the_last_key_change_nothing(pipeline):
     """A call counts the leaves of the longest sequence that it may have: more than 32 are combined in groups."""
@@ -90,6 +93,7 @@ def test_leaves_behind_the_last_key_change_nothing(pipeline):
         assert differing(w.run(kv_splits=leaves), first) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "tile"), [("ampere", (32, 64)), ("ampere", (128, 64)), ("hopper", (192, 64)), ("hopper", None)]
 )
@@ -100,6 +104,7 @@ def test_tiles_of_queries_and_packed_heads(pipeline, tile):
     assert differing(other.run(kv_splits=3), small) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_a_chunk_of_a_prompt_has_its_rows(pipeline):
     """Each chunk has the keys up to its own end alone, and so other numbers of leaves."""
@@ -114,6 +119,7 @@ def test_a_chunk_of_a_prompt_has_its_rows(pipeline):
         assert differing(part, rows) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "pipeline", "shape"),
     [
@@ -134,6 +140,7 @@ def test_a_padded_batch(spec, pipeline, shape):
     assert w.wrong(w.run(kv_splits=3)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "pipeline", "shape"),
     [
@@ -150,6 +157,7 @@ def test_sequences_behind_each_other(spec, pipeline, shape):
     assert w.wrong(w.run(kv_splits=3)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_pages(pipeline):
     w = split_batch("causal", pipeline, SMALL, q_lengths=(5, 40), kv_lengths=(130, 350), q_len=40, kv_len=350)
@@ -177,13 +185,22 @@ VISITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINE)
 def test_a_wrong_combination_is_noticed(name):
     """The last rows see keys of the last leaf alone."""
     assert noticed(split_work("chunked", "ampere", SMALL, q_len=300, kv_len=300), COMBINE[name])
 
 
-@pytest.mark.parametrize(("pipeline", "name"), VISITS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pipeline", "name"),
+    thinned(
+        list(VISITS),
+        kept=(("ampere", "a leaf that begins early"), ("hopper", "a leaf that ends late")),
+        sibling="test_other_boundaries_are_noticed",
+    ),
+)
 def test_other_boundaries_are_noticed(pipeline, name):
     assert noticed(split_work("document", pipeline, SMALL, q_len=300, kv_len=300), VISITS[pipeline, name])
 

@@ -63,6 +63,7 @@ def first_backward(variant, **asked):
 # Tables of pairs
 
 
+@pytest.mark.slow
 def test_a_table_of_pairs_is_read_as_bits():
     """By rows of S, which are queries, and of S^T, which are keys."""
     forward, backward = first(ported.variant("dense")), first_backward(ported.variant("dense"))
@@ -105,6 +106,7 @@ def square(n):
 pairs = fg.variant(lambda b, h, q, k: mask[b, h, q, k], name="pairs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "form", "length"), [(pairs, MaskFromBits, 128), (square(2), MaskByTile, 256)])
 def test_what_is_predicted_of_a_table_is_what_each_kernel_reads(variant, form, length):
     work = ptx_attention.work(variant, "hopper", q_len=length, kv_len=length, heads=1, tile=(128, 128))

@@ -40,6 +40,7 @@ MASKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, q_len, kv_len", [(name, 150, 130) for name in MASKS] + [("documents", 129, 200)])
 def test_what_a_key_selects_reaches_every_lane(monkeypatch, name, q_len, kv_len):
     gpu = install(monkeypatch, (9, 0))
@@ -63,6 +64,7 @@ def chosen(mask, **options):
     return planner.menu(variant, "sm_90a", "bfloat16", 128, **options).plans[0]
 
 
+@pytest.mark.slow
 def test_masks_that_read_by_a_query_or_a_key_look_up():
     doc, pairs = torch.zeros(2, 64, dtype=torch.int32), torch.zeros(64, 64, dtype=torch.bool)
     wide = torch.zeros(64, 5, dtype=torch.int64)

@@ -138,6 +138,7 @@ def test_slices_of_keys_are_added_in_one_order(pipeline, spec):
         assert SLICES[pipeline] in emit(plan)
 
 
+@pytest.mark.slow
 def test_tiles_of_other_keys_give_other_bits():
     """Why the kernels of a menu share their tile of keys."""
     w = peaked(work("full", "ampere", tile=(64, 64), **SHAPE))

@@ -194,6 +194,7 @@ def test_only_leaves_float32_to_check_it_with():
 # torch.compile
 
 
+@pytest.mark.slow
 def test_compiled_calls_go_through_the_op():
     ids = torch.zeros(2, 11, dtype=torch.int32)
 
@@ -419,6 +420,7 @@ def in_a_process(module, q, done):
     done.put(module(q).detach().numpy())
 
 
+@pytest.mark.slow
 def test_a_module_that_holds_a_variant_is_saved_and_sent(tmp_path):
     module, q = Holder(), torch.randn(1, 2, 3, 16)
     torch.save(module, tmp_path / "module.pt")

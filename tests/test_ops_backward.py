@@ -71,6 +71,7 @@ def test_gradcheck_with_dropout():
     assert gradcheck(lambda *t: fg.attention(*t, plain, dropout=0.4, seed=3, return_lse=True), (q, k, v))
 
 
+@pytest.mark.slow
 def test_gradcheck_of_views():
     """Strided inputs and outputs: rows of all heads side by side, a slice of a packed tensor, an expanded batch."""
     packed = torch.randn(2, 5, 3, 2, 4, dtype=torch.float64, requires_grad=True)
@@ -226,6 +227,7 @@ def test_deterministic_walks_agree():
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("way", ["eager", "transformed", "compiled", "traced"])
 def test_every_way_asks_for_the_kernel_that_the_call_asks_for(way, deterministic, monkeypatch):

@@ -108,6 +108,7 @@ def test_what_a_graph_cannot_hold_is_said_too(variant, given, message):
     assert error_of(compiled, *tensors()).startswith(message)
 
 
+@pytest.mark.slow
 def test_wrong_tensors():
     q, k, v = tensors()
     wrong = [

@@ -56,6 +56,7 @@ def on_gpu(gpu, x, variant, **options):
     return fg.attention(q, k, v, variant, **descales, **named)
 
 
+@pytest.mark.slow
 def test_descales_and_summaries_do_not_meet(monkeypatch):
     """A mask by data has summaries, which a kernel of the call writes: each pointer reaches its own tensor."""
     gpu = install(monkeypatch, (9, 0))
@@ -70,6 +71,7 @@ def test_descales_and_summaries_do_not_meet(monkeypatch):
     assert off(o, fg.attention(*wide(x), hidden, seen=flags)) < 0.04
 
 
+@pytest.mark.slow
 def test_another_length_and_form_have_their_own_launch(monkeypatch):
     """Blocks of scales follow the length, and kernels the form, of calls that are alike in all else."""
     gpu = install(monkeypatch, (9, 0))
@@ -90,13 +92,17 @@ def paged(x, page_size, table):
     return cache.view(x.dtype)
 
 
+NIGHT = pytest.mark.nightly(sibling="test_lengths_pages_and_split_keys_have_their_own_pointers")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("splits", "page_size", "block"),
     [
         (3, 32, 128),
-        pytest.param(1, 16, None, marks=pytest.mark.slow),
-        pytest.param(3, None, 128, marks=pytest.mark.slow),
-        pytest.param(1, None, None, marks=pytest.mark.slow),
+        (1, 16, None),
+        pytest.param(3, None, 128, marks=NIGHT),
+        (1, None, None),
     ],
 )
 def test_lengths_pages_and_split_keys_have_their_own_pointers(splits, page_size, block, monkeypatch):

@@ -154,6 +154,7 @@ def test_compiled():
     torch.testing.assert_close(run(q, k, v, keys), fg.attention(q, k, v, causal, q_offset="end", kv_lengths=keys))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
 def test_records_of_a_gpu(capability, monkeypatch):
     """One record and one kernel serve any lengths and positions; checks of values are asked for."""

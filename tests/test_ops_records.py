@@ -172,7 +172,8 @@ def test_a_repeated_call_takes_few_steps(machine):
     for limit, grad in ((64, False), (84, True)):
         with torch.set_grad_enabled(grad):
             call = functools.partial(attention, q, k, v, called, doc=doc, window=5, scale=0.25)
-            call()
+            for _ in range(3):  # results then lie where those of the call before did
+                call()
             assert effort(call).calls < limit
 
 

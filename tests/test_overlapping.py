@@ -25,7 +25,7 @@ WAIT, LAUNCH = "griddepcontrol_wait();", "griddepcontrol_launch_dependents();"
 
 #: Small problems of one tile or two: what happens before the wait is the same in all blocks.
 FORWARD = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 40, "kv_len": 70}
-BACKWARD = {**FORWARD, "head_dim": 64}
+BACKWARD = {**FORWARD, "head_dim": 80}  # warps of the main kernel clear and finish dq, and wait for it
 
 
 def within(name, wait, launch):

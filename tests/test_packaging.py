@@ -29,6 +29,7 @@ def wheel(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_the_source_archive_carries_the_documents_and_what_they_lead_to(tmp_path):
     build = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     done = subprocess.run(build, capture_output=True, text=True)
@@ -82,6 +83,7 @@ def test_the_wheel_carries_the_measured_records(wheel):
     assert shipped and shipped <= set(zipfile.ZipFile(wheel).namelist())
 
 
+@pytest.mark.slow
 def test_the_wheel_names_its_version_its_command_and_everything_it_imports(wheel):
     archive = zipfile.ZipFile(wheel)
     [info] = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
@@ -138,6 +140,7 @@ def test_the_wheel_carries_the_package_and_the_licence_and_nothing_else(wheel):
     assert not [name for name in names if "__pycache__" in name]
 
 
+@pytest.mark.slow
 def test_resources_come_from_the_wheel(run, installed):
     script = (
         "import flashgen\n"
@@ -154,11 +157,13 @@ def test_the_command_works_from_another_folder(run, installed):
     assert "plan" in run(str(installed / "bin" / "flashgen"), "--help")
 
 
+@pytest.mark.slow
 def test_plan_and_emit_work_from_another_folder(run):
     assert "hbm" in run("-m", "flashgen", "plan", "sliding_window", "--arch", "sm_80", "--json")
     assert "attention_forward" in run("-m", "flashgen", "emit", "sliding_window", "--arch", "sm_80")
 
 
+@pytest.mark.slow
 def test_a_spec_of_ones_own_works_from_another_folder(run, tmp_path):
     spec = tmp_path / "mine.py"
     spec.write_text("import flashgen as fg\n\n\n@fg.variant()\ndef mine(b, h, q, k):\n    return k <= q\n")

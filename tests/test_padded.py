@@ -35,6 +35,7 @@ def check(w, **options):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_lengths_and_the_end_of_a_cache(pipeline):
     check(batch("causal", pipeline, q_offset="end", **LENGTHS))
@@ -45,7 +46,7 @@ def test_lengths_and_the_end_of_a_cache(pipeline):
     "spec",
     thinned(
         sorted(shipped()),
-        kept=("causal_bottom_right", "relative_bias", "butterfly", "padding"),
+        kept=("causal_bottom_right", "relative_bias", "padding"),
         sibling="test_every_spec",
     ),
 )
@@ -54,6 +55,7 @@ def test_every_spec(pipeline, spec):
     check(batch(spec, pipeline, q_offset="end", **LENGTHS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "document"])
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_positions_of_each_sequence(pipeline, spec):
@@ -93,10 +95,10 @@ def test_packed_heads(spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("pipeline", thinned(PIPELINES, ("hopper",), "test_any_order_of_warps"))
 def test_any_order_of_warps(pipeline):
     w = batch("causal", pipeline, q_offset="end", q_stages=2, **LENGTHS)
-    for seed in range(3):
+    for seed in range(2):
         check(w, seed=seed)
 
 
@@ -117,6 +119,7 @@ def walked(w, sequences=None):
     return tiles.walk(w.plan, w.facts, w.case, *w.qkv, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "causal_bottom_right", "alibi", "blocks"])
 def test_the_walk_and_its_bytes(spec):
     """The CPU's walk reads what the kernel of pipeline ampere reads, and gives what it gives."""
@@ -194,6 +197,7 @@ def check_gradients(w, **options):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients(deterministic):
     check_gradients(batch("causal", "ampere", q_offset="end", **LENGTHS), deterministic=deterministic)

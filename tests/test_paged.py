@@ -29,6 +29,7 @@ def check(w, page_size, edit=lambda text: text, **options):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_pages_in_another_order(pipeline, layout):

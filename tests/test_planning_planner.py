@@ -239,6 +239,7 @@ def test_a_tile_outside_the_grid_of_mma(tile, nearest):
 TILES = list(itertools.product((0, 64, 100, 192, 256, 512), (8, 64, 100, 200, 256)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch, pipeline", [("sm_80", "ampere"), ("sm_86", "ampere"), ("sm_90a", None)])
 @pytest.mark.parametrize("stages", [None, 4])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

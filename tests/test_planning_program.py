@@ -80,6 +80,7 @@ def faults(program) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_program_is_sound():
     for plan in plans():
         assert faults(plan.program) == [], plan
@@ -143,6 +144,7 @@ def counted(text: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_barriers_count_those_who_arrive():
     for plan in plans():
         wanted = {ring.barrier: ring.empty or ring.full for ring in plan.program.rings}

@@ -46,7 +46,7 @@ def plans(variant, gradients):
     "name",
     thinned(
         list(MASKS),
-        kept=("causal", "two_bools", "document", "all", "nothing_hidden"),
+        kept=("all", "nothing_hidden"),
         sibling="test_shared_is_what_the_plan_counted",
     ),
 )

@@ -156,6 +156,7 @@ def _truncated(a: int, b: int) -> tuple[int, int]:
     return quotient, a - quotient * b
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @given(_ints(_INT32, np.int32), _ints(_INT32, np.int32), _ints(_INT32, np.int32))
 def test_32_bit_integers(a, b, c):

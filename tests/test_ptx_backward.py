@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -101,12 +102,18 @@ class Backward:
             **options,
         )
 
-    def wrong(self, result) -> list[str]:
-        """What breaks the tolerance rule, against autograd in float64."""
+    @functools.cached_property
+    def right(self):
+        """Autograd's gradients in float64, and the baseline's."""
         w = self.forward
         given = {"scale": w.scale, "dlse": self.dlse, "dropout": self.dropout}
-        ref = reference_gradients(w.variant, w.case, *w.qkv, self.d_o, **given)
-        base = baseline_gradients(w.variant, w.case, *w.qkv, self.d_o, **given)
+        return tuple(
+            of(w.variant, w.case, *w.qkv, self.d_o, **given) for of in (reference_gradients, baseline_gradients)
+        )
+
+    def wrong(self, result) -> list[str]:
+        """What breaks the tolerance rule, against autograd in float64."""
+        w, (ref, base) = self.forward, self.right
         found = []
         for name in ("dq", "dk", "dv"):
             got = torch.from_numpy(getattr(result, name)).to(w.qkv[0].dtype)
@@ -157,7 +164,12 @@ def test_a_nan_beside_a_number_gets_no_gradient(score):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    "spec",
+    thinned(
+        SPECS, kept={*SOME, "prefix_lm", "gpt_oss", "tree", "packed_softcap", "padding"}, sibling="test_every_spec"
+    ),
+)
 def test_every_spec(spec):
     check(Backward(spec))
 
@@ -328,7 +340,14 @@ def test_mutations_over_head_dim_128_are_noticed(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", thinned(SPECS, kept=SOME, sibling="test_hopper_adds_up_dq_in_one_order"))
+@pytest.mark.parametrize(
+    "spec",
+    thinned(
+        SPECS,
+        kept=("causal_bottom_right", "document", "softcap", "sliding_window"),
+        sibling="test_hopper_adds_up_dq_in_one_order",
+    ),
+)
 def test_hopper_adds_up_dq_in_one_order(spec):
     """Blocks wait for exactly the one that added before, and for none where there is none: all of them end only where
     both schedules, of keys and of queries, visit the same tiles."""
@@ -373,7 +392,7 @@ ONE_ORDER_AT_NIGHT = pytest.mark.nightly(sibling="test_hoppers_one_order_is_the_
 def test_hoppers_one_order_is_the_same_bits(spec, shape):
     b = Backward(spec, pipeline="hopper", deterministic=True, **shape)
     result = check(b, step_limit=STEPS)
-    for seed in range(2):
+    for seed in (1,):
         again = b.run(seed=seed, step_limit=STEPS)
         for name in ("dq", "dk", "dv"):
             np.testing.assert_array_equal(getattr(again, name), getattr(result, name))
@@ -384,7 +403,7 @@ def test_hoppers_one_order_is_the_same_bits(spec, shape):
 def test_hoppers_one_order_with_dropout_and_the_gradient_of_a_captured_tensor():
     dropout = Dropout(p=0.3, seed=5, offset=1)
     options = {"deterministic": True, "gradients": ("table",), "dropout": dropout}
-    b = Backward("relative_bias", pipeline="hopper", seed=1, q_len=200, kv_len=400, **options)
+    b = Backward("relative_bias", pipeline="hopper", seed=1, q_len=140, kv_len=270, **options)
     result = b.run()
     again = b.run(seed=3)
     assert b.wrong(result) == []
@@ -432,7 +451,14 @@ def read_ahead():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "tile"), [(64, (64, 128)), (32, (128, 128))])
+@pytest.mark.parametrize(
+    ("head_dim", "tile"),
+    thinned(
+        [(64, (64, 128)), (32, (128, 128))],
+        kept=[(64, (64, 128))],
+        sibling="test_hopper_reads_ahead_what_a_query_or_a_key_selects",
+    ),
+)
 def test_hopper_reads_ahead_what_a_query_or_a_key_selects(head_dim, tile):
     b = Backward(
         read_ahead(), pipeline="hopper", tile=tile, head_dim=head_dim, heads=4, kv_heads=2, q_len=261, kv_len=200
@@ -459,24 +485,25 @@ def test_mutations_of_lookups_are_noticed(name):
     assert b.fails(LOOKUP_MUTATIONS[name])
 
 
-def sweeping(spec, tile=(64, 128)):
+@functools.lru_cache(1)
+def sweeping(spec):
     """Eight heads of keys, each with three blocks, which clear and finish dq for one another."""
-    shape = {"head_dim": 16, "batch": 2, "heads": 8, "kv_heads": 4, "q_len": 150, "kv_len": 260}
-    return Backward(spec, pipeline="hopper", tile=tile, **shape)
+    shape = {"head_dim": 80, "batch": 2, "heads": 8, "kv_heads": 4, "q_len": 150, "kv_len": 260}
+    return Backward(spec, pipeline="hopper", tile=(64, 128), **shape)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("spec", "clear_distance", "tile"),
+    ("spec", "clear_distance"),
     thinned(
-        [("full", 1, (64, 128)), ("full", 3, (128, 128)), ("causal", 2, (128, 128)), ("alibi", 5, (64, 128))],
-        kept=(("full", 1, (64, 128)), ("causal", 2, (128, 128))),
+        [("full", 1), ("full", 3), ("causal", 2), ("alibi", 5)],
+        kept=(("causal", 2),),
         sibling="test_blocks_clear_and_finish_dq_for_other_heads",
     ),
 )
-def test_blocks_clear_and_finish_dq_for_other_heads(spec, clear_distance, tile):
-    b = sweeping(spec, tile)
-    of_head = 2 * -(-150 // tile[0]) * tile[0] * b.plan.dq_sum_columns * 4  # bytes of the sums of two query heads
+def test_blocks_clear_and_finish_dq_for_other_heads(spec, clear_distance):
+    b = sweeping(spec)
+    of_head = 2 * 192 * b.plan.dq_sum_columns * 4  # bytes of the sums of two query heads
     for seed in (None, 0):
         result = b.run(seed=seed, clear_distance=clear_distance)
         assert b.wrong(result) == []
@@ -491,25 +518,35 @@ def test_blocks_clear_and_finish_dq_for_other_heads(spec, clear_distance, tile):
 #: share L2, blocks wait for what none has cleared: any kernel stands still.
 HEAD_BY_HEAD = {"clear_distance": 1, "l2_kv_heads": 1}
 
-CLEARED_LATE = replace("    clear(blockIdx.x);\n    finish();\n", "    finish();\n    clear(blockIdx.x);\n")
-ADDED = "      mbarrier_wait(shared.added, 0);\n      red_add_release(progress(blockIdx.x), 1);\n"
-COUNTED = "    if (lane == 0) red_add_release(address_anew(p.progress) + head, 1);\n"
+CLEARED_LATE = replace("    clear();\n    finish();\n", "    finish();\n    clear();\n")
+ADDED = "      mbarrier_wait(shared.added, 0);\n      red_add_release(progress(), 1);\n"
+COUNTED = "    if (lane == 0) red_add_release(p.progress + head, 1);\n"
 SWEEPING_MUTATIONS = {
     "sums added to before they are cleared": lambda text: replace("    await_count(", "    if (false) await_count(")(
         CLEARED_LATE(text)
     ),
     "sums not counted as cleared": replace(COUNTED, ""),
     "a quarter of a slice cleared": replace("first + share, parts)", "first + share / 4, parts)"),
-    "dq finished before all is added": replace("int(load_acquire(address_anew(p.progress) + head)) >= added", "true"),
+    "dq finished before all is added": replace("int(load_acquire(p.progress + head)) >= added", "true"),
     "additions not awaited": lambda text: replace(
-        "    await_count(", "    red_add_release(progress(block), 1);\n    await_count("
+        "    await_count(", "    red_add_release(progress(), 1);\n    await_count("
     )(replace(ADDED, "")(text)),
     "parts left over by all": replace("int(p.progress[head]) - added)", "int(p.progress[head]))"),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SWEEPING_MUTATIONS)
+@pytest.mark.parametrize(
+    "name",
+    thinned(
+        list(SWEEPING_MUTATIONS),
+        kept=(
+            *("sums not counted as cleared", "a quarter of a slice cleared"),
+            *("dq finished before all is added", "additions not awaited"),
+        ),
+        sibling="test_sweeping_mutations_are_noticed",
+    ),
+)
 def test_sweeping_mutations_are_noticed(name):
     b = sweeping("alibi")
     assert any(b.fails(SWEEPING_MUTATIONS[name], seed=seed, **HEAD_BY_HEAD) for seed in range(4))
@@ -522,7 +559,14 @@ def test_sums_cleared_late_are_awaited():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["full", "sliding_window", "alibi", "relative_bias"])
+@pytest.mark.parametrize(
+    "spec",
+    thinned(
+        ("full", "sliding_window", "alibi", "relative_bias"),
+        kept=("full", "sliding_window", "alibi"),
+        sibling="test_deterministic",
+    ),
+)
 def test_deterministic(spec):
     b = Backward(spec, deterministic=True)
     result = check(b)
@@ -536,6 +580,7 @@ def test_deterministic(spec):
 DROPOUT = Dropout(p=0.3, seed=1234567890123, offset=5)
 
 
+@pytest.mark.slow
 def test_dropout():
     check(Backward("causal", dropout=DROPOUT, q_len=100))
 
@@ -644,22 +689,31 @@ def test_mutations_are_noticed(name):
     assert found in expected or (errors.Trap in expected and isinstance(found, type)), found
 
 
+BEYOND = {
+    "infinite": lambda s, b, h, q, k: fg.where(s == 0, math.inf, s),
+    "quotient": lambda s, b, h, q, k: s + 0.001 / s,
+    "root": lambda s, b, h, q, k: s + fg.rsqrt(fg.float32(fg.q_len - q)),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("pipeline", "head_dim"), [("ampere", 32), ("hopper", 64), ("hopper", 192)])
 @pytest.mark.parametrize(
-    "score",
-    [
-        lambda s, b, h, q, k: fg.where(s == 0, math.inf, s),
-        lambda s, b, h, q, k: s + 0.001 / s,
-        lambda s, b, h, q, k: s + fg.rsqrt(fg.float32(fg.q_len - q)),
-    ],
+    ("score", "pipeline", "head_dim"),
+    thinned(
+        [(score, *of) for score in BEYOND for of in (("ampere", 32), ("hopper", 64), ("hopper", 192))],
+        kept=[
+            *(("infinite", "hopper", 64), ("infinite", "hopper", 192), ("quotient", "hopper", 192)),
+            *(("quotient", "ampere", 32), ("root", "hopper", 64), ("root", "ampere", 32)),
+        ],
+        sibling="test_what_a_score_is_beyond_the_last_query_reaches_no_gradient",
+    ),
 )
 def test_what_a_score_is_beyond_the_last_query_reaches_no_gradient(score, pipeline, head_dim):
-    check(Backward(fg.variant().score(score), pipeline=pipeline, head_dim=head_dim, q_len=70, kv_len=75))
+    check(Backward(fg.variant().score(BEYOND[score]), pipeline=pipeline, head_dim=head_dim, q_len=70, kv_len=75))
 
 
 def test_a_dropped_consumer_deadlocks():
-    b = Backward("causal", pipeline="hopper", q_len=70, kv_len=100)
+    b = Backward("causal", pipeline="hopper", head_dim=80, q_len=70, kv_len=100)
     program = b.plan.program
     dispatch = tuple(tuple(name for name in chain if name != "dq accumulation") for chain in program.dispatch)
     changed = dataclasses.replace(b.plan, program=dataclasses.replace(program, dispatch=dispatch))

@@ -1,7 +1,6 @@
 """quantize(): what codes and scales mean, and the emitted kernels beside the CPU's bits in the interpreter."""
 
 import ctypes
-import dataclasses
 import math
 
 import numpy as np
@@ -11,14 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashgen
 from flashgen import interpreter
-from flashgen.codegen.quantize import emit, pack, params_bytes
+from flashgen.codegen.quantize import emit, params_bytes
 from flashgen.errors import LaunchError, PlanError
 from flashgen.lang import float8
 from flashgen.ops import quantize as ops
 from flashgen.planning import quantize as planning
 from flashgen.planning.quantize import parts
 from flashgen.runtime import nvrtc
-from flashgen.runtime.quantize import Sizes
+from flashgen.runtime import quantize as runtime
 
 E4M3 = torch.float8_e4m3fn
 
@@ -214,45 +213,59 @@ def test_refusals(change, options, error, says):
 # -- the emitted kernels
 
 
-def interpreted(x, plan, block, signs, mean, rope=None, poison=0xFF):
-    """codes (uint8) and descales of one tensor, by the plan's kernels, and the report of each."""
-    batch, heads, length = x.shape[:3]
-    sizes = Sizes(batch=batch, heads=heads, length=length, block=block or 0)
-    memory = interpreter.Memory()
-    arrays = {
-        "x": x.view(torch.int16).numpy().view(np.uint16),
-        "codes": np.full(x.shape, poison, np.uint8),
-        "descales": np.full((batch, heads, sizes.scales(plan)), np.nan, np.float32),
-        "peaks": np.zeros((batch, heads, sizes.scales(plan)), np.uint32),
-        "mean": np.zeros(1, np.float32) if mean is None else mean.numpy(),
-    }
-    values = {name: memory.add(name, array, writable=name not in ("x", "mean")) for name, array in arrays.items()}
-    if rope is not None:
-        for name, angles in (("cos", rope.cos), ("sin", rope.sin)):
-            array = angles.contiguous().view(torch.uint8).numpy()
-            values[name] = memory.add(name, array, writable=False)
-        values |= dataclasses.replace(rope, cos=rope.cos.contiguous(), sin=rope.sin.contiguous()).strides
-    for name in ("x", "codes"):
-        values |= {
-            f"{name}_{of}": s // arrays[name].itemsize
-            for of, s in zip(("batch", "head", "row"), arrays[name].strides[:3], strict=True)
+def interpreted(group, plan, blocks=3):
+    """codes (uint8) and descales of each of these tensors, by the plan's kernel, and the report of its launch.
+
+    Tensors lie side by side in the interpreter's memory as in the process: addresses are those of the interpreter.
+    """
+    memory, found, tensors = interpreter.Memory(), [], []
+    for rows, letter in zip(group, "abc", strict=False):
+        given = {"mean": rows.mean, **({} if rows.rope is None else {"cos": rows.rope.cos, "sin": rows.rope.sin})}
+        arrays = {
+            "x": rows.x.view(torch.int16).numpy().view(np.uint16),
+            "codes": np.full(rows.x.shape, 0xFF, np.uint8),
+            "descales": np.full(rows.descales.shape, np.nan, np.float32),
+            **{name: x.view(torch.uint8).numpy() for name, x in given.items() if x is not None},
         }
-    values |= {"heads": heads, "length": length, "blocks_of_scale": sizes.blocks_of_scale(plan)}
+        at = {
+            name: memory.add(f"{name} of {letter}", array, writable=name in ("codes", "descales"))
+            for name, array in arrays.items()
+        }
+        found.append((arrays["codes"], arrays["descales"]))
+        tensors.append(ops.told(plan, rows, at))
+    words = np.zeros(max(1, ops.words(plan, group)), np.uint32)
+    packed = ops.packed(plan, group, tensors, memory.add("words", words, writable=True), blocks)
     module = interpreter.load(nvrtc.ptx(emit(plan), plan.arch), target=plan.arch)
-    packed = [pack(plan, values, ops.sign_words(signs))]
-    reports = [module.launch(entry, sizes.grid(plan), plan.threads, 0, packed, memory) for entry in plan.scale.entries]
-    return arrays["codes"], arrays["descales"], reports
+    return found, module.launch("quantize", blocks, plan.threads, plan.smem_bytes, [packed], memory)
 
 
-def beside(x, *, block=128, rotated=True, centred=False, arch="sm_90a", rope=None):
-    """Codes and descales of the kernel, and of the CPU."""
-    dtype = str(x.dtype).removeprefix("torch.")
-    made = {"block": block, "rotated": rotated, "centred": centred}
-    plan = planning.plan(arch, dtype, x.shape[-1], **made, angles=rope and rope.angles(x.shape[-1]))
+def rows_of(x, *, block=128, rotated=True, centred=False, rope=None):
+    """A tensor to be quantised, and what is done to it."""
     signs = ops._signs(x.shape[-1], 5) if rotated else None
     mean = x.double().mean(2).float().contiguous() if centred else None
-    codes, descales = ops._one(x, block, signs, mean, rope)
-    return interpreted(x, plan, block, signs, mean, rope)[:2], (codes.view(torch.uint8).numpy(), descales.numpy())
+    return ops.Rows.of(x, block, signs=signs, mean=mean, rope=rope)
+
+
+def both(group, block, arch="sm_90a", blocks=3):
+    """Codes and descales of the kernel, and of the CPU, and the launch's report."""
+    ((plan, _),) = ops.planned(group, block)
+    for rows in group:
+        ops._on_cpu(plan, rows)
+    of = planning.plan(
+        *(arch, plan.dtype, plan.head_dim),
+        block=block,
+        rotated=bool(plan.rotation),
+        centred=plan.centred,
+        angles=next((rows.angles for rows in group if rows.rope), None),
+    )
+    found, report = interpreted(group, of, blocks)
+    return found, [(rows.codes.view(torch.uint8).numpy(), rows.descales.numpy()) for rows in group], report
+
+
+def beside(x, *, block=128, arch="sm_90a", **options):
+    """Codes and descales of the kernel, and of the CPU, of one tensor."""
+    (found,), (wanted,), _ = both([rows_of(x, block=block, **options)], block, arch)
+    return found, wanted
 
 
 def same(found, wanted):
@@ -292,15 +305,52 @@ def test_kernels_without_a_rotation_and_with_a_mean():
     same(*beside(drawn(1, 2, 70, 64) + 3, rotated=False, centred=True))
 
 
-def test_a_mutation_of_a_butterfly_is_seen(monkeypatch):
+@pytest.mark.parametrize("block", [128, 256, None])
+@pytest.mark.parametrize("blocks", [2, 7])
+def test_a_launch_has_tensors_of_other_lengths_heads_and_means(block, blocks):
+    """Some rotated, one centred, and what is not finite in two: each keeps its own."""
+    q, k, v = drawn(2, 3, 150, 16), drawn(2, 1, 401, 16, seed=1), drawn(2, 1, 401, 16, seed=2)
+    q[1, 2, 3, 5], v[0, 0, 200, 7], v[1, 0, 400, 1] = torch.nan, torch.inf, -torch.inf
+    group = [rows_of(q, block=block), rows_of(k, block=block, centred=True), rows_of(v, block=block, rotated=False)]
+    found, wanted, _ = both(group, block, blocks=blocks)
+    for pair in zip(found, wanted, strict=True):
+        same(*pair)
+
+
+def test_heads_that_share_scales_come_in_groups(monkeypatch):
+    """Groups of two of three heads, as where L2 holds no more: codes are the same, each tile has its own."""
+    monkeypatch.setattr(runtime, "GROUP_BYTES", 2 * 261 * 16 * 2)
+    rows = rows_of(drawn(2, 3, 261, 16), block=256)
+    ((plan, group),) = ops.planned([rows], 256)
+    assert rows.sizes.group(plan) == 2 and runtime.in_turn(plan, [rows.sizes], 3) == {"tiles": 18, "lead": 7}
+    ops._on_cpu(plan, rows)
+    found, _ = interpreted(group, plan)
+    same(found[0], (rows.codes.view(torch.uint8).numpy(), rows.descales.numpy()))
+
+
+def test_tensors_that_differ_in_kind_have_kernels_of_their_own():
+    q, k, v = drawn(1, 2, 40, 64), drawn(1, 2, 40, 64), drawn(1, 2, 40, 96)
+    sizes = lambda *given: [len(group) for _, group in ops.planned([rows_of(x) for x in given], 128)]  # noqa: E731
+    assert sizes(q, k, k) == [3] and sizes(q, k, v) == [2, 1] and sizes(q, k.half(), v) == [1, 1, 1]
+    assert sizes(q[:, :, :0], k, v) == [1, 1]
+    found = flashgen.quantize(q, k, v, block=128)
+    alone = flashgen.quantize(q, k, k, block=128)
+    assert torch.equal(bits(found.k), bits(alone.k)) and found.v.shape == v.shape
+
+
+def test_a_mutation_is_seen(monkeypatch):
     x = drawn(1, 1, 70, 64)
+    x[0, 0, 3, 5] = torch.inf
     text = emit(planning.plan("sm_90a", "bfloat16", 64, block=128, rotated=True, centred=False))
     for old, new in (
-        ("threadIdx.x & apart ? other - x", "threadIdx.x & apart ? x[r][i][j] - other + 0 * x"),
-        ("size < PLUS_INFINITY ?", "size < 1.f ?"),
-        ("row < p.length ?", "row < p.length - 1 ?"),
+        ("fmaf(x[i][j], signs[j], -b)", "fmaf(x[i][j], signs[j], b)"),
+        ("x[i][j] = fmaf(x[i][j], 0.f, x[i][j]);", ""),
+        (
+            "cp_async_16(to + (row * PITCH + chunk) * 16, row < rows ?",
+            "cp_async_16(to + (row * PITCH + chunk) * 16, row < rows - 1 ?",
+        ),
     ):
-        assert text.count(old) == 1
+        assert text.count(old) == 1, old
         with monkeypatch.context() as patch:
             mutated = text.replace(old, new)
             patch.setitem(globals(), "emit", lambda plan, mutated=mutated: mutated)
@@ -338,11 +388,8 @@ def test_kernels_spill_nothing(arch):
 
 
 def test_python_counts_parameters_as_cuda_does():
+    """Three tensors of addresses, strides and numbers, then signs; the compiler counts too."""
     plan = planning.plan("sm_90a", "bfloat16", 64, block=128, rotated=True, centred=False)
-    values = dict.fromkeys(("x", "codes", "descales", "peaks", "mean"), 1) | dict.fromkeys(
-        ("heads", "length", "blocks_of_scale"), 2
-    )
-    values |= {f"{name}_{of}": 3 for name in ("x", "codes") for of in ("batch", "head", "row")}
-    assert (
-        len(pack(plan, values, tuple(range(8)))) == params_bytes(plan) == ctypes.sizeof(ctypes.c_uint64) * 11 + 4 * 12
-    )
+    rows = rows_of(drawn(1, 1, 20, 64))
+    found = ops.packed(plan, [rows], [ops.told(plan, rows)], 0, 1)
+    assert len(found) == params_bytes(plan) == ctypes.sizeof(ctypes.c_uint64) * 3 * (9 + 2) + 4 * 8

@@ -26,6 +26,7 @@ def steps(marker: str) -> list[str]:
 # -- the two commands
 
 
+@pytest.mark.slow
 def test_one_command_installs_and_runs_the_main_job():
     venv, install, job = steps("run")
     assert venv == "python3 -m venv .venv"

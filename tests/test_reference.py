@@ -132,6 +132,7 @@ def test_both_readings_of_casts_agree():
     assert narrowed.tolist() == [0, 2**31 - 1, -(2**31), 2**31 - 1, 5, -1, 0, -1]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     x=st.lists(st.integers(-100, 100), min_size=4, max_size=4),

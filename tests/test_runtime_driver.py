@@ -74,30 +74,38 @@ def test_refusals_of_a_load(fake, call, reason):
 @pytest.fixture
 def ready(fake):
     function = driver.load(b"cubin", "attention_forward", smem_bytes=1_024, device=1)
-    buffer = ctypes.create_string_buffer(b"abcdefgh", 8)
-    return driver.Launcher(function, blocks=70_000, threads=128, arguments=[ctypes.addressof(buffer)]), buffer
+    return driver.Launcher(function, threads=128)
+
+
+def held(content):
+    """Memory of one parameter, and what a launcher is told of it."""
+    buffer = ctypes.create_string_buffer(content, 8)
+    return buffer, (ctypes.addressof(buffer),)
 
 
 def test_launch_passes_grid_stream_and_bytes(fake, ready):
-    launch, buffer = ready
-    launch(77)
-    buffer.raw = b"ijklmnop"
-    launch(0)
-    first, second = fake.launched
+    one, at_one = held(b"abcdefgh")
+    _, at_other = held(b"ijklmnop")
+    ready(77, 70_000, at_one)
+    one.raw = b"ABCDEFGH"
+    ready(0, 3, at_one)
+    ready(0, 3, at_other)
+    first, second, third = fake.launched
     assert (first.gridDimX, first.gridDimY, first.gridDimZ, first.blockDimX) == (70_000, 1, 1, 128)
     assert (first.sharedMemBytes, first.hStream, second.hStream) == (1_024, 77, 0)
-    assert (first.parameters, second.parameters) == (b"abcdefgh", b"ijklmnop")
+    assert (second.gridDimX, third.gridDimX) == (3, 3)
+    assert [one.parameters for one in fake.launched] == [b"abcdefgh", b"ABCDEFGH", b"ijklmnop"]
     assert first.context == []
 
 
 def test_an_early_launch_says_so_in_its_config(fake, ready):
     """Once, when it is made; the driver's struct has the attribute at the place where its header has it."""
-    ready[0](0)
+    _, at = held(b"")
+    ready(0, 1, at)
     function = driver.load(b"cubin", "attention_forward", smem_bytes=0, device=1)
-    buffer = ctypes.create_string_buffer(8)
-    early = driver.Launcher(function, blocks=1, threads=128, arguments=[ctypes.addressof(buffer)], early=True)
+    early = driver.Launcher(function, threads=128, early=True)
     for _ in range(2):
-        early(0)
+        early(0, 1, at)
     plain, *launched = fake.launched
     assert (plain.attrs, plain.numAttrs) == ([], 0)
     for config in launched:
@@ -110,25 +118,27 @@ def test_an_early_launch_says_so_in_its_config(fake, ready):
 @pytest.mark.parametrize("refusal", ["CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_HANDLE"])
 def test_a_thread_without_a_context_is_lent_one(fake, ready, refusal):
     fake.refusals["cuLaunchKernelEx"] = [getattr(fake.CUresult, refusal)]
-    ready[0](0)
+    _, at = held(b"")
+    ready(0, 1, at)
     assert [one.context for one in fake.launched] == [["context 1"]] and fake.contexts == []
 
 
 def test_a_launch_that_fails_says_why(fake, ready):
+    _, at = held(b"")
     fake.refusals["cuLaunchKernelEx"] = [fake.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS]
     with pytest.raises(LaunchError, match="cannot launch attention_forward: words for CUDA_ERROR_ILLEGAL_ADDRESS"):
-        ready[0](0)
+        ready(0, 1, at)
     assert len(fake.named("cuLaunchKernelEx")) == 1
     fake.refusals["cuLaunchKernelEx"] = [fake.CUresult.CUDA_ERROR_INVALID_CONTEXT] * 2
     with pytest.raises(LaunchError, match="CUDA_ERROR_INVALID_CONTEXT"):
-        ready[0](0)
+        ready(0, 1, at)
     assert fake.contexts == []
 
 
-def test_a_grid_that_is_too_wide(fake):
-    function = driver.load(b"cubin", "attention_forward", smem_bytes=0, device=0)
+def test_a_grid_that_is_too_wide():
+    driver.check_blocks("attention_forward", (1 << 31) - 1)
     with pytest.raises(LaunchError, match="needs 2,147,483,648 blocks and a grid holds 2,147,483,647"):
-        driver.Launcher(function, blocks=1 << 31, threads=128, arguments=[])
+        driver.check_blocks("attention_forward", 1 << 31)
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ def test_a_repeated_call_changes_addresses_and_numbers_alone(fake, ready, launch
 
 
 def test_a_tensor_map_moves_where_its_tensor_does(fake, monkeypatch, ready):
-    """Tensors that lie alike are encoded once; the first launch moves the others from where that one is."""
+    """The first launch encodes them where they are; one that is elsewhere is moved."""
     plan = planner.menu(fg.variant(lambda b, h, q, k: k <= q), "sm_90a", "bfloat16", 64).plans[0]
     strides = dict.fromkeys("qkvo", (64_000, 640, 64))
     launch = make_launch(plan, PROBLEM, strides=strides, captured={}, scale=0.125, params={}, sms=3)
@@ -158,8 +158,12 @@ def test_a_tensor_map_moves_where_its_tensor_does(fake, monkeypatch, ready):
         record(tuple(at), (0.125,), stream=0)
         return len(gpu.named("cuTensorMapReplaceAddress")) - before
 
-    assert maps == len({desc.tensor for desc in launch.maps}) == 4  # q and o lie alike, and so do k and v
-    assert (moved(), moved()) == (2, 0) and len(gpu.named("cuTensorMapEncodeTiled")) == 2
+    assert maps == len({desc.tensor for desc in launch.maps}) == 4
+    assert (moved(), moved()) == (0, 0)
+    encoded = gpu.named("cuTensorMapEncodeTiled")
+    assert len(encoded) == 4
+    for *_, box, _, _, _, promotion, _ in encoded:  # L2 fetches no more than a row of a box
+        assert promotion.name.endswith(f"_{2 * box[0]}B")
     at[0] += 16
     assert (moved(), moved()) == (1, 0)
     at[launch.pointers.index("lse")] += 16
@@ -216,6 +220,37 @@ def test_threads_do_not_mix_their_parameters(fake, ready, launch):
     for launched in fake.launched:
         got = unpacked(ready.plan, launched.parameters)
         assert {got[n] for n in ("q", "lse", "tensor_doc", "scale", "param_window")} == {launched.hStream}
+
+
+def test_threads_do_not_mix_records_of_one_kernel(fake, ready):
+    """What starts a kernel is shared: its grid, stream and parameters are those of the record that is called."""
+    fake.parameter_bytes = params.sizeof(ready.plan)
+    given = {"strides": STRIDES, "captured": {"doc": DOC}, "scale": 0.5, "params": {"factor": 2.0, "window": 7}}
+    lengths = {1: 64, 2: 640, 3: 1000, 4: 2000}
+    launches = {
+        n: make_launch(ready.plan, dataclasses.replace(PROBLEM, q_len=length), **given, sms=108)
+        for n, length in lengths.items()
+    }
+    records = {n: ready.record(made, device=0) for n, made in launches.items()}
+
+    def work(number):
+        for _ in range(200):
+            records[number]((number,) * 6, (float(number), float(number), number), stream=number)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(number,)) for number in lengths]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(fake.launched) == 800
+    for launched in fake.launched:
+        got, n = unpacked(ready.plan, launched.parameters), launched.hStream
+        assert (got["q"], got["q_len"], launched.gridDimX) == (n, lengths[n], launches[n].grids[0].blocks)
 
 
 def test_a_kernel_is_loaded_once_a_gpu(fake, ready, launch):

@@ -6,17 +6,20 @@ from ptx_attention import work
 
 import flashgen as fg
 from flashgen.planning import backward, planner
+from flashgen.planning.layout import Varlen
+from flashgen.planning.once import Remembered
 from flashgen.planning.problem import Problem
-from flashgen.runtime.launch import COUNTERS, make_launch
+from flashgen.runtime import launch
+from flashgen.runtime.launch import COUNTERS, Captured, make_launch
 
 causal = fg.variant(lambda b, h, q, k: k <= q)
-SHAPE = {"batch": 2, "heads": 8, "kv_heads": 4, "q_len": 3000, "kv_len": 3000, "head_dim": 64, "v_head_dim": 64}
+SHAPE = {"batch": 2, "heads": 8, "kv_heads": 4, "q_len": 3000, "kv_len": 3000, "head_dim": 128, "v_head_dim": 128}
 
 
 def made(menu, problem=None, **facts):
-    plan = menu(causal, "sm_90a", "bfloat16", 64).plans[0]
+    plan = menu(causal, "sm_90a", "bfloat16", 128).plans[0]
     given = {"captured": {}, "scale": 0.125, "params": {}, "sms": 132, **facts}
-    strides = {name: (1 << 20, 1 << 15, 64) for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")}
+    strides = {name: (1 << 20, 1 << 15, 128) for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")}
     return make_launch(plan, problem or Problem(**SHAPE), strides=strides, **given)
 
 
@@ -45,7 +48,7 @@ def test_where_there_is_one_any_stride_will_do():
     """That of a single row may be anything, 0 too, which TMA refuses."""
     one = Problem(**{**SHAPE, "kv_len": 1})
     (k,) = (desc for desc in made(planner.menu, one).maps if desc.tensor == "k")
-    assert k.sizes == (64, 1, 4, 2) and k.strides == (128, 2 << 15, 2 << 20)
+    assert k.sizes == (128, 1, 4, 2) and k.strides == (256, 2 << 15, 2 << 20)
     nothing = made(planner.menu, Problem(**{**SHAPE, "kv_len": 0}))
     assert all(min(desc.sizes) == 1 or desc.tensor not in "kv" for desc in nothing.maps)
 
@@ -59,9 +62,55 @@ def test_a_launch_is_one_frozen_value():
         launch.values["q_tiles"] = 1
 
 
+@pytest.mark.slow
 def test_any_number_of_heads_in_l2_gives_the_same_bits():
     w = work("causal", "hopper", batch=2, heads=3, kv_heads=3, q_len=130, kv_len=40)
     results = [w.run(l2_kv_heads=held, sms=3) for held in (1, 4, None)]
     assert w.wrong(results[0]) == ()
     for other in results[1:]:
         np.testing.assert_array_equal(other.o, results[0].o)
+
+
+DOCUMENT = fg.tensor("doc", dims=("batch", "kv"), dtype="int32")
+
+
+@pytest.mark.parametrize(
+    ("menu", "options"),
+    [
+        (planner.menu, {}),
+        (planner.backward_menu, {}),
+        (planner.backward_menu, {"deterministic": True}),
+        (planner.menu, {"layout": Varlen()}),
+        (planner.backward_menu, {"layout": Varlen()}),
+    ],
+)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda b, h, q, k: (DOCUMENT[b, q] == DOCUMENT[b, k]) & (k <= q),
+        lambda b, h, q, k: DOCUMENT[b, k // 16] > q // 16,  # with a summary of fewer keys than a tile has
+    ],
+)
+def test_launches_of_equal_tiles_share_what_follows_from_these_alone(monkeypatch, menu, options, arch, mask):
+    """Grids, workspaces and what is cleared are those that each length has by itself."""
+    plan = menu(fg.variant(mask), arch, "bfloat16", 64, **options).plans[0]
+    assert plan.summaries or options
+
+    def launches():
+        strides = {name: (1 << 20, 1 << 15, 64) for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")}
+        for q_len, kv_len, batch, rows in (
+            *((1, 1, 2, 64), (63, 70, 2, 64), (64, 64, 2, 65), (65, 130, 2, 65), (127, 128, 2, 500), (65, 130, 3, 65)),
+            *((300, 64, 2, 600), (257, 64, 2, 600), (257, 1, 2, 600), (4000, 4100, 2, 9000), (4033, 4150, 2, 9000)),
+        ):
+            problem = Problem(**{**SHAPE, "q_len": q_len, "kv_len": kv_len, "batch": batch})
+            doc = Captured(sizes=(batch, kv_len), strides=(kv_len, 1))
+            given = {"strides": strides, "captured": {"doc": doc}, "scale": 0.125, "params": {}, "sms": 132}
+            for sms in (132, 7):
+                in_memory = (rows, rows) if plan.layout.joined else None
+                yield make_launch(plan, problem, **{**given, "sms": sms}, rows=in_memory)
+
+    launch._known(plan).clear()
+    shared = [*launches(), *launches()]
+    monkeypatch.setattr(launch, "_known", lambda _: Remembered())
+    assert shared == [*launches(), *launches()]

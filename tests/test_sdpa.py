@@ -201,6 +201,7 @@ def test_the_last_backend():
     assert flashgen.last_backend().reason is None
 
 
+@pytest.mark.slow
 def test_one_graph_serves_lengths_scales_and_masks():
     expected = graphs_of_floats()
     torch._dynamo.reset()

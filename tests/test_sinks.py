@@ -263,6 +263,7 @@ FORWARDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORWARDS)
 def test_forwards(name):
     w = work(holes, **(SHAPE | FORWARDS[name]))
@@ -329,7 +330,14 @@ BACKWARDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BACKWARDS)
+@pytest.mark.parametrize(
+    "name",
+    thinned(
+        list(BACKWARDS),
+        kept=("ampere", "ampere_in_one_order", "hopper", "hopper_128_in_one_order"),
+        sibling="test_backwards",
+    ),
+)
 def test_backwards(name):
     b = Backward(holes, **(SHAPE | BACKWARDS[name]))
     result = check(b)
@@ -360,6 +368,7 @@ def backward():
     return b
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -403,6 +412,7 @@ def test_what_is_predicted_is_what_the_walk_counts():
         assert read is None or read.read_bytes == 2 * 4 * 2 * 4 * 300 + sinks.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_a_call_on_an_emulated_gpu_gives_o_lse_and_gradients(monkeypatch, capability):
     gpu = install(monkeypatch, capability)

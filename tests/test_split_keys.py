@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from functools import cache
 
 import numpy as np
 import pytest
@@ -74,6 +75,7 @@ def test_numbers_of_blocks(pipeline, splits):
     check(split_work("causal_bottom_right", pipeline, **SHAPE), splits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("dims", [{}, {"tile": (64, 128), "head_dim": 128, "stages": 3, "q_stages": 2}])
 def test_tiles_of_one_warpgroup(dims, splits):
@@ -150,6 +152,7 @@ def test_any_order_of_blocks_gives_the_same_bits(pipeline, seed):
     np.testing.assert_array_equal(result.lse, lockstep.lse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "pipeline", "shape"),
     [
@@ -171,6 +174,7 @@ def test_lengths_of_their_own(spec, pipeline, shape):
     np.testing.assert_allclose(found.lse[seen], whole.lse[seen], atol=4e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "pipeline", "shape"),
     [
@@ -267,12 +271,14 @@ VISITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINE)
 def test_a_wrong_combination_is_noticed(name):
     w = split_work("causal_bottom_right", "ampere", q_len=5, kv_len=2500 if "follow" in name else 350)
     assert noticed(w, COMBINE[name], 40 if "follow" in name else 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "name"), VISITS)
 def test_tiles_of_others_are_noticed(pipeline, name):
     assert noticed(split_work("causal_bottom_right", pipeline, **SHAPE), VISITS[pipeline, name], 3)
@@ -287,6 +293,14 @@ def noticed(w, edit, splits):
     return bool(w.wrong(result))
 
 
+@cache
+def many_sequences():
+    """A batch of more sequences than a warp counts at once, and what it gives."""
+    shape = {"q_lengths": (1,) * 40, "kv_lengths": (60, 70, 0, 200) * 10, "q_len": 1, "kv_len": 200, **ONE_WARPGROUP}
+    w = split_batch("full", "hopper", heads=2, kv_heads=2, batch=40, **shape)
+    return w, w.run(kv_splits=3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "edit",
@@ -298,10 +312,8 @@ def noticed(w, edit, splits):
     ],
 )
 def test_parts_without_a_tile_are_noticed(edit):
-    """Of more sequences than a warp counts at once: what nobody leaves out is NaN, what is left out is missed."""
-    shape = {"q_lengths": (1,) * 40, "kv_lengths": (60, 70, 0, 200) * 10, "q_len": 1, "kv_len": 200, **ONE_WARPGROUP}
-    w = split_batch("full", "hopper", heads=2, kv_heads=2, batch=40, **shape)
-    right = w.run(kv_splits=3)
+    """What nobody leaves out is NaN, what is left out is missed."""
+    w, right = many_sequences()
     assert np.isfinite(right.o).all() and not right.o[2::4].any()
     try:
         wrong = w.run(edit, kv_splits=3)

@@ -80,6 +80,7 @@ def counted_alike(w, splits, result):
 
 
 # ---------------------------------------------------------------- kernels
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_lengths_of_their_own(pipeline, layout):
@@ -106,6 +107,7 @@ def test_packed_heads(layout):
     check(split_pages("causal", "hopper", 16, q_offset=first, layout=layout, **SHAPE, **PACKED), 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_a_sink_joins_once(pipeline):
     """What the learned sinks make of the sum, beside the walk."""
@@ -125,6 +127,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "name"), MUTATIONS)
 def test_what_is_wrong_is_noticed(pipeline, name):
     w = split_pages("full", pipeline, 16, **SHAPE)

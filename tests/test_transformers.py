@@ -9,7 +9,10 @@ from flashgen.errors import LaunchError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from transformers import masking_utils  # noqa: E402
+
 from flashgen.frontends import flex  # noqa: E402
+from flashgen.integrations import transformers as ours  # noqa: E402
 from flashgen.integrations.transformers import NAME, SOFTCAP, Mask, attend, mask, register  # noqa: E402
 
 SIZES = {
@@ -274,3 +277,61 @@ def test_masks_of_one_kind_are_one_variant():
     made = [mask(2, 1, 9 + i, q_offset=8 + i, attention_mask=seen) for i in range(5)]
     assert len({x.rule.token for x in made}) == 1 and flex.traces - before <= 1
     assert made[0].capped == made[0].rule & SOFTCAP
+
+
+def seen(mask, q_len, kv_len):
+    """Which keys each query sees, by attention: of equal scores each takes its share of an identity."""
+    q, k = torch.zeros(1, 1, q_len, 16), torch.zeros(1, 1, kv_len, 16)
+    shares = flashgen.attention(q, k, torch.eye(kv_len)[None, None], mask.rule, **mask.given)
+    return shares[0, 0] > 0
+
+
+FUNCTIONS = {
+    "causal": (masking_utils.causal_mask_function, "causal"),
+    "window": (masking_utils.sliding_window_causal_mask_function(5), "sliding_window"),
+    "both sides": (masking_utils.sliding_window_bidirectional_mask_function(3), "window_on_both_sides"),
+}
+
+
+@pytest.mark.parametrize("offsets", [(0, 0), (7, 7), (9, 0), (9, 4)])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_masks_of_transformers_are_shipped_variants(name, offsets, monkeypatch):
+    """No function is traced, but for a window on both sides behind a cache, and they hide what the functions do."""
+    function, shipped = FUNCTIONS[name]
+    q_offset, kv_offset = offsets
+    traced, real = [], ours._traced
+    monkeypatch.setattr(ours, "_traced", lambda *given: traced.append(given) or real(*given))
+    mask = ours.mask(1, 6, 13, q_offset, kv_offset, function)
+    at_q, at_k = torch.arange(6)[:, None] + q_offset, torch.arange(13)[None] + kv_offset
+    assert torch.equal(seen(mask, 6, 13), function(0, 0, at_q, at_k).expand(6, 13))
+    shifted = q_offset != kv_offset
+    assert len(traced) == (shifted and name == "both sides")
+    assert traced or mask.rule.name == shipped + "_behind_cache" * shifted
+    padded = ours.mask(1, 6, 13, q_offset, kv_offset, function, torch.arange(13)[None] % 3 > 0)
+    if kv_offset == 0:
+        assert torch.equal(seen(padded, 6, 13), seen(mask, 6, 13) & (torch.arange(13) % 3 > 0))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        masking_utils.or_masks(masking_utils.sliding_window_overlay(3), masking_utils.causal_mask_function),
+        masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.sliding_window_overlay(3)),
+        masking_utils.and_masks(masking_utils.sliding_window_overlay(3), masking_utils.bidirectional_mask_function),
+        masking_utils.sliding_window_causal_mask_function(0),
+        masking_utils.sliding_window_causal_mask_function(1 << 24),
+        masking_utils.sliding_window_overlay(3),
+    ],
+)
+def test_masks_that_resemble_shipped_ones_are_traced(function):
+    mask = ours.mask(1, 6, 13, 2, 2, function)
+    assert mask.rule.name not in {shipped for _, shipped in FUNCTIONS.values()}
+    at_q, at_k = torch.arange(6)[:, None] + 2, torch.arange(13)[None] + 2
+    assert torch.equal(seen(mask, 6, 13), function(0, 0, at_q, at_k).expand(6, 13))
+
+
+def test_layers_share_what_a_mask_was_bound_to():
+    """Nothing is merged or made for each layer."""
+    mask = ours.mask(1, 6, 13, 0, 0, masking_utils.sliding_window_causal_mask_function(5))
+    rule, named = ours._rule(torch.nn.Identity(), mask, True, None, 13)
+    assert rule is mask.rule and named is mask.given

@@ -26,6 +26,7 @@ def check(w, **options):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_sequences_of_many_lengths(pipeline):
     check(batch("causal", pipeline, layout=Varlen(), **LENGTHS))
@@ -57,8 +58,14 @@ def test_every_spec(pipeline, spec):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("spec", ["full", "causal"])
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize(
+    ("pipeline", "spec"),
+    thinned(
+        [(pipeline, spec) for pipeline in PIPELINES for spec in ("full", "causal")],
+        kept=(("ampere", "causal"), ("hopper", "full")),
+        sibling="test_shapes",
+    ),
+)
 def test_shapes(pipeline, spec, shape):
     check(batch(spec, pipeline, layout=Varlen(), **shape))
 
@@ -102,6 +109,7 @@ def test_plans(arch):
         assert backward.pipeline == dense[0].pipeline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients(deterministic):
     w = batch("causal", "ampere", layout=Varlen(), **{**LENGTHS, "poisoned": 2})
@@ -118,8 +126,14 @@ def test_gradients(deterministic):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("spec", ["full", "blocks"])
+@pytest.mark.parametrize(
+    ("spec", "deterministic"),
+    thinned(
+        [(spec, deterministic) for spec in ("full", "blocks") for deterministic in (False, True)],
+        kept=(("full", True), ("blocks", False)),
+        sibling="test_gradients_of_shapes",
+    ),
+)
 def test_gradients_of_shapes(spec, deterministic, shape):
     check_gradients(batch(spec, "ampere", layout=Varlen(), **shape), deterministic=deterministic)
 

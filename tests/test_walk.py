@@ -323,7 +323,7 @@ def test_the_planner_and_the_walk_count_the_same(name):
     ):
         problem = problem_of(**shape)
         case = case_of(variant, problem)
-        for tile in ((64, 64), (128, 32), (16, 128)):
+        for tile in ((64, 64), (128, 32), (16, 64)):
             assert differences(variant, problem, case, tile) == {}, (shape, tile)
 
 
@@ -408,6 +408,7 @@ def test_a_walk_takes_heads_together_and_no_row_alone():
     assert calls(2) == calls(8) < 10 * 2 * 128
 
 
+@pytest.mark.slow
 def test_counting_a_long_problem_looks_at_what_is_visited():
     window = load_spec("sliding_window").bind()
     calls = []

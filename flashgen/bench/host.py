@@ -60,6 +60,12 @@ OF_PROCESS = ("import flashgen", "first plan of a process", "plan")
 #: The row of a first call.
 FIRST_CALL = "first call, warm cache"
 
+#: Fresh processes that a first call is timed in at most: each loads PyTorch, which takes seconds and is not timed.
+FIRST_CALLS = 3
+
+#: What a whole run takes on an H200, about, in minutes: half of one for processes, most of the rest compiles `flex`.
+MINUTES = 2
+
 #: Contender of the forward's rows: the allocation of o alone, which is part of every call of flashgen.
 ALLOCATION = "allocation"
 
@@ -289,11 +295,12 @@ def _process() -> list[float]:
 
 
 def first_call(rounds: int, *, device: str = "cuda") -> Row:
-    """From a spec to its first result in a fresh process that finds its kernels in the cache: the first cell's."""
+    """From a spec to its first result in a fresh process that finds its kernels in the cache: the first cell's, so many
+    times but at most FIRST_CALLS."""
     at = CELLS[0]
     (spec,) = at.specs
     with tempfile.TemporaryDirectory() as folder:
         start = functools.partial(cold.process, spec, at.problem, device, Path(folder))
         start()  # fills the cache
-        seconds = [start()[1] for _ in range(rounds)]
+        seconds = [start()[1] for _ in range(min(rounds, FIRST_CALLS))]
     return Row(what=FIRST_CALL, where=str(at), us={"flashgen": tuple(1e6 * s for s in seconds)}, absent={})

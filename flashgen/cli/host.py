@@ -11,7 +11,7 @@ from rich.table import Table
 
 from flashgen.bench import cold, host, record
 from flashgen.bench.host import Row
-from flashgen.cli.console import progress, seconds, tabulate
+from flashgen.cli.console import err, progress, seconds, tabulate
 from flashgen.cli.measuring import conclude, matching
 
 
@@ -26,7 +26,8 @@ def measure(*, cells: str, rounds: int, peers: tuple[str, ...], folder: Path, se
     path = folder / ("host.json" if gpu else "host_without_gpu.json")
     asked = f"flashgen bench host --rounds {rounds} --peers {','.join(peers)} --seed {seed}"
     protocol = {
-        "rounds": f"at least {rounds}, in whole turns of the contenders' order; of fresh processes {rounds}",
+        "rounds": f"at least {rounds}, in whole turns of the contenders' order; of fresh processes {rounds}, of first"
+        f" calls {min(rounds, host.FIRST_CALLS)}",
         "timed": f"{host.CALLS} calls on an empty queue, until the last returns to the host; SDPA's backend is"
         " chosen beforehand; Python's collector rests",
         host.ALLOCATION: "the allocation of o, a part of each call of flashgen",
@@ -37,14 +38,19 @@ def measure(*, cells: str, rounds: int, peers: tuple[str, ...], folder: Path, se
         "bytecode": "compiled beforehand, as pip leaves it" if compiled else "compiled by each process",
     }
     rows: list[Row] = []
+    if gpu:
+        err.print(f"{len(chosen)} cells; all of host take about {host.MINUTES} minutes on an H200", markup=False)
     with progress() as bar:
         task = bar.add_task("fresh processes", total=1 + gpu * (1 + len(chosen)))
 
         def keep(more: Iterable[Row]) -> None:
-            """A run that is cut off leaves what it has."""
-            rows.extend(more)
-            told = [row.as_json() for row in rows]
-            record.write(path, command=asked + (f" --cells '{cells}'" if cells else ""), protocol=protocol, cells=told)
+            """Each row is told when it is there; a run that is cut off leaves what it has."""
+            for row in more:
+                rows.append(row)
+                told = [row.as_json() for row in rows]
+                command = asked + (f" --cells '{cells}'" if cells else "")
+                record.write(path, command=command, protocol=protocol, cells=told)
+                bar.console.print(_line(row))
             bar.advance(task)
 
         keep(host.processes(rounds))
@@ -76,6 +82,11 @@ def _table(rows: list[Row], peers: tuple[str, ...]) -> Table:
             cells[0] = f"[bold red]{cells[0]}{limit}[/]" if late else cells[0] + limit
         table.add_row(row.what, row.where, *cells)
     return table
+
+
+def _line(row: Row) -> str:
+    """A row in one line, by contender."""
+    return f"{row.what}, {row.where}: " + ", ".join(f"{name} {_spread(us)}" for name, us in row.us.items())
 
 
 def _spread(us: tuple[float, ...]) -> str:

@@ -13,6 +13,7 @@ from flashgen.codegen import device, params
 from flashgen.codegen.backward import sized, transposed
 from flashgen.codegen.fold import folded
 from flashgen.codegen.operands import PTX_TYPE, OperandCode
+from flashgen.codegen.packs import PackCode
 from flashgen.codegen.pages import PagesCode
 from flashgen.codegen.reachable import reachable
 from flashgen.codegen.scales import ScaleCode
@@ -51,17 +52,19 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         within_bounds=plan.masked_within_bounds,
     )
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
-    ptx_type = PTX_TYPE[plan.out_dtype]
+    ptx_type, seq = PTX_TYPE[plan.out_dtype], SequenceCode(plan.layout)
+    packs = PackCode(plan.packed, seq)
     context = {
         "plan": plan,
         "code": found,
-        "seq": SequenceCode(plan.layout),
+        "seq": seq,
         "keys": KeyCode(plan.keys, plan.tile.kv),
         "work_alignment": programs.work_layout(plan.layout, split=plan.keys.split)[1],
         "combine_warps": split_keys.COMBINE_WARPS,
         "pages": PagesCode(plan.layout, scaled=plan.float8 is not None),
         "scales": ScaleCode(plan.float8 is not None, plan.packed, found.score is not None),
-        "operands": OperandCode(plan, found.score is not None),
+        "operands": OperandCode(plan, found.score is not None, packs),
+        "packs": packs,
         "banner": banner(plan, found),
         "enter": entered(plan.launches),
         "fields": params.fields(plan),

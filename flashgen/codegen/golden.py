@@ -27,7 +27,7 @@ DTYPE, HEAD_DIM = "bfloat16", 128
 #: Specs whose backward of pipeline hopper, where it differs in kind from that of HEAD_DIM, is kept at this one too.
 WIDE, WIDE_SPECS = 256, ("causal", "full", "softcap")
 
-#: The spec whose forward of packed heads is kept too.
+#: The spec whose forwards of packed heads are kept too.
 PACKED = "causal_bottom_right"
 
 #: The spec whose forward in 8 bits is kept, and its head dims: with three warpgroups, two, and P V in pieces.
@@ -72,8 +72,8 @@ class Golden:
 
 def goldens() -> Iterator[Golden]:
     """Every kept file: the main plans of each shipped spec, forward and backward, in bfloat16, at head_dim 128 or the
-    largest it allows, where the pipeline serves them; WIDE backwards, a forward of PACKED heads, forwards of 8 bits,
-    and OPTIONS; and kernels that make tensors of 8 bits."""
+    largest it allows, where the pipeline serves them; WIDE backwards, forwards of PACKED heads, one of them for few
+    queries over keys of 8 bits, forwards of 8 bits, and OPTIONS; and kernels that make tensors of 8 bits."""
     for pipeline, arch in KEPT:
         for name, path in sorted(shipped().items()):
             variant = load_spec(path).bind()
@@ -88,8 +88,13 @@ def goldens() -> Iterator[Golden]:
         plan = planner.backward_menu(load_spec(shipped()[name]).bind(), "sm_90a", DTYPE, WIDE).plans[0]
         path = Path(plan.arch, plan.pass_name, f"head_dim_{WIDE}", f"{name}.cu")
         yield Golden(path=path, text=emit(plan), plan=plan)
-    plan = planner.menu(load_spec(shipped()[PACKED]).bind(), "sm_90a", DTYPE, HEAD_DIM, packed=True).plans[0]
-    yield Golden(path=Path(plan.arch, plan.pass_name, "packed", f"{PACKED}.cu"), text=emit(plan), plan=plan)
+    for _, arch in KEPT:
+        plan = planner.menu(load_spec(shipped()[PACKED]).bind(), arch, DTYPE, HEAD_DIM, packed=True).plans[0]
+        yield Golden(path=Path(arch, plan.pass_name, "packed", f"{PACKED}.cu"), text=emit(plan), plan=plan)
+    variant = load_spec(shipped()[PACKED]).bind()
+    decodes = planner.menu(variant, "sm_90a", DTYPE, HEAD_DIM, k_dtype=E4M3, v_dtype=E4M3, keys=SplitKeys())
+    plan = decodes.few[0]
+    yield Golden(path=Path(plan.arch, plan.pass_name, "widened", f"{PACKED}.cu"), text=emit(plan), plan=plan)
     variant = load_spec(shipped()[FLOAT8]).bind()
     for head_dim in FLOAT8_DIMS:
         plan = planner.menu(variant, "sm_90a", E4M3, head_dim).plans[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashgen.codegen.packs import PackCode
 from flashgen.codegen.params import element_of
 from flashgen.codegen.sequences import SequenceCode
 from flashgen.planning.float8 import E4M3
@@ -26,6 +27,7 @@ class OperandCode:
 
     plan: KernelPlan
     scored: bool
+    packs: PackCode
 
     @property
     def _widened(self) -> bool:
@@ -52,8 +54,7 @@ class OperandCode:
     def load_q(self) -> str:
         """Starts to copy the tile of q."""
         half, source = (" / 2", "(const u16*)q") if self.narrow("q") else ("", "q")
-        rows = "rows.q_last - rows.q_first + 1"
-        return f"load_tile<THREADS, HEAD_DIM{half}>(shared.q, {source}, p.q_row{half}, {rows});"
+        return self.packs.load("THREADS", f"HEAD_DIM{half}", source, half)
 
     # -- what is widened
 
@@ -62,10 +63,8 @@ class OperandCode:
         operands = self.plan.operands
         assert isinstance(operands, Widened)
         kind = "e4m3" if getattr(operands.of, name) == E4M3 else "e5m2"
-        to = PTX_TYPE[WIDE if name == "v" else operands.qk]
         how = "_by_bits" if operands.by_bits and kind == "e4m3" else ""
-        inner = f"f16_of_{kind}{how}({word})"
-        return inner if to == PTX_TYPE[WIDE] else f"{to}_of_f16({inner})"
+        return f"f16_of_{kind}{how}({word})"
 
     @property
     def first_of_q(self) -> str:
@@ -83,20 +82,85 @@ class OperandCode:
         return f"ld_shared_v2(QTile::right(first, 2 * d) {row})"
 
     @property
-    def mma_qk(self) -> str:
-        operands = self.plan.operands
-        assert isinstance(operands, Widened)
-        return f"mma_m16n8k16_{PTX_TYPE[operands.qk]}"
-
-    @property
-    def mma_pv(self) -> str:
+    def mma(self) -> str:
         return f"mma_m16n8k16_{PTX_TYPE[WIDE]}"
 
     @property
     def cvt_p(self) -> str:
         return f"cvt_{PTX_TYPE[WIDE]}x2"
 
+    # -- q
+
+    @property
+    def q_before_loop(self) -> bool:
+        """Whether the tile of q is waited for before the first one of keys."""
+        return self.plan.q_in_registers or self.scales_rows or self._arranges_q
+
+    @property
+    def of_q(self) -> str:
+        """What becomes of it then, by names."""
+        scales = "  float q_scale[M][2];  // what elements of rows of q count by\n"
+        return scales * (self.scales_rows and self.narrow("q")) + "  Q q_fragments;\n" * self.plan.q_in_registers
+
+    @property
+    def q_scales(self) -> str:
+        """Where its rows' scales lie, if it becomes float16."""
+        return "\n  float q_scale[TILE_Q];" * (self.scales_rows and not self.narrow("q"))
+
+    @property
+    def q_arrived(self) -> str:
+        """What is made of it."""
+        lines = ["Q q_fragments;"] * self._arranges_q
+        lines += ["load_q(q_fragments, shared);"] * (self.plan.q_in_registers or self._arranges_q)
+        if self.scales_rows:
+            lines.append("find_q_descales(q_scale, rows, p);" if self.narrow("q") else "q_to_f16(q_fragments, shared);")
+        lines += ["arrange_q(shared.q, q_fragments);"] * self._arranges_q
+        return "".join(f"\n    {line}" for line in lines)
+
+    @property
+    def _arranges_q(self) -> bool:
+        """Whether what a lane multiplies in a step is brought side by side in shared memory, before the loop."""
+        return self._widened and not self.narrow("q") and not self.plan.q_in_registers
+
+    @property
+    def first_of_steps(self) -> str:
+        """What is known of q before the first step of S."""
+        if self.plan.q_in_registers:
+            return ""
+        return f"\n  const u32 first = {'first_of_q(q)' if self.narrow('q') else 'shared_address(step_of_q(q, 0, 0))'};"
+
+    @property
+    def step_of_q(self) -> str:
+        """Loads what a step multiplies, where registers do not hold it."""
+        if self.plan.q_in_registers:
+            return ""
+        kind, load = ("Chunk a[M];", "a[m] = ld_shared_v4(first + m * QTile::BLOCK + d * 32 * sizeof(Chunk));")
+        if self.narrow("q"):
+            kind, load = "u32 a[M][4];", "load_q_step(a[m], first, m, d);"
+        return f"    {kind}\n#pragma unroll\n    for (int m = 0; m < M; m++) {load}\n"
+
+    @property
+    def a(self) -> str:
+        """The operand of a step."""
+        if self.plan.q_in_registers:
+            return "q[d][m]"
+        return "a[m]" if self.narrow("q") else "a[m].word"
+
     # -- scales
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether each row of q has a scale of its own: that of its head, or what brought it to float16."""
+        operands = self.plan.operands
+        if not isinstance(operands, Widened):
+            return False
+        return operands.narrows_q or (self.narrow("q") and self.plan.packed)
+
+    @property
+    def scale_rows_of_s(self) -> str:
+        """What brings them to S."""
+        line = "#pragma unroll\n    for (int m = 0; m < M; m++) scale_rows(s[m], q_scale[m]);"
+        return f"\n{line if self.narrow('q') else '    undo_scales(s, shared);'}" * self.scales_rows
 
     @property
     def scale_parameter(self) -> str:
@@ -124,7 +188,7 @@ class OperandCode:
             return f"const float scale = {in_exponent}"
         head = "p.{x}_descale + rows.b * p.{x}_descale_batch + kv_head * p.{x}_descale_head;"
         lines = [f"const float* const {x}_descale = {head.format(x=x)}" for x in ("k", "v")]
-        q = " * q_descale(rows, p)" * self.narrow("q")
+        q = " * q_descale(rows.h, rows, p)" * (self.narrow("q") and not self.plan.packed)
         if self.scored:
             lines += ["const float scale = LOG2E;", f"const float block_scale = p.scale{q};"]
         else:

@@ -55,7 +55,19 @@ class PagesCode:
         """What leads to a sequence in k or v."""
         return "" if self.paged else f"rows.b * p.{name}_batch + "
 
-    def load(self, name: str, columns: str, narrow: bool = False) -> str:
+    def load_kv(self, narrow: tuple[str, ...], *, whole_apart: bool) -> str:
+        """Starts to copy a tile of k and one of v; `whole_apart`: of a tile within the sequence no row is asked for."""
+        tiles = (("k", "HEAD_DIM"), ("v", "V_HEAD_DIM"))
+
+        def loads(margin: int, rows: str = "p.kv_len - first") -> str:
+            return ("\n" + " " * margin).join(self._load(*of, of[0] in narrow, rows) for of in tiles)
+
+        if not whole_apart:
+            return loads(4)
+        whole, cut = loads(6, "TILE_KV"), loads(6)
+        return f"if (first + TILE_KV <= p.kv_len) {{\n      {whole}\n    }} else {{\n      {cut}\n    }}"
+
+    def _load(self, name: str, columns: str, narrow: bool, rows: str) -> str:
         """Starts to copy a tile of k or v; two elements of 8 bits as one of 16."""
         half, source = (" / 2", f"(const u16*){name}") if narrow else ("", name)
         if self.paged:
@@ -63,8 +75,7 @@ class PagesCode:
             return f"load_pages<{columns}{half}>(shared.{name}[stage], {source}, {strides}, first, p);"
         first = f"{name} + first * p.{name}_row"
         source = f"(const u16*)({first})" if narrow else first
-        rows = f"p.{name}_row{half}, p.kv_len - first"
-        return f"load_tile<THREADS, {columns}{half}>(shared.{name}[stage], {source}, {rows});"
+        return f"load_tile<THREADS, {columns}{half}>(shared.{name}[stage], {source}, p.{name}_row{half}, {rows});"
 
     # -- pipeline hopper
 

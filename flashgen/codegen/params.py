@@ -74,7 +74,7 @@ def fields(plan: KernelPlan) -> tuple[Field, ...]:
     """The members of a plan's `Params`, in order."""
     if plan.backward is not None:
         return _backward_fields(plan)
-    shape = plan.specialized, plan.dropout, plan.layout, plan.summaries, plan.keys, plan.float8
+    shape = plan.specialized, plan.dropout, plan.layout, plan.summaries, plan.keys, plan.float8, plan.packed
     return fields_of(plan.variant, plan.out_dtype, *shape)
 
 
@@ -93,6 +93,7 @@ def fields_of(
     summaries: tuple[TileSummary, ...] = (),
     keys: Keys = ALL_KEYS,
     float8: Float8 | None = None,
+    packed: bool = False,
 ) -> tuple[Field, ...]:
     """The members of a forward's `Params`: pointers, then 64-bit, then 32-bit numbers, so that none needs padding.
 
@@ -116,7 +117,7 @@ def fields_of(
     if specialized is not None and specialized.scheduler.dynamic:
         pointers.append(Field("counters", "int*"))
         numbers.append("l2_heads")
-    if specialized is not None and specialized.rows.packed:
+    if packed:
         numbers += ["packs", "pack_log2"]
     pointers += [Field(name, "const int*") for name in sequences.pointers]
     if keys.split:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from dataclasses import dataclass
 
@@ -37,4 +38,10 @@ def last_backend() -> Backend | None:
 def note(call: str, *, reason: str | None = None) -> None:
     """Remember that flashgen served a call, or with a `reason` that it did not."""
     if not torch.compiler.is_compiling():
-        _last.backend = Backend(name="flashgen" if reason is None else "torch", call=call, reason=reason)
+        _last.backend = _served(call) if reason is None else Backend(name="torch", call=call, reason=reason)
+
+
+@functools.lru_cache(maxsize=64)
+def _served(call: str) -> Backend:
+    """flashgen, of a call that has one name: models ask in each layer."""
+    return Backend(name="flashgen", call=call)

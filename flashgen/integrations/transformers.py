@@ -20,6 +20,8 @@ from flashgen.integrations.backends import note
 from flashgen.integrations.sdpa import CAUSAL, FULL, MASKED
 from flashgen.lang.declare import param, tensor
 from flashgen.lang.functions import minimum, tanh
+from flashgen.lang.load import load_spec
+from flashgen.lang.ranges import MAX_LENGTH
 from flashgen.lang.variant import Variant, variant
 from flashgen.ops.attention import attention
 
@@ -91,22 +93,79 @@ def mask(
     """The mask of a model's layers, as AttentionMaskInterface asks for it: where `mask_function` holds of the positions
     that offsets move, and the key is no padding of `attention_mask` ([batch, seen] in bool)."""
     size = batch_size, 1, q_length, kv_length
-    shipped = _shipped(mask_function, q_offset, kv_offset)
-    if shipped is not None and attention_mask is None:
-        return Mask(shipped, {}, size)
-    if shipped is not None and isinstance(kv_offset, int) and kv_offset == 0:
-        return Mask(_PADDED[shipped.token], {"padding": attention_mask}, size)
+    rule, given = _shipped(mask_function, q_offset, kv_offset)
+    if rule is not None and attention_mask is None:
+        return Mask(rule, given, size)
+    if rule is not None and isinstance(kv_offset, int) and kv_offset == 0:
+        return Mask(_PADDED[rule.token], {**given, "padding": attention_mask}, size)
     traced = _apart if torch.compiler.is_compiling() else _traced
     rule = traced(q_offset, kv_offset, mask_function, attention_mask)
     return Mask(rule.bare, rule.given, size)
 
 
-def _shipped(mask_function: Any, q_offset: Any, kv_offset: Any) -> Variant | None:
-    """The shipped variant of a mask that is one of them: these are there where torch.compile traces a model."""
+#: By how many positions the first query stands before the first key: less than lengths, so that sums fit an int.
+_shift = param("shift", dtype=int, min=1 - MAX_LENGTH, max=MAX_LENGTH - 1)
+_window = param("window", dtype=int, min=1, max=MAX_LENGTH - 1)
+
+WINDOW = load_spec("sliding_window")
+AROUND = variant(lambda b, h, q, k: (q - k <= _window) & (k - q <= _window), name="window_on_both_sides")
+
+#: The same where the first query is not beside the first key, as behind a cache.
+_SHIFTED = {
+    CAUSAL.token: variant(lambda b, h, q, k: k <= q + _shift, name="causal_behind_cache"),
+    WINDOW.token: variant(
+        lambda b, h, q, k: (k <= q + _shift) & (q + _shift - k < _window), name="sliding_window_behind_cache"
+    ),
+}
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    """What a function holds of where it was made, by name."""
+    cells, code = getattr(function, "__closure__", None) or (), getattr(function, "__code__", None)
+    return dict(zip(getattr(code, "co_freevars", ()), (cell.cell_contents for cell in cells), strict=False))
+
+
+def _windowed(made: Any) -> tuple[Any, ...] | None:
+    """The window of a mask function that is the meeting of one of transformers' overlays with a mask: the codes of both
+    functions, the mask, and the window; None of any other function."""
+    parts = _cells(made).get("mask_functions", ())
+    if len(parts) != 2:
+        return None
+    overlay, beside = parts
+    window = _cells(overlay).get("sliding_window")
+    if type(window) is not int or not 0 < window < MAX_LENGTH:
+        return None
+    return getattr(made, "__code__", None), getattr(overlay, "__code__", None), beside, window
+
+
+#: The shipped variants of what transformers makes of a window, by all of `_windowed` but the window.
+_OF_WINDOWS = {
+    found[:3]: rule
+    for make, rule in (
+        ("sliding_window_causal_mask_function", WINDOW),
+        ("sliding_window_bidirectional_mask_function", AROUND),
+    )
+    if (found := _windowed(getattr(masking_utils, make, lambda _: None)(1))) is not None
+}
+
+
+def _shipped(mask_function: Any, q_offset: Any, kv_offset: Any) -> tuple[Variant | None, dict[str, Any]]:
+    """The shipped variant of a mask that is one of them, and its parameters: no function is traced, and the kernel
+    computes in 32 bits.  Full and causal ones are there where torch.compile traces a model."""
     if mask_function is masking_utils.bidirectional_mask_function:
-        return FULL
-    aligned = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset
-    return CAUSAL if aligned and mask_function is masking_utils.causal_mask_function else None
+        return FULL, {}
+    if not isinstance(q_offset, int) or not isinstance(kv_offset, int):
+        return None, {}
+    rule, given, shift = None, {}, q_offset - kv_offset
+    if mask_function is masking_utils.causal_mask_function:
+        rule = CAUSAL
+    elif not torch.compiler.is_compiling() and (found := _windowed(mask_function)) is not None:
+        rule, given = _OF_WINDOWS.get(found[:3]), {"window": found[3]}
+    if rule is None or shift == 0:
+        return rule, given
+    if torch.compiler.is_compiling() or abs(shift) >= MAX_LENGTH:
+        return None, {}
+    return _SHIFTED.get(rule.token), {**given, "shift": shift}
 
 
 def _traced(q_offset: Any, kv_offset: Any, mask_function: Any, padding: torch.Tensor | None) -> Variant:
@@ -153,7 +212,7 @@ _seen = _padding.size(1)  # a static cache is longer
 PADDED = variant(lambda b, h, q, k: (k < _seen) & _padding[b, minimum(k, _seen - 1)], name="padded")
 
 #: The shipped variants with padding, by their token.
-_PADDED = {rule.token: rule & PADDED for rule in (FULL, CAUSAL)}
+_PADDED = {rule.token: rule & PADDED for rule in (FULL, CAUSAL, WINDOW, AROUND, *_SHIFTED.values())}
 
 # torch.compile finds them made.
 for _rule_of_models in (FULL, CAUSAL, *_PADDED.values()):
@@ -199,7 +258,7 @@ def _rule(
     """The variant of a layer's call, and its parameters and captured tensors."""
     cap = {} if softcap is None else {"softcap": softcap}
     if isinstance(given, Mask):
-        return given.rule if softcap is None else given.capped, {**given.given, **cap}
+        return (given.rule, given.given) if softcap is None else (given.capped, {**given.given, **cap})
     if given is None:
         if causal:
             raise LaunchError(

@@ -19,7 +19,6 @@ from flashgen.interpreter.memory import Memory
 from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
 from flashgen.interpreter.tensormap import BFLOAT16, FLOAT16, SWIZZLE_SPAN, UINT8, TensorMap
 from flashgen.lang import float8
-from flashgen.planning.backward import layout
 from flashgen.planning.float8 import ACCUMULATOR_BITS, DESCALES, FLOAT8
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
@@ -310,7 +309,7 @@ def simulate_backward(
     step_limit: int = STEP_LIMIT,
     sms: int = 2,
     l2_kv_heads: int | None = 2,
-    clear_distance: int | None = None,
+    clear_distance: int | None = 2,
     change: Callable[[Launch], Launch] | None = None,
     sequences: Mapping[str, np.ndarray] = MappingProxyType({}),
     q_offset: int = 0,
@@ -319,7 +318,7 @@ def simulate_backward(
 
     Arrays are [batch, heads, length, dim] floats, rounded to the plan's dtype, lse and dlse [batch, heads, q_len].
     Results and workspaces start as NaN.  Options and errors are those of `simulate`; `clear_distance` is that
-    of make_launch; unless given it is 2, and where blocks have tiles in turn what make_launch plans.
+    of make_launch.
     """
     tensors = _Tensors(plan, case)
     for name, array in (("q", q), ("k", k), ("v", v), ("o", o), ("d_o", d_o)):
@@ -338,7 +337,7 @@ def simulate_backward(
         "dropout": dropout,
         "sms": sms,
         "l2_kv_heads": l2_kv_heads,
-        "clear_distance": 2 if clear_distance is None and not layout(plan).in_turn else clear_distance,
+        "clear_distance": clear_distance,
         "q_offset": q_offset,
         "rows": (np.shape(q)[-2], np.shape(k)[-2]),
     }

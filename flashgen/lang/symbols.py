@@ -43,27 +43,30 @@ def line_of(n: Node) -> str:
 
 def checked(variant_name: str, kind: str, symbol: Param | Constant, value: object) -> int | float:
     """A value for a parameter or constant, as a Python number; PlanError for a wrong type or one outside its bounds."""
-    title = f"{kind} {symbol.name!r} of {variant_name!r}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise PlanError(f"{title} is {symbol.dtype.value} and got {value!r}")
+
+    def title() -> str:
+        return f"{kind} {symbol.name!r} of {variant_name!r}"
+
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+        raise PlanError(f"{title()} is {symbol.dtype.value} and got {value!r}")
     if symbol.dtype.is_float:
         if value != value:
-            raise PlanError(f"{title} got NaN")
+            raise PlanError(f"{title()} got NaN")
         if exceeds(value, "float32"):
             raise PlanError(
-                f"{title} is float32: {shown(value)} does not fit, and the largest is {LARGEST['float32']:.6g}"
+                f"{title()} is float32: {shown(value)} does not fit, and the largest is {LARGEST['float32']:.6g}"
             )
         number = float(value)
     else:
         if not (isinstance(value, int) or float(value).is_integer()):
-            raise PlanError(f"{title} is {symbol.dtype.value} and got {value!r}: give a whole number")
+            raise PlanError(f"{title()} is {symbol.dtype.value} and got {value!r}: give a whole number")
         number = int(value)
         bits = 32 if symbol.dtype is DType.INT32 else 64
         if not -(1 << bits - 1) <= number < 1 << bits - 1:
             limits = f"-2^{bits - 1} to 2^{bits - 1} - 1"
-            raise PlanError(f"{title} is {symbol.dtype.value}: {shown(number)} does not fit into {limits}")
+            raise PlanError(f"{title()} is {symbol.dtype.value}: {shown(number)} does not fit into {limits}")
     if symbol.min is not None and number < symbol.min:
-        raise PlanError(f"{title} is {number}: the least it may be is {symbol.min}")
+        raise PlanError(f"{title()} is {number}: the least it may be is {symbol.min}")
     if symbol.max is not None and number > symbol.max:
-        raise PlanError(f"{title} is {number}: the most it may be is {symbol.max}")
+        raise PlanError(f"{title()} is {number}: the most it may be is {symbol.max}")
     return number

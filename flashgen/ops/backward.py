@@ -17,7 +17,7 @@ from flashgen.ops import memory, sequences
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_rows, lies_in_rows
 from flashgen.ops.forward import array, cpu_case, strides_like
 from flashgen.ops.menus import addressable, cpu_request, gpu_menu
-from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember, request_of
+from flashgen.ops.records import Numbers, call_key, calls_of, first_of, launch_of, remember, request_of
 from flashgen.planning import planner
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime import driver, kernel
@@ -141,17 +141,16 @@ def _written_out(x: torch.Tensor) -> torch.Tensor:
 
 def _loadable(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy where a kernel could not load its rows 16 bytes at a time, or TMA not at all."""
-    aligned = x.data_ptr() % ALIGNMENT == 0
-    if aligned and _lies_loadable(tuple(x.shape), x.stride(), x.itemsize):
-        return x
+    strides = x.stride()
+    if x.data_ptr() % ALIGNMENT == 0:
+        if lies_in_rows(strides, x.itemsize) and addressable(x.shape, strides, x.itemsize):
+            return x
+        # The stride of one row, head or sequence may be any.
+        apart = [0 if size == 1 else stride for size, stride in zip(x.shape, strides, strict=True)]
+        strides = (*apart[:3], strides[3])
+        if lies_in_rows(strides, x.itemsize) and addressable(x.shape, strides, x.itemsize):
+            return x
     return x.clone(memory_format=torch.contiguous_format)  # x.contiguous() may be x, which starts where it did
-
-
-@functools.lru_cache(maxsize=1024)
-def _lies_loadable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    # The stride of one row, head or sequence may be any.
-    apart = tuple([0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)])
-    return lies_in_rows((*apart[:3], strides[3]), itemsize) and addressable(shape, strides, itemsize)
 
 
 class _Record:
@@ -160,6 +159,7 @@ class _Record:
     __slots__ = (
         *(
             "_dtype",
+            "_first",
             "_index",
             "_joined",
             "_numbers",
@@ -187,7 +187,7 @@ class _Record:
         self._places, self._room = memory.places(launch.workspaces)
         self._tensors, self._wanted = tuple(request.tensors), wanted
         self._sums = [(tuple(x.shape), memory.contiguous(x.shape)) for x in [request.tensors[name] for name in wanted]]
-        self._numbers = request.numbers or Numbers(request)
+        self._numbers, self._first = request.numbers or Numbers(request), first_of(request)
         made = (*("q", "k", "v", "o", "d_o", "lse", "dlse"), *_RESULTS, *(part.name for part in launch.workspaces))
         self._joined = request.layout.joined
         self._own = () if request.sequences is None else sequences.names(request.sequences.layout)
@@ -199,7 +199,8 @@ class _Record:
         if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._index):
                 return self(given, call)
-        numbers = self._numbers(call)
+        first = self._first
+        numbers = self._numbers(call) if first is None else self._numbers(call, first(call.named))
         do, dlse, q, k, v, o, lse = given
         assert do is not None  # run_backward has made it
         inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()

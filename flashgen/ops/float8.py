@@ -160,16 +160,12 @@ def _of_wide_queries(given: Mapping[str, Any], q: torch.Tensor) -> dict[str, str
     return {"out_dtype": _OUT[q.dtype]}
 
 
-def launched(eight: Eight | None, problem: Problem) -> dict[str, Descale]:
+def launched(eight: Eight, problem: Problem) -> dict[str, Descale]:
     """How a call's descales lie, for its launch."""
-    return (
-        {}
-        if eight is None
-        else {
-            tensor: descale_of(x.shape, x.stride(), problem.q_len if tensor == "q" else problem.kv_len, problem.heads)
-            for tensor, x in eight.descales.items()
-        }
-    )
+    return {
+        tensor: descale_of(x.shape, x.stride(), problem.q_len if tensor == "q" else problem.kv_len, problem.heads)
+        for tensor, x in eight.descales.items()
+    }
 
 
 def dequantised(

@@ -18,7 +18,7 @@ from flashgen.ops import float8, memory, sequences
 from flashgen.ops.call import ALIGNMENT, Call, Request, check_memory, check_rows, checked
 from flashgen.ops.menus import addressable, cpu_request, gpu_menu
 from flashgen.ops.out import check as check_out
-from flashgen.ops.records import Numbers, call_key, calls_of, launch_of, remember, request_of
+from flashgen.ops.records import Numbers, call_key, calls_of, first_of, launch_of, remember, request_of
 from flashgen.planning import planner
 from flashgen.planning.division import Divided, divide
 from flashgen.planning.members import ALL_KEYS, Keys
@@ -136,7 +136,7 @@ class _Record:
     """
 
     __slots__ = (
-        *("_counted", "_counts", "_dtype", "_index", "_lse_shape", "_lse_strides", "_many_rows", "_numbers"),
+        *("_counted", "_counts", "_dtype", "_first", "_index", "_lse_shape", "_lse_strides", "_many_rows", "_numbers"),
         *("_eight", "_o_shape", "_o_strides", "_own", "_places", "_record", "_room", "_tensors"),
     )
 
@@ -152,7 +152,7 @@ class _Record:
         self._many_rows = batch * heads * rows > memory.ROWS
         self._tensors = tuple(request.tensors)
         self._own = () if request.sequences is None else sequences.names(request.sequences.layout)
-        self._numbers = request.numbers or Numbers(request)
+        self._numbers, self._first = request.numbers or Numbers(request), first_of(request)
 
     def __call__(
         self,
@@ -167,7 +167,8 @@ class _Record:
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self(q, k, v, call, return_lse, out)
-        numbers = self._numbers(call)
+        first = self._first
+        numbers = self._numbers(call) if first is None else self._numbers(call, first(call.named))
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         captured = [call.named[name].data_ptr() for name in self._tensors] if self._tensors else ()
         if (at_q | at_k | at_v) % ALIGNMENT or 0 in (at_q, at_k, at_v, *captured):
@@ -230,28 +231,31 @@ def _divided(ask: Callable[[Keys], planner.Menu], request: Request, sms: int) ->
 
 def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, out: torch.Tensor | None) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
-    problem, index = request.problem, q.device.index
+    index = q.device.index
     if out is not None and not addressable(tuple(out.shape), out.stride(), out.itemsize):
         raise LaunchError(
             f"out has strides {list(out.stride())}, which TMA cannot write to\n  nearest: out.contiguous(), a copy"
         )
-    assert request.menu is not None  # q lies on a GPU
-    whole = request.menu
-
-    def asked(keys: Keys) -> planner.Menu:
-        return gpu_menu(q, k, v, request.variant, problem, keys=keys, **request.options)
-
-    def ask(keys: Keys) -> planner.Menu:
-        return whole if keys is ALL_KEYS else request.menu_of(keys, functools.partial(asked, keys))
-
     sms = driver.gpu(index).sms
-    found = _divided(ask, request, sms)
+    found = _divided(functools.partial(_menu, q, k, v, request), request, sms)
     loaded = kernel.load(found.plan)
     o = o_layout(q, v)
-    lie = {"q": q.stride(), "k": k.stride(), "v": v.stride(), "o": o[1] if out is None else out.stride()}
-    strides = {name: of[:3] for name, of in lie.items()}
+    of_o = o[1] if out is None else out.stride()
+    strides = {"q": q.stride()[:3], "k": k.stride()[:3], "v": v.stride()[:3], "o": of_o[:3]}
     launch = launch_of(request, loaded.plan, strides, sms, kv_splits=found.splits)
     return _Record(q, o, request, loaded, launch)
+
+
+def _menu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, keys: Keys) -> planner.Menu:
+    """That of blocks which visit such keys; asked for once for calls of one kind."""
+    assert request.menu is not None  # q lies on a GPU
+    if keys is ALL_KEYS:
+        return request.menu
+
+    def ask() -> planner.Menu:
+        return gpu_menu(q, k, v, request.variant, request.problem, keys=keys, **request.options)
+
+    return request.menu_of(keys, ask)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -31,6 +31,9 @@ CPU_ARCH_8_BITS = "sm_90a"
 #: Why a pipeline cannot load a tensor, of each.
 _CANNOT_ADDRESS = tuple(pipeline.cannot_address for pipeline in planner.PIPELINES.values())
 
+#: Strides in elements, from 1 to below this, that every pipeline can load.
+_ANY = 1 << 32
+
 _log = logging.getLogger("flashgen")
 
 #: What has been logged: requests with the pipeline that does not serve them.  Nothing is logged beyond so many.
@@ -98,6 +101,9 @@ def _limits(
 
 def addressable(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
     """Whether every pipeline can load a tensor of aligned rows that lies like this, in elements."""
+    batch, head, row = strides[:3]
+    if 0 < batch < _ANY and 0 < head < _ANY and 0 < row < _ANY:
+        return True
     return not any([cannot(shape, strides, itemsize) for cannot in _CANNOT_ADDRESS])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from flashgen.planning import quantize as planning
 from flashgen.planning.arch import of_device
 from flashgen.planning.quantize import QuantizePlan
 from flashgen.runtime import driver
-from flashgen.runtime.quantize import Sizes, launch
+from flashgen.runtime.quantize import Sizes, grid, in_turn, launch
 
 #: What 8-bit elements are at most, and what a peak counts as at least (2^-100).
 _LARGEST, _LEAST = 448.0, 2.0**-100
@@ -88,7 +89,8 @@ def quantize(
 
     q is [batch, heads, q_len, head_dim], k and v [batch, kv_heads, kv_len, ...], of bfloat16 or float16, on a GPU or a
     CPU, which give the same bits; head dims 16 to 256 in steps of 16.  `block` rows of a head share a scale, a power
-    of two from 128 on; where they are more, or (None) all of a head, tensors are read twice.
+    of two from 128 on; where they are more, or (None) all of a head, rows are read twice, the second time from L2
+    where it holds a head.  One kernel has q, k and v; values of another head_dim have one of their own.
 
     With `hadamard` q and k are rotated alike, which leaves scores as they are and spreads outliers: signs that `seed`
     draws, then a Walsh-Hadamard transform over head_dim, in blocks of the largest powers of two where it is none
@@ -113,12 +115,21 @@ def quantize(
     mean = _mean(k, smooth_k, of_k)
     drawn_by = (0 if seed is None else seed) if hadamard else None
     signs = None if drawn_by is None else _signs(q.shape[-1], drawn_by)
-    codes, descales = {}, {}
-    for name, x, own in (("q", q, (signs, None, of_q)), ("k", k, (signs, mean, of_k)), ("v", v, (None, None, None))):
-        codes[name], descales[name] = _one(x.detach(), block, *own)
+    made = {
+        "q": Rows.of(q.detach(), block, signs=signs, rope=of_q),
+        "k": Rows.of(k.detach(), block, signs=signs, mean=mean, rope=of_k),
+        "v": Rows.of(v.detach(), block),
+    }
+    for plan, rows in planned(list(made.values()), block):
+        if q.is_cuda:
+            _on_gpu(plan, rows)
+        else:
+            for of in rows:
+                _on_cpu(plan, of)
+    shape = (-1,) if block is not None else ()
     return Quantized(
-        **codes,
-        **{f"{name}_descale": descale for name, descale in descales.items()},
+        **{name: rows.codes for name, rows in made.items()},
+        **{f"{name}_descale": rows.descales.view(*rows.x.shape[:2], *shape) for name, rows in made.items()},
         k_mean=mean,
         seed=drawn_by,
         rope=of_q,
@@ -171,7 +182,8 @@ def _mean(k: torch.Tensor, smooth_k: bool | torch.Tensor, rope: Rope | None) -> 
             f"smooth_k is neither True, False nor a mean {list(shape)} on {k.device}\n"
             "  nearest: smooth_k=True, or the k_mean of an earlier call"
         )
-    return smooth_k.detach().float().contiguous()
+    mean = smooth_k.detach().float().contiguous()
+    return mean.clone() if mean.data_ptr() % 16 else mean  # kernels load four at a time
 
 
 @functools.cache
@@ -180,72 +192,113 @@ def _signs(head_dim: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2, head_dim)
 
 
-def _one(
-    x: torch.Tensor,
-    block: int | None,
-    signs: np.ndarray | None,
-    mean: torch.Tensor | None,
-    rope: Rope | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of x's shape and layout, and descales."""
-    batch, heads, length, head_dim = x.shape
-    arch = of_device(*driver.gpu(x.device.index).capability).name if x.is_cuda else "sm_90a"
-    dtype = str(x.dtype).removeprefix("torch.")
-    angles = None if rope is None else rope.angles(head_dim)
-    made = {"rotated": signs is not None, "centred": mean is not None}
-    plan = planning.plan(arch, dtype, head_dim, block=block, **made, angles=angles)
-    sizes = Sizes(batch=batch, heads=heads, length=length, block=block or 0)
-    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    descales = torch.empty((batch, heads, sizes.scales(plan)), dtype=torch.float32, device=x.device)
-    if not x.numel():
-        descales.fill_(_LEAST / _LARGEST)
-    elif x.is_cuda:
-        _on_gpu(plan, sizes, x, codes, descales, signs, mean, rope)
-    else:
-        _on_cpu(plan, sizes, x, codes, descales, signs, mean, rope)
-    return codes, descales if block is not None else descales.view(batch, heads, -1)[..., 0]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """One tensor x that is quantised, what is done to it first, and what it becomes."""
+
+    x: torch.Tensor
+    sizes: Sizes
+    signs: np.ndarray | None
+    mean: torch.Tensor | None
+    rope: Rope | None
+    codes: torch.Tensor
+    descales: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        x: torch.Tensor,
+        block: int | None,
+        *,
+        signs: np.ndarray | None = None,
+        mean: torch.Tensor | None = None,
+        rope: Rope | None = None,
+    ) -> Rows:
+        """With codes of x's shape and layout, and descales, which nothing fills yet but where there is no row."""
+        planning.check(x.shape[3], block)
+        batch, heads, length, _ = x.shape
+        sizes = Sizes(batch=batch, heads=heads, length=length, block=block or 0)
+        codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+        descales = torch.empty((batch, heads, sizes.scales), dtype=torch.float32, device=x.device)
+        if not x.numel():
+            descales.fill_(_LEAST / _LARGEST)
+        return cls(x=x, sizes=sizes, signs=signs, mean=mean, rope=rope, codes=codes, descales=descales)
+
+    @property
+    def angles(self) -> planning.Angles | None:
+        return None if self.rope is None else self.rope.angles(self.x.shape[3])
+
+    def fits(self, other: Rows) -> bool:
+        """Whether one kernel has both."""
+        alike = self.x.dtype == other.x.dtype and self.x.shape[3] == other.x.shape[3]
+        return alike and (self.rope is None or other.rope is None or self.angles == other.angles)
 
 
-def _on_gpu(
-    plan: QuantizePlan,
-    sizes: Sizes,
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    descales: torch.Tensor,
-    signs: np.ndarray | None,
-    mean: torch.Tensor | None,
-    rope: Rope | None,
-) -> None:
-    peaks = torch.zeros_like(descales) if isinstance(plan.scale, planning.SharedScale) else None
-    device = x.device.index
+def planned(given: list[Rows], block: int | None) -> list[tuple[QuantizePlan, list[Rows]]]:
+    """Kernels, and the tensors that each has: all that have rows, where their dtypes, head dims and angles agree."""
+    groups: list[list[Rows]] = []
+    for rows in filter(lambda rows: rows.x.numel(), given):
+        group = next((group for group in groups if all(map(rows.fits, group))), None)
+        if group is None:
+            groups.append([rows])
+        else:
+            group.append(rows)
+    return [(_plan(group, block), group) for group in groups]
+
+
+def _plan(group: list[Rows], block: int | None) -> QuantizePlan:
+    x = group[0].x
+    return planning.plan(
+        of_device(*driver.gpu(x.device.index).capability).name if x.is_cuda else "sm_90a",
+        str(x.dtype).removeprefix("torch."),
+        x.shape[3],
+        block=block,
+        rotated=any(rows.signs is not None for rows in group),
+        centred=any(rows.mean is not None for rows in group),
+        angles=next((rows.angles for rows in group if rows.rope is not None), None),
+    )
+
+
+def _on_gpu(plan: QuantizePlan, group: list[Rows]) -> None:
+    device = group[0].x.device.index
     with torch.cuda.device(device):
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        given = packed(plan, sizes, x, codes, descales, peaks, signs, mean, rope)
-        launch(plan, sizes, given, device=device, stream=stream)
+        blocks = grid(plan, [rows.sizes for rows in group], driver.gpu(device).sms)
+        count = words(plan, group)
+        zeros = torch.zeros(count, dtype=torch.int32, device=device) if count else None
+        given = packed(
+            plan, group, [told(plan, rows) for rows in group], 0 if zeros is None else zeros.data_ptr(), blocks
+        )
+        launch(plan, blocks, given, device=device, stream=torch._C._cuda_getCurrentRawStream(device))
 
 
-def packed(
-    plan: QuantizePlan,
-    sizes: Sizes,
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    descales: torch.Tensor,
-    peaks: torch.Tensor | None,
-    signs: np.ndarray | None,
-    mean: torch.Tensor | None,
-    rope: Rope | None,
-) -> bytes:
-    """The parameters of a launch on these tensors."""
-    tensors = {"x": x, "codes": codes, "descales": descales, "peaks": peaks, "mean": mean}
-    values = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
-    for name, tensor in (("x", x), ("codes", codes)):
-        values |= {
-            f"{name}_{of}": stride for of, stride in zip(("batch", "head", "row"), tensor.stride(), strict=False)
-        }
-    if rope is not None:
-        values |= {"cos": rope.cos.data_ptr(), "sin": rope.sin.data_ptr(), **rope.strides}
-    values |= {"heads": sizes.heads, "length": sizes.length, "blocks_of_scale": sizes.blocks_of_scale(plan)}
-    return pack(plan, values, sign_words(signs))
+def words(plan: QuantizePlan, group: list[Rows]) -> int:
+    """Of 32 bits that are 0 before a launch: a ticket, and for each scale a peak and the tiles that it is of."""
+    return 1 + 2 * sum(rows.descales.numel() for rows in group) if plan.scale.tickets else 0
+
+
+def told(plan: QuantizePlan, rows: Rows, at: Mapping[str, int] | None = None) -> dict[str, int]:
+    """What a kernel is told of a tensor, whose addresses are those of its own memory unless others are given."""
+    given = {"mean": rows.mean, **({} if rows.rope is None else {"cos": rows.rope.cos, "sin": rows.rope.sin})}
+    if at is None:
+        tensors = {"x": rows.x, "codes": rows.codes, "descales": rows.descales, **given}
+        at = {name: x.data_ptr() for name, x in tensors.items() if x is not None}
+    values = dict.fromkeys(("mean", "cos", "sin", "cos_batch", "cos_row", "sin_batch", "sin_row"), 0) | dict(at)
+    for name, tensor in (("x", rows.x), ("codes", rows.codes)):
+        values |= {f"{name}_{of}": n for of, n in zip(("batch", "head", "row"), tensor.stride(), strict=False)}
+    values |= {} if rows.rope is None else rows.rope.strides
+    return values | rows.sizes.values(plan) | {"rotated": int(rows.signs is not None)}
+
+
+def packed(plan: QuantizePlan, group: list[Rows], tensors: list[dict[str, int]], zeros: int, blocks: int) -> bytes:
+    """The parameters of a launch of so many thread blocks on what these are told, with the address of its words."""
+    after = zeros + 4
+    for rows, of in zip(group, tensors, strict=True):
+        scales = rows.descales.numel()
+        of |= {"peaks": after, "seen": after + 4 * scales}
+        after += 8 * scales
+    values = {"ticket": zeros, **in_turn(plan, [rows.sizes for rows in group], blocks)}
+    signs = next((rows.signs for rows in group if rows.signs is not None), None)
+    return pack(plan, tensors, values, sign_words(signs))
 
 
 def sign_words(signs: np.ndarray | None) -> tuple[int, ...]:
@@ -256,38 +309,33 @@ def sign_words(signs: np.ndarray | None) -> tuple[int, ...]:
     return tuple(int(word) for word in np.packbits(bits, bitorder="little").view("<u4"))
 
 
-def _on_cpu(
-    plan: QuantizePlan,
-    sizes: Sizes,
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    descales: torch.Tensor,
-    signs: np.ndarray | None,
-    mean: torch.Tensor | None,
-    rope: Rope | None,
-) -> None:
+def _on_cpu(plan: QuantizePlan, of: Rows) -> None:
     """The kernel's arithmetic, float by float."""
-    rows = x.float() if rope is None else rope.turned(x)
-    if mean is not None:
-        rows = rows - mean[:, :, None]
-    if signs is not None:
-        rows = torch.where(torch.from_numpy(signs).bool(), -rows, rows)
+    rows = of.x.float() if of.rope is None else of.rope.turned(of.x)
+    if of.mean is not None:
+        rows = rows - of.mean[:, :, None]
+    if of.signs is not None:
+        rows = _rotated(plan, torch.where(torch.from_numpy(of.signs).bool(), -rows, rows))
+    count = planning.ROWS * of.sizes.tiles_of_scale
+    size = torch.where(rows.isfinite(), rows.abs(), 0.0)
+    for i, (part_of_rows, part_of_sizes) in enumerate(zip(rows.split(count, 2), size.split(count, 2), strict=True)):
+        peak = part_of_sizes.amax((2, 3)).clamp(min=_LEAST)
+        of.descales[..., i] = peak / _LARGEST
+        factor = torch.full_like(peak, _LARGEST) / peak  # a number over a tensor is its reciprocal's product, in torch
+        scaled = part_of_rows * factor[..., None, None]
+        scaled = torch.where(scaled.isfinite(), scaled.clamp(-_LARGEST, _LARGEST), torch.nan)
+        of.codes[:, :, i * count : i * count + part_of_rows.shape[2]] = scaled.to(torch.float8_e4m3fn)
+
+
+def _rotated(plan: QuantizePlan, rows: torch.Tensor) -> torch.Tensor:
+    """The transform of each part, in place of what it is of."""
     first = 0
     for part in plan.rotation:
-        turned = rows[..., first : first + part.columns].clone()
-        apart = 1
+        turned, apart = rows[..., first : first + part.columns].clone(), 1
         while apart < part.columns:
             low, high = turned.unflatten(-1, (-1, 2, apart)).unbind(-2)
             turned = torch.stack([low + high, low - high], -2).flatten(-3)
             apart *= 2
         rows[..., first : first + part.columns] = turned * part.factor
         first += part.columns
-    count = plan.rows * sizes.blocks_of_scale(plan)
-    size = torch.where(rows.isfinite(), rows.abs(), 0.0)
-    for i, (part_of_rows, part_of_sizes) in enumerate(zip(rows.split(count, 2), size.split(count, 2), strict=True)):
-        peak = part_of_sizes.amax((2, 3)).clamp(min=_LEAST)
-        descales[..., i] = peak / _LARGEST
-        factor = torch.full_like(peak, _LARGEST) / peak  # a number over a tensor is its reciprocal's product, in torch
-        scaled = part_of_rows * factor[..., None, None]
-        scaled = torch.where(scaled.isfinite(), scaled.clamp(-_LARGEST, _LARGEST), torch.nan)
-        codes[:, :, i * count : i * count + part_of_rows.shape[2]] = scaled.to(torch.float8_e4m3fn)
+    return rows

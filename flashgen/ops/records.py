@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flashgen.errors import LaunchError
+from flashgen.lang.expr import Tensor
 from flashgen.lang.variant import Variant
 from flashgen.ops import float8, sequences
 from flashgen.ops.call import Call, Request, checked, checked_again, factor, lies_in_rows
@@ -35,11 +36,12 @@ MAX_VARIANTS = 1024
 
 @dataclass(slots=True)
 class _Calls:
-    """What is remembered of the calls of one variant: the names of its constants and captured tensors, those of what
-    sequences may have of their own, the parameters of its mask, its records on GPUs, of both passes, and a request of
-    each kind of call there: of those that differ in lengths, strides, numbers and contents alone."""
+    """What is remembered of the calls of one variant: the names of its constants, its captured tensors and their names,
+    those of what sequences may have of their own, the parameters of its mask, its records on GPUs, of both passes, and
+    a request of each kind of call there: of those that differ in lengths, strides, numbers and contents alone."""
 
     constants: tuple[str, ...]
+    declared: tuple[Tensor, ...]
     tensors: tuple[str, ...]
     sequences: frozenset[str]
     mask_params: tuple[str, ...]
@@ -59,9 +61,11 @@ def calls_of(variant: Variant) -> _Calls:
     calls = _calls.get(variant.token)
     if calls is None:
         with _calls_lock:
-            constants, tensors = (tuple(x.name for x in declared) for declared in (variant.constants, variant.tensors))
+            declared = variant.tensors
+            constants, tensors = (tuple(x.name for x in symbols) for symbols in (variant.constants, declared))
             own = frozenset(sequences.names_of(variant))
-            calls = _calls.setdefault(variant.token, _Calls(constants, tensors, own, mask_parameters(variant)))
+            made = _Calls(constants, declared, tensors, own, mask_parameters(variant))
+            calls = _calls.setdefault(variant.token, made)
             if len(_calls) > MAX_VARIANTS:
                 del _calls[next(iter(_calls))]
     return calls
@@ -104,11 +108,11 @@ def request_of(
     kind = None if key is None or not q.is_cuda else _kind(q, k, v, call, calls, key)
     known = None if kind is None else calls.requests.get(kind)
     if known is not None:
-        return checked_again(known, q, k, v, call, calls.tensors, calls.sequences)
+        return checked_again(known, q, k, v, call, calls.declared, calls.sequences)
     request = checked(q, k, v, call)
     if kind is not None:
         own = request.sequences
-        request = request._replace(menus={}, numbers=Numbers(request) if own is None else None)
+        request = request._replace(menus={}, numbers=Numbers(request))
         # Whoever owns the tensors may free them.
         kept = request._replace(tensors={}, sequences=own and own._replace(tensors=()))
         remember(calls.requests, kind, kept)
@@ -150,33 +154,52 @@ def remember(records: dict[Key, Any], key: Key, record: object) -> None:
 
 
 class Numbers:
-    """Scale, parameters and dropout of a call as a kernel takes them, checked where they are not those of the last.
+    """Scale, parameters and dropout of a call as a kernel takes them, checked where they are not those of the last;
+    call it with the position of the first query where kernels take one.
 
-    The same ones are the same tuple again.
+    The same ones are the same tuple again.  Calls of one kind share it.
     """
 
-    __slots__ = ("_first", "_head_dim", "_heads", "_last", "_params", "_variant")
+    __slots__ = ("_behind", "_floats", "_head_dim", "_heads", "_last", "_params", "_variant")
 
     def __init__(self, request: Request) -> None:
         self._variant, self._head_dim = request.variant, request.problem.head_dim
         self._params, self._heads = tuple(request.params), request.problem.heads
-        own, dims = request.sequences, {t.name: t.dims for t in self._variant.tensors}
-        self._first = own and sequences.First(own, request.problem, request.tensors, dims)
+        self._floats = any(p.dtype.is_float for p in self._variant.params)
         self._last: tuple[Key, tuple[float, ...]] = ((), ())
+        self._behind: tuple[tuple[float, ...], int, tuple[float, ...]] = ((), 0, ())
 
-    def __call__(self, call: Call) -> tuple[float, ...]:
+    def __call__(self, call: Call, first: int | None = None) -> tuple[float, ...]:
         _, scale, named, dropout, _ = call
         given, numbers = self._last
         now: Key = (scale, *map(named.get, self._params)) if self._params else (scale,)
-        first = () if self._first is None else (self._first(named),)
-        if first:
-            now = *now, *first
         if given != now:
             values = self._variant.values({name: named[name] for name in self._params if name in named})
-            numbers = abs(factor(scale, self._head_dim)), *[values[name] for name in self._params], *first
-            if 0 not in now:  # 0.0 and -0.0 are equal and not the same
+            numbers = abs(factor(scale, self._head_dim)), *[values[name] for name in self._params]
+            if not (0 in now if self._floats else scale == 0):  # 0.0 and -0.0 are equal and not the same
                 self._last = now, numbers
+        if first is not None:
+            of, known, behind = self._behind
+            if of is not numbers or known != first:
+                behind = *numbers, first
+                self._behind = numbers, first, behind
+            numbers = behind
         return numbers if dropout is None else (*numbers, *dropout_scalars(dropout, self._heads))
+
+    def apart(self, call: Call) -> tuple[float, dict[str, int | float]]:
+        """Scale and parameters of a call."""
+        numbers = self(call)
+        return numbers[0], dict(zip(self._params, numbers[1:], strict=False))  # what dropout draws stands behind them
+
+
+def first_of(request: Request) -> sequences.First | None:
+    """What gives the position of the first query to calls of a request's lengths; None where kernels take none."""
+    own = request.sequences
+    if own is None:
+        return None
+    bounding = bool(request.tensors) and not own.layout.joined
+    dims = {t.name: t.dims for t in request.variant.tensors} if bounding else {}
+    return sequences.First(own, request.problem, request.tensors, dims)
 
 
 def launch_of(
@@ -184,17 +207,18 @@ def launch_of(
 ) -> Launch:
     """The launch of a plan on a call's tensors, of these strides in elements, on a GPU of so many SMs; `kv_splits`
     blocks divide keys where the plan splits them."""
+    own, eight, tensors = request.sequences, request.eight, request.tensors
     return make_launch(
         plan,
         request.problem,
         strides=strides,
-        captured={name: Captured(tuple(tensor.shape), tensor.stride()) for name, tensor in request.tensors.items()},
+        captured={name: Captured(x.shape, x.stride()) for name, x in tensors.items()} if tensors else {},
         scale=request.scale,
         params=request.params,
         dropout=request.dropout,
-        rows=None if request.sequences is None else request.sequences.rows,
+        rows=None if own is None else own.rows,
         kv_splits=kv_splits,
-        cache=None if request.sequences is None else request.sequences.cache,
-        descales=float8.launched(request.eight, request.problem),
+        cache=None if own is None else own.cache,
+        descales={} if eight is None else float8.launched(eight, request.problem),
         sms=sms,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,6 +31,8 @@ BOUNDS = ("varlen.max_seqlen_q", "varlen.max_seqlen_k")
 #: Those of `Paged.pointers`, where queries are padded and where they are joined; a page table is the last.
 PAGED = (*PADDED, "page_table")
 PAGED_VARLEN = (VARLEN[0], "varlen.kv_lengths", VARLEN[2], "varlen.page_table")
+
+_PADDED, _VARLEN = Padded(), Varlen()
 
 _NAMES = {"padded": PADDED, "varlen": VARLEN, "paged": PAGED, "paged_varlen": PAGED_VARLEN}
 
@@ -116,19 +118,19 @@ def of_call(variant: Variant, named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(
-    given: Mapping[str, Any], problem: Problem, device: torch.device, pages: int
+    given: Mapping[str, Any], problem: Problem, device: torch.device, pages: int, rows: tuple[int, int]
 ) -> tuple[Sequences | None, Problem]:
     """The sequences of a call on a device, None where they are alike, and the problem that they are of, of that of the
-    tensors, k of which has so many pages if any; or LaunchError for what is wrong with them.  What tensors on a GPU
-    hold is not looked at."""
+    tensors, which have so many rows of q and of k, or of each of so many pages; or LaunchError for what is wrong with
+    them.  What tensors on a GPU hold is not looked at."""
     if not given:
         return None, problem
-    queries: Padded | Varlen = Varlen() if VARLEN[0] in given else Padded()
+    queries: Padded | Varlen = _VARLEN if VARLEN[0] in given else _PADDED
     layout = Paged(queries=queries) if paged(given) else queries
-    own, rows = names(layout), (problem.q_len, problem.kv_len)
+    own = names(layout)
     first, table, cache = given.get(own[2], 0), given.get(own[-1]), None
     if layout.joined:
-        problem = _joined_problem(given, problem, device)
+        problem = _joined_problem(given, problem, device, rows)
     if layout.paged:
         table = checked_table(table, problem.batch, device)
         cache, most = cache_of(table, pages, rows[1])
@@ -151,14 +153,14 @@ def checked(
     return found, problem
 
 
-def _joined_problem(given: Mapping[str, Any], problem: Problem, device: torch.device) -> Problem:
+def _joined_problem(given: Mapping[str, Any], problem: Problem, device: torch.device, rows: tuple[int, int]) -> Problem:
     """The problem of sequences that lie behind each other in the tensors of one."""
     starts, bounds = given[VARLEN[0]], [given.get(name, 0) for name in BOUNDS]
     for name, bound in zip(BOUNDS, bounds, strict=True):
         if isinstance(bound, bool) or not isinstance(bound, int) or not 0 <= bound < MAX_LENGTH:
             raise LaunchError(
                 f"{_said(name)} is {shown(bound)}: it is a whole number that no sequence is longer than, below 2^24\n"
-                f"  nearest: {_said(name)}={max(problem.q_len, problem.kv_len)}, that of all rows"
+                f"  nearest: {_said(name)}={max(rows)}, that of all rows"
             )
     if not isinstance(starts, torch.Tensor) or starts.dim() != 1 or starts.numel() == 0:
         raise LaunchError(
@@ -241,41 +243,48 @@ def names(layout: Padded | Varlen | Paged) -> tuple[str, ...]:
     return _NAMES[layout.name]
 
 
-def key(named: Mapping[str, Any]) -> Iterator[object]:
-    """What the launches of a call depend on in these of its values: not where queries sit, but for AT_END."""
-    for name in (*PAGED, *VARLEN, *PAGED_VARLEN, *BOUNDS):
-        x = named.get(name)
-        if isinstance(x, torch.Tensor):
-            yield from (x.shape, x.stride(), x.dtype, x.device)
-        elif x is not None:
-            yield x if name in BOUNDS else x == AT_END
+def key(named: Mapping[str, Any]) -> list[object]:
+    """What the launches of a call depend on in these of its values, whose names are known in their order: not where
+    queries sit, but for AT_END."""
+    found: list[object] = []
+    for name in named:
+        if name in _OWN:
+            x = named[name]
+            if isinstance(x, torch.Tensor):
+                found += x.shape, x.stride(), x.dtype, x.device
+            elif x is not None:
+                found.append(x if name in BOUNDS else x == AT_END)
+    return found
+
+
+_OWN = frozenset((*PAGED, *VARLEN, *PAGED_VARLEN, *BOUNDS))
 
 
 def addresses(names: tuple[str, ...], named: Mapping[str, Any]) -> tuple[int, ...]:
     """Where the tensors of these names lie; 0 for none."""
-    given = (named.get(name) for name in names)
-    return tuple(x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in given)
+    given = [named.get(name) for name in names]
+    return tuple([x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in given])
 
 
 def _check_tensor(name: str, tensor: object, size: int, device: torch.device) -> None:
-    wanted = f"an int32 tensor [{'sequences + 1' if name in VARLEN[:2] else 'batch'}], on q's device ({device})"
-    name = _said(name)
+    def wanted() -> str:
+        return f"an int32 tensor [{'sequences + 1' if name in VARLEN[:2] else 'batch'}], on q's device ({device})"
+
     if not isinstance(tensor, torch.Tensor):
-        cure = f"torch.tensor({name}, dtype=torch.int32, device={str(device)!r})"
-        raise LaunchError(f"{name} is a {type(tensor).__name__}: it is {wanted}\n  nearest: {cure}")
+        cure = f"torch.tensor({_said(name)}, dtype=torch.int32, device={str(device)!r})"
+        raise LaunchError(f"{_said(name)} is a {type(tensor).__name__}: it is {wanted()}\n  nearest: {cure}")
     if tensor.dtype != torch.int32:
-        raise LaunchError(
-            f"{name} is {str(tensor.dtype).removeprefix('torch.')}: it is {wanted}\n  nearest: {name}.to(torch.int32)"
-        )
+        dtype, cure = str(tensor.dtype).removeprefix("torch."), f"{_said(name)}.to(torch.int32)"
+        raise LaunchError(f"{_said(name)} is {dtype}: it is {wanted()}\n  nearest: {cure}")
     if tensor.device != device:
-        raise LaunchError(
-            f"{name} is on {tensor.device}: it is {wanted}\n  nearest: {name}.to({str(device)!r}), a copy"
-        )
-    if tensor.layout != torch.strided or tuple(tensor.shape) != (size,):
-        raise LaunchError(f"{name} is {list(tensor.shape)}: it is {wanted}\n  nearest: {size} numbers")
+        cure = f"{_said(name)}.to({str(device)!r}), a copy"
+        raise LaunchError(f"{_said(name)} is on {tensor.device}: it is {wanted()}\n  nearest: {cure}")
+    if tensor.layout != torch.strided or tensor.shape != (size,):
+        raise LaunchError(f"{_said(name)} is {list(tensor.shape)}: it is {wanted()}\n  nearest: {size} numbers")
     if size > 1 and tensor.stride(0) != 1:
         raise LaunchError(
-            f"{name} has stride {tensor.stride(0)}: its numbers lie side by side\n  nearest: {name}.contiguous()"
+            f"{_said(name)} has stride {tensor.stride(0)}: its numbers lie side by side\n"
+            f"  nearest: {_said(name)}.contiguous()"
         )
 
 

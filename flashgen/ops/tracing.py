@@ -48,7 +48,8 @@ def traced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         return True
     if type(q) is type(k) is type(v) is _Tensor:
         return False
-    return any(watched(x) and not x.is_nested for x in (q, k, v))
+    # No any() of a generator, which has twice the steps: every call of tensors of a kind of their own asks.
+    return (watched(q) and not q.is_nested) or (watched(k) and not k.is_nested) or (watched(v) and not v.is_nested)
 
 
 def watched(x: object) -> bool:

@@ -78,16 +78,14 @@ def l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
 
 def clear_distance(plan: KernelPlan, problem: Problem, sms: int | None = None, together: int | None = None) -> int:
     """Key heads between the blocks of one and those that clear its sum of dq, where the main kernel does both: the
-    first so many are cleared before it, the last so many finished behind it.  All of them where it does neither, and
-    where blocks have tiles in turn: of two such kernels at once, which hold SMs that the other's first blocks wait for,
-    none may wait for blocks that have not started.
+    first so many are cleared before it, the last so many finished behind it.  All of them where it does neither.
 
     Blocks start in order, those of the heads that share L2 in turns: with as many heads between, no block waits for a
     later one; with the heads that the GPU works on at a time as well, hardly any block waits at all.  `sms` are those
     of the architecture's card unless given, `together` the heads that share L2 (`l2_kv_heads`).
     """
     heads, blocks = problem.kv_heads * problem.batch, -(-problem.kv_len // plan.tile.kv)
-    if blocks == 0 or not layout(plan).dq_in_main_kernel or layout(plan).in_turn:
+    if blocks == 0 or not layout(plan).dq_in_main_kernel:
         return heads
     sms = ARCHS[plan.arch].sms if sms is None else sms
     together = l2_kv_heads(plan, problem) if together is None else together

@@ -273,7 +273,9 @@ def seconds(plan: KernelPlan, problem: Problem, visible: int, splits: int, sms: 
     moved = problem.read_bytes(0, plan.tile.kv)
     alone = ALONE * arch.hbm_bytes_per_s / sms
     load = moved / min(arch.l2_bytes_per_s / max(active, sms), arch.hbm_bytes_per_s * sharing / active, alone * sharing)
-    compute = planner.pipeline_of(plan).seconds_per_score(plan, arch)[-1] * plan.tile.q * plan.tile.kv
+    together = -(-active // sms)  # blocks that share an SM
+    pace = planner.pipeline_of(plan).seconds_per_score(plan, arch)[together - 1]
+    compute = together * pace * plan.tile.q * plan.tile.kv
     rounds = -(-blocks // room)
     found = rounds * (START + -(-visible // splits) * max(load, compute))
     if splits == 1:

@@ -257,33 +257,6 @@ class SequencesInGroups:
 BlockOrder = HeadByHead | InGroups | SequencesInGroups
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Pipeline hopper, backward: how many tiles of keys a block has
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneTile:
-    """One: what it looks up or puts in order is of these keys."""
-
-    in_turn: ClassVar[bool] = False
-    load: ClassVar[str] = "hopper/backward_load_one_tile.cu.j2"
-    consume: ClassVar[str] = "hopper/backward_consume_one_tile.cu.j2"
-    accumulate: ClassVar[str] = "hopper/backward_accumulate_one_tile.cu.j2"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TilesInTurn:
-    """One after another, as many blocks as SMs: the next keys and their first queries are on their way while the
-    gradients of these leave."""
-
-    in_turn: ClassVar[bool] = True
-    load: ClassVar[str] = "hopper/backward_load_tiles_in_turn.cu.j2"
-    consume: ClassVar[str] = "hopper/backward_consume_tiles_in_turn.cu.j2"
-    accumulate: ClassVar[str] = "hopper/backward_accumulate_tiles_in_turn.cu.j2"
-
-
-Tiles = OneTile | TilesInTurn
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Pipeline hopper: how elements of a tile are masked; each pass has a template of that name
 
 
@@ -611,22 +584,9 @@ class PackedQueries:
     packed: ClassVar[bool] = True
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pipeline hopper, forward: what L2 does with the keys that TMA has loaded, by which function of the device library
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeysStay:
-    """They stay as others do: more tiles of queries load them."""
-
-    load: ClassVar[str] = "tma_load_4d"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeysLeave:
-    """They are the first to leave: nobody loads them again, and parts of o may stay instead."""
-
-    load: ClassVar[str] = "tma_load_4d_once"
+Rows = Queries | PackedQueries
+QUERIES = Queries()
+PACKED = PackedQueries()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -744,13 +704,18 @@ class PByBits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaggingPByBits(PByBits):
     """The same, but maxima are looked at where P leaves the range of e4m3 alone: `slack` is how far the highest score
-    of a row may be above that whose P is 2^8, as a power of two.  The `young` tiles behind the first of a schedule,
-    most of which move maxima, are looked at first."""
+    of a row may be above that whose P is 2^8, as a power of two.
+
+    With `headroom`, another, P of the highest score of the first tile of a schedule is as much lower: most maxima grow,
+    and then need not follow.  Where the second tile's is lower by `far` more, the first tile's was no sign of others,
+    and P gets what it was short of.
+    """
 
     template: ClassVar[str] = "hopper/forward_p_lagging_by_bits.cu.j2"
     lags: ClassVar[bool] = True
-    young: int
     slack: float
+    headroom: float
+    far: float
 
 
 P8 = ExactP | PByBits | LaggingPByBits

@@ -89,9 +89,9 @@ class Menu:
 
     `seconds_per_score[i][n - 1]` is the time in seconds that an SM needs for one score while n blocks of plans[i] share
     it, times the share of scores that its tiles are expected to visit (`visits.share`).  Beside them stand `packed`,
-    for queries of heads that share keys, and two forms whose tiles have the rows of one warpgroup: `small` for problems
-    that leave SMs without a block, `few` for calls whose rows fill one such tile, packed where heads can be; None where
-    there is no such form.
+    for queries of heads that share keys, `small`, of fewer rows, for problems that leave SMs without a block (of a
+    backward the form for short sequences), both None where there is no such form, and `few` for calls whose rows fill
+    one tile, packed where heads can be, ascending.
     """
 
     plans: tuple[KernelPlan, ...]
@@ -99,13 +99,13 @@ class Menu:
     rejected: tuple[Rejected, ...]
     packed: KernelPlan | None = None
     small: KernelPlan | None = None
-    few: KernelPlan | None = None
+    few: tuple[KernelPlan, ...] = ()
     measured: Measured | None = None  # None: the order is predicted
 
     @property
     def forms(self) -> tuple[KernelPlan, ...]:
         """Every plan that a call may pick."""
-        beside = dict.fromkeys(plan for plan in (self.small, self.packed, self.few) if plan is not None)
+        beside = dict.fromkeys(plan for plan in (self.small, self.packed, *self.few) if plan is not None)
         return (*self.plans, *(plan for plan in beside if plan not in self.plans))
 
     @property
@@ -127,4 +127,5 @@ class Menu:
             return plan and replace(plan, fallbacks=fallbacks)
 
         plans = tuple(replace(plan, fallbacks=fallbacks) for plan in self.plans)
-        return replace(self, plans=plans, packed=of(self.packed), small=of(self.small), few=of(self.few))
+        few = tuple(replace(plan, fallbacks=fallbacks) for plan in self.few)
+        return replace(self, plans=plans, packed=of(self.packed), small=of(self.small), few=few)

@@ -23,8 +23,8 @@ class AsStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widened:
-    """Elements of 8 bits in shared memory, which become 16 bits on their way to a product: those of Q K^T `qk`, of P V
-    float16.  Partial sums of a tile join O times the descale of V.
+    """Elements of 8 bits in shared memory, which become float16 on their way to a product.  Partial sums of a tile join
+    O times the descale of V.  Queries in bfloat16 become float16 too, each row times a power of two.
 
     `by_bits`: the architecture has no conversion from e4m3, and elements are put together of their bits.
     """
@@ -33,7 +33,6 @@ class Widened:
     to_shared: ClassVar[str] = "ampere/forward_pairs_to_shared.cu.j2"
     to_part: ClassVar[str] = "ampere/forward_pairs_to_part.cu.j2"
     of: Float8
-    qk: str
     by_bits: bool
 
     @property
@@ -44,8 +43,13 @@ class Widened:
     def __str__(self) -> str:
         what = "q, k and v" if "q" in self.narrow else "k and v"
         how = " by their bits" if self.by_bits else ""
-        qk = f"{self.qk} of q and k, {WIDE} of p and v" if self.qk != WIDE else WIDE
-        return f"{what} are widened in the kernel{how}: products in {qk}"
+        of_q = ", a row of q times a power of two" if self.narrows_q else ""
+        return f"{what} are widened in the kernel{how}: products in {WIDE}{of_q}"
+
+    @property
+    def narrows_q(self) -> bool:
+        """Whether queries have exponents that float16 lacks."""
+        return narrows_q(self.of)
 
 
 AS_STORED = AsStored()
@@ -53,6 +57,11 @@ AS_STORED = AsStored()
 Operands = AsStored | Widened
 
 
+def narrows_q(float8: Float8) -> bool:
+    """Whether queries of 16 bits become float16."""
+    return float8.q not in (WIDE, *FLOAT8)
+
+
 def widened(float8: Float8, *, by_bits: bool) -> Widened:
     """The operands of tensors of which k and v have 8 bits."""
-    return Widened(of=float8, qk=WIDE if float8.q in FLOAT8 else float8.q, by_bits=by_bits)
+    return Widened(of=float8, by_bits=by_bits)

@@ -16,6 +16,7 @@ from flashgen.planning.members import (
     NO_FOLD,
     ONE_LEVEL,
     P8,
+    QUERIES,
     SENDS_TO_LOADER,
     V_AS_STORED,
     BlockOrder,
@@ -26,8 +27,6 @@ from flashgen.planning.members import (
     HighestAsFloat,
     HighestAsInteger,
     Keys,
-    KeysLeave,
-    KeysStay,
     LaggingP,
     LaggingPByBits,
     Launches,
@@ -40,17 +39,14 @@ from flashgen.planning.members import (
     OInParts,
     OInPartsOfTurnedV,
     OneLevel,
-    OneTile,
     OOfTurnedV,
     OwnKeys,
-    PackedQueries,
-    Queries,
+    Rows,
     Scheduler,
     Sender,
     SharedKeys,
     SplitDkDv,
     StepEnd,
-    Tiles,
     TilesAlike,
     TwoLevels,
     VAsStored,
@@ -211,8 +207,6 @@ class Specialized:
     highest: HighestAsInteger | HighestAsFloat
     o: OByTma | OFromRegisters | OInParts | OOfTurnedV | OInPartsOfTurnedV
     scheduler: Scheduler
-    rows: Queries | PackedQueries
-    l2: KeysStay | KeysLeave = KeysStay()  # noqa: RUF009 (it is frozen)
     products: OneLevel | TwoLevels = ONE_LEVEL
     p: LaggingP | P8 = LAGGING_P
     v: VAsStored | VTurnedOver = V_AS_STORED
@@ -285,11 +279,6 @@ class Backward:
         return False
 
     @property
-    def in_turn(self) -> bool:
-        """A block has one tile of keys."""
-        return False
-
-    @property
     def lookup_stages(self) -> int:
         """The mask looks up itself what it reads."""
         return 0
@@ -324,12 +313,6 @@ class SpecializedBackward:
     row_threads: int  # of a block of the entries that work on rows alone
     mask: Mask = field(default_factory=MaskByElement)
     judged_in_turn: bool = False  # a tile's conditions are judged one after another through shared memory, else at once
-    tiles: Tiles = OneTile()  # noqa: RUF009 (it is frozen)
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether a block has tiles of keys one after another."""
-        return self.tiles.in_turn
 
     @property
     def split_dk_dv(self) -> bool:
@@ -402,6 +385,7 @@ class KernelPlan(Integers):
     deterministic: bool = False  # the same bits in every run
     dropout: bool = False
     keys: Keys = ALL_KEYS  # that a block of a forward visits
+    rows: Rows = QUERIES  # of a tile of a forward
     launches: Launches = IN_TURN  # when its kernels start
     gradients: tuple[str, ...] = ()  # captured tensors whose gradient is asked for
     layout: Layout = DENSE  # of sequences in q, k, v and o
@@ -488,6 +472,12 @@ class KernelPlan(Integers):
         return p.slack if isinstance(p, LaggingPByBits) else 0.0
 
     @property
+    def p_headroom(self) -> float:
+        """How much lower P is in the first tile of a schedule, in 8 bits, as a power of two."""
+        p = None if self.specialized is None else self.specialized.p
+        return p.headroom if isinstance(p, LaggingPByBits) else 0.0
+
+    @property
     def qk_rows(self) -> SharedRows:
         """Rows of q and k in shared memory."""
         return rows_of(self.padded_head_dim, 2 if self.float8 is None else 1)
@@ -517,9 +507,16 @@ class KernelPlan(Integers):
         return self.padded_head_dim * q == self.padded_v_head_dim * ITEM
 
     @property
+    def copies_whole_tiles_apart(self) -> bool:
+        """Whether tiles of keys within a sequence are copied by instructions of their own, which ask for no rows: few
+        are left for a byte of 8-bit elements.  Their addresses take registers: at head_dim 256 eight were spilled."""
+        narrow, widest = self.operands.narrow, max(self.padded_head_dim, self.padded_v_head_dim)
+        return bool(narrow) and not self.layout.paged and widest <= 128
+
+    @property
     def packed(self) -> bool:
         """Whether the rows of a tile are pairs of a query and one of several heads that share keys."""
-        return self.specialized is not None and self.specialized.rows.packed
+        return self.rows.packed
 
     @property
     def masked_by_tile(self) -> bool:
@@ -540,11 +537,11 @@ class KernelPlan(Integers):
         return isinstance(self.specialized, Specialized) and self.specialized.mask.looks_up
 
     def pack(self, group: int) -> int:
-        """Heads in a tile, of a `group` that shares keys: the largest power of two that divides it and the rows of a
-        warpgroup, which one copy moves; 1 where nothing is packed."""
-        if self.specialized is None or not self.specialized.rows.packed:
+        """Heads in a tile, of a `group` that shares keys: the largest power of two that divides it, the rows of a tile
+        and those of a warpgroup, which one copy moves; 1 where nothing is packed."""
+        if not self.packed:
             return 1
-        return max(1, min(group & -group, WARPGROUP_ROWS))
+        return max(1, min(group & -group, self.tile.q & -self.tile.q, WARPGROUP_ROWS))
 
     def tile_queries(self, group: int) -> int:
         """Queries in a tile of `tile.q` rows."""

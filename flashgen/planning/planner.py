@@ -12,6 +12,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 from flashgen.errors import PlanError
+from flashgen.lang.ranges import MAX_LENGTH
 from flashgen.lang.variant import Variant
 from flashgen.planning import arch as archs
 from flashgen.planning import records, visits
@@ -21,14 +22,14 @@ from flashgen.planning.integers import INTEGERS
 from flashgen.planning.menu import Measured as Measured
 from flashgen.planning.menu import Menu as Menu
 from flashgen.planning.menu import Rejected as Rejected
-from flashgen.planning.once import once
+from flashgen.planning.once import Remembered, once
 from flashgen.planning.pipelines.ampere import backward as ampere_backward
 from flashgen.planning.pipelines.ampere import float8 as ampere_float8
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.hopper import backward as hopper_backward
 from flashgen.planning.pipelines.hopper import float8 as hopper_float8
 from flashgen.planning.pipelines.hopper import forward as hopper
-from flashgen.planning.pipelines.protocol import ForwardPipeline, Packing, Pipeline, Predictor
+from flashgen.planning.pipelines.protocol import BackwardPipeline, ForwardPipeline, Packing, Pipeline, Predictor
 from flashgen.planning.pipelines.shared import total
 from flashgen.planning.plan import Fallback, KernelPlan, Tile
 from flashgen.planning.problem import Problem, check_dtype
@@ -41,9 +42,12 @@ DTYPES = ("float16", "bfloat16", E4M3)
 #: 16 bits and of 8.
 PIPELINES: Mapping[str, ForwardPipeline[Any]] = {ampere.NAME: ampere, hopper.NAME: hopper}
 FLOAT8: Mapping[str, ForwardPipeline[Any]] = {ampere.NAME: ampere_float8, hopper.NAME: hopper_float8}
-BACKWARDS: Mapping[str, Pipeline[Any]] = {ampere_backward.NAME: ampere_backward, hopper_backward.NAME: hopper_backward}
-PACKINGS: Mapping[str, Packing] = {hopper.NAME: hopper}
-PACKINGS_FLOAT8: Mapping[str, Packing] = {hopper.NAME: hopper_float8}
+BACKWARDS: Mapping[str, BackwardPipeline[Any]] = {
+    ampere_backward.NAME: ampere_backward,
+    hopper_backward.NAME: hopper_backward,
+}
+PACKINGS: Mapping[str, Packing] = {ampere.NAME: ampere, hopper.NAME: hopper}
+PACKINGS_FLOAT8: Mapping[str, Packing] = {ampere.NAME: ampere_float8, hopper.NAME: hopper_float8}
 
 T = TypeVar("T")
 
@@ -87,12 +91,11 @@ def menu_of(request: KernelRequest) -> Menu:
     pipeline, fallbacks = _pipeline(request)
     _check(pipeline, request)
     found = _menu_of(pipeline, request)
-    packed = _packed(pipeline, request, found)
+    if request.pass_name == "backward":
+        return replace(found, small=_for_short(request, found)).instead_of(*fallbacks)
+    packed = _packed(pipeline, request, found.plans)
     if not request.packed:
-        least = _of_one_warpgroup(pipeline, request, found)
-        # Problems that are short of blocks have single heads, whose keys one block visits.
-        small = None if request.keys.split or request.layout.joined else least
-        few = least and _packed_if_possible(pipeline, request, least)
+        small, few = _of_few_rows(pipeline, request, found)
         return replace(found, packed=packed, small=small, few=few).instead_of(*fallbacks)
     if packed is None:
         raise PlanError(_no_packing(pipeline, request))
@@ -125,6 +128,10 @@ def packings(of: KernelPlan | KernelRequest) -> Mapping[str, Packing]:
     return PACKINGS if of.float8 is None else PACKINGS_FLOAT8
 
 
+#: Queries and keys by which lengths are counted where a plan is chosen: sides of tiles are multiples of it.
+STEP = 16
+
+
 def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     """The entry of the menu with the least predicted time for `problem` on `sms` SMs.
 
@@ -134,19 +141,26 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     """
     if problem.empty:
         return menu.plans[0]
-    group, few = problem.group, menu.few
-    if few is not None and problem.q_len * few.pack(group) > few.tile.q:
-        few = None  # the queries of heads that share keys are more than its tile has rows
+    group = problem.group
+    few = _few(menu, problem.q_len, group)
     if few is not None and few.keys.split:  # blocks for every SM come from the keys
         return few
-    plan = _of_single_heads(menu, problem, sms)
-    if menu.small is not None:
-        plan = min((plan, menu.small), key=lambda one: _predictor(one)(problem, sms))
-    packed = few or menu.packed
+    known = _chosen(menu)
+    at = problem.batch, problem.heads, problem.kv_heads, -(-problem.q_len // STEP), -(-problem.kv_len // STEP), sms
+    plan = known.get(at) or known.keep(at, _of_single_heads(menu, _in_steps(problem), sms))
+    packed = few if few is not None and few.packed else menu.packed
     if packed is None or group == 1 or packed.pack(group) == 1:
         return plan
     gain = packings(plan)[packed.pipeline].packing_gain(packed, plan, _pace, problem, sms)
     return packed if gain >= PACKING_GAIN else plan
+
+
+def _few(menu: Menu, q_len: int, group: int) -> KernelPlan | None:
+    """The least tile that holds the queries of all heads which share keys; None where these are more than any does."""
+    if not menu.few or q_len > menu.few[-1].tile.q:
+        return None
+    rows = q_len * menu.few[-1].pack(group)
+    return next((plan for plan in menu.few if rows <= plan.tile.q), None)
 
 
 @once
@@ -168,7 +182,26 @@ def _predictors(menu: Menu) -> tuple[Predictor, ...]:
     return tuple(pipeline.predictor(plan, seconds_per_score) for plan, seconds_per_score in pairs)
 
 
+@once
+def _chosen(menu: Menu) -> Remembered[tuple[int, ...], KernelPlan]:
+    """What a menu has for heads that are not packed, by batch, heads, lengths in STEPs and SMs."""
+    return Remembered()
+
+
+def _in_steps(problem: Problem) -> Problem:
+    """The same with lengths that are whole STEPs."""
+    q_len, kv_len = (min(-(-n // STEP) * STEP, MAX_LENGTH - 1) for n in (problem.q_len, problem.kv_len))
+    return problem.of_lengths(q_len, kv_len)
+
+
 def _of_single_heads(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
+    plan, small = _of_long(menu, problem, sms), menu.small
+    if small is not None and _predictor(small)(problem, sms) < _predictor(plan)(problem, sms):
+        return small
+    return plan
+
+
+def _of_long(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     if len(menu.plans) == 1:
         return menu.plans[0]
     if menu.measured:
@@ -234,62 +267,82 @@ def others(pipeline: Pipeline[Any], request: KernelRequest) -> list[Pipeline[Any
     return [other for other in others if other.unsupported_reason(request) is None]
 
 
-def _packed(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> KernelPlan | None:
+def _packed(pipeline: Pipeline[Any], request: KernelRequest, menu: Sequence[KernelPlan]) -> KernelPlan | None:
     """The packed form of a menu's first plan with the least rows that tiles may have, so that the fewest are empty;
-    where it has none and no tile is fixed, of the best such candidate."""
-    packing = packings(request).get(pipeline.NAME)
-    if request.pass_name == "backward" or packing is None or packing.cannot_pack(request):
+    where it has none, of the best such candidate."""
+    packing = packings(request)[pipeline.NAME]
+    if packing.cannot_pack(request):
         return None
     tile, least = request.fixed.tile, min(forwards(request)[pipeline.NAME].QUERIES)
 
     def forms(plans: Iterable[KernelPlan]) -> list[KernelPlan]:
         few = [plan for plan in plans if tile is not None or plan.tile.q == least]
-        few = [plan for plan in few if plan.order_of_sums == found.plans[0].order_of_sums]
+        few = [plan for plan in few if plan.order_of_sums == menu[0].order_of_sums]
         return [plan for plan in few if packing.packed(plan) is not None]
 
-    few = forms(found.plans)
-    if not few and tile is None and (fitting := forms(_fitting(pipeline, request)[0])):
+    few = forms(menu)
+    if not few and (fitting := forms(_fitting(pipeline, request)[0])):
         few = [timed.plan for timed in _select(pipeline, request, fitting)[0]]
     return packing.packed(few[0]) if few else None
 
 
-def _of_one_warpgroup(pipeline: Pipeline[Any], request: KernelRequest, found: Menu) -> KernelPlan | None:
-    """A plan that adds up as the menu's do, with fewer queries in a tile than any of them.  None where a tile or a form
-    is fixed, and where the pipeline has no such tiles."""
-    if request.pass_name == "backward" or request.fixed.tile or request.fixed.integers():
-        return None
-    queries = forwards(request)[pipeline.NAME].SMALL_QUERIES
-    if queries is None:
-        return None
-    plans = _fitting(pipeline, request.fixing(tile=Tile(q=queries, kv=found.plans[0].tile.kv)))[0]
-    alike = [plan for plan in plans if plan.order_of_sums == found.plans[0].order_of_sums]
-    return min(alike, key=lambda plan: _seconds(pipeline, plan, request), default=None)
+def _of_few_rows(
+    pipeline: Pipeline[Any], request: KernelRequest, found: Menu
+) -> tuple[KernelPlan | None, tuple[KernelPlan, ...]]:
+    """`small` and `few` of a menu: plans that add up as its others do.  None where a tile or a form is fixed, and where
+    the pipeline has no such tiles."""
+    if request.fixed.tile or request.fixed.integers():
+        return None, ()
+    forward = forwards(request)[pipeline.NAME]
+
+    def forms(queries: int) -> tuple[KernelPlan, KernelPlan] | None:
+        """What is planned where such a tile is asked for, and of it for few queries, packed where heads can be."""
+        tile = Tile(q=queries, kv=found.plans[0].tile.kv)
+        asked = request.fixing(tile=tile)
+        fitting = _fitting(pipeline, asked)[0]
+        if not fitting:
+            return None
+        kept = _kept(found, tile, None)
+        plans = kept.plans if kept else [timed.plan for timed in _select(pipeline, asked, fitting)[0]]
+        if plans[0].order_of_sums != found.plans[0].order_of_sums:
+            return None
+        lean = _of_fewest_stages(plans[0], fitting, forward.FEW_BYTES)
+        return plans[0], _packed(pipeline, asked, [lean]) or lean
+
+    # Problems that are short of blocks have single heads, whose keys one block visits.
+    alone = None if request.keys.split or request.layout.joined else forward.SMALL_QUERIES
+    made = {queries: forms(queries) for queries in {*forward.FEW_QUERIES, *([alone] if alone else [])}}
+    few = [of for queries in forward.FEW_QUERIES if (of := made[queries]) is not None]
+    small = made[alone] if alone else None
+    return small and small[0], tuple(of_few for _, of_few in few)
 
 
-def _packed_if_possible(pipeline: Pipeline[Any], request: KernelRequest, plan: KernelPlan) -> KernelPlan:
-    """The packed form of a plan, where heads that share keys can be; else the plan."""
-    packing = packings(request).get(pipeline.NAME)
-    if packing is None or packing.cannot_pack(request):
-        return plan
-    return packing.packed(plan) or plan
+def _of_fewest_stages(plan: KernelPlan, fitting: Iterable[KernelPlan], enough: int | None) -> KernelPlan:
+    """The plan with as few stages as hold enough bytes of keys and values, where the pipeline knows how many are."""
+
+    def held(one: KernelPlan) -> int:
+        return sum(part.amount for part in one.smem if part.name in ("k", "v"))
+
+    like = [one for one in fitting if (one.tile, one.q_stages, one.warps) == (plan.tile, plan.q_stages, plan.warps)]
+    able = [one for one in like if enough is not None and enough <= held(one) <= held(plan)]
+    return min(able, key=held, default=plan)
+
+
+def _for_short(request: KernelRequest, found: Menu) -> KernelPlan | None:
+    """The form of a backward's first plan for short sequences.  None where a tile or a form is fixed."""
+    if request.fixed.tile or request.fixed.integers():
+        return None
+    return BACKWARDS[found.plans[0].pipeline].for_short(found.plans[0], request)
 
 
 def _no_packing(pipeline: Pipeline[Any], request: KernelRequest) -> str:
     """Why there is no packed form."""
     tile = request.fixed.tile
-    known = packings(request)
-    if pipeline.NAME not in known:
-        able = [other.NAME for other in others(pipeline, request) if other.NAME in known]
-        elsewhere = next(arch.name for arch in ARCHS.values() if known.keys() & set(arch.pipelines))
-        nearest = f"pipeline {able[0]!r}" if able else "packed=False" if request.dropout else f"arch {elsewhere}"
-        return f"pipeline {pipeline.NAME!r} packs no heads into one tile\n  nearest: {nearest}"
-    if reason := known[pipeline.NAME].cannot_pack(request):
+    if reason := packings(request)[pipeline.NAME].cannot_pack(request):
         return f"{request.variant.name!r} {reason}\n  nearest: packed=False"
     free = request.fixing(tile=None, stages=None)
-    near = _packed(pipeline, free, _free(pipeline, free)) if tile else None
-    limit = (
-        f"{f'tile {tile}' if tile else 'each tile'} of {request} leaves too few of a consumer's registers to pack heads"
-    )
+    near = _packed(pipeline, free, _free(pipeline, free).plans) if tile else None
+    limit = f"{f'tile {tile}' if tile else 'each tile'} of {request} leaves too few registers to pack heads"
     return f"{limit}\n  nearest: {near.tile if near else 'packed=False'}"
 
 

@@ -1,25 +1,35 @@
-"""How one tensor becomes 8 bits wide: rows of a block in registers, rotated, scaled by their peak."""
+"""How tensors become 8 bits wide: tiles of rows in registers, rotated, scaled by their peak."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flashgen.errors import PlanError
-from flashgen.planning.arch import find
+from flashgen.planning.arch import KIB, Arch, find
 from flashgen.planning.members import Launches
 
-#: Elements of a thread: as float32 they and what works on them fit its registers without spills.
-ELEMENTS = 64
-
-#: Rows of a thread block, and of a scale at least.
+#: Rows of a tile, and of a scale at least.
 ROWS = 128
+
+#: Elements that a lane has of a row where lanes are enough for that.
+ELEMENTS = 64
 
 #: Lanes that share a row, at most: fewer exchange less, more load more at a time.
 LANES = 4
 
-#: Threads of a warp, which exchange peaks: a thread block has no fewer.
+#: Registers of a thread beside those of its elements.
+OTHER_REGISTERS = 64
+
+#: Tensors of a launch: q, k and v.
+TENSORS = 3
+
+#: Bytes of a chunk, which one instruction moves.
+CHUNK_BYTES = 16
+
+#: Threads of a warp.
 WARP = 32
 
 #: Bytes of an element that is quantised: it has 16 bits.
@@ -37,18 +47,25 @@ CONVERTS_SINCE = 89
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnScale:
-    """Each thread block finds its scale and uses it: one pass over memory."""
+    """Each tile finds its scale and uses it: memory is read once."""
 
     template: ClassVar[str] = "quantize/own_scale.cu.j2"
-    entries: ClassVar[tuple[str, ...]] = ("quantize",)
+    tickets: ClassVar[bool] = False
+    work: ClassVar[str] = "Tile"
+    work_bytes: ClassVar[int] = 16
+    reads: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedScale:
-    """Several thread blocks share a scale, which a kernel before finds: two passes."""
+    """Several tiles share a scale: all are read, and once more, from L2, when the scale is known.  Tickets hand out
+    both, so that no thread block waits for work that none has begun."""
 
     template: ClassVar[str] = "quantize/shared_scale.cu.j2"
-    entries: ClassVar[tuple[str, ...]] = ("quantize_peaks", "quantize")
+    tickets: ClassVar[bool] = True
+    work: ClassVar[str] = "Work"
+    work_bytes: ClassVar[int] = 20
+    reads: ClassVar[int] = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +110,14 @@ class Angles:
 class _Turned:
     """Columns that turn together, by angles of a dtype.
 
-    `angles` elements of cos and of sin are side by side beside a chunk, one for `columns_per_angle` columns.
+    `angles` elements of cos and of sin are side by side beside a chunk, one for `columns_per_angle` columns.  Lanes may
+    need what others have (`reads_rows`).
     """
 
     dtype: str
     angles: ClassVar[int] = 8
     columns_per_angle: ClassVar[int] = 1
+    reads_rows: ClassVar[bool] = False
 
     @property
     def words(self) -> int:
@@ -123,9 +142,10 @@ class HalvesInLane(_Turned):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalvesAcrossLanes(_Turned):
-    """Columns c and c + head_dim / 2, of which a lane loads the other and their angles once more, from L1."""
+    """Columns c and c + head_dim / 2, of which lanes read both from shared memory, and their angles from L1."""
 
     template: ClassVar[str] = "quantize/rope_halves_across_lanes.cu.j2"
+    reads_rows: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return f"halves, {self.dtype}"
@@ -160,11 +180,14 @@ Rope = HalvesInLane | HalvesAcrossLanes | Pairs
 class QuantizePlan:
     """One kernel that quantises, decided; it knows no length.
 
-    rope           which columns turn by angles first, if any do
-    rows           of a thread block
-    lanes          that share a row, which have `rows_per_lane` rows each
-    rotation       what is rotated, in order; nothing where it is empty
-    centred        whether a mean is subtracted first
+    rope           which columns turn by angles first, where a tensor has them
+    rows           of a tile
+    lanes          that share a row
+    rotation       what is rotated, in order, of tensors that are; nothing where it is empty
+    centred        whether a tensor may lose a mean
+    pitch          chunks from row to row of a tile in shared memory
+    codes_pitch    bytes from row to row of its codes there
+    blocks_per_sm  thread blocks that an SM holds
     """
 
     arch: str
@@ -172,17 +195,32 @@ class QuantizePlan:
     head_dim: int
     rows: int
     lanes: int
-    rows_per_lane: int
     rotation: tuple[Rotated, ...]
     centred: bool
     rope: Rope | None = None
     scale: OwnScale | SharedScale
     conversion: ByInstruction | ByBits
+    pitch: int
+    codes_pitch: int
+    blocks_per_sm: int
     launches: Launches
 
     @property
     def threads(self) -> int:
-        return self.rows // self.rows_per_lane * self.lanes
+        return self.rows * self.lanes
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether rows must stay in shared memory until they have turned."""
+        return self.rope is not None and self.rope.reads_rows
+
+    @property
+    def smem_bytes(self) -> int:
+        """What rows, codes, signs, peaks and work take of shared memory, as C++ lays them out."""
+        rows = self.rows * (self.pitch * CHUNK_BYTES + self.codes_pitch)
+        signs = 4 * self.head_dim if self.rotation else 0
+        peaks = 2 * 4 * self.threads // WARP
+        return -(-(rows + signs + peaks + 4 * self.scale.work_bytes) // 16) * 16
 
 
 @functools.cache
@@ -208,21 +246,30 @@ def _rope(given: Angles | None, head_dim: int, lanes: int) -> Rope | None:
     return HalvesInLane(dtype=given.dtype) if in_lane else HalvesAcrossLanes(dtype=given.dtype)
 
 
-def plan(
-    arch: str,
-    dtype: str,
-    head_dim: int,
-    *,
-    block: int | None,
-    rotated: bool,
-    centred: bool,
-    angles: Angles | None = None,
-) -> QuantizePlan:
-    """The kernel for one tensor; `block` rows share a scale, all of a head where it is None; rows turn by `angles`.
+def _lanes(head_dim: int) -> int:
+    """As few as have `ELEMENTS` each, of as many as the narrowest part of a rotation has chunks."""
+    lanes, most = 1, min(LANES, parts(head_dim)[-1] // 8)
+    while head_dim // lanes > ELEMENTS and lanes < most:
+        lanes *= 2
+    return lanes
 
-    Raises PlanError for a head_dim or a block that there is no kernel for.
-    """
-    launches = find(arch).launches
+
+def _apart(count: int, lanes: int) -> int:
+    """The least number from `count` on that is an odd multiple of `lanes`: rows so far apart start in other banks."""
+    return next(n for n in itertools.count(count) if n % (2 * lanes) == lanes)
+
+
+def _pitches(arch: Arch, head_dim: int, lanes: int) -> tuple[int, int]:
+    """Chunks, and bytes of codes, from row to row in shared memory: apart where there is room, else side by side."""
+    chunks = head_dim // 8
+    apart = _apart(chunks, lanes), 8 * (_apart(chunks // 2, 1) * 2 if lanes == 1 else _apart(chunks, lanes))
+    side_by_side = chunks, head_dim
+    room = arch.smem_per_block - 2 * KIB  # signs, peaks and tickets
+    return apart if ROWS * (apart[0] * CHUNK_BYTES + apart[1]) <= room else side_by_side
+
+
+def check(head_dim: int, block: int | None) -> None:
+    """Raises PlanError for a head_dim or a block that there is no kernel for."""
     if head_dim not in HEAD_DIMS:
         nearest = min(HEAD_DIMS, key=lambda n: abs(n - head_dim))
         raise PlanError(
@@ -235,42 +282,68 @@ def plan(
             f"block={block}: a scale is that of a power of two of rows, {ROWS} or more, or (None) of a head\n"
             f"  nearest: block={nearest}"
         )
+
+
+def plan(
+    arch: str,
+    dtype: str,
+    head_dim: int,
+    *,
+    block: int | None,
+    rotated: bool,
+    centred: bool,
+    angles: Angles | None = None,
+) -> QuantizePlan:
+    """The kernel for tensors of which some are `rotated`, lose a mean (`centred`), or turn by `angles`; `block` rows
+    share a scale, all of a head where it is None.
+
+    Raises PlanError for a head_dim or a block that there is no kernel for.
+    """
+    of = find(arch)
+    check(head_dim, block)
     widths = parts(head_dim)
-    lanes = min(LANES, widths[-1] // 8)
+    lanes = _lanes(head_dim)
     chunks = [width // 8 // lanes for width in widths]
     rotation = tuple(Rotated(columns=width, first=sum(chunks[:i]), count=chunks[i]) for i, width in enumerate(widths))
+    pitch, codes_pitch = _pitches(of, head_dim, lanes)
     digits = int("".join(filter(str.isdigit, arch)))
-    return QuantizePlan(
+    made = QuantizePlan(
         arch=arch,
         dtype=dtype,
         head_dim=head_dim,
         rows=ROWS,
         lanes=lanes,
-        rows_per_lane=max(1, min(ELEMENTS // (head_dim // lanes), ROWS * lanes // WARP)),
         rotation=rotation if rotated else (),
         centred=centred,
         rope=_rope(angles, head_dim, lanes),
         scale=OwnScale() if block == ROWS else SharedScale(),
         conversion=ByInstruction() if digits >= CONVERTS_SINCE else ByBits(),
-        launches=launches,
+        pitch=pitch,
+        codes_pitch=codes_pitch,
+        blocks_per_sm=1,
+        launches=of.launches,
     )
+    registers = made.threads * (head_dim // lanes + OTHER_REGISTERS)
+    fit = of.registers_per_sm // registers, of.smem_per_sm // (made.smem_bytes + of.smem_reserved)
+    return replace(made, blocks_per_sm=max(1, min(*fit, of.max_warps * WARP // made.threads)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """Bytes that a launch moves if L2 held nothing."""
+    """Bytes that a tensor moves if L2 held nothing."""
 
     read_bytes: int
     write_bytes: int
 
 
 def moved(plan: QuantizePlan, *, batch: int, heads: int, length: int, scales: int) -> Moved:
-    """What quantising [batch, heads, length, head_dim] with so many scales of a head moves: each pass reads the rows,
-    and for each head their cos and sin; the last writes codes and descales.  A mean and peaks are few: not counted."""
-    rows, passes = batch * heads * length, len(plan.scale.entries)
+    """What quantising [batch, heads, length, head_dim] with so many scales of a head moves: rows are read,
+    once or twice, and for each head their cos and sin; codes and descales are written.  Means and peaks are few: not
+    counted."""
+    rows, reads = batch * heads * length, plan.scale.reads
     angles = 2 * (plan.head_dim // 2) * ANGLE_BYTES[plan.rope.dtype] if plan.rope else 0
     angles *= 2 if isinstance(plan.rope, RepeatedPairs) else 1
     return Moved(
-        read_bytes=passes * rows * (plan.head_dim * ELEMENT_BYTES + angles),
+        read_bytes=reads * rows * (plan.head_dim * ELEMENT_BYTES + angles),
         write_bytes=rows * plan.head_dim + batch * heads * scales * 4,
     )

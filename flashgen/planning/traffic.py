@@ -383,7 +383,12 @@ def predict(
 
 def _shape(plan: KernelPlan) -> str:
     """A plan by what tells it from the others of its menu."""
-    return f"{plan.tile}, {shown(plan)}{', heads packed' if plan.packed else ''}"
+    form = ", heads packed" if plan.packed else ", dq in kernels of its own" if _dq_apart(plan) else ""
+    return f"{plan.tile}, {shown(plan)}{form}"
+
+
+def _dq_apart(plan: KernelPlan) -> bool:
+    return plan.backward is not None and not plan.backward.dq_in_main_kernel
 
 
 def _costs(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> dict[str, Any]:

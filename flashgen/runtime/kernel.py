@@ -12,94 +12,110 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flashgen import codegen
 from flashgen.codegen import params
 from flashgen.runtime import cache, driver, nvrtc
-from flashgen.runtime.launch import pointers, scalars
+from flashgen.runtime.launch import main_entry, picker, pointers, scalars
 
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
     from flashgen.planning.plan import KernelPlan
-    from flashgen.runtime.launch import Launch
+    from flashgen.runtime.launch import Launch, LaunchGrid
 
 #: By plan, and by the id of the plan that its slot keeps: to hash one takes microseconds.
 _kernels: dict[KernelPlan | int, _Slot] = {}
 _slots = threading.Lock()
 
 
-class _Packing:
-    """How the launches of a plan pack their parameters: what does not depend on a problem.
+class _Shared:
+    """What the records of a kernel on one GPU share: how parameters are packed, and what starts its entries, which one
+    call at a time does.  The rest of a record follows from its launch.
 
     Addresses are those of `Launch.pointers`, numbers those of `Launch.scalars`.
     """
 
     __slots__ = (
-        *("_buffer", "_first", "_pack", "_pack_pointers", "_pick_numbers", "_pick_pointers", "_scalars", "places"),
+        *("_first", "_load", "_pack", "_pack_pointers", "_pick_numbers", "_pick_pointers", "_scalars", "_starts"),
+        *("_room", "device", "lock", "main", "places"),
     )
 
-    def __init__(self, plan: KernelPlan) -> None:
+    def __init__(self, plan: KernelPlan, device: int, load: Callable[[LaunchGrid], driver.Function]) -> None:
         members, known = params.fields(plan), pointers(plan)
         place, end = {}, 0  # the struct has no padding before its end
         for member in members:
             place[member.name] = member.format, end
             end += struct.calcsize(f"<{member.format}")
         of_pointers = [m.name for m in members if m.ctype.endswith("*")]  # they stand first
-        self._buffer = ctypes.c_char * params.sizeof(plan)
         self._pack_pointers = struct.Struct(f"<{len(of_pointers)}Q").pack_into
         self._pick_pointers = operator.itemgetter(*map(known.index, of_pointers))
         numbers = members[len(of_pointers) :]
-        self._pick_numbers = operator.itemgetter(*[m.name for m in numbers])
+        self._pick_numbers = picker(plan, [m.name for m in numbers])
         self._pack = struct.Struct("<" + "".join(m.format for m in numbers)).pack_into
         self._first = 8 * len(of_pointers)
         self._scalars = [(struct.Struct(f"<{place[name][0]}").pack_into, place[name][1]) for name in scalars(plan)]
+        maps = params.maps(plan)
         #: Where the addresses of the tensors of maps stand among all.
-        self.places = [known.index(name) for name in params.maps(plan)]
+        self.places = [known.index(name) for name in maps]
+        room = driver.TENSOR_MAP_BYTES * len(maps) + (driver.TENSOR_MAP_ALIGNMENT if maps else 0)
+        self._room = ctypes.c_char * (room + params.sizeof(plan))
+        self._load, self._starts, self.main = load, {}, main_entry(plan)
+        self.device, self.lock = device, threading.Lock()
 
-    def of(self, launch: Launch) -> ctypes.Array:
-        """The parameters of a launch, without its addresses."""
-        buffer = self._buffer()
-        self._pack(buffer, self._first, *self._pick_numbers(launch.values))
-        return buffer
+    def room(self, launch: Launch) -> tuple[ctypes.Array, int, int]:
+        """Memory of a launch's tensor maps, and of its parameters without its addresses behind them; the address where
+        the maps start, and the place where the parameters do."""
+        buffer = self._room()
+        start = at = ctypes.addressof(buffer)
+        if launch.maps:
+            at = -(-start // driver.TENSOR_MAP_ALIGNMENT) * driver.TENSOR_MAP_ALIGNMENT
+        first = at - start + driver.TENSOR_MAP_BYTES * len(launch.maps)
+        self._pack(buffer, first + self._first, *self._pick_numbers(launch.values.numbers))
+        return buffer, at, first
 
-    def point(self, buffer: ctypes.Array, addresses: tuple[int, ...]) -> None:
-        self._pack_pointers(buffer, 0, *self._pick_pointers(addresses))
+    def start(self, grid: LaunchGrid) -> driver.Launcher:
+        """What starts an entry, loaded by the first launch that has it."""
+        found = self._starts.get(grid.entry)
+        if found is None:
+            made = driver.Launcher(self._load(grid), threads=grid.threads, early=grid.early)
+            found = self._starts.setdefault(grid.entry, made)
+        return found
 
-    def count(self, buffer: ctypes.Array, numbers: tuple[int | float, ...]) -> None:
+    def point(self, buffer: ctypes.Array, first: int, addresses: tuple[int, ...]) -> None:
+        self._pack_pointers(buffer, first, *self._pick_pointers(addresses))
+
+    def count(self, buffer: ctypes.Array, first: int, numbers: tuple[int | float, ...]) -> None:
         for (pack_into, offset), number in zip(self._scalars, numbers, strict=True):
-            pack_into(buffer, offset, number)
+            pack_into(buffer, first + offset, number)
 
 
 class Record:
     """A launch on one GPU with everything in place but addresses and scalars; any thread may call it.
 
-    What the call before it left in place is not written again, and the launch is not kept: a new length is one more of
-    thousands.
+    What the call before it left in place is not written again.  A new length is one more record of thousands: it has
+    its parameters and tensor maps, and shares the rest.
     """
 
-    __slots__ = ("_addresses", "_buffer", "_launchers", "_lock", "_maps", "_numbers", "_packing")
+    __slots__ = ("_addresses", "_buffer", "_first", "_maps", "_numbers", "_shared", "_starts")
 
-    def __init__(self, launch: Launch, packing: _Packing, functions: Sequence[driver.Function], device: int) -> None:
-        self._packing = packing
-        self._buffer = packing.of(launch)
-        self._maps = driver.TensorMaps(launch.maps, device=device) if launch.maps else None
-        maps, params = () if self._maps is None else self._maps.pointers, ctypes.addressof(self._buffer)
-        self._launchers = [
-            driver.Launcher(
-                function,
-                blocks=grid.blocks,
-                threads=grid.threads,
-                early=grid.early,
-                arguments=(*maps, params) if launch.maps_of(grid) else (params,),
-            )
-            for grid, function in zip(launch.grids, functions, strict=True)
-        ]
+    def __init__(self, launch: Launch, shared: _Shared) -> None:
+        self._shared = shared
+        self._buffer, at, self._first = shared.room(launch)
+        self._maps, of_main, of_others = None, (at,), (at,)
+        if launch.maps:
+            self._maps = driver.TensorMaps(launch.maps, at, device=shared.device)
+            params = self._maps.pointers.stop
+            of_main, of_others = (*self._maps.pointers, params), (params,)
+        self._starts = []
+        for grid in launch.grids:
+            if grid.blocks > driver.MAX_BLOCKS:
+                driver.check_blocks(grid.entry, grid.blocks)
+            self._starts.append((shared.start(grid), grid.blocks, of_main if grid.entry == shared.main else of_others))
         self._addresses: tuple[int, ...] | None = None
         self._numbers: tuple[int | float, ...] | None = None
-        self._lock = threading.Lock()
 
     def __call__(self, addresses: tuple[int, ...], numbers: tuple[int | float, ...], stream: int) -> None:
         """Start its kernels, one after the other, on a stream of the GPU that the record is for.
@@ -108,24 +124,25 @@ class Record:
         stands for what is in it.  Raises LaunchError with the driver's reason, the first time where TMA cannot address
         a tensor (its pipeline's `cannot_address` says so before).
         """
-        with self._lock:
+        shared = self._shared
+        with shared.lock:
             if addresses != self._addresses:
                 self._addresses = None  # until all of them are in place
                 if self._maps is not None:
-                    places = self._packing.places
-                    if not self._maps.addresses:
-                        self._maps.encode(map(addresses.__getitem__, places))
-                    for i, (index, known) in enumerate(zip(places, self._maps.addresses, strict=True)):
-                        if addresses[index] != known:
-                            self._maps.move(i, addresses[index])
-                self._packing.point(self._buffer, addresses)
+                    if self._maps.addresses:
+                        for i, (index, known) in enumerate(zip(shared.places, self._maps.addresses, strict=True)):
+                            if addresses[index] != known:
+                                self._maps.move(i, addresses[index])
+                    else:
+                        self._maps.encode([addresses[index] for index in shared.places])
+                shared.point(self._buffer, self._first, addresses)
                 self._addresses = addresses
             if numbers is not self._numbers:  # equal ones may differ: 0.0 and -0.0
                 self._numbers = None
-                self._packing.count(self._buffer, numbers)
+                shared.count(self._buffer, self._first, numbers)
                 self._numbers = numbers
-            for start in self._launchers:
-                start(stream)
+            for start, blocks, parameters in self._starts:
+                start(stream, blocks, parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +152,8 @@ class Kernel:
     plan: KernelPlan
     entry: cache.Entry
     _functions: dict[tuple[int, str], driver.Function] = field(default_factory=dict, repr=False, compare=False)
+    _shared: dict[int, _Shared] = field(default_factory=dict, init=False, repr=False, compare=False)
     _loading: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-    _packing: _Packing = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_packing", _Packing(self.plan))
 
     @property
     def cubin(self) -> bytes:
@@ -168,8 +182,14 @@ class Kernel:
 
         Raises LaunchError where a kernel cannot be loaded, or a grid would be too wide.
         """
-        functions = [self.function(device, grid.entry, grid.smem_bytes) for grid in launch.grids]
-        return Record(launch, self._packing, functions, device)
+        shared = self._shared.get(device)
+        if shared is None:
+
+            def load(grid: LaunchGrid) -> driver.Function:
+                return self.function(device, grid.entry, grid.smem_bytes)
+
+            shared = self._shared.setdefault(device, _Shared(self.plan, device, load))
+        return Record(launch, shared)
 
 
 @dataclass(slots=True)

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.codegen import params as members
 from flashgen.planning import backward, split_keys, summaries
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.float8 import DESCALES, block_of
 from flashgen.planning.layout import division
-from flashgen.planning.once import once
+from flashgen.planning.once import Remembered, once
 from flashgen.planning.plan import WARPGROUP_ROWS, Part, rows_of
 from flashgen.planning.problem import ITEMSIZE
 
@@ -60,17 +60,9 @@ class Cache:
     page_size: int
     table_row: int
 
-    def numbers(self, tile_kv: int) -> dict[str, int]:
-        """Fields of `Params`: one copy moves the most rows that lie side by side in each page and in each tile."""
-        magic, shift = division(self.page_size)
-        return {
-            "pages": self.pages,
-            "page_size": self.page_size,
-            "page_rows": math.gcd(self.page_size, tile_kv),
-            "page_magic": magic,
-            "page_shift": shift,
-            "table_row": self.table_row,
-        }
+    def numbers(self, tile_kv: int) -> tuple[int, ...]:
+        """Those of _OF_CACHE: one copy moves the most rows that lie side by side in each page and in each tile."""
+        return self.pages, self.page_size, math.gcd(self.page_size, tile_kv), *division(self.page_size), self.table_row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +93,28 @@ class TensorMapDesc(NamedTuple):
     swizzle: int
 
 
+#: Makes a tuple of a class in a third of the time that its own function takes.
+_new: Any = tuple.__new__
+
+
+class Values(Mapping[str, int | float]):
+    """Numbers by name: `numbers`, and the places of names among them, which launches of a plan have in common."""
+
+    __slots__ = ("_places", "numbers")
+
+    def __init__(self, places: Mapping[str, int], numbers: tuple[int | float, ...]) -> None:
+        self._places, self.numbers = places, numbers
+
+    def __getitem__(self, name: str) -> int | float:
+        return self.numbers[self._places[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
 class LaunchGrid(NamedTuple):
     """One kernel of a launch: its entry, its grid and block (one dimension each), its dynamic shared memory; whether it
     starts before the one before it on the stream has ended, for which it then waits itself."""
@@ -127,7 +141,7 @@ class Launch(NamedTuple):
 
     plan: KernelPlan
     grids: tuple[LaunchGrid, ...]
-    values: Mapping[str, int | float]
+    values: Values
     maps: tuple[TensorMapDesc, ...]
     workspaces: tuple[Part, ...]
     cleared: tuple[Part, ...]
@@ -166,6 +180,15 @@ class _MapOutline(NamedTuple):
     packed: bool
 
 
+#: The numbers that every launch has, in order: parameters, and what only some plans take, stand behind them.
+_NUMBERS = (
+    *("batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles", "l2_heads", "packs", "pack_log2"),
+    *("q_rows", "kv_rows", "q_offset", "splits", "q_start", "k_start", "scale"),
+)
+
+_OF_CACHE = ("pages", "page_size", "page_rows", "page_magic", "page_shift", "table_row")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outline:
     """What no problem decides of the launches of a plan, worked out once: a new length is a few integer operations.
@@ -173,12 +196,30 @@ class _Outline:
     pointers  those of `Launch.pointers`
     counted   whether `COUNTERS` are among them
     main      the kernel that visits tiles, of no block
+    params    the names of parameters
+    scaled    operands that have descales
+    strided   tensors whose strides are numbers of a launch
+    captured  the names of captured tensors
+    joined    whether sequences lie behind each other
+    gradients whether the gradients of captured tensors are asked for
+    summaries by what side, and by how many positions, summaries are counted
+    by_length whether other things than counts of tiles and summaries decide grids or workspaces
+    places    those of all numbers among `Values.numbers`, by name
     """
 
     pointers: tuple[str, ...]
     counted: bool
     maps: tuple[_MapOutline, ...]
     main: LaunchGrid
+    params: tuple[str, ...]
+    scaled: tuple[str, ...]
+    strided: tuple[str, ...]
+    captured: tuple[str, ...]
+    joined: bool
+    gradients: bool
+    summaries: tuple[tuple[str, int], ...]
+    by_length: bool
+    places: Mapping[str, int]
 
 
 @once
@@ -187,12 +228,48 @@ def _outline(plan: KernelPlan) -> _Outline:
     cleared = [name for name in in_params if name == COUNTERS.name]
     others = (name for name in in_params if name != COUNTERS.name)
     maps = members.maps(plan)
+    params = tuple(p.name for p in plan.variant.params)
+    scaled = () if plan.float8 is None else plan.float8.scaled
+    strided = ("q", "k", "v", "o", *(DESCALES[name] for name in scaled))
+    if plan.backward is not None:
+        strided = (*strided, "d_o", "dq", "dk", "dv")
+    names = [*_NUMBERS, *(f"param_{name}" for name in params)]
+    names += _OF_CACHE if plan.layout.paged else ()
+    names += _DROPOUT if plan.dropout else ()
+    names += [*(f"{name}_block_log2" for name in scaled), *(["q_descale_heads"] if "q" in scaled else [])]
+    names += [f"{name}_{axis}" for name in strided for axis in ("batch", "head", "row")]
+    for tensor in plan.variant.tensors:
+        for axis in range(len(tensor.dims)):
+            names += f"size{axis}_{tensor.name}", f"stride{axis}_{tensor.name}"
+    names += () if plan.backward is None else ("clear_distance",)
     return _Outline(
         pointers=tuple(dict.fromkeys((*maps, *others, *cleared))),
         counted=bool(cleared),
         maps=tuple(_map_outline(plan, name) for name in maps),
         main=_grid(plan, main_entry(plan), 0, plan.threads, plan.smem_bytes),
+        params=params,
+        scaled=scaled,
+        strided=strided,
+        captured=tuple(tensor.name for tensor in plan.variant.tensors),
+        joined=plan.layout.joined,
+        gradients=bool(plan.gradients),
+        summaries=tuple(
+            pair
+            for one in plan.summaries
+            for pair in ((one.side, one.positions), *([("k", one.keys)] if one.keys else []))
+        ),
+        by_length=(
+            plan.keys.split
+            or (plan.backward is not None and plan.backward.by_query is not None)
+            or any(one.bits is not None for one in plan.summaries)
+        ),
+        places=MappingProxyType({name: place for place, name in enumerate(names)}),
     )
+
+
+def picker(plan: KernelPlan, names: Sequence[str]) -> Callable[[tuple[int | float, ...]], tuple[int | float, ...]]:
+    """What picks the numbers of these names out of `Values.numbers` of a plan's launches."""
+    return operator.itemgetter(*map(_outline(plan).places.__getitem__, names))
 
 
 def _map_outline(plan: KernelPlan, name: str) -> _MapOutline:
@@ -256,84 +333,96 @@ def make_launch(
     ones do.
     """
     outline, group = _outline(plan), problem.group
-    pack = plan.pack(group)
+    pack = plan.pack(group) if group > 1 else 1
     heads = problem.batch * problem.kv_heads
     rows = (problem.q_len, problem.kv_len) if rows is None else rows
     together = min(_l2_kv_heads(plan, problem) if l2_kv_heads is None else l2_kv_heads, heads)
-    if plan.layout.joined:
+    if outline.joined:
         in_pages = () if cache is None else ("k", "v")
         strides = {name: of if name in in_pages else (0, *of[1:]) for name, of in strides.items()}
-    q_tiles = _tiles(plan, problem, plan.tile.q // pack, problem.q_len, rows[0])
-    numbers: dict[str, int | float] = {
-        "batch": problem.batch,
-        "heads": problem.heads,
-        "kv_heads": problem.kv_heads,
-        "q_len": problem.q_len,
-        "kv_len": problem.kv_len,
-        "q_tiles": q_tiles,
-        "kv_tiles": _kv_tiles(plan, problem, rows[1]),
-        "l2_heads": together if plan.backward is not None else together * group // pack,
-        "packs": problem.heads // pack,
-        "pack_log2": pack.bit_length() - 1,
-        "q_rows": rows[0],
-        "kv_rows": rows[1],
-        "q_offset": q_offset,
-        "splits": kv_splits,
-        "q_start": 0,
-        "k_start": 0,
-        "scale": scale,
-    }
-    for name, value in params.items():
-        numbers[f"param_{name}"] = value
-    if cache is not None:
-        numbers |= cache.numbers(plan.tile.kv)
-    if dropout is not None:
-        numbers |= zip(_DROPOUT, dropout_scalars(dropout, problem.heads), strict=True)
     if descales:
-        for name, descale in descales.items():
-            numbers[f"{name}_block_log2"] = descale.block_log2
-        if "q" in descales:
-            numbers["q_descale_heads"] = descales["q"].heads
         strides = {**strides, **{DESCALES[name]: descale.strides for name, descale in descales.items()}}
-    numbers |= zip(_axes(*strides), chain(*strides.values()), strict=True)
-    for name, tensor in captured.items():
-        for (of_size, of_stride), size, stride in zip(
-            _dimensions(name, len(tensor.sizes)), tensor.sizes, tensor.strides, strict=True
-        ):
-            numbers[of_size] = size
-            numbers[of_stride] = stride if size > 1 else 0  # of size 1: it broadcasts
-    workspaces: tuple[Part, ...] = ()
+    q_tiles = _tiles(plan, problem, plan.tile.q // pack, problem.q_len, rows[0])
+    kv_tiles = _kv_tiles(plan, problem, rows[1])
+    taken = _taken(plan, problem, q_tiles, pack, kv_splits)
+    numbers: list[int | float] = [  # in the order of _NUMBERS, and of what stands behind them
+        *(problem.batch, problem.heads, problem.kv_heads, problem.q_len, problem.kv_len),
+        *(q_tiles, kv_tiles),
+        together if plan.backward is not None else together * group // pack,
+        *(problem.heads // pack, pack.bit_length() - 1),
+        *(rows[0], rows[1], q_offset, kv_splits, 0, 0, scale),
+    ]
+    if outline.params:
+        numbers += [params[name] for name in outline.params]
+    if plan.layout.paged:
+        assert cache is not None  # keys lie there
+        numbers += cache.numbers(plan.tile.kv)
+    if plan.dropout:
+        assert dropout is not None  # the plan is that of a call with it
+        numbers += dropout_scalars(dropout, problem.heads)
+    if outline.scaled:
+        numbers += [descales[name].block_log2 for name in outline.scaled]
+        numbers += [descales["q"].heads] if "q" in outline.scaled else []
+    for name in outline.strided:
+        numbers += strides[name]
+    for name in outline.captured:
+        for size, stride in zip(*captured[name], strict=True):
+            numbers += size, stride if size > 1 else 0  # of size 1: it broadcasts
     if plan.backward is not None:
         if clear_distance is None:
             clear_distance = backward.clear_distance(plan, problem, sms, together)
-        numbers["clear_distance"] = min(clear_distance, heads)
-        shapes = {name: captured[name].sizes for name in plan.gradients}
-        workspaces = backward.workspaces(plan, problem, shapes, q_tiles if plan.layout.joined else None)
-    taken = _taken(plan, problem, q_tiles, pack, kv_splits)
+        numbers.append(min(clear_distance, heads))
+    shapes = {name: captured[name].sizes for name in plan.gradients} if outline.gradients else {}
+    if outline.by_length or shapes:
+        by_tiles = _by_tiles(plan, problem, sms, rows, q_tiles, taken, kv_splits, shapes)
+    else:
+        known = _known(plan)
+        at = problem.batch, problem.heads, problem.kv_heads, q_tiles, kv_tiles, sms
+        if outline.summaries:
+            at = *at, *[-(-(problem.kv_len if side == "k" else problem.q_len) // n) for side, n in outline.summaries]
+        by_tiles = known.get(at) or known.keep(
+            at, _by_tiles(plan, problem, sms, rows, q_tiles, taken, kv_splits, shapes)
+        )
+    grids, workspaces, cleared = by_tiles
     return Launch(
-        plan=plan,
-        grids=_grids(plan, problem, sms, rows, taken),
-        values=MappingProxyType(numbers),
-        maps=tuple([_tensor_map(one, plan, problem, strides[one.tensor], rows, cache) for one in outline.maps]),
-        workspaces=(
-            *workspaces,
-            *split_keys.workspaces(plan, problem, kv_splits, rows[0], sms),
-            *(summaries.workspaces(plan, problem) if plan.summaries else ()),
-        ),
-        cleared=(COUNTERS,) if outline.counted and _counts(plan, taken, sms) else (),
+        plan,
+        grids,
+        Values(outline.places, tuple(numbers)),
+        _tensor_maps(outline, plan, problem, strides, rows, cache) if outline.maps else (),
+        workspaces,
+        cleared,
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _axes(*names: str) -> tuple[str, ...]:
-    """The fields of tensors' strides."""
-    return tuple(f"{name}_{axis}" for name in names for axis in ("batch", "head", "row"))
+_ByTiles = tuple[tuple[LaunchGrid, ...], tuple[Part, ...], tuple[Part, ...]]
 
 
-@functools.lru_cache(maxsize=256)
-def _dimensions(name: str, count: int) -> tuple[tuple[str, str], ...]:
-    """The fields of a captured tensor's sizes and strides, by dimension."""
-    return tuple((f"size{axis}_{name}", f"stride{axis}_{name}") for axis in range(count))
+@once
+def _known(plan: KernelPlan) -> Remembered[tuple[int, ...], _ByTiles]:
+    """What `_by_tiles` has found of a plan whose tiles, and positions of summaries, alone decide it."""
+    return Remembered()
+
+
+def _by_tiles(
+    plan: KernelPlan,
+    problem: Problem,
+    sms: int,
+    rows: tuple[int, int],
+    q_tiles: int,
+    taken: int,
+    kv_splits: int,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> _ByTiles:
+    """Grids, workspaces, and what is cleared."""
+    outline = _outline(plan)
+    workspaces: tuple[Part, ...] = ()
+    if plan.backward is not None:
+        workspaces = backward.workspaces(plan, problem, shapes, q_tiles if outline.joined else None)
+    workspaces = (*workspaces, *split_keys.workspaces(plan, problem, kv_splits, rows[0], sms))
+    if plan.summaries:
+        workspaces = (*workspaces, *summaries.workspaces(plan, problem))
+    cleared = (COUNTERS,) if outline.counted and _counts(plan, taken, sms) else ()
+    return _grids(plan, problem, sms, rows, taken), workspaces, cleared
 
 
 def main_entry(plan: KernelPlan) -> str:
@@ -410,10 +499,9 @@ def _backward_grids(plan: KernelPlan, problem: Problem, sms: int, in_memory: _Ro
     layout, batch = plan.backward, 1 if plan.layout.joined else problem.batch
     heads = problem.heads * batch
     q_blocks = _q_tiles(plan, problem, in_memory[0]) * heads
-    tiles = _kv_tiles(plan, problem, in_memory[1]) * problem.kv_heads * batch
     found = [
         _grid(plan, "attention_backward_prepare", q_blocks, layout.row_threads),
-        _main_grid(plan, min(tiles, sms) if layout.in_turn else tiles),
+        _main_grid(plan, _kv_tiles(plan, problem, in_memory[1]) * problem.kv_heads * batch),
     ]
     if layout.by_query is None:
         blocks = min(q_blocks, FINISH_BLOCKS * sms) if layout.dq_in_main_kernel else q_blocks
@@ -434,8 +522,8 @@ def _backward_grids(plan: KernelPlan, problem: Problem, sms: int, in_memory: _Ro
 
 
 def _main_grid(plan: KernelPlan, blocks: int) -> LaunchGrid:
-    entry, _, *size = _outline(plan).main
-    return LaunchGrid(entry, blocks, *size)
+    main = _outline(plan).main
+    return LaunchGrid(main.entry, blocks, main.threads, main.smem_bytes, main.early)
 
 
 def _q_tiles(plan: KernelPlan, problem: Problem, q_rows: int | None = None) -> int:
@@ -483,38 +571,33 @@ def operand_dtype(plan: KernelPlan, name: str) -> str:
     return {"k": plan.float8.k, "v": plan.float8.v}.get(name, plan.dtype)
 
 
-def _tensor_map(
-    outline: _MapOutline,
+def _tensor_maps(
+    outline: _Outline,
     plan: KernelPlan,
     problem: Problem,
-    strides: tuple[int, ...],
+    strides: Mapping[str, tuple[int, ...]],
     in_memory: tuple[int, int],
     cache: Cache | None,
-) -> TensorMapDesc:
-    """That of a tensor with so many rows of q, and of k, in memory: of each page where there is a cache."""
-    tensor, dtype, item, columns, box, swizzle, least, of_keys, packed = outline
-    batch, of_head, of_row = strides
-    batch_size = 1 if plan.layout.joined else problem.batch
-    if of_keys:
-        rows, heads = in_memory[1], problem.kv_heads
-        if cache is not None:
-            rows, batch_size = cache.page_size, cache.pages
-            box = (box[0], math.gcd(cache.page_size, plan.tile.kv), 1, 1)
-    else:
-        rows, heads = in_memory[0], problem.heads
-        if packed:  # the heads of a query side by side
-            rows, heads, of_row, of_head = heads, rows, of_head, of_row
-            pack = plan.pack(problem.group)
-            box = (box[0], pack, WARPGROUP_ROWS // pack, 1)
-    return TensorMapDesc(
-        tensor,
-        dtype,
-        (columns, rows or 1, heads or 1, batch_size or 1),  # without a key nothing is copied
-        (
-            of_row * item if rows > 1 else least,
-            of_head * item if heads > 1 else least,
-            batch * item if batch_size > 1 else least,
-        ),
-        box,
-        swizzle,
-    )
+) -> tuple[TensorMapDesc, ...]:
+    """Those of tensors with so many rows of q, and of k, in memory: of each page where there is a cache."""
+    found, of_heads, of_kv_heads, of_batch = [], problem.heads, problem.kv_heads, 1 if outline.joined else problem.batch
+    for tensor, dtype, item, columns, box, swizzle, least, of_keys, packed in outline.maps:
+        batch, of_head, of_row = strides[tensor]
+        batch_size = of_batch
+        if of_keys:
+            rows, heads = in_memory[1], of_kv_heads
+            if cache is not None:
+                rows, batch_size = cache.page_size, cache.pages
+                box = (box[0], math.gcd(cache.page_size, plan.tile.kv), 1, 1)
+        else:
+            rows, heads = in_memory[0], of_heads
+            if packed:  # the heads of a query side by side
+                rows, heads, of_row, of_head = heads, rows, of_head, of_row
+                pack = plan.pack(problem.group)
+                box = (box[0], pack, WARPGROUP_ROWS // pack, 1)
+        sizes = columns, rows or 1, heads or 1, batch_size or 1  # without a key nothing is copied
+        of_row = of_row * item if rows > 1 else least
+        of_head = of_head * item if heads > 1 else least
+        batch = batch * item if batch_size > 1 else least
+        found.append(_new(TensorMapDesc, (tensor, dtype, sizes, (of_row, of_head, batch), box, swizzle)))
+    return tuple(found)

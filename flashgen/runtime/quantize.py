@@ -4,54 +4,89 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashgen.codegen.quantize import emit
-from flashgen.planning.quantize import QuantizePlan
+from flashgen.planning.quantize import ELEMENT_BYTES, ROWS, QuantizePlan
 from flashgen.runtime import cache, driver, nvrtc
+
+#: Bytes of heads whose tiles are neighbours where tiles share scales: rows of a few heads lie side by side, and L2
+#: holds these heads until they are read again.
+GROUP_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of a launch: sequences, heads, rows of each, and rows that share a scale (0: all of a head)."""
+    """Of a tensor: sequences, heads, rows of each, and rows that share a scale (0: all of a head)."""
 
     batch: int
     heads: int
     length: int
     block: int
 
-    def blocks(self, plan: QuantizePlan) -> int:
-        """Thread blocks of a head."""
-        return -(-self.length // plan.rows)
+    @property
+    def tiles(self) -> int:
+        """Tiles of a head."""
+        return -(-self.length // ROWS)
 
-    def blocks_of_scale(self, plan: QuantizePlan) -> int:
-        """Thread blocks that share a scale."""
-        return self.block // plan.rows if self.block else max(1, self.blocks(plan))
+    @property
+    def tiles_of_scale(self) -> int:
+        """Tiles that share a scale."""
+        return self.block // ROWS if self.block else max(1, self.tiles)
 
-    def scales(self, plan: QuantizePlan) -> int:
+    @property
+    def scales(self) -> int:
         """Scales of a head."""
-        return -(-self.blocks(plan) // self.blocks_of_scale(plan))
+        return -(-self.tiles // self.tiles_of_scale)
 
-    def grid(self, plan: QuantizePlan) -> int:
-        """Thread blocks in all."""
-        return self.batch * self.heads * self.blocks(plan)
+    @property
+    def all_tiles(self) -> int:
+        """Tiles of all heads."""
+        return self.batch * self.heads * self.tiles
+
+    def group(self, plan: QuantizePlan) -> int:
+        """Heads whose tiles are neighbours."""
+        return max(1, min(self.heads, GROUP_BYTES // (self.length * plan.head_dim * ELEMENT_BYTES)))
+
+    def values(self, plan: QuantizePlan) -> dict[str, int]:
+        """What a kernel is told of them."""
+        return {
+            "heads": self.heads,
+            "length": self.length,
+            "tiles": self.all_tiles,
+            "tiles_of_scale": self.tiles_of_scale,
+            "group": self.group(plan),
+        }
+
+
+def grid(plan: QuantizePlan, sizes: Sequence[Sizes], sms: int) -> int:
+    """Thread blocks of a launch on a GPU of so many SMs: those that it holds at a time, each with work."""
+    return min(sms * plan.blocks_per_sm, sum(of.all_tiles for of in sizes))
+
+
+def in_turn(plan: QuantizePlan, sizes: Sequence[Sizes], blocks: int) -> dict[str, int]:
+    """Tiles of a launch, and how many peaks are found before the first codes: those of a group, whose scales are known
+    then, and a tile for each thread block, as what all work on has not ended."""
+    tiles = sum(of.all_tiles for of in sizes)
+    lead = max(of.group(plan) * min(of.tiles, of.tiles_of_scale) for of in sizes) + blocks
+    return {"tiles": tiles, "lead": min(tiles, lead)}
 
 
 @functools.cache
-def functions(plan: QuantizePlan, device: int) -> tuple[driver.Function, ...]:
-    """The entries of a plan on a GPU, in the order in which they run."""
+def function(plan: QuantizePlan, device: int) -> driver.Function:
+    """The kernel of a plan on a GPU."""
 
     def make() -> tuple[nvrtc.Compiled, dict[str, object]]:
         compiled = nvrtc.compile(emit(plan), plan.arch, name="quantize")
         return compiled, {"quantize": cache.as_data(plan), "nvrtc": nvrtc.version()}
 
     cubin = cache.default().fetch(cache.key(plan), make).cubin
-    return tuple(driver.load(cubin, entry, smem_bytes=0, device=device) for entry in plan.scale.entries)
+    return driver.load(cubin, "quantize", smem_bytes=plan.smem_bytes, device=device)
 
 
-def launch(plan: QuantizePlan, sizes: Sizes, packed: bytes, *, device: int, stream: int) -> None:
-    """Start its kernels on a stream."""
+def launch(plan: QuantizePlan, blocks: int, packed: bytes, *, device: int, stream: int) -> None:
+    """Start it on a stream."""
     buffer = ctypes.create_string_buffer(packed, len(packed))
-    size = {"blocks": sizes.grid(plan), "threads": plan.threads, "early": plan.launches.early}
-    for function in functions(plan, device):
-        driver.Launcher(function, arguments=[ctypes.addressof(buffer)], **size)(stream)
+    start = driver.Launcher(function(plan, device), threads=plan.threads, early=plan.launches.early)
+    start(stream, blocks, (ctypes.addressof(buffer),))

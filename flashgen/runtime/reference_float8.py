@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.lang.float8 import taken_by_bits
-from flashgen.planning.float8 import ACCUMULATOR_BITS, CODE_BIAS, OFFSET, WORDS_BY_BITS
+from flashgen.planning.float8 import ACCUMULATOR_BITS, CODE_BIAS, FAR, OFFSET, WORDS_BY_BITS
 from flashgen.planning.operands import Widened
 from flashgen.runtime import reference
 from flashgen.runtime.reference import KEYS_AT_A_TIME, Evaluator, blocks
@@ -76,6 +76,7 @@ def baseline(
     words: int = 0,
     tile_kv: int = KEYS_AT_A_TIME,
     slack: float = 0.0,
+    headroom: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o, rounded to `out`, and lse: P in e4m3 beside the exact maximum of the keys taken so far, tile after tile from
     the last to the first, of `tile_kv` keys each; partial sums of a tile and scores as the hardware adds them up, all
@@ -83,7 +84,8 @@ def baseline(
 
     Of P's words of eight `words` are made of the scores' bits; its sum is then that of rounded P, a product with ones,
     which the hardware adds up too: what it cuts off there makes o longer.  A maximum follows scores that are more than
-    `slack` above it, as a power of two.
+    `slack` above it, as a power of two.  In the first two tiles of a row it is taken for `headroom` more than it is,
+    and no longer so where the second tile shows that it stands out.
     """
     import torch
 
@@ -100,7 +102,7 @@ def baseline(
             s = evaluator(variant.score_node, precision, {**block.symbols, "s": s}).expand_as(s)
         if variant.mask is not None:
             s = torch.where(evaluator(variant.mask, precision, block.symbols), s, -math.inf)
-        found, total, m = accumulated(s, values, words, block.symbols["q"], v.codes.dtype, tile_kv, slack)
+        found, total, m = accumulated(s, values, words, block.symbols["q"], v.codes.dtype, tile_kv, slack, headroom)
         found = found * v.descale[:, :, None, None, None]
         sink = evaluator.row_sinks(variant, precision, block.symbols)
         if sink is not None:
@@ -116,7 +118,8 @@ def baseline(
 def alike(plan: KernelPlan) -> dict[str, Any]:
     """What `baseline` is to have in common with a plan's kernel, by the names of its arguments."""
     assert plan.float8 is not None
-    return {"words": WORDS_BY_BITS[plan.float8.accuracy], "slack": plan.p_slack, "tile_kv": plan.tile.kv}
+    words = WORDS_BY_BITS[plan.float8.accuracy]
+    return {"words": words, "slack": plan.p_slack, "headroom": plan.p_headroom, "tile_kv": plan.tile.kv}
 
 
 def accumulated(
@@ -127,6 +130,7 @@ def accumulated(
     dtype: torch.dtype,
     tile_kv: int = KEYS_AT_A_TIME,
     slack: float = 0.0,
+    headroom: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """P V of scores [..., rows, keys] and V [..., keys, columns] of `dtype`, the sums of P and what was subtracted;
     `rows` [rows, 1] count them, and sums are folded every `tile_kv` keys."""
@@ -134,10 +138,14 @@ def accumulated(
 
     m = torch.full((*s.shape[:-1], 1), -math.inf, device=s.device)
     total, found = torch.zeros_like(m), s.new_zeros((*s.shape[:-1], values.shape[-1]))
+    seen, room = torch.zeros_like(m), headroom * math.log(2)  # tiles that a row has seen keys of
     for first in reversed(range(0, s.shape[-1], tile_kv)):
         at = slice(first, min(first + tile_kv, s.shape[-1]))
         highest = s[..., at].amax(-1, keepdim=True)
-        top = torch.where((highest - m) * math.log2(math.e) > slack, highest, m)
+        above = (highest - m) * math.log2(math.e)
+        top = torch.where(above > slack, highest + torch.where(seen < 2, room, 0.0), m)
+        top = torch.where((seen == 1) & (above < -headroom - FAR), m - room, top)
+        seen += top > -math.inf
         base = torch.where(top == -math.inf, 0.0, top)
         p, decay = torch.exp(s[..., at] - base), torch.exp(m - base)
         rounded = (p * 2.0**OFFSET).to(torch.float8_e4m3fn).float()

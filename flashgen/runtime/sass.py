@@ -179,7 +179,8 @@ def check(plan: KernelPlan, compiled: Compiled) -> tuple[str, ...]:
     main = codes.get(f"attention_{plan.pass_name}")
     if main is None:
         return (*reasons, f"no kernel attention_{plan.pass_name}, but {', '.join(codes) or 'none'}")
-    promised = PROMISED_8_BITS if plan.float8 else PROMISED[plan.pipeline, plan.pass_name]
+    in_8_bits = plan.float8 is not None and plan.pipeline == "hopper"  # `ampere` widens them
+    promised = PROMISED_8_BITS if in_8_bits else PROMISED[plan.pipeline, plan.pass_name]
     # Where one warpgroup consumes alone no registers change hands.
     unneeded = () if plan.program.specialised else ("USETMAXREG",)
     missing = [opcode for opcode in promised if not main.count(opcode) and opcode not in unneeded]

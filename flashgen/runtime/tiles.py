@@ -20,7 +20,7 @@ from flashgen.lang import float8
 from flashgen.lang.evaluate import check_positions, evaluate
 from flashgen.lang.stored import rounded
 from flashgen.planning import split_keys, summaries
-from flashgen.planning.float8 import CODE_BIAS, E4M3, FLOAT8, WORDS_BY_BITS
+from flashgen.planning.float8 import CODE_BIAS, E4M3, FAR, FLOAT8, WORDS_BY_BITS
 from flashgen.planning.members import FoldedLeaves, Leaves
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import ITEMSIZE, STORED_BYTES
@@ -214,7 +214,7 @@ class _Rows:
     def __init__(self, q: np.ndarray, v_head_dim: int, plan: KernelPlan) -> None:
         self.offset = plan.p_offset if plan.p_dtype in FLOAT8 else None
         self.words = 0 if plan.float8 is None else WORDS_BY_BITS[plan.float8.accuracy]
-        self.slack = plan.p_slack
+        self.slack, self.headroom, self.tiles = plan.p_slack, plan.p_headroom * math.log(2), 0
         self.keys, self.share, self.most = plan.tile.kv, plan.lag_share, 2.0**plan.lag_most
         self.m = np.full(q.shape[:-1], -np.inf, q.dtype)
         self.l = np.zeros(q.shape[:-1], q.dtype)
@@ -228,7 +228,12 @@ class _Rows:
             limit = np.where(self.l == 0, self.most, np.clip(self.share * self.l, 1, self.most))
             m = np.where(np.exp(highest - self.m) > limit, highest, self.m)
         else:
-            m = np.where((highest - self.m) * math.log2(math.e) > self.slack, highest, self.m)
+            above = (highest - self.m) * math.log2(math.e)
+            m = np.where(above > self.slack, highest + (self.headroom if self.tiles < 2 else 0), self.m)
+            if self.tiles == 1:
+                far = above < -self.headroom * math.log2(math.e) - FAR
+                m = np.where(far & (self.m > -np.inf), self.m - self.headroom, m)
+            self.tiles += 1
         base = np.where(m == -np.inf, 0, m)  # nothing visible yet: exp(-inf - 0) is 0, where -inf - -inf is not
         p = self._by_bits(s, base) if self.words else np.exp(s - base[..., None])
         decay = np.exp(self.m - base)

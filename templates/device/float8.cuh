@@ -19,9 +19,5 @@ DEVICE uint2 f16_of_e4m3_by_bits(u32 four) {
   return make_uint2(f16x2_of_upper_e4m3(upper.x), f16x2_of_upper_e4m3(upper.y));
 }
 
-DEVICE u32 bf16x2_of_f16x2(u32 two) { return cvt_bf16x2(from_f16(u16(two)), from_f16(u16(two >> 16))); }
-
-DEVICE uint2 bf16_of_f16(uint2 four) { return make_uint2(bf16x2_of_f16x2(four.x), bf16x2_of_f16x2(four.y)); }
-
 // Of two columns of two keys: each column's keys side by side.
 DEVICE u32 columns_apart(u32 word) { return __byte_perm(word, 0, 0x3120); }

@@ -78,13 +78,13 @@ DEVICE bool follow_exactly_each(float (&row_max)[2], const float (&highest)[2], 
   return row_max[0] != before[0] || row_max[1] != before[1];
 }
 
-// The maxima follow the highest of scale * S where its P is beyond 2^(offset + slack): that is 2^offset then.  True if
-// one of this lane's rows did.
-DEVICE bool follow_beyond(float (&row_max)[2], const float (&highest)[2], float scale, float offset, float slack) {
+// The maxima follow the highest of scale * S where its P is beyond 2^limit: that is 2^offset then.  True if one of this
+// lane's rows did.
+DEVICE bool follow_beyond(float (&row_max)[2], const float (&highest)[2], float scale, float offset, float limit) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    moves[r] = fmaf(highest[r], scale, -row_max[r]) > offset + slack;
+    moves[r] = fmaf(highest[r], scale, -row_max[r]) > limit;
     if (moves[r]) row_max[r] = fmaf(highest[r], scale, -offset);
   }
   return moves[0] || moves[1];
@@ -92,12 +92,36 @@ DEVICE bool follow_beyond(float (&row_max)[2], const float (&highest)[2], float 
 
 // The same where each row has a scale of its own.
 DEVICE bool follow_beyond_each(float (&row_max)[2], const float (&highest)[2], const float (&scale)[2], float offset,
-                               float slack) {
+                               float limit) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    moves[r] = fmaf(highest[r], scale[r], -row_max[r]) > offset + slack;
+    moves[r] = fmaf(highest[r], scale[r], -row_max[r]) > limit;
     if (moves[r]) row_max[r] = fmaf(highest[r], scale[r], -offset);
+  }
+  return moves[0] || moves[1];
+}
+
+// The maxima become lower by `step` where P of the highest of scale * S is below 2^least.  True if one of this lane's
+// rows did.
+DEVICE bool lower_above(float (&row_max)[2], const float (&highest)[2], float scale, float least, float step) {
+  bool moves[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    moves[r] = fmaf(highest[r], scale, -row_max[r]) < least;
+    if (moves[r]) row_max[r] -= step;
+  }
+  return moves[0] || moves[1];
+}
+
+// The same where each row has a scale of its own.
+DEVICE bool lower_above_each(float (&row_max)[2], const float (&highest)[2], const float (&scale)[2], float least,
+                             float step) {
+  bool moves[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    moves[r] = fmaf(highest[r], scale[r], -row_max[r]) < least;
+    if (moves[r]) row_max[r] -= step;
   }
   return moves[0] || moves[1];
 }

@@ -15,10 +15,3 @@ DEVICE void renew_range(int& first, int& last) { asm volatile("" : "+r"(first), 
 
 // The same of one.
 DEVICE void renew_one(u32& a) { asm volatile("" : "+r"(a)); }
-
-// The same of what is known of the problem.
-DEVICE int anew(int x) { asm volatile("" : "+r"(x)); return x; }
-
-template <typename T> DEVICE T* address_anew(T* x) { asm volatile("" : "+l"(x)); return x; }
-
-DEVICE u32 grid_size() { u32 n; asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(n)); return n; }

@@ -31,3 +31,15 @@ DEVICE void load_tile(
     source += STEP * row_stride;
   }
 }
+
+// The same of rows of 1 << log2 heads: row r is row r >> log2 of head r % (1 << log2).
+template <int THREADS, int COLUMNS, int ROWS, int TILE_COLUMNS>
+DEVICE void load_packs(SwizzledTile<ROWS, TILE_COLUMNS>& tile, const u16* source, i64 head_stride, i64 row_stride,
+                       int log2, int rows) {
+  constexpr int CHUNKS = TILE_COLUMNS / 8;
+  for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
+    const u16* there = source + (row & (1 << log2) - 1) * head_stride + (row >> log2) * row_stride + 8 * chunk;
+    cp_async_16(shared_address(tile.at(row, chunk)), there, row < rows && 8 * chunk < COLUMNS);
+  }
+}

@@ -13,16 +13,6 @@ DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0
                   "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
-// The same of what is read once: L2 lets it go first.
-DEVICE void tma_load_4d_once(void* shared, const TensorMap& map, u64& barrier, int c0, int c1, int c2, int c3) {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-               " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
-               :: "r"(shared_address(shared)), "l"(&map), "r"(shared_address(&barrier)),
-                  "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy) : "memory");
-}
-
 // A box of shared memory to these coordinates of a tensor; what lies outside the tensor is not written.
 DEVICE void tma_store_4d(const TensorMap& map, const void* shared, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"

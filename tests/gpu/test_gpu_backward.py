@@ -450,7 +450,7 @@ def test_memory_is_linear_in_the_length(pipeline):
     results = rows * (2 * 64 * 2 + 4) + 3 * rows * 64 * 2  # o, do, lse; dq, dk, dv
     extra = peak - results
     print(f"peak {peak:,} bytes over the inputs, {extra:,} beyond o, lse and gradients")
-    assert extra <= rows * (64 * 4 + 2 * 4) + (1 << 20)
+    assert extra <= rows * (64 * 4 + 2 * 4) + (2 << 20)
     assert lse.isfinite().all() and all(t.grad.isfinite().all() for t in (q, k, v))
 
 

@@ -98,6 +98,13 @@ class Pipeline(Protocol[C]):
         """Seconds of the SM with most to do; what follows from the plan alone is worked out here."""
 
 
+class BackwardPipeline(Pipeline[C], Protocol[C]):
+    """A backward."""
+
+    def for_short(self, found: KernelPlan, request: KernelRequest) -> KernelPlan | None:
+        """The form of a plan for short sequences, or None where it has no other."""
+
+
 class ForwardPipeline(Pipeline[C], Protocol[C]):
     """A forward: a plan of it shows which tiles and stages are too large."""
 
@@ -108,6 +115,14 @@ class ForwardPipeline(Pipeline[C], Protocol[C]):
     @property
     def SMALL_QUERIES(self) -> int | None:
         """Those of a tile of problems that leave SMs without a block, fewer than any of QUERIES."""
+
+    @property
+    def FEW_QUERIES(self) -> Sequence[int]:
+        """Rows of tiles of calls whose rows fill one of them, ascending."""
+
+    @property
+    def FEW_BYTES(self) -> int | None:
+        """Bytes of keys and values in shared memory that are enough for these: more stages bring nothing."""
 
     @property
     def SHARES_SM(self) -> bool:

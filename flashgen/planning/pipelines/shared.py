@@ -28,6 +28,15 @@ def total(parts: Iterable[Part]) -> int:
     return sum(part.amount for part in parts)
 
 
+def cannot_pack(request: KernelRequest) -> str | None:
+    """Why no tile of a request can hold several heads, or None."""
+    if request.dropout:
+        return "drops probabilities of each head by itself: its heads share no tile"
+    if request.profile.summarised_by_query:
+        return "is summarised over tiles of queries, of which a packed tile has no fixed number"
+    return "tells heads apart, which then share no tile" if request.profile.uses_head else None
+
+
 def make_plan(c: Candidate, request: KernelRequest, padded: tuple[int, int], **fields: Any) -> KernelPlan:
     """A candidate as a plan: what was asked for, the columns that tiles of q and k and of v hold, the candidate's tile
     and integers, and the pipeline's own fields."""

@@ -223,32 +223,41 @@ DEVICE float dot(const Chunk& a, const Chunk& b) {
 // lse = inf and delta = 0: their P and dS are 0.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 attention_backward_prepare(const __grid_constant__ Params p) {
-  constexpr int LANES = 8;  // of a row
+  constexpr int LANES = 8, CHUNKS = (V_HEAD_DIM / 8 + LANES - 1) / LANES;  // of a row, and of each of its lanes
+  constexpr int STEP = ROW_THREADS / LANES, STEPS = (TILE_Q + STEP - 1) / STEP;
   const Rows rows = rows_of_block(p);
   const int lane = threadIdx.x % LANES;
   const i64 first = (i64)(rows.b * p.heads + rows.h) * p.q_len + rows.q_first;
   const bf16* o = p.o + rows.b * p.o_batch + rows.h * p.o_head + rows.q_first * p.o_row;
   const bf16* d_o = p.d_o + rows.b * p.d_o_batch + rows.h * p.d_o_head + rows.q_first * p.d_o_row;
-#pragma unroll 1
-  for (int row = threadIdx.x / LANES; row < TILE_Q; row += ROW_THREADS / LANES) {
-    const bool inside = rows.q_first + row <= rows.q_last;
+  // All rows are on their way at once.
+  Chunk of_o[STEPS][CHUNKS] = {}, of_d_o[STEPS][CHUNKS] = {};
+  float lse[STEPS];
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    const int row = threadIdx.x / LANES + i * STEP;
+    const bool inside = row < TILE_Q && rows.q_first + row <= rows.q_last;
+    lse[i] = inside && lane == 0 ? p.lse[first + row] : MINUS_INFINITY;
+#pragma unroll
+    for (int j = 0; j < CHUNKS; j++)
+      if (const int column = 8 * (lane + j * LANES); inside && column < V_HEAD_DIM) {
+        of_o[i][j] = *(const Chunk*)(o + row * p.o_row + column);
+        of_d_o[i][j] = *(const Chunk*)(d_o + row * p.d_o_row + column);
+      }
+  }
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    const int row = threadIdx.x / LANES + i * STEP;
     float sum = 0.f;
 #pragma unroll
-    for (int chunk = lane; chunk < V_HEAD_DIM / 8; chunk += LANES)
-      if (inside) {
-        const Chunk a = *(const Chunk*)(o + row * p.o_row + 8 * chunk);
-        const Chunk b = *(const Chunk*)(d_o + row * p.d_o_row + 8 * chunk);
-        sum += dot(a, b);
-      }
+    for (int j = 0; j < CHUNKS; j++) sum += dot(of_o[i][j], of_d_o[i][j]);
 #pragma unroll
-    for (int i = 1; i < LANES; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
-    if (lane == 0) {
-      const float lse = inside ? p.lse[first + row] : MINUS_INFINITY;
-      const bool empty = lse == MINUS_INFINITY;
-      const float dlse = p.dlse != nullptr && !empty ? p.dlse[first + row] : 0.f;
-      p.lse_log2[tile_of_block() * TILE_Q + row] = empty ? PLUS_INFINITY : lse * LOG2E;
-      p.delta[tile_of_block() * TILE_Q + row] = empty ? 0.f : sum - dlse;
-    }
+    for (int j = 1; j < LANES; j *= 2) sum += __shfl_xor_sync(~0u, sum, j);
+    if (lane != 0 || row >= TILE_Q) continue;
+    const bool empty = lse[i] == MINUS_INFINITY;
+    const float dlse = p.dlse != nullptr && !empty ? p.dlse[first + row] : 0.f;
+    p.lse_log2[tile_of_block() * TILE_Q + row] = empty ? PLUS_INFINITY : lse[i] * LOG2E;
+    p.delta[tile_of_block() * TILE_Q + row] = empty ? 0.f : sum - dlse;
   }
   float4* dq_sum = (float4*)(p.dq_sum + tile_of_block() * (TILE_Q * QK_COLUMNS));
   for (int i = threadIdx.x; i < TILE_Q * QK_COLUMNS / 4; i += ROW_THREADS)

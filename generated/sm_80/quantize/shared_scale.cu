@@ -1,5 +1,5 @@
 // quantize: bfloat16, head_dim 128, less a mean, rotated in 128 columns, as e4m3, on sm_80
-// a thread block has 128 rows, 4 lanes a row: 256 threads
+// tiles of 128 rows, 2 lanes a row: 256 threads, 55952 bytes shared
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__
@@ -8,26 +8,76 @@ typedef unsigned int u32;
 typedef long long i64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
+// ---------------------------------------------------------------- cp.async: global to shared memory
+// Sixteen bytes; with `valid` false zeros are written and nothing is read.
+DEVICE void cp_async_16(u32 shared, const void* global, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
+DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most N of this thread's groups are still on their way.
+template <int N> DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
+
+// ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
+DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// ---------------------------------------------------------------- redux.sync: one value of a warp's
+DEVICE u32 redux_max(u32 x) { asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(x)); return x; }
+
 // ---------------------------------------------------------------- arithmetic
 #define PLUS_INFINITY __int_as_float(0x7f800000)
 
 // A stored element as a float.
 DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }
 
-// ---------------------------------------------------------------- a block of rows in registers
+// ---------------------------------------------------------------- progress: words by which blocks wait for each other
+DEVICE u32 load_acquire(const u32* word) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+// Counts what this thread, and those it has met, wrote before.
+DEVICE void red_add_release(u32* counter, u32 x) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(x) : "memory");
+}
+
+DEVICE u32 atom_add(u32* counter, u32 x) {
+  u32 before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(x) : "memory");
+  return before;
+}
+
+DEVICE void red_max(u32* counter, u32 x) {
+  asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" :: "l"(counter), "r"(x) : "memory");
+}
+
+DEVICE void nanosleep(u32 duration) { asm volatile("nanosleep.u32 %0;" :: "r"(duration)); }
+
+DEVICE void await_count(const u32* counter, u32 count) {
+  while (load_acquire(counter) < count) nanosleep(100);
+}
+
+// ---------------------------------------------------------------- tiles of rows, which thread blocks take one by one
 constexpr int HEAD_DIM = 128;
-constexpr int BLOCK = 128;  // rows of a thread block
-constexpr int LANES = 4, ROWS = 2;  // lanes that share a row; rows of a lane
-constexpr int CHUNKS = HEAD_DIM / 8 / LANES;  // of 8 elements that a lane has of a row
-constexpr int THREADS = BLOCK / ROWS * LANES, WARPS = (THREADS + 31) / 32;
+constexpr int TILE = 128;  // rows of a tile
+constexpr int LANES = 2, ROWS = 32 / LANES;  // lanes that share a row; rows of a warp
+constexpr int WARPS = TILE / ROWS, THREADS = 32 * WARPS;
+constexpr int ROW_CHUNKS = HEAD_DIM / 8, CHUNKS = ROW_CHUNKS / LANES;  // of 8 elements: of a row, and a lane's of it
+constexpr int COPIES = 32 % ROW_CHUNKS ? 1 : CHUNKS;  // unrolled: addresses that differ by more take registers
+constexpr int PITCH = 18;  // chunks from row to row in shared memory
+constexpr int CODES_PITCH = 144;  // bytes from row to row of codes there
 constexpr float LARGEST = 448.f;  // of e4m3
 constexpr float LEAST = 7.8886091e-31f;  // 2^-100: what a peak counts as at least, so that its reciprocal is finite
 
-struct Params {
+struct Tensor {
   const u16* x;
   unsigned char* codes;
   float* descales;
   u32* peaks;
+  u32* seen;
   const float* mean;
   i64 x_batch;
   i64 x_head;
@@ -37,121 +87,195 @@ struct Params {
   i64 codes_row;
   int heads;
   int length;
-  int blocks_of_scale;
+  int tiles;
+  int rotated;
+  int tiles_of_scale;
+  int group;
+};
+
+struct Params {
+  Tensor of[3];  // those behind the last have no tiles
+  u32* ticket;
+  int tiles;
+  int lead;
   u32 signs[8];
 };
-static_assert(sizeof(Params) == 136, "Python counts as C++ does");
+static_assert(sizeof(Params) == 408, "Python counts as C++ does");
 
-typedef float Rows[ROWS][CHUNKS][8];
+// Rows of a tensor, from `row` on; none where tensor is negative.
+struct Tile { int tensor, batch, head, row; };
 
-// What a thread block works on: its head of a sequence, the first of its rows, and the scale that it has.
-struct Place { int batch, head, row; i64 scale; };
+// Its peaks are found, or its codes made.
+struct Work { Tile tile; int codes; };
 
-DEVICE Place place(const Params& p) {
-  const int blocks = (p.length + BLOCK - 1) / BLOCK, scales = (blocks + p.blocks_of_scale - 1) / p.blocks_of_scale;
-  const int block = blockIdx.x % blocks, of = blockIdx.x / blocks;
-  return {of / p.heads, of % p.heads, block * BLOCK, (i64)of * scales + block / p.blocks_of_scale};
+struct Shared {
+  Chunk x[WARPS][ROWS * PITCH];  // the next tile's rows, on their way
+  alignas(16) unsigned char codes[WARPS][ROWS * CODES_PITCH];
+  alignas(16) float signs[HEAD_DIM];
+  u32 peaks[2][WARPS];  // of this tile and of the next
+  Work work[4];  // what this thread block does: now, next, and after that; one is that before
+};
+static_assert(sizeof(Shared) == 55952, "Python counts as C++ does");
+
+typedef float Rows[CHUNKS][8];
+
+DEVICE bool found(const Tile& at) { return at.tensor >= 0; }
+
+// The n-th tile.  Heads are neighbours: their rows often lie side by side, and share angles.
+DEVICE Tile tile_of(int n, const Params& p) {
+#pragma unroll
+  for (int i = 0; i < 3; n -= p.of[i++].tiles)
+    if (n < p.of[i].tiles) {
+      const u32 heads = p.of[i].heads, blocks = (p.of[i].length + TILE - 1) / TILE;
+      const u32 batch = n / (heads * blocks), rest = n % (heads * blocks);
+      const u32 group = p.of[i].group, first = rest / (group * blocks) * group, width = min(group, heads - first);
+      const u32 within = rest - first * blocks;
+      return {i, int(batch), int(first + within % width), int(within / width) * TILE};
+    }
+  return {-1, 0, 0, 0};
 }
 
 // Chunk i of a lane has this column and the seven behind it.
 DEVICE int column(int i) { return 8 * (threadIdx.x % LANES + LANES * i); }
 
-// Row r of a lane.
-DEVICE int row_of(int r) { return threadIdx.x / LANES + THREADS / LANES * r; }
+// A lane's row of a tile.
+DEVICE int row_of(const Tile& at) { return at.row + threadIdx.x / LANES; }
 
-DEVICE void load(Rows& x, const Place& at, const Params& p) {
-  const u16* source = p.x + at.batch * p.x_batch + at.head * p.x_head;
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const int row = at.row + row_of(r);
-#pragma unroll
+// Starts the copy of a warp's rows, side by side; rows behind the last are 0.
+DEVICE void fetch(Shared& sm, const Tile& at, const Params& p) {
+  if (found(at)) {
+    const Tensor& t = p.of[at.tensor];
+    const int row0 = at.row + threadIdx.x / 32 * ROWS, rows = t.length - row0;
+    const u16* source = t.x + at.batch * t.x_batch + at.head * t.x_head + row0 * t.x_row;
+    const u32 to = shared_address(sm.x[threadIdx.x / 32]);
+#pragma unroll COPIES
     for (int i = 0; i < CHUNKS; ++i) {
-      const Chunk chunk =
-          row < p.length ? *(const Chunk*)(source + row * p.x_row + column(i)) : Chunk{0u, 0u, 0u, 0u};
+      const int n = threadIdx.x % 32 + 32 * i, row = n / ROW_CHUNKS, chunk = n % ROW_CHUNKS;
+      cp_async_16(to + (row * PITCH + chunk) * 16, row < rows ? source + row * t.x_row + chunk * 8 : t.x, row < rows);
+    }
+  }
+  cp_async_commit_group();
+}
+
+// The chunk of a lane's row that has this column.
+DEVICE Chunk chunk_of(const Shared& sm, int column) {
+  return sm.x[threadIdx.x / 32][threadIdx.x % 32 / LANES * PITCH + column / 8];
+}
+
+DEVICE float element(const Chunk& chunk, int j) { return from_bf16(u16(chunk.word[j / 2] >> 16 * (j % 2))); }
+
+DEVICE void widen(float (&x)[8], const Chunk& chunk) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x[r][i][j] = from_bf16(u16(chunk.word[j / 2] >> 16 * (j % 2)));
+  for (int j = 0; j < 8; ++j) x[j] = element(chunk, j);
+}
+
+// Rows less the mean of all keys; rows behind the last stay 0.
+DEVICE void centre(Rows& x, const Tile& at, const Tensor& t) {
+  const float* mean = t.mean + ((i64)at.batch * t.heads + at.head) * HEAD_DIM;
+  const float times = row_of(at) < t.length ? -1.f : 0.f;
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+#pragma unroll
+    for (int j = 0; j < 8; j += 4) {
+      const float4 of = *(const float4*)(mean + column(i) + j);
+      x[i][j] = fmaf(of.x, times, x[i][j]);
+      x[i][j + 1] = fmaf(of.y, times, x[i][j + 1]);
+      x[i][j + 2] = fmaf(of.z, times, x[i][j + 2]);
+      x[i][j + 3] = fmaf(of.w, times, x[i][j + 3]);
     }
   }
 }
 
-// Rows less the mean of all keys; rows behind the last stay 0.
-DEVICE void centre(Rows& x, const Place& at, const Params& p) {
-  const float* mean = p.mean + ((i64)at.batch * p.heads + at.head) * HEAD_DIM;
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-    for (int i = 0; i < CHUNKS; ++i)
-#pragma unroll
-      for (int j = 0; j < 8; ++j) x[r][i][j] = at.row + row_of(r) < p.length ? x[r][i][j] - mean[column(i) + j] : 0.f;
-}
-
-// Columns whose bit is set change their sign.
-DEVICE void change_signs(Rows& x, const Params& p) {
-#pragma unroll
-  for (int i = 0; i < CHUNKS; ++i) {
-    const u32 signs = p.signs[column(i) / 32] >> column(i) % 32;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-      for (int j = 0; j < 8; ++j) x[r][i][j] = __int_as_float(__float_as_int(x[r][i][j]) ^ (signs >> j & 1u) << 31);
-  }
+// 1, or -1 where a column changes its sign.
+DEVICE void spread_signs(Shared& sm, const Params& p) {
+  for (int i = threadIdx.x; i < HEAD_DIM; i += THREADS) sm.signs[i] = p.signs[i / 32] >> i % 32 & 1u ? -1.f : 1.f;
 }
 
 DEVICE void butterfly(float& a, float& b) { const float sum = a + b; b = a - b; a = sum; }
 
-// The fast Walsh-Hadamard transform of COUNT chunks of each lane, from FIRST on: columns that are 1, 2, 4 ... apart.
-template <int FIRST, int COUNT> DEVICE void rotate(Rows& x, float factor) {
+// Signs, then the fast Walsh-Hadamard transform of COUNT chunks of each lane, from FIRST on: columns 1, 2, 4 ... apart.
+template <int FIRST, int COUNT> DEVICE void rotate(Rows& x, float factor, const Shared& sm) {
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
+  for (int i = FIRST; i < FIRST + COUNT; ++i) {
+    float signs[8];
+    *(float4*)signs = *(const float4*)(sm.signs + column(i));
+    *(float4*)(signs + 4) = *(const float4*)(sm.signs + column(i) + 4);
 #pragma unroll
-    for (int i = FIRST; i < FIRST + COUNT; ++i)
+    for (int j = 0; j < 8; j += 2) {  // a product with a sign is exact: so are these those of butterfly()
+      const float b = x[i][j + 1] * signs[j + 1];
+      x[i][j + 1] = fmaf(x[i][j], signs[j], -b);
+      x[i][j] = fmaf(x[i][j], signs[j], b);
+    }
 #pragma unroll
-      for (int apart = 1; apart < 8; apart *= 2)
+    for (int apart = 2; apart < 8; apart *= 2)
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
-          if (!(j & apart)) butterfly(x[r][i][j], x[r][i][j | apart]);
+      for (int j = 0; j < 8; ++j)
+        if (!(j & apart)) butterfly(x[i][j], x[i][j | apart]);
+  }
 #pragma unroll
-    for (int apart = 1; apart < LANES; apart *= 2)
-#pragma unroll
-      for (int i = FIRST; i < FIRST + COUNT; ++i)
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const float other = __shfl_xor_sync(~0u, x[r][i][j], apart);
-          x[r][i][j] = threadIdx.x & apart ? other - x[r][i][j] : x[r][i][j] + other;
-        }
-#pragma unroll
-    for (int apart = 1; apart < COUNT; apart *= 2)
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i)
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-          if (!(i & apart)) butterfly(x[r][FIRST + i][j], x[r][FIRST + (i | apart)][j]);
+  for (int apart = 1; apart < LANES; apart *= 2) {
+    const float sign = threadIdx.x & apart ? -1.f : 1.f;
 #pragma unroll
     for (int i = FIRST; i < FIRST + COUNT; ++i)
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x[r][i][j] *= factor;
+      for (int j = 0; j < 8; ++j) x[i][j] = fmaf(x[i][j], sign, __shfl_xor_sync(~0u, x[i][j], apart));
+  }
+#pragma unroll
+  for (int apart = 1; apart < COUNT; apart *= 2)
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (!(i & apart)) butterfly(x[FIRST + i][j], x[FIRST + (i | apart)][j]);
+#pragma unroll
+  for (int i = FIRST; i < FIRST + COUNT; ++i)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[i][j] *= factor;
+}
+
+// The rows as they are quantised; those of the next tile are on their way then.
+DEVICE void prepare(Rows& x, Shared& sm, const Tile& at, const Tile& next, const Params& p) {
+  const Tensor& t = p.of[at.tensor];
+  cp_async_wait_group<0>();
+  __syncwarp();
+  Chunk chunks[CHUNKS];
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) chunks[i] = chunk_of(sm, column(i));
+  __syncwarp();
+  fetch(sm, next, p);
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) widen(x[i], chunks[i]);
+  if (t.mean) centre(x, at, t);
+  if (t.rotated) {
+    rotate<0, 8>(x, 0.0883883461356163f, sm);  // 128 columns
   }
 }
 
-// The largest finite value of a thread block's rows, at every thread.
-DEVICE float peak_of(const Rows& x) {
-  __shared__ float peaks[WARPS];
+// The largest finite size of a lane's elements.  Infinities become NaN, which e4m3 has, and which no maximum takes.
+DEVICE float peak_of_lane(Rows& x) {
   float peak = LEAST;
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r)
+  for (int i = 0; i < CHUNKS; ++i)
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i)
+    for (int j = 0; j < 8; ++j) peak = fmaxf(peak, fabsf(x[i][j]));
+  if (peak < PLUS_INFINITY) return peak;
+  peak = LEAST;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float size = fabsf(x[r][i][j]);
-        peak = size < PLUS_INFINITY ? fmaxf(peak, size) : peak;
-      }
+  for (int i = 0; i < CHUNKS; ++i)
 #pragma unroll
-  for (int apart = 16; apart > 0; apart /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, apart));
-  if (threadIdx.x % 32 == 0) peaks[threadIdx.x / 32] = peak;
-  __syncthreads();
-  for (int warp = 0; warp < WARPS; ++warp) peak = fmaxf(peak, peaks[warp]);
+    for (int j = 0; j < 8; ++j) {
+      x[i][j] = fmaf(x[i][j], 0.f, x[i][j]);
+      peak = fmaxf(peak, fabsf(x[i][j]));
+    }
   return peak;
+}
+
+// That of a thread block's, at every thread.
+DEVICE float peak_of_tile(Rows& x, Shared& sm, int parity) {
+  const u32 peak = redux_max(__float_as_int(peak_of_lane(x)));  // floats above 0 are in the order of their bits
+  if (threadIdx.x % 32 == 0) sm.peaks[parity][threadIdx.x / 32] = peak;
+  __syncthreads();
+  return __int_as_float(redux_max(sm.peaks[parity][threadIdx.x % WARPS]));
 }
 
 // A float as e4m3: to nearest even, beyond 448 that.  Below 2^-6 its numbers are 2^-9 apart, as floats are from 2^14.
@@ -167,50 +291,85 @@ DEVICE u32 to_e4m3x4(float a, float b, float c, float d) {
   return to_e4m3(a) | to_e4m3(b) << 8 | to_e4m3(c) << 16 | to_e4m3(d) << 24;
 }
 
-DEVICE void store(const Rows& x, float peak, const Place& at, const Params& p) {
+// Rows scaled so that their peak is LARGEST: through shared memory, so that neighbours in a warp write side by side.
+DEVICE void store(const Rows& x, float peak, Shared& sm, const Tile& at, const Tensor& t) {
   const float factor = LARGEST / peak;
-  unsigned char* codes = p.codes + at.batch * p.codes_batch + at.head * p.codes_head;
+  unsigned char* const codes = sm.codes[threadIdx.x / 32];
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const int row = at.row + row_of(r);
-    if (row >= p.length) continue;
+  for (int i = 0; i < CHUNKS; ++i) {
+    float y[8];
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
-      float y[8];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        y[j] = x[r][i][j] * factor;
-        y[j] = fmaf(y[j], 0.f, y[j]);  // an infinity becomes a NaN, which e4m3 has
-      }
-      const uint2 stored = {to_e4m3x4(y[0], y[1], y[2], y[3]), to_e4m3x4(y[4], y[5], y[6], y[7])};
-      *(uint2*)(codes + row * p.codes_row + column(i)) = stored;
-    }
+    for (int j = 0; j < 8; ++j) y[j] = x[i][j] * factor;
+    const uint2 stored = {to_e4m3x4(y[0], y[1], y[2], y[3]), to_e4m3x4(y[4], y[5], y[6], y[7])};
+    *(uint2*)(codes + threadIdx.x % 32 / LANES * CODES_PITCH + column(i)) = stored;
+  }
+  __syncwarp();
+  const int row0 = at.row + threadIdx.x / 32 * ROWS;
+  unsigned char* const to = t.codes + at.batch * t.codes_batch + at.head * t.codes_head + row0 * t.codes_row;
+#pragma unroll COPIES
+  for (int first = 0; first < ROWS * HEAD_DIM / 16; first += 32) {
+    const int n = first + threadIdx.x % 32, row = n / (HEAD_DIM / 16), column = n % (HEAD_DIM / 16) * 16;
+    if (n < ROWS * HEAD_DIM / 16 && row0 + row < t.length)
+      *(uint4*)(to + row * t.codes_row + column) = *(const uint4*)(codes + row * CODES_PITCH + column);
   }
 }
 
-// The rows as they are quantised.
-DEVICE void prepare(Rows& x, const Place& at, const Params& p) {
-  load(x, at, p);
-  centre(x, at, p);
-  change_signs(x, p);
-  rotate<0, 4>(x, 0.0883883461356163f);  // 128 columns
+// Tiles share a scale: a thread block looks at a tile's peak, and later this one or another, when all that share the
+// scale have been looked at, reads the tile again, from L2, and makes codes.  Both are work that tickets hand out, so
+// that what a block waits for others do already: first the peaks of `lead` tiles, then codes and peaks in turn.
+DEVICE Work work_of(int ticket, const Params& p) {
+  const int behind = ticket - p.lead, in_turn = 2 * (p.tiles - p.lead);
+  if (behind < 0) return {tile_of(ticket, p), 0};
+  if (behind >= in_turn) return {tile_of(behind - in_turn / 2, p), 1};
+  return {tile_of(behind % 2 ? behind / 2 : p.lead + behind / 2, p), behind % 2};
 }
 
-// First: the peak of all thread blocks that share a scale.  Floats above 0 are in the order of their bits.
-extern "C" __global__ void __launch_bounds__(THREADS) quantize_peaks(const __grid_constant__ Params p) {
-  const Place at = place(p);
-  Rows x;
-  prepare(x, at, p);
-  const float peak = peak_of(x);
-  if (threadIdx.x == 0) atomicMax(&p.peaks[at.scale], u32(__float_as_int(peak)));
+// Rows of a head that have one scale: which of all scales it is, and how many tiles have it.
+struct Scale { i64 index; int tiles; };
+
+DEVICE Scale scale_of(const Tile& at, const Tensor& t) {
+  const int tiles = (t.length + TILE - 1) / TILE, scales = (tiles + t.tiles_of_scale - 1) / t.tiles_of_scale;
+  const int of_head = at.row / TILE / t.tiles_of_scale;
+  return {((i64)at.batch * t.heads + at.head) * scales + of_head,
+          min(t.tiles_of_scale, tiles - of_head * t.tiles_of_scale)};
 }
 
-// Then the rows, by that peak.
-extern "C" __global__ void __launch_bounds__(THREADS) quantize(const __grid_constant__ Params p) {
-  const Place at = place(p);
-  Rows x;
-  prepare(x, at, p);
-  const float peak = __int_as_float(p.peaks[at.scale]);
-  if (threadIdx.x == 0 && at.row / BLOCK % p.blocks_of_scale == 0) p.descales[at.scale] = peak / LARGEST;
-  store(x, peak, at, p);
+extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  Shared& sm = *(Shared*)memory;
+  if (threadIdx.x == 0) {
+    const int first = atom_add(p.ticket, 2);
+    sm.work[0] = work_of(first, p);
+    sm.work[1] = work_of(first + 1, p);
+  }
+  spread_signs(sm, p);
+  __syncthreads();
+  fetch(sm, sm.work[0].tile, p);
+#pragma unroll 1
+  for (int i = 0; found(sm.work[i % 4].tile); ++i) {
+    const Tile& at = sm.work[i % 4].tile;
+    const Tensor& t = p.of[at.tensor];
+    const int ticket = threadIdx.x == 0 ? atom_add(p.ticket, 1) : 0;
+    Rows x;
+    prepare(x, sm, at, sm.work[(i + 1) % 4].tile, p);
+    if (threadIdx.x == 0) sm.work[(i + 2) % 4] = work_of(ticket, p);
+    if (sm.work[i % 4].codes) {
+      peak_of_lane(x);
+      if (threadIdx.x == 0) {
+        const Scale scale = scale_of(at, t);
+        await_count(&t.seen[scale.index], scale.tiles);
+        const u32 peak = sm.peaks[i % 2][0] = t.peaks[scale.index];
+        if (at.row / TILE % t.tiles_of_scale == 0) t.descales[scale.index] = __int_as_float(peak) / LARGEST;
+      }
+      __syncthreads();
+      store(x, __int_as_float(sm.peaks[i % 2][0]), sm, at, t);
+    } else {
+      const float peak = peak_of_tile(x, sm, i % 2);
+      if (threadIdx.x == 0) {
+        const i64 scale = scale_of(at, t).index;
+        red_max(&t.peaks[scale], __float_as_int(peak));
+        red_add_release(&t.seen[scale], 1);
+      }
+    }
+  }
 }

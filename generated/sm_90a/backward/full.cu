@@ -24,14 +24,6 @@ DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)
 // Of the four threads that share rows of an accumulator.  Opaque, so that offsets from it stay in instructions.
 DEVICE int quad_lane() { int i; asm volatile("mov.u32 %0, %%tid.x;\n\tand.b32 %0, %0, 3;" : "=r"(i)); return i; }
 
-DEVICE int block_index() { int i; asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i)); return i; }
-
-// The same of what is known of the problem.
-DEVICE int anew(int x) { asm volatile("" : "+r"(x)); return x; }
-
-template <typename T> DEVICE T* address_anew(T* x) { asm volatile("" : "+l"(x)); return x; }
-DEVICE u32 grid_size() { u32 n; asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(n)); return n; }
-
 // ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
@@ -405,16 +397,13 @@ struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped
 constexpr int PART = 16 * DQ_COLUMNS, PARTS = ROW_THREADS / 32;  // floats of a part, parts of a tile
 static_assert(PARTS * PART == TILE_Q * DQ_SUM_COLUMNS, "a warp per part");
 
-DEVICE int parts_of_head(const Params& p) { return p.heads / anew(p.kv_heads) * p.q_tiles * PARTS; }
+DEVICE int parts_of_head(const Params& p) { return p.heads / p.kv_heads * p.q_tiles * PARTS; }
 
 // What `progress` of a head of keys counts: slices of its sum that are cleared, then its blocks that have added all of
 // theirs, then its parts that are taken.  Behind those of all heads stands the first head of which parts may be left.
-DEVICE int slices_of_head(const Params& p) { return DQ_ACCUMULATOR_WARPS * anew(p.kv_tiles); }
+DEVICE int slices_of_head(const Params& p) { return DQ_ACCUMULATOR_WARPS * p.kv_tiles; }
 
-DEVICE int added_of_head(const Params& p) { return (DQ_ACCUMULATOR_WARPS + 1) * anew(p.kv_tiles); }
-
-// Tiles of keys of all heads.
-DEVICE u32 blocks_of_keys(const Params& p) { return anew(p.kv_tiles) * p.kv_heads * p.batch; }
+DEVICE int added_of_head(const Params& p) { return (DQ_ACCUMULATOR_WARPS + 1) * p.kv_tiles; }
 
 // ---------------------------------------------------------------- before the products: what each row needs
 // The rows of this block: one tile of queries of one head.
@@ -442,32 +431,41 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 attention_backward_prepare(const __grid_constant__ Params p) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  constexpr int LANES = 8;  // of a row
+  constexpr int LANES = 8, CHUNKS = (V_HEAD_DIM / 8 + LANES - 1) / LANES;  // of a row, and of each of its lanes
+  constexpr int STEP = ROW_THREADS / LANES, STEPS = (TILE_Q + STEP - 1) / STEP;
   const Rows rows = rows_of_block(p);
   const int lane = threadIdx.x % LANES;
   const i64 first = (i64)(rows.b * p.heads + rows.h) * p.q_len + rows.q_first;
   const bf16* o = p.o + rows.b * p.o_batch + rows.h * p.o_head + rows.q_first * p.o_row;
   const bf16* d_o = p.d_o + rows.b * p.d_o_batch + rows.h * p.d_o_head + rows.q_first * p.d_o_row;
-#pragma unroll 1
-  for (int row = threadIdx.x / LANES; row < TILE_Q; row += ROW_THREADS / LANES) {
-    const bool inside = rows.q_first + row <= rows.q_last;
+  // All rows are on their way at once.
+  Chunk of_o[STEPS][CHUNKS] = {}, of_d_o[STEPS][CHUNKS] = {};
+  float lse[STEPS];
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    const int row = threadIdx.x / LANES + i * STEP;
+    const bool inside = row < TILE_Q && rows.q_first + row <= rows.q_last;
+    lse[i] = inside && lane == 0 ? p.lse[first + row] : MINUS_INFINITY;
+#pragma unroll
+    for (int j = 0; j < CHUNKS; j++)
+      if (const int column = 8 * (lane + j * LANES); inside && column < V_HEAD_DIM) {
+        of_o[i][j] = *(const Chunk*)(o + row * p.o_row + column);
+        of_d_o[i][j] = *(const Chunk*)(d_o + row * p.d_o_row + column);
+      }
+  }
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    const int row = threadIdx.x / LANES + i * STEP;
     float sum = 0.f;
 #pragma unroll
-    for (int chunk = lane; chunk < V_HEAD_DIM / 8; chunk += LANES)
-      if (inside) {
-        const Chunk a = *(const Chunk*)(o + row * p.o_row + 8 * chunk);
-        const Chunk b = *(const Chunk*)(d_o + row * p.d_o_row + 8 * chunk);
-        sum += dot(a, b);
-      }
+    for (int j = 0; j < CHUNKS; j++) sum += dot(of_o[i][j], of_d_o[i][j]);
 #pragma unroll
-    for (int i = 1; i < LANES; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
-    if (lane == 0) {
-      const float lse = inside ? p.lse[first + row] : MINUS_INFINITY;
-      const bool empty = lse == MINUS_INFINITY;
-      const float dlse = p.dlse != nullptr && !empty ? p.dlse[first + row] : 0.f;
-      p.lse_log2[tile_of_block() * TILE_Q + row] = empty ? PLUS_INFINITY : lse * LOG2E;
-      p.delta[tile_of_block() * TILE_Q + row] = empty ? 0.f : sum - dlse;
-    }
+    for (int j = 1; j < LANES; j *= 2) sum += __shfl_xor_sync(~0u, sum, j);
+    if (lane != 0 || row >= TILE_Q) continue;
+    const bool empty = lse[i] == MINUS_INFINITY;
+    const float dlse = p.dlse != nullptr && !empty ? p.dlse[first + row] : 0.f;
+    p.lse_log2[tile_of_block() * TILE_Q + row] = empty ? PLUS_INFINITY : lse[i] * LOG2E;
+    p.delta[tile_of_block() * TILE_Q + row] = empty ? 0.f : sum - dlse;
   }
   // The main kernel clears the sums of all but the first heads of keys, and counts what it did.
   const i64 counter = (i64)blockIdx.x * ROW_THREADS + threadIdx.x;
@@ -482,17 +480,30 @@ attention_backward_prepare(const __grid_constant__ Params p) {
 // One warp makes rows of dq of a part of the sums: dq = scale * sum.  `dq` is this lane's row, if that is `inside`.
 // The four lanes of a row of two blocks transpose their words, so that each writes 16 bytes.
 DEVICE void finish_rows(i64 part, int warp, bf16* dq, bool inside, const Params& p) {
+  constexpr int AT_ONCE = 1;  // warps that do it beside products have few registers
   const int lane = thread_index() % 32;
-  const float4* sum = (const float4*)(address_anew(p.dq_sum) + part * PART) + lane;
+  const float4* sum = (const float4*)(p.dq_sum + part * PART) + lane;
 #pragma unroll 1
-  for (int i = 0; i < DQ_COLUMNS; i += 16) {
-    const int column = warp / 4 * DQ_COLUMNS + i + lane % 4 / 2 * 8;
-    const float4 left = sum[i * 4], right = sum[i * 4 + 32];
-    u32 word[4] = {
-        cvt_bf16x2(p.scale * left.x, p.scale * left.y), cvt_bf16x2(p.scale * left.z, p.scale * left.w),
-        cvt_bf16x2(p.scale * right.x, p.scale * right.y), cvt_bf16x2(p.scale * right.z, p.scale * right.w)};
-    transpose_quad(word);
-    if (inside && column < HEAD_DIM) *(Chunk*)(dq + column) = {{word[0], word[1], word[2], word[3]}};
+  for (int first = 0; first < DQ_COLUMNS; first += 16 * AT_ONCE) {
+    float4 left[AT_ONCE], right[AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++)
+      if (first + 16 * j < DQ_COLUMNS) {
+        left[j] = sum[(first + 16 * j) * 4];
+        right[j] = sum[(first + 16 * j) * 4 + 32];
+      }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+      const int i = first + 16 * j;
+      const int column = warp / 4 * DQ_COLUMNS + i + lane % 4 / 2 * 8;
+      const float4 l = left[j], r = right[j];
+      u32 word[4] = {
+          cvt_bf16x2(p.scale * l.x, p.scale * l.y), cvt_bf16x2(p.scale * l.z, p.scale * l.w),
+          cvt_bf16x2(p.scale * r.x, p.scale * r.y), cvt_bf16x2(p.scale * r.z, p.scale * r.w)};
+      transpose_quad(word);
+      if (i < DQ_COLUMNS && inside &&
+          column < HEAD_DIM) *(Chunk*)(dq + column) = {{word[0], word[1], word[2], word[3]}};
+    }
   }
 }
 
@@ -503,7 +514,7 @@ DEVICE int row_of_lane(int warp) {
 }
 
 DEVICE void finish_part(int part, const Params& p) {
-  const int tile = part / PARTS, warp = part % PARTS, head = tile / anew(p.q_tiles);
+  const int tile = part / PARTS, warp = part % PARTS, head = tile / p.q_tiles;
   const int row = tile % p.q_tiles * TILE_Q + row_of_lane(warp);
   bf16* dq = p.dq + head / p.heads * p.dq_batch + head % p.heads * p.dq_head + row * p.dq_row;
   finish_rows(part, warp, dq, row < p.q_len, p);
@@ -540,11 +551,10 @@ DEVICE Step next_step(Step step, const Keys& keys, const Params& p) {
 }
 
 // The keys of this block.
-DEVICE Keys keys_of_block(int block, const Params& p) {
-  const int tiles = anew(p.kv_tiles), head = block / tiles, k_first = block % tiles * TILE_KV;
-  const int kv_heads = anew(p.kv_heads), kv_head = head % kv_heads, heads = p.heads / kv_heads,
-      k_last = min(k_first + TILE_KV, p.kv_len) - 1;
-  return {head / kv_heads, kv_head, kv_head * heads, (kv_head + 1) * heads, k_first, k_last};
+DEVICE Keys keys_of_block(const Params& p) {
+  const int head = blockIdx.x / p.kv_tiles, k_first = blockIdx.x % p.kv_tiles * TILE_KV;
+  const int kv_head = head % p.kv_heads, heads = p.heads / p.kv_heads, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
+  return {head / p.kv_heads, kv_head, kv_head * heads, (kv_head + 1) * heads, k_first, k_last};
 }
 
 // ---------------------------------------------------------------- shared memory
@@ -573,10 +583,8 @@ struct alignas(1024) Shared {
   SharedStep step[STAGES];
   Keys keys;
   Pipe<STAGES> pipe;  // full: of q, lse and the step; empty: of all
-  u64 d_o_full[STAGES], k_full, v_full, keys_done, ds_full[2];
+  u64 d_o_full[STAGES], k_full, v_full, ds_full[2];
   u64 ending, added;  // the last tile of queries is being loaded; all of dq is added
-  u32 turn;  // which of the block's these keys are
-  u32 counted[2];  // which of the block's keys each warp that adds up dq is at
 };
 static_assert(sizeof(Shared) == 165888, "what the plan counted");
 
@@ -586,7 +594,6 @@ struct Loader {
   const TensorMap &map_q, &map_k, &map_v, &map_d_o;
   const Params& p;
   Ring<STAGES> ring = {};
-  bool first = true;  // of the steps of its keys
   Step coming = next_step({shared.keys.first_head, -1, false}, shared.keys, p);  // what to load next
 
   DEVICE SharedStep next() {
@@ -647,35 +654,25 @@ struct Loader {
   DEVICE void load(const SharedStep& step) {
     const Keys& keys = shared.keys;
     shared.step[ring.stage()] = step;
-    if (first) load_k(keys);
+    if (step.last) mbarrier_arrive(shared.ending);
+    if (ring.passed == 0) load_k(keys);
     load_q(step, keys.b);
-    if (first) load_v(keys);
+    if (ring.passed == 0) load_v(keys);
     load_d_o(step, keys.b);
     if (ring.passed == 0) wait_for_rows();
     load_rows(step);
-    if (step.last) mbarrier_arrive(shared.ending);
   }
 
   DEVICE void run() {
-    for (u32 done = 0;; done++) {
-      const Keys& keys = shared.keys;
-      SharedStep step = {};
-      shared.turn = done;
-      first = true;
+    const Keys& keys = shared.keys;
+    SharedStep step = {};
 #pragma unroll 1
-      while (!step.last) {
-        step = next();
-        step.index = (keys.b * p.heads + step.head) * p.q_tiles + step.tile;
-        await_empty(shared.pipe, ring);
-        load(step);
-        ring.passed++;
-        first = false;
-      }
-      const u32 block = blockIdx.x + (done + 1) * gridDim.x;
-      if (block >= blocks_of_keys(p)) return;
-      mbarrier_wait(shared.keys_done, done % 2);
-      shared.keys = keys_of_block(block, p);
-      coming = next_step({shared.keys.first_head, -1, false}, shared.keys, p);
+    while (!step.last) {
+      step = next();
+      step.index = (keys.b * p.heads + step.head) * p.q_tiles + step.tile;
+      await_empty(shared.pipe, ring);
+      load(step);
+      ring.passed++;
     }
   }
 };
@@ -687,45 +684,42 @@ struct DqAccumulator {
   Shared& shared;
   const Params& p;
 
-  // Of the head of a block's keys.
-  DEVICE u32* progress(int block) {
-    const Keys keys = keys_of_block(block, p);
-    return address_anew(p.progress) + keys.b * anew(p.kv_heads) + keys.kv_head;
-  }
+  // Of this block's own head.
+  DEVICE u32* progress() { return p.progress + shared.keys.b * p.kv_heads + shared.keys.kv_head; }
 
   // Blocks start in order, and earlier ones have cleared what this one will add to.
-  DEVICE void await_cleared(int block) {
-    await_count(progress(block), slices_of_head(p));
+  DEVICE void await_cleared() {
+    await_count(progress(), slices_of_head(p));
     mbarrier_arrive(shared.v_full);
   }
 
   // This warp's slice of the sum of a head to come.
-  DEVICE void clear(int block) {
-    const int head = block / anew(p.kv_tiles) + p.clear_distance, lane = thread_index() % 32;
-    if (head >= anew(p.kv_heads) * p.batch) return;
+  DEVICE void clear() {
+    const int head = blockIdx.x / p.kv_tiles + p.clear_distance, lane = thread_index() % 32;
+    if (head >= p.kv_heads * p.batch) return;
     const int parts = parts_of_head(p), share = (parts + slices_of_head(p) - 1) / slices_of_head(p);
-    const int first = (block % anew(p.kv_tiles) * DQ_ACCUMULATOR_WARPS + thread_index() / 32 % DQ_ACCUMULATOR_WARPS) *
+    const int first = (blockIdx.x % p.kv_tiles * DQ_ACCUMULATOR_WARPS + thread_index() / 32 % DQ_ACCUMULATOR_WARPS) *
         share;
     const int end = min(first + share, parts);
 #pragma unroll 1
     for (int part = first; part < end; part++) {
-      float4* sum = (float4*)(address_anew(p.dq_sum) + (i64(head) * parts + part) * PART) + lane;
+      float4* sum = (float4*)(p.dq_sum + (i64(head) * parts + part) * PART) + lane;
 #pragma unroll
       for (int i = 0; i < PART / 4; i += 32) sum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
     __syncwarp();
-    if (lane == 0) red_add_release(address_anew(p.progress) + head, 1);
+    if (lane == 0) red_add_release(p.progress + head, 1);
   }
 
   // A part whose sum is complete, for this warp alone; negative: there is none yet.
   DEVICE int take_part(int& head, bool& complete) {
-    const int heads = anew(p.kv_heads) * p.batch, parts = parts_of_head(p), added = added_of_head(p);
+    const int heads = p.kv_heads * p.batch, parts = parts_of_head(p), added = added_of_head(p);
     while (head < heads) {
-      complete = complete || int(load_acquire(address_anew(p.progress) + head)) >= added;
+      complete = complete || int(load_acquire(p.progress + head)) >= added;
       if (!complete) return -1;
-      const int part = int(atom_add(address_anew(p.progress) + head, 1)) - added;
+      const int part = int(atom_add(p.progress + head, 1)) - added;
       if (part < parts) return head * parts + part;
-      red_max(address_anew(p.progress) + heads, ++head);
+      red_max(p.progress + heads, ++head);
       complete = false;
     }
     return -1;
@@ -734,12 +728,12 @@ struct DqAccumulator {
   // Parts one by one until the last tile of queries comes, so that no block takes longer for it.
   DEVICE void finish() {
     const int lane = thread_index() % 32;
-    int head = load_acquire(address_anew(p.progress) + anew(p.kv_heads) * p.batch);
+    int head = load_acquire(p.progress + p.kv_heads * p.batch);
     bool complete = false;
 #pragma unroll 1
     while (true) {
       int part = 0;
-      if (lane == 0) part = mbarrier_test_wait(shared.ending, phase()) ? OVER : take_part(head, complete);
+      if (lane == 0) part = mbarrier_test_wait(shared.ending, 0) ? OVER : take_part(head, complete);
       part = __shfl_sync(~0u, part, 0);
       __syncwarp();
       if (part == OVER) return;
@@ -748,42 +742,17 @@ struct DqAccumulator {
     }
   }
 
-  // The number of this warp's keys among those of its block.
-  DEVICE u32& turn() { return shared.counted[thread_index() / 32 % 2]; }
-
-  DEVICE u32 phase() { return turn() % 2; }
-
-  DEVICE u32 block() { return block_index() + turn() * grid_size(); }
-
-  DEVICE bool more() { return block() + grid_size() < blocks_of_keys(p); }
-
-  DEVICE void set_turn(u32 to) {
-    __syncwarp();
-    if (thread_index() % 32 == 0) turn() = to;
-    __syncwarp();
-  }
-
-  // What the next keys add to is awaited before it is said that these have added: that takes as long as memory does.
   DEVICE void run() {
-    set_turn(0);
-    if (thread_index() == 64) await_cleared(block());
+    if (thread_index() == 64) await_cleared();
     __syncwarp();
-#pragma unroll 1
-    while (true) {
-      clear(block());
-      finish();
-      __syncwarp();
-      if (thread_index() % 32 == 0) mbarrier_arrive(shared.keys_done);
-      if (thread_index() == 64) {
-        mbarrier_wait(shared.v_full, phase());
-        mbarrier_wait(shared.added, phase());
-        if (more()) await_cleared(block() + grid_size());
-        red_add_release(progress(block()), 1);
-      }
-      if (!more()) return;
-      set_turn(turn() + 1);
+    clear();
+    finish();
+    if (thread_index() == 64) {
+      mbarrier_wait(shared.added, 0);
+      red_add_release(progress(), 1);
     }
   }
+
   static constexpr int OVER = -2;
 };
 
@@ -1010,46 +979,31 @@ struct Consumer {
   }
 
   DEVICE void run() {
-    // There is no step before the first: its dS is 0, and so is the other one, which a tile that no query sees passes
-    // on.
-    for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128)
-      ((Chunk*)shared.ds[0][warpgroup])[i] = ((Chunk*)shared.ds[1][warpgroup])[i] = {};
+    // There is no step before the first: its dS is 0.
+    for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) ((Chunk*)shared.ds[0][warpgroup])[i] = {};
     announce_ds(ds_ring());
+    {
+      mbarrier_wait(shared.k_full, 0);
+      if (warpgroup == 1) pass_turn();
+      bool last = false;
 #pragma unroll 1
-    for (bool more = true; more;) {
-#pragma unroll
-      for (int i = 0; i < QK_COLUMNS / 2; i++) dk[i] = 0.f;
-#pragma unroll
-      for (int i = 0; i < V_COLUMNS / 2; i++) dv[i] = 0.f;
-      await_full(shared.pipe, ring);
-      {
-        mbarrier_wait(shared.k_full, shared.turn % 2);
-        mbarrier_wait(shared.v_full, shared.turn % 2);
-        if (warpgroup == 1) pass_turn();
-        bool last = false;
-#pragma unroll 1
-        while (!last) last = step();
-        if (warpgroup == 0) take_turn();
-        wgmma_wait_group<0>();
-        pin(dk);
-        await_ds();
-        DQ dq;
-        issue_dq(dq);
-        wgmma_wait_group<0>();
-        pin(dq);
-        add_dq(dq);
-        dq_tile = -1;
-      }
-      announce_added();
-      const Keys keys = shared.keys;
-      more = blockIdx.x + (shared.turn + 1) * gridDim.x < blocks_of_keys(p);
-      __syncwarp();
-      if (thread_index() % 32 == 0) mbarrier_arrive(shared.keys_done);
-      store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, dv,
-          1.f, keys);
-      store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, dk,
-          p.scale, keys);
+      while (!last) last = step();
+      if (warpgroup == 0) take_turn();
+      wgmma_wait_group<0>();
+      pin(dk);
+      await_ds();
+      DQ dq;
+      issue_dq(dq);
+      wgmma_wait_group<0>();
+      pin(dq);
+      add_dq(dq);
     }
+    const Keys keys = shared.keys;
+    store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, dv,
+        1.f, keys);
+    announce_added();
+    store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, dk,
+        p.scale, keys);
   }
 };
 
@@ -1062,11 +1016,10 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
   if (threadIdx.x == 0) {
-    shared.keys = keys_of_block(blockIdx.x, p);
+    shared.keys = keys_of_block(p);
     init(shared.pipe, WARPS);
     mbarrier_init(shared.k_full, 1);
     mbarrier_init(shared.v_full, 2);  // v is here, and dq may be added
-    mbarrier_init(shared.keys_done, WARPS + 2);
     mbarrier_init(shared.ending, 1);
     mbarrier_init(shared.added, WARPS);
     for (int stage = 0; stage < STAGES; stage++) mbarrier_init(shared.d_o_full[stage], 1);

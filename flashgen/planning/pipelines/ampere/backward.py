@@ -438,6 +438,11 @@ def _waiting(plan: KernelPlan, arch: Arch) -> float:
     return clocks / (q * plan.tile.kv)
 
 
+def for_short(found: KernelPlan, request: KernelRequest) -> KernelPlan | None:
+    """None: its kernels are the same at any length."""
+    return None
+
+
 def predictor(plan: KernelPlan, seconds_per_score: tuple[float, ...]) -> Predictor:
     """Seconds of the SM with most blocks, if every block visits every query."""
     q, kv, full = plan.tile.q, plan.tile.kv, len(seconds_per_score)

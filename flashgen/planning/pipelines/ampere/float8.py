@@ -10,16 +10,18 @@ from collections.abc import Iterator
 
 from flashgen.planning.arch import Arch
 from flashgen.planning.float8 import E4M3, LEAST_BLOCK, Float8
-from flashgen.planning.operands import WIDE, Operands, Widened, widened
+from flashgen.planning.operands import Operands, Widened, narrows_q, widened
 from flashgen.planning.pipelines.ampere import forward
 from flashgen.planning.pipelines.ampere.forward import Candidate, padded
 from flashgen.planning.plan import ITEM, KernelPlan, Part
 from flashgen.planning.request import Fixed, KernelRequest
 
 #: As of 16 bits.
-NAME, COPIES, SHARES_SM, SMALL_QUERIES = forward.NAME, forward.COPIES, forward.SHARES_SM, forward.SMALL_QUERIES
+NAME, COPIES, SHARES_SM = forward.NAME, forward.COPIES, forward.SHARES_SM
+SMALL_QUERIES, FEW_QUERIES, FEW_BYTES = forward.SMALL_QUERIES, forward.FEW_QUERIES, forward.FEW_BYTES
 INTEGERS, QUERIES, EXAMPLES = forward.INTEGERS, forward.QUERIES, forward.EXAMPLES
 cannot_address, cannot_page = forward.cannot_address, forward.cannot_page
+cannot_pack, packed, packing_gain = forward.cannot_pack, forward.packed, forward.packing_gain
 predictor = forward.predictor
 
 #: Head dims that the pipeline emits: rows of 16 bytes.
@@ -30,15 +32,17 @@ TILE_QUERIES, KEYS = (16, 32, 64, 128), (32, 64, 128)
 TILE_RULE = f"tile_q is 16, 32, 64 or 128, tile_kv 32, 64 or 128 (which divide {LEAST_BLOCK})"
 KEY_STEP = KEYS[0]
 
+#: Shared memory is a multiple of so many bytes, as tiles begin there.
+LINE = 128
+
 #: Registers of a thread for descales, words on their way from 8 bits to 16, and P, which waits in 16 bits for all
 #: columns of V: by the keys of a tile, of a block of 16 rows; those of a second block; and one for each key beyond
 #: FEW_KEYS where Q is in registers.  Found by compiling.
 WIDENING, SECOND_BLOCK = {32: 2, 64: 40, 128: 72}, 30
 FEW_KEYS = 16
 
-#: Instructions by which a lane makes two float16 of two elements, with and without a conversion, of e5m2 in any case,
-#: and two bfloat16 of those.
-CONVERSION, BY_BITS, SHIFT, TO_BFLOAT16 = 1, 7, 1, 3
+#: Instructions by which a lane makes two float16 of two elements, with and without a conversion, of e5m2 in any case.
+CONVERSION, BY_BITS, SHIFT = 1, 7, 1
 
 
 def unsupported_reason(request: KernelRequest) -> str | None:
@@ -47,8 +51,6 @@ def unsupported_reason(request: KernelRequest) -> str | None:
         return "makes no P by bits: it has 16 bits"
     if request.dropout:
         return "drops no probabilities in 8 bits"
-    if request.layout.joined:
-        return "takes no sequences behind each other in 8 bits"
     if request.keys.invariant:
         return "cuts no rows into leaves in 8 bits"
     return None
@@ -83,7 +85,15 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         ),
         staged("k", d),
         staged("v", dv),
+        *_q_scales(c, request.float8),
     )
+
+
+def _q_scales(c: Candidate, of: Float8) -> tuple[Part, ...]:
+    """Those of rows of q, where it becomes float16."""
+    if not narrows_q(of):
+        return ()
+    return (Part(name="q scales", amount=-(-4 * c.tile.q // LINE) * LINE, why=f"float32 of {c.tile.q} rows"),)
 
 
 def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
@@ -140,7 +150,7 @@ def _instructions(operands: Operands, name: str) -> float:
     exact = getattr(operands.of, name) == E4M3
     pair = (BY_BITS if operands.by_bits else CONVERSION) if exact else SHIFT
     turned = 0 if name == "k" else 1  # bytes of a column are brought side by side
-    return (pair + turned + (TO_BFLOAT16 if name == "k" and operands.qk != WIDE else 0)) / 2
+    return (pair + turned) / 2
 
 
 def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:

@@ -8,17 +8,18 @@ mma.sync m16n8k16 with float32 accumulators in registers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from flashgen.planning.arch import KIB, Arch
+from flashgen.planning.arch import KIB, Arch, find
 from flashgen.planning.integers import Allowed
-from flashgen.planning.members import FoldedLeaves
+from flashgen.planning.members import PACKED, FoldedLeaves
 from flashgen.planning.operands import AS_STORED, Operands
 from flashgen.planning.pipelines.ampere import programs
 from flashgen.planning.pipelines.protocol import Predictor
 from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
+from flashgen.planning.pipelines.shared import cannot_pack as cannot_pack
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Tile, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import Profile, profile
@@ -54,8 +55,8 @@ INTEGERS = {"stages": Allowed(values=STAGES, rule="cp.async fills one stage whil
 #: Queries of a tile that are tried, and the step of keys at which a plan shows a sum that no longer fits: mma's depth.
 QUERIES, KEY_STEP = (32, 64, 128), 16
 
-#: Menus have small tiles of their own.
-SMALL_QUERIES = None
+#: Menus have small tiles of their own; calls whose rows fill one tile take the least of these that holds them.
+SMALL_QUERIES, FEW_QUERIES, FEW_BYTES = None, (16, 32, 64), None
 
 #: Several blocks share an SM, and hide each other's waiting.
 SHARES_SM = True
@@ -87,6 +88,14 @@ USEFUL_WARPS = 16
 #: without spilling, by the 16-row blocks of a warp; for K, registers for each doubling of tile_kv.
 V_AHEAD, SPARED = 0.3, {1: 0.0, 2: 0.75}
 K_AHEAD = 9
+
+#: Registers of a row's head and query where heads are packed: with 4 of them plans of 8 bits spilled (`full` and
+#: `softcap` at head_dim 128, 32 keys, 168 registers).
+PACKED_REGISTERS = 9
+
+#: Registers of addresses where one warp copies all of a stage, for each KiB beyond so many, and for rows of more
+#: columns than NARROW: 15 of 128 keys in 16 bits spilled (head_dim 128), and 6 of 32 keys in 8 bits (256).
+COPIED_ALONE, ALONE_KIB, WIDE_ALONE, NARROW = 3, 16, 24, 128
 
 #: The most of those that ptxas gives up beside random words.  Where more was counted on, 14 of 16 plans of `full`
 #: spilled at head_dim 120 and 128 (29 of 38 registers, 32 keys), and 8 of 16 of `causal` at 152 and 160 (36 of 48,
@@ -188,12 +197,18 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     swizzles = 2 * min(d // MMA_DEPTH, 4) + 2 * min(dv // MMA_DEPTH, 4)
     s = c.tile.q * c.tile.kv // c.threads
     words = round(DROPOUT_AHEAD * max(0, s - 16)) if request.dropout else 0
+    copied = c.tile.kv * (d + dv) * (1 if request.float8 else ITEM)
+    alone = COPIED_ALONE * max(0, copied // KIB - ALONE_KIB) + WIDE_ALONE * (max(d, dv) > NARROW)
     return (
         Part(name="o", amount=o, why=f"{c.tile.q} x {dv} float32 over {c.threads} threads"),
         Part(name="s", amount=s, why=f"{c.tile.q} x {c.tile.kv} float32, then p"),
         Part(name="q", amount=q, why="all of the warp's rows" if c.q_in_registers else "fragments of one step"),
         Part(name="softmax", amount=4 * m, why=f"running maximum and sum of {2 * m} rows"),
-        Part(name="addresses", amount=20 + swizzles, why="of the copies, strides, loop state; the swizzle's columns"),
+        Part(
+            name="addresses",
+            amount=20 + swizzles + alone * (c.warps == 1),
+            why="of the copies, strides, loop state; the swizzle's columns",
+        ),
         Part(name="mask", amount=mask_registers(request.profile), why="positions, bounds and values in partial tiles"),
         *((Part(name="dropout", amount=words, why="random words ahead of their use"),) if request.dropout else ()),
         Part(
@@ -280,6 +295,37 @@ def plan_of(
     )
 
 
+def packed(plan: KernelPlan) -> KernelPlan | None:
+    """The form of a plan whose tiles have rows of all heads that share keys, as far as their number is a power of two;
+    None where registers do not allow it.  An SM may have fewer blocks of it."""
+    *others, ahead = plan.registers
+    wanted = (*others, Part(name="packed", amount=PACKED_REGISTERS, why="heads and queries of rows"), ahead)
+    least, arch = total(wanted) - round(SPARED[plan.tile.q // plan.warps // MMA_ROWS] * ahead.amount), find(plan.arch)
+    blocks = next((n for n in range(plan.blocks_per_sm, 0, -1) if least <= budget(plan, arch, n)), None)
+    if blocks is None:
+        return None
+    return replace(plan, registers=within(wanted, budget(plan, arch, blocks)), blocks_per_sm=blocks, rows=PACKED)
+
+
+def packing_gain(
+    packed: KernelPlan,
+    plan: KernelPlan,
+    seconds_per_score: Callable[[KernelPlan], tuple[float, ...]],
+    problem: Problem,
+    sms: int,
+) -> float:
+    """How many times as long as on the tiles of a packed form the SM with most to do works on those of `plan`, where
+    each sees the same keys; O(1)."""
+
+    def seconds(one: KernelPlan) -> float:
+        if not one.keys.split:
+            return predictor(one, seconds_per_score(one))(problem, sms)
+        pack = one.pack(problem.group)  # of tiles among as many blocks as fill the SMs
+        return -(-problem.q_len * pack // one.tile.q) / pack * one.tile.q * seconds_per_score(one)[-1]
+
+    return seconds(plan) / seconds(packed)
+
+
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
     """Clocks an SM spends on one score (one query, one key), by the unit that spends them.
 
@@ -312,10 +358,11 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
 
 def predictor(plan: KernelPlan, seconds_per_score: tuple[float, ...]) -> Predictor:
     """Seconds of the SM with most blocks, if every block visits every key."""
-    q, kv, full = plan.tile.q, plan.tile.kv, len(seconds_per_score)
+    q, kv, full, packed = plan.tile.q, plan.tile.kv, len(seconds_per_score), plan.packed
 
     def seconds(problem: Problem, sms: int) -> float:
-        blocks = -(-problem.q_len // q) * problem.heads * problem.batch
+        pack = plan.pack(problem.group) if packed else 1
+        blocks = -(-problem.q_len * pack // q) * problem.heads * problem.batch // pack
         waves, rest = divmod(-(-blocks // sms), full)
         scores = q * max(1, -(-problem.kv_len // kv)) * kv
         return scores * (waves * full * seconds_per_score[-1] + (rest * seconds_per_score[rest - 1] if rest else 0.0))

@@ -23,7 +23,7 @@ from itertools import chain
 
 from flashgen.analysis.conditions import conditions
 from flashgen.lang.expr import Node, depends_on, positions_of, walk
-from flashgen.planning.arch import KIB, Arch
+from flashgen.planning.arch import ARCHS, KIB, Arch
 from flashgen.planning.backward import ROW_THREADS, looks_up, lookup_names
 from flashgen.planning.integers import Allowed
 from flashgen.planning.members import (
@@ -42,10 +42,8 @@ from flashgen.planning.members import (
     MaskByTile,
     MaskByWarpgroup,
     MaskFromBits,
-    OneTile,
     SequencesInGroups,
     SplitDkDv,
-    TilesInTurn,
 )
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.pipelines.hopper import programs
@@ -79,6 +77,14 @@ INTEGERS = {"stages": Allowed(values=STAGES, rule="TMA fills one stage while ano
 EXAMPLES = ((128, 128), (64, 128))
 
 WARPGROUPS = 2
+
+#: Up to this head_dim kernels of their own clear and finish dq.
+DQ_APART = 64
+
+#: What that costs a block of the main kernel in seconds, by whether its queries are fewer than so many: on an H200,
+#: head_dim 128, 16 blocks an SM, 75 us of 410 at 512 queries, 78 of 740 at 1,024, 27 of 1,260 at 2,048.
+SHORT_QUERIES = 2048
+DQ_SECONDS = {True: 4.9e-6, False: 1.7e-6}
 
 #: Bytes of P where it goes from one warpgroup to the other: dS is made of it as it was, not as it is rounded for dV.
 P_ITEM = ITEMSIZE["float32"]
@@ -148,10 +154,11 @@ INTERFERENCE = 0.35
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Tile and stages to be judged."""
+    """Tile and stages to be judged.  `dq_apart`: other kernels clear and finish dq where the main one could."""
 
     tile: Tile
     stages: int
+    dq_apart: bool = False
 
     @property
     def split_dk_dv(self) -> bool:
@@ -302,15 +309,16 @@ def lookup_stages(c: Candidate, request: KernelRequest) -> int:
 
 
 def dq_in_main_kernel(c: Candidate, request: KernelRequest) -> bool:
-    """Whether two warps of the producer's clear and finish sums of dq while others multiply: 1 to 3% on an H200.
+    """Whether two warps of the producer's clear and finish sums of dq while others multiply.
 
-    A dq in one order needs these warps itself; with what looks elements up, drops or adds to gradients, and with a
-    padded head dim, registers are short.  Of sequences with lengths of their own a head has no number of slices that
-    the host knows.
+    On an H200 that takes 0.96 to 0.99 of the time at head_dim 128 from 2,048 queries on; at 64 it is kernels of their
+    own that take 0.94 to 1.0 of it.  A dq in one order needs these warps itself; with what looks elements up, drops or
+    adds to gradients, and with a padded head dim, registers are short.  Of sequences with lengths of their own a head
+    has no number of slices that the host knows.
     """
     plain = not (request.deterministic or request.dropout or request.score_gradients or request.profile.looks_up)
-    plain = plain and not request.layout.own
-    return plain and not c.split_dk_dv and request.head_dim == padded(request.head_dim)
+    plain = plain and not request.layout.own and request.head_dim == padded(request.head_dim)
+    return plain and not (c.dq_apart or c.split_dk_dv) and request.head_dim > DQ_APART
 
 
 def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
@@ -359,17 +367,8 @@ def program(c: Candidate, request: KernelRequest) -> Program:
         layout=request.layout,
         judged_in_turn=judged_in_turn(c, request),
         lookup_stages=lookup_stages(c, request),
-        in_turn=tiles(c, request).in_turn,
         lookups=tuple((name, CTYPES[n.dtype], n.dtype.itemsize, depends_on(n, "q")) for name, n in read),
     )
-
-
-def tiles(c: Candidate, request: KernelRequest) -> OneTile | TilesInTurn:
-    """How many tiles of keys a block has: more than one where nothing is kept of its keys but themselves, and where all
-    take as long: a share that is settled before is uneven under a mask."""
-    uneven = request.profile.hides
-    kept = lookup_stages(c, request) or request.profile.scored or request.layout.own or c.split_dk_dv
-    return OneTile() if uneven or kept or not dq_in_main_kernel(c, request) else TilesInTurn()
 
 
 def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
@@ -505,12 +504,18 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             ping_pong=ping_pong(c, request),
             scores_first=scores_first(c, request),
             lookup_stages=lookup_stages(c, request),
-            tiles=tiles(c, request),
             row_threads=ROW_THREADS,
             mask=mask(c, request),
             judged_in_turn=judged_in_turn(c, request),
         ),
     )
+
+
+def for_short(found: KernelPlan, request: KernelRequest) -> KernelPlan | None:
+    """The same kernel with dq in kernels of their own, where it is not so anyway."""
+    if not _layout(found).dq_in_main_kernel:
+        return None
+    return plan(Candidate(tile=found.tile, stages=found.stages, dq_apart=True), request)
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
@@ -545,12 +550,17 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
 
 
 def predictor(plan: KernelPlan, seconds_per_score: tuple[float, ...]) -> Predictor:
-    """Seconds of the SM with most blocks, if every block visits every query."""
-    q, kv = plan.tile.q, plan.tile.kv
+    """Seconds of the SM with most blocks, if every block visits every query; and, of plans that differ in that alone,
+    what it takes to clear and finish dq."""
+    q, kv, in_main = plan.tile.q, plan.tile.kv, _layout(plan).dq_in_main_kernel
+    dq_second = 8 * plan.dq_sum_columns / ARCHS[plan.arch].hbm_bytes_per_s  # of a row: float32, there and back
 
     def seconds(problem: Problem, sms: int) -> float:
         blocks = -(-problem.kv_len // kv) * problem.kv_heads * problem.batch
         scores = kv * max(1, -(-problem.q_len // q)) * q * problem.group
-        return -(-blocks // sms) * scores * seconds_per_score[0]
+        rows = problem.q_len * problem.heads * problem.batch
+        of_block = DQ_SECONDS[problem.q_len * problem.group < SHORT_QUERIES] if in_main else 0.0
+        apart = 0.0 if in_main else rows * dq_second
+        return -(-blocks // sms) * (scores * seconds_per_score[0] + of_block) + apart
 
     return seconds

@@ -11,26 +11,23 @@ from dataclasses import replace
 from functools import lru_cache
 
 from flashgen.planning.arch import KIB, Arch
-from flashgen.planning.float8 import FLOAT8, LEAST_BLOCK, SLACK, WORDS_BY_BITS
+from flashgen.planning.float8 import FAR, FLOAT8, HEADROOM, LEAST_BLOCK, SLACK, WORDS_BY_BITS
 from flashgen.planning.integers import Allowed
 from flashgen.planning.layout import Layout
 from flashgen.planning.members import (
     P8,
+    PACKED,
     ExactP,
     HighestAsFloat,
     HighestAsInteger,
     Keys,
-    KeysLeave,
-    KeysStay,
     LaggingPByBits,
     MaskByElement,
     OInPartsOfTurnedV,
     OnesApart,
     OnesBehindV,
     OOfTurnedV,
-    PackedQueries,
     PByBits,
-    Queries,
     Sender,
     SendsAndLoads,
     SendsToLoader,
@@ -76,7 +73,7 @@ TILE_RULE = f"tile_q is 64, 128 or 192 (warpgroups of {ROWS} rows), tile_kv 32, 
 KEY_STEP = DEPTH
 
 #: No tile has fewer queries than those of QUERIES.
-SMALL_QUERIES = None
+SMALL_QUERIES, FEW_QUERIES, FEW_BYTES = None, (), None
 EXAMPLES = ((128, 128), (128, 64), (128, 32))
 
 INTEGERS = {
@@ -94,10 +91,6 @@ OVERHEAD, VARIANT_REGISTERS = 12, 4
 #: Those of a producer's thread: of those that turn V over one holds four fragments of 4 words.  More where tiles are
 #: judged, and where consumers leave them: under some masks a warp that schedules and loads spills a few bytes with 40.
 PRODUCER_REGISTERS, MANY_PRODUCER_REGISTERS = 40, 56
-
-#: Tiles behind the first of a schedule that have their maxima looked at first: more than half of them move these, by
-#: an emulation of scores of N(0, 1).
-YOUNG = 8
 
 #: Warps that turn V over, where the scheduler's warp does not load, and where it does.
 TURNING_WARPS = (2, 3)
@@ -337,7 +330,6 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             highest=_highest(c, request),
             o=OInPartsOfTurnedV() if request.keys.split else OOfTurnedV(),
             scheduler=forward.scheduler(request),
-            rows=Queries(),
             products=TwoLevels(piece=piece(request), ahead=ahead),
             p=_p(request),
             v=VTurnedOver(),
@@ -365,7 +357,7 @@ def _p(request: KernelRequest) -> P8:
     if not slack or (not sums.rows and (asked.scored or (asked.masked and not asked.band))):
         return PByBits(words=words, sums=sums)
     # Where P V comes in pieces a counter of tiles is a register too many, found by compiling.
-    return LaggingPByBits(words=words, sums=sums, slack=slack, young=YOUNG if sums.rows else 0)
+    return LaggingPByBits(words=words, sums=sums, slack=slack, headroom=HEADROOM if sums.rows else 0, far=FAR)
 
 
 def packed(plan: KernelPlan) -> KernelPlan | None:
@@ -378,8 +370,7 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
     registers = (*plan.registers, Part(name="packed", amount=amount, why="the scales and the queries of two rows"))
     if total(registers) > (plan.program.consumer_registers or 0):
         return None
-    l2 = KeysLeave() if plan.keys.split else KeysStay()
-    return replace(plan, registers=registers, specialized=replace(plan.specialized, rows=PackedQueries(), l2=l2))
+    return replace(plan, registers=registers, rows=PACKED)
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:

@@ -18,6 +18,7 @@ from flashgen.planning.layout import Layout, Padded
 from flashgen.planning.members import (
     ALL_KEYS,
     NO_FOLD,
+    PACKED,
     DynamicScheduler,
     Fold,
     FoldedLeaves,
@@ -27,8 +28,6 @@ from flashgen.planning.members import (
     HighestAsFloat,
     HighestAsInteger,
     Keys,
-    KeysLeave,
-    KeysStay,
     Mask,
     MaskAsBits,
     MaskByElement,
@@ -40,9 +39,7 @@ from flashgen.planning.members import (
     OByTma,
     OFromRegisters,
     OInParts,
-    PackedQueries,
     PartScheduler,
-    Queries,
     Scheduler,
     SequenceScheduler,
     StaticScheduler,
@@ -51,6 +48,7 @@ from flashgen.planning.members import (
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.pipelines.protocol import Predictor
 from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
+from flashgen.planning.pipelines.shared import cannot_pack as cannot_pack
 from flashgen.planning.plan import ITEM, KernelPlan, Part, Specialized, Tile, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
@@ -88,6 +86,13 @@ QUERIES, KEY_STEP = tuple(ROWS * w for w in WARPGROUPS), 8
 
 #: Queries of a tile where SMs would be left without a block.
 SMALL_QUERIES = ROWS * ALONE
+
+#: And of those whose rows fill one tile.
+FEW_QUERIES = (SMALL_QUERIES,)
+
+#: Bytes of keys and values in shared memory that keep memory busy for these: of 13 caches that were decoded on an H200
+#: at head_dim 128, two stages of 64 KiB took 0.987 to 1.0 of the time of three.
+FEW_BYTES = 128 * KIB
 
 #: Bytes of an element of O of the leaves so far, those that shared memory moves in a clock, and the columns in steps of
 #: which it lies there.
@@ -471,7 +476,6 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             highest=HighestAsFloat() if request.dropout else HighestAsInteger(),
             o=_o(c, request),
             scheduler=scheduler(request),
-            rows=Queries(),
             fold=fold(c, request),
             runs_anew=runs_anew(c, request),
         ),
@@ -559,15 +563,6 @@ def _layout(plan: KernelPlan) -> Specialized:
     return plan.specialized
 
 
-def cannot_pack(request: KernelRequest) -> str | None:
-    """Why no tile of a request can hold several heads, or None."""
-    if request.dropout:
-        return "drops probabilities of each head by itself: its heads share no tile"
-    if request.profile.summarised_by_query:
-        return "is summarised over tiles of queries, of which a packed tile has no fixed number"
-    return "tells heads apart, which then share no tile" if request.profile.uses_head else None
-
-
 def packed(plan: KernelPlan) -> KernelPlan | None:
     """The form of a plan whose tiles have rows of all heads that share keys, as far as their number is a power of two;
     None where registers do not allow it.
@@ -579,9 +574,7 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
         registers += (Part(name="packed", amount=PACKED_REGISTERS, why="the queries of two rows"),)
         if total(registers) > (plan.program.consumer_registers or find(plan.arch).registers_per_thread):
             return None
-    # A few queries are one tile: its blocks alone load these keys, each once.
-    l2 = KeysLeave() if plan.keys.split else KeysStay()
-    return replace(plan, registers=registers, specialized=replace(_layout(plan), rows=PackedQueries(), l2=l2))
+    return replace(plan, registers=registers, rows=PACKED)
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:

@@ -230,7 +230,6 @@ def backward(
     lookup_stages: int,
     lookups: tuple[tuple[str, str, int, bool], ...],
     layout: Layout = DENSE,
-    in_turn: bool = False,
 ) -> Program:
     """A backward's program: `columns` of q and k, and of v and d_o, in shared memory; tiles of queries in which the
     mask hides everything are skipped by a scheduler, where there may be any (`skips`), which has them in shared memory
@@ -270,7 +269,6 @@ def backward(
             by_query=by_query,
             deterministic=deterministic,
             own=layout.own,
-            in_turn=in_turn,
         )
     )
     helpers = ("dq semaphore", "dq accumulation", "loader")
@@ -301,7 +299,6 @@ def _backward_rings(
     by_query: bool,
     deterministic: bool,
     own: bool,
-    in_turn: bool,
 ) -> Iterator[Ring]:
     """In the order in which their barriers are initialised."""
     arriving = tuple(Party(role=name, arrivals=warps) for name in names)
@@ -329,10 +326,6 @@ def _backward_rings(
     cleared = (Party(role="dq accumulation", arrivals=1),) * dq_in_main_kernel
     more, note = (", and leave to add to dq", "v is here, and dq may be added") if dq_in_main_kernel else ("", "")
     yield _once("v", "v_full", "the block's V" + more, (*loader, *cleared), waiting, note)
-    if in_turn:
-        parties = (*arriving, Party(role="dq accumulation", arrivals=2))
-        free = (Party(role="loader", arrivals=0),)
-        yield _once("keys", "keys_done", "that no warp needs these keys any more", parties, free)
     if dq_in_main_kernel:
         accumulating = (Party(role="dq accumulation", arrivals=0),)
         yield _once("ending", "ending", "that the last tile of queries is being loaded", loader, accumulating)
@@ -483,7 +476,7 @@ def _backward_members(
     if layout.own:
         yield declared(Member(ctype="Sequence", name="sequence", size=24 if layout.joined else 16, alignment=4))
     yield declared(of["q"], note="full: of q, lse and the step; empty: of all")
-    yield declared(*(of[name] for name in ("d_o", "k", "v", "keys", "landed", "ds", "p", "lookups") if name in of))
+    yield declared(*(of[name] for name in ("d_o", "k", "v", "landed", "ds", "p", "lookups") if name in of))
     if "semaphore" in of:
         yield declared(of["semaphore"])
         yield declared(
@@ -491,9 +484,6 @@ def _backward_members(
         )
     if "ending" in of:
         yield declared(of["ending"], of["added"], note="the last tile of queries is being loaded; all of dq is added")
-    if "keys" in of:
-        yield declared(_words("u32", "turn"), note="which of the block's these keys are")
-        yield declared(_words("u32", "counted", _TWO), note="which of the block's keys each warp that adds up dq is at")
 
 
 def _turned_members(

@@ -28,11 +28,6 @@ DEVICE int quad_lane() { int i; asm volatile("mov.u32 %0, %%tid.x;\n\tand.b32 %0
 // The same of one.
 DEVICE void renew_one(u32& a) { asm volatile("" : "+r"(a)); }
 
-// The same of what is known of the problem.
-DEVICE int anew(int x) { asm volatile("" : "+r"(x)); return x; }
-
-template <typename T> DEVICE T* address_anew(T* x) { asm volatile("" : "+l"(x)); return x; }
-
 // ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
@@ -423,32 +418,41 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 attention_backward_prepare(const __grid_constant__ Params p) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  constexpr int LANES = 8;  // of a row
+  constexpr int LANES = 8, CHUNKS = (V_HEAD_DIM / 8 + LANES - 1) / LANES;  // of a row, and of each of its lanes
+  constexpr int STEP = ROW_THREADS / LANES, STEPS = (TILE_Q + STEP - 1) / STEP;
   const Rows rows = rows_of_block(p);
   const int lane = threadIdx.x % LANES;
   const i64 first = (i64)(rows.b * p.heads + rows.h) * p.q_len + rows.q_first;
   const bf16* o = p.o + rows.b * p.o_batch + rows.h * p.o_head + rows.q_first * p.o_row;
   const bf16* d_o = p.d_o + rows.b * p.d_o_batch + rows.h * p.d_o_head + rows.q_first * p.d_o_row;
-#pragma unroll 1
-  for (int row = threadIdx.x / LANES; row < TILE_Q; row += ROW_THREADS / LANES) {
-    const bool inside = rows.q_first + row <= rows.q_last;
+  // All rows are on their way at once.
+  Chunk of_o[STEPS][CHUNKS] = {}, of_d_o[STEPS][CHUNKS] = {};
+  float lse[STEPS];
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    const int row = threadIdx.x / LANES + i * STEP;
+    const bool inside = row < TILE_Q && rows.q_first + row <= rows.q_last;
+    lse[i] = inside && lane == 0 ? p.lse[first + row] : MINUS_INFINITY;
+#pragma unroll
+    for (int j = 0; j < CHUNKS; j++)
+      if (const int column = 8 * (lane + j * LANES); inside && column < V_HEAD_DIM) {
+        of_o[i][j] = *(const Chunk*)(o + row * p.o_row + column);
+        of_d_o[i][j] = *(const Chunk*)(d_o + row * p.d_o_row + column);
+      }
+  }
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    const int row = threadIdx.x / LANES + i * STEP;
     float sum = 0.f;
 #pragma unroll
-    for (int chunk = lane; chunk < V_HEAD_DIM / 8; chunk += LANES)
-      if (inside) {
-        const Chunk a = *(const Chunk*)(o + row * p.o_row + 8 * chunk);
-        const Chunk b = *(const Chunk*)(d_o + row * p.d_o_row + 8 * chunk);
-        sum += dot(a, b);
-      }
+    for (int j = 0; j < CHUNKS; j++) sum += dot(of_o[i][j], of_d_o[i][j]);
 #pragma unroll
-    for (int i = 1; i < LANES; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
-    if (lane == 0) {
-      const float lse = inside ? p.lse[first + row] : MINUS_INFINITY;
-      const bool empty = lse == MINUS_INFINITY;
-      const float dlse = p.dlse != nullptr && !empty ? p.dlse[first + row] : 0.f;
-      p.lse_log2[tile_of_block() * TILE_Q + row] = empty ? PLUS_INFINITY : lse * LOG2E;
-      p.delta[tile_of_block() * TILE_Q + row] = empty ? 0.f : sum - dlse;
-    }
+    for (int j = 1; j < LANES; j *= 2) sum += __shfl_xor_sync(~0u, sum, j);
+    if (lane != 0 || row >= TILE_Q) continue;
+    const bool empty = lse[i] == MINUS_INFINITY;
+    const float dlse = p.dlse != nullptr && !empty ? p.dlse[first + row] : 0.f;
+    p.lse_log2[tile_of_block() * TILE_Q + row] = empty ? PLUS_INFINITY : lse[i] * LOG2E;
+    p.delta[tile_of_block() * TILE_Q + row] = empty ? 0.f : sum - dlse;
   }
   float4* dq_sum = (float4*)(p.dq_sum + tile_of_block() * (TILE_Q * DQ_SUM_COLUMNS));
   for (int i = threadIdx.x; i < TILE_Q * DQ_SUM_COLUMNS / 4; i += ROW_THREADS)
@@ -460,17 +464,30 @@ attention_backward_prepare(const __grid_constant__ Params p) {
 // One warp makes rows of dq of a part of the sums: dq = scale * sum.  `dq` is this lane's row, if that is `inside`.
 // The four lanes of a row of two blocks transpose their words, so that each writes 16 bytes.
 DEVICE void finish_rows(i64 part, int warp, bf16* dq, bool inside, const Params& p) {
+  constexpr int AT_ONCE = 4;  // on their way
   const int lane = thread_index() % 32;
-  const float4* sum = (const float4*)(address_anew(p.dq_sum) + part * PART) + lane;
+  const float4* sum = (const float4*)(p.dq_sum + part * PART) + lane;
 #pragma unroll 1
-  for (int i = 0; i < DQ_COLUMNS; i += 16) {
-    const int column = warp / 4 * DQ_COLUMNS + i + lane % 4 / 2 * 8;
-    const float4 left = sum[i * 4], right = sum[i * 4 + 32];
-    u32 word[4] = {
-        cvt_bf16x2(p.scale * left.x, p.scale * left.y), cvt_bf16x2(p.scale * left.z, p.scale * left.w),
-        cvt_bf16x2(p.scale * right.x, p.scale * right.y), cvt_bf16x2(p.scale * right.z, p.scale * right.w)};
-    transpose_quad(word);
-    if (inside && column < HEAD_DIM) *(Chunk*)(dq + column) = {{word[0], word[1], word[2], word[3]}};
+  for (int first = 0; first < DQ_COLUMNS; first += 16 * AT_ONCE) {
+    float4 left[AT_ONCE], right[AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++)
+      if (first + 16 * j < DQ_COLUMNS) {
+        left[j] = sum[(first + 16 * j) * 4];
+        right[j] = sum[(first + 16 * j) * 4 + 32];
+      }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+      const int i = first + 16 * j;
+      const int column = warp / 4 * DQ_COLUMNS + i + lane % 4 / 2 * 8;
+      const float4 l = left[j], r = right[j];
+      u32 word[4] = {
+          cvt_bf16x2(p.scale * l.x, p.scale * l.y), cvt_bf16x2(p.scale * l.z, p.scale * l.w),
+          cvt_bf16x2(p.scale * r.x, p.scale * r.y), cvt_bf16x2(p.scale * r.z, p.scale * r.w)};
+      transpose_quad(word);
+      if (i < DQ_COLUMNS && inside &&
+          column < HEAD_DIM) *(Chunk*)(dq + column) = {{word[0], word[1], word[2], word[3]}};
+    }
   }
 }
 
@@ -481,7 +498,7 @@ DEVICE int row_of_lane(int warp) {
 }
 
 DEVICE void finish_part(int part, const Params& p) {
-  const int tile = part / PARTS, warp = part % PARTS, head = tile / anew(p.q_tiles);
+  const int tile = part / PARTS, warp = part % PARTS, head = tile / p.q_tiles;
   const int row = tile % p.q_tiles * TILE_Q + row_of_lane(warp);
   bf16* dq = p.dq + head / p.heads * p.dq_batch + head % p.heads * p.dq_head + row * p.dq_row;
   finish_rows(part, warp, dq, row < p.q_len, p);
@@ -535,14 +552,12 @@ DEVICE Step next_step(Step step, const Keys& keys, const Params& p) {
 // The keys of this block.
 // Late keys first, as they add to dq, within groups of heads whose queries and dq stay in L2.  So blocks of one head
 // start one after the other, as they wait for each other.
-DEVICE Keys keys_of_block(int block, const Params& p) {
-  const int tiles = anew(p.kv_tiles), together = anew(p.l2_heads);
-  const int group = block / (tiles * together) * together, rest = block - group * tiles;
-  const int width = min(together, anew(p.kv_heads) * p.batch - group);
-  const int head = group + rest % width, k_first = (tiles - 1 - rest / width) * TILE_KV;
-  const int kv_heads = anew(p.kv_heads), kv_head = head % kv_heads, heads = p.heads / kv_heads,
-      k_last = min(k_first + TILE_KV, p.kv_len) - 1;
-  return {head / kv_heads, kv_head, kv_head * heads, (kv_head + 1) * heads, k_first, k_last};
+DEVICE Keys keys_of_block(const Params& p) {
+  const int group = blockIdx.x / (p.kv_tiles * p.l2_heads) * p.l2_heads, rest = blockIdx.x - group * p.kv_tiles;
+  const int width = min(p.l2_heads, p.kv_heads * p.batch - group);
+  const int head = group + rest % width, k_first = (p.kv_tiles - 1 - rest / width) * TILE_KV;
+  const int kv_head = head % p.kv_heads, heads = p.heads / p.kv_heads, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
+  return {head / p.kv_heads, kv_head, kv_head * heads, (kv_head + 1) * heads, k_first, k_last};
 }
 
 // ---------------------------------------------------------------- shared memory
@@ -650,7 +665,7 @@ struct Loader {
     mbarrier_arrive(shared.semaphore_full[ring.passed % SEMAPHORE_STEPS]);
     if (step.tile < 0) {
       wait_for_rows();
-      mbarrier_arrive(shared.pipe.full[ring.stage()]);
+      mbarrier_arrive(shared.pipe.full[0]);
       return;
     }
     if (ring.passed == 0) load_k(keys);
@@ -1008,7 +1023,7 @@ attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constan
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
   if (threadIdx.x == 0) {
-    shared.keys = keys_of_block(blockIdx.x, p);
+    shared.keys = keys_of_block(p);
     init(shared.pipe, WARPS);
     mbarrier_init(shared.k_full, 1);
     mbarrier_init(shared.v_full, 1);
