@@ -1,10 +1,14 @@
 """Tests marked `gpu` skip, with the reason, where there is no GPU, and tests marked `nightly` run with --nightly alone;
 PyTorch's CPU work stays on one thread; the seed of the fuzzers is a fresh one, the same in every process of a run."""
 
+import gc
 import os
 import secrets
 
 import pytest
+
+#: (file, function, marks, what the nightly mark is given) of every test that was found, those left out too.
+COLLECTED = pytest.StashKey[list]()
 
 # The matrices of the tests are small: threads that wait for each other cost more than they bring, ten times more where
 # something else uses the cores.  Read by PyTorch when it is imported, here and in subprocesses.
@@ -22,7 +26,18 @@ def pytest_report_header(config):
     return [f"fuzz: FLASHGEN_FUZZ_SEED={os.environ['FLASHGEN_FUZZ_SEED']}", f"nightly tests: {nightly}"]
 
 
+def pytest_collection_finish(session):
+    """Modules and thousands of tests stay: a collection of garbage need not go through them each time."""
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    rows = config.stash[COLLECTED] = []
+    for item in items:
+        nightly = item.get_closest_marker("nightly")
+        given = None if nightly is None else (list(nightly.args), nightly.kwargs)
+        rows.append((str(item.path), item.originalname, {mark.name for mark in item.iter_markers()}, given))
     if not config.getoption("--nightly"):
         left_out = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left_out)

@@ -1,6 +1,7 @@
 """No two operators of emitted text ever join: every op nested in every other, and in all of its places, means in CUDA
 what it means in Python."""
 
+import functools
 import random
 import re
 
@@ -145,7 +146,9 @@ def check(roots, *, exact):
     assert not wrong, "\n".join(wrong)
 
 
-PAIRS = list(nested())
+@functools.cache
+def pairs():
+    return list(nested())
 
 
 def test_every_pair_is_nested():
@@ -158,18 +161,18 @@ def test_every_pair_is_nested():
         for (inner, _), result in results.items()
         if result is dtypes[place]
     }
-    found = {(outer, place, inner) for outer, place, inner, _ in PAIRS}
+    found = {(outer, place, inner) for outer, place, inner, _ in pairs()}
     zero = ("mod", "bit_and", "bit_xor", "shift_right", "cast")
     divisors = {(outer, 1, inner) for outer in ("floor_div", "mod") for inner in zero}
     counts = {(f"shift_{way}", 1, i) for way in ("left", "right") for i in ("neg", "bit_not", "cast", "shift_left")}
     assert wanted - found <= divisors | counts
-    assert len(PAIRS) > 3000
+    assert len(pairs()) > 3000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_every_pair_means_what_python_means(exact):
-    roots = list(dict.fromkeys(root for *_, root in PAIRS))
+    roots = list(dict.fromkeys(root for *_, root in pairs()))
     if exact:  # what is printed as otherwise has been seen
         roots = [root for root in roots if Printer(exact=True).body(root) != Printer().body(root)]
     for first in range(0, len(roots), AT_ONCE):

@@ -274,8 +274,10 @@ def first_import(path: Path) -> str | None:
 #: Each module in a fork of the process that has imported alone what the module imports first: what comes after is as
 #: in a process of its own, and none pays again for what came before, nor for PyTorch and SymPy.
 FORK = """
-import importlib, json, os, sys, traceback
+import gc, importlib, json, os, sys, traceback
 import jinja2, numpy, rich.console, sympy, torch, typer
+
+gc.disable()  # a collection would copy the pages that a fork shares
 
 after = json.loads(sys.argv[1])
 

@@ -12,19 +12,15 @@ import pytest
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
-#: Collects in a process of its own, and prints (file, function, marks, `sibling` of the nightly mark) of every test.
+#: Collects in a process of its own, and prints what conftest.py keeps of every test.
 COLLECT = """
 import json, sys
 import pytest
 
 class Collected:
     def pytest_collection_finish(self, session):
-        rows = []
-        for item in session.items:
-            nightly = item.get_closest_marker("nightly")
-            given = None if nightly is None else [list(nightly.args), nightly.kwargs]
-            rows.append([str(item.path), item.originalname, [mark.name for mark in item.iter_markers()], given])
-        print("rows:" + json.dumps(rows))
+        (conftest,) = (p for p in session.config.pluginmanager.get_plugins() if hasattr(p, "COLLECTED"))
+        print("rows:" + json.dumps(session.config.stash[conftest.COLLECTED], default=sorted))
 
 sys.exit(pytest.main([*sys.argv[1:], "--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[Collected()]))
 """
@@ -45,10 +41,11 @@ def collect(*arguments: str, cwd: Path = ROOT) -> list[Collected]:
     done = subprocess.run([sys.executable, "-c", COLLECT, *arguments], cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (rows,) = [line.removeprefix("rows:") for line in done.stdout.splitlines() if line.startswith("rows:")]
-    return [
-        Collected(Path(file), function, frozenset(marks), nightly)
-        for file, function, marks, nightly in json.loads(rows)
-    ]
+    return of_rows(json.loads(rows))
+
+
+def of_rows(rows) -> list[Collected]:
+    return [Collected(Path(file), function, frozenset(marks), nightly) for file, function, marks, nightly in rows]
 
 
 def without_sibling(tests: list[Collected]) -> set[str]:
@@ -70,8 +67,13 @@ def without_sibling(tests: list[Collected]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def tests():
-    return collect("--nightly")
+def tests(pytestconfig):
+    """All of them: as this run found them, where it looked at every file, and not at single tests."""
+    conftest = pytestconfig.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
+    found = of_rows(pytestconfig.stash[conftest.COLLECTED])
+    partly = any("::" in argument for argument in pytestconfig.args)
+    everything = {test.file for test in found} >= set(TESTS.rglob("test_*.py"))
+    return found if everything and not partly else collect("--nightly")
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ class Asleep:
 class Bundle:
     """Lanes of warps a..b at one place in the program; `mask` is True or [b - a, 32].
 
-    `unmet` is (mask, place, lanes alive) of when all of its lanes last missed others: no use to look before one differs.
+    `unmet` is (mask, place, lanes alive) when its lanes last missed others: until one differs they miss them still.
     """
 
     a: int
@@ -121,7 +121,8 @@ class Block:
         self.index_in_cluster, self.index = inner, index
         self.number = index[0] + launch.grid[0] * (index[1] + launch.grid[1] * index[2])
         self.warps = launch.warps
-        self.banks = Banks(program.counts, program.defined, self.warps)
+        spare = launch.spare
+        self.banks = (spare.pop() if spare else Banks(program.counts, program.defined, self.warps)).clear()
         self.first_row = rank * self.warps
         self.shared = SharedMemory(launch.smem_total, program.granule, cluster.races, self.first_row)
         self.local = np.full((self.warps, LANES, program.local_bytes), 0xFF, np.uint8)

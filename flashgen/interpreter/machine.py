@@ -18,6 +18,7 @@ from flashgen.interpreter.errors import BadLaunch, WrongTarget
 from flashgen.interpreter.memory import BASE as GLOBALS_BASE
 from flashgen.interpreter.memory import GLOBALS_BYTES, Early, Memory
 from flashgen.interpreter.parser import Entry, Source, Variable, parse
+from flashgen.interpreter.registers import Banks
 from flashgen.interpreter.scheduler import check_progress, parked, run_cluster
 from flashgen.interpreter.shared import BASE as SHARED_BASE
 from flashgen.interpreter.translate import Program, translate
@@ -88,6 +89,7 @@ class Launch:
     alone: bool = True  # the kernel before has ended
     steps: int = 0
     constants: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
+    spare: list[Banks] = field(default_factory=list)  # registers of blocks that have ended: fresh memory takes longer
 
     @property
     def threads(self) -> int:
@@ -270,6 +272,7 @@ def _run(launch: Launch) -> Iterator[None]:
                 run_cluster(cluster, 64 if launch.rng is None else int(launch.rng.integers(1, 64)))
                 if cluster.done:
                     slots[slot] = None
+                    launch.spare += [block.banks for block in cluster.blocks]
         running = [cluster for cluster in slots if cluster is not None]
         if running and all(parked(cluster) for cluster in running):
             yield

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashgen.interpreter.errors import BadLaunch, Misaligned, NotComplete, OutOfBounds, Race, ReadOnly
-from flashgen.interpreter.registers import LANES, Mask
+from flashgen.interpreter.registers import LANES, Mask, spread
 
 #: Address of the first buffer: above 4 GiB, so that a pointer cut to 32 bits is out of bounds.
 BASE = 0x7_0000_0000
@@ -126,7 +126,7 @@ class Memory:
     # ------------------------------------------------------------ access by lanes
     def access(self, address: np.ndarray, m: Mask, width: int, kind: str, *, write: bool = False) -> np.ndarray:
         """Check and count an access of `width` bytes per lane.  Returns arena offsets (idle lanes: an active one's)."""
-        address = np.broadcast_to(address, np.broadcast_shapes(address.shape, (1, LANES)) if m is True else m.shape)
+        address = spread(address, np.broadcast_shapes(address.shape, (1, LANES)) if m is True else m.shape)
         offset = address.astype(np.int64) - BASE
         if m is not True:
             active = offset[m]

@@ -52,6 +52,11 @@ SlotSpec = RegisterSlot | ConstantSlot | SpecialSlot | DefinedSlot
 BANK_DTYPES = {1: np.dtype(np.bool_), 16: np.dtype(np.uint16), 32: np.dtype(np.uint32), 64: np.dtype(np.uint64)}
 
 
+def spread(value: np.ndarray | np.generic, shape: tuple[int, ...]) -> np.ndarray:
+    """`value` in this shape, as np.broadcast_to has it, which takes microseconds for what has the shape already."""
+    return value if value.shape == shape else np.broadcast_to(value, shape)
+
+
 class Banks:
     """Register storage of one block: bank[width] has shape [registers, warps, 32]."""
 
@@ -59,11 +64,16 @@ class Banks:
         self.bank = {
             width: np.empty((counts.get(width, 0), warps, LANES), dtype) for width, dtype in BANK_DTYPES.items()
         }
-        self.defined = np.zeros((defined, warps, LANES), np.bool_)
+        self.defined = np.empty((defined, warps, LANES), np.bool_)
+
+    def clear(self) -> Banks:
+        """As a block finds them: nothing is written."""
+        self.defined.fill(False)
         for width, array in self.bank.items():
             array.view(np.uint8 if width > 1 else np.bool_).fill(
                 0xFF if width > 1 else 0
             )  # NaNs: unwritten registers show
+        return self
 
 
 class Group:

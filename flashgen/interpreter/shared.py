@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.interpreter.errors import Misaligned, OutOfBounds
-from flashgen.interpreter.registers import LANES, Group, Mask
+from flashgen.interpreter.registers import LANES, Group, Mask, spread
 
 if TYPE_CHECKING:
     from flashgen.interpreter.races import Races, Shadow
@@ -60,7 +60,7 @@ class SharedMemory:
 
     def access(self, group: Group, address: np.ndarray, m: Mask, width: int) -> tuple[np.ndarray, Pattern]:
         """Check one access of `width` bytes per lane.  Returns usable addresses (idle lanes repeat an active one)."""
-        address = np.broadcast_to(address, (group.n, LANES))
+        address = spread(address, (group.n, LANES))
         if m is True:
             base = int(address[0, 0])
         else:

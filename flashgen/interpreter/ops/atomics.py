@@ -12,7 +12,7 @@ from flashgen.interpreter.build import Build, Closure
 from flashgen.interpreter.ops.loads import note_granule
 from flashgen.interpreter.ops.remote import local_address
 from flashgen.interpreter.parser import Sink, Vec
-from flashgen.interpreter.registers import LANES, Mask, Slots
+from flashgen.interpreter.registers import LANES, Mask, Slots, spread
 
 _SCOPES = ("relaxed", "acquire", "release", "acq_rel", "cta", "cluster", "gpu", "sys", "noftz")
 
@@ -63,7 +63,7 @@ def _build(b: Build, returns: bool) -> Closure:
 
     def run(V: Slots, m: Mask) -> None:
         group = V[0]
-        where = np.broadcast_to(np.asarray(V[address]).astype(np.int64) + offset, (group.n, LANES))
+        where = spread(np.asarray(V[address]).astype(np.int64) + offset, (group.n, LANES))
         lanes = np.ones(where.shape, bool) if m is True else m
         if space == "global":
             memory = group.block.launch.memory
@@ -78,12 +78,12 @@ def _build(b: Build, returns: bool) -> Closure:
             memory.note_atomic(group, at, pattern, m, instruction.line)
             view = memory.data.view(dtype)
         index = at // width
-        full = [np.broadcast_to(V[slot], where.shape) for slot in values]
+        full = [spread(V[slot], where.shape) for slot in values]
         if name == "add" and d is None:
             for k, value in enumerate(full):
                 np.add.at(view, index[lanes] + k, value[lanes])
             return
-        other = None if new is None else np.broadcast_to(V[new], where.shape)
+        other = None if new is None else spread(V[new], where.shape)
         for row, lane in np.argwhere(lanes):
             for k, value in enumerate(full):
                 old = view[index[row, lane] + k]

@@ -12,7 +12,7 @@ from flashgen.interpreter.build import Build, Closure
 from flashgen.interpreter.errors import Misaligned, OutOfBounds, Uninitialised
 from flashgen.interpreter.ops.remote import local_address, remote_shared
 from flashgen.interpreter.parser import Instruction, Sink, Vec
-from flashgen.interpreter.registers import LANES, Group, Mask, Slots
+from flashgen.interpreter.registers import LANES, Group, Mask, Slots, spread
 from flashgen.interpreter.shared import SharedMemory
 from flashgen.interpreter.spaces import WINDOW_BYTES, WINDOWS, split
 
@@ -63,7 +63,7 @@ def load(b: Build) -> Closure:
     def run(V: Slots, m: Mask) -> None:
         group = V[0]
         where = np.asarray(V[address]).astype(np.int64) + offset
-        parts = fetch(group, np.broadcast_to(where, (group.n, LANES)), m, width, count, instruction)
+        parts = fetch(group, spread(where, (group.n, LANES)), m, width, count, instruction)
         for slot, part in zip(targets, parts, strict=True):
             if slot is not None:
                 np.copyto(V[slot], part.view(dtype), where=m, casting="unsafe")
@@ -86,7 +86,7 @@ def store(b: Build) -> Closure:
 
     def run(V: Slots, m: Mask) -> None:
         group = V[0]
-        where = np.broadcast_to(np.asarray(V[address]).astype(np.int64) + offset, (group.n, LANES))
+        where = spread(np.asarray(V[address]).astype(np.int64) + offset, (group.n, LANES))
         put(group, where, m, width, [V[slot] for slot in values], instruction)
 
     return run
@@ -138,7 +138,7 @@ def _scatter(views: dict[int, np.ndarray], offset: np.ndarray, m: Mask, width: i
         first = first[m]
     for k, value in enumerate(values):
         if m is not True:
-            value = np.broadcast_to(value, m.shape)[m]
+            value = spread(value, m.shape)[m]
         views[width][first + k] = value
 
 
@@ -181,7 +181,7 @@ def _st_cluster(group: Group, where: np.ndarray, m: Mask, width: int, values: li
         memory, address = remote_shared(group.block, int(where[row, lane]))
         _remote_check(memory, address, width * len(values), group, row, lane, i, write=True)
         for k, value in enumerate(values):
-            memory.views[width][address // width + k] = np.broadcast_to(value, where.shape)[row, lane]
+            memory.views[width][address // width + k] = spread(value, where.shape)[row, lane]
 
 
 def _remote_check(
@@ -247,10 +247,10 @@ def _st_local(group: Group, where: np.ndarray, m: Mask, width: int, values: list
     written = group.block.keep("local written", lambda: np.zeros(group.block.local.shape, bool))
     view = group.block.local.view(f"u{width}")
     lanes = np.ones((group.n, LANES), bool) if m is True else m
-    row, lane = np.broadcast_to(row, lanes.shape)[lanes], np.broadcast_to(lane, lanes.shape)[lanes]
+    row, lane = spread(row, lanes.shape)[lanes], spread(lane, lanes.shape)[lanes]
     at = at[lanes]
     for k, value in enumerate(values):
-        view[row, lane, at // width + k] = np.broadcast_to(value, lanes.shape)[lanes]
+        view[row, lane, at // width + k] = spread(value, lanes.shape)[lanes]
     for byte in range(width * len(values)):
         written[row, lane, at + byte] = True
 

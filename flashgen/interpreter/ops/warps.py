@@ -10,7 +10,7 @@ from flashgen.interpreter import types
 from flashgen.interpreter.build import Build, Closure
 from flashgen.interpreter.errors import Diverged
 from flashgen.interpreter.parser import Imm, Not, Pair, Reg, Sink
-from flashgen.interpreter.registers import LANES, Group, Mask, Slots
+from flashgen.interpreter.registers import LANES, Group, Mask, Slots, spread
 
 _LANE = np.arange(LANES, dtype=np.int64)
 _BIT = np.uint32(1) << np.arange(LANES, dtype=np.uint32)
@@ -30,8 +30,8 @@ def check_members(group: Group, m: Mask, members: np.ndarray, what: str) -> None
     if m is True and (np.asarray(members) == np.uint32(0xFFFFFFFF)).all():
         return
     lanes = _lanes(group, m)
-    here = np.broadcast_to(_bits(lanes), lanes.shape)
-    named = np.broadcast_to(members, lanes.shape)
+    here = spread(_bits(lanes), lanes.shape)
+    named = spread(members, lanes.shape)
     bad = lanes & (here != named)
     if bad.any():
         row, lane = (int(x) for x in np.argwhere(bad)[0])
@@ -62,11 +62,11 @@ def shuffle(b: Build) -> Closure:
         if fixed and group.n in plans:
             return plans[group.n]
         shape = (group.n, LANES)
-        amount = np.broadcast_to(np.asarray(V[by]).astype(np.int64) & 31, shape)
-        c = np.broadcast_to(np.asarray(V[clamp]).astype(np.int64), shape)
+        amount = spread(np.asarray(V[by]).astype(np.int64) & 31, shape)
+        c = spread(np.asarray(V[clamp]).astype(np.int64), shape)
         segment, limit = c >> 8 & 31, c & 31
         last = (_LANE & segment) | (limit & ~segment)
-        first = np.broadcast_to(_LANE & segment, shape)
+        first = spread(_LANE & segment, shape)
         if mode == "up":
             j = _LANE - amount
             ok = j >= last
@@ -96,7 +96,7 @@ def shuffle(b: Build) -> Closure:
             read = np.take_along_axis(m, j, 1)
             if (m & ~read).any():
                 raise Diverged("shfl.sync reads a lane that does not take part")
-        value = np.take_along_axis(np.broadcast_to(V[x], (group.n, LANES)), j, 1)
+        value = np.take_along_axis(spread(V[x], (group.n, LANES)), j, 1)
         np.copyto(V[d], value, where=m)
         if p is not None:
             np.copyto(V[p], ok, where=m)
@@ -119,7 +119,7 @@ def vote(b: Build) -> Closure:
         group = V[0]
         check_members(group, m, V[members], "vote.sync")
         lanes = _lanes(group, m)
-        p = np.broadcast_to(~np.asarray(V[x]) if negate else V[x], lanes.shape)
+        p = spread(~np.asarray(V[x]) if negate else V[x], lanes.shape)
         if mode == "ballot":
             value = _bits(p & lanes)
         elif mode == "any":
@@ -155,7 +155,7 @@ def reduce(b: Build) -> Closure:
     def run(V: Slots, m: Mask) -> None:
         group = V[0]
         check_members(group, m, V[members], "redux.sync")
-        values, lanes = np.broadcast_to(V[x], (group.n, LANES)), _lanes(group, m)
+        values, lanes = spread(V[x], (group.n, LANES)), _lanes(group, m)
         for row in np.flatnonzero(lanes.any(1)):
             result = ufunc.reduce(values[row][lanes[row]], dtype=types.DTYPES[kind])
             V[d][row][lanes[row]] = result
