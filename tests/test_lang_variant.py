@@ -247,7 +247,7 @@ LINE = inspect.currentframe().f_lineno - 1
     ("variant", "given", "message"),
     [
         (local, {"windw": 3}, "'local' has no parameter 'windw' (did you mean 'window'?); it takes window"),
-        (causal, {"window": 3}, "'causal' has no parameter 'window'; it takes nothing: what its mask and score read"),
+        (causal, {"window": 3}, "'causal' has no parameter 'window'; it takes nothing: its mask and score read none"),
         (blocked, {"block": 3}, "'block' of 'blocked' is the int32 constant"),
         (biased, {"bias": 3}, "'bias' of 'biased' is a captured tensor of float32, ('heads',), not a parameter"),
         (required, {}, "'required' needs the parameter 'reach', int32, at least 0\n  nearest: reach=... in a call,"),

@@ -340,6 +340,26 @@ def test_the_walk_on_a_cpu(of_q, options):
     torch.testing.assert_close(lse.double(), right_lse, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_sequences_behind_each_other_on_a_cpu(in_pages):
+    """Those of lengths 100, 0 and 70 have the bits that each has alone."""
+    q, k, v = drawn(q_len=170, kv_len=170, batch=1)
+    starts = torch.tensor([0, 100, 100, 170], dtype=torch.int32)
+    rows, given = (
+        [x[0].transpose(0, 1) for x in (q, k.codes, v.codes)],
+        {"k_descale": k.descale, "v_descale": v.descale},
+    )
+    if in_pages:  # of 10 keys, those of the third sequence first
+        table = torch.tensor([[*range(7, 17)], [0] * 10, [*range(7), 0, 0, 0]], dtype=torch.int32)
+        given |= {"page_table": table, "kv_lengths": starts.diff()}
+        rows[1:] = [torch.cat([x[100:], x[:100]]).unflatten(0, (17, 10)) for x in rows[1:]]
+    o = fg.attention_varlen(*rows, CAUSAL, starts, max_seqlen_q=100, **given)
+    for part in (slice(0, 100), slice(100, 170)):
+        alone = (x[:, :, part] for x in (q, k.codes, v.codes))
+        right = fg.attention(*alone, CAUSAL, k_descale=k.descale, v_descale=v.descale)
+        assert torch.equal(o[part], right[0].transpose(0, 1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "of_q", "splits", "page_size"),

@@ -442,9 +442,10 @@ class Variant:
         symbols = {s.name: s for s in (*self.params, *self.constants, *self.tensors)}
         if name in symbols:
             return f"{name!r} of {self.name!r} is {summary(symbols[name])}, not a {kind}"
-        names = ", ".join(symbols) or "nothing"
         found = f"{self.name!r} has no {kind} {name!r}{source.nearest(name, symbols)}"
-        return f"{found}; it takes {names}: what its mask and score read"
+        if not symbols:
+            return f"{found}; it takes nothing: its mask and score read none"
+        return f"{found}; it takes {', '.join(symbols)}, which its mask and score read"
 
     @staticmethod
     def _refused(message: str) -> SpecError:
