@@ -49,7 +49,10 @@ class Asleep:
 
 @dataclass(slots=True, eq=False)
 class Bundle:
-    """Lanes of warps a..b at one place in the program; `mask` is True or [b - a, 32]."""
+    """Lanes of warps a..b at one place in the program; `mask` is True or [b - a, 32].
+
+    `unmet` is (mask, place, lanes alive) of when all of its lanes last missed others: no use to look before one differs.
+    """
 
     a: int
     b: int
@@ -58,6 +61,7 @@ class Bundle:
     wait: Wait | None = None
     seen: int = -1
     turns: int = 0
+    unmet: tuple[Mask, int, np.ndarray] | None = None
 
 
 class Cluster:

@@ -148,19 +148,24 @@ class Races:
         """
         epoch = shadow.written[where]
         writer, time = epoch >> SHIFT, epoch & _TIME
-        ok = self.generic[rows[:, None], writer] >= time
-        if not ok.all() or not epoch.all():
-            row, _ = (int(x) for x in np.argwhere(~ok | (epoch == 0))[0])
-            every = np.full(where.shape, rows[row])
-            self._explain_read(shadow, where, every, epoch, ok[row], "reads through the async proxy")
-        ok = (writer >= self.mbarrier) | (self.proxy[rows[:, None], writer] >= time)
-        if not ok.all():
-            at = int(np.argwhere(~ok)[0][1])
-            raise MissingFence(
-                f"the async proxy reads shared memory written by {self.name(int(writer[at]))}"
-                f" (PTX line {shadow.line[where[at]]}) with no fence.proxy.async between"
-            )
-        shadow.reads[where[:, None], kind + rows] = times
+        every = rows.tolist()  # row by row: a gather or a scatter of both dimensions takes four times as long
+        written = epoch.all()
+        for row in every:
+            ok = self.generic[row].take(writer) >= time
+            if not written or not ok.all():
+                who = np.full(where.shape, row)
+                self._explain_read(shadow, where, who, epoch, ok, "reads through the async proxy")
+        landed = writer >= self.mbarrier
+        for row in every if not landed.all() else ():
+            ok = landed | (self.proxy[row].take(writer) >= time)
+            if not ok.all():
+                at = int((~ok).argmax())
+                raise MissingFence(
+                    f"the async proxy reads shared memory written by {self.name(int(writer[at]))}"
+                    f" (PTX line {shadow.line[where[at]]}) with no fence.proxy.async between"
+                )
+        for row, last in zip(every, np.broadcast_to(times, rows.shape), strict=True):
+            shadow.reads[:, kind + row][where] = last
 
     def write(self, shadow: Shadow, where: np.ndarray, rows: np.ndarray, lanes: Any, line: int) -> None:
         """Warps `rows` write granules through the generic proxy."""

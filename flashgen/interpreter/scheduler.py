@@ -101,17 +101,20 @@ def _met(block: Block, bundle: Bundle) -> bool:
     code = block.launch.program.blocks[bundle.pc]
     if not code.meets or bundle.mask is True:
         return True
-    named = block.alive[bundle.a : bundle.b]
+    alive, unmet = block.alive, bundle.unmet
+    if unmet is not None and unmet[0] is bundle.mask and unmet[1] == bundle.pc and unmet[2] is alive:
+        return False
+    named = alive[bundle.a : bundle.b]
     if code.members is not None:
-        members = np.asarray(block.group(bundle.a, bundle.b).slots[code.members])
-        by_lane = np.broadcast_to(members, named.shape)
-        warp = np.where(bundle.mask, by_lane, np.uint32(0)).max(1, keepdims=True)
+        members = block.group(bundle.a, bundle.b).slots[code.members]
+        warp = np.where(bundle.mask, members, np.uint32(0)).max(1, keepdims=True)
         named = named & (warp >> np.arange(LANES, dtype=np.uint32) & np.uint32(1)).astype(bool)
     here = bundle.mask.any(1)
     missing = (named & ~bundle.mask).any(1) & here
     if not missing.any():
         return True
     if (missing == here).all():
+        bundle.unmet = bundle.mask, bundle.pc, alive
         return False
     later = _cut(bundle, bundle.mask & missing[:, None])
     block.bundles.append(later)

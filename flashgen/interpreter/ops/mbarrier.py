@@ -214,47 +214,35 @@ def expect_only(b: Build) -> Closure:
 
 @dataclass(slots=True)
 class AtMBarrier:
-    """Lanes that wait for a phase: `places` maps (warp, lane) to (barrier, parity or phase)."""
+    """Lanes that wait for a phase: `waits` has (barrier, parity or phase, lanes) of each; lanes are [warps, 32] of the
+    block."""
 
     block: Block
-    places: dict[tuple[int, int], tuple[MBarrier, int]]
+    waits: list[tuple[MBarrier, int, np.ndarray]]
     parity: bool
     slot: int
 
     def poll(self, group: Group, m: Mask) -> Mask | bool:
+        over = [wait for wait in self.waits if passed(wait[0], wait[1], self.parity)]
         ready = np.zeros((group.n, LANES), bool)
-        known: dict[tuple[int, int], bool] = {}
-        for row, lane in lanes_of(group, m):
-            barrier, phase = self.places[group.a + row, lane]
-            key = id(barrier), phase
-            if key not in known:
-                known[key] = passed(barrier, phase, self.parity)
-            ready[row, lane] = known[key]
+        for _, _, lanes in over:
+            ready |= lanes[group.a : group.b]
+        if m is not True:
+            ready &= m
         if not ready.any():
             return False
-        self.let_go(group, ready)
-        everyone = np.ones_like(ready) if m is True else m
-        return True if (ready == everyone).all() else ready
-
-    def let_go(self, group: Group, ready: np.ndarray) -> None:
-        races = self.block.cluster.races
         group.slots[self.slot][ready] = True
-        if races is not None:
-            for row, barriers in self._barriers(group, ready).items():
-                for barrier in barriers.values():
-                    if barrier.done is not None:
-                        races.acquire(row + self.block.first_row, barrier.done)
-
-    def _barriers(self, group: Group, ready: np.ndarray) -> dict[int, dict[int, MBarrier]]:
-        out: dict[int, dict[int, MBarrier]] = {}
-        for row, lane in lanes_of(group, ready):
-            barrier = self.places[group.a + row, lane][0]
-            out.setdefault(group.a + row, {})[id(barrier)] = barrier
-        return out
+        races = self.block.cluster.races
+        for barrier, _, lanes in over:
+            if races is not None and barrier.done is not None:
+                for row in np.flatnonzero((ready & lanes[group.a : group.b]).any(1)):
+                    races.acquire(group.a + int(row) + self.block.first_row, barrier.done)
+        everyone = True if m is True else m
+        return True if (ready == everyone).all() else ready
 
     def describe(self) -> str:
         seen = {}
-        for barrier, phase in self.places.values():
+        for barrier, phase, _ in self.waits:
             word = f"parity {phase}" if self.parity else f"phase {phase}"
             seen[id(barrier), phase] = (
                 f"{word} of {barrier} (in phase {barrier.phase}: {barrier.pending} of {barrier.count} arrivals and"
@@ -275,21 +263,31 @@ def _wait(b: Build, blocking: bool) -> Any:
     parity = bool(b.take("parity"))
     b.done((3, 4))
     p = b.write(b.operands[0], "pred")
-    at = _address(b, b.operands[1])
+    at, (address, _) = _address(b, b.operands[1]), b.address(b.operands[1])
     phase = b.read(b.operands[2], "u32" if parity else "b64")
     what = b.instruction.opcode
 
     def run(V: Slots, m: Mask) -> AtMBarrier | None:
         group = V[0]
         block = group.block
-        places = {}
-        for row, lane in lanes_of(group, m):
-            own = group.a + row + block.first_row
-            _, barrier = find(block, at(V, row, lane), own, what)
-            number = value_at(V, phase, row, lane)
-            places[group.a + row, lane] = barrier, number
+        shape = group.n, LANES
+        lanes = np.ones(shape, bool) if m is True else m
+        addresses, phases = (np.broadcast_to(V[slot], shape) for slot in (address, phase))
+        waits: dict[tuple[int, int], tuple[MBarrier, int, np.ndarray]] = {}
+        for row in np.flatnonzero(lanes.any(1)):
+            warp, apart = group.a + int(row), lanes[row]
+            while apart.any():  # as a rule all lanes of a warp wait for one phase of one mbarrier
+                lane = int(apart.argmax())
+                _, barrier = find(block, at(V, row, lane), warp + block.first_row, what)
+                number = int(phases[row, lane])
+                same = (addresses[row] == addresses[row, lane]) & (phases[row] == number)
+                of = id(barrier), number
+                if of not in waits:
+                    waits[of] = barrier, number, np.zeros((block.warps, LANES), bool)
+                waits[of][2][warp] |= apart & same
+                apart = apart & ~same
         np.copyto(V[p], False, where=m)
-        wait = AtMBarrier(block, places, parity, p)
+        wait = AtMBarrier(block, list(waits.values()), parity, p)
         rng = block.launch.rng
         if blocking and not (rng is not None and rng.random() < 0.2):
             return wait
