@@ -87,7 +87,7 @@ def in_turn(plan: QuantizePlan, sizes: Sequence[Sizes], blocks: int) -> dict[str
     """Tiles of a launch, and how many peaks are found before the first codes: those of a group, whose scales are known
     then, and a tile for each thread block, as what all work on has not ended."""
     tiles = sum(of.all_tiles for of in sizes)
-    lead = max(of.group(plan) * min(of.tiles, of.tiles_of_scale) for of in sizes) + blocks
+    lead = max(of.group(plan) * min(-(-of.longest // ROWS), of.tiles_of_scale) for of in sizes) + blocks
     return {"tiles": tiles, "lead": min(tiles, lead)}
 
 
