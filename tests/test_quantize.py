@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import re
 
 import numpy as np
 import pytest
@@ -356,6 +357,33 @@ def test_a_mutation_is_seen(monkeypatch):
             patch.setitem(globals(), "emit", lambda plan, mutated=mutated: mutated)
             found, wanted = beside(x)
         assert any(not np.array_equal(a.reshape(b.shape), b) for a, b in zip(found, wanted, strict=True)), old
+
+
+def swapped(text):
+    """Counted as seen before the peak is there."""
+    peak, seen = (re.search(rf"        {name}\(&t.*;\n", text)[0] for name in ("red_max", "red_add_release"))
+    assert peak + seen in text
+    return text.replace(peak + seen, seen + peak)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace("red.release.gpu.global.add", "red.relaxed.gpu.global.add"),
+        lambda text: text.replace("ld.acquire.gpu.global", "ld.relaxed.gpu.global"),
+        swapped,
+    ],
+    ids=("peaks not released", "peaks not acquired", "peaks behind their release"),
+)
+def test_peaks_of_other_blocks_are_handed_over(monkeypatch, change):
+    """What a GPU would show on some days: a peak that a block reads without an order behind its writer."""
+    rows = rows_of(drawn(1, 1, 400, 16), block=None, rotated=False)
+    ((plan, group),) = ops.planned([rows], None)
+    text = change(emit(plan))
+    assert text != emit(plan)
+    monkeypatch.setitem(globals(), "emit", lambda plan: text)
+    with pytest.raises(interpreter.errors.Race, match=r"of words .*, which block \d wrote"):
+        interpreted(group, plan)
 
 
 @np.errstate(invalid="ignore")  # NaN is among them
