@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,7 +133,7 @@ def checked(
     if layout.paged:
         table = checked_table(table, problem.batch, device)
         cache, most = cache_of(table, pages, rows[1])
-        problem = replace(problem, kv_len=_bounded_by_table(given, most))
+        problem = problem.of_lengths(problem.q_len, _bounded_by_table(given, most))
     tensors = [given.get(name) for name in own[:2]] + [first if isinstance(first, torch.Tensor) else None]
     for name, tensor in zip(own, tensors, strict=False):
         if tensor is not None:
