@@ -8,7 +8,7 @@ import torch
 from test_quantize import bits, both, drawn, interpreted
 
 import flashgen
-from flashgen.codegen.quantize import emit
+from flashgen.codegen.quantize import emit, params_bytes
 from flashgen.errors import LaunchError
 from flashgen.interpreter.errors import Trap
 from flashgen.lang.load import load_spec
@@ -381,6 +381,23 @@ def test_kernels_spill_nothing(arch):
         )
         compiled = nvrtc.compile(emit(plan), arch)
         assert compiled.resources.spills == 0 and compiled.performance_losses == ()
+
+
+@pytest.mark.parametrize("block", [128, None])
+def test_what_a_launch_is_told(block):
+    """Addresses of the tensors themselves, and a stride of 0 from sequence to sequence where they lie in one batch."""
+    group = group_of(block, loose=500)
+    ((plan, _),) = ops.planned(group, block)
+    told = [ops.told(plan, rows) for rows in group]
+    assert [of["starts"] for of in told] == [rows.own.numbers.data_ptr() for rows in group]
+    assert {(of["x_batch"], of["codes_batch"]) for of in told} == {(0, 0)}
+    rows = BEFORE + sum(KEYS) + BEHIND
+    assert [told[1][name] for name in ("sequences", "slots", "rows", "length")] == [4, rows // 128 + 4, rows, 800]
+    padded = ops.Rows.of(drawn(2, 1, 20, 16), block, own=Own(False, None, 2, 20, ((0, 0, 20), (1, 0, 20))))
+    for of in (group, [padded]):
+        ((plan, _),) = ops.planned(of, block)
+        assert len(ops.packed(plan, of, [ops.told(plan, rows) for rows in of], 0, 1)) == params_bytes(plan)
+    assert ops.told(plan, padded)["lengths"] == 0
 
 
 def test_kernels_of_one_length_know_nothing_of_it():

@@ -176,7 +176,7 @@ def _mean_of_joined(k: torch.Tensor, own: Own, rope: Rope | None) -> torch.Tenso
     sums = torch.zeros((own.sequences + 1, heads, columns), dtype=torch.float64, device=k.device)
     if own.sequences and rows:
         number, position, within = places(own.numbers, rows)
-        to = torch.where(within, number, own.sequences)
+        to = number.masked_fill(~within, own.sequences)
         for part in _parts(rows, max(1, WIDE_ELEMENTS // (heads * columns))):
             some = k[:, :, part]
             some = some if rope is None else rope.at(number[part], position[part]).turned(some)

@@ -144,6 +144,10 @@ def quantize(
     named = own_rows.given(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_lengths, kv_lengths)
     asked = Asked(block, hadamard, smooth_k, seed, cos, sin, interleaved, named)
     if nested.is_jagged(q, k, v):
+        if torch.compiler.is_compiling():
+            from flashgen.ops import untraced
+
+            return untraced.run(_nested, q, k, v, asked)  # type: ignore[no-any-return]
         return _nested(q, k, v, asked)
     own_rows.check_together(named)
     if torch.compiler.is_compiling() or (isinstance(q, torch.Tensor) and traced(q, k, v)):
