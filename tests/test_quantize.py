@@ -222,9 +222,12 @@ def interpreted(group, plan, blocks=3):
     memory, found, tensors = interpreter.Memory(), [], []
     for rows, letter in zip(group, "abc", strict=False):
         given = {"mean": rows.mean, **({} if rows.rope is None else {"cos": rows.rope.cos, "sin": rows.rope.sin})}
+        given |= {} if rows.own is None else {"starts" if rows.own.joined else "lengths": rows.own.numbers}
+        by_rows = not rows.x.is_contiguous()  # [batch, rows, heads, head_dim] in memory
+        x = rows.x.transpose(1, 2) if by_rows else rows.x
         arrays = {
-            "x": rows.x.view(torch.int16).numpy().view(np.uint16),
-            "codes": np.full(rows.x.shape, 0xFF, np.uint8),
+            "x": x.view(torch.int16).numpy().view(np.uint16),
+            "codes": np.full(x.shape, 0xFF, np.uint8),
             "descales": np.full(rows.descales.shape, np.nan, np.float32),
             **{name: x.view(torch.uint8).numpy() for name, x in given.items() if x is not None},
         }
@@ -232,7 +235,7 @@ def interpreted(group, plan, blocks=3):
             name: memory.add(f"{name} of {letter}", array, writable=name in ("codes", "descales"))
             for name, array in arrays.items()
         }
-        found.append((arrays["codes"], arrays["descales"]))
+        found.append((arrays["codes"].swapaxes(1, 2) if by_rows else arrays["codes"], arrays["descales"]))
         tensors.append(ops.told(plan, rows, at))
     words = np.zeros(max(1, ops.words(plan, group)), np.uint32)
     packed = ops.packed(plan, group, tensors, memory.add("words", words, writable=True), blocks)
@@ -258,6 +261,7 @@ def both(group, block, arch="sm_90a", blocks=3):
         rotated=bool(plan.rotation),
         centred=plan.centred,
         angles=next((rows.angles for rows in group if rows.rope), None),
+        layout=plan.layout,
     )
     found, report = interpreted(group, of, blocks)
     return found, [(rows.codes.view(torch.uint8).numpy(), rows.descales.numpy()) for rows in group], report

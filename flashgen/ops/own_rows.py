@@ -47,31 +47,34 @@ def given(
     q_lengths: object,
     kv_lengths: object,
 ) -> dict[str, Any]:
-    """Those that a call has, by name; LaunchError for some that do not go together."""
+    """Those that a call has, by name."""
     values = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_lengths, kv_lengths)
-    found = {name: x for name, x in zip((*JOINED, *LENGTHS), values, strict=True) if x is not None}
-    if found and cu_seqlens_q is None:
+    return {name: x for name, x in zip((*JOINED, *LENGTHS), values, strict=True) if x is not None}
+
+
+def check_together(named: Mapping[str, Any]) -> None:
+    """Raise LaunchError for some that do not go together."""
+    if named and JOINED[0] not in named:
         for name in JOINED[1:]:
-            if name in found:
+            if name in named:
                 raise LaunchError(
                     f"{name} is given without cu_seqlens_q, which says where sequences begin\n"
                     "  nearest: cu_seqlens_q=torch.tensor([0, length of the first, ...], dtype=torch.int32)"
                 )
-    elif found:
+    elif named:
         for name in LENGTHS:
-            if name in found:
+            if name in named:
                 raise LaunchError(
                     f"{name} is of padded sequences, and cu_seqlens_q says that they lie behind each other\n"
                     f"  nearest: {name}=None"
                 )
-    return found
 
 
 def checked(
     named: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor
 ) -> tuple[Sequences | None, Own | None, Own | None]:
-    """The sequences of q and k [batch, heads, rows, head_dim], and what those of each have; LaunchError for what is wrong
-    with them.  None where all are of one length."""
+    """The sequences of q and k [batch, heads, rows, head_dim], and what those of each have, or None where all are of
+    one length; LaunchError for what is wrong with them."""
     if not named:
         return None, None, None
     if "cu_seqlens_q" in named:
@@ -132,8 +135,8 @@ def in_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def places(starts: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each row of joined sequences the number of its sequence, its position there, and whether it is in one, found on
-    the device; a row of none has those of some sequence.  There is one sequence at least."""
+    """Of each row of joined sequences, of which there is one at least, the number of its sequence, its position there,
+    and whether it is in one, found on the device; a row of none has those of some sequence."""
     row = torch.arange(rows, dtype=torch.int32, device=starts.device)
     number = torch.searchsorted(starts[1:], row, right=True, out_int32=True)
     within = (row >= starts[0]) & (row < starts[-1])
@@ -142,8 +145,8 @@ def places(starts: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def mean(k: torch.Tensor, own: Own, rope: Rope | None) -> torch.Tensor:
-    """The mean of each sequence's keys [batch, kv_heads, rows, head_dim], turned by `rope` first, in float32 [sequences,
-    kv_heads, head_dim]: summed in float64, so that no order of sums shows; 0 where there is no key."""
+    """The mean of each sequence's keys [batch, kv_heads, rows, head_dim], turned by `rope` first, in float32
+    [sequences, kv_heads, head_dim]: summed in float64, so that no order of sums shows; 0 where there is no key."""
     if own.spans is not None:
         found = torch.zeros((own.sequences, k.shape[1], k.shape[3]), dtype=torch.float32)
         for b, (batch, first, count) in enumerate(own.spans):
@@ -173,7 +176,7 @@ def _mean_of_joined(k: torch.Tensor, own: Own, rope: Rope | None) -> torch.Tenso
     sums = torch.zeros((own.sequences + 1, heads, columns), dtype=torch.float64, device=k.device)
     if own.sequences and rows:
         number, position, within = places(own.numbers, rows)
-        to = torch.where(within, number, own.sequences)
+        to = number.masked_fill(~within, own.sequences)
         for part in _parts(rows, max(1, WIDE_ELEMENTS // (heads * columns))):
             some = k[:, :, part]
             some = some if rope is None else rope.at(number[part], position[part]).turned(some)

@@ -68,9 +68,9 @@ class Quantized:
         return {"q_descale": self.q_descale, "k_descale": self.k_descale, "v_descale": self.v_descale}
 
     def corrected_lse(self, lse: torch.Tensor, q: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-        """lse [batch, heads, q_len], as attention gave it, as it is without the subtracted mean: more by scale * q .
-        k_mean of the q that was quantised, as it was given.  o needs no correction.  For scores that are scale * (q . k)
-        plus what does not depend on it.
+        """lse [batch, heads, q_len], as attention gave it, as it is without the subtracted mean: more by
+        scale * q . k_mean of the q that was quantised, as it was given.  o needs no correction.  For scores that are
+        scale * (q . k) plus what does not depend on it.
         """
         if self.k_mean is None:
             return lse
@@ -78,7 +78,7 @@ class Quantized:
         given = self.k_mean, self.sequences, self.rope, scale
         if nested.is_jagged(q):
             rows = nested.apart("q", q).rows
-            found = self.corrected_lse(lse.transpose(1, 2).values().transpose(0, 1), rows, scale)  # type: ignore[operator]
+            found = self.corrected_lse(lse.transpose(1, 2).values().transpose(0, 1), rows, scale)
             return nested.like(found.transpose(0, 1), q)
         if q.dim() == 3:
             return own_rows.with_mean(lse[None], own_rows.in_heads("q", q), *given).squeeze(0)
@@ -126,11 +126,11 @@ def quantize(
 
     With `cu_seqlens_q` and `max_seqlen_q` sequences lie behind each other, as `attention_varlen` takes them: q is
     [total_q, heads, head_dim], k and v [total_k, kv_heads, ...].  `cu_seqlens_k` and `max_seqlen_k` are those of q
-    unless given; they are read on the device, and bounds need hold from above alone.  Each sequence is what it is alone:
-    blocks, the mean of keys and the positions of cos and sin count from its first row.  So these are [positions, ...] or
-    [sequences, positions, ...], with as many positions as the longest has rows or more.  Descales are [sequences, heads]
-    or [sequences, heads, blocks], as many as cover the bound; those of blocks without a row are as of zeros.
-    q, k and v may be jagged nested tensors, as those of `attention`, and codes are nested as they are.
+    unless given; cumulative lengths are read on the device, and bounds are from above.  Each sequence is what it is
+    alone: blocks, the mean of keys and the positions of cos and sin count from its first row.  So cos and sin are
+    [positions, ...] or [sequences, positions, ...], of `max_seqlen_q` and `max_seqlen_k` positions or more.  Descales
+    are [sequences, heads] or [sequences, heads, blocks], of which so many cover the bound; those of blocks without a
+    row are as of zeros.  q, k and v may be jagged nested tensors, as those of `attention`: so are the codes then.
 
     With `q_lengths` and `kv_lengths` (int32 [batch], read on the device) rows beyond count for no scale and no mean,
     whatever they hold.  Codes of rows that are no sequence's are 0 on a CPU, and not written on a GPU.
@@ -144,7 +144,12 @@ def quantize(
     named = own_rows.given(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_lengths, kv_lengths)
     asked = Asked(block, hadamard, smooth_k, seed, cos, sin, interleaved, named)
     if nested.is_jagged(q, k, v):
+        if torch.compiler.is_compiling():
+            from flashgen.ops import untraced
+
+            return untraced.run(_nested, q, k, v, asked)  # type: ignore[no-any-return]
         return _nested(q, k, v, asked)
+    own_rows.check_together(named)
     if torch.compiler.is_compiling() or (isinstance(q, torch.Tensor) and traced(q, k, v)):
         from flashgen.ops import quantize_library
 
@@ -172,7 +177,7 @@ class Asked(NamedTuple):
 
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> Quantized:
     """An eager call."""
-    block, joined = asked.block, "cu_seqlens_q" in asked.named
+    block, joined = asked.block, own_rows.JOINED[0] in asked.named
     if joined:
         q, k, v = (own_rows.in_heads(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     _check(q, k, v)
@@ -194,10 +199,7 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> Quan
                 _on_cpu(plan, of)
     return Quantized(
         **{name: own_rows.in_rows(rows.codes) if joined else rows.codes for name, rows in made.items()},
-        **{
-            f"{name}_descale": rows.descales.squeeze(2) if block is None else rows.descales
-            for name, rows in made.items()
-        },
+        **{f"{name}_descale": rows.scales for name, rows in made.items()},
         k_mean=mean,
         seed=asked.drawn_by,
         rope=of_q,
@@ -213,8 +215,7 @@ def _nested(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> 
     starts = {"cu_seqlens_q": of_q.starts, "cu_seqlens_k": of_k.starts}
     bounds = {"max_seqlen_q": of_q.longest, "max_seqlen_k": of_k.longest}
     found = run(of_q.rows, of_k.rows, of_v.rows, asked._replace(named={**starts, **bounds}))
-    codes = {name: nested.like(x, of) for name, x, of in (("q", found.q, q), ("k", found.k, k), ("v", found.v, v))}
-    return replace(found, **codes)
+    return replace(found, q=nested.like(found.q, q), k=nested.like(found.k, k), v=nested.like(found.v, v))
 
 
 def _check_options(block: object, hadamard: object, seed: object) -> None:
@@ -319,6 +320,11 @@ class Rows:
         if not sizes.all_tiles or (own is not None and own.spans is not None):
             descales.fill_(_LEAST / _LARGEST)
         return cls(x=x, sizes=sizes, signs=signs, mean=mean, rope=rope, codes=codes, descales=descales, own=own)
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """Descales as calls have them: without blocks where a head has one."""
+        return self.descales if self.sizes.block else self.descales.squeeze(2)
 
     @property
     def layout(self) -> Dense | Padded | Varlen:
@@ -434,8 +440,9 @@ def sign_words(signs: np.ndarray | None) -> tuple[int, ...]:
 def _on_cpu(plan: QuantizePlan, of: Rows) -> None:
     """The kernel's arithmetic, float by float."""
     if of.own is not None:
-        for b in range(of.sizes.batch):
-            _on_cpu(plan, of.alone(b))
+        for each in map(of.alone, range(of.sizes.batch)):
+            if each.sizes.length:
+                _on_cpu(plan, each)
         return
     rows = of.x.float() if of.rope is None else of.rope.turned(of.x)
     if of.mean is not None:

@@ -45,8 +45,7 @@ class Rope:
         return replace(self, cos=cos[:, :rows], sin=sin[:, :rows])
 
     def at(self, sequence: torch.Tensor, position: torch.Tensor) -> Rope:
-        """Those of rows that sit at positions of sequences, which lie behind each other; of the last position, or of the
-        first, for one outside."""
+        """Those of rows that sit at positions of sequences behind each other; of the nearest for one outside."""
         cos, sin = (
             x[sequence if x.shape[0] > 1 else 0, position.clamp(0, x.shape[1] - 1)].unsqueeze(0)
             for x in (self.cos, self.sin)
@@ -78,8 +77,8 @@ def checked(
     k: torch.Tensor,
     joined: tuple[tuple[int, int], tuple[int, int]] | None = None,
 ) -> tuple[Rope | None, Rope | None]:
-    """Those of q and of k, or LaunchError for what is wrong with them; `joined` are the sequences of each that lie behind
-    each other, and the most rows that one has."""
+    """Those of q and of k, or LaunchError for what is wrong with them; `joined` are the sequences of each, where they
+    lie behind each other, and the most rows that one has."""
     if not isinstance(interleaved, bool):
         raise LaunchError(f"interleaved is {shown(interleaved)}: it is True or False")
     if cos is None and sin is None:
@@ -121,8 +120,8 @@ def _said(x: torch.Tensor) -> str:
 
 
 def _check(said: str, given: object, name: str, x: torch.Tensor, joined: tuple[int, int] | None) -> torch.Tensor:
-    """cos or sin of x as [batch or 1, rows, columns]; LaunchError where it does not fit x [batch, heads, rows, head_dim],
-    or the positions of so many sequences of at most so many rows."""
+    """cos or sin of x as [batch or 1, rows, columns]; LaunchError where it does not fit x [batch, heads, rows,
+    head_dim], or the positions of so many sequences of at most so many rows (`joined`)."""
     batch, _, rows, head_dim = x.shape
     axes = "[batch, seqlen, ...]"
     if joined is not None:
@@ -143,7 +142,7 @@ def _check(said: str, given: object, name: str, x: torch.Tensor, joined: tuple[i
         raise LaunchError(f"{said} is {list(given.shape)} beside {name} {list(x.shape)}: it is {wanted}")
     if joined is not None and whole.shape[1] < rows:
         raise LaunchError(
-            f"{said} has {whole.shape[1]} rows and a sequence of {name} up to {rows}: positions count from its first row\n"
+            f"{said} has {whole.shape[1]} rows and a sequence of {name} up to {rows}: one for each of its positions\n"
             f"  nearest: {said} of {rows} positions or more, or max_seqlen_{name}={whole.shape[1]}"
         )
     if joined is None and whole.shape[1] != rows and rows:
