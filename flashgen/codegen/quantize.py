@@ -33,7 +33,7 @@ class _Sequences:
     """What templates write of a tile where sequences have rows of their own, and where they are all of one length.
 
     numbered  the function that finds a tile by its number
-    blocks    how many tiles a head has, of tensor i
+    blocks    how many tiles a head has, of tensor t
     length    behind which row of a sequence there is none
     last      its last row, or 0
     tiles     how many tiles hold its rows
@@ -45,7 +45,7 @@ class _Sequences:
     """
 
     numbered: str = "tile_of"
-    blocks: str = "(p.of[i].length + TILE - 1) / TILE"
+    blocks: str = "(t.length + TILE - 1) / TILE"
     length: str = "t.length"
     last: str = "t.length - 1"
     tiles: str = "tiles"
@@ -61,7 +61,7 @@ class _Sequences:
             return cls()
         return cls(
             numbered="numbered",
-            **({"blocks": "p.of[i].slots"} if plan.layout.joined else {}),
+            **({"blocks": "t.slots"} if plan.layout.joined else {}),
             length="at.length",
             last="max(at.length, 1) - 1",
             tiles="tiles_of(at)",

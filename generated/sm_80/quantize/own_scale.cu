@@ -85,12 +85,15 @@ DEVICE bool found(const Tile& at) { return at.tensor >= 0; }
 // The n-th tile.  Heads are neighbours: their rows often lie side by side, and share angles.
 DEVICE Tile tile_of(int n, const Params& p) {
 #pragma unroll
-  for (int i = 0; i < 3; n -= p.of[i++].tiles)
-    if (n < p.of[i].tiles) {
-      const u32 heads = p.of[i].heads, blocks = (p.of[i].length + TILE - 1) / TILE;
+  for (int i = 0; i < 3; ++i) {
+    const Tensor& t = p.of[i];
+    if (n < t.tiles) {
+      const u32 heads = t.heads, blocks = (t.length + TILE - 1) / TILE;
       const u32 batch = n / (heads * blocks), rest = n % (heads * blocks);
       return {i, int(batch), int(rest % heads), int(rest / heads) * TILE};
     }
+    n -= t.tiles;
+  }
   return {-1, 0, 0, 0};
 }
 

@@ -530,8 +530,8 @@ DEVICE void finish_rows(i64 part, int warp, bf16* dq, bool inside, const Params&
           cvt_bf16x2(p.scale * l.x, p.scale * l.y), cvt_bf16x2(p.scale * l.z, p.scale * l.w),
           cvt_bf16x2(p.scale * r.x, p.scale * r.y), cvt_bf16x2(p.scale * r.z, p.scale * r.w)};
       transpose_quad(word);
-      if (i < DQ_COLUMNS && inside &&
-          column < HEAD_DIM) *(Chunk*)(dq + column) = {{word[0], word[1], word[2], word[3]}};
+      if (i < DQ_COLUMNS && inside && column < HEAD_DIM)
+        *(Chunk*)(dq + column) = {{word[0], word[1], word[2], word[3]}};
     }
   }
 }

@@ -473,8 +473,8 @@ attention_forward(const __grid_constant__ Params p) {
   const float scale = fmaxf(p.scale * LOG2E, SMALLEST);  // scale 0 times a masked -inf stays -inf
   Step coming[STAGES - 1];  // what is on its way to shared memory, in order
   coming[0] = next_step((p.kv_len + TILE_KV - 1) / TILE_KV, rows, p);
-  if (coming[0].tile >= 0) load_packs<THREADS,
-      HEAD_DIM>(shared.q, q, p.q_head, p.q_row, p.pack_log2, (rows.q_last - rows.q_first + 1) << p.pack_log2);
+  if (coming[0].tile >= 0) load_packs<THREADS, HEAD_DIM>(shared.q, q, p.q_head, p.q_row, p.pack_log2,
+      (rows.q_last - rows.q_first + 1) << p.pack_log2);
   cp_async_commit_group();
   load_kv(shared, 0, k, v, coming[0], p);
   Q q_fragments;

@@ -398,10 +398,10 @@ DEVICE void load_kv(Shared& shared, int stage, const fp8* k, const fp8* v, Step 
       load_tile<THREADS, HEAD_DIM / 2>(shared.k[stage], (const u16*)(k + first * p.k_row), p.k_row / 2, TILE_KV);
       load_tile<THREADS, V_HEAD_DIM / 2>(shared.v[stage], (const u16*)(v + first * p.v_row), p.v_row / 2, TILE_KV);
     } else {
-      load_tile<THREADS,
-          HEAD_DIM / 2>(shared.k[stage], (const u16*)(k + first * p.k_row), p.k_row / 2, p.kv_len - first);
-      load_tile<THREADS,
-          V_HEAD_DIM / 2>(shared.v[stage], (const u16*)(v + first * p.v_row), p.v_row / 2, p.kv_len - first);
+      load_tile<THREADS, HEAD_DIM / 2>(shared.k[stage], (const u16*)(k + first * p.k_row), p.k_row / 2,
+          p.kv_len - first);
+      load_tile<THREADS, V_HEAD_DIM / 2>(shared.v[stage], (const u16*)(v + first * p.v_row), p.v_row / 2,
+          p.kv_len - first);
     }
   }
   cp_async_commit_group();
@@ -649,8 +649,8 @@ attention_forward(const __grid_constant__ Params p) {
   Step coming[STAGES - 1];  // what is on its way to shared memory, in order
   coming[0] = next_step((p.kv_len + TILE_KV - 1) / TILE_KV, rows.part, rows, p);
   if (coming[0].tile < 0) return store_no_part(rows, p);
-  if (coming[0].tile >= 0) load_packs<THREADS,
-      HEAD_DIM>(shared.q, q, p.q_head, p.q_row, p.pack_log2, (rows.q_last - rows.q_first + 1) << p.pack_log2);
+  if (coming[0].tile >= 0) load_packs<THREADS, HEAD_DIM>(shared.q, q, p.q_head, p.q_row, p.pack_log2,
+      (rows.q_last - rows.q_first + 1) << p.pack_log2);
   cp_async_commit_group();
   load_kv(shared, 0, k, v, coming[0], p);
   if (coming[0].tile >= 0) {
