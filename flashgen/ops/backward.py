@@ -178,8 +178,8 @@ class _Record:
         (_, of_dq), (_, of_dk), (_, of_dv) = self._results = _like(q), _like(k), _like(v)
         given_strides = q.stride(), k.stride(), v.stride(), o.stride(), do.stride(), of_dq, of_dk, of_dv
         strides = dict(zip(_STRIDED, [of[:3] for of in given_strides], strict=True))
-        launch = launch_of(request, plan, strides, driver.gpu(self._kind.index).sms)
-        self._record = kernel.load(plan).record(launch, self._kind.index)
+        launch = launch_of(request, plan, strides, driver.gpu(self._kind.device).sms)
+        self._record = kernel.load(plan).record(launch, self._kind.device)
         self._places, self._room = memory.places(launch.workspaces)
         self._wanted = wanted
         self._sums = [(tuple(x.shape), memory.contiguous(x.shape)) for x in [request.tensors[name] for name in wanted]]

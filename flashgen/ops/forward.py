@@ -144,12 +144,12 @@ class _Record:
 
     def __init__(self, o: _Shape, request: Request, loaded: kernel.Kernel, launch: Launch) -> None:
         self._kind: Kind = request.kind
-        self._record = loaded.record(launch, self._kind.index)
+        self._record = loaded.record(launch, self._kind.device)
         self._counts, self._counted = bool(launch.cleared), counted(launch.plan)
         self._o_shape, self._o_strides = o
         batch, heads, rows, _ = self._o_shape
         self._many_rows = batch * heads * rows > memory.ROWS
-        self._places, self._room = memory.places(launch.workspaces) if launch.workspaces else ((), 0)
+        self._places, self._room = memory.places(launch.workspaces)
         self._first = None if request.sequences is None else first_of(request)
 
     def __call__(
@@ -235,7 +235,7 @@ def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Reques
         raise LaunchError(
             f"out has strides {list(out.stride())}, which TMA cannot write to\n  nearest: out.contiguous(), a copy"
         )
-    sms, problem, splits = driver.gpu(request.kind.index).sms, request.problem, 1
+    sms, problem, splits = driver.gpu(request.kind.device).sms, request.problem, 1
     if request.menu is not None and visits_all(problem, request.kv_splits, request.invariant):
         plan = planner.choose(request.menu, problem, sms)
     else:

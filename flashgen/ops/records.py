@@ -159,11 +159,11 @@ def _but_rows(at: tuple[Any, ...]) -> Key | None:
 
 
 class Kind(NamedTuple):
-    """What calls of one kind share on a GPU: its index, the dtype of o, whether they are of 8 bits, the names of
+    """What calls of one kind share on a GPU: which it is, the dtype of o, whether they are of 8 bits, the names of
     captured tensors and of what sequences have of their own, what checks their numbers, and other menus than the
     forward's of whole keys, by what they are of."""
 
-    index: int
+    device: int
     dtype: torch.dtype
     eight: bool
     tensors: tuple[str, ...]

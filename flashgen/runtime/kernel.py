@@ -24,7 +24,7 @@ from flashgen.runtime.launch import main_entry, picker, pointers, scalars
 if TYPE_CHECKING:
     from flashgen.analysis.facts import Facts
     from flashgen.planning.plan import KernelPlan
-    from flashgen.runtime.launch import Launch, LaunchGrid, TensorMapDesc
+    from flashgen.runtime.launch import Launch, LaunchGrid
 
 #: By plan, and by the id of the plan that its slot keeps: to hash one takes microseconds.
 _kernels: dict[KernelPlan | int, _Slot] = {}

@@ -197,7 +197,7 @@ class _Outline:
     main      the kernel that visits tiles, of no block
     params    the names of parameters
     scaled    operands that have descales
-    strided   tensors whose strides are numbers of a launch
+    strided   tensors whose strides are numbers of `Params`
     captured  the names of captured tensors
     joined    whether sequences lie behind each other
     gradients whether the gradients of captured tensors are asked for
@@ -227,7 +227,8 @@ class _Outline:
 
 @once
 def _outline(plan: KernelPlan) -> _Outline:
-    in_params = [f.name for f in members.fields(plan) if f.ctype.endswith("*")]
+    struct = members.fields(plan)
+    in_params = [f.name for f in struct if f.ctype.endswith("*")]
     cleared = [name for name in in_params if name == COUNTERS.name]
     others = (name for name in in_params if name != COUNTERS.name)
     maps = members.maps(plan)
@@ -237,6 +238,8 @@ def _outline(plan: KernelPlan) -> _Outline:
     strided = ("q", "k", "v", "o", *(DESCALES[name] for name in scaled))
     if plan.backward is not None:
         strided = (*strided, "d_o", "dq", "dk", "dv")
+    of_rows = {f.name for f in struct if f.name.endswith("_row")}
+    strided = tuple(name for name in strided if f"{name}_row" in of_rows)  # TMA knows those of its tensors
     names = [*_NUMBERS, *(f"param_{name}" for name in params)]
     names += _OF_CACHE if plan.layout.paged else ()
     names += _DROPOUT if plan.dropout else ()
