@@ -126,10 +126,12 @@ def quantize(
         else:
             for of in rows:
                 _on_cpu(plan, of)
-    shape = (-1,) if block is not None else ()
     return Quantized(
         **{name: rows.codes for name, rows in made.items()},
-        **{f"{name}_descale": rows.descales.view(*rows.x.shape[:2], *shape) for name, rows in made.items()},
+        **{
+            f"{name}_descale": rows.descales if block is not None else rows.descales[..., 0]
+            for name, rows in made.items()
+        },
         k_mean=mean,
         seed=drawn_by,
         rope=of_q,
@@ -164,15 +166,17 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: object, had
         )
     for option, value, kinds in (("hadamard", hadamard, bool), ("seed", seed, int), ("block", block, int)):
         if value is not None and (not isinstance(value, kinds) or (kinds is int and isinstance(value, bool))):
-            raise LaunchError(f"{option} is {shown(value)}: it is {'True or False' if kinds is bool else 'a number'}")
+            raise LaunchError(f"{option} is {shown(value)}: it is {'True or False' if kinds is bool else 'an int'}")
     if isinstance(seed, int) and seed < 0:
         raise LaunchError(f"seed is {seed}: it is a number from 0 on\n  nearest: seed=0")
 
 
 def _mean(k: torch.Tensor, smooth_k: bool | torch.Tensor, rope: Rope | None) -> torch.Tensor | None:
-    """What keys lose, in float32: summed in float64, so that no order of sums shows."""
+    """What keys lose, in float32: summed in float64, so that no order of sums shows; 0 where there is no key."""
     if smooth_k is False:
         return None
+    if smooth_k is True and not k.shape[2]:
+        return torch.zeros((k.shape[0], k.shape[1], k.shape[3]), device=k.device)
     if smooth_k is True:
         k = k.detach() if rope is None else rope.turned(k.detach())
         return k.mean(2, dtype=torch.float64).float().contiguous()
