@@ -112,7 +112,7 @@ def flash_attn_with_kvcache(
         if given is not None:
             raise LaunchError(f"flash_attn_with_kvcache has no {name} in flashgen yet\n  nearest: {cure}")
     _check("flash_attn_with_kvcache", (q,), "batch", "seqlen", "heads", "head_dim", of="q")
-    if isinstance(cache_seqlens, numbers.Integral):
+    if isinstance(cache_seqlens, (int, numbers.Integral)):
         cache_seqlens = torch.full((q.shape[0],), int(cache_seqlens), dtype=torch.int32, device=q.device)
     if block_table is not None:
         name = "flash_attn_with_kvcache"

@@ -158,10 +158,10 @@ def _of_lengths(
     if not layout.own:
         given = "q_lengths" if q is not None else "kv_lengths"
         raise PlanError(f'{given} are of sequences with lengths of their own\n  nearest: layout="padded"')
-    for name, given in (("q_lengths", q), ("kv_lengths", kv)):
-        if given is not None and (not isinstance(given, tuple | list) or not all(map(_whole, given))):
-            cure = f"{name}={name}.tolist()" if hasattr(given, "tolist") else f"{name}=[17, 8]"
-            raise PlanError(f"{name} is {shown(given)}: it is a list of whole numbers\n  nearest: {cure}")
+    for name, lengths in (("q_lengths", q), ("kv_lengths", kv)):
+        if lengths is not None and (not isinstance(lengths, tuple | list) or not all(map(_whole, lengths))):
+            cure = f"{name}={name}.tolist()" if hasattr(lengths, "tolist") else f"{name}=[17, 8]"
+            raise PlanError(f"{name} is {shown(lengths)}: it is a list of whole numbers\n  nearest: {cure}")
     most, keys = sizes["seqlen"] or max(q or kv or (0,)), sizes["kv_seqlen"]
     own = own_lengths(sizes["batch"] or 1, most, most if keys is None else keys, q, kv)
     longest = {"seqlen": max(one.q_rows for one in own), "kv_seqlen": max(one.kv_len for one in own)}
