@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 import pickle
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -257,6 +258,8 @@ LINE = inspect.currentframe().f_lineno - 1
         (local, {"window": 2.5}, "is int32 and got 2.5: give a whole number"),
         (local, {"window": float("inf")}, "is int32 and got inf"),
         (local, {"window": float("nan")}, "is int32 and got nan"),
+        (local, {"window": Fraction(10**400)}, "does not fit into -2^31 to 2^31 - 1"),
+        (local, {"window": Fraction(9, 2)}, "is int32 and got Fraction(9, 2): give a whole number"),
         (local, {"window": "8"}, "is int32 and got '8'"),
         (local, {"window": True}, "is int32 and got True"),
         (required, {"reach": 1 << 31}, "2147483648 does not fit into -2^31 to 2^31 - 1"),

@@ -14,6 +14,7 @@ from flashgen import interpreter
 from flashgen.codegen.quantize import emit, params_bytes
 from flashgen.errors import LaunchError, PlanError
 from flashgen.lang import float8
+from flashgen.lang.load import load_spec
 from flashgen.ops import quantize as ops
 from flashgen.planning import quantize as planning
 from flashgen.planning.quantize import parts
@@ -187,12 +188,28 @@ def test_zeros_and_no_rows():
     assert empty.q.shape == (2, 4, 0, 64) and empty.q_descale.shape == (2, 4, 0)
 
 
+@pytest.mark.parametrize("block", [None, 128])
+def test_no_keys_and_no_sequences(block):
+    """Descales are there for attention, and no mean of nothing spoils an lse."""
+    q, k, v = inputs(16)
+    scales = () if block is None else (0,)
+    found = flashgen.quantize(q, k[:, :, :0], v[:, :, :0], block=block, smooth_k=True)
+    assert found.k_descale.shape == (2, 2, *scales) and not found.k_mean.any()
+    lse = torch.full((2, 4, 16), -torch.inf)
+    assert torch.equal(found.corrected_lse(lse, q), lse)
+    none = flashgen.quantize(q[:0], k[:0], v[:0], block=block)
+    assert none.q_descale.shape == (0, 4, *(() if block is None else (1,)))
+    if block is None:
+        o, lse = flashgen.attention(found.q, found.k, found.v, load_spec("full"), **found.descales, return_lse=True)
+        assert not o.any() and (lse == -torch.inf).all()
+
+
 @pytest.mark.parametrize(
     "change, options, error, says",
     [
         ({}, {"block": 100}, PlanError, "block=100.*\n  nearest: block=128"),
         ({}, {"block": 384}, PlanError, "nearest: block=256"),
-        ({}, {"block": True}, LaunchError, "block is True: it is a number"),
+        ({}, {"block": True}, LaunchError, "block is True: it is an int"),
         ({}, {"seed": -1}, LaunchError, "nearest: seed=0"),
         ({}, {"hadamard": 1}, LaunchError, "hadamard is 1: it is True or False"),
         ({}, {"smooth_k": torch.zeros(3)}, LaunchError, "nearest: smooth_k=True"),

@@ -221,7 +221,7 @@ def _nested(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> 
 def _check_options(block: object, hadamard: object, seed: object) -> None:
     for option, value, kinds in (("hadamard", hadamard, bool), ("seed", seed, int), ("block", block, int)):
         if value is not None and (not isinstance(value, kinds) or (kinds is int and isinstance(value, bool))):
-            raise LaunchError(f"{option} is {shown(value)}: it is {'True or False' if kinds is bool else 'a number'}")
+            raise LaunchError(f"{option} is {shown(value)}: it is {'True or False' if kinds is bool else 'an int'}")
     if isinstance(seed, int) and seed < 0:
         raise LaunchError(f"seed is {seed}: it is a number from 0 on\n  nearest: seed=0")
 
@@ -259,11 +259,13 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def _mean(k: torch.Tensor, smooth_k: bool | torch.Tensor, rope: Rope | None, own: Own | None) -> torch.Tensor | None:
-    """What keys lose, in float32: summed in float64, so that no order of sums shows."""
+    """What keys lose, in float32: summed in float64, so that no order of sums shows; 0 where there is no key."""
     if smooth_k is False:
         return None
     if smooth_k is True and own is not None:
         return own_rows.mean(k.detach(), own, rope)
+    if smooth_k is True and not k.shape[2]:
+        return torch.zeros((k.shape[0], k.shape[1], k.shape[3]), device=k.device)
     if smooth_k is True:
         k = k.detach() if rope is None else rope.turned(k.detach())
         return k.mean(2, dtype=torch.float64).float().contiguous()

@@ -89,7 +89,7 @@ def checked(
     found: list[Rope | None] = []
     for i, (name, x) in enumerate((("q", q), ("k", k))):
         of_x = pairs["cos"][i], pairs["sin"][i]
-        if of_x == (None, None):
+        if of_x[0] is None and of_x[1] is None:
             found.append(None)
             continue
         most = None if joined is None else joined[i]

@@ -127,6 +127,7 @@ def checked(
     queries: Padded | Varlen = _VARLEN if VARLEN[0] in given else _PADDED
     layout = Paged(queries=queries) if paged(given) else queries
     own = names(layout)
+    _refuse_others(given, layout)
     first, table, cache = given.get(own[2], 0), given.get(own[-1]), None
     if layout.joined:
         problem = _joined_problem(given, problem, device, rows)
@@ -150,6 +151,19 @@ def checked(
     if device.type == "cpu":
         of_batch(found, problem)
     return found, problem
+
+
+def _refuse_others(given: Mapping[str, Any], layout: Padded | Varlen | Paged) -> None:
+    """Raise LaunchError for values that say of sequences what those of such a layout do not have."""
+    wanted = (*names(layout), *(BOUNDS if layout.joined else ()))
+    for name in given:
+        if name not in wanted and given[name] is not None:
+            of = "q" if name == PADDED[0] else "k"
+            raise LaunchError(
+                f"{_said(name)} is of sequences in padded rows or in pages, and these lie behind each other:"
+                f" cu_seqlens_{of} says how long each is\n"
+                f"  nearest: cu_seqlens_{of} in its place, and no {_said(name)}"
+            )
 
 
 def _joined_problem(given: Mapping[str, Any], problem: Problem, device: torch.device, rows: tuple[int, int]) -> Problem:

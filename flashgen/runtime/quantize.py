@@ -39,7 +39,7 @@ class Sizes:
 
     @property
     def scales(self) -> int:
-        """Scales of a head."""
+        """Scales of a head: one for all of its rows, if there is any or none, or one for each block."""
         return -(-self.tiles // self.tiles_of_scale) if self.block else 1
 
     @property
