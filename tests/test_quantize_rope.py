@@ -248,6 +248,7 @@ def test_kernels_spill_nothing(arch):
     for head_dim, block, of in (
         (240, 128, Angles(dtype="float32")),
         (256, None, Angles(dtype="bfloat16", interleaved=True)),
+        (112, None, Angles(dtype="float32")),
     ):
         plan = planning.plan(arch, "bfloat16", head_dim, block=block, rotated=True, centred=True, angles=of)
         compiled = nvrtc.compile(emit(plan), arch)

@@ -207,6 +207,52 @@ def test_sequences_of_their_own_lengths(page_size, splits, of_q, shape):
         assert np.array_equal(found.o[b, :, :rows], one.o[0]) and np.array_equal(found.lse[b, :, :rows], one.lse[0])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "layout", "splits"),
+    thinned(
+        [("alibi", None, 1), ("causal", Padded(), 2), ("alibi", Paged(), 2)],
+        kept=[("alibi", Paged(), 2)],
+        sibling="test_what_a_loop_finds_again_is_the_same",
+    ),
+    ids=str,
+)
+def test_what_a_loop_finds_again_is_the_same(spec, layout, splits):
+    """Bit for bit: where descales of keys lie, and where O of a part goes."""
+    shape = {"heads": 4, "kv_heads": 2, "q_len": 20, "kv_len": 150, "head_dim": 16, "batch": 2, "tile": (32, 64)}
+    options = {**(SPLIT if splits > 1 else {}), **({} if layout is None else {"layout": layout})}
+    w = work(spec, options=options, **shape)
+    given = {"q_offset": AT_END, "kv_splits": splits} if layout else {}
+    if layout is not None:
+        given["sequences"] = {"q_lengths": np.array((20, 3), np.int32), "kv_lengths": np.array((150, 90), np.int32)}
+    if layout == Paged():
+        codes = (w.qkv[0].codes, *(in_pages(x.codes, 24) for x in w.qkv[1:]))
+        table = given["sequences"]["page_table"] = pages_of(2, 150, 24)
+        case = dataclasses.replace(w.case, sizes={**w.case.sizes, "kv_len": table.shape[1] * 24})
+        qkv = tuple(x._replace(codes=y) for x, y in zip(w.qkv, codes, strict=True))
+        w = dataclasses.replace(w, qkv=qkv, case=case)
+
+    def found(again):
+        operands = dataclasses.replace(w.plan.operands, found_again=again)
+        one = dataclasses.replace(w, plan=dataclasses.replace(w.plan, operands=operands))
+        assert ("renew_one(of_keys);" in emit(one.plan)) == again
+        return one.run(**given)
+
+    kept, again = found(False), found(True)
+    assert np.array_equal(kept.o, again.o) and np.array_equal(kept.lse, again.lse)
+
+
+def test_where_registers_are_dear():
+    """Beside wide rows under a mask, and where a score tells heads apart."""
+    options = {"k_dtype": E4M3, "v_dtype": E4M3}
+    for spec, head_dim, dear in (
+        *(("causal", 128, False), ("causal", 256, False), ("sink_window", 128, False), ("sink_window", 256, True)),
+        *(("alibi", 64, True), ("alibi", 256, True), ("full", 256, False), ("padding", 256, True)),
+    ):
+        menu = planner.menu(load_spec(spec).bind(), "sm_90a", BF16, head_dim, **options)
+        assert menu.plans[0].operands.found_again == dear, (spec, head_dim)
+
+
 # ---------------------------------------------------------------- mutations
 #: Of the emitted text, each with the kernel that shows it.
 WRONG = {

@@ -151,6 +151,12 @@ class HalvesAcrossLanes(_Turned):
     template: ClassVar[str] = "quantize/rope_halves_across_lanes.cu.j2"
     reads_rows: ClassVar[bool] = True
 
+    @property
+    def renewed(self) -> bool:
+        """Whether addresses are found anew for each chunk: beside angles of 32 bits one spilled (8 bytes, of rotated
+        rows at head_dim 112 and 224, where all of a head share a scale)."""
+        return ANGLE_BYTES[self.dtype] == 4
+
     def __str__(self) -> str:
         return f"halves, {self.dtype}"
 

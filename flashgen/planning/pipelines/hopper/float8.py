@@ -97,6 +97,11 @@ PRODUCER_REGISTERS, MANY_PRODUCER_REGISTERS = 40, 56
 #: window spilled 8 bytes at head_dim 128, a sink beside one 32, `longformer` 80 to 96 (and 12 with nothing kept).
 SENDER_REGISTERS, VISIBLE_REGISTERS, HIDDEN_REGISTERS, RENEWED_REGISTERS = 36, 1, 2, 2
 
+#: And where P V comes in pieces beside a mask that is more than one comparison.  `causal_bottom_right` and `prefix_lm`
+#: at head_dim 256 spilled 8 bytes, as many with nothing kept: only where several conditions are partial does it give
+#: registers back.
+PIECES_REGISTERS = 2
+
 #: Warps that turn V over, where the scheduler's warp does not load, and where it does.
 TURNING_WARPS = (2, 3)
 
@@ -349,7 +354,9 @@ def _sender(c: Candidate, request: KernelRequest) -> Sender:
     waiting and registers do not hold (found by compiling), or where there are many conditions; where rows of V are
     cleared, and where keys are split."""
     apart = request.profile.judged or request.profile.mask_reads or request.layout.own or request.keys.split
-    return SendsToLoader() if apart or _missing(c, request) > RENEWED_REGISTERS else SendsAndLoads()
+    several = request.profile.hides and len(request.profile.facts.hidden) > 1
+    spared = RENEWED_REGISTERS + _of_pieces(request) if several else 0
+    return SendsToLoader() if apart or _missing(c, request) > spared else SendsAndLoads()
 
 
 def _missing(c: Candidate, request: KernelRequest) -> int:
@@ -358,7 +365,12 @@ def _missing(c: Candidate, request: KernelRequest) -> int:
     if not asked.hides or c.warpgroups == 1:  # one warpgroup leaves each thread more than any needs
         return 0
     conditions = VISIBLE_REGISTERS * len(asked.facts.visible) + HIDDEN_REGISTERS * len(asked.facts.hidden)
-    return max(0, SENDER_REGISTERS + conditions - division(c, request)[0])
+    return max(0, SENDER_REGISTERS + conditions + _of_pieces(request) - division(c, request)[0])
+
+
+def _of_pieces(request: KernelRequest) -> int:
+    """Registers more that it needs where P V comes in pieces."""
+    return PIECES_REGISTERS if request.v_head_dim > PIECE and request.profile.mask_ops > 1 else 0
 
 
 def _p(request: KernelRequest) -> P8:
