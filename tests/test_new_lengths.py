@@ -103,7 +103,7 @@ MOST = {
     of_attention: 155,
     of_documents: 144,
     of_sequences: 194,
-    of_growing_cache: 218,
+    of_growing_cache: 219,
     of_gradients: 169,
     of_number: 27,
     of_content: 6,

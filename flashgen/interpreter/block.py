@@ -51,7 +51,7 @@ class Asleep:
 class Bundle:
     """Lanes of warps a..b at one place in the program; `mask` is True or [b - a, 32].
 
-    `unmet` is (mask, place, lanes alive) of when all of its lanes last missed others: no use to look before one differs.
+    `unmet` is (mask, place, lanes alive) of when all of its lanes last missed others: nobody looks until one differs.
     """
 
     a: int
