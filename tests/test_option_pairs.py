@@ -83,7 +83,7 @@ def forms(request: KernelRequest) -> tuple:
     ("pipeline", "backward", "spec", "head_dim", "dtype"), thinned(GRID, KEPT, "test_what_is_accepted_spills_nothing")
 )
 def test_what_is_accepted_spills_nothing(pipeline, backward, spec, head_dim, dtype, dropout):
-    """Pairs with dropout and those without have no kernel in common; of each, half of the kernels are asked for twice."""
+    """Pairs with dropout and those without have no kernel in common; of each, half are asked for twice."""
     compiled: dict[str, nvrtc.Resources] = {}
     for request in requests(pipeline, backward, spec, head_dim, dtype):
         for plan in forms(request) if request.dropout == dropout else ():
