@@ -1,4 +1,4 @@
-"""ALiBi: causal attention whose score falls linearly with distance, by a captured slope a head."""
+"""ALiBi: causal attention whose score falls linearly with distance, by a captured slope per head."""
 
 import numpy as np
 from causal import causal

@@ -1,4 +1,4 @@
-"""gpt-oss: a causal sliding window, and a learned logit a head that joins the softmax beside the keys."""
+"""gpt-oss: a causal sliding window, and a learned logit per head that joins the softmax beside the keys."""
 
 import numpy as np
 

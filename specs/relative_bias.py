@@ -1,4 +1,4 @@
-"""Learned relative bias: a captured table a head, read at the distance k - q clipped to the table's reach."""
+"""Learned relative bias: a captured table per head, read at the distance k - q clipped to the table's reach."""
 
 import numpy as np
 

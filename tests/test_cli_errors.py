@@ -99,7 +99,7 @@ def test_a_parameter_that_nothing_reads(tmp_path):
         "@fg.variant\ndef unread(b, h, q, k):\n    return k <= q\n"
     )
     err = refusal("plan", spec, "--param", "window=3")
-    assert "'unread' has no parameter 'window'; it takes nothing: what its mask and score read" in err
+    assert "'unread' has no parameter 'window'; it takes nothing: its mask and score read none" in err
 
 
 def test_a_folder_is_for_a_sweep():

@@ -124,6 +124,12 @@ def test_device_headers_need_no_folding():
         assert max(map(len, path.read_text().splitlines())) <= WIDTH, path
 
 
+def test_template_arguments_stay_with_their_function():
+    call = f"load_tile<THREADS, HEAD_DIM / 2>(shared.k[stage], {'k' * 40}, p.k_row / 2, {'rows' * 8});"
+    first, second = fold.folded(f"    {call}").splitlines()
+    assert first.endswith("p.k_row / 2,") and first + " " + second.lstrip() == f"    {call}"
+
+
 def test_a_line_breaks_between_conditions_first_and_then_where_parentheses_nest_least():
     a, b, c = (f"{name}(rows.q_first, rows.q_last + {'x' * 12})" for name in ("first", "second", "third"))
     assert fold.folded(f"  return {a} && {b} || {c};") == f"  return {a} && {b} ||\n      {c};"

@@ -228,6 +228,11 @@ WRONG = [
     ((X, X, None), {}, "flash_attn_func: v is NoneType"),
     ((X, X, X), {"window_size": 4}, "window_size is (keys before, keys after), -1 for no end, and got 4"),
     ((X, X, X), {"window_size": (1.5, 0)}, "parameter 'left' of 'flash_attn' is int32 and got 1.5"),
+    ((X, X, X), {"window_size": (None, 3)}, "window_size is (keys before, keys after), numbers, -1 for no end"),
+    ((X, X, X), {"causal": None}, "causal is a NoneType and must be True or False"),
+    ((X, X, X), {"causal": torch.tensor(True)}, "causal is a Tensor and must be True or False"),
+    ((X, X, X), {"softcap": torch.tensor(2.0)}, "softcap is a Tensor and must be a number (softcap.item() reads"),
+    ((X, X, X), {"alibi_slopes": [0.5]}, "alibi_slopes is a list, not a torch.Tensor"),
     ((X, X, X), {"softcap": -1.0}, "softcap is -1.0: it is positive, or 0 for none"),
     ((X, X, X), {"alibi_slopes": X}, "alibi_slopes is [2, 5, 4, 16]: it is [heads] or [batch, heads]"),
     ((X, X, X), {"alibi_slopes": X[0, 0, :, 0].half()}, "'alibi_slopes' of 'flash_attn' is float16"),
@@ -241,6 +246,23 @@ WRONG = [
 def test_wrong_calls(arguments, options, message):
     with pytest.raises(FlashgenError, match=re.escape(message)):
         flash_attn_func(*arguments, **options)
+
+
+def test_tables_and_bounds_that_are_none():
+    starts, table = torch.tensor([0, 5, 10], dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+
+    def call(*given, block_table=table):
+        rows = X.flatten(0, 1)
+        return flash_attn_varlen_func(rows, X, X, starts, *given, block_table=block_table)
+
+    for given, table_given, message in (
+        ((starts, 5, 5), [[0], [0]], "block_table is a list, not a torch.Tensor"),
+        ((None, 5, 5), table, "cu_seqlens_k is a NoneType, not a torch.Tensor"),
+        ((starts, 5, torch.tensor(5)), table, "max_seqlen_k is tensor"),
+    ):
+        with pytest.raises(FlashgenError, match=message):
+            call(*given, block_table=table_given)
+    assert torch.equal(call(starts, 5, None), call(starts, 5, 5))  # as many as a row of the table has room for
 
 
 def test_what_ran():

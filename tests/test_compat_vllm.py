@@ -186,3 +186,8 @@ def test_wrong_shapes_are_refused():
     q, k, v = batch()
     with pytest.raises(FlashgenError, match=r"attention_varlen takes \[rows, heads, head_dim\]"):
         flash_attn_varlen_func(q[None], k, v, **asked(cu_seqlens_k=starts(KEYS)))
+    with pytest.raises(LaunchError, match=r"window_size is \(keys before, keys after\), -1 for no end, and got 4"):
+        flash_attn_varlen_func(q, k, v, **asked(cu_seqlens_k=starts(KEYS), window_size=4))
+    used = torch.ones(5, dtype=torch.int32)
+    with pytest.raises(LaunchError, match=r"block_table is a list, not a torch\.Tensor"):
+        flash_attn_varlen_func(q, k, v, **asked(seqused_k=used, block_table=[[0]]))

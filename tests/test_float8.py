@@ -21,7 +21,7 @@ from flashgen.lang import float8
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
 from flashgen.planning.float8 import E4M3, E5M2, ERRORS, block_of
-from flashgen.planning.members import Leaves
+from flashgen.planning.members import Leaves, SendsAndLoads
 from flashgen.planning.request import KernelRequest
 from flashgen.runtime import nvrtc, sass
 from flashgen.runtime.reference_float8 import Quantised, cut_products, quantised
@@ -257,11 +257,11 @@ def test_what_is_wrong_is_seen(name):
 
 # ---------------------------------------------------------------- what ptxas makes of it
 DIMS = (64, 128, 160, 192)
-GATED = [("causal", 64, "fast"), ("causal", 128, "default"), ("full", 192, "exact")]
+GATED = [("causal", 64, "fast"), ("sink_window", 128, "default"), ("full", 192, "exact")]
 EVERY = [
     (spec, head_dim, accuracy)
     for spec in sorted(shipped())
-    for accuracy, dims in (("default", (64, 80, 96, 128, 144, 160, 176, 192)), ("exact", DIMS), ("fast", DIMS))
+    for accuracy, dims in (("default", (64, 80, 96, 128, 144, 160, 176, 192, 256)), ("exact", DIMS), ("fast", DIMS))
     for head_dim in dims
 ]
 
@@ -295,6 +295,25 @@ def test_who_turns_v_over(spec, roles):
     """Three warps, where one warp can schedule and load; masks that are judged or read have one for each."""
     found = {role.name: role.warps for role in plan_of(spec, 64).program.roles if role.name != "consumer"}
     assert found == (roles or {"scheduler": 1, "loader": 1, "transposer": 2})
+
+
+@pytest.mark.parametrize(
+    ("spec", "head_dim", "loads", "anew"),
+    [
+        ("causal", 128, True, False),
+        ("prefix_lm", 128, True, False),
+        ("sliding_window", 64, True, False),  # 56 registers
+        ("sliding_window", 128, True, True),
+        ("sink_window", 128, True, True),
+        ("longformer", 128, False, False),
+        ("causal", 256, True, False),
+        ("causal_bottom_right", 256, False, False),
+    ],
+)
+def test_who_schedules_has_registers(spec, head_dim, loads, anew):
+    """With 40 it keeps no ends of several runs, or leaves loading to another warp."""
+    plan = plan_of(spec, head_dim)
+    assert (plan.specialized.sender == SendsAndLoads(), plan.specialized.runs_anew) == (loads, anew)
 
 
 def test_tiles_that_the_planner_picks():

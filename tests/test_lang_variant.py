@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 import pickle
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -247,7 +248,7 @@ LINE = inspect.currentframe().f_lineno - 1
     ("variant", "given", "message"),
     [
         (local, {"windw": 3}, "'local' has no parameter 'windw' (did you mean 'window'?); it takes window"),
-        (causal, {"window": 3}, "'causal' has no parameter 'window'; it takes nothing: what its mask and score read"),
+        (causal, {"window": 3}, "'causal' has no parameter 'window'; it takes nothing: its mask and score read none"),
         (blocked, {"block": 3}, "'block' of 'blocked' is the int32 constant"),
         (biased, {"bias": 3}, "'bias' of 'biased' is a captured tensor of float32, ('heads',), not a parameter"),
         (required, {}, "'required' needs the parameter 'reach', int32, at least 0\n  nearest: reach=... in a call,"),
@@ -257,6 +258,8 @@ LINE = inspect.currentframe().f_lineno - 1
         (local, {"window": 2.5}, "is int32 and got 2.5: give a whole number"),
         (local, {"window": float("inf")}, "is int32 and got inf"),
         (local, {"window": float("nan")}, "is int32 and got nan"),
+        (local, {"window": Fraction(10**400)}, "does not fit into -2^31 to 2^31 - 1"),
+        (local, {"window": Fraction(9, 2)}, "is int32 and got Fraction(9, 2): give a whole number"),
         (local, {"window": "8"}, "is int32 and got '8'"),
         (local, {"window": True}, "is int32 and got True"),
         (required, {"reach": 1 << 31}, "2147483648 does not fit into -2^31 to 2^31 - 1"),

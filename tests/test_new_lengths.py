@@ -100,11 +100,11 @@ def of_content(gpu, seed):
 
 #: How many steps more than a repeated call each may take.
 MOST = {
-    of_attention: 185,
-    of_documents: 165,
-    of_sequences: 215,
-    of_growing_cache: 240,
-    of_gradients: 205,
+    of_attention: 155,
+    of_documents: 144,
+    of_sequences: 194,
+    of_growing_cache: 219,
+    of_gradients: 169,
     of_number: 27,
     of_content: 6,
 }

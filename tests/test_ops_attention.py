@@ -266,7 +266,10 @@ def refused(message, *arguments, **named):
 def test_the_variant_is_a_variant():
     q, k, v = tensors()
     refused(r"got a str: load it with flashgen.load_spec\('causal'\)", q, k, v, "causal")
-    refused(r"fourth argument is a variant and got a function", q, k, v, lambda b, h, i, j: i <= j)
+    said = (
+        r"fourth argument is a variant and got a function\n  nearest: flashgen.from_flex of .* or fg.variant of a mask"
+    )
+    refused(said, q, k, v, lambda b, h, i, j: i <= j)
 
 
 def test_inputs_are_tensors_of_rank_four():
@@ -343,7 +346,8 @@ def test_parameters():
     refused("parameter 'window' of 'windowed' is 0: the least it may be is 1", q, k, v, windowed, window=0)
     refused("parameter 'window' of 'windowed' is 1001: the most it may be is 1000", q, k, v, windowed, window=1001)
     refused("parameter 'window' of 'windowed' is int32 and got 2.5", q, k, v, windowed, window=2.5)
-    refused("is int32 and got tensor", q, k, v, windowed, window=torch.tensor(4))
+    said = r"is int32 and got tensor\(4\)\n  nearest: window=window.item\(\)"
+    refused(said, q, k, v, windowed, window=torch.tensor(4))
     refused("constant 'block' of 'blocks' is 0: the least it may be is 1", q, k, v, blocks, block=0)
     refused("constant 'block' of 'blocks' is int32 and got", q, k, v, blocks, block=[4])
     required = fg.param("reach", dtype="int32")

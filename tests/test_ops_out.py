@@ -65,6 +65,10 @@ REFUSED = [
     (lambda q: q[..., :16], r"out is \[2, 4, 40, 16\] and o \[2, 4, 40, 32\]"),
     (lambda q: torch.empty_like(q, dtype=torch.float64), "out is torch.float64 on cpu and o torch.float32"),
     (lambda q: torch.empty(1, 4, 40, 32).expand(2, -1, -1, -1), r"out has strides \[0.*share memory"),
+    (
+        lambda q: torch.empty(9999).as_strided(q.shape, (4800, 1200, 16, 1)),
+        r"out has strides .*, 16, 1\].*share memory",
+    ),
     (lambda q: torch.empty(2, 4, 32, 40).transpose(2, 3), "out's last dimension is not contiguous"),
     (lambda q: 3, "out is a"),
     (lambda q: torch.empty_like(q).requires_grad_(), "a gradient is wanted"),

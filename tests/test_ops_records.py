@@ -218,7 +218,7 @@ def test_a_new_length_takes_few_steps(machine, dropped):
 
     call(70, 90)
     first = machine.launched[-1]
-    assert effort(lambda: call(150, 333)).calls < 400
+    assert effort(lambda: call(150, 333)).calls < 225
     other = machine.launched[-1]
     assert first.function == other.function and len(machine.built) == 1
     wanted = {"q_len": 150, "kv_len": 333, "size1_doc": 333, "q_row": 64, "q_head": 150 * 64, "param_window": 5}

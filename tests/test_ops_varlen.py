@@ -92,6 +92,11 @@ REFUSED = [
     ({"max_seqlen_q": torch.tensor(7)}, "max_seqlen_q is"),
     ({"q_offset": "end"}, "7 queries over 0 keys in sequence 2"),
     ({"q_offset": -3}, "not negative"),
+    (
+        {"q_lengths": ints(5, 0, 7, 3)},
+        "q_lengths is of .*: cu_seqlens_q says how long each is\n  nearest: cu_seqlens_q",
+    ),
+    ({"kv_lengths": ints(5, 4, 0, 3)}, "kv_lengths is of .*\n  nearest: cu_seqlens_k in its place, and no kv_lengths"),
 ]
 
 

@@ -559,6 +559,18 @@ def test_sweeping_mutations_are_noticed(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("word", ["ld.acquire", "red.release"])
+def test_sums_that_others_cleared_are_handed_over(word):
+    """In the order of time all is right: without these a GPU may add to what was not 0 yet."""
+    shape = {"head_dim": 80, "tile": (64, 128), "heads": 3, "kv_heads": 3, "q_len": 40, "kv_len": 70}
+    relaxed = word.partition(".")[0] + ".relaxed"
+    with pytest.raises(errors.Race, match=r"global red by block 1 of byte \d+ of dq_sum .*, which block 0 wrote"):
+        Backward("causal", pipeline="hopper", **shape).run(
+            lambda text: text.replace(f"{word}.gpu", f"{relaxed}.gpu"), **HEAD_BY_HEAD
+        )
+
+
+@pytest.mark.slow
 def test_sums_cleared_late_are_awaited():
     b = sweeping("alibi")
     assert b.wrong(b.run(CLEARED_LATE, seed=0, **HEAD_BY_HEAD)) == []

@@ -187,3 +187,78 @@ def test_buffers_are_named_once_and_contiguous():
         memory.add("a", np.zeros(4))
     with pytest.raises(BadLaunch, match="'b' is not C-contiguous"):
         memory.add("b", np.zeros((4, 4)).T)
+
+
+#: Two blocks: block 0 leaves data and says so by a word, for which block 1 waits before it reads them.
+HANDED_OVER = """extern "C" __global__ void k(int* out, int* data, unsigned* word) {{
+  if (blockIdx.x == 0) {{
+    {write};
+    {say};
+  }} else {{
+    unsigned seen = 0;
+    do {{ {look}; }} while (seen == 0);
+    {after};
+    {read};
+  }} }}"""
+
+RIGHT = {
+    "write": "data[threadIdx.x] = 7; __syncwarp()",
+    "say": 'if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(word) : "memory")',
+    "look": 'asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(word) : "memory")',
+    "after": "__syncwarp()",
+    "read": "out[threadIdx.x] = data[threadIdx.x]",
+}
+
+RELAXED = {
+    "say": 'if (threadIdx.x == 0) asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(word) : "memory")',
+    "look": 'asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(word) : "memory")',
+}
+
+FENCED = {**RELAXED, "write": RIGHT["write"] + "; __threadfence()", "after": "__threadfence(); __syncwarp()"}
+
+
+def hand_over(change, **options):
+    out = np.zeros(32, np.int32)
+    source = HANDED_OVER.format(**{**RIGHT, **change})
+    arrays = {"out": out, "data": np.zeros(32, np.int32), "word": np.zeros(1, np.uint32)}
+    launch(source, arrays, grid=2, writable="out data word", **options)
+    return out.tolist()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"say": 'if (threadIdx.x == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" :: "l"(word) : "memory")'},
+        {
+            "write": 'asm volatile("red.relaxed.gpu.global.add.s32 [%0], 7;" :: "l"(data + threadIdx.x) : "memory");'
+            " __syncwarp()"
+        },
+        {"look": 'asm volatile("atom.acquire.gpu.global.add.u32 %0, [%1], 0;" : "=r"(seen) : "l"(word) : "memory")'},
+        {"read": "out[threadIdx.x] = atomicAdd(data + threadIdx.x, 1)"},
+        FENCED,
+    ],
+)
+def test_what_a_block_hands_over(change):
+    for seed in (None, 0, 1):
+        assert hand_over(change, seed=seed) == [7] * 32
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        ({"say": RELAXED["say"]}, "ld by block 1 of byte 0 of data .* which block 0 wrote: it has acquired nothing"),
+        ({"look": RELAXED["look"]}, "ld by block 1 of byte 0 of data"),
+        ({**FENCED, "write": RIGHT["write"]}, "ld by block 1 of byte 0 of data"),
+        ({**FENCED, "after": RIGHT["after"]}, "ld by block 1 of byte 0 of data"),
+        ({"say": RIGHT["say"].replace(".gpu", ".cta")}, "ld by block 1 of byte 0 of data"),
+        ({"look": RIGHT["look"].replace(".gpu", ".cta")}, "ld by block 1 of byte 0 of data"),
+        ({"say": RIGHT["say"] + "; data[31] = 8"}, "ld by block 1 of byte 124 of data"),
+        ({"look": RELAXED["look"], "read": "atomicAdd(data + threadIdx.x, 1)"}, "atom by block 1 of byte 0 of data"),
+        ({"read": "out[threadIdx.x] = __ldg(data + threadIdx.x)"}, "by ld.global.nc of byte 0 of data"),
+    ],
+)
+def test_what_a_block_cannot_know_of(change, match):
+    """Values that happen to be right are none: on a GPU they may not be."""
+    with pytest.raises(errors.Race, match=match):
+        hand_over(change)

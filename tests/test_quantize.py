@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import re
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from flashgen import interpreter
 from flashgen.codegen.quantize import emit, params_bytes
 from flashgen.errors import LaunchError, PlanError
 from flashgen.lang import float8
+from flashgen.lang.load import load_spec
 from flashgen.ops import quantize as ops
 from flashgen.planning import quantize as planning
 from flashgen.planning.quantize import parts
@@ -186,12 +188,28 @@ def test_zeros_and_no_rows():
     assert empty.q.shape == (2, 4, 0, 64) and empty.q_descale.shape == (2, 4, 0)
 
 
+@pytest.mark.parametrize("block", [None, 128])
+def test_no_keys_and_no_sequences(block):
+    """Descales are there for attention, and no mean of nothing spoils an lse."""
+    q, k, v = inputs(16)
+    scales = () if block is None else (0,)
+    found = flashgen.quantize(q, k[:, :, :0], v[:, :, :0], block=block, smooth_k=True)
+    assert found.k_descale.shape == (2, 2, *scales) and not found.k_mean.any()
+    lse = torch.full((2, 4, 16), -torch.inf)
+    assert torch.equal(found.corrected_lse(lse, q), lse)
+    none = flashgen.quantize(q[:0], k[:0], v[:0], block=block)
+    assert none.q_descale.shape == (0, 4, *(() if block is None else (1,)))
+    if block is None:
+        o, lse = flashgen.attention(found.q, found.k, found.v, load_spec("full"), **found.descales, return_lse=True)
+        assert not o.any() and (lse == -torch.inf).all()
+
+
 @pytest.mark.parametrize(
     "change, options, error, says",
     [
         ({}, {"block": 100}, PlanError, "block=100.*\n  nearest: block=128"),
         ({}, {"block": 384}, PlanError, "nearest: block=256"),
-        ({}, {"block": True}, LaunchError, "block is True: it is a number"),
+        ({}, {"block": True}, LaunchError, "block is True: it is an int"),
         ({}, {"seed": -1}, LaunchError, "nearest: seed=0"),
         ({}, {"hadamard": 1}, LaunchError, "hadamard is 1: it is True or False"),
         ({}, {"smooth_k": torch.zeros(3)}, LaunchError, "nearest: smooth_k=True"),
@@ -221,9 +239,12 @@ def interpreted(group, plan, blocks=3):
     memory, found, tensors = interpreter.Memory(), [], []
     for rows, letter in zip(group, "abc", strict=False):
         given = {"mean": rows.mean, **({} if rows.rope is None else {"cos": rows.rope.cos, "sin": rows.rope.sin})}
+        given |= {} if rows.own is None else {"starts" if rows.own.joined else "lengths": rows.own.numbers}
+        by_rows = not rows.x.is_contiguous()  # [batch, rows, heads, head_dim] in memory
+        x = rows.x.transpose(1, 2) if by_rows else rows.x
         arrays = {
-            "x": rows.x.view(torch.int16).numpy().view(np.uint16),
-            "codes": np.full(rows.x.shape, 0xFF, np.uint8),
+            "x": x.view(torch.int16).numpy().view(np.uint16),
+            "codes": np.full(x.shape, 0xFF, np.uint8),
             "descales": np.full(rows.descales.shape, np.nan, np.float32),
             **{name: x.view(torch.uint8).numpy() for name, x in given.items() if x is not None},
         }
@@ -231,7 +252,7 @@ def interpreted(group, plan, blocks=3):
             name: memory.add(f"{name} of {letter}", array, writable=name in ("codes", "descales"))
             for name, array in arrays.items()
         }
-        found.append((arrays["codes"], arrays["descales"]))
+        found.append((arrays["codes"].swapaxes(1, 2) if by_rows else arrays["codes"], arrays["descales"]))
         tensors.append(ops.told(plan, rows, at))
     words = np.zeros(max(1, ops.words(plan, group)), np.uint32)
     packed = ops.packed(plan, group, tensors, memory.add("words", words, writable=True), blocks)
@@ -257,6 +278,7 @@ def both(group, block, arch="sm_90a", blocks=3):
         rotated=bool(plan.rotation),
         centred=plan.centred,
         angles=next((rows.angles for rows in group if rows.rope), None),
+        layout=plan.layout,
     )
     found, report = interpreted(group, of, blocks)
     return found, [(rows.codes.view(torch.uint8).numpy(), rows.descales.numpy()) for rows in group], report
@@ -356,6 +378,33 @@ def test_a_mutation_is_seen(monkeypatch):
             patch.setitem(globals(), "emit", lambda plan, mutated=mutated: mutated)
             found, wanted = beside(x)
         assert any(not np.array_equal(a.reshape(b.shape), b) for a, b in zip(found, wanted, strict=True)), old
+
+
+def swapped(text):
+    """Counted as seen before the peak is there."""
+    peak, seen = (re.search(rf"        {name}\(&t.*;\n", text)[0] for name in ("red_max", "red_add_release"))
+    assert peak + seen in text
+    return text.replace(peak + seen, seen + peak)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace("red.release.gpu.global.add", "red.relaxed.gpu.global.add"),
+        lambda text: text.replace("ld.acquire.gpu.global", "ld.relaxed.gpu.global"),
+        swapped,
+    ],
+    ids=("peaks not released", "peaks not acquired", "peaks behind their release"),
+)
+def test_peaks_of_other_blocks_are_handed_over(monkeypatch, change):
+    """What a GPU would show on some days: a peak that a block reads without an order behind its writer."""
+    rows = rows_of(drawn(1, 1, 400, 16), block=None, rotated=False)
+    ((plan, group),) = ops.planned([rows], None)
+    text = change(emit(plan))
+    assert text != emit(plan)
+    monkeypatch.setitem(globals(), "emit", lambda plan: text)
+    with pytest.raises(interpreter.errors.Race, match=r"of words .*, which block \d wrote"):
+        interpreted(group, plan)
 
 
 @np.errstate(invalid="ignore")  # NaN is among them

@@ -145,6 +145,7 @@ COS, SIN = angles(64, 64)
         ({"cos": COS[:, :16], "sin": SIN[:, :16]}, "cos has 16 columns and q head_dim 64.*nearest.*turned before"),
         ({"cos": COS[:40], "sin": SIN[:40]}, r"cos has 40 rows and q 64: one for each\n  nearest: cos\[positions\]"),
         ({"cos": torch.cat([COS, COS]), "sin": SIN}, "cos has 128 rows and q 64.*positions of q alone"),
+        ({"cos": COS.numpy(), "sin": SIN}, r"cos of q is .*, and sin is given: they are tensors \[64, 32\] or"),
         ({"cos": COS.expand(3, -1, -1), "sin": SIN}, r"cos is \[3, 64, 32\] beside q \[2, 4, 64, 64\]"),
         ({"cos": COS[0], "sin": SIN}, r"cos is \[32\] beside q"),
         ({"cos": COS.T.contiguous().T, "sin": SIN}, "last dimension has stride.*\n  nearest: cos.contiguous"),
@@ -247,6 +248,7 @@ def test_kernels_spill_nothing(arch):
     for head_dim, block, of in (
         (240, 128, Angles(dtype="float32")),
         (256, None, Angles(dtype="bfloat16", interleaved=True)),
+        (112, None, Angles(dtype="float32")),
     ):
         plan = planning.plan(arch, "bfloat16", head_dim, block=block, rotated=True, centred=True, angles=of)
         compiled = nvrtc.compile(emit(plan), arch)

@@ -110,7 +110,8 @@ def test_launches_of_equal_tiles_share_what_follows_from_these_alone(monkeypatch
                 in_memory = (rows, rows) if plan.layout.joined else None
                 yield make_launch(plan, problem, **{**given, "sms": sms}, rows=in_memory)
 
-    launch._known(plan).clear()
+    launch._outline(plan).by_tiles.clear()
     shared = [*launches(), *launches()]
-    monkeypatch.setattr(launch, "_known", lambda _: Remembered())
+    launch._outline(plan).by_tiles.clear()
+    monkeypatch.setattr(Remembered, "keep", lambda self, key, found: found)
     assert shared == [*launches(), *launches()]

@@ -177,5 +177,10 @@ def test_the_plan_of_a_batch():
     plan = fg.plan("causal", layout="varlen", q_lengths=[1, 1], kv_lengths=[100, 9000], arch="sm_90a", head_dim=128)
     assert plan.layout == Varlen() and plan.pass_name == "forward"
     variant = load_spec("causal")
+    for given, cure in ((["1", 1], r"\[17, 8\]"), (np.array([1, 1]), r"q_lengths.tolist\(\)"), (7, r"\[17, 8\]")):
+        with pytest.raises(
+            PlanError, match=f"q_lengths is .*: it is a list of whole numbers\n  nearest: q_lengths={cure}"
+        ):
+            fg.plan(variant, layout="varlen", q_lengths=given, kv_lengths=[1, 1], arch="sm_90a")
     with pytest.raises(PlanError, match="q_lengths are of sequences with lengths of their own"):
         fg.plan(variant, q_lengths=[1, 1], arch="sm_90a")

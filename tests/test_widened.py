@@ -207,6 +207,52 @@ def test_sequences_of_their_own_lengths(page_size, splits, of_q, shape):
         assert np.array_equal(found.o[b, :, :rows], one.o[0]) and np.array_equal(found.lse[b, :, :rows], one.lse[0])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "layout", "splits"),
+    thinned(
+        [("alibi", None, 1), ("causal", Padded(), 2), ("alibi", Paged(), 2)],
+        kept=[("alibi", Paged(), 2)],
+        sibling="test_what_a_loop_finds_again_is_the_same",
+    ),
+    ids=str,
+)
+def test_what_a_loop_finds_again_is_the_same(spec, layout, splits):
+    """Bit for bit: where descales of keys lie, and where O of a part goes."""
+    shape = {"heads": 4, "kv_heads": 2, "q_len": 20, "kv_len": 150, "head_dim": 16, "batch": 2, "tile": (32, 64)}
+    options = {**(SPLIT if splits > 1 else {}), **({} if layout is None else {"layout": layout})}
+    w = work(spec, options=options, **shape)
+    given = {"q_offset": AT_END, "kv_splits": splits} if layout else {}
+    if layout is not None:
+        given["sequences"] = {"q_lengths": np.array((20, 3), np.int32), "kv_lengths": np.array((150, 90), np.int32)}
+    if layout == Paged():
+        codes = (w.qkv[0].codes, *(in_pages(x.codes, 24) for x in w.qkv[1:]))
+        table = given["sequences"]["page_table"] = pages_of(2, 150, 24)
+        case = dataclasses.replace(w.case, sizes={**w.case.sizes, "kv_len": table.shape[1] * 24})
+        qkv = tuple(x._replace(codes=y) for x, y in zip(w.qkv, codes, strict=True))
+        w = dataclasses.replace(w, qkv=qkv, case=case)
+
+    def found(again):
+        operands = dataclasses.replace(w.plan.operands, found_again=again)
+        one = dataclasses.replace(w, plan=dataclasses.replace(w.plan, operands=operands))
+        assert ("renew_one(of_keys);" in emit(one.plan)) == again
+        return one.run(**given)
+
+    kept, again = found(False), found(True)
+    assert np.array_equal(kept.o, again.o) and np.array_equal(kept.lse, again.lse)
+
+
+def test_where_registers_are_dear():
+    """Beside wide rows under a mask, and where a score tells heads apart."""
+    options = {"k_dtype": E4M3, "v_dtype": E4M3}
+    for spec, head_dim, dear in (
+        *(("causal", 128, False), ("causal", 256, False), ("sink_window", 128, False), ("sink_window", 256, True)),
+        *(("alibi", 64, True), ("alibi", 256, True), ("full", 256, False), ("padding", 256, True)),
+    ):
+        menu = planner.menu(load_spec(spec).bind(), "sm_90a", BF16, head_dim, **options)
+        assert menu.plans[0].operands.found_again == dear, (spec, head_dim)
+
+
 # ---------------------------------------------------------------- mutations
 #: Of the emitted text, each with the kernel that shows it.
 WRONG = {
@@ -338,6 +384,26 @@ def test_the_walk_on_a_cpu(of_q, options):
     )
     assert o.dtype == of_q and off(o, right) < 3e-3
     torch.testing.assert_close(lse.double(), right_lse, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_sequences_behind_each_other_on_a_cpu(in_pages):
+    """Those of lengths 100, 0 and 70 have the bits that each has alone."""
+    q, k, v = drawn(q_len=170, kv_len=170, batch=1)
+    starts = torch.tensor([0, 100, 100, 170], dtype=torch.int32)
+    rows, given = (
+        [x[0].transpose(0, 1) for x in (q, k.codes, v.codes)],
+        {"k_descale": k.descale, "v_descale": v.descale},
+    )
+    if in_pages:  # of 10 keys, those of the third sequence first
+        table = torch.tensor([[*range(7, 17)], [0] * 10, [*range(7), 0, 0, 0]], dtype=torch.int32)
+        given |= {"page_table": table, "kv_lengths": starts.diff()}
+        rows[1:] = [torch.cat([x[100:], x[:100]]).unflatten(0, (17, 10)) for x in rows[1:]]
+    o = fg.attention_varlen(*rows, CAUSAL, starts, max_seqlen_q=100, **given)
+    for part in (slice(0, 100), slice(100, 170)):
+        alone = (x[:, :, part] for x in (q, k.codes, v.codes))
+        right = fg.attention(*alone, CAUSAL, k_descale=k.descale, v_descale=v.descale)
+        assert torch.equal(o[part], right[0].transpose(0, 1))
 
 
 @pytest.mark.slow

@@ -8,6 +8,9 @@ import textwrap
 #: Columns of a line of emitted text.
 WIDTH = 120
 
+#: What stays whole: strings, and template arguments of a call (a comparison has spaces around its sign).
+_WHOLE = re.compile(r'"(?:[^"\\]|\\.)*"|(?<=\w)<[\w, /*+-]+>(?=\()')
+
 _INDENT = 4  # of what continues a line
 
 #: Where a line may end, by how much it takes apart: after a comma, between conditions, after an operator.
@@ -37,7 +40,7 @@ def _folded(line: str) -> list[str]:
         return [f"{margin}// {part}" for part in textwrap.wrap(code[2:].strip(), WIDTH - len(margin) - 3)]
     if code.startswith("#"):  # a macro ends with its line
         return [line]
-    behind = _without_strings(code).find("  // ")
+    behind = _opaque(code).find("  // ")
     if behind >= 0:
         return _folded(margin + code[behind + 2 :]) + _broken(code[:behind].rstrip(), margin)
     return _broken(code, margin)
@@ -54,7 +57,7 @@ def _broken(code: str, margin: str) -> list[str]:
 def _end(code: str, room: int) -> int | None:
     """Where to break: the least nested end of an operand within the room, of those the last, else behind a
     parenthesis; None for nowhere."""
-    code = _without_strings(code)
+    code = _opaque(code)
     best: tuple[int, int] | None = None
     found, depth = None, 0
     for i, character in enumerate(code):
@@ -75,6 +78,6 @@ def _end(code: str, room: int) -> int | None:
     return found
 
 
-def _without_strings(code: str) -> str:
-    """The code with nothing but underscores in its strings, which stay whole."""
-    return re.sub(r'"(?:[^"\\]|\\.)*"', lambda found: "_" * len(found[0]), code)
+def _opaque(code: str) -> str:
+    """The code with nothing but underscores in its strings and template arguments, which stay whole."""
+    return _WHOLE.sub(lambda found: "_" * len(found[0]), code)

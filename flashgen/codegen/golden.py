@@ -48,11 +48,12 @@ OPTIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 #: The folder of kernels that make tensors of 8 bits, and what is asked of each: the one that has a pass over memory,
-#: and the one that has two and does all that there is.
+#: the one that has two and does all that there is, and the first of sequences behind each other.
 QUANTIZE = "quantize"
 QUANTIZED: Mapping[str, dict[str, Any]] = {
     "own_scale": {"block": 128, "rotated": True, "centred": False},
     "shared_scale": {"block": None, "rotated": True, "centred": True},
+    "varlen": {"block": 128, "rotated": True, "centred": False, "layout": Varlen()},
 }
 
 

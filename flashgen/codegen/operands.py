@@ -33,6 +33,26 @@ class OperandCode:
     def _widened(self) -> bool:
         return isinstance(self.plan.operands, Widened)
 
+    @property
+    def _found_again(self) -> bool:
+        """Whether registers hold nothing that the loop uses once."""
+        operands = self.plan.operands
+        return isinstance(operands, Widened) and operands.found_again
+
+    def store_part(self, seq: SequenceCode) -> str:
+        """Where O of a part of the keys leaves: behind the loop, for which registers are dear."""
+        if not seq.own:
+            return f"store_part(o, softmax, {seq.rows_again}, p);  // found again: registers are dear in the loop"
+        if not self._found_again or seq.joined:
+            return f"store_part(o, softmax, {seq.rows_again}, p);"
+        lines = (
+            "const Start again = start_of_block(all);  // registers are dear in the loop",
+            "Params end = all;",
+            "end.q_offset = rows.q_first - again.first;",
+            "store_part(o, softmax, {again.b, again.h, rows.q_first, rows.q_last, again.part}, end);",
+        )
+        return "\n  ".join(lines)
+
     def element(self, name: str) -> str:
         """The type of an element of q, k or v in memory."""
         return element_of(name, self.plan.out_dtype, self.plan.operands.narrow)
@@ -186,8 +206,10 @@ class OperandCode:
         in_exponent = "LOG2E;" if self.scored else f"fmaxf(p.scale * LOG2E, {_FLOOR}"
         if not self._widened:
             return f"const float scale = {in_exponent}"
+        where = "u32 sequence = rows.b, of_keys = kv_head;  // where their descales lie is found again for each tile"
         head = "p.{x}_descale + rows.b * p.{x}_descale_batch + kv_head * p.{x}_descale_head;"
         lines = [f"const float* const {x}_descale = {head.format(x=x)}" for x in ("k", "v")]
+        lines = [where] if self._found_again else lines
         q = " * q_descale(rows.h, rows, p)" * (self.narrow("q") and not self.plan.packed)
         if self.scored:
             lines += ["const float scale = LOG2E;", f"const float block_scale = p.scale{q};"]
@@ -200,18 +222,25 @@ class OperandCode:
         """Those of a tile of keys, read before they are used."""
         if not self._widened:
             return ""
-        block = "(step.tile * TILE_KV >> p.{x}_block_log2)"
-        line = "\n    const float {x}_of_tile = {x}_descale[" + block + " * p.{x}_descale_row];"
-        return "".join(line.format(x=x) for x in ("k", "v"))
+        if self._found_again:
+            return "\n    renew_one(sequence);\n    renew_one(of_keys);" + self._descale_of_tile("k")
+        return self._descale_of_tile("k") + self._descale_of_tile("v")
+
+    def _descale_of_tile(self, x: str) -> str:
+        """That of k or v."""
+        head = f"sequence * p.{x}_descale_batch + of_keys * p.{x}_descale_head + "
+        found = f"p.{x}_descale[{head}" if self._found_again else f"{x}_descale["
+        return f"\n    const float {x}_of_tile = {found}(step.tile * TILE_KV >> p.{x}_block_log2) * p.{x}_descale_row];"
 
     @property
     def scale_of_tile(self) -> str:
         """What stands before S is looked at."""
         if not self._widened:
             return ""
+        of_v = self._descale_of_tile("v") if self._found_again else ""
         if self.scored:
-            return "\n    const float tile_scale = block_scale * k_of_tile;"
-        return f"\n    const float scale = fmaxf(block_scale * k_of_tile, {_FLOOR}"
+            return f"{of_v}\n    const float tile_scale = block_scale * k_of_tile;"
+        return f"{of_v}\n    const float scale = fmaxf(block_scale * k_of_tile, {_FLOOR}"
 
     @property
     def v_argument(self) -> str:

@@ -48,8 +48,8 @@ class PackCode:
         if not self.packed:
             return ""
         return (
-            "\n// Row r of it is query q_first + (r >> p.pack_log2) of head h + r % (1 << p.pack_log2): heads that"
-            " share keys read them once."
+            "// Row r of a tile is query q_first + (r >> p.pack_log2) of head h + r % (1 << p.pack_log2): heads that"
+            " share keys read them once.\n"
         )
 
     # -- rows of a tile

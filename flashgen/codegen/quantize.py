@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from flashgen.codegen import device
 from flashgen.codegen.emit import entered, environment
@@ -23,11 +24,60 @@ _ANGLES = {
 }
 
 
+#: What a banner says of how sequences lie.
+_OF_LAYOUT = {"padded": "sequences of their own lengths", "varlen": "sequences behind each other"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sequences:
+    """What templates write of a tile where sequences have rows of their own, and where they are all of one length.
+
+    numbered  the function that finds a tile by its number
+    blocks    how many tiles a head has, of tensor t
+    length    behind which row of a sequence there is none
+    last      its last row, or 0
+    tiles     how many tiles hold its rows
+    row0      a warp's first row in the tensor
+    after     the tile after the next one
+    work      the function that finds the work of a ticket
+    of_tile   what is said of a tile beside
+    template  what finds a tile's sequence
+    """
+
+    numbered: str = "tile_of"
+    blocks: str = "(t.length + TILE - 1) / TILE"
+    length: str = "t.length"
+    last: str = "t.length - 1"
+    tiles: str = "tiles"
+    row0: str = "row0"
+    after: str = "tile_of(blockIdx.x + (i + 2) * gridDim.x, p)"
+    work: str = "work_of"
+    of_tile: str = ""
+    template: str = ""
+
+    @classmethod
+    def of(cls, plan: QuantizePlan) -> _Sequences:
+        if not plan.layout.own:
+            return cls()
+        return cls(
+            numbered="numbered",
+            **({"blocks": "t.slots"} if plan.layout.joined else {}),
+            length="at.length",
+            last="max(at.length, 1) - 1",
+            tiles="tiles_of(at)",
+            row0="(at.first + row0)" if plan.layout.joined else "row0",
+            after="next_tile(next, p)",
+            work="work_from",
+            of_tile="  Of a sequence of `length` rows" + " from `first` on" * plan.layout.joined + ".",
+            template=f"quantize/{plan.layout.name}.cu.j2",
+        )
+
+
 def tensor_fields(plan: QuantizePlan) -> tuple[Field, ...]:
     """The members of `Tensor`: addresses, strides in elements, numbers."""
     angles = ("cos", "sin") if plan.rope else ()
     of_angles = f"const {_ANGLES[plan.rope.dtype][0]}*" if plan.rope else ""
-    shared = plan.scale.tickets
+    shared, joined = plan.scale.tickets, plan.layout.joined
     return (
         Field("x", "const u16*"),
         Field("codes", "unsigned char*"),
@@ -35,9 +85,11 @@ def tensor_fields(plan: QuantizePlan) -> tuple[Field, ...]:
         *(Field(name, "u32*") for name in ("peaks", "seen") if shared),
         *(Field("mean", "const float*") for _ in range(plan.centred)),
         *(Field(name, of_angles) for name in angles),
+        *(Field("starts" if joined else "lengths", "const int*") for _ in range(plan.layout.own)),
         *(Field(f"{name}_{of}", "i64") for name in ("x", "codes") for of in ("batch", "head", "row")),
         *(Field(f"{name}_{of}", "i64") for name in angles for of in ("batch", "row")),
         *(Field(name, "int") for name in ("heads", "length", "tiles")),
+        *(Field(name, "int") for name in ("sequences", "slots", "rows") if joined),
         *(Field("rotated", "int") for _ in range(bool(plan.rotation))),
         *(Field(name, "int") for name in ("tiles_of_scale", "group") if shared),
     )
@@ -83,6 +135,7 @@ def emit(plan: QuantizePlan) -> str:
                 "from_angle": from_angle,
                 "enter": entered(plan.launches),
                 "from": _FROM[plan.dtype],
+                "seq": _Sequences.of(plan),
             }
         )
     )
@@ -116,6 +169,7 @@ def _banner(plan: QuantizePlan) -> list[str]:
         *(["less a mean"] * plan.centred),
         *([f"rotated in {rotated} columns"] if rotated else []),
         "as e4m3",
+        *([_OF_LAYOUT[plan.layout.name]] if plan.layout.own else []),
     ]
     return [
         f"quantize: {plan.dtype}, head_dim {plan.head_dim}, {', '.join(steps)}, on {plan.arch}",

@@ -7,6 +7,7 @@ key, and windows count from there too.  A row that sees nothing gives 0, and -in
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from flashgen.lang.functions import absolute, kv_len, q_len, tanh
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant, variant
 from flashgen.ops.attention import attention, attention_varlen
+from flashgen.ops.values import no_flag, no_number, no_tensor
 
 FULL = load_spec("full")
 CAUSAL = load_spec("causal_bottom_right")
@@ -109,11 +111,11 @@ def flash_attn_with_kvcache(
     for name, (given, cure) in missing.items():
         if given is not None:
             raise LaunchError(f"flash_attn_with_kvcache has no {name} in flashgen yet\n  nearest: {cure}")
-    if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    _check("flash_attn_with_kvcache", (q,), "batch", "seqlen", "heads", "head_dim", of="q")
+    if isinstance(cache_seqlens, (int, numbers.Integral)):
+        cache_seqlens = torch.full((q.shape[0],), int(cache_seqlens), dtype=torch.int32, device=q.device)
     if block_table is not None:
         name = "flash_attn_with_kvcache"
-        _check(name, (q,), "batch", "seqlen", "heads", "head_dim", of="q")
         _check(name, (k_cache, v_cache), "blocks", "block_size", "heads", "head_dim", of="kv")
         rule, named = rule_of(causal, window_size, softcap, alibi_slopes, None)
         pages: dict[str, Any] = {"page_table": block_table, "kv_lengths": cache_seqlens, **named}
@@ -163,7 +165,9 @@ def flash_attn_varlen_func(
     else:
         _check(name, (q,), "rows", "heads", "head_dim", of="q")
         _check(name, (k, v), "blocks", "block_size", "heads", "head_dim", of="kv")
-        most = min(max_seqlen_k, block_table.shape[-1] * k.shape[1])
+        if not isinstance(cu_seqlens_k, torch.Tensor):
+            raise LaunchError(no_tensor("cu_seqlens_k", cu_seqlens_k))
+        most = bounded(max_seqlen_k, block_table, k)
         keys = {"page_table": block_table, "kv_lengths": cu_seqlens_k.diff(), "max_seqlen_k": most}
     o, lse = attention_varlen(
         q,
@@ -242,6 +246,21 @@ def _attend(
     return o.transpose(1, 2), lse
 
 
+def bounded(most: Any, block_table: Any, k: Any) -> Any:
+    """The most keys of a sequence: no more than a row of its table has room for.  What is neither is refused further
+    on."""
+    for name, x in (("block_table", block_table), ("k", k)):
+        if not isinstance(x, torch.Tensor):
+            raise LaunchError(no_tensor(name, x))
+    if not isinstance(most, int) or block_table.dim() != 2 or k.dim() != 4:
+        return most
+    return min(most, block_table.shape[1] * k.shape[1])
+
+
+def _real(x: object) -> bool:
+    return isinstance(x, (int, float, numbers.Real))
+
+
 def rule_of(
     causal: bool,
     window: tuple[int, int],
@@ -252,6 +271,12 @@ def rule_of(
     """The variant of a call, and its parameters and captured tensors."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise LaunchError(f"window_size is (keys before, keys after), -1 for no end, and got {window!r}")
+    if not all(map(_real, window)):
+        raise LaunchError(f"window_size is (keys before, keys after), numbers, -1 for no end, and got {window!r}")
+    if isinstance(causal, torch.Tensor) or causal not in (False, True):
+        raise LaunchError(str(no_flag("causal", causal)))
+    if not _real(softcap):
+        raise LaunchError(str(no_number("softcap", softcap)))
     if softcap < 0:
         raise LaunchError(f"softcap is {softcap}: it is positive, or 0 for none")
     left, right = window
@@ -265,6 +290,8 @@ def rule_of(
         named["softcap"] = softcap
     rank = 0
     if slopes is not None:
+        if not isinstance(slopes, torch.Tensor):
+            raise LaunchError(no_tensor("alibi_slopes", slopes))
         named["alibi_slopes"], rank = slopes, slopes.dim()
         if rank not in (1, 2):
             raise LaunchError(f"alibi_slopes is {list(slopes.shape)}: it is [heads] or [batch, heads]")

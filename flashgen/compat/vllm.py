@@ -85,13 +85,13 @@ def flash_attn_varlen_func(
     for name, (asked, cure) in missing.items():
         if asked is not None:
             raise LaunchError(f"{NAME} serves no {name} in flashgen\n  nearest: {cure}")
-    window: Any = (-1, -1) if window_size is None else tuple(window_size)
+    window: Any = (-1, -1) if window_size is None else window_size
     rule, named = flash_attn.rule_of(causal, window, softcap, alibi_slopes, None)
     given: dict[str, Any] = {**named, **_keys(cu_seqlens_k, seqused_k, block_table)}
     found = attention_varlen(
         *(q, k, v, rule, cu_seqlens_q),
         max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k if block_table is None else min(max_seqlen_k, block_table.shape[-1] * k.shape[1]),
+        max_seqlen_k=max_seqlen_k if block_table is None else flash_attn.bounded(max_seqlen_k, block_table, k),
         scale=softmax_scale,
         return_lse=return_softmax_lse,
         dropout=dropout_p,

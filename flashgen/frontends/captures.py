@@ -263,9 +263,10 @@ class Captures:
 
     def _named(self, name: str) -> str:
         """A name that the language takes, which no other has."""
-        plain = (
-            "".join(c for c in name if c.isascii() and (c.isalnum() or c == "_")).lstrip("_0123456789") or "captured"
-        )
+        plain = name
+        if not (name.isascii() and name.isidentifier()):
+            plain = "".join(c for c in name if c.isascii() and (c.isalnum() or c == "_"))
+        plain = plain.lstrip("_0123456789") or "captured"
         plain = f"{plain}_" if plain in RESERVED else plain
         unique, count = plain, 1
         while unique in self._taken:

@@ -17,6 +17,7 @@ from flashgen.interpreter.counters import Report
 from flashgen.interpreter.errors import BadLaunch, WrongTarget
 from flashgen.interpreter.memory import BASE as GLOBALS_BASE
 from flashgen.interpreter.memory import GLOBALS_BYTES, Early, Memory
+from flashgen.interpreter.order import Order
 from flashgen.interpreter.parser import Entry, Source, Variable, parse
 from flashgen.interpreter.registers import Banks
 from flashgen.interpreter.scheduler import check_progress, parked, run_cluster
@@ -220,6 +221,8 @@ class _Running:
 
     def __init__(self, launch: Launch) -> None:
         self.launch, self.account, self.seconds = launch, launch.memory.new_account(), 0.0
+        if launch.options.check and launch.cluster == (1, 1, 1):
+            self.account.order = Order(launch.memory.data.size)
         self.parts = _run(launch)
 
     def start(self, *, known: bool) -> Early | None:

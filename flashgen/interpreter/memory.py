@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from flashgen.interpreter.errors import BadLaunch, Misaligned, NotComplete, OutOfBounds, Race, ReadOnly
+from flashgen.interpreter.order import GRANULE, WORD, Order
 from flashgen.interpreter.registers import LANES, Mask, spread
 
 #: Address of the first buffer: above 4 GiB, so that a pointer cut to 32 bits is out of bounds.
@@ -26,6 +27,16 @@ class Buffer:
     address: int
     array: np.ndarray
     writable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Who counts on it that what is read is what was written last: a block, by ld.global.nc (`constant`), by an
+    instruction that is ordered with other atomics (`atomic`)."""
+
+    block: int
+    constant: bool = False
+    atomic: bool = False
 
 
 class Early:
@@ -57,11 +68,14 @@ class Early:
 
 @dataclass(slots=True)
 class Account:
-    """What one kernel did: bytes by buffer and kind, addresses of buffers that are tracked, who wrote a byte."""
+    """What one kernel did: bytes by buffer and kind, addresses of buffers that are tracked, which buffers it wrote, who
+    wrote a byte."""
 
     traffic: Counter[tuple[str, str]]
     touched: dict[str, np.ndarray]
     writer: np.ndarray
+    written: set[int] = field(default_factory=set)
+    order: Order | None = None  # what its blocks know of each other's writes, where that is looked at
     early: Early | None = None  # what it does before it has waited
     behind: Early | None = None  # what the kernel behind has done so far
 
@@ -124,8 +138,11 @@ class Memory:
                 buffer.array.reshape(-1).view(np.uint8)[:] = raw
 
     # ------------------------------------------------------------ access by lanes
-    def access(self, address: np.ndarray, m: Mask, width: int, kind: str, *, write: bool = False) -> np.ndarray:
-        """Check and count an access of `width` bytes per lane.  Returns arena offsets (idle lanes: an active one's)."""
+    def access(
+        self, address: np.ndarray, m: Mask, width: int, kind: str, *, write: bool = False, by: Reader | None = None
+    ) -> np.ndarray:
+        """Check and count an access of `width` bytes per lane, which counts on an order of writes where it says who
+        reads.  Returns arena offsets (idle lanes: an active one's)."""
         address = spread(address, np.broadcast_shapes(address.shape, (1, LANES)) if m is True else m.shape)
         offset = address.astype(np.int64) - BASE
         if m is not True:
@@ -133,7 +150,7 @@ class Memory:
             offset = np.where(m, offset, active[0])
         else:
             active = offset.reshape(-1)
-        self.check(active, width, kind, write)
+        self.check(active, width, kind, write, by)
         return offset
 
     def part(self, address: int, count: int, width: int, kind: str) -> int:
@@ -147,7 +164,7 @@ class Memory:
         """Check and count single bytes."""
         self.check(offsets, 1, kind, write)
 
-    def check(self, active: np.ndarray, width: int, kind: str, write: bool) -> None:
+    def check(self, active: np.ndarray, width: int, kind: str, write: bool, by: Reader | None = None) -> None:
         """Check and count accesses of `width` bytes at arena offsets `active` (one dimension)."""
         if active.size == 0:
             return
@@ -163,34 +180,58 @@ class Memory:
             raise OutOfBounds(f"global {kind} of {width} bytes at {self.describe(int(active[bad][0]))}")
         first = int(owner[0])
         if (owner == first).all():
-            self._count(first, kind, active, width, write)
+            self._count(first, kind, active, width, write, by)
         else:
             for n in np.unique(owner):
-                self._count(int(n), kind, active[owner == n], width, write)
+                self._count(int(n), kind, active[owner == n], width, write, by)
         if self.account.early is not None:
             self.account.early.check(active, width, kind, write, self)
         if write and self.account.behind is not None:
             self.account.behind.check_before(active, width, kind, self)
 
-    def _count(self, n: int, kind: str, active: np.ndarray, width: int, write: bool) -> None:
+    def _count(self, n: int, kind: str, active: np.ndarray, width: int, write: bool, by: Reader | None) -> None:
         buffer = self.named[n]
         if write and not buffer.writable:
             raise ReadOnly(f"global {kind} into {buffer.name}, which the kernel may only read")
+        if by is not None and n in self.account.written:
+            self._check_order(active, width, kind, by)
+        if write:
+            self.account.written.add(n)
         self.account.traffic[buffer.name, kind] += active.size * width
         if buffer.name in self.track:
             at = np.unique((active + BASE - buffer.address) // width * width)
             self.account.touched[buffer.name] = np.union1d(self.account.touched[buffer.name], at)
 
+    def _check_order(self, active: np.ndarray, width: int, kind: str, by: Reader) -> None:
+        """What is read was written by the block itself, or it knows of the write."""
+        order, writer = self.account.order, self.account.writer
+        if order is None:
+            return
+        for shift in range(0, width, min(width, WORD)):
+            at = active + shift
+            if by.constant and (changed := (writer[at] != 0) | (order.updater[at] != 0)).any():
+                place = self.describe(int(at[int(changed.argmax())]))
+                raise Race(f"global {kind} by ld.global.nc of {place}, which the kernel writes")
+            found = order.unknown(by.block, at, writer[at], atomics=not by.atomic)
+            if found is not None:
+                place, other = self.describe(found[0]), found[1]
+                raise Race(
+                    f"global {kind} by block {by.block} of {place}, which block {other} wrote: it has acquired nothing"
+                    f" that block {other} released afterwards"
+                )
+
     def own(self, offsets: np.ndarray, width: int, block: int) -> None:
         """Block number `block` writes (not atomically): no other block may write the same bytes in this launch."""
         writer = self.account.writer
-        for shift in range(0, width, 2 if width > 1 else 1):
+        for shift in range(0, width, GRANULE if width > 1 else 1):
             before = writer[offsets + shift]
             clash = (before != 0) & (before != block + 1)
             if clash.any():
                 at = int(clash.argmax())
                 raise Race(f"blocks {int(before[at]) - 1} and {block} both write {self.describe(int(offsets[at]))}")
             writer[offsets + shift] = block + 1
+        if self.account.order is not None:
+            self.account.order.store(block, offsets, width)
 
     def describe(self, offset: int) -> str:
         """Where an arena offset lies, in words."""

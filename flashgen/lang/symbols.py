@@ -48,7 +48,8 @@ def checked(variant_name: str, kind: str, symbol: Param | Constant, value: objec
         return f"{kind} {symbol.name!r} of {variant_name!r}"
 
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-        raise PlanError(f"{title()} is {symbol.dtype.value} and got {value!r}")
+        cure = f"\n  nearest: {symbol.name}={symbol.name}.item()" if type(value).__name__ == "Tensor" else ""
+        raise PlanError(f"{title()} is {symbol.dtype.value} and got {value!r}{cure}")
     if symbol.dtype.is_float:
         if value != value:
             raise PlanError(f"{title()} got NaN")
@@ -58,7 +59,8 @@ def checked(variant_name: str, kind: str, symbol: Param | Constant, value: objec
             )
         number = float(value)
     else:
-        if not (isinstance(value, int) or float(value).is_integer()):
+        whole = value.denominator == 1 if isinstance(value, numbers.Rational) else float(value).is_integer()
+        if not whole:
             raise PlanError(f"{title()} is {symbol.dtype.value} and got {value!r}: give a whole number")
         number = int(value)
         bits = 32 if symbol.dtype is DType.INT32 else 64

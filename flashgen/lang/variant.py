@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -135,8 +136,8 @@ class Variant:
         """The variant with captured tensors and parameters' values that calls take where they pass none: equal to this
         one, and made without a look at its expressions."""
         made = object.__new__(Variant)
-        for f in fields(self):
-            object.__setattr__(made, f.name, getattr(self, f.name))
+        for put, value in zip(_PUT, _FIELDS(self), strict=True):
+            put(made, value)
         object.__setattr__(made, "given", dict(given))
         object.__setattr__(made, "without", self.bare if given else None)
         return made
@@ -442,9 +443,10 @@ class Variant:
         symbols = {s.name: s for s in (*self.params, *self.constants, *self.tensors)}
         if name in symbols:
             return f"{name!r} of {self.name!r} is {summary(symbols[name])}, not a {kind}"
-        names = ", ".join(symbols) or "nothing"
         found = f"{self.name!r} has no {kind} {name!r}{source.nearest(name, symbols)}"
-        return f"{found}; it takes {names}: what its mask and score read"
+        if not symbols:
+            return f"{found}; it takes nothing: its mask and score read none"
+        return f"{found}; it takes {', '.join(symbols)}, which its mask and score read"
 
     @staticmethod
     def _refused(message: str) -> SpecError:
@@ -456,6 +458,11 @@ def _declared(kind: type, roots: tuple[Node, ...]) -> tuple:
     """What is declared of a kind in expressions, by name; each is looked through once."""
     found = {declared for n in walk(roots) if isinstance(declared := symbol_of(n), kind)}
     return tuple(sorted(found, key=lambda symbol: symbol.name))
+
+
+#: All that a Variant has, and what puts it in its places: every call of FlexAttention makes one that gives its tensors.
+_FIELDS = operator.attrgetter(*(f.name for f in fields(Variant)))
+_PUT = tuple(getattr(Variant, f.name).__set__ for f in fields(Variant))
 
 
 def _restored(kept: Mapping[str, object]) -> Variant:

@@ -28,6 +28,7 @@ from flashgen.ops.sequences import (
 from flashgen.ops.sinks import with_given_sink
 from flashgen.ops.tracing import any_autocast, any_requires_grad, autocast, sharded, traced, transformed
 from flashgen.ops.values import no_flag, no_tensor
+from flashgen.tuples import new
 
 
 def attention(
@@ -307,7 +308,7 @@ def _attend(
         return (o, lse) if return_lse else o
     if deterministic is not False and (wrong := no_flag("deterministic", deterministic)):
         raise LaunchError(wrong)
-    call = Call(with_given_sink(variant, named), scale, named, drawn(dropout, seed, q), deterministic)
+    call = new(Call, (with_given_sink(variant, named), scale, named, drawn(dropout, seed, q), deterministic))
     if out is not None:
         return _into(out, q, k, v, call, return_lse, under_transform)
     if under_transform or (torch.is_grad_enabled() and any_requires_grad(q, k, v, *named.values())):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -14,13 +13,15 @@ from flashgen.analysis.derivative import differentiable_of
 from flashgen.analysis.facts import analyse
 from flashgen.lang.variant import Variant
 from flashgen.ops import memory, sequences
-from flashgen.ops.call import ALIGNMENT, Call, Request, check_rows, lies_in_rows
+from flashgen.ops.call import Call, Request, check_rows
 from flashgen.ops.forward import array, cpu_case, strides_like
-from flashgen.ops.menus import addressable, cpu_request, gpu_menu
-from flashgen.ops.records import Numbers, call_key, calls_of, first_of, launch_of, remember, request_of
+from flashgen.ops.menus import ALIGNMENT, cpu_request, gpu_menu, loadable
+from flashgen.ops.records import Kind, call_key, calls_of, first_of, launch_of, remember, request_of
 from flashgen.planning import planner
+from flashgen.planning.once import Remembered, once
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime import driver, kernel
+from flashgen.runtime.launch import Launch
 from flashgen.runtime.tiles_backward import walk_backward
 
 #: What differentiating a gradient is told.
@@ -31,6 +32,9 @@ SECOND = (
 
 #: The gradients of q, k and v.
 _RESULTS = ("dq", "dk", "dv")
+
+#: The tensors whose strides a launch is told.
+_STRIDED = ("q", "k", "v", "o", "d_o", *_RESULTS)
 
 
 class Given(NamedTuple):
@@ -104,7 +108,7 @@ def plan_of(given: Given, request: Request, deterministic: bool, wanted: tuple[s
         def ask() -> planner.Menu:
             return gpu_menu(given.q, given.k, given.v, variant, problem, backward=True, **options)
 
-        menu = request.menu_of(("backward", deterministic, wanted), ask)
+        menu = request.kind.menu_of(("backward", deterministic, wanted), ask)
         return planner.choose(menu, problem, driver.gpu(given.q.device.index).sms)
     asked = cpu_request(variant, problem, backward=True, **options)
     return planner.choose(planner.menu_of(asked), problem, asked.arch.sms)
@@ -125,7 +129,13 @@ def with_gradient(variant: Variant, names: tuple[str, ...], needed: tuple[bool, 
 
 def results(*inputs: torch.Tensor) -> list[torch.Tensor]:
     """Gradients of these, not written yet."""
-    return [torch.empty_strided(x.shape, strides_like(x, x.shape[3]), dtype=x.dtype, device=x.device) for x in inputs]
+    return [torch.empty_strided(*_like(x), dtype=x.dtype, device=x.device) for x in inputs]
+
+
+def _like(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of the gradient of an input."""
+    shape = tuple(x.shape)
+    return shape, strides_like(shape, x.stride(), shape[3])
 
 
 def _written_out(x: torch.Tensor) -> torch.Tensor:
@@ -143,12 +153,12 @@ def _loadable(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy where a kernel could not load its rows 16 bytes at a time, or TMA not at all."""
     strides = x.stride()
     if x.data_ptr() % ALIGNMENT == 0:
-        if lies_in_rows(strides, x.itemsize) and addressable(x.shape, strides, x.itemsize):
+        if loadable(x.shape, strides, x.itemsize):
             return x
         # The stride of one row, head or sequence may be any.
         apart = [0 if size == 1 else stride for size, stride in zip(x.shape, strides, strict=True)]
         strides = (*apart[:3], strides[3])
-        if lies_in_rows(strides, x.itemsize) and addressable(x.shape, strides, x.itemsize):
+        if loadable(x.shape, strides, x.itemsize):
             return x
     return x.clone(memory_format=torch.contiguous_format)  # x.contiguous() may be x, which starts where it did
 
@@ -157,57 +167,41 @@ class _Record:
     """The launches for one set of shapes, strides and dtypes: call it with the tensors and numbers of a call."""
 
     __slots__ = (
-        *(
-            "_dtype",
-            "_first",
-            "_index",
-            "_joined",
-            "_numbers",
-            "_own",
-            "_pick",
-            "_places",
-            "_record",
-            "_results",
-            "_room",
-            "_sums",
-        ),
-        *("_tensors", "_wanted"),
+        *("_first", "_joined", "_kind", "_pick", "_places", "_record", "_results", "_room", "_sums", "_wanted"),
     )
 
     def __init__(self, given: Given, request: Request, deterministic: bool, wanted: tuple[str, ...]) -> None:
         do, _, q, k, v, o, _ = given
         assert do is not None  # run_backward has made it
         plan = plan_of(given, request, deterministic, wanted)
-        self._index, self._dtype = q.device.index, q.dtype
-        self._results = [(tuple(x.shape), strides_like(x, x.shape[3])) for x in (q, k, v)]
-        strides = {name: x.stride()[:3] for name, x in {"q": q, "k": k, "v": v, "o": o, "d_o": do}.items()}
-        strides |= {name: of[:3] for name, (_, of) in zip(_RESULTS, self._results, strict=True)}
-        launch = launch_of(request, plan, strides, driver.gpu(self._index).sms)
-        self._record = kernel.load(plan).record(launch, self._index)
+        self._kind: Kind = request.kind
+        (_, of_dq), (_, of_dk), (_, of_dv) = self._results = _like(q), _like(k), _like(v)
+        given_strides = q.stride(), k.stride(), v.stride(), o.stride(), do.stride(), of_dq, of_dk, of_dv
+        strides = dict(zip(_STRIDED, [of[:3] for of in given_strides], strict=True))
+        launch = launch_of(request, plan, strides, driver.gpu(self._kind.device).sms)
+        self._record = kernel.load(plan).record(launch, self._kind.device)
         self._places, self._room = memory.places(launch.workspaces)
-        self._tensors, self._wanted = tuple(request.tensors), wanted
+        self._wanted = wanted
         self._sums = [(tuple(x.shape), memory.contiguous(x.shape)) for x in [request.tensors[name] for name in wanted]]
-        self._numbers, self._first = request.numbers or Numbers(request), first_of(request)
-        made = (*("q", "k", "v", "o", "d_o", "lse", "dlse"), *_RESULTS, *(part.name for part in launch.workspaces))
-        self._joined = request.layout.joined
-        self._own = () if request.sequences is None else sequences.names(request.sequences.layout)
-        named = (*(f"tensor_{name}" for name in self._tensors), *(f"grad_{name}" for name in wanted))
-        named = (*named, *request.layout.pointers)
-        self._pick = _picker((*made, *named), launch.pointers)
+        self._first = None if request.sequences is None else first_of(request)
+        self._joined = request.sequences is not None and request.sequences.layout.joined
+        pickers = _pickers(plan)
+        self._pick = pickers.get(wanted) or pickers.keep(wanted, _picker(self._kind, launch, wanted))
 
     def __call__(self, given: Given, call: Call) -> Gradients:
-        if torch._C._cuda_getDevice() != self._index:
-            with torch.cuda.device(self._index):
+        index, dtype, _, tensors, own, numbers_of, _ = self._kind
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
                 return self(given, call)
         first = self._first
-        numbers = self._numbers(call) if first is None else self._numbers(call, first(call.named))
+        numbers = numbers_of(call) if first is None else numbers_of(call, first(call.named))
         do, dlse, q, k, v, o, lse = given
         assert do is not None  # run_backward has made it
         inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (inputs[0] | inputs[1] | inputs[2]) % ALIGNMENT:
             for name, tensor in (("q", q), ("k", k), ("v", v)):
                 check_rows(name, tensor)
-        dq, dk, dv = [memory.empty_strided(shape, strides, self._dtype) for shape, strides in self._results]
+        dq, dk, dv = [memory.empty_strided(shape, strides, dtype) for shape, strides in self._results]
         if self._joined:  # rows of no sequence
             dq.zero_(), dk.zero_(), dv.zero_()
         room = memory.empty_strided((self._room,), (1,), torch.uint8)
@@ -218,19 +212,30 @@ class _Record:
             *(o.data_ptr(), do.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr()),
             *(dq.data_ptr(), dk.data_ptr(), dv.data_ptr()),
             *[start + place for place in self._places],
-            *[call.named[name].data_ptr() for name in self._tensors],
+            *[call.named[name].data_ptr() for name in tensors],
             *[x.data_ptr() for x in sums],
-            *sequences.addresses(self._own, call.named),
+            *(sequences.addresses(own, call.named) if own else ()),
         )
-        self._record(self._pick(addresses), numbers, torch._C._cuda_getCurrentRawStream(self._index))
+        self._record(self._pick(addresses), numbers, torch._C._cuda_getCurrentRawStream(index))
         captured = tuple(x.to(call.named[name].dtype) for x, name in zip(sums, self._wanted, strict=True))
         return Gradients(dq, dk, dv, captured)
 
 
-@functools.lru_cache(maxsize=256)
-def _picker(given: tuple[str, ...], wanted: tuple[str, ...]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
-    """What picks the wanted addresses, by name, out of those that are given."""
-    return operator.itemgetter(*map(given.index, wanted))
+_Picker = Callable[[tuple[int, ...]], tuple[int, ...]]
+
+
+@once
+def _pickers(plan: KernelPlan) -> Remembered[tuple[str, ...], _Picker]:
+    """What `_picker` has found of a plan, by the captured tensors that want a gradient."""
+    return Remembered()
+
+
+def _picker(kind: Kind, launch: Launch, wanted: tuple[str, ...]) -> _Picker:
+    """What picks the addresses of a launch out of those that a record has of its calls."""
+    given = [*("q", "k", "v", "o", "d_o", "lse", "dlse"), *_RESULTS, *(part.name for part in launch.workspaces)]
+    given += [*(f"tensor_{name}" for name in kind.tensors), *(f"grad_{name}" for name in wanted)]
+    given += launch.plan.layout.pointers
+    return operator.itemgetter(*map(given.index, launch.pointers))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

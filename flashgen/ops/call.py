@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -13,7 +13,7 @@ from flashgen.errors import LaunchError, shown
 from flashgen.lang.expr import Tensor as Declared
 from flashgen.lang.variant import Variant
 from flashgen.ops import float8, sequences
-from flashgen.ops.menus import gpu_menu
+from flashgen.ops.menus import ALIGNMENT, gpu_menu
 from flashgen.ops.splits import INVARIANT, SPLITS
 from flashgen.ops.tracing import watched
 from flashgen.ops.values import no_number, no_tensor
@@ -21,6 +21,7 @@ from flashgen.planning import planner
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.problem import Problem
 from flashgen.runtime.philox import Dropout
+from flashgen.tuples import new
 
 #: torch's dtypes by the names that planning uses; the first two run on a GPU, all on a CPU.
 DTYPES = {
@@ -30,9 +31,6 @@ DTYPES = {
     torch.float64: "float64",
 }
 GPU_DTYPES = (torch.float16, torch.bfloat16)
-
-#: Rows of q, k and v start at a multiple of this many bytes: kernels move 16 at a time.
-ALIGNMENT = 16
 
 
 class Call(NamedTuple):
@@ -82,18 +80,7 @@ class Request(NamedTuple):
     invariant: bool = False  # keys are cut into leaves
     menu: planner.Menu | None = None
     eight: float8.Eight | None = None
-    #: What calls of one kind share: other menus by what they are of, and the `records.Numbers` of all.
-    menus: dict[object, planner.Menu] | None = None
-    numbers: Any = None
-
-    def menu_of(self, what: object, ask: Callable[[], planner.Menu]) -> planner.Menu:
-        """Another menu than the forward's of whole keys: what `ask` gives, once for calls of one kind."""
-        if self.menus is None:
-            return ask()
-        found = self.menus.get(what)
-        if found is None:
-            found = self.menus[what] = ask()
-        return found
+    kind: Any = None  # on a GPU what calls of one kind share, a `records.Kind`
 
     @property
     def layout(self) -> Layout:
@@ -125,8 +112,9 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
     captured = {t.name: named[t.name] for t in variant.tensors if t.name in named}
     constants = {c.name: named[c.name] for c in variant.constants if c.name in named}
     params = variant.values({name: x for name, x in named.items() if name not in captured and name not in constants})
+    sizes = _sizes(problem, found)
     for declared in variant.tensors:
-        _check_captured(variant, declared, captured.get(declared.name), problem, q.device, found)
+        _check_captured(variant, declared, captured.get(declared.name), sizes, q.device, found)
     signed = factor(call.scale, problem.head_dim)
     bound = variant.bind(**constants)
     bound = bound.with_flipped_score() if signed < 0 else bound
@@ -151,44 +139,34 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Re
 
 def checked_again(
     known: Request,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    device: torch.device,
+    rows: tuple[int, int],
     call: Call,
     declared: Sequence[Declared],
     of_sequences: Set[str],
 ) -> Request:
     """As `checked`, of a call on a GPU that differs from that of `known` in lengths, strides that every pipeline can
-    load, numbers and contents alone; `declared` are the captured tensors, `of_sequences` names what sequences may have
-    of their own.  Where tensors start is looked at by whoever launches."""
-    variant, named, found, rows = call.variant, call.named, known.sequences, (q.shape[2], k.shape[2])
-    paged = found is not None and found.layout.paged
-    if paged or rows[1] != v.shape[2]:
-        problem = _problem(q, k, v, paged=paged)
-    elif found is not None and found.layout.joined:
-        problem = known.problem  # lengths are bounds that the call gives
+    load, numbers and contents alone; `rows` are those of q, and of k and v, `declared` the captured tensors,
+    `of_sequences` names what sequences may have of their own.  Where tensors start is looked at by whoever launches."""
+    variant, named, found, problem = call.variant, call.named, known.sequences, known.problem
+    if found is None:
+        problem = problem.of_lengths(*rows)
     else:
-        problem = known.problem.of_lengths(*rows)
-    if found is not None:
+        if not found.layout.joined:  # else lengths are bounds that the call gives
+            problem = problem.of_lengths(*rows)
         own = {name: x for name, x in named.items() if name in of_sequences}
-        found, problem = sequences.checked(own, problem, q.device, k.shape[0], rows)
+        pages = 0 if found.cache is None else found.cache.pages
+        found, problem = sequences.checked(own, problem, device, pages, rows)
     captured = known.tensors
     if declared:
         captured = {one.name: named[one.name] for one in declared}
+        sizes = _sizes(problem, found)
         for one in declared:
-            _check_shape(variant, one, captured[one.name], problem, found)
-    scale, params = known.numbers.apart(call)
-    return _new(
-        Request,
-        (
-            *(problem, known.variant, scale, params, captured, call.dropout, found, named.get(SPLITS)),
-            *known[_OF_KIND:],
-        ),
-    )
+            _check_shape(variant, one, captured[one.name], sizes, found)
+    scale, params = known.kind.numbers.apart(call)
+    own_fields = problem, known.variant, scale, params, captured, call.dropout, found, named.get(SPLITS)
+    return new(Request, own_fields + known[_OF_KIND:])
 
-
-#: Makes a tuple of a class in a third of the time that its own function takes.
-_new: Any = tuple.__new__
 
 #: Where the fields of a Request begin that calls of one kind share.
 _OF_KIND = Request._fields.index("invariant")
@@ -291,19 +269,10 @@ def _problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, paged: bool) 
     )
 
 
-def lies_in_rows(strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether elements of a row lie side by side, and rows of whatever sizes start at multiples of 16 bytes if the
-    first does."""
-    batch, head, row, column = strides
-    return column == 1 and (batch | head | row) * itemsize % ALIGNMENT == 0
-
-
 def check_rows(name: str, tensor: torch.Tensor) -> None:
     """Rows that a kernel can load 16 bytes at a time; a CPU asks for the contiguous last dimension alone."""
     shape, strides = tensor.shape, tensor.stride()
     if 0 in shape:
-        return
-    if lies_in_rows(strides, tensor.itemsize) and tensor.data_ptr() % ALIGNMENT == 0:
         return
     copy = f"\n  nearest: {name}.contiguous(), a copy"
     if strides[3] != 1 and shape[3] > 1:
@@ -336,7 +305,7 @@ def _check_captured(
     variant: Variant,
     declared: Declared,
     given: object,
-    problem: Problem,
+    sizes: Mapping[str, int],
     device: torch.device,
     own: sequences.Sequences | None,
 ) -> None:
@@ -356,29 +325,27 @@ def _check_captured(
         raise LaunchError(
             f"{title} is on {given.device} and q on {device}\n  nearest: {declared.name}.to({str(device)!r})"
         )
-    _check_shape(variant, declared, given, problem, own)
+    _check_shape(variant, declared, given, sizes, own)
 
 
 def _check_shape(
-    variant: Variant, declared: Declared, given: torch.Tensor, problem: Problem, own: sequences.Sequences | None
+    variant: Variant, declared: Declared, given: torch.Tensor, sizes: Mapping[str, int], own: sequences.Sequences | None
 ) -> None:
-    """Raise LaunchError for a captured tensor of another shape than the one declared."""
-    shape = given.shape
-    if len(shape) != len(declared.dims):
-        title, dims = _declared(variant, declared)
-        raise LaunchError(f"{title} has {len(shape)} dimensions {list(shape)} and is declared {dims}")
-    sizes = {"q": problem.q_len, "kv": problem.kv_len, **problem.sizes()}
+    """Raise LaunchError for a captured tensor of another shape than the one declared, where dimensions have `sizes`."""
+    shape, dims = given.shape, declared.dims
+    if len(shape) != len(dims):
+        title, said = _declared(variant, declared)
+        raise LaunchError(f"{title} has {len(shape)} dimensions {list(shape)} and is declared {said}")
     if own is not None:  # positions may reach less far than the tensor
-        reach = sequences.reach(own, problem)
-        sizes["q"] = max([reach, *(n for n, dim in zip(shape, declared.dims, strict=True) if dim == "q")])
-    for axis, dim in enumerate(declared.dims):
+        sizes = {**sizes, "q": max([sizes["q"], *(n for n, dim in zip(shape, dims, strict=True) if dim == "q")])}
+    for axis, dim in enumerate(dims):
         wanted, size = sizes[dim] if isinstance(dim, str) else dim, shape[axis]
         if wanted is not None and size != wanted and not (isinstance(dim, str) and size == 1):
             named = f"{dim} = {wanted}" if isinstance(dim, str) else f"{wanted}"
             alternative = " (or 1: it broadcasts)" if isinstance(dim, str) else ""
-            title, dims = _declared(variant, declared)
+            title, said = _declared(variant, declared)
             raise LaunchError(
-                f"{title} is {list(shape)} and declared {dims}: dimension {axis} must be {named}{alternative}"
+                f"{title} is {list(shape)} and declared {said}: dimension {axis} must be {named}{alternative}"
             )
         if size == 0 and wanted != 0:
             title, _ = _declared(variant, declared)
@@ -386,6 +353,12 @@ def _check_shape(
         if size >= 1 << 31:
             title, _ = _declared(variant, declared)
             raise LaunchError(f"{title} is {list(shape)}: sizes stay below 2^31")
+
+
+def _sizes(problem: Problem, own: sequences.Sequences | None) -> dict[str, int]:
+    """Those of the dimensions of captured tensors; "q" is the least where sequences have positions of their own."""
+    q_len = problem.q_len if own is None else sequences.reach(own, problem)
+    return {"q": q_len, "kv": problem.kv_len, **problem.sizes()}
 
 
 def _declared(variant: Variant, declared: Declared) -> tuple[str, str]:

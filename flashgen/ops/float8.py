@@ -195,7 +195,7 @@ def of_sequences(
     problem: Problem,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Sequence, ...]]:
     """The values of q, k and v where several sequences lie in one row of heads, and the sequences over these."""
-    if layout.joined:
+    if layout.joined and "q" in eight.descales:  # queries of 16 bits are their values
         queries = [(of.q_start, of.q_len - of.q_offset) for of in own]
         q = _of_rows(q, eight.descales["q"], queries, problem.q_len)
     if layout.paged:

@@ -15,15 +15,15 @@ from flashgen.analysis.tiles import Case
 from flashgen.errors import LaunchError
 from flashgen.lang.stored import broken_promise
 from flashgen.ops import float8, memory, sequences
-from flashgen.ops.call import ALIGNMENT, Call, Request, check_memory, check_rows, checked
-from flashgen.ops.menus import addressable, cpu_request, gpu_menu
+from flashgen.ops.call import Call, Request, check_memory, check_rows, checked
+from flashgen.ops.menus import ALIGNMENT, addressable, cpu_request, gpu_menu
 from flashgen.ops.out import check as check_out
-from flashgen.ops.records import Numbers, call_key, calls_of, first_of, launch_of, remember, request_of
+from flashgen.ops.records import Kind, call_key, calls_of, first_of, launch_of, remember, request_of
 from flashgen.planning import planner
-from flashgen.planning.division import Divided, divide
+from flashgen.planning.division import Divided, divide, visits_all
 from flashgen.planning.members import ALL_KEYS, Keys
 from flashgen.runtime import driver, kernel, tiles
-from flashgen.runtime.launch import COUNTERS, Launch
+from flashgen.runtime.launch import Launch, counted
 
 
 @overload
@@ -83,11 +83,12 @@ def _inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> It
     yield from call.named.items()
 
 
-def strides_like(x: torch.Tensor, columns: int) -> tuple[int, int, int, int]:
-    """Of a result with x's batch, heads and rows: rows of all heads side by side where x's are ([batch, rows, heads,
-    columns]), else contiguous."""
-    _, heads, rows, _ = x.shape
-    if x.stride(1) < x.stride(2):
+def strides_like(shape: tuple[int, ...], strides: tuple[int, ...], columns: int) -> tuple[int, int, int, int]:
+    """Of a result with a tensor's batch, heads and rows: rows of all heads side by side where the tensor's are ([batch,
+    rows, heads, columns]), else contiguous."""
+    _, heads, rows, _ = shape
+    _, of_head, of_row, _ = strides
+    if of_head < of_row:
         return rows * heads * columns, columns, heads * columns, 1
     return heads * rows * columns, rows * columns, columns, 1
 
@@ -98,8 +99,9 @@ _Shape = tuple[tuple[int, int, int, int], tuple[int, int, int, int]]
 
 def o_layout(q: torch.Tensor, v: torch.Tensor) -> _Shape:
     """Shape and strides of o."""
-    batch, heads, q_len, _ = q.shape
-    return (batch, heads, q_len, v.shape[3]), strides_like(q, v.shape[3])
+    shape, columns = q.shape, v.shape[3]
+    batch, heads, q_len, _ = shape
+    return (batch, heads, q_len, columns), strides_like(shape, q.stride(), columns)
 
 
 def outputs(q: torch.Tensor, v: torch.Tensor, eight: float8.Eight | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,23 +138,19 @@ class _Record:
     """
 
     __slots__ = (
-        *("_counted", "_counts", "_dtype", "_first", "_index", "_lse_shape", "_lse_strides", "_many_rows", "_numbers"),
-        *("_eight", "_o_shape", "_o_strides", "_own", "_places", "_record", "_room", "_tensors"),
+        *("_counted", "_counts", "_first", "_kind", "_many_rows", "_o_shape", "_o_strides", "_places", "_record"),
+        "_room",
     )
 
-    def __init__(self, q: torch.Tensor, o: _Shape, request: Request, loaded: kernel.Kernel, launch: Launch) -> None:
-        self._record, self._counts = loaded.record(launch, q.device.index), bool(launch.cleared)
-        self._counted = COUNTERS.name in launch.pointers
-        self._index, self._dtype = q.device.index, float8.out_dtype(request.eight, q)
-        self._eight = request.eight is not None
+    def __init__(self, o: _Shape, request: Request, loaded: kernel.Kernel, launch: Launch) -> None:
+        self._kind: Kind = request.kind
+        self._record = loaded.record(launch, self._kind.device)
+        self._counts, self._counted = bool(launch.cleared), counted(launch.plan)
         self._o_shape, self._o_strides = o
         batch, heads, rows, _ = self._o_shape
-        self._lse_shape, self._lse_strides = (batch, heads, rows), (heads * rows, rows, 1)
-        self._places, self._room = memory.places(launch.workspaces)
         self._many_rows = batch * heads * rows > memory.ROWS
-        self._tensors = tuple(request.tensors)
-        self._own = () if request.sequences is None else sequences.names(request.sequences.layout)
-        self._numbers, self._first = request.numbers or Numbers(request), first_of(request)
+        self._places, self._room = memory.places(launch.workspaces)
+        self._first = None if request.sequences is None else first_of(request)
 
     def __call__(
         self,
@@ -163,31 +161,33 @@ class _Record:
         return_lse: bool,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        index = self._index
+        index, dtype, eight, tensors, own_names, numbers_of, _ = self._kind
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self(q, k, v, call, return_lse, out)
         first = self._first
-        numbers = self._numbers(call) if first is None else self._numbers(call, first(call.named))
+        numbers = numbers_of(call) if first is None else numbers_of(call, first(call.named))
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        captured = [call.named[name].data_ptr() for name in self._tensors] if self._tensors else ()
+        captured = [call.named[name].data_ptr() for name in tensors] if tensors else ()
         if (at_q | at_k | at_v) % ALIGNMENT or 0 in (at_q, at_k, at_v, *captured):
             self._refuse(q, k, v, call)
-        o = memory.empty_strided(self._o_shape, self._o_strides, self._dtype) if out is None else out
+        o = memory.empty_strided(self._o_shape, self._o_strides, dtype) if out is None else out
         stream = torch._C._cuda_getCurrentRawStream(index)
-        shared = memory.of_stream(index, stream) if self._counts or not return_lse else None
+        counts = self._counts
+        shared = memory.of_stream(index, stream) if counts or not return_lse else None
         result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = o
         if return_lse or self._many_rows or shared is None:
-            lse = memory.empty_strided(self._lse_shape, self._lse_strides, torch.float32)
+            batch, heads, rows, _ = self._o_shape
+            lse = memory.empty_strided((batch, heads, rows), (heads * rows, rows, 1), torch.float32)
             at_lse = lse.data_ptr()
             result = (o, lse) if return_lse else o
         else:
             at_lse = shared.data_ptr() + memory.ROWS_START
-        own: tuple[int, ...] = float8.addresses(call.named) if self._eight else ()
-        if self._eight and sequences.watched():
+        own: tuple[int, ...] = float8.addresses(call.named) if eight else ()
+        if eight and sequences.watched():
             self._check(q, k, v, call)
-        if self._own:
-            own = *own, *sequences.addresses(self._own, call.named)
+        if own_names:
+            own = *own, *sequences.addresses(own_names, call.named)
             if sequences.watched():
                 self._check(q, k, v, call)
         if self._places:
@@ -195,7 +195,7 @@ class _Record:
             start = room.data_ptr()
             own = *own, *[start + place for place in self._places]
         addresses = at_q, at_k, at_v, o.data_ptr(), at_lse, *own, *captured
-        if self._counts:
+        if counts:
             counters = memory.counters() if shared is None else shared
             addresses = *addresses, counters.data_ptr()
         elif self._counted:
@@ -214,7 +214,7 @@ class _Record:
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             check_memory(name, name, tensor)
             check_rows(name, tensor)
-        for name in self._tensors:
+        for name in self._kind.tensors:
             check_memory(name, name, call.named[name])
 
 
@@ -231,19 +231,22 @@ def _divided(ask: Callable[[Keys], planner.Menu], request: Request, sms: int) ->
 
 def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, out: torch.Tensor | None) -> _Record:
     """Plan, compile and load what the request needs, as far as that is not done."""
-    index = q.device.index
     if out is not None and not addressable(tuple(out.shape), out.stride(), out.itemsize):
         raise LaunchError(
             f"out has strides {list(out.stride())}, which TMA cannot write to\n  nearest: out.contiguous(), a copy"
         )
-    sms = driver.gpu(index).sms
-    found = _divided(functools.partial(_menu, q, k, v, request), request, sms)
-    loaded = kernel.load(found.plan)
+    sms, problem, splits = driver.gpu(request.kind.device).sms, request.problem, 1
+    if request.menu is not None and visits_all(problem, request.kv_splits, request.invariant):
+        plan = planner.choose(request.menu, problem, sms)
+    else:
+        found = _divided(functools.partial(_menu, q, k, v, request), request, sms)
+        plan, splits = found.plan, found.splits
+    loaded = kernel.load(plan)
     o = o_layout(q, v)
     of_o = o[1] if out is None else out.stride()
     strides = {"q": q.stride()[:3], "k": k.stride()[:3], "v": v.stride()[:3], "o": of_o[:3]}
-    launch = launch_of(request, loaded.plan, strides, sms, kv_splits=found.splits)
-    return _Record(q, o, request, loaded, launch)
+    launch = launch_of(request, loaded.plan, strides, sms, kv_splits=splits)
+    return _Record(o, request, loaded, launch)
 
 
 def _menu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, keys: Keys) -> planner.Menu:
@@ -255,7 +258,7 @@ def _menu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, k
     def ask() -> planner.Menu:
         return gpu_menu(q, k, v, request.variant, request.problem, keys=keys, **request.options)
 
-    return request.menu_of(keys, ask)
+    return request.kind.menu_of(keys, ask)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

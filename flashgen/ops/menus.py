@@ -19,6 +19,9 @@ from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
 from flashgen.runtime import driver
 
+#: Rows of q, k and v start at a multiple of this many bytes: kernels move 16 at a time.
+ALIGNMENT = 16
+
 #: Pages of a multiple of so many rows suit every pipeline.
 _PAGE_ROWS = 16
 
@@ -105,6 +108,16 @@ def addressable(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> 
     if 0 < batch < _ANY and 0 < head < _ANY and 0 < row < _ANY:
         return True
     return not any([cannot(shape, strides, itemsize) for cannot in _CANNOT_ADDRESS])
+
+
+def loadable(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether every pipeline can load a tensor that lies like this, in elements, and starts at a multiple of ALIGNMENT
+    bytes: elements of a row lie side by side, and rows of whatever sizes start at such multiples too."""
+    batch, head, row, column = strides
+    any_of = batch | head | row  # none is negative
+    if column != 1 or any_of * itemsize % ALIGNMENT:
+        return False
+    return bool(batch and head and row and any_of < _ANY) or addressable(shape, strides, itemsize)
 
 
 def gpu_arch(q: torch.Tensor) -> str:

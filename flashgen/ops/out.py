@@ -33,7 +33,7 @@ def check(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor, inputs: It
     if out.requires_grad:
         raise LaunchError(WITH_GRADIENTS)
     check_rows("out", out)
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+    if _folded(out):
         raise LaunchError(
             f"out has strides {list(out.stride())}: rows of it share memory\n  nearest: out.contiguous(), a copy"
         )
@@ -42,6 +42,16 @@ def check(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor, inputs: It
             raise LaunchError(
                 f"out and {name} share memory, which kernels read while they write\n  nearest: a new tensor"
             )
+
+
+def _folded(x: torch.Tensor) -> bool:
+    """Whether elements of a tensor may share memory: a dimension's steps are shorter than what those inside it span."""
+    room = 0
+    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+        if stride <= room:
+            return x.numel() > 0
+        room += (size - 1) * stride
+    return False
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

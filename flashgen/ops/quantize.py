@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from flashgen.codegen.quantize import SIGN_WORDS, pack
 from flashgen.errors import LaunchError, shown
+from flashgen.ops import nested, own_rows
 from flashgen.ops import rope as ropes
+from flashgen.ops.own_rows import Own
 from flashgen.ops.rope import Rope
+from flashgen.ops.sequences import Sequences
+from flashgen.ops.tracing import traced
 from flashgen.planning import quantize as planning
 from flashgen.planning.arch import of_device
+from flashgen.planning.layout import DENSE, Dense, Padded, Varlen
 from flashgen.planning.quantize import QuantizePlan
 from flashgen.runtime import driver
 from flashgen.runtime.quantize import Sizes, grid, in_turn, launch
@@ -31,7 +37,8 @@ class Quantized:
 
     Descales are float32, [batch, heads] or, by blocks, [batch, heads, blocks].  `k_mean` [batch, kv_heads, head_dim]
     was subtracted from the keys, or is None.  `signs` [head_dim] of 1 and -1 and a rotation changed q and k alike, or
-    it is None; `seed` drew them.  By `rope` q turned before all that, if it did.
+    it is None; `seed` drew them.  By `rope` q turned before all that, if it did.  A batch is `sequences` where these
+    have rows of their own.
     """
 
     q: torch.Tensor
@@ -43,6 +50,7 @@ class Quantized:
     k_mean: torch.Tensor | None
     seed: int | None
     rope: Rope | None = None
+    sequences: Sequences | None = None
 
     @property
     def signs(self) -> torch.Tensor | None:
@@ -60,16 +68,21 @@ class Quantized:
         return {"q_descale": self.q_descale, "k_descale": self.k_descale, "v_descale": self.v_descale}
 
     def corrected_lse(self, lse: torch.Tensor, q: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-        """lse [batch, heads, q_len] as it is without the subtracted mean: more by scale * q . k_mean of the q that was
-        quantised, as it was given.  o needs no correction.  For scores that are scale * (q . k) plus what does not
-        depend on it.
+        """lse [batch, heads, q_len], as attention gave it, as it is without the subtracted mean: more by
+        scale * q . k_mean of the q that was quantised, as it was given.  o needs no correction.  For scores that are
+        scale * (q . k) plus what does not depend on it.
         """
         if self.k_mean is None:
             return lse
-        q = q if self.rope is None else self.rope.turned(q)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        mean = self.k_mean.repeat_interleave(q.shape[1] // self.k_mean.shape[1], dim=1)
-        return lse + scale * (q.float() @ mean.unsqueeze(-1)).squeeze(-1)
+        given = self.k_mean, self.sequences, self.rope, scale
+        if nested.is_jagged(q):
+            rows = nested.apart("q", q).rows
+            found = self.corrected_lse(lse.transpose(1, 2).values().transpose(0, 1), rows, scale)
+            return nested.like(found.transpose(0, 1), q)
+        if q.dim() == 3:
+            return own_rows.with_mean(lse[None], own_rows.in_heads("q", q), *given).squeeze(0)
+        return own_rows.with_mean(lse, q, *given)
 
 
 def quantize(
@@ -84,6 +97,12 @@ def quantize(
     cos: ropes.Given = None,
     sin: ropes.Given = None,
     interleaved: bool = False,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    q_lengths: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
 ) -> Quantized:
     """q, k and v in 8 bits (e4m3): each scaled so that its peak is 448, rounded to nearest even.
 
@@ -105,20 +124,72 @@ def quantize(
     for what does not turn: `cos=(cos_q, None)` beside keys that did.  A mean that `smooth_k` finds is that of turned
     keys, of which it makes a copy in float32.
 
+    With `cu_seqlens_q` and `max_seqlen_q` sequences lie behind each other, as `attention_varlen` takes them: q is
+    [total_q, heads, head_dim], k and v [total_k, kv_heads, ...].  `cu_seqlens_k` and `max_seqlen_k` are those of q
+    unless given; cumulative lengths are read on the device, and bounds are from above.  Each sequence is what it is
+    alone: blocks, the mean of keys and the positions of cos and sin count from its first row.  So cos and sin are
+    [positions, ...] or [sequences, positions, ...], of `max_seqlen_q` and `max_seqlen_k` positions or more.  Descales
+    are [sequences, heads] or [sequences, heads, blocks], of which so many cover the bound; those of blocks without a
+    row are as of zeros.  q, k and v may be jagged nested tensors, as those of `attention`: so are the codes then.
+
+    With `q_lengths` and `kv_lengths` (int32 [batch], read on the device) rows beyond count for no scale and no mean,
+    whatever they hold.  Codes of rows that are no sequence's are 0 on a CPU, and not written on a GPU.
+
     The peak is that of finite values.  A NaN stays one, an infinity becomes one; in a rotated row all elements do.
     No gradient flows.  Raises LaunchError and PlanError before anything runs.
     Source: Shah et al. 2024, "FlashAttention-3", section 3.3 (incoherent processing); Zhang et al. 2024,
     "SageAttention", section 4.2 (smoothing); Su et al. 2021, "RoFormer", section 3.2.2 (rotary embedding).
     """
-    _check(q, k, v, block, hadamard, seed)
-    of_q, of_k = ropes.checked(cos, sin, interleaved, q, k)
-    mean = _mean(k, smooth_k, of_k)
-    drawn_by = (0 if seed is None else seed) if hadamard else None
-    signs = None if drawn_by is None else _signs(q.shape[-1], drawn_by)
+    _check_options(block, hadamard, seed)
+    named = own_rows.given(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_lengths, kv_lengths)
+    asked = Asked(block, hadamard, smooth_k, seed, cos, sin, interleaved, named)
+    if nested.is_jagged(q, k, v):
+        if torch.compiler.is_compiling():
+            from flashgen.ops import untraced
+
+            return untraced.run(_nested, q, k, v, asked)  # type: ignore[no-any-return]
+        return _nested(q, k, v, asked)
+    own_rows.check_together(named)
+    if torch.compiler.is_compiling() or (isinstance(q, torch.Tensor) and traced(q, k, v)):
+        from flashgen.ops import quantize_library
+
+        return quantize_library.through_op(q, k, v, asked)
+    return run(q, k, v, asked)
+
+
+class Asked(NamedTuple):
+    """What a call asks for beside q, k and v; `named` is what its sequences have of their own."""
+
+    block: int | None
+    hadamard: bool
+    smooth_k: bool | torch.Tensor
+    seed: int | None
+    cos: ropes.Given
+    sin: ropes.Given
+    interleaved: bool
+    named: Mapping[str, Any]
+
+    @property
+    def drawn_by(self) -> int | None:
+        """The seed of signs, where there are any."""
+        return (0 if self.seed is None else self.seed) if self.hadamard else None
+
+
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> Quantized:
+    """An eager call."""
+    block, joined = asked.block, own_rows.JOINED[0] in asked.named
+    if joined:
+        q, k, v = (own_rows.in_heads(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    _check(q, k, v)
+    found, own_q, own_k = own_rows.checked(asked.named, q, k)
+    bounds = ((own_q.sequences, own_q.most), (own_k.sequences, own_k.most)) if joined and own_q and own_k else None
+    of_q, of_k = ropes.checked(asked.cos, asked.sin, asked.interleaved, q, k, bounds)
+    mean = _mean(k, asked.smooth_k, of_k, own_k)
+    signs = None if asked.drawn_by is None else _signs(q.shape[-1], asked.drawn_by)
     made = {
-        "q": Rows.of(q.detach(), block, signs=signs, rope=of_q),
-        "k": Rows.of(k.detach(), block, signs=signs, mean=mean, rope=of_k),
-        "v": Rows.of(v.detach(), block),
+        "q": Rows.of(q.detach(), block, signs=signs, rope=of_q, own=own_q),
+        "k": Rows.of(k.detach(), block, signs=signs, mean=mean, rope=of_k, own=own_k),
+        "v": Rows.of(v.detach(), block, own=own_k),
     }
     for plan, rows in planned(list(made.values()), block):
         if q.is_cuda:
@@ -126,20 +197,43 @@ def quantize(
         else:
             for of in rows:
                 _on_cpu(plan, of)
-    shape = (-1,) if block is not None else ()
     return Quantized(
-        **{name: rows.codes for name, rows in made.items()},
-        **{f"{name}_descale": rows.descales.view(*rows.x.shape[:2], *shape) for name, rows in made.items()},
+        **{name: own_rows.in_rows(rows.codes) if joined else rows.codes for name, rows in made.items()},
+        **{f"{name}_descale": rows.scales for name, rows in made.items()},
         k_mean=mean,
-        seed=drawn_by,
+        seed=asked.drawn_by,
         rope=of_q,
+        sequences=found,
     )
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: object, hadamard: object, seed: object) -> None:
+def _nested(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> Quantized:
+    """The call of jagged nested tensors: their rows lie behind each other."""
+    own_rows.refuse_beside_nested(asked.named)
+    nested.check_together(k, v)
+    of_q, of_k, of_v = (nested.apart(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    starts = {"cu_seqlens_q": of_q.starts, "cu_seqlens_k": of_k.starts}
+    bounds = {"max_seqlen_q": of_q.longest, "max_seqlen_k": of_k.longest}
+    found = run(of_q.rows, of_k.rows, of_v.rows, asked._replace(named={**starts, **bounds}))
+    return replace(found, q=nested.like(found.q, q), k=nested.like(found.k, k), v=nested.like(found.v, v))
+
+
+def _check_options(block: object, hadamard: object, seed: object) -> None:
+    for option, value, kinds in (("hadamard", hadamard, bool), ("seed", seed, int), ("block", block, int)):
+        if value is not None and (not isinstance(value, kinds) or (kinds is int and isinstance(value, bool))):
+            raise LaunchError(f"{option} is {shown(value)}: it is {'True or False' if kinds is bool else 'an int'}")
+    if isinstance(seed, int) and seed < 0:
+        raise LaunchError(f"seed is {seed}: it is a number from 0 on\n  nearest: seed=0")
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
-            raise LaunchError(f"{name} is no tensor of [batch, heads, seqlen, head_dim]")
+            cure = f"{name}.unsqueeze(0), or cu_seqlens_q and max_seqlen_q for sequences behind each other"
+            joined = isinstance(x, torch.Tensor) and x.dim() == 3
+            raise LaunchError(
+                f"{name} is no tensor of [batch, heads, seqlen, head_dim]" + f"\n  nearest: {cure}" * joined
+            )
         if x.dtype not in _DTYPES:
             raise LaunchError(
                 f"{name} is {str(x.dtype).removeprefix('torch.')}: bfloat16 and float16 can be quantised\n"
@@ -162,21 +256,20 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: object, had
             f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not belong together: q and k have one"
             " head_dim, k and v their batch, kv_heads and kv_len"
         )
-    for option, value, kinds in (("hadamard", hadamard, bool), ("seed", seed, int), ("block", block, int)):
-        if value is not None and (not isinstance(value, kinds) or (kinds is int and isinstance(value, bool))):
-            raise LaunchError(f"{option} is {shown(value)}: it is {'True or False' if kinds is bool else 'a number'}")
-    if isinstance(seed, int) and seed < 0:
-        raise LaunchError(f"seed is {seed}: it is a number from 0 on\n  nearest: seed=0")
 
 
-def _mean(k: torch.Tensor, smooth_k: bool | torch.Tensor, rope: Rope | None) -> torch.Tensor | None:
-    """What keys lose, in float32: summed in float64, so that no order of sums shows."""
+def _mean(k: torch.Tensor, smooth_k: bool | torch.Tensor, rope: Rope | None, own: Own | None) -> torch.Tensor | None:
+    """What keys lose, in float32: summed in float64, so that no order of sums shows; 0 where there is no key."""
     if smooth_k is False:
         return None
+    if smooth_k is True and own is not None:
+        return own_rows.mean(k.detach(), own, rope)
+    if smooth_k is True and not k.shape[2]:
+        return torch.zeros((k.shape[0], k.shape[1], k.shape[3]), device=k.device)
     if smooth_k is True:
         k = k.detach() if rope is None else rope.turned(k.detach())
         return k.mean(2, dtype=torch.float64).float().contiguous()
-    shape = (k.shape[0], k.shape[1], k.shape[3])
+    shape = (k.shape[0] if own is None else own.sequences, k.shape[1], k.shape[3])
     if not isinstance(smooth_k, torch.Tensor) or tuple(smooth_k.shape) != shape or smooth_k.device != k.device:
         raise LaunchError(
             f"smooth_k is neither True, False nor a mean {list(shape)} on {k.device}\n"
@@ -203,6 +296,7 @@ class Rows:
     rope: Rope | None
     codes: torch.Tensor
     descales: torch.Tensor
+    own: Own | None = None
 
     @classmethod
     def of(
@@ -213,16 +307,48 @@ class Rows:
         signs: np.ndarray | None = None,
         mean: torch.Tensor | None = None,
         rope: Rope | None = None,
+        own: Own | None = None,
     ) -> Rows:
         """With codes of x's shape and layout, and descales, which nothing fills yet but where there is no row."""
         planning.check(x.shape[3], block)
         batch, heads, length, _ = x.shape
         sizes = Sizes(batch=batch, heads=heads, length=length, block=block or 0)
+        if own is not None and own.joined:
+            sizes = Sizes(batch=own.sequences, heads=heads, length=own.most, block=block or 0, rows=length)
         codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-        descales = torch.empty((batch, heads, sizes.scales), dtype=torch.float32, device=x.device)
-        if not x.numel():
+        descales = torch.empty((sizes.batch, heads, sizes.scales), dtype=torch.float32, device=x.device)
+        if own is not None and own.spans is not None:
+            codes.view(torch.uint8).zero_()
+        if not sizes.all_tiles or (own is not None and own.spans is not None):
             descales.fill_(_LEAST / _LARGEST)
-        return cls(x=x, sizes=sizes, signs=signs, mean=mean, rope=rope, codes=codes, descales=descales)
+        return cls(x=x, sizes=sizes, signs=signs, mean=mean, rope=rope, codes=codes, descales=descales, own=own)
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """Descales as calls have them: without blocks where a head has one."""
+        return self.descales if self.sizes.block else self.descales.squeeze(2)
+
+    @property
+    def layout(self) -> Dense | Padded | Varlen:
+        if self.own is None:
+            return DENSE
+        return Varlen() if self.own.joined else Padded()
+
+    def alone(self, b: int) -> Rows:
+        """One sequence's rows, with their places in these codes and descales; on a CPU, which knows where they lie."""
+        assert self.own is not None and self.own.spans is not None
+        span = self.own.spans[b]
+        sizes = Sizes(batch=1, heads=self.sizes.heads, length=span[2], block=self.sizes.block)
+        return replace(
+            self,
+            x=own_rows.alone(self.x, span),
+            sizes=sizes,
+            mean=None if self.mean is None else self.mean[b : b + 1],
+            rope=None if self.rope is None else self.rope.of(b, span[2]),
+            codes=own_rows.alone(self.codes, span),
+            descales=self.descales[b : b + 1, :, : sizes.scales],
+            own=None,
+        )
 
     @property
     def angles(self) -> planning.Angles | None:
@@ -237,7 +363,7 @@ class Rows:
 def planned(given: list[Rows], block: int | None) -> list[tuple[QuantizePlan, list[Rows]]]:
     """Kernels, and the tensors that each has: all that have rows, where their dtypes, head dims and angles agree."""
     groups: list[list[Rows]] = []
-    for rows in filter(lambda rows: rows.x.numel(), given):
+    for rows in filter(lambda rows: rows.sizes.all_tiles, given):
         group = next((group for group in groups if all(map(rows.fits, group))), None)
         if group is None:
             groups.append([rows])
@@ -256,6 +382,7 @@ def _plan(group: list[Rows], block: int | None) -> QuantizePlan:
         rotated=any(rows.signs is not None for rows in group),
         centred=any(rows.mean is not None for rows in group),
         angles=next((rows.angles for rows in group if rows.rope is not None), None),
+        layout=group[0].layout,
     )
 
 
@@ -279,12 +406,15 @@ def words(plan: QuantizePlan, group: list[Rows]) -> int:
 def told(plan: QuantizePlan, rows: Rows, at: Mapping[str, int] | None = None) -> dict[str, int]:
     """What a kernel is told of a tensor, whose addresses are those of its own memory unless others are given."""
     given = {"mean": rows.mean, **({} if rows.rope is None else {"cos": rows.rope.cos, "sin": rows.rope.sin})}
+    given |= {} if rows.own is None else {"starts" if rows.own.joined else "lengths": rows.own.numbers}
     if at is None:
         tensors = {"x": rows.x, "codes": rows.codes, "descales": rows.descales, **given}
         at = {name: x.data_ptr() for name, x in tensors.items() if x is not None}
-    values = dict.fromkeys(("mean", "cos", "sin", "cos_batch", "cos_row", "sin_batch", "sin_row"), 0) | dict(at)
+    unknown = ("mean", "cos", "sin", "cos_batch", "cos_row", "sin_batch", "sin_row", "lengths")
+    values = dict.fromkeys(unknown, 0) | dict(at)
     for name, tensor in (("x", rows.x), ("codes", rows.codes)):
         values |= {f"{name}_{of}": n for of, n in zip(("batch", "head", "row"), tensor.stride(), strict=False)}
+        values |= {f"{name}_batch": 0} if rows.layout.joined else {}  # all lie in one
     values |= {} if rows.rope is None else rows.rope.strides
     return values | rows.sizes.values(plan) | {"rotated": int(rows.signs is not None)}
 
@@ -311,6 +441,11 @@ def sign_words(signs: np.ndarray | None) -> tuple[int, ...]:
 
 def _on_cpu(plan: QuantizePlan, of: Rows) -> None:
     """The kernel's arithmetic, float by float."""
+    if of.own is not None:
+        for each in map(of.alone, range(of.sizes.batch)):
+            if each.sizes.length:
+                _on_cpu(plan, each)
+        return
     rows = of.x.float() if of.rope is None else of.rope.turned(of.x)
     if of.mean is not None:
         rows = rows - of.mean[:, :, None]

@@ -6,9 +6,9 @@ All that a record checks again is what can differ: alignment and numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,16 +16,17 @@ from flashgen.errors import LaunchError
 from flashgen.lang.expr import Tensor
 from flashgen.lang.variant import Variant
 from flashgen.ops import float8, sequences
-from flashgen.ops.call import Call, Request, checked, checked_again, factor, lies_in_rows
-from flashgen.ops.menus import addressable
+from flashgen.ops.call import Call, Request, checked, checked_again, factor
+from flashgen.ops.menus import loadable
 from flashgen.ops.splits import SPLITS
 from flashgen.ops.values import no_variant
 from flashgen.planning.division import LEAST_KEYS, MOST_QUERIES, mask_parameters
 from flashgen.planning.plan import KernelPlan
+from flashgen.planning.planner import Menu
 from flashgen.runtime.launch import Captured, Launch, dropout_scalars, make_launch
 
 #: All that tells one call's launches from another's.
-Key = tuple[object, ...]
+Key = tuple[Any, ...]
 
 #: Records of one variant; when there are more they are all dropped, and shapes still in use come back.
 MAX_RECORDS = 4096
@@ -105,45 +106,84 @@ def request_of(
 
     Of a kind that was seen, that alone is checked which may differ: a new length is checked and planned at little cost.
     """
-    kind = None if key is None or not q.is_cuda else _kind(q, k, v, call, calls, key)
-    known = None if kind is None else calls.requests.get(kind)
-    if known is not None:
-        return checked_again(known, q, k, v, call, calls.declared, calls.sequences)
+    kind = None
+    if key is not None and q.is_cuda and (kind := _kind(call, calls, key)) is not None:
+        known = calls.requests.get(kind)
+        if known is not None:
+            (of_q, _, _, device), (of_k, *_), *_ = key
+            return checked_again(known, device, (of_q[2], of_k[2]), call, calls.declared, calls.sequences)
     request = checked(q, k, v, call)
+    if q.is_cuda:
+        request = request._replace(kind=Kind.of(request, q))
     if kind is not None:
         own = request.sequences
-        request = request._replace(menus={}, numbers=Numbers(request))
         # Whoever owns the tensors may free them.
         kept = request._replace(tensors={}, sequences=own and own._replace(tensors=()))
         remember(calls.requests, kind, kept)
     return request
 
 
-def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, calls: _Calls, key: Key) -> Key | None:
+def _kind(call: Call, calls: _Calls, key: Key) -> Key | None:
     """What calls have in common that differ in lengths, strides, numbers and contents alone, of the key of one; None
-    where strides choose the pipeline or are refused, and of 8 bits, whose descales have shapes by lengths."""
-    named = call.named
-    if k.dtype in float8.DTYPES:
+    where k and v are of two lengths, where strides choose the pipeline or are refused, and of 8 bits, whose descales
+    have shapes by lengths."""
+    at_q, at_k, at_v = key[:3]
+    if at_k[2] in float8.DTYPES or at_k[0][2:3] != at_v[0][2:3]:
         return None
-    kind: list[object] = [*key[3:7]]
-    if sequences.paged(named):
-        kind.append(k.shape[2])  # pipelines load pages of some sizes
-    of_tensors: Any = key[:3]
-    known = None
-    for of_tensor in of_tensors:
-        shape, strides, dtype, device = of_tensor
-        if of_tensor != known:  # k and v often lie alike
-            item, known = dtype.itemsize, of_tensor
-            if len(shape) != 4 or not (lies_in_rows(strides, item) and addressable(shape, strides, item)):
-                return None
-        kind += shape[0], shape[1], shape[3], dtype, device
+    of_q = _but_rows(at_q)
+    of_k = of_q if at_k == at_q else _but_rows(at_k)
+    of_v = of_k if at_v == at_k else _but_rows(at_v)  # they often lie alike
+    if of_q is None or of_k is None or of_v is None:
+        return None
+    kind: Key = *key[3:7], of_q, of_k, of_v
+    named = call.named
     if named:
-        kind += [*named, *map(type, named.values()), *map(named.get, calls.constants)]
+        kind = *kind, *named, *map(type, named.values()), *map(named.get, calls.constants)
+        if sequences.paged(named):
+            kind = *kind, at_k[0][2]  # pipelines load pages of some sizes
         for name in calls.tensors:
             if name in named:
                 x = named[name]
-                kind += x.dtype, x.device, x.is_neg()
-    return tuple(kind)
+                kind = *kind, x.dtype, x.device, x.is_neg()
+    return kind
+
+
+def _but_rows(at: tuple[Any, ...]) -> Key | None:
+    """What is left of a tensor's shape, strides, dtype and device without rows and strides; None for one that is not
+    of four dimensions, or that not every pipeline can load."""
+    shape, strides, dtype, device = at
+    if len(shape) != 4 or not loadable(shape, strides, dtype.itemsize):
+        return None
+    batch, heads, _, columns = shape
+    return batch, heads, columns, dtype, device
+
+
+class Kind(NamedTuple):
+    """What calls of one kind share on a GPU: which it is, the dtype of o, whether they are of 8 bits, the names of
+    captured tensors and of what sequences have of their own, what checks their numbers, and other menus than the
+    forward's of whole keys, by what they are of."""
+
+    device: int
+    dtype: torch.dtype
+    eight: bool
+    tensors: tuple[str, ...]
+    own: tuple[str, ...]
+    numbers: Numbers
+    menus: dict[object, Menu]
+
+    @staticmethod
+    def of(request: Request, q: torch.Tensor) -> Kind:
+        """That of a request and of calls like it."""
+        own = () if request.sequences is None else sequences.names(request.sequences.layout)
+        dtype, eight = float8.out_dtype(request.eight, q), request.eight is not None
+        return Kind(q.device.index, dtype, eight, tuple(request.tensors), own, Numbers(request), {})
+
+    def menu_of(self, what: object, ask: Callable[[], Menu]) -> Menu:
+        """What `ask` gives, once for calls of one kind."""
+        found = self.menus.get(what)
+        if found is None:
+            found = self.menus[what] = ask()
+        return found
 
 
 def remember(records: dict[Key, Any], key: Key, record: object) -> None:
@@ -189,6 +229,8 @@ class Numbers:
     def apart(self, call: Call) -> tuple[float, dict[str, int | float]]:
         """Scale and parameters of a call."""
         numbers = self(call)
+        if not self._params:
+            return numbers[0], {}
         return numbers[0], dict(zip(self._params, numbers[1:], strict=False))  # what dropout draws stands behind them
 
 

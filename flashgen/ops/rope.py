@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -38,6 +39,19 @@ class Rope:
         turned = a * cos - b * sin, b * cos + a * sin
         return torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)
 
+    def of(self, b: int, rows: int) -> Rope:
+        """Those of the first rows of one sequence."""
+        cos, sin = (x[b : b + 1] if x.shape[0] > 1 else x for x in (self.cos, self.sin))
+        return replace(self, cos=cos[:, :rows], sin=sin[:, :rows])
+
+    def at(self, sequence: torch.Tensor, position: torch.Tensor) -> Rope:
+        """Those of rows that sit at positions of sequences behind each other; of the nearest for one outside."""
+        cos, sin = (
+            x[sequence if x.shape[0] > 1 else 0, position.clamp(0, x.shape[1] - 1)].unsqueeze(0)
+            for x in (self.cos, self.sin)
+        )
+        return replace(self, cos=cos, sin=sin)
+
     def _of_pairs(self, each: torch.Tensor, half: int) -> torch.Tensor:
         """The angles of pairs, once each."""
         if each.shape[-1] == half:
@@ -56,33 +70,41 @@ class Rope:
 
 
 def checked(
-    cos: Given, sin: Given, interleaved: object, q: torch.Tensor, k: torch.Tensor
+    cos: Given,
+    sin: Given,
+    interleaved: object,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    joined: tuple[tuple[int, int], tuple[int, int]] | None = None,
 ) -> tuple[Rope | None, Rope | None]:
-    """Those of q and of k, or LaunchError for what is wrong with them."""
+    """Those of q and of k, or LaunchError for what is wrong with them; `joined` are the sequences of each, where they
+    lie behind each other, and the most rows that one has."""
     if not isinstance(interleaved, bool):
         raise LaunchError(f"interleaved is {shown(interleaved)}: it is True or False")
     if cos is None and sin is None:
         if interleaved:
             raise LaunchError("interleaved is True, and there are no cos and sin\n  nearest: interleaved=False")
         return None, None
-    pairs = {"cos": _pair("cos", cos), "sin": _pair("sin", sin)}
+    pairs = {"cos": of_each("cos", cos), "sin": of_each("sin", sin)}
     found: list[Rope | None] = []
     for i, (name, x) in enumerate((("q", q), ("k", k))):
         of_x = pairs["cos"][i], pairs["sin"][i]
-        if of_x == (None, None):
+        if of_x[0] is None and of_x[1] is None:
             found.append(None)
             continue
-        of_cos, of_sin = (_check(said, each, name, x) for said, each in zip(("cos", "sin"), of_x, strict=True))
+        most = None if joined is None else joined[i]
+        of_cos, of_sin = (_check(said, each, name, x, most) for said, each in zip(("cos", "sin"), of_x, strict=True))
         if of_cos.shape[1:] != of_sin.shape[1:] or of_cos.dtype != of_sin.dtype:
             raise LaunchError(
                 f"cos is {_said(of_cos)} and sin {_said(of_sin)} beside {name}: they have one shape and one dtype"
             )
         # No row turns where there is none.
-        found.append(Rope(cos=of_cos, sin=of_sin, interleaved=interleaved) if x.shape[2] else None)
+        turns = x.shape[2] and (joined is None or joined[i][1])
+        found.append(Rope(cos=of_cos, sin=of_sin, interleaved=interleaved) if turns else None)
     return found[0], found[1]
 
 
-def _pair(name: str, given: object) -> tuple[object, object]:
+def of_each(name: str, given: Any) -> tuple[Any, Any]:
     """What was given for q and for k."""
     if isinstance(given, tuple | list):
         if len(given) != 2:
@@ -97,11 +119,14 @@ def _said(x: torch.Tensor) -> str:
     return f"{list(x.shape)} of {str(x.dtype).removeprefix('torch.')}"
 
 
-def _check(said: str, given: object, name: str, x: torch.Tensor) -> torch.Tensor:
+def _check(said: str, given: object, name: str, x: torch.Tensor, joined: tuple[int, int] | None) -> torch.Tensor:
     """cos or sin of x as [batch or 1, rows, columns]; LaunchError where it does not fit x [batch, heads, rows,
-    head_dim]."""
+    head_dim], or the positions of so many sequences of at most so many rows (`joined`)."""
     batch, _, rows, head_dim = x.shape
-    wanted = f"[{rows}, {head_dim // 2}] or [{rows}, {head_dim}], or [batch, seqlen, ...] of these"
+    axes = "[batch, seqlen, ...]"
+    if joined is not None:
+        (batch, rows), axes = joined, f"[sequences = {joined[0]}, positions, ...]"
+    wanted = f"[{rows}, {head_dim // 2}] or [{rows}, {head_dim}], or {axes} of these"
     if not isinstance(given, torch.Tensor):
         other = "sin" if said == "cos" else "cos"
         raise LaunchError(f"{said} of {name} is {shown(given)}, and {other} is given: they are tensors {wanted}")
@@ -115,7 +140,12 @@ def _check(said: str, given: object, name: str, x: torch.Tensor) -> torch.Tensor
     whole = given.detach().unsqueeze(0) if given.dim() == 2 else given.detach()
     if whole.dim() != 3 or whole.shape[0] not in (1, batch):
         raise LaunchError(f"{said} is {list(given.shape)} beside {name} {list(x.shape)}: it is {wanted}")
-    if whole.shape[1] != rows and rows:
+    if joined is not None and whole.shape[1] < rows:
+        raise LaunchError(
+            f"{said} has {whole.shape[1]} rows and a sequence of {name} up to {rows}: one for each of its positions\n"
+            f"  nearest: {said} of {rows} positions or more, or max_seqlen_{name}={whole.shape[1]}"
+        )
+    if joined is None and whole.shape[1] != rows and rows:
         cure = f"{said}[positions], a row for each of {name}"
         if whole.shape[1] > rows:
             cure = f"{said} of the positions of {name} alone, and ({said} of q, {said} of k) where these differ"

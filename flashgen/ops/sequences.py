@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,13 +127,14 @@ def checked(
     queries: Padded | Varlen = _VARLEN if VARLEN[0] in given else _PADDED
     layout = Paged(queries=queries) if paged(given) else queries
     own = names(layout)
+    _refuse_others(given, layout)
     first, table, cache = given.get(own[2], 0), given.get(own[-1]), None
     if layout.joined:
         problem = _joined_problem(given, problem, device, rows)
     if layout.paged:
         table = checked_table(table, problem.batch, device)
         cache, most = cache_of(table, pages, rows[1])
-        problem = replace(problem, kv_len=_bounded_by_table(given, most))
+        problem = problem.of_lengths(problem.q_len, _bounded_by_table(given, most))
     tensors = [given.get(name) for name in own[:2]] + [first if isinstance(first, torch.Tensor) else None]
     for name, tensor in zip(own, tensors, strict=False):
         if tensor is not None:
@@ -151,6 +151,19 @@ def checked(
     if device.type == "cpu":
         of_batch(found, problem)
     return found, problem
+
+
+def _refuse_others(given: Mapping[str, Any], layout: Padded | Varlen | Paged) -> None:
+    """Raise LaunchError for values that say of sequences what those of such a layout do not have."""
+    wanted = (*names(layout), *(BOUNDS if layout.joined else ()))
+    for name in given:
+        if name not in wanted and given[name] is not None:
+            of = "q" if name == PADDED[0] else "k"
+            raise LaunchError(
+                f"{_said(name)} is of sequences in padded rows or in pages, and these lie behind each other:"
+                f" cu_seqlens_{of} says how long each is\n"
+                f"  nearest: cu_seqlens_{of} in its place, and no {_said(name)}"
+            )
 
 
 def _joined_problem(given: Mapping[str, Any], problem: Problem, device: torch.device, rows: tuple[int, int]) -> Problem:

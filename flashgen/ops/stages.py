@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
 from flashgen import codegen
-from flashgen.errors import PlanError
+from flashgen.errors import PlanError, shown
 from flashgen.lang.variant import Variant
 from flashgen.ops.options import apart, option, plan_of, variant_of
 from flashgen.planning import division, paging, planner
@@ -157,10 +158,18 @@ def _of_lengths(
     if not layout.own:
         given = "q_lengths" if q is not None else "kv_lengths"
         raise PlanError(f'{given} are of sequences with lengths of their own\n  nearest: layout="padded"')
+    for name, lengths in (("q_lengths", q), ("kv_lengths", kv)):
+        if lengths is not None and (not isinstance(lengths, tuple | list) or not all(map(_whole, lengths))):
+            cure = f"{name}={name}.tolist()" if hasattr(lengths, "tolist") else f"{name}=[17, 8]"
+            raise PlanError(f"{name} is {shown(lengths)}: it is a list of whole numbers\n  nearest: {cure}")
     most, keys = sizes["seqlen"] or max(q or kv or (0,)), sizes["kv_seqlen"]
     own = own_lengths(sizes["batch"] or 1, most, most if keys is None else keys, q, kv)
     longest = {"seqlen": max(one.q_rows for one in own), "kv_seqlen": max(one.kv_len for one in own)}
     return {"batch": len(own), **longest}
+
+
+def _whole(number: object) -> bool:
+    return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
 def emit(plan: KernelPlan) -> str:

@@ -15,7 +15,11 @@ WORD = (1 << 64) - 1
 
 def no_variant(value: object) -> str:
     """What is wrong with something that is no variant."""
-    cure = f": load it with flashgen.load_spec({value!r})" if isinstance(value, str) else ""
+    cure = ""
+    if isinstance(value, str):
+        cure = f": load it with flashgen.load_spec({value!r})"
+    elif callable(value):
+        cure = "\n  nearest: flashgen.from_flex of a function that flex_attention takes, or fg.variant of a mask"
     return f"attention's fourth argument is a variant and got a {type(value).__name__}{cure}"
 
 

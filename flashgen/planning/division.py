@@ -90,6 +90,11 @@ def asks(q_len: int, kv_len: int) -> bool:
     return 0 < q_len <= MOST_QUERIES and kv_len >= LEAST_KEYS
 
 
+def visits_all(problem: Problem, kv_splits: int | None, invariant: bool) -> bool:
+    """Whether a block visits all keys, as neither the call nor the problem asks for anything else."""
+    return kv_splits is None and not invariant and not asks(problem.q_len, problem.kv_len)
+
+
 def mask_parameters(variant: Variant) -> tuple[str, ...]:
     """The parameters of a variant's mask, by which the keys that it shows are counted."""
     used = [] if variant.mask is None else [n.attr for n in walk([variant.mask]) if n.op == "param"]
@@ -111,7 +116,7 @@ def divide(
     `kv_splits` is what a call says, None where it leaves that open; `invariant` asks for leaves.  Raises PlanError
     where keys cannot be split and a call says so.
     """
-    if kv_splits is None and not invariant and not asks(problem.q_len, problem.kv_len):
+    if visits_all(problem, kv_splits, invariant):
         return _whole(ask, problem, sms, "")
     check_splits(kv_splits)
     check_together(kv_splits, invariant)

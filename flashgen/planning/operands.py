@@ -27,6 +27,7 @@ class Widened:
     O times the descale of V.  Queries in bfloat16 become float16 too, each row times a power of two.
 
     `by_bits`: the architecture has no conversion from e4m3, and elements are put together of their bits.
+    `found_again`: registers are so few that a loop keeps neither where descales of its keys lie nor where O goes.
     """
 
     template: ClassVar[str] = "ampere/forward_products_widened.cu.j2"
@@ -34,6 +35,7 @@ class Widened:
     to_part: ClassVar[str] = "ampere/forward_pairs_to_part.cu.j2"
     of: Float8
     by_bits: bool
+    found_again: bool = False
 
     @property
     def narrow(self) -> tuple[str, ...]:

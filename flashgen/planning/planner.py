@@ -139,25 +139,26 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     queries; in a backward, of keys), so that there are blocks for every SM; few queries of heads that share
     keys take the packed form.
     """
-    if problem.empty:
+    batch, heads, kv_heads, q_len = problem.batch, problem.heads, problem.kv_heads, problem.q_len
+    if not (batch and heads and q_len):
         return menu.plans[0]
-    group = problem.group
-    few = _few(menu, problem.q_len, group)
+    group = heads // kv_heads
+    few = _few(menu, q_len, group) if menu.few else None
     if few is not None and few.keys.split:  # blocks for every SM come from the keys
         return few
-    known = _chosen(menu)
-    at = problem.batch, problem.heads, problem.kv_heads, -(-problem.q_len // STEP), -(-problem.kv_len // STEP), sms
+    known, at = _chosen(menu), (batch, heads, kv_heads, -(-q_len // STEP), -(-problem.kv_len // STEP), sms)
     plan = known.get(at) or known.keep(at, _of_single_heads(menu, _in_steps(problem), sms))
     packed = few if few is not None and few.packed else menu.packed
-    if packed is None or group == 1 or packed.pack(group) == 1:
+    if packed is None or group % 2:  # packs are powers of two
         return plan
     gain = packings(plan)[packed.pipeline].packing_gain(packed, plan, _pace, problem, sms)
     return packed if gain >= PACKING_GAIN else plan
 
 
 def _few(menu: Menu, q_len: int, group: int) -> KernelPlan | None:
-    """The least tile that holds the queries of all heads which share keys; None where these are more than any does."""
-    if not menu.few or q_len > menu.few[-1].tile.q:
+    """The least tile, of those that there are, which holds the queries of all heads that share keys; None where these
+    are more than any does."""
+    if q_len > menu.few[-1].tile.q:
         return None
     rows = q_len * menu.few[-1].pack(group)
     return next((plan for plan in menu.few if rows <= plan.tile.q), None)

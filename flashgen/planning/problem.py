@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from flashgen.errors import PlanError
 from flashgen.lang.ranges import MAX_LENGTH
@@ -89,17 +89,20 @@ class Problem:
 
     def of_lengths(self, q_len: int, kv_len: int, *, batch: int | None = None) -> Problem:
         """The same with other lengths, and of another batch where that is given."""
-        return Problem(
-            batch=self.batch if batch is None else batch,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            q_len=q_len,
-            kv_len=kv_len,
-            head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
-        )
+        batch = self.batch if batch is None else batch
+        made = object.__new__(Problem)  # what stays the same was checked, and every new length makes one
+        _set_batch(made, batch)
+        _set_heads(made, self.heads)
+        _set_kv_heads(made, self.kv_heads)
+        _set_q_len(made, q_len)
+        _set_kv_len(made, kv_len)
+        _set_head_dim(made, self.head_dim)
+        _set_v_head_dim(made, self.v_head_dim)
+        _set_dtype(made, self.dtype)
+        _set_kv_dtype(made, self.kv_dtype)
+        if not 0 <= batch | q_len | kv_len < MAX_LENGTH:  # a power of two
+            made.__post_init__()  # says what is wrong
+        return made
 
     @property
     def group(self) -> int:
@@ -143,3 +146,10 @@ class Problem:
             "q_len": self.q_len,
             "kv_len": self.kv_len,
         }
+
+
+#: What puts the fields of a new Problem in their places.
+_set_batch, _set_heads, _set_kv_heads, _set_q_len, _set_kv_len, *_set_others = (
+    getattr(Problem, f.name).__set__ for f in fields(Problem)
+)
+_set_head_dim, _set_v_head_dim, _set_dtype, _set_kv_dtype = _set_others

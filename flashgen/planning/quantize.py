@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from flashgen.errors import PlanError
 from flashgen.planning.arch import KIB, Arch, find
+from flashgen.planning.layout import DENSE, Dense, Padded, Varlen
 from flashgen.planning.members import Launches
 
 #: Rows of a tile, and of a scale at least.
@@ -37,6 +38,9 @@ ELEMENT_BYTES = 2
 
 #: Bytes of an element of cos and of sin, by the dtypes that they may have.
 ANGLE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+#: Bytes that a tile's work takes more where sequences have rows of their own: the first, and how many.
+OF_SEQUENCE_BYTES = 8
 
 #: Head dims that attention in 8 bits has.
 HEAD_DIMS = range(16, 257, 16)
@@ -147,6 +151,12 @@ class HalvesAcrossLanes(_Turned):
     template: ClassVar[str] = "quantize/rope_halves_across_lanes.cu.j2"
     reads_rows: ClassVar[bool] = True
 
+    @property
+    def renewed(self) -> bool:
+        """Whether addresses are found anew for each chunk: beside angles of 32 bits one spilled (8 bytes, of rotated
+        rows at head_dim 112 and 224, where all of a head share a scale)."""
+        return ANGLE_BYTES[self.dtype] == 4
+
     def __str__(self) -> str:
         return f"halves, {self.dtype}"
 
@@ -185,6 +195,7 @@ class QuantizePlan:
     lanes          that share a row
     rotation       what is rotated, in order, of tensors that are; nothing where it is empty
     centred        whether a tensor may lose a mean
+    layout         how sequences lie in tensors, and what each has of its own
     pitch          chunks from row to row of a tile in shared memory
     codes_pitch    bytes from row to row of its codes there
     blocks_per_sm  thread blocks that an SM holds
@@ -198,6 +209,7 @@ class QuantizePlan:
     rotation: tuple[Rotated, ...]
     centred: bool
     rope: Rope | None = None
+    layout: Dense | Padded | Varlen = DENSE
     scale: OwnScale | SharedScale
     conversion: ByInstruction | ByBits
     pitch: int
@@ -220,7 +232,8 @@ class QuantizePlan:
         rows = self.rows * (self.pitch * CHUNK_BYTES + self.codes_pitch)
         signs = 4 * self.head_dim if self.rotation else 0
         peaks = 2 * 4 * self.threads // WARP
-        return -(-(rows + signs + peaks + 4 * self.scale.work_bytes) // 16) * 16
+        work = self.scale.work_bytes + OF_SEQUENCE_BYTES * self.layout.own
+        return -(-(rows + signs + peaks + 4 * work) // 16) * 16
 
 
 @functools.cache
@@ -293,9 +306,10 @@ def plan(
     rotated: bool,
     centred: bool,
     angles: Angles | None = None,
+    layout: Dense | Padded | Varlen = DENSE,
 ) -> QuantizePlan:
     """The kernel for tensors of which some are `rotated`, lose a mean (`centred`), or turn by `angles`; `block` rows
-    share a scale, all of a head where it is None.
+    share a scale, all of a head where it is None; sequences lie as `layout` says.
 
     Raises PlanError for a head_dim or a block that there is no kernel for.
     """
@@ -316,6 +330,7 @@ def plan(
         rotation=rotation if rotated else (),
         centred=centred,
         rope=_rope(angles, head_dim, lanes),
+        layout=layout,
         scale=OwnScale() if block == ROWS else SharedScale(),
         conversion=ByInstruction() if digits >= CONVERTS_SINCE else ByBits(),
         pitch=pitch,

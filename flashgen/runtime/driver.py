@@ -66,46 +66,31 @@ class Function:
     smem_bytes: int
 
 
-class TensorMaps:
-    """What TMA needs to know of tensors, as kernel parameters at `pointers`; tensors may move between launches.
+def encode_maps(pointers: Sequence[int], descs: Sequence[TensorMapDesc], addresses: Sequence[int], device: int) -> None:
+    """Write what TMA needs to know of tensors at `addresses` to `pointers`, multiples of TENSOR_MAP_ALIGNMENT.
 
-    They are written from the address `at` on, a multiple of TENSOR_MAP_ALIGNMENT whose memory the caller keeps.
-    `addresses` says where the tensors are, and is empty until they are encoded.
+    The driver asks for a current context, and a thread that never touched CUDA (autograd's own, at its first node)
+    has none: it is lent that of the GPU.  Raises LaunchError for a tensor that TMA cannot address.
     """
+    encode = _encoder(_api())
+    if _has_context():
+        encode(pointers, descs, addresses)
+    else:
+        with _current(_primary_context(device)):
+            encode(pointers, descs, addresses)
 
-    __slots__ = ("_descs", "_device", "_maps", "addresses", "pointers")
 
-    def __init__(self, descs: Sequence[TensorMapDesc], at: int, *, device: int) -> None:
-        self.pointers = range(at, at + TENSOR_MAP_BYTES * len(descs), TENSOR_MAP_BYTES)
-        self._descs: Sequence[TensorMapDesc] = descs
-        self._device = device
-        self._maps: dict[int, Any] = {}
-        self.addresses: list[int] = []
+def map_at(pointer: int) -> Any:
+    """The bindings' object of one that was written there, which `move_map` takes."""
+    return _api().CUtensorMap(_ptr=pointer)
 
-    def encode(self, addresses: list[int]) -> None:
-        """Make them, of tensors at these addresses.
 
-        The driver asks for a current context, and a thread that never touched CUDA (autograd's own, at its first node)
-        has none: it is lent that of the GPU.  Raises LaunchError for a tensor that TMA cannot address.
-        """
-        encode = _encoder(_api())
-        if _has_context():
-            encode(self.pointers, self._descs, addresses)
-        else:
-            with _current(_primary_context(self._device)):
-                encode(self.pointers, self._descs, addresses)
-        self.addresses, self._descs = addresses, ()  # they are not kept
-
-    def move(self, index: int, address: int) -> None:
-        """Point one at another tensor of the same sizes and strides."""
-        api = _api()
-        moved = self._maps.get(index)
-        if moved is None:
-            moved = self._maps[index] = api.CUtensorMap(_ptr=self.pointers[index])
-        if api.cuTensorMapReplaceAddress(moved, address)[0] != api.CUresult.CUDA_SUCCESS:
-            with _current(_primary_context(self._device)):
-                _ok(api.cuTensorMapReplaceAddress(moved, address), "move a tensor map")
-        self.addresses[index] = address
+def move_map(moved: Any, address: int, device: int) -> None:
+    """Point one at another tensor of the same sizes and strides."""
+    api = _api()
+    if api.cuTensorMapReplaceAddress(moved, address)[0] != api.CUresult.CUDA_SUCCESS:
+        with _current(_primary_context(device)):
+            _ok(api.cuTensorMapReplaceAddress(moved, address), "move a tensor map")
 
 
 class _Encoder:
@@ -135,10 +120,14 @@ class _Encoder:
     def __call__(self, pointers: Iterable[int], descs: Iterable[TensorMapDesc], addresses: Iterable[int]) -> None:
         """Write maps of tensors at `addresses` to `pointers`.  Raises LaunchError for one that TMA cannot address."""
         pack, words, pointer, address = self._pack, self._words, self._pointer, self._address
+        encode, known = None, ()
         with self._lock:
-            for to, (_, dtype, sizes, strides, box, swizzle), at in zip(pointers, descs, addresses, strict=True):
-                encode = self._calls.get((dtype, box, swizzle)) or self._call(dtype, box, swizzle)
-                pack(words, 0, *sizes, *strides)
+            for to, desc, at in zip(pointers, descs, addresses, strict=True):
+                if encode is None or desc[1:] != known:  # k and v, or q and o, often lie alike
+                    _, dtype, sizes, strides, box, swizzle = desc
+                    known = desc[1:]
+                    encode = self._calls.get((dtype, box, swizzle)) or self._call(dtype, box, swizzle)
+                    pack(words, 0, *sizes, *strides)
                 pointer.value, address.value = to, at
                 if status := encode():
                     doing = f"address a tensor of {sizes} with strides of {strides} bytes by TMA"

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashgen import codegen
 from flashgen.codegen import params
@@ -39,8 +39,8 @@ class _Shared:
     """
 
     __slots__ = (
-        *("_first", "_load", "_pack", "_pack_pointers", "_pick_numbers", "_pick_pointers", "_scalars", "_starts"),
-        *("_room", "device", "lock", "main", "places"),
+        *("_first", "_load", "_maps_bytes", "_pack", "_pack_pointers", "_pick_numbers", "_pick_pointers", "_room"),
+        *("_scalars", "device", "lock", "main", "places", "starts"),
     )
 
     def __init__(self, plan: KernelPlan, device: int, load: Callable[[LaunchGrid], driver.Function]) -> None:
@@ -60,29 +60,30 @@ class _Shared:
         maps = params.maps(plan)
         #: Where the addresses of the tensors of maps stand among all.
         self.places = [known.index(name) for name in maps]
-        room = driver.TENSOR_MAP_BYTES * len(maps) + (driver.TENSOR_MAP_ALIGNMENT if maps else 0)
+        self._maps_bytes = driver.TENSOR_MAP_BYTES * len(maps)
+        room = self._maps_bytes + (driver.TENSOR_MAP_ALIGNMENT if maps else 0)
         self._room = ctypes.c_char * (room + params.sizeof(plan))
-        self._load, self._starts, self.main = load, {}, main_entry(plan)
+        self._load, self.main = load, main_entry(plan)
+        self.starts: dict[str, driver.Launcher] = {}
         self.device, self.lock = device, threading.Lock()
 
-    def room(self, launch: Launch) -> tuple[ctypes.Array, int, int]:
+    def room(self, numbers: tuple[int | float, ...]) -> tuple[ctypes.Array, int, int]:
         """Memory of a launch's tensor maps, and of its parameters without its addresses behind them; the address where
         the maps start, and the place where the parameters do."""
-        buffer = self._room()
+        buffer, of_maps = self._room(), self._maps_bytes
         start = at = ctypes.addressof(buffer)
-        if launch.maps:
-            at = -(-start // driver.TENSOR_MAP_ALIGNMENT) * driver.TENSOR_MAP_ALIGNMENT
-        first = at - start + driver.TENSOR_MAP_BYTES * len(launch.maps)
-        self._pack(buffer, first + self._first, *self._pick_numbers(launch.values.numbers))
+        if of_maps:
+            at = start + -start % driver.TENSOR_MAP_ALIGNMENT
+        first = at - start + of_maps
+        self._pack(buffer, first + self._first, *self._pick_numbers(numbers))
         return buffer, at, first
 
     def start(self, grid: LaunchGrid) -> driver.Launcher:
         """What starts an entry, loaded by the first launch that has it."""
-        found = self._starts.get(grid.entry)
-        if found is None:
-            made = driver.Launcher(self._load(grid), threads=grid.threads, early=grid.early)
-            found = self._starts.setdefault(grid.entry, made)
-        return found
+        if grid.entry in self.starts:
+            return self.starts[grid.entry]
+        made = driver.Launcher(self._load(grid), threads=grid.threads, early=grid.early)
+        return self.starts.setdefault(grid.entry, made)
 
     def point(self, buffer: ctypes.Array, first: int, addresses: tuple[int, ...]) -> None:
         self._pack_pointers(buffer, first, *self._pick_pointers(addresses))
@@ -99,21 +100,27 @@ class Record:
     its parameters and tensor maps, and shares the rest.
     """
 
-    __slots__ = ("_addresses", "_buffer", "_first", "_maps", "_numbers", "_shared", "_starts")
+    __slots__ = (
+        *("_addresses", "_buffer", "_descs", "_first", "_mapped", "_maps", "_moved", "_numbers", "_shared", "_starts"),
+    )
 
     def __init__(self, launch: Launch, shared: _Shared) -> None:
+        descs, starts, main = launch.maps, shared.starts, shared.main
         self._shared = shared
-        self._buffer, at, self._first = shared.room(launch)
-        self._maps, of_main, of_others = None, (at,), (at,)
-        if launch.maps:
-            self._maps = driver.TensorMaps(launch.maps, at, device=shared.device)
-            params = self._maps.pointers.stop
-            of_main, of_others = (*self._maps.pointers, params), (params,)
-        self._starts = []
+        self._buffer, at, self._first = shared.room(launch.values.numbers)
+        behind = at + driver.TENSOR_MAP_BYTES * len(descs)
+        #: Where its tensor maps are, and what they are made of; where their tensors lie, once they are made; and the
+        #: bindings' objects of those that moved.
+        self._maps, self._descs = range(at, behind, driver.TENSOR_MAP_BYTES), descs
+        self._mapped: list[int] | None = None
+        self._moved: dict[int, Any] | None = None
+        of_main, of_others, self._starts = (*self._maps, behind), (behind,), []
         for grid in launch.grids:
-            if grid.blocks > driver.MAX_BLOCKS:
-                driver.check_blocks(grid.entry, grid.blocks)
-            self._starts.append((shared.start(grid), grid.blocks, of_main if grid.entry == shared.main else of_others))
+            entry, blocks = grid.entry, grid.blocks
+            if blocks > driver.MAX_BLOCKS:
+                driver.check_blocks(entry, blocks)
+            start = starts.get(entry) or shared.start(grid)
+            self._starts.append((start, blocks, of_main if entry == main else of_others))
         self._addresses: tuple[int, ...] | None = None
         self._numbers: tuple[int | float, ...] | None = None
 
@@ -128,13 +135,8 @@ class Record:
         with shared.lock:
             if addresses != self._addresses:
                 self._addresses = None  # until all of them are in place
-                if self._maps is not None:
-                    if self._maps.addresses:
-                        for i, (index, known) in enumerate(zip(shared.places, self._maps.addresses, strict=True)):
-                            if addresses[index] != known:
-                                self._maps.move(i, addresses[index])
-                    else:
-                        self._maps.encode([addresses[index] for index in shared.places])
+                if shared.places:
+                    self._map([addresses[index] for index in shared.places])
                 shared.point(self._buffer, self._first, addresses)
                 self._addresses = addresses
             if numbers is not self._numbers:  # equal ones may differ: 0.0 and -0.0
@@ -143,6 +145,21 @@ class Record:
                 self._numbers = numbers
             for start, blocks, parameters in self._starts:
                 start(stream, blocks, parameters)
+
+    def _map(self, addresses: list[int]) -> None:
+        """Have its tensor maps point to tensors at these addresses."""
+        known, device = self._mapped, self._shared.device
+        if known is None:
+            driver.encode_maps(self._maps, self._descs, addresses, device)
+            self._mapped, self._descs = addresses, ()  # they are not kept
+            return
+        for i, address in enumerate(addresses):
+            if address != known[i]:
+                if self._moved is None:
+                    self._moved = {}
+                moved = self._moved.get(i) or self._moved.setdefault(i, driver.map_at(self._maps[i]))
+                driver.move_map(moved, address, device)
+                known[i] = address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.codegen import params as members
 from flashgen.planning import backward, split_keys, summaries
@@ -22,6 +22,7 @@ from flashgen.planning.layout import division
 from flashgen.planning.once import Remembered, once
 from flashgen.planning.plan import WARPGROUP_ROWS, Part, rows_of
 from flashgen.planning.problem import ITEMSIZE
+from flashgen.tuples import new
 
 if TYPE_CHECKING:
     from flashgen.planning.plan import KernelPlan
@@ -91,10 +92,6 @@ class TensorMapDesc(NamedTuple):
     strides: tuple[int, int, int]
     box: tuple[int, int, int, int]
     swizzle: int
-
-
-#: Makes a tuple of a class in a third of the time that its own function takes.
-_new: Any = tuple.__new__
 
 
 class Values(Mapping[str, int | float]):
@@ -167,9 +164,8 @@ class Launch(NamedTuple):
 
 
 class _MapOutline(NamedTuple):
-    """What no problem decides of a tensor map, but for packed heads and pages."""
+    """What no problem decides of a tensor map beside its tensor's name, but for packed heads and pages."""
 
-    tensor: str
     dtype: str
     item: int
     columns: int
@@ -186,6 +182,8 @@ _NUMBERS = (
     *("q_rows", "kv_rows", "q_offset", "splits", "q_start", "k_start", "scale"),
 )
 
+_ByTiles = tuple[tuple[LaunchGrid, ...], tuple[Part, ...], tuple[Part, ...]]
+
 _OF_CACHE = ("pages", "page_size", "page_rows", "page_magic", "page_shift", "table_row")
 
 
@@ -195,21 +193,24 @@ class _Outline:
 
     pointers  those of `Launch.pointers`
     counted   whether `COUNTERS` are among them
+    maps      the tensors of maps, what these have in common, and the place of an earlier one that has the same
     main      the kernel that visits tiles, of no block
     params    the names of parameters
     scaled    operands that have descales
-    strided   tensors whose strides are numbers of a launch
+    strided   tensors whose strides are numbers of `Params`
     captured  the names of captured tensors
     joined    whether sequences lie behind each other
     gradients whether the gradients of captured tensors are asked for
     summaries by what side, and by how many positions, summaries are counted
     by_length whether other things than counts of tiles and summaries decide grids or workspaces
+    packed    whether heads that share keys may share tiles
     places    those of all numbers among `Values.numbers`, by name
+    by_tiles  what `_by_tiles` has found, where counts of tiles and of positions of summaries alone decide it
     """
 
     pointers: tuple[str, ...]
     counted: bool
-    maps: tuple[_MapOutline, ...]
+    maps: tuple[tuple[str, _MapOutline, int | None], ...]
     main: LaunchGrid
     params: tuple[str, ...]
     scaled: tuple[str, ...]
@@ -219,20 +220,26 @@ class _Outline:
     gradients: bool
     summaries: tuple[tuple[str, int], ...]
     by_length: bool
+    packed: bool
     places: Mapping[str, int]
+    by_tiles: Remembered[tuple[int, ...], _ByTiles]
 
 
 @once
 def _outline(plan: KernelPlan) -> _Outline:
-    in_params = [f.name for f in members.fields(plan) if f.ctype.endswith("*")]
+    struct = members.fields(plan)
+    in_params = [f.name for f in struct if f.ctype.endswith("*")]
     cleared = [name for name in in_params if name == COUNTERS.name]
     others = (name for name in in_params if name != COUNTERS.name)
     maps = members.maps(plan)
+    outlines = [_map_outline(plan, name) for name in maps]
     params = tuple(p.name for p in plan.variant.params)
     scaled = () if plan.float8 is None else plan.float8.scaled
     strided = ("q", "k", "v", "o", *(DESCALES[name] for name in scaled))
     if plan.backward is not None:
         strided = (*strided, "d_o", "dq", "dk", "dv")
+    of_rows = {f.name for f in struct if f.name.endswith("_row")}
+    strided = tuple(name for name in strided if f"{name}_row" in of_rows)  # TMA knows those of its tensors
     names = [*_NUMBERS, *(f"param_{name}" for name in params)]
     names += _OF_CACHE if plan.layout.paged else ()
     names += _DROPOUT if plan.dropout else ()
@@ -245,7 +252,10 @@ def _outline(plan: KernelPlan) -> _Outline:
     return _Outline(
         pointers=tuple(dict.fromkeys((*maps, *others, *cleared))),
         counted=bool(cleared),
-        maps=tuple(_map_outline(plan, name) for name in maps),
+        maps=tuple(
+            (name, outlines[i], outlines.index(outlines[i]) if outlines[i] in outlines[:i] else None)
+            for i, name in enumerate(maps)
+        ),
         main=_grid(plan, main_entry(plan), 0, plan.threads, plan.smem_bytes),
         params=params,
         scaled=scaled,
@@ -263,7 +273,9 @@ def _outline(plan: KernelPlan) -> _Outline:
             or (plan.backward is not None and plan.backward.by_query is not None)
             or any(one.bits is not None for one in plan.summaries)
         ),
+        packed=plan.packed,
         places=MappingProxyType({name: place for place, name in enumerate(names)}),
+        by_tiles=Remembered(),
     )
 
 
@@ -279,7 +291,6 @@ def _map_outline(plan: KernelPlan, name: str) -> _MapOutline:
     wide = rows_of(columns, item)
     of_q = WARPGROUP_ROWS if plan.backward is None else plan.tile.q  # of a forward, those of one warpgroup
     return _MapOutline(
-        tensor=name,
         dtype=operand_dtype(plan, name),
         item=item,
         columns=columns,
@@ -294,6 +305,11 @@ def _map_outline(plan: KernelPlan, name: str) -> _MapOutline:
 def pointers(plan: KernelPlan) -> tuple[str, ...]:
     """Those of every launch of a plan."""
     return _outline(plan).pointers
+
+
+def counted(plan: KernelPlan) -> bool:
+    """Whether COUNTERS are among these."""
+    return _outline(plan).counted
 
 
 def scalars(plan: KernelPlan) -> tuple[str, ...]:
@@ -332,24 +348,24 @@ def make_launch(
     dq of in advance, follow from the plan and the problem unless given: small problems on few SMs then show what large
     ones do.
     """
-    outline, group = _outline(plan), problem.group
-    pack = plan.pack(group) if group > 1 else 1
-    heads = problem.batch * problem.kv_heads
-    rows = (problem.q_len, problem.kv_len) if rows is None else rows
-    together = min(_l2_kv_heads(plan, problem) if l2_kv_heads is None else l2_kv_heads, heads)
+    outline, batch, heads, kv_heads = _outline(plan), problem.batch, problem.heads, problem.kv_heads
+    q_len, kv_len, group = problem.q_len, problem.kv_len, heads // kv_heads
+    pack = plan.pack(group) if outline.packed else 1
+    rows = (q_len, kv_len) if rows is None else rows
+    together = _l2_kv_heads(plan, problem) if l2_kv_heads is None else l2_kv_heads
+    together = min(together, batch * kv_heads)
     if outline.joined:
         in_pages = () if cache is None else ("k", "v")
         strides = {name: of if name in in_pages else (0, *of[1:]) for name, of in strides.items()}
     if descales:
         strides = {**strides, **{DESCALES[name]: descale.strides for name, descale in descales.items()}}
-    q_tiles = _tiles(plan, problem, plan.tile.q // pack, problem.q_len, rows[0])
-    kv_tiles = _kv_tiles(plan, problem, rows[1])
-    taken = _taken(plan, problem, q_tiles, pack, kv_splits)
+    joined = batch if outline.joined else None
+    q_tiles = _tiles(plan.tile.q // pack, q_len, joined, rows[0])
+    kv_tiles = _tiles(plan.tile.kv, kv_len, joined, rows[1])
     numbers: list[int | float] = [  # in the order of _NUMBERS, and of what stands behind them
-        *(problem.batch, problem.heads, problem.kv_heads, problem.q_len, problem.kv_len),
-        *(q_tiles, kv_tiles),
+        *(batch, heads, kv_heads, q_len, kv_len, q_tiles, kv_tiles),
         together if plan.backward is not None else together * group // pack,
-        *(problem.heads // pack, pack.bit_length() - 1),
+        *(heads // pack, pack.bit_length() - 1),
         *(rows[0], rows[1], q_offset, kv_splits, 0, 0, scale),
     ]
     if outline.params:
@@ -359,7 +375,7 @@ def make_launch(
         numbers += cache.numbers(plan.tile.kv)
     if plan.dropout:
         assert dropout is not None  # the plan is that of a call with it
-        numbers += dropout_scalars(dropout, problem.heads)
+        numbers += dropout_scalars(dropout, heads)
     if outline.scaled:
         numbers += [descales[name].block_log2 for name in outline.scaled]
         numbers += [descales["q"].heads] if "q" in outline.scaled else []
@@ -371,36 +387,18 @@ def make_launch(
     if plan.backward is not None:
         if clear_distance is None:
             clear_distance = backward.clear_distance(plan, problem, sms, together)
-        numbers.append(min(clear_distance, heads))
-    shapes = {name: captured[name].sizes for name in plan.gradients} if outline.gradients else {}
-    if outline.by_length or shapes:
-        by_tiles = _by_tiles(plan, problem, sms, rows, q_tiles, taken, kv_splits, shapes)
+        numbers.append(min(clear_distance, batch * kv_heads))
+    if outline.by_length or outline.gradients:
+        shapes = {name: captured[name].sizes for name in plan.gradients}
+        by_tiles = _by_tiles(plan, problem, sms, rows, q_tiles, pack, kv_splits, shapes)
     else:
-        known = _known(plan)
-        at = problem.batch, problem.heads, problem.kv_heads, q_tiles, kv_tiles, sms
+        known, at = outline.by_tiles, (batch, heads, kv_heads, q_tiles, kv_tiles, sms)
         if outline.summaries:
-            at = *at, *[-(-(problem.kv_len if side == "k" else problem.q_len) // n) for side, n in outline.summaries]
-        by_tiles = known.get(at) or known.keep(
-            at, _by_tiles(plan, problem, sms, rows, q_tiles, taken, kv_splits, shapes)
-        )
+            at = *at, *[-(-(kv_len if side == "k" else q_len) // n) for side, n in outline.summaries]
+        by_tiles = known.get(at) or known.keep(at, _by_tiles(plan, problem, sms, rows, q_tiles, pack, kv_splits, {}))
     grids, workspaces, cleared = by_tiles
-    return Launch(
-        plan,
-        grids,
-        Values(outline.places, tuple(numbers)),
-        _tensor_maps(outline, plan, problem, strides, rows, cache) if outline.maps else (),
-        workspaces,
-        cleared,
-    )
-
-
-_ByTiles = tuple[tuple[LaunchGrid, ...], tuple[Part, ...], tuple[Part, ...]]
-
-
-@once
-def _known(plan: KernelPlan) -> Remembered[tuple[int, ...], _ByTiles]:
-    """What `_by_tiles` has found of a plan whose tiles, and positions of summaries, alone decide it."""
-    return Remembered()
+    maps = _tensor_maps(outline, plan, problem, strides, rows, cache) if outline.maps else ()
+    return new(Launch, (plan, grids, Values(outline.places, tuple(numbers)), maps, workspaces, cleared))
 
 
 def _by_tiles(
@@ -409,12 +407,12 @@ def _by_tiles(
     sms: int,
     rows: tuple[int, int],
     q_tiles: int,
-    taken: int,
+    pack: int,
     kv_splits: int,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> _ByTiles:
     """Grids, workspaces, and what is cleared."""
-    outline = _outline(plan)
+    outline, taken = _outline(plan), _taken(plan, problem, q_tiles, pack, kv_splits)
     workspaces: tuple[Part, ...] = ()
     if plan.backward is not None:
         workspaces = backward.workspaces(plan, problem, shapes, q_tiles if outline.joined else None)
@@ -444,8 +442,7 @@ def grids(
 ) -> tuple[LaunchGrid, ...]:
     """The kernels of a pass on a GPU of so many SMs, in the order in which they run on one stream; `rows` and
     `kv_splits` are those of make_launch."""
-    pack = plan.pack(problem.group)
-    q_tiles = _tiles(plan, problem, plan.tile.q // pack, problem.q_len, rows[0])
+    pack, q_tiles = plan.pack(problem.group), _q_tiles(plan, problem, rows[0])
     return _grids(plan, problem, sms, rows, _taken(plan, problem, q_tiles, pack, kv_splits))
 
 
@@ -508,7 +505,7 @@ def _backward_grids(plan: KernelPlan, problem: Problem, sms: int, in_memory: _Ro
         found.append(_grid(plan, "attention_backward_finish", blocks, layout.row_threads))
     else:
         own = layout.by_query
-        blocks = _tiles(plan, problem, own.tile_q, problem.q_len, in_memory[0]) * heads
+        blocks = _tiles(own.tile_q, problem.q_len, _joined(plan, problem), in_memory[0]) * heads
         found.append(_grid(plan, "attention_backward_dq", blocks, own.threads, own.smem_bytes))
     if plan.gradients:
         by_element = functools.partial(_grid, plan, blocks=ELEMENT_BLOCKS, threads=layout.row_threads)
@@ -528,20 +525,25 @@ def _main_grid(plan: KernelPlan, blocks: int) -> LaunchGrid:
 
 def _q_tiles(plan: KernelPlan, problem: Problem, q_rows: int | None = None) -> int:
     """Tiles of queries of a sequence; where sequences are joined, the most that all of them may have."""
-    return _tiles(plan, problem, plan.tile_queries(problem.group), problem.q_len, q_rows)
+    return _tiles(plan.tile_queries(problem.group), problem.q_len, _joined(plan, problem), q_rows)
 
 
 def _kv_tiles(plan: KernelPlan, problem: Problem, kv_rows: int | None = None) -> int:
     """The same of keys."""
-    return _tiles(plan, problem, plan.tile.kv, problem.kv_len, kv_rows)
+    return _tiles(plan.tile.kv, problem.kv_len, _joined(plan, problem), kv_rows)
 
 
-def _tiles(plan: KernelPlan, problem: Problem, size: int, length: int, rows: int | None) -> int:
-    """Tiles of so many queries or keys."""
-    if plan.layout.joined:  # each sequence may end inside a tile
-        rows = length * problem.batch if rows is None else rows
-        return rows // size + problem.batch
-    return -(-length // size)
+def _joined(plan: KernelPlan, problem: Problem) -> int | None:
+    """How many sequences lie behind each other; None where each has tensors of its own."""
+    return problem.batch if plan.layout.joined else None
+
+
+def _tiles(size: int, length: int, joined: int | None, rows: int | None) -> int:
+    """Tiles of so many queries or keys, of each sequence of this length, or of all that are joined."""
+    if joined is None:
+        return -(-length // size)
+    rows = length * joined if rows is None else rows
+    return rows // size + joined  # each sequence may end inside a tile
 
 
 def _l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
@@ -549,7 +551,7 @@ def _l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
     queries and outputs."""
     if plan.backward is not None:
         return backward.l2_kv_heads(plan, problem)
-    return ARCHS[plan.arch].l2_holds(problem.kv_len * (problem.head_dim + problem.v_head_dim) * problem.kv_itemsize)
+    return ARCHS[plan.arch].l2_holds(problem.read_bytes(0, problem.kv_len))
 
 
 def descale_of(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, heads: int) -> Descale:
@@ -580,24 +582,32 @@ def _tensor_maps(
     cache: Cache | None,
 ) -> tuple[TensorMapDesc, ...]:
     """Those of tensors with so many rows of q, and of k, in memory: of each page where there is a cache."""
-    found, of_heads, of_kv_heads, of_batch = [], problem.heads, problem.kv_heads, 1 if outline.joined else problem.batch
-    for tensor, dtype, item, columns, box, swizzle, least, of_keys, packed in outline.maps:
-        batch, of_head, of_row = strides[tensor]
+    found: list[TensorMapDesc] = []
+    of_heads, of_kv_heads, of_batch = problem.heads, problem.kv_heads, 1 if outline.joined else problem.batch
+    q_rows, kv_rows = in_memory[0] or 1, in_memory[1] or 1  # without a key nothing is copied
+    for tensor, form, like in outline.maps:
+        of_tensor = strides[tensor]
+        if like is not None and of_tensor == strides[found[like].tensor]:
+            found.append(new(TensorMapDesc, (tensor, *found[like][1:])))
+            continue
+        batch, of_head, of_row = of_tensor
+        dtype, item, columns, box, swizzle, least, of_keys, packed = form
         batch_size = of_batch
         if of_keys:
-            rows, heads = in_memory[1], of_kv_heads
+            rows, heads = kv_rows, of_kv_heads
             if cache is not None:
-                rows, batch_size = cache.page_size, cache.pages
+                rows, batch_size = cache.page_size, cache.pages or 1
                 box = (box[0], math.gcd(cache.page_size, plan.tile.kv), 1, 1)
         else:
-            rows, heads = in_memory[0], of_heads
+            rows, heads = q_rows, of_heads
             if packed:  # the heads of a query side by side
                 rows, heads, of_row, of_head = heads, rows, of_head, of_row
                 pack = plan.pack(problem.group)
                 box = (box[0], pack, WARPGROUP_ROWS // pack, 1)
-        sizes = columns, rows or 1, heads or 1, batch_size or 1  # without a key nothing is copied
-        of_row = of_row * item if rows > 1 else least
-        of_head = of_head * item if heads > 1 else least
-        batch = batch * item if batch_size > 1 else least
-        found.append(_new(TensorMapDesc, (tensor, dtype, sizes, (of_row, of_head, batch), box, swizzle)))
+        steps = (
+            of_row * item if rows > 1 else least,
+            of_head * item if heads > 1 else least,
+            batch * item if batch_size > 1 else least,
+        )
+        found.append(new(TensorMapDesc, (tensor, dtype, (columns, rows, heads, batch_size), steps, box, swizzle)))
     return tuple(found)

@@ -18,12 +18,14 @@ GROUP_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of a tensor: sequences, heads, rows of each, and rows that share a scale (0: all of a head)."""
+    """Of a tensor: sequences, heads, rows of each, and rows that share a scale (0: all of a head); and of sequences
+    behind each other, none of which is longer than `length`, all `rows`."""
 
     batch: int
     heads: int
     length: int
     block: int
+    rows: int | None = None
 
     @property
     def tiles(self) -> int:
@@ -37,17 +39,30 @@ class Sizes:
 
     @property
     def scales(self) -> int:
-        """Scales of a head."""
-        return -(-self.tiles // self.tiles_of_scale)
+        """Scales of a head: one for all of its rows, if there is any or none, or one for each block."""
+        return -(-self.tiles // self.tiles_of_scale) if self.block else 1
+
+    @property
+    def slots(self) -> int:
+        """Numbers of the tiles that all sequences of a head have: where they lie behind each other, as many as are
+        enough however they are divided, which the host does not know."""
+        if self.rows is None:
+            return self.batch * self.tiles
+        return self.rows // ROWS + self.batch if self.rows and self.batch and self.length else 0
 
     @property
     def all_tiles(self) -> int:
-        """Tiles of all heads."""
-        return self.batch * self.heads * self.tiles
+        """Numbers of tiles of all heads."""
+        return self.heads * self.slots
+
+    @property
+    def longest(self) -> int:
+        """Rows of a sequence at most."""
+        return self.length if self.rows is None else min(self.length, self.rows)
 
     def group(self, plan: QuantizePlan) -> int:
         """Heads whose tiles are neighbours."""
-        return max(1, min(self.heads, GROUP_BYTES // (self.length * plan.head_dim * ELEMENT_BYTES)))
+        return max(1, min(self.heads, GROUP_BYTES // (self.longest * plan.head_dim * ELEMENT_BYTES)))
 
     def values(self, plan: QuantizePlan) -> dict[str, int]:
         """What a kernel is told of them."""
@@ -55,6 +70,9 @@ class Sizes:
             "heads": self.heads,
             "length": self.length,
             "tiles": self.all_tiles,
+            "sequences": self.batch,
+            "slots": self.slots,
+            "rows": self.rows or 0,
             "tiles_of_scale": self.tiles_of_scale,
             "group": self.group(plan),
         }
@@ -69,7 +87,7 @@ def in_turn(plan: QuantizePlan, sizes: Sequence[Sizes], blocks: int) -> dict[str
     """Tiles of a launch, and how many peaks are found before the first codes: those of a group, whose scales are known
     then, and a tile for each thread block, as what all work on has not ended."""
     tiles = sum(of.all_tiles for of in sizes)
-    lead = max(of.group(plan) * min(of.tiles, of.tiles_of_scale) for of in sizes) + blocks
+    lead = max(of.group(plan) * min(-(-of.longest // ROWS), of.tiles_of_scale) for of in sizes) + blocks
     return {"tiles": tiles, "lead": min(tiles, lead)}
 
 

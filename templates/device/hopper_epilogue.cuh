@@ -21,7 +21,7 @@ DEVICE void transpose_quad(u32 (&word)[4]) {
   }
 }
 
-// The same with each block transposed, two side by side above two: lane l gives the row l % 8 of block l / 8.
+// Four 8 x 8 blocks, each transposed, two side by side above two: lane l gives the row l % 8 of block l / 8.
 DEVICE void stmatrix_x4_trans(void* row, u32 left, u32 right, u32 left_below, u32 right_below) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                :: "r"(shared_address(row)), "r"(left), "r"(right), "r"(left_below), "r"(right_below) : "memory");

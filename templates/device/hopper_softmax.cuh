@@ -2,8 +2,8 @@
 // Warp w, lane l of a warpgroup holds rows 16 w + l / 4 and eight further down of an m64nN accumulator; element
 // 4 j + 2 r + e of its array is row r (0 or 1) of these, column 8 j + 2 (l % 4) + e.
 //
-// Per row: what is subtracted in the exponent (the highest scaled score so far, or a little less), and the sum of this
-// lane's exponentials.
+// Per row: what is subtracted in the exponent (the highest scaled score so far, or less where it lags), and the sum of
+// this lane's exponentials.
 struct RowState { float row_max[2], sum[2]; };
 
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
@@ -38,8 +38,9 @@ template <int N> DEVICE int lowest_bits(const float (&s)[N], int r) {
   return lowest;
 }
 
-// The same, three elements by one instruction (VIMNMX3; of floats FMNMX takes two).  Among floats that are not all
-// negative the highest has the highest bits; among negative ones, which a lane's of a row seldom all are, the lowest.
+// The highest of each row over the four lanes that share it, by integers, of which an instruction takes three
+// (VIMNMX3); of floats it takes two (FMNMX).  Among floats that are not all negative the highest has the highest bits;
+// among negative ones, which a lane's of a row seldom all are, the lowest.
 template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&highest)[2]) {
   int bits[2] = {highest_bits(s, 0), highest_bits(s, 1)};
   if (__any_sync(~0u, min(bits[0], bits[1]) < 0)) {

@@ -3,18 +3,19 @@ constexpr float LOG2E = 1.44269504088896340736f;
 
 constexpr float LN2 = 0.69314718055994530942f;
 
-constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
+constexpr float SMALLEST = 1.17549435e-38f;  // the least normal float32
 
 #define PLUS_INFINITY __int_as_float(0x7f800000)
 
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-// 2^x and the logarithm to base 2.
+// 2^x.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 // 2^x; 0 where `limit` is infinite, whatever x is.
 DEVICE float ex2_below(float x, float limit) { return limit < PLUS_INFINITY ? ex2(x) : 0.f; }
 
+// The logarithm to base 2.
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }

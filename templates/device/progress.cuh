@@ -10,7 +10,7 @@ DEVICE void store_release(u32* word, u32 value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(word), "r"(value) : "memory");
 }
 
-// Counts what this thread, and those it has met, wrote before.
+// Who sees the sum sees too what this thread, and those that it met at a barrier, wrote before.
 DEVICE void red_add_release(u32* counter, u32 x) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(x) : "memory");
 }

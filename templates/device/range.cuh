@@ -1,4 +1,4 @@
-// ---------------------------------------------------------------- what a tile lets an expression be
+// ---------------------------------------------------------------- what is known of a tile
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
 
 // Which of the two truth values are possible.

@@ -1,7 +1,7 @@
 // ---------------------------------------------------------------- TMA: boxes of a tensor to shared memory
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap, passed by value
 
-// On its way to where copies look it up.
+// Starts to fetch the map into the cache in which copies look it up.
 DEVICE void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" :: "l"(&map)); }
 
 // The box at these coordinates of a four-dimensional tensor, innermost first; what lies outside the tensor becomes

@@ -132,3 +132,71 @@ def test_a_cuda_graph_quantises_what_tensors_hold_then():
         for ours, wanted in zip(fields(found), fields(right), strict=True):
             assert torch.equal(ours, wanted)
         assert torch.equal(signs, right.signs) and torch.equal(corrected, right.corrected_lse(lse, q))
+
+
+def behind_each_other(lengths, kv_lengths, head_dim):
+    """Rows of q, k and v, with five of no sequence at either end, and where sequences begin."""
+    generator = torch.Generator("cuda").manual_seed(head_dim)
+    rows = []
+    for heads, of in ((8, lengths), (2, kv_lengths), (2, kv_lengths)):
+        x = torch.randn(sum(of) + 10, heads, head_dim, device="cuda", generator=generator).bfloat16()
+        x[:5], x[-5:] = torch.nan, torch.inf
+        rows.append(x)
+    starts = [
+        torch.tensor([0, *of], dtype=torch.int32, device="cuda").cumsum(0).to(torch.int32) + 5
+        for of in (lengths, kv_lengths)
+    ]
+    return rows, dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True))
+
+
+@pytest.mark.parametrize("block", [None, 128, 512])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+def test_sequences_behind_each_other_have_the_bits_of_the_cpu(head_dim, block):
+    """Many short ones beside long ones, bounds that are loose, and angles."""
+    lengths = [1000, 0, 1, 300] + [3] * 70
+    (q, k, v), starts = behind_each_other(lengths, lengths[::-1], head_dim)
+    cos, sin = angles(2000, head_dim, {})
+    given = {**starts, "max_seqlen_q": 1500, "cos": cos, "sin": sin, "block": block, "smooth_k": True}
+    mine = flashgen.quantize(q, k, v, **given)
+    given |= {"smooth_k": mine.k_mean}
+    there = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    right = flashgen.quantize(q.cpu(), k.cpu(), v.cpu(), **there)
+    for ours, wanted in zip(fields(mine), fields(right), strict=True):
+        inside = slice(5, -5) if ours.dtype == torch.uint8 else slice(None)  # other codes are not written
+        assert torch.equal(ours[inside].cpu(), wanted[inside])
+    found = flashgen.quantize(q.cpu(), k.cpu(), v.cpu(), **{**there, "smooth_k": True})
+    torch.testing.assert_close(mine.k_mean.cpu(), found.k_mean, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("block", [None, 128])
+def test_padded_sequences_have_the_bits_of_the_cpu(block):
+    q, k, v = inputs(700, 128, torch.bfloat16)
+    given = {"q_lengths": torch.tensor([0, 333]), "kv_lengths": torch.tensor([765, 130])}
+    given = {name: x.to("cuda", torch.int32) for name, x in given.items()}
+    mine = flashgen.quantize(q, k, v, block=block, smooth_k=True, **given)
+    there = {name: x.cpu() for name, x in given.items()}
+    right = flashgen.quantize(q.cpu(), k.cpu(), v.cpu(), block=block, smooth_k=mine.k_mean.cpu(), **there)
+    for b, lengths in enumerate(zip(*(x.tolist() for x in there.values()), strict=True)):
+        for ours, wanted, n in zip(fields(mine)[:3], fields(right)[:3], (*lengths, lengths[1]), strict=True):
+            assert torch.equal(ours[b, :, :n].cpu(), wanted[b, :, :n])
+    for ours, wanted in zip(fields(mine)[3:], fields(right)[3:], strict=True):
+        assert torch.equal(ours.cpu(), wanted)
+
+
+@pytest.mark.parametrize("block", [None, 128])
+def test_a_cuda_graph_reads_lengths_as_they_are_then(block):
+    """Nothing is waited for, or the capture would fail."""
+    (q, k, v), starts = behind_each_other([500, 20, 300], [500, 20, 300], 128)
+    given = {**starts, "max_seqlen_q": 600, "block": block, "smooth_k": True}
+    flashgen.quantize(q, k, v, **given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = flashgen.quantize(q, k, v, **given)
+    for x in starts.values():
+        x.copy_(torch.tensor([5, 5, 605, 825]))
+    graph.replay()
+    right = flashgen.quantize(q, k, v, **{**given, "smooth_k": found.k_mean.clone()})
+    for ours, wanted in zip(fields(found), fields(right), strict=True):
+        inside = slice(5, -5) if ours.dtype == torch.uint8 else slice(None)
+        assert torch.equal(ours[inside], wanted[inside])

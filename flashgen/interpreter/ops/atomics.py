@@ -9,8 +9,10 @@ import numpy as np
 
 from flashgen.interpreter import types
 from flashgen.interpreter.build import Build, Closure
+from flashgen.interpreter.memory import Reader
 from flashgen.interpreter.ops.loads import note_granule
 from flashgen.interpreter.ops.remote import local_address
+from flashgen.interpreter.order import Order
 from flashgen.interpreter.parser import Sink, Vec
 from flashgen.interpreter.registers import LANES, Mask, Slots, spread
 
@@ -39,7 +41,7 @@ _UPDATE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _build(b: Build, returns: bool) -> Closure:
-    kind = b.type()
+    kind, mods = b.type(), frozenset(b.mods)
     b.drop(*_SCOPES)
     space = b.take("global", "shared::cta", "shared")
     swap = returns and bool(b.take("cas"))
@@ -67,7 +69,10 @@ def _build(b: Build, returns: bool) -> Closure:
         lanes = np.ones(where.shape, bool) if m is True else m
         if space == "global":
             memory = group.block.launch.memory
-            at = memory.access(where, m, width * count, "atom" if returns else "red", write=True)
+            by = Reader(block=group.block.number, atomic=True)
+            at = memory.access(where, m, width * count, "atom" if returns else "red", write=True, by=by)
+            if memory.account.order is not None:
+                _order(memory.account.order, group.block.number, at[lanes], width * count, mods)
             view = memory.data.view(dtype)
         else:
             memory = group.block.shared
@@ -97,6 +102,16 @@ def _build(b: Build, returns: bool) -> Closure:
                     view[index[row, lane] + k] = update(old, x)
 
     return run
+
+
+def _order(order: Order, block: int, words: np.ndarray, width: int, mods: frozenset[str]) -> None:
+    """What an atomic on words in global memory orders, and its update."""
+    wide = "cta" not in mods
+    (order.acquire if wide and mods & {"acquire", "acq_rel"} else order.relaxed_read)(block, words)
+    order.update(block, words, width)
+    order.relaxed_write(block, words)
+    if wide and mods & {"release", "acq_rel"}:
+        order.release(block, words, alone=False)
 
 
 TABLE: dict[str, Callable[[Build], Closure]] = {

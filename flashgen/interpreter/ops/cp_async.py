@@ -12,6 +12,7 @@ import numpy as np
 from flashgen.interpreter.block import Block
 from flashgen.interpreter.build import Build, Closure
 from flashgen.interpreter.errors import UnfinishedCopy
+from flashgen.interpreter.memory import Reader
 from flashgen.interpreter.ops.loads import note_granule
 from flashgen.interpreter.ops.remote import local_address
 from flashgen.interpreter.registers import LANES, Mask, Slots
@@ -75,7 +76,8 @@ def copy(b: Build) -> Closure:
             whole = some & (count >= width)
             at = np.where(some, where, 0)
             if whole.any():
-                at = np.where(whole, memory.access(where, True if whole.all() else whole, width, "cp.async"), at)
+                by, of = Reader(block=block.number), True if whole.all() else whole
+                at = np.where(whole, memory.access(where, of, width, "cp.async", by=by), at)
             for row, lane in np.argwhere(some & ~whole):
                 one = np.array([[where[row, lane]]], np.int64)
                 at[row, lane] = memory.part(int(one[0, 0]), int(count[row, lane]), width, "cp.async")

@@ -1,4 +1,4 @@
-"""Fences.  An interpreter does one thing at a time: only those between proxies have an effect, on the race clocks."""
+"""Fences.  An interpreter does one thing at a time: they have an effect on clocks alone, of races and of order."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ _ORDER = ("sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys",
 
 
 def fence(b: Build) -> Closure:
+    within_block = "cta" in b.mods
     b.drop(*_ORDER)
     b.done(0)
-    return lambda V, m: None
+
+    def run(V: Slots, m: Mask) -> None:
+        block = V[0].block
+        order = block.launch.memory.account.order
+        if order is not None and not within_block:
+            order.fence(block.number)
+
+    return run
 
 
 def proxy_fence(b: Build) -> Closure:

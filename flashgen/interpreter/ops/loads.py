@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,15 @@ import numpy as np
 from flashgen.interpreter import types
 from flashgen.interpreter.build import Build, Closure
 from flashgen.interpreter.errors import Misaligned, OutOfBounds, Uninitialised
+from flashgen.interpreter.memory import BASE as GLOBAL_BASE
+from flashgen.interpreter.memory import Reader
 from flashgen.interpreter.ops.remote import local_address, remote_shared
 from flashgen.interpreter.parser import Instruction, Sink, Vec
 from flashgen.interpreter.registers import LANES, Group, Mask, Slots, spread
 from flashgen.interpreter.shared import SharedMemory
 from flashgen.interpreter.spaces import WINDOW_BYTES, WINDOWS, split
 
-#: Modifiers that order or place an access, and change nothing in an interpreter that does one thing at a time.
+#: Modifiers that order or place an access: in an interpreter, which does one thing at a time, they change no value.
 _ADVICE = (
     *("weak", "volatile", "relaxed", "acquire", "release", "mmio", "cta", "cluster", "gpu", "sys"),
     *("ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc"),
@@ -24,7 +27,12 @@ _ADVICE = (
     *("L2::64B", "L2::128B", "L2::256B", "L2::cache_hint"),
 )
 _SPACES = ("global", "shared::cta", "shared::cluster", "shared", "local", "param::entry", "param", "const")
+#: Those of accesses that are ordered with others of the same word, and make a block wait for another.
+_STRONG = frozenset({"volatile", "relaxed", "acquire", "release", "mmio"})
 _COUNTS = {"": 1, "v2": 2, "v4": 4, "v8": 8}
+
+Fetch = Callable[..., list[np.ndarray]]
+Put = Callable[..., None]
 
 
 def _form(b: Build) -> tuple[str, str, int]:
@@ -48,6 +56,7 @@ def _items(b: Build, operand: Any, count: int) -> tuple[Any, ...]:
 
 
 def load(b: Build) -> Closure:
+    mods = frozenset(b.mods)
     kind, space, count = _form(b)
     signed = kind in types.SIGNED
     width = types.size(kind)
@@ -56,7 +65,7 @@ def load(b: Build) -> Closure:
     ]
     address, offset = b.address(b.operands[1])
     note_granule(b, space, width * count)
-    fetch = _FETCH[space]
+    fetch = {"global": _loading(mods), "": partial(_ld_generic, _loading(mods))}.get(space) or _FETCH[space]
     dtype = types.bits_of(types.DTYPES[kind]) if not signed else types.DTYPES[kind]
     instruction = b.instruction
 
@@ -72,14 +81,14 @@ def load(b: Build) -> Closure:
 
 
 def store(b: Build) -> Closure:
-    released = "release" in b.mods
+    mods = frozenset(b.mods)
     kind, space, count = _form(b)
     bits = f"b{8 * types.size(kind)}"
     width = types.size(kind)
     values = [b.read(item, bits) for item in _items(b, b.operands[1], count)]
     address, offset = b.address(b.operands[0])
     note_granule(b, space, width * count)
-    put = _release_global if released and space == "global" else _PUT.get(space)
+    put = {"global": _storing(mods), "": partial(_st_generic, _storing(mods))}.get(space) or _PUT.get(space)
     if put is None:
         raise b.unknown(f"a store to {space}")
     instruction = b.instruction
@@ -99,9 +108,39 @@ def note_granule(b: Build, space: str, width: int) -> None:
 
 
 # ---------------------------------------------------------------- global
-def _ld_global(group: Group, where: np.ndarray, m: Mask, width: int, count: int, i: Instruction) -> list[np.ndarray]:
+def _loading(mods: frozenset[str]) -> Fetch:
+    """How a load from global memory with these modifiers is ordered."""
+    if "nc" in mods:
+        return partial(_ld_global, constant=True)
+    if mods.isdisjoint(_STRONG):
+        return _ld_global
+    return partial(_ld_word, acquires="acquire" in mods and "cta" not in mods)
+
+
+def _storing(mods: frozenset[str]) -> Put:
+    """The same of a store."""
+    if "release" in mods and "cta" not in mods:
+        return _release_word
+    return _st_global if mods.isdisjoint(_STRONG) else _st_word
+
+
+def _ld_global(
+    group: Group, where: np.ndarray, m: Mask, width: int, count: int, i: Instruction, *, constant: bool = False
+) -> list[np.ndarray]:
     memory = group.block.launch.memory
+    by = Reader(block=group.block.number, constant=constant)
+    offset = memory.access(where, m, width * count, "ld", by=by)
+    return _gather(memory.views, memory.rows16, offset, width, count)
+
+
+def _ld_word(
+    group: Group, where: np.ndarray, m: Mask, width: int, count: int, i: Instruction, *, acquires: bool
+) -> list[np.ndarray]:
+    """A word by which blocks wait for each other."""
+    memory, block = group.block.launch.memory, group.block.number
     offset = memory.access(where, m, width * count, "ld")
+    if (order := memory.account.order) is not None:
+        (order.acquire if acquires else order.relaxed_read)(block, offset if m is True else offset[m])
     return _gather(memory.views, memory.rows16, offset, width, count)
 
 
@@ -112,12 +151,22 @@ def _st_global(group: Group, where: np.ndarray, m: Mask, width: int, values: lis
     _scatter(memory.views, offset, m, width, values)
 
 
-def _release_global(
+def _st_word(group: Group, where: np.ndarray, m: Mask, width: int, values: list[np.ndarray], i: Instruction) -> None:
+    """A word by which blocks wait for each other, behind a fence."""
+    _st_global(group, where, m, width, values, i)
+    if (order := group.block.launch.memory.account.order) is not None:
+        offset = where - GLOBAL_BASE
+        order.relaxed_write(group.block.number, offset if m is True else offset[m])
+
+
+def _release_word(
     group: Group, where: np.ndarray, m: Mask, width: int, values: list[np.ndarray], i: Instruction
 ) -> None:
-    """A word by which blocks wait for each other: any of them may write it."""
+    """The same without one: any block may write it."""
     memory = group.block.launch.memory
     offset = memory.access(where, m, width * len(values), "st", write=True)
+    if (order := memory.account.order) is not None:
+        order.release(group.block.number, offset if m is True else offset[m], alone=True)
     _scatter(memory.views, offset, m, width, values)
 
 
@@ -271,22 +320,27 @@ def _by_space(where: np.ndarray, m: Mask) -> list[tuple[str, np.ndarray, Mask]]:
     ]
 
 
-def _ld_generic(group: Group, where: np.ndarray, m: Mask, width: int, count: int, i: Instruction) -> list[np.ndarray]:
-    spaces = _by_space(where, m)
+def _ld_generic(
+    of_global: Fetch, group: Group, where: np.ndarray, m: Mask, width: int, count: int, i: Instruction
+) -> list[np.ndarray]:
+    spaces, fetch = _by_space(where, m), {**_FETCH, "global": of_global}
     if len(spaces) == 1:
-        return _FETCH[spaces[0][0]](group, spaces[0][1], m, width, count, i)
+        return fetch[spaces[0][0]](group, spaces[0][1], m, width, count, i)
     out = [np.zeros(where.shape, f"u{width}") for _ in range(count)]
     for space, address, lanes in spaces:
-        for whole, part in zip(out, _FETCH[space](group, address, lanes, width, count, i), strict=True):
+        for whole, part in zip(out, fetch[space](group, address, lanes, width, count, i), strict=True):
             np.copyto(whole, part, where=lanes)
     return out
 
 
-def _st_generic(group: Group, where: np.ndarray, m: Mask, width: int, values: list[np.ndarray], i: Instruction) -> None:
+def _st_generic(
+    of_global: Put, group: Group, where: np.ndarray, m: Mask, width: int, values: list[np.ndarray], i: Instruction
+) -> None:
+    put = {**_PUT, "global": of_global}
     for space, address, lanes in _by_space(where, m):
         if space == "param":
             raise OutOfBounds("a store into kernel parameters")
-        _PUT[space](group, address, lanes, width, values, i)
+        put[space](group, address, lanes, width, values, i)
 
 
 def _ld_any_shared(
@@ -308,20 +362,16 @@ def _st_any_shared(
         shared_store(group, mine, m, width, values, i)
 
 
-_FETCH: dict[str, Callable[..., list[np.ndarray]]] = {
-    "global": _ld_global,
+_FETCH: dict[str, Fetch] = {
     "shared": shared_load,
     "shared::cluster": _ld_any_shared,
     "param": _ld_param,
     "local": _ld_local,
-    "": _ld_generic,
 }
-_PUT: dict[str, Callable[..., None]] = {
-    "global": _st_global,
+_PUT: dict[str, Put] = {
     "shared": shared_store,
     "shared::cluster": _st_any_shared,
     "local": _st_local,
-    "": _st_generic,
 }
 
 TABLE: dict[str, Callable[[Build], Closure]] = {"ld": load, "ldu": load, "st": store}

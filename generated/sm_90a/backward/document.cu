@@ -20,13 +20,13 @@ typedef unsigned long long u64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
 // ---------------------------------------------------------------- fewer registers kept through a loop
-// Places in the grid, read anew at each use.
+// Indices of thread and block, read anew at each use.
 DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)); return i; }
 
 // Of the four threads that share rows of an accumulator.  Opaque, so that offsets from it stay in instructions.
 DEVICE int quad_lane() { int i; asm volatile("mov.u32 %0, %%tid.x;\n\tand.b32 %0, %0, 3;" : "=r"(i)); return i; }
 
-// ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
+// ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 // ---------------------------------------------------------------- red: additions in global memory
@@ -68,7 +68,7 @@ DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
 // ---------------------------------------------------------------- TMA: boxes of a tensor to shared memory
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap, passed by value
 
-// On its way to where copies look it up.
+// Starts to fetch the map into the cache in which copies look it up.
 DEVICE void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" :: "l"(&map)); }
 
 // The box at these coordinates of a four-dimensional tensor, innermost first; what lies outside the tensor becomes
@@ -231,11 +231,11 @@ DEVICE void wgmma_gradient(float (&d)[64], const u32 (&a)[4], u64 b) {
 
 // ---------------------------------------------------------------- arithmetic
 constexpr float LOG2E = 1.44269504088896340736f;
-constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
+constexpr float SMALLEST = 1.17549435e-38f;  // the least normal float32
 #define PLUS_INFINITY __int_as_float(0x7f800000)
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-// 2^x and the logarithm to base 2.
+// 2^x.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 // The nearest index of a dimension.
@@ -300,13 +300,13 @@ DEVICE void transpose_quad(u32 (&word)[4]) {
   }
 }
 
-// The same with each block transposed, two side by side above two: lane l gives the row l % 8 of block l / 8.
+// Four 8 x 8 blocks, each transposed, two side by side above two: lane l gives the row l % 8 of block l / 8.
 DEVICE void stmatrix_x4_trans(void* row, u32 left, u32 right, u32 left_below, u32 right_below) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                :: "r"(shared_address(row)), "r"(left), "r"(right), "r"(left_below), "r"(right_below) : "memory");
 }
 
-// ---------------------------------------------------------------- what a tile lets an expression be
+// ---------------------------------------------------------------- what is known of a tile
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
 
 // Which of the two truth values are possible.
@@ -535,8 +535,8 @@ DEVICE void finish_rows(i64 part, int warp, bf16* dq, bool inside, const Params&
           cvt_bf16x2(p.scale * l.x, p.scale * l.y), cvt_bf16x2(p.scale * l.z, p.scale * l.w),
           cvt_bf16x2(p.scale * r.x, p.scale * r.y), cvt_bf16x2(p.scale * r.z, p.scale * r.w)};
       transpose_quad(word);
-      if (i < DQ_COLUMNS && inside &&
-          column < HEAD_DIM) *(Chunk*)(dq + column) = {{word[0], word[1], word[2], word[3]}};
+      if (i < DQ_COLUMNS && inside && column < HEAD_DIM)
+        *(Chunk*)(dq + column) = {{word[0], word[1], word[2], word[3]}};
     }
   }
 }
@@ -753,7 +753,7 @@ struct Loader {
       tma_load_4d(shared.d_o[stage][d / 64], map_d_o, full, d, step.tile * TILE_Q, step.head, b);
   }
 
-  // What the kernel before this one has found for each row; those of q and d_o count the bytes.
+  // What the kernel before this one has found for each row; its bytes count on the barriers of q and d_o.
   DEVICE void load_rows(const SharedStep& step) {
     const int stage = ring.stage();
     const i64 row = i64(step.index) * TILE_Q;  // its first, in workspaces
@@ -961,7 +961,7 @@ struct Consumer {
       stmatrix_x4_trans(&to[8 * j + row][chunk * 8], ds[2 * j], ds[2 * j + 1], ds[2 * j + 2], ds[2 * j + 3]);
   }
 
-  // This warp's part of dS is written, and what it multiplied has been read.
+  // This warp's part of dS is written, and its product that reads the dS before is complete.
   DEVICE void announce_ds(Ring<2> to) {
     fence_proxy_async();
     __syncwarp();
@@ -1066,8 +1066,7 @@ struct Consumer {
   }
 };
 
-// ---------------------------------------------------------------- kernel: FlashAttention-3 (Shah et al. 2024),
-// backward
+// ---------------------------------------------------------------- kernel: the backward of FlashAttention-3 (2024)
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_d_o,

@@ -1,5 +1,5 @@
 // gpt_oss: attention forward
-// gpt-oss: a causal sliding window, and a learned logit a head that joins the softmax beside the keys.
+// gpt-oss: a causal sliding window, and a learned logit per head that joins the softmax beside the keys.
 //
 // visible  k <= q && q - k < window
 // sink     sink[h]
@@ -19,7 +19,7 @@ typedef long long i64;
 typedef unsigned long long u64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
-// ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
+// ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 // ---------------------------------------------------------------- mbarrier: counts arrivals and bytes, a phase a round
@@ -55,7 +55,7 @@ DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
 // ---------------------------------------------------------------- TMA: boxes of a tensor to shared memory
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap, passed by value
 
-// On its way to where copies look it up.
+// Starts to fetch the map into the cache in which copies look it up.
 DEVICE void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" :: "l"(&map)); }
 
 // The box at these coordinates of a four-dimensional tensor, innermost first; what lies outside the tensor becomes
@@ -207,13 +207,14 @@ DEVICE void wgmma_pv(float (&d)[64], const u32 (&a)[4], u64 b) {
 // ---------------------------------------------------------------- arithmetic
 constexpr float LOG2E = 1.44269504088896340736f;
 constexpr float LN2 = 0.69314718055994530942f;
-constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
+constexpr float SMALLEST = 1.17549435e-38f;  // the least normal float32
 #define PLUS_INFINITY __int_as_float(0x7f800000)
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-// 2^x and the logarithm to base 2.
+// 2^x.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// The logarithm to base 2.
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 // Two floats rounded to nearest, the first in the low half.
@@ -302,8 +303,8 @@ template <int STAGES> DEVICE void release(Pipe<STAGES>& pipe, const Ring<STAGES>
 // Warp w, lane l of a warpgroup holds rows 16 w + l / 4 and eight further down of an m64nN accumulator; element
 // 4 j + 2 r + e of its array is row r (0 or 1) of these, column 8 j + 2 (l % 4) + e.
 //
-// Per row: what is subtracted in the exponent (the highest scaled score so far, or a little less), and the sum of this
-// lane's exponentials.
+// Per row: what is subtracted in the exponent (the highest scaled score so far, or less where it lags), and the sum of
+// this lane's exponentials.
 struct RowState { float row_max[2], sum[2]; };
 
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
@@ -324,8 +325,9 @@ template <int N> DEVICE int lowest_bits(const float (&s)[N], int r) {
   return lowest;
 }
 
-// The same, three elements by one instruction (VIMNMX3; of floats FMNMX takes two).  Among floats that are not all
-// negative the highest has the highest bits; among negative ones, which a lane's of a row seldom all are, the lowest.
+// The highest of each row over the four lanes that share it, by integers, of which an instruction takes three
+// (VIMNMX3); of floats it takes two (FMNMX).  Among floats that are not all negative the highest has the highest bits;
+// among negative ones, which a lane's of a row seldom all are, the lowest.
 template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&highest)[2]) {
   int bits[2] = {highest_bits(s, 0), highest_bits(s, 1)};
   if (__any_sync(~0u, min(bits[0], bits[1]) < 0)) {
@@ -376,7 +378,7 @@ DEVICE void stmatrix_x4(void* row, u32 left, u32 left_below, u32 right, u32 righ
                :: "r"(shared_address(row)), "r"(left), "r"(left_below), "r"(right), "r"(right_below) : "memory");
 }
 
-// ---------------------------------------------------------------- what a tile lets an expression be
+// ---------------------------------------------------------------- what is known of a tile
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
 
 // ---------------------------------------------------------------- plan
@@ -386,7 +388,7 @@ constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // of q and k, and of v and o,
 constexpr int STAGES = 2, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
-constexpr int O_BARRIER = 4;  // named barriers of the warpgroups
+constexpr int O_BARRIER = 4;  // a named barrier for each warpgroup, from this id on
 constexpr float SHARE = 0.0625f;  // of what a row has added up: a key with more moves its maximum, and O is rescaled
 constexpr float MOST = 0x1p64f;  // P that moves it in any case
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
@@ -507,7 +509,7 @@ struct Scheduler {
     next_ring.passed++;
   }
 
-  // The tiles of keys that see a tile of queries, from the last to the first: 32 at a time, each judged by one lane.
+  // The tiles of keys that a tile of queries sees, from the last to the first: 32 at a time, each judged by one lane.
   DEVICE void send_all(Work work) {
     const int q_first = work.q_tile * TILE_Q;
     const Rows rows = {work.b, work.h, q_first, min(q_first + TILE_Q, p.q_len) - 1};
@@ -539,7 +541,7 @@ struct Scheduler {
     return {p.q_tiles - 1 - rest / width, head % p.heads, head / p.heads, 1};
   }
 
-  // The first one by the block's own number; nobody counts where each block has but one.
+  // A block's first tile follows from its number, the others from a counter, unless each block has one alone.
   DEVICE void run() {
     const int all = p.q_tiles * p.heads * p.batch, blocks = gridDim.x;
     for (int index = blockIdx.x; index < all; index = __shfl_sync(~0u, index, 0)) {
@@ -690,7 +692,7 @@ struct Consumer {
   u32 probabilities[TILE_KV / 4] = {};
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
-  float before[2] = {}, added[2] = {};  // the maxima of O and of the sums, and what a tile adds to the sums
+  float before[2] = {}, added[2] = {};  // the maxima that O and the sums still have, and what a tile adds to the sums
   float limit[2] = {};  // of P, beyond which a row's maximum follows
   u32 moved = 0;  // lanes whose maxima are not those of O any more
 
@@ -814,8 +816,8 @@ struct Consumer {
     for (int r = 0; r < 2; r++) limit[r] = lag_limit(state.sum[r], SHARE, MOST);
   }
 
-  // S becomes P after a look at its maxima.  Lane 0 or 1 releases K: which one depends on the maxima, since ptxas moves
-  // the wait for O up to here, and these at least shall be found under the product.
+  // S becomes P after a look at its maxima.  Lane 0 or 1 releases K, by a bit that depends on the maxima: ptxas moves
+  // the wait for O up to the release, so at least the maxima are found while the product runs.
   DEVICE void softmax(S& s) {
     before[0] = state.row_max[0];
     before[1] = state.row_max[1];

@@ -8,6 +8,9 @@ typedef unsigned int u32;
 typedef long long i64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
+// ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
+DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
 // ---------------------------------------------------------------- cp.async: global to shared memory
 // Sixteen bytes; with `valid` false zeros are written and nothing is read.
 DEVICE void cp_async_16(u32 shared, const void* global, bool valid) {
@@ -19,9 +22,6 @@ DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: 
 
 // Waits until at most N of this thread's groups are still on their way.
 template <int N> DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
-
-// ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
-DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 // ---------------------------------------------------------------- redux.sync: one value of a warp's
 DEVICE u32 redux_max(u32 x) { asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(x)); return x; }
@@ -55,7 +55,7 @@ DEVICE u32 load_acquire(const u32* word) {
   return value;
 }
 
-// Counts what this thread, and those it has met, wrote before.
+// Who sees the sum sees too what this thread, and those that it met at a barrier, wrote before.
 DEVICE void red_add_release(u32* counter, u32 x) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(x) : "memory");
 }
@@ -140,14 +140,17 @@ DEVICE bool found(const Tile& at) { return at.tensor >= 0; }
 // The n-th tile.  Heads are neighbours: their rows often lie side by side, and share angles.
 DEVICE Tile tile_of(int n, const Params& p) {
 #pragma unroll
-  for (int i = 0; i < 3; n -= p.of[i++].tiles)
-    if (n < p.of[i].tiles) {
-      const u32 heads = p.of[i].heads, blocks = (p.of[i].length + TILE - 1) / TILE;
+  for (int i = 0; i < 3; ++i) {
+    const Tensor& t = p.of[i];
+    if (n < t.tiles) {
+      const u32 heads = t.heads, blocks = (t.length + TILE - 1) / TILE;
       const u32 batch = n / (heads * blocks), rest = n % (heads * blocks);
-      const u32 group = p.of[i].group, first = rest / (group * blocks) * group, width = min(group, heads - first);
+      const u32 group = t.group, first = rest / (group * blocks) * group, width = min(group, heads - first);
       const u32 within = rest - first * blocks;
       return {i, int(batch), int(first + within % width), int(within / width) * TILE};
     }
+    n -= t.tiles;
+  }
   return {-1, 0, 0, 0};
 }
 

@@ -7,12 +7,14 @@ the bytes to copy and to read, and a few instructions for each element.  Queries
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from flashgen.planning.arch import Arch
 from flashgen.planning.float8 import E4M3, LEAST_BLOCK, Float8
 from flashgen.planning.operands import Operands, Widened, narrows_q, widened
 from flashgen.planning.pipelines.ampere import forward
 from flashgen.planning.pipelines.ampere.forward import Candidate, padded
+from flashgen.planning.pipelines.shared import total
 from flashgen.planning.plan import ITEM, KernelPlan, Part
 from flashgen.planning.request import Fixed, KernelRequest
 
@@ -40,6 +42,11 @@ LINE = 128
 #: FEW_KEYS where Q is in registers.  Found by compiling.
 WIDENING, SECOND_BLOCK = {32: 2, 64: 40, 128: 72}, 30
 FEW_KEYS = 16
+
+#: Registers left where a loop finds again what it uses once: fewer than so many beside rows of more than NARROW columns
+#: or a mask and a score that tells heads apart, which takes some.  Else 8 to 44 bytes were spilled at head_dim 256
+#: (`document`, `dilated`, `padding`, `prefix_lm`, windows, sinks, `relative_bias`), and by `alibi`.
+DEAR, OF_HEADS = 11, 3
 
 #: Instructions by which a lane makes two float16 of two elements, with and without a conversion, of e5m2 in any case.
 CONVERSION, BY_BITS, SHIFT = 1, 7, 1
@@ -115,12 +122,17 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     """The plan of a candidate that fits."""
     assert request.float8 is not None
     exact = request.float8.exactly
-    return forward.plan_of(
-        c,
-        request.with_float8(exact),
-        *(smem(c, request), registers(c, request)),
-        operands=widened(exact, by_bits=_by_bits(exact, request.arch)),
-    )
+    operands = widened(exact, by_bits=_by_bits(exact, request.arch))
+    made = forward.plan_of(c, request.with_float8(exact), *(smem(c, request), registers(c, request)), operands=operands)
+    left = forward.budget(c, request.arch, made.blocks_per_sm) - total(made.registers)
+    return replace(made, operands=replace(operands, found_again=True)) if _dear(left, request) else made
+
+
+def _dear(left: int, request: KernelRequest) -> bool:
+    """Whether so few registers are left that a loop keeps nothing that it uses once."""
+    of_heads = request.profile.uses_head
+    wide = request.widest > forward.NARROW or (of_heads and request.profile.hides)
+    return wide and left - OF_HEADS * of_heads < DEAR
 
 
 def _by_bits(of: Float8, arch: Arch) -> bool:

@@ -92,6 +92,16 @@ OVERHEAD, VARIANT_REGISTERS = 12, 4
 #: judged, and where consumers leave them: under some masks a warp that schedules and loads spills a few bytes with 40.
 PRODUCER_REGISTERS, MANY_PRODUCER_REGISTERS = 40, 56
 
+#: Those of a warp that schedules and loads, and more for each condition of a tile that is visible or that is partial;
+#: those that it gives back where it keeps nothing that follows from a tile's rows.  With 40 registers and all kept a
+#: window spilled 8 bytes at head_dim 128, a sink beside one 32, `longformer` 80 to 96 (and 12 with nothing kept).
+SENDER_REGISTERS, VISIBLE_REGISTERS, HIDDEN_REGISTERS, RENEWED_REGISTERS = 36, 1, 2, 2
+
+#: And where P V comes in pieces beside a mask that is more than one comparison.  `causal_bottom_right` and `prefix_lm`
+#: at head_dim 256 spilled 8 bytes, as many with nothing kept: only where several conditions are partial does it give
+#: registers back.
+PIECES_REGISTERS = 2
+
 #: Warps that turn V over, where the scheduler's warp does not load, and where it does.
 TURNING_WARPS = (2, 3)
 
@@ -171,7 +181,7 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         Part(
             name="control",
             amount=_control(
-                *(c, request.profile.hides, _p(request).ones_apart, _sender(request)), request.keys, request.layout
+                *(c, request.profile.hides, _p(request).ones_apart, _sender(c, request)), request.keys, request.layout
             ),
             why="barriers, messages and descales",
         ),
@@ -303,7 +313,7 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
 
 def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     """The plan of a candidate that fits."""
-    ahead = _ahead(c, request)
+    ahead, sender = _ahead(c, request), _sender(c, request)
     columns = _columns(request)
     masked = request.profile.hides
     return make_plan(
@@ -313,7 +323,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             *(c, columns, request.v_head_dim + _p(request).ones_behind_v, division(c, request)),
             masked=masked,
             ones=_p(request).ones_apart,
-            sender=_sender(request),
+            sender=sender,
             keys=request.keys,
             layout=request.layout,
         ),
@@ -333,16 +343,34 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             products=TwoLevels(piece=piece(request), ahead=ahead),
             p=_p(request),
             v=VTurnedOver(),
-            sender=_sender(request),
+            sender=sender,
+            runs_anew=isinstance(sender, SendsAndLoads) and _missing(c, request) > 0,
         ),
     )
 
 
-def _sender(request: KernelRequest) -> Sender:
+def _sender(c: Candidate, request: KernelRequest) -> Sender:
     """Who loads: a warp of its own where conditions are judged tile by tile or tensors read, which would keep tiles
-    waiting and registers do not hold (found by compiling), where rows of V are cleared, and where keys are split."""
+    waiting and registers do not hold (found by compiling), or where there are many conditions; where rows of V are
+    cleared, and where keys are split."""
     apart = request.profile.judged or request.profile.mask_reads or request.layout.own or request.keys.split
-    return SendsToLoader() if apart else SendsAndLoads()
+    several = request.profile.hides and len(request.profile.facts.hidden) > 1
+    spared = RENEWED_REGISTERS + _of_pieces(request) if several else 0
+    return SendsToLoader() if apart or _missing(c, request) > spared else SendsAndLoads()
+
+
+def _missing(c: Candidate, request: KernelRequest) -> int:
+    """Registers that a warp which schedules and loads has too few, if it keeps what follows from a tile's rows."""
+    asked = request.profile
+    if not asked.hides or c.warpgroups == 1:  # one warpgroup leaves each thread more than any needs
+        return 0
+    conditions = VISIBLE_REGISTERS * len(asked.facts.visible) + HIDDEN_REGISTERS * len(asked.facts.hidden)
+    return max(0, SENDER_REGISTERS + conditions + _of_pieces(request) - division(c, request)[0])
+
+
+def _of_pieces(request: KernelRequest) -> int:
+    """Registers more that it needs where P V comes in pieces."""
+    return PIECES_REGISTERS if request.v_head_dim > PIECE and request.profile.mask_ops > 1 else 0
 
 
 def _p(request: KernelRequest) -> P8:

@@ -16,10 +16,13 @@ typedef unsigned int u32;
 typedef long long i64;
 
 // ---------------------------------------------------------------- fewer registers kept through a loop
-// Places in the grid, read anew at each use.
+// Indices of thread and block, read anew at each use.
 DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)); return i; }
 
 DEVICE int block_index() { int i; asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i)); return i; }
+
+// ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
+DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 // ---------------------------------------------------------------- cp.async: global to shared memory
 // Sixteen bytes; with `valid` false zeros are written and nothing is read.
@@ -34,8 +37,6 @@ DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: 
 template <int N> DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
 
 // ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
-DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-
 DEVICE void ldmatrix_x4(u32 (&r)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
@@ -58,14 +59,16 @@ DEVICE void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) 
 // ---------------------------------------------------------------- arithmetic
 constexpr float LOG2E = 1.44269504088896340736f;
 constexpr float LN2 = 0.69314718055994530942f;
-constexpr float SMALLEST = 1.17549435e-38f;  // normal float32
+constexpr float SMALLEST = 1.17549435e-38f;  // the least normal float32
 #define PLUS_INFINITY __int_as_float(0x7f800000)
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-// 2^x and the logarithm to base 2.
+// 2^x.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// The logarithm to base 2.
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
 DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 // Two floats rounded to nearest, the first in the low half.
@@ -186,7 +189,7 @@ struct OnlineSoftmax {
   DEVICE float subtracted(int r) const { return row_max[r] == MINUS_INFINITY ? 0.f : row_max[r]; }
 };
 
-// ---------------------------------------------------------------- what a tile lets an expression be
+// ---------------------------------------------------------------- what is known of a tile
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
 
 // ---------------------------------------------------------------- plan

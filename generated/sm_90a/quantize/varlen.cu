@@ -1,0 +1,359 @@
+// quantize: bfloat16, head_dim 128, rotated in 128 columns, as e4m3, sequences behind each other, on sm_90a
+// tiles of 128 rows, 2 lanes a row: 256 threads, 55968 bytes shared
+
+// ---------------------------------------------------------------- types
+#define DEVICE __device__ __forceinline__
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
+
+// ---------------------------------------------------------------- cp.async: global to shared memory
+// Sixteen bytes; with `valid` false zeros are written and nothing is read.
+DEVICE void cp_async_16(u32 shared, const void* global, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
+DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most N of this thread's groups are still on their way.
+template <int N> DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
+
+// ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
+DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// ---------------------------------------------------------------- redux.sync: one value of a warp's
+DEVICE u32 redux_max(u32 x) { asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(x)); return x; }
+
+// ---------------------------------------------------------------- griddepcontrol: kernels that start before others end
+// Until the kernel before this one on its stream has ended, and all that it wrote is there to see.
+DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The kernel behind this one may start once all blocks have come here: its blocks take the places of those that leave.
+DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// ---------------------------------------------------------------- arithmetic
+#define PLUS_INFINITY __int_as_float(0x7f800000)
+
+// Four floats as e4m3, the first in the lowest byte; beyond 448 that.
+DEVICE u32 cvt_e4m3x4(float a, float b, float c, float d) {
+  u32 r;
+  asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}"
+      : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
+
+// A stored element as a float.
+DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }
+
+// ---------------------------------------------------------------- tiles of rows, which thread blocks take one by one
+constexpr int HEAD_DIM = 128;
+constexpr int TILE = 128;  // rows of a tile
+constexpr int LANES = 2, ROWS = 32 / LANES;  // lanes that share a row; rows of a warp
+constexpr int WARPS = TILE / ROWS, THREADS = 32 * WARPS;
+constexpr int ROW_CHUNKS = HEAD_DIM / 8, CHUNKS = ROW_CHUNKS / LANES;  // of 8 elements: of a row, and a lane's of it
+constexpr int COPIES = 32 % ROW_CHUNKS ? 1 : CHUNKS;  // unrolled: addresses that differ by more take registers
+constexpr int PITCH = 18;  // chunks from row to row in shared memory
+constexpr int CODES_PITCH = 144;  // bytes from row to row of codes there
+constexpr float LARGEST = 448.f;  // of e4m3
+constexpr float LEAST = 7.8886091e-31f;  // 2^-100: what a peak counts as at least, so that its reciprocal is finite
+
+struct Tensor {
+  const u16* x;
+  unsigned char* codes;
+  float* descales;
+  const int* starts;
+  i64 x_batch;
+  i64 x_head;
+  i64 x_row;
+  i64 codes_batch;
+  i64 codes_head;
+  i64 codes_row;
+  int heads;
+  int length;
+  int tiles;
+  int sequences;
+  int slots;
+  int rows;
+  int rotated;
+};
+
+struct Params {
+  Tensor of[3];  // those behind the last have no tiles
+  u32 signs[8];
+};
+static_assert(sizeof(Params) == 368, "Python counts as C++ does");
+
+// Rows of a tensor, from `row` on; none where tensor is negative.  Of a sequence of `length` rows from `first` on.
+struct Tile { int tensor, batch, head, row, first, length; };
+
+struct Shared {
+  Chunk x[WARPS][ROWS * PITCH];  // the next tile's rows, on their way
+  alignas(16) unsigned char codes[WARPS][ROWS * CODES_PITCH];
+  alignas(16) float signs[HEAD_DIM];
+  u32 peaks[2][WARPS];  // of this tile and of the next
+  Tile work[4];  // what this thread block does: now, next, and after that; one is that before
+};
+static_assert(sizeof(Shared) == 55968, "Python counts as C++ does");
+
+typedef float Rows[CHUNKS][8];
+
+DEVICE bool found(const Tile& at) { return at.tensor >= 0; }
+
+// The n-th tile.  Heads are neighbours: their rows often lie side by side, and share angles.
+DEVICE Tile numbered(int n, const Params& p) {
+#pragma unroll
+  for (int i = 0; i < 3; n -= p.of[i++].tiles)
+    if (n < p.of[i].tiles) {
+      const u32 heads = p.of[i].heads, blocks = p.of[i].slots;
+      const u32 batch = n / (heads * blocks), rest = n % (heads * blocks);
+      return {i, int(batch), int(rest % heads), int(rest / heads) * TILE};
+    }
+  return {-1, 0, 0, 0};
+}
+
+// Whether a tile is one: it has rows, or is the first of a sequence without, whose scales it writes.
+DEVICE bool counts(const Tile& at) { return at.row == 0 || (at.row > 0 && at.row < at.length); }
+
+// Of a sequence: one where it has no row.
+DEVICE int tiles_of(const Tile& at) { return max((at.length + TILE - 1) / TILE, 1); }
+
+struct Span { int first, length; };  // of the rows of a sequence
+
+// Inside of the tensor's rows, whatever the numbers say.
+DEVICE Span span(const int* starts, int b, int rows, int most) {
+  const int first = min(max(__ldg(&starts[b]), 0), rows);
+  return {first, min(max(__ldg(&starts[b + 1]) - first, 0), min(most, rows - first))};
+}
+
+// The number of a sequence's first tile.  Those of the next begin behind its last, wherever it ends: numbers between are
+// no tile's.  Nobody has to add up lengths.
+DEVICE int first_tile(const Tensor& t, int b) { return span(t.starts, b, t.rows, t.length).first / TILE + b; }
+
+// A tile of all sequences' rows, whose `row` is its number, as that of the sequence that has it.
+DEVICE Tile in_sequence(Tile at, const Tensor& t) {
+  const int number = at.row / TILE;
+  int b = 0, end = t.sequences, before = 0, behind = 0x7fffffff;  // the nearest first tiles that were compared
+  while (end - b > 1) {
+    const int half = (b + end) / 2, first = first_tile(t, half);
+    if (first <= number) {
+      b = half;
+      before = max(before, first);
+    } else {
+      end = half;
+      behind = min(behind, first);
+    }
+  }
+  const Span rows = span(t.starts, b, t.rows, t.length);
+  const int first = rows.first / TILE + b;
+  at.batch = b;
+  at.row = (number - first) * TILE;
+  at.first = rows.first;
+  at.length = rows.length;
+  // Out of order, a number leads elsewhere than to its tile, and others would wait for that: the sequence has no rows.
+  if (before > first || first + tiles_of(at) > behind) at.length = 0;
+  return at;
+}
+
+DEVICE Tile tile_of(int n, const Params& p) {
+  const Tile at = numbered(n, p);
+  return found(at) ? in_sequence(at, p.of[at.tensor]) : at;
+}
+
+// The first tile from the n-th on that counts, of those that this thread block looks at; n is behind it then.
+DEVICE Tile next_tile(int& n, const Params& p) {
+  Tile at;
+  do {
+    at = tile_of(n, p);
+    n += gridDim.x;
+  } while (found(at) && !counts(at));
+  return at;
+}
+
+// Scales of rows that a sequence does not have are those of zeros: positive, as attention wants them.
+DEVICE void fill_descales(const Tile& at, const Tensor& t, int tiles_of_scale) {
+  if (at.row > 0) return;
+  const int tiles = (t.length + TILE - 1) / TILE, scales = (tiles + tiles_of_scale - 1) / tiles_of_scale;
+  float* const descales = t.descales + ((i64)at.batch * t.heads + at.head) * scales;
+  for (int i = (tiles_of(at) + tiles_of_scale - 1) / tiles_of_scale + threadIdx.x; i < scales; i += THREADS)
+    descales[i] = LEAST / LARGEST;
+}
+
+// Chunk i of a lane has this column and the seven behind it.
+DEVICE int column(int i) { return 8 * (threadIdx.x % LANES + LANES * i); }
+
+// Starts the copy of a warp's rows, side by side; rows behind the last are 0.
+DEVICE void fetch(Shared& sm, const Tile& at, const Params& p) {
+  if (found(at)) {
+    const Tensor& t = p.of[at.tensor];
+    const int row0 = at.row + threadIdx.x / 32 * ROWS, rows = at.length - row0;
+    const u16* source = t.x + at.batch * t.x_batch + at.head * t.x_head + (at.first + row0) * t.x_row;
+    const u32 to = shared_address(sm.x[threadIdx.x / 32]);
+#pragma unroll COPIES
+    for (int i = 0; i < CHUNKS; ++i) {
+      const int n = threadIdx.x % 32 + 32 * i, row = n / ROW_CHUNKS, chunk = n % ROW_CHUNKS;
+      cp_async_16(to + (row * PITCH + chunk) * 16, row < rows ? source + row * t.x_row + chunk * 8 : t.x, row < rows);
+    }
+  }
+  cp_async_commit_group();
+}
+
+// The chunk of a lane's row that has this column.
+DEVICE Chunk chunk_of(const Shared& sm, int column) {
+  return sm.x[threadIdx.x / 32][threadIdx.x % 32 / LANES * PITCH + column / 8];
+}
+
+DEVICE float element(const Chunk& chunk, int j) { return from_bf16(u16(chunk.word[j / 2] >> 16 * (j % 2))); }
+
+DEVICE void widen(float (&x)[8], const Chunk& chunk) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) x[j] = element(chunk, j);
+}
+
+// 1, or -1 where a column changes its sign.
+DEVICE void spread_signs(Shared& sm, const Params& p) {
+  for (int i = threadIdx.x; i < HEAD_DIM; i += THREADS) sm.signs[i] = p.signs[i / 32] >> i % 32 & 1u ? -1.f : 1.f;
+}
+
+DEVICE void butterfly(float& a, float& b) { const float sum = a + b; b = a - b; a = sum; }
+
+// Signs, then the fast Walsh-Hadamard transform of COUNT chunks of each lane, from FIRST on: columns 1, 2, 4 ... apart.
+template <int FIRST, int COUNT> DEVICE void rotate(Rows& x, float factor, const Shared& sm) {
+#pragma unroll
+  for (int i = FIRST; i < FIRST + COUNT; ++i) {
+    float signs[8];
+    *(float4*)signs = *(const float4*)(sm.signs + column(i));
+    *(float4*)(signs + 4) = *(const float4*)(sm.signs + column(i) + 4);
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {  // a product with a sign is exact: so are these those of butterfly()
+      const float b = x[i][j + 1] * signs[j + 1];
+      x[i][j + 1] = fmaf(x[i][j], signs[j], -b);
+      x[i][j] = fmaf(x[i][j], signs[j], b);
+    }
+#pragma unroll
+    for (int apart = 2; apart < 8; apart *= 2)
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (!(j & apart)) butterfly(x[i][j], x[i][j | apart]);
+  }
+#pragma unroll
+  for (int apart = 1; apart < LANES; apart *= 2) {
+    const float sign = threadIdx.x & apart ? -1.f : 1.f;
+#pragma unroll
+    for (int i = FIRST; i < FIRST + COUNT; ++i)
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[i][j] = fmaf(x[i][j], sign, __shfl_xor_sync(~0u, x[i][j], apart));
+  }
+#pragma unroll
+  for (int apart = 1; apart < COUNT; apart *= 2)
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (!(i & apart)) butterfly(x[FIRST + i][j], x[FIRST + (i | apart)][j]);
+#pragma unroll
+  for (int i = FIRST; i < FIRST + COUNT; ++i)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[i][j] *= factor;
+}
+
+// The rows as they are quantised; those of the next tile are on their way then.
+DEVICE void prepare(Rows& x, Shared& sm, const Tile& at, const Tile& next, const Params& p) {
+  const Tensor& t = p.of[at.tensor];
+  cp_async_wait_group<0>();
+  __syncwarp();
+  Chunk chunks[CHUNKS];
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) chunks[i] = chunk_of(sm, column(i));
+  __syncwarp();
+  fetch(sm, next, p);
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) widen(x[i], chunks[i]);
+  if (t.rotated) {
+    rotate<0, 8>(x, 0.0883883461356163f, sm);  // 128 columns
+  }
+}
+
+// The largest finite size of a lane's elements.  Infinities become NaN, which e4m3 has, and which no maximum takes.
+DEVICE float peak_of_lane(Rows& x) {
+  float peak = LEAST;
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) peak = fmaxf(peak, fabsf(x[i][j]));
+  if (peak < PLUS_INFINITY) return peak;
+  peak = LEAST;
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      x[i][j] = fmaf(x[i][j], 0.f, x[i][j]);
+      peak = fmaxf(peak, fabsf(x[i][j]));
+    }
+  return peak;
+}
+
+// That of a thread block's, at every thread.
+DEVICE float peak_of_tile(Rows& x, Shared& sm, int parity) {
+  const u32 peak = redux_max(__float_as_int(peak_of_lane(x)));  // floats above 0 are in the order of their bits
+  if (threadIdx.x % 32 == 0) sm.peaks[parity][threadIdx.x / 32] = peak;
+  __syncthreads();
+  return __int_as_float(redux_max(sm.peaks[parity][threadIdx.x % WARPS]));
+}
+
+// Four floats as e4m3, the first in the lowest byte: to nearest even, beyond 448 that.
+DEVICE u32 to_e4m3x4(float a, float b, float c, float d) { return cvt_e4m3x4(a, b, c, d); }
+
+// Rows scaled so that their peak is LARGEST: through shared memory, so that neighbours in a warp write side by side.
+DEVICE void store(const Rows& x, float peak, Shared& sm, const Tile& at, const Tensor& t) {
+  const float factor = LARGEST / peak;
+  unsigned char* const codes = sm.codes[threadIdx.x / 32];
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    float y[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) y[j] = x[i][j] * factor;
+    const uint2 stored = {to_e4m3x4(y[0], y[1], y[2], y[3]), to_e4m3x4(y[4], y[5], y[6], y[7])};
+    *(uint2*)(codes + threadIdx.x % 32 / LANES * CODES_PITCH + column(i)) = stored;
+  }
+  __syncwarp();
+  const int row0 = at.row + threadIdx.x / 32 * ROWS;
+  unsigned char* const to = t.codes + at.batch * t.codes_batch + at.head * t.codes_head + (at.first + row0) * t.codes_row;
+#pragma unroll COPIES
+  for (int first = 0; first < ROWS * HEAD_DIM / 16; first += 32) {
+    const int n = first + threadIdx.x % 32, row = n / (HEAD_DIM / 16), column = n % (HEAD_DIM / 16) * 16;
+    if (n < ROWS * HEAD_DIM / 16 && row0 + row < at.length)
+      *(uint4*)(to + row * t.codes_row + column) = *(const uint4*)(codes + row * CODES_PITCH + column);
+  }
+}
+
+// Each tile has a scale of its own.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(const __grid_constant__ Params p) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  extern __shared__ __align__(16) unsigned char memory[];
+  Shared& sm = *(Shared*)memory;
+  int next = blockIdx.x;  // of the numbers of tiles that this thread block looks at: thread 0's is right
+  if (threadIdx.x == 0)
+    for (int i = 0; i < 2; ++i) sm.work[i] = next_tile(next, p);
+  spread_signs(sm, p);
+  __syncthreads();
+  fetch(sm, sm.work[0], p);
+#pragma unroll 1
+  for (int i = 0; found(sm.work[i % 4]); ++i) {
+    const Tile& at = sm.work[i % 4];
+    const Tensor& t = p.of[at.tensor];
+    Rows x;
+    prepare(x, sm, at, sm.work[(i + 1) % 4], p);
+    if (threadIdx.x == 0) sm.work[(i + 2) % 4] = next_tile(next, p);
+    const float peak = peak_of_tile(x, sm, i % 2);
+    if (threadIdx.x == 0) {
+      const int tiles = (t.length + TILE - 1) / TILE;
+      t.descales[((i64)at.batch * t.heads + at.head) * tiles + at.row / TILE] = peak / LARGEST;
+    }
+    fill_descales(at, t, 1);
+    store(x, peak, sm, at, t);
+  }
+}
