@@ -15,7 +15,7 @@ from flashgen.codegen.quantize import emit, params_bytes
 from flashgen.errors import LaunchError, PlanError
 from flashgen.lang import float8
 from flashgen.lang.load import load_spec
-from flashgen.ops import quantize as ops
+from flashgen.ops import quantize_eager as ops
 from flashgen.planning import quantize as planning
 from flashgen.planning.quantize import parts
 from flashgen.runtime import nvrtc

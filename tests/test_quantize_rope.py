@@ -12,7 +12,7 @@ import flashgen
 from flashgen.codegen.quantize import emit
 from flashgen.errors import LaunchError
 from flashgen.lang.load import load_spec
-from flashgen.ops import quantize as ops
+from flashgen.ops import quantize_eager as ops
 from flashgen.ops.rope import Rope
 from flashgen.planning import quantize as planning
 from flashgen.planning.quantize import Angles, HalvesAcrossLanes, HalvesInLane

@@ -13,7 +13,7 @@ from flashgen.errors import LaunchError
 from flashgen.interpreter.errors import Trap
 from flashgen.lang.load import load_spec
 from flashgen.ops import own_rows
-from flashgen.ops import quantize as ops
+from flashgen.ops import quantize_eager as ops
 from flashgen.ops.own_rows import Own
 from flashgen.ops.rope import Rope
 from flashgen.planning import quantize as planning

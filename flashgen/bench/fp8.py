@@ -24,7 +24,8 @@ from flashgen.bench.timers import Cold, Eager
 from flashgen.lang.load import load_spec
 from flashgen.ops import float8
 from flashgen.ops.attention import attention
-from flashgen.ops.quantize import Quantized, quantize
+from flashgen.ops.quantize import quantize
+from flashgen.ops.quantize_eager import Quantized
 from flashgen.planning.float8 import OFFSET
 from flashgen.runtime.reference import rms, softmax
 

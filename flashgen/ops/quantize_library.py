@@ -8,7 +8,7 @@ import torch
 
 from flashgen.errors import LaunchError
 from flashgen.ops import own_rows
-from flashgen.ops import quantize as eager
+from flashgen.ops import quantize_eager as eager
 from flashgen.ops.rope import Rope, of_each
 from flashgen.ops.sequences import Sequences
 from flashgen.ops.values import no_tensor, too_long
