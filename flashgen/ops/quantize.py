@@ -75,7 +75,7 @@ def quantize(
         if torch.compiler.is_compiling():
             from flashgen.ops import untraced
 
-            return untraced.run(_nested, q, k, v, asked)  # type: ignore[no-any-return]
+            return untraced.run(_nested, q, k, v, asked)
         return _nested(q, k, v, asked)
     own_rows.check_together(named)
     if torch.compiler.is_compiling() or (isinstance(q, torch.Tensor) and traced(q, k, v)):
