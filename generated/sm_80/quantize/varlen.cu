@@ -8,6 +8,9 @@ typedef unsigned int u32;
 typedef long long i64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
+// ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
+DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
 // ---------------------------------------------------------------- cp.async: global to shared memory
 // Sixteen bytes; with `valid` false zeros are written and nothing is read.
 DEVICE void cp_async_16(u32 shared, const void* global, bool valid) {
@@ -19,9 +22,6 @@ DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: 
 
 // Waits until at most N of this thread's groups are still on their way.
 template <int N> DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
-
-// ---------------------------------------------------------------- ldmatrix: four 8 x 8 blocks, a row a lane
-DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 // ---------------------------------------------------------------- redux.sync: one value of a warp's
 DEVICE u32 redux_max(u32 x) { asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(x)); return x; }
@@ -89,12 +89,15 @@ DEVICE bool found(const Tile& at) { return at.tensor >= 0; }
 // The n-th tile.  Heads are neighbours: their rows often lie side by side, and share angles.
 DEVICE Tile numbered(int n, const Params& p) {
 #pragma unroll
-  for (int i = 0; i < 3; n -= p.of[i++].tiles)
-    if (n < p.of[i].tiles) {
-      const u32 heads = p.of[i].heads, blocks = p.of[i].slots;
+  for (int i = 0; i < 3; ++i) {
+    const Tensor& t = p.of[i];
+    if (n < t.tiles) {
+      const u32 heads = t.heads, blocks = t.slots;
       const u32 batch = n / (heads * blocks), rest = n % (heads * blocks);
       return {i, int(batch), int(rest % heads), int(rest / heads) * TILE};
     }
+    n -= t.tiles;
+  }
   return {-1, 0, 0, 0};
 }
 
