@@ -244,9 +244,7 @@ def _nested(
     given: dict[str, Any],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The call of jagged nested tensors: their rows lie behind each other."""
-    for name, x in refused.items():
-        if x is not None:
-            raise LaunchError(f"{name} was given beside nested tensors, whose calls have none\n  nearest: no {name}")
+    nested.refuse_beside(name for name, value in refused.items() if value is not None)
     nested.check_together(k, v)
     of_q, of_k, of_v = (nested.apart(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     found = attention_varlen(

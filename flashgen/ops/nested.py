@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,12 @@ def check_together(k: Any, v: Any) -> None:
             "k and v are nested tensors with offsets of their own: a sequence has as many values as keys\n"
             "  nearest: torch.nested.nested_tensor_from_jagged(rows of v, k.offsets())"
         )
+
+
+def refuse_beside(names: Iterable[str]) -> None:
+    """Raise LaunchError for arguments, of these names, that calls of nested tensors do not have."""
+    for name in names:
+        raise LaunchError(f"{name} was given beside nested tensors, whose calls have none\n  nearest: no {name}")
 
 
 def like(rows: torch.Tensor, nested: Any) -> torch.Tensor:

@@ -149,10 +149,10 @@ def mean(k: torch.Tensor, own: Own, rope: Rope | None) -> torch.Tensor:
     [sequences, kv_heads, head_dim]: summed in float64, so that no order of sums shows; 0 where there is no key."""
     if own.spans is not None:
         found = torch.zeros((own.sequences, k.shape[1], k.shape[3]), dtype=torch.float32)
-        for b, (batch, first, count) in enumerate(own.spans):
-            if count:
-                rows = k[batch : batch + 1, :, first : first + count]
-                rows = rows if rope is None else rope.of(b, count).turned(rows)
+        for b, span in enumerate(own.spans):
+            rows = alone(k, span)
+            if rows.shape[2]:
+                rows = rows if rope is None else rope.of(b, rows.shape[2]).turned(rows)
                 found[b] = rows.mean(2, dtype=torch.float64)[0]
         return found
     return _mean_of_joined(k, own, rope) if own.joined else _mean_of_padded(k, own, rope)
@@ -219,9 +219,3 @@ def alone(x: torch.Tensor, span: tuple[int, int, int]) -> torch.Tensor:
     """The rows of one sequence of x [batch, heads, rows, ...]."""
     batch, first, count = span
     return x[batch : batch + 1, :, first : first + count]
-
-
-def refuse_beside_nested(named: Mapping[str, Any]) -> None:
-    """Raise LaunchError for what nested tensors have themselves."""
-    for name in named:
-        raise LaunchError(f"{name} was given beside nested tensors, whose calls have none\n  nearest: no {name}")

@@ -85,7 +85,7 @@ def quantize(
 
 def _nested(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> Quantized:
     """The call of jagged nested tensors: their rows lie behind each other."""
-    own_rows.refuse_beside_nested(asked.named)
+    nested.refuse_beside(asked.named)
     nested.check_together(k, v)
     of_q, of_k, of_v = (nested.apart(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     starts = {"cu_seqlens_q": of_q.starts, "cu_seqlens_k": of_k.starts}
