@@ -140,7 +140,7 @@ def joined(
     [
         ("causal", {}, 1, {}),
         pytest.param(
-            *("full", {"accuracy": "exact"}, 1, {"blocks": True, "queries": (140, 33, 1), "keys": (200, 33, 60)}),
+            *("full", {"accuracy": "exact"}, 1, {"blocks": True, "queries": (70, 140, 1), "keys": (60, 200, 33)}),
             marks=pytest.mark.slow,
         ),
         ("full", PACKED, 3, {"heads": 4, "queries": (5, 1, 0, 2), "keys": (350, 131, 0, 20), "poisoned": 3}),

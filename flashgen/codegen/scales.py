@@ -53,7 +53,8 @@ class ScaleCode:
         """What the loader tells consumers of the rows of q that it copies."""
         if not self.eight or self.packed:
             return ""
-        return "shared.q_descale[q_ring.stage()][w] = q_descale(work, first + w * 64);\n      "
+        # Not `first`, which counts the rows of the sequences before, too.
+        return "shared.q_descale[q_ring.stage()][w] = q_descale(work, work.q_tile * TILE_Q + w * 64);\n      "
 
     @property
     def element(self) -> str:

@@ -343,6 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(const __grid_c
     Rows x;
     prepare(x, sm, at, sm.work[(i + 1) % 4], p);
     if (threadIdx.x == 0) sm.work[(i + 2) % 4] = next_tile(next, p);
+    __syncwarp();  // after a long search thread 0 stayed apart else, and its copies came late
     const float peak = peak_of_tile(x, sm, i % 2);
     if (threadIdx.x == 0) {
       const int tiles = (t.length + TILE - 1) / TILE;

@@ -364,6 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(const __grid_c
     Rows x;
     prepare(x, sm, at, sm.work[(i + 1) % 4].tile, p);
     if (threadIdx.x == 0) sm.work[(i + 2) % 4] = work_of(ticket, p);
+    __syncwarp();  // after a long search thread 0 stayed apart else, and its copies came late
     if (sm.work[i % 4].codes) {
       peak_of_lane(x);
       if (threadIdx.x == 0) {

@@ -514,7 +514,7 @@ struct Loader {
     for (int w = 0; w < WARPGROUPS; w++) {
       u64& full = shared.q_pipe[w].full[q_ring.stage()];
       await_empty(shared.q_pipe[w], q_ring);
-      shared.q_descale[q_ring.stage()][w] = q_descale(work, first + w * 64);
+      shared.q_descale[q_ring.stage()][w] = q_descale(work, work.q_tile * TILE_Q + w * 64);
       mbarrier_arrive_expect_tx(full, sizeof(QTile));
 #pragma unroll
       for (int d = 0; d < QK_COLUMNS; d += 128)
