@@ -220,13 +220,13 @@ def quantising(
     )
 
 
-def masked(of: Functions, ground: Ground) -> Contest:
+def masked(of: Functions, accuracy: str, ground: Ground) -> Contest:
     """A mask in 8 bits beside the same in bfloat16."""
     made = functions.make(of, ground)
     q, k, v, _ = made.tensors
     x = quantize(q, k, v, hadamard=False)
     wide = functools.partial(attention, q, k, v, made.variant)
-    narrow = functools.partial(attention, x.q, x.k, x.v, made.variant, **x.descales)
+    narrow = functools.partial(attention, x.q, x.k, x.v, made.variant, **x.descales, accuracy=accuracy)
 
     def wrong(who: str, o: torch.Tensor) -> list[str]:
         if who == "bfloat16":
@@ -320,7 +320,9 @@ def _rows(_: bool = False) -> list[Row]:
     for named in MASKS:
         if named.__name__ in ("window", "document", "alibi", "softcap"):
             of = Functions(name=named.__name__, problem=problem(), make=named)
-            rows.append(row("masks", of.name, functools.partial(masked, of), bars={"bfloat16": 1.2}))
+            for accuracy in ("fast", "default"):
+                make = functools.partial(masked, of, accuracy)
+                rows.append(row("masks", f"{accuracy} {of.name}", make, bars={"bfloat16": 1.2}))
     for wide, said in ((False, ""), (True, ", 16-bit queries")):
         for batch, n in ((8, 32_768), (32, 8192)):
             make = functools.partial(decoding, batch, n, wide=wide)
