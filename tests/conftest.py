@@ -1,13 +1,16 @@
-"""Tests marked `gpu` skip, with the reason, where there is no GPU, and tests marked `nightly` run with --nightly alone;
-PyTorch's CPU work stays on one thread; the seed of the fuzzers is a fresh one, the same in every process of a run."""
+"""Tests marked `gpu` skip, with the reason, where there is no GPU; tests marked `nightly`, and those of a test marked
+`sampled` that the mark leaves out, run with --nightly alone; PyTorch's CPU work stays on one thread; the seed of the
+fuzzers is a fresh one, the same in every process of a run."""
 
+import collections
 import gc
 import os
 import secrets
 
 import pytest
 
-#: (file, function, marks, what the nightly mark is given) of every test that was found, those left out too.
+#: (file, function, the id of its parameters, marks, what the nightly mark is given, what a sampled mark names) of every
+#: test that was found, those left out too.
 COLLECTED = pytest.StashKey[list]()
 
 # The matrices of the tests are small: threads that wait for each other cost more than they bring, ten times more where
@@ -35,9 +38,16 @@ def pytest_collection_finish(session):
 def pytest_collection_modifyitems(config, items):
     rows = config.stash[COLLECTED] = []
     for item in items:
+        sampled = item.get_closest_marker("sampled")
+        named, of = (
+            None if sampled is None else list(sampled.args),
+            item.callspec.id if hasattr(item, "callspec") else "",
+        )
+        if named is not None and of not in named:
+            item.add_marker(pytest.mark.nightly(sibling=item.originalname))
         nightly = item.get_closest_marker("nightly")
         given = None if nightly is None else (list(nightly.args), nightly.kwargs)
-        rows.append((str(item.path), item.originalname, {mark.name for mark in item.iter_markers()}, given))
+        rows.append((str(item.path), item.originalname, of, {mark.name for mark in item.iter_markers()}, given, named))
     if not config.getoption("--nightly"):
         left_out = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left_out)

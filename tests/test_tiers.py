@@ -30,8 +30,10 @@ sys.exit(pytest.main([*sys.argv[1:], "--collect-only", "-q", "-p", "no:cacheprov
 class Collected:
     file: Path
     function: str
+    parameters: str
     marks: frozenset[str]
     nightly: tuple | None
+    sampled: tuple[str, ...] | None
 
     def __str__(self) -> str:
         return f"{self.file.name}::{self.function}"
@@ -45,7 +47,10 @@ def collect(*arguments: str, cwd: Path = ROOT) -> list[Collected]:
 
 
 def of_rows(rows) -> list[Collected]:
-    return [Collected(Path(file), function, frozenset(marks), nightly) for file, function, marks, nightly in rows]
+    return [
+        Collected(Path(file), function, parameters, frozenset(marks), nightly, None if named is None else tuple(named))
+        for file, function, parameters, marks, nightly, named in rows
+    ]
 
 
 def without_sibling(tests: list[Collected]) -> set[str]:
@@ -66,6 +71,17 @@ def without_sibling(tests: list[Collected]) -> set[str]:
     return found
 
 
+def named_in_vain(tests: list[Collected]) -> set[str]:
+    """What sampled marks name that no test has."""
+    there = {(test.file, test.function, test.parameters) for test in tests}
+    return {
+        f"{test}[{name}]"
+        for test in tests
+        for name in test.sampled or ()
+        if (test.file, test.function, name) not in there
+    }
+
+
 @pytest.fixture(scope="module")
 def tests(pytestconfig):
     """All of them: as this run found them, where it looked at every file, and not at single tests."""
@@ -79,7 +95,7 @@ def tests(pytestconfig):
 @pytest.mark.slow
 def test_what_runs_at_night_only_has_a_smaller_sibling_in_ci(tests):
     assert any(test.nightly for test in tests)
-    assert without_sibling(tests) == set()
+    assert without_sibling(tests) == named_in_vain(tests) == set()
 
 
 @pytest.mark.slow
@@ -103,6 +119,19 @@ import pytest
 
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.nightly(sibling="test_grid"))])
 def test_grid(n): pass
+
+@pytest.mark.sampled("1-x", "3-x")
+@pytest.mark.parametrize("letter", ["x", "y"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_sweep(n, letter): pass
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_every_third(n): pass
+
+@pytest.mark.sampled("3")
+@pytest.mark.parametrize("n", [1])
+def test_sample_of_none(n): pass
 
 @pytest.mark.nightly(sibling="test_grid")
 def test_broad(): pass
@@ -134,9 +163,12 @@ def planted(tmp_path):
 
 
 def test_a_mark_without_a_sibling_is_noticed(planted):
-    found = without_sibling(collect("--nightly", ".", cwd=planted))
+    found = collect("--nightly", ".", cwd=planted)
     wrong = ("test_silent", "test_with_a_reason_alone", "test_beside_nothing", "test_beside_what_is_nightly_itself")
-    assert found == {f"test_planted.py::{name}" for name in wrong}
+    assert without_sibling(found) == {f"test_planted.py::{name}" for name in (*wrong, "test_sample_of_none")}
+    assert named_in_vain(found) == {
+        f"test_planted.py::{name}" for name in ("test_sweep[3-x]", "test_sample_of_none[3]")
+    }
 
 
 @pytest.mark.slow
@@ -146,8 +178,8 @@ def test_nightly_tests_are_left_out_and_it_is_said(planted):
         return subprocess.run(command, cwd=planted, capture_output=True, text=True).stdout
 
     plain, nightly = run("."), run(".", "--nightly")
-    assert "nightly tests: left out (--nightly runs them)" in plain and "2 passed, 7 deselected" in plain
-    assert "nightly tests: run too" in nightly and "9 passed" in nightly
+    assert "nightly tests: left out (--nightly runs them)" in plain and "5 passed, 14 deselected" in plain
+    assert "nightly tests: run too" in nightly and "19 passed" in nightly
 
 
 def test_the_nightly_script_is_ci_with_more():
