@@ -37,14 +37,14 @@ def pytest_collection_finish(session):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     rows = config.stash[COLLECTED] = []
+    seen = collections.Counter()  # tests of each function
     for item in items:
-        sampled = item.get_closest_marker("sampled")
-        named, of = (
-            None if sampled is None else list(sampled.args),
-            item.callspec.id if hasattr(item, "callspec") else "",
-        )
-        if named is not None and of not in named:
+        sampled, function = item.get_closest_marker("sampled"), (item.path, item.originalname)
+        named = None if sampled is None else list(sampled.args)
+        of = item.callspec.id if hasattr(item, "callspec") else ""
+        if sampled and of not in named and ("every" not in sampled.kwargs or seen[function] % sampled.kwargs["every"]):
             item.add_marker(pytest.mark.nightly(sibling=item.originalname))
+        seen[function] += 1
         nightly = item.get_closest_marker("nightly")
         given = None if nightly is None else (list(nightly.args), nightly.kwargs)
         rows.append((str(item.path), item.originalname, of, {mark.name for mark in item.iter_markers()}, given, named))

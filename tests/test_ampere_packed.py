@@ -39,6 +39,7 @@ def few(q_len, group, **shape):
     return work(shape.pop("spec", "causal_bottom_right"), "ampere", packed=True, q_len=q_len, **shape)
 
 
+@pytest.mark.sampled("1-4-{}")
 @pytest.mark.parametrize(
     ("q_len", "group", "shape"),
     [
@@ -124,6 +125,7 @@ def test_each_sequence_has_the_bits_that_it_has_alone(layout):
     assert w.plan.packed and w.wrong(result) == [] and result.report.conflicts == []
 
 
+@pytest.mark.sampled("varlen")
 @pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
 def test_pages_that_are_split(layout):
     first = (125, 348, 0, 0, 0)
@@ -191,6 +193,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.sampled("the heads of the next pack")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_what_is_wrong_is_seen(name):
     edit, shape = MUTATIONS[name]
@@ -238,6 +241,7 @@ def test_what_packs_no_heads_says_so():
         planner.menu(load_spec("full").bind(), *asked, packed=True, dropout=True)
 
 
+@pytest.mark.sampled("sm_90a-bfloat16-kinds0-128", "sm_80-bfloat16-kinds1-64")
 @pytest.mark.parametrize("head_dim", [64, 128, pytest.param(256, marks=AT_NIGHT)])
 @pytest.mark.parametrize(
     ("arch", "dtype", "kinds"), [("sm_90a", "bfloat16", FP8), ("sm_80", "bfloat16", {}), ("sm_80", E4M3, FP8)]

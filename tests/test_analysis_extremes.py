@@ -93,6 +93,7 @@ def random_case(rng: np.random.Generator, variant: fg.Variant, turn: int) -> Cas
     )
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMED)
 def test_leaves_at_the_ends_of_their_types(name):
@@ -166,6 +167,7 @@ def _mask(source):
     return mask
 
 
+@pytest.mark.sampled("14", "16", "18", "20", "24", "26", "28")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", thinned(range(30), range(0, 30, 2), "test_random_masks_at_the_ends_of_their_types"))
 def test_random_masks_at_the_ends_of_their_types(seed):

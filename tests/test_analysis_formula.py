@@ -102,6 +102,17 @@ BANDS = {
 }
 
 
+@pytest.mark.sampled(
+    "shape1-full",
+    "shape1-alibi",
+    "shape2-full",
+    "shape2-causal",
+    "shape2-causal_bottom_right",
+    "shape2-sliding_window",
+    "shape2-alibi",
+    "shape3-full",
+    "shape0-full",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BANDS)
 @pytest.mark.parametrize("shape", [(37, 50, 8, 4), (50, 37, 8, 16), (3, 20, 8, 8), (20, 3, 8, 8)])

@@ -47,6 +47,7 @@ def test_random_masks(data):
     check(variant, *random_case(drawn(data)))
 
 
+@pytest.mark.sampled("20", "40")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", thinned(range(0, 200, 20), range(0, 100, 20), "test_random_masks_of_a_seed"))
 def test_random_masks_of_a_seed(seed, monkeypatch):
@@ -63,6 +64,9 @@ PARITY = fg.variant(lambda b, h, q, k: ((q - k) % 2 == h % 2) & (k // 16 != h) &
 NOTHING = fg.variant(lambda b, h, q, k: k < 0, name="nothing")
 
 
+@pytest.mark.sampled(
+    "(4, 4)-parity", "(4, 4)-nothing", "(4, 2)-spread", "(4, 2)-nothing", "(4, 1)-nothing", "(6, 2)-nothing"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [SPREAD, PARITY, NOTHING], ids=lambda v: v.name)
 @pytest.mark.parametrize("shape", [(4, 4), (4, 2), (4, 1), (6, 2)], ids=str)

@@ -163,6 +163,7 @@ def emitted(name, tile=TILE, lengths=(75, 91)):
     return visited
 
 
+@pytest.mark.sampled("dense", "loop", "restarts", "rotated")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(MASKS) - {"flags"}))
 def test_emitted_classes_are_those_of_python(name):
@@ -276,6 +277,7 @@ def test_an_element_that_no_pair_needs_may_lie_outside():
 # Plans
 
 
+@pytest.mark.sampled("rotated-ampere", "restarts-hopper", "flags-hopper", "heights-hopper", "dense-hopper")
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["ampere", "hopper"])
 @pytest.mark.parametrize("name", ["rotated", "restarts", "flags", "heights", "blocks", "dense", "table"])

@@ -69,6 +69,7 @@ def test_random_masks(data):
     check(variant, *random_case(drawn(data)))
 
 
+@pytest.mark.sampled("20", "40", "160")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", thinned(range(0, 400, 20), range(0, 200, 20), "test_random_masks_of_a_seed"))
 def test_random_masks_of_a_seed(seed, monkeypatch):
@@ -80,6 +81,7 @@ def test_random_masks_of_a_seed(seed, monkeypatch):
             check(variant, *random_case(source))
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", thinned((3, 12, 40), (3, 40), "test_nested_masks"))
 @pytest.mark.parametrize("name", MASKS)
@@ -151,6 +153,7 @@ LAYOUTS = {
 layout = fg.tensor("layout", dims=(None, None), dtype="bool")
 
 
+@pytest.mark.sampled("blocks")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 @settings(deadline=None, max_examples=25)

@@ -54,6 +54,7 @@ def test_every_verb_is_tried():
     assert set(SMALL) == set(COMMANDS)
 
 
+@pytest.mark.sampled("simulate-0", "bench-0", "cold-0", "counters-0", "report-0", "tune-0")
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", thinned((0, 1), (0,), "test_no_value_of_any_option_ends_in_a_traceback"))
 @pytest.mark.parametrize("verb", SMALL)
@@ -169,6 +170,7 @@ def process(*arguments, **named):
     return subprocess.Popen([sys.executable, "-m", "flashgen", *map(str, arguments)], stderr=subprocess.PIPE, **named)
 
 
+@pytest.mark.sampled("plan --json")
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["emit"], ["plan"], ["plan", "--json"], ["show"]], ids=" ".join)
 def test_an_output_that_nobody_reads_ends_the_command_quietly(arguments):
@@ -189,6 +191,7 @@ def test_an_output_that_is_full_is_said():
     assert running.returncode == 2 and err.decode() == f"OSError: [Errno 28] {os.strerror(errno.ENOSPC)}\n"
 
 
+@pytest.mark.sampled("utf-8")
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437", "utf-8"])
 def test_show_on_a_terminal_of_another_encoding(encoding, tmp_path):
@@ -235,6 +238,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.sampled("typer", "rich.console", "flashgen.cli.run")
 @pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("at", ["typer", "rich.console", "flashgen.cli.run", "flashgen.lang.load", "torch"])

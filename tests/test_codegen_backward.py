@@ -105,6 +105,9 @@ def test_launches_and_workspaces():
     assert not any(x.entry == "attention_backward" for x in grids(plan, problem_of(kv_len=0), sms=108))
 
 
+@pytest.mark.sampled(
+    "full-64-sm_90a-options0", "causal-64-sm_80-options1", "full-160-sm_120-options7", "causal-128-sm_86-options10"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "head_dim", "arch", "options"),
@@ -129,6 +132,7 @@ def test_nothing_spills(spec, head_dim, arch, options):
     assert (resources.spills, resources.stack_bytes) == (0, 0)
 
 
+@pytest.mark.sampled("q")
 @pytest.mark.slow
 @pytest.mark.parametrize("selected", ["q", "k", "qk"])
 def test_masks_compile_whichever_side_selects_what_they_look_up(selected):

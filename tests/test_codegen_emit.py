@@ -53,6 +53,7 @@ def referenced_nowhere(golden):
     return []
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(KEPT), ids=str)
 def test_nothing_is_emitted_that_is_not_used(path):
@@ -97,6 +98,7 @@ def test_the_file_needs_no_header_and_has_no_loose_ends(name):
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
+@pytest.mark.sampled("3", "15", "18", "21", "24", "30", "33", "36", "39")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "seed",
@@ -240,6 +242,7 @@ def test_parameters_are_packed_as_the_struct_lies():
         params.pack(plan, {f.name: 0 for f in fields[:-1]})
 
 
+@pytest.mark.sampled("load_tile", "score_")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int", "float", "min", "load_tile", "score_", "t", "doc_q", "rows", "kv_tile"])
 def test_any_name_a_person_chooses_compiles(name):
@@ -253,6 +256,7 @@ def test_any_name_a_person_chooses_compiles(name):
     nvrtc.compile(emit(plan_of(variant, head_dim=16)), "sm_80")
 
 
+@pytest.mark.sampled("int16", "int64")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32"]
@@ -269,6 +273,7 @@ def test_captured_tensors_of_every_type_compile_in_masks_and_scores(dtype):
     assert compiled.resources.spills == 0
 
 
+@pytest.mark.sampled("float16-head_dims2", "bfloat16-head_dims0")
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dims", [(16, 16), (40, 72), (72, 40), (248, 256)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -92,6 +92,7 @@ def test_any_lengths(q_len, kv_len):
     check(CAUSAL, case_of(q_len, kv_len), plan_of(CAUSAL))
 
 
+@pytest.mark.sampled("3-2-tile1-False", "4-4-tile2-True")
 @pytest.mark.slow
 @pytest.mark.parametrize("q_in_registers", [False, True])
 @pytest.mark.parametrize(
@@ -102,6 +103,7 @@ def test_stages_warps_and_tiles(stages, warps, tile, q_in_registers):
     check(CAUSAL, case_of(70, 130), plan, seed=stages)
 
 
+@pytest.mark.sampled("head_dims0", "head_dims3")
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dims", [(16, 16), (24, 40), (72, 16), (16, 72), (80, 112), (96, 96), (256, 64)])
 def test_head_dims_without_bank_conflicts(head_dims):

@@ -121,6 +121,7 @@ def dtype_of(name):
     return np.float32 if root.dtype is FLOAT else np.int64 if wide else np.int32
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", EXPRESSIONS)

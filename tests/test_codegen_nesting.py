@@ -169,6 +169,7 @@ def test_every_pair_is_nested():
     assert len(pairs()) > 3000
 
 
+@pytest.mark.sampled("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_every_pair_means_what_python_means(exact):
@@ -179,6 +180,7 @@ def test_every_pair_means_what_python_means(exact):
         check(roots[first : first + AT_ONCE], exact=exact)
 
 
+@pytest.mark.sampled("False")
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_deep_expressions_mean_what_python_means(exact):

@@ -276,6 +276,7 @@ def _described(rule: Rule, operands: list[Range | Truth], at: int, *found: Range
     return f"{rule.function}({', '.join(map(one, operands))}): {', '.join(map(one, found))}"
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kernel)
 def test_the_kernel_judges_as_python_does_and_both_hold_what_happens(rule):

@@ -39,6 +39,7 @@ SHAPE = {"q_len": 70, "kv_len": 75}
 COMPILED = [(name, arch) for name in VARIANTS for arch in ARCH.values()]
 
 
+@pytest.mark.sampled("constant-sm_80", "exp-sm_90a")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arch"), thinned(COMPILED, kept=[*COMPILED[::4], *COMPILED[3::4]], sibling="test_both_passes_compile")

@@ -52,6 +52,7 @@ def check(variant, case, tile):
         np.testing.assert_allclose(scores, np.broadcast_to(expected, shape), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", thinned(MASKS, MASKS[::2], "test_random_masks_visit_and_keep_what_python_does"))
 def test_random_masks_visit_and_keep_what_python_does(seed):
@@ -63,6 +64,17 @@ def test_random_masks_visit_and_keep_what_python_does(seed):
     check(variant, case, tile)
 
 
+@pytest.mark.sampled(
+    "causal",
+    "causal_bottom_right",
+    "chunked",
+    "full",
+    "gpt_oss",
+    "longformer",
+    "prefix_lm",
+    "sink_window",
+    "sliding_window",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_shipped_specs_visit_keep_and_score_as_python_does(name):
@@ -118,6 +130,7 @@ def test_a_tensor_is_read_by_indices_of_both_widths(name):
     check(variant, Case(sizes=sizes, params={}, tensors=tensors), Tile(q=5, kv=4))
 
 
+@pytest.mark.sampled("permuted-sm_90a", "lengths-sm_80")
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", WIDTHS)
@@ -147,6 +160,18 @@ STEP64 = fg.param("step64", dtype="int64", max=-1)
 ORDERED64 = fg.tensor("ordered64", dims=("kv",), dtype="int64", sorted=True)
 
 
+@pytest.mark.sampled(
+    "-1-<lambda>5",
+    "-1-<lambda>7",
+    "-4-<lambda>0",
+    "-7-<lambda>6",
+    "-7-<lambda>7",
+    "-2147483648-<lambda>1",
+    "-2147483648-<lambda>2",
+    "-2147483648-<lambda>3",
+    "-2147483648-<lambda>4",
+    "-2147483648-<lambda>8",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",

@@ -66,6 +66,7 @@ def compare(q, k, v, **options):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("causal", "window", "softcap", "slopes"),
@@ -285,6 +286,7 @@ def test_one_graph_for_lengths_windows_caps_and_slopes():
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.sampled("capability0")
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_on_a_gpu(monkeypatch, capability):

@@ -104,6 +104,12 @@ AT_NIGHT = pytest.mark.nightly(sibling="test_kernels_are_right")
 LONG = {"mean": 1.0, "heads": 1, "kv_heads": 1, "q_len": 20, "kv_len": 1200, "tile": (128, 128)}
 
 
+@pytest.mark.sampled(
+    "full-{'options': {'accuracy': 'exact'}}",
+    "document-{'kv_len': 150, 'q_len': 150, 'heads': 1}",
+    "gpt_oss-{'head_dim': 64, 'heads': 4, 'kv_heads': 2}",
+    "padding-{'batch': 2, 'heads': 1}",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "shape"),
@@ -243,6 +249,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled("keys of V in another order", "columns of V in another order")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(list(WRONG), list(WRONG)[:4], sibling="test_what_is_wrong_is_seen"))
 def test_what_is_wrong_is_seen(name):
@@ -274,6 +281,7 @@ def plan_of(spec, head_dim, **options):
     return menu_of(spec, head_dim, **options).plans[0]
 
 
+@pytest.mark.sampled("full-192-exact")
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "head_dim", "accuracy"), thinned(EVERY, GATED, sibling="test_no_kernel_spills"))
 def test_no_kernel_spills(spec, head_dim, accuracy):

@@ -35,6 +35,10 @@ def work(spec="full", options=SPLIT, **shape):
     return eight(spec, options=options, **{**SHAPE, **shape})
 
 
+@pytest.mark.sampled(
+    "full-3-{'keys': SplitKeys()}-{}",
+    "softcap-2-{'keys': SplitKeys(), 'packed': True, 'accuracy': 'exact'}-{'heads': 4, 'head_dim': 64}",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "splits", "options", "shape"),
@@ -70,6 +74,7 @@ def test_blocks_without_a_key():
     assert not found.o[:, :, :60].any() and (found.lse[:, :, :60] == -np.inf).all()
 
 
+@pytest.mark.sampled("no packs")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "shape", "edit"),
@@ -116,6 +121,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled("each part from the first tile")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_seen(name):
@@ -196,6 +202,7 @@ def in_pages(x, page_size):
     return pages.view(torch.uint8)[table.ravel().argsort().copy()].view(x.dtype)
 
 
+@pytest.mark.sampled("{'keys': SplitKeys(), 'packed': True}-2-{'heads': 4, 'q_len': 5}-16")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "splits", "shape", "page_size"),

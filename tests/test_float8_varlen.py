@@ -134,6 +134,10 @@ def joined(
     return Joined(w, alone, tuple(codes), descales, page_size)
 
 
+@pytest.mark.sampled(
+    "full-{'accuracy': 'exact'}-1-{'blocks': True, 'queries': (70, 140, 1), 'keys': (60, 200, 33)}",
+    "causal-{}-1-{'page_size': 16, 'queries': (70, 33, 2), 'keys': (150, 33, 0), 'poisoned': None}",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "options", "splits", "shape"),
@@ -203,6 +207,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled("v's descale of the first sequence")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*list(WRONG)[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in list(WRONG)[3:])]

@@ -58,6 +58,7 @@ def of_both(spec, keys=PARTS, **shape):
 
 
 # ---------------------------------------------------------------- bits
+@pytest.mark.sampled("full")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
@@ -82,12 +83,14 @@ def test_every_spec(spec):
         assert found.report.bytes("st", buffer=name) == getattr(counted, name), name
 
 
+@pytest.mark.sampled("FoldInMemory(columns=0)")
 @pytest.mark.slow
 def test_places(place):
     w, parts, found = of_both("causal_bottom_right", **SHAPE)
     assert w.plan.specialized.fold == place and differing(found, parts) == 0
 
 
+@pytest.mark.sampled("other dims")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
@@ -133,6 +136,7 @@ def test_chunks_of_a_prompt_by_any_kernel():
         assert differing(part, rows) == 0
 
 
+@pytest.mark.sampled("causal-varlen")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "layout"),
@@ -189,6 +193,7 @@ EDITS = {
 }
 
 
+@pytest.mark.sampled("the first leaf is read")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
 def test_another_fold_is_noticed(name):
@@ -226,6 +231,7 @@ def test_tiles_of_leaves_are_of_one_size(head_dim):
         assert where == {FoldInMemory if head_dim == 256 else FoldInShared}
 
 
+@pytest.mark.sampled("64-alibi")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "spec"),

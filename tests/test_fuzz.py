@@ -28,6 +28,7 @@ SHRINK = 60.0
 NAMES = [name for name in JUDGES if name != "gpu"]
 
 
+@pytest.mark.sampled("analysis")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_wrong(name):

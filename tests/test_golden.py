@@ -47,6 +47,9 @@ def command(text):
     return arguments
 
 
+@pytest.mark.sampled(
+    "blocks", "local_softcap", "log_distance", "longformer", "packed_softcap", "padding", "prefix_lm", "relative_bias"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_the_command_of_the_banner_makes_the_text(emitted, name):

@@ -44,6 +44,16 @@ class Counter:
         return counted
 
 
+@pytest.mark.sampled(
+    "exclusive or",
+    "exclusive or of what is judged",
+    "inequality",
+    "the same twice",
+    "minimum and maximum",
+    "maximum",
+    "absolute value",
+    "quotients",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_analysis(name, monkeypatch):
@@ -59,6 +69,7 @@ def test_analysis(name, monkeypatch):
         assert len(list(walk([*variant.roots, *atoms]))) <= 50 * (depth + MAX_ATOMS)
 
 
+@pytest.mark.sampled("exclusive or", "the same twice", "minimum and maximum", "maximum", "absolute value", "quotients")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_emitted_masks(name):

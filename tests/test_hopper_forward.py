@@ -31,6 +31,7 @@ def climbing(w, factor):
     return dataclasses.replace(w, qkv=(q, (k.double() * growth).to(k.dtype), v))
 
 
+@pytest.mark.sampled("float16-64-80-causal")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "factor", "spec"),
@@ -52,6 +53,7 @@ def test_scores_that_jump_move_the_maxima(spec, dtype, head_dim, factor):
     assert w.wrong(w.run()) == ()
 
 
+@pytest.mark.sampled("440-256-bfloat16-64", "300-300-float16-128")
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 64), ("float16", 128)])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(256, 440), (440, 256), (300, 300)])
@@ -62,6 +64,7 @@ def test_a_window_hides_whole_tiles_of_some_rows(dtype, head_dim, q_len, kv_len)
     assert w.wrong(w.run()) == ()
 
 
+@pytest.mark.sampled("bfloat16")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_query_that_is_no_number_ends(dtype):
@@ -142,6 +145,7 @@ def test_a_block_that_asks_for_more_registers_than_there_are_waits_forever():
         w.run(replace("CONSUMER_REGISTERS = 160", "CONSUMER_REGISTERS = 168"))
 
 
+@pytest.mark.sampled("full")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "causal", "sliding_window"])
 def test_queries_without_any_key(spec):
@@ -180,6 +184,7 @@ MENUS = (
 )
 
 
+@pytest.mark.sampled("causal-192-bfloat16")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "head_dim", "dtype"),

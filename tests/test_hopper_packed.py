@@ -35,6 +35,7 @@ def few(q_len, group, **shape):
 
 
 # ---------------------------------------------------------------- the kernel
+@pytest.mark.sampled("1-2-shape0", "3-8-shape3", "40-4-shape6", "2-128-shape8", "70-3-shape9")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("q_len", "group", "shape"),
@@ -60,6 +61,7 @@ def test_few_queries(q_len, group, shape):
     assert report.bytes(buffer="k") == predicted.tiles.visited_columns * w.problem.head_dim * 2
 
 
+@pytest.mark.sampled("2-full", "2-sliding_window")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("q_stages", "spec"),
@@ -104,6 +106,7 @@ def test_rows_that_see_nothing():
     assert not nothing.o.any() and (nothing.lse == -np.inf).all()
 
 
+@pytest.mark.sampled("0")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_gives_the_same_bits(seed):
@@ -140,6 +143,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.sampled("the query of a row taken for its head", "rows beyond the last query stored")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_are_noticed(name):
@@ -271,6 +275,7 @@ def test_a_plan_says_what_a_tile_holds():
     assert predict(w.plan, w.problem, w.case).as_json()["pack"] == 4
 
 
+@pytest.mark.sampled("full-64")
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "head_dim"), [("full", 64), ("causal_bottom_right", 128), ("softcap", 256)])
 def test_packed_kernels_pass_the_gates(spec, head_dim):

@@ -282,6 +282,7 @@ def test_tiles_of_a_table_of_blocks_are_judged_exactly(tile):
         assert {EMPTY, FULL} <= set(judged.ravel().tolist())
 
 
+@pytest.mark.sampled("<lambda>1", "<lambda>2", "<lambda>5")
 @pytest.mark.parametrize(
     "function",
     [

@@ -177,6 +177,7 @@ def concrete(name, points, dtype):
         return OPS[name].python(*(np.asarray(p, dtype) for p in points))
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", [*FLOAT_BINARY, *FLOAT_UNARY])

@@ -28,6 +28,7 @@ def check(spec, given, **options):
     return check_gradients(batch(spec, "ampere", **given), **options)
 
 
+@pytest.mark.sampled("padded-False")
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
@@ -35,6 +36,7 @@ def test_gradients(layout, deterministic):
     check("causal", LAYOUTS[layout], deterministic=deterministic)
 
 
+@pytest.mark.sampled("blocks-varlen-True")
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
@@ -50,6 +52,7 @@ def test_every_kind_of_spec(spec, layout, deterministic):
     check(spec, LAYOUTS[layout], deterministic=deterministic)
 
 
+@pytest.mark.sampled("padded")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_tiles_behind_a_sequence_are_not_visited(layout):
@@ -114,6 +117,7 @@ def poisoned(w, b):
     return dataclasses.replace(w, qkv=(q, k, v)), own
 
 
+@pytest.mark.sampled("False")
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_neighbour_of_nothing_but_nan_changes_no_bit(deterministic):
@@ -201,6 +205,7 @@ def test_the_planner_takes_pipeline_hopper(layout, spec, head_dim, deterministic
     assert "sequence" in emit(plan)
 
 
+@pytest.mark.sampled("varlen-ampere", "padded-hopper")
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["ampere", "hopper"])
 @pytest.mark.parametrize(

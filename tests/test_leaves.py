@@ -43,6 +43,7 @@ SHAPE = {"q_len": 70, "kv_len": 350}
 
 
 # ---------------------------------------------------------------- kernels
+@pytest.mark.sampled("ampere-document", "hopper-sliding_window")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
@@ -93,6 +94,7 @@ def test_leaves_behind_the_last_key_change_nothing(pipeline):
         assert differing(w.run(kv_splits=leaves), first) == 0
 
 
+@pytest.mark.sampled("ampere-tile0", "hopper-None")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "tile"), [("ampere", (32, 64)), ("ampere", (128, 64)), ("hopper", (192, 64)), ("hopper", None)]
@@ -119,6 +121,7 @@ def test_a_chunk_of_a_prompt_has_its_rows(pipeline):
         assert differing(part, rows) == 0
 
 
+@pytest.mark.sampled("causal-ampere-shape0", "sliding_window-hopper-shape1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "pipeline", "shape"),
@@ -185,6 +188,7 @@ VISITS = {
 }
 
 
+@pytest.mark.sampled("leaves that were not written")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINE)
 def test_a_wrong_combination_is_noticed(name):

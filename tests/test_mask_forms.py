@@ -106,6 +106,7 @@ def square(n):
 pairs = fg.variant(lambda b, h, q, k: mask[b, h, q, k], name="pairs")
 
 
+@pytest.mark.sampled("variant0-MaskFromBits-128")
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "form", "length"), [(pairs, MaskFromBits, 128), (square(2), MaskByTile, 256)])
 def test_what_is_predicted_of_a_table_is_what_each_kernel_reads(variant, form, length):
@@ -160,6 +161,7 @@ def test_bounds_are_asked_apart_from_what_every_tile_has():
     assert first(lattice, layout=Padded()).specialized.mask == MaskByElement()
 
 
+@pytest.mark.sampled("lengths1")
 @pytest.mark.parametrize("lengths", [(200, 333), pytest.param((333, 129), marks=pytest.mark.slow)])
 def test_tiles_on_bounds_and_within(lengths):
     q_len, kv_len = lengths
@@ -204,6 +206,7 @@ def test_uniform_is_what_each_tile_lies_in_one_block_of():
     assert own.specialized.mask != MaskByTile()
 
 
+@pytest.mark.sampled("lengths1-64", "lengths1-128")
 @pytest.mark.parametrize("n", [64, 128])
 @pytest.mark.parametrize("lengths", [(130, 300), pytest.param((257, 129), marks=pytest.mark.slow)])
 def test_tiles_of_few_blocks_each(lengths, n):
@@ -213,6 +216,7 @@ def test_tiles_of_few_blocks_each(lengths, n):
     test_ptx_attention.check(work)
 
 
+@pytest.mark.sampled("128")
 @pytest.mark.parametrize("n", [64, 128])
 def test_tiles_of_few_blocks_each_backward(n):
     options = {"head_dim": 128, "heads": 1} if n == 64 else {}  # tiles of 64 queries

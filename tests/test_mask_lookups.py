@@ -40,6 +40,7 @@ MASKS = {
 }
 
 
+@pytest.mark.sampled("keys alone-150-130", "documents-129-200")
 @pytest.mark.slow
 @pytest.mark.parametrize("name, q_len, kv_len", [(name, 150, 130) for name in MASKS] + [("documents", 129, 200)])
 def test_what_a_key_selects_reaches_every_lane(monkeypatch, name, q_len, kv_len):

@@ -67,6 +67,7 @@ MENUS = [
 ]
 
 
+@pytest.mark.sampled("hopper-full-bfloat16", "ampere-causal-bfloat16")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "spec", "dtype"),
@@ -81,6 +82,7 @@ def test_every_kernel_of_a_menu_gives_the_same_bits(pipeline, spec, dtype):
         assert differing(first, found) == 0, plan.tile
 
 
+@pytest.mark.sampled("1-ampere", "70-hopper")
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["hopper", "ampere"])
 @pytest.mark.parametrize("q_len", [1, 70])
@@ -146,6 +148,7 @@ def test_tiles_of_other_keys_give_other_bits():
     assert differing(bits(w, w.plan), bits(w, other.plan)) > 0
 
 
+@pytest.mark.sampled("hopper-float16", "ampere-bfloat16")
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "dtype"), [("hopper", "bfloat16"), ("hopper", "float16"), ("ampere", "bfloat16")])
 def test_a_key_that_outweighs_its_row_is_exact(pipeline, dtype):

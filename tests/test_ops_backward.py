@@ -46,6 +46,7 @@ def captured(heads=2, q_len=5, dtype=torch.float32):
 # -- gradcheck
 
 
+@pytest.mark.sampled("-0.6-False")
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("scale", [None, -0.6, 0.0])
@@ -55,6 +56,7 @@ def test_gradcheck_of_o_and_lse(scale, deterministic):
     assert gradcheck(lambda *t: fg.attention(*t, plain, **options), (q, k, v))
 
 
+@pytest.mark.sampled("softcap")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SPECS if load_spec(name).score_node is not None])
 def test_gradcheck_of_every_score(name):
@@ -88,6 +90,7 @@ def test_gradcheck_of_views():
 # -- against float64
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", SPECS)
@@ -227,6 +230,7 @@ def test_deterministic_walks_agree():
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.sampled("eager-False", "eager-True", "transformed-True", "compiled-True", "traced-True")
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("way", ["eager", "transformed", "compiled", "traced"])

@@ -79,6 +79,18 @@ WRONG = [
 ]
 
 
+@pytest.mark.sampled(
+    "does not fit into -2^31 to 2^31 - 1",
+    "parameter 'slope' of 'sloped' got NaN",
+    "parameter 'slope' of 'sloped' is float32 and got False",
+    "needs the captured tensor 'table'",
+    "is [3, 5] and declared [heads, 5]",
+    "dropout is a bool and must be a number1",
+    "dropout is a NoneType and must be a number",
+    "seed is -1: it is an unsigned 64-bit number",
+    "seed is a bool and must be an integer",
+    "seed is 2^200 or more: it is an unsigned 64-bit number",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "given", "message"), WRONG, ids=[message for *_, message in WRONG])
 def test_a_wrong_call_is_told_what_an_eager_one_is(variant, given, message):
@@ -91,6 +103,10 @@ def test_a_wrong_call_is_told_what_an_eager_one_is(variant, given, message):
     assert error_of(compiled, *tensors()) == eager
 
 
+@pytest.mark.sampled(
+    "variant3-given3-'window' of 'windowed' is 1000000000000000000000000000000 and does not fit",
+    "variant4-given4-'window' of 'windowed' is 2^4000 or more and does not fit into 64 bits",
+)
 @pytest.mark.parametrize(
     ("variant", "given", "message"),
     [
@@ -174,6 +190,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sampled("a float-eager", "dropout-aot_eager", "seed-eager")
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("what", CHANGES)

@@ -107,6 +107,7 @@ def test_strided_views(gpu):
     assert got[0].transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.sampled("sm_80-ampere-False", "sm_90-hopper-True")
 @pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 def test_few_queries_of_heads_that_share_keys(gpu, turned):

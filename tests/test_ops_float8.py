@@ -95,6 +95,7 @@ def paged(x, page_size, table):
 NIGHT = pytest.mark.nightly(sibling="test_lengths_pages_and_split_keys_have_their_own_pointers")
 
 
+@pytest.mark.sampled("1-None-None")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("splits", "page_size", "block"),

@@ -130,6 +130,7 @@ def test_gradients_on_a_cpu(deterministic):
         torch.testing.assert_close(mine, want)
 
 
+@pytest.mark.sampled("sm_80")
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
 def test_gradients_on_a_gpu(capability, monkeypatch):
@@ -154,6 +155,7 @@ def test_compiled():
     torch.testing.assert_close(run(q, k, v, keys), fg.attention(q, k, v, causal, q_offset="end", kv_lengths=keys))
 
 
+@pytest.mark.sampled("sm_80")
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
 def test_records_of_a_gpu(capability, monkeypatch):

@@ -194,6 +194,7 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, *rest))
 
 
+@pytest.mark.sampled("sm_80")
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
 def test_records_of_a_gpu(capability, monkeypatch):

@@ -88,6 +88,7 @@ def test_every_operator_is_checked():
     assert [name for name in names - elsewhere if not calls(name)] == ["refuse"], "it raises and computes nothing"
 
 
+@pytest.mark.sampled("call_into", "draw")
 @pytest.mark.parametrize("operator", ["attention", "attention_backward", "attention_into", "call", "call_into", "draw"])
 def test_operators(operator):
     for arguments in calls(operator):

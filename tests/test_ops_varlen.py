@@ -132,6 +132,7 @@ def test_gradients_on_a_cpu(deterministic):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.sampled("sm_80")
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
 def test_gradients_on_a_gpu(capability, monkeypatch):
@@ -160,6 +161,7 @@ def test_compiled():
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.sampled("sm_80")
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
 def test_records_of_a_gpu(capability, monkeypatch):

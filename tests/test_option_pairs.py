@@ -77,6 +77,7 @@ def forms(request: KernelRequest) -> tuple:
         return ()
 
 
+@pytest.mark.sampled("hopper-False-causal-128-bfloat16-True")
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize(

@@ -94,12 +94,14 @@ def test_a_forward(edit, words):
         work("causal", "hopper", **FORWARD).run(edit)
 
 
+@pytest.mark.sampled("attention_forward, no wait", "attention_combine, neither")
 @pytest.mark.parametrize("edit, words", [*of("attention_forward"), *of("attention_combine")])
 def test_a_combination(edit, words):
     with pytest.raises(errors.NotComplete, match=words):
         split_work("causal", "hopper", **FORWARD).run(edit, kv_splits=2)
 
 
+@pytest.mark.sampled("attention_backward_prepare, neither", "attention_backward_prepare, the other order")
 @pytest.mark.parametrize(
     "edit, words",
     [m for name in ("prepare", "finish") for m in of(f"attention_backward_{name}")]

@@ -41,6 +41,7 @@ def test_lengths_and_the_end_of_a_cache(pipeline):
     check(batch("causal", pipeline, q_offset="end", **LENGTHS))
 
 
+@pytest.mark.sampled("ampere-padding", "hopper-causal_bottom_right")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
@@ -55,6 +56,7 @@ def test_every_spec(pipeline, spec):
     check(batch(spec, pipeline, q_offset="end", **LENGTHS))
 
 
+@pytest.mark.sampled("ampere-document", "hopper-full")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "document"])
 @pytest.mark.parametrize("pipeline", PIPELINES)
@@ -62,6 +64,16 @@ def test_positions_of_each_sequence(pipeline, spec):
     check(batch(spec, pipeline, q_offset=(5, 90), q_len=70, kv_len=150))
 
 
+@pytest.mark.sampled(
+    "ampere-causal-{'q_offset': 64, 'q_len': 1, 'kv_len': 65}",
+    "ampere-causal-{'kv_lengths': (63, 0), 'q_lengths': (0, 70)}",
+    "ampere-causal-{'kv_lengths': (64, 128), 'q_lengths': (64, 65)}",
+    "ampere-causal-{'kv_lengths': (60, 211), 'head_dim': 72, 'v_head_dim': 40, 'beyond': inf}",
+    "hopper-causal-{'q_offset': 37}",
+    "hopper-causal-{'q_offset': 64, 'q_len': 1, 'kv_len': 65}",
+    "hopper-causal-{'kv_lengths': (63, 0), 'q_lengths': (0, 70)}",
+    "hopper-causal-{'kv_lengths': (64, 128), 'q_lengths': (64, 65)}",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
@@ -86,6 +98,7 @@ def test_shapes(pipeline, spec, shape):
     check(batch(spec, pipeline, **shape))
 
 
+@pytest.mark.sampled("full")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "causal", "relative_bias"])
 def test_packed_heads(spec):
@@ -119,6 +132,7 @@ def walked(w, sequences=None):
     return tiles.walk(w.plan, w.facts, w.case, *w.qkv, **options)
 
 
+@pytest.mark.sampled("full", "causal_bottom_right")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "causal_bottom_right", "alibi", "blocks"])
 def test_the_walk_and_its_bytes(spec):
@@ -197,12 +211,19 @@ def check_gradients(w, **options):
     return found
 
 
+@pytest.mark.sampled("False")
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients(deterministic):
     check_gradients(batch("causal", "ampere", q_offset="end", **LENGTHS), deterministic=deterministic)
 
 
+@pytest.mark.sampled(
+    "blocks-{'kv_lengths': (64, 0), 'q_lengths': (0, 64)}",
+    "blocks-{'kv_lengths': (1, 128), 'q_lengths': (64, 1), 'heads': 4, 'kv_heads': 2}",
+    "softcap-{'kv_lengths': (64, 0), 'q_lengths': (0, 64)}",
+    "softcap-{'kv_lengths': (1, 128), 'q_lengths': (64, 1), 'heads': 4, 'kv_heads': 2}",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
@@ -234,6 +255,7 @@ def test_gradients_with_options():
     check_gradients(batch("relative_bias", "ampere", q_offset=(5, 90)), gradients=("table",))
 
 
+@pytest.mark.sampled("(q_first - p.q_offset) / TILE_Q-q_first / TILE_Q")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
@@ -264,6 +286,11 @@ MUTATIONS = [
 ]
 
 
+@pytest.mark.sampled(
+    "return {0, own_length(p.kv_lengths, b, p.kv_len)};",
+    "store_beyond(rows, p);",
+    "? keys.length - queries.length : p.q_offset",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "old", "new"), MUTATIONS, ids=[old for _, old, _ in MUTATIONS])
 def test_every_step_counts(pipeline, old, new):

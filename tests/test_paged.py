@@ -29,6 +29,7 @@ def check(w, page_size, edit=lambda text: text, **options):
     return result
 
 
+@pytest.mark.sampled("ampere-varlen", "hopper-padded")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
 @pytest.mark.parametrize("pipeline", PIPELINES)
@@ -50,6 +51,7 @@ def test_sizes_of_pages(pipeline, page_size):
     check(batch("full", pipeline, q_offset="end", q_len=3, kv_lengths=(130, 64, 5), heads=4), page_size)
 
 
+@pytest.mark.sampled("ampere-tree", "hopper-document")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
@@ -60,6 +62,13 @@ def test_every_spec(pipeline, spec):
     check(batch(spec, pipeline, layout=Varlen(), **LENGTHS), 16)
 
 
+@pytest.mark.sampled(
+    "ampere-causal-{'kv_lengths': (63, 0, 211), 'q_lengths': (0, 70, 64), 'layout': Varlen()}",
+    "ampere-causal-{'kv_lengths': (60, 211), 'head_dim': 72, 'v_head_dim': 40, 'dtype': 'float16'}",
+    "ampere-causal-{'q_offset': (69, 5), 'q_lengths': (1, 3), 'kv_lengths': (70, 150), 'layout': Varlen(), 'heads': 4}",
+    "hopper-causal-{'q_offset': 37}",
+    "hopper-causal-{'kv_lengths': (63, 0, 211), 'q_lengths': (0, 70, 64), 'layout': Varlen()}",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
@@ -144,6 +153,11 @@ MUTATIONS = [
 ]
 
 
+@pytest.mark.sampled(
+    "ampere key - entry * p.page_size}",
+    "hopper threadIdx.x % 32 * p.page_rows;",
+    "hopper if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, sizeof(KTile));",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "old", "new"), MUTATIONS, ids=[f"{on} {old}" for on, old, _ in MUTATIONS])
 def test_every_step_counts(pipeline, old, new):

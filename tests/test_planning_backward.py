@@ -52,6 +52,16 @@ def differences(variant, problem, case, tile, dlse=True, **options):
     return {name: pair for name, pair in wanted.items() if pair[0] != pair[1]}
 
 
+@pytest.mark.sampled(
+    "alibi-True",
+    "blocks-False",
+    "causal-False",
+    "full-True",
+    "gpt_oss-False",
+    "local_softcap-True",
+    "log_distance-False",
+    "softcap-False",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "deterministic"),
@@ -224,6 +234,9 @@ def test_a_pinned_pipeline_rules_better_ones_out_and_others_stand_in_for_it():
         planner.backward_menu(pinned(causal, "hopper"), "sm_80", "bfloat16", 64)
 
 
+@pytest.mark.sampled(
+    "causal", "full", "local_softcap", "log_distance", "longformer", "sink_window", "sliding_window", "softcap"
+)
 @pytest.mark.parametrize("name", SPECS)
 def test_hopper_serves_every_spec(name):
     for dtype in ("bfloat16", "float16"):

@@ -10,6 +10,7 @@ from flashgen.planning import planner
 from flashgen.runtime import nvrtc
 
 
+@pytest.mark.sampled("sm_80-ampere-40", "sm_80-ampere-64", "sm_90a-ampere-128", "sm_90a-ampere-256")
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 @pytest.mark.parametrize(("arch_name", "pipeline"), [("sm_80", "ampere"), ("sm_90a", "hopper"), ("sm_90a", "ampere")])
@@ -23,6 +24,7 @@ def test_nothing_spills(arch_name, pipeline, head_dim):
         assert abs(plans[0].registers_estimate - compiled.resources.registers) < 0.12 * compiled.resources.registers
 
 
+@pytest.mark.sampled("128-softcap")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "spec"),

@@ -24,6 +24,7 @@ IN_CI = [
 ]
 
 
+@pytest.mark.sampled("sm_80-full-128", "sm_80-chunked-128", "sm_80-causal-32", "sm_90a-causal-128")
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "spec", "head_dim"), thinned(CASES, IN_CI, "test_no_spill_and_the_estimate_holds"))
 def test_no_spill_and_the_estimate_holds(arch, spec, head_dim):

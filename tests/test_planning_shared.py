@@ -41,6 +41,7 @@ def plans(variant, gradients):
             yield planner.backward_menu(variant, "sm_90a", "bfloat16", head_dim, pipeline="hopper", **options).plans[0]
 
 
+@pytest.mark.sampled("nothing_hidden")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -62,6 +63,7 @@ def test_shared_is_what_the_plan_counted(name):
         nvrtc.ptx(declarations + ', "what the plan counted");', "sm_90a")
 
 
+@pytest.mark.sampled("96")
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_packed_documents_with_padding_compile(head_dim):

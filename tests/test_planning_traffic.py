@@ -107,6 +107,7 @@ def counted(plan, problem, case):
     return n
 
 
+@pytest.mark.sampled("bottom_right", "far", "nothing")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 @settings(deadline=None, max_examples=40)
@@ -313,6 +314,7 @@ def test_a_million_tokens_are_planned_as_fast_as_a_thousand():
     assert plan(1 << 20).flops_useful == 4 * 128 * 16 * visible
 
 
+@pytest.mark.sampled("full", "bottom_right")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "causal", "bottom_right", "window"])
 def test_formulas_give_the_same_bytes_and_flops(name):

@@ -15,6 +15,7 @@ layout = fg.tensor("layout", dims=(None, None), dtype="bool")
 TILES = [Tile(q=q, kv=kv) for q in (64, 128, 192) for kv in (32, 64, 96, 112, 128)]
 
 
+@pytest.mark.sampled("64", "128")
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [32, 64, 100, 128, 384])
 def test_the_share_of_random_blocks_is_that_of_a_large_problem(block):

@@ -33,6 +33,7 @@ TILES = (
 BY_VALUES = ("dense", "gist_flags", "global_flags", "key_padding", "morton", "restarts", "rotated", "small_blocks")
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("name", ported.FILES)
 def test_tiles_are_those_of_a_block_mask(name, tile):
@@ -52,6 +53,7 @@ SOME = (*SOME, "global_flags", "restarts", "rotated", "dense", "small_blocks")
 OF_HOPPER = ("bigbird", "paged_blocks", "global_flags", "restarts", "rotated")
 
 
+@pytest.mark.sampled("fixed", "natten", "strided", "striped", "tiles_2d", "zigzag", "dilated_causal")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -79,6 +81,7 @@ def test_emitted_classes_by_elements_at_the_ends_of_indices():
     test_emitted_classes_are_those_of_python("paged_blocks")
 
 
+@pytest.mark.sampled("score_window-ampere", "restarts-hopper", "rotated-hopper")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pipeline"),
@@ -152,6 +155,7 @@ layout = fg.tensor(
 blocks_of_48 = fg.variant(lambda b, h, q, k: layout[q // 48, k // 48], name="blocks_of_48")
 
 
+@pytest.mark.sampled("restarts")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["global_flags", "restarts", None])
 def test_a_dq_by_itself_judges_its_own_tiles(name):

@@ -42,6 +42,7 @@ def check(w, **options):
     return result
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "spec"),
@@ -57,6 +58,7 @@ def test_every_spec(pipeline, spec):
     check(work(spec, pipeline))
 
 
+@pytest.mark.sampled("ampere-softcap", "hopper-document")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "spec"),
@@ -71,6 +73,9 @@ def test_head_dim_128_in_float16_with_four_heads_over_two(pipeline, spec):
     check(work(spec, pipeline, head_dim=128, dtype="float16", heads=4, kv_heads=2, q_len=71, kv_len=101, q_stages=2))
 
 
+@pytest.mark.sampled(
+    "ampere-shape0", "ampere-shape1", "ampere-shape2", "ampere-shape3", "ampere-shape4", "hopper-shape7"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "shape"),
@@ -91,6 +96,7 @@ def test_shapes(pipeline, shape):
     check(work("causal", pipeline, **shape))
 
 
+@pytest.mark.sampled("ampere-causal-64", "hopper-full-64")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "spec", "head_dim"),
@@ -116,6 +122,13 @@ def test_the_planners_first_choice(pipeline, spec, head_dim):
     assert large.wrong(large.run(seed=1)) == ()
 
 
+@pytest.mark.sampled(
+    "ampere-std4-bfloat16",
+    "ampere-sink-float16",
+    "hopper-own-float16",
+    "hopper-outliers-bfloat16",
+    "hopper-outliers-float16",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["std4", "sink", "own", "outliers"])
@@ -126,6 +139,7 @@ def test_inputs_that_make_a_softmax_peaked(pipeline, name, dtype):
     assert w.wrong(w.run()) == ()
 
 
+@pytest.mark.sampled("ampere-causal-shape0", "hopper-full-shape2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "spec", "shape"),
@@ -201,6 +215,7 @@ def expected_visits(w):
     return found
 
 
+@pytest.mark.sampled("sliding_window", "chunked")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["sliding_window", "chunked", "document", "butterfly", "longformer"])
 def test_the_kernel_visits_the_tiles_that_python_lists(spec):
@@ -208,6 +223,7 @@ def test_the_kernel_visits_the_tiles_that_python_lists(spec):
     assert visits(w, w.run(PROBE["ampere"])) == expected_visits(w)
 
 
+@pytest.mark.sampled("0", "1")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_random_masks_visit_the_tiles_that_python_lists(seed):
@@ -226,6 +242,7 @@ def test_random_masks_visit_the_tiles_that_python_lists(seed):
 NIGHTLY_ORDERS = pytest.mark.nightly(sibling="test_any_order_of_warps_and_copies_gives_the_same_bits")
 
 
+@pytest.mark.sampled("ampere-more0-3", "hopper-more3-3")
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 20), marks=NIGHTLY_ORDERS)], ids=len)
 @pytest.mark.parametrize(
@@ -247,6 +264,7 @@ def test_a_problem_without_output_launches_nothing():
         w.run()
 
 
+@pytest.mark.sampled("100000-ampere", "-100000-hopper")
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("wrong", [100_000, -100_000])

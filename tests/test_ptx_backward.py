@@ -163,6 +163,7 @@ def test_a_nan_beside_a_number_gets_no_gradient(score):
     check(Backward(fg.variant(score=score), q_len=33, kv_len=40, head_dim=32))
 
 
+@pytest.mark.sampled("causal_bottom_right", "gpt_oss", "prefix_lm", "tree")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
@@ -174,6 +175,7 @@ def test_every_spec(spec):
     check(Backward(spec))
 
 
+@pytest.mark.sampled("full")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
@@ -187,6 +189,7 @@ def test_head_dim_128_in_float16_with_four_heads_over_two(spec):
     check(Backward(spec, head_dim=128, dtype="float16", heads=4, kv_heads=2, q_len=71, kv_len=101))
 
 
+@pytest.mark.sampled("full", "sliding_window")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SOME)
 def test_hopper(spec):
@@ -211,6 +214,7 @@ PRECISE = {
 PEAKED = "test_peaked_inputs_have_the_gradients_of_an_exact_softmax"
 
 
+@pytest.mark.sampled("hopper_score-std4-bfloat16", "ampere_by_query-std4-bfloat16", "ampere_score-std4-bfloat16")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("inputs", "dtype"),
@@ -240,6 +244,7 @@ P_ROUNDED = {
 }
 
 
+@pytest.mark.sampled("hopper_plain", "ampere_own_keys")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", P_ROUNDED)
 def test_a_p_that_is_rounded_before_ds_is_noticed(name):
@@ -252,6 +257,7 @@ def test_a_p_that_is_rounded_before_ds_is_noticed(name):
 AT_NIGHT = pytest.mark.nightly(sibling="test_hopper_at_other_shapes")
 
 
+@pytest.mark.sampled("causal-shape3", "causal_bottom_right-shape4", "softcap-shape9")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "shape"),
@@ -278,6 +284,7 @@ def test_hopper_at_other_shapes(spec, shape):
     check(Backward(spec, pipeline="hopper", **shape))
 
 
+@pytest.mark.sampled("tile1-64")
 @pytest.mark.slow
 @pytest.mark.parametrize(("tile", "head_dim"), [((64, 128), 64), ((128, 128), 64), ((64, 64), 144)])
 def test_hopper_in_any_order_of_warps_and_copies(tile, head_dim):
@@ -302,6 +309,7 @@ HOPPER_MUTATIONS = {
 }
 
 
+@pytest.mark.sampled("d_o not awaited", "dQ not awaited")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOPPER_MUTATIONS)
 def test_hopper_mutations_are_noticed(name):
@@ -328,6 +336,7 @@ WIDE_MUTATIONS = {
 }
 
 
+@pytest.mark.sampled("dS not shown to wgmma", "a stage released too early")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WIDE_MUTATIONS)
 def test_mutations_over_head_dim_128_are_noticed(name):
@@ -339,6 +348,7 @@ def test_mutations_over_head_dim_128_are_noticed(name):
     assert b.wrong(result) or any(r.conflicts for r in result.reports.values())
 
 
+@pytest.mark.sampled("sliding_window")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
@@ -357,6 +367,7 @@ def test_hopper_adds_up_dq_in_one_order(spec):
 ONE_ORDER_AT_NIGHT = pytest.mark.nightly(sibling="test_hoppers_one_order_is_the_same_bits")
 
 
+@pytest.mark.sampled("document-shape9")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "shape"),
@@ -427,6 +438,7 @@ def in_one_order(head_dim):
     return b, b.run().workspaces["dq_sum"]
 
 
+@pytest.mark.sampled("64-handed over too early")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ORDER_MUTATIONS)
 @pytest.mark.parametrize(
@@ -484,6 +496,7 @@ LOOKUP_MUTATIONS = {
 }
 
 
+@pytest.mark.sampled("rooms out of step")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOOKUP_MUTATIONS)
 def test_mutations_of_lookups_are_noticed(name):
@@ -541,6 +554,7 @@ SWEEPING_MUTATIONS = {
 }
 
 
+@pytest.mark.sampled("sums not counted as cleared")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -558,6 +572,7 @@ def test_sweeping_mutations_are_noticed(name):
     assert any(b.fails(SWEEPING_MUTATIONS[name], seed=seed, **HEAD_BY_HEAD) for seed in range(4))
 
 
+@pytest.mark.sampled("ld.acquire")
 @pytest.mark.slow
 @pytest.mark.parametrize("word", ["ld.acquire", "red.release"])
 def test_sums_that_others_cleared_are_handed_over(word):
@@ -576,6 +591,7 @@ def test_sums_cleared_late_are_awaited():
     assert b.wrong(b.run(CLEARED_LATE, seed=0, **HEAD_BY_HEAD)) == []
 
 
+@pytest.mark.sampled("sliding_window")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
@@ -603,6 +619,7 @@ def test_dropout():
     check(Backward("causal", dropout=DROPOUT, q_len=100))
 
 
+@pytest.mark.sampled("full-shape1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "shape"),
@@ -626,6 +643,7 @@ BY_KEY = fg.variant(score=lambda s, b, h, q, k: s + KEY_BIAS[b, k], name="by_key
 BY_QUERY = fg.variant(lambda b, h, q, k: k <= q, score=lambda s, b, h, q, k: s + QUERY_BIAS[h, q], name="by_query")
 
 
+@pytest.mark.sampled("relative_bias-table-shape1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "captured", "shape"),
@@ -650,6 +668,7 @@ DROPOUT_MUTATIONS = {
 }
 
 
+@pytest.mark.sampled("P of dV not dropped")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DROPOUT_MUTATIONS)
 def test_mutations_of_dropout_are_noticed(name):
@@ -657,6 +676,7 @@ def test_mutations_of_dropout_are_noticed(name):
     assert b.wrong(b.run(DROPOUT_MUTATIONS[name]))
 
 
+@pytest.mark.sampled("shape2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
@@ -692,6 +712,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.sampled("dropped block barriers")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_are_noticed(name):
@@ -714,6 +735,7 @@ BEYOND = {
 }
 
 
+@pytest.mark.sampled("quotient-ampere-32", "root-ampere-32", "root-hopper-64")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("score", "pipeline", "head_dim"),

@@ -45,6 +45,7 @@ def test_a_dropped_role_deadlocks(subject, name):
         run(subject, without(subject.plan.program, name))
 
 
+@pytest.mark.sampled("k")
 @pytest.mark.parametrize("name", ["k", "work"])
 def test_a_consumer_too_many_deadlocks(subject, name):
     with pytest.raises(errors.Deadlock):

@@ -295,6 +295,7 @@ def same(found, wanted):
         np.testing.assert_array_equal(mine.reshape(theirs.shape), theirs)
 
 
+@pytest.mark.sampled("128-sm_90a", "None-sm_80")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("block", [128, 256, None])
 def test_kernels_give_the_bits_of_the_cpu(arch, block):
@@ -327,6 +328,7 @@ def test_kernels_without_a_rotation_and_with_a_mean():
     same(*beside(drawn(1, 2, 70, 64) + 3, rotated=False, centred=True))
 
 
+@pytest.mark.sampled("2-128", "7-256")
 @pytest.mark.parametrize("block", [128, 256, None])
 @pytest.mark.parametrize("blocks", [2, 7])
 def test_a_launch_has_tensors_of_other_lengths_heads_and_means(block, blocks):

@@ -177,6 +177,11 @@ def rope_of(x, **form):
     return Rope(cos=cos, sin=sin, interleaved=form.get("interleaved", False))
 
 
+@pytest.mark.sampled(
+    "(1, 2, 70, 96)-{'wide': True, 'dtype': torch.bfloat16}-{}",
+    "(1, 1, 70, 128)-{'dtype': torch.float16}-{'rotated': False}",
+    "(1, 1, 33, 80)-{'interleaved': True, 'wide': True}-{}",
+)
 @pytest.mark.parametrize(
     ("shape", "form", "options"),
     [
@@ -197,6 +202,7 @@ def test_kernels_give_the_bits_of_the_cpu(shape, form, options):
     same(*beside(x, rope=rope_of(x, **form), **options))
 
 
+@pytest.mark.sampled("32-{'interleaved': True, 'dtype': torch.bfloat16}-128")
 @pytest.mark.parametrize(
     ("head_dim", "form", "block"),
     [

@@ -281,6 +281,7 @@ def same_rows(group, found, wanted):
         assert (codes[~written] == 0xFF).all()
 
 
+@pytest.mark.sampled("128-sm_90a-3", "256-sm_80-2")
 @pytest.mark.parametrize(
     ("block", "arch", "blocks"),
     [
@@ -297,6 +298,7 @@ def test_kernels_of_sequences_behind_each_other(block, arch, blocks):
     same_rows(group, found, wanted)
 
 
+@pytest.mark.sampled("None")
 @pytest.mark.parametrize("block", [128, None])
 def test_kernels_of_padded_sequences(block):
     lengths = torch.tensor([261, 0, 130], dtype=torch.int32)
@@ -354,6 +356,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.sampled("rows of the next sequence count", "a sequence without rows is left")
 @pytest.mark.parametrize(
     "name", [*list(MUTATIONS)[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in list(MUTATIONS)[2:])]
 )
@@ -431,6 +434,7 @@ def test_opcheck():
         torch.library.opcheck(torch.ops.flashgen.quantize.default, arguments)
 
 
+@pytest.mark.sampled("dense")
 @pytest.mark.parametrize("layout", ["dense", pytest.param("joined", marks=pytest.mark.slow)])
 def test_graphs_hold_calls(layout):
     options = {"block": 128, "smooth_k": True}

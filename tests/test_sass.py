@@ -31,6 +31,7 @@ IN_CI = [
 ]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(list(GOLDENS), IN_CI, "test_every_kept_kernel_keeps_to_its_plan"))
 def test_every_kept_kernel_keeps_to_its_plan(name):
@@ -46,6 +47,7 @@ def test_every_kept_kernel_keeps_to_its_plan(name):
 ELSEWHERE = tuple(zip(shipped(), itertools.cycle(("sm_86", "sm_89", "sm_90a", "sm_120")), strict=False))
 
 
+@pytest.mark.sampled("alibi-sm_86", "longformer-sm_86")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "arch"),

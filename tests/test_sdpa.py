@@ -214,6 +214,7 @@ def test_one_graph_serves_lengths_scales_and_masks():
     assert counters["stats"]["unique_graphs"] == expected <= 2
 
 
+@pytest.mark.sampled("float-capability0")
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 @pytest.mark.parametrize("kind", ["bool", "float"])

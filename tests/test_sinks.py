@@ -263,6 +263,7 @@ FORWARDS = {
 }
 
 
+@pytest.mark.sampled("ampere_float16", "hopper_packed_alone")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORWARDS)
 def test_forwards(name):
@@ -310,6 +311,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.sampled("ampere--inf is a sink", "hopper-rows that see nothing without it")
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "name"), [(p, name) for p in MUTATIONS for name in MUTATIONS[p]])
 def test_a_mistake_is_noticed(pipeline, name):
@@ -329,6 +331,7 @@ BACKWARDS = {
 }
 
 
+@pytest.mark.sampled("ampere", "hopper")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -368,6 +371,7 @@ def backward():
     return b
 
 
+@pytest.mark.sampled("sum -= ex2(-sum += ex2(")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
@@ -412,6 +416,7 @@ def test_what_is_predicted_is_what_the_walk_counts():
         assert read is None or read.read_bytes == 2 * 4 * 2 * 4 * 300 + sinks.nbytes
 
 
+@pytest.mark.sampled("capability0")
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_a_call_on_an_emulated_gpu_gives_o_lse_and_gradients(monkeypatch, capability):

@@ -69,12 +69,14 @@ def check(w, splits, **options):
 
 
 # ---------------------------------------------------------------- kernels
+@pytest.mark.sampled("ampere-3", "ampere-9", "hopper-3")
 @pytest.mark.parametrize("splits", [1, 3, 9])
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_numbers_of_blocks(pipeline, splits):
     check(split_work("causal_bottom_right", pipeline, **SHAPE), splits)
 
 
+@pytest.mark.sampled("dims0-3")
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("dims", [{}, {"tile": (64, 128), "head_dim": 128, "stages": 3, "q_stages": 2}])
@@ -83,6 +85,7 @@ def test_tiles_of_one_warpgroup(dims, splits):
     check(split_work("causal_bottom_right", "hopper", **{**shape, **dims}), splits)
 
 
+@pytest.mark.sampled("ampere-gpt_oss", "hopper-sliding_window")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
@@ -93,6 +96,7 @@ def test_every_spec(pipeline, spec):
     check(split_work(spec, pipeline, q_len=70, kv_len=211), 2)
 
 
+@pytest.mark.sampled("shape0-7")
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", thinned([2, 7, 40], kept=(7,), sibling="test_packed_heads"))
 @pytest.mark.parametrize("shape", [{"heads": 8, "kv_heads": 2, "q_len": 3}, {"heads": 6, "kv_heads": 2, "q_len": 70}])
@@ -152,6 +156,7 @@ def test_any_order_of_blocks_gives_the_same_bits(pipeline, seed):
     np.testing.assert_array_equal(result.lse, lockstep.lse)
 
 
+@pytest.mark.sampled("causal-ampere-shape0", "causal-hopper-shape3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "pipeline", "shape"),
@@ -174,6 +179,7 @@ def test_lengths_of_their_own(spec, pipeline, shape):
     np.testing.assert_allclose(found.lse[seen], whole.lse[seen], atol=4e-6)
 
 
+@pytest.mark.sampled("causal-ampere-shape0", "causal-hopper-shape2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "pipeline", "shape"),
@@ -271,6 +277,7 @@ VISITS = {
 }
 
 
+@pytest.mark.sampled("a lost part", "the parts of the row before")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINE)
 def test_a_wrong_combination_is_noticed(name):
@@ -278,6 +285,7 @@ def test_a_wrong_combination_is_noticed(name):
     assert noticed(w, COMBINE[name], 40 if "follow" in name else 3)
 
 
+@pytest.mark.sampled("ampere-others skipped once too often", "hopper-parts in one place")
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "name"), VISITS)
 def test_tiles_of_others_are_noticed(pipeline, name):
@@ -301,6 +309,7 @@ def many_sequences():
     return w, w.run(kv_splits=3)
 
 
+@pytest.mark.sampled("edit2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "edit",

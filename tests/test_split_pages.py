@@ -80,6 +80,7 @@ def counted_alike(w, splits, result):
 
 
 # ---------------------------------------------------------------- kernels
+@pytest.mark.sampled("ampere-varlen", "hopper-padded")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
 @pytest.mark.parametrize("pipeline", PIPELINES)
@@ -127,6 +128,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.sampled("ampere-others skipped once too often", "hopper-each part from the first tile")
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "name"), MUTATIONS)
 def test_what_is_wrong_is_noticed(pipeline, name):

@@ -56,6 +56,7 @@ def test_the_prediction_is_what_the_walk_counts(spec, layout):
     check(batch(spec, "ampere", **LAYOUTS[layout]))
 
 
+@pytest.mark.sampled("padded")
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_the_prediction_is_what_the_kernel_moves(layout):
     w = batch("causal", "ampere", **LAYOUTS[layout])

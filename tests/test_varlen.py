@@ -32,6 +32,7 @@ def test_sequences_of_many_lengths(pipeline):
     check(batch("causal", pipeline, layout=Varlen(), **LENGTHS))
 
 
+@pytest.mark.sampled("ampere-causal_bottom_right", "hopper-document")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
@@ -46,6 +47,7 @@ def test_every_spec(pipeline, spec):
     check(batch(spec, pipeline, layout=Varlen(), **LENGTHS))
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
@@ -70,6 +72,7 @@ def test_shapes(pipeline, spec, shape):
     check(batch(spec, pipeline, layout=Varlen(), **shape))
 
 
+@pytest.mark.sampled("full")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "causal"])
 def test_packed_heads(spec):
@@ -109,6 +112,7 @@ def test_plans(arch):
         assert backward.pipeline == dense[0].pipeline
 
 
+@pytest.mark.sampled("False")
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients(deterministic):
@@ -116,6 +120,7 @@ def test_gradients(deterministic):
     check_gradients(w, deterministic=deterministic)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
@@ -159,6 +164,9 @@ MUTATIONS = [
 ]
 
 
+@pytest.mark.sampled(
+    "p.lse += p.q_start - p.q_offset;", "if (keys >= TILE_KV) return", "const int first = work.q_start + work.q_tile"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "old", "new"), MUTATIONS, ids=[old for _, old, _ in MUTATIONS])
 def test_every_step_counts(pipeline, old, new):

@@ -308,6 +308,9 @@ def differences(variant, problem, case, tile):
     return {name: pair for name, pair in wanted.items() if pair[0] != pair[1]}
 
 
+@pytest.mark.sampled(
+    "causal", "causal_bottom_right", "full", "relative_bias", "sink_window", "sliding_window", "softcap"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_the_planner_and_the_walk_count_the_same(name):

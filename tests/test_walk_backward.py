@@ -26,6 +26,7 @@ SPECS = sorted(shipped())
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -190,6 +191,7 @@ def test_queries_are_visited_head_by_head_from_the_first_on(monkeypatch):
     assert (found.traffic.partial, found.traffic.full, found.traffic.empty) == (2 * 4, 2 * 2, 2 * 2)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", SPECS)

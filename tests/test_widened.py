@@ -44,6 +44,10 @@ def work(spec="causal", of_q=BF16, of_keys=E44, arch="sm_90a", **shape):
 
 
 # ---------------------------------------------------------------- kernels
+@pytest.mark.sampled(
+    "causal-sm_90a-float8_e4m3fn-('float8_e4m3fn', 'float8_e5m2')-{'std': 4.0, 'mean': 1.0}",
+    "full-sm_80-bfloat16-('float8_e4m3fn', 'float8_e4m3fn')-{'q_len': 1, 'kv_len': 1, 'heads': 1}",
+)
 @pytest.mark.parametrize(
     ("spec", "arch", "of_q", "of_keys", "shape"),
     [
@@ -141,6 +145,7 @@ def test_a_nan_stays_one(name, arch):
     assert np.isfinite(found[:, :, :20] if name == "k" else np.delete(found, [3, 4], -1)).all()
 
 
+@pytest.mark.sampled("bfloat16")
 @pytest.mark.slow
 @pytest.mark.parametrize("of_q", [BF16, pytest.param(E4M3, marks=pytest.mark.slow)])
 def test_descales_of_blocks(of_q):
@@ -165,6 +170,7 @@ def test_descales_of_blocks(of_q):
     assert float((found - right).norm() / right.norm()) < 3e-3
 
 
+@pytest.mark.sampled("24-2-bfloat16-{'q_len': 5}")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "splits", "of_q", "shape"),
@@ -275,6 +281,9 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled(
+    "columns of q in another order", "columns of v not apart", "keys of another product", "no descale of q"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_seen(name):
@@ -293,6 +302,7 @@ def test_what_is_wrong_is_seen(name):
 
 
 # ---------------------------------------------------------------- plans
+@pytest.mark.sampled("sm_90a-float8_e4m3fn-64", "sm_80-bfloat16-64")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "of_q", "head_dim"),
@@ -406,6 +416,7 @@ def test_sequences_behind_each_other_on_a_cpu(in_pages):
         assert torch.equal(o[part], right[0].transpose(0, 1))
 
 
+@pytest.mark.sampled("capability2-of_q2-1-16")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "of_q", "splits", "page_size"),
