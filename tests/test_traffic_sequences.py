@@ -101,7 +101,7 @@ def test_decode_reads_keys_once_and_no_more_than_there_are():
     assert found["hbm"]["read_bytes"] == 3 * 8 * 128 * 2 + of_pack * 2 * sum(lengths) * columns
     assert found["hbm"]["write_bytes"] == 3 * 8 * (128 * 2 + 4)
     text = flashgen("plan", "causal", "--layout", "varlen", *given, *sizes).out
-    assert "varlen: 3 of 1 to 1 queries, 3 in all; 37 to 4096 keys, 5133 in all" in text
+    assert "varlen: 3 of 1 query, 3 in all; 37 to 4096 keys, 5133 in all" in text
 
 
 def test_decode_from_pages_whose_keys_are_split():

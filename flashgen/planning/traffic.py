@@ -17,7 +17,7 @@ A backward is counted kernel by kernel: see `traffic_backward`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -225,7 +225,7 @@ class Prediction:
     def _said_of_sequences(self) -> str:
         """How they lie, and how long they are."""
         rows, keys = ([getattr(own, name) for own in self.sequences] for name in ("q_rows", "kv_len"))
-        lengths = (f"{min(x)} to {max(x)} {what}, {sum(x)} in all" for x, what in ((rows, "queries"), (keys, "keys")))
+        lengths = (_spread(x, *what) for x, *what in ((rows, "query", "queries"), (keys, "key", "keys")))
         pages = f"; {self.pages} pages of {self.page_size} rows" if self.page_size else ""
         return f"{self.plan.layout.name}: {len(self.sequences)} of {'; '.join(lengths)}{pages}"
 
@@ -703,3 +703,10 @@ def decimal(count: int) -> str:
     """Bytes of traffic in the largest decimal unit that leaves a number of at least 1, as bandwidths are given."""
     power = min(4, int(math.log10(count) // 3)) if count else 0
     return f"{count / 1000**power:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def _spread(lengths: Sequence[int], one: str, many: str) -> str:
+    """The least and the largest, and their sum."""
+    least, most = min(lengths), max(lengths)
+    span = str(most) if least == most else f"{least} to {most}"
+    return f"{span} {one if most == 1 else many}, {sum(lengths)} in all"
