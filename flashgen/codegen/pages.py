@@ -27,9 +27,9 @@ _LOOKUP = """\
 class PagesCode:
     """Fragments of CUDA by a plan's layout.
 
-    On pipeline hopper the loader is a warp where there are pages, whose lanes look them up, else one thread.  Boxes of no
-    page lie outside of the tensor map, so that they become zero.  In 8 bits tiles of K are `scaled`: the loader finds
-    their descales too.
+    On pipeline hopper the loader is a warp where there are pages, whose lanes look them up, else one thread.  Boxes of
+    no page lie outside of the tensor map, so that they become zero.  In 8 bits tiles of K are `scaled`: the loader
+    finds their descales too.
     """
 
     layout: Layout
