@@ -570,7 +570,7 @@ EIGHT = [
 def test_descales_and_options_of_8_bits_are_a_call_s_own(machine, monkeypatch):
     """At another length too, where all that may differ is checked again."""
     seen, full = [], fg.variant()
-    monkeypatch.setattr(forward, "_recorded", lambda q, k, v, request, out: seen.append(request) or (lambda *_: None))
+    monkeypatch.setattr(forward, "_recorded", lambda q, k, v, request, *_: seen.append(request) or (lambda *_: None))
     for of in EIGHT:
         given = tensors(q_len=of["length"], kv_len=of["length"], dtype=torch.float8_e4m3fn)
         descales = {f"{name}_descale": on_gpu(torch.ones(of["blocks"])) for name in "qkv"}

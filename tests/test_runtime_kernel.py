@@ -175,6 +175,21 @@ def test_a_tensor_map_moves_where_its_tensor_does(fake, monkeypatch, ready):
     assert (moved(), moved()) == (2, 0)
 
 
+def test_maps_are_encoded_by_a_thread_that_gave_up_its_context(fake, monkeypatch, ready):
+    """A thread that had a current context is not asked again, and is lent one where it has none any more."""
+    plan = planner.menu(fg.variant(lambda b, h, q, k: k <= q), "sm_90a", "bfloat16", 64).plans[0]
+    strides = dict.fromkeys("qkvo", (64_000, 640, 64))
+    launch = make_launch(plan, PROBLEM, strides=strides, captured={}, scale=0.125, params={}, sms=3)
+    gpu = ArgumentsOf(launch)
+    monkeypatch.setattr(driver, "_api", lambda: gpu)
+    monkeypatch.setattr(driver._thread, "had_context", True)
+    record = dataclasses.replace(ready, plan=plan).record(launch, device=1)
+    addresses = {name: 0x1000 * (1 + i) for i, name in enumerate(launch.pointers)}
+    record(tuple(addresses.values()), (0.125,), stream=0)
+    assert [simulate.arguments(launch, grid, addresses) for grid in launch.grids] == gpu.arguments
+    assert not driver._thread.had_context and gpu.contexts == []
+
+
 def test_what_failed_to_be_packed_is_packed_again(fake, ready, launch):
     fake.parameter_bytes = params.sizeof(ready.plan)
     record = ready.record(launch, device=0)

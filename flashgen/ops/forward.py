@@ -64,12 +64,14 @@ def run(
         request = request_of(q, k, v, call, calls, key)
         if out is not None:
             check_out(out, o_layout(q, v)[0], q, _inputs(q, k, v, call))
-        empty = request.problem.empty or request.problem.kv_len == 0 or 0 in (q.shape[2], k.shape[2])
+        problem, own = request.problem, request.sequences
+        empty = problem.empty or problem.kv_len == 0 or (own is not None and 0 in (q.shape[2], k.shape[2]))
         if empty or not q.is_cuda:
             o, lse = _nothing(q, v, request) if empty else _walk(q, k, v, request)
             o = o if out is None else out.copy_(o)
             return (o, lse) if return_lse else o
-        record = _recorded(q, k, v, request, out)
+        strides = (q.stride(), k.stride(), v.stride()) if key is None else (key[0][1], key[1][1], key[2][1])
+        record = _recorded(q, k, v, request, strides, out)
         if key is not None:
             remember(calls.records, key, record)
     elif out is not None:
@@ -99,9 +101,13 @@ _Shape = tuple[tuple[int, int, int, int], tuple[int, int, int, int]]
 
 def o_layout(q: torch.Tensor, v: torch.Tensor) -> _Shape:
     """Shape and strides of o."""
-    shape, columns = q.shape, v.shape[3]
+    return _o_layout(q.shape, q.stride(), v.shape[3])
+
+
+def _o_layout(shape: tuple[int, ...], strides: tuple[int, ...], columns: int) -> _Shape:
+    """Those of rows of so many columns, of a q of this shape and these strides."""
     batch, heads, q_len, _ = shape
-    return (batch, heads, q_len, columns), strides_like(shape, q.stride(), columns)
+    return (batch, heads, q_len, columns), strides_like(shape, strides, columns)
 
 
 def outputs(q: torch.Tensor, v: torch.Tensor, eight: float8.Eight | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,8 +235,15 @@ def _divided(ask: Callable[[Keys], planner.Menu], request: Request, sms: int) ->
     )
 
 
-def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, out: torch.Tensor | None) -> _Record:
-    """Plan, compile and load what the request needs, as far as that is not done."""
+def _recorded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    request: Request,
+    strides: tuple[tuple[int, ...], ...],
+    out: torch.Tensor | None,
+) -> _Record:
+    """Plan, compile and load what the request of tensors of these strides needs, as far as that is not done."""
     if out is not None and not addressable(tuple(out.shape), out.stride(), out.itemsize):
         raise LaunchError(
             f"out has strides {list(out.stride())}, which TMA cannot write to\n  nearest: out.contiguous(), a copy"
@@ -242,10 +255,11 @@ def _recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Reques
         found = _divided(functools.partial(_menu, q, k, v, request), request, sms)
         plan, splits = found.plan, found.splits
     loaded = kernel.load(plan)
-    o = o_layout(q, v)
+    of_q, of_k, of_v = strides
+    o = _o_layout(q.shape, of_q, problem.v_head_dim)
     of_o = o[1] if out is None else out.stride()
-    strides = {"q": q.stride()[:3], "k": k.stride()[:3], "v": v.stride()[:3], "o": of_o[:3]}
-    launch = launch_of(request, loaded.plan, strides, sms, kv_splits=splits)
+    of_rows = {"q": of_q[:3], "k": of_k[:3], "v": of_v[:3], "o": of_o[:3]}
+    launch = launch_of(request, loaded.plan, of_rows, sms, kv_splits=splits)
     return _Record(o, request, loaded, launch)
 
 

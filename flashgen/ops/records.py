@@ -127,13 +127,13 @@ def _kind(call: Call, calls: _Calls, key: Key) -> Key | None:
     """What calls have in common that differ in lengths, strides, numbers and contents alone, of the key of one; None
     where k and v are of two lengths, where strides choose the pipeline or are refused, and of 8 bits, whose descales
     have shapes by lengths."""
-    at_q, at_k, at_v = key[:3]
-    if at_k[2] in float8.DTYPES or at_k[0][2:3] != at_v[0][2:3]:
+    at_q, at_k, at_v, *_ = key
+    if at_k[2] in float8.DTYPES:
         return None
     of_q = _but_rows(at_q)
     of_k = of_q if at_k == at_q else _but_rows(at_k)
     of_v = of_k if at_v == at_k else _but_rows(at_v)  # they often lie alike
-    if of_q is None or of_k is None or of_v is None:
+    if of_q is None or of_k is None or of_v is None or at_k[0][2] != at_v[0][2]:
         return None
     kind: Key = *key[3:7], of_q, of_k, of_v
     named = call.named
@@ -200,7 +200,7 @@ class Numbers:
     The same ones are the same tuple again.  Calls of one kind share it.
     """
 
-    __slots__ = ("_behind", "_floats", "_head_dim", "_heads", "_last", "_params", "_variant")
+    __slots__ = ("_apart", "_behind", "_floats", "_head_dim", "_heads", "_last", "_params", "_variant")
 
     def __init__(self, request: Request) -> None:
         self._variant, self._head_dim = request.variant, request.problem.head_dim
@@ -208,6 +208,7 @@ class Numbers:
         self._floats = any(p.dtype.is_float for p in self._variant.params)
         self._last: tuple[Key, tuple[float, ...]] = ((), ())
         self._behind: tuple[tuple[float, ...], int, tuple[float, ...]] = ((), 0, ())
+        self._apart: tuple[tuple[float, ...], dict[str, int | float]] = ((), {})
 
     def __call__(self, call: Call, first: int | None = None) -> tuple[float, ...]:
         _, scale, named, dropout, _ = call
@@ -231,7 +232,11 @@ class Numbers:
         numbers = self(call)
         if not self._params:
             return numbers[0], {}
-        return numbers[0], dict(zip(self._params, numbers[1:], strict=False))  # what dropout draws stands behind them
+        of, params = self._apart
+        if of is not numbers:
+            params = dict(zip(self._params, numbers[1:], strict=False))  # what dropout draws stands behind them
+            self._apart = numbers, params
+        return numbers[0], params
 
 
 def first_of(request: Request) -> sequences.First | None:

@@ -71,9 +71,14 @@ def layout(plan: KernelPlan) -> Backward | SpecializedBackward:
 def l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
     """Key heads whose blocks a masked backward on pipeline hopper starts together: those whose queries, d_o and dq in
     float32 L2 holds."""
-    columns = (problem.head_dim + problem.v_head_dim) * problem.itemsize + problem.head_dim * 4
-    of_one = problem.q_len * problem.group * columns
+    of_one = problem.q_len * query_bytes(problem)
     return min(ARCHS[plan.arch].l2_holds(of_one), problem.batch * problem.kv_heads)
+
+
+def query_bytes(problem: Problem) -> int:
+    """Bytes of a query, its d_o and its dq in float32, of all heads that share a key head."""
+    columns = (problem.head_dim + problem.v_head_dim) * problem.itemsize + problem.head_dim * 4
+    return problem.group * columns
 
 
 def clear_distance(plan: KernelPlan, problem: Problem, sms: int | None = None, together: int | None = None) -> int:

@@ -158,10 +158,23 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
 def _few(menu: Menu, q_len: int, group: int) -> KernelPlan | None:
     """The least tile, of those that there are, which holds the queries of all heads that share keys; None where these
     are more than any does."""
-    if q_len > menu.few[-1].tile.q:
-        return None
-    rows = q_len * menu.few[-1].pack(group)
-    return next((plan for plan in menu.few if rows <= plan.tile.q), None)
+    known = _reaches(menu)
+    for most, plan in known.get(group) or known.keep(group, _reach(menu, group)):
+        if q_len <= most:
+            return plan
+    return None
+
+
+@once
+def _reaches(menu: Menu) -> Remembered[int, tuple[tuple[int, KernelPlan], ...]]:
+    """What `_reach` has found of a menu, by the number of heads that share keys."""
+    return Remembered()
+
+
+def _reach(menu: Menu, group: int) -> tuple[tuple[int, KernelPlan], ...]:
+    """The most queries that each plan for few of them holds, of all heads that share keys, and the plan."""
+    pack = menu.few[-1].pack(group)
+    return tuple((plan.tile.q // pack, plan) for plan in menu.few)
 
 
 @once

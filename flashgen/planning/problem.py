@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, fields
+from typing import Any
 
 from flashgen.errors import PlanError
 from flashgen.lang.ranges import MAX_LENGTH
@@ -90,19 +91,21 @@ class Problem:
     def of_lengths(self, q_len: int, kv_len: int, *, batch: int | None = None) -> Problem:
         """The same with other lengths, and of another batch where that is given."""
         batch = self.batch if batch is None else batch
-        made = object.__new__(Problem)  # what stays the same was checked, and every new length makes one
-        _set_batch(made, batch)
-        _set_heads(made, self.heads)
-        _set_kv_heads(made, self.kv_heads)
-        _set_q_len(made, q_len)
-        _set_kv_len(made, kv_len)
-        _set_head_dim(made, self.head_dim)
-        _set_v_head_dim(made, self.v_head_dim)
-        _set_dtype(made, self.dtype)
-        _set_kv_dtype(made, self.kv_dtype)
+        made: Any = _Unchecked()  # what stays the same was checked, and every new length makes one
+        made.batch = batch
+        made.heads = self.heads
+        made.kv_heads = self.kv_heads
+        made.q_len = q_len
+        made.kv_len = kv_len
+        made.head_dim = self.head_dim
+        made.v_head_dim = self.v_head_dim
+        made.dtype = self.dtype
+        made.kv_dtype = self.kv_dtype
+        made.__class__ = Problem
         if not 0 <= batch | q_len | kv_len < MAX_LENGTH:  # a power of two
             made.__post_init__()  # says what is wrong
-        return made
+        found: Problem = made
+        return found
 
     @property
     def group(self) -> int:
@@ -148,8 +151,7 @@ class Problem:
         }
 
 
-#: What puts the fields of a new Problem in their places.
-_set_batch, _set_heads, _set_kv_heads, _set_q_len, _set_kv_len, *_set_others = (
-    getattr(Problem, f.name).__set__ for f in fields(Problem)
-)
-_set_head_dim, _set_v_head_dim, _set_dtype, _set_kv_dtype = _set_others
+class _Unchecked:
+    """What becomes a Problem once its fields are set: those of a frozen one are set by calls, in five times as long."""
+
+    __slots__ = tuple(f.name for f in fields(Problem))

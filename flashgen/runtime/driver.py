@@ -46,6 +46,16 @@ _TENSOR_MAP_SWIZZLES = {size: f"CU_TENSOR_MAP_SWIZZLE_{size}B" for size in (32, 
 _loading = threading.Lock()
 
 
+class _Thread(threading.local):
+    """Whether this thread had a current context when it last asked: it is not asked again, which takes a microsecond,
+    as hardly any thread gives one up."""
+
+    had_context = False
+
+
+_thread = _Thread()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """A GPU of this machine: its index (as torch counts), compute capability and streaming multiprocessors (SMs)."""
@@ -73,11 +83,12 @@ def encode_maps(pointers: Sequence[int], descs: Sequence[TensorMapDesc], address
     has none: it is lent that of the GPU.  Raises LaunchError for a tensor that TMA cannot address.
     """
     encode = _encoder(_api())
-    if _has_context():
-        encode(pointers, descs, addresses)
+    if _thread.had_context or _has_context():
+        _thread.had_context = True
+        encode(pointers, descs, addresses, device)
     else:
         with _current(_primary_context(device)):
-            encode(pointers, descs, addresses)
+            encode(pointers, descs, addresses, device)
 
 
 def map_at(pointer: int) -> Any:
@@ -102,7 +113,7 @@ class _Encoder:
     272 and 259; 16 of 4k, 32:32 heads, 269 and 258.  Without promotion the same as with 128.
     """
 
-    __slots__ = ("_address", "_api", "_calls", "_encode", "_lock", "_pack", "_pointer", "_sizes", "_steps", "_words")
+    __slots__ = ("_address", "_api", "_calls", "_encode", "_lock", "_pack", "_pointer", "_words")
 
     def __init__(self, api: Any) -> None:
         # Of CUDA 12.0, the first that has it.
@@ -111,41 +122,55 @@ class _Encoder:
         self._encode = ctypes.PYFUNCTYPE(ctypes.c_int)(entry)  # the interpreter waits: it is over in no time
         self._words = (ctypes.c_uint64 * 7)()  # sizes, then strides
         self._pack = struct.Struct("=7Q").pack_into
-        start = ctypes.addressof(self._words)
-        self._sizes, self._steps = ctypes.c_void_p(start), ctypes.c_void_p(start + 4 * 8)
         self._pointer, self._address = ctypes.c_void_p(), ctypes.c_void_p()
         self._calls: dict[tuple[object, ...], Callable[[], int]] = {}  # as many as there are boxes of kernels
         self._lock = threading.Lock()
 
-    def __call__(self, pointers: Iterable[int], descs: Iterable[TensorMapDesc], addresses: Iterable[int]) -> None:
-        """Write maps of tensors at `addresses` to `pointers`.  Raises LaunchError for one that TMA cannot address."""
+    def __call__(
+        self, pointers: Iterable[int], descs: Iterable[TensorMapDesc], addresses: Iterable[int], device: int
+    ) -> None:
+        """Write maps of tensors on GPU `device` at `addresses` to `pointers`.  Raises LaunchError for one that TMA
+        cannot address."""
         pack, words, pointer, address = self._pack, self._words, self._pointer, self._address
-        encode, known = None, ()
+        of_sizes = of_strides = of_dtype = of_box = of_swizzle = encode = None
         with self._lock:
             for to, desc, at in zip(pointers, descs, addresses, strict=True):
-                if encode is None or desc[1:] != known:  # k and v, or q and o, often lie alike
-                    _, dtype, sizes, strides, box, swizzle = desc
-                    known = desc[1:]
+                _, sizes, strides, dtype, box, swizzle = desc
+                # What the one before has too, as k and v, or q and o, often do, is the same object.
+                if box is not of_box or dtype is not of_dtype or swizzle is not of_swizzle:
+                    of_dtype, of_box, of_swizzle = dtype, box, swizzle
                     encode = self._calls.get((dtype, box, swizzle)) or self._call(dtype, box, swizzle)
-                    pack(words, 0, *sizes, *strides)
+                if sizes is not of_sizes or strides is not of_strides:
+                    of_sizes, of_strides = sizes, strides
+                    (columns, rows, heads, batch), (of_row, of_head, of_batch) = sizes, strides
+                    pack(words, 0, columns, rows, heads, batch, of_row, of_head, of_batch)
                 pointer.value, address.value = to, at
                 if status := encode():
                     doing = f"address a tensor of {sizes} with strides of {strides} bytes by TMA"
-                    _checked(self._api, (self._api.CUresult(status),), doing)
+                    self._again(encode, status, device, doing)
+
+    def _again(self, encode: Callable[[], int], status: int, device: int, doing: str) -> None:
+        """A thread that has a current context no more is lent that of the GPU for one try."""
+        api = self._api
+        if api.CUresult(status) == api.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            _thread.had_context = False
+            with _current(_primary_context(device)):
+                status = encode()
+        _checked(api, (api.CUresult(status),), doing)
 
     def _call(self, dtype: str, box: tuple[int, ...], swizzle: int) -> Callable[[], int]:
         """The call for maps that differ in what no problem decides."""
-        api, four = self._api, ctypes.c_uint32 * 4
+        api, four, by = self._api, ctypes.c_uint32 * 4, ctypes.byref  # what `by` makes is passed on as it is
         made = functools.partial(
             self._encode,
             self._pointer,
             int(getattr(api.CUtensorMapDataType, _TENSOR_MAP_DTYPES[dtype])),
             4,
             self._address,
-            self._sizes,
-            self._steps,
-            four(*box),
-            four(1, 1, 1, 1),
+            by(self._words),
+            by(self._words, 4 * 8),
+            by(four(*box)),
+            by(four(1, 1, 1, 1)),
             int(api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
             int(getattr(api.CUtensorMapSwizzle, _TENSOR_MAP_SWIZZLES[swizzle])),
             int(api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B),

@@ -12,7 +12,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ class _Shared:
 
     __slots__ = (
         *("_first", "_load", "_maps_bytes", "_pack", "_pack_pointers", "_pick_numbers", "_pick_pointers", "_room"),
-        *("_scalars", "device", "lock", "main", "places", "starts"),
+        *("_scalars", "device", "lock", "main", "of_maps", "starts"),
     )
 
     def __init__(self, plan: KernelPlan, device: int, load: Callable[[LaunchGrid], driver.Function]) -> None:
@@ -56,10 +56,10 @@ class _Shared:
         self._pick_numbers = picker(plan, [m.name for m in numbers])
         self._pack = struct.Struct("<" + "".join(m.format for m in numbers)).pack_into
         self._first = 8 * len(of_pointers)
-        self._scalars = [(struct.Struct(f"<{place[name][0]}").pack_into, place[name][1]) for name in scalars(plan)]
+        self._scalars = list(_runs([place[name] for name in scalars(plan)]))
         maps = params.maps(plan)
-        #: Where the addresses of the tensors of maps stand among all.
-        self.places = [known.index(name) for name in maps]
+        #: What picks the addresses of the tensors of maps among all; None where there are no maps.
+        self.of_maps = operator.itemgetter(*map(known.index, maps)) if maps else None
         self._maps_bytes = driver.TENSOR_MAP_BYTES * len(maps)
         room = self._maps_bytes + (driver.TENSOR_MAP_ALIGNMENT if maps else 0)
         self._room = ctypes.c_char * (room + params.sizeof(plan))
@@ -89,8 +89,29 @@ class _Shared:
         self._pack_pointers(buffer, first, *self._pick_pointers(addresses))
 
     def count(self, buffer: ctypes.Array, first: int, numbers: tuple[int | float, ...]) -> None:
-        for (pack_into, offset), number in zip(self._scalars, numbers, strict=True):
-            pack_into(buffer, first + offset, number)
+        if len(self._scalars) == 1:
+            ((pack_into, offset, _),) = self._scalars
+            pack_into(buffer, first + offset, *numbers)
+            return
+        start = 0
+        for pack_into, offset, end in self._scalars:
+            pack_into(buffer, first + offset, *numbers[start:end])
+            start = end
+
+
+def _runs(places: list[tuple[str, int]]) -> Iterator[tuple[Callable[..., None], int, int]]:
+    """What packs members of these formats and offsets, together where they lie side by side in this order: that, where
+    it starts, and how many members end with it."""
+    formats, start, end = "", 0, 0
+    for number, (format_, offset) in enumerate(places):
+        if formats and offset != end:
+            yield struct.Struct(f"<{formats}").pack_into, start, number
+            formats = ""
+        if not formats:
+            start = offset
+        formats, end = formats + format_, offset + struct.calcsize(f"<{format_}")
+    if formats:
+        yield struct.Struct(f"<{formats}").pack_into, start, len(places)
 
 
 class Record:
@@ -135,8 +156,8 @@ class Record:
         with shared.lock:
             if addresses != self._addresses:
                 self._addresses = None  # until all of them are in place
-                if shared.places:
-                    self._map([addresses[index] for index in shared.places])
+                if shared.of_maps is not None:
+                    self._map(list(shared.of_maps(addresses)))
                 shared.point(self._buffer, self._first, addresses)
                 self._addresses = addresses
             if numbers is not self._numbers:  # equal ones may differ: 0.0 and -0.0

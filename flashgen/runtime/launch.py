@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.codegen import params as members
 from flashgen.planning import backward, split_keys, summaries
-from flashgen.planning.arch import ARCHS
+from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.float8 import DESCALES, block_of
 from flashgen.planning.layout import division
 from flashgen.planning.once import Remembered, once
@@ -87,9 +87,9 @@ class TensorMapDesc(NamedTuple):
     """
 
     tensor: str
-    dtype: str
     sizes: tuple[int, int, int, int]
     strides: tuple[int, int, int]
+    dtype: str
     box: tuple[int, int, int, int]
     swizzle: int
 
@@ -176,6 +176,25 @@ class _MapOutline(NamedTuple):
     packed: bool
 
 
+class _Form(NamedTuple):
+    """What lengths do not decide of the launches of a plan on so many heads of so many batches: of a pack of `pack`
+    heads.
+
+    l2_bytes  bytes of a position of what L2 is to hold, of a key head: in a forward of keys, in a backward of queries
+    l2_unit   what `l2_heads` counts of a key head
+    maps      for each map its tensor, the place of an earlier one of the same outline, that outline, its heads, and
+              the sequences that have rows of their own
+    """
+
+    pack: int
+    packs: int
+    pack_log2: int
+    tile_q: int
+    l2_bytes: int
+    l2_unit: int
+    maps: tuple[tuple[str, int | None, _MapOutline, int, int], ...]
+
+
 #: The numbers that every launch has, in order: parameters, and what only some plans take, stand behind them.
 _NUMBERS = (
     *("batch", "heads", "kv_heads", "q_len", "kv_len", "q_tiles", "kv_tiles", "l2_heads", "packs", "pack_log2"),
@@ -193,7 +212,7 @@ class _Outline:
 
     pointers  those of `Launch.pointers`
     counted   whether `COUNTERS` are among them
-    maps      the tensors of maps, what these have in common, and the place of an earlier one that has the same
+    maps      the tensors of maps, for each the place of an earlier one that has the same outline, and that
     main      the kernel that visits tiles, of no block
     params    the names of parameters
     scaled    operands that have descales
@@ -203,14 +222,15 @@ class _Outline:
     gradients whether the gradients of captured tensors are asked for
     summaries by what side, and by how many positions, summaries are counted
     by_length whether other things than counts of tiles and summaries decide grids or workspaces
-    packed    whether heads that share keys may share tiles
     places    those of all numbers among `Values.numbers`, by name
     by_tiles  what `_by_tiles` has found, where counts of tiles and of positions of summaries alone decide it
+    forms     what `_form` has found, by batch, heads and key heads
+    arch      that of the plan, `forward` whether it is one, and `tile_kv` the keys of its tiles
     """
 
     pointers: tuple[str, ...]
     counted: bool
-    maps: tuple[tuple[str, _MapOutline, int | None], ...]
+    maps: tuple[tuple[str, int | None, _MapOutline], ...]
     main: LaunchGrid
     params: tuple[str, ...]
     scaled: tuple[str, ...]
@@ -220,9 +240,12 @@ class _Outline:
     gradients: bool
     summaries: tuple[tuple[str, int], ...]
     by_length: bool
-    packed: bool
     places: Mapping[str, int]
     by_tiles: Remembered[tuple[int, ...], _ByTiles]
+    forms: Remembered[tuple[int, int, int], _Form]
+    arch: Arch
+    forward: bool
+    tile_kv: int
 
 
 @once
@@ -253,7 +276,7 @@ def _outline(plan: KernelPlan) -> _Outline:
         pointers=tuple(dict.fromkeys((*maps, *others, *cleared))),
         counted=bool(cleared),
         maps=tuple(
-            (name, outlines[i], outlines.index(outlines[i]) if outlines[i] in outlines[:i] else None)
+            (name, outlines.index(outlines[i]) if outlines[i] in outlines[:i] else None, outlines[i])
             for i, name in enumerate(maps)
         ),
         main=_grid(plan, main_entry(plan), 0, plan.threads, plan.smem_bytes),
@@ -273,9 +296,30 @@ def _outline(plan: KernelPlan) -> _Outline:
             or (plan.backward is not None and plan.backward.by_query is not None)
             or any(one.bits is not None for one in plan.summaries)
         ),
-        packed=plan.packed,
         places=MappingProxyType({name: place for place, name in enumerate(names)}),
         by_tiles=Remembered(),
+        forms=Remembered(),
+        arch=ARCHS[plan.arch],
+        forward=plan.backward is None,
+        tile_kv=plan.tile.kv,
+    )
+
+
+def _form(plan: KernelPlan, problem: Problem) -> _Form:
+    outline, heads, group = _outline(plan), problem.heads, problem.group
+    pack, batches, maps = plan.pack(group), 1 if outline.joined else problem.batch, []
+    for tensor, like, of in outline.maps:
+        if of.packed:  # the heads of a query side by side
+            of = of._replace(box=(of.box[0], pack, WARPGROUP_ROWS // pack, 1))
+        maps.append((tensor, like, of, problem.kv_heads if of.of_keys else heads, batches))
+    return _Form(
+        pack=pack,
+        packs=heads // pack,
+        pack_log2=pack.bit_length() - 1,
+        tile_q=plan.tile.q // pack,
+        l2_bytes=problem.read_bytes(0, 1) if outline.forward else backward.query_bytes(problem),
+        l2_unit=group // pack if outline.forward else 1,
+        maps=tuple(maps),
     )
 
 
@@ -349,25 +393,25 @@ def make_launch(
     ones do.
     """
     outline, batch, heads, kv_heads = _outline(plan), problem.batch, problem.heads, problem.kv_heads
-    q_len, kv_len, group = problem.q_len, problem.kv_len, heads // kv_heads
-    pack = plan.pack(group) if outline.packed else 1
+    forms, of = outline.forms, (batch, heads, kv_heads)
+    form = forms.get(of) or forms.keep(of, _form(plan, problem))
+    pack, packs, pack_log2, tile_q, l2_bytes, l2_unit, maps = form
+    q_len, kv_len = problem.q_len, problem.kv_len
     rows = (q_len, kv_len) if rows is None else rows
-    together = _l2_kv_heads(plan, problem) if l2_kv_heads is None else l2_kv_heads
-    together = min(together, batch * kv_heads)
+    if l2_kv_heads is None:
+        l2_kv_heads = outline.arch.l2_holds(l2_bytes * (kv_len if outline.forward else q_len))
+    together = min(l2_kv_heads, batch * kv_heads)
     if outline.joined:
         in_pages = () if cache is None else ("k", "v")
         strides = {name: of if name in in_pages else (0, *of[1:]) for name, of in strides.items()}
     if descales:
         strides = {**strides, **{DESCALES[name]: descale.strides for name, descale in descales.items()}}
     joined = batch if outline.joined else None
-    q_tiles = _tiles(plan.tile.q // pack, q_len, joined, rows[0])
-    kv_tiles = _tiles(plan.tile.kv, kv_len, joined, rows[1])
-    numbers: list[int | float] = [  # in the order of _NUMBERS, and of what stands behind them
-        *(batch, heads, kv_heads, q_len, kv_len, q_tiles, kv_tiles),
-        together if plan.backward is not None else together * group // pack,
-        *(heads // pack, pack.bit_length() - 1),
-        *(rows[0], rows[1], q_offset, kv_splits, 0, 0, scale),
-    ]
+    q_tiles = _tiles(tile_q, q_len, joined, rows[0])
+    kv_tiles = _tiles(outline.tile_kv, kv_len, joined, rows[1])
+    # In the order of _NUMBERS, and of what stands behind them.
+    numbers: list[int | float] = [batch, heads, kv_heads, q_len, kv_len, q_tiles, kv_tiles, together * l2_unit]
+    numbers += packs, pack_log2, rows[0], rows[1], q_offset, kv_splits, 0, 0, scale
     if outline.params:
         numbers += [params[name] for name in outline.params]
     if plan.layout.paged:
@@ -384,7 +428,7 @@ def make_launch(
     for name in outline.captured:
         for size, stride in zip(*captured[name], strict=True):
             numbers += size, stride if size > 1 else 0  # of size 1: it broadcasts
-    if plan.backward is not None:
+    if not outline.forward:
         if clear_distance is None:
             clear_distance = backward.clear_distance(plan, problem, sms, together)
         numbers.append(min(clear_distance, batch * kv_heads))
@@ -397,8 +441,8 @@ def make_launch(
             at = *at, *[-(-(kv_len if side == "k" else q_len) // n) for side, n in outline.summaries]
         by_tiles = known.get(at) or known.keep(at, _by_tiles(plan, problem, sms, rows, q_tiles, pack, kv_splits, {}))
     grids, workspaces, cleared = by_tiles
-    maps = _tensor_maps(outline, plan, problem, strides, rows, cache) if outline.maps else ()
-    return new(Launch, (plan, grids, Values(outline.places, tuple(numbers)), maps, workspaces, cleared))
+    descs = _tensor_maps(maps, strides, rows, cache, outline.tile_kv) if maps else ()
+    return new(Launch, (plan, grids, Values(outline.places, tuple(numbers)), descs, workspaces, cleared))
 
 
 def _by_tiles(
@@ -546,14 +590,6 @@ def _tiles(size: int, length: int, joined: int | None, rows: int | None) -> int:
     return rows // size + joined  # each sequence may end inside a tile
 
 
-def _l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
-    """Key heads that pipeline hopper works on together: of a forward those whose keys and values L2 holds beside
-    queries and outputs."""
-    if plan.backward is not None:
-        return backward.l2_kv_heads(plan, problem)
-    return ARCHS[plan.arch].l2_holds(problem.read_bytes(0, problem.kv_len))
-
-
 def descale_of(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, heads: int) -> Descale:
     """How a tensor of descales, [1], [batch, heads] or [batch, heads, blocks], serves so many rows and query heads; a
     dimension of size 1 serves all.  The shape is one that broadcasts."""
@@ -574,40 +610,32 @@ def operand_dtype(plan: KernelPlan, name: str) -> str:
 
 
 def _tensor_maps(
-    outline: _Outline,
-    plan: KernelPlan,
-    problem: Problem,
+    maps: tuple[tuple[str, int | None, _MapOutline, int, int], ...],
     strides: Mapping[str, tuple[int, ...]],
     in_memory: tuple[int, int],
     cache: Cache | None,
+    tile_kv: int,
 ) -> tuple[TensorMapDesc, ...]:
     """Those of tensors with so many rows of q, and of k, in memory: of each page where there is a cache."""
     found: list[TensorMapDesc] = []
-    of_heads, of_kv_heads, of_batch = problem.heads, problem.kv_heads, 1 if outline.joined else problem.batch
-    q_rows, kv_rows = in_memory[0] or 1, in_memory[1] or 1  # without a key nothing is copied
-    for tensor, form, like in outline.maps:
+    for tensor, like, outline, heads, batches in maps:
         of_tensor = strides[tensor]
-        if like is not None and of_tensor == strides[found[like].tensor]:
-            found.append(new(TensorMapDesc, (tensor, *found[like][1:])))
+        if like is not None and of_tensor == strides[maps[like][0]]:
+            _, sizes, steps, dtype, box, swizzle = found[like]
+            found.append(new(TensorMapDesc, (tensor, sizes, steps, dtype, box, swizzle)))
             continue
         batch, of_head, of_row = of_tensor
-        dtype, item, columns, box, swizzle, least, of_keys, packed = form
-        batch_size = of_batch
-        if of_keys:
-            rows, heads = kv_rows, of_kv_heads
-            if cache is not None:
-                rows, batch_size = cache.page_size, cache.pages or 1
-                box = (box[0], math.gcd(cache.page_size, plan.tile.kv), 1, 1)
-        else:
-            rows, heads = q_rows, of_heads
-            if packed:  # the heads of a query side by side
-                rows, heads, of_row, of_head = heads, rows, of_head, of_row
-                pack = plan.pack(problem.group)
-                box = (box[0], pack, WARPGROUP_ROWS // pack, 1)
+        dtype, item, columns, box, swizzle, least, of_keys, packed = outline
+        rows = in_memory[of_keys] or 1  # without a key nothing is copied
+        if of_keys and cache is not None:
+            rows, batches = cache.page_size, cache.pages or 1
+            box = (box[0], math.gcd(rows, tile_kv), 1, 1)
+        if packed:
+            rows, heads, of_row, of_head = heads, rows, of_head, of_row
         steps = (
             of_row * item if rows > 1 else least,
             of_head * item if heads > 1 else least,
-            batch * item if batch_size > 1 else least,
+            batch * item if batches > 1 else least,
         )
-        found.append(new(TensorMapDesc, (tensor, dtype, (columns, rows, heads, batch_size), steps, box, swizzle)))
+        found.append(new(TensorMapDesc, (tensor, (columns, rows, heads, batches), steps, dtype, box, swizzle)))
     return tuple(found)
