@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from flashgen.planning.layout import Layout
 
-#: Lanes look the pages of a tile up together; one copies, since copies of several lanes are issued one by one in a loop
-#: (pages of 16 rows, 32 sequences of 8k keys on an H200: 281 us, where dense keys took 257).
-_LOOKUP = """\
-  // Where rows of a tile lie that are of one page, p.page_rows of them for each lane: of no page behind the last key.
-  DEVICE InPage look_up(int tile, const Work& work) {
-    const int first = threadIdx.x % 32 * p.page_rows;
-    if (first >= TILE_KV) return {-1, 0};
-    return find_key(tile * TILE_KV + first, work.kv_len, p.page_table + work.b * p.table_row, p);
-  }
+#: Which rows of a tile a lane copies, in one box: none of a tile's end beyond the last key, which then is zero.
+#: One lane that copies the boxes of all (elect.sync: no loop over lanes) was no faster: pages of 16 rows, 32 sequences
+#: of 8k keys on an H200, 296 us in place of 286.
+_BOX_OF_LANE = """\
+  // The rows of a tile that this lane copies, from `first` on: they are of one page and lie there from `row` on.
+  struct Box { int first, page, row; };
 
-  DEVICE InPage found_by(int lane, const InPage& found) {
-    return {__shfl_sync(~0u, found.page, lane), __shfl_sync(~0u, found.row, lane)};
+  DEVICE Box box_of_lane(int tile, const Work& work) {
+    const int first = threadIdx.x % 32 * p.page_rows;
+    if (first >= TILE_KV) return {TILE_KV, -1, 0};
+    const InPage at = find_key(tile * TILE_KV + first, work.kv_len, p.page_table + work.b * p.table_row, p);
+    return {first, at.page, at.row};
   }
 
 """
@@ -27,9 +27,9 @@ _LOOKUP = """\
 class PagesCode:
     """Fragments of CUDA by a plan's layout.
 
-    On pipeline hopper the loader is a warp where there are pages, whose lanes look them up, else one thread.  Boxes of
-    no page lie outside of the tensor map, so that they become zero.  In 8 bits tiles of K are `scaled`: the loader
-    finds their descales too.
+    On pipeline hopper the loader is a warp where there are pages, of which each lane copies a box of rows, else one
+    thread.  Boxes of no page lie outside of the tensor map, so that they become zero.  In 8 bits tiles of K are
+    `scaled`: the loader finds their descales too.
     """
 
     layout: Layout
@@ -127,33 +127,38 @@ class PagesCode:
         return self.paged or (self.scaled and self.layout.joined)
 
     @property
-    def lookup(self) -> str:
-        return _LOOKUP if self.paged else ""
+    def box_of_lane(self) -> str:
+        return _BOX_OF_LANE if self.paged else ""
 
-    @property
-    def copy(self) -> str:
-        """The template that copies a tile, in boxes of columns and, from pages, of rows."""
-        return f"hopper/forward_copy_{'pages' if self.paged else 'tile'}.cu.j2"
-
-    def look_up(self, tile: str) -> str:
+    def find_box(self, tile: str) -> str:
         """What stands before the loader waits for a free stage: the table is read meanwhile."""
-        return f"const InPage found = look_up({tile}, work);\n    " if self.paged else ""
+        return f"const Box box = box_of_lane({tile}, work);\n    " if self.paged else ""
 
     @property
     def tile_to_copy(self) -> str:
         """The parameters that say which tile of K is to be copied."""
-        return "const InPage& found, int kv_head" if self.paged else f"int tile, int kv_head, int {self._one_of_k}"
+        return "const Box& box, int kv_head" if self.paged else f"int tile, int kv_head, int {self._one_of_k}"
 
     def copied(self, tile: str) -> str:
         """Their arguments."""
         if self.paged:
-            return "found, kv_head"
+            return "box, kv_head"
         return f"{tile}, kv_head, {'work.' if self._several_of_k else ''}{self._one_of_k}"
+
+    @property
+    def if_any(self) -> str:
+        """What stands before a copy."""
+        return "if (box.first < TILE_KV)\n        " if self.paged else ""
+
+    @property
+    def from_row(self) -> str:
+        """The row of the tile in shared memory from which on rows are copied to."""
+        return "[box.first]" if self.paged else ""
 
     def of_keys(self, b: str, k_start: str) -> str:
         """The coordinates of what is copied, behind its columns."""
         if self.paged:
-            return "at.row, kv_head, at.page"
+            return "box.row, kv_head, box.page"
         return f"{k_start} + tile * TILE_KV, kv_head, 0" if self.layout.joined else f"tile * TILE_KV, kv_head, {b}"
 
     @property

@@ -21,15 +21,6 @@ struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction mo
 // ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
-// ---------------------------------------------------------------- elect.sync: one lane for a warp
-// True for one lane of a warp, all of whose lanes are here.  ptxas knows that it is one: behind a comparison of
-// threadIdx.x it puts each copy of TMA into a loop over lanes.
-DEVICE bool elect_one() {
-  u32 elected;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(elected));
-  return elected;
-}
-
 // ---------------------------------------------------------------- mbarrier: counts arrivals and bytes, a phase a round
 DEVICE void mbarrier_init(u64& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(&barrier)), "r"(arrivals) : "memory");
@@ -667,30 +658,24 @@ struct Loader {
     q_ring.passed++;
   }
 
-  // Where rows of a tile lie that are of one page, p.page_rows of them for each lane: of no page behind the last key.
-  DEVICE InPage look_up(int tile, const Work& work) {
-    const int first = threadIdx.x % 32 * p.page_rows;
-    if (first >= TILE_KV) return {-1, 0};
-    return find_key(tile * TILE_KV + first, work.kv_len, p.page_table + work.b * p.table_row, p);
-  }
+  // The rows of a tile that this lane copies, from `first` on: they are of one page and lie there from `row` on.
+  struct Box { int first, page, row; };
 
-  DEVICE InPage found_by(int lane, const InPage& found) {
-    return {__shfl_sync(~0u, found.page, lane), __shfl_sync(~0u, found.row, lane)};
+  DEVICE Box box_of_lane(int tile, const Work& work) {
+    const int first = threadIdx.x % 32 * p.page_rows;
+    if (first >= TILE_KV) return {TILE_KV, -1, 0};
+    const InPage at = find_key(tile * TILE_KV + first, work.kv_len, p.page_table + work.b * p.table_row, p);
+    return {first, at.page, at.row};
   }
 
   // Into the stage that `full` is of, which is empty.
-  DEVICE void copy_k(u64& full, const InPage& found, int kv_head) {
+  DEVICE void copy_k(u64& full, const Box& box, int kv_head) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, sizeof(KTile));
     __syncwarp();
-#pragma unroll 4
-    for (int first = 0, lane = 0; first < TILE_KV; first += p.page_rows, lane++) {
-      const InPage at = found_by(lane, found);
-      if (elect_one()) {
 #pragma unroll
-        for (int d = 0; d < QK_COLUMNS; d += 64)
-          tma_load_4d(shared.k[k_ring.stage()][d / 64][first], map_k, full, d, at.row, kv_head, at.page);
-      }
-    }
+    for (int d = 0; d < QK_COLUMNS; d += 64)
+      if (box.first < TILE_KV)
+        tma_load_4d(shared.k[k_ring.stage()][d / 64][box.first], map_k, full, d, box.row, kv_head, box.page);
     k_ring.passed++;
   }
 
@@ -711,20 +696,15 @@ struct Loader {
   }
 
   DEVICE void load_v(int tile, int kv_head, const Work& work) {
-    const InPage found = look_up(tile, work);
+    const Box box = box_of_lane(tile, work);
     u64& full = full_of_v(work, tile);
     await_empty(shared.v_pipe, v_ring);
     if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, sizeof(VTile));
     __syncwarp();
-#pragma unroll 4
-    for (int first = 0, lane = 0; first < TILE_KV; first += p.page_rows, lane++) {
-      const InPage at = found_by(lane, found);
-      if (elect_one()) {
 #pragma unroll
-        for (int d = 0; d < V_COLUMNS; d += 64)
-          tma_load_4d(shared.v[v_ring.stage()][d / 64][first], map_v, full, d, at.row, kv_head, at.page);
-      }
-    }
+    for (int d = 0; d < V_COLUMNS; d += 64)
+      if (box.first < TILE_KV)
+        tma_load_4d(shared.v[v_ring.stage()][d / 64][box.first], map_v, full, d, box.row, kv_head, box.page);
     v_ring.passed++;
   }
 
@@ -738,11 +718,11 @@ struct Loader {
   }
 
   DEVICE void load_k(const Step& step, int kv_head, const Work& work) {
-    const InPage found = look_up(step.tile, work);
+    const Box box = box_of_lane(step.tile, work);
     u64& full = shared.k_pipe.full[k_ring.stage()];
     await_empty(shared.k_pipe, k_ring);
     if (threadIdx.x % 32 == 0) shared.step[k_ring.stage()] = step;
-    copy_k(full, found, kv_head);
+    copy_k(full, box, kv_head);
   }
 
   // K one tile ahead of V: the order in which the consumers use them.
