@@ -242,6 +242,7 @@ def test_threads_and_what_each_of_them_ran(gpu):
         assert seen == {32: "flashgen", 20: "torch"} and flashgen.last_backend().name == "torch"
 
 
+@pytest.mark.sampled("33-20")
 @pytest.mark.slow
 @pytest.mark.parametrize(("q_len", "kv_len"), [(20, 33), (33, 20)])
 def test_causal_where_lengths_differ(gpu, q_len, kv_len):

@@ -71,6 +71,7 @@ def few_of_8_bits(q_len, group, **shape):
     return eight(shape.pop("spec", "causal_bottom_right"), q_len=q_len, options=options, **{"tile": (16, 64), **shape})
 
 
+@pytest.mark.sampled("1-4-{}")
 @pytest.mark.parametrize(
     ("q_len", "group", "shape"),
     [
@@ -118,6 +119,7 @@ PACKED = {"heads": 4, "kv_heads": 1, "packed": True, "tile": (32, 64)}
 PACKED_KEYS = {"keys": SplitKeys(), "packed": True}
 
 
+@pytest.mark.sampled("varlen")
 @pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
 def test_each_sequence_has_the_bits_that_it_has_alone(layout):
     w = batch("causal", "ampere", layout=layout, **LENGTHS, **PACKED)

@@ -96,6 +96,7 @@ def test_finite_differences(data):
     assert np.all(np.abs(slope(root, s) - (ahead + behind) / 2)[smooth] < 1e-3 * size[smooth])
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_sympy(seed):

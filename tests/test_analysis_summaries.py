@@ -189,6 +189,7 @@ STORED = {
 }
 
 
+@pytest.mark.sampled("rotated", "restarts", "wraps", "blocks", "dense", "loop")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ("rotated", "flags") else pytest.mark.slow) for name in MASKS]
 )

@@ -75,6 +75,19 @@ def test_no_value_of_any_option_ends_in_a_traceback(verb, turn, tmp_path, monkey
         assert code in (0, 1, 2), arguments
 
 
+@pytest.mark.sampled(
+    "--stages=0-0 stages for-plan",
+    "--stages=0-0 stages for-simulate",
+    "--arch=-'' is not an architecture-show",
+    "--arch=-'' is not an architecture-compile",
+    "--pipeline=-has no pipeline ''-emit",
+    "--dtype=-dtype '' is not one of-run",
+    "--tile=---tile '' is not of the form QxKV-plan",
+    "--tile=---tile '' is not of the form QxKV-show",
+    "--tile=---tile '' is not of the form QxKV-emit",
+    "--tile=---tile '' is not of the form QxKV-compile",
+    "option5-is not of the form QxKV-plan",
+)
 @pytest.mark.parametrize("verb", ["plan", "show", "emit", "compile", "run", "simulate"])
 @pytest.mark.parametrize(
     "option, says",
@@ -136,6 +149,7 @@ def test_results_do_not_go_into_a_file(verb, tmp_path):
     assert f"--folder {tmp_path / 'file'} is a file" in told
 
 
+@pytest.mark.sampled("emit-.cu", "compile-.cubin")
 @pytest.mark.slow
 @pytest.mark.parametrize("verb, suffix", [("emit", ".cu"), ("compile", ".cubin"), ("show", ".svg")])
 def test_a_full_disk_leaves_what_was_there(verb, suffix, tmp_path, monkeypatch):
@@ -319,6 +333,7 @@ def refuse_constant(name):
     raise AssertionError(f"{name} is no JSON")
 
 
+@pytest.mark.sampled("plan", "show", "emit", "run")
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", KEYS)
 def test_json_has_the_keys_that_help_names(verb, tmp_path, monkeypatch):

@@ -38,6 +38,7 @@ def test_the_json_object_of_a_causal_plan():
     assert all(entry.keys() >= {"tile", "reason"} for entry in got["rejected"])
 
 
+@pytest.mark.sampled("alibi", "causal", "causal_bottom_right", "document", "full", "longformer", "relative_bias")
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_every_shipped_spec_is_planned_by_its_bare_name(name):
     assert plan(name, "--seqlen", 512, "--arch", "sm_80")["variant"] == name

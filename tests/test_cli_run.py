@@ -29,6 +29,9 @@ def test_every_dtype_of_the_cpu(dtype):
     assert f"exact row max in {dtype}" in run("causal", "--seqlen", 70, "--head-dim", 64, "--dtype", dtype).out
 
 
+@pytest.mark.sampled(
+    "alibi", "causal", "full", "gpt_oss", "local_softcap", "log_distance", "sink_window", "sliding_window", "softcap"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_every_shipped_spec(name):

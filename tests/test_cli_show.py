@@ -95,6 +95,9 @@ def test_what_data_alone_tell_needs_no_promise(tmp_path):
         assert ("summaries" in plan) == ("summary_image_q" in plan) == ("attention_summaries" in plan) == bool(found)
 
 
+@pytest.mark.sampled(
+    "alibi", "full", "log_distance", "padding", "prefix_lm", "relative_bias", "sink_window", "sliding_window", "softcap"
+)
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_every_shipped_spec_is_drawn(name):
     out = flashgen("show", name, "--seqlen", 300, "--head-dim", 64, "--arch", "sm_80").out

@@ -203,6 +203,7 @@ extern "C" __global__ void probe(u32* out) {
     assert np.array_equal(out, np.stack(want, axis=-1).astype(np.uint32))
 
 
+@pytest.mark.sampled("at")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dq", "to_captured", "of", "asm", "int", "at"])
 def test_a_tensors_name_meets_no_function_of_the_kernel(name):

@@ -180,7 +180,7 @@ def test_every_pair_means_what_python_means(exact):
         check(roots[first : first + AT_ONCE], exact=exact)
 
 
-@pytest.mark.sampled("False")
+@pytest.mark.sampled("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_deep_expressions_mean_what_python_means(exact):

@@ -141,6 +141,7 @@ def roots():
     yield apply("div", x, apply("mul", y, y))
 
 
+@pytest.mark.sampled("int64")
 @pytest.mark.slow
 @pytest.mark.parametrize("wide", [False, True], ids=["int32", "int64"])
 def test_ops_on_ranges(wide):

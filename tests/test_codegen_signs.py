@@ -49,6 +49,7 @@ def test_both_passes_compile(name, arch):
         nvrtc.ptx(emit(menu(VARIANTS[name].bind(), arch, "bfloat16", 64, 64).plans[0]), arch)
 
 
+@pytest.mark.sampled("mask-hopper", "flipped-ampere")
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ARCH)
 @pytest.mark.parametrize("name", ["mask", "flipped"])
@@ -73,6 +74,7 @@ def test_a_condition_of_a_choice_alone_decides_about_tiles():
     assert ((visited != 0) == np.broadcast_to(expected, (2, 2))[:, :, None, None]).all()
 
 
+@pytest.mark.sampled("<lambda>0")
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [lambda h, k: (h & 3, k & 7), lambda h, k: (h & 3, fg.where(k > 4, 7, 0))])
 def test_the_gradient_of_an_element_goes_to_its_own_place(at):

@@ -49,8 +49,15 @@ def prose(text: str) -> str:
 # -- commands
 
 
+def commands():
+    """The lines; a sweep over all specs takes as long as the others together."""
+    at_night = pytest.mark.nightly(sibling="test_commands_run")
+    for line in (line for p in marked("commands") for line in p.values[0].strip().splitlines()):
+        yield pytest.param(line, marks=at_night) if "--sweep" in line else line
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("line", [line for p in marked("commands") for line in p.values[0].strip().splitlines()])
+@pytest.mark.parametrize("line", commands())
 def test_commands_run(line, tmp_path, monkeypatch):
     for name in ("specs", "generated"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -214,6 +221,7 @@ def test_python_runs(code, forks, tmp_path):
     assert forks.stdout.readline() == "0\n", said.read_text()
 
 
+@pytest.mark.sampled("docs/language.md-2", "docs/language.md-3")
 @pytest.mark.slow
 @pytest.mark.parametrize("code", marked("spec"))
 def test_specs_run(code, tmp_path):

@@ -152,6 +152,7 @@ def test_kernels_are_right(spec, shape):
 PEAKED = {"std": 4.0, "heads": 1, "q_len": 128, "kv_len": 640, "head_dim": 128}
 
 
+@pytest.mark.sampled("fast")
 @pytest.mark.parametrize("accuracy", ["default", pytest.param("fast", marks=pytest.mark.slow)])
 def test_the_baseline_has_the_bias_of_the_accumulators(accuracy, monkeypatch):
     w = eight("full", options={"accuracy": accuracy}, **PEAKED)

@@ -330,6 +330,7 @@ def test_one_descale_for_all_and_pages():
     assert off(paged, flat().double()) < 1e-6
 
 
+@pytest.mark.sampled("False")
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_on_an_emulated_gpu(monkeypatch, blocks):

@@ -41,6 +41,7 @@ def test_there_is_a_glossary():
     assert len(names()) > 30
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", names())
 def test_a_name_of_the_glossary_is_used(name):
     aliases = {"tile_q": "TILE_Q", "tile_kv": "TILE_KV"}

@@ -90,6 +90,7 @@ def test_o_and_the_sums_follow_the_maxima():
     assert w.wrong(w.run(replace("        if (moved) rescale();\n", "")))
 
 
+@pytest.mark.sampled("0.5-False")
 @pytest.mark.slow
 @pytest.mark.parametrize(("cap", "near"), [(30.0, True), (0.5, False)])
 def test_tanh_of_what_is_small_takes_no_special_unit(cap, near):
@@ -131,6 +132,7 @@ def test_three_warpgroups_take_turns():
     assert w.wrong(w.run()) == ()
 
 
+@pytest.mark.sampled("a turn passed to itself")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TURNS)
 def test_turns_that_are_not_kept_are_noticed(name):

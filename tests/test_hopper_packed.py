@@ -157,6 +157,7 @@ def test_mutations_are_noticed(name):
 
 
 # ---------------------------------------------------------------- the plan
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("spec", ["full", "causal_bottom_right", "sliding_window", "document", "chunked", "butterfly"])
 @pytest.mark.parametrize(("q_len", "group"), [(1, 8), (3, 6), (40, 4), (150, 2), (0, 4)])
 def test_the_walk_moves_what_is_predicted(spec, q_len, group):
@@ -225,6 +226,7 @@ def test_no_benchmark_cell_of_equal_lengths_is_packed():
         assert planner.choose(menu, p, SMS).packed == (p.q_len < p.kv_len)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("head_dim", [16, 64, 72, 96, 128, 192, 256])
 @pytest.mark.parametrize("spec", ["full", "causal", "document", "softcap", "relative_bias"])
 def test_a_menu_has_at_most_one_packed_form_and_a_command_names_it(spec, head_dim):

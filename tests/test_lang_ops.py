@@ -122,6 +122,7 @@ def run_cuda(text: str, *values):
     return eval(text, {**CUDA, "__builtins__": {"int": int, "float": float}})
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPS)
 @settings(deadline=None, max_examples=25)

@@ -123,6 +123,7 @@ WIDE = st.one_of(
 )
 
 
+@pytest.mark.sampled("minimum", "maximum", "bit_and", "neg", "abs")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*INT_BINARY, *INT_UNARY])
 @settings(deadline=None, max_examples=80)

@@ -247,6 +247,7 @@ def test_counters_that_are_not_left_as_they_were_found():
         subject("hopper").run(replace("p.counters[0] = p.counters[1] = 0;", "p.counters[0] = 0;"))
 
 
+@pytest.mark.sampled("ampere", "hopper")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_launch_as_made_is_silent(name):
     assert noticed(name, None) == set()

@@ -227,6 +227,7 @@ def test_a_wrong_walk_is_noticed(monkeypatch):
 
 
 # ---------------------------------------------------------------- the choice
+@pytest.mark.sampled("sm_80-256", "sm_90a-128")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_every_menu_adds_up_in_one_order(arch, head_dim):

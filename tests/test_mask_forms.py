@@ -74,6 +74,7 @@ def test_a_table_of_pairs_is_read_as_bits():
     assert [nvrtc.compile(emit(plan), plan.arch).resources.spills for plan in (forward, backward)] == [0, 0]
 
 
+@pytest.mark.sampled("lengths1")
 @pytest.mark.parametrize("lengths", [(97, 130), pytest.param((161, 71), marks=pytest.mark.slow)])
 def test_bits_of_each_batch_and_head(lengths):
     """Beside an element by key, a causal mask, and rows and tiles that end within a word."""

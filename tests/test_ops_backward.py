@@ -389,6 +389,7 @@ def test_a_tensor_changed_in_between_is_noticed():
 # -- torch.compile
 
 
+@pytest.mark.sampled("eager")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_models(backend):
     def model(q, k, v, table, width):

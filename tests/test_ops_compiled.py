@@ -153,6 +153,7 @@ def test_seeds_that_change_are_checked():
     assert error_of(compiled, -1).startswith("seed is -1: it is an unsigned")
 
 
+@pytest.mark.sampled("grad")
 @pytest.mark.parametrize(
     "transform", [torch.func.grad, torch.func.vmap, lambda f: lambda q: torch.func.jvp(f, (q,), (q,))]
 )

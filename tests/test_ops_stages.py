@@ -148,6 +148,7 @@ def refused(**case):
     return bool(reasons)
 
 
+@pytest.mark.sampled("37")
 @pytest.mark.parametrize("step", [37, pytest.param(5, marks=pytest.mark.slow)])
 def test_reasons_are_empty_exactly_when_there_is_a_plan_of_a_layout(step):
     cases = [

@@ -88,6 +88,7 @@ def test_each_kernel_waits_and_lets_the_next_one_start():
 
 
 # ---------------------------------------------------------------- each wait is needed, and where it stands
+@pytest.mark.sampled("attention_forward, neither")
 @pytest.mark.parametrize("edit, words", of("attention_forward"))
 def test_a_forward(edit, words):
     with pytest.raises(errors.NotComplete, match=words):

@@ -87,6 +87,7 @@ def test_a_plan_says_which_request_it_serves(asked):
 # The integers
 
 
+@pytest.mark.sampled("q_stages")
 @pytest.mark.parametrize("name", INTEGERS)
 def test_an_integer_is_taken_everywhere_or_refused_with_its_reason(name):
     row = INTEGERS[name]

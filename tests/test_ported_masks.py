@@ -106,6 +106,7 @@ IN_TURN = {
 }
 
 
+@pytest.mark.sampled("top_blocks")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", thinned(tuple(IN_TURN), kept=("bigbird", "top_blocks"), sibling="test_judging_tiles_spills_nothing")

@@ -151,6 +151,7 @@ def check(b, **options):
     return result
 
 
+@pytest.mark.sampled("<lambda>1")
 @pytest.mark.parametrize(
     "score",
     [
@@ -410,6 +411,7 @@ def test_hoppers_one_order_is_the_same_bits(spec, shape):
         np.testing.assert_array_equal(again.workspaces["dq_sum"], result.workspaces["dq_sum"])
 
 
+@pytest.mark.nightly(sibling="test_hoppers_one_order_is_the_same_bits")
 @pytest.mark.slow
 def test_hoppers_one_order_with_dropout_and_the_gradient_of_a_captured_tensor():
     dropout = Dropout(p=0.3, seed=5, offset=1)

@@ -39,6 +39,7 @@ def run(subject, program: Program):
     return changed.run(step_limit=2_000_000, sms=1)
 
 
+@pytest.mark.sampled("loader")
 @pytest.mark.parametrize("name", ["storer", "loader"])
 def test_a_dropped_role_deadlocks(subject, name):
     with pytest.raises(errors.Deadlock):

@@ -317,6 +317,7 @@ def test_ties_round_as_in_the_kernel():
     assert not np.array_equal(scaled.to(E4M3).view(torch.uint8).numpy(), wanted[0])
 
 
+@pytest.mark.sampled("16", "96")
 @pytest.mark.parametrize(
     "head_dim", [16, 96, 128, pytest.param(240, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
 )

@@ -328,6 +328,7 @@ def test_groups_of_heads_whose_sequences_share_scales(monkeypatch):
     same_rows(group, found, wanted)
 
 
+@pytest.mark.sampled("starts1-128")
 @pytest.mark.parametrize(
     ("starts", "block"),
     [

@@ -74,6 +74,20 @@ def test_any_number_of_heads_in_l2_gives_the_same_bits():
 DOCUMENT = fg.tensor("doc", dims=("batch", "kv"), dtype="int32")
 
 
+@pytest.mark.sampled(
+    "<lambda>0-sm_80-menu-options0",
+    "<lambda>0-sm_80-menu-options3",
+    "<lambda>0-sm_80-backward_menu-options4",
+    "<lambda>0-sm_90a-menu-options0",
+    "<lambda>0-sm_90a-backward_menu-options1",
+    "<lambda>0-sm_90a-backward_menu-options2",
+    "<lambda>0-sm_90a-backward_menu-options4",
+    "<lambda>1-sm_80-menu-options0",
+    "<lambda>1-sm_80-menu-options3",
+    "<lambda>1-sm_90a-backward_menu-options1",
+    "<lambda>1-sm_90a-backward_menu-options2",
+    "<lambda>1-sm_90a-backward_menu-options4",
+)
 @pytest.mark.parametrize(
     ("menu", "options"),
     [

@@ -65,6 +65,7 @@ def both(shapes, mask=None, **options):
     )
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("what", "kind", "scale"), list(itertools.product(SHAPES, MASKS, (None, -0.3))))
 def test_every_combination(what, kind, scale):
     shapes = SHAPES[what]

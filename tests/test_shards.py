@@ -74,6 +74,15 @@ def compare(name, placements, of_captured=None, **options):
     assert of_captured or summed.keys() == whole.of_captured.keys()
 
 
+@pytest.mark.sampled(
+    "alibi-[Shard(dim=1)]",
+    "relative_bias-[Shard(dim=1)]",
+    "relative_bias-[Shard(dim=1), Replicate()]",
+    "anywhere-[Shard(dim=1), Replicate()]",
+    "own-[Shard(dim=1)]",
+    "full-[Shard(dim=0)]",
+    "full-[Shard(dim=1)]",
+)
 @pytest.mark.parametrize("placements", [BATCHES, HEADS, [Shard(1), Replicate()]], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_parts_are_those_of_the_whole(name, placements):

@@ -100,6 +100,9 @@ def test_what_is_listed_of_forwards_spills_as_much(name):
     assert tuple(spilled(menu.plans[0]) for menu in asked) == LISTED_FORWARDS[name]
 
 
+@pytest.mark.sampled(
+    "causal-64-anew0", "prefix_lm-64-anew1", "zigzag-64-anew3", "sink_window-128-anew4", "streaming_blocks-64-anew5"
+)
 @pytest.mark.parametrize(
     ("name", "head_dim", "anew"),
     [

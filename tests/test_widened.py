@@ -69,6 +69,7 @@ def test_kernels_are_right(spec, arch, of_q, of_keys, shape):
     assert w.plan.pipeline == "ampere" and w.wrong(w.run()) == ()
 
 
+@pytest.mark.sampled("causal_bottom_right-3-{'q_len': 5, 'kv_len': 200}")
 @pytest.mark.parametrize(
     ("spec", "splits", "shape"),
     [
@@ -101,6 +102,7 @@ def test_bytes_are_predicted(of_q, arch):
 EVERY = np.arange(256, dtype=np.uint8)
 
 
+@pytest.mark.sampled("float16-float8_e5m2-sm_89", "bfloat16-float8_e4m3fn-sm_80")
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
@@ -129,6 +131,7 @@ def test_every_code_is_widened(kind, arch, of_q):
     assert np.allclose(k.lse, right, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.sampled("v-sm_80", "v-sm_89")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_a_nan_stays_one(name, arch):
