@@ -77,8 +77,7 @@ def run_backward(given: Given, call: Call, wanted: Sequence[str]) -> Gradients:
     record = calls.backward.get(key)
     if record is None:
         request = request_of(q, k, v, call, calls, key[: len(key) - 4])
-        problem, own = request.problem, request.sequences
-        if problem.empty or problem.kv_len == 0 or (own is not None and 0 in (q.shape[2], k.shape[2])):
+        if request.lacks_rows(q, k):
             dq, dk, dv = (x.zero_() for x in results(q, k, v))
             return Gradients(dq, dk, dv, tuple(_of_nothing(request, name, dlse) for name in wanted))
         if not q.is_cuda:

@@ -86,6 +86,12 @@ class Request(NamedTuple):
     def layout(self) -> Layout:
         return DENSE if self.sequences is None else self.sequences.layout
 
+    def lacks_rows(self, q: torch.Tensor, k: torch.Tensor) -> bool:
+        """Whether there is no query or no key, in the problem or, where bounds are loose, in memory."""
+        problem = self.problem
+        lengths_are_bounds = self.sequences is not None
+        return problem.empty or problem.kv_len == 0 or (lengths_are_bounds and 0 in (q.shape[2], k.shape[2]))
+
     @property
     def options(self) -> dict[str, Any]:
         """Those of `KernelRequest.of` beside the variant, dtype and head dims."""

@@ -64,8 +64,7 @@ def run(
         request = request_of(q, k, v, call, calls, key)
         if out is not None:
             check_out(out, o_layout(q, v)[0], q, _inputs(q, k, v, call))
-        problem, own = request.problem, request.sequences
-        empty = problem.empty or problem.kv_len == 0 or (own is not None and 0 in (q.shape[2], k.shape[2]))
+        empty = request.lacks_rows(q, k)
         if empty or not q.is_cuda:
             o, lse = _nothing(q, v, request) if empty else _walk(q, k, v, request)
             o = o if out is None else out.copy_(o)
