@@ -17,6 +17,7 @@ from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
 from flashgen.planning.layout import LAYOUTS
 from flashgen.planning.members import FoldedLeaves, Leaves, SplitKeys
+from flashgen.planning.pipelines import table
 from flashgen.planning.request import KernelRequest
 from flashgen.runtime import nvrtc
 from tests.tiers import thinned
@@ -49,9 +50,9 @@ KEPT_SERVED = [("hopper", "causal", 128, "split", "paged"), ("ampere", "alibi", 
 @cache
 def pairs(pipeline: str, backward: bool, spec: str) -> list[dict[str, object]]:
     """No option, each alone, and each two together."""
-    of = (planner.BACKWARDS if backward else planner.PIPELINES)[pipeline]
+    of = (table.BACKWARDS if backward else table.PIPELINES)[pipeline]
     offered: dict[str, tuple[object, ...]] = dict(BACKWARD if backward else FORWARD)
-    if of.NAME not in planner.PACKINGS:
+    if of.NAME not in table.PACKINGS:
         offered.pop("packed", None)
     if spec != "alibi":
         offered.pop("gradients", None)
