@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import variant_kernel
 from ptx_attention import ARCH, work
-from test_ptx_backward import Backward, check
+from ptx_backward import Backward, check
 from tiers import thinned
 
 import flashgen as fg

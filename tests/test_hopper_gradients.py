@@ -1,7 +1,7 @@
 """Gradients of captured tensors in the backward of pipeline hopper: what fits there, and that it is right."""
 
+import ptx_backward
 import pytest
-import test_ptx_backward
 from tiers import thinned
 
 import flashgen as fg
@@ -64,8 +64,8 @@ def test_sums_in_one_order_take_more_registers():
 def test_gradients_of_captured_tensors_are_right(name):
     """Beside float64, in the interpreter."""
     variant, gradients, head_dim = CASES[name]
-    work = test_ptx_backward.Backward(
+    work = ptx_backward.Backward(
         variant, pipeline="hopper", head_dim=head_dim, q_len=130, kv_len=150, heads=1, gradients=gradients
     )
     assert work.plan.pipeline == "hopper"
-    test_ptx_backward.check(work)
+    ptx_backward.check(work)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from ptx_attention import work
+from ptx_backward import Backward
 from test_analysis_tiles import case_of
-from test_ptx_backward import Backward
 from tiers import thinned
 from variant_kernel import run as run_variant
 

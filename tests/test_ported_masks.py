@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import ported
 import ptx_attention
+import ptx_backward
 import pytest
 import test_ptx_attention
-import test_ptx_backward
 import variant_kernel
 from test_codegen_variant_code import scheduled
 from tiers import thinned
@@ -95,7 +95,7 @@ def test_emitted_classes_by_elements_at_the_ends_of_indices():
 def test_kernels_move_what_the_walk_counts(name, pipeline):
     """Forward and backward, right against float64."""
     test_ptx_attention.check(ptx_attention.work(ported.variant(name), pipeline, q_len=211, kv_len=211))
-    test_ptx_backward.check(test_ptx_backward.Backward(ported.variant(name), pipeline=pipeline, q_len=211, kv_len=211))
+    ptx_backward.check(ptx_backward.Backward(ported.variant(name), pipeline=pipeline, q_len=211, kv_len=211))
 
 
 #: Masks that many ops judge, or few: whether their conditions are judged in turn.
@@ -131,11 +131,9 @@ def test_judging_tiles_spills_nothing(name):
 )
 def test_conditions_judged_in_turn(name):
     """Of the backward at head_dim 128, right against float64."""
-    work = test_ptx_backward.Backward(
-        ported.variant(name), pipeline="hopper", head_dim=128, q_len=201, kv_len=233, heads=1
-    )
+    work = ptx_backward.Backward(ported.variant(name), pipeline="hopper", head_dim=128, q_len=201, kv_len=233, heads=1)
     assert work.plan.backward.judged_in_turn
-    test_ptx_backward.check(work)
+    ptx_backward.check(work)
 
 
 #: Of the forward: what is read by query and key together, and many ops.
@@ -162,7 +160,7 @@ blocks_of_48 = fg.variant(lambda b, h, q, k: layout[q // 48, k // 48], name="blo
 def test_a_dq_by_itself_judges_its_own_tiles(name):
     """By parts, and by summaries of what divides the tiles of both kernels."""
     variant = blocks_of_48 if name is None else ported.variant(name)
-    test_ptx_backward.check(test_ptx_backward.Backward(variant, deterministic=True))
+    ptx_backward.check(ptx_backward.Backward(variant, deterministic=True))
 
 
 @pytest.mark.slow

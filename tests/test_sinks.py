@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulated_gpu import install
 from ptx_attention import replace, work
-from test_ptx_backward import Backward, check
+from ptx_backward import Backward, check
 from tiers import thinned
 
 import flashgen as fg
