@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from ptx_attention import replace
 from ptx_backward import DROPOUT, SOME, SPECS, STEPS, Backward, check
-from tiers import thinned
 
 import flashgen as fg
 from flashgen.codegen import emit
@@ -123,14 +122,7 @@ def test_mutations_over_head_dim_128_are_noticed(name):
 
 @pytest.mark.sampled("sliding_window")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec",
-    thinned(
-        SPECS,
-        kept=("causal_bottom_right", "document", "softcap", "sliding_window"),
-        sibling="test_hopper_adds_up_dq_in_one_order",
-    ),
-)
+@pytest.mark.parametrize("spec", SPECS)
 def test_hopper_adds_up_dq_in_one_order(spec):
     """Blocks wait for exactly the one that added before, and for none where there is none: all of them end only where
     both schedules, of keys and of queries, visit the same tiles."""
@@ -215,9 +207,7 @@ def in_one_order(head_dim):
 @pytest.mark.sampled("64-handed over too early")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ORDER_MUTATIONS)
-@pytest.mark.parametrize(
-    "head_dim", thinned((64, 136), kept=(64,), sibling="test_an_order_that_is_not_kept_is_noticed")
-)
+@pytest.mark.parametrize("head_dim", (64, 136))
 def test_an_order_that_is_not_kept_is_noticed(head_dim, name):
     b, right = in_one_order(head_dim)
     assert any(not np.array_equal(b.run(ORDER_MUTATIONS[name], seed=i).workspaces["dq_sum"], right) for i in range(4))
@@ -242,15 +232,9 @@ def read_ahead():
     return fg.variant(lambda b, h, q, k: valid[k] & (wide[q % 2, k] < 0.5) | (level[h, q] > 2), name="read_ahead")
 
 
+@pytest.mark.sampled("64-tile0")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("head_dim", "tile"),
-    thinned(
-        [(64, (64, 128)), (32, (128, 128))],
-        kept=[(64, (64, 128))],
-        sibling="test_hopper_reads_ahead_what_a_query_or_a_key_selects",
-    ),
-)
+@pytest.mark.parametrize(("head_dim", "tile"), [(64, (64, 128)), (32, (128, 128))])
 def test_hopper_reads_ahead_what_a_query_or_a_key_selects(head_dim, tile):
     b = Backward(
         read_ahead(), pipeline="hopper", tile=tile, head_dim=head_dim, heads=4, kv_heads=2, q_len=261, kv_len=200
@@ -285,15 +269,9 @@ def sweeping(spec):
     return Backward(spec, pipeline="hopper", tile=(64, 128), **shape)
 
 
+@pytest.mark.sampled("causal-2")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("spec", "clear_distance"),
-    thinned(
-        [("full", 1), ("full", 3), ("causal", 2), ("alibi", 5)],
-        kept=(("causal", 2),),
-        sibling="test_blocks_clear_and_finish_dq_for_other_heads",
-    ),
-)
+@pytest.mark.parametrize(("spec", "clear_distance"), [("full", 1), ("full", 3), ("causal", 2), ("alibi", 5)])
 def test_blocks_clear_and_finish_dq_for_other_heads(spec, clear_distance):
     b = sweeping(spec)
     of_head = 2 * 192 * b.plan.dq_sum_columns * 4  # bytes of the sums of two query heads
@@ -330,17 +308,7 @@ SWEEPING_MUTATIONS = {
 
 @pytest.mark.sampled("sums not counted as cleared")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    thinned(
-        list(SWEEPING_MUTATIONS),
-        kept=(
-            *("sums not counted as cleared", "a quarter of a slice cleared"),
-            *("dq finished before all is added", "additions not awaited"),
-        ),
-        sibling="test_sweeping_mutations_are_noticed",
-    ),
-)
+@pytest.mark.parametrize("name", list(SWEEPING_MUTATIONS))
 def test_sweeping_mutations_are_noticed(name):
     b = sweeping("alibi")
     assert any(b.fails(SWEEPING_MUTATIONS[name], seed=seed, **HEAD_BY_HEAD) for seed in range(4))
