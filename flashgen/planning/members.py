@@ -399,7 +399,6 @@ class DynamicScheduler:
 
     template: ClassVar[str] = "hopper/forward_dynamic_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
-    always_counts: ClassVar[bool] = False  # not where each block has but one tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,7 +407,6 @@ class StaticScheduler:
 
     template: ClassVar[str] = "hopper/forward_static_scheduler.cu.j2"
     dynamic: ClassVar[bool] = False
-    always_counts: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,7 +415,6 @@ class SequenceScheduler:
 
     template: ClassVar[str] = "hopper/forward_sequence_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
-    always_counts: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,7 +423,6 @@ class PartScheduler:
 
     template: ClassVar[str] = "hopper/forward_part_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
-    always_counts: ClassVar[bool] = True
 
 
 Scheduler = DynamicScheduler | StaticScheduler | SequenceScheduler | PartScheduler
