@@ -47,6 +47,42 @@ def test_sizes_of_pages(pipeline, page_size):
     check(batch("full", pipeline, q_offset="end", q_len=3, kv_lengths=(130, 64, 5), heads=4), page_size)
 
 
+#: Copies of a page bring whole rows of k, of v, or of both; heads of queries share keys.
+WHOLE_ROWS = {"heads": 4, "kv_heads": 2, "kv_lengths": (21, 130), "q_lengths": (20, 40)}
+
+
+@pytest.mark.sampled("head_dims0-16", "head_dims1-48")
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [8, 16, 48, 256])
+@pytest.mark.parametrize("head_dims", [(128, 128), (192, 64), (64, 128), (256, 192)])
+def test_copies_of_whole_rows(head_dims, page_size):
+    head_dim, v_head_dim = head_dims
+    w = batch("full", "hopper", head_dim=head_dim, v_head_dim=v_head_dim, **WHOLE_ROWS)
+    assert in_pages(w, 16).plan.whole_rows == tuple(n for n, d in zip("kv", head_dims, strict=True) if d > 64)
+    check(w, page_size)
+
+
+@pytest.mark.sampled("head_boxes", "group of v")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("kv_head * p.k_head_boxes", "0"),
+        ("grouped_matrix_descriptor(shared.v, 1024, V_COLUMNS * 16)", "matrix_descriptor(shared.v, 1024)"),
+        ("shared.v[tail.stage][row / 8][d / 64]", "shared.v[tail.stage][row / 8][0]"),
+        ("row = tail.rows + threadIdx.x % 32 / 8", "row = tail.rows + 8"),
+    ],
+    ids=["head_boxes", "group of v", "columns to clear", "rows to clear"],
+)
+def test_every_step_of_whole_rows_counts(old, new):
+    w = batch("full", "hopper", head_dim=128, **WHOLE_ROWS)
+    try:
+        wrong = w.wrong(in_pages(w, 16).run(replace(old, new)))
+    except Trap as trap:
+        wrong = [type(trap).__name__]
+    assert wrong
+
+
 @pytest.mark.sampled("ampere-tree", "hopper-document")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", sorted(shipped()))

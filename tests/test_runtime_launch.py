@@ -6,7 +6,8 @@ from ptx_attention import work
 
 import flashgen as fg
 from flashgen.planning import backward, planner
-from flashgen.planning.layout import Varlen
+from flashgen.planning.layout import Padded, Varlen
+from flashgen.planning.members import SplitKeys
 from flashgen.planning.once import Remembered
 from flashgen.planning.problem import Problem
 from flashgen.runtime import launch
@@ -31,6 +32,22 @@ def test_a_forward_on_a_gpu_of_few_sms():
     assert large.cleared == (COUNTERS,) and large.workspaces == ()
     alone = made(planner.menu, Problem(**{**SHAPE, "q_len": 500, "kv_len": 500}))
     assert alone.cleared == (), "each block has one tile: nobody counts, and a CUDA graph clears nothing"
+
+
+@pytest.mark.parametrize("kv_splits", [1, 2])
+@pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
+def test_blocks_with_a_tile_each_count_nothing_beside_lengths_either(layout, kv_splits):
+    """16 heads, or 8 of 2 sequences: as many tiles as SMs, and one more."""
+    options = {"layout": layout, "keys": SplitKeys()} if kv_splits > 1 else {"layout": layout}
+    problem = Problem(**{**SHAPE, "batch": 1 if layout.joined else 2, "heads": 16 if layout.joined else 8, "q_len": 1})
+
+    def menu(*request):
+        return planner.menu(*request, **options)
+
+    blocks = 16 * kv_splits
+    few, many = (made(menu, problem, sms=sms, kv_splits=kv_splits, rows=(1, 3000)) for sms in (blocks, blocks - 1))
+    assert few.cleared == () and many.cleared == (COUNTERS,)
+    assert (few.grids[0].blocks, many.grids[0].blocks) == (blocks, blocks - 1)
 
 
 def test_a_backward_on_a_gpu_of_few_sms():

@@ -22,6 +22,22 @@ _BOX_OF_LANE = """\
 
 """
 
+#: What a tile of k or v has in a row.
+_COLUMNS = {"k": "QK_COLUMNS", "v": "V_COLUMNS"}
+
+_CLEAR_ROWS = """\
+#pragma unroll 1
+      for (int d = 0; d < V_COLUMNS; d += 64) {
+        Chunk* rows = (Chunk*)shared.v[tail.stage][d / 64][tail.rows];
+        for (int i = threadIdx.x % 32; i < (TILE_KV - tail.rows) * 8; i += 32) rows[i] = {};
+      }"""
+
+_CLEAR_WHOLE_ROWS = """\
+#pragma unroll 1
+      for (int row = tail.rows + threadIdx.x % 32 / 8; row < TILE_KV; row += 4)
+        for (int d = 0; d < V_COLUMNS; d += 64)
+          ((Chunk*)shared.v[tail.stage][row / 8][d / 64][row % 8])[threadIdx.x % 8] = {};"""
+
 
 @dataclass(frozen=True, slots=True)
 class PagesCode:
@@ -29,11 +45,13 @@ class PagesCode:
 
     On pipeline hopper the loader is a warp where there are pages, of which each lane copies a box of rows, else one
     thread.  Boxes of no page lie outside of the tensor map, so that they become zero.  In 8 bits tiles of K are
-    `scaled`: the loader finds their descales too.
+    `scaled`: the loader finds their descales too.  Of `whole_rows` a box of a page has all columns: in shared memory
+    eight rows of 64 columns are followed by the same rows of the next, and then by the next eight rows.
     """
 
     layout: Layout
     scaled: bool = False
+    whole_rows: tuple[str, ...] = ()
 
     @property
     def paged(self) -> bool:
@@ -80,6 +98,11 @@ class PagesCode:
         return f"load_tile<THREADS, {columns}{half}>(shared.{name}[stage], {source}, p.{name}_row{half}, {rows});"
 
     # -- pipeline hopper
+
+    @property
+    def prefetch(self) -> str:
+        """What the kernel begins with."""
+        return "\n  if (threadIdx.x / 32 == 1) prefetch_pages(p);" if self.paged else ""
 
     @property
     def loader(self) -> str:
@@ -145,21 +168,45 @@ class PagesCode:
             return "box, kv_head"
         return f"{tile}, kv_head, {'work.' if self._several_of_k else ''}{self._one_of_k}"
 
-    @property
-    def if_any(self) -> str:
-        """What stands before a copy."""
-        return "if (box.first < TILE_KV)\n        " if self.paged else ""
-
-    @property
-    def from_row(self) -> str:
-        """The row of the tile in shared memory from which on rows are copied to."""
-        return "[box.first]" if self.paged else ""
-
-    def of_keys(self, b: str, k_start: str) -> str:
-        """The coordinates of what is copied, behind its columns."""
+    def copy(self, name: str, box: int, b: str, k_start: str) -> str:
+        """Copies a tile of k or v to its stage, in boxes of so many columns, or whole rows."""
+        if name in self.whole_rows:
+            at = f"0, 0, kv_head * p.{name}_head_boxes, box.row / 8, box.page"
+            to = f"shared.{name}[{name}_ring.stage()][box.first / 8]"
+            return f"    if (box.first < TILE_KV)\n      tma_load_5d({to}, map_{name}, full, {at});"
+        first, if_any, of_keys = "", "", f"tile * TILE_KV, kv_head, {b}"
         if self.paged:
-            return "box.row, kv_head, box.page"
-        return f"{k_start} + tile * TILE_KV, kv_head, 0" if self.layout.joined else f"tile * TILE_KV, kv_head, {b}"
+            first, if_any, of_keys = "[box.first]", "if (box.first < TILE_KV)\n        ", "box.row, kv_head, box.page"
+        elif self.layout.joined:
+            of_keys = f"{k_start} + tile * TILE_KV, kv_head, 0"
+        loop = f"#pragma unroll\n    for (int d = 0; d < {_COLUMNS[name]}; d += {box})"
+        to = f"shared.{name}[{name}_ring.stage()][d / {box}]{first}"
+        return f"{loop}\n      {if_any}tma_load_4d({to}, map_{name}, full, d, {of_keys});"
+
+    def extents(self, name: str, box: int) -> str:
+        """Those of a tile of k or v in shared memory, in boxes of so many columns."""
+        if name in self.whole_rows:
+            return f"[TILE_KV / 8][{_COLUMNS[name]} / {box}][8][{box}];  // whole rows, eight by eight"
+        return f"[({_COLUMNS[name]} + {box - 1}) / {box}][TILE_KV][{box}];"
+
+    def between_boxes(self, name: str) -> str:
+        """Bytes from 64 columns of a row to the next, in 16 bits."""
+        return "1024" if name in self.whole_rows else "TILE_KV * 128"
+
+    def between_rows(self, name: str) -> str:
+        """An eighth of the bytes from eight rows to the next, in 16 bits."""
+        return f"{_COLUMNS[name]} * 2" if name in self.whole_rows else "128"
+
+    def descriptor(self, name: str, leading_bytes: str) -> str:
+        """Where the tiles of k or v lie, for wgmma."""
+        if name in self.whole_rows:
+            return f"grouped_matrix_descriptor(shared.{name}, {leading_bytes}, {_COLUMNS[name]} * 16)"
+        return f"matrix_descriptor(shared.{name}, {leading_bytes})"
+
+    @property
+    def clear_rows(self) -> str:
+        """Makes the rows of a tile of V zero that are no keys."""
+        return _CLEAR_WHOLE_ROWS if "v" in self.whole_rows else _CLEAR_ROWS
 
     @property
     def ends_with_tensor(self) -> bool:

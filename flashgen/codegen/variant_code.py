@@ -290,6 +290,7 @@ def variant_code(
     kept = {one.name for one in summaries if one.bits is not None}
     bits = {one.value: one.name for one in facts.summaries if one.name in kept}
     read = {n: f"at.{one.name}" for n, one in given.items()}
+    each = None if mask is None else per_pair.cheaper(mask, facts.int64)
     conditions = GivenPrinter(read | bits, wide=facts.int64, exact=True)
     tile = Tile(q=layout.starts(tile.q), kv=tile.kv)
     cut = facts.cells.within(tile.q, tile.kv) if masked and facts.cells is not None else None
@@ -302,8 +303,8 @@ def variant_code(
         readers=readers(facts, cornered, layout),
         score=None if score is None else Printer(wide=facts.int64).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
-        keep=None if mask is None else conditions.body(per_pair.cheaper(mask, facts.int64)),
-        divides=mask is not None and per_pair.divides(mask),
+        keep=None if each is None else conditions.body(each),
+        divides=each is not None and per_pair.divides(each),
         runs=Decider(facts).runs() if masked else None,
         classes=Decider(facts, judged).classes(by_parts=cut is not None, in_turn=in_turn) if masked else None,
         parts=None if cut is None else _parts(cut),

@@ -94,7 +94,8 @@ def _limits(
     """Why a pipeline cannot load all of these, each with the nearest that it can."""
     found = []
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if limit := pipeline.cannot_address(x.shape, x.stride(), x.itemsize):
+        in_pages = layout.paged and name != "q"
+        if limit := pipeline.cannot_address(x.shape, x.stride(), x.itemsize, in_pages=in_pages):
             found.append((f"{pipeline.COPIES} cannot address {name}: {limit}", f"{name}.contiguous(), a copy"))
     if layout.paged and (limit := pipeline.cannot_page(k.shape[2])):
         fit = max(_PAGE_ROWS, _PAGE_ROWS * round(k.shape[2] / _PAGE_ROWS))

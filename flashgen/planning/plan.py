@@ -195,6 +195,12 @@ def rows_of(columns: int, itemsize: int) -> SharedRows:
     return SharedRows(columns=width // itemsize, bytes=width)
 
 
+def in_whole_rows(columns: int, itemsize: int) -> bool:
+    """Whether one copy of a page brings rows of several swizzled boxes: of small pages TMA starts as many copies as it
+    can, and these are half of them or fewer."""
+    return itemsize == ITEM and columns * itemsize > SWIZZLE and columns * itemsize % SWIZZLE == 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specialized:
     """How the warps of a block divide work on pipeline hopper: some hand out and load tiles, warpgroups consume."""
@@ -488,8 +494,17 @@ class KernelPlan(Integers):
         return rows_of(self.padded_v_head_dim, 2 if self.float8 is None else 1)
 
     @property
+    def whole_rows(self) -> tuple[str, ...]:
+        """Which of k and v lie in shared memory in whole rows, eight by eight, as one copy of a page brings them."""
+        if self.specialized is None or not self.layout.paged or self.float8 is not None:
+            return ()
+        return tuple(name for name, d in (("k", self.head_dim), ("v", self.v_head_dim)) if in_whole_rows(d, ITEM))
+
+    @property
     def said_boxes(self) -> str:
         """How wide boxes are, for a person."""
+        if self.whole_rows:
+            return f"64 columns, rows of {SWIZZLE} bytes"
         qk, v = self.qk_rows, self.v_rows
         if qk == v:
             return f"{qk.columns} columns, rows of {qk.bytes} bytes"

@@ -113,15 +113,15 @@ class _Encoder:
     272 and 259; 16 of 4k, 32:32 heads, 269 and 258.  Without promotion the same as with 128.
     """
 
-    __slots__ = ("_address", "_api", "_calls", "_encode", "_lock", "_pack", "_pointer", "_words")
+    __slots__ = ("_address", "_api", "_calls", "_encode", "_lock", "_packs", "_pointer", "_words")
 
     def __init__(self, api: Any) -> None:
         # Of CUDA 12.0, the first that has it.
         entry = _checked(api, api.cuGetProcAddress(b"cuTensorMapEncodeTiled", 12_000, 0)[:2], "encode tensor maps")
         self._api = api
         self._encode = ctypes.PYFUNCTYPE(ctypes.c_int)(entry)  # the interpreter waits: it is over in no time
-        self._words = (ctypes.c_uint64 * 7)()  # sizes, then strides
-        self._pack = struct.Struct("=7Q").pack_into
+        self._words = (ctypes.c_uint64 * 9)()  # sizes, then strides
+        self._packs = {rank: struct.Struct(f"={2 * rank - 1}Q").pack_into for rank in (4, 5)}
         self._pointer, self._address = ctypes.c_void_p(), ctypes.c_void_p()
         self._calls: dict[tuple[object, ...], Callable[[], int]] = {}  # as many as there are boxes of kernels
         self._lock = threading.Lock()
@@ -131,7 +131,7 @@ class _Encoder:
     ) -> None:
         """Write maps of tensors on GPU `device` at `addresses` to `pointers`.  Raises LaunchError for one that TMA
         cannot address."""
-        pack, words, pointer, address = self._pack, self._words, self._pointer, self._address
+        packs, words, pointer, address = self._packs, self._words, self._pointer, self._address
         of_sizes = of_strides = of_dtype = of_box = of_swizzle = encode = None
         with self._lock:
             for to, desc, at in zip(pointers, descs, addresses, strict=True):
@@ -142,8 +142,7 @@ class _Encoder:
                     encode = self._calls.get((dtype, box, swizzle)) or self._call(dtype, box, swizzle)
                 if sizes is not of_sizes or strides is not of_strides:
                     of_sizes, of_strides = sizes, strides
-                    (columns, rows, heads, batch), (of_row, of_head, of_batch) = sizes, strides
-                    pack(words, 0, columns, rows, heads, batch, of_row, of_head, of_batch)
+                    packs[len(sizes)](words, 0, *sizes, *strides)
                 pointer.value, address.value = to, at
                 if status := encode():
                     doing = f"address a tensor of {sizes} with strides of {strides} bytes by TMA"
@@ -160,17 +159,18 @@ class _Encoder:
 
     def _call(self, dtype: str, box: tuple[int, ...], swizzle: int) -> Callable[[], int]:
         """The call for maps that differ in what no problem decides."""
-        api, four, by = self._api, ctypes.c_uint32 * 4, ctypes.byref  # what `by` makes is passed on as it is
+        api, rank, by = self._api, len(box), ctypes.byref  # what `by` makes is passed on as it is
+        numbers = ctypes.c_uint32 * rank
         made = functools.partial(
             self._encode,
             self._pointer,
             int(getattr(api.CUtensorMapDataType, _TENSOR_MAP_DTYPES[dtype])),
-            4,
+            rank,
             self._address,
             by(self._words),
-            by(self._words, 4 * 8),
-            by(four(*box)),
-            by(four(1, 1, 1, 1)),
+            by(self._words, rank * 8),
+            by(numbers(*box)),
+            by(numbers(*[1] * rank)),
             int(api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
             int(getattr(api.CUtensorMapSwizzle, _TENSOR_MAP_SWIZZLES[swizzle])),
             int(api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B),

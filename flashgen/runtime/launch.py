@@ -20,7 +20,7 @@ from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.float8 import DESCALES, block_of
 from flashgen.planning.layout import division
 from flashgen.planning.once import Remembered, once
-from flashgen.planning.plan import WARPGROUP_ROWS, Part, rows_of
+from flashgen.planning.plan import ITEM, SWIZZLE, WARPGROUP_ROWS, Part, rows_of
 from flashgen.planning.problem import ITEMSIZE
 from flashgen.tuples import new
 
@@ -77,20 +77,21 @@ class Descale:
 
 
 class TensorMapDesc(NamedTuple):
-    """What TMA is told of a 4-D tensor, but for its address: the arguments of cuTensorMapEncodeTiled.
+    """What TMA is told of a tensor, but for its address: the arguments of cuTensorMapEncodeTiled.
 
-    `sizes` are (columns, rows, heads, batch) in elements, or heads before rows; `strides` the bytes between all but
-    columns, multiples of 16 in any order; `box` what one copy moves, in elements; `swizzle` the bytes of a row of the
-    pattern in shared memory.  What lies outside reads as 0.
+    `sizes` are (columns, rows, heads, batch) in elements, or heads before rows, and of pages in whole rows (64 columns,
+    8 rows, boxes of columns of all heads, groups of 8 rows, pages); `strides` the bytes between all but columns,
+    multiples of 16 in any order; `box` what one copy moves, in elements; `swizzle` the bytes of a row of the pattern in
+    shared memory.  What lies outside reads as 0.
 
     A tuple, as each new length makes four: a frozen dataclass takes three times as long.
     """
 
     tensor: str
-    sizes: tuple[int, int, int, int]
-    strides: tuple[int, int, int]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: str
-    box: tuple[int, int, int, int]
+    box: tuple[int, ...]
     swizzle: int
 
 
@@ -174,6 +175,7 @@ class _MapOutline(NamedTuple):
     least: int  # bytes between the elements of a dimension of size 1: any stride will do
     of_keys: bool
     packed: bool
+    whole_rows: bool
 
 
 class _Form(NamedTuple):
@@ -264,7 +266,7 @@ def _outline(plan: KernelPlan) -> _Outline:
     of_rows = {f.name for f in struct if f.name.endswith("_row")}
     strided = tuple(name for name in strided if f"{name}_row" in of_rows)  # TMA knows those of its tensors
     names = [*_NUMBERS, *(f"param_{name}" for name in params)]
-    names += _OF_CACHE if plan.layout.paged else ()
+    names += (*_OF_CACHE, *members.head_boxes(plan.whole_rows)) if plan.layout.paged else ()
     names += _DROPOUT if plan.dropout else ()
     names += [*(f"{name}_block_log2" for name in scaled), *(["q_descale_heads"] if "q" in scaled else [])]
     names += [f"{name}_{axis}" for name in strided for axis in ("batch", "head", "row")]
@@ -343,6 +345,7 @@ def _map_outline(plan: KernelPlan, name: str) -> _MapOutline:
         least=-(-columns * item // 16) * 16,
         of_keys=of_keys,
         packed=plan.packed and name in ("q", "o"),
+        whole_rows=name in plan.whole_rows,
     )
 
 
@@ -417,6 +420,7 @@ def make_launch(
     if plan.layout.paged:
         assert cache is not None  # keys lie there
         numbers += cache.numbers(plan.tile.kv)
+        numbers += [_head_boxes(strides[name][1], kv_heads) for name in plan.whole_rows]
     if plan.dropout:
         assert dropout is not None  # the plan is that of a call with it
         numbers += dropout_scalars(dropout, heads)
@@ -463,7 +467,7 @@ def _by_tiles(
     workspaces = (*workspaces, *split_keys.workspaces(plan, problem, kv_splits, rows[0], sms))
     if plan.summaries:
         workspaces = (*workspaces, *summaries.workspaces(plan, problem))
-    cleared = (COUNTERS,) if outline.counted and _counts(plan, taken, sms) else ()
+    cleared = (COUNTERS,) if outline.counted and taken > sms else ()  # else each block has but one tile
     return _grids(plan, problem, sms, rows, taken), workspaces, cleared
 
 
@@ -523,11 +527,6 @@ def _taken(plan: KernelPlan, problem: Problem, q_tiles: int, pack: int, kv_split
     """Tiles of queries, one for each part of their keys, that blocks of a forward take."""
     tiles = q_tiles * (problem.heads // pack)
     return tiles * (1 if plan.layout.joined else problem.batch) * (kv_splits if plan.keys.split else 1)
-
-
-def _counts(plan: KernelPlan, taken: int, sms: int) -> bool:
-    """Whether blocks that are handed out tiles count them."""
-    return taken > sms or (plan.specialized is not None and plan.specialized.scheduler.always_counts)
 
 
 def _combine_grid(plan: KernelPlan, problem: Problem, q_rows: int | None) -> LaunchGrid:
@@ -625,11 +624,14 @@ def _tensor_maps(
             found.append(new(TensorMapDesc, (tensor, sizes, steps, dtype, box, swizzle)))
             continue
         batch, of_head, of_row = of_tensor
-        dtype, item, columns, box, swizzle, least, of_keys, packed = outline
+        dtype, item, columns, box, swizzle, least, of_keys, packed, whole_rows = outline
         rows = in_memory[of_keys] or 1  # without a key nothing is copied
         if of_keys and cache is not None:
             rows, batches = cache.page_size, cache.pages or 1
             box = (box[0], math.gcd(rows, tile_kv), 1, 1)
+            if whole_rows:
+                found.append(_in_whole_rows(tensor, outline, (batches, heads, rows), of_tensor, box))
+                continue
         if packed:
             rows, heads, of_row, of_head = heads, rows, of_head, of_row
         steps = (
@@ -639,3 +641,36 @@ def _tensor_maps(
         )
         found.append(new(TensorMapDesc, (tensor, (columns, rows, heads, batches), steps, dtype, box, swizzle)))
     return tuple(found)
+
+
+def _head_boxes(of_head: int, heads: int) -> int:
+    """Boxes of columns from a head to the next, so many elements on."""
+    return of_head * ITEM // SWIZZLE if heads > 1 else 0
+
+
+def _in_whole_rows(
+    tensor: str,
+    outline: _MapOutline,
+    sizes: tuple[int, int, int],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+) -> TensorMapDesc:
+    """That of a cache of so many pages, heads and rows of a page, whose copies bring whole rows in groups of eight.
+
+    Heads and the boxes of a row's columns are one dimension: a map has five at most.
+    """
+    (pages, heads, rows), (of_page, of_head, of_row) = sizes, strides
+    boxes, group = outline.columns * outline.item // SWIZZLE, 8
+    return TensorMapDesc(
+        tensor=tensor,
+        sizes=(box[0], group, (heads - 1) * _head_boxes(of_head, heads) + boxes, rows // group, pages),
+        strides=(
+            of_row * outline.item,
+            SWIZZLE,
+            group * of_row * outline.item,
+            of_page * outline.item if pages > 1 else outline.least,
+        ),
+        dtype=outline.dtype,
+        box=(box[0], group, boxes, box[1] // group, 1),
+        swizzle=outline.swizzle,
+    )

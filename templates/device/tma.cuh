@@ -13,6 +13,14 @@ DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0
                   "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
+// The same of a five-dimensional tensor.
+DEVICE void tma_load_5d(void* shared, const TensorMap& map, u64& barrier, int c0, int c1, int c2, int c3, int c4) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+               :: "r"(shared_address(shared)), "l"(&map), "r"(shared_address(&barrier)),
+                  "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
+}
+
 // A box of shared memory to these coordinates of a tensor; what lies outside the tensor is not written.
 DEVICE void tma_store_4d(const TensorMap& map, const void* shared, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"

@@ -30,6 +30,12 @@ DEVICE u64 matrix_descriptor(const void* operand, u32 leading_bytes) {
          SWIZZLE_128B;
 }
 
+// The same where blocks of eight rows lie `group_bytes` apart.
+DEVICE u64 grouped_matrix_descriptor(const void* operand, u32 leading_bytes, u32 group_bytes) {
+  constexpr u64 GROUP = 0x3FFFull << 32;
+  return (matrix_descriptor(operand, leading_bytes) & ~GROUP) | (u64)(group_bytes >> 4) << 32;
+}
+
 // The same of rows of 64 bytes, K-major.
 DEVICE u64 narrow_matrix_descriptor(const void* operand, u32 leading_bytes) {
   constexpr u64 SWIZZLE_64B = 2ull << 62;

@@ -15,7 +15,6 @@ class DynamicScheduler:
 
     template: ClassVar[str] = "hopper/forward_dynamic_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
-    always_counts: ClassVar[bool] = False  # not where each block has but one tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,6 @@ class StaticScheduler:
 
     template: ClassVar[str] = "hopper/forward_static_scheduler.cu.j2"
     dynamic: ClassVar[bool] = False
-    always_counts: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +31,6 @@ class SequenceScheduler:
 
     template: ClassVar[str] = "hopper/forward_sequence_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
-    always_counts: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +39,6 @@ class PartScheduler:
 
     template: ClassVar[str] = "hopper/forward_part_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
-    always_counts: ClassVar[bool] = True
 
 
 Scheduler = DynamicScheduler | StaticScheduler | SequenceScheduler | PartScheduler

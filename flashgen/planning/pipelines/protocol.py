@@ -61,9 +61,11 @@ class Pipeline(Protocol[C]):
     def COPIES(self) -> str:
         """The instruction that loads q, k and v."""
 
-    def cannot_address(self, sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
+    def cannot_address(
+        self, sizes: Sequence[int], strides: Sequence[int], itemsize: int, *, in_pages: bool = False
+    ) -> str | None:
         """Why that cannot load a tensor [batch, heads, rows, columns] with these strides in elements, or None; rows are
-        known to start at multiples of 16 bytes."""
+        known to start at multiples of 16 bytes.  `in_pages`: it is a cache, of as many pages as its batch says."""
 
     def cannot_page(self, page_size: int) -> str | None:
         """Why that cannot load tiles of keys from pages of so many rows, or None."""

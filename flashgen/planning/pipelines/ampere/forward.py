@@ -131,7 +131,9 @@ class Candidate:
         return f"{self.tile.q} x {self.tile.kv}, {self.stages} stages, {self.warps} warps"
 
 
-def cannot_address(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
+def cannot_address(
+    sizes: Sequence[int], strides: Sequence[int], itemsize: int, *, in_pages: bool = False
+) -> str | None:
     """Why cp.async cannot load a tensor: it loads any whose rows start at multiples of 16 bytes."""
     return None
 

@@ -49,7 +49,7 @@ from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.pipelines.protocol import Predictor
 from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
 from flashgen.planning.pipelines.shared import cannot_pack as cannot_pack
-from flashgen.planning.plan import ITEM, KernelPlan, Part, Specialized, Tile, staged
+from flashgen.planning.plan import ITEM, SWIZZLE, KernelPlan, Part, Specialized, Tile, in_whole_rows, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.program import Program, consumer_registers
@@ -224,12 +224,17 @@ class Candidate:
         return f"{self.tile.q} x {self.tile.kv}, {self.stages} stages, {self.warps} warps"
 
 
-def cannot_address(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
+def cannot_address(
+    sizes: Sequence[int], strides: Sequence[int], itemsize: int, *, in_pages: bool = False
+) -> str | None:
     """Why TMA cannot load a tensor [batch, heads, rows, columns] with these strides in elements, or None.
 
-    Rows are known to start at multiples of 16 bytes.
+    Rows are known to start at multiples of 16 bytes.  Where copies of a page bring whole rows, the map of a cache
+    counts heads in boxes.
     """
     batch, head, row = strides[:3]
+    if in_pages and in_whole_rows(sizes[3], itemsize) and sizes[1] > 1 and head * itemsize % SWIZZLE:
+        return f"its heads lie {head * itemsize} bytes apart, and in pages boxes start at multiples of {SWIZZLE}"
     if batch and head and row and max(batch, head, row) * itemsize < TMA_STRIDE_BYTES:
         return None
     for axis, word in enumerate(("batch", "head", "row")):

@@ -66,6 +66,14 @@ DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0
                   "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
+// The same of a five-dimensional tensor.
+DEVICE void tma_load_5d(void* shared, const TensorMap& map, u64& barrier, int c0, int c1, int c2, int c3, int c4) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+               :: "r"(shared_address(shared)), "l"(&map), "r"(shared_address(&barrier)),
+                  "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
+}
+
 // Shows what this thread wrote to shared memory to TMA and wgmma.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -84,6 +92,9 @@ DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "mem
 
 // The kernel behind this one may start once all blocks have come here: its blocks take the places of those that leave.
 DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// ---------------------------------------------------------------- prefetch: memory that will be read
+DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" :: "l"(address)); }
 
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
 // Orders the registers and shared memory that this thread wrote before the products that follow.
@@ -115,6 +126,12 @@ DEVICE u64 matrix_descriptor(const void* operand, u32 leading_bytes) {
   constexpr u64 SWIZZLE_128B = 1ull << 62;
   return (u64)((shared_address(operand) & 0x3FFFF) >> 4) | (u64)(leading_bytes >> 4) << 16 | (u64)(1024 >> 4) << 32 |
          SWIZZLE_128B;
+}
+
+// The same where blocks of eight rows lie `group_bytes` apart.
+DEVICE u64 grouped_matrix_descriptor(const void* operand, u32 leading_bytes, u32 group_bytes) {
+  constexpr u64 GROUP = 0x3FFFull << 32;
+  return (matrix_descriptor(operand, leading_bytes) & ~GROUP) | (u64)(group_bytes >> 4) << 32;
 }
 
 DEVICE u64 advance_bytes(u64 descriptor, int bytes) { return descriptor + (bytes >> 4); }
@@ -404,16 +421,18 @@ struct Params {
   int page_rows;
   int page_magic;
   int page_shift;
+  int k_head_boxes;
+  int v_head_boxes;
   float scale;
 };
-static_assert(sizeof(Params) == 152, "what the host packs");
+static_assert(sizeof(Params) == 160, "what the host packs");
 
 // Tiles as TMA writes and wgmma reads them: boxes of 64 columns, rows of 128 bytes, swizzled.
 typedef bf16 QTile[(QK_COLUMNS + 63) / 64][64][64];  // the rows of one warpgroup
 
-typedef bf16 KTile[(QK_COLUMNS + 63) / 64][TILE_KV][64];
+typedef bf16 KTile[TILE_KV / 8][QK_COLUMNS / 64][8][64];  // whole rows, eight by eight
 
-typedef bf16 VTile[(V_COLUMNS + 63) / 64][TILE_KV][64];
+typedef bf16 VTile[TILE_KV / 8][V_COLUMNS / 64][8][64];  // whole rows, eight by eight
 
 struct QorO { QTile q; };
 
@@ -520,6 +539,16 @@ DEVICE InPage find_key(int key, int keys, const int* table, const Params& p) {
   return {__ldg(&table[entry]), key - entry * p.page_size};
 }
 
+// Brings to L2 what a block waits for before its first copy, while it sets out: how many keys there are, and the page
+// table, a line for each lane of a warp, first the entries of the first keys.
+DEVICE void prefetch_pages(const Params& p) {
+  constexpr int ENTRIES = 128 / sizeof(int);  // in a line of L2
+  const int lane = threadIdx.x % 32, line = (blockIdx.x * 32 + lane) / p.batch, b = (blockIdx.x * 32 + lane) % p.batch;
+  const int entries = ((i64)(p.kv_len - 1) * p.page_magic >> p.page_shift) + 1;
+  if (p.kv_lengths != nullptr && lane * ENTRIES < p.batch) prefetch_l2(p.kv_lengths + lane * ENTRIES);
+  if (line * ENTRIES < entries) prefetch_l2(p.page_table + b * p.table_row + line * ENTRIES);
+}
+
 // The problem of sequence b, whose queries sit at q_offset to q_len - 1.  A tile from row `first` on, in which the
 // sequence has no query, has no key either.
 DEVICE Params of_sequence(Params p, int b, int first) {
@@ -608,18 +637,20 @@ struct Scheduler {
     return with_lengths({at.tile, head % p.heads, at.b, 1});
   }
 
+  // The first one by the block's own number, the others from a counter, unless each block has one alone.
   DEVICE void run() {
-    while (true) {
-      int index;
-      if (threadIdx.x == 0) index = atomicAdd(&p.counters[0], 1);
-      index = __shfl_sync(~0u, index, 0);
+    const int most = p.q_tiles * p.heads, blocks = gridDim.x;
+    for (int index = blockIdx.x;; index = __shfl_sync(~0u, index, 0)) {
       const Work work = locate(index);
       if (work.q_tile < 0) break;
       send_all(work);
+      if (most <= blocks) break;
+      if (threadIdx.x == 0) index = blocks + atomicAdd(&p.counters[0], 1);
     }
     send(Work{-1, 0, 0, 0});
     // The last block leaves the counters as it found them, for the next launch.
-    if (threadIdx.x == 0 && atomicAdd(&p.counters[1], 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;
+    if (most > blocks && threadIdx.x == 0 &&
+        atomicAdd(&p.counters[1], 1) == blocks - 1) p.counters[0] = p.counters[1] = 0;
   }
 };
 
@@ -672,10 +703,9 @@ struct Loader {
   DEVICE void copy_k(u64& full, const Box& box, int kv_head) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, sizeof(KTile));
     __syncwarp();
-#pragma unroll
-    for (int d = 0; d < QK_COLUMNS; d += 64)
-      if (box.first < TILE_KV)
-        tma_load_4d(shared.k[k_ring.stage()][d / 64][box.first], map_k, full, d, box.row, kv_head, box.page);
+    if (box.first < TILE_KV)
+      tma_load_5d(shared.k[k_ring.stage()][box.first / 8], map_k, full, 0, 0, kv_head * p.k_head_boxes, box.row / 8,
+          box.page);
     k_ring.passed++;
   }
 
@@ -701,10 +731,9 @@ struct Loader {
     await_empty(shared.v_pipe, v_ring);
     if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, sizeof(VTile));
     __syncwarp();
-#pragma unroll
-    for (int d = 0; d < V_COLUMNS; d += 64)
-      if (box.first < TILE_KV)
-        tma_load_4d(shared.v[v_ring.stage()][d / 64][box.first], map_v, full, d, box.row, kv_head, box.page);
+    if (box.first < TILE_KV)
+      tma_load_5d(shared.v[v_ring.stage()][box.first / 8], map_v, full, 0, 0, kv_head * p.v_head_boxes, box.row / 8,
+          box.page);
     v_ring.passed++;
   }
 
@@ -759,10 +788,9 @@ struct Cleaner {
       const Tail tail = shared.tail;
       if (tail.stage < 0) break;
 #pragma unroll 1
-      for (int d = 0; d < V_COLUMNS; d += 64) {
-        Chunk* rows = (Chunk*)shared.v[tail.stage][d / 64][tail.rows];
-        for (int i = threadIdx.x % 32; i < (TILE_KV - tail.rows) * 8; i += 32) rows[i] = {};
-      }
+      for (int row = tail.rows + threadIdx.x % 32 / 8; row < TILE_KV; row += 4)
+        for (int d = 0; d < V_COLUMNS; d += 64)
+          ((Chunk*)shared.v[tail.stage][row / 8][d / 64][row % 8])[threadIdx.x % 8] = {};
       fence_proxy_async();
       __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.v_pipe.full[tail.stage]);
@@ -821,14 +849,15 @@ struct Consumer {
   DEVICE void issue_qk(S& s) {
     pin(o);
     pin_fragments(probabilities);
-    const u64 k = advance_bytes(matrix_descriptor(shared.k, 16), k_ring.stage() * sizeof(KTile));
+    const u64 k = advance_bytes(grouped_matrix_descriptor(shared.k, 16, QK_COLUMNS * 16),
+        k_ring.stage() * sizeof(KTile));
     const u64 q =
         advance_bytes(matrix_descriptor(&shared.q_or_o[0][warpgroup], 16), q_ring.stage() * sizeof(shared.q_or_o[0]));
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < QK_COLUMNS; d += 16) {
       const u64 q_part = advance_bytes(q, d / 64 * 64 * 128 + d % 64 * 2);
-      const u64 k_part = advance_bytes(k, d / 64 * TILE_KV * 128 + d % 64 * 2);
+      const u64 k_part = advance_bytes(k, d / 64 * 1024 + d % 64 * 2);
       if (d == 0) wgmma_qk_first(s, q_part, k_part);
       else wgmma_qk(s, q_part, k_part);
     }
@@ -838,10 +867,12 @@ struct Consumer {
   // O += P V, on its way
   DEVICE void issue_pv() {
     await_full(shared.v_pipe, v_ring);
-    const u64 v = advance_bytes(matrix_descriptor(shared.v, TILE_KV * 128), v_ring.stage() * sizeof(VTile));
+    const u64 v = advance_bytes(grouped_matrix_descriptor(shared.v, 1024, V_COLUMNS * 16),
+        v_ring.stage() * sizeof(VTile));
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < TILE_KV; n += 16) wgmma_pv(o, *(u32 (*)[4])&probabilities[n / 4], advance_bytes(v, n * 128));
+    for (int n = 0; n < TILE_KV; n += 16) wgmma_pv(o, *(u32 (*)[4])&probabilities[n / 4],
+        advance_bytes(v, n * V_COLUMNS * 2));
     wgmma_commit_group();
   }
 
@@ -1077,6 +1108,7 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
                   const __grid_constant__ TensorMap map_v, const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
+  if (threadIdx.x / 32 == 1) prefetch_pages(p);
   if (threadIdx.x == 0) {
     for (int w = 0; w < WARPGROUPS; w++) init(shared.q_pipe[w], 4);
     init(shared.k_pipe, 4 * WARPGROUPS);

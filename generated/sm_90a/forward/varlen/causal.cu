@@ -592,18 +592,20 @@ struct Scheduler {
     return with_lengths({at.tile, head % p.heads, at.b, 1});
   }
 
+  // The first one by the block's own number, the others from a counter, unless each block has one alone.
   DEVICE void run() {
-    while (true) {
-      int index;
-      if (threadIdx.x == 0) index = atomicAdd(&p.counters[0], 1);
-      index = __shfl_sync(~0u, index, 0);
+    const int most = p.q_tiles * p.heads, blocks = gridDim.x;
+    for (int index = blockIdx.x;; index = __shfl_sync(~0u, index, 0)) {
       const Work work = locate(index);
       if (work.q_tile < 0) break;
       send_all(work);
+      if (most <= blocks) break;
+      if (threadIdx.x == 0) index = blocks + atomicAdd(&p.counters[0], 1);
     }
     send(Work{-1, 0, 0, 0});
     // The last block leaves the counters as it found them, for the next launch.
-    if (threadIdx.x == 0 && atomicAdd(&p.counters[1], 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;
+    if (most > blocks && threadIdx.x == 0 &&
+        atomicAdd(&p.counters[1], 1) == blocks - 1) p.counters[0] = p.counters[1] = 0;
   }
 };
 
