@@ -9,7 +9,7 @@ import secrets
 
 import pytest
 
-#: (file, function, the id of its parameters, marks, what the nightly mark is given, what a sampled mark names) of every
+#: (file, function, names of its parameters, marks, what the nightly mark is given, what a sampled mark names) of every
 #: test that was found, those left out too.
 COLLECTED = pytest.StashKey[list]()
 
@@ -34,20 +34,42 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+def axes(sampled):
+    """The parameters that a sampled mark has values of, and these."""
+    return {} if sampled is None else {name: values for name, values in sampled.kwargs.items() if name != "every"}
+
+
+def names_of(item, sampled):
+    """What a sampled mark may name of a test: the id of its parameters, then name=value of those that it has values
+    of."""
+    if not hasattr(item, "callspec"):
+        return [""]
+    return [item.callspec.id, *(f"{name}={item.callspec.params[name]!r}" for name in axes(sampled))]
+
+
+def in_sample(item, sampled, turn):
+    """Whether CI runs a test that `turn` others of its function stand before."""
+    every, of = sampled.kwargs.get("every"), axes(sampled)
+    if item.callspec.id in sampled.args or (every and turn % every == 0):
+        return True
+    return bool(of) and all(item.callspec.params[name] in values for name, values in of.items())
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     rows = config.stash[COLLECTED] = []
     seen = collections.Counter()  # tests of each function
     for item in items:
         sampled, function = item.get_closest_marker("sampled"), (item.path, item.originalname)
-        named = None if sampled is None else list(sampled.args)
-        of = item.callspec.id if hasattr(item, "callspec") else ""
-        if sampled and of not in named and ("every" not in sampled.kwargs or seen[function] % sampled.kwargs["every"]):
+        if sampled and not in_sample(item, sampled, seen[function]):
             item.add_marker(pytest.mark.nightly(sibling=item.originalname))
         seen[function] += 1
+        of = axes(sampled).items()
+        named = sampled and [*sampled.args, *(f"{name}={value!r}" for name, values in of for value in values)]
         nightly = item.get_closest_marker("nightly")
         given = None if nightly is None else (list(nightly.args), nightly.kwargs)
-        rows.append((str(item.path), item.originalname, of, {mark.name for mark in item.iter_markers()}, given, named))
+        marks, names = {mark.name for mark in item.iter_markers()}, names_of(item, sampled)
+        rows.append((str(item.path), item.originalname, names, marks, given, named))
     if not config.getoption("--nightly"):
         left_out = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left_out)

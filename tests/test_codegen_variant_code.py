@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import variant_kernel
 from random_masks import random_case, random_mask, seeded
-from tiers import thinned
 
 import flashgen as fg
 from flashgen.analysis.facts import analyse
@@ -54,7 +53,7 @@ def check(variant, case, tile):
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", thinned(MASKS, MASKS[::2], "test_random_masks_visit_and_keep_what_python_does"))
+@pytest.mark.parametrize("seed", MASKS)
 def test_random_masks_visit_and_keep_what_python_does(seed):
     source = seeded(seed)
     variant = random_mask(source)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from eight_bits import eight, errors_of_forms
 from ptx_attention import replace
-from tiers import thinned
 
 import flashgen as fg
 from flashgen.codegen import emit
@@ -213,10 +212,9 @@ def growing(accuracy, mean=0.0, **shape):
     return dataclasses.replace(w, qkv=(w.qkv[0], new, w.qkv[2]))
 
 
+@pytest.mark.sampled(dim=[64])
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dim", thinned([64, 128, 256], [64], sibling="test_maxima_that_lag_follow_before_p_leaves_its_range")
-)
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_maxima_that_lag_follow_before_p_leaves_its_range(dim):
     w = growing("fast", head_dim=dim)
     found = w.run()
@@ -252,7 +250,7 @@ WRONG = {
 
 @pytest.mark.sampled("keys of V in another order", "columns of V in another order")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", thinned(list(WRONG), list(WRONG)[:4], sibling="test_what_is_wrong_is_seen"))
+@pytest.mark.parametrize("name", list(WRONG))
 def test_what_is_wrong_is_seen(name):
     edit, shape = WRONG[name]
     w = eight("full", **shape)
@@ -265,7 +263,6 @@ def test_what_is_wrong_is_seen(name):
 
 # ---------------------------------------------------------------- what ptxas makes of it
 DIMS = (64, 128, 160, 192)
-GATED = [("causal", 64, "fast"), ("sink_window", 128, "default"), ("full", 192, "exact")]
 EVERY = [
     (spec, head_dim, accuracy)
     for spec in sorted(shipped())
@@ -284,7 +281,7 @@ def plan_of(spec, head_dim, **options):
 
 @pytest.mark.sampled("full-192-exact")
 @pytest.mark.slow
-@pytest.mark.parametrize(("spec", "head_dim", "accuracy"), thinned(EVERY, GATED, sibling="test_no_kernel_spills"))
+@pytest.mark.parametrize(("spec", "head_dim", "accuracy"), EVERY)
 def test_no_kernel_spills(spec, head_dim, accuracy):
     """Nor is wgmma put one after another, of which compile() raises."""
     try:

@@ -11,13 +11,16 @@ import os
 from pathlib import Path
 
 import numpy as np
+import padded
 import pytest
 import torch
 from fuzz import evaluator, grammar
 from fuzz.engine import REFUSALS, search, try_one
 from fuzz.judges import JUDGES, load
+from ptx_attention import replace
 
 from flashgen.analysis import counts
+from flashgen.codegen import emit
 from flashgen.lang import ops
 from flashgen.lang.expr import walk
 from flashgen.ops import supports
@@ -213,6 +216,13 @@ def test_kernels_notice_a_wrong_derivative(broken):
 def test_gradients_notice_a_wrong_derivative(broken):
     broken("tanh", "derivative", ops.OPS["sigmoid"].derivative)
     assert notices("gradients", 60)
+
+
+@pytest.mark.slow
+def test_layouts_notice_keys_that_are_left_out(monkeypatch):
+    whole, half = "? keys.length : 0;", "? (keys.length + 1) / 2 : 0;"
+    monkeypatch.setattr(padded, "emit", lambda plan: replace(whole, half)(emit(plan)))
+    assert notices("layouts", 4)
 
 
 def test_compile_notices_a_refusal_that_supports_does_not_know(monkeypatch):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from ptx_attention import replace, work
-from tiers import thinned
 
 from flashgen.codegen import emit
 from flashgen.interpreter import errors
@@ -35,18 +34,11 @@ def climbing(w, factor):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "factor", "spec"),
-    thinned(
-        [
-            (*inputs, spec)
-            for inputs in (("bfloat16", 64, 2), ("bfloat16", 128, 40), ("float16", 96, 8), ("float16", 64, 80))
-            for spec in ("full", "causal")
-        ],
-        kept=[
-            *(("bfloat16", 64, 2, "causal"), ("bfloat16", 128, 40, "full")),
-            *(("float16", 96, 8, "full"), ("float16", 64, 80, "causal")),
-        ],
-        sibling="test_scores_that_jump_move_the_maxima",
-    ),
+    [
+        (*inputs, spec)
+        for inputs in (("bfloat16", 64, 2), ("bfloat16", 128, 40), ("float16", 96, 8), ("float16", 64, 80))
+        for spec in ("full", "causal")
+    ],
 )
 def test_scores_that_jump_move_the_maxima(spec, dtype, head_dim, factor):
     w = climbing(work(spec, "hopper", dtype=dtype, head_dim=head_dim, **CLIMB), factor)
@@ -188,10 +180,7 @@ MENUS = (
 
 @pytest.mark.sampled("causal-192-bfloat16")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("spec", "head_dim", "dtype"),
-    thinned(MENUS, kept=MENUS[:3], sibling="test_every_kernel_of_a_menu_passes_the_gates"),
-)
+@pytest.mark.parametrize(("spec", "head_dim", "dtype"), MENUS)
 def test_every_kernel_of_a_menu_passes_the_gates(spec, head_dim, dtype):
     for plan in planner.menu(load_spec(spec).bind(), "sm_90a", dtype, head_dim, pipeline="hopper").plans:
         assert sass.check(plan, nvrtc.compile(emit(plan), "sm_90a")) == ()

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from ptx_attention import replace, work
 from test_ptx_attention import check
-from tiers import thinned
 
 import flashgen as fg
 from flashgen.analysis.facts import analyse
@@ -65,22 +64,11 @@ def test_few_queries(q_len, group, shape):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("q_stages", "spec"),
-    thinned(
-        [
-            (q_stages, spec)
-            for q_stages in (1, 2)
-            for spec in ("full", "sliding_window", "document", "softcap", "blocks", "packed_softcap")
-        ],
-        kept=[
-            (1, "packed_softcap"),
-            (1, "document"),
-            (1, "blocks"),
-            (2, "softcap"),
-            (2, "sliding_window"),
-            (2, "full"),
-        ],
-        sibling="test_variants",
-    ),
+    [
+        (q_stages, spec)
+        for q_stages in (1, 2)
+        for spec in ("full", "sliding_window", "document", "softcap", "blocks", "packed_softcap")
+    ],
 )
 def test_variants(spec, q_stages):
     check(few(40, 4, spec=spec, q_stages=q_stages, kv_len=200 if spec == "full" else 130))

@@ -10,7 +10,7 @@ import flashgen as fg
 from flashgen.codegen import emit
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
-from flashgen.planning import limits, planner
+from flashgen.planning import limits, planner, ranking
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.members import SplitKeys
 from flashgen.planning.pipelines.hopper import forward as hopper
@@ -196,7 +196,7 @@ def test_q_stages_are_checked():
 )
 def test_every_plan_fits(spec, d, dv):
     found = planner.menu(load_spec(spec).bind(), "sm_90a", "bfloat16", d, dv, pipeline="hopper")
-    assert 1 <= len(found.plans) <= planner.MAX_PLANS and len(found.plans) == len(found.seconds_per_score)
+    assert 1 <= len(found.plans) <= ranking.MAX_PLANS and len(found.plans) == len(found.seconds_per_score)
     for plan in found.plans:
         how = plan.specialized
         assert plan.smem_bytes <= ROOM and plan.threads == 128 * (1 + how.warpgroups)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from ptx_attention import work
+from ptx_backward import Backward
 from test_analysis_tiles import case_of
-from test_ptx_backward import Backward
-from tiers import thinned
 from variant_kernel import run as run_variant
 
 import flashgen as fg
@@ -455,14 +454,11 @@ def data(heads=2):
     )
 
 
+@pytest.mark.sampled("ampere-variant0", "hopper-variant3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "variant"),
-    thinned(
-        [(pipeline, variant) for pipeline in ("ampere", "hopper") for variant in (looped_scores, summed_scores)],
-        kept=[("ampere", looped_scores), ("hopper", summed_scores)],
-        sibling="test_kernels_of_loops",
-    ),
+    [(pipeline, variant) for pipeline in ("ampere", "hopper") for variant in (looped_scores, summed_scores)],
 )
 def test_kernels_of_loops(pipeline, variant):
     w_ = work(variant, pipeline, case=data(), q_len=130, kv_len=150)
@@ -470,18 +466,15 @@ def test_kernels_of_loops(pipeline, variant):
     assert w_.wrong(result) == () and result.report.conflicts == []
 
 
+@pytest.mark.sampled("ampere-gradients1-variant1", "hopper-gradients2-variant2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "gradients", "variant"),
-    thinned(
-        [
-            (pipeline, gradients, variant)
-            for pipeline, gradients in (("ampere", ("w",)), ("hopper", ()))
-            for variant in (looped_scores, summed_scores)
-        ],
-        kept=[("ampere", ("w",), summed_scores), ("hopper", (), looped_scores)],
-        sibling="test_backward_kernels_of_loops",
-    ),
+    [
+        (pipeline, gradients, variant)
+        for pipeline, gradients in (("ampere", ("w",)), ("hopper", ()))
+        for variant in (looped_scores, summed_scores)
+    ],
 )
 def test_backward_kernels_of_loops(pipeline, gradients, variant):
     b = Backward(variant, pipeline=pipeline, case=data(), gradients=gradients, q_len=130, kv_len=150)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import pytest
 from ptx_attention import replace, work
-from test_ptx_backward import Backward
+from ptx_backward import Backward
 
 from flashgen.interpreter import errors
 from flashgen.lang.load import load_spec

@@ -14,7 +14,6 @@ from paged import in_pages
 from ptx_attention import replace
 from split import split_batch, split_work
 from test_split_keys import check
-from tiers import thinned
 
 import flashgen as fg
 from flashgen.analysis.tiles import Case
@@ -45,10 +44,7 @@ SHAPE = {"q_len": 70, "kv_len": 350}
 # ---------------------------------------------------------------- kernels
 @pytest.mark.sampled("ampere-document", "hopper-sliding_window")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec",
-    thinned(sorted(shipped()), kept=("sliding_window", "gpt_oss", "document", "full"), sibling="test_every_spec"),
-)
+@pytest.mark.parametrize("spec", sorted(shipped()))
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_every_spec(pipeline, spec):
     """Right against float64, with the walk's numbers, and bytes as predicted and as counted."""
@@ -196,15 +192,9 @@ def test_a_wrong_combination_is_noticed(name):
     assert noticed(split_work("chunked", "ampere", SMALL, q_len=300, kv_len=300), COMBINE[name])
 
 
+@pytest.mark.sampled("ampere-a leaf that begins early", "hopper-a leaf that ends late")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pipeline", "name"),
-    thinned(
-        list(VISITS),
-        kept=(("ampere", "a leaf that begins early"), ("hopper", "a leaf that ends late")),
-        sibling="test_other_boundaries_are_noticed",
-    ),
-)
+@pytest.mark.parametrize(("pipeline", "name"), list(VISITS))
 def test_other_boundaries_are_noticed(pipeline, name):
     assert noticed(split_work("document", pipeline, SMALL, q_len=300, kv_len=300), VISITS[pipeline, name])
 

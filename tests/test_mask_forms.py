@@ -7,9 +7,9 @@ import numpy as np
 import padded
 import ported
 import ptx_attention
+import ptx_backward
 import pytest
 import test_ptx_attention
-import test_ptx_backward
 
 import flashgen as fg
 from flashgen.analysis.facts import analyse
@@ -85,9 +85,9 @@ def test_bits_of_each_batch_and_head(lengths):
 
 
 def test_bits_of_each_batch_and_head_backward():
-    work = test_ptx_backward.Backward(by_head, pipeline="hopper", q_len=97, kv_len=150)
+    work = ptx_backward.Backward(by_head, pipeline="hopper", q_len=97, kv_len=150)
     assert work.plan.backward.mask == MaskFromBits()
-    report = test_ptx_backward.check(work).reports["attention_backward"]
+    report = ptx_backward.check(work).reports["attention_backward"]
     read = {name for name in ("mask", "flag") if report.bytes(buffer=name)}
     assert read == {tensor.name for tensor in tensors_beside(work.plan)} == {"flag"}
 
@@ -221,9 +221,9 @@ def test_tiles_of_few_blocks_each(lengths, n):
 @pytest.mark.parametrize("n", [64, 128])
 def test_tiles_of_few_blocks_each_backward(n):
     options = {"head_dim": 128, "heads": 1} if n == 64 else {}  # tiles of 64 queries
-    work = test_ptx_backward.Backward(blocks[n], pipeline="hopper", q_len=200, kv_len=201, **options)
+    work = ptx_backward.Backward(blocks[n], pipeline="hopper", q_len=200, kv_len=201, **options)
     assert isinstance(work.plan.backward.mask, MaskByTile if n == 128 else MaskByWarpgroup)
-    test_ptx_backward.check(work)
+    ptx_backward.check(work)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

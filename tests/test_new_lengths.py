@@ -16,7 +16,8 @@ from flashgen.ops import menus
 from flashgen.ops.attention import attention, attention_varlen
 from flashgen.ops.backward import Given, run_backward
 from flashgen.ops.call import Call
-from flashgen.planning import planner
+from flashgen.planning import choice, planner
+from flashgen.planning.pipelines import table
 from flashgen.runtime import kernel, nvrtc
 
 window = fg.param("window", default=40, min=1)
@@ -142,12 +143,12 @@ def test_a_plan_is_chosen_anew_with_each_step_of_lengths(gpu, monkeypatch):
     """Sides of tiles are whole steps, so that the times which are compared are those of every length in one."""
     of_attention(gpu, 64)()  # the menu is made
     asked = []
-    real = planner._of_single_heads
-    monkeypatch.setattr(planner, "_of_single_heads", lambda *given: asked.append(given) or real(*given))
+    real = choice._of_single_heads
+    monkeypatch.setattr(choice, "_of_single_heads", lambda *given: asked.append(given) or real(*given))
     for n in itertools.chain(range(801, 817), range(1601, 1617)):
         of_attention(gpu, n)()
     assert len(asked) == 4, "keys are 20 more than queries: two steps of these"
-    assert {problem.q_len % planner.STEP for _, problem, _ in asked} == {0}
+    assert {problem.q_len % choice.STEP for _, problem, _ in asked} == {0}
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -155,11 +156,11 @@ def test_sides_of_tiles_are_whole_steps(arch):
     for head_dim, backward in itertools.product((64, 128, 256), (False, True)):
         menu = (planner.backward_menu if backward else planner.menu)(causal, arch, "bfloat16", head_dim)
         for plan in menu.forms:
-            assert plan.tile.q % planner.STEP == plan.tile.kv % planner.STEP == 0
+            assert plan.tile.q % choice.STEP == plan.tile.kv % choice.STEP == 0
 
 
 def test_strides_that_no_pipeline_is_asked_about_are_served_by_all():
-    for pipeline, itemsize in itertools.product(planner.PIPELINES.values(), (1, 2, 4)):
+    for pipeline, itemsize in itertools.product(table.PIPELINES.values(), (1, 2, 4)):
         for stride in (16, menus._ANY - 16):
             assert pipeline.cannot_address((2, 2, 2, 64), (stride, stride, stride, 1), itemsize) is None
     assert not menus.addressable((2, 2, 2, 64), (0, 64, 64, 1), 2)

@@ -173,6 +173,31 @@ def test_rows_that_attend_to_nothing():
     assert (lse[:, :, :4] > -math.inf).all()
 
 
+class Position:
+    """A whole number of somebody's own."""
+
+    def __index__(self):
+        return 3
+
+
+@pytest.mark.parametrize("whole", [np.int64(3), np.uint8(3), np.array(3), Position()], ids=lambda x: type(x).__name__)
+def test_whole_numbers_of_any_type(whole):
+    q, k, v = tensors()
+    for options in ({"kv_splits": 3}, {"q_offset": 3}, {"dropout": 0.5, "seed": 3}):
+        asked = {name: whole if value == 3 else value for name, value in options.items()}
+        assert torch.equal(fg.attention(q, k, v, windowed, **asked), fg.attention(q, k, v, windowed, **options))
+    rows, starts = (x[0].transpose(0, 1) for x in (q, k, v)), torch.tensor([0, 3], dtype=torch.int32)
+    q, k, v = (x[:3] for x in rows)
+    found = [fg.attention_varlen(q, k, v, full, starts, max_seqlen_q=n, max_seqlen_k=n) for n in (3, whole)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("options", [{"kv_splits": np.True_}, {"kv_splits": np.ones(2)}, {"q_offset": np.float32(3)}])
+def test_what_is_no_whole_number(options):
+    with pytest.raises(FlashgenError, match=f"{next(iter(options))} is "):
+        fg.attention(*tensors(), full, **options)
+
+
 def test_lse_comes_only_when_asked():
     q, k, v = tensors()
     assert isinstance(attention(q, k, v, full), torch.Tensor)

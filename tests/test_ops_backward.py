@@ -361,6 +361,8 @@ def test_a_cuda_generator_moves_on_by_four(monkeypatch):
         ({"dropout": 0.1, "seed": -1}, f"seed is -1: it is an unsigned 64-bit number\n  nearest: seed={2**64 - 1}"),
         ({"seed": 1 << 64}, "seed is 18446744073709551616: it is an unsigned 64-bit number\n  nearest: seed=0"),
         ({"deterministic": 1}, "deterministic is a int and must be True or False"),
+        ({"return_lse": "no"}, "return_lse is a str and must be True or False"),
+        ({"return_lse": None}, "return_lse is a NoneType and must be True or False"),
     ],
 )
 def test_what_wrong_options_are_told(options, message):

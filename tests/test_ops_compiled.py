@@ -75,6 +75,7 @@ WRONG = [
     (full, {"dropout": 0.5, "seed": 1 << 200}, "seed is 2^200 or more: it is an unsigned 64-bit number"),
     (full, {"seed": -1}, "seed is -1"),
     (full, {"deterministic": 1}, "deterministic is a int and must be True or False"),
+    (full, {"return_lse": 1}, "return_lse is a int and must be True or False"),
     ("causal", {}, "fourth argument is a variant and got a str: load it with flashgen.load_spec('causal')"),
 ]
 

@@ -8,7 +8,6 @@ import torch
 from caches import cached
 from emulated_gpu import install
 from test_ops_padded import causal, ints
-from tiers import thinned
 
 import flashgen as fg
 from flashgen.errors import LaunchError
@@ -77,10 +76,9 @@ def test_one_call_reads_a_prompt_and_decodes():
         assert torch.equal(o[rows].transpose(0, 1)[None], want) and torch.equal(lse[:, rows][None], want_lse)
 
 
+@pytest.mark.sampled(spec=("alibi", "document", "padding", "tree"))
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec", thinned(sorted(shipped()), kept=("alibi", "document", "padding", "tree"), sibling="test_every_spec")
-)
+@pytest.mark.parametrize("spec", sorted(shipped()))
 def test_every_spec(spec):
     """In pages, and mixed, each sequence has the bits that it has in a padded batch."""
     variant, keys = load_spec(spec).bare, (40, 64, 7)

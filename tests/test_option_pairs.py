@@ -17,9 +17,9 @@ from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
 from flashgen.planning.layout import LAYOUTS
 from flashgen.planning.members import FoldedLeaves, Leaves, SplitKeys
+from flashgen.planning.pipelines import table
 from flashgen.planning.request import KernelRequest
 from flashgen.runtime import nvrtc
-from tests.tiers import thinned
 
 #: What a call asks for in each pass, beside the integers of its pipeline; packing, where a pipeline has it.
 FORWARD = {"dropout": (True,), "packed": (True,)}
@@ -34,7 +34,6 @@ GRID = [
     for head_dim in HEAD_DIMS
     for dtype in DTYPES
 ]
-KEPT = [("hopper", False, "causal", 128, "bfloat16")]
 
 #: What serving asks for: which keys a block visits, beside another layout or an option.
 KEYS = {"split": SplitKeys(), "leaves": FoldedLeaves(), "leaves in parts": Leaves()}
@@ -43,15 +42,14 @@ BESIDE = {
     **{name: {name: True} for name in ("dropout", "packed")},
 }
 SERVED = list(itertools.product(("ampere", "hopper"), ("causal", "alibi"), HEAD_DIMS, KEYS, BESIDE))
-KEPT_SERVED = [("hopper", "causal", 128, "split", "paged"), ("ampere", "alibi", 64, "leaves", "paged_varlen")]
 
 
 @cache
 def pairs(pipeline: str, backward: bool, spec: str) -> list[dict[str, object]]:
     """No option, each alone, and each two together."""
-    of = (planner.BACKWARDS if backward else planner.PIPELINES)[pipeline]
+    of = (table.BACKWARDS if backward else table.PIPELINES)[pipeline]
     offered: dict[str, tuple[object, ...]] = dict(BACKWARD if backward else FORWARD)
-    if of.NAME not in planner.PACKINGS:
+    if of.NAME not in table.PACKINGS:
         offered.pop("packed", None)
     if spec != "alibi":
         offered.pop("gradients", None)
@@ -80,9 +78,7 @@ def forms(request: KernelRequest) -> tuple:
 @pytest.mark.sampled("hopper-False-causal-128-bfloat16-True")
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize(
-    ("pipeline", "backward", "spec", "head_dim", "dtype"), thinned(GRID, KEPT, "test_what_is_accepted_spills_nothing")
-)
+@pytest.mark.parametrize(("pipeline", "backward", "spec", "head_dim", "dtype"), GRID)
 def test_what_is_accepted_spills_nothing(pipeline, backward, spec, head_dim, dtype, dropout):
     """Pairs with dropout and pairs without have no kernel in common; half of either's kernels are asked for twice."""
     compiled: dict[str, nvrtc.Resources] = {}
@@ -98,11 +94,9 @@ def served(pipeline: str, spec: str, head_dim: int, keys: str, beside: str) -> K
     return KernelRequest.of(variant, "sm_90a", "bfloat16", head_dim, pipeline=pipeline, **asked)
 
 
+@pytest.mark.sampled("ampere-alibi-64-leaves-paged_varlen", "hopper-causal-128-split-paged")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pipeline", "spec", "head_dim", "keys", "beside"),
-    thinned(SERVED, KEPT_SERVED, "test_what_is_served_of_a_part_of_the_keys_spills_nothing"),
-)
+@pytest.mark.parametrize(("pipeline", "spec", "head_dim", "keys", "beside"), SERVED)
 def test_what_is_served_of_a_part_of_the_keys_spills_nothing(pipeline, spec, head_dim, keys, beside):
     request = served(pipeline, spec, head_dim, keys, beside)
     for plan in forms(request):

@@ -10,8 +10,8 @@ import re
 
 import pytest
 from ptx_attention import work
+from ptx_backward import Backward
 from split import split_work
-from test_ptx_backward import Backward
 
 from flashgen.codegen import emit
 from flashgen.interpreter import errors

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from padded import batch
 from ptx_attention import replace
-from tiers import thinned
 
 import flashgen as fg
 from flashgen.analysis.tiles import EMPTY, FULL, grid, schedule, schedule_queries, true_grid
@@ -43,14 +42,7 @@ def test_lengths_and_the_end_of_a_cache(pipeline):
 
 @pytest.mark.sampled("ampere-padding", "hopper-causal_bottom_right")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec",
-    thinned(
-        sorted(shipped()),
-        kept=("causal_bottom_right", "relative_bias", "padding"),
-        sibling="test_every_spec",
-    ),
-)
+@pytest.mark.parametrize("spec", sorted(shipped()))
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_every_spec(pipeline, spec):
     check(batch(spec, pipeline, q_offset="end", **LENGTHS))
@@ -88,9 +80,7 @@ def test_positions_of_each_sequence(pipeline, spec):
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "spec", thinned(("full", "causal", "softcap", "blocks"), kept=("causal",), sibling="test_shapes")
-)
+@pytest.mark.parametrize("spec", ("full", "causal", "softcap", "blocks"))
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_shapes(pipeline, spec, shape):
     if spec == "softcap" and shape.get("head_dim") == 128:
@@ -107,8 +97,9 @@ def test_packed_heads(spec):
     check(batch(spec, "hopper", packed=True, q_offset="end", heads=4, kv_heads=1, **LENGTHS))
 
 
+@pytest.mark.sampled(pipeline=("hopper",))
 @pytest.mark.slow
-@pytest.mark.parametrize("pipeline", thinned(PIPELINES, ("hopper",), "test_any_order_of_warps"))
+@pytest.mark.parametrize("pipeline", PIPELINES)
 def test_any_order_of_warps(pipeline):
     w = batch("causal", pipeline, q_offset="end", q_stages=2, **LENGTHS)
     for seed in range(2):
@@ -235,12 +226,7 @@ def test_gradients(deterministic):
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "spec",
-    thinned(
-        ("full", "blocks", "softcap", "relative_bias"), kept=("blocks", "softcap"), sibling="test_gradients_of_shapes"
-    ),
-)
+@pytest.mark.parametrize("spec", ("full", "blocks", "softcap", "relative_bias"))
 def test_gradients_of_shapes(spec, shape):
     check_gradients(batch(spec, "ampere", **shape))
 

@@ -5,7 +5,6 @@ import pytest
 from padded import batch
 from paged import in_pages
 from ptx_attention import replace
-from tiers import thinned
 
 from flashgen.errors import PlanError
 from flashgen.interpreter.errors import Trap
@@ -37,14 +36,11 @@ def test_pages_in_another_order(pipeline, layout):
     check(batch("causal", pipeline, layout=layout, **LENGTHS), 16)
 
 
+@pytest.mark.sampled("ampere-1", "hopper-48")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "page_size"),
-    thinned(
-        [*(("ampere", n) for n in (8, 48, 64, 256, 1, 7)), *(("hopper", n) for n in (8, 48, 64, 256))],
-        kept=(("ampere", 1), ("hopper", 48)),
-        sibling="test_sizes_of_pages",
-    ),
+    [*(("ampere", n) for n in (8, 48, 64, 256, 1, 7)), *(("hopper", n) for n in (8, 48, 64, 256))],
 )
 def test_sizes_of_pages(pipeline, page_size):
     """The copies of pipeline hopper have multiples of 8 rows, those of pipeline ampere one."""
@@ -89,10 +85,7 @@ def test_every_step_of_whole_rows_counts(old, new):
 
 @pytest.mark.sampled("ampere-tree", "hopper-document")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec",
-    thinned(sorted(shipped()), kept=("document", "tree"), sibling="test_every_spec"),
-)
+@pytest.mark.parametrize("spec", sorted(shipped()))
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_every_spec(pipeline, spec):
     check(batch(spec, pipeline, layout=Varlen(), **LENGTHS), 16)
@@ -117,16 +110,17 @@ def test_every_spec(pipeline, spec):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("spec", thinned(("full", "causal"), kept=("causal",), sibling="test_shapes"))
+@pytest.mark.parametrize("spec", ("full", "causal"))
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_shapes(pipeline, spec, shape):
     check(batch(spec, pipeline, **shape), 32, beyond=np.inf)
 
 
+@pytest.mark.sampled(layout=(Varlen(),))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    thinned((Padded(), Varlen()), kept=(Varlen(),), sibling="test_packed_heads"),
+    (Padded(), Varlen()),
     ids=lambda layout: layout.name,
 )
 def test_packed_heads(layout):

@@ -9,7 +9,6 @@ from backward_checks import case_of, plan_of, problem_of
 from effort import effort
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import thinned
 
 import flashgen as fg
 from flashgen.analysis.facts import analyse
@@ -64,12 +63,7 @@ def differences(variant, problem, case, tile, dlse=True, **options):
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "deterministic"),
-    thinned(
-        [(name, deterministic) for name in SPECS for deterministic in (False, True)],
-        kept=[(name, i % 2 == 0) for i, name in enumerate(SPECS)],
-        sibling="test_the_planner_and_the_walk_count_the_same",
-    ),
+    ("name", "deterministic"), [(name, deterministic) for name in SPECS for deterministic in (False, True)]
 )
 def test_the_planner_and_the_walk_count_the_same(name, deterministic):
     """Neither calls the other."""

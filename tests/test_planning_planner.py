@@ -13,7 +13,7 @@ import flashgen as fg
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Pins
-from flashgen.planning import planner, records
+from flashgen.planning import measured, planner, ranking, records, refusals
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.float8 import FLOAT8
 from flashgen.planning.pipelines.ampere import forward as ampere
@@ -29,7 +29,7 @@ requests = st.fixed_dictionaries(
     {
         "variant": st.sampled_from([FULL, SOFTCAP]),
         "arch": st.sampled_from(list(ARCHS)),
-        "dtype": st.sampled_from([dtype for dtype in planner.DTYPES if dtype not in FLOAT8]),
+        "dtype": st.sampled_from([dtype for dtype in refusals.DTYPES if dtype not in FLOAT8]),
         "head_dim": head_dims,
         "v_head_dim": head_dims,
         "pipeline": st.just("ampere"),
@@ -56,7 +56,7 @@ def smem_bytes(tile, stages, d, dv):
 def test_every_plan_fits(request):
     arch = ARCHS[request["arch"]]
     menu = planner.menu(**request)
-    assert 1 <= len(menu.plans) <= planner.MAX_PLANS
+    assert 1 <= len(menu.plans) <= ranking.MAX_PLANS
     assert len({plan if menu.record else plan.tile.q for plan in menu.plans}) == len(menu.plans)
     for plan, seconds_per_score in zip(menu.plans, menu.seconds_per_score, strict=True):
         assert plan.smem_bytes == smem_bytes(plan.tile, plan.stages, plan.head_dim, plan.v_head_dim)
@@ -99,7 +99,7 @@ def test_reasons_of_rejected_candidates_are_true(request):
                 mean, least, most = map(float, re.findall(r"([\d.]+)x", reason))
                 assert reason == f"measured {mean:.2f}x the menu's time, {least:.2f}x to {most:.2f}x by shape"
                 assert least <= mean <= most
-                assert other_bits or mean > 1 - planner.USEFUL * len(menu.measured.shapes)
+                assert other_bits or mean > 1 - measured.USEFUL * len(menu.measured.shapes)
                 continue
             assert reason.startswith("predicted")
             assert other_bits or float(reason.split()[1].rstrip("x")) >= 1
@@ -109,7 +109,7 @@ def test_reasons_of_rejected_candidates_are_true(request):
             assert (i > 0) == reason.endswith("where blocks are few") and r.tile.q >= rival.tile.q
             fixed = planner.menu(**request, tile=(r.tile.q, r.tile.kv), stages=r.stages)
             if fixed.plans[0].warps == r.warps:
-                assert fixed.seconds_per_score[0][-1] >= menu.seconds_per_score[0][-1] / planner.NEAR
+                assert fixed.seconds_per_score[0][-1] >= menu.seconds_per_score[0][-1] / ranking.NEAR
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

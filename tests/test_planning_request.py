@@ -15,9 +15,10 @@ from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec, shipped
 from flashgen.lang.variant import Pins
 from flashgen.ops.supports import Reason
-from flashgen.planning import planner, profile, records
+from flashgen.planning import measured, planner, profile, records
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.integers import INTEGERS, shown
+from flashgen.planning.pipelines import table
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import Tile
 from flashgen.planning.request import Fixed, KernelRequest
@@ -27,7 +28,7 @@ PACKAGE = Path(planner.__file__).parents[1]
 
 CAUSAL = load_spec("causal").bind()
 
-PASSES = {"forward": planner.PIPELINES, "backward": planner.BACKWARDS}
+PASSES = {"forward": table.PIPELINES, "backward": table.BACKWARDS}
 
 
 def request(variant=CAUSAL, arch="sm_90a", head_dim=64, **options):
@@ -153,8 +154,8 @@ def test_a_record_may_be_older_than_a_field_of_a_candidate():
                 for c in hopper.candidates(fixed)
             )
 
-    assert planner._plan_of(Pipeline(4), request(), one).q_stages == 1
-    assert planner._plan_of(Pipeline(8), request(), one) is None
+    assert measured.plan_of(Pipeline(4), request(), one).q_stages == 1
+    assert measured.plan_of(Pipeline(8), request(), one) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

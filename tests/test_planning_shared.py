@@ -4,7 +4,6 @@ from contextlib import suppress
 from itertools import product
 
 import pytest
-from tiers import thinned
 
 import flashgen as fg
 from flashgen.codegen import emit
@@ -43,14 +42,7 @@ def plans(variant, gradients):
 
 @pytest.mark.sampled("nothing_hidden")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    thinned(
-        list(MASKS),
-        kept=("all", "nothing_hidden"),
-        sibling="test_shared_is_what_the_plan_counted",
-    ),
-)
+@pytest.mark.parametrize("name", list(MASKS))
 def test_shared_is_what_the_plan_counted(name):
     mask = fg.variant(MASKS[name], name=name)
     score = mask.score(lambda s, b, h, q, k: s + bias[h, k])

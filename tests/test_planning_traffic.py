@@ -14,7 +14,7 @@ from flashgen.analysis import counts, tiles
 from flashgen.analysis import facts as analysis
 from flashgen.analysis.tiles import Case
 from flashgen.errors import PlanError
-from flashgen.planning import planner, traffic
+from flashgen.planning import planner, refusals, traffic
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.problem import ITEMSIZE, Problem
 
@@ -149,7 +149,7 @@ def test_counts_equal_a_loop_over_tiles(name, problem, tile, seed):
 @settings(deadline=None, max_examples=30)
 @given(
     name=st.sampled_from(["full", "causal", "window", "sink"]),
-    problem=shapes.filter(lambda p: p.dtype in planner.DTYPES),
+    problem=shapes.filter(lambda p: p.dtype in refusals.DTYPES),
     arch=st.sampled_from(list(ARCHS)),
     scale=st.sampled_from([1, 64]),
 )

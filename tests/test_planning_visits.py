@@ -59,7 +59,13 @@ def test_a_reason_says_what_a_tile_visits():
 
 
 def test_cells_of_any_size_are_judged_in_no_more_memory():
-    for block in (100_003, 2_000_003, 1 << 30):
+    for block in (100_003, 2_000_003, 1 << 30, (1 << 63) - 1):
         variant = fg.variant(lambda b, h, q, k, block=block: layout[q // block, k // block])
         assert visits.share(variant, Tile(q=128, kv=96)) == pytest.approx(visits.SHOWN, rel=0.02)
         assert 0 < visits.share(fg.variant(lambda b, h, q, k, n=block: q // n == k // n), Tile(q=128, kv=96)) <= 1
+
+
+def test_a_mask_with_the_largest_divisor_is_planned():
+    largest = (1 << 63) - 1
+    variant = fg.variant(lambda b, h, q, k: layout[q % 7, fg.minimum(k % largest, layout.size(1) - 1)])
+    assert planner.menu(variant, "sm_90a", "bfloat16", 64).plans

@@ -5,12 +5,11 @@ import dataclasses
 import numpy as np
 import ported
 import ptx_attention
+import ptx_backward
 import pytest
 import test_ptx_attention
-import test_ptx_backward
 import variant_kernel
 from test_codegen_variant_code import scheduled
-from tiers import thinned
 
 import flashgen as fg
 from flashgen.analysis import counts, tiles
@@ -48,22 +47,15 @@ def test_tiles_are_those_of_a_block_mask(name, tile):
 
 #: One of each way in which classes are found: parts of one side and of both, elements at the ends of two indices and
 #: of one, an equality, a score; summaries of conditions, of queries, and in groups.
-SOME = ("flamingo", "bigbird", "paged_blocks", "mixed_kinds", "document_offsets", "score_window")
-SOME = (*SOME, "global_flags", "restarts", "rotated", "dense", "small_blocks")
-OF_HOPPER = ("bigbird", "paged_blocks", "global_flags", "restarts", "rotated")
+SOME = (
+    *("flamingo", "bigbird", "paged_blocks", "mixed_kinds", "document_offsets", "score_window"),
+    *("global_flags", "restarts", "rotated", "dense", "small_blocks"),
+)
 
 
 @pytest.mark.sampled("fixed", "natten", "strided", "striped", "tiles_2d", "zigzag", "dilated_causal")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    thinned(
-        list(ported.FILES),
-        # In CI kernels run the others, below.
-        kept=set(ported.FILES) - set(SOME),
-        sibling="test_emitted_classes_are_those_of_python",
-    ),
-)
+@pytest.mark.parametrize("name", list(ported.FILES))
 def test_emitted_classes_are_those_of_python(name):
     facts, case = analyse(ported.variant(name)), ported.case(name, 333, q_len=333, kv_len=333, batch=2, heads=2)
     tile = Tile(q=96, kv=112)
@@ -83,19 +75,11 @@ def test_emitted_classes_by_elements_at_the_ends_of_indices():
 
 @pytest.mark.sampled("score_window-ampere", "restarts-hopper", "rotated-hopper")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "pipeline"),
-    thinned(
-        [(name, pipeline) for name in SOME for pipeline in ("ampere", "hopper")],
-        # Each mask in one pipeline: the one that the interpreter runs faster where the two are far apart.
-        kept={(name, "hopper" if name in OF_HOPPER else "ampere") for name in SOME},
-        sibling="test_kernels_move_what_the_walk_counts",
-    ),
-)
+@pytest.mark.parametrize(("name", "pipeline"), [(name, pipeline) for name in SOME for pipeline in ("ampere", "hopper")])
 def test_kernels_move_what_the_walk_counts(name, pipeline):
     """Forward and backward, right against float64."""
     test_ptx_attention.check(ptx_attention.work(ported.variant(name), pipeline, q_len=211, kv_len=211))
-    test_ptx_backward.check(test_ptx_backward.Backward(ported.variant(name), pipeline=pipeline, q_len=211, kv_len=211))
+    ptx_backward.check(ptx_backward.Backward(ported.variant(name), pipeline=pipeline, q_len=211, kv_len=211))
 
 
 #: Masks that many ops judge, or few: whether their conditions are judged in turn.
@@ -108,9 +92,7 @@ IN_TURN = {
 
 @pytest.mark.sampled("top_blocks")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", thinned(tuple(IN_TURN), kept=("bigbird", "top_blocks"), sibling="test_judging_tiles_spills_nothing")
-)
+@pytest.mark.parametrize("name", tuple(IN_TURN))
 def test_judging_tiles_spills_nothing(name):
     """It has 24 registers per thread beside consumers that have all others."""
     plan = planner.backward_menu(ported.variant(name), "sm_90a", "bfloat16", 128).plans[0]
@@ -120,29 +102,23 @@ def test_judging_tiles_spills_nothing(name):
 
 
 #: Parts of both sides, summaries, elements that nothing in shared memory holds, and lookups.
+@pytest.mark.sampled(name=("morton",))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    thinned(
-        ("morton", "bigbird", "tiles_2d", "mixed_kinds", "streaming_blocks", "tree", "natten", "small_blocks"),
-        kept=("morton",),
-        sibling="test_conditions_judged_in_turn",
-    ),
+    ("morton", "bigbird", "tiles_2d", "mixed_kinds", "streaming_blocks", "tree", "natten", "small_blocks"),
 )
 def test_conditions_judged_in_turn(name):
     """Of the backward at head_dim 128, right against float64."""
-    work = test_ptx_backward.Backward(
-        ported.variant(name), pipeline="hopper", head_dim=128, q_len=201, kv_len=233, heads=1
-    )
+    work = ptx_backward.Backward(ported.variant(name), pipeline="hopper", head_dim=128, q_len=201, kv_len=233, heads=1)
     assert work.plan.backward.judged_in_turn
-    test_ptx_backward.check(work)
+    ptx_backward.check(work)
 
 
 #: Of the forward: what is read by query and key together, and many ops.
+@pytest.mark.sampled(name=("tree",))
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", thinned(("tree", "streaming_blocks", "morton"), kept=("tree",), sibling="test_a_forward_asks_by_bits")
-)
+@pytest.mark.parametrize("name", ("tree", "streaming_blocks", "morton"))
 def test_a_forward_asks_by_bits(name):
     work = ptx_attention.work(ported.variant(name), "hopper", q_len=211, kv_len=211)
     assert work.plan.specialized.mask == MaskAsBits()
@@ -162,7 +138,7 @@ blocks_of_48 = fg.variant(lambda b, h, q, k: layout[q // 48, k // 48], name="blo
 def test_a_dq_by_itself_judges_its_own_tiles(name):
     """By parts, and by summaries of what divides the tiles of both kernels."""
     variant = blocks_of_48 if name is None else ported.variant(name)
-    test_ptx_backward.check(test_ptx_backward.Backward(variant, deterministic=True))
+    ptx_backward.check(ptx_backward.Backward(variant, deterministic=True))
 
 
 @pytest.mark.slow

@@ -204,6 +204,14 @@ def test_no_keys_and_no_sequences(block):
         assert not o.any() and (lse == -torch.inf).all()
 
 
+def test_whole_numbers_of_any_type():
+    of_numpy, of_python = (
+        flashgen.quantize(*inputs(64, 64), block=block, seed=seed)
+        for block, seed in ((np.int32(128), np.int64(3)), (128, 3))
+    )
+    assert torch.equal(of_numpy.q.view(torch.uint8), of_python.q.view(torch.uint8)) and of_numpy.seed == 3
+
+
 @pytest.mark.parametrize(
     "change, options, error, says",
     [
@@ -215,7 +223,12 @@ def test_no_keys_and_no_sequences(block):
         ({}, {"smooth_k": torch.zeros(3)}, LaunchError, "nearest: smooth_k=True"),
         ({"q": torch.float32}, {}, LaunchError, "q is float32.*\n  nearest: q.bfloat16"),
         ({"head_dim": 72}, {}, PlanError, "head_dim 72 cannot be quantised.*\n  nearest: head_dim (64|80)"),
-        ({"transposed": True}, {}, LaunchError, "last dimension has stride.*\n  nearest: q.contiguous"),
+        (
+            {"transposed": True},
+            {},
+            LaunchError,
+            r"last dimension is not contiguous \(strides.*\n  nearest: q.contiguous",
+        ),
         ({"rows": 3}, {}, LaunchError, "do not belong together"),
         ({"device": "meta"}, {}, LaunchError, "q is on meta.*\n  nearest: q.cpu"),
     ],

@@ -10,7 +10,7 @@ from cli import flashgen
 from flashgen.bench import counters, report
 from flashgen.bench.cells import cell
 from flashgen.errors import FlashgenError, LaunchError
-from flashgen.planning.traffic import Bytes
+from flashgen.planning.prediction import Bytes
 
 
 def write(folder, rows, name="forward_hopper"):

@@ -6,7 +6,6 @@ import ptx_attention
 import pytest
 import test_ptx_attention
 from spills import Asked, plans, variants
-from tiers import thinned
 
 from flashgen.analysis.derivative import differentiable_of
 from flashgen.codegen import emit
@@ -34,15 +33,9 @@ SHIPPED = [
 
 
 #: What did spill: who schedules tiles on Hopper, and who judges them on Ampere.
+@pytest.mark.sampled("bigbird-forward-sm_80-64", "sink_window-forward-sm_90a-64")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kind", "arch", "head_dim"),
-    thinned(
-        SHIPPED,
-        kept=(("sink_window", "forward", "sm_90a", 64), ("bigbird", "forward", "sm_80", 64)),
-        sibling="test_no_kernel_of_a_shipped_mask_spills",
-    ),
-)
+@pytest.mark.parametrize(("name", "kind", "arch", "head_dim"), SHIPPED)
 def test_no_kernel_of_a_shipped_mask_spills(name, kind, arch, head_dim):
     """Every plan of its menu; of a backward also with the gradients of captured tensors."""
     beside = kind == "backward" and differentiable_of(known()[name])
@@ -75,10 +68,9 @@ LISTED = {
 LISTED_FORWARDS = {"longformer": (36, 8), "zigzag": (0, 0), "bigbird": (0, 0)}
 
 
+@pytest.mark.sampled("causal-128")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("spec", "head_dim"), thinned(list(LISTED), kept=(("causal", 128),), sibling="test_what_is_listed_spills_as_much")
-)
+@pytest.mark.parametrize(("spec", "head_dim"), list(LISTED))
 def test_what_is_listed_spills_as_much(spec, head_dim):
     """As padded and as joined sequences."""
     variant = load_spec(spec).bind()
@@ -89,11 +81,9 @@ def test_what_is_listed_spills_as_much(spec, head_dim):
     assert tuple(spilled(menu.plans[0]) for menu in asked) == LISTED[spec, head_dim]
 
 
+@pytest.mark.sampled(name=("longformer",))
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    thinned(list(LISTED_FORWARDS), kept=("longformer",), sibling="test_what_is_listed_of_forwards_spills_as_much"),
-)
+@pytest.mark.parametrize("name", list(LISTED_FORWARDS))
 def test_what_is_listed_of_forwards_spills_as_much(name):
     """As padded and as joined sequences, at head_dim 64."""
     asked = [planner.menu(known()[name], "sm_90a", "bfloat16", 64, layout=layout) for layout in (Padded(), Varlen())]
@@ -123,15 +113,9 @@ def test_who_schedules_keeps_ends_of_runs_where_registers_are_left(name, head_di
         assert ("renew_range(rows.q_first, rows.q_last);" in emit(plan)) == plan.specialized.runs_anew
 
 
+@pytest.mark.sampled("sink_window-tile0")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "tile"),
-    thinned(
-        (("sink_window", (192, 128)), ("bigbird", (192, 64))),
-        kept=(("sink_window", (192, 128)),),
-        sibling="test_ends_of_runs_found_anew",
-    ),
-)
+@pytest.mark.parametrize(("name", "tile"), (("sink_window", (192, 128)), ("bigbird", (192, 64))))
 def test_ends_of_runs_found_anew(name, tile):
     """Of a sink behind a window and of parts of tiles, right against float64."""
     work = ptx_attention.work(name, "hopper", tile=tile, stages=3, q_stages=2, q_len=391, kv_len=391)

@@ -14,7 +14,6 @@ from cli import flashgen
 from padded import batch
 from ptx_attention import replace
 from split import split_batch, split_work
-from tiers import thinned
 
 import flashgen as fg
 from flashgen.analysis.tiles import Case
@@ -87,10 +86,7 @@ def test_tiles_of_one_warpgroup(dims, splits):
 
 @pytest.mark.sampled("ampere-gpt_oss", "hopper-sliding_window")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec",
-    thinned(sorted(shipped()), kept=("sliding_window", "gpt_oss", "document"), sibling="test_every_spec"),
-)
+@pytest.mark.parametrize("spec", sorted(shipped()))
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_every_spec(pipeline, spec):
     check(split_work(spec, pipeline, q_len=70, kv_len=211), 2)
@@ -98,7 +94,7 @@ def test_every_spec(pipeline, spec):
 
 @pytest.mark.sampled("shape0-7")
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", thinned([2, 7, 40], kept=(7,), sibling="test_packed_heads"))
+@pytest.mark.parametrize("splits", [2, 7, 40])
 @pytest.mark.parametrize("shape", [{"heads": 8, "kv_heads": 2, "q_len": 3}, {"heads": 6, "kv_heads": 2, "q_len": 70}])
 def test_packed_heads(shape, splits):
     check(split_work("causal_bottom_right", "hopper", packed=True, kv_len=350, batch=2, **shape), splits)
@@ -233,8 +229,9 @@ def folded(part_o, part_rows, splits):
     return o, lse
 
 
+@pytest.mark.sampled(splits=(3,))
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", thinned([3, 40], kept=(3,), sibling="test_parts_are_added_in_their_order"))
+@pytest.mark.parametrize("splits", [3, 40])
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_parts_are_added_in_their_order(pipeline, splits, monkeypatch):
     kept = {}
@@ -492,8 +489,9 @@ def test_sequences_behind_each_other():
     assert not torch.equal(parts, whole)
 
 
+@pytest.mark.sampled(verb=("simulate",))
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", thinned(["run", "simulate"], kept=("simulate",), sibling="test_command_line"))
+@pytest.mark.parametrize("verb", ["run", "simulate"])
 def test_command_line(verb):
     words = ["full", "--seqlen", "3", "--kv-seqlen", "300", "--heads", "2", "--head-dim", "64", "--kv-splits", "3"]
     done = subprocess.run([sys.executable, "-m", "flashgen", verb, *words], capture_output=True, text=True, check=False)

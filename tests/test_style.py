@@ -10,6 +10,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("flashgen", "specs", "tests")
 
+#: Lines of a file of Python: what has more is about more than one thing.
+MOST_LINES = 700
+
+
+def files() -> list[Path]:
+    """Every file of Python."""
+    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    assert len(found) > 100
+    return found
+
 
 @pytest.mark.parametrize("command", [("check",), ("format", "--check")], ids=" ".join)
 def test_ruff_has_nothing_to_say(command):
@@ -33,6 +43,9 @@ def test_no_test_reads_a_clock():
 
 def test_no_file_turns_the_formatter_off():
     marks = [f"# fmt: {word}" for word in ("skip", "off")]
-    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    assert len(files) > 100
-    assert [path.relative_to(ROOT) for path in files if any(mark in path.read_text() for mark in marks)] == []
+    assert [path.relative_to(ROOT) for path in files() if any(mark in path.read_text() for mark in marks)] == []
+
+
+def test_no_file_is_longer_than_the_house_allows():
+    lines = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in files()}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}

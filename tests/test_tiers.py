@@ -30,7 +30,7 @@ sys.exit(pytest.main([*sys.argv[1:], "--collect-only", "-q", "-p", "no:cacheprov
 class Collected:
     file: Path
     function: str
-    parameters: str
+    parameters: tuple[str, ...]  # their id, and name=value of those that a sampled mark has values of
     marks: frozenset[str]
     nightly: tuple | None
     sampled: tuple[str, ...] | None
@@ -48,8 +48,10 @@ def collect(*arguments: str, cwd: Path = ROOT) -> list[Collected]:
 
 def of_rows(rows) -> list[Collected]:
     return [
-        Collected(Path(file), function, parameters, frozenset(marks), nightly, None if named is None else tuple(named))
-        for file, function, parameters, marks, nightly, named in rows
+        Collected(
+            Path(file), function, tuple(names), frozenset(marks), nightly, None if named is None else tuple(named)
+        )
+        for file, function, names, marks, nightly, named in rows
     ]
 
 
@@ -73,7 +75,7 @@ def without_sibling(tests: list[Collected]) -> set[str]:
 
 def named_in_vain(tests: list[Collected]) -> set[str]:
     """What sampled marks name that no test has."""
-    there = {(test.file, test.function, test.parameters) for test in tests}
+    there = {(test.file, test.function, name) for test in tests for name in test.parameters}
     return {
         f"{test}[{name}]"
         for test in tests
@@ -129,6 +131,11 @@ def test_sweep(n, letter): pass
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_every_third(n): pass
 
+@pytest.mark.sampled(n=(2, 4), letter=("y", "z"))
+@pytest.mark.parametrize("letter", ["x", "y"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_by_values(n, letter): pass
+
 @pytest.mark.sampled("3")
 @pytest.mark.parametrize("n", [1])
 def test_sample_of_none(n): pass
@@ -167,7 +174,8 @@ def test_a_mark_without_a_sibling_is_noticed(planted):
     wrong = ("test_silent", "test_with_a_reason_alone", "test_beside_nothing", "test_beside_what_is_nightly_itself")
     assert without_sibling(found) == {f"test_planted.py::{name}" for name in (*wrong, "test_sample_of_none")}
     assert named_in_vain(found) == {
-        f"test_planted.py::{name}" for name in ("test_sweep[3-x]", "test_sample_of_none[3]")
+        f"test_planted.py::{name}"
+        for name in ("test_sweep[3-x]", "test_by_values[n=4]", "test_by_values[letter='z']", "test_sample_of_none[3]")
     }
 
 
@@ -178,8 +186,8 @@ def test_nightly_tests_are_left_out_and_it_is_said(planted):
         return subprocess.run(command, cwd=planted, capture_output=True, text=True).stdout
 
     plain, nightly = run("."), run(".", "--nightly")
-    assert "nightly tests: left out (--nightly runs them)" in plain and "5 passed, 14 deselected" in plain
-    assert "nightly tests: run too" in nightly and "19 passed" in nightly
+    assert "nightly tests: left out (--nightly runs them)" in plain and "6 passed, 19 deselected" in plain
+    assert "nightly tests: run too" in nightly and "25 passed" in nightly
 
 
 def test_the_nightly_script_is_ci_with_more():

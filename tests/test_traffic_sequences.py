@@ -8,7 +8,6 @@ from cli import flashgen
 from padded import batch
 from split import split_batch
 from test_padded import walked
-from tiers import thinned
 
 import flashgen as fg
 from flashgen.errors import PlanError
@@ -43,15 +42,9 @@ def check(w):
     return found
 
 
+@pytest.mark.sampled(spec=("full", "causal_bottom_right", "document", "blocks", "padding", "prefix_lm"))
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.parametrize(
-    "spec",
-    thinned(
-        sorted(shipped()),
-        kept=("full", "causal_bottom_right", "document", "blocks", "padding", "prefix_lm"),
-        sibling="test_the_prediction_is_what_the_walk_counts",
-    ),
-)
+@pytest.mark.parametrize("spec", sorted(shipped()))
 def test_the_prediction_is_what_the_walk_counts(spec, layout):
     check(batch(spec, "ampere", **LAYOUTS[layout]))
 

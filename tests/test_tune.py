@@ -13,7 +13,7 @@ import flashgen as fg
 from flashgen.bench import tune
 from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
-from flashgen.planning import planner, records
+from flashgen.planning import planner, ranking, records
 from flashgen.planning.problem import Problem
 
 ARCH, PIPELINE, D = "sm_86", "ampere", 64
@@ -197,4 +197,4 @@ def test_shipped_records_plan(path):
         if not key.score:
             found = planner.menu(specs[key.mask], arch, "bfloat16", key.head_dim, key.v_head_dim, pipeline=pipeline)
             assert found.record == f"{path.stem}: {key}"
-            assert len(found.plans) <= planner.MAX_PLANS
+            assert len(found.plans) <= ranking.MAX_PLANS

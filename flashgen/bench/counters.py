@@ -17,7 +17,7 @@ from flashgen.bench.cells import Cell, cell
 from flashgen.bench.contest import prepare
 from flashgen.errors import LaunchError
 from flashgen.planning import traffic
-from flashgen.planning.traffic import Bytes
+from flashgen.planning.prediction import Bytes
 
 #: Bytes that the SMs got from L2 and sent to it (by cp.async, TMA and plain accesses alike), and DRAM's.
 L2 = ("l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write_bytes.sum")

@@ -16,7 +16,8 @@ from flashgen.cli.resolve import Lengths, Resolved, resolve
 from flashgen.errors import PlanError
 
 if TYPE_CHECKING:
-    from flashgen.planning import traffic
+    from flashgen.planning import tables
+    from flashgen.planning.prediction import Prediction
 
 #: Rejected candidates that are shown unless --all asks for the rest.
 _SHOWN = 8
@@ -97,7 +98,7 @@ def _lengths(which: Pass, q: str | None, kv: str | None, q_offset: str | None, p
     return None
 
 
-def _hint(resolved: Resolved, prediction: traffic.Prediction) -> str | None:
+def _hint(resolved: Resolved, prediction: Prediction) -> str | None:
     """The one change that would settle more tiles, where what is lost was counted."""
     from flashgen.analysis import ways
 
@@ -112,9 +113,9 @@ def _forward(backward: Resolved, request: Request, which: Pass) -> Resolved:
     return dataclasses.replace(forward, case=backward.case)
 
 
-def _passes(*predictions: traffic.Prediction) -> traffic.Table:
+def _passes(*predictions: Prediction) -> tables.Table:
     """Which pass runs where."""
-    from flashgen.planning.traffic import Table
+    from flashgen.planning.tables import Table
 
     rows = [
         (p.plan.pass_name, p.plan.pipeline, p.plan.arch, str(p.plan.tile), f"{p.predicted_ms:.4g}") for p in predictions
@@ -122,7 +123,7 @@ def _passes(*predictions: traffic.Prediction) -> traffic.Table:
     return Table(title="passes", columns=("", "pipeline", "arch", "tile", "predicted ms"), rows=tuple(rows))
 
 
-def rendered(table: traffic.Table, most: int | None = None) -> Table:
+def rendered(table: tables.Table, most: int | None = None) -> Table:
     """A table of the plan as one of the terminal, of at most `most` rows; numbers to the right."""
     named = any(table.columns)
     shown = Table(title=table.title, title_justify="left", show_header=named, box=None, padding=(0, 2, 0, 0))

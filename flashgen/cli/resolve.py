@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from flashgen.lang.variant import Variant
     from flashgen.planning.plan import KernelPlan
     from flashgen.planning.planner import Menu
+    from flashgen.planning.prediction import Prediction
     from flashgen.planning.problem import Problem
-    from flashgen.planning.traffic import Prediction
     from flashgen.planning.traffic_sequences import OwnLengths
 
 

@@ -143,7 +143,7 @@ def _single(
             }
         )
         return not reasons
-    from flashgen.planning.traffic import decimal
+    from flashgen.planning.tables import decimal
 
     v, predicted = checked.verdict, prediction.hbm.total
     table = Table(title=str(resolved), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))

@@ -19,7 +19,7 @@ from flashgen.runtime.launch import operand_dtype
 
 if TYPE_CHECKING:
     from flashgen.interpreter.counters import Report
-    from flashgen.planning.traffic import Bytes
+    from flashgen.planning.prediction import Bytes
     from flashgen.runtime.philox import Dropout
 
 #: What is executed unless a length is given: two tiles of queries of most plans, and no whole number of tiles.

@@ -2,8 +2,9 @@
 
 `(q - k) % 4 == 1` asks for a remainder for each pair.  `q % 4 == (k + 1) % 4` says the same: a thread finds the left
 side once for each of its queries and the right side once for each of its keys.  Of `dilated`, 11.6 instructions for
-each score become 3.6.  Of a power of two the last bits are the remainder, which the compiler finds once for all keys that
-lie so many apart: of a `%` it does not, as it has to be told that no position is negative (2.6 instructions and 1.1).
+each score become 3.6.  Of a power of two the last bits are the remainder, which the compiler finds once for all keys
+that lie so many apart: of a `%` it does not, as it has to be told that no position is negative (2.6 instructions and
+1.1).
 
 `q - position[k] < 512` has a difference of 64 bits, since nothing is known of an element.  `q - 512 < position[k]` has
 none.  Of a cache that goes round, 11.8 instructions become 8.3.

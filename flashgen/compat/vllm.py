@@ -93,7 +93,7 @@ def flash_attn_varlen_func(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k if block_table is None else flash_attn.bounded(max_seqlen_k, block_table, k),
         scale=softmax_scale,
-        return_lse=return_softmax_lse,
+        return_lse=bool(return_softmax_lse),
         dropout=dropout_p,
         deterministic=deterministic,
         sink=s_aux,

@@ -222,16 +222,17 @@ class Memory:
 
     def own(self, offsets: np.ndarray, width: int, block: int) -> None:
         """Block number `block` writes (not atomically): no other block may write the same bytes in this launch."""
-        writer = self.account.writer
+        writer, order = self.account.writer, self.account.order
         for shift in range(0, width, GRANULE if width > 1 else 1):
-            before = writer[offsets + shift]
+            at = offsets + shift
+            before = writer[at]
             clash = (before != 0) & (before != block + 1)
             if clash.any():
-                at = int(clash.argmax())
-                raise Race(f"blocks {int(before[at]) - 1} and {block} both write {self.describe(int(offsets[at]))}")
-            writer[offsets + shift] = block + 1
-        if self.account.order is not None:
-            self.account.order.store(block, offsets, width)
+                i = int(clash.argmax())
+                raise Race(f"blocks {int(before[i]) - 1} and {block} both write {self.describe(int(offsets[i]))}")
+            writer[at] = block + 1
+            if order is not None:
+                order.store(block, at)
 
     def describe(self, offset: int) -> str:
         """Where an arena offset lies, in words."""

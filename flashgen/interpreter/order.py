@@ -77,11 +77,9 @@ class Order:
                 _join(self._released.setdefault(word, {}), self._fenced[block])
 
     # ------------------------------------------------------------ what is ordered
-    def store(self, block: int, offsets: np.ndarray, width: int) -> None:
-        """A block stores `width` bytes at each of these offsets."""
-        time = self._of(block)[block]
-        for shift in range(0, width, GRANULE if width > 1 else 1):
-            self.stored[offsets + shift] = time
+    def store(self, block: int, at: np.ndarray) -> None:
+        """A block stores the granules that begin at these offsets."""
+        self.stored[at] = self._of(block)[block]
 
     def update(self, block: int, offsets: np.ndarray, width: int) -> None:
         """It changes them by an atomic."""

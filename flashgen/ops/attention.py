@@ -27,7 +27,7 @@ from flashgen.ops.sequences import (
 )
 from flashgen.ops.sinks import with_given_sink
 from flashgen.ops.tracing import any_autocast, any_requires_grad, autocast, sharded, traced, transformed
-from flashgen.ops.values import no_flag, no_tensor
+from flashgen.ops.values import no_flag, no_tensor, whole
 from flashgen.tuples import new
 
 
@@ -200,7 +200,7 @@ def attention_varlen(
     anything runs; where FLASHGEN_CHECK=1 is in the environment, and on a CPU always, for cumulative lengths that
     decrease, leave the tensor or pass their bounds too.
     """
-    paged = page_table is not None
+    paged, max_seqlen_q = page_table is not None, whole(max_seqlen_q)
     given = (("q", q),) if paged else (("q", q), ("k", k), ("v", v))
     for name, x in (*given, *((("out", out),) if out is not None else ())):
         if not isinstance(x, torch.Tensor):
@@ -219,7 +219,7 @@ def attention_varlen(
         named |= {} if kv_lengths is None else {"kv_lengths": kv_lengths}  # the variant's, or refused
         k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
     if max_seqlen_k is not None:
-        own[BOUNDS[1]] = max_seqlen_k
+        own[BOUNDS[1]] = whole(max_seqlen_k)
     if q_offset is not None:
         own[VARLEN[2]] = position(q_offset)
     own = splits.joined(own, kv_splits, invariant)
@@ -274,11 +274,15 @@ def _attend(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The call, by whoever runs it."""
+    if return_lse is not False and (wrong := no_flag("return_lse", return_lse)):
+        raise LaunchError(wrong)
     if "sink" in named and named["sink"] is None:
         named = {name: value for name, value in named.items() if name != "sink"}
     if isinstance(variant, Variant) and variant.given:
         variant, named = variant.bare, {**_given(variant), **named}
     compiling = torch.compiler.is_compiling()
+    if seed is not None and not compiling:  # to dynamo NumPy's numbers are tensors
+        seed = whole(seed)
     tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor)  # others are refused further on
     if tensors and (k.dtype in float8.DTYPES or q.dtype in float8.DTYPES):
         call = Call(variant, scale, named, deterministic=deterministic)

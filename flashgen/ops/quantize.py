@@ -11,6 +11,7 @@ from flashgen.ops import nested, own_rows, quantize_library
 from flashgen.ops import rope as ropes
 from flashgen.ops.quantize_eager import Asked, Quantized, run
 from flashgen.ops.tracing import traced
+from flashgen.ops.values import whole
 
 
 def quantize(
@@ -68,8 +69,10 @@ def quantize(
     Source: Shah et al. 2024, "FlashAttention-3", section 3.3 (incoherent processing); Zhang et al. 2024,
     "SageAttention", section 4.2 (smoothing); Su et al. 2021, "RoFormer", section 3.2.2 (rotary embedding).
     """
+    block, seed = whole(block), whole(seed)
     _check_options(block, hadamard, seed)
-    named = own_rows.given(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_lengths, kv_lengths)
+    bounds = whole(max_seqlen_q), whole(max_seqlen_k)
+    named = own_rows.given(cu_seqlens_q, cu_seqlens_k, *bounds, q_lengths, kv_lengths)
     asked = Asked(block, hadamard, smooth_k, seed, cos, sin, interleaved, named)
     if nested.is_jagged(q, k, v):
         if torch.compiler.is_compiling():

@@ -14,6 +14,7 @@ from flashgen.codegen.quantize import SIGN_WORDS, pack
 from flashgen.errors import LaunchError
 from flashgen.ops import nested, own_rows
 from flashgen.ops import rope as ropes
+from flashgen.ops.call import check_rows
 from flashgen.ops.own_rows import Own
 from flashgen.ops.rope import Rope
 from flashgen.ops.sequences import Sequences
@@ -153,12 +154,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             )
         if x.device != q.device:
             raise LaunchError(f"{name} is on {x.device} and q on {q.device}\n  nearest: {name}.to(q.device)")
-        if x.stride(-1) != 1 and x.numel():
-            raise LaunchError(f"{name}'s last dimension has stride {x.stride(-1)}\n  nearest: {name}.contiguous()")
-        if x.is_cuda and (
-            x.data_ptr() % 16 or any(s % 8 for s, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1)
-        ):
-            raise LaunchError(f"rows of {name} do not start at multiples of 16 bytes\n  nearest: {name}.contiguous()")
+        check_rows(name, x)
     if q.shape[-1] != k.shape[-1] or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
         raise LaunchError(
             f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not belong together: q and k have one"

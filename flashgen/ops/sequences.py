@@ -13,6 +13,7 @@ from flashgen.errors import LaunchError, shown
 from flashgen.lang.ranges import MAX_LENGTH
 from flashgen.lang.variant import Variant
 from flashgen.ops.pages import cache_of, checked_table, pages_of
+from flashgen.ops.values import whole
 from flashgen.planning.layout import AT_END, Padded, Paged, Varlen
 from flashgen.planning.problem import Problem
 from flashgen.runtime.launch import Cache
@@ -98,6 +99,7 @@ def position(first: object) -> int | torch.Tensor:
     """Where the first query sits, AT_END for "end", as graphs hold no words.  Raises LaunchError for anything else."""
     if isinstance(first, str) and first == "end":
         return AT_END
+    first = whole(first)
     if not isinstance(first, (int, torch.Tensor)) or isinstance(first, bool):
         raise LaunchError(
             f'q_offset is {shown(first)}: it is a position, an int32 tensor [batch] of them, or "end"\n'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flashgen.errors import LaunchError
-from flashgen.ops.values import no_flag
+from flashgen.ops.values import no_flag, whole
 from flashgen.planning.division import check_splits, check_together
 
 #: What they are called among named values, which no variant can; the second is there where it is asked for.
@@ -24,5 +24,6 @@ def joined(named: dict[str, Any], kv_splits: object, invariant: object = False) 
         return {**named, INVARIANT: 1}
     if kv_splits is None:
         return named
+    kv_splits = whole(kv_splits)
     check_splits(kv_splits)
     return {**named, SPLITS: kv_splits}

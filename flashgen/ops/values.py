@@ -5,6 +5,9 @@ A text is None where nothing is wrong.  torch.compile traces these functions, so
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 
 from flashgen.errors import shown
@@ -34,6 +37,17 @@ def no_number(name: str, value: object) -> str | None:
         return None
     cure = f" ({name}.item() reads a tensor's value)" if isinstance(value, torch.Tensor) else ""
     return f"{name} is a {type(value).__name__} and must be a number{cure}"
+
+
+def whole(value: object) -> Any:
+    """A whole number as an int, NumPy's integers and whatever else has `__index__` too; another value as it is.  A bool
+    is none, and neither is a tensor, for whose value a call would wait."""
+    if isinstance(value, (int, torch.Tensor)) or not hasattr(value, "__index__"):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value  # NumPy's bools and arrays have one that raises
 
 
 def no_seed(seed: object) -> str | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flashgen.planning import planner
+from flashgen.planning.menu import Rejected
+from flashgen.planning.pipelines.table import forwards
 from flashgen.planning.plan import KernelPlan, Tile
-from flashgen.planning.planner import Rejected
 from flashgen.planning.request import Fixed, KernelRequest
 
 
@@ -13,7 +13,7 @@ def of(plan: KernelPlan) -> tuple[Rejected, ...]:
     not fit, each with the sum that passes a limit; what fits and is only slower is in the menu's `rejected`."""
     if plan.backward is not None or plan.dropout:
         return ()
-    pipeline, request, tile = planner.forwards(plan)[plan.pipeline], KernelRequest.of_plan(plan), plan.tile
+    pipeline, request, tile = forwards(plan)[plan.pipeline], KernelRequest.of_plan(plan), plan.tile
     step, of_stages = pipeline.KEY_STEP, pipeline.INTEGERS["stages"].values
     larger = (
         [(Tile(q=tile.q, kv=kv), plan.stages) for kv in range(tile.kv + step, 2 * tile.kv + 1, step)],

@@ -15,6 +15,7 @@ from flashgen.analysis import tiles
 from flashgen.analysis.cells import Cells
 from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
+from flashgen.lang.ranges import MAX_LENGTH
 from flashgen.lang.variant import Variant
 from flashgen.planning.plan import Tile
 
@@ -31,7 +32,7 @@ SHOWN = 0.25
 @lru_cache(maxsize=4096)
 def share(variant: Variant, tile: Tile) -> float:
     """The share of scores that tiles of this size are expected to visit; 1 where the mask is made of no cells."""
-    cells = analyse(variant).cells
+    cells = _cells(variant)
     if cells is None:
         return 1.0
     shown = _shown(variant)
@@ -44,15 +45,24 @@ def share(variant: Variant, tile: Tile) -> float:
     return float(of_q @ (1 - (1 - SHOWN) ** np.multiply.outer(q, k)) @ of_k)
 
 
+def _cells(variant: Variant) -> Cells | None:
+    """The cells of the mask; those longer than every sequence as long as that, as no position passes their border."""
+    cells = analyse(variant).cells
+    if cells is None:
+        return None
+    q, k = (side and min(side, MAX_LENGTH) for side in (cells.q, cells.k))
+    return Cells(q=q, k=k)
+
+
 @lru_cache(maxsize=256)
 def _shown(variant: Variant) -> np.ndarray | None:
     """Cells of which something is visible, with the parameters' defaults; None where data or a call decides, and where
     nothing is visible."""
-    facts = analyse(variant)
-    assert facts.cells is not None
+    facts, cells = analyse(variant), _cells(variant)
+    assert cells is not None
     if variant.pair_tensors or any(param.default is None for param in variant.params):
         return None
-    q, k = (cell or LENGTH for cell in (facts.cells.q, facts.cells.k))
+    q, k = (cell or LENGTH for cell in (cells.q, cells.k))
     lengths = {"q_len": max(LENGTH, LEAST_CELLS * q), "kv_len": max(LENGTH, LEAST_CELLS * k)}
     case = Case(sizes={"batch": 1, "heads": 1, "kv_heads": 1, **lengths}, params=variant.values({}), tensors={})
     found = tiles.grid(facts, case, Tile(q=q, kv=k)) != tiles.EMPTY

@@ -34,6 +34,7 @@ class Profile:
     tame     scores stay moderate and smooth, so that a whole kernel is judged by the tolerance rule
     outside  indices may leave their dimension, which a kernel clamps and a CPU refuses
     score    whether there is a score function: never, always, or now and then
+    batches  how many sequences there are
     """
 
     longest: int = 24
@@ -43,6 +44,7 @@ class Profile:
     tiles: tuple[tuple[int, int], ...] = ()
     head_dims: tuple[int, ...] = (16, 24, 32)
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    batches: tuple[int, ...] = (1, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class _Writer:
         tile = c.pick(p.tiles) if p.tiles else (c.integer(1, 9), c.integer(1, 9))
         kv_heads = c.pick((1, 1, 2))
         self.sizes = {
-            "batch": c.pick((1, 1, 2)),
+            "batch": c.pick(p.batches),
             "heads": kv_heads * c.pick((1, 2, 3)),
             "kv_heads": kv_heads,
             "q_len": self.length(tile[0]),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import variant_kernel
+from padded import Batch, Sequence
+from paged import in_pages
 from tolerance import ENOUGH, judge
 
 import flashgen
@@ -26,6 +29,7 @@ from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
 from flashgen.planning import planner, traffic
 from flashgen.planning.arch import ARCHS
+from flashgen.planning.layout import DENSE, LAYOUTS, Layout, Padded, Varlen
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
@@ -111,13 +115,13 @@ def check_analysis(case: Case) -> None:
             _sound(_scheduled(columns, seen.shape[::-1]).T, seen, hidden, f"schedule of queries, {at}")
 
 
-def _by_tile(pairs: np.ndarray, tile: Sequence[int]) -> np.ndarray:
+def _by_tile(pairs: np.ndarray, tile: abc.Sequence[int]) -> np.ndarray:
     """Which tiles hold one of these pairs."""
     by_row = np.logical_or.reduceat(pairs, np.arange(0, pairs.shape[0], tile[0]), axis=0)
     return np.logical_or.reduceat(by_row, np.arange(0, pairs.shape[1], tile[1]), axis=1)
 
 
-def _scheduled(rows: Sequence, shape: tuple[int, ...]) -> np.ndarray:
+def _scheduled(rows: abc.Sequence, shape: tuple[int, ...]) -> np.ndarray:
     found = np.full(shape, EMPTY)
     for i, row in enumerate(rows):
         for j, kind in row:
@@ -209,10 +213,10 @@ def kernel_options(choices: Choices, case: Case) -> Case:
     )
 
 
-def forward_plan(case: Case, variant: Variant) -> KernelPlan:
+def forward_plan(case: Case, variant: Variant, layout: Layout = DENSE) -> KernelPlan:
     """The plan that the options pick from the menu."""
     arch = {"ampere": "sm_80", "hopper": "sm_90a"}[case.options["pipeline"]]
-    forms = planner.menu(variant, arch, case.dtype, case.head_dim, case.v_head_dim).forms
+    forms = planner.menu(variant, arch, case.dtype, case.head_dim, case.v_head_dim, layout=layout).forms
     group = case.sizes["heads"] // case.sizes["kv_heads"]
     forms = [plan for plan in forms if not plan.packed or group > 1] or list(forms)
     return forms[case.options["entry"] % len(forms)]
@@ -257,7 +261,7 @@ class Expected:
     """What a call gives: in float64, as any method gives it that keeps p and dS in 16 bits, and how far rounding of
     scores moves it."""
 
-    def __init__(self, case: Case, captured: Sequence[str], *, narrow: bool = True, backward: bool | None = None):
+    def __init__(self, case: Case, captured: abc.Sequence[str], *, narrow: bool = True, backward: bool | None = None):
         q, k, v, d_o, dlse = inputs(case)
         self.case = case
         backward = case.options["backward"] if backward is None else backward
@@ -327,6 +331,72 @@ class Expected:
         error = ((found - right).abs() / right.abs().clamp(min=1.0))[seen]
         if seen.any() and not float(error.max()) <= 1e-4 + 8 * spread:
             raise Wrong(f"lse is off by {float(error.max()):.3g} of max(1, |lse|)")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# layouts
+
+
+def layout_options(choices: Choices, case: Case) -> Case:
+    """How sequences lie, and how long each is: some have no query."""
+    batch, q_len, kv_len = (case.sizes[name] for name in ("batch", "q_len", "kv_len"))
+    return with_options(
+        case,
+        pipeline=choices.pick(("ampere", "hopper")),
+        entry=choices.integer(0, 4),
+        joined=choices.one_in(2),
+        page_size=choices.pick((None, None, 16, 8, 48)),
+        q_lengths=tuple(choices.integer(int(b == 0), q_len) for b in range(batch)),
+        kv_lengths=tuple(choices.integer(1, kv_len) for _ in range(batch)),
+    )
+
+
+def check_layouts(case: Case) -> None:
+    """Each sequence is what the evaluator makes of it alone, whatever lies beyond its rows."""
+    variant, data = bound(case)
+    variant = variant.with_flipped_score() if case.scale < 0 else variant
+    joined, page_size = case.options["joined"], case.options["page_size"]
+    lengths = tuple(zip(case.options["q_lengths"], case.options["kv_lengths"], strict=True))
+    alone = [replace(case, sizes={**case.sizes, "q_len": max(1, rows), "kv_len": keys}) for rows, keys in lengths]
+    qkv, sequences, told = (_joined if joined else _padded)(case, [inputs(one)[:3] for one in alone], lengths)
+    plan = forward_plan(case, variant, Varlen() if joined else Padded())
+    given = problem_of(case), data, qkv, abs(case.scale), sequences, 0, told, None
+    w = Batch(plan, variant, analyse(variant), *given)
+    found = (w if page_size is None else in_pages(w, page_size)).run()
+    for b, (one, own) in enumerate(zip(alone, sequences, strict=True)):
+        o, lse = (x[0 if joined else b] for x in (found.o, found.lse))
+        if not joined and (o[:, own.q_rows :].any() or (lse[:, own.q_rows :] != -np.inf).any()):
+            raise Wrong(f"o or lse of sequence {b} is not 0 or -inf beyond its queries")
+        if own.q_rows:
+            expected = Expected(one, (), backward=False)
+            results = expected.same.o.float(), expected.right.lse.float()  # right where the sequence is another
+            for result, x in zip(results, (o, lse), strict=True):
+                result[b] = torch.from_numpy(x[:, own.queries])
+            expected.check("o", results[0])
+            expected.check_lse(results[1])
+
+
+def _padded(case: Case, given: abc.Sequence, lengths: tuple[tuple[int, int], ...]) -> tuple:
+    """Tensors, sequences and what a kernel is told of them, in rows of one batch; NaN beyond."""
+    qkv = tuple(np.full(x.shape, np.nan, np.float32) for x in inputs(case)[:3])
+    for b, (rows, keys) in enumerate(lengths):
+        for whole, x, n in zip(qkv, given[b], (rows, keys, keys), strict=True):
+            whole[b, :, :n] = x[b, :, :n].float()
+    told = {name: np.array(case.options[name], np.int32) for name in ("q_lengths", "kv_lengths")}
+    return qkv, tuple(Sequence(*of, 0) for of in lengths), told
+
+
+def _joined(case: Case, given: abc.Sequence, lengths: tuple[tuple[int, int], ...]) -> tuple:
+    """The same behind each other."""
+    parts = [
+        [x[b, :, :n].float().numpy() for x, n in zip(given[b], (rows, keys, keys), strict=True)]
+        for b, (rows, keys) in enumerate(lengths)
+    ]
+    starts = [np.cumsum([0, *of], dtype=np.int32) for of in zip(*lengths, strict=True)]
+    at = zip(*(of.tolist() for of in starts), strict=True)
+    sequences = tuple(Sequence(*of, 0, *first) for of, first in zip(lengths, at, strict=False))
+    told = {f"cu_seqlens_{name}": of for name, of in zip("qk", starts, strict=True)}
+    return tuple(np.concatenate(x, axis=1)[None] for x in zip(*parts, strict=True)), sequences, told
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -445,6 +515,7 @@ def compile_options(choices: Choices, case: Case) -> Case:
         "dtype": c.pick(("bfloat16", "float16")),
         "dropout": c.one_in(4),
         "backward": backward,
+        "layout": c.pick(("dense", "dense", "padded", "varlen", *(() if backward else LAYOUTS))),
     }
     if backward:
         options |= {"deterministic": c.one_in(3), "gradients": None if c.one_in(2) else ()}
@@ -523,6 +594,7 @@ def _judge(name: str, check: Callable, profile: Profile, options: Callable | Non
 
 
 _KERNEL = Profile(longest=80, outside=True, tiles=((64, 64), (64, 32), (64, 128)), head_dims=(32, 64, 16, 24, 72))
+_LAYOUTS = replace(_KERNEL, batches=(2, 3, 1))
 _GPU = replace(_KERNEL, longest=300, tiles=((128, 128), (64, 64), (128, 64)), head_dims=(64, 128, 32, 80, 40, 256))
 
 JUDGES = {
@@ -531,6 +603,7 @@ JUDGES = {
         _judge("analysis", check_analysis, Profile(outside=True, score=False)),
         _judge("text", check_text, Profile(outside=True, tame=False)),
         _judge("kernels", check_kernels, _KERNEL, kernel_options),
+        _judge("layouts", check_layouts, _LAYOUTS, layout_options),
         _judge("compile", check_compile, Profile(outside=True, tame=False), compile_options),
         _judge("gradients", check_gradients, Profile(score=True, head_dims=(4, 8)), gradient_options),
         _judge("counts", check_counts, Profile(longest=70, head_dims=(16, 24)), count_options),

@@ -13,6 +13,7 @@ import numpy as np
 from flashgen.interpreter.block import Block, Cluster
 from flashgen.interpreter.build import Build, Closure
 from flashgen.interpreter.errors import Misaligned, MissingFence, OutOfBounds, Trap, UnfinishedCopy
+from flashgen.interpreter.groups import Queue
 from flashgen.interpreter.memory import BASE as GLOBAL_BASE
 from flashgen.interpreter.ops import mbarrier
 from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
@@ -215,23 +216,20 @@ def _sixteen(start: int, size: int) -> None:
 
 # ---------------------------------------------------------------- stores: shared to global, in bulk groups
 @dataclass(slots=True)
-class Queue:
-    """Bulk stores of one warp: the open group, committed groups, and the lane that issues them.
+class Stores(Queue[Callable[[], Callable[[], None]]]):
+    """Bulk stores of one warp, and the lane that issues them.
 
     A store of `open` and `groups` reads shared memory when it is called, and gives what writes; groups that have been
     read wait in `unwritten`.
     """
 
-    open: list[Callable[[], Callable[[], None]]] = field(default_factory=list)
-    groups: deque[list[Callable[[], Callable[[], None]]]] = field(default_factory=deque)
     unwritten: deque[list[Callable[[], None]]] = field(default_factory=deque)
-    committed: int = 0
     lane: int = -1
 
     def read(self, keep: int, cluster: Cluster) -> None:
         """All but the newest groups read shared memory; with a seed, they write at any time from then on."""
-        while len(self.groups) > keep:
-            writes = [read() for read in self.groups.popleft()]
+        for group in self.leave(keep):
+            writes = [read() for read in group]
             self.unwritten.append(writes)
             if cluster.launch.rng is not None:
                 cluster.in_flight.append(functools.partial(_write, writes))
@@ -249,8 +247,8 @@ def _write(writes: list[Callable[[], None]]) -> None:
         writes.pop(0)()
 
 
-def _queue(block: Block, row: int, lane: int) -> Queue:
-    queue = block.keep("bulk", lambda: [Queue() for _ in range(block.warps)])[row]
+def _queue(block: Block, row: int, lane: int) -> Stores:
+    queue = block.keep("bulk", lambda: [Stores() for _ in range(block.warps)])[row]
     if lane != queue.lane:
         if queue.open or queue.groups or queue.unwritten:
             raise Trap("bulk groups of several lanes of one warp are not modelled")
@@ -353,16 +351,14 @@ def commit(b: Build) -> Closure:
         for row, lane in lanes_of(V[0], m):
             queue = _queue_of_lane(V[0].block, V[0].a + row, lane)
             if queue is not None:
-                queue.groups.append(queue.open)
-                queue.open = []
-                queue.committed += 1
+                queue.commit()
 
     return run
 
 
-def _queue_of_lane(block: Block, row: int, lane: int) -> Queue | None:
+def _queue_of_lane(block: Block, row: int, lane: int) -> Stores | None:
     """The warp's queue if this lane is the one that fills it (other lanes' groups are empty)."""
-    queue = block.keep("bulk", lambda: [Queue() for _ in range(block.warps)])[row]
+    queue = block.keep("bulk", lambda: [Stores() for _ in range(block.warps)])[row]
     return queue if queue.lane == lane else None
 
 
@@ -386,7 +382,7 @@ def wait(b: Build) -> Closure:
                 queue.write(keep, block.cluster)
             if races is not None:
                 own = group.a + row + block.first_row
-                races.finish(own, races.bulk + own, queue.committed - len(queue.groups))
+                races.finish(own, races.bulk + own, queue.left)
 
     return run
 

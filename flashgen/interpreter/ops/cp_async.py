@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from flashgen.interpreter.block import Block
 from flashgen.interpreter.build import Build, Closure
 from flashgen.interpreter.errors import UnfinishedCopy
+from flashgen.interpreter.groups import Queue
 from flashgen.interpreter.memory import Reader
 from flashgen.interpreter.ops.loads import note_granule
 from flashgen.interpreter.ops.remote import local_address
@@ -30,16 +30,7 @@ class Copy:
     width: int
 
 
-@dataclass(slots=True)
-class Queue:
-    """Copies of one warp: the open group, and committed groups, oldest first; `committed` groups so far."""
-
-    open: list[Copy] = field(default_factory=list)
-    groups: deque[list[Copy]] = field(default_factory=deque)
-    committed: int = 0
-
-
-def _queues(block: Block) -> list[Queue]:
+def _queues(block: Block) -> list[Queue[Copy]]:
     return block.keep("cp.async", lambda: [Queue() for _ in range(block.warps)])
 
 
@@ -85,8 +76,7 @@ def copy(b: Build) -> Closure:
         queues = _queues(block)
         races = block.cluster.races
         for row in group.warps_of(m):
-            queue = queues[row]
-            queue.open.append(entry)
+            queues[row].open.append(entry)
         if races is not None:
             shared = block.shared
             base = int(to[0, 0]) if m is True else int(to[m][0])
@@ -108,9 +98,7 @@ def commit(b: Build) -> Closure:
         rng = group.block.launch.rng
         for row in group.warps_of(m):
             queue = _queues(group.block)[row]
-            queue.groups.append(queue.open)
-            queue.open = []
-            queue.committed += 1
+            queue.commit()
             if rng is not None and rng.random() < 0.3:  # land early: the data are there, though nobody may rely on it
                 _land(group.block, {id(c): c for g in queue.groups for c in g}, {row})
 
@@ -147,16 +135,12 @@ def _wait(V: Slots, m: Mask, keep: int, also_open: bool) -> None:
     for row in group.warps_of(m):
         queue = queues[row]
         if also_open:
-            queue.groups.append(queue.open)
-            queue.open = []
-            queue.committed += 1
-        while len(queue.groups) > keep:
-            for entry in queue.groups.popleft():
+            queue.commit()
+        for entries in queue.leave(keep):
+            for entry in entries:
                 todo.setdefault(id(entry), (entry, set()))[1].add(row)
         if races is not None:
-            races.finish(
-                row + block.first_row, races.cp_async + row + block.first_row, queue.committed - len(queue.groups)
-            )
+            races.finish(row + block.first_row, races.cp_async + row + block.first_row, queue.left)
     for entry, warps in todo.values():
         _land(block, {0: entry}, warps)
 

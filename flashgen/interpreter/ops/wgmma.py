@@ -7,9 +7,8 @@ itself: rows 16 w .. 16 w + 15 of the 64, w being the warp's place in its warpgr
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from flashgen.interpreter.block import Block
 from flashgen.interpreter.build import Build, Closure
 from flashgen.interpreter.descriptors import Descriptor
 from flashgen.interpreter.errors import MissingFence, NotComplete, OutOfBounds, UnfinishedCopy
+from flashgen.interpreter.groups import Queue
 from flashgen.interpreter.hazards import check_fence
 from flashgen.interpreter.ops.loads import note_granule
 from flashgen.interpreter.ops.matrix import halves
@@ -62,16 +62,7 @@ class Product:
     accumulate: dict[int, bool]
 
 
-@dataclass(slots=True)
-class Queue:
-    """Products of one warp: the open group, committed groups, and how many were committed."""
-
-    open: list[Product] = field(default_factory=list)
-    groups: deque[list[Product]] = field(default_factory=deque)
-    committed: int = 0
-
-
-def _queues(block: Block) -> list[Queue]:
+def _queues(block: Block) -> list[Queue[Product]]:
     return block.keep("wgmma", lambda: [Queue() for _ in range(block.warps)])
 
 
@@ -238,10 +229,7 @@ def commit(b: Build) -> Closure:
         V[0].whole_rows(m, "wgmma.commit_group")
         queues = _queues(V[0].block)
         for warp in V[0].warps_of(m):
-            queue = queues[warp]
-            queue.groups.append(queue.open)
-            queue.open = []
-            queue.committed += 1
+            queues[warp].commit()
 
     return run
 
@@ -260,12 +248,12 @@ def wait(b: Build) -> Closure:
         todo: dict[int, tuple[Product, list[int]]] = {}
         for warp in group.warps_of(m):
             queue = queues[warp]
-            while len(queue.groups) > keep:
-                for product in queue.groups.popleft():
+            for products in queue.leave(keep):
+                for product in products:
                     todo.setdefault(id(product), (product, []))[1].append(warp)
             if races is not None:
                 row = warp + block.first_row
-                races.finish(row, races.wgmma + row, queue.committed - len(queue.groups))
+                races.finish(row, races.wgmma + row, queue.left)
         _compute(block, list(todo.values()))
         _release(block, group, m, list(todo.values()))
 

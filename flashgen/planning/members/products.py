@@ -1,0 +1,71 @@
+"""Pipeline hopper, forward: how P V is added up, and the V that consumers multiply by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How P V is added up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneLevel:
+    """In the accumulators of wgmma, which hold O: 16-bit products are added up exactly enough."""
+
+    template: ClassVar[str] = "hopper/forward_products.cu.j2"
+    wgmma: ClassVar[str] = "hopper/forward_wgmma.cu.j2"
+    run: ClassVar[str] = "hopper/forward_run_across_tiles.cu.j2"
+    take: ClassVar[str] = "await_scores"  # what a step of a schedule does when S is there
+    keys_per_word: ClassVar[int] = 2  # of P, in a register
+    awaited_late: ClassVar[bool] = True  # P V of the tile before runs under the softmax
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoLevels:
+    """Partial sums of one tile of keys in the accumulators, `piece` columns at a time, and O by float32 additions:
+    8-bit wgmma cuts each addend off at 2^-13 of the largest.
+
+    With `ahead` the next scores are on their way while the last partial sums are added; else these come first, for
+    which fewer registers will do, and other warpgroups multiply meanwhile.
+    """
+
+    template: ClassVar[str] = "hopper/forward_products_8_bits.cu.j2"
+    wgmma: ClassVar[str] = "hopper/forward_wgmma_8_bits.cu.j2"
+    take: ClassVar[str] = "take_scores"
+    keys_per_word: ClassVar[int] = 4
+    awaited_late: ClassVar[bool] = False
+    piece: int
+    ahead: bool
+
+    @property
+    def run(self) -> str:
+        """The template of a consumer's loops: without scores ahead nothing overlaps across tiles of queries."""
+        return f"hopper/forward_run_{'across_tiles' if self.ahead else 'tile_by_tile'}.cu.j2"
+
+    @property
+    def order(self) -> str:
+        """The template of what is issued when."""
+        return f"hopper/forward_scores_{'ahead' if self.ahead else 'behind'}.cu.j2"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The V that consumers multiply by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VAsStored:
+    """Rows of keys, as TMA loads them: 16-bit wgmma takes either order."""
+
+    turned: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VTurnedOver:
+    """Rows of columns, which warps of the producers make of V as stored: 8-bit wgmma takes no other order."""
+
+    turned: ClassVar[bool] = True
+
+
+#: What 16 bits have.
+ONE_LEVEL, V_AS_STORED = OneLevel(), VAsStored()

@@ -1,0 +1,103 @@
+"""Pipeline hopper, forward: who hands out tiles, who loads them, and what a row of one is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who hands out tiles of queries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicScheduler:
+    """A counter in memory, long tiles first."""
+
+    template: ClassVar[str] = "hopper/forward_dynamic_scheduler.cu.j2"
+    dynamic: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticScheduler:
+    """Each block has its share."""
+
+    template: ClassVar[str] = "hopper/forward_static_scheduler.cu.j2"
+    dynamic: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceScheduler:
+    """A counter in memory; of a tile's number it finds the sequence in the cumulative lengths."""
+
+    template: ClassVar[str] = "hopper/forward_sequence_scheduler.cu.j2"
+    dynamic: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartScheduler:
+    """A counter in memory; of a number it finds the sequence by the parts of its keys: those that have a tile."""
+
+    template: ClassVar[str] = "hopper/forward_part_scheduler.cu.j2"
+    dynamic: ClassVar[bool] = True
+
+
+Scheduler = DynamicScheduler | StaticScheduler | SequenceScheduler | PartScheduler
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who loads what the scheduler hands out
+
+_SCHEDULER, _LOADER = "hopper/forward_scheduler.cu.j2", "hopper/forward_loader.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendsToLoader:
+    """A warp of its own, which the scheduler's is ahead of."""
+
+    template: ClassVar[str] = "hopper/forward_send_to_loader.cu.j2"
+    parts: ClassVar[tuple[str, ...]] = (_SCHEDULER, _LOADER)
+    loads: ClassVar[bool] = False
+    told: ClassVar[str] = ""  # in the names of the loader's templates
+    run: ClassVar[str] = "Loader{shared, map_q, map_k, map_v, p}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendsAndLoads:
+    """The scheduler's warp: one more turns V over."""
+
+    template: ClassVar[str] = "hopper/forward_send_and_load.cu.j2"
+    parts: ClassVar[tuple[str, ...]] = (_LOADER, _SCHEDULER)
+    loads: ClassVar[bool] = True
+    told: ClassVar[str] = "told_"
+    run: ClassVar[str] = "Scheduler{shared, p, {shared, map_q, map_k, map_v, p}}"
+
+
+Sender = SendsToLoader | SendsAndLoads
+
+#: What 16 bits have.
+SENDS_TO_LOADER = SendsToLoader()
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a row of a tile is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queries:
+    """A row of a tile is a query of one head."""
+
+    template: ClassVar[str] = "hopper/forward_rows_of_queries.cu.j2"
+    scale: ClassVar[str] = "hopper/forward_scale_of_tile.cu.j2"  # of 8 bits
+    packed: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedQueries:
+    """A row of a tile is a query of one of several heads that share keys."""
+
+    template: ClassVar[str] = "hopper/forward_rows_of_packs.cu.j2"
+    scale: ClassVar[str] = "hopper/forward_scales_of_rows.cu.j2"
+    packed: ClassVar[bool] = True
+
+
+Rows = Queries | PackedQueries
+QUERIES = Queries()
+PACKED = PackedQueries()

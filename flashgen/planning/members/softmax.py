@@ -1,0 +1,132 @@
+"""Pipeline hopper, forward: how scores become P."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tiles that the mask hides nothing of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullTilesApart:
+    """They have code of their own, in which nothing stands between the product and the softmax."""
+
+    template: ClassVar[str] = "hopper/forward_full_tiles_apart.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilesAlike:
+    """One code for all tiles: registers are short."""
+
+    template: ClassVar[str] = "hopper/forward_tiles_alike.cu.j2"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How the highest score of a row is found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HighestAsInteger:
+    """Scores are compared as integers, three by one instruction, and again where a thread's are all negative."""
+
+    find: ClassVar[str] = "highest_by_integers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HighestAsFloat:
+    """Scores are compared as floats, two by one instruction: registers are short."""
+
+    find: ClassVar[str] = "highest_by_floats"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How P is made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaggingP:
+    """Exponentials, rounded to 16 bits; a row's maximum follows keys that outweigh a share of their row."""
+
+    template: ClassVar[str] = "hopper/forward_p_lagging.cu.j2"
+    sums_late: ClassVar[bool] = False
+    ones_behind_v: ClassVar[int] = 0
+    ones_apart: ClassVar[bool] = False
+    before: ClassVar[str] = "find_limits"  # what is found under a product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactP:
+    """Exponentials, rounded to e4m3; a row's maximum is exact in each tile, and its P is 2^8."""
+
+    template: ClassVar[str] = "hopper/forward_p_exact.cu.j2"
+    lags: ClassVar[bool] = False
+    before: ClassVar[str] = "find_scale"
+    sums_late: ClassVar[bool] = False
+    ones_behind_v: ClassVar[int] = 0
+    ones_apart: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnesBehindV:
+    """Eight rows of ones behind those of V turned over: sums come with the columns of P V, by products of N + 8."""
+
+    template: ClassVar[str] = "hopper/forward_sums_behind_v.cu.j2"
+    fill: ClassVar[str] = "hopper/forward_ones_behind_v.cu.j2"
+    rows: ClassVar[int] = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnesApart:
+    """A matrix of ones, and products of their own: P V comes in pieces."""
+
+    template: ClassVar[str] = "hopper/forward_sums_apart.cu.j2"
+    fill: ClassVar[str] = "hopper/forward_ones_apart.cu.j2"
+    rows: ClassVar[int] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PByBits:
+    """Of eight words of P in a register each `words` hold codes of e4m3 made of the scores by one FMA and a rounding,
+    the others exponentials; maxima as above.  Sums are those of rounded P, which products with ones give."""
+
+    template: ClassVar[str] = "hopper/forward_p_by_bits.cu.j2"
+    lags: ClassVar[bool] = False
+    before: ClassVar[str] = "find_scale"
+    sums_late: ClassVar[bool] = True  # they come with P V
+    words: int
+    sums: OnesBehindV | OnesApart
+
+    @property
+    def ones_behind_v(self) -> int:
+        """Rows of ones behind those of V turned over."""
+        return self.sums.rows
+
+    @property
+    def ones_apart(self) -> bool:
+        """Whether there is a matrix of ones."""
+        return not self.sums.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaggingPByBits(PByBits):
+    """The same, but maxima are looked at where P leaves the range of e4m3 alone: `slack` is how far the highest score
+    of a row may be above that whose P is 2^8, as a power of two.
+
+    With `headroom`, another, P of the highest score of the first tile of a schedule is as much lower: most maxima grow,
+    and then need not follow.  Where the second tile's is lower by `far` more, the first tile's was no sign of others,
+    and P gets what it was short of.
+    """
+
+    template: ClassVar[str] = "hopper/forward_p_lagging_by_bits.cu.j2"
+    lags: ClassVar[bool] = True
+    slack: float
+    headroom: float
+    far: float
+
+
+P8 = ExactP | PByBits | LaggingPByBits
+
+#: What 16 bits have.
+LAGGING_P = LaggingP()
