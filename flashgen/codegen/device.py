@@ -17,8 +17,8 @@ from flashgen.resources import folder
 #: The files in the order in which they are emitted: a definition uses only what stands above it.  First those of which
 #: each definition wraps an instruction of PTX, with the types that they take.
 WRAPPERS = (
-    *("types", "index", "shared_address", "cp_async", "ldmatrix", "ld_shared", "st_shared", "mma", "red", "redux"),
-    *("mbarrier", "tma", "setmaxnreg", "named_barrier", "griddepcontrol", "wgmma"),
+    *("types", "index", "shared_address", "cp_async", "ldmatrix", "ld_shared", "st_shared", "mma", "red"),
+    *("redux", "mul_wide", "mbarrier", "tma", "setmaxnreg", "named_barrier", "griddepcontrol", "wgmma"),
 )
 LIBRARY = (
     *("math", "float8", "swizzle", "softmax", "progress", "exact", "philox"),
