@@ -18,7 +18,7 @@ from flashgen.resources import folder
 #: each definition wraps an instruction of PTX, with the types that they take.
 WRAPPERS = (
     *("types", "index", "shared_address", "cp_async", "ldmatrix", "ld_shared", "st_shared", "mma", "red", "redux"),
-    *("mbarrier", "tma", "setmaxnreg", "named_barrier", "griddepcontrol", "prefetch", "wgmma"),
+    *("mul_wide", "mbarrier", "tma", "setmaxnreg", "named_barrier", "griddepcontrol", "prefetch", "wgmma"),
 )
 LIBRARY = (
     *("math", "float8", "swizzle", "softmax", "progress", "exact", "philox"),

@@ -73,8 +73,9 @@ FREE_STAGES = (2, 3)
 #: A block of more warps would leave each less than 128 registers.
 MAX_WARPS = 16
 
-#: Registers that ptxas spends on random words ahead of their use, for each score of a thread beyond a block of sixteen.
-DROPOUT_AHEAD = 1.3
+#: Registers of each word of bits that say which scores dropout keeps, and of draws on their way to it: with one, `full`
+#: at head_dim 32 spilled 8 and 16 bytes (128 keys, 128 scores for each thread).
+KEPT_WORD = 4
 
 #: Clocks of a KV tile that nothing inside its warp hides: the barrier, the shuffles of the row maximum, and the latency
 #: of the first and last mma, ldmatrix and ex2.  A lead: with it the model gives the speed that FlashAttention-2 was
@@ -96,11 +97,6 @@ PACKED_REGISTERS = 9
 #: Registers of addresses where one warp copies all of a stage, for each KiB beyond so many, and for rows of more
 #: columns than NARROW: 15 of 128 keys in 16 bits spilled (head_dim 128), and 6 of 32 keys in 8 bits (256).
 COPIED_ALONE, ALONE_KIB, WIDE_ALONE, NARROW = 3, 16, 24, 128
-
-#: The most of those that ptxas gives up beside random words.  Where more was counted on, 14 of 16 plans of `full`
-#: spilled at head_dim 120 and 128 (29 of 38 registers, 32 keys), and 8 of 16 of `causal` at 152 and 160 (36 of 48,
-#: 16 keys).
-SPARED_BESIDE_DROPOUT = 24
 
 
 class Block(Protocol):
@@ -198,7 +194,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     q = m * d // 4 if c.q_in_registers else 4 * m
     swizzles = 2 * min(d // MMA_DEPTH, 4) + 2 * min(dv // MMA_DEPTH, 4)
     s = c.tile.q * c.tile.kv // c.threads
-    words = round(DROPOUT_AHEAD * max(0, s - 16)) if request.dropout else 0
+    words = KEPT_WORD * math.ceil(s / 32) if request.dropout else 0
     copied = c.tile.kv * (d + dv) * (1 if request.float8 else ITEM)
     alone = COPIED_ALONE * max(0, copied // KIB - ALONE_KIB) + WIDE_ALONE * (max(d, dv) > NARROW)
     return (
@@ -212,7 +208,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
             why="of the copies, strides, loop state; the swizzle's columns",
         ),
         Part(name="mask", amount=mask_registers(request.profile), why="positions, bounds and values in partial tiles"),
-        *((Part(name="dropout", amount=words, why="random words ahead of their use"),) if request.dropout else ()),
+        *((Part(name="dropout", amount=words, why="a bit for each score, and draws"),) if request.dropout else ()),
         Part(
             name="loads ahead",
             amount=round(V_AHEAD * o + K_AHEAD * math.log2(c.tile.kv / MMA_DEPTH)),
@@ -221,10 +217,10 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     )
 
 
-def needed(c: Candidate, parts: tuple[Part, ...], request: KernelRequest) -> int:
+def needed(c: Candidate, parts: tuple[Part, ...]) -> int:
     """Registers below which ptxas spills: it can do with fewer loads of V ahead."""
-    spared = round(SPARED[c.rows_per_warp // MMA_ROWS] * V_AHEAD * parts[0].amount)
-    return total(parts) - (min(spared, SPARED_BESIDE_DROPOUT) if request.dropout else spared)
+    spared = SPARED[c.rows_per_warp // MMA_ROWS] * V_AHEAD * parts[0].amount
+    return total(parts) - round(spared)
 
 
 def within(parts: tuple[Part, ...], limit: int) -> tuple[Part, ...]:
@@ -257,7 +253,7 @@ def beyond_limits(
     arch, smem_bytes = request.arch, total(memory)
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
-    count = needed(c, wanted, request)
+    count = needed(c, wanted)
     if count > arch.registers_per_thread:
         return f"registers {count} > {arch.registers_per_thread}"
     if count > budget(c, arch, 1):
@@ -284,7 +280,7 @@ def plan_of(
     by_memory = arch.smem_per_sm // (total(memory) + arch.smem_reserved)
     by_warps = max(1, min(arch.max_warps, USEFUL_WARPS) // c.warps)
     most = min(by_memory, by_warps, arch.max_blocks)
-    blocks = max(n for n in range(1, most + 1) if n == 1 or needed(c, wanted, request) <= budget(c, arch, n))
+    blocks = max(n for n in range(1, most + 1) if n == 1 or needed(c, wanted) <= budget(c, arch, n))
     return make_plan(
         *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
         pipeline=NAME,

@@ -3,10 +3,10 @@
 //
 // visible  k <= q
 // plan     ampere on sm_80, bfloat16, head_dim 128
-// tile     128 queries x 64 keys, 2 stages, q in registers
+// tile     128 queries x 128 keys, 2 stages, q in shared memory
 // roles    8 compute warps
-// shared   q 32768 + k 32768 + v 32768 = 98304 bytes
-// made by  flashgen emit causal --arch sm_80 --pipeline ampere --dtype bfloat16 --head-dim 128 --tile 128x64
+// shared   q 32768 + k 65536 + v 65536 = 163840 bytes
+// made by  flashgen emit causal --arch sm_80 --pipeline ampere --dtype bfloat16 --head-dim 128 --tile 128x128
 //          --stages 2 --dropout
 
 // ---------------------------------------------------------------- types
@@ -57,6 +57,10 @@ DEVICE void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) 
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+// ---------------------------------------------------------------- mul.wide: all 64 bits of a product
+// In an instruction.  Of u64 whose upper halves are 0, the compiler adds up the partial products.
+DEVICE u64 mul_wide_u32(u32 a, u32 b) { u64 d; asm("mul.wide.u32 %0, %1, %2;" : "=l"(d) : "r"(a), "r"(b)); return d; }
 
 // ---------------------------------------------------------------- arithmetic
 constexpr float LOG2E = 1.44269504088896340736f;
@@ -198,7 +202,7 @@ struct Words { u32 word[4]; };
 DEVICE Words philox_4x32_10(Words counter, u32 key0, u32 key1) {
 #pragma unroll
   for (int round = 0; round < 10; round++) {
-    const u64 first = 0xD2511F53ull * counter.word[0], second = 0xCD9E8D57ull * counter.word[2];
+    const u64 first = mul_wide_u32(0xD2511F53, counter.word[0]), second = mul_wide_u32(0xCD9E8D57, counter.word[2]);
     const u32 second_high = u32(second >> 32), first_high = u32(first >> 32);
     counter = {second_high ^ counter.word[1] ^ key0, u32(second), first_high ^ counter.word[3] ^ key1, u32(first)};
     key0 += 0x9E3779B9u;
@@ -211,7 +215,7 @@ DEVICE Words philox_4x32_10(Words counter, u32 key0, u32 key1) {
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
 
 // ---------------------------------------------------------------- plan
-constexpr int TILE_Q = 128, TILE_KV = 64;  // rows of q and o, and of k and v, in a tile
+constexpr int TILE_Q = 128, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
 constexpr int HEAD_DIM = 128, V_HEAD_DIM = 128;  // columns of q and k, and of v and o
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // in a tile: steps of 16
 constexpr int STAGES = 2;  // tiles of k and of v in shared memory
@@ -269,7 +273,7 @@ struct Shared {
   KTile k[STAGES];
   VTile v[STAGES];
 };
-static_assert(sizeof(Shared) == 98304, "what the plan counted");
+static_assert(sizeof(Shared) == 163840, "what the plan counted");
 
 struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped to the problem
 
@@ -310,14 +314,20 @@ DEVICE u32 kept_keys(int group, int q, int b, int h, const Params& p) {
   return kept;
 }
 
-// The same for this lane's elements of eight columns of S: row q of its two, keys from `first` on; bit i is element i
-// (see mma).  Two lanes hold the same four keys: each draws for one of the rows.
-DEVICE u32 kept_block(int q, int first, int b, int h, const Params& p) {
+// A draw of this lane for eight columns of S, from key 4 * group on, where q is the first of its two rows.  Two lanes
+// hold
+// elements of the same four keys: each draws for one of the rows.
+DEVICE u32 drawn_block(int q, int group, int b, int h, const Params& p) {
   const int lane = threadIdx.x % 32;
-  const u32 mine = kept_keys(first / 4 + lane % 4 / 2, q + lane % 2 * 8, b, h, p);
-  const u32 other = __shfl_xor_sync(~0u, mine, 1);
-  const u32 row = lane % 2 == 0 ? mine : other, below = lane % 2 == 0 ? other : mine;
-  return row >> lane % 2 * 2 & 3 | (below >> lane % 2 * 2 & 3) << 2;
+  return kept_keys(group + lane % 4 / 2, q + lane % 2 * 8, b, h, p);
+}
+
+// Up to eight such draws, four bits each, as this lane's elements: bit i of each is then that of element i (see mma).
+DEVICE u32 kept_blocks(u32 drawn) {
+  const int lane = threadIdx.x % 32;
+  const u32 other = __shfl_xor_sync(~0u, drawn, 1);
+  const u32 row = lane % 2 == 0 ? drawn : other, below = lane % 2 == 0 ? other : drawn;
+  return row >> lane % 2 * 2 & 0x33333333 | (below >> lane % 2 * 2 & 0x33333333) << 2;
 }
 
 // ---------------------------------------------------------------- schedule
@@ -350,31 +360,25 @@ typedef float S[M][TILE_KV / 8][4];
 
 typedef float O[M][V_COLUMNS / 8][4];
 
-typedef u32 Q[QK_COLUMNS / 16][M][4];  // the warp's rows, as the A operands of mma
-
-DEVICE void load_q(Q& q, Shared& shared) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const u32 block = shared_address(shared.q.at(warp * WARP_ROWS + lane % 16, lane / 16));
-#pragma unroll
-  for (int d = 0; d < QK_COLUMNS / 16; d++)
-#pragma unroll
-    for (int m = 0; m < M; m++) ldmatrix_x4(q[d][m], QTile::right(block, 2 * d) + m * QTile::BLOCK);
-}
-
 // S = Q K^T
-DEVICE void multiply_qk(S& s, const Q& q, KTile& k) {
+DEVICE void multiply_qk(S& s, QTile& q, KTile& k) {
   const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const u32 q_block = shared_address(q.at(warp * WARP_ROWS + lane % 16, lane / 16));
   const u32 k_block = shared_address(k.at(lane / 16 * 8 + lane % 8, lane / 8 % 2));
 #pragma unroll
   for (int d = 0; d < QK_COLUMNS / 16; d++) {
+    u32 a[M][4];
+#pragma unroll
+    for (int m = 0; m < M; m++) ldmatrix_x4(a[m], QTile::right(q_block, 2 * d) + m * QTile::BLOCK);
 #pragma unroll
     for (int n = 0; n < TILE_KV / 16; n++) {
       u32 b[4];
       ldmatrix_x4(b, KTile::right(k_block, 2 * d) + n * KTile::BLOCK);
 #pragma unroll
       for (int m = 0; m < M; m++) {
-        mma_m16n8k16_bf16(s[m][2 * n], q[d][m], b[0], b[1]);
-        mma_m16n8k16_bf16(s[m][2 * n + 1], q[d][m], b[2], b[3]);
+        mma_m16n8k16_bf16(s[m][2 * n], a[m], b[0], b[1]);
+        mma_m16n8k16_bf16(s[m][2 * n + 1], a[m], b[2], b[3]);
       }
     }
   }
@@ -436,19 +440,34 @@ DEVICE void apply_end(S& s, int first, const Params& p) {
         if (k0 + 8 * j + i % 2 >= p.kv_len) s[m][j][i] = MINUS_INFINITY;
 }
 
-// P keeps what dropout keeps; its sums have been taken.
-DEVICE void apply_dropout(S& s, const Rows& rows, int first, const Params& p) {
-  const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
+typedef u32 Kept[(M * TILE_KV + 63) / 64];  // a bit for each element of S, in order of [j][m][i]
+
+// Which elements of S dropout keeps; `first` is the tile's first key.
+DEVICE void find_kept(Kept& kept, const Rows& rows, int first, const Params& p) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int q0 = rows.q_first + warp * WARP_ROWS + lane / 4;
 #pragma unroll
-  for (int m = 0; m < M; m++)
+  for (int j = 0; j < TILE_KV / 8; j++)
 #pragma unroll
-    for (int j = 0; j < TILE_KV / 8; j++) {
-      const u32 kept = kept_block(q0 + 16 * m, first + 8 * j, rows.b, rows.h, p);
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (!(kept >> i & 1)) s[m][j][i] = 0.f;
+    for (int m = 0; m < M; m++) {
+      const int block = j * M + m;
+      kept[block / 8] |= drawn_block(q0 + 16 * m, first / 4 + 2 * j, rows.b, rows.h, p) << block % 8 * 4;
     }
+#pragma unroll
+  for (u32& word : kept) word = kept_blocks(word);
+}
+
+// P keeps what dropout keeps; its sums have been taken.
+DEVICE void apply_dropout(S& s, const Kept& kept) {
+#pragma unroll
+  for (int j = 0; j < TILE_KV / 8; j++)
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int element = (j * M + m) * 4 + i;
+        if (!(kept[element / 32] >> element % 32 & 1)) s[m][j][i] = 0.f;
+      }
 }
 
 // O follows the maxima, which follow S.  What comes next, up to P V, is a single run of instructions.
@@ -469,6 +488,7 @@ DEVICE void store(Shared& shared, O& o, const OnlineSoftmax (&softmax)[M], const
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32, first_row = warp * WARP_ROWS;
   const int tile_rows = rows.q_last - rows.q_first + 1;
   float* lse = p.lse + ((i64)rows.b * p.heads + rows.h) * p.q_len + rows.q_first;
+  __syncwarp();  // a warp's rows of o lie where its lanes read its rows of q
 #pragma unroll
   for (int m = 0; m < M; m++) {
     float factor[2];
@@ -516,16 +536,11 @@ attention_forward(const __grid_constant__ Params p) {
   Step coming[STAGES - 1];  // what is on its way to shared memory, in order
   coming[0] = next_step((p.kv_len + TILE_KV - 1) / TILE_KV, rows, p);
   if (coming[0].tile >= 0) load_tile<THREADS, HEAD_DIM>(shared.q, q, p.q_row, rows.q_last - rows.q_first + 1);
-  cp_async_commit_group();
   load_kv(shared, 0, k, v, coming[0], p);
-  Q q_fragments;
-  if (coming[0].tile >= 0) {
-    cp_async_wait_group<STAGES - 1>();
-    __syncthreads();
-    load_q(q_fragments, shared);
-  }
 #pragma unroll 1
   for (int stage = 0; coming[0].tile >= 0; stage = stage + 1 == STAGES ? 0 : stage + 1) {
+    Kept kept = {};
+    find_kept(kept, rows, coming[0].tile * TILE_KV, p);  // here neither S nor operands take registers
     cp_async_wait_group<STAGES - 2>();
     __syncthreads();  // every warp's part of this stage has arrived, and no warp reads the stage before
     const Step step = coming[0];
@@ -534,14 +549,14 @@ attention_forward(const __grid_constant__ Params p) {
     load_kv(shared, stage == 0 ? STAGES - 1 : stage - 1, k, v, later, p);
 
     S s = {};
-    multiply_qk(s, q_fragments, shared.k[stage]);
+    multiply_qk(s, shared.q, shared.k[stage]);
     const int first = step.tile * TILE_KV;
     if (step.partial) apply_mask(s, rows, first, p);
     if (first + TILE_KV > p.kv_len) apply_end(s, first, p);
     rescale(o, softmax, s, scale);
 #pragma unroll
     for (int m = 0; m < M; m++) softmax[m].to_probabilities(s[m], scale);
-    apply_dropout(s, rows, first, p);
+    apply_dropout(s, kept);
     multiply_pv(o, s, shared.v[stage]);
   }
   store(shared, o, softmax, rows_of_block(p), p);  // found again: registers are dear in the loop

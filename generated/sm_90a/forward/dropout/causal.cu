@@ -21,6 +21,10 @@ struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction mo
 // ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
+// ---------------------------------------------------------------- mul.wide: all 64 bits of a product
+// In an instruction.  Of u64 whose upper halves are 0, the compiler adds up the partial products.
+DEVICE u64 mul_wide_u32(u32 a, u32 b) { u64 d; asm("mul.wide.u32 %0, %1, %2;" : "=l"(d) : "r"(a), "r"(b)); return d; }
+
 // ---------------------------------------------------------------- mbarrier: counts arrivals and bytes, a phase a round
 DEVICE void mbarrier_init(u64& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(&barrier)), "r"(arrivals) : "memory");
@@ -262,7 +266,7 @@ struct Words { u32 word[4]; };
 DEVICE Words philox_4x32_10(Words counter, u32 key0, u32 key1) {
 #pragma unroll
   for (int round = 0; round < 10; round++) {
-    const u64 first = 0xD2511F53ull * counter.word[0], second = 0xCD9E8D57ull * counter.word[2];
+    const u64 first = mul_wide_u32(0xD2511F53, counter.word[0]), second = mul_wide_u32(0xCD9E8D57, counter.word[2]);
     const u32 second_high = u32(second >> 32), first_high = u32(first >> 32);
     counter = {second_high ^ counter.word[1] ^ key0, u32(second), first_high ^ counter.word[3] ^ key1, u32(first)};
     key0 += 0x9E3779B9u;
@@ -478,14 +482,20 @@ DEVICE u32 kept_keys(int group, int q, int b, int h, const Params& p) {
   return kept;
 }
 
-// The same for this lane's elements of eight columns of S: row q of its two, keys from `first` on; bit i is element i
-// (see mma).  Two lanes hold the same four keys: each draws for one of the rows.
-DEVICE u32 kept_block(int q, int first, int b, int h, const Params& p) {
+// A draw of this lane for eight columns of S, from key 4 * group on, where q is the first of its two rows.  Two lanes
+// hold
+// elements of the same four keys: each draws for one of the rows.
+DEVICE u32 drawn_block(int q, int group, int b, int h, const Params& p) {
   const int lane = threadIdx.x % 32;
-  const u32 mine = kept_keys(first / 4 + lane % 4 / 2, q + lane % 2 * 8, b, h, p);
-  const u32 other = __shfl_xor_sync(~0u, mine, 1);
-  const u32 row = lane % 2 == 0 ? mine : other, below = lane % 2 == 0 ? other : mine;
-  return row >> lane % 2 * 2 & 3 | (below >> lane % 2 * 2 & 3) << 2;
+  return kept_keys(group + lane % 4 / 2, q + lane % 2 * 8, b, h, p);
+}
+
+// Up to eight such draws, four bits each, as this lane's elements: bit i of each is then that of element i (see mma).
+DEVICE u32 kept_blocks(u32 drawn) {
+  const int lane = threadIdx.x % 32;
+  const u32 other = __shfl_xor_sync(~0u, drawn, 1);
+  const u32 row = lane % 2 == 0 ? drawn : other, below = lane % 2 == 0 ? other : drawn;
+  return row >> lane % 2 * 2 & 0x33333333 | (below >> lane % 2 * 2 & 0x33333333) << 2;
 }
 
 // ---------------------------------------------------------------- scheduler: one warp that hands out tiles
@@ -806,8 +816,8 @@ struct Consumer {
       u32 found = 0;
 #pragma unroll 1
       for (int k = word * 64; k < min(word * 64 + 64, TILE_KV); k += 8)
-        found |= kept_block(q, first + k, work.b, work.h, p) << (k - word * 64) / 2;
-      kept[word] = found;
+        found |= drawn_block(q, (first + k) / 4, work.b, work.h, p) << (k - word * 64) / 2;
+      kept[word] = kept_blocks(found);
     }
   }
 
