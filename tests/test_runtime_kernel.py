@@ -243,8 +243,7 @@ def test_threads_do_not_mix_records_of_one_kernel(fake, ready):
     given = {"strides": STRIDES, "captured": {"doc": DOC}, "scale": 0.5, "params": {"factor": 2.0, "window": 7}}
     lengths = {1: 64, 2: 640, 3: 1000, 4: 2000}
     launches = {
-        n: make_launch(ready.plan, dataclasses.replace(PROBLEM, q_len=length), **given, sms=108)
-        for n, length in lengths.items()
+        n: make_launch(ready.plan, PROBLEM._replace(q_len=length), **given, sms=108) for n, length in lengths.items()
     }
     records = {n: ready.record(made, device=0) for n, made in launches.items()}
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,10 +74,11 @@ def run_backward(given: Given, call: Call, wanted: Sequence[str]) -> Gradients:
     given = Given(do, dlse, q, k, v, o, lse)
     deterministic, wanted = in_order(call.deterministic), tuple(wanted)
     calls = calls_of(call.variant)
-    key = (*call_key(q, k, v, call, calls), do.stride(), o.stride(), deterministic, wanted)
+    of_call = call_key(q, k, v, call, calls)
+    key = *of_call, do.stride(), o.stride(), deterministic, wanted
     record = calls.backward.get(key)
     if record is None:
-        request = request_of(q, k, v, call, calls, key[: len(key) - 4])
+        request = request_of(q, k, v, call, calls, of_call)
         if request.lacks_rows(q, k):
             dq, dk, dv = (x.zero_() for x in results(q, k, v))
             return Gradients(dq, dk, dv, tuple(_of_nothing(request, name, dlse) for name in wanted))
@@ -100,18 +102,27 @@ def _of_nothing(request: Request, name: str, dlse: torch.Tensor | None) -> torch
 
 def plan_of(given: Given, request: Request, deterministic: bool, wanted: tuple[str, ...]) -> KernelPlan:
     """The plan of a backward where q lies; PlanError where there is none."""
-    problem, variant = request.problem, request.variant
-    options = {"deterministic": deterministic, "dropout": request.dropout is not None, "gradients": wanted}
-    options["layout"] = request.layout
+    problem = request.problem
     if given.q.is_cuda:
-
-        def ask() -> planner.Menu:
-            return gpu_menu(given.q, given.k, given.v, variant, problem, backward=True, **options)
-
+        ask = functools.partial(_menu, given, request, deterministic, wanted)
         menu = request.kind.menu_of(("backward", deterministic, wanted), ask)
-        return planner.choose(menu, problem, driver.gpu(given.q.device.index).sms)
-    asked = cpu_request(variant, problem, backward=True, **options)
+        return planner.choose(menu, problem, driver.gpu(request.kind.device).sms)
+    asked = cpu_request(request.variant, problem, **_options(request, deterministic, wanted))
     return planner.choose(planner.menu_of(asked), problem, asked.arch.sms)
+
+
+def _menu(given: Given, request: Request, deterministic: bool, wanted: tuple[str, ...]) -> planner.Menu:
+    options = _options(request, deterministic, wanted)
+    return gpu_menu(given.q, given.k, given.v, request.variant, request.problem, **options)
+
+
+def _options(request: Request, deterministic: bool, wanted: tuple[str, ...]) -> dict[str, Any]:
+    """Those of `KernelRequest.of` beside the variant, dtype and head dims."""
+    dropout = request.dropout is not None
+    return {
+        **{"backward": True, "deterministic": deterministic, "dropout": dropout, "gradients": wanted},
+        "layout": request.layout,
+    }
 
 
 def in_order(deterministic: bool) -> bool:

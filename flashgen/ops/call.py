@@ -88,9 +88,9 @@ class Request(NamedTuple):
 
     def lacks_rows(self, q: torch.Tensor, k: torch.Tensor) -> bool:
         """Whether there is no query or no key, in the problem or, where bounds are loose, in memory."""
-        problem = self.problem
-        lengths_are_bounds = self.sequences is not None
-        return problem.empty or problem.kv_len == 0 or (lengths_are_bounds and 0 in (q.shape[2], k.shape[2]))
+        if 0 in self.problem:  # of fields that may be 0: batch, heads, and lengths
+            return True
+        return self.sequences is not None and 0 in (q.shape[2], k.shape[2])  # lengths are bounds
 
     @property
     def options(self) -> dict[str, Any]:

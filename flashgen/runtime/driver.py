@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -113,17 +112,17 @@ class _Encoder:
     272 and 259; 16 of 4k, 32:32 heads, 269 and 258.  Without promotion the same as with 128.
     """
 
-    __slots__ = ("_address", "_api", "_calls", "_encode", "_lock", "_pack", "_pointer", "_words")
+    __slots__ = ("_address", "_api", "_arguments", "_encode", "_lock", "_pack", "_pointer", "_words")
 
     def __init__(self, api: Any) -> None:
         # Of CUDA 12.0, the first that has it.
         entry = _checked(api, api.cuGetProcAddress(b"cuTensorMapEncodeTiled", 12_000, 0)[:2], "encode tensor maps")
         self._api = api
         self._encode = ctypes.PYFUNCTYPE(ctypes.c_int)(entry)  # the interpreter waits: it is over in no time
-        self._words = (ctypes.c_uint64 * 7)()  # sizes, then strides
-        self._pack = struct.Struct("=7Q").pack_into
-        self._pointer, self._address = ctypes.c_void_p(), ctypes.c_void_p()
-        self._calls: dict[tuple[object, ...], Callable[[], int]] = {}  # as many as there are boxes of kernels
+        self._words = (ctypes.c_uint64 * 9)()  # sizes, strides, where the map is written, where the tensor lies
+        self._pack = struct.Struct("=9Q").pack_into
+        self._pointer, self._address = (ctypes.c_void_p.from_buffer(self._words, 8 * i) for i in (7, 8))
+        self._arguments: dict[tuple[object, ...], tuple[object, ...]] = {}  # as many as there are boxes of kernels
         self._lock = threading.Lock()
 
     def __call__(
@@ -131,38 +130,34 @@ class _Encoder:
     ) -> None:
         """Write maps of tensors on GPU `device` at `addresses` to `pointers`.  Raises LaunchError for one that TMA
         cannot address."""
-        pack, words, pointer, address = self._pack, self._words, self._pointer, self._address
-        of_sizes = of_strides = of_dtype = of_box = of_swizzle = encode = None
+        encode, pack, words = self._encode, self._pack, self._words
+        of_dtype = of_box = of_swizzle = None
+        arguments: tuple[object, ...] = ()
         with self._lock:
-            for to, desc, at in zip(pointers, descs, addresses, strict=True):
-                _, sizes, strides, dtype, box, swizzle = desc
-                # What the one before has too, as k and v, or q and o, often do, is the same object.
+            for to, (_, sizes, strides, dtype, box, swizzle), at in zip(pointers, descs, addresses, strict=True):
+                # What the one before has too, as k and v do, is the same object.
                 if box is not of_box or dtype is not of_dtype or swizzle is not of_swizzle:
                     of_dtype, of_box, of_swizzle = dtype, box, swizzle
-                    encode = self._calls.get((dtype, box, swizzle)) or self._call(dtype, box, swizzle)
-                if sizes is not of_sizes or strides is not of_strides:
-                    of_sizes, of_strides = sizes, strides
-                    (columns, rows, heads, batch), (of_row, of_head, of_batch) = sizes, strides
-                    pack(words, 0, columns, rows, heads, batch, of_row, of_head, of_batch)
-                pointer.value, address.value = to, at
-                if status := encode():
+                    arguments = self._arguments.get((dtype, box, swizzle)) or self._given(dtype, box, swizzle)
+                (columns, rows, heads, batch), (of_row, of_head, of_batch) = sizes, strides
+                pack(words, 0, columns, rows, heads, batch, of_row, of_head, of_batch, to, at)
+                if status := encode(*arguments):
                     doing = f"address a tensor of {sizes} with strides of {strides} bytes by TMA"
-                    self._again(encode, status, device, doing)
+                    self._again(arguments, status, device, doing)
 
-    def _again(self, encode: Callable[[], int], status: int, device: int, doing: str) -> None:
+    def _again(self, arguments: tuple[object, ...], status: int, device: int, doing: str) -> None:
         """A thread that has a current context no more is lent that of the GPU for one try."""
         api = self._api
         if api.CUresult(status) == api.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             _thread.had_context = False
             with _current(_primary_context(device)):
-                status = encode()
+                status = self._encode(*arguments)
         _checked(api, (api.CUresult(status),), doing)
 
-    def _call(self, dtype: str, box: tuple[int, ...], swizzle: int) -> Callable[[], int]:
-        """The call for maps that differ in what no problem decides."""
+    def _given(self, dtype: str, box: tuple[int, ...], swizzle: int) -> tuple[object, ...]:
+        """The arguments for maps of what no problem decides; what the others hold is in `_words`."""
         api, four, by = self._api, ctypes.c_uint32 * 4, ctypes.byref  # what `by` makes is passed on as it is
-        made = functools.partial(
-            self._encode,
+        made = (
             self._pointer,
             int(getattr(api.CUtensorMapDataType, _TENSOR_MAP_DTYPES[dtype])),
             4,
@@ -176,7 +171,7 @@ class _Encoder:
             int(api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
             int(api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         )
-        self._calls[dtype, box, swizzle] = made
+        self._arguments[dtype, box, swizzle] = made
         return made
 
 

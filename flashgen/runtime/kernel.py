@@ -126,9 +126,10 @@ class Record:
     )
 
     def __init__(self, launch: Launch, shared: _Shared) -> None:
-        descs, starts, main = launch.maps, shared.starts, shared.main
+        _, grids, values, descs, _, _ = launch
+        starts, main = shared.starts, shared.main
         self._shared = shared
-        self._buffer, at, self._first = shared.room(launch.values.numbers)
+        self._buffer, at, self._first = shared.room(values.numbers)
         behind = at + driver.TENSOR_MAP_BYTES * len(descs)
         #: Where its tensor maps are, and what they are made of; where their tensors lie, once they are made; and the
         #: bindings' objects of those that moved.
@@ -136,8 +137,8 @@ class Record:
         self._mapped: list[int] | None = None
         self._moved: dict[int, Any] | None = None
         of_main, of_others, self._starts = (*self._maps, behind), (behind,), []
-        for grid in launch.grids:
-            entry, blocks = grid.entry, grid.blocks
+        for grid in grids:
+            entry, blocks, _, _, _ = grid
             if blocks > driver.MAX_BLOCKS:
                 driver.check_blocks(entry, blocks)
             start = starts.get(entry) or shared.start(grid)
