@@ -21,7 +21,7 @@ from flashgen.ops.records import Kind, call_key, calls_of, first_of, launch_of, 
 from flashgen.planning import planner
 from flashgen.planning.once import Remembered, once
 from flashgen.planning.plan import KernelPlan
-from flashgen.runtime import driver, kernel
+from flashgen.runtime import kernel
 from flashgen.runtime.launch import Launch
 from flashgen.runtime.tiles_backward import walk_backward
 
@@ -106,7 +106,7 @@ def plan_of(given: Given, request: Request, deterministic: bool, wanted: tuple[s
     if given.q.is_cuda:
         ask = functools.partial(_menu, given, request, deterministic, wanted)
         menu = request.kind.menu_of(("backward", deterministic, wanted), ask)
-        return planner.choose(menu, problem, driver.gpu(request.kind.device).sms)
+        return planner.choose(menu, problem, request.kind.sms)
     asked = cpu_request(request.variant, problem, **_options(request, deterministic, wanted))
     return planner.choose(planner.menu_of(asked), problem, asked.arch.sms)
 
@@ -189,7 +189,7 @@ class _Record:
         (_, of_dq), (_, of_dk), (_, of_dv) = self._results = _like(q), _like(k), _like(v)
         given_strides = q.stride(), k.stride(), v.stride(), o.stride(), do.stride(), of_dq, of_dk, of_dv
         strides = dict(zip(_STRIDED, [of[:3] for of in given_strides], strict=True))
-        launch = launch_of(request, plan, strides, driver.gpu(self._kind.device).sms)
+        launch = launch_of(request, plan, strides, self._kind.sms)
         self._record = kernel.load(plan).record(launch, self._kind.device)
         self._places, self._room = memory.places(launch.workspaces)
         self._wanted = wanted
@@ -200,7 +200,7 @@ class _Record:
         self._pick = pickers.get(wanted) or pickers.keep(wanted, _picker(self._kind, launch, wanted))
 
     def __call__(self, given: Given, call: Call) -> Gradients:
-        index, dtype, _, tensors, own, numbers_of, _ = self._kind
+        index, _, dtype, _, tensors, own, numbers_of, _ = self._kind
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self(given, call)

@@ -22,7 +22,7 @@ from flashgen.ops.records import Kind, call_key, calls_of, first_of, launch_of, 
 from flashgen.planning import planner
 from flashgen.planning.division import Divided, divide, visits_all
 from flashgen.planning.members import ALL_KEYS, Keys
-from flashgen.runtime import driver, kernel, tiles
+from flashgen.runtime import kernel, tiles
 from flashgen.runtime.launch import Launch, counted
 
 
@@ -166,7 +166,7 @@ class _Record:
         return_lse: bool,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        index, dtype, eight, tensors, own_names, numbers_of, _ = self._kind
+        index, _, dtype, eight, tensors, own_names, numbers_of, _ = self._kind
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self(q, k, v, call, return_lse, out)
@@ -248,7 +248,7 @@ def _recorded(
         raise LaunchError(
             f"out has strides {list(out.stride())}, which TMA cannot write to\n  nearest: out.contiguous(), a copy"
         )
-    sms, problem, splits = driver.gpu(request.kind.device).sms, request.problem, 1
+    sms, problem, splits = request.kind.sms, request.problem, 1
     if request.menu is not None and visits_all(problem, request.kv_splits, request.invariant):
         plan = planner.choose(request.menu, problem, sms)
     else:

@@ -23,6 +23,7 @@ from flashgen.ops.values import no_variant
 from flashgen.planning.division import LEAST_KEYS, MOST_QUERIES, mask_parameters
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.planner import Menu
+from flashgen.runtime import driver
 from flashgen.runtime.launch import Captured, Launch, dropout_scalars, make_launch
 
 #: All that tells one call's launches from another's.
@@ -165,11 +166,12 @@ def _kind(call: Call, calls: _Calls, key: Key) -> Key | None:
 
 
 class Kind(NamedTuple):
-    """What calls of one kind share on a GPU: which it is, the dtype of o, whether they are of 8 bits, the names of
-    captured tensors and of what sequences have of their own, what checks their numbers, and other menus than the
-    forward's of whole keys, by what they are of."""
+    """What calls of one kind share on a GPU: which it is and how many SMs it has, the dtype of o, whether they are of 8
+    bits, the names of captured tensors and of what sequences have of their own, what checks their numbers, and other
+    menus than the forward's of whole keys, by what they are of."""
 
     device: int
+    sms: int
     dtype: torch.dtype
     eight: bool
     tensors: tuple[str, ...]
@@ -182,7 +184,8 @@ class Kind(NamedTuple):
         """That of a request and of calls like it."""
         own = () if request.sequences is None else sequences.names(request.sequences.layout)
         dtype, eight = float8.out_dtype(request.eight, q), request.eight is not None
-        return Kind(q.device.index, dtype, eight, tuple(request.tensors), own, Numbers(request), {})
+        index = q.device.index
+        return Kind(index, driver.gpu(index).sms, dtype, eight, tuple(request.tensors), own, Numbers(request), {})
 
     def menu_of(self, what: object, ask: Callable[[], Menu]) -> Menu:
         """What `ask` gives, once for calls of one kind."""

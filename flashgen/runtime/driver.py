@@ -10,13 +10,14 @@ import contextlib
 import ctypes
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import LaunchError
 from flashgen.planning.float8 import FLOAT8
+from flashgen.planning.once import Remembered
 from flashgen.runtime import nvrtc
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ _TENSOR_MAP_DTYPES = {
     **dict.fromkeys(FLOAT8, "CU_TENSOR_MAP_DATA_TYPE_UINT8"),
 }
 _TENSOR_MAP_SWIZZLES = {size: f"CU_TENSOR_MAP_SWIZZLE_{size}B" for size in (32, 64, 128)}
+
+#: What makes a map, and what points one at another tensor.
+ENCODE, REPLACE = b"cuTensorMapEncodeTiled", b"cuTensorMapReplaceAddress"
+
+#: What the driver cannot do where the latter fails.
+MOVING = "move a tensor map"
 
 _loading = threading.Lock()
 
@@ -75,95 +82,109 @@ class Function:
     smem_bytes: int
 
 
-def encode_maps(pointers: Sequence[int], descs: Sequence[TensorMapDesc], addresses: Sequence[int], device: int) -> None:
-    """Write what TMA needs to know of tensors at `addresses` to `pointers`, multiples of TENSOR_MAP_ALIGNMENT.
-
-    The driver asks for a current context, and a thread that never touched CUDA (autograd's own, at its first node)
-    has none: it is lent that of the GPU.  Raises LaunchError for a tensor that TMA cannot address.
-    """
-    encode = _encoder(_api())
-    if _thread.had_context or _has_context():
-        _thread.had_context = True
-        encode(pointers, descs, addresses, device)
-    else:
-        with _current(_primary_context(device)):
-            encode(pointers, descs, addresses, device)
+def maps(device: int) -> Maps:
+    """What makes tensor maps of tensors on a GPU."""
+    return _maps(_api(), device)
 
 
-def map_at(pointer: int) -> Any:
-    """The bindings' object of one that was written there, which `move_map` takes."""
-    return _api().CUtensorMap(_ptr=pointer)
-
-
-def move_map(moved: Any, address: int, device: int) -> None:
-    """Point one at another tensor of the same sizes and strides."""
-    api = _api()
-    if api.cuTensorMapReplaceAddress(moved, address)[0] != api.CUresult.CUDA_SUCCESS:
-        with _current(_primary_context(device)):
-            _ok(api.cuTensorMapReplaceAddress(moved, address), "move a tensor map")
-
-
-class _Encoder:
-    """cuTensorMapEncodeTiled, called at its address: each new length asks for four maps, and the bindings make an
-    object of every number, and of the map, which is then copied (4.4 us a map in place of 1.5).
+class Maps:
+    """cuTensorMapEncodeTiled and cuTensorMapReplaceAddress for one GPU, called at their addresses: each new length asks
+    for four maps, and the bindings make an object of every number, and of the map, which is then copied (4.4 us a map
+    in place of 1.5).  A map of the same sizes and strides as an earlier one, as v beside k and o beside q, is a copy of
+    that one which points elsewhere: the driver takes two arguments for it in place of twelve.
 
     Where a copy misses, L2 fetches 128 bytes, a row of the widest box; 256 would bring half of a row of another box.
     Decoding on an H200, head_dim 128: 8 sequences of 32k keys, 32:8 heads, 270 us with 256 and 263 with 128; 128 of 2k
     272 and 259; 16 of 4k, 32:32 heads, 269 and 258.  Without promotion the same as with 128.
     """
 
-    __slots__ = ("_address", "_api", "_arguments", "_encode", "_lock", "_pack", "_pointer", "_words")
+    __slots__ = (
+        *("_api", "_arguments", "_copy", "_device", "_encode", "_lock", "_made", "_pack", "_pack_pair", "_pair"),
+        *("_replace", "_words"),
+    )
 
-    def __init__(self, api: Any) -> None:
-        # Of CUDA 12.0, the first that has it.
-        entry = _checked(api, api.cuGetProcAddress(b"cuTensorMapEncodeTiled", 12_000, 0)[:2], "encode tensor maps")
-        self._api = api
-        self._encode = ctypes.PYFUNCTYPE(ctypes.c_int)(entry)  # the interpreter waits: it is over in no time
-        self._words = (ctypes.c_uint64 * 9)()  # sizes, strides, where the map is written, where the tensor lies
-        self._pack = struct.Struct("=9Q").pack_into
-        self._pointer, self._address = (ctypes.c_void_p.from_buffer(self._words, 8 * i) for i in (7, 8))
+    def __init__(self, api: Any, device: int) -> None:
+        self._api, self._device = api, device
+        self._encode, self._replace = (self._function(name) for name in (ENCODE, REPLACE))
+        self._words = (ctypes.c_uint64 * 9)()  # where the map lies, and the tensor; sizes; strides
+        self._pack, self._pack_pair = (struct.Struct(f"={n}Q").pack_into for n in (9, 2))
+        self._copy = struct.Struct(f"{TENSOR_MAP_BYTES}s").pack_into
+        self._pair = tuple(ctypes.c_void_p.from_buffer(self._words, 8 * i) for i in range(2))
         self._arguments: dict[tuple[object, ...], tuple[object, ...]] = {}  # as many as there are boxes of kernels
+        #: Maps by all but names and addresses.
+        self._made: Remembered[tuple[object, ...], bytes] = Remembered()
         self._lock = threading.Lock()
 
-    def __call__(
-        self, pointers: Iterable[int], descs: Iterable[TensorMapDesc], addresses: Iterable[int], device: int
-    ) -> None:
-        """Write maps of tensors on GPU `device` at `addresses` to `pointers`.  Raises LaunchError for one that TMA
-        cannot address."""
-        encode, pack, words = self._encode, self._pack, self._words
-        of_dtype = of_box = of_swizzle = None
-        arguments: tuple[object, ...] = ()
-        with self._lock:
-            for to, (_, sizes, strides, dtype, box, swizzle), at in zip(pointers, descs, addresses, strict=True):
-                # What the one before has too, as k and v do, is the same object.
-                if box is not of_box or dtype is not of_dtype or swizzle is not of_swizzle:
-                    of_dtype, of_box, of_swizzle = dtype, box, swizzle
-                    arguments = self._arguments.get((dtype, box, swizzle)) or self._given(dtype, box, swizzle)
-                (columns, rows, heads, batch), (of_row, of_head, of_batch) = sizes, strides
-                pack(words, 0, columns, rows, heads, batch, of_row, of_head, of_batch, to, at)
-                if status := encode(*arguments):
-                    doing = f"address a tensor of {sizes} with strides of {strides} bytes by TMA"
-                    self._again(arguments, status, device, doing)
+    def _function(self, name: bytes) -> Any:
+        # Of CUDA 12.0, the first that has it.
+        entry = _checked(self._api, self._api.cuGetProcAddress(name, 12_000, 0)[:2], "encode tensor maps")
+        return ctypes.PYFUNCTYPE(ctypes.c_int)(entry)  # the interpreter waits: it is over in no time
 
-    def _again(self, arguments: tuple[object, ...], status: int, device: int, doing: str) -> None:
+    def encode(
+        self, buffer: ctypes.Array, places: Iterable[int], descs: Iterable[TensorMapDesc], addresses: Iterable[int]
+    ) -> None:
+        """Write what TMA needs to know of tensors at `addresses` to places of a buffer, which are at multiples of
+        TENSOR_MAP_ALIGNMENT.
+
+        The driver asks for a current context, and a thread that never touched CUDA (autograd's own, at its first node)
+        has none: it is lent that of the GPU.  Raises LaunchError for a tensor that TMA cannot address.
+        """
+        if not (_thread.had_context or _has_context()):
+            with _current(_primary_context(self._device)):
+                self._write(buffer, places, descs, addresses)
+            return
+        _thread.had_context = True
+        self._write(buffer, places, descs, addresses)
+
+    def _write(
+        self, buffer: ctypes.Array, places: Iterable[int], descs: Iterable[TensorMapDesc], addresses: Iterable[int]
+    ) -> None:
+        words, made, start = self._words, self._made, ctypes.addressof(buffer)
+        moved, pair = self._pair, self._pack_pair
+        with self._lock:
+            for place, desc, at in zip(places, descs, addresses, strict=True):
+                form = desc[1:]
+                if (known := made.get(form)) is not None:
+                    self._copy(buffer, place, known)
+                    pair(words, 0, start + place, at)
+                    if status := self._replace(*moved):
+                        self._again(self._replace, moved, status, MOVING)
+                    continue
+                sizes, strides, dtype, box, swizzle = form
+                self._pack(words, 0, start + place, at, *sizes, *strides)
+                arguments = self._arguments.get(form[2:]) or self._given(dtype, box, swizzle)
+                if status := self._encode(*arguments):
+                    doing = f"address a tensor of {sizes} with strides of {strides} bytes by TMA"
+                    self._again(self._encode, arguments, status, doing)
+                made.keep(form, buffer[place : place + TENSOR_MAP_BYTES])
+
+    def move(self, pointer: int, address: int) -> None:
+        """Point a map that was written there at another tensor of the same sizes and strides."""
+        with self._lock:
+            self._pack_pair(self._words, 0, pointer, address)
+            if status := self._replace(*self._pair):
+                self._again(self._replace, self._pair, status, MOVING)
+
+    def _again(self, function: Any, arguments: tuple[object, ...], status: int, doing: str) -> None:
         """A thread that has a current context no more is lent that of the GPU for one try."""
         api = self._api
         if api.CUresult(status) == api.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             _thread.had_context = False
-            with _current(_primary_context(device)):
-                status = self._encode(*arguments)
+            with _current(_primary_context(self._device)):
+                status = function(*arguments)
         _checked(api, (api.CUresult(status),), doing)
 
     def _given(self, dtype: str, box: tuple[int, ...], swizzle: int) -> tuple[object, ...]:
         """The arguments for maps of what no problem decides; what the others hold is in `_words`."""
         api, four, by = self._api, ctypes.c_uint32 * 4, ctypes.byref  # what `by` makes is passed on as it is
+        pointer, address = self._pair
         made = (
-            self._pointer,
+            pointer,
             int(getattr(api.CUtensorMapDataType, _TENSOR_MAP_DTYPES[dtype])),
             4,
-            self._address,
-            by(self._words),
-            by(self._words, 4 * 8),
+            address,
+            by(self._words, 2 * 8),
+            by(self._words, 6 * 8),
             by(four(*box)),
             by(four(1, 1, 1, 1)),
             int(api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
@@ -175,9 +196,9 @@ class _Encoder:
         return made
 
 
-@lru_cache(maxsize=4)
-def _encoder(api: Any) -> _Encoder:
-    return _Encoder(api)
+@lru_cache(maxsize=16)
+def _maps(api: Any, device: int) -> Maps:
+    return Maps(api, device)
 
 
 class Launcher:
