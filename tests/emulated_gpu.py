@@ -41,16 +41,10 @@ class EmulatedGpu(FakeDriver):
     CUtensorMapL2promotion = real.CUtensorMapL2promotion
     CUtensorMapFloatOOBfill = real.CUtensorMapFloatOOBfill
 
-    class CUtensorMap:
-        """A map that lies at a host address."""
-
-        def __init__(self, _ptr: int) -> None:
-            self.address = _ptr
-
     def __init__(self, capability: tuple[int, int] = (8, 0)) -> None:
         super().__init__()
         self.capability, self.plans, self.launches = capability, {}, []
-        self.memory, self.placed, self.entry = interpreter.Memory(), {}, None
+        self.memory, self.placed, self.entries = interpreter.Memory(), {}, {}
 
     # Memory
 
@@ -85,8 +79,7 @@ class EmulatedGpu(FakeDriver):
 
     def _cuGetProcAddress(self, name, version, flags):
         """Of what flashgen calls at its address: a function that does as the driver's, and is called by our name."""
-        assert name == b"cuTensorMapEncodeTiled"
-        if self.entry is None:
+        if not self.entries:
 
             def encode(pointer, kind, rank, address, sizes, strides, box, steps, *kinds):
                 given = [
@@ -105,18 +98,22 @@ class EmulatedGpu(FakeDriver):
                     ctypes.memmove(pointer, content[0], 128)
                 return int(status)
 
+            def replace(pointer, address):
+                return int(self.cuTensorMapReplaceAddress(pointer, address)[0])
+
             types = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, *5 * [ctypes.c_void_p], *4 * [ctypes.c_int]]
-            self.entry = ctypes.PYFUNCTYPE(ctypes.c_int, *types)(encode)
-        return OK, ctypes.cast(self.entry, ctypes.c_void_p).value, None
+            self.entries[driver.ENCODE] = ctypes.PYFUNCTYPE(ctypes.c_int, *types)(encode)
+            self.entries[driver.REPLACE] = ctypes.PYFUNCTYPE(ctypes.c_int, *2 * [ctypes.c_void_p])(replace)
+        return OK, ctypes.cast(self.entries[name], ctypes.c_void_p).value, None
 
     def _cuTensorMapEncodeTiled(self, *arguments):
         if not self.contexts:  # as the driver does
             return real.CUresult.CUDA_ERROR_INVALID_CONTEXT, None
         return OK, TensorMap.encode_tiled(*arguments).to_bytes()
 
-    def _cuTensorMapReplaceAddress(self, tensor_map, address):
-        before = TensorMap.from_bytes(ctypes.string_at(tensor_map.address, 128))
-        ctypes.memmove(tensor_map.address, dataclasses.replace(before, address=address).to_bytes(), 128)
+    def _cuTensorMapReplaceAddress(self, pointer, address):
+        before = TensorMap.from_bytes(ctypes.string_at(pointer, 128))
+        ctypes.memmove(pointer, dataclasses.replace(before, address=address).to_bytes(), 128)
         return (OK,)
 
     def _cuLaunchKernelEx(self, config, function, pointers, extra):

@@ -208,7 +208,7 @@ def batch(
     variant = variant.bind(**constants)
     params = variant.values({name: value for name, value in values.items() if name not in constants})
     rng = np.random.default_rng(seed)
-    positions = replace(problem, q_len=max(own.q_offset for own in sequences) + p.q_len)
+    positions = problem._replace(q_len=max(own.q_offset for own in sequences) + p.q_len)
     tensors = {t.name: np.asarray(t.example(positions, rng)) for t in variant.tensors}
     case = Case(sizes=problem.sizes(), params=params, tensors=tensors)
     shapes = (p.heads, p.q_len, p.head_dim), (p.kv_heads, p.kv_len, p.head_dim), (p.kv_heads, p.kv_len, p.v_head_dim)

@@ -55,7 +55,7 @@ def in_pages(
                 part = rows[:, i * page_size : (i + 1) * page_size]
                 cache[page, :, : part.shape[1]] = part
     layout = Paged(queries=w.plan.layout)
-    problem = replace(w.problem, kv_len=table.shape[1] * page_size)
+    problem = w.problem._replace(kv_len=table.shape[1] * page_size)
     plan = replace(w.plan, layout=layout)
     if plan.specialized is not None:
         plan = hopper_plan(plan, w.variant, problem, layout)

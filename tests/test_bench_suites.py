@@ -1,5 +1,6 @@
 """Suites of `flashgen bench` on a CPU: contests are right at small sizes, and the command keeps what it has."""
 
+import dataclasses
 import functools
 import json
 
@@ -333,3 +334,32 @@ def test_models_are_compared_with_sdpas(make, family, options):
     ready = models.contest(of, make, Ground(device="cpu"))
     (reason,) = ready.wrong("flashgen", 2 * ready.forms["flashgen"]())
     assert reason.startswith("flashgen: it differs from sdpa by ")
+
+
+@pytest.mark.parametrize("make", [models.prefill, models.training])
+def test_a_model_whose_scores_are_capped_has_a_reference_and_peers_that_cap_them(make):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    (row,) = (row for row in models.SUITE.rows(False) if row.part == make.__name__ and "Gemma2" in row.name)
+    of, _ = row.make.args
+    sizes = {**of.sizes, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    options = {**of.options, "sliding_window": 4, "attn_logit_softcapping": 0.5}
+    options |= {"initializer_range": 0.2, "query_pre_attn_scalar": 16}  # else scores are too small for any cap
+    short = dataclasses.replace(of, batch=2, length=11, sizes={**sizes, "head_dim": 16}, options=options)
+    assert (short.reference, short.peers) == ("flex_attention", ("fa2", "flex"))
+    right = dataclasses.replace(short, reference="eager")  # flex_attention compiles for minutes on a CPU
+    ready = models.contest(right, make, Ground(device="cpu", names=("sdpa", "fa2")))
+    assert list(ready.peers) == ["fa2"]
+    found = ready.forms["flashgen"]()
+    assert ready.wrong("flashgen", found) == []
+    uncapped = dataclasses.replace(right, options={**options, "attn_logit_softcapping": None})
+    other = models.contest(uncapped, make, Ground(device="cpu")).forms["flashgen"]()
+    assert not torch.equal(found, other), "the cap is seen"
+
+
+def test_rows_of_models_are_long_and_say_what_they_must_reach():
+    rows = models.SUITE.rows(False)
+    bars = [(row.part, row.name.split()[0], dict(row.bars)) for row in rows]
+    usual = [("Llama", {"sdpa": 1.0, "fa2": 1.0}), ("Mistral", {"flex": 1.3}), ("Gemma2", {"flex": 1.3})]
+    assert bars == [(part, *each) for part in ("prefill", "training") for each in usual]
+    tokens = {row.part: row.make.args[0].batch * row.make.args[0].length for row in rows}
+    assert tokens == {"prefill": 2 * 16_384, "training": 16_384}

@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from dataclasses import fields
 
 import limits
 import pytest
@@ -330,7 +329,7 @@ def test_every_public_name_is_there(name):
     assert re.search(rf"\b(fg|flashgen)\.{name}\b", REFERENCE)
 
 
-@pytest.mark.parametrize("name", ["FLASHGEN_CACHE_DIR", "FLASHGEN_CACHE_BYTES", *(f.name for f in fields(Problem))])
+@pytest.mark.parametrize("name", ["FLASHGEN_CACHE_DIR", "FLASHGEN_CACHE_BYTES", *Problem._fields])
 def test_variables_and_fields_of_a_problem_are_there(name):
     assert f"`{name}`" in REFERENCE
 

@@ -225,7 +225,7 @@ def test_what_is_wrong_is_seen(name):
 def moved(w):
     """Bytes that are predicted, and those that the kernel reads of q, of k and v, and writes."""
     own = [OwnLengths(q_rows=rows, kv_len=keys) for rows, keys in zip(*w.lengths, strict=True)]
-    problem = replace(w.w.problem, batch=len(own))
+    problem = w.w.problem._replace(batch=len(own))
     predicted = predict(w.w.plan, problem, replace(w.w.case, sizes=problem.sizes()), sequences=own).hbm
     report = w.run().report
     counted = [sum(report.bytes(buffer=name) for name in names) for names in ("q", "kv", ("o", "lse"))]
@@ -264,7 +264,7 @@ def test_a_plan_says_what_they_move():
     sizes = ["--heads", "2", "--kv-heads", "1", "--head-dim", "64", "--arch", "sm_90a", "--dtype", E4M3]
     found = json.loads(flashgen("plan", "causal", "--layout", "varlen", *lengths, *sizes, "--json").out)
     own = [OwnLengths(q_rows=rows, kv_len=keys) for rows, keys in zip(*w.lengths, strict=True)]
-    right = predict(w.w.plan, replace(w.w.problem, batch=2), replace(w.w.case, sizes=found["shape"]), sequences=own)
+    right = predict(w.w.plan, w.w.problem._replace(batch=2), replace(w.w.case, sizes=found["shape"]), sequences=own)
     assert (found["pipeline"], found["layout"], found["dtype"]) == ("hopper", "varlen", E4M3)
     assert (found["hbm"], found["tile"]) == (right.hbm.as_json(), {"q": w.w.plan.tile.q, "kv": w.w.plan.tile.kv})
 

@@ -150,7 +150,7 @@ def test_mutations_are_noticed(name):
 @pytest.mark.parametrize(("q_len", "group"), [(1, 8), (3, 6), (40, 4), (150, 2), (0, 4)])
 def test_the_walk_moves_what_is_predicted(spec, q_len, group):
     w, variant = few(7, group, batch=2, spec=spec), load_spec(spec).bind()
-    problem = dataclasses.replace(w.problem, q_len=q_len)
+    problem = w.problem._replace(q_len=q_len)
     case = dataclasses.replace(w.case, sizes=problem.sizes())
     plan = dataclasses.replace(w.plan, variant=variant)
     case = dataclasses.replace(case, params=variant.values({}))
@@ -275,5 +275,5 @@ def test_packed_kernels_pass_the_gates(spec, head_dim):
 
 def test_one_text_serves_every_group():
     w = few(5, 4)
-    two = dataclasses.replace(w, problem=dataclasses.replace(w.problem, heads=4))
+    two = dataclasses.replace(w, problem=w.problem._replace(heads=4))
     assert w.plan.pack(two.problem.group) == 2 and emit(w.plan) == w.source

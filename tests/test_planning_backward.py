@@ -205,7 +205,7 @@ def test_a_million_tokens_are_predicted_at_once():
 def test_predict_refuses_a_plan_for_other_head_dims():
     full = load_spec("full").bind()
     problem = problem_of(head_dim=64)
-    other = dataclasses.replace(problem, head_dim=32)
+    other = problem._replace(head_dim=32)
     with pytest.raises(PlanError, match="the plan is for head_dim 64 and v_head_dim 64, the problem has 32 and 64"):
         predict(plan_of(full, problem), other, case_of(full, other))
     assert np.isfinite(predict(plan_of(full, problem), problem, case_of(full, problem)).predicted_ms)

@@ -1,6 +1,5 @@
 """The CPU walk of a plan: right results, the kernel's order and skipping, and honest counts."""
 
-import dataclasses
 import functools
 import math
 
@@ -218,7 +217,7 @@ def whole_and_parts(monkeypatch, change=None):
         change(monkeypatch)
 
     def run(q, k, v, tile):
-        here = dataclasses.replace(problem, batch=q.shape[0], q_len=q.shape[2], kv_len=k.shape[2])
+        here = problem._replace(batch=q.shape[0], q_len=q.shape[2], kv_len=k.shape[2])
         o, lse, _ = walk(variant, here, case_of(variant, here), (q, k, v), tile=tile)
         return np.concatenate([o.float().numpy(), lse.numpy()[..., None]], -1).view(np.int32)
 

@@ -6,7 +6,6 @@ while this one works, and times a slot when it is asked for one.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -81,7 +80,7 @@ class Against:
         self._asked = json.dumps(
             {
                 "specs": cell.specs,
-                "problem": dataclasses.asdict(cell.problem),
+                "problem": cell.problem._asdict(),
                 "params": cell.params,
                 "pipeline": pipeline,
                 "backward": backward,

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import flashgen
@@ -64,7 +64,7 @@ def starts(specs: list[str], problem: Problem, *, rounds: int, device: str = "cu
 
 def process(spec: str, problem: Problem, device: str, folder: Path) -> tuple[float, float]:
     """(inputs, result) of `Start` in a fresh process with a cache folder.  Raises LaunchError as `starts` does."""
-    request = json.dumps({"spec": spec, "device": device, **asdict(problem)})
+    request = json.dumps({"spec": spec, "device": device, **problem._asdict()})
     done = subprocess.run(
         [sys.executable, "-m", "flashgen.bench.cold", request],
         capture_output=True,

@@ -85,7 +85,7 @@ def described(plan: KernelPlan) -> dict[str, object]:
 
 def posed(problem: Problem) -> dict[str, object]:
     """A problem in a verb's JSON."""
-    shape = dataclasses.asdict(problem)
+    shape = problem._asdict()
     of_keys = shape.pop("kv_dtype")
     return {"dtype": shape.pop("dtype"), **({} if of_keys is None else {"kv_dtype": of_keys}), "shape": shape}
 

@@ -157,12 +157,12 @@ def resolve(
     )
     of_keys = {"k_dtype": which.k_dtype or request.kv_dtype, "v_dtype": which.v_dtype or request.kv_dtype}
     kv_dtype = of_keys["k_dtype"] if of_keys["k_dtype"] != problem.dtype else None
-    problem = dataclasses.replace(problem, kv_dtype=kv_dtype)
+    problem = problem._replace(kv_dtype=kv_dtype)
     sequences = () if lengths is None else lengths.of(problem)
     if sequences:
         most = {"q_len": max(x.q_rows for x in sequences), "kv_len": max(x.kv_len for x in sequences)}
-        problem = dataclasses.replace(problem, batch=len(sequences), **most)
-    positions = dataclasses.replace(problem, q_len=max((x.q_len for x in sequences), default=problem.q_len))
+        problem = problem._replace(batch=len(sequences), **most)
+    positions = problem._replace(q_len=max((x.q_len for x in sequences), default=problem.q_len))
     tensors = captured.arrays(variant, positions, request.tensor or (), seed=seed, examples=data)
     if device == "cpu":
         from flashgen.ops.menus import cpu_request

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +21,7 @@ from flashgen.ops.records import Kind, call_key, calls_of, first_of, launch_of, 
 from flashgen.planning import planner
 from flashgen.planning.once import Remembered, once
 from flashgen.planning.plan import KernelPlan
-from flashgen.runtime import driver, kernel
+from flashgen.runtime import kernel
 from flashgen.runtime.launch import Launch
 from flashgen.runtime.tiles_backward import walk_backward
 
@@ -73,10 +74,11 @@ def run_backward(given: Given, call: Call, wanted: Sequence[str]) -> Gradients:
     given = Given(do, dlse, q, k, v, o, lse)
     deterministic, wanted = in_order(call.deterministic), tuple(wanted)
     calls = calls_of(call.variant)
-    key = (*call_key(q, k, v, call, calls), do.stride(), o.stride(), deterministic, wanted)
+    of_call = call_key(q, k, v, call, calls)
+    key = *of_call, do.stride(), o.stride(), deterministic, wanted
     record = calls.backward.get(key)
     if record is None:
-        request = request_of(q, k, v, call, calls, key[: len(key) - 4])
+        request = request_of(q, k, v, call, calls, of_call)
         if request.lacks_rows(q, k):
             dq, dk, dv = (x.zero_() for x in results(q, k, v))
             return Gradients(dq, dk, dv, tuple(_of_nothing(request, name, dlse) for name in wanted))
@@ -100,18 +102,27 @@ def _of_nothing(request: Request, name: str, dlse: torch.Tensor | None) -> torch
 
 def plan_of(given: Given, request: Request, deterministic: bool, wanted: tuple[str, ...]) -> KernelPlan:
     """The plan of a backward where q lies; PlanError where there is none."""
-    problem, variant = request.problem, request.variant
-    options = {"deterministic": deterministic, "dropout": request.dropout is not None, "gradients": wanted}
-    options["layout"] = request.layout
+    problem = request.problem
     if given.q.is_cuda:
-
-        def ask() -> planner.Menu:
-            return gpu_menu(given.q, given.k, given.v, variant, problem, backward=True, **options)
-
+        ask = functools.partial(_menu, given, request, deterministic, wanted)
         menu = request.kind.menu_of(("backward", deterministic, wanted), ask)
-        return planner.choose(menu, problem, driver.gpu(given.q.device.index).sms)
-    asked = cpu_request(variant, problem, backward=True, **options)
+        return planner.choose(menu, problem, request.kind.sms)
+    asked = cpu_request(request.variant, problem, **_options(request, deterministic, wanted))
     return planner.choose(planner.menu_of(asked), problem, asked.arch.sms)
+
+
+def _menu(given: Given, request: Request, deterministic: bool, wanted: tuple[str, ...]) -> planner.Menu:
+    options = _options(request, deterministic, wanted)
+    return gpu_menu(given.q, given.k, given.v, request.variant, request.problem, **options)
+
+
+def _options(request: Request, deterministic: bool, wanted: tuple[str, ...]) -> dict[str, Any]:
+    """Those of `KernelRequest.of` beside the variant, dtype and head dims."""
+    dropout = request.dropout is not None
+    return {
+        **{"backward": True, "deterministic": deterministic, "dropout": dropout, "gradients": wanted},
+        "layout": request.layout,
+    }
 
 
 def in_order(deterministic: bool) -> bool:
@@ -178,7 +189,7 @@ class _Record:
         (_, of_dq), (_, of_dk), (_, of_dv) = self._results = _like(q), _like(k), _like(v)
         given_strides = q.stride(), k.stride(), v.stride(), o.stride(), do.stride(), of_dq, of_dk, of_dv
         strides = dict(zip(_STRIDED, [of[:3] for of in given_strides], strict=True))
-        launch = launch_of(request, plan, strides, driver.gpu(self._kind.device).sms)
+        launch = launch_of(request, plan, strides, self._kind.sms)
         self._record = kernel.load(plan).record(launch, self._kind.device)
         self._places, self._room = memory.places(launch.workspaces)
         self._wanted = wanted
@@ -189,7 +200,7 @@ class _Record:
         self._pick = pickers.get(wanted) or pickers.keep(wanted, _picker(self._kind, launch, wanted))
 
     def __call__(self, given: Given, call: Call) -> Gradients:
-        index, dtype, _, tensors, own, numbers_of, _ = self._kind
+        index, _, dtype, _, tensors, own, numbers_of, _ = self._kind
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self(given, call)

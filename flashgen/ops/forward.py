@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from flashgen.ops.records import Kind, call_key, calls_of, first_of, launch_of, 
 from flashgen.planning import planner
 from flashgen.planning.division import Divided, divide, visits_all
 from flashgen.planning.members import ALL_KEYS, Keys
-from flashgen.runtime import driver, kernel, tiles
+from flashgen.runtime import kernel, tiles
 from flashgen.runtime.launch import Launch, counted
 
 
@@ -69,8 +69,8 @@ def run(
             o, lse = _nothing(q, v, request) if empty else _walk(q, k, v, request)
             o = o if out is None else out.copy_(o)
             return (o, lse) if return_lse else o
-        strides = (q.stride(), k.stride(), v.stride()) if key is None else (key[0][1], key[1][1], key[2][1])
-        record = _recorded(q, k, v, request, strides, out)
+        lies = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()) if key is None else key
+        record = _recorded(q, k, v, request, lies, out)
         if key is not None:
             remember(calls.records, key, record)
     elif out is not None:
@@ -166,7 +166,7 @@ class _Record:
         return_lse: bool,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        index, dtype, eight, tensors, own_names, numbers_of, _ = self._kind
+        index, _, dtype, eight, tensors, own_names, numbers_of, _ = self._kind
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self(q, k, v, call, return_lse, out)
@@ -239,23 +239,24 @@ def _recorded(
     k: torch.Tensor,
     v: torch.Tensor,
     request: Request,
-    strides: tuple[tuple[int, ...], ...],
+    lies: tuple[Any, ...],
     out: torch.Tensor | None,
 ) -> _Record:
-    """Plan, compile and load what the request of tensors of these strides needs, as far as that is not done."""
+    """Plan, compile and load what a request needs, as far as that is not done; `lies` begins with the shapes of q, k
+    and v, and then their strides."""
     if out is not None and not addressable(tuple(out.shape), out.stride(), out.itemsize):
         raise LaunchError(
             f"out has strides {list(out.stride())}, which TMA cannot write to\n  nearest: out.contiguous(), a copy"
         )
-    sms, problem, splits = driver.gpu(request.kind.device).sms, request.problem, 1
+    sms, problem, splits = request.kind.sms, request.problem, 1
     if request.menu is not None and visits_all(problem, request.kv_splits, request.invariant):
         plan = planner.choose(request.menu, problem, sms)
     else:
         found = _divided(functools.partial(_menu, q, k, v, request), request, sms)
         plan, splits = found.plan, found.splits
     loaded = kernel.load(plan)
-    of_q, of_k, of_v = strides
-    o = _o_layout(q.shape, of_q, problem.v_head_dim)
+    shape, _, _, of_q, of_k, of_v = lies[:6]
+    o = _o_layout(shape, of_q, problem.v_head_dim)
     of_o = o[1] if out is None else out.stride()
     of_rows = {"q": of_q[:3], "k": of_k[:3], "v": of_v[:3], "o": of_o[:3]}
     launch = launch_of(request, loaded.plan, of_rows, sms, kv_splits=splits)

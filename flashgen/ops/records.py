@@ -23,10 +23,14 @@ from flashgen.ops.values import no_variant
 from flashgen.planning.division import LEAST_KEYS, MOST_QUERIES, mask_parameters
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.planner import Menu
+from flashgen.runtime import driver
 from flashgen.runtime.launch import Captured, Launch, dropout_scalars, make_launch
 
 #: All that tells one call's launches from another's.
 Key = tuple[Any, ...]
+
+#: Where a key has dtypes and devices, of q first, and where what the call has of its own begins.
+_DTYPES, _DEVICE, _OF_CALL = 6, 9, 16
 
 #: Records of one variant; when there are more they are all dropped, and shapes still in use come back.
 MAX_RECORDS = 4096
@@ -39,7 +43,11 @@ MAX_VARIANTS = 1024
 class _Calls:
     """What is remembered of the calls of one variant: the names of its constants, its captured tensors and their names,
     those of what sequences may have of their own, the parameters of its mask, its records on GPUs, of both passes, and
-    a request of each kind of call there: of those that differ in lengths, strides, numbers and contents alone."""
+    a request of each kind of call there: of those that differ in lengths, strides, numbers and contents alone.
+
+    `last` is the newest of the requests without named values, with the key and the call that it is of: a backward of
+    new lengths finds its forward's.
+    """
 
     constants: tuple[str, ...]
     declared: tuple[Tensor, ...]
@@ -49,6 +57,7 @@ class _Calls:
     records: dict[Key, Any] = field(default_factory=dict)
     backward: dict[Key, Any] = field(default_factory=dict)
     requests: dict[Key, Request] = field(default_factory=dict)
+    last: tuple[Key, Call, Request] | tuple[None, None, None] = (None, None, None)
 
 
 #: By token of the variant, the oldest dropped beyond MAX_VARIANTS: one that is called again is planned again.
@@ -75,11 +84,11 @@ def calls_of(variant: Variant) -> _Calls:
 def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, calls: _Calls) -> Key:
     """All that a record depends on, and what no record has: kinds of tensors and numbers that are refused."""
     _, scale, named, dropout, _ = call
-    of_q = q.shape, q.stride(), q.dtype, q.device
-    of_k = k.shape, k.stride(), k.dtype, k.device
-    of_v = v.shape, v.stride(), v.dtype, v.device
-    minus = q.is_neg() or k.is_neg() or v.is_neg()
-    key: Key = of_q, of_k, of_v, minus, type(scale), scale is not None and scale < 0, dropout is not None
+    of_q, of_k, k_dtype = q.shape, k.shape, k.dtype
+    in_q, in_k, in_v, minus = q.stride(), k.stride(), v.stride(), q.is_neg() or k.is_neg() or v.is_neg()
+    of_scale, below, drops = type(scale), scale is not None and scale < 0, dropout is not None
+    of_tensors = of_q, of_k, v.shape, in_q, in_k, in_v, q.dtype, k_dtype, v.dtype, q.device, k.device, v.device
+    key: Key = of_tensors + (minus, of_scale, below, drops)  # noqa: RUF005 (the other way takes twice as long)
     if not named:
         return key
     key = *key, *named, *map(type, named.values())
@@ -92,9 +101,9 @@ def call_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, call
     alike = calls.sequences.isdisjoint(named)
     if SPLITS in named:
         key = *key, named[SPLITS]
-    elif calls.mask_params and (not alike or (of_k[0][2] >= LEAST_KEYS and of_q[0][2] <= MOST_QUERIES)):
+    elif calls.mask_params and (not alike or (of_k[2] >= LEAST_KEYS and of_q[2] <= MOST_QUERIES)):
         key = *key, *map(named.get, calls.mask_params)
-    if k.dtype in float8.DTYPES:
+    if k_dtype in float8.DTYPES:
         key = *key, *float8.key(named)
     return key if alike else (*key, *sequences.key(named))
 
@@ -107,11 +116,16 @@ def request_of(
     Of a kind that was seen, that alone is checked which may differ: a new length is checked and planned at little cost.
     """
     kind = None
-    if key is not None and q.is_cuda and (kind := _kind(call, calls, key)) is not None:
-        known = calls.requests.get(kind)
-        if known is not None:
-            (of_q, _, _, device), (of_k, *_), *_ = key
-            return checked_again(known, device, (of_q[2], of_k[2]), call, calls.declared, calls.sequences)
+    if key is not None and q.is_cuda:
+        of_key, of_call, last = calls.last
+        if last is not None and of_call is call and of_key == key:
+            return last
+        if (kind := _kind(call, calls, key)) is not None and (known := calls.requests.get(kind)) is not None:
+            rows, device = (key[0][2], key[1][2]), key[_DEVICE]
+            request = checked_again(known, device, rows, call, calls.declared, calls.sequences)
+            if not call.named:
+                calls.last = key, call, request
+            return request
     request = checked(q, k, v, call)
     if q.is_cuda:
         request = request._replace(kind=Kind.of(request, q))
@@ -127,20 +141,23 @@ def _kind(call: Call, calls: _Calls, key: Key) -> Key | None:
     """What calls have in common that differ in lengths, strides, numbers and contents alone, of the key of one; None
     where k and v are of two lengths, where strides choose the pipeline or are refused, and of 8 bits, whose descales
     have shapes by lengths."""
-    at_q, at_k, at_v, *_ = key
-    if at_k[2] in float8.DTYPES:
+    of_q, of_k, of_v, in_q, in_k, in_v, dtype, k_dtype = key[:8]
+    if k_dtype in float8.DTYPES or not len(of_q) == len(of_k) == len(of_v) == 4:
         return None
-    of_q = _but_rows(at_q)
-    of_k = of_q if at_k == at_q else _but_rows(at_k)
-    of_v = of_k if at_v == at_k else _but_rows(at_v)  # they often lie alike
-    if of_q is None or of_k is None or of_v is None or at_k[0][2] != at_v[0][2]:
+    (batch, heads, _, columns), (k_batch, k_heads, kv_len, k_columns) = of_q, of_k
+    v_batch, v_heads, v_len, v_columns = of_v
+    size = dtype.itemsize
+    if kv_len != v_len or not (loadable(of_q, in_q, size) and loadable(of_k, in_k, size)):
         return None
-    kind: Key = *key[3:7], of_q, of_k, of_v
+    if not ((in_v == in_k and of_v == of_k) or loadable(of_v, in_v, size)):
+        return None
+    of_rows = batch, heads, columns, k_batch, k_heads, k_columns, v_batch, v_heads, v_columns
+    kind: Key = key[_DTYPES:_OF_CALL] + of_rows
     named = call.named
     if named:
         kind = *kind, *named, *map(type, named.values()), *map(named.get, calls.constants)
         if sequences.paged(named):
-            kind = *kind, at_k[0][2]  # pipelines load pages of some sizes
+            kind = *kind, kv_len  # pipelines load pages of some sizes
         for name in calls.tensors:
             if name in named:
                 x = named[name]
@@ -148,22 +165,13 @@ def _kind(call: Call, calls: _Calls, key: Key) -> Key | None:
     return kind
 
 
-def _but_rows(at: tuple[Any, ...]) -> Key | None:
-    """What is left of a tensor's shape, strides, dtype and device without rows and strides; None for one that is not
-    of four dimensions, or that not every pipeline can load."""
-    shape, strides, dtype, device = at
-    if len(shape) != 4 or not loadable(shape, strides, dtype.itemsize):
-        return None
-    batch, heads, _, columns = shape
-    return batch, heads, columns, dtype, device
-
-
 class Kind(NamedTuple):
-    """What calls of one kind share on a GPU: which it is, the dtype of o, whether they are of 8 bits, the names of
-    captured tensors and of what sequences have of their own, what checks their numbers, and other menus than the
-    forward's of whole keys, by what they are of."""
+    """What calls of one kind share on a GPU: which it is and how many SMs it has, the dtype of o, whether they are of 8
+    bits, the names of captured tensors and of what sequences have of their own, what checks their numbers, and other
+    menus than the forward's of whole keys, by what they are of."""
 
     device: int
+    sms: int
     dtype: torch.dtype
     eight: bool
     tensors: tuple[str, ...]
@@ -176,7 +184,8 @@ class Kind(NamedTuple):
         """That of a request and of calls like it."""
         own = () if request.sequences is None else sequences.names(request.sequences.layout)
         dtype, eight = float8.out_dtype(request.eight, q), request.eight is not None
-        return Kind(q.device.index, dtype, eight, tuple(request.tensors), own, Numbers(request), {})
+        index = q.device.index
+        return Kind(index, driver.gpu(index).sms, dtype, eight, tuple(request.tensors), own, Numbers(request), {})
 
     def menu_of(self, what: object, ask: Callable[[], Menu]) -> Menu:
         """What `ask` gives, once for calls of one kind."""

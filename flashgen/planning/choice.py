@@ -25,30 +25,26 @@ def choose(menu: Menu, problem: Problem, sms: int) -> KernelPlan:
     queries; in a backward, of keys), so that there are blocks for every SM; few queries of heads that share
     keys take the packed form.
     """
-    batch, heads, kv_heads, q_len = problem.batch, problem.heads, problem.kv_heads, problem.q_len
+    batch, heads, kv_heads, q_len, kv_len, _, _, _, _ = problem
     if not (batch and heads and q_len):
         return menu.plans[0]
-    group = heads // kv_heads
-    few = _few(menu, q_len, group) if menu.few else None
+    group, few = heads // kv_heads, None
+    if menu.few:
+        reaches = _reaches(menu)
+        reach = reaches.get(group) or reaches.keep(group, _reach(menu, group))
+        for most, plan in reach:
+            if q_len <= most:  # the least tile which holds the queries of all heads that share keys
+                few = plan
+                break
     if few is not None and few.keys.split:  # blocks for every SM come from the keys
         return few
-    known, at = _chosen(menu), (batch, heads, kv_heads, -(-q_len // STEP), -(-problem.kv_len // STEP), sms)
+    known, at = _chosen(menu), (batch, heads, kv_heads, -(-q_len // STEP), -(-kv_len // STEP), sms)
     plan = known.get(at) or known.keep(at, _of_single_heads(menu, _in_steps(problem), sms))
     packed = few if few is not None and few.packed else menu.packed
     if packed is None or group % 2:  # packs are powers of two
         return plan
     gain = packings(plan)[packed.pipeline].packing_gain(packed, plan, _pace, problem, sms)
     return packed if gain >= PACKING_GAIN else plan
-
-
-def _few(menu: Menu, q_len: int, group: int) -> KernelPlan | None:
-    """The least tile, of those that there are, which holds the queries of all heads that share keys; None where these
-    are more than any does."""
-    known = _reaches(menu)
-    for most, plan in known.get(group) or known.keep(group, _reach(menu, group)):
-        if q_len <= most:
-            return plan
-    return None
 
 
 @once

@@ -92,7 +92,9 @@ def asks(q_len: int, kv_len: int) -> bool:
 
 def visits_all(problem: Problem, kv_splits: int | None, invariant: bool) -> bool:
     """Whether a block visits all keys, as neither the call nor the problem asks for anything else."""
-    return kv_splits is None and not invariant and not asks(problem.q_len, problem.kv_len)
+    if kv_splits is not None or invariant:
+        return False
+    return problem.kv_len < LEAST_KEYS or not asks(problem.q_len, problem.kv_len)
 
 
 def mask_parameters(variant: Variant) -> tuple[str, ...]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashgen.errors import PlanError
 from flashgen.lang.ranges import MAX_LENGTH
 from flashgen.planning.float8 import FLOAT8
+from flashgen.tuples import new
 
 #: What a caller knows the lengths as.
 LENGTHS = {"q_len": "seqlen (q_len)", "kv_len": "kv_seqlen (kv_len)"}
@@ -37,13 +37,7 @@ def check_dtype(name: str) -> None:
         raise PlanError(f"dtype {name!r} is not one of {', '.join(ITEMSIZE)}\n  nearest: {near[0]}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Shapes of q [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [..., v_head_dim].
-
-    `dtype` is that of q; k and v have as many bits unless theirs, `kv_dtype`, is given.
-    """
-
+class _Shapes(NamedTuple):
     batch: int
     heads: int
     kv_heads: int
@@ -51,10 +45,45 @@ class Problem:
     kv_len: int
     head_dim: int
     v_head_dim: int
-    dtype: str = "bfloat16"
-    kv_dtype: str | None = None
+    dtype: str
+    kv_dtype: str | None
 
-    def __post_init__(self) -> None:
+
+class Problem(_Shapes):
+    """Shapes of q [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [..., v_head_dim].
+
+    `dtype` is that of q; k and v have as many bits unless theirs, `kv_dtype`, is given.  A tuple, as each new length
+    makes one.  Raises PlanError for numbers that no problem has.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        *,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        q_len: int,
+        kv_len: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: str = "bfloat16",
+        kv_dtype: str | None = None,
+    ) -> Problem:
+        given = batch, heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, dtype, kv_dtype
+        made: Problem = new(cls, given)
+        made._check()
+        return made
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
+        return (), self._asdict()
+
+    def _replace(self, **changes: Any) -> Problem:
+        """The same with other numbers, which are checked too."""
+        return Problem(**{**self._asdict(), **changes})
+
+    def _check(self) -> None:
         if (
             0 <= self.q_len < MAX_LENGTH
             and 0 <= self.kv_len < MAX_LENGTH
@@ -90,22 +119,12 @@ class Problem:
 
     def of_lengths(self, q_len: int, kv_len: int, *, batch: int | None = None) -> Problem:
         """The same with other lengths, and of another batch where that is given."""
-        batch = self.batch if batch is None else batch
-        made: Any = _Unchecked()  # what stays the same was checked, and every new length makes one
-        made.batch = batch
-        made.heads = self.heads
-        made.kv_heads = self.kv_heads
-        made.q_len = q_len
-        made.kv_len = kv_len
-        made.head_dim = self.head_dim
-        made.v_head_dim = self.v_head_dim
-        made.dtype = self.dtype
-        made.kv_dtype = self.kv_dtype
-        made.__class__ = Problem
-        if not 0 <= batch | q_len | kv_len < MAX_LENGTH:  # a power of two
-            made.__post_init__()  # says what is wrong
-        found: Problem = made
-        return found
+        before, heads, kv_heads, _, _, head_dim, v_head_dim, dtype, kv_dtype = self
+        batch = before if batch is None else batch
+        made: Problem = new(Problem, (batch, heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, dtype, kv_dtype))
+        if not 0 <= batch | q_len | kv_len < MAX_LENGTH:  # a power of two; what stays the same was checked
+            made._check()  # says what is wrong
+        return made
 
     @property
     def group(self) -> int:
@@ -149,9 +168,3 @@ class Problem:
             "q_len": self.q_len,
             "kv_len": self.kv_len,
         }
-
-
-class _Unchecked:
-    """What becomes a Problem once its fields are set: those of a frozen one are set by calls, in five times as long."""
-
-    __slots__ = tuple(f.name for f in fields(Problem))

@@ -241,7 +241,7 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
     # Without queries or keys no kernel runs.
     ends = traffic_backward.compulsory(problem, captured, elements, dlse=dlse) if by_entry else (0, 0)
     compulsory = _bytes(*ends)
-    padded = replace(problem, head_dim=plan.padded_head_dim, v_head_dim=plan.padded_v_head_dim)
+    padded = problem._replace(head_dim=plan.padded_head_dim, v_head_dim=plan.padded_v_head_dim)
     special = 1 + profile(plan.variant).derived_special
     return {
         "hbm": moved,

@@ -47,7 +47,7 @@ class OwnLengths:
 
     def of(self, problem: Problem) -> Problem:
         """The problem of the sequence alone, of that of a batch."""
-        return replace(problem, batch=1, q_len=self.q_rows, kv_len=self.kv_len)
+        return problem._replace(batch=1, q_len=self.q_rows, kv_len=self.kv_len)
 
 
 def own_lengths(

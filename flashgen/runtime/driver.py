@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import LaunchError
 from flashgen.planning.float8 import FLOAT8
+from flashgen.planning.once import Remembered
 from flashgen.runtime import nvrtc
 
 if TYPE_CHECKING:
@@ -42,6 +42,12 @@ _TENSOR_MAP_DTYPES = {
     **dict.fromkeys(FLOAT8, "CU_TENSOR_MAP_DATA_TYPE_UINT8"),
 }
 _TENSOR_MAP_SWIZZLES = {size: f"CU_TENSOR_MAP_SWIZZLE_{size}B" for size in (32, 64, 128)}
+
+#: What makes a map, and what points one at another tensor.
+ENCODE, REPLACE = b"cuTensorMapEncodeTiled", b"cuTensorMapReplaceAddress"
+
+#: What the driver cannot do where the latter fails.
+MOVING = "move a tensor map"
 
 _loading = threading.Lock()
 
@@ -76,99 +82,110 @@ class Function:
     smem_bytes: int
 
 
-def encode_maps(pointers: Sequence[int], descs: Sequence[TensorMapDesc], addresses: Sequence[int], device: int) -> None:
-    """Write what TMA needs to know of tensors at `addresses` to `pointers`, multiples of TENSOR_MAP_ALIGNMENT.
-
-    The driver asks for a current context, and a thread that never touched CUDA (autograd's own, at its first node)
-    has none: it is lent that of the GPU.  Raises LaunchError for a tensor that TMA cannot address.
-    """
-    encode = _encoder(_api())
-    if _thread.had_context or _has_context():
-        _thread.had_context = True
-        encode(pointers, descs, addresses, device)
-    else:
-        with _current(_primary_context(device)):
-            encode(pointers, descs, addresses, device)
+def maps(device: int) -> Maps:
+    """What makes tensor maps of tensors on a GPU."""
+    return _maps(_api(), device)
 
 
-def map_at(pointer: int) -> Any:
-    """The bindings' object of one that was written there, which `move_map` takes."""
-    return _api().CUtensorMap(_ptr=pointer)
-
-
-def move_map(moved: Any, address: int, device: int) -> None:
-    """Point one at another tensor of the same sizes and strides."""
-    api = _api()
-    if api.cuTensorMapReplaceAddress(moved, address)[0] != api.CUresult.CUDA_SUCCESS:
-        with _current(_primary_context(device)):
-            _ok(api.cuTensorMapReplaceAddress(moved, address), "move a tensor map")
-
-
-class _Encoder:
-    """cuTensorMapEncodeTiled, called at its address: each new length asks for four maps, and the bindings make an
-    object of every number, and of the map, which is then copied (4.4 us a map in place of 1.5).
+class Maps:
+    """cuTensorMapEncodeTiled and cuTensorMapReplaceAddress for one GPU, called at their addresses: each new length asks
+    for four maps, and the bindings make an object of every number, and of the map, which is then copied (4.4 us a map
+    in place of 1.5).  A map of the same sizes and strides as an earlier one, as v beside k and o beside q, is a copy of
+    that one which points elsewhere: the driver takes two arguments for it in place of twelve.
 
     Where a copy misses, L2 fetches 128 bytes, a row of the widest box; 256 would bring half of a row of another box.
     Decoding on an H200, head_dim 128: 8 sequences of 32k keys, 32:8 heads, 270 us with 256 and 263 with 128; 128 of 2k
     272 and 259; 16 of 4k, 32:32 heads, 269 and 258.  Without promotion the same as with 128.
     """
 
-    __slots__ = ("_address", "_api", "_calls", "_encode", "_lock", "_packs", "_pointer", "_words")
+    __slots__ = (
+        *("_api", "_arguments", "_copy", "_device", "_encode", "_lock", "_made", "_pack_pair", "_packs", "_pair"),
+        *("_replace", "_words"),
+    )
 
-    def __init__(self, api: Any) -> None:
-        # Of CUDA 12.0, the first that has it.
-        entry = _checked(api, api.cuGetProcAddress(b"cuTensorMapEncodeTiled", 12_000, 0)[:2], "encode tensor maps")
-        self._api = api
-        self._encode = ctypes.PYFUNCTYPE(ctypes.c_int)(entry)  # the interpreter waits: it is over in no time
-        self._words = (ctypes.c_uint64 * 9)()  # sizes, then strides
-        self._packs = {rank: struct.Struct(f"={2 * rank - 1}Q").pack_into for rank in (4, 5)}
-        self._pointer, self._address = ctypes.c_void_p(), ctypes.c_void_p()
-        self._calls: dict[tuple[object, ...], Callable[[], int]] = {}  # as many as there are boxes of kernels
+    def __init__(self, api: Any, device: int) -> None:
+        self._api, self._device = api, device
+        self._encode, self._replace = (self._function(name) for name in (ENCODE, REPLACE))
+        self._words = (ctypes.c_uint64 * 11)()  # where the map lies, and the tensor; sizes; strides
+        self._packs = {rank: struct.Struct(f"={1 + 2 * rank}Q").pack_into for rank in (4, 5)}
+        self._pack_pair = struct.Struct("=2Q").pack_into
+        self._copy = struct.Struct(f"{TENSOR_MAP_BYTES}s").pack_into
+        self._pair = tuple(ctypes.c_void_p.from_buffer(self._words, 8 * i) for i in range(2))
+        self._arguments: dict[tuple[object, ...], tuple[object, ...]] = {}  # as many as there are boxes of kernels
+        #: Maps by all but names and addresses.
+        self._made: Remembered[tuple[object, ...], bytes] = Remembered()
         self._lock = threading.Lock()
 
-    def __call__(
-        self, pointers: Iterable[int], descs: Iterable[TensorMapDesc], addresses: Iterable[int], device: int
-    ) -> None:
-        """Write maps of tensors on GPU `device` at `addresses` to `pointers`.  Raises LaunchError for one that TMA
-        cannot address."""
-        packs, words, pointer, address = self._packs, self._words, self._pointer, self._address
-        of_sizes = of_strides = of_dtype = of_box = of_swizzle = encode = None
-        with self._lock:
-            for to, desc, at in zip(pointers, descs, addresses, strict=True):
-                _, sizes, strides, dtype, box, swizzle = desc
-                # What the one before has too, as k and v, or q and o, often do, is the same object.
-                if box is not of_box or dtype is not of_dtype or swizzle is not of_swizzle:
-                    of_dtype, of_box, of_swizzle = dtype, box, swizzle
-                    encode = self._calls.get((dtype, box, swizzle)) or self._call(dtype, box, swizzle)
-                if sizes is not of_sizes or strides is not of_strides:
-                    of_sizes, of_strides = sizes, strides
-                    packs[len(sizes)](words, 0, *sizes, *strides)
-                pointer.value, address.value = to, at
-                if status := encode():
-                    doing = f"address a tensor of {sizes} with strides of {strides} bytes by TMA"
-                    self._again(encode, status, device, doing)
+    def _function(self, name: bytes) -> Any:
+        # Of CUDA 12.0, the first that has it.
+        entry = _checked(self._api, self._api.cuGetProcAddress(name, 12_000, 0)[:2], "encode tensor maps")
+        return ctypes.PYFUNCTYPE(ctypes.c_int)(entry)  # the interpreter waits: it is over in no time
 
-    def _again(self, encode: Callable[[], int], status: int, device: int, doing: str) -> None:
+    def encode(
+        self, buffer: ctypes.Array, places: Iterable[int], descs: Iterable[TensorMapDesc], addresses: Iterable[int]
+    ) -> None:
+        """Write what TMA needs to know of tensors at `addresses` to places of a buffer, which are at multiples of
+        TENSOR_MAP_ALIGNMENT.
+
+        The driver asks for a current context, and a thread that never touched CUDA (autograd's own, at its first node)
+        has none: it is lent that of the GPU.  Raises LaunchError for a tensor that TMA cannot address.
+        """
+        if not (_thread.had_context or _has_context()):
+            with _current(_primary_context(self._device)):
+                self._write(buffer, places, descs, addresses)
+            return
+        _thread.had_context = True
+        self._write(buffer, places, descs, addresses)
+
+    def _write(
+        self, buffer: ctypes.Array, places: Iterable[int], descs: Iterable[TensorMapDesc], addresses: Iterable[int]
+    ) -> None:
+        words, made, start = self._words, self._made, ctypes.addressof(buffer)
+        moved, pair = self._pair, self._pack_pair
+        with self._lock:
+            for place, desc, at in zip(places, descs, addresses, strict=True):
+                form = desc[1:]
+                if (known := made.get(form)) is not None:
+                    self._copy(buffer, place, known)
+                    pair(words, 0, start + place, at)
+                    if status := self._replace(*moved):
+                        self._again(self._replace, moved, status, MOVING)
+                    continue
+                sizes, strides, dtype, box, swizzle = form
+                self._packs[len(sizes)](words, 0, start + place, at, *sizes, *strides)
+                arguments = self._arguments.get(form[2:]) or self._given(dtype, box, swizzle)
+                if status := self._encode(*arguments):
+                    doing = f"address a tensor of {sizes} with strides of {strides} bytes by TMA"
+                    self._again(self._encode, arguments, status, doing)
+                made.keep(form, buffer[place : place + TENSOR_MAP_BYTES])
+
+    def move(self, pointer: int, address: int) -> None:
+        """Point a map that was written there at another tensor of the same sizes and strides."""
+        with self._lock:
+            self._pack_pair(self._words, 0, pointer, address)
+            if status := self._replace(*self._pair):
+                self._again(self._replace, self._pair, status, MOVING)
+
+    def _again(self, function: Any, arguments: tuple[object, ...], status: int, doing: str) -> None:
         """A thread that has a current context no more is lent that of the GPU for one try."""
         api = self._api
         if api.CUresult(status) == api.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             _thread.had_context = False
-            with _current(_primary_context(device)):
-                status = encode()
+            with _current(_primary_context(self._device)):
+                status = function(*arguments)
         _checked(api, (api.CUresult(status),), doing)
 
-    def _call(self, dtype: str, box: tuple[int, ...], swizzle: int) -> Callable[[], int]:
-        """The call for maps that differ in what no problem decides."""
+    def _given(self, dtype: str, box: tuple[int, ...], swizzle: int) -> tuple[object, ...]:
+        """The arguments for maps of what no problem decides; what the others hold is in `_words`."""
         api, rank, by = self._api, len(box), ctypes.byref  # what `by` makes is passed on as it is
-        numbers = ctypes.c_uint32 * rank
-        made = functools.partial(
-            self._encode,
-            self._pointer,
+        (pointer, address), numbers = self._pair, ctypes.c_uint32 * rank
+        made = (
+            pointer,
             int(getattr(api.CUtensorMapDataType, _TENSOR_MAP_DTYPES[dtype])),
             rank,
-            self._address,
-            by(self._words),
-            by(self._words, rank * 8),
+            address,
+            by(self._words, 2 * 8),
+            by(self._words, (2 + rank) * 8),
             by(numbers(*box)),
             by(numbers(*[1] * rank)),
             int(api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
@@ -176,13 +193,13 @@ class _Encoder:
             int(api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
             int(api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         )
-        self._calls[dtype, box, swizzle] = made
+        self._arguments[dtype, box, swizzle] = made
         return made
 
 
-@lru_cache(maxsize=4)
-def _encoder(api: Any) -> _Encoder:
-    return _Encoder(api)
+@lru_cache(maxsize=16)
+def _maps(api: Any, device: int) -> Maps:
+    return Maps(api, device)
 
 
 class Launcher:

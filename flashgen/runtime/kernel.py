@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flashgen import codegen
 from flashgen.codegen import params
@@ -40,7 +40,7 @@ class _Shared:
 
     __slots__ = (
         *("_first", "_load", "_maps_bytes", "_pack", "_pack_pointers", "_pick_numbers", "_pick_pointers", "_room"),
-        *("_scalars", "device", "lock", "main", "of_maps", "starts"),
+        *("_scalars", "lock", "main", "maps", "of_maps", "starts"),
     )
 
     def __init__(self, plan: KernelPlan, device: int, load: Callable[[LaunchGrid], driver.Function]) -> None:
@@ -60,12 +60,13 @@ class _Shared:
         maps = params.maps(plan)
         #: What picks the addresses of the tensors of maps among all; None where there are no maps.
         self.of_maps = operator.itemgetter(*map(known.index, maps)) if maps else None
+        self.maps = driver.maps(device) if maps else None
         self._maps_bytes = driver.TENSOR_MAP_BYTES * len(maps)
         room = self._maps_bytes + (driver.TENSOR_MAP_ALIGNMENT if maps else 0)
         self._room = ctypes.c_char * (room + params.sizeof(plan))
         self._load, self.main = load, main_entry(plan)
         self.starts: dict[str, driver.Launcher] = {}
-        self.device, self.lock = device, threading.Lock()
+        self.lock = threading.Lock()
 
     def room(self, numbers: tuple[int | float, ...]) -> tuple[ctypes.Array, int, int]:
         """Memory of a launch's tensor maps, and of its parameters without its addresses behind them; the address where
@@ -121,23 +122,20 @@ class Record:
     its parameters and tensor maps, and shares the rest.
     """
 
-    __slots__ = (
-        *("_addresses", "_buffer", "_descs", "_first", "_mapped", "_maps", "_moved", "_numbers", "_shared", "_starts"),
-    )
+    __slots__ = (*("_addresses", "_buffer", "_descs", "_first", "_mapped", "_maps", "_numbers", "_shared", "_starts"),)
 
     def __init__(self, launch: Launch, shared: _Shared) -> None:
-        descs, starts, main = launch.maps, shared.starts, shared.main
+        _, grids, values, descs, _, _ = launch
+        starts, main = shared.starts, shared.main
         self._shared = shared
-        self._buffer, at, self._first = shared.room(launch.values.numbers)
+        self._buffer, at, self._first = shared.room(values.numbers)
         behind = at + driver.TENSOR_MAP_BYTES * len(descs)
-        #: Where its tensor maps are, and what they are made of; where their tensors lie, once they are made; and the
-        #: bindings' objects of those that moved.
+        #: Where its tensor maps are, and what they are made of; where their tensors lie, once they are made.
         self._maps, self._descs = range(at, behind, driver.TENSOR_MAP_BYTES), descs
         self._mapped: list[int] | None = None
-        self._moved: dict[int, Any] | None = None
         of_main, of_others, self._starts = (*self._maps, behind), (behind,), []
-        for grid in launch.grids:
-            entry, blocks = grid.entry, grid.blocks
+        for grid in grids:
+            entry, blocks, _, _, _ = grid
             if blocks > driver.MAX_BLOCKS:
                 driver.check_blocks(entry, blocks)
             start = starts.get(entry) or shared.start(grid)
@@ -169,17 +167,17 @@ class Record:
 
     def _map(self, addresses: list[int]) -> None:
         """Have its tensor maps point to tensors at these addresses."""
-        known, device = self._mapped, self._shared.device
+        known, maps = self._mapped, self._shared.maps
+        assert maps is not None  # its kernel takes some
         if known is None:
-            driver.encode_maps(self._maps, self._descs, addresses, device)
+            first = self._first - driver.TENSOR_MAP_BYTES * len(addresses)
+            places = range(first, self._first, driver.TENSOR_MAP_BYTES)
+            maps.encode(self._buffer, places, self._descs, addresses)
             self._mapped, self._descs = addresses, ()  # they are not kept
             return
         for i, address in enumerate(addresses):
             if address != known[i]:
-                if self._moved is None:
-                    self._moved = {}
-                moved = self._moved.get(i) or self._moved.setdefault(i, driver.map_at(self._maps[i]))
-                driver.move_map(moved, address, device)
+                maps.move(self._maps[i], address)
                 known[i] = address
 
 

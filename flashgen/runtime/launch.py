@@ -178,23 +178,15 @@ class _MapOutline(NamedTuple):
     whole_rows: bool
 
 
-class _Form(NamedTuple):
-    """What lengths do not decide of the launches of a plan on so many heads of so many batches: of a pack of `pack`
-    heads.
+#: Of a tensor map what lengths and strides do not decide: its tensor, the place of an earlier one of the same outline
+#: and that one's tensor, the fields of the outline, and how many heads and sequences have rows of their own.  A plain
+#: tuple, as each new length unpacks four: one with names takes twice as long.
+_MapForm = tuple[str, int | None, str, str, int, int, tuple[int, ...], int, int, bool, bool, bool, int, int]
 
-    l2_bytes  bytes of a position of what L2 is to hold, of a key head: in a forward of keys, in a backward of queries
-    l2_unit   what `l2_heads` counts of a key head
-    maps      for each map its tensor, the place of an earlier one of the same outline, that outline, its heads, and
-              the sequences that have rows of their own
-    """
-
-    pack: int
-    packs: int
-    pack_log2: int
-    tile_q: int
-    l2_bytes: int
-    l2_unit: int
-    maps: tuple[tuple[str, int | None, _MapOutline, int, int], ...]
+#: What lengths do not decide of the launches of a plan on so many heads of so many batches: heads of a pack, packs, the
+#: logarithm of the former, queries of a tile; bytes of a position of what L2 is to hold, of a key head (in a forward of
+#: keys, in a backward of queries), and what `l2_heads` counts of a key head; and the maps.
+_Form = tuple[int, int, int, int, int, int, tuple[_MapForm, ...]]
 
 
 #: The numbers that every launch has, in order: parameters, and what only some plans take, stand behind them.
@@ -313,16 +305,11 @@ def _form(plan: KernelPlan, problem: Problem) -> _Form:
     for tensor, like, of in outline.maps:
         if of.packed:  # the heads of a query side by side
             of = of._replace(box=(of.box[0], pack, WARPGROUP_ROWS // pack, 1))
-        maps.append((tensor, like, of, problem.kv_heads if of.of_keys else heads, batches))
-    return _Form(
-        pack=pack,
-        packs=heads // pack,
-        pack_log2=pack.bit_length() - 1,
-        tile_q=plan.tile.q // pack,
-        l2_bytes=problem.read_bytes(0, 1) if outline.forward else backward.query_bytes(problem),
-        l2_unit=group // pack if outline.forward else 1,
-        maps=tuple(maps),
-    )
+        twin = "" if like is None else outline.maps[like][0]
+        maps.append((tensor, like, twin, *of, problem.kv_heads if of.of_keys else heads, batches))
+    of_l2 = problem.read_bytes(0, 1) if outline.forward else backward.query_bytes(problem)
+    unit = group // pack if outline.forward else 1
+    return pack, heads // pack, pack.bit_length() - 1, plan.tile.q // pack, of_l2, unit, tuple(maps)
 
 
 def picker(plan: KernelPlan, names: Sequence[str]) -> Callable[[tuple[int | float, ...]], tuple[int | float, ...]]:
@@ -395,11 +382,10 @@ def make_launch(
     dq of in advance, follow from the plan and the problem unless given: small problems on few SMs then show what large
     ones do.
     """
-    outline, batch, heads, kv_heads = _outline(plan), problem.batch, problem.heads, problem.kv_heads
+    outline, (batch, heads, kv_heads, q_len, kv_len, _, _, _, _) = _outline(plan), problem
     forms, of = outline.forms, (batch, heads, kv_heads)
     form = forms.get(of) or forms.keep(of, _form(plan, problem))
     pack, packs, pack_log2, tile_q, l2_bytes, l2_unit, maps = form
-    q_len, kv_len = problem.q_len, problem.kv_len
     rows = (q_len, kv_len) if rows is None else rows
     if l2_kv_heads is None:
         l2_kv_heads = outline.arch.l2_holds(l2_bytes * (kv_len if outline.forward else q_len))
@@ -409,12 +395,14 @@ def make_launch(
         strides = {name: of if name in in_pages else (0, *of[1:]) for name, of in strides.items()}
     if descales:
         strides = {**strides, **{DESCALES[name]: descale.strides for name, descale in descales.items()}}
-    joined = batch if outline.joined else None
-    q_tiles = _tiles(tile_q, q_len, joined, rows[0])
-    kv_tiles = _tiles(outline.tile_kv, kv_len, joined, rows[1])
+    q_rows, kv_rows = rows
+    if outline.joined:
+        q_tiles, kv_tiles = _tiles(tile_q, q_len, batch, q_rows), _tiles(outline.tile_kv, kv_len, batch, kv_rows)
+    else:
+        q_tiles, kv_tiles = -(-q_len // tile_q), -(-kv_len // outline.tile_kv)
     # In the order of _NUMBERS, and of what stands behind them.
     numbers: list[int | float] = [batch, heads, kv_heads, q_len, kv_len, q_tiles, kv_tiles, together * l2_unit]
-    numbers += packs, pack_log2, rows[0], rows[1], q_offset, kv_splits, 0, 0, scale
+    numbers += packs, pack_log2, q_rows, kv_rows, q_offset, kv_splits, 0, 0, scale
     if outline.params:
         numbers += [params[name] for name in outline.params]
     if plan.layout.paged:
@@ -609,7 +597,7 @@ def operand_dtype(plan: KernelPlan, name: str) -> str:
 
 
 def _tensor_maps(
-    maps: tuple[tuple[str, int | None, _MapOutline, int, int], ...],
+    maps: tuple[_MapForm, ...],
     strides: Mapping[str, tuple[int, ...]],
     in_memory: tuple[int, int],
     cache: Cache | None,
@@ -617,29 +605,25 @@ def _tensor_maps(
 ) -> tuple[TensorMapDesc, ...]:
     """Those of tensors with so many rows of q, and of k, in memory: of each page where there is a cache."""
     found: list[TensorMapDesc] = []
-    for tensor, like, outline, heads, batches in maps:
+    for tensor, like, twin, dtype, item, columns, box, swizzle, least, of_keys, packed, whole, heads, batches in maps:
         of_tensor = strides[tensor]
-        if like is not None and of_tensor == strides[maps[like][0]]:
+        if like is None or of_tensor != strides[twin]:
+            batch, of_head, of_row = of_tensor
+            rows = in_memory[of_keys] or 1  # without a key nothing is copied
+            if of_keys and cache is not None:
+                rows, batches = cache.page_size, cache.pages or 1
+                box = (box[0], math.gcd(rows, tile_kv), 1, 1)
+            if packed:
+                rows, heads, of_row, of_head = heads, rows, of_head, of_row
+            sizes = columns, rows, heads, batches
+            of_row = of_row * item if rows > 1 else least
+            of_head = of_head * item if heads > 1 else least
+            steps = of_row, of_head, batch * item if batches > 1 else least
+            if whole:
+                sizes, steps, box = _in_whole_rows(sizes, steps, box)
+        else:
             _, sizes, steps, dtype, box, swizzle = found[like]
-            found.append(new(TensorMapDesc, (tensor, sizes, steps, dtype, box, swizzle)))
-            continue
-        batch, of_head, of_row = of_tensor
-        dtype, item, columns, box, swizzle, least, of_keys, packed, whole_rows = outline
-        rows = in_memory[of_keys] or 1  # without a key nothing is copied
-        if of_keys and cache is not None:
-            rows, batches = cache.page_size, cache.pages or 1
-            box = (box[0], math.gcd(rows, tile_kv), 1, 1)
-            if whole_rows:
-                found.append(_in_whole_rows(tensor, outline, (batches, heads, rows), of_tensor, box))
-                continue
-        if packed:
-            rows, heads, of_row, of_head = heads, rows, of_head, of_row
-        steps = (
-            of_row * item if rows > 1 else least,
-            of_head * item if heads > 1 else least,
-            batch * item if batches > 1 else least,
-        )
-        found.append(new(TensorMapDesc, (tensor, (columns, rows, heads, batches), steps, dtype, box, swizzle)))
+        found.append(new(TensorMapDesc, (tensor, sizes, steps, dtype, box, swizzle)))
     return tuple(found)
 
 
@@ -649,28 +633,16 @@ def _head_boxes(of_head: int, heads: int) -> int:
 
 
 def _in_whole_rows(
-    tensor: str,
-    outline: _MapOutline,
-    sizes: tuple[int, int, int],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
-) -> TensorMapDesc:
-    """That of a cache of so many pages, heads and rows of a page, whose copies bring whole rows in groups of eight.
+    sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The map of a cache whose copies bring whole rows of a page in groups of eight, of one in boxes of columns.
 
     Heads and the boxes of a row's columns are one dimension: a map has five at most.
     """
-    (pages, heads, rows), (of_page, of_head, of_row) = sizes, strides
-    boxes, group = outline.columns * outline.item // SWIZZLE, 8
-    return TensorMapDesc(
-        tensor=tensor,
-        sizes=(box[0], group, (heads - 1) * _head_boxes(of_head, heads) + boxes, rows // group, pages),
-        strides=(
-            of_row * outline.item,
-            SWIZZLE,
-            group * of_row * outline.item,
-            of_page * outline.item if pages > 1 else outline.least,
-        ),
-        dtype=outline.dtype,
-        box=(box[0], group, boxes, box[1] // group, 1),
-        swizzle=outline.swizzle,
+    (columns, rows, heads, pages), (of_row, of_head, of_page) = sizes, strides
+    boxes, group = columns * ITEM // SWIZZLE, 8
+    return (
+        (box[0], group, (heads - 1) * (of_head // SWIZZLE) + boxes, rows // group, pages),
+        (of_row, SWIZZLE, group * of_row, of_page),
+        (box[0], group, boxes, box[1] // group, 1),
     )
