@@ -87,6 +87,10 @@ def maps(device: int) -> Maps:
     return _maps(_api(), device)
 
 
+#: How maps of some rank and box are encoded: what packs addresses, sizes and strides, and the driver's arguments.
+_Call = tuple[Any, tuple[object, ...]]
+
+
 class Maps:
     """cuTensorMapEncodeTiled and cuTensorMapReplaceAddress for one GPU, called at their addresses: each new length asks
     for four maps, and the bindings make an object of every number, and of the map, which is then copied (4.4 us a map
@@ -99,7 +103,7 @@ class Maps:
     """
 
     __slots__ = (
-        *("_api", "_arguments", "_copy", "_device", "_encode", "_lock", "_made", "_pack_pair", "_packs", "_pair"),
+        *("_api", "_calls", "_copy", "_device", "_encode", "_lock", "_made", "_pack_pair", "_pair"),
         *("_replace", "_words"),
     )
 
@@ -107,11 +111,10 @@ class Maps:
         self._api, self._device = api, device
         self._encode, self._replace = (self._function(name) for name in (ENCODE, REPLACE))
         self._words = (ctypes.c_uint64 * 11)()  # where the map lies, and the tensor; sizes; strides
-        self._packs = {rank: struct.Struct(f"={1 + 2 * rank}Q").pack_into for rank in (4, 5)}
         self._pack_pair = struct.Struct("=2Q").pack_into
         self._copy = struct.Struct(f"{TENSOR_MAP_BYTES}s").pack_into
         self._pair = tuple(ctypes.c_void_p.from_buffer(self._words, 8 * i) for i in range(2))
-        self._arguments: dict[tuple[object, ...], tuple[object, ...]] = {}  # as many as there are boxes of kernels
+        self._calls: dict[tuple[object, ...], _Call] = {}  # as many as there are boxes of kernels
         #: Maps by all but names and addresses.
         self._made: Remembered[tuple[object, ...], bytes] = Remembered()
         self._lock = threading.Lock()
@@ -152,8 +155,8 @@ class Maps:
                         self._again(self._replace, moved, status, MOVING)
                     continue
                 sizes, strides, dtype, box, swizzle = form
-                self._packs[len(sizes)](words, 0, start + place, at, *sizes, *strides)
-                arguments = self._arguments.get(form[2:]) or self._given(dtype, box, swizzle)
+                pack, arguments = self._calls.get(form[2:]) or self._call(dtype, box, swizzle)
+                pack(words, 0, start + place, at, *sizes, *strides)
                 if status := self._encode(*arguments):
                     doing = f"address a tensor of {sizes} with strides of {strides} bytes by TMA"
                     self._again(self._encode, arguments, status, doing)
@@ -175,8 +178,8 @@ class Maps:
                 status = function(*arguments)
         _checked(api, (api.CUresult(status),), doing)
 
-    def _given(self, dtype: str, box: tuple[int, ...], swizzle: int) -> tuple[object, ...]:
-        """The arguments for maps of what no problem decides; what the others hold is in `_words`."""
+    def _call(self, dtype: str, box: tuple[int, ...], swizzle: int) -> _Call:
+        """That of maps with this, which no problem decides; what its arguments hold beside it is in `_words`."""
         api, rank, by = self._api, len(box), ctypes.byref  # what `by` makes is passed on as it is
         (pointer, address), numbers = self._pair, ctypes.c_uint32 * rank
         made = (
@@ -193,8 +196,8 @@ class Maps:
             int(api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
             int(api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         )
-        self._arguments[dtype, box, swizzle] = made
-        return made
+        call = self._calls[dtype, box, swizzle] = struct.Struct(f"={1 + 2 * rank}Q").pack_into, made
+        return call
 
 
 @lru_cache(maxsize=16)
