@@ -129,6 +129,11 @@ class KeyCode:
         first = f"{self.start(kv_len, work)} - {self.step}"
         return f"for (int tile = {first}; tile >= {self.first(work)}; {self.on}) {{"
 
+    def young(self, kv_len: str, work: str) -> str:
+        """Of the first two tiles that are visited those from `tile` on."""
+        start = self.start(kv_len, work)
+        return f"(tile >= {start}) + (tile >= {start} - {self.step})"
+
     @property
     def step(self) -> str:
         """Tiles from one that is visited to the next."""

@@ -37,8 +37,8 @@ WORDS_BY_BITS = {"exact": 0, "default": 4, "fast": 8}
 #: follows each.  Codes end at 126, of 2^8.87.
 SLACK = {"exact": 0.0, "default": 0.0, "fast": 0.86}
 
-#: How much lower P is in the first tile of a schedule, as a power of two, where maxima lag: most scores of N(0, 1) grow
-#: by less in 16,384 keys.  P is then made twice, after a look at maxima, in 2% of a warp's tiles and not in 9 to 15%.
+#: How much lower P is in the first two tiles of a schedule, as a power of two, where maxima lag: most scores of N(0, 1)
+#: grow by less in 16,384 keys.  Of 32 tiles a warp makes P of 1% twice then, after a look at maxima, and not of 34%.
 HEADROOM = 2.0
 
 #: Where the second tile's highest score is this much lower than the first's, P gets its headroom back: a key that

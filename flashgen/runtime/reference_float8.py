@@ -84,8 +84,8 @@ def baseline(
 
     Of P's words of eight `words` are made of the scores' bits; its sum is then that of rounded P, a product with ones,
     which the hardware adds up too: what it cuts off there makes o longer.  A maximum follows scores that are more than
-    `slack` above it, as a power of two.  In the first two tiles of a row it is taken for `headroom` more than it is,
-    and no longer so where the second tile shows that it stands out.
+    `slack` above it, as a power of two.  In the first two tiles of a row it follows all, is taken for `headroom` more
+    than it is, and no longer so where the second tile shows that it stands out.
     """
     import torch
 
@@ -143,7 +143,8 @@ def accumulated(
         at = slice(first, min(first + tile_kv, s.shape[-1]))
         highest = s[..., at].amax(-1, keepdim=True)
         above = (highest - m) * math.log2(math.e)
-        top = torch.where(above > slack, highest + torch.where(seen < 2, room, 0.0), m)
+        young = (seen < 2) & (headroom > 0)
+        top = torch.where(above > torch.where(young, -headroom, slack), highest + torch.where(young, room, 0.0), m)
         top = torch.where((seen == 1) & (above < -headroom - FAR), m - room, top)
         seen += top > -math.inf
         base = torch.where(top == -math.inf, 0.0, top)

@@ -229,7 +229,10 @@ class _Rows:
             m = np.where(np.exp(highest - self.m) > limit, highest, self.m)
         else:
             above = (highest - self.m) * math.log2(math.e)
-            m = np.where(above > self.slack, highest + (self.headroom if self.tiles < 2 else 0), self.m)
+            young = self.headroom > 0 and self.tiles < 2
+            room = np.where(young | (self.m == -np.inf), self.headroom, 0)
+            limit = -self.headroom * math.log2(math.e) if young else self.slack
+            m = np.where(above > limit, highest + room, self.m)
             if self.tiles == 1:
                 far = above < -self.headroom * math.log2(math.e) - FAR
                 m = np.where(far & (self.m > -np.inf), self.m - self.headroom, m)

@@ -79,26 +79,27 @@ DEVICE bool follow_exactly_each(float (&row_max)[2], const float (&highest)[2], 
   return row_max[0] != before[0] || row_max[1] != before[1];
 }
 
-// The maxima follow the highest of scale * S where its P is beyond 2^limit: that is 2^offset then.  True if one of this
-// lane's rows did.
-DEVICE bool follow_beyond(float (&row_max)[2], const float (&highest)[2], float scale, float offset, float limit) {
+// The maxima follow the highest of scale * S where its P is beyond 2^limit: that is 2^offset then, or 2^first of a row that
+// had seen none.  True if one of this lane's rows did.
+DEVICE bool follow_beyond(float (&row_max)[2], const float (&highest)[2], float scale, float first, float offset,
+                          float limit) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     moves[r] = fmaf(highest[r], scale, -row_max[r]) > limit;
-    if (moves[r]) row_max[r] = fmaf(highest[r], scale, -offset);
+    if (moves[r]) row_max[r] = fmaf(highest[r], scale, row_max[r] == MINUS_INFINITY ? -first : -offset);
   }
   return moves[0] || moves[1];
 }
 
 // The same where each row has a scale of its own.
-DEVICE bool follow_beyond_each(float (&row_max)[2], const float (&highest)[2], const float (&scale)[2], float offset,
-                               float limit) {
+DEVICE bool follow_beyond_each(float (&row_max)[2], const float (&highest)[2], const float (&scale)[2], float first,
+                               float offset, float limit) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     moves[r] = fmaf(highest[r], scale[r], -row_max[r]) > limit;
-    if (moves[r]) row_max[r] = fmaf(highest[r], scale[r], -offset);
+    if (moves[r]) row_max[r] = fmaf(highest[r], scale[r], row_max[r] == MINUS_INFINITY ? -first : -offset);
   }
   return moves[0] || moves[1];
 }

@@ -114,9 +114,9 @@ class LaggingPByBits(PByBits):
     """The same, but maxima are looked at where P leaves the range of e4m3 alone: `slack` is how far the highest score
     of a row may be above that whose P is 2^8, as a power of two.
 
-    With `headroom`, another, P of the highest score of the first tile of a schedule is as much lower: most maxima grow,
-    and then need not follow.  Where the second tile's is lower by `far` more, the first tile's was no sign of others,
-    and P gets what it was short of.
+    By `headroom`, another, P of the highest score is lower in the first two tiles of a schedule, whose maxima are
+    exact, and in the first that a row sees a key of: most maxima grow, and then need not follow.  Where the second
+    tile's is lower by `far` more, the first tile's was no sign of others, and P gets what it was short of.
     """
 
     template: ClassVar[str] = "hopper/forward_p_lagging_by_bits.cu.j2"

@@ -22,7 +22,13 @@ from flashgen.planning.members import (
     HighestAsInteger,
     Keys,
     LaggingPByBits,
+    Mask,
     MaskByElement,
+    MaskByLookups,
+    MaskByTile,
+    MaskByWarpgroup,
+    MaskFromBits,
+    MaskWithinBounds,
     OInPartsOfTurnedV,
     OnesApart,
     OnesBehindV,
@@ -49,6 +55,7 @@ from flashgen.planning.plan import KernelPlan, Part, Specialized, Tile, rows_of
 from flashgen.planning.profile import profile
 from flashgen.planning.program import Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
+from flashgen.planning.summaries import WORD
 
 #: As of 16 bits.
 NAME, COPIES, SHARES_SM = forward.NAME, forward.COPIES, forward.SHARES_SM
@@ -89,8 +96,17 @@ PIECE = 128
 OVERHEAD, VARIANT_REGISTERS = 12, 4
 
 #: Those of a producer's thread: of those that turn V over one holds four fragments of 4 words.  More where tiles are
-#: judged, and where consumers leave them: under some masks a warp that schedules and loads spills a few bytes with 40.
+#: judged by much, and where consumers leave them: under some masks a warp that schedules and loads spills a few bytes
+#: with 40.
 PRODUCER_REGISTERS, MANY_PRODUCER_REGISTERS = 40, 56
+
+#: Where sequences have lengths of their own a mask that is given what it reads takes so many more: `document` spilled 8
+#: bytes at head_dim 128 in tiles of 128 keys.
+OWN_REGISTERS = 4
+
+#: Weighed ops that classes of tiles are found by (`Profile.judged_ops`) for which the fewer do, if nothing is kept that
+#: follows from a tile's rows: `fixed` has 23, and `natten`, with 41, spilled 20 bytes.
+FEW_JUDGED_OPS = 24
 
 #: Those of a warp that schedules and loads, and more for each condition of a tile that is visible or that is partial;
 #: those that it gives back where it keeps nothing that follows from a tile's rows.  With 40 registers and all kept a
@@ -252,17 +268,43 @@ def registers(c: Candidate, request: KernelRequest, *, ahead: bool = False) -> t
     if asked.scored:
         reads = keys // forward.READING_KEYS if asked.score_reads_by_key else 0
         parts.append(Part(name="score", amount=forward.SCORE_REGISTERS + reads, why="what the score function keeps"))
-    if asked.reads_by_key:
+    form = _mask(c, request)
+    if isinstance(form, MaskByLookups):  # these themselves have registers of partial sums, which have joined O
+        amount = asked.mask_ops - 1 + OWN_REGISTERS * request.layout.own
+        parts.append(Part(name="mask", amount=amount, why="what is made of elements that lanes pass on"))
+    if isinstance(form, MaskFromBits):
+        words = 2 * keys // WORD
+        parts.append(
+            Part(name="bits", amount=forward.BITS_REGISTERS + words, why=f"{words} words of bits, and their address")
+        )
+    if _captures(c, request):
         of_pairs = forward.PAIR_REGISTERS * asked.mask_reads_pairs
         amount = forward.CAPTURED_REGISTERS + of_pairs + forward.ELEMENT_REGISTERS * (keys // 4)
         parts.append(Part(name="captured", amount=amount, why="elements that are read for each key"))
     return tuple(parts)
 
 
+def _mask(c: Candidate, request: KernelRequest) -> Mask:
+    """How elements are masked: as in 16 bits.  Bounds are not asked apart where P V comes in pieces: `dilated` spilled
+    104 bytes at head_dim 256."""
+    form = forward.mask_form(c, request)
+    return MaskByElement() if request.v_head_dim > PIECE and isinstance(form, MaskWithinBounds) else form
+
+
+def _captures(c: Candidate, request: KernelRequest) -> bool:
+    """Whether consumers read elements for each key where they use them."""
+    asked, form = request.profile, _mask(c, request)
+    if isinstance(form, MaskFromBits):
+        return asked.reads_by_key_beside_tables
+    given = isinstance(form, MaskByTile | MaskByWarpgroup | MaskByLookups)
+    return asked.score_reads_by_key if given else asked.reads_by_key
+
+
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
     rest = min(MOST_REGISTERS, consumer_registers(request.arch, c.warpgroups, MANY_PRODUCER_REGISTERS))
-    many = request.profile.judged or c.warpgroups > 2 or total(registers(c, request, ahead=True)) < rest
+    judges = request.profile.judged_ops > FEW_JUDGED_OPS or _captures(c, request)
+    many = (request.profile.judged and judges) or c.warpgroups > 2 or total(registers(c, request, ahead=True)) < rest
     producer = MANY_PRODUCER_REGISTERS if many else PRODUCER_REGISTERS
     return producer, min(MOST_REGISTERS, consumer_registers(request.arch, c.warpgroups, producer))
 
@@ -334,8 +376,9 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
         specialized=Specialized(
             warpgroups=c.warpgroups,
             ping_pong=False,
-            score_emitted_twice=False,
-            mask=MaskByElement(),
+            # Where P V comes in pieces `local_softcap` spilled 16 bytes.
+            score_emitted_twice=request.profile.scored and not _of_pieces(request),
+            mask=_mask(c, request),
             full_tiles=TilesAlike(),
             highest=_highest(c, request),
             o=OInPartsOfTurnedV() if request.keys.split else OOfTurnedV(),
@@ -344,7 +387,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             p=_p(request),
             v=VTurnedOver(),
             sender=sender,
-            runs_anew=isinstance(sender, SendsAndLoads) and _missing(c, request) > 0,
+            runs_anew=(sender.loads or request.profile.judged) and _missing(c, request) > 0,
         ),
     )
 
@@ -384,8 +427,7 @@ def _p(request: KernelRequest) -> P8:
     # Where P V comes in pieces beside a score function or a mask of several runs, ptxas spills 4 to 8 bytes.
     if not slack or (not sums.rows and (asked.scored or (asked.masked and not asked.band))):
         return PByBits(words=words, sums=sums)
-    # Where P V comes in pieces a counter of tiles is a register too many, found by compiling.
-    return LaggingPByBits(words=words, sums=sums, slack=slack, headroom=HEADROOM if sums.rows else 0, far=FAR)
+    return LaggingPByBits(words=words, sums=sums, slack=slack, headroom=HEADROOM, far=FAR)
 
 
 def packed(plan: KernelPlan) -> KernelPlan | None:

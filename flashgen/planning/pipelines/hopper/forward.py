@@ -387,7 +387,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         parts.append(Part(name="dropout", amount=amount, why="what is kept, random numbers"))
     if asked.judged and asked.mask_divides:
         parts.append(Part(name="divisor", amount=DIVISOR_REGISTERS, why="quotients by a parameter, of the mask"))
-    form = _mask(c, request)
+    form = mask_form(c, request)
     if isinstance(form, MaskFromBits):
         words = 2 * c.tile.kv // WORD
         parts.append(Part(name="bits", amount=BITS_REGISTERS + words, why=f"{words} words of bits, and their address"))
@@ -475,7 +475,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             warpgroups=c.warpgroups,
             ping_pong=ping_pong,
             score_emitted_twice=score_emitted_twice,
-            mask=_few_at_a_time(c, request) or _mask(c, request),
+            mask=_few_at_a_time(c, request) or mask_form(c, request),
             full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
             # Two registers spill beside dropout at head_dim 128 (16 bytes, outside of loops).
             highest=HighestAsFloat() if request.dropout else HighestAsInteger(),
@@ -513,7 +513,7 @@ def _o(c: Candidate, request: KernelRequest) -> OByTma | OFromRegisters | OInPar
     return OByTma() if _stored(c, request.layout) else OFromRegisters()
 
 
-def _mask(c: Candidate, request: KernelRequest) -> Mask:
+def mask_form(c: Candidate, request: KernelRequest) -> Mask:
     """How elements are masked: by many ops a few at a time, a bit each."""
     asked = request.profile
     if _uniform(c, request):
@@ -543,7 +543,7 @@ def _few_at_a_time(c: Candidate, request: KernelRequest) -> MaskAsBits | None:
     """Bits where a mask reads several elements for each key and leaves next to no register: one spilled there."""
     several = request.profile.judged and request.profile.mask_reads_by_key > 1
     tight = division(c, request)[1] - total(registers(c, request)) < SEVERAL_READ_REGISTERS
-    return MaskAsBits() if several and tight and isinstance(_mask(c, request), MaskByElement) else None
+    return MaskAsBits() if several and tight and isinstance(mask_form(c, request), MaskByElement) else None
 
 
 def _uniform(c: Candidate, request: KernelRequest) -> bool:
