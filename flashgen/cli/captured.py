@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,7 +69,7 @@ def _example(title: str, tensor: Tensor, problem: Problem, seed: int) -> np.ndar
     except Exception as error:
         fields = ""
         if isinstance(error, AttributeError) and error.obj is problem:
-            fields = f"\n  a problem has {', '.join(field.name for field in dataclasses.fields(problem))}"
+            fields = f"\n  a problem has {', '.join(problem._fields)}"
         told = source.as_spec_error(error)
         message = str(told).partition("\n  at ")[0]
         raise SpecError(f"the example of {title} failed: {message}{fields}", where=told.where) from None

@@ -637,20 +637,22 @@ struct Scheduler {
     return with_lengths({at.tile, head % p.heads, at.b, 1});
   }
 
-  // The first one by the block's own number, the others from a counter, unless each block has one alone.
+  // The next one by a counter, or where each block has but one by its own number: then nobody counts.
   DEVICE void run() {
-    const int most = p.q_tiles * p.heads, blocks = gridDim.x;
-    for (int index = blockIdx.x;; index = __shfl_sync(~0u, index, 0)) {
+    do {
+      int index = blockIdx.x;
+      if (p.counters != nullptr) {
+        if (threadIdx.x == 0) index = atomicAdd(&p.counters[0], 1);
+        index = __shfl_sync(~0u, index, 0);
+      }
       const Work work = locate(index);
       if (work.q_tile < 0) break;
       send_all(work);
-      if (most <= blocks) break;
-      if (threadIdx.x == 0) index = blocks + atomicAdd(&p.counters[0], 1);
-    }
+    } while (p.counters != nullptr);
     send(Work{-1, 0, 0, 0});
     // The last block leaves the counters as it found them, for the next launch.
-    if (most > blocks && threadIdx.x == 0 &&
-        atomicAdd(&p.counters[1], 1) == blocks - 1) p.counters[0] = p.counters[1] = 0;
+    if (p.counters != nullptr && threadIdx.x == 0 &&
+        atomicAdd(&p.counters[1], 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;
   }
 };
 
