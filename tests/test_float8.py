@@ -19,7 +19,7 @@ from flashgen.interpreter.simulate import simulate
 from flashgen.lang import float8
 from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
-from flashgen.planning.float8 import E4M3, E5M2, ERRORS, block_of
+from flashgen.planning.float8 import ACCURACIES, E4M3, E5M2, ERRORS, block_of
 from flashgen.planning.members import (
     Leaves,
     MaskAsBits,
@@ -339,8 +339,12 @@ def test_masks_have_the_forms_of_16_bits(spec, head_dim, form, keys):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_small_tanh_is_a_polynomial(head_dim):
-    assert "score_small_tanh" in emit(plan_of("softcap", head_dim, accuracy="fast"))
+def test_a_tanh_is_as_exact_as_p(head_dim):
+    """Where P is exact it is a polynomial if its argument is small, else one instruction."""
+    exact, *others = (emit(plan_of("softcap", head_dim, accuracy=accuracy)) for accuracy in ACCURACIES)
+    assert "score_small_tanh" in exact and "tanh_approx" not in exact
+    for text in others:
+        assert "tanh_approx" in text and "small_tanh" not in text
 
 
 @pytest.mark.parametrize(

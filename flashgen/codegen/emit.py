@@ -50,6 +50,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         judged_in_turn=plan.backward is not None and plan.backward.judged_in_turn,
         uniform=plan.masked_by_tile,
         within_bounds=plan.masked_within_bounds,
+        rough_tanh=plan.rough_tanh,
     )
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type, seq = PTX_TYPE[plan.out_dtype], SequenceCode(plan.layout)

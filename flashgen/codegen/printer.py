@@ -286,6 +286,13 @@ class Printer:
         return Text(f"read_{n.attr.name}({', '.join(map(str, indices))}, p)")
 
 
+class RoughTanhPrinter(Printer):
+    """Prints a score whose tanh may be off by 2^-11 of itself."""
+
+    def spelling(self, n: Node) -> str:
+        return "tanh_approx({0})" if n.op == "tanh" else super().spelling(n)
+
+
 class SmallTanhPrinter(Printer):
     """Prints a score where the argument of its tanh is known to be small."""
 

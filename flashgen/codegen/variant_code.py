@@ -27,6 +27,7 @@ from flashgen.codegen.printer import (
     GivenPrinter,
     Printer,
     RangePrinter,
+    RoughTanhPrinter,
     SmallTanhPrinter,
     Text,
     binary,
@@ -274,13 +275,15 @@ def variant_code(
     judged_in_turn: bool = False,
     uniform: bool = False,
     within_bounds: bool = False,
+    rough_tanh: bool = False,
 ) -> VariantCode:
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
     `keep` is given these elements of captured tensors, and whose `classify` has these summaries.
 
     Where sequences have positions of their own, tiles start at any query, and captured tensors may be shorter than
     positions reach.  `judged_in_turn`: conditions are judged one after another, through shared memory.  `uniform`: the
-    mask is the same for all pairs of a tile.  `within_bounds`: bounds are asked apart.
+    mask is the same for all pairs of a tile.  `within_bounds`: bounds are asked apart.  `rough_tanh`: a score's tanh
+    may be off by 2^-11 of itself.
     """
     mask, score = printed_of(facts)
     sink = facts.variant.sink_node
@@ -301,7 +304,7 @@ def variant_code(
     in_turn = turns(facts, RangePrinter(given=known, **options), cut, tile) if masked and judged_in_turn else None
     return VariantCode(
         readers=readers(facts, cornered, layout),
-        score=None if score is None else Printer(wide=facts.int64).body(score),
+        score=None if score is None else (RoughTanhPrinter if rough_tanh else Printer)(wide=facts.int64).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
         keep=None if each is None else conditions.body(each),
         divides=each is not None and per_pair.divides(each),

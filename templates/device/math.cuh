@@ -28,6 +28,9 @@ DEVICE float sigmoid_f32(float x) { return rcp(1.f + ex2(-LOG2E * x)); }
 
 DEVICE float tanh_f32(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
 
+// Within 2^-11 of itself, by one instruction of the special unit in place of two and a division.
+DEVICE float tanh_approx(float x) { float y; asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
 // tanh where |x| <= SMALL_TANH, to 2^-20 of itself, without the special unit: x times a polynomial in x^2.
 constexpr float SMALL_TANH = 0.75f;
 

@@ -377,7 +377,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             warpgroups=c.warpgroups,
             ping_pong=False,
             # Where P V comes in pieces `local_softcap` spilled 16 bytes.
-            score_emitted_twice=request.profile.scored and not _of_pieces(request),
+            score_emitted_twice=request.profile.scored and not _of_pieces(request) and isinstance(_p(request), ExactP),
             mask=_mask(c, request),
             full_tiles=TilesAlike(),
             highest=_highest(c, request),
