@@ -245,3 +245,17 @@ def test_a_damaged_record_of_a_suite_is_said(tmp_path, damage):
     path.write_text(path.read_text().replace(*damage))
     with pytest.raises(FlashgenError, match="is no record of flashgen bench"):
         report.of_suites(tmp_path, ["serving"])
+
+
+@pytest.mark.parametrize(
+    ("stem", "gpu", "title"),
+    [
+        ("serving", "NVIDIA H200", "serving, NVIDIA H200"),
+        ("serving_h100", "NVIDIA H100 80GB HBM3", "serving, NVIDIA H100 80GB HBM3"),
+        ("fp8_masks_h100", "NVIDIA H200", "fp8 masks h100, NVIDIA H200"),
+    ],
+)
+def test_a_card_in_the_name_of_a_record_is_said_once(tmp_path, stem, gpu, title):
+    row = {"part": "all", "ratio": {"cudnn": [2.0, 2.0, 2.0]}, "bars": {}, "reasons": [], "absent": {}}
+    (tmp_path / f"{stem}.json").write_text(json.dumps({"gpu": {"name": gpu}, "versions": {}, "cells": [row]}))
+    assert report.of_suites(tmp_path, ["serving", "fp8"]).startswith(f"{title}:\n")

@@ -161,5 +161,5 @@ SUITE = Suite(
     doc="models of transformers of 24 layers with random weights: a prefill and a training step",
     rows=_rows,
     peers=tuple(IMPLEMENTATIONS),
-    minutes=4,
+    minutes=8,
 )

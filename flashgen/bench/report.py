@@ -144,12 +144,17 @@ def on_data(folder: Path) -> str:
             table = [[*kind, *_worst_errors(found), *_speeds(found)] for kind, found in by_kind.items()]
         except ValueError as error:
             raise _damaged(path, error) from None
-        _, *where = path.stem.split("_")
         heads = ["dtype", "input", *MEASURES.values(), *(f"faster than {PEERS[peer]}" for peer in BEST)]
-        lines += [f"{' '.join(['data', *where])}, {gpu}:", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+        lines += [f"{_title(path, gpu)}:", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
         lines += [f"| {' | '.join(cells)} |" for cells in table]
         lines.append("")
     return "\n".join(lines) or "There is no record of it yet.\n"
+
+
+def _title(path: Path, gpu: str) -> str:
+    """A record by the name of its file, but for the card that tells it from others, and its GPU."""
+    words = [word for word in path.stem.split("_") if word not in gpu.lower().split()]
+    return f"{' '.join(words)}, {gpu}"
 
 
 def _worst_errors(rows: list[dict]) -> list[str]:
@@ -191,7 +196,7 @@ def of_suites(folder: Path, names: Iterable[str]) -> str:
         except ValueError as error:
             raise _damaged(path, error) from None
         heads = ["part", "beside", "cells", "times faster", "must be", "below"]
-        lines += [f"{path.stem.replace('_', ' ')}, {gpu}:", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+        lines += [f"{_title(path, gpu)}:", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
         lines += [f"| {' | '.join(cells)} |" for cells in table]
         lines.append("")
     return "\n".join(lines) or "There is no record of it yet.\n"
