@@ -256,6 +256,5 @@ def test_a_damaged_record_of_a_suite_is_said(tmp_path, damage):
     ],
 )
 def test_a_card_in_the_name_of_a_record_is_said_once(tmp_path, stem, gpu, title):
-    row = {"part": "all", "ratio": {"cudnn": [2.0, 2.0, 2.0]}, "bars": {}, "reasons": [], "absent": {}}
-    (tmp_path / f"{stem}.json").write_text(json.dumps({"gpu": {"name": gpu}, "versions": {}, "cells": [row]}))
+    (tmp_path / f"{stem}.json").write_text(json.dumps({"gpu": {"name": gpu}, "versions": {}, "cells": SUITE_ROWS}))
     assert report.of_suites(tmp_path, ["serving", "fp8"]).startswith(f"{title}:\n")
