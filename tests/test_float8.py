@@ -348,6 +348,21 @@ def test_a_tanh_is_as_exact_as_p(head_dim):
 
 
 @pytest.mark.parametrize(
+    "score",
+    [
+        lambda s, b, h, q, k: s + 1000.0 * fg.tanh(0.001 * fg.float32(q - k)),
+        lambda s, b, h, q, k: 30.0 * fg.tanh(s / 20.0),
+        lambda s, b, h, q, k: 30.0 * fg.tanh(s / 30.0) + 900.0 * fg.tanh(s / 30.0),
+    ],
+    ids=["of positions", "of another scale", "of another use"],
+)
+def test_a_tanh_that_caps_no_score_is_exact(score):
+    """It may be multiplied by anything: 11 bits of it would be few."""
+    plan = planner.menu(fg.variant(score=score).bind(), "sm_90a", E4M3, 128, accuracy="fast").plans[0]
+    assert "tanh_f32(" in emit(plan) and "tanh_approx" not in emit(plan)
+
+
+@pytest.mark.parametrize(
     ("spec", "roles"), [("causal", {"loader": 1, "transposer": 3}), ("document", None), ("padding", None)]
 )
 def test_who_turns_v_over(spec, roles):

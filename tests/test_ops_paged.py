@@ -214,6 +214,27 @@ def test_records_of_a_gpu(capability, monkeypatch):
         fg.attention(at, k, v, causal, page_table=wrong, kv_lengths=given["kv_lengths"], q_offset="end")
 
 
+@pytest.mark.sampled("as usual first")
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [(0, 8), (8, 0)], ids=["as usual first", "apart first"])
+def test_heads_that_boxes_of_whole_rows_do_not_reach_go_to_pipeline_ampere(monkeypatch, order):
+    """Two caches that differ in strides alone, one after another in one process: each gets its own pipeline."""
+    gpu = install(monkeypatch, (9, 0))
+    q = queries(2, 2, 1, 128, dtype=torch.bfloat16)
+    variant = fg.variant(lambda b, h, q, k: k <= q + 0)
+    for gap in order:
+        cache = cached((40, 33), 16, kv_heads=2, dim=128, dtype=torch.bfloat16)
+        k, v = (torch.nn.functional.pad(x, (0, gap))[..., :128] for x in (cache.k, cache.v))
+        at, k, v, table, lengths = (gpu.put(x) for x in (q, k, v, cache.table, cache.lengths))
+        assert k.stride(2) == 128 + gap
+        encoded = len(gpu.named("cuTensorMapEncodeTiled"))
+        got = fg.attention(at, k, v, variant, page_table=table, kv_lengths=lengths, q_offset="end")
+        torch.testing.assert_close(
+            *(x.as_subclass(torch.Tensor) for x in (got, paged(q, cache)[0])), rtol=0.03, atol=0.03
+        )
+        assert (len(gpu.named("cuTensorMapEncodeTiled")) == encoded) == bool(gap), "pipeline ampere has no maps"
+
+
 @pytest.mark.slow
 def test_pages_that_tma_cannot_load_go_to_pipeline_ampere(monkeypatch, caplog):
     gpu = install(monkeypatch, (9, 0))

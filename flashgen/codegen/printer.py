@@ -286,11 +286,25 @@ class Printer:
         return Text(f"read_{n.attr.name}({', '.join(map(str, indices))}, p)")
 
 
-class RoughTanhPrinter(Printer):
-    """Prints a score whose tanh may be off by 2^-11 of itself."""
+class SoftCapPrinter(Printer):
+    """Prints a score whose soft caps, `c * tanh(s / c)`, may be off by 2^-11 of the score; any other tanh is exact."""
+
+    def __init__(self, score: Node, *, wide: frozenset[Node] = frozenset()) -> None:
+        super().__init__(wide=wide)
+        users = [(n, o) for n in walk([score]) for o in n.operands if o.op == "tanh"]
+        self._rough = {o for _, o in users} - {o for n, o in users if not _caps_score(n, o)}
 
     def spelling(self, n: Node) -> str:
-        return "tanh_approx({0})" if n.op == "tanh" else super().spelling(n)
+        return "tanh_approx({0})" if n in self._rough else super().spelling(n)
+
+
+def _caps_score(n: Node, tanh: Node) -> bool:
+    """Whether a node is c * tanh(s / c)."""
+    by = tanh.operands[0]
+    if n.op != "mul" or by.op != "div":
+        return False
+    score, cap = by.operands
+    return score.op == "score" and n.operands in ((cap, tanh), (tanh, cap))
 
 
 class SmallTanhPrinter(Printer):

@@ -27,8 +27,8 @@ from flashgen.codegen.printer import (
     GivenPrinter,
     Printer,
     RangePrinter,
-    RoughTanhPrinter,
     SmallTanhPrinter,
+    SoftCapPrinter,
     Text,
     binary,
     call,
@@ -282,8 +282,8 @@ def variant_code(
 
     Where sequences have positions of their own, tiles start at any query, and captured tensors may be shorter than
     positions reach.  `judged_in_turn`: conditions are judged one after another, through shared memory.  `uniform`: the
-    mask is the same for all pairs of a tile.  `within_bounds`: bounds are asked apart.  `rough_tanh`: a score's tanh
-    may be off by 2^-11 of itself.
+    mask is the same for all pairs of a tile.  `within_bounds`: bounds are asked apart.  `rough_tanh`: a soft cap
+    may be off by 2^-11 of the score.
     """
     mask, score = printed_of(facts)
     sink = facts.variant.sink_node
@@ -304,7 +304,9 @@ def variant_code(
     in_turn = turns(facts, RangePrinter(given=known, **options), cut, tile) if masked and judged_in_turn else None
     return VariantCode(
         readers=readers(facts, cornered, layout),
-        score=None if score is None else (RoughTanhPrinter if rough_tanh else Printer)(wide=facts.int64).body(score),
+        score=None
+        if score is None
+        else (SoftCapPrinter(score, wide=facts.int64) if rough_tanh else Printer(wide=facts.int64)).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
         keep=None if each is None else conditions.body(each),
         divides=each is not None and per_pair.divides(each),

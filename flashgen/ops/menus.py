@@ -103,22 +103,24 @@ def _limits(
     return found
 
 
-def addressable(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether every pipeline can load a tensor of aligned rows that lies like this, in elements."""
+def addressable(shape: Sequence[int], strides: Sequence[int], itemsize: int, *, in_pages: bool = False) -> bool:
+    """Whether every pipeline can load a tensor, or a cache, of aligned rows that lies like this, in elements."""
     batch, head, row = strides[:3]
-    if 0 < batch < _ANY and 0 < head < _ANY and 0 < row < _ANY:
+    if not in_pages and 0 < batch < _ANY and 0 < head < _ANY and 0 < row < _ANY:
         return True
-    return not any([cannot(shape, strides, itemsize) for cannot in _CANNOT_ADDRESS])
+    return not any([cannot(shape, strides, itemsize, in_pages=in_pages) for cannot in _CANNOT_ADDRESS])
 
 
-def loadable(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether every pipeline can load a tensor that lies like this, in elements, and starts at a multiple of ALIGNMENT
-    bytes: elements of a row lie side by side, and rows of whatever sizes start at such multiples too."""
+def loadable(shape: Sequence[int], strides: Sequence[int], itemsize: int, *, in_pages: bool = False) -> bool:
+    """Whether every pipeline can load a tensor, or a cache, that lies like this, in elements, and starts at a multiple
+    of ALIGNMENT bytes: elements of a row lie side by side, and rows of whatever sizes start at such multiples too."""
     batch, head, row, column = strides
     any_of = batch | head | row  # none is negative
     if column != 1 or any_of * itemsize % ALIGNMENT:
         return False
-    return bool(batch and head and row and any_of < _ANY) or addressable(shape, strides, itemsize)
+    if not in_pages and batch and head and row and any_of < _ANY:
+        return True
+    return addressable(shape, strides, itemsize, in_pages=in_pages)
 
 
 def gpu_arch(q: torch.Tensor) -> str:

@@ -146,17 +146,17 @@ def _kind(call: Call, calls: _Calls, key: Key) -> Key | None:
         return None
     (batch, heads, _, columns), (k_batch, k_heads, kv_len, k_columns) = of_q, of_k
     v_batch, v_heads, v_len, v_columns = of_v
-    size = dtype.itemsize
-    if kv_len != v_len or not (loadable(of_q, in_q, size) and loadable(of_k, in_k, size)):
+    size, named = dtype.itemsize, call.named
+    pages = bool(named) and sequences.paged(named)
+    if kv_len != v_len or not (loadable(of_q, in_q, size) and loadable(of_k, in_k, size, in_pages=pages)):
         return None
-    if not ((in_v == in_k and of_v == of_k) or loadable(of_v, in_v, size)):
+    if not ((in_v == in_k and of_v == of_k) or loadable(of_v, in_v, size, in_pages=pages)):
         return None
     of_rows = batch, heads, columns, k_batch, k_heads, k_columns, v_batch, v_heads, v_columns
     kind: Key = key[_DTYPES:_OF_CALL] + of_rows
-    named = call.named
     if named:
         kind = *kind, *named, *map(type, named.values()), *map(named.get, calls.constants)
-        if sequences.paged(named):
+        if pages:
             kind = *kind, kv_len  # pipelines load pages of some sizes
         for name in calls.tensors:
             if name in named:

@@ -41,8 +41,8 @@ def no_number(name: str, value: object) -> str | None:
 
 def whole(value: object) -> Any:
     """A whole number as an int, NumPy's integers and whatever else has `__index__` too; another value as it is.  A bool
-    is none, and neither is a tensor, for whose value a call would wait."""
-    if isinstance(value, (int, torch.Tensor)) or not hasattr(value, "__index__"):
+    is none, and neither is a tensor, for whose value a call would wait, or a size of a traced one."""
+    if isinstance(value, (int, torch.SymInt, torch.Tensor)) or not hasattr(value, "__index__"):
         return value
     try:
         return operator.index(value)

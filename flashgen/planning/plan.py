@@ -480,14 +480,15 @@ class KernelPlan(Integers):
 
     @property
     def rough_tanh(self) -> bool:
-        """Whether a score's tanh is taken with 11 bits: codes of P made of logarithms hide it.  A soft cap of 8 bits,
-        head_dim 128, 8,192 keys: 785 us in place of 948 by a polynomial where arguments are small, with the same error
-        of o (0.0114)."""
+        """Whether the tanh of a soft cap is taken with 11 bits: codes of P made of logarithms hide it.  A soft cap
+        of 8 bits, head_dim 128, 8,192 keys, on an H100: 785 us in place of 948 by a polynomial where arguments are
+        small, with the same error of o (0.0114)."""
         return self.specialized is not None and isinstance(self.specialized.p, PByBits)
 
     @property
     def p_headroom(self) -> float:
-        """How much lower P is in the first tile of a schedule, in 8 bits, as a power of two."""
+        """How much lower P is in the first two tiles of a schedule, in 8 bits, and in the first that a row sees a key
+        of, as a power of two."""
         p = None if self.specialized is None else self.specialized.p
         return p.headroom if isinstance(p, LaggingPByBits) else 0.0
 

@@ -83,6 +83,8 @@ class Problem(_Shapes):
         """The same with other numbers, which are checked too."""
         return Problem(**{**self._asdict(), **changes})
 
+    __replace__ = _replace  # of copy.replace, which Python 3.13 has
+
     def _check(self) -> None:
         if (
             0 <= self.q_len < MAX_LENGTH

@@ -127,8 +127,8 @@ class Maps:
     def encode(
         self, buffer: ctypes.Array, places: Iterable[int], descs: Iterable[TensorMapDesc], addresses: Iterable[int]
     ) -> None:
-        """Write what TMA needs to know of tensors at `addresses` to places of a buffer, which are at multiples of
-        TENSOR_MAP_ALIGNMENT.
+        """Write what TMA needs to know of tensors at `addresses` to places of a buffer, which have addresses that are
+        multiples of TENSOR_MAP_ALIGNMENT.
 
         The driver asks for a current context, and a thread that never touched CUDA (autograd's own, at its first node)
         has none: it is lent that of the GPU.  Raises LaunchError for a tensor that TMA cannot address.

@@ -629,6 +629,7 @@ def _tensor_maps(
 
 def _head_boxes(of_head: int, heads: int) -> int:
     """Boxes of columns from a head to the next, so many elements on."""
+    assert heads == 1 or of_head * ITEM % SWIZZLE == 0  # whoever chose the plan asked `cannot_address`
     return of_head * ITEM // SWIZZLE if heads > 1 else 0
 
 
