@@ -152,14 +152,13 @@ class Maps:
                     self._copy(buffer, place, known)
                     pair(words, 0, start + place, at)
                     if status := self._replace(*moved):
-                        self._again(self._replace, moved, status, MOVING)
+                        self._again(self._replace, moved, status, _addressing(form))
                     continue
                 sizes, strides, dtype, box, swizzle = form
                 pack, arguments = self._calls.get(form[2:]) or self._call(dtype, box, swizzle)
                 pack(words, 0, start + place, at, *sizes, *strides)
                 if status := self._encode(*arguments):
-                    doing = f"address a tensor of {sizes} with strides of {strides} bytes by TMA"
-                    self._again(self._encode, arguments, status, doing)
+                    self._again(self._encode, arguments, status, _addressing(form))
                 made.keep(form, buffer[place : place + TENSOR_MAP_BYTES])
 
     def move(self, pointer: int, address: int) -> None:
@@ -198,6 +197,11 @@ class Maps:
         )
         call = self._calls[dtype, box, swizzle] = struct.Struct(f"={1 + 2 * rank}Q").pack_into, made
         return call
+
+
+def _addressing(form: tuple[object, ...]) -> str:
+    """What is done for a map, for a message."""
+    return f"address a tensor of {form[0]} with strides of {form[1]} bytes by TMA"
 
 
 @lru_cache(maxsize=16)
