@@ -79,8 +79,8 @@ DEVICE bool follow_exactly_each(float (&row_max)[2], const float (&highest)[2], 
   return row_max[0] != before[0] || row_max[1] != before[1];
 }
 
-// The maxima follow the highest of scale * S where its P is beyond 2^limit: that is 2^offset then, or 2^first of a row that
-// had seen none.  True if one of this lane's rows did.
+// The maxima follow the highest of scale * S where its P is beyond 2^limit: that is 2^offset then, or 2^first of a row
+// that had seen none.  True if one of this lane's rows did.
 DEVICE bool follow_beyond(float (&row_max)[2], const float (&highest)[2], float scale, float first, float offset,
                           float limit) {
   bool moves[2];
