@@ -304,9 +304,7 @@ def variant_code(
     in_turn = turns(facts, RangePrinter(given=known, **options), cut, tile) if masked and judged_in_turn else None
     return VariantCode(
         readers=readers(facts, cornered, layout),
-        score=None
-        if score is None
-        else (SoftCapPrinter(score, wide=facts.int64) if rough_tanh else Printer(wide=facts.int64)).body(score),
+        score=None if score is None else _score_printer(score, facts, rough_tanh).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
         keep=None if each is None else conditions.body(each),
         divides=each is not None and per_pair.divides(each),
@@ -374,6 +372,10 @@ def _takes_long(n: Node) -> bool:
     if n.op == "load":
         return depends_on(n, "k")
     return n.op in LOOPS or (n.op in OPS and OPS[n.op].group == "function" and n.op != "cast")
+
+
+def _score_printer(score: Node, facts: Facts, rough_tanh: bool) -> Printer:
+    return SoftCapPrinter(score, wide=facts.int64) if rough_tanh else Printer(wide=facts.int64)
 
 
 def _small_tanh(score: Node, facts: Facts) -> SmallTanh | None:

@@ -77,6 +77,9 @@ ITEM = 2
 #: Bytes of a row of the widest pattern by which TMA swizzles.
 SWIZZLE = 128
 
+#: Rows after which the swizzle repeats: a box that begins and ends there may lie anywhere in a tile.
+BOX_ROWS = 8
+
 
 def without_sink(variant: Variant, gradients: tuple[str, ...]) -> tuple[str, ...]:
     """The captured tensors whose gradients are asked for, but for the sink's."""

@@ -20,7 +20,7 @@ from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.float8 import DESCALES, block_of
 from flashgen.planning.layout import division
 from flashgen.planning.once import Remembered, once
-from flashgen.planning.plan import ITEM, SWIZZLE, WARPGROUP_ROWS, Part, rows_of
+from flashgen.planning.plan import BOX_ROWS, ITEM, SWIZZLE, WARPGROUP_ROWS, Part, rows_of
 from flashgen.planning.problem import ITEMSIZE
 from flashgen.tuples import new
 
@@ -641,9 +641,9 @@ def _in_whole_rows(
     Heads and the boxes of a row's columns are one dimension: a map has five at most.
     """
     (columns, rows, heads, pages), (of_row, of_head, of_page) = sizes, strides
-    boxes, group = columns * ITEM // SWIZZLE, 8
+    boxes = columns * ITEM // SWIZZLE
     return (
-        (box[0], group, (heads - 1) * (of_head // SWIZZLE) + boxes, rows // group, pages),
-        (of_row, SWIZZLE, group * of_row, of_page),
-        (box[0], group, boxes, box[1] // group, 1),
+        (box[0], BOX_ROWS, (heads - 1) * (of_head // SWIZZLE) + boxes, rows // BOX_ROWS, pages),
+        (of_row, SWIZZLE, BOX_ROWS * of_row, of_page),
+        (box[0], BOX_ROWS, boxes, box[1] // BOX_ROWS, 1),
     )

@@ -49,7 +49,7 @@ from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.pipelines.protocol import Predictor
 from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
 from flashgen.planning.pipelines.shared import cannot_pack as cannot_pack
-from flashgen.planning.plan import ITEM, SWIZZLE, KernelPlan, Part, Specialized, Tile, in_whole_rows, staged
+from flashgen.planning.plan import BOX_ROWS, ITEM, SWIZZLE, KernelPlan, Part, Specialized, Tile, in_whole_rows, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.program import Program, consumer_registers
@@ -70,9 +70,6 @@ ROWS, DEPTH = 64, 16
 
 #: Columns of a box that TMA copies: 128 bytes, the widest swizzle.  A narrower row is padded with zeros.
 BOX = 64
-
-#: Rows after which the swizzle repeats: a box that begins and ends there may lie anywhere in a tile.
-BOX_ROWS = 8
 
 #: Consumer warpgroups that share an SM; and one alone, for problems that are short of blocks.
 WARPGROUPS, ALONE = (2, 3), 1
