@@ -171,6 +171,7 @@ def test_dropout_is_that_of_the_forward(gpu):
         close(x, want)
 
 
+@pytest.mark.slow
 def test_what_flashgen_lacks_goes_to_who_was_there(gpu, caplog):
     other = Other()
     providers.activate_flash_attention_impl("other")
@@ -223,6 +224,7 @@ def test_a_provider_that_is_chosen_meanwhile_stays(gpu):
     assert other.calls == ["forward"] and providers.current_flash_attention_impl() == "other"
 
 
+@pytest.mark.slow
 def test_threads_and_what_each_of_them_ran(gpu):
     """The kernels are the process's, the note of what ran is the thread's."""
     Other()

@@ -39,6 +39,7 @@ def few(q_len, group, **shape):
     return work(shape.pop("spec", "causal_bottom_right"), "ampere", packed=True, q_len=q_len, **shape)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("1-4-{}")
 @pytest.mark.parametrize(
     ("q_len", "group", "shape"),
@@ -71,6 +72,7 @@ def few_of_8_bits(q_len, group, **shape):
     return eight(shape.pop("spec", "causal_bottom_right"), q_len=q_len, options=options, **{"tile": (16, 64), **shape})
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("1-4-{}")
 @pytest.mark.parametrize(
     ("q_len", "group", "shape"),
@@ -90,6 +92,7 @@ def test_few_queries_over_keys_of_8_bits(q_len, group, shape):
     assert found.report.bytes(buffer="k") == predicted.tiles.visited_columns * w.problem.head_dim
 
 
+@pytest.mark.slow
 def test_a_row_of_q_has_its_own_range():
     """Rows of bfloat16 as large and as small as they come: in float16 by themselves they would be infinite and 0."""
     w = few_of_8_bits(4, 4, kv_len=100)
@@ -102,6 +105,7 @@ def test_a_row_of_q_has_its_own_range():
     assert w.wrong(w.run()) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_q", ["bfloat16", pytest.param(E4M3, marks=AT_NIGHT)])
 def test_keys_that_are_split(of_q):
     w = few_of_8_bits(3, 4, kv_len=300, of_q=of_q, options={"keys": SplitKeys()})
@@ -119,6 +123,7 @@ PACKED = {"heads": 4, "kv_heads": 1, "packed": True, "tile": (32, 64)}
 PACKED_KEYS = {"keys": SplitKeys(), "packed": True}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("varlen")
 @pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
 def test_each_sequence_has_the_bits_that_it_has_alone(layout):
@@ -127,6 +132,7 @@ def test_each_sequence_has_the_bits_that_it_has_alone(layout):
     assert w.plan.packed and w.wrong(result) == [] and result.report.conflicts == []
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("varlen")
 @pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
 def test_pages_that_are_split(layout):
@@ -135,6 +141,7 @@ def test_pages_that_are_split(layout):
     check_pages(split_pages("causal", "ampere", 16, q_offset=first, layout=layout, **shape), 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "splits", "shape"),
     [
@@ -158,6 +165,7 @@ def test_sequences_behind_each_other_over_keys_of_8_bits(options, splits, shape)
     assert w.w.plan.pipeline == "ampere" and w.wrong(w.run(kv_splits=splits), kv_splits=splits) == []
 
 
+@pytest.mark.slow
 def test_a_call_of_sequences_behind_each_other(monkeypatch):
     """Queries of 16 bits over keys of 8, each beside itself alone in float64."""
     gpu, g = install(monkeypatch, (9, 0)), torch.Generator().manual_seed(0)
@@ -195,6 +203,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("the heads of the next pack")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_what_is_wrong_is_seen(name):

@@ -158,6 +158,7 @@ def test_masks_of_several_zones_have_no_traffic_formula():
         assert tile_formulas(analyse(fg.load_spec(name).bind())) is None
 
 
+@pytest.mark.slow
 def test_nothing_but_this_module_needs_sympy():
     script = (
         "import sys, numpy as np, flashgen as fg\n"

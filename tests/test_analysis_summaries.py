@@ -170,6 +170,7 @@ def test_emitted_classes_are_those_of_python(name):
     emitted(name)
 
 
+@pytest.mark.slow
 def test_emitted_classes_of_flags_by_batch():
     assert set(np.unique(emitted("flags"))) >= {EMPTY, PARTIAL}
 
@@ -216,6 +217,7 @@ def test_what_a_kernel_finds_is_what_the_values_are(name):
                 np.testing.assert_array_equal(found[end][:, i], known[end].ravel())
 
 
+@pytest.mark.slow
 def test_cells_are_summarised_in_parts_that_divide_tiles():
     emitted("blocks", Tile(q=32, kv=32))
     (found,) = summaries.tile_summaries(analyse(fg.variant(MASKS["blocks"])), Tile(q=32, kv=32))

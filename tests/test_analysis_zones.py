@@ -53,6 +53,7 @@ def test_zones_are_judged_in_one_pass_over_arrays():
     assert zones.pairs(z).tolist() == expected
 
 
+@pytest.mark.slow
 @bounded
 @given(st.integers(0, 20), st.integers(1, 12), st.integers(-20, 20), st.integers(-40, 40))
 def test_floor_sum(n, m, a, b):

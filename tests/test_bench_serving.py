@@ -128,6 +128,7 @@ def test_wrong_gradients_of_sequences_are_said(monkeypatch):
     assert {reason.partition(":")[0] for reason in found.reasons} == {"dk"}
 
 
+@pytest.mark.slow
 def test_bits_that_differ_are_counted(monkeypatch):
     found = measure(serving.bits, small(64, 64, q_len=64), 32, {})
     forms = {"batch 1", "chunks of 32", "decoded", "decoded, 1 split", "decoded, 4 splits", "pages of 16"}

@@ -69,6 +69,7 @@ def test_shape_options_reach_the_problem():
     assert (got["dtype"], got["arch"]) == ("float16", "sm_86")
 
 
+@pytest.mark.slow
 def test_formulas_of_a_band():
     full = ("plan", "full", "--seqlen", 256, "--formulas")
     assert "write_bytes = batch*heads*q_len*(itemsize*v_head_dim + 4)" in flashgen(*full).out
@@ -81,6 +82,7 @@ def test_a_tile_is_taken_as_it_is():
     assert plan("full", "--seqlen", 256, "--arch", "sm_80", "--tile", "64x32")["tile"] == {"q": 64, "kv": 32}
 
 
+@pytest.mark.slow
 def test_parameters_and_constants():
     narrow, wide = (plan("sliding_window", "--seqlen", 4096, "--param", f"window={w}") for w in (16, 4096))
     assert narrow["flops_useful"] < wide["flops_useful"]
@@ -149,6 +151,7 @@ def test_a_deterministic_backward_on_hopper():
     assert "dq_semaphore" in flashgen("plan", *asked).out
 
 
+@pytest.mark.slow
 def test_options_of_a_backward():
     options = ("--arch", "sm_80", "--backward", "--deterministic", "--dropout", "--gradient", "table")
     got = plan("relative_bias", "--seqlen", 512, *options)

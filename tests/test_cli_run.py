@@ -51,6 +51,7 @@ def test_gradients_are_checked_where_asked(name, options):
     assert f"checked against float64: {elements:,} elements, seed 0" in out
 
 
+@pytest.mark.slow
 def test_what_is_dropped_is_dropped_in_float64_too(monkeypatch):
     shape = ("--heads", 4, "--kv-heads", 2, "--seqlen", 67, "--head-dim", 64, "--dropout", 0.3, "--seed", 5)
     assert "checked against float64" in run("softcap", *shape, "--backward", "--deterministic").out
@@ -68,6 +69,7 @@ def test_what_is_dropped_is_dropped_in_float64_too(monkeypatch):
     assert "check failed: RMS error" in spoiled(lambda k: {}, dropout=0.0)
 
 
+@pytest.mark.slow
 def test_few_elements_drop_others_each_time():
     assert (
         "elements"
@@ -213,6 +215,7 @@ def test_a_sweep_on_the_cpu(tmp_path):
     assert "48 of 48 cases pass on the CPU" in ran.out  # 2 specs x 2 dtypes x 3 head dims x 2 kv_heads x 2 lengths
 
 
+@pytest.mark.slow
 def test_a_sweep_that_fails_says_how_to_repeat_the_case(tmp_path, monkeypatch):
     spoil(monkeypatch, lambda o, lse: (o * (1.05 if o.dtype == torch.float16 else 1.0), lse))
     ran = run("causal", "--sweep", code=1)

@@ -32,6 +32,7 @@ def test_the_share_counts_pairs_and_not_cells(tmp_path):
     assert "0.3% of the mask is visible" in flashgen("show", spec, "--seqlen", 385, "--arch", "sm_80").out
 
 
+@pytest.mark.slow
 def test_the_batch_and_head_are_named_where_the_mask_reads_them(tmp_path):
     def said(mask, *options):
         spec = tmp_path / "spec.py"
@@ -72,6 +73,7 @@ def pairs(b, h, q, k):
 """
 
 
+@pytest.mark.slow
 def test_a_promise_that_would_settle_tiles_is_named(tmp_path):
     asked = ("--seqlen", 1024, "--arch", "sm_80", "--tile", "64x64")
     for promise, hinted in (("", True), ("min=0, max=0,", False)):
@@ -83,6 +85,7 @@ def test_a_promise_that_would_settle_tiles_is_named(tmp_path):
         assert ("the tiles of a block mask visited" in out) == hinted
 
 
+@pytest.mark.slow
 def test_what_data_alone_tell_needs_no_promise(tmp_path):
     asked = ("--seqlen", 1024, "--arch", "sm_80", "--tile", "64x64")
     said = "; those of 'image' are found for each tile first, in the same call"
@@ -104,6 +107,7 @@ def test_every_shipped_spec_is_drawn(name):
     assert f"{name}: batch 1" in out and "misclassified" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix, start", [(".png", b"\x89PNG"), (".svg", b"<?xml")])
 def test_pictures(tmp_path, suffix, start):
     file = tmp_path / f"mask{suffix}"

@@ -21,6 +21,7 @@ def test_a_kernel_is_executed_checked_and_counted():
     assert "mma.sync" in ran.out
 
 
+@pytest.mark.slow
 def test_a_kernel_that_drops_is_checked_on_the_pairs_that_it_keeps(monkeypatch):
     dropping = (*SMALL, "--dropout", "0.3")
     got = json.loads(flashgen("simulate", "causal", *dropping, "--json").out)
@@ -37,6 +38,7 @@ def test_copies_may_end_late():
     assert "no trap" in flashgen("simulate", "full", *SMALL, "--late").out
 
 
+@pytest.mark.slow
 def test_a_kernel_that_does_not_end_in_time():
     ran = flashgen("simulate", "full", *SMALL, "--step-limit", "50", code=2)
     assert "50" in ran.err

@@ -38,6 +38,7 @@ def test_a_tile_of_keys_is_seen_from_its_first_key_on_under_a_causal_mask():
     assert window.startswith("first_tile_of_run(tile, keys.k_first, keys.k_last + ")
 
 
+@pytest.mark.slow
 def test_an_additive_bias_has_no_slope_and_a_capped_score_has_one():
     assert transposed(analyse(load_spec("alibi").bind()), ()).slope is None
     assert transposed(analyse(load_spec("softcap").bind()), ()).slope is not None
@@ -60,6 +61,7 @@ def test_what_selects_a_captured_element_decides_what_is_summed_first():
     assert "One sum per tile" in emit(plan_of("alibi", gradients=("slopes",)))
 
 
+@pytest.mark.slow
 def test_only_what_a_plan_asks_for_is_emitted():
     plain, sure = emit(plan_of("causal")), emit(plan_of("causal", deterministic=True))
     assert "red_add_f32" in plain and "attention_backward_finish" in plain and "previous_tile" not in plain
@@ -213,6 +215,7 @@ def test_a_tensors_name_meets_no_function_of_the_kernel(name):
     nvrtc.ptx(emit(plan), "sm_90a")
 
 
+@pytest.mark.slow
 def test_the_second_read_of_a_tensor_and_a_tensor_called_like_it_are_told_apart():
     a, a2 = (fg.tensor(name, ("kv",), "float32") for name in ("a", "a2"))
     variant = fg.variant().score(lambda s, b, h, q, k: s + a[k] + a[q] + a2[k])

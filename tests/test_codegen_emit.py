@@ -64,6 +64,7 @@ def test_nothing_is_emitted_that_is_not_used(path):
     assert not referenced_nowhere(KEPT[path])
 
 
+@pytest.mark.slow
 def test_an_unused_overload_is_found():
     plan = next(iter(KEPT.values())).plan
     text = "#define DEVICE __device__\nDEVICE int f(int x) { return x; }\n\nDEVICE float f(float x) { return x; }\n"
@@ -82,6 +83,7 @@ def test_a_kernel_template_declares_no_name_of_the_device_library(path):
     assert members and not library & members
 
 
+@pytest.mark.slow
 @every_golden
 def test_the_struct_sizes_are_proven(name):
     plan, text = KEPT[GOLDENS[name]].plan, KEPT[GOLDENS[name]].text

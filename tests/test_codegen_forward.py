@@ -111,6 +111,7 @@ def test_head_dims_without_bank_conflicts(head_dims):
     check(CAUSAL, case_of(40, 50, heads=4, kv_heads=2, batch=2), plan)
 
 
+@pytest.mark.slow
 def test_rows_that_see_nothing_are_zero():
     variant = fg.variant(lambda b, h, q, k: (k + 20 <= q) & (q < 40))
     o, lse = check(variant, case_of(60, 60), plan_of(variant))
@@ -123,12 +124,14 @@ def test_scale_may_be_zero_tiny_or_large(scale):
     check(CAUSAL, case_of(40, 40), plan_of(CAUSAL), scale=scale)
 
 
+@pytest.mark.slow
 def test_scores_of_minus_infinity_are_masked():
     variant = fg.variant(score=lambda s, b, h, q, k: fg.where((k % 3 == 0) | (q == 5), -math.inf, s))
     o, lse = check(variant, case_of(40, 50), plan_of(variant))
     assert not o[:, :, 5].any() and np.isneginf(lse[:, :, 5]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "at"), [(np.nan, 3), (np.inf, 3), (np.nan, 45), (np.inf, 45)])
 def test_nan_and_infinite_scores_reach_their_rows_only(value, at):
     case, plan = case_of(40, 50), plan_of(FULL)
@@ -143,11 +146,13 @@ def test_nan_and_infinite_scores_reach_their_rows_only(value, at):
     assert np.isfinite(np.delete(o, 7, axis=2)).all()
 
 
+@pytest.mark.slow
 def test_the_maximum_may_rise_at_every_tile():
     variant = fg.variant(score=lambda s, b, h, q, k: s - 3.0 * k)  # keys are visited from the last to the first
     check(variant, case_of(33, 200), plan_of(variant))
 
 
+@pytest.mark.slow
 def test_rows_heads_and_batches_may_lie_apart():
     """q, k, v and o as [batch, rows, heads, head_dim] tensors with room behind each row."""
     plan, case = plan_of(CAUSAL, head_dim=24, v_head_dim=16), case_of(37, 45, batch=2, heads=4, kv_heads=2)

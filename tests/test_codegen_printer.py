@@ -78,6 +78,7 @@ def test_every_op_has_a_case():
     assert {name for name, _ in CASES} == set(OPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_ops_on_numbers(exact):
     rng = np.random.default_rng(3)

@@ -286,7 +286,13 @@ def test_no_figure_is_claimed_before_it_is_measured(name):
 PRESENT = {(name, match[2]): match[0] for name, text in TEXTS.items() for match in BLOCK.finditer(text)}
 
 
-@pytest.mark.parametrize(("name", "block"), PRESENT)
+#: Blocks that plan hundreds of kernels.
+LONG = {"masks", "served_forward", "served_backward", "architectures"}
+
+
+@pytest.mark.parametrize(
+    ("name", "block"), [pytest.param(*key, marks=[pytest.mark.slow] * (key[1] in LONG)) for key in PRESENT]
+)
 def test_generated_parts_are_what_is_generated_now(name, block):
     text = PRESENT[name, block]
     assert written(text) == text, "refresh it with: python tests/documents.py"
@@ -304,6 +310,7 @@ def test_every_generated_part_has_its_place():
     assert {block for _, block in PRESENT} == set(BLOCKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True])
 def test_where_there_is_one_pipeline_it_serves_every_feature(backward):
     """As docs/limits.md says; of an architecture with the least shared memory."""

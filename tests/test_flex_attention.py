@@ -363,6 +363,7 @@ def test_inputs_that_are_no_tensors_are_refused_by_name(name):
         flashgen.flex_attention(**given)
 
 
+@pytest.mark.slow
 def test_torch_compile_leaves_the_call_between_graphs():
     block_mask = create_block_mask(causal, 1, 1, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK)
     q, k, v = (x.requires_grad_() for x in inputs())

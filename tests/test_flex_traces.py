@@ -493,6 +493,7 @@ def test_a_variant_made_outside_is_compiled_without_a_break():
     torch.testing.assert_close(compiled(q), flashgen.attention(q, q, q, variant))
 
 
+@pytest.mark.slow
 def test_a_function_may_be_traced_between_graphs():
     ids, q = ids_of(0), torch.randn(1, 2, LENGTH, 16)
 

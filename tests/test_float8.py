@@ -172,6 +172,7 @@ def test_the_baseline_has_the_bias_of_the_accumulators(accuracy, monkeypatch):
     assert [reason[:11] for reason in w.wrong(found)] == ["signed bias"]
 
 
+@pytest.mark.slow
 def test_the_errors_that_a_plan_prints_are_those_of_an_emulation():
     found = errors_of_forms()
     for name, said in ERRORS.items():

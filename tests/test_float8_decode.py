@@ -105,6 +105,7 @@ def test_each_row_has_the_descale_of_its_head_and_block(options, shape, edit):
             break
 
 
+@pytest.mark.slow
 def test_no_descale_beyond_the_last_block_is_read():
     """A warpgroup may have no query: the third of a tile of 192 behind 385 queries."""
     w = eight("full", heads=1, q_len=385, kv_len=64, tile=(192, 64))

@@ -232,6 +232,7 @@ def moved(w):
     return predicted, counted
 
 
+@pytest.mark.slow
 def test_bytes_are_predicted():
     """A sequence that ends with a tile, and the last, which ends with the tensor."""
     w = joined("causal", queries=(192, 33), keys=(256, 150), poisoned=None)

@@ -83,6 +83,7 @@ def test_few_texts_are_refused():
     assert refused < len(cases) / 10
 
 
+@pytest.mark.slow
 def test_a_case_is_the_same_again_and_its_report_is_a_spec_file(tmp_path):
     one, two = (drawn.__wrapped__("text", 12) for _ in range(2))
     assert [case.report() for case in one] == [case.report() for case in two]
@@ -100,6 +101,7 @@ def test_a_case_is_the_same_again_and_its_report_is_a_spec_file(tmp_path):
             np.testing.assert_array_equal(array, case.values("tensor")[tensor.name])
 
 
+@pytest.mark.slow
 def test_the_evaluator_imports_nothing_of_the_compiler():
     tree = ast.parse(Path(evaluator.__file__).read_text())
     modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
@@ -195,6 +197,7 @@ def notices(name, count):
     return [kind.split()[0] for kind in search(JUDGES[name], 7, count=count).failures] == ["Wrong"]
 
 
+@pytest.mark.slow
 def test_analysis_notices_a_wrong_range(broken):
     broken("maximum", "abstract", ops.OPS["minimum"].abstract)
     assert notices("analysis", 200)
@@ -230,6 +233,7 @@ def test_compile_notices_a_refusal_that_supports_does_not_know(monkeypatch):
     assert notices("compile", 20)
 
 
+@pytest.mark.slow
 def test_counts_notice_a_pair_too_many(monkeypatch):
     counted = counts._visible_pairs
 

@@ -390,6 +390,7 @@ def test_mutations_of_dropout_are_noticed(name):
     assert b.wrong(b.run(DROPOUT_MUTATIONS[name]))
 
 
+@pytest.mark.slow
 def test_a_dropped_consumer_deadlocks():
     b = Backward("causal", pipeline="hopper", head_dim=80, q_len=70, kv_len=100)
     program = b.plan.program

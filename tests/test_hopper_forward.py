@@ -149,6 +149,7 @@ def test_queries_without_any_key(spec):
     assert result.report.bytes(buffer="q") == 0
 
 
+@pytest.mark.slow
 def test_queries_behind_their_window_see_nothing_and_load_nothing():
     w = work("sliding_window", "hopper", q_len=400, kv_len=60, q_stages=2)
     result = w.run()

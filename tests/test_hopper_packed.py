@@ -85,6 +85,7 @@ def test_heads_that_share_keys_load_them_once():
     assert of_packs.visible == of_heads.visible and of_packs.visited_elements == of_heads.visited_elements
 
 
+@pytest.mark.slow
 def test_rows_that_see_nothing():
     w = few(40, 4, spec="causal_bottom_right", kv_len=10, q_stages=2)
     result = w.run()

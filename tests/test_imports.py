@@ -208,6 +208,7 @@ def test_a_backward_import_is_caught(tmp_path, monkeypatch):
     assert backward_imports(bad) == ["lang/bad.py:2 imports flashgen.planning"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", NO_TORCH)
 def test_folders_that_need_no_gpu_never_import_torch_or_cuda(stage):
     found = [

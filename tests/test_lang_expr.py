@@ -59,6 +59,7 @@ def test_walk_visits_shared_nodes_once_and_operands_first():
         assert all(order.index(operand) < order.index(n) for operand in n.operands)
 
 
+@pytest.mark.slow
 def test_a_deep_expression_does_not_recurse():
     root = node("index", DType.INT32, (), "q")
     for i in range(5000):
@@ -86,6 +87,7 @@ def test_nodes_that_nothing_holds_are_forgotten(monkeypatch):
     assert len(expr._interned) < before + 100
 
 
+@pytest.mark.slow
 def test_serialized_text_is_the_same_in_every_process():
     code = (
         "import flashgen as fg; t = fg.tensor('t', dims=('kv',), dtype='int32');"

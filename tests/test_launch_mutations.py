@@ -242,6 +242,7 @@ def test_a_wrong_number_is_noticed(name, mutation):
     assert noticed(name, change) == expected
 
 
+@pytest.mark.slow
 def test_counters_that_are_not_left_as_they_were_found():
     with pytest.raises(errors.NotCleared, match=r"counters is left as \[0, 2\]: the next launch needs zeros there"):
         subject("hopper").run(replace("p.counters[0] = p.counters[1] = 0;", "p.counters[0] = 0;"))

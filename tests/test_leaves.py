@@ -208,6 +208,7 @@ def noticed(w, edit):
     return bool(w.wrong(result))
 
 
+@pytest.mark.slow
 def test_a_wrong_walk_is_noticed(monkeypatch):
     w = split_work("causal_bottom_right", "ampere", SMALL, **SHAPE)
     right = tiles._Walk._of_blocks
@@ -286,6 +287,7 @@ def prompt():
     return causal, (q, k, v), fg.attention(q, k, v, causal, return_lse=True, invariant=True)
 
 
+@pytest.mark.slow
 def test_attention(prompt):
     """Rows of a prompt, in chunks of it, one by one, alone, padded and in pages."""
     causal, (q, k, v), (o, lse) = prompt
@@ -325,6 +327,7 @@ def test_sequences_of_a_batch(prompt):
     assert torch.equal(found[100:].transpose(0, 1), o[0, :, 1299:])
 
 
+@pytest.mark.slow
 def test_gradients_and_graphs():
     q, k, v = (torch.randn(1, 2, n, 32, dtype=torch.float64, requires_grad=True) for n in (4, 700, 700))
     full = load_spec("full")

@@ -84,6 +84,7 @@ def test_bits_of_each_batch_and_head(lengths):
     test_ptx_attention.check(work)
 
 
+@pytest.mark.slow
 def test_bits_of_each_batch_and_head_backward():
     work = ptx_backward.Backward(by_head, pipeline="hopper", q_len=97, kv_len=150)
     assert work.plan.backward.mask == MaskFromBits()
@@ -124,6 +125,7 @@ def test_what_is_predicted_of_a_table_is_what_each_kernel_reads(variant, form, l
         assert sum(making.bytes("st", buffer=name) for name in made) == told.write_bytes
 
 
+@pytest.mark.slow
 def test_of_sequences_with_lengths_a_table_is_read_by_pairs():
     """Nothing is summarised where a tile of one sequence is none of another."""
     work = padded.batch(pairs, "hopper", q_lengths=(64, 64), kv_lengths=(128, 128), heads=1, q_len=64, kv_len=128)
@@ -150,6 +152,7 @@ def test_parts_of_a_tile_of_no_whole_words_read_the_table():
 lattice = fg.variant(lambda b, h, q, k: (k <= q) & (q - k < 150) & ((q - k) % 3 == 0), name="lattice")
 
 
+@pytest.mark.slow
 def test_bounds_are_asked_apart_from_what_every_tile_has():
     """Not where all is bounds, where tiles lie in one block of the rest, where something is read, or where sequences
     have positions of their own."""
@@ -171,6 +174,7 @@ def test_tiles_on_bounds_and_within(lengths):
     test_ptx_attention.check(work)
 
 
+@pytest.mark.slow
 def test_a_bound_that_is_not_asked_is_missed():
     work = ptx_attention.work(lattice, "hopper", q_len=200, kv_len=333)
     never = ptx_attention.replace("classify_bounds(rows, tile, p) != FULL", "false")
@@ -217,6 +221,7 @@ def test_tiles_of_few_blocks_each(lengths, n):
     test_ptx_attention.check(work)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("128")
 @pytest.mark.parametrize("n", [64, 128])
 def test_tiles_of_few_blocks_each_backward(n):

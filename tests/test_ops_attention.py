@@ -90,6 +90,7 @@ def test_dtypes_and_head_dims(dtype, dim):
     check((o, lse), expected(q, k, v, keep=lambda i, j: (j <= i) & (i - j < 5)), dtype)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     scale=st.sampled_from([None, 1.0, 0.0, -0.25, 3, 1e-3]),
@@ -242,6 +243,7 @@ def test_compiled_output_has_the_eager_layout():
         assert torch.equal(mine, eager) and mine.stride() == eager.stride() and mine.dtype == eager.dtype
 
 
+@pytest.mark.slow
 def test_the_op_is_well_formed():
     q, k, v = tensors()
     arguments = (q, k, v, windowed.token, [], [], ["window"], [4], [], [], None, False)

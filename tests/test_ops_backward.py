@@ -68,6 +68,7 @@ def test_gradcheck_of_every_score(name):
     assert gradcheck(lambda *t: fg.attention(*t, variant, return_lse=True, **named, **case.params), tensors())
 
 
+@pytest.mark.slow
 def test_gradcheck_with_dropout():
     q, k, v = tensors()
     assert gradcheck(lambda *t: fg.attention(*t, plain, dropout=0.4, seed=3, return_lse=True), (q, k, v))
@@ -407,6 +408,7 @@ def test_compiled_models(backend):
             torch.testing.assert_close(x, y)
 
 
+@pytest.mark.slow
 def test_compiled_dropout():
     q, k, v = tensors()
     model = torch.compile(
@@ -432,6 +434,7 @@ def _differing(q, k, v, seed):
     return fg.attention(q, k, v, plain, dropout=0.5) - fg.attention(q, k, v, plain, dropout=0.5)
 
 
+@pytest.mark.slow
 def test_compiled_seed_and_errors():
     q, k, v = tensors()
     model = torch.compile(
@@ -443,6 +446,7 @@ def test_compiled_seed_and_errors():
         wrong(q, k, v)
 
 
+@pytest.mark.slow
 def test_the_ops_follow_the_rules_of_torch():
     q, k, v = tensors()
     o, lse = fg.attention(q, k, v, plain, return_lse=True)

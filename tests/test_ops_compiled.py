@@ -144,6 +144,7 @@ def test_wrong_tensors():
         assert eager.startswith(message) and error_of(compiled, *given) == eager
 
 
+@pytest.mark.slow
 def test_seeds_that_change_are_checked():
     q, k, v = tensors()
     compiled = torch.compile(
@@ -204,6 +205,7 @@ def test_four_values_of_a_number(what, backend):
     assert graphs_of(call, changes, dynamic=None, backend=backend) == 2, "the first value alone is taken for fixed"
 
 
+@pytest.mark.slow
 def test_four_lengths():
     def call(q, k, v):
         return fg.attention(q, k, v, windowed, window=3)
@@ -214,6 +216,7 @@ def test_four_lengths():
     assert graphs_of(call, changes, dynamic=None) == 2
 
 
+@pytest.mark.slow
 def test_gradients_where_floats_change():
     def gradients(call, slope):
         inputs = [x.requires_grad_() for x in tensors()]
@@ -247,6 +250,7 @@ def test_floats_that_do_not_change_stay_numbers_of_the_graph():
     assert list(call.args[6:10]) == [["slope", "scale"], [0.25, 0.5], [], None]
 
 
+@pytest.mark.slow
 def test_the_default_device_is_not_where_numbers_lie():
     q, k, v = tensors()
     compiled = torch.compile(

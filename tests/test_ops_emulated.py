@@ -121,6 +121,7 @@ def test_few_queries_of_heads_that_share_keys(gpu, turned):
         assert (plan.packed, config.gridDimX) == (True, 4)
 
 
+@pytest.mark.slow
 def test_expanded_keys(gpu, caplog):
     """Stride 0, which TMA cannot address: pipeline ampere serves it, and says so once, not for each call or length."""
     for kv_len in (90, 90, 70):

@@ -184,6 +184,7 @@ def test_records_of_a_gpu(capability, monkeypatch):
         fg.attention(q, k, v, causal, kv_lengths=long)
 
 
+@pytest.mark.slow
 def test_positions_beyond_a_captured_tensor_are_clamped_on_a_gpu(monkeypatch):
     gpu = install(monkeypatch, (8, 0))
     q, k, v = (gpu.put(x) for x in draw(dtype=torch.bfloat16))

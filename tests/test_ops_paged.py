@@ -166,6 +166,7 @@ def test_a_variant_that_captures_a_table_of_its_own():
     torch.testing.assert_close(o, fg.attention(q, k[:, :, 5:], v[:, :, 5:], fg.variant()))
 
 
+@pytest.mark.slow
 def test_compiled():
     cache, q = cached(KEYS, 16), queries(3, 2, 1, 32)
 

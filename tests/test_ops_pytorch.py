@@ -106,6 +106,7 @@ def graphs_of(call, changes):
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_one_graph_for_all_that_changes():
     """Lengths of 2 and more, int and float parameters, scale, and what a captured tensor holds: four values of each."""
 
@@ -145,6 +146,7 @@ class Model(torch.nn.Module):
         return fg.attention(q, k, v, learned, table=self.rows, scale=0.3, slope=0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_model(strict):
     model = Model()
@@ -177,6 +179,7 @@ class Windowed(torch.nn.Module):
 # -- modes
 
 
+@pytest.mark.slow
 def test_autocast_casts_as_for_pytorch_s_own():
     q, k, v = tensors()
     double = tensors(dtype=torch.float64)
@@ -210,6 +213,7 @@ def test_inference_mode():
     assert torch.equal(fg.attention(*inside, windowed), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("compiled", "reentrant"), [(False, False), (False, True), (True, False)])
 def test_checkpoints(compiled, reentrant):
     q, k, v = (x.requires_grad_() for x in tensors())
@@ -273,6 +277,7 @@ def test_calls_leave_memory_resizable():
     assert all(x.untyped_storage().resizable() for x in given)
 
 
+@pytest.mark.slow
 def test_a_graph_breaks_at_a_call_of_8_bits():
     """And what it computes around that call stays."""
     full, one = fg.variant(), torch.ones(1)

@@ -343,6 +343,7 @@ class Sequence:
         )
 
 
+@pytest.mark.slow
 def test_sequences_of_calls_equal_fresh_calls(machine):
     random, sequence = Random(0), Sequence(machine)
     of = {name: values[0] for name, values in CHANGES.items()}

@@ -372,6 +372,7 @@ def test_a_head_dim_of_0_is_not_one_that_was_not_given(name, backward):
             fg.plan("causal", backward=backward, seqlen=seqlen, **{name: 0})
 
 
+@pytest.mark.slow
 def test_a_plan_names_the_better_pipelines_that_do_not_serve_it():
     """And fixing the better one gives the same reason; `supports` has none where something serves."""
     factor = fg.tensor("factor", dims=("heads",), dtype="float32")

@@ -227,6 +227,7 @@ turned = fg.tensor("turned", dims=("heads", "batch"), dtype="float32")
 lifted = fg.variant(score=lambda s, b, h, q, k: s + turned[h, b] * k, name="lifted")
 
 
+@pytest.mark.slow
 def test_a_captured_tensor_whose_batch_comes_later(calls):
     q, k, v = tensors()
 
@@ -263,6 +264,7 @@ def test_jacobians():
     torch.testing.assert_close(found, torch.autograd.functional.jacobian(both, (*inputs, bias())))
 
 
+@pytest.mark.slow
 def test_make_fx_of_vmap():
     q, k, v = tensors()
     mapped = torch.func.vmap(banded, in_dims=(0, None, None))

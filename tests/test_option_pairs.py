@@ -104,6 +104,7 @@ def test_what_is_served_of_a_part_of_the_keys_spills_nothing(pipeline, spec, hea
         assert nvrtc.compile(emit(plan), "sm_90a").resources.spills == 0, (request.asked, plan.tile)
 
 
+@pytest.mark.slow
 def test_layouts_are_served_beside_each_choice_of_keys():
     """Only what an option refuses in any layout is refused: dropout beside leaves, say, and packs of ampere."""
     for pipeline, keys, layout in itertools.product(("ampere", "hopper"), KEYS, LAYOUTS):

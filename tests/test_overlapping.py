@@ -57,6 +57,7 @@ def of(name):
 
 
 # ---------------------------------------------------------------- which kernels do
+@pytest.mark.slow
 def test_kernels_of_hopper_overlap_and_no_others():
     for name, arch in ARCHS.items():
         expected = Overlapping() if name == "sm_90a" else InTurn()
@@ -88,6 +89,7 @@ def test_each_kernel_waits_and_lets_the_next_one_start():
 
 
 # ---------------------------------------------------------------- each wait is needed, and where it stands
+@pytest.mark.slow
 @pytest.mark.sampled("attention_forward, neither")
 @pytest.mark.parametrize("edit, words", of("attention_forward"))
 def test_a_forward(edit, words):
@@ -95,6 +97,7 @@ def test_a_forward(edit, words):
         work("causal", "hopper", **FORWARD).run(edit)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("attention_forward, no wait", "attention_combine, neither")
 @pytest.mark.parametrize("edit, words", [*of("attention_forward"), *of("attention_combine")])
 def test_a_combination(edit, words):
@@ -102,6 +105,7 @@ def test_a_combination(edit, words):
         split_work("causal", "hopper", **FORWARD).run(edit, kv_splits=2)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("attention_backward_prepare, neither", "attention_backward_prepare, the other order")
 @pytest.mark.parametrize(
     "edit, words",
@@ -115,6 +119,7 @@ def test_a_backward(edit, words):
         b.run(edit)
 
 
+@pytest.mark.slow
 def test_what_the_kernel_behind_reads_too_early():
     """It is named where it is written, whatever values lie there before."""
     edit = within("attention_combine", "if (p.part_rows[0].y == 0.5f) __trap(); " + WAIT, LAUNCH)
@@ -122,6 +127,7 @@ def test_what_the_kernel_behind_reads_too_early():
         split_work("causal", "hopper", **FORWARD).run(edit, kv_splits=2)
 
 
+@pytest.mark.slow
 def test_nobody_writes_before_the_wait():
     edit = within("attention_combine", "p.part_rows[0] = NO_PART; " + WAIT, LAUNCH)
     with pytest.raises(errors.NotComplete, match=r"st into byte .* of part_rows .* may still use it"):

@@ -163,6 +163,7 @@ def test_the_planner_takes_sums_in_the_order_of_dense_kernels(arch, pipeline, sp
     assert padded[0].pipeline == pipeline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mask", ["tests/masks/dense.py", "specs/masks/mixed_kinds.py"])
 def test_masks_of_several_reads_have_tiles_that_every_layout_holds(mask, head_dim):

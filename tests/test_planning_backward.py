@@ -157,6 +157,7 @@ def test_workspaces_are_linear_in_the_length():
         assert sum(part.amount for part in p.workspaces) <= 8 * (q_len + 64) * (64 * 4 + 8)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("sm_80", "sm_90a")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
 def test_columns_of_dq_are_whole_products_for_every_warp(arch):
@@ -242,6 +243,7 @@ def test_hopper_serves_every_spec(name):
         assert plan.dropout and plan.pipeline == ("ampere" if name == "tree" else "hopper")
 
 
+@pytest.mark.slow
 def test_hopper_serves_what_it_can_and_says_what_not():
     causal, biased = load_spec("causal").bind(), load_spec("relative_bias").bind()
     factor = fg.tensor("factor", dims=("heads",), dtype="float32")

@@ -269,6 +269,7 @@ def test_the_nearest_tile_works(arch, pipeline, stages, head_dim):
     assert refusals > 10
 
 
+@pytest.mark.slow
 def test_the_nearest_tile_of_a_backward_works():
     for tile in TILES:
         with pytest.raises(PlanError) as error:

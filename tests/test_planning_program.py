@@ -87,6 +87,7 @@ def test_every_program_is_sound():
         assert plan.threads == 32 * sum(role.warps for role in plan.program.roles)
 
 
+@pytest.mark.slow
 def test_a_block_gives_no_more_registers_than_it_starts_with():
     alone = [plan for plan in plans() if not plan.program.specialised]  # one warpgroup: any thread may have the most
     assert alone and all(plan.threads * ARCH.registers_per_thread <= ARCH.registers_per_sm for plan in alone)
@@ -99,6 +100,7 @@ def test_a_block_gives_no_more_registers_than_it_starts_with():
         assert plan.program.producer_registers < started < plan.program.consumer_registers
 
 
+@pytest.mark.slow
 def test_the_sum_of_shared_memory_is_that_of_the_members():
     for plan in plans():
         assert plan.program.shared_bytes(ALIGNMENT) == plan.smem_bytes
@@ -151,6 +153,7 @@ def test_barriers_count_those_who_arrive():
         assert counted(text_of(plan)) == wanted
 
 
+@pytest.mark.slow
 def test_each_thread_of_the_producer_warpgroup_finds_its_role():
     struct = {}  # by role
     for plan in plans():

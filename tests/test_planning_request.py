@@ -206,6 +206,7 @@ def decisions(path):
                 yield f"{path.relative_to(PACKAGE)}:{found.lineno}"
 
 
+@pytest.mark.slow
 def test_no_decision_above_pipelines_is_made_by_the_name_of_one():
     above = [path for stage in ("ops", "bench", "cli") for path in (PACKAGE / stage).glob("*.py")]
     above.append(PACKAGE / "planning" / "planner.py")

@@ -146,6 +146,7 @@ def test_counts_equal_a_loop_over_tiles(name, problem, tile, seed):
     assert p.flops_useful <= p.flops
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(
     name=st.sampled_from(["full", "causal", "window", "sink"]),

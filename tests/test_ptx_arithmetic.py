@@ -204,6 +204,7 @@ def test_64_bit_integers(a, b):
     check("rem.s64 %o, %a, %b;", [_truncated(x, y)[1] if y else x for x, y in pairs])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=10)
 @given(_ints(_INT32, np.int32), _ints(st.integers(0, 80), np.uint32), _ints(st.integers(0, 40), np.uint32))
 def test_shifts_and_bit_fields(a, by, count):

@@ -145,6 +145,7 @@ def test_dropout(pipeline, spec, shape):
     assert w.run(kept, dropout=dropout).o.tobytes() != result.o.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_no_keys_at_all(pipeline):
     result = work("full", pipeline, kv_len=0).run()
@@ -152,6 +153,7 @@ def test_no_keys_at_all(pipeline):
     assert (result.lse == -np.inf).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("scale", [0.0, 3.0])
 def test_scale(pipeline, scale):
@@ -271,6 +273,7 @@ def test_an_index_past_its_promise_reads_the_nearest_element(pipeline, wrong):
     work(variant, pipeline, case=Case(sizes=sizes, params={}, tensors=tensors)).run()  # past the buffers it would trap
 
 
+@pytest.mark.slow
 def test_step_limit():
     with pytest.raises(StepLimit, match="more than 1000 warp instructions"):
         work("full", "ampere").run(step_limit=1000)

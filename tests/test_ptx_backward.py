@@ -13,6 +13,7 @@ import flashgen as fg
 from flashgen.interpreter import errors
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("<lambda>1")
 @pytest.mark.parametrize(
     "score",

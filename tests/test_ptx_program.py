@@ -39,6 +39,7 @@ def run(subject, program: Program):
     return changed.run(step_limit=2_000_000, sms=1)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("loader")
 @pytest.mark.parametrize("name", ["storer", "loader"])
 def test_a_dropped_role_deadlocks(subject, name):
@@ -46,6 +47,7 @@ def test_a_dropped_role_deadlocks(subject, name):
         run(subject, without(subject.plan.program, name))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("k")
 @pytest.mark.parametrize("name", ["k", "work"])
 def test_a_consumer_too_many_deadlocks(subject, name):

@@ -308,6 +308,7 @@ def same(found, wanted):
         np.testing.assert_array_equal(mine.reshape(theirs.shape), theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("128-sm_90a", "None-sm_80")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("block", [128, 256, None])
@@ -317,6 +318,7 @@ def test_kernels_give_the_bits_of_the_cpu(arch, block):
     same(*beside(x, block=block, arch=arch))
 
 
+@pytest.mark.slow
 def test_ties_round_as_in_the_kernel():
     """448 over the peak is rounded once: beside a peak of 3 mantissa bits 3/8 of it are a tie of e4m3."""
     peaks = torch.arange(1, 2, 2.0**-6).bfloat16()
@@ -338,10 +340,12 @@ def test_kernels_of_other_head_dims(head_dim):
     same(*beside(drawn(1, 1, 70, head_dim, dtype=torch.float16), centred=head_dim == 96))
 
 
+@pytest.mark.slow
 def test_kernels_without_a_rotation_and_with_a_mean():
     same(*beside(drawn(1, 2, 70, 64) + 3, rotated=False, centred=True))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("2-128", "7-256")
 @pytest.mark.parametrize("block", [128, 256, None])
 @pytest.mark.parametrize("blocks", [2, 7])
@@ -355,6 +359,7 @@ def test_a_launch_has_tensors_of_other_lengths_heads_and_means(block, blocks):
         same(*pair)
 
 
+@pytest.mark.slow
 def test_heads_that_share_scales_come_in_groups(monkeypatch):
     """Groups of two of three heads, as where L2 holds no more: codes are the same, each tile has its own."""
     monkeypatch.setattr(runtime, "GROUP_BYTES", 2 * 261 * 16 * 2)
@@ -376,6 +381,7 @@ def test_tensors_that_differ_in_kind_have_kernels_of_their_own():
     assert torch.equal(bits(found.k), bits(alone.k)) and found.v.shape == v.shape
 
 
+@pytest.mark.slow
 def test_a_mutation_is_seen(monkeypatch):
     x = drawn(1, 1, 70, 64)
     x[0, 0, 3, 5] = torch.inf
@@ -403,6 +409,7 @@ def swapped(text):
     return text.replace(peak + seen, seen + peak)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -444,6 +451,7 @@ def test_every_float_converts_to_nearest_even_by_bits():
     np.testing.assert_array_equal(found[~np.isnan(x)], by_torch[~np.isnan(x)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_kernels_spill_nothing(arch):
     for head_dim, block in ((128, None), (240, 128)):

@@ -177,6 +177,7 @@ def rope_of(x, **form):
     return Rope(cos=cos, sin=sin, interleaved=form.get("interleaved", False))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     "(1, 2, 70, 96)-{'wide': True, 'dtype': torch.bfloat16}-{}",
     "(1, 1, 70, 128)-{'dtype': torch.float16}-{'rotated': False}",
@@ -202,6 +203,7 @@ def test_kernels_give_the_bits_of_the_cpu(shape, form, options):
     same(*beside(x, rope=rope_of(x, **form), **options))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("32-{'interleaved': True, 'dtype': torch.bfloat16}-128")
 @pytest.mark.parametrize(
     ("head_dim", "form", "block"),
@@ -231,6 +233,7 @@ def test_bytes_are_predicted(head_dim, form, block):
     assert sum(written) == predicted.write_bytes
 
 
+@pytest.mark.slow
 def test_a_mutation_is_seen(monkeypatch):
     x = drawn(2, 2, 70, 64)
     rope = rope_of(x, batch=2)
@@ -249,6 +252,7 @@ def test_a_mutation_is_seen(monkeypatch):
         assert any(not np.array_equal(a.reshape(b.shape), b) for a, b in zip(found, wanted, strict=True)), old
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_kernels_spill_nothing(arch):
     for head_dim, block, of in (

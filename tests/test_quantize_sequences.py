@@ -281,6 +281,7 @@ def same_rows(group, found, wanted):
         assert (codes[~written] == 0xFF).all()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("128-sm_90a-3", "256-sm_80-2")
 @pytest.mark.parametrize(
     ("block", "arch", "blocks"),
@@ -298,6 +299,7 @@ def test_kernels_of_sequences_behind_each_other(block, arch, blocks):
     same_rows(group, found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("None")
 @pytest.mark.parametrize("block", [128, None])
 def test_kernels_of_padded_sequences(block):
@@ -317,6 +319,7 @@ def test_kernels_of_padded_sequences(block):
     same_rows(group, found, wanted)
 
 
+@pytest.mark.slow
 def test_groups_of_heads_whose_sequences_share_scales(monkeypatch):
     """Where L2 holds two of three heads: each group has its own turn over all sequences."""
     monkeypatch.setattr(test_quantize.runtime, "GROUP_BYTES", 2 * 300 * 16 * 2)
@@ -435,6 +438,7 @@ def test_opcheck():
         torch.library.opcheck(torch.ops.flashgen.quantize.default, arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("dense")
 @pytest.mark.parametrize("layout", ["dense", pytest.param("joined", marks=pytest.mark.slow)])
 def test_graphs_hold_calls(layout):

@@ -54,6 +54,7 @@ def test_the_table_gives_geometric_mean_and_extremes(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_the_curves_name_what_they_show(tmp_path):
     write(tmp_path, ROWS)
     done = flashgen("report", tmp_path, "--draw")

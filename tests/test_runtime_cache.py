@@ -113,6 +113,7 @@ def _fetch_slowly(path, started, counter):
     assert Cache(folder=path, limit=1 << 20).fetch("ab12", build).cubin == b"\x7fELF cubin"
 
 
+@pytest.mark.slow
 def test_two_processes_build_once(tmp_path):
     context = multiprocessing.get_context("fork")
     started, counter = context.Event(), context.Value("i", 0)

@@ -319,6 +319,7 @@ def test_a_failed_build_is_tried_again(monkeypatch, empty_memory, ready):
     assert kernel.load(ready.plan).entry is ready.entry
 
 
+@pytest.mark.slow
 def test_build_makes_a_cubin_and_a_hit_renders_nothing(monkeypatch, empty_memory, ready):
     first = kernel.build(ready.plan)
     assert first.cubin[:4] == b"\x7fELF" and not first.hit and first.resources.spills == 0

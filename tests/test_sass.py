@@ -75,12 +75,14 @@ def test_spills_are_found():
     assert any("registers where the plan estimates" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 def test_registers_beyond_what_the_blocks_leave(kernel):
     plan, compiled = kernel["ampere"]
     reasons = sass.check(dataclasses.replace(plan, blocks_per_sm=16), compiled)
     assert any(f"16 blocks of {plan.threads} threads leave" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 def test_an_estimate_that_is_off(kernel):
     plan, compiled = kernel["ampere"]
     wrong = dataclasses.replace(plan, registers=(Part(name="all", amount=50),))

@@ -91,10 +91,12 @@ def test_parts_are_those_of_the_whole(name, placements):
     compare(name, placements, **DROPOUT)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_batches_and_heads():
     compare("anywhere", [Shard(0), Shard(1)], **DROPOUT)
 
 
+@pytest.mark.slow
 def test_captured_dtensors():
     """Those that the own head selects are sharded as heads are: a gradient is then that of the part."""
     compare("own", HEADS, {"table": [Shard(0)], "sinks": [Shard(1)], "flags": [Replicate()]})

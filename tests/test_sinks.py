@@ -233,6 +233,7 @@ def test_wrong_sinks_are_refused(variant, given, told):
     assert told in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_compiled_call_has_its_sink_and_its_gradient():
     q, k, v = inputs(dtype=torch.float32)
     compiled = torch.compile(
@@ -274,6 +275,7 @@ def test_forwards(name):
     assert not result.o[0, 2].any()  # what is left beside a sink of 1e4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["ampere", "hopper"])
 def test_a_sink_beside_scores_that_move_the_maximum_late(pipeline):
     """Rows whose maximum lags, and grows from tile to tile, beside sinks about as large."""

@@ -68,6 +68,7 @@ def check(w, splits, **options):
 
 
 # ---------------------------------------------------------------- kernels
+@pytest.mark.slow
 @pytest.mark.sampled("ampere-3", "ampere-9", "hopper-3")
 @pytest.mark.parametrize("splits", [1, 3, 9])
 @pytest.mark.parametrize("pipeline", PIPELINES)
@@ -111,6 +112,7 @@ def test_head_dims_and_dtypes(pipeline, dtype, dims):
     check(split_work("full", pipeline, **shape), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_a_window_reads_its_own_keys_alone(pipeline):
     w = split_work("sliding_window", pipeline, q_len=1, kv_len=350)
@@ -120,6 +122,7 @@ def test_a_window_reads_its_own_keys_alone(pipeline):
     assert result.report.bytes(buffer="k") == first_keys.k == 2 * 64 * 64 * 2  # of key 0 alone, by each head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_blocks_without_a_key(pipeline):
     """Rows that see nothing, and parts that nothing is written to: the workspace holds NaN."""
@@ -328,6 +331,7 @@ def test_parts_without_a_tile_are_noticed(edit):
     assert not np.array_equal(wrong.o, right.o)
 
 
+@pytest.mark.slow
 def test_a_wrong_walk_is_noticed(monkeypatch):
     w = split_work("causal_bottom_right", "ampere", **SHAPE)
     right = tiles._Walk._of_blocks
@@ -455,6 +459,7 @@ def test_gradients_follow():
         torch.testing.assert_close(whole, parts)
 
 
+@pytest.mark.slow
 def test_a_graph_holds_the_number():
     q, k, v = (torch.randn(1, 2, n, 32) for n in (4, 300, 300))
     full = load_spec("full")

@@ -192,6 +192,7 @@ def test_sequences_behind_each_other(splits):
     assert fg.attention_varlen(rows, k, v, causal, starts, **given, out=out) is out and torch.equal(out, o)
 
 
+@pytest.mark.slow
 def test_compiled():
     q, k, v, table, lengths, _ = cached(KEYS, 16)
 

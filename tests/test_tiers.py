@@ -169,6 +169,7 @@ def planted(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_mark_without_a_sibling_is_noticed(planted):
     found = collect("--nightly", ".", cwd=planted)
     wrong = ("test_silent", "test_with_a_reason_alone", "test_beside_nothing", "test_beside_what_is_nightly_itself")

@@ -42,6 +42,7 @@ def check(w):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(spec=("full", "causal_bottom_right", "document", "blocks", "padding", "prefix_lm"))
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("spec", sorted(shipped()))
@@ -49,6 +50,7 @@ def test_the_prediction_is_what_the_walk_counts(spec, layout):
     check(batch(spec, "ampere", **LAYOUTS[layout]))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("padded")
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_the_prediction_is_what_the_kernel_moves(layout):

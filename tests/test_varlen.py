@@ -77,6 +77,7 @@ def test_dropout_and_any_order_of_warps(pipeline):
         np.testing.assert_allclose(w.run(seed=seed).o, found, atol=0.05)
 
 
+@pytest.mark.slow
 def test_the_walk_and_its_bytes():
     """The CPU's walk reads what the kernel of pipeline ampere reads, and gives what it gives."""
     w = batch("causal", "ampere", layout=Varlen(), **{**LENGTHS, "poisoned": 2})

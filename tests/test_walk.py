@@ -174,6 +174,7 @@ def test_rounding_is_that_of_pytorch(dtype):
         np.testing.assert_array_equal(rounded(x, dtype), want)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_tiles_do_not_change_results(data):
@@ -330,6 +331,7 @@ def test_the_planner_and_the_walk_count_the_same(name):
             assert differences(variant, problem, case, tile) == {}, (shape, tile)
 
 
+@pytest.mark.slow
 def test_more_queries_than_keys_are_counted_the_same():
     for name in ("full", "causal", "causal_bottom_right", "sink_window", "longformer", "alibi"):
         variant = load_spec(name).bind()

@@ -73,6 +73,7 @@ def test_any_scale(scale):
     check(variant, problem, case_of(variant, problem), scale=scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [dict(q_len=0), dict(kv_len=0), dict(batch=0), dict(heads=0, kv_heads=0)], ids=str)
 def test_empty_problems(shape):
     variant = load_spec("relative_bias").bind()
@@ -101,6 +102,7 @@ def test_rows_that_see_nothing_add_nothing():
         assert torch.equal(mine, before)
 
 
+@pytest.mark.slow
 def test_a_masked_score_is_never_observed():
     causal = fg.variant(lambda b, h, q, k: k <= q)
     spoiled = causal.score(lambda s, b, h, q, k: fg.where(k <= q, s, s * float("inf") - s * float("inf")))
@@ -123,6 +125,7 @@ def test_a_score_that_forgets_s_has_no_gradient_in_q_and_k():
     assert not found.dq.any() and not found.dk.any() and found.dv.any()
 
 
+@pytest.mark.slow
 def test_a_captured_tensor_read_at_several_places():
     """Its elements collect from both reads, through products, of dimensions that broadcast and indices that clamp."""
     table = fg.tensor("table", dims=("heads", None), dtype="float32")

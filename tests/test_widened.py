@@ -68,6 +68,7 @@ def test_kernels_are_right(spec, arch, of_q, of_keys, shape):
     assert w.plan.pipeline == "ampere" and w.wrong(w.run()) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("causal_bottom_right-3-{'q_len': 5, 'kv_len': 200}")
 @pytest.mark.parametrize(
     ("spec", "splits", "shape"),
@@ -88,6 +89,7 @@ def test_keys_that_are_split(spec, splits, shape):
     assert predicted.hbm.read_bytes == read + parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("of_q", "arch"), [(BF16, "sm_90a"), pytest.param(E4M3, "sm_80", marks=pytest.mark.slow)])
 def test_bytes_are_predicted(of_q, arch):
     w = work("full", of_q, arch=arch, kv_len=130)
@@ -130,6 +132,7 @@ def test_every_code_is_widened(kind, arch, of_q):
     assert np.allclose(k.lse, right, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("v-sm_80", "v-sm_89")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
 @pytest.mark.parametrize("name", ["k", "v"])
@@ -460,6 +463,7 @@ def test_refused(options, said):
     assert said in str(refused.value) and "nearest:" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_dtypes_that_do_not_go_together():
     q, k, v = drawn()
     given = {"k_descale": k.descale, "v_descale": v.descale}
@@ -471,6 +475,7 @@ def test_dtypes_that_do_not_go_together():
     assert torch.compile(lambda: fg.attention(q, k.codes, v.codes, CAUSAL, **given), backend="eager")().shape == q.shape
 
 
+@pytest.mark.slow
 def test_the_command_line():
     from cli import flashgen
 
