@@ -41,6 +41,8 @@ class EmulatedGpu(FakeDriver):
     CUtensorMapL2promotion = real.CUtensorMapL2promotion
     CUtensorMapFloatOOBfill = real.CUtensorMapFloatOOBfill
 
+    memory_khz = 3_201_000
+
     def __init__(self, capability: tuple[int, int] = (8, 0)) -> None:
         super().__init__()
         self.capability, self.plans, self.launches = capability, {}, []
@@ -72,6 +74,8 @@ class EmulatedGpu(FakeDriver):
             names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: self.capability[0],
             names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: self.capability[1],
             names.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: 4,
+            names.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: self.memory_khz,
+            names.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: 6144,
         }[attribute]
 
     def _cuModuleLoadData(self, cubin):

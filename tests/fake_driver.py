@@ -62,6 +62,8 @@ class FakeDriver:
             names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: (8, 9)[device],
             names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: 0,
             names.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: (108, 132)[device],
+            names.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: (1_215_000, 3_201_000)[device],
+            names.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: (5120, 6144)[device],
         }[attribute]
 
     def _cuDevicePrimaryCtxRetain(self, device):

@@ -195,7 +195,9 @@ def test_a_pytorch_without_cuda_is_said(monkeypatch):
     from flashgen.runtime import driver
 
     monkeypatch.setattr(driver, "gpus", lambda: 1)
-    monkeypatch.setattr(driver, "gpu", lambda i: driver.Gpu(index=i, name="A100", capability=(8, 0), sms=108))
+    monkeypatch.setattr(
+        driver, "gpu", lambda i: driver.Gpu(index=i, name="A100", capability=(8, 0), sms=108, memory_bytes_per_s=1.6e12)
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     said = f"the driver shows a GPU, and PyTorch {torch.__version__} cannot use it"
     assert f"--device cuda: {said}\n  nearest: --device cpu" in refusal("run", "causal", "--device", "cuda")

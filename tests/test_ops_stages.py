@@ -32,7 +32,11 @@ pinned = fg.variant(lambda b, h, q, k: k <= q, name="pinned", head_dims=(64,), o
 @pytest.fixture(autouse=True)
 def an_a100(monkeypatch, tmp_path):
     monkeypatch.setattr(driver, "gpus", lambda: 1)
-    monkeypatch.setattr(driver, "gpu", lambda index: driver.Gpu(index=0, name="A100", capability=(8, 0), sms=108))
+    monkeypatch.setattr(
+        driver,
+        "gpu",
+        lambda index: driver.Gpu(index=0, name="A100", capability=(8, 0), sms=108, memory_bytes_per_s=1.6e12),
+    )
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
 
 
@@ -343,7 +347,9 @@ def test_plan_defaults():
 
 
 def test_plan_follows_the_gpu_present(monkeypatch):
-    monkeypatch.setattr(driver, "gpu", lambda index: driver.Gpu(index=0, name="A", capability=(8, 6), sms=10))
+    monkeypatch.setattr(
+        driver, "gpu", lambda index: driver.Gpu(index=0, name="A", capability=(8, 6), sms=10, memory_bytes_per_s=1e12)
+    )
     assert fg.plan(softcapped).arch == "sm_86" and fg.plan(pinned).arch == "sm_80"
     assert stages.sm_count("sm_86") == 10 and stages.sm_count("sm_80") == ARCHS["sm_80"].sms
     monkeypatch.setattr(driver, "gpus", lambda: 0)
@@ -413,7 +419,11 @@ def test_fallbacks_are_no_part_of_a_kernel():
 
 
 def test_a_fallback_is_logged_once_for_a_kernel_and_a_pin_never(monkeypatch, caplog):
-    monkeypatch.setattr(driver, "gpu", lambda index: driver.Gpu(index=0, name="H", capability=(9, 0), sms=132))
+    monkeypatch.setattr(
+        driver,
+        "gpu",
+        lambda index: driver.Gpu(index=0, name="H", capability=(9, 0), sms=132, memory_bytes_per_s=4.9e12),
+    )
     monkeypatch.setattr(menus, "_told", {})
 
     def menu(variant, kv_len, **options):

@@ -30,7 +30,9 @@ def fake(monkeypatch):
 
 def test_gpus(fake):
     assert driver.gpus() == 2
-    assert driver.gpu(1) == driver.Gpu(index=1, name="Fake 1", capability=(9, 0), sms=132)
+    assert driver.gpu(1) == driver.Gpu(
+        index=1, name="Fake 1", capability=(9, 0), sms=132, memory_bytes_per_s=2 * 3201e6 * 6144 / 8
+    )
     with pytest.raises(LaunchError, match="cannot find GPU 5: words for CUDA_ERROR_INVALID_DEVICE"):
         driver.gpu(5)
 

@@ -177,6 +177,28 @@ def test_a_tensor_map_moves_where_its_tensor_does(fake, monkeypatch, ready):
     assert (moved(), moved()) == (2, 0)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "memory_khz", "promotion"),
+    [(64, 2_000_000, "128B"), (128, 2_000_000, "256B"), (128, 3_201_000, "128B")],
+)
+def test_what_l2_fetches_where_a_copy_misses(fake, monkeypatch, ready, head_dim, memory_khz, promotion):
+    """A whole row at most, and where memory is slow more than the box asks for."""
+    plan = planner.menu(fg.variant(lambda b, h, q, k: k <= q), "sm_90a", "bfloat16", head_dim).plans[0]
+    strides = dict.fromkeys("qkvo", (64_000, 640, head_dim))
+    problem = PROBLEM._replace(head_dim=head_dim, v_head_dim=head_dim)
+    launch = make_launch(plan, problem, strides=strides, captured={}, scale=0.125, params={}, sms=3)
+    gpu = EmulatedGpu((9, 0))
+    monkeypatch.setattr(gpu, "memory_khz", memory_khz)
+    monkeypatch.setattr(gpu, "_cuLaunchKernelEx", lambda *_: (OK,), raising=False)
+    monkeypatch.setattr(driver, "_api", lambda: gpu)
+    driver.gpu.cache_clear()
+    record = dataclasses.replace(ready, plan=plan).record(launch, device=0)
+    record(tuple(0x1000 * (1 + i) for i in range(len(launch.pointers))), (0.125,), stream=0)
+    driver.gpu.cache_clear()
+    encoded = gpu.named("cuTensorMapEncodeTiled")
+    assert encoded and all(fetched.name.endswith(promotion) for *_, fetched, _ in encoded)
+
+
 def test_maps_are_encoded_by_a_thread_that_gave_up_its_context(fake, monkeypatch, ready):
     """A thread that had a current context is not asked again, and is lent one where it has none any more."""
     plan = planner.menu(fg.variant(lambda b, h, q, k: k <= q), "sm_90a", "bfloat16", 64).plans[0]

@@ -76,6 +76,15 @@ def test_numbers_of_blocks(pipeline, splits):
     check(split_work("causal_bottom_right", pipeline, **SHAPE), splits)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [5, 40])
+def test_more_tiles_than_a_warp_judges_at_once(splits):
+    """Parts take turns among the tiles that are seen: those of others are passed across gaps and from warp to warp."""
+    gaps = fg.variant(lambda b, h, q, k: (k // 64) % 3 != 1, name="gaps")
+    shape = {"heads": 2, "kv_heads": 1, "q_len": 1, "kv_len": 70 * 64 - 9, "packed": True, "tile": (64, 64)}
+    check(split_work(gaps, "hopper", **shape), splits)
+
+
 @pytest.mark.sampled("dims0-3")
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 3])

@@ -6,6 +6,19 @@ from dataclasses import dataclass
 
 from flashgen.planning.members import FoldedLeaves, Keys, Leaves
 
+#: A loop past the tiles of others took a fifth of a microsecond before the first copy: 1 sequence of 4k keys, 32:4
+#: heads, on an H100 14.2 us in place of 13.6.
+_IN_TURN = """\
+  // This part's tiles of 32 of which these are visible: it passes `others`, and p.splits - 1 after each of its own.
+  DEVICE u32 in_turn(u32 visible, int& others) {
+    const int lane = threadIdx.x % 32, rank = __popc(visible & ((1u << lane) - 1)) - others;
+    const u32 own = __ballot_sync(~0u, (visible >> lane & 1) && rank >= 0 && rank % p.splits == 0);
+    others += __popc(own) * p.splits - __popc(visible);
+    return own;
+  }
+
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class KeyCode:
@@ -133,6 +146,15 @@ class KeyCode:
         """Of the first two tiles that are visited those from `tile` on."""
         start = self.start(kv_len, work)
         return f"(tile >= {start}) + (tile >= {start} - {self.step})"
+
+    @property
+    def in_turn(self) -> str:
+        """What the scheduler asks of 32 tiles, where parts take turns."""
+        return _IN_TURN if self.turns else ""
+
+    def of_this_part(self, visible: str) -> str:
+        """Those that this part visits of 32 tiles, of which so many are visible."""
+        return f"in_turn({visible}, others)" if self.turns else visible
 
     @property
     def step(self) -> str:

@@ -46,6 +46,9 @@ _TENSOR_MAP_SWIZZLES = {size: f"CU_TENSOR_MAP_SWIZZLE_{size}B" for size in (32, 
 #: What makes a map, and what points one at another tensor.
 ENCODE, REPLACE = b"cuTensorMapEncodeTiled", b"cuTensorMapReplaceAddress"
 
+#: Memory of an H200 moves more bytes per second than this, that of an H100 fewer.
+FAST_MEMORY = 4e12
+
 #: What the driver cannot do where the latter fails.
 MOVING = "move a tensor map"
 
@@ -64,12 +67,14 @@ _thread = _Thread()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU of this machine: its index (as torch counts), compute capability and streaming multiprocessors (SMs)."""
+    """A GPU of this machine: its index (as torch counts), compute capability, streaming multiprocessors (SMs), and what
+    its memory moves at most in bytes per second."""
 
     index: int
     name: str
     capability: tuple[int, int]
     sms: int
+    memory_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,18 +102,20 @@ class Maps:
     in place of 1.5).  A map of the same sizes and strides as an earlier one, as v beside k and o beside q, is a copy of
     that one which points elsewhere: the driver takes two arguments for it in place of twelve.
 
-    Where a copy misses, L2 fetches 128 bytes, a row of the widest box; 256 would bring half of a row of another box.
-    Decoding on an H200, head_dim 128: 8 sequences of 32k keys, 32:8 heads, 270 us with 256 and 263 with 128; 128 of 2k
-    272 and 259; 16 of 4k, 32:32 heads, 269 and 258.  Without promotion the same as with 128.
+    Where a copy misses, L2 fetches 128 bytes, a row of the widest box, or 256, which bring what the box beside it asks
+    for.  Decoding, head_dim 128, 16 sequences of 4k keys, 32:32 heads: on an H200 269 us with 256 and 258 with 128, 8
+    of 32k, 32:8 heads, 270 and 263; on an H100, whose memory has fewer channels, 363.8 with 256 and 371.5 with 128, 1
+    of 32k, 32:8 heads, 62.4 and 63.0; prefill is equally fast.  Without promotion the same as with 128.
     """
 
     __slots__ = (
         *("_api", "_calls", "_copy", "_device", "_encode", "_lock", "_made", "_pack_pair", "_pair"),
-        *("_replace", "_words"),
+        *("_replace", "_slow", "_words"),
     )
 
     def __init__(self, api: Any, device: int) -> None:
         self._api, self._device = api, device
+        self._slow = gpu(device).memory_bytes_per_s < FAST_MEMORY
         self._encode, self._replace = (self._function(name) for name in (ENCODE, REPLACE))
         self._words = (ctypes.c_uint64 * 11)()  # where the map lies, and the tensor; sizes; strides
         self._pack_pair = struct.Struct("=2Q").pack_into
@@ -154,8 +161,8 @@ class Maps:
                     if status := self._replace(*moved):
                         self._again(self._replace, moved, status, _addressing(form))
                     continue
-                sizes, strides, dtype, box, swizzle = form
-                pack, arguments = self._calls.get(form[2:]) or self._call(dtype, box, swizzle)
+                sizes, strides, dtype, box, swizzle, row_bytes = form
+                pack, arguments = self._calls.get(form[2:]) or self._call(dtype, box, swizzle, row_bytes)
                 pack(words, 0, start + place, at, *sizes, *strides)
                 if status := self._encode(*arguments):
                     self._again(self._encode, arguments, status, _addressing(form))
@@ -177,9 +184,12 @@ class Maps:
                 status = function(*arguments)
         _checked(api, (api.CUresult(status),), doing)
 
-    def _call(self, dtype: str, box: tuple[int, ...], swizzle: int) -> _Call:
+    def _call(self, dtype: str, box: tuple[int, ...], swizzle: int, row_bytes: int) -> _Call:
         """That of maps with this, which no problem decides; what its arguments hold beside it is in `_words`."""
         api, rank, by = self._api, len(box), ctypes.byref  # what `by` makes is passed on as it is
+        fetched = api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+        if self._slow and row_bytes >= 256:
+            fetched = api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
         (pointer, address), numbers = self._pair, ctypes.c_uint32 * rank
         made = (
             pointer,
@@ -192,10 +202,10 @@ class Maps:
             by(numbers(*[1] * rank)),
             int(api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
             int(getattr(api.CUtensorMapSwizzle, _TENSOR_MAP_SWIZZLES[swizzle])),
-            int(api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
+            int(fetched),
             int(api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         )
-        call = self._calls[dtype, box, swizzle] = struct.Struct(f"={1 + 2 * rank}Q").pack_into, made
+        call = self._calls[dtype, box, swizzle, row_bytes] = struct.Struct(f"={1 + 2 * rank}Q").pack_into, made
         return call
 
 
@@ -313,10 +323,13 @@ def gpu(index: int) -> Gpu:
         attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
         attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
         attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+        attribute.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE,
+        attribute.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
     )
-    major, minor, sms = (_ok(api.cuDeviceGetAttribute(name, device), f"ask GPU {index}") for name in wanted)
+    major, minor, sms, khz, bits = (_ok(api.cuDeviceGetAttribute(name, device), f"ask GPU {index}") for name in wanted)
     name = _ok(api.cuDeviceGetName(128, device), f"ask GPU {index}").split(b"\0")[0].decode()
-    return Gpu(index=index, name=name, capability=(major, minor), sms=sms)
+    moved = 2 * khz * 1e3 * bits / 8  # two transfers in a clock
+    return Gpu(index=index, name=name, capability=(major, minor), sms=sms, memory_bytes_per_s=moved)
 
 
 def gpus() -> int:

@@ -82,7 +82,7 @@ class TensorMapDesc(NamedTuple):
     `sizes` are (columns, rows, heads, batch) in elements, or heads before rows, and of pages in whole rows (64 columns,
     8 rows, boxes of columns of all heads, groups of 8 rows, pages); `strides` the bytes between all but columns,
     multiples of 16 in any order; `box` what one copy moves, in elements; `swizzle` the bytes of a row of the pattern in
-    shared memory.  What lies outside reads as 0.
+    shared memory; `row_bytes` those of a whole row, which lie side by side.  What lies outside reads as 0.
 
     A tuple, as each new length makes four: a frozen dataclass takes three times as long.
     """
@@ -93,6 +93,7 @@ class TensorMapDesc(NamedTuple):
     dtype: str
     box: tuple[int, ...]
     swizzle: int
+    row_bytes: int
 
 
 class Values(Mapping[str, int | float]):
@@ -622,8 +623,8 @@ def _tensor_maps(
             if whole:
                 sizes, steps, box = _in_whole_rows(sizes, steps, box)
         else:
-            _, sizes, steps, dtype, box, swizzle = found[like]
-        found.append(new(TensorMapDesc, (tensor, sizes, steps, dtype, box, swizzle)))
+            _, sizes, steps, dtype, box, swizzle, _ = found[like]
+        found.append(new(TensorMapDesc, (tensor, sizes, steps, dtype, box, swizzle, columns * item)))
     return tuple(found)
 
 

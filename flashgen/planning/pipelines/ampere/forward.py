@@ -99,6 +99,11 @@ PACKED_REGISTERS = 9
 COPIED_ALONE, ALONE_KIB, WIDE_ALONE, NARROW = 3, 16, 24, 128
 
 
+#: Registers that a score function wants in a warp of 32 rows beside a part of the keys of a sequence with its own
+#: lengths: without them `alibi` spilled 76 bytes (head_dim 128, 64 x 32, 2 warps).
+OWN_LENGTHS = 20
+
+
 class Block(Protocol):
     """What divides the registers of an SM."""
 
@@ -253,7 +258,8 @@ def beyond_limits(
     arch, smem_bytes = request.arch, total(memory)
     if smem_bytes > arch.smem_per_block:
         return f"shared memory {smem_bytes / KIB:.4g} KiB > {arch.smem_per_block / KIB:.4g} KiB"
-    count = needed(c, wanted)
+    own_parts = request.layout.own and request.keys.split and request.variant.score_node is not None
+    count = needed(c, wanted) + OWN_LENGTHS * (own_parts and c.rows_per_warp > MMA_ROWS)
     if count > arch.registers_per_thread:
         return f"registers {count} > {arch.registers_per_thread}"
     if count > budget(c, arch, 1):

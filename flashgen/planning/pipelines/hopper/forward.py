@@ -141,7 +141,7 @@ READING_KEYS = 6
 #: beside the maxima, with which ptxas mixes them.  So no shipped spec spills.
 DROPOUT_REGISTERS, DROPOUT_BESIDE = 16, 22
 
-#: And beside a mask with three stages: without these `causal` at head_dim 128 spilled 56 bytes.
+#: And with three stages: without these `causal` at head_dim 128 spilled 56 bytes, and `full` 20.
 DROPOUT_THIRD_STAGE = 8
 
 #: Registers that a score function wants beside those counted where it is emitted twice.
@@ -380,7 +380,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         parts.append(Part(name="fold", amount=FOLD_REGISTERS + RUNS_REGISTERS * (not asked.band), why=why))
     if request.dropout:
         amount = DROPOUT_REGISTERS + DROPOUT_BESIDE * min(c.tile.kv, BOX) // BOX
-        amount += DROPOUT_THIRD_STAGE if asked.masked and c.stages > 2 else 0
+        amount += DROPOUT_THIRD_STAGE if c.stages > 2 else 0
         parts.append(Part(name="dropout", amount=amount, why="what is kept, random numbers"))
     if asked.judged and asked.mask_divides:
         parts.append(Part(name="divisor", amount=DIVISOR_REGISTERS, why="quotients by a parameter, of the mask"))

@@ -460,6 +460,14 @@ struct Scheduler {
     next_ring.passed++;
   }
 
+  // This part's tiles of 32 of which these are visible: it passes `others`, and p.splits - 1 after each of its own.
+  DEVICE u32 in_turn(u32 visible, int& others) {
+    const int lane = threadIdx.x % 32, rank = __popc(visible & ((1u << lane) - 1)) - others;
+    const u32 own = __ballot_sync(~0u, (visible >> lane & 1) && rank >= 0 && rank % p.splits == 0);
+    others += __popc(own) * p.splits - __popc(visible);
+    return own;
+  }
+
   // The tiles of keys that a tile of queries sees, from the last to the first: 32 at a time, each judged by one lane.
   DEVICE void send_all(Work work) {
     const int q_first = work.q_tile * TILE_Q;
@@ -472,9 +480,7 @@ struct Scheduler {
       const bool in_a_run = tile >= 0 && previous_tile(tile, rows, p) == tile;
       const TileClass found = in_a_run ? classify(rows, tile, p) : EMPTY;
       const u32 masked = __ballot_sync(~0u, found == PARTIAL);
-      for (u32 visited = __ballot_sync(~0u, found != EMPTY); visited; visited &= visited - 1) {
-        if (others-- > 0) continue;
-        others = p.splits - 1;
+      for (u32 visited = in_turn(__ballot_sync(~0u, found != EMPTY), others); visited; visited &= visited - 1) {
         const int i = __ffs(visited) - 1;
         if (step.tile < 0) send(work);
         else send_step(step);
