@@ -102,7 +102,10 @@ class PagesCode:
     @property
     def prefetch(self) -> str:
         """What the kernel begins with."""
-        return "\n  if (threadIdx.x / 32 == 1) prefetch_pages(p);" if self.paged else ""
+        if not self.layout.own:
+            return ""
+        table = "\n  if (threadIdx.x / 32 == 1) prefetch_pages(p);" if self.paged else ""
+        return f"\n  if (threadIdx.x / 32 == 1) prefetch_lengths(p);{table}"
 
     @property
     def loader(self) -> str:

@@ -31,6 +31,13 @@ class SequenceCode:
         return "all" if self.own else "p"
 
     @property
+    def prefetches(self) -> str:
+        """What is prefetched of where sequences begin and end, and of positions; pages are not among them."""
+        names = [name for name in self.layout.pointers if name != "page_table"]
+        given = {name: "" if name.startswith("cu_seqlens") else f"if (p.{name} != nullptr) " for name in names}
+        return "".join(f"\n  {if_given}prefetch_l2(p.{name} + first);" for name, if_given in given.items())
+
+    @property
     def origin(self) -> str:
         """What stands before a row of the sequence, to make it a position."""
         return "p.q_offset + " if self.own else ""

@@ -106,6 +106,9 @@ DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "mem
 // The kernel behind this one may start once all blocks have come here: its blocks take the places of those that leave.
 DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// ---------------------------------------------------------------- prefetch: memory that will be read
+DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" :: "l"(address)); }
+
 // ---------------------------------------------------------------- wgmma: products of a warpgroup, asynchronous
 // Orders the registers and shared memory that this thread wrote before the products that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -483,6 +486,16 @@ DEVICE int own_length(const int* lengths, int b, int most) {
 DEVICE Span queries_of(const Params& p, int b) { return {0, own_length(p.q_lengths, b, p.q_rows)}; }
 
 DEVICE Span keys_of(const Params& p, int b) { return {0, own_length(p.kv_lengths, b, p.kv_len)}; }
+
+// Brings to L2 what a block waits for before its first copy, while it sets out: a line for each lane of a warp.
+DEVICE void prefetch_lengths(const Params& p) {
+  constexpr int ENTRIES = 128 / sizeof(int);  // in a line of L2
+  const int first = threadIdx.x % 32 * ENTRIES;
+  if (first >= p.batch) return;
+  if (p.q_lengths != nullptr) prefetch_l2(p.q_lengths + first);
+  if (p.kv_lengths != nullptr) prefetch_l2(p.kv_lengths + first);
+  if (p.q_offsets != nullptr) prefetch_l2(p.q_offsets + first);
+}
 
 // The problem of sequence b, whose queries sit at q_offset to q_len - 1.  A tile from row `first` on, in which the
 // sequence has no query, has no key either.
@@ -1048,6 +1061,7 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
                   const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
+  if (threadIdx.x / 32 == 1) prefetch_lengths(p);
   if (threadIdx.x == 0) {
     for (int w = 0; w < WARPGROUPS; w++) {
       init(shared.q_pipe[w], 1);

@@ -539,14 +539,22 @@ DEVICE InPage find_key(int key, int keys, const int* table, const Params& p) {
   return {__ldg(&table[entry]), key - entry * p.page_size};
 }
 
-// Brings to L2 what a block waits for before its first copy, while it sets out: how many keys there are, and the page
-// table, a line for each lane of a warp, first the entries of the first keys.
+// Brings to L2 the page table, a line for each lane of a warp, first the entries of the first keys.
 DEVICE void prefetch_pages(const Params& p) {
   constexpr int ENTRIES = 128 / sizeof(int);  // in a line of L2
   const int lane = threadIdx.x % 32, line = (blockIdx.x * 32 + lane) / p.batch, b = (blockIdx.x * 32 + lane) % p.batch;
   const int entries = ((i64)(p.kv_len - 1) * p.page_magic >> p.page_shift) + 1;
-  if (p.kv_lengths != nullptr && lane * ENTRIES < p.batch) prefetch_l2(p.kv_lengths + lane * ENTRIES);
   if (line * ENTRIES < entries) prefetch_l2(p.page_table + b * p.table_row + line * ENTRIES);
+}
+
+// Brings to L2 what a block waits for before its first copy, while it sets out: a line for each lane of a warp.
+DEVICE void prefetch_lengths(const Params& p) {
+  constexpr int ENTRIES = 128 / sizeof(int);  // in a line of L2
+  const int first = threadIdx.x % 32 * ENTRIES;
+  if (first >= p.batch) return;
+  prefetch_l2(p.cu_seqlens_q + first);
+  if (p.kv_lengths != nullptr) prefetch_l2(p.kv_lengths + first);
+  if (p.q_offsets != nullptr) prefetch_l2(p.q_offsets + first);
 }
 
 // The problem of sequence b, whose queries sit at q_offset to q_len - 1.  A tile from row `first` on, in which the
@@ -1110,6 +1118,7 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
                   const __grid_constant__ TensorMap map_v, const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
+  if (threadIdx.x / 32 == 1) prefetch_lengths(p);
   if (threadIdx.x / 32 == 1) prefetch_pages(p);
   if (threadIdx.x == 0) {
     for (int w = 0; w < WARPGROUPS; w++) init(shared.q_pipe[w], 4);
