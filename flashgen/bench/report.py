@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,16 +23,21 @@ PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa3": "FlashAttention-3",
 #: The measures of errors in the table of `flashgen bench data`.
 MEASURES = {"rms": "RMS error", "largest": "largest error", "tail": "99.99th percentile"}
 
+#: What names a card behind a pass and a pipeline; a part of a run has another name there.
+CARD = re.compile(r"([a-z]\d+)?")
+
 #: The masks of the main table.
 MAIN = (("full",), ("causal",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A file that `flashgen bench` wrote: a pass of a pipeline on one GPU, cell by cell."""
+    """A file that `flashgen bench` wrote: a pass of a pipeline on one GPU, cell by cell; `card` is what stands behind
+    both in its name, where records of several cards lie side by side."""
 
     pass_name: str
     pipeline: str
+    card: str
     gpu: str
     cells: tuple[tuple[Cell, Mapping[str, object]], ...]
 
@@ -55,12 +61,16 @@ class Record:
 
 
 def read(folder: Path) -> Iterator[Record]:
-    """The whole runs in a folder, `<pass>_<pipeline>.json`, by name.  Raises FlashgenError for one that is damaged."""
+    """The whole runs in a folder, `<pass>_<pipeline>.json` and with a card behind, `forward_hopper_h100.json`, by name.
+
+    Raises FlashgenError for one that is damaged.
+    """
     tables = {"forward": cells.FORWARD, "backward": cells.BACKWARD}
     for path in sorted(folder.glob("*.json")):
-        pass_name, _, pipeline = path.stem.partition("_")
+        pass_name, _, rest = path.stem.partition("_")
+        pipeline, _, card = rest.partition("_")
         known = {str(cell): cell for cell in tables.get(pass_name, {}).get(pipeline, ())}
-        if not known:
+        if not known or not CARD.fullmatch(card):
             continue
         record, rows = _rows(path)
         try:
@@ -68,7 +78,7 @@ def read(folder: Path) -> Iterator[Record]:
             found = tuple((known[row["cell"]], _checked(row)) for row in rows if row["cell"] in known)
         except ValueError as error:
             raise _damaged(path, error) from None
-        yield Record(pass_name=pass_name, pipeline=pipeline, gpu=gpu, cells=found)
+        yield Record(pass_name=pass_name, pipeline=pipeline, card=card, gpu=gpu, cells=found)
 
 
 def _rows(path: Path) -> tuple[dict, list[dict]]:
