@@ -4,12 +4,12 @@
 // visible  k <= q && doc[b, q] == doc[b, k]
 // score    cap * tanh(s / cap)
 // plan     hopper on sm_90a, bfloat16, head_dim 128
-// tile     128 queries x 64 keys, 3 stages, q in shared memory
+// tile     128 queries x 128 keys, 2 stages, q in shared memory
 // roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 56 registers per thread; 8 consumer warps of 224
 // launch   overlapping: each kernel of a call starts while the one before it on the stream ends, and waits for it
-// shared   q 65536 + k 49152 + v 49152 + control 1024 = 164864 bytes
-// made by  flashgen emit packed_softcap --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x64
-//          --stages 3 --q-stages 2
+// shared   q 65536 + k 65536 + v 65536 + control 1024 = 197632 bytes
+// made by  flashgen emit packed_softcap --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x128
+//          --stages 2 --q-stages 2
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__
@@ -142,32 +142,44 @@ DEVICE u64 matrix_descriptor(const void* operand, u32 leading_bytes) {
 DEVICE u64 advance_bytes(u64 descriptor, int bytes) { return descriptor + (bytes >> 4); }
 
 // s = q k^T over the first 16 columns: what s held is not read.
-DEVICE void wgmma_qk_first(float (&d)[32], u64 a, u64 b) {
+DEVICE void wgmma_qk_first(float (&d)[64], u64 a, u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0;\n}"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 0;\n}"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
         "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
         "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]),
-        "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31])
+        "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]),
+        "=f"(d[32]), "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39]),
+        "=f"(d[40]), "=f"(d[41]), "=f"(d[42]), "=f"(d[43]), "=f"(d[44]), "=f"(d[45]), "=f"(d[46]), "=f"(d[47]),
+        "=f"(d[48]), "=f"(d[49]), "=f"(d[50]), "=f"(d[51]), "=f"(d[52]), "=f"(d[53]), "=f"(d[54]), "=f"(d[55]),
+        "=f"(d[56]), "=f"(d[57]), "=f"(d[58]), "=f"(d[59]), "=f"(d[60]), "=f"(d[61]), "=f"(d[62]), "=f"(d[63])
       : "l"(a), "l"(b));
 }
 
 // s += q k^T over 16 columns.
-DEVICE void wgmma_qk(float (&d)[32], u64 a, u64 b) {
+DEVICE void wgmma_qk(float (&d)[64], u64 a, u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0;\n}"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 0;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(a), "l"(b));
 }
 
@@ -206,14 +218,6 @@ DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) 
 
 DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float tanh_f32(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
-
-// tanh where |x| <= SMALL_TANH, to 2^-20 of itself, without the special unit: x times a polynomial in x^2.
-constexpr float SMALL_TANH = 0.75f;
-
-DEVICE float small_tanh(float x) {
-  const float y = x * x, last = fmaf(0.01292965f, y, -0.05005637f);
-  return x * fmaf(fmaf(fmaf(last, y, 0.13258988f), y, -0.33328253f), y, 0.99999944f);
-}
 
 // The nearest index of a dimension.
 template <typename T> DEVICE T clamp_index(T i, int size) { return min(max(i, T(0)), T(size - 1)); }
@@ -393,10 +397,10 @@ template <typename T> DEVICE Range<T> range_clamp_index(Range<T> i, int size) {
 }
 
 // ---------------------------------------------------------------- plan
-constexpr int WARPGROUPS = 2, TILE_Q = 64 * WARPGROUPS, TILE_KV = 64;  // rows of q and o, and of k and v, in a tile
+constexpr int WARPGROUPS = 2, TILE_Q = 64 * WARPGROUPS, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
 constexpr int V_HEAD_DIM = 128;  // columns of v and o
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // of q and k, and of v and o, in a product: whole steps of 16
-constexpr int STAGES = 3, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
+constexpr int STAGES = 2, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
 constexpr int O_BARRIER = 4;  // a named barrier for each warpgroup, from this id on
@@ -459,7 +463,7 @@ struct alignas(1024) Shared {
   u64 o_full[Q_STAGES][WARPGROUPS];
   Pipe<STAGES> k_pipe, v_pipe;
 };
-static_assert(sizeof(Shared) == 164864, "what the plan counted");
+static_assert(sizeof(Shared) == 197632, "what the plan counted");
 
 struct Rows { int b, h, q_first, q_last; };  // the queries of one tile, clipped to the problem
 
@@ -527,15 +531,6 @@ DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
   if (!visible) return EMPTY;
   const bool hidden = rows.q_first < k_last || range_ne(doc_q, doc_k).may_true;
   return hidden ? PARTIAL : FULL;
-}
-
-// What the score takes tanh of, and the score where that is small.
-DEVICE float tanh_argument(float s, int b, int h, int q, int k, const Params& p) {
-  return s * rcp(p.param_cap);
-}
-
-DEVICE float score_small_tanh(float s, int b, int h, int q, int k, const Params& p) {
-  return p.param_cap * small_tanh(s * rcp(p.param_cap));
 }
 
 // ---------------------------------------------------------------- scheduler: one warp that hands out tiles
@@ -833,24 +828,9 @@ struct Consumer {
 
   // S becomes score(scale * S).
   DEVICE void apply_score(S& s, const Work work, int tile) {
-    float most = 0.f;
 #pragma unroll
     for (int i = 0; i < TILE_KV / 2; i++)
-      most = fmaxf(most, fabsf(tanh_argument(p.scale * s[i], work.b, work.h, query(work, i), key(tile, i), p)));
-    // Each score by its own argument; where none of the warp's is large, no tanh is taken.
-    if (__all_sync(~0u, most <= SMALL_TANH)) {
-#pragma unroll
-      for (int i = 0; i < TILE_KV / 2; i++)
-        s[i] = score_small_tanh(p.scale * s[i], work.b, work.h, query(work, i), key(tile, i), p);
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < TILE_KV / 2; i++) {
-      const float argument = tanh_argument(p.scale * s[i], work.b, work.h, query(work, i), key(tile, i), p);
-      s[i] = fabsf(argument) <= SMALL_TANH
-                 ? score_small_tanh(p.scale * s[i], work.b, work.h, query(work, i), key(tile, i), p)
-                 : score(p.scale * s[i], work.b, work.h, query(work, i), key(tile, i), p);
-    }
+      s[i] = score(p.scale * s[i], work.b, work.h, query(work, i), key(tile, i), p);
   }
 
   // What the mask reads, while products run: of a key by one lane of each warp, and of this thread's two queries.

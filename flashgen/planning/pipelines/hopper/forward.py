@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from flashgen.lang.expr import Node, depends_on
 from flashgen.planning.arch import KIB, Arch, find
 from flashgen.planning.integers import Allowed
 from flashgen.planning.layout import Layout, Padded
@@ -52,7 +53,7 @@ from flashgen.planning.pipelines.shared import cannot_pack as cannot_pack
 from flashgen.planning.plan import BOX_ROWS, ITEM, SWIZZLE, KernelPlan, Part, Specialized, Tile, in_whole_rows, staged
 from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
-from flashgen.planning.program import Program, consumer_registers
+from flashgen.planning.program import WARP, Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
 from flashgen.planning.summaries import WORD, keeps_bits
 
@@ -98,6 +99,11 @@ FOLD_ITEM, SHARED_BYTES, FOLD_COLUMNS = 4, 128, 32
 #: Registers for leaves beside those of three warpgroups, and more where the mask is no band: `alibi` and `sink_window`
 #: at head_dim 64 spilled 16 and 28 bytes.
 FOLD_REGISTERS, RUNS_REGISTERS = 4, 4
+
+#: And where a part of a padded sequence is one leaf: `causal` at head_dim 64 spilled 8 bytes in tiles of 192 queries.
+#: More where a block of two warpgroups folds leaves of many columns beside a score function: `alibi` at head_dim 256
+#: spilled 20 to 40 bytes; and twice those of three beside dropout: `full` and `causal` at 128 spilled 44 and 32.
+OWN_PART_REGISTERS, WIDE_FOLD_REGISTERS, WIDE_FOLD = 4, 12, 192
 
 #: A block has an SM to itself.
 SHARES_SM = False
@@ -156,8 +162,9 @@ PACKED_REGISTERS = 12
 #: head_dim 128, spilled 24 bytes with 13.
 BITS_OPS, READ_OPS, PAIR_READ_OPS = 14, 2, 1
 
-#: Bytes that a mask may look up of a query and a key: they lie in registers under a product.
-LOOKUP_BYTES = 16
+#: Bytes that a mask may look up of a query and a key: they lie in registers under a product, beside so many registers
+#: of what leads to them.
+LOOKUP_BYTES, LOOKUP_REGISTERS = 16, 8
 
 #: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone; and of
 #: one that goes on to parts of tiles, if consumers can spare them.
@@ -374,10 +381,8 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     if asked.scored:
         reads = c.tile.kv // READING_KEYS if asked.score_reads_by_key else 0
         parts.append(Part(name="score", amount=SCORE_REGISTERS + reads, why="what the score function keeps"))
-    if request.keys.invariant and c.warpgroups > min(WARPGROUPS) and not asked.plain:
-        # Of both forms, which have tiles of one size.
-        why = "maxima and sums of the leaves so far"
-        parts.append(Part(name="fold", amount=FOLD_REGISTERS + RUNS_REGISTERS * (not asked.band), why=why))
+    if request.keys.invariant and (amount := _of_leaves(c, request)):
+        parts.append(Part(name="fold", amount=amount, why="maxima and sums of the leaves so far"))
     if request.dropout:
         amount = DROPOUT_REGISTERS + DROPOUT_BESIDE * min(c.tile.kv, BOX) // BOX
         amount += DROPOUT_THIRD_STAGE if c.stages > 2 else 0
@@ -388,8 +393,11 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     if isinstance(form, MaskFromBits):
         words = 2 * c.tile.kv // WORD
         parts.append(Part(name="bits", amount=BITS_REGISTERS + words, why=f"{words} words of bits, and their address"))
-    at_once = dict.fromkeys((MaskByTile, MaskByWarpgroup), asked.score_reads_by_key)
-    if {**at_once, MaskFromBits: asked.reads_by_key_beside_tables}.get(type(form), asked.reads_by_key):
+    if isinstance(form, MaskByLookups):
+        words = sum(_words(n, c.tile.kv) for n in asked.lookups)
+        parts.append(Part(name="looked up", amount=LOOKUP_REGISTERS + words, why=f"{words} words of queries and keys"))
+    by_score = dict.fromkeys((MaskByTile, MaskByWarpgroup, MaskByLookups), asked.score_reads_by_key)
+    if {**by_score, MaskFromBits: asked.reads_by_key_beside_tables}.get(type(form), asked.reads_by_key):
         alone = isinstance(form, MaskAsBits) and c.warpgroups <= min(WARPGROUPS) and not asked.score_reads_by_key
         keys = min(c.tile.kv // 4, READ_AT_ONCE) if alone else c.tile.kv // 4
         of_pairs = asked.mask_reads_pairs and not isinstance(form, MaskFromBits)
@@ -401,6 +409,23 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
             )
         )
     return tuple(parts)
+
+
+def _words(lookup: Node, kv: int) -> int:
+    """Of a thread, for what a mask looks up: by its two queries, or by the keys of a tile, some for each lane."""
+    return (2 if depends_on(lookup, "q") else -(-kv // WARP)) * -(-lookup.dtype.itemsize // 4)
+
+
+def _of_leaves(c: Candidate, request: KernelRequest) -> int:
+    """Registers for what leaves leave; those of three warpgroups are for both forms, which have tiles of one size."""
+    asked, keys = request.profile, request.keys
+    if c.warpgroups > min(WARPGROUPS):
+        of_lengths = OWN_PART_REGISTERS * (not keys.folds and request.layout.own and not request.layout.joined)
+        return 0 if asked.plain else FOLD_REGISTERS + RUNS_REGISTERS * (not asked.band) + of_lengths
+    if not keys.folds or c.warpgroups < min(WARPGROUPS):
+        return 0
+    wide = padded(request.v_head_dim) > WIDE_FOLD
+    return 2 * FOLD_REGISTERS * request.dropout + WIDE_FOLD_REGISTERS * (wide and asked.scored)
 
 
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
