@@ -417,15 +417,15 @@ def _words(lookup: Node, kv: int) -> int:
 
 
 def _of_leaves(c: Candidate, request: KernelRequest) -> int:
-    """Registers for what leaves leave; those of three warpgroups are for both forms, which have tiles of one size."""
+    """Registers for what leaves leave, mostly of both forms alike, which have as many keys in a tile."""
     asked, keys = request.profile, request.keys
     if c.warpgroups > min(WARPGROUPS):
         of_lengths = OWN_PART_REGISTERS * (not keys.folds and request.layout.own and not request.layout.joined)
         return 0 if asked.plain else FOLD_REGISTERS + RUNS_REGISTERS * (not asked.band) + of_lengths
-    if not keys.folds or c.warpgroups < min(WARPGROUPS):
+    if c.warpgroups < min(WARPGROUPS):
         return 0
     wide = padded(request.v_head_dim) > WIDE_FOLD
-    return 2 * FOLD_REGISTERS * request.dropout + WIDE_FOLD_REGISTERS * (wide and asked.scored)
+    return 2 * FOLD_REGISTERS * (keys.folds and request.dropout) + WIDE_FOLD_REGISTERS * (wide and asked.scored)
 
 
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
