@@ -227,6 +227,17 @@ def test_tiles_of_leaves_are_of_one_size(head_dim):
         assert where == {FoldInMemory if head_dim == 256 else FoldInShared}
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_of_leaves_are_of_one_size_beside_dropout(head_dim):
+    asked = [
+        KernelRequest.of(load_spec(spec).bind(), "sm_90a", "bfloat16", head_dim, keys=keys, dropout=True)
+        for spec in ("full", "causal")
+        for keys in (Leaves(), FoldedLeaves())
+    ]
+    orders = [{plan.order_of_sums for plan in planner.menu_of(request).forms} for request in asked]
+    assert len(orders[0] | orders[1]) == 1 and len(orders[2] | orders[3]) == 1
+
+
 @pytest.mark.sampled("64-alibi")
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -425,7 +425,7 @@ def _of_leaves(c: Candidate, request: KernelRequest) -> int:
     if c.warpgroups < min(WARPGROUPS):
         return 0
     wide = padded(request.v_head_dim) > WIDE_FOLD
-    return 2 * FOLD_REGISTERS * (keys.folds and request.dropout) + WIDE_FOLD_REGISTERS * (wide and asked.scored)
+    return 2 * FOLD_REGISTERS * request.dropout + WIDE_FOLD_REGISTERS * (wide and asked.scored)
 
 
 def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
