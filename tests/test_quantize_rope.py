@@ -191,9 +191,9 @@ def rope_of(x, **form):
         ((1, 2, 70, 96), {"wide": True, "dtype": torch.bfloat16}, {}),
         ((1, 1, 70, 128), {"dtype": torch.float16}, {"rotated": False}),
         ((1, 1, 33, 80), {"interleaved": True, "wide": True}, {}),
-        pytest.param((1, 2, 150, 192), {"batch": 1}, {"block": 256}, marks=pytest.mark.slow),
-        pytest.param((1, 1, 70, 240), {"dtype": torch.bfloat16}, {}, marks=pytest.mark.slow),
-        pytest.param((1, 1, 70, 256), {"wide": True}, {}, marks=pytest.mark.slow),
+        ((1, 2, 150, 192), {"batch": 1}, {"block": 256}),
+        ((1, 1, 70, 240), {"dtype": torch.bfloat16}, {}),
+        ((1, 1, 70, 256), {"wide": True}, {}),
     ],
     ids=str,
 )

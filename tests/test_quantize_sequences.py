@@ -285,12 +285,7 @@ def same_rows(group, found, wanted):
 @pytest.mark.sampled("128-sm_90a-3", "256-sm_80-2")
 @pytest.mark.parametrize(
     ("block", "arch", "blocks"),
-    [
-        (128, "sm_90a", 3),
-        (256, "sm_80", 2),
-        (None, "sm_90a", 3),
-        pytest.param(256, "sm_90a", 40, marks=pytest.mark.slow),
-    ],
+    [(128, "sm_90a", 3), (256, "sm_80", 2), (None, "sm_90a", 3), (256, "sm_90a", 40)],
 )
 def test_kernels_of_sequences_behind_each_other(block, arch, blocks):
     """Of other lengths, a loose bound, angles and means of each sequence, and rows of none, which are no numbers."""
@@ -440,7 +435,7 @@ def test_opcheck():
 
 @pytest.mark.slow
 @pytest.mark.sampled("dense")
-@pytest.mark.parametrize("layout", ["dense", pytest.param("joined", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["dense", "joined"])
 def test_graphs_hold_calls(layout):
     options = {"block": 128, "smooth_k": True}
     if layout == "joined":

@@ -74,7 +74,7 @@ def test_kernels_are_right(spec, arch, of_q, of_keys, shape):
     ("spec", "splits", "shape"),
     [
         ("causal_bottom_right", 3, {"q_len": 5, "kv_len": 200}),
-        pytest.param("softcap", 2, {"of_q": E4M3, "arch": "sm_80", "q_len": 3}, marks=pytest.mark.slow),
+        ("softcap", 2, {"of_q": E4M3, "arch": "sm_80", "q_len": 3}),
         pytest.param("full", 9, {"q_len": 40, "of_keys": E54}, marks=AT_NIGHT),
     ],
     ids=str,
@@ -90,7 +90,7 @@ def test_keys_that_are_split(spec, splits, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("of_q", "arch"), [(BF16, "sm_90a"), pytest.param(E4M3, "sm_80", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("of_q", "arch"), [(BF16, "sm_90a"), (E4M3, "sm_80")])
 def test_bytes_are_predicted(of_q, arch):
     w = work("full", of_q, arch=arch, kv_len=130)
     report, predicted = w.run().report, predict(w.plan, w.problem, w.case)

@@ -41,6 +41,11 @@ class Record:
     gpu: str
     cells: tuple[tuple[Cell, Mapping[str, object]], ...]
 
+    @property
+    def stem(self) -> str:
+        """Of its file's name."""
+        return "_".join(filter(None, (self.pass_name, self.pipeline, self.card)))
+
     def main(self, specs: tuple[str, ...], head_dim: int) -> list[tuple[int, Mapping[str, object]]]:
         """(seqlen, numbers) of the main table's cells of one mask and head_dim, by seqlen."""
         found = {

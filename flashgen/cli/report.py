@@ -31,6 +31,6 @@ def command(
     if suites:
         out.print(Markdown(report.of_suites(folder, SUITES)))
     for record in records if draw else ():
-        path = folder / f"{'_'.join(filter(None, (record.pass_name, record.pipeline, record.card)))}.svg"
+        path = folder / f"{record.stem}.svg"
         report.draw(record, path)
         err.print(f"wrote {path}")

@@ -33,9 +33,13 @@ class SequenceCode:
     @property
     def prefetches(self) -> str:
         """What is prefetched of where sequences begin and end, and of positions; pages are not among them."""
-        names = [name for name in self.layout.pointers if name != "page_table"]
-        given = {name: "" if name.startswith("cu_seqlens") else f"if (p.{name} != nullptr) " for name in names}
-        return "".join(f"\n  {if_given}prefetch_l2(p.{name} + first);" for name, if_given in given.items())
+        names = (name for name in self.layout.pointers if name != "page_table")
+        return "".join(f"\n  {self._if_given(name)}prefetch_l2(p.{name} + first);" for name in names)
+
+    @staticmethod
+    def _if_given(name: str) -> str:
+        """What stands before a pointer is read that may be null: where joined sequences begin is always given."""
+        return "" if name.startswith("cu_seqlens") else f"if (p.{name} != nullptr) "
 
     @property
     def origin(self) -> str:
