@@ -25,6 +25,19 @@ def test_facts_agree_with_each_other(a):
     assert a.on_chip_bytes == a.smem_per_sm + 256 * KIB
 
 
+@pytest.mark.parametrize("a", ARCHS.values(), ids=list(ARCHS))
+@pytest.mark.parametrize("forward", [True, False])
+def test_heads_in_turns_stay_in_l2_and_leave_blocks_to_each(a, forward):
+    blocks = arch.READERS[forward]
+    for sms in (1, 3, a.sms, 4 * a.sms):
+        for size in (1, 4 * KIB, 512 * KIB, a.l2_bytes // 4, a.l2_bytes, 8 * a.l2_bytes):
+            heads = a.heads_in_turns(size, sms, forward=forward)
+            assert heads.bit_count() == 1
+            assert heads == 1 or (heads * size <= a.l2_bytes and heads * blocks <= sms)
+            # Twice as many do not fit: in the largest power of two of bytes that L2 has, or by what is left to each.
+            assert 2 * heads * size > a.l2_bytes // 2 or 2 * heads * blocks > sms
+
+
 @pytest.mark.parametrize(
     ("asked", "found"),
     [

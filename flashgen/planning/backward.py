@@ -68,11 +68,12 @@ def layout(plan: KernelPlan) -> Backward | SpecializedBackward:
     return plan.backward
 
 
-def l2_kv_heads(plan: KernelPlan, problem: Problem) -> int:
+def l2_kv_heads(plan: KernelPlan, problem: Problem, sms: int | None = None) -> int:
     """Key heads whose blocks a masked backward on pipeline hopper starts together: those whose queries, d_o and dq in
-    float32 L2 holds."""
-    of_one = problem.q_len * query_bytes(problem)
-    return min(ARCHS[plan.arch].l2_holds(of_one), problem.batch * problem.kv_heads)
+    float32 L2 holds, if `sms` blocks are enough for each; SMs of the architecture's card unless given."""
+    arch, of_one = ARCHS[plan.arch], problem.q_len * query_bytes(problem)
+    in_turns = arch.heads_in_turns(of_one, arch.sms if sms is None else sms, forward=False)
+    return min(in_turns, problem.batch * problem.kv_heads)
 
 
 def query_bytes(problem: Problem) -> int:
@@ -93,7 +94,7 @@ def clear_distance(plan: KernelPlan, problem: Problem, sms: int | None = None, t
     if blocks == 0 or not layout(plan).dq_in_main_kernel:
         return heads
     sms = ARCHS[plan.arch].sms if sms is None else sms
-    together = l2_kv_heads(plan, problem) if together is None else together
+    together = l2_kv_heads(plan, problem, sms) if together is None else together
     return min((together if plan.variant.mask is not None else 1) + -(-sms // blocks), heads)
 
 

@@ -389,7 +389,8 @@ def make_launch(
     pack, packs, pack_log2, tile_q, l2_bytes, l2_unit, maps = form
     rows = (q_len, kv_len) if rows is None else rows
     if l2_kv_heads is None:
-        l2_kv_heads = outline.arch.l2_holds(l2_bytes * (kv_len if outline.forward else q_len))
+        of_one = l2_bytes * (kv_len if outline.forward else q_len)
+        l2_kv_heads = outline.arch.heads_in_turns(of_one, sms, forward=outline.forward)
     together = min(l2_kv_heads, batch * kv_heads)
     if outline.joined:
         in_pages = () if cache is None else ("k", "v")
