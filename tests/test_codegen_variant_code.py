@@ -103,6 +103,28 @@ def test_one_tanh_of_something_cheap_is_looked_at_before(function, near):
     )
 
 
+cap, free = fg.param("cap", default=30.0, min=1.0), fg.param("free", default=30.0)
+caps = fg.tensor("caps", dims=("heads",), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda s, b, h, q, k: 30.0 * fg.tanh(s / 30.0), "30.0f"),
+        (lambda s, b, h, q, k: fg.tanh(s / cap) * cap, "p.param_cap"),
+        (lambda s, b, h, q, k: free * fg.tanh(s / free), None),  # it may be negative, and then the least is the highest
+        (lambda s, b, h, q, k: -30.0 * fg.tanh(s / -30.0), None),
+        (lambda s, b, h, q, k: caps[h] * fg.tanh(s / caps[h]), None),
+        (lambda s, b, h, q, k: 30.0 * fg.tanh(s / 20.0), None),
+        (lambda s, b, h, q, k: cap * fg.tanh(s / cap) - 0.5 * (q - k), None),
+        (lambda s, b, h, q, k: cap * fg.tanh((s + 1.0) / cap), None),
+    ],
+)
+def test_a_soft_cap_is_one_positive_number_for_all_pairs(function, found):
+    of = variant_code(analyse(fg.variant().score(function).bind()), Tile(q=64, kv=64)).soft_cap
+    assert (None if of is None else str(of)) == found
+
+
 doc = fg.tensor("doc", dims=(None,), dtype="int32")
 perm = fg.tensor("perm", dims=("q",), dtype="int64", min=0)
 cu = fg.tensor("cu", dims=(None,), dtype="int64", sorted=True)

@@ -99,11 +99,25 @@ def test_tanh_of_what_is_small_takes_no_special_unit(cap, near):
 def test_where_one_argument_of_tanh_is_large_all_are_computed_in_full():
     w = work("softcap", "hopper")
     q, k, v = w.qkv
-    k[..., 100, :] *= 40  # one key's scores pass 0.75 of the cap
+    k[..., 100, :] *= 40  # one key's scores pass the cap
     w = dataclasses.replace(w, qkv=(q, k, v))
     assert w.wrong(w.run()) == ()
-    limit = "constexpr float SMALL_TANH = 0.75f"
+    limit = "constexpr float SMALL_TANH = 1.f"
     assert w.wrong(w.run(replace(limit, "constexpr float SMALL_TANH = 1e9f")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("scale = p.param_cap * LOG2E", "scale = LOG2E"),  # the cap is lost
+        ("to_argument = p.scale * rcp(p.param_cap)", "to_argument = p.scale"),
+        ("first += CAPPED", "first += 2 * CAPPED"),  # half of the scores stay products
+    ],
+)
+def test_a_soft_cap_is_in_both_factors(right, wrong):
+    w = work("softcap", "hopper")
+    assert w.wrong(w.run(replace(right, wrong)))
 
 
 TURNS = {

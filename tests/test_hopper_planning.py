@@ -12,7 +12,7 @@ from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
 from flashgen.planning import limits, planner, ranking
 from flashgen.planning.arch import ARCHS
-from flashgen.planning.members import SplitKeys
+from flashgen.planning.members import SoftCap, SplitKeys
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import Problem
@@ -168,6 +168,16 @@ def test_sequences_of_different_lengths_take_the_form_that_was_fastest(variant, 
             assert chosen == found.plans[times.index(min(times))]
             taken.add(chosen)
     assert taken and {plan.tile.kv for plan in taken} == {found.plans[0].tile.kv}
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("spec", ["softcap", "local_softcap"])
+def test_a_soft_cap_has_one_form_in_all_kernels(spec, head_dim):
+    found = menu(load_spec(spec).bind(), head_dim)
+    (form,) = {plan.specialized.score for plan in found.plans}
+    assert isinstance(form, SoftCap) and found.plans[0].tile.kv // 2 % form.together == 0
+    biased = fg.variant().score(lambda s, b, h, q, k: 30.0 * fg.tanh(s / 30.0) - 0.1 * (q - k)).bind()
+    assert not any(isinstance(plan.specialized.score, SoftCap) for plan in menu(biased, head_dim).plans)
 
 
 def test_q_stages_are_checked():

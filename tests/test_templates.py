@@ -22,7 +22,7 @@ PIPELINES = ("ampere", "hopper")
 #: Control lines among all lines of a pipeline's files and of those that pipelines share, in percent.  Goal: 15.
 CONTROL_PERCENT: dict[str, float] = {
     "ampere": 11.7,
-    "hopper": 11.4,
+    "hopper": 11.15,
 }
 
 #: How deep conditions, loops and macros of a file are nested, where deeper than the goal, which is 2.

@@ -22,7 +22,7 @@ from flashgen.codegen.split_keys import KeyCode
 from flashgen.codegen.variant_code import VariantCode, variant_code
 from flashgen.planning import split_keys
 from flashgen.planning.backward import lookups
-from flashgen.planning.members import Launches
+from flashgen.planning.members import Launches, SoftCap
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.plan import KernelPlan, Tile
 from flashgen.resources import folder
@@ -63,7 +63,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "work_alignment": programs.work_layout(plan.layout, split=plan.keys.split)[1],
         "combine_warps": split_keys.COMBINE_WARPS,
         "pages": PagesCode(plan.layout, scaled=plan.float8 is not None, whole_rows=plan.whole_rows),
-        "scales": ScaleCode(plan.float8 is not None, plan.packed, found.score is not None),
+        "scales": ScaleCode(plan.float8 is not None, plan.packed, found.score is not None, _cap(plan, found)),
         "operands": OperandCode(plan, found.score is not None, packs),
         "packs": packs,
         "banner": banner(plan, found),
@@ -84,6 +84,12 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     for place, files in _PLACES.values():
         text = text.replace(place, device.used_by(kernel, files), 1)
     return folded(text)
+
+
+def _cap(plan: KernelPlan, found: VariantCode) -> str | None:
+    """The cap of scores that factors hold."""
+    capped = plan.specialized is not None and isinstance(plan.specialized.score, SoftCap)
+    return str(found.soft_cap) if capped else None
 
 
 def entered(launches: Launches) -> str:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flashgen.analysis.abstract import Intervals, anywhere
+from flashgen.analysis.tanh import caps_score
 from flashgen.analysis.zones import clamped_operand
 from flashgen.codegen.device import identifiers
 from flashgen.lang.expr import LEAVES, DType, LoopIndex, Node, Tensor, depends_on, layer, loop_indices, walk
@@ -292,19 +293,10 @@ class SoftCapPrinter(Printer):
     def __init__(self, score: Node, *, wide: frozenset[Node] = frozenset()) -> None:
         super().__init__(wide=wide)
         users = [(n, o) for n in walk([score]) for o in n.operands if o.op == "tanh"]
-        self._rough = {o for _, o in users} - {o for n, o in users if not _caps_score(n, o)}
+        self._rough = {o for _, o in users} - {o for n, o in users if not caps_score(n, o)}
 
     def spelling(self, n: Node) -> str:
         return "tanh_approx({0})" if n in self._rough else super().spelling(n)
-
-
-def _caps_score(n: Node, tanh: Node) -> bool:
-    """Whether a node is c * tanh(s / c)."""
-    by = tanh.operands[0]
-    if n.op != "mul" or by.op != "div":
-        return False
-    score, cap = by.operands
-    return score.op == "score" and n.operands in ((cap, tanh), (tanh, cap))
 
 
 class SmallTanhPrinter(Printer):

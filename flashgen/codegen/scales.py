@@ -10,12 +10,14 @@ class ScaleCode:
     """Fragments of CUDA of a forward on pipeline hopper.
 
     Of 8 bits (`eight`) the scale follows the tile; it is one for each of a thread's rows where these are of several
-    heads (`packed`).  Where there is a score function (`scored`) it stands before that, else in the exponent.
+    heads (`packed`).  Where there is a score function (`scored`) it stands before that, else in the exponent; where
+    that is a soft cap, both have a factor, and the cap is in them.
     """
 
     eight: bool
     packed: bool
     scored: bool
+    cap: str | None = None
 
     @property
     def _of_rows(self) -> str:
@@ -24,7 +26,14 @@ class ScaleCode:
 
     @property
     def declared(self) -> str:
-        """The members of a consumer, in 8 bits."""
+        """The members of a consumer."""
+        if self.cap is not None:
+            why = "of tanh in the exponent, and of a product in its argument"
+            return f"const float scale = {self.cap} * LOG2E, to_argument = p.scale * rcp({self.cap});  // {why}"
+        if not self.eight:
+            why = "scale 0 times a masked -inf stays -inf"
+            of_products = f"fmaxf(p.scale * LOG2E, SMALLEST);  // {why}"
+            return f"const float scale = {'LOG2E;' if self.scored else of_products}"
         start = "{}" if self.packed else "0.f"
         of_q = "float q_descale[2] = {};  // of the rows of the tile in hand\n  " if self.packed else ""
         if self.scored:

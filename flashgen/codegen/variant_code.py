@@ -16,6 +16,7 @@ from flashgen.analysis.abstract import Intervals, anywhere, finite_at_zero
 from flashgen.analysis.bounds import bounded
 from flashgen.analysis.cells import Cells
 from flashgen.analysis.facts import Facts, Term
+from flashgen.analysis.tanh import lone_tanh, soft_cap, takes_long
 from flashgen.analysis.tiles import Tiling
 from flashgen.analysis.zones import REACH, Zone
 from flashgen.codegen import per_pair
@@ -48,9 +49,7 @@ from flashgen.codegen.readers import (
 from flashgen.codegen.summary_code import SummaryCode, summary_code
 from flashgen.codegen.turns import Turns, truths, turns
 from flashgen.lang import ranges
-from flashgen.lang.expr import Node, const, depends_on, loop_indices, walk
-from flashgen.lang.loops import LOOPS
-from flashgen.lang.ops import OPS
+from flashgen.lang.expr import Node, const, depends_on, walk
 from flashgen.planning.backward import lookup_names
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.plan import Tile, TileSummary
@@ -168,6 +167,7 @@ class VariantCode:
     uniform   the mask is the same for all pairs of a tile: its first pair tells the class
     within    bounds of the mask apart from the rest of it; None: they are asked together
     small_tanh   where the score has one tanh, and its argument is cheap to look at before
+    soft_cap  the c of a score that is c * tanh(s / c), if it is the same for all pairs
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
     sink      a logit beside the keys of a row
@@ -180,6 +180,7 @@ class VariantCode:
     readers: tuple[Reader, ...]
     score: Body | None
     small_tanh: SmallTanh | None
+    soft_cap: Text | None
     keep: Body | None
     divides: bool
     runs: Decision | None
@@ -286,7 +287,7 @@ def variant_code(
     may be off by 2^-11 of the score.
     """
     mask, score = printed_of(facts)
-    sink = facts.variant.sink_node
+    sink, cap = facts.variant.sink_node, soft_cap(score)
     masked = mask is not None
     loads = loads_of(root for root in (mask, score) if root is not None)
     given = _lookups(lookups, facts) if masked else {}
@@ -306,6 +307,7 @@ def variant_code(
         readers=readers(facts, cornered, layout),
         score=None if score is None else _score_printer(score, facts, rough_tanh).body(score),
         small_tanh=None if score is None else _small_tanh(score, facts),
+        soft_cap=None if cap is None else Printer(wide=facts.int64).one(cap, {}),
         keep=None if each is None else conditions.body(each),
         divides=each is not None and per_pair.divides(each),
         runs=Decider(facts).runs() if masked else None,
@@ -318,7 +320,7 @@ def variant_code(
         clamp_q=any(depends_on(n, "q") for n in loads),
         clamp_k=any(depends_on(n, "k") for n in loads),
         long_keep=masked and not facts.exact,
-        long_score=score is not None and any(map(_takes_long, walk([score]))),
+        long_score=score is not None and any(map(takes_long, walk([score]))),
         finite_at_zero=score is None or finite_at_zero(score),
         lookups=tuple(given.values()),
         summaries=made,
@@ -367,26 +369,17 @@ def _lookups(loads: tuple[Node, ...], facts: Facts) -> dict[Node, Lookup]:
     return found
 
 
-def _takes_long(n: Node) -> bool:
-    """Whether an op of a score is a loop, a function of the special unit, or a captured element for each key."""
-    if n.op == "load":
-        return depends_on(n, "k")
-    return n.op in LOOPS or (n.op in OPS and OPS[n.op].group == "function" and n.op != "cast")
-
-
 def _score_printer(score: Node, facts: Facts, rough_tanh: bool) -> Printer:
     return SoftCapPrinter(score, wide=facts.int64) if rough_tanh else Printer(wide=facts.int64)
 
 
 def _small_tanh(score: Node, facts: Facts) -> SmallTanh | None:
-    """The score in two steps; None without a tanh, with several, or with one of something that takes long."""
-    taken = [n for n in walk([score]) if n.op == "tanh"]
-    if len(taken) != 1 or loop_indices(taken[0]):
-        return None
-    if any(n.op == "load" or _takes_long(n) for n in walk(taken[0].operands)):
+    """The score in two steps; None where it has no such tanh."""
+    taken = lone_tanh(score)
+    if taken is None:
         return None
     printer = SmallTanhPrinter(wide=facts.int64)
-    return SmallTanh(argument=printer.body(*taken[0].operands), score=printer.body(score))
+    return SmallTanh(argument=printer.body(*taken.operands), score=printer.body(score))
 
 
 def _formula(mask: Node | None, score: Node | None, sink: Node | None) -> tuple[tuple[str, str], ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flashgen.lang.expr import walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.float8 import CODE_BIAS, OFFSET, Float8
 from flashgen.planning.integers import Integers
@@ -44,8 +43,11 @@ from flashgen.planning.members import (
     PByBits,
     Rows,
     Scheduler,
+    ScoreByElement,
+    ScoreNearZero,
     Sender,
     SharedKeys,
+    SoftCap,
     SplitDkDv,
     StepEnd,
     TilesAlike,
@@ -211,7 +213,7 @@ class Specialized:
 
     warpgroups: int  # consumers, 64 query rows each
     ping_pong: bool  # warpgroups take turns to issue products
-    score_emitted_twice: bool  # registers are left for a score function that is emitted twice
+    score: ScoreByElement | ScoreNearZero | SoftCap
     mask: Mask = field(default_factory=MaskByElement)
     full_tiles: FullTilesApart | TilesAlike
     highest: HighestAsInteger | HighestAsFloat
@@ -440,8 +442,7 @@ class KernelPlan(Integers):
         """
         if self.pass_name == "backward":
             return ()
-        takes_tanh = any(n.op == "tanh" for n in walk(self.variant.roots))
-        return (self.tile.kv, takes_tanh and self.specialized is not None and self.specialized.score_emitted_twice)
+        return (self.tile.kv, None if self.specialized is None else type(self.specialized.score))
 
     @property
     def out_dtype(self) -> str:

@@ -10,6 +10,7 @@ from flashgen.analysis.bounds import bounded
 from flashgen.analysis.cells import single
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.facts import Facts, analyse
+from flashgen.analysis.tanh import lone_tanh, soft_cap
 from flashgen.lang.expr import DType, Node, depends_on, loop_indices, node, positions_of, reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.backward import captured_grads, has_slope, looks_up, lookups
@@ -131,6 +132,17 @@ class Profile:
     @property
     def scored(self) -> bool:
         return self.variant.score_node is not None
+
+    @cached_property
+    def near_zero(self) -> bool:
+        """Whether the score has one tanh, whose argument is cheap to look at before."""
+        root = self.variant.score_node
+        return root is not None and lone_tanh(root) is not None
+
+    @cached_property
+    def soft_capped(self) -> bool:
+        """Whether the score is c * tanh(s / c) with one c for the whole call."""
+        return soft_cap(self.variant.score_node) is not None
 
     @property
     def plain(self) -> bool:

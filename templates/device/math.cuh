@@ -32,11 +32,19 @@ DEVICE float tanh_f32(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * 
 DEVICE float tanh_approx(float x) { float y; asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 // tanh where |x| <= SMALL_TANH, to 2^-20 of itself, without the special unit: x times a polynomial in x^2.
-constexpr float SMALL_TANH = 0.75f;
+constexpr float SMALL_TANH = 1.f;
 
 DEVICE float small_tanh(float x) {
-  const float y = x * x, last = fmaf(0.01292965f, y, -0.05005637f);
-  return x * fmaf(fmaf(fmaf(last, y, 0.13258988f), y, -0.33328253f), y, 0.99999944f);
+  const float y = x * x, last = fmaf(fmaf(-0.0030670604f, y, 0.016743114f), y, -0.051605675f);
+  return x * fmaf(fmaf(fmaf(last, y, 0.13281433f), y, -0.33329043f), y, 0.9999994f);
+}
+
+// What has been made for small arguments of tanh, or for all.  No branch: it would wait for each score.
+DEVICE float if_small(float argument, float near, float any) {
+  float y;
+  asm("{\n.reg .pred small;\n.reg .f32 size;\nabs.f32 size, %1;\nsetp.le.f32 small, size, %4;\n"
+      "selp.f32 %0, %2, %3, small;\n}" : "=f"(y) : "f"(argument), "f"(near), "f"(any), "f"(SMALL_TANH));
+  return y;
 }
 
 // Abramowitz and Stegun 7.1.26, within 2^-22 of the true value before roundings.

@@ -24,6 +24,34 @@ class TilesAlike:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The score function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreByElement:
+    """One code for all scores: registers are short, or none has a tanh."""
+
+    template: ClassVar[str] = "hopper/forward_score_by_element.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreNearZero:
+    """Emitted twice: where all arguments of a warp's tanh are small, a polynomial gives it without the special unit."""
+
+    template: ClassVar[str] = "hopper/forward_score_near_zero.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftCap:
+    """c * tanh(s / c): one factor makes the argument of a product, c joins that of the exponent, and a polynomial gives
+    small tanhs without the special unit."""
+
+    together: int  # scores of a thread that are looked at before their tanh is taken
+
+    template: ClassVar[str] = "hopper/forward_soft_cap.cu.j2"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # How the highest score of a row is found
 
 

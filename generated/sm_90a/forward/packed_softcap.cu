@@ -219,6 +219,22 @@ DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) 
 DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float tanh_f32(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
 
+// tanh where |x| <= SMALL_TANH, to 2^-20 of itself, without the special unit: x times a polynomial in x^2.
+constexpr float SMALL_TANH = 1.f;
+
+DEVICE float small_tanh(float x) {
+  const float y = x * x, last = fmaf(fmaf(-0.0030670604f, y, 0.016743114f), y, -0.051605675f);
+  return x * fmaf(fmaf(fmaf(last, y, 0.13281433f), y, -0.33329043f), y, 0.9999994f);
+}
+
+// What has been made for small arguments of tanh, or for all.  No branch: it would wait for each score.
+DEVICE float if_small(float argument, float near, float any) {
+  float y;
+  asm("{\n.reg .pred small;\n.reg .f32 size;\nabs.f32 size, %1;\nsetp.le.f32 small, size, %4;\n"
+      "selp.f32 %0, %2, %3, small;\n}" : "=f"(y) : "f"(argument), "f"(near), "f"(any), "f"(SMALL_TANH));
+  return y;
+}
+
 // The nearest index of a dimension.
 template <typename T> DEVICE T clamp_index(T i, int size) { return min(max(i, T(0)), T(size - 1)); }
 
@@ -483,10 +499,6 @@ DEVICE Range<int> read_doc_range(Range<int> i0, Range<int> i1, const Params& p) 
   return {first, last};
 }
 
-DEVICE float score(float s, int b, int h, int q, int k, const Params& p) {
-  return p.param_cap * tanh_f32(s * rcp(p.param_cap));
-}
-
 // Elements that a query or a key alone selects, read before.
 struct MaskOperands {
   int doc_q;
@@ -734,7 +746,8 @@ struct Consumer {
   const int warpgroup;
   // This thread's first row and column of a tile.
   const int row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-  const float scale = LOG2E;
+  // of tanh in the exponent, and of a product in its argument
+  const float scale = p.param_cap * LOG2E, to_argument = p.scale * rcp(p.param_cap);
   Ring<WORK_STAGES> work_ring = {};
   Ring<Q_STAGES> q_ring = {};
   Ring<STAGES> k_ring = {}, v_ring = {};
@@ -826,11 +839,27 @@ struct Consumer {
     return min(tile * TILE_KV + column + i / 4 * 8 + i % 2, p.kv_len - 1);
   }
 
-  // S becomes score(scale * S).
-  DEVICE void apply_score(S& s, const Work work, int tile) {
+  // S becomes tanh(scale * S / cap): the cap joins the factor of the exponent.  Each score by its own argument; where
+  // none of so many of the warp's is large, a polynomial does.
+  DEVICE void apply_score(S& s, const Work&, int) {
+    constexpr int CAPPED = 32;
 #pragma unroll
-    for (int i = 0; i < TILE_KV / 2; i++)
-      s[i] = score(p.scale * s[i], work.b, work.h, query(work, i), key(tile, i), p);
+    for (int first = 0; first < TILE_KV / 2; first += CAPPED) {
+      float most = 0.f;
+#pragma unroll
+      for (int i = first; i < first + CAPPED; i++) {
+        s[i] *= to_argument;
+        most = fmaxf(most, fabsf(s[i]));
+      }
+      if (__all_sync(~0u, most <= SMALL_TANH)) {
+#pragma unroll
+        for (int i = first; i < first + CAPPED; i++) s[i] = small_tanh(s[i]);
+      } else {
+#pragma unroll
+        for (int i = first; i < first + CAPPED; i++)
+          s[i] = if_small(s[i], small_tanh(s[i]), tanh_f32(s[i]));
+      }
+    }
   }
 
   // What the mask reads, while products run: of a key by one lane of each warp, and of this thread's two queries.

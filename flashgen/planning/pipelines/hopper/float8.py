@@ -34,6 +34,8 @@ from flashgen.planning.members import (
     OnesBehindV,
     OOfTurnedV,
     PByBits,
+    ScoreByElement,
+    ScoreNearZero,
     Sender,
     SendsAndLoads,
     SendsToLoader,
@@ -41,15 +43,8 @@ from flashgen.planning.members import (
     TwoLevels,
     VTurnedOver,
 )
-from flashgen.planning.pipelines.hopper import forward, programs
-from flashgen.planning.pipelines.hopper.forward import (
-    INTERFERENCE,
-    ROWS,
-    SOFTMAX_STRETCH,
-    STEP_CLOCKS,
-    TYPICAL_KEYS,
-    Candidate,
-)
+from flashgen.planning.pipelines.hopper import forward, pace, programs
+from flashgen.planning.pipelines.hopper.forward import ROWS, Candidate
 from flashgen.planning.pipelines.shared import SOFTMAX_OPS, make_plan, total
 from flashgen.planning.plan import KernelPlan, Part, Specialized, Tile, rows_of
 from flashgen.planning.profile import profile
@@ -60,8 +55,8 @@ from flashgen.planning.summaries import WORD
 #: As of 16 bits.
 NAME, COPIES, SHARES_SM = forward.NAME, forward.COPIES, forward.SHARES_SM
 cannot_address, cannot_page = forward.cannot_address, forward.cannot_page
-predictor = forward.predictor
-cannot_pack, packing_gain = forward.cannot_pack, forward.packing_gain
+predictor, packing_gain = pace.predictor, pace.packing_gain
+cannot_pack = forward.cannot_pack
 
 #: Consumer warpgroups, and the queries of a tile.  One is for decoding: products of 128 rows, few of which are queries,
 #: would take longer than the keys of a tile need from memory.
@@ -376,8 +371,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
         specialized=Specialized(
             warpgroups=c.warpgroups,
             ping_pong=False,
-            # Where P V comes in pieces `local_softcap` spilled 16 bytes.
-            score_emitted_twice=request.profile.scored and not _of_pieces(request) and isinstance(_p(request), ExactP),
+            score=_score(request),
             mask=_mask(c, request),
             full_tiles=TilesAlike(),
             highest=_highest(c, request),
@@ -475,13 +469,19 @@ def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
     busiest, second = sorted(by_unit.values(), reverse=True)[:2]
     specialized, tile = plan.specialized, plan.tile
     assert specialized is not None and isinstance(specialized.products, TwoLevels)
-    exposed = max(0.0, SOFTMAX_STRETCH * softmax - (specialized.warpgroups - 1) * busiest)
+    exposed = max(0.0, pace.SOFTMAX_STRETCH * softmax - (specialized.warpgroups - 1) * busiest)
     # Without scores ahead a warpgroup's own products stand one after another, which one other does not fill.
     alone = specialized.warpgroups == 2 and not specialized.products.ahead
     exposed += by_unit["tensor"] / 2 if alone else 0.0
-    step = (STEP_CLOCKS + (plan.stages == 3) * RING_CLOCKS) / (tile.q * tile.kv)
-    between = (plan.q_stages == 1) * forward.Q_LOAD_CLOCKS + (plan.stages == 2) * forward.KV_LOAD_CLOCKS
+    step = (pace.STEP_CLOCKS + (plan.stages == 3) * RING_CLOCKS) / (tile.q * tile.kv)
+    between = (plan.q_stages == 1) * pace.Q_LOAD_CLOCKS + (plan.stages == 2) * pace.KV_LOAD_CLOCKS
     if plan.keys.split:  # as in 16 bits, but that a fourth stage brings nothing: 1.02 to 1.03x the time on an H200
-        between, step = 0, step + forward.MEMORY_CLOCKS / (min(plan.stages, 3) * tile.q * tile.kv)
-    pace = busiest + INTERFERENCE * second + exposed + step + between / (tile.q * TYPICAL_KEYS)
-    return (pace / arch.clock_hz,)
+        between, step = 0, step + pace.MEMORY_CLOCKS / (min(plan.stages, 3) * tile.q * tile.kv)
+    found = busiest + pace.INTERFERENCE * second + exposed + step + between / (tile.q * pace.TYPICAL_KEYS)
+    return (found / arch.clock_hz,)
+
+
+def _score(request: KernelRequest) -> ScoreByElement | ScoreNearZero:
+    """How scores are made of products.  Where P V comes in pieces `local_softcap` spilled 16 bytes with more code."""
+    near_zero = request.profile.near_zero and isinstance(_p(request), ExactP) and not _of_pieces(request)
+    return ScoreNearZero() if near_zero else ScoreByElement()

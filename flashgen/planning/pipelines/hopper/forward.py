@@ -7,13 +7,12 @@ registers.  A block takes tile after tile of queries, so that the first product 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flashgen.lang.expr import Node, depends_on
-from flashgen.planning.arch import KIB, Arch, find
+from flashgen.planning.arch import KIB, find
 from flashgen.planning.integers import Allowed
 from flashgen.planning.layout import Layout, Padded
 from flashgen.planning.members import (
@@ -22,7 +21,6 @@ from flashgen.planning.members import (
     PACKED,
     DynamicScheduler,
     Fold,
-    FoldedLeaves,
     FoldInMemory,
     FoldInShared,
     FullTilesApart,
@@ -42,16 +40,22 @@ from flashgen.planning.members import (
     OInParts,
     PartScheduler,
     Scheduler,
+    ScoreByElement,
+    ScoreNearZero,
     SequenceScheduler,
+    SoftCap,
     StaticScheduler,
     TilesAlike,
 )
 from flashgen.planning.pipelines.hopper import programs
-from flashgen.planning.pipelines.protocol import Predictor
-from flashgen.planning.pipelines.shared import DROPOUT_OPS, SOFTMAX_OPS, make_plan, total
+from flashgen.planning.pipelines.hopper.pace import FOLD_ITEM, SHORT_COLUMNS
+from flashgen.planning.pipelines.hopper.pace import clocks as clocks
+from flashgen.planning.pipelines.hopper.pace import packing_gain as packing_gain
+from flashgen.planning.pipelines.hopper.pace import predictor as predictor
+from flashgen.planning.pipelines.hopper.pace import seconds_per_score as seconds_per_score
 from flashgen.planning.pipelines.shared import cannot_pack as cannot_pack
+from flashgen.planning.pipelines.shared import make_plan, total
 from flashgen.planning.plan import BOX_ROWS, ITEM, SWIZZLE, KernelPlan, Part, Specialized, Tile, in_whole_rows, staged
-from flashgen.planning.problem import Problem
 from flashgen.planning.profile import profile
 from flashgen.planning.program import WARP, Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
@@ -92,9 +96,8 @@ FEW_QUERIES = (SMALL_QUERIES,)
 #: at head_dim 128, two stages of 64 KiB took 0.987 to 1.0 of the time of three.
 FEW_BYTES = 128 * KIB
 
-#: Bytes of an element of O of the leaves so far, those that shared memory moves in a clock, and the columns in steps of
-#: which it lies there.
-FOLD_ITEM, SHARED_BYTES, FOLD_COLUMNS = 4, 128, 32
+#: Columns in steps of which O of the leaves so far lies in shared memory.
+FOLD_COLUMNS = 32
 
 #: Registers for leaves beside those of three warpgroups, and more where the mask is no band: `alibi` and `sink_window`
 #: at head_dim 64 spilled 16 and 28 bytes.
@@ -130,6 +133,8 @@ PAIR_REGISTERS = 4
 #: not spill in tiles of 128 keys.
 READ_AT_ONCE = 4
 
+ROOM = 16
+
 #: Registers that must be left where a mask reads several elements for each key at once: `gist_flags` and
 #: `document_offsets` at head_dim 128 spilled 24 bytes with one left.
 SEVERAL_READ_REGISTERS = 2
@@ -153,6 +158,11 @@ DROPOUT_THIRD_STAGE = 8
 #: Registers that a score function wants beside those counted where it is emitted twice.
 ROOM = 16
 
+#: Scores of a thread whose tanh is taken at a time beside a wide O: `softcap` at head_dim 256 spilled 24 bytes with 16.
+#: Else half of a tile's, where on an H100 all at once took 0.96 to 1.0 of the time of N(0, 1), and 1.07 to 1.09 of it
+#: where queries are 6 times as large.
+CAPPED = 8
+
 #: Registers wanted for the queries of a thread's two rows where heads are packed and mask or score use queries: none
 #: follows from the other any more.  Kernels of 128 x 64 at head_dim 256 spilled with 10 left.
 PACKED_REGISTERS = 12
@@ -175,23 +185,6 @@ JUDGE_REGISTERS, PARTS_REGISTERS = 56, 64
 #: 44 bytes with 32 registers, `streaming_blocks` (6) 32 bytes with 56, `bigbird` (16) 184 bytes with 64.
 SCHEDULER_REGISTERS, RUN_REGISTERS, PART_REGISTERS = 29, 1, 22
 
-#: Up to so many columns a product is short: the softmax of a warpgroup must run under the products of two others, which
-#: take turns to issue them.  Wider ones need no turns.
-SHORT_COLUMNS = 64
-
-#: Three warpgroups with wider columns hold so few keys that two are faster (FlashAttention-3 divides its rows like that
-#: too): what to multiply their time by.
-THREE_WIDE = 1.15
-
-#: Clocks of a step that nothing hides: the latency of the first wgmma, of barriers and shuffles.
-STEP_CLOCKS = 180
-
-#: How much of the second busiest unit's time adds to that of the busiest, with which it shares issue slots.
-INTERFERENCE = 0.3
-
-#: How long a softmax is for its warpgroup, by the clocks of the units that it uses.
-SOFTMAX_STRETCH = 0.85
-
 #: Tiles of queries in shared memory: with two the next one is loaded while this one is worked on, and O leaves by TMA.
 Q_STAGES = (1, 2)
 
@@ -199,13 +192,6 @@ INTEGERS = {
     "stages": Allowed(values=STAGES, rule="TMA fills one stage while another is used"),
     "q_stages": Allowed(values=Q_STAGES, rule="while one is worked on, one more is loaded"),
 }
-
-#: Clocks lost between two tiles of queries with one stage for Q, and with only two for K and V; the keys that a tile of
-#: queries sees typically.
-Q_LOAD_CLOCKS, KV_LOAD_CLOCKS, TYPICAL_KEYS = 2000, 1500, 2048
-
-#: Clocks from the copy of a tile of keys until it has come from memory that is busy.
-MEMORY_CLOCKS = 1500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -481,9 +467,8 @@ def _terms(parts: tuple[Part, ...], unit: int = 1) -> str:
 def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     """The plan of a candidate that fits."""
     short = request.widest <= SHORT_COLUMNS
-    score_emitted_twice = _score_emitted_twice(c, request)
     # Other masks spill with code for each kind of tile, and without a score it brings nothing (0.99 to 1.00).
-    separate_full_tiles = score_emitted_twice and request.profile.band
+    apart = request.profile.scored and request.profile.band and _room_for_more_code(c, request)
     ping_pong = short and c.warpgroups > 2
     return make_plan(
         *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
@@ -496,9 +481,9 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
         specialized=Specialized(
             warpgroups=c.warpgroups,
             ping_pong=ping_pong,
-            score_emitted_twice=score_emitted_twice,
+            score=_score(c, request),
             mask=_few_at_a_time(c, request) or mask_form(c, request),
-            full_tiles=FullTilesApart() if separate_full_tiles else TilesAlike(),
+            full_tiles=FullTilesApart() if apart else TilesAlike(),
             # Two registers spill beside dropout at head_dim 128 (16 bytes, outside of loops).
             highest=HighestAsFloat() if request.dropout else HighestAsInteger(),
             o=_o(c, request),
@@ -584,12 +569,6 @@ def scheduler(request: KernelRequest) -> Scheduler:
     return DynamicScheduler() if uneven else StaticScheduler()
 
 
-def _layout(plan: KernelPlan) -> Specialized:
-    """How warps divide work, of a plan of this pipeline."""
-    assert plan.specialized is not None
-    return plan.specialized
-
-
 def packed(plan: KernelPlan) -> KernelPlan | None:
     """The form of a plan whose tiles have rows of all heads that share keys, as far as their number is a power of two;
     None where registers do not allow it.
@@ -604,96 +583,13 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
     return replace(plan, registers=registers, rows=PACKED)
 
 
-def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
-    """Clocks an SM spends on one score (one query, one key), by the unit that spends them."""
-    special, arithmetic = profile(plan.variant).score_ops
-    sm_clocks = arch.sms * arch.clock_hz
-    return {
-        "tensor": 2 * (plan.padded_head_dim + plan.padded_v_head_dim) * sm_clocks / arch.tensor_flops[NAME],
-        "special": (1 + special) / arch.special_per_clock,
-        "arithmetic": (SOFTMAX_OPS + arithmetic + DROPOUT_OPS * plan.dropout) / arch.fp32_lanes,
-    }
+def _score(c: Candidate, request: KernelRequest) -> ScoreByElement | ScoreNearZero | SoftCap:
+    """How scores are made of products: by more code where registers are left for it."""
+    if request.profile.soft_capped:
+        return SoftCap(together=CAPPED if padded(request.v_head_dim) > WIDE_FOLD else c.tile.kv // 4)
+    return ScoreNearZero() if request.profile.near_zero and _room_for_more_code(c, request) else ScoreByElement()
 
 
-def seconds_per_score(plan: KernelPlan, arch: Arch) -> tuple[float, ...]:
-    """Seconds an SM needs for one score, which rank the plan; one block shares it."""
-    by_unit = clocks(plan, arch)
-    softmax = by_unit["special"] + by_unit["arithmetic"]
-    busiest, second = sorted(by_unit.values(), reverse=True)[:2]
-    # The softmax of one warpgroup runs under the work of the others, as far as that lasts.
-    warpgroups, tile = _layout(plan).warpgroups, plan.tile
-    exposed = max(0.0, SOFTMAX_STRETCH * softmax - (warpgroups - 1) * busiest)
-    step = STEP_CLOCKS / (tile.q * tile.kv)
-    between = (plan.q_stages == 1) * Q_LOAD_CLOCKS + (plan.stages == 2) * KV_LOAD_CLOCKS
-    if plan.keys.split:  # a block has one tile of queries, and waits for each of keys: less where more are on their way
-        between, step = plan.q_stages == 1, step + MEMORY_CLOCKS / (plan.stages * tile.q * tile.kv)
-    step += _fold_clocks(plan, arch)
-    pace = busiest + INTERFERENCE * second + exposed + step + between / (tile.q * TYPICAL_KEYS)
-    wide = warpgroups > 2 and max(plan.head_dim, plan.v_head_dim) > SHORT_COLUMNS
-    tail = -(-TYPICAL_KEYS // tile.kv) * tile.kv / TYPICAL_KEYS
-    return (pace * tail * (THREE_WIDE if wide else 1.0) / arch.clock_hz,)
-
-
-def _fold_clocks(plan: KernelPlan, arch: Arch) -> float:
-    """Clocks of a score in which O of the leaves so far is read and written, once a leaf."""
-    if not isinstance(plan.keys, FoldedLeaves):
-        return 0.0
-    there, l2_bytes = _layout(plan).fold.columns, arch.l2_bytes_per_s / arch.sms / arch.clock_hz
-    clocks = there / SHARED_BYTES + (plan.padded_v_head_dim - there) / l2_bytes
-    return 2 * FOLD_ITEM * clocks / plan.keys.keys
-
-
-def predictor(plan: KernelPlan, seconds_per_score: tuple[float, ...]) -> Predictor:
-    """Seconds of the SM with most to do, where a mask hides what lies above a diagonal.
-
-    From one tile of queries to the next a step's time passes.
-    """
-    q, kv, of_score = plan.tile.q, plan.tile.kv, seconds_per_score[0]
-    jagged = kv - math.gcd(q, kv)
-
-    def unmasked(problem: Problem, sms: int) -> float:
-        tiles = -(-problem.q_len // q) * problem.heads * problem.batch
-        return -(-tiles // sms) * q * (-(-problem.kv_len // kv) * kv + kv) * of_score
-
-    def masked(problem: Problem, sms: int) -> float:
-        q_tiles = -(-problem.q_len // q)
-        # On average half of the keys, and half of what the tiles on the diagonal hold beyond it.
-        seen = min(-(-problem.kv_len // kv) * kv, (q_tiles * q + q + jagged) / 2)
-        return max(1.0, q_tiles * problem.heads * problem.batch / sms) * q * (seen + kv) * of_score
-
-    return unmasked if plan.variant.mask is None else masked
-
-
-def packing_gain(
-    packed: KernelPlan,
-    plan: KernelPlan,
-    seconds_per_score: Callable[[KernelPlan], tuple[float, ...]],
-    problem: Problem,
-    sms: int,
-) -> float:
-    """How many times as long as on the tiles of a packed form the SM with most to do works on those of
-    `plan`, where each sees the same keys; O(1).
-
-    Of an H200 (32 heads over 8 and 4, 8,192 keys, 1 to 200 queries; head_dim 64 and 128, full and causal): 1.75 to 4.5
-    where it says 2 to 6, 1.13 to 1.4 where it says 1.14 to 1.5, and 0.98 to 1.02 where it says 1.
-    """
-
-    group, heads = problem.group, problem.heads * problem.batch
-
-    def rows(one: KernelPlan) -> float:
-        pack = one.pack(group)
-        tiles = -(-problem.q_len * pack // one.tile.q) * heads // pack
-        if one.keys.split:  # among as many blocks as fill the SMs
-            return one.tile.q * tiles / sms
-        return one.tile.q * (max(1.0, tiles / sms) if _layout(one).scheduler.dynamic else -(-tiles // sms))
-
-    fewer = rows(plan) / rows(packed)
-    if fewer <= 1:  # and no form is slower than it is believed to be
-        return fewer
-    return min(1.0, seconds_per_score(plan)[0] / seconds_per_score(packed)[0]) * fewer  # a packed tile has more rows
-
-
-def _score_emitted_twice(c: Candidate, request: KernelRequest) -> bool:
+def _room_for_more_code(c: Candidate, request: KernelRequest) -> bool:
     """Whether registers are left for a score function that is emitted twice."""
-    needed = total(registers(c, request))
-    return request.profile.scored and needed + ROOM <= division(c, request)[1]
+    return total(registers(c, request)) + ROOM <= division(c, request)[1]
