@@ -112,7 +112,7 @@ def test_where_one_argument_of_tanh_is_large_all_are_computed_in_full():
     [
         ("scale = p.param_cap * LOG2E", "scale = LOG2E"),  # the cap is lost
         ("to_argument = p.scale * rcp(p.param_cap)", "to_argument = p.scale"),
-        ("first += CAPPED", "first += 2 * CAPPED"),  # half of the scores stay products
+        ("first += TOGETHER", "first += 2 * TOGETHER"),  # half of the scores stay products
     ],
 )
 def test_a_soft_cap_is_in_both_factors(right, wrong):

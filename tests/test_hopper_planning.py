@@ -170,7 +170,7 @@ def test_sequences_of_different_lengths_take_the_form_that_was_fastest(variant, 
     assert taken and {plan.tile.kv for plan in taken} == {found.plans[0].tile.kv}
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
 @pytest.mark.parametrize("spec", ["softcap", "local_softcap"])
 def test_a_soft_cap_has_one_form_in_all_kernels(spec, head_dim):
     found = menu(load_spec(spec).bind(), head_dim)

@@ -842,21 +842,21 @@ struct Consumer {
   // S becomes tanh(scale * S / cap): the cap joins the factor of the exponent.  Each score by its own argument; where
   // none of so many of the warp's is large, a polynomial does.
   DEVICE void apply_score(S& s, const Work&, int) {
-    constexpr int CAPPED = 32;
+    constexpr int TOGETHER = 32;
 #pragma unroll
-    for (int first = 0; first < TILE_KV / 2; first += CAPPED) {
+    for (int first = 0; first < TILE_KV / 2; first += TOGETHER) {
       float most = 0.f;
 #pragma unroll
-      for (int i = first; i < first + CAPPED; i++) {
+      for (int i = first; i < first + TOGETHER; i++) {
         s[i] *= to_argument;
         most = fmaxf(most, fabsf(s[i]));
       }
       if (__all_sync(~0u, most <= SMALL_TANH)) {
 #pragma unroll
-        for (int i = first; i < first + CAPPED; i++) s[i] = small_tanh(s[i]);
+        for (int i = first; i < first + TOGETHER; i++) s[i] = small_tanh(s[i]);
       } else {
 #pragma unroll
-        for (int i = first; i < first + CAPPED; i++)
+        for (int i = first; i < first + TOGETHER; i++)
           s[i] = if_small(s[i], small_tanh(s[i]), tanh_f32(s[i]));
       }
     }

@@ -158,10 +158,13 @@ DROPOUT_THIRD_STAGE = 8
 #: Registers that a score function wants beside those counted where it is emitted twice.
 ROOM = 16
 
-#: Scores of a thread whose tanh is taken at a time beside a wide O: `softcap` at head_dim 256 spilled 24 bytes with 16.
-#: Else half of a tile's, where on an H100 all at once took 0.96 to 1.0 of the time of N(0, 1), and 1.07 to 1.09 of it
-#: where queries are 6 times as large.
-CAPPED = 8
+#: Columns of O up to which a soft cap is a polynomial.  Beyond, products take so long that the special unit keeps up:
+#: at head_dim 256 the polynomial took 1.01 to 1.05 of the time on an H200 (0.75 to 0.79 at 64, 0.96 to 1.0 at 128).
+CAPPED_COLUMNS = 192
+
+#: Votes in a tile on whether all arguments are small.  On an H100 one took 0.96 to 1.0 of the time of two for N(0, 1),
+#: and 1.07 to 1.09 of it where few are large.
+CAP_VOTES = 2
 
 #: Registers wanted for the queries of a thread's two rows where heads are packed and mask or score use queries: none
 #: follows from the other any more.  Kernels of 128 x 64 at head_dim 256 spilled with 10 left.
@@ -586,7 +589,8 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
 def _score(c: Candidate, request: KernelRequest) -> ScoreByElement | ScoreNearZero | SoftCap:
     """How scores are made of products: by more code where registers are left for it."""
     if request.profile.soft_capped:
-        return SoftCap(together=CAPPED if padded(request.v_head_dim) > WIDE_FOLD else c.tile.kv // 4)
+        short = padded(request.v_head_dim) <= CAPPED_COLUMNS
+        return SoftCap(together=c.tile.kv // 2 // CAP_VOTES) if short else ScoreByElement()
     return ScoreNearZero() if request.profile.near_zero and _room_for_more_code(c, request) else ScoreByElement()
 
 
