@@ -125,6 +125,23 @@ def test_a_soft_cap_is_one_positive_number_for_all_pairs(function, found):
     assert (None if of is None else str(of)) == found
 
 
+@pytest.mark.parametrize(
+    ("function", "value"),
+    [
+        (lambda s, b, h, q, k: s - 0.5 * (q - k), "s - 0.5f * q_minus_k"),
+        (lambda s, b, h, q, k: s + 0.5 * (k - q), "s + 0.5f * (-q_minus_k)"),
+        (lambda s, b, h, q, k: s - 0.5 * (q - k + 1), None),  # another number
+        (lambda s, b, h, q, k: s - 0.5 * (q - b), None),
+    ],
+)
+def test_a_score_is_given_the_distance_as_a_float(function, value):
+    facts = analyse(fg.variant().score(function).bind())
+    found = variant_code(facts, Tile(q=64, kv=64), given_distance=True)
+    assert (str(found.score.value) if found.given_distance else None) == value
+    assert found.parameters == ("float q_minus_k, " if found.given_distance else "")
+    assert not variant_code(facts, Tile(q=64, kv=64)).given_distance
+
+
 doc = fg.tensor("doc", dims=(None,), dtype="int32")
 perm = fg.tensor("perm", dims=("q",), dtype="int64", min=0)
 cu = fg.tensor("cu", dims=(None,), dtype="int64", sorted=True)

@@ -120,6 +120,20 @@ def test_a_soft_cap_is_in_both_factors(right, wrong):
     assert w.wrong(w.run(replace(right, wrong)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("float first = float(query(work, 0) - key(tile, 0))", "float first = 0.f"),
+        ("first + float(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)", "first - float(i / 4 * 8 + i % 2)"),
+    ],
+)
+def test_the_distance_of_each_score_is_that_of_the_first_and_a_constant(right, wrong):
+    w = work("alibi", "hopper")
+    assert w.wrong(w.run()) == ()
+    assert w.wrong(w.run(replace(right, wrong)))
+
+
 TURNS = {
     "no turn is awaited": replace("take_turn() { bar_sync(1 + warpgroup, 256); }", "take_turn() {}"),
     "the first turn is nobody's": replace("if (warpgroup == WARPGROUPS - 1) pass_turn();", ""),

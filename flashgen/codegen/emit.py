@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.codegen import device, params
 from flashgen.codegen.backward import sized, transposed
+from flashgen.codegen.distances import DistanceCode
 from flashgen.codegen.fold import folded
 from flashgen.codegen.operands import PTX_TYPE, OperandCode
 from flashgen.codegen.packs import PackCode
@@ -51,6 +52,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         uniform=plan.masked_by_tile,
         within_bounds=plan.masked_within_bounds,
         rough_tanh=plan.rough_tanh,
+        given_distance=plan.specialized is not None,
     )
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type, seq = PTX_TYPE[plan.out_dtype], SequenceCode(plan.layout)
@@ -66,6 +68,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "scales": ScaleCode(plan.float8 is not None, plan.packed, found.score is not None, _cap(plan, found)),
         "operands": OperandCode(plan, found.score is not None, packs),
         "packs": packs,
+        "distances": DistanceCode(found.given_distance, plan.packed),
         "banner": banner(plan, found),
         "enter": entered(plan.launches),
         "fields": params.fields(plan),

@@ -287,18 +287,6 @@ class Printer:
         return Text(f"read_{n.attr.name}({', '.join(map(str, indices))}, p)")
 
 
-class SoftCapPrinter(Printer):
-    """Prints a score whose soft caps, `c * tanh(s / c)`, may be off by 2^-11 of the score; any other tanh is exact."""
-
-    def __init__(self, score: Node, *, wide: frozenset[Node] = frozenset()) -> None:
-        super().__init__(wide=wide)
-        users = [(n, o) for n in walk([score]) for o in n.operands if o.op == "tanh"]
-        self._rough = {o for _, o in users} - {o for n, o in users if not caps_score(n, o)}
-
-    def spelling(self, n: Node) -> str:
-        return "tanh_approx({0})" if n in self._rough else super().spelling(n)
-
-
 class SmallTanhPrinter(Printer):
     """Prints a score where the argument of its tanh is known to be small."""
 
@@ -319,6 +307,19 @@ class GivenPrinter(Printer):
 
     def one(self, n: Node, known: Mapping[Node, Text]) -> Text:
         return Text(self.given[n]) if n in self.given else super().one(n, known)
+
+
+class ScorePrinter(GivenPrinter):
+    """Prints a score, of which some nodes may be given.  With `rough_tanh` its soft caps, `c * tanh(s / c)`, may be off
+    by 2^-11 of the score; any other tanh is exact."""
+
+    def __init__(self, score: Node, given: Mapping[Node, str], *, rough_tanh: bool, **options: Any) -> None:
+        super().__init__(given, **options)
+        users = [(n, o) for n in walk([score]) for o in n.operands if o.op == "tanh" and rough_tanh]
+        self._rough = {o for _, o in users} - {o for n, o in users if not caps_score(n, o)}
+
+    def spelling(self, n: Node) -> str:
+        return "tanh_approx({0})" if n in self._rough else super().spelling(n)
 
 
 class RangePrinter(Printer):

@@ -28,8 +28,8 @@ from flashgen.codegen.printer import (
     GivenPrinter,
     Printer,
     RangePrinter,
+    ScorePrinter,
     SmallTanhPrinter,
-    SoftCapPrinter,
     Text,
     binary,
     call,
@@ -63,6 +63,10 @@ MAX_FORMULA = 160
 
 #: Which tiles a walk visits: all; those of the runs that the mask shows; of these, what `classify` does not find EMPTY.
 Walk = Literal["every_tile", "runs", "classified"]
+
+
+#: The parameter of a score function that is q - k as a float.
+Q_MINUS_K = "q_minus_k"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +171,7 @@ class VariantCode:
     uniform   the mask is the same for all pairs of a tile: its first pair tells the class
     within    bounds of the mask apart from the rest of it; None: they are asked together
     small_tanh   where the score has one tanh, and its argument is cheap to look at before
+    given_distance   `score` is given q - k as a float
     soft_cap  the c of a score that is c * tanh(s / c), if it is the same for all pairs
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
@@ -181,6 +186,7 @@ class VariantCode:
     score: Body | None
     small_tanh: SmallTanh | None
     soft_cap: Text | None
+    given_distance: bool
     keep: Body | None
     divides: bool
     runs: Decision | None
@@ -203,6 +209,11 @@ class VariantCode:
     def summary_threads(self) -> int:
         """Of a block of the kernel that makes summaries."""
         return THREADS
+
+    @property
+    def parameters(self) -> str:
+        """Of `score`, between the positions and those of the kernel."""
+        return f"float {Q_MINUS_K}, " if self.given_distance else ""
 
     @property
     def may_skip(self) -> bool:
@@ -277,6 +288,7 @@ def variant_code(
     uniform: bool = False,
     within_bounds: bool = False,
     rough_tanh: bool = False,
+    given_distance: bool = False,
 ) -> VariantCode:
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
     `keep` is given these elements of captured tensors, and whose `classify` has these summaries.
@@ -284,10 +296,11 @@ def variant_code(
     Where sequences have positions of their own, tiles start at any query, and captured tensors may be shorter than
     positions reach.  `judged_in_turn`: conditions are judged one after another, through shared memory.  `uniform`: the
     mask is the same for all pairs of a tile.  `within_bounds`: bounds are asked apart.  `rough_tanh`: a soft cap
-    may be off by 2^-11 of the score.
+    may be off by 2^-11 of the score.  `given_distance`: a score that takes the float of q - k is given it.
     """
     mask, score = printed_of(facts)
-    sink, cap = facts.variant.sink_node, soft_cap(score)
+    sink, cap, scored = facts.variant.sink_node, soft_cap(score), {"wide": facts.int64}
+    apart = _distances(score, facts) if given_distance and score is not None else {}
     masked = mask is not None
     loads = loads_of(root for root in (mask, score) if root is not None)
     given = _lookups(lookups, facts) if masked else {}
@@ -305,7 +318,8 @@ def variant_code(
     in_turn = turns(facts, RangePrinter(given=known, **options), cut, tile) if masked and judged_in_turn else None
     return VariantCode(
         readers=readers(facts, cornered, layout),
-        score=None if score is None else _score_printer(score, facts, rough_tanh).body(score),
+        score=None if score is None else ScorePrinter(score, apart, rough_tanh=rough_tanh, **scored).body(score),
+        given_distance=bool(apart),
         small_tanh=None if score is None else _small_tanh(score, facts),
         soft_cap=None if cap is None else Printer(wide=facts.int64).one(cap, {}),
         keep=None if each is None else conditions.body(each),
@@ -369,8 +383,12 @@ def _lookups(loads: tuple[Node, ...], facts: Facts) -> dict[Node, Lookup]:
     return found
 
 
-def _score_printer(score: Node, facts: Facts, rough_tanh: bool) -> Printer:
-    return SoftCapPrinter(score, wide=facts.int64) if rough_tanh else Printer(wide=facts.int64)
+def _distances(score: Node, facts: Facts) -> dict[Node, str]:
+    """What a score has of q - k as a float, in terms of that."""
+    ends = [n for n in walk([score]) if n.op == "cast" and n.dtype.is_float and n.operands[0] not in facts.int64]
+    given = {("q", "k"): Q_MINUS_K, ("k", "q"): f"(-{Q_MINUS_K})"}
+    positions = {n: tuple(o.attr for o in n.operands[0].operands if o.op == "index") for n in ends}
+    return {n: given[of] for n, of in positions.items() if n.operands[0].op == "sub" and of in given}
 
 
 def _small_tanh(score: Node, facts: Facts) -> SmallTanh | None:

@@ -443,9 +443,9 @@ DEVICE float read_slopes(int i0, const Params& p) {
   return __ldg(&p.tensor_slopes[i0 * p.stride0_slopes]);
 }
 
-DEVICE float score(float s, int b, int h, int q, int k, const Params& p) {
+DEVICE float score(float s, int b, int h, int q, int k, float q_minus_k, const Params& p) {
   const float slopes_h = read_slopes(h, p);
-  return s - slopes_h * float(q - k);
+  return s - slopes_h * q_minus_k;
 }
 
 DEVICE bool keep(int b, int h, int q, int k, const Params& p) {
@@ -766,9 +766,11 @@ struct Consumer {
 
   // S becomes score(scale * S).
   DEVICE void apply_score(S& s, const Work work, int tile) {
+    const float first = float(query(work, 0) - key(tile, 0));  // q - k
 #pragma unroll
     for (int i = 0; i < TILE_KV / 2; i++)
-      s[i] = score(p.scale * s[i], work.b, work.h, query(work, i), key(tile, i), p);
+      s[i] = score(p.scale * s[i], work.b, work.h, query(work, i), key(tile, i),
+          first + float(i / 2 % 2 * 8 - i / 4 * 8 - i % 2), p);
   }
 
   // S becomes -inf where the mask hides the key.
