@@ -56,8 +56,10 @@ def test_the_table_gives_geometric_mean_and_extremes(tmp_path):
 
 def test_records_of_two_cards_lie_side_by_side(tmp_path):
     write(tmp_path, ROWS)
+    whole = json.loads((tmp_path / "forward_hopper.json").read_text())
     for name in ("forward_hopper_h100", "forward_hopper_window"):  # the latter is a part of a run
-        (tmp_path / f"{name}.json").write_bytes((tmp_path / "forward_hopper.json").read_bytes())
+        of_card = whole | {"gpu": whole["gpu"] | {"name": "NVIDIA H100 80GB HBM3"}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(of_card))
     assert [(record.pipeline, record.card) for record in report.read(tmp_path)] == [("hopper", ""), ("hopper", "h100")]
 
 

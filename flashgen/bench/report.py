@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,9 +21,6 @@ PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa3": "FlashAttention-3",
 
 #: The measures of errors in the table of `flashgen bench data`.
 MEASURES = {"rms": "RMS error", "largest": "largest error", "tail": "99.99th percentile"}
-
-#: What names a card behind a pass and a pipeline; a part of a run has another name there.
-CARD = re.compile(r"([a-z]\d+)?")
 
 #: The masks of the main table.
 MAIN = (("full",), ("causal",))
@@ -75,11 +71,13 @@ def read(folder: Path) -> Iterator[Record]:
         pass_name, _, rest = path.stem.partition("_")
         pipeline, _, card = rest.partition("_")
         known = {str(cell): cell for cell in tables.get(pass_name, {}).get(pipeline, ())}
-        if not known or not CARD.fullmatch(card):
+        if not known:
             continue
         record, rows = _rows(path)
         try:
             gpu = jsonfile.member(jsonfile.member(record, "gpu", dict), "name", str)
+            if card and not _is_card(card, gpu):
+                continue  # a part of a run
             found = tuple((known[row["cell"]], _checked(row)) for row in rows if row["cell"] in known)
         except ValueError as error:
             raise _damaged(path, error) from None
@@ -166,9 +164,14 @@ def on_data(folder: Path) -> str:
     return "\n".join(lines) or "There is no record of it yet.\n"
 
 
+def _is_card(word: str, gpu: str) -> bool:
+    """Whether a word of a file's name says which card the GPU is."""
+    return word in gpu.lower().split()
+
+
 def _title(path: Path, gpu: str) -> str:
     """A record by the name of its file, but for the card that tells it from others, and its GPU."""
-    words = [word for word in path.stem.split("_") if word not in gpu.lower().split()]
+    words = [word for word in path.stem.split("_") if not _is_card(word, gpu)]
     return f"{' '.join(words)}, {gpu}"
 
 
