@@ -31,7 +31,8 @@ def test_heads_in_turns_stay_in_l2_and_leave_blocks_to_each(a, forward):
     blocks = arch.READERS[forward]
     for sms in (1, 3, a.sms, 4 * a.sms):
         for size in (1, 4 * KIB, 512 * KIB, a.l2_bytes // 4, a.l2_bytes, 8 * a.l2_bytes):
-            heads = a.heads_in_turns(size, sms, forward=forward)
+            heads = a.heads_in_turns(size, 1 << 20, sms, forward=forward)
+            assert a.heads_in_turns(size, 3, sms, forward=forward) == min(3, heads)
             assert heads.bit_count() == 1
             assert heads == 1 or (heads * size <= a.l2_bytes and heads * blocks <= sms)
             # Twice as many do not fit: in the largest power of two of bytes that L2 has, or by what is left to each.

@@ -72,8 +72,8 @@ def l2_kv_heads(plan: KernelPlan, problem: Problem, sms: int | None = None) -> i
     """Key heads whose blocks a masked backward on pipeline hopper starts together: those whose queries, d_o and dq in
     float32 L2 holds, if `sms` blocks are enough for each; SMs of the architecture's card unless given."""
     arch, of_one = ARCHS[plan.arch], problem.q_len * query_bytes(problem)
-    in_turns = arch.heads_in_turns(of_one, arch.sms if sms is None else sms, forward=False)
-    return min(in_turns, problem.batch * problem.kv_heads)
+    heads = problem.batch * problem.kv_heads
+    return arch.heads_in_turns(of_one, heads, arch.sms if sms is None else sms, forward=False)
 
 
 def query_bytes(problem: Problem) -> int:

@@ -390,8 +390,9 @@ def make_launch(
     rows = (q_len, kv_len) if rows is None else rows
     if l2_kv_heads is None:
         of_one = l2_bytes * (kv_len if outline.forward else q_len)
-        l2_kv_heads = outline.arch.heads_in_turns(of_one, sms, forward=outline.forward)
-    together = min(l2_kv_heads, batch * kv_heads)
+        together = outline.arch.heads_in_turns(of_one, batch * kv_heads, sms, forward=outline.forward)
+    else:
+        together = min(l2_kv_heads, batch * kv_heads)
     if outline.joined:
         in_pages = () if cache is None else ("k", "v")
         strides = {name: of if name in in_pages else (0, *of[1:]) for name, of in strides.items()}
@@ -645,7 +646,7 @@ def _in_whole_rows(
     (columns, rows, heads, pages), (of_row, of_head, of_page) = sizes, strides
     boxes = columns * ITEM // SWIZZLE
     return (
-        (box[0], BOX_ROWS, (heads - 1) * (of_head // SWIZZLE) + boxes, rows // BOX_ROWS, pages),
+        (box[0], BOX_ROWS, (heads - 1) * _head_boxes(of_head // ITEM, heads) + boxes, rows // BOX_ROWS, pages),
         (of_row, SWIZZLE, BOX_ROWS * of_row, of_page),
         (box[0], BOX_ROWS, boxes, box[1] // BOX_ROWS, 1),
     )
