@@ -126,20 +126,21 @@ def test_a_soft_cap_is_one_positive_number_for_all_pairs(function, found):
 
 
 @pytest.mark.parametrize(
-    ("function", "value"),
+    ("function", "value", "names"),
     [
-        (lambda s, b, h, q, k: s - 0.5 * (q - k), "s - 0.5f * q_minus_k"),
-        (lambda s, b, h, q, k: s + 0.5 * (k - q), "s + 0.5f * (-q_minus_k)"),
-        (lambda s, b, h, q, k: s - 0.5 * (q - k + 1), None),  # another number
-        (lambda s, b, h, q, k: s - 0.5 * (q - b), None),
+        (lambda s, b, h, q, k: s - 0.5 * (q - k), "s - 0.5f * q_minus_k", ("q_minus_k",)),
+        (lambda s, b, h, q, k: s + 1.0 / (k - q), "s + 1.0f * rcp(k_minus_q)", ("k_minus_q",)),
+        (lambda s, b, h, q, k: s - 0.5 * (q - k + 1), None, ()),  # another number
+        (lambda s, b, h, q, k: s - 0.5 * (q - b), None, ()),
+        (lambda s, b, h, q, k: s - 0.5 * (fg.int64(q) - k), None, ()),
     ],
 )
-def test_a_score_is_given_the_distance_as_a_float(function, value):
+def test_a_score_is_given_distances_as_floats(function, value, names):
     facts = analyse(fg.variant().score(function).bind())
-    found = variant_code(facts, Tile(q=64, kv=64), given_distance=True)
-    assert (str(found.score.value) if found.given_distance else None) == value
-    assert found.parameters == ("float q_minus_k, " if found.given_distance else "")
-    assert not variant_code(facts, Tile(q=64, kv=64)).given_distance
+    found = variant_code(facts, Tile(q=64, kv=64), distances=True)
+    assert found.distances == names and (not names or str(found.score.value) == value)
+    assert found.distance_parameters == "".join(f"float {name}, " for name in names)
+    assert variant_code(facts, Tile(q=64, kv=64)).distances == ()
 
 
 doc = fg.tensor("doc", dims=(None,), dtype="int32")

@@ -19,8 +19,10 @@ from flashgen.compat.flash_attn import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
+    rule_of,
 )
 from flashgen.errors import FlashgenError
+from flashgen.planning.profile import profile
 
 WINDOWS = ((-1, -1), (2, -1), (-1, 1), (3, 2), (0, 0))
 
@@ -304,3 +306,9 @@ def test_on_a_gpu(monkeypatch, capability):
     right, _ = written_out(q[:, :3], k, v, True, lengths=lengths)
     torch.testing.assert_close(o.as_subclass(torch.Tensor).float(), right, rtol=0.03, atol=0.03)
     assert len(gpu.launches) == 2
+
+
+def test_a_soft_cap_is_known_to_be_positive():
+    """So that Hopper's forward makes it of two factors."""
+    capped, _ = rule_of(True, (-1, -1), 30.0, None, None)
+    assert profile(capped.bind()).soft_capped

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ptx_attention import replace, work
 
+import flashgen as fg
 from flashgen.codegen import emit
 from flashgen.interpreter import errors
 from flashgen.lang.load import load_spec
@@ -117,21 +118,42 @@ def test_where_one_argument_of_tanh_is_large_all_are_computed_in_full():
 )
 def test_a_soft_cap_is_in_both_factors(right, wrong):
     w = work("softcap", "hopper")
-    assert w.wrong(w.run(replace(right, wrong)))
+    assert w.wrong(w.run()) == () and w.wrong(w.run(replace(right, wrong)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("float first = float(query(work, 0) - key(tile, 0))", "float first = 0.f"),
-        ("first + float(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)", "first - float(i / 4 * 8 + i % 2)"),
+        ("q_minus_k = float(query(work, 0) - key(tile, 0))", "q_minus_k = 0.f"),
+        ("float(i / 2 % 2 * 8 - (i / 4 * 8 + i % 2))", "float(-(i / 4 * 8 + i % 2))"),
     ],
 )
 def test_the_distance_of_each_score_is_that_of_the_first_and_a_constant(right, wrong):
     w = work("alibi", "hopper")
+    assert w.wrong(w.run()) == () and w.wrong(w.run(replace(right, wrong)))
+
+
+def drawn(problem, rng):
+    return rng.normal(size=(problem.heads, problem.kv_len)).astype(np.float32)
+
+
+q_minus = fg.tensor("q_minus", dims=("heads", "kv"), dtype="float32", example=drawn)
+DISTANCES = {
+    "both signs of zero": (lambda s, b, h, q, k: s + fg.minimum(1.0 / (k - q), 5.0), {}),
+    "in both orders": (lambda s, b, h, q, k: s - 0.01 * (q - k) + fg.where(k > q, 0.02 * (k - q), 0.0), {}),
+    "beside an element of that name": (lambda s, b, h, q, k: s - 0.05 * (q - k) + q_minus[h, k], {}),
+    "in rows of packed heads": (lambda s, b, h, q, k: s - 0.05 * (q - k), {"kv_heads": 1, "packed": True}),
+    "beside a tanh that is large for some": (lambda s, b, h, q, k: 3.0 * fg.tanh(s / 3.0 + 0.1) - 0.05 * (q - k), {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DISTANCES)
+def test_scores_by_distance(name):
+    function, options = DISTANCES[name]
+    w = work(fg.variant().score(function).bind(), "hopper", heads=2, q_len=100, kv_len=130, **options)
     assert w.wrong(w.run()) == ()
-    assert w.wrong(w.run(replace(right, wrong)))
 
 
 TURNS = {

@@ -34,6 +34,16 @@ def test_a_forward_on_a_gpu_of_few_sms():
     assert alone.cleared == (), "each block has one tile: nobody counts, and a CUDA graph clears nothing"
 
 
+@pytest.mark.parametrize("sms", [132, 40, 3])
+def test_heads_in_turns_leave_blocks_to_each(sms):
+    short = Problem(**{**SHAPE, "batch": 32, "q_len": 512, "kv_len": 512})
+    forward, gradients = (made(menu, short, sms=sms) for menu in (planner.menu, planner.backward_menu))
+    in_turns = {132: (16, 8), 40: (4, 2), 3: (1, 1)}[sms]
+    assert forward.values["l2_heads"] == 2 * in_turns[0]  # query heads
+    assert backward.l2_kv_heads(gradients.plan, short, sms) == in_turns[1]
+    assert gradients.values["clear_distance"] == backward.clear_distance(gradients.plan, short, sms)
+
+
 @pytest.mark.parametrize("kv_splits", [1, 2])
 @pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
 def test_blocks_with_a_tile_each_count_nothing_beside_lengths_either(layout, kv_splits):
@@ -82,7 +92,7 @@ def test_a_launch_is_one_frozen_value():
 @pytest.mark.slow
 def test_any_number_of_heads_in_l2_gives_the_same_bits():
     w = work("causal", "hopper", batch=2, heads=3, kv_heads=3, q_len=130, kv_len=40)
-    results = [w.run(l2_kv_heads=held, sms=3) for held in (1, 4, None)]
+    results = [w.run(l2_kv_heads=held, sms=3) for held in (1, 4, 6, None)]
     assert w.wrong(results[0]) == ()
     for other in results[1:]:
         np.testing.assert_array_equal(other.o, results[0].o)

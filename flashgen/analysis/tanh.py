@@ -6,7 +6,7 @@ from flashgen.lang.expr import Node, depends_on, loop_indices, walk
 from flashgen.lang.loops import LOOPS
 from flashgen.lang.ops import OPS
 
-#: A cap of less would not have a reciprocal in float32.
+#: A cap is known to be positive if it cannot be less: its reciprocal, times any scale, is far from infinite.
 LEAST_CAP = 1e-30
 
 

@@ -52,7 +52,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         uniform=plan.masked_by_tile,
         within_bounds=plan.masked_within_bounds,
         rough_tanh=plan.rough_tanh,
-        given_distance=plan.specialized is not None,
+        distances=plan.specialized is not None,
     )
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type, seq = PTX_TYPE[plan.out_dtype], SequenceCode(plan.layout)
@@ -68,7 +68,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "scales": ScaleCode(plan.float8 is not None, plan.packed, found.score is not None, _cap(plan, found)),
         "operands": OperandCode(plan, found.score is not None, packs),
         "packs": packs,
-        "distances": DistanceCode(found.given_distance, plan.packed),
+        "distances": DistanceCode(found.distances, plan.packed),
         "banner": banner(plan, found),
         "enter": entered(plan.launches),
         "fields": params.fields(plan),
@@ -91,8 +91,10 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
 
 def _cap(plan: KernelPlan, found: VariantCode) -> str | None:
     """The cap of scores that factors hold."""
-    capped = plan.specialized is not None and isinstance(plan.specialized.score, SoftCap)
-    return str(found.soft_cap) if capped else None
+    if plan.specialized is None or not isinstance(plan.specialized.score, SoftCap):
+        return None
+    assert found.soft_cap is not None  # the planner asked the same question
+    return str(found.soft_cap)
 
 
 def entered(launches: Launches) -> str:

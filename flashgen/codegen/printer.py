@@ -60,6 +60,10 @@ _WRAPPING = {
 _SUMS = {"add", "sub"}
 
 
+#: What a score function calls the difference of two positions as a float, where it is given that.
+DISTANCES = {("q", "k"): "q_minus_k", ("k", "q"): "k_minus_q"}
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     """A piece of C++ and how tightly its outermost operator binds."""
@@ -295,7 +299,7 @@ class SmallTanhPrinter(Printer):
 
 
 class GivenPrinter(Printer):
-    """Prints a condition of which some nodes are given as names, and nothing that only they need."""
+    """Prints an expression of which some nodes are given as names, and nothing that only they need."""
 
     def __init__(self, given: Mapping[Node, str], **options: Any) -> None:
         super().__init__(**options)
@@ -583,6 +587,7 @@ class Names:
 
     def __init__(self) -> None:
         self._taken = {*"bhqksp", "rows", "tile", "kv_tile", "k_first", "k_last", "visible", "hidden", "found"}
+        self._taken |= {*DISTANCES.values()}
 
     def new(self, n: Node) -> str:
         """A name that says what the node is, where that is short."""

@@ -23,6 +23,7 @@ from flashgen.codegen import per_pair
 from flashgen.codegen.device import identifiers
 from flashgen.codegen.printer import (
     CALL,
+    DISTANCES,
     Body,
     Formula,
     GivenPrinter,
@@ -63,10 +64,6 @@ MAX_FORMULA = 160
 
 #: Which tiles a walk visits: all; those of the runs that the mask shows; of these, what `classify` does not find EMPTY.
 Walk = Literal["every_tile", "runs", "classified"]
-
-
-#: The parameter of a score function that is q - k as a float.
-Q_MINUS_K = "q_minus_k"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +168,8 @@ class VariantCode:
     uniform   the mask is the same for all pairs of a tile: its first pair tells the class
     within    bounds of the mask apart from the rest of it; None: they are asked together
     small_tanh   where the score has one tanh, and its argument is cheap to look at before
-    given_distance   `score` is given q - k as a float
-    soft_cap  the c of a score that is c * tanh(s / c), if it is the same for all pairs
+    soft_cap  the c of a score that is c * tanh(s / c), if it is positive and the same for all pairs
+    distances   of q and k as floats, by the names that `score` is given them by
     clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
     sink      a logit beside the keys of a row
@@ -186,7 +183,7 @@ class VariantCode:
     score: Body | None
     small_tanh: SmallTanh | None
     soft_cap: Text | None
-    given_distance: bool
+    distances: tuple[str, ...]
     keep: Body | None
     divides: bool
     runs: Decision | None
@@ -211,9 +208,9 @@ class VariantCode:
         return THREADS
 
     @property
-    def parameters(self) -> str:
+    def distance_parameters(self) -> str:
         """Of `score`, between the positions and those of the kernel."""
-        return f"float {Q_MINUS_K}, " if self.given_distance else ""
+        return "".join(f"float {name}, " for name in self.distances)
 
     @property
     def may_skip(self) -> bool:
@@ -288,7 +285,7 @@ def variant_code(
     uniform: bool = False,
     within_bounds: bool = False,
     rough_tanh: bool = False,
-    given_distance: bool = False,
+    distances: bool = False,
 ) -> VariantCode:
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
     `keep` is given these elements of captured tensors, and whose `classify` has these summaries.
@@ -296,11 +293,12 @@ def variant_code(
     Where sequences have positions of their own, tiles start at any query, and captured tensors may be shorter than
     positions reach.  `judged_in_turn`: conditions are judged one after another, through shared memory.  `uniform`: the
     mask is the same for all pairs of a tile.  `within_bounds`: bounds are asked apart.  `rough_tanh`: a soft cap
-    may be off by 2^-11 of the score.  `given_distance`: a score that takes the float of q - k is given it.
+    may be off by 2^-11 of the score.  `distances`: a score that takes q - k or
+    k - q as a float is given it.
     """
     mask, score = printed_of(facts)
-    sink, cap, scored = facts.variant.sink_node, soft_cap(score), {"wide": facts.int64}
-    apart = _distances(score, facts) if given_distance and score is not None else {}
+    sink, cap, wide = facts.variant.sink_node, soft_cap(score), facts.int64
+    apart = _distances(score, facts) if distances and score is not None else {}
     masked = mask is not None
     loads = loads_of(root for root in (mask, score) if root is not None)
     given = _lookups(lookups, facts) if masked else {}
@@ -318,8 +316,8 @@ def variant_code(
     in_turn = turns(facts, RangePrinter(given=known, **options), cut, tile) if masked and judged_in_turn else None
     return VariantCode(
         readers=readers(facts, cornered, layout),
-        score=None if score is None else ScorePrinter(score, apart, rough_tanh=rough_tanh, **scored).body(score),
-        given_distance=bool(apart),
+        score=None if score is None else ScorePrinter(score, apart, rough_tanh=rough_tanh, wide=wide).body(score),
+        distances=tuple(name for name in DISTANCES.values() if name in apart.values()),
         small_tanh=None if score is None else _small_tanh(score, facts),
         soft_cap=None if cap is None else Printer(wide=facts.int64).one(cap, {}),
         keep=None if each is None else conditions.body(each),
@@ -384,11 +382,10 @@ def _lookups(loads: tuple[Node, ...], facts: Facts) -> dict[Node, Lookup]:
 
 
 def _distances(score: Node, facts: Facts) -> dict[Node, str]:
-    """What a score has of q - k as a float, in terms of that."""
+    """What a score has of the difference of q and k as a float: each order has a name, as -(q - k) would be -0 at 0."""
     ends = [n for n in walk([score]) if n.op == "cast" and n.dtype.is_float and n.operands[0] not in facts.int64]
-    given = {("q", "k"): Q_MINUS_K, ("k", "q"): f"(-{Q_MINUS_K})"}
-    positions = {n: tuple(o.attr for o in n.operands[0].operands if o.op == "index") for n in ends}
-    return {n: given[of] for n, of in positions.items() if n.operands[0].op == "sub" and of in given}
+    found = {n: tuple(o.attr for o in n.operands[0].operands if o.op == "index") for n in ends}
+    return {n: DISTANCES[of] for n, of in found.items() if n.operands[0].op == "sub" and of in DISTANCES}
 
 
 def _small_tanh(score: Node, facts: Facts) -> SmallTanh | None:

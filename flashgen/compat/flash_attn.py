@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from flashgen.analysis.tanh import LEAST_CAP
 from flashgen.errors import LaunchError
 from flashgen.integrations.backends import note
 from flashgen.lang.declare import param, tensor
@@ -303,7 +304,7 @@ def rule_of(
 def _variant(causal: bool, left: bool, right: bool, softcap: bool, slopes: int, lengths: bool) -> Variant:
     """The variant of such calls; `slopes` is the rank of alibi_slopes, 0 for none."""
     before, after = param("left", dtype=int, min=0), param("right", dtype=int, min=0)
-    cap = param("softcap", dtype=float, min=0.0)
+    cap = param("softcap", dtype=float, min=LEAST_CAP)
     slope = tensor("alibi_slopes", ("batch", "heads")[2 - slopes :] if slopes else ("heads",), "float32")
     length = tensor("cache_seqlens", ("batch",), "int32")
 

@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
+from flashgen.analysis.tanh import LEAST_CAP
 from flashgen.errors import LaunchError
 from flashgen.frontends.flex import from_flex
 from flashgen.integrations.backends import note
@@ -28,7 +29,7 @@ from flashgen.ops.attention import attention
 #: What models are told as attn_implementation: transformers takes a name with "flash" in it for a kernel of its hub.
 NAME = "fg_attention"
 
-_cap = param("softcap", dtype=float, min=0.0)
+_cap = param("softcap", dtype=float, min=LEAST_CAP)
 SOFTCAP = variant(score=lambda s, b, h, q, k: _cap * tanh(s / _cap), name="softcap")
 
 #: Masks with the score of SOFTCAP, by the mask's token.

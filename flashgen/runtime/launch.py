@@ -379,9 +379,9 @@ def make_launch(
     one, `rows` are those of q and of k in memory where they are not q_len and kv_len, `cache` what k and v are pages
     of where the layout says so.  `kv_splits` blocks divide the keys of a tile of queries where the plan splits keys.
     `sms` are those of the GPU.
-    `l2_kv_heads`, the key heads whose tensors its L2 holds, and `clear_distance`, the key heads that a backward clears
-    dq of in advance, follow from the plan and the problem unless given: small problems on few SMs then show what large
-    ones do.
+    `l2_kv_heads`, the key heads that blocks take in turns, and `clear_distance`, the key heads that a backward clears
+    dq of in advance, follow from the plan, the problem and the SMs unless given: small problems on few SMs then show
+    what large ones do.
     """
     outline, (batch, heads, kv_heads, q_len, kv_len, _, _, _, _) = _outline(plan), problem
     forms, of = outline.forms, (batch, heads, kv_heads)

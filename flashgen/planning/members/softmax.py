@@ -29,7 +29,7 @@ class TilesAlike:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreByElement:
-    """One code for all scores: registers are short, or none has a tanh."""
+    """One code for all scores: a second would gain nothing, or registers are short."""
 
     template: ClassVar[str] = "hopper/forward_score_by_element.cu.j2"
 

@@ -766,11 +766,11 @@ struct Consumer {
 
   // S becomes score(scale * S).
   DEVICE void apply_score(S& s, const Work work, int tile) {
-    const float first = float(query(work, 0) - key(tile, 0));  // q - k
+    const float q_minus_k = float(query(work, 0) - key(tile, 0));
 #pragma unroll
     for (int i = 0; i < TILE_KV / 2; i++)
       s[i] = score(p.scale * s[i], work.b, work.h, query(work, i), key(tile, i),
-          first + float(i / 2 % 2 * 8 - i / 4 * 8 - i % 2), p);
+          q_minus_k + float(i / 2 % 2 * 8 - (i / 4 * 8 + i % 2)), p);
   }
 
   // S becomes -inf where the mask hides the key.

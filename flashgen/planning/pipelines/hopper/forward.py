@@ -1,4 +1,4 @@
-"""What a candidate of pipeline hopper costs: shared memory, registers and time, each a sum that can be shown.
+"""What a candidate of pipeline hopper costs: shared memory and registers, each a sum that can be shown.
 
 The kernel is FlashAttention-3's forward (Shah et al. 2024, Algorithm 2): one block per SM, in which one
 warpgroup hands out, loads and stores tiles and two or three others multiply by wgmma, 64 query rows each, with P in
@@ -132,8 +132,6 @@ PAIR_REGISTERS = 4
 #: Elements on their way at once where the mask is asked for a few at a time: `tree` at head_dim 128, heads packed, does
 #: not spill in tiles of 128 keys.
 READ_AT_ONCE = 4
-
-ROOM = 16
 
 #: Registers that must be left where a mask reads several elements for each key at once: `gist_flags` and
 #: `document_offsets` at head_dim 128 spilled 24 bytes with one left.
@@ -587,7 +585,7 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
 
 
 def _score(c: Candidate, request: KernelRequest) -> ScoreByElement | ScoreNearZero | SoftCap:
-    """How scores are made of products: by more code where registers are left for it."""
+    """How scores are made of products."""
     if request.profile.soft_capped:
         short = padded(request.v_head_dim) <= CAPPED_COLUMNS
         return SoftCap(together=c.tile.kv // 2 // CAP_VOTES) if short else ScoreByElement()
