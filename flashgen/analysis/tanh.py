@@ -38,10 +38,8 @@ def soft_cap(score: Node | None) -> Node | None:
     """The c of a score that is c * tanh(s / c), if it is one for the whole call and known to be positive."""
     if score is None or score.op != "mul":
         return None
-    for cap, tanh in (score.operands, score.operands[::-1]):
-        if tanh.op == "tanh" and caps_score(score, tanh) and _least(cap) >= LEAST_CAP:
-            return cap
-    return None
+    found = (n.operands[0].operands[1] for n in score.operands if n.op == "tanh" and caps_score(score, n))
+    return next((cap for cap in found if _least(cap) >= LEAST_CAP), None)
 
 
 def _least(cap: Node) -> float:

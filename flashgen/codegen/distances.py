@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from flashgen.codegen.printer import DISTANCES
+
+#: The positions of an element of S, and how far they are from those of element 0.
+_POSITIONS = {"q": "query(work, {i})", "k": "key(tile, {i})"}
+_OFFSETS = {"q": "i / 2 % 2 * 8", "k": "(i / 4 * 8 + i % 2)"}
+
+_ORDERS = {name: order for order, name in DISTANCES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class DistanceCode:
-    """Fragments of CUDA where a score function is given distances, by their `names` (`DISTANCES` of the printer).
+    """Fragments of CUDA where a score function is given distances, by their `names` (those of DISTANCES).
 
     One is converted for a thread and a tile, and the others are that and a constant: exact, as positions stay below
     2^24.  For each score an integer would be added and converted, at half of the rate.  On an H200 `alibi` took 0.93 to
@@ -20,7 +29,7 @@ class DistanceCode:
     @property
     def first(self) -> str:
         """Before the scores of a tile: those of its first element."""
-        lines = (f"    const float {name} = float({_difference(name, '0')});\n" for name in self.names)
+        lines = (f"    const float {name} = {_difference(name, _POSITIONS, 0)};\n" for name in self.names)
         return "" if self.packed else "".join(lines)
 
     @property
@@ -29,18 +38,10 @@ class DistanceCode:
         return "".join(f"{self._of_element(name)}, " for name in self.names)
 
     def _of_element(self, name: str) -> str:
-        if self.packed:
-            return f"float({_difference(name, 'i')})"
-        query, key = "i / 2 % 2 * 8", "i / 4 * 8 + i % 2"
-        return f"{name} + float({query} - ({key}))" if _by_query(name) else f"{name} + float({key} - {query})"
+        return _difference(name, _POSITIONS, "i") if self.packed else f"{name} + {_difference(name, _OFFSETS)}"
 
 
-def _by_query(name: str) -> bool:
-    """Whether a distance grows with the query."""
-    return name.startswith("q")
-
-
-def _difference(name: str, i: str) -> str:
-    """Of the positions of element i."""
-    query, key = f"query(work, {i})", f"key(tile, {i})"
-    return f"{query} - {key}" if _by_query(name) else f"{key} - {query}"
+def _difference(name: str, of: Mapping[str, str], i: int | str = "") -> str:
+    """The difference that a name stands for, as a float, of what q and k have there."""
+    minuend, subtrahend = (of[position].format(i=i) for position in _ORDERS[name])
+    return f"float({minuend} - {subtrahend})"

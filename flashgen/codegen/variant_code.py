@@ -293,8 +293,8 @@ def variant_code(
     Where sequences have positions of their own, tiles start at any query, and captured tensors may be shorter than
     positions reach.  `judged_in_turn`: conditions are judged one after another, through shared memory.  `uniform`: the
     mask is the same for all pairs of a tile.  `within_bounds`: bounds are asked apart.  `rough_tanh`: a soft cap
-    may be off by 2^-11 of the score.  `distances`: a score that takes q - k or
-    k - q as a float is given it.
+    may be off by 2^-11 of the score.  `distances`: a score that takes q - k or k - q as a float is
+    given it.
     """
     mask, score = printed_of(facts)
     sink, cap, wide = facts.variant.sink_node, soft_cap(score), facts.int64
@@ -319,7 +319,7 @@ def variant_code(
         score=None if score is None else ScorePrinter(score, apart, rough_tanh=rough_tanh, wide=wide).body(score),
         distances=tuple(name for name in DISTANCES.values() if name in apart.values()),
         small_tanh=None if score is None else _small_tanh(score, facts),
-        soft_cap=None if cap is None else Printer(wide=facts.int64).one(cap, {}),
+        soft_cap=None if cap is None else Printer(wide=wide).one(cap, {}),
         keep=None if each is None else conditions.body(each),
         divides=each is not None and per_pair.divides(each),
         runs=Decider(facts).runs() if masked else None,

@@ -94,6 +94,7 @@ class Arch:
 
 @lru_cache
 def _most_in_turns(sms: int, forward: bool) -> int:
+    """Heads to which so many blocks leave READERS each, as a power of two: kept, as each call of a new length asks."""
     return 1 << max(0, (sms // READERS[forward]).bit_length() - 1)
 
 

@@ -86,9 +86,9 @@ def clear_distance(plan: KernelPlan, problem: Problem, sms: int | None = None, t
     """Key heads between the blocks of one and those that clear its sum of dq, where the main kernel does both: the
     first so many are cleared before it, the last so many finished behind it.  All of them where it does neither.
 
-    Blocks start in order, those of some heads in turns: with as many heads between, no block waits for a
-    later one; with the heads that the GPU works on at a time as well, hardly any block waits at all.  `sms` are those
-    of the architecture's card unless given, `together` the heads that they take in turns (`l2_kv_heads`).
+    Blocks start in order, those of some heads in turns: with as many heads between, no block waits for a later one;
+    with the heads that the GPU works on at a time as well, hardly any block waits at all.  `sms` are those of the
+    architecture's card unless given, `together` the heads that they take in turns (`l2_kv_heads`).
     """
     heads, blocks = problem.kv_heads * problem.batch, -(-problem.kv_len // plan.tile.kv)
     if blocks == 0 or not layout(plan).dq_in_main_kernel:
