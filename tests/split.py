@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 from padded import Batch, batch
 from paged import PagedBatch, in_pages
 from ptx_attention import Work, work
 
 from flashgen.codegen import emit
+from flashgen.interpreter.simulate import Simulated
 from flashgen.lang.variant import Variant
 from flashgen.planning.members import Keys, SplitKeys
 from flashgen.planning.pipelines.hopper import forward as hopper
@@ -48,3 +50,11 @@ def split_pages(spec: str | Variant, pipeline: str, page_size: int, keys: Keys =
     """`in_pages` of a `batch` with keys that are split."""
     found = in_pages(batch(spec, pipeline, **shape), page_size)
     return dataclasses.replace(found, plan=split(found.plan, keys))
+
+
+def differing(one: Simulated, other: Simulated) -> int:
+    """Bits of o and lse that differ, signs of zeros too."""
+    return sum(
+        int((np.ascontiguousarray(x).view(np.uint32) != np.ascontiguousarray(y).view(np.uint32)).sum())
+        for x, y in ((one.o, other.o), (one.lse, other.lse))
+    )

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from paged import in_pages
 from ptx_attention import replace
-from split import split_batch, split_work
-from test_leaves import differing
+from split import differing, split_batch, split_work
 from test_traffic_sequences import check
 
 import flashgen as fg
@@ -286,6 +285,8 @@ def test_who_folds():
     assert [(part.name, part.amount) for part in told.workspaces] == [("folded", 132 * 128 * 192 * 4)]
     _, found = chosen(layout="padded", batch=64, q_len=1, kv_len=65536)
     assert found.plan.keys == Leaves() and "one block might have the longest sequence" in found.why
+    _, found = chosen(layout="padded", batch=64, q_len=1, kv_len=1024)  # one leaf
+    assert found.plan.keys == FoldedLeaves() and found.splits == 1
     _, found = chosen(layout="varlen", q_len=512, kv_len=1 << 17)
     assert found.plan.keys == Leaves() and "as fast as a block that folds them" in found.why
     _, found = chosen(arch="sm_80", batch=2, q_len=8192, kv_len=8192)

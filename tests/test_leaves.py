@@ -12,7 +12,7 @@ import torch
 from emulated_gpu import install
 from paged import in_pages
 from ptx_attention import replace
-from split import split_batch, split_work
+from split import differing, split_batch, split_work
 from test_split_keys import check
 
 import flashgen as fg
@@ -72,14 +72,6 @@ def test_leaves_without_a_key(pipeline):
 
 
 # ---------------------------------------------------------------- bits
-def differing(one, other):
-    """Bits of o and lse that differ, signs of zeros too."""
-    return sum(
-        int((np.ascontiguousarray(x).view(np.uint32) != np.ascontiguousarray(y).view(np.uint32)).sum())
-        for x, y in ((one.o, other.o), (one.lse, other.lse))
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_leaves_behind_the_last_key_change_nothing(pipeline):

@@ -13,7 +13,7 @@ import torch
 from cli import flashgen
 from padded import batch
 from ptx_attention import replace
-from split import split_batch, split_work
+from split import IN_TURNS, differing, split_batch, split_work
 
 import flashgen as fg
 from flashgen.analysis.tiles import Case
@@ -24,7 +24,7 @@ from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import division, planner, split_keys
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.layout import Padded, Varlen
-from flashgen.planning.members import ALL_KEYS, SplitKeys
+from flashgen.planning.members import ALL_KEYS, FoldedLeaves, SplitKeys
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
 from flashgen.planning.traffic import predict
@@ -57,7 +57,9 @@ def check(w, splits, **options):
     np.testing.assert_allclose(walked.lse, result.lse, atol=4e-6)
     predicted = predict(w.plan, p, w.case, splits=splits)
     assert (predicted.hbm.read_bytes, predicted.hbm.write_bytes) == (counted.read_bytes, counted.write_bytes)
-    visits, combines = (result.reports[entry] for entry in ("attention_forward", split_keys.ENTRY))
+    combining = split_keys.entry(split_keys.rows(w.plan, p), splits)
+    assert [entry for entry, _ in predicted.kernels][-2:] == ["attention_forward", combining]
+    visits, combines = (result.reports[entry] for entry in ("attention_forward", combining))
     for name in ("q", "k", "v"):
         assert visits.bytes(buffer=name) == getattr(counted, name), name
     for name in ("o", "lse"):
@@ -83,6 +85,28 @@ def test_more_tiles_than_a_warp_judges_at_once(splits):
     gaps = fg.variant(lambda b, h, q, k: (k // 64) % 3 != 1, name="gaps")
     shape = {"heads": 2, "kv_heads": 1, "q_len": 1, "kv_len": 70 * 64 - 9, "packed": True, "tile": (64, 64)}
     check(split_work(gaps, "hopper", **shape), splits)
+
+
+#: 64 keys of each 192, of which an early query sees fewer.
+GAPS = fg.variant(lambda b, h, q, k: ((k // 64) % 3 != 1) & (k < 64 * (120 + q)), name="gaps")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [IN_TURNS, FoldedLeaves(keys=128).in_parts], ids=["in turns", "leaves"])
+@pytest.mark.parametrize("v_head_dim", [64, 192])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_a_block_gives_a_row_the_bits_that_a_warp_gives_it(pipeline, keys, v_head_dim, monkeypatch):
+    """Of more parts than a block looks at at once; some see nothing, and those of a late query other ones."""
+    kv_len, splits = 140 * (64 if keys.turns else keys.keys) - 9, 140
+    shape = {"heads": 1, "kv_heads": 1, "q_len": 2, "kv_len": kv_len, "tile": (64, 64), "v_head_dim": v_head_dim}
+    w, found = split_work(GAPS, pipeline, keys, **shape), {}
+    for few in (split_keys.FEW_ROWS, 0):
+        monkeypatch.setattr(split_keys, "FEW_ROWS", few)
+        found[few] = w.run(kv_splits=splits)
+    by_block, by_warp = found.values()
+    assert split_keys.ENTRY_BY_BLOCK in by_block.reports and split_keys.ENTRY in by_warp.reports
+    assert w.wrong(by_block) == () and differing(by_block, by_warp) == 0
+    assert all(report.conflicts == [] for report in by_block.reports.values())
 
 
 @pytest.mark.sampled("dims0-3")

@@ -150,7 +150,7 @@ def _in_leaves(
     found = f"leaves of {keys.keys} keys, as asked"
     if plan.specialized is None or not plan.keys.folds:
         why = f"a part for each, as pipeline {plan.pipeline} folds them through memory"
-    elif layout.own and asks(problem.q_len, problem.kv_len):
+    elif leaves > 1 and layout.own and asks(problem.q_len, problem.kv_len):
         why = "a part for each, as one block might have the longest sequence"
     else:
         visible = steps(plan, problem, params, layout)

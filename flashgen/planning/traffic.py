@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.analysis import counts
 from flashgen.analysis import facts as analysis
@@ -109,6 +109,14 @@ def predict(
     )
 
 
+class _Parts(NamedTuple):
+    """Rows of o whose keys are split among so many blocks; `visited` are those of all parts that see any key."""
+
+    visited: int
+    rows: int
+    splits: int
+
+
 def _costs(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> dict[str, Any]:
     """Fields of the prediction of a forward."""
     tiles = _tiles(plan, problem, case)
@@ -117,7 +125,8 @@ def _costs(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> dict[
     visits = _moved(problem, tiles, _stored(summaries.tensors_beside(plan), case) + read_again)
     parts = None
     if plan.keys.split and not problem.empty:
-        parts = split_keys.rows_of_parts(plan, problem, case, splits), split_keys.rows(plan, problem) * splits
+        of_q = split_keys.rows_of_parts(plan, problem, case, splits)
+        parts = _Parts(visited=of_q, rows=split_keys.rows(plan, problem), splits=splits)
     compulsory, standard = _compulsory(problem, captured), _standard(problem, captured)
     found = _costs_of(plan, problem, case, tiles, visits, parts, of_summaries, compulsory)
     workspaces = (*split_keys.workspaces(plan, problem, splits), *summaries.workspaces(plan, problem))
@@ -142,7 +151,7 @@ def _own_costs(
     q_rows, parts = sum(one.q_rows for one in own), None
     if plan.keys.split:
         of_q = traffic_sequences.count_parts(plan, problem, case, own, splits)
-        parts = of_q, q_rows * problem.heads * splits
+        parts = _Parts(visited=of_q, rows=q_rows * problem.heads, splits=splits)
     found = _costs_of(plan, problem, case, tiles, visits, parts, _bytes(0, 0), compulsory)
     workspaces = split_keys.workspaces(plan, problem, splits, q_rows)
     return {**found, "standard": standard, "workspaces": workspaces}
@@ -154,17 +163,18 @@ def _costs_of(
     case: Case,
     tiles: TileCounts,
     visits: Bytes,
-    parts: tuple[int, int] | None,
+    parts: _Parts | None,
     of_summaries: Bytes,
     compulsory: Bytes,
 ) -> dict[str, Any]:
     """Fields of the prediction of a forward that visits these tiles, for which one kernel moves so much where keys are
-    not split; `parts` are the rows of o of all parts, and their maxima and sums."""
-    combined = _bytes(0, 0)
+    not split."""
+    combining = {split_keys.ENTRY: _bytes(0, 0)} if plan.keys.split else {}
     if parts is not None:
-        visits, combined = _parts(plan, problem, case, visits, tiles, *parts)
+        visits, combined = _parts(plan, problem, case, visits, tiles, parts)
+        combining = {split_keys.entry(parts.rows, parts.splits): combined}
     kernels = {summaries.ENTRY: of_summaries} if plan.summaries else {}
-    kernels |= {"attention_forward": visits} | ({split_keys.ENTRY: combined} if plan.keys.split else {})
+    kernels |= {"attention_forward": visits} | combining
     moved = _bytes(sum(one.read_bytes for one in kernels.values()), sum(one.write_bytes for one in kernels.values()))
     per_pair, scores = 2 * (problem.head_dim + problem.v_head_dim), tiles.visited * plan.tile.q * plan.tile.kv
     special, _ = profile(plan.variant).score_ops
@@ -183,11 +193,11 @@ def _costs_of(
 
 
 def _parts(
-    plan: KernelPlan, problem: Problem, case: Case, visits: Bytes, tiles: TileCounts, rows: int, of_rows: int
+    plan: KernelPlan, problem: Problem, case: Case, visits: Bytes, tiles: TileCounts, of: _Parts
 ) -> tuple[Bytes, Bytes]:
     """What visiting tiles in parts moves, in place of `visits`, and what combining these does."""
-    again = (rows - tiles.visited_rows) * problem.head_dim * problem.itemsize
-    parts = rows * problem.v_head_dim * split_keys.PART_ITEM + of_rows * split_keys.PART_ROW
+    again = (of.visited - tiles.visited_rows) * problem.head_dim * problem.itemsize
+    parts = of.visited * problem.v_head_dim * split_keys.PART_ITEM + of.rows * of.splits * split_keys.PART_ROW
     sink = plan.variant.sink
     of_sink = 0 if sink is None else case.tensors[sink.name].size * STORED_BYTES[sink.dtype]
     return (

@@ -459,7 +459,7 @@ def _by_tiles(
     if plan.summaries:
         workspaces = (*workspaces, *summaries.workspaces(plan, problem))
     cleared = (COUNTERS,) if outline.counted and taken > sms else ()  # else each block has but one tile
-    return _grids(plan, problem, sms, rows, taken), workspaces, cleared
+    return _grids(plan, problem, sms, rows, taken, kv_splits), workspaces, cleared
 
 
 def main_entry(plan: KernelPlan) -> str:
@@ -482,15 +482,18 @@ def grids(
     """The kernels of a pass on a GPU of so many SMs, in the order in which they run on one stream; `rows` and
     `kv_splits` are those of make_launch."""
     pack, q_tiles = plan.pack(problem.group), _q_tiles(plan, problem, rows[0])
-    return _grids(plan, problem, sms, rows, _taken(plan, problem, q_tiles, pack, kv_splits))
+    taken = _taken(plan, problem, q_tiles, pack, kv_splits)
+    return _grids(plan, problem, sms, rows, taken, kv_splits)
 
 
 _Rows = tuple[int | None, int | None]
 
 
-def _grids(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows, taken: int) -> tuple[LaunchGrid, ...]:
+def _grids(
+    plan: KernelPlan, problem: Problem, sms: int, rows: _Rows, taken: int, kv_splits: int
+) -> tuple[LaunchGrid, ...]:
     if plan.backward is None:
-        found = _forward_grids(plan, problem, sms, rows, taken)
+        found = _forward_grids(plan, problem, sms, rows, taken, kv_splits)
     else:
         found = _backward_grids(plan, problem, sms, rows)
     if plan.summaries:
@@ -508,10 +511,12 @@ def _summaries_grid(plan: KernelPlan, problem: Problem, sms: int) -> LaunchGrid:
     return _grid(plan, summaries.ENTRY, blocks, summaries.THREADS)
 
 
-def _forward_grids(plan: KernelPlan, problem: Problem, sms: int, rows: _Rows, taken: int) -> list[LaunchGrid]:
+def _forward_grids(
+    plan: KernelPlan, problem: Problem, sms: int, rows: _Rows, taken: int, kv_splits: int
+) -> list[LaunchGrid]:
     # On pipeline hopper each block takes tile after tile.
     main = _main_grid(plan, taken if plan.specialized is None or taken < sms else sms)
-    return [main, _combine_grid(plan, problem, rows[0])] if plan.keys.split else [main]
+    return [main, _combine_grid(plan, problem, rows[0], kv_splits)] if plan.keys.split else [main]
 
 
 def _taken(plan: KernelPlan, problem: Problem, q_tiles: int, pack: int, kv_splits: int) -> int:
@@ -520,10 +525,10 @@ def _taken(plan: KernelPlan, problem: Problem, q_tiles: int, pack: int, kv_split
     return tiles * (1 if plan.layout.joined else problem.batch) * (kv_splits if plan.keys.split else 1)
 
 
-def _combine_grid(plan: KernelPlan, problem: Problem, q_rows: int | None) -> LaunchGrid:
-    warps = split_keys.COMBINE_WARPS
-    blocks = -(-split_keys.rows(plan, problem, q_rows) // warps)
-    return _grid(plan, split_keys.ENTRY, blocks, 32 * warps)
+def _combine_grid(plan: KernelPlan, problem: Problem, q_rows: int | None, kv_splits: int) -> LaunchGrid:
+    rows, warps = split_keys.rows(plan, problem, q_rows), split_keys.COMBINE_WARPS
+    entry = split_keys.entry(rows, kv_splits)
+    return _grid(plan, entry, -(-rows // warps) if entry == split_keys.ENTRY else rows, 32 * warps)
 
 
 def _backward_grids(plan: KernelPlan, problem: Problem, sms: int, in_memory: _Rows) -> list[LaunchGrid]:

@@ -444,9 +444,9 @@ DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
   return hidden ? PARTIAL : FULL;
 }
 
-// ---------------------------------------------------------------- leaves of a row, folded from the last to the first
-// What the sum and O of the leaves so far are multiplied by, and those of one more.
-struct Weights { float before, leaf; };
+// ---------------------------------------------------------------- parts of a row, folded one after another
+// What the sum and O of the parts so far are multiplied by, and those of one more.
+struct Weights { float before, part; };
 
 // row_max becomes the higher one, -inf where no leaf so far had a key; a leaf without a key that the row sees weighs 0.
 DEVICE Weights fold_weights(float& row_max, float leaf_max, bool sees) {
@@ -455,11 +455,11 @@ DEVICE Weights fold_weights(float& row_max, float leaf_max, bool sees) {
   return {row_max == before ? 1.f : ex2(before - row_max), sees ? ex2(leaf_max - row_max) : 0.f};
 }
 
-// The two roundings are written down: wherever leaves are folded, the bits are the same.  What weighs 0 is not looked
+// The two roundings are written down: wherever parts are folded, the bits are the same.  What weighs 0 is not looked
 // at.
-DEVICE float fold(float before, float leaf, const Weights& weights) {
+DEVICE float fold(float before, float part, const Weights& weights) {
   const float kept = __fmul_rn(weights.before, before);
-  return weights.leaf == 0.f ? kept : __fmaf_rn(weights.leaf, leaf, kept);
+  return weights.part == 0.f ? kept : __fmaf_rn(weights.part, part, kept);
 }
 
 // ---------------------------------------------------------------- scheduler: one warp that hands out tiles

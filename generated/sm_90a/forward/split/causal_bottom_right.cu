@@ -435,6 +435,17 @@ DEVICE i64 part_of(int part, int b, int h, int row, const Params& p) {
   return (((i64)b * p.heads + h) * p.q_len + row) * p.splits + part;
 }
 
+// ---------------------------------------------------------------- parts of a row, folded one after another
+// What the sum and O of the parts so far are multiplied by, and those of one more.
+struct Weights { float before, part; };
+
+// The two roundings are written down: wherever parts are folded, the bits are the same.  What weighs 0 is not looked
+// at.
+DEVICE float fold(float before, float part, const Weights& weights) {
+  const float kept = __fmul_rn(weights.before, before);
+  return weights.part == 0.f ? kept : __fmaf_rn(weights.part, part, kept);
+}
+
 // ---------------------------------------------------------------- scheduler: one warp that hands out tiles
 struct Scheduler {
   Shared& shared;
@@ -913,7 +924,8 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
 // ---------------------------------------------------------------- combine: o of its parts, by a warp for each row
 constexpr int COMBINE_WARPS = 4;  // of a block
 constexpr int COMBINE_BLOCKS = 4;  // of an SM: registers for as many parts as are on their way
-constexpr int GROUPS = (V_HEAD_DIM + 127) / 128;  // of four columns of o in a lane
+// of 128 columns of o: four in a lane, or one in each thread of a block
+constexpr int GROUPS = (V_HEAD_DIM + 127) / 128;
 constexpr int COMBINE_PARTS = 16 / GROUPS;  // of a row, on their way at once
 
 DEVICE float warp_max(float x) {
@@ -934,31 +946,65 @@ DEVICE void scale_part(float4& o, float factor) {
   o = make_float4(factor * o.x, factor * o.y, factor * o.z, factor * o.w);
 }
 
+DEVICE void store_columns(bf16* out, const float4& o, float factor) {
+  *(uint2*)out = make_uint2(cvt_bf16x2(factor * o.x, factor * o.y), cvt_bf16x2(factor * o.z, factor * o.w));
+}
+DEVICE void store_columns(bf16* out, float o, float factor) { *out = (bf16)cvt_bf16x2(factor * o, 0.f); }
+
+// A row of o, and what is known of it.
+template <typename Columns> struct Combined {
+  int b, h, q, count;  // parts
+  float row_max, sum;
+  Columns o[GROUPS];
+};
+
+// Row `index` of o, before any part; false where it is of no sequence.
+template <typename Columns> DEVICE bool begin_row(Combined<Columns>& row, int index, const Params& p) {
+  const int head = index / p.q_len;
+  row = {};
+  row.q = index % p.q_len;
+  row.row_max = MINUS_INFINITY;
+  row.h = head % p.heads, row.b = head / p.heads;
+  if (row.b >= p.batch) return false;
+  row.count = p.splits;
+  return true;
+}
+
+// Its columns from `column` on, and from 128 behind it.
+template <typename Columns> DEVICE void end_row(Combined<Columns>& row, int column, const Params& p) {
+  const float factor = row.sum == 0.f ? 0.f : rcp(row.sum);
+  if (column == 0)
+    p.lse[((i64)row.b * p.heads + row.h) * p.q_len + row.q] = row.sum == 0.f ? MINUS_INFINITY :
+        lse_of(row.row_max, row.sum);
+  bf16* const out = p.o + row.b * p.o_batch + row.h * p.o_head + row.q * p.o_row + column;
+#pragma unroll
+  for (int group = 0; group < GROUPS; group++)
+    if (128 * group + column < V_HEAD_DIM) store_columns(out + 128 * group, row.o[group], factor);
+}
+
 // Parts are added in their order, 32 at a time: what they are multiplied by follows the highest maximum so far.
 extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, COMBINE_BLOCKS)
 attention_combine(const __grid_constant__ Params p) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  const int row = blockIdx.x * COMBINE_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int q = row % p.q_len, head = row / p.q_len, h = head % p.heads, b = head / p.heads;
-  if (b >= p.batch) return;
-  float row_max = MINUS_INFINITY, sum = 0.f;
-  float4 o[GROUPS] = {};
-  const i64 parts = part_of(0, b, h, q, p);
+  const int lane = threadIdx.x % 32;
+  Combined<float4> row;
+  if (!begin_row(row, blockIdx.x * COMBINE_WARPS + threadIdx.x / 32, p)) return;
+  const i64 parts = part_of(0, row.b, row.h, row.q, p);
 #pragma unroll 1
-  for (int first = 0; first < p.splits; first += 32) {
-    const float2 part = first + lane < p.splits ? p.part_rows[parts + first + lane] : NO_PART;
+  for (int first = 0; first < row.count; first += 32) {
+    const float2 part = first + lane < row.count ? p.part_rows[parts + first + lane] : NO_PART;
     const bool sees = !(part.y <= 0.f);  // a key; a NaN does
     const u32 written = __ballot_sync(~0u, !(part.y < 0.f));
-    const float before = row_max;
-    row_max = fmaxf(before, warp_max(sees ? part.x : MINUS_INFINITY));
-    if (row_max != before) {
-      const float factor = ex2(before - row_max);
-      sum *= factor;
+    const float before = row.row_max;
+    row.row_max = fmaxf(before, warp_max(sees ? part.x : MINUS_INFINITY));
+    if (row.row_max != before) {
+      const float factor = ex2(before - row.row_max);
+      row.sum *= factor;
 #pragma unroll
-      for (int i = 0; i < GROUPS; i++) scale_part(o[i], factor);
+      for (int i = 0; i < GROUPS; i++) scale_part(row.o[i], factor);
     }
-    const float weight = sees ? ex2(part.x - row_max) : 0.f;
+    const float weight = sees ? ex2(part.x - row.row_max) : 0.f;
     const int count = __popc(written);  // the first ones
 #pragma unroll 1
     for (int start = 0; start < count; start += COMBINE_PARTS) {
@@ -976,19 +1022,82 @@ attention_combine(const __grid_constant__ Params p) {
         const float of_part = __shfl_sync(~0u, weight, start + i);
         const float sum_of_part = __shfl_sync(~0u, part.y, start + i);
         if (start + i >= count) break;
-        sum = fmaf(of_part, sum_of_part, sum);
+        row.sum = fmaf(of_part, sum_of_part, row.sum);
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++) add_part(o[group], of_part, parts_of_o[i][group]);
+        for (int group = 0; group < GROUPS; group++) add_part(row.o[group], of_part, parts_of_o[i][group]);
       }
     }
   }
-  const float factor = sum == 0.f ? 0.f : rcp(sum);
-  if (lane == 0) p.lse[((i64)b * p.heads + h) * p.q_len + q] = sum == 0.f ? MINUS_INFINITY : lse_of(row_max, sum);
-  bf16* const out = p.o + b * p.o_batch + h * p.o_head + q * p.o_row;
-#pragma unroll
-  for (int i = 0; i < GROUPS; i++) {
-    scale_part(o[i], factor);
-    if (32 * i + lane < V_HEAD_DIM / 4)
-      *(uint2*)(out + 4 * (32 * i + lane)) = make_uint2(cvt_bf16x2(o[i].x, o[i].y), cvt_bf16x2(o[i].z, o[i].w));
+  end_row(row, 4 * lane, p);
+}
+
+// ---------------------------------------------------------------- combine: by a block for each row
+// What the parts of a row weigh that lanes of one warp looked at.
+struct Weighed {
+  float4 parts[32];  // the weights of what is there and of a part, and its sum
+  u32 written;  // those that have an O
+};
+
+// A thread looks at one part of a row, and a warp at 32: `row_max` becomes the highest of them all.
+DEVICE void weigh_parts(float2 part, float& row_max, Weighed* weighed) {
+  __shared__ float maxima[COMBINE_WARPS];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const bool sees = !(part.y <= 0.f);  // a key; a NaN does
+  const float highest = warp_max(sees ? part.x : MINUS_INFINITY);
+  if (lane == 0) maxima[warp] = highest;
+  __syncthreads();
+  float before = row_max;  // of the warps before this one
+  for (int i = 0; i < COMBINE_WARPS; i++) {
+    if (i == warp) before = row_max;
+    row_max = fmaxf(row_max, maxima[i]);
   }
+  const float followed = fmaxf(before, highest);
+  const Weights weights = {lane > 0 || followed == before ? 1.f : ex2(before - followed), sees ?
+      ex2(part.x - followed) : 0.f};
+  const u32 written = __ballot_sync(~0u, !(part.y < 0.f));
+  weighed[warp].parts[lane] = make_float4(weights.before, weights.part, part.y, 0.f);
+  if (lane == 0) weighed[warp].written = written;
+}
+
+// A block for a row, where there are few rows of many parts: more SMs load, and each more at once.  The bits are the
+// same.
+extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, COMBINE_BLOCKS)
+attention_combine_by_block(const __grid_constant__ Params p) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  constexpr int PARTS = GROUPS == 1 ? 64 : 16;  // on their way at once
+  __shared__ Weighed weighed[COMBINE_WARPS];
+  Combined<float> row;
+  if (!begin_row(row, blockIdx.x, p)) return;
+  const i64 begin = part_of(0, row.b, row.h, row.q, p);
+#pragma unroll 1
+  for (int first = 0; first < row.count; first += 32 * COMBINE_WARPS) {
+    const int part = first + threadIdx.x;
+    weigh_parts(part < row.count ? p.part_rows[begin + part] : NO_PART, row.row_max, weighed);
+    __syncthreads();
+#pragma unroll 1
+    for (int start = 0; start < min(32 * COMBINE_WARPS, row.count - first); start += PARTS) {
+      const float* const from = p.part_o + (begin + (first + start)) * V_HEAD_DIM + threadIdx.x;
+      float parts_of_o[PARTS][GROUPS];
+#pragma unroll
+      for (int i = 0; i < PARTS; i++)
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) {
+          const bool written = weighed[(start + i) / 32].written >> (start + i) % 32 & 1;
+          parts_of_o[i][group] = written && 128 * group + threadIdx.x < V_HEAD_DIM ?
+              from[128 * group + i * V_HEAD_DIM] : 0.f;
+        }
+#pragma unroll
+      for (int i = 0; i < PARTS; i++) {
+        if (i % 8 == 0 && start + i >= row.count - first) break;
+        const float4 part = weighed[(start + i) / 32].parts[(start + i) % 32];
+        const Weights weights = {part.x, part.y};
+        row.sum = fold(row.sum, part.z, weights);
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) row.o[group] = fold(row.o[group], parts_of_o[i][group], weights);
+      }
+    }
+    __syncthreads();
+  }
+  end_row(row, threadIdx.x, p);
 }
