@@ -21,7 +21,7 @@ PIPELINES = ("ampere", "hopper")
 
 #: Control lines among all lines of a pipeline's files and of those that pipelines share, in percent.  Goal: 15.
 CONTROL_PERCENT: dict[str, float] = {
-    "ampere": 11.7,
+    "ampere": 11.35,
     "hopper": 11.15,
 }
 
