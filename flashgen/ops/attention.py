@@ -214,9 +214,12 @@ def attention_varlen(
     if paged:
         own = in_pages(cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table, max_seqlen_q)
     else:
-        own = dict.fromkeys(VARLEN[:2], cu_seqlens_q) | dict.fromkeys(BOUNDS, max_seqlen_q)
-        own |= {} if cu_seqlens_k is None else {VARLEN[1]: cu_seqlens_k}
-        named |= {} if kv_lengths is None else {"kv_lengths": kv_lengths}  # the variant's, or refused
+        # PyTorch 2.6 compiles no union of dicts.
+        own = {**dict.fromkeys(VARLEN[:2], cu_seqlens_q), **dict.fromkeys(BOUNDS, max_seqlen_q)}
+        if cu_seqlens_k is not None:
+            own[VARLEN[1]] = cu_seqlens_k
+        if kv_lengths is not None:
+            named["kv_lengths"] = kv_lengths  # the variant's, or refused
         k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
     if max_seqlen_k is not None:
         own[BOUNDS[1]] = whole(max_seqlen_k)

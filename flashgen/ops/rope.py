@@ -106,7 +106,7 @@ def checked(
 
 def of_each(name: str, given: Any) -> tuple[Any, Any]:
     """What was given for q and for k."""
-    if isinstance(given, tuple | list):
+    if isinstance(given, (tuple, list)):  # PyTorch 2.6 compiles no union of types
         if len(given) != 2:
             raise LaunchError(
                 f"{name} has {len(given)} tensors: it is one for q and k, or two\n  nearest: {name}=(of q, of k)"
