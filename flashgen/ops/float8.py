@@ -229,7 +229,8 @@ def of_pages(
         whole = descale.reshape(*descale.shape, *(1,) * (3 - descale.dim())).expand(len(own), -1, -1)
         found = [x.new_empty((0, *x.shape[1:]), dtype=torch.float32)]
         for b, of in enumerate(own):
-            pages = x[list(of.pages or ())].transpose(0, 1)  # [kv_heads, pages, page_size, columns]
+            codes = x.view(torch.uint8)[list(of.pages or ())]  # PyTorch 2.6 indexes no 8-bit floats on a CPU
+            pages = codes.view(x.dtype).transpose(0, 1)  # [kv_heads, pages, page_size, columns]
             room = -(-rows // x.shape[2]) * x.shape[2]
             padded = torch.nn.functional.pad(pages.flatten(1, 2).float(), (0, 0, 0, room - pages[0, ..., 0].numel()))
             values = dequantised(padded[None, :, :rows], whole[b : b + 1])[0]
