@@ -179,9 +179,9 @@ def in_order():
 
 EDITS = {
     "no rescale": replace("__fmul_rn(weights.before, before)", "before"),
-    "a leaf that weighs 1": replace("__fmaf_rn(weights.leaf, leaf, kept)", "__fmaf_rn(1.f, leaf, kept)"),
+    "a leaf that weighs 1": replace("__fmaf_rn(weights.part, part, kept)", "__fmaf_rn(1.f, part, kept)"),
     "roundings of another order": replace(
-        "__fmaf_rn(weights.leaf, leaf, kept)", "__fmaf_rn(weights.before, before, weights.leaf * leaf)"
+        "__fmaf_rn(weights.part, part, kept)", "__fmaf_rn(weights.before, before, weights.part * part)"
     ),
     "the first leaf is read": replace("first ? float4{} : folded_o(i)", "folded_o(i)"),
     "a leaf that ends late": replace("step.tile / LEAF_TILES !=", "(step.tile + 1) / LEAF_TILES !="),

@@ -296,15 +296,22 @@ COMBINE = {
     "a lost part": replace("count = __popc(written)", "count = __popc(written) - 1"),
     "parts that were not written": replace("__popc(written)", "32"),
     "a wrong maximum": replace("fmaxf(before, warp_max(sees ? part.x : MINUS_INFINITY))", "fmaxf(before, part.x)"),
-    "sums that follow no maximum": replace("sum *= factor;", ""),
+    "sums that follow no maximum": replace("row.sum *= factor;", ""),
     "the parts of the row before": replace("* p.splits + part;", "* p.splits + part - p.splits;"),
     "the sum of one part for all": replace("__shfl_sync(~0u, part.y, start + i)", "part.y"),
+}
+BY_BLOCK = {
+    "a lost part": replace("part < row.count ?", "part < row.count - 1 ?"),
+    "the maximum of one warp's parts": replace("if (i == warp) before = row_max;", "if (i != warp) continue;"),
+    "sums that follow no maximum": replace("lane > 0 || followed == before", "true"),
+    "the weights of the last warp for all": replace("weighed[warp].parts", "weighed[0].parts"),
+    "the parts of the first time again": replace("begin + (first + start)", "begin + start"),
 }
 VISITS = {
     ("ampere", "others skipped once too often"): replace("others > 0 && seen", "others >= 0 && seen"),
     ("ampere", "each block from the first tile"): replace(", rows.part, rows", ", 0, rows"),
     ("ampere", "a part of every tile"): replace("coming[STAGES - 2].tile, p.splits - 1", "coming[STAGES - 2].tile, 0"),
-    ("hopper", "the next tile is another's"): replace("others = p.splits - 1", "others = p.splits"),
+    ("hopper", "the next tile is another's"): replace("rank % p.splits == 0", "rank % p.splits < 2"),
     ("hopper", "each part from the first tile"): replace("int others = work.part;", "int others = 0;"),
     ("hopper", "parts in one place"): replace("part_of(work.part,", "part_of(0,"),
 }
@@ -313,9 +320,18 @@ VISITS = {
 @pytest.mark.sampled("a lost part", "the parts of the row before")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINE)
-def test_a_wrong_combination_is_noticed(name):
+def test_a_wrong_combination_is_noticed(name, monkeypatch):
+    monkeypatch.setattr(split_keys, "FEW_ROWS", 0)
     w = split_work("causal_bottom_right", "ampere", q_len=5, kv_len=2500 if "follow" in name else 350)
     assert noticed(w, COMBINE[name], 40 if "follow" in name else 3)
+
+
+@pytest.mark.sampled("a lost part", "the maximum of one warp's parts")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_BLOCK)
+def test_a_wrong_combination_by_a_block_is_noticed(name):
+    w = split_work("causal_bottom_right", "ampere", q_len=5, kv_len=150 * 64 if "again" in name else 2500)
+    assert noticed(w, BY_BLOCK[name], 140 if "again" in name else 40)
 
 
 @pytest.mark.sampled("ampere-others skipped once too often", "hopper-parts in one place")
