@@ -277,16 +277,19 @@ def _attend(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The call, by whoever runs it."""
-    if return_lse is not False and (wrong := no_flag("return_lse", return_lse)):
+    compiling = torch.compiler.is_compiling()
+    wrong = None if return_lse is False else no_flag("return_lse", return_lse)
+    if wrong is not None and not compiling:
         raise LaunchError(wrong)
     if "sink" in named and named["sink"] is None:
         named = {name: value for name, value in named.items() if name != "sink"}
     if isinstance(variant, Variant) and variant.given:
         variant, named = variant.bare, {**_given(variant), **named}
-    compiling = torch.compiler.is_compiling()
     if seed is not None and not compiling:  # to dynamo NumPy's numbers are tensors
         seed = whole(seed)
     tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor)  # others are refused further on
+    if tensors and wrong is not None:
+        return torch.ops.flashgen.refuse(q, v, wrong)  # as the graph runs
     if tensors and (k.dtype in float8.DTYPES or q.dtype in float8.DTYPES):
         call = Call(variant, scale, named, deterministic=deterministic)
         if not compiling:
