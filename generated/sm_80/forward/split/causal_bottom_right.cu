@@ -640,15 +640,14 @@ DEVICE void weigh_parts(float2 part, float& row_max, Weighed* weighed) {
     row_max = fmaxf(row_max, maxima[i]);
   }
   const float followed = fmaxf(before, highest);
-  const Weights weights = {lane > 0 || followed == before ? 1.f : ex2(before - followed), sees ?
-      ex2(part.x - followed) : 0.f};
+  const float kept = lane > 0 || followed == before ? 1.f : ex2(before - followed);
+  const Weights weights = {kept, sees ? ex2(part.x - followed) : 0.f};
   const u32 written = __ballot_sync(~0u, !(part.y < 0.f));
   weighed[warp].parts[lane] = make_float4(weights.before, weights.part, part.y, 0.f);
   if (lane == 0) weighed[warp].written = written;
 }
 
-// A block for a row, where there are few rows of many parts: more SMs load, and each more at once.  The bits are the
-// same.
+// A block for a row, where there are few rows of many parts: more SMs load, each more at once.  The bits are the same.
 extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, COMBINE_BLOCKS)
 attention_combine_by_block(const __grid_constant__ Params p) {
   constexpr int PARTS = GROUPS == 1 ? 64 : 16;  // on their way at once
@@ -670,8 +669,8 @@ attention_combine_by_block(const __grid_constant__ Params p) {
 #pragma unroll
         for (int group = 0; group < GROUPS; group++) {
           const bool written = weighed[(start + i) / 32].written >> (start + i) % 32 & 1;
-          parts_of_o[i][group] = written && 128 * group + threadIdx.x < V_HEAD_DIM ?
-              from[128 * group + i * V_HEAD_DIM] : 0.f;
+          const bool mine = 128 * group + threadIdx.x < V_HEAD_DIM;
+          parts_of_o[i][group] = written && mine ? from[128 * group + i * V_HEAD_DIM] : 0.f;
         }
 #pragma unroll
       for (int i = 0; i < PARTS; i++) {
