@@ -177,8 +177,8 @@ def chosen(spec, head_dim, batch, heads, kv_heads, q_len, kv_len, dtype="bfloat1
     return planner.choose(menu, Problem(**shape, **dims), SMS)
 
 
-#: Menus whose tiles leave no registers to pack heads, at the head dims of the tests here.
-UNPACKED = {("document", 128), ("document", 192), ("document", 256), ("softcap", 64)}
+#: A menu whose tiles leave no registers to pack heads, at the head dims of the tests here.
+UNPACKED = {("document", 256)}
 
 
 @pytest.mark.parametrize("spec", ["full", "causal_bottom_right", "sliding_window", "document"])
