@@ -137,8 +137,8 @@ READ_AT_ONCE = 4
 #: `document_offsets` at head_dim 128 spilled 24 bytes with one left.
 SEVERAL_READ_REGISTERS = 2
 
-#: Registers of a mask that divides by what a call gives: with eight of them `dilated` spilled 24 bytes at head_dim 256,
-#: beside six that were left, and 12 beside two at 64.
+#: Registers of a mask that divides by what a call gives: `dilated` spilled 24 bytes with six left at head_dim 256, and
+#: 12 with ten at 64.
 DIVISOR_REGISTERS = 11
 
 #: Registers for where rows of bits lie that are made of a table of all pairs.
