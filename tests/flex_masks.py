@@ -1,6 +1,7 @@
 """mask_mods as people give them to PyTorch's flex_attention: factories by name, as a training loop would have them."""
 
 import functools
+import sys
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -581,3 +582,30 @@ def selected():
 def type_like():
     ids = documents(LENGTH, seed=24).int()
     return lambda b, h, q, k: q.type_as(ids) - k.to(ids.dtype) < ids[q].to(ids).clamp(5, 60)
+
+
+@mask
+def unlimited():
+    """Numbers that 32 bits do not hold, which stand for no limit: positions are int64 in torch."""
+    no_window = sys.maxsize
+
+    def window(b, h, q, k):
+        return (q >= k) & (q - k < no_window) & (k - q <= 2**31) & (q != 2**32) & (k > -(2**33))
+
+    return window
+
+
+@mask
+def shifted_out():
+    bits, wide = torch.tensor(5), torch.tensor([-3, 1 << 40])
+    return lambda b, h, q, k: (
+        ((bits >> (k - 4)) & 1 != 0) | ((wide[h] << (k - 9)) != 0) & (q % 3 == 0) | (wide[h] >> (q - 2) < 0)
+    )
+
+
+@mask
+def asks_for_its_type():
+    def width(x):
+        return 9 if isinstance(x, torch.Tensor) and torch.is_tensor(x) and not isinstance(x, nn.Parameter) else 100
+
+    return lambda b, h, q, k: q - k < width(q) + width(q - k)

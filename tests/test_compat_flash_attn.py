@@ -126,18 +126,25 @@ def test_a_cache_that_is_filled_in_part(causal, options):
     for name, x in (("k", k), ("v", v)):
         x[0, 4:] = 1e4 if name == "k" else math.nan  # what lies behind the end is not looked at
     lengths = torch.tensor([4, 9], dtype=torch.int32)
-    o, lse = flash_attn_with_kvcache(
-        q, k, v.nan_to_num(), cache_seqlens=lengths, causal=causal, return_softmax_lse=True, **options
-    )
+    o, lse = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=causal, return_softmax_lse=True, **options)
     right, right_lse = written_out(q, k, v.nan_to_num(), causal, lengths=lengths, **options)
     torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, right_lse, rtol=1e-5, atol=1e-5)
-    one = flash_attn_with_kvcache(q, k, v.nan_to_num(), cache_seqlens=4, causal=causal, **options)
+    one = flash_attn_with_kvcache(q, k, v, cache_seqlens=4, causal=causal, **options)
     assert torch.equal(one[0], o[0])
-    split = flash_attn_with_kvcache(q, k, v.nan_to_num(), cache_seqlens=lengths, causal=causal, num_splits=2, **options)
+    split = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=causal, num_splits=2, **options)
     torch.testing.assert_close(split, o)
     whole = flash_attn_with_kvcache(q, k, v.nan_to_num(), causal=causal, **options)
     assert torch.equal(whole, flash_attn_func(q, k, v.nan_to_num(), causal=causal, **options))
+
+
+def test_lengths_that_a_cache_has_no_room_for_are_refused():
+    q, k, v = (x.detach() for x in tensors(2, 9))
+    for wrong, nearest in ((100, 9), (-5, 0)):
+        with pytest.raises(FlashgenError, match=f"(?s)cache_seqlens is {wrong}.*nearest: cache_seqlens={nearest}"):
+            flash_attn_with_kvcache(q, k, v, cache_seqlens=wrong, causal=True)
+        with pytest.raises(FlashgenError, match="lengths are 0 to"):
+            flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([9, wrong], dtype=torch.int32), causal=True)
 
 
 @pytest.mark.parametrize(
@@ -310,5 +317,5 @@ def test_on_a_gpu(monkeypatch, capability):
 
 def test_a_soft_cap_is_known_to_be_positive():
     """So that Hopper's forward makes it of two factors."""
-    capped, _ = rule_of(True, (-1, -1), 30.0, None, None)
+    capped, _ = rule_of(True, (-1, -1), 30.0, None)
     assert profile(capped.bind()).soft_capped

@@ -364,6 +364,26 @@ def test_inputs_that_are_no_tensors_are_refused_by_name(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        ({"block_mask": lambda b, h, q, k: q >= k}, r"(?s)block_mask is a function.*nearest: create_block_mask"),
+        ({"kernel_options": 3}, "kernel_options is a int: it is a dict"),
+        ({"return_lse": "no"}, "return_lse is a str and must be True or False"),
+        ({"enable_gqa": "x"}, "enable_gqa is a str and must be True or False"),
+        pytest.param(
+            {"return_aux": True},
+            r"(?s)return_aux is a bool.*nearest: return_aux=AuxRequest",
+            marks=pytest.mark.skipif(not hasattr(torchs, "AuxRequest"), reason="this PyTorch has no return_aux"),
+        ),
+    ],
+)
+def test_arguments_of_other_types_are_refused_by_name(named, reason):
+    x = torch.randn(1, 2, 8, 16)
+    with pytest.raises(flashgen.LaunchError, match=reason):
+        flashgen.flex_attention(x, x, x, **named)
+
+
 def test_torch_compile_leaves_the_call_between_graphs():
     block_mask = create_block_mask(causal, 1, 1, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK)
     q, k, v = (x.requires_grad_() for x in inputs())

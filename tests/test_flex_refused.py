@@ -282,6 +282,28 @@ def test_traced_values_say_so_when_they_are_used_later():
     flashgen.from_flex(lambda b, h, q, k: kept.setdefault("q", q) is None or q >= k)
     with pytest.raises(flashgen.SpecError, match="when its function had ended"):
         torch.exp(kept["q"])
+    for use in (lambda q: q + 1, lambda q: q.float()):
+        with pytest.raises(flashgen.SpecError, match="when its function had ended"):
+            use(kept["q"])
+
+
+def test_a_place_for_a_result_is_refused():
+    place = torch.zeros(())
+    for score_mod in (
+        lambda score, b, h, q, k: torch.add(score, 1.0, out=place),
+        lambda score, b, h, q, k: torch.exp(score, out=place),
+    ):
+        with pytest.raises(flashgen.SpecError, match="out= changes a tensor"):
+            flashgen.from_flex(score_mod=score_mod)
+
+
+def test_types_that_the_language_lacks_are_refused_by_name():
+    for score_mod, reason in (
+        (lambda score, b, h, q, k: score.double(), "'double' cannot be traced: it would round"),
+        (lambda score, b, h, q, k: score * torch.tensor(0.5, dtype=torch.float64), "float64 is no type"),
+    ):
+        with pytest.raises(flashgen.SpecError, match=reason):
+            flashgen.from_flex(score_mod=score_mod)
 
 
 def test_a_captured_tensor_of_another_device_is_refused_by_its_name():

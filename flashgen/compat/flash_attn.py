@@ -53,7 +53,7 @@ def flash_attn_func(
     """
     _no_probabilities(return_attn_probs, dropout_p)
     o, lse = _attend(
-        *("flash_attn_func", q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, None),
+        *("flash_attn_func", q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes),
         dropout=dropout_p,
         deterministic=deterministic,
     )
@@ -113,23 +113,35 @@ def flash_attn_with_kvcache(
         if given is not None:
             raise LaunchError(f"flash_attn_with_kvcache has no {name} in flashgen yet\n  nearest: {cure}")
     _check("flash_attn_with_kvcache", (q,), "batch", "seqlen", "heads", "head_dim", of="q")
-    if isinstance(cache_seqlens, (int, numbers.Integral)):
-        cache_seqlens = torch.full((q.shape[0],), int(cache_seqlens), dtype=torch.int32, device=q.device)
+    rest: dict[str, Any] = {"kv_splits": num_splits or None}
+    if cache_seqlens is not None:
+        rest["kv_lengths"] = _lengths(cache_seqlens, q, k_cache, paged=block_table is not None)
     if block_table is not None:
         name = "flash_attn_with_kvcache"
         _check(name, (k_cache, v_cache), "blocks", "block_size", "heads", "head_dim", of="kv")
-        rule, named = rule_of(causal, window_size, softcap, alibi_slopes, None)
-        pages: dict[str, Any] = {"page_table": block_table, "kv_lengths": cache_seqlens, **named}
-        pages["kv_splits"] = num_splits or None
-        o, lse = attention(q.transpose(1, 2), k_cache, v_cache, rule, scale=softmax_scale, return_lse=True, **pages)
+        rule, named = rule_of(causal, window_size, softcap, alibi_slopes)
+        rest |= {"page_table": block_table, **named}
+        o, lse = attention(q.transpose(1, 2), k_cache, v_cache, rule, scale=softmax_scale, return_lse=True, **rest)
         note(name)
         return (o.transpose(1, 2), lse) if return_softmax_lse else o.transpose(1, 2)
     o, lse = _attend(
         *("flash_attn_with_kvcache", q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, alibi_slopes),
-        cache_seqlens,
-        kv_splits=num_splits or None,
+        **rest,
     )
     return (o, lse) if return_softmax_lse else o
+
+
+def _lengths(given: Any, q: torch.Tensor, k_cache: Any, *, paged: bool) -> Any:
+    """The keys of each sequence, of one number for all; LaunchError where a cache has no room for it."""
+    if not isinstance(given, (int, numbers.Integral)):
+        return given
+    count, room = int(given), None if paged or not isinstance(k_cache, torch.Tensor) else k_cache.shape[1]
+    if count < 0 or (room is not None and count > room):
+        raise LaunchError(
+            f"cache_seqlens is {count}: it is 0 to {'the keys of a cache' if room is None else room}\n"
+            f"  nearest: cache_seqlens={0 if count < 0 else room}"
+        )
+    return torch.full((q.shape[0],), count, dtype=torch.int32, device=q.device)
 
 
 def flash_attn_varlen_func(
@@ -159,7 +171,7 @@ def flash_attn_varlen_func(
     """
     name = "flash_attn_varlen_func"
     _no_probabilities(return_attn_probs, dropout_p)
-    rule, named = rule_of(causal, window_size, softcap, alibi_slopes, None)
+    rule, named = rule_of(causal, window_size, softcap, alibi_slopes)
     if block_table is None:
         _check(name, (q, k, v), "rows", "heads", "head_dim")
         keys: dict[str, Any] = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
@@ -235,12 +247,11 @@ def _attend(
     window: tuple[int, int],
     softcap: float,
     slopes: torch.Tensor | None,
-    lengths: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result [batch, q_len, heads, head_dim] and its lse."""
     _check(name, (q, k, v), "batch", "seqlen", "heads", "head_dim")
-    rule, named = rule_of(causal, window, softcap, slopes, lengths)
+    rule, named = rule_of(causal, window, softcap, slopes)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o, lse = attention(q, k, v, rule, scale=scale, return_lse=True, **options, **named)
     note(name)
@@ -267,7 +278,6 @@ def rule_of(
     window: tuple[int, int],
     softcap: float,
     slopes: torch.Tensor | None,
-    lengths: torch.Tensor | None,
 ) -> tuple[Variant, Mapping[str, Any]]:
     """The variant of a call, and its parameters and captured tensors."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -296,26 +306,18 @@ def rule_of(
         named["alibi_slopes"], rank = slopes, slopes.dim()
         if rank not in (1, 2):
             raise LaunchError(f"alibi_slopes is {list(slopes.shape)}: it is [heads] or [batch, heads]")
-    if lengths is not None:
-        named["cache_seqlens"] = lengths
-    return _VARIANTS[causal, left >= 0, right >= 0, capped, rank, lengths is not None], named
+    return _VARIANTS[causal, left >= 0, right >= 0, capped, rank], named
 
 
-def _variant(causal: bool, left: bool, right: bool, softcap: bool, slopes: int, lengths: bool) -> Variant:
+def _variant(causal: bool, left: bool, right: bool, softcap: bool, slopes: int) -> Variant:
     """The variant of such calls; `slopes` is the rank of alibi_slopes, 0 for none."""
     before, after = param("left", dtype=int, min=0), param("right", dtype=int, min=0)
     cap = param("softcap", dtype=float, min=LEAST_CAP)
     slope = tensor("alibi_slopes", ("batch", "heads")[2 - slopes :] if slopes else ("heads",), "float32")
-    length = tensor("cache_seqlens", ("batch",), "int32")
-
-    def end(b: Any) -> Any:
-        return length[b] if lengths else kv_len
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
-        place = q + end(b) - q_len
+        place = q + kv_len - q_len
         seen: Any = True
-        if lengths:
-            seen = k < length[b]
         if causal or right:
             seen = (k <= (place if causal else place + after)) & seen
         if left:
@@ -326,10 +328,10 @@ def _variant(causal: bool, left: bool, right: bool, softcap: bool, slopes: int, 
         if softcap:
             s = cap * tanh(s / cap)
         if slopes:
-            s = s - (slope[h] if slopes == 1 else slope[b, h]) * absolute(q + end(b) - q_len - k)
+            s = s - (slope[h] if slopes == 1 else slope[b, h]) * absolute(q + kv_len - q_len - k)
         return s
 
-    if not (left or right or lengths or softcap or slopes):
+    if not (left or right or softcap or slopes):
         return CAUSAL if causal else FULL
     made = variant(mask, name="flash_attn")
     return made.score(score) if softcap or slopes else made
@@ -338,4 +340,4 @@ def _variant(causal: bool, left: bool, right: bool, softcap: bool, slopes: int, 
 _FLAGS = (False, True)
 
 #: Made ahead: none can be made while torch.compile traces.
-_VARIANTS = {form: _variant(*form) for form in itertools.product(_FLAGS, _FLAGS, _FLAGS, _FLAGS, range(3), _FLAGS)}
+_VARIANTS = {form: _variant(*form) for form in itertools.product(_FLAGS, _FLAGS, _FLAGS, _FLAGS, range(3))}

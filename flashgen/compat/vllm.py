@@ -78,7 +78,7 @@ def flash_attn_varlen_func(
             name: (given, "k and v in bfloat16 or float16, and no descales")
             for name, given in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale))
         },
-        "cp_world_size": (cp_world_size if cp_world_size > 1 else None, "a call for each part, and flashgen.merge"),
+        "cp_world_size": (None if cp_world_size in (None, 1) else cp_world_size, "a call for each part, and flashgen.merge"),
         "cp_rank": (cp_rank or None, "cp_rank=0"),
         "cp_tot_seqused_k": (cp_tot_seqused_k, "a call for each part, and flashgen.merge"),
     }
@@ -86,7 +86,7 @@ def flash_attn_varlen_func(
         if asked is not None:
             raise LaunchError(f"{NAME} serves no {name} in flashgen\n  nearest: {cure}")
     window: Any = (-1, -1) if window_size is None else window_size
-    rule, named = flash_attn.rule_of(causal, window, softcap, alibi_slopes, None)
+    rule, named = flash_attn.rule_of(causal, window, softcap, alibi_slopes)
     given: dict[str, Any] = {**named, **_keys(cu_seqlens_k, seqused_k, block_table)}
     found = attention_varlen(
         *(q, k, v, rule, cu_seqlens_q),

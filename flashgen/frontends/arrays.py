@@ -46,6 +46,18 @@ class Tracer(Protocol):
 tracing: ContextVar[Tracer] = ContextVar("tracing")
 
 
+def _call(name: str, *args: Any) -> Any:
+    """torch's function, method, operator or attribute of that name, by who traces now."""
+    tracer = tracing.get(None)
+    if tracer is None:
+        raise _ended()
+    return tracer.call(name, args, {})
+
+
+def _ended() -> SpecError:
+    return refused("a traced value was used when its function had ended: a mask or score keeps nothing")
+
+
 class Array:
     """Elements by their index.
 
@@ -79,6 +91,11 @@ class Array:
         else:
             element = at(())
             self.at = lambda index: element
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """What functions that ask isinstance(x, torch.Tensor) see."""
+        return torch.Tensor
 
     @property
     def rank(self) -> int:
@@ -137,7 +154,7 @@ class Array:
     def __iter__(self) -> Any:
         if not self.rank:
             raise refused("a traced value is one number: it cannot be looped over or unpacked")
-        return (tracing.get().call("getitem", (self, i), {}) for i in range(self.extents[0]))
+        return (_call("getitem", self, i) for i in range(self.extents[0]))
 
     def __contains__(self, item: object) -> NoReturn:
         raise refused("`in` cannot be traced: write (x == y).any()")
@@ -148,14 +165,14 @@ class Array:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python asks for protocols that are not there
+        if name.startswith("_"):  # Python and torch ask for protocols that are not there
             raise AttributeError(name)
-        return tracing.get().call("getattr", (self, name), {})
+        return _call("getattr", self, name)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         # torch's functions come by the tracer's mode; this makes torch take such an argument at all.
-        raise refused("a traced value was used when its function had ended: a mask or score keeps nothing")
+        raise _ended()
 
 
 def _in_torch(error: SpecError) -> SpecError:
@@ -168,7 +185,7 @@ def _in_torch(error: SpecError) -> SpecError:
 
 def _operator(name: str) -> Callable[..., Any]:
     def call(self: Array, *others: Any) -> Any:
-        return tracing.get().call(name, (self, *others), {})
+        return _call(name, self, *others)
 
     call.__name__ = name
     return call
@@ -240,7 +257,8 @@ def cast(x: Expr, dtype: torch.dtype) -> Expr:
 
 
 def promoted(*arrays: Array) -> torch.dtype:
-    """The dtype of what arithmetic makes of these, as torch has it; a Python number counts by its kind alone."""
+    """The dtype of what arithmetic makes of these, as torch has it; a Python number counts by its kind alone, and one
+    that 32 bits do not hold as int64, which positions are in torch."""
     strong = [x.dtype for x in arrays if not x.weak]
     weak = [x.dtype for x in arrays if x.weak]
     dtype = strong[0] if strong else weak[0]
@@ -249,6 +267,8 @@ def promoted(*arrays: Array) -> torch.dtype:
     for number in weak:
         if _kind(number) > _kind(dtype):
             dtype = torch.promote_types(dtype, number)
+    if dtype is torch.int32 and any(x.weak and x.element.node.dtype is DType.INT64 for x in arrays):
+        return torch.int64
     return dtype
 
 

@@ -6,13 +6,17 @@ trace whether an earlier one serves: the same `skeleton` and `numbers`, and tens
 
 from __future__ import annotations
 
+import abc
 import builtins
+import dis
 import enum
 import functools
 import inspect
 import sys
 import types
+import typing
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +41,17 @@ _UNCALLED = frozenset({"__init__", "__new__", "__post_init__", "__del__", "__rep
 #: What a name is taken for as it is.
 _PLAIN = (str, bytes, type(None), type(Ellipsis), complex, torch.dtype, torch.device, torch.Size, enum.Enum)
 
+#: Containers that are what they hold.
+_CONTAINERS = (list, tuple, dict, OrderedDict, set, frozenset)
+
+#: Classes of settled modules whose methods read nothing of an object but what the walk looks at.
+_TRANSPARENT = (
+    *(*_CONTAINERS, int, float, str, bytes, object),
+    *(abc.ABC, typing.Generic, typing.Protocol, types.SimpleNamespace, nn.Module),
+)
+
 _names: weakref.WeakKeyDictionary[types.CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
+_imports: weakref.WeakKeyDictionary[types.CodeType, bool] = weakref.WeakKeyDictionary()
 
 
 class Captures:
@@ -47,6 +61,7 @@ class Captures:
     numbers   the numbers with their names, in the order of the walk
     tensors   the tensors with their names: each object once
     params    numbers that became parameters, by who holds them and their name there: (the parameter's name, the value)
+    readers   the functions that read these
     settled   False where something was met that says nothing about itself
     """
 
@@ -55,7 +70,9 @@ class Captures:
         self.numbers: list[tuple[str, Any]] = []
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.params: dict[tuple[int, str], tuple[str, int | float]] = {}
+        self.readers: dict[tuple[int, str], list[types.FunctionType]] = {}
         self.settled = True
+        self._reader: types.FunctionType | None = None
         self._wanted = frozenset(names)
         self._taken: set[str] = set()
         self._seen: dict[int, int] = {}
@@ -88,14 +105,18 @@ class Captures:
             return
         if isinstance(value, _PLAIN):
             add(tuple(value) if isinstance(value, torch.Size) else value)
+            if kind not in (str, bytes) and isinstance(value, (str, bytes)) and not isinstance(value, enum.Enum):
+                self._object(value)
             return
         if id(value) in self._seen:
             add(("again", self._seen[id(value)]))
             return
         self._seen[id(value)] = len(self._seen)
-        if isinstance(value, torch.Tensor):
-            add((value.dtype, value.dim()))
+        if issubclass(kind, torch.Tensor):  # and no traced value that was kept
+            add((weakref.ref(kind), value.dtype, value.dim(), value.device))
             self.tensors.append((self._named(name), value))
+            if value.__dict__ or kind not in (torch.Tensor, nn.Parameter):
+                self._objects.append((value, set()))
         elif isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, types.MethodType):
@@ -108,13 +129,14 @@ class Captures:
             self._items(value.args, name)
             self._mapping(value.keywords)
         elif isinstance(value, (list, tuple)):
-            add(kind if kind in (list, tuple) else weakref.ref(kind))
-            self._items(value, name)
+            self._items(tuple.__iter__(value) if isinstance(value, tuple) else list.__iter__(value), name)
+            self._container(value)
         elif isinstance(value, dict):
-            add(dict)
-            self._mapping(value)
-        elif isinstance(value, (set, frozenset)) and all(isinstance(x, (int, str)) for x in value):
+            self._mapping(dict(dict.items(value)))
+            self._container(value)
+        elif isinstance(value, (set, frozenset)) and all(type(x) in (int, str) for x in value):
             add(frozenset(value))
+            self._container(value)
         elif isinstance(value, types.ModuleType):
             add(value.__name__)
             self.settled &= value.__name__.split(".")[0] not in _CHANGING
@@ -127,17 +149,28 @@ class Captures:
         else:
             self._object(value)
 
+    def _container(self, value: Any) -> None:
+        """What a list, a tuple, a dict or a set is beside what it holds."""
+        kind = type(value)
+        if kind in _CONTAINERS or (_settled(kind.__module__) and isinstance(value, tuple)):  # those that torch returns
+            self.skeleton.append(kind)
+        else:
+            self._object(value)
+
     def _number(self, value: Any, name: str, holder: int | None) -> None:
         if name in self._wanted and holder is not None and type(value) is not bool:
             if (holder, name) not in self.params:
                 self.params[holder, name] = self._named(name), value
-            self.skeleton.append(("param", *self.params[holder, name][:1], type(value)))
+            if self._reader is not None:
+                self.readers.setdefault((holder, name), []).append(self._reader)
+            self.skeleton.append(("param", self.params[holder, name][0], type(value), is_wide(value)))
             return
         self.skeleton.append(type(value))
         # -0.0 is 0.0, and no NaN is itself: texts of floats tell all apart that differ.
         self.numbers.append((name, value.hex() if type(value) is float else value))
 
-    def _items(self, values: Sequence[Any], name: str) -> None:
+    def _items(self, values: Iterable[Any], name: str) -> None:
+        values = tuple(values)
         self.skeleton.append(len(values))
         for i, value in enumerate(values):
             self._visit(value, f"{name}_{i}")
@@ -149,6 +182,11 @@ class Captures:
             self._visit(value, key if isinstance(key, str) else "value")
 
     def _function(self, function: types.FunctionType) -> None:
+        reader, self._reader = self._reader, function
+        self._read_by(function)
+        self._reader = reader
+
+    def _read_by(self, function: types.FunctionType) -> None:
         code = function.__code__
         self.skeleton.append(weakref.ref(code))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -167,7 +205,9 @@ class Captures:
         if not _settled(function.__module__ or ""):
             names = names_of(code)
             self._read.update(names)
-            self.settled &= _UNSEEN.isdisjoint(names)
+            self.settled &= _UNSEEN.isdisjoint(names) and not imports(code)
+            if function.__dict__:
+                self._mapping(function.__dict__)
             scope = function.__globals__
             for name in names:
                 if name in scope:
@@ -195,19 +235,21 @@ class Captures:
     def _object(self, value: Any) -> None:
         kind, module = type(value), isinstance(value, nn.Module)
         self.skeleton.append(weakref.ref(kind))
+        if isinstance(value, (int, float)):  # of a class of its own
+            number = int.__pos__(value) if isinstance(value, int) else float.__pos__(value)
+            self.numbers.append((kind.__name__, number.hex() if type(number) is float else number))
         if kind.__module__ == "torch._ops":
             self.skeleton.append(str(value))
             return
-        silent = _settled(kind.__module__) and not isinstance(value, (nn.Module, types.SimpleNamespace))
+        opaque = any(_settled(own.__module__) and own not in _TRANSPARENT for own in kind.__mro__)
         answers = isinstance(kind.__getattribute__, types.FunctionType) or (hasattr(kind, "__getattr__") and not module)
-        if silent or answers:
+        if answers or (opaque and not module):
             self.settled = False
             return
-        if module and _settled(kind.__module__):
+        if module and opaque:  # torch's own code, which no walk looks into, reads these
             plain = {name: x for name, x in value.__dict__.items() if isinstance(x, (bool, int, float, str))}
             for held in (plain, value._modules, value._parameters, value._buffers):
                 self._mapping(held)
-            return
         self._objects.append((value, set()))
         if module:
             self._methods(kind, "forward")
@@ -285,13 +327,31 @@ def names_of(code: types.CodeType) -> tuple[str, ...]:
     return found
 
 
+def imports(code: types.CodeType) -> bool:
+    """Whether code imports what another import may replace, or the code inside of it does."""
+    found = _imports.get(code)
+    if found is None:
+        steps = list(dis.get_instructions(code))
+        found = _imports[code] = any(
+            step.opname == "IMPORT_NAME" and (steps[i - 2].argval != 0 or not _settled(step.argval))
+            for i, step in enumerate(steps)
+        ) or any(imports(c) for c in code.co_consts if isinstance(c, types.CodeType))
+    return found
+
+
+def is_wide(number: int | float) -> bool:
+    """Whether an integer needs 64 bits."""
+    return isinstance(number, int) and not -(1 << 31) <= number < 1 << 31
+
+
 def _settled(module: str) -> bool:
     return module.split(".")[0] in _SETTLED
 
 
 def replaced(value: Any, by: Mapping[tuple[int, str], Any], done: dict[int, Any] | None = None) -> Any:
     """A function, or what holds functions, with others in place of numbers that it reads: by who holds them and their
-    name there, as `Captures.params` has them."""
+    name there, as `Captures.params` has them.  `done` becomes what stands for each function that was reached, by its
+    id; a method of an object that a function asks for is not."""
     done = {} if done is None else done
     if id(value) in done:
         return done[id(value)]
@@ -299,12 +359,23 @@ def replaced(value: Any, by: Mapping[tuple[int, str], Any], done: dict[int, Any]
         done[id(value)] = value  # where it calls itself
         done[id(value)] = _replaced_function(value, by, done)
         return done[id(value)]
+    if isinstance(value, types.MethodType):
+        return types.MethodType(replaced(value.__func__, by, done), value.__self__)
     if type(value) in (list, tuple):
         return type(value)(replaced(x, by, done) for x in value)
+    if type(value) is dict:
+        return {key: replaced(x, by, done) for key, x in value.items()}
     if isinstance(value, functools.partial):
         arguments = [replaced(x, by, done) for x in value.args]
         return functools.partial(replaced(value.func, by, done), *arguments, **value.keywords)
     return value
+
+
+def called(value: Any) -> Any:
+    """What runs where a mask or score is called: of an object its method."""
+    call = inspect.getattr_static(type(value), "__call__", None)
+    plain = isinstance(value, (types.FunctionType, types.MethodType, functools.partial, nn.Module))
+    return value if plain or not isinstance(call, types.FunctionType) else types.MethodType(call, value)
 
 
 def _replaced_function(

@@ -18,9 +18,9 @@ import torch
 
 from flashgen.errors import SpecError
 from flashgen.frontends.arrays import Array, cast
-from flashgen.frontends.captures import Captures, replaced
+from flashgen.frontends.captures import Captures, called, is_wide, replaced
 from flashgen.frontends.trace import Tracer, title, traced
-from flashgen.lang import declare
+from flashgen.lang import declare, source
 from flashgen.lang.expr import DType
 from flashgen.lang.proxies import Expr
 from flashgen.lang.variant import Variant, variant
@@ -139,7 +139,7 @@ def _made(
             f" number by that name; it reads {', '.join(numbers) or 'no number'}"
         )
     described = mask_mod if mask_mod is not None else score_mod
-    of_mask, of_score = (replaced(f, by) if by else f for f in (mask_mod, score_mod))
+    of_mask, of_score = _parametrised(mask_mod, score_mod, by, captures) if by else (mask_mod, score_mod)
     tracer = Tracer(captures.tensors)
     while True:
         bare = variant(
@@ -164,11 +164,28 @@ def _made(
         params=frozenset(p.name for p in bare.params),
         shapes=tuple((places[name], tracer.read[name].shape) for name in sorted(tracer.fixed) if name in places),
     )
-    if captures.settled and not tracer.unseen:
+    if captures.settled and not tracer.unseen and not tracer.asked:
         _remember(captures, found, _titles(mask_mod, score_mod))
     made = found.giving(captures)
     unseen = {name: tracer.read[name] for name in read if name not in places}
     return made.giving({**made.given, **unseen}) if unseen else made
+
+
+def _parametrised(mask_mod: Any, score_mod: Any, by: dict[tuple[int, str], Array], captures: Captures) -> list[Any]:
+    """The functions with parameters in place of numbers; SpecError where one that reads such a number is not reached."""
+    done: dict[int, Any] = {}
+    made = [replaced(called(f), by, done) for f in (mask_mod, score_mod)]
+    for key, readers in captures.readers.items():
+        for reader in readers:
+            if id(reader) not in done:
+                name = captures.params[key][0]
+                raise SpecError(
+                    f"names has {name!r}, which {reader.__qualname__!r} reads too: no parameter can take its place in a"
+                    " function that an object or another module holds\n  nearest: read it in"
+                    f" {_titles(mask_mod, score_mod)}, and hand it on",
+                    where=source.definition(reader.__code__),
+                )
+    return made
 
 
 def _changing(mask_mod: Any, score_mod: Any, before: Captures, after: Captures) -> str:
@@ -208,8 +225,7 @@ def _remember(captures: Captures, trace: _Trace, titles: str) -> None:
 
 def _parameter(name: str, value: float) -> Array:
     """A number of a function as a parameter: like it, of the type of what it meets."""
-    wide = isinstance(value, int) and not -(1 << 31) <= value < 1 << 31
-    declared = declare.param(name, dtype=float if isinstance(value, float) else "int64" if wide else int)
+    declared = declare.param(name, dtype=float if isinstance(value, float) else "int64" if is_wide(value) else int)
     dtype = torch.float32 if declared.node.dtype is DType.FLOAT32 else torch.int64
     return Array(lambda index: declared, (), dtype, weak=True)
 

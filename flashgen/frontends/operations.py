@@ -44,6 +44,7 @@ _ALIASES = {
         "swapaxes": "transpose",
         "as_tensor": "tensor",
     },
+    "log_sigmoid": "logsigmoid",
     **{"scalar_tensor": "tensor", "reshape_as": "view_as", "asarray": "tensor"},
     **{"special_expit": "sigmoid", "special_exp2": "exp2", "special_log1p": "log1p", "bfloat16": "half"},
     **{"short": "half", "double": "half", "char": "half", "byte": "half"},
@@ -115,8 +116,9 @@ def unsupported(name: str) -> str:
     inplace = plain[1:] if name.startswith("__i") and plain[1:] in _OPERATORS else plain
     if (inplace != plain or (name.endswith("_") and not name.startswith("__"))) and operation(inplace) is not None:
         return f"torch's {name!r} changes a tensor, and a mask or score changes none: write x = x.{inplace}(...)"
-    if plain in _CURES or name in _CURES:
-        return f"torch's {plain!r} cannot be traced: {_CURES.get(plain) or _CURES[name]}"
+    cure = _CURES.get(plain) or _CURES.get(name) or _CURES.get(_ALIASES.get(plain, ""))
+    if cure is not None:
+        return f"torch's {plain!r} cannot be traced: {cure}"
     close = get_close_matches(plain, [*FUNCTIONS, *_ALIASES], n=1)
     nearest = f"; the nearest is torch's {close[0]!r}" if close else "; docs/frontends.md lists what can"
     return f"torch's {plain!r} cannot be traced{nearest}"
@@ -132,6 +134,7 @@ def _arithmetic(
     """An operation on numbers of one type; on two conditions what torch makes of them, or nothing."""
 
     def call(x: Any, y: Any, *, alpha: Any = 1, out: None = None) -> Array:
+        _no_place(out)
         a, b = lift(x), lift(y)
         if alpha != 1:
             b = FUNCTIONS["mul"](b, alpha)
@@ -145,6 +148,11 @@ def _arithmetic(
         return pointwise(build, a, b, dtype=dtype, given=dtype, known=known)
 
     return call
+
+
+def _no_place(out: object) -> None:
+    if out is not None:
+        raise refused("out= changes a tensor, and a mask or score changes none: use what the function returns")
 
 
 def _check_width(dtype: torch.dtype, what: str) -> None:
@@ -189,8 +197,12 @@ def _shift(name: str, build: Operation) -> Operation:
         most = 63 if dtype is torch.int64 else 31
 
         def shifted(value: Expr, count: Expr) -> Expr:
-            inside = within(count).lo >= 0 and within(count).hi <= most
-            return build(value, count if inside else fg.clamp(count, 0, most))
+            value = cast(value, dtype)
+            if within(count).lo >= 0 and within(count).hi <= most:
+                return build(value, count)
+            if build is operator.rshift:  # by a count that is out of range all bits go, but for the sign
+                return build(value, fg.clamp(fg.where(count < 0, most, count), 0, most))
+            return fg.where((count >= 0) & (count <= most), build(value, fg.clamp(count, 0, most)), 0)
 
         return pointwise(shifted, a, b, dtype=dtype, given=dtype)
 
@@ -313,6 +325,7 @@ def _function(build: Operation, *, keeps_ints: bool = False) -> Operation:
     """A function to floats; or one that leaves integers as they are."""
 
     def call(x: Any, *, inplace: bool = False, out: None = None) -> Array:
+        _no_place(out)
         a = lift(x)
         if inplace:
             raise refused("inplace=True changes a tensor, and a mask or score changes none: leave it out")
@@ -380,6 +393,11 @@ def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Array:
 
 def _leaky_relu(x: Any, negative_slope: float = 0.01, inplace: bool = False) -> Array:
     return _function(lambda x: fg.where(x > 0, x, x * float(negative_slope)))(x, inplace=inplace)
+
+
+def _hardtanh(x: Any, low: float, high: float, inplace: bool) -> Array:
+    """A clamp whose gradient is 0 at its ends, as torch's is."""
+    return _numeric(lambda x: fg.where(x <= low, low, fg.where(x >= high, high, x)))(x, inplace=inplace)
 
 
 def _sign_of(x: Expr) -> Expr:
@@ -520,7 +538,7 @@ def _tensor(x: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Arra
     return a if dtype is None else _to(a, dtype)
 
 
-def _new(value: Any = None, *, own_dtype: bool = True) -> Operation:
+def _new(value: Any = None) -> Operation:
     """new_ones and its like: `size`, then the value where it is not fixed."""
 
     def call(x: Any, *size: Any, fill_value: Any = None, dtype: torch.dtype | None = None, **options: Any) -> Array:
@@ -607,8 +625,8 @@ FUNCTIONS: dict[str, Operation] = {
     "gelu": _gelu,
     "softplus": _softplus,
     "leaky_relu": _leaky_relu,
-    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _clamp(x, min_val, max_val),
-    "relu6": lambda x, inplace=False: _clamp(x, 0.0, 6.0),
+    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _hardtanh(x, min_val, max_val, inplace),
+    "relu6": lambda x, inplace=False: _hardtanh(x, 0.0, 6.0, inplace),
     "where": _where,
     "masked_fill": _masked_fill,
     "clamp": _clamp,

@@ -18,6 +18,7 @@ from flashgen.frontends.arrays import (
     constant,
     filled,
     lift,
+    of_language,
     pointwise,
     position,
     promoted,
@@ -99,7 +100,7 @@ def _item(i: Any) -> Any:
     if i is None or i is Ellipsis or isinstance(i, slice):
         return i
     if isinstance(i, (list, tuple)):
-        i = torch.tensor(i)
+        i = torch.tensor(i, device="cpu")
         return Array(_table(i.tolist()), i.shape, i.dtype)
     if not isinstance(i, (Array, torch.Tensor)):
         if isinstance(i, bool):
@@ -154,8 +155,8 @@ def _reader(item: Any, size: int | Expr, start: int | None, rank: int) -> Callab
 def table(tensor: torch.Tensor) -> Array:
     """A tensor that the function itself made of plain numbers."""
     if not tensor.dim():
-        return constant(tensor.item(), tensor.dtype)
-    values, dtype = tensor.tolist(), tensor.dtype
+        return constant(tensor.item(), of_language(tensor.dtype))
+    values, dtype = tensor.tolist(), of_language(tensor.dtype)
     return Array(lambda index: cast(_table(values)(index), dtype), tensor.shape, dtype)
 
 
@@ -236,12 +237,14 @@ def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Array:
 
 def _expand(x: Any, *shape: Any, implicit: bool = False) -> Array:
     a = lift(x)
-    wanted = _shape_of(shape)
-    new = len(wanted) - a.rank
-    wanted = [a._extents[d - new] if n == -1 else n for d, n in enumerate(wanted)]
-    if tuple(wanted) == a._extents:
+    shape_given = _shape_of(shape)
+    new = len(shape_given) - a.rank
+    wanted = [a._extents[d - new] if n == -1 else n for d, n in enumerate(shape_given)]
+    if all(n == -1 for n in shape_given):
         return a
     own = a.extents
+    if tuple(wanted) == own:
+        return a
     if new < 0 or any(size not in (1, wanted[new + d]) for d, size in enumerate(own)):
         raise refused(f"shape {list(own)} does not expand to {wanted}")
     return rearranged(a, wanted, lambda index: tuple(0 if n == 1 else i for n, i in zip(own, index[new:], strict=True)))

@@ -28,8 +28,11 @@ _RANDOM = ("rand", "bernoulli", "normal", "multinomial", "dropout", "empty", "po
 #: Namespaces of operators that are torch's own, and one that people give tanh in hardware.
 _NAMESPACES = ("aten", "prims", "approx")
 
-#: Questions about tensors whose answers no element decides, and printing.
-_QUESTIONS = ("__hash__", "__repr__", "__format__", "is_floating_point", "data_ptr", "storage_offset", "is_contiguous")
+#: Questions about where a tensor lies, whose answers no walk over what a function reads has.
+_PLACES = ("data_ptr", "storage_offset", "is_contiguous")
+
+#: Those and others about tensors whose answers no element decides, and printing.
+_QUESTIONS = (*_PLACES, "__hash__", "__repr__", "__format__", "is_floating_point")
 
 
 class Tracer(TorchFunctionMode):
@@ -40,6 +43,7 @@ class Tracer(TorchFunctionMode):
     fixed   the names of those whose shapes were read: the trace holds for these shapes, which are declared where they
             were known to be read before
     unseen  whether a tensor was met that `names` does not have
+    asked   whether the function asked where a tensor lies
     differentiated  whether what is traced has a gradient
     """
 
@@ -49,7 +53,7 @@ class Tracer(TorchFunctionMode):
         self.read: dict[str, torch.Tensor] = {}
         self.fixed: set[str] = set()
         self._declared = frozenset(fixed)
-        self.unseen = self.differentiated = False
+        self.unseen = self.asked = self.differentiated = False
         self._arrays: dict[int, Array] = {}
         self._made: dict[int, torch.Tensor] = {}  # by the functions themselves, of plain numbers
 
@@ -94,6 +98,7 @@ class Tracer(TorchFunctionMode):
         if name in _QUESTIONS:
             if isinstance(args[0], Array):
                 return args[0].dtype.is_floating_point
+            self.asked |= name in _PLACES
             return getattr(args[0], name)(*args[1:], **kwargs)
         function = operation(name)
         if function is None:
@@ -142,7 +147,7 @@ class Tracer(TorchFunctionMode):
 
     def _attribute(self, x: Any, name: str) -> Any:
         if name == "device":
-            return x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
+            return torch.device("cpu") if isinstance(x, Array) else x.device
         a = lift(x)
         if name == "shape":
             return tuple(_size(a, i) for i in range(a.rank))

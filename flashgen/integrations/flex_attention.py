@@ -17,6 +17,7 @@ from flashgen.frontends.captures import Captures
 from flashgen.frontends.flex import from_flex
 from flashgen.lang.variant import Variant
 from flashgen.ops.attention import attention
+from flashgen.ops.values import no_flag
 
 #: What a block of a layout is: not listed, listed, listed as full.
 _EMPTY, _LISTED, _FULL = 0, 1, 2
@@ -70,6 +71,9 @@ def flex_attention(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
             raise LaunchError(f"{name} is no tensor of [batch, heads, seqlen, head_dim]")
+    for name, flag in (("enable_gqa", enable_gqa), ("return_lse", return_lse)):
+        if wrong := no_flag(name, flag):
+            raise LaunchError(wrong)
     _check_heads(query.shape[1], key.shape[1], enable_gqa)
     batch = query.shape[0]
     if batch != key.shape[0] == value.shape[0] == 1 and block_mask is not None:
@@ -89,6 +93,8 @@ def _variant(mask_mod: Callable[..., Any] | None, score_mod: Callable[..., Any] 
 
 
 def _check_options(options: Mapping[str, Any] | None) -> None:
+    if options is not None and not isinstance(options, Mapping):
+        raise LaunchError(f"kernel_options is a {type(options).__name__}: it is a dict, or None")
     for name in options or ():
         plain = name.removeprefix("fwd_").removeprefix("bwd_")
         if plain in _PROMISES:
@@ -109,6 +115,8 @@ def _check_results(return_lse: bool, return_aux: Any) -> None:
         raise LaunchError("return_lse and return_aux are both given\n  nearest: return_aux=AuxRequest(lse=True)")
     if not hasattr(torchs, "AuxOutput"):
         raise LaunchError("return_aux needs PyTorch 2.9 or later\n  nearest: return_lse=True")
+    if not isinstance(return_aux, torchs.AuxRequest):
+        raise LaunchError(f"return_aux is a {type(return_aux).__name__}\n  nearest: return_aux=AuxRequest(lse=True)")
     if return_aux.max_scores:
         raise LaunchError(
             "return_aux asks for max_scores, which flashgen's kernels do not keep exactly\n"
@@ -157,6 +165,11 @@ _lock = threading.Lock()
 
 def _mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Callable[..., Any]:
     """The mask_mod that says what a BlockMask says; LaunchError where it is none of this problem."""
+    if not isinstance(block_mask, torchs.BlockMask):
+        raise LaunchError(
+            f"block_mask is a {type(block_mask).__name__}, and no BlockMask\n"
+            "  nearest: create_block_mask(mask_mod, B, H, q_len, kv_len), or flashgen.attention with from_flex(mask_mod)"
+        )
     mask_mod = block_mask.mask_mod
     if mask_mod is getattr(torchs, "_sliced_mask_mod_error", None):
         raise LaunchError(
