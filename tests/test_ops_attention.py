@@ -106,6 +106,14 @@ def test_scales_lengths_and_groups(scale, lengths, heads, size, seed):
     check(got, expected(q, k, v, scale, keep=lambda i, j: i // size == j // size), torch.float64)
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16])
+def test_numbers_of_numpy_are_numbers(kind):
+    q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    wanted = fg.attention(q, k, v, full, scale=0.5, dropout=0.25, seed=1)
+    found = fg.attention(q, k, v, full, scale=kind(0.5), dropout=kind(0.25), seed=np.int64(1))
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("scale", [None, 0.5, -0.5])
 def test_scores_see_the_scaled_product(scale):
     """A negative scale flips the score's argument, never its meaning."""

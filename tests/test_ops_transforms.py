@@ -424,3 +424,23 @@ def test_a_fake_among_real_tensors():
         rows, places = mode.from_tensor(bias()), mode.from_tensor(torch.zeros(7, dtype=torch.int32))
     refused("captured tensor 'table' of 'learned' is a FakeTensor beside others", lambda: learned(q, k, v, rows))
     refused("'offset' of 'shifted' is a FakeTensor", lambda: fg.attention(q, k, v, shifted, offset=places))
+
+
+def test_no_element_is_mapped_where_each_would_be_a_call():
+    q, lengths = torch.randn(3, 2, 2, 9, 16), torch.tensor([3, 4], dtype=torch.int32)
+
+    def attend(q):
+        return fg.attention(q, q, q, full, kv_lengths=lengths)
+
+    for function in (attend, torch.func.grad(lambda q: attend(q).sum())):
+        assert torch.func.vmap(function)(q[:0]).shape == (0, 2, 2, 9, 16)
+        assert torch.func.vmap(function)(q).shape == q.shape
+
+
+def test_a_place_for_o_is_refused_inside_of_a_transform():
+    q, out = torch.randn(3, 2, 2, 9, 16), torch.empty(2, 2, 9, 16)
+    with torch.no_grad():
+        refused(
+            "out= is written in place, which no transform",
+            lambda: torch.func.vmap(lambda q: fg.attention(q, q, q, full, out=out))(q),
+        )

@@ -204,3 +204,58 @@ def test_rows_of_no_sequence_have_no_sink(keys):
         lse = fg.attention(rows, none, none, causal, q_lengths=ints(4, 0), sink=sink, return_lse=True)[1]
         (found,) = torch.autograd.grad(lse[0, :, :6].sum(), sink)
         assert torch.equal(found, torch.tensor([4.0, 4.0]))
+
+
+@pytest.mark.parametrize("layout", ["joined", "nested"])
+def test_names_that_a_variant_declares_are_its_own(layout):
+    """Whatever calls mean by them where it does not."""
+    q, starts = torch.randn(10, 2, 16, generator=torch.Generator().manual_seed(3)), ints(0, 4, 10)
+
+    def attend(variant, **named):
+        if layout == "joined":
+            return fg.attention_varlen(q, q, q, variant, starts, max_seqlen_q=10, **named)
+        nested = torch.nested.nested_tensor_from_jagged(q, starts.long()).transpose(1, 2)
+        return fg.attention(nested, nested, nested, variant, **named).transpose(1, 2).values()
+
+    first = fg.variant(lambda b, h, q, k: k < fg.param("q_offset", default=1))
+    wanted = fg.attention(*[q[:4].transpose(0, 1)[None]] * 3, first, q_offset=3)[0].transpose(0, 1)
+    torch.testing.assert_close(attend(first, q_offset=3)[:4], wanted)
+    for name in ("kv_lengths", "page_table"):
+        few = fg.variant(lambda b, h, q, k, name=name: k < fg.tensor(name, ("batch",), "int32")[b])
+        one, other = (attend(few, **{name: ints(*values)}) for values in ((1, 2), (3, 2)))
+        assert not torch.equal(one, other)
+
+
+def test_names_of_attention_varlen_are_declared_by_nobody():
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
+        with pytest.raises(fg.SpecError, match=f"the name '{name}' belongs to the call"):
+            fg.param(name, default=1)
+
+
+def test_sinks_of_each_sequence_where_nobody_has_a_key_or_a_query():
+    q, none = draw()[0][:5], torch.zeros(0, 1, 32)
+    sink = torch.tensor([[0.5, -1.0], [2.0, 3.0]], requires_grad=True)
+    bounds = {"max_seqlen_q": 3, "max_seqlen_k": 0, "return_lse": True}
+    _, lse = fg.attention_varlen(q, none, none, causal, ints(0, 2, 5), ints(0, 0, 0), sink=sink, **bounds)
+    assert torch.equal(lse, sink[[0, 0, 1, 1, 1]].T)
+    (found,) = torch.autograd.grad((lse * torch.arange(5.0)).sum(), sink)
+    assert torch.equal(found, torch.tensor([[1.0, 1.0], [9.0, 9.0]]))
+    empty = draw()[0][:0]
+    keys = draw()[1][:5]
+    o = fg.attention_varlen(
+        empty, keys, keys, causal, ints(0, 0, 0), ints(0, 2, 5), max_seqlen_q=3, max_seqlen_k=3, sink=sink.detach()
+    )
+    assert o.shape == (0, 2, 32)
+
+
+def test_the_default_device_is_not_where_sequences_of_8_bits_lie():
+    rows = [x.bfloat16() for x in draw(dim=64)]
+    starts = {"cu_seqlens_q": Q, "cu_seqlens_k": K, "max_seqlen_q": 15, "max_seqlen_k": 40}
+
+    def found():
+        x = fg.quantize(*rows, **starts, smooth_k=True)
+        return fg.attention_varlen(x.q, x.k, x.v, causal, **starts, **x.descales)
+
+    wanted = found()
+    with torch.device("meta"):
+        assert torch.equal(found(), wanted)

@@ -21,6 +21,7 @@ RESERVED = frozenset(
     | {"batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim"}
     | {"seqlen", "kv_seqlen", "v_head_dim", "dtype", "arch", "pipeline", "tile", "stages", "backward", "gradients"}
     | {"packed", "q_stages", "kv_splits", "invariant"}
+    | {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
 )
 
 #: Names of plan()'s options alone, which no constant may have; captured tensors and parameters may.

@@ -13,10 +13,11 @@ from flashgen.ops import autograd, float8, library, nested, splits
 from flashgen.ops.call import Call
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
-from flashgen.ops.out import WITH_GRADIENTS
+from flashgen.ops.out import IN_A_TRANSFORM, WITH_GRADIENTS
 from flashgen.ops.pages import heads_first
 from flashgen.ops.sequences import (
     BOUNDS,
+    PADDED,
     PAGED,
     VARLEN,
     in_pages,
@@ -27,7 +28,7 @@ from flashgen.ops.sequences import (
 )
 from flashgen.ops.sinks import with_given_sink
 from flashgen.ops.tracing import any_autocast, any_requires_grad, autocast, sharded, traced, transformed
-from flashgen.ops.values import no_flag, no_tensor, whole
+from flashgen.ops.values import no_flag, no_tensor, of_numpy, whole
 from flashgen.tuples import new
 
 
@@ -131,8 +132,11 @@ def attention(
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
     if type(q) is not torch.Tensor and getattr(q, "is_nested", False) and nested.is_jagged(k, v):
-        refused: dict[str, object] = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "out": out}
-        refused |= {"page_table": page_table, "page_layout": page_layout}
+        refused: dict[str, object] = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "page_table": page_table}
+        for name in variant.names if isinstance(variant, Variant) else ():
+            if name in refused and (value := refused.pop(name)) is not None:
+                named[name] = value
+        refused |= {"out": out, "page_layout": page_layout}
         options: dict[str, object] = {"scale": scale, "dropout": dropout, "seed": seed, "deterministic": deterministic}
         options |= {"q_offset": q_offset, "kv_splits": kv_splits, "invariant": invariant}
         options |= zip(float8.ARGUMENTS, (q_descale, k_descale, v_descale, accuracy, out_dtype), strict=True)
@@ -200,6 +204,13 @@ def attention_varlen(
     anything runs; where FLASHGEN_CHECK=1 is in the environment, and on a CPU always, for cumulative lengths that
     decrease, leave the tensor or pass their bounds too.
     """
+    declared = variant.names if isinstance(variant, Variant) else ()  # the variant's own, whatever calls mean by them
+    if page_table is not None and PAGED[-1] in declared:
+        named[PAGED[-1]], page_table = page_table, None
+    if kv_lengths is not None and PADDED[1] in declared:
+        named[PADDED[1]], kv_lengths = kv_lengths, None
+    if q_offset is not None and PADDED[2] in declared:
+        named[PADDED[2]], q_offset = q_offset, None
     paged, max_seqlen_q = page_table is not None, whole(max_seqlen_q)
     given = (("q", q),) if paged else (("q", q), ("k", k), ("v", v))
     for name, x in (*given, *((("out", out),) if out is not None else ())):
@@ -219,7 +230,7 @@ def attention_varlen(
         if cu_seqlens_k is not None:
             own[VARLEN[1]] = cu_seqlens_k
         if kv_lengths is not None:
-            named["kv_lengths"] = kv_lengths  # the variant's, or refused
+            named[PADDED[1]] = kv_lengths  # refused further on
         k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
     if max_seqlen_k is not None:
         own[BOUNDS[1]] = whole(max_seqlen_k)
@@ -285,8 +296,10 @@ def _attend(
         named = {name: value for name, value in named.items() if name != "sink"}
     if isinstance(variant, Variant) and variant.given:
         variant, named = variant.bare, {**_given(variant), **named}
-    if seed is not None and not compiling:  # to dynamo NumPy's numbers are tensors
-        seed = whole(seed)
+    if not compiling:  # to dynamo NumPy's numbers are tensors
+        seed = seed if seed is None else whole(seed)
+        if type(scale) is not float or type(dropout) is not float:
+            scale, dropout = of_numpy(scale), of_numpy(dropout)
     tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor)  # others are refused further on
     if tensors and wrong is not None:
         return torch.ops.flashgen.refuse(q, v, wrong)  # as the graph runs
@@ -331,7 +344,9 @@ def _into(
     out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, return_lse: bool, transform: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """An eager call whose result has its place."""
-    if transform or (torch.is_grad_enabled() and any_requires_grad(q, k, v, *call.named.values())):
+    if transform:
+        raise LaunchError(IN_A_TRANSFORM)
+    if torch.is_grad_enabled() and any_requires_grad(q, k, v, *call.named.values()):
         raise LaunchError(WITH_GRADIENTS)
     return run(q, k, v, call, return_lse, out)
 

@@ -209,7 +209,7 @@ def of_sequences(
 def _of_rows(x: torch.Tensor, descale: torch.Tensor, spans: list[tuple[int, int]], most: int) -> torch.Tensor:
     """The values of x [1, heads, rows, columns] whose sequences, of at most so many rows, begin and are as long as
     that; rows of none are 0."""
-    wide = torch.zeros(x.shape, dtype=torch.float32)
+    wide = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     whole = descale.reshape(*descale.shape, *(1,) * (3 - descale.dim())).expand(len(spans), -1, -1)
     for b, (first, length) in enumerate(spans):
         rows = slice(first, first + length)

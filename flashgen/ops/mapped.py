@@ -74,16 +74,21 @@ def mapped(
     `over_batch`), else by n.  Batches come first in results, but for the `last` ones, which have them there."""
     if axes is None:
         each = [
-            once(*(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, dims, strict=True)))
-            for i in range(n)
+            once(*(x if dim is None else _element(x, dim, i, n) for x, dim in zip(tensors, dims, strict=True)))
+            for i in range(max(n, 1))  # of none the shapes are those of one
         ]
-        results = tuple(torch.stack(of) for of in zip(*each, strict=True))
+        results = tuple(torch.stack(of)[:n] for of in zip(*each, strict=True))
     else:
         found = once(*(_joined(x, dim, axis, n) for x, dim, axis in zip(tensors, dims, axes, strict=True)))
         batch = next(_without(x, dim)[0] for x, dim in zip(tensors, dims, strict=True) if x is not None)
         at = (*(0,) * (len(found) - len(last)), *last)
         return tuple(x.unflatten(axis, (n, batch)) for x, axis in zip(found, at, strict=True)), at
     return results, (0,) * len(results)
+
+
+def _element(x: torch.Tensor, dim: int, i: int, n: int) -> torch.Tensor:
+    """One of n elements; of none, one of zeros."""
+    return x.select(dim, i) if n else x.new_zeros(_without(x, dim))
 
 
 def _joined(x: Any, dim: Dim, axis: int | None, n: int) -> Any:

@@ -16,6 +16,11 @@ WITH_GRADIENTS = (
     "  nearest: torch.no_grad(), or no out"
 )
 
+#: And one inside of a transform of torch.func.
+IN_A_TRANSFORM = (
+    "out= is written in place, which no transform of torch.func sees\n  nearest: no out, or the call outside of it"
+)
+
 
 def check(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor, inputs: Iterable[tuple[str, object]]) -> None:
     """Raise LaunchError unless o of a call can be written there: of this shape [batch, heads, q_len, v_head_dim], q's

@@ -144,11 +144,37 @@ def places(starts: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor,
     return number, row - starts[number], within
 
 
+def of_each(numbers: torch.Tensor, own: Sequences | None, rows: int) -> torch.Tensor:
+    """Numbers [sequences or 1, heads or 1] as those of rows of queries, which broadcast to [batch, heads, rows]: where
+    sequences lie behind each other, a row of none has those of some sequence."""
+    if _alike(numbers.shape, own):
+        return numbers.unsqueeze(-1)
+    assert own is not None and own.tensors[0] is not None  # where sequences begin
+    number, _, _ = places(own.tensors[0], rows)
+    return numbers[number].T.unsqueeze(0)
+
+
+def summed(of_rows: torch.Tensor, shape: torch.Size, own: Sequences | None) -> torch.Tensor:
+    """What rows of queries [batch, heads, rows] add up to, [sequences, heads], for numbers of a shape as `of_each` has
+    them; rows of no sequence are 0."""
+    if _alike(shape, own):
+        return of_rows.sum(-1)
+    assert own is not None and own.tensors[0] is not None  # where sequences begin
+    number, _, _ = places(own.tensors[0], of_rows.shape[2])
+    found = of_rows.new_zeros((shape[0], of_rows.shape[1]))
+    return found.index_add_(0, number, of_rows[0].T)
+
+
+def _alike(shape: torch.Size, own: Sequences | None) -> bool:
+    """Whether numbers of this shape lie as the batches of rows do."""
+    return own is None or not own.layout.joined or len(shape) < 2 or shape[0] <= 1
+
+
 def mean(k: torch.Tensor, own: Own, rope: Rope | None) -> torch.Tensor:
     """The mean of each sequence's keys [batch, kv_heads, rows, head_dim], turned by `rope` first, in float32
     [sequences, kv_heads, head_dim]: summed in float64, so that no order of sums shows; 0 where there is no key."""
     if own.spans is not None:
-        found = torch.zeros((own.sequences, k.shape[1], k.shape[3]), dtype=torch.float32)
+        found = torch.zeros((own.sequences, k.shape[1], k.shape[3]), dtype=torch.float32, device=k.device)
         for b, span in enumerate(own.spans):
             rows = alone(k, span)
             if rows.shape[2]:

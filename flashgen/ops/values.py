@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import numpy as np
 import torch
 
 from flashgen.errors import shown
@@ -48,6 +49,11 @@ def whole(value: object) -> Any:
         return operator.index(value)
     except TypeError:
         return value  # NumPy's bools and arrays have one that raises
+
+
+def of_numpy(value: Any) -> Any:
+    """A number of NumPy's as Python has it; another value as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def no_seed(seed: object) -> str | None:
