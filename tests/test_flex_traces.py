@@ -425,7 +425,7 @@ def test_named_numbers_that_no_parameter_reaches_are_refused():
     with pytest.raises(flashgen.SpecError, match=r"(?s)'WIDTH', which 'Windowed.near' reads too.*nearest"):
         flashgen.from_flex(Windowed(), names=("WIDTH",))
     held = Windowed()
-    with pytest.raises(flashgen.SpecError, match="'WIDTH', which 'Windowed.near' reads too"):
+    with pytest.raises(flashgen.SpecError, match=r"'WIDTH', which 'Windowed\.near' reads too"):
         flashgen.from_flex(lambda b, h, q, k: (q - k < WIDTH) & held.near(b, h, q, k), names=("WIDTH",))
 
 

@@ -78,7 +78,10 @@ def flash_attn_varlen_func(
             name: (given, "k and v in bfloat16 or float16, and no descales")
             for name, given in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale))
         },
-        "cp_world_size": (None if cp_world_size in (None, 1) else cp_world_size, "a call for each part, and flashgen.merge"),
+        "cp_world_size": (
+            None if cp_world_size in (None, 1) else cp_world_size,
+            "a call for each part, and flashgen.merge",
+        ),
         "cp_rank": (cp_rank or None, "cp_rank=0"),
         "cp_tot_seqused_k": (cp_tot_seqused_k, "a call for each part, and flashgen.merge"),
     }

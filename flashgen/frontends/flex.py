@@ -172,7 +172,7 @@ def _made(
 
 
 def _parametrised(mask_mod: Any, score_mod: Any, by: dict[tuple[int, str], Array], captures: Captures) -> list[Any]:
-    """The functions with parameters in place of numbers; SpecError where one that reads such a number is not reached."""
+    """The functions with parameters in place of numbers; SpecError where one that reads it is out of reach."""
     done: dict[int, Any] = {}
     made = [replaced(called(f), by, done) for f in (mask_mod, score_mod)]
     for key, readers in captures.readers.items():

@@ -168,7 +168,7 @@ def _mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Callabl
     if not isinstance(block_mask, torchs.BlockMask):
         raise LaunchError(
             f"block_mask is a {type(block_mask).__name__}, and no BlockMask\n"
-            "  nearest: create_block_mask(mask_mod, B, H, q_len, kv_len), or flashgen.attention with from_flex(mask_mod)"
+            "  nearest: create_block_mask(mask_mod, B, H, q_len, kv_len), or attention with from_flex(mask_mod)"
         )
     mask_mod = block_mask.mask_mod
     if mask_mod is getattr(torchs, "_sliced_mask_mod_error", None):

@@ -20,7 +20,7 @@ def heads_first(
     k: torch.Tensor, v: torch.Tensor, page_layout: object, table: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Caches as [pages, kv_heads, page_size, columns], views of those that a call gives; LaunchError for others."""
-    if page_layout is not None and page_layout not in PAGE_LAYOUTS:
+    if page_layout is not None and not (isinstance(page_layout, str) and page_layout in PAGE_LAYOUTS):
         raise LaunchError(
             f'page_layout is {shown(page_layout)}: "phd" for caches [pages, page_size, kv_heads, head_dim], '
             '"hpd" for [pages, kv_heads, page_size, head_dim]\n  nearest: page_layout="phd"'

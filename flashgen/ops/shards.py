@@ -6,6 +6,7 @@ captured tensor that the own b or h selects is cut as q is, and any other is rea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -158,7 +159,7 @@ def _check_groups(mesh: DeviceMesh, placements: Sequence[Placement], heads: int,
     if not kv_heads or heads % kv_heads:
         return  # refused by the call
     group = heads // kv_heads
-    for at in torch.cartesian_prod(*(torch.arange(n, device="cpu") for n in mesh.shape)).reshape(-1, len(mesh.shape)).tolist():
+    for at in itertools.product(*map(range, mesh.shape)):
         of_q, of_k = (_span(n, 1, mesh, placements, at) for n in (heads, kv_heads))
         if (of_q.first, of_q.count) != (group * of_k.first, group * of_k.count):
             raise LaunchError(
