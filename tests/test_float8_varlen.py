@@ -82,8 +82,9 @@ class Joined:
             if not rows:
                 continue
             o, lse = found.o[0][:, here], found.lse[0][:, here]
-            if not keys:
-                wrong += [f"{b} without keys"] * bool(o.any() or not (lse == -np.inf).all())
+            if not keys:  # lse is the sink, of each head, where there is one
+                alone = np.reshape(self.w.case.tensors.get("sink", -np.inf), (-1, 1))
+                wrong += [f"{b} without keys"] * bool(o.any() or not (lse == alone).all())
                 continue
             sizes = {**self.alone.case.sizes, "batch": 1, "q_len": rows, "kv_len": keys}
             case = replace(self.alone.case, sizes=sizes)

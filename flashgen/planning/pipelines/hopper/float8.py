@@ -125,6 +125,10 @@ MOST_REGISTERS = 256
 #: Registers of a consumer's thread for scales and descales of two rows, where heads are packed.
 SCALE_REGISTERS = 3
 
+#: A score function that reads an element for each key takes one more register for so many keys.  Where P V comes in
+#: pieces producers keep the many that consumers leave beside it: with 40 `relative_bias` spilled 8 bytes.
+READING_KEYS = 8
+
 #: Three warpgroups hold S, partial sums and O of so many columns of V.
 NARROW = 64
 
@@ -261,7 +265,7 @@ def registers(c: Candidate, request: KernelRequest, *, ahead: bool = False) -> t
         ),
     ]
     if asked.scored:
-        reads = keys // forward.READING_KEYS if asked.score_reads_by_key else 0
+        reads = keys // READING_KEYS if asked.score_reads_by_key else 0
         parts.append(Part(name="score", amount=forward.SCORE_REGISTERS + reads, why="what the score function keeps"))
     form = _mask(c, request)
     if isinstance(form, MaskByLookups):  # these themselves have registers of partial sums, which have joined O
@@ -300,6 +304,8 @@ def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
     rest = min(MOST_REGISTERS, consumer_registers(request.arch, c.warpgroups, MANY_PRODUCER_REGISTERS))
     judges = request.profile.judged_ops > FEW_JUDGED_OPS or _captures(c, request)
     many = (request.profile.judged and judges) or c.warpgroups > 2 or total(registers(c, request, ahead=True)) < rest
+    reads = request.profile.score_reads_by_key and request.v_head_dim > PIECE
+    many = many or (reads and total(registers(c, request)) <= rest)
     producer = MANY_PRODUCER_REGISTERS if many else PRODUCER_REGISTERS
     return producer, min(MOST_REGISTERS, consumer_registers(request.arch, c.warpgroups, producer))
 
