@@ -17,6 +17,7 @@ _EXPORTS = {
     "PlanError": ("flashgen.errors", "PlanError"),
     "CompileError": ("flashgen.errors", "CompileError"),
     "LaunchError": ("flashgen.errors", "LaunchError"),
+    "CapturedIndexError": ("flashgen.errors", "CapturedIndexError"),
     "Variant": ("flashgen.lang.variant", "Variant"),
     "variant": ("flashgen.lang.variant", "variant"),
     "load_spec": ("flashgen.lang.load", "load_spec"),

@@ -221,11 +221,11 @@ class Pass:
     ] = "dense"
     k_dtype: Annotated[
         str | None,
-        _pass(metavar="NAME", help="Of k, of 8 bits. [dim]default: --dtype[/]"),
+        _pass(metavar="NAME", help="Of k, of 8 bits. [dim]default: --kv-dtype[/]"),
     ] = None
     v_dtype: Annotated[
         str | None,
-        _pass(metavar="NAME", help="Of v, of 8 bits. [dim]default: --dtype[/]"),
+        _pass(metavar="NAME", help="Of v, of 8 bits. [dim]default: --kv-dtype[/]"),
     ] = None
     out_dtype: Annotated[
         str | None,

@@ -49,8 +49,9 @@ class Resolved:
         lengths = f"seqlen {most}{p.q_len}" + (f", kv_seqlen {most}{p.kv_len}" if p.kv_len != p.q_len else "")
         heads = f"heads {p.heads}" + (f", kv_heads {p.kv_heads}" if p.kv_heads != p.heads else "")
         values = "".join(f", {name} {value:g}" for name, value in self.case.params.items())
-        dtypes = p.dtype if p.kv_dtype is None else f"{p.dtype}, k and v {p.kv_dtype}"
-        return f"{self.variant.name}: batch {p.batch}, {heads}, {lengths}, head_dim {p.head_dim}, {dtypes}{values}"
+        k, v = (p.kv_dtype or p.dtype,) * 2 if self.plan.float8 is None else (self.plan.float8.k, self.plan.float8.v)
+        of_keys = "" if k == v == p.dtype else f", k and v {k}" if k == v else f", k {k}, v {v}"
+        return f"{self.variant.name}: batch {p.batch}, {heads}, {lengths}, head_dim {p.head_dim}, {p.dtype}{of_keys}{values}"
 
     def predict(self) -> Prediction:
         """The plan's cost on the problem, with the candidates that were rejected for it."""
@@ -129,11 +130,12 @@ def resolve(
     if data and which.layout != "dense" and lengths is None:
         raise PlanError(
             f"--layout {which.layout}: this command makes tensors of dense sequences alone\n"
-            f"  nearest: flashgen plan, emit or compile with --layout {which.layout}"
+            f"  nearest: flashgen plan, emit, compile, build or show --program with --layout {which.layout}"
         )
     if data and which.split_keys:
         raise PlanError(
-            "--split-keys is of a kernel alone, and a problem has a number of blocks\n  nearest: --kv-splits 4, or none"
+            "--split-keys is of a kernel alone (emit, compile, build, show --program), and a problem has a number of"
+            " blocks\n  nearest: --kv-splits 4, or none"
         )
     if which.backward and kv_splits is not None:
         raise PlanError("--kv-splits is of the forward\n  nearest: --kv-splits without --backward")

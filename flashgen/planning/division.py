@@ -81,7 +81,7 @@ def check_together(kv_splits: object, invariant: bool) -> None:
     if invariant and kv_splits is not None:
         raise PlanError(
             f"kv_splits={shown(kv_splits)} beside invariant=True: keys are cut at fixed positions, and"
-            " each leaf is a part\n  nearest: invariant=True alone"
+            " how often follows from their number\n  nearest: invariant=True alone"
         )
 
 
