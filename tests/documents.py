@@ -319,7 +319,9 @@ BLOCKS = {
 
 #: Those of whose numbers the machine decides some, and what it does not decide: tiles, bytes and what copies move.
 SAMPLES = ("run", "simulate", "compile")
-FACTS = re.compile(r"tiles? (?:of )?\d+ x \d+|\d+ (?:stages|threads)|[\d.]+ MB|[\d.]+x standard|\b(?:cp\.async|st|predicted) +[\d,]+")
+FACTS = re.compile(
+    r"tiles? (?:of )?\d+ x \d+|\d+ (?:stages|threads)|[\d.]+ MB|[\d.]+x standard|\b(?:cp\.async|st|predicted) +[\d,]+"
+)
 
 
 def written(text: str) -> str:

@@ -56,7 +56,7 @@ def commands():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", commands())
+@pytest.mark.parametrize("line", list(commands()))
 def test_commands_run(line, tmp_path, monkeypatch):
     for name in ("specs", "generated"):
         (tmp_path / name).symlink_to(ROOT / name)

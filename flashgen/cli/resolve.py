@@ -50,8 +50,8 @@ class Resolved:
         heads = f"heads {p.heads}" + (f", kv_heads {p.kv_heads}" if p.kv_heads != p.heads else "")
         values = "".join(f", {name} {value:g}" for name, value in self.case.params.items())
         k, v = (p.kv_dtype or p.dtype,) * 2 if self.plan.float8 is None else (self.plan.float8.k, self.plan.float8.v)
-        of_keys = "" if k == v == p.dtype else f", k and v {k}" if k == v else f", k {k}, v {v}"
-        return f"{self.variant.name}: batch {p.batch}, {heads}, {lengths}, head_dim {p.head_dim}, {p.dtype}{of_keys}{values}"
+        dtypes = p.dtype + ("" if k == v == p.dtype else f", k and v {k}" if k == v else f", k {k}, v {v}")
+        return f"{self.variant.name}: batch {p.batch}, {heads}, {lengths}, head_dim {p.head_dim}, {dtypes}{values}"
 
     def predict(self) -> Prediction:
         """The plan's cost on the problem, with the candidates that were rejected for it."""

@@ -85,7 +85,7 @@ def _log2(number: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Menu:
-    """At most four plans for (variant, arch, dtype, head dims), the one for long sequences first, and forms beside them.
+    """At most four plans for (variant, arch, dtype, head dims), that for long sequences first, and forms beside them.
 
     `seconds_per_score[i][n - 1]` is the time in seconds that an SM needs for one score while n blocks of plans[i] share
     it, times the share of scores that its tiles are expected to visit (`visits.share`).  Beside them stand `packed`,
