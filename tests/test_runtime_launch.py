@@ -6,12 +6,13 @@ from ptx_attention import work
 
 import flashgen as fg
 from flashgen.planning import backward, planner
-from flashgen.planning.layout import Padded, Varlen
-from flashgen.planning.members import SplitKeys
+from flashgen.planning.layout import LAYOUTS, Padded, Varlen
+from flashgen.planning.members import FoldedLeaves, SplitKeys
 from flashgen.planning.once import Remembered
 from flashgen.planning.problem import Problem
 from flashgen.runtime import launch
-from flashgen.runtime.launch import COUNTERS, Captured, make_launch
+from flashgen.runtime.launch import COUNTERS, Cache, Captured, make_launch
+from flashgen.runtime.philox import Dropout
 
 causal = fg.variant(lambda b, h, q, k: k <= q)
 SHAPE = {"batch": 2, "heads": 8, "kv_heads": 4, "q_len": 3000, "kv_len": 3000, "head_dim": 128, "v_head_dim": 128}
@@ -156,3 +157,23 @@ def test_launches_of_equal_tiles_share_what_follows_from_these_alone(monkeypatch
     launch._outline(plan).by_tiles.clear()
     monkeypatch.setattr(Remembered, "keep", lambda self, key, found: found)
     assert shared == [*launches(), *launches()]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("options", [{}, {"dropout": True}, {"keys": SplitKeys()}, {"keys": FoldedLeaves()}])
+def test_each_number_has_its_name(arch, layout, options):
+    """Names and numbers of a launch are two lists, which every part of a plan makes longer."""
+    window = fg.variant(lambda b, h, q, k: (DOCUMENT[b, q] == DOCUMENT[b, k]) & (q - k < fg.param("window", default=9)))
+    captured = {"doc": Captured(sizes=(2, 3000), strides=(3000, 1))}
+    strides = {name: (1 << 20, 1 << 15, 64) for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")}
+    given = {"strides": strides, "captured": captured, "scale": 0.125, "params": {"window": 9}, "sms": 132}
+    given["rows"] = (6000, 6000) if layout.joined else None
+    if "dropout" in options:
+        given["dropout"] = Dropout(p=0.5, seed=7)
+    cache = Cache(pages=400, page_size=16, table_row=200) if layout.paged else None
+    menus = [planner.menu] if layout.paged or "keys" in options else [planner.menu, planner.backward_menu]
+    for menu in menus:
+        for plan in menu(window, arch, "bfloat16", 64, layout=layout, **options).plans:
+            made = make_launch(plan, Problem(**SHAPE), cache=cache, **given)
+            assert len(made.values.numbers) == len(made.values)
