@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.analysis import counts
 from flashgen.analysis.facts import analyse
@@ -18,18 +18,28 @@ if TYPE_CHECKING:
 #: The kernel that combines the parts of rows, by a warp for each, and the one that does it by a block for each.
 ENTRY, ENTRY_BY_BLOCK = "attention_combine", "attention_combine_by_block"
 
-#: Warps of their blocks.
-COMBINE_WARPS = 4
+
+class Combining(NamedTuple):
+    """How these kernels are made: warps of a block; blocks of an SM, which have registers for as many parts as are on
+    their way; and those of a row of up to 128 columns, by a warp and by a block."""
+
+    warps: int
+    blocks: int
+    parts: int
+    by_block: int
+
+
+COMBINING = Combining(warps=4, blocks=4, parts=16, by_block=64)
 
 #: A block each have at most so many rows, of more parts than a warp looks at at once.  On an H200 (1 sequence of 256k
 #: keys, 32:4 heads, 256 leaves) a call takes 151 us with it and 158 without; with 32 parts it would take 0.2 us longer.
-FEW_ROWS, MANY_PARTS = 1024, 32
+FEW_ROWS = 1024
 
 #: Bytes of an element of a part of o, and of the maximum and the sum of a row of it.
 PART_ITEM, PART_ROW = 4, 8
 
 #: Parts whose maxima are found at once: those of a warp's lanes.
-GROUP = 32
+PARTS_OF_A_WARP = 32
 
 #: Blocks that keys are split among at most.
 MAX_SPLITS = 512
@@ -44,7 +54,7 @@ def rows(plan: KernelPlan, problem: Problem, q_rows: int | None = None) -> int:
 
 def entry(rows: int, splits: int) -> str:
     """The kernel that combines so many parts of each of so many rows."""
-    return ENTRY_BY_BLOCK if rows <= FEW_ROWS and splits > MANY_PARTS else ENTRY
+    return ENTRY_BY_BLOCK if rows <= FEW_ROWS and splits > PARTS_OF_A_WARP else ENTRY
 
 
 def rows_of_parts(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> int:

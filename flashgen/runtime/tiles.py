@@ -248,8 +248,8 @@ class _Rows:
     def combine(self, parts: list[_Rows]) -> None:
         """Parts of the same rows, in their order; this has seen nothing.  They are multiplied by what follows the
         highest maximum so far of groups of them."""
-        for first in range(0, len(parts), split_keys.GROUP):
-            group = parts[first : first + split_keys.GROUP]
+        for first in range(0, len(parts), split_keys.PARTS_OF_A_WARP):
+            group = parts[first : first + split_keys.PARTS_OF_A_WARP]
             sees = [~(part.l <= 0) for part in group]
             highest = np.stack([np.where(seen, part.m, -np.inf) for seen, part in zip(sees, group, strict=True)])
             m = np.fmax(self.m, np.fmax.reduce(highest)).astype(self.m.dtype)

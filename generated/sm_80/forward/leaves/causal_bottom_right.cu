@@ -500,8 +500,8 @@ attention_forward(const __grid_constant__ Params p) {
 constexpr int COMBINE_WARPS = 4;  // of a block
 constexpr int COMBINE_BLOCKS = 4;  // of an SM: registers for as many parts as are on their way
 // of 128 columns of o: four in a lane, or one in each thread of a block
-constexpr int GROUPS = (V_HEAD_DIM + 127) / 128;
-constexpr int COMBINE_PARTS = 16 / GROUPS;  // of a row, on their way at once
+constexpr int COLUMN_GROUPS = (V_HEAD_DIM + 127) / 128;
+constexpr int COMBINE_PARTS = 16 / COLUMN_GROUPS;  // of a row, on their way at once
 
 DEVICE float warp_max(float x) {
 #pragma unroll
@@ -535,7 +535,7 @@ DEVICE void store_columns(bf16* out, float o, float factor) { *out = (bf16)cvt_b
 template <typename Columns> struct Combined {
   int b, h, q, count;  // parts
   float row_max, sum;
-  Columns o[GROUPS];
+  Columns o[COLUMN_GROUPS];
 };
 
 // Row `index` of o, before any part; false where it is of no sequence.
@@ -558,7 +558,7 @@ template <typename Columns> DEVICE void end_row(Combined<Columns>& row, int colu
         lse_of(row.row_max, row.sum);
   bf16* const out = p.o + row.b * p.o_batch + row.h * p.o_head + row.q * p.o_row + column;
 #pragma unroll
-  for (int group = 0; group < GROUPS; group++)
+  for (int group = 0; group < COLUMN_GROUPS; group++)
     if (128 * group + column < V_HEAD_DIM) store_columns(out + 128 * group, row.o[group], factor);
 }
 
@@ -584,11 +584,11 @@ attention_combine(const __grid_constant__ Params p) {
     const int count = 32 - __clz(seen);
 #pragma unroll 1
     for (int start = 0; start < count; start += COMBINE_PARTS) {
-      float4 leaves_of_o[COMBINE_PARTS][GROUPS];
+      float4 leaves_of_o[COMBINE_PARTS][COLUMN_GROUPS];
 #pragma unroll
       for (int i = 0; i < COMBINE_PARTS; i++)
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++)
+        for (int group = 0; group < COLUMN_GROUPS; group++)
           if (seen >> (start + i) & 1 && 32 * group + lane < V_HEAD_DIM / 4)
             leaves_of_o[i][group] =
                 ((const float4*)(p.part_o + (parts + last - start - i) * V_HEAD_DIM))[32 * group + lane];
@@ -600,7 +600,7 @@ attention_combine(const __grid_constant__ Params p) {
         if (start + i >= count) break;
         row.sum = fold(row.sum, sum_of_leaf, weights);
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++) fold_part(row.o[group], leaves_of_o[i][group], weights);
+        for (int group = 0; group < COLUMN_GROUPS; group++) fold_part(row.o[group], leaves_of_o[i][group], weights);
       }
     }
   }
@@ -637,7 +637,7 @@ DEVICE void weigh_parts(float2 part, float& row_max, Weighed* weighed) {
 // A block for a row, where there are few rows of many parts: more SMs load, each more at once.  The bits are the same.
 extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, COMBINE_BLOCKS)
 attention_combine_by_block(const __grid_constant__ Params p) {
-  constexpr int PARTS = GROUPS == 1 ? 64 : 16;  // on their way at once
+  constexpr int PARTS = COLUMN_GROUPS == 1 ? 64 : 16;  // on their way at once
   __shared__ Weighed weighed[COMBINE_WARPS];
   Combined<float> row;
   if (!begin_row(row, blockIdx.x, p)) return;
@@ -650,11 +650,11 @@ attention_combine_by_block(const __grid_constant__ Params p) {
 #pragma unroll 1
     for (int start = 0; start < min(32 * COMBINE_WARPS, row.count - first); start += PARTS) {
       const float* const from = p.part_o + (begin - (first + start)) * V_HEAD_DIM + threadIdx.x;
-      float parts_of_o[PARTS][GROUPS];
+      float parts_of_o[PARTS][COLUMN_GROUPS];
 #pragma unroll
       for (int i = 0; i < PARTS; i++)
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
+        for (int group = 0; group < COLUMN_GROUPS; group++) {
           const bool written = weighed[(start + i) / 32].written >> (start + i) % 32 & 1;
           const bool mine = 128 * group + threadIdx.x < V_HEAD_DIM;
           parts_of_o[i][group] = written && mine ? from[128 * group - i * V_HEAD_DIM] : 0.f;
@@ -666,7 +666,8 @@ attention_combine_by_block(const __grid_constant__ Params p) {
         const Weights weights = {part.x, part.y};
         row.sum = fold(row.sum, part.z, weights);
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++) row.o[group] = fold(row.o[group], parts_of_o[i][group], weights);
+        for (int group = 0; group < COLUMN_GROUPS; group++) row.o[group] = fold(row.o[group], parts_of_o[i][group],
+            weights);
       }
     }
     __syncthreads();

@@ -925,8 +925,8 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
 constexpr int COMBINE_WARPS = 4;  // of a block
 constexpr int COMBINE_BLOCKS = 4;  // of an SM: registers for as many parts as are on their way
 // of 128 columns of o: four in a lane, or one in each thread of a block
-constexpr int GROUPS = (V_HEAD_DIM + 127) / 128;
-constexpr int COMBINE_PARTS = 16 / GROUPS;  // of a row, on their way at once
+constexpr int COLUMN_GROUPS = (V_HEAD_DIM + 127) / 128;
+constexpr int COMBINE_PARTS = 16 / COLUMN_GROUPS;  // of a row, on their way at once
 
 DEVICE float warp_max(float x) {
 #pragma unroll
@@ -955,7 +955,7 @@ DEVICE void store_columns(bf16* out, float o, float factor) { *out = (bf16)cvt_b
 template <typename Columns> struct Combined {
   int b, h, q, count;  // parts
   float row_max, sum;
-  Columns o[GROUPS];
+  Columns o[COLUMN_GROUPS];
 };
 
 // Row `index` of o, before any part; false where it is of no sequence.
@@ -978,7 +978,7 @@ template <typename Columns> DEVICE void end_row(Combined<Columns>& row, int colu
         lse_of(row.row_max, row.sum);
   bf16* const out = p.o + row.b * p.o_batch + row.h * p.o_head + row.q * p.o_row + column;
 #pragma unroll
-  for (int group = 0; group < GROUPS; group++)
+  for (int group = 0; group < COLUMN_GROUPS; group++)
     if (128 * group + column < V_HEAD_DIM) store_columns(out + 128 * group, row.o[group], factor);
 }
 
@@ -1002,17 +1002,17 @@ attention_combine(const __grid_constant__ Params p) {
       const float factor = ex2(before - row.row_max);
       row.sum *= factor;
 #pragma unroll
-      for (int i = 0; i < GROUPS; i++) scale_part(row.o[i], factor);
+      for (int i = 0; i < COLUMN_GROUPS; i++) scale_part(row.o[i], factor);
     }
     const float weight = sees ? ex2(part.x - row.row_max) : 0.f;
     const int count = __popc(written);  // the first ones
 #pragma unroll 1
     for (int start = 0; start < count; start += COMBINE_PARTS) {
-      float4 parts_of_o[COMBINE_PARTS][GROUPS];
+      float4 parts_of_o[COMBINE_PARTS][COLUMN_GROUPS];
 #pragma unroll
       for (int i = 0; i < COMBINE_PARTS; i++)
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++)
+        for (int group = 0; group < COLUMN_GROUPS; group++)
           if (start + i < count && 32 * group + lane < V_HEAD_DIM / 4)
             parts_of_o[i][group] =
                 ((const float4*)(p.part_o + (parts + first + start + i) * V_HEAD_DIM))[32 * group + lane];
@@ -1024,7 +1024,7 @@ attention_combine(const __grid_constant__ Params p) {
         if (start + i >= count) break;
         row.sum = fmaf(of_part, sum_of_part, row.sum);
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++) add_part(row.o[group], of_part, parts_of_o[i][group]);
+        for (int group = 0; group < COLUMN_GROUPS; group++) add_part(row.o[group], of_part, parts_of_o[i][group]);
       }
     }
   }
@@ -1064,7 +1064,7 @@ extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, COMBINE_BLOCKS)
 attention_combine_by_block(const __grid_constant__ Params p) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  constexpr int PARTS = GROUPS == 1 ? 64 : 16;  // on their way at once
+  constexpr int PARTS = COLUMN_GROUPS == 1 ? 64 : 16;  // on their way at once
   __shared__ Weighed weighed[COMBINE_WARPS];
   Combined<float> row;
   if (!begin_row(row, blockIdx.x, p)) return;
@@ -1077,11 +1077,11 @@ attention_combine_by_block(const __grid_constant__ Params p) {
 #pragma unroll 1
     for (int start = 0; start < min(32 * COMBINE_WARPS, row.count - first); start += PARTS) {
       const float* const from = p.part_o + (begin + (first + start)) * V_HEAD_DIM + threadIdx.x;
-      float parts_of_o[PARTS][GROUPS];
+      float parts_of_o[PARTS][COLUMN_GROUPS];
 #pragma unroll
       for (int i = 0; i < PARTS; i++)
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
+        for (int group = 0; group < COLUMN_GROUPS; group++) {
           const bool written = weighed[(start + i) / 32].written >> (start + i) % 32 & 1;
           const bool mine = 128 * group + threadIdx.x < V_HEAD_DIM;
           parts_of_o[i][group] = written && mine ? from[128 * group + i * V_HEAD_DIM] : 0.f;
@@ -1093,7 +1093,8 @@ attention_combine_by_block(const __grid_constant__ Params p) {
         const Weights weights = {part.x, part.y};
         row.sum = fold(row.sum, part.z, weights);
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++) row.o[group] = fold(row.o[group], parts_of_o[i][group], weights);
+        for (int group = 0; group < COLUMN_GROUPS; group++) row.o[group] = fold(row.o[group], parts_of_o[i][group],
+            weights);
       }
     }
     __syncthreads();
