@@ -30,10 +30,10 @@ MOST_QUERIES, LEAST_KEYS = 256, 1024
 #: And where that is predicted to be faster by this factor.
 GAIN = 1.1
 
-#: Seconds in which a block starts: its first copies, and the end of its last product; those of one kernel more, and of
-#: each further `AT_ONCE` parts of a row, which are the ones that it has on their way at once.  On an H200, 1 sequence,
+#: Seconds in which a block starts: its first copies, and the end of its last product; and those that each further
+#: `AT_ONCE` parts of a row take to combine, which are the ones that are on their way at once.  On an H200, 1 sequence,
 #: 32:4 heads, 4,096 keys: 14.1 us with 8 parts, 12.7 with 16, 13.2 with 32.
-START, COMBINE, AGAIN, AT_ONCE = 2e-6, 3e-6, 1.5e-6, 16
+START, AGAIN, AT_ONCE = 2e-6, 1.5e-6, split_keys.COMBINING.parts
 
 #: How many times its share of the bandwidth of memory one SM takes where others are idle (1,024 keys, 32:8 heads:
 #: 10.7 us on 64 SMs, 11.3 on 32).
@@ -159,7 +159,7 @@ def _in_leaves(
             why = f"{found}: a block folds those that its queries see, in {plan.specialized.fold.where}"
             return Divided(menu=menu, plan=plan, why=why)
         why = f"a part for each, predicted {alone / divided:.3g}x as fast as a block that folds them"
-    tiles, rows = _tiles(apart, problem), split_keys.rows(apart, problem)
+    tiles, rows = split_keys.tiles(apart, problem), split_keys.rows(apart, problem)
     if max(tiles * leaves, rows) > MAX_PLACES:
         raise PlanError(
             f"invariant=True of {tiles} tiles of queries, {rows} rows and {leaves} leaves of {keys.keys} keys: kernels"
@@ -170,7 +170,7 @@ def _in_leaves(
 
 def _check_places(plan: KernelPlan, problem: Problem, kv_splits: int) -> None:
     """Raise PlanError for more tiles, each with a part of the keys, or more rows than kernels count."""
-    tiles, rows = _tiles(plan, problem), split_keys.rows(plan, problem)
+    tiles, rows = split_keys.tiles(plan, problem), split_keys.rows(plan, problem)
     most = max(1, MAX_PLACES // max(1, tiles)) if rows <= MAX_PLACES else 1
     if kv_splits > most:
         raise PlanError(
@@ -240,7 +240,7 @@ def _divisions(plan: KernelPlan) -> Remembered[tuple[int, ...], tuple[int, str]]
 
 
 def _number(plan: KernelPlan, problem: Problem, visible: int, sms: int, layout: Layout) -> tuple[int, str]:
-    tiles = _tiles(plan, problem)
+    tiles = split_keys.tiles(plan, problem)
     if not tiles or not visible:
         return 1, ""
     filled = [rounds * sms * plan.blocks_per_sm // tiles for rounds in ROUNDS]
@@ -272,7 +272,7 @@ def seconds(plan: KernelPlan, problem: Problem, visible: int, splits: int, sms: 
     A block loads as fast as its share of L2 allows, and of HBM, from which tiles of queries that share keys load them
     once, and no faster than an SM that has few others beside it; or it computes for longer.
     """
-    arch, tiles = ARCHS[plan.arch], _tiles(plan, problem)
+    arch, tiles = ARCHS[plan.arch], split_keys.tiles(plan, problem)
     room = sms * plan.blocks_per_sm
     blocks = tiles * min(splits, visible)
     active = min(blocks, room)
@@ -289,10 +289,4 @@ def seconds(plan: KernelPlan, problem: Problem, visible: int, splits: int, sms: 
         return found
     parts = split_keys.rows(plan, problem) * min(splits, visible) * (problem.v_head_dim * split_keys.PART_ITEM)
     again = (min(splits, visible) - 1) // AT_ONCE * AGAIN
-    return found + COMBINE + again + 2 * parts / arch.l2_bytes_per_s
-
-
-def _tiles(plan: KernelPlan, problem: Problem) -> int:
-    """Tiles of queries, of all heads and batches."""
-    q_tiles = -(-problem.q_len // plan.tile_queries(problem.group))
-    return q_tiles * problem.heads * problem.batch // plan.pack(problem.group)
+    return found + split_keys.COMBINE + again + 2 * parts / arch.l2_bytes_per_s

@@ -7,9 +7,6 @@ from flashgen.planning.arch import ARCHS
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
 
-#: Seconds of the kernel that folds parts.
-COMBINE = 3e-6
-
 
 def seconds(plan: KernelPlan, problem: Problem, visible: int, leaves: int, sms: int) -> float:
     """Seconds where tiles of queries see so many tiles of keys each, in so many leaves.
@@ -19,8 +16,7 @@ def seconds(plan: KernelPlan, problem: Problem, visible: int, leaves: int, sms: 
     Parts are written and read; those that L2 does not hold, in HBM.
     """
     arch, room = ARCHS[plan.arch], sms * plan.blocks_per_sm
-    q_tiles = -(-problem.q_len // plan.tile_queries(problem.group))
-    tiles = q_tiles * problem.heads * problem.batch // plan.pack(problem.group)
+    tiles = split_keys.tiles(plan, problem)
     blocks, each = (tiles * leaves, -(-visible // leaves)) if plan.keys.split else (tiles, visible)
     active = max(1, min(blocks, room))
     sharing = max(1, tiles // max(1, problem.batch * problem.kv_heads))
@@ -32,4 +28,4 @@ def seconds(plan: KernelPlan, problem: Problem, visible: int, leaves: int, sms: 
         return found
     parts = split_keys.rows(plan, problem) * leaves * problem.v_head_dim * split_keys.PART_ITEM
     speed = arch.l2_bytes_per_s if parts <= arch.l2_bytes else arch.hbm_bytes_per_s
-    return found + COMBINE + 2 * parts / speed
+    return found + split_keys.COMBINE + 2 * parts / speed

@@ -31,6 +31,9 @@ class Combining(NamedTuple):
 
 COMBINING = Combining(warps=4, blocks=4, parts=16, by_block=64)
 
+#: Seconds that such a kernel takes for itself, beside what it reads and writes.
+COMBINE = 3e-6
+
 #: A block each have at most so many rows, of more parts than a warp looks at at once.  On an H200 (1 sequence of 256k
 #: keys, 32:4 heads, 256 leaves) a call takes 151 us with it and 158 without; with 32 parts it would take 0.2 us longer.
 FEW_ROWS = 1024
@@ -43,6 +46,12 @@ PARTS_OF_A_WARP = 32
 
 #: Blocks that keys are split among at most.
 MAX_SPLITS = 512
+
+
+def tiles(plan: KernelPlan, problem: Problem) -> int:
+    """Tiles of queries, of all heads and batches."""
+    q_tiles = -(-problem.q_len // plan.tile_queries(problem.group))
+    return q_tiles * problem.heads * problem.batch // plan.pack(problem.group)
 
 
 def rows(plan: KernelPlan, problem: Problem, q_rows: int | None = None) -> int:
