@@ -5,16 +5,20 @@ import errno
 import json
 import multiprocessing
 import os
+import signal
 import stat
 import threading
 import time
 import warnings
 
+import filelock
 import pytest
 
 from flashgen.errors import CompileError, FlashgenError
 from flashgen.lang import expr
-from flashgen.runtime import cache, nvrtc
+from flashgen.lang.load import load_spec
+from flashgen.planning import planner
+from flashgen.runtime import cache, kernel, nvrtc
 from flashgen.runtime.cache import Cache, CacheWarning
 
 RESOURCES = nvrtc.Resources(registers=128, spill_stores=0, spill_loads=4, stack_bytes=8, smem_static=16)
@@ -286,16 +290,90 @@ def test_read_only_folder_still_hits(folder, monkeypatch):
 
 
 def test_the_least_recently_used_entry_goes_first(tmp_path):
+    small, keys = Cache(folder=tmp_path, limit=9_000), [f"{number:064x}" for number in range(4)]
+    for number, key in enumerate(keys[:3]):
+        small.fetch(key, lambda: made(bytes(2_500)))
+        for kind in ("cubin", "json"):
+            os.utime(tmp_path / f"{key}.{kind}", (number, number))
+    assert small.fetch(keys[0], refuse).hit  # used again: now the youngest
+    small.fetch(keys[3], lambda: made(bytes(2_500)))
+    left = {keys[0], keys[2], keys[3]}
+    assert {path.stem for path in tmp_path.glob("*.json")} == {path.stem for path in tmp_path.glob("*.cubin")} == left
+    assert sum(path.stat().st_size for path in tmp_path.glob("0*")) <= 9_000
+
+
+def test_what_is_no_entry_is_never_removed(tmp_path):
+    """Nor does it stop what is."""
     small = Cache(folder=tmp_path, limit=9_000)
-    for number in range(3):
-        small.fetch(f"k{number}", lambda: made(bytes(2_500)))
-        os.utime(tmp_path / f"k{number}.cubin", (number, number))
-        os.utime(tmp_path / f"k{number}.json", (number, number))
-    assert small.fetch("k0", refuse).hit  # used again: now the youngest
-    small.fetch("k3", lambda: made(bytes(2_500)))
-    assert {path.stem for path in tmp_path.glob("*.json")} == {"k0", "k2", "k3"}
-    assert {path.stem for path in tmp_path.glob("*.cubin")} == {"k0", "k2", "k3"}
-    assert sum(path.stat().st_size for path in tmp_path.glob("k*")) <= 9_000
+    for name in ("results.json", "draft.tmp", "kernel.cubin"):
+        (tmp_path / name).write_bytes(bytes(20_000))
+        os.utime(tmp_path / name, (1, 1))
+    for name in (f"{99:064x}.json", ".flashgen-old.tmp", "plots.json"):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (1, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(6):
+            small.fetch(f"{number:064x}", lambda: made(bytes(2_500)))
+    assert all((tmp_path / name).stat().st_size == 20_000 for name in ("results.json", "draft.tmp", "kernel.cubin"))
+    assert sum(path.stat().st_size for path in tmp_path.glob("0*.cubin")) <= 9_000
+
+
+def test_an_entry_that_others_may_have_written_is_built_again(folder):
+    for kind in ("cubin", "json"):
+        folder.fetch("ab12", made)
+        (folder.folder / f"ab12.{kind}").chmod(0o666)
+        assert not folder.fetch("ab12", made).hit
+        assert folder.fetch("ab12", refuse).hit  # that one is our own
+
+
+def test_folders_above_are_private_too(tmp_path):
+    before = os.umask(0)
+    try:
+        Cache(folder=tmp_path / "a" / "b" / "c", limit=1 << 20).fetch("ab12", made)
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "a/b", "a/b/c")] == [0o700] * 3
+
+
+def test_a_lock_that_cannot_be_released_stops_nothing(folder, monkeypatch):
+    released = filelock.FileLock.release
+
+    def fails(self, *rest, **named):
+        released(self, *rest, **named)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(filelock.FileLock, "release", fails)
+    assert folder.fetch("ab12", made).cubin == b"\x7fELF cubin"
+
+
+def test_half_an_entry_takes_no_room(folder, monkeypatch):
+    replaced = os.replace
+
+    def no_sidecar(source, target):
+        if str(target).endswith(".json"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replaced(source, target)
+
+    monkeypatch.setattr(os, "replace", no_sidecar)
+    with pytest.warns(CacheWarning, match="No space left on device"):
+        folder.fetch("ab12", made)
+    assert not list(folder.folder.glob("ab12*"))
+
+
+def test_a_child_does_not_wait_for_a_thread_of_its_parent():
+    """Which was building a kernel when it was forked."""
+    plan = planner.menu(load_spec("full"), "sm_80", "bfloat16", 64).plans[0]
+    slot = kernel._Slot(plan)
+    with slot.lock, cache._warning, kernel._slots:
+        kernel._kernels[plan] = slot
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            free = all(lock.acquire(timeout=1) for lock in (cache._warning, kernel._slots))
+            os._exit(0 if free and plan not in kernel._kernels else 1)
+        kernel._kernels.pop(plan)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_an_entry_above_the_limit_is_not_kept(tmp_path):
@@ -313,7 +391,7 @@ def test_a_limit_of_zero_leaves_no_trace(tmp_path):
 
 def test_what_dead_processes_left_is_swept(folder):
     folder.fetch("ab12", made)
-    old, new = folder.folder / "old.tmp", folder.folder / "new.tmp"
+    old, new = (folder.folder / f".flashgen-{name}.tmp" for name in ("old", "new"))
     old.write_text("x")
     new.write_text("x")
     os.utime(old, (1, 1))

@@ -66,7 +66,7 @@ def _example(title: str, tensor: Tensor, problem: Problem, seed: int) -> np.ndar
 
     try:
         return np.asarray(tensor.example(problem, np.random.default_rng(seed)))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         fields = ""
         if isinstance(error, AttributeError) and error.obj is problem:
             fields = f"\n  a problem has {', '.join(problem._fields)}"

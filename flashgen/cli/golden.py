@@ -33,7 +33,7 @@ def command(
         with err.status("emitting"):
             changed = stale(folder)
         for path, text in changed.items():
-            old = path.read_text() if path.exists() else ""
+            old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
             sides = (old.splitlines(), (text or "").splitlines())
             lines = difflib.unified_diff(*sides, str(path), "emitted now", lineterm="")
             out.print("\n".join(lines), markup=False)

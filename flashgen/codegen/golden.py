@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashgen import files
 from flashgen.codegen import quantize
 from flashgen.codegen.emit import emit
 from flashgen.lang.load import load_spec, shipped
@@ -117,7 +118,7 @@ def stale(folder: Path) -> dict[Path, str | None]:
     """Files under `folder` that are not what is emitted now, with what they should hold; None: no file at all."""
     wanted = {folder / golden.path: golden.text for golden in goldens()}
     kept = {path for _, arch in KEPT for path in (folder / arch).rglob("*.cu")}
-    differing = {path: text for path, text in wanted.items() if path not in kept or path.read_text() != text}
+    differing = {path: text for path, text in wanted.items() if path not in kept or path.read_bytes() != text.encode()}
     return differing | dict.fromkeys(sorted(kept - set(wanted)))
 
 
@@ -129,5 +130,5 @@ def refresh(folder: Path) -> list[Path]:
             path.unlink()
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            files.write(path, text)
     return list(changed)

@@ -217,3 +217,12 @@ def _siblings(folder: Path) -> Iterator[None]:
         for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(before)
+
+
+def _after_fork() -> None:
+    """A thread of the parent may have held the lock, which nobody would free in the child."""
+    global _one_at_a_time
+    _one_at_a_time = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

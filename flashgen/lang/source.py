@@ -107,7 +107,7 @@ def _span(n: ast.expr) -> tuple[int, int, int, int]:
     return n.lineno, n.col_offset, n.end_lineno, n.end_col_offset
 
 
-def as_spec_error(error: Exception, *, folder: str | None = None) -> SpecError:
+def as_spec_error(error: BaseException, *, folder: str | None = None) -> SpecError:
     """A user's exception as a SpecError at their line: the deepest one in `folder`, or outside flashgen."""
     if isinstance(error, SpecError):
         return error

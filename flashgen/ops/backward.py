@@ -13,7 +13,7 @@ import torch
 from flashgen.analysis.derivative import differentiable_of
 from flashgen.analysis.facts import analyse
 from flashgen.lang.variant import Variant
-from flashgen.ops import memory, own_rows, sequences
+from flashgen.ops import memory, sequences
 from flashgen.ops.call import Call, Request, check_rows
 from flashgen.ops.forward import array, cpu_case, strides_like
 from flashgen.ops.menus import ALIGNMENT, cpu_request, gpu_menu, loadable
@@ -96,7 +96,7 @@ def _of_nothing(request: Request, name: str, dlse: torch.Tensor | None) -> torch
         return torch.zeros_like(x)
     if (beyond := sequences.beyond(request.sequences, dlse.shape[2])) is not None:
         dlse = dlse.masked_fill(beyond, 0.0)
-    of_rows = own_rows.summed(dlse, x.shape, request.sequences).masked_fill(x == -math.inf, 0.0)
+    of_rows = sequences.summed(dlse, x.shape, request.sequences).masked_fill(x == -math.inf, 0.0)
     return of_rows.sum_to_size(x.shape).to(x.dtype)
 
 

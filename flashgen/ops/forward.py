@@ -14,7 +14,7 @@ from flashgen.analysis.facts import analyse
 from flashgen.analysis.tiles import Case
 from flashgen.errors import LaunchError
 from flashgen.lang.stored import broken_promise
-from flashgen.ops import float8, memory, own_rows, sequences
+from flashgen.ops import float8, memory, sequences
 from flashgen.ops.call import Call, Request, check_memory, check_rows, checked
 from flashgen.ops.menus import ALIGNMENT, addressable, cpu_request, gpu_menu
 from flashgen.ops.out import check as check_out
@@ -126,7 +126,7 @@ def _nothing(q: torch.Tensor, v: torch.Tensor, request: Request) -> tuple[torch.
     sink = request.variant.sink
     if sink is None:
         return o.zero_(), lse.fill_(-math.inf)
-    lse.copy_(own_rows.of_each(request.tensors[sink.name], request.sequences, q.shape[2]))
+    lse.copy_(sequences.of_each(request.tensors[sink.name], request.sequences, q.shape[2]))
     if (beyond := sequences.beyond(request.sequences, q.shape[2])) is not None:
         lse.masked_fill_(beyond, -math.inf)
     return o.zero_(), lse

@@ -11,7 +11,7 @@ import torch
 from flashgen.errors import LaunchError
 from flashgen.ops import sequences
 from flashgen.ops.rope import Rope
-from flashgen.ops.sequences import BOUNDS, PADDED, VARLEN, Sequences
+from flashgen.ops.sequences import BOUNDS, PADDED, VARLEN, Sequences, places
 from flashgen.ops.values import no_tensor
 from flashgen.planning.problem import Problem
 from flashgen.runtime.tiles import Sequence
@@ -132,42 +132,6 @@ def in_heads(name: str, x: object) -> torch.Tensor:
 def in_rows(x: torch.Tensor) -> torch.Tensor:
     """[1, heads, rows, head_dim] as [rows, heads, head_dim]."""
     return x.squeeze(0).transpose(0, 1)
-
-
-def places(starts: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each row of joined sequences, of which there is one at least, the number of its sequence, its position there,
-    and whether it is in one, found on the device; a row of none has those of some sequence."""
-    row = torch.arange(rows, dtype=torch.int32, device=starts.device)
-    number = torch.searchsorted(starts[1:], row, right=True, out_int32=True)
-    within = (row >= starts[0]) & (row < starts[-1])
-    number = number.clamp(max=starts.shape[0] - 2)
-    return number, row - starts[number], within
-
-
-def of_each(numbers: torch.Tensor, own: Sequences | None, rows: int) -> torch.Tensor:
-    """Numbers [sequences or 1, heads or 1] as those of rows of queries, which broadcast to [batch, heads, rows]: where
-    sequences lie behind each other, a row of none has those of some sequence."""
-    if _alike(numbers.shape, own):
-        return numbers.unsqueeze(-1)
-    assert own is not None and own.tensors[0] is not None  # where sequences begin
-    number, _, _ = places(own.tensors[0], rows)
-    return numbers[number].T.unsqueeze(0)
-
-
-def summed(of_rows: torch.Tensor, shape: torch.Size, own: Sequences | None) -> torch.Tensor:
-    """What rows of queries [batch, heads, rows] add up to, [sequences, heads], for numbers of a shape as `of_each` has
-    them; rows of no sequence are 0."""
-    if _alike(shape, own):
-        return of_rows.sum(-1)
-    assert own is not None and own.tensors[0] is not None  # where sequences begin
-    number, _, _ = places(own.tensors[0], of_rows.shape[2])
-    found = of_rows.new_zeros((shape[0], of_rows.shape[1]))
-    return found.index_add_(0, number, of_rows[0].T)
-
-
-def _alike(shape: torch.Size, own: Sequences | None) -> bool:
-    """Whether numbers of this shape lie as the batches of rows do."""
-    return own is None or not own.layout.joined or len(shape) < 2 or shape[0] <= 1
 
 
 def mean(k: torch.Tensor, own: Own, rope: Rope | None) -> torch.Tensor:

@@ -315,6 +315,41 @@ def beyond(found: Sequences | None, rows: int) -> torch.Tensor | None:
     return (at >= lengths[:, None])[:, None]
 
 
+def places(starts: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each row of joined sequences, of which there is one at least, the number of its sequence, its position there,
+    and whether it is in one, found on the device; a row of none has those of some sequence."""
+    row = torch.arange(rows, dtype=torch.int32, device=starts.device)
+    number = torch.searchsorted(starts[1:], row, right=True, out_int32=True)
+    within = (row >= starts[0]) & (row < starts[-1])
+    number = number.clamp(max=starts.shape[0] - 2)
+    return number, row - starts[number], within
+
+
+def of_each(numbers: torch.Tensor, found: Sequences | None, rows: int) -> torch.Tensor:
+    """Numbers [sequences or 1, heads or 1] as those of rows of queries, which broadcast to [batch, heads, rows]: where
+    sequences lie behind each other, a row of none has those of some sequence."""
+    if _alike(numbers.shape, found):
+        return numbers.unsqueeze(-1)
+    assert found is not None and found.tensors[0] is not None  # where sequences begin
+    number, _, _ = places(found.tensors[0], rows)
+    return numbers[number].T.unsqueeze(0)
+
+
+def summed(of_rows: torch.Tensor, shape: torch.Size, found: Sequences | None) -> torch.Tensor:
+    """What rows of queries [batch, heads, rows] add up to, [sequences, heads], for numbers of a shape as `of_each` has
+    them; rows of no sequence are 0."""
+    if _alike(shape, found):
+        return of_rows.sum(-1)
+    assert found is not None and found.tensors[0] is not None  # where sequences begin
+    number, _, _ = places(found.tensors[0], of_rows.shape[2])
+    return of_rows.new_zeros((shape[0], of_rows.shape[1])).index_add_(0, number, of_rows[0].T)
+
+
+def _alike(shape: torch.Size, found: Sequences | None) -> bool:
+    """Whether numbers of this shape lie as the batches of rows do."""
+    return found is None or not found.layout.joined or len(shape) < 2 or shape[0] <= 1
+
+
 def watched() -> bool:
     """Whether values on a GPU are to be checked."""
     return os.environ.get(CHECK) == "1"

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import errno
 import hashlib
 import json
 import os
+import re
 import stat
 import tempfile
 import threading
@@ -40,6 +42,9 @@ LOCK_SECONDS = 120.0
 
 #: A temporary file this old was left by a process that died.
 ABANDONED_SECONDS = 3600.0
+
+#: Files of a folder that are the cache's own: what else lies there is never removed.
+_ENTRY, _TEMPORARY = re.compile(r"([0-9a-f]{64})\.(?:cubin|json)"), (".flashgen-", ".tmp")
 
 _warned: set[Path] = set()
 _warning = threading.Lock()
@@ -70,7 +75,8 @@ class Cache:
         """The entry of `key`; where there is none (or a damaged one) `build()` makes the cubin and what to note of it.
 
         Of several processes and threads that miss together one builds and the others wait for it.  Raises only what
-        `build` raises.  A folder that others may write is not used: a cubin of theirs would run as the caller's.
+        `build` raises.  A folder or an entry that others may write is not used: a cubin of theirs would run as the
+        caller's.
         """
         if self.limit == 0:
             return self._entry(key, *build())
@@ -100,8 +106,8 @@ class Cache:
     def _read(self, key: str) -> Entry | None:
         try:
             sidecar = self.folder / f"{key}.json"
-            about = json.loads(sidecar.read_bytes())
-            cubin = (self.folder / f"{key}.cubin").read_bytes()
+            about = json.loads(_own_bytes(sidecar))
+            cubin = _own_bytes(self.folder / f"{key}.cubin")
             if about.pop("checksum") != _checksum(cubin, about) or about["key"] != key:
                 return None
             resources = nvrtc.Resources(**about["resources"])
@@ -123,6 +129,7 @@ class Cache:
             self._replace(f"{key}.json", text)
             self._evict(keep=key)
         except OSError as error:
+            self._remove_half(key)
             reason = error.strerror or str(error)
             self._warn(
                 f"flashgen cannot write its kernel cache {self.folder} ({reason}): kernels run, but each process"
@@ -130,24 +137,33 @@ class Cache:
                 " FLASHGEN_CACHE_BYTES=0 to do without one"
             )
 
+    def _remove_half(self, key: str) -> None:
+        """Remove a cubin without its sidecar, which would take room that an entry needs."""
+        with contextlib.suppress(OSError):
+            if not (self.folder / f"{key}.json").exists():
+                (self.folder / f"{key}.cubin").unlink(missing_ok=True)
+
     def _others(self) -> tuple[str, str] | None:
         """Why others may put cubins into the folder, and the start of a cure; None: nobody, or there is no folder."""
         try:
             status = self.folder.stat()
         except OSError:
             return None
-        if status.st_uid not in (os.geteuid(), 0):  # root's own cache is nobody else's either
-            return f"it is of user {status.st_uid}, and this process runs as {os.geteuid()}", ""
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if _is_own(status):
+            return None
+        if status.st_mode & _OTHERS_WRITE:
             return f"its mode is {stat.S_IMODE(status.st_mode):o}", f"chmod go-w {self.folder}, or "
-        return None
+        return f"it is of user {status.st_uid}, and this process runs as {os.geteuid()}", ""
 
     def _make_folder(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in reversed([self.folder, *self.folder.parents]):  # parents=True would make them by the umask
+            if not folder.exists():
+                folder.mkdir(mode=0o700, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)  # raises where it is a file
 
     def _replace(self, name: str, content: bytes) -> None:
         """Write a file so that others see all of it or none; mkstemp makes it readable by its owner alone."""
-        handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
+        handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=_TEMPORARY[0], suffix=_TEMPORARY[1])
         try:
             with open(handle, "wb") as file:
                 file.write(content)
@@ -163,23 +179,28 @@ class Cache:
         entries: dict[str, list] = {}  # key -> [last use, bytes]
         with os.scandir(self.folder) as files:
             for file in files:
-                key, _, kind = file.name.rpartition(".")
-                with contextlib.suppress(FileNotFoundError):  # another process evicts too
-                    status = file.stat()
-                    if kind == "tmp" and now - status.st_mtime > ABANDONED_SECONDS:
-                        os.unlink(file.path)
-                    elif kind in ("cubin", "json"):
-                        entry = entries.setdefault(key, [0.0, 0])
-                        entry[0] = max(entry[0], status.st_mtime)
-                        entry[1] += status.st_size
-                        total += status.st_size
+                name = _ENTRY.fullmatch(file.name)
+                temporary = file.name.startswith(_TEMPORARY[0]) and file.name.endswith(_TEMPORARY[1])
+                with contextlib.suppress(OSError):  # another process evicts too
+                    if not (name or temporary) or not file.is_file(follow_symlinks=False):
+                        continue
+                    status = file.stat(follow_symlinks=False)
+                    if name is None:
+                        if now - status.st_mtime > ABANDONED_SECONDS:
+                            os.unlink(file.path)
+                        continue
+                    entry = entries.setdefault(name[1], [0.0, 0])
+                    entry[0] = max(entry[0], status.st_mtime)
+                    entry[1] += status.st_size
+                    total += status.st_size
         for key, (_, size) in sorted(entries.items(), key=lambda item: item[1]):
             if total <= self.limit:
                 break
-            if key != keep:
-                for kind in ("json", "cubin"):
-                    (self.folder / f"{key}.{kind}").unlink(missing_ok=True)
-                total -= size
+            with contextlib.suppress(OSError):  # what cannot be removed stays, and others go
+                if key != keep:
+                    for kind in ("json", "cubin"):
+                        (self.folder / f"{key}.{kind}").unlink(missing_ok=True)
+                    total -= size
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[bool]:
@@ -196,10 +217,27 @@ class Cache:
             yield held is not None
         finally:
             if held is not None:
-                held.release()
+                with contextlib.suppress(OSError):  # of a network's file system
+                    held.release()
 
     def _warn(self, message: str) -> None:
         _warn_once(self.folder, message)
+
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Whether nobody but this user, or root, can have written there."""
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & _OTHERS_WRITE
+
+
+def _own_bytes(path: Path) -> bytes:
+    """What a file holds; PermissionError where another user may have written it."""
+    with path.open("rb") as file:
+        if not _is_own(os.fstat(file.fileno())):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        return file.read()
 
 
 def _warn_once(folder: Path, message: str) -> None:
@@ -312,3 +350,12 @@ def _limit() -> int:
     if limit < 0:
         raise FlashgenError(f"FLASHGEN_CACHE_BYTES is {text!r}: it must be a whole number of bytes, such as 1073741824")
     return limit
+
+
+def _after_fork() -> None:
+    """A thread of the parent may have held the lock, which nobody would free in the child."""
+    global _warning
+    _warning = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

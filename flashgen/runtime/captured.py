@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from flashgen.lang import source
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -14,10 +16,14 @@ if TYPE_CHECKING:
 
 
 def examples(variant: Variant, problem: Problem, seed: int) -> dict[str, np.ndarray]:
-    """The arrays that the `example` of each captured tensor makes for a problem."""
+    """The arrays that the `example` of each captured tensor makes for a problem; SpecError, at its own line, where one
+    ends the process."""
     import numpy as np
 
-    return {t.name: np.asarray(t.example(problem, np.random.default_rng(seed))) for t in variant.tensors}
+    try:
+        return {t.name: np.asarray(t.example(problem, np.random.default_rng(seed))) for t in variant.tensors}
+    except SystemExit as error:
+        raise source.as_spec_error(error) from None
 
 
 def on_device(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import os
 import re
 import struct
 import threading
@@ -282,3 +283,15 @@ def _about(plan: KernelPlan) -> dict[str, object]:
         "nvrtc": nvrtc.version(),
         "plan": cache.as_data(plan),
     }
+
+
+def _after_fork() -> None:
+    """What threads of the parent were building is built anew in the child, where nobody would free their locks."""
+    global _slots
+    _slots = threading.Lock()
+    for key, slot in list(_kernels.items()):
+        if slot.kernel is None:
+            del _kernels[key]
+
+
+os.register_at_fork(after_in_child=_after_fork)
