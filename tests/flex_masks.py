@@ -601,11 +601,3 @@ def shifted_out():
     return lambda b, h, q, k: (
         ((bits >> (k - 4)) & 1 != 0) | ((wide[h] << (k - 9)) != 0) & (q % 3 == 0) | (wide[h] >> (q - 2) < 0)
     )
-
-
-@mask
-def asks_for_its_type():
-    def width(x):
-        return 9 if isinstance(x, torch.Tensor) and torch.is_tensor(x) and not isinstance(x, nn.Parameter) else 100
-
-    return lambda b, h, q, k: q - k < width(q) + width(q - k)

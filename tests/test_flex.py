@@ -51,7 +51,7 @@ def close(found, wanted, tolerance):
     torch.testing.assert_close(found, wanted.to(found.dtype), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sampled("unlimited", "shifted_out", "asks_for_its_type", every=4)
+@pytest.mark.sampled("unlimited", "shifted_out", every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_those_of_torch(name):

@@ -1,12 +1,10 @@
 """from_flex on functions that are made anew for each batch: what is traced again, and what is kept."""
 
-import collections
 import functools
 import gc
 import math
 import pickle
 import random
-import sys
 import types
 import warnings
 import weakref
@@ -300,141 +298,6 @@ def test_numbers_of_classes_are_noticed_wherever_they_are_read(name, monkeypatch
     holder = {"window": thing, "slot": thing, "reach": Base, "step": rows, "attribute": layers[0]}[name]
     monkeypatch.setattr(holder, name, getattr(holder, name) + 8)
     torch.testing.assert_close(attend(flashgen.from_flex(mask_mod)), written_out())
-
-
-class Number(int):
-    pass
-
-
-class Real(float):
-    pass
-
-
-def of_attribute(base):
-    """A mask that reads an attribute of an object of a class made of `base`."""
-    kind = type("Config", (base,), {})
-
-    def made(window):
-        config = kind()
-        config.window = window
-        return lambda b, h, q, k: (q >= k) & (q - k < config.window)
-
-    return made
-
-
-def of_function(window):
-    def mask_mod(b, h, q, k):
-        return (q >= k) & (q - k < mask_mod.window)
-
-    mask_mod.window = window
-    return mask_mod
-
-
-def of_tensor(window):
-    tensor = torch.arange(3)
-    tensor.window = window
-    return lambda b, h, q, k: (q >= k) & (q - k < tensor.window)
-
-
-def of_mapping(window):
-    settings = type("Settings", (collections.UserDict,), {})(window=window)
-    return lambda b, h, q, k: (q >= k) & (q - k < settings["window"])
-
-
-def of_module(window):
-    module = torch.nn.Identity()
-    module.windows = [window]
-    return lambda b, h, q, k: (q >= k) & (q - k < module.windows[0])
-
-
-def of_import(window):
-    sys.modules["settings_of_a_test"] = types.ModuleType("settings_of_a_test")
-    sys.modules["settings_of_a_test"].window = window
-
-    def mask_mod(b, h, q, k):
-        from settings_of_a_test import window
-
-        return (q >= k) & (q - k < window)
-
-    return mask_mod
-
-
-def of_place(window):
-    tensor = torch.zeros(4, 5) if window < 10 else torch.zeros(5, 4).T
-    return lambda b, h, q, k: (q >= k) & (q - k < (5 if tensor.is_contiguous() else 30))
-
-
-def of_type(window):
-    tensor = torch.zeros(4, 5) if window < 10 else torch.nn.Parameter(torch.zeros(4, 5))
-    return lambda b, h, q, k: (q >= k) & (q - k < (30 if isinstance(tensor, torch.nn.Parameter) else 5))
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        *map(of_attribute, (dict, list, tuple, set, str, collections.OrderedDict, collections.defaultdict)),
-        *(of_function, of_tensor, of_mapping, of_module, of_import, of_place, of_type),
-        *(lambda window, kind=kind: windowed(kind(window)) for kind in (Number, Real)),
-    ],
-)
-def test_what_hides_a_number_is_noticed(made):
-    """Attributes of functions, tensors and containers, numbers of classes of their own, imports and places."""
-    at = torch.arange(LENGTH)
-    distance = at[:, None] - at[None]
-    for window in (5, 30):
-        kept = (distance >= 0) & (distance < window)
-        torch.testing.assert_close(attend(flashgen.from_flex(made(window))), masked(kept))
-
-
-def windowed(window):
-    return lambda b, h, q, k: (q >= k) & (q - k < window)
-
-
-class Windowed:
-    """A mask as an object, whose method reads a global number, and a helper of it."""
-
-    def __call__(self, b, h, q, k):
-        return self.near(b, h, q, k)
-
-    def near(self, b, h, q, k):
-        return (q >= k) & (q - k < WIDTH)
-
-
-class Called:
-    def __call__(self, b, h, q, k):
-        return (q >= k) & (q - k < WIDTH)
-
-
-class Held:
-    def near(self, b, h, q, k):
-        return (q >= k) & (q - k < WIDTH)
-
-
-@pytest.mark.parametrize("function", [Called(), Held().near])
-def test_named_numbers_of_methods_are_parameters(function):
-    at = torch.arange(LENGTH)
-    distance = at[:, None] - at[None]
-    variant = flashgen.from_flex(function, names=("WIDTH",))
-    for width in (3, 30):
-        kept = (distance >= 0) & (distance < width)
-        torch.testing.assert_close(attend(variant, WIDTH=width), masked(kept))
-
-
-def test_named_numbers_that_no_parameter_reaches_are_refused():
-    """Half of what reads a number as a parameter, and half as a constant, would be wrong without a word."""
-    with pytest.raises(flashgen.SpecError, match=r"(?s)'WIDTH', which 'Windowed.near' reads too.*nearest"):
-        flashgen.from_flex(Windowed(), names=("WIDTH",))
-    held = Windowed()
-    with pytest.raises(flashgen.SpecError, match=r"'WIDTH', which 'Windowed\.near' reads too"):
-        flashgen.from_flex(lambda b, h, q, k: (q - k < WIDTH) & held.near(b, h, q, k), names=("WIDTH",))
-
-
-def test_named_numbers_of_64_bits_have_a_trace_of_their_own():
-    at = torch.arange(LENGTH)
-    distance = at[:, None] - at[None]
-    for window in (5, 1 << 31):
-        variant = flashgen.from_flex(windowed(window), names=("window",))
-        torch.testing.assert_close(attend(variant), masked((distance >= 0) & (distance < window)))
 
 
 def test_modules_of_torch_are_not_traced_again():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import builtins
+import collections.abc
 import dis
 import enum
 import functools
@@ -16,7 +17,7 @@ import sys
 import types
 import typing
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,10 @@ _SETTLED = frozenset({"torch", "numpy", "flashgen", *sys.stdlib_module_names}) -
 _CHANGING = frozenset({"datetime", "os", "random", "secrets", "sys", "time", "uuid"})
 
 #: Names of what reads by names that no code has, or of what changes by itself.
-_UNSEEN = frozenset({"getattr", "vars", "globals", "locals", "eval", "exec", "__dict__", "random"})
+_UNSEEN = frozenset(
+    {"getattr", "hasattr", "vars", "globals", "locals", "eval", "exec", "__dict__", "random"}
+    | {"attrgetter", "methodcaller"}
+)
 
 #: Methods that no operation on an object calls.
 _UNCALLED = frozenset({"__init__", "__new__", "__post_init__", "__del__", "__repr__", "__str__", "__hash__"})
@@ -42,13 +46,18 @@ _UNCALLED = frozenset({"__init__", "__new__", "__post_init__", "__del__", "__rep
 _PLAIN = (str, bytes, type(None), type(Ellipsis), complex, torch.dtype, torch.device, torch.Size, enum.Enum)
 
 #: Containers that are what they hold.
-_CONTAINERS = (list, tuple, dict, OrderedDict, set, frozenset)
+_CONTAINERS = (list, tuple, dict, OrderedDict, Counter, defaultdict, set, frozenset)
 
-#: Classes of settled modules whose methods read nothing of an object but what the walk looks at.
+#: Classes of settled modules whose methods read nothing of an object but what the walk looks at: what a container
+#: holds, attributes by the names of code, and methods.
 _TRANSPARENT = (
     *(*_CONTAINERS, int, float, str, bytes, object),
     *(abc.ABC, typing.Generic, typing.Protocol, types.SimpleNamespace, nn.Module),
+    *(getattr(collections.abc, name) for name in collections.abc.__all__),
 )
+
+#: What the class of a named tuple has by the name of a field.
+_FIELD = type(typing.NamedTuple("_", [("x", int)]).x)  # type: ignore[attr-defined]
 
 _names: weakref.WeakKeyDictionary[types.CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
 _imports: weakref.WeakKeyDictionary[types.CodeType, bool] = weakref.WeakKeyDictionary()
@@ -105,7 +114,11 @@ class Captures:
             return
         if isinstance(value, _PLAIN):
             add(tuple(value) if isinstance(value, torch.Size) else value)
-            if kind not in (str, bytes) and isinstance(value, (str, bytes)) and not isinstance(value, enum.Enum):
+            of_its_own = (
+                kind not in (str, bytes) and isinstance(value, (str, bytes)) and not isinstance(value, enum.Enum)
+            )
+            if of_its_own and id(value) not in self._seen:
+                self._seen[id(value)] = len(self._seen)
                 self._object(value)
             return
         if id(value) in self._seen:
@@ -132,14 +145,19 @@ class Captures:
             self._items(tuple.__iter__(value) if isinstance(value, tuple) else list.__iter__(value), name)
             self._container(value)
         elif isinstance(value, dict):
-            self._mapping(dict(dict.items(value)))
+            self._mapping(
+                OrderedDict(OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value))
+            )
             self._container(value)
-        elif isinstance(value, (set, frozenset)) and all(type(x) in (int, str) for x in value):
-            add(frozenset(value))
+        elif isinstance(value, (set, frozenset)):
+            if all(type(x) in (int, str) for x in value):
+                add(frozenset(value))
+            else:
+                self.settled = False  # elements have no order to look at them in
             self._container(value)
         elif isinstance(value, types.ModuleType):
             add(value.__name__)
-            self.settled &= value.__name__.split(".")[0] not in _CHANGING
+            self.settled &= not _changes(value.__name__)
             if not _settled(value.__name__):
                 self._objects.append((value, set()))
         elif isinstance(value, type):
@@ -154,6 +172,8 @@ class Captures:
         kind = type(value)
         if kind in _CONTAINERS or (_settled(kind.__module__) and isinstance(value, tuple)):  # those that torch returns
             self.skeleton.append(kind)
+            if kind is defaultdict:
+                self._visit(value.default_factory, "default_factory")
         else:
             self._object(value)
 
@@ -202,12 +222,13 @@ class Captures:
                 self._visit(value, name, id(function))
         for name, value in (function.__kwdefaults__ or {}).items():
             self._visit(value, name, id(function))
+        self.settled &= not _changes(function.__module__ or "")
         if not _settled(function.__module__ or ""):
             names = names_of(code)
             self._read.update(names)
             self.settled &= _UNSEEN.isdisjoint(names) and not imports(code)
             if function.__dict__:
-                self._mapping(function.__dict__)
+                self._objects.append((function, set()))
             scope = function.__globals__
             for name in names:
                 if name in scope:
@@ -217,6 +238,7 @@ class Captures:
 
     def _builtin(self, value: Any, name: str) -> None:
         own = getattr(value, "__self__", None)
+        self.settled &= not _changes(getattr(value, "__module__", None) or "")
         if own is None or isinstance(own, (types.ModuleType, type)):
             self.skeleton.append(value)
         else:
@@ -242,7 +264,10 @@ class Captures:
             self.skeleton.append(str(value))
             return
         opaque = any(_settled(own.__module__) and own not in _TRANSPARENT for own in kind.__mro__)
-        answers = isinstance(kind.__getattribute__, types.FunctionType) or (hasattr(kind, "__getattr__") and not module)
+        asked = getattr(kind, "__getattr__", None)
+        answers = isinstance(kind.__getattribute__, types.FunctionType) or (
+            asked not in (None, dict.__getitem__, dict.get) and not module
+        )
         if answers or (opaque and not module):
             self.settled = False
             return
@@ -266,7 +291,7 @@ class Captures:
                 self._visit(one.fget, name)
             elif isinstance(one, (staticmethod, classmethod)):
                 self._visit(one.__func__, name)
-            elif not isinstance(one, types.MemberDescriptorType):
+            elif not isinstance(one, (types.MemberDescriptorType, _FIELD)):
                 self._visit(one, name)
         return bool(found)
 
@@ -294,7 +319,7 @@ class Captures:
                 self.skeleton.append(name)
                 self._visit(place[name], name)
                 return
-        if isinstance(value, types.ModuleType):
+        if isinstance(value, (types.ModuleType, types.FunctionType)):
             return
         slot = inspect.getattr_static(type(value), name, None)
         if isinstance(slot, types.MemberDescriptorType):
@@ -333,7 +358,8 @@ def imports(code: types.CodeType) -> bool:
     if found is None:
         steps = list(dis.get_instructions(code))
         found = _imports[code] = any(
-            step.opname == "IMPORT_NAME" and (steps[i - 2].argval != 0 or not _settled(step.argval))
+            step.opname == "IMPORT_NAME"
+            and (steps[i - 2].argval != 0 or not _settled(step.argval) or _changes(step.argval))
             for i, step in enumerate(steps)
         ) or any(imports(c) for c in code.co_consts if isinstance(c, types.CodeType))
     return found
@@ -346,6 +372,14 @@ def is_wide(number: int | float) -> bool:
 
 def _settled(module: str) -> bool:
     return module.split(".")[0] in _SETTLED
+
+
+def _changes(module: str) -> bool:
+    return module.split(".")[0] in _CHANGING
+
+
+#: What may hold functions among globals.
+_HOLDERS = (types.FunctionType, functools.partial, dict, list, tuple)
 
 
 def replaced(value: Any, by: Mapping[tuple[int, str], Any], done: dict[int, Any] | None = None) -> Any:
@@ -364,10 +398,13 @@ def replaced(value: Any, by: Mapping[tuple[int, str], Any], done: dict[int, Any]
     if type(value) in (list, tuple):
         return type(value)(replaced(x, by, done) for x in value)
     if type(value) is dict:
-        return {key: replaced(x, by, done) for key, x in value.items()}
+        done[id(value)] = made = {}
+        made.update({key: replaced(x, by, done) for key, x in value.items()})
+        return made
     if isinstance(value, functools.partial):
         arguments = [replaced(x, by, done) for x in value.args]
-        return functools.partial(replaced(value.func, by, done), *arguments, **value.keywords)
+        named = {name: replaced(x, by, done) for name, x in value.keywords.items()}
+        return functools.partial(replaced(value.func, by, done), *arguments, **named)
     return value
 
 
@@ -392,13 +429,16 @@ def _replaced_function(
             cells.append(cell)
     changed = {name: by[id(scope), name] for name in names_of(code) if (id(scope), name) in by}
     if not _settled(function.__module__ or ""):
-        helpers = (name for name in names_of(code) if isinstance(scope.get(name), types.FunctionType))
+        helpers = (name for name in names_of(code) if isinstance(scope.get(name), _HOLDERS) and name not in changed)
         changed |= {name: replaced(scope[name], by, done) for name in helpers}
     made = types.FunctionType(code, {**scope, **changed} if changed else scope, function.__name__, None, tuple(cells))
     arguments, defaults = code.co_varnames[: code.co_argcount], function.__defaults__ or ()
     own = list(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
-    made.__defaults__ = tuple(by.get((id(function), name), value) for name, value in own) or None
-    keywords = (function.__kwdefaults__ or {}).items()
-    made.__kwdefaults__ = {name: by.get((id(function), name), value) for name, value in keywords}
+
+    def default(name: str, value: Any) -> Any:
+        return by[id(function), name] if (id(function), name) in by else replaced(value, by, done)
+
+    made.__defaults__ = tuple(default(name, value) for name, value in own) or None
+    made.__kwdefaults__ = {name: default(name, value) for name, value in (function.__kwdefaults__ or {}).items()}
     made.__module__, made.__doc__ = function.__module__, function.__doc__
     return made

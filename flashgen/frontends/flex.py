@@ -7,6 +7,7 @@ what the first trace found, with its own tensors.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import warnings
 from collections import OrderedDict
@@ -139,15 +140,19 @@ def _made(
             f" number by that name; it reads {', '.join(numbers) or 'no number'}"
         )
     described = mask_mod if mask_mod is not None else score_mod
-    of_mask, of_score = _parametrised(mask_mod, score_mod, by, captures) if by else (mask_mod, score_mod)
+    reached: dict[int, Any] = {}
+    of_mask, of_score = (replaced(called(f), by, reached) if by else f for f in (mask_mod, score_mod))
+    unreached = _Unreached(captures, reached)
     tracer = Tracer(captures.tensors)
     while True:
-        bare = variant(
-            None if mask_mod is None else _mask(tracer, of_mask),
-            None if score_mod is None else _score(tracer, of_score),
-            name=_name(mask_mod, score_mod),
-            doc=(getattr(described, "__doc__", None) or "").strip(),
-        )
+        with unreached:
+            bare = variant(
+                None if mask_mod is None else _mask(tracer, of_mask),
+                None if score_mod is None else _score(tracer, of_score),
+                name=_name(mask_mod, score_mod),
+                doc=(getattr(described, "__doc__", None) or "").strip(),
+            )
+        unreached.check(_titles(mask_mod, score_mod))
         if tracer.sizes_met:
             break
         tracer = Tracer(captures.tensors, tracer.fixed)  # once more, with the shapes declared
@@ -171,21 +176,42 @@ def _made(
     return made.giving({**made.given, **unseen}) if unseen else made
 
 
-def _parametrised(mask_mod: Any, score_mod: Any, by: dict[tuple[int, str], Array], captures: Captures) -> list[Any]:
-    """The functions with parameters in place of numbers; SpecError where one that reads it is out of reach."""
-    done: dict[int, Any] = {}
-    made = [replaced(called(f), by, done) for f in (mask_mod, score_mod)]
-    for key, readers in captures.readers.items():
-        for reader in readers:
-            if id(reader) not in done:
-                name = captures.params[key][0]
-                raise SpecError(
-                    f"names has {name!r}, which {reader.__qualname__!r} reads too: no parameter can take its place in a"
-                    " function that an object or another module holds\n  nearest: read it in"
-                    f" {_titles(mask_mod, score_mod)}, and hand it on",
-                    where=source.definition(reader.__code__),
-                )
-    return made
+class _Unreached:
+    """The functions that read named numbers where no parameter can take their place: of an object that a function asks
+    for, or of another module.  While a trace runs inside of it, those that are called are noticed."""
+
+    def __init__(self, captures: Captures, reached: Iterable[int]) -> None:
+        self._names = {
+            reader.__code__: (name, reader)
+            for (_, name), readers in captures.readers.items()
+            for reader in readers
+            if id(reader) not in reached
+        }
+        self._met: tuple[str, Any] | None = None
+        self._before: Any = None  # who profiles beside
+
+    def __enter__(self) -> None:
+        if self._names:
+            self._before = sys.getprofile()
+            sys.setprofile(self._notice)
+
+    def __exit__(self, *_: object) -> None:
+        if self._names:
+            sys.setprofile(self._before)
+
+    def _notice(self, frame: Any, event: str, _: object) -> None:
+        if event == "call" and self._met is None:
+            self._met = self._names.get(frame.f_code)
+
+    def check(self, titles: str) -> None:
+        """Raise SpecError where one of them was called."""
+        if self._met is not None:
+            name, reader = self._met
+            raise SpecError(
+                f"names has {name!r}, which {reader.__qualname__!r} reads: no parameter can take its place in what an"
+                f" object or another module holds\n  nearest: read it in {titles}, and hand it on",
+                where=source.definition(reader.__code__),
+            )
 
 
 def _changing(mask_mod: Any, score_mod: Any, before: Captures, after: Captures) -> str:

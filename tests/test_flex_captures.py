@@ -1,0 +1,243 @@
+"""from_flex: numbers that hide from a walk over what a function reads, and named numbers out of its reach."""
+
+import collections
+import functools
+import os
+import sys
+import threading
+import types
+from typing import NamedTuple
+
+import pytest
+import torch
+from test_flex_traces import LENGTH, attend, masked, traces
+
+import flashgen
+from flashgen.frontends import flex
+
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    flex._known.clear()
+
+
+class Number(int):
+    pass
+
+
+class Real(float):
+    pass
+
+
+def of_attribute(base):
+    """A mask that reads an attribute of an object of a class made of `base`."""
+    kind = type("Config", (base,), {})
+
+    def made(window):
+        config = kind()
+        config.window = window
+        return lambda b, h, q, k: (q >= k) & (q - k < config.window)
+
+    return made
+
+
+def of_function(window):
+    def mask_mod(b, h, q, k):
+        return (q >= k) & (q - k < mask_mod.window)
+
+    mask_mod.window = window
+    return mask_mod
+
+
+def of_tensor(window):
+    tensor = torch.arange(3)
+    tensor.window = window
+    return lambda b, h, q, k: (q >= k) & (q - k < tensor.window)
+
+
+def of_mapping(window):
+    settings = type("Settings", (collections.UserDict,), {})(window=window)
+    return lambda b, h, q, k: (q >= k) & (q - k < settings["window"])
+
+
+def of_module(window):
+    module = torch.nn.Identity()
+    module.windows = [window]
+    return lambda b, h, q, k: (q >= k) & (q - k < module.windows[0])
+
+
+def of_import(window):
+    sys.modules["settings_of_a_test"] = types.ModuleType("settings_of_a_test")
+    sys.modules["settings_of_a_test"].window = window
+
+    def mask_mod(b, h, q, k):
+        from settings_of_a_test import window
+
+        return (q >= k) & (q - k < window)
+
+    return mask_mod
+
+
+def of_place(window):
+    tensor = torch.zeros(4, 5) if window < 10 else torch.zeros(5, 4).T
+    return lambda b, h, q, k: (q >= k) & (q - k < (5 if tensor.is_contiguous() else 30))
+
+
+def of_type(window):
+    tensor = torch.zeros(4, 5) if window < 10 else torch.nn.Parameter(torch.zeros(4, 5))
+    return lambda b, h, q, k: (q >= k) & (q - k < (30 if isinstance(tensor, torch.nn.Parameter) else 5))
+
+
+def of_set(window):
+    distances = {float(window), (0, window)} - {(0, window)}
+    return lambda b, h, q, k: (q >= k) & (q - k < max(distances))
+
+
+def of_order(window):
+    ordered = collections.OrderedDict(a=5, b=30)
+    if window == 30:
+        ordered.move_to_end("a")
+    return lambda b, h, q, k: (q >= k) & (q - k < next(iter(ordered.values())))
+
+
+def of_environment(window):
+    os.environ["WINDOW_OF_A_TEST"] = str(window)
+
+    def mask_mod(b, h, q, k):
+        import os
+
+        return (q >= k) & (q - k < int(os.environ["WINDOW_OF_A_TEST"]))
+
+    return mask_mod
+
+
+class Fields(NamedTuple):
+    window: int
+
+
+class Attributes(dict):
+    __getattr__ = dict.__getitem__
+
+
+REMEMBERED = {
+    "named tuple": lambda: Fields(5),
+    "defaultdict": lambda: collections.defaultdict(int, window=5),
+    "counter": lambda: collections.Counter(window=5),
+    "attributes": lambda: Attributes(window=5),
+    "mapping": lambda: types.SimpleNamespace(window=5),
+}
+
+
+@pytest.mark.parametrize("name", REMEMBERED)
+def test_what_holds_numbers_is_not_traced_again(name):
+    def made():
+        held = REMEMBERED[name]()
+        if isinstance(held, dict) and not isinstance(held, Attributes):
+            return lambda b, h, q, k: q - k < held["window"]
+        return lambda b, h, q, k: q - k < held.window
+
+    assert traces(lambda: [flashgen.from_flex(made()) for _ in range(3)]) == 1
+
+
+def test_attributes_of_functions_that_nobody_reads_cost_no_trace():
+    def made():
+        mask = functools.wraps(windowed(3))(lambda b, h, q, k: q >= k)
+        mask.lock = threading.Lock()
+        return mask
+
+    assert traces(lambda: [flashgen.from_flex(made()) for _ in range(3)]) == 1
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        *(of_set, of_order, of_environment),
+        *map(of_attribute, (dict, list, tuple, set, str, collections.OrderedDict, collections.defaultdict)),
+        *(of_function, of_tensor, of_mapping, of_module, of_import, of_place, of_type),
+        *(lambda window, kind=kind: windowed(kind(window)) for kind in (Number, Real)),
+    ],
+)
+def test_what_hides_a_number_is_noticed(made):
+    """Attributes of functions, tensors and containers, numbers of classes of their own, imports and places."""
+    at = torch.arange(LENGTH)
+    distance = at[:, None] - at[None]
+    for window in (5, 30):
+        kept = (distance >= 0) & (distance < window)
+        torch.testing.assert_close(attend(flashgen.from_flex(made(window))), masked(kept))
+
+
+def windowed(window):
+    return lambda b, h, q, k: (q >= k) & (q - k < window)
+
+
+class Windowed:
+    """A mask as an object, whose method reads a global number, and a helper of it."""
+
+    def __call__(self, b, h, q, k):
+        return self.near(b, h, q, k)
+
+    def near(self, b, h, q, k):
+        return (q >= k) & (q - k < WIDTH)
+
+
+class Called:
+    def __call__(self, b, h, q, k):
+        return (q >= k) & (q - k < WIDTH)
+
+
+class Held:
+    def near(self, b, h, q, k):
+        return (q >= k) & (q - k < WIDTH)
+
+
+@pytest.mark.parametrize("function", [Called(), Held().near])
+def test_named_numbers_of_methods_are_parameters(function):
+    at = torch.arange(LENGTH)
+    distance = at[:, None] - at[None]
+    variant = flashgen.from_flex(function, names=("WIDTH",))
+    for width in (3, 30):
+        kept = (distance >= 0) & (distance < width)
+        torch.testing.assert_close(attend(variant, WIDTH=width), masked(kept))
+
+
+def test_named_numbers_that_no_parameter_reaches_are_refused():
+    """Half of what reads a number as a parameter, and half as a constant, would be wrong without a word."""
+    with pytest.raises(flashgen.SpecError, match=r"(?s)'WIDTH', which 'Windowed.near' reads: no.*nearest"):
+        flashgen.from_flex(Windowed(), names=("WIDTH",))
+    held = Windowed()
+    with pytest.raises(flashgen.SpecError, match=r"'WIDTH', which 'Windowed\.near' reads"):
+        flashgen.from_flex(lambda b, h, q, k: (q - k < WIDTH) & held.near(b, h, q, k), names=("WIDTH",))
+
+
+class Unasked:
+    """A method that reads the number and that no mask calls."""
+
+    heads = 2
+
+    def __len__(self):
+        return WIDTH
+
+
+def test_named_numbers_that_nobody_reads_out_of_reach_are_parameters():
+    unasked, at = Unasked(), torch.arange(LENGTH)
+    held = {"near": lambda q, k: q - k < WIDTH}
+    held["self"] = held
+    distance = at[:, None] - at[None]
+    for mask in (
+        lambda b, h, q, k: (q >= k) & (q - k < WIDTH) & (h < unasked.heads),
+        lambda b, h, q, k: (q >= k) & held["near"](q, k),
+        functools.partial(lambda b, h, q, k, near: (q >= k) & near(q, k), near=held["near"]),
+    ):
+        variant = flashgen.from_flex(mask, names=("WIDTH",))
+        for width in (3, 30):
+            torch.testing.assert_close(attend(variant, WIDTH=width), masked((distance >= 0) & (distance < width)))
+
+
+def test_named_numbers_of_64_bits_have_a_trace_of_their_own():
+    at = torch.arange(LENGTH)
+    distance = at[:, None] - at[None]
+    for window in (5, 1 << 31):
+        variant = flashgen.from_flex(windowed(window), names=("window",))
+        torch.testing.assert_close(attend(variant), masked((distance >= 0) & (distance < window)))
