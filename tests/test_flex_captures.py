@@ -1,6 +1,8 @@
 """from_flex: numbers that hide from a walk over what a function reads, and named numbers out of its reach."""
 
 import collections
+import dataclasses
+import enum
 import functools
 import os
 import sys
@@ -102,6 +104,46 @@ def of_order(window):
     return lambda b, h, q, k: (q >= k) & (q - k < next(iter(ordered.values())))
 
 
+class Kinds(enum.Enum):
+    ONE = enum.auto()
+
+    def near(self, distance):
+        return distance < REACH
+
+
+REACH = 5
+
+
+def of_member(window):
+    Kinds.ONE.window = window
+    return lambda b, h, q, k: (q >= k) & (q - k < Kinds.ONE.window)
+
+
+def of_method_of_member(window):
+    global REACH
+    REACH, kind = window, Kinds.ONE
+    return lambda b, h, q, k: (q >= k) & kind.near(q - k)
+
+
+def of_pattern(window):
+    @dataclasses.dataclass
+    class Config:
+        window: int
+
+    config = CONFIGS.setdefault(Config.__qualname__, Config(0))
+    config.window = window
+
+    def mask_mod(b, h, q, k):
+        match config:
+            case object(window=wanted):
+                return (q >= k) & (q - k < wanted)
+
+    return mask_mod
+
+
+CONFIGS = {}
+
+
 def of_environment(window):
     os.environ["WINDOW_OF_A_TEST"] = str(window)
 
@@ -153,7 +195,7 @@ def test_attributes_of_functions_that_nobody_reads_cost_no_trace():
 @pytest.mark.parametrize(
     "made",
     [
-        *(of_set, of_order, of_environment),
+        *(of_set, of_order, of_environment, of_member, of_method_of_member, of_pattern),
         *map(of_attribute, (dict, list, tuple, set, str, collections.OrderedDict, collections.defaultdict)),
         *(of_function, of_tensor, of_mapping, of_module, of_import, of_place, of_type),
         *(lambda window, kind=kind: windowed(kind(window)) for kind in (Number, Real)),

@@ -43,7 +43,7 @@ _UNSEEN = frozenset(
 _UNCALLED = frozenset({"__init__", "__new__", "__post_init__", "__del__", "__repr__", "__str__", "__hash__"})
 
 #: What a name is taken for as it is.
-_PLAIN = (str, bytes, type(None), type(Ellipsis), complex, torch.dtype, torch.device, torch.Size, enum.Enum)
+_PLAIN = (str, bytes, type(None), type(Ellipsis), complex, torch.dtype, torch.device, torch.Size)
 
 #: Containers that are what they hold.
 _CONTAINERS = (list, tuple, dict, OrderedDict, Counter, defaultdict, set, frozenset)
@@ -112,11 +112,12 @@ class Captures:
         if kind in (int, float, bool):
             self._number(value, name, holder)
             return
+        if isinstance(value, enum.Enum):
+            self._member(value, name)
+            return
         if isinstance(value, _PLAIN):
             add(tuple(value) if isinstance(value, torch.Size) else value)
-            of_its_own = (
-                kind not in (str, bytes) and isinstance(value, (str, bytes)) and not isinstance(value, enum.Enum)
-            )
+            of_its_own = kind not in (str, bytes) and isinstance(value, (str, bytes))
             if of_its_own and id(value) not in self._seen:
                 self._seen[id(value)] = len(self._seen)
                 self._object(value)
@@ -166,6 +167,14 @@ class Captures:
             self._builtin(value, name)
         else:
             self._object(value)
+
+    def _member(self, value: enum.Enum, name: str) -> None:
+        """A member of an enumeration: its name, and of one of the user's what it stands for and what is read of it."""
+        self.skeleton.append((weakref.ref(type(value)), value.name))
+        if id(value) not in self._seen and not _settled(type(value).__module__):
+            self._seen[id(value)] = len(self._seen)
+            self._objects.append((value, set()))
+            self._visit(value._value_, name)
 
     def _container(self, value: Any) -> None:
         """What a list, a tuple, a dict or a set is beside what it holds."""
@@ -348,7 +357,9 @@ def names_of(code: types.CodeType) -> tuple[str, ...]:
     found = _names.get(code)
     if found is None:
         inside = (names_of(c) for c in code.co_consts if isinstance(c, types.CodeType))
-        found = _names[code] = tuple(sorted(set(code.co_names).union(*inside)))
+        # A pattern of a class has its names of attributes in a tuple.
+        of_patterns = (c for c in code.co_consts if isinstance(c, tuple) and all(isinstance(x, str) for x in c))
+        found = _names[code] = tuple(sorted(set(code.co_names).union(*inside, *of_patterns)))
     return found
 
 
