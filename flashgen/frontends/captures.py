@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from flashgen.lang.declare import RESERVED
+from flashgen.lang.ranges import INT32_MAX, INT32_MIN
 
 #: Modules whose contents nobody changes.
 _SETTLED = frozenset({"torch", "numpy", "flashgen", *sys.stdlib_module_names}) - {"__main__"}
@@ -61,6 +62,7 @@ _FIELD = type(typing.NamedTuple("_", [("x", int)]).x)  # type: ignore[attr-defin
 
 _names: weakref.WeakKeyDictionary[types.CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
 _imports: weakref.WeakKeyDictionary[types.CodeType, bool] = weakref.WeakKeyDictionary()
+_opaque: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 class Captures:
@@ -118,14 +120,12 @@ class Captures:
         if isinstance(value, _PLAIN):
             add(tuple(value) if isinstance(value, torch.Size) else value)
             of_its_own = kind not in (str, bytes) and isinstance(value, (str, bytes))
-            if of_its_own and id(value) not in self._seen:
-                self._seen[id(value)] = len(self._seen)
+            if of_its_own and self._is_new(value):
                 self._object(value)
             return
-        if id(value) in self._seen:
+        if not self._is_new(value):
             add(("again", self._seen[id(value)]))
             return
-        self._seen[id(value)] = len(self._seen)
         if issubclass(kind, torch.Tensor):  # and no traced value that was kept
             add((weakref.ref(kind), value.dtype, value.dim(), value.device))
             self.tensors.append((self._named(name), value))
@@ -146,9 +146,7 @@ class Captures:
             self._items(tuple.__iter__(value) if isinstance(value, tuple) else list.__iter__(value), name)
             self._container(value)
         elif isinstance(value, dict):
-            self._mapping(
-                OrderedDict(OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value))
-            )
+            self._mapping(value)
             self._container(value)
         elif isinstance(value, (set, frozenset)):
             if all(type(x) in (int, str) for x in value):
@@ -168,11 +166,14 @@ class Captures:
         else:
             self._object(value)
 
+    def _is_new(self, value: Any) -> bool:
+        """Whether a value is met for the first time; it has a number from then on."""
+        return self._seen.setdefault(id(value), count := len(self._seen)) == count
+
     def _member(self, value: enum.Enum, name: str) -> None:
         """A member of an enumeration: its name, and of one of the user's what it stands for and what is read of it."""
         self.skeleton.append((weakref.ref(type(value)), value.name))
-        if id(value) not in self._seen and not _settled(type(value).__module__):
-            self._seen[id(value)] = len(self._seen)
+        if not _settled(type(value).__module__) and self._is_new(value):
             self._objects.append((value, set()))
             self._visit(value._value_, name)
 
@@ -195,6 +196,10 @@ class Captures:
             self.skeleton.append(("param", self.params[holder, name][0], type(value), is_wide(value)))
             return
         self.skeleton.append(type(value))
+        self._told(name, value)
+
+    def _told(self, name: str, value: float) -> None:
+        """A number as others are compared with it."""
         # -0.0 is 0.0, and no NaN is itself: texts of floats tell all apart that differ.
         self.numbers.append((name, value.hex() if type(value) is float else value))
 
@@ -204,9 +209,11 @@ class Captures:
         for i, value in enumerate(values):
             self._visit(value, f"{name}_{i}")
 
-    def _mapping(self, values: Mapping[Any, Any]) -> None:
-        self.skeleton.append(len(values))
-        for key, value in values.items():
+    def _mapping(self, values: dict[Any, Any]) -> None:
+        """What a dict holds, whatever its class says of that."""
+        self.skeleton.append(dict.__len__(values))
+        # An OrderedDict has an order of its own.
+        for key, value in OrderedDict.items(values) if isinstance(values, OrderedDict) else dict.items(values):
             self._visit(key, "key")
             self._visit(value, key if isinstance(key, str) else "value")
 
@@ -267,12 +274,11 @@ class Captures:
         kind, module = type(value), isinstance(value, nn.Module)
         self.skeleton.append(weakref.ref(kind))
         if isinstance(value, (int, float)):  # of a class of its own
-            number = int.__pos__(value) if isinstance(value, int) else float.__pos__(value)
-            self.numbers.append((kind.__name__, number.hex() if type(number) is float else number))
+            self._told(kind.__name__, int.__pos__(value) if isinstance(value, int) else float.__pos__(value))
         if kind.__module__ == "torch._ops":
             self.skeleton.append(str(value))
             return
-        opaque = any(_settled(own.__module__) and own not in _TRANSPARENT for own in kind.__mro__)
+        opaque = _is_opaque(kind)
         asked = getattr(kind, "__getattr__", None)
         answers = isinstance(kind.__getattribute__, types.FunctionType) or (
             asked not in (None, dict.__getitem__, dict.get) and not module
@@ -378,7 +384,16 @@ def imports(code: types.CodeType) -> bool:
 
 def is_wide(number: int | float) -> bool:
     """Whether an integer needs 64 bits."""
-    return isinstance(number, int) and not -(1 << 31) <= number < 1 << 31
+    return isinstance(number, int) and not INT32_MIN <= number <= INT32_MAX
+
+
+def _is_opaque(kind: type) -> bool:
+    """Whether methods of a class, which no walk looks into, may read what no name of code says."""
+    found = _opaque.get(kind)
+    if found is None:
+        bases = (own for own in kind.__mro__ if own not in _TRANSPARENT)
+        found = _opaque[kind] = any(_settled(own.__module__) for own in bases)
+    return found
 
 
 def _settled(module: str) -> bool:

@@ -134,7 +134,7 @@ def _arithmetic(
     """An operation on numbers of one type; on two conditions what torch makes of them, or nothing."""
 
     def call(x: Any, y: Any, *, alpha: Any = 1, out: None = None) -> Array:
-        _no_place(out)
+        _changes_nothing(out=out)
         a, b = lift(x), lift(y)
         if alpha != 1:
             b = FUNCTIONS["mul"](b, alpha)
@@ -150,9 +150,12 @@ def _arithmetic(
     return call
 
 
-def _no_place(out: object) -> None:
+def _changes_nothing(*, inplace: bool = False, out: object = None) -> None:
+    """SpecError where a function of torch is asked to change a tensor."""
     if out is not None:
         raise refused("out= changes a tensor, and a mask or score changes none: use what the function returns")
+    if inplace:
+        raise refused("inplace=True changes a tensor, and a mask or score changes none: leave it out")
 
 
 def _check_width(dtype: torch.dtype, what: str) -> None:
@@ -325,10 +328,8 @@ def _function(build: Operation, *, keeps_ints: bool = False) -> Operation:
     """A function to floats; or one that leaves integers as they are."""
 
     def call(x: Any, *, inplace: bool = False, out: None = None) -> Array:
-        _no_place(out)
+        _changes_nothing(inplace=inplace, out=out)
         a = lift(x)
-        if inplace:
-            raise refused("inplace=True changes a tensor, and a mask or score changes none: leave it out")
         if keeps_ints and not a.dtype.is_floating_point:
             return a
         dtype = _floating(a.dtype)
@@ -341,9 +342,8 @@ def _numeric(build: Operation) -> Operation:
     """A function of numbers to numbers of their type."""
 
     def call(x: Any, *, inplace: bool = False) -> Array:
+        _changes_nothing(inplace=inplace)
         a = lift(x)
-        if inplace:
-            raise refused("inplace=True changes a tensor, and a mask or score changes none: leave it out")
         if a.dtype is torch.bool:
             raise refused("this is a condition, where torch wants a number: write x.int()")
         return pointwise(build, a, dtype=a.dtype)

@@ -17,9 +17,9 @@ from flashgen.ops.out import IN_A_TRANSFORM, WITH_GRADIENTS
 from flashgen.ops.pages import heads_first
 from flashgen.ops.sequences import (
     BOUNDS,
-    PADDED,
     PAGED,
     VARLEN,
+    hand_over,
     in_pages,
     joined,
     names_of,
@@ -132,10 +132,8 @@ def attention(
     Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
     """
     if type(q) is not torch.Tensor and getattr(q, "is_nested", False) and nested.is_jagged(k, v):
-        refused: dict[str, object] = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "page_table": page_table}
-        for name in variant.names if isinstance(variant, Variant) else ():
-            if name in refused and (value := refused.pop(name)) is not None:
-                named[name] = value
+        refused: dict[str, Any] = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "page_table": page_table}
+        hand_over(variant, named, refused)
         refused |= {"out": out, "page_layout": page_layout}
         options: dict[str, object] = {"scale": scale, "dropout": dropout, "seed": seed, "deterministic": deterministic}
         options |= {"q_offset": q_offset, "kv_splits": kv_splits, "invariant": invariant}
@@ -204,13 +202,9 @@ def attention_varlen(
     anything runs; where FLASHGEN_CHECK=1 is in the environment, and on a CPU always, for cumulative lengths that
     decrease, leave the tensor or pass their bounds too.
     """
-    declared = variant.names if isinstance(variant, Variant) else ()  # the variant's own, whatever calls mean by them
-    if page_table is not None and PAGED[-1] in declared:
-        named[PAGED[-1]], page_table = page_table, None
-    if kv_lengths is not None and PADDED[1] in declared:
-        named[PADDED[1]], kv_lengths = kv_lengths, None
-    if q_offset is not None and PADDED[2] in declared:
-        named[PADDED[2]], q_offset = q_offset, None
+    meant: dict[str, Any] = {"q_offset": q_offset, "kv_lengths": kv_lengths, "page_table": page_table}
+    hand_over(variant, named, meant)
+    q_offset, kv_lengths, page_table = meant["q_offset"], meant["kv_lengths"], meant["page_table"]
     paged, max_seqlen_q = page_table is not None, whole(max_seqlen_q)
     given = (("q", q),) if paged else (("q", q), ("k", k), ("v", v))
     for name, x in (*given, *((("out", out),) if out is not None else ())):
@@ -230,7 +224,7 @@ def attention_varlen(
         if cu_seqlens_k is not None:
             own[VARLEN[1]] = cu_seqlens_k
         if kv_lengths is not None:
-            named[PADDED[1]] = kv_lengths  # refused further on
+            named["kv_lengths"] = kv_lengths  # refused further on
         k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
     if max_seqlen_k is not None:
         own[BOUNDS[1]] = whole(max_seqlen_k)

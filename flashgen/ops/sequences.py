@@ -72,6 +72,14 @@ def joined(variant: Variant, named: dict[str, Any], **given: object) -> dict[str
     return {**named, **given}
 
 
+def hand_over(variant: Variant, named: dict[str, Any], meant: dict[str, Any]) -> None:
+    """Values that a call means for itself become named ones, and None, where the variant declares the name: then it is
+    the variant's own."""
+    for name in variant.names if isinstance(variant, Variant) else ():
+        if meant.get(name) is not None:
+            named[name], meant[name] = meant[name], None
+
+
 def in_pages(
     cu_seqlens_q: object, cu_seqlens_k: object, kv_lengths: object, table: object, most: int
 ) -> dict[str, Any]:
@@ -328,26 +336,25 @@ def places(starts: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor,
 def of_each(numbers: torch.Tensor, found: Sequences | None, rows: int) -> torch.Tensor:
     """Numbers [sequences or 1, heads or 1] as those of rows of queries, which broadcast to [batch, heads, rows]: where
     sequences lie behind each other, a row of none has those of some sequence."""
-    if _alike(numbers.shape, found):
-        return numbers.unsqueeze(-1)
-    assert found is not None and found.tensors[0] is not None  # where sequences begin
-    number, _, _ = places(found.tensors[0], rows)
-    return numbers[number].T.unsqueeze(0)
+    number = _number_of_each(numbers.shape, found, rows)
+    return numbers.unsqueeze(-1) if number is None else numbers[number].T.unsqueeze(0)
 
 
 def summed(of_rows: torch.Tensor, shape: torch.Size, found: Sequences | None) -> torch.Tensor:
     """What rows of queries [batch, heads, rows] add up to, [sequences, heads], for numbers of a shape as `of_each` has
     them; rows of no sequence are 0."""
-    if _alike(shape, found):
+    number = _number_of_each(shape, found, of_rows.shape[2])
+    if number is None:
         return of_rows.sum(-1)
-    assert found is not None and found.tensors[0] is not None  # where sequences begin
-    number, _, _ = places(found.tensors[0], of_rows.shape[2])
     return of_rows.new_zeros((shape[0], of_rows.shape[1])).index_add_(0, number, of_rows[0].T)
 
 
-def _alike(shape: torch.Size, found: Sequences | None) -> bool:
-    """Whether numbers of this shape lie as the batches of rows do."""
-    return found is None or not found.layout.joined or len(shape) < 2 or shape[0] <= 1
+def _number_of_each(shape: torch.Size, found: Sequences | None, rows: int) -> torch.Tensor | None:
+    """The sequence of each row, by which numbers of this shape are found; None where they lie as batches of rows do."""
+    if found is None or not found.layout.joined or len(shape) < 2 or shape[0] <= 1:
+        return None
+    assert found.tensors[0] is not None  # where sequences begin
+    return places(found.tensors[0], rows)[0]
 
 
 def watched() -> bool:

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -42,6 +43,9 @@ LOCK_SECONDS = 120.0
 
 #: A temporary file this old was left by a process that died.
 ABANDONED_SECONDS = 3600.0
+
+#: Modes of what others may write.
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 #: Files of a folder that are the cache's own: what else lies there is never removed.
 _ENTRY, _TEMPORARY = re.compile(r"([0-9a-f]{64})\.(?:cubin|json)"), (".flashgen-", ".tmp")
@@ -156,9 +160,9 @@ class Cache:
         return f"it is of user {status.st_uid}, and this process runs as {os.geteuid()}", ""
 
     def _make_folder(self) -> None:
-        for folder in reversed([self.folder, *self.folder.parents]):  # parents=True would make them by the umask
-            if not folder.exists():
-                folder.mkdir(mode=0o700, exist_ok=True)
+        missing = itertools.takewhile(lambda folder: not folder.exists(), (self.folder, *self.folder.parents))
+        for folder in reversed(list(missing)):  # parents=True would make them by the umask
+            folder.mkdir(mode=0o700, exist_ok=True)
         self.folder.mkdir(exist_ok=True)  # raises where it is a file
 
     def _replace(self, name: str, content: bytes) -> None:
@@ -222,9 +226,6 @@ class Cache:
 
     def _warn(self, message: str) -> None:
         _warn_once(self.folder, message)
-
-
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def _is_own(status: os.stat_result) -> bool:
