@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -125,11 +126,78 @@ def alibi(wanted: bool, p: Problem, device: str, seed: int) -> Mods:
 
 def bias(wanted: bool, p: Problem, device: str, seed: int) -> Mods:
     """A learned bias by distance, as T5's and Swin's are, with its gradient or without."""
+    last = p.kv_len - 1
+    table = _learned(wanted, (p.heads, p.q_len + p.kv_len - 1), device, seed)
+    return Mods(score=lambda s, b, h, q, k: s + table[h, q - k + last], wanted=(table,) * wanted)
+
+
+def clipped(wanted: bool, p: Problem, device: str, seed: int) -> Mods:
+    """A learned bias by distance, all that is further than 128 alike."""
     import torch
 
-    shape, last = (p.heads, p.q_len + p.kv_len - 1), p.kv_len - 1
-    table = torch.randn(shape, device=device, generator=functions.random(seed, device)).requires_grad_(wanted)
-    return Mods(score=lambda s, b, h, q, k: s + table[h, q - k + last], wanted=(table,) * wanted)
+    bias = _learned(wanted, (p.heads, 257), device, seed)
+    return Mods(score=lambda s, b, h, q, k: s + bias[h, torch.clamp(k - q, -128, 128) + 128], wanted=(bias,) * wanted)
+
+
+def buckets(wanted: bool, p: Problem, device: str, seed: int) -> Mods:
+    """T5's: 32 buckets of distances, of which those far away are wide."""
+    import torch
+
+    last = p.kv_len - 1
+    away = torch.arange(-last, p.q_len, device=device)
+    near, far = away.abs(), 8 + (torch.log(away.abs().clamp(min=8) / 8) / math.log(128 / 8) * 8).int()
+    bucket = torch.where(near < 8, near, far.clamp(max=15)).int() + 16 * (away < 0).int()
+    bias = _learned(wanted, (32, p.heads), device, seed)
+    return Mods(score=lambda s, b, h, q, k: s + bias[bucket[q - k + last], h], wanted=(bias,) * wanted)
+
+
+def offsets(wanted: bool, p: Problem, device: str, seed: int) -> Mods:
+    """A learned bias by the offset in an image, as Swin's and ViTDet's."""
+    last = WIDTH - 1
+    bias = _learned(wanted, (p.heads, (2 * WIDTH - 1) ** 2), device, seed)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        down, across = q // WIDTH - k // WIDTH + last, q % WIDTH - k % WIDTH + last
+        return s + bias[h, down * (2 * WIDTH - 1) + across]
+
+    return Mods(score=score, wanted=(bias,) * wanted)
+
+
+def of_queries(wanted: bool, p: Problem, device: str, seed: int) -> Mods:
+    """A learned bias of each query."""
+    bias = _learned(wanted, (p.heads, p.q_len), device, seed)
+    return Mods(score=lambda s, b, h, q, k: s + bias[h, q], wanted=(bias,) * wanted)
+
+
+def of_keys(wanted: bool, p: Problem, device: str, seed: int) -> Mods:
+    """A learned bias of each key."""
+    bias = _learned(wanted, (p.batch, p.kv_len), device, seed)
+    return Mods(score=lambda s, b, h, q, k: s + bias[b, k], wanted=(bias,) * wanted)
+
+
+def of_pairs(wanted: bool, p: Problem, device: str, seed: int) -> Mods:
+    """A bias that a model computes for each pair: its gradient alone is 4 bytes a score."""
+    bias = _learned(wanted, (p.heads, p.q_len, p.kv_len), device, seed)
+    return Mods(score=lambda s, b, h, q, k: s + bias[h, q, k], wanted=(bias,) * wanted)
+
+
+def _learned(wanted: bool, shape: tuple[int, ...], device: str, seed: int) -> torch.Tensor:
+    import torch
+
+    return torch.randn(shape, device=device, generator=functions.random(seed, device)).requires_grad_(wanted)
+
+
+#: Scores whose captured tensor has a gradient: by the name of a row.
+LEARNED: Mapping[str, Callable[..., Mods]] = {
+    "alibi": alibi,
+    "bias": bias,
+    "bias, clipped": clipped,
+    "bias, buckets": buckets,
+    "bias of queries": of_queries,
+    "bias of keys": of_keys,
+    "bias in an image": offsets,
+    "bias of pairs": of_pairs,
+}
 
 
 def table(backward: bool) -> list[Functions]:
@@ -285,10 +353,11 @@ def _rows(backwards: bool) -> list[Row]:
             rows.append(Row(part="summaries", name=of.name, make=functools.partial(forward, of), timer=timer))
         return rows
     at = problem(4096, batch=1)
-    for named in (alibi, bias):
-        contest_of = functools.partial(captured, named, at)
-        name = f"gradient of {named.__name__}"
-        rows.append(Row(part="captured", name=name, make=contest_of, timer=timer, bars={"without": 0.85}))
+    for name, learned in LEARNED.items():
+        contest_of = functools.partial(captured, learned, at)
+        rows.append(
+            Row(part="captured", name=f"gradient of {name}", make=contest_of, timer=timer, bars={"without": 0.85})
+        )
     return rows
 
 

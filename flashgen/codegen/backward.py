@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain, count
 
+import numpy as np
+
 from flashgen.analysis import widths
+from flashgen.analysis.abstract import Intervals, anywhere
 from flashgen.analysis.derivative import derive
+from flashgen.analysis.distances import Distances, Seen
 from flashgen.analysis.facts import Facts
 from flashgen.codegen.printer import Body, Printer, Text, binary, call, constant
 from flashgen.codegen.readers import inside
 from flashgen.codegen.variant_code import Decider, Decision
-from flashgen.lang.expr import DType, Node, Tensor, const, depends_on, walk
+from flashgen.lang.expr import DType, Node, Tensor, const, walk
 from flashgen.planning.backward import captured_grads
 from flashgen.planning.plan import without_sink
 
@@ -20,18 +24,26 @@ from flashgen.planning.plan import without_sink
 class CapturedGrad:
     """A read of a captured tensor in the score, and where its gradient goes.
 
-    `slope` is the derivative of the score with respect to the element read, `place` the body of a function that gives
-    the element's number in the gradient.  `by_query` and `by_key` say which positions select it: what is the same for a
-    whole row, column or tile is summed up before it goes to memory.  `by_score`: the score itself, before the score
-    function, does.
+    `slope` is the derivative of the score with respect to the element read, `index` the body of a function that gives
+    the element's number in the gradient, `selected` what of query and key selects it: what one element is read by is
+    summed up before it goes to memory, over rows or columns of a tile, or along its diagonals.
+
+    kept          the number among those of which lanes keep a sum from tile to tile; None of others
+    slope_apart   the slope is one for all that is summed first, and multiplies sums
+    diagonals     what has one distance is summed first
+    finite        the slope is a number whatever it reads
+    by_score      the score itself, before the score function, selects the element
     """
 
     name: str
     tensor: str
     slope: Body
     index: tuple[str, ...]
-    by_query: bool
-    by_key: bool
+    selected: Seen
+    kept: int | None
+    slope_apart: bool
+    diagonals: bool
+    finite: bool
     by_score: bool
 
     @property
@@ -66,6 +78,11 @@ class Transposed:
     slope: Body | None
     captured_grads: tuple[CapturedGrad, ...]
     sink: SinkGrad | None
+
+    @property
+    def kept(self) -> tuple[CapturedGrad, ...]:
+        """Those of which lanes keep a sum from tile to tile."""
+        return tuple(grad for grad in self.captured_grads if grad.kept is not None)
 
     @property
     def needs_score(self) -> bool:
@@ -121,19 +138,26 @@ def _slope(facts: Facts) -> Body | None:
 def _captured_grads(facts: Facts, gradients: tuple[str, ...]) -> tuple[CapturedGrad, ...]:
     """The reads of these tensors that the score depends on, each under a name of its own."""
     found: list[CapturedGrad] = []
+    distances, value = Distances(), Intervals(anywhere)
     reads = ((name, n, slope) for name in gradients for n, slope in captured_grads(facts.variant, name).items())
     for name, n, slope in reads:
         wide = facts.int64 | widths.wide((n, slope))  # a round of a loop has nodes of its own
         taken = {grad.name for grad in found} | (set(gradients) - {name})
         names = chain((name,), (f"{name}{number}" for number in count(2)))
+        selected, of_slope, bounds = distances.seen(n), distances.seen(slope), value.range(slope)
+        apart = of_slope in (selected, Seen.NOTHING) and selected is not Seen.PAIR
+        uneven = selected is Seen.NOTHING and of_slope is Seen.DISTANCE
         found.append(
             CapturedGrad(
                 name=next(free for free in names if free not in taken),
                 tensor=name,
                 slope=Printer(wide=wide).body(slope),
                 index=_index(n, wide),
-                by_query=depends_on(n, "q"),
-                by_key=depends_on(n, "k"),
+                selected=selected,
+                kept=sum(grad.kept is not None for grad in found) if distances.gathers(n) else None,
+                slope_apart=apart or uneven,
+                diagonals=uneven or selected is Seen.DISTANCE,
+                finite=bool(np.isfinite(bounds.lo) & np.isfinite(bounds.hi) & ~bounds.nan),
                 by_score=any(m.op == "score" for m in walk(n.operands)),
             )
         )

@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from flashgen.analysis.bounds import bounded
 from flashgen.analysis.cells import single
 from flashgen.analysis.derivative import derive
+from flashgen.analysis.distances import Distances, Seen
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.analysis.tanh import lone_tanh, soft_cap
 from flashgen.lang.expr import DType, Node, depends_on, loop_indices, node, positions_of, reads_by, walk
@@ -172,6 +173,18 @@ class Profile:
     def captured_grads(self) -> tuple[tuple[Node, Node], ...]:
         """The captured elements whose gradients are asked for, each with the score's derivative by it."""
         return tuple(pair for name in self.gradients for pair in captured_grads(self.variant, name).items())
+
+    @cached_property
+    def selections(self) -> tuple[Seen, ...]:
+        """What of query and key selects each of them."""
+        distances = Distances()
+        return tuple(distances.seen(n) for n, _ in self.captured_grads)
+
+    @cached_property
+    def gathered(self) -> int:
+        """How many of them many pairs of a tile may read."""
+        distances = Distances()
+        return sum(distances.gathers(n) for n, _ in self.captured_grads)
 
     # -----------------------------------------------------------------------------------------------------------------
     # What they read

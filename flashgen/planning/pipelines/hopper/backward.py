@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from flashgen.analysis.conditions import conditions
-from flashgen.lang.expr import Node, depends_on, positions_of, walk
+from flashgen.analysis.distances import Seen
+from flashgen.lang.expr import depends_on, walk
 from flashgen.planning.arch import ARCHS, KIB, Arch
 from flashgen.planning.backward import ROW_THREADS, looks_up, lookup_names
 from flashgen.planning.integers import Allowed
@@ -345,6 +346,10 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         sizes = [(LOOKUP_STAGES * tile.q if depends_on(n, "q") else tile.kv, n.dtype.itemsize) for n in known]
         why = f"elements that the mask reads by the queries of {LOOKUP_STAGES} tiles, and by keys"
         parts.append(Part(name="lookups", amount=sum(count * item for count, item in sizes), why=why))
+    if kept := request.profile.gathered:
+        amount = kept * WARPGROUPS * (4 * 32 * 4 + 4 * 8)
+        why = f"{kept} x (float32 a thread of consumers, int64 a warp): sums for gradients of captured tensors"
+        parts.append(Part(name="kept sums", amount=amount, why=why))
     control = program(c, request).shared_bytes(programs.ALIGNMENT) - total(parts)
     parts.append(Part(name="control", amount=control, why="barriers and messages"))
     return tuple(parts)
@@ -367,6 +372,7 @@ def program(c: Candidate, request: KernelRequest) -> Program:
         layout=request.layout,
         judged_in_turn=judged_in_turn(c, request),
         lookup_stages=lookup_stages(c, request),
+        kept_sums=request.profile.gathered,
         lookups=tuple((name, CTYPES[n.dtype], n.dtype.itemsize, depends_on(n, "q")) for name, n in read),
     )
 
@@ -390,7 +396,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     of_dropout += DROPOUT * (waiting and (asked.masked or request.deterministic))
     of_dropout += DROPOUT_READ * (c.tile.q > ROWS and asked.score_reads_by_position)
     of_order = ORDER * (request.deterministic and c.tile.q > ROWS and waiting)
-    of_captured = sum(_captured_grad_registers(c, n, request) for n, _ in asked.captured_grads)
+    of_captured = sum(_captured_grad_registers(c, seen, request) for seen in asked.selections)
     return (
         owned,
         fragments,
@@ -406,12 +412,12 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     )
 
 
-def _captured_grad_registers(c: Candidate, element: Node, request: KernelRequest) -> int:
-    selected = positions_of(element) & {"q", "k"}
-    long = c.tile.q > ROWS
-    each = PAIR_GRAD_REGISTERS[c.tile.q] if len(selected) > 1 else CAPTURED_GRAD_REGISTERS
-    of_order = PAIR_GRAD_ORDER if len(selected) > 1 and request.deterministic and not long else 0
-    return each * (c.stages - 1 if "q" in selected else 1) + of_order + (c.tile.q // 2 if long else 0)
+def _captured_grad_registers(c: Candidate, selected: Seen, request: KernelRequest) -> int:
+    pair, long = selected is Seen.PAIR, c.tile.q > ROWS
+    each = PAIR_GRAD_REGISTERS[c.tile.q] if pair or (long and selected is Seen.DISTANCE) else CAPTURED_GRAD_REGISTERS
+    of_order = PAIR_GRAD_ORDER if pair and request.deterministic and not long else 0
+    by_query = selected not in (Seen.NOTHING, Seen.KEY)
+    return each * (c.stages - 1 if by_query else 1) + of_order + (c.tile.q // 2 if long else 0)
 
 
 def _variant_registers(c: Candidate, request: KernelRequest) -> int:

@@ -229,14 +229,15 @@ def backward(
     judged_in_turn: bool,
     lookup_stages: int,
     lookups: tuple[tuple[str, str, int, bool], ...],
+    kept_sums: int = 0,
     layout: Layout = DENSE,
 ) -> Program:
     """A backward's program: `columns` of q and k, and of v and d_o, in shared memory; tiles of queries in which the
     mask hides everything are skipped by a scheduler, where there may be any (`skips`), which has them in shared memory
     where it judges conditions in turn (`judged_in_turn`); `lookups` are what the mask reads: name, C++ type, bytes of
-    an element and whether a query selects it.  Where sequences have lengths of their own the loader's warp clears what
-    it copied from behind a sequence: so it is the last of its warpgroup, whose roles are told by the first of their
-    warps."""
+    an element and whether a query selects it; each thread of the consumers keeps `kept_sums`.  Where sequences have
+    lengths of their own the loader's warp clears what it copied from behind a sequence: so it is the last of its
+    warpgroup, whose roles are told by the first of their warps."""
     producer, consumer = registers
     by_query = any(of_query for *_, of_query in lookups)
     roles = [Role(name="scheduler", warps=1, threads=WARP, registers=producer) if skips else _idle(1, producer)]
@@ -282,7 +283,9 @@ def backward(
             *(_meet("turn", 1 + w, 2 * WARPS, names, "a warpgroup computes P and dS") for w in range(2 * ping_pong)),
         ),
         shared=tuple(
-            _backward_members(shared_axes, {r.name: r.member for r in rings}, tile, columns, judged, lookups, layout)
+            _backward_members(
+                shared_axes, {r.name: r.member for r in rings}, tile, columns, judged, kept_sums, lookups, layout
+            )
         ),
         dispatch=_chains(roles, ("scheduler",), helpers[::-1] if layout.own else helpers),
         names=(Axis(size=2 * WARPS, text="WARPS"), Axis(size=WARPS, text="WARPS / 2")),
@@ -438,6 +441,7 @@ def _backward_members(
     tile: Tile,
     columns: tuple[int, int],
     judged: tuple[Member, ...],
+    kept_sums: int,
     lookups: tuple[tuple[str, str, int, bool], ...],
     layout: Layout,
 ) -> Iterator[Declaration]:
@@ -472,6 +476,12 @@ def _backward_members(
     for name, ctype, item, by_query in lookups:
         extents = (axes["lookups"], of_queries) if by_query else (of_keys,)
         yield declared(Member(ctype=ctype, name=name, size=item, alignment=item, axes=extents))
+    if kept_sums:
+        count = Axis(size=kept_sums, text=str(kept_sums))
+        of_warps = count, Axis(size=2 * WARPS, text="WARPS")
+        of_threads = count, Axis(size=2 * WARPS * WARP, text=f"{WARP} * WARPS")
+        yield declared(Member(ctype="i64", name="kept_of", size=8, alignment=8, axes=of_warps), note="of a warp")
+        yield declared(_words("float", "kept", *of_threads), note="sums of captured gradients")
     yield declared(Member(ctype="Keys", name="keys", size=24, alignment=4))
     if layout.own:
         yield declared(Member(ctype="Sequence", name="sequence", size=24 if layout.joined else 16, alignment=4))
