@@ -93,6 +93,7 @@ def test_finite_differences(data):
     ahead, behind = (value(root, s + step) - value(root, s)) / step, (value(root, s) - value(root, s - step)) / step
     size = 1 + np.abs(ahead) + np.abs(value(root, s))
     smooth = np.abs(ahead - behind) < 1e-3 * size  # elsewhere there is an edge nearby
+    smooth &= np.abs(ahead) * step < 1e-3  # a staircase that climbs many steps at once looks smooth
     assert np.all(np.abs(slope(root, s) - (ahead + behind) / 2)[smooth] < 1e-3 * size[smooth])
 
 

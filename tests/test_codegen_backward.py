@@ -7,6 +7,7 @@ import pytest
 
 import flashgen as fg
 from flashgen import interpreter
+from flashgen.analysis.distances import Seen
 from flashgen.analysis.facts import analyse
 from flashgen.codegen import device, emit, params
 from flashgen.codegen.backward import transposed
@@ -57,8 +58,8 @@ def test_a_score_that_does_not_look_at_s_has_slope_0():
 def test_what_selects_a_captured_element_decides_what_is_summed_first():
     (slopes,) = transposed(analyse(load_spec("alibi").bind()), ("slopes",)).captured_grads
     (table,) = transposed(analyse(load_spec("relative_bias").bind()), ("table",)).captured_grads
-    assert (slopes.by_query, slopes.by_key, table.by_query, table.by_key) == (False, False, True, True)
-    assert "One sum per tile" in emit(plan_of("alibi", gradients=("slopes",)))
+    assert (slopes.selected, table.selected) == (Seen.NOTHING, Seen.DISTANCE)
+    assert (slopes.kept, table.kept) == (0, 0)
 
 
 @pytest.mark.slow

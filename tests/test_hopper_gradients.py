@@ -1,5 +1,6 @@
 """Gradients of captured tensors in the backward of pipeline hopper: what fits there, and that it is right."""
 
+import numpy as np
 import ptx_backward
 import pytest
 
@@ -30,12 +31,33 @@ def decaying(b, h, q, k):
     return k <= q
 
 
+bucket = fg.tensor(
+    "bucket",
+    dims=(513,),
+    dtype="int32",
+    min=0,
+    max=15,
+    example=lambda p, r: np.minimum(np.log2(np.abs(np.arange(-256, 257)) + 1) * 2, 15).astype("int32"),
+)
+of_bucket = fg.tensor("of_bucket", dims=(16, "heads"), dtype="float32", example=normal(16, "heads"))
+straight = fg.tensor("straight", dims=("heads", 513), dtype="float32", example=normal("heads", 513))
+pairs = fg.tensor("pairs", dims=("q", "kv"), dtype="float32", example=normal("q_len", "kv_len"))
+
+
+@fg.variant(score=lambda s, b, h, q, k: s + of_bucket[bucket[k - q + 256], h] * straight[h, q - k + 256])
+def bucketed(b, h, q, k):
+    return abs(q - k) < 200
+
+
+by_pair = fg.variant(score=lambda s, b, h, q, k: s + pairs[q, k], name="by_pair")
 by_both = fg.variant(score=lambda s, b, h, q, k: s + of_q[h, q] * of_k[h, k], name="by_both")
 near = fg.variant(score=lambda s, b, h, q, k: s + distance(h, q, k), name="near")
 CASES = {
     "decaying": (decaying, ("slopes", "table"), 64),
     "by_both": (by_both, ("of_q", "of_k"), 64),
     "near": (near, ("table",), 128),
+    "bucketed": (bucketed, ("of_bucket", "straight"), 64),
+    "by_pair": (by_pair, ("pairs",), 128),
     "masked": (load_spec("document") & near, ("table",), 128),
 }
 
@@ -52,8 +74,9 @@ def test_gradients_of_captured_tensors_are_served(name):
 
 
 def test_sums_in_one_order_take_more_registers():
-    (fallback,) = plan("near", deterministic=True).fallbacks
+    (fallback,) = plan("by_pair", deterministic=True).fallbacks
     assert fallback.reason.startswith("registers ")
+    assert plan("near", deterministic=True).fallbacks == ()
 
 
 @pytest.mark.sampled(name=("decaying",))

@@ -52,9 +52,9 @@ class Distances:
         return seen is Seen.NOTHING or (seen is Seen.DISTANCE and not any(map(self._steep, load.operands)))
 
     def _steep(self, index: Node) -> bool:
-        """Whether an index is another one at the next distance, as far as one can see."""
-        if index.op == "where":  # an index below 0 counts from the end
-            return all(map(self._steep, index.operands[1:]))
+        """Whether an index is another one at each distance, but for those below 0, which may count from the end."""
+        if index.op == "where" and index.operands[0].op == "lt" and index.operands[0].operands[0] is index.operands[2]:
+            return self._steep(index.operands[2])
         return index.dtype.is_int and Q in self._form(index).terms
 
     def _form(self, n: Node) -> Linear:

@@ -28,6 +28,7 @@ class CapturedGrad:
     the element's number in the gradient, `selected` what of query and key selects it: what one element is read by is
     summed up before it goes to memory, over rows or columns of a tile, or along its diagonals.
 
+    even          the slope is one for all pairs
     kept          the number among those of which lanes keep a sum from tile to tile; None of others
     slope_apart   the slope is one for all that is summed first, and multiplies sums
     diagonals     what has one distance is summed first
@@ -40,6 +41,7 @@ class CapturedGrad:
     slope: Body
     index: tuple[str, ...]
     selected: Seen
+    even: bool
     kept: int | None
     slope_apart: bool
     diagonals: bool
@@ -154,6 +156,7 @@ def _captured_grads(facts: Facts, gradients: tuple[str, ...]) -> tuple[CapturedG
                 slope=Printer(wide=wide).body(slope),
                 index=_index(n, wide),
                 selected=selected,
+                even=of_slope is Seen.NOTHING,
                 kept=sum(grad.kept is not None for grad in found) if distances.gathers(n) else None,
                 slope_apart=apart or uneven,
                 diagonals=uneven or selected is Seen.DISTANCE,

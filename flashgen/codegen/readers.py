@@ -120,6 +120,12 @@ def readers(facts: Facts, cornered: frozenset[Node], layout: Layout) -> tuple[Re
     )
 
 
+def trusted_indices(load: Node, reading: Iterable[Reader]) -> list[Node]:
+    """The indices of a read that its reader takes to lie inside, as those of the problem's positions do."""
+    clamped = next(r.clamped for r in reading if r.name == load.attr.name)
+    return [index for i, index in enumerate(load.operands) if i not in clamped]
+
+
 def _reader(
     tensor: Tensor,
     sites: list[Node],

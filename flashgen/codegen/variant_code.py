@@ -46,6 +46,7 @@ from flashgen.codegen.readers import (
     loads_of,
     printed_of,
     readers,
+    trusted_indices,
 )
 from flashgen.codegen.summary_code import SummaryCode, summary_code
 from flashgen.codegen.turns import Turns, truths, turns
@@ -170,7 +171,8 @@ class VariantCode:
     small_tanh   where the score has one tanh, and its argument is cheap to look at before
     soft_cap  the c of a score that is c * tanh(s / c), if it is positive and the same for all pairs
     distances   of q and k as floats, by the names that `score` is given them by
-    clamp_q, clamp_k   the position selects a captured element: lanes outside the problem must be led back inside
+    clamp_q, clamp_k   the position selects a captured element that is read as it is: lanes outside the problem must be
+                     led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
     sink      a logit beside the keys of a row
     finite_at_zero   without it P of rows beyond the last query, whose lse is infinite, has to be made 0
@@ -311,11 +313,13 @@ def variant_code(
     cut = facts.cells.within(tile.q, tile.kv) if masked and facts.cells is not None else None
     cornered = found_at_corners(facts, tile, cut)
     made, known = summary_code(facts, tile, summaries)
+    reading = readers(facts, cornered, layout)
+    trusted = [index for n in loads for index in trusted_indices(n, reading)]
     options: dict[str, Any] = {"wide": facts.int64, "indices": index_types(facts), "exact": True, "cornered": cornered}
     judged = RangePrinter(given=known | truths(facts) if judged_in_turn else known, **options)
     in_turn = turns(facts, RangePrinter(given=known, **options), cut, tile) if masked and judged_in_turn else None
     return VariantCode(
-        readers=readers(facts, cornered, layout),
+        readers=reading,
         score=None if score is None else ScorePrinter(score, apart, rough_tanh=rough_tanh, wide=wide).body(score),
         distances=tuple(name for name in DISTANCES.values() if name in apart.values()),
         small_tanh=None if score is None else _small_tanh(score, facts),
@@ -329,8 +333,8 @@ def variant_code(
         uniform=uniform,
         within=_within_bounds(facts) if within_bounds else None,
         sink=None if sink is None else Printer(wide=facts.int64).body(sink),
-        clamp_q=any(depends_on(n, "q") for n in loads),
-        clamp_k=any(depends_on(n, "k") for n in loads),
+        clamp_q=any(depends_on(n, "q") for n in trusted),
+        clamp_k=any(depends_on(n, "k") for n in trusted),
         long_keep=masked and not facts.exact,
         long_score=score is not None and any(map(takes_long, walk([score]))),
         finite_at_zero=score is None or finite_at_zero(score),

@@ -326,4 +326,4 @@ def position(i: Any, size: int | Expr) -> int | Expr:
         return i if i >= 0 else size + i
     if within(i).lo >= 0:
         return i
-    return fg.where(i < 0, i + size, i)
+    return fg.where(i < 0, fg.minimum(i, -1) + size, i)  # a sum that int32 holds, as i + size by itself would not

@@ -605,8 +605,8 @@ DEVICE u32 hidden_bits(const Keys& keys, const Step& step, int query, const Para
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int k = first.k + 16 * m + i / 2 * 8;
-        const int q = min(first.q + 8 * j + i % 2, p.q_len - 1);
-        const bool visible = keep(keys.b, step.head, q, min(k, keys.k_last), p);
+        const int q = first.q + 8 * j + i % 2;
+        const bool visible = keep(keys.b, step.head, q, k, p);
         hidden |= u32(k > keys.k_last || !visible) << ((m * (QUERIES / 8) + j) * 4 + i);
       }
   return hidden;
@@ -632,8 +632,8 @@ DEVICE void differentiate(
         for (int e = 0; e < 2; e++) {
           const int i = 2 * r + e;
           float &x = s[m][j][i], &d = dp[m][j][i];
-          const int q = min(first.q + 8 * j + i % 2, p.q_len - 1);
-          const int k = min(first.k + 16 * m + i / 2 * 8, keys.k_last);
+          const int q = first.q + 8 * j + i % 2;
+          const int k = first.k + 16 * m + i / 2 * 8;
           x *= p.scale;
           const bool hides = hidden >> ((m * (QUERIES / 8) + j) * 4 + i) & 1;
           const float y = hides ? MINUS_INFINITY : score(x, keys.b, step.head, q, k, p);
@@ -654,8 +654,8 @@ DEVICE void apply_slope(S& ds, const S& x, const Keys& keys, const Step& step, i
     for (int j = 0; j < QUERIES / 8; j++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int q = min(first.q + 8 * j + i % 2, p.q_len - 1);
-        const int k = min(first.k + 16 * m + i / 2 * 8, keys.k_last);
+        const int q = first.q + 8 * j + i % 2;
+        const int k = first.k + 16 * m + i / 2 * 8;
         ds[m][j][i] = ds[m][j][i] == 0.f ? 0.f : ds[m][j][i] * slope(x[m][j][i], keys.b, step.head, q, k, p);
       }
 }

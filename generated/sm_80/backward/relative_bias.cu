@@ -507,8 +507,8 @@ DEVICE void apply_score(S& s, const Keys& keys, const Step& step, int query, con
     for (int j = 0; j < QUERIES / 8; j++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int q = min(first.q + 8 * j + i % 2, p.q_len - 1);
-        const int k = min(first.k + 16 * m + i / 2 * 8, keys.k_last);
+        const int q = first.q + 8 * j + i % 2;
+        const int k = first.k + 16 * m + i / 2 * 8;
         s[m][j][i] = score(p.scale * s[m][j][i], keys.b, step.head, q, k, p);
       }
 }

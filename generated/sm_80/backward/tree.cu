@@ -601,8 +601,8 @@ DEVICE void apply_mask(S& s, const Keys& keys, const Step& step, int query, cons
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int k = first.k + 16 * m + i / 2 * 8;
-        const int q = min(first.q + 8 * j + i % 2, p.q_len - 1);
-        const bool visible = keep(keys.b, step.head, q, min(k, keys.k_last), p);
+        const int q = first.q + 8 * j + i % 2;
+        const bool visible = keep(keys.b, step.head, q, k, p);
         if (k > keys.k_last || !visible) s[m][j][i] = MINUS_INFINITY;
       }
 }

@@ -435,8 +435,8 @@ DEVICE void apply_score(S& s, const Rows& rows, int first, const Params& p) {
     for (int m = 0; m < M; m++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int q = min(q0 + 16 * m + i / 2 * 8, rows.q_last);
-        const int k = min(k0 + 8 * j + i % 2, p.kv_len - 1);
+        const int q = q0 + 16 * m + i / 2 * 8;
+        const int k = k0 + 8 * j + i % 2;
         s[m][j][i] = score(p.scale * s[m][j][i], rows.b, rows.h, q, k, p);
       }
   }
@@ -453,8 +453,8 @@ DEVICE void apply_mask(S& s, const Rows& rows, int first, const Params& p) {
     for (int m = 0; m < M; m++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int q = min(q0 + 16 * m + i / 2 * 8, rows.q_last);
-        const int k = min(k0 + 8 * j + i % 2, p.kv_len - 1);
+        const int q = q0 + 16 * m + i / 2 * 8;
+        const int k = k0 + 8 * j + i % 2;
         if (!keep(rows.b, rows.h, q, k, p)) s[m][j][i] = MINUS_INFINITY;
       }
   }

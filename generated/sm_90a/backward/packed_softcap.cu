@@ -931,7 +931,7 @@ struct Consumer {
   // Whether element i has a key that the mask shows.  Without branches: a document mask lost 1 us per step by them.
   DEVICE bool is_visible(int i, const Position& first, const SharedStep& step) {
     const bool is_key = first.k + i / 2 % 2 * 8 <= shared.keys.k_last;
-    const int q = min(first.q + i / 4 * 8 + i % 2, p.q_len - 1), k = min(first.k + i / 2 % 2 * 8, shared.keys.k_last);
+    const int q = first.q + i / 4 * 8 + i % 2, k = first.k + i / 2 % 2 * 8;
     return is_key & keep(shared.keys.b, step.head, q, k, mask_operands(i, first, step), p);
   }
 
@@ -947,8 +947,7 @@ struct Consumer {
         float probability[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          const int i = 4 * j + 2 * r + e, q = min(first.q + i / 4 * 8 + i % 2, p.q_len - 1),
-              k = min(first.k + i / 2 % 2 * 8, shared.keys.k_last);
+          const int i = 4 * j + 2 * r + e, q = first.q + i / 4 * 8 + i % 2, k = first.k + i / 2 % 2 * 8;
           const float x = p.scale * s[i], y = score(x, shared.keys.b, step.head, q, k, p);
           probability[e] = ex2(fmaf(y, LOG2E, e == 0 ? -row_lse.x : -row_lse.y));
           s[i] = probability[e] == 0.f ? 0.f : probability[e] * slope(x, shared.keys.b, step.head, q, k, p);

@@ -730,7 +730,7 @@ struct Consumer {
     const Position first = position_of(step);
 #pragma unroll
     for (int i = 0; i < TILE_Q / 2; i++) {
-      const int q = min(first.q + i / 4 * 8 + i % 2, p.q_len - 1), k = min(first.k + i / 2 % 2 * 8, shared.keys.k_last);
+      const int q = first.q + i / 4 * 8 + i % 2, k = first.k + i / 2 % 2 * 8;
       s[i] = score(p.scale * s[i], shared.keys.b, step.head, q, k, p);
     }
   }

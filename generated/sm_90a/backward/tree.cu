@@ -866,7 +866,7 @@ struct Consumer {
   // Whether element i has a key that the mask shows.  Without branches: a document mask lost 1 us per step by them.
   DEVICE bool is_visible(int i, const Position& first, const SharedStep& step) {
     const bool is_key = first.k + i / 2 % 2 * 8 <= shared.keys.k_last;
-    const int q = min(first.q + i / 4 * 8 + i % 2, p.q_len - 1), k = min(first.k + i / 2 % 2 * 8, shared.keys.k_last);
+    const int q = first.q + i / 4 * 8 + i % 2, k = first.k + i / 2 % 2 * 8;
     return is_key & keep(shared.keys.b, step.head, q, k, p);
   }
 

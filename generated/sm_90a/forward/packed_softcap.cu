@@ -830,13 +830,13 @@ struct Consumer {
     v_ring.passed++;
   }
 
-  // The query and the key of element i of S, inside the problem.
+  // The query and the key of element i of S.
   DEVICE int query(const Work& work, int i) {
-    return min(work.q_tile * TILE_Q + row + i / 2 % 2 * 8, p.q_len - 1);
+    return work.q_tile * TILE_Q + row + i / 2 % 2 * 8;
   }
 
   DEVICE int key(int tile, int i) {
-    return min(tile * TILE_KV + column + i / 4 * 8 + i % 2, p.kv_len - 1);
+    return tile * TILE_KV + column + i / 4 * 8 + i % 2;
   }
 
   // S becomes tanh(scale * S / cap): the cap joins the factor of the exponent.  Each score by its own argument; where
@@ -872,7 +872,7 @@ struct Consumer {
     const int first = step.tile * TILE_KV + threadIdx.x % 32;
 #pragma unroll
     for (int j = 0; j < (TILE_KV + 31) / 32; j++) {
-      const int k = min(first + 32 * j, p.kv_len - 1);
+      const int k = first + 32 * j;
       doc_k[j] = look_up_doc_k(work.b, k, p);
     }
 #pragma unroll

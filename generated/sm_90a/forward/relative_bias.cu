@@ -663,13 +663,13 @@ struct Consumer {
     v_ring.passed++;
   }
 
-  // The query and the key of element i of S, inside the problem.
+  // The query and the key of element i of S.
   DEVICE int query(const Work& work, int i) {
-    return min(work.q_tile * TILE_Q + row + i / 2 % 2 * 8, p.q_len - 1);
+    return work.q_tile * TILE_Q + row + i / 2 % 2 * 8;
   }
 
   DEVICE int key(int tile, int i) {
-    return min(tile * TILE_KV + column + i / 4 * 8 + i % 2, p.kv_len - 1);
+    return tile * TILE_KV + column + i / 4 * 8 + i % 2;
   }
 
   // S becomes score(scale * S).

@@ -347,8 +347,8 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         why = f"elements that the mask reads by the queries of {LOOKUP_STAGES} tiles, and by keys"
         parts.append(Part(name="lookups", amount=sum(count * item for count, item in sizes), why=why))
     if kept := request.profile.gathered:
-        amount = kept * WARPGROUPS * (4 * 32 * 4 + 4 * 8)
-        why = f"{kept} x (float32 a thread of consumers, int64 a warp): sums for gradients of captured tensors"
+        amount = kept * WARPGROUPS * (2 * ROWS * 4 + 4 * 16)
+        why = f"{kept} x (float32 a thread of the consumers, 16 bytes a warp): sums for gradients of captured tensors"
         parts.append(Part(name="kept sums", amount=amount, why=why))
     control = program(c, request).shared_bytes(programs.ALIGNMENT) - total(parts)
     parts.append(Part(name="control", amount=control, why="barriers and messages"))

@@ -480,8 +480,8 @@ def _backward_members(
         count = Axis(size=kept_sums, text=str(kept_sums))
         of_warps = count, Axis(size=2 * WARPS, text="WARPS")
         of_threads = count, Axis(size=2 * WARPS * WARP, text=f"{WARP} * WARPS")
-        yield declared(Member(ctype="i64", name="kept_of", size=8, alignment=8, axes=of_warps), note="of a warp")
-        yield declared(_words("float", "kept", *of_threads), note="sums of captured gradients")
+        yield declared(Member(ctype="Kept", name="kept", size=16, alignment=8, axes=of_warps))
+        yield declared(_words("float", "kept_sum", *of_threads), note="sums of captured gradients")
     yield declared(Member(ctype="Keys", name="keys", size=24, alignment=4))
     if layout.own:
         yield declared(Member(ctype="Sequence", name="sequence", size=24 if layout.joined else 16, alignment=4))

@@ -126,6 +126,24 @@ DEVICE void load_tile(
   }
 }
 
+// ---------------------------------------------------------------- sums of a warp by query, and by distance q - k
+// The distances of a warp, 8 at a time, and those whose sums end in one lane.
+template <int M, int N>
+constexpr int DISTANCES = 2 * M + N;
+
+// Sums over what this lane has of one distance: sum[s][e] is 8 (s - 2 M + 1) + e further apart than element 0.
+template <int M, int N>
+DEVICE void sum_diagonals(float (&sum)[DISTANCES<M, N> - 1][2], const float (&x)[M][N][4]) {
+#pragma unroll
+  for (int s = 0; s < DISTANCES<M, N> - 1; s++) sum[s][0] = sum[s][1] = -0.f;  // what is added to it is the sum
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[2 * (M - m) - 1 + j - i / 2][i % 2] += x[m][j][i];
+}
+
 // ---------------------------------------------------------------- what is known of a tile
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
 
@@ -227,6 +245,16 @@ DEVICE void gain_slopes(i64 index, float x, const Params& p) {
   red_add_f32(p.grad_slopes + index, x);
 }
 
+// Were the sums of tiles added to memory one by one, blocks would wait for each other's additions to few elements: at
+// 4,096 tokens `alibi` took 1.4 times as long on an H100, a table of 32 buckets of distances 6 times.  So each lane
+// keeps
+// a sum of what its tiles have for the same element: `of`, or the head where that selects it.  `alike`: all of a tile
+// is.
+struct Kept {
+  i64 of;
+  bool alike;
+};
+
 // d score / d slopes[...], and which element of it that is
 DEVICE float slope_slopes(int b, int h, int q, int k, const Params& p) {
   return -float(q - k);
@@ -236,28 +264,45 @@ DEVICE i64 index_slopes(int b, int h, int q, int k, const Params& p) {
   return i64(clamp_index(h, p.size0_slopes));
 }
 
-// What an element of dS adds to the gradient of slopes: the loss's gain with the score times the score's with
-// an element of slopes; nothing where P is 0.
-DEVICE float part_of_slopes(
-    float ds, int b, int h, int q, int k, const Params& p) {
-  return ds == 0.f ? 0.f : ds * slope_slopes(b, h, q, k, p);
+// What a sum of dS adds to the gradient of slopes: the loss's gain with the score times the score's with an
+// element of slopes.
+DEVICE float part_of_slopes(float ds, int b, int h, int q, int k, const Params& p) {
+  return ds * slope_slopes(b, h, q, k, p);
+}
+
+// What a warp has of an element goes to memory.
+DEVICE void flush_slopes(const Kept& kept, float& sum, int b, const Params& p) {
+  if (!__any_sync(~0u, sum != 0.f)) return;
+  float all = sum;
+#pragma unroll
+  for (int lane = 1; lane < 32; lane *= 2) all += __shfl_xor_sync(~0u, all, lane);
+  if (threadIdx.x % 32 == 0) gain_slopes(index_slopes(b, kept.of, 0, 0, p), all, p);
+  sum = 0.f;
+}
+
+// Before a tile whose element 0 of this lane lies at (q, k): what is kept of another head than the tile's goes to
+// memory.
+template <int M, int N>
+DEVICE void turn_slopes(Kept& kept, float& sum, int b, int h, int q, int k, const Params& p) {
+  const int of = h;
+  if (of != kept.of) flush_slopes(kept, sum, b, p);
+  kept = {of, true};
+  __syncwarp();
 }
 
 // All of this lane, [m][j][i] being element i of 16 keys by 8 queries of S^T; element 0 lies at (q, k).
 template <int M, int N>
-DEVICE void accumulate_slopes(const float (&ds)[M][N][4], int b, int h, int q, int k, const Params& p) {
-  // One sum per tile.
+DEVICE void accumulate_slopes(const float (&ds)[M][N][4], int b, int h, int q, int k, const Kept& kept, float& kept_sum,
+    const Params& p) {
+  float of_distance[DISTANCES<M, N> - 1][2];
+  sum_diagonals<M, N>(of_distance, ds);
   float sum = 0.f;
 #pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int j = 0; j < N; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) sum += part_of_slopes(ds[m][j][i], b, h, q + 8 * j + i % 2, k + 16 * m + i / 2 * 8,
-          p);
-#pragma unroll
-  for (int lane = 1; lane < 32; lane *= 2) sum += __shfl_xor_sync(~0u, sum, lane);
-  if (threadIdx.x % 32 == 0) gain_slopes(index_slopes(b, h, 0, 0, p), sum, p);
+  for (int i = 0; i < 2 * DISTANCES<M, N> - 2; i++) {
+    const int apart = 8 * (i / 2 - 2 * M + 1) + i % 2;
+    sum += part_of_slopes(of_distance[i / 2][i % 2], b, h, q + max(apart, 0), k - min(apart, 0), p);
+  }
+  kept_sum += sum;
 }
 
 // ---------------------------------------------------------------- before the products: what each row needs
@@ -675,12 +720,16 @@ attention_backward(const __grid_constant__ Params p) {
 
   Gradient<QK_COLUMNS> dk = {};
   Gradient<V_COLUMNS> dv = {};
+  Kept kept_slopes = {};
+  float sum_of_slopes = 0.f;
 #pragma unroll 1
   for (int i = 0, stage = 0; is_left(step, keys); i++, stage = stage + 1 == STAGES ? 0 : stage + 1) {
     renew(keys.b, keys.end_head, keys.k_first, keys.k_last);
 #pragma unroll 1
     for (int query = 0; query < TILE_Q; query += QUERIES)
     {
+      const Position element = position_of(keys, step, query);
+      turn_slopes<M, QUERIES / 8>(kept_slopes, sum_of_slopes, keys.b, step.head, element.q, element.k, p);
       S s = {}, dp = {};
       Operand p_rounded, ds_rounded;
       multiply_scores(s, shared.k, shared.q[stage], query);
@@ -690,7 +739,7 @@ attention_backward(const __grid_constant__ Params p) {
       differentiate(
           dp, s, p_rounded, hidden, &shared.lse[stage][query], &shared.delta[stage][query], keys,
           step, query, p);
-      accumulate_slopes(dp, keys.b, step.head, first.q, first.k, p);
+      accumulate_slopes(dp, keys.b, step.head, first.q, first.k, kept_slopes, sum_of_slopes, p);
       round(ds_rounded, dp);
       share(shared.ds[i % BUFFERS], ds_rounded, query);
       multiply_gradient(dv, p_rounded, shared.d_o[stage], query);
@@ -703,6 +752,7 @@ attention_backward(const __grid_constant__ Params p) {
     load_queries(shared, stage, next_step(step, keys, p), keys, p);
     add_dq(dq_sum, shared.ds[i % BUFFERS], shared.k);
   }
+  flush_slopes(kept_slopes, sum_of_slopes, keys.b, p);
   __syncthreads();
   const Keys mine = keys_of_block(p);  // anew: only b and the first key are kept through the loop
   bf16* dk_out = p.dk + mine.b * p.dk_batch + mine.kv_head * p.dk_head + mine.k_first * p.dk_row;

@@ -7,7 +7,8 @@
 // tile     64 queries x 128 keys, 2 stages
 // roles    1 loader, 3 idle warps of 24 registers per thread; 8 consumer warps of 240
 // launch   overlapping: each kernel of a call starts while the one before it on the stream ends, and waits for it
-// shared   k 32768 + v 32768 + q 32768 + d_o 32768 + ds 32768 + lse, delta 1024 + control 1024 = 165888 bytes
+// shared   k 32768 + v 32768 + q 32768 + d_o 32768 + ds 32768 + lse, delta 1024 + kept sums 1152 + control 896 =
+//          166912 bytes
 // made by  flashgen emit alibi --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 64x128
 //          --stages 2 --backward --gradient slopes
 
@@ -254,6 +255,24 @@ DEVICE u32 cvt_bf16x2(float low, float high) {
 // A stored element as a float.
 DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }
 
+// ---------------------------------------------------------------- sums of a warp by query, and by distance q - k
+// The distances of a warp, 8 at a time, and those whose sums end in one lane.
+template <int M, int N>
+constexpr int DISTANCES = 2 * M + N;
+
+// Sums over what this lane has of one distance: sum[s][e] is 8 (s - 2 M + 1) + e further apart than element 0.
+template <int M, int N>
+DEVICE void sum_diagonals(float (&sum)[DISTANCES<M, N> - 1][2], const float (&x)[M][N][4]) {
+#pragma unroll
+  for (int s = 0; s < DISTANCES<M, N> - 1; s++) sum[s][0] = sum[s][1] = -0.f;  // what is added to it is the sum
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[2 * (M - m) - 1 + j - i / 2][i % 2] += x[m][j][i];
+}
+
 // ---------------------------------------------------------------- rings of shared-memory stages
 // The two barriers of each stage.
 template <int STAGES> struct Pipe { u64 full[STAGES], empty[STAGES]; };
@@ -394,6 +413,16 @@ DEVICE void gain_slopes(i64 index, float x, const Params& p) {
   red_add_f32(p.grad_slopes + index, x);
 }
 
+// Were the sums of tiles added to memory one by one, blocks would wait for each other's additions to few elements: at
+// 4,096 tokens `alibi` took 1.4 times as long on an H100, a table of 32 buckets of distances 6 times.  So each lane
+// keeps
+// a sum of what its tiles have for the same element: `of`, or the head where that selects it.  `alike`: all of a tile
+// is.
+struct Kept {
+  i64 of;
+  bool alike;
+};
+
 // d score / d slopes[...], and which element of it that is
 DEVICE float slope_slopes(int b, int h, int q, int k, const Params& p) {
   return -float(q - k);
@@ -403,28 +432,45 @@ DEVICE i64 index_slopes(int b, int h, int q, int k, const Params& p) {
   return i64(clamp_index(h, p.size0_slopes));
 }
 
-// What an element of dS adds to the gradient of slopes: the loss's gain with the score times the score's with
-// an element of slopes; nothing where P is 0.
-DEVICE float part_of_slopes(
-    float ds, int b, int h, int q, int k, const Params& p) {
-  return ds == 0.f ? 0.f : ds * slope_slopes(b, h, q, k, p);
+// What a sum of dS adds to the gradient of slopes: the loss's gain with the score times the score's with an
+// element of slopes.
+DEVICE float part_of_slopes(float ds, int b, int h, int q, int k, const Params& p) {
+  return ds * slope_slopes(b, h, q, k, p);
+}
+
+// What a warp has of an element goes to memory.
+DEVICE void flush_slopes(const Kept& kept, float& sum, int b, const Params& p) {
+  if (!__any_sync(~0u, sum != 0.f)) return;
+  float all = sum;
+#pragma unroll
+  for (int lane = 1; lane < 32; lane *= 2) all += __shfl_xor_sync(~0u, all, lane);
+  if (threadIdx.x % 32 == 0) gain_slopes(index_slopes(b, kept.of, 0, 0, p), all, p);
+  sum = 0.f;
+}
+
+// Before a tile whose element 0 of this lane lies at (q, k): what is kept of another head than the tile's goes to
+// memory.
+template <int M, int N>
+DEVICE void turn_slopes(Kept& kept, float& sum, int b, int h, int q, int k, const Params& p) {
+  const int of = h;
+  if (of != kept.of) flush_slopes(kept, sum, b, p);
+  kept = {of, true};
+  __syncwarp();
 }
 
 // All of this lane, [m][j][i] being element i of 16 keys by 8 queries of S^T; element 0 lies at (q, k).
 template <int M, int N>
-DEVICE void accumulate_slopes(const float (&ds)[M][N][4], int b, int h, int q, int k, const Params& p) {
-  // One sum per tile.
+DEVICE void accumulate_slopes(const float (&ds)[M][N][4], int b, int h, int q, int k, const Kept& kept, float& kept_sum,
+    const Params& p) {
+  float of_distance[DISTANCES<M, N> - 1][2];
+  sum_diagonals<M, N>(of_distance, ds);
   float sum = 0.f;
 #pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int j = 0; j < N; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) sum += part_of_slopes(ds[m][j][i], b, h, q + 8 * j + i % 2, k + 16 * m + i / 2 * 8,
-          p);
-#pragma unroll
-  for (int lane = 1; lane < 32; lane *= 2) sum += __shfl_xor_sync(~0u, sum, lane);
-  if (threadIdx.x % 32 == 0) gain_slopes(index_slopes(b, h, 0, 0, p), sum, p);
+  for (int i = 0; i < 2 * DISTANCES<M, N> - 2; i++) {
+    const int apart = 8 * (i / 2 - 2 * M + 1) + i % 2;
+    sum += part_of_slopes(of_distance[i / 2][i % 2], b, h, q + max(apart, 0), k - min(apart, 0), p);
+  }
+  kept_sum += sum;
 }
 
 // ---------------------------------------------------------------- dq: sums in memory, which blocks add to in any order
@@ -635,11 +681,13 @@ struct alignas(1024) Shared {
   ScoreTile ds[2];
   float lse[STAGES][TILE_Q], delta[STAGES][TILE_Q];
   SharedStep step[STAGES];
+  Kept kept[1][WARPS];
+  float kept_sum[1][32 * WARPS];  // sums of captured gradients
   Keys keys;
   Pipe<STAGES> pipe;  // full: of q, lse and the step; empty: of all
   u64 d_o_full[STAGES], k_full, v_full, ds_full[2];
 };
-static_assert(sizeof(Shared) == 165888, "what the plan counted");
+static_assert(sizeof(Shared) == 166912, "what the plan counted");
 
 // ---------------------------------------------------------------- loader: one thread that copies tiles to consumers
 struct Loader {
@@ -879,12 +927,20 @@ struct Consumer {
     }
   }
 
+  // Before the scores of a step, when registers are free
+  DEVICE void turn_to_captured(const SharedStep& step) {
+    const Position first = position_of(step);
+    turn_slopes<1, TILE_Q / 8>(shared.kept[0][thread_index() / 32 - 4], shared.kept_sum[0][thread_index() - 128],
+        shared.keys.b, step.head, first.q, first.k, p);
+  }
+
   // The gradients of captured tensors gain what dS says; then it is rounded, for which no register was left before.
   DEVICE void add_to_captured(const S& gain) {
     const SharedStep& step = shared.step[ring.stage()];
     const Position first = position_of(step);
     auto& blocks = *(const float (*)[1][TILE_Q / 8][4])&gain;
-    accumulate_slopes(blocks, shared.keys.b, step.head, first.q, first.k, p);
+    accumulate_slopes(blocks, shared.keys.b, step.head, first.q, first.k, shared.kept[0][thread_index() / 32 - 4],
+        shared.kept_sum[0][thread_index() - 128], p);
 #pragma unroll
     for (int i = 0; i < TILE_Q / 4; i++) ds[i] = cvt_bf16x2(gain[2 * i], gain[2 * i + 1]);
   }
@@ -920,6 +976,7 @@ struct Consumer {
     await_full(shared.pipe, ring);
     issue_scores<QK_COLUMNS>(s, shared.k, shared.q[stage]);
     const SharedStep now = shared.step[stage];
+    turn_to_captured(now);
     wgmma_wait_group<1>();
     pin(dk);
     pin_fragments(ds);
@@ -978,6 +1035,8 @@ struct Consumer {
   DEVICE void run() {
     // There is no step before the first: its dS is 0.
     for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) ((Chunk*)shared.ds[0][warpgroup])[i] = {};
+    shared.kept[0][thread_index() / 32 - 4] = {};
+    shared.kept_sum[0][thread_index() - 128] = 0.f;
     announce_ds(ds_ring());
     await_full(shared.pipe, ring);
     if (shared.step[0].tile >= 0) {
@@ -997,6 +1056,7 @@ struct Consumer {
       add_dq(dq);
     }
     const Keys keys = shared.keys;
+    flush_slopes(shared.kept[0][thread_index() / 32 - 4], shared.kept_sum[0][thread_index() - 128], keys.b, p);
     store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, dv,
         1.f, keys);
     store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, dk,
