@@ -3,6 +3,7 @@
 import numpy as np
 import ptx_backward
 import pytest
+from ptx_attention import replace
 
 import flashgen as fg
 from flashgen.lang.load import load_spec
@@ -90,3 +91,74 @@ def test_gradients_of_captured_tensors_are_right(name):
     )
     assert work.plan.pipeline == "hopper"
     ptx_backward.check(work)
+
+
+def bucketed_work(**options):
+    variant, gradients, head_dim = CASES["bucketed"]
+    shape = {"head_dim": head_dim, "q_len": 200, "kv_len": 260, "heads": 2, "kv_heads": 1, "batch": 1} | options
+    return ptx_backward.Backward(variant, gradients=gradients, **shape)
+
+
+@pytest.mark.sampled("hopper-options0", "ampere-options1")
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"dropout": ptx_backward.DROPOUT}])
+@pytest.mark.parametrize("pipeline", ["hopper", "ampere"])
+def test_what_many_distances_select_is_kept_from_tile_to_tile(pipeline, options):
+    """Tiles of one bucket, of a few and of many; two heads that share keys, of which a block has both."""
+    work = bucketed_work(pipeline=pipeline, **options)
+    assert work.plan.pipeline == pipeline
+    ptx_backward.check(work)
+
+
+def test_an_element_is_added_to_less_often_than_tiles_read_it():
+    """`of_bucket`: a warp's additions are those of few tiles near the diagonal, not of all distances of all tiles."""
+    variant = fg.variant(score=lambda s, b, h, q, k: s + of_bucket[fg.clamp(bucket[k - q + 256], 14, 15), h])
+    work = ptx_backward.Backward(
+        variant, pipeline="hopper", head_dim=64, q_len=128, kv_len=128, heads=1, batch=1, gradients=("of_bucket",)
+    )
+    result = work.run()
+    assert work.wrong(result) == []
+    added = result.reports["attention_backward"].bytes("red", buffer="grad_of_bucket") // 4
+    warps, steps = 8, -(-128 // work.plan.tile.q)
+    assert 0 < added <= 6 * warps * steps
+
+
+ANOTHER = "if (of != kept.of)"
+MUTATIONS = {
+    "rows of lanes by four": replace("by_four = lane ^ 18", "by_four = lane ^ 16"),
+    "rows of lanes by two": replace("(lane + 1 - row / 2 % 2 * 2 & 3)", "(lane & 3)"),
+    "rows of lanes by one": replace("(lane - row % 2 & 3)", "(lane & 3)"),
+    "not moved by a multiple of 8": replace("before ? low : high", "high"),
+    "an odd distance": replace("+ (2 * lane - row & 7)", "+ (2 * lane & 7)"),
+    "not added when another begins": replace(f"{ANOTHER} flush_of_bucket(kept, sum, p);", f"{ANOTHER} sum = 0.f;"),
+    "never another": replace(f"{ANOTHER} flush_of_bucket(kept, sum, p);", ""),
+    "not added at the end": replace(
+        "flush_of_bucket(shared.kept[0][thread_index() / 32 - 4], shared.kept_sum[0][thread_index() - 128], p);", ""
+    ),
+    "not alike": replace("alike &= index_of_bucket(b, h, q, k, p) == of;", "alike &= true;"),
+    "taken twice": replace("      taken += sum[i];\n      sum[i] = 0.f;", "      taken += sum[i];"),
+}
+
+
+@pytest.mark.sampled("rows of lanes by one", "not alike")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_of_sums_are_noticed(name):
+    work = bucketed_work(pipeline="hopper")
+    assert work.wrong(work.run(MUTATIONS[name]))
+
+
+QUERY_MUTATIONS = {
+    "halves swapped": replace("(row % 2 ? high : low)", "(row % 2 ? low : high)"),
+    "another query": replace("row % 2 * 4 + row / 2 % 2 * 2 + row / 4", "row % 2 * 4 + row / 4 * 2 + row / 2 % 2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, *QUERY_MUTATIONS])
+def test_sums_by_query(name):
+    variant, gradients, head_dim = CASES["by_both"]
+    work = ptx_backward.Backward(
+        variant, pipeline="hopper", head_dim=head_dim, q_len=100, kv_len=70, heads=1, gradients=gradients
+    )
+    assert bool(work.wrong(work.run(*[QUERY_MUTATIONS[name]] if name else []))) == (name is not None)
