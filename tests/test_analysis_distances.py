@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from random_masks import MOST, drawn, integers, random_case, w
+from random_masks import drawn, integers, random_case, w
 
 import flashgen as fg
-from flashgen.analysis.distances import Distances, Seen
+from flashgen.analysis.distances import Distances, Seen, in_blocks
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.expr import walk
 
@@ -46,6 +46,20 @@ def index_of(function):
     return load.operands[0]
 
 
+def assert_seen(found, root, case, rows, columns):
+    """What a value is said to see is all that it sees, over these queries and keys."""
+    places = {"b": 0, "h": 0, "q": np.array(rows, int)[:, None], "k": np.array(columns, int)}
+    value = evaluate(root, **places, sizes=case.sizes, params=case.params, tensors=case.tensors)
+    value = np.broadcast_to(value, (len(rows), len(columns)))
+    if found in (Seen.NOTHING, Seen.DISTANCE):
+        offsets = range(1 - len(rows), len(columns))
+        assert all(len(set(np.diagonal(value, offset).tolist())) == 1 for offset in offsets if value.size)
+    if found in (Seen.NOTHING, Seen.QUERY):
+        assert (value == value[:, :1]).all()
+    if found in (Seen.NOTHING, Seen.KEY):
+        assert (value == value[:1]).all()
+
+
 @pytest.mark.parametrize("name", ROOTS)
 def test_what_an_index_sees(name):
     function, seen = ROOTS[name]
@@ -62,16 +76,47 @@ def test_what_sees_the_distance_alone_is_the_same_wherever_a_pair_lies(data):
         assume(False)
     found = Distances().seen(root)
     case, _ = random_case(source)
-    at = np.arange(MOST)
-    places = {"b": 0, "h": 0, "q": at[:, None], "k": at}
-    value = evaluate(root, **places, sizes=case.sizes, params=case.params, tensors=case.tensors)
-    value = np.broadcast_to(value, (MOST, MOST))
-    if found in (Seen.NOTHING, Seen.DISTANCE):
-        assert all(len(set(np.diagonal(value, offset).tolist())) == 1 for offset in range(1 - MOST, MOST))
-    if found in (Seen.NOTHING, Seen.QUERY):
-        assert (value == value[:, :1]).all()
-    if found in (Seen.NOTHING, Seen.KEY):
-        assert (value == value[:1]).all()
+    assert_seen(found, root, case, range(case.sizes["q_len"]), range(case.sizes["kv_len"]))
+
+
+WITHIN = {
+    "quotients": (lambda b, h, q, k: q // 64 - k // 32, 64, Seen.NOTHING),
+    "an image's rows": (lambda b, h, q, k: q // 32 - k // 32, 32, Seen.NOTHING),
+    "an image": (lambda b, h, q, k: (q // 48 - k // 48) * 95 + q % 48 - k % 48, 16, Seen.DISTANCE),
+    "an image of 8": (lambda b, h, q, k: (q // 8 - k // 16) * 15 + q % 8 - k % 16, 8, Seen.DISTANCE),
+    "a query, and a block of keys": (lambda b, h, q, k: q * 16 + k // 16, 64, Seen.QUERY),
+    "a key, and a block of queries": (lambda b, h, q, k: (q + 32) // 32 * 256 + k, 32, Seen.KEY),
+    "an image of 12": (lambda b, h, q, k: q // 12 - k // 12, 0, Seen.PAIR),
+    "keys of 8": (lambda b, h, q, k: q // 64 - k // 8, 64, Seen.KEY),
+    "both": (lambda b, h, q, k: q % 64 * 64 + k % 64, 0, Seen.PAIR),
+    "the distance anywhere": (lambda b, h, q, k: q - k, 0, Seen.DISTANCE),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_what_an_index_sees_in_blocks(name):
+    function, queries, seen = WITHIN[name]
+    load = fg.variant(score=lambda s, b, h, q, k: s + flat[function(b, h, q, k)]).score_node.operands[1]
+    within, block = in_blocks(load, aligned=True)
+    assert (block, within.seen(load)) == (queries, seen)
+    anywhere, block = in_blocks(load, aligned=False)
+    assert block == 0 and (anywhere.seen(load) is Seen.PAIR) == (queries > 0 or seen is Seen.PAIR)
+
+
+@given(st.data())
+def test_what_is_seen_in_blocks_holds_in_each(data):
+    source = drawn(data)
+    queries, keys = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.sampled_from([2, 4, 8]))
+    try:
+        root = index_of(integers(source, 3))
+    except fg.errors.SpecError:
+        assume(False)
+    found = Distances(queries, keys).seen(root)
+    case, _ = random_case(source)
+    for q_first, k_first in [(0, 0), (queries, 0), (2 * queries, keys), (0, 3 * keys)]:
+        rows = range(q_first, min(q_first + queries, case.sizes["q_len"]))
+        columns = range(k_first, min(k_first + keys, case.sizes["kv_len"]))
+        assert_seen(found, root, case, rows, columns)
 
 
 @pytest.mark.parametrize(

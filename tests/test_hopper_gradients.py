@@ -50,6 +50,25 @@ def bucketed(b, h, q, k):
     return abs(q - k) < 200
 
 
+offset = fg.tensor("offset", dims=("heads", None), dtype="float32", example=normal("heads", 31 * 63))
+by_rows = fg.tensor("by_rows", dims=("q", None), dtype="float32", example=normal("q_len", 17))
+of_blocks = fg.tensor("of_blocks", dims=(None, None), dtype="float32", example=normal(5, 5))
+of_columns = fg.tensor("of_columns", dims=(None, "kv"), dtype="float32", example=normal(9, "kv_len"))
+
+
+def in_image(width):
+    def score(s, b, h, q, k):
+        down, across = q // width - k // width + 15, q % width - k % width + width - 1
+        return s + offset[h, down * (2 * width - 1) + across] * fg.where(q % 2 == 0, 1.0, 0.5)
+
+    return fg.variant(score=score, name=f"image_{width}")
+
+
+@fg.variant(score=lambda s, b, h, q, k: s + by_rows[q, k // 16] + of_blocks[q // 64, k // 64] + of_columns[q // 32, k])
+def in_blocks(b, h, q, k):
+    return k <= q
+
+
 by_pair = fg.variant(score=lambda s, b, h, q, k: s + pairs[q, k], name="by_pair")
 by_both = fg.variant(score=lambda s, b, h, q, k: s + of_q[h, q] * of_k[h, k], name="by_both")
 near = fg.variant(score=lambda s, b, h, q, k: s + distance(h, q, k), name="near")
@@ -58,6 +77,9 @@ CASES = {
     "by_both": (by_both, ("of_q", "of_k"), 64),
     "near": (near, ("table",), 128),
     "bucketed": (bucketed, ("of_bucket", "straight"), 64),
+    "image_32": (in_image(32), ("offset",), 64),
+    "image_16": (in_image(16), ("offset",), 128),
+    "in_blocks": (in_blocks, ("by_rows", "of_blocks", "of_columns"), 64),
     "by_pair": (by_pair, ("pairs",), 128),
     "masked": (load_spec("document") & near, ("table",), 128),
 }
@@ -91,6 +113,17 @@ def test_gradients_of_captured_tensors_are_right(name):
     )
     assert work.plan.pipeline == "hopper"
     ptx_backward.check(work)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled("ampere-image_16")
+@pytest.mark.parametrize("name", ["image_32", "image_16", "in_blocks"])
+@pytest.mark.parametrize("pipeline", ["hopper", "ampere"])
+def test_what_blocks_select_alike_is_summed_in_them(pipeline, name):
+    """Lengths that end inside of a block; two heads that share keys."""
+    variant, gradients, head_dim = CASES[name]
+    shape = {"head_dim": head_dim, "q_len": 150, "kv_len": 203, "heads": 2, "kv_heads": 1, "batch": 1}
+    ptx_backward.check(ptx_backward.Backward(variant, pipeline=pipeline, gradients=gradients, **shape))
 
 
 def bucketed_work(**options):

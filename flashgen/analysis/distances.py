@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
+from flashgen.analysis.cells import single
 from flashgen.analysis.linear import Algebra, K, Linear, Q, term
-from flashgen.lang.expr import Node, depends_on
+from flashgen.lang.build import apply
+from flashgen.lang.expr import Node
 
 
 class Seen(enum.Enum):
@@ -17,33 +20,36 @@ class Seen(enum.Enum):
     DISTANCE = "distance"
     PAIR = "pair"
 
+    def beside(self, other: Seen) -> Seen:
+        """What a function of two values sees."""
+        if Seen.NOTHING in (self, other):
+            return other if self is Seen.NOTHING else self
+        return self if self is other else Seen.PAIR
+
 
 class Distances:
-    """What stays as it is where a query and a key move together by any number; each fact is found once."""
+    """What values see anywhere, or within blocks of `queries` x `keys` that start at multiples of both; each fact is
+    found once.
 
-    def __init__(self) -> None:
+    In a block q // 64 and k // 64 may be one number each, and then q % 64 - k % 64 is a distance.
+    """
+
+    def __init__(self, queries: int = 0, keys: int = 0) -> None:
         self._algebra = Algebra()
-        self._known: dict[Node, bool] = {}
+        self._block = {"q": queries, "k": keys} if queries else None
+        self._known: dict[Node, Seen] = {Q: Seen.QUERY, K: Seen.KEY}
 
-    def __call__(self, root: Node) -> bool:
-        """Whether a node depends on q and k through q - k alone, or on neither."""
+    def seen(self, root: Node) -> Seen:
+        """What of query and key a value depends on."""
         stack = [root]
         while stack:
             n = stack[-1]
-            missing = [m for m in self._made_of(n) if m not in self._known]
-            if n in self._known or not missing:
-                self._known.setdefault(n, self._moves_with(n))
+            missing = [] if n in self._known else [m for m in self._made_of(n) if m not in self._known]
+            if not missing:
+                self._known.setdefault(n, self._seen(n))
                 stack.pop()
-            else:
-                stack.extend(missing)
+            stack.extend(missing)
         return self._known[root]
-
-    def seen(self, n: Node) -> Seen:
-        """What of query and key a node depends on."""
-        by_query, by_key = depends_on(n, "q"), depends_on(n, "k")
-        if by_query and by_key:
-            return Seen.DISTANCE if self(n) else Seen.PAIR
-        return Seen.QUERY if by_query else Seen.KEY if by_key else Seen.NOTHING
 
     def gathers(self, load: Node) -> bool:
         """Whether many pairs of a tile may read one element, whichever query and key they have: nothing of the pair
@@ -55,17 +61,60 @@ class Distances:
         """Whether an index is another one at each distance, but for those below 0, which may count from the end."""
         if index.op == "where" and index.operands[0].op == "lt" and index.operands[0].operands[0] is index.operands[2]:
             return self._steep(index.operands[2])
-        return index.dtype.is_int and Q in self._form(index).terms
+        return Q in self._form(index).terms
 
-    def _form(self, n: Node) -> Linear:
-        return self._algebra.form(n) if n.dtype.is_int else term(n)
+    def _seen(self, n: Node) -> Seen:
+        if n.op == "score":
+            return Seen.PAIR
+        terms, others = self._form(n).terms, _all(self._known[m] for m in self._made_of(n))
+        of_q, of_k = terms.get(Q, 0), terms.get(K, 0)
+        if of_q + of_k == 0:
+            return others.beside(Seen.DISTANCE if of_q else Seen.NOTHING)
+        return _all([others, Seen.QUERY if of_q else Seen.NOTHING, Seen.KEY if of_k else Seen.NOTHING])
 
     def _made_of(self, n: Node) -> tuple[Node, ...]:
-        """What decides: the terms of a sum but q and k themselves, else the operands."""
+        """What decides, beside multiples of q and k: the other terms of a sum, else the operands; nothing of what a
+        block has one value of."""
+        if self._block is not None and n.dtype.is_int and single(n, self._block):
+            return ()
         terms = self._form(n).terms
         return n.operands if n in terms else tuple(t for t in terms if t not in (Q, K))
 
-    def _moves_with(self, n: Node) -> bool:
-        terms = self._form(n).terms
-        level = terms.get(Q, 0) + terms.get(K, 0) == 0
-        return level and n.op != "score" and all(self._known[m] for m in self._made_of(n))
+    def _form(self, n: Node) -> Linear:
+        """A sum with its coefficients of q and k; a remainder of what a block has one quotient of is as good as what is
+        divided."""
+        if not n.dtype.is_int:
+            return term(n)
+        form = self._algebra.form(n)
+        if self._block is None:
+            return form
+        for t, coefficient in form.terms.items():
+            if single(t, self._block):
+                form = form.without([t])
+            elif t.op == "mod" and single(apply("floor_div", *t.operands), self._block):
+                form = form.without([t]) + self._form(t.operands[0]) * coefficient
+        return form
+
+
+#: Queries of blocks within which reads of a tile are looked at, the most first, and keys: those of a block of products.
+BLOCKS, KEYS = (64, 32, 16, 8), 16
+
+
+def in_blocks(load: Node, aligned: bool) -> tuple[Distances, int]:
+    """Where a read sees less than a pair, and in blocks of how many queries: 0, anywhere; all the same, if nowhere.
+    Blocks that see nothing come before larger ones.  `aligned`: tiles start at multiples of their size."""
+    whole = Distances()
+    if not aligned or whole.seen(load) is not Seen.PAIR:
+        return whole, 0
+    within = [(Distances(queries, KEYS), queries) for queries in BLOCKS]
+    seen = [distances.seen(load) for distances, _ in within]
+    alike = [block for block, one in zip(within, seen, strict=True) if one is Seen.NOTHING]
+    less = [block for block, one in zip(within, seen, strict=True) if one is not Seen.PAIR]
+    return next(iter((*alike, *less)), (whole, 0))
+
+
+def _all(seen: Iterable[Seen]) -> Seen:
+    found = Seen.NOTHING
+    for one in seen:
+        found = found.beside(one)
+    return found

@@ -10,13 +10,14 @@ import numpy as np
 from flashgen.analysis import widths
 from flashgen.analysis.abstract import Intervals, anywhere
 from flashgen.analysis.derivative import derive
-from flashgen.analysis.distances import Distances, Seen
+from flashgen.analysis.distances import Seen, in_blocks
 from flashgen.analysis.facts import Facts
 from flashgen.codegen.printer import Body, Printer, Text, binary, call, constant
 from flashgen.codegen.readers import inside
 from flashgen.codegen.variant_code import Decider, Decision
 from flashgen.lang.expr import DType, Node, Tensor, const, walk
 from flashgen.planning.backward import captured_grads
+from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.plan import without_sink
 
 
@@ -28,6 +29,7 @@ class CapturedGrad:
     the element's number in the gradient, `selected` what of query and key selects it: what one element is read by is
     summed up before it goes to memory, over rows or columns of a tile, or along its diagonals.
 
+    block         queries of a block in which that holds, of a block of 16 keys; 0: anywhere
     even          the slope is one for all pairs
     kept          the number among those of which lanes keep a sum from tile to tile; None of others
     slope_apart   the slope is one for all that is summed first, and multiplies sums
@@ -41,6 +43,7 @@ class CapturedGrad:
     slope: Body
     index: tuple[str, ...]
     selected: Seen
+    block: int
     even: bool
     kept: int | None
     slope_apart: bool
@@ -92,7 +95,7 @@ class Transposed:
         return self.slope is not None or bool(self.captured_grads)
 
 
-def transposed(facts: Facts, gradients: tuple[str, ...]) -> Transposed:
+def transposed(facts: Facts, gradients: tuple[str, ...], layout: Layout = DENSE) -> Transposed:
     """The code of an analysed variant for a backward that also wants the gradients of these captured tensors."""
     variant = facts.variant
     masked = variant.mask is not None and bool(facts.hidden)
@@ -100,7 +103,7 @@ def transposed(facts: Facts, gradients: tuple[str, ...]) -> Transposed:
         runs=Decider(facts).query_runs() if masked else None,
         later=Decider(facts).later_runs() if masked else None,
         slope=_slope(facts),
-        captured_grads=_captured_grads(facts, without_sink(variant, gradients)),
+        captured_grads=_captured_grads(facts, without_sink(variant, gradients), layout),
         sink=_sink(facts) if gradients != without_sink(variant, gradients) else None,
     )
 
@@ -137,15 +140,16 @@ def _slope(facts: Facts) -> Body | None:
     return Printer(wide=facts.int64).body(slope)
 
 
-def _captured_grads(facts: Facts, gradients: tuple[str, ...]) -> tuple[CapturedGrad, ...]:
+def _captured_grads(facts: Facts, gradients: tuple[str, ...], layout: Layout) -> tuple[CapturedGrad, ...]:
     """The reads of these tensors that the score depends on, each under a name of its own."""
     found: list[CapturedGrad] = []
-    distances, value = Distances(), Intervals(anywhere)
+    value = Intervals(anywhere)
     reads = ((name, n, slope) for name in gradients for n, slope in captured_grads(facts.variant, name).items())
     for name, n, slope in reads:
         wide = facts.int64 | widths.wide((n, slope))  # a round of a loop has nodes of its own
         taken = {grad.name for grad in found} | (set(gradients) - {name})
         names = chain((name,), (f"{name}{number}" for number in count(2)))
+        distances, block = in_blocks(n, aligned=not layout.own)
         selected, of_slope, bounds = distances.seen(n), distances.seen(slope), value.range(slope)
         apart = of_slope in (selected, Seen.NOTHING) and selected is not Seen.PAIR
         uneven = selected is Seen.NOTHING and of_slope is Seen.DISTANCE
@@ -156,8 +160,9 @@ def _captured_grads(facts: Facts, gradients: tuple[str, ...]) -> tuple[CapturedG
                 slope=Printer(wide=wide).body(slope),
                 index=_index(n, wide),
                 selected=selected,
+                block=block,
                 even=of_slope is Seen.NOTHING,
-                kept=sum(grad.kept is not None for grad in found) if distances.gathers(n) else None,
+                kept=sum(grad.kept is not None for grad in found) if not block and distances.gathers(n) else None,
                 slope_apart=apart or uneven,
                 diagonals=uneven or selected is Seen.DISTANCE,
                 finite=bool(np.isfinite(bounds.lo) & np.isfinite(bounds.hi) & ~bounds.nan),

@@ -80,7 +80,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "cvt": f"cvt_{ptx_type}x2",
     }
     if plan.backward is not None:
-        context["transposed"] = transposed(facts, plan.gradients)
+        context["transposed"] = transposed(facts, plan.gradients, plan.layout)
         context["gradients"] = [sized(t) for t in plan.variant.tensors if t.name in plan.score_gradients]
     # The kernel's entries say which of its functions they use, and these which of the device library's.
     text = kernel = reachable(template.render(context, **{name: place for name, (place, _) in _PLACES.items()}))

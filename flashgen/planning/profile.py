@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from flashgen.analysis.bounds import bounded
 from flashgen.analysis.cells import single
 from flashgen.analysis.derivative import derive
-from flashgen.analysis.distances import Distances, Seen
+from flashgen.analysis.distances import Distances, Seen, in_blocks
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.analysis.tanh import lone_tanh, soft_cap
 from flashgen.lang.expr import DType, Node, depends_on, loop_indices, node, positions_of, reads_by, walk
@@ -177,8 +177,15 @@ class Profile:
     @cached_property
     def selections(self) -> tuple[Seen, ...]:
         """What of query and key selects each of them."""
-        distances = Distances()
-        return tuple(distances.seen(n) for n, _ in self.captured_grads)
+        return self._selections(aligned=False)
+
+    @cached_property
+    def selections_in_blocks(self) -> tuple[Seen, ...]:
+        """The same in blocks, where tiles start at multiples of their size."""
+        return self._selections(aligned=True)
+
+    def _selections(self, *, aligned: bool) -> tuple[Seen, ...]:
+        return tuple(in_blocks(n, aligned)[0].seen(n) for n, _ in self.captured_grads)
 
     @cached_property
     def gathered(self) -> int:

@@ -396,7 +396,8 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     of_dropout += DROPOUT * (waiting and (asked.masked or request.deterministic))
     of_dropout += DROPOUT_READ * (c.tile.q > ROWS and asked.score_reads_by_position)
     of_order = ORDER * (request.deterministic and c.tile.q > ROWS and waiting)
-    of_captured = sum(_captured_grad_registers(c, seen, request) for seen in asked.selections)
+    selections = asked.selections if request.layout.own else asked.selections_in_blocks
+    of_captured = sum(_captured_grad_registers(c, seen, request) for seen in selections)
     return (
         owned,
         fragments,

@@ -247,9 +247,8 @@ DEVICE void gain_slopes(i64 index, float x, const Params& p) {
 
 // Were the sums of tiles added to memory one by one, blocks would wait for each other's additions to few elements: at
 // 4,096 tokens `alibi` took 1.4 times as long on an H100, a table of 32 buckets of distances 6 times.  So each lane
-// keeps
-// a sum of what its tiles have for the same element: `of`, or the head where that selects it.  `alike`: all of a tile
-// is.
+// keeps a sum of what its tiles have for one element: that of number `of`, or that of head `of` where no more selects
+// it.  `alike`: all that this tile has is of it.
 struct Kept {
   i64 of;
   bool alike;
@@ -264,8 +263,8 @@ DEVICE i64 index_slopes(int b, int h, int q, int k, const Params& p) {
   return i64(clamp_index(h, p.size0_slopes));
 }
 
-// What a sum of dS adds to the gradient of slopes: the loss's gain with the score times the score's with an
-// element of slopes.
+// What a sum of dS adds to the gradient of slopes: the loss's gain with the score times
+// the score's with an element of slopes.
 DEVICE float part_of_slopes(float ds, int b, int h, int q, int k, const Params& p) {
   return ds * slope_slopes(b, h, q, k, p);
 }
@@ -280,8 +279,7 @@ DEVICE void flush_slopes(const Kept& kept, float& sum, int b, const Params& p) {
   sum = 0.f;
 }
 
-// Before a tile whose element 0 of this lane lies at (q, k): what is kept of another head than the tile's goes to
-// memory.
+// Before a tile whose element 0 of this lane lies at (q, k): what is kept of another head goes to memory.
 template <int M, int N>
 DEVICE void turn_slopes(Kept& kept, float& sum, int b, int h, int q, int k, const Params& p) {
   const int of = h;
