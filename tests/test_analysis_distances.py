@@ -39,10 +39,8 @@ ROOTS = {
 
 def index_of(function):
     """The node of an index by which a score reads."""
-    (load,) = (
-        n for n in walk([fg.variant(score=lambda s, b, h, q, k: s + flat[function(b, h, q, k)]).score_node])
-        if n.op == "load" and n.attr.name == "flat"
-    )  # fmt: skip
+    score = fg.variant(score=lambda s, b, h, q, k: s + flat[function(b, h, q, k)]).score_node
+    (load,) = (n for n in walk([score]) if n.op == "load" and n.attr.name == "flat")
     return load.operands[0]
 
 

@@ -163,10 +163,12 @@ MUTATIONS = {
     "rows of lanes by one": replace("(lane - row % 2 & 3)", "(lane & 3)"),
     "not moved by a multiple of 8": replace("before ? low : high", "high"),
     "an odd distance": replace("+ (2 * lane - row & 7)", "+ (2 * lane & 7)"),
-    "not added when another begins": replace(f"{ANOTHER} flush_of_bucket(kept, sum, p);", f"{ANOTHER} sum = 0.f;"),
-    "never another": replace(f"{ANOTHER} flush_of_bucket(kept, sum, p);", ""),
+    "not added when another begins": replace(f"{ANOTHER} flush_of_bucket(kept, sum, b, p);", f"{ANOTHER} sum = 0.f;"),
+    "never another": replace(f"{ANOTHER} flush_of_bucket(kept, sum, b, p);", ""),
     "not added at the end": replace(
-        "flush_of_bucket(shared.kept[0][thread_index() / 32 - 4], shared.kept_sum[0][thread_index() - 128], p);", ""
+        "flush_of_bucket(shared.kept[0][thread_index() / 32 - 4],"
+        " shared.kept_sum[0][thread_index() - 128], keys.b, p);",
+        "",
     ),
     "not alike": replace("alike &= index_of_bucket(b, h, q, k, p) == of;", "alike &= true;"),
     "taken twice": replace("      taken += sum[i];\n      sum[i] = 0.f;", "      taken += sum[i];"),
@@ -195,3 +197,37 @@ def test_sums_by_query(name):
         variant, pipeline="hopper", head_dim=head_dim, q_len=100, kv_len=70, heads=1, gradients=gradients
     )
     assert bool(work.wrong(work.run(*[QUERY_MUTATIONS[name]] if name else []))) == (name is not None)
+
+
+where_k = fg.tensor("where_k", dims=("kv",), dtype="int32", example=lambda p, r: r.integers(0, 4, p.kv_len, "int32"))
+where_q = fg.tensor("where_q", dims=("q",), dtype="int32", example=lambda p, r: r.integers(0, 4, p.q_len, "int32"))
+half = fg.tensor("half", dims=("heads", 4), dtype="float32", example=normal("heads", 4))
+
+
+def longer(p, rng):
+    """A table of more than the problem's distances, of which the rest is no number."""
+    table = rng.standard_normal((p.heads, p.q_len + p.kv_len + 99), "float32")
+    table[:, p.q_len + p.kv_len - 1 :] = [np.nan, np.inf, -np.inf] * 33 + [np.nan]
+    return table
+
+
+tail = fg.tensor("tail", dims=("heads", None), dtype="float32", example=longer)
+BEYOND = {
+    "slope by key": (lambda s, b, h, q, k: s + slopes[h] * fg.float32(where_k[k]), ("slopes",)),
+    "slope by query": (lambda s, b, h, q, k: s + slopes[h] * fg.float32(where_q[q]), ("slopes",)),
+    "selected by both": (lambda s, b, h, q, k: s + half[h, fg.minimum(where_q[q], where_k[k])], ("half",)),
+    "a longer table": (lambda s, b, h, q, k: s + tail[h, q - k + fg.kv_len - 1], ("tail",)),
+    "a longer table alone": (lambda s, b, h, q, k: s + tail[h, q - k + fg.kv_len - 1], ()),
+}
+
+
+@pytest.mark.sampled("hopper-slope by key", "hopper-a longer table")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize("pipeline", ["hopper", "ampere"])
+def test_lanes_beyond_the_problem_read_and_leave_nothing(pipeline, name):
+    """Rows and keys that fill up a tile: no read out of a tensor, and no number of theirs in a gradient."""
+    score, gradients = BEYOND[name]
+    shape = {"head_dim": 64, "q_len": 70, "kv_len": 70, "heads": 1, "batch": 1}
+    work = ptx_backward.Backward(fg.variant(score=score), pipeline=pipeline, gradients=gradients, **shape)
+    assert work.wrong(work.run()) == []

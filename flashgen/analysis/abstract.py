@@ -9,7 +9,7 @@ import numpy as np
 
 from flashgen.lang import ranges
 from flashgen.lang.bounds import abstract, bounds
-from flashgen.lang.expr import LoopIndex, Node, layer
+from flashgen.lang.expr import LoopIndex, Node, depends_on, layer
 from flashgen.lang.loops import LOOPS, by_round, index_node
 from flashgen.lang.ops import OPS
 from flashgen.lang.ranges import Range, Truth
@@ -100,17 +100,19 @@ def anywhere(n: Node, operands: tuple[Range | Truth, ...]) -> Range | Truth:
 ORDINARY = 2.0**60
 
 
-def finite_at_zero(score: Node) -> bool:
+def finite_at_zero(score: Node, *, clamped: bool = True) -> bool:
     """Whether a score is a number below infinity where q . k is 0, whatever the position.
 
-    Rows beyond the last query are zeros.  Their P is to be 0, which 2^(score - inf) is of no other score.
+    Rows beyond the last query are zeros.  Their P is to be 0, which 2^(score - inf) is of no other score.  Unless these
+    rows read what the last query does (`clamped`), captured elements may be anything there: no visible pair has them.
     """
 
     def leaf(n: Node, operands: tuple[Range | Truth, ...]) -> Range | Truth:
         if n.op == "score":
             return ranges.floats(0.0)
         found = anywhere(n, operands)
-        if n.dtype.is_float:
+        beyond = n.op == "load" and not clamped and depends_on(n, "q")
+        if n.dtype.is_float and not beyond:
             return ranges.floats(np.clip(found.lo, -ORDINARY, ORDINARY), np.clip(found.hi, -ORDINARY, ORDINARY))
         return found
 

@@ -13,12 +13,15 @@ from flashgen.analysis.derivative import derive
 from flashgen.analysis.distances import Seen, in_blocks
 from flashgen.analysis.facts import Facts
 from flashgen.codegen.printer import Body, Printer, Text, binary, call, constant
-from flashgen.codegen.readers import inside
+from flashgen.codegen.readers import Reader, inside, loads_of, readers, trusted_indices
 from flashgen.codegen.variant_code import Decider, Decision
-from flashgen.lang.expr import DType, Node, Tensor, const, walk
+from flashgen.lang.expr import DType, Node, Tensor, const, depends_on, walk
 from flashgen.planning.backward import captured_grads
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.plan import without_sink
+
+#: An element of dS in the templates, and where it lies.
+_DS, _PLACE = "ds[m][j][i]", ("q + 8 * j + i % 2", "k + 16 * m + i / 2 * 8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,7 @@ class CapturedGrad:
     the element's number in the gradient, `selected` what of query and key selects it: what one element is read by is
     summed up before it goes to memory, over rows or columns of a tile, or along its diagonals.
 
+    inside        statements that lead a pair outside of the problem back inside, where a read takes it to lie there
     block         queries of a block in which that holds, of a block of 16 keys; 0: anywhere
     even          the slope is one for all pairs
     kept          the number among those of which lanes keep a sum from tile to tile; None of others
@@ -42,6 +46,7 @@ class CapturedGrad:
     tensor: str
     slope: Body
     index: tuple[str, ...]
+    inside: tuple[str, ...]
     selected: Seen
     block: int
     even: bool
@@ -50,6 +55,56 @@ class CapturedGrad:
     diagonals: bool
     finite: bool
     by_score: bool
+
+    @property
+    def template(self) -> str:
+        """The template of what is summed up first."""
+        along = "_along_diagonals" if self.diagonals and not self.by_distance else ""
+        return f"captured_grad_by_{self.selected.value}{along}.cu.j2"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether lanes keep a sum from tile to tile."""
+        return self.kept is not None
+
+    @property
+    def by_distance(self) -> bool:
+        return self.selected is Seen.DISTANCE
+
+    @property
+    def kept_index(self) -> str:
+        """The number of the element of which a sum is kept."""
+        return "kept.of" if self.by_distance else f"index_{self.name}(b, kept.of, 0, 0, p)"
+
+    @property
+    def part(self) -> str:
+        """What is summed up of element [m][j][i]."""
+        return _DS if self.slope_apart else self._part(_DS, *_PLACE, x="x[m][j][i]")
+
+    @property
+    def part_alike(self) -> str:
+        """The same where all pairs of a tile read one element."""
+        return _DS if self.even else self._part(_DS, *_PLACE, x="x[m][j][i]")
+
+    @property
+    def gain_of_tile(self) -> str:
+        """The statement that adds a lane's sum of a tile, where no more than the head selects an element."""
+        total = self._part("sum", "q", "k") if self.slope_apart and not self.diagonals else "sum"
+        if self.keeps:
+            return f"kept_sum += {total};"
+        index = f"index_{self.name}(b, h, q, k, p)"
+        return (
+            f"if (const float all = sum_of_warp({total}); threadIdx.x % 32 == 0) gain_{self.tensor}({index}, all, p);"
+        )
+
+    def gain(self, total: str, q: str, k: str) -> str:
+        """The statement that adds a sum to the element that a pair selects."""
+        gained = self._part(total, q, k) if self.slope_apart else total
+        return f"gain_{self.tensor}(index_{self.name}(b, h, {q}, {k}, p), {gained}, p);"
+
+    def _part(self, ds: str, q: str, k: str, x: str = "") -> str:
+        score = f"{x}, " if self.uses_score else ""
+        return f"part_of_{self.name}({ds}, {score}b, h, {q}, {k}, p)"
 
     @property
     def uses_score(self) -> bool:
@@ -87,7 +142,11 @@ class Transposed:
     @property
     def kept(self) -> tuple[CapturedGrad, ...]:
         """Those of which lanes keep a sum from tile to tile."""
-        return tuple(grad for grad in self.captured_grads if grad.kept is not None)
+        return tuple(grad for grad in self.captured_grads if grad.keeps)
+
+    def for_kept(self, text: str) -> str:
+        """The text for each of them, with its NAME and NUMBER."""
+        return "".join(text.replace("NAME", grad.name).replace("NUMBER", str(grad.kept)) for grad in self.kept)
 
     @property
     def needs_score(self) -> bool:
@@ -143,7 +202,7 @@ def _slope(facts: Facts) -> Body | None:
 def _captured_grads(facts: Facts, gradients: tuple[str, ...], layout: Layout) -> tuple[CapturedGrad, ...]:
     """The reads of these tensors that the score depends on, each under a name of its own."""
     found: list[CapturedGrad] = []
-    value = Intervals(anywhere)
+    value, reading = Intervals(anywhere), readers(facts, frozenset(), layout)
     reads = ((name, n, slope) for name in gradients for n, slope in captured_grads(facts.variant, name).items())
     for name, n, slope in reads:
         wide = facts.int64 | widths.wide((n, slope))  # a round of a loop has nodes of its own
@@ -159,10 +218,11 @@ def _captured_grads(facts: Facts, gradients: tuple[str, ...], layout: Layout) ->
                 tensor=name,
                 slope=Printer(wide=wide).body(slope),
                 index=_index(n, wide),
+                inside=_inside((n, slope), reading),
                 selected=selected,
                 block=block,
                 even=of_slope is Seen.NOTHING,
-                kept=sum(grad.kept is not None for grad in found) if not block and distances.gathers(n) else None,
+                kept=sum(grad.keeps for grad in found) if not block and distances.gathers(n) else None,
                 slope_apart=apart or uneven,
                 diagonals=uneven or selected is Seen.DISTANCE,
                 finite=bool(np.isfinite(bounds.lo) & np.isfinite(bounds.hi) & ~bounds.nan),
@@ -170,6 +230,13 @@ def _captured_grads(facts: Facts, gradients: tuple[str, ...], layout: Layout) ->
             )
         )
     return tuple(found)
+
+
+def _inside(roots: tuple[Node, ...], reading: tuple[Reader, ...]) -> tuple[str, ...]:
+    """Statements that lead a query and a key back to the last ones, where reads trust them."""
+    trusted = [index for n in loads_of(roots) for index in trusted_indices(n, reading)]
+    ends = {"q": "q = min(q, p.q_len - 1);", "k": "k = min(k, p.kv_len - 1);"}
+    return tuple(line for position, line in ends.items() if any(depends_on(n, position) for n in trusted))
 
 
 def _index(load: Node, wide: frozenset[Node]) -> tuple[str, ...]:

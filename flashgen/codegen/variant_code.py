@@ -315,6 +315,7 @@ def variant_code(
     made, known = summary_code(facts, tile, summaries)
     reading = readers(facts, cornered, layout)
     trusted = [index for n in loads for index in trusted_indices(n, reading)]
+    clamp_q = any(depends_on(n, "q") for n in trusted)
     options: dict[str, Any] = {"wide": facts.int64, "indices": index_types(facts), "exact": True, "cornered": cornered}
     judged = RangePrinter(given=known | truths(facts) if judged_in_turn else known, **options)
     in_turn = turns(facts, RangePrinter(given=known, **options), cut, tile) if masked and judged_in_turn else None
@@ -333,11 +334,11 @@ def variant_code(
         uniform=uniform,
         within=_within_bounds(facts) if within_bounds else None,
         sink=None if sink is None else Printer(wide=facts.int64).body(sink),
-        clamp_q=any(depends_on(n, "q") for n in trusted),
+        clamp_q=clamp_q,
         clamp_k=any(depends_on(n, "k") for n in trusted),
         long_keep=masked and not facts.exact,
         long_score=score is not None and any(map(takes_long, walk([score]))),
-        finite_at_zero=score is None or finite_at_zero(score),
+        finite_at_zero=score is None or finite_at_zero(score, clamped=clamp_q),
         lookups=tuple(given.values()),
         summaries=made,
         formula=_formula(mask, score, sink),

@@ -1,7 +1,11 @@
-// ---------------------------------------------------------------- sums of a warp by query, and by distance q - k
-// [m][j][i] is element i of 16 keys by 8 queries of S^T: query 8 j + i % 2 and key 16 m + i / 2 * 8 behind those of
-// element 0, which are 2 (l % 4) and l / 4 behind the warp's first (lane l).  Each sum ends in one lane: lanes that have
-// parts of the same ones give away half of what they have, step by step.
+// ---------------------------------------------------------------- sums of a warp by query, and by distance
+DEVICE float sum_of_warp(float x) {
+#pragma unroll
+  for (int lane = 1; lane < 32; lane *= 2) x += __shfl_xor_sync(~0u, x, lane);
+  return x;
+}
+
+// Sums by query that end in a lane.
 template <int N>
 constexpr int QUERIES_OF_LANE = (N + 3) / 4;
 
@@ -12,7 +16,8 @@ DEVICE int query_of_lane(int i) {
   return 8 * (sum / 2) + sum % 2;
 }
 
-// The sums over the eight lanes of a query: 2 N of four lanes' queries, two in each of N blocks.
+// The sums over the eight lanes of a query, of 2 N queries.  Lanes that have parts of the same sums give away half of
+// what they have, step by step, so that each sum ends in one lane.
 template <int N>
 DEVICE void sum_queries_of_warp(float (&total)[(N + 3) / 4], const float (&sum)[N][2]) {
   constexpr int EACH = QUERIES_OF_LANE<N>;
@@ -40,6 +45,8 @@ template <int M, int N>
 constexpr int DISTANCES_OF_LANE = (DISTANCES<M, N> + 3) / 4;
 
 // Sums over what this lane has of one distance: sum[s][e] is 8 (s - 2 M + 1) + e further apart than element 0.
+// x[m][j][i] is element i of 16 keys by 8 queries of S^T: query 8 j + i % 2 and key 16 m + i / 2 * 8 behind those of
+// element 0, which are 2 (l % 4) and l / 4 behind the warp's first (lane l).
 template <int M, int N>
 DEVICE void sum_diagonals(float (&sum)[DISTANCES<M, N> - 1][2], const float (&x)[M][N][4]) {
 #pragma unroll
@@ -59,8 +66,8 @@ DEVICE int distance_of_lane(int i) {
   return 8 * (i + (row / 2 % 2 * 2 + row / 4) * DISTANCES_OF_LANE<M, N> - 2 * M) + (2 * lane - row & 7);
 }
 
-// The sums over the warp.  Distances of one remainder by 8 lie in four lanes of even rows and in four of odd ones, which
-// are no columns of the tile: those of a lane's second column go to the other row's lane first.
+// The sums over the warp, likewise.  Distances of one remainder by 8 lie in lanes of even rows, and one column further
+// in those of odd rows: so what a lane has of its second column goes to a lane of another row first.
 template <int M, int N>
 DEVICE void sum_diagonals_of_warp(
     float (&total)[DISTANCES_OF_LANE<M, N>], const float (&sum)[DISTANCES<M, N> - 1][2]) {

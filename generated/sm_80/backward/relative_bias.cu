@@ -78,6 +78,9 @@ constexpr float LOG2E = 1.44269504088896340736f;
 // 2^x.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// 2^x; 0 where `limit` is infinite, whatever x is.
+DEVICE float ex2_below(float x, float limit) { return limit < PLUS_INFINITY ? ex2(x) : 0.f; }
+
 // The nearest index of a dimension.
 template <typename T> DEVICE T clamp_index(T i, int size) { return min(max(i, T(0)), T(size - 1)); }
 
@@ -536,7 +539,9 @@ DEVICE void exponentiate(S& s, const float* lse, float scale) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) s[m][j][i] = ex2(fmaf(s[m][j][i], scale, i % 2 == 0 ? -row_lse.x : -row_lse.y));
+      for (int i = 0; i < 4; i++)
+        s[m][j][i] = ex2_below(fmaf(s[m][j][i], scale, i % 2 == 0 ? -row_lse.x : -row_lse.y), i % 2 == 0 ? row_lse.x :
+            row_lse.y);
   }
 }
 

@@ -126,12 +126,20 @@ DEVICE void load_tile(
   }
 }
 
-// ---------------------------------------------------------------- sums of a warp by query, and by distance q - k
+// ---------------------------------------------------------------- sums of a warp by query, and by distance
+DEVICE float sum_of_warp(float x) {
+#pragma unroll
+  for (int lane = 1; lane < 32; lane *= 2) x += __shfl_xor_sync(~0u, x, lane);
+  return x;
+}
+
 // The distances of a warp, 8 at a time, and those whose sums end in one lane.
 template <int M, int N>
 constexpr int DISTANCES = 2 * M + N;
 
 // Sums over what this lane has of one distance: sum[s][e] is 8 (s - 2 M + 1) + e further apart than element 0.
+// x[m][j][i] is element i of 16 keys by 8 queries of S^T: query 8 j + i % 2 and key 16 m + i / 2 * 8 behind those of
+// element 0, which are 2 (l % 4) and l / 4 behind the warp's first (lane l).
 template <int M, int N>
 DEVICE void sum_diagonals(float (&sum)[DISTANCES<M, N> - 1][2], const float (&x)[M][N][4]) {
 #pragma unroll
@@ -248,7 +256,7 @@ DEVICE void gain_slopes(i64 index, float x, const Params& p) {
 // Were the sums of tiles added to memory one by one, blocks would wait for each other's additions to few elements: at
 // 4,096 tokens `alibi` took 1.4 times as long on an H100, a table of 32 buckets of distances 6 times.  So each lane
 // keeps a sum of what its tiles have for one element: that of number `of`, or that of head `of` where no more selects
-// it.  `alike`: all that this tile has is of it.
+// it.  `alike`: the distance selects it, and all that this tile has is of it.
 struct Kept {
   i64 of;
   bool alike;
@@ -272,19 +280,18 @@ DEVICE float part_of_slopes(float ds, int b, int h, int q, int k, const Params& 
 // What a warp has of an element goes to memory.
 DEVICE void flush_slopes(const Kept& kept, float& sum, int b, const Params& p) {
   if (!__any_sync(~0u, sum != 0.f)) return;
-  float all = sum;
-#pragma unroll
-  for (int lane = 1; lane < 32; lane *= 2) all += __shfl_xor_sync(~0u, all, lane);
+  const float all = sum_of_warp(sum);
   if (threadIdx.x % 32 == 0) gain_slopes(index_slopes(b, kept.of, 0, 0, p), all, p);
   sum = 0.f;
 }
 
-// Before a tile whose element 0 of this lane lies at (q, k): what is kept of another head goes to memory.
-template <int M, int N>
-DEVICE void turn_slopes(Kept& kept, float& sum, int b, int h, int q, int k, const Params& p) {
+// Before a tile whose element 0 of this lane lies there: what is kept of another head goes to memory.
+template <int M, int N, typename Position>
+DEVICE void turn_slopes(Kept& kept, float& sum, int b, int h, const Position& at, const Params& p) {
   const int of = h;
   if (of != kept.of) flush_slopes(kept, sum, b, p);
-  kept = {of, true};
+  __syncwarp();  // a lane may still read the last one
+  kept = {of};
   __syncwarp();
 }
 
@@ -292,9 +299,9 @@ DEVICE void turn_slopes(Kept& kept, float& sum, int b, int h, int q, int k, cons
 template <int M, int N>
 DEVICE void accumulate_slopes(const float (&ds)[M][N][4], int b, int h, int q, int k, const Kept& kept, float& kept_sum,
     const Params& p) {
-  float of_distance[DISTANCES<M, N> - 1][2];
+  // One sum per lane, of sums of one distance and so of one slope.
+  float of_distance[DISTANCES<M, N> - 1][2], sum = 0.f;
   sum_diagonals<M, N>(of_distance, ds);
-  float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 2 * DISTANCES<M, N> - 2; i++) {
     const int apart = 8 * (i / 2 - 2 * M + 1) + i % 2;
@@ -726,8 +733,7 @@ attention_backward(const __grid_constant__ Params p) {
 #pragma unroll 1
     for (int query = 0; query < TILE_Q; query += QUERIES)
     {
-      const Position element = position_of(keys, step, query);
-      turn_slopes<M, QUERIES / 8>(kept_slopes, sum_of_slopes, keys.b, step.head, element.q, element.k, p);
+      turn_slopes<M, QUERIES / 8>(kept_slopes, sum_of_slopes, keys.b, step.head, position_of(keys, step, query), p);
       S s = {}, dp = {};
       Operand p_rounded, ds_rounded;
       multiply_scores(s, shared.k, shared.q[stage], query);
