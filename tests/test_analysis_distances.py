@@ -101,6 +101,13 @@ def test_what_an_index_sees_in_blocks(name):
     assert block == 0 and (anywhere.seen(load) is Seen.PAIR) == (queries > 0 or seen is Seen.PAIR)
 
 
+def test_what_the_score_selects_is_seen_by_pairs():
+    variant = fg.variant(score=lambda s, b, h, q, k: s + by_head[h, fg.int32(fg.clamp(s + 4, 0, 7)) + q // 64])
+    load = variant.score_node.operands[1]
+    within, block = in_blocks(load, aligned=True)
+    assert (block, within.seen(load)) == (0, Seen.PAIR)
+
+
 @given(st.data())
 def test_what_is_seen_in_blocks_holds_in_each(data):
     source = drawn(data)

@@ -204,5 +204,6 @@ def single(n: Node, spans: Mapping[str, int]) -> bool:
     for m in walk([n]):
         steps[m] = found = _steps(m, steps)
         in_cell = found is not None and found.cell % spans[found.position] == 0
-        known[m] = in_cell or not depends_on(m, "q", "k") or (m.op != "index" and all(known[o] for o in m.operands))
+        alike = m.op not in ("index", "score") and all(known[o] for o in m.operands)
+        known[m] = in_cell or alike or not depends_on(m, "q", "k")
     return known[n]
