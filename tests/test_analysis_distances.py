@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from random_masks import drawn, integers, random_case, w
 
 import flashgen as fg
-from flashgen.analysis.distances import Distances, Seen, in_blocks
+from flashgen.analysis.distances import Distances, Seen, selection
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.expr import walk
 
@@ -95,17 +95,17 @@ WITHIN = {
 def test_what_an_index_sees_in_blocks(name):
     function, queries, seen = WITHIN[name]
     load = fg.variant(score=lambda s, b, h, q, k: s + flat[function(b, h, q, k)]).score_node.operands[1]
-    within, block = in_blocks(load, aligned=True)
-    assert (block, within.seen(load)) == (queries, seen)
-    anywhere, block = in_blocks(load, aligned=False)
-    assert block == 0 and (anywhere.seen(load) is Seen.PAIR) == (queries > 0 or seen is Seen.PAIR)
+    found = selection(load, aligned=True)
+    assert (found.queries, found.seen) == (queries, seen)
+    anywhere = selection(load, aligned=False)
+    assert anywhere.queries == 0 and (anywhere.seen is Seen.PAIR) == (queries > 0 or seen is Seen.PAIR)
 
 
 def test_what_the_score_selects_is_seen_by_pairs():
     variant = fg.variant(score=lambda s, b, h, q, k: s + by_head[h, fg.int32(fg.clamp(s + 4, 0, 7)) + q // 64])
     load = variant.score_node.operands[1]
-    within, block = in_blocks(load, aligned=True)
-    assert (block, within.seen(load)) == (0, Seen.PAIR)
+    found = selection(load, aligned=True)
+    assert (found.queries, found.seen) == (0, Seen.PAIR)
 
 
 @given(st.data())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from flashgen.analysis.cells import single
 from flashgen.analysis.linear import Algebra, K, Linear, Q, term
@@ -100,17 +101,36 @@ class Distances:
 BLOCKS, KEYS = (64, 32, 16, 8), 16
 
 
-def in_blocks(load: Node, aligned: bool) -> tuple[Distances, int]:
-    """Where a read sees less than a pair, and in blocks of how many queries: 0, anywhere; all the same, if nowhere.
-    Blocks that see nothing come before larger ones.  `aligned`: tiles start at multiples of their size."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What selects the element of a captured tensor that a read has.
+
+    seen       of query and key, in blocks of so many `queries` by KEYS keys; 0: anywhere
+    gathers    many pairs of a tile may read one element (`Distances.gathers`)
+    distances  what tells it of other values there
+    """
+
+    seen: Seen
+    queries: int
+    gathers: bool
+    distances: Distances
+
+
+def selection(load: Node, *, aligned: bool) -> Selection:
+    """What selects an element: less than a pair in blocks, where that is so anywhere only of a pair.
+
+    Blocks that see nothing come before larger ones.  `aligned`: tiles start at multiples of their size.
+    """
     whole = Distances()
-    if not aligned or whole.seen(load) is not Seen.PAIR:
-        return whole, 0
-    within = [(Distances(queries, KEYS), queries) for queries in BLOCKS]
-    seen = [distances.seen(load) for distances, _ in within]
-    alike = [block for block, one in zip(within, seen, strict=True) if one is Seen.NOTHING]
-    less = [block for block, one in zip(within, seen, strict=True) if one is not Seen.PAIR]
-    return next(iter((*alike, *less)), (whole, 0))
+    seen = whole.seen(load)
+    anywhere = Selection(seen=seen, queries=0, gathers=whole.gathers(load), distances=whole)
+    if not aligned or seen is not Seen.PAIR:
+        return anywhere
+    within = [(queries, Distances(queries, KEYS)) for queries in BLOCKS]
+    found = [Selection(seen=d.seen(load), queries=queries, gathers=False, distances=d) for queries, d in within]
+    alike = [one for one in found if one.seen is Seen.NOTHING]
+    less = [one for one in found if one.seen is not Seen.PAIR]
+    return (alike or less or [anywhere])[0]
 
 
 def _all(seen: Iterable[Seen]) -> Seen:

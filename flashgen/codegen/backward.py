@@ -10,7 +10,7 @@ import numpy as np
 from flashgen.analysis import widths
 from flashgen.analysis.abstract import Intervals, anywhere
 from flashgen.analysis.derivative import derive
-from flashgen.analysis.distances import Seen, in_blocks
+from flashgen.analysis.distances import Seen, selection
 from flashgen.analysis.facts import Facts
 from flashgen.codegen.printer import Body, Printer, Text, binary, call, constant
 from flashgen.codegen.readers import Reader, inside, loads_of, readers, trusted_indices
@@ -208,8 +208,8 @@ def _captured_grads(facts: Facts, gradients: tuple[str, ...], layout: Layout) ->
         wide = facts.int64 | widths.wide((n, slope))  # a round of a loop has nodes of its own
         taken = {grad.name for grad in found} | (set(gradients) - {name})
         names = chain((name,), (f"{name}{number}" for number in count(2)))
-        distances, block = in_blocks(n, aligned=not layout.own)
-        selected, of_slope, bounds = distances.seen(n), distances.seen(slope), value.range(slope)
+        by = selection(n, aligned=not layout.own)
+        selected, of_slope, bounds = by.seen, by.distances.seen(slope), value.range(slope)
         apart = of_slope in (selected, Seen.NOTHING) and selected is not Seen.PAIR
         uneven = selected is Seen.NOTHING and of_slope is Seen.DISTANCE
         found.append(
@@ -220,9 +220,9 @@ def _captured_grads(facts: Facts, gradients: tuple[str, ...], layout: Layout) ->
                 index=_index(n, wide),
                 inside=_inside((n, slope), reading),
                 selected=selected,
-                block=block,
+                block=by.queries,
                 even=of_slope is Seen.NOTHING,
-                kept=sum(grad.keeps for grad in found) if not block and distances.gathers(n) else None,
+                kept=sum(grad.keeps for grad in found) if by.gathers else None,
                 slope_apart=apart or uneven,
                 diagonals=uneven or selected is Seen.DISTANCE,
                 finite=bool(np.isfinite(bounds.lo) & np.isfinite(bounds.hi) & ~bounds.nan),

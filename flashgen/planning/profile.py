@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from flashgen.analysis.bounds import bounded
 from flashgen.analysis.cells import single
 from flashgen.analysis.derivative import derive
-from flashgen.analysis.distances import Distances, Seen, in_blocks
+from flashgen.analysis.distances import Selection, selection
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.analysis.tanh import lone_tanh, soft_cap
 from flashgen.lang.expr import DType, Node, depends_on, loop_indices, node, positions_of, reads_by, walk
@@ -175,23 +175,22 @@ class Profile:
         return tuple(pair for name in self.gradients for pair in captured_grads(self.variant, name).items())
 
     @cached_property
-    def selections(self) -> tuple[Seen, ...]:
+    def selections(self) -> tuple[Selection, ...]:
         """What of query and key selects each of them."""
         return self._selections(aligned=False)
 
     @cached_property
-    def selections_in_blocks(self) -> tuple[Seen, ...]:
+    def selections_in_blocks(self) -> tuple[Selection, ...]:
         """The same in blocks, where tiles start at multiples of their size."""
         return self._selections(aligned=True)
 
-    def _selections(self, *, aligned: bool) -> tuple[Seen, ...]:
-        return tuple(in_blocks(n, aligned)[0].seen(n) for n, _ in self.captured_grads)
+    def _selections(self, *, aligned: bool) -> tuple[Selection, ...]:
+        return tuple(selection(n, aligned=aligned) for n, _ in self.captured_grads)
 
-    @cached_property
+    @property
     def gathered(self) -> int:
         """How many of them many pairs of a tile may read."""
-        distances = Distances()
-        return sum(distances.gathers(n) for n, _ in self.captured_grads)
+        return sum(one.gathers for one in self.selections)
 
     # -----------------------------------------------------------------------------------------------------------------
     # What they read

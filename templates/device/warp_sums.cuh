@@ -1,4 +1,4 @@
-// ---------------------------------------------------------------- sums of a warp by query, and by distance
+// ---------------------------------------------------------------- sums of a warp: in all, by query, by distance
 DEVICE float sum_of_warp(float x) {
 #pragma unroll
   for (int lane = 1; lane < 32; lane *= 2) x += __shfl_xor_sync(~0u, x, lane);

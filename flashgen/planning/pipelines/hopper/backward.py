@@ -397,7 +397,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     of_dropout += DROPOUT_READ * (c.tile.q > ROWS and asked.score_reads_by_position)
     of_order = ORDER * (request.deterministic and c.tile.q > ROWS and waiting)
     selections = asked.selections if request.layout.own else asked.selections_in_blocks
-    of_captured = sum(_captured_grad_registers(c, seen, request) for seen in selections)
+    of_captured = sum(_captured_grad_registers(c, one.seen, request) for one in selections)
     return (
         owned,
         fragments,

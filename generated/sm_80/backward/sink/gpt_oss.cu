@@ -130,6 +130,13 @@ DEVICE void load_tile(
   }
 }
 
+// ---------------------------------------------------------------- sums of a warp: in all, by query, by distance
+DEVICE float sum_of_warp(float x) {
+#pragma unroll
+  for (int lane = 1; lane < 32; lane *= 2) x += __shfl_xor_sync(~0u, x, lane);
+  return x;
+}
+
 // ---------------------------------------------------------------- what is known of a tile
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
 
@@ -344,8 +351,7 @@ attention_backward_sink(const __grid_constant__ Params p) {
       for (int row = threadIdx.x; row < p.q_len; row += ROW_THREADS)
         sum -= ex2(sink_log2 - p.lse_log2[first + row]) * p.delta[first + row];
     }
-#pragma unroll
-    for (int lane = 1; lane < 32; lane *= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+    sum = sum_of_warp(sum);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -255,7 +255,7 @@ DEVICE u32 cvt_bf16x2(float low, float high) {
 // A stored element as a float.
 DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }
 
-// ---------------------------------------------------------------- sums of a warp by query, and by distance
+// ---------------------------------------------------------------- sums of a warp: in all, by query, by distance
 DEVICE float sum_of_warp(float x) {
 #pragma unroll
   for (int lane = 1; lane < 32; lane *= 2) x += __shfl_xor_sync(~0u, x, lane);

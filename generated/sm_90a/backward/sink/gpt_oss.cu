@@ -290,6 +290,13 @@ DEVICE void await_count(const u32* counter, u32 count) {
   while (load_acquire(counter) < count) nanosleep(100);
 }
 
+// ---------------------------------------------------------------- sums of a warp: in all, by query, by distance
+DEVICE float sum_of_warp(float x) {
+#pragma unroll
+  for (int lane = 1; lane < 32; lane *= 2) x += __shfl_xor_sync(~0u, x, lane);
+  return x;
+}
+
 // ---------------------------------------------------------------- rings of shared-memory stages
 // The two barriers of each stage.
 template <int STAGES> struct Pipe { u64 full[STAGES], empty[STAGES]; };
@@ -597,8 +604,7 @@ attention_backward_sink(const __grid_constant__ Params p) {
       for (int row = threadIdx.x; row < p.q_len; row += ROW_THREADS)
         sum -= ex2(sink_log2 - p.lse_log2[first + row]) * p.delta[first + row];
     }
-#pragma unroll
-    for (int lane = 1; lane < 32; lane *= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+    sum = sum_of_warp(sum);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
     __syncthreads();
     if (threadIdx.x == 0) {
