@@ -57,15 +57,15 @@ def check(w, splits, **options):
     np.testing.assert_allclose(walked.lse, result.lse, atol=4e-6)
     predicted = predict(w.plan, p, w.case, splits=splits)
     assert (predicted.hbm.read_bytes, predicted.hbm.write_bytes) == (counted.read_bytes, counted.write_bytes)
-    combining = split_keys.entry(split_keys.rows(w.plan, p), splits)
+    combining = split_keys.entry(w.plan, split_keys.rows(w.plan, p), splits)
     assert [entry for entry, _ in predicted.kernels][-2:] == ["attention_forward", combining]
     visits, combines = (result.reports[entry] for entry in ("attention_forward", combining))
     for name in ("q", "k", "v"):
         assert visits.bytes(buffer=name) == getattr(counted, name), name
     for name in ("o", "lse"):
         assert combines.bytes("st", buffer=name) == getattr(counted, name), name
-    for report, kind in ((visits, "st"), (combines, "ld")):
-        assert sum(report.bytes(kind, buffer=name) for name in ("part_o", "part_rows")) == counted.parts
+    for report, kind, moved in ((visits, "st", counted.parts), (combines, "ld", counted.parts_read)):
+        assert sum(report.bytes(kind, buffer=name) for name in ("part_o", "part_rows")) == moved
     return result
 
 
@@ -108,6 +108,33 @@ def test_a_block_gives_a_row_the_bits_that_a_warp_gives_it(pipeline, keys, v_hea
     assert split_keys.ENTRY_BY_BLOCK in by_block.reports and split_keys.ENTRY in by_warp.reports
     assert w.wrong(by_block) == () and differing(by_block, by_warp) == 0
     assert all(report.conflicts == [] for report in by_block.reports.values())
+
+
+@pytest.mark.sampled("hopper-64-8")
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [4, 8])
+@pytest.mark.parametrize("v_head_dim", [64, 192])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_few_parts_give_a_row_the_bits_that_any_number_gives_it(pipeline, v_head_dim, splits, monkeypatch):
+    """And parts that no kernel wrote, which a warp loads before it knows, are not added."""
+    shape = {"heads": 2, "kv_heads": 1, "q_len": 2, "kv_len": 6 * 64 - 9, "tile": (64, 64), "v_head_dim": v_head_dim}
+    w = split_work("causal_bottom_right", pipeline, **shape)
+    found = check(w, splits)
+    few = splits <= 8 // -(-v_head_dim // 128)
+    assert (split_keys.ENTRY_OF_FEW in found.reports) == few and (split_keys.ENTRY in found.reports) != few
+    monkeypatch.setattr(split_keys, "entry", lambda plan, rows, splits: split_keys.ENTRY)
+    assert differing(found, w.run(kv_splits=splits)) == 0
+
+
+def test_first_parts_are_read_whether_or_not_they_are_written():
+    """Those of a warp that are on its way at once; behind them, and of rows that have a block, what is written."""
+    plan = fg.plan("causal", arch="sm_90a", head_dim=128, kv_splits=4)
+    wide = fg.plan("causal", arch="sm_90a", head_dim=192, v_head_dim=192, kv_splits=4)
+    assert [split_keys.read_anyway(plan, 5000, n) for n in (1, 8, 9, 16, 40)] == [1, 8, 9, 16, 16]
+    assert [split_keys.read_anyway(plan, 50, n) for n in (8, 32, 33)] == [8, 16, 0]
+    assert [split_keys.read_anyway(wide, 5000, n) for n in (4, 5, 9)] == [4, 5, 8]
+    leaves = fg.plan("causal", arch="sm_90a", head_dim=128, invariant=True, seqlen=1, kv_seqlen=8192)
+    assert split_keys.read_anyway(leaves, 50, 8) == 0
 
 
 @pytest.mark.sampled("dims0-3")

@@ -9,7 +9,6 @@ from split import split_pages
 import flashgen as fg
 from flashgen.interpreter.errors import Trap
 from flashgen.lang.load import load_spec
-from flashgen.planning import split_keys
 from flashgen.planning.layout import Padded, Varlen
 from flashgen.planning.traffic import predict
 from flashgen.planning.traffic_sequences import OwnLengths
@@ -63,14 +62,15 @@ def counted_alike(w, splits, result):
     assert (told.hbm.read_bytes, told.hbm.write_bytes) == (counted.read_bytes, counted.write_bytes)
     assert (told.tiles.total, told.tiles.partial, told.tiles.full) == (counted.total, counted.partial, counted.full)
     assert (told.tiles.visited_elements, told.tiles.visible) == (counted.elements, counted.visible)
-    visits, combines = (result.reports[entry] for entry in ("attention_forward", split_keys.ENTRY))
+    combining = next(entry for entry in result.reports if "combine" in entry)
+    visits, combines = (result.reports[entry] for entry in ("attention_forward", combining))
     for name in ("o", "lse"):
         assert combines.bytes("st", buffer=name) == getattr(counted, name), name
-    for report, kind in ((visits, "st"), (combines, "ld")):
-        assert sum(report.bytes(kind, buffer=name) for name in ("part_o", "part_rows")) == counted.parts
-    assert dict(told.kernels)[split_keys.ENTRY].write_bytes == counted.o + counted.lse
+    for report, kind, moved in ((visits, "st", counted.parts), (combines, "ld", counted.parts_read)):
+        assert sum(report.bytes(kind, buffer=name) for name in ("part_o", "part_rows")) == moved
+    assert dict(told.kernels)[combining].write_bytes == counted.o + counted.lse
     sinks = 0 if w.variant.sink is None else counted.captured
-    assert dict(told.kernels)[split_keys.ENTRY].read_bytes == counted.parts + sinks
+    assert dict(told.kernels)[combining].read_bytes == counted.parts_read + sinks
     assert sum(part.amount for part in told.workspaces) >= counted.parts
     assert 0 < counted.table <= visits.bytes("ld", buffer="page_table")
     if w.plan.pipeline == "ampere":  # TMA copies whole boxes

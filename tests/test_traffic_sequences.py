@@ -112,7 +112,8 @@ def test_decode_from_pages_whose_keys_are_split():
     rows = 8 * sum(min(7, n) for n in of_keys)  # of parts that see a key
     parts = rows * 128 * 4 + 3 * 8 * 7 * 8
     assert visits["read_bytes"] == rows * 128 * 2 + 8 * sum(lengths) * 2 * 128 * 2 + 4 * found["pages"]
-    assert visits["write_bytes"] == combines["read_bytes"] == parts
+    assert visits["write_bytes"] == parts
+    assert combines["read_bytes"] == 3 * 8 * 7 * (128 * 4 + 8)  # so few are all read
     assert combines["write_bytes"] == 3 * 8 * (128 * 2 + 4)
     text = flashgen("plan", "causal", *given, *sizes).out
     assert "37 to 4096 keys, 5133 in all; 81 pages of 64 rows" in text and "attention_combine" in text

@@ -33,7 +33,7 @@ GAIN = 1.1
 #: Seconds in which a block starts: its first copies, and the end of its last product; and those that each further
 #: `AT_ONCE` parts of a row take to combine, which are the ones that are on their way at once.  On an H200, 1 sequence,
 #: 32:4 heads, 4,096 keys: 14.1 us with 8 parts, 12.7 with 16, 13.2 with 32.
-START, AGAIN, AT_ONCE = 2e-6, 1.5e-6, split_keys.COMBINING.parts
+START, AGAIN, AT_ONCE = 2e-6, 1.5e-6, split_keys.COMBINING.of_any.parts
 
 #: How many times its share of the bandwidth of memory one SM takes where others are idle (1,024 keys, 32:8 heads:
 #: 10.7 us on 64 SMs, 11.3 on 32).

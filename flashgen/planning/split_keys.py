@@ -15,21 +15,31 @@ if TYPE_CHECKING:
     from flashgen.planning.plan import KernelPlan
     from flashgen.planning.problem import Problem
 
-#: The kernel that combines the parts of rows, by a warp for each, and the one that does it by a block for each.
-ENTRY, ENTRY_BY_BLOCK = "attention_combine", "attention_combine_by_block"
+#: The kernels that combine the parts of rows: by a warp for each, of any number of parts or of few, and by a block for
+#: each.
+ENTRY, ENTRY_OF_FEW, ENTRY_BY_BLOCK = "attention_combine", "attention_combine_few_parts", "attention_combine_by_block"
+
+
+class AtOnce(NamedTuple):
+    """Parts of a row of up to 128 columns that are on their way at once, and blocks of an SM that have registers for
+    them."""
+
+    parts: int
+    blocks: int
 
 
 class Combining(NamedTuple):
-    """How these kernels are made: warps of a block; blocks of an SM, which have registers for as many parts as are on
-    their way; and those of a row of up to 128 columns, by a warp and by a block."""
+    """How these kernels are made: warps of a block, what is on its way by a warp of each kind, and parts by a block."""
 
     warps: int
-    blocks: int
-    parts: int
+    of_any: AtOnce
+    of_few: AtOnce
     by_block: int
 
 
-COMBINING = Combining(warps=4, blocks=4, parts=16, by_block=64)
+#: With 8 parts at once twice as many rows are on an SM.  On an H200, 8 sequences of 8k keys and 16 queries in 4 parts
+#: take 50.6 us so and 51.3 with 16 (32:4 heads, 4,096 rows); of 16 parts 8 at once cost 0.3 us.
+COMBINING = Combining(warps=4, of_any=AtOnce(parts=16, blocks=4), of_few=AtOnce(parts=8, blocks=8), by_block=64)
 
 #: Seconds that such a kernel takes for itself, beside what it reads and writes.
 COMBINE = 3e-6
@@ -37,6 +47,9 @@ COMBINE = 3e-6
 #: A block each have at most so many rows, of more parts than a warp looks at at once.  On an H200 (1 sequence of 256k
 #: keys, 32:4 heads, 256 leaves) a call takes 151 us with it and 158 without; with 32 parts it would take 0.2 us longer.
 FEW_ROWS = 1024
+
+#: Columns of o in the lanes of a warp, four in each.
+COLUMNS = 128
 
 #: Bytes of an element of a part of o, and of the maximum and the sum of a row of it.
 PART_ITEM, PART_ROW = 4, 8
@@ -61,9 +74,25 @@ def rows(plan: KernelPlan, problem: Problem, q_rows: int | None = None) -> int:
     return problem.batch * problem.heads * problem.q_len
 
 
-def entry(rows: int, splits: int) -> str:
+def column_groups(plan: KernelPlan) -> int:
+    """Groups of 128 columns of o: the more of them, the fewer parts are on their way."""
+    return -(-plan.v_head_dim // COLUMNS)
+
+
+def entry(plan: KernelPlan, rows: int, splits: int) -> str:
     """The kernel that combines so many parts of each of so many rows."""
+    if splits <= COMBINING.of_few.parts // column_groups(plan):
+        return ENTRY_OF_FEW
     return ENTRY_BY_BLOCK if rows <= FEW_ROWS and splits > PARTS_OF_A_WARP else ENTRY
+
+
+def read_anyway(plan: KernelPlan, rows: int, splits: int) -> int:
+    """Parts of a row of o that its warp loads before it knows which ones visited a tile: the first ones of those that
+    take turns, while the maxima of all are on their way."""
+    if not plan.keys.turns or (which := entry(plan, rows, splits)) == ENTRY_BY_BLOCK:
+        return 0
+    at_once = COMBINING.of_few if which == ENTRY_OF_FEW else COMBINING.of_any
+    return min(splits, at_once.parts // column_groups(plan))
 
 
 def rows_of_parts(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> int:

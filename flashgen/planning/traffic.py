@@ -16,8 +16,9 @@ A backward is counted kernel by kernel: see `traffic_backward`.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -110,11 +111,20 @@ def predict(
 
 
 class _Parts(NamedTuple):
-    """Rows of o whose keys are split among so many blocks; `visited` are those of all parts that see any key."""
+    """Rows of o whose keys are split among so many blocks; `visited` are those of all parts that see any key, and
+    `read` those that the kernel which combines them loads."""
 
     visited: int
+    read: int
     rows: int
     splits: int
+
+
+def _parts_of(plan: KernelPlan, count: Callable[[int], int], rows: int, splits: int) -> _Parts:
+    """`count` says how many rows of parts see any key, of so many parts."""
+    visited, anyway = count(splits), split_keys.read_anyway(plan, rows, splits)
+    read = visited + rows * anyway - count(anyway) if anyway else visited
+    return _Parts(visited=visited, read=read, rows=rows, splits=splits)
 
 
 def _costs(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> dict[str, Any]:
@@ -125,8 +135,8 @@ def _costs(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> dict[
     visits = _moved(problem, tiles, _stored(summaries.tensors_beside(plan), case) + read_again)
     parts = None
     if plan.keys.split and not problem.empty:
-        of_q = split_keys.rows_of_parts(plan, problem, case, splits)
-        parts = _Parts(visited=of_q, rows=split_keys.rows(plan, problem), splits=splits)
+        count = functools.partial(split_keys.rows_of_parts, plan, problem, case)
+        parts = _parts_of(plan, count, split_keys.rows(plan, problem), splits)
     compulsory, standard = _compulsory(problem, captured), _standard(problem, captured)
     found = _costs_of(plan, problem, case, tiles, visits, parts, of_summaries, compulsory)
     workspaces = (*split_keys.workspaces(plan, problem, splits), *summaries.workspaces(plan, problem))
@@ -150,8 +160,8 @@ def _own_costs(
     standard = _bytes(sum(x.read_bytes for x in alone) + captured, sum(x.write_bytes for x in alone))
     q_rows, parts = sum(one.q_rows for one in own), None
     if plan.keys.split:
-        of_q = traffic_sequences.count_parts(plan, problem, case, own, splits)
-        parts = _Parts(visited=of_q, rows=q_rows * problem.heads, splits=splits)
+        count = functools.partial(traffic_sequences.count_parts, plan, problem, case, own)
+        parts = _parts_of(plan, count, q_rows * problem.heads, splits)
     found = _costs_of(plan, problem, case, tiles, visits, parts, _bytes(0, 0), compulsory)
     workspaces = split_keys.workspaces(plan, problem, splits, q_rows)
     return {**found, "standard": standard, "workspaces": workspaces}
@@ -172,7 +182,7 @@ def _costs_of(
     combining = {split_keys.ENTRY: _bytes(0, 0)} if plan.keys.split else {}
     if parts is not None:
         visits, combined = _parts(plan, problem, case, visits, tiles, parts)
-        combining = {split_keys.entry(parts.rows, parts.splits): combined}
+        combining = {split_keys.entry(plan, parts.rows, parts.splits): combined}
     kernels = {summaries.ENTRY: of_summaries} if plan.summaries else {}
     kernels |= {"attention_forward": visits} | combining
     moved = _bytes(sum(one.read_bytes for one in kernels.values()), sum(one.write_bytes for one in kernels.values()))
@@ -197,12 +207,12 @@ def _parts(
 ) -> tuple[Bytes, Bytes]:
     """What visiting tiles in parts moves, in place of `visits`, and what combining these does."""
     again = (of.visited - tiles.visited_rows) * problem.head_dim * problem.itemsize
-    parts = of.visited * problem.v_head_dim * split_keys.PART_ITEM + of.rows * of.splits * split_keys.PART_ROW
+    row, all_rows = problem.v_head_dim * split_keys.PART_ITEM, of.rows * of.splits * split_keys.PART_ROW
     sink = plan.variant.sink
     of_sink = 0 if sink is None else case.tensors[sink.name].size * STORED_BYTES[sink.dtype]
     return (
-        _bytes(visits.read_bytes + again - of_sink, parts),
-        _bytes(parts + of_sink, visits.write_bytes),
+        _bytes(visits.read_bytes + again - of_sink, of.visited * row + all_rows),
+        _bytes(of.read * row + all_rows + of_sink, visits.write_bytes),
     )
 
 

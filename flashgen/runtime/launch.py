@@ -527,8 +527,8 @@ def _taken(plan: KernelPlan, problem: Problem, q_tiles: int, pack: int, kv_split
 
 def _combine_grid(plan: KernelPlan, problem: Problem, q_rows: int | None, kv_splits: int) -> LaunchGrid:
     rows, warps = split_keys.rows(plan, problem, q_rows), split_keys.COMBINING.warps
-    entry = split_keys.entry(rows, kv_splits)
-    return _grid(plan, entry, -(-rows // warps) if entry == split_keys.ENTRY else rows, 32 * warps)
+    entry = split_keys.entry(plan, rows, kv_splits)
+    return _grid(plan, entry, rows if entry == split_keys.ENTRY_BY_BLOCK else -(-rows // warps), 32 * warps)
 
 
 def _backward_grids(plan: KernelPlan, problem: Problem, sms: int, in_memory: _Rows) -> list[LaunchGrid]:

@@ -56,7 +56,8 @@ class Visits:
 @dataclass(slots=True, kw_only=True)
 class Traffic(Visits):
     """What a walk visited, and the bytes of each operand that it moved; of `summaries`, and of `parts` where keys are
-    split, those written; of the page `table` those of the entries that lead to visited keys, each once."""
+    split, those written, beside `parts_read`; of the page `table` those of the entries that lead to visited keys, each
+    once."""
 
     q: int = 0
     k: int = 0
@@ -66,12 +67,13 @@ class Traffic(Visits):
     lse: int = 0
     summaries: int = 0
     parts: int = 0
+    parts_read: int = 0
     table: int = 0
 
     @property
     def read_bytes(self) -> int:
         # Summaries by whoever classifies tiles, parts by whoever combines them.
-        return self.q + self.k + self.v + self.captured + self.table + self.summaries + self.parts
+        return self.q + self.k + self.v + self.captured + self.table + self.summaries + self.parts_read
 
     @property
     def write_bytes(self) -> int:
@@ -80,7 +82,7 @@ class Traffic(Visits):
     def add(self, other: Traffic) -> None:
         """Count what another walk visited and moved as well."""
         self.count(other)
-        for name in ("q", "k", "v", "captured", "o", "lse", "parts", "table"):
+        for name in ("q", "k", "v", "captured", "o", "lse", "parts", "parts_read", "table"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
@@ -167,7 +169,7 @@ def walk(
     lse, traffic = np.full(q.shape[:-1], -np.inf, o.dtype), Traffic()
     for b, own in enumerate(sequences):
         operands = q[own.queries], own.own_keys(k), own.own_keys(v)
-        one = _Walk(plan, facts, own.case(case), *operands, first=b, **options)
+        one = _Walk(plan, facts, own.case(case), *operands, first=b, call_rows=lse.size, **options)
         o[own.queries], lse[own.queries], _ = one.run()
         traffic.add(one.traffic)
         if own.pages is not None:
@@ -441,9 +443,12 @@ class Tiles:
 
 
 class _Walk(Tiles):
-    def __init__(self, *operands: Any, kv_splits: int = 1, **options: Any) -> None:
+    """`call_rows` are those of o in the whole call, of which this may be one sequence."""
+
+    def __init__(self, *operands: Any, kv_splits: int = 1, call_rows: int | None = None, **options: Any) -> None:
         super().__init__(*operands, **options)
         self.traffic, self.splits, self.visited = Traffic(), kv_splits, set[int]()
+        self.call_rows = math.prod(self.q.shape[:-1]) if call_rows is None else call_rows
 
     def visited_keys(self) -> Iterator[int]:
         """Those of all tiles that were visited."""
@@ -526,9 +531,11 @@ class _Walk(Tiles):
             return [schedule]
         else:
             parts = [schedule[i :: self.splits] for i in range(min(self.splits, len(schedule)))]
-        lines = math.prod(q.shape[:4])
-        self.traffic.parts += lines * (sum(map(bool, parts)) * self.v.shape[-1] * split_keys.PART_ITEM)
-        self.traffic.parts += lines * (self.splits * split_keys.PART_ROW)
+        lines, visited = math.prod(q.shape[:4]), sum(map(bool, parts))
+        anyway = split_keys.read_anyway(self.plan, self.call_rows, self.splits)
+        row, others = self.v.shape[-1] * split_keys.PART_ITEM, lines * self.splits * split_keys.PART_ROW
+        self.traffic.parts += lines * visited * row + others
+        self.traffic.parts_read += lines * max(visited, anyway) * row + others
         return parts
 
     def _by_leaf(self, schedule: list[tuple[int, int]], keys: int, leaves: int) -> list[list[tuple[int, int]]]:

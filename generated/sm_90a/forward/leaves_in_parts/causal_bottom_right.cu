@@ -922,10 +922,8 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
 
 // ---------------------------------------------------------------- combine: o of its parts, by a warp for each row
 constexpr int COMBINE_WARPS = 4;  // of a block
-constexpr int COMBINE_BLOCKS = 4;  // of an SM: registers for as many parts as are on their way
 // of 128 columns of o: four in a lane, or one in each thread of a block
 constexpr int COLUMN_GROUPS = (V_HEAD_DIM + 127) / 128;
-constexpr int COMBINE_PARTS = 16 / COLUMN_GROUPS;  // of a row, on their way at once
 
 DEVICE float warp_max(float x) {
 #pragma unroll
@@ -943,6 +941,19 @@ DEVICE float highest_before(float x) {
   }
   x = __shfl_up_sync(~0u, x, 1);
   return lane == 0 ? MINUS_INFINITY : x;
+}
+
+// Starts to load the parts whose bits are set, the lowest of part `first`, the others of those that come before it.
+template <int AT_ONCE> DEVICE void load_parts(float4 (&o)[AT_ONCE][COLUMN_GROUPS], i64 first, u32 bits,
+    const Params& p) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+    for (int group = 0; group < COLUMN_GROUPS; group++)
+      if (bits >> i & 1 && 32 * group + lane < V_HEAD_DIM / 4)
+        o[i][group] = ((const float4*)(p.part_o + (first - i) * V_HEAD_DIM))[32 * group + lane];
+      else o[i][group] = {};
 }
 
 DEVICE void fold_part(float4& o, const float4& part, const Weights& weights) {
@@ -987,14 +998,13 @@ template <typename Columns> DEVICE void end_row(Combined<Columns>& row, int colu
 }
 
 // Leaves are folded from the last to the first, as blocks fold them that visit all.
-extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, COMBINE_BLOCKS)
-attention_combine(const __grid_constant__ Params p) {
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
+template <int AT_ONCE> DEVICE void combine(const Params& p) {
   const int lane = threadIdx.x % 32;
   Combined<float4> row;
   if (!begin_row(row, blockIdx.x * COMBINE_WARPS + threadIdx.x / 32, p)) return;
   const i64 parts = part_of(0, row.b, row.h, row.q, p);
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int leaves = row.count;
   float2 coming = leaves > lane ? p.part_rows[parts + leaves - 1 - lane] : NO_PART;
 #pragma unroll 1
@@ -1009,18 +1019,11 @@ attention_combine(const __grid_constant__ Params p) {
     row.row_max = __shfl_sync(~0u, highest, 31);
     const int count = 32 - __clz(seen);
 #pragma unroll 1
-    for (int start = 0; start < count; start += COMBINE_PARTS) {
-      float4 leaves_of_o[COMBINE_PARTS][COLUMN_GROUPS];
+    for (int start = 0; start < count; start += AT_ONCE) {
+      float4 leaves_of_o[AT_ONCE][COLUMN_GROUPS];
+      load_parts(leaves_of_o, parts + last - start, seen >> start, p);
 #pragma unroll
-      for (int i = 0; i < COMBINE_PARTS; i++)
-#pragma unroll
-        for (int group = 0; group < COLUMN_GROUPS; group++)
-          if (seen >> (start + i) & 1 && 32 * group + lane < V_HEAD_DIM / 4)
-            leaves_of_o[i][group] =
-                ((const float4*)(p.part_o + (parts + last - start - i) * V_HEAD_DIM))[32 * group + lane];
-          else leaves_of_o[i][group] = {};
-#pragma unroll
-      for (int i = 0; i < COMBINE_PARTS; i++) {
+      for (int i = 0; i < AT_ONCE; i++) {
         const Weights weights = {__shfl_sync(~0u, mine.before, start + i), __shfl_sync(~0u, mine.part, start + i)};
         const float sum_of_leaf = __shfl_sync(~0u, leaf.y, start + i);
         if (start + i >= count) break;
@@ -1032,6 +1035,13 @@ attention_combine(const __grid_constant__ Params p) {
   }
   end_row(row, 4 * lane, p);
 }
+
+extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, 4)  // of an SM
+attention_combine(const __grid_constant__ Params p) { combine<16 / COLUMN_GROUPS>(p); }
+
+// Of so few parts that all are on their way at once: registers for more rows on an SM.
+extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, 8)
+attention_combine_few_parts(const __grid_constant__ Params p) { combine<8 / COLUMN_GROUPS>(p); }
 
 // ---------------------------------------------------------------- combine: by a block for each row
 // What the parts of a row weigh that lanes of one warp looked at.
@@ -1061,14 +1071,14 @@ DEVICE void weigh_parts(float2 part, float& row_max, Weighed* weighed) {
 }
 
 // A block for a row, where there are few rows of many parts: more SMs load, each more at once.  The bits are the same.
-extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, COMBINE_BLOCKS)
+extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, 4)
 attention_combine_by_block(const __grid_constant__ Params p) {
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
   constexpr int PARTS = COLUMN_GROUPS == 1 ? 64 : 16;  // on their way at once
   __shared__ Weighed weighed[COMBINE_WARPS];
   Combined<float> row;
   if (!begin_row(row, blockIdx.x, p)) return;
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const i64 begin = part_of(row.count - 1, row.b, row.h, row.q, p);
 #pragma unroll 1
   for (int first = 0; first < row.count; first += 32 * COMBINE_WARPS) {

@@ -700,10 +700,8 @@ attention_forward(const __grid_constant__ Params p) {
 
 // ---------------------------------------------------------------- combine: o of its parts, by a warp for each row
 constexpr int COMBINE_WARPS = 4;  // of a block
-constexpr int COMBINE_BLOCKS = 4;  // of an SM: registers for as many parts as are on their way
 // of 128 columns of o: four in a lane, or one in each thread of a block
 constexpr int COLUMN_GROUPS = (V_HEAD_DIM + 127) / 128;
-constexpr int COMBINE_PARTS = 16 / COLUMN_GROUPS;  // of a row, on their way at once
 
 DEVICE float warp_max(float x) {
 #pragma unroll
@@ -717,6 +715,19 @@ DEVICE void add_part(float4& o, float weight, const float4& part) {
   o.y = fmaf(weight, part.y, o.y);
   o.z = fmaf(weight, part.z, o.z);
   o.w = fmaf(weight, part.w, o.w);
+}
+
+// Starts to load the parts whose bits are set, the lowest of part `first`, the others of those that come behind it.
+template <int AT_ONCE> DEVICE void load_parts(float4 (&o)[AT_ONCE][COLUMN_GROUPS], i64 first, u32 bits,
+    const Params& p) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+    for (int group = 0; group < COLUMN_GROUPS; group++)
+      if (bits >> i & 1 && 32 * group + lane < V_HEAD_DIM / 4)
+        o[i][group] = ((const float4*)(p.part_o + (first + i) * V_HEAD_DIM))[32 * group + lane];
+      else o[i][group] = {};
 }
 
 DEVICE void scale_part(float4& o, float factor) {
@@ -760,14 +771,16 @@ template <typename Columns> DEVICE void end_row(Combined<Columns>& row, int colu
 }
 
 // Parts are added in their order, 32 at a time: what they are multiplied by follows the highest maximum so far.
-extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, COMBINE_BLOCKS)
-attention_combine(const __grid_constant__ Params p) {
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
+template <int AT_ONCE> DEVICE void combine(const Params& p) {
   const int lane = threadIdx.x % 32;
   Combined<float4> row;
   if (!begin_row(row, blockIdx.x * COMBINE_WARPS + threadIdx.x / 32, p)) return;
   const i64 parts = part_of(0, row.b, row.h, row.q, p);
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  float4 of_parts[AT_ONCE][COLUMN_GROUPS];
+  // The first ones, whether or not each is written: beside the maxima that tell.
+  load_parts(of_parts, parts, row.count < 32 ? (1u << row.count) - 1 : ~0u, p);
 #pragma unroll 1
   for (int first = 0; first < row.count; first += 32) {
     const float2 part = first + lane < row.count ? p.part_rows[parts + first + lane] : NO_PART;
@@ -784,29 +797,28 @@ attention_combine(const __grid_constant__ Params p) {
     const float weight = sees ? ex2(part.x - row.row_max) : 0.f;
     const int count = __popc(written);  // the first ones
 #pragma unroll 1
-    for (int start = 0; start < count; start += COMBINE_PARTS) {
-      float4 parts_of_o[COMBINE_PARTS][COLUMN_GROUPS];
+    for (int start = 0; start < count; start += AT_ONCE) {
+      if (first + start > 0) load_parts(of_parts, parts + first + start, written >> start, p);
 #pragma unroll
-      for (int i = 0; i < COMBINE_PARTS; i++)
-#pragma unroll
-        for (int group = 0; group < COLUMN_GROUPS; group++)
-          if (start + i < count && 32 * group + lane < V_HEAD_DIM / 4)
-            parts_of_o[i][group] =
-                ((const float4*)(p.part_o + (parts + first + start + i) * V_HEAD_DIM))[32 * group + lane];
-          else parts_of_o[i][group] = {};
-#pragma unroll
-      for (int i = 0; i < COMBINE_PARTS; i++) {
+      for (int i = 0; i < AT_ONCE; i++) {
         const float of_part = __shfl_sync(~0u, weight, start + i);
         const float sum_of_part = __shfl_sync(~0u, part.y, start + i);
         if (start + i >= count) break;
         row.sum = fmaf(of_part, sum_of_part, row.sum);
 #pragma unroll
-        for (int group = 0; group < COLUMN_GROUPS; group++) add_part(row.o[group], of_part, parts_of_o[i][group]);
+        for (int group = 0; group < COLUMN_GROUPS; group++) add_part(row.o[group], of_part, of_parts[i][group]);
       }
     }
   }
   end_row(row, 4 * lane, p);
 }
+
+extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, 4)  // of an SM
+attention_combine(const __grid_constant__ Params p) { combine<16 / COLUMN_GROUPS>(p); }
+
+// Of so few parts that all are on their way at once: registers for more rows on an SM.
+extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, 8)
+attention_combine_few_parts(const __grid_constant__ Params p) { combine<8 / COLUMN_GROUPS>(p); }
 
 // ---------------------------------------------------------------- combine: by a block for each row
 // What the parts of a row weigh that lanes of one warp looked at.
@@ -837,14 +849,14 @@ DEVICE void weigh_parts(float2 part, float& row_max, Weighed* weighed) {
 }
 
 // A block for a row, where there are few rows of many parts: more SMs load, each more at once.  The bits are the same.
-extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, COMBINE_BLOCKS)
+extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, 4)
 attention_combine_by_block(const __grid_constant__ Params p) {
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
   constexpr int PARTS = COLUMN_GROUPS == 1 ? 64 : 16;  // on their way at once
   __shared__ Weighed weighed[COMBINE_WARPS];
   Combined<float> row;
   if (!begin_row(row, blockIdx.x, p)) return;
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const i64 begin = part_of(0, row.b, row.h, row.q, p);
 #pragma unroll 1
   for (int first = 0; first < row.count; first += 32 * COMBINE_WARPS) {
