@@ -167,7 +167,7 @@ def test_bytes_of_parts_are_predicted():
     names = ("q", "k", "v")
     read = sum(found.report.bytes(buffer=name) for name in names)
     parts = sum(found.report.bytes("st", buffer=name) for name in ("part_o", "part_rows"))
-    combine = found.reports["attention_combine"]
+    combine = found.reports["attention_combine_few_parts"]
     written = sum(combine.bytes("st", buffer=name) for name in ("o", "lse"))
     assert (predicted.hbm.read_bytes, predicted.hbm.write_bytes) == (read + parts, written + parts)
 

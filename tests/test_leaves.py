@@ -161,7 +161,7 @@ def test_pages(pipeline):
 COMBINE = {
     "a lost leaf": replace("32 - __clz(seen)", "31 - __clz(seen)"),
     "leaves that were not written": lambda text: replace("weights.part == 0.f ? kept :", "")(
-        replace("seen >> (start + i) & 1 && ", "")(text)
+        replace("seen >> start, p)", "~0u, p)")(text)
     ),
     "a wrong maximum": replace("fmaxf(row.row_max, highest_before(sees ? leaf.x : MINUS_INFINITY))", "row.row_max"),
     "another order": replace("parts + leaves - 1 - lane]", "parts + lane]"),
