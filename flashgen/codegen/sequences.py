@@ -194,6 +194,11 @@ class SequenceCode:
         """One past the last row of a tile's tensor, or sequence, that is written."""
         return "work.queries" if self.joined else self.q_rows
 
+    def lower_row(self, work: str, packed: bool) -> str:
+        """Whether this thread's second row is one of a tile's tensor, or sequence."""
+        lines = self.q_end.replace("work.", f"{work}.")
+        return f"{work}.q_tile * TILE_Q + row + 8 < {f'({lines} << p.pack_log2)' if packed else lines}"
+
     @property
     def part_end(self) -> str:
         """One past the last row of a tile's tensor, or sequence, of which a part is written: the last query's."""

@@ -542,6 +542,13 @@ class KernelPlan(Integers):
         return bool(narrow) and not self.layout.paged and widest <= 128
 
     @property
+    def few_rows(self) -> bool:
+        """Whether warps look which of their rows are queries, and take no exponentials of eight that are none: in tiles
+        of decoding, most of whose rows are none, and whose one warpgroup waits for its own exponentials."""
+        of = self.specialized
+        return of is not None and of.warpgroups == 1 and self.float8 is None and (self.packed or self.keys.split)
+
+    @property
     def packed(self) -> bool:
         """Whether the rows of a tile are pairs of a query and one of several heads that share keys."""
         return self.rows.packed

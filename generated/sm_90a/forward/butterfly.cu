@@ -338,20 +338,22 @@ DEVICE bool follow(float (&row_max)[2], const float (&highest)[2], float scale, 
   return moves[0] || moves[1];
 }
 
-// S becomes P = 2^(scale * S - row_max); what it adds up to.
+// Row r of S becomes P = 2^(scale * S - row_max); what it adds up to.
+template <int N> DEVICE float exponentiate_row(float (&s)[N], int r, float scale, float row_max) {
+  float even = 0.f, odd = 0.f;
+#pragma unroll
+  for (int i = 2 * r; i < N; i += 4) {
+    s[i] = ex2(fmaf(s[i], scale, -row_max));
+    s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_max));
+    even += s[i];
+    odd += s[i + 1];
+  }
+  return even + odd;
+}
+
 template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const float (&row_max)[2], float (&sum)[2]) {
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float even = 0.f, odd = 0.f;
-#pragma unroll
-    for (int i = 2 * r; i < N; i += 4) {
-      s[i] = ex2(fmaf(s[i], scale, -row_max[r]));
-      s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_max[r]));
-      even += s[i];
-      odd += s[i + 1];
-    }
-    sum[r] = even + odd;
-  }
+  for (int r = 0; r < 2; r++) sum[r] = exponentiate_row(s, r, scale, row_max[r]);
 }
 
 template <int N> DEVICE void multiply_rows(float (&o)[N], const float (&factor)[2]) {
