@@ -549,7 +549,8 @@ template <typename Columns> struct Combined {
   Columns o[COLUMN_GROUPS];
 };
 
-// Row `index` of o, before any part; false where it is of no sequence.
+// Row `index` of o, before any part; false where it is of no sequence.  What it reads the kernel before does not write:
+// it is asked before the wait for that one.
 template <typename Columns> DEVICE bool begin_row(Combined<Columns>& row, int index, const Params& p) {
   const int head = index / p.q_len;
   row = {};
