@@ -141,6 +141,17 @@ def test_build_compiles_every_combination_once(empty_cache):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("limit, lost", [(0, 4), (40_000, 3), (1 << 30, 0)])
+def test_build_says_what_the_cache_does_not_keep(limit, lost, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FLASHGEN_CACHE_BYTES", str(limit))
+    asked = ("causal", "--archs", "sm_80", "--dtypes", "float16,bfloat16", "--head-dims", "16", "--tile", "64x64")
+    ran = flashgen("build", *asked, "--stages", "2", "--jobs", "1")
+    assert (f"{lost} of 4 kernels are not kept" in ran.err) == (lost > 0) and "4 kernels in" in ran.err
+    assert lost or "not kept" not in ran.err
+    assert len(list((tmp_path / "cache").glob("*.cubin"))) == 4 - lost
+
+
 def test_build_takes_a_folder_and_what_the_spec_names(tmp_path):
     (tmp_path / "one.py").write_text(
         "import flashgen as fg\n\n\n@fg.variant(head_dims=(16, 32), dtypes=('float16',), arch='sm_80')\n"

@@ -365,6 +365,34 @@ def test_json_of_a_sweep_names_each_case(tmp_path):
     assert all(case["command"].startswith(f"flashgen run {spec} ") for case in found["cases"])
 
 
+PRINTING = """\
+import flashgen as fg
+
+print("the file")
+def example(problem, rng):
+    print("the example")
+    return rng.standard_normal(problem.heads).astype("float32")
+slopes = fg.tensor("slopes", ("heads",), "float32", example=example)
+@fg.variant(head_dims=(32,))
+def loud(b, h, q, k):
+    print("the mask")
+    return k <= q
+@loud.score
+def _(s, b, h, q, k):
+    return s + slopes[h]
+"""
+
+
+@pytest.mark.parametrize("verb", ["plan", "show", "emit", "run", "simulate"])
+def test_what_a_spec_prints_is_not_in_the_json(verb, tmp_path):
+    spec = tmp_path / "loud.py"
+    spec.write_text(PRINTING)
+    options = [*SMALL[verb][1], "--head-dim", 32]  # the last one counts
+    ran = flashgen(verb, spec, *options, "--json")
+    assert isinstance(json.loads(ran.out), dict) and "the file\n" in ran.err and "the mask\n" in ran.err
+    assert "the file\n" in flashgen(verb, spec, *options).out
+
+
 def test_json_of_a_failed_check_exits_with_1(monkeypatch):
     from flashgen.cli import run
 

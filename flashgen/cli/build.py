@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from flashgen.cli import options
-from flashgen.cli.console import err, progress, seconds, size, tabulate, write_json
+from flashgen.cli.console import complain, err, progress, seconds, size, tabulate, write_json
 from flashgen.cli.options import Pass
 from flashgen.cli.resolve import folded
 from flashgen.errors import PlanError
@@ -83,6 +83,7 @@ def command(
     start = time.perf_counter()
     table = Table("kernel", "tile", "registers", "spills", "cubin", "", box=None, padding=(0, 2, 0, 0))
     entries = compiled(plans, jobs)
+    say_what_is_lost([entry for _, entry in entries])
     if as_json:
         write_json({"kernels": [_described(plan, entry) for plan, entry in entries]})
         return
@@ -98,6 +99,20 @@ def command(
         )
     tabulate(table)
     err.print(f"{len(entries)} kernels in {seconds(time.perf_counter() - start)}")
+
+
+def say_what_is_lost(entries: list[Entry]) -> None:
+    """A warning on stderr where the cache has not kept all of them: its limit is lower, or it keeps nothing."""
+    from flashgen.runtime import cache
+
+    into = cache.default()
+    lost = sum(not into.keeps(str(entry.about["key"])) for entry in entries)
+    if lost:
+        complain(
+            f"{lost} of {len(entries)} kernels are not kept: they have {size(sum(len(e.cubin) for e in entries))}, and"
+            f" the cache {into.folder} holds {size(into.limit)}\n  each process compiles them again; set"
+            " FLASHGEN_CACHE_BYTES to more, or FLASHGEN_CACHE_DIR to a folder that can be written"
+        )
 
 
 def compiled(plans: Iterable[KernelPlan], jobs: int | None = None) -> list[tuple[KernelPlan, Entry]]:

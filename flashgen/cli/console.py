@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 from rich.console import Console
@@ -68,9 +70,24 @@ def encodable(text: str) -> bool:
     return True
 
 
+#: Where an object goes, if not to what stdout is then.
+_objects: list[TextIO] = []
+
+
+@contextlib.contextmanager
+def json_alone() -> Iterator[None]:
+    """Of what a verb prints, `write_json` alone reaches stdout: what a spec file prints goes to stderr."""
+    _objects.append(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _objects.pop()
+
+
 def write_json(data: object) -> None:
     """One JSON object on stdout; a number that is not finite is null."""
-    typer.echo(json.dumps(_finite(data), indent=2))
+    typer.echo(json.dumps(_finite(data), indent=2), file=_objects[-1] if _objects else None)
 
 
 def _finite(data: object) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 import typer
 
-from flashgen.cli.console import err
+from flashgen.cli.console import err, json_alone
 from flashgen.errors import PlanError, SpecError
 from flashgen.lang.variant import Pins
 from flashgen.planning.float8 import ACCURACIES, DEFAULT
@@ -299,7 +300,7 @@ def tile_shape(text: str | None) -> tuple[int, int] | None:
 
 def shared(verb: Callable[..., None]) -> Callable[..., None]:
     """A command whose parameters of type `Request` and `Pass` are spelled out as the options of those, and their field
-    `integers` as the integers of a kernel that no other field is for."""
+    `integers` as the integers of a kernel that no other field is for.  With --json stdout has the object alone."""
     hints = get_type_hints(verb, include_extras=True)
     own, options, groups = [], [], {}
     for name, parameter in inspect.signature(verb).parameters.items():
@@ -320,7 +321,8 @@ def shared(verb: Callable[..., None]) -> Callable[..., None]:
         for name, (group, fields) in groups.items():
             integers = {"integers": {one: given.pop(one) for one in _INTEGERS}} if "integers" in fields else {}
             given[name] = group(**{one: given.pop(one) for one in fields if one != "integers"}, **integers)
-        verb(**given)
+        with json_alone() if given.get("as_json") else contextlib.nullcontext():
+            verb(**given)
 
     parameters = [*own, *options]
     command.__signature__ = inspect.Signature(parameters)

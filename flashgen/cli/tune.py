@@ -14,6 +14,7 @@ from flashgen.cli.console import err, out, progress, write_json
 from flashgen.errors import LaunchError, PlanError
 
 
+@options.shared
 def command(
     specs: Annotated[list[str], typer.Argument(help="Spec files, or names of shipped specs.", metavar="SPEC...")],
     arch: Annotated[str | None, typer.Option(help="Architecture of the GPU; it is that of the GPU present.")] = None,

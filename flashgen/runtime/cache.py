@@ -102,6 +102,10 @@ class Cache:
             self._write(key, entry)
             return entry
 
+    def keeps(self, key: str) -> bool:
+        """Whether the folder has an entry of `key` now."""
+        return self.limit > 0 and (self.folder / f"{key}.json").is_file()
+
     def _entry(self, key: str, compiled: nvrtc.Compiled, about: Mapping[str, object]) -> Entry:
         """What was compiled now, with its sidecar."""
         about = {"key": key, "bytes": len(compiled.cubin), "resources": dataclasses.asdict(compiled.resources), **about}
