@@ -63,7 +63,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "seq": seq,
         "keys": KeyCode(plan.keys, plan.tile.kv),
         "work_alignment": programs.work_layout(plan.layout, split=plan.keys.split)[1],
-        "combine": split_keys.COMBINING,
+        "combine": split_keys.combining(plan),
         "pages": PagesCode(plan.layout, scaled=plan.float8 is not None, whole_rows=plan.whole_rows),
         "scales": ScaleCode(plan.float8 is not None, plan.packed, found.score is not None, _cap(plan, found)),
         "operands": OperandCode(plan, found.score is not None, packs),

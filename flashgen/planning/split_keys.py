@@ -41,6 +41,10 @@ class Combining(NamedTuple):
 #: take 50.6 us so and 51.3 with 16 (32:4 heads, 4,096 rows); of 16 parts 8 at once cost 0.3 us.
 COMBINING = Combining(warps=4, of_any=AtOnce(parts=16, blocks=4), of_few=AtOnce(parts=8, blocks=8), by_block=64)
 
+#: Blocks of an SM where 64 registers are too few for that: of leaves, 8 to 40 bytes were spilled, and of parts that take
+#: turns on other architectures than these 4 to 24.
+ROOMY_BLOCKS, SPARING_ARCHS = 6, ("sm_90a",)
+
 #: Seconds that such a kernel takes for itself, beside what it reads and writes.
 COMBINE = 3e-6
 
@@ -77,6 +81,13 @@ def rows(plan: KernelPlan, problem: Problem, q_rows: int | None = None) -> int:
 def column_groups(plan: KernelPlan) -> int:
     """Groups of 128 columns of o: the more of them, the fewer parts are on their way."""
     return -(-plan.v_head_dim // COLUMNS)
+
+
+def combining(plan: KernelPlan) -> Combining:
+    """How a plan's kernels that combine are made."""
+    if plan.keys.turns and plan.arch in SPARING_ARCHS:
+        return COMBINING
+    return COMBINING._replace(of_few=COMBINING.of_few._replace(blocks=ROOMY_BLOCKS))
 
 
 def entry(plan: KernelPlan, rows: int, splits: int) -> str:

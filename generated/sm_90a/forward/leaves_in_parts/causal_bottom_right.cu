@@ -1043,7 +1043,7 @@ extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, 4)  // of an SM
 attention_combine(const __grid_constant__ Params p) { combine<16 / COLUMN_GROUPS>(p); }
 
 // Of so few parts that all are on their way at once: registers for more rows on an SM.
-extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, 8)
+extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, 6)
 attention_combine_few_parts(const __grid_constant__ Params p) { combine<8 / COLUMN_GROUPS>(p); }
 
 // ---------------------------------------------------------------- combine: by a block for each row
