@@ -41,7 +41,7 @@ class Combining(NamedTuple):
 #: take 50.6 us so and 51.3 with 16 (32:4 heads, 4,096 rows); of 16 parts 8 at once cost 0.3 us.
 COMBINING = Combining(warps=4, of_any=AtOnce(parts=16, blocks=4), of_few=AtOnce(parts=8, blocks=8), by_block=64)
 
-#: Blocks of an SM where 64 registers are too few for that: of leaves, 8 to 40 bytes were spilled, and of parts that take
+#: Blocks of an SM where 64 registers are too few for that: of leaves 8 to 40 bytes were spilled, and of parts that take
 #: turns on other architectures than these 4 to 24.
 ROOMY_BLOCKS, SPARING_ARCHS = 6, ("sm_90a",)
 
