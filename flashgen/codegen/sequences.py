@@ -192,12 +192,15 @@ class SequenceCode:
     @property
     def q_end(self) -> str:
         """One past the last row of a tile's tensor, or sequence, that is written."""
-        return "work.queries" if self.joined else self.q_rows
+        return self._q_end("work")
+
+    def _q_end(self, work: str) -> str:
+        return f"{work}.queries" if self.joined else self.q_rows
 
     def lower_row(self, work: str, packed: bool) -> str:
         """Whether this thread's second row is one of a tile's tensor, or sequence."""
-        lines = self.q_end.replace("work.", f"{work}.")
-        return f"{work}.q_tile * TILE_Q + row + 8 < {f'({lines} << p.pack_log2)' if packed else lines}"
+        end = f"({self._q_end(work)} << p.pack_log2)" if packed else self._q_end(work)
+        return f"{work}.q_tile * TILE_Q + row + 8 < {end}"
 
     @property
     def part_end(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.analysis import counts
@@ -21,8 +22,7 @@ ENTRY, ENTRY_OF_FEW, ENTRY_BY_BLOCK = "attention_combine", "attention_combine_fe
 
 
 class AtOnce(NamedTuple):
-    """Parts of a row of up to 128 columns that are on their way at once, and blocks of an SM that have registers for
-    them."""
+    """Parts of a row that are on their way at once, and blocks of an SM that have registers for them."""
 
     parts: int
     blocks: int
@@ -37,8 +37,9 @@ class Combining(NamedTuple):
     by_block: int
 
 
-#: With 8 parts at once twice as many rows are on an SM.  On an H200, 8 sequences of 8k keys and 16 queries in 4 parts
-#: take 50.6 us so and 51.3 with 16 (32:4 heads, 4,096 rows); of 16 parts 8 at once cost 0.3 us.
+#: Of rows of up to 128 columns.  With 8 parts at once twice as many rows are on an SM.  On an H200, 8 sequences of 8k
+#: keys and 16 queries in 4 parts take 50.6 us so and 51.3 with 16 (32:4 heads, 4,096 rows); of 16 parts 8 at once cost
+#: 0.3 us.
 COMBINING = Combining(warps=4, of_any=AtOnce(parts=16, blocks=4), of_few=AtOnce(parts=8, blocks=8), by_block=64)
 
 #: Blocks of an SM where 64 registers are too few for that: of leaves 8 to 40 bytes were spilled, and of parts that take
@@ -78,21 +79,25 @@ def rows(plan: KernelPlan, problem: Problem, q_rows: int | None = None) -> int:
     return problem.batch * problem.heads * problem.q_len
 
 
-def column_groups(plan: KernelPlan) -> int:
-    """Groups of 128 columns of o: the more of them, the fewer parts are on their way."""
-    return -(-plan.v_head_dim // COLUMNS)
-
-
 def combining(plan: KernelPlan) -> Combining:
     """How a plan's kernels that combine are made."""
-    if plan.keys.turns and plan.arch in SPARING_ARCHS:
-        return COMBINING
-    return COMBINING._replace(of_few=COMBINING.of_few._replace(blocks=ROOMY_BLOCKS))
+    return _combining(plan.v_head_dim, plan.keys.turns and plan.arch in SPARING_ARCHS)
+
+
+@lru_cache
+def _combining(columns: int, spares: bool) -> Combining:
+    """For rows of so many columns; `spares`: 64 registers are enough for few parts."""
+    made, groups = COMBINING, -(-columns // COLUMNS)
+    return made._replace(
+        of_any=made.of_any._replace(parts=made.of_any.parts // groups),
+        of_few=AtOnce(parts=made.of_few.parts // groups, blocks=made.of_few.blocks if spares else ROOMY_BLOCKS),
+        by_block=made.by_block if groups == 1 else made.by_block // 4,
+    )
 
 
 def entry(plan: KernelPlan, rows: int, splits: int) -> str:
     """The kernel that combines so many parts of each of so many rows."""
-    if splits <= COMBINING.of_few.parts // column_groups(plan):
+    if splits <= combining(plan).of_few.parts:
         return ENTRY_OF_FEW
     return ENTRY_BY_BLOCK if rows <= FEW_ROWS and splits > PARTS_OF_A_WARP else ENTRY
 
@@ -102,8 +107,8 @@ def read_anyway(plan: KernelPlan, rows: int, splits: int) -> int:
     take turns, while the maxima of all are on their way."""
     if not plan.keys.turns or (which := entry(plan, rows, splits)) == ENTRY_BY_BLOCK:
         return 0
-    at_once = COMBINING.of_few if which == ENTRY_OF_FEW else COMBINING.of_any
-    return min(splits, at_once.parts // column_groups(plan))
+    made = combining(plan)
+    return min(splits, (made.of_few if which == ENTRY_OF_FEW else made.of_any).parts)
 
 
 def rows_of_parts(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> int:

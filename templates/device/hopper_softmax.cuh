@@ -150,17 +150,7 @@ template <int N> DEVICE void exponentiate_rows(float (&s)[N], float scale, const
 template <int N>
 DEVICE void exponentiate_rows_each(float (&s)[N], const float (&scale)[2], const float (&row_max)[2], float (&sum)[2]) {
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float even = 0.f, odd = 0.f;
-#pragma unroll
-    for (int i = 2 * r; i < N; i += 4) {
-      s[i] = ex2(fmaf(s[i], scale[r], -row_max[r]));
-      s[i + 1] = ex2(fmaf(s[i + 1], scale[r], -row_max[r]));
-      even += s[i];
-      odd += s[i + 1];
-    }
-    sum[r] = even + odd;
-  }
+  for (int r = 0; r < 2; r++) sum[r] = exponentiate_row(s, r, scale[r], row_max[r]);
 }
 
 // A factor of 0 clears a row whatever it holds.

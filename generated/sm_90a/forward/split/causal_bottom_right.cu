@@ -1040,11 +1040,11 @@ template <int AT_ONCE> DEVICE void combine(const Params& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, 4)  // of an SM
-attention_combine(const __grid_constant__ Params p) { combine<16 / COLUMN_GROUPS>(p); }
+attention_combine(const __grid_constant__ Params p) { combine<16>(p); }
 
 // Of so few parts that all are on their way at once: registers for more rows on an SM.
 extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, 8)
-attention_combine_few_parts(const __grid_constant__ Params p) { combine<8 / COLUMN_GROUPS>(p); }
+attention_combine_few_parts(const __grid_constant__ Params p) { combine<8>(p); }
 
 // ---------------------------------------------------------------- combine: by a block for each row
 // What the parts of a row weigh that lanes of one warp looked at.
@@ -1077,7 +1077,7 @@ DEVICE void weigh_parts(float2 part, float& row_max, Weighed* weighed) {
 // A block for a row, where there are few rows of many parts: more SMs load, each more at once.  The bits are the same.
 extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS, 4)
 attention_combine_by_block(const __grid_constant__ Params p) {
-  constexpr int PARTS = COLUMN_GROUPS == 1 ? 64 : 16;  // on their way at once
+  constexpr int PARTS = 64;  // on their way at once
   __shared__ Weighed weighed[COMBINE_WARPS];
   Combined<float> row;
   if (!begin_row(row, blockIdx.x, p)) return;
