@@ -70,6 +70,7 @@ def in_blocks(b, h, q, k):
 
 
 by_pair = fg.variant(score=lambda s, b, h, q, k: s + pairs[q, k], name="by_pair")
+by_two = fg.variant(score=lambda s, b, h, q, k: s + pairs[q, fg.maximum(k, 1)], name="by_two")
 by_both = fg.variant(score=lambda s, b, h, q, k: s + of_q[h, q] * of_k[h, k], name="by_both")
 near = fg.variant(score=lambda s, b, h, q, k: s + distance(h, q, k), name="near")
 CASES = {
@@ -81,6 +82,7 @@ CASES = {
     "image_16": (in_image(16), ("offset",), 128),
     "in_blocks": (in_blocks, ("by_rows", "of_blocks", "of_columns"), 64),
     "by_pair": (by_pair, ("pairs",), 128),
+    "by_two": (by_two, ("pairs",), 128),
     "masked": (load_spec("document") & near, ("table",), 128),
 }
 
@@ -97,7 +99,7 @@ def test_gradients_of_captured_tensors_are_served(name):
 
 
 def test_sums_in_one_order_take_more_registers():
-    (fallback,) = plan("by_pair", deterministic=True).fallbacks
+    (fallback,) = plan("by_two", deterministic=True).fallbacks
     assert fallback.reason.startswith("registers ")
     assert plan("near", deterministic=True).fallbacks == ()
 
@@ -156,26 +158,30 @@ def test_an_element_is_added_to_less_often_than_tiles_read_it():
     assert 0 < added <= 6 * warps * steps
 
 
-ANOTHER = "if (of != kept.of)"
+FLUSH = "if (begins) flush_of_bucket(kept, sum, b, p);"
 MUTATIONS = {
     "rows of lanes by four": replace("by_four = lane ^ 18", "by_four = lane ^ 16"),
     "rows of lanes by two": replace("(lane + 1 - row / 2 % 2 * 2 & 3)", "(lane & 3)"),
     "rows of lanes by one": replace("(lane - row % 2 & 3)", "(lane & 3)"),
     "not moved by a multiple of 8": replace("before ? low : high", "high"),
     "an odd distance": replace("+ (2 * lane - row & 7)", "+ (2 * lane & 7)"),
-    "not added when another begins": replace(f"{ANOTHER} flush_of_bucket(kept, sum, b, p);", f"{ANOTHER} sum = 0.f;"),
-    "never another": replace(f"{ANOTHER} flush_of_bucket(kept, sum, b, p);", ""),
+    "not added when another begins": replace(FLUSH, "if (begins) sum = 0.f;"),
+    "never another": replace(FLUSH, ""),
     "not added at the end": replace(
         "flush_of_bucket(shared.kept[0][thread_index() / 32 - 4],"
         " shared.kept_sum[0][thread_index() - 128], keys.b, p);",
         "",
     ),
-    "not alike": replace("alike &= index_of_bucket(b, h, q, k, p) == of;", "alike &= true;"),
+    "always two": replace("two &= distance(i) < border || of[i] == last;", "two &= true;"),
+    "a border too far": replace("others = MOST + 1 - distance(i);", "others = MOST - distance(i);"),
+    "sides swapped": replace("kept.near ? before : behind", "kept.near ? behind : before"),
+    "the other side's": replace("kept.near ? behind : before", "kept.near ? before : behind"),
+    "not kept from there on": replace("    kept.of = kept.other;", ""),
     "taken twice": replace("      taken += sum[i];\n      sum[i] = 0.f;", "      taken += sum[i];"),
 }
 
 
-@pytest.mark.sampled("rows of lanes by one", "not alike")
+@pytest.mark.sampled("rows of lanes by one", "a border too far")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_of_sums_are_noticed(name):

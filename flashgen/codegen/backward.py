@@ -16,9 +16,9 @@ from flashgen.codegen.printer import Body, Printer, Text, binary, call, constant
 from flashgen.codegen.readers import Reader, inside, loads_of, readers, trusted_indices
 from flashgen.codegen.variant_code import Decider, Decision
 from flashgen.lang.expr import DType, Node, Tensor, const, depends_on, walk
-from flashgen.planning.backward import captured_grads
+from flashgen.planning.backward import captured_grads, hides, own_dimensions, storable
 from flashgen.planning.layout import DENSE, Layout
-from flashgen.planning.plan import without_sink
+from flashgen.planning.plan import KernelPlan, without_sink
 
 #: An element of dS in the templates, and where it lies.
 _DS, _PLACE = "ds[m][j][i]", ("q + 8 * j + i % 2", "k + 16 * m + i / 2 * 8")
@@ -40,6 +40,8 @@ class CapturedGrad:
     diagonals     what has one distance is summed first
     finite        the slope is a number whatever it reads
     by_score      the score itself, before the score function, selects the element
+    steps         what makes elements of a number of queries, and of keys, where each pair may have one of its own; None
+                  of others
     """
 
     name: str
@@ -55,6 +57,7 @@ class CapturedGrad:
     diagonals: bool
     finite: bool
     by_score: bool
+    steps: tuple[str, str] | None
 
     @property
     def template(self) -> str:
@@ -85,6 +88,10 @@ class CapturedGrad:
     def part_alike(self) -> str:
         """The same where all pairs of a tile read one element."""
         return _DS if self.even else self._part(_DS, *_PLACE, x="x[m][j][i]")
+
+    def alike(self, total: str) -> str:
+        """What a lane's sum of `part_alike` adds to the element that it is of."""
+        return self._part(total, "q", "k") if self.even else total
 
     @property
     def gain_of_tile(self) -> str:
@@ -157,7 +164,7 @@ class Transposed:
 def transposed(facts: Facts, gradients: tuple[str, ...], layout: Layout = DENSE) -> Transposed:
     """The code of an analysed variant for a backward that also wants the gradients of these captured tensors."""
     variant = facts.variant
-    masked = variant.mask is not None and bool(facts.hidden)
+    masked = hides(variant)
     return Transposed(
         runs=Decider(facts).query_runs() if masked else None,
         later=Decider(facts).later_runs() if masked else None,
@@ -169,22 +176,33 @@ def transposed(facts: Facts, gradients: tuple[str, ...], layout: Layout = DENSE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sized:
-    """A captured tensor and the C++ expression of how many elements it has."""
+    """A captured tensor and C++ expressions: how many elements of its gradient are cleared before the main kernel, and
+    how many are added up."""
 
     name: str
-    elements: str
+    cleared: str
+    added: str
 
 
-def sized(tensor: Tensor) -> Sized:
-    """A captured tensor with its number of elements."""
-    sizes = [f"p.size{i}_{tensor.name}" for i in range(len(tensor.dims))]
-    return Sized(name=tensor.name, elements=" * ".join(("i64(1)", *sizes)) if sizes else "1")
+def sized(plan: KernelPlan) -> tuple[Sized, ...]:
+    """The captured tensors that the score reads and whose gradients are asked for."""
+    found, may_be_stored, skips = [], storable(plan), hides(plan.variant)
+    for tensor in plan.variant.tensors:
+        if tensor.name in plan.score_gradients:
+            every = _elements(tensor)
+            added = f"(p.stored_{tensor.name} ? 0 : {every})" if tensor.name in may_be_stored else every
+            found.append(Sized(name=tensor.name, cleared=every if skips else added, added=added))
+    return tuple(found)
+
+
+def _elements(tensor: Tensor) -> str:
+    return _product([f"p.size{i}_{tensor.name}" for i in range(len(tensor.dims))])
 
 
 def _sink(facts: Facts) -> SinkGrad:
     sink, node = facts.variant.sink, facts.variant.sink_node
     assert sink is not None and node is not None  # its gradient is asked for
-    return SinkGrad(name=sink.name, elements=sized(sink).elements, index=_index(node, facts.int64))
+    return SinkGrad(name=sink.name, elements=_elements(sink), index=_index(node, facts.int64))
 
 
 def _slope(facts: Facts) -> Body | None:
@@ -227,9 +245,24 @@ def _captured_grads(facts: Facts, gradients: tuple[str, ...], layout: Layout) ->
                 diagonals=uneven or selected is Seen.DISTANCE,
                 finite=bool(np.isfinite(bounds.lo) & np.isfinite(bounds.hi) & ~bounds.nan),
                 by_score=any(m.op == "score" for m in walk(n.operands)),
+                steps=None if layout.own else _steps(n.attr, own_dimensions(facts.variant, name)),
             )
         )
     return tuple(found)
+
+
+def _steps(tensor: Tensor, positions: tuple[str, ...]) -> tuple[str, str] | None:
+    """By what queries and keys between two elements are multiplied, of a contiguous tensor of these dimensions."""
+    if not positions:
+        return None
+    sizes = [f"p.size{i}_{tensor.name}" for i in range(len(positions))]
+    behind = {position: sizes[i + 1 :] for i, position in enumerate(positions)}
+    by_query, by_key = (f" * ({_product(sizes)})" if sizes else "" for sizes in (behind["q"], behind["k"]))
+    return by_query, by_key
+
+
+def _product(sizes: list[str]) -> str:
+    return " * ".join(("i64(1)", *sizes)) if sizes else "1"
 
 
 def _inside(roots: tuple[Node, ...], reading: tuple[Reader, ...]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from flashgen.lang.variant import Variant
-from flashgen.planning.backward import layout
+from flashgen.planning.backward import layout, storable
 from flashgen.planning.float8 import DESCALES, Float8
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import ALL_KEYS, Keys
@@ -143,7 +143,8 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     """The members of a backward's `Params`: `d_o` is the output's gradient, and workspaces stand before the results.
 
     Where the gradient of a captured tensor is asked for, it is `grad_NAME`, and `exact_NAME` the exact sums it is
-    rounded from.  Pipeline hopper has tensor maps in place of q, k and v.
+    rounded from; `stored_NAME` says that each pair has an element of its own.  Pipeline hopper has tensor maps in place
+    of q, k and v.
     """
     element, how = ELEMENT[plan.dtype], layout(plan)
     workspaces = ("lse_log2", "delta", *(("dq_sum",) if how.adds_dq else ()))
@@ -165,6 +166,7 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
         numbers.append("l2_heads")
     if how.dq_in_main_kernel:
         numbers.append("clear_distance")
+    numbers += [f"stored_{name}" for name in storable(plan)]
     return _members(plan.variant, pointers, (*loaded, "dq", "dk", "dv"), numbers, plan.dropout)
 
 

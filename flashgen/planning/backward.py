@@ -26,6 +26,11 @@ def has_slope(variant: Variant) -> bool:
     return variant.score_node is not None and derive(variant.score_node) is not const(1.0)
 
 
+def hides(variant: Variant) -> bool:
+    """Whether the mask hides any pair."""
+    return variant.mask is not None and bool(analyse(variant).hidden)
+
+
 def looks_up(variant: Variant, known: Collection[Node] = ()) -> bool:
     """Whether mask or score read a captured tensor by the query or the key, beside the elements that are known."""
     return any(reads_by(root, "q", "k", known=known) for root in (variant.mask, variant.score_node))
@@ -36,11 +41,40 @@ def captured_grads(variant: Variant, name: str) -> dict[Node, Node]:
     return {} if variant.score_node is None else slopes(variant.score_node, name)
 
 
+def own_dimensions(variant: Variant, name: str) -> tuple[str, ...]:
+    """The positions that select an element of a captured tensor, one a dimension, where they are a query and a key and
+    so two pairs that differ in one of them never read the same; empty of others."""
+    reads = list(captured_grads(variant, name))
+    positions = tuple(n.attr for n in reads[0].operands if n.op == "index") if len(reads) == 1 else ()
+    alone = len(positions) == len(set(positions)) and {"q", "k"} <= set(positions)
+    return positions if alone and len(positions) == len(reads[0].operands) else ()
+
+
+def storable(plan: KernelPlan) -> tuple[str, ...]:
+    """The captured tensors of whose gradient each pair may have an element of its own (`stored`)."""
+    if plan.layout.own:
+        return ()
+    return tuple(name for name in plan.score_gradients if own_dimensions(plan.variant, name))
+
+
+def stored(plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """The captured tensors of whose gradient each pair has an element of its own, in a call with captured tensors of
+    these shapes: it is stored, where others are added up."""
+    extents = {"b": problem.batch, "h": problem.heads, "q": problem.q_len, "k": problem.kv_len}
+
+    def alone(name: str) -> bool:
+        positions = own_dimensions(plan.variant, name)
+        shared = [extents[position] for position in extents if position not in positions]
+        return tuple(shapes[name]) == tuple(map(extents.get, positions)) and all(extent == 1 for extent in shared)
+
+    return tuple(filter(alone, storable(plan)))
+
+
 def lookups(variant: Variant) -> tuple[Node, ...]:
     """The elements of captured tensors that the mask reads by the query alone, or by the key and no query head; none
     of a mask that hides nothing, which no kernel evaluates."""
     found: dict[Node, None] = {}
-    left = [variant.mask] if variant.mask is not None and analyse(variant).hidden else []
+    left = [variant.mask] if variant.mask is not None and hides(variant) else []
     while left:
         n = left.pop()
         element = n.op == "load" and not loop_indices(n)  # and not one for each round of a loop
@@ -126,8 +160,9 @@ def workspaces(
         heads = problem.kv_heads * problem.batch
         parts.append(Part(name="progress", amount=4 * (heads + 1), why="a counter a key head, and one of heads"))
     if plan.deterministic:
+        alone = stored(plan, problem, shapes)
         for name in plan.score_gradients:
-            elements = math.prod(shapes[name])
+            elements = 0 if name in alone else math.prod(shapes[name])
             why = f"{elements} exact sums of {EXACT_BYTES} bytes, which depend on no order"
             parts.append(Part(name=f"exact_{name}", amount=EXACT_BYTES * elements, why=why))
     return tuple(parts)

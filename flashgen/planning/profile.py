@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from flashgen.analysis.bounds import bounded
 from flashgen.analysis.cells import single
 from flashgen.analysis.derivative import derive
-from flashgen.analysis.distances import Selection, selection
+from flashgen.analysis.distances import Seen, Selection, selection
 from flashgen.analysis.facts import Facts, analyse
 from flashgen.analysis.tanh import lone_tanh, soft_cap
 from flashgen.lang.expr import DType, Node, depends_on, loop_indices, node, positions_of, reads_by, walk
@@ -188,9 +188,11 @@ class Profile:
         return tuple(selection(n, aligned=aligned) for n, _ in self.captured_grads)
 
     @property
-    def gathered(self) -> int:
-        """How many of them many pairs of a tile may read."""
-        return sum(one.gathers for one in self.selections)
+    def kept_sums(self) -> tuple[int, int]:
+        """How many of them many pairs of a tile may read, and the bytes that tell which elements a tile has of each:
+        one, or two and at which distance the second begins."""
+        kept = [one.seen for one in self.selections if one.gathers]
+        return len(kept), 24 if Seen.DISTANCE in kept else 8
 
     # -----------------------------------------------------------------------------------------------------------------
     # What they read

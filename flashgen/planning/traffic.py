@@ -250,11 +250,14 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
     shapes = {name: case.tensors[name].shape for name in plan.gradients}
     elements = sum(map(math.prod, shapes.values()))
     of_score = sum(math.prod(shapes[name]) for name in plan.score_gradients)
+    stored = backward.stored(plan, problem, shapes)
+    alone = sum(math.prod(shapes[name]) for name in stored)
+    gradients = traffic_backward.CapturedGradients(of_score - alone, alone, len(stored) * tiles.visited_elements)
     sink = _stored([variant.sink] if plan.sink_gradient and variant.sink else [], case), elements - of_score
     captured = of_pairs + sink[0]
     of_summaries, read_again = _summaries(plan, problem, case)
     given = _stored(summaries.tensors_beside(plan), case) + read_again
-    by_entry = traffic_backward.moved(plan, problem, keys, queries, given, of_score, sink, dlse=dlse)
+    by_entry = traffic_backward.moved(plan, problem, keys, queries, given, gradients, sink, dlse=dlse)
     if plan.summaries and by_entry:
         by_entry = {summaries.ENTRY: (of_summaries.read_bytes, of_summaries.write_bytes)} | by_entry
     moved = _bytes(*map(sum, zip((0, 0), *by_entry.values(), strict=True)))

@@ -3,11 +3,13 @@
 Counted as `planning.traffic` counts: in-bounds rows at the caller's head dims, as if there were no L2.  By entry, all
 named attention_backward..., summed over batch and heads:
 
-    _clear      writes the sums of captured gradients as 0 (where any is asked for)
+    _clear      writes the sums of captured gradients as 0 (where any is asked for), and where a mask hides pairs what
+                each pair has an element of its own in
     _prepare    reads o, do, lse and dlse; writes lse and delta as the others want them, and the sum of dq as 0
     _sink       reads the sinks, lse and delta of every row, writes the sinks' gradient (where it is asked for)
     (the main)  reads k and v once a KV tile that any query sees, q, do, lse and delta once a visited (KV tile, Q tile)
-                and query head, and there reads and writes the sum of dq; writes dk and dv once
+                and query head, and there reads and writes the sum of dq; writes dk and dv once; reads and writes the
+                sums of captured gradients once, and writes the elements that pairs of visited tiles have of their own
     _finish     reads the sum of dq, writes dq; where the main kernel does that, _prepare clears the sums of the first
                 `clear_distance` heads of keys alone and _finish finishes the last ones: the main kernel has the others
     _dq         in place of _finish and of the sum of dq, where the plan has a dq by itself: reads as the forward does,
@@ -17,7 +19,7 @@ named attention_backward..., summed over batch and heads:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.planning import backward
 
@@ -30,13 +32,22 @@ if TYPE_CHECKING:
 _FLOAT, _EXACT = 4, 64
 
 
+class CapturedGradients(NamedTuple):
+    """Elements of captured tensors whose gradients are asked for: those that are `added` up, those that each pair has
+    `alone`, and how many of these are `stored` because a tile with their pair is visited."""
+
+    added: int
+    alone: int
+    stored: int
+
+
 def moved(
     plan: KernelPlan,
     problem: Problem,
     by_key: KeyCounts,
     by_query: TileCounts | None,
     captured: int,
-    elements: int,
+    gradients: CapturedGradients,
     sink: tuple[int, int],
     *,
     dlse: bool,
@@ -44,8 +55,7 @@ def moved(
     """Bytes of each entry in the order of launches; none where there are no queries or no keys.
 
     `by_key` are counts of the plan's own tiles, `by_query` those of the tiles of a dq by itself; `captured` the bytes
-    of the captured tensors of mask and score, `elements` those of them whose gradient is asked for; `sink` the bytes
-    and the elements of the sinks.
+    of the captured tensors of mask and score, `sink` the bytes and the elements of the sinks.
     """
     if problem.empty or problem.kv_len == 0:
         return {}
@@ -53,12 +63,14 @@ def moved(
     of_query = columns + 2 * _FLOAT  # q, do, lse, delta
     rows = problem.batch * problem.heads * problem.q_len
     dq, dq_sum = problem.head_dim * problem.itemsize, problem.head_dim * _FLOAT
-    sums = elements * (_EXACT if plan.deterministic else _FLOAT)
+    sums = gradients.added * (_EXACT if plan.deterministic else _FLOAT)
     added = dq_sum if backward.layout(plan).adds_dq else 0
     heads = problem.batch * problem.kv_heads
     ends = rows // heads * backward.clear_distance(plan, problem)
     swept = rows - ends
-    found = {"attention_backward_clear": (0, sums)} if plan.score_gradients else {}
+    stored = gradients.stored * _FLOAT
+    cleared = sums + (gradients.alone * _FLOAT if backward.hides(plan.variant) else 0)
+    found = {"attention_backward_clear": (0, cleared)} if plan.score_gradients else {}
     found["attention_backward_prepare"] = (
         rows * (2 * problem.v_head_dim * problem.itemsize + _FLOAT * (2 if dlse else 1)),
         rows * 2 * _FLOAT + ends * added,
@@ -68,7 +80,7 @@ def moved(
         found["attention_backward_sink"] = (rows * 2 * _FLOAT + of_sink, sinks * _FLOAT)
     found["attention_backward"] = (
         by_key.keys * columns + by_key.rows * (of_query + added) + swept * added + captured + sums,
-        by_key.rows * added + swept * (added + dq) + heads * problem.kv_len * columns + sums,
+        by_key.rows * added + swept * (added + dq) + heads * problem.kv_len * columns + sums + stored,
     )
     if by_query is None:
         found["attention_backward_finish"] = (ends * dq_sum, ends * dq)
@@ -76,7 +88,7 @@ def moved(
         read = by_query.visited_rows * of_query + by_query.visited_columns * columns + captured
         found["attention_backward_dq"] = (read, rows * dq)
     if plan.score_gradients and plan.deterministic:
-        found["attention_backward_gradients"] = (sums, elements * _FLOAT)
+        found["attention_backward_gradients"] = (sums, gradients.added * _FLOAT)
     return found
 
 

@@ -215,6 +215,7 @@ class _Outline:
     captured  the names of captured tensors
     joined    whether sequences lie behind each other
     gradients whether the gradients of captured tensors are asked for
+    storable  those of whose gradients each pair may have an element of its own
     summaries by what side, and by how many positions, summaries are counted
     by_length whether other things than counts of tiles and summaries decide grids or workspaces
     places    those of all numbers among `Values.numbers`, by name
@@ -233,6 +234,7 @@ class _Outline:
     captured: tuple[str, ...]
     joined: bool
     gradients: bool
+    storable: tuple[str, ...]
     summaries: tuple[tuple[str, int], ...]
     by_length: bool
     places: Mapping[str, int]
@@ -266,7 +268,8 @@ def _outline(plan: KernelPlan) -> _Outline:
     for tensor in plan.variant.tensors:
         for axis in range(len(tensor.dims)):
             names += f"size{axis}_{tensor.name}", f"stride{axis}_{tensor.name}"
-    names += () if plan.backward is None else ("clear_distance",)
+    storable = () if plan.backward is None else backward.storable(plan)
+    names += () if plan.backward is None else ("clear_distance", *(f"stored_{name}" for name in storable))
     return _Outline(
         pointers=tuple(dict.fromkeys((*maps, *others, *cleared))),
         counted=bool(cleared),
@@ -281,6 +284,7 @@ def _outline(plan: KernelPlan) -> _Outline:
         captured=tuple(tensor.name for tensor in plan.variant.tensors),
         joined=plan.layout.joined,
         gradients=bool(plan.gradients),
+        storable=storable,
         summaries=tuple(
             pair
             for one in plan.summaries
@@ -429,6 +433,9 @@ def make_launch(
         numbers.append(min(clear_distance, batch * kv_heads))
     if outline.by_length or outline.gradients:
         shapes = {name: captured[name].sizes for name in plan.gradients}
+        if outline.storable:
+            alone = backward.stored(plan, problem, shapes)
+            numbers += [int(name in alone) for name in outline.storable]
         by_tiles = _by_tiles(plan, problem, sms, rows, q_tiles, pack, kv_splits, shapes)
     else:
         known, at = outline.by_tiles, (batch, heads, kv_heads, q_tiles, kv_tiles, sms)

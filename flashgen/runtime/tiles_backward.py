@@ -6,6 +6,7 @@ As `runtime.tiles`, it counts what it takes and puts, kernel by kernel; the plan
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -177,6 +178,8 @@ class _Backward(Tiles):
         self.heads = self.batch * self.kv_heads
         # Of so many the main kernel does not clear, and of so many not finish, the sums of dq.
         self.ends = backward.clear_distance(plan, Problem(**sizes))
+        self.shapes = {name: case.tensors[name].shape for name in plan.gradients}
+        self.stored = backward.stored(plan, Problem(**sizes), self.shapes)
 
     def run(self) -> WalkedBackward:
         self.q, self.do = (x.astype(self.precision, copy=False) for x in (self.q, self.do))
@@ -184,8 +187,7 @@ class _Backward(Tiles):
         self.base = np.zeros(self.lse.shape, self.precision)
         self.dq = np.zeros(self.q.shape, self.precision)
         self.dk, self.dv = (np.zeros(x.shape, self.precision) for x in (self.k, self.v))
-        shapes = {name: self.case.tensors[name].shape for name in self.plan.gradients}
-        self.captured = {name: np.zeros(shape, self.precision) for name, shape in shapes.items()}
+        self.captured = {name: np.zeros(shape, self.precision) for name, shape in self.shapes.items()}
         with np.errstate(all="ignore"):
             self._walk()
         dq = self.dq.reshape(self.batch, self.case.sizes["heads"], self.q_len, self.q.shape[-1])
@@ -214,6 +216,8 @@ class _Backward(Tiles):
         if gradients:
             self._enter("attention_backward_clear")
             self._sums(read=False)
+            if backward.hides(self.variant):
+                self.moved.written["sums"] += _FLOAT * sum(math.prod(self.shapes[name]) for name in self.stored)
         self._prepare()
         if self.plan.sink_gradient:
             self._sink()
@@ -288,6 +292,8 @@ class _Backward(Tiles):
                         q, do = self._read_rows(at, rows)
                         symbols = self.symbols(at, rows, self.keys(kv_tile))
                         keep = self._counted(symbols, tile_class, walks, q.shape[3], k.shape[3])
+                        if self.stored:
+                            self.moved.written["sums"] += _FLOAT * len(self.stored) * walks * q.shape[3] * k.shape[3]
                         if self.arithmetic:
                             tile = self._tile(at, rows, q, do, k, v, symbols, keep)
                             dv = dv + self._round(tile.p).swapaxes(-1, -2) @ do
@@ -434,7 +440,8 @@ class _Backward(Tiles):
                 counter["sums"] += size
 
     def _captured_elements(self) -> int:
-        return sum(self.case.tensors[name].size for name in self.plan.score_gradients)
+        """Of gradients that are added up."""
+        return sum(self.case.tensors[name].size for name in self.plan.score_gradients if name not in self.stored)
 
     def _kv_places(self) -> Iterator[tuple[tuple[slice, slice], list[tuple[int | None, int | None, tuple]]]]:
         """The batches and key/value heads that are walked together, and the query heads that each visits in turn."""

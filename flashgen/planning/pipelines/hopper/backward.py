@@ -23,9 +23,9 @@ from itertools import chain
 
 from flashgen.analysis.conditions import conditions
 from flashgen.analysis.distances import Seen
-from flashgen.lang.expr import depends_on, walk
+from flashgen.lang.expr import Node, depends_on, walk
 from flashgen.planning.arch import ARCHS, KIB, Arch
-from flashgen.planning.backward import ROW_THREADS, looks_up, lookup_names
+from flashgen.planning.backward import ROW_THREADS, looks_up, lookup_names, own_dimensions
 from flashgen.planning.integers import Allowed
 from flashgen.planning.members import (
     BlockOrder,
@@ -136,7 +136,8 @@ CAPTURED_GRAD_REGISTERS, PAIR_GRAD_REGISTERS = 8, {ROWS: 11, 2 * ROWS: 60}
 #: Captured elements of a score that may have gradients.
 CAPTURED_GRADS = 3
 
-#: For such sums in one order, of 64 queries: digits on their way.
+#: For such sums in one order, of 64 queries: digits on their way.  None where calls may store an element for each pair:
+#: others spill 12 bytes at head_dim 128, but on pipeline ampere those that store took five times as long.
 PAIR_GRAD_ORDER = 8
 
 #: What a consumer needs beside fragments on their way: with less ptxas serialises products (C7512).
@@ -346,9 +347,11 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         sizes = [(LOOKUP_STAGES * tile.q if depends_on(n, "q") else tile.kv, n.dtype.itemsize) for n in known]
         why = f"elements that the mask reads by the queries of {LOOKUP_STAGES} tiles, and by keys"
         parts.append(Part(name="lookups", amount=sum(count * item for count, item in sizes), why=why))
-    if kept := request.profile.gathered:
-        amount = kept * WARPGROUPS * (2 * ROWS * 4 + 4 * 16)
-        why = f"{kept} x (float32 a thread of the consumers, 16 bytes a warp): sums for gradients of captured tensors"
+    kept, of_warp = request.profile.kept_sums
+    if kept:
+        amount = kept * WARPGROUPS * (2 * ROWS * 4 + 4 * of_warp)
+        of_each = f"float32 a thread of the consumers, {of_warp} bytes a warp"
+        why = f"{kept} x ({of_each}): sums for gradients of captured tensors"
         parts.append(Part(name="kept sums", amount=amount, why=why))
     control = program(c, request).shared_bytes(programs.ALIGNMENT) - total(parts)
     parts.append(Part(name="control", amount=control, why="barriers and messages"))
@@ -372,7 +375,7 @@ def program(c: Candidate, request: KernelRequest) -> Program:
         layout=request.layout,
         judged_in_turn=judged_in_turn(c, request),
         lookup_stages=lookup_stages(c, request),
-        kept_sums=request.profile.gathered,
+        kept_sums=request.profile.kept_sums,
         lookups=tuple((name, CTYPES[n.dtype], n.dtype.itemsize, depends_on(n, "q")) for name, n in read),
     )
 
@@ -397,7 +400,10 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     of_dropout += DROPOUT_READ * (c.tile.q > ROWS and asked.score_reads_by_position)
     of_order = ORDER * (request.deterministic and c.tile.q > ROWS and waiting)
     selections = asked.selections if request.layout.own else asked.selections_in_blocks
-    of_captured = sum(_captured_grad_registers(c, one.seen, request) for one in selections)
+    of_captured = sum(
+        _captured_grad_registers(c, one.seen, request, load)
+        for one, (load, _) in zip(selections, asked.captured_grads, strict=True)
+    )
     return (
         owned,
         fragments,
@@ -413,10 +419,11 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     )
 
 
-def _captured_grad_registers(c: Candidate, selected: Seen, request: KernelRequest) -> int:
+def _captured_grad_registers(c: Candidate, selected: Seen, request: KernelRequest, load: Node) -> int:
     pair, long = selected is Seen.PAIR, c.tile.q > ROWS
     each = PAIR_GRAD_REGISTERS[c.tile.q] if pair or (long and selected is Seen.DISTANCE) else CAPTURED_GRAD_REGISTERS
-    of_order = PAIR_GRAD_ORDER if pair and request.deterministic and not long else 0
+    stored = not request.layout.own and own_dimensions(request.variant, load.attr.name)
+    of_order = PAIR_GRAD_ORDER if pair and request.deterministic and not long and not stored else 0
     by_query = selected not in (Seen.NOTHING, Seen.KEY)
     return each * (c.stages - 1 if by_query else 1) + of_order + (c.tile.q // 2 if long else 0)
 

@@ -229,15 +229,15 @@ def backward(
     judged_in_turn: bool,
     lookup_stages: int,
     lookups: tuple[tuple[str, str, int, bool], ...],
-    kept_sums: int = 0,
+    kept_sums: tuple[int, int] = (0, 0),
     layout: Layout = DENSE,
 ) -> Program:
     """A backward's program: `columns` of q and k, and of v and d_o, in shared memory; tiles of queries in which the
     mask hides everything are skipped by a scheduler, where there may be any (`skips`), which has them in shared memory
     where it judges conditions in turn (`judged_in_turn`); `lookups` are what the mask reads: name, C++ type, bytes of
-    an element and whether a query selects it; each thread of the consumers keeps `kept_sums`.  Where sequences have
-    lengths of their own the loader's warp clears what it copied from behind a sequence: so it is the last of its
-    warpgroup, whose roles are told by the first of their warps."""
+    an element and whether a query selects it; each thread of the consumers keeps so many `kept_sums`, and a warp so
+    many bytes of each.  Where sequences have lengths of their own the loader's warp clears what it copied from behind a
+    sequence: so it is the last of its warpgroup, whose roles are told by the first of their warps."""
     producer, consumer = registers
     by_query = any(of_query for *_, of_query in lookups)
     roles = [Role(name="scheduler", warps=1, threads=WARP, registers=producer) if skips else _idle(1, producer)]
@@ -441,7 +441,7 @@ def _backward_members(
     tile: Tile,
     columns: tuple[int, int],
     judged: tuple[Member, ...],
-    kept_sums: int,
+    kept_sums: tuple[int, int],
     lookups: tuple[tuple[str, str, int, bool], ...],
     layout: Layout,
 ) -> Iterator[Declaration]:
@@ -476,11 +476,12 @@ def _backward_members(
     for name, ctype, item, by_query in lookups:
         extents = (axes["lookups"], of_queries) if by_query else (of_keys,)
         yield declared(Member(ctype=ctype, name=name, size=item, alignment=item, axes=extents))
-    if kept_sums:
-        count = Axis(size=kept_sums, text=str(kept_sums))
+    kept, of_warp = kept_sums
+    if kept:
+        count = Axis(size=kept, text=str(kept))
         of_warps = count, Axis(size=2 * WARPS, text="WARPS")
         of_threads = count, Axis(size=2 * WARPS * WARP, text=f"{WARP} * WARPS")
-        yield declared(Member(ctype="Kept", name="kept", size=16, alignment=8, axes=of_warps))
+        yield declared(Member(ctype="Kept", name="kept", size=of_warp, alignment=8, axes=of_warps))
         yield declared(_words("float", "kept_sum", *of_threads), note="sums of captured gradients")
     yield declared(Member(ctype="Keys", name="keys", size=24, alignment=4))
     if layout.own:

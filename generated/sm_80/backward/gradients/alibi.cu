@@ -256,10 +256,9 @@ DEVICE void gain_slopes(i64 index, float x, const Params& p) {
 // Were the sums of tiles added to memory one by one, blocks would wait for each other's additions to few elements: at
 // 4,096 tokens `alibi` took 1.4 times as long on an H100, a table of 32 buckets of distances 6 times.  So each lane
 // keeps a sum of what its tiles have for one element: that of number `of`, or that of head `of` where no more selects
-// it.  `alike`: the distance selects it, and all that this tile has is of it.
+// it.
 struct Kept {
   i64 of;
-  bool alike;
 };
 
 // d score / d slopes[...], and which element of it that is
@@ -288,16 +287,16 @@ DEVICE void flush_slopes(const Kept& kept, float& sum, int b, const Params& p) {
 // Before a tile whose element 0 of this lane lies there: what is kept of another head goes to memory.
 template <int M, int N, typename Position>
 DEVICE void turn_slopes(Kept& kept, float& sum, int b, int h, const Position& at, const Params& p) {
-  const int of = h;
-  if (of != kept.of) flush_slopes(kept, sum, b, p);
+  if (h != kept.of) flush_slopes(kept, sum, b, p);
+  const Kept next = {h};
   __syncwarp();  // a lane may still read the last one
-  kept = {of};
+  kept = next;
   __syncwarp();
 }
 
 // All of this lane, [m][j][i] being element i of 16 keys by 8 queries of S^T; element 0 lies at (q, k).
 template <int M, int N>
-DEVICE void accumulate_slopes(const float (&ds)[M][N][4], int b, int h, int q, int k, const Kept& kept, float& kept_sum,
+DEVICE void accumulate_slopes(const float (&ds)[M][N][4], int b, int h, int q, int k, Kept& kept, float& kept_sum,
     const Params& p) {
   // One sum per lane, of sums of one distance and so of one slope.
   float of_distance[DISTANCES<M, N> - 1][2], sum = 0.f;
@@ -409,9 +408,7 @@ attention_backward_finish(const __grid_constant__ Params p) {
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 attention_backward_clear(const __grid_constant__ Params p) {
   const i64 first = (i64)blockIdx.x * ROW_THREADS + threadIdx.x, stride = (i64)gridDim.x * ROW_THREADS;
-  for (i64 i = first; i < i64(1) * p.size0_slopes; i += stride) {
-    p.grad_slopes[i] = 0.f;
-  }
+  for (i64 i = first; i < i64(1) * p.size0_slopes; i += stride) p.grad_slopes[i] = 0.f;
 }
 
 // ---------------------------------------------------------------- shared memory of the main kernel
