@@ -25,7 +25,7 @@ for sink in ("compat", "bench"):
     ALLOWED[sink] |= {"integrations"}
 
 #: Modules of the package itself that every stage may use.
-COMMON = {"errors", "resources", "files", "jsonfile", "tuples"}
+COMMON = {"errors", "resources", "files", "jsonfile", "locks", "tuples"}
 
 #: A call of attention() goes up through these, each of which imports those before it.
 CALL = ("values", "tracing", "memory", "sinks", "dropout", "menus", "float8", "pages", "sequences", "splits", "call")

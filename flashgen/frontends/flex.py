@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -25,6 +24,7 @@ from flashgen.lang import declare, source
 from flashgen.lang.expr import DType
 from flashgen.lang.proxies import Expr
 from flashgen.lang.variant import Variant, variant
+from flashgen.locks import Lock
 
 #: Skeletons of functions that are remembered, and traces of one: the oldest are forgotten.
 MAX_FUNCTIONS = 512
@@ -67,7 +67,7 @@ class _Known:
 
 
 _known: OrderedDict[tuple[Any, ...], _Known] = OrderedDict()
-_lock = threading.Lock()
+_lock = Lock()
 
 #: Traces that were made in this process.
 traces = 0

@@ -21,6 +21,7 @@ from flashgen.errors import LaunchError, PlanError
 from flashgen.integrations import sdpa
 from flashgen.integrations.backends import note
 from flashgen.lang.load import load_spec
+from flashgen.locks import Lock
 from flashgen.ops.backward import Given, run_backward
 from flashgen.ops.call import GPU_DTYPES, Call
 from flashgen.ops.dropout import drawn
@@ -45,7 +46,7 @@ MARK = torch.float64
 BOTTOM_RIGHT = load_spec("causal_bottom_right")
 
 _log = logging.getLogger("flashgen")
-_lock = threading.RLock()
+_lock = Lock(threading.RLock)
 
 #: Reasons that were logged.
 _told: set[str] = set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from flashgen.errors import LaunchError
 from flashgen.frontends.captures import Captures
 from flashgen.frontends.flex import from_flex
 from flashgen.lang.variant import Variant
+from flashgen.locks import Lock
 from flashgen.ops.attention import attention
 from flashgen.ops.values import no_flag
 
@@ -160,7 +160,7 @@ class _Blocks:
 
 
 _found: weakref.WeakKeyDictionary[Any, _Blocks] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def _mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Callable[..., Any]:

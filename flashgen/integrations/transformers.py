@@ -6,7 +6,6 @@ padding, and the position of the first query where a static cache counts it on t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +23,7 @@ from flashgen.lang.functions import minimum, tanh
 from flashgen.lang.load import load_spec
 from flashgen.lang.ranges import MAX_LENGTH
 from flashgen.lang.variant import Variant, variant
+from flashgen.locks import Lock
 from flashgen.ops.attention import attention
 
 #: What models are told as attn_implementation: transformers takes a name with "flash" in it for a kernel of its hub.
@@ -34,7 +34,7 @@ SOFTCAP = variant(score=lambda s, b, h, q, k: _cap * tanh(s / _cap), name="softc
 
 #: Masks with the score of SOFTCAP, by the mask's token.
 _capped: dict[str, Variant] = {}
-_lock = threading.Lock()
+_lock = Lock()
 
 
 class Mask(BlockMask):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from flashgen.errors import SourceLine
+from flashgen.locks import Lock
 
 
 class DType(enum.Enum):
@@ -128,7 +128,7 @@ SHOWN = 4
 
 #: The nodes that live, by what they are: one that no expression holds any more is forgotten.
 _interned: weakref.WeakValueDictionary[tuple, Node] = weakref.WeakValueDictionary()
-_interning = threading.Lock()
+_interning = Lock()
 
 
 class Node:

@@ -20,9 +20,10 @@ from typing import Any
 from flashgen.errors import SourceLine, SpecError
 from flashgen.lang import source
 from flashgen.lang.variant import Variant
+from flashgen.locks import Lock
 from flashgen.resources import folder
 
-_one_at_a_time = threading.RLock()
+_one_at_a_time = Lock(threading.RLock)
 _numbers = itertools.count()
 
 #: Characters of a path that an error shows.
@@ -217,12 +218,3 @@ def _siblings(folder: Path) -> Iterator[None]:
         for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(before)
-
-
-def _after_fork() -> None:
-    """A thread of the parent may have held the lock, which nobody would free in the child."""
-    global _one_at_a_time
-    _one_at_a_time = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork)

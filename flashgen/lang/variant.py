@@ -6,7 +6,6 @@ import functools
 import hashlib
 import math
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -17,6 +16,7 @@ from flashgen.lang import build, source, trace
 from flashgen.lang.expr import Constant, Node, Param, Tensor, const, digest, walk
 from flashgen.lang.sink import Sink, declared_sink
 from flashgen.lang.symbols import Symbol, allowed, checked, line_of, summary, symbol_of
+from flashgen.locks import Lock
 
 #: The name of a variant that nobody named: one without a mask is full attention.
 FULL = "full"
@@ -28,7 +28,7 @@ DTYPES = ("float16", "bfloat16")
 _by_token: dict[str, Variant] = {}
 #: Those that somebody holds, however many were made since.
 _alive: weakref.WeakValueDictionary[str, Variant] = weakref.WeakValueDictionary()
-_tokens = threading.Lock()
+_tokens = Lock()
 MAX_TOKENS = 4096
 
 

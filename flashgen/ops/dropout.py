@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 
 from flashgen.errors import LaunchError, shown
+from flashgen.locks import Lock
 from flashgen.ops.tracing import drawn_for_each
 from flashgen.ops.values import WORD, no_number, no_seed
 from flashgen.runtime.philox import Dropout
@@ -15,7 +15,7 @@ from flashgen.runtime.philox import Dropout
 #: By how much a call moves torch's CUDA generator on, whose offsets are multiples of 4.
 _STEP = 4
 
-_generators = threading.Lock()
+_generators = Lock()
 
 
 def drawn(p: Any, seed: Any, like: torch.Tensor) -> Dropout | None:

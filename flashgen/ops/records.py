@@ -5,7 +5,6 @@ All that a record checks again is what can differ: alignment and numbers.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import torch
 from flashgen.errors import LaunchError
 from flashgen.lang.expr import Tensor
 from flashgen.lang.variant import Variant
+from flashgen.locks import Lock
 from flashgen.ops import float8, sequences
 from flashgen.ops.call import Call, Request, checked, checked_again, factor
 from flashgen.ops.menus import loadable
@@ -62,7 +62,7 @@ class _Calls:
 
 #: By token of the variant, the oldest dropped beyond MAX_VARIANTS: one that is called again is planned again.
 _calls: dict[str, _Calls] = {}
-_calls_lock = threading.Lock()
+_calls_lock = Lock()
 
 
 def calls_of(variant: Variant) -> _Calls:

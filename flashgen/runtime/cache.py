@@ -18,7 +18,6 @@ import os
 import re
 import stat
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING
 from flashgen import resources
 from flashgen.errors import FlashgenError
 from flashgen.lang.expr import Node, serialize
+from flashgen.locks import Lock
 from flashgen.runtime import nvrtc
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ENTRY, _TEMPORARY = re.compile(r"([0-9a-f]{64})\.(?:cubin|json)"), (".flashgen-", ".tmp")
 
 _warned: set[Path] = set()
-_warning = threading.Lock()
+_warning = Lock()
 
 
 class CacheWarning(UserWarning):
@@ -355,12 +355,3 @@ def _limit() -> int:
     if limit < 0:
         raise FlashgenError(f"FLASHGEN_CACHE_BYTES is {text!r}: it must be a whole number of bytes, such as 1073741824")
     return limit
-
-
-def _after_fork() -> None:
-    """A thread of the parent may have held the lock, which nobody would free in the child."""
-    global _warning
-    _warning = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from flashgen import codegen
 from flashgen.codegen import params
+from flashgen.locks import Lock
 from flashgen.runtime import cache, driver, nvrtc
 from flashgen.runtime.launch import main_entry, picker, pointers, scalars
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 #: By plan, and by the id of the plan that its slot keeps: to hash one takes microseconds.
 _kernels: dict[KernelPlan | int, _Slot] = {}
-_slots = threading.Lock()
+_slots = Lock()
 
 
 class _Shared:
@@ -287,8 +288,6 @@ def _about(plan: KernelPlan) -> dict[str, object]:
 
 def _after_fork() -> None:
     """What threads of the parent were building is built anew in the child, where nobody would free their locks."""
-    global _slots
-    _slots = threading.Lock()
     for key, slot in list(_kernels.items()):
         if slot.kernel is None:
             del _kernels[key]
