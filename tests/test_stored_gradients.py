@@ -13,18 +13,18 @@ from flashgen.planning.traffic import predict
 from flashgen.runtime.tiles_backward import count_backward
 
 
-def tensor(name, *dims, more=0):
+def tensor(name, *dims, dtype="float32", more=0):
     """A tensor of these dimensions; `more`: of so many more queries and keys than there are, whose values are none."""
     sizes = {"batch": "batch", "heads": "heads", "q": "q_len", "kv": "kv_len"}
 
     def example(problem, rng):
         extents = [getattr(problem, sizes[d]) for d in dims]
-        found = rng.standard_normal(extents, "float32")
+        found = np.round(rng.standard_normal(extents, "float32") * 8) / 8  # which 16 bits hold
         pads = [(0, more if d in ("q", "kv") else 0) for d in dims]
         return np.pad(found, pads, constant_values=np.nan)
 
     declared = [None if more and d in ("q", "kv") else d for d in dims]
-    return fg.tensor(name, dims=declared, dtype="float32", example=example)
+    return fg.tensor(name, dims=declared, dtype=dtype, example=example)
 
 
 of_all = tensor("of_all", "batch", "heads", "q", "kv")
@@ -32,10 +32,17 @@ of_heads = tensor("of_heads", "heads", "q", "kv")
 of_pairs = tensor("of_pairs", "q", "kv")
 keys_first = tensor("keys_first", "heads", "kv", "q")
 longer = tensor("longer", "q", "kv", more=3)
+in_bf16 = tensor("in_bf16", "heads", "q", "kv", dtype="bfloat16")
+in_fp16 = tensor("in_fp16", "heads", "q", "kv", dtype="float16")
 
 
 @fg.variant(score=lambda s, b, h, q, k: s + of_heads[h, q, k])
 def below(b, h, q, k):
+    return k <= q
+
+
+@fg.variant(score=lambda s, b, h, q, k: s + in_bf16[h, q, k])
+def below_in_bf16(b, h, q, k):
     return k <= q
 
 
@@ -50,6 +57,9 @@ CASES = {
     "pairs": (biased("pairs", lambda s, b, h, q, k: s + 0.5 * of_pairs[q, k]), "of_pairs", 1, 1, True),
     "keys first": (biased("keys_first", lambda s, b, h, q, k: s + keys_first[h, k, q]), "keys_first", 2, 1, True),
     "masked": (below, "of_heads", 2, 1, True),
+    "masked, bfloat16": (below_in_bf16, "in_bf16", 2, 1, True),
+    "float16": (biased("fp16", lambda s, b, h, q, k: s + in_fp16[h, q, k]), "in_fp16", 2, 1, True),
+    "a batch that shares bfloat16": (below_in_bf16, "in_bf16", 1, 2, False),
     "a batch that shares it": (biased("heads", lambda s, b, h, q, k: s + of_heads[h, q, k]), "of_heads", 1, 2, False),
     "heads that share it": (biased("pairs", lambda s, b, h, q, k: s + of_pairs[q, k]), "of_pairs", 2, 1, False),
     "longer": (biased("longer", lambda s, b, h, q, k: s + longer[q, k]), "longer", 1, 1, False),
@@ -63,7 +73,7 @@ def work_of(name, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled("hopper-False-all", "ampere-True-masked", "hopper-False-a batch that shares it")
+@pytest.mark.sampled("hopper-False-all", "ampere-True-masked", "hopper-False-masked, bfloat16", "ampere-False-float16")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("pipeline", ["hopper", "ampere"])
@@ -83,10 +93,11 @@ def test_an_element_of_each_pair_is_stored(pipeline, deterministic, name):
         assert sum(counted.read.values()) == predicted[entry].read_bytes, entry
         assert sum(counted.written.values()) == predicted[entry].write_bytes, entry
     if alone:
-        pairs = p.batch * heads * p.q_len * p.kv_len
+        item = 2 if of in ("in_bf16", "in_fp16") else 4
+        pairs = item * p.batch * heads * p.q_len * p.kv_len
         cleared = result.reports["attention_backward_clear"].bytes(buffer=f"grad_{of}")
-        assert cleared == moved["attention_backward_clear"].written["sums"] == (4 * pairs if name == "masked" else 0)
-        assert report.bytes(buffer=f"grad_{of}") == moved["attention_backward"].written["sums"] <= 4 * pairs
+        assert cleared == moved["attention_backward_clear"].written["sums"] == (pairs if "masked" in name else 0)
+        assert report.bytes(buffer=f"grad_{of}") == moved["attention_backward"].written["sums"] <= pairs
 
 
 def plan_of(name, **options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from flashgen.analysis.abstract import Intervals, anywhere
 from flashgen.analysis.derivative import derive
 from flashgen.analysis.distances import Seen, selection
 from flashgen.analysis.facts import Facts
+from flashgen.codegen.params import STORED
 from flashgen.codegen.printer import Body, Printer, Text, binary, call, constant
 from flashgen.codegen.readers import Reader, inside, loads_of, readers, trusted_indices
 from flashgen.codegen.variant_code import Decider, Decision
@@ -20,8 +22,31 @@ from flashgen.planning.backward import captured_grads, hides, own_dimensions, st
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.plan import KernelPlan, without_sink
 
+#: A float as a captured tensor's element, by the tensor's dtype.
+_ROUNDED = {"float16": "(u16)cvt_f16x2({}, 0.f)", "bfloat16": "(u16)cvt_bf16x2({}, 0.f)", "float32": "{}"}
+
 #: An element of dS in the templates, and where it lies.
 _DS, _PLACE = "ds[m][j][i]", ("q + 8 * j + i % 2", "k + 16 * m + i / 2 * 8")
+
+
+class Stored(NamedTuple):
+    """The gradient of a captured tensor where its elements are stored: they have the tensor's dtype."""
+
+    tensor: str
+    dtype: str
+
+    @property
+    def ctype(self) -> str:
+        return STORED[self.dtype]
+
+    @property
+    def pointer(self) -> str:
+        """To the first element."""
+        return f"p.grad_{self.tensor}" if self.ctype == "float" else f"({self.ctype}*)p.grad_{self.tensor}"
+
+    def rounded(self, x: str) -> str:
+        """A float as an element."""
+        return _ROUNDED[self.dtype].format(x)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +67,7 @@ class CapturedGrad:
     by_score      the score itself, before the score function, selects the element
     steps         what makes elements of a number of queries, and of keys, where each pair may have one of its own; None
                   of others
+    dtype         of the captured tensor, and of a gradient of which each pair has an element of its own
     """
 
     name: str
@@ -58,6 +84,7 @@ class CapturedGrad:
     finite: bool
     by_score: bool
     steps: tuple[str, str] | None
+    dtype: str
 
     @property
     def template(self) -> str:
@@ -103,6 +130,11 @@ class CapturedGrad:
         return (
             f"if (const float all = sum_of_warp({total}); threadIdx.x % 32 == 0) gain_{self.tensor}({index}, all, p);"
         )
+
+    @property
+    def stored(self) -> Stored:
+        """Its elements where they are stored."""
+        return Stored(self.tensor, self.dtype)
 
     def gain(self, total: str, q: str, k: str) -> str:
         """The statement that adds a sum to the element that a pair selects."""
@@ -176,11 +208,12 @@ def transposed(facts: Facts, gradients: tuple[str, ...], layout: Layout = DENSE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sized:
-    """A captured tensor and C++ expressions: how many elements of its gradient are cleared before the main kernel, and
-    how many are added up."""
+    """A captured tensor and C++ expressions: how many elements of its gradient are cleared before the main kernel, by
+    which statement, and how many are added up."""
 
     name: str
     cleared: str
+    clear: str
     added: str
 
 
@@ -191,7 +224,10 @@ def sized(plan: KernelPlan) -> tuple[Sized, ...]:
         if tensor.name in plan.score_gradients:
             every = _elements(tensor)
             added = f"(p.stored_{tensor.name} ? 0 : {every})" if tensor.name in may_be_stored else every
-            found.append(Sized(name=tensor.name, cleared=every if skips else added, added=added))
+            clear, alone = f"p.grad_{tensor.name}[i] = 0.f;", Stored(tensor.name, tensor.dtype)
+            if skips and tensor.name in may_be_stored and alone.ctype != "float":
+                clear = f"if (p.stored_{tensor.name}) ({alone.pointer})[i] = 0;\n    else {clear}"
+            found.append(Sized(name=tensor.name, cleared=every if skips else added, clear=clear, added=added))
     return tuple(found)
 
 
@@ -245,6 +281,7 @@ def _captured_grads(facts: Facts, gradients: tuple[str, ...], layout: Layout) ->
                 diagonals=uneven or selected is Seen.DISTANCE,
                 finite=bool(np.isfinite(bounds.lo) & np.isfinite(bounds.hi) & ~bounds.nan),
                 by_score=any(m.op == "score" for m in walk(n.operands)),
+                dtype=n.attr.dtype,
                 steps=None if layout.own else _steps(n.attr, own_dimensions(facts.variant, name)),
             )
         )

@@ -19,6 +19,7 @@ from flashgen.interpreter.memory import Memory
 from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
 from flashgen.interpreter.tensormap import BFLOAT16, FLOAT16, SWIZZLE_SPAN, UINT8, TensorMap
 from flashgen.lang import float8
+from flashgen.planning.backward import gradient_dtypes
 from flashgen.planning.float8 import ACCUMULATOR_BITS, DESCALES, FLOAT8
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
@@ -192,6 +193,11 @@ class _Tensors:
             if name in given:
                 self.add(name, np.ascontiguousarray(given[name], np.int32))
 
+    @property
+    def problem(self) -> Problem:
+        dims = {"head_dim": self.plan.head_dim, "v_head_dim": self.plan.v_head_dim}
+        return Problem(**self.case.sizes, **dims, dtype=self.plan.dtype, kv_dtype=operand_dtype(self.plan, "k"))
+
     def run(
         self,
         facts: Mapping[str, object],
@@ -203,10 +209,9 @@ class _Tensors:
 
         `facts` are what make_launch is told beside the tensors, `source` and `options` those of `execute`.
         """
-        shape = {**self.case.sizes, "head_dim": self.plan.head_dim, "v_head_dim": self.plan.v_head_dim}
         launch = make_launch(
             self.plan,
-            Problem(**shape, dtype=self.plan.dtype, kv_dtype=operand_dtype(self.plan, "k")),
+            self.problem,
             strides=self.strides,
             captured=self.captured,
             params=self.case.params,
@@ -329,9 +334,9 @@ def simulate_backward(
     else:
         tensors.addresses["dlse"] = 0
     results = [tensors.result(f"d{name}", array.shape, plan.dtype) for name, array in (("q", q), ("k", k), ("v", v))]
-    captured = {
-        name: tensors.result(f"grad_{name}", np.shape(case.tensors[name]), "float32") for name in plan.gradients
-    }
+    shapes = {name: np.shape(case.tensors[name]) for name in plan.gradients}
+    dtypes = gradient_dtypes(plan, tensors.problem, shapes)
+    captured = {name: tensors.result(f"grad_{name}", shape, dtypes[name]) for name, shape in shapes.items()}
     facts = {
         "scale": scale,
         "dropout": dropout,
@@ -344,4 +349,5 @@ def simulate_backward(
     tensors.add_sequences(sequences)
     options = Options(seed=seed, check=check, step_limit=step_limit)
     workspaces, reports = tensors.run(facts, change, source, options)
+    captured = {name: loaded(gradient, dtypes[name]) for name, gradient in captured.items()}
     return SimulatedBackward(*(loaded(result, plan.dtype) for result in results), captured, workspaces, reports)

@@ -19,6 +19,7 @@ from flashgen.ops.forward import array, cpu_case, strides_like
 from flashgen.ops.menus import ALIGNMENT, cpu_request, gpu_menu, loadable
 from flashgen.ops.records import Kind, call_key, calls_of, first_of, launch_of, remember, request_of
 from flashgen.planning import planner
+from flashgen.planning.backward import gradient_dtypes
 from flashgen.planning.once import Remembered, once
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime import kernel
@@ -193,7 +194,9 @@ class _Record:
         self._record = kernel.load(plan).record(launch, self._kind.device)
         self._places, self._room = memory.places(launch.workspaces)
         self._wanted = wanted
-        self._sums = [(tuple(x.shape), memory.contiguous(x.shape)) for x in [request.tensors[name] for name in wanted]]
+        shapes = {name: tuple(request.tensors[name].shape) for name in wanted}
+        dtypes = gradient_dtypes(plan, request.problem, shapes)
+        self._sums = [(of, memory.contiguous(of), getattr(torch, dtypes[name])) for name, of in shapes.items()]
         self._first = None if request.sequences is None else first_of(request)
         self._joined = request.sequences is not None and request.sequences.layout.joined
         pickers = _pickers(plan)
@@ -217,7 +220,7 @@ class _Record:
             dq.zero_(), dk.zero_(), dv.zero_()
         room = memory.empty_strided((self._room,), (1,), torch.uint8)
         start = room.data_ptr()
-        sums = [memory.empty_strided(shape, strides, torch.float32) for shape, strides in self._sums]
+        sums = [memory.empty_strided(shape, strides, of_sum) for shape, strides, of_sum in self._sums]
         addresses = (
             *inputs,
             *(o.data_ptr(), do.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr()),

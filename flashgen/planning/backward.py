@@ -70,6 +70,14 @@ def stored(plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, .
     return tuple(filter(alone, storable(plan)))
 
 
+def gradient_dtypes(plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """What the gradients of captured tensors are in memory: of the tensor's own dtype where elements are stored, and
+    float32, in which others are added up."""
+    own = {tensor.name: tensor.dtype for tensor in plan.variant.tensors}
+    alone = stored(plan, problem, shapes)
+    return {name: own[name] if name in alone else "float32" for name in plan.gradients}
+
+
 def lookups(variant: Variant) -> tuple[Node, ...]:
     """The elements of captured tensors that the mask reads by the query alone, or by the key and no query head; none
     of a mask that hides nothing, which no kernel evaluates."""

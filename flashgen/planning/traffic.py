@@ -250,9 +250,9 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
     shapes = {name: case.tensors[name].shape for name in plan.gradients}
     elements = sum(map(math.prod, shapes.values()))
     of_score = sum(math.prod(shapes[name]) for name in plan.score_gradients)
-    stored = backward.stored(plan, problem, shapes)
-    alone = sum(math.prod(shapes[name]) for name in stored)
-    gradients = traffic_backward.CapturedGradients(of_score - alone, alone, len(stored) * tiles.visited_elements)
+    dtypes = backward.gradient_dtypes(plan, problem, shapes)
+    of_gradients = sum(math.prod(shapes[name]) * STORED_BYTES[dtypes[name]] for name in plan.gradients)
+    gradients = traffic_backward.captured_gradients(plan, problem, shapes, tiles.visited_elements)
     sink = _stored([variant.sink] if plan.sink_gradient and variant.sink else [], case), elements - of_score
     captured = of_pairs + sink[0]
     of_summaries, read_again = _summaries(plan, problem, case)
@@ -262,14 +262,14 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
         by_entry = {summaries.ENTRY: (of_summaries.read_bytes, of_summaries.write_bytes)} | by_entry
     moved = _bytes(*map(sum, zip((0, 0), *by_entry.values(), strict=True)))
     # Without queries or keys no kernel runs.
-    ends = traffic_backward.compulsory(problem, captured, elements, dlse=dlse) if by_entry else (0, 0)
+    ends = traffic_backward.compulsory(problem, captured, of_gradients, dlse=dlse) if by_entry else (0, 0)
     compulsory = _bytes(*ends)
     padded = problem._replace(head_dim=plan.padded_head_dim, v_head_dim=plan.padded_v_head_dim)
     special = 1 + profile(plan.variant).derived_special
     return {
         "hbm": moved,
         "compulsory": compulsory,
-        "standard": _bytes(*traffic_backward.standard(problem, captured, elements)),
+        "standard": _bytes(*traffic_backward.standard(problem, captured, of_gradients)),
         "flops": traffic_backward.flops(
             problem, tiles.visited_elements, None if queries is None else queries.visited_elements
         ),

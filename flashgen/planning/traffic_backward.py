@@ -19,11 +19,15 @@ named attention_backward..., summed over batch and heads:
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.planning import backward
+from flashgen.planning.problem import STORED_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from flashgen.analysis.counts import KeyCounts, TileCounts
     from flashgen.planning.plan import KernelPlan
     from flashgen.planning.problem import Problem
@@ -33,12 +37,23 @@ _FLOAT, _EXACT = 4, 64
 
 
 class CapturedGradients(NamedTuple):
-    """Elements of captured tensors whose gradients are asked for: those that are `added` up, those that each pair has
-    `alone`, and how many of these are `stored` because a tile with their pair is visited."""
+    """Captured tensors whose gradients are asked for: elements that are `added` up; bytes of those of which each pair
+    has its own, in `all`, and of which a pair in a visited tile is `stored`."""
 
     added: int
-    alone: int
+    all: int
     stored: int
+
+
+def captured_gradients(
+    plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]], visited: int
+) -> CapturedGradients:
+    """Those of a plan, where `visited` pairs lie in visited tiles; `shapes` are those of the captured tensors."""
+    dtypes, alone = backward.gradient_dtypes(plan, problem, shapes), backward.stored(plan, problem, shapes)
+    added = sum(math.prod(shapes[name]) for name in plan.score_gradients if name not in alone)
+    of_pair = sum(STORED_BYTES[dtypes[name]] for name in alone)
+    pairs = problem.batch * problem.heads * problem.q_len * problem.kv_len
+    return CapturedGradients(added, of_pair * pairs, of_pair * visited)
 
 
 def moved(
@@ -68,8 +83,7 @@ def moved(
     heads = problem.batch * problem.kv_heads
     ends = rows // heads * backward.clear_distance(plan, problem)
     swept = rows - ends
-    stored = gradients.stored * _FLOAT
-    cleared = sums + (gradients.alone * _FLOAT if backward.hides(plan.variant) else 0)
+    cleared = sums + (gradients.all if backward.hides(plan.variant) else 0)
     found = {"attention_backward_clear": (0, cleared)} if plan.score_gradients else {}
     found["attention_backward_prepare"] = (
         rows * (2 * problem.v_head_dim * problem.itemsize + _FLOAT * (2 if dlse else 1)),
@@ -80,7 +94,7 @@ def moved(
         found["attention_backward_sink"] = (rows * 2 * _FLOAT + of_sink, sinks * _FLOAT)
     found["attention_backward"] = (
         by_key.keys * columns + by_key.rows * (of_query + added) + swept * added + captured + sums,
-        by_key.rows * added + swept * (added + dq) + heads * problem.kv_len * columns + sums + stored,
+        by_key.rows * added + swept * (added + dq) + heads * problem.kv_len * columns + sums + gradients.stored,
     )
     if by_query is None:
         found["attention_backward_finish"] = (ends * dq_sum, ends * dq)
@@ -92,19 +106,20 @@ def moved(
     return found
 
 
-def compulsory(problem: Problem, captured: int, elements: int, *, dlse: bool) -> tuple[int, int]:
-    """q, k, v, o, do, lse and the captured tensors read once, every gradient written once."""
+def compulsory(problem: Problem, captured: int, gradients: int, *, dlse: bool) -> tuple[int, int]:
+    """q, k, v, o, do, lse and the captured tensors read once, every gradient written once; `gradients` are the bytes of
+    those of captured tensors."""
     rows = problem.batch * problem.heads * problem.q_len
     inputs = problem.batch * (
         problem.heads * problem.q_len * problem.head_dim
         + problem.kv_heads * problem.kv_len * (problem.head_dim + problem.v_head_dim)
     )
     beside = rows * (2 * problem.v_head_dim * problem.itemsize + _FLOAT * (2 if dlse else 1))
-    return inputs * problem.itemsize + beside + captured, inputs * problem.itemsize + _FLOAT * elements
+    return inputs * problem.itemsize + beside + captured, inputs * problem.itemsize + gradients
 
 
-def standard(problem: Problem, captured: int, elements: int) -> tuple[int, int]:
-    """The standard backward (Dao et al. 2022, Algorithm 3), in the input dtype.
+def standard(problem: Problem, captured: int, gradients: int) -> tuple[int, int]:
+    """The standard backward (Dao et al. 2022, Algorithm 3), in the input dtype; `gradients` as in `compulsory`.
 
     It reads P and do for dv; do and v for dP, which it writes; P and dP for dS, which it writes; dS and k for dq; and
     dS and q for dk.
@@ -114,7 +129,7 @@ def standard(problem: Problem, captured: int, elements: int) -> tuple[int, int]:
     q, do = rows * problem.head_dim, rows * problem.v_head_dim
     k, v = keys * problem.head_dim, keys * problem.v_head_dim
     read, written = 5 * scores + 2 * do + v + k + q, 2 * scores + q + k + v
-    return read * problem.itemsize + captured, written * problem.itemsize + _FLOAT * elements
+    return read * problem.itemsize + captured, written * problem.itemsize + gradients
 
 
 def flops(problem: Problem, by_key: int, by_query: int | None) -> int:

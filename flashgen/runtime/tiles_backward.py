@@ -179,7 +179,10 @@ class _Backward(Tiles):
         # Of so many the main kernel does not clear, and of so many not finish, the sums of dq.
         self.ends = backward.clear_distance(plan, Problem(**sizes))
         self.shapes = {name: case.tensors[name].shape for name in plan.gradients}
-        self.stored = backward.stored(plan, Problem(**sizes), self.shapes)
+        dtypes = backward.gradient_dtypes(plan, Problem(**sizes), self.shapes)
+        self.stored = {
+            name: STORED_BYTES[dtypes[name]] for name in backward.stored(plan, Problem(**sizes), self.shapes)
+        }  # bytes of an element
 
     def run(self) -> WalkedBackward:
         self.q, self.do = (x.astype(self.precision, copy=False) for x in (self.q, self.do))
@@ -217,7 +220,8 @@ class _Backward(Tiles):
             self._enter("attention_backward_clear")
             self._sums(read=False)
             if backward.hides(self.variant):
-                self.moved.written["sums"] += _FLOAT * sum(math.prod(self.shapes[name]) for name in self.stored)
+                every = (of_each * math.prod(self.shapes[name]) for name, of_each in self.stored.items())
+                self.moved.written["sums"] += sum(every)
         self._prepare()
         if self.plan.sink_gradient:
             self._sink()
@@ -293,7 +297,7 @@ class _Backward(Tiles):
                         symbols = self.symbols(at, rows, self.keys(kv_tile))
                         keep = self._counted(symbols, tile_class, walks, q.shape[3], k.shape[3])
                         if self.stored:
-                            self.moved.written["sums"] += _FLOAT * len(self.stored) * walks * q.shape[3] * k.shape[3]
+                            self.moved.written["sums"] += sum(self.stored.values()) * walks * q.shape[3] * k.shape[3]
                         if self.arithmetic:
                             tile = self._tile(at, rows, q, do, k, v, symbols, keep)
                             dv = dv + self._round(tile.p).swapaxes(-1, -2) @ do

@@ -408,7 +408,8 @@ attention_backward_finish(const __grid_constant__ Params p) {
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 attention_backward_clear(const __grid_constant__ Params p) {
   const i64 first = (i64)blockIdx.x * ROW_THREADS + threadIdx.x, stride = (i64)gridDim.x * ROW_THREADS;
-  for (i64 i = first; i < i64(1) * p.size0_slopes; i += stride) p.grad_slopes[i] = 0.f;
+  for (i64 i = first; i < i64(1) * p.size0_slopes; i += stride)
+    p.grad_slopes[i] = 0.f;
 }
 
 // ---------------------------------------------------------------- shared memory of the main kernel

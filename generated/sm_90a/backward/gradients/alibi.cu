@@ -610,7 +610,8 @@ attention_backward_clear(const __grid_constant__ Params p) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   const i64 first = (i64)blockIdx.x * ROW_THREADS + threadIdx.x, stride = (i64)gridDim.x * ROW_THREADS;
-  for (i64 i = first; i < i64(1) * p.size0_slopes; i += stride) p.grad_slopes[i] = 0.f;
+  for (i64 i = first; i < i64(1) * p.size0_slopes; i += stride)
+    p.grad_slopes[i] = 0.f;
 }
 
 // ---------------------------------------------------------------- schedule
