@@ -104,8 +104,9 @@ class PagesCode:
         """What the kernel begins with."""
         if not self.layout.own:
             return ""
-        table = "\n  if (threadIdx.x / 32 == 1) prefetch_pages(p);" if self.paged else ""
-        return f"\n  if (threadIdx.x / 32 == 1) prefetch_lengths(p);{table}"
+        if not self.paged:
+            return "\n  if (threadIdx.x / 32 == 1) prefetch_lengths(p);"
+        return "\n  if (threadIdx.x / 32 == 1) {\n    prefetch_lengths(p);\n    prefetch_pages(p);\n  }"
 
     @property
     def loader(self) -> str:
