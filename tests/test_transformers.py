@@ -117,6 +117,26 @@ def test_generate(name, cache):
     assert flex.traces == now
 
 
+def test_a_model_that_counts_the_dimensions_of_its_mask():
+    """GPT-2 does, of the mask that generate() makes for a static cache."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64, n_positions=64)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    options = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True, "cache_implementation": "static"}
+
+    def generated(model):
+        return model.generate(ids(), attention_mask=padding("left"), pad_token_id=0, **options)
+
+    assert torch.equal(*both(model, generated))
+
+
+def test_a_model_that_computes_attention_by_itself_is_refused():
+    config = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=64)
+    model = transformers.BloomForCausalLM._from_config(config, attn_implementation=NAME).eval()
+    with pytest.raises(LaunchError, match="this model computes attention by itself.*\n.*'sdpa' or 'eager'"):
+        model(ids())
+
+
 @pytest.mark.nightly(sibling="test_a_compiled_model_without_padding")
 def test_a_compiled_model_and_its_static_cache():
     model = model_of("Llama")

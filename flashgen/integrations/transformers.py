@@ -54,6 +54,22 @@ class Mask(BlockMask):
     def shape(self) -> tuple[int, ...]:
         return self._size
 
+    @property
+    def ndim(self) -> int:
+        return len(self._size)
+
+    def dim(self) -> int:
+        return len(self._size)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A model that adds its mask to scores computes attention by itself."""
+        raise LaunchError(
+            f"{getattr(func, '__name__', func)} of attention_mask: this model computes attention by itself, and"
+            f" attn_implementation={NAME!r} serves models whose layers ask transformers' AttentionInterface for it\n"
+            "  nearest: attn_implementation='sdpa' or 'eager'"
+        )
+
     def to(self, *_: Any, **__: Any) -> Mask:
         """Itself: what it captures lies where the model is."""
         return self

@@ -119,7 +119,8 @@ def attention(
 
     With `dropout` each probability is dropped by that chance and the others grow by 1 / (1 - dropout); lse is that of
     none dropped.  What is dropped follows from torch's generator of the device (torch.manual_seed repeats it), or from
-    `seed`, and from a pair's own batch, head, query and key: not from tiles, pipelines or other heads and lengths.
+    `seed`, from a pair's own batch, head, query and key, and from the number of heads: not from tiles, pipelines and
+    lengths.
 
     Differentiable in q, k, v, lse, the sink and the captured float tensors that the score reads, once; the backward
     recomputes the probabilities from lse.  Its reruns may differ in the last bits, as dq is summed in any order, unless

@@ -1120,8 +1120,10 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
                   const __grid_constant__ TensorMap map_v, const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
-  if (threadIdx.x / 32 == 1) prefetch_lengths(p);
-  if (threadIdx.x / 32 == 1) prefetch_pages(p);
+  if (threadIdx.x / 32 == 1) {
+    prefetch_lengths(p);
+    prefetch_pages(p);
+  }
   if (threadIdx.x == 0) {
     for (int w = 0; w < WARPGROUPS; w++) init(shared.q_pipe[w], 4);
     init(shared.k_pipe, 4 * WARPGROUPS);
