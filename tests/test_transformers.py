@@ -133,7 +133,7 @@ def test_a_model_that_counts_the_dimensions_of_its_mask():
 def test_a_model_that_computes_attention_by_itself_is_refused():
     config = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=64)
     model = transformers.BloomForCausalLM._from_config(config, attn_implementation=NAME).eval()
-    with pytest.raises(LaunchError, match="this model computes attention by itself.*\n.*'sdpa' or 'eager'"):
+    with pytest.raises(LaunchError, match=r"this model computes attention by itself.*\n.*'sdpa' or 'eager'"):
         model(ids())
 
 
