@@ -239,6 +239,27 @@ def test_gradients_of_a_bias(dims, head_dim):
     check(variant, q_len=200, kv_len=300, kv_heads=2, head_dim=head_dim, captured=captured)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dims", [("batch", "heads", "q", "kv"), ("heads", "kv", "q")], ids=str)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_an_element_of_each_pair_is_stored(pipeline, dims, masked, deterministic, dtype, head_dim):
+    """In lengths that end inside a tile; a batch of one, where no position selects it."""
+    bias = fg.tensor("bias", dims=dims, dtype=dtype)
+
+    def score(s, b, h, q, k):
+        at = {"batch": b, "heads": h, "kv": k, "q": q}
+        return s + bias[tuple(at[d] for d in dims)]
+
+    sizes = {"batch": 2 if "batch" in dims else 1, "heads": 4, "kv": 301, "q": 203}
+    captured = {"bias": torch.randn([sizes[d] for d in dims], device=DEVICE).to(getattr(torch, dtype))}
+    variant = on(fg.variant((lambda b, h, q, k: k <= q) if masked else None, score, name="paired"), pipeline)
+    shape = {"batch": sizes["batch"], "q_len": 203, "kv_len": 301, "kv_heads": 2, "head_dim": head_dim}
+    check(variant, captured=captured, deterministic=deterministic, **shape)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_captured_tensors_read_at_several_places(deterministic):
     table = fg.tensor("table", dims=("heads", None), dtype="float32")
