@@ -147,6 +147,26 @@ def test_traffic_of_simple_masks_reads_simply():
     assert not causal.visited.has(sympy.Piecewise)
 
 
+def test_a_band_that_a_head_moves_is_summed_over_heads():
+    """Its condition stays inside the sum over queries: no index is left over, and numbers are those of the tiles."""
+    off = fg.tensor("off", dims=("heads",), dtype="int32", min=-50, max=50)
+    facts = analyse(fg.variant(lambda b, h, q, k: k <= q + off[h]).bind())
+    formulas, shift = tile_formulas(facts), np.array([-9, 0, 5], np.int32)
+    sizes = {"batch": 2, "heads": 3, "kv_heads": 1, "q_len": 12, "kv_len": 14}
+    case = Case(sizes=sizes, params={}, tensors={"off": shift})
+    counted = counts.count(facts, case, Tile(q=4, kv=4))
+    known = {**sizes, "tile_q": 4, "tile_kv": 4}
+    for field in ("total", "visited", "visited_rows", "visited_columns", "visited_elements", "visible"):
+        expression = getattr(formulas, field)
+        free = {x.name for x in expression.free_symbols if isinstance(x, sympy.Symbol)}
+        assert free <= {*known, "off"}, field
+        found = expression.subs({x: known[x.name] for x in expression.free_symbols if x.name in known}).doit()
+        found = found.replace(
+            lambda x: isinstance(x, sympy.Indexed), lambda x: sympy.Integer(int(shift[int(x.indices[0])]))
+        )
+        assert found.doit() == getattr(counted, field), field
+
+
 def test_captured_lengths_appear_in_the_sum_over_the_batch():
     padding = tile_formulas(analyse(fg.load_spec("padding").bind()))
     lengths = sympy.IndexedBase("lengths", integer=True)

@@ -226,6 +226,33 @@ def test_a_sweep_that_fails_says_how_to_repeat_the_case(tmp_path, monkeypatch):
     ) in ran.err
 
 
+@pytest.mark.slow
+def test_a_sweep_repeats_what_it_was_given_and_goes_on_behind_what_cannot_be_planned(tmp_path):
+    (tmp_path / "causal.py").write_text(shipped()["causal"].read_text())
+    (tmp_path / "pinned.py").write_text(
+        "import flashgen as fg\n\nw = fg.param('w', default=4)\n\n\n"
+        "@fg.variant(tile=(64, 64), stages=2, pipeline='ampere', arch='sm_80', head_dims=(64,))\n"
+        "def pinned(b, h, q, k):\n    return k <= q + w\n"
+    )
+    ran = run(tmp_path / "pinned.py", "--sweep", "--param", "w=7", code=1)
+    assert "16 of 24 cases pass" in ran.out and "tile 64x64 of 'pinned' (head_dim 256, float16) does not fit" in ran.err
+    repeated = "--dtype float16 --head-dim 256 --heads 8 --kv-heads 1 --seqlen 1 --param w=7 --seed 0 --device cpu"
+    assert repeated in ran.err
+    assert "40 of 48 cases pass" in run(tmp_path, "--sweep", code=1).out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--backward"], "no backward in 8 bits"),
+        (["--dtype", "float64"], "q is float64 and k float8_e4m3fn: beside 8-bit keys and values q has 8 or 16 bits"),
+    ],
+)
+def test_what_8_bits_lack_is_refused(options, said):
+    ran = run("causal", "--seqlen", 40, "--head-dim", 64, "--kv-dtype", "float8_e4m3fn", *options, code=2)
+    assert said in ran.err
+
+
 def test_a_sweep_keeps_to_what_a_spec_allows(tmp_path):
     spec = tmp_path / "narrow.py"
     spec.write_text(

@@ -1,6 +1,7 @@
 """Predicted traffic of sequences with lengths of their own: what the walk and the emitted kernel count, to the byte."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -21,6 +22,9 @@ from flashgen.runtime import tiles
 PADDED = {"q_offset": "end", "q_lengths": (100, 33), "kv_lengths": (130, 211)}
 VARLEN = {"layout": Varlen(), "q_lengths": (100, 33, 0, 64), "kv_lengths": (130, 33, 20, 0), "poisoned": 2}
 LAYOUTS = {"padded": PADDED, "varlen": VARLEN}
+
+#: Masks that have summaries in other layouts.
+SUMMARISED = ("rotated", "key_padding", "global_flags")
 
 
 def predicted(w):
@@ -43,9 +47,9 @@ def check(w):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(spec=("full", "causal_bottom_right", "document", "blocks", "padding", "prefix_lm"))
+@pytest.mark.sampled(spec=("full", "causal_bottom_right", "document", "blocks", "padding", "prefix_lm", "rotated"))
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.parametrize("spec", sorted(shipped()))
+@pytest.mark.parametrize("spec", [*sorted(shipped()), *SUMMARISED])
 def test_the_prediction_is_what_the_walk_counts(spec, layout):
     check(batch(spec, "ampere", **LAYOUTS[layout]))
 
@@ -66,14 +70,34 @@ def test_sequences_that_a_mask_tells_apart_by_their_number():
 
 def test_lengths():
     assert own_lengths(2, 5, 9, None, None) == (OwnLengths(q_rows=5, kv_len=9),) * 2
-    found = own_lengths(1, 5, 9, (1, 0), (7, 30), AT_END)
+    found = own_lengths(None, None, None, (1, 0), (7, 30), AT_END)
     assert [(x.q_offset, x.q_len) for x in found] == [(6, 7), (30, 30)]
-    with pytest.raises(PlanError, match="names 2 sequences and kv_lengths 1"):
-        own_lengths(1, 5, 9, (1, 0), (7,))
-    with pytest.raises(PlanError, match="sequence 0 has 8 queries and 7 keys: at the end"):
-        own_lengths(1, 5, 9, (8,), (7,), AT_END)
-    with pytest.raises(PlanError, match="lengths are 0 to 2"):
-        own_lengths(1, 5, 9, (1 << 24,), None)
+    assert [x.kv_len for x in own_lengths(None, None, None, (1, 4), None)] == [4, 4]
+    assert [x.q_rows for x in own_lengths(None, None, None, None, (1, 4))] == [4, 4]
+    assert [x.kv_len for x in own_lengths(2, 4, 9, (1, 4), None)] == [9, 9]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            (None, None, None, (1, 0), (7,)),
+            "names 2 sequences and kv_lengths 1: one number for each in both\n  nearest: 1 number",
+        ),
+        ((None, None, None, (8,), (7,), AT_END), "sequence 0 has 8 queries and 7 keys: at the end"),
+        ((None, None, None, (1 << 24,), None), "lengths are 0 to 2"),
+        ((None, None, None, (), None), "q_lengths is empty: it has a number for each sequence"),
+        (
+            (None, 100, None, (3, 4), (5, 6)),
+            "seqlen is 100 and the longest of q_lengths 4\n  nearest: seqlen 4",
+        ),
+        ((None, None, 7, (3, 4), (5, 6)), "kv_seqlen is 7 and the longest of kv_lengths 6"),
+        ((7, None, None, (3, 4), (5, 6)), "batch is 7 and q_lengths names 2 sequences\n  nearest: batch 2, or none"),
+    ],
+)
+def test_lengths_that_contradict(given, said):
+    with pytest.raises(PlanError, match=re.escape(said)):
+        own_lengths(*given)
 
 
 def test_of_a_backward_nothing_is_predicted():

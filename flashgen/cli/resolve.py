@@ -77,14 +77,18 @@ class Lengths:
     q_offset: str
     page_size: int | None = None
 
-    def of(self, problem: Problem) -> tuple[OwnLengths, ...]:
-        """Those of a batch of this problem's sizes; raises PlanError for what is no length."""
+    def of(self, request: Request, problem: Problem) -> tuple[OwnLengths, ...]:
+        """Those of a batch, of the sizes that a request names, or of the problem's where no lengths are given; raises
+        PlanError for what is no length, and for sizes that are not those of the lengths."""
         from flashgen.planning.layout import AT_END
         from flashgen.planning.traffic_sequences import own_lengths
 
         first = AT_END if self.q_offset == "end" else _whole("--q-offset", self.q_offset)
         q, kv = (_numbers(name, text) for name, text in (("--q-lengths", self.q), ("--kv-lengths", self.kv)))
-        return own_lengths(problem.batch, problem.q_len, problem.kv_len, q, kv, first)
+        if q is None and kv is None:
+            return own_lengths(problem.batch, problem.q_len, problem.kv_len, q, kv, first)
+        batch = None if request.batch == 1 else request.batch  # which it is where none is named
+        return own_lengths(batch, request.seqlen, request.kv_seqlen, q, kv, first)
 
 
 def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
@@ -94,7 +98,7 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
 def _whole(name: str, text: str) -> int:
     """A number that is not negative."""
     if not (text := text.strip()).isdecimal():
-        raise PlanError(f"{name}: {text!r} is no whole number\n  nearest: {name} 4096")
+        raise PlanError(f"{name}: {text!r} is no whole number from 0 on\n  nearest: {name} 4096")
     return int(text)
 
 
@@ -135,7 +139,7 @@ def resolve(
     if data and which.split_keys:
         raise PlanError(
             "--split-keys is of a kernel alone (emit, compile, build, show --program), and a problem has a number of"
-            " blocks\n  nearest: --kv-splits 4, or none"
+            " blocks\n  nearest: leave out --split-keys"
         )
     if which.backward and kv_splits is not None:
         raise PlanError("--kv-splits is of the forward\n  nearest: --kv-splits without --backward")
@@ -160,7 +164,7 @@ def resolve(
     of_keys = {"k_dtype": which.k_dtype or request.kv_dtype, "v_dtype": which.v_dtype or request.kv_dtype}
     kv_dtype = of_keys["k_dtype"] if of_keys["k_dtype"] != problem.dtype else None
     problem = problem._replace(kv_dtype=kv_dtype)
-    sequences = () if lengths is None else lengths.of(problem)
+    sequences = () if lengths is None else lengths.of(request, problem)
     if sequences:
         most = {"q_len": max(x.q_rows for x in sequences), "kv_len": max(x.kv_len for x in sequences)}
         problem = problem._replace(batch=len(sequences), **most)

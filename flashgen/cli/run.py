@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Iterator
@@ -118,6 +119,10 @@ def _single(
     with err.status("planning"):
         resolved = resolve(spec, request, _dropping(dropout, seed), device=device, seed=seed, kv_splits=kv_splits)
         prediction = resolved.predict()
+    if backward and resolved.plan.float8 is not None:
+        from flashgen.planning.float8 import no_backward_in_8_bits
+
+        raise no_backward_in_8_bits(resolved.plan.float8.out)
     start = time.perf_counter()
     with err.status(f"running on the {'GPU' if device == 'cuda' else 'CPU'}, then in float64"):
         checked = check(resolved, device, seed, dropout, timed=True, kv_splits=kv_splits)
@@ -373,29 +378,30 @@ def _sweep(spec: str, request: Request, seed: int, dropout: float, device: str, 
     start = time.perf_counter()
     variants = {path: load_spec(path) for path in options.spec_files([spec])}
     cases = [
-        (path, resolved)
+        (path, asked, _resolved(variant, asked, dropout, seed, device))
         for path, variant in variants.items()
         for asked in _requests(variant, request, device)
-        for resolved in (resolve(variant, asked, _dropping(dropout, seed), device=device, seed=seed),)
     ]
     if device == "cpu":
         err.print(f"no GPU: the kernels' tiles are walked on the CPU, at lengths {_LENGTHS['cpu']}")
     else:
-        build.compiled([resolved.plan for _, resolved in cases])
+        build.compiled([resolved.plan for *_, resolved in cases if isinstance(resolved, Resolved)])
     rows: dict[str, list[Checked]] = {str(path): [] for path in variants}
     outcomes: list[tuple[str, tuple[str, ...]]] = []
     with progress() as bar, _one_thread():
         task = bar.add_task("checking", total=len(cases))
-        for path, resolved in cases:
-            bar.update(task, description=resolved.variant.name)
+        for path, asked, resolved in cases:
+            bar.update(task, description=variants[path].name)
             try:
+                if isinstance(resolved, FlashgenError):
+                    raise resolved
                 checked = check(resolved, device, seed, dropout)
             except FlashgenError as error:
                 reasons = (str(error),)
             else:
                 rows[str(path)].append(checked)
                 reasons = checked.reasons
-            outcomes.append((_repro(path, resolved, seed, dropout, device), reasons))
+            outcomes.append((_repro(path, asked, seed, dropout, device), reasons))
             bar.advance(task)
     failures = [(command, reasons) for command, reasons in outcomes if reasons]
     if as_json:
@@ -441,12 +447,24 @@ def _allowed(variant: Variant, wanted: tuple, declared: tuple) -> tuple:
     return tuple(value for value in wanted if not variant.only or value in declared)
 
 
-def _repro(path: object, resolved: Resolved, seed: int, dropout: float, device: str) -> str:
-    p, drops = resolved.problem, f" --dropout {dropout}" if dropout else ""
-    return (
-        f"flashgen run {path} --dtype {p.dtype} --head-dim {p.head_dim} --heads {p.heads} --kv-heads {p.kv_heads}"
-        f" --seqlen {p.q_len} --seed {seed}{drops} --device {device}"
-    )
+def _resolved(variant: Variant, asked: Request, dropout: float, seed: int, device: str) -> Resolved | FlashgenError:
+    """A case of a sweep, or why there is none."""
+    try:
+        return resolve(variant, asked, _dropping(dropout, seed), device=device, seed=seed)
+    except FlashgenError as error:
+        return error
+
+
+def _repro(path: object, asked: Request, seed: int, dropout: float, device: str) -> str:
+    """The command that runs a case of a sweep alone."""
+    words, varied = ["flashgen", "run", str(path)], ("dtype", "head_dim", "heads", "kv_heads", "seqlen")
+    kept = [f.name for f in dataclasses.fields(asked) if f.name not in varied and getattr(asked, f.name) != f.default]
+    for name in (*varied, *kept):
+        value = getattr(asked, name)
+        for one in value if isinstance(value, list) else [value]:
+            words += [f"--{name.replace('_', '-')}", str(one)]
+    words += ["--seed", str(seed), *(["--dropout", str(dropout)] if dropout else []), "--device", device]
+    return shlex.join(words)
 
 
 def _table(rows: dict[str, list[Checked]]) -> Table:

@@ -52,7 +52,11 @@ _VARIANTS = (
         "fg.variant(sink=logits); v.with_sink(logits)",
         "v with a learned sink beside each row's keys; `fg.sink` makes it",
     ),
-    Row("variant", "head_dims=; dtypes=; only=", "what is emitted ahead; `only=True` refuses everything else"),
+    Row(
+        "variant",
+        "head_dims=; dtypes=; only=",
+        "what is emitted ahead; `only=True` refuses other dtypes of 16 bits and other head dims of q",
+    ),
     Row("variant", "tile=; stages=; pipeline=; arch=", "pins: the planner checks them and never changes them"),
 )
 

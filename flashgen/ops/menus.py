@@ -134,7 +134,7 @@ def cpu_request(variant: Variant, problem: Problem, **options: Any) -> KernelReq
     name = variant.pins.arch or (CPU_ARCH_8_BITS if problem.dtype in FLOAT8 else CPU_ARCH)
     known = planner.FLOAT8 if problem.kv_dtype in FLOAT8 else planner.PIPELINES
     best = known[arch.find(name).pipelines[-1 if problem.wide_queries else 0]]
-    dtype = problem.dtype if problem.itemsize <= 2 else variant.dtypes[-1]
+    dtype = problem.dtype if problem.itemsize <= 2 or problem.kv_dtype in FLOAT8 else variant.dtypes[-1]
     head_dim, v_head_dim = problem.head_dim, problem.v_head_dim
     if not variant.only or head_dim in variant.head_dims:
         head_dim, v_head_dim = (

@@ -162,8 +162,7 @@ def _of_lengths(
         if lengths is not None and (not isinstance(lengths, tuple | list) or not all(map(_whole, lengths))):
             cure = f"{name}={name}.tolist()" if hasattr(lengths, "tolist") else f"{name}=[17, 8]"
             raise PlanError(f"{name} is {shown(lengths)}: it is a list of whole numbers\n  nearest: {cure}")
-    most, keys = sizes["seqlen"] or max(q or kv or (0,)), sizes["kv_seqlen"]
-    own = own_lengths(sizes["batch"] or 1, most, most if keys is None else keys, q, kv)
+    own = own_lengths(sizes["batch"], sizes["seqlen"], sizes["kv_seqlen"], q, kv)
     longest = {"seqlen": max(one.q_rows for one in own), "kv_seqlen": max(one.kv_len for one in own)}
     return {"batch": len(own), **longest}
 

@@ -118,12 +118,20 @@ class Float8:
         return f"o {self.out}{kinds}, {self.accuracy} P{errors}"
 
 
+def no_backward_in_8_bits(out: str) -> PlanError:
+    """What is said where gradients are asked for beside 8-bit tensors, whose o is of dtype `out`."""
+    return PlanError(
+        "no backward in 8 bits: P and dS of e4m3 have too few bits for sums of gradients\n"
+        f"  nearest: 16 bits throughout, of tensors dequantised to {out}"
+    )
+
+
 def float8_of(
     dtype: str, k_dtype: str | None, v_dtype: str | None, out_dtype: str | None, accuracy: str | None
 ) -> Float8 | None:
     """What a request of queries of `dtype` is in 8 bits; None: it has 16.  Raises PlanError for options of the other
     width, and for what no 8-bit kernel takes."""
-    kinds = {"k": k_dtype or dtype, "v": v_dtype or dtype}
+    kinds = {"k": dtype if k_dtype is None else k_dtype, "v": dtype if v_dtype is None else v_dtype}
     if dtype not in FLOAT8:
         if not any(kind in FLOAT8 for kind in kinds.values()):
             for name, kind in kinds.items():

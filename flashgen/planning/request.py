@@ -12,7 +12,7 @@ from flashgen.lang.symbols import line_of
 from flashgen.lang.variant import Variant
 from flashgen.planning import arch as archs
 from flashgen.planning.arch import Arch
-from flashgen.planning.float8 import FLOAT8, Float8, float8_of
+from flashgen.planning.float8 import FLOAT8, Float8, float8_of, no_backward_in_8_bits
 from flashgen.planning.integers import INTEGERS, Integers
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import ALL_KEYS, Keys
@@ -110,10 +110,7 @@ class KernelRequest:
                 "forward", "backward", {"packed": packed, "kv_splits": keys.turns, "invariant": keys.invariant}, fixed
             )
             if float8 is not None:
-                raise PlanError(
-                    "no backward in 8 bits: P and dS of e4m3 have too few bits for sums of gradients\n"
-                    f"  nearest: 16 bits throughout, of tensors dequantised to {float8.out}"
-                )
+                raise no_backward_in_8_bits(float8.out)
             if layout.paged:
                 raise PlanError(
                     "keys and values in the pages of a cache have no gradients\n"

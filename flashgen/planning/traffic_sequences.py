@@ -51,18 +51,43 @@ class OwnLengths:
 
 
 def own_lengths(
-    batch: int, q_len: int, kv_len: int, q: Sequence[int] | None, kv: Sequence[int] | None, q_offset: int = 0
+    batch: int | None,
+    seqlen: int | None,
+    kv_seqlen: int | None,
+    q: Sequence[int] | None,
+    kv: Sequence[int] | None,
+    q_offset: int = 0,
 ) -> tuple[OwnLengths, ...]:
-    """Those of a batch, of so many rows unless `q` and `kv` say it; q_offset is a position, or AT_END.
+    """Those of a batch; q_offset is a position, or AT_END.
 
-    Raises PlanError for numbers of sequences that differ, for lengths that are none, and for queries before position 0.
+    `q` and `kv` are lengths of each sequence.  Where one of them is None all sequences have `seqlen` queries, or
+    `kv_seqlen` keys, else as many as the longest of the other; a batch is of one unless it says how many.  Raises
+    PlanError for sizes that are not those of the lengths, for numbers of sequences that differ, for lengths that are
+    none, and for queries before position 0.
     """
-    count = next((len(x) for x in (q, kv) if x is not None), batch)
+    for name, lengths, size, most in (("q_lengths", q, "seqlen", seqlen), ("kv_lengths", kv, "kv_seqlen", kv_seqlen)):
+        if lengths is None:
+            continue
+        if not lengths:
+            raise PlanError(f"{name} is empty: it has a number for each sequence\n  nearest: {name} of 1 number")
+        if most not in (None, max(lengths)):
+            raise PlanError(
+                f"{size} is {most} and the longest of {name} {max(lengths)}\n  nearest: {size} {max(lengths)}, or none"
+            )
+        if batch not in (None, len(lengths)):
+            raise PlanError(
+                f"batch is {batch} and {name} names {len(lengths)} sequences\n  nearest: batch {len(lengths)}, or none"
+            )
+    count = next((len(x) for x in (q, kv) if x is not None), batch or 1)
+    longest = max(q or kv or (0,))
+    q_len = longest if seqlen is None else seqlen
+    kv_len = q_len if kv_seqlen is None else kv_seqlen
     q, kv = (x if x is not None else (most,) * count for x, most in ((q, q_len), (kv, kv_len)))
     if len(q) != len(kv):
+        fewer = min(len(q), len(kv))
         raise PlanError(
-            f"q_lengths names {len(q)} sequences and kv_lengths {len(kv)}: one number for each in both\n"
-            f"  nearest: {min(len(q), len(kv))} numbers in both"
+            f"q_lengths names {len(q)} sequence{'s' * (len(q) != 1)} and kv_lengths {len(kv)}: one number for each in"
+            f" both\n  nearest: {fewer} number{'s' * (fewer != 1)} in both"
         )
     found = []
     for b, (rows, keys) in enumerate(zip(q, kv, strict=True)):
@@ -94,7 +119,7 @@ class _Grid(NamedTuple):
 
 def _grids(plan: KernelPlan, problem: Problem, case: Case, sequences: Sequence[OwnLengths]) -> Iterator[_Grid]:
     """Those that a mask may tell apart; heads of one sequence come one after the other."""
-    facts, tile = analysis.analyse(plan.variant), _tile(plan, problem)
+    facts, tile = _facts(plan), _tile(plan, problem)
     for (own, b), times in _kinds(facts, sequences):
         sizes = {**case.sizes, "batch": len(sequences), "q_len": own.q_len, "kv_len": own.kv_len}
         mine = replace(case, sizes=sizes, q_offset=own.q_offset)
@@ -106,6 +131,11 @@ def _grids(plan: KernelPlan, problem: Problem, case: Case, sequences: Sequence[O
             yield _Grid(own, mine, b, h, classes, times, 1 if facts.uses_head else problem.heads)
 
 
+def _facts(plan: KernelPlan) -> Facts:
+    """Those of a kernel of sequences with lengths of their own, which has no summaries."""
+    return replace(analysis.analyse(plan.variant), summaries=())
+
+
 def _tile(plan: KernelPlan, problem: Problem) -> Tile:
     """Queries and keys of a tile."""
     return Tile(q=plan.tile_queries(problem.group), kv=plan.tile.kv)
@@ -113,7 +143,7 @@ def _tile(plan: KernelPlan, problem: Problem) -> Tile:
 
 def count(plan: KernelPlan, problem: Problem, case: Case, sequences: Sequence[OwnLengths]) -> TileCounts:
     """The tiles of a forward of these sequences, as `analysis.counts` counts those of a dense problem."""
-    facts, pack, tile = analysis.analyse(plan.variant), plan.pack(problem.group), _tile(plan, problem)
+    facts, pack, tile = _facts(plan), plan.pack(problem.group), _tile(plan, problem)
     found = TileCounts()
     for one in _grids(plan, problem, case, sequences):
         found = _sum(found, _count_one(facts, tile, one), one.sequences * one.heads)
