@@ -19,7 +19,7 @@ from flashgen.interpreter.memory import Memory
 from flashgen.interpreter.ops.convert import bf16_bits, bf16_value
 from flashgen.interpreter.tensormap import BFLOAT16, FLOAT16, SWIZZLE_SPAN, UINT8, TensorMap
 from flashgen.lang import float8
-from flashgen.planning.backward import gradient_dtypes
+from flashgen.planning.backward import stored as in_own_dtype
 from flashgen.planning.float8 import ACCUMULATOR_BITS, DESCALES, FLOAT8
 from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
@@ -335,7 +335,7 @@ def simulate_backward(
         tensors.addresses["dlse"] = 0
     results = [tensors.result(f"d{name}", array.shape, plan.dtype) for name, array in (("q", q), ("k", k), ("v", v))]
     shapes = {name: np.shape(case.tensors[name]) for name in plan.gradients}
-    dtypes = gradient_dtypes(plan, tensors.problem, shapes)
+    dtypes = dict.fromkeys(shapes, "float32") | in_own_dtype(plan, tensors.problem, shapes)
     captured = {name: tensors.result(f"grad_{name}", shape, dtypes[name]) for name, shape in shapes.items()}
     facts = {
         "scale": scale,

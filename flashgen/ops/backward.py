@@ -19,7 +19,7 @@ from flashgen.ops.forward import array, cpu_case, strides_like
 from flashgen.ops.menus import ALIGNMENT, cpu_request, gpu_menu, loadable
 from flashgen.ops.records import Kind, call_key, calls_of, first_of, launch_of, remember, request_of
 from flashgen.planning import planner
-from flashgen.planning.backward import gradient_dtypes
+from flashgen.planning.backward import stored
 from flashgen.planning.once import Remembered, once
 from flashgen.planning.plan import KernelPlan
 from flashgen.runtime import kernel
@@ -195,8 +195,10 @@ class _Record:
         self._places, self._room = memory.places(launch.workspaces)
         self._wanted = wanted
         shapes = {name: tuple(request.tensors[name].shape) for name in wanted}
-        dtypes = gradient_dtypes(plan, request.problem, shapes)
-        self._sums = [(of, memory.contiguous(of), getattr(torch, dtypes[name])) for name, of in shapes.items()]
+        dtypes = stored(plan, request.problem, shapes)
+        self._sums = [
+            (of, memory.contiguous(of), getattr(torch, dtypes.get(name, "float32"))) for name, of in shapes.items()
+        ]
         self._first = None if request.sequences is None else first_of(request)
         self._joined = request.sequences is not None and request.sequences.layout.joined
         pickers = _pickers(plan)

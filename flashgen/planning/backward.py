@@ -57,9 +57,9 @@ def storable(plan: KernelPlan) -> tuple[str, ...]:
     return tuple(name for name in plan.score_gradients if own_dimensions(plan.variant, name))
 
 
-def stored(plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+def stored(plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """The captured tensors of whose gradient each pair has an element of its own, in a call with captured tensors of
-    these shapes: it is stored, where others are added up."""
+    these shapes, and their dtypes: it is stored so, where others are added up in float32."""
     extents = {"b": problem.batch, "h": problem.heads, "q": problem.q_len, "k": problem.kv_len}
 
     def alone(name: str) -> bool:
@@ -67,15 +67,8 @@ def stored(plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, .
         shared = [extents[position] for position in extents if position not in positions]
         return tuple(shapes[name]) == tuple(map(extents.get, positions)) and all(extent == 1 for extent in shared)
 
-    return tuple(filter(alone, storable(plan)))
-
-
-def gradient_dtypes(plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """What the gradients of captured tensors are in memory: of the tensor's own dtype where elements are stored, and
-    float32, in which others are added up."""
-    own = {tensor.name: tensor.dtype for tensor in plan.variant.tensors}
-    alone = stored(plan, problem, shapes)
-    return {name: own[name] if name in alone else "float32" for name in plan.gradients}
+    dtypes = {tensor.name: tensor.dtype for tensor in plan.variant.tensors}
+    return {name: dtypes[name] for name in storable(plan) if alone(name)}
 
 
 def lookups(variant: Variant) -> tuple[Node, ...]:

@@ -250,8 +250,8 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
     shapes = {name: case.tensors[name].shape for name in plan.gradients}
     elements = sum(map(math.prod, shapes.values()))
     of_score = sum(math.prod(shapes[name]) for name in plan.score_gradients)
-    dtypes = backward.gradient_dtypes(plan, problem, shapes)
-    of_gradients = sum(math.prod(shapes[name]) * STORED_BYTES[dtypes[name]] for name in plan.gradients)
+    stored = backward.stored(plan, problem, shapes)
+    of_gradients = sum(math.prod(of) * STORED_BYTES[stored.get(name, "float32")] for name, of in shapes.items())
     gradients = traffic_backward.captured_gradients(plan, problem, shapes, tiles.visited_elements)
     sink = _stored([variant.sink] if plan.sink_gradient and variant.sink else [], case), elements - of_score
     captured = of_pairs + sink[0]

@@ -38,10 +38,10 @@ _FLOAT, _EXACT = 4, 64
 
 class CapturedGradients(NamedTuple):
     """Captured tensors whose gradients are asked for: elements that are `added` up; bytes of those of which each pair
-    has its own, in `all`, and of which a pair in a visited tile is `stored`."""
+    has its own, the `whole`, and of which those of pairs in visited tiles are `stored`."""
 
     added: int
-    all: int
+    whole: int
     stored: int
 
 
@@ -49,9 +49,9 @@ def captured_gradients(
     plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]], visited: int
 ) -> CapturedGradients:
     """Those of a plan, where `visited` pairs lie in visited tiles; `shapes` are those of the captured tensors."""
-    dtypes, alone = backward.gradient_dtypes(plan, problem, shapes), backward.stored(plan, problem, shapes)
+    alone = backward.stored(plan, problem, shapes)
     added = sum(math.prod(shapes[name]) for name in plan.score_gradients if name not in alone)
-    of_pair = sum(STORED_BYTES[dtypes[name]] for name in alone)
+    of_pair = sum(STORED_BYTES[dtype] for dtype in alone.values())
     pairs = problem.batch * problem.heads * problem.q_len * problem.kv_len
     return CapturedGradients(added, of_pair * pairs, of_pair * visited)
 
@@ -83,7 +83,7 @@ def moved(
     heads = problem.batch * problem.kv_heads
     ends = rows // heads * backward.clear_distance(plan, problem)
     swept = rows - ends
-    cleared = sums + (gradients.all if backward.hides(plan.variant) else 0)
+    cleared = sums + (gradients.whole if backward.hides(plan.variant) else 0)
     found = {"attention_backward_clear": (0, cleared)} if plan.score_gradients else {}
     found["attention_backward_prepare"] = (
         rows * (2 * problem.v_head_dim * problem.itemsize + _FLOAT * (2 if dlse else 1)),

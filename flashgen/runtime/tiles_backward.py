@@ -179,10 +179,8 @@ class _Backward(Tiles):
         # Of so many the main kernel does not clear, and of so many not finish, the sums of dq.
         self.ends = backward.clear_distance(plan, Problem(**sizes))
         self.shapes = {name: case.tensors[name].shape for name in plan.gradients}
-        dtypes = backward.gradient_dtypes(plan, Problem(**sizes), self.shapes)
-        self.stored = {
-            name: STORED_BYTES[dtypes[name]] for name in backward.stored(plan, Problem(**sizes), self.shapes)
-        }  # bytes of an element
+        stored = backward.stored(plan, Problem(**sizes), self.shapes)
+        self.stored = {name: STORED_BYTES[dtype] for name, dtype in stored.items()}  # bytes of an element
 
     def run(self) -> WalkedBackward:
         self.q, self.do = (x.astype(self.precision, copy=False) for x in (self.q, self.do))
