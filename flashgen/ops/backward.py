@@ -194,11 +194,7 @@ class _Record:
         self._record = kernel.load(plan).record(launch, self._kind.device)
         self._places, self._room = memory.places(launch.workspaces)
         self._wanted = wanted
-        shapes = {name: tuple(request.tensors[name].shape) for name in wanted}
-        dtypes = stored(plan, request.problem, shapes)
-        self._sums = [
-            (of, memory.contiguous(of), getattr(torch, dtypes.get(name, "float32"))) for name, of in shapes.items()
-        ]
+        self._sums = _sums(plan, request, wanted) if wanted else []
         self._first = None if request.sequences is None else first_of(request)
         self._joined = request.sequences is not None and request.sequences.layout.joined
         pickers = _pickers(plan)
@@ -235,6 +231,13 @@ class _Record:
         self._record(self._pick(addresses), numbers, torch._C._cuda_getCurrentRawStream(index))
         captured = tuple(x.to(call.named[name].dtype) for x, name in zip(sums, self._wanted, strict=True))
         return Gradients(dq, dk, dv, captured)
+
+
+def _sums(plan: KernelPlan, request: Request, wanted: tuple[str, ...]) -> list[tuple[Any, Any, torch.dtype]]:
+    """Sizes, strides and dtypes of the gradients of captured tensors in memory."""
+    shapes = {name: tuple(request.tensors[name].shape) for name in wanted}
+    own = stored(plan, request.problem, shapes)
+    return [(of, memory.contiguous(of), getattr(torch, own.get(name, "float32"))) for name, of in shapes.items()]
 
 
 _Picker = Callable[[tuple[int, ...]], tuple[int, ...]]
