@@ -7,7 +7,7 @@ from ptx_attention import replace
 
 import flashgen as fg
 from flashgen.planning import backward, planner
-from flashgen.planning.layout import Padded
+from flashgen.planning.layout import DENSE, Padded
 from flashgen.planning.problem import Problem
 from flashgen.planning.traffic import predict
 from flashgen.runtime.tiles_backward import count_backward
@@ -126,9 +126,9 @@ def test_what_an_element_of_each_pair_is():
     for name, of in score.items():
         variant = fg.variant(score=of, name=name.replace(" ", "_"))
         for captured in variant.tensors:
-            assert backward.own_dimensions(variant, captured.name) == (), name
-    assert backward.own_dimensions(CASES["all"][0], "of_all") == ("b", "h", "q", "k")
-    assert backward.own_dimensions(CASES["keys first"][0], "keys_first") == ("h", "k", "q")
+            assert backward.own_dimensions(variant, captured.name, DENSE) == (), name
+    assert backward.own_dimensions(CASES["all"][0], "of_all", DENSE) == ("b", "h", "q", "k")
+    assert backward.own_dimensions(CASES["keys first"][0], "keys_first", DENSE) == ("h", "k", "q")
 
 
 def test_sequences_with_lengths_of_their_own_add():

@@ -508,11 +508,7 @@ def _sum(amount: sympy.Expr, index: sympy.Symbol, n: sympy.Expr) -> sympy.Expr:
 def _over_places(amount: sympy.Expr) -> sympy.Expr:
     """The sum over batch and heads; factors come last, as SymPy takes conditions out of the sum in a product of which a
     sum is made, with the index that they are about."""
-    factor = sympy.Integer(1)
-    for name, n in (("b", BATCH), ("h", HEADS)):
-        index = sympy.Symbol(name, integer=True, nonnegative=True)
-        if index in amount.free_symbols:
-            amount = sympy.Sum(amount, (index, 0, n - 1))
-        else:
-            factor *= n
-    return factor * amount
+    places = [(sympy.Symbol(name, integer=True, nonnegative=True), n) for name, n in (("b", BATCH), ("h", HEADS))]
+    for index, n in sorted(places, key=lambda place: place[0] not in amount.free_symbols):
+        amount = _sum(amount, index, n)
+    return amount

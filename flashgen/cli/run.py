@@ -21,6 +21,7 @@ from flashgen.cli.console import err, out, progress, seconds, share, size, tabul
 from flashgen.cli.options import Pass, Request, Spec
 from flashgen.cli.resolve import Resolved, resolve
 from flashgen.errors import FlashgenError, LaunchError, PlanError
+from flashgen.planning.float8 import no_backward_in_8_bits
 from flashgen.runtime.captured import on_device
 
 if TYPE_CHECKING:
@@ -120,8 +121,6 @@ def _single(
         resolved = resolve(spec, request, _dropping(dropout, seed), device=device, seed=seed, kv_splits=kv_splits)
         prediction = resolved.predict()
     if backward and resolved.plan.float8 is not None:
-        from flashgen.planning.float8 import no_backward_in_8_bits
-
         raise no_backward_in_8_bits(resolved.plan.float8.out)
     start = time.perf_counter()
     with err.status(f"running on the {'GPU' if device == 'cuda' else 'CPU'}, then in float64"):

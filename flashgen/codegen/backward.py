@@ -18,7 +18,7 @@ from flashgen.codegen.printer import Body, Printer, Text, binary, call, constant
 from flashgen.codegen.readers import Reader, inside, loads_of, readers, trusted_indices
 from flashgen.codegen.variant_code import Decider, Decision
 from flashgen.lang.expr import DType, Node, Tensor, const, depends_on, walk
-from flashgen.planning.backward import captured_grads, hides, own_dimensions, storable
+from flashgen.planning.backward import captured_grads, own_dimensions, storable
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.plan import KernelPlan, without_sink
 
@@ -196,7 +196,7 @@ class Transposed:
 def transposed(facts: Facts, gradients: tuple[str, ...], layout: Layout = DENSE) -> Transposed:
     """The code of an analysed variant for a backward that also wants the gradients of these captured tensors."""
     variant = facts.variant
-    masked = hides(variant)
+    masked = variant.mask is not None and bool(facts.hidden)
     return Transposed(
         runs=Decider(facts).query_runs() if masked else None,
         later=Decider(facts).later_runs() if masked else None,
@@ -217,9 +217,9 @@ class Sized:
     added: str
 
 
-def sized(plan: KernelPlan) -> tuple[Sized, ...]:
+def sized(facts: Facts, plan: KernelPlan) -> tuple[Sized, ...]:
     """The captured tensors that the score reads and whose gradients are asked for."""
-    found, may_be_stored, skips = [], storable(plan), hides(plan.variant)
+    found, may_be_stored, skips = [], storable(plan), bool(facts.hidden)
     for tensor in plan.variant.tensors:
         if tensor.name in plan.score_gradients:
             every = _elements(tensor)
@@ -282,7 +282,7 @@ def _captured_grads(facts: Facts, gradients: tuple[str, ...], layout: Layout) ->
                 finite=bool(np.isfinite(bounds.lo) & np.isfinite(bounds.hi) & ~bounds.nan),
                 by_score=any(m.op == "score" for m in walk(n.operands)),
                 dtype=n.attr.dtype,
-                steps=None if layout.own else _steps(n.attr, own_dimensions(facts.variant, name)),
+                steps=_steps(n.attr, own_dimensions(facts.variant, name, layout)),
             )
         )
     return tuple(found)

@@ -81,7 +81,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     }
     if plan.backward is not None:
         context["transposed"] = transposed(facts, plan.gradients, plan.layout)
-        context["gradients"] = sized(plan)
+        context["gradients"] = sized(facts, plan)
     # The kernel's entries say which of its functions they use, and these which of the device library's.
     text = kernel = reachable(template.render(context, **{name: place for name, (place, _) in _PLACES.items()}))
     for place, files in _PLACES.values():

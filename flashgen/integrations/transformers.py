@@ -59,7 +59,7 @@ class Mask(BlockMask):
         return len(self._size)
 
     def dim(self) -> int:
-        return len(self._size)
+        return self.ndim
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -11,6 +11,7 @@ from flashgen.analysis.facts import analyse
 from flashgen.lang.expr import Node, const, depends_on, loop_indices, positions_of, reads_by
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import ARCHS
+from flashgen.planning.layout import Layout
 from flashgen.planning.plan import Backward, KernelPlan, Part, SpecializedBackward
 from flashgen.planning.problem import Problem
 
@@ -26,11 +27,6 @@ def has_slope(variant: Variant) -> bool:
     return variant.score_node is not None and derive(variant.score_node) is not const(1.0)
 
 
-def hides(variant: Variant) -> bool:
-    """Whether the mask hides any pair."""
-    return variant.mask is not None and bool(analyse(variant).hidden)
-
-
 def looks_up(variant: Variant, known: Collection[Node] = ()) -> bool:
     """Whether mask or score read a captured tensor by the query or the key, beside the elements that are known."""
     return any(reads_by(root, "q", "k", known=known) for root in (variant.mask, variant.score_node))
@@ -41,9 +37,12 @@ def captured_grads(variant: Variant, name: str) -> dict[Node, Node]:
     return {} if variant.score_node is None else slopes(variant.score_node, name)
 
 
-def own_dimensions(variant: Variant, name: str) -> tuple[str, ...]:
+def own_dimensions(variant: Variant, name: str, layout: Layout) -> tuple[str, ...]:
     """The positions that select an element of a captured tensor, one a dimension, where they are a query and a key and
-    so two pairs that differ in one of them never read the same; empty of others."""
+    so two pairs that differ in one of them never read the same; empty of others, and of sequences with lengths of their
+    own, where positions are not rows."""
+    if layout.own:
+        return ()
     reads = list(captured_grads(variant, name))
     positions = tuple(n.attr for n in reads[0].operands if n.op == "index") if len(reads) == 1 else ()
     alone = len(positions) == len(set(positions)) and {"q", "k"} <= set(positions)
@@ -52,9 +51,7 @@ def own_dimensions(variant: Variant, name: str) -> tuple[str, ...]:
 
 def storable(plan: KernelPlan) -> tuple[str, ...]:
     """The captured tensors of whose gradient each pair may have an element of its own (`stored`)."""
-    if plan.layout.own:
-        return ()
-    return tuple(name for name in plan.score_gradients if own_dimensions(plan.variant, name))
+    return tuple(name for name in plan.score_gradients if own_dimensions(plan.variant, name, plan.layout))
 
 
 def stored(plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -63,7 +60,7 @@ def stored(plan: KernelPlan, problem: Problem, shapes: Mapping[str, tuple[int, .
     extents = {"b": problem.batch, "h": problem.heads, "q": problem.q_len, "k": problem.kv_len}
 
     def alone(name: str) -> bool:
-        positions = own_dimensions(plan.variant, name)
+        positions = own_dimensions(plan.variant, name, plan.layout)
         shared = [extents[position] for position in extents if position not in positions]
         return tuple(shapes[name]) == tuple(map(extents.get, positions)) and all(extent == 1 for extent in shared)
 
@@ -75,7 +72,7 @@ def lookups(variant: Variant) -> tuple[Node, ...]:
     """The elements of captured tensors that the mask reads by the query alone, or by the key and no query head; none
     of a mask that hides nothing, which no kernel evaluates."""
     found: dict[Node, None] = {}
-    left = [variant.mask] if variant.mask is not None and hides(variant) else []
+    left = [variant.mask] if variant.mask is not None and analyse(variant).hidden else []
     while left:
         n = left.pop()
         element = n.op == "load" and not loop_indices(n)  # and not one for each round of a loop

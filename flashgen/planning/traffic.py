@@ -250,10 +250,9 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
     shapes = {name: case.tensors[name].shape for name in plan.gradients}
     elements = sum(map(math.prod, shapes.values()))
     of_score = sum(math.prod(shapes[name]) for name in plan.score_gradients)
-    stored = backward.stored(plan, problem, shapes)
-    of_gradients = sum(math.prod(of) * STORED_BYTES[stored.get(name, "float32")] for name, of in shapes.items())
     gradients = traffic_backward.captured_gradients(plan, problem, shapes, tiles.visited_elements)
     sink = _stored([variant.sink] if plan.sink_gradient and variant.sink else [], case), elements - of_score
+    of_gradients = gradients.whole + STORED_BYTES["float32"] * (gradients.added + sink[1])
     captured = of_pairs + sink[0]
     of_summaries, read_again = _summaries(plan, problem, case)
     given = _stored(summaries.tensors_beside(plan), case) + read_again

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.planning import backward
 from flashgen.planning.problem import STORED_BYTES
+from flashgen.planning.profile import profile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,7 +84,7 @@ def moved(
     heads = problem.batch * problem.kv_heads
     ends = rows // heads * backward.clear_distance(plan, problem)
     swept = rows - ends
-    cleared = sums + (gradients.whole if backward.hides(plan.variant) else 0)
+    cleared = sums + (gradients.whole if profile(plan.variant).hides else 0)
     found = {"attention_backward_clear": (0, cleared)} if plan.score_gradients else {}
     found["attention_backward_prepare"] = (
         rows * (2 * problem.v_head_dim * problem.itemsize + _FLOAT * (2 if dlse else 1)),

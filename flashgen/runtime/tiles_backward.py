@@ -217,7 +217,7 @@ class _Backward(Tiles):
         if gradients:
             self._enter("attention_backward_clear")
             self._sums(read=False)
-            if backward.hides(self.variant):
+            if self.facts.hidden:
                 every = (of_each * math.prod(self.shapes[name]) for name, of_each in self.stored.items())
                 self.moved.written["sums"] += sum(every)
         self._prepare()

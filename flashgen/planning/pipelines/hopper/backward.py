@@ -422,7 +422,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 def _captured_grad_registers(c: Candidate, selected: Seen, request: KernelRequest, load: Node) -> int:
     pair, long = selected is Seen.PAIR, c.tile.q > ROWS
     each = PAIR_GRAD_REGISTERS[c.tile.q] if pair or (long and selected is Seen.DISTANCE) else CAPTURED_GRAD_REGISTERS
-    stored = not request.layout.own and own_dimensions(request.variant, load.attr.name)
+    stored = own_dimensions(request.variant, load.attr.name, request.layout)
     of_order = PAIR_GRAD_ORDER if pair and request.deterministic and not long and not stored else 0
     by_query = selected not in (Seen.NOTHING, Seen.KEY)
     return each * (c.stages - 1 if by_query else 1) + of_order + (c.tile.q // 2 if long else 0)

@@ -423,8 +423,7 @@ DEVICE void gain_slopes(i64 index, float x, const Params& p) {
 
 // Were the sums of tiles added to memory one by one, blocks would wait for each other's additions to few elements: at
 // 4,096 tokens `alibi` took 1.4 times as long on an H100, a table of 32 buckets of distances 6 times.  So each lane
-// keeps a sum of what its tiles have for one element: that of number `of`, or that of head `of` where no more selects
-// it.
+// keeps a sum of what its tiles have for one element, of number `of`, or of head `of` where no more selects it.
 struct Kept {
   i64 of;
 };
