@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flashgen
 from flashgen import scaled_dot_product_attention
 from flashgen.errors import FlashgenError
+from flashgen.integrations import sdpa
 
 #: Shapes of query, key and value.
 SHAPES = {
@@ -229,3 +230,23 @@ def test_on_a_gpu(monkeypatch, capability, kind):
     right = F.scaled_dot_product_attention(*(x.float() for x in (q, k, v)), mask)
     torch.testing.assert_close(mine.as_subclass(torch.Tensor).float(), right, rtol=0.03, atol=0.03)
     assert len(gpu.launches) == (2 if kind == "bool" else 1)  # extremes of the mask by tile, first
+
+
+@pytest.mark.parametrize(
+    ("shape", "own"),
+    [((5, 7), (2, 3)), ((2, 1, 1, 7), (0, 3)), ((1, 4, 5, 7), (1, 2, 3)), ((2, 4, 5, 7), (0, 1, 2, 3)), ((7,), (3,))],
+)
+def test_a_mask_is_read_by_its_own_dimensions(shape, own):
+    """Also where it was expanded: what a table says of all heads is read and summarised once."""
+    mask = torch.rand(shape) > 0.5
+    for given in (mask.reshape((1,) * (4 - len(shape)) + shape), mask.expand(2, 4, 5, 7)):
+        kind, read = sdpa.kind(given)
+        assert kind == (torch.bool, own) and list(read.shape) == [(2, 4, 5, 7)[i] for i in own]
+    both(SHAPES["short and wide"], mask.expand(2, 4, 5, 7))
+    learned = mask_of("learned", shape)
+    q, k, v = tensors(SHAPES["short and wide"])
+    compare(
+        lambda: scaled_dot_product_attention(q, k, v, learned.expand(2, 4, 5, 7)),
+        lambda: F.scaled_dot_product_attention(q, k, v, learned.expand(2, 4, 5, 7)),
+        (q, k, v, learned),
+    )

@@ -138,7 +138,7 @@ def test_sequences_with_lengths_of_their_own_add():
 
 
 MUTATIONS = {
-    "lanes not exchanged": replace("exchange_keys(part[m]);", ""),
+    "lanes not exchanged": replace("exchange_lines(part[m]);", ""),
     "another lane": replace("odd ? x[i] : x[i + 2], 1)", "odd ? x[i] : x[i + 2], 2)"),
     "of the same key": replace("k_first = k + 8 * odd;", "k_first = k + 8;"),
     "queries beyond": replace("q_first + 8 * j + i < p.q_len && ", ""),

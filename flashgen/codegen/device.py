@@ -21,7 +21,7 @@ WRAPPERS = (
     *("mul_wide", "mbarrier", "tma", "setmaxnreg", "named_barrier", "griddepcontrol", "prefetch", "wgmma"),
 )
 LIBRARY = (
-    *("math", "float8", "swizzle", "softmax", "progress", "exact", "warp_sums", "philox"),
+    *("math", "float8", "swizzle", "softmax", "progress", "exact", "warp_sums", "rows", "philox"),
     *("ring", "hopper_softmax", "hopper_epilogue", "range", "summary"),
 )
 FILES = (*WRAPPERS, *LIBRARY)

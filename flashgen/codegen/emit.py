@@ -26,6 +26,7 @@ from flashgen.planning.backward import lookups
 from flashgen.planning.members import Launches, SoftCap
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.plan import KernelPlan, Tile
+from flashgen.planning.profile import profile
 from flashgen.resources import folder
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         within_bounds=plan.masked_within_bounds,
         rough_tanh=plan.rough_tanh,
         distances=plan.specialized is not None,
+        rows=profile(plan.variant).score_rows if plan.reads_rows else (),
     )
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type, seq = PTX_TYPE[plan.out_dtype], SequenceCode(plan.layout)

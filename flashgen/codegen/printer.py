@@ -146,6 +146,10 @@ class Printer:
         """The operands that a node's text is made of."""
         return n.operands
 
+    def is_named(self, n: Node) -> bool:
+        """Whether a node's text is a name that needs no declaration."""
+        return False
+
     def printed(self, roots: Iterable[Node]) -> Iterator[Node]:
         """Every node that is printed, operands first."""
         return walk(roots, into=lambda n: bool(self.below(n)))
@@ -166,7 +170,7 @@ class Printer:
             # A captured element is read before any condition is looked at: a lane that skips it saves nothing.
             shared = work.uses[n] > 1 or n in work.carried
             apart = shared or (n.op == "load" and n is not work.last) or len(text.text) > LONGEST
-            if n.operands and apart:
+            if n.operands and apart and not self.is_named(n):
                 name = work.names.new(n)
                 lines.append(f"const {self.ctype(n)} {name} = {text};")
                 text = Text(name)
@@ -321,6 +325,9 @@ class ScorePrinter(GivenPrinter):
         super().__init__(given, **options)
         users = [(n, o) for n in walk([score]) for o in n.operands if o.op == "tanh" and rough_tanh]
         self._rough = {o for _, o in users} - {o for n, o in users if not caps_score(n, o)}
+
+    def is_named(self, n: Node) -> bool:
+        return n in self.given
 
     def spelling(self, n: Node) -> str:
         return "tanh_approx({0})" if n in self._rough else super().spelling(n)

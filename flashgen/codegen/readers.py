@@ -36,7 +36,8 @@ class Corners:
 class Reader:
     """The function that reads an element of a captured tensor, and its twins over ranges of indices.
 
-    `lines` clamp the indices that may lie outside their dimensions, the `clamped` ones; `value` is the element.
+    `lines` clamp the indices that may lie outside their dimensions, the `clamped` ones; `value` is the element, and
+    `offset` where it lies.
     `range_type` is the type of the twins: `ranged`, whether tiles are judged by an element that ranges of indices
     select as such, and `corners`, by those at the ends of few indices.  `declared` is what an element may be.
     """
@@ -47,6 +48,7 @@ class Reader:
     indices: tuple[str, ...]
     clamped: tuple[int, ...]
     lines: tuple[str, ...]
+    offset: str
     value: str
     ranged: bool
     corners: Corners | None
@@ -140,7 +142,8 @@ def _reader(
         if (layout.own and dimension == OWN_DIMENSION["q"]) or not all(inside(n, dimension) for n in at):
             clamped.append(i)
         offsets.append(f"i{i} * p.stride{i}_{tensor.name}")
-    element = f"__ldg(&p.tensor_{tensor.name}[{' + '.join(offsets)}])"
+    offset = " + ".join(offsets)
+    element = f"__ldg(&p.tensor_{tensor.name}[{offset}])"
     dtype = TENSOR_DTYPES[tensor.dtype]
     range_type, one = RangePrinter.types(dtype)
     reader = Reader(
@@ -150,6 +153,7 @@ def _reader(
         indices=indices,
         clamped=tuple(clamped),
         lines=tuple(f"i{i} = clamp_index(i{i}, p.size{i}_{tensor.name});" for i in clamped),
+        offset=offset,
         value=WIDENED.get(tensor.dtype, "{}").format(element),
         ranged=bool(judged - cornered),
         corners=None,

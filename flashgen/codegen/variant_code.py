@@ -48,6 +48,7 @@ from flashgen.codegen.readers import (
     readers,
     trusted_indices,
 )
+from flashgen.codegen.rows import RowCode, row_code
 from flashgen.codegen.summary_code import SummaryCode, summary_code
 from flashgen.codegen.turns import Turns, truths, turns
 from flashgen.lang import ranges
@@ -171,6 +172,7 @@ class VariantCode:
     small_tanh   where the score has one tanh, and its argument is cheap to look at before
     soft_cap  the c of a score that is c * tanh(s / c), if it is positive and the same for all pairs
     distances   of q and k as floats, by the names that `score` is given them by
+    rows      elements of rows of keys that `score` is given
     clamp_q, clamp_k   the position selects a captured element that is read as it is: lanes outside the problem must be
                      led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
@@ -186,6 +188,7 @@ class VariantCode:
     small_tanh: SmallTanh | None
     soft_cap: Text | None
     distances: tuple[str, ...]
+    rows: tuple[RowCode, ...]
     keep: Body | None
     divides: bool
     runs: Decision | None
@@ -213,6 +216,16 @@ class VariantCode:
     def distance_parameters(self) -> str:
         """Of `score`, between the positions and those of the kernel."""
         return "".join(f"float {name}, " for name in self.distances)
+
+    @property
+    def row_parameters(self) -> str:
+        """Of `score`, behind these."""
+        return "".join(f"float {row.name}, " for row in self.rows)
+
+    @property
+    def row_elements(self) -> str:
+        """Their arguments, of element i of S."""
+        return "".join(f"{row.element}, " for row in self.rows)
 
     @property
     def may_skip(self) -> bool:
@@ -288,6 +301,7 @@ def variant_code(
     within_bounds: bool = False,
     rough_tanh: bool = False,
     distances: bool = False,
+    rows: tuple[Node, ...] = (),
 ) -> VariantCode:
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
     `keep` is given these elements of captured tensors, and whose `classify` has these summaries.
@@ -296,7 +310,7 @@ def variant_code(
     positions reach.  `judged_in_turn`: conditions are judged one after another, through shared memory.  `uniform`: the
     mask is the same for all pairs of a tile.  `within_bounds`: bounds are asked apart.  `rough_tanh`: a soft cap
     may be off by 2^-11 of the score.  `distances`: a score that takes q - k or k - q as a float is
-    given it.
+    given it.  `rows` are the elements of rows of keys that a score is given.
     """
     mask, score = printed_of(facts)
     sink, cap, wide = facts.variant.sink_node, soft_cap(score), facts.int64
@@ -314,15 +328,18 @@ def variant_code(
     cornered = found_at_corners(facts, tile, cut)
     made, known = summary_code(facts, tile, summaries)
     reading = readers(facts, cornered, layout)
+    in_rows = row_code(rows, reading, wide=facts.int64)
     trusted = [index for n in loads for index in trusted_indices(n, reading)]
+    given_to_score = apart | {n: row.name for n, row in in_rows.items()}
     clamp_q = any(depends_on(n, "q") for n in trusted)
     options: dict[str, Any] = {"wide": facts.int64, "indices": index_types(facts), "exact": True, "cornered": cornered}
     judged = RangePrinter(given=known | truths(facts) if judged_in_turn else known, **options)
     in_turn = turns(facts, RangePrinter(given=known, **options), cut, tile) if masked and judged_in_turn else None
     return VariantCode(
         readers=reading,
-        score=None if score is None else ScorePrinter(score, apart, rough_tanh=rough_tanh, wide=wide).body(score),
+        score=None if score is None else ScorePrinter(score, given_to_score, rough_tanh=rough_tanh, wide=wide).body(score),
         distances=tuple(name for name in DISTANCES.values() if name in apart.values()),
+        rows=tuple(in_rows.values()),
         small_tanh=None if score is None else _small_tanh(score, facts),
         soft_cap=None if cap is None else Printer(wide=wide).one(cap, {}),
         keep=None if each is None else conditions.body(each),

@@ -17,7 +17,7 @@ from flashgen.analysis.tanh import LEAST_CAP
 from flashgen.errors import LaunchError
 from flashgen.frontends.flex import from_flex
 from flashgen.integrations.backends import note
-from flashgen.integrations.sdpa import CAUSAL, FULL, MASKED
+from flashgen.integrations.sdpa import CAUSAL, DTYPES, FULL, MASKED, kind
 from flashgen.lang.declare import param, tensor
 from flashgen.lang.functions import minimum, tanh
 from flashgen.lang.load import load_spec
@@ -221,7 +221,7 @@ def _with_softcap(rule: Variant) -> Variant:
 
 
 #: Masks that users made themselves, without a softcap and with one, which comes before a mask that is added.
-_GIVEN = {dtype: (rule, rule & SOFTCAP if rule.mask else SOFTCAP.then(rule)) for dtype, rule in MASKED.items()}
+_GIVEN = {of: (rule, rule & SOFTCAP if rule.mask else SOFTCAP.then(rule)) for of, rule in MASKED.items()}
 
 _padding = tensor("padding", ("batch", None), "bool")
 _seen = _padding.size(1)  # a static cache is longer
@@ -285,11 +285,12 @@ def _rule(
                 " attn_implementation='sdpa' for a model that makes masks in another way"
             )
         return FULL if softcap is None else _with_softcap(FULL), cap
-    if not isinstance(given, torch.Tensor) or given.dim() != 4 or given.dtype not in _GIVEN:
+    if not isinstance(given, torch.Tensor) or given.dim() != 4 or given.dtype not in DTYPES:
         got = list(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
         raise LaunchError(
             f"{type(module).__name__} got the attention mask {got}: it is [batch, heads, q_len, kv_len] of bool,"
             " float16, bfloat16 or float32, or what flashgen's own mask function makes"
         )
-    plain, capped = _GIVEN[given.dtype]
-    return plain if softcap is None else capped, {"attn_mask": given[..., :kv_len], **cap}
+    of, read = kind(given[..., :kv_len])
+    plain, capped = _GIVEN[of]
+    return plain if softcap is None else capped, {"attn_mask": read, **cap}

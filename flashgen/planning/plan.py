@@ -44,6 +44,7 @@ from flashgen.planning.members import (
     Rows,
     Scheduler,
     ScoreByElement,
+    ScoreByRow,
     ScoreNearZero,
     Sender,
     SharedKeys,
@@ -213,7 +214,7 @@ class Specialized:
 
     warpgroups: int  # consumers, 64 query rows each
     ping_pong: bool  # warpgroups take turns to issue products
-    score: ScoreByElement | ScoreNearZero | SoftCap
+    score: ScoreByElement | ScoreByRow | ScoreNearZero | SoftCap
     mask: Mask = field(default_factory=MaskByElement)
     full_tiles: FullTilesApart | TilesAlike
     highest: HighestAsInteger | HighestAsFloat
@@ -575,6 +576,11 @@ class KernelPlan(Integers):
         if self.backward is not None:
             return self.backward.lookup_stages > 0
         return isinstance(self.specialized, Specialized) and self.specialized.mask.looks_up
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether the score is given elements of rows of keys, which are read two at a time."""
+        return isinstance(self.specialized, Specialized) and isinstance(self.specialized.score, ScoreByRow)
 
     def pack(self, group: int) -> int:
         """Heads in a tile, of a `group` that shares keys: the largest power of two that divides it, the rows of a tile

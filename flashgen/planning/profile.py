@@ -28,6 +28,9 @@ SPECIAL = {
 #: read), a remainder (a division), a summary whose parts are looked at (of one position, or of both).
 DIMENSION_OPS, SORTED_OPS, REMAINDER_OPS, SUMMARY_OPS = 2, 3, 8, (4, 12)
 
+#: Of what rows of keys are read by a score, and of how many of them at most.
+ROWS_OF, MOST_ROWS = ("float16", "bfloat16", "float32"), 2
+
 _KEY = node("index", DType.INT32, (), "k")
 
 
@@ -219,6 +222,19 @@ class Profile:
         return reads_by(self.variant.score_node, "k")
 
     @cached_property
+    def score_rows(self) -> tuple[Node, ...]:
+        """The floats that the score reads of a row of keys: the query tells which row, and the key itself which
+        element.  None where there are more than a few."""
+        root = self.variant.score_node
+        found = tuple(n for n in walk([root]) if _of_row(n)) if root is not None else ()
+        return found if len(found) <= MOST_ROWS else ()
+
+    @cached_property
+    def score_reads_beside_rows(self) -> bool:
+        """Whether the score reads an element for each key that is of no such row."""
+        return reads_by(self.variant.score_node, "k", known=self.score_rows)
+
+    @cached_property
     def reads_by_key(self) -> bool:
         """Whether mask or score read a captured element for each key."""
         return self.mask_reads_by_key > 0 or self.score_reads_by_key
@@ -254,12 +270,12 @@ class Profile:
         return tuple(one.value for one in pair_tables(self.facts)) if self.hides else ()
 
     @cached_property
-    def reads_by_key_beside_tables(self) -> bool:
-        """Whether mask or score read an element for each key that is of none of these tables."""
+    def mask_reads_beside_tables(self) -> bool:
+        """Whether the mask reads an element for each key that is of none of these tables."""
         roots = () if self.variant.mask is None else (self.variant.mask,)
         known = set(self.pair_tables)
         found = (n for n in walk(roots, into=lambda n: n not in known) if n.op == "load" and n not in known)
-        return self.score_reads_by_key or any("k" in positions_of(n) for n in found)
+        return any("k" in positions_of(n) for n in found)
 
     @cached_property
     def mask_reads_pairs(self) -> bool:
@@ -281,6 +297,14 @@ class Profile:
     def lookups(self) -> tuple[Node, ...]:
         """The elements that the mask reads by the query alone, or by the key and no query head."""
         return lookups(self.variant)
+
+
+def _of_row(n: Node) -> bool:
+    """Whether an element is one of a row of keys: its index there is the key, and the query is in another."""
+    if n.op != "load" or n.attr.dtype not in ROWS_OF:
+        return False
+    others = [index for index in n.operands if index is not _KEY]
+    return len(others) == len(n.operands) - 1 and depends_on(n, "q") and not any(depends_on(o, "k") for o in others)
 
 
 def special(*roots: Node) -> int:

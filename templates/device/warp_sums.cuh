@@ -37,9 +37,9 @@ DEVICE void sum_queries_of_warp(float (&total)[(N + 3) / 4], const float (&sum)[
     total[i] = (row / 4 ? y[i + EACH] : y[i]) + __shfl_xor_sync(~0u, row / 4 ? y[i] : y[i + EACH], 16);
 }
 
-// Two lanes next to each other have 2 queries each, x[0] and x[1] of a key, x[2] and x[3] of the 8th behind it.  Then
-// the even lane has the 4 queries of the first key, and the odd one those of the second.
-DEVICE void exchange_keys(float (&x)[4]) {
+// Two lanes next to each other have 2 elements each, x[0] and x[1] of a line, x[2] and x[3] of another.  Then the even
+// lane has the 4 elements of the first line, and the odd one those of the second.
+DEVICE void exchange_lines(float (&x)[4]) {
   const bool odd = threadIdx.x % 2;
 #pragma unroll
   for (int i = 0; i < 2; i++) {

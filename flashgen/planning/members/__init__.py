@@ -83,6 +83,7 @@ from flashgen.planning.members.softmax import OnesApart as OnesApart
 from flashgen.planning.members.softmax import OnesBehindV as OnesBehindV
 from flashgen.planning.members.softmax import PByBits as PByBits
 from flashgen.planning.members.softmax import ScoreByElement as ScoreByElement
+from flashgen.planning.members.softmax import ScoreByRow as ScoreByRow
 from flashgen.planning.members.softmax import ScoreNearZero as ScoreNearZero
 from flashgen.planning.members.softmax import SoftCap as SoftCap
 from flashgen.planning.members.softmax import TilesAlike as TilesAlike

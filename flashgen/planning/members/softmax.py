@@ -35,6 +35,13 @@ class ScoreByElement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreByRow:
+    """One code for all scores, and what they read of a row of keys is read two elements at a time, under a product."""
+
+    template: ClassVar[str] = "hopper/forward_score_by_row.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreNearZero:
     """Emitted twice: where all arguments of a warp's tanh are small, a polynomial gives it without the special unit."""
 

@@ -294,7 +294,7 @@ def _captures(c: Candidate, request: KernelRequest) -> bool:
     """Whether consumers read elements for each key where they use them."""
     asked, form = request.profile, _mask(c, request)
     if isinstance(form, MaskFromBits):
-        return asked.reads_by_key_beside_tables
+        return asked.score_reads_by_key or asked.mask_reads_beside_tables
     given = isinstance(form, MaskByTile | MaskByWarpgroup | MaskByLookups)
     return asked.score_reads_by_key if given else asked.reads_by_key
 

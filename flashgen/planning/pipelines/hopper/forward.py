@@ -41,6 +41,7 @@ from flashgen.planning.members import (
     PartScheduler,
     Scheduler,
     ScoreByElement,
+    ScoreByRow,
     ScoreNearZero,
     SequenceScheduler,
     SoftCap,
@@ -56,6 +57,7 @@ from flashgen.planning.pipelines.hopper.pace import seconds_per_score as seconds
 from flashgen.planning.pipelines.shared import cannot_pack as cannot_pack
 from flashgen.planning.pipelines.shared import make_plan, total
 from flashgen.planning.plan import BOX_ROWS, ITEM, SWIZZLE, KernelPlan, Part, Specialized, Tile, in_whole_rows, staged
+from flashgen.planning.problem import STORED_BYTES
 from flashgen.planning.profile import profile
 from flashgen.planning.program import WARP, Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
@@ -153,6 +155,9 @@ DROPOUT_REGISTERS, DROPOUT_BESIDE = 16, 22
 
 #: And with three stages: without these `causal` at head_dim 128 spilled 56 bytes, and `full` 20.
 DROPOUT_THIRD_STAGE = 8
+
+#: Registers of what leads to a row of elements that a score reads, beside these.
+ROW_REGISTERS = 6
 
 #: Registers that a score function wants beside those counted where it is emitted twice.
 ROOM = 16
@@ -367,7 +372,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         ),
     ]
     if asked.scored:
-        reads = c.tile.kv // READING_KEYS if asked.score_reads_by_key else 0
+        reads = c.tile.kv // READING_KEYS if _score_reads(request) else 0
         parts.append(Part(name="score", amount=SCORE_REGISTERS + reads, why="what the score function keeps"))
     if request.keys.invariant and (amount := _of_leaves(c, request)):
         parts.append(Part(name="fold", amount=amount, why="maxima and sums of the leaves so far"))
@@ -384,9 +389,14 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     if isinstance(form, MaskByLookups):
         words = sum(_words(n, c.tile.kv) for n in asked.lookups)
         parts.append(Part(name="looked up", amount=LOOKUP_REGISTERS + words, why=f"{words} words of queries and keys"))
-    by_score = dict.fromkeys((MaskByTile, MaskByWarpgroup, MaskByLookups), asked.score_reads_by_key)
-    if {**by_score, MaskFromBits: asked.reads_by_key_beside_tables}.get(type(form), asked.reads_by_key):
-        alone = isinstance(form, MaskAsBits) and c.warpgroups <= min(WARPGROUPS) and not asked.score_reads_by_key
+    if rows := _rows(request):
+        words = sum(c.tile.kv // 2 * STORED_BYTES[n.attr.dtype] // 4 for n in rows)
+        parts.append(Part(name="rows", amount=ROW_REGISTERS * len(rows) + words, why=f"{words} words, and two addresses"))
+    given: dict[type, bool] = dict.fromkeys((MaskByTile, MaskByWarpgroup, MaskByLookups), False)
+    given[MaskFromBits] = asked.mask_reads_beside_tables
+    by_score = _score_reads(request)
+    if by_score or given.get(type(form), asked.mask_reads_by_key > 0):
+        alone = isinstance(form, MaskAsBits) and c.warpgroups <= min(WARPGROUPS) and not by_score
         keys = min(c.tile.kv // 4, READ_AT_ONCE) if alone else c.tile.kv // 4
         of_pairs = asked.mask_reads_pairs and not isinstance(form, MaskFromBits)
         parts.append(
@@ -397,6 +407,17 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
             )
         )
     return tuple(parts)
+
+
+def _rows(request: KernelRequest) -> tuple[Node, ...]:
+    """What scores read of rows of keys, two elements at a time."""
+    return request.profile.score_rows if isinstance(_plain_score(request), ScoreByRow) else ()
+
+
+def _score_reads(request: KernelRequest) -> bool:
+    """Whether scores read an element for each key by itself."""
+    asked = request.profile
+    return asked.score_reads_beside_rows if _rows(request) else asked.score_reads_by_key
 
 
 def _words(lookup: Node, kv: int) -> int:
@@ -585,12 +606,19 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
     return replace(plan, registers=registers, rows=PACKED)
 
 
-def _score(c: Candidate, request: KernelRequest) -> ScoreByElement | ScoreNearZero | SoftCap:
+def _plain_score(request: KernelRequest) -> ScoreByElement | ScoreByRow:
+    """How scores are made of products where one code is for all."""
+    asked = request.profile
+    return ScoreByRow() if asked.score_rows and not (asked.near_zero or asked.soft_capped) else ScoreByElement()
+
+
+def _score(c: Candidate, request: KernelRequest) -> ScoreByElement | ScoreByRow | ScoreNearZero | SoftCap:
     """How scores are made of products."""
     if request.profile.soft_capped:
         short = padded(request.v_head_dim) <= CAPPED_COLUMNS
         return SoftCap(together=c.tile.kv // 2 // CAP_VOTES) if short else ScoreByElement()
-    return ScoreNearZero() if request.profile.near_zero and _room_for_more_code(c, request) else ScoreByElement()
+    near_zero = request.profile.near_zero and _room_for_more_code(c, request)
+    return ScoreNearZero() if near_zero else _plain_score(request)
 
 
 def _room_for_more_code(c: Candidate, request: KernelRequest) -> bool:
