@@ -203,7 +203,7 @@ class OperandCode:
     @property
     def scale_of_block(self) -> str:
         """What is known of the scale before the first tile."""
-        in_exponent = "LOG2E;" if self.scored else f"fmaxf(p.scale * LOG2E, {_FLOOR}"
+        in_exponent = "1.f;  // scores are powers of two" if self.scored else f"fmaxf(p.scale * LOG2E, {_FLOOR}"
         if not self._widened:
             return f"const float scale = {in_exponent}"
         where = "u32 sequence = rows.b, of_keys = kv_head;  // where their descales lie is found again for each tile"
@@ -212,7 +212,7 @@ class OperandCode:
         lines = [where] if self._found_again else lines
         q = " * q_descale(rows.h, rows, p)" * (self.narrow("q") and not self.plan.packed)
         if self.scored:
-            lines += ["const float scale = LOG2E;", f"const float block_scale = p.scale{q};"]
+            lines += ["const float scale = 1.f;  // scores are powers of two", f"const float block_scale = p.scale{q};"]
         else:
             lines.append(f"const float block_scale = p.scale{q} * LOG2E;")
         return "\n  ".join(lines)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_POWERS = "in the exponent: scores are powers of two"
+
 
 @dataclass(frozen=True, slots=True)
 class ScaleCode:
@@ -33,12 +35,12 @@ class ScaleCode:
         if not self.eight:
             why = "scale 0 times a masked -inf stays -inf"
             of_products = f"fmaxf(p.scale * LOG2E, SMALLEST);  // {why}"
-            return f"const float scale = {'LOG2E;' if self.scored else of_products}"
+            return f"const float scale = {f'1.f;  // {_POWERS}' if self.scored else of_products}"
         start = "{}" if self.packed else "0.f"
         of_q = "float q_descale[2] = {};  // of the rows of the tile in hand\n  " if self.packed else ""
         if self.scored:
             declared = f"float tile_scale{self._of_rows} = {start};  // of S of the tile in hand"
-            return f"{of_q}{declared}\n  const float scale = LOG2E;"
+            return f"{of_q}{declared}\n  const float scale = 1.f;  // {_POWERS}"
         return f"{of_q}float scale{self._of_rows} = {start};  // of S of the tile in hand, in the exponent"
 
     @property

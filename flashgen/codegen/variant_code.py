@@ -278,7 +278,8 @@ class VariantCode:
 
     def exponential(self, x: str, lse: str) -> str:
         """2^x of a row whose lse, infinite where it attends to nothing, has been subtracted."""
-        return f"ex2({x})" if self.finite_at_zero else f"ex2_below({x}, {lse})"
+        function = "ex2" if self.score is None or self.soft_cap is not None else "ex2_of_score"
+        return f"{function}({x})" if self.finite_at_zero else f"{function}_below({x}, {lse})"
 
     def query(self, at: str, last: str = "p.q_len - 1") -> str:
         """The query at a position, that a lane outside the problem is led back from to the last."""

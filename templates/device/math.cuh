@@ -15,6 +15,19 @@ DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) 
 // 2^x; 0 where `limit` is infinite, whatever x is.
 DEVICE float ex2_below(float x, float limit) { return limit < PLUS_INFINITY ? ex2(x) : 0.f; }
 
+// A score as a power of two, rounded before anything is subtracted from it.  In one step with that, what is left of a
+// score and its own maximum would be a rounding of both: 2^512 of a bias of -1e10.
+DEVICE float to_power_of_two(float score) { return __fmul_rn(score, LOG2E); }
+
+// 2^x of a score less the lse of its row, which is 0 at most but for their roundings.
+DEVICE float ex2_of_score(float x) {
+  asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
+  return ex2(x);
+}
+
+// The same; 0 where `limit` is infinite.
+DEVICE float ex2_of_score_below(float x, float limit) { return limit < PLUS_INFINITY ? ex2_of_score(x) : 0.f; }
+
 // The logarithm to base 2.
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 

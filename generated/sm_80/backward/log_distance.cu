@@ -79,6 +79,12 @@ constexpr float LN2 = 0.69314718055994530942f;
 // 2^x.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// 2^x of a score less the lse of its row, which is 0 at most but for their roundings.
+DEVICE float ex2_of_score(float x) {
+  asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
+  return ex2(x);
+}
+
 // The logarithm to base 2.
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
@@ -531,7 +537,8 @@ DEVICE void exponentiate(S& s, const float* lse, float scale) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) s[m][j][i] = ex2(fmaf(s[m][j][i], scale, i % 2 == 0 ? -row_lse.x : -row_lse.y));
+      for (int i = 0; i < 4; i++)
+        s[m][j][i] = ex2_of_score(fmaf(s[m][j][i], scale, i % 2 == 0 ? -row_lse.x : -row_lse.y));
   }
 }
 

@@ -545,7 +545,8 @@ DEVICE void exponentiate(S& s, const float* lse, float scale) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) s[m][j][i] = ex2(fmaf(s[m][j][i], scale, i % 2 == 0 ? -row_lse.x : -row_lse.y));
+      for (int i = 0; i < 4; i++)
+        s[m][j][i] = ex2(fmaf(s[m][j][i], scale, i % 2 == 0 ? -row_lse.x : -row_lse.y));
   }
 }
 

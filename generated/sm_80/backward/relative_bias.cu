@@ -78,8 +78,14 @@ constexpr float LOG2E = 1.44269504088896340736f;
 // 2^x.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
-// 2^x; 0 where `limit` is infinite, whatever x is.
-DEVICE float ex2_below(float x, float limit) { return limit < PLUS_INFINITY ? ex2(x) : 0.f; }
+// 2^x of a score less the lse of its row, which is 0 at most but for their roundings.
+DEVICE float ex2_of_score(float x) {
+  asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
+  return ex2(x);
+}
+
+// The same; 0 where `limit` is infinite.
+DEVICE float ex2_of_score_below(float x, float limit) { return limit < PLUS_INFINITY ? ex2_of_score(x) : 0.f; }
 
 // The nearest index of a dimension.
 template <typename T> DEVICE T clamp_index(T i, int size) { return min(max(i, T(0)), T(size - 1)); }
@@ -540,8 +546,8 @@ DEVICE void exponentiate(S& s, const float* lse, float scale) {
     for (int m = 0; m < M; m++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        s[m][j][i] = ex2_below(fmaf(s[m][j][i], scale, i % 2 == 0 ? -row_lse.x : -row_lse.y), i % 2 == 0 ? row_lse.x :
-            row_lse.y);
+        s[m][j][i] = ex2_of_score_below(fmaf(s[m][j][i], scale, i % 2 == 0 ? -row_lse.x : -row_lse.y), i % 2 == 0 ?
+            row_lse.x : row_lse.y);
   }
 }
 

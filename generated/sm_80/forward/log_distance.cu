@@ -66,6 +66,10 @@ constexpr float LN2 = 0.69314718055994530942f;
 // 2^x.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// A score as a power of two, rounded before anything is subtracted from it.  In one step with that, what is left of a
+// score and its own maximum would be a rounding of both: 2^512 of a bias of -1e10.
+DEVICE float to_power_of_two(float score) { return __fmul_rn(score, LOG2E); }
+
 // The logarithm to base 2.
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
@@ -337,7 +341,7 @@ DEVICE void multiply_pv(O& o, const S& p, VTile& v) {
   }
 }
 
-// S becomes score(scale * S); `first` is the tile's first key.
+// S becomes score(scale * S), as a power of two; `first` is the tile's first key.
 DEVICE void apply_score(S& s, const Rows& rows, int first, const Params& p) {
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
   const int q0 = rows.q_first + warp * WARP_ROWS + lane / 4, k0 = first + lane % 4 * 2;
@@ -350,7 +354,7 @@ DEVICE void apply_score(S& s, const Rows& rows, int first, const Params& p) {
       for (int i = 0; i < 4; i++) {
         const int q = q0 + 16 * m + i / 2 * 8;
         const int k = k0 + 8 * j + i % 2;
-        s[m][j][i] = score(p.scale * s[m][j][i], rows.b, rows.h, q, k, p);
+        s[m][j][i] = to_power_of_two(score(p.scale * s[m][j][i], rows.b, rows.h, q, k, p));
       }
   }
 }
@@ -428,7 +432,7 @@ attention_forward(const __grid_constant__ Params p) {
 
   O o = {};
   OnlineSoftmax softmax[M];
-  const float scale = LOG2E;
+  const float scale = 1.f;  // scores are powers of two
   Step coming[STAGES - 1];  // what is on its way to shared memory, in order
   coming[0] = next_step((p.kv_len + TILE_KV - 1) / TILE_KV);
   if (coming[0].tile >= 0) load_tile<THREADS, HEAD_DIM>(shared.q, q, p.q_row, rows.q_last - rows.q_first + 1);

@@ -245,6 +245,12 @@ constexpr float LN2 = 0.69314718055994530942f;
 // 2^x.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// 2^x of a score less the lse of its row, which is 0 at most but for their roundings.
+DEVICE float ex2_of_score(float x) {
+  asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
+  return ex2(x);
+}
+
 // The logarithm to base 2.
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
@@ -886,8 +892,8 @@ struct Consumer {
       const float2 row_lse = lse[4 * j];
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-        s[i] = ex2(fmaf(s[i], scale, -row_lse.x));
-        s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_lse.y));
+        s[i] = ex2_of_score(fmaf(s[i], scale, -row_lse.x));
+        s[i + 1] = ex2_of_score(fmaf(s[i + 1], scale, -row_lse.y));
       }
     }
   }

@@ -204,6 +204,10 @@ constexpr float LN2 = 0.69314718055994530942f;
 // 2^x.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// A score as a power of two, rounded before anything is subtracted from it.  In one step with that, what is left of a
+// score and its own maximum would be a rounding of both: 2^512 of a bias of -1e10.
+DEVICE float to_power_of_two(float score) { return __fmul_rn(score, LOG2E); }
+
 // The logarithm to base 2.
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
@@ -568,7 +572,7 @@ struct Consumer {
   const int warpgroup;
   // This thread's first row and column of a tile.
   const int row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-  const float scale = LOG2E;
+  const float scale = 1.f;  // in the exponent: scores are powers of two
   Ring<WORK_STAGES> work_ring = {};
   Ring<Q_STAGES> q_ring = {};
   Ring<STAGES> k_ring = {}, v_ring = {};
@@ -660,11 +664,11 @@ struct Consumer {
     return tile * TILE_KV + column + i / 4 * 8 + i % 2;
   }
 
-  // S becomes score(scale * S).
+  // S becomes score(scale * S), as a power of two.
   DEVICE void apply_score(S& s, const Work work, int tile) {
 #pragma unroll
     for (int i = 0; i < TILE_KV / 2; i++)
-      s[i] = score(p.scale * s[i], work.b, work.h, query(work, i), key(tile, i), p);
+      s[i] = to_power_of_two(score(p.scale * s[i], work.b, work.h, query(work, i), key(tile, i), p));
   }
 
   // S becomes -inf beyond the last key: in the first tile of a schedule, if anywhere.

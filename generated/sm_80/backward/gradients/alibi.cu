@@ -79,6 +79,12 @@ constexpr float LOG2E = 1.44269504088896340736f;
 // 2^x.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// 2^x of a score less the lse of its row, which is 0 at most but for their roundings.
+DEVICE float ex2_of_score(float x) {
+  asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
+  return ex2(x);
+}
+
 // The nearest index of a dimension.
 template <typename T> DEVICE T clamp_index(T i, int size) { return min(max(i, T(0)), T(size - 1)); }
 
@@ -667,7 +673,7 @@ DEVICE void differentiate(
           x *= p.scale;
           const bool hides = hidden >> ((m * (QUERIES / 8) + j) * 4 + i) & 1;
           const float y = hides ? MINUS_INFINITY : score(x, keys.b, step.head, q, k, p);
-          probability[e] = ex2(fmaf(y, LOG2E, e == 0 ? -lse_pair.x : -lse_pair.y));
+          probability[e] = ex2_of_score(fmaf(y, LOG2E, e == 0 ? -lse_pair.x : -lse_pair.y));
           d = probability[e] * (d - (e == 0 ? delta_pair.x : delta_pair.y));
         }
         p_rounded[m][j / 2][j % 2 * 2 + r] = cvt_bf16x2(probability[0], probability[1]);

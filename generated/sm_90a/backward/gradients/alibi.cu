@@ -242,6 +242,12 @@ constexpr float LOG2E = 1.44269504088896340736f;
 // 2^x.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// 2^x of a score less the lse of its row, which is 0 at most but for their roundings.
+DEVICE float ex2_of_score(float x) {
+  asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
+  return ex2(x);
+}
+
 // The nearest index of a dimension.
 template <typename T> DEVICE T clamp_index(T i, int size) { return min(max(i, T(0)), T(size - 1)); }
 
@@ -906,8 +912,8 @@ struct Consumer {
       const float2 row_lse = lse[4 * j];
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-        s[i] = ex2(fmaf(s[i], scale, -row_lse.x));
-        s[i + 1] = ex2(fmaf(s[i + 1], scale, -row_lse.y));
+        s[i] = ex2_of_score(fmaf(s[i], scale, -row_lse.x));
+        s[i + 1] = ex2_of_score(fmaf(s[i + 1], scale, -row_lse.y));
       }
     }
   }

@@ -232,6 +232,18 @@ DEVICE float lag_limit(float sum, float share, float most) {
   return row_sum == 0.f ? most : fminf(fmaxf(share * row_sum, 1.f), most);
 }
 
+// ---------------------------------------------------------------- sums of a warp: in all, by query, by distance
+// Two lanes next to each other have 2 elements each, x[0] and x[1] of a line, x[2] and x[3] of another.  Then the even
+// lane has the 4 elements of the first line, and the odd one those of the second.
+DEVICE void exchange_lines(float (&x)[4]) {
+  const bool odd = threadIdx.x % 2;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const float other = __shfl_xor_sync(~0u, odd ? x[i] : x[i + 2], 1);
+    (odd ? x[i] : x[i + 2]) = other;
+  }
+}
+
 // ---------------------------------------------------------------- rings of shared-memory stages
 // The two barriers of each stage.
 template <int STAGES> struct Pipe { u64 full[STAGES], empty[STAGES]; };
@@ -878,12 +890,19 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float sum = quad_sum(done.sum[r]);
-      if (q + 8 * r >= p.q_len) continue;
+      const bool is_query = q + 8 * r < p.q_len;
+      if (!__any_sync(~0u, is_query)) continue;  // the lanes of a row exchange columns
       const i64 at = place(work, q + 8 * r);
-      if (threadIdx.x % 4 == 0) p.part_rows[at] = make_float2(done.row_max[r], sum);
-      float* const to = p.part_o + at * V_HEAD_DIM + column;
+      if (is_query && threadIdx.x % 4 == 0) p.part_rows[at] = make_float2(done.row_max[r], sum);
+      // A lane stores four columns, of the first or the second eight of 16: the four lanes of a row 64 bytes at once.
+      const int first = threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4;
+      float* const to = p.part_o + at * V_HEAD_DIM + first;
 #pragma unroll
-      for (int d = 0; d < V_HEAD_DIM; d += 8) *(float2*)(to + d) = make_float2(o[d / 2 + 2 * r], o[d / 2 + 2 * r + 1]);
+      for (int d = 0; d < V_COLUMNS; d += 16) {
+        float part[4] = {o[d / 2 + 2 * r], o[d / 2 + 2 * r + 1], o[d / 2 + 2 * r + 4], o[d / 2 + 2 * r + 5]};
+        exchange_lines(part);
+        if (is_query && d + first < V_HEAD_DIM) *(float4*)(to + d) = make_float4(part[0], part[1], part[2], part[3]);
+      }
     }
   }
 };
