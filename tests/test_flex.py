@@ -1,5 +1,6 @@
 """from_flex: functions as people write them for FlexAttention, beside what PyTorch makes of them."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -86,3 +87,51 @@ def test_the_document_lists_what_is_traced():
     rows = text.partition("<!-- functions -->")[2].partition("##")[0]
     named = {name for name in re.findall(r"`(\w+)`", rows)} - {"rounding_mode", "None"}
     assert named == set(FUNCTIONS)
+
+
+NARROW = [(torch.uint8, -1, 255), (torch.uint8, 300, 44), (torch.int8, 200, -56), (torch.int16, -40000, 25536)]
+
+
+@pytest.mark.parametrize(("dtype", "number", "wrapped"), NARROW)
+def test_numbers_that_narrow_integers_do_not_hold_are_refused(dtype, number, wrapped):
+    """torch wraps them before it compares, chooses or clamps: what it takes them for is said, and how to compare."""
+    ids = torch.arange(LENGTH).to(dtype)
+    for mask in (
+        lambda b, h, q, k: ids[k] != number,
+        lambda b, h, q, k: torch.where(q > k, ids[k], number) == 3,
+        lambda b, h, q, k: ids[k].clamp(max=number) == 3,
+    ):
+        with pytest.raises(flashgen.SpecError, match=f"{number} beside .* torch takes it for {wrapped}; write x.int"):
+            flashgen.from_flex(mask)
+    flashgen.from_flex(lambda b, h, q, k: ids[k].int() != number)
+    flashgen.from_flex(lambda b, h, q, k: ids[k] != wrapped)
+
+
+@pytest.mark.parametrize(("options", "at"), [({}, 20.0), ({"beta": 2.0, "threshold": 3.0}, 1.5)])
+def test_softplus_has_torch_s_gradient_where_it_becomes_a_line(options, at):
+    table, right = (torch.full((4,), at, requires_grad=True) for _ in range(2))
+    q = torch.zeros(1, 1, 4, 16)
+    score = flashgen.from_flex(None, lambda s, b, h, i, j: torch.nn.functional.softplus(table[i], **options))
+    _, lse = flashgen.attention(q, q, q, score, return_lse=True)
+    lse.sum().backward()
+    torch.nn.functional.softplus(right, **options).sum().backward()
+    torch.testing.assert_close(table.grad, right.grad)
+
+
+def test_a_copied_module_has_its_own_parameters():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.randn(5))
+            table, computed = self.table, 2 * self.table
+            self.variant = flashgen.from_flex(None, lambda s, b, h, q, k: s + table[k % 5] + computed[q % 5])
+
+        def forward(self, q):
+            return flashgen.attention(q, q, q, self.variant)
+
+    layer = Layer()
+    copied = copy.deepcopy(layer)
+    assert copied.variant == layer.variant
+    copied(torch.randn(1, 1, 5, 8)).square().sum().backward()
+    assert copied.table.grad is not None  # and what was computed from the first one's is still that
+    assert torch.equal(copied.table, layer.table) and copied.table is not layer.table

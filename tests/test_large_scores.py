@@ -1,4 +1,4 @@
-"""Scores far beyond what float32 tells apart from a neighbour: masks that add a large number, as many models make them."""
+"""Scores that float32 does not tell from their neighbours: masks that add a large number, as many models make them."""
 
 import numpy as np
 import ptx_backward

@@ -219,3 +219,10 @@ def test_a_decision_by_name_is_caught(tmp_path, monkeypatch):
     bad = tmp_path / "bad.py"
     bad.write_text("a = p.pipeline == 'hopper'\nb = p.specialized is not None\nc = module is ampere\nd = x == 1\n")
     assert list(decisions(bad)) == ["bad.py:1", "bad.py:2", "bad.py:3"]
+
+
+def test_what_is_nearest_to_an_option_of_the_other_pass_works():
+    for name, value, nearest in (("kv_splits", 3, None), ("packed", True, False), ("invariant", True, False)):
+        with pytest.raises(PlanError, match=f"nearest: {name}={nearest}$"):
+            fg.plan("causal", arch="sm_90a", seqlen=64, backward=True, **{name: value})
+        fg.plan("causal", arch="sm_90a", seqlen=64, backward=True, **{name: nearest})

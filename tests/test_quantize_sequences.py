@@ -508,3 +508,15 @@ def test_refusals(options, says):
 def test_refusals_of_padded_ones(options, says):
     with pytest.raises(LaunchError, match=f"(?s){says}"):
         flashgen.quantize(*(x.transpose(0, 1)[None] for x in ROWS), **options)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(3, 0), (0, 5), (0, 0)])
+def test_tensors_without_rows_have_no_blocks_and_are_attended(q_len, kv_len):
+    q, k = torch.randn(2, 4, q_len, 64).bfloat16(), torch.randn(2, 2, kv_len, 64).bfloat16()
+    found = flashgen.quantize(q, k, k, block=128)
+    o = flashgen.attention(found.q, found.k, found.v, load_spec("causal"), **found.descales)
+    assert torch.equal(o, torch.zeros_like(o)) and o.shape == (2, 4, q_len, 64)
+    with pytest.raises(LaunchError, match="it has no block"):
+        some = flashgen.quantize(torch.randn(2, 4, 3, 64).bfloat16(), *(torch.randn(2, 2, 5, 64).bfloat16(),) * 2)
+        none = some.descales | {"k_descale": torch.ones(2, 2, 0)}
+        flashgen.attention(some.q, some.k, some.v, load_spec("causal"), **none)

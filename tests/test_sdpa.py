@@ -250,3 +250,10 @@ def test_a_mask_is_read_by_its_own_dimensions(shape, own):
         lambda: F.scaled_dot_product_attention(q, k, v, learned.expand(2, 4, 5, 7)),
         (q, k, v, learned),
     )
+
+
+@pytest.mark.parametrize("flag", ["no", [0], torch.tensor(False), 1])
+@pytest.mark.parametrize("name", ["is_causal", "enable_gqa"])
+def test_flags_are_flags(name, flag):
+    with pytest.raises(FlashgenError, match=f"^{name} is a {type(flag).__name__} and must be True or False"):
+        scaled_dot_product_attention(*tensors(SHAPES["square"]), **{name: flag})

@@ -442,3 +442,12 @@ def test_kernels_with_a_sink_spill_nothing(arch, head_dim):
             plan = planner.menu_of(KernelRequest.of(variant, arch, "bfloat16", head_dim, **asked)).plans[0]
             resources = nvrtc.compile(emit(plan), arch).resources
             assert (resources.spills, resources.stack_bytes) == (0, 0), (plan.tile, asked)
+
+
+def test_no_sequence_has_a_sink():
+    x, none = torch.randn(5, 4, 16, requires_grad=True), torch.zeros(1, dtype=torch.int32)
+    sink = torch.zeros(0, 4, requires_grad=True)
+    o, lse = fg.attention_varlen(x, x, x, causal, none, max_seqlen_q=3, return_lse=True, sink=sink)
+    assert torch.equal(o, torch.zeros_like(o)) and bool((lse == -math.inf).all())
+    found = torch.autograd.grad(o.sum() + lse.exp().sum(), (x, sink))
+    assert all(torch.equal(g, torch.zeros_like(y)) for g, y in zip(found, (x, sink), strict=True))

@@ -1,4 +1,4 @@
-"""What the templates of pipeline hopper's forward write of rows of keys, of which a score reads two elements at a time."""
+"""What templates write of rows of keys, of which the scores of pipeline hopper read two elements at a time."""
 
 from __future__ import annotations
 

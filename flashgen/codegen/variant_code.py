@@ -331,14 +331,14 @@ def variant_code(
     reading = readers(facts, cornered, layout)
     in_rows = row_code(rows, reading, wide=facts.int64)
     trusted = [index for n in loads for index in trusted_indices(n, reading)]
-    given_to_score = apart | {n: row.name for n, row in in_rows.items()}
+    named = apart | {n: row.name for n, row in in_rows.items()}
     clamp_q = any(depends_on(n, "q") for n in trusted)
     options: dict[str, Any] = {"wide": facts.int64, "indices": index_types(facts), "exact": True, "cornered": cornered}
     judged = RangePrinter(given=known | truths(facts) if judged_in_turn else known, **options)
     in_turn = turns(facts, RangePrinter(given=known, **options), cut, tile) if masked and judged_in_turn else None
     return VariantCode(
         readers=reading,
-        score=None if score is None else ScorePrinter(score, given_to_score, rough_tanh=rough_tanh, wide=wide).body(score),
+        score=None if score is None else ScorePrinter(score, named, rough_tanh=rough_tanh, wide=wide).body(score),
         distances=tuple(name for name in DISTANCES.values() if name in apart.values()),
         rows=tuple(in_rows.values()),
         small_tanh=None if score is None else _small_tanh(score, facts),

@@ -262,9 +262,27 @@ def promoted(*arrays: Array) -> torch.dtype:
     for number in weak:
         if _kind(number) > _kind(dtype):
             dtype = torch.promote_types(dtype, number)
+    if dtype in _NARROW:
+        _check_numbers(dtype, arrays)
     if dtype is torch.int32 and any(x.weak and x.element.node.dtype is DType.INT64 for x in arrays):
         return torch.int64
     return dtype
+
+
+#: Integers that hold fewer numbers than the language's.
+_NARROW = (torch.uint8, torch.int8, torch.int16)
+
+
+def _check_numbers(dtype: torch.dtype, arrays: tuple[Array, ...]) -> None:
+    """Refuse a Python number that these integers do not hold: torch wraps it first, so that -1 is 255 of 8 bits."""
+    info = torch.iinfo(dtype)
+    for x in arrays:
+        if x.weak and isinstance(x.known, int) and not info.min <= x.known <= info.max:
+            name = str(dtype).removeprefix("torch.")
+            raise refused(
+                f"{x.known} beside {name}, which holds {info.min} to {info.max}: torch takes it for"
+                f" {(x.known - info.min) % (info.max - info.min + 1) + info.min}; write x.int() to compare it as it is"
+            )
 
 
 def _kind(dtype: torch.dtype) -> int:

@@ -385,8 +385,9 @@ def _gelu(x: Any, *, approximate: str = "none") -> Array:
 def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Array:
     def soft(x: Expr) -> Expr:
         scaled = x * float(beta)
-        small = fg.log1p(fg.exp(fg.minimum(scaled, float(threshold)))) / float(beta)
-        return fg.where(scaled > float(threshold), x, small)
+        far = scaled > float(threshold)
+        small = fg.log1p(fg.exp(fg.where(far, float(threshold), scaled))) / float(beta)
+        return fg.where(far, x, small)
 
     return _function(soft)(x)
 

@@ -13,6 +13,7 @@ from flashgen.lang.declare import tensor
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant, variant
 from flashgen.ops.attention import attention
+from flashgen.ops.values import no_flag
 
 NAME = "scaled_dot_product_attention"
 
@@ -30,9 +31,9 @@ Kind = tuple[torch.dtype, tuple[int, ...]]
 def _masked(dtype: str, own: tuple[int, ...]) -> Variant:
     """Attention under PyTorch's attn_mask of that dtype: what may be seen, or what is added to the score.
 
-    It is indexed by its own dimensions alone: so heads share tiles of a mask that does not tell them apart, and what is
-    summarised of a table is summarised once.  On an H100, 64 heads of 2,048 queries and keys under one table of booleans
-    at head_dim 64 took 444 us with all four indices, most of them for a summary of each head.
+    It is indexed by its own dimensions alone: so heads share tiles of a mask that does not tell them apart, and a table
+    is summarised once.  On an H100, 4 sequences of 16 heads and 2,048 tokens at head_dim 64 under one causal table took
+    444 us with all four indices, most of them for the summaries of each head, and 134 so.
     """
     mask = tensor("attn_mask", tuple(DIMS[i] for i in own), dtype)
 
@@ -59,7 +60,7 @@ DTYPES = frozenset(dtype for dtype, _ in MASKED)
 def kind(mask: torch.Tensor) -> tuple[Kind, torch.Tensor]:
     """Of a mask [batch, heads, q_len, kv_len], each of them its own or 1: what it is, and a view without the dimensions
     along which it is the same, because it has one element there or was expanded."""
-    own = []
+    own: list[int] = []
     for i in reversed(range(3)):
         if mask.shape[i] == 1 or (mask.shape[i] > 1 and mask.stride(i) == 0):
             mask = mask.select(i, 0)
@@ -89,6 +90,9 @@ def scaled_dot_product_attention(
 
     Raises LaunchError and PlanError as `attention` does: nothing else serves what flashgen lacks.
     """
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if wrong := no_flag(name, flag):
+            raise LaunchError(wrong)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, torch.Tensor):
             raise LaunchError(f"{name} is a {type(x).__name__}, not a torch.Tensor")

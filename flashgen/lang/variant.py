@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import math
@@ -114,8 +115,17 @@ class Variant:
     def __copy__(self) -> Variant:
         return self
 
-    def __deepcopy__(self, memo: object) -> Variant:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variant:
+        """A copy gives calls copies of the tensors: a copied module's own parameters, where they are among these.  What
+        was computed from a parameter is no parameter, and PyTorch copies none: it stays."""
+        if self.without is None:
+            return self
+        return self.without.giving(
+            {
+                name: x if getattr(x, "grad_fn", None) is not None else copy.deepcopy(x, memo)
+                for name, x in self.given.items()
+            }
+        )
 
     def __reduce__(self) -> Any:
         """Pickled without `parents`, which only the loading of a file asks for, and `examples`, which only commands

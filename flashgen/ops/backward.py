@@ -93,7 +93,7 @@ def run_backward(given: Given, call: Call, wanted: Sequence[str]) -> Gradients:
 def _of_nothing(request: Request, name: str, dlse: torch.Tensor | None) -> torch.Tensor:
     """The gradient of a captured tensor where no row has a key: lse of a row is its sink, if there is one."""
     x, sink = request.tensors[name], request.variant.sink
-    if sink is None or name != sink.name or dlse is None:
+    if sink is None or name != sink.name or dlse is None or not request.problem.batch:
         return torch.zeros_like(x)
     if (beyond := sequences.beyond(request.sequences, dlse.shape[2])) is not None:
         dlse = dlse.masked_fill(beyond, 0.0)

@@ -275,7 +275,7 @@ def _check_descale(
             f"{name} has {whole[2]} blocks for {rows} rows: a block is a power of two of rows from {LEAST_BLOCK} on\n"
             f"  nearest: {blocks} blocks of {LEAST_BLOCK} rows"
         )
-    if whole[2] == 0:
+    if whole[2] == 0 < rows:
         raise LaunchError(f"{name} is {list(shape)}: it has no block\n  nearest: {name} of [1]")
     if read and not bool((given > 0).all() & given.isfinite().all()):
         raise LaunchError(

@@ -124,7 +124,7 @@ def _nothing(q: torch.Tensor, v: torch.Tensor, request: Request) -> tuple[torch.
     """Without a key: rows of a sequence have nothing but their sinks."""
     o, lse = outputs(q, v, request.eight)
     sink = request.variant.sink
-    if sink is None:
+    if sink is None or not request.problem.batch:
         return o.zero_(), lse.fill_(-math.inf)
     lse.copy_(sequences.of_each(request.tensors[sink.name], request.sequences, q.shape[2]))
     if (beyond := sequences.beyond(request.sequences, q.shape[2])) is not None:

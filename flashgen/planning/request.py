@@ -241,7 +241,7 @@ def _only_of(other: str, this: str, options: dict[str, object], fixed: Fixed) ->
     """Refuse options and integers of the other pass."""
     for name, value in options.items():
         if value:
-            nearest = "backward=True" if other == "backward" else f"{name}=False"
+            nearest = "backward=True" if other == "backward" else f"{name}={None if name == 'kv_splits' else False}"
             raise PlanError(f"{name} is of a {other}, and a {this} was asked for\n  nearest: {nearest}")
     for name in fixed.integers():
         if this not in INTEGERS[name].passes:

@@ -391,7 +391,8 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         parts.append(Part(name="looked up", amount=LOOKUP_REGISTERS + words, why=f"{words} words of queries and keys"))
     if rows := _rows(request):
         words = sum(c.tile.kv // 2 * STORED_BYTES[n.attr.dtype] // 4 for n in rows)
-        parts.append(Part(name="rows", amount=ROW_REGISTERS * len(rows) + words, why=f"{words} words, and two addresses"))
+        amount = ROW_REGISTERS * len(rows) + words
+        parts.append(Part(name="rows", amount=amount, why=f"{words} words of both rows, and where they lie"))
     given: dict[type, bool] = dict.fromkeys((MaskByTile, MaskByWarpgroup, MaskByLookups), False)
     given[MaskFromBits] = asked.mask_reads_beside_tables
     by_score = _score_reads(request)
