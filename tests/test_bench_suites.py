@@ -10,7 +10,7 @@ from cli import flashgen
 from stub_timer import Stub
 from test_bench_serving import GROUND, measure
 
-from flashgen.bench import cells, flex, functions, masks, models, record, serving, short, suite
+from flashgen.bench import cells, flex, functions, masks, models, record, sdpa, serving, short, suite
 from flashgen.bench.functions import Functions, problem
 from flashgen.bench.protocol import Timings, in_time
 from flashgen.bench.suite import Contest, Ground, Row, Suite
@@ -169,6 +169,21 @@ def test_gradients_of_captured_tensors_are_checked(monkeypatch, named):
 def test_calls_that_differ_from_the_last_are_right(named):
     found = measure(named, problem(48, batch=1, heads=2, head_dim=16))
     assert found.reasons == () and found.absent == {}
+
+
+@pytest.mark.parametrize("make", [sdpa.forward, sdpa.backward])
+@pytest.mark.parametrize("name", sdpa.MASKS)
+def test_masks_that_are_tensors_are_judged(make, name):
+    """Also where only one row is not what it should be."""
+    at, ground = problem(40, batch=2, heads=2, head_dim=16), Ground(device="cpu", names=tuple(sdpa.BACKENDS))
+    ready = make(name, at, ground)
+    found = ready.forms["flashgen"]()
+    assert ready.wrong("flashgen", found) == [] and ready.wrong("cudnn", found) == []
+    first = found if make is sdpa.forward else found[0]
+    first[-1, -1, 30] += 1.0
+    assert ready.wrong("flashgen", found)
+    lacking = [peer for peer, build in ready.peers.items() if build() is None]
+    assert lacking == (["cudnn"] if name == "float32 bias" else [])
 
 
 def test_the_share_of_summaries():

@@ -134,7 +134,8 @@ def make(of: Functions, ground: Ground) -> Made:
     mods = of.make(of.problem, ground.device, ground.seed)
     variant = from_flex(mods.mask, mods.score)
     given = variant.given
-    arrays = {name: x.detach().cpu().numpy() for name, x in given.items() if isinstance(x, torch.Tensor)}
+    captured = {name: x.detach().cpu() for name, x in given.items() if isinstance(x, torch.Tensor)}
+    arrays = {name: (x.float() if x.dtype is torch.bfloat16 else x).numpy() for name, x in captured.items()}
     arrays = {name: x.reshape(1) if x.ndim == 0 else x for name, x in arrays.items()}
     case = Case(sizes=of.problem.sizes(), params={n: x for n, x in given.items() if n not in arrays}, tensors=arrays)
     tensors = draw(of.problem, ground.seed, device=ground.device)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flashgen.bench.suite import Found, Row, Suite
 
 #: The modules of suites, each of which has a SUITE; by the word that asks for it.
-SUITES = {name: f"flashgen.bench.{name}" for name in ("serving", "short", "masks", "flex", "models", "fp8")}
+SUITES = {name: f"flashgen.bench.{name}" for name in ("serving", "short", "masks", "flex", "sdpa", "models", "fp8")}
 
 #: What each measures, for `--help`, which loads none of them.
 WHAT = {
@@ -26,6 +26,7 @@ WHAT = {
     "short": "problems that do not fill a GPU",
     "masks": "masks that data decide, beside FlexAttention",
     "flex": "FlexAttention's call, and what a new mask, length or number costs",
+    "sdpa": "PyTorch's call with masks that are tensors, beside its own backends",
     "fp8": "attention in 8 bits, its errors, and quantize",
     "models": "a training step and a prefill of models of transformers",
 }
