@@ -31,9 +31,14 @@ class RowCode:
     widened: str
 
     @property
+    def form(self) -> str:
+        """What ends the names of functions that read it: bits, or floats."""
+        return "b16" if self.words == 1 else "f32"
+
+    @property
     def element(self) -> str:
         """That of element i of S, as expressions see it."""
-        return self.widened.format(f"element_of({self.name}[i / 2 % 2][i / 4], i % 2)")
+        return self.widened.format(f"element_of_{self.form}({self.name}[i / 2 % 2][i / 4], i % 2)")
 
 
 def row_code(loads: tuple[Node, ...], reading: Iterable[Reader], *, wide: frozenset[Node]) -> dict[Node, RowCode]:

@@ -142,6 +142,11 @@ class KeyCode:
         first = f"{self.start(kv_len, work)} - {self.step}"
         return f"for (int tile = {first}; tile >= {self.first(work)}; {self.on}) {{"
 
+    def before(self, work: str, do: str) -> str:
+        """A statement that does something with the tile that is visited after `tile`, if there is one."""
+        more = "tile % LEAF_TILES != 0" if self.keys.folds else f"tile - {self.step} >= {self.first(work)}"
+        return f"if ({more}) {do.format(tile=f'tile - {self.step}')};"
+
     def young(self, kv_len: str, work: str) -> str:
         """Of the first two tiles that are visited those from `tile` on."""
         start = self.start(kv_len, work)

@@ -8,7 +8,7 @@ import flashgen as fg
 pytestmark = pytest.mark.gpu
 
 of_all = fg.tensor("of_all", dims=("batch", "heads", "q", "kv"), dtype="bfloat16")
-of_pairs = fg.tensor("of_pairs", dims=("q", "kv"))
+of_pairs = fg.tensor("of_pairs", dims=("q", "kv"), dtype="float32")
 OF_ALL = fg.variant(score=lambda s, b, h, q, k: s + of_all[b, h, q, k], name="of_all")
 OF_PAIRS = fg.variant(score=lambda s, b, h, q, k: s + of_pairs[q, k], name="of_pairs")
 
