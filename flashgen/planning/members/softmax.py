@@ -36,7 +36,7 @@ class ScoreByElement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreByRow:
-    """One code for all scores, and what they read of a row of keys is read two elements at a time, under a product."""
+    """One code for all scores, and what they read of a row of keys is read two elements at a time, ahead of its use."""
 
     template: ClassVar[str] = "hopper/forward_score_by_row.cu.j2"
 
