@@ -529,3 +529,25 @@ def test_functions_without_line_or_name_are_traced():
     assert flashgen.from_flex(documents(ids_of(0))).name == "mask_mod"
     nothing = types.FunctionType(compile("lambda b, h, q, k: q >= k", "<text>", "eval").co_consts[0], {})
     torch.testing.assert_close(attend(flashgen.from_flex(nothing)), masked(torch.ones(LENGTH, LENGTH).tril().bool()))
+
+
+def test_modes_of_pytorch_are_asked_at_each_call():
+    """By a function that asks for them: any other is remembered whatever they are."""
+
+    def by_grad(b, h, q, k):
+        return (q - k < 1) if torch.is_grad_enabled() else (q - k < 3)
+
+    def by_dtype(b, h, q, k):
+        return (q - k < 1) if torch.get_default_dtype() is torch.float64 else (q - k < 3)
+
+    narrow, wide = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH) < n for n in (1, 3))
+    for wanted, context in ((narrow, torch.enable_grad), (wide, torch.no_grad), (narrow, torch.enable_grad)):
+        with context():
+            torch.testing.assert_close(attend(flashgen.from_flex(by_grad)), masked(wanted))
+    before = torch.get_default_dtype()
+    try:
+        for wanted, dtype in ((wide, torch.float32), (narrow, torch.float64), (wide, torch.float32)):
+            torch.set_default_dtype(dtype)
+            torch.testing.assert_close(attend(flashgen.from_flex(by_dtype)), masked(wanted))
+    finally:
+        torch.set_default_dtype(before)

@@ -38,6 +38,9 @@ _CHANGING = frozenset({"datetime", "os", "random", "secrets", "sys", "time", "uu
 _UNSEEN = frozenset(
     {"getattr", "hasattr", "vars", "globals", "locals", "eval", "exec", "__dict__", "random"}
     | {"attrgetter", "methodcaller"}
+    # PyTorch's modes, which a context turns on and off.
+    | {"is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "get_autocast_dtype"}
+    | {"get_default_dtype", "get_default_device", "are_deterministic_algorithms_enabled"}
 )
 
 #: Methods that no operation on an object calls.
